@@ -1,0 +1,118 @@
+"""Bit-packed masks: pack, count, and the positions of the set bits.
+
+A mask over n coordinates is n/32 words of 32 bits, bit i % 32 of word i // 32. Compaction works on the words, which are
+32 times fewer than the coordinates, and so costs less than one copy of what the mask selects from.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+WORD = 32  # bits a word
+
+
+def pack(mask: jax.Array) -> jax.Array:
+    """Packs a boolean mask of shape (n,), n a multiple of 32, into (n/32,) uint32 words."""
+    if mask.ndim != 1 or mask.shape[0] % WORD:
+        raise ValueError(
+            f"A mask is packed as one row of whole 32-bit words, got shape {mask.shape}: flatten it and pad it with "
+            "False to a multiple of 32."
+        )
+    octets = jnp.packbits(mask, bitorder="little")  # (n/8,)
+    return lax.bitcast_convert_type(octets.reshape(-1, 4), jnp.uint32)  # (n/32,)
+
+
+def unpack(words: jax.Array) -> jax.Array:
+    """Returns the boolean mask (32 W,) of (W,) uint32 words; the inverse of `pack`."""
+    octets = lax.bitcast_convert_type(words, jnp.uint8).reshape(-1)  # (4 W,)
+    return jnp.unpackbits(octets, bitorder="little").astype(bool)
+
+
+def popcount(words: jax.Array) -> jax.Array:
+    """Returns the number of set bits of every word, int32, in the shape of `words`."""
+    return lax.population_count(words).astype(jnp.int32)
+
+
+def select_bit(words: jax.Array, rank: jax.Array) -> jax.Array:
+    """Returns the position in its word of every word's set bit number `rank`.
+
+    Five halvings: is the bit in the low half? If not, drop the low half and its count.
+
+    Args:
+      words: uint32, any shape.
+      rank: int32, the same shape, from 0; where it is not below the word's popcount, the result means nothing.
+
+    Returns:
+      int32 positions, 0 to 31.
+    """
+    position = jnp.zeros_like(rank)
+    for half in (16, 8, 4, 2, 1):
+        low = words & np.uint32((1 << half) - 1)
+        in_low = popcount(low)
+        skip = rank >= in_low
+        rank = jnp.where(skip, rank - in_low, rank)
+        position = jnp.where(skip, position + half, position)
+        words = jnp.where(skip, words >> half, low)
+    return position
+
+
+def rank_of_words(words: jax.Array) -> jax.Array:
+    """Returns for every word how many bits are set in all words before it: (W,) int32."""
+    count = popcount(words)
+    return jnp.cumsum(count) - count
+
+
+class Slots(NamedTuple):
+    """Where the set bits of a mask are, one per slot.
+
+    Attributes:
+      position: (C,) int32, ascending. An empty slot holds the last position of some word after the filled slots before
+        it, so that the sequence stays sorted and in range.
+      filled: (C,) bool.
+    """
+
+    position: jax.Array
+    filled: jax.Array
+
+
+def positions(words: jax.Array, first_slot: jax.Array, n_slots: int) -> Slots:
+    """Finds the position of the set bit that belongs to every slot.
+
+    Args:
+      words: (W,) uint32.
+      first_slot: (W,) int32, never descending, and 0 for the first word: the slot of the word's first set bit. Bits
+        whose slot would be that of a later word are not found.
+      n_slots: C.
+
+    Returns:
+      C slots, sorted by position.
+    """
+    # The word of a slot is the last one that starts at or before it: count the starts up to the slot.
+    starts = jnp.zeros(n_slots + 1, jnp.int32)
+    starts = starts.at[jnp.minimum(first_slot, n_slots)].add(1, mode="promise_in_bounds")
+    word = jnp.cumsum(starts[:n_slots]) - 1  # (C,)
+    rank = jnp.arange(n_slots, dtype=jnp.int32) - first_slot[word]
+    content = words[word]
+    filled = rank < popcount(content)
+    bit = jnp.where(filled, select_bit(content, rank), WORD - 1)
+    return Slots(word * WORD + bit, filled)
+
+
+def keep_first(words: jax.Array, quota: jax.Array) -> jax.Array:
+    """Keeps the lowest `quota` set bits of every word.
+
+    Args:
+      words: (W,) uint32.
+      quota: (W,) int32; 0 or less keeps none, the popcount or more keeps all.
+
+    Returns:
+      (W,) uint32.
+    """
+    count = popcount(words)
+    last = select_bit(words, jnp.clip(quota - 1, 0, WORD - 1)).astype(jnp.uint32)
+    up_to_last = np.uint32(0xFFFFFFFF) >> (WORD - 1 - last)
+    kept = jnp.where(quota >= count, words, words & up_to_last)
+    return jnp.where(quota > 0, kept, np.uint32(0))

@@ -1,0 +1,61 @@
+"""Indices by Elias-Fano: within half a bit of entropy, whatever is selected.
+
+Source: Elias, "Efficient storage and retrieval by content and address of static files", JACM 21(2), 1974.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+
+from jaxcomm import bits
+from jaxcomm.codecs import unary
+from jaxcomm.layout import Layout
+from jaxcomm.selectors.selection import Selection
+from jaxcomm.types import Payload
+
+
+@dataclass(frozen=True)
+class EliasFano:
+    """Sorted positions, split at bit l: about 2 + log2(n/C) bits an index, at most.
+
+    The bound holds for every selection, so that nothing ever overflows.
+    """
+
+    layout: Layout
+    name = "elias_fano"
+
+    def _upper_words(self, low_bits: int) -> int:
+        top = max(self.layout.n - 1, 0) >> low_bits
+        return -(-(top + self.layout.n_slots) // bits.WORD)
+
+    @cached_property
+    def low_bits(self) -> int:
+        """The bit l that takes the fewest words."""
+        return min(range(31), key=self._words)
+
+    def _words(self, low_bits: int) -> int:
+        return self._upper_words(low_bits) + unary.plane_words(self.layout.n_slots, low_bits)
+
+    @property
+    def n_words(self) -> int:
+        """Words of 32 bits that the indices take."""
+        return self._words(self.low_bits)
+
+    def encode(self, selection: Selection) -> tuple[Payload, Selection]:
+        """Writes the positions; all fit."""
+        position = selection.slots.position
+        payload = {
+            "indices_upper": unary.write_unary(
+                position >> self.low_bits, self._upper_words(self.low_bits)
+            ),
+            "indices_low": unary.pack_planes(position, self.low_bits),
+        }
+        return payload, selection
+
+    def decode(self, payload: Payload) -> jax.Array:
+        """Reads the positions, (C,) int32."""
+        n_slots = self.layout.n_slots
+        upper, _ = unary.read_unary(payload["indices_upper"], n_slots)
+        low = unary.unpack_planes(payload["indices_low"], n_slots, self.low_bits)
+        return (upper << self.low_bits) | low

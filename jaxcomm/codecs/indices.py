@@ -1,0 +1,82 @@
+"""Index codecs: the interface, the entropy bound, and the choice by expected density."""
+
+import math
+from typing import Protocol
+
+import jax
+
+from jaxcomm.codecs.bitmap import Bitmap
+from jaxcomm.codecs.elias_fano import EliasFano
+from jaxcomm.codecs.plain import Plain
+from jaxcomm.codecs.rice import Rice
+from jaxcomm.layout import Layout
+from jaxcomm.selectors.selection import Selection
+from jaxcomm.types import Payload
+
+INDEX_CODECS = ("plain", "bitmap", "elias_fano", "rice")
+
+
+class IndexCodec(Protocol):
+    """Writes the positions of a selection, and reads them on the other side.
+
+    The number of words is fixed by the layout: it does not depend on what was selected.
+    """
+
+    @property
+    def name(self) -> str:
+        """The codec's name, one of `INDEX_CODECS`."""
+        ...
+
+    @property
+    def n_words(self) -> int:
+        """Words of 32 bits that the indices take."""
+        ...
+
+    def encode(self, selection: Selection) -> tuple[Payload, Selection]:
+        """Returns the words, and the selection less what did not fit them."""
+        ...
+
+    def decode(self, payload: Payload) -> jax.Array:
+        """Returns the position of every slot, (C,) int32, in range for empty slots as well."""
+        ...
+
+
+def entropy_bits(n: int, k: int) -> float:
+    """Returns the entropy of which k of n coordinates are sent, in bits an index: n H(k/n) / k."""
+    if not 0 < k < n:
+        return 0.0
+    density = k / n
+    return -math.log2(density) - (1 - density) / density * math.log2(1 - density)
+
+
+def make_index_codec(name: str, layout: Layout) -> IndexCodec:
+    """Makes a codec by its name.
+
+    Raises:
+      ValueError: if the name is not one of `INDEX_CODECS`.
+    """
+    if name == "plain":
+        return Plain(layout)
+    if name == "bitmap":
+        return Bitmap(layout)
+    if name == "elias_fano":
+        return EliasFano(layout)
+    if name == "rice":
+        return Rice(layout, budget=1.09 * entropy_bits(layout.n, layout.n_slots))
+    raise ValueError(
+        f"An index codec is one of {', '.join(INDEX_CODECS)}, got {name!r}: pass one of them, or 'auto'."
+    )
+
+
+def choose_index_codec(layout: Layout, name: str = "auto") -> IndexCodec:
+    """Makes the codec that takes the fewest words for the layout's capacity.
+
+    Args:
+      layout: the segments; its density is slots over elements.
+      name: one of `INDEX_CODECS`, or "auto" for the smallest of those that hold the capacity.
+    """
+    if name != "auto":
+        return make_index_codec(name, layout)
+    codecs = [make_index_codec(each, layout) for each in INDEX_CODECS]
+    roomy = [codec for codec in codecs if not isinstance(codec, Rice) or codec.is_roomy]
+    return min(roomy, key=lambda codec: codec.n_words)

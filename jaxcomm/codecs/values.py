@@ -1,0 +1,66 @@
+"""Value codecs: float32 as it is, or rounded to bfloat16.
+
+XLA's CPU collectives widen bfloat16 to four bytes, so values travel as the 32-bit words that hold them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+VALUE_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class ValueCodec:
+    """Writes (C,) float32 values as words of 32 bits.
+
+    Attributes:
+      dtype: the type of a value on the wire. 32 bits a value for float32, 16 for bfloat16.
+    """
+
+    dtype: Any
+
+    @property
+    def bits(self) -> int:
+        """Bits a value."""
+        return self.dtype.itemsize * 8
+
+    def rounded(self, values: jax.Array) -> jax.Array:
+        """Returns the float32 values that the receiver will see.
+
+        A finite value stays finite: what lies beyond the largest number of the wire's type is sent as that number (and
+        error feedback keeps the rest).
+        """
+        limit = float(jnp.finfo(self.dtype).max)
+        return jnp.clip(values, -limit, limit).astype(self.dtype).astype(jnp.float32)
+
+    def encode(self, values: jax.Array) -> jax.Array:
+        """Writes values (C,), already rounded, as (ceil(C * bits / 32),) uint32."""
+        wire = values.astype(self.dtype)
+        per_word = 4 // self.dtype.itemsize
+        if per_word == 1:
+            return lax.bitcast_convert_type(wire, jnp.uint32)
+        wire = jnp.pad(wire, (0, -wire.size % per_word)).reshape(-1, per_word)
+        return lax.bitcast_convert_type(wire, jnp.uint32)
+
+    def decode(self, words: jax.Array, n: int) -> jax.Array:
+        """Reads the first n values from their words: (n,) float32."""
+        return lax.bitcast_convert_type(words, self.dtype).reshape(-1)[:n].astype(jnp.float32)
+
+
+def value_codec(dtype: Any) -> ValueCodec:
+    """Makes the codec of a dtype.
+
+    Raises:
+      ValueError: if the dtype is neither float32 nor bfloat16.
+    """
+    name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
+    if name not in VALUE_DTYPES:
+        raise ValueError(
+            f"Values travel as one of {', '.join(VALUE_DTYPES)}, got {name!r}: pass value_dtype='bfloat16' or "
+            "'float32'."
+        )
+    return ValueCodec(jnp.dtype(name))

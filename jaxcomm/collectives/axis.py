@@ -1,0 +1,78 @@
+"""The axis of workers, be it a manual axis of a mesh or the axis of a `jax.vmap`.
+
+On a mesh JAX tracks which values differ between the workers, and collectives may promise that their result does not.
+Under `vmap` nothing is tracked, and the functions that make such promises raise. This module owns that difference;
+nothing else asks on which of the two it runs.
+"""
+
+from typing import Any
+
+import jax
+from jax import lax
+
+
+def axis_size(axis_name: str) -> int:
+    """Returns K, the number of workers on the axis.
+
+    Raises:
+      ValueError: if no such axis is in scope.
+    """
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"A compressed exchange runs inside a function that has the axis of workers in scope, got no axis "
+            f"{axis_name!r}: call it inside jax.shard_map over that axis, through jaxcomm.make_train_step, or under "
+            f"jax.vmap(..., axis_name={axis_name!r}); or pass the name of your own axis as axis_name=."
+        ) from None
+
+
+def varies(value: Any, axis_name: str) -> bool:
+    """Returns whether JAX knows that a value differs between the workers; always False where nothing is tracked."""
+    return axis_name in jax.typeof(value).manual_axis_type.varying
+
+
+def is_tracked(axis_name: str) -> bool:
+    """Returns whether JAX tracks, on this axis, which values differ (a mesh axis with check_vma=True)."""
+    return varies(lax.axis_index(axis_name), axis_name)
+
+
+def to_varying(tree: Any, axis_name: str) -> Any:
+    """Marks replicated values as each worker's own, so that `jax.grad` with respect to them stays local.
+
+    Free: no bytes. Values that differ already, or an axis where nothing is tracked, are left as they are.
+    """
+    if not is_tracked(axis_name):
+        return tree
+    return jax.tree.map(
+        lambda x: x if varies(x, axis_name) else lax.pcast(x, axis_name, to="varying"), tree
+    )
+
+
+def all_gather_same(value: jax.Array, axis_name: str) -> jax.Array:
+    """Gathers every worker's value, (K, *shape), the same on every worker, as far as JAX can be told."""
+    if is_tracked(axis_name):
+        return lax.all_gather(value, axis_name, to="invarying")
+    return lax.all_gather(value, axis_name)
+
+
+def check_per_worker(gradients: Any, axis_name: str) -> None:
+    """Refuses gradients that were reduced before they came here.
+
+    Inside `jax.shard_map`, `jax.grad` with respect to replicated parameters already inserts the dense all-reduce. A
+    compressor behind it would save nothing, and its mean would be wrong by a factor of K.
+
+    Raises:
+      ValueError: at trace time, if a gradient is known to be the same on all workers.
+    """
+    if not is_tracked(axis_name):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
+        if not varies(leaf, axis_name):
+            raise ValueError(
+                f"A compressor takes each worker's own gradient, got one at {jax.tree_util.keystr(path)!r} that is "
+                f"already the same on all workers of axis {axis_name!r}: jax.grad with respect to replicated "
+                "parameters has inserted a dense all-reduce (a sum, not a mean). Differentiate with respect to the "
+                f"workers' own copies instead: params = jax.lax.pcast(params, {axis_name!r}, to='varying') before "
+                "jax.grad, or use jaxcomm.make_train_step, which does so."
+            )

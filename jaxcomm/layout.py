@@ -1,0 +1,166 @@
+"""How the tensors of a gradient lie in one flat vector, and which of them are compressed.
+
+Everything here is static: shapes in, numbers out. One flat vector with a segment per tensor keeps the compiled program
+as small for 161 tensors as for one.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomm.bits import WORD
+
+# Segments start at multiples of BLOCK, so that a table of one entry a block says which segment a coordinate is in. The
+# padding is zeros, half a block a tensor on average.
+BLOCK = 1024
+MAX_ELEMENTS = 2**31
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The flat vector of the compressed tensors, and the list of the others.
+
+    Attributes:
+      shapes: the shape of every leaf, in tree order.
+      dtypes: the dtype of every leaf.
+      compressed: for every leaf, whether it is part of the flat vector.
+      capacities: for every compressed leaf (segment), the slots it has in a payload.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+    compressed: tuple[bool, ...]
+    capacities: tuple[int, ...]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements of every segment."""
+        return tuple(
+            math.prod(shape)
+            for shape, is_in in zip(self.shapes, self.compressed, strict=True)
+            if is_in
+        )
+
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """Blocks of every segment."""
+        return tuple(-(-size // BLOCK) for size in self.sizes)
+
+    @property
+    def n(self) -> int:
+        """Elements of the flat vector, padding included."""
+        return sum(self.blocks) * BLOCK
+
+    @property
+    def n_words(self) -> int:
+        """Words of a bit-packed mask over the flat vector."""
+        return self.n // WORD
+
+    @property
+    def n_dense(self) -> int:
+        """Elements of the tensors that are not compressed."""
+        return sum(math.prod(shape) for shape in self.shapes) - sum(self.sizes)
+
+    @property
+    def n_slots(self) -> int:
+        """Slots of a payload, C."""
+        return sum(self.capacities)
+
+    def segment_of_block(self) -> np.ndarray:
+        """Returns the number of the segment of every block: (blocks,) int32."""
+        return np.repeat(np.arange(len(self.blocks), dtype=np.int32), self.blocks)
+
+    def per_block(self, per_segment: jax.Array) -> jax.Array:
+        """Spreads one value a segment (S,) to one a block (blocks,)."""
+        return per_segment[self.segment_of_block()]
+
+    def per_segment(self, per_block: jax.Array) -> jax.Array:
+        """Sums one value a block (blocks,) to one a segment (S,)."""
+        return jax.ops.segment_sum(
+            per_block,
+            self.segment_of_block(),
+            num_segments=len(self.blocks),
+            indices_are_sorted=True,
+        )
+
+    def padding(self) -> np.ndarray:
+        """Returns the number of padding elements of every segment: (S,) int32."""
+        return np.asarray(self.blocks, np.int32) * BLOCK - np.asarray(self.sizes, np.int32)
+
+    def split(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Parts the leaves of a tree into (compressed, dense)."""
+        pairs = list(zip(leaves, self.compressed, strict=True))
+        return [leaf for leaf, is_in in pairs if is_in], [
+            leaf for leaf, is_in in pairs if not is_in
+        ]
+
+    def join(self, compressed: Sequence[Any], dense: Sequence[Any]) -> list[Any]:
+        """Puts (compressed, dense) back into tree order; the inverse of `split`."""
+        inside, outside = iter(compressed), iter(dense)
+        return [next(inside) if is_in else next(outside) for is_in in self.compressed]
+
+    def flatten(self, tensors: Sequence[jax.Array]) -> jax.Array:
+        """Lays the compressed tensors out as one float32 vector (n,), zeros between them."""
+        rows = []
+        for tensor, blocks in zip(tensors, self.blocks, strict=True):
+            rows.append(tensor.reshape(-1).astype(jnp.float32))
+            if gap := blocks * BLOCK - tensor.size:
+                rows.append(jnp.zeros(gap, jnp.float32))
+        return jnp.concatenate(rows) if rows else jnp.zeros(0, jnp.float32)  # (n,)
+
+    def unflatten(self, vector: jax.Array) -> list[jax.Array]:
+        """Cuts a vector (n,) into the compressed tensors, in their shapes and dtypes."""
+        shapes, _ = self.split(self.shapes)
+        dtypes, _ = self.split(self.dtypes)
+        tensors, start = [], 0
+        for shape, dtype, size, blocks in zip(shapes, dtypes, self.sizes, self.blocks, strict=True):
+            tensors.append(vector[start : start + size].reshape(shape).astype(dtype))
+            start += blocks * BLOCK
+        return tensors
+
+
+def plan_layout(tree: Any, *, dense_below: int, capacity: Callable[[int], int]) -> Layout:
+    """Decides which tensors of a gradient are compressed, and how many slots each has.
+
+    Args:
+      tree: a pytree of arrays or of `jax.ShapeDtypeStruct`s.
+      dense_below: tensors with fewer elements travel dense.
+      capacity: the slots of a tensor, from its number of elements.
+
+    Raises:
+      ValueError: if the tree is empty, a leaf is not of a real floating type, or there are 2^31 elements or more.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    if not paths:
+        raise ValueError(
+            "A gradient needs at least one tensor, got an empty tree: pass the parameters that are trained."
+        )
+    for path, leaf in paths:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"Gradients are of a real floating type, got {leaf.dtype} at {jax.tree_util.keystr(path)!r}: keep "
+                "integer and complex leaves out of the trained parameters (optax.masked, or another tree)."
+            )
+    shapes = tuple(tuple(leaf.shape) for _, leaf in paths)
+    sizes = [math.prod(shape) for shape in shapes]
+    compressed = tuple(size >= max(dense_below, 1) for size in sizes)
+    layout = Layout(
+        shapes=shapes,
+        dtypes=tuple(jnp.dtype(leaf.dtype) for _, leaf in paths),
+        compressed=compressed,
+        capacities=tuple(
+            capacity(size) for size, is_in in zip(sizes, compressed, strict=True) if is_in
+        ),
+    )
+    if layout.n >= MAX_ELEMENTS:
+        raise ValueError(
+            f"Positions are 31-bit, so one exchange takes fewer than 2^31 elements, got {layout.n}: shard the "
+            "parameters over a model axis, or split the tree with optax.partition."
+        )
+    return layout

@@ -1,0 +1,67 @@
+"""From a mask over the flat vector to the slots of a payload."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomm import bits
+from jaxcomm.layout import BLOCK, Layout
+
+_WORDS_A_BLOCK = BLOCK // bits.WORD
+
+
+class Selection(NamedTuple):
+    """The coordinates that one worker sends.
+
+    Attributes:
+      words: (n/32,) uint32, the bit-packed mask of exactly the coordinates that have a slot.
+      slots: their positions, ascending, with each tensor's slots together. `filled` says which slots are in use.
+      overflow: () int32, coordinates that were selected but have no slot.
+    """
+
+    words: jax.Array
+    slots: bits.Slots
+    overflow: jax.Array
+
+
+def rank_in_segment(words: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
+    """Counts set bits from the start of each segment.
+
+    Returns:
+      (rank, count): for every word the set bits before it in its segment, (blocks, words a block) int32, and the set
+      bits of every segment, (S,) int32.
+    """
+    rank = bits.rank_of_words(words).reshape(-1, _WORDS_A_BLOCK)
+    first_block = np.cumsum((0, *layout.blocks[:-1]))
+    rank = rank - layout.per_block(rank[first_block, 0])[:, None]
+    count = layout.per_segment(bits.popcount(words).reshape(-1, _WORDS_A_BLOCK).sum(1))
+    return rank, count
+
+
+def slots_of(words: jax.Array, rank: jax.Array, layout: Layout) -> bits.Slots:
+    """Gives every set bit a slot of its own segment: the r-th set bit the segment's r-th slot."""
+    capacity = np.asarray(layout.capacities, np.int32)
+    first = layout.segment_of_block()
+    # A bit beyond its segment's capacity points at the next segment's first slot, whose own word comes later and wins.
+    first_slot = np.cumsum(capacity)[first] - capacity[first]
+    first_slot = first_slot[:, None] + jnp.minimum(rank, capacity[first][:, None])
+    return bits.positions(words, first_slot.reshape(-1), layout.n_slots)
+
+
+def compact(words: jax.Array, layout: Layout) -> Selection:
+    """Gives the selected coordinates of every segment its slots, lowest index first.
+
+    Args:
+      words: (n/32,) uint32, the mask of what was selected.
+      layout: the segments and their capacities.
+    """
+    rank, count = rank_in_segment(words, layout)
+    capacity = np.asarray(layout.capacities, np.int32)
+    room = layout.per_block(jnp.asarray(capacity))[:, None] - rank
+    return Selection(
+        words=bits.keep_first(words, room.reshape(-1)),
+        slots=slots_of(words, rank, layout),
+        overflow=jnp.sum(jnp.maximum(count - capacity, 0)),
+    )

@@ -1,0 +1,47 @@
+"""What the transformations refuse, and what they skip."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+
+def check_range(name: str, value: float, rule: str, holds: bool, remedy: str) -> None:
+    """Raises a ValueError with the rule, the value and the remedy unless the rule holds."""
+    if not holds:
+        raise ValueError(f"{name} must be {rule}, got {value!r}: {remedy}.")
+
+
+def check_sparsity(sparsity: float) -> None:
+    """Checks the fraction of coordinates that is dropped."""
+    check_range(
+        "sparsity",
+        sparsity,
+        "at least 0 and below 1 (the fraction of coordinates that is not sent)",
+        isinstance(sparsity, (int, float)) and 0 <= sparsity < 1,
+        "use 0.99 to send 1%, or plump_dp to send everything",
+    )
+
+
+def check_count(name: str, value: int, least: int, remedy: str) -> None:
+    """Checks an integer that has a least value."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    check_range(name, value, f"an integer of at least {least}", is_count, remedy)
+
+
+def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns whether every number of every array is finite: () bool."""
+    finite = jnp.asarray(True)
+    for array in arrays:
+        finite = finite & jnp.isfinite(array).all()
+    return finite
+
+
+def zero_unless(means: Sequence[jax.Array], ok: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """Replaces the means by zeros, all of them, unless `ok` holds and every one is finite.
+
+    Returns:
+      (means, ok): with `ok` now the whole condition, the same on every worker if the arguments were.
+    """
+    ok = ok & all_finite(means)
+    return [jnp.where(ok, mean, jnp.zeros_like(mean)) for mean in means], ok

@@ -1,0 +1,162 @@
+"""DCT-DP, data-parallel dynamic communication thresholding, in NumPy: the oracle of the tests.
+
+Algorithm 1 of Gupta et al., "Training Recommender Systems at Scale: Communication-Efficient Model
+and Data Parallelism" (KDD 2021), section 2.1. For one worker and one tensor of N elements, at
+iteration k, with sparsity eta and threshold life-span L (the paper's W_grad, after line 2, is x
+here; E_grad is `residual`):
+
+     1:  Input: eta, L, k, the gradient, the residual, and tau of iteration k - 1
+     2:  x = gradient + residual
+     3:  if L divides k then
+     4:      [w_1, ..., w_N] = Sort(|x|), ascending
+     5:      tau = w_m, m = floor(N * eta)
+     6:  else
+     7:      keep tau of iteration k - 1
+     8:  end if
+     9:  mask = |x| >= tau
+    10:  sent = x * mask
+    11:  residual = x - sent
+    12:  send `sent`; here all K workers receive the mean of what the K workers sent
+
+Where the paper is silent:
+
+- k counts the calls of `step`, from 0. In line 5, tau = 0 if m = 0.
+- Line 9 never selects a zero.
+- Line 10: a payload has a fixed capacity, ceil(slack * (1 - eta) * N), at most N and at least 1.
+  If more coordinates are selected, the ones of the lowest flat index (C order) are sent. The rest,
+  the overflow, stay in the residual.
+- Line 10: the values are rounded to the payload's type before line 11, so that the residual holds
+  the rounding error too.
+- A tensor with fewer than `dense_below` elements goes dense in float32 and has no residual.
+- If any worker's gradient or x holds a non-finite number, all workers skip the step: the mean is
+  zero, residuals and thresholds stay. A refresh (lines 4 and 5) which was due is then due at the
+  next step which is not skipped; later refreshes stay at the multiples of L.
+- In a drain every x goes dense in float32 and every residual becomes zero. A due refresh happens.
+"""
+
+import math
+
+import numpy as np
+
+from .common import (
+    VALUE_DTYPES,
+    StepResult,
+    Tensors,
+    add_residuals,
+    all_finite,
+    compressed_names,
+    drained_step,
+    floor_of_dropped,
+    mean_over_workers,
+    round_values,
+    skipped_step,
+    zero_residuals,
+)
+
+
+class DctDpReference:
+    """K synchronous workers which exchange their gradients by DCT-DP; K is that of the first step.
+
+    Args:
+        sparsity: the paper's eta, the fraction of the coordinates which is dropped.
+        life_span: the paper's L, in steps.
+        slack: the capacity over the (1 - eta) * N coordinates which are expected to be selected.
+        dense_below: tensors with fewer elements than this are sent dense.
+        value_dtype: the type in which the sent values travel, "float32" or "bfloat16".
+
+    Attributes:
+        residuals: per worker, what it has not sent, by name; compressed tensors only.
+        thresholds: per worker, tau by name; compressed tensors only. 0 before the first refresh.
+    """
+
+    def __init__(
+        self,
+        *,
+        sparsity: float,
+        life_span: int = 1000,
+        slack: float = 1.05,
+        dense_below: int = 512,
+        value_dtype: str = "float32",
+    ):
+        if value_dtype not in VALUE_DTYPES:
+            raise ValueError(f"value_dtype must be one of {list(VALUE_DTYPES)}, not {value_dtype}.")
+        self.sparsity = sparsity
+        self.life_span = life_span
+        self.slack = slack
+        self.dense_below = dense_below
+        self.value_dtype = value_dtype
+        self.k = 0
+        self.refresh_due = False
+        self.residuals: list[Tensors] = []
+        self.thresholds: list[dict[str, float]] = []
+
+    def step(self, gradients: list[Tensors], drain: bool = False) -> StepResult:
+        """Exchange the workers' gradients, one dict for each worker."""
+        K = len(gradients)
+        compressed = compressed_names(gradients[0], self.dense_below)
+        if not self.residuals:
+            self.residuals = zero_residuals(gradients, compressed)
+            self.thresholds = [dict.fromkeys(compressed, 0.0) for _ in range(K)]
+
+        # 2: error feedback
+        all_x = add_residuals(gradients, self.residuals)
+
+        # 3: does L divide k, or did it at a step which was skipped?
+        if self.k % self.life_span == 0:
+            self.refresh_due = True
+        self.k += 1
+
+        if not all_finite(gradients) or not all_finite(all_x):
+            return skipped_step(gradients)
+
+        # 4 to 8: a new tau for each worker and tensor, or the old one
+        if self.refresh_due:
+            for w in range(K):
+                for name in compressed:
+                    self.thresholds[w][name] = self._threshold(all_x[w][name])
+            self.refresh_due = False
+
+        if drain:
+            self.residuals = zero_residuals(gradients, compressed)
+            return drained_step(all_x, compressed)
+
+        all_sent = []
+        sent_counts = [0] * K
+        overflow_counts = [0] * K
+        for w in range(K):
+            sent = {}
+            for name, x in all_x[w].items():
+                if name not in compressed:
+                    sent[name] = x
+                    continue
+                # 9: mask, as flat indices in ascending order
+                flat = x.reshape(-1)  # (N,)
+                tau = np.float32(self.thresholds[w][name])
+                selected = np.flatnonzero((np.abs(flat) >= tau) & (flat != 0))
+                # 10: the compressed gradient
+                chosen = selected[: self._capacity(flat.size)]
+                flat_sent = np.zeros(flat.size, np.float32)  # (N,)
+                flat_sent[chosen] = round_values(flat[chosen], self.value_dtype)
+                sent[name] = flat_sent.reshape(x.shape)
+                # 11: the error
+                self.residuals[w][name] = np.asarray(x - sent[name])
+                sent_counts[w] += len(chosen)
+                overflow_counts[w] += len(selected) - len(chosen)
+            all_sent.append(sent)
+
+        # 12: send
+        mean = mean_over_workers(all_sent)
+        return StepResult(mean=mean, sent=sent_counts, overflow=overflow_counts, skipped=False)
+
+    def _threshold(self, x: np.ndarray) -> float:
+        """Lines 4 and 5: the m-th smallest |x|, counted from 1."""
+        m = floor_of_dropped(x.size, self.sparsity)
+        if m == 0:
+            return 0.0
+        ascending = np.sort(np.abs(x.reshape(-1)))  # (N,)
+        return float(ascending[m - 1])
+
+    def _capacity(self, n: int) -> int:
+        """The slots in a payload, for a tensor of n elements."""
+        slots = math.ceil(self.slack * (1 - self.sparsity) * n - 1e-9)
+        return max(1, min(n, slots))
