@@ -41,11 +41,7 @@ class Layout:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Elements of every segment."""
-        return tuple(
-            math.prod(shape)
-            for shape, is_in in zip(self.shapes, self.compressed, strict=True)
-            if is_in
-        )
+        return tuple(math.prod(shape) for shape, is_in in zip(self.shapes, self.compressed, strict=True) if is_in)
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:
@@ -96,9 +92,7 @@ class Layout:
     def split(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Parts the leaves of a tree into (compressed, dense)."""
         pairs = list(zip(leaves, self.compressed, strict=True))
-        return [leaf for leaf, is_in in pairs if is_in], [
-            leaf for leaf, is_in in pairs if not is_in
-        ]
+        return [leaf for leaf, is_in in pairs if is_in], [leaf for leaf, is_in in pairs if not is_in]
 
     def join(self, compressed: Sequence[Any], dense: Sequence[Any]) -> list[Any]:
         """Puts (compressed, dense) back into tree order; the inverse of `split`."""
@@ -154,9 +148,7 @@ def plan_layout(tree: Any, *, dense_below: int, capacity: Callable[[int], int]) 
         shapes=shapes,
         dtypes=tuple(jnp.dtype(leaf.dtype) for _, leaf in paths),
         compressed=compressed,
-        capacities=tuple(
-            capacity(size) for size, is_in in zip(sizes, compressed, strict=True) if is_in
-        ),
+        capacities=tuple(capacity(size) for size, is_in in zip(sizes, compressed, strict=True) if is_in),
     )
     if layout.n >= MAX_ELEMENTS:
         raise ValueError(

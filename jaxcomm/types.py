@@ -43,8 +43,8 @@ class ExchangeMetrics(NamedTuple):
     @classmethod
     def zeros(cls) -> "ExchangeMetrics":
         """Returns the metrics of an exchange that has not happened yet."""
-        zero = jnp.zeros((), jnp.int32)
-        return cls(zero, zero, zero)
+        # Three buffers, not one: a state is donated whole, and a buffer only once.
+        return cls(*(jnp.zeros((), jnp.int32) for _ in cls._fields))
 
 
 def payload_bytes(payload: Any) -> int:

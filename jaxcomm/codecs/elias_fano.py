@@ -46,9 +46,7 @@ class EliasFano:
         """Writes the positions; all fit."""
         position = selection.slots.position
         payload = {
-            "indices_upper": unary.write_unary(
-                position >> self.low_bits, self._upper_words(self.low_bits)
-            ),
+            "indices_upper": unary.write_unary(position >> self.low_bits, self._upper_words(self.low_bits)),
             "indices_low": unary.pack_planes(position, self.low_bits),
         }
         return payload, selection

@@ -63,9 +63,7 @@ def make_index_codec(name: str, layout: Layout) -> IndexCodec:
         return EliasFano(layout)
     if name == "rice":
         return Rice(layout, budget=1.09 * entropy_bits(layout.n, layout.n_slots))
-    raise ValueError(
-        f"An index codec is one of {', '.join(INDEX_CODECS)}, got {name!r}: pass one of them, or 'auto'."
-    )
+    raise ValueError(f"An index codec is one of {', '.join(INDEX_CODECS)}, got {name!r}: pass one of them, or 'auto'.")
 
 
 def choose_index_codec(layout: Layout, name: str = "auto") -> IndexCodec:

@@ -44,9 +44,7 @@ def to_varying(tree: Any, axis_name: str) -> Any:
     """
     if not is_tracked(axis_name):
         return tree
-    return jax.tree.map(
-        lambda x: x if varies(x, axis_name) else lax.pcast(x, axis_name, to="varying"), tree
-    )
+    return jax.tree.map(lambda x: x if varies(x, axis_name) else lax.pcast(x, axis_name, to="varying"), tree)
 
 
 def all_gather_same(value: jax.Array, axis_name: str) -> jax.Array:
@@ -63,8 +61,9 @@ def check_per_worker(gradients: Any, axis_name: str) -> None:
     compressor behind it would save nothing, and its mean would be wrong by a factor of K.
 
     Raises:
-      ValueError: at trace time, if a gradient is known to be the same on all workers.
+      ValueError: at trace time, if a gradient is known to be the same on all workers, or outside the axis.
     """
+    axis_size(axis_name)
     if not is_tracked(axis_name):
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):

@@ -43,10 +43,9 @@ def rank_in_segment(words: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Ar
 def slots_of(words: jax.Array, rank: jax.Array, layout: Layout) -> bits.Slots:
     """Gives every set bit a slot of its own segment: the r-th set bit the segment's r-th slot."""
     capacity = np.asarray(layout.capacities, np.int32)
-    first = layout.segment_of_block()
     # A bit beyond its segment's capacity points at the next segment's first slot, whose own word comes later and wins.
-    first_slot = np.cumsum(capacity)[first] - capacity[first]
-    first_slot = first_slot[:, None] + jnp.minimum(rank, capacity[first][:, None])
+    first = layout.per_block(jnp.asarray(np.cumsum(capacity) - capacity))[:, None]
+    first_slot = first + jnp.minimum(rank, layout.per_block(jnp.asarray(capacity))[:, None])
     return bits.positions(words, first_slot.reshape(-1), layout.n_slots)
 
 

@@ -13,7 +13,7 @@ from jaxcomm.collectives import check_per_worker
 from jaxcomm.selectors import order_statistic, select_threshold
 from jaxcomm.selectors.topk import dropped
 from jaxcomm.transforms.checks import check_count, check_range, check_sparsity
-from jaxcomm.transforms.sparse import Exchanged, SparseExchange, plan_exchange, residual_row
+from jaxcomm.transforms.sparse import Exchanged, SparseExchange, own_row, plan_exchange
 from jaxcomm.types import ExchangeMetrics, PerWorker
 
 
@@ -21,7 +21,7 @@ class DctDpState(NamedTuple):
     """State of `dct_dp`.
 
     Attributes:
-      count: () int32, the exchanges so far, skipped ones included.
+      step: () int32, the exchanges so far, skipped ones included.
       due: () bool, whether a refresh of the thresholds is owed (at the start, after a skipped refresh, and after a
         resume on another number of workers).
       residual: (K, n) float32, gradients that were not sent yet; a row per worker.
@@ -29,7 +29,7 @@ class DctDpState(NamedTuple):
       metrics: counts of the last exchange.
     """
 
-    count: jax.Array
+    step: jax.Array
     due: jax.Array
     residual: PerWorker
     threshold: PerWorker
@@ -93,9 +93,7 @@ def dct_dp(
     """
     check_sparsity(sparsity)
     check_count("life_span", life_span, 1, "1 refreshes the thresholds in every step")
-    check_range(
-        "slack", slack, "at least 1", 1 <= slack < math.inf, "1.05 leaves 5% of room for overflow"
-    )
+    check_range("slack", slack, "at least 1", 1 <= slack < math.inf, "1.05 leaves 5% of room for overflow")
     check_count("dense_below", dense_below, 0, "0 compresses every tensor")
     if drain_every is not None:
         check_count("drain_every", drain_every, 1, "None never drains")
@@ -114,10 +112,10 @@ def dct_dp(
             axis_name=axis_name,
         )
 
-    def init(params: Any) -> DctDpState:
+    def init(params: Any) -> Any:
         layout = plan(params).layout
         return DctDpState(
-            count=jnp.zeros((), jnp.int32),
+            step=jnp.zeros((), jnp.int32),
             due=jnp.asarray(True),
             residual=PerWorker(jnp.zeros((1, layout.n), jnp.float32)),
             threshold=PerWorker(jnp.zeros((1, len(layout.sizes)), jnp.float32)),
@@ -136,17 +134,17 @@ def dct_dp(
         mask = select_threshold(vector, threshold, exchange.layout)
         return exchange(leaves, vector, mask, residual)
 
-    def update(updates: Any, state: DctDpState, params: Any = None) -> tuple[Any, DctDpState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         exchange = plan(updates)
         check_per_worker(updates, axis_name)
         layout = exchange.layout
         leaves, treedef = jax.tree.flatten(updates)
-        residual = residual_row(state.residual.rows, layout)
+        residual = own_row(state.residual, layout.n, axis_name)
         vector = exchange.add_residual(leaves, residual)  # (n,)
 
-        old_threshold = state.threshold.rows[0]  # (S,)
-        refresh = state.due | (state.count % life_span == 0)
+        old_threshold = own_row(state.threshold, len(layout.sizes), axis_name)  # (S,)
+        refresh = state.due | (state.step % life_span == 0)
         threshold = old_threshold
         if layout.sizes:
             ranks = [dropped(size, sparsity) for size in layout.sizes]
@@ -159,14 +157,14 @@ def dct_dp(
         if drain_every is None:
             out = exchange_sparsely(exchange, leaves, vector, residual, threshold)
         else:
-            chance = jax.random.uniform(jax.random.fold_in(jax.random.key(seed), state.count))
+            chance = jax.random.uniform(jax.random.fold_in(jax.random.key(seed), state.step))
             out = lax.cond(
                 chance < 1 / drain_every,
                 lambda: exchange.drain(leaves, vector, residual),
                 lambda: exchange_sparsely(exchange, leaves, vector, residual, threshold),
             )
         new_state = DctDpState(
-            count=optax.safe_increment(state.count),
+            step=state.step + 1,
             due=refresh & ~out.ok,
             residual=PerWorker(out.residual[None]),
             threshold=PerWorker(jnp.where(out.ok, threshold, old_threshold)[None]),

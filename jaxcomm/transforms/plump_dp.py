@@ -43,11 +43,11 @@ def plump_dp(axis_name: str = "data") -> optax.GradientTransformation:
       names it.
     """
 
-    def init(params: Any) -> PlumpDpState:
+    def init(params: Any) -> Any:
         plan_layout(params, dense_below=0, capacity=lambda n: n)
         return PlumpDpState(ExchangeMetrics.zeros())
 
-    def update(updates: Any, state: PlumpDpState, params: Any = None) -> tuple[Any, PlumpDpState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         plan_layout(updates, dense_below=0, capacity=lambda n: n)
         check_per_worker(updates, axis_name)

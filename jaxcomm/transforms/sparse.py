@@ -19,7 +19,7 @@ from jaxcomm.collectives.axis import to_varying
 from jaxcomm.layout import Layout, plan_layout
 from jaxcomm.selectors import compact
 from jaxcomm.transforms.checks import all_finite, zero_unless
-from jaxcomm.types import ExchangeMetrics, Payload
+from jaxcomm.types import ExchangeMetrics, Payload, PerWorker
 
 
 class Exchanged(NamedTuple):
@@ -86,9 +86,7 @@ class SparseExchange:
         values = self.values.decode(payload["values"], self.layout.n_slots)
         return self.indices.decode(payload), values
 
-    def __call__(
-        self, leaves: list[jax.Array], vector: jax.Array, mask: jax.Array, residual: jax.Array
-    ) -> Exchanged:
+    def __call__(self, leaves: list[jax.Array], vector: jax.Array, mask: jax.Array, residual: jax.Array) -> Exchanged:
         """Sends what the mask selects, and returns the mean of what all workers sent.
 
         Each worker receives (K-1) payloads, and the ring all-reduce of the dense tensors where there are any. Nothing
@@ -144,21 +142,19 @@ def plan_exchange(
 ) -> SparseExchange:
     """Makes the exchange of a gradient's shapes. Static; see `plan_layout` for the arguments and errors."""
     layout = plan_layout(tree, dense_below=dense_below, capacity=capacity)
-    return SparseExchange(
-        layout, value_codec(value_dtype), choose_index_codec(layout, index_codec), axis_name
-    )
+    return SparseExchange(layout, value_codec(value_dtype), choose_index_codec(layout, index_codec), axis_name)
 
 
-def residual_row(rows: jax.Array, layout: Layout) -> jax.Array:
-    """Returns this worker's residual (n,) from its row (1, n).
+def own_row(rows: PerWorker, n: int, axis_name: str) -> jax.Array:
+    """Returns this worker's own (n,) from its row (1, n) of a state.
 
     Raises:
       ValueError: if the state was made for another tree, or holds the rows of several workers.
     """
-    if rows.shape != (1, layout.n):
+    if rows.rows.shape != (1, n):
         raise ValueError(
-            f"A worker holds one row of residual, (1, {layout.n}) for this gradient, got {rows.shape}: initialise the "
+            f"A worker holds one row of state, (1, {n}) for this gradient, got {rows.rows.shape}: initialise the "
             "state with the parameters that are trained, and shard its PerWorker leaves over the axis of workers "
             "(jaxcomm.init_state and jaxcomm.state_specs do both)."
         )
-    return rows[0]
+    return to_varying(rows.rows[0], axis_name)

@@ -10,7 +10,7 @@ from jaxcomm.collectives import check_per_worker
 from jaxcomm.selectors import select_topk
 from jaxcomm.selectors.topk import kept
 from jaxcomm.transforms.checks import check_count, check_sparsity
-from jaxcomm.transforms.sparse import SparseExchange, plan_exchange, residual_row
+from jaxcomm.transforms.sparse import SparseExchange, own_row, plan_exchange
 from jaxcomm.types import ExchangeMetrics, PerWorker
 
 
@@ -77,16 +77,16 @@ def topk(
             axis_name=axis_name,
         )
 
-    def init(params: Any) -> TopKState:
+    def init(params: Any) -> Any:
         residual = jnp.zeros((1, plan(params).layout.n), jnp.float32)
         return TopKState(PerWorker(residual), ExchangeMetrics.zeros())
 
-    def update(updates: Any, state: TopKState, params: Any = None) -> tuple[Any, TopKState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         exchange = plan(updates)
         check_per_worker(updates, axis_name)
         leaves, treedef = jax.tree.flatten(updates)
-        residual = residual_row(state.residual.rows, exchange.layout)
+        residual = own_row(state.residual, exchange.layout.n, axis_name)
         vector = exchange.add_residual(leaves, residual)
         if exchange.layout.sizes:
             mask = select_topk(vector, exchange.layout)

@@ -45,10 +45,7 @@ def floor_of_dropped(n: int, sparsity: float) -> int:
 
 def zero_residuals(gradients: list[Tensors], compressed: list[str]) -> list[Tensors]:
     """Each worker's residual before its first step."""
-    return [
-        {name: np.zeros(np.shape(gradient[name]), np.float32) for name in compressed}
-        for gradient in gradients
-    ]
+    return [{name: np.zeros(np.shape(gradient[name]), np.float32) for name in compressed} for gradient in gradients]
 
 
 def add_residuals(gradients: list[Tensors], residuals: list[Tensors]) -> list[Tensors]:

@@ -1,0 +1,164 @@
+"""Collectives in the text of a compiled program.
+
+This is the second, independent count: what XLA really does, after it has widened types, merged operations or inserted
+its own.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+
+from jaxcomm.traffic import Program, Traffic, count_bytes
+
+_OPS = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "collective-permute": "permute",
+}
+# Collectives that are known not to be counted; meeting one is an error, not a silent zero.
+_UNCOUNTED = ("ragged-all-to-all", "collective-broadcast", "send", "recv")
+
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<shape>.+?) (?P<op>[a-z][a-z0-9\-]*)\((?P<rest>.*)$")
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+_CALLED = re.compile(r"\b(?:calls|to_apply|called_computations)=\{?%?([\w.\-]+)")
+_BODY = re.compile(r"\bbody=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_TRUE_FALSE = re.compile(r"\b(?:true|false)_computation=%?([\w.\-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+def read_program(text: str) -> Program:
+    """Reads the collectives of a compiled program from its HLO text (`compiled.as_text()`).
+
+    Raises:
+      ValueError: for a collective that cannot be counted: of an unknown kind, over unknown groups, or in a loop of
+        unknown length.
+    """
+    computations, entry = _computations(text)
+    devices = _devices(text)
+    done: dict[str, Program] = {}
+
+    def read(name: str) -> Program:
+        if name not in done:
+            done[name] = program = Program()
+            for line in computations.get(name, ()):
+                _add_instruction(program, line, devices, read)
+        return done[name]
+
+    return read(entry)
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    computations: dict[str, list[str]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        header = _HEADER.match(line)
+        if header:
+            current = header.group(2)
+            computations[current] = []
+            entry = current if header.group(1) else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None:
+            computations[current].append(line)
+    if not entry:
+        raise ValueError("The text of a compiled program has an ENTRY computation, got none: pass compiled.as_text().")
+    return computations, entry
+
+
+def _devices(text: str) -> int:
+    header = text.partition("\n")[0]
+    counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
+    return math.prod(int(count) for count in counts)
+
+
+def _add_instruction(program: Program, line: str, devices: int, read) -> None:
+    match = _INSTRUCTION.match(line)
+    if not match:
+        return
+    op, rest = match.group("op"), match.group("rest")
+    kind = op.removesuffix("-start")
+    if op.endswith("-done"):
+        return
+    if kind in _UNCOUNTED:
+        raise ValueError(f"Bytes of {op!r} cannot be counted here, got: {line.strip()[:200]}")
+    if kind in _OPS:
+        workers = _group_size(rest, devices, line)
+        program.always.append(_traffic(op, match.group("shape"), workers))
+    elif op == "while":
+        body = read(_only(_BODY, rest, line))
+        if body.communicates:
+            program.add(body, int(_only(_TRIPS, rest, line)))
+    elif op == "conditional":
+        branches = _BRANCHES.search(rest)
+        names = re.findall(r"[\w.\-]+", branches.group(1)) if branches else _TRUE_FALSE.findall(rest)
+        program.add_conditional([read(name) for name in names])
+    else:
+        for name in _CALLED.findall(rest):
+            program.add(read(name))
+
+
+def _only(pattern: re.Pattern[str], rest: str, line: str) -> str:
+    found = pattern.search(rest)
+    if not found:
+        raise ValueError(
+            f"A loop with collectives has a known body and length, got: {line.strip()[:200]}: use lax.scan with a "
+            "static length."
+        )
+    return found.group(1)
+
+
+def _traffic(op: str, shape: str, workers: int) -> Traffic:
+    """Makes the record of one collective from its result's shape."""
+    sizes = list(_array_bytes(shape))
+    kind = _OPS[op.removesuffix("-start")]
+    if op == "all-gather-start":  # (operands..., results...)
+        sizes = sizes[len(sizes) // 2 :]
+    elif op == "collective-permute-start":  # (operand, result, contexts...)
+        sizes = sizes[:1]
+    result = sum(sizes)
+    if kind == "all_gather":
+        return Traffic(kind, result // workers, workers)
+    if kind == "reduce_scatter":
+        return Traffic(kind, result * workers, workers)
+    return Traffic(kind, result, workers)
+
+
+def _array_bytes(shape: str) -> Iterator[int]:
+    for dtype, dims in _ARRAY.findall(shape):
+        if dtype == "token":
+            continue
+        yield count_bytes(tuple(int(d) for d in dims.split(",") if d), _itemsize(dtype))
+
+
+def _itemsize(dtype: str) -> int:
+    if dtype == "pred":
+        return 1
+    bits = re.search(r"\d+", dtype)
+    if bits is None:
+        raise ValueError(f"The bytes of type {dtype!r} in a compiled program are not known.")
+    return max(int(bits.group()) // 8, 1)
+
+
+def _group_size(rest: str, devices: int, line: str) -> int:
+    """Returns how many devices take part in a collective together, from any of the notations of XLA."""
+    if re.search(r"source_target_pairs=\{\{", rest):
+        return devices
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", rest)
+    if listed:
+        return len(listed.group(1).split(","))
+    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=", rest)
+    if iota:
+        return int(iota.group(2))
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", rest)
+    if mesh:
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh.group(1))}
+        axes = re.findall(r"'([^']+)'", mesh.group(2))
+        if axes and all(axis in sizes for axis in axes) and ":" not in mesh.group(2):
+            return math.prod(sizes[axis] for axis in axes)
+    if re.search(r"replica_groups=\{\}", rest):
+        return devices
+    raise ValueError(f"The groups of a collective are in a known notation, got: {line.strip()[:300]}")

@@ -1,0 +1,175 @@
+"""The data-parallel train step: on a mesh, or with simulated workers on one device."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxcomm.collectives.axis import axis_size, to_varying
+from jaxcomm.parallel.state import TrainState, check_axis, is_per_worker, state_specs
+from jaxcomm.types import ExchangeMetrics, PerWorker, exchange_metrics
+
+LossFn = Callable[[Any, Any], Any]
+Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
+
+
+def make_train_step(
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    has_aux: bool = False,
+    axis_name: str = "data",
+    donate: bool = True,
+) -> Step:
+    """Compiles a train step whose gradients are exchanged by `tx`.
+
+    Every worker differentiates the loss of its own rows of the batch with respect to its own copy of the parameters
+    (no reduction is inserted), `tx` exchanges the gradients and makes the update, and all workers apply it alike. If
+    the exchange was skipped (a non-finite gradient on some worker), parameters and optimizer state stay as they were,
+    but for the exchange's own counts.
+
+    Args:
+      loss_fn: (params, batch) -> the mean loss of the rows given, a scalar; or (loss, dict of scalars) with `has_aux`.
+      tx: a chain with one exchange of this library in it.
+      mesh: a mesh with the axis of workers.
+      has_aux: whether `loss_fn` returns a dict of scalars as well; they are averaged over the workers.
+      axis_name: the axis of workers.
+      donate: reuse the state's buffers for the new state. The old state cannot be read afterwards.
+
+    Returns:
+      A jitted step(state, batch) -> (state, metrics). All arrays of the batch have the global batch as first dimension,
+      a multiple of K. Metrics, the same on every worker: loss, the scalars of `loss_fn`, sent, overflow, skipped (see
+      `ExchangeMetrics`). On the wire: what `tx` costs, and one all-reduce of 4 bytes a scalar.
+
+    Raises:
+      ValueError: if the mesh lacks the axis or has others; at trace time if the batch is not divisible by K.
+    """
+    check_axis(mesh, axis_name)
+    worker_step = partial(_worker_step, loss_fn, tx, has_aux, axis_name)
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        check_batch(batch, mesh.shape[axis_name])
+        specs = state_specs(state, axis_name)
+        return jax.shard_map(worker_step, mesh=mesh, in_specs=(specs, P(axis_name)), out_specs=(specs, P()))(
+            state, batch
+        )
+
+    return jax.jit(step, donate_argnums=0 if donate else ())
+
+
+def simulate(
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    workers: int,
+    *,
+    has_aux: bool = False,
+    axis_name: str = "data",
+    donate: bool = True,
+) -> Step:
+    """Compiles the step of `make_train_step` for K workers that live together on one device, under `jax.vmap`.
+
+    The same arguments, results and errors; nothing crosses a wire. The state comes from `init_state(params, tx, K)`.
+
+    Args:
+      loss_fn: as in `make_train_step`.
+      tx: as in `make_train_step`.
+      workers: K, any number (96, say). Memory grows with K; the decoded mean is held once.
+      has_aux: as in `make_train_step`.
+      axis_name: as in `make_train_step`.
+      donate: as in `make_train_step`.
+    """
+    worker_step = partial(_worker_step, loss_fn, tx, has_aux, axis_name)
+
+    def axes(state: TrainState) -> Any:
+        return jax.tree.map(lambda node: 0 if is_per_worker(node) else None, state, is_leaf=is_per_worker)
+
+    def rows_apart(node: Any) -> Any:
+        # (K, ...) -> (K, 1, ...): each worker sees its row as (1, ...), as on a mesh.
+        return jax.tree.map(lambda rows: rows[:, None], node) if is_per_worker(node) else node
+
+    def rows_together(node: Any) -> Any:
+        return jax.tree.map(lambda rows: rows[:, 0], node) if is_per_worker(node) else node
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        check_batch(batch, workers)
+        parts = jax.tree.map(lambda x: x.reshape(workers, -1, *x.shape[1:]), batch)
+        state = jax.tree.map(rows_apart, state, is_leaf=is_per_worker)
+        state, metrics = jax.vmap(
+            worker_step, in_axes=(axes(state), 0), out_axes=(axes(state), None), axis_name=axis_name
+        )(state, parts)
+        return jax.tree.map(rows_together, state, is_leaf=is_per_worker), metrics
+
+    return jax.jit(step, donate_argnums=0 if donate else ())
+
+
+def check_batch(batch: Any, workers: int) -> None:
+    """Refuses a batch that does not divide evenly.
+
+    Raises:
+      ValueError: if the first dimension of an array is not a multiple of K.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        rows = leaf.shape[0] if leaf.ndim else 0
+        if rows == 0 or rows % workers:
+            raise ValueError(
+                f"The rows of a batch are a multiple of the number of workers, got {rows} rows at "
+                f"{jax.tree_util.keystr(path)!r} for {workers} workers: use a batch size of "
+                f"{max(rows // workers, 1) * workers}, or another number of workers."
+            )
+
+
+def _worker_step(
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    has_aux: bool,
+    axis_name: str,
+    state: TrainState,
+    batch: Any,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One worker's step; runs inside the axis of workers."""
+    params = to_varying(state.params, axis_name)
+    value, gradients = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, batch)
+    loss, scalars = value if has_aux else (value, {})
+    updates, opt_state = tx.update(gradients, state.opt_state, state.params)
+    exchanged = exchange_metrics(opt_state)
+    assert exchanged is not None, "init_state refuses chains without an exchange"
+    ok = exchanged.skipped == 0
+    new_params = optax.apply_updates(state.params, updates)
+
+    averaged = _mean_of_scalars({"loss": loss, **scalars}, axis_name)
+    state = TrainState(
+        params=_keep_unless(ok, new_params, state.params),
+        opt_state=_keep_unless(ok, opt_state, state.opt_state),
+        step=state.step + 1,
+    )
+    return state, {**averaged, **exchanged._asdict()}
+
+
+def _keep_unless(ok: jax.Array, new: Any, old: Any) -> Any:
+    """Takes the old tree where the step was skipped; an exchange's own state already knows what to keep."""
+
+    def choose(new_node: Any, old_node: Any) -> Any:
+        if _is_exchange_state(new_node):
+            return new_node
+        return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new_node, old_node)
+
+    return jax.tree.map(choose, new, old, is_leaf=_is_exchange_state)
+
+
+def _is_exchange_state(node: Any) -> bool:
+    """Returns whether a node is the state of one transformation of this library: it holds its metrics itself."""
+    return isinstance(node, tuple) and any(isinstance(child, ExchangeMetrics | PerWorker) for child in node)
+
+
+def _mean_of_scalars(scalars: dict[str, jax.Array], axis_name: str) -> dict[str, jax.Array]:
+    """Averages scalars over the workers in one all-reduce."""
+    stacked = jnp.stack([jnp.asarray(value, jnp.float32) for value in scalars.values()])
+    mean = lax.psum(stacked, axis_name) / axis_size(axis_name)
+    return dict(zip(scalars, mean, strict=True))

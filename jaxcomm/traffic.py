@@ -1,0 +1,97 @@
+"""What collectives cost: one operation, and everything a program does in a step."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One collective operation of a step.
+
+    Attributes:
+      op: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "permute".
+      operand_bytes: bytes that each worker puts in.
+      workers: workers that take part together.
+      times: executions in a step.
+    """
+
+    op: str
+    operand_bytes: int
+    workers: int
+    times: int = 1
+
+    @property
+    def received(self) -> Fraction:
+        """Bytes that each worker receives in a step, by the ring algorithm of the operation.
+
+        all_reduce 2 (K-1)/K, all_gather K-1, reduce_scatter and all_to_all (K-1)/K, permute 1 times the operand.
+        """
+        k = self.workers
+        factor = {
+            "all_reduce": Fraction(2 * (k - 1), k),
+            "all_gather": Fraction(k - 1),
+            "reduce_scatter": Fraction(k - 1, k),
+            "all_to_all": Fraction(k - 1, k),
+            "permute": Fraction(1 if k > 1 else 0),
+        }[self.op]
+        return factor * self.operand_bytes * self.times
+
+
+@dataclass
+class Program:
+    """The collectives of a program: those of every step, and those of either branch of its conditionals.
+
+    Attributes:
+      always: run in every step.
+      conditionals: for every conditional, its branches, of which one runs.
+    """
+
+    always: list[Traffic] = field(default_factory=list)
+    conditionals: list[list["Program"]] = field(default_factory=list)
+
+    def add(self, other: "Program", times: int = 1) -> None:
+        """Takes over another program's collectives, run `times` times a step."""
+        self.always += [Traffic(t.op, t.operand_bytes, t.workers, t.times * times) for t in other.always]
+        for branches in other.conditionals:
+            scaled = [Program() for _ in branches]
+            for target, branch in zip(scaled, branches, strict=True):
+                target.add(branch, times)
+            self.conditionals.append(scaled)
+
+    def add_conditional(self, branches: list["Program"]) -> None:
+        """Adds a conditional, unless none of its branches communicates."""
+        if any(branch.communicates for branch in branches):
+            self.conditionals.append(branches)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether there is any collective."""
+        return bool(self.always or self.conditionals)
+
+    @property
+    def received(self) -> Fraction:
+        """Bytes that each worker receives in a usual step: of every conditional, the cheaper branch."""
+        rare = (min(branch.received for branch in branches) for branches in self.conditionals)
+        return sum((t.received for t in self.always), Fraction(0)) + sum(rare, Fraction(0))
+
+    @property
+    def received_at_most(self) -> Fraction:
+        """Bytes that each worker receives in the most expensive step."""
+        worst = (max(branch.received_at_most for branch in branches) for branches in self.conditionals)
+        return sum((t.received for t in self.always), Fraction(0)) + sum(worst, Fraction(0))
+
+    def operations(self) -> Iterator[tuple[str, Traffic]]:
+        """Yields ("always" or "branch", operation) for every collective."""
+        for traffic in self.always:
+            yield "always", traffic
+        for branches in self.conditionals:
+            for branch in branches:
+                for _, traffic in branch.operations():
+                    yield "branch", traffic
+
+
+def count_bytes(shape: tuple[int, ...], itemsize: int) -> int:
+    """Returns the bytes of an array."""
+    return math.prod(shape) * itemsize

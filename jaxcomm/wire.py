@@ -1,0 +1,218 @@
+"""Bytes per step: predicted from shapes, counted in compiled text, and proof that the two agree.
+
+The prediction walks the traced program and needs no devices: it answers what a method will cost before it is tried.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.extend as jex
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxcomm.collectives.axis import to_varying
+from jaxcomm.hlo import read_program
+from jaxcomm.traffic import Program, Traffic, count_bytes
+
+_ALL_REDUCE = ("psum", "psum_invariant", "psum2", "pmax", "pmin")
+_COLLECTIVES = {
+    **dict.fromkeys(_ALL_REDUCE, "all_reduce"),
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "all_gather_reduced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "ppermute": "permute",
+}
+_UNCOUNTED = ("ragged_all_to_all", "pbroadcast", "pgather", "psend", "precv")
+
+
+@dataclass(frozen=True)
+class WireReport:
+    """What one exchange costs a worker.
+
+    Attributes:
+      workers: K.
+      parameters: n, elements of the gradient.
+      program: its collectives.
+    """
+
+    workers: int
+    parameters: int
+    program: Program
+
+    @property
+    def received(self) -> float:
+        """Bytes that each worker receives in a usual step."""
+        return float(self.program.received)
+
+    @property
+    def received_at_most(self) -> float:
+        """Bytes that each worker receives in the most expensive step (one that drains, say)."""
+        return float(self.program.received_at_most)
+
+    @property
+    def dense(self) -> float:
+        """Bytes of a ring all-reduce of the same gradient in float32."""
+        return float(Traffic("all_reduce", 4 * self.parameters, self.workers).received)
+
+    @property
+    def ratio_to_dense(self) -> float:
+        """How many times fewer bytes than dense float32; infinite where nothing is received."""
+        return self.dense / self.received if self.received else float("inf")
+
+    @property
+    def ratio_to_dense_bfloat16(self) -> float:
+        """How many times fewer bytes than a dense exchange of two bytes a parameter."""
+        return self.ratio_to_dense / 2
+
+    @property
+    def bits_per_parameter(self) -> float:
+        """Bits that each worker receives for each parameter."""
+        return 8 * self.received / self.parameters
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.parameters:,} parameters, {self.workers} workers: {self.received:,.0f} bytes received per worker "
+            f"and step, {self.ratio_to_dense:.1f}x fewer than dense float32, {self.ratio_to_dense_bfloat16:.1f}x fewer "
+            "than dense bfloat16"
+        ]
+        if self.received_at_most != self.received:
+            lines.append(f"  at most {self.received_at_most:,.0f} bytes in a rare step")
+        for when, traffic in self.program.operations():
+            lines.append(
+                f"  {traffic.op} of {traffic.operand_bytes:,} bytes over {traffic.workers} workers"
+                f"{' (in one branch)' if when == 'branch' else ''}: {float(traffic.received):,.0f} bytes received"
+            )
+        return "\n".join(lines)
+
+
+def wire_report(tx: optax.GradientTransformation, params: Any, workers: int, *, axis_name: str = "data") -> WireReport:
+    """Predicts the bytes of one exchange from shapes alone.
+
+    Nothing is computed and no device is needed: any K can be asked about anywhere.
+
+    Args:
+      tx: a transformation or chain with an exchange in it.
+      params: the parameters, or `jax.ShapeDtypeStruct`s of their shapes.
+      workers: K.
+      axis_name: the axis of workers that `tx` was made for.
+    """
+    mesh = AbstractMesh((workers,), (axis_name,), axis_types=(AxisType.Auto,))
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
+
+    def worker(gradients: Any, params: Any) -> Any:
+        updates, _ = tx.update(to_varying(gradients, axis_name), tx.init(params), params)
+        return updates
+
+    exchange = jax.shard_map(worker, mesh=mesh, in_specs=P(), out_specs=P())
+    program = traced_program(exchange, params, params)
+    n = sum(leaf.size for leaf in jax.tree.leaves(params))
+    return WireReport(workers, n, program)
+
+
+def verify(
+    step: Any,
+    *args: Any,
+    tx: optax.GradientTransformation,
+    params: Any,
+    workers: int,
+    other_bytes: int = 256,
+    axis_name: str = "data",
+) -> WireReport:
+    """Proves on the compiled text of a step that it sends what its exchange claims, and no more.
+
+    Args:
+      step: a function under `jax.jit` that holds the whole step.
+      *args: its arguments; only their shapes and shardings matter.
+      tx: the transformation that exchanges the gradients in it.
+      params: the parameters, or their shapes.
+      workers: K.
+      other_bytes: bytes that the step may receive beside the exchange (losses and metrics).
+      axis_name: the axis of workers.
+
+    Returns:
+      The report of the compiled step.
+
+    Raises:
+      ValueError: if XLA sends other bytes than the traced program says, or if the step sends more than the exchange
+        and `other_bytes`: a dense all-reduce has stayed in it.
+    """
+    traced = step.trace(*args)
+    predicted = jaxpr_program(traced.jaxpr)
+    compiled = read_program(traced.lower().compile().as_text())
+    n = sum(np.prod(jnp.shape(leaf), dtype=int) for leaf in jax.tree.leaves(params))
+    report = WireReport(workers, int(n), compiled)
+    if (predicted.received, predicted.received_at_most) != (compiled.received, compiled.received_at_most):
+        raise ValueError(
+            "A compiled step sends the bytes that were traced, got "
+            f"{float(compiled.received):,.0f} for {float(predicted.received):,.0f}: XLA has changed the collectives "
+            f"(a widened type, or a gather over another mesh axis).\n{report}"
+        )
+    exchange = wire_report(tx, params, workers, axis_name=axis_name)
+    if compiled.received > exchange.program.received + other_bytes:
+        raise ValueError(
+            f"A step sends its exchange and at most {other_bytes} bytes more, got {float(compiled.received):,.0f} "
+            f"where the exchange is {exchange.received:,.0f}: a dense all-reduce is left in the step. Take "
+            f"params = jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad.\n{report}"
+        )
+    return report
+
+
+def traced_program(function: Callable[..., Any], *args: Any) -> Program:
+    """Returns the collectives that a function asks for, by tracing it; args may be `jax.ShapeDtypeStruct`s."""
+    return jaxpr_program(jax.make_jaxpr(function)(*args))
+
+
+def jaxpr_program(closed: Any) -> Program:
+    """Returns the collectives of a traced program."""
+    return _read_jaxpr(closed.jaxpr, {})
+
+
+def _read_jaxpr(jaxpr: Any, axis_sizes: dict[str, int]) -> Program:
+    program = Program()
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in _UNCOUNTED:
+            raise ValueError(f"Bytes of {name!r} cannot be predicted: use one of {sorted(_COLLECTIVES)}.")
+        if name in _COLLECTIVES:
+            program.always.append(_traffic(eqn, axis_sizes))
+        elif name == "shard_map":
+            sizes = {**axis_sizes, **dict(eqn.params["mesh"].shape)}
+            program.add(_read_jaxpr(_inner(eqn.params["jaxpr"]), sizes))
+        elif name == "scan":
+            program.add(_read_jaxpr(_inner(eqn.params["jaxpr"]), axis_sizes), eqn.params["length"])
+        elif name == "cond":
+            program.add_conditional([_read_jaxpr(_inner(b), axis_sizes) for b in eqn.params["branches"]])
+        else:
+            inner = Program()
+            for child in _jaxprs(eqn.params):
+                inner.add(_read_jaxpr(child, axis_sizes))
+            if name == "while" and inner.communicates:
+                raise ValueError("A loop with collectives has a static length: use lax.scan for it.")
+            program.add(inner)
+    return program
+
+
+def _traffic(eqn: Any, axis_sizes: dict[str, int]) -> Traffic:
+    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    groups = eqn.params.get("axis_index_groups")
+    workers = len(groups[0]) if groups else int(np.prod([axis_sizes[axis] for axis in axes]))
+    size = sum(count_bytes(v.aval.shape, v.aval.dtype.itemsize) for v in eqn.invars)
+    return Traffic(_COLLECTIVES[eqn.primitive.name], size, workers)
+
+
+def _inner(jaxpr: Any) -> Any:
+    return jaxpr.jaxpr if isinstance(jaxpr, jex.core.ClosedJaxpr) else jaxpr
+
+
+def _jaxprs(params: dict[str, Any]) -> list[Any]:
+    """Returns the programs inside an equation's parameters."""
+    values = [v for value in params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
+    return [_inner(v) for v in values if isinstance(v, jex.core.ClosedJaxpr | jex.core.Jaxpr)]
