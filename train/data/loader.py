@@ -1,0 +1,251 @@
+"""Batches of NumPy arrays for one of `process_count` processes.
+
+A global batch of `B` rows depends on the dataset, the seed and the step, never on the number of
+processes: process `p` of `P` reads rows `[p * B / P, (p + 1) * B / P)` of it and decodes no others.
+So a run can go on with another number of processes, and its position is one number, the step.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import grain
+import numpy as np
+
+from train.data import images, sources
+
+Batch = dict[str, np.ndarray]
+
+# Large JPEG files gain from threads, as PIL decodes outside the interpreter's lock; small images,
+# which are cached, do not. Each thread prepares a batch, so more threads also take more memory.
+MAX_THREADS = {"digits": 1, "mnist": 1, "cifar10": 1, "imagenet2012": 8}
+
+
+def train_batches(
+    name: str,
+    *,
+    global_batch: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    data_dir: str | os.PathLike[str] | None = None,
+) -> "TrainBatches":
+    """Endless training batches, shuffled anew each epoch.
+
+    No example is dropped: a batch may hold the end of one epoch and the start of the next.
+
+    Args:
+      name: one of `DATASETS`; see `sources.open_source` for the errors of missing data.
+      global_batch: rows `B` of all processes together; at most the size of the split.
+      seed: in [0, 2**32); fixes the order and the augmentation.
+      process_index: this process, `p`, in [0, process_count).
+      process_count: the number of processes, `P`; must divide `global_batch`.
+      data_dir: TFDS's directory; default $TFDS_DATA_DIR, then ~/tensorflow_datasets.
+
+    Returns:
+      An iterator over `{"image": (B / P, H, W, C) float32, "label": (B / P,) int32}`, with `state`
+      and `restore`.
+
+    Raises:
+      ValueError: if an argument breaks the rules above.
+    """
+    _check_layout(global_batch, process_index, process_count)
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be in [0, 2**32); got {seed}")
+    source = sources.open_source(name, "train", data_dir)
+    if global_batch > len(source):
+        raise ValueError(
+            f"global_batch must be at most the {len(source)} training examples of {name}, or a "
+            f"batch would hold examples twice; got {global_batch}. Lower it"
+        )
+    return TrainBatches(name, source, global_batch, seed, process_index, process_count)
+
+
+def eval_batches(
+    name: str,
+    split: str = "test",
+    *,
+    global_batch: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    data_dir: str | os.PathLike[str] | None = None,
+) -> "EvalBatches":
+    """One pass over a split in its stored order, without augmentation; each example counts once.
+
+    Rows past the end of the split are black images with label 0 and mask 0, so that all processes
+    get equally many batches of one shape.
+
+    Args:
+      name: one of `DATASETS`; see `sources.open_source` for the errors of missing data.
+      split: "train" or "test".
+      global_batch: rows `B` of all processes together; may exceed the split.
+      process_index: this process, `p`, in [0, process_count).
+      process_count: the number of processes, `P`; must divide `global_batch`.
+      data_dir: TFDS's directory; default $TFDS_DATA_DIR, then ~/tensorflow_datasets.
+
+    Returns:
+      An iterable, with a length, of `{"image": (B / P, H, W, C) float32, "label": (B / P,) int32,
+      "mask": (B / P,) float32}`. Keep it for the next pass: it holds the decoded small images.
+
+    Raises:
+      ValueError: if an argument breaks the rules above.
+    """
+    _check_layout(global_batch, process_index, process_count)
+    source = sources.open_source(name, split, data_dir)
+    return EvalBatches(name, source, global_batch, process_index, process_count)
+
+
+class TrainBatches(Iterator[Batch]):
+    """The iterator that `train_batches` returns.
+
+    Attributes:
+      num_examples: examples in the train split, which is one epoch.
+      step: number of global batches delivered so far.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: sources.EncodedSource | sources.CachedSource,
+        global_batch: int,
+        seed: int,
+        process_index: int,
+        process_count: int,
+    ):
+        self.num_examples = len(source)
+        self.step = 0
+        self._identity = {
+            "dataset": name,
+            "num_examples": len(source),
+            "global_batch": int(global_batch),
+            "seed": int(seed),
+        }
+        self._threads = _threads(name)
+        # Hashed, because grain's shuffle adds the epoch to its seed: with the plain seed, epoch 1
+        # of seed 0 would have the order of epoch 0 of seed 1.
+        order_seed, augment_seed = np.random.SeedSequence(seed).generate_state(2).tolist()
+        preprocessing = images.PREPROCESSING[name]
+        rows = grain.MapDataset.source(source).shuffle(seed=order_seed).repeat()
+        if preprocessing.augment:
+            # Random numbers by the row's place in the run: the same after a restore and for any P.
+            rows = rows.random_map(preprocessing.augment, seed=augment_seed)
+        self._batches = _local_batches(rows, global_batch, process_index, process_count).map(preprocessing.standardise)
+        self._iterator = None
+
+    def __next__(self) -> Batch:
+        if self._iterator is None:  # only now, so that no thread works before a restore
+            self._iterator = _prefetch(self._batches[self.step :], self._threads)
+        batch = next(self._iterator)
+        self.step += 1
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """The position and what it belongs to, as JSON can hold it; the same on every process."""
+        return {**self._identity, "step": self.step}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes to where `state` was taken, exactly; also in a run of another number of processes.
+
+        Raises:
+          ValueError: if the state is of another dataset, seed or batch size, or is not a state.
+        """
+        expected = {*self._identity, "step"}
+        if set(state) != expected:
+            raise ValueError(f"a state must have the keys {sorted(expected)}, as from `state()`; got {sorted(state)}")
+        different = [
+            f"{key}: {state[key]!r} in the state, {value!r} here"
+            for key, value in self._identity.items()
+            if state[key] != value
+        ]
+        if different:
+            raise ValueError(
+                "a state can only be restored into the same order of examples; got "
+                f"{'; '.join(different)}. Use the arguments of the run that saved it"
+            )
+        step = state["step"]
+        if not isinstance(step, int) or step < 0:
+            raise ValueError(f"the step of a state must be an integer of at least 0; got {step!r}")
+        self.close()
+        self.step = step
+
+    def close(self) -> None:
+        """Stops the prefetching; the next batch starts it again."""
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
+
+
+class EvalBatches:
+    """The iterable that `eval_batches` returns.
+
+    Attributes:
+      num_examples: examples in the split, the sum of all masks of all processes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: sources.EncodedSource | sources.CachedSource,
+        global_batch: int,
+        process_index: int,
+        process_count: int,
+    ):
+        self.num_examples = len(source)
+        self._threads = _threads(name)
+        preprocessing = images.PREPROCESSING[name]
+        examples = grain.MapDataset.source(source)
+        if preprocessing.prepare:
+            examples = examples.map(preprocessing.prepare)
+        padding = {
+            "image": np.zeros(sources.dataset_info(name).image_shape, np.uint8),
+            "label": np.int32(0),
+            "mask": np.float32(0),
+        }
+
+        def row_or_padding(row: int) -> images.Example:
+            return examples[row] | {"mask": np.float32(1)} if row < len(source) else padding
+
+        length = -(-len(source) // global_batch) * global_batch  # rounded up to full batches
+        rows = grain.MapDataset.range(length).map(row_or_padding)
+        self._batches = _local_batches(rows, global_batch, process_index, process_count).map(preprocessing.standardise)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        # `yield from` closes the iterator, and with it the threads, when a pass is left early.
+        yield from _prefetch(self._batches, self._threads)
+
+
+def _check_layout(global_batch: int, process_index: int, process_count: int) -> None:
+    if process_count < 1:
+        raise ValueError(f"process_count must be at least 1; got {process_count}")
+    if not 0 <= process_index < process_count:
+        raise ValueError(f"process_index must be in [0, process_count); got {process_index} of {process_count}")
+    if global_batch < 1:
+        raise ValueError(f"global_batch must be at least 1; got {global_batch}")
+    if global_batch % process_count:
+        raise ValueError(
+            "global_batch must be divisible by process_count, as all processes take equally many "
+            f"rows; got {global_batch} and {process_count}. Take a multiple of {process_count}"
+        )
+
+
+def _local_batches(
+    rows: grain.MapDataset, global_batch: int, process_index: int, process_count: int
+) -> grain.MapDataset:
+    """Cuts the rows into local batches and keeps those of this process: p, p + P, p + 2P, ..."""
+    # There is no remainder to drop; but without dropping it, grain rounds the length of an endless
+    # stream up past the largest length that Python allows.
+    local = rows.batch(global_batch // process_count, drop_remainder=True)
+    return local[process_index::process_count]
+
+
+def _threads(name: str) -> int:
+    return min(MAX_THREADS[name], os.cpu_count() or 1)
+
+
+def _prefetch(batches: grain.MapDataset, threads: int) -> grain.DatasetIterator:
+    """Prepares up to `threads + 1` batches ahead."""
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads + 1)
+    return iter(batches.to_iter_dataset(options))

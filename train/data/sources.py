@@ -1,0 +1,196 @@
+"""The datasets by name, and random access to the examples that TFDS has prepared on disk.
+
+The digits are built on first use. The others are read where the user has prepared them, because
+TFDS needs TensorFlow to download and build them; to read them it does not.
+"""
+
+import dataclasses
+import os
+import shlex
+import warnings
+from pathlib import Path
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+from train.data import digits, images
+
+DEFAULT_DATA_DIR = "~/tensorflow_datasets"  # TFDS's own default
+SPLITS = ("train", "test")
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetInfo:
+    """What a model and a schedule need to know of a dataset before it is opened.
+
+    Attributes:
+      name: TFDS's name.
+      image_shape: (H, W, C) of the model's input.
+      num_classes: labels are 0..num_classes - 1.
+      num_train: examples in the train split.
+      num_test: examples in the test split; for imagenet2012 in TFDS's "validation" split, because
+        its "test" split has no labels.
+    """
+
+    name: str
+    image_shape: tuple[int, int, int]
+    num_classes: int
+    num_train: int
+    num_test: int
+
+    def num_examples(self, split: str) -> int:
+        """Published number of examples in "train" or "test"."""
+        return {"train": self.num_train, "test": self.num_test}[split]
+
+
+DATASETS = {
+    "digits": DatasetInfo("digits", (8, 8, 1), 10, 1_347, 450),
+    "mnist": DatasetInfo("mnist", (28, 28, 1), 10, 60_000, 10_000),
+    "cifar10": DatasetInfo("cifar10", (32, 32, 3), 10, 50_000, 10_000),
+    "imagenet2012": DatasetInfo("imagenet2012", (224, 224, 3), 1_000, 1_281_167, 50_000),
+}
+
+
+def dataset_info(name: str) -> DatasetInfo:
+    """Looks a dataset up by name.
+
+    Raises:
+      ValueError: if there is none of this name.
+    """
+    if name not in DATASETS:
+        raise ValueError(f"dataset must be one of {', '.join(DATASETS)}; got {name!r}")
+    return DATASETS[name]
+
+
+def resolve_data_dir(data_dir: str | os.PathLike[str] | None = None) -> Path:
+    """Directory of all datasets: the argument, else $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
+    return Path(data_dir or os.environ.get("TFDS_DATA_DIR") or DEFAULT_DATA_DIR).expanduser()
+
+
+class EncodedSource:
+    """Random access to examples with encoded images, `{"image": bytes, "label": int32 ()}`."""
+
+    def __init__(self, builder: tfds.core.DatasetBuilder, split: str):
+        skip = {"image": tfds.decode.SkipDecoding()}
+        self._examples = builder.as_data_source(split, decoders=skip)
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> images.Example:
+        example = self._examples[index]
+        return {"image": example["image"], "label": np.int32(example["label"])}
+
+
+class CachedSource:
+    """Random access to decoded images, kept after first use, for small datasets.
+
+    Examples are `{"image": uint8 (H, W, C), "label": int32 ()}`. Memory grows to one copy of the
+    split: 0.1 MB for digits, 47 MB for MNIST, 154 MB for CIFAR-10. Threads may read at the same
+    time: at worst two of them decode the same image.
+    """
+
+    def __init__(self, encoded: EncodedSource, image_shape: tuple[int, int, int]):
+        self._encoded = encoded
+        self._images = np.empty((len(encoded), *image_shape), np.uint8)
+        self._labels = np.empty(len(encoded), np.int32)
+        self._is_decoded = np.zeros(len(encoded), bool)
+
+    def __len__(self) -> int:
+        return len(self._encoded)
+
+    def __getitem__(self, index: int) -> images.Example:
+        if not self._is_decoded[index]:
+            example = self._encoded[index]
+            self._images[index] = images.decode(example["image"])
+            self._labels[index] = example["label"]
+            self._is_decoded[index] = True  # last, so that no other thread reads an unfinished row
+        return {"image": self._images[index], "label": self._labels[index]}
+
+
+def open_source(name: str, split: str, data_dir: str | os.PathLike[str] | None = None) -> EncodedSource | CachedSource:
+    """Opens one split for random access; builds the digits where they are missing.
+
+    Warns when the split does not have its published number of examples.
+
+    Args:
+      name: one of `DATASETS`.
+      split: "train" or "test" (imagenet2012's "test" reads TFDS's "validation").
+      data_dir: see `resolve_data_dir`.
+
+    Returns:
+      A sequence of uint8 images and labels; of JPEG files and labels for imagenet2012.
+
+    Raises:
+      ValueError: if the name or the split is unknown, or the format has no random access.
+      FileNotFoundError: if the dataset is not prepared, or its files are not all there.
+    """
+    info = dataset_info(name)
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {split!r}")
+    root = resolve_data_dir(data_dir)
+    builder = digits.prepare_digits(root) if name == "digits" else _open_prepared(name, root)
+    stored_split = "validation" if (name, split) == ("imagenet2012", "test") else split
+    _check_files(builder, stored_split)
+    encoded = EncodedSource(builder, stored_split)
+    if len(encoded) != info.num_examples(split):
+        warnings.warn(
+            f"the {split} split of {name} has {info.num_examples(split)} examples, "
+            f"but {builder.data_path} holds {len(encoded)} of them; all of these are used",
+            stacklevel=2,
+        )
+    if name == "imagenet2012":
+        return encoded
+    stored_shape = builder.info.features["image"].shape
+    if stored_shape != info.image_shape:
+        raise ValueError(
+            f"images of {name} must have the shape {info.image_shape}; {builder.data_path} holds "
+            f"{stored_shape}. Is it another dataset of this name? Pass another data_dir"
+        )
+    return CachedSource(encoded, info.image_shape)
+
+
+def _open_prepared(name: str, root: Path) -> tfds.core.DatasetBuilder:
+    """Opens the newest version under `root/name` that TFDS has prepared as array_record."""
+    infos = (root / name).glob("*/dataset_info.json")
+    versions = [path.parent for path in infos if tfds.core.Version.is_valid(path.parent.name)]
+    if not versions:
+        raise FileNotFoundError(
+            f"{name} must be prepared before it is used; looked for "
+            f"{root / name}/<version>/dataset_info.json and found none. " + _how_to_prepare(name, root)
+        )
+    newest = max(versions, key=lambda path: tfds.core.Version(path.name))
+    builder = tfds.builder_from_directory(newest)
+    stored_as = builder.info.file_format.value
+    if stored_as != "array_record":
+        raise ValueError(
+            f"random access needs a dataset stored as array_record; {newest} is stored as "
+            f"{stored_as}. Move it away and prepare it anew. {_how_to_prepare(name, root)}"
+        )
+    return builder
+
+
+def _how_to_prepare(name: str, root: Path) -> str:
+    command = f"tfds build {name} --file_format=array_record --data_dir={shlex.quote(str(root))}"
+    manual = ""
+    if name == "imagenet2012":
+        manual = (
+            "First put ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar, from "
+            f"https://image-net.org/download-images, into {root}/downloads/manual. "
+        )
+    return (
+        "Prepare it by the command below, which needs TensorFlow (`pip install tensorflow`; reading"
+        f" what it prepared does not):\n  {command}\n{manual}If the dataset lies elsewhere, pass "
+        "data_dir or set TFDS_DATA_DIR"
+    )
+
+
+def _check_files(builder: tfds.core.DatasetBuilder, split: str) -> None:
+    """Finds shards that a copy left out, which would otherwise fail in the middle of an epoch."""
+    missing = [path for path in builder.info.splits[split].filepaths if not Path(path).exists()]
+    if missing:
+        raise FileNotFoundError(
+            f"every shard listed in dataset_info.json must exist; {len(missing)} of the {split} "
+            f"split are missing, such as {missing[0]}. Copy them again, or delete "
+            f"{builder.data_path} and prepare the dataset anew"
+        )
