@@ -1,0 +1,319 @@
+"""Milliseconds, bytes and compile time of one exchange between real processes on rate-limited links.
+
+    python -m benchmarks.exchange --shapes resnet50 --hosts 4 --rate 100mbit,1gbit --method plump_dp,topk,dct_dp,naive
+
+Every host of a network lab is a process. All methods run in the same processes, one after another, and each at all
+rates. A step turns one gradient a worker (normal noise) into the workers' mean; the residual is reset between timed
+steps, so that every step selects from the same distribution. The thresholds of dct_dp are those of an earlier step, as
+in all but one of life_span steps; ms_refresh is the step that renews them.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from benchmarks.netlab import Lab, received_bytes
+from benchmarks.shapes import count, named
+from benchmarks.table import print_table, write_records
+
+METHODS = ("plump_dp", "topk", "dct_dp", "naive")
+_WORKER = "JAXCOMM_EXCHANGE_CONTROL"  # set in a host's process: the folder where the hosts ask for a rate
+
+
+@dataclass(frozen=True)
+class Config:
+    """Time one exchange of gradients between real processes on rate-limited links."""
+
+    shapes: str = "resnet50"
+    """Shapes of the gradient: "resnet50" (161 tensors, 25.6M parameters), or a number for one vector."""
+    hosts: int = 4
+    """Hosts, one worker each."""
+    rate: str = "100mbit,1gbit"
+    """Link rates, separated by commas: "100mbit", "1gbit", or "none" for no limit."""
+    method: str = "plump_dp,topk,dct_dp,naive"
+    """Methods, separated by commas: plump_dp (dense), topk, dct_dp, naive (lax.top_k with int32 indices)."""
+    sparsity: float = 0.99
+    """Fraction of coordinates that the sparse methods do not send."""
+    steps: int = 5
+    """Timed steps of each method and rate."""
+    huge_pages: bool = False
+    """Let glibc back large arrays with huge pages (GLIBC_TUNABLES), for all methods alike."""
+    json: Path | None = None
+    """File for the table, as a list of records."""
+
+
+@dataclass
+class Record:
+    """One row of the table."""
+
+    method: str
+    hosts: int
+    rate: str
+    ms_median: float
+    ms_min: float
+    ms_max: float
+    bytes_kernel: float
+    bytes_predicted: float
+    bytes_compiled: float
+    compile_s: float
+    ms_refresh: float | None
+    times_fewer_bytes: float | None = None
+    times_faster: float | None = None
+
+
+def main(config: Config) -> None:
+    """Runs the hosts, prints the table, and writes it where asked."""
+    methods, rates = config.method.split(","), config.rate.split(",")
+    unknown = [method for method in methods if method not in METHODS]
+    if unknown:
+        raise SystemExit(f"--method takes {', '.join(METHODS)}, got {', '.join(unknown)}: separate them by commas.")
+    if config.steps < 1:
+        raise SystemExit(f"--steps is at least 1, got {config.steps}.")
+    try:
+        named(config.shapes)
+        with Lab(config.hosts, rates[0]) as lab, tempfile.TemporaryDirectory() as folder:
+            records = _run_hosts(lab, config, Path(folder))
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    _compare_with_dense(records)
+    print_table(
+        f"Exchange of {count(named(config.shapes)):,} parameters, sparsity {config.sparsity}, {config.hosts} hosts",
+        [dataclasses.asdict(record) for record in records],
+    )
+    write_records(config.json, [dataclasses.asdict(record) for record in records])
+
+
+def _run_hosts(lab: Lab, config: Config, folder: Path) -> list[Record]:
+    env = {_WORKER: str(folder)}
+    if config.huge_pages:
+        env["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+    done = threading.Event()
+    # Rates change while the hosts run, so that every method is compiled once: host 0 asks by a file, this answers.
+    server = threading.Thread(target=_serve_rates, args=(lab, folder, done), daemon=True)
+    server.start()
+    try:
+        results = lab.run([sys.executable, "-m", "benchmarks.exchange", *sys.argv[1:]], env=env)
+    finally:
+        done.set()
+        server.join()
+    failed = [result for result in results if result.returncode]
+    if failed:
+        raise SystemExit(f"host {failed[0].host} failed:\n{failed[0].stderr[-4000:]}")
+    return _merge([_records(result.stdout) for result in results])
+
+
+def _serve_rates(lab: Lab, folder: Path, done: threading.Event) -> None:
+    while not done.is_set():
+        for request in folder.glob("*.want"):
+            lab.set_rate(request.read_text())
+            request.rename(request.with_suffix(".set"))
+        time.sleep(0.02)
+
+
+def _records(stdout: str) -> list[Record]:
+    return [Record(**json.loads(line)) for line in stdout.splitlines() if line.startswith("{")]
+
+
+def _merge(hosts: list[list[Record]]) -> list[Record]:
+    """Takes times from host 0 (a step ends everywhere at once, to a few ms) and the mean of the bytes received."""
+    merged = []
+    for same in zip(*hosts, strict=True):
+        received = statistics.fmean(record.bytes_kernel for record in same)
+        merged.append(dataclasses.replace(same[0], bytes_kernel=received))
+    return merged
+
+
+def _compare_with_dense(records: list[Record]) -> None:
+    for record in records:
+        dense = next((r for r in records if r.method == "plump_dp" and r.rate == record.rate), None)
+        if dense is not None:
+            record.times_faster = dense.ms_median / record.ms_median
+            if record.bytes_compiled:
+                record.times_fewer_bytes = dense.bytes_compiled / record.bytes_compiled
+
+
+def run_host(config: Config) -> None:
+    """Runs one host's part: every method at every rate; prints a JSON record for each."""
+    from train.processes import connect, prepare_jax
+
+    prepare_jax()
+    processes = connect(None, None, None)
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import jaxcomm as jc
+
+    mesh = jc.make_mesh(data=config.hosts)
+    shapes = named(config.shapes)
+
+    def own(index: int, shape: tuple[int, ...]) -> jax.Array:
+        rng = np.random.default_rng((processes.index, index))
+        rows = rng.standard_normal((1, *shape), np.float32)
+        return jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), rows)
+
+    gradients = [own(index, shape) for index, shape in enumerate(shapes)]
+    control = Control(Path(os.environ[_WORKER]), processes.index)
+    for method in config.method.split(","):
+        for record in _time_method(method, config, mesh, shapes, gradients, control):
+            print(json.dumps(dataclasses.asdict(record)), flush=True)
+
+
+class Control:
+    """How the hosts ask the lab for a rate, and wait for each other."""
+
+    def __init__(self, folder: Path, host: int):
+        self.folder, self.host, self.requests = folder, host, 0
+
+    def barrier(self) -> None:
+        """Waits until all hosts are here; a few hundred bytes."""
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices("exchange")
+
+    def set_rate(self, rate: str) -> None:
+        """Changes the rate of all links."""
+        self.requests += 1
+        self.barrier()
+        request = self.folder / f"{self.requests}.want"
+        if self.host == 0:
+            draft = request.with_suffix(".draft")
+            draft.write_text(rate)
+            draft.rename(request)
+        while not request.with_suffix(".set").exists():
+            time.sleep(0.02)
+        self.barrier()
+
+
+def _make(method: str, sparsity: float) -> Any:
+    import jaxcomm as jc
+    from benchmarks.naive import naive_topk
+
+    factories: dict[str, Callable[[], Any]] = {
+        "plump_dp": jc.plump_dp,
+        "topk": lambda: jc.topk(sparsity),
+        "dct_dp": lambda: jc.dct_dp(sparsity),
+        "naive": lambda: naive_topk(sparsity),
+    }
+    return factories[method]()
+
+
+def _time_method(
+    method: str, config: Config, mesh: Any, shapes: list[tuple[int, ...]], gradients: list[Any], control: Control
+) -> list[Record]:
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    import jaxcomm as jc
+    from jaxcomm.hlo import read_program
+
+    tx = _make(method, config.sparsity)
+    like = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    state_like = jax.eval_shape(tx.init, like)
+    specs = jc.state_specs(state_like)
+
+    def exchange(gradients: Any, state: Any) -> Any:
+        return tx.update([gradient[0] for gradient in gradients], state)
+
+    def start() -> Any:
+        return tx.init(jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), like))
+
+    sharded = jax.shard_map(exchange, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs))
+    state = jax.jit(jax.shard_map(start, mesh=mesh, in_specs=(), out_specs=specs))()
+    reset = jax.jit(
+        lambda state: jax.tree.map(_zero_residual, state, is_leaf=_has_residual),
+        donate_argnums=0,
+        out_shardings=jc.state_shardings(state_like, mesh),
+    )
+
+    control.set_rate("none")
+    begin = time.perf_counter()
+    lowered = jax.jit(sharded, donate_argnums=1).lower(gradients, state)
+    compiled = lowered.compile()
+    compile_s = time.perf_counter() - begin
+    compiled_bytes = float(read_program(compiled.as_text()).received)
+    if method == "naive":
+        from jaxcomm.wire import jaxpr_program
+
+        predicted = float(jaxpr_program(jax.make_jaxpr(sharded)(gradients, state)).received)
+    else:
+        predicted = jc.wire_report(tx, like, config.hosts).received
+    means, state = compiled(gradients, state)  # the first refresh, and Gloo's connections
+    jax.block_until_ready(means)
+
+    def timed(state: Any) -> tuple[float, int, Any]:
+        control.barrier()
+        before, begin = received_bytes(os.environ["NETLAB_INTERFACE"]), time.perf_counter()
+        means, state = compiled(gradients, state)
+        jax.block_until_ready((means, state))
+        elapsed = time.perf_counter() - begin
+        return elapsed * 1e3, received_bytes(os.environ["NETLAB_INTERFACE"]) - before, state
+
+    records = []
+    for rate in config.rate.split(","):
+        control.set_rate(rate)
+        times, received = [], []
+        for _ in range(config.steps):
+            state = reset(state)
+            jax.block_until_ready(state)
+            ms, bytes_in, state = timed(state)
+            times.append(ms)
+            received.append(bytes_in)
+        refresh = None
+        if method == "dct_dp":
+            refreshing = []
+            for _ in range(min(3, config.steps)):
+                state = reset(state)
+                due = jax.jit(lambda: jax.numpy.asarray(True), out_shardings=state.due.sharding)()
+                ms, _, state = timed(state._replace(due=due))
+                refreshing.append(ms)
+            refresh = statistics.median(refreshing)
+        records.append(
+            Record(
+                method=method,
+                hosts=config.hosts,
+                rate=rate,
+                ms_median=statistics.median(times),
+                ms_min=min(times),
+                ms_max=max(times),
+                bytes_kernel=statistics.fmean(received),
+                bytes_predicted=predicted,
+                bytes_compiled=compiled_bytes,
+                compile_s=compile_s,
+                ms_refresh=refresh,
+            )
+        )
+    return records
+
+
+def _has_residual(node: Any) -> bool:
+    return hasattr(node, "residual")
+
+
+def _zero_residual(node: Any) -> Any:
+    """Empties the residual of a method's state, if it is one."""
+    import jax
+
+    if not _has_residual(node):
+        return node
+    return node._replace(residual=jax.tree.map(jax.numpy.zeros_like, node.residual))
+
+
+if __name__ == "__main__":
+    arguments = tyro.cli(Config, description=__doc__)
+    if _WORKER in os.environ:
+        run_host(arguments)
+    else:
+        main(arguments)

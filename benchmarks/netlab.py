@@ -1,0 +1,399 @@
+"""Run a command on every host of a small network made on this machine, at a chosen link rate.
+
+    python -m benchmarks.netlab --hosts 4 --rate 100mbit -- python -m train ...
+
+A host is a network namespace with its own address and interface, `eth0`. Its link to the switch, a
+bridge in one more namespace, passes `rate` in each direction, so hosts that send to one host at
+once share that host's link, as on a real switch. The rate counts Ethernet frames: a TCP stream gets
+0.96 of it.
+
+Making namespaces takes root and iproute2. Where they are missing the lab says so on stderr and runs
+the same processes on 127.0.0.1, where no rate is obeyed.
+"""
+
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import tyro
+
+MAX_HOSTS = 64
+ADDRESSES = [f"10.77.0.{host + 1}" for host in range(MAX_HOSTS)]
+PORT = 9777  # free in every lab: it is opened in the namespace of the lab's host 0
+FAILURE_GRACE = 3.0  # seconds for the other hosts to report what they saw of one host's failure
+
+_NAMESPACES = Path("/var/run/netns")  # where iproute2 keeps them
+_HOST_FILES = Path("/etc/netns")  # `ip netns exec NAME` shows the files of NAME here as /etc's
+_NAME = re.compile(r"netlab-(\d+)-\d+-(?:h\d+|switch)")
+_RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)bit")
+_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+_counter = itertools.count()
+
+# An idle link should count no bytes, and IPv6 sends multicast reports even without an address. The
+# kernel's memory of earlier connections would start a run with the window of the run before it.
+# Neither is worth failing for.
+_SETTINGS = """{
+    echo 1 > /proc/sys/net/ipv6/conf/default/disable_ipv6
+    echo 1 > /proc/sys/net/ipv4/tcp_no_metrics_save
+} 2> /dev/null; true"""
+
+
+@dataclass(frozen=True)
+class HostResult:
+    """What one host's process did.
+
+    `returncode` is minus the signal's number if a signal ended the process. If the lab killed it,
+    the last line of `stderr` says why.
+    """
+
+    host: int
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Lab:
+    """Hosts behind one switch, from `with Lab(...) as lab:` to the end of the block.
+
+    Labs do not see each other, whether of one process or of several. Entering one also removes what
+    labs of killed processes left behind, with whatever still runs there. While a lab is open,
+    SIGTERM and SIGHUP raise `SystemExit`, unless the program handles them, so that it is removed.
+
+    Args:
+      hosts: number of hosts, 1 to 64.
+      rate: bits per second of each link in each direction, as tc writes it ("100mbit", "1gbit");
+        None or "none" for no limit.
+
+    Attributes:
+      isolated: whether the hosts are namespaces; False until the lab is entered, and in a fallback.
+
+    Raises:
+      ValueError: for a number of hosts or a rate out of range.
+    """
+
+    def __init__(self, hosts: int, rate: str | None):
+        if not 1 <= hosts <= MAX_HOSTS:
+            raise ValueError(f"hosts must be 1 to {MAX_HOSTS}, got {hosts}; change --hosts")
+        self.hosts = hosts
+        self.isolated = False
+        self._bits = parse_rate(rate)
+        self._open = False
+        self._prefix = f"netlab-{os.getpid()}-{next(_counter)}-"
+        self._names = [f"{self._prefix}h{host}" for host in range(hosts)]
+        self._switch = f"{self._prefix}switch"
+        self._handled: list[signal.Signals] = []
+
+    def __enter__(self) -> "Lab":
+        self._open = True
+        main = threading.current_thread() is threading.main_thread()
+        ending = (signal.SIGTERM, signal.SIGHUP) if main else ()
+        self._handled = [number for number in ending if signal.getsignal(number) is signal.SIG_DFL]
+        for number in self._handled:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+        try:
+            if os.geteuid() != 0:
+                raise PermissionError("making network namespaces takes root")
+            _remove([name for name, pid in _labs() if not Path("/proc", pid).exists()])
+            self._build()
+            self.isolated = True
+        except OSError as error:
+            print(
+                f"netlab: fell back to loopback: {self.hosts} processes on 127.0.0.1, not isolated,"
+                f" and no rate is obeyed, because {error}",
+                file=sys.stderr,
+            )
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open = False
+        ending = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # or one cuts the removal short
+        _remove([name for name, _ in _labs() if name.startswith(self._prefix)])
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for number in self._handled:
+            signal.signal(number, signal.SIG_DFL)
+        self._handled = []
+
+    def _build(self) -> None:
+        names = [self._switch, *self._names]
+        _tool("ip", "-batch", "-", lines=[f"netns add {name}" for name in names])
+        for name in names:
+            _tool("ip", "netns", "exec", name, "sh", "-c", _SETTINGS)
+        ports = ["link add switch type bridge mcast_snooping 0", "link set switch up"]
+        for host, name in enumerate(self._names):
+            ports.append(f"link add port{host} type veth peer name eth0 netns {name}")
+            ports.append(f"link set port{host} master switch up")
+        _tool("ip", "-n", self._switch, "-batch", "-", lines=ports)
+        for host, name in enumerate(self._names):
+            links = [f"addr add {ADDRESSES[host]}/24 dev eth0", "link set lo up", "link set eth0 up"]
+            _tool("ip", "-n", name, "-batch", "-", lines=links)
+            # Gloo listens on the address of the machine's name, which must not be loopback's.
+            (_HOST_FILES / name).mkdir(parents=True, exist_ok=True)
+            addresses = f"127.0.0.1 localhost\n{ADDRESSES[host]} {socket.gethostname()}\n"
+            (_HOST_FILES / name / "hosts").write_text(addresses)
+        if self._bits is not None:
+            self._limit(self._bits)
+
+    def set_rate(self, rate: str | None) -> None:
+        """Changes the limit of every link, as for `Lab`; connections stay up."""
+        bits = parse_rate(rate)
+        if self._open and self.isolated and bits != self._bits:
+            self._limit(bits)
+        self._bits = bits
+
+    def _limit(self, bits: int | None) -> None:
+        segment, command = 2**16, "qdisc del dev {} root"
+        if bits is not None:
+            segment, burst, queue = _bucket(bits)
+            tbf = f"tbf rate {bits}bit burst {burst} limit {queue}"
+            command = f"qdisc replace dev {{}} root {tbf}"
+        links = {name: ["eth0"] for name in self._names}
+        links[self._switch] = [f"port{host}" for host in range(self.hosts)]
+        for name, devices in links.items():
+            segments = [f"link set {device} gso_max_size {segment}" for device in devices]
+            _tool("ip", "-n", name, "-batch", "-", lines=segments)
+            _tool("tc", "-n", name, "-batch", "-", lines=[command.format(d) for d in devices])
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        stream: bool = False,
+    ) -> list[HostResult]:
+        """Runs one command on every host and waits for all of them.
+
+        The environment of each process holds
+          JAXCOMM_COORDINATOR: an address of host 0 with a free port, as "IP:PORT".
+          JAXCOMM_PROCESS_ID, JAXCOMM_NUM_PROCESSES: the host's number, from 0; how many there are.
+          NETLAB_INTERFACE, GLOO_SOCKET_IFNAME: the interface of the host's traffic, for
+            `received_bytes`; without isolation "lo", which counts all hosts together.
+
+        When one host's process fails, the lab kills the others after `FAILURE_GRACE`.
+
+        Args:
+          argv: the command and its arguments.
+          env: variables to set beside those of the calling process.
+          timeout: seconds after which the lab kills what still runs; None for no end.
+          stream: whether host 0's stdout and stderr also pass through while it runs.
+
+        Returns:
+          One result a host, in order.
+
+        Raises:
+          ValueError: if the command is empty or cannot be found.
+          RuntimeError: if the lab is not open.
+        """
+        environment = {**os.environ, **(env or {})}
+        if not argv or shutil.which(argv[0], path=environment.get("PATH")) is None:
+            raise ValueError(
+                f"the command must name a program, got {' '.join(argv)!r}; write it after `--`, for"
+                " example `python -m benchmarks.netlab --hosts 4 -- python -m train`"
+            )
+        if not self._open:
+            raise RuntimeError("a lab runs commands while open; write `with Lab(...) as lab:`")
+        interface = "eth0" if self.isolated else "lo"
+        environment |= {
+            "JAXCOMM_COORDINATOR": f"{ADDRESSES[0]}:{PORT}" if self.isolated else _free_port(),
+            "JAXCOMM_NUM_PROCESSES": str(self.hosts),
+            "NETLAB_INTERFACE": interface,
+            "GLOO_SOCKET_IFNAME": interface,
+        }
+        processes: list[subprocess.Popen[bytes]] = []
+        files: list[tuple[IO[bytes], IO[bytes]]] = []
+        with contextlib.ExitStack() as stack:
+            try:
+                for host, name in enumerate(self._names):
+                    # Not pipes, which stop a writer that nobody reads.
+                    out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+                    files.append((out, err))
+                    process = subprocess.Popen(
+                        ["ip", "netns", "exec", name, *argv] if self.isolated else argv,
+                        env=environment | {"JAXCOMM_PROCESS_ID": str(host)},
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=err,
+                        start_new_session=True,
+                    )
+                    processes.append(process)
+                killed = _wait(processes, timeout, files[0] if stream else ())
+            finally:
+                for process in processes:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            for host, reason in killed.items():
+                os.write(files[host][1].fileno(), f"netlab: killed, because {reason}\n".encode())
+            texts = [[_read(file).decode(errors="replace") for file in pair] for pair in files]
+        return [HostResult(h, p.returncode, *texts[h]) for h, p in enumerate(processes)]
+
+
+def parse_rate(rate: str | None) -> int | None:
+    """Bits per second of a rate as tc writes it ("100mbit", "2.5gbit"); None for None or "none".
+
+    Anything else, and a rate under 1kbit or over 100gbit, raises `ValueError`.
+    """
+    if rate is None or rate == "none":
+        return None
+    match = _RATE.fullmatch(rate)
+    bits = round(float(match[1]) * _FACTORS[match[2]]) if match else 0
+    if not 10**3 <= bits <= 10**11:
+        raise ValueError(
+            "rate must be a number with the unit bit, kbit, mbit or gbit, from 1kbit to 100gbit,"
+            f" got {rate!r}; write for example '100mbit', or 'none' for no limit"
+        )
+    return bits
+
+
+def received_bytes(interface: str) -> int:
+    """Bytes that an interface of the calling process's namespace has received so far.
+
+    This is the kernel's count, with Ethernet, IP and TCP headers. In a lab these add about 0.5% to
+    a bulk transfer, not 4.5%, since the kernel passes on segments of 16 to 64 KiB undivided. An
+    unknown interface raises `ValueError`.
+    """
+    return _counts(interface)[0]
+
+
+def transmitted_bytes(interface: str) -> int:
+    """Bytes that an interface of the calling process's namespace has sent; see `received_bytes`."""
+    return _counts(interface)[8]
+
+
+def _counts(interface: str) -> list[int]:
+    rows = Path("/proc/net/dev").read_text().splitlines()[2:]
+    counts = {name.strip(): values for name, _, values in (row.partition(":") for row in rows)}
+    if interface not in counts:
+        raise ValueError(
+            f"interface must be one of {', '.join(sorted(counts))}, got {interface!r}; a lab gives"
+            " its processes theirs as NETLAB_INTERFACE"
+        )
+    return [int(value) for value in counts[interface].split()]
+
+
+def _bucket(bits: int) -> tuple[int, int, int]:
+    """Sizes for a token bucket of `bits` per second: longest segment, burst and queue, in bytes.
+
+    An idle link passes `burst` bytes at once. 1 ms of the rate keeps that small beside a message,
+    but under two segments the link loses tokens whenever the timer fires late, so on slow links the
+    segments are cut shorter than the kernel's 64 KiB. The queue is deep, so that hosts sending to
+    one host wait for each other rather than lose packets and wait for TCP's timers.
+    """
+    per_ms = bits // 8000
+    segment = min(max(per_ms // 4, 2**14), 2**16)
+    return segment, max(per_ms, 2 * segment), max(100 * per_ms, 2**20)
+
+
+def _free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def _tool(*argv: str, lines: Sequence[str] = ()) -> None:
+    done = subprocess.run(argv, input="\n".join(lines), capture_output=True, check=False, text=True)
+    if done.returncode:
+        raise OSError(f"`{' '.join(argv)}` failed: {' '.join(done.stderr.split())}")
+
+
+def _labs() -> list[tuple[str, str]]:
+    """Names of the namespaces of all labs on this machine, each with its owner's process id."""
+    folders = [folder for folder in (_NAMESPACES, _HOST_FILES) if folder.is_dir()]
+    names = {path.name for folder in folders for path in folder.iterdir()}
+    return [(match[0], match[1]) for match in map(_NAME.fullmatch, names) if match]
+
+
+def _remove(names: Sequence[str]) -> None:
+    # Nothing is checked: another lab may be removing the same stale namespace at this moment.
+    for name in names:
+        pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, check=False)
+        for pid in pids.stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+        shutil.rmtree(_HOST_FILES / name, ignore_errors=True)
+
+
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]], timeout: float | None, followed: Sequence[IO[bytes]]
+) -> dict[int, str]:
+    """Waits until all have ended, or one has failed and the grace is over, or time is up.
+
+    Meanwhile passes what `followed` (no files, or two) get on to stdout and stderr. Returns, for
+    each host whose process still runs, why it is to be killed.
+    """
+    deadline = float("inf") if timeout is None else time.monotonic() + timeout
+    reason, failed, seen = f"it ran longer than {timeout} s", None, [0, 0]
+    while True:
+        codes = [process.poll() for process in processes]
+        for index, file in enumerate(followed):
+            screen = (sys.stdout, sys.stderr)[index]
+            seen[index] += screen.buffer.write(_read(file, seen[index]))
+            screen.flush()
+        running = [host for host, code in enumerate(codes) if code is None]
+        if failed is None:
+            failed = next((host for host, code in enumerate(codes) if code), None)
+            if failed is not None and time.monotonic() + FAILURE_GRACE < deadline:
+                deadline = time.monotonic() + FAILURE_GRACE
+                reason = f"host {failed} had failed with exit code {codes[failed]}"
+        if not running or time.monotonic() >= deadline:
+            return dict.fromkeys(running, reason)
+        time.sleep(0.02)
+
+
+def _read(file: IO[bytes], start: int = 0) -> bytes:
+    # Not by file.read: its position is also the one at which the host's process writes.
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size - start, start)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Run COMMAND on every host of a small network: [options] -- COMMAND ARG..."""
+
+    hosts: int = 4
+    """Number of hosts, 1 to 64."""
+    rate: str = "100mbit"
+    """Limit of each link in each direction, such as "100mbit" or "1gbit"; "none" for no limit."""
+    timeout: float | None = None
+    """Seconds after which the lab kills what still runs."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line; returns 0, a failed host's exit code, or 2 for bad input."""
+    split = list(argv).index("--") if "--" in argv else len(argv)
+    config = tyro.cli(Config, prog="python -m benchmarks.netlab", args=argv[:split])
+    try:
+        with Lab(config.hosts, config.rate) as lab:
+            results = lab.run(argv[split + 1 :], timeout=config.timeout, stream=True)
+    except ValueError as error:
+        print(f"netlab: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    failed = [result for result in results if result.returncode]
+    for host in failed:
+        tail = "\n".join(host.stderr.splitlines()[-10:])
+        print(f"netlab: host {host.host} ended with {host.returncode}\n{tail}", file=sys.stderr)
+    # Negative codes are signals', most often of the hosts that the lab killed after the failure.
+    codes = [host.returncode for host in failed]
+    return next((code for code in codes if code > 0), 128 - codes[0] if codes else 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

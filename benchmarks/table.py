@@ -1,0 +1,40 @@
+"""Tables of records: printed for people, written as JSON for programs."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_table(title: str, records: Sequence[Mapping[str, Any]]) -> None:
+    """Prints records, all with the same keys, one a row."""
+    table = Table(title=title)
+    if not records:
+        raise ValueError("A table has at least one record, got none.")
+    for key in records[0]:
+        table.add_column(key, justify="left" if isinstance(records[0][key], str) else "right", overflow="fold")
+    for record in records:
+        table.add_row(*(format_cell(value) for value in record.values()))
+    console = Console()
+    # A narrow terminal (or a pipe) would break numbers apart.
+    console.width = max(console.width, console.measure(table).maximum)
+    console.print(table)
+
+
+def format_cell(value: Any) -> str:
+    """Writes one value: four significant digits, thousands apart, a dash for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def write_records(path: Path | None, records: Sequence[Mapping[str, Any]]) -> None:
+    """Writes records as a JSON list; does nothing without a path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(list(records), indent=2) + "\n")

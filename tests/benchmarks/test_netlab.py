@@ -1,0 +1,312 @@
+"""The lab on this machine: namespaces where the tests run as root with iproute2, else its fallback."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import netlab
+from benchmarks.netlab import Lab, parse_rate, received_bytes
+
+ROOT = Path(__file__).parents[2]
+# Root in a container may lack the right to make a namespace.
+CAN_ISOLATE = (
+    all(shutil.which(tool) for tool in ("ip", "tc", "unshare"))
+    and os.geteuid() == 0
+    and subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode == 0
+)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NETLAB = [sys.executable, "-m", "benchmarks.netlab"]
+
+# Host 0 gets SIZE bytes from each other host ("gather") or sends each as many ("scatter"), and prints
+# the seconds that it took and the bytes that its interface has counted in that direction.
+TRANSFER = """
+import os, socket, sys, time
+from benchmarks.netlab import received_bytes, transmitted_bytes
+gathers, size = sys.argv[1] == "gather", int(sys.argv[2])
+count = received_bytes if gathers else transmitted_bytes
+interface, hosts = os.environ["NETLAB_INTERFACE"], int(os.environ["JAXCOMM_NUM_PROCESSES"])
+address, port = os.environ["JAXCOMM_COORDINATOR"].split(":")
+own = socket.gethostbyname(socket.gethostname())
+
+def get(peer, size):
+    while size:
+        size -= len(peer.recv(size))
+
+if os.environ["JAXCOMM_PROCESS_ID"] == "0":
+    assert own == address
+    with socket.create_server((address, int(port))) as server:
+        peers = [server.accept()[0] for _ in range(hosts - 1)]
+    before, start = count(interface), time.perf_counter()
+    for peer in peers:
+        peer.sendall(bytes(1 if gathers else size))
+    for peer in peers:
+        get(peer, size if gathers else 1)
+    print(time.perf_counter() - start, count(interface) - before)
+else:
+    assert own != address
+    for attempt in range(200):
+        try:
+            peer = socket.create_connection((address, int(port)))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    get(peer, 1 if gathers else size)
+    peer.sendall(bytes(size if gathers else 1))
+"""
+
+
+def transfer(lab, direction, size):
+    """Returns host 0's seconds and counted bytes."""
+    argv = [sys.executable, "-c", TRANSFER, direction, str(size)]
+    results = lab.run(argv, env={"PYTHONPATH": str(ROOT)}, timeout=30)
+    assert [result.returncode for result in results] == [0] * lab.hosts, results
+    seconds, counted = results[0].stdout.split()
+    return float(seconds), int(counted)
+
+
+def remains(pid):
+    folders = [Path("/var/run/netns"), Path("/etc/netns")]
+    return [path for folder in folders for path in folder.glob(f"netlab-{pid}-*")]
+
+
+def command_line(*arguments, **options):
+    return subprocess.run([*NETLAB, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30, **options)
+
+
+@pytest.fixture
+def loopback(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+
+
+@pytest.fixture
+def lab(capfd):
+    """A lab of three hosts: isolated where this machine can, and saying so where it cannot."""
+    with Lab(3, None) as lab:
+        assert lab.isolated == CAN_ISOLATE
+        assert ("fell back to loopback" in capfd.readouterr().err) == (not CAN_ISOLATE)
+        yield lab
+    assert remains(os.getpid()) == []
+
+
+@pytest.mark.parametrize(
+    ("rate", "bits"),
+    [
+        (None, None),
+        ("none", None),
+        ("9600bit", 9600),
+        ("64kbit", 64_000),
+        ("100mbit", 100_000_000),
+        ("2.5gbit", 2_500_000_000),
+    ],
+)
+def test_rates_are_read_as_tc_reads_them(rate, bits):
+    assert parse_rate(rate) == bits
+
+
+@pytest.mark.parametrize("rate", ["", "100", "mbit", "100mbps", "100Mbit", "-1mbit", "0mbit", "1tbit", "1e3bit"])
+def test_a_malformed_rate_is_refused_with_the_rule_and_the_remedy(rate):
+    with pytest.raises(ValueError, match=r"unit bit, kbit.*got '.*'; write for example '100mbit'"):
+        Lab(2, rate)
+
+
+@pytest.mark.parametrize("hosts", [-1, 0, 65])
+def test_a_number_of_hosts_out_of_range_is_refused(hosts):
+    with pytest.raises(ValueError, match=f"hosts must be 1 to 64, got {hosts}"):
+        Lab(hosts, None)
+
+
+@pytest.mark.parametrize("argv", [[], ["no-such-program"]])
+def test_a_missing_command_is_refused(loopback, argv):
+    with Lab(1, None) as lab, pytest.raises(ValueError, match=r"command must name a program.*after `--`"):
+        lab.run(argv)
+
+
+def test_a_lab_that_is_not_open_runs_nothing():
+    with pytest.raises(RuntimeError, match="with Lab"):
+        Lab(1, None).run(["true"])
+
+
+def test_an_unknown_interface_is_refused():
+    with pytest.raises(ValueError, match=r"must be one of .*\blo\b.*got 'nowhere0'.*NETLAB_INTERFACE"):
+        received_bytes("nowhere0")
+
+
+def test_the_fallback_says_so_once_and_runs_on_loopback(loopback, capfd):
+    script = "import os; print(*(os.environ[name] for name in os.environ['NAMES'].split()))"
+    names = "JAXCOMM_COORDINATOR JAXCOMM_PROCESS_ID JAXCOMM_NUM_PROCESSES NETLAB_INTERFACE"
+    with Lab(2, "1mbit") as lab:
+        assert not lab.isolated
+        lab.set_rate("2mbit")
+        results = lab.run([sys.executable, "-c", script], env={"NAMES": names})
+    outputs = [result.stdout.split() for result in results]
+    coordinator = outputs[0][0]
+    assert coordinator.startswith("127.0.0.1:")
+    assert outputs == [[coordinator, "0", "2", "lo"], [coordinator, "1", "2", "lo"]]
+    said = capfd.readouterr().err
+    assert said.count("fell back to loopback") == 1
+    assert "takes root" in said
+
+
+def test_a_machine_that_cannot_make_namespaces_falls_back_by_name(monkeypatch, capfd):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(netlab, "_labs", list)
+    with Lab(1, "1mbit") as lab:
+        assert not lab.isolated
+    assert "No such file or directory: 'ip'" in capfd.readouterr().err
+
+
+def test_output_is_kept_apart_by_host_and_may_be_large(lab):
+    script = "import os, sys; sys.stderr.write(os.environ['JAXCOMM_PROCESS_ID'] * 300_000); print('é')"
+    results = lab.run([sys.executable, "-c", script], timeout=20)
+    assert [result.host for result in results] == [0, 1, 2]
+    assert [result.stderr for result in results] == [str(host) * 300_000 for host in range(3)]
+    assert [result.stdout for result in results] == ["é\n"] * 3
+
+
+def test_host_0_passes_through_while_it_runs(lab, capfd):
+    script = "echo started $JAXCOMM_PROCESS_ID; sleep 1; echo warned >&2"
+    seen = []
+
+    def look():
+        time.sleep(0.6)
+        seen.append(capfd.readouterr().out)
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    results = lab.run(["sh", "-c", script], stream=True)
+    looker.join()
+    assert seen == ["started 0\n"]
+    assert capfd.readouterr() == ("", "warned\n")
+    assert results[0].stdout == "started 0\n"
+
+
+def test_a_failed_host_stops_the_others(lab, monkeypatch):
+    monkeypatch.setattr(netlab, "FAILURE_GRACE", 0.3)
+    script = "[ $JAXCOMM_PROCESS_ID = 1 ] && { echo broken >&2; exit 7; }; sleep 60 & wait"
+    start = time.monotonic()
+    results = lab.run(["sh", "-c", script])
+    assert time.monotonic() - start < 5
+    assert [result.returncode for result in results] == [-signal.SIGKILL, 7, -signal.SIGKILL]
+    assert results[1].stderr == "broken\n"
+    assert results[0].stderr == "netlab: killed, because host 1 had failed with exit code 7\n"
+
+
+def test_a_timeout_stops_all_hosts(lab):
+    start = time.monotonic()
+    results = lab.run(["sleep", "60"], timeout=0.3)
+    assert time.monotonic() - start < 5
+    assert [result.returncode for result in results] == [-signal.SIGKILL] * 3
+    assert "ran longer than 0.3 s" in results[0].stderr
+
+
+def test_hosts_see_each_other_at_the_rate_and_bytes_are_counted(lab):
+    if not lab.isolated:
+        return  # the fixture has seen the fallback say so
+    size = 1_000_000
+    for direction, megabits in (("gather", 100), ("scatter", 100), ("gather", 300)):
+        lab.set_rate(f"{megabits}mbit")
+        seconds, counted = transfer(lab, direction, size)
+        assert counted == pytest.approx(2 * size, rel=0.03)
+        # Generous towards slow: other work on the machine can hold a transfer up but not speed it.
+        assert 0.6 * megabits < 2 * size * 8 / seconds / 1e6 < 1.05 * megabits
+    lab.set_rate("none")
+    seconds, _ = transfer(lab, "gather", size)
+    assert 2 * size * 8 / seconds / 1e6 > 400
+
+
+def test_an_idle_interface_counts_nothing(lab):
+    if not lab.isolated:
+        return  # the fixture has seen the fallback say so
+    results = lab.run(["sh", "-c", "sleep 1.5; grep eth0 /proc/net/dev"])
+    assert [result.stdout.split()[1] for result in results] == ["0"] * 3
+
+
+def test_an_exception_leaves_no_namespace():
+    def broken_block():
+        with Lab(2, "10mbit") as lab:
+            assert bool(remains(os.getpid())) == lab.isolated
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        broken_block()
+    assert remains(os.getpid()) == []
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_ends_the_hosts_and_leaves_no_namespace(number, tmp_path):
+    script = f"echo $$ > {tmp_path}/$JAXCOMM_PROCESS_ID; exec sleep 60"
+    with start_and_wait(script, tmp_path) as process:
+        process.send_signal(number)
+        assert process.wait(timeout=10) == 128 + number
+    assert remains(process.pid) == []
+    assert not any(is_alive(int(path.read_text())) for path in tmp_path.iterdir())
+
+
+def test_the_next_lab_removes_what_a_killed_one_left(tmp_path):
+    script = f"echo $$ > {tmp_path}/$JAXCOMM_PROCESS_ID; exec sleep 5"
+    with start_and_wait(script, tmp_path) as process:
+        process.kill()
+    assert bool(remains(process.pid)) == CAN_ISOLATE
+    with Lab(1, None) as lab:
+        if lab.isolated:
+            assert remains(process.pid) == []
+            assert not any(is_alive(int(path.read_text())) for path in tmp_path.iterdir())
+
+
+def start_and_wait(script, folder):
+    """Starts a command line lab of two hosts; returns once each has written its process id."""
+    argv = [*NETLAB, "--hosts", "2", "--", "sh", "-c", script]
+    process = subprocess.Popen(
+        argv,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        # Where the tests run in the background, signals may be ignored, which children inherit.
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in SIGNALS],
+    )
+    deadline = time.monotonic() + 15
+    while sum(path.stat().st_size > 0 for path in folder.iterdir()) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return process
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_the_command_line_prints_host_0_and_reports_failures():
+    good = command_line("--hosts", "2", "--rate", "1gbit", "--", "sh", "-c", "echo I am $JAXCOMM_PROCESS_ID")
+    assert (good.returncode, good.stdout) == (0, "I am 0\n")
+    bad = command_line("--hosts", "2", "--", "sh", "-c", "echo no $JAXCOMM_PROCESS_ID >&2; exit $JAXCOMM_PROCESS_ID")
+    assert bad.returncode == 1
+    assert "netlab: host 1 ended with 1\nno 1\n" in bad.stderr
+    none = command_line("--hosts", "2")
+    assert none.returncode == 2
+    assert "write it after `--`" in none.stderr
+
+
+def test_help_needs_neither_root_nor_jax():
+    script = """
+import os, sys
+os.geteuid = lambda: 1000
+from benchmarks.netlab import main
+try:
+    main(["--help"])
+finally:
+    assert "jax" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--hosts" in done.stdout

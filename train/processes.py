@@ -1,0 +1,91 @@
+"""Several processes: how this one finds the others, and what must be set before JAX starts."""
+
+import os
+from dataclasses import dataclass
+
+import jax
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among the others of a run.
+
+    Attributes:
+      index: from 0.
+      count: how many there are.
+    """
+
+    index: int = 0
+    count: int = 1
+
+
+def prepare_jax(simulated_devices: int | None = None) -> None:
+    """Sets what JAX reads once, before its first use.
+
+    Args:
+      simulated_devices: CPU devices of this process; None leaves the platform's own.
+    """
+    # On few cores, jax before 0.12 can dead-lock with several simulated devices unless its thread pool is larger.
+    os.environ.setdefault("PJRT_NPROC", "16")
+    if simulated_devices is not None:
+        jax.config.update("jax_num_cpu_devices", simulated_devices)
+
+
+def connect(coordinator: str | None, process_id: int | None, num_processes: int | None) -> Processes:
+    """Joins the run's other processes, before JAX touches a device.
+
+    Arguments that are None come from JAXCOMM_COORDINATOR, JAXCOMM_PROCESS_ID and JAXCOMM_NUM_PROCESSES. Where those are
+    not set either, JAX asks the cluster (Slurm, Open MPI, Kubernetes, Cloud TPU) if its variables are there, and else
+    the process runs alone.
+
+    Args:
+      coordinator: HOST:PORT of process 0.
+      process_id: this process, from 0.
+      num_processes: how many processes there are.
+
+    Raises:
+      ValueError: if only some of the three are given, or they contradict each other.
+    """
+    coordinator = coordinator or os.environ.get("JAXCOMM_COORDINATOR")
+    process_id = _integer(process_id, "JAXCOMM_PROCESS_ID")
+    num_processes = _integer(num_processes, "JAXCOMM_NUM_PROCESSES")
+    given = {"--coordinator": coordinator, "--process-id": process_id, "--num-processes": num_processes}
+    missing = [name for name, value in given.items() if value is None]
+    if coordinator is None and process_id is None and num_processes is None:
+        if not _on_a_cluster():
+            return Processes()
+        jax.distributed.initialize()
+        return Processes(jax.process_index(), jax.process_count())
+    if coordinator is None or process_id is None or num_processes is None:
+        raise ValueError(
+            f"Several processes are started with --coordinator, --process-id and --num-processes (or the variables "
+            f"JAXCOMM_COORDINATOR, JAXCOMM_PROCESS_ID, JAXCOMM_NUM_PROCESSES), got none for {', '.join(missing)}: give "
+            "all three to every process."
+        )
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"--coordinator is HOST:PORT of process 0, got {coordinator!r}: write 10.0.0.1:9777, say.")
+    if not 0 <= process_id < num_processes:
+        raise ValueError(
+            f"--process-id is at least 0 and below --num-processes, got {process_id} of {num_processes}: number the "
+            "processes from 0."
+        )
+    if num_processes > 1:
+        jax.distributed.initialize(coordinator, num_processes, process_id)
+    return Processes(process_id, num_processes)
+
+
+def _integer(value: int | None, variable: str) -> int | None:
+    if value is not None or variable not in os.environ:
+        return value
+    try:
+        return int(os.environ[variable])
+    except ValueError:
+        raise ValueError(f"{variable} is an integer, got {os.environ[variable]!r}: set it to a number.") from None
+
+
+def _on_a_cluster() -> bool:
+    """Returns whether a launcher that JAX knows has set its variables, for more than one process."""
+    sizes = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    several = any(os.environ.get(name, "1") not in ("", "1") for name in sizes)
+    return several or "," in os.environ.get("TPU_WORKER_HOSTNAMES", "") or "JAX_COORDINATOR_ADDRESS" in os.environ
