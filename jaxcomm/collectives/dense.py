@@ -9,7 +9,7 @@ from jax import lax
 from jaxcomm.collectives.axis import axis_size
 
 
-def dense_mean(tensors: Sequence[jax.Array], axis_name: str) -> list[jax.Array]:
+def dense_mean(tensors: Sequence[jax.Array], axis_name: str) -> tuple[list[jax.Array], jax.Array]:
     """Averages tensors over the workers in one all-reduce of float32.
 
     Equals `jax.lax.pmean` of every tensor. The same on every worker. Each worker receives 2 (K-1)/K * 4 bytes an
@@ -20,10 +20,11 @@ def dense_mean(tensors: Sequence[jax.Array], axis_name: str) -> list[jax.Array]:
       axis_name: the axis of workers.
 
     Returns:
-      The means, in the tensors' shapes and dtypes.
+      The means, in the tensors' shapes and dtypes, and whether every number of them is finite: () bool. If a tensor of
+      some worker is not finite, neither is the mean.
     """
     if not tensors:
-        return []
+        return [], jnp.asarray(True)
     vector = jnp.concatenate([tensor.reshape(-1).astype(jnp.float32) for tensor in tensors])
     mean = lax.psum(vector, axis_name) / axis_size(axis_name)  # (n,)
     means, start = [], 0
@@ -31,4 +32,4 @@ def dense_mean(tensors: Sequence[jax.Array], axis_name: str) -> list[jax.Array]:
         part = mean[start : start + tensor.size]
         means.append(part.reshape(tensor.shape).astype(tensor.dtype))
         start += tensor.size
-    return means
+    return means, jnp.isfinite(mean).all()

@@ -10,12 +10,13 @@ from jax import lax
 from jaxcomm import bits
 from jaxcomm.layout import BLOCK, Layout
 
-_SIGN_AND_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_INFINITY = np.uint32(0x7F800000)  # finite numbers are below it, NaN above
 
 
 def magnitude_bits(vector: jax.Array) -> jax.Array:
     """Returns |vector| as uint32 that sort as the magnitudes do; infinities and NaN sort last."""
-    return lax.bitcast_convert_type(vector, jnp.uint32) & _SIGN_AND_MAGNITUDE
+    return lax.bitcast_convert_type(vector, jnp.uint32) & _MAGNITUDE
 
 
 def _by_block(vector: jax.Array) -> jax.Array:
@@ -49,6 +50,15 @@ def order_statistic(vector: jax.Array, layout: Layout, ranks: Sequence[int]) -> 
     start = jnp.zeros_like(magnitude, shape=(len(ranks),))
     start = start + magnitude[0, 0] * np.uint32(0)
     return lax.bitcast_convert_type(lax.fori_loop(0, 31, narrow, start), jnp.float32)
+
+
+def is_finite(vector: jax.Array) -> jax.Array:
+    """Returns whether every number of a vector (n,), n a multiple of 32, is finite: () bool.
+
+    By way of a mask, as the selection goes: XLA fuses that with the sum that made the vector, and `isfinite().all()`
+    not.
+    """
+    return ~jnp.any(bits.pack(magnitude_bits(vector) >= _INFINITY) != 0)
 
 
 def select_threshold(vector: jax.Array, threshold: jax.Array, layout: Layout) -> jax.Array:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxcomm.types import ExchangeMetrics
+
 
 def check_range(name: str, value: float, rule: str, holds: bool, remedy: str) -> None:
     """Raises a ValueError with the rule, the value and the remedy unless the rule holds."""
@@ -29,19 +31,15 @@ def check_count(name: str, value: int, least: int, remedy: str) -> None:
     check_range(name, value, f"an integer of at least {least}", is_count, remedy)
 
 
-def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Returns whether every number of every array is finite: () bool."""
-    finite = jnp.asarray(True)
-    for array in arrays:
-        finite = finite & jnp.isfinite(array).all()
-    return finite
+def zero_unless(ok: jax.Array, means: Sequence[jax.Array]) -> list[jax.Array]:
+    """Replaces the means by zeros, all of them, unless `ok` holds."""
+    return [jnp.where(ok, mean, jnp.zeros_like(mean)) for mean in means]
 
 
-def zero_unless(means: Sequence[jax.Array], ok: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Replaces the means by zeros, all of them, unless `ok` holds and every one is finite.
-
-    Returns:
-      (means, ok): with `ok` now the whole condition, the same on every worker if the arguments were.
-    """
-    ok = ok & all_finite(means)
-    return [jnp.where(ok, mean, jnp.zeros_like(mean)) for mean in means], ok
+def count(ok: jax.Array, sent: jax.Array | int, overflow: jax.Array | int) -> ExchangeMetrics:
+    """Returns the metrics of an exchange, from counts over all workers; a skipped one sent nothing."""
+    return ExchangeMetrics(
+        sent=jnp.where(ok, jnp.asarray(sent, jnp.int32), 0),
+        overflow=jnp.where(ok, jnp.asarray(overflow, jnp.int32), 0),
+        skipped=1 - ok.astype(jnp.int32),
+    )

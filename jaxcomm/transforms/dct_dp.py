@@ -13,7 +13,7 @@ from jaxcomm.collectives import check_per_worker
 from jaxcomm.selectors import order_statistic, select_threshold
 from jaxcomm.selectors.topk import dropped
 from jaxcomm.transforms.checks import check_count, check_range, check_sparsity
-from jaxcomm.transforms.sparse import Exchanged, SparseExchange, own_row, plan_exchange
+from jaxcomm.transforms.sparse import Accumulated, Exchanged, SparseExchange, own_row, plan_exchange
 from jaxcomm.types import ExchangeMetrics, PerWorker
 
 
@@ -123,16 +123,11 @@ def dct_dp(
         )
 
     def exchange_sparsely(
-        exchange: SparseExchange,
-        leaves: list[jax.Array],
-        vector: jax.Array,
-        residual: jax.Array,
-        threshold: jax.Array,
+        exchange: SparseExchange, leaves: list[jax.Array], vector: Accumulated, threshold: jax.Array
     ) -> Exchanged:
         if not exchange.layout.sizes:
-            return exchange.drain(leaves, vector, residual)
-        mask = select_threshold(vector, threshold, exchange.layout)
-        return exchange(leaves, vector, mask, residual)
+            return exchange.drain(leaves, vector)
+        return exchange(leaves, vector, select_threshold(vector.sum(), threshold, exchange.layout))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
@@ -140,33 +135,32 @@ def dct_dp(
         check_per_worker(updates, axis_name)
         layout = exchange.layout
         leaves, treedef = jax.tree.flatten(updates)
-        residual = own_row(state.residual, layout.n, axis_name)
-        vector = exchange.add_residual(leaves, residual)  # (n,)
+        vector = exchange.vector(leaves, own_row(state.residual, layout.n, axis_name))
 
-        old_threshold = own_row(state.threshold, len(layout.sizes), axis_name)  # (S,)
+        old_threshold = own_row(state.threshold, len(layout.sizes), axis_name)[0]  # (S,)
         refresh = state.due | (state.step % life_span == 0)
         threshold = old_threshold
         if layout.sizes:
             ranks = [dropped(size, sparsity) for size in layout.sizes]
             threshold = lax.cond(
                 refresh,
-                lambda: order_statistic(vector, layout, ranks),
+                lambda: order_statistic(vector.sum(), layout, ranks),
                 lambda: old_threshold,
             )
 
         if drain_every is None:
-            out = exchange_sparsely(exchange, leaves, vector, residual, threshold)
+            out = exchange_sparsely(exchange, leaves, vector, threshold)
         else:
             chance = jax.random.uniform(jax.random.fold_in(jax.random.key(seed), state.step))
             out = lax.cond(
                 chance < 1 / drain_every,
-                lambda: exchange.drain(leaves, vector, residual),
-                lambda: exchange_sparsely(exchange, leaves, vector, residual, threshold),
+                lambda: exchange.drain(leaves, vector),
+                lambda: exchange_sparsely(exchange, leaves, vector, threshold),
             )
         new_state = DctDpState(
             step=state.step + 1,
             due=refresh & ~out.ok,
-            residual=PerWorker(out.residual[None]),
+            residual=PerWorker(out.residual),
             threshold=PerWorker(jnp.where(out.ok, threshold, old_threshold)[None]),
             metrics=out.metrics,
         )

@@ -3,12 +3,11 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from jaxcomm.collectives import check_per_worker, dense_mean
 from jaxcomm.layout import plan_layout
-from jaxcomm.transforms.checks import zero_unless
+from jaxcomm.transforms.checks import count, zero_unless
 from jaxcomm.types import ExchangeMetrics
 
 
@@ -52,9 +51,7 @@ def plump_dp(axis_name: str = "data") -> optax.GradientTransformation:
         plan_layout(updates, dense_below=0, capacity=lambda n: n)
         check_per_worker(updates, axis_name)
         leaves, treedef = jax.tree.flatten(updates)
-        means = dense_mean(leaves, axis_name)
-        means, ok = zero_unless(means, jnp.asarray(True))
-        metrics = state.metrics._replace(skipped=1 - ok.astype(jnp.int32))
-        return treedef.unflatten(means), PlumpDpState(metrics)
+        means, ok = dense_mean(leaves, axis_name)
+        return treedef.unflatten(zero_unless(ok, means)), PlumpDpState(count(ok, sent=0, overflow=0))
 
     return optax.GradientTransformation(init, update)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxcomm.codecs import IndexCodec, ValueCodec, choose_index_codec, value_codec
@@ -18,7 +17,8 @@ from jaxcomm.collectives import axis_size, dense_mean, fuse, gather_words, split
 from jaxcomm.collectives.axis import to_varying
 from jaxcomm.layout import Layout, plan_layout
 from jaxcomm.selectors import compact
-from jaxcomm.transforms.checks import all_finite, zero_unless
+from jaxcomm.selectors.threshold import is_finite
+from jaxcomm.transforms.checks import count, zero_unless
 from jaxcomm.types import ExchangeMetrics, Payload, PerWorker
 
 
@@ -27,7 +27,7 @@ class Exchanged(NamedTuple):
 
     Attributes:
       means: the leaves' means in tree order, the same on every worker; zeros if the exchange was skipped.
-      residual: (n,) float32, this worker's own.
+      residual: (1, n) float32, this worker's own row.
       ok: () bool, the same on every worker; False if the exchange was skipped.
       metrics: the same on every worker.
     """
@@ -36,6 +36,38 @@ class Exchanged(NamedTuple):
     residual: jax.Array
     ok: jax.Array
     metrics: ExchangeMetrics
+
+
+class Sent(NamedTuple):
+    """Coordinates as they arrive.
+
+    Attributes:
+      position: (C,) int32 in the flat vector.
+      values: (C,) float32, rounded to the wire's type; 0 in an empty slot.
+    """
+
+    position: jax.Array
+    values: jax.Array
+
+
+class Accumulated(NamedTuple):
+    """Gradient + residual of one worker, added where it is read: written down it would cost a pass and n floats.
+
+    Attributes:
+      gradient: (n,) float32.
+      residual: (1, n) float32, the worker's row. It keeps its shape on the way into the new row, or XLA copies it.
+    """
+
+    gradient: jax.Array
+    residual: jax.Array
+
+    def sum(self) -> jax.Array:
+        """Returns gradient + residual, (n,) float32."""
+        return self.gradient + self.residual[0]
+
+    def at(self, position: jax.Array) -> jax.Array:
+        """Returns gradient + residual at some positions."""
+        return self.gradient[position] + self.residual[0, position]
 
 
 @dataclass(frozen=True)
@@ -54,81 +86,83 @@ class SparseExchange:
     indices: IndexCodec
     axis_name: str
 
-    def add_residual(self, leaves: list[jax.Array], residual: jax.Array) -> jax.Array:
-        """Returns gradient + residual of the compressed tensors: (n,) float32."""
+    def vector(self, leaves: list[jax.Array], residual: jax.Array) -> Accumulated:
+        """Lays the compressed tensors' gradients beside the residual."""
         compressed, _ = self.layout.split(leaves)
-        return self.layout.flatten(compressed) + residual
+        return Accumulated(self.layout.flatten(compressed), residual)
 
-    def encode(self, vector: jax.Array, mask: jax.Array) -> tuple[Payload, jax.Array]:
+    def encode(self, vector: Accumulated, mask: jax.Array) -> tuple[Payload, Sent]:
         """Writes the masked coordinates of a worker's vector as a payload.
 
         Args:
-          vector: (n,) float32, gradient + residual.
+          vector: gradient + residual.
           mask: (n/32,) uint32, the selected coordinates.
 
         Returns:
-          (payload, rest): the payload's arrays, all uint32, and vector less what the receivers will read, (n,) float32.
+          The payload's arrays, all uint32, and what the receivers will read.
         """
         selection = compact(mask, self.layout)
         indices, selection = self.indices.encode(selection)
         position, filled = selection.slots
-        values = self.values.rounded(jnp.where(filled, vector[position], 0.0))  # (C,)
-        header = [all_finite([vector]), jnp.sum(filled), selection.overflow]
-        payload = {
-            "header": jnp.stack([count.astype(jnp.uint32) for count in header]),
-            "values": self.values.encode(values),
-            **indices,
-        }
-        return payload, vector.at[position].add(-values, mode="promise_in_bounds")
+        values = self.values.rounded(jnp.where(filled, vector.at(position), 0.0))  # (C,)
+        header = [
+            is_finite(vector.sum()).astype(jnp.uint32),
+            lax.bitcast_convert_type(jnp.max(jnp.abs(values)), jnp.uint32),
+            jnp.sum(filled).astype(jnp.uint32),
+            selection.overflow.astype(jnp.uint32),
+        ]
+        payload = {"header": jnp.stack(header), "values": self.values.encode(values), **indices}
+        return payload, Sent(position, values)
 
-    def decode(self, payload: Payload) -> tuple[jax.Array, jax.Array]:
-        """Reads a payload: positions (C,) int32 and values (C,) float32, 0 in empty slots."""
+    def decode(self, payload: Payload) -> Sent:
+        """Reads the positions and values of a payload; the value of an empty slot is 0."""
         values = self.values.decode(payload["values"], self.layout.n_slots)
-        return self.indices.decode(payload), values
+        return Sent(self.indices.decode(payload), values)
 
-    def __call__(self, leaves: list[jax.Array], vector: jax.Array, mask: jax.Array, residual: jax.Array) -> Exchanged:
+    def __call__(self, leaves: list[jax.Array], vector: Accumulated, mask: jax.Array) -> Exchanged:
         """Sends what the mask selects, and returns the mean of what all workers sent.
 
         Each worker receives (K-1) payloads, and the ring all-reduce of the dense tensors where there are any. Nothing
         is lost: mean + pmean(new residual) equals pmean(vector), to float rounding.
 
+        The exchange is skipped if a gradient or a vector is not finite, or if the workers' largest values add up to
+        more than float32 holds; the residual is then what it was.
+
         Args:
           leaves: the gradient's leaves in tree order; only the dense ones are read.
-          vector: (n,) float32, gradient + residual.
+          vector: gradient + residual of the others.
           mask: (n/32,) uint32.
-          residual: (n,) float32, before this step; it is what remains if the step is skipped.
         """
-        payload, rest = self.encode(vector, mask)
+        payload, sent = self.encode(vector, mask)
         gathered = gather_words(fuse(payload), self.axis_name)  # (K, m)
-
-        def add(total: jax.Array, words: jax.Array) -> tuple[jax.Array, jax.Array]:
-            received = split_words(words, payload)
-            position, values = self.decode(received)
-            total = total.at[position].add(values, mode="promise_in_bounds")
-            return total, received["header"]
-
-        total, headers = lax.scan(add, jnp.zeros(self.layout.n, jnp.float32), gathered)
+        gathered = jax.vmap(lambda words: split_words(words, payload))(gathered)
+        finite, largest, n_sent, overflow = gathered["header"].T  # (K,) each
+        largest = jnp.sum(lax.bitcast_convert_type(largest, jnp.float32))
         _, dense = self.layout.split(leaves)
-        compressed_mean = self.layout.unflatten(total / axis_size(self.axis_name))
-        means = self.layout.join(compressed_mean, dense_mean(dense, self.axis_name))
-        means, ok = zero_unless(means, headers[:, 0].all())
-        counts = jnp.where(ok, jnp.sum(headers[:, 1:].astype(jnp.int32), axis=0), 0)
-        metrics = ExchangeMetrics(counts[0], counts[1], 1 - ok.astype(jnp.int32))
-        return Exchanged(means, jnp.where(ok, rest, residual), ok, metrics)
+        dense_means, dense_ok = dense_mean(dense, self.axis_name)
+        ok = finite.all() & jnp.isfinite(largest) & dense_ok
 
-    def drain(self, leaves: list[jax.Array], vector: jax.Array, residual: jax.Array) -> Exchanged:
+        # One pass, then the few coordinates that were sent: the old residual's buffer becomes the new one's.
+        residual = vector.residual + jnp.where(ok, vector.gradient, 0.0)[None]
+        residual = residual.at[0, sent.position].add(jnp.where(ok, -sent.values, 0.0), mode="promise_in_bounds")
+
+        def add(total: jax.Array, received: Payload) -> tuple[jax.Array, None]:
+            position, values = self.decode(received)
+            return total.at[position].add(jnp.where(ok, values, 0.0), mode="promise_in_bounds"), None
+
+        # Zero, in terms of the payloads: else XLA would make the sum's buffer first, beside that of the gradient.
+        zero = jnp.where(ok, jnp.minimum(largest, 0.0), 0.0)
+        total, _ = lax.scan(add, jnp.full(self.layout.n, zero), gathered)
+        means = self.layout.join(self.layout.unflatten(total / axis_size(self.axis_name)), zero_unless(ok, dense_means))
+        return Exchanged(means, residual, ok, count(ok, jnp.sum(n_sent), jnp.sum(overflow)))
+
+    def drain(self, leaves: list[jax.Array], vector: Accumulated) -> Exchanged:
         """Sends everything densely, and so empties the residual: 2 (K-1)/K * 4 bytes a parameter."""
         _, dense = self.layout.split(leaves)
-        tensors = self.layout.join(self.layout.unflatten(vector), dense)
-        means, ok = zero_unless(dense_mean(tensors, self.axis_name), jnp.asarray(True))
+        means, ok = dense_mean(self.layout.join(self.layout.unflatten(vector.sum()), dense), self.axis_name)
         n_sent = sum(self.layout.sizes) * axis_size(self.axis_name)
-        metrics = ExchangeMetrics(
-            jnp.where(ok, np.int32(n_sent), 0),
-            jnp.zeros((), jnp.int32),
-            1 - ok.astype(jnp.int32),
-        )
-        empty = to_varying(jnp.zeros_like(residual), self.axis_name)
-        return Exchanged(means, jnp.where(ok, empty, residual), ok, metrics)
+        residual = jnp.where(ok, jnp.zeros_like(vector.residual), vector.residual)
+        return Exchanged(zero_unless(ok, means), residual, ok, count(ok, n_sent, 0))
 
 
 def plan_exchange(
@@ -146,7 +180,7 @@ def plan_exchange(
 
 
 def own_row(rows: PerWorker, n: int, axis_name: str) -> jax.Array:
-    """Returns this worker's own (n,) from its row (1, n) of a state.
+    """Returns this worker's own row (1, n) of a state.
 
     Raises:
       ValueError: if the state was made for another tree, or holds the rows of several workers.
@@ -157,4 +191,4 @@ def own_row(rows: PerWorker, n: int, axis_name: str) -> jax.Array:
             "state with the parameters that are trained, and shard its PerWorker leaves over the axis of workers "
             "(jaxcomm.init_state and jaxcomm.state_specs do both)."
         )
-    return to_varying(rows.rows[0], axis_name)
+    return to_varying(rows.rows, axis_name)

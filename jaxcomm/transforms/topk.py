@@ -86,13 +86,11 @@ def topk(
         exchange = plan(updates)
         check_per_worker(updates, axis_name)
         leaves, treedef = jax.tree.flatten(updates)
-        residual = own_row(state.residual, exchange.layout.n, axis_name)
-        vector = exchange.add_residual(leaves, residual)
+        vector = exchange.vector(leaves, own_row(state.residual, exchange.layout.n, axis_name))
         if exchange.layout.sizes:
-            mask = select_topk(vector, exchange.layout)
-            out = exchange(leaves, vector, mask, residual)
+            out = exchange(leaves, vector, select_topk(vector.sum(), exchange.layout))
         else:
-            out = exchange.drain(leaves, vector, residual)
-        return treedef.unflatten(out.means), TopKState(PerWorker(out.residual[None]), out.metrics)
+            out = exchange.drain(leaves, vector)
+        return treedef.unflatten(out.means), TopKState(PerWorker(out.residual), out.metrics)
 
     return optax.GradientTransformation(init, update)
