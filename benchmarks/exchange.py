@@ -25,7 +25,7 @@ import tyro
 
 from benchmarks.netlab import Lab, received_bytes
 from benchmarks.shapes import count, named
-from benchmarks.table import print_table, write_records
+from train.tables import print_table, write_records
 
 METHODS = ("plump_dp", "topk", "dct_dp", "naive")
 _WORKER = "JAXCOMM_EXCHANGE_CONTROL"  # set in a host's process: the folder where the hosts ask for a rate

@@ -75,6 +75,14 @@ def connect(coordinator: str | None, process_id: int | None, num_processes: int 
     return Processes(process_id, num_processes)
 
 
+def wait_for_all(processes: Processes) -> None:
+    """Waits until all processes of the run are here."""
+    if processes.count > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices("train")
+
+
 def _integer(value: int | None, variable: str) -> int | None:
     if value is not None or variable not in os.environ:
         return value

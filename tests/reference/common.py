@@ -24,7 +24,7 @@ class StepResult:
         sent: per worker, how many coordinates of its compressed tensors it sent: all of them in a
             drain, none in a skipped step.
         overflow: per worker, how many selected coordinates found no slot in the payload.
-        skipped: whether a non-finite number made all workers skip the step.
+        skipped: whether a non-finite number, in a worker's x or in the mean, made all workers skip the step.
     """
 
     mean: Tensors
@@ -73,18 +73,24 @@ def all_finite(tensors: list[Tensors]) -> bool:
 
 
 def round_values(values: np.ndarray, value_dtype: str) -> np.ndarray:
-    """The values as they arrive: rounded to the payload's type (to nearest even), in float32."""
-    return values.astype(VALUE_DTYPES[value_dtype]).astype(np.float32)
+    """The values as they arrive: rounded to the payload's type (to nearest even), in float32.
+
+    A finite value stays finite: what rounding would make infinite is sent as the largest finite number of the type.
+    """
+    dtype = VALUE_DTYPES[value_dtype]
+    largest = np.float32(ml_dtypes.finfo(dtype).max)
+    return np.clip(values, -largest, largest).astype(dtype).astype(np.float32)
 
 
 def mean_over_workers(received: list[Tensors]) -> Tensors:
-    """(worker 0 + worker 1 + ...) / K, in this order and in float32."""
+    """(worker 0 + worker 1 + ...) / K, in this order and in float32; infinite where the sum is."""
     K = len(received)
     mean = {}
     for name in received[0]:
         total = np.zeros(received[0][name].shape, np.float32)
         for w in range(K):
-            total = total + received[w][name]
+            with np.errstate(over="ignore", invalid="ignore"):  # the caller looks for inf, nan
+                total = total + received[w][name]
         mean[name] = np.asarray(total / np.float32(K), np.float32)
     return mean
 
@@ -101,4 +107,6 @@ def drained_step(all_x: list[Tensors], compressed: list[str]) -> StepResult:
     K = len(all_x)
     coordinates = sum(all_x[0][name].size for name in compressed)
     mean = mean_over_workers(all_x)
+    if not all_finite([mean]):
+        return skipped_step(all_x)
     return StepResult(mean=mean, sent=[coordinates] * K, overflow=[0] * K, skipped=False)

@@ -26,11 +26,13 @@ Where the paper is silent:
   If more coordinates are selected, the ones of the lowest flat index (C order) are sent. The rest,
   the overflow, stay in the residual.
 - Line 10: the values are rounded to the payload's type before line 11, so that the residual holds
-  the rounding error too.
+  the rounding error too. A finite value stays finite: what rounding would make infinite is sent as
+  the largest finite number of the type.
 - A tensor with fewer than `dense_below` elements goes dense in float32 and has no residual.
-- If any worker's gradient or x holds a non-finite number, all workers skip the step: the mean is
-  zero, residuals and thresholds stay. A refresh (lines 4 and 5) which was due is then due at the
-  next step which is not skipped; later refreshes stay at the multiples of L.
+- If any worker's gradient or x, or the mean of line 12 (finite numbers, whose float32 sum overflows),
+  holds a non-finite number, all workers skip the step: the mean is zero, residuals and thresholds
+  stay. A refresh (lines 4 and 5) which was due is then due at the next step which is not skipped;
+  later refreshes stay at the multiples of L.
 - In a drain every x goes dense in float32 and every residual becomes zero. A due refresh happens.
 """
 
@@ -110,28 +112,36 @@ class DctDpReference:
             return skipped_step(gradients)
 
         # 4 to 8: a new tau for each worker and tensor, or the old one
+        thresholds = self.thresholds
         if self.refresh_due:
-            for w in range(K):
-                for name in compressed:
-                    self.thresholds[w][name] = self._threshold(all_x[w][name])
-            self.refresh_due = False
+            thresholds = [{name: self._threshold(x[name]) for name in compressed} for x in all_x]
 
+        # 9 to 12, or a drain
         if drain:
-            self.residuals = zero_residuals(gradients, compressed)
-            return drained_step(all_x, compressed)
+            residuals, result = zero_residuals(gradients, compressed), drained_step(all_x, compressed)
+        else:
+            residuals, result = self._sparse_step(all_x, compressed, thresholds)
+        if not result.skipped:
+            self.residuals, self.thresholds, self.refresh_due = residuals, thresholds, False
+        return result
 
-        all_sent = []
+    def _sparse_step(
+        self, all_x: list[Tensors], compressed: list[str], thresholds: list[dict[str, float]]
+    ) -> tuple[list[Tensors], StepResult]:
+        """Lines 9 to 12: (each worker's new residual, what the step gave)."""
+        K = len(all_x)
+        all_sent, residuals = [], []
         sent_counts = [0] * K
         overflow_counts = [0] * K
         for w in range(K):
-            sent = {}
+            sent, residual = {}, {}
             for name, x in all_x[w].items():
                 if name not in compressed:
                     sent[name] = x
                     continue
                 # 9: mask, as flat indices in ascending order
                 flat = x.reshape(-1)  # (N,)
-                tau = np.float32(self.thresholds[w][name])
+                tau = np.float32(thresholds[w][name])
                 selected = np.flatnonzero((np.abs(flat) >= tau) & (flat != 0))
                 # 10: the compressed gradient
                 chosen = selected[: self._capacity(flat.size)]
@@ -139,14 +149,17 @@ class DctDpReference:
                 flat_sent[chosen] = round_values(flat[chosen], self.value_dtype)
                 sent[name] = flat_sent.reshape(x.shape)
                 # 11: the error
-                self.residuals[w][name] = np.asarray(x - sent[name])
+                residual[name] = np.asarray(x - sent[name])
                 sent_counts[w] += len(chosen)
                 overflow_counts[w] += len(selected) - len(chosen)
             all_sent.append(sent)
+            residuals.append(residual)
 
         # 12: send
         mean = mean_over_workers(all_sent)
-        return StepResult(mean=mean, sent=sent_counts, overflow=overflow_counts, skipped=False)
+        if not all_finite([mean]):
+            return residuals, skipped_step(all_x)
+        return residuals, StepResult(mean=mean, sent=sent_counts, overflow=overflow_counts, skipped=False)
 
     def _threshold(self, x: np.ndarray) -> float:
         """Lines 4 and 5: the m-th smallest |x|, counted from 1."""

@@ -11,7 +11,7 @@ of N elements:
     4:  residual = x - sent
     5:  send `sent`; all K workers receive the mean of what the K workers sent
 
-Small tensors, non-finite numbers and the drain are treated as in `dct_dp`.
+Small tensors, the largest numbers and non-finite ones are treated as in `dct_dp`.
 """
 
 import numpy as np
@@ -23,7 +23,6 @@ from .common import (
     add_residuals,
     all_finite,
     compressed_names,
-    drained_step,
     floor_of_dropped,
     mean_over_workers,
     round_values,
@@ -52,7 +51,7 @@ class TopKReference:
         self.value_dtype = value_dtype
         self.residuals: list[Tensors] = []
 
-    def step(self, gradients: list[Tensors], drain: bool = False) -> StepResult:
+    def step(self, gradients: list[Tensors]) -> StepResult:
         """Exchange the workers' gradients, one dict for each worker. `overflow` is always 0."""
         K = len(gradients)
         compressed = compressed_names(gradients[0], self.dense_below)
@@ -64,14 +63,10 @@ class TopKReference:
 
         if not all_finite(gradients) or not all_finite(all_x):
             return skipped_step(gradients)
-        if drain:
-            self.residuals = zero_residuals(gradients, compressed)
-            return drained_step(all_x, compressed)
-
-        all_sent = []
+        all_sent, residuals = [], []
         sent_counts = [0] * K
         for w in range(K):
-            sent = {}
+            sent, residual = {}, {}
             for name, x in all_x[w].items():
                 if name not in compressed:
                     sent[name] = x
@@ -86,10 +81,14 @@ class TopKReference:
                 flat_sent[chosen] = round_values(flat[chosen], self.value_dtype)
                 sent[name] = flat_sent.reshape(x.shape)
                 # 4: the error
-                self.residuals[w][name] = np.asarray(x - sent[name])
+                residual[name] = np.asarray(x - sent[name])
                 sent_counts[w] += len(chosen)
             all_sent.append(sent)
+            residuals.append(residual)
 
         # 5: send
         mean = mean_over_workers(all_sent)
+        if not all_finite([mean]):
+            return skipped_step(gradients)
+        self.residuals = residuals
         return StepResult(mean=mean, sent=sent_counts, overflow=[0] * K, skipped=False)

@@ -15,13 +15,11 @@ def print_table(title: str, records: Sequence[Mapping[str, Any]]) -> None:
     if not records:
         raise ValueError("A table has at least one record, got none.")
     for key in records[0]:
-        table.add_column(key, justify="left" if isinstance(records[0][key], str) else "right", overflow="fold")
+        table.add_column(key, justify="left" if isinstance(records[0][key], str) else "right", no_wrap=True)
     for record in records:
         table.add_row(*(format_cell(value) for value in record.values()))
-    console = Console()
-    # A narrow terminal (or a pipe) would break numbers apart.
-    console.width = max(console.width, console.measure(table).maximum)
-    console.print(table)
+    # A narrow terminal (or a pipe) would break numbers apart; the table takes only the width that it needs.
+    Console(width=1000).print(table, crop=False)
 
 
 def format_cell(value: Any) -> str:

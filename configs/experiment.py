@@ -1,0 +1,95 @@
+"""The fields of an experiment. Every one is an option of `python -m train NAME`."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+ValueDtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class PlumpDp:
+    """Dense all-reduce of float32 gradients."""
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The largest coordinates of every tensor in every step, with error feedback."""
+
+    sparsity: float = 0.98
+    """Fraction of coordinates that is not sent."""
+    dense_below: int = 512
+    """Tensors with fewer elements are sent dense."""
+    value_dtype: ValueDtype = "bfloat16"
+    """Type of a value on the wire."""
+
+
+@dataclass(frozen=True)
+class DctDp:
+    """Coordinates above a threshold that is renewed every life_span steps, with error feedback."""
+
+    sparsity: float = 0.98
+    """Fraction of coordinates that is not sent."""
+    life_span: int = 10
+    """Steps between two refreshes of the thresholds."""
+    slack: float = 1.05
+    """Capacity of a payload over the expected number of coordinates."""
+    drain_every: int | None = None
+    """Send everything in a random one of so many steps; None for never."""
+    dense_below: int = 512
+    """Tensors with fewer elements are sent dense."""
+    value_dtype: ValueDtype = "bfloat16"
+    """Type of a value on the wire."""
+
+
+Method = PlumpDp | TopK | DctDp
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Train a model with data-parallel workers that exchange compressed gradients."""
+
+    name: str
+    """Name of the experiment, and of its folder under --out."""
+    dataset: str
+    """Dataset: digits (in the wheel of scikit-learn), or mnist, cifar10, imagenet2012 where TFDS has prepared them."""
+    steps: int
+    """Training steps."""
+    learning_rate: float
+    """Learning rate at its peak; it falls to zero by a cosine."""
+    method: Method = field(default_factory=DctDp)
+    """How the workers exchange gradients."""
+    baseline: bool = True
+    """Train with the dense exchange first, and compare."""
+    workers: int = 4
+    """Data-parallel workers, over all processes. On a CPU they are simulated."""
+    global_batch: int = 128
+    """Rows of a step over all workers, a multiple of their number."""
+    momentum: float = 0.9
+    """Momentum of SGD."""
+    warmup_steps: int = 0
+    """Steps in which the learning rate rises from zero."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, after the exchange."""
+    seed: int = 0
+    """Seed of the initial parameters and of the order of the data."""
+    eval_every: int = 50
+    """Steps between two evaluations on the test split."""
+    checkpoint_every: int = 100
+    """Steps between two checkpoints; one more is written at the end and on SIGTERM."""
+    stop_after: int | None = None
+    """Save and stop once this step is reached, as SIGTERM would; continue with --resume."""
+    resume: bool = False
+    """Go on with the newest run of this name under --out, from its last checkpoint."""
+    out: Path = Path("runs")
+    """Folder of all runs; a run makes a new one in it for its checkpoints, metrics and figure."""
+    data_dir: Path | None = None
+    """Folder of prepared datasets; $TFDS_DATA_DIR or ~/tensorflow_datasets if not given."""
+    json: Path | None = None
+    """File for the final table, as a list of records."""
+    coordinator: str | None = None
+    """HOST:PORT of process 0, for a run of several processes; or $JAXCOMM_COORDINATOR."""
+    process_id: int | None = None
+    """This process, from 0; or $JAXCOMM_PROCESS_ID."""
+    num_processes: int | None = None
+    """How many processes there are; or $JAXCOMM_NUM_PROCESSES."""

@@ -1,0 +1,1 @@
+"""Architectures in flax.nnx, one file each."""

@@ -1,0 +1,28 @@
+import jax
+import pytest
+from jax.sharding import AxisType
+
+import jaxcomm as jc
+
+
+def test_axes_are_in_order_of_type_auto_and_on_the_first_devices():
+    mesh = jc.make_mesh(data=2, model=3)
+    assert dict(mesh.shape) == {"data": 2, "model": 3}
+    assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
+    assert set(mesh.devices.flat) == set(jax.devices()[:6])
+
+
+def test_no_axes_are_refused():
+    with pytest.raises(ValueError, match=r"at least one axis, got none: make_mesh\(data=4\)"):
+        jc.make_mesh()
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, None])
+def test_a_size_below_one_is_refused(size):
+    with pytest.raises(ValueError, match=f"at least 1 device, got data={size!r}: pass a positive integer"):
+        jc.make_mesh(data=size)
+
+
+def test_too_few_devices_are_refused_with_the_setting_that_simulates_them():
+    with pytest.raises(ValueError, match=r"got 8 for \(data=3, model=4\), which has 12: .*'jax_num_cpu_devices', 12\)"):
+        jc.make_mesh(data=3, model=4)

@@ -1,0 +1,73 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomm as jc
+
+PARAMS = {"b": np.ones(3, np.float32), "w": np.arange(900, dtype=np.float32).reshape(300, 3)}
+
+
+def state_of(K, tx=None):
+    """A state with its own numbers everywhere."""
+    state = jc.init_state(PARAMS, tx or optax.chain(jc.dct_dp(0.9), optax.adam(0.1)), K)
+    rng = np.random.default_rng(K)
+
+    def fill(leaf):
+        if leaf.dtype == bool:
+            return jnp.asarray(False)
+        return jnp.asarray(rng.integers(1, 100, size=leaf.shape), leaf.dtype)
+
+    return jax.tree.map(fill, state)
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (4, 3), (3, 4), (4, 1), (1, 4), (2, 2), (8, 5)])
+def test_the_mean_of_the_rows_is_kept_and_nothing_else_changes(old, new):
+    state = state_of(old)
+    resized = jc.resize_workers(state, new)
+    before, after = state.opt_state[0], resized.opt_state[0]
+    for name in ("residual", "threshold"):
+        rows, folded = np.asarray(getattr(before, name).rows), getattr(after, name).rows
+        assert folded.shape == (new, *rows.shape[1:])
+        assert folded.dtype == rows.dtype
+        np.testing.assert_allclose(folded.mean(0, dtype=np.float64), rows.mean(0, dtype=np.float64), rtol=1e-6)
+    assert bool(after.due)
+    assert int(after.step) == int(before.step)
+    jax.tree.map(np.testing.assert_array_equal, after.metrics, before.metrics)
+    jax.tree.map(np.testing.assert_array_equal, resized.opt_state[1:], state.opt_state[1:])
+    jax.tree.map(np.testing.assert_array_equal, resized.params, state.params)
+    assert int(resized.step) == int(state.step)
+    assert jax.tree.structure(resized) == jax.tree.structure(state)
+
+
+def test_rows_go_to_the_workers_that_cover_them():
+    state = jc.topk(0.5).init(PARAMS)
+    rows = np.zeros((4, 1024), np.float32)
+    rows[:, 0] = [1, 2, 4, 8]
+    state = state._replace(residual=jc.PerWorker(rows))
+    assert jc.resize_workers(state, 2).residual.rows[:, 0].tolist() == [1.5, 6]
+    np.testing.assert_allclose(jc.resize_workers(state, 3).residual.rows[:, 0], [1.25, 3, 7])
+    assert jc.resize_workers(state, 8).residual.rows[:, 0].tolist() == [1, 1, 2, 2, 4, 4, 8, 8]
+    assert jc.resize_workers(state, 1).residual.rows[:, 0].tolist() == [3.75]
+
+
+def test_a_run_goes_on_with_another_number_of_workers():
+    tx = optax.chain(jc.dct_dp(0.5, life_span=1000), optax.sgd(0.1))
+
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ params["w"] + params["b"]) ** 2)
+
+    batch = np.random.default_rng(0).normal(size=(4, 300)).astype(np.float32)
+    state, _ = jc.simulate(loss_fn, tx, 4)(jc.init_state(PARAMS, tx, 4), batch)
+    assert not bool(state.opt_state[0].due)
+    state, metrics = jc.simulate(loss_fn, tx, 2)(jc.resize_workers(state, 2), batch)
+    assert int(metrics["skipped"]) == 0
+    assert int(state.opt_state[0].step) == 2
+    assert not bool(state.opt_state[0].due)
+
+
+@pytest.mark.parametrize("workers", [0, -1])
+def test_fewer_than_one_worker_is_refused(workers):
+    with pytest.raises(ValueError, match=f"at least one worker, got {workers}: pass a positive integer"):
+        jc.resize_workers(state_of(2), workers)

@@ -1,0 +1,258 @@
+"""One run: a model, a method, and the steps between two checkpoints."""
+
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+from configs.experiment import Experiment, Method
+from models.cnn import Cnn
+from train.checkpoints import Checkpoints
+from train.data import dataset_info, eval_batches, train_batches
+from train.methods import make_exchange, method_name
+from train.metrics import Evaluation, MetricsFile, Summary, read_evaluations
+from train.processes import Processes
+
+
+class Progress(Protocol):
+    """Where a run shows how far it is."""
+
+    def say(self, message: str) -> None:
+        """Shows a line."""
+        ...
+
+    def update(self, step: int, loss: float, accuracy: float, bytes_per_step: float) -> None:
+        """Shows the state after a step."""
+        ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a run ended.
+
+    Attributes:
+      summary: the row of the table.
+      evaluations: on the test split, in order.
+      losses: of every step of this process's part of the run.
+      state: the train state.
+      finished: False if it was stopped, by SIGTERM or `stop_after`.
+    """
+
+    summary: Summary
+    evaluations: list[Evaluation]
+    losses: list[float]
+    state: jc.TrainState
+    finished: bool
+
+
+def train(experiment: Experiment, method: Method, processes: Processes, progress: Progress) -> Run:
+    """Trains one model with one method, from the start or from the last checkpoint.
+
+    Args:
+      experiment: the fields; `experiment.method` is not looked at.
+      method: how gradients are exchanged.
+      processes: this process among the others.
+      progress: where to show it.
+
+    Raises:
+      ValueError: for settings that contradict each other, before anything is written.
+    """
+    begin = time.perf_counter()
+    check(experiment, processes)
+    folder = experiment.out / method_name(method)
+    mesh = jc.make_mesh(data=experiment.workers)
+    info = dataset_info(experiment.dataset)
+    model = Cnn(info.image_shape, info.num_classes, rngs=nnx.Rngs(experiment.seed))
+    graph, variables = nnx.split(model, nnx.Param)
+    params = nnx.to_pure_dict(variables)
+
+    def losses_of(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        logits = nnx.merge(graph, params, copy=True)(batch["image"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])  # (B,)
+        return losses, jnp.argmax(logits, axis=-1) == batch["label"]  # (B,), (B,)
+
+    def loss_fn(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        losses, right = losses_of(params, batch)
+        return losses.mean(), {"accuracy": right.mean()}
+
+    @jax.jit
+    def evaluate_batch(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        losses, right = losses_of(params, batch)
+        return jnp.sum(losses * batch["mask"]), jnp.sum(right * batch["mask"])
+
+    tx = optax.chain(make_exchange(method), *_optimizer(experiment))
+    step_fn = jc.make_train_step(loss_fn, tx, mesh, has_aux=True)
+    state = jc.init_state(params, tx, mesh)
+    report = jc.wire_report(tx, params, experiment.workers)
+
+    batches = train_batches(
+        experiment.dataset,
+        global_batch=experiment.global_batch,
+        seed=experiment.seed,
+        process_index=processes.index,
+        process_count=processes.count,
+        data_dir=experiment.data_dir,
+    )
+    tests = eval_batches(
+        experiment.dataset,
+        global_batch=experiment.global_batch,
+        process_index=processes.index,
+        process_count=processes.count,
+        data_dir=experiment.data_dir,
+    )
+    about = describe(experiment, method)
+    checkpoints = Checkpoints(folder / "checkpoints")
+    done = checkpoints.last() or 0
+    if done:
+        restored = checkpoints.restore(done, state, mesh, about)
+        state = restored.state
+        batches.restore(restored.data)
+        progress.say(f"{method_name(method)}: resumed after step {done}. {restored.message}".rstrip())
+    metrics_path = folder / "metrics.jsonl"
+    evaluations = read_evaluations(metrics_path, done) if done else []
+    metrics_file = MetricsFile(metrics_path, after=done, writes=processes.index == 0)
+
+    def evaluate(state: jc.TrainState) -> tuple[float, float]:
+        totals = [evaluate_batch(state.params, _to_mesh(batch, mesh)) for batch in tests]
+        loss, right = np.sum(jax.device_get(totals), axis=0)
+        return float(loss) / tests.num_examples, float(right) / tests.num_examples
+
+    losses: list[float] = []
+    overflow = skipped = 0
+
+    def record(step: int, metrics: dict[str, jax.Array], test: tuple[float, float] | None) -> None:
+        nonlocal overflow, skipped
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        losses.append(values["loss"])
+        overflow += int(values["overflow"])
+        skipped += int(values["skipped"])
+        line = {"step": step, **values, "bytes_received": step * report.received}
+        if test is not None:
+            line |= {"test_loss": test[0], "test_accuracy": test[1]}
+            evaluations.append(Evaluation(step, step * report.received, *test))
+        metrics_file.write(line)
+        progress.update(step, values["loss"], values["accuracy"], report.received)
+
+    last = experiment.steps if experiment.stop_after is None else min(experiment.stop_after, experiment.steps)
+    step, pending = done, None
+    with _sigterm() as stopping:
+        while step < last:
+            state, metrics = step_fn(state, _to_mesh(next(batches), mesh))
+            step += 1
+            test = evaluate(state) if step % experiment.eval_every == 0 or step == experiment.steps else None
+            if pending is not None:
+                record(*pending)  # one step late, so that reading it does not hold the devices up
+            pending = (step, metrics, test)
+            if step % experiment.checkpoint_every == 0:
+                checkpoints.save(step, state, batches.state(), about)
+            if stopping.is_set() if processes.count == 1 else checkpoints.preempted(step):
+                break
+    if pending is not None:
+        record(*pending)
+    checkpoints.save(step, state, batches.state(), about)
+    checkpoints.close()
+    metrics_file.close()
+    batches.close()
+
+    steps_here = max(step - done, 1)
+    accuracy = evaluations[-1].accuracy if evaluations and evaluations[-1].step == step else evaluate(state)[1]
+    summary = Summary(
+        method=method_name(method),
+        workers=experiment.workers,
+        seed=experiment.seed,
+        accuracy=accuracy,
+        steps=step,
+        bytes_per_step=report.received,
+        ratio_to_dense=report.ratio_to_dense if report.received else None,
+        ratio_to_bfloat16=report.ratio_to_dense_bfloat16 if report.received else None,
+        overflow_per_step=overflow / steps_here,
+        skipped=skipped,
+        seconds=time.perf_counter() - begin,
+    )
+    return Run(summary, evaluations, losses, state, finished=step == experiment.steps)
+
+
+def check(experiment: Experiment, processes: Processes) -> None:
+    """Refuses settings that cannot work, before anything is done.
+
+    Raises:
+      ValueError: with the rule, the value and the remedy.
+    """
+    for name in ("steps", "workers", "global_batch", "eval_every", "checkpoint_every"):
+        if getattr(experiment, name) < 1:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} is at least 1, got {getattr(experiment, name)}: give a positive number.")
+    if experiment.global_batch % experiment.workers:
+        raise ValueError(
+            f"--global-batch is a multiple of --workers, got {experiment.global_batch} for {experiment.workers}: try "
+            f"{-(-experiment.global_batch // experiment.workers) * experiment.workers}."
+        )
+    if experiment.workers % processes.count:
+        raise ValueError(
+            f"--workers is a multiple of the number of processes, got {experiment.workers} for {processes.count}: "
+            "every process runs the same number of workers."
+        )
+
+
+def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
+    """Returns what must stay the same when a run goes on, as JSON; the number of workers may change."""
+    names = (
+        "dataset",
+        "steps",
+        "global_batch",
+        "learning_rate",
+        "momentum",
+        "warmup_steps",
+        "weight_decay",
+        "seed",
+        "workers",
+    )
+    fields = {name: getattr(experiment, name) for name in names}
+    return fields | {"method": method_name(method), **dataclasses.asdict(method)}
+
+
+def _optimizer(experiment: Experiment) -> list[optax.GradientTransformation]:
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0 if experiment.warmup_steps else experiment.learning_rate,
+        peak_value=experiment.learning_rate,
+        warmup_steps=experiment.warmup_steps,
+        decay_steps=experiment.steps,
+    )
+    return [
+        optax.trace(decay=experiment.momentum, nesterov=True),
+        optax.add_decayed_weights(experiment.weight_decay),
+        optax.scale_by_learning_rate(schedule),
+    ]
+
+
+def _to_mesh(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """Places this process's rows of a global batch on its devices."""
+    sharding = NamedSharding(mesh, P("data"))
+    return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
+
+
+@contextmanager
+def _sigterm() -> Iterator[threading.Event]:
+    """Turns SIGTERM into an event, while the block runs."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
