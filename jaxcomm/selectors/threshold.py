@@ -42,8 +42,10 @@ def order_statistic(vector: jax.Array, layout: Layout, ranks: Sequence[int]) -> 
 
     def narrow(step: int, known: jax.Array) -> jax.Array:
         candidate = known | lax.shift_left(np.uint32(1), jnp.uint32(30 - step))
-        below = jnp.sum(magnitude < layout.per_block(candidate)[:, None], axis=1, dtype=jnp.int32)
-        below = layout.per_segment(below) - padding  # the padding's zeros are below every candidate
+        # Counted as packed bits: XLA would write a sum of booleans down as integers, 32 times the memory.
+        below = bits.popcount(bits.pack((magnitude < layout.per_block(candidate)[:, None]).reshape(-1)))
+        below = layout.per_segment(below.reshape(-1, BLOCK // bits.WORD).sum(1))
+        below = below - padding  # the padding's zeros are below every candidate
         return jnp.where(below < rank, candidate, known)
 
     # Zero, but of the vector's own type: on a mesh it differs between workers.

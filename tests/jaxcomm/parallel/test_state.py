@@ -55,7 +55,9 @@ def test_a_mesh_and_a_number_of_workers_give_the_same_state():
 def test_no_two_leaves_share_a_buffer(workers):
     """A state is donated whole, and a buffer only once."""
     state = jc.init_state(PARAMS, TX, jc.make_mesh(data=2) if workers == "mesh" else workers)
-    pointers = [shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
+    pointers = [
+        shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards
+    ]
     assert len(set(pointers)) == len(pointers)
 
 

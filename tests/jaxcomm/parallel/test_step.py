@@ -59,7 +59,9 @@ def with_own_shard_map(tx, mesh, check_vma=True):
         ok = jc.exchange_metrics(new_opt_state).skipped == 0
         exchange, rest = new_opt_state[0], new_opt_state[1:]
         rest = jax.tree.map(lambda new, old: jnp.where(ok, new, old), rest, opt_state[1:])
-        new_params = jax.tree.map(lambda new, old: jnp.where(ok, new, old), optax.apply_updates(params, updates), params)
+        new_params = jax.tree.map(
+            lambda new, old: jnp.where(ok, new, old), optax.apply_updates(params, updates), params
+        )
         return new_params, (exchange, *rest), lax.pmean(loss, "data")
 
     mapped = jax.jit(
@@ -210,7 +212,9 @@ def test_a_batch_that_does_not_divide_is_refused(maker, rows, got, remedy):
     tx = optax.chain(jc.plump_dp(), optax.sgd(0.1))
     workers = jc.make_mesh(data=4) if maker is jc.make_train_step else 4
     batch = {"x": np.zeros((rows, 300), np.float32), "y": np.zeros((rows, 3), np.float32)}
-    message = rf"multiple of the number of workers, got {got} rows at .*'x'.* for 4 workers: use a batch size of {remedy},"
+    message = (
+        rf"multiple of the number of workers, got {got} rows at .*'x'.* for 4 workers: use a batch size of {remedy},"
+    )
     with pytest.raises(ValueError, match=message):
         maker(loss_fn, tx, workers)(jc.init_state(params(), tx, workers), batch)
 

@@ -2,10 +2,12 @@
 
 import hypothesis
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+import jaxcomm as jc
 from tests.jaxcomm import cases
 from tests.jaxcomm.cases import CASES, EPS, SETTINGS, Simulated, gradients, owed, simulated
 
@@ -125,6 +127,43 @@ def test_finite_gradients_with_an_infinite_sum_change_nothing_either(case, K, tr
     assert out.metrics == (0, 0, 1)
     assert all(not mean.any() for mean in out.means.values())
     jax.tree.map(np.testing.assert_array_equal, per_worker(first.state), per_worker(out.state))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [jc.plump_dp(), jc.topk(0.0), jc.dct_dp(0.0), jc.dct_dp(0.5, drain_every=1)],
+    ids=["plump", "topk", "dct", "drain"],
+)
+def test_a_mean_that_its_own_type_cannot_hold_changes_nothing(tx):
+    """Finite float16 gradients on top of a residual, or rounded up to bfloat16: 65,504 is the largest float16."""
+    x = np.full((2, 600), 65504, np.float16)
+    state = tx.init(jnp.zeros(600, jnp.float16))
+    rows = getattr(state, "residual", None)
+    if rows is not None:
+        state = state._replace(residual=jc.PerWorker(jnp.full((1, 1024), 1000.0).at[:, 600:].set(0)))
+    update = jax.vmap(lambda g: tx.update(g, state), axis_name="data")
+    mean, new = jax.jit(update)(x)
+    skipped = np.asarray(jc.exchange_metrics(new).skipped)
+    if rows is None:
+        assert skipped.tolist() == [0, 0]
+        np.testing.assert_array_equal(mean, x)
+        return
+    assert skipped.tolist() == [1, 1]
+    assert not np.any(mean)
+    np.testing.assert_array_equal(new.residual.rows[:, 0, :600], 1000.0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_mean_is_the_mean(case):
+    """Of what all workers sent, whatever the method: a coordinate far above all others is sent by everyone at once."""
+    workers = simulated(case, "pair", 4)
+    grads = gradients("zeros", 0, "pair", 4)
+    grads["w"].reshape(4, -1)[:, 77] = [1, 2, 3, 10]
+    grads["b"][:, 3] = [4, 0, -8, 0]
+    out = workers.step(grads, workers.first)
+    assert np.flatnonzero(out.means["w"]).tolist() == [77]
+    assert out.means["w"].reshape(-1)[77] == 4
+    assert out.means["b"].tolist() == [0, 0, 0, -1, 0, 0, 0]
 
 
 SPARSE = [case for case in CASES if case.is_sparse]

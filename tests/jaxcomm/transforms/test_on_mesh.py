@@ -29,7 +29,9 @@ def test_replicated_outputs_are_the_same_on_every_device(case, K, tree):
             grads["w" if "w" in grads else "e"].reshape(K, -1)[0, 0] = np.nan
         state = workers.step(grads, state).state
         means, _ = workers.last
-        outside = jax.tree.map(lambda node: () if cases.is_per_worker(node) else node, state, is_leaf=cases.is_per_worker)
+        outside = jax.tree.map(
+            lambda node: () if cases.is_per_worker(node) else node, state, is_leaf=cases.is_per_worker
+        )
         for array in [*jax.tree.leaves(outside), *means.values()]:
             copies = [np.asarray(shard.data) for shard in array.addressable_shards]
             assert len(copies) == K

@@ -15,8 +15,34 @@ STEPS = 12
 EVENTS = ("normal", "grow", "heavy", "ties", "zeros", "single", "nan", "inf", "sum_overflows")
 
 # Skips at the first refresh, at later ones of life spans 1 to 5, at two refreshes in a row, and in between; then growth.
-SKIPS_AT_REFRESHES = ["nan", "normal", "grow", "inf", "sum_overflows", "nan", "grow", "normal", "inf", "ties", "nan", "zeros"]
-GROWTH_AND_TIES = ["normal", "grow", "grow", "ties", "normal", "heavy", "grow", "nan", "single", "grow", "zeros", "normal"]
+SKIPS_AT_REFRESHES = [
+    "nan",
+    "normal",
+    "grow",
+    "inf",
+    "sum_overflows",
+    "nan",
+    "grow",
+    "normal",
+    "inf",
+    "ties",
+    "nan",
+    "zeros",
+]
+GROWTH_AND_TIES = [
+    "normal",
+    "grow",
+    "grow",
+    "ties",
+    "normal",
+    "heavy",
+    "grow",
+    "nan",
+    "single",
+    "grow",
+    "zeros",
+    "normal",
+]
 
 
 def gradient_of(event, scale, seed, tree, K):

@@ -1,0 +1,50 @@
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+from jaxcomm.collectives import dense_mean, fuse, split_words
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_means_come_back_in_shape_and_type_and_add_up_in_float32(dtype):
+    x = np.random.default_rng(0).normal(size=(4, 3, 5)).astype(dtype)
+    small = np.full(4, 2**-7, dtype)
+    small[0] = 1
+
+    def worker(x, s):
+        return dense_mean([x, s], "data")
+
+    mean, mean_of_small = jax.vmap(worker, axis_name="data", out_axes=None)(x, small)
+    assert mean.dtype == mean_of_small.dtype == dtype
+    np.testing.assert_array_equal(mean, (x.astype(np.float32).sum(0) / np.float32(4)).astype(dtype))
+    np.testing.assert_array_equal(mean_of_small, np.asarray((1 + 3 * 2**-7) / 4, dtype))
+
+
+def test_no_tensors_cost_nothing():
+    assert dense_mean([], "data") == []
+
+
+def test_one_all_reduce_for_all_tensors():
+    mesh = jc.make_mesh(data=2)
+
+    def worker(x):
+        return dense_mean([x, 2 * x[0], x.astype(jnp.bfloat16)], "data")
+
+    text = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=P("data"), out_specs=P())).lower(np.ones((4, 3))).as_text()
+    assert text.count("stablehlo.all_reduce") == 1
+
+
+def test_fused_words_come_apart_again():
+    payload = {
+        "b": jnp.arange(3, dtype=jnp.uint32),
+        "a": jnp.arange(10, 12, dtype=jnp.uint32),
+        "c": jnp.zeros(0, jnp.uint32),
+    }
+    words = fuse(payload)
+    assert words.tolist() == [10, 11, 0, 1, 2]
+    for name, part in split_words(words, payload).items():
+        assert part.tolist() == payload[name].tolist()

@@ -1,0 +1,147 @@
+"""Thresholds, top-k and compaction against NumPy, over segments of odd sizes."""
+
+import functools
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from jaxcomm.layout import plan_layout
+from jaxcomm.selectors import compact, order_statistic, select_threshold, select_topk
+from jaxcomm.selectors.threshold import select_above
+from jaxcomm.selectors.topk import dropped, kept
+
+SIZES = (1, 2049, 1024, 700)
+seeds = st.integers(0, 2**20)
+KINDS = ("normal", "ties", "zeros", "heavy", "infinite", "one")
+kinds = st.sampled_from(KINDS)
+
+
+def layout_of(capacity):
+    tree = [jax.ShapeDtypeStruct((size,), np.float32) for size in SIZES]
+    return plan_layout(tree, dense_below=0, capacity=capacity)
+
+
+QUARTER = layout_of(lambda n: max(1, n // 4))
+
+
+def segments(kind, seed):
+    rng = np.random.default_rng(seed)
+    made = []
+    for size in SIZES:
+        x = rng.normal(size=size)
+        if kind == "ties":
+            x = rng.integers(-2, 3, size=size).astype(float)
+        elif kind == "zeros":
+            x = x * 0
+        elif kind == "heavy":
+            x = x * 10.0 ** rng.integers(-30, 30, size=size)
+        elif kind == "infinite":
+            x[rng.random(size) < 0.3] = np.inf
+            x[rng.random(size) < 0.3] = -np.inf
+        elif kind == "one":
+            x = np.where(np.arange(size) == rng.integers(size), 3.0, 0.0)
+        made.append(x.astype(np.float32))
+    return made
+
+
+def vector_of(parts):
+    return np.concatenate([np.pad(part, (0, -len(part) % 1024)) for part in parts])
+
+
+def parts_of(vector):
+    starts = np.cumsum([0, *(-(-size // 1024) * 1024 for size in SIZES)])
+    return [np.asarray(vector)[start : start + size] for start, size in zip(starts, SIZES, strict=False)]
+
+
+def masks_of(words):
+    mask = np.unpackbits(np.asarray(words).view(np.uint8), bitorder="little").astype(bool)
+    assert mask.sum() == sum(part.sum() for part in parts_of(mask)), "padding was selected"
+    return parts_of(mask)
+
+
+@functools.cache
+def jitted(function, *static):
+    return jax.jit(lambda *arrays: function(*arrays, *static))
+
+
+@pytest.mark.parametrize("fraction", [0, 0.3, 0.9, 1])
+@hypothesis.given(kind=kinds, seed=seeds)
+def test_order_statistic_is_exact(fraction, kind, seed):
+    parts = segments(kind, seed)
+    ranks = tuple(int(fraction * size) for size in SIZES)
+    got = jitted(order_statistic, QUARTER, ranks)(vector_of(parts))
+    expected = [np.partition(np.abs(x), m - 1)[m - 1] if m else 0 for x, m in zip(parts, ranks, strict=True)]
+    np.testing.assert_array_equal(got, np.asarray(expected, np.float32))
+
+
+@hypothesis.given(kind=kinds, seed=seeds)
+def test_thresholds_are_reached_or_passed_and_zeros_never_marked(kind, seed):
+    parts = segments(kind, seed)
+    rng = np.random.default_rng(seed)
+    tau = np.asarray([abs(rng.choice(part)) if rng.random() < 0.8 else 0 for part in parts], np.float32)
+    reached = masks_of(jitted(select_threshold_, QUARTER)(vector_of(parts), tau))
+    passed = masks_of(jitted(select_above_, QUARTER)(vector_of(parts), tau))
+    for x, t, at_least, above in zip(parts, tau, reached, passed, strict=True):
+        np.testing.assert_array_equal(at_least, (np.abs(x) >= t) & (x != 0))
+        np.testing.assert_array_equal(above, np.abs(x) > t)
+
+
+def select_threshold_(vector, tau, layout):
+    return select_threshold(vector, tau, layout)
+
+
+def select_above_(vector, tau, layout):
+    return select_above(vector, tau, layout)
+
+
+@pytest.mark.parametrize("layout", [QUARTER, layout_of(lambda n: n), layout_of(lambda n: 1)], ids=["1/4", "all", "one"])
+@hypothesis.given(kind=kinds, seed=seeds)
+def test_topk_marks_exactly_k_with_ties_to_the_lowest_index(layout, kind, seed):
+    parts = segments(kind, seed)
+    masks = masks_of(jitted(select_topk, layout)(vector_of(parts)))
+    for x, k, mask in zip(parts, layout.capacities, masks, strict=True):
+        assert mask.sum() == min(k, np.count_nonzero(x))
+        largest = np.argsort(-np.abs(x), kind="stable")[:k]
+        np.testing.assert_array_equal(np.flatnonzero(mask), np.sort(largest[x[largest] != 0]))
+
+
+@hypothesis.given(density=st.sampled_from([0, 0.01, 0.25, 0.3, 1]), seed=seeds)
+def test_compact_gives_slots_lowest_index_first_and_counts_the_rest(density, seed):
+    rng = np.random.default_rng(seed)
+    masks = [rng.random(size) < density for size in SIZES]
+    words = np.packbits(vector_of(masks), bitorder="little").view(np.uint32)
+    selection = jitted(compact, QUARTER)(words)
+    fit = [np.flatnonzero(mask)[:k] for mask, k in zip(masks, QUARTER.capacities, strict=True)]
+    for mask, expected in zip(masks_of(selection.words), fit, strict=True):
+        assert np.flatnonzero(mask).tolist() == expected.tolist()
+    assert int(selection.overflow) == sum(mask.sum() - len(f) for mask, f in zip(masks, fit, strict=True))
+    position, filled = (np.asarray(part) for part in selection.slots)
+    assert np.all(np.diff(position) >= 0)
+    assert position.min() >= 0
+    assert position.max() < QUARTER.n
+    starts = np.cumsum([0, *QUARTER.capacities])
+    blocks = np.cumsum([0, *(-(-size // 1024) * 1024 for size in SIZES)])
+    for i, expected in enumerate(fit):
+        slots = slice(starts[i], starts[i + 1])
+        assert (position[slots][filled[slots]] - blocks[i]).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("n", "sparsity", "expected"),
+    [
+        (1000, 0.99, 10),
+        (100, 0.29, 71),
+        (1, 0.99, 1),
+        (50, 0.99, 1),
+        (10, 0, 10),
+        (10, 0.0, 10),
+        (10**7, 1e-5, 9_999_900),
+    ],
+)
+def test_kept_counts_as_the_decimal_number_says(n, sparsity, expected):
+    """100 * 0.29 is 28.999999999999996 in binary floating point."""
+    assert kept(n, sparsity) == expected
+    assert dropped(n, sparsity) == n - expected or expected == 1

@@ -1,0 +1,79 @@
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxcomm.layout import BLOCK, plan_layout
+
+SHAPES = {"a": (3, 700), "b": (5,), "c": (), "d": (1024,), "e": (0, 4), "f": (1025,)}
+
+
+def tree(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dense_below", [0, 6, 1024, 10**6])
+def test_flatten_and_unflatten_are_inverse_and_pad_with_zeros(dtype, dense_below):
+    leaves = jax.tree.leaves(tree(dtype))
+    layout = plan_layout(tree(dtype), dense_below=dense_below, capacity=lambda n: 1)
+    inside, outside = layout.split(leaves)
+    assert [leaf.size for leaf in inside] == [leaf.size for leaf in leaves if leaf.size >= max(dense_below, 1)]
+    vector = layout.flatten(inside)
+    assert vector.shape == (layout.n,)
+    assert vector.dtype == jnp.float32
+    assert layout.n % BLOCK == 0
+    back = layout.join(layout.unflatten(vector), outside)
+    assert len(back) == len(leaves)
+    for got, leaf in zip(back, leaves, strict=True):
+        assert (got.dtype, got.shape) == (leaf.dtype, leaf.shape)
+        np.testing.assert_array_equal(got, leaf)
+    assert np.count_nonzero(vector) == sum(np.count_nonzero(leaf) for leaf in inside)
+    assert layout.n_dense == sum(leaf.size for leaf in outside)
+    assert layout.n_slots == len(inside)
+
+
+def test_segments_start_at_blocks():
+    layout = plan_layout(tree(), dense_below=6, capacity=lambda n: n // 2)
+    assert layout.sizes == (2100, 1024, 1025)
+    assert layout.blocks == (3, 1, 2)
+    assert layout.capacities == (1050, 512, 512)
+    assert layout.segment_of_block().tolist() == [0, 0, 0, 1, 2, 2]
+    assert layout.padding().tolist() == [3 * BLOCK - 2100, 0, BLOCK - 1]
+    assert layout.n_words == layout.n // 32
+    np.testing.assert_array_equal(layout.per_block(jnp.asarray([7, 8, 9])), [7, 7, 7, 8, 9, 9])
+    np.testing.assert_array_equal(layout.per_segment(jnp.arange(6)), [0 + 1 + 2, 3, 4 + 5])
+
+
+def test_an_empty_tree_is_refused():
+    with pytest.raises(ValueError, match=r"at least one tensor, got an empty tree: pass the parameters"):
+        plan_layout({}, dense_below=0, capacity=lambda n: n)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64", "bool", "uint8"])
+def test_leaves_that_are_not_real_floats_are_refused(dtype):
+    leaves = {"fine": jnp.zeros(3), "odd": jax.ShapeDtypeStruct((3,), dtype)}
+    with pytest.raises(ValueError, match=rf"real floating type, got {dtype} at .*'odd'.*optax.masked"):
+        plan_layout(leaves, dense_below=0, capacity=lambda n: n)
+
+
+@pytest.mark.parametrize(
+    ("size", "fits"), [(2**31 - 1024, True), (2**31 - 1023, False), (2**31, False), (2**33, False)]
+)
+def test_2_to_the_31_elements_are_refused(size, fits):
+    leaves = {"w": jax.ShapeDtypeStruct((size,), np.float32)}
+    if fits:
+        assert plan_layout(leaves, dense_below=0, capacity=lambda n: 1).n == size
+        return
+    padded = -(-size // BLOCK) * BLOCK
+    with pytest.raises(ValueError, match=rf"fewer than 2\^31 elements, got {padded}: shard the parameters"):
+        plan_layout(leaves, dense_below=0, capacity=lambda n: 1)
+
+
+def test_the_limit_counts_all_compressed_tensors_and_no_dense_ones():
+    leaves = {"v": jax.ShapeDtypeStruct((2**30,), np.float32), "w": jax.ShapeDtypeStruct((2**30,), np.float32)}
+    with pytest.raises(ValueError, match=rf"got {2**31}"):
+        plan_layout(leaves, dense_below=0, capacity=lambda n: 1)
+    assert plan_layout(leaves, dense_below=2**31, capacity=lambda n: 1).n == 0

@@ -1,0 +1,26 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxcomm as jc
+
+
+def test_rows_of_workers_are_a_node_of_the_tree():
+    node = jc.PerWorker({"a": jnp.ones(2), "b": jnp.zeros(3)})
+    doubled = jax.tree.map(lambda x: 2 * x, node)
+    assert isinstance(doubled, jc.PerWorker)
+    np.testing.assert_array_equal(doubled.rows["a"], 2)
+    assert len(jax.tree.leaves(node)) == 2
+
+
+def test_metrics_start_at_zero_in_buffers_of_their_own():
+    metrics = jc.ExchangeMetrics.zeros()
+    assert [int(count) for count in metrics] == [0, 0, 0]
+    assert len({count.unsafe_buffer_pointer() for count in metrics}) == 3
+    assert all(count.dtype == jnp.int32 for count in metrics)
+
+
+def test_every_public_name_is_there():
+    for name in jc.__all__:
+        assert hasattr(jc, name)
+    assert jc.__all__ == sorted(jc.__all__)

@@ -1,0 +1,211 @@
+"""Predicted, compiled and proven bytes. That the first two agree for every method is a law, tested with the others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+from jaxcomm.hlo import read_program
+from jaxcomm.traffic import Traffic
+from jaxcomm.wire import jaxpr_program, traced_program
+
+K = 4
+PARAMS = {"b": jnp.zeros(3), "w": jnp.zeros((1000, 3))}
+BATCH = np.ones((8, 1000), np.float32)
+TX = optax.chain(jc.dct_dp(0.99, index_codec="plain"), optax.sgd(0.1))
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch @ params["w"] + params["b"]) ** 2)
+
+
+def report():
+    return jc.wire_report(TX, PARAMS, K)
+
+
+def test_a_report_in_numbers():
+    got = report()
+    words = 3 + 16 + 32  # header, 32 values of 16 bits, 32 indices
+    assert (got.workers, got.parameters) == (4, 3003)
+    assert got.received == got.received_at_most == 3 * 4 * words + 1.5 * 4 * 3
+    assert got.dense == 1.5 * 4 * 3003
+    assert got.ratio_to_dense == got.dense / got.received
+    assert got.ratio_to_dense_bfloat16 == got.ratio_to_dense / 2
+    assert got.bits_per_parameter == 8 * got.received / 3003
+
+
+def test_a_report_in_words():
+    text = str(report())
+    assert "3,003 parameters, 4 workers: 630 bytes received per worker and step, 28.6x fewer than dense float32" in text
+    assert "all_gather of 204 bytes over 4 workers: 612 bytes received" in text
+    assert "all_reduce of 12 bytes over 4 workers: 18 bytes received" in text
+    assert "at most" not in text
+    text = str(jc.wire_report(jc.dct_dp(0.99, drain_every=100), PARAMS, K))
+    assert "at most 18,018 bytes in a rare step" in text
+    assert "all_reduce of 12,012 bytes over 4 workers (in one branch)" in text
+
+
+def test_a_report_of_shapes_alone_of_one_worker_and_of_another_axis():
+    shapes = jax.eval_shape(lambda: PARAMS)
+    assert jc.wire_report(TX, shapes, K) == report()
+    alone = jc.wire_report(TX, PARAMS, 1)
+    assert alone.received == alone.dense == 0
+    assert alone.ratio_to_dense == float("inf")
+    other = jc.wire_report(jc.dct_dp(0.99, index_codec="plain", axis_name="workers"), PARAMS, K, axis_name="workers")
+    assert other.received == report().received
+
+
+@pytest.mark.parametrize("factory", [jc.topk, jc.dct_dp])
+def test_large_models_on_many_workers_cost_no_memory_to_ask_about(factory):
+    """ResNet-50 on 96 workers."""
+    shapes = {"w": jax.ShapeDtypeStruct((25_600_000,), np.float32)}
+    got = jc.wire_report(factory(0.99), shapes, 96)
+    slots = {jc.topk: 256_000, jc.dct_dp: 268_800}[factory]
+    assert 95 * slots * (16 + 8.1) / 8 < got.received < 95 * slots * (16 + 8.9) / 8
+
+
+def test_draining_a_large_model_on_many_workers_can_be_asked_about():
+    shapes = {"w": jax.ShapeDtypeStruct((25_600_000,), np.float32)}
+    assert jc.wire_report(jc.dct_dp(0.99, drain_every=1000), shapes, 96).dense == 2 * 95 / 96 * 4 * 25_600_000
+
+
+@pytest.mark.parametrize(
+    "tx", [TX, optax.chain(jc.plump_dp(), optax.adam(0.1)), jc.topk(0.9)], ids=["dct_dp", "plump", "topk"]
+)
+def test_verify_proves_a_train_step(tx):
+    mesh = jc.make_mesh(data=K)
+    step = jc.make_train_step(loss_fn, tx, mesh)
+    proof = jc.verify(step, jc.init_state(PARAMS, tx, mesh), BATCH, tx=tx, params=PARAMS, workers=K)
+    loss = Traffic("all_reduce", 4, K).received
+    assert proof.program.received == jc.wire_report(tx, PARAMS, K).program.received + loss
+    assert (proof.workers, proof.parameters) == (K, 3003)
+
+
+def step_with(extra, tx=TX):
+    """A step that does more with the gradients than to exchange them."""
+    mesh = jc.make_mesh(data=K)
+    state = jc.init_state(PARAMS, tx, mesh)
+    specs = jc.state_specs(state.opt_state)
+
+    def worker(params, opt_state, batch):
+        grads = jax.grad(loss_fn)(lax.pcast(params, "data", to="varying"), batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, extra(grads)
+
+    mapped = jax.shard_map(worker, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs, P()))
+    return jax.jit(mapped), (state.params, state.opt_state, BATCH)
+
+
+def test_verify_catches_a_dense_all_reduce_that_is_left_in_the_step():
+    """Such as of a gradient norm for the log."""
+    step, args = step_with(lambda grads: optax.tree.norm(lax.pmean(grads["w"], "data")))
+    message = r"sends its exchange and at most 256 bytes more, got 18,630 where the exchange is 630: a dense all-reduce"
+    with pytest.raises(ValueError, match=message) as error:
+        jc.verify(step, *args, tx=TX, params=PARAMS, workers=K)
+    assert "params = jax.lax.pcast(params, 'data', to='varying') before jax.grad" in str(error.value)
+    assert "all_reduce" in str(error.value)
+    assert jc.verify(step, *args, tx=TX, params=PARAMS, workers=K, other_bytes=18_000).received == 18_630
+
+
+def test_verify_catches_the_trap_of_a_user_who_reduces_before_the_exchange():
+    """By pmean and back: the compressor cannot see it, the wire can."""
+    mesh = jc.make_mesh(data=K)
+    state = jc.init_state(PARAMS, TX, mesh)
+    specs = jc.state_specs(state.opt_state)
+
+    def worker(params, opt_state, batch):
+        grads = lax.pcast(jax.grad(loss_fn)(params, batch), "data", to="varying")
+        updates, opt_state = TX.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    step = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)))
+    with pytest.raises(ValueError, match="a dense all-reduce is left in the step"):
+        jc.verify(step, state.params, state.opt_state, BATCH, tx=TX, params=PARAMS, workers=K)
+
+
+def test_verify_catches_a_dense_all_reduce_in_a_rare_branch():
+    """Of a step whose exchange never drains."""
+
+    def now_and_then(grads):
+        rare = lax.psum(grads["b"][0], "data") > 1e9
+        return lax.cond(rare, lambda: optax.tree.norm(lax.pmean(grads["w"], "data")), lambda: lax.pmean(0.0, "data"))
+
+    step, args = step_with(now_and_then)
+    with pytest.raises(ValueError, match="dense all-reduce"):
+        jc.verify(step, *args, tx=TX, params=PARAMS, workers=K)
+
+
+def test_verify_catches_a_type_that_xla_widens():
+    """A sum of bfloat16 travels as float32 on a CPU."""
+    step, args = step_with(lambda grads: lax.psum(grads["w"].astype(jnp.bfloat16), "data"))
+    with pytest.raises(ValueError, match=r"sends the bytes that were traced, got 18,630 for 9,630: XLA has changed"):
+        jc.verify(step, *args, tx=TX, params=PARAMS, workers=K, other_bytes=10**6)
+
+
+def program_of(function, *args, shape=(K,), axes=("data",)):
+    """(traced, compiled) of a function on a mesh."""
+    mesh = jc.make_mesh(**dict(zip(axes, shape, strict=True)))
+    mapped = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False))
+    traced = mapped.trace(*args)
+    return jaxpr_program(traced.jaxpr), read_program(traced.lower().compile().as_text())
+
+
+X = np.ones((K * 8, 8), np.float32)  # 256 bytes a worker
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: lax.psum(x, "data"), Traffic("all_reduce", 256, K)),
+        (lambda x: lax.pmax(x, "data"), Traffic("all_reduce", 256, K)),
+        (lambda x: lax.pmean(x[0], "data") + x, Traffic("all_reduce", 32, K)),
+        (lambda x: lax.all_gather(x, "data").sum(0), Traffic("all_gather", 256, K)),
+        (lambda x: lax.psum_scatter(x, "data", tiled=True) + x[:2], Traffic("reduce_scatter", 256, K)),
+        (lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True), Traffic("all_to_all", 256, K)),
+        (lambda x: lax.ppermute(x, "data", [(i, (i + 1) % K) for i in range(K)]), Traffic("permute", 256, K)),
+        (lambda x: lax.psum(x, "data", axis_index_groups=[[0, 1], [2, 3]]), Traffic("all_reduce", 256, 2)),
+        (lambda x: jax.jit(lambda y: lax.psum(y, "data"))(x), Traffic("all_reduce", 256, K)),
+        (lambda x: jax.checkpoint(lambda y: lax.psum(jnp.sin(y), "data"))(x), Traffic("all_reduce", 256, K)),
+        (
+            lambda x: lax.scan(lambda c, _: (lax.psum(c, "data"), None), x, length=5)[0],
+            Traffic("all_reduce", 256, K, times=5),
+        ),
+    ],
+)
+def test_every_collective_is_predicted_and_compiled_alike(function, expected):
+    traced, compiled = program_of(function, X)
+    assert traced.always == [expected]
+    assert traced.received == compiled.received == expected.received
+
+
+def test_two_axes_of_a_mesh_count_together_and_apart():
+    def both(x):
+        return lax.psum(x, ("data", "model")) + lax.psum(2 * x, "model")
+
+    traced, compiled = program_of(both, X, shape=(4, 2), axes=("data", "model"))
+    assert traced.received == compiled.received == Traffic("all_reduce", 256, 8).received + 256
+
+
+def test_a_loop_of_unknown_length_is_refused():
+    def loop(x):
+        return lax.while_loop(lambda c: c.sum() < 9, lambda c: lax.psum(c, "data"), x)
+
+    mesh = jc.make_mesh(data=K)
+    mapped = jax.shard_map(loop, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    with pytest.raises(ValueError, match=r"loop with collectives has a static length: use lax.scan"):
+        traced_program(mapped, X)
+
+
+def test_a_collective_that_cannot_be_predicted_is_refused():
+    def ragged(x):
+        sizes = jnp.ones(K, jnp.int32)
+        return lax.ragged_all_to_all(x, x, sizes, sizes, sizes, sizes, axis_name="data")
+
+    mesh = jc.make_mesh(data=K)
+    mapped = jax.shard_map(ragged, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    with pytest.raises(ValueError, match=r"Bytes of 'ragged_all_to_all' cannot be predicted: use one of .*all_gather"):
+        traced_program(mapped, X)
