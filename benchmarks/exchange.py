@@ -63,7 +63,7 @@ class Record:
     ms_median: float
     ms_min: float
     ms_max: float
-    bytes_kernel: float
+    bytes_kernel: float | None
     bytes_predicted: float
     bytes_compiled: float
     compile_s: float
@@ -110,7 +110,7 @@ def _run_hosts(lab: Lab, config: Config, folder: Path) -> list[Record]:
     failed = [result for result in results if result.returncode]
     if failed:
         raise SystemExit(f"host {failed[0].host} failed:\n{failed[0].stderr[-4000:]}")
-    return _merge([_records(result.stdout) for result in results])
+    return _merge([_records(result.stdout) for result in results], lab.isolated)
 
 
 def _serve_rates(lab: Lab, folder: Path, done: threading.Event) -> None:
@@ -125,11 +125,14 @@ def _records(stdout: str) -> list[Record]:
     return [Record(**json.loads(line)) for line in stdout.splitlines() if line.startswith("{")]
 
 
-def _merge(hosts: list[list[Record]]) -> list[Record]:
-    """Takes times from host 0 (a step ends everywhere at once, to a few ms) and the mean of the bytes received."""
+def _merge(hosts: list[list[Record]], isolated: bool) -> list[Record]:
+    """Takes times from host 0 (a step ends everywhere at once, to a few ms) and the mean of the bytes received.
+
+    On loopback the kernel counts all hosts together, and no host's own bytes are known.
+    """
     merged = []
     for same in zip(*hosts, strict=True):
-        received = statistics.fmean(record.bytes_kernel for record in same)
+        received = statistics.fmean(record.bytes_kernel or 0.0 for record in same) if isolated else None
         merged.append(dataclasses.replace(same[0], bytes_kernel=received))
     return merged
 

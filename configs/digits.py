@@ -13,6 +13,6 @@ CONFIG = Experiment(
     method=DctDp(sparsity=0.98, life_span=10),
     steps=400,
     global_batch=128,
-    learning_rate=0.1,
+    learning_rate=0.05,
     warmup_steps=20,
 )

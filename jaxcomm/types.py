@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-WORD_BYTES = 4
-
 # A payload is what one worker puts on the wire: named arrays, later fused into one buffer of 32-bit words. Its bytes
 # are those of its arrays' own types; nobody states them separately.
 Payload = dict[str, jax.Array]

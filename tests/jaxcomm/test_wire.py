@@ -29,7 +29,7 @@ def report():
 
 def test_a_report_in_numbers():
     got = report()
-    words = 3 + 16 + 32  # header, 32 values of 16 bits, 32 indices
+    words = 4 + 16 + 32  # header, 32 values of 16 bits, 32 indices
     assert (got.workers, got.parameters) == (4, 3003)
     assert got.received == got.received_at_most == 3 * 4 * words + 1.5 * 4 * 3
     assert got.dense == 1.5 * 4 * 3003
@@ -40,8 +40,8 @@ def test_a_report_in_numbers():
 
 def test_a_report_in_words():
     text = str(report())
-    assert "3,003 parameters, 4 workers: 630 bytes received per worker and step, 28.6x fewer than dense float32" in text
-    assert "all_gather of 204 bytes over 4 workers: 612 bytes received" in text
+    assert "3,003 parameters, 4 workers: 642 bytes received per worker and step, 28.1x fewer than dense float32" in text
+    assert "all_gather of 208 bytes over 4 workers: 624 bytes received" in text
     assert "all_reduce of 12 bytes over 4 workers: 18 bytes received" in text
     assert "at most" not in text
     text = str(jc.wire_report(jc.dct_dp(0.99, drain_every=100), PARAMS, K))
@@ -103,12 +103,12 @@ def step_with(extra, tx=TX):
 def test_verify_catches_a_dense_all_reduce_that_is_left_in_the_step():
     """Such as of a gradient norm for the log."""
     step, args = step_with(lambda grads: optax.tree.norm(lax.pmean(grads["w"], "data")))
-    message = r"sends its exchange and at most 256 bytes more, got 18,630 where the exchange is 630: a dense all-reduce"
+    message = r"sends its exchange and at most 256 bytes more, got 18,642 where the exchange is 642: a dense all-reduce"
     with pytest.raises(ValueError, match=message) as error:
         jc.verify(step, *args, tx=TX, params=PARAMS, workers=K)
     assert "params = jax.lax.pcast(params, 'data', to='varying') before jax.grad" in str(error.value)
     assert "all_reduce" in str(error.value)
-    assert jc.verify(step, *args, tx=TX, params=PARAMS, workers=K, other_bytes=18_000).received == 18_630
+    assert jc.verify(step, *args, tx=TX, params=PARAMS, workers=K, other_bytes=18_000).received == 18_642
 
 
 def test_verify_catches_the_trap_of_a_user_who_reduces_before_the_exchange():
@@ -142,7 +142,7 @@ def test_verify_catches_a_dense_all_reduce_in_a_rare_branch():
 def test_verify_catches_a_type_that_xla_widens():
     """A sum of bfloat16 travels as float32 on a CPU."""
     step, args = step_with(lambda grads: lax.psum(grads["w"].astype(jnp.bfloat16), "data"))
-    with pytest.raises(ValueError, match=r"sends the bytes that were traced, got 18,630 for 9,630: XLA has changed"):
+    with pytest.raises(ValueError, match=r"sends the bytes that were traced, got 18,642 for 9,642: XLA has changed"):
         jc.verify(step, *args, tx=TX, params=PARAMS, workers=K, other_bytes=10**6)
 
 

@@ -95,6 +95,18 @@ def mean_over_workers(received: list[Tensors]) -> Tensors:
     return mean
 
 
+def sums_may_overflow(all_sent: list[Tensors], compressed: list[str]) -> bool:
+    """Whether the workers' largest compressed numbers add up to more than float32 holds.
+
+    Only then can the sum over the workers be infinite somewhere; it need not be, if they lie in different places.
+    """
+    total = np.float32(0)
+    for sent in all_sent:
+        with np.errstate(over="ignore"):
+            total = total + np.float32(max((np.abs(sent[name]).max() for name in compressed), default=0))
+    return not np.isfinite(total)
+
+
 def skipped_step(gradients: list[Tensors]) -> StepResult:
     """A step in which nothing is exchanged: the mean is zero and nobody's state changes."""
     K = len(gradients)

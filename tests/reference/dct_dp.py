@@ -29,10 +29,11 @@ Where the paper is silent:
   the rounding error too. A finite value stays finite: what rounding would make infinite is sent as
   the largest finite number of the type.
 - A tensor with fewer than `dense_below` elements goes dense in float32 and has no residual.
-- If any worker's gradient or x, or the mean of line 12 (finite numbers, whose float32 sum overflows),
-  holds a non-finite number, all workers skip the step: the mean is zero, residuals and thresholds
-  stay. A refresh (lines 4 and 5) which was due is then due at the next step which is not skipped;
-  later refreshes stay at the multiples of L.
+- If any worker's gradient or x, or the mean of line 12, holds a non-finite number, all workers skip
+  the step: the mean is zero, residuals and thresholds stay. They also skip it if the largest |sent|
+  of each worker add up to more than float32 holds, which is when a mean could be infinite. A refresh
+  (lines 4 and 5) which was due is then due at the next step which is not skipped; later refreshes
+  stay at the multiples of L.
 - In a drain every x goes dense in float32 and every residual becomes zero. A due refresh happens.
 """
 
@@ -52,6 +53,7 @@ from .common import (
     mean_over_workers,
     round_values,
     skipped_step,
+    sums_may_overflow,
     zero_residuals,
 )
 
@@ -157,7 +159,7 @@ class DctDpReference:
 
         # 12: send
         mean = mean_over_workers(all_sent)
-        if not all_finite([mean]):
+        if sums_may_overflow(all_sent, compressed) or not all_finite([mean]):
             return residuals, skipped_step(all_x)
         return residuals, StepResult(mean=mean, sent=sent_counts, overflow=overflow_counts, skipped=False)
 

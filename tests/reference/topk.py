@@ -27,6 +27,7 @@ from .common import (
     mean_over_workers,
     round_values,
     skipped_step,
+    sums_may_overflow,
     zero_residuals,
 )
 
@@ -88,7 +89,7 @@ class TopKReference:
 
         # 5: send
         mean = mean_over_workers(all_sent)
-        if not all_finite([mean]):
+        if sums_may_overflow(all_sent, compressed) or not all_finite([mean]):
             return skipped_step(gradients)
         self.residuals = residuals
         return StepResult(mean=mean, sent=sent_counts, overflow=[0] * K, skipped=False)

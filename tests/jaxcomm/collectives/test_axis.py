@@ -12,9 +12,11 @@ from jaxcomm.collectives import axis
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
 
 
-def on_mesh(function, out_specs, check_vma=True, in_specs=P("data")):
+def on_mesh(function, out_specs, check_vma=True, in_specs=None):
     mesh = jc.make_mesh(data=4)
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma))
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=in_specs or P("data"), out_specs=out_specs, check_vma=check_vma)
+    )
 
 
 @pytest.mark.parametrize("way", ["mesh", "mesh without check_vma", "vmap"])

@@ -18,14 +18,27 @@ def test_means_come_back_in_shape_and_type_and_add_up_in_float32(dtype):
     def worker(x, s):
         return dense_mean([x, s], "data")
 
-    mean, mean_of_small = jax.vmap(worker, axis_name="data", out_axes=None)(x, small)
+    (mean, mean_of_small), finite = jax.vmap(worker, axis_name="data", out_axes=None)(x, small)
+    assert bool(finite)
     assert mean.dtype == mean_of_small.dtype == dtype
     np.testing.assert_array_equal(mean, (x.astype(np.float32).sum(0) / np.float32(4)).astype(dtype))
     np.testing.assert_array_equal(mean_of_small, np.asarray((1 + 3 * 2**-7) / 4, dtype))
 
 
 def test_no_tensors_cost_nothing():
-    assert dense_mean([], "data") == []
+    means, finite = dense_mean([], "data")
+    assert means == []
+    assert bool(finite)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "finite"), [((1, 2), True), ((np.inf, 2), False), ((1, np.nan), False), ((3e38, 3e38), False)]
+)
+def test_what_is_not_finite_is_told(numbers, finite):
+    x = np.zeros((2, 5), np.float32)
+    x[:, 3] = numbers
+    _, told = jax.vmap(lambda x: dense_mean([x], "data"), axis_name="data", out_axes=None)(x)
+    assert bool(told) == finite
 
 
 def test_one_all_reduce_for_all_tensors():

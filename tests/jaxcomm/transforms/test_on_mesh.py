@@ -14,7 +14,7 @@ from tests.jaxcomm.cases import CASES, gradients, on_mesh, simulated
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_mesh = pytest.mark.parametrize(("K", "tree"), [(2, "pair"), (4, "pair"), (8, "odd")])
-HEADER_WORDS = 3  # finite, sent, overflow
+HEADER_WORDS = 4  # finite, largest value, sent, overflow
 
 
 @every_mesh
@@ -115,7 +115,7 @@ def index_words(codec, n, slots):
     if codec == "bitmap":
         return n // 32
     if codec == "elias_fano":  # the upper parts as a bitmap, the lower l bits as planes, the best l
-        return min(math.ceil((((n - 1) >> l) + slots) / 32) + l * math.ceil(slots / 32) for l in range(31))
+        return min(math.ceil((((n - 1) >> low) + slots) / 32) + low * math.ceil(slots / 32) for low in range(31))
     if codec == "rice":
         return rice(n, slots)[0]
     assert codec == "auto"
@@ -128,12 +128,12 @@ def rice(n, slots):
     p = slots / n
     entropy = -math.log2(p) - (1 - p) / p * math.log2(1 - p)
 
-    def quotient(l):  # the expected gap >> l, of gaps 1, 2, ... with probabilities p (1 - p)^(gap - 1)
-        return sum((1 - p) ** (j * 2**l - 1) for j in range(1, 4000) if j * 2**l < 80 / p)
+    def quotient(low):  # the expected gap >> low, of gaps 1, 2, ... with probabilities p (1 - p)^(gap - 1)
+        return sum((1 - p) ** (j * 2**low - 1) for j in range(1, 4000) if j * 2**low < 80 / p)
 
-    l = min(range(15), key=lambda l: l + quotient(l))
-    upper = max(slots, math.floor((1.09 * entropy - l) * slots))
-    upper = math.ceil(min(upper, slots + ((n - 1) >> l)) / 32)
-    survival = (1 - p) ** 2**l
-    need = slots * (1 + quotient(l)) + 4 * math.sqrt(slots * survival) / (1 - survival)
-    return upper + l * math.ceil(slots / 32), need <= 32 * upper
+    low = min(range(15), key=lambda low: low + quotient(low))
+    upper = max(slots, math.floor((1.09 * entropy - low) * slots))
+    upper = math.ceil(min(upper, slots + ((n - 1) >> low)) / 32)
+    survival = (1 - p) ** 2**low
+    need = slots * (1 + quotient(low)) + 4 * math.sqrt(slots * survival) / (1 - survival)
+    return upper + low * math.ceil(slots / 32), need <= 32 * upper

@@ -14,8 +14,8 @@ STEPS = 12
 # too low until the next refresh.
 EVENTS = ("normal", "grow", "heavy", "ties", "zeros", "single", "nan", "inf", "sum_overflows")
 
-# Skips at the first refresh, at later ones of life spans 1 to 5, at two refreshes in a row, and in between; then growth.
-SKIPS_AT_REFRESHES = [
+# Skips at the first refresh, at later ones of life spans 1 to 5, at two in a row, and in between.
+SKIPS = [
     "nan",
     "normal",
     "grow",
@@ -62,7 +62,7 @@ def gradient_of(event, scale, seed, tree, K):
 @pytest.mark.parametrize("case", [case for case in CASES if case.reference], ids=str)
 @hypothesis.settings(max_examples=4)
 @hypothesis.given(events=st.lists(st.sampled_from(EVENTS), min_size=STEPS, max_size=STEPS), seed=st.integers(0, 2**20))
-@hypothesis.example(events=SKIPS_AT_REFRESHES, seed=1)
+@hypothesis.example(events=SKIPS, seed=1)
 @hypothesis.example(events=GROWTH_AND_TIES, seed=2)
 def test_method_equals_its_oracle(case, K, tree, events, seed):
     """Residuals, thresholds and counts to the bit, means to the rounding of a sum."""
