@@ -12,7 +12,7 @@ from jaxcomm.parallel import (
 )
 from jaxcomm.transforms import dct_dp, plump_dp, topk
 from jaxcomm.types import ExchangeMetrics, PerWorker, exchange_metrics, payload_bytes
-from jaxcomm.wire import Traffic, WireReport, verify, wire_report
+from jaxcomm.wire import Traffic, WireReport, step_report, verify, wire_report
 
 __all__ = [
     "ExchangeMetrics",
@@ -31,6 +31,7 @@ __all__ = [
     "simulate",
     "state_shardings",
     "state_specs",
+    "step_report",
     "topk",
     "verify",
     "wire_report",

@@ -32,16 +32,18 @@ class ExchangeMetrics(NamedTuple):
       overflow: () int32, coordinates that were selected but did not fit the payload, all workers together. They stay in
         the residual.
       skipped: () int32, 1 if the exchange was skipped because some worker held a non-finite gradient, else 0.
+      drained: () int32, 1 if everything was sent densely to empty the residual, else 0.
     """
 
     sent: jax.Array
     overflow: jax.Array
     skipped: jax.Array
+    drained: jax.Array
 
     @classmethod
     def zeros(cls) -> "ExchangeMetrics":
         """Returns the metrics of an exchange that has not happened yet."""
-        # Three buffers, not one: a state is donated whole, and a buffer only once.
+        # A buffer each, not one for all: a state is donated whole, and a buffer only once.
         return cls(*(jnp.zeros((), jnp.int32) for _ in cls._fields))
 
 

@@ -3,6 +3,7 @@
 The prediction walks the traced program and needs no devices: it answers what a method will cost before it is tried.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import jax
 import jax.extend as jex
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -116,6 +116,19 @@ def wire_report(tx: optax.GradientTransformation, params: Any, workers: int, *, 
     return WireReport(workers, n, program)
 
 
+def step_report(step: Any, *args: Any, params: Any, workers: int) -> WireReport:
+    """Predicts the bytes of a whole step, its losses and metrics included, by tracing it.
+
+    Args:
+      step: a function under `jax.jit` that holds the whole step.
+      *args: its arguments; only their shapes and shardings matter.
+      params: the parameters, or their shapes.
+      workers: K.
+    """
+    n = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(params))
+    return WireReport(workers, n, jaxpr_program(step.trace(*args).jaxpr))
+
+
 def verify(
     step: Any,
     *args: Any,
@@ -143,11 +156,10 @@ def verify(
       ValueError: if XLA sends other bytes than the traced program says, or if the step sends more than the exchange
         and `other_bytes`: a dense all-reduce has stayed in it.
     """
-    traced = step.trace(*args)
-    predicted = jaxpr_program(traced.jaxpr)
-    compiled = read_program(traced.lower().compile().as_text())
-    n = sum(np.prod(jnp.shape(leaf), dtype=int) for leaf in jax.tree.leaves(params))
-    report = WireReport(workers, int(n), compiled)
+    traced = step_report(step, *args, params=params, workers=workers)
+    predicted = traced.program
+    compiled = read_program(step.lower(*args).compile().as_text())
+    report = WireReport(workers, traced.parameters, compiled)
     if (predicted.received, predicted.received_at_most) != (compiled.received, compiled.received_at_most):
         raise ValueError(
             "A compiled step sends the bytes that were traced, got "
@@ -203,7 +215,7 @@ def _traffic(eqn: Any, axis_sizes: dict[str, int]) -> Traffic:
     axes = eqn.params.get("axes", eqn.params.get("axis_name"))
     axes = axes if isinstance(axes, tuple) else (axes,)
     groups = eqn.params.get("axis_index_groups")
-    workers = len(groups[0]) if groups else int(np.prod([axis_sizes[axis] for axis in axes]))
+    workers = len(groups[0]) if groups else math.prod(axis_sizes[axis] for axis in axes)
     size = sum(count_bytes(v.aval.shape, v.aval.dtype.itemsize) for v in eqn.invars)
     return Traffic(_COLLECTIVES[eqn.primitive.name], size, workers)
 

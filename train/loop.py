@@ -4,7 +4,7 @@ import dataclasses
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from models.cnn import Cnn
 from train.checkpoints import Checkpoints
 from train.data import dataset_info, eval_batches, train_batches
 from train.methods import make_exchange, method_name
-from train.metrics import Evaluation, MetricsFile, Summary, read_evaluations
+from train.metrics import Evaluation, Log, Summary
 from train.processes import Processes
 
 
@@ -58,6 +58,55 @@ class Run:
     finished: bool
 
 
+@dataclass(frozen=True)
+class Job:
+    """The compiled functions of a run, and the state that it starts with.
+
+    Attributes:
+      step: (state, batch) -> (state, metrics).
+      evaluate: (params, batch with a mask) -> sums of losses and of right answers over the real rows.
+      state: fresh, on the mesh.
+      report: bytes of a step, losses and metrics included.
+    """
+
+    step: Callable[[jc.TrainState, Any], tuple[jc.TrainState, dict[str, jax.Array]]]
+    evaluate: Callable[[Any, Any], tuple[jax.Array, jax.Array]]
+    state: jc.TrainState
+    report: jc.WireReport
+
+
+def make_job(experiment: Experiment, method: Method, mesh: Mesh) -> Job:
+    """Makes the model, the optimizer and the functions of a run."""
+    info = dataset_info(experiment.dataset)
+    model = Cnn(info.image_shape, info.num_classes, rngs=nnx.Rngs(experiment.seed))
+    graph, variables = nnx.split(model, nnx.Param)
+    params = nnx.to_pure_dict(variables)
+
+    def predict(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        logits = nnx.merge(graph, params, copy=True)(batch["image"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])  # (B,)
+        return losses, jnp.argmax(logits, axis=-1) == batch["label"]  # (B,), (B,)
+
+    def loss_fn(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        losses, right = predict(params, batch)
+        return losses.mean(), {"accuracy": right.mean()}
+
+    @jax.jit
+    def evaluate(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        losses, right = predict(params, batch)
+        return jnp.sum(losses * batch["mask"]), jnp.sum(right * batch["mask"])
+
+    tx = optax.chain(make_exchange(method), *_optimizer(experiment))
+    step = jc.make_train_step(loss_fn, tx, mesh, has_aux=True)
+    state = jc.init_state(params, tx, mesh)
+    rows, sharding = experiment.global_batch, NamedSharding(mesh, P("data"))
+    batch = {
+        "image": jax.ShapeDtypeStruct((rows, *info.image_shape), jnp.float32, sharding=sharding),
+        "label": jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=sharding),
+    }
+    return Job(step, evaluate, state, jc.step_report(step, state, batch, params=params, workers=experiment.workers))
+
+
 def train(experiment: Experiment, method: Method, processes: Processes, progress: Progress) -> Run:
     """Trains one model with one method, from the start or from the last checkpoint.
 
@@ -72,85 +121,42 @@ def train(experiment: Experiment, method: Method, processes: Processes, progress
     """
     begin = time.perf_counter()
     check(experiment, processes)
-    folder = experiment.out / method_name(method)
     mesh = jc.make_mesh(data=experiment.workers)
-    info = dataset_info(experiment.dataset)
-    model = Cnn(info.image_shape, info.num_classes, rngs=nnx.Rngs(experiment.seed))
-    graph, variables = nnx.split(model, nnx.Param)
-    params = nnx.to_pure_dict(variables)
-
-    def losses_of(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        logits = nnx.merge(graph, params, copy=True)(batch["image"])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])  # (B,)
-        return losses, jnp.argmax(logits, axis=-1) == batch["label"]  # (B,), (B,)
-
-    def loss_fn(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        losses, right = losses_of(params, batch)
-        return losses.mean(), {"accuracy": right.mean()}
-
-    @jax.jit
-    def evaluate_batch(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        losses, right = losses_of(params, batch)
-        return jnp.sum(losses * batch["mask"]), jnp.sum(right * batch["mask"])
-
-    tx = optax.chain(make_exchange(method), *_optimizer(experiment))
-    step_fn = jc.make_train_step(loss_fn, tx, mesh, has_aux=True)
-    state = jc.init_state(params, tx, mesh)
-    report = jc.wire_report(tx, params, experiment.workers)
-
-    batches = train_batches(
-        experiment.dataset,
-        global_batch=experiment.global_batch,
-        seed=experiment.seed,
-        process_index=processes.index,
-        process_count=processes.count,
-        data_dir=experiment.data_dir,
-    )
-    tests = eval_batches(
-        experiment.dataset,
-        global_batch=experiment.global_batch,
-        process_index=processes.index,
-        process_count=processes.count,
-        data_dir=experiment.data_dir,
-    )
+    job = make_job(experiment, method, mesh)
+    where = {
+        "global_batch": experiment.global_batch,
+        "process_index": processes.index,
+        "process_count": processes.count,
+        "data_dir": experiment.data_dir,
+    }
+    batches = train_batches(experiment.dataset, seed=experiment.seed, **where)
+    tests = eval_batches(experiment.dataset, **where)
     about = describe(experiment, method)
+
+    folder = experiment.out / method_name(method)
     checkpoints = Checkpoints(folder / "checkpoints")
-    done = checkpoints.last() or 0
+    done, state = checkpoints.last() or 0, job.state
     if done:
         restored = checkpoints.restore(done, state, mesh, about)
         state = restored.state
         batches.restore(restored.data)
         progress.say(f"{method_name(method)}: resumed after step {done}. {restored.message}".rstrip())
-    metrics_path = folder / "metrics.jsonl"
-    evaluations = read_evaluations(metrics_path, done) if done else []
-    metrics_file = MetricsFile(metrics_path, after=done, writes=processes.index == 0)
+    log = Log(folder / "metrics.jsonl", job.report, after=done, writes=processes.index == 0)
 
     def evaluate(state: jc.TrainState) -> tuple[float, float]:
-        totals = [evaluate_batch(state.params, _to_mesh(batch, mesh)) for batch in tests]
+        totals = [job.evaluate(state.params, _to_mesh(batch, mesh)) for batch in tests]
         loss, right = np.sum(jax.device_get(totals), axis=0)
         return float(loss) / tests.num_examples, float(right) / tests.num_examples
 
-    losses: list[float] = []
-    overflow = skipped = 0
-
     def record(step: int, metrics: dict[str, jax.Array], test: tuple[float, float] | None) -> None:
-        nonlocal overflow, skipped
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        losses.append(values["loss"])
-        overflow += int(values["overflow"])
-        skipped += int(values["skipped"])
-        line = {"step": step, **values, "bytes_received": step * report.received}
-        if test is not None:
-            line |= {"test_loss": test[0], "test_accuracy": test[1]}
-            evaluations.append(Evaluation(step, step * report.received, *test))
-        metrics_file.write(line)
-        progress.update(step, values["loss"], values["accuracy"], report.received)
+        values = log.record(step, jax.device_get(metrics), test)
+        progress.update(step, values["loss"], values["accuracy"], job.report.received)
 
     last = experiment.steps if experiment.stop_after is None else min(experiment.stop_after, experiment.steps)
     step, pending = done, None
     with _sigterm() as stopping:
         while step < last:
-            state, metrics = step_fn(state, _to_mesh(next(batches), mesh))
+            state, metrics = job.step(state, _to_mesh(next(batches), mesh))
             step += 1
             test = evaluate(state) if step % experiment.eval_every == 0 or step == experiment.steps else None
             if pending is not None:
@@ -164,25 +170,24 @@ def train(experiment: Experiment, method: Method, processes: Processes, progress
         record(*pending)
     checkpoints.save(step, state, batches.state(), about)
     checkpoints.close()
-    metrics_file.close()
+    log.close()
     batches.close()
 
-    steps_here = max(step - done, 1)
-    accuracy = evaluations[-1].accuracy if evaluations and evaluations[-1].step == step else evaluate(state)[1]
+    evaluated = log.evaluations and log.evaluations[-1].step == step
     summary = Summary(
         method=method_name(method),
         workers=experiment.workers,
         seed=experiment.seed,
-        accuracy=accuracy,
+        accuracy=log.evaluations[-1].accuracy if evaluated else evaluate(state)[1],
         steps=step,
-        bytes_per_step=report.received,
-        ratio_to_dense=report.ratio_to_dense if report.received else None,
-        ratio_to_bfloat16=report.ratio_to_dense_bfloat16 if report.received else None,
-        overflow_per_step=overflow / steps_here,
-        skipped=skipped,
+        bytes_per_step=job.report.received,
+        ratio_to_dense=job.report.ratio_to_dense if job.report.received else None,
+        ratio_to_bfloat16=job.report.ratio_to_dense_bfloat16 if job.report.received else None,
+        overflow_per_step=log.overflow / max(step - done, 1),
+        skipped=log.skipped,
         seconds=time.perf_counter() - begin,
     )
-    return Run(summary, evaluations, losses, state, finished=step == experiment.steps)
+    return Run(summary, log.evaluations, log.losses, state, finished=step == experiment.steps)
 
 
 def check(experiment: Experiment, processes: Processes) -> None:

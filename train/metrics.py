@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import jaxcomm as jc
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -55,29 +57,61 @@ class Summary:
     seconds: float
 
 
-class MetricsFile:
-    """Metrics as JSON lines, one a step; a resumed run continues the file of the stopped one."""
+class Log:
+    """The metrics of a run, step by step, in memory and as JSON lines; a resumed run continues a stopped one's file.
 
-    def __init__(self, path: Path, *, after: int, writes: bool):
+    Attributes:
+      evaluations: on the test split, those of before the resume included.
+      losses: of every step since the resume.
+      overflow: coordinates that did not fit, all steps since the resume and all workers together.
+      skipped: steps skipped since the resume.
+    """
+
+    def __init__(self, path: Path, report: jc.WireReport, *, after: int, writes: bool):
         """Opens the file.
 
         Args:
           path: where; its folder is made.
-          after: lines of later steps are dropped: they were not part of the checkpoint.
+          report: the bytes of a step.
+          after: the step of the checkpoint that the run goes on from, 0 at the start. Lines of later steps are dropped.
           writes: False for all processes but one.
         """
+        records = [json.loads(line) for line in (path.read_text().splitlines() if path.exists() else [])]
+        records = [record for record in records if record["step"] <= after]
+        self.evaluations = [_evaluation(record) for record in records if "test_accuracy" in record]
+        self.losses: list[float] = []
+        self.overflow = self.skipped = 0
+        self._report = report
+        self._bytes = records[-1]["bytes_received"] if records else 0.0
         self._file: IO[str] | None = None
-        if not writes:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(path) if json.loads(line)["step"] <= after]
-        path.write_text("".join(f"{line}\n" for line in kept))
-        self._file = path.open("a")
+        if writes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(record) + "\n" for record in records))
+            self._file = path.open("a")
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Adds one line."""
+    def record(self, step: int, metrics: dict[str, Any], test: tuple[float, float] | None) -> dict[str, Any]:
+        """Adds a step.
+
+        Args:
+          step: from 1.
+          metrics: of the train step, on the host.
+          test: loss and accuracy on the test split, if it was evaluated after this step.
+
+        Returns:
+          The line that was written.
+        """
+        values = {name: value.item() for name, value in metrics.items()}
+        self.losses.append(values["loss"])
+        self.overflow += values["overflow"]
+        self.skipped += values["skipped"]
+        self._bytes += self._report.received_at_most if values["drained"] else self._report.received
+        line = {"step": step, **values, "bytes_received": self._bytes}
+        if test is not None:
+            line |= {"test_loss": test[0], "test_accuracy": test[1]}
+            self.evaluations.append(_evaluation(line))
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
+            self._file.write(json.dumps(line) + "\n")
+        return line
 
     def close(self) -> None:
         """Writes what is left."""
@@ -85,21 +119,8 @@ class MetricsFile:
             self._file.close()
 
 
-def read_evaluations(path: Path, last_step: int) -> list[Evaluation]:
-    """Reads back the evaluations of a stopped run, up to a step."""
-    records = [json.loads(line) for line in _lines(path)]
-    fields = Evaluation.__dataclass_fields__
-    return [
-        Evaluation(
-            **{name: record[f"test_{name}"] if name in ("loss", "accuracy") else record[name] for name in fields}
-        )
-        for record in records
-        if "test_accuracy" in record and record["step"] <= last_step
-    ]
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
+def _evaluation(record: dict[str, Any]) -> Evaluation:
+    return Evaluation(record["step"], record["bytes_received"], record["test_loss"], record["test_accuracy"])
 
 
 def draw_accuracy(path: Path, curves: dict[str, Sequence[Evaluation]]) -> None:

@@ -36,10 +36,16 @@ def zero_unless(ok: jax.Array, means: Sequence[jax.Array]) -> list[jax.Array]:
     return [jnp.where(ok, mean, jnp.zeros_like(mean)) for mean in means]
 
 
-def count(ok: jax.Array, sent: jax.Array | int, overflow: jax.Array | int) -> ExchangeMetrics:
-    """Returns the metrics of an exchange, from counts over all workers; a skipped one sent nothing."""
+def count(
+    ok: jax.Array, sent: jax.Array | int, overflow: jax.Array | int = 0, *, drained: bool = False
+) -> ExchangeMetrics:
+    """Returns the metrics of an exchange, from counts over all workers.
+
+    A skipped exchange counts nothing as sent; a skipped drain has still cost its bytes.
+    """
     return ExchangeMetrics(
         sent=jnp.where(ok, jnp.asarray(sent, jnp.int32), 0),
         overflow=jnp.where(ok, jnp.asarray(overflow, jnp.int32), 0),
         skipped=1 - ok.astype(jnp.int32),
+        drained=jnp.asarray(drained, jnp.int32),
     )

@@ -52,6 +52,6 @@ def plump_dp(axis_name: str = "data") -> optax.GradientTransformation:
         check_per_worker(updates, axis_name)
         leaves, treedef = jax.tree.flatten(updates)
         means, ok = dense_mean(leaves, axis_name)
-        return treedef.unflatten(zero_unless(ok, means)), PlumpDpState(count(ok, sent=0, overflow=0))
+        return treedef.unflatten(zero_unless(ok, means)), PlumpDpState(count(ok, sent=0))
 
     return optax.GradientTransformation(init, update)

@@ -162,7 +162,7 @@ class SparseExchange:
         means, ok = dense_mean(self.layout.join(self.layout.unflatten(vector.sum()), dense), self.axis_name)
         n_sent = sum(self.layout.sizes) * axis_size(self.axis_name)
         residual = jnp.where(ok, jnp.zeros_like(vector.residual), vector.residual)
-        return Exchanged(zero_unless(ok, means), residual, ok, count(ok, n_sent, 0))
+        return Exchanged(zero_unless(ok, means), residual, ok, count(ok, n_sent, drained=bool(self.layout.sizes)))
 
 
 def plan_exchange(

@@ -166,8 +166,7 @@ def test_a_run_depends_on_residuals_and_stale_thresholds(uninterrupted, stopped_
 def test_training_learns(uninterrupted):
     for case in METHODS:
         losses = uninterrupted(case)[1].losses
-        assert losses[0] > 2.2
-        assert losses[-1] < 1.9
+        assert losses[-1] < losses[0] - 0.3
 
 
 @pytest.mark.parametrize("lines", [[6, 7, 8], [6, 6]])
@@ -245,9 +244,7 @@ def test_another_number_of_workers_keeps_the_update_that_is_owed(old, new, stopp
     out, before = (stopped, stopped_at_5[1]) if old == 4 else (tmp_path, run(tmp_path, workers=old, stop_after=5))
     told = Told()
     resized = run(out, told=told, workers=new, stop_after=5)  # no step: as the checkpoint was read
-    then, now = (
-        [np.asarray(state.opt_state[0].residual.rows) for state in (before.state, resized.state)] if True else []
-    )
+    then, now = (np.asarray(state.opt_state[0].residual.rows) for state in (before.state, resized.state))
     assert (then.shape[0], now.shape[0]) == (old, new)
     np.testing.assert_allclose(now.mean(axis=0), then.mean(axis=0), rtol=1e-5, atol=1e-6 * np.abs(then).max())
     assert bool(resized.state.opt_state[0].due)
