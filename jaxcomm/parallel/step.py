@@ -45,7 +45,7 @@ def make_train_step(
 
     Returns:
       A jitted step(state, batch) -> (state, metrics). All arrays of the batch have the global batch as first dimension,
-      a multiple of K. Metrics, the same on every worker: loss, the scalars of `loss_fn`, sent, overflow, skipped, drained (see
+      a multiple of K. Metrics, the same on every worker: loss, the scalars of `loss_fn`, and those of the exchange (see
       `ExchangeMetrics`). On the wire: what `tx` costs, and one all-reduce of 4 bytes a scalar.
 
     Raises:

@@ -1,14 +1,15 @@
 """The table of methods, and what runs them. A method that joins the table gets every law."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,7 +23,7 @@ EPS = 2.0**-23  # of float32
 BLOCK = 1024  # a compressed tensor starts at a multiple of this in the flat vector
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Case:
     """One method with one setting of its arguments.
 
@@ -33,13 +34,15 @@ class Case:
       reference: makes the oracle from those of the options that it knows; None where another case has it, and what
         differs here is how a payload is written.
       known: the options that the oracle knows.
+      is_variant: whether the table has another row of the method, which is tested with every number of workers.
     """
 
     name: str
     factory: Callable[..., Any]
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
     reference: Callable[..., Any] | None = None
     known: tuple[str, ...] = ()
+    is_variant: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -70,6 +73,10 @@ class Case:
         return bool(jax.random.uniform(key) < 1 / self.drain_every)
 
 
+def variant(case: Case) -> Case:
+    return dataclasses.replace(case, is_variant=True)
+
+
 def plump() -> Case:
     return Case("plump_dp", jc.plump_dp, {}, PlumpDpReference)
 
@@ -95,19 +102,20 @@ def _unless_rice(reference: Any, index_codec: str) -> Any:
     return None if index_codec == "rice" else reference
 
 
+# The first row of a method is tested with every number of workers, the others with fewer: compiling is what costs.
 CASES = [
     plump(),
     topk(0.9, "bfloat16", "auto"),
-    topk(0.5, "float32", "bitmap", dense_below=0),
-    topk(0.99, "float32", "plain"),
-    topk(0.9, "bfloat16", "elias_fano", dense_below=1024),
-    topk(0.9, "float32", "rice"),
+    variant(topk(0.5, "float32", "bitmap", dense_below=0)),
+    variant(topk(0.99, "float32", "plain")),
+    variant(topk(0.9, "bfloat16", "elias_fano", dense_below=1024)),
+    variant(topk(0.9, "float32", "rice")),
     dct_dp(0.9, "bfloat16", "auto", life_span=4, slack=1.0),
-    dct_dp(0.5, "float32", "bitmap", life_span=1, dense_below=0),
-    dct_dp(0.99, "float32", "plain", life_span=3, slack=2.0, drain_every=3),
     dct_dp(0.9, "float32", "elias_fano", life_span=5, slack=1, drain_every=4, seed=7),
-    dct_dp(0.99, "bfloat16", "elias_fano", life_span=100, slack=1.05),
-    dct_dp(0.9, "bfloat16", "rice", life_span=2, slack=1.5),
+    variant(dct_dp(0.99, "float32", "plain", life_span=3, slack=2.0, drain_every=3)),
+    variant(dct_dp(0.5, "float32", "bitmap", life_span=1, dense_below=0)),
+    variant(dct_dp(0.99, "bfloat16", "elias_fano", life_span=100, slack=1.05)),
+    variant(dct_dp(0.9, "bfloat16", "rice", life_span=2, slack=1.5)),
 ]
 
 # Sizes around a block, a half of it, and one; scalars, matrices, and types of 16 bits. Dictionaries come back from JAX
@@ -131,8 +139,21 @@ TREES = {
 }
 DTYPES = {("half", "a"): np.float16, ("half", "b"): ml_dtypes.bfloat16, ("half", "c"): np.float16}
 
-# Every number of workers, each with the shapes that it is tried on.
+# Every number of workers, each with the shapes that it is tried on, and those that variants are tried on.
 SETTINGS = [(1, "single"), (2, "odd"), (3, "half"), (4, "pair"), (8, "odd")]
+FEW = [(2, "odd"), (3, "half")]
+
+
+def over(rows: list[Case], settings: list[tuple[int, str]], of_variants: list[tuple[int, str]]) -> Any:
+    """Parametrizes a test over cases, numbers of workers K and trees of shapes."""
+    return pytest.mark.parametrize(
+        ("case", "K", "tree"),
+        [
+            pytest.param(case, K, tree, id=f"{case}-{K}-{tree}")
+            for case in rows
+            for K, tree in (of_variants if case.is_variant else settings)
+        ],
+    )
 
 
 def shapes_of(tree: str) -> dict[str, jax.ShapeDtypeStruct]:

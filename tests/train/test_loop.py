@@ -159,14 +159,13 @@ def test_a_run_depends_on_residuals_and_stale_thresholds(uninterrupted, stopped_
         assert np.all(threshold > 0)
         assert len({row.tobytes() for row in residual}) == 4
     lines = metrics(uninterrupted("dct_dp, drained")[0])
-    compressed = max(line["sent"] for line in lines)
-    assert {line["step"] <= 7 for line in lines if line["sent"] == compressed} == {True, False}
+    assert {line["step"] <= 7 for line in lines if line["drained"]} == {True, False}
 
 
-def test_training_learns(uninterrupted):
-    for case in METHODS:
-        losses = uninterrupted(case)[1].losses
-        assert losses[-1] < losses[0] - 0.3
+@pytest.mark.parametrize("case", ["dct_dp", "topk", "plump_dp"])
+def test_training_learns(case, uninterrupted):
+    losses = uninterrupted(case)[1].losses
+    assert losses[-1] < losses[0] - 0.2
 
 
 @pytest.mark.parametrize("lines", [[6, 7, 8], [6, 6]])
@@ -323,19 +322,26 @@ def test_a_nan_skips_its_step_and_the_run_goes_on(method, monkeypatch, tmp_path)
     assert int(resumed.state.step) == 12
 
 
-@pytest.mark.parametrize("case", ["dct_dp", "topk", "plump_dp"])
-def test_bytes_are_those_of_the_wire_report(case, uninterrupted):
+@pytest.mark.parametrize("case", ["dct_dp", "dct_dp, drained", "topk", "plump_dp"])
+def test_bytes_are_those_of_the_exchange_and_two_scalars(case, uninterrupted):
     folder, whole = uninterrupted(case)
     model = Cnn((8, 8, 1), 10, rngs=nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     report = jc.wire_report(optax.chain(make_exchange(METHODS[case]), optax.sgd(0.1)), params, 4)
-    assert report.received > 0
-    assert [line["bytes_received"] for line in metrics(folder, METHODS[case])] == [
-        step * report.received for step in range(1, 13)
-    ]
-    assert whole.summary.bytes_per_step == report.received
-    assert whole.summary.ratio_to_dense == report.ratio_to_dense
-    assert [(e.step, e.bytes_received) for e in whole.evaluations] == [(n, n * report.received) for n in (6, 12)]
+    scalars = 2 * 3 / 4 * 2 * 4  # loss and accuracy
+    usual, most = report.received + scalars, report.received_at_most + scalars
+    expected, total = [], 0
+    for line in metrics(folder, METHODS[case]):
+        total += most if line["drained"] else usual
+        expected.append((line["step"], total))
+    assert [(line["step"], line["bytes_received"]) for line in metrics(folder, METHODS[case])] == expected
+    assert [(e.step, e.bytes_received) for e in whole.evaluations] == [expected[5], expected[11]]
+    assert whole.summary.bytes_per_step == usual
+    if case == "plump_dp":
+        assert usual == 2 * 3 / 4 * 4 * 151_306 + scalars
+    else:
+        assert whole.summary.ratio_to_dense > 7
+    assert (expected[-1][1] > 12 * usual) == (case == "dct_dp, drained")
 
 
 def test_test_accuracy_is_the_models_on_the_test_split(uninterrupted):

@@ -13,12 +13,11 @@ from tests.jaxcomm import cases
 from tests.jaxcomm.cases import CASES, gradients, on_mesh, simulated
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
-every_mesh = pytest.mark.parametrize(("K", "tree"), [(2, "pair"), (4, "pair"), (8, "odd")])
+every_mesh = cases.over(CASES, [(2, "pair"), (4, "pair"), (8, "odd")], [(4, "pair")])
 HEADER_WORDS = 4  # finite, largest value, sent, overflow
 
 
 @every_mesh
-@every_case
 def test_replicated_outputs_are_the_same_on_every_device(case, K, tree):
     """check_vma=True, under which this compiled, proves it; here are the bits."""
     workers = on_mesh(case, tree, K)
@@ -40,8 +39,7 @@ def test_replicated_outputs_are_the_same_on_every_device(case, K, tree):
                 assert copy.tobytes() == copies[0].tobytes()
 
 
-@pytest.mark.parametrize(("K", "tree"), [(4, "pair"), (8, "odd")])
-@every_case
+@cases.over(CASES, [(4, "pair"), (8, "odd")], [])
 def test_a_mesh_and_a_simulation_agree(case, K, tree):
     """Residuals to the bit; means to the rounding of a sum, whose order is XLA's."""
     mesh, simulation = on_mesh(case, tree, K), simulated(case, tree, K)
@@ -67,7 +65,6 @@ def test_the_exchange_of_a_mesh_is_free_of_collectives_where_there_is_one_worker
 
 
 @every_mesh
-@every_case
 def test_predicted_bytes_are_compiled_bytes_and_those_of_the_formula(case, K, tree):
     report = jc.wire_report(case.make(), cases.shapes_of(tree), K)
     compiled = read_program(on_mesh(case, tree, K).compiled.as_text())

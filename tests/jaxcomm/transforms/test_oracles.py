@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 
 from tests.jaxcomm import cases
-from tests.jaxcomm.cases import CASES, EPS, SETTINGS, gradients, simulated
+from tests.jaxcomm.cases import CASES, EPS, FEW, SETTINGS, gradients, simulated
 
 STEPS = 12
 
@@ -58,8 +58,7 @@ def gradient_of(event, scale, seed, tree, K):
     return grads
 
 
-@pytest.mark.parametrize(("K", "tree"), SETTINGS)
-@pytest.mark.parametrize("case", [case for case in CASES if case.reference], ids=str)
+@cases.over([case for case in CASES if case.reference], SETTINGS, FEW)
 @hypothesis.settings(max_examples=4)
 @hypothesis.given(events=st.lists(st.sampled_from(EVENTS), min_size=STEPS, max_size=STEPS), seed=st.integers(0, 2**20))
 @hypothesis.example(events=SKIPS, seed=1)

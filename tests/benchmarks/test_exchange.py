@@ -1,0 +1,66 @@
+"""The exchange benchmark on two hosts, and what it refuses."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CAN_ISOLATE = (
+    all(shutil.which(tool) for tool in ("ip", "tc", "unshare"))
+    and os.geteuid() == 0
+    and subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode == 0
+)
+
+
+def exchange(*argv, timeout=120):
+    command = [sys.executable, "-m", "benchmarks.exchange", *argv]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+def test_two_hosts_send_what_is_predicted(tmp_path):
+    path = tmp_path / "table.json"
+    done = exchange("--shapes", "2e5", "--hosts", "2", "--rate", "none", "--steps", "1", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    records = json.loads(path.read_text())
+    assert [record["method"] for record in records] == ["plump_dp", "topk", "dct_dp", "naive"]
+    for record in records:
+        assert (record["hosts"], record["rate"]) == (2, "none")
+        assert 0 < record["ms_min"] <= record["ms_median"] <= record["ms_max"]
+        assert record["bytes_predicted"] == record["bytes_compiled"] > 0
+        assert record["compile_s"] > 0
+        assert record["method"] in done.stdout
+    dense, topk, dct_dp, naive = records
+    assert dense["bytes_compiled"] == pytest.approx(2 * 1 / 2 * 4 * 200_000, abs=64)
+    assert naive["bytes_compiled"] == pytest.approx(8 * 2000, abs=64)
+    assert naive["bytes_compiled"] > 2 * topk["bytes_compiled"]
+    assert 200 > dct_dp["times_fewer_bytes"] > 80
+    assert [record["ms_refresh"] is not None for record in records] == [False, False, True, False]
+    if CAN_ISOLATE:
+        assert dense["bytes_kernel"] == pytest.approx(dense["bytes_compiled"], rel=0.1)
+    else:
+        assert dense["bytes_kernel"] is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--method", "topk,adam"], ["--method takes plump_dp, topk, dct_dp, naive, got adam", "commas"]),
+        (["--shapes", "vgg"], ["shapes is 'resnet50' or a number", "got 'vgg'"]),
+        (["--rate", "fast"], ["rate must be a number with the unit", "got 'fast'"]),
+        (["--rate", "none,fast"], ["rate must be a number with the unit", "got 'fast'"]),
+        (["--hosts", "0"], ["hosts must be 1 to 64, got 0"]),
+        (["--steps", "0"], ["--steps is at least 1, got 0"]),
+        (["--sparsity", "1.0"], ["sparsity must be", "got 1.0"]),
+    ],
+)
+def test_bad_values_are_refused_before_a_host_starts(argv, said):
+    done = exchange("--shapes", "1000", "--hosts", "2", "--rate", "none", *argv, timeout=20)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    for part in said:
+        assert part in done.stderr

@@ -1,0 +1,34 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcomm as jc
+from benchmarks.naive import naive_topk
+from tests.reference.topk import TopKReference
+
+
+@pytest.mark.parametrize(("sparsity", "shapes"), [(0.9, [(1000,)]), (0.75, [(10, 20), (7,), (3, 3, 5)])])
+def test_naive_topk_is_topk_of_the_flat_gradient(sparsity, shapes):
+    K, sizes = 3, [int(np.prod(shape)) for shape in shapes]
+    tx = naive_topk(sparsity)
+    state = tx.init([jnp.zeros(shape) for shape in shapes])
+    rows = jax.tree.map(lambda leaf: jnp.stack([leaf] * K), state.residual)
+    state = state._replace(residual=rows)
+    axes = state._replace(residual=jax.tree.map(lambda _: 0, rows), metrics=None)
+    exchange = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data")
+    reference = TopKReference(sparsity, dense_below=0, value_dtype="float32")
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        flat = rng.standard_normal((K, sum(sizes)), np.float32)
+        parts = np.split(flat, np.cumsum(sizes)[:-1], axis=1)
+        gradients = [part.reshape(K, *shape) for part, shape in zip(parts, shapes, strict=True)]
+        means, state = exchange(gradients, state)
+        expected = reference.step([{"flat": row} for row in flat])
+        found = np.concatenate([np.ravel(mean) for mean in means])
+        np.testing.assert_allclose(found, expected.mean["flat"], rtol=1e-6, atol=1e-7)
+        assert [mean.shape for mean in means] == shapes
+        residuals = [residual["flat"] for residual in reference.residuals]
+        np.testing.assert_allclose(state.residual.rows[:, 0], residuals, rtol=1e-6, atol=1e-7)
+        assert np.count_nonzero(expected.mean["flat"]) > 0
+    assert isinstance(state.residual, jc.PerWorker)

@@ -1,0 +1,95 @@
+"""Checkpoints on their own: what is written in the background, and what a smaller or larger mesh reads."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomm as jc
+from train.checkpoints import Checkpoints
+
+ABOUT = {"workers": 4, "learning_rate": 0.1}
+
+
+def make_state(workers, size=3000, seed=0):
+    """A state of two tensors on a mesh, with random numbers in every row of the residual and the thresholds."""
+    mesh = jc.make_mesh(data=workers)
+    params = {"kernel": jnp.ones((size,)), "bias": jnp.zeros((5,))}
+    tx = optax.chain(jc.dct_dp(0.9, life_span=7), optax.trace(0.9), optax.scale_by_learning_rate(0.1))
+    state = jc.init_state(params, tx, mesh)
+    rng = np.random.default_rng(seed)
+
+    def fill(leaf):
+        if leaf.dtype != jnp.float32:
+            return leaf
+        return jax.device_put(rng.standard_normal(leaf.shape, np.float32), leaf.sharding)
+
+    return mesh, jax.tree.map(fill, state)
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    yield checkpoints
+    checkpoints.close()
+
+
+def test_what_was_saved_is_not_changed_by_donating_steps(checkpoints):
+    """Saving goes on in the background, while the next steps write over the memory of the state."""
+    mesh, state = make_state(4, size=2**20)
+    fresh = make_state(4, size=2**20, seed=1)[1]
+
+    def change(leaf):
+        return ~leaf if leaf.dtype == bool else leaf + 1
+
+    step = jax.jit(lambda state: jax.tree.map(change, state), donate_argnums=0)
+    for number in range(1, 4):
+        expected = jax.tree.map(np.array, state)
+        checkpoints.save(number, state, {"step": number}, ABOUT)
+        for _ in range(3):
+            state = step(state)
+        jax.block_until_ready(state)
+        checkpoints.wait()
+        restored = checkpoints.restore(number, fresh, mesh, ABOUT)
+        assert (restored.data, restored.message) == ({"step": number}, "")
+        assert all(jax.tree.leaves(jax.tree.map(np.array_equal, restored.state, expected)))
+
+
+def test_the_two_newest_are_kept_and_a_step_is_written_once(checkpoints):
+    _, state = make_state(4)
+    assert checkpoints.last() is None
+    for number in (2, 5, 9):
+        checkpoints.save(number, state, {"step": number}, ABOUT)
+    checkpoints.save(9, state, {"step": "again"}, ABOUT)
+    checkpoints.wait()
+    assert checkpoints.last() == 9
+    assert sorted(int(path.name) for path in checkpoints.folder.iterdir()) == [5, 9]
+    assert checkpoints.restore(9, *reversed(make_state(4)), ABOUT).data == {"step": 9}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 6, 8])
+def test_another_number_of_workers_keeps_the_mean_over_the_rows(workers, checkpoints):
+    _, state = make_state(4)
+    checkpoints.save(3, state, {"step": 3}, ABOUT)
+    checkpoints.wait()
+    mesh, like = make_state(workers, seed=1)
+    restored = checkpoints.restore(3, like, mesh, ABOUT | {"workers": workers})
+    exchange, before = restored.state.opt_state[0], state.opt_state[0]
+    assert exchange.residual.rows.shape == (workers, before.residual.rows.shape[1])
+    for name in ("residual", "threshold"):
+        now, then = np.asarray(getattr(exchange, name).rows), np.asarray(getattr(before, name).rows)
+        np.testing.assert_allclose(now.mean(axis=0), then.mean(axis=0), rtol=1e-5, atol=1e-6)
+    assert bool(exchange.due)
+    assert f"4 workers and the run {workers}" in restored.message
+    for leaf, wanted in zip(jax.tree.leaves(restored.state), jax.tree.leaves(like), strict=True):
+        assert (leaf.sharding, leaf.dtype) == (wanted.sharding, wanted.dtype)
+    assert np.array_equal(restored.state.params["kernel"], state.params["kernel"])
+
+
+def test_settings_that_differ_are_named_with_both_values(checkpoints):
+    mesh, state = make_state(4)
+    checkpoints.save(3, state, {"step": 3}, ABOUT)
+    checkpoints.wait()
+    with pytest.raises(ValueError, match=r"learning_rate 0\.1 \(now 0\.2\), seed None \(now 1\): give the same settings"):
+        checkpoints.restore(3, state, mesh, ABOUT | {"learning_rate": 0.2, "seed": 1})

@@ -1,0 +1,256 @@
+"""The command line: what it reads, prints, writes and refuses; SIGTERM."""
+
+import ast
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import train.__main__
+from configs import CONFIGS
+from configs.experiment import DctDp, PlumpDp, TopK
+from train.__main__ import main, parse, run
+from train.loop import train as train_one
+from train.processes import Processes
+
+ROOT = Path(__file__).parents[2]
+# Three steps of the real thing.
+SHORT = ["--steps", "3", "--warmup-steps", "1", "--global-batch", "24", "--eval-every", "3"]
+
+
+class Silent:
+    def say(self, message):
+        pass
+
+    def update(self, *values):
+        pass
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """JAX has started with the tests' devices, and cannot be given others."""
+    monkeypatch.setattr(train.__main__, "prepare_jax", lambda devices: None)
+    for name in ("JAXCOMM_COORDINATOR", "JAXCOMM_PROCESS_ID", "JAXCOMM_NUM_PROCESSES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def explained(text):
+    """Fields of the classes of configs/experiment.py with their docstrings: {class: {field: docstring}}."""
+    classes = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef):
+            fields = classes[node.name] = {}
+            for field, after in zip(node.body, [*node.body[1:], None], strict=True):
+                if isinstance(field, ast.AnnAssign):
+                    doc = after.value.value if isinstance(after, ast.Expr) else ""
+                    fields[field.target.id] = " ".join(doc.split())
+    return classes
+
+
+def help_of(argv, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as ended:
+        parse(argv)
+    assert ended.value.code == 0
+    return re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"), [([], "digits"), (["--seed", "3"], "digits"), (["method:top-k"], "digits"), (["mnist"], "mnist")]
+)
+def test_digits_is_the_default(argv, name):
+    experiment = parse(argv)
+    assert experiment.name == name
+    assert dataclasses.replace(experiment, seed=0, method=CONFIGS[name].method) == CONFIGS[name]
+
+
+@pytest.mark.parametrize(
+    ("argv", "method"),
+    [
+        ([], CONFIGS["digits"].method),
+        (["method:dct-dp", "--method.sparsity", "0.99"], dataclasses.replace(CONFIGS["digits"].method, sparsity=0.99)),
+        (["method:dct-dp", "--method.drain-every", "7"], dataclasses.replace(CONFIGS["digits"].method, drain_every=7)),
+        (["method:top-k"], TopK()),
+        (["method:top-k", "--method.value-dtype", "float32"], TopK(value_dtype="float32")),
+        (["method:plump-dp"], PlumpDp()),
+    ],
+)
+def test_methods_are_chosen_on_the_command_line(argv, method):
+    assert parse(["digits", "--workers", "2", *argv]) == dataclasses.replace(
+        CONFIGS["digits"], workers=2, method=method
+    )
+
+
+@pytest.mark.parametrize(("name", "guess"), [("digit", "did you mean 'digits'?"), ("imagenet", "got 'imagenet'")])
+def test_a_typo_lists_the_names(name, guess, started, capsys):
+    assert main([name, "--steps", "1"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("train: An experiment is one of digits, mnist, cifar10, got ")
+    assert guess in said
+
+
+@pytest.mark.parametrize("argv", [["digits", "--stepz", "3"], ["digits", "--steps", "many"], ["method:none"]])
+def test_an_unknown_option_ends_with_2(argv, started, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err
+
+
+def test_help_explains_every_field(capsys, monkeypatch):
+    classes = explained((ROOT / "configs" / "experiment.py").read_text())
+    assert set(classes["Experiment"]) == {field.name for field in dataclasses.fields(CONFIGS["digits"])}
+    pages = {"Experiment": (["digits"], "--"), "DctDp": (["digits", "method:dct-dp"], "--method.")}
+    pages["TopK"] = (["method:top-k"], "--method.")
+    for name, (argv, prefix) in pages.items():
+        shown = help_of([*argv, "--help"], capsys, monkeypatch)
+        for field, doc in classes[name].items():
+            assert doc, field
+            assert doc in shown, field
+            if field != "method":
+                assert prefix + field.replace("_", "-") in shown
+    shown = help_of(["mnist", "--help"], capsys, monkeypatch)
+    assert "digits, mnist, cifar10" in shown
+    assert "method:plump-dp" in shown
+
+
+def test_a_run_leaves_table_records_metrics_and_figure(tmp_path, capsys):
+    argv = [*SHORT, "--out", str(tmp_path), "--json", str(tmp_path / "new" / "table.json"), "method:top-k"]
+    assert run(parse(argv), Processes()) == 0
+    records = json.loads((tmp_path / "new" / "table.json").read_text())
+    assert [record["method"] for record in records] == ["plump_dp", "topk"]
+    for record in records:
+        plain = {"method", "workers", "seed", "accuracy", "steps", "bytes_per_step", "ratio_to_dense"}
+        assert plain <= set(record)
+        assert (record["workers"], record["seed"], record["steps"]) == (4, 0, 3)
+        assert 0 < record["accuracy"] <= 1
+    assert records[1]["ratio_to_dense"] > 10 * records[0]["ratio_to_dense"]
+    folder = tmp_path / "digits"
+    assert (folder / "accuracy_against_bytes.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    for method in ("plump_dp", "topk"):
+        lines = [json.loads(line) for line in (folder / method / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [1, 2, 3]
+        assert "test_accuracy" in lines[2]
+    said = capsys.readouterr().out
+    assert "accuracy, and bytes received per worker and step" in said
+    assert f"are in {folder}" in "".join(said.splitlines())
+
+
+def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys):
+    """The first run is stopped in the baseline: going on finishes that, and then trains the method."""
+    argv = [*SHORT, "--out", str(tmp_path)]
+    assert run(parse([*argv, "--stop-after", "2", "method:top-k"]), Processes()) == 0
+    assert "Stopped and saved after step 2; go on with --resume." in capsys.readouterr().out
+    first = tmp_path / "digits"
+    assert not (first / "topk").exists()
+    before = {path: path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    table = tmp_path / "table.json"
+
+    assert run(parse([*argv, "method:plump-dp"]), Processes()) == 0
+    second = tmp_path / "digits-2"
+    assert (second / "plump_dp" / "checkpoints" / "3").is_dir()
+    assert {path: path.read_bytes() for path in first.rglob("*") if path.is_file()} == before
+
+    second.rename(tmp_path / "elsewhere")
+    capsys.readouterr()
+    assert run(parse([*argv, "--resume", "--json", str(table), "method:top-k"]), Processes()) == 0
+    assert "plump_dp: resumed after step 2." in capsys.readouterr().out
+    assert not second.exists()
+    assert [(record["method"], record["steps"]) for record in json.loads(table.read_text())] == [
+        ("plump_dp", 3),
+        ("topk", 3),
+    ]
+    for method in ("plump_dp", "topk"):
+        lines = (first / method / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--workers", "0"], ["--workers is at least 1, got 0", "give a positive number"]),
+        (["--global-batch", "25"], ["--global-batch is a multiple of --workers, got 25 for 4", "try 28"]),
+        (["--global-batch", "4000"], ["at most the 1347 training examples", "got 4000", "Lower it"]),
+        (["--workers", "12"], ["got 8 for (data=12)", "jax_num_cpu_devices"]),
+        (["--dataset", "letters"], ["letters", "digits"]),
+        (["--dataset", "mnist", "--data-dir", "/nowhere"], ["/nowhere"]),
+        (["--seed", "-1"], ["seed must be in [0, 2**32)", "got -1"]),
+        (["--warmup-steps", "3"], ["--warmup-steps", "got 3", "--steps"]),
+        (["--resume"], ["--resume goes on with a run that has begun", "leave --resume out"]),
+        (["method:dct-dp", "--method.sparsity", "1.0"], ["sparsity must be", "got 1.0", "use 0.99"]),
+        (["method:dct-dp", "--method.life-span", "0"], ["life_span", "got 0"]),
+    ],
+)
+def test_bad_values_are_refused_before_a_folder_is_made(argv, said, started, tmp_path, capsys):
+    out = tmp_path / "runs"
+    assert main([*SHORT, "--out", str(out), *argv]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("train: ")
+    for part in said:
+        assert part in shown
+    assert not out.exists()
+
+
+def test_a_variable_that_is_no_number_is_named(started, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("JAXCOMM_NUM_PROCESSES", "two")
+    assert main([*SHORT, "--out", str(tmp_path / "runs")]) == 2
+    assert "JAXCOMM_NUM_PROCESSES is an integer, got 'two'" in capsys.readouterr().err
+
+
+def test_sigterm_saves_and_resume_finishes_as_if_nothing_had_happened(tmp_path):
+    options = [*SHORT[2:], "--steps", "200", "--checkpoint-every", "10", "--no-baseline"]
+    method = ["method:dct-dp", "--method.sparsity", "0.9", "--method.life-span", "7"]
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")}
+    argv = [sys.executable, "-m", "train", "digits", *options, "--out", str(tmp_path / "runs")]
+
+    def start(*more):
+        return subprocess.Popen(
+            [*argv, *more, *method],
+            cwd=ROOT,
+            env=os.environ | cache,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    process = start()
+    folder = tmp_path / "runs" / "digits" / "dct_dp"
+    deadline = time.monotonic() + 120
+    while not any((folder / "checkpoints").glob("[1-9]*")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    (said,) = re.findall(r"Stopped and saved after step (\d+); go on with --resume\.", out)
+    step = int(said)
+    assert 10 <= step < 200
+    assert (folder / "checkpoints" / said).is_dir()
+    lines = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines == list(range(1, step + 1))
+
+    process = start("--resume")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert f"dct_dp: resumed after step {step}." in out
+    lines = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines == list(range(1, 201))
+
+    experiment = parse(["digits", *options, *method])
+    assert isinstance(experiment.method, DctDp)
+    ended, whole = (
+        train_one(dataclasses.replace(experiment, out=place), experiment.method, Processes(), Silent()).state
+        for place in (tmp_path / "runs" / "digits", tmp_path / "whole")
+    )
+    same = jax.tree.map(np.array_equal, jax.device_get(ended), jax.device_get(whole))
+    assert all(jax.tree.leaves(same)), same

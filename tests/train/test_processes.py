@@ -1,0 +1,239 @@
+"""Runs of several processes against simulated workers; how a process finds the others."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import train.__main__
+from benchmarks.netlab import Lab
+from train.__main__ import main, parse
+from train.loop import train as train_one
+from train.processes import Processes, connect, prepare_jax
+
+ROOT = Path(__file__).parents[2]
+VARIABLES = ("JAXCOMM_COORDINATOR", "JAXCOMM_PROCESS_ID", "JAXCOMM_NUM_PROCESSES")
+METHOD = ["method:dct-dp", "--method.sparsity", "0.9", "--method.life-span", "3"]
+FEW = ["digits", "--warmup-steps", "2", "--global-batch", "24"]
+
+
+class Silent:
+    def say(self, message):
+        pass
+
+    def update(self, *values):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """What `jax.distributed.initialize` was called with, in place of waiting for processes that do not come."""
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments: calls.append(arguments))
+    return calls
+
+
+def environment(cache):
+    inherited = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(ROOT), *([inherited] if inherited else [])])
+    return os.environ | {"PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": str(cache)}
+
+
+def metrics(folder, method):
+    return [json.loads(line) for line in (folder / method / "metrics.jsonl").read_text().splitlines()]
+
+
+def simulated(argv, out, **changes):
+    """Runs the same with all workers in this process."""
+    experiment = dataclasses.replace(parse(argv), out=out, **changes)
+    return train_one(experiment, experiment.method, Processes(), Silent())
+
+
+def assert_like_simulated(lines, expected, rtol):
+    """Sums over workers are in another order over Gloo; a coordinate at the threshold may go the other way."""
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    for name in ("loss", "accuracy", "bytes_received"):
+        found = [line[name] for line in lines]
+        np.testing.assert_allclose(found, [line[name] for line in expected[: len(lines)]], rtol=rtol)
+
+
+def test_four_hosts_train_like_four_simulated_workers(tmp_path):
+    """In network namespaces as root, on loopback else; the lab says by JAXCOMM_... who is who."""
+    argv = [*FEW, "--steps", "6", "--eval-every", "3"]
+    command = [sys.executable, "-m", "train", *argv, "--out", str(tmp_path / "hosts"), *METHOD]
+    with Lab(4, None) as lab:
+        results = lab.run(command, env=environment(tmp_path / "compiled"), timeout=150)
+    assert [result.returncode for result in results] == [0] * 4, results
+    assert "digits: accuracy, and bytes received" in results[0].stdout
+    assert not any("accuracy" in result.stdout for result in results[1:])
+    hosts = tmp_path / "hosts" / "digits"
+    assert sorted(path.name for path in hosts.parent.iterdir()) == ["digits"]
+    for method in ("plump_dp", "dct_dp"):
+        chosen = METHOD if method == "dct_dp" else ["method:plump-dp"]
+        whole = simulated([*argv, *chosen], tmp_path / "one")
+        assert len(metrics(hosts, method)) == 6
+        assert_like_simulated(metrics(hosts, method), metrics(tmp_path / "one", method), 1e-3)
+        (last,) = [line for line in metrics(hosts, method) if line["step"] == 6]
+        assert abs(last["test_accuracy"] - whole.summary.accuracy) <= 2 / 450
+
+
+def test_sigterm_to_one_process_stops_all_and_they_go_on_together(tmp_path):
+    """Two processes of two workers each."""
+    argv = [*FEW, "--steps", "400", "--eval-every", "400", "--checkpoint-every", "10", "--no-baseline"]
+    folder = tmp_path / "runs" / "digits"
+
+    def start(*more):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            coordinator = f"127.0.0.1:{server.getsockname()[1]}"
+        return [
+            subprocess.Popen(
+                [sys.executable, "-m", "train", *argv, "--out", str(tmp_path / "runs"), *more]
+                + ["--coordinator", coordinator, "--process-id", str(index), "--num-processes", "2", *METHOD],
+                cwd=ROOT,
+                env=environment(tmp_path / "compiled"),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for index in range(2)
+        ]
+
+    def end(processes):
+        try:
+            texts = [process.communicate(timeout=100) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert [process.returncode for process in processes] == [0, 0], texts
+        return [out for out, _ in texts]
+
+    processes = start()
+    deadline = time.monotonic() + 100
+    while not any((folder / "dct_dp" / "checkpoints").glob("[1-9]*")):
+        alive = all(process.poll() is None for process in processes)
+        if not alive or time.monotonic() > deadline:
+            pytest.fail(str(end(processes)))
+        time.sleep(0.05)
+    processes[1].send_signal(signal.SIGTERM)
+    first, second = end(processes)
+    assert (said := re.search(r"Stopped and saved after step (\d+); go on with --resume\.", first)), first
+    step = int(said[1])
+    assert 10 <= step < 400
+    assert "Stopped" not in second
+    assert (folder / "dct_dp" / "checkpoints" / str(step)).is_dir()
+    assert len(metrics(folder, "dct_dp")) == step
+    simulated([*argv, *METHOD], tmp_path / "one", stop_after=8)
+    assert_like_simulated(metrics(folder, "dct_dp")[:8], metrics(tmp_path / "one", "dct_dp"), 1e-3)
+
+    first, _ = end(start("--resume"))
+    assert f"dct_dp: resumed after step {step}." in first
+    lines = metrics(folder, "dct_dp")
+    assert [line["step"] for line in lines] == list(range(1, 401))
+    assert np.mean([line["loss"] for line in lines[-20:]]) < 0.3
+
+
+def test_alone_without_flags_and_variables(joined):
+    assert connect(None, None, None) == Processes(0, 1)
+    assert connect("127.0.0.1:9777", 0, 1) == Processes(0, 1)
+    assert joined == []
+
+
+def test_flags_go_before_variables(joined, monkeypatch):
+    for name, value in zip(VARIABLES, ("10.0.0.1:9777", "1", "4"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert connect(None, None, None) == Processes(1, 4)
+    assert connect("[::1]:80", 0, 2) == Processes(0, 2)
+    assert joined == [("10.0.0.1:9777", 4, 1), ("[::1]:80", 2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("127.0.0.1:9777", None, None), "got none for --process-id, --num-processes: give all three"),
+        ((None, 0, None), "got none for --coordinator, --num-processes"),
+        ((None, None, 2), "got none for --coordinator, --process-id"),
+        (("127.0.0.1", 0, 2), "--coordinator is HOST:PORT of process 0, got '127.0.0.1': write"),
+        ((":9777", 0, 2), "--coordinator is HOST:PORT"),
+        (("host:http", 0, 2), "--coordinator is HOST:PORT of process 0, got 'host:http'"),
+        (("127.0.0.1:9777", 2, 2), "--process-id is at least 0 and below --num-processes, got 2 of 2"),
+        (("127.0.0.1:9777", -1, 2), "got -1 of 2"),
+        (("127.0.0.1:9777", 0, 0), "got 0 of 0"),
+    ],
+)
+def test_flags_that_contradict_each_other(given, said, joined):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        connect(*given)
+    assert joined == []
+
+
+@pytest.mark.parametrize("name", VARIABLES[1:])
+def test_a_variable_that_is_no_number(name, joined, monkeypatch):
+    monkeypatch.setenv(name, "first")
+    with pytest.raises(ValueError, match=f"{name} is an integer, got 'first'"):
+        connect("127.0.0.1:9777", None, None)
+
+
+@pytest.mark.parametrize(
+    ("workers", "batch", "said"),
+    [("4", "24", "--workers is a multiple of the number of processes, got 4 for 3"), ("0", "24", "--workers is at")],
+)
+def test_workers_that_the_processes_cannot_share_are_refused_before_waiting(
+    workers, batch, said, joined, monkeypatch, tmp_path, capsys
+):
+    """Or the process would wait minutes for the others to tell it."""
+    monkeypatch.setattr(train.__main__, "prepare_jax", lambda devices: None)
+    monkeypatch.setattr(train.__main__, "run", lambda *_: pytest.fail("started"))
+    argv = ["digits", "--workers", workers, "--global-batch", batch, "--out", str(tmp_path / "runs")]
+    argv += ["--coordinator", "127.0.0.1:9777", "--process-id", "0", "--num-processes", "3"]
+    assert main(argv) == 2
+    assert said in capsys.readouterr().err
+    assert joined == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "devices"),
+    [
+        ({}, 4),
+        ({"JAXCOMM_NUM_PROCESSES": "2"}, 2),
+        ({"JAXCOMM_NUM_PROCESSES": "4"}, 1),
+        ({"SLURM_NTASKS": "4"}, 1),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, 2),
+    ],
+)
+def test_a_process_simulates_its_share_of_the_workers(variables, devices, monkeypatch):
+    """With more, the mesh of all workers would lie on the first process alone."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    asked = []
+    monkeypatch.setattr(train.__main__, "prepare_jax", asked.append)
+    monkeypatch.setattr(train.__main__, "connect", lambda *_: Processes())
+    monkeypatch.setattr(train.__main__, "run", lambda *_: 0)
+    assert main(["digits", "--workers", "4"]) == 0
+    assert asked == [devices]
+
+
+def test_prepare_jax_leaves_a_thread_pool_that_is_set(monkeypatch):
+    updates = []
+    monkeypatch.setattr(jax.config, "update", lambda *arguments: updates.append(arguments))
+    monkeypatch.setenv("PJRT_NPROC", "3")
+    prepare_jax()
+    assert (os.environ["PJRT_NPROC"], updates) == ("3", [])
+    monkeypatch.delenv("PJRT_NPROC")
+    prepare_jax(4)
+    assert (os.environ["PJRT_NPROC"], updates) == ("16", [("jax_num_cpu_devices", 4)])

@@ -1,0 +1,39 @@
+import json
+
+import pytest
+
+from train.tables import format_cell, print_table, write_records
+
+RECORDS = [
+    {"method": "plump_dp", "bytes_per_step": 907_848.0, "ratio": None, "steps": 4000},
+    {"method": "dct_dp", "bytes_per_step": 128_136.5, "ratio": 7.08512, "steps": 12},
+]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (7.08512, "7.085"), (0.000123456, "0.0001235"), (128_136.5, "128,136"), (4000, "4,000"), ("x", "x")],
+)
+def test_cells(value, text):
+    assert format_cell(value) == text
+
+
+def test_a_table_is_not_broken_by_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "20")
+    print_table("title", RECORDS)
+    lines = capsys.readouterr().out.splitlines()
+    for record in RECORDS:
+        (line,) = [line for line in lines if record["method"] in line]
+        assert [cell.strip() for cell in line.split("│")[1:-1]] == [format_cell(value) for value in record.values()]
+
+
+def test_an_empty_table_is_refused():
+    with pytest.raises(ValueError, match="at least one record"):
+        print_table("title", [])
+
+
+def test_records_are_written_as_a_json_list(tmp_path):
+    path = tmp_path / "new" / "table.json"
+    write_records(path, RECORDS)
+    assert json.loads(path.read_text()) == RECORDS
+    write_records(None, RECORDS)
