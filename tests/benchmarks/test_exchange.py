@@ -19,7 +19,15 @@ CAN_ISOLATE = (
 
 def exchange(*argv, timeout=120):
     command = [sys.executable, "-m", "benchmarks.exchange", *argv]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # not kill, which would leave the hosts
+            out, err = process.communicate()
+            err += "\ntimed out"
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def test_two_hosts_send_what_is_predicted(tmp_path):
@@ -62,5 +70,6 @@ def test_bad_values_are_refused_before_a_host_starts(argv, said):
     done = exchange("--shapes", "1000", "--hosts", "2", "--rate", "none", *argv, timeout=20)
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
+    assert "timed out" not in done.stderr
     for part in said:
         assert part in done.stderr

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from benchmarks.naive import naive_topk
@@ -12,11 +13,14 @@ from tests.reference.topk import TopKReference
 def test_naive_topk_is_topk_of_the_flat_gradient(sparsity, shapes):
     K, sizes = 3, [int(np.prod(shape)) for shape in shapes]
     tx = naive_topk(sparsity)
-    state = tx.init([jnp.zeros(shape) for shape in shapes])
-    rows = jax.tree.map(lambda leaf: jnp.stack([leaf] * K), state.residual)
-    state = state._replace(residual=rows)
-    axes = state._replace(residual=jax.tree.map(lambda _: 0, rows), metrics=None)
-    exchange = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data")
+    mesh = jc.make_mesh(data=K)
+    state = jc.init_state([jnp.zeros(shape) for shape in shapes], tx, mesh).opt_state
+    specs = jc.state_specs(state)
+
+    def update(gradients, state):
+        return tx.update([gradient[0] for gradient in gradients], state)
+
+    exchange = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs)))
     reference = TopKReference(sparsity, dense_below=0, value_dtype="float32")
     rng = np.random.default_rng(0)
     for _ in range(4):
@@ -29,6 +33,5 @@ def test_naive_topk_is_topk_of_the_flat_gradient(sparsity, shapes):
         np.testing.assert_allclose(found, expected.mean["flat"], rtol=1e-6, atol=1e-7)
         assert [mean.shape for mean in means] == shapes
         residuals = [residual["flat"] for residual in reference.residuals]
-        np.testing.assert_allclose(state.residual.rows[:, 0], residuals, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(state.residual.rows, residuals, rtol=1e-6, atol=1e-7)
         assert np.count_nonzero(expected.mean["flat"]) > 0
-    assert isinstance(state.residual, jc.PerWorker)

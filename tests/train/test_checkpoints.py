@@ -83,7 +83,8 @@ def test_another_number_of_workers_keeps_the_mean_over_the_rows(workers, checkpo
     assert bool(exchange.due)
     assert f"4 workers and the run {workers}" in restored.message
     for leaf, wanted in zip(jax.tree.leaves(restored.state), jax.tree.leaves(like), strict=True):
-        assert (leaf.sharding, leaf.dtype) == (wanted.sharding, wanted.dtype)
+        assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
+        assert leaf.dtype == wanted.dtype
     assert np.array_equal(restored.state.params["kernel"], state.params["kernel"])
 
 
@@ -91,5 +92,7 @@ def test_settings_that_differ_are_named_with_both_values(checkpoints):
     mesh, state = make_state(4)
     checkpoints.save(3, state, {"step": 3}, ABOUT)
     checkpoints.wait()
-    with pytest.raises(ValueError, match=r"learning_rate 0\.1 \(now 0\.2\), seed None \(now 1\): give the same settings"):
+    with pytest.raises(
+        ValueError, match=r"learning_rate 0\.1 \(now 0\.2\), seed None \(now 1\): give the same settings"
+    ):
         checkpoints.restore(3, state, mesh, ABOUT | {"learning_rate": 0.2, "seed": 1})

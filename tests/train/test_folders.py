@@ -23,6 +23,8 @@ def test_resume_takes_the_newest(tmp_path):
 def test_nothing_to_resume_is_an_error(others, tmp_path):
     for name in others:
         (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match=r"--resume goes on with a run that has begun, got no .*digits: leave --resume"):
+    with pytest.raises(
+        ValueError, match=r"--resume goes on with a run that has begun, got no .*digits: leave --resume"
+    ):
         run_folder(tmp_path, "digits", resume=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == others

@@ -207,25 +207,28 @@ def test_workers_that_the_processes_cannot_share_are_refused_before_waiting(
 
 
 @pytest.mark.parametrize(
-    ("variables", "devices"),
+    ("variables", "flags", "processes"),
     [
-        ({}, 4),
-        ({"JAXCOMM_NUM_PROCESSES": "2"}, 2),
-        ({"JAXCOMM_NUM_PROCESSES": "4"}, 1),
-        ({"SLURM_NTASKS": "4"}, 1),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, 2),
+        ({}, [], 1),
+        ({}, ["--coordinator", "127.0.0.1:9777", "--process-id", "0", "--num-processes", "2"], 2),
+        (dict(zip(VARIABLES, ("127.0.0.1:9777", "0", "4"), strict=True)), [], 4),
+        ({"SLURM_NTASKS": "4"}, [], 4),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, [], 2),
     ],
 )
-def test_a_process_simulates_its_share_of_the_workers(variables, devices, monkeypatch):
-    """With more, the mesh of all workers would lie on the first process alone."""
+def test_a_process_simulates_its_share_of_the_workers(variables, flags, processes, joined, monkeypatch):
+    """With more devices a process, the mesh of all workers would lie on the first process alone."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    asked = []
-    monkeypatch.setattr(train.__main__, "prepare_jax", asked.append)
-    monkeypatch.setattr(train.__main__, "connect", lambda *_: Processes())
-    monkeypatch.setattr(train.__main__, "run", lambda *_: 0)
-    assert main(["digits", "--workers", "4"]) == 0
-    assert asked == [devices]
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    devices, runs = [], []
+    monkeypatch.setattr(train.__main__, "prepare_jax", devices.append)
+    monkeypatch.setattr(train.__main__, "run", lambda _, found: runs.append(found) or 0)
+    assert main(["digits", "--workers", "4", *flags]) == 0
+    assert runs == [Processes(0, processes)]
+    assert len(joined) == (processes > 1)
+    assert devices == [4 // processes]
 
 
 def test_prepare_jax_leaves_a_thread_pool_that_is_set(monkeypatch):
