@@ -25,7 +25,7 @@ def pack_planes(numbers: jax.Array, low_bits: int) -> jax.Array:
 
 def unpack_planes(words: jax.Array, n: int, low_bits: int) -> jax.Array:
     """Returns the low bits of the n numbers, (n,) int32; the inverse of `pack_planes`."""
-    planes = bits.unpack(words).reshape(low_bits, -1)[:, :n].astype(jnp.int32)
+    planes = bits.unpack(words).reshape(low_bits, -(-n // bits.WORD) * bits.WORD)[:, :n].astype(jnp.int32)
     return jnp.sum(planes << np.arange(low_bits, dtype=np.int32)[:, None], axis=0)
 
 

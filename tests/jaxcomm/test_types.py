@@ -15,8 +15,8 @@ def test_rows_of_workers_are_a_node_of_the_tree():
 
 def test_metrics_start_at_zero_in_buffers_of_their_own():
     metrics = jc.ExchangeMetrics.zeros()
-    assert [int(count) for count in metrics] == [0, 0, 0]
-    assert len({count.unsafe_buffer_pointer() for count in metrics}) == 3
+    assert not any(int(count) for count in metrics)
+    assert len({count.unsafe_buffer_pointer() for count in metrics}) == len(metrics)
     assert all(count.dtype == jnp.int32 for count in metrics)
 
 

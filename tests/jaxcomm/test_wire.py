@@ -85,6 +85,14 @@ def test_verify_proves_a_train_step(tx):
     assert (proof.workers, proof.parameters) == (K, 3003)
 
 
+def test_a_whole_step_is_predicted_with_its_losses():
+    mesh = jc.make_mesh(data=K)
+    step, state = jc.make_train_step(loss_fn, TX, mesh), jc.init_state(PARAMS, TX, mesh)
+    got = jc.step_report(step, state, BATCH, params=PARAMS, workers=K)
+    assert got.received == report().received + 6
+    assert (got.workers, got.parameters) == (K, 3003)
+
+
 def step_with(extra, tx=TX):
     """A step that does more with the gradients than to exchange them."""
     mesh = jc.make_mesh(data=K)

@@ -101,10 +101,11 @@ def test_sigterm_to_one_process_stops_all_and_they_go_on_together(tmp_path):
     def start(*more):
         with socket.create_server(("127.0.0.1", 0)) as server:
             coordinator = f"127.0.0.1:{server.getsockname()[1]}"
+        command = [sys.executable, "-m", "train", *argv, "--out", str(tmp_path / "runs"), *more]
+        command += ["--coordinator", coordinator, "--num-processes", "2"]
         return [
             subprocess.Popen(
-                [sys.executable, "-m", "train", *argv, "--out", str(tmp_path / "runs"), *more]
-                + ["--coordinator", coordinator, "--process-id", str(index), "--num-processes", "2", *METHOD],
+                [*command, "--process-id", str(index), *METHOD],
                 cwd=ROOT,
                 env=environment(tmp_path / "compiled"),
                 stdout=subprocess.PIPE,
@@ -132,8 +133,8 @@ def test_sigterm_to_one_process_stops_all_and_they_go_on_together(tmp_path):
         time.sleep(0.05)
     processes[1].send_signal(signal.SIGTERM)
     first, second = end(processes)
-    assert (said := re.search(r"Stopped and saved after step (\d+); go on with --resume\.", first)), first
-    step = int(said[1])
+    (said,) = re.findall(r"Stopped and saved after step (\d+); go on with --resume\.", first)
+    step = int(said)
     assert 10 <= step < 400
     assert "Stopped" not in second
     assert (folder / "dct_dp" / "checkpoints" / str(step)).is_dir()

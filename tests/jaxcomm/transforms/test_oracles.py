@@ -79,6 +79,7 @@ def test_method_equals_its_oracle(case, K, tree, events, seed):
         expected = oracle.step(own, **({"drain": case.drains(i)} if case.drain_every else {}))
 
         assert out.skipped == expected.skipped, i
+        assert bool(out.metrics.drained) == case.drains(i), i
         assert out.metrics.overflow == sum(expected.overflow), i
         assert out.metrics.sent == sum(expected.sent), i
         for name, mean in expected.mean.items():
