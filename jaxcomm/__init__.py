@@ -11,7 +11,7 @@ from jaxcomm.parallel import (
     state_specs,
 )
 from jaxcomm.transforms import dct_dp, plump_dp, topk
-from jaxcomm.types import ExchangeMetrics, PerWorker, exchange_metrics, payload_bytes
+from jaxcomm.types import ExchangeMetrics, PerWorker, exchange_metrics
 from jaxcomm.wire import Traffic, WireReport, step_report, verify, wire_report
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "init_state",
     "make_mesh",
     "make_train_step",
-    "payload_bytes",
     "plump_dp",
     "resize_workers",
     "simulate",

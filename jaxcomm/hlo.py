@@ -26,7 +26,8 @@ _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(?:calls|to_apply|called_computations)=\{?%?([\w.\-]+)")
 _BODY = re.compile(r"\bbody=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
-_TRUE_FALSE = re.compile(r"\b(?:true|false)_computation=%?([\w.\-]+)")
+_FALSE = re.compile(r"\bfalse_computation=%?([\w.\-]+)")
+_TRUE = re.compile(r"\btrue_computation=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -81,7 +82,7 @@ def _add_instruction(program: Program, line: str, devices: int, read) -> None:
         return
     op, rest = match.group("op"), match.group("rest")
     kind = op.removesuffix("-start")
-    if op.endswith("-done"):
+    if op.endswith(("-done", "-update")):
         return
     if kind in _UNCOUNTED:
         raise ValueError(f"Bytes of {op!r} cannot be counted here, got: {line.strip()[:200]}")
@@ -94,7 +95,7 @@ def _add_instruction(program: Program, line: str, devices: int, read) -> None:
             program.add(body, int(_only(_TRIPS, rest, line)))
     elif op == "conditional":
         branches = _BRANCHES.search(rest)
-        names = re.findall(r"[\w.\-]+", branches.group(1)) if branches else _TRUE_FALSE.findall(rest)
+        names = re.findall(r"[\w.\-]+", branches.group(1)) if branches else _FALSE.findall(rest) + _TRUE.findall(rest)
         program.add_conditional([read(name) for name in names])
     else:
         for name in _CALLED.findall(rest):
@@ -113,18 +114,28 @@ def _only(pattern: re.Pattern[str], rest: str, line: str) -> str:
 
 def _traffic(op: str, shape: str, workers: int) -> Traffic:
     """Makes the record of one collective from its result's shape."""
-    sizes = list(_array_bytes(shape))
     kind = _OPS[op.removesuffix("-start")]
-    if op == "all-gather-start":  # (operands..., results...)
-        sizes = sizes[len(sizes) // 2 :]
-    elif op == "collective-permute-start":  # (operand, result, contexts...)
-        sizes = sizes[:1]
-    result = sum(sizes)
+    if op.endswith("-start") and kind != "all_reduce":
+        shape = _elements(shape)[1]  # (operands, results, contexts...)
+    result = sum(_array_bytes(shape))
     if kind == "all_gather":
         return Traffic(kind, result // workers, workers)
     if kind == "reduce_scatter":
         return Traffic(kind, result * workers, workers)
     return Traffic(kind, result, workers)
+
+
+def _elements(shape: str) -> list[str]:
+    """Splits the shape of a tuple at its own commas: "((a, b), c)" is ["(a, b)", "c"]."""
+    elements, depth, start = [], 0, 1
+    for index, character in enumerate(shape):
+        depth += (character in "([{") - (character in ")]}")
+        if (character == "," and depth == 1) or depth == 0:
+            elements.append(shape[start:index].strip())
+            start = index + 1
+        if depth == 0:
+            break
+    return elements
 
 
 def _array_bytes(shape: str) -> Iterator[int]:

@@ -109,14 +109,18 @@ class Layout:
         return jnp.concatenate(rows) if rows else jnp.zeros(0, jnp.float32)  # (n,)
 
     def unflatten(self, vector: jax.Array) -> list[jax.Array]:
-        """Cuts a vector (n,) into the compressed tensors, in their shapes and dtypes."""
+        """Cuts a vector (n,) into the compressed tensors, in their shapes; the dtype stays that of the vector."""
         shapes, _ = self.split(self.shapes)
-        dtypes, _ = self.split(self.dtypes)
         tensors, start = [], 0
-        for shape, dtype, size, blocks in zip(shapes, dtypes, self.sizes, self.blocks, strict=True):
-            tensors.append(vector[start : start + size].reshape(shape).astype(dtype))
+        for shape, size, blocks in zip(shapes, self.sizes, self.blocks, strict=True):
+            tensors.append(vector[start : start + size].reshape(shape))
             start += blocks * BLOCK
         return tensors
+
+    def as_leaves(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
+        """Casts the compressed tensors to the dtypes of their leaves."""
+        dtypes, _ = self.split(self.dtypes)
+        return [tensor.astype(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
 
 
 def plan_layout(tree: Any, *, dense_below: int, capacity: Callable[[int], int]) -> Layout:

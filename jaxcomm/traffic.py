@@ -45,7 +45,8 @@ class Program:
 
     Attributes:
       always: run in every step.
-      conditionals: for every conditional, its branches, of which one runs.
+      conditionals: for every conditional, its branches, of which one runs: the usual one first (that of a false
+        predicate, as in `lax.cond(rare, ...)`).
     """
 
     always: list[Traffic] = field(default_factory=list)
@@ -72,9 +73,9 @@ class Program:
 
     @property
     def received(self) -> Fraction:
-        """Bytes that each worker receives in a usual step: of every conditional, the cheaper branch."""
-        rare = (min(branch.received for branch in branches) for branches in self.conditionals)
-        return sum((t.received for t in self.always), Fraction(0)) + sum(rare, Fraction(0))
+        """Bytes that each worker receives in a usual step: of every conditional, the first branch."""
+        usual = (branches[0].received for branches in self.conditionals)
+        return sum((t.received for t in self.always), Fraction(0)) + sum(usual, Fraction(0))
 
     @property
     def received_at_most(self) -> Fraction:

@@ -28,10 +28,10 @@ class ExchangeMetrics(NamedTuple):
     """Counts of the last exchange, the same on every worker.
 
     Attributes:
-      sent: () int32, coordinates sent by all workers together, dense tensors not included.
-      overflow: () int32, coordinates that were selected but did not fit the payload, all workers together. They stay in
-        the residual.
-      skipped: () int32, 1 if the exchange was skipped because some worker held a non-finite gradient, else 0.
+      sent: () float32, coordinates sent by all workers together, dense tensors not included. Exact up to 2^24.
+      overflow: () float32, coordinates that were selected but did not fit the payload, all workers together. They stay
+        in the residual.
+      skipped: () int32, 1 if the exchange was skipped, because a gradient or a mean was not finite, else 0.
       drained: () int32, 1 if everything was sent densely to empty the residual, else 0.
     """
 
@@ -44,12 +44,8 @@ class ExchangeMetrics(NamedTuple):
     def zeros(cls) -> "ExchangeMetrics":
         """Returns the metrics of an exchange that has not happened yet."""
         # A buffer each, not one for all: a state is donated whole, and a buffer only once.
-        return cls(*(jnp.zeros((), jnp.int32) for _ in cls._fields))
-
-
-def payload_bytes(payload: Any) -> int:
-    """Returns the bytes of a payload: arrays, or the `jax.ShapeDtypeStruct`s that stand for them."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(payload))
+        types = (jnp.float32, jnp.float32, jnp.int32, jnp.int32)
+        return cls(*(jnp.zeros((), dtype) for dtype in types))
 
 
 def exchange_metrics(state: Any) -> ExchangeMetrics | None:

@@ -14,6 +14,7 @@ from jaxcomm.selectors.selection import Selection
 from jaxcomm.types import Payload
 
 INDEX_CODECS = ("plain", "bitmap", "elias_fano", "rice")
+_RICE_BUDGET = 1.09  # of entropy
 
 
 class IndexCodec(Protocol):
@@ -62,7 +63,8 @@ def make_index_codec(name: str, layout: Layout) -> IndexCodec:
     if name == "elias_fano":
         return EliasFano(layout)
     if name == "rice":
-        return Rice(layout, budget=1.09 * entropy_bits(layout.n, layout.n_slots))
+        tight = Rice(layout, budget=_RICE_BUDGET * entropy_bits(layout.n, layout.n_slots))
+        return tight if tight.is_roomy else Rice(layout, budget=math.inf)
     raise ValueError(f"An index codec is one of {', '.join(INDEX_CODECS)}, got {name!r}: pass one of them, or 'auto'.")
 
 
@@ -71,10 +73,8 @@ def choose_index_codec(layout: Layout, name: str = "auto") -> IndexCodec:
 
     Args:
       layout: the segments; its density is slots over elements.
-      name: one of `INDEX_CODECS`, or "auto" for the smallest of those that hold the capacity.
+      name: one of `INDEX_CODECS`, or "auto" for the smallest.
     """
     if name != "auto":
         return make_index_codec(name, layout)
-    codecs = [make_index_codec(each, layout) for each in INDEX_CODECS]
-    roomy = [codec for codec in codecs if not isinstance(codec, Rice) or codec.is_roomy]
-    return min(roomy, key=lambda codec: codec.n_words)
+    return min((make_index_codec(each, layout) for each in INDEX_CODECS), key=lambda codec: codec.n_words)

@@ -26,7 +26,7 @@ class Rice:
 
     Attributes:
       layout: the segments.
-      budget: bits an index that the words may take.
+      budget: bits an index that the words may take; infinite for room for every selection.
     """
 
     layout: Layout
@@ -58,8 +58,8 @@ class Rice:
     def _upper_words(self) -> int:
         n_slots = self.layout.n_slots
         most = n_slots + (max(self.layout.n - 1, 0) >> self.low_bits)
-        allowed = math.floor((self.budget - self.low_bits) * n_slots)
-        return -(-max(min(allowed, most), n_slots) // bits.WORD)
+        allowed = max((self.budget - self.low_bits) * n_slots, n_slots)
+        return -(-math.floor(min(allowed, most)) // bits.WORD)
 
     @property
     def n_words(self) -> int:

@@ -34,8 +34,10 @@ class ValueCodec:
         A finite value stays finite: what lies beyond the largest number of the wire's type is sent as that number (and
         error feedback keeps the rest).
         """
-        limit = float(jnp.finfo(self.dtype).max)
-        return jnp.clip(values, -limit, limit).astype(self.dtype).astype(jnp.float32)
+        info = jnp.finfo(self.dtype)
+        values = jnp.clip(values, -float(info.max), float(info.max))
+        # Not a cast there and back: XLA may take such a pair for the identity.
+        return lax.reduce_precision(values, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
     def encode(self, values: jax.Array) -> jax.Array:
         """Writes values (C,), already rounded, as (ceil(C * bits / 32),) uint32."""

@@ -32,4 +32,8 @@ def dense_mean(tensors: Sequence[jax.Array], axis_name: str) -> tuple[list[jax.A
         part = mean[start : start + tensor.size]
         means.append(part.reshape(tensor.shape).astype(tensor.dtype))
         start += tensor.size
-    return means, jnp.isfinite(mean).all()
+    finite = jnp.isfinite(mean).all()
+    for part in means:
+        if part.dtype.itemsize < 4:  # a mean may be finite, and out of the range of its tensor's own type
+            finite = finite & jnp.isfinite(part).all()
+    return means, finite

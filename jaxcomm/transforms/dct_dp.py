@@ -62,8 +62,11 @@ def dct_dp(
 
     Payloads have a fixed capacity. Coordinates that reach tau beyond it (highest index first) stay in the residual and
     are counted in `metrics.overflow`: watch it, a lasting overflow means that the gradient has grown since the last
-    refresh and `life_span` is too long. If some worker's gradient is not finite, the exchange is skipped on all workers
-    alike: zeros come back, the residual and the thresholds stay, `metrics.skipped` is 1.
+    refresh and `life_span` is too long.
+
+    If some worker's gradient is not finite, or the workers' largest values add up to more than float32 holds, the
+    exchange is skipped on all workers alike: zeros come back, the residual and the thresholds stay, `metrics.skipped`
+    is 1.
 
     Args:
       sparsity: eta, the fraction of coordinates that is not sent, 0 <= sparsity < 1.
@@ -91,9 +94,10 @@ def dct_dp(
       Gupta et al., "Training Recommender Systems at Scale: Communication-Efficient Model and Data Parallelism", KDD
       2021, https://doi.org/10.1145/3447548.3467080, Algorithm 1.
     """
-    check_sparsity(sparsity)
+    sparsity = check_sparsity(sparsity)
     check_count("life_span", life_span, 1, "1 refreshes the thresholds in every step")
     check_range("slack", slack, "at least 1", 1 <= slack < math.inf, "1.05 leaves 5% of room for overflow")
+    slack = float(slack)
     check_count("dense_below", dense_below, 0, "0 compresses every tensor")
     if drain_every is not None:
         check_count("drain_every", drain_every, 1, "None never drains")

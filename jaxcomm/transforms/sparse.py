@@ -18,7 +18,7 @@ from jaxcomm.collectives.axis import to_varying
 from jaxcomm.layout import Layout, plan_layout
 from jaxcomm.selectors import compact
 from jaxcomm.selectors.threshold import is_finite
-from jaxcomm.transforms.checks import count, zero_unless
+from jaxcomm.transforms.checks import count, narrow_is_finite, zero_unless
 from jaxcomm.types import ExchangeMetrics, Payload, PerWorker
 
 
@@ -125,8 +125,8 @@ class SparseExchange:
         Each worker receives (K-1) payloads, and the ring all-reduce of the dense tensors where there are any. Nothing
         is lost: mean + pmean(new residual) equals pmean(vector), to float rounding.
 
-        The exchange is skipped if a gradient or a vector is not finite, or if the workers' largest values add up to
-        more than float32 holds; the residual is then what it was.
+        The exchange is skipped if a gradient, a vector or a mean is not finite, or if the workers' largest values add
+        up to more than float32 holds; the residual is then what it was.
 
         Args:
           leaves: the gradient's leaves in tree order; only the dense ones are read.
@@ -136,15 +136,12 @@ class SparseExchange:
         payload, sent = self.encode(vector, mask)
         gathered = gather_words(fuse(payload), self.axis_name)  # (K, m)
         gathered = jax.vmap(lambda words: split_words(words, payload))(gathered)
-        finite, largest, n_sent, overflow = gathered["header"].T  # (K,) each
+        finite, largest = gathered["header"][:, 0], gathered["header"][:, 1]  # (K,) each
+        counts = gathered["header"][:, 2:].astype(jnp.float32)  # (K, 2), sent and overflow
         largest = jnp.sum(lax.bitcast_convert_type(largest, jnp.float32))
         _, dense = self.layout.split(leaves)
         dense_means, dense_ok = dense_mean(dense, self.axis_name)
         ok = finite.all() & jnp.isfinite(largest) & dense_ok
-
-        # One pass, then the few coordinates that were sent: the old residual's buffer becomes the new one's.
-        residual = vector.residual + jnp.where(ok, vector.gradient, 0.0)[None]
-        residual = residual.at[0, sent.position].add(jnp.where(ok, -sent.values, 0.0), mode="promise_in_bounds")
 
         def add(total: jax.Array, received: Payload) -> tuple[jax.Array, None]:
             position, values = self.decode(received)
@@ -153,13 +150,21 @@ class SparseExchange:
         # Zero, in terms of the payloads: else XLA would make the sum's buffer first, beside that of the gradient.
         zero = jnp.where(ok, jnp.minimum(largest, 0.0), 0.0)
         total, _ = lax.scan(add, jnp.full(self.layout.n, zero), gathered)
-        means = self.layout.join(self.layout.unflatten(total / axis_size(self.axis_name)), zero_unless(ok, dense_means))
-        return Exchanged(means, residual, ok, count(ok, jnp.sum(n_sent), jnp.sum(overflow)))
+        means = self.layout.as_leaves(self.layout.unflatten(total / axis_size(self.axis_name)))
+        ok, means = ok & narrow_is_finite(means), self.layout.join(means, dense_means)
+
+        # One pass, then the few coordinates that were sent: the old residual's buffer becomes the new one's.
+        residual = vector.residual + jnp.where(ok, vector.gradient, 0.0)[None]
+        residual = residual.at[0, sent.position].add(jnp.where(ok, -sent.values, 0.0), mode="promise_in_bounds")
+        return Exchanged(zero_unless(ok, means), residual, ok, count(ok, *jnp.sum(counts, axis=0)))
 
     def drain(self, leaves: list[jax.Array], vector: Accumulated) -> Exchanged:
         """Sends everything densely, and so empties the residual: 2 (K-1)/K * 4 bytes a parameter."""
         _, dense = self.layout.split(leaves)
-        means, ok = dense_mean(self.layout.join(self.layout.unflatten(vector.sum()), dense), self.axis_name)
+        compressed = self.layout.unflatten(vector.sum())
+        means, ok = dense_mean([*compressed, *dense], self.axis_name)
+        compressed = self.layout.as_leaves(means[: len(compressed)])
+        ok, means = ok & narrow_is_finite(compressed), self.layout.join(compressed, means[len(compressed) :])
         n_sent = sum(self.layout.sizes) * axis_size(self.axis_name)
         residual = jnp.where(ok, jnp.zeros_like(vector.residual), vector.residual)
         return Exchanged(zero_unless(ok, means), residual, ok, count(ok, n_sent, drained=bool(self.layout.sizes)))

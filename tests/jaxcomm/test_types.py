@@ -17,7 +17,7 @@ def test_metrics_start_at_zero_in_buffers_of_their_own():
     metrics = jc.ExchangeMetrics.zeros()
     assert not any(int(count) for count in metrics)
     assert len({count.unsafe_buffer_pointer() for count in metrics}) == len(metrics)
-    assert all(count.dtype == jnp.int32 for count in metrics)
+    assert [count.dtype for count in metrics] == [jnp.float32, jnp.float32, jnp.int32, jnp.int32]
 
 
 def test_every_public_name_is_there():

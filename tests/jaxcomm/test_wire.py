@@ -131,7 +131,7 @@ def test_verify_catches_the_trap_of_a_user_who_reduces_before_the_exchange():
         return optax.apply_updates(params, updates), opt_state
 
     step = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)))
-    with pytest.raises(ValueError, match="a dense all-reduce is left in the step"):
+    with pytest.raises(ValueError, match="a dense all-reduce is left in the usual step"):
         jc.verify(step, state.params, state.opt_state, BATCH, tx=TX, params=PARAMS, workers=K)
 
 

@@ -311,8 +311,11 @@ class WithNan:
 def test_a_nan_skips_its_step_and_the_run_goes_on(method, monkeypatch, tmp_path):
     make = train.loop.train_batches
     monkeypatch.setattr(train.loop, "train_batches", lambda *args, **kwargs: WithNan(make(*args, **kwargs)))
-    part = run(tmp_path, method, stop_after=4)
-    assert part.summary.skipped == 1
+    before, after, part = (run(tmp_path, method, stop_after=stop) for stop in (2, 3, 4))
+    assert_same_bits(after.state.params, before.state.params)
+    assert_same_bits(after.state.opt_state[1:], before.state.opt_state[1:])
+    assert (after.summary.skipped, part.summary.skipped) == (1, 1)
+    assert int(after.state.step) == 3
     resumed = run(tmp_path, method)
     assert resumed.finished
     assert [line["skipped"] for line in metrics(tmp_path, method)] == [0, 0, 1] + [0] * 9
@@ -341,6 +344,8 @@ def test_bytes_are_those_of_the_exchange_and_two_scalars(case, uninterrupted):
         assert usual == 2 * 3 / 4 * 4 * 151_306 + scalars
     else:
         assert whole.summary.ratio_to_dense > 7
+    assert whole.summary.ratio_to_dense == pytest.approx(2 * 3 / 4 * 4 * 151_306 / usual)
+    assert whole.summary.ratio_to_bfloat16 == pytest.approx(whole.summary.ratio_to_dense / 2)
     assert (expected[-1][1] > 12 * usual) == (case == "dct_dp, drained")
 
 

@@ -1,5 +1,4 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -82,8 +81,3 @@ def test_metrics_are_found_in_a_chain_and_missed_where_there_are_none():
     state = jc.init_state(PARAMS, TX, 2)
     assert jc.exchange_metrics(state.opt_state) is state.opt_state[0].metrics
     assert jc.exchange_metrics(optax.adam(0.1).init(PARAMS)) is None
-
-
-def test_payload_bytes_are_those_of_its_arrays():
-    payload = {"a": jnp.zeros(3, jnp.uint32), "b": jax.ShapeDtypeStruct((5, 2), jnp.bfloat16)}
-    assert jc.payload_bytes(payload) == 12 + 20

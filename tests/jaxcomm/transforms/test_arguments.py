@@ -97,7 +97,3 @@ def test_2_to_the_31_elements_are_refused(case):
     shapes = {"w": jax.ShapeDtypeStruct((2**31,), np.float32)}
     with pytest.raises(ValueError, match=r"fewer than 2\^31 elements, got 2147483648: shard the parameters"):
         jax.eval_shape(case.make().init, shapes)
-
-
-def test_plump_dp_takes_gradients_of_any_size():
-    jax.eval_shape(jc.plump_dp().init, {"w": jax.ShapeDtypeStruct((2**31,), np.float32)})
