@@ -1,6 +1,7 @@
 """What the transformations refuse, and what they skip."""
 
 from collections.abc import Sequence
+from numbers import Real
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ def check_sparsity(sparsity: float) -> float:
         "sparsity",
         sparsity,
         "at least 0 and below 1 (the fraction of coordinates that is not sent)",
-        0 <= sparsity < 1,
+        isinstance(sparsity, Real) and 0 <= sparsity < 1,
         "use 0.99 to send 1%, or plump_dp to send everything",
     )
     return float(sparsity)

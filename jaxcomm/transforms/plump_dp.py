@@ -34,8 +34,8 @@ def plump_dp(axis_name: str = "data") -> optax.GradientTransformation:
       A transformation from each worker's own gradients (different on every worker) to their mean (the same).
 
     Raises:
-      ValueError: at trace time for an empty tree, leaves that are not real floats, 2^31 elements or more, gradients that
-        were already reduced, and outside the axis of workers.
+      ValueError: at trace time for an empty tree, leaves that are not real floats, 2^31 elements or more, gradients
+        that were already reduced, and outside the axis of workers.
 
     References:
       Sun et al., "Slim-DP: A Multi-Agent System for Communication-Efficient Distributed Deep Learning", AAMAS 2018,

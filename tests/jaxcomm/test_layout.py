@@ -25,7 +25,7 @@ def test_flatten_and_unflatten_are_inverse_and_pad_with_zeros(dtype, dense_below
     assert vector.shape == (layout.n,)
     assert vector.dtype == jnp.float32
     assert layout.n % BLOCK == 0
-    back = layout.join(layout.unflatten(vector), outside)
+    back = layout.join(layout.as_leaves(layout.unflatten(vector)), outside)
     assert len(back) == len(leaves)
     for got, leaf in zip(back, leaves, strict=True):
         assert (got.dtype, got.shape) == (leaf.dtype, leaf.shape)

@@ -114,14 +114,13 @@ def index_words(codec, n, slots):
     if codec == "elias_fano":  # the upper parts as a bitmap, the lower l bits as planes, the best l
         return min(math.ceil((((n - 1) >> low) + slots) / 32) + low * math.ceil(slots / 32) for low in range(31))
     if codec == "rice":
-        return rice(n, slots)[0]
+        return rice(n, slots)
     assert codec == "auto"
-    words, roomy = rice(n, slots)
-    return min([index_words(each, n, slots) for each in ("plain", "bitmap", "elias_fano")] + [words] * roomy)
+    return min(index_words(each, n, slots) for each in ("plain", "bitmap", "elias_fano", "rice"))
 
 
 def rice(n, slots):
-    """(words, whether evenly spread positions have four standard deviations of room), at 1.09 times the entropy."""
+    """At 1.09 times the entropy, if evenly spread positions then have four standard deviations of room; else for all."""
     p = slots / n
     entropy = -math.log2(p) - (1 - p) / p * math.log2(1 - p)
 
@@ -130,7 +129,8 @@ def rice(n, slots):
 
     low = min(range(15), key=lambda low: low + quotient(low))
     upper = max(slots, math.floor((1.09 * entropy - low) * slots))
-    upper = math.ceil(min(upper, slots + ((n - 1) >> low)) / 32)
+    most = slots + ((n - 1) >> low)
+    tight = math.ceil(min(upper, most) / 32)
     survival = (1 - p) ** 2**low
     need = slots * (1 + quotient(low)) + 4 * math.sqrt(slots * survival) / (1 - survival)
-    return upper + low * math.ceil(slots / 32), need <= 32 * upper
+    return (tight if need <= 32 * tight else math.ceil(most / 32)) + low * math.ceil(slots / 32)
