@@ -38,6 +38,11 @@ class Config:
 
 def main(config: Config) -> None:
     """Trains every method with every seed, and prints the table."""
+    if config.experiment not in CONFIGS or config.seeds < 1:
+        raise SystemExit(
+            f"--experiment is one of {', '.join(CONFIGS)} and --seeds at least 1, got {config.experiment!r} and "
+            f"{config.seeds}."
+        )
     experiment = CONFIGS[config.experiment]
     steps = config.steps or experiment.steps
     experiment = dataclasses.replace(experiment, steps=steps, eval_every=steps, checkpoint_every=steps)

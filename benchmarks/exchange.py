@@ -23,7 +23,7 @@ from typing import Any
 
 import tyro
 
-from benchmarks.netlab import Lab, received_bytes
+from benchmarks.netlab import Lab, parse_rate, received_bytes
 from benchmarks.shapes import count, named
 from train.tables import print_table, write_records
 
@@ -82,6 +82,10 @@ def main(config: Config) -> None:
         raise SystemExit(f"--steps is at least 1, got {config.steps}.")
     try:
         named(config.shapes)
+        for rate in rates:
+            parse_rate(rate)
+        for method in methods:
+            _make(method, config.sparsity)
         with Lab(config.hosts, rates[0]) as lab, tempfile.TemporaryDirectory() as folder:
             records = _run_hosts(lab, config, Path(folder))
     except ValueError as error:

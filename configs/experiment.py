@@ -93,3 +93,36 @@ class Experiment:
     """This process, from 0; or $JAXCOMM_PROCESS_ID."""
     num_processes: int | None = None
     """How many processes there are; or $JAXCOMM_NUM_PROCESSES."""
+
+
+def check(experiment: Experiment, num_processes: int) -> None:
+    """Refuses settings that cannot work, before anything is done.
+
+    Args:
+      experiment: the fields.
+      num_processes: how many processes share the workers.
+
+    Raises:
+      ValueError: with the rule, the value and the remedy.
+    """
+    for name in ("steps", "workers", "global_batch", "eval_every", "checkpoint_every"):
+        if getattr(experiment, name) < 1:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} is at least 1, got {getattr(experiment, name)}: give a positive number.")
+    if experiment.warmup_steps >= experiment.steps:
+        raise ValueError(
+            f"--warmup-steps is less than --steps, got {experiment.warmup_steps} of {experiment.steps}: warm up for "
+            "fewer steps, or train for more."
+        )
+    if experiment.stop_after is not None and experiment.stop_after < 1:
+        raise ValueError(f"--stop-after is at least 1, got {experiment.stop_after}: give a positive number, or none.")
+    if experiment.global_batch % experiment.workers:
+        raise ValueError(
+            f"--global-batch is a multiple of --workers, got {experiment.global_batch} for {experiment.workers}: try "
+            f"{-(-experiment.global_batch // experiment.workers) * experiment.workers}."
+        )
+    if experiment.workers % num_processes:
+        raise ValueError(
+            f"--workers is a multiple of the number of processes, got {experiment.workers} for {num_processes}: "
+            "every process runs the same number of workers."
+        )

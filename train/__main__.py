@@ -5,7 +5,6 @@ NAME is an experiment of `configs`, "digits" if it is left out; `python -m train
 
 import dataclasses
 import difflib
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import tyro
 
 from configs import CONFIGS
-from configs.experiment import Experiment, PlumpDp
+from configs.experiment import Experiment, PlumpDp, check
 from train.processes import Processes, connect, prepare_jax
 
 
@@ -21,8 +20,13 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command line; returns 0, or 2 for input that cannot be used."""
     try:
         experiment = parse(argv)
-        prepare_jax(_devices_of_a_process(experiment))
-        processes = connect(experiment.coordinator, experiment.process_id, experiment.num_processes)
+        processes = connect(
+            experiment.coordinator,
+            experiment.process_id,
+            experiment.num_processes,
+            check=lambda count: check(experiment, count),
+        )
+        prepare_jax(experiment.workers // processes.count)
         return run(experiment, processes)
     except (ValueError, FileNotFoundError) as error:
         print(f"train: {error}", file=sys.stderr)
@@ -54,14 +58,14 @@ def run(experiment: Experiment, processes: Processes) -> int:
     """Trains the baseline and the method, prints the table, and draws the figure."""
     # Not at the top: JAX and TFDS take seconds to import, which --help and a typo need not wait for.
     from train.folders import run_folder
-    from train.loop import check, train
-    from train.methods import method_name
+    from train.loop import train
+    from train.methods import make_exchange, method_name
     from train.metrics import draw_accuracy
     from train.processes import wait_for_all
     from train.progress import Bar
     from train.tables import print_table, write_records
 
-    check(experiment, processes)
+    make_exchange(experiment.method)  # its errors come before the baseline is trained
     methods = [experiment.method]
     if experiment.baseline and not isinstance(experiment.method, PlumpDp):
         methods.insert(0, PlumpDp())
@@ -87,12 +91,6 @@ def run(experiment: Experiment, processes: Processes) -> int:
         draw_accuracy(figure, curves)
         print(f"Metrics, checkpoints and {figure.name} are in {out}")
     return 0
-
-
-def _devices_of_a_process(experiment: Experiment) -> int:
-    """Returns how many CPU devices this process simulates: its share of the workers."""
-    count = experiment.num_processes or int(os.environ.get("JAXCOMM_NUM_PROCESSES", "1") or 1)
-    return max(experiment.workers // max(count, 1), 1)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from configs.experiment import Experiment, Method
+from configs.experiment import Experiment, Method, check
 from models.cnn import Cnn
 from train.checkpoints import Checkpoints
 from train.data import dataset_info, eval_batches, train_batches
@@ -120,7 +120,7 @@ def train(experiment: Experiment, method: Method, processes: Processes, progress
       ValueError: for settings that contradict each other, before anything is written.
     """
     begin = time.perf_counter()
-    check(experiment, processes)
+    check(experiment, processes.count)
     mesh = jc.make_mesh(data=experiment.workers)
     job = make_job(experiment, method, mesh)
     where = {
@@ -154,7 +154,7 @@ def train(experiment: Experiment, method: Method, processes: Processes, progress
 
     last = experiment.steps if experiment.stop_after is None else min(experiment.stop_after, experiment.steps)
     step, pending = done, None
-    with _sigterm() as stopping:
+    with _sigterm(processes) as stopping:
         while step < last:
             state, metrics = job.step(state, _to_mesh(next(batches), mesh))
             step += 1
@@ -163,13 +163,15 @@ def train(experiment: Experiment, method: Method, processes: Processes, progress
                 record(*pending)  # one step late, so that reading it does not hold the devices up
             pending = (step, metrics, test)
             if step % experiment.checkpoint_every == 0:
+                record(*pending)  # no checkpoint is ahead of the metrics
+                pending = None
                 checkpoints.save(step, state, batches.state(), about)
             if stopping.is_set() if processes.count == 1 else checkpoints.preempted(step):
                 break
-    if pending is not None:
-        record(*pending)
-    checkpoints.save(step, state, batches.state(), about)
-    checkpoints.close()
+        if pending is not None:
+            record(*pending)
+        checkpoints.save(step, state, batches.state(), about)
+        checkpoints.close()
     log.close()
     batches.close()
 
@@ -183,33 +185,11 @@ def train(experiment: Experiment, method: Method, processes: Processes, progress
         bytes_per_step=job.report.received,
         ratio_to_dense=job.report.ratio_to_dense if job.report.received else None,
         ratio_to_bfloat16=job.report.ratio_to_dense_bfloat16 if job.report.received else None,
-        overflow_per_step=log.overflow / max(step - done, 1),
+        overflow_per_step=log.overflow / max(step, 1),
         skipped=log.skipped,
         seconds=time.perf_counter() - begin,
     )
     return Run(summary, log.evaluations, log.losses, state, finished=step == experiment.steps)
-
-
-def check(experiment: Experiment, processes: Processes) -> None:
-    """Refuses settings that cannot work, before anything is done.
-
-    Raises:
-      ValueError: with the rule, the value and the remedy.
-    """
-    for name in ("steps", "workers", "global_batch", "eval_every", "checkpoint_every"):
-        if getattr(experiment, name) < 1:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} is at least 1, got {getattr(experiment, name)}: give a positive number.")
-    if experiment.global_batch % experiment.workers:
-        raise ValueError(
-            f"--global-batch is a multiple of --workers, got {experiment.global_batch} for {experiment.workers}: try "
-            f"{-(-experiment.global_batch // experiment.workers) * experiment.workers}."
-        )
-    if experiment.workers % processes.count:
-        raise ValueError(
-            f"--workers is a multiple of the number of processes, got {experiment.workers} for {processes.count}: "
-            "every process runs the same number of workers."
-        )
 
 
 def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
@@ -250,10 +230,13 @@ def _to_mesh(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
 
 
 @contextmanager
-def _sigterm() -> Iterator[threading.Event]:
-    """Turns SIGTERM into an event, while the block runs."""
+def _sigterm(processes: Processes) -> Iterator[threading.Event]:
+    """Turns SIGTERM into an event, while the block runs.
+
+    Among several processes JAX's own handler stays, by which they agree on a step to stop at.
+    """
     asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
+    if processes.count > 1 or threading.current_thread() is not threading.main_thread():
         yield asked
         return
     before = signal.signal(signal.SIGTERM, lambda *_: asked.set())

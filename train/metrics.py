@@ -63,8 +63,8 @@ class Log:
     Attributes:
       evaluations: on the test split, those of before the resume included.
       losses: of every step since the resume.
-      overflow: coordinates that did not fit, all steps since the resume and all workers together.
-      skipped: steps skipped since the resume.
+      overflow: coordinates that did not fit, all steps and all workers together.
+      skipped: steps skipped.
     """
 
     def __init__(self, path: Path, report: jc.WireReport, *, after: int, writes: bool):
@@ -76,17 +76,21 @@ class Log:
           after: the step of the checkpoint that the run goes on from, 0 at the start. Lines of later steps are dropped.
           writes: False for all processes but one.
         """
-        records = [json.loads(line) for line in (path.read_text().splitlines() if path.exists() else [])]
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        records = [json.loads(line) for line in lines if line.endswith("\n")]  # a killed run may leave half a line
         records = [record for record in records if record["step"] <= after]
         self.evaluations = [_evaluation(record) for record in records if "test_accuracy" in record]
         self.losses: list[float] = []
-        self.overflow = self.skipped = 0
+        self.overflow = sum(record["overflow"] for record in records)
+        self.skipped = sum(record["skipped"] for record in records)
         self._report = report
         self._bytes = records[-1]["bytes_received"] if records else 0.0
         self._file: IO[str] | None = None
         if writes:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(json.dumps(record) + "\n" for record in records))
+            draft = path.with_suffix(".draft")
+            draft.write_text("".join(json.dumps(record) + "\n" for record in records))
+            draft.replace(path)  # at once: other processes may be reading it
             self._file = path.open("a")
 
     def record(self, step: int, metrics: dict[str, Any], test: tuple[float, float] | None) -> dict[str, Any]:
@@ -111,6 +115,7 @@ class Log:
             self.evaluations.append(_evaluation(line))
         if self._file is not None:
             self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
         return line
 
     def close(self) -> None:

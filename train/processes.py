@@ -1,6 +1,7 @@
 """Several processes: how this one finds the others, and what must be set before JAX starts."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -31,7 +32,13 @@ def prepare_jax(simulated_devices: int | None = None) -> None:
         jax.config.update("jax_num_cpu_devices", simulated_devices)
 
 
-def connect(coordinator: str | None, process_id: int | None, num_processes: int | None) -> Processes:
+def connect(
+    coordinator: str | None,
+    process_id: int | None,
+    num_processes: int | None,
+    *,
+    check: Callable[[int], None] = lambda count: None,
+) -> Processes:
     """Joins the run's other processes, before JAX touches a device.
 
     Arguments that are None come from JAXCOMM_COORDINATOR, JAXCOMM_PROCESS_ID and JAXCOMM_NUM_PROCESSES. Where those are
@@ -42,6 +49,8 @@ def connect(coordinator: str | None, process_id: int | None, num_processes: int 
       coordinator: HOST:PORT of process 0.
       process_id: this process, from 0.
       num_processes: how many processes there are.
+      check: told how many processes there are, before this one waits for the others where it can be known; raises to
+        stop here.
 
     Raises:
       ValueError: if only some of the three are given, or they contradict each other.
@@ -53,8 +62,10 @@ def connect(coordinator: str | None, process_id: int | None, num_processes: int 
     missing = [name for name, value in given.items() if value is None]
     if coordinator is None and process_id is None and num_processes is None:
         if not _on_a_cluster():
+            check(1)
             return Processes()
         jax.distributed.initialize()
+        check(jax.process_count())
         return Processes(jax.process_index(), jax.process_count())
     if coordinator is None or process_id is None or num_processes is None:
         raise ValueError(
@@ -70,6 +81,7 @@ def connect(coordinator: str | None, process_id: int | None, num_processes: int 
             f"--process-id is at least 0 and below --num-processes, got {process_id} of {num_processes}: number the "
             "processes from 0."
         )
+    check(num_processes)
     if num_processes > 1:
         jax.distributed.initialize(coordinator, num_processes, process_id)
     return Processes(process_id, num_processes)

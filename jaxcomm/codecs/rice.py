@@ -58,8 +58,9 @@ class Rice:
     def _upper_words(self) -> int:
         n_slots = self.layout.n_slots
         most = n_slots + (max(self.layout.n - 1, 0) >> self.low_bits)
-        allowed = max((self.budget - self.low_bits) * n_slots, n_slots)
-        return -(-math.floor(min(allowed, most)) // bits.WORD)
+        if math.isfinite(self.budget):
+            most = min(most, max(math.floor((self.budget - self.low_bits) * n_slots), n_slots))
+        return -(-most // bits.WORD)
 
     @property
     def n_words(self) -> int:

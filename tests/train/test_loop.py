@@ -13,11 +13,10 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import jaxcomm as jc
 import train.loop
-from configs.experiment import DctDp, Experiment, PlumpDp, TopK
+from configs.experiment import DctDp, Experiment, PlumpDp, TopK, check
 from models.cnn import Cnn
 from train.checkpoints import Checkpoints
 from train.data import eval_batches
-from train.loop import check
 from train.methods import make_exchange, method_name
 from train.processes import Processes
 
@@ -396,7 +395,7 @@ def test_one_worker_trains_without_traffic(tmp_path):
 )
 def test_settings_that_cannot_work_are_refused(changes, processes, said, tmp_path):
     experiment = dataclasses.replace(EXPERIMENT, out=tmp_path / "out", **changes)
-    for refuse in (check, lambda e, p: train.loop.train(e, DCT_DP, p, Told())):
+    for refuse in (lambda e, p: check(e, p.count), lambda e, p: train.loop.train(e, DCT_DP, p, Told())):
         with pytest.raises(ValueError, match=said):
             refuse(experiment, Processes(0, processes))
     assert not (tmp_path / "out").exists()

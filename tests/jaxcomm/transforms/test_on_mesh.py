@@ -120,7 +120,7 @@ def index_words(codec, n, slots):
 
 
 def rice(n, slots):
-    """At 1.09 times the entropy, if evenly spread positions then have four standard deviations of room; else for all."""
+    """At 1.09 times the entropy if evenly spread positions then have four standard deviations of room, else for all."""
     p = slots / n
     entropy = -math.log2(p) - (1 - p) / p * math.log2(1 - p)
 
