@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.extend as jex
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType
@@ -225,10 +224,11 @@ def _traffic(eqn: Any, axis_sizes: dict[str, int]) -> Traffic:
 
 
 def _inner(jaxpr: Any) -> Any:
-    return jaxpr.jaxpr if isinstance(jaxpr, jex.core.ClosedJaxpr) else jaxpr
+    """Returns the program itself, of one that may be closed over constants."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def _jaxprs(params: dict[str, Any]) -> list[Any]:
     """Returns the programs inside an equation's parameters."""
     values = [v for value in params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
-    return [_inner(v) for v in values if isinstance(v, jex.core.ClosedJaxpr | jex.core.Jaxpr)]
+    return [_inner(v) for v in values if hasattr(v, "eqns")]
