@@ -1,18 +1,26 @@
 """Communication-efficient distributed training for JAX: compressed gradients as Optax transformations."""
 
+from jaxcomm.layers import Boundary, LateLayer, LatePlan, dct_mp, late_multiply, masked_boundary, plan_late_multiply
 from jaxcomm.parallel import (
+    Pipeline,
     TrainState,
     check_chain,
     global_params,
+    init_pipeline,
     init_state,
     make_mesh,
+    make_pipeline_step,
     make_train_step,
+    pipeline_model_state,
+    pipeline_params,
     resize_workers,
     simulate,
     state_shardings,
     state_specs,
 )
+from jaxcomm.pipeline_report import PipelineReport, pipeline_report, verify_pipeline
 from jaxcomm.transforms import (
+    already_mean,
     dct_dp,
     dgc,
     hierarchical,
@@ -31,23 +39,38 @@ from jaxcomm.types import ExchangeMetrics, PerWorker, communication_period, exch
 from jaxcomm.wire import Traffic, WireReport, step_report, verify, wire_report
 
 __all__ = [
+    "Boundary",
     "ExchangeMetrics",
+    "LateLayer",
+    "LatePlan",
     "PerWorker",
+    "Pipeline",
+    "PipelineReport",
     "Traffic",
     "TrainState",
     "WireReport",
+    "already_mean",
     "check_chain",
     "communication_period",
     "dct_dp",
+    "dct_mp",
     "dgc",
     "exchange_metrics",
     "global_params",
     "hierarchical",
+    "init_pipeline",
     "init_state",
     "iwp",
+    "late_multiply",
     "local_sgd",
     "make_mesh",
+    "make_pipeline_step",
     "make_train_step",
+    "masked_boundary",
+    "pipeline_model_state",
+    "pipeline_params",
+    "pipeline_report",
+    "plan_late_multiply",
     "plump_dp",
     "powersgd",
     "quant_dp",
@@ -62,5 +85,6 @@ __all__ = [
     "terngrad",
     "topk",
     "verify",
+    "verify_pipeline",
     "wire_report",
 ]

@@ -7,6 +7,7 @@ its own.
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from jaxcomm.traffic import Program, Traffic, count_bytes
 
@@ -88,7 +89,8 @@ def _add_instruction(program: Program, line: str, devices: int, read) -> None:
         raise ValueError(f"Bytes of {op!r} cannot be counted here, got: {line.strip()[:200]}")
     if kind in _OPS:
         workers = _group_size(rest, devices, line)
-        program.always.append(_traffic(op, match.group("shape"), workers))
+        traffic = _traffic(op, match.group("shape"), workers)
+        program.always.append(replace(traffic, pairs=_pairs(rest)) if kind == "collective-permute" else traffic)
     elif op == "while":
         body = read(_only(_BODY, rest, line))
         if body.communicates:
@@ -152,6 +154,12 @@ def _itemsize(dtype: str) -> int:
     if bits is None:
         raise ValueError(f"The bytes of type {dtype!r} in a compiled program are not known.")
     return max(int(bits.group()) // 8, 1)
+
+
+def _pairs(rest: str) -> tuple[tuple[int, int], ...]:
+    """Returns the (source, target) pairs of a permutation."""
+    listed = re.search(r"source_target_pairs=\{(.*?)\}\}", rest)
+    return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)", listed.group(1))) if listed else ()
 
 
 def _group_size(rest: str, devices: int, line: str) -> int:

@@ -16,6 +16,7 @@ class Traffic:
       workers: workers that take part together.
       times: executions in a step.
       axes: names of the mesh axes that it goes over; empty if they are not known (compiled text).
+      pairs: of a permutation, who sends to whom: positions on the axis, or in compiled text places in the mesh.
     """
 
     op: str
@@ -23,20 +24,23 @@ class Traffic:
     workers: int
     times: int = 1
     axes: tuple[str, ...] = field(default=(), compare=False)
+    pairs: tuple[tuple[int, int], ...] | None = field(default=None, compare=False)
 
     @property
     def received(self) -> Fraction:
         """Bytes that each worker receives in a step, by the ring algorithm of the operation.
 
-        all_reduce 2 (K-1)/K, all_gather K-1, reduce_scatter and all_to_all (K-1)/K, permute 1 times the operand.
+        all_reduce 2 (K-1)/K, all_gather K-1, reduce_scatter and all_to_all (K-1)/K times the operand. A permutation
+        sends it to as many workers as it has pairs: the average over the workers.
         """
         k = self.workers
+        receivers = k if self.pairs is None else sum(source != target for source, target in self.pairs)
         factor = {
             "all_reduce": Fraction(2 * (k - 1), k),
             "all_gather": Fraction(k - 1),
             "reduce_scatter": Fraction(k - 1, k),
             "all_to_all": Fraction(k - 1, k),
-            "permute": Fraction(1 if k > 1 else 0),
+            "permute": Fraction(receivers, k) if k > 1 else Fraction(0),
         }[self.op]
         return factor * self.operand_bytes * self.times
 
@@ -83,6 +87,17 @@ class Program:
         for branches in self.conditionals:
             part.add_conditional([branch.over(axis_name) for branch in branches])
         return part
+
+    def links(self) -> dict[tuple[int, int], int]:
+        """Returns the bytes of a usual step that permutations move from one position to another, by (from, to)."""
+        moved: dict[tuple[int, int], int] = {}
+        for traffic in self.always:
+            for pair in traffic.pairs or ():
+                moved[pair] = moved.get(pair, 0) + traffic.operand_bytes * traffic.times
+        for branches in self.conditionals:
+            for pair, count in branches[0].links().items():
+                moved[pair] = moved.get(pair, 0) + count
+        return moved
 
     @property
     def communicates(self) -> bool:

@@ -76,6 +76,18 @@ class Every:
     steps: int
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class AlreadyMean:
+    """A part of an exchange's state that says which gradients come to it as the workers' mean.
+
+    Attributes:
+      paths: of their parameters, as `jax.tree_util.keystr` writes them.
+    """
+
+    paths: tuple[str, ...]
+
+
 class ExchangeMetrics(NamedTuple):
     """Counts of the last exchange, the same on every worker.
 
@@ -116,6 +128,19 @@ def communication_period(state: Any) -> int | None:
     """
     every = _first(state, Every)
     return None if every is None else every.steps
+
+
+def already_mean_paths(state: Any) -> frozenset[str]:
+    """Finds the parameters whose gradients come to the exchange as the workers' mean (see `already_mean`).
+
+    Args:
+      state: the state of one transformation or of an Optax chain.
+
+    Returns:
+      Their paths, as `jax.tree_util.keystr` writes them; empty for most chains.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, AlreadyMean))
+    return frozenset(path for node in nodes if isinstance(node, AlreadyMean) for path in node.paths)
 
 
 def exchange_metrics(state: Any) -> ExchangeMetrics | None:

@@ -4,7 +4,7 @@ The prediction walks the traced program and needs no devices: it answers what a 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,11 @@ import optax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
+from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.hlo import read_program
-from jaxcomm.parallel.state import check_workers
+from jaxcomm.parallel.state import TrainState, check_workers
 from jaxcomm.traffic import Program, Traffic, count_bytes
+from jaxcomm.transforms.already_mean import vary_others
 from jaxcomm.types import communication_period
 
 _ALL_REDUCE = ("psum", "psum_invariant", "psum2", "pmax", "pmin")
@@ -116,16 +117,19 @@ def wire_report(
     params: Any,
     workers: int | tuple[int, ...],
     *,
+    beside: Sequence[Traffic] = (),
     axis_name: AxisName = "data",
 ) -> WireReport:
     """Predicts the bytes of one exchange from shapes alone.
 
-    Nothing is computed and no device is needed: any K can be asked about anywhere.
+    Nothing is computed and no device is needed: any K can be asked about anywhere. Gradients that `already_mean` passes
+    by cost the exchange nothing: what their layers gather depends on the batch, and is given as `beside`.
 
     Args:
       tx: a transformation or chain with an exchange in it.
       params: the parameters, or `jax.ShapeDtypeStruct`s of their shapes.
       workers: K, or the number along each axis.
+      beside: collectives that gradients cost beside the exchange: `plan.traffic` of `plan_late_multiply`.
       axis_name: the axis of workers that `tx` was made for, or the axes along which they lie, outermost first.
     """
     sizes, names = check_workers(workers, axis_name), axis_names(axis_name)
@@ -135,12 +139,14 @@ def wire_report(
 
     def worker(gradients: Any, params: Any) -> Any:
         nonlocal period
-        updates, state = tx.update(to_varying(gradients, axis_name), tx.init(params), params)
+        state = tx.init(params)
+        updates, state = tx.update(vary_others(gradients, state, axis_name), state, params)
         period = communication_period(state)
         return jax.tree.map(lambda update: update[None], updates)
 
     exchange = jax.shard_map(worker, mesh=mesh, in_specs=P(), out_specs=P(axis_name))
     program = traced_program(exchange, params, params)
+    program.always += beside
     n = sum(leaf.size for leaf in jax.tree.leaves(params))
     return WireReport(math.prod(sizes), n, program, period or 1)
 
@@ -165,6 +171,7 @@ def verify(
     params: Any,
     workers: int | tuple[int, ...],
     other_bytes: int = 256,
+    beside: Sequence[Traffic] = (),
     axis_name: AxisName = "data",
 ) -> WireReport:
     """Proves on the compiled text of a step that it sends what its exchange claims, and no more.
@@ -175,7 +182,9 @@ def verify(
       tx: the transformation that exchanges the gradients in it.
       params: the parameters, or their shapes.
       workers: K, or the number along each axis.
-      other_bytes: bytes that the step may receive beside the exchange (losses and metrics).
+      other_bytes: bytes that the step may receive beside the exchange (losses and metrics). Those of a model's state
+        in a `TrainState` among the arguments are added.
+      beside: as in `wire_report`.
       axis_name: the axis of workers, or the axes along which they lie, outermost first.
 
     Returns:
@@ -196,18 +205,25 @@ def verify(
             f"{float(compiled.received):,.0f} for {float(predicted.received):,.0f}: XLA has changed the collectives "
             f"(a widened type, or a gather over another mesh axis).\n{report}"
         )
-    exchange = wire_report(tx, params, workers, axis_name=axis_name).program
+    exchange = wire_report(tx, params, workers, beside=beside, axis_name=axis_name).program
+    other_bytes += sum(_model_state(arg, count).received for arg in args)
     for when, sent, claimed in (
         ("usual", compiled.received, exchange.received),
         ("most expensive", compiled.received_at_most, exchange.received_at_most),
     ):
         if sent > claimed + other_bytes:
             raise ValueError(
-                f"A step sends its exchange and at most {other_bytes} bytes more, got {float(sent):,.0f} where the "
+                f"A step sends its exchange and at most {float(other_bytes):,.0f} bytes more, got {float(sent):,.0f} where the "
                 f"exchange is {float(claimed):,.0f}: a dense all-reduce is left in the {when} step. Take "
                 f"params = jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad.\n{report}"
             )
     return report
+
+
+def _model_state(arg: Any, workers: int) -> Traffic:
+    """Returns what a step averages of the model's state, if an argument has one."""
+    leaves = jax.tree.leaves(arg.model_state) if isinstance(arg, TrainState) else []
+    return Traffic("all_reduce", 4 * sum(math.prod(jnp.shape(leaf)) for leaf in leaves), workers)
 
 
 def traced_program(function: Callable[..., Any], *args: Any) -> Program:
@@ -251,7 +267,8 @@ def _traffic(eqn: Any, axis_sizes: dict[str, int]) -> Traffic:
     groups = eqn.params.get("axis_index_groups")
     workers = len(groups[0]) if groups else math.prod(axis_sizes[axis] for axis in axes)
     size = sum(count_bytes(v.aval.shape, v.aval.dtype.itemsize) for v in eqn.invars)
-    return Traffic(_COLLECTIVES[eqn.primitive.name], size, workers, axes=axes)
+    pairs = tuple((int(a), int(b)) for a, b in eqn.params["perm"]) if eqn.primitive.name == "ppermute" else None
+    return Traffic(_COLLECTIVES[eqn.primitive.name], size, workers, axes=axes, pairs=pairs)
 
 
 def _inner(jaxpr: Any) -> Any:

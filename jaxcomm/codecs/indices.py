@@ -1,6 +1,7 @@
 """Index codecs: the interface, the entropy bound, and the choice by expected density."""
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import jax
@@ -68,13 +69,14 @@ def make_index_codec(name: str, layout: Layout) -> IndexCodec:
     raise ValueError(f"An index codec is one of {', '.join(INDEX_CODECS)}, got {name!r}: pass one of them, or 'auto'.")
 
 
-def choose_index_codec(layout: Layout, name: str = "auto") -> IndexCodec:
+def choose_index_codec(layout: Layout, name: str = "auto", among: Sequence[str] = INDEX_CODECS) -> IndexCodec:
     """Makes the codec that takes the fewest words for the layout's capacity.
 
     Args:
       layout: the segments; its density is slots over elements.
       name: one of `INDEX_CODECS`, or "auto" for the smallest.
+      among: the codecs that "auto" chooses from.
     """
     if name != "auto":
         return make_index_codec(name, layout)
-    return min((make_index_codec(each, layout) for each in INDEX_CODECS), key=lambda codec: codec.n_words)
+    return min((make_index_codec(each, layout) for each in among), key=lambda codec: codec.n_words)

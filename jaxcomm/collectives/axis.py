@@ -14,6 +14,10 @@ from jax import lax
 
 AxisName = str | tuple[str, ...]  # the workers may lie along several axes of a mesh
 
+# The name of an axis of one worker, along which parameters are made to differ to see what depends on them: JAX tracks
+# it like any other (see parallel/agreement.py).
+OTHER_USES = "uses other than late_multiply"
+
 
 def axis_names(axis_name: AxisName) -> tuple[str, ...]:
     """Returns the names of the axes, outermost first."""
@@ -34,6 +38,15 @@ def axis_size(axis_name: AxisName) -> int:
             f"{axis_name!r}: call it inside jax.shard_map over that axis, through jaxcomm.make_train_step, or under "
             f"jax.vmap(..., axis_name={axis_name!r}); or pass the name of your own axis as axis_name=."
         ) from None
+
+
+def is_in_scope(axis_name: AxisName) -> bool:
+    """Returns whether there are workers along the axis, or along all of the axes."""
+    try:
+        axis_size(axis_name)
+    except ValueError:
+        return False
+    return True
 
 
 def varies(value: Any, axis_name: str) -> bool:
@@ -59,6 +72,11 @@ def to_varying(tree: Any, axis_name: AxisName) -> Any:
         return value
 
     return jax.tree.map(vary, tree)
+
+
+def other_axes(value: jax.Array, axis_name: AxisName) -> tuple[str, ...]:
+    """Returns the axes, beside that of the workers, along which JAX knows a value to differ: those of a cut model."""
+    return tuple(sorted(set(jax.typeof(value).manual_axis_type.varying) - set(axis_names(axis_name))))
 
 
 def zeros_varying_as(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.Array:

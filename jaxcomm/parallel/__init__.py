@@ -2,17 +2,24 @@
 
 from jaxcomm.parallel.chain import check_chain
 from jaxcomm.parallel.mesh import make_mesh
+from jaxcomm.parallel.pipeline import Pipeline
+from jaxcomm.parallel.pipeline_step import init_pipeline, make_pipeline_step, pipeline_model_state, pipeline_params
 from jaxcomm.parallel.resize import resize_workers
 from jaxcomm.parallel.state import TrainState, global_params, init_state, state_shardings, state_specs
 from jaxcomm.parallel.step import make_train_step, simulate
 
 __all__ = [
+    "Pipeline",
     "TrainState",
     "check_chain",
     "global_params",
+    "init_pipeline",
     "init_state",
     "make_mesh",
+    "make_pipeline_step",
     "make_train_step",
+    "pipeline_model_state",
+    "pipeline_params",
     "resize_workers",
     "simulate",
     "state_shardings",

@@ -328,6 +328,8 @@ def _links(tx: Any, within: tuple[str, ...], part: Mapping[Hashable, Hashable]) 
         links = _links(steps.inner_opt, (*within, "MultiSteps"), part)
         return [*links, Link("MultiSteps", known=True, within=within, part=part)]
     package, name, args = _made_by(update)
+    if package == "jaxcomm" and name == "already_mean":
+        return _links(args["exchange"], (*within, name), part)
     if package == "jaxcomm":
         inner = [value for value in args.values() if isinstance(value, optax.GradientTransformation)]
         inner = tuple(link for value in inner for link in _links(value, (), {})) if name == "hierarchical" else ()

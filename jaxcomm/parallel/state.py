@@ -14,7 +14,15 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.parallel.chain import check_chain
-from jaxcomm.types import ExchangeMetrics, InnerRows, LocalRows, PerWorker, communication_period, exchange_metrics
+from jaxcomm.types import (
+    ExchangeMetrics,
+    InnerRows,
+    LocalRows,
+    PerWorker,
+    already_mean_paths,
+    communication_period,
+    exchange_metrics,
+)
 
 
 class TrainState(NamedTuple):
@@ -24,11 +32,14 @@ class TrainState(NamedTuple):
       params: the parameters, the same on every worker; with a local method rows of them, see `global_params`.
       opt_state: the optimizer's state. Its `PerWorker` leaves have a row per worker, the rest is the same on every one.
       step: () int32, steps so far, skipped ones included.
+      model_state: what the model keeps beside its parameters and changes without a gradient, such as the running
+        statistics of batch normalisation: floats, the same on every worker. Empty for most models.
     """
 
     params: Any
     opt_state: Any
     step: jax.Array
+    model_state: Any = ()
 
 
 def is_per_worker(node: Any) -> bool:
@@ -68,6 +79,7 @@ def init_state(
     workers: Mesh | int | tuple[int, ...],
     *,
     axis_name: AxisName = "data",
+    model_state: Any = (),
 ) -> TrainState:
     """Makes the state of a run from its parameters, placed where `make_train_step` or `simulate` wants it.
 
@@ -77,32 +89,43 @@ def init_state(
       tx: a chain with one exchange of this library in it.
       workers: a mesh (for `make_train_step`), or the number of workers K (for `simulate`), one for each axis.
       axis_name: the axis of workers on the mesh, or the axes along which they lie, outermost first.
+      model_state: running statistics and their like, of floats, the same in every process; copied as well. For a step
+        with `has_state`.
 
     Raises:
       ValueError: if no transformation of the chain exchanges gradients, if their order is refused (see `check_chain`,
-        whose warnings are emitted here), or for a K below 1.
+        whose warnings are emitted here), for a model state that cannot be averaged, for `already_mean` in a local
+        method, or for a K below 1.
     """
     for message in check_chain(tx):
         warnings.warn(message, stacklevel=2)
+    check_model_state(model_state)
 
-    def worker_state(params: Any) -> TrainState:
-        return make_local(TrainState(params, tx.init(params), jnp.zeros((), jnp.int32)))
+    def worker_state(params: Any, model_state: Any) -> TrainState:
+        return make_local(TrainState(params, tx.init(params), jnp.zeros((), jnp.int32), model_state))
 
     if isinstance(workers, Mesh):
         check_axis(workers, axis_name)
         sizes = tuple(workers.shape[name] for name in axis_names(axis_name))
     else:
         sizes = check_workers(workers, axis_name)
-    shapes = jax.eval_shape(in_axes_of_workers(worker_state, sizes, axis_name), params)
+    shapes = jax.eval_shape(in_axes_of_workers(worker_state, sizes, axis_name), params, model_state)
     if exchange_metrics(shapes.opt_state) is None:
         raise ValueError(
             "A data-parallel step needs one transformation that averages over the workers, got a chain without: put "
             "jaxcomm.plump_dp() (dense) or a compressor such as jaxcomm.dct_dp(0.99) first in optax.chain(...)."
         )
+    passed = already_mean_paths(shapes.opt_state)
+    if passed and communication_period(shapes.opt_state) is not None:
+        raise ValueError(
+            "Workers of a local method have parameters of their own, whose gradients have no mean in common, got a "
+            f"local method with already_mean for {', '.join(sorted(passed))}: give the local method the exchange "
+            "itself, and the layers mode='reduce'."
+        )
     if isinstance(workers, Mesh):
         on_worker = jax.shard_map(worker_state, mesh=workers, in_specs=P(), out_specs=state_specs(shapes, axis_name))
-        params = jax.tree.map(jnp.asarray, params)
-        return jax.jit(on_worker)(jax.device_put(params, NamedSharding(workers, P())))
+        given = jax.tree.map(jnp.asarray, (params, model_state))
+        return jax.jit(on_worker)(*jax.device_put(given, NamedSharding(workers, P())))
     by_axis = dict(zip(axis_names(axis_name), sizes, strict=True))
 
     def rows(node: Any) -> Any:
@@ -111,8 +134,23 @@ def init_state(
         count = by_axis[node.axis] if isinstance(node, InnerRows) else math.prod(sizes)
         return jax.tree.map(lambda row: jnp.repeat(row, count, axis=0), node)
 
-    one = jax.jit(in_axes_of_workers(worker_state, sizes, axis_name))(params)
+    one = jax.jit(in_axes_of_workers(worker_state, sizes, axis_name))(params, model_state)
     return jax.tree.map(rows, one, is_leaf=is_per_worker)
+
+
+def check_model_state(model_state: Any) -> None:
+    """Refuses a model's state that has no mean over the workers.
+
+    Raises:
+      ValueError: for a leaf that is not of a real floating type.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise ValueError(
+                "A model's state is averaged over the workers, so its leaves are of a real floating type, got "
+                f"{jnp.result_type(leaf)} at {jax.tree_util.keystr(path)!r}: keep counters and random keys out of it "
+                "(nnx.state(model, nnx.BatchStat) has running statistics alone), or make the leaf a float."
+            )
 
 
 def check_workers(workers: int | tuple[int, ...], axis_name: AxisName) -> tuple[int, ...]:

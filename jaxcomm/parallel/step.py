@@ -12,11 +12,13 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, to_varying
+from jaxcomm.collectives.axis import AxisName, axis_names, axis_size
+from jaxcomm.parallel.agreement import check_agreement, trace_on
 from jaxcomm.parallel.chain import check_chain
 from jaxcomm.parallel.state import (
     TrainState,
     check_axis,
+    check_model_state,
     check_workers,
     is_exchange_state,
     is_per_worker,
@@ -24,10 +26,12 @@ from jaxcomm.parallel.state import (
     state_specs,
     without_rows,
 )
+from jaxcomm.transforms.already_mean import vary_others
 from jaxcomm.transforms.local_sgd import is_finite_tree
-from jaxcomm.types import InnerRows, communication_period, exchange_metrics
+from jaxcomm.types import InnerRows, already_mean_paths, communication_period, exchange_metrics
 
-LossFn = Callable[[Any, Any], Any]
+LossFn = Callable[..., Any]
+GradientsFn = Callable[[Any, Any, Any], tuple[tuple[Any, tuple[dict[str, Any], Any]], Any]]
 Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
 
 
@@ -37,6 +41,7 @@ def make_train_step(
     mesh: Mesh,
     *,
     has_aux: bool = False,
+    has_state: bool = False,
     axis_name: AxisName = "data",
     donate: bool = True,
 ) -> Step:
@@ -51,33 +56,44 @@ def make_train_step(
     optimizer state, and a worker whose gradient is not finite leaves its own as they were; `global_params(state)` is
     the model.
 
+    A model with running statistics (batch normalisation) keeps them in `state.model_state`. Every worker makes new ones
+    from its own rows, and all go on from the workers' mean, local methods included: there too in every step. They stay
+    as they were if the step is skipped; with a local method, a worker whose gradient is not finite gives the old ones.
+
     Args:
-      loss_fn: (params, batch) -> the mean loss of the rows given, a scalar; or (loss, dict of scalars) with `has_aux`.
+      loss_fn: (params, batch) -> the mean loss of the rows given, a scalar; or (loss, dict of scalars) with `has_aux`;
+        or (params, model_state, batch) -> (loss, (dict of scalars, new model_state)) with `has_state`.
       tx: a chain with one exchange of this library in it.
       mesh: a mesh with the axis of workers.
       has_aux: whether `loss_fn` returns a dict of scalars as well; they are averaged over the workers.
+      has_state: whether `loss_fn` takes and returns `state.model_state` (which `init_state` is given), and a dict of
+        scalars, which may be empty, whatever `has_aux` says. The new state has the structure, shapes and types of the
+        old.
       axis_name: the axis of workers, or the axes along which they lie, outermost first.
       donate: reuse the state's buffers for the new state. The old state cannot be read afterwards.
 
     Returns:
       A jitted step(state, batch) -> (state, metrics). All arrays of the batch have the global batch as first dimension,
       a multiple of K. Metrics, the same on every worker: loss, the scalars of `loss_fn`, and those of the exchange (see
-      `ExchangeMetrics`). On the wire: what `tx` costs, and one all-reduce of 4 bytes a scalar.
+      `ExchangeMetrics`). On the wire: what `tx` costs, and one all-reduce of 4 bytes a scalar and a number of the
+      model's state.
 
     Raises:
       ValueError: if the mesh lacks the axis or has others, or if the chain's order is refused (see `check_chain`); at
-        trace time if the batch is not divisible by K.
+        trace time if the batch is not divisible by K, or for a model's state that `loss_fn` does not take, has not
+        kept in its shape, or that is not of floats; and if the loss uses a parameter that `already_mean` marks other
+        than by `late_multiply`.
     """
     check_axis(mesh, axis_name)
     check_chain(tx)  # its warnings come from init_state
-    worker_step = partial(_worker_step, loss_fn, tx, has_aux, axis_name)
+    gradients_fn = gradients_of(loss_fn, has_aux, has_state)
+    own_step = partial(worker_step, gradients_fn, tx, axis_name)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         check_batch(batch, math.prod(mesh.shape[name] for name in axis_names(axis_name)))
+        check_agreement(gradients_fn, state, batch, dict(mesh.shape), axis_name)
         specs = state_specs(state, axis_name)
-        return jax.shard_map(worker_step, mesh=mesh, in_specs=(specs, P(axis_name)), out_specs=(specs, P()))(
-            state, batch
-        )
+        return jax.shard_map(own_step, mesh=mesh, in_specs=(specs, P(axis_name)), out_specs=(specs, P()))(state, batch)
 
     return jax.jit(step, donate_argnums=0 if donate else ())
 
@@ -88,6 +104,7 @@ def simulate(
     workers: int | tuple[int, ...],
     *,
     has_aux: bool = False,
+    has_state: bool = False,
     axis_name: AxisName = "data",
     donate: bool = True,
 ) -> Step:
@@ -100,11 +117,13 @@ def simulate(
       tx: as in `make_train_step`.
       workers: K, any number (96, say), or one for each axis. Memory grows with K; the decoded mean is held once.
       has_aux: as in `make_train_step`.
+      has_state: as in `make_train_step`.
       axis_name: as in `make_train_step`.
       donate: as in `make_train_step`.
     """
     check_chain(tx)
-    worker_step = partial(_worker_step, loss_fn, tx, has_aux, axis_name)
+    gradients_fn = gradients_of(loss_fn, has_aux, has_state)
+    own_step = partial(worker_step, gradients_fn, tx, axis_name)
     sizes, names = check_workers(workers, axis_name), axis_names(axis_name)
 
     def axes(state: TrainState, name: str) -> Any:
@@ -131,9 +150,13 @@ def simulate(
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         check_batch(batch, math.prod(sizes))
+        by_name = dict(zip(names, sizes, strict=True))
+        check_agreement(gradients_fn, state, batch, by_name, axis_name)
+        if already_mean_paths(state.opt_state):  # nothing is tracked here, so that a mesh has to tell what differs
+            trace_on(own_step, by_name, axis_name, state, batch, out_specs=(state_specs(state, axis_name), P()))
         parts = jax.tree.map(lambda x: x.reshape(*sizes, -1, *x.shape[1:]), batch)
         state = jax.tree.map(rows_apart, state, is_leaf=is_per_worker)
-        function = worker_step
+        function = own_step
         for name in reversed(names):
             own = axes(state, name)
             function = jax.vmap(function, in_axes=(own, 0), out_axes=(own, None), axis_name=name)
@@ -159,10 +182,28 @@ def check_batch(batch: Any, workers: int) -> None:
             )
 
 
-def _worker_step(
-    loss_fn: LossFn,
+def gradients_of(loss_fn: LossFn, has_aux: bool, has_state: bool) -> GradientsFn:
+    """Returns (params, model_state, batch) -> ((loss, (scalars, new model_state)), gradients) of any loss."""
+    if has_state:
+        return jax.value_and_grad(loss_fn, has_aux=True)
+
+    def loss(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
+        if jax.tree.leaves(model_state):
+            raise ValueError(
+                f"A model's state is given to the loss, which returns a new one, got a state of "
+                f"{len(jax.tree.leaves(model_state))} arrays for a loss without: pass has_state=True and "
+                "loss_fn(params, model_state, batch), or leave model_state out of init_state."
+            )
+        value = loss_fn(params, batch)
+        value, scalars = value if has_aux else (value, {})
+        return value, (scalars, model_state)
+
+    return jax.value_and_grad(loss, has_aux=True)
+
+
+def worker_step(
+    gradients_fn: GradientsFn,
     tx: optax.GradientTransformation,
-    has_aux: bool,
     axis_name: AxisName,
     state: TrainState,
     batch: Any,
@@ -170,22 +211,24 @@ def _worker_step(
     """One worker's step; runs inside the axis of workers."""
     old = without_rows(state)
     is_local = communication_period(state.opt_state) is not None
-    params = to_varying(old.params, axis_name)
-    value, gradients = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, batch)
-    loss, scalars = value if has_aux else (value, {})
+    params = vary_others(old.params, old.opt_state, axis_name)
+    (loss, (scalars, model_state)), gradients = gradients_fn(params, old.model_state, batch)
+    _check_new_state(model_state, old.model_state)
     updates, opt_state = tx.update(gradients, old.opt_state, old.params)
     exchanged = exchange_metrics(opt_state)
     assert exchanged is not None, "init_state refuses chains without an exchange"
-    ok = exchanged.skipped == 0
+    exchange_ok = ok = exchanged.skipped == 0
     if is_local:  # between two exchanges a worker is on its own
         ok = ok & is_finite_tree(gradients)
     new_params = optax.apply_updates(old.params, updates)
 
-    averaged = _mean_of_scalars({"loss": loss, **scalars}, axis_name)
+    own_state = _keep_unless(ok, model_state, old.model_state)
+    averaged, mean_state = _mean_over_workers({"loss": loss, **scalars}, own_state, axis_name)
     new = TrainState(
         params=_keep_unless(ok, new_params, old.params),
         opt_state=_keep_unless(ok, opt_state, old.opt_state),
         step=state.step + 1,
+        model_state=_keep_unless(exchange_ok, mean_state, old.model_state),
     )
     return make_local(new), {**averaged, **exchanged._asdict()}
 
@@ -201,8 +244,34 @@ def _keep_unless(ok: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(choose, new, old, is_leaf=is_exchange_state)
 
 
-def _mean_of_scalars(scalars: dict[str, jax.Array], axis_name: AxisName) -> dict[str, jax.Array]:
-    """Averages scalars over the workers in one all-reduce."""
+def _check_new_state(new: Any, old: Any) -> None:
+    """Refuses a new state of the model that is not what the next step would take."""
+    check_model_state(old)
+    kinds = [jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree) for tree in (new, old)]
+    if jax.tree.structure(new) != jax.tree.structure(old) or kinds[0] != kinds[1]:
+        raise ValueError(
+            "A new model state has the structure, shapes and types of the old, got "
+            f"{jax.tree.map(jax.typeof, new)} for {jax.tree.map(jax.typeof, old)}: return from loss_fn what it was "
+            "given as model_state, with new numbers."
+        )
+
+
+def _mean_over_workers(
+    scalars: dict[str, jax.Array], tree: Any, axis_name: AxisName
+) -> tuple[dict[str, jax.Array], Any]:
+    """Averages scalars, and the leaves of a tree, over the workers in one all-reduce of float32.
+
+    What is `PerWorker` in the tree stays each worker's own.
+    """
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=is_per_worker)
+    leaves = [node for node in nodes if not is_per_worker(node)]
     stacked = jnp.stack([jnp.asarray(value, jnp.float32) for value in scalars.values()])
-    mean = lax.psum(stacked, axis_name) / axis_size(axis_name)
-    return dict(zip(scalars, mean, strict=True))
+    vector = jnp.concatenate([stacked, *(leaf.reshape(-1).astype(jnp.float32) for leaf in leaves)])
+    mean = lax.psum(vector, axis_name) / axis_size(axis_name)
+    start, means = len(scalars), []
+    for leaf in leaves:
+        means.append(mean[start : start + leaf.size].reshape(leaf.shape).astype(leaf.dtype))
+        start += leaf.size
+    averaged = iter(means)
+    nodes = [node if is_per_worker(node) else next(averaged) for node in nodes]
+    return dict(zip(scalars, mean[: len(scalars)], strict=True)), treedef.unflatten(nodes)

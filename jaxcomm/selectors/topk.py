@@ -1,15 +1,17 @@
-"""The k largest coordinates of every tensor, exactly."""
+"""The k largest coordinates of every tensor, or of every row, exactly."""
 
 import math
 from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from jaxcomm import bits
 from jaxcomm.layout import Layout
 from jaxcomm.selectors.selection import rank_in_segment
-from jaxcomm.selectors.threshold import order_statistic, select_above, select_threshold
+from jaxcomm.selectors.threshold import magnitude_bits, order_statistic, select_above, select_threshold
 
 
 def select_topk(vector: jax.Array, layout: Layout, k: jax.Array | None = None) -> jax.Array:
@@ -34,6 +36,34 @@ def select_topk(vector: jax.Array, layout: Layout, k: jax.Array | None = None) -
     room = layout.per_block(k - n_above)
     rank, _ = rank_in_segment(tied, layout)
     return above | bits.keep_first(tied, (room[:, None] - rank).reshape(-1))
+
+
+def select_rows(rows: jax.Array, k: int) -> jax.Array:
+    """Marks the k largest magnitudes of every row, exactly k.
+
+    Ties at the smallest of them go to the lowest index. NaN counts as larger than any number.
+
+    Args:
+      rows: (B, d) float32.
+      k: from 1 to d.
+
+    Returns:
+      (B, d) bool.
+    """
+    if k == rows.shape[1]:
+        return jnp.ones_like(rows, bool)
+    magnitude = magnitude_bits(rows)
+    n_below = rows.shape[1] - k  # bisection on the bits of the float: the smallest that is marked has this many below
+
+    def narrow(step: int, known: jax.Array) -> jax.Array:
+        candidate = known | lax.shift_left(np.uint32(1), jnp.uint32(30 - step))
+        below = jnp.sum(magnitude < candidate[:, None], axis=1, dtype=jnp.int32)
+        return jnp.where(below <= n_below, candidate, known)
+
+    smallest = lax.fori_loop(0, 31, narrow, jnp.zeros_like(magnitude[:, 0]))[:, None]
+    above, tied = magnitude > smallest, magnitude == smallest
+    room = k - jnp.sum(above, axis=1, dtype=jnp.int32, keepdims=True)
+    return above | (tied & (jnp.cumsum(tied, axis=1, dtype=jnp.int32) <= room))
 
 
 def dropped(n: int, sparsity: float) -> int:

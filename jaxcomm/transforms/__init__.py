@@ -1,5 +1,6 @@
 """One Optax transformation per method, named as in its paper."""
 
+from jaxcomm.transforms.already_mean import AlreadyMeanState, already_mean
 from jaxcomm.transforms.dct_dp import DctDpState, dct_dp
 from jaxcomm.transforms.dgc import DgcState, dgc
 from jaxcomm.transforms.hierarchical import HierarchicalState, hierarchical
@@ -15,6 +16,7 @@ from jaxcomm.transforms.terngrad import TernGradState, terngrad
 from jaxcomm.transforms.topk import TopKState, topk
 
 __all__ = [
+    "AlreadyMeanState",
     "DctDpState",
     "DgcState",
     "HierarchicalState",
@@ -28,6 +30,7 @@ __all__ = [
     "SlimDpState",
     "TernGradState",
     "TopKState",
+    "already_mean",
     "dct_dp",
     "dgc",
     "hierarchical",

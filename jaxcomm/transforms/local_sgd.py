@@ -8,7 +8,7 @@ import optax
 from jax import lax
 
 from jaxcomm.collectives import check_per_worker
-from jaxcomm.collectives.axis import to_varying
+from jaxcomm.collectives.axis import other_axes, to_varying
 from jaxcomm.layout import plan_layout
 from jaxcomm.transforms.checks import check_count
 from jaxcomm.types import Every, ExchangeMetrics, PerWorker, communication_period, exchange_metrics
@@ -110,11 +110,12 @@ def local_sgd(
                 "state, params)."
             )
         check_per_worker(updates, axis_name)
+        like = jax.tree.leaves(updates)[0]
 
         def stay() -> tuple[Any, Any]:
             ok = is_finite_tree(updates)
             own = jax.tree.map(lambda u: jnp.where(ok, u, jnp.zeros_like(u)), updates)
-            return own, vary_rows(state._replace(metrics=ExchangeMetrics.zeros()), axis_name)
+            return own, vary_rows(state._replace(metrics=ExchangeMetrics.zeros()), axis_name, like)
 
         def communicate() -> tuple[Any, Any]:
             gradient = jax.tree.map(lambda a, p, u: a - (_wide(p) + _wide(u)), state.anchor, params, updates)
@@ -129,7 +130,7 @@ def local_sgd(
             )
             kept = jax.tree.map(lambda n, o: jnp.where(ok, n, o), new_outer, state.outer)
             return to_anchor, vary_rows(
-                state._replace(metrics=metrics, anchor=moved, exchange=inner, outer=kept), axis_name
+                state._replace(metrics=metrics, anchor=moved, exchange=inner, outer=kept), axis_name, like
             )
 
         if steps == 1:
@@ -151,10 +152,14 @@ def is_finite_tree(tree: Any) -> jax.Array:
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
 
 
-def vary_rows(state: Any, axis_name: str) -> Any:
-    """Marks the rows of a state as different on every worker, as branches of a conditional must agree about them."""
+def vary_rows(state: Any, axis_name: str, like: jax.Array) -> Any:
+    """Marks what may differ in a state, as branches of a conditional must agree about it.
+
+    Rows differ on every worker, and everything along the other axes on which `like`, an update, does.
+    """
+    others = other_axes(like, axis_name)
 
     def vary(node: Any) -> Any:
-        return to_varying(node, axis_name) if isinstance(node, PerWorker) else node
+        return to_varying(node, (axis_name, *others) if isinstance(node, PerWorker) else others)
 
     return jax.tree.map(vary, state, is_leaf=lambda node: isinstance(node, PerWorker))

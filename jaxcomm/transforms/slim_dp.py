@@ -255,7 +255,7 @@ def slim_dp(
             return merge(ok, core_values, ordered[size:][asked]), new_state
 
         def settle(own: jax.Array, new_state: SlimDpState) -> tuple[jax.Array, SlimDpState]:
-            return to_varying(own, axis_name), vary_rows(new_state, axis_name)
+            return to_varying(own, axis_name), vary_rows(new_state, axis_name, own_update)
 
         def communicate() -> tuple[jax.Array, SlimDpState]:
             is_full = state.due | ((state.round + 1) % q == 0)

@@ -1,0 +1,219 @@
+"""How the activations of a batch, and their gradients, are written where a model is cut.
+
+A format is planned from the shape of one array of activations (B, ...), samples first. The sender encodes and the
+receiver decodes; the backward pass is in the formats too, because what comes back may be written otherwise.
+
+Source: Gupta et al., "Training Recommender Systems at Scale: Communication-Efficient Model and Data Parallelism", KDD
+2021: `Largest` is its DCT-MP; `Sketch` and `LargestGradient` are the two of its appendix A that lose accuracy.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomm import bits
+from jaxcomm.codecs.indices import IndexCodec, choose_index_codec
+from jaxcomm.codecs.values import ValueCodec
+from jaxcomm.collectives.axis import zeros_varying_as
+from jaxcomm.collectives.boundary import Encoded
+from jaxcomm.collectives.gather import fuse, split_words
+from jaxcomm.layout import Layout, plan_layout
+from jaxcomm.selectors.selection import compact
+from jaxcomm.selectors.topk import select_rows
+from jaxcomm.types import Payload
+
+# The index codecs with room for every selection: nothing that was selected is ever left out.
+_INDEX_CODECS = ("plain", "bitmap", "elias_fano")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Every value, without an index.
+
+    Attributes:
+      shape: of the activations, samples first.
+      dtype: of the activations.
+      values_as: the type of a value on the wire.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    values_as: ValueCodec
+
+    @property
+    def features(self) -> int:
+        """Values of one sample, d."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether the receiver keeps what it does not send back."""
+        return False
+
+    def encode(self, x: jax.Array) -> Encoded:
+        """Writes activations; runs on the sender."""
+        return Encoded(x.reshape(-1), zeros_varying_as((0,), jnp.uint32, x))
+
+    def decode(self, encoded: Encoded) -> jax.Array:
+        """Reads activations; runs on the receiver."""
+        return encoded.values.reshape(self.shape)
+
+    def forward(self, values: jax.Array, key: jax.Array) -> jax.Array:
+        """Returns what travels forward for the values."""
+        del key
+        return values
+
+    def forwarded(self, values: jax.Array, key: jax.Array) -> jax.Array:
+        """Returns the values, from what has travelled forward."""
+        del key
+        return values
+
+    def backward(self, gradient: jax.Array, residual: Any) -> tuple[Encoded, Any]:
+        """Returns what travels backward for the gradient of the values, and the new residual."""
+        return Encoded(gradient, zeros_varying_as((0,), jnp.uint32, gradient)), residual
+
+    def returned(self, encoded: Encoded) -> jax.Array:
+        """Returns the gradient of the values, from what has travelled backward."""
+        return encoded.values
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The k largest magnitudes of every row of a (B, d) array, and their positions as one coded sequence."""
+
+    rows: int
+    features: int
+    k: int
+
+    @cached_property
+    def layout(self) -> Layout:
+        """All rows as one segment with B k slots, which are always all in use."""
+        flat = jax.ShapeDtypeStruct((self.rows * self.features,), jnp.float32)
+        return plan_layout(flat, dense_below=0, capacity=lambda _: self.slots)
+
+    @cached_property
+    def codec(self) -> IndexCodec:
+        """The codec of the positions."""
+        return choose_index_codec(self.layout, among=_INDEX_CODECS)
+
+    @property
+    def slots(self) -> int:
+        """Values that travel."""
+        return self.rows * self.k
+
+    def encode(self, x: jax.Array) -> Encoded:
+        """Selects from (B, d) and writes; differentiable with respect to the values, on the mask that was selected."""
+        magnitudes = lax.stop_gradient(x).reshape(self.rows, self.features).astype(jnp.float32)
+        mask = jnp.pad(select_rows(magnitudes, self.k).reshape(-1), (0, self.layout.n - x.size))
+        selection = compact(bits.pack(mask), self.layout)
+        payload, _ = self.codec.encode(selection)
+        return Encoded(x.reshape(-1).at[selection.slots.position].get(mode="promise_in_bounds"), fuse(payload))
+
+    def decode(self, encoded: Encoded) -> jax.Array:
+        """Returns the (B d,) array that is zero where nothing was sent."""
+        position = self.codec.decode(split_words(encoded.words, self._payload))  # (B k,)
+        flat = zeros_varying_as((self.rows * self.features,), encoded.values.dtype, encoded.values)
+        return flat.at[position].set(
+            encoded.values, mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True
+        )
+
+    @cached_property
+    def _payload(self) -> Payload:
+        def write(words: jax.Array) -> Payload:
+            return self.codec.encode(compact(words, self.layout))[0]
+
+        return jax.eval_shape(write, jax.ShapeDtypeStruct((self.layout.n_words,), jnp.uint32))
+
+
+@dataclass(frozen=True)
+class Largest(Whole):
+    """The k largest magnitudes of every sample forward; the gradient of exactly these values backward (DCT-MP).
+
+    Attributes:
+      k: values of a sample that travel.
+    """
+
+    k: int
+
+    @cached_property
+    def _rows(self) -> Rows:
+        return Rows(self.shape[0], self.features, self.k)
+
+    def encode(self, x: jax.Array) -> Encoded:
+        """Selects and writes activations; gradients come back on the mask that was selected."""
+        return self._rows.encode(x)
+
+    def decode(self, encoded: Encoded) -> jax.Array:
+        """Reads activations, zero where nothing was sent."""
+        return self._rows.decode(encoded).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Sketch(Whole):
+    """A random projection of every sample to k numbers forward; the whole gradient backward.
+
+    The receiver works with x S S^T, where the entries of S (d, k) are normal with variance 1/k: x on average. The
+    gradient goes back as if nothing had been lost.
+
+    Attributes:
+      k: numbers a sample.
+    """
+
+    k: int
+
+    def _matrix(self, key: jax.Array) -> jax.Array:
+        draw = jax.random.normal(jax.random.key(key), (self.features, self.k), jnp.float32)
+        return draw / math.sqrt(self.k)
+
+    def forward(self, values: jax.Array, key: jax.Array) -> jax.Array:
+        """Returns x S, (B k,)."""
+        return (values.reshape(-1, self.features) @ self._matrix(key)).reshape(-1).astype(values.dtype)
+
+    def forwarded(self, values: jax.Array, key: jax.Array) -> jax.Array:
+        """Returns x S S^T, (B d,)."""
+        return (values.reshape(-1, self.k) @ self._matrix(key).T).reshape(-1).astype(values.dtype)
+
+
+@dataclass(frozen=True)
+class LargestGradient(Whole):
+    """Whole activations forward; the k largest magnitudes of every sample's gradient backward, with error feedback.
+
+    Attributes:
+      k: values of a sample's gradient that travel.
+    """
+
+    k: int
+
+    @property
+    def has_residual(self) -> bool:
+        """Always."""
+        return True
+
+    @cached_property
+    def _rows(self) -> Rows:
+        return Rows(self.shape[0], self.features, self.k)
+
+    def backward(self, gradient: jax.Array, residual: Any) -> tuple[Encoded, Any]:
+        """Selects from gradient + residual; the rest is the new residual, rounding included."""
+        total = gradient + residual.reshape(-1).astype(gradient.dtype)
+        encoded = self._rows.encode(total)
+        encoded = encoded._replace(values=round_values(encoded.values, self.values_as))
+        unsent = total - self._rows.decode(encoded)
+        return encoded, unsent.reshape(residual.shape).astype(residual.dtype)
+
+    def returned(self, encoded: Encoded) -> jax.Array:
+        """Returns the gradient, zero where nothing was sent."""
+        return self._rows.decode(encoded)
+
+
+def round_values(values: jax.Array, codec: ValueCodec) -> jax.Array:
+    """Returns the values that the receiver will see, in their own dtype."""
+    info = jnp.finfo(codec.dtype)
+    if info.bits >= jnp.finfo(values.dtype).bits:
+        return values
+    return lax.reduce_precision(values, exponent_bits=info.nexp, mantissa_bits=info.nmant)

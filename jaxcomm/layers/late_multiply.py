@@ -1,0 +1,179 @@
+"""Late-multiply: a dense layer whose inputs and errors cross the network, and not its gradient.
+
+A kernel's gradient X^T E is as large as the kernel, N x M, however few rows X (B x N) and E (B x M) have. With a small
+batch they are fewer bytes than their product: they travel, and every worker multiplies late.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomm.collectives.axis import (
+    OTHER_USES,
+    AxisName,
+    all_gather_same,
+    axis_names,
+    axis_size,
+    is_in_scope,
+    to_varying,
+    varies,
+)
+from jaxcomm.traffic import Traffic
+
+MODES = ("auto", "late", "reduce")
+
+
+def late_multiply(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    axis_name: AxisName = "data",
+    mode: str = "auto",
+) -> jax.Array:
+    """Multiplies x with the kernel of a dense layer; its gradient is the workers' mean without an all-reduce.
+
+    With "late" the backward pass, on every worker,
+
+      1. gives the gradient of its own x, E W^T, which stays local
+      2. gathers all workers' rows of X and of the errors E
+      3. multiplies them: (1/K) sum_k X_k^T E_k is the mean over the workers of the gradients of their own (mean) losses,
+         what an exchange would have made of them; and (1/K) sum_k of the rows of E_k is that of the bias
+
+    So the gradients of kernel and bias are the same on all workers, and must not be exchanged again: the exchange is
+    wrapped, `already_mean(exchange, plan.where)`. With `make_train_step` and `simulate` it is an error, when they are
+    traced, if the wrapper and the layers do not agree about a parameter.
+
+    Each worker receives (K-1) (R N + R M) numbers of the type of x, R its own rows (see `late_traffic`), where a dense
+    exchange of the kernel is 2 (K-1)/K * 4 N M bytes. Each computes K times the product.
+
+    Args:
+      x: (..., N), each worker's own rows; float32, bfloat16 or float16. The product is computed, and the errors travel,
+        in this type.
+      kernel: (N, M), the same on every worker with "late", each worker's own with "reduce".
+      bias: (M,) or None, alike.
+      axis_name: the axis of workers, or the axes along which they lie. Where none is in scope, as in evaluation, there
+        is one worker, and this is the plain product with its plain gradient.
+      mode: "late"; "reduce", the plain product, whose gradient is to be exchanged; or "auto": "late" exactly if it moves
+        fewer bytes than a dense exchange of the kernel, for 4 bytes a number if the global batch, in rows, is below
+        2 N M / (N + M). For another exchange ask `plan_late_multiply`, and pass its `plan.mode(path)`.
+
+    Returns:
+      (..., M) in the type of x, each worker's own. Gradients of kernel and bias have the types of these, and are
+      summed up in float32.
+
+    Raises:
+      ValueError: for shapes that do not fit, an unknown mode, and where the kernel is each worker's own with "late".
+
+    References:
+      "Practical Lessons of Distributed Deep Learning", ICML 2017 workshop, section 2.1.
+    """
+    _check(x, kernel, bias, mode)
+    rows = x.reshape(-1, x.shape[-1])  # (R, N)
+    if is_in_scope(axis_name) and is_late(mode, rows, kernel, axis_size(axis_name)):
+        _check_same(kernel, bias, axis_name)
+        if varies(kernel, OTHER_USES):  # make_train_step asks which uses of a kernel are not this one
+            kernel, bias = (None if leaf is None else jnp.zeros(leaf.shape, leaf.dtype) for leaf in (kernel, bias))
+            y = _product(rows, kernel, bias)
+        else:
+            y = _late(axis_name, rows, kernel, bias)
+    else:
+        y = _product(rows, kernel, bias)
+    return y.reshape(*x.shape[:-1], kernel.shape[1])
+
+
+def is_late(mode: str, rows: jax.Array, kernel: jax.Array, workers: int) -> bool:
+    """Returns whether a layer of a mode multiplies late; `rows` (R, N) are one worker's."""
+    if mode != "auto":
+        return mode == "late"
+    late = late_traffic(rows.shape[0] * workers, kernel.shape, workers, rows.dtype.itemsize)
+    return sum(traffic.received for traffic in late) < reduce_traffic(kernel.shape, workers).received
+
+
+def late_traffic(
+    global_batch: int, shape: tuple[int, ...], workers: int, itemsize: int, axes: tuple[str, ...] = ()
+) -> tuple[Traffic, Traffic]:
+    """Returns what late-multiply moves for a kernel of a shape (N, M): the gathers of the inputs and of the errors."""
+    rows = global_batch // workers
+    inputs, errors = (Traffic("all_gather", 4 * -(-rows * n * itemsize // 4), workers, axes=axes) for n in shape)
+    return inputs, errors
+
+
+def reduce_traffic(shape: tuple[int, ...], workers: int) -> Traffic:
+    """Returns what a dense exchange of a kernel's gradient moves."""
+    return Traffic("all_reduce", 4 * math.prod(shape), workers)
+
+
+def _check(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, mode: str) -> None:
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}: 'auto' moves the fewest bytes.")
+    n, m = kernel.shape if kernel.ndim == 2 else (None, None)
+    if n is None or x.ndim < 1 or x.shape[-1] != n or (bias is not None and bias.shape != (m,)):
+        raise ValueError(
+            "A dense layer multiplies x (..., N) with a kernel (N, M) and adds a bias (M,), got "
+            f"{x.shape}, {kernel.shape} and {None if bias is None else bias.shape}: reshape them."
+        )
+    if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"x is of float32, bfloat16 or float16, got {x.dtype}: cast it to the type to compute in.")
+
+
+def _check_same(kernel: jax.Array, bias: jax.Array | None, axis_name: AxisName) -> None:
+    for what, leaf in (("kernel", kernel), ("bias", bias)):
+        if leaf is not None and any(varies(leaf, name) for name in axis_names(axis_name)):
+            raise ValueError(
+                f"late_multiply makes the workers' mean gradient, which nobody exchanges again, so its {what} is the "
+                f"same on all workers, got one of shape {leaf.shape} that is each worker's own: wrap the exchange, "
+                "jaxcomm.already_mean(exchange, plan.where) with a plan that has this layer in it (in your own "
+                "jax.shard_map, take the parameter out of jax.lax.pcast), or pass mode='reduce' to the layer."
+            )
+
+
+def _product(rows: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+    y = rows @ kernel.astype(rows.dtype)  # (R, M)
+    return y if bias is None else y + bias.astype(rows.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _late(axis_name: AxisName, rows: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+    del axis_name
+    return _product(rows, kernel, bias)
+
+
+def _late_forward(
+    axis_name: AxisName, rows: jax.Array, kernel: jax.Array, bias: jax.Array | None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array | None]]:
+    del axis_name
+    return _product(rows, kernel, bias), (rows, kernel, bias)
+
+
+def _late_backward(
+    axis_name: AxisName, kept: tuple[jax.Array, jax.Array, jax.Array | None], errors: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    rows, kernel, bias = kept
+    own = errors @ kernel.astype(errors.dtype).T  # (R, N)
+    workers = axis_size(axis_name)
+    X, E = _gather_rows(rows, axis_name), _gather_rows(errors, axis_name)  # (K R, N), (K R, M)
+    mean = jnp.matmul(X.T, E, preferred_element_type=jnp.float32) / workers  # (N, M)
+    if bias is None:
+        return own, mean.astype(kernel.dtype), None
+    return own, mean.astype(kernel.dtype), (jnp.sum(E, axis=0, dtype=jnp.float32) / workers).astype(bias.dtype)
+
+
+_late.defvjp(_late_forward, _late_backward)
+
+
+def _gather_rows(rows: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Gathers the rows (R, n) of all workers: (K R, n), the same on every worker; 2 bytes a number stay 2 bytes."""
+    flat = rows.reshape(-1)
+    if rows.dtype.itemsize == 2:  # as words, because XLA's collectives widen narrower types on some backends
+        flat = lax.bitcast_convert_type(jnp.pad(flat, (0, flat.size % 2)).reshape(-1, 2), jnp.uint32)
+    words = flat.size
+    for name in reversed(axis_names(axis_name)):
+        flat = all_gather_same(to_varying(flat, name), name).reshape(-1)
+    if rows.dtype.itemsize == 2:
+        parts = lax.bitcast_convert_type(flat, rows.dtype).reshape(-1, 2 * words)
+        flat = parts[:, : rows.size]
+    return flat.reshape(-1, rows.shape[1])

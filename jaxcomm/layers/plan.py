@@ -1,0 +1,209 @@
+"""Which dense layers multiply late: decided from shapes, before anything runs."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomm.collectives.axis import AxisName, axis_names
+from jaxcomm.layers.late_multiply import late_traffic, reduce_traffic
+from jaxcomm.traffic import Traffic
+from jaxcomm.wire import wire_report
+
+
+@dataclass(frozen=True)
+class LateLayer:
+    """What late-multiply costs for one layer, and what the exchange of its kernel costs.
+
+    Attributes:
+      path: of the layer in the parameters, parts joined by "/".
+      shape: of the kernel, (N, M).
+      late: the gathers of late-multiply.
+      bytes_late: bytes that each worker receives with late-multiply.
+      bytes_reduce: bytes that each worker receives when the exchange gets the kernel's gradient.
+      crossover: the global batch, in rows, at which both are equal; infinite for one worker.
+    """
+
+    path: str
+    shape: tuple[int, int]
+    late: tuple[Traffic, Traffic]
+    bytes_late: float
+    bytes_reduce: float
+    crossover: float
+
+    @property
+    def is_late(self) -> bool:
+        """Whether late-multiply moves fewer bytes."""
+        return self.bytes_late < self.bytes_reduce
+
+    def __str__(self) -> str:
+        n, m = self.shape
+        sign = "<" if self.is_late else ">=" if self.bytes_late > self.bytes_reduce else "="
+        return (
+            f"{self.path} ({n:,} x {m:,}): {'late' if self.is_late else 'reduce'}, late {self.bytes_late:,.0f} bytes "
+            f"{sign} reduce {self.bytes_reduce:,.0f}; equal at a batch of {self.crossover:,.0f} rows"
+        )
+
+
+@dataclass(frozen=True)
+class LatePlan:
+    """The layers that multiply late, and why.
+
+    Attributes:
+      global_batch: rows of all workers together.
+      workers: K.
+      layers: every layer that was asked about.
+    """
+
+    global_batch: int
+    workers: int
+    layers: tuple[LateLayer, ...]
+
+    def mode(self, path: str) -> str:
+        """Returns the mode of a layer, "late" or "reduce", to be passed to it.
+
+        Raises:
+          ValueError: if the plan has no such layer.
+        """
+        for layer in self.layers:
+            if layer.path == path:
+                return "late" if layer.is_late else "reduce"
+        known = ", ".join(layer.path for layer in self.layers)
+        raise ValueError(f"A plan knows the modes of the layers that it was made for, got {path!r}: it has {known}.")
+
+    def where(self, params: Any) -> Any:
+        """Returns a bool for every parameter: True for kernel and bias of the layers that multiply late.
+
+        For `already_mean(exchange, plan.where)`.
+
+        Raises:
+          ValueError: if a layer that multiplies late has no "kernel" of its shape there.
+        """
+        wanted = {layer.path: layer.shape for layer in self.layers if layer.is_late}
+        found = set()
+
+        def is_marked(path: Any, leaf: Any) -> bool:
+            layer, _, name = _joined(path).rpartition("/")
+            if name == "kernel" and wanted.get(layer) == tuple(jnp.shape(leaf)):
+                found.add(layer)
+            return layer in wanted and name in ("kernel", "bias")
+
+        marks = jax.tree_util.tree_map_with_path(is_marked, params)
+        if missing := sorted(set(wanted) - found):
+            raise ValueError(
+                f"A layer that multiplies late has a kernel of the planned shape, got none at {', '.join(missing)} in "
+                "the parameters: plan with these parameters, or with the layers' paths in them, parts joined by '/'."
+            )
+        return marks
+
+    @property
+    def traffic(self) -> tuple[Traffic, ...]:
+        """The collectives of the layers that multiply late: `beside=` of `wire_report` and `verify`."""
+        return tuple(traffic for layer in self.layers if layer.is_late for traffic in layer.late)
+
+    @property
+    def received(self) -> float:
+        """Bytes that each worker receives a step for all of these layers."""
+        return sum(min(layer.bytes_late, layer.bytes_reduce) for layer in self.layers)
+
+    def __str__(self) -> str:
+        late = sum(layer.is_late for layer in self.layers)
+        reduced = sum(layer.bytes_reduce for layer in self.layers)
+        head = (
+            f"{late} of {len(self.layers)} dense layers multiply late, batch {self.global_batch:,}, {self.workers} "
+            f"workers: {self.received:,.0f} bytes received per worker and step, {reduced:,.0f} without"
+        )
+        return "\n".join([head, *(f"  {layer}" for layer in self.layers)])
+
+
+def plan_late_multiply(
+    kernels: Mapping[str, Any],
+    global_batch: int,
+    workers: int | tuple[int, ...],
+    exchange: optax.GradientTransformation | None = None,
+    activation_bytes: int = 4,
+    *,
+    axis_name: AxisName = "data",
+) -> LatePlan:
+    """Decides which dense layers multiply late: those for which that moves fewer bytes than the exchange.
+
+    Late, each worker receives the other workers' rows of inputs and errors, B (K-1)/K * (N + M) * `activation_bytes`;
+    dense, 2 (K-1)/K * 4 N M bytes. So with float32 a layer multiplies late if B < 2 N M / (N + M). A layer with
+    mode="auto" decides alike, always against a dense exchange.
+
+    Args:
+      kernels: {path: (N, M)}, a path being the place of the layer in the parameters, parts joined by "/"; or parameters
+        (or their shapes), in which every matrix of name "kernel" is taken for that of a late-multiplying layer.
+      global_batch: B, rows of all workers together that reach the layers (examples times positions).
+      workers: K, or the number along each axis.
+      exchange: what exchanges the gradients of the others; None for a dense exchange. Its bytes are those that it
+        would receive for the kernel alone.
+      activation_bytes: bytes of a number of the inputs and errors: 4, or 2 for bfloat16 and float16.
+      axis_name: the axis of workers that `exchange` was made for, or the axes along which they lie.
+
+    Returns:
+      The plan; `print` it to see each layer's choice and why.
+
+    Raises:
+      ValueError: if there is no kernel, one is not a matrix, the batch is not a multiple of K, or a number of bytes is
+        unknown.
+    """
+    count = math.prod(workers) if isinstance(workers, tuple) else workers
+    if count < 1 or global_batch < 1 or global_batch % count:
+        raise ValueError(
+            f"The rows of a global batch are a multiple of the number of workers, got {global_batch} rows for "
+            f"{workers} workers: give the rows of all workers together."
+        )
+    if activation_bytes not in (2, 4):
+        raise ValueError(f"Activations are numbers of 2 or 4 bytes, got {activation_bytes}: 4 is float32.")
+    shapes = _kernels(kernels)
+    if not shapes:
+        raise ValueError(f"A plan is of at least one kernel, got {list(kernels)}: pass {{path: (N, M)}}.")
+    layers = []
+    for path, (n, m) in shapes.items():
+        late = late_traffic(global_batch, (n, m), count, activation_bytes, axis_names(axis_name))
+        if exchange is None:
+            reduced = float(reduce_traffic((n, m), count).received)
+        else:
+            like = {"kernel": jax.ShapeDtypeStruct((n, m), jnp.float32)}
+            reduced = wire_report(exchange, like, workers, axis_name=axis_name).received
+        a_row = (count - 1) / count * (n + m) * activation_bytes
+        layers.append(
+            LateLayer(
+                path=path,
+                shape=(n, m),
+                late=late,
+                bytes_late=float(sum(traffic.received for traffic in late)),
+                bytes_reduce=reduced,
+                crossover=reduced / a_row if a_row else math.inf,
+            )
+        )
+    return LatePlan(global_batch, count, tuple(layers))
+
+
+def _kernels(kernels: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Returns the shapes (N, M) of layers by their paths, from either form."""
+
+    def is_shape(node: Any) -> bool:
+        return isinstance(node, tuple) and all(isinstance(size, int) for size in node)
+
+    shapes = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(kernels, is_leaf=is_shape):
+        joined, shape = _joined(path), tuple(node) if is_shape(node) else tuple(jnp.shape(node))
+        layer, _, name = joined.rpartition("/")
+        if is_shape(node):
+            layer = layer if name == "kernel" else joined
+            if len(shape) != 2 or min(shape) < 1:
+                raise ValueError(f"A kernel is a matrix (N, M), got {shape} at {joined!r}: leave it out of the plan.")
+        elif name != "kernel" or len(shape) != 2:
+            continue
+        shapes[layer] = shape
+    return shapes
+
+
+def _joined(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")

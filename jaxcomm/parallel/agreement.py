@@ -1,0 +1,86 @@
+"""Proof that the layers and the transformation agree on which gradients are the workers' mean already.
+
+`already_mean` passes the gradient of a parameter by, and `late_multiply` makes it. If the loss uses such a parameter in
+another way (a layer that does not multiply late, a penalty, tied weights), JAX makes the gradient of that use by a
+dense all-reduce: a sum, that nothing would find wrong.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxcomm.collectives.axis import OTHER_USES, AxisName, to_varying, varies
+from jaxcomm.parallel.state import TrainState, state_specs
+from jaxcomm.transforms.already_mean import vary_others
+from jaxcomm.types import already_mean_paths
+
+
+def check_agreement(
+    gradients_fn: Callable[..., Any], state: TrainState, batch: Any, axes: Mapping[str, int], axis_name: AxisName
+) -> None:
+    """Refuses marked parameters that something else than `late_multiply` uses. Nothing is computed.
+
+    The loss is traced once more, with an axis of its own along which the marked parameters differ. `late_multiply`
+    hides theirs, so that the loss differs along it exactly if something else uses one.
+
+    Args:
+      gradients_fn: (params, model_state, batch) -> ((loss, auxiliary), gradients).
+      state: the train state.
+      batch: the global batch.
+      axes: the sizes of the mesh's axes by their names.
+      axis_name: the axis of workers, or the axes along which they lie.
+
+    Raises:
+      ValueError: naming the parameters.
+    """
+    marked = already_mean_paths(state.opt_state)
+    if not marked:
+        return
+    def reaches_the_loss(paths: frozenset[str]) -> bool:
+        found = False
+
+        def worker(state: TrainState, batch: Any) -> jax.Array:
+            nonlocal found
+
+            def differ(path: Any, leaf: jax.Array) -> jax.Array:
+                return to_varying(leaf, OTHER_USES) if jax.tree_util.keystr(path) in paths else leaf
+
+            params = vary_others(state.params, state.opt_state, axis_name)
+            params = jax.tree_util.tree_map_with_path(differ, params)
+            (loss, _), _ = gradients_fn(params, state.model_state, batch)
+            found = varies(loss, OTHER_USES)
+            return jnp.zeros(())
+
+        trace_on(worker, {**axes, OTHER_USES: 1}, axis_name, state, batch, out_specs=P())
+        return found
+
+    if reaches_the_loss(marked):
+        wrong = [path for path in sorted(marked) if reaches_the_loss(frozenset([path]))]
+        raise ValueError(
+            "A gradient that is already the mean comes from late_multiply alone, got a loss that uses "
+            f"{', '.join(wrong)} in another way, for which JAX would insert a dense all-reduce: pass "
+            "mode=plan.mode(path) to the layer ('auto' compares with a dense exchange, a plan with any), put a penalty "
+            "on the weights into the chain (optax.add_decayed_weights), or leave the parameter out of already_mean's "
+            "where."
+        )
+
+
+def trace_on(
+    worker: Callable[..., Any],
+    axes: Mapping[str, int],
+    axis_name: AxisName,
+    state: TrainState,
+    batch: Any,
+    *,
+    out_specs: Any,
+) -> None:
+    """Traces a worker's function on a mesh without devices, where JAX tracks what differs between the workers."""
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), (state, batch))
+    in_specs = (state_specs(state, axis_name), P(axis_name))
+    with jax.sharding.use_abstract_mesh(mesh):  # or another mesh that is in use would have to be this one
+        jax.eval_shape(jax.shard_map(worker, mesh=mesh, in_specs=in_specs, out_specs=out_specs), *shapes)

@@ -1,0 +1,320 @@
+"""A model cut into stages along a mesh axis: the schedule of its micro-batches, and its gradients.
+
+Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019; the
+boundaries are those of Gupta et al., KDD 2021.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcomm import noise
+from jaxcomm.codecs.values import ValueCodec
+from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
+from jaxcomm.collectives.boundary import Encoded, send
+from jaxcomm.layers.activations import Whole
+from jaxcomm.layers.boundary import Boundary, dct_mp
+from jaxcomm.parallel.slots import Slots, plan_slots
+
+StageFn = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A model in S stages, and how they are run.
+
+    Attributes:
+      stages: for every stage a function (params, x, batch) -> x of its own parameters, what the stage before returned
+        (a pytree of arrays with the samples first; None for the first stage) and a micro-batch. With a
+        `model_state` (params, model_state, x, batch) -> (x, new model state). Their shapes may differ in everything.
+      loss_fn: (what the last stage returned, micro-batch) -> (mean loss, dict of scalars).
+      params: the parameters of every stage, or `jax.ShapeDtypeStruct`s; only their shapes are kept.
+      model_state: the model state of every stage, or shapes; None if it has none. Every
+        micro-batch starts from the same, and the mean of what they make of it is kept.
+      boundaries: what crosses after every stage but the last, S-1 of them; whole activations if not given.
+      micro_batches: M, into which each worker's rows are cut. Of the M + S - 1 ticks of a step every stage works in M.
+      remat: compute a stage's activations again in the backward pass rather than keep them, as GPipe does: memory for
+        the activations of one tick and what crossed the boundaries, for one more forward pass.
+    """
+
+    stages: Sequence[StageFn]
+    loss_fn: Callable[[Any, Any], tuple[jax.Array, dict[str, jax.Array]]]
+    params: Sequence[Any]
+    model_state: Sequence[Any] | None = None
+    boundaries: Sequence[Boundary] | None = None
+    micro_batches: int = 1
+    remat: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("A pipeline has at least one stage, got none: pass a function for each.")
+        for name, trees in (("params", self.params), ("model_state", self.model_state)):
+            if trees is not None and len(trees) != len(self.stages):
+                raise ValueError(
+                    f"Every stage has its own {name}, got {len(trees)} for {len(self.stages)} stages: pass a tree for "
+                    "each, () for a stage without."
+                )
+            object.__setattr__(self, name, None if trees is None else [_shapes(tree) for tree in trees])
+        if self.micro_batches < 1:
+            raise ValueError(f"A pipeline runs at least 1 micro-batch, got {self.micro_batches}: pass 1 or more.")
+        cuts = len(self.stages) - 1
+        if self.boundaries is not None and len(self.boundaries) != cuts:
+            raise ValueError(
+                f"Every stage but the last has a boundary, got {len(self.boundaries)} for {len(self.stages)} stages: "
+                f"pass {cuts}, dct_mp(0.0) where nothing is to be left out."
+            )
+
+    @property
+    def size(self) -> int:
+        """Stages, S."""
+        return len(self.stages)
+
+    @cached_property
+    def param_slots(self) -> Slots:
+        """Where the parameters of every stage lie in the state of a run."""
+        return plan_slots(self.params)
+
+    @cached_property
+    def state_slots(self) -> Slots:
+        """Where the model state of every stage lies."""
+        return plan_slots([()] * self.size if self.model_state is None else self.model_state)
+
+    def boundary(self, stage: int) -> Boundary:
+        """Returns what crosses after a stage."""
+        return dct_mp(0.0) if self.boundaries is None else self.boundaries[stage]
+
+    def run_stage(self, stage: int, params: Any, model_state: Any, x: Any, batch: Any) -> tuple[Any, Any]:
+        """Runs one stage on one micro-batch: (x, model state)."""
+        if self.model_state is not None:
+            return self.stages[stage](params, model_state, x, batch)
+        return self.stages[stage](params, x, batch), model_state
+
+    def plan(self, batch: Any) -> "Plan":
+        """Finds the shapes of what crosses, from those of one worker's batch.
+
+        Raises:
+          ValueError: if the rows are not a multiple of the micro-batches, or what crosses is not to be sent.
+        """
+        micro = jax.tree.map(self._micro_struct, batch)
+        cuts, x = [], None
+        states = [()] * self.size if self.model_state is None else self.model_state
+        for stage in range(self.size):
+            x, _ = jax.eval_shape(
+                lambda *args, at=stage: self.run_stage(at, *args), self.params[stage], states[stage], x, micro
+            )
+            if stage < self.size - 1:
+                leaves, tree = jax.tree.flatten(x)
+                cuts.append(Cut([self.boundary(stage).plan(leaf) for leaf in leaves], tree))
+        _, scalars = jax.eval_shape(self.loss_fn, x, micro)
+        return Plan(cuts, tuple(scalars))
+
+    def _micro_struct(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        rows = leaf.shape[0] if leaf.ndim else 0
+        if rows == 0 or rows % self.micro_batches:
+            raise ValueError(
+                "Each worker's rows are a multiple of the micro-batches, got "
+                f"{rows} rows for {self.micro_batches} micro-batches: use another batch size or micro_batches=."
+            )
+        return jax.ShapeDtypeStruct((rows // self.micro_batches, *leaf.shape[1:]), leaf.dtype)
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), tree)
+
+
+class Cut(NamedTuple):
+    """What crosses one boundary, for one micro-batch.
+
+    Attributes:
+      formats: of every array.
+      tree: their structure.
+    """
+
+    formats: list[Whole]
+    tree: Any
+
+    def encode(self, x: Any) -> list[Encoded]:
+        """Writes what a stage returned."""
+        return [each.encode(leaf) for each, leaf in zip(self.formats, jax.tree.leaves(x), strict=True)]
+
+    def decode(self, encoded: list[Encoded]) -> Any:
+        """Reads what the next stage takes."""
+        return self.tree.unflatten([each.decode(one) for each, one in zip(self.formats, encoded, strict=True)])
+
+    def nothing(self) -> list[Encoded]:
+        """Returns zeros in the place of what crosses."""
+
+        def shapes() -> list[Encoded]:
+            return [each.encode(jnp.zeros(each.shape, each.dtype)) for each in self.formats]
+
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(shapes))
+
+    def bytes_each_way(self) -> tuple[int, int]:
+        """Returns the bytes that cross forward and backward for one micro-batch."""
+
+        def written(values: jax.Array, words: jax.Array, codec: ValueCodec) -> int:
+            return 4 * (-(-values.size * codec.bits // 32) + words.size)
+
+        forward = backward = 0
+        key = jax.ShapeDtypeStruct((), jnp.uint32)
+        for each in self.formats:
+            x = jax.ShapeDtypeStruct(each.shape, each.dtype)
+            encoded = jax.eval_shape(each.encode, x)
+            residual = x if each.has_residual else None
+            back, _ = jax.eval_shape(each.backward, encoded.values, residual)
+            travelling = jax.eval_shape(each.forward, encoded.values, key)
+            forward += written(travelling, encoded.words, each.values_as)
+            backward += written(back.values, back.words, each.values_as)
+        return forward, backward
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of one micro-batch's activations as they are, one way."""
+        return sum(math.prod(each.shape) * jnp.dtype(each.dtype).itemsize for each in self.formats)
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether what is not sent back is kept."""
+        return any(each.has_residual for each in self.formats)
+
+
+class Plan(NamedTuple):
+    """The shapes of a pipeline.
+
+    Attributes:
+      cuts: what crosses after every stage but the last.
+      scalars: names of the loss function's scalars.
+    """
+
+    cuts: list[Cut]
+    scalars: tuple[str, ...]
+
+
+class _Totals(NamedTuple):
+    """Sums over the micro-batches: the loss and the scalars in the last stage, the model state in each."""
+
+    loss: jax.Array
+    scalars: dict[str, jax.Array]
+    model_state: list[jax.Array]
+
+
+class Schedule:
+    """One worker's run of all micro-batches through all stages; lives inside a manual region of the mesh."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        axis_name: AxisName,
+        stage_axis: str,
+        batch: Any,
+        seed: jax.Array,
+    ):
+        """Prepares a batch of one worker's rows; the seed is that of random boundaries, another one in every step."""
+        self.pipeline, self.plan = pipeline, pipeline.plan(batch)
+        self.all_axes, self.stage_axis = (*axis_names(axis_name), stage_axis), stage_axis
+        count = pipeline.micro_batches
+        self.batch = jax.tree.map(lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]), self._vary(batch))
+        self.seed = seed
+
+    def run(self, params: list[jax.Array], model_state: list[jax.Array], residuals: list[Any]) -> _Totals:
+        """Returns the loss, the scalars and the new model state of this worker's stage.
+
+        Differentiable with respect to the slots of the parameters and to the residuals, whose gradients are the new
+        residuals. The loss is zero but in the last stage.
+        """
+        pipeline, size, count = self.pipeline, self.pipeline.size, self.pipeline.micro_batches
+        zero = jnp.zeros((), jnp.float32)
+        totals = _Totals(zero, dict.fromkeys(self.plan.scalars, zero), [jnp.zeros_like(slot) for slot in model_state])
+        carry = self._vary(([cut.nothing() for cut in self.plan.cuts], totals))
+
+        def tick(carry: Any, time: Any, active: list[int], in_loop: bool) -> Any:
+            inboxes, totals = carry
+
+            def compute(params: Any, inboxes: Any) -> Any:
+                return self._compute(params, model_state, inboxes, time, active)
+
+            if pipeline.remat:
+                compute = jax.checkpoint(compute, prevent_cse=not in_loop)
+            outboxes, new = compute(params, inboxes)
+            inboxes = list(inboxes)
+            for stage in active:
+                if stage < size - 1:
+                    inboxes[stage] = self._send(stage, outboxes[stage], time, residuals)
+            return inboxes, jax.tree.map(jnp.add, totals, new)
+
+        def active_at(time: int) -> list[int]:
+            return [stage for stage in range(size) if 0 <= time - stage < count]
+
+        time = 0
+        while time < count + size - 1:
+            steady = count - size + 1
+            if time == size - 1 and steady > 1:  # every stage is at work in these ticks
+                carry, _ = lax.scan(
+                    lambda carry, time: (tick(carry, time, list(range(size)), True), None),
+                    carry,
+                    jnp.arange(time, time + steady),
+                )
+                time += steady
+            else:
+                carry = tick(carry, time, active_at(time), False)
+                time += 1
+        return jax.tree.map(lambda total: total / count, carry[1])
+
+    def _compute(self, params: Any, model_state: Any, inboxes: Any, time: Any, active: list[int]) -> Any:
+        """Runs this worker's stage, if it is at work."""
+        branches = [self._branch(stage, model_state, time) for stage in active]
+        if len(active) == self.pipeline.size == 1:
+            return branches[0](params, inboxes)
+        which = np.full(self.pipeline.size, len(active), np.int32)
+        which[active] = np.arange(len(active))
+        index = jnp.asarray(which)[lax.axis_index(self.stage_axis)]
+        if len(active) < self.pipeline.size:
+            branches.append(lambda params, inboxes: self._vary(self._nothing(model_state)))
+        return lax.switch(index, branches, params, inboxes)
+
+    def _branch(self, stage: int, model_state: list[jax.Array], time: Any) -> Callable[..., Any]:
+        pipeline, cuts, last = self.pipeline, self.plan.cuts, self.pipeline.size - 1
+
+        def branch(slots: list[jax.Array], inboxes: list[list[Encoded]]) -> Any:
+            micro = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, time - stage, keepdims=False), self.batch)
+            params = pipeline.param_slots.of_stage(stage, slots)
+            own_state = pipeline.state_slots.of_stage(stage, model_state)
+            x = cuts[stage - 1].decode(inboxes[stage - 1]) if stage else None
+            x, new_state = pipeline.run_stage(stage, params, own_state, x, micro)
+            outboxes, totals = self._nothing(model_state)
+            if stage == last:
+                loss, scalars = pipeline.loss_fn(x, micro)
+                scalars = {name: jnp.asarray(scalars[name], jnp.float32) for name in self.plan.scalars}
+                totals = totals._replace(loss=jnp.asarray(loss, jnp.float32), scalars=scalars)
+            else:
+                outboxes[stage] = cuts[stage].encode(x)
+            totals = totals._replace(model_state=pipeline.state_slots.to_slots(stage, new_state))
+            return self._vary((outboxes, totals))
+
+        return branch
+
+    def _nothing(self, model_state: list[jax.Array]) -> tuple[list[list[Encoded]], _Totals]:
+        zero = jnp.zeros((), jnp.float32)
+        totals = _Totals(zero, dict.fromkeys(self.plan.scalars, zero), [jnp.zeros_like(slot) for slot in model_state])
+        return [cut.nothing() for cut in self.plan.cuts], totals
+
+    def _send(self, stage: int, outbox: list[Encoded], time: Any, residuals: list[Any]) -> list[Encoded]:
+        cut = self.plan.cuts[stage]
+        own = [None] * len(cut.formats)
+        if cut.has_residual:  # of this micro-batch, each (M, b, ...)
+            own = [
+                None if each is None else lax.dynamic_index_in_dim(each, time - stage, keepdims=False)
+                for each in residuals[stage]
+            ]
+        key = noise.make_key(self.seed, stage, time)
+        return send(cut.formats, outbox, self.stage_axis, stage, key, own)
+
+    def _vary(self, tree: Any) -> Any:
+        return to_varying(tree, self.all_axes)

@@ -1,0 +1,288 @@
+"""The train step of a pipeline: stages along one axis of a mesh, data-parallel workers along another."""
+
+import math
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxcomm.collectives.axis import AxisName, axis_names
+from jaxcomm.parallel.chain import check_chain
+from jaxcomm.parallel.pipeline import Pipeline, Schedule
+from jaxcomm.parallel.state import (
+    TrainState,
+    check_model_state,
+    global_params,
+    in_axes_of_workers,
+    is_per_worker,
+    make_local,
+    state_specs,
+)
+from jaxcomm.parallel.step import Step, check_batch, worker_step
+from jaxcomm.transforms.local_sgd import is_finite_tree
+from jaxcomm.types import PerWorker, exchange_metrics
+
+
+def make_pipeline_step(
+    pipeline: Pipeline,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    axis_name: AxisName = "data",
+    stage_axis: str = "stage",
+    donate: bool = True,
+) -> Step:
+    """Compiles a train step of a model in stages, with the gradients of every stage exchanged by `tx`.
+
+    Each device of the mesh holds the parameters, and the optimizer's state, of one stage. In one compiled program the
+    micro-batches go through the stages and back, the boundaries as the pipeline says; then the workers of each stage
+    exchange that stage's gradients. With nothing left out it is the step of one device, to float tolerance.
+
+    If some stage of some worker meets a gradient that is not finite, all stages of all workers skip the step.
+
+    Args:
+      pipeline: the stages.
+      tx: a chain with one exchange of this library in it, over `axis_name`. It sees the slots of a stage, see
+        `Slots`: what goes by tensors (thresholds, ranks, layer-wise norms) goes by slots, and a norm over all
+        parameters by stages.
+      mesh: a mesh with both axes.
+      axis_name: the axis of workers, of size 1 for model parallelism alone.
+      stage_axis: the axis of stages, of size S.
+      donate: reuse the state's buffers for the new state. The old state cannot be read afterwards.
+
+    Returns:
+      A jitted step(state, batch) -> (state, metrics), with the state of `init_pipeline`. All arrays of the batch have
+      the global batch as first dimension, a multiple of the workers times the micro-batches; every stage of a worker
+      gets all of the worker's rows. Metrics, the same everywhere: loss, the scalars of the pipeline's `loss_fn`, and
+      those of the exchange, summed over the stages.
+
+      On the wire: the boundaries (`dct_mp`) once each way for each micro-batch, what `tx` costs over the workers of one
+      stage, an all-reduce of 4 bytes a scalar and a number of the model state over the workers, and two more over the
+      stages, of 4 bytes and of 4 bytes a metric.
+
+    Raises:
+      ValueError: if the mesh lacks an axis or has others, if the stages are not S, or if the chain's order is refused;
+        at trace time for a batch that does not divide.
+    """
+    _check_mesh(pipeline, mesh, axis_name, stage_axis)
+    check_chain(tx)
+    tx = _skip_together(tx, stage_axis)
+
+    def device_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        own = _of_device(state)
+        gradients = partial(_gradients, pipeline, axis_name, stage_axis, state.step)
+        new, metrics = worker_step(gradients, tx, axis_name, own, batch)
+        return _of_mesh(new), _over_stages(metrics, stage_axis)
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        check_batch(batch, math.prod(mesh.shape[name] for name in axis_names(axis_name)) * pipeline.micro_batches)
+        specs = pipeline_specs(state, axis_name, stage_axis)
+        return jax.shard_map(device_step, mesh=mesh, in_specs=(specs, P(axis_name)), out_specs=(specs, P()))(
+            state, batch
+        )
+
+    return jax.jit(step, donate_argnums=0 if donate else ())
+
+
+def init_pipeline(
+    pipeline: Pipeline,
+    params: Sequence[Any],
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    model_state: Sequence[Any] | None = None,
+    batch: Any = None,
+    axis_name: AxisName = "data",
+    stage_axis: str = "stage",
+) -> TrainState:
+    """Makes the state of a pipeline's run, each stage's part on that stage's devices.
+
+    Args:
+      pipeline: the stages.
+      params: of every stage its parameters, the same in every process.
+      tx: a chain with one exchange of this library in it.
+      mesh: a mesh with both axes.
+      model_state: of every stage its model state, if the pipeline has one.
+      batch: a global batch, or the shapes of one: needed where a boundary keeps a residual (`kind="topk_gradient"`).
+      axis_name: the axis of workers.
+      stage_axis: the axis of stages.
+
+    Returns:
+      A state whose leaves, `step` excepted, have the stages as first dimension, then, in `PerWorker` leaves, the
+      workers. `pipeline_params` gives the parameters back.
+
+    Raises:
+      ValueError: as `init_state`, and for stages of other shapes than the pipeline's.
+    """
+    _check_mesh(pipeline, mesh, axis_name, stage_axis)
+    for message in check_chain(tx):
+        warnings.warn(message, stacklevel=2)
+    if (model_state is None) != (pipeline.model_state is None):
+        raise ValueError(
+            "A pipeline and its state agree on a model state, got "
+            f"{'none' if model_state is None else 'one'} for a pipeline "
+            f"{'without' if pipeline.model_state is None else 'with one'}: pass model_state= to both or to neither."
+        )
+    _check_shapes("params", params, pipeline.params)
+    states = [()] * pipeline.size if model_state is None else model_state
+    if pipeline.model_state is not None:
+        _check_shapes("model_state", states, pipeline.model_state)
+        check_model_state(states)
+    workers = math.prod(mesh.shape[name] for name in axis_names(axis_name))
+    residuals = _zero_residuals(pipeline, batch, workers)
+
+    def device_state(params: list[jax.Array], states: list[jax.Array]) -> TrainState:
+        own = [slot[0] for slot in params]
+        kept = {"stages": [slot[0] for slot in states], "boundaries": residuals}
+        return _of_mesh(make_local(TrainState(own, tx.init(own), jnp.zeros((), jnp.int32), kept)))
+
+    given = (pipeline.param_slots.stack(params), pipeline.state_slots.stack(states))
+    sizes = tuple(mesh.shape[name] for name in axis_names(axis_name))
+    one_stage = jax.eval_shape(lambda: jax.tree.map(lambda slot: slot[:1], given))
+    shapes = jax.eval_shape(in_axes_of_workers(device_state, sizes, axis_name), *one_stage)
+    if exchange_metrics(shapes.opt_state) is None:
+        raise ValueError(
+            "A pipeline's step needs one transformation that averages over the workers, got a chain without: put "
+            "jaxcomm.plump_dp() (dense) or a compressor such as jaxcomm.dct_dp(0.99) first in optax.chain(...)."
+        )
+    specs = pipeline_specs(shapes, axis_name, stage_axis)
+    on_devices = jax.shard_map(device_state, mesh=mesh, in_specs=P(stage_axis), out_specs=specs)
+    return jax.jit(on_devices)(*jax.device_put(given, NamedSharding(mesh, P(stage_axis))))
+
+
+def pipeline_params(pipeline: Pipeline, state: TrainState) -> list[Any]:
+    """Returns the parameters of every stage from the state of a run; of a local method, those of the global model."""
+    if not is_per_worker(state.params):
+        return pipeline.param_slots.unstack(state.params)
+    of_stages = []
+    for stage in range(pipeline.size):
+        own = jax.tree.map(lambda leaf, at=stage: leaf[at], (state.params, state.opt_state))
+        of_stages.append(
+            pipeline.param_slots.of_stage(stage, global_params(state._replace(params=own[0], opt_state=own[1])))
+        )
+    return of_stages
+
+
+def pipeline_model_state(pipeline: Pipeline, state: TrainState) -> list[Any]:
+    """Returns the model state of every stage from the state of a run."""
+    return pipeline.state_slots.unstack(state.model_state["stages"])
+
+
+def pipeline_specs(state: TrainState, axis_name: AxisName = "data", stage_axis: str = "stage") -> TrainState:
+    """Returns the PartitionSpec of every leaf of a pipeline's state; see `state_specs`."""
+    specs = state_specs(state, axis_name)
+    staged = jax.tree.map(lambda spec: P(stage_axis, *spec), specs, is_leaf=lambda node: isinstance(node, P))
+    return staged._replace(step=P())
+
+
+def _gradients(
+    pipeline: Pipeline,
+    axis_name: AxisName,
+    stage_axis: str,
+    step: jax.Array,
+    params: list[jax.Array],
+    model_state: dict[str, Any],
+    batch: Any,
+) -> Any:
+    """Runs the micro-batches forward and backward.
+
+    Returns:
+      ((loss, (scalars, new model state)), gradients) of this device's stage.
+    """
+    schedule = Schedule(pipeline, axis_name, stage_axis, batch, seed=step)
+    kept = model_state["boundaries"]
+    residuals = jax.tree.map(lambda row: row[0], kept.rows)
+
+    def loss_fn(params: list[jax.Array], residuals: Any) -> Any:
+        totals = schedule.run(params, model_state["stages"], residuals)
+        return totals.loss, totals
+
+    (loss, totals), (gradients, residuals) = jax.value_and_grad(loss_fn, (0, 1), has_aux=True)(params, residuals)
+    rows = PerWorker(jax.tree.map(lambda leaf: leaf[None], residuals))
+    return (loss, (totals.scalars, {"stages": totals.model_state, "boundaries": rows})), gradients
+
+
+def _zero_residuals(pipeline: Pipeline, batch: Any, workers: int) -> PerWorker:
+    """Returns one worker's residuals of every boundary: for each array (1, M, b, ...), or None."""
+    if not any(pipeline.boundary(stage).keeps_residual for stage in range(pipeline.size - 1)):
+        return PerWorker([])
+    if batch is None:
+        raise ValueError(
+            "A boundary with a residual has one for every row of a batch, got no batch: pass batch= to init_pipeline, "
+            "or the shapes of one."
+        )
+    count = pipeline.micro_batches
+    check_batch(batch, workers * count)
+    plan = pipeline.plan(
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // workers, *leaf.shape[1:]), leaf.dtype), batch)
+    )
+    return PerWorker(
+        [
+            [jnp.zeros((1, count, *each.shape), each.dtype) if each.has_residual else None for each in cut.formats]
+            for cut in plan.cuts
+        ]
+    )
+
+
+def _of_device(state: TrainState) -> TrainState:
+    """Takes the dimension of stages away, which is 1 on a device."""
+    stripped = jax.tree.map(lambda leaf: leaf[0], (state.params, state.opt_state, state.model_state))
+    return TrainState(stripped[0], stripped[1], state.step, stripped[2])
+
+
+def _of_mesh(state: TrainState) -> TrainState:
+    """Adds the dimension of stages; the inverse of `_of_device`."""
+    staged = jax.tree.map(lambda leaf: leaf[None], (state.params, state.opt_state, state.model_state))
+    return TrainState(staged[0], staged[1], state.step, staged[2])
+
+
+def _skip_together(tx: optax.GradientTransformation, stage_axis: str) -> optax.GradientTransformation:
+    """Has all stages see a gradient that is not finite where one does, so that their exchanges skip alike."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        broken = lax.psum((~is_finite_tree(updates)).astype(jnp.int32), stage_axis) > 0
+        updates = jax.tree.map(lambda leaf: jnp.where(broken, jnp.full_like(leaf, jnp.nan), leaf), updates)
+        return tx.update(updates, state, params)
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+def _over_stages(metrics: dict[str, jax.Array], stage_axis: str) -> dict[str, jax.Array]:
+    """Puts the metrics of all stages together: sums, but for what every stage does alike."""
+    total = lax.psum(jnp.stack([value.astype(jnp.float32) for value in metrics.values()]), stage_axis)
+    together = dict(zip(metrics, total, strict=True))
+    for name in ("skipped", "drained"):
+        together[name] = (together[name] > 0).astype(jnp.int32)
+    return together
+
+
+def _check_shapes(name: str, trees: Sequence[Any], planned: Sequence[Any] | None) -> None:
+    given = [jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree) for tree in trees]
+    wanted = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in planned or ()]
+    if jax.tree.structure(given) != jax.tree.structure(wanted) or given != wanted:
+        raise ValueError(
+            f"A pipeline's {name} have the shapes that it was made with, got {given} for {wanted}: make the Pipeline "
+            "with the same trees."
+        )
+
+
+def _check_mesh(pipeline: Pipeline, mesh: Mesh, axis_name: AxisName, stage_axis: str) -> None:
+    sizes, wanted = dict(mesh.shape), (*axis_names(axis_name), stage_axis)
+    others = {name: size for name, size in sizes.items() if name not in wanted and size > 1}
+    if others or any(name not in sizes for name in wanted):
+        raise ValueError(
+            f"A pipeline runs on a mesh with the axes {wanted}, got {sizes}: make it with "
+            f"make_mesh({', '.join(f'{name}=...' for name in wanted)}), 1 for an axis that is not used."
+        )
+    if sizes[stage_axis] != pipeline.size:
+        raise ValueError(
+            f"The axis of stages has a place for each, got {sizes[stage_axis]} for {pipeline.size} stages: make the "
+            f"mesh with {stage_axis}={pipeline.size}, or cut the model into {sizes[stage_axis]}."
+        )

@@ -1,0 +1,339 @@
+"""The exchange of gradients whose parameters lie in slices on a mesh: in a region that is manual over all of its axes.
+
+An exchange lays the tensors that it gets out as one vector. Were it written over the axis of workers alone, XLA would
+first gather each gradient over the others. Here every device lays out what it holds, and exchanges that with the
+devices that hold the same slices of other workers' gradients.
+"""
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
+from jaxcomm.parallel.split_chain import SplitChain, check_works_on_slices, split_chain
+from jaxcomm.parallel.state import in_axes_of_workers, is_per_worker
+from jaxcomm.transforms.local_sgd import is_finite_tree
+from jaxcomm.types import ExchangeMetrics, InnerRows, PerWorker, exchange_metrics
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SliceRows(PerWorker):
+    """State of the exchange of slices, a row for each place along some axes of the mesh; the same along the others.
+
+    Attributes:
+      axes: those of the workers, where it differs between them, and then those of the slices; outermost first.
+    """
+
+    axes: tuple[str, ...] = field(metadata={"static": True})
+
+
+class SlicedState(NamedTuple):
+    """State of the exchange of parameters in slices.
+
+    Attributes:
+      metrics: counts of the last exchange, of all slices together.
+      exchanges: for every group of parameters that lie in slices along the same axes, the state of its exchange.
+      whole: the state of what comes before the exchange in the chain, for parameters whose gradients are whole.
+    """
+
+    metrics: ExchangeMetrics
+    exchanges: tuple[Any, ...]
+    whole: Any
+
+
+@dataclass(frozen=True)
+class SlicedExchange:
+    """The exchange of a chain, for parameters that lie in slices on a mesh.
+
+    A parameter's PartitionSpec says what becomes of its gradient:
+
+    - none of the workers' axes is in it: each worker has its own gradient, which is exchanged, slice by slice. What
+      lies in slices along the same axes is one group, with an exchange of its own: a vector of the slices that differ
+      along an axis, and another of those that do not, which stay the same along it.
+    - all of the workers' axes are in it: its gradient is whole, and passes the exchange by.
+
+    Attributes:
+      mesh: the mesh.
+      axis_name: the axis of workers, or the axes along which they lie, outermost first.
+      specs: the PartitionSpec of every parameter, in tree order.
+      chain: the parts of the chain.
+    """
+
+    mesh: Mesh
+    axis_name: AxisName
+    specs: tuple[P, ...]
+    chain: SplitChain
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axes of workers."""
+        return axis_names(self.axis_name)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The workers along each of their axes."""
+        return tuple(self.mesh.shape[name] for name in self.names)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The other axes of the mesh."""
+        return tuple(name for name in self.mesh.axis_names if name not in self.names)
+
+    @property
+    def whole(self) -> tuple[bool, ...]:
+        """For every parameter, whether its gradient is whole."""
+        return tuple(self.names[0] in _axes_of(spec) for spec in self.specs)
+
+    @cached_property
+    def groups(self) -> dict[tuple[str, ...], tuple[bool, ...]]:
+        """For every set of axes of slices, the parameters of its group."""
+        axes = [tuple(name for name in self.others if name in _axes_of(spec)) for spec in self.specs]
+        pairs = list(zip(axes, self.whole, strict=True))
+        found = sorted({slices for slices, is_whole in pairs if not is_whole})
+        return {group: tuple(slices == group and not is_whole for slices, is_whole in pairs) for group in found}
+
+    def gradient_specs(self, treedef: Any) -> Any:
+        """Returns the PartitionSpecs of gradients as they come: (K, *shape), a row for each worker, unless whole."""
+        pairs = zip(self.specs, self.whole, strict=True)
+        return treedef.unflatten([spec if is_whole else P(self.names, *spec) for spec, is_whole in pairs])
+
+    def init(self, params: Any) -> SlicedState:
+        """Makes the first state; params as they lie on the mesh."""
+        leaves, treedef = jax.tree.flatten(params)
+        local = [jax.ShapeDtypeStruct(self._slice(leaf, spec), leaf.dtype) for leaf, spec in self._pairs(leaves)]
+        shapes = jax.eval_shape(in_axes_of_workers(self._init, self.sizes, self.axis_name), treedef.unflatten(local))
+        init = jax.shard_map(
+            self._init,
+            mesh=self.mesh,
+            in_specs=(treedef.unflatten(self.specs),),
+            out_specs=self._state_specs(shapes),
+        )
+        return init(params)
+
+    def __call__(self, gradients: Any, state: SlicedState, params: Any) -> tuple[Any, SlicedState]:
+        """Exchanges gradients, all of them or none.
+
+        If some group's exchange is skipped, or some whole gradient is not finite, zeros come back everywhere and
+        nothing of the state changes but `metrics`: one all-reduce of 16 bytes tells everyone.
+
+        Args:
+          gradients: as `gradient_specs` says.
+          state: the state.
+          params: the parameters.
+
+        Returns:
+          The means, lying as the parameters do, and the new state.
+        """
+        treedef = jax.tree.structure(params)
+        specs, own = treedef.unflatten(self.specs), self._state_specs(state)
+        update = jax.shard_map(
+            self._update,
+            mesh=self.mesh,
+            in_specs=(self.gradient_specs(treedef), own, specs),
+            out_specs=(specs, own),
+        )
+        return update(gradients, state, params)
+
+    def _init(self, params: Any) -> SlicedState:
+        exchanges = tuple(
+            _pack(self.chain.exchange.init(_part(params, chosen)), self.names, axes)
+            for axes, chosen in self.groups.items()
+        )
+        return SlicedState(ExchangeMetrics.zeros(), exchanges, self.chain.before.init(_part(params, self.whole)))
+
+    def _update(self, gradients: Any, state: SlicedState, params: Any) -> tuple[Any, SlicedState]:
+        """What one device does."""
+        leaves, treedef = jax.tree.flatten(gradients)
+        pairs = zip(leaves, self.whole, strict=True)
+        gradients = treedef.unflatten([leaf if is_whole else leaf[0] for leaf, is_whole in pairs])
+
+        parts, new_whole, is_bad = [], state.whole, jnp.asarray(False)
+        if any(self.whole):
+            part = _part(gradients, self.whole)
+            is_bad = ~is_finite_tree(part)  # of this device's slices
+            part, new_whole = self.chain.before.update(part, state.whole, _part(params, self.whole))
+            parts.append(part)
+        votes = to_varying(jnp.zeros(4).at[0].set(is_bad), self._all)
+        exchanges = []
+        for (axes, chosen), packed in zip(self.groups.items(), state.exchanges, strict=True):
+            part, own = _part(gradients, chosen), _unpack(packed, self.names, axes)
+            part, own = self.chain.exchange.update(part, own, _part(params, chosen))
+            counts = exchange_metrics(own)
+            assert counts is not None, "split_chain refuses chains without an exchange"
+            is_counted = self._is_first(axes)  # the devices of a group that count the same take one voice
+            counts = jnp.stack([counts.skipped, counts.sent, counts.overflow, counts.drained]).astype(jnp.float32)
+            votes = votes + jnp.where(is_counted, counts, 0.0)
+            parts.append(part)
+            exchanges.append(_pack(own, self.names, axes))
+
+        skipped, sent, overflow, drained = lax.psum(votes, self._all)
+        ok = skipped == 0
+        metrics = ExchangeMetrics(
+            sent=jnp.where(ok, sent, 0.0),
+            overflow=jnp.where(ok, overflow, 0.0),
+            skipped=1 - ok.astype(jnp.int32),
+            drained=(drained > 0).astype(jnp.int32),
+        )
+        means = jax.tree.map(lambda mean: jnp.where(ok, mean, jnp.zeros_like(mean)), _join(parts, treedef))
+        old = (state.exchanges, state.whole)
+        kept = jax.tree.map(lambda n, o: jnp.where(ok, n, o), (tuple(exchanges), new_whole), old)
+        return means, SlicedState(metrics, *kept)
+
+    @property
+    def _all(self) -> tuple[str, ...]:
+        return tuple(self.mesh.axis_names)
+
+    def _is_first(self, axes: tuple[str, ...]) -> jax.Array:
+        """Returns whether this device is the first of those that hold the same slice: () bool."""
+        first = [lax.axis_index(name) == 0 for name in self._all if name not in axes]
+        return jnp.stack(first).all()
+
+    def _state_specs(self, state: Any) -> Any:
+        def spec(node: Any) -> Any:
+            if not is_per_worker(node):
+                return P()
+            axes = (
+                node.axes if isinstance(node, SliceRows) else node.axis if isinstance(node, InnerRows) else self.names
+            )
+            return jax.tree.map(lambda _: P(axes), node)
+
+        return jax.tree.map(spec, state, is_leaf=is_per_worker)
+
+    def _pairs(self, leaves: list[Any]) -> Any:
+        return zip(leaves, self.specs, strict=True)
+
+    def _slice(self, leaf: Any, spec: P) -> tuple[int, ...]:
+        """Returns the shape of a device's slice."""
+        cuts = [math.prod(self.mesh.shape[name] for name in _names_of(entry)) for entry in spec]
+        return tuple(size // cut for size, cut in zip(leaf.shape, cuts + [1] * (leaf.ndim - len(cuts)), strict=True))
+
+
+def plan_slices(
+    tx: optax.GradientTransformation, mesh: Mesh, specs: Any, params: Any, axis_name: AxisName
+) -> SlicedExchange:
+    """Takes a chain apart, and checks where parameters lie.
+
+    Args:
+      tx: a chain with one exchange of gradients in it.
+      mesh: the mesh.
+      specs: PartitionSpecs, a tree like that of the parameters or a prefix of it.
+      params: the parameters, or their shapes.
+      axis_name: the axis of workers, or the axes along which they lie.
+
+    Raises:
+      ValueError: for specs of another tree, of axes that are not on the mesh, of some of the workers' axes without the
+        others, or that do not divide a dimension; for chains as in `split_chain`, and for those that look at whole
+        tensors before the exchange where there are slices.
+    """
+    names = axis_names(axis_name)
+    missing = [name for name in names if name not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"The axis of workers is an axis of the mesh, got {missing[0]!r} and a mesh with {mesh.axis_names}: make "
+            f"it with make_mesh({missing[0]}=...), or pass axis_name=."
+        )
+    flat = _flat_specs(specs, params)
+    for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), flat, strict=True):
+        _check_spec(jax.tree_util.keystr(path), tuple(jnp.shape(leaf)), spec, mesh, names)
+    chain = split_chain(tx, tuple(mesh.shape[name] for name in names), axis_name)
+    if any(_axes_of(spec) for spec in flat):
+        check_works_on_slices(chain.before)
+    return SlicedExchange(mesh, axis_name, flat, chain)
+
+
+def _flat_specs(specs: Any, params: Any) -> tuple[P, ...]:
+    """Returns a PartitionSpec for every parameter, from those of a prefix of their tree."""
+
+    def is_spec(node: Any) -> bool:
+        return isinstance(node, P)
+
+    try:
+        full = jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, params, is_leaf=is_spec)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"PartitionSpecs are a tree like that of the parameters, or a prefix of it, got another one: {error}"
+        ) from None
+    flat = jax.tree.leaves(full, is_leaf=is_spec)
+    for spec in flat:
+        if not is_spec(spec):
+            raise ValueError(f"A parameter has a jax.sharding.PartitionSpec, got {spec!r}: P() is one copy for each.")
+    return tuple(flat)
+
+
+def _check_spec(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, names: tuple[str, ...]) -> None:
+    used = _axes_of(spec)
+    unknown = [name for name in used if name not in mesh.axis_names]
+    if unknown or len(spec) > len(shape):
+        raise ValueError(
+            f"A PartitionSpec names axes of the mesh, at most one entry for each dimension, got {spec} for {path!r} of "
+            f"shape {shape} on a mesh with {mesh.axis_names}: use P() for a copy on each device."
+        )
+    some = [name for name in names if name in used]
+    if some and len(some) < len(names):
+        raise ValueError(
+            f"A parameter is cut along all of the axes of workers or along none, got {spec} for {path!r} with workers "
+            f"along {names}: use P({names!r}) or P()."
+        )
+    for size, entry in zip(shape, spec, strict=False):
+        cut = math.prod(mesh.shape[name] for name in _names_of(entry))
+        if size % cut:
+            raise ValueError(
+                f"A dimension is a multiple of the devices that it is cut for, got {size} for {cut} ({spec}, {path!r} "
+                f"of shape {shape}): pad it, or use P()."
+            )
+
+
+def _names_of(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _axes_of(spec: P) -> tuple[str, ...]:
+    return tuple(name for entry in spec for name in _names_of(entry))
+
+
+def _part(tree: Any, chosen: tuple[bool, ...]) -> Any:
+    """Returns the tree with only the chosen leaves in it; the paths stay."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten([leaf if is_in else None for leaf, is_in in zip(leaves, chosen, strict=True)])
+
+
+def _join(parts: list[Any], treedef: Any) -> Any:
+    """Puts parts of a tree together; the inverse of `_part`."""
+    rows = zip(*(treedef.flatten_up_to(part) for part in parts), strict=True)
+    return treedef.unflatten([next(leaf for leaf in row if leaf is not None) for row in rows])
+
+
+def _pack(state: Any, names: tuple[str, ...], axes: tuple[str, ...]) -> Any:
+    """Gives the state of a group's exchange a row for each slice, beside that for each worker."""
+    if not axes:
+        return state
+
+    def row(node: Any) -> Any:
+        if not is_per_worker(node):
+            return SliceRows(node[None], axes)
+        return SliceRows(node.rows, (*((node.axis,) if isinstance(node, InnerRows) else names), *axes))
+
+    return jax.tree.map(row, state, is_leaf=is_per_worker)
+
+
+def _unpack(state: Any, names: tuple[str, ...], axes: tuple[str, ...]) -> Any:
+    """Returns the state that one device's exchange takes; the inverse of `_pack`."""
+
+    def own(node: Any) -> Any:
+        if not isinstance(node, SliceRows):
+            return node
+        inner = node.axes[: len(node.axes) - len(axes)]
+        if not inner:
+            return node.rows[0]
+        return PerWorker(node.rows) if inner == names else InnerRows(node.rows, inner[0])
+
+    return jax.tree.map(own, state, is_leaf=is_per_worker)

@@ -1,0 +1,104 @@
+"""One tree of arrays for stages of different shapes.
+
+In a program that every device runs, all devices hold arrays of the same shapes. The tensors of each stage are put into
+slots: the largest of every stage into the first, and so on, so that little is padded. A slot has the shape of its
+tensors where they agree, which is everywhere for stages that are alike, and is a vector of the largest size elsewhere.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where the tensors of every stage lie.
+
+    Attributes:
+      shapes: of every slot.
+      dtypes: of every slot.
+      stages: for every stage its tree, with a slot's number in the place of each tensor.
+      tensors: for every stage its tensors' shapes, in the order of the tree.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+    stages: tuple[Any, ...]
+    tensors: tuple[tuple[tuple[int, ...], ...], ...]
+
+    def of_stage(self, stage: int, slots: Sequence[jax.Array]) -> Any:
+        """Returns a stage's own tree from slots of their shapes."""
+        numbers, tree = jax.tree.flatten(self.stages[stage])
+        shapes = self.tensors[stage]
+        return tree.unflatten([_take(slots[n], shape) for n, shape in zip(numbers, shapes, strict=True)])
+
+    def to_slots(self, stage: int, tree: Any) -> list[jax.Array]:
+        """Puts a stage's tree into slots; the others, and what a tensor does not fill, are zero."""
+        numbers, leaves = jax.tree.leaves(self.stages[stage]), jax.tree.leaves(tree)
+        found = dict(zip(numbers, leaves, strict=True))
+        return [
+            _put(found.get(n), shape, dtype)
+            for n, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes, strict=True))
+        ]
+
+    def stack(self, trees: Sequence[Any]) -> list[jax.Array]:
+        """Puts all stages together: (S, *shape) for every slot."""
+        rows = [self.to_slots(stage, tree) for stage, tree in enumerate(trees)]
+        return [jnp.stack(slot) for slot in zip(*rows, strict=True)]
+
+    def unstack(self, slots: Sequence[Any]) -> list[Any]:
+        """Returns the tree of every stage; the inverse of `stack`."""
+        return [self.of_stage(stage, [slot[stage] for slot in slots]) for stage in range(len(self.stages))]
+
+    @property
+    def padding(self) -> int:
+        """Elements of all stages' slots that no tensor fills."""
+        room = len(self.stages) * sum(math.prod(shape) for shape in self.shapes)
+        return room - sum(math.prod(shape) for shapes in self.tensors for shape in shapes)
+
+
+def plan_slots(trees: Sequence[Any]) -> Slots:
+    """Plans the slots of stages from their trees of arrays, or of `jax.ShapeDtypeStruct`s."""
+    found = [[(jnp.dtype(leaf.dtype), tuple(leaf.shape)) for leaf in jax.tree.leaves(tree)] for tree in trees]
+    dtypes = sorted({dtype for leaves in found for dtype, _ in leaves}, key=str)
+    shapes: list[tuple[int, ...]] = []
+    slot_dtypes: list[Any] = []
+    numbers = [[0] * len(leaves) for leaves in found]
+    for dtype in dtypes:
+        first = len(shapes)
+        members: list[list[tuple[int, ...]]] = []
+        for stage, leaves in enumerate(found):
+            own = [index for index, (each, _) in enumerate(leaves) if each == dtype]
+            own.sort(key=lambda index: (-math.prod(leaves[index][1]), leaves[index][1], index))
+            for place, index in enumerate(own):
+                numbers[stage][index] = first + place
+                if place == len(members):
+                    members.append([])
+                members[place].append(leaves[index][1])
+        for alike in members:
+            same = len(set(alike)) == 1
+            shapes.append(alike[0] if same else (max(math.prod(shape) for shape in alike),))
+            slot_dtypes.append(dtype)
+    return Slots(
+        shapes=tuple(shapes),
+        dtypes=tuple(slot_dtypes),
+        stages=tuple(jax.tree.unflatten(jax.tree.structure(tree), n) for tree, n in zip(trees, numbers, strict=True)),
+        tensors=tuple(tuple(shape for _, shape in leaves) for leaves in found),
+    )
+
+
+def _take(slot: Any, shape: tuple[int, ...]) -> Any:
+    return slot if slot.shape == shape else slot.reshape(-1)[: math.prod(shape)].reshape(shape)
+
+
+def _put(leaf: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    if leaf is None:
+        return jnp.zeros(shape, dtype)
+    if np.shape(leaf) == shape:
+        return jnp.asarray(leaf)
+    return jnp.pad(jnp.reshape(leaf, -1), (0, math.prod(shape) - leaf.size)).reshape(shape)

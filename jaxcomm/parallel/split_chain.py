@@ -1,0 +1,92 @@
+"""An Optax chain in parts: what comes before its exchange, and what comes after."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomm.collectives.axis import AxisName
+from jaxcomm.parallel.chain import CLIPS, _links, _made_by
+from jaxcomm.parallel.state import in_axes_of_workers
+from jaxcomm.types import communication_period, exchange_metrics
+
+# What looks at many numbers at once makes something else of a slice than of a tensor.
+_NOT_OF_A_SLICE = (CLIPS - {"clip"}) | {
+    "centralize",
+    "normalize",
+    "normalize_by_update_norm",
+    "scale_by_param_block_norm",
+    "scale_by_param_block_rms",
+    "scale_by_trust_ratio",
+}
+
+
+class SplitChain(NamedTuple):
+    """The parts of an Optax chain.
+
+    Attributes:
+      before: what comes before the exchange.
+      exchange: the same, and the exchange.
+      after: what comes after it.
+    """
+
+    before: optax.GradientTransformation
+    exchange: optax.GradientTransformation
+    after: optax.GradientTransformation
+
+
+def split_chain(tx: optax.GradientTransformation, sizes: tuple[int, ...], axis_name: AxisName) -> SplitChain:
+    """Parts an Optax chain at its exchange.
+
+    Args:
+      tx: one exchange of gradients, or an `optax.chain` with one among its links.
+      sizes: the number of workers along each axis.
+      axis_name: the axis of workers, or the axes along which they lie.
+
+    Raises:
+      ValueError: if none or several of the links are exchanges, or one is local.
+    """
+    links = _chained(tx)
+    example = jax.ShapeDtypeStruct((2,), jnp.float32)
+    states = [jax.eval_shape(in_axes_of_workers(link.init, sizes, axis_name), [example]) for link in links]
+    found = [place for place, state in enumerate(states) if exchange_metrics(state) is not None]
+    if len(found) != 1:
+        raise ValueError(
+            f"One link of the chain exchanges gradients, got {len(found)} that do: write optax.chain(jaxcomm.dct_dp("
+            "0.99), optax.adamw(3e-4)), with the exchange itself as a link, not inside another transformation."
+        )
+    (place,) = found
+    if communication_period(states[place]) is not None:
+        raise ValueError(
+            "Workers that hold slices of one model have no parameters of their own, got a local method: use an "
+            "exchange of gradients, such as jaxcomm.dct_dp(0.99), before the optimizer."
+        )
+    parts = (links[:place], links[: place + 1], links[place + 1 :])
+    return SplitChain(*(optax.chain(*part) if part else optax.identity() for part in parts))
+
+
+def check_works_on_slices(before: optax.GradientTransformation) -> None:
+    """Refuses what looks at whole tensors, where there are slices of them.
+
+    Raises:
+      ValueError: for a clip by a norm, say.
+    """
+    for link in _links(before, (), {}):
+        if link.is_in(_NOT_OF_A_SLICE):
+            raise ValueError(
+                f"What comes before the exchange works on slices, number by number, got {link.name}, which looks at "
+                "whole tensors: put it after the exchange, where it sees them."
+            )
+
+
+def _chained(tx: Any) -> list[optax.GradientTransformation]:
+    """Returns the links of nested chains in order; Optax keeps them in the closures of two functions."""
+    package, name, args = _made_by(tx.update)
+    _, _, init_args = _made_by(tx.init)
+    if package == "optax" and name == "chain" and len(args.get("update_fns", ())) == len(init_args.get("init_fns", ())):
+        pairs = zip(init_args["init_fns"], args["update_fns"], strict=True)
+        return [link for pair in pairs for link in _chained(optax.GradientTransformationExtraArgs(*pair))]
+    if package == "optax" and name == "named_chain" and "transforms" in args:
+        return [link for _, one in args["transforms"] for link in _chained(one)]
+    return [tx]

@@ -1,0 +1,160 @@
+"""What a pipeline sends: predicted from shapes, and proved on the compiled step."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxcomm.collectives.axis import AxisName, axis_names
+from jaxcomm.hlo import read_program
+from jaxcomm.parallel.pipeline import Pipeline
+from jaxcomm.wire import WireReport, jaxpr_program, wire_report
+
+
+@dataclass(frozen=True)
+class BoundaryBytes:
+    """What crosses one boundary in a step, for each data-parallel worker.
+
+    Attributes:
+      forward: bytes of activations that the next stage receives.
+      backward: bytes of gradients that it sends back.
+      dense: bytes either way of whole activations, in their own type.
+    """
+
+    forward: int
+    backward: int
+    dense: int
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """What one step of a pipeline costs.
+
+    Attributes:
+      boundaries: after every stage but the last.
+      exchange: of one stage's gradients over the workers. Every stage pays for the slots, that is, for the largest
+        tensors of any stage.
+    """
+
+    boundaries: list[BoundaryBytes]
+    exchange: WireReport
+
+    def __str__(self) -> str:
+        lines = []
+        for stage, each in enumerate(self.boundaries):
+            line = (
+                f"stage {stage} to {stage + 1}: {each.forward:,} bytes forward, {each.backward:,} back "
+                f"({2 * each.dense / (each.forward + each.backward):.1f}x fewer than whole activations)"
+            )
+            if each.forward + each.backward > 2 * each.dense:
+                line += ": MORE than whole activations, so few values are sent at once; use sparsity 0 here"
+            lines.append(line)
+        return "\n".join([*lines, f"each stage's gradients: {self.exchange}"])
+
+
+def pipeline_report(
+    pipeline: Pipeline, tx: optax.GradientTransformation, batch: Any, workers: int, *, axis_name: AxisName = "data"
+) -> PipelineReport:
+    """Predicts the bytes of a pipeline's step from shapes alone; no devices are needed.
+
+    Args:
+      pipeline: the stages.
+      tx: a chain with an exchange in it.
+      batch: a global batch, or the shapes of one.
+      workers: K, data-parallel workers.
+      axis_name: their axis.
+
+    Raises:
+      ValueError: if the batch does not divide.
+    """
+    own = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // workers, *leaf.shape[1:]), leaf.dtype), batch
+    )
+    count, boundaries = pipeline.micro_batches, []
+    for cut in pipeline.plan(own).cuts:
+        forward, backward = cut.bytes_each_way()
+        boundaries.append(BoundaryBytes(count * forward, count * backward, count * cut.dense_bytes))
+    slots = pipeline.param_slots
+    shapes = [jax.ShapeDtypeStruct(*pair) for pair in zip(slots.shapes, slots.dtypes, strict=True)]
+    return PipelineReport(boundaries, wire_report(tx, shapes, workers, axis_name=axis_name))
+
+
+def verify_pipeline(
+    step: Any,
+    state: Any,
+    batch: Any,
+    *,
+    pipeline: Pipeline,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    other_bytes: int = 256,
+    axis_name: AxisName = "data",
+    stage_axis: str = "stage",
+) -> PipelineReport:
+    """Proves on the compiled text of a pipeline's step that it sends what `pipeline_report` claims, and no more.
+
+    Args:
+      step: of `make_pipeline_step`.
+      state: its state, or the shapes of one.
+      batch: a global batch, or the shapes of one.
+      pipeline: the stages.
+      tx: the chain of the step.
+      mesh: its mesh.
+      other_bytes: bytes that a worker may receive beside boundaries and exchange: losses, metrics, the model state.
+      axis_name: the axis of workers.
+      stage_axis: the axis of stages.
+
+    Returns:
+      The report.
+
+    Raises:
+      ValueError: if some boundary's bytes differ from the claim, if XLA sends more than was traced, or if a step sends
+        more than its exchange and `other_bytes` over the workers.
+    """
+    workers = 1
+    for name in axis_names(axis_name):
+        workers *= mesh.shape[name]
+    claimed = pipeline_report(pipeline, tx, batch, workers, axis_name=axis_name)
+    traced = jaxpr_program(step.trace(state, batch).jaxpr)
+    compiled = read_program(step.lower(state, batch).compile().as_text())
+    if compiled.received > traced.received or compiled.received_at_most > traced.received_at_most:
+        raise ValueError(
+            f"A compiled step sends the bytes that were traced, got {float(compiled.received):,.0f} for "
+            f"{float(traced.received):,.0f} on average: XLA has changed the collectives."
+        )
+    links = _stage_links(compiled.links(), mesh, stage_axis)
+    for stage, each in enumerate(claimed.boundaries):
+        for way, pair, claim in (
+            ("forward", (stage, stage + 1), each.forward),
+            ("backward", (stage + 1, stage), each.backward),
+        ):
+            sent = links.pop(pair, 0)
+            if sent != claim * workers:
+                raise ValueError(
+                    f"A boundary sends what it claims, got {sent:,} bytes {way} over {workers} workers between the "
+                    f"stages {pair}, where {claim:,} a worker are claimed."
+                )
+    first = axis_names(axis_name)[0]
+    exchanged = sum(float(traced.over(name).received) for name in axis_names(axis_name))
+    if exchanged > claimed.exchange.received + other_bytes:
+        raise ValueError(
+            f"A step sends its exchange and at most {other_bytes} bytes more over {first!r}, got {exchanged:,.0f} "
+            f"where the exchange is {claimed.exchange.received:,.0f}: raise other_bytes= by 8 bytes a number of the model "
+            "state, or look for another collective in the stages."
+        )
+    return claimed
+
+
+def _stage_links(links: dict[tuple[int, int], int], mesh: Mesh, stage_axis: str) -> dict[tuple[int, int], int]:
+    """Sums the bytes between places in the mesh to those between stages."""
+    place = mesh.axis_names.index(stage_axis)
+    inner = 1
+    for name in mesh.axis_names[place + 1 :]:
+        inner *= mesh.shape[name]
+    size, stages = mesh.shape[stage_axis], {}
+    for (source, target), count in links.items():
+        pair = (source // inner % size, target // inner % size)
+        stages[pair] = stages.get(pair, 0) + count
+    return stages

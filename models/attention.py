@@ -1,0 +1,88 @@
+"""Attention with several heads, and the positions of a sequence."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+_xavier = nnx.initializers.glorot_uniform()
+
+
+class Attention(nnx.Module):
+    """Scaled dot-product attention with several heads.
+
+    Source: Vaswani et al., "Attention Is All You Need", NeurIPS 2017. Initial values as in fairseq: Xavier's, with half
+    the variance for queries, keys and values.
+    """
+
+    def __init__(self, width: int, heads: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        """Makes the layers.
+
+        Args:
+          width: features, of the inputs and of all heads together.
+          heads: how many.
+          dtype: to compute in; the parameters are float32.
+          rngs: the source of the initial parameters.
+
+        Raises:
+          ValueError: if the heads do not divide the features.
+        """
+        if width % heads:
+            raise ValueError(
+                f"Heads share the features evenly, got {width} features for {heads} heads: give a multiple of {heads}."
+            )
+        self.heads = heads
+        smaller = nnx.initializers.variance_scaling(0.5, "fan_avg", "uniform")
+        self.query, self.key, self.value = (linear(width, width, dtype, rngs, smaller) for _ in range(3))
+        self.out = linear(width, width, dtype, rngs)
+
+    def keys_values(self, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns keys and values (B, S, heads, width / heads) of what is attended to, (B, S, width)."""
+        return self._heads(self.key(memory)), self._heads(self.value(memory))
+
+    def __call__(self, x: jax.Array, keys_values: tuple[jax.Array, jax.Array], mask: jax.Array) -> jax.Array:
+        """Attends.
+
+        Args:
+          x: what attends, (B, T, width).
+          keys_values: of what is attended to, S places.
+          mask: True where x may attend, broadcast to (B, heads, T, S).
+
+        Returns:
+          (B, T, width).
+        """
+        keys, values = keys_values
+        y = jax.nn.dot_product_attention(self._heads(self.query(x)), keys, values, mask=mask)
+        return self.out(y.reshape(x.shape))
+
+    def _heads(self, x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:2], self.heads, -1)
+
+
+def linear(
+    inputs: int,
+    outputs: int,
+    dtype: DTypeLike,
+    rngs: nnx.Rngs,
+    kernel_init: Callable[..., jax.Array] = _xavier,
+) -> nnx.Linear:
+    """Makes a dense layer with Xavier's initial values."""
+    return nnx.Linear(inputs, outputs, kernel_init=kernel_init, dtype=dtype, rngs=rngs)
+
+
+def positions(length: int, width: int) -> np.ndarray:
+    """Returns what says where in a sequence a token is, (length, width) float32.
+
+    The first half are sines, the second cosines, of wavelengths from 2 pi to 20,000 pi (Vaswani et al., 2017, with the
+    columns in another order).
+
+    Raises:
+      ValueError: for an odd width.
+    """
+    if width % 2:
+        raise ValueError(f"Half of the features are sines and half cosines, got {width}: give an even width.")
+    half = width // 2
+    angles = np.arange(length)[:, None] * 10_000.0 ** -(np.arange(half) / half)  # (length, half)
+    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)

@@ -1,0 +1,169 @@
+"""Beam search: the most probable translations that a transformer knows."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from models.attention import positions
+from models.transformer import (
+    BEGIN,
+    END,
+    PADDING,
+    Contraction,
+    DecoderAttention,
+    Embedding,
+    Logits,
+    TargetEmbedding,
+    TiedDecoder,
+)
+
+
+class Decoder(NamedTuple):
+    """The parts of a transformer, for one token at a time.
+
+    Attributes:
+      encoder: its blocks.
+      embedding: of the target.
+      layers: the halves of the decoder's layers.
+      logits: (B, T, width) -> (B, T, tokens).
+    """
+
+    encoder: Sequence[Any]
+    embedding: Embedding
+    layers: Sequence[tuple[DecoderAttention, Contraction]]
+    logits: Callable[[jax.Array], jax.Array]
+
+
+class Search(NamedTuple):
+    """What is known after some steps; L is the length limit.
+
+    Attributes:
+      step: how many tokens the open hypotheses have.
+      tokens: of the open hypotheses, (B, beam, 1 + L), the first of them BEGIN.
+      scores: their log-probabilities, (B, beam); -inf where there is none.
+      ended_tokens: of the best that have ended, (B, beam, 1 + L).
+      ended_scores: theirs, divided by length^penalty.
+      cache: keys and values of the open hypotheses, for every layer a pair of (B * beam, L, heads, width / heads).
+    """
+
+    step: jax.Array
+    tokens: jax.Array
+    scores: jax.Array
+    ended_tokens: jax.Array
+    ended_scores: jax.Array
+    cache: Any
+
+
+def beam_search(
+    blocks: Sequence[Any],
+    source: jax.Array,
+    *,
+    max_length: int,
+    beam: int = 5,
+    length_penalty: float = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+    """Searches for the best translations of every source.
+
+    At every step the `beam` best open hypotheses of a source are kept, and the `beam` best that have ended. A score is
+    the log-probability over length^length_penalty, END counted (fairseq's `--lenpen`; Wu et al., "Google's Neural
+    Machine Translation System", 2016, without its constant 5). The search stops when no open hypothesis can still
+    enter, or at `max_length`, where all must end. With as many beams as there are prefixes it finds the best of all.
+    It can be compiled.
+
+    Args:
+      blocks: of a transformer in evaluation mode: `model.blocks`, or `merge(graph, params, stats, training=False)`.
+      source: (B, S) int32.
+      max_length: most tokens of a translation, END included.
+      beam: hypotheses.
+      length_penalty: 0 prefers short translations; larger prefers longer ones.
+
+    Returns:
+      Translations (B, beam, max_length) int32, the best first, each with END after its last token and padding after
+      that, and their scores (B, beam) float32; -inf where there are fewer than `beam`.
+
+    Raises:
+      ValueError: for other blocks, for numbers out of range, or for a model in training mode that has dropout.
+    """
+    if max_length < 1 or beam < 1 or length_penalty < 0:
+        raise ValueError(
+            f"A search has max_length and beam of at least 1 and a length_penalty of at least 0, got {max_length}, "
+            f"{beam} and {length_penalty}: give larger ones."
+        )
+    decoder = _parts(blocks)
+    B, K, L = source.shape[0], beam, max_length
+    x: Any = None
+    for block in decoder.encoder:
+        x = block(x, {"source": source})
+    memory = jnp.repeat(x, K, axis=0)  # (B K, S, width)
+    batch = {"source": jnp.repeat(source, K, axis=0)}  # (B K, S)
+    cross = [attention.cross.keys_values(memory) for attention, _ in decoder.layers]
+    places = jnp.asarray(positions(L, memory.shape[-1]))  # (L, width)
+
+    def predict(tokens: jax.Array, step: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        """Returns log-probabilities (B K, tokens) of what comes after the last tokens (B K,), and the new cache."""
+        y = decoder.embedding(tokens[:, None], lax.dynamic_slice_in_dim(places, step, 1))  # (B K, 1, width)
+        before, written = jnp.arange(L) <= step, []
+        for (attention, contraction), own, other in zip(decoder.layers, cache, cross, strict=True):
+            own = tuple(
+                lax.dynamic_update_slice_in_dim(old, new, step, axis=1)
+                for old, new in zip(own, attention.own.keys_values(y), strict=True)
+            )
+            written.append(own)
+            y = contraction(attention.attend(y, own, before, other, batch), batch)
+        return jax.nn.log_softmax(decoder.logits(y)[:, 0]), written
+
+    def go_on(search: Search) -> Search:
+        step = search.step
+        last = lax.dynamic_index_in_dim(search.tokens, step, axis=2, keepdims=False)  # (B, K)
+        log_p, cache = predict(last.reshape(-1), step, search.cache)
+        total = search.scores[..., None] + log_p.reshape(B, K, -1)  # (B, K, tokens)
+        place = jnp.arange(1 + L) == step + 1
+        ending = total[..., END] / (step + 1.0) ** length_penalty  # (B, K)
+        ended_scores, kept = lax.top_k(jnp.concatenate([search.ended_scores, ending], axis=1), K)
+        ended = jnp.concatenate([search.ended_tokens, jnp.where(place, END, search.tokens)], axis=1)  # (B, 2 K, 1 + L)
+        special = jnp.isin(jnp.arange(total.shape[-1]), jnp.asarray([PADDING, BEGIN, END]))
+        going = jnp.where(special | (step == L - 1), -jnp.inf, total)
+        scores, chosen = lax.top_k(going.reshape(B, -1), K)
+        parents, tokens = chosen // total.shape[-1], chosen % total.shape[-1]  # (B, K)
+        rows = (jnp.arange(B)[:, None] * K + parents).reshape(-1)  # (B K,)
+        return Search(
+            step + 1,
+            jnp.where(place, tokens[..., None], jnp.take_along_axis(search.tokens, parents[..., None], axis=1)),
+            scores,
+            jnp.take_along_axis(ended, kept[..., None], axis=1),
+            ended_scores,
+            jax.tree.map(lambda a: a[rows], cache),
+        )
+
+    def is_open(search: Search) -> jax.Array:
+        # Log-probabilities only fall, and no translation is longer than L.
+        best = search.scores.max(axis=1) / float(L) ** length_penalty
+        return (search.step < L) & jnp.any(best > search.ended_scores.min(axis=1))
+
+    none = jnp.full((B, K), -jnp.inf)
+    tokens = jnp.full((B, K, 1 + L), PADDING, jnp.int32).at[..., 0].set(BEGIN)
+    cache = [tuple(jnp.zeros((B * K, L, *a.shape[2:]), a.dtype) for a in pair) for pair in cross]
+    start = Search(jnp.int32(0), tokens, none.at[:, 0].set(0.0), jnp.full_like(tokens, PADDING), none, cache)
+    found = lax.while_loop(is_open, go_on, start)
+    return found.ended_tokens[..., 1:], found.ended_scores
+
+
+def _parts(blocks: Sequence[Any]) -> Decoder:
+    last = blocks[-1]
+    if isinstance(last, TiedDecoder):
+        encoder, target, layers, logits = blocks[:-1], last.target, last.layers, last.target.embedding.logits
+    else:
+        starts = [index for index, block in enumerate(blocks) if isinstance(block, TargetEmbedding)]
+        if not isinstance(last, Logits) or not starts:
+            raise ValueError(
+                "A search takes all blocks of a transformer, got "
+                f"{', '.join(type(block).__name__ for block in blocks)}: give model.blocks, or merge a graph that is "
+                "not cut."
+            )
+        start = starts[0]
+        encoder, target, layers, logits = blocks[:start], blocks[start], blocks[start + 1 : -1], last.logits
+    pairs = list(zip(layers[::2], layers[1::2], strict=True))
+    return Decoder(encoder, target.embedding, pairs, logits)

@@ -1,0 +1,65 @@
+"""Dropout whose masks belong to the rows of a batch, wherever they are computed."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxcomm.noise import make_key, uniform
+
+
+class Dropout(nnx.Module):
+    """Sets a fraction of every row's elements to zero, and scales the others up.
+
+    The mask is a function of the row's own number `batch["seed"]`, of the layer's number and of the element's place
+    alone. It is the same on any mesh, in any micro-batch and in any stage of a pipeline; no state is kept. A layer
+    that is called twice with the same seeds drops the same elements.
+
+    Source: Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", JMLR 2014.
+
+    Attributes:
+      rate: the fraction.
+      layer: the layer's number.
+      deterministic: True in evaluation mode (`model.eval()`): nothing is dropped.
+    """
+
+    def __init__(self, rate: float, layer: int):
+        """Makes the layer.
+
+        Args:
+          rate: the fraction that is dropped, at least 0 and below 1.
+          layer: a number that no other dropout layer of the model has.
+
+        Raises:
+          ValueError: for another rate.
+        """
+        if not 0 <= rate < 1:
+            raise ValueError(
+                f"A dropout rate is at least 0 and below 1, got {rate}: give the fraction that is dropped."
+            )
+        self.rate, self.layer, self.deterministic = rate, layer, False
+
+    def __call__(self, x: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
+        """Returns x (B, ...) with elements dropped.
+
+        Raises:
+          ValueError: in training mode, if the batch has no numbers of its rows.
+        """
+        if self.deterministic or self.rate == 0:
+            return x
+        if "seed" not in batch:
+            raise ValueError(
+                f"Dropout draws from batch['seed'], (B,) uint32, a number for every row, got a batch of "
+                f"{', '.join(sorted(batch))}: add it, or put the model into evaluation mode."
+            )
+        if batch["seed"].shape != x.shape[:1]:
+            raise ValueError(
+                f"batch['seed'] has a number for every row, got shape {batch['seed'].shape} for {x.shape[0]} rows: "
+                "give (B,)."
+            )
+        n = int(np.prod(x.shape[1:]))
+        drawn = jax.vmap(lambda seed: uniform(make_key(seed, self.layer), n))(batch["seed"])  # (B, n)
+        kept = drawn.reshape(x.shape) >= self.rate
+        return jnp.where(kept, x / jnp.asarray(1 - self.rate, x.dtype), jnp.zeros((), x.dtype))
