@@ -13,9 +13,6 @@ import json
 import math
 import os
 import statistics
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +21,7 @@ from typing import Any
 
 import tyro
 
+from benchmarks.control import Control, is_host, run_hosts
 from benchmarks.netlab import Lab, parse_rate, received_bytes
 from benchmarks.shapes import count, named
 from train.tables import print_table, write_records
@@ -47,7 +45,6 @@ METHODS = (
     "dct_dp_balanced",
     "naive",
 )
-_WORKER = "JAXCOMM_EXCHANGE_CONTROL"  # set in a host's process: the folder where the hosts ask for a rate
 
 
 @dataclass(frozen=True)
@@ -106,8 +103,8 @@ def main(config: Config) -> None:
             parse_rate(rate)
         for method in methods:
             _make(method, config.sparsity)
-        with Lab(config.hosts, rates[0]) as lab, tempfile.TemporaryDirectory() as folder:
-            records = _run_hosts(lab, config, Path(folder))
+        with Lab(config.hosts, rates[0]) as lab:
+            records = _run_hosts(lab, config)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     _compare_with_dense(records)
@@ -118,31 +115,9 @@ def main(config: Config) -> None:
     write_records(config.json, [dataclasses.asdict(record) for record in records])
 
 
-def _run_hosts(lab: Lab, config: Config, folder: Path) -> list[Record]:
-    env = {_WORKER: str(folder)}
-    if config.huge_pages:
-        env["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
-    done = threading.Event()
-    # Rates change while the hosts run, so that every method is compiled once: host 0 asks by a file, this answers.
-    server = threading.Thread(target=_serve_rates, args=(lab, folder, done), daemon=True)
-    server.start()
-    try:
-        results = lab.run([sys.executable, "-m", "benchmarks.exchange", *sys.argv[1:]], env=env)
-    finally:
-        done.set()
-        server.join()
-    failed = [result for result in results if result.returncode]
-    if failed:
-        raise SystemExit(f"host {failed[0].host} failed:\n{failed[0].stderr[-4000:]}")
-    return _merge([_records(result.stdout) for result in results], lab.isolated)
-
-
-def _serve_rates(lab: Lab, folder: Path, done: threading.Event) -> None:
-    while not done.is_set():
-        for request in folder.glob("*.want"):
-            lab.set_rate(request.read_text())
-            request.rename(request.with_suffix(".set"))
-        time.sleep(0.02)
+def _run_hosts(lab: Lab, config: Config) -> list[Record]:
+    env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if config.huge_pages else {}
+    return _merge([_records(stdout) for stdout in run_hosts(lab, "benchmarks.exchange", env)], lab.isolated)
 
 
 def _records(stdout: str) -> list[Record]:
@@ -197,36 +172,10 @@ def run_host(config: Config) -> None:
 
     gradients = [own(index, shape) for index, shape in enumerate(shapes)]
     weights = [same(index, shape) for index, shape in enumerate(shapes)]
-    control = Control(Path(os.environ[_WORKER]), processes.index)
+    control = Control(processes.index)
     for method in _methods(config):
         for record in _time_method(method, config, mesh, gradients, weights, control):
             print(json.dumps(dataclasses.asdict(record)), flush=True)
-
-
-class Control:
-    """How the hosts ask the lab for a rate, and wait for each other."""
-
-    def __init__(self, folder: Path, host: int):
-        self.folder, self.host, self.requests = folder, host, 0
-
-    def barrier(self) -> None:
-        """Waits until all hosts are here; a few hundred bytes."""
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices("exchange")
-
-    def set_rate(self, rate: str) -> None:
-        """Changes the rate of all links."""
-        self.requests += 1
-        self.barrier()
-        request = self.folder / f"{self.requests}.want"
-        if self.host == 0:
-            draft = request.with_suffix(".draft")
-            draft.write_text(rate)
-            draft.rename(request)
-        while not request.with_suffix(".set").exists():
-            time.sleep(0.02)
-        self.barrier()
 
 
 def _make(method: str, sparsity: float) -> Any:
@@ -364,7 +313,7 @@ def _zero_residual(node: Any) -> Any:
 
 if __name__ == "__main__":
     arguments = tyro.cli(Config, description=__doc__)
-    if _WORKER in os.environ:
+    if is_host():
         run_host(arguments)
     else:
         main(arguments)

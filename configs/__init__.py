@@ -3,13 +3,43 @@
 import difflib
 from collections.abc import Sequence
 
-from configs import cifar10, digits, mnist
+from configs import (
+    alexnet_digits,
+    alexnet_imagenet,
+    cifar10,
+    digits,
+    dlrm_clicks,
+    dlrm_criteo,
+    googlenet_digits,
+    googlenet_imagenet,
+    mnist,
+    resnet50_imagenet,
+    resnet101_cifar10,
+    resnet_digits,
+    transformer_catalogs,
+    transformer_iwslt14,
+    vgg16_imagenet,
+    vgg_digits,
+)
 from configs.experiment import Experiment
 
 CONFIGS: dict[str, Experiment] = {
     "digits": digits.CONFIG,
     "mnist": mnist.CONFIG,
     "cifar10": cifar10.CONFIG,
+    "alexnet_imagenet": alexnet_imagenet.CONFIG,
+    "alexnet_digits": alexnet_digits.CONFIG,
+    "vgg16_imagenet": vgg16_imagenet.CONFIG,
+    "vgg_digits": vgg_digits.CONFIG,
+    "googlenet_imagenet": googlenet_imagenet.CONFIG,
+    "googlenet_digits": googlenet_digits.CONFIG,
+    "resnet50_imagenet": resnet50_imagenet.CONFIG,
+    "resnet101_cifar10": resnet101_cifar10.CONFIG,
+    "resnet_digits": resnet_digits.CONFIG,
+    "dlrm_criteo": dlrm_criteo.CONFIG,
+    "dlrm_clicks": dlrm_clicks.CONFIG,
+    "transformer_iwslt14": transformer_iwslt14.CONFIG,
+    "transformer_catalogs": transformer_catalogs.CONFIG,
 }
 
 

@@ -3,12 +3,13 @@
 python -m train cifar10 --data-dir FOLDER
 """
 
-from configs.experiment import Experiment
+from configs.experiment import Architecture, Experiment
 from configs.methods import DctDp
 
 CONFIG = Experiment(
     name="cifar10",
     dataset="cifar10",
+    architecture=Architecture("cnn"),
     method=DctDp(sparsity=0.99, life_span=100),
     steps=10_000,
     global_batch=256,

@@ -5,12 +5,13 @@
 trains on 4 simulated workers, dense and then with DCT-DP at 98% sparsity, in about a minute on 2 cores.
 """
 
-from configs.experiment import Experiment
+from configs.experiment import Architecture, Experiment
 from configs.methods import DctDp
 
 CONFIG = Experiment(
     name="digits",
     dataset="digits",
+    architecture=Architecture("cnn"),
     method=DctDp(sparsity=0.98, life_span=10),
     steps=400,
     global_batch=128,

@@ -1,9 +1,38 @@
 """The fields of an experiment. Every one is an option of `python -m train NAME`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
+
+import tyro
 
 from configs.methods import DctDp, Method
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model of `models/` and the arguments that are not its dataset's.
+
+    Attributes:
+      name: one of `train.architectures.MODELS`.
+      options: keyword arguments.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BoundaryFields:
+    """What crosses between the stages of a pipeline: DCT-MP and its ablations."""
+
+    sparsity: float = 0.0
+    """Fraction of a sample's activations that is not sent; 0 sends them whole."""
+    kind: Literal["masked", "sketch", "topk_gradient"] = "masked"
+    """The largest activations of each sample (DCT-MP); or one of the two ablations of its paper."""
+    value_dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of a value on the wire; None for that of the activations."""
 
 
 @dataclass(frozen=True)
@@ -13,11 +42,13 @@ class Experiment:
     name: str
     """Name of the experiment, and of its folder under --out."""
     dataset: str
-    """Dataset: digits (in the wheel of scikit-learn), or mnist, cifar10, imagenet2012 where TFDS has prepared them."""
+    """Dataset: digits, clicks and catalogs need nothing; the others are prepared by you, see docs/data.md."""
+    architecture: tyro.conf.Suppress[Architecture]
+    """The model; a module of configs/ says which."""
     steps: int
     """Training steps."""
     learning_rate: float
-    """Learning rate at its peak; it falls to zero by a cosine."""
+    """Learning rate at its peak."""
     method: Method = field(default_factory=DctDp)
     """How the workers exchange gradients."""
     baseline: bool = True
@@ -26,12 +57,38 @@ class Experiment:
     """Data-parallel workers, over all processes. On a CPU they are simulated."""
     global_batch: int = 128
     """Rows of a step over all workers, a multiple of their number."""
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    """SGD with Nesterov momentum, or Adam with b2 of 0.98."""
     momentum: float = 0.9
-    """Momentum of SGD."""
+    """Momentum of SGD, or b1 of Adam."""
+    schedule: Literal["cosine", "drops", "polynomial", "inverse_sqrt", "constant"] = "cosine"
+    """How the learning rate falls: to zero by a cosine; by 10 every drop_every steps; to zero as the square root of
+    what is left; as one over the square root of the steps; or not."""
+    drop_every: int | None = None
+    """Steps between two drops of the schedule "drops"."""
     warmup_steps: int = 0
     """Steps in which the learning rate rises from zero."""
     weight_decay: float = 0.0
     """Decoupled weight decay: what a parameter loses of itself in a step, over the learning rate."""
+    label_smoothing: float = 0.0
+    """Probability that is spread over all classes or tokens evenly."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type that the model computes in; parameters are float32."""
+    rows_per_group: int | None = None
+    """Rows over which batch normalisation takes its statistics; all that a worker (or a micro-batch) has if not given.
+    A number that divides them makes the result independent of how many workers there are."""
+    stages: int = 1
+    """Stages of a pipeline into which the model is cut; workers * stages devices."""
+    cuts: tuple[int, ...] | None = None
+    """Blocks of the model that begin a stage, but the first; the paper's, or even numbers of blocks, if not given."""
+    micro_batches: int = 1
+    """Micro-batches of a pipeline, into which each worker's rows are cut."""
+    boundary: BoundaryFields = field(default_factory=BoundaryFields)
+    """What crosses between the stages."""
+    slices: int = 1
+    """Groups of workers with fast links inside (slices of a TPU): dense inside, the method between them."""
+    beam: int = 5
+    """Hypotheses of the beam search that BLEU is taken of, at the end of a translation's run."""
     seed: int = 0
     """Seed of the initial parameters and of the order of the data."""
     eval_every: int = 50
@@ -77,13 +134,44 @@ def check(experiment: Experiment, num_processes: int) -> None:
         )
     if experiment.stop_after is not None and experiment.stop_after < 1:
         raise ValueError(f"--stop-after is at least 1, got {experiment.stop_after}: give a positive number, or none.")
+    for name in ("stages", "micro_batches", "slices", "beam"):
+        if getattr(experiment, name) < 1:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} is at least 1, got {getattr(experiment, name)}: give a positive number.")
+    if (experiment.drop_every is None) == (experiment.schedule == "drops") or (experiment.drop_every or 1) < 1:
+        raise ValueError(
+            f"--drop-every is a positive number of steps with --schedule drops, and none with others, got "
+            f"{experiment.drop_every} with {experiment.schedule}."
+        )
+    if experiment.stages > 1 and experiment.slices > 1:
+        raise ValueError(
+            f"A run is a pipeline or has slices, got --stages {experiment.stages} with --slices {experiment.slices}: "
+            "leave one of them at 1."
+        )
+    if experiment.stages == 1 and (experiment.micro_batches > 1 or experiment.cuts or experiment.boundary.sparsity):
+        raise ValueError(
+            "Only a pipeline has micro-batches, cuts and boundaries, got some for one stage: give --stages as well."
+        )
+    if experiment.workers % experiment.slices:
+        raise ValueError(
+            f"--workers is a multiple of --slices, got {experiment.workers} in {experiment.slices} slices: every slice "
+            "has the same number of workers."
+        )
+    rows = experiment.workers * experiment.micro_batches
+    if experiment.micro_batches > 1 and experiment.global_batch % rows:
+        raise ValueError(
+            f"--global-batch is a multiple of workers and micro-batches, got {experiment.global_batch} for "
+            f"{experiment.workers} * {experiment.micro_batches}: try {-(-experiment.global_batch // rows) * rows}."
+        )
     if experiment.global_batch % experiment.workers:
         raise ValueError(
             f"--global-batch is a multiple of --workers, got {experiment.global_batch} for {experiment.workers}: try "
             f"{-(-experiment.global_batch // experiment.workers) * experiment.workers}."
         )
-    if experiment.workers % num_processes:
+    devices = experiment.workers * experiment.stages
+    if devices % num_processes or (experiment.workers % num_processes and num_processes % experiment.workers):
         raise ValueError(
-            f"--workers is a multiple of the number of processes, got {experiment.workers} for {num_processes}: "
-            "every process runs the same number of workers."
+            "--workers (times --stages) is a multiple of the number of processes, got "
+            f"{experiment.workers} workers and {experiment.stages} stages for {num_processes}: every process runs the "
+            "same number of workers, or of stages."
         )

@@ -3,12 +3,13 @@
 python -m train mnist --data-dir FOLDER
 """
 
-from configs.experiment import Experiment
+from configs.experiment import Architecture, Experiment
 from configs.methods import DctDp
 
 CONFIG = Experiment(
     name="mnist",
     dataset="mnist",
+    architecture=Architecture("cnn"),
     method=DctDp(sparsity=0.99, life_span=100),
     steps=2000,
     global_batch=256,

@@ -141,8 +141,8 @@ def verify_pipeline(
     if exchanged > claimed.exchange.received + other_bytes:
         raise ValueError(
             f"A step sends its exchange and at most {other_bytes} bytes more over {first!r}, got {exchanged:,.0f} "
-            f"where the exchange is {claimed.exchange.received:,.0f}: raise other_bytes= by 8 bytes a number of the model "
-            "state, or look for another collective in the stages."
+            f"where the exchange is {claimed.exchange.received:,.0f}: raise other_bytes= by 8 bytes a number of "
+            "the model state, or look for another collective in the stages."
         )
     return claimed
 

@@ -206,15 +206,15 @@ def verify(
             f"(a widened type, or a gather over another mesh axis).\n{report}"
         )
     exchange = wire_report(tx, params, workers, beside=beside, axis_name=axis_name).program
-    other_bytes += sum(_model_state(arg, count).received for arg in args)
+    others = other_bytes + sum(_model_state(arg, count).received for arg in args)
     for when, sent, claimed in (
         ("usual", compiled.received, exchange.received),
         ("most expensive", compiled.received_at_most, exchange.received_at_most),
     ):
-        if sent > claimed + other_bytes:
+        if sent > claimed + others:
             raise ValueError(
-                f"A step sends its exchange and at most {float(other_bytes):,.0f} bytes more, got {float(sent):,.0f} where the "
-                f"exchange is {float(claimed):,.0f}: a dense all-reduce is left in the {when} step. Take "
+                f"A step sends its exchange and at most {float(others):,.0f} bytes more, got {float(sent):,.0f} where "
+                f"the exchange is {float(claimed):,.0f}: a dense all-reduce is left in the {when} step. Take "
                 f"params = jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad.\n{report}"
             )
     return report

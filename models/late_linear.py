@@ -44,8 +44,10 @@ class LateLinear(nnx.Linear):
         super().__init__(in_features, out_features, use_bias=use_bias, dtype=dtype, rngs=rngs, **options)
         self.mode, self.axis_name = mode, axis_name
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns (..., M) of x (..., N)."""
-        x = x if self.dtype is None else x.astype(self.dtype)
+    def __call__(self, inputs: jax.Array, out_sharding: None = None) -> jax.Array:
+        """Returns (..., M) of inputs (..., N); there is no `out_sharding` among workers."""
+        if out_sharding is not None:
+            raise ValueError(f"A worker's rows are its own, got out_sharding={out_sharding}: leave it out.")
+        x = inputs if self.dtype is None else inputs.astype(self.dtype)
         bias = None if self.bias is None else self.bias[...]
         return jc.late_multiply(x, self.kernel[...], bias, axis_name=self.axis_name, mode=self.mode)

@@ -1,4 +1,4 @@
-"""ResNet with bottlenecks: ResNet-50, -101, -152."""
+"""ResNet with bottlenecks: ResNet-50 and ResNet-101."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from models.blocks import Batch, Model
 
-RESNET50, RESNET101, RESNET152 = (3, 4, 6, 3), (3, 4, 23, 3), (3, 8, 36, 3)
+RESNET50, RESNET101 = (3, 4, 6, 3), (3, 4, 23, 3)
 
 # As torchvision has it: variance 2 / outputs of the kernel.
 _kernel_init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")

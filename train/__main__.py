@@ -12,7 +12,7 @@ from typing import Any
 import tyro
 
 from configs import CONFIGS, take_config
-from configs.experiment import Experiment, check
+from configs.experiment import BoundaryFields, Experiment, check
 from configs.methods import PlumpDp
 from train.processes import Processes, connect, prepare_jax
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
             experiment.num_processes,
             check=lambda count: check(experiment, count),
         )
-        prepare_jax(experiment.workers // processes.count)
+        prepare_jax(experiment.workers * experiment.stages // processes.count)
         return run(experiment, processes)
     except (ValueError, FileNotFoundError) as error:
         print(f"train: {error}", file=sys.stderr)
@@ -67,20 +67,21 @@ def run(experiment: Experiment, processes: Processes) -> int:
     from train.progress import Bar
     from train.tables import print_table, write_records
 
-    methods = [experiment.method]
-    if experiment.baseline and experiment.method != PlumpDp():
-        methods.insert(0, PlumpDp())
-    jobs = [make_job(experiment, method) for method in methods]  # errors of the last come before the first is trained
+    runs = [(experiment, experiment.method)]
+    whole = dataclasses.replace(experiment, boundary=BoundaryFields())  # the baseline's activations are all sent
+    if experiment.baseline and (experiment.method != PlumpDp() or experiment != whole):
+        runs.insert(0, (whole, PlumpDp()))
+    jobs = [make_job(each, method) for each, method in runs]  # errors of the last come before the first is trained
     out = run_folder(experiment.out, experiment.name, resume=experiment.resume)
     wait_for_all(processes)  # before one of them makes the folder that another still looks for
-    experiment = dataclasses.replace(experiment, out=out)
     shows = processes.index == 0
     rows: list[dict[str, Any]] = []
     curves = {}
-    for method, job in zip(methods, jobs, strict=True):
+    for (each, method), job in zip(runs, jobs, strict=True):
+        each = dataclasses.replace(each, out=out)
         with Bar(run_name(method), experiment.steps, shows=shows) as bar:
-            ended = train(experiment, method, processes, bar, job)
-        rows.append(dataclasses.asdict(ended.summary))
+            ended = train(each, method, processes, bar, job)
+        rows.append(ended.summary.record())
         curves[run_name(method)] = ended.evaluations
         if not ended.finished:
             if shows:

@@ -2,21 +2,25 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import optax
-from flax import nnx
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from configs.experiment import Experiment
 from configs.methods import Method
-from models.cnn import Cnn
-from train.data import dataset_info
+from models.beam_search import beam_search
+from models.functional import Graph, Stage, apply, cut, merge
+from train.architectures import choose_cuts, make_model
+from train.data import DatasetInfo, TranslationInfo, dataset_info
 from train.methods import make_chain
+from train.tasks import Task, make_task
+
+Model = tuple[Any, Any]  # parameters and running statistics, both by block
 
 
 @dataclass(frozen=True)
@@ -24,62 +28,154 @@ class Job:
     """The compiled functions of a run; runs that differ in their seeds alone share them.
 
     Attributes:
-      mesh: of the workers.
+      info: of the dataset.
+      task: loss and scores.
+      mesh: of the workers, and of the stages of each.
+      axis: the axis of workers, or the axes along which they lie.
       start: seed -> the fresh state, on the mesh.
       step: (state, batch) -> (state, metrics).
-      model: state -> the parameters to evaluate, the same on every worker.
-      evaluate: (params, batch with a mask) -> sums of losses and of right answers over the real rows.
-      report: bytes of a step, losses and metrics included.
+      model: state -> what is evaluated, the same on every device.
+      evaluate: (model, batch with a mask) -> what scores are made of, for every row, and the mask.
+      translate: (model, source) -> the best translation of every row, (B, T - 1); None but for translations.
+      report: bytes of a step, losses and metrics included; of a pipeline, the average over its devices.
+      dense: bytes that a device would receive in a step, if gradients and activations travelled as they are.
     """
 
+    info: DatasetInfo
+    task: Task
     mesh: Mesh
+    axis: str | tuple[str, ...]
     start: Callable[[int], jc.TrainState]
     step: Callable[[jc.TrainState, Any], tuple[jc.TrainState, dict[str, jax.Array]]]
-    model: Callable[[jc.TrainState], Any]
-    evaluate: Callable[[Any, Any], tuple[jax.Array, jax.Array]]
+    model: Callable[[jc.TrainState], Model]
+    evaluate: Callable[[Model, Any], dict[str, jax.Array]]
+    translate: Callable[[Model, Any], jax.Array] | None
     report: jc.WireReport
+    dense: float
 
 
 def make_job(experiment: Experiment, method: Method) -> Job:
     """Makes the model, the optimizer and the functions of a run; `experiment.seed` is looked at for shapes alone."""
-    info = dataset_info(experiment.dataset)
-    mesh = jc.make_mesh(data=experiment.workers)
-    graph, params = _model(info.image_shape, info.num_classes, experiment.seed)
+    info = dataset_info(experiment.dataset, experiment.data_dir)
+    task = make_task(info, experiment.label_smoothing)
+    whole = cut(make_model(experiment.architecture, info, experiment.dtype, experiment.seed))[0]
+    axes = {"slice": experiment.slices, "data": experiment.workers // experiment.slices, "stage": experiment.stages}
+    mesh = jc.make_mesh(**{name: size for name, size in axes.items() if size > 1 or name == "data"})
+    axis = ("slice", "data") if experiment.slices > 1 else "data"
+    make = _pipeline if experiment.stages > 1 else _data_parallel
+    everywhere, by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis))
+    batch = {
+        name: jax.ShapeDtypeStruct((experiment.global_batch, *shape), dtype, sharding=by_rows)
+        for name, (shape, dtype) in (info.row_types() | {"seed": ((), np.dtype(np.uint32))}).items()
+    }
+    parts = make(experiment, method, info, task, mesh, axis, batch)
+    state = jax.eval_shape(lambda: parts.start(experiment.seed))
+    report = jc.step_report(parts.step, state, batch, params=whole.params, workers=experiment.workers)
+    return Job(
+        info=info,
+        task=task,
+        mesh=mesh,
+        axis=axis,
+        start=parts.start,
+        step=parts.step,
+        # The workers of a local method, and the stages of a pipeline, hold the model together.
+        model=jax.jit(parts.model, out_shardings=everywhere),
+        evaluate=jax.jit(partial(_evaluate, task, whole.graph), out_shardings=everywhere),
+        translate=_translator(experiment, info, whole.graph, everywhere),
+        report=report,
+        dense=report.dense if parts.dense is None else parts.dense,
+    )
 
-    def predict(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        logits = nnx.merge(graph, params, copy=True)(batch["image"])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])  # (B,)
-        return losses, jnp.argmax(logits, axis=-1) == batch["label"]  # (B,), (B,)
 
-    def loss_fn(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        losses, right = predict(params, batch)
-        return losses.mean(), {"accuracy": right.mean()}
+class _Parts(NamedTuple):
+    """What differs between meshes; `dense` is None where the report knows it."""
 
-    @jax.jit
-    def evaluate(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        losses, right = predict(params, batch)
-        return jnp.sum(losses * batch["mask"]), jnp.sum(right * batch["mask"])
+    start: Callable[[int], jc.TrainState]
+    step: Any
+    model: Callable[[jc.TrainState], Model]
+    dense: float | None
 
+
+def _data_parallel(
+    experiment: Experiment, method: Method, info: DatasetInfo, task: Task, mesh: Mesh, axis: Any, batch: Any
+) -> _Parts:
+    """Workers that hold the whole model each."""
+    del batch
+    graph = _cut(experiment, info, experiment.seed)[0].graph
     tx = make_chain(experiment, method)
-    step = jc.make_train_step(loss_fn, tx, mesh, has_aux=True)
-    place = jax.jit(lambda params: jc.init_state(params, tx, mesh))
+
+    def loss_fn(params: Any, stats: Any, batch: Any) -> Any:
+        output, stats = apply(graph, params, stats, batch, training=True, rows_per_group=experiment.rows_per_group)
+        loss, scalars = task.loss(output, batch)
+        return loss, (scalars, stats)
+
+    place = jax.jit(lambda params, stats: jc.init_state(params, tx, mesh, model_state=stats, axis_name=axis))
 
     def start(seed: int) -> jc.TrainState:
-        return place(_model(info.image_shape, info.num_classes, seed)[1])
+        whole = _cut(experiment, info, seed)[0]
+        return place(whole.params, whole.stats)
 
-    # The workers of a local method hold the model together, each process a part of it.
-    model = jax.jit(jc.global_params, out_shardings=NamedSharding(mesh, P()))
-    rows, sharding = experiment.global_batch, NamedSharding(mesh, P("data"))
-    batch = {
-        "image": jax.ShapeDtypeStruct((rows, *info.image_shape), jnp.float32, sharding=sharding),
-        "label": jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=sharding),
-    }
-    state = jax.eval_shape(place, params)
-    report = jc.step_report(step, state, batch, params=params, workers=experiment.workers)
-    return Job(mesh, start, step, model, evaluate, report)
+    step = jc.make_train_step(loss_fn, tx, mesh, has_state=True, axis_name=axis)
+    return _Parts(start, step, lambda state: (jc.global_params(state), state.model_state), None)
 
 
-def _model(image_shape: tuple[int, int, int], num_classes: int, seed: int) -> tuple[Any, Any]:
-    """Returns the graph, and the initial parameters as nested dictionaries."""
-    graph, variables = nnx.split(Cnn(image_shape, num_classes, rngs=nnx.Rngs(seed)), nnx.Param)
-    return graph, nnx.to_pure_dict(variables)
+def _pipeline(
+    experiment: Experiment, method: Method, info: DatasetInfo, task: Task, mesh: Mesh, axis: Any, batch: Any
+) -> _Parts:
+    """Workers whose devices hold a stage of the model each."""
+    tx, fields = make_chain(experiment, method), experiment.boundary
+    boundary = jc.dct_mp(fields.sparsity, kind=fields.kind, value_dtype=fields.value_dtype)
+    stages = _cut(experiment, info, experiment.seed)
+
+    def run(graph: Graph, params: Any, stats: Any, x: Any, batch: Any) -> tuple[Any, Any]:
+        return apply(graph, params, stats, batch, x, training=True, rows_per_group=experiment.rows_per_group)
+
+    pipeline = jc.Pipeline(
+        stages=[partial(run, stage.graph) for stage in stages],
+        loss_fn=task.loss,
+        params=[stage.params for stage in stages],
+        model_state=[stage.stats for stage in stages],
+        boundaries=[boundary] * (len(stages) - 1),
+        micro_batches=experiment.micro_batches,
+    )
+
+    def place(params: Any, stats: Any) -> jc.TrainState:
+        return jc.init_pipeline(pipeline, params, tx, mesh, model_state=stats, batch=batch, axis_name=axis)
+
+    placed = jax.jit(place)
+
+    def start(seed: int) -> jc.TrainState:
+        stages = _cut(experiment, info, seed)
+        return placed([stage.params for stage in stages], [stage.stats for stage in stages])
+
+    def model(state: jc.TrainState) -> Model:
+        parts = (jc.pipeline_params(pipeline, state), jc.pipeline_model_state(pipeline, state))
+        params, stats = ({block: of for stage in part for block, of in stage.items()} for part in parts)
+        return params, stats
+
+    costs = jc.pipeline_report(pipeline, tx, batch, experiment.workers)
+    dense = costs.exchange.dense + sum(2 * each.dense for each in costs.boundaries) / len(stages)
+    return _Parts(start, jc.make_pipeline_step(pipeline, tx, mesh, axis_name=axis), model, dense)
+
+
+def _cut(experiment: Experiment, info: DatasetInfo, seed: int) -> list[Stage]:
+    model = make_model(experiment.architecture, info, experiment.dtype, seed)
+    return cut(model, choose_cuts(model, experiment.stages, experiment.cuts))
+
+
+def _evaluate(task: Task, graph: Graph, model: Model, batch: Any) -> dict[str, jax.Array]:
+    params, stats = model
+    output, _ = apply(graph, params, stats, batch, training=False)
+    return task.rows(output, batch) | {"mask": batch["mask"]}
+
+
+def _translator(experiment: Experiment, info: DatasetInfo, graph: Graph, everywhere: Any) -> Any:
+    if not isinstance(info, TranslationInfo):
+        return None
+
+    def translate(model: Model, source: jax.Array) -> jax.Array:
+        blocks = merge(graph, *model, training=False)
+        tokens, _ = beam_search(blocks, source, max_length=info.target_length - 1, beam=experiment.beam)
+        return tokens[:, 0]
+
+    return jax.jit(translate, out_shardings=everywhere)

@@ -12,18 +12,19 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from configs.experiment import Experiment, check
 from configs.methods import Method
 from train.checkpoints import Checkpoints
-from train.data import eval_batches, train_batches
+from train.data import eval_batches, open_text, train_batches
 from train.job import Job, make_job
 from train.methods import is_rare, method_name, run_name
 from train.metrics import Evaluation, Log, Summary
 from train.processes import Processes
+from train.scores import bleu
 
 
 class Progress(Protocol):
@@ -75,11 +76,11 @@ def train(
     begin = time.perf_counter()
     check(experiment, processes.count)
     job = job or make_job(experiment, method)
-    mesh = job.mesh
+    index, count = rows_of(processes, experiment.workers)
     where = {
         "global_batch": experiment.global_batch,
-        "process_index": processes.index,
-        "process_count": processes.count,
+        "process_index": index,
+        "process_count": count,
         "data_dir": experiment.data_dir,
     }
     batches = train_batches(experiment.dataset, seed=experiment.seed, **where)
@@ -90,20 +91,23 @@ def train(
     checkpoints = Checkpoints(folder / "checkpoints")
     done, state = checkpoints.last() or 0, job.start(experiment.seed)
     if done:
-        restored = checkpoints.restore(done, state, mesh, about)
+        restored = checkpoints.restore(done, state, job.mesh, about)
         state = restored.state
         batches.restore(restored.data)
         progress.say(f"{run_name(method)}: resumed after step {done}. {restored.message}".rstrip())
     rare = partial(is_rare, method)
     log = Log(folder / "metrics.jsonl", job.report, rare, after=done, writes=processes.index == 0)
 
-    def evaluate(state: jc.TrainState) -> tuple[float, float]:
-        model = job.model(state)
-        totals = [job.evaluate(model, _to_mesh(batch, mesh)) for batch in tests]
-        loss, right = np.sum(jax.device_get(totals), axis=0)
-        return float(loss) / tests.num_examples, float(right) / tests.num_examples
+    def evaluate(state: jc.TrainState, *, at_end: bool) -> dict[str, float]:
+        model, rows, found = job.model(state), [], []
+        for batch in tests:
+            placed = _to_mesh(batch, job)
+            rows.append(job.evaluate(model, placed))
+            if at_end and job.translate is not None:
+                found.append(job.translate(model, placed["source"]))
+        return test_scores(experiment, job, jax.device_get(rows), jax.device_get(found))
 
-    def record(step: int, metrics: dict[str, jax.Array], test: tuple[float, float] | None) -> None:
+    def record(step: int, metrics: dict[str, jax.Array], test: dict[str, float] | None) -> None:
         values = log.record(step, jax.device_get(metrics), test)
         progress.update(step, values["loss"], values["accuracy"], job.report.received)
 
@@ -111,9 +115,11 @@ def train(
     step, pending = done, None
     with _sigterm(processes) as stopping:
         while step < last:
-            state, metrics = job.step(state, _to_mesh(next(batches), mesh))
+            state, metrics = job.step(state, _to_mesh(next(batches), job))
             step += 1
-            test = evaluate(state) if step % experiment.eval_every == 0 or step == experiment.steps else None
+            at_end, test = step == experiment.steps, None
+            if at_end or step % experiment.eval_every == 0:
+                test = evaluate(state, at_end=at_end)
             if pending is not None:
                 record(*pending)  # one step late, so that reading it does not hold the devices up
             pending = (step, metrics, test)
@@ -131,21 +137,46 @@ def train(
     batches.close()
 
     evaluated = log.evaluations and log.evaluations[-1].step == step
+    scores = log.evaluations[-1].scores if evaluated else evaluate(state, at_end=True)
     per_step = log.bytes_received / max(step, 1)
     summary = Summary(
         method=run_name(method),
         workers=experiment.workers,
         seed=experiment.seed,
-        accuracy=log.evaluations[-1].accuracy if evaluated else evaluate(state)[1],
+        scores=scores,
         steps=step,
         bytes_per_step=per_step,
-        ratio_to_dense=job.report.dense / per_step if per_step else None,
-        ratio_to_bfloat16=job.report.dense / 2 / per_step if per_step else None,
+        ratio_to_dense=job.dense / per_step if per_step else None,
+        ratio_to_bfloat16=job.dense / 2 / per_step if per_step else None,
         overflow_per_step=log.overflow / max(step, 1),
         skipped=log.skipped,
         seconds=time.perf_counter() - begin,
     )
     return Run(summary, log.evaluations, log.losses, state, finished=step == experiment.steps)
+
+
+def rows_of(processes: Processes, workers: int) -> tuple[int, int]:
+    """Returns which part of the rows of a batch this process reads, and of how many.
+
+    The processes of a pipeline may be fewer or more than the workers: those that share a worker read the same rows.
+    """
+    if processes.count <= workers:
+        return processes.index, processes.count
+    return processes.index // (processes.count // workers), workers
+
+
+def test_scores(
+    experiment: Experiment, job: Job, rows: list[dict[str, np.ndarray]], translations: list[np.ndarray]
+) -> dict[str, float]:
+    """Returns the scores of the test split, from what every batch of it gave; of translations BLEU as well."""
+    real = np.concatenate([part["mask"] for part in rows]) > 0
+    split = {name: np.concatenate([part[name] for part in rows])[real] for name in rows[0] if name != "mask"}
+    scores = job.task.scores(split)
+    if translations:
+        text = open_text(experiment.dataset, "test", experiment.data_dir)
+        found = text.subwords.decode(np.concatenate(translations)[real])
+        scores["bleu"] = bleu(found, text.references).score
+    return scores
 
 
 def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
@@ -155,20 +186,32 @@ def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
         "steps",
         "global_batch",
         "learning_rate",
+        "optimizer",
         "momentum",
+        "schedule",
+        "drop_every",
         "warmup_steps",
         "weight_decay",
+        "label_smoothing",
+        "dtype",
+        "rows_per_group",
+        "stages",
+        "micro_batches",
+        "slices",
         "seed",
         "workers",
     )
     fields = {name: getattr(experiment, name) for name in names}
+    fields["architecture"] = f"{experiment.architecture.name} {dict(experiment.architecture.options)}"
+    fields["cuts"] = None if experiment.cuts is None else list(experiment.cuts)
+    fields |= {f"boundary.{name}": value for name, value in dataclasses.asdict(experiment.boundary).items()}
     of_method = {f"method.{name}": value for name, value in dataclasses.asdict(method).items()}
     return fields | {"method": method_name(method)} | of_method
 
 
-def _to_mesh(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+def _to_mesh(batch: dict[str, np.ndarray], job: Job) -> dict[str, jax.Array]:
     """Places this process's rows of a global batch on its devices."""
-    sharding = NamedSharding(mesh, P("data"))
+    sharding = NamedSharding(job.mesh, P(job.axis))
     return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
 
 

@@ -22,6 +22,7 @@ from configs.methods import (
     TernGrad,
     TopK,
 )
+from train.schedules import make_schedule
 
 FACTORIES: dict[type[Method], Callable[..., optax.GradientTransformation]] = {
     PlumpDp: jc.plump_dp,
@@ -55,12 +56,13 @@ def is_local(method: Method) -> bool:
     return isinstance(method, SlimDp | LocalSgd) or (isinstance(method, PlumpDp) and method.p > 1)
 
 
-def make_exchange(method: Method, *, momentum: float) -> optax.GradientTransformation:
+def make_exchange(method: Method, *, momentum: float, axis_name: str = "data") -> optax.GradientTransformation:
     """Makes a method's transformation; its fields are the arguments.
 
     Args:
       method: the fields.
       momentum: of the methods that have it inside, `dgc` and `iwp`.
+      axis_name: the axis of workers that it goes over.
 
     Raises:
       ValueError: for a field out of range.
@@ -68,43 +70,54 @@ def make_exchange(method: Method, *, momentum: float) -> optax.GradientTransform
     match method:
         case LocalSgd():
             sparsity = method.exchange_sparsity
-            inner = jc.plump_dp() if sparsity is None else jc.topk(sparsity)
+            inner = jc.plump_dp(axis_name=axis_name) if sparsity is None else jc.topk(sparsity, axis_name=axis_name)
             outer = optax.sgd(method.outer_learning_rate, momentum=method.outer_momentum, nesterov=True)
-            return jc.local_sgd(method.steps, exchange=inner, outer=outer)
+            return jc.local_sgd(method.steps, exchange=inner, outer=outer, axis_name=axis_name)
         case Dgc() | Iwp():
-            return FACTORIES[type(method)](**dataclasses.asdict(method), momentum=momentum)
-    return FACTORIES[type(method)](**dataclasses.asdict(method))
+            return FACTORIES[type(method)](**dataclasses.asdict(method), momentum=momentum, axis_name=axis_name)
+    return FACTORIES[type(method)](**dataclasses.asdict(method), axis_name=axis_name)
 
 
 def make_chain(experiment: Experiment, method: Method) -> optax.GradientTransformation:
-    """Makes the whole optimizer, the exchange in its place: SGD with Nesterov momentum, decay and a schedule.
+    """Makes the whole optimizer, the exchange in its place: SGD with Nesterov momentum or Adam, decay and a schedule.
 
     - Gradients are exchanged first: exchange, momentum, decay, learning rate.
     - `dgc` and `iwp` have heavy-ball momentum inside: decay, exchange, learning rate. Decay passes through that
       momentum, which makes it 1 / (1 - momentum) times as strong, and is divided by that.
     - Local methods come last: momentum, decay, learning rate, exchange.
+    - With slices, gradients are averaged densely inside each, and exchanged between them.
 
     Args:
       experiment: the fields; `experiment.method` is not looked at.
       method: how the workers exchange.
 
     Raises:
-      ValueError: for a field out of range.
+      ValueError: for a field out of range, or a method that does not go with the others.
     """
-    exchange = make_exchange(method, momentum=experiment.momentum)
-    momentum = optax.trace(decay=experiment.momentum, nesterov=True)
-    decay = optax.add_decayed_weights(experiment.weight_decay)
-    rate = optax.scale_by_learning_rate(
-        optax.warmup_cosine_decay_schedule(
-            init_value=0.0 if experiment.warmup_steps else experiment.learning_rate,
-            peak_value=experiment.learning_rate,
-            warmup_steps=experiment.warmup_steps,
-            decay_steps=experiment.steps,
+    has_momentum = isinstance(method, Dgc | Iwp)
+    if experiment.slices > 1 and is_local(method):
+        raise ValueError(
+            f"Slices exchange gradients, got {run_name(method)}, after whose steps the workers' parameters differ: "
+            "leave out --slices, or take a method before the optimizer."
         )
-    )
+    if experiment.optimizer == "adam" and has_momentum:
+        raise ValueError(
+            f"{run_name(method)} has momentum inside and goes with plain SGD, got --optimizer adam: take another "
+            "method, or sgd."
+        )
+    across = "slice" if experiment.slices > 1 else "data"
+    exchange = make_exchange(method, momentum=experiment.momentum, axis_name=across)
+    if experiment.slices > 1:
+        exchange = jc.hierarchical(exchange, inside="data", across="slice")
+    if experiment.optimizer == "adam":
+        momentum = optax.scale_by_adam(b1=experiment.momentum, b2=0.98, eps=1e-8)
+    else:
+        momentum = optax.trace(decay=experiment.momentum, nesterov=True)
+    decay = optax.add_decayed_weights(experiment.weight_decay)
+    rate = optax.scale_by_learning_rate(make_schedule(experiment))
     if is_local(method):
         return optax.chain(momentum, decay, rate, exchange)
-    if isinstance(method, Dgc | Iwp):
+    if has_momentum:
         weaker = optax.add_decayed_weights(experiment.weight_decay * (1 - experiment.momentum))
         return optax.chain(weaker, exchange, rate)
     return optax.chain(exchange, momentum, decay, rate)

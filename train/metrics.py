@@ -1,5 +1,6 @@
 """What a run leaves behind: metrics as JSON lines, and a row of the table."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,19 +12,22 @@ import jaxcomm as jc
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Accuracy on the test split at some point of a run.
+    """Scores on the test split at some point of a run.
 
     Attributes:
       step: steps done.
       bytes_received: bytes that each worker has received by then.
-      loss: mean loss.
-      accuracy: fraction of the images told right.
+      scores: by name, "loss" and "accuracy" among them; see `train.tasks`.
     """
 
     step: int
     bytes_received: float
-    loss: float
-    accuracy: float
+    scores: dict[str, float]
+
+    @property
+    def accuracy(self) -> float:
+        """Fraction of the images, clicks or tokens told right."""
+        return self.scores["accuracy"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Summary:
       method: its name.
       workers: K.
       seed: of the parameters and the data's order.
-      accuracy: on the test split at the end.
+      scores: on the test split at the end, by name.
       steps: steps done.
       bytes_per_step: bytes that each worker receives, loss and metrics included: the mean over the steps done, by the
         report of the traced step.
@@ -48,7 +52,7 @@ class Summary:
     method: str
     workers: int
     seed: int
-    accuracy: float
+    scores: dict[str, float]
     steps: int
     bytes_per_step: float
     ratio_to_dense: float | None
@@ -56,6 +60,18 @@ class Summary:
     overflow_per_step: float
     skipped: int
     seconds: float
+
+    @property
+    def accuracy(self) -> float:
+        """On the test split at the end."""
+        return self.scores["accuracy"]
+
+    def record(self) -> dict[str, Any]:
+        """Returns the row, every score a column."""
+        columns: dict[str, Any] = {}
+        for name, value in dataclasses.asdict(self).items():
+            columns |= {"accuracy": self.accuracy, **value} if name == "scores" else {name: value}
+        return columns
 
 
 class Log:
@@ -96,13 +112,13 @@ class Log:
             draft.replace(path)  # at once: other processes may be reading it
             self._file = path.open("a")
 
-    def record(self, step: int, metrics: dict[str, Any], test: tuple[float, float] | None) -> dict[str, Any]:
+    def record(self, step: int, metrics: dict[str, Any], test: dict[str, float] | None) -> dict[str, Any]:
         """Adds a step.
 
         Args:
           step: from 1.
           metrics: of the train step, on the host.
-          test: loss and accuracy on the test split, if it was evaluated after this step.
+          test: scores on the test split, if it was evaluated after this step.
 
         Returns:
           The line that was written.
@@ -114,7 +130,7 @@ class Log:
         self.bytes_received += self._bytes_of(step, is_rare=bool(values["drained"]) or self._is_rare(step))
         line = {"step": step, **values, "bytes_received": self.bytes_received}
         if test is not None:
-            line |= {"test_loss": test[0], "test_accuracy": test[1]}
+            line |= {f"test_{name}": value for name, value in test.items()}
             self.evaluations.append(_evaluation(line))
         if self._file is not None:
             self._file.write(json.dumps(line) + "\n")
@@ -133,4 +149,5 @@ class Log:
 
 
 def _evaluation(record: dict[str, Any]) -> Evaluation:
-    return Evaluation(record["step"], record["bytes_received"], record["test_loss"], record["test_accuracy"])
+    scores = {name.removeprefix("test_"): value for name, value in record.items() if name.startswith("test_")}
+    return Evaluation(record["step"], record["bytes_received"], scores)

@@ -17,6 +17,8 @@ AxisName = str | tuple[str, ...]  # the workers may lie along several axes of a 
 # The name of an axis of one worker, along which parameters are made to differ to see what depends on them: JAX tracks
 # it like any other (see parallel/agreement.py).
 OTHER_USES = "uses other than late_multiply"
+# The name of an axis of one worker that is in scope where all gradients are exchanged and nothing is tracked.
+ALL_EXCHANGED = "all gradients are exchanged"
 
 
 def axis_names(axis_name: AxisName) -> tuple[str, ...]:

@@ -116,7 +116,9 @@ class Rows:
 
     def decode(self, encoded: Encoded) -> jax.Array:
         """Returns the (B d,) array that is zero where nothing was sent."""
-        position = self.codec.decode(split_words(encoded.words, self._payload))  # (B k,)
+        # No gradient flows through the words. Of a bitcast JAX knows it, of what a codec does with integers not always.
+        words = lax.bitcast_convert_type(lax.bitcast_convert_type(encoded.words, jnp.int32), jnp.uint32)
+        position = self.codec.decode(split_words(words, self._payload))  # (B k,)
         flat = zeros_varying_as((self.rows * self.features,), encoded.values.dtype, encoded.values)
         return flat.at[position].set(
             encoded.values, mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True

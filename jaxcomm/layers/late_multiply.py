@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomm.collectives.axis import (
+    ALL_EXCHANGED,
     OTHER_USES,
     AxisName,
     all_gather_same,
@@ -40,8 +41,8 @@ def late_multiply(
 
       1. gives the gradient of its own x, E W^T, which stays local
       2. gathers all workers' rows of X and of the errors E
-      3. multiplies them: (1/K) sum_k X_k^T E_k is the mean over the workers of the gradients of their own (mean) losses,
-         what an exchange would have made of them; and (1/K) sum_k of the rows of E_k is that of the bias
+      3. multiplies them: (1/K) sum_k X_k^T E_k is the workers' mean of the gradients of their own (mean) losses, what
+         an exchange would have made of them; and (1/K) times the sum of all rows of E is that of the bias
 
     So the gradients of kernel and bias are the same on all workers, and must not be exchanged again: the exchange is
     wrapped, `already_mean(exchange, plan.where)`. With `make_train_step` and `simulate` it is an error, when they are
@@ -57,9 +58,9 @@ def late_multiply(
       bias: (M,) or None, alike.
       axis_name: the axis of workers, or the axes along which they lie. Where none is in scope, as in evaluation, there
         is one worker, and this is the plain product with its plain gradient.
-      mode: "late"; "reduce", the plain product, whose gradient is to be exchanged; or "auto": "late" exactly if it moves
-        fewer bytes than a dense exchange of the kernel, for 4 bytes a number if the global batch, in rows, is below
-        2 N M / (N + M). For another exchange ask `plan_late_multiply`, and pass its `plan.mode(path)`.
+      mode: "late"; "reduce", the plain product, whose gradient is to be exchanged; or "auto", "late" exactly if it
+        moves fewer bytes than a dense exchange of the kernel: for 4 bytes a number if the global batch, in rows, is
+        below 2 N M / (N + M). For another exchange ask `plan_late_multiply`, and pass its `plan.mode(path)`.
 
     Returns:
       (..., M) in the type of x, each worker's own. Gradients of kernel and bias have the types of these, and are
@@ -69,19 +70,18 @@ def late_multiply(
       ValueError: for shapes that do not fit, an unknown mode, and where the kernel is each worker's own with "late".
 
     References:
-      "Practical Lessons of Distributed Deep Learning", ICML 2017 workshop, section 2.1.
+      Yang et al., "Practical Lessons of Distributed Deep Learning", 2017, section 2.1.
     """
     _check(x, kernel, bias, mode)
     rows = x.reshape(-1, x.shape[-1])  # (R, N)
-    if is_in_scope(axis_name) and is_late(mode, rows, kernel, axis_size(axis_name)):
-        _check_same(kernel, bias, axis_name)
-        if varies(kernel, OTHER_USES):  # make_train_step asks which uses of a kernel are not this one
-            kernel, bias = (None if leaf is None else jnp.zeros(leaf.shape, leaf.dtype) for leaf in (kernel, bias))
-            y = _product(rows, kernel, bias)
-        else:
-            y = _late(axis_name, rows, kernel, bias)
-    else:
+    y: jax.Array
+    if not is_in_scope(axis_name) or not is_late(mode, rows, kernel, axis_size(axis_name)):
         y = _product(rows, kernel, bias)
+    elif any(varies(leaf, OTHER_USES) for leaf in (kernel, bias) if leaf is not None):
+        y = _product(rows, jnp.zeros(kernel.shape, kernel.dtype), None)  # the train step asks for the other uses alone
+    else:
+        _check_same(kernel, bias, axis_name)
+        y = _late(axis_name, rows, kernel, bias)
     return y.reshape(*x.shape[:-1], kernel.shape[1])
 
 
@@ -122,7 +122,9 @@ def _check(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, mode: str) -
 
 def _check_same(kernel: jax.Array, bias: jax.Array | None, axis_name: AxisName) -> None:
     for what, leaf in (("kernel", kernel), ("bias", bias)):
-        if leaf is not None and any(varies(leaf, name) for name in axis_names(axis_name)):
+        if leaf is not None and (
+            is_in_scope(ALL_EXCHANGED) or any(varies(leaf, name) for name in axis_names(axis_name))
+        ):
             raise ValueError(
                 f"late_multiply makes the workers' mean gradient, which nobody exchanges again, so its {what} is the "
                 f"same on all workers, got one of shape {leaf.shape} that is each worker's own: wrap the exchange, "
@@ -155,7 +157,7 @@ def _late_backward(
     rows, kernel, bias = kept
     own = errors @ kernel.astype(errors.dtype).T  # (R, N)
     workers = axis_size(axis_name)
-    X, E = _gather_rows(rows, axis_name), _gather_rows(errors, axis_name)  # (K R, N), (K R, M)
+    X, E = gather_rows(rows, axis_name), gather_rows(errors, axis_name)  # (K R, N), (K R, M)
     mean = jnp.matmul(X.T, E, preferred_element_type=jnp.float32) / workers  # (N, M)
     if bias is None:
         return own, mean.astype(kernel.dtype), None
@@ -165,7 +167,7 @@ def _late_backward(
 _late.defvjp(_late_forward, _late_backward)
 
 
-def _gather_rows(rows: jax.Array, axis_name: AxisName) -> jax.Array:
+def gather_rows(rows: jax.Array, axis_name: AxisName) -> jax.Array:
     """Gathers the rows (R, n) of all workers: (K R, n), the same on every worker; 2 bytes a number stay 2 bytes."""
     flat = rows.reshape(-1)
     if rows.dtype.itemsize == 2:  # as words, because XLA's collectives widen narrower types on some backends

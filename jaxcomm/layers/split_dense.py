@@ -130,7 +130,8 @@ def on_one_worker(function: Callable[[Any, Any], Any], params_row: Any, inputs: 
       axis_name: the axis of workers.
 
     Returns:
-      What `function` returns for all B rows, those of worker 0 first; the same on every worker (one all-reduce).
+      What `function` returns for all B rows, those of worker 0 first; the same on every worker (an all-reduce of the
+      scalars; `make_hybrid_step` adds another for their derivatives).
 
     Raises:
       ValueError: at trace time, if `params_row` is not one row.

@@ -20,7 +20,7 @@ from jaxcomm.types import already_mean_paths
 
 
 def check_agreement(
-    gradients_fn: Callable[..., Any], state: TrainState, batch: Any, axes: Mapping[str, int], axis_name: AxisName
+    loss_fn: Callable[..., Any], state: TrainState, batch: Any, axes: Mapping[str, int], axis_name: AxisName
 ) -> None:
     """Refuses marked parameters that something else than `late_multiply` uses. Nothing is computed.
 
@@ -28,7 +28,7 @@ def check_agreement(
     hides theirs, so that the loss differs along it exactly if something else uses one.
 
     Args:
-      gradients_fn: (params, model_state, batch) -> ((loss, auxiliary), gradients).
+      loss_fn: (params, model_state, batch) -> (loss, auxiliary).
       state: the train state.
       batch: the global batch.
       axes: the sizes of the mesh's axes by their names.
@@ -40,6 +40,7 @@ def check_agreement(
     marked = already_mean_paths(state.opt_state)
     if not marked:
         return
+
     def reaches_the_loss(paths: frozenset[str]) -> bool:
         found = False
 
@@ -51,7 +52,7 @@ def check_agreement(
 
             params = vary_others(state.params, state.opt_state, axis_name)
             params = jax.tree_util.tree_map_with_path(differ, params)
-            (loss, _), _ = gradients_fn(params, state.model_state, batch)
+            loss, _ = loss_fn(params, state.model_state, batch)
             found = varies(loss, OTHER_USES)
             return jnp.zeros(())
 

@@ -58,12 +58,14 @@ MOMENTUM = _names(
 PAST = ("b1", "beta", "beta1", "decay", "momentum")
 
 # What holds one other transformation, by the name of the variable that does.
-WRAPPERS = {"schedule_free": "base_optimizer", "with_extra_args_support": "tx"} | dict.fromkeys(
+WRAPPERS = {"already_mean": "exchange", "schedule_free": "base_optimizer", "with_extra_args_support": "tx"}
+WRAPPERS |= dict.fromkeys(
     _names("apply_if_finite conditionally_mask conditionally_transform flatten masked split_real_and_imaginary"),
     "inner",
 )
 # Why an exchange cannot be in one of these, and what to do.
 NOT_AROUND = {
+    "already_mean": "what it passes by would get none of its momentum; take momentum=0, and momentum after it",
     "MultiSteps": "it exchanges in every small step, and keeps the gradients of each worker in a state that is one for "
     "all; accumulate in loss_fn, or put MultiSteps around the optimizer alone",
     "apply_if_finite": "each worker would decide by its own gradient whether to take part, and the others would wait; "
@@ -153,6 +155,7 @@ def check_chain(tx: optax.GradientTransformation) -> list[str]:
     | clipping after an exchange with error feedback, no         | refused: cuts off what has left the residual     |
     |   normalising optimizer (Adam and its kind) in between     |                                                  |
     | momentum after dgc or iwp with momentum > 0                | refused: momentum twice                          |
+    | dgc or iwp with momentum > 0 in already_mean               | refused: some parameters would have no momentum  |
     | a local exchange without a learning rate before it         | refused: it would ascend                         |
     | what changes updates after a local exchange                | refused: workers leave the merged model          |
     | an exchange in MultiSteps, apply_if_finite or              | refused: workers would not take the same step,   |
@@ -206,7 +209,7 @@ def check_chain(tx: optax.GradientTransformation) -> list[str]:
                 "hierarchical take the exchange that they use as an argument)."
             )
     for exchange, wrapper in product(exchanges, NOT_AROUND):
-        if wrapper in exchange.within:
+        if wrapper in exchange.within and (wrapper != "already_mean" or exchange.momentum > 0):
             raise ValueError(
                 f"An exchange is not inside {wrapper}, got {order} with {exchange.name} in it: {NOT_AROUND[wrapper]}."
             )
@@ -328,15 +331,12 @@ def _links(tx: Any, within: tuple[str, ...], part: Mapping[Hashable, Hashable]) 
         links = _links(steps.inner_opt, (*within, "MultiSteps"), part)
         return [*links, Link("MultiSteps", known=True, within=within, part=part)]
     package, name, args = _made_by(update)
-    if package == "jaxcomm" and name == "already_mean":
-        return _links(args["exchange"], (*within, name), part)
-    if package == "jaxcomm":
+    if package == "jaxcomm" and name != "already_mean":
         inner = [value for value in args.values() if isinstance(value, optax.GradientTransformation)]
         inner = tuple(link for value in inner for link in _links(value, (), {})) if name == "hierarchical" else ()
         return [Link(name, args, name in EXCHANGES, within, part, inner)]
-    if package != "optax":
+    if package not in ("optax", "jaxcomm"):
         return [Link(name, args, False, within, part)]
-
     _, _, init_args = _made_by(getattr(tx, "init", None))
     if name == "chain" and len(args.get("update_fns", ())) == len(init_args.get("init_fns", ())) > 0:
         pairs = zip(init_args["init_fns"], args["update_fns"], strict=True)

@@ -1,83 +1,27 @@
 """Train steps for parameters that lie in slices on a mesh: hybrid parallelism, tensor parallelism beside workers."""
 
 import math
-import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.axis import AxisName, to_varying
 from jaxcomm.parallel.chain import check_chain
-from jaxcomm.parallel.slices import SlicedExchange, SlicedState, plan_slices
-from jaxcomm.parallel.state import TrainState, check_model_state
+from jaxcomm.parallel.hybrid_state import HybridState, place
+from jaxcomm.parallel.slices import SlicedExchange, plan_slices
+from jaxcomm.parallel.state import TrainState
 from jaxcomm.parallel.step import LossFn, Step, check_batch
 
 # (exchange, params, model_state, batch) -> (loss and scalars, new model_state, gradients as the exchange takes them)
 Gradients = Callable[[SlicedExchange, Any, Any, Any], tuple[dict[str, jax.Array], Any, Any]]
-
-
-class HybridState(NamedTuple):
-    """The optimizer's state where parameters lie in slices.
-
-    Attributes:
-      exchange: of the exchange, and of what comes before it in the chain.
-      rest: of what comes after it; what is like a parameter lies as the parameter does.
-    """
-
-    exchange: SlicedState
-    rest: Any
-
-
-def init_hybrid_state(
-    params: Any,
-    tx: optax.GradientTransformation,
-    mesh: Mesh,
-    param_specs: Any,
-    *,
-    axis_name: AxisName = "data",
-    model_state: Any = (),
-) -> TrainState:
-    """Makes the state of a run whose parameters lie in slices, placed where the steps of this module want it.
-
-    Momentum and the like (every array of the optimizer's state with the name and the shape of a parameter) lie as the
-    parameter does. What differs between workers, such as a residual, has a row for each worker and slice.
-
-    Args:
-      params: the parameters, the same in every process. They are copied.
-      tx: a chain with one exchange of gradients among its links.
-      mesh: a mesh with the axis of workers.
-      param_specs: the PartitionSpec of every parameter, in a tree like theirs or a prefix of it; see
-        `make_hybrid_step`.
-      axis_name: the axis of workers on the mesh, or the axes along which they lie, outermost first.
-      model_state: as in `init_state`; a copy on every device.
-
-    Raises:
-      ValueError: if the chain has no exchange, several, or a local one, or its order is refused (see `check_chain`,
-        whose warnings are emitted here); for specs that do not fit the parameters or the mesh.
-    """
-    for message in check_chain(tx):
-        warnings.warn(message, stacklevel=2)
-    exchange = plan_slices(tx, mesh, param_specs, params, axis_name)
-    specs = jax.tree.structure(params).unflatten(exchange.specs)
-    placed = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, specs)
-    check_model_state(model_state)
-    model_state = jax.device_put(jax.tree.map(jnp.asarray, model_state), NamedSharding(mesh, P()))
-
-    def init(params: Any, model_state: Any) -> TrainState:
-        params, model_state = jax.tree.map(jnp.copy, (params, model_state))
-        others = (exchange.chain.after.init(params), jnp.zeros((), jnp.int32), model_state)
-        rest, step, model_state = _place(others, params, exchange)
-        return TrainState(params, HybridState(exchange.init(params), rest), step, model_state)
-
-    return jax.jit(init)(placed, model_state)
 
 
 def make_hybrid_step(
@@ -320,34 +264,11 @@ def compile_step(
         ok = exchanged.metrics.skipped == 0
         new = (optax.apply_updates(state.params, updates), rest, model_state)
         new = jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, (state.params, old.rest, state.model_state))
-        params, rest, model_state = _place(new, state.params, exchange)
+        params, rest, model_state = place(new, state.params, exchange)
         state = TrainState(params, HybridState(exchanged, rest), state.step + 1, model_state)
         return state, {**scalars, **exchanged.metrics._asdict()}
 
     return jax.jit(step, donate_argnums=0 if donate else ())
-
-
-def _place(tree: Any, params: Any, exchange: SlicedExchange) -> Any:
-    """Lays every array with the path (its end) and the shape of a parameter as that parameter, others as copies."""
-    like = {
-        path: (leaf.shape, spec)
-        for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), exchange.specs, strict=True)
-    }
-
-    def place(path: Any, leaf: Any) -> Any:
-        ends = (like.get(tuple(path[start:])) for start in range(len(path) + 1))
-        shape, spec = next((found for found in ends if found is not None), ((), P()))
-        sharding = NamedSharding(exchange.mesh, spec if leaf.shape == shape else P())
-        return lay(leaf, sharding)
-
-    return jax.tree_util.tree_map_with_path(place, tree)
-
-
-def lay(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Says where an array lies, on a mesh of axes of either type."""
-    if all(kind == AxisType.Explicit for kind in sharding.mesh.axis_types):
-        return jax.reshard(leaf, sharding)
-    return lax.with_sharding_constraint(leaf, sharding)
 
 
 def _over(spec: P, manual: tuple[str, ...]) -> P:

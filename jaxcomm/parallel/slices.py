@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
-from jaxcomm.parallel.split_chain import SplitChain, check_works_on_slices, split_chain
+from jaxcomm.parallel.split_chain import SplitChain, check_passes_by, check_works_on_slices, split_chain
 from jaxcomm.parallel.state import in_axes_of_workers, is_per_worker
 from jaxcomm.transforms.local_sgd import is_finite_tree
 from jaxcomm.types import ExchangeMetrics, InnerRows, PerWorker, exchange_metrics
@@ -106,6 +106,18 @@ class SlicedExchange:
         pairs = zip(self.specs, self.whole, strict=True)
         return treedef.unflatten([spec if is_whole else P(self.names, *spec) for spec, is_whole in pairs])
 
+    def state_specs(self, state: Any) -> Any:
+        """Returns the PartitionSpecs of the state."""
+
+        def spec(node: Any) -> Any:
+            if not is_per_worker(node):
+                return P()
+            axes = node.axis if isinstance(node, InnerRows) else self.names
+            axes = node.axes if isinstance(node, SliceRows) else axes
+            return jax.tree.map(lambda _: P(axes), node)
+
+        return jax.tree.map(spec, state, is_leaf=is_per_worker)
+
     def init(self, params: Any) -> SlicedState:
         """Makes the first state; params as they lie on the mesh."""
         leaves, treedef = jax.tree.flatten(params)
@@ -115,7 +127,7 @@ class SlicedExchange:
             self._init,
             mesh=self.mesh,
             in_specs=(treedef.unflatten(self.specs),),
-            out_specs=self._state_specs(shapes),
+            out_specs=self.state_specs(shapes),
         )
         return init(params)
 
@@ -134,7 +146,7 @@ class SlicedExchange:
           The means, lying as the parameters do, and the new state.
         """
         treedef = jax.tree.structure(params)
-        specs, own = treedef.unflatten(self.specs), self._state_specs(state)
+        specs, own = treedef.unflatten(self.specs), self.state_specs(state)
         update = jax.shard_map(
             self._update,
             mesh=self.mesh,
@@ -197,17 +209,6 @@ class SlicedExchange:
         first = [lax.axis_index(name) == 0 for name in self._all if name not in axes]
         return jnp.stack(first).all()
 
-    def _state_specs(self, state: Any) -> Any:
-        def spec(node: Any) -> Any:
-            if not is_per_worker(node):
-                return P()
-            axes = (
-                node.axes if isinstance(node, SliceRows) else node.axis if isinstance(node, InnerRows) else self.names
-            )
-            return jax.tree.map(lambda _: P(axes), node)
-
-        return jax.tree.map(spec, state, is_leaf=is_per_worker)
-
     def _pairs(self, leaves: list[Any]) -> Any:
         return zip(leaves, self.specs, strict=True)
 
@@ -231,8 +232,9 @@ def plan_slices(
 
     Raises:
       ValueError: for specs of another tree, of axes that are not on the mesh, of some of the workers' axes without the
-        others, or that do not divide a dimension; for chains as in `split_chain`, and for those that look at whole
-        tensors before the exchange where there are slices.
+        others, or that do not divide a dimension; for chains as in `split_chain`, for those that look at whole tensors
+        before the exchange where there are slices, and for exchanges with momentum of their own where some gradients
+        pass them by.
     """
     names = axis_names(axis_name)
     missing = [name for name in names if name not in mesh.axis_names]
@@ -244,10 +246,13 @@ def plan_slices(
     flat = _flat_specs(specs, params)
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), flat, strict=True):
         _check_spec(jax.tree_util.keystr(path), tuple(jnp.shape(leaf)), spec, mesh, names)
-    chain = split_chain(tx, tuple(mesh.shape[name] for name in names), axis_name)
+    chain = split_chain(tx, params, tuple(mesh.shape[name] for name in names), axis_name)
     if any(_axes_of(spec) for spec in flat):
-        check_works_on_slices(chain.before)
-    return SlicedExchange(mesh, axis_name, flat, chain)
+        check_works_on_slices(chain)
+    exchange = SlicedExchange(mesh, axis_name, flat, chain)
+    if any(exchange.whole):
+        check_passes_by(chain.exchange)
+    return exchange
 
 
 def _flat_specs(specs: Any, params: Any) -> tuple[P, ...]:

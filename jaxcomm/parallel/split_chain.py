@@ -36,20 +36,28 @@ class SplitChain(NamedTuple):
     after: optax.GradientTransformation
 
 
-def split_chain(tx: optax.GradientTransformation, sizes: tuple[int, ...], axis_name: AxisName) -> SplitChain:
+def split_chain(
+    tx: optax.GradientTransformation, params: Any, sizes: tuple[int, ...], axis_name: AxisName
+) -> SplitChain:
     """Parts an Optax chain at its exchange.
 
     Args:
       tx: one exchange of gradients, or an `optax.chain` with one among its links.
+      params: the parameters, or their shapes.
       sizes: the number of workers along each axis.
       axis_name: the axis of workers, or the axes along which they lie.
 
     Raises:
-      ValueError: if none or several of the links are exchanges, or one is local.
+      ValueError: if none or several of the links are exchanges, or one is local or in `already_mean`.
     """
+    if any("already_mean" in link.within for link in _links(tx, (), {})):
+        raise ValueError(
+            "PartitionSpecs say which gradients are whole, got already_mean in a chain for parameters in slices: take "
+            "the exchange without it."
+        )
     links = _chained(tx)
-    example = jax.ShapeDtypeStruct((2,), jnp.float32)
-    states = [jax.eval_shape(in_axes_of_workers(link.init, sizes, axis_name), [example]) for link in links]
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
+    states = [jax.eval_shape(in_axes_of_workers(link.init, sizes, axis_name), shapes) for link in links]
     found = [place for place, state in enumerate(states) if exchange_metrics(state) is not None]
     if len(found) != 1:
         raise ValueError(
@@ -66,17 +74,34 @@ def split_chain(tx: optax.GradientTransformation, sizes: tuple[int, ...], axis_n
     return SplitChain(*(optax.chain(*part) if part else optax.identity() for part in parts))
 
 
-def check_works_on_slices(before: optax.GradientTransformation) -> None:
-    """Refuses what looks at whole tensors, where there are slices of them.
+def check_works_on_slices(chain: SplitChain) -> None:
+    """Refuses what looks at whole tensors, up to the exchange, where there are slices of them.
 
     Raises:
-      ValueError: for a clip by a norm, say.
+      ValueError: for a clip by a norm, a link of its own or inside of the exchange (dgc, iwp).
     """
-    for link in _links(before, (), {}):
-        if link.is_in(_NOT_OF_A_SLICE):
+    for link in _links(chain.exchange, (), {}):
+        clips = [value for value in link.args.values() if getattr(value, "clip", None) is not None]
+        if link.is_in(_NOT_OF_A_SLICE) or clips:
             raise ValueError(
-                f"What comes before the exchange works on slices, number by number, got {link.name}, which looks at "
-                "whole tensors: put it after the exchange, where it sees them."
+                f"Up to the exchange a chain works on slices, number by number, got {link.name}"
+                f"{' with clip=' + str(clips[0].clip) if clips else ''}, which looks at whole tensors: clip after the "
+                "exchange, where a chain sees them (see check_chain)."
+            )
+
+
+def check_passes_by(exchange: optax.GradientTransformation) -> None:
+    """Refuses an exchange that does more than to average, where some gradients are whole and pass it by.
+
+    Raises:
+      ValueError: for dgc and iwp with momentum.
+    """
+    for link in _links(exchange, (), {}):
+        if link.momentum > 0:
+            raise ValueError(
+                f"Parameters whose gradients are whole pass the exchange by, got {link.name} with "
+                f"momentum={link.momentum}: they would have none of it; use momentum=0 and optax.sgd(momentum=) after "
+                "it."
             )
 
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.collectives.axis import AxisName, axis_names, axis_size
+from jaxcomm.collectives.axis import ALL_EXCHANGED, AxisName, axis_names, axis_size
 from jaxcomm.parallel.agreement import check_agreement, trace_on
 from jaxcomm.parallel.chain import check_chain
 from jaxcomm.parallel.state import (
@@ -20,6 +20,7 @@ from jaxcomm.parallel.state import (
     check_axis,
     check_model_state,
     check_workers,
+    in_axes_of_workers,
     is_exchange_state,
     is_per_worker,
     make_local,
@@ -86,12 +87,12 @@ def make_train_step(
     """
     check_axis(mesh, axis_name)
     check_chain(tx)  # its warnings come from init_state
-    gradients_fn = gradients_of(loss_fn, has_aux, has_state)
-    own_step = partial(worker_step, gradients_fn, tx, axis_name)
+    loss = loss_of(loss_fn, has_aux, has_state)
+    own_step = partial(worker_step, jax.value_and_grad(loss, has_aux=True), tx, axis_name)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         check_batch(batch, math.prod(mesh.shape[name] for name in axis_names(axis_name)))
-        check_agreement(gradients_fn, state, batch, dict(mesh.shape), axis_name)
+        check_agreement(loss, state, batch, dict(mesh.shape), axis_name)
         specs = state_specs(state, axis_name)
         return jax.shard_map(own_step, mesh=mesh, in_specs=(specs, P(axis_name)), out_specs=(specs, P()))(state, batch)
 
@@ -122,8 +123,8 @@ def simulate(
       donate: as in `make_train_step`.
     """
     check_chain(tx)
-    gradients_fn = gradients_of(loss_fn, has_aux, has_state)
-    own_step = partial(worker_step, gradients_fn, tx, axis_name)
+    loss = loss_of(loss_fn, has_aux, has_state)
+    own_step = partial(worker_step, jax.value_and_grad(loss, has_aux=True), tx, axis_name)
     sizes, names = check_workers(workers, axis_name), axis_names(axis_name)
 
     def axes(state: TrainState, name: str) -> Any:
@@ -151,12 +152,14 @@ def simulate(
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         check_batch(batch, math.prod(sizes))
         by_name = dict(zip(names, sizes, strict=True))
-        check_agreement(gradients_fn, state, batch, by_name, axis_name)
         if already_mean_paths(state.opt_state):  # nothing is tracked here, so that a mesh has to tell what differs
+            check_agreement(loss, state, batch, by_name, axis_name)
             trace_on(own_step, by_name, axis_name, state, batch, out_specs=(state_specs(state, axis_name), P()))
+            function = own_step
+        else:
+            function = in_axes_of_workers(own_step, (1,), ALL_EXCHANGED)
         parts = jax.tree.map(lambda x: x.reshape(*sizes, -1, *x.shape[1:]), batch)
         state = jax.tree.map(rows_apart, state, is_leaf=is_per_worker)
-        function = own_step
         for name in reversed(names):
             own = axes(state, name)
             function = jax.vmap(function, in_axes=(own, 0), out_axes=(own, None), axis_name=name)
@@ -182,10 +185,10 @@ def check_batch(batch: Any, workers: int) -> None:
             )
 
 
-def gradients_of(loss_fn: LossFn, has_aux: bool, has_state: bool) -> GradientsFn:
-    """Returns (params, model_state, batch) -> ((loss, (scalars, new model_state)), gradients) of any loss."""
+def loss_of(loss_fn: LossFn, has_aux: bool, has_state: bool) -> LossFn:
+    """Returns (params, model_state, batch) -> (loss, (scalars, new model_state)) of any loss."""
     if has_state:
-        return jax.value_and_grad(loss_fn, has_aux=True)
+        return loss_fn
 
     def loss(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
         if jax.tree.leaves(model_state):
@@ -198,7 +201,7 @@ def gradients_of(loss_fn: LossFn, has_aux: bool, has_state: bool) -> GradientsFn
         value, scalars = value if has_aux else (value, {})
         return value, (scalars, model_state)
 
-    return jax.value_and_grad(loss, has_aux=True)
+    return loss
 
 
 def worker_step(

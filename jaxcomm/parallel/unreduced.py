@@ -44,8 +44,19 @@ def make_unreduced_step(
         state = jc.init_hybrid_state(params, tx, mesh, specs)
         step = jc.make_unreduced_step(loss_fn, tx, mesh, specs)
 
-    Where a product sums over a dimension that is cut, JAX asks for `out_sharding=`. The loss runs with the mesh set, so
-    that PartitionSpecs are enough.
+    The loss runs with the mesh set, so that PartitionSpecs are enough. What JAX 0.10.2 and 0.12.0 can do with a
+    parameter that is marked:
+
+    | use in the loss                                          | result                                               |
+    | -------------------------------------------------------- | ---------------------------------------------------- |
+    | products and einsums, casts, transposes, `lax.scan`,     | as with any other array; where a product sums over a |
+    |   `jax.checkpoint`, functions of the parameter alone     |   dimension that is cut, JAX asks for `out_sharding` |
+    | rows of a table, `w[index]`                              | `w.at[index].get(out_sharding=P("data"))`            |
+    | a sum or a product with rows, number by number (a bias)  | refused by JAX; give the bias the shape and the      |
+    |                                                          |   place of y first, which is free:                   |
+    |                                                          |   `jax.reshard(jnp.broadcast_to(b, y.shape), P(..))` |
+    | convolutions                                             | not in JAX yet: use `make_partitioned_step`          |
+    | `jax.reshard(w, P())`                                    | no longer marked: a dense all-reduce of the gradient |
 
     Args:
       loss_fn: (params, batch) -> the mean loss of all rows; or (loss, dict of scalars) with `has_aux`.

@@ -1,5 +1,7 @@
 """Collectives in literal HLO text, in every notation that XLA prints."""
 
+from fractions import Fraction
+
 import pytest
 
 from jaxcomm.hlo import read_program
@@ -158,6 +160,42 @@ def test_an_async_start_counts_the_computation_it_wraps_once():
     done = "%d = f32[64]{0} async-done(%s), calls=%wrapped"
     assert only(module(start, done, before=wrapped)) == Traffic("all_to_all", 256, 4)
     assert only(module(start, update, done, before=wrapped)) == Traffic("all_to_all", 256, 4)
+
+
+@pytest.mark.parametrize(
+    ("listed", "pairs"),
+    [
+        ("{{0,1}}", ((0, 1),)),
+        ("{{3,0},{10,11}}", ((3, 0), (10, 11))),
+        ("{{1,1},{0,2}}", ((1, 1), (0, 2))),
+    ],
+)
+@pytest.mark.parametrize("start", [False, True])
+def test_a_permutation_names_who_sends_to_whom(listed, pairs, start):
+    rest = f"channel_id=3, source_target_pairs={listed}, metadata={{op_name=\"jit(step)/ppermute\"}}"
+    line = f"%s = f32[64]{{0}} collective-permute(%p), {rest}"
+    if start:
+        line = f"%s = (f32[64]{{0}}, f32[64]{{0}}, u32[], u32[]) collective-permute-start(%p), {rest}"
+    traffic = only(module(line, partitions=12))
+    assert (traffic.pairs, traffic.workers) == (pairs, 12)
+    moved = sum(source != target for source, target in pairs)
+    assert traffic.received == Fraction(256 * moved, 12)
+    assert read_program(module(line)).links() == dict.fromkeys(pairs, 256)
+
+
+def test_no_other_collective_names_pairs():
+    assert only(module(f"%r = f32[64]{{0}} all-to-all(%p), {GROUPS}, dimensions={{0}}")).pairs is None
+
+
+def test_links_count_loops_calls_and_the_usual_branch():
+    permute = "%r = f32[64]{0} collective-permute(%v), source_target_pairs={{0,1}}"
+    body = BODY.replace(f"%r = f32[64]{{0}} all-reduce(%v), {GROUPS}, to_apply=%sum", permute)
+    rare = BRANCHES.replace(f"all-reduce(%q), {GROUPS}", "collective-permute(%q), source_target_pairs={{1,0}}")
+    trips = ', backend_config={"known_trip_count":{"n":"7"}}'
+    call = "%c = f32[64]{0} call(%p), to_apply=%rare"
+    branches = "%d = f32[64]{0} conditional(%i, %p, %p), branch_computations={%rare, %usual.2}"
+    program = read_program(module(LOOP + trips, call, branches, before=body + rare))
+    assert program.links() == {(0, 1): 7 * 256, (1, 0): 2 * 256}
 
 
 BODY = f"""

@@ -51,3 +51,45 @@ def test_a_conditional_without_collectives_is_none():
     assert not program.communicates
     program.add_conditional([Program(), Program([Traffic("permute", 1, 2)])])
     assert program.communicates
+
+
+RING = ((0, 1), (1, 2), (2, 3), (3, 0))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "workers", "received"),
+    [
+        (RING, 4, 100),
+        (((0, 1),), 2, 50),
+        (((0, 1),), 4, 25),
+        (((1, 0), (2, 3)), 4, 50),
+        (((0, 0), (1, 2)), 4, 25),  # who sends to itself receives nothing over a network
+        (((0, 0),), 1, 0),
+        ((), 4, 0),
+        (None, 4, 100),
+    ],
+)
+def test_a_permutation_is_received_by_those_whom_somebody_sends_to(pairs, workers, received):
+    assert Traffic("permute", 100, workers, pairs=pairs).received == received
+    assert Traffic("permute", 100, workers, pairs=pairs, times=3).received == 3 * received
+
+
+def test_who_sends_to_whom_does_not_tell_operations_apart():
+    """As axes do not: compiled text numbers places in the mesh, and the trace positions on an axis."""
+    assert Traffic("permute", 8, 4, pairs=((0, 1),)) == Traffic("permute", 8, 4)
+
+
+def test_links_add_up_what_goes_from_one_position_to_another():
+    program = Program([Traffic("permute", 8, 4, pairs=((0, 1), (2, 3))), Traffic("all_gather", 100, 4)])
+    loop = Program([Traffic("permute", 5, 4, times=2, pairs=((0, 1),)), Traffic("permute", 7, 4, pairs=((1, 0),))])
+    program.add(loop, times=3)
+    assert program.links() == {(0, 1): 8 + 30, (2, 3): 8, (1, 0): 21}
+    assert Program().links() == {}
+
+
+def test_links_are_those_of_the_usual_branch():
+    usual, rare = Program([Traffic("permute", 8, 2, pairs=((0, 1),))]), Program([Traffic("permute", 9, 2, pairs=RING)])
+    inner, outer = Program(), Program([Traffic("permute", 1, 2, pairs=((0, 1),))])
+    inner.add_conditional([usual, rare])
+    outer.add(inner, times=5)
+    assert outer.links() == {(0, 1): 1 + 40}

@@ -93,6 +93,14 @@ TWINS = {
 }
 
 
+def close(one, other, tolerance=1e-5):
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance), one, other)
+
+
+# The programs run once, and compile in two thirds of the time.
+compiled = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
 def make(name, **options):
     """A twin with parameters from NumPy: JAX would compile a program for every shape, which takes seconds."""
     return filled(partial(TWINS[name][0], **options))
@@ -101,7 +109,7 @@ def make(name, **options):
 def filled(make_model):
     """A model of rngs, whose kernels keep the size of what passes; no parameter is zero."""
     rng = np.random.default_rng(0)
-    graph, state = nnx.split(nnx.eval_shape(lambda: make_model(rngs=nnx.Rngs(0))))
+    graph, state = nnx.split(abstract(make_model))
 
     def fill(path, leaf):
         kind = path[-1].key if isinstance(path[-1], jax.tree_util.DictKey) else path[-1]
@@ -119,19 +127,24 @@ def filled(make_model):
 
 def make_batch(name, rows=4):
     """A batch for training: every row with a number of its own."""
-    batch = TWINS[name][1](rows)
-    return {key: jnp.asarray(value) for key, value in batch.items()} | {"seed": jnp.arange(7, 7 + rows, dtype=jnp.uint32)}
+    batch = TWINS[name][1](rows) | {"seed": np.arange(7, 7 + rows, dtype=np.uint32)}
+    return {key: jnp.asarray(value) for key, value in batch.items()}
+
+
+def abstract(make_model):
+    """A model of shapes alone, for which no array is made."""
+    return nnx.eval_shape(lambda: make_model(rngs=nnx.Rngs(0)))
 
 
 def count(make_model):
     """The parameters of a model that is never made."""
-    state = nnx.state(nnx.eval_shape(make_model), nnx.Param)
+    state = nnx.state(abstract(make_model), nnx.Param)
     return sum(leaf.size for leaf in jax.tree.leaves(state))
 
 
 def crossing(make_model, batch):
     """What crosses behind every block of a model that is never run, in evaluation mode."""
-    model = nnx.eval_shape(make_model)
+    model = abstract(make_model)
     model.eval()
     graph, state = nnx.split(model)
     batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in batch.items()}

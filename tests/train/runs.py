@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 import train.loop
-from configs.experiment import Experiment
+from configs.experiment import Architecture, Experiment
 from configs.methods import DctDp, Dgc, LocalSgd, PlumpDp, SlimDp, TopK
 from train.methods import run_name
 from train.processes import Processes
@@ -17,6 +17,7 @@ from train.processes import Processes
 EXPERIMENT = Experiment(
     name="few",
     dataset="digits",
+    architecture=Architecture("cnn"),
     steps=12,
     learning_rate=0.1,
     warmup_steps=2,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from train.data import digits, eval_batches, loader, sources, train_batches
+from train.data.seeds import row_seeds
 
 N = 1347  # training examples of digits
 
@@ -63,13 +64,15 @@ def rows(some_batches):
 
 def test_batch_is_what_a_model_takes(batches):
     (batch,) = take(batches(128), 1)
-    assert batch.keys() == {"image", "label"}
+    assert batch.keys() == {"image", "label", "seed"}
     assert batch["image"].shape == (128, 8, 8, 1)
     assert batch["image"].dtype == np.float32
     assert batch["image"].min() == 0
     assert batch["image"].max() == 1
     assert batch["label"].shape == (128,)
     assert batch["label"].dtype == np.int32
+    assert batch["seed"].shape == (128,)
+    assert batch["seed"].dtype == np.uint32
 
 
 def test_each_epoch_holds_each_example_once_in_a_new_order(batches, data_dir):
@@ -84,6 +87,13 @@ def test_seeds_share_no_order(batches):
     # grain adds the epoch to the seed of a shuffle: neighbouring seeds would walk the same orders.
     epochs = [tuple(rows(take(batches(449, seed), 6))[i * N :][:N]) for seed in (0, 1) for i in (0, 1)]
     assert len(set(epochs)) == 4
+
+
+def test_each_row_of_a_run_has_a_seed_of_its_own(batches):
+    runs = [np.concatenate([batch["seed"] for batch in take(batches(449, seed), 6)]) for seed in (0, 1)]
+    assert len(set(np.concatenate(runs).tolist())) == 2 * 6 * 449  # of 2**32: one run in a thousand has two alike
+    positions = np.arange(6 * 449)
+    np.testing.assert_array_equal(runs[1], row_seeds(1, positions))
 
 
 def test_same_seed_gives_same_batches(batches):
@@ -162,6 +172,7 @@ def test_numpy_arguments_give_a_json_state(batches):
     ("change", "message"),
     [
         ({"dataset": "mnist"}, "dataset: 'mnist' in the state, 'digits' here"),
+        ({"version": "0.9.0"}, "version: '0.9.0' in the state, '1.0.0' here"),
         ({"seed": 1}, "seed: 1 in the state, 0 here"),
         ({"global_batch": 64}, "global_batch: 64 in the state, 500 here"),
         ({"num_examples": 10}, "num_examples: 10 in the state, 1347 here"),
@@ -220,6 +231,14 @@ def test_eval_passes_are_equal(data_dir):
     for _ in batches:
         break  # a pass that is left early does not disturb the next
     assert_equal_batches(list(batches), whole)
+
+
+def test_rows_past_the_end_repeat_the_first_one(data_dir):
+    batches = list(eval_batches("digits", global_batch=400, data_dir=data_dir))
+    assert batches[1]["mask"].tolist() == [1] * 50 + [0] * 350
+    for row in range(50, 400):
+        np.testing.assert_array_equal(batches[1]["image"][row], batches[0]["image"][0])
+        assert batches[1]["label"][row] == batches[0]["label"][0]
 
 
 @pytest.mark.parametrize(

@@ -106,17 +106,18 @@ def test_test_accuracy_is_the_models_on_the_test_split(case, uninterrupted):
     """The evaluation pads the last batch, and is spread over the workers. Local workers are judged by their merger."""
     _, whole = uninterrupted(case)
     model = Cnn((8, 8, 1), 10, rngs=nnx.Rngs(0))
-    nnx.update(model, jax.device_get(jc.global_params(whole.state)))
+    for block, params in jax.device_get(jc.global_params(whole.state)).items():
+        nnx.update(model.blocks[block], params)
     batches = eval_batches("digits", global_batch=360)
     loss = right = 0
     for batch in batches:
-        logits = model(batch["image"])
+        logits = model(batch)
         each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         loss += float((each * batch["mask"]).sum())
         right += int(((logits.argmax(-1) == batch["label"]) * batch["mask"]).sum())
     last = whole.evaluations[-1]
     assert last.accuracy == whole.summary.accuracy == right / batches.num_examples
-    np.testing.assert_allclose(last.loss, loss / batches.num_examples, rtol=1e-5)
+    np.testing.assert_allclose(last.scores["loss"], loss / batches.num_examples, rtol=1e-5)
 
 
 def test_progress_is_told_of_every_step(tmp_path):

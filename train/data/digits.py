@@ -7,7 +7,6 @@ The images (8x8, values 0..16) ship inside the scikit-learn wheel. They are the 
 import contextlib
 import io
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 from PIL import Image
+
+from train.data.placing import move_into_place, private_folder
 
 TEST_PER_CLASS = 45
 
@@ -93,23 +94,14 @@ def prepare_digits(data_dir: str | os.PathLike[str]) -> tfds.core.DatasetBuilder
     Returns:
       The builder of the prepared dataset.
     """
-    target = Digits(data_dir=data_dir).data_path  # data_dir/digits/1.0.0
+    target = Path(Digits(data_dir=data_dir).data_path)  # data_dir/digits/1.0.0
     if _is_complete(target):
         return Digits(data_dir=data_dir)
-    Path(data_dir).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".digits-", dir=data_dir) as private:
+    with private_folder(Path(data_dir), "digits") as private:
         builder = Digits(data_dir=private, file_format="array_record")
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             builder.download_and_prepare()  # prints progress bars and the private path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.exists() and not _is_complete(target):
-            with contextlib.suppress(FileNotFoundError):  # another process moved it first
-                os.rename(target, Path(private, "incomplete"))
-        try:
-            os.rename(builder.data_path, target)
-        except OSError:  # another process was first: a rename cannot replace a filled directory
-            if not _is_complete(target):
-                raise
+        move_into_place(builder.data_path, target, private, _is_complete)
     return Digits(data_dir=data_dir)
 
 

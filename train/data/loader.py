@@ -12,13 +12,9 @@ from typing import Any
 import grain
 import numpy as np
 
-from train.data import images, sources
-
-Batch = dict[str, np.ndarray]
-
-# Large JPEG files gain from threads, as PIL decodes outside the interpreter's lock; small images,
-# which are cached, do not. Each thread prepares a batch, so more threads also take more memory.
-MAX_THREADS = {"digits": 1, "mnist": 1, "cifar10": 1, "imagenet2012": 8}
+from train.data.datasets import DATASETS, open_split
+from train.data.info import Batch, Split
+from train.data.seeds import row_seeds
 
 
 def train_batches(
@@ -35,7 +31,7 @@ def train_batches(
     No example is dropped: a batch may hold the end of one epoch and the start of the next.
 
     Args:
-      name: one of `DATASETS`; see `sources.open_source` for the errors of missing data.
+      name: one of `DATASETS`; see `open_split` for the errors of missing data.
       global_batch: rows `B` of all processes together; at most the size of the split.
       seed: in [0, 2**32); fixes the order and the augmentation.
       process_index: this process, `p`, in [0, process_count).
@@ -43,8 +39,8 @@ def train_batches(
       data_dir: TFDS's directory; default $TFDS_DATA_DIR, then ~/tensorflow_datasets.
 
     Returns:
-      An iterator over `{"image": (B / P, H, W, C) float32, "label": (B / P,) int32}`, with `state`
-      and `restore`.
+      An iterator, with `state` and `restore`, over the arrays of `dataset_info(name).row_types()`, B / P rows each, and
+      "seed", (B / P,) uint32: a random number of each row's own, by its place in the run, for dropout and the like.
 
     Raises:
       ValueError: if an argument breaks the rules above.
@@ -52,13 +48,13 @@ def train_batches(
     _check_layout(global_batch, process_index, process_count)
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be in [0, 2**32); got {seed}")
-    source = sources.open_source(name, "train", data_dir)
-    if global_batch > len(source):
+    rows = open_split(name, "train", data_dir)
+    if global_batch > len(rows):
         raise ValueError(
-            f"global_batch must be at most the {len(source)} training examples of {name}, or a "
+            f"global_batch must be at most the {len(rows)} training examples of {name}, or a "
             f"batch would hold examples twice; got {global_batch}. Lower it"
         )
-    return TrainBatches(name, source, global_batch, seed, process_index, process_count)
+    return TrainBatches(name, rows, global_batch, seed, process_index, process_count)
 
 
 def eval_batches(
@@ -72,27 +68,27 @@ def eval_batches(
 ) -> "EvalBatches":
     """One pass over a split in its stored order, without augmentation; each example counts once.
 
-    Rows past the end of the split are black images with label 0 and mask 0, so that all processes
-    get equally many batches of one shape.
+    Rows past the end of the split repeat its first row with mask 0, so that all processes get
+    equally many batches of one shape, and every row is one that a model can take.
 
     Args:
-      name: one of `DATASETS`; see `sources.open_source` for the errors of missing data.
-      split: "train" or "test".
+      name: one of `DATASETS`; see `open_split` for the errors of missing data.
+      split: "train" or "test"; "valid" where the dataset has one.
       global_batch: rows `B` of all processes together; may exceed the split.
       process_index: this process, `p`, in [0, process_count).
       process_count: the number of processes, `P`; must divide `global_batch`.
       data_dir: TFDS's directory; default $TFDS_DATA_DIR, then ~/tensorflow_datasets.
 
     Returns:
-      An iterable, with a length, of `{"image": (B / P, H, W, C) float32, "label": (B / P,) int32,
-      "mask": (B / P,) float32}`. Keep it for the next pass: it holds the decoded small images.
+      An iterable, with a length, of the arrays of `dataset_info(name).row_types()`, B / P rows each, and
+      "mask", (B / P,) float32. Keep it for the next pass: it holds the decoded small images.
 
     Raises:
       ValueError: if an argument breaks the rules above.
     """
     _check_layout(global_batch, process_index, process_count)
-    source = sources.open_source(name, split, data_dir)
-    return EvalBatches(name, source, global_batch, process_index, process_count)
+    rows = open_split(name, split, data_dir)
+    return EvalBatches(name, rows, global_batch, process_index, process_count)
 
 
 class TrainBatches(Iterator[Batch]):
@@ -106,30 +102,36 @@ class TrainBatches(Iterator[Batch]):
     def __init__(
         self,
         name: str,
-        source: sources.EncodedSource | sources.CachedSource,
+        rows: Split,
         global_batch: int,
         seed: int,
         process_index: int,
         process_count: int,
     ):
-        self.num_examples = len(source)
+        self.num_examples = len(rows)
         self.step = 0
         self._identity = {
+            **rows.identity,
             "dataset": name,
-            "num_examples": len(source),
+            "num_examples": len(rows),
             "global_batch": int(global_batch),
             "seed": int(seed),
         }
         self._threads = _threads(name)
         # Hashed, because grain's shuffle adds the epoch to its seed: with the plain seed, epoch 1
         # of seed 0 would have the order of epoch 0 of seed 1.
-        order_seed, augment_seed = np.random.SeedSequence(seed).generate_state(2).tolist()
-        preprocessing = images.PREPROCESSING[name]
-        rows = grain.MapDataset.source(source).shuffle(seed=order_seed).repeat()
-        if preprocessing.augment:
-            # Random numbers by the row's place in the run: the same after a restore and for any P.
-            rows = rows.random_map(preprocessing.augment, seed=augment_seed)
-        self._batches = _local_batches(rows, global_batch, process_index, process_count).map(preprocessing.standardise)
+        order_seed = np.random.SeedSequence(seed).generate_state(1).item()
+        local = global_batch // process_count
+
+        def read(index: int, numbers: np.ndarray) -> Batch:
+            seeds = row_seeds(seed, index * local + np.arange(local))  # by place: the same after a restore, for any P
+            return rows.read(numbers, seeds) | {"seed": seeds}
+
+        numbers = grain.MapDataset.range(len(rows)).shuffle(seed=order_seed).repeat()
+        # There is no remainder to drop; but without dropping it, grain rounds the length of an endless
+        # stream up past the largest length that Python allows.
+        batches = numbers.batch(local, drop_remainder=True).map_with_index(read)
+        self._batches = batches[process_index::process_count]
         self._iterator = None
 
     def __next__(self) -> Batch:
@@ -185,29 +187,22 @@ class EvalBatches:
     def __init__(
         self,
         name: str,
-        source: sources.EncodedSource | sources.CachedSource,
+        rows: Split,
         global_batch: int,
         process_index: int,
         process_count: int,
     ):
-        self.num_examples = len(source)
+        self.num_examples = len(rows)
         self._threads = _threads(name)
-        preprocessing = images.PREPROCESSING[name]
-        examples = grain.MapDataset.source(source)
-        if preprocessing.prepare:
-            examples = examples.map(preprocessing.prepare)
-        padding = {
-            "image": np.zeros(sources.dataset_info(name).image_shape, np.uint8),
-            "label": np.int32(0),
-            "mask": np.float32(0),
-        }
+        local = global_batch // process_count
 
-        def row_or_padding(row: int) -> images.Example:
-            return examples[row] | {"mask": np.float32(1)} if row < len(source) else padding
+        def read(index: int) -> Batch:
+            numbers = index * local + np.arange(local)
+            is_row = numbers < len(rows)
+            return rows.read(np.where(is_row, numbers, 0), None) | {"mask": is_row.astype(np.float32)}
 
-        length = -(-len(source) // global_batch) * global_batch  # rounded up to full batches
-        rows = grain.MapDataset.range(length).map(row_or_padding)
-        self._batches = _local_batches(rows, global_batch, process_index, process_count).map(preprocessing.standardise)
+        count = -(-len(rows) // global_batch) * process_count  # local batches of all processes
+        self._batches = grain.MapDataset.range(process_index, count, process_count).map(read)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -231,18 +226,8 @@ def _check_layout(global_batch: int, process_index: int, process_count: int) -> 
         )
 
 
-def _local_batches(
-    rows: grain.MapDataset, global_batch: int, process_index: int, process_count: int
-) -> grain.MapDataset:
-    """Cuts the rows into local batches and keeps those of this process: p, p + P, p + 2P, ..."""
-    # There is no remainder to drop; but without dropping it, grain rounds the length of an endless
-    # stream up past the largest length that Python allows.
-    local = rows.batch(global_batch // process_count, drop_remainder=True)
-    return local[process_index::process_count]
-
-
 def _threads(name: str) -> int:
-    return min(MAX_THREADS[name], os.cpu_count() or 1)
+    return min(DATASETS[name].threads, os.cpu_count() or 1)
 
 
 def _prefetch(batches: grain.MapDataset, threads: int) -> grain.DatasetIterator:

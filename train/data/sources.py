@@ -1,10 +1,9 @@
-"""The datasets by name, and random access to the examples that TFDS has prepared on disk.
+"""Images by name: random access to the examples that TFDS has prepared on disk, and batches of them.
 
 The digits are built on first use. The others are read where the user has prepared them, because
 TFDS needs TensorFlow to download and build them; to read them it does not.
 """
 
-import dataclasses
 import os
 import shlex
 import warnings
@@ -14,57 +13,15 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 from train.data import digits, images
+from train.data.info import Batch, ImageInfo, check_split, resolve_data_dir
 
-DEFAULT_DATA_DIR = "~/tensorflow_datasets"  # TFDS's own default
 SPLITS = ("train", "test")
-
-
-@dataclasses.dataclass(frozen=True)
-class DatasetInfo:
-    """What a model and a schedule need to know of a dataset before it is opened.
-
-    Attributes:
-      name: TFDS's name.
-      image_shape: (H, W, C) of the model's input.
-      num_classes: labels are 0..num_classes - 1.
-      num_train: examples in the train split.
-      num_test: examples in the test split; for imagenet2012 in TFDS's "validation" split, because
-        its "test" split has no labels.
-    """
-
-    name: str
-    image_shape: tuple[int, int, int]
-    num_classes: int
-    num_train: int
-    num_test: int
-
-    def num_examples(self, split: str) -> int:
-        """Published number of examples in "train" or "test"."""
-        return {"train": self.num_train, "test": self.num_test}[split]
-
-
-DATASETS = {
-    "digits": DatasetInfo("digits", (8, 8, 1), 10, 1_347, 450),
-    "mnist": DatasetInfo("mnist", (28, 28, 1), 10, 60_000, 10_000),
-    "cifar10": DatasetInfo("cifar10", (32, 32, 3), 10, 50_000, 10_000),
-    "imagenet2012": DatasetInfo("imagenet2012", (224, 224, 3), 1_000, 1_281_167, 50_000),
+IMAGES = {
+    "digits": ImageInfo("digits", 1_347, 450, (8, 8, 1), 10),
+    "mnist": ImageInfo("mnist", 60_000, 10_000, (28, 28, 1), 10),
+    "cifar10": ImageInfo("cifar10", 50_000, 10_000, (32, 32, 3), 10),
+    "imagenet2012": ImageInfo("imagenet2012", 1_281_167, 50_000, (224, 224, 3), 1_000),
 }
-
-
-def dataset_info(name: str) -> DatasetInfo:
-    """Looks a dataset up by name.
-
-    Raises:
-      ValueError: if there is none of this name.
-    """
-    if name not in DATASETS:
-        raise ValueError(f"dataset must be one of {', '.join(DATASETS)}; got {name!r}")
-    return DATASETS[name]
-
-
-def resolve_data_dir(data_dir: str | os.PathLike[str] | None = None) -> Path:
-    """Directory of all datasets: the argument, else $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
-    return Path(data_dir or os.environ.get("TFDS_DATA_DIR") or DEFAULT_DATA_DIR).expanduser()
 
 
 class EncodedSource:
@@ -73,6 +30,7 @@ class EncodedSource:
     def __init__(self, builder: tfds.core.DatasetBuilder, split: str):
         skip = {"image": tfds.decode.SkipDecoding()}
         self._examples = builder.as_data_source(split, decoders=skip)
+        self.version = str(builder.info.version)
 
     def __len__(self) -> int:
         return len(self._examples)
@@ -92,6 +50,7 @@ class CachedSource:
 
     def __init__(self, encoded: EncodedSource, image_shape: tuple[int, int, int]):
         self._encoded = encoded
+        self.version = encoded.version
         self._images = np.empty((len(encoded), *image_shape), np.uint8)
         self._labels = np.empty(len(encoded), np.int32)
         self._is_decoded = np.zeros(len(encoded), bool)
@@ -108,13 +67,45 @@ class CachedSource:
         return {"image": self._images[index], "label": self._labels[index]}
 
 
+class ImageSplit:
+    """Batches of one split: examples, augmented or prepared, then standardised.
+
+    Attributes:
+      identity: the version of TFDS's builder.
+    """
+
+    def __init__(self, source: EncodedSource | CachedSource, preprocessing: images.Preprocessing):
+        self._source = source
+        self._preprocessing = preprocessing
+        self.identity = {"version": source.version}
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> Batch:
+        """Reads rows (b,) as "image" (b, H, W, C) float32 and "label" (b,) int32; augmented where seeds are given."""
+        examples = [self._source[row] for row in rows.tolist()]
+        change = self._preprocessing
+        if seeds is not None and change.augment:
+            examples = [change.augment(e, np.random.default_rng(s)) for e, s in zip(examples, seeds, strict=True)]
+        if seeds is None and change.prepare:
+            examples = [change.prepare(example) for example in examples]
+        batch = {key: np.stack([example[key] for example in examples]) for key in ("image", "label")}
+        return change.standardise(batch)
+
+
+def open_images(name: str, split: str, root: Path) -> ImageSplit:
+    """Opens one split of a dataset of images; see `open_source`."""
+    return ImageSplit(open_source(name, split, root), images.PREPROCESSING[name])
+
+
 def open_source(name: str, split: str, data_dir: str | os.PathLike[str] | None = None) -> EncodedSource | CachedSource:
     """Opens one split for random access; builds the digits where they are missing.
 
     Warns when the split does not have its published number of examples.
 
     Args:
-      name: one of `DATASETS`.
+      name: one of `IMAGES`.
       split: "train" or "test" (imagenet2012's "test" reads TFDS's "validation").
       data_dir: see `resolve_data_dir`.
 
@@ -122,12 +113,11 @@ def open_source(name: str, split: str, data_dir: str | os.PathLike[str] | None =
       A sequence of uint8 images and labels; of JPEG files and labels for imagenet2012.
 
     Raises:
-      ValueError: if the name or the split is unknown, or the format has no random access.
+      ValueError: if the split is unknown, or the format has no random access.
       FileNotFoundError: if the dataset is not prepared, or its files are not all there.
     """
-    info = dataset_info(name)
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {split!r}")
+    info = IMAGES[name]
+    check_split(split, SPLITS)
     root = resolve_data_dir(data_dir)
     builder = digits.prepare_digits(root) if name == "digits" else _open_prepared(name, root)
     stored_split = "validation" if (name, split) == ("imagenet2012", "test") else split

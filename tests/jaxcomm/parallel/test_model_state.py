@@ -123,6 +123,10 @@ def test_bytes_are_predicted_and_travel_with_the_losses(tx):
     assert scalars in predicted.always
     assert predicted.received == compiled.received
     assert predicted.received == jc.wire_report(tx, PARAMS, K).program.received + scalars.received
+    losses = int(Traffic("all_reduce", 4 * 2, K).received)  # the state's numbers are no others to `verify`
+    jc.verify(step, state, batch, tx=tx, params=PARAMS, workers=K, other_bytes=losses)
+    with pytest.raises(ValueError, match="a dense all-reduce is left"):
+        jc.verify(step, state, batch, tx=tx, params=PARAMS, workers=K, other_bytes=losses - 1)
 
 
 def test_the_state_is_the_same_on_all_workers_and_no_other_leaf_changes():

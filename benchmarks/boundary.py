@@ -1,0 +1,233 @@
+"""Bytes and milliseconds of a DLRM that is cut into stages, each on a host of its own, with DCT-MP at the boundaries.
+
+    python -m benchmarks.boundary --rate 100mbit
+
+The model of Gupta et al. (KDD 2021) on random clicks, cut where they cut it: after two layers of each MLP, 256 features
+a sample. Every sparsity is compiled once and run at all rates. Bytes are those of one step: predicted from shapes,
+counted in the compiled program, and counted by the kernel on each host's link, headers of TCP/IP included.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from benchmarks.control import Control, is_host, run_hosts
+from benchmarks.netlab import Lab, parse_rate, received_bytes
+from train.tables import print_table, write_records
+
+CUTS = {2: (2,), 3: (2, 7)}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Time the steps of a pipeline over real links."""
+
+    stages: int = 3
+    """Stages, one host each: 2 or 3."""
+    sparsity: str = "0,0.75,0.9,0.95"
+    """Fractions of a sample's activations that are not sent, separated by commas."""
+    rate: str = "100mbit"
+    """Link rates, separated by commas: "100mbit", "1gbit", or "none" for no limit."""
+    batch: int = 2048
+    """Samples of a step."""
+    micro_batches: int = 1
+    """Micro-batches of a step."""
+    value_dtype: str = "float32"
+    """Type of a value on the wire: float32 or bfloat16."""
+    table_rows: int = 1000
+    """Rows of each of the 26 embedding tables."""
+    steps: int = 7
+    """Timed steps of each sparsity and rate."""
+    json: Path | None = None
+    """File for the table, as a list of records."""
+
+
+@dataclass
+class Record:
+    """One row of the table; bytes by host are those that it receives in a step."""
+
+    sparsity: float
+    stages: int
+    batch: int
+    rate: str
+    ms_median: float
+    ms_min: float
+    ms_max: float
+    forward_bytes: int
+    backward_bytes: int
+    predicted_by_host: list[int]
+    compiled_by_host: list[int]
+    kernel_by_host: list[float] | None
+    times_fewer_bytes: float | None = None
+    times_faster: float | None = None
+
+
+def main(config: Config) -> None:
+    """Runs the hosts, prints the table, and writes it where asked."""
+    try:
+        rates = config.rate.split(",")
+        for rate in rates:
+            parse_rate(rate)
+        if config.stages not in CUTS:
+            raise ValueError(f"--stages is 2 or 3, where the paper cuts, got {config.stages}.")
+        if config.steps < 1 or config.batch % config.micro_batches:
+            raise ValueError(
+                f"--steps is at least 1 and --batch a multiple of --micro-batches, got {config.steps}, {config.batch} "
+                f"and {config.micro_batches}."
+            )
+        _boundaries(config)
+        with Lab(config.stages, rates[0]) as lab:
+            records = _merge([_records(text) for text in run_hosts(lab, "benchmarks.boundary")], lab.isolated)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    _compare_with_whole(records)
+    print_table(
+        f"DLRM in {config.stages} stages, {config.batch} samples in {config.micro_batches} micro-batches, "
+        f"{config.value_dtype} values",
+        [_row(record) for record in records],
+    )
+    write_records(config.json, [dataclasses.asdict(record) for record in records])
+
+
+def _row(record: Record) -> dict[str, Any]:
+    row = dataclasses.asdict(record)
+    for name in ("predicted_by_host", "compiled_by_host", "kernel_by_host"):
+        row[name] = "-" if row[name] is None else " ".join(f"{count:,.0f}" for count in row[name])
+    return row
+
+
+def _boundaries(config: Config) -> dict[float, Any]:
+    import jaxcomm as jc
+
+    return {float(each): jc.dct_mp(float(each), value_dtype=config.value_dtype) for each in config.sparsity.split(",")}
+
+
+def _records(stdout: str) -> list[Record]:
+    return [Record(**json.loads(line)) for line in stdout.splitlines() if line.startswith("{")]
+
+
+def _merge(hosts: list[list[Record]], isolated: bool) -> list[Record]:
+    """Takes times from host 0 and each host's own bytes; on loopback nobody's own are known."""
+    merged = []
+    for same in zip(*hosts, strict=True):
+        own = [record.kernel_by_host[0] for record in same if record.kernel_by_host] if isolated else None
+        merged.append(dataclasses.replace(same[0], kernel_by_host=own))
+    return merged
+
+
+def _compare_with_whole(records: list[Record]) -> None:
+    for record in records:
+        whole = next((r for r in records if r.sparsity == 0 and r.rate == record.rate), None)
+        if whole is not None:
+            record.times_faster = whole.ms_median / record.ms_median
+            record.times_fewer_bytes = sum(whole.compiled_by_host) / sum(record.compiled_by_host)
+
+
+def run_host(config: Config) -> None:
+    """Runs one host's part: every sparsity at every rate; prints a JSON record for each."""
+    from train.processes import connect, prepare_jax
+
+    prepare_jax()
+    processes = connect(None, None, None)
+    control = Control(processes.index)
+    for sparsity, boundary in _boundaries(config).items():
+        for record in _time(sparsity, boundary, config, control):
+            print(json.dumps(dataclasses.asdict(record)), flush=True)
+
+
+def _time(sparsity: float, boundary: Any, config: Config, control: Control) -> list[Record]:
+    import jax
+    import numpy as np
+    import optax
+    from flax import nnx
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import jaxcomm as jc
+    from jaxcomm.hlo import read_program
+    from models.dlrm import Dlrm
+    from models.functional import apply, cut
+
+    mesh = jc.make_mesh(data=1, stage=config.stages)
+    stages = cut(Dlrm((config.table_rows,) * 26, rngs=nnx.Rngs(0)), CUTS[config.stages])
+
+    def stage_fn(graph: Any) -> Any:
+        return lambda params, x, batch: apply(graph, params, {}, batch, x, training=True)[0]
+
+    def loss_fn(logits: Any, batch: Any) -> Any:
+        return optax.sigmoid_binary_cross_entropy(logits, batch["label"]).mean(), {}
+
+    params = [stage.params for stage in stages]
+    pipeline = jc.Pipeline(
+        stages=[stage_fn(stage.graph) for stage in stages],
+        loss_fn=loss_fn,
+        params=params,
+        boundaries=[boundary] * (config.stages - 1),
+        micro_batches=config.micro_batches,
+    )
+    rng = np.random.default_rng(0)
+    host_batch = {
+        "dense": rng.normal(size=(config.batch, 13)).astype(np.float32),
+        "categories": rng.integers(0, config.table_rows, (config.batch, 26)).astype(np.int32),
+        "label": rng.integers(0, 2, config.batch).astype(np.float32),
+    }
+    everywhere = NamedSharding(mesh, P("data"))
+    batch = {name: jax.make_array_from_process_local_data(everywhere, rows) for name, rows in host_batch.items()}
+    tx = optax.chain(jc.plump_dp(), optax.sgd(0.1))
+    state = jax.jit(lambda params: jc.init_pipeline(pipeline, params, tx, mesh))(params)
+    step = jc.make_pipeline_step(pipeline, tx, mesh)
+
+    control.set_rate("none")
+    compiled = step.lower(state, batch).compile()
+    costs = jc.pipeline_report(pipeline, tx, batch, 1).boundaries
+    predicted = [0] * config.stages
+    for stage, each in enumerate(costs):
+        predicted[stage + 1] += each.forward
+        predicted[stage] += each.backward
+    links = read_program(compiled.as_text()).links()
+    counted = [sum(count for (_, target), count in links.items() if target == at) for at in range(config.stages)]
+    interface = os.environ["NETLAB_INTERFACE"]
+    records = []
+    for rate in config.rate.split(","):
+        control.set_rate(rate)
+        times, received = [], []
+        for count in range(config.steps + 1):
+            control.barrier()
+            before, begin = received_bytes(interface), time.perf_counter()
+            state, _ = compiled(state, batch)
+            jax.block_until_ready(state)
+            if count:  # the first opens Gloo's connections
+                times.append((time.perf_counter() - begin) * 1e3)
+                received.append(received_bytes(interface) - before)
+        records.append(
+            Record(
+                sparsity=sparsity,
+                stages=config.stages,
+                batch=config.batch,
+                rate=rate,
+                ms_median=statistics.median(times),
+                ms_min=min(times),
+                ms_max=max(times),
+                forward_bytes=sum(each.forward for each in costs),
+                backward_bytes=sum(each.backward for each in costs),
+                predicted_by_host=predicted,
+                compiled_by_host=counted,
+                kernel_by_host=[statistics.median(received)],
+            )
+        )
+    return records
+
+
+if __name__ == "__main__":
+    arguments = tyro.cli(Config, description=__doc__)
+    if is_host():
+        run_host(arguments)
+    else:
+        main(arguments)

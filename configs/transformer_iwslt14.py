@@ -1,0 +1,29 @@
+"""The transformer on IWSLT'14 German to English, prepared by `python -m train.data.translation prepare`.
+
+    python -m train transformer_iwslt14 --data-dir FOLDER
+    python -m train transformer_iwslt14 --workers 1 --stages 2 --boundary.sparsity 0.9 method:plump-dp
+
+fairseq's recipe: Adam, learning rate 5e-4 after 4,000 steps of warm-up, falling as one over the square root, label
+smoothing 0.1, dropout 0.3, weight decay 1e-4, about 4,096 tokens a batch, 50 epochs. Gupta et al. (KDD 2021): BLEU
+35.17 dense; DCT-MP on two workers 35.23 at 90% and 35.18 at 95%.
+"""
+
+from configs.experiment import Architecture, Experiment
+from configs.methods import DctDp
+
+CONFIG = Experiment(
+    name="transformer_iwslt14",
+    dataset="iwslt14",
+    architecture=Architecture("transformer", {"tied": False}),
+    method=DctDp(sparsity=0.98, life_span=1000),
+    steps=60_000,
+    global_batch=160,
+    learning_rate=5e-4,
+    optimizer="adam",
+    schedule="inverse_sqrt",
+    warmup_steps=4000,
+    weight_decay=1e-4,
+    label_smoothing=0.1,
+    eval_every=3000,
+    checkpoint_every=3000,
+)

@@ -1,0 +1,326 @@
+"""Late-multiply: the gradients of a dense exchange, on mesh and simulated; its bytes; what it refuses."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+from jaxcomm.hlo import read_program
+
+ROWS, N, M, OUT = 8, 60, 40, 3
+BAD_STEP = 4
+
+
+def parameters(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return {
+        "hidden": {"kernel": (rng.normal(size=(N, M)) / 8).astype(dtype), "bias": rng.normal(size=M).astype(dtype)},
+        "last": {"kernel": (rng.normal(size=(M, OUT)) / 8).astype(np.float32), "bias": np.zeros(OUT, np.float32)},
+        "scale": np.ones((), np.float32),
+    }
+
+
+def batches(steps=10, rows=ROWS):
+    rng = np.random.default_rng(1)
+    for index in range(steps):
+        x = rng.normal(size=(rows, N)).astype(np.float32)
+        if index == BAD_STEP:
+            x[-1, 0] = np.inf
+        yield x
+
+
+def loss_with(mode, dtype=jnp.float32, axis_name="data"):
+    def loss_fn(params, x):
+        hidden, last = params["hidden"], params["last"]
+        y = params["scale"].astype(dtype) * x.astype(dtype)
+        y = jc.late_multiply(y, hidden["kernel"], hidden["bias"], mode=mode, axis_name=axis_name)
+        y = jax.nn.relu(y).astype(jnp.float32) @ last["kernel"] + last["bias"]
+        return jnp.mean((y - x[:, :OUT]) ** 2)
+
+    return loss_fn
+
+
+def only(name, *parts):
+    """Marks the leaves of a layer."""
+
+    def where(params):
+        def is_marked(path, _):
+            return path[0].key == name and (not parts or path[1].key in parts)
+
+        return jax.tree_util.tree_map_with_path(is_marked, params)
+
+    return where
+
+
+def run(loss_fn, tx, workers, params=None, steps=10):
+    make = jc.simulate if isinstance(workers, int) else jc.make_train_step
+    state, step, losses = jc.init_state(params or parameters(), tx, workers), make(loss_fn, tx, workers), []
+    for batch in batches(steps):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+        assert int(metrics["skipped"]) == int(len(losses) - 1 == BAD_STEP)
+    return state, losses
+
+
+def sgd(exchange):
+    return optax.chain(exchange, optax.sgd(0.1, momentum=0.9))
+
+
+def assert_close(one, other, rtol=1e-4, atol=1e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(*np.float32([a, b]), rtol=rtol, atol=atol), one, other)
+
+
+@functools.cache
+def dense(K, steps, dtype=jnp.float32):
+    """Parameters and losses with a dense exchange."""
+    state, losses = run(loss_with("reduce", dtype), sgd(jc.plump_dp()), K, steps=steps)
+    return state.params, losses
+
+
+@pytest.mark.parametrize("K", [2, 4])
+def test_ten_steps_are_those_of_a_dense_exchange_with_a_skipped_one_among_them(K):
+    expected, losses = dense(K, 10)
+    for workers in (jc.make_mesh(data=K), K):
+        state, others = run(loss_with("late"), sgd(jc.already_mean(jc.plump_dp(), only("hidden"))), workers)
+        assert_close(state.params, expected)
+        assert_close(others, losses)
+        for name, start in parameters()["hidden"].items():
+            assert np.abs(state.params["hidden"][name] - start).max() > 1e-3
+
+
+def test_a_compressor_of_the_other_leaves_sees_what_it_would_see_anyway():
+    """DCT-DP's thresholds are a tensor's own, so that it takes no notice of what another does."""
+    compressor = jc.dct_dp(0.5, dense_below=100, life_span=2, value_dtype="float32")
+    parts = {"hidden": "dense", "last": "sparse", "scale": "sparse"}
+    apart = optax.partition({"dense": jc.plump_dp(), "sparse": compressor}, parts)
+    with pytest.warns(UserWarning, match="one exchange"):
+        expected, losses = run(loss_with("reduce"), sgd(apart), 4, steps=4)
+    for workers in (jc.make_mesh(data=4), 4):
+        state, others = run(loss_with("late"), sgd(jc.already_mean(compressor, only("hidden"))), workers, steps=4)
+        assert_close(state.params, expected.params)
+        assert_close(others, losses)
+        assert 0 < float(jc.exchange_metrics(state.opt_state).sent) < 4 * M * OUT
+        assert np.any(state.opt_state[0].exchange.residual.rows)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_bytes_are_predicted_and_no_all_reduce_of_the_kernel_is_left(dtype):
+    K, rows = 4, 8 * ROWS
+    mesh, tx = jc.make_mesh(data=K), sgd(jc.already_mean(jc.plump_dp(), only("hidden")))
+    state, step = jc.init_state(parameters(), tx, mesh), jc.make_train_step(loss_with("late", dtype), tx, mesh)
+    batch, itemsize = next(batches(rows=rows)), jnp.dtype(dtype).itemsize
+    traced = jc.step_report(step, state, batch, params=parameters(), workers=K)
+    compiled = read_program(step.lower(state, batch).compile().as_text())
+    assert traced.program.received == compiled.received
+    plan = jc.plan_late_multiply({"hidden": (N, M)}, rows, K, activation_bytes=itemsize)
+    gathered = [traffic for traffic in compiled.always if traffic.op == "all_gather"]
+    assert sorted(t.operand_bytes for t in gathered) == [rows // K * m * itemsize for m in (M, N)]
+    assert sorted(plan.layers[0].late, key=lambda t: t.operand_bytes) == sorted(gathered, key=lambda t: t.operand_bytes)
+    reduced = [traffic for traffic in compiled.always if traffic not in gathered]
+    assert {traffic.op for traffic in reduced} == {"all_reduce"}
+    assert sum(traffic.operand_bytes for traffic in reduced) == 4 * (M * OUT + OUT + 1) + 4 < 4 * N * M
+    report = jc.verify(step, state, batch, tx=tx, params=parameters(), workers=K, beside=gathered)
+    assert report.received == jc.wire_report(tx, parameters(), K, beside=gathered).received + 6
+    with pytest.raises(ValueError, match="a dense all-reduce is left"):
+        jc.verify(step, state, batch, tx=tx, params=parameters(), workers=K)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_an_odd_number_of_narrow_numbers_is_read_back_as_it_was(dtype):
+    """And the product of narrow rows is summed up in float32: within float32 of NumPy's on the same rounded numbers."""
+    K, rows, n, m = 3, 5, 7, 3
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.normal(size=(K, rows, n)), dtype)
+    kernel, bias = rng.normal(size=(n, m)).astype(np.float32), rng.normal(size=m).astype(np.float32)
+    errors = jnp.asarray(rng.normal(size=(K, rows, m)), dtype)
+
+    def worker(x, errors):
+        def loss(kernel, bias):
+            return jnp.sum(jc.late_multiply(x, kernel, bias, mode="late").astype(jnp.float32) * errors)
+
+        return jax.grad(loss, argnums=(0, 1))(kernel, bias)
+
+    simulated = jax.jit(jax.vmap(worker, axis_name="data"))(x, errors)
+    mesh, rows_of = jc.make_mesh(data=K), P("data")
+    sharded = jax.shard_map(lambda x, e: worker(x[0], e[0]), mesh=mesh, in_specs=rows_of, out_specs=P())
+    on_mesh = jax.jit(sharded)(x, errors)
+    wide = [np.asarray(part, np.float64).reshape(K * rows, -1) for part in (x, errors)]
+    expected = wide[0].T @ wide[1] / K, wide[1].sum(0) / K
+    for got in (on_mesh, [part[1] for part in simulated]):
+        assert [part.dtype for part in got] == [jnp.float32] * 2
+        for part, right in zip(got, expected, strict=True):
+            np.testing.assert_allclose(part, right, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_trains_as_a_dense_exchange_of_bfloat16_layers_does():
+    expected, losses = dense(4, 4, jnp.bfloat16)
+    tx = sgd(jc.already_mean(jc.plump_dp(), only("hidden")))
+    state, others = run(loss_with("late", jnp.bfloat16), tx, jc.make_mesh(data=4), steps=4)
+    assert_close(others, losses, rtol=0.01)
+    assert_close(state.params["hidden"], expected["hidden"], rtol=0.01, atol=0.003)
+    assert state.params["hidden"]["kernel"].dtype == jnp.float32
+
+
+def test_leading_dimensions_are_rows_and_a_kernel_may_be_used_twice():
+    params = {"kernel": np.random.default_rng(0).normal(size=(6, 6)).astype(np.float32)}
+    batch = np.random.default_rng(1).normal(size=(8, 5, 6)).astype(np.float32)
+
+    def loss_with(multiply):
+        return lambda params, x: jnp.mean(multiply(jnp.tanh(multiply(x, params["kernel"])), params["kernel"]) ** 2)
+
+    def late(x, kernel):
+        return jc.late_multiply(x, kernel, mode="late")
+
+    expected = params["kernel"] - jax.grad(loss_with(jnp.matmul))(params, batch)["kernel"]
+    tx = optax.chain(jc.already_mean(jc.plump_dp(), {"kernel": True}), optax.sgd(1.0))
+    for workers, make in ((jc.make_mesh(data=4), jc.make_train_step), (4, jc.simulate)):
+        state, metrics = make(loss_with(late), tx, workers)(jc.init_state(params, tx, workers), batch)
+        assert_close(state.params["kernel"], expected, atol=1e-6)
+        assert int(metrics["skipped"]) == 0
+
+
+def test_workers_along_two_axes():
+    axes = ("slice", "data")
+    mesh = jc.make_mesh(slice=2, data=2)
+    exchange = jc.hierarchical(jc.plump_dp(axis_name="slice"), inside="data", across="slice")
+    tx = sgd(jc.already_mean(exchange, only("hidden"), axis_name=axes))
+    for workers, make in ((mesh, jc.make_train_step), ((2, 2), jc.simulate)):
+        state = jc.init_state(parameters(), tx, workers, axis_name=axes)
+        step = make(loss_with("late", axis_name=axes), tx, workers, axis_name=axes)
+        for batch in batches(3):
+            state, _ = step(state, batch)
+        assert_close(state.params, dense(4, 3)[0])
+
+
+@pytest.mark.parametrize(("rows", "is_late"), [(8, True), (40, True), (48, False), (64, False)])
+def test_auto_takes_what_moves_fewer_bytes(rows, is_late):
+    """2 N M / (N + M) = 48 for 60 x 40, where both move as many bytes."""
+    K = 4
+    assert 2 * N * M == 48 * (N + M)
+    tx = sgd(jc.already_mean(jc.plump_dp(), only("hidden")) if is_late else jc.plump_dp())
+    mesh = jc.make_mesh(data=K)
+    state, step = jc.init_state(parameters(), tx, mesh), jc.make_train_step(loss_with("auto"), tx, mesh)
+    program = jc.step_report(step, state, next(batches(rows=rows)), params=parameters(), workers=K).program
+    assert any(traffic.op == "all_gather" for traffic in program.always) == is_late
+    plan = jc.plan_late_multiply({"hidden": (N, M)}, rows, K)
+    assert plan.mode("hidden") == ("late" if is_late else "reduce")
+    assert (plan.layers[0].bytes_late == plan.layers[0].bytes_reduce) == (rows == 48)
+    alone, mesh = sgd(jc.plump_dp()), jc.make_mesh(data=1)  # one worker receives nothing in either way
+    state = jc.init_state(parameters(), alone, mesh)
+    jc.make_train_step(loss_with("auto"), alone, mesh)(state, next(batches(rows=rows)))
+
+
+@pytest.mark.parametrize("mode", ["late", "auto", "reduce"])
+def test_where_there_are_no_workers_it_is_the_plain_layer(mode):
+    loss, plain = loss_with(mode), loss_with("reduce")
+    batch = next(batches())
+    one, other = (jax.jit(jax.value_and_grad(f))(parameters(), batch) for f in (loss, plain))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    expected = batch @ parameters()["hidden"]["kernel"] + parameters()["hidden"]["bias"]
+    assert_close(jc.late_multiply(batch, *map(jnp.asarray, list(parameters()["hidden"].values())), mode=mode), expected)
+
+
+PLACES = pytest.mark.parametrize(
+    ("workers", "make"), [(2, jc.simulate), ("mesh", jc.make_train_step)], ids=["simulate", "mesh"]
+)
+
+
+def trace(loss_fn, tx, workers, make):
+    workers = jc.make_mesh(data=2) if workers == "mesh" else workers
+    state = jc.init_state(parameters(), tx, workers)
+    make(loss_fn, tx, workers).trace(state, next(batches()))
+
+
+@PLACES
+@pytest.mark.parametrize("what", ["kernel", "bias"])
+def test_a_layer_that_multiplies_late_and_is_exchanged_too_is_refused(workers, make, what):
+    other = {"kernel": "bias", "bias": "kernel"}[what]
+    message = rf"its {what} is the same on all workers, got .* wrap the exchange, jaxcomm.already_mean\(exchange, plan"
+    with pytest.raises(ValueError, match=message):
+        trace(loss_with("late"), sgd(jc.already_mean(jc.plump_dp(), only("hidden", other))), workers, make)
+
+
+@PLACES
+def test_an_exchange_without_the_wrapper_is_refused(workers, make):
+    with pytest.raises(ValueError, match="its kernel is the same on all workers"):
+        trace(loss_with("late"), sgd(jc.plump_dp()), workers, make)
+
+
+@PLACES
+def test_a_parameter_that_nobody_averages_is_refused(workers, make):
+    tx = sgd(jc.already_mean(jc.plump_dp(), only("hidden")))
+    message = r"late_multiply alone, got a loss that uses \['hidden'\]\['bias'\], \['hidden'\]\['kernel'\] in another"
+    with pytest.raises(ValueError, match=message):
+        trace(loss_with("reduce"), tx, workers, make)
+    tx = sgd(jc.already_mean(jc.plump_dp(), only("last", "kernel")))
+    with pytest.raises(ValueError, match=r"a loss that uses \['last'\]\['kernel'\] in another way"):
+        trace(loss_with("reduce"), tx, workers, make)
+
+
+@PLACES
+def test_a_second_use_of_a_kernel_is_refused_and_one_that_has_no_gradient_is_not(workers, make):
+    tx = sgd(jc.already_mean(jc.plump_dp(), only("hidden")))
+
+    def with_penalty(params, x):
+        return loss_with("late")(params, x) + 0.1 * jnp.sum(params["hidden"]["kernel"] ** 2)
+
+    with pytest.raises(ValueError, match=r"a loss that uses \['hidden'\]\['kernel'\] in another way.*add_decayed_we"):
+        trace(with_penalty, tx, workers, make)
+
+    def with_a_norm_for_the_log(params, x):
+        return loss_with("late")(params, x), {"norm": jnp.sum(params["hidden"]["kernel"] ** 2)}
+
+    def make_with_aux(*args):
+        return make(*args, has_aux=True)
+
+    trace(with_a_norm_for_the_log, tx, workers, make_with_aux)
+
+
+@PLACES
+def test_clipping_with_the_workers_own_gradients_before_the_exchange_is_refused(workers, make):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), jc.already_mean(jc.plump_dp(), only("hidden")), optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"the mean is the same on all workers, got one at .*clip_by_global_norm, b"):
+        trace(loss_with("late"), tx, workers, make)
+
+
+def test_the_proof_works_while_another_mesh_is_in_use():
+    with jax.set_mesh(jc.make_mesh(data=2)):
+        trace(loss_with("late"), sgd(jc.already_mean(jc.plump_dp(), only("hidden"))), "mesh", jc.make_train_step)
+
+
+def test_the_trap_is_refused_for_the_leaves_that_are_not_marked():
+    """A user's own shard_map that forgets to make the others each worker's own."""
+    tx, mesh = jc.already_mean(jc.plump_dp(), only("hidden")), jc.make_mesh(data=2)
+    state = jc.init_state(parameters(), tx, mesh).opt_state
+
+    def worker(params, state, batch):
+        own = {**params, "last": lax.pcast(params["last"], "data", to="varying")}
+        return tx.update(jax.grad(loss_with("late"))(own, batch), state)
+
+    specs = jc.state_specs(state)
+    step = jax.shard_map(worker, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
+    with pytest.raises(ValueError, match=r"each worker's own gradient, got one at .*'scale'.*already the same on all"):
+        jax.jit(step).trace(parameters(), state, next(batches()))
+
+
+@pytest.mark.parametrize(
+    ("x", "kernel", "bias"),
+    [((2, 3), (4, 5), (5,)), ((2, 4), (4, 5), (4,)), ((2, 4), (4, 5, 1), None), ((), (4, 5), None)],
+)
+def test_shapes_that_do_not_fit_are_refused(x, kernel, bias):
+    arrays = [None if shape is None else jnp.zeros(shape) for shape in (x, kernel, bias)]
+    with pytest.raises(ValueError, match=r"multiplies x \(..., N\) with a kernel \(N, M\) and adds a bias \(M,\), got"):
+        jc.late_multiply(*arrays)
+
+
+def test_an_unknown_mode_and_type_are_refused():
+    with pytest.raises(ValueError, match="mode must be one of auto, late, reduce, got 'early'"):
+        jc.late_multiply(jnp.zeros((2, 3)), jnp.zeros((3, 4)), mode="early")
+    with pytest.raises(ValueError, match="x is of float32, bfloat16 or float16, got int32: cast it"):
+        jc.late_multiply(jnp.zeros((2, 3), jnp.int32), jnp.zeros((3, 4)))

@@ -1,0 +1,184 @@
+"""A small network with a convolution and two dense layers, written for each way to train it in slices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+from jaxcomm.layers.split_dense import on_one_worker, rows_of_one_worker, split_dense
+from jaxcomm.parallel.hybrid import make_hybrid_step, make_partitioned_step
+from jaxcomm.parallel.hybrid_state import init_hybrid_state
+from jaxcomm.parallel.unreduced import make_unreduced_step
+from tests.jaxcomm.workers import QUICKLY
+
+ROWS, PIXELS, FEATURES, HIDDEN, CLASSES = 8, 8, 64, 64, 16
+
+
+def params():
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape) * 0.3, jnp.float32)
+
+    return {
+        "bottom": {"kernel": normal(PIXELS, FEATURES)},
+        "down": {"bias": normal(CLASSES), "kernel": normal(HIDDEN, CLASSES)},
+        "up": {"bias": normal(HIDDEN), "kernel": normal(FEATURES, HIDDEN)},
+    }
+
+
+def batches(count):
+    rng = np.random.default_rng(1)
+    for _ in range(count):
+        yield {
+            "image": rng.normal(size=(ROWS, 2, 2, 2)).astype(np.float32),
+            "label": rng.normal(size=(ROWS, CLASSES)).astype(np.float32),
+        }
+
+
+def bottom(params, image):
+    """A convolution over the whole of an image: (B, 2, 2, 2) to (B, FEATURES)."""
+    numbers, kernel = ("NHWC", "HWIO", "NHWC"), params["bottom"]["kernel"].reshape(2, 2, 2, FEATURES)
+    y = lax.conv_general_dilated(image, kernel, (1, 1), "VALID", dimension_numbers=numbers)
+    return jnp.tanh(y).reshape(image.shape[0], FEATURES)
+
+
+def top(params, features):
+    hidden = jnp.tanh(features @ params["up"]["kernel"] + params["up"]["bias"])
+    return hidden @ params["down"]["kernel"] + params["down"]["bias"]
+
+
+def error(y, batch):
+    return jnp.mean((y - batch["label"]) ** 2)
+
+
+def whole(params, batch):
+    """One device; also for the compiler to partition."""
+    return error(top(params, bottom(params, batch["image"])), batch)
+
+
+def split(params, batch):
+    """Dense layers in slices of the workers' own devices."""
+    up, down = params["up"], params["down"]
+    features = bottom(params, batch["image"])
+    hidden = jnp.tanh(split_dense(features, up["kernel"], up["bias"], outputs="features"))
+    return error(split_dense(hidden, down["kernel"], down["bias"], inputs="features"), batch)
+
+
+def split_global(params, batch):
+    """The same, with a loss that is that of all rows on every worker."""
+    return lax.pmean(split(params, batch), "data")
+
+
+def on_one(params, batch):
+    """Dense layers on worker 0 alone."""
+    features = bottom(params, batch["image"])
+
+    def loss(dense, inputs):
+        return error(top(dense, inputs["features"]), inputs)
+
+    inputs = {"features": features, "label": batch["label"]}
+    return on_one_worker(loss, {"up": params["up"], "down": params["down"]}, inputs)
+
+
+def tensor_parallel(params, batch):
+    """Dense layers in slices of a model axis, by hand."""
+    up, down = params["up"], params["down"]
+    hidden = jnp.tanh(bottom(params, batch["image"]) @ up["kernel"] + up["bias"])
+    return error(lax.psum(hidden @ down["kernel"], "model") + down["bias"], batch)
+
+
+def explicit(params, batch):
+    """The same on a mesh of Explicit axes: where arrays lie is in their types; a product, as convolutions are not."""
+
+    def spread(bias, y):
+        return jax.reshard(jnp.broadcast_to(bias, y.shape), jax.typeof(y).sharding)
+
+    up, down = params["up"], params["down"]
+    features = jnp.tanh(batch["image"].reshape(ROWS, PIXELS) @ params["bottom"]["kernel"])
+    hidden = features @ up["kernel"]
+    hidden = jnp.tanh(hidden + spread(up["bias"], hidden))
+    y = jnp.einsum("bh,ho->bo", hidden, down["kernel"], out_sharding=P("data"))
+    return error(y + spread(down["bias"], y), batch)
+
+
+OVER_WORKERS = {
+    "bottom": P(),
+    "up": {"kernel": P(None, "data"), "bias": P("data")},
+    "down": {"kernel": P("data"), "bias": P("data")},
+}
+OVER_MODEL = {
+    "bottom": P(),
+    "up": {"kernel": P(None, "model"), "bias": P("model")},
+    "down": {"kernel": P("model"), "bias": P()},
+}
+ONE = {"bottom": P(), "up": P("data"), "down": P("data")}
+
+
+def auto_mesh(data, model=None):
+    return jc.make_mesh(data=data) if model is None else jc.make_mesh(data=data, model=model)
+
+
+def explicit_mesh(data, model):
+    return jax.make_mesh((data, model), ("data", "model"), devices=jax.devices()[: data * model])
+
+
+# name: (what makes the step, its loss, specs, mesh)
+WAYS = {
+    "split": (make_hybrid_step, split, OVER_WORKERS, lambda: auto_mesh(4)),
+    "split, one loss": (make_hybrid_step, split_global, OVER_WORKERS, lambda: auto_mesh(2)),
+    "one worker": (make_hybrid_step, on_one, ONE, lambda: auto_mesh(2)),
+    "tensor parallel": (make_hybrid_step, tensor_parallel, OVER_MODEL, lambda: auto_mesh(2, 2)),
+    "partitioned": (make_partitioned_step, whole, OVER_MODEL, lambda: auto_mesh(2, 2)),
+    "unreduced": (make_unreduced_step, explicit, OVER_MODEL, lambda: explicit_mesh(2, 2)),
+}
+
+
+def start(name, workers):
+    """The first parameters of a way."""
+    if name != "one worker":
+        return params()
+    first = params()
+    return {**first, **rows_of_one_worker({"up": first["up"], "down": first["down"]}, workers)}
+
+
+def trained(name, tx, count):
+    """Takes steps by one way: (state, metrics of the last step). A step's state has to lie as it did before."""
+    make, loss_fn, specs, mesh = WAYS[name]
+    mesh = mesh()
+    state = init_hybrid_state(start(name, mesh.shape["data"]), tx, mesh, specs)
+    step = compiled(make(loss_fn, tx, mesh, specs), state)
+    metrics = {}
+    for batch in batches(count):
+        state, metrics = step(state, on(mesh, batch))
+    return state, metrics
+
+
+def compiled(step, state):
+    """The step for a state, compiled quickly; batches come from `on`."""
+    mesh = state.step.sharding.mesh
+    return step.lower(state, on(mesh, next(batches(1)))).compile(QUICKLY)
+
+
+def on(mesh, batch):
+    """A batch on a mesh, each worker with its rows."""
+    return jax.device_put(batch, NamedSharding(mesh, P("data")))
+
+
+def trained_on_one_device(tx, count):
+    """The parameters after steps of one device with all rows."""
+    own = params()
+    state = tx.init(own)
+
+    @jax.jit
+    def step(own, state, batch):
+        updates, state = tx.update(jax.grad(whole)(own, batch), state, own)
+        return optax.apply_updates(own, updates), state
+
+    for batch in batches(count):
+        own, state = step(own, state, batch)
+    return own

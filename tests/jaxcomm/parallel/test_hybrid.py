@@ -1,0 +1,177 @@
+"""Steps for parameters in slices: equal to one device, whatever way; bytes; skips; what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+from jaxcomm.parallel.hybrid import make_hybrid_step, make_partitioned_step
+from jaxcomm.parallel.hybrid_state import hybrid_state_shapes, init_hybrid_state
+from jaxcomm.parallel.unreduced import make_unreduced_step
+from tests.jaxcomm.parallel import sliced
+
+SGD = optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(optax.linear_schedule(0.3, 0.1, 10), momentum=0.9))
+# The whole tensors' norms count: of all slices together, and every block once.
+ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.03, weight_decay=0.1))
+
+
+def assert_same_params(name, state, expected):
+    mine = jax.tree.map(np.asarray, state.params)
+    if name == "one worker":
+        for part in ("up", "down"):
+            jax.tree.map(lambda rows: np.testing.assert_array_equal(rows[1:], 0), mine[part])
+            mine[part] = jax.tree.map(lambda rows: rows[0], mine[part])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), mine, expected)
+
+
+@pytest.mark.parametrize("name", sliced.WAYS)
+def test_ten_steps_equal_one_device(name):
+    """Momentum, a schedule and weight decay included: the paper's two tricks are consequences."""
+    state, metrics = sliced.trained(name, optax.chain(jc.plump_dp(), SGD), 10)
+    assert_same_params(name, state, sliced.trained_on_one_device(SGD, 10))
+    assert int(state.step) == 10
+    assert int(metrics["skipped"]) == 0
+
+
+@pytest.mark.parametrize("name", ["split", "tensor parallel", "unreduced"])
+def test_what_comes_after_the_exchange_sees_whole_arrays(name):
+    state, _ = sliced.trained(name, optax.chain(jc.plump_dp(), ADAMW), 5)
+    expected = sliced.trained_on_one_device(ADAMW, 5)
+    assert_same_params(name, state, expected)
+    unclipped = sliced.trained_on_one_device(optax.adamw(0.03, weight_decay=0.1), 5)
+    assert np.abs(np.asarray(expected["up"]["kernel"]) - unclipped["up"]["kernel"]).max() > 1e-3
+
+
+def test_a_part_of_the_parameters_may_decay():
+    """A mask of the parameters' tree, in what comes after the exchange."""
+    mask = jax.tree.map(lambda leaf: leaf.ndim > 1, sliced.params())
+    rest = optax.chain(optax.add_decayed_weights(0.1, mask=mask), optax.masked(optax.trace(0.9), mask), optax.sgd(0.1))
+    state, _ = sliced.trained("split", optax.chain(jc.plump_dp(), rest), 3)
+    assert_same_params("split", state, sliced.trained_on_one_device(rest, 3))
+    trace = state.opt_state.rest[1].inner_state.trace
+    assert trace["up"]["kernel"].sharding.spec == sliced.OVER_WORKERS["up"]["kernel"]
+
+
+@pytest.mark.parametrize("name", ["split", "tensor parallel"])
+def test_weight_decay_before_the_exchange_is_that_of_one_device(name):
+    decay, sgd = optax.add_decayed_weights(0.1), optax.sgd(0.3, momentum=0.9)
+    state, _ = sliced.trained(name, optax.chain(decay, jc.plump_dp(), sgd), 5)
+    expected = sliced.trained_on_one_device(optax.chain(decay, sgd), 5)
+    assert_same_params(name, state, expected)
+
+
+@pytest.mark.parametrize("name", ["split", "partitioned", "unreduced"])
+def test_a_step_that_is_not_finite_is_skipped_by_all(name):
+    make, loss_fn, specs, mesh = sliced.WAYS[name]
+    mesh, tx = mesh(), optax.chain(jc.sign(), SGD)
+    state = init_hybrid_state(sliced.params(), tx, mesh, specs)
+    step = sliced.compiled(make(loss_fn, tx, mesh, specs, donate=False), state)
+    first, second = sliced.batches(2)
+    state, _ = step(state, sliced.on(mesh, first))
+    bad = {**second, "label": second["label"].copy()}
+    bad["label"][-1, -1] = np.inf  # a row of the last worker
+    skipped, metrics = step(state, sliced.on(mesh, bad))
+    assert int(metrics["skipped"]) == 1
+    assert not np.isfinite(metrics["loss"])
+    assert int(skipped.step) == 2
+    for part in (lambda s: s.params, lambda s: s.opt_state.rest, lambda s: s.opt_state.exchange.exchanges):
+        jax.tree.map(np.testing.assert_array_equal, part(skipped), part(state))
+    after, metrics = step(skipped, sliced.on(mesh, second))
+    assert int(metrics["skipped"]) == 0
+    assert np.abs(np.asarray(after.params["up"]["kernel"]) - state.params["up"]["kernel"]).max() > 1e-4
+
+
+@pytest.mark.parametrize("name", ["split", "partitioned", "unreduced"])
+def test_scalars_and_running_statistics(name):
+    """A running mean of the rows, and a scalar: means over all workers, kept when a step is skipped."""
+    make, loss_fn, specs, mesh = sliced.WAYS[name]
+    mesh, tx = mesh(), optax.chain(jc.plump_dp(), optax.sgd(0.1))
+
+    def with_state(params, model_state, batch):
+        running = 0.5 * model_state["mean"] + 0.5 * jnp.mean(batch["label"], axis=0)
+        return loss_fn(params, batch), ({"first": jnp.mean(batch["label"][:, 0])}, {"mean": running})
+
+    state = init_hybrid_state(
+        sliced.params(), tx, mesh, specs, model_state={"mean": np.ones(sliced.CLASSES, np.float32)}
+    )
+    step = make(with_state, tx, mesh, specs, has_state=True, donate=False)
+    batch = next(sliced.batches(1))
+    state, metrics = step(state, batch)
+    np.testing.assert_allclose(state.model_state["mean"], 0.5 + 0.5 * batch["label"].mean(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(metrics["first"], batch["label"][:, 0].mean(), rtol=1e-5)
+    bad = {**batch, "image": batch["image"] * np.float32(np.nan)}
+    kept, metrics = step(state, bad)
+    assert int(metrics["skipped"]) == 1
+    np.testing.assert_array_equal(kept.model_state["mean"], state.model_state["mean"])
+
+
+@pytest.mark.parametrize("name", ["split", "tensor parallel", "unreduced"])
+def test_the_state_lies_as_the_parameters_do(name):
+    _, _, specs, mesh = sliced.WAYS[name]
+    mesh, tx = mesh(), optax.chain(jc.powersgd(2), optax.adamw(0.1))
+    state = init_hybrid_state(sliced.params(), tx, mesh, specs)
+    moments = state.opt_state.rest[0]
+    for tree in (state.params, moments.mu, moments.nu):
+        assert tree["up"]["kernel"].sharding.spec == specs["up"]["kernel"]
+        assert tree["bottom"]["kernel"].sharding.is_fully_replicated
+    assert moments.count.sharding.is_fully_replicated
+    shapes = hybrid_state_shapes(jax.eval_shape(sliced.params), tx, mesh, specs)
+    mine = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
+    assert mine == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes)
+    jax.tree.map(lambda a, b: pytest.fail(f"{a} {b}") if not same_place(a, b) else None, state, shapes)
+
+
+def same_place(array, shape):
+    return array.sharding.is_equivalent_to(shape.sharding, array.ndim)
+
+
+def test_a_donated_state_leaves_the_callers_parameters_alone():
+    mine, tx, mesh = sliced.params(), optax.chain(jc.plump_dp(), SGD), jc.make_mesh(data=4)
+    state = init_hybrid_state(mine, tx, mesh, sliced.OVER_WORKERS)
+    make_hybrid_step(sliced.split, tx, mesh, sliced.OVER_WORKERS)(state, next(sliced.batches(1)))
+    np.testing.assert_array_equal(mine["up"]["kernel"], sliced.params()["up"]["kernel"])
+    assert state.params["up"]["kernel"].is_deleted()
+
+
+def test_a_loss_that_differs_along_another_axis_is_refused():
+    def parts(params, batch):
+        hidden = jnp.tanh(sliced.bottom(params, batch["image"]) @ params["up"]["kernel"])
+        return jnp.mean((hidden @ params["down"]["kernel"]) ** 2)
+
+    tx, mesh = optax.chain(jc.plump_dp(), SGD), jc.make_mesh(data=2, model=2)
+    state = hybrid_state_shapes(sliced.params(), tx, mesh, sliced.OVER_MODEL)
+    with pytest.raises(ValueError, match=r"than 'data', got one at .*'loss'.* that may differ along \['model'\]"):
+        make_hybrid_step(parts, tx, mesh, sliced.OVER_MODEL).trace(state, next(sliced.batches(1)))
+
+
+def test_a_loss_that_is_not_a_scalar_and_a_lost_model_state_are_refused():
+    tx, mesh = optax.chain(jc.plump_dp(), SGD), jc.make_mesh(data=2)
+    state, batch = hybrid_state_shapes(sliced.params(), tx, mesh, P()), next(sliced.batches(1))
+    with pytest.raises(ValueError, match=r"are scalars, got 'rows' of shape \(4,\): take its mean"):
+        make_hybrid_step(
+            lambda p, b: (sliced.whole(p, b), {"rows": b["label"][:, 0]}), tx, mesh, P(), has_aux=True
+        ).trace(state, batch)
+    with pytest.raises(ValueError, match="got a state for a loss without: pass has_state=True"):
+        make_hybrid_step(sliced.whole, tx, mesh, P()).trace(state._replace(model_state=jnp.ones(3)), batch)
+
+
+def test_axes_of_the_other_type_are_refused():
+    tx = optax.chain(jc.plump_dp(), SGD)
+    for make in (make_hybrid_step, make_partitioned_step):
+        with pytest.raises(ValueError, match=r"axes of type Auto, got .*make_mesh, or use make_unreduced_step"):
+            make(sliced.whole, tx, sliced.explicit_mesh(2, 1), P())
+    with pytest.raises(ValueError, match=r"axes of type Explicit, got .*jax.make_mesh.*or use make_partitioned_step"):
+        make_unreduced_step(sliced.whole, tx, jc.make_mesh(data=2), P())
+
+
+def test_another_state_and_a_batch_that_does_not_divide_are_refused():
+    tx, mesh = optax.chain(jc.plump_dp(), SGD), jc.make_mesh(data=4)
+    step, batch = make_hybrid_step(sliced.split, tx, mesh, sliced.OVER_WORKERS), next(sliced.batches(1))
+    with pytest.raises(ValueError, match=r"takes its own state, got an optimizer's state of tuple: make it with"):
+        step.trace(jc.init_state(sliced.params(), tx, mesh), batch)
+    state = hybrid_state_shapes(sliced.params(), tx, mesh, sliced.OVER_WORKERS)
+    with pytest.raises(ValueError, match=r"got 6 rows at .* for 4 workers: use a batch size of 4"):
+        step.trace(state, jax.tree.map(lambda x: x[:6], batch))

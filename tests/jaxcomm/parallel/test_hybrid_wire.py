@@ -1,0 +1,109 @@
+"""Bytes of steps for parameters in slices: predicted, traced, and in the compiled text."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+from jaxcomm.hlo import read_program
+from jaxcomm.layers.split_dense import plan_split_dense
+from jaxcomm.parallel.hybrid_state import hybrid_state_shapes
+from jaxcomm.parallel.unreduced import make_unreduced_step
+from tests.jaxcomm.parallel import sliced
+
+SGD = optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(0.1, momentum=0.9))
+METHODS = {"plump_dp": jc.plump_dp(), "quant_dp": jc.quant_dp(8)}
+
+
+def program_of(lowered):
+    """The collectives of a compiled program, the order of devices left out, a notation of jax 0.10."""
+    text = lowered.compile().as_text()
+    return read_program(re.sub(r", device_ids=\(.*?\) \{", " {", text))
+
+
+def wire_of(name, tx, data, model=None):
+    """The compiled program, and the traced one, of a step that is never run."""
+    make, loss_fn, specs, _ = sliced.WAYS[name]
+    mesh = sliced.explicit_mesh(data, model) if make is make_unreduced_step else sliced.auto_mesh(data, model)
+    state = hybrid_state_shapes(sliced.start(name, data), tx, mesh, specs)
+    step, batch = make(loss_fn, tx, mesh, specs), next(sliced.batches(1))
+    traced = jc.step_report(step, state, batch, params=state.params, workers=data)
+    return program_of(step.lower(state, batch)), traced.program
+
+
+def test_bytes_of_a_hybrid_step_are_the_layers_and_the_exchange_of_the_rest():
+    tx, K = optax.chain(METHODS["quant_dp"], SGD), 4
+    compiled, traced = wire_of("split", tx, K)
+    assert compiled.received == traced.received
+    layers = plan_split_dense((sliced.FEATURES, sliced.HIDDEN, sliced.CLASSES), sliced.ROWS, K)
+    by_hand = 2 * 4 * sliced.ROWS * (sliced.FEATURES + sliced.CLASSES) * (K - 1) / K  # by outputs, then by inputs
+    assert layers.received <= by_hand
+    exchange = jc.wire_report(METHODS["quant_dp"], sliced.params()["bottom"], K)
+    scalars = 2 * (K - 1) / K * (4 + 16)  # the loss; the counts
+    assert float(traced.received) == by_hand + exchange.received + scalars
+
+
+def test_bytes_of_one_worker_are_rows_errors_and_the_exchange_of_the_rest():
+    tx, K = optax.chain(jc.plump_dp(), SGD), 4
+    compiled, traced = wire_of("one worker", tx, K)
+    assert compiled.received == traced.received
+    features, labels = 4 * sliced.ROWS * sliced.FEATURES, 4 * sliced.ROWS * sliced.CLASSES
+    moved = (K - 1) / K * (2 * features + labels)  # all workers together
+    scalars = 2 * (K - 1) / K * (4 + 4 + 4 + 16)  # the loss and its derivative, the mean loss, the counts
+    exchange = jc.wire_report(jc.plump_dp(), sliced.params()["bottom"], K)
+    assert float(traced.received) == moved / K + exchange.received + scalars
+
+
+def slices_over_model():
+    """The shapes that one device holds, on a model axis of 2, by group: those in slices, and the others."""
+    own, specs = sliced.params(), sliced.OVER_MODEL
+    kernel = jax.ShapeDtypeStruct((sliced.FEATURES, sliced.HIDDEN // 2), jnp.float32)
+    bias = jax.ShapeDtypeStruct((sliced.HIDDEN // 2,), jnp.float32)
+    down = jax.ShapeDtypeStruct((sliced.HIDDEN // 2, sliced.CLASSES), jnp.float32)
+    assert specs["down"]["bias"] == P()
+    return [kernel, bias, down], [own["bottom"], own["down"]["bias"]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["tensor parallel", "partitioned", "unreduced"])
+def test_a_gradient_in_slices_is_not_gathered(name, method):
+    """On 4 x 2 devices, by the number that takes part: what goes over the workers is the slices' exchange, and what
+    goes over the model axis is smaller than the smallest gradient in slices."""
+    exchange = METHODS[method]
+    compiled, traced = wire_of(name, optax.chain(exchange, SGD), 4, 2)
+    over = {K: [t for _, t in compiled.operations() if t.workers == K] for K in (2, 4, 8)}
+    sliced_shapes, copied = slices_over_model()
+    predicted = sum(jc.wire_report(exchange, shapes, 4).received for shapes in (sliced_shapes, copied))
+    loss, counts = 2 * 3 / 4 * 4, 2 * 7 / 8 * 16
+    assert float(sum(t.received for t in over[4])) == pytest.approx(predicted + loss)
+    assert float(sum(t.received for t in over[8])) == counts
+    activations = 4 * sliced.ROWS // 4 * max(sliced.FEATURES, sliced.CLASSES)
+    copied_bytes = sum(4 * leaf.size for leaf in jax.tree.leaves(copied))
+    assert sum(t.operand_bytes for t in over[2]) <= 2 * activations + copied_bytes
+    assert max((t.operand_bytes for t in over[2]), default=0) < 4 * sliced.FEATURES * sliced.HIDDEN // 2
+    assert not [t for t in over[2] if t.op == "all_gather"]
+    if name == "tensor parallel":
+        assert compiled.received == traced.received
+
+
+def test_an_exchange_over_the_workers_alone_gathers_the_gradient():
+    """What the region over all axes is there to avoid, seen by the same count."""
+    mesh, tx = jc.make_mesh(data=4, model=2), jc.quant_dp(8)
+    kernel = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P(None, "model")))
+    rows = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+
+    def worker(kernel, rows):
+        own = lax.pcast(kernel, "data", to="varying")
+        gradient = jax.grad(lambda kernel: jnp.mean(jnp.tanh(rows @ kernel) ** 2))(own)
+        return tx.update(gradient, tx.init(kernel), kernel)[0]
+
+    step = jax.shard_map(worker, mesh=mesh, axis_names={"data"}, in_specs=(P(), P("data")), out_specs=P())
+    program = program_of(jax.jit(step).lower(kernel, rows))
+    gathered = [t for _, t in program.operations() if t.workers == 2 and t.op == "all_gather"]
+    assert max(t.operand_bytes for t in gathered) >= 4 * 64 * 32

@@ -1,0 +1,254 @@
+"""A model in stages is the model: against one device, against DCT-MP in NumPy, and what crosses the boundaries."""
+
+import functools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomm as jc
+from jaxcomm.hlo import read_program
+from jaxcomm.wire import jaxpr_program
+from tests.jaxcomm.parallel.stages import (
+    CUTS,
+    ROWS,
+    WIDTHS,
+    batches,
+    cut,
+    layer,
+    loss_fn,
+    make_pipeline,
+    means_of,
+    params_of,
+    stage_fn,
+    stages_of,
+)
+from tests.reference.dct_mp import DctMpReference, TopKGradientReference
+
+OPTIMIZER = optax.sgd(0.1, momentum=0.9)
+DECAYED = optax.chain(optax.add_decayed_weights(0.05), jc.plump_dp(), OPTIMIZER)
+
+# Stages, micro-batches, whether activations are computed again, workers, whether there are running means. There are
+# more micro-batches than stages, as many, and fewer.
+SETTINGS = [
+    (1, 1, True, 1, False),
+    (1, 2, False, 2, True),
+    (2, 1, False, 2, False),
+    (2, 4, True, 2, True),
+    (3, 4, False, 1, True),
+    (3, 2, True, 2, False),
+    (4, 4, True, 2, False),
+]
+every_setting = pytest.mark.parametrize(("size", "count", "remat", "data", "has_state"), SETTINGS)
+
+
+@functools.cache
+def run_of(size, count, remat, data, has_state):
+    return cut(size, DECAYED, data=data, has_state=has_state, micro_batches=count, remat=remat)
+
+
+@functools.cache
+def on_one_device(has_state, steps=10):
+    """(parameters, means, metrics) of every step with the whole batch."""
+    tx = optax.chain(optax.add_decayed_weights(0.05), OPTIMIZER)
+
+    def loss(params, means, batch):
+        x, new = None, []
+        for index, own in enumerate(params):
+            x, mean = layer(index, own, means[index] if has_state else None, x, batch)
+            new.append(mean)
+        value, scalars = loss_fn(x, batch)
+        return value, (scalars, new)
+
+    @jax.jit
+    def step(params, means, opt_state, batch):
+        (value, (scalars, new)), gradients = jax.value_and_grad(loss, has_aux=True)(params, means, batch)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), new, opt_state, {"loss": value, **scalars}
+
+    params, means, trace = params_of(), means_of(), []
+    opt_state = tx.init(params)
+    for batch in batches(steps):
+        params, means, opt_state, metrics = step(params, means, opt_state, batch)
+        trace.append((params, means, metrics))
+    return jax.tree.map(np.asarray, trace)
+
+
+def assert_close(one, other, rtol=2e-5, atol=2e-6):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), one, other)
+
+
+@every_setting
+def test_a_pipeline_is_one_device(size, count, remat, data, has_state):
+    """Ten steps with momentum and weight decay: losses, scalars, parameters, and the running means after each."""
+    run, state = run_of(size, count, remat, data, has_state), None
+    for batch, (params, means, expected) in zip(batches(10), on_one_device(has_state), strict=True):
+        state, (metrics,) = run([batch], state)
+        assert_close(jc.pipeline_params(run.pipeline, state), stages_of(params, CUTS[size]))
+        if has_state:
+            assert_close(jc.pipeline_model_state(run.pipeline, state), stages_of(means, CUTS[size]))
+        assert_close([metrics["loss"], metrics["error"]], [expected["loss"], expected["error"]])
+        assert float(metrics["rows"]) == ROWS / data / count
+        assert int(metrics["skipped"]) == 0
+    assert sorted(metrics) == sorted(["loss", "error", "rows", *jc.ExchangeMetrics._fields])
+    assert int(state.step) == 10
+    assert all(np.abs(new["w"] - old["w"]).max() > 0.05 for new, old in zip(params, params_of(), strict=True))
+
+
+@every_setting
+def test_every_boundary_is_crossed_once_each_way_for_each_micro_batch(size, count, remat, data, has_state):
+    """In the trace and in compiled text, though activations are computed again in the backward pass."""
+    run = run_of(size, count, remat, data, has_state)
+    traced, compiled = jaxpr_program(run.traced.jaxpr), read_program(run.compiled.as_text())
+    expected, times = {}, {}
+    for stage, end in enumerate(CUTS[size][:-1]):
+        for pair in ((stage, stage + 1), (stage + 1, stage)):
+            expected[pair] = count * (ROWS // data // count) * WIDTHS[end] * 4
+            times[pair] = count
+    assert traced.links() == expected
+    places = {
+        (worker * size + a, worker * size + b): moved for (a, b), moved in expected.items() for worker in range(data)
+    }
+    assert compiled.links() == places
+    crossings = {}
+    for when, traffic in traced.operations():
+        if traffic.op == "permute":
+            assert when == "always"
+            (pair,) = traffic.pairs
+            crossings[pair] = crossings.get(pair, 0) + traffic.times
+    assert crossings == times
+    assert compiled.received == traced.received
+
+
+def test_each_device_holds_its_own_stage_alone():
+    run = run_of(2, 4, True, 2, True)
+    for leaf in jax.tree.leaves((run.start.params, run.start.opt_state, run.start.model_state["stages"])):
+        assert leaf.shape[0] == 2
+        assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {1}
+        for shard in leaf.addressable_shards:
+            place = np.argwhere(run.mesh.devices == shard.device)[0]
+            assert shard.index[0].start == place[1]
+
+
+MASKED = [jc.dct_mp(0.5), jc.dct_mp(0.6, kind="topk_gradient", value_dtype="bfloat16")]
+ENDS = CUTS[3]
+
+
+@functools.cache
+def masked_run():
+    tx = optax.chain(jc.plump_dp(), optax.sgd(0.1))
+    return cut(3, tx, data=2, boundaries=MASKED, micro_batches=2)
+
+
+class MaskedReference:
+    """Three stages with a boundary of DCT-MP and one of top-k gradients, by hand: per worker and micro-batch."""
+
+    def __init__(self, workers, count):
+        self.params, self.parts = stages_of(params_of(), ENDS), workers * count
+        self.stages = [jax.jit(stage_fn(first, last, False)) for first, last in zip((0, *ENDS), ENDS, strict=False)]
+        self.last = [TopKGradientReference(0.6, "bfloat16") for _ in range(self.parts)]  # one for each row of a batch
+
+    def step(self, batch):
+        """The mean loss."""
+        losses, total = [], None
+        for part in range(self.parts):
+            micro = {name: np.split(rows, self.parts)[part] for name, rows in batch.items()}
+            loss, gradients = self._part(micro, DctMpReference(0.5), self.last[part])
+            losses.append(loss)
+            total = gradients if total is None else jax.tree.map(np.add, total, gradients)
+        self.params = jax.tree.map(lambda p, g: p - 0.1 * g / self.parts, self.params, total)
+        return np.mean(losses)
+
+    def _part(self, micro, masked, topk):
+        x, pulls = None, []
+        for stage, function in enumerate(self.stages):
+            x, pull = jax.vjp(partial(function, batch=micro), self.params[stage], x)
+            pulls.append(pull)
+            if stage == 0:
+                x = jnp.asarray(masked.forward(x))
+            if stage == 1:  # activations travel as bfloat16 too
+                x = x.astype(jnp.bfloat16).astype(jnp.float32)
+        loss, gradient = jax.value_and_grad(jax.jit(lambda x: loss_fn(x, micro)[0]))(x)
+        third, gradient = pulls[2](gradient)
+        # The gradient of a mean over the parts of one worker: what crosses is its share of it.
+        second, gradient = pulls[1](2 * topk.backward(gradient / 2))
+        first, _ = pulls[0](masked.backward(gradient))
+        return float(loss), jax.tree.map(np.asarray, [first, second, third])
+
+
+def test_boundaries_of_dct_mp_and_of_topk_gradients_are_those_of_the_paper():
+    """Three steps; what was not sent back waits for the same row of the next batch."""
+    run, reference, state = masked_run(), MaskedReference(workers=2, count=2), None
+    for batch in batches(3):
+        expected = reference.step(batch)
+        state, (metrics,) = run([batch], state)
+        assert_close(metrics["loss"], expected, rtol=1e-4)
+        assert_close(jc.pipeline_params(run.pipeline, state), reference.params, rtol=1e-3, atol=1e-5)
+        ((_,), (rows,)) = state.model_state["boundaries"].rows
+        assert rows.shape == (3, 2, 2, 4, WIDTHS[ENDS[1]])  # stages, workers, micro-batches, samples, features
+        kept = np.asarray(rows)[2].reshape(4, 4, -1)  # the receiver's
+        waiting = np.stack([each.residual for each in reference.last])
+        assert_close(kept, waiting, rtol=1e-3, atol=1e-5)
+        assert np.abs(waiting).max() > 1e-3
+        assert not np.asarray(rows)[:2].any()
+
+
+def test_a_sketch_is_another_one_in_every_step():
+    """Where parameters do not move, the losses of one batch differ by the sketches alone."""
+    tx = optax.chain(jc.plump_dp(), optax.sgd(0.0))
+    run = cut(2, tx, boundaries=[jc.dct_mp(0.5, kind="sketch")])
+    _, metrics = run(batches(1) * 3)
+    assert len({float(each["loss"]) for each in metrics}) == 3
+
+
+@pytest.mark.parametrize("remat", [True, False])
+def test_gradients_pass_by_positions_that_are_written_as_a_mask(remat):
+    """In the scan over micro-batches; a large part of 2048 positions takes a bit each."""
+    width, rows = 128, 64
+
+    def first(params, x, batch):
+        return batch["x"] @ params
+
+    def second(params, x, batch):
+        return x @ params
+
+    def loss(x, batch):
+        return jnp.mean(x**2), {}
+
+    params = [np.eye(4, width, dtype=np.float32), np.ones((width, 2), np.float32)]
+    options = {"boundaries": [jc.dct_mp(0.3)], "micro_batches": 4, "remat": remat}
+    pipeline = jc.Pipeline([first, second], loss, params, **options)
+    mesh, tx = jc.make_mesh(data=1, stage=2), optax.chain(jc.plump_dp(), optax.sgd(0.1))
+    step = jc.make_pipeline_step(pipeline, tx, mesh)
+    shapes = jax.eval_shape(lambda: jc.init_pipeline(pipeline, params, tx, mesh))
+    program = jaxpr_program(step.trace(shapes, {"x": jax.ShapeDtypeStruct((rows, 4), np.float32)}).jaxpr)
+    values = 4 * 16 * 90 * 4  # of four micro-batches
+    assert program.links() == {(0, 1): values + 4 * 2048 // 8, (1, 0): values}
+
+
+def test_errors_of_a_pipeline():
+    stages, params = [stage_fn(0, 4, False)], [params_of()]
+    for arguments, message in (
+        (([], loss_fn, []), r"at least one stage, got none: pass a function for each"),
+        ((stages, loss_fn, params * 2), r"has its own params, got 2 for 1 stages: pass a tree for each, \(\) for a st"),
+        ((stages, loss_fn, params, []), r"has its own model_state, got 0 for 1 stages: pass a tree for each"),
+        ((stages, loss_fn, params, None, None, 0), r"at least 1 micro-batch, got 0: pass 1 or more"),
+        ((stages, loss_fn, params, None, MASKED), r"has a boundary, got 2 for 1 stages: pass 0, dct_mp\(0.0\) where"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jc.Pipeline(*arguments)
+
+
+def test_errors_of_a_plan():
+    (batch,) = batches(1)
+    with pytest.raises(ValueError, match=r"multiple of the micro-batches, got 16 rows for 3 micro-batches: use another"):
+        make_pipeline(2, micro_batches=3).plan(batch)
+    with pytest.raises(ValueError, match=r"got 0 rows for 1 micro-batches"):
+        make_pipeline(2).plan({**batch, "y": np.float32(0)})
+    stages = [lambda params, x, batch: batch["x"].astype(jnp.int32), lambda params, x, batch: x]
+    integers = jc.Pipeline(stages, loss_fn, [(), ()])
+    with pytest.raises(ValueError, match=r"real activations .*, got int32\[16, 5\]: let the next stage take integers"):
+        integers.plan(batch)

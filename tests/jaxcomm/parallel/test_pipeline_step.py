@@ -1,0 +1,335 @@
+"""The exchange of a pipeline's gradients, stage by stage; skipped steps, residuals, saved states, and what is refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomm as jc
+from tests.jaxcomm.parallel.stages import (
+    CUTS,
+    Run,
+    batches,
+    cut,
+    layer,
+    loss_fn,
+    make_pipeline,
+    means_of,
+    params_of,
+    stages_of,
+)
+from tests.jaxcomm.workers import QUICKLY
+
+K, WIDTH = 2, 24
+SGD = optax.sgd(0.1)
+
+# Whether a method treats each tensor by itself, whatever is beside it; the others treat a stage as a model.
+BY_TENSOR = {
+    "topk": jc.topk(0.9, value_dtype="float32"),
+    "dct_dp": jc.dct_dp(0.9, life_span=2, value_dtype="float32"),
+    "dgc": jc.dgc(0.9, momentum=0.5, clip=None, value_dtype="float32"),
+    "sign": jc.sign(),
+}
+BY_STAGE = {
+    "random_k": jc.random_k(0.5, seed=3),
+    "iwp": jc.iwp(5.0, density=0.1, momentum=0.5),
+    "quant_dp": jc.quant_dp(8),
+    "terngrad": jc.terngrad(),
+    "powersgd": jc.powersgd(rank=2),
+}
+LOCAL = {
+    "slim_dp": jc.slim_dp(0.3, 0.15),
+    "local_sgd": jc.local_sgd(2, exchange=jc.topk(0.5, value_dtype="float32")),
+}
+METHODS = {name: optax.chain(method, SGD) for name, method in (BY_TENSOR | BY_STAGE).items()} | {
+    name: optax.chain(optax.sgd(0.1, momentum=0.9), method) for name, method in LOCAL.items()
+}
+
+
+def alike():
+    """Two layers of equal shapes, each a stage."""
+    return params_of([WIDTH, WIDTH, WIDTH])
+
+
+@functools.cache
+def run_of(name, **axes):
+    stages = [lambda params, x, batch, at=at: layer(at, params, None, x, batch)[0] for at in (0, 1)]
+    pipeline = jc.Pipeline(stages, loss_fn, alike(), remat=False)
+    batch, axes = batches(1, WIDTH)[0], axes or {"data": K, "stage": 2}
+    return Run(pipeline, alike(), METHODS.get(name, name), batch=batch, **axes)
+
+
+@jax.jit
+def gradients_of(rows, batch):
+    """Each worker's own gradients of the whole model, at its own parameters."""
+
+    def loss(params, batch):
+        return loss_fn(layer(1, params[1], None, layer(0, params[0], None, None, batch)[0], batch)[0], batch)[0]
+
+    parts = jax.tree.map(lambda leaf: leaf.reshape(K, -1, *leaf.shape[1:]), batch)
+    return jax.vmap(jax.grad(loss))(rows, parts)
+
+
+class DataParallel:
+    """K workers who exchange the gradients of a tree by a chain; every worker has parameters of its own."""
+
+    def __init__(self, tx, params):
+        self.rows = jax.tree.map(lambda leaf: np.stack([leaf] * K), params)
+        self.state = jax.jit(jax.vmap(tx.init, axis_name="data"))(self.rows)
+
+        def update(gradients, state, params):
+            updates, state = tx.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        example = (self.rows, self.state, self.rows)
+        self.update = jax.jit(jax.vmap(update, axis_name="data")).lower(*example).compile(QUICKLY)
+
+    def step(self, gradients):
+        self.rows, self.state = self.update(gradients, self.state, self.rows)
+
+
+class StageByStage(DataParallel):
+    """Two trees of equal shapes, each exchanged as if it were a model."""
+
+    def __init__(self, tx, params):
+        super().__init__(tx, params[0])
+        self.state = [self.state] * 2
+        self.rows = [jax.tree.map(lambda leaf: np.stack([leaf] * K), each) for each in params]
+
+    def step(self, gradients):
+        for stage in (0, 1):
+            self.rows[stage], self.state[stage] = self.update(gradients[stage], self.state[stage], self.rows[stage])
+
+
+def rows_of(run, state):
+    """Each worker's parameters, (K, ...), of every stage."""
+    slots = state.params.rows if isinstance(state.params, jc.PerWorker) else state.params
+    if slots is state.params:
+        slots = [jnp.stack([slot] * K, 1) for slot in slots]
+    workers = [run.pipeline.param_slots.unstack([slot[:, w] for slot in slots]) for w in range(K)]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *workers)
+
+
+def assert_close(one, other, rtol=1e-4, atol=2e-6):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), one, other)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_exchanges_each_stage_as_data_parallel_workers_do(name):
+    """By tensors: as on the whole model. By stages: as on that stage alone, with gradients of the whole model."""
+    run, state = run_of(name), None
+    reference = (DataParallel if name in BY_TENSOR else StageByStage)(METHODS[name], alike())
+    for batch in batches(4, WIDTH):
+        reference.step(gradients_of(reference.rows, batch))
+        state, (metrics,) = run([batch], state)
+        assert_close(rows_of(run, state), list(reference.rows))
+    counts = jc.exchange_metrics(reference.state)
+    assert int(metrics["skipped"]) == 0
+    if name in BY_TENSOR:
+        assert float(metrics["sent"]) == float(counts.sent[0])
+        assert float(metrics["overflow"]) == float(counts.overflow[0])
+    moved = [np.abs(new["w"] - old["w"]).max() for new, old in zip(reference.rows, alike(), strict=True)]
+    assert min(moved) > 1e-3
+
+
+def test_workers_may_lie_along_two_axes():
+    tx = optax.chain(jc.hierarchical(jc.plump_dp(axis_name="pods"), inner="data", outer="pods"), SGD)
+    run, state = run_of(tx, pods=2, data=2, stage=2), None
+    reference = DataParallel(optax.chain(jc.plump_dp(), SGD), alike())
+    for batch in batches(2, WIDTH):
+        reference.step(gradients_of(reference.rows, batch))
+        state, _ = run([batch], state)
+    assert_close(jc.pipeline_params(run.pipeline, state), jax.tree.map(lambda leaf: leaf[0], list(reference.rows)))
+
+
+def test_the_model_of_a_local_method_is_what_all_workers_have_after_an_exchange():
+    run, state = run_of("local_sgd"), None
+    for step, batch in enumerate(batches(2, WIDTH)):
+        state, _ = run([batch], state)
+        model, rows = jc.pipeline_params(run.pipeline, state), rows_of(run, state)
+        for w in range(K):
+            same = jax.tree.map(lambda leaf, own, w=w: np.array_equal(leaf, own[w]), model, rows)
+            assert all(jax.tree.leaves(same)) == (step == 1)
+        if step == 0:
+            jax.tree.map(np.testing.assert_array_equal, model, alike())
+
+
+def poison(batch, at, worker, bad=np.nan):
+    """One gradient of one layer of one worker is not finite, and no loss."""
+    trap = batch["trap"].copy()
+    trap[worker * len(trap) // K, at] = bad
+    return {**batch, "trap": trap}
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_with_a_local_method_all_stages_of_a_worker_that_meets_nan_stay_as_they_were(at):
+    """Between two exchanges; the other worker goes on, and so does this one with the next batch."""
+    run, (first, second, third) = run_of("local_sgd"), batches(3, WIDTH)
+    state, _ = run([first, second])
+    before = jax.tree.map(np.asarray, (state.params, state.opt_state[0]))
+    state, (metrics,) = run([poison(third, at, worker=1)], state)
+    after = jax.tree.map(np.asarray, (state.params, state.opt_state[0]))
+    assert np.isfinite(metrics["loss"])
+    for old, new in zip(*map(jax.tree.leaves, (before, after)), strict=True):
+        np.testing.assert_array_equal(new[:, 1], old[:, 1])
+        assert np.all(np.any(new[:, 0] != old[:, 0], axis=tuple(range(1, new.ndim - 1))))
+    expected, _ = run([third], run([first, second])[0])
+    np.testing.assert_array_equal(state.params.rows[0][:, 0], expected.params.rows[0][:, 0])
+    state, (metrics,) = run([first], state)
+    assert int(metrics["skipped"]) == 0
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state))
+
+
+@functools.cache
+def whole_run():
+    """Everything that a step carries: momentum, an exchange's residual, running means, a boundary's residual."""
+    tx = optax.chain(jc.topk(0.5, dense_below=0), optax.sgd(0.1, momentum=0.9))
+    boundaries = [jc.dct_mp(0.5, kind="topk_gradient")]
+    return cut(2, tx, data=K, has_state=True, boundaries=boundaries, micro_batches=2)
+
+
+def as_numpy(state):
+    return jax.tree.map(np.array, state)
+
+
+def assert_same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize(("at", "worker", "bad"), [(0, 1, np.nan), (3, 0, np.inf)])
+def test_one_bad_gradient_in_one_stage_of_one_worker_skips_the_step_for_all(at, worker, bad):
+    """Parameters, momentum, residuals, running means stay; the next step is as if nothing had happened."""
+    run, steps = whole_run(), batches(3)
+    before, _ = run(steps[:2])
+    after, (metrics,) = run([poison(steps[2], at, worker, bad)], before)
+    assert int(metrics["skipped"]) == 1
+    assert np.isfinite(metrics["loss"])
+    assert int(after.step) == int(before.step) + 1
+    exchange, old_exchange = after.opt_state[0], before.opt_state[0]
+    kept = [(state.params, state.opt_state[1:], state.model_state) for state in (after, before)]
+    assert_same(*map(as_numpy, kept))
+    assert_same(exchange.residual.rows, old_exchange.residual.rows)
+    for name in ("params", "opt_state", "model_state"):
+        assert any(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(as_numpy(getattr(before, name))))
+    good, _ = run([steps[2]], after)
+    expected, (metrics,) = run([steps[2]], before)
+    assert int(metrics["skipped"]) == 0
+    assert_same(as_numpy(good._replace(step=0)), as_numpy(expected._replace(step=0)))
+    for leaf, old in zip(jax.tree.leaves(expected.params), jax.tree.leaves(before.params), strict=True):
+        assert np.all(np.any(np.asarray(leaf) != np.asarray(old), axis=tuple(range(1, leaf.ndim))))
+
+
+def test_a_bad_loss_skips_too():
+    run, (batch,) = whole_run(), batches(1)
+    y = batch["y"].copy()
+    y[-1] = np.nan
+    after, (metrics,) = run([{**batch, "y": y}])
+    assert int(metrics["skipped"]) == 1
+    assert np.isnan(metrics["loss"])
+    assert_same(as_numpy(after.params), as_numpy(run.start.params))
+
+
+def test_a_saved_state_goes_on_bit_for_bit():
+    """Residuals of the boundaries are a part of it."""
+    run, steps = whole_run(), batches(4)
+    state, _ = run(steps[:2])
+    ((rows,),) = saved_rows = as_numpy(state).model_state["boundaries"].rows
+    assert np.abs(rows[1]).max(axis=(1, 2, 3)).min() > 0  # every worker's
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    restored = jax.device_put(as_numpy(state), shardings)
+    expected, metrics = run(steps[2:], state)
+    again, others = run(steps[2:], restored)
+    assert_same(as_numpy(again), as_numpy(expected))
+    assert_same(others, metrics)
+    assert not np.array_equal(rows, expected.model_state["boundaries"].rows[0][0])
+    zeros = jax.tree.map(np.zeros_like, saved_rows)
+    kept = {**as_numpy(state).model_state, "boundaries": jc.PerWorker(zeros)}
+    lost, _ = run(steps[2:], jax.device_put(as_numpy(state)._replace(model_state=kept), shardings))
+    assert not np.array_equal(lost.params[0], expected.params[0])
+
+
+def test_a_step_donates_its_state_and_leaves_the_callers_parameters_alone():
+    pipeline, tx, mesh = make_pipeline(1), optax.chain(jc.plump_dp(), SGD), jc.make_mesh(data=1, stage=1)
+    params = jax.tree.map(jnp.asarray, stages_of(params_of(), CUTS[1]))
+    state = jc.init_pipeline(pipeline, params, tx, mesh)
+    jc.make_pipeline_step(pipeline, tx, mesh)(state, batches(1)[0])
+    assert all(leaf.is_deleted() for leaf in state.params)
+    assert_same(params, stages_of(params_of(), CUTS[1]))
+
+
+PLUMP = optax.chain(jc.plump_dp(), SGD)
+PARAMS, MEANS = stages_of(params_of(), CUTS[2]), stages_of(means_of(), CUTS[2])
+
+
+def mesh_of(**axes):
+    return jc.make_mesh(**axes or {"data": K, "stage": 2})
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"data": 2}, r"axes \('data', 'stage'\), got \{'data': 2\}: make it with make_mesh\(data=..., stage=...\), 1"),
+        ({"stage": 2}, r"axes \('data', 'stage'\), got \{'stage': 2\}: make it with make_mesh\(data=..., stage=...\)"),
+        ({"data": 2, "stage": 2, "model": 2}, r"got \{'data': 2, 'stage': 2, 'model': 2\}: make it with make_mesh"),
+        ({"data": 2, "stage": 4}, r"a place for each, got 4 for 2 stages: make the mesh with stage=2, or cut .* into 4"),
+    ],
+)
+def test_errors_of_the_mesh(axes, message):
+    with pytest.raises(ValueError, match=message):
+        jc.make_pipeline_step(make_pipeline(2), PLUMP, mesh_of(**axes))
+    with pytest.raises(ValueError, match=message):
+        jc.init_pipeline(make_pipeline(2), PARAMS, PLUMP, mesh_of(**axes))
+
+
+def test_errors_of_the_chain():
+    wrong_order = optax.chain(optax.adam(0.1), jc.topk(0.9))
+    for make in (
+        lambda tx: jc.make_pipeline_step(make_pipeline(2), tx, mesh_of()),
+        lambda tx: jc.init_pipeline(make_pipeline(2), PARAMS, tx, mesh_of()),
+    ):
+        with pytest.raises(ValueError, match=r"adam"):
+            make(wrong_order)
+    with pytest.raises(ValueError, match=r"one transformation that averages over the workers, got a chain without: put"):
+        jc.init_pipeline(make_pipeline(2), PARAMS, optax.sgd(0.1), mesh_of())
+
+
+TOPK = [jc.dct_mp(0.5, kind="topk_gradient")]
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "message"),
+    [
+        ({}, {"params": PARAMS[::-1]}, r"params have the shapes that it was made with, got .*: make the Pipeline with"),
+        ({}, {"params": jax.tree.map(jnp.bfloat16, PARAMS)}, r"params have the shapes that it was made with, got .*bfl"),
+        ({}, {"params": PARAMS[:1]}, r"params have the shapes that it was made with"),
+        ({}, {"model_state": MEANS}, r"agree on a model state, got one for a pipeline without: pass model_state= to bo"),
+        ({"has_state": True}, {}, r"agree on a model state, got none for a pipeline with one: pass model_state= to"),
+        ({"has_state": True}, {"model_state": MEANS[::-1]}, r"model_state have the shapes that it was made with, got"),
+        ({"boundaries": TOPK}, {}, r"one for every row of a batch, got no batch: pass batch= to init_pipeline, or the"),
+        ({"boundaries": TOPK, "micro_batches": 3}, {"batch": batches(1)[0]}, r"got 16 rows at .*'trap'.* for 6 worker"),
+    ],
+)
+def test_errors_of_a_first_state(options, given, message):
+    given = {"params": PARAMS, **given}
+    with pytest.raises(ValueError, match=message):
+        jc.init_pipeline(make_pipeline(2, **options), given.pop("params"), PLUMP, mesh_of(), **given)
+
+
+def test_an_integer_in_the_model_state_is_refused():
+    counts = [jnp.zeros((), jnp.int32)]
+    stage = [lambda params, state, x, batch: (batch["x"], state)]
+    pipeline = jc.Pipeline(stage, loss_fn, [()], model_state=counts)
+    with pytest.raises(ValueError, match=r"averaged over the workers, so its leaves are of a real floating type, got in"):
+        jc.init_pipeline(pipeline, [()], PLUMP, mesh_of(data=K, stage=1), model_state=counts)
+
+
+@pytest.mark.parametrize("rows", [6, 0, 18])
+def test_a_batch_that_does_not_divide_is_refused(rows):
+    pipeline = make_pipeline(2, micro_batches=2)
+    state = jax.eval_shape(lambda: jc.init_pipeline(pipeline, PARAMS, PLUMP, mesh_of()))
+    batch = {name: np.zeros((rows, *leaf.shape[1:]), np.float32) for name, leaf in batches(1)[0].items()}
+    with pytest.raises(ValueError, match=rf"rows of a batch are a multiple of .*, got {rows} rows at .* for 4 workers"):
+        jc.make_pipeline_step(pipeline, PLUMP, mesh_of()).trace(state, batch)

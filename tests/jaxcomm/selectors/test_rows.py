@@ -1,0 +1,63 @@
+"""The k largest of every row against NumPy: exactly k, ties to the lowest index, whatever the numbers are."""
+
+import functools
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from jaxcomm.selectors.topk import select_rows
+from tests.reference.dct_mp import largest_of_row
+
+SHAPES = [(1, 1), (5, 2), (3, 7), (2, 64), (4, 33)]
+KINDS = ("normal", "ties", "zeros", "heavy", "infinite", "nan", "tiny")
+
+marked = functools.partial(jax.jit, static_argnums=1)(select_rows)
+
+
+def rows_of(kind, seed, shape):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape)
+    if kind == "ties":
+        x = rng.integers(-1, 2, size=shape).astype(float)
+    elif kind == "zeros":
+        x = np.where(rng.random(shape) < 0.5, 0.0, -0.0)
+    elif kind == "heavy":
+        x = x * 10.0 ** rng.integers(-30, 30, size=shape)
+    elif kind == "infinite":
+        x[rng.random(shape) < 0.5] = np.inf
+        x[rng.random(shape) < 0.5] = -np.inf
+    elif kind == "nan":
+        x[rng.random(shape) < 0.3] = np.inf
+        x[rng.random(shape) < 0.4] = np.nan
+    elif kind == "tiny":  # the smallest numbers that there are
+        return rng.integers(0, 3, size=shape).astype(np.uint32).view(np.float32)
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@hypothesis.given(kind=st.sampled_from(KINDS), seed=st.integers(0, 2**20), share=st.sampled_from([0.0, 0.3, 0.9, 1.0]))
+def test_exactly_k_of_every_row_are_marked(shape, kind, seed, share):
+    x = rows_of(kind, seed, shape)
+    k = max(1, int(share * shape[1]))
+    mask = np.asarray(marked(x, k))
+    assert mask.dtype == bool
+    for row, own in zip(x, mask, strict=True):
+        assert np.flatnonzero(own).tolist() == largest_of_row(row, k)
+
+
+def test_the_reference_agrees_with_a_stable_sort():
+    for kind in ("normal", "ties", "zeros", "heavy", "infinite"):
+        for row in rows_of(kind, 0, (20, 9)):
+            for k in range(10):
+                assert largest_of_row(row, k) == sorted(np.argsort(-np.abs(row), kind="stable")[:k])
+    assert largest_of_row(np.float32([np.inf, np.nan, 1, np.nan]), 1) == [1]
+    assert largest_of_row(np.float32([np.inf, np.nan, 1, np.nan]), 3) == [0, 1, 3]
+
+
+def test_it_is_the_same_under_vmap():
+    x = rows_of("normal", 0, (3, 4, 9))
+    together = jax.vmap(lambda rows: select_rows(rows, 4))(x)
+    np.testing.assert_array_equal(together, np.stack([marked(rows, 4) for rows in x]))

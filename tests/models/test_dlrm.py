@@ -1,0 +1,130 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+from models.dlrm import Dlrm, Interaction, Layer
+from models.functional import apply, cut, split
+from tests.models.twins import TABLES, TWINS, abstract, close, count, crossing, filled, make, make_batch
+
+# Categories of the 26 features in Criteo's Kaggle log, as facebookresearch/dlrm prints them.
+# fmt: off
+KAGGLE = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
+    2173, 4, 7046547, 18, 15, 286181, 105, 142572,
+)
+# fmt: on
+PAPERS = partial(Dlrm, KAGGLE)
+
+
+def test_parameters():
+    mlp = [(13, 512), (512, 256), (256, 64), (64, 16), (16 + 27 * 26 // 2, 512), (512, 256), (256, 128), (128, 1)]
+    in_mlps = sum((i + 1) * o for i, o in mlp)
+    assert (in_mlps, sum(KAGGLE)) == (508_753, 33_762_577)
+    assert count(PAPERS) == in_mlps + 16 * sum(KAGGLE)
+
+
+def test_what_crosses():
+    batch = {"dense": ((2, 13), np.float32), "categories": ((2, 26), np.int32)}
+    assert crossing(PAPERS, batch) == [(2, n) for n in (512, 256, 64, 16, 367, 512, 256, 128)] + [(2,)]
+
+
+def test_only_256_features_cross_at_the_papers_cuts():
+    batch = {"dense": ((2, 13), np.float32), "categories": ((2, 26), np.int32)}
+    batch = {name: jax.ShapeDtypeStruct(*spec) for name, spec in batch.items()}
+    stages = cut(abstract(PAPERS), (2, 7))
+    x, tables = None, []
+    for stage in stages:
+        x, _ = jax.eval_shape(partial(apply, stage.graph, training=True), stage.params, {}, batch, x)
+        tables.append(4 in stage.params)
+        assert x.shape == ((2, 256) if stage is not stages[-1] else (2,))
+    assert tables == [False, True, False]
+
+
+def test_rows_are_filled_up_to_a_multiple():
+    table = Interaction(TABLES, 4, 8, None, dtype=jnp.float32, rngs=nnx.Rngs(0)).table[...]
+    assert table.shape == (16, 4)
+    np.testing.assert_array_equal(table[15:], 0)
+    assert np.all(np.asarray(table[:15]) != 0)
+    for start, size in ((0, 5), (5, 7), (12, 3)):
+        largest = np.abs(table[start : start + size]).max()
+        assert 0.5 * size**-0.5 < largest <= size**-0.5
+    assert count(partial(Dlrm, TABLES, dim=4, row_multiple=8)) - count(partial(Dlrm, TABLES, dim=4)) == 4
+
+
+def test_initial_values_are_those_of_the_reference():
+    first = Layer(512, 256, is_last=False, dtype=jnp.float32, rngs=nnx.Rngs(0)).linear
+    np.testing.assert_allclose(np.std(first.kernel[...]), (2 / (512 + 256)) ** 0.5, rtol=0.01)
+    np.testing.assert_allclose(np.std(first.bias[...]), 256**-0.5, rtol=0.15)
+
+
+def test_the_output_is_the_papers():
+    """A transcription in NumPy: every pair of distinct vectors once, after the dense features."""
+    model, batch = make("dlrm"), make_batch("dlrm")
+    layers = [block.linear for index, block in enumerate(model.blocks) if index != 3]
+    weights = [(np.asarray(layer.kernel[...]), np.asarray(layer.bias[...])) for layer in layers]
+    x = np.asarray(batch["dense"])
+    for kernel, bias in weights[:3]:
+        x = np.maximum(x @ kernel + bias, 0)
+    table, starts = np.asarray(model.blocks[3].table[...]), np.cumsum([0, *TABLES])
+    rows = []
+    for dense, categories in zip(x, np.asarray(batch["categories"]), strict=True):
+        vectors = [dense] + [table[starts[f] + c] for f, c in enumerate(categories)]
+        products = [vectors[i] @ vectors[j] for i in range(len(vectors)) for j in range(i)]
+        rows.append(np.concatenate([dense, products]))
+    x = np.stack(rows)
+    for kernel, bias in weights[3:-1]:
+        x = np.maximum(x @ kernel + bias, 0)
+    kernel, bias = weights[-1]
+    np.testing.assert_allclose(model(batch), (x @ kernel + bias)[:, 0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_category_outside_of_its_table_is_not_anothers():
+    model, batch = make("dlrm"), make_batch("dlrm")
+    for wrong in (5, -1):  # the first table has 5 rows, and another's come after them
+        categories = batch["categories"].at[1, 0].set(wrong)
+        assert np.isnan(model(batch | {"categories": categories})).tolist() == [False, True, False, False]
+    with pytest.raises(ValueError, match=r"a column for every table, got shape \(4, 2\) for 3 tables"):
+        model(batch | {"categories": batch["categories"][:, :2]})
+    for options in ({"table_sizes": ()}, {"table_sizes": (3, 0)}, {"table_sizes": (3,), "row_multiple": 0}):
+        with pytest.raises(ValueError, match="There are tables, each with rows, and a multiple of at least 1"):
+            Dlrm(rngs=nnx.Rngs(0), **options)
+
+
+def test_tables_split_by_columns_over_the_workers_are_the_whole_ones():
+    whole, spread = split(make("dlrm")), split(filled(partial(TWINS["dlrm"][0], columns_over="data")))
+    batch = {name: rows for name, rows in make_batch("dlrm", 8).items() if name != "seed"}
+
+    def loss(graph, params, batch):
+        logits, _ = apply(graph, params, {}, batch, training=True)
+        return jnp.mean(logits**2), logits
+
+    gradient = jax.grad(loss, argnums=1, has_aux=True)
+
+    def worker(params, batch):
+        own = params | jax.lax.pcast({i: p for i, p in params.items() if i != 3}, "data", to="varying")
+        found, logits = gradient(spread.graph, own, batch)
+        return jax.lax.pmean({i: p for i, p in found.items() if i != 3}, "data"), found[3]["table"] / 2, logits
+
+    columns = P(None, "data")
+    specs = jax.tree.map(lambda _: P(), whole.params) | {3: {"table": columns}}
+    mesh = jc.make_mesh(data=2)
+    step = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), columns, P("data"))))
+    replicated, table, logits = step(whole.params, batch)
+    expected, found = jax.jit(partial(gradient, whole.graph))(whole.params, batch)
+    close(logits, found)
+    close(replicated | {3: {"table": table}}, expected)
+
+
+def test_tables_split_by_rows_are_left_to_the_compiler():
+    graph, params, _ = split(filled(partial(TWINS["dlrm"][0], row_multiple=8)))
+    batch, mesh = make_batch("dlrm"), jc.make_mesh(model=8)
+    assert params[3]["table"].shape == (16, 4)
+    run = jax.jit(lambda params: apply(graph, params, {}, batch, training=False)[0])
+    by_rows = jax.NamedSharding(mesh, P("model"))
+    close(run(params | {3: {"table": jax.device_put(params[3]["table"], by_rows)}}), run(params))

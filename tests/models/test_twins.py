@@ -1,0 +1,160 @@
+"""What holds for every model, whole and cut at every block."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.dropout import Dropout
+from models.functional import apply, cut, split
+from tests.models.twins import TWINS, close, compiled, make, make_batch
+
+EACH = pytest.mark.parametrize("name", TWINS)
+
+
+def through(stages, params, stats, batch, training):
+    """The fold over stages, which take their own variables alone."""
+    x, found = None, {}
+    for stage in stages:
+        own, kept = {index: params[index] for index in stage.params}, {index: stats[index] for index in stage.stats}
+        x, new = apply(stage.graph, own, kept, batch, x, training=training)
+        found |= new
+    return x, found
+
+
+def called(model, params, stats, batch):
+    """The model itself, in training mode."""
+    merged = nnx.merge(nnx.graphdef(model), {"blocks": params}, {"blocks": stats}, copy=True)
+    outputs = merged(batch)
+    return outputs, nnx.to_pure_dict(nnx.state(merged, nnx.BatchStat)).get("blocks", {})
+
+
+@cache
+def trained(name):
+    """Output, new statistics and gradients of a training call cut at every block, the output projected at random."""
+    model = make(name)
+    whole, stages = split(model), cut(model, every_cut(name))
+
+    @compiled
+    def run(params, stats, batch):
+        def loss(params):
+            outputs, new = through(stages, params, stats, batch, training=True)
+            weights = [np.random.default_rng(1).normal(size=leaf.shape) for leaf in jax.tree.leaves(outputs)]
+            total = sum(jnp.sum(a * w) for a, w in zip(jax.tree.leaves(outputs), weights, strict=True))
+            return total, (outputs, new)
+
+        gradients, aux = jax.grad(loss, has_aux=True)(params)
+        return *aux, gradients
+
+    return run(whole.params, whole.stats, make_batch(name))
+
+
+@cache
+def evaluator(name):
+    graph = split(make(name)).graph
+    return compiled(lambda params, stats, batch: apply(graph, params, stats, batch, training=False))
+
+
+def every_cut(name):
+    return tuple(range(1, len(make(name).blocks)))
+
+
+@EACH
+def test_stages_hold_the_models_parameters_between_them(name):
+    model = make(name)
+    whole = split(model)
+    own = nnx.to_pure_dict(nnx.state(model, nnx.Param))["blocks"]
+    assert jax.tree.structure(whole.params) == jax.tree.structure(own)
+    jax.tree.map(np.testing.assert_array_equal, whole.params, own)
+    for cuts in (every_cut(name), (2,)):
+        stages = cut(model, cuts)
+        assert [stage.graph.first for stage in stages] == [0, *cuts]
+        for kind in ("params", "stats"):
+            together = {}
+            for stage in stages:
+                assert not together.keys() & getattr(stage, kind).keys()
+                together |= getattr(stage, kind)
+            assert jax.tree.structure(together) == jax.tree.structure(getattr(whole, kind))
+            jax.tree.map(np.testing.assert_array_equal, together, getattr(whole, kind))
+
+
+@EACH
+def test_the_fold_over_stages_is_the_model(name):
+    model = make(name)
+    whole = split(model)
+    outputs, stats, _ = trained(name)
+    close((outputs, stats), compiled(partial(called, model))(whole.params, whole.stats, make_batch(name)))
+
+
+@EACH
+def test_no_parameter_is_dead(name):
+    _, _, gradients = trained(name)
+    assert len(jax.tree.leaves(gradients)) == len(jax.tree.leaves(split(make(name)).params))
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+        assert np.all(np.isfinite(gradient))
+        largest = np.abs(gradient).max()
+        # The softmax of an attention takes away what all keys have in common.
+        is_key_bias = jax.tree_util.keystr(path).endswith("['key']['bias']")
+        assert largest < 1e-5 if is_key_bias else largest > 1e-5, path
+
+
+@EACH
+def test_bfloat16_computes_with_float32_parameters(name):
+    model, exact = make(name, dtype=jnp.bfloat16), split(make(name))
+    graph, params, stats = split(model)
+    close(params, exact.params, 0)
+    assert {leaf.dtype for leaf in jax.tree.leaves((params, stats))} == {np.dtype("float32")}
+    batch = make_batch(name)
+    outputs, _ = compiled(lambda *args: apply(graph, *args, training=False))(params, stats, batch)
+    full, _ = evaluator(name)(params, stats, batch)
+    assert outputs.dtype == jnp.float32
+    assert np.abs(outputs - full).max() < 0.05 * np.abs(full).max()
+    first = cut(model, (1,))[0]
+    crossed, new = jax.eval_shape(partial(apply, first.graph, training=True), first.params, first.stats, batch)
+    assert {leaf.dtype for leaf in jax.tree.leaves(crossed)} == {jnp.dtype("bfloat16")}
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(new))
+
+
+@EACH
+def test_training_draws_by_the_rows_numbers_and_evaluation_does_not(name):
+    model, batch = make(name), make_batch(name)
+    whole = split(model)
+    layers = [module for _, module in nnx.iter_modules(model) if isinstance(module, Dropout)]
+    assert len({module.layer for module in layers}) == len(layers)
+    assert bool(layers) == (name not in ("cnn", "resnet", "dlrm"))
+    other = batch | {"seed": batch["seed"] + 100}
+    evaluate = evaluator(name)
+    outputs, stats = evaluate(whole.params, whole.stats, batch)
+    jax.tree.map(np.testing.assert_array_equal, (outputs, stats), evaluate(whole.params, whole.stats, other))
+    jax.tree.map(np.testing.assert_array_equal, stats, whole.stats)
+    del batch["seed"]
+    jax.eval_shape(partial(apply, whole.graph, training=False), whole.params, whole.stats, batch)
+    if layers:
+        with pytest.raises(ValueError, match=r"batch\['seed'\].*evaluation mode"):
+            jax.eval_shape(partial(apply, whole.graph, training=True), whole.params, whole.stats, batch)
+
+
+@EACH
+def test_rows_do_not_mix_in_evaluation(name):
+    whole, batch = split(make(name)), make_batch(name)
+    changed = {key: value.at[0].set(value[2]) for key, value in batch.items()}
+    first, second = (evaluator(name)(whole.params, whole.stats, rows)[0] for rows in (batch, changed))
+    close(first[1:], second[1:])
+    assert np.abs(first[0] - second[0]).max() > 1e-4
+    close(second[0], second[2])
+
+
+@EACH
+@pytest.mark.parametrize("is_graph", [True, False])
+def test_models_work_in_nnxs_graph_mode_and_tree_mode(name, is_graph):
+    with nnx.set_graph_mode(is_graph):
+        model = make(name)
+        graph, params, stats = split(model)
+        assert all(not module.deterministic for _, module in nnx.iter_modules(model) if isinstance(module, Dropout))
+        for training in (True, False):
+            outputs, new = jax.eval_shape(partial(apply, graph, training=training), params, stats, make_batch(name))
+            assert jax.tree.leaves(outputs)[0].shape[0] == 4
+            assert jax.tree.structure(new) == jax.tree.structure(stats)

@@ -1,0 +1,113 @@
+"""Slurm: what sbatch is called with, what the job does before its limit and when it is queued again."""
+
+import signal
+import subprocess
+
+import pytest
+
+from tests.tpu_scripts.world import wait_for
+
+ASKED = {"JAXCOMM_SLURM_NODES": "4", "JAXCOMM_SLURM_TIME": "04:00:00"}
+JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node[1-2]"}
+AWKWARD = ["--data-dir", "a b", "--json", 'it\'s "$HOME" `id`', "", "method:top-k"]
+UNTIL_TERM = 'trap "echo saved; exit 0" TERM; touch "up$SLURM_PROCID"; while :; do sleep 0.05; done'
+
+
+@pytest.fixture
+def job(world):
+    """The checkout is what all nodes share."""
+    world.environment |= JOB
+    world.machine = lambda name: world.checkout
+    world.give_python("any")
+    return world
+
+
+def test_submit(world):
+    done = world.call("slurm_submit", "--partition=gpu x", "digits", *AWKWARD, **ASKED, JAXCOMM_SLURM_GPUS="8")
+    assert done.returncode == 0, done.stderr
+    (call,) = world.calls()
+    root = str(world.checkout)
+    words = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {call}"], capture_output=True, text=True, check=True
+    ).stdout.split("\0")[:-1]
+    assert words == [
+        *("sbatch", "--job-name=digits", f"--chdir={root}", "--nodes=4", "--ntasks-per-node=8", "--time=04:00:00"),
+        *("--signal=B:USR1@180", "--requeue", "--open-mode=append", f"--output={root}/logs/slurm-%j.log"),
+        *("--gpus-per-node=8", "--partition=gpu x", f"{root}/tpu_scripts/slurm_job", "digits", *AWKWARD),
+    ]
+    told = world.call(
+        "slurm_submit", "--dry-run", "--partition=gpu x", "digits", *AWKWARD, **ASKED, JAXCOMM_SLURM_GPUS="8"
+    )
+    assert (told.stdout, world.calls()) == (call + "\n", [])
+
+
+def test_without_gpus_there_is_a_task_a_node(world):
+    assert world.call("slurm_submit", "digits", **ASKED).returncode == 0
+    (call,) = world.calls()
+    assert "--ntasks-per-node=1" in call
+    assert "--gpus" not in call
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "said"),
+    [
+        (["digits"], {"JAXCOMM_SLURM_NODES": ""}, "JAXCOMM_SLURM_NODES is the number of nodes, and is not set"),
+        (["digits"], {"JAXCOMM_SLURM_TIME": ""}, "JAXCOMM_SLURM_TIME is the time limit"),
+        (["digits"], {"JAXCOMM_SLURM_GPUS": "all"}, "JAXCOMM_SLURM_GPUS is a whole number"),
+        (["-p", "gpu", "digits"], {}, "written as --option=value, got -p"),
+        ([], {}, "takes an experiment's name"),
+    ],
+)
+def test_words_that_cannot_be_used(world, words, more, said):
+    ended = world.call("slurm_submit", *words, **(ASKED | more))
+    assert (ended.returncode, world.calls()) == (2, [])
+    assert said in ended.stderr
+
+
+def test_the_job_tells_its_tasks_who_they_are(job):
+    ended = job.call("slurm_job", "digits", *AWKWARD)
+    assert ended.returncode == 0, ended.stderr
+    for task in "01":
+        arguments, environment = job.trained("any", task)
+        assert arguments == ["-m", "train", "digits", "--out", "runs/slurm-4711", *AWKWARD]
+        assert environment == {
+            "JAXCOMM_COORDINATOR": f"127.0.0.1:{61440 + 4711 % 4096}",
+            "JAXCOMM_PROCESS_ID": task,
+            "JAXCOMM_NUM_PROCESSES": "2",
+        }
+    assert not any("requeue" in call for call in job.calls())
+
+
+@pytest.mark.parametrize("given", [["--out", "a b"], ["--out=a b"]])
+@pytest.mark.parametrize(("restarts", "begun", "resumes"), [("1", True, True), ("1", False, False), ("0", True, False)])
+def test_a_job_that_was_queued_again_goes_on_with_what_it_has_begun(job, given, restarts, begun, resumes):
+    if begun:
+        (job.checkout / "a b" / "digits").mkdir(parents=True)
+    assert job.call("slurm_job", "digits", *given, SLURM_RESTART_COUNT=restarts).returncode == 0
+    assert job.trained("any", "0")[0][3:] == [*(["--resume"] if resumes else []), *given]
+
+
+def test_before_the_limit_the_tasks_save_and_the_job_is_queued_again(job):
+    job.behave("any", UNTIL_TERM)
+    process = job.script("slurm_job", "digits")
+    for task in "01":
+        wait_for((job.checkout / f"up{task}").exists)
+    wait_for((job.folder / "step").exists)
+    process.send_signal(signal.SIGUSR1)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 0, err
+    assert out.count("saved") == 2
+    calls = job.calls()
+    assert calls[-2:] == ["scancel --signal=TERM 4711", "scontrol requeue 4711"]
+
+
+def test_a_task_that_fails_before_the_limit_is_not_queued_again(job):
+    job.behave("any", 'trap "exit 5" TERM; touch "up$SLURM_PROCID"; while :; do sleep 0.05; done')
+    process = job.script("slurm_job", "digits")
+    for task in "01":
+        wait_for((job.checkout / f"up{task}").exists)
+    wait_for((job.folder / "step").exists)
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=20)
+    assert process.returncode == 5
+    assert not any("requeue" in call for call in job.calls())

@@ -1,0 +1,331 @@
+"""Cloud TPU: what gcloud is called with, and what then happens on the workers."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.tpu_scripts.world import wait_for
+
+TPU = {
+    "JAXCOMM_TPU_NAME": "my-tpu",
+    "JAXCOMM_TPU_PROJECT": "my-project",
+    "JAXCOMM_TPU_ZONE": "us-east5-b",
+    "JAXCOMM_TPU_TYPE": "v5litepod-16",
+    "JAXCOMM_TPU_VERSION": "v2-alpha-tpuv5-lite",
+    "JAXCOMM_TPU_POLL_SECONDS": "0.1",
+}
+TWO = {"JAXCOMM_TPU_SLICES": "2"}
+WHERE = "--project=my-project --zone=us-east5-b"
+# A shell would take every one of these apart.
+AWKWARD = ["--data-dir", "a b", "--json", 'it\'s "$HOME" `id` \\ ;&|*\ttab\nline', "", "method:top-k"]
+# Trains until it is told to save.
+LONG = 'trap "echo saved; exit 0" TERM; while :; do sleep 0.05; done'
+
+
+@pytest.fixture
+def tpu(world):
+    world.environment |= TPU
+    return world
+
+
+@pytest.fixture
+def ready(tpu):
+    """Two workers with everything on them."""
+    (tpu.folder / "tpu").write_text("READY\n")
+    tpu.install("w0", "w1")
+    give_metadata(tpu)
+    return tpu
+
+
+def give_metadata(world, environment="ACCELERATOR_TYPE: 'v5litepod-16'\nZONE: 'us-east5-b'\n", workers=2):
+    names = (world.folder / "workers").read_text().split()
+    for index, name in enumerate(names):
+        folder = world.folder / "machines" / name / "metadata"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "agent-worker-number").write_text(str(index % workers))
+        (folder / "worker-network-endpoints").write_text("unused:0:10.0.0.5,unused:1:10.0.0.6")
+        (folder / "tpu-env").write_text(environment.replace("{slice}", str(index // workers)))
+
+
+def test_create_makes_a_tpu_vm_once(tpu):
+    made = tpu.call("create", "--spot", "--network=a b")
+    assert made.returncode == 0, made.stderr
+    lists = f"gcloud compute tpus tpu-vm list {WHERE} --format=value\\(name.basename\\(\\)\\,state\\)"
+    created = (
+        f"gcloud compute tpus tpu-vm create my-tpu {WHERE} --accelerator-type=v5litepod-16 "
+        "--version=v2-alpha-tpuv5-lite --quiet --spot --network=a\\ b"
+    )
+    assert tpu.calls() == [lists, created, lists]
+    assert "my-tpu is ready." in made.stderr
+
+    again = tpu.call("create")
+    assert again.returncode == 0
+    assert tpu.calls() == [lists, lists]
+    assert "my-tpu exists already, and is READY." in again.stderr
+
+
+def test_create_asks_for_several_slices_at_once_and_waits_for_them(tpu):
+    (tpu.folder / "states").write_text("WAITING_FOR_RESOURCES\nPROVISIONING\nACTIVE\n")
+    made = tpu.call("create", **TWO)
+    assert made.returncode == 0, made.stderr
+    lists = f"gcloud compute tpus queued-resources list {WHERE} --format=value\\(name.basename\\(\\)\\,state.state\\)"
+    created = (
+        f"gcloud compute tpus queued-resources create my-tpu {WHERE} --accelerator-type=v5litepod-16 "
+        "--runtime-version=v2-alpha-tpuv5-lite --node-count=2 --node-prefix=my-tpu --quiet"
+    )
+    assert tpu.calls() == [lists, created, lists, lists, lists]
+    assert "is WAITING_FOR_RESOURCES; looking again in 0.1 seconds" in made.stderr
+
+    (tpu.folder / "tpu").write_text("")
+    assert tpu.call("create", "--no-wait", **TWO).returncode == 0
+    assert tpu.calls() == [lists, created]
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [("FAILED", "delete, then create"), ("PREEMPTED", "delete, then create"), ("STOPPED", "tpu-vm start my-tpu")],
+)
+def test_create_does_not_wait_for_what_never_comes(tpu, state, said):
+    (tpu.folder / "states").write_text(f"CREATING\n{state}\n")
+    made = tpu.call("create")
+    assert made.returncode == 1
+    assert state in made.stderr
+    assert said in made.stderr
+
+
+@pytest.mark.parametrize("verb", ["create", "delete"])
+def test_a_failing_gcloud_is_not_a_missing_tpu(tpu, verb):
+    (tpu.folder / "broken").touch()
+    ended = tpu.call(verb)
+    assert ended.returncode == 1
+    assert "no permission" in ended.stderr
+    assert len(tpu.calls()) == 1
+
+
+@pytest.mark.parametrize(("slices", "group", "force"), [("1", "tpu-vm", ""), ("2", "queued-resources", " --force")])
+def test_delete_twice(tpu, slices, group, force):
+    (tpu.folder / "tpu").write_text("READY\n")
+    assert tpu.call("delete", JAXCOMM_TPU_SLICES=slices).returncode == 0
+    assert tpu.calls()[1:] == [f"gcloud compute tpus {group} delete my-tpu {WHERE} --quiet{force}"]
+    again = tpu.call("delete", JAXCOMM_TPU_SLICES=slices)
+    assert again.returncode == 0
+    assert "There is no my-tpu." in again.stderr
+    assert len(tpu.calls()) == 1
+
+
+VERBS = {
+    "create": ["--spot"],
+    "setup": [],
+    "run": ["--resume", "--run", "first", "digits", *AWKWARD],
+    "logs": ["--all", "--no-follow", "--run", "first"],
+    "stop": [],
+    "delete": [],
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("more", [{}, TWO, {"JAXCOMM_TPU_INTERNAL_IP": "1"}], ids=["one", "two", "internal"])
+def test_a_dry_run_prints_what_is_run_and_runs_nothing(ready, verb, more):
+    if verb == "create":
+        (ready.folder / "tpu").write_text("")
+    if verb == "logs":
+        for name in ("w0", "w1"):
+            (ready.machine(name) / "logs").mkdir()
+            (ready.machine(name) / "logs" / "first.log").write_text("training\n")
+    told = ready.call(verb, "--dry-run", *VERBS[verb], **more)
+    assert told.returncode == 0, told.stderr
+    assert ready.calls() == []
+    assert not (ready.machine("w0") / "arguments").exists()
+    ran = ready.call(verb, *VERBS[verb], **more)
+    assert ran.returncode == 0, ran.stderr
+    calls = ready.calls()
+    assert calls
+    assert [line for line in told.stdout.splitlines() if not line.startswith("git ")] == calls
+    assert ("--internal-ip" in "".join(calls)) == (
+        "JAXCOMM_TPU_INTERNAL_IP" in more and verb not in ("create", "delete")
+    )
+
+
+NEEDED = {"create": list(TPU)[:5], "setup": list(TPU)[:3], "run": list(TPU)[:3], "logs": list(TPU)[:3]}
+NEEDED |= {"stop": list(TPU)[:3], "delete": list(TPU)[:3]}
+
+
+@pytest.mark.parametrize(("verb", "name"), [(verb, name) for verb, names in NEEDED.items() for name in names])
+def test_a_missing_variable_is_named_and_nothing_is_called(tpu, verb, name):
+    ended = tpu.call(verb, *(["digits"] if verb == "run" else []), **{name: ""})
+    assert ended.returncode == 2
+    assert f"{verb}: {name} is the " in ended.stderr
+    assert "set it in the environment (docs/launching.md" in ended.stderr
+    assert tpu.calls() == []
+
+
+@pytest.mark.parametrize(
+    ("verb", "words", "more", "said"),
+    [
+        ("run", [], {}, "takes an experiment's name, got none"),
+        ("run", ["--steps", "3"], {}, "knows no option --steps before NAME"),
+        ("run", ["--run", "a/b", "digits"], {}, "got 'a/b'"),
+        ("run", ["digits"], {"JAXCOMM_TPU_SLICES": "two"}, "JAXCOMM_TPU_SLICES is a whole number"),
+        ("run", ["digits"], {"JAXCOMM_FOLDER": "a b"}, "JAXCOMM_FOLDER is a path"),
+        ("logs", ["--run", "../x"], {}, "got '../x'"),
+        ("create", ["spot"], {}, "got 'spot': write --option=value"),
+        ("setup", ["now"], {}, "got 'now'"),
+    ],
+)
+def test_words_that_cannot_be_used(tpu, verb, words, more, said):
+    ended = tpu.call(verb, *words, **more)
+    assert (ended.returncode, tpu.calls()) == (2, [])
+    assert said in ended.stderr
+
+
+def test_setup_copies_what_git_knows_and_installs_it_again_and_again(tpu):
+    (tpu.folder / "tpu").write_text("READY\n")
+    (tpu.checkout / "runs").mkdir()
+    (tpu.checkout / "runs" / "large").touch()
+    (tpu.checkout / "my file.py").write_text("first")
+    for name in ("w0", "w1"):
+        tpu.give_python(name)
+        (tpu.machine(name) / "runs").mkdir()
+    for text in ("first", "second"):
+        (tpu.checkout / "my file.py").write_text(text)
+        done = tpu.call("setup", JAXCOMM_EXTRAS="tpu,data")
+        assert done.returncode == 0, done.stderr
+        for name in ("w0", "w1"):
+            machine = tpu.machine(name)
+            assert (machine / "my file.py").read_text() == text
+            assert list((machine / "runs").iterdir()) == []
+            assert f"[{name}] Installed with tpu,data." in done.stderr
+            assert not (machine.parent / "jaxcomm.tar.gz").exists()
+    assert (machine / "pip").read_text() == "-m pip install --quiet --disable-pip-version-check -e .[tpu,data]\n" * 2
+    assert not list(tpu.folder.glob("*.tar.gz"))
+
+
+def test_install_makes_an_environment_of_a_python_that_is_new_enough(world):
+    """The images of TPU VMs have Python 3.10 as python3; one that has no newer one is sent to uv."""
+    world.install("w0")
+    machine = world.machine("w0")
+    (machine / ".venv" / "bin" / "python").unlink()
+    bin_folder = world.folder / "bin"
+    bin_folder.mkdir()
+    # Asked for its version an old one says no.
+    record = f'#!/bin/sh\n[ "$1" != -c ] || exit CODE\necho "$0 $*" >> {world.folder}/pythons\n'
+    (bin_folder / "python3").write_text(record.replace("CODE", "1"))
+    makes = f"mkdir -p .venv/bin; cp {bin_folder}/python3 .venv/bin/python\n"
+    (bin_folder / "python3.13").write_text(record.replace("CODE", "1"))
+    (bin_folder / "python3.12").write_text(record.replace("CODE", "0") + makes)
+    (bin_folder / "python3.11").write_text(record.replace("CODE", "1"))
+    for path in bin_folder.iterdir():
+        path.chmod(0o755)
+
+    def install():
+        worker = machine / "tpu_scripts" / "worker"
+        path = {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
+        subprocess.run([worker, "install", "tpu"], env=path, check=True, capture_output=True)
+        found = (world.folder / "pythons").read_text().replace(f"{bin_folder}/", "").splitlines()
+        (world.folder / "pythons").unlink()
+        return found
+
+    pip = ".venv/bin/python -m pip install --quiet --disable-pip-version-check -e .[tpu]"
+    assert install() == ["python3.12 -m venv --clear .venv", pip]
+    (machine / ".venv" / "bin" / "python").unlink()
+    (bin_folder / "python3.12").write_text(record.replace("CODE", "1"))
+    (bin_folder / "python3").write_text(record.replace("CODE", "1") + '[ "$2" != uv ] || { ' + makes.strip() + "; }\n")
+    assert install() == [
+        "python3 -m pip install --quiet --user uv",
+        "python3 -m uv venv --clear --seed --python 3.12 .venv",
+        pip,
+    ]
+
+
+def test_run_starts_every_process_of_a_slice_with_its_number_and_awkward_words(ready):
+    started = ready.call("run", "digits", *AWKWARD)
+    assert started.returncode == 0, started.stderr
+    for index, name in enumerate(("w0", "w1")):
+        wait_for((ready.machine(name) / "logs" / "digits.exit").exists)
+        arguments, environment = ready.trained(name)
+        assert arguments == ["-m", "train", "digits", *AWKWARD]
+        assert environment == {
+            "JAXCOMM_COORDINATOR": "10.0.0.5:8482",
+            "JAXCOMM_PROCESS_ID": str(index),
+            "JAXCOMM_NUM_PROCESSES": "2",
+        }
+    shown = ready.call("logs", "--all")
+    assert "[w0] training\n" in shown.stdout
+    assert "[w1] training\n" in shown.stdout
+    assert "[w0] digits ended with 0." in shown.stderr
+    assert "[w1]" not in ready.call("logs").stdout
+
+
+def test_run_numbers_the_processes_of_several_slices_and_passes_slices(ready):
+    (ready.folder / "workers").write_text("w0 w1 w2 w3\n")
+    ready.install("w2", "w3")
+    give_metadata(
+        ready,
+        "MEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '{slice}'\nMEGASCALE_COORDINATOR_ADDRESS: '10.0.1.7:8080'\n",
+    )
+    assert ready.call("run", "--resume", "digits", "--seed", "1", **TWO).returncode == 0
+    for index in range(4):
+        wait_for((ready.machine(f"w{index}") / "logs" / "digits.exit").exists)
+        arguments, environment = ready.trained(f"w{index}")
+        assert arguments == ["-m", "train", "digits", "--slices", "2", "--resume", "--seed", "1"]
+        assert environment["JAXCOMM_COORDINATOR"] == "10.0.1.7:8482"
+        assert (environment["JAXCOMM_PROCESS_ID"], environment["JAXCOMM_NUM_PROCESSES"]) == (str(index), "4")
+    calls = ready.calls()
+    assert len(calls) == 2
+    assert all("queued-resources ssh my-tpu" in call and "--node=all --worker=all" in call for call in calls)
+
+
+def test_a_second_run_is_refused_on_all_while_one_worker_is_busy_and_stop_saves(ready):
+    ready.behave("w1", LONG)
+    assert ready.call("run", "digits").returncode == 0
+    wait_for((ready.machine("w0") / "logs" / "digits.exit").exists)
+    (ready.machine("w0") / "arguments").unlink()
+
+    second = ready.call("run", "--run", "second", "digits")
+    assert second.returncode == 1
+    assert "[w1] A run is going on here: digits, process " in second.stderr
+    assert not (ready.machine("w0") / "arguments").exists()
+    assert "[w1] digits is running." in ready.call("logs", "--all", "--no-follow").stderr
+
+    stopped = ready.call("stop")
+    assert stopped.returncode == 0
+    assert "[w0] Nothing runs here." in stopped.stderr
+    assert "[w1] digits has ended." in stopped.stderr
+    shown = ready.call("logs", "--all")
+    assert "[w1] saved\n" in shown.stdout
+    assert "[w1] digits ended with 0." in shown.stderr
+    assert ready.call("stop").returncode == 0
+    assert ready.call("run", "--run", "second", "digits").returncode == 0
+
+
+def test_a_run_lives_on_without_the_launcher_and_logs_follow_it_to_its_end(ready):
+    ready.behave("w0", "while [ ! -e enough ]; do sleep 0.05; done; echo last; exit 7")
+    begin = time.monotonic()
+    assert ready.call("run", "digits").returncode == 0  # though the trainer still runs
+    following = ready.script("logs")
+    (ready.machine("w0") / "enough").touch()
+    out, err = following.communicate(timeout=20)
+    assert "[w0] last\n" in out
+    assert "[w0] digits ended with 7." in err
+    assert time.monotonic() - begin < 20
+
+
+def test_a_pid_file_that_a_reboot_has_left_stops_nobody(ready):
+    for name, text in (("w0", f"{os.getpid()} 12345\n"), ("w1", "999999999 1\n")):
+        (ready.machine(name) / "logs").mkdir()
+        (ready.machine(name) / "logs" / "old.pid").write_text(text)
+    assert ready.call("stop").returncode == 0  # and this process lives on
+    assert ready.call("run", "digits").returncode == 0
+    wait_for((ready.machine("w1") / "logs" / "digits.exit").exists)
+
+
+def test_a_process_that_was_killed_left_no_code(ready):
+    ready.behave("w0", LONG)
+    assert ready.call("run", "digits").returncode == 0
+    pid = int((ready.machine("w0") / "logs" / "digits.pid").read_text().split()[0])
+    os.kill(pid, signal.SIGKILL)
+    wait_for((ready.machine("w0") / "logs" / "digits.exit").exists)
+    assert "[w0] digits ended with 137." in ready.call("logs").stderr

@@ -1,0 +1,375 @@
+"""Translations: pairs as they were found, subwords that give the text back, and nothing dropped without a word."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from train.data import (
+    dataset_info,
+    eval_batches,
+    open_text,
+    text_catalogs,
+    text_help,
+    text_store,
+    train_batches,
+    translation,
+)
+from train.data.text_pairs import Pair, read_parallel
+from train.data.text_store import BEGIN, END, PADDING, UNKNOWN, Lengths, Subwords, prepare_pairs, train_subwords
+
+GERMAN = ["Das Haus ist groß.", "Die Katze schläft — heute.", "Wir gehen, wenn es ½ Stunde regnet!", "Es\u2028regnet  nicht."]
+ENGLISH = ["The house is big.", "The cat sleeps — today.", "We go if it rains!", "It does not rain."]
+LENGTHS = Lengths(vocabulary_size=60, source=40, target=24)
+
+
+def write(folder, train=(GERMAN, ENGLISH), valid=(GERMAN[:2], ENGLISH[:2]), test=(GERMAN[2:], ENGLISH[2:])):
+    folder.mkdir(exist_ok=True)
+    for split, texts in (("train", train), ("valid", valid), ("test", test)):
+        for language, lines in zip(("de", "en"), texts, strict=True):
+            (folder / f"{split}.{language}").write_bytes("".join(f"{text}\n" for text in lines).encode())
+    return folder
+
+
+def prepare(tmp_path, lengths=LENGTHS, **texts):
+    said = []
+    pairs = read_parallel(write(tmp_path / "text", **texts), ("de", "en"))
+    facts = prepare_pairs("iwslt14", pairs, ("de", "en"), lengths, tmp_path / "data", say=said.append)
+    return facts, said
+
+
+def test_lines_become_pairs(tmp_path):
+    pairs = read_parallel(write(tmp_path / "text"), ("de", "en"))
+    assert pairs["train"] == [Pair(GERMAN[i], ENGLISH[i], f"train.de:{i + 1}") for i in range(4)]
+    assert {split: len(each) for split, each in pairs.items()} == {"train": 4, "valid": 2, "test": 2}
+    assert read_parallel(tmp_path / "text", ("en", "de"))["test"][0].source == ENGLISH[2]
+
+
+def test_a_last_line_needs_no_end_and_empty_lines_keep_their_place(tmp_path):
+    write(tmp_path, train=(["a", "", "c"], ["x", "y", ""]))
+    (tmp_path / "train.de").write_bytes(b"a\n\nc")
+    pairs = read_parallel(tmp_path, ("de", "en"))["train"]
+    assert [(pair.source, pair.target) for pair in pairs] == [("a", "x"), ("", "y"), ("c", "")]
+
+
+def test_errors_of_files(tmp_path):
+    write(tmp_path, valid=(GERMAN[:2], ENGLISH[:1]))
+    with pytest.raises(ValueError, match=r"valid.de has 2 lines and .*valid.en has 1. Align them"):
+        read_parallel(tmp_path, ("de", "en"))
+    (tmp_path / "train.en").write_bytes(b"fine\n\xffnot\n")
+    with pytest.raises(ValueError, match=r"UTF-8; line 2 of .*train.en is not \(invalid start byte at byte 0\)"):
+        read_parallel(tmp_path, ("de", "en"))
+    (tmp_path / "test.de").unlink()
+    with pytest.raises(FileNotFoundError, match=r"there is no [^,]*test.de\. Pass the folder"):
+        read_parallel(tmp_path, ("de", "en"))
+
+
+def test_rows_hold_the_text(tmp_path):
+    facts, said = prepare(tmp_path)
+    assert not said
+    info = dataset_info("iwslt14", tmp_path / "data")
+    assert (info.num_train, info.num_valid, info.num_test) == (4, 2, 2)
+    assert (info.languages, info.vocabulary_size, info.source_length, info.target_length) == (("de", "en"), 60, 32, 24)
+    for split, first in (("train", 0), ("valid", 0), ("test", 2)):
+        (batch,) = eval_batches("iwslt14", split, global_batch=4, data_dir=tmp_path / "data")
+        text = open_text("iwslt14", split, tmp_path / "data")
+        rows = int(batch["mask"].sum())
+        source, target = batch["source"][:rows], batch["target"][:rows]
+        spaces = [" ".join(text.split(" ")) for text in GERMAN[first : first + rows]]
+        assert text.sources == spaces[:3] + GERMAN[first : first + rows][3:]
+        assert text.references == ENGLISH[first : first + rows]
+        assert text.subwords.decode(target) == text.references
+        assert text.subwords.decode(source) == [each.replace("  ", " ") for each in text.sources]
+        for row in target.tolist():
+            end = row.index(END)
+            assert row[0] == BEGIN
+            assert row.count(BEGIN) == row.count(END) == 1
+            assert set(row[end + 1 :]) <= {PADDING}
+            assert PADDING not in row[:end]
+        assert not np.isin(source, (BEGIN, END, UNKNOWN)).any()
+        assert facts["splits"][split]["source_padding"] == (source == PADDING).mean()
+        assert facts["splits"][split]["target_padding"] == (target == PADDING).mean()
+
+
+def test_text_ends_at_the_first_end():
+    subwords = Subwords(train_subwords(GERMAN + ENGLISH, 60))
+    (numbers,) = subwords.encode(["The cat"])
+    rows = [[BEGIN, *numbers, END, *numbers], [*numbers, PADDING, PADDING, *[PADDING] * len(numbers), PADDING]]
+    rows = [row + [PADDING] * (40 - len(row)) for row in rows]
+    assert subwords.decode(np.array(rows, np.int32)) == ["The cat"] * 2
+    assert subwords.decode(np.array([[BEGIN, END, 5], [0, 0, 0]])) == ["", ""]
+
+
+def test_an_unknown_character_is_one_number_and_counted(tmp_path):
+    facts, _ = prepare(tmp_path, test=(["Das Haus", "Katze"], ["The Ω", "cat"]))
+    (batch,) = eval_batches("iwslt14", global_batch=2, data_dir=tmp_path / "data")
+    assert (batch["target"] == UNKNOWN).sum() == 1
+    assert facts["splits"]["test"]["unknown"] == 0.5
+    assert facts["splits"]["train"]["unknown"] == 0
+
+
+def test_what_is_dropped_is_counted_and_listed(tmp_path):
+    letters = list("DasHuitgroKzechläfW")  # in an order of which no subword is made
+    long = ["".join(np.random.default_rng(seed).choice(letters, 150)) for seed in range(2)]
+    train = ([*GERMAN, "", "Haus", long[0], "Haus"], [*ENGLISH, "house", "", "The cat", long[1]])
+    facts, said = prepare(tmp_path, Lengths(60, 50, 52), train=train)
+    counts = {"empty": 2, "source longer than 50": 1, "target longer than 52": 1}
+    assert facts["splits"]["train"]["dropped"] == counts
+    assert facts["splits"]["train"]["rows"] == 4
+    listed = (tmp_path / "data" / "iwslt14" / "dropped.tsv").read_text().splitlines()
+    assert listed == [
+        "train\ttrain.de:5\tempty",
+        "train\ttrain.de:6\tempty",
+        "train\ttrain.de:7\tsource longer than 50",
+        "train\ttrain.de:8\ttarget longer than 52",
+    ]
+    assert len(said) == 1
+    assert said[0].startswith("train: 4 of 8 pairs are dropped: 2 empty")
+    assert open_text("iwslt14", "train", tmp_path / "data").references == ENGLISH
+
+
+def test_begin_and_end_take_two_of_the_length(tmp_path):
+    subwords = Subwords(train_subwords(GERMAN + ENGLISH, 60))
+    longest = max(len(numbers) for numbers in subwords.encode(ENGLISH))
+    for target, rows in ((longest + 2, 4), (longest + 1, 3)):
+        (tmp_path / str(target)).mkdir()
+        facts, _ = prepare(tmp_path / str(target), Lengths(60, 32, target))
+        assert facts["splits"]["train"]["rows"] == rows
+
+
+def test_a_vocabulary_that_cannot_be_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"vocabulary of 5000, .* too high \(5000\)"):
+        prepare(tmp_path, Lengths(5000, 32, 24))
+    with pytest.raises(ValueError, match="vocabulary of 10, and no more"):
+        prepare(tmp_path, Lengths(10, 32, 24))
+    assert not list((tmp_path / "data").iterdir())
+
+
+def test_a_split_without_pairs_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"every split needs a pair; of the 1 of valid all were dropped \(1 empty\)"):
+        prepare(tmp_path, valid=([""], ["a"]))
+    with pytest.raises(ValueError, match=r"a source has at least 1 number and a target 3.*; got 5 and 2"):
+        Lengths(60, 5, 2)
+
+
+TRAIN = """
+import sys, hashlib
+from train.data.text_store import train_subwords
+from train.data.text_catalogs import catalog_pairs
+from train.data.text_pairs import texts_of
+print(hashlib.md5(train_subwords(texts_of(catalog_pairs()[0]["train"]), 700)).hexdigest())
+"""
+
+
+def test_subwords_are_the_same_in_every_process():
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", TRAIN],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / "test.npy").unlink(), r"test.npy must hold 2 rows; got .*No such file"),
+        (lambda folder: (folder / "test.npy").write_bytes((folder / "test.npy").read_bytes()[:-4]), "must hold 2 rows"),
+        (lambda folder: np.save(folder / "test.npy", np.load(folder / "test.npy")[:1]), "hold 2 rows; got 1 rows"),
+        (lambda folder: (folder / "prepared.json").write_text("{}"), "must have format 1; it has None"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused(tmp_path, change, message):
+    prepare(tmp_path)
+    change(tmp_path / "data" / "iwslt14")
+    with pytest.raises(ValueError, match=message):
+        eval_batches("iwslt14", global_batch=4, data_dir=tmp_path / "data")
+
+
+@pytest.mark.parametrize(("name", "command"), [("help", "prepare-help"), ("iwslt14", "prepare --input FOLDER")])
+def test_error_when_not_prepared(tmp_path, name, command):
+    with pytest.raises(FileNotFoundError) as error:
+        dataset_info(name, tmp_path)
+    assert f"looked for {tmp_path}/{name}/prepared.json" in str(error.value)
+    assert f"python -m train.data.translation {command} --out {tmp_path}\n" in str(error.value)
+
+
+def test_only_translations_have_text(tmp_path):
+    with pytest.raises(ValueError, match="only translations have text; got 'digits'"):
+        open_text("digits", "test", tmp_path)
+
+
+def test_other_subwords_or_other_rows_have_another_state(tmp_path):
+    made = []
+    for number, lengths in enumerate([Lengths(60, 50, 50), Lengths(61, 50, 50), Lengths(60, 50, 51)]):
+        pairs = read_parallel(write(tmp_path / "text"), ("de", "en"))
+        prepare_pairs("iwslt14", pairs, ("de", "en"), lengths, tmp_path / str(number))
+        made.append(train_batches("iwslt14", global_batch=2, seed=0, data_dir=tmp_path / str(number)))
+    for one, other in ((0, 1), (0, 2)):
+        with pytest.raises(ValueError, match=r"crc32: .* in the state"):
+            made[one].restore(made[other].state())
+
+
+def test_command_prepares(tmp_path, capsys):
+    options = ["--input", str(write(tmp_path / "text")), "--out", str(tmp_path / "data"), "--vocabulary-size", "60"]
+    assert translation.main(["prepare", *options, "--source", "en", "--target", "de"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["languages"], facts["vocabulary_size"], facts["source_length"]) == (["en", "de"], 60, 128)
+    assert open_text("iwslt14", "test", tmp_path / "data").references[0] == GERMAN[2]
+    (tmp_path / "text" / "train.de").unlink()  # it says that it is prepared before it reads anything
+    assert translation.main(["prepare", *options]) == 2
+    assert capsys.readouterr().err.startswith("translation: text is prepared into a new folder")
+
+
+def page(*paragraphs):
+    return "<html><body><p>Outside</p>" + "".join(paragraphs) + "</body></html>"
+
+
+def marked(mark, text):
+    return f'<p id="par_id{mark}" class="paragraph">{text}</p>'
+
+
+SWITCH = (
+    '<span id="s" class="switchinline"><span hidden="true" class="WRITER">Text <b>document</b></span>'
+    '<span hidden="true" class="CALC">Sheet <span class="emph">deep</span></span></span> ends.'
+)
+
+
+def test_paragraphs_of_a_page():
+    found = text_help.paragraphs(
+        page(
+            marked(1, 'Choose <span class="menuitem">File &mdash;\n  Open</span>.'),
+            marked(2, f"The {SWITCH}"),
+            marked(3, "One<br>two &amp; three"),
+            "<h1 id='hd_id1'>Heading</h1>",
+            marked(4, "first"),
+            marked(4, "second"),
+            marked(5, ""),
+            marked(6, "<span class='emph'>a</span> and <span class='emph'>b</span>"),
+        )
+    )
+    assert found == {
+        "par_id1": "Choose File — Open.",
+        "par_id2": "The Text document ends.",
+        "par_id3": "One two & three",
+        "par_id4": None,
+        "par_id5": "",
+        "par_id6": "a and b",
+    }
+
+
+@pytest.fixture
+def unpacked(tmp_path):
+    """Pages of both languages, as the packages lay them out."""
+
+    def put(language, name, *paragraphs):
+        path = tmp_path / "unpacked" / text_help.PAGES[language] / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page(*paragraphs), "utf-8")
+
+    for number in range(100):
+        for language, word in (("de", "Seite"), ("en", "Page")):
+            texts = [marked(number, f"{word} {number}."), marked(1000, f"{word} of all")]
+            put(language, f"shared/{number:02}.html", *texts)
+    twice = marked(4, "a"), marked(4, "b")
+    put("de", "shared/x.html", marked(1, "Gleich"), marked(2, "Leer"), marked(3, "Eins"), *twice)
+    put("en", "shared/x.html", marked(1, "Gleich"), marked(2, " "), marked(9, "Other"), marked(4, "c"))
+    put("de", "shared/german.html", marked(1, "Allein"))
+    return tmp_path / "unpacked"
+
+
+def test_pages_become_pairs_of_separate_splits(unpacked):
+    pairs, left_out = text_help.help_pairs(unpacked)
+    assert left_out == {
+        "page of one language": 1,
+        "paragraph of one language": 2,
+        "not translated": 1,
+        "empty": 1,
+        "mark used twice on a page": 1,
+        "seen before": 99,
+    }
+    everything = [pair for split in pairs.values() for pair in split]
+    assert len(everything) == len({(pair.source, pair.target) for pair in everything}) == 101
+    assert {f"Seite {n}." for n in range(100)} | {"Seite of all"} == {pair.source for pair in everything}
+    # What a held-out page shares with pages of the train split stays with the held-out one.
+    assert [pair for pair in pairs["train"] if pair.source == "Seite of all"] == []
+    for split, those in pairs.items():
+        assert those
+        assert {text_help.split_of_page(pair.place.split("#")[0]) for pair in those} == {split}
+        assert all(pair.target == pair.source.replace("Seite", "Page") for pair in those)
+
+
+def test_help_is_prepared_from_unpacked_packages(unpacked, tmp_path, capsys):
+    options = ["--unpacked", str(unpacked), "--out", str(tmp_path / "data"), "--vocabulary-size", "40"]
+    assert translation.main(["prepare-help", *options]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["left_out"]["seen before"] == 99
+    assert dataset_info("help", tmp_path / "data").num_train == facts["splits"]["train"]["rows"]
+    assert translation.main(["prepare-help", "--unpacked", str(tmp_path), "--out", str(tmp_path / "other")]) == 2
+    assert "the help of both languages must be unpacked in" in capsys.readouterr().err
+
+
+def test_errors_of_the_download(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match=r"needs apt-get, which is not here. Unpack libreoffice-help-de and"):
+        text_help.fetch_packages(tmp_path / "to", print)
+    for tool, text in (("apt-get", "#!/bin/sh\necho no such package >&2\nexit 100\n"), ("dpkg", "#!/bin/sh\n")):
+        (tmp_path / tool).write_text(text)
+        (tmp_path / tool).chmod(0o755)
+    with pytest.raises(ValueError, match=r"`apt-get download .*` must end well; it ended with 100: no such package\."):
+        text_help.fetch_packages(tmp_path / "to", lambda line: None)
+
+
+def test_download_unpacks_what_it_fetched(tmp_path, monkeypatch):
+    tools = {
+        "apt-get": '#!/bin/sh\n[ "$1" = download ] || exit 1\nshift\nfor name; do echo "$name" >"$name.deb"; done\n',
+        "dpkg": '#!/bin/sh\n[ "$1" = -x ] || exit 1\n/bin/cat "$2" >>"$3/unpacked"\n',
+    }
+    for tool, text in tools.items():
+        (tmp_path / tool).write_text(text)
+        (tmp_path / tool).chmod(0o755)
+    (tmp_path / "to").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    text_help.fetch_packages(tmp_path / "to", lambda line: None)
+    assert (tmp_path / "to" / "unpacked").read_text() == "libreoffice-help-de\nlibreoffice-help-en-us\n"
+
+
+def test_catalogs_are_german_and_english():
+    pairs, left_out = text_catalogs.catalog_pairs()
+    by_source = {pair.source: pair.target for split in pairs.values() for pair in split}
+    assert by_source["Arabisch"] == "Arabic"
+    assert by_source["Januar"] == "January"
+    assert len(pairs["train"]) > 400 > len(pairs["test"]) > 20 < len(pairs["valid"])
+    english = [pair.target for split in pairs.values() for pair in split]
+    assert len(set(english)) == len(english)
+    assert all("\x04" not in text and "\n" not in text for text in english)
+    assert left_out["seen before"] > 0
+
+
+def test_catalogs_are_prepared_once(tmp_path):
+    info = dataset_info("catalogs", tmp_path)
+    assert info.languages == ("de", "en")
+    (folder,) = (tmp_path / "catalogs").iterdir()
+    assert folder.name == f"1.0.0-{text_catalogs.catalog_version()}"
+    text = open_text("catalogs", "test", tmp_path)
+    (batch,) = eval_batches("catalogs", global_batch=info.num_test, data_dir=tmp_path)
+    assert text.subwords.decode(batch["target"]) == text.references
+    assert text.subwords.decode(batch["source"]) == text.sources
+
+
+def test_catalogs_need_django(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_catalogs.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match=r"Django, which is not installed. Run `pip install django`"):
+        dataset_info("catalogs", tmp_path)
+
+
+def test_format_is_the_one_that_is_written(tmp_path):
+    assert prepare(tmp_path)[0]["format"] == text_store.FORMAT

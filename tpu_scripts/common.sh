@@ -1,0 +1,158 @@
+# Sourced by the scripts of this folder: messages, quoting, dry runs, and where a TPU is.
+# shellcheck shell=bash
+
+if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then
+  echo "${0##*/} needs bash 4.4 or newer, got $BASH_VERSION: run it with a newer one." >&2
+  exit 2
+fi
+shopt -s inherit_errexit # set -e, also inside of $(...)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+dry_run=
+exec 3>&1 # a dry run prints here, also from inside of $(...)
+
+say() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
+
+# Ends the script: 2 for input that cannot be used.
+die() {
+  say "$*"
+  exit 2
+}
+
+# Prints the comment that heads the script.
+show_help() {
+  awk 'NR > 1 { if (!sub(/^# ?/, "")) exit; print }' "$0"
+  exit 0
+}
+
+# Prints words so that a shell reads the same words again.
+quoted() {
+  local words
+  printf -v words '%q ' "$@"
+  printf '%s' "${words% }"
+}
+
+# Runs a command; a dry run prints it instead, and goes on as if it had succeeded and printed nothing.
+act() {
+  if [ -n "$dry_run" ]; then
+    printf '%s\n' "$(quoted "$@")" >&3
+  else
+    "$@"
+  fi
+}
+
+# Refuses to go on while a variable is empty: need NAME MEANING [NAME MEANING ...].
+need() {
+  while [ $# -gt 0 ]; do
+    [ -n "${!1:-}" ] || die "$1 is the $2, and is not set: set it in the environment (docs/launching.md lists all)."
+    shift 2
+  done
+}
+
+# Refuses a value that is not a whole number of at least 1: need_count NAME.
+need_count() {
+  [[ ${!1} =~ ^[1-9][0-9]*$ ]] || die "$1 is a whole number of at least 1, got '${!1}': set it to 2, say."
+}
+
+# A run's name is part of the names of files on every worker.
+need_run_name() {
+  [[ $1 =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] ||
+    die "A run's name is letters, digits, '.', '_' and '-', got '$1': give another with --run."
+}
+
+# A folder on the workers is part of remote commands and of scp's destination, where quoting differs.
+need_folder() {
+  [[ ${!1} =~ ^[A-Za-z0-9._/-]+$ && ${!1} != -* ]] ||
+    die "$1 is a path of letters, digits, '.', '_', '/' and '-', got '${!1}': choose another."
+}
+
+# Makes an archive of what git knows: what is tracked, and what is new and not ignored. tar warns of what is tracked
+# and no longer there.
+pack() {
+  local list=(git -C "$root" ls-files -z --cached --others --exclude-standard --deduplicate)
+  local create=(tar -C "$root" --null --files-from=- --ignore-failed-read -czf "$1")
+  if [ -n "$dry_run" ]; then
+    printf '%s | %s\n' "$(quoted "${list[@]}")" "$(quoted "${create[@]}")" >&3
+  else
+    "${list[@]}" | "${create[@]}"
+  fi
+}
+
+# Reads where the TPU is from the environment. `tpu` is the group of gcloud's commands for it: one slice is a TPU VM,
+# several are a queued resource, which starts all of them together and tells each which one it is.
+find_tpu() {
+  need JAXCOMM_TPU_NAME "TPU's name" JAXCOMM_TPU_PROJECT "Google Cloud project" JAXCOMM_TPU_ZONE "TPU's zone"
+  : "${JAXCOMM_TPU_SLICES:=1}" "${JAXCOMM_FOLDER:=jaxcomm}"
+  need_count JAXCOMM_TPU_SLICES
+  need_folder JAXCOMM_FOLDER
+  where=(--project="$JAXCOMM_TPU_PROJECT" --zone="$JAXCOMM_TPU_ZONE")
+  if [ "$JAXCOMM_TPU_SLICES" = 1 ]; then
+    tpu=(gcloud compute tpus tpu-vm)
+    state='state'
+  else
+    tpu=(gcloud compute tpus queued-resources)
+    state='state.state'
+  fi
+}
+
+# Prints the TPU's state, or nothing if there is none of its name.
+tpu_state() {
+  local rows
+  # A list is empty where `describe` would fail, and so leaves failure to mean failure.
+  rows=$(act "${tpu[@]}" list "${where[@]}" --format="value(name.basename(),$state)")
+  awk -v name="$JAXCOMM_TPU_NAME" '$1 == name { print $2 }' <<<"$rows"
+}
+
+# Prints the options that choose workers: all of them, or "first".
+workers_of() {
+  local which=all
+  [ "$1" = first ] && which=0
+  [ "$JAXCOMM_TPU_SLICES" = 1 ] || printf '%s\n' "--node=$which"
+  printf '%s\n' "--worker=$which"
+  [ -z "${JAXCOMM_TPU_INTERNAL_IP:-}" ] || printf '%s\n' --internal-ip
+}
+
+# Runs a command line on workers: on_workers all|first COMMAND_LINE.
+on_workers() {
+  local options
+  mapfile -t options < <(workers_of "$1")
+  act "${tpu[@]}" ssh "$JAXCOMM_TPU_NAME" "${where[@]}" "${options[@]}" --quiet --command="$2"
+}
+
+# Copies a file to all workers, to a path below their home: copy_to_workers FILE PATH.
+copy_to_workers() {
+  local options
+  mapfile -t options < <(workers_of all)
+  act "${tpu[@]}" scp "$1" "$JAXCOMM_TPU_NAME:$2" "${where[@]}" "${options[@]}" --quiet
+}
+
+# Prints the command line of `worker` in the folder on a machine: worker_command WORD...
+worker_command() { printf 'cd %s && %s' "$(quoted "$JAXCOMM_FOLDER")" "$(quoted tpu_scripts/worker "$@")"; }
+
+# Never asks for a password, and notices within a minute that a host is gone.
+# shellcheck disable=SC2034  # ssh_setup and ssh_run use it
+ssh_options=(-o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=4)
+
+# Reads a file of hosts: sets `hosts`, as ssh takes them, and `coordinator`, the address of the first.
+read_hosts() {
+  local line words number=0
+  [ -r "$1" ] || die "There is no file of hosts '$1' that can be read."
+  hosts=()
+  coordinator=
+  while IFS= read -r line || [ -n "$line" ]; do
+    number=$((number + 1))
+    read -ra words <<<"${line%%#*}"
+    case ${#words[@]} in
+      0) continue ;;
+      1 | 2) ;;
+      *) die "Line $number of $1 is a host and the first one's address, got '$line'." ;;
+    esac
+    [[ ${words[0]} =~ ^[A-Za-z0-9_][A-Za-z0-9_.@-]*$ ]] ||
+      die "Line $number of $1 is a host as ssh takes it, got '${words[0]}'."
+    if [ ${#words[@]} = 2 ] && [ ${#hosts[@]} -gt 0 ]; then
+      die "Only the first host of $1 has an address, got one on line $number."
+    fi
+    [ -n "$coordinator" ] || coordinator=${words[1]:-${words[0]#*@}}
+    hosts+=("${words[0]}")
+  done <"$1"
+  [ ${#hosts[@]} -gt 0 ] || die "$1 names no host: write one on each line."
+}

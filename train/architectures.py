@@ -1,0 +1,88 @@
+"""Models by name, made for a dataset and cut into stages."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from configs.experiment import Architecture
+from models.alexnet import AlexNet
+from models.blocks import Model
+from models.cnn import Cnn
+from models.dlrm import Dlrm
+from models.googlenet import GoogLeNet
+from models.mlp import Mlp
+from models.resnet import ResNet
+from models.transformer import Transformer
+from models.vgg import Vgg
+from train.data import ClickInfo, DatasetInfo, ImageInfo, TranslationInfo
+
+MODELS: dict[str, Callable[..., Model]] = {
+    "alexnet": AlexNet,
+    "cnn": Cnn,
+    "dlrm": Dlrm,
+    "googlenet": GoogLeNet,
+    "mlp": Mlp,
+    "resnet": ResNet,
+    "transformer": Transformer,
+    "vgg": Vgg,
+}
+
+# Where the papers cut; other models and numbers of stages are cut into even numbers of blocks.
+_DLRM_CUTS = {2: (2,), 3: (2, 7), 4: (2, 4, 7)}
+
+
+def make_model(architecture: Architecture, info: DatasetInfo, dtype: str, seed: int) -> Model:
+    """Makes a model for a dataset, with initial parameters of a seed.
+
+    Raises:
+      ValueError: if there is no model of that name, or it is for another kind of data.
+    """
+    if architecture.name not in MODELS:
+        raise ValueError(f"A model is one of {', '.join(MODELS)}, got {architecture.name!r}.")
+    make = partial(MODELS[architecture.name], dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed), **architecture.options)
+    match info, architecture.name:
+        case ClickInfo(), "dlrm":
+            return make(info.table_sizes)
+        case TranslationInfo(), "transformer":
+            return make(info.vocabulary_size, info.vocabulary_size)
+        case ImageInfo(), name if name not in ("dlrm", "transformer"):
+            return make(info.image_shape, info.num_classes)
+    raise ValueError(
+        f"A model is trained on its kind of data, got {architecture.name!r} and {info.name!r} ({type(info).__name__}): "
+        "dlrm takes clicks, transformer translations, and the others images."
+    )
+
+
+def choose_cuts(model: Model, stages: int, cuts: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Returns the blocks that begin a stage, but the first.
+
+    Args:
+      model: the model.
+      stages: S.
+      cuts: of the experiment; None for the paper's, where there are some, and even numbers of blocks elsewhere.
+
+    Raises:
+      ValueError: for another number of cuts, or more stages than blocks.
+    """
+    count: Any = len(model.blocks)
+    if cuts is not None:
+        if len(cuts) != stages - 1:
+            raise ValueError(
+                f"A pipeline of {stages} stages has {stages - 1} cuts, got --cuts {cuts}: give a block for each, or "
+                "none."
+            )
+        return cuts
+    if stages > count:
+        raise ValueError(
+            f"Every stage has a block, got --stages {stages} for a model of {count} blocks: use at most {count} stages."
+        )
+    if isinstance(model, Dlrm) and count == 9 and stages in _DLRM_CUTS:
+        return _DLRM_CUTS[stages]
+    if isinstance(model, Transformer) and stages in (2, 3, 5):
+        late, middle = -(-model.layers * 5 // 6), -(-model.layers // 2)  # 5 and 3 of 6
+        both = {2: ((late,), ()), 3: ((late,), (late,)), 5: ((middle, late), (middle, late))}[stages]
+        return model.cuts_after_relu(encoder=sorted(set(both[0])), decoder=sorted(set(both[1])))
+    return tuple(round(stage * count / stages) for stage in range(1, stages))

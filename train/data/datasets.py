@@ -1,0 +1,106 @@
+"""The datasets by name: what is known of each, and how its splits are opened.
+
+Nothing is downloaded. What needs no file of the user's is built on first use: digits (in scikit-learn's wheel), clicks
+(generated) and catalogs (in Django's wheel).
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from train.data.click_store import click_info, open_clicks
+from train.data.info import DatasetInfo, Split, resolve_data_dir
+from train.data.sources import IMAGES, open_images
+from train.data.text_store import Text, open_translation, translation_info, translation_text
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A name in `DATASETS`.
+
+    Attributes:
+      info: (folder of all datasets) -> what is known of this one.
+      open: (split, folder of all datasets) -> its rows.
+      threads: that prepare batches, at most. Large JPEG files gain from several, as PIL decodes outside the
+        interpreter's lock; what is cached or mapped does not. Each thread prepares a batch, so more threads also take
+        more memory.
+    """
+
+    info: Callable[[Path], DatasetInfo]
+    open: Callable[[str, Path], Split]
+    threads: int = 1
+
+
+def _images(name: str, threads: int = 1) -> Dataset:
+    return Dataset(lambda root: IMAGES[name], partial(open_images, name), threads)
+
+
+def _clicks(name: str) -> Dataset:
+    return Dataset(partial(click_info, name), partial(open_clicks, name))
+
+
+def _translation(name: str) -> Dataset:
+    return Dataset(partial(translation_info, name), partial(open_translation, name))
+
+
+DATASETS = {
+    "digits": _images("digits"),
+    "mnist": _images("mnist"),
+    "cifar10": _images("cifar10"),
+    "imagenet2012": _images("imagenet2012", threads=8),
+    "clicks": _clicks("clicks"),
+    "criteo": _clicks("criteo"),
+    "catalogs": _translation("catalogs"),
+    "help": _translation("help"),
+    "iwslt14": _translation("iwslt14"),
+}
+
+
+def dataset_info(name: str, data_dir: str | os.PathLike[str] | None = None) -> DatasetInfo:
+    """Looks a dataset up by name: an `ImageInfo`, `ClickInfo` or `TranslationInfo`.
+
+    Args:
+      name: one of `DATASETS`.
+      data_dir: the folder of all datasets, see `resolve_data_dir`. Images are known without it; of clicks and
+        translations it is read there, and what needs no file of the user's is built there.
+
+    Raises:
+      ValueError: if there is none of this name.
+      FileNotFoundError: if clicks or a translation are not prepared.
+    """
+    return _dataset(name).info(resolve_data_dir(data_dir))
+
+
+def open_split(name: str, split: str, data_dir: str | os.PathLike[str] | None = None) -> Split:
+    """Opens one split for random access.
+
+    Args:
+      name: one of `DATASETS`.
+      split: "train" or "test"; "valid" of translations.
+      data_dir: see `resolve_data_dir`.
+
+    Raises:
+      ValueError: if the name or the split is unknown, or the files are not what they should be.
+      FileNotFoundError: if the dataset is not prepared, or its files are not all there.
+    """
+    return _dataset(name).open(split, resolve_data_dir(data_dir))
+
+
+def open_text(name: str, split: str, data_dir: str | os.PathLike[str] | None = None) -> Text:
+    """Reads the text of a split of a translation, of which BLEU is taken, and what turns numbers into text.
+
+    Raises:
+      ValueError: if the dataset is no translation, or there is none of this name.
+    """
+    info = dataset_info(name, data_dir)
+    if "target" not in info.row_types():
+        raise ValueError(f"only translations have text; got {name!r}")
+    return translation_text(name, split, resolve_data_dir(data_dir))
+
+
+def _dataset(name: str) -> Dataset:
+    if name not in DATASETS:
+        raise ValueError(f"dataset must be one of {', '.join(DATASETS)}; got {name!r}")
+    return DATASETS[name]

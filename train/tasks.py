@@ -1,0 +1,143 @@
+"""What is learned from each kind of data: the loss of a batch, and the scores of a test split."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from models.googlenet import mean_loss
+from models.transformer import smoothed_losses
+from train import scores
+from train.data import ClickInfo, DatasetInfo, ImageInfo, TranslationInfo
+
+Scalars = dict[str, jax.Array]
+
+
+class Task(Protocol):
+    """A loss, and scores."""
+
+    def loss(self, output: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Scalars]:
+        """Returns the mean loss of the rows, and at least their "accuracy"; `output` is of a model in training."""
+        ...
+
+    def rows(self, output: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns what scores are made of, one entry a row; `output` is of a model in evaluation."""
+        ...
+
+    def scores(self, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Returns "loss", "accuracy" and the task's other scores of a whole split."""
+        ...
+
+
+class Classification:
+    """One class an image: cross entropy, with the auxiliary heads where a model has them."""
+
+    def __init__(self, info: ImageInfo, label_smoothing: float):
+        """Takes the number of classes from the dataset."""
+        self.num_classes, self.label_smoothing = info.num_classes, label_smoothing
+
+    def loss(self, output: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Scalars]:
+        """Returns the mean cross entropy and the accuracy."""
+        logits = output[0] if isinstance(output, tuple) else output
+        right = jnp.argmax(logits, axis=-1) == batch["label"]
+        if isinstance(output, tuple):
+            return mean_loss(output, batch["label"]), {"accuracy": right.mean()}
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        if self.label_smoothing:
+            even = jax.nn.logsumexp(logits, axis=-1) - logits.mean(axis=-1)
+            losses = (1 - self.label_smoothing) * losses + self.label_smoothing * even
+        return losses.mean(), {"accuracy": right.mean()}
+
+    def rows(self, output: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns every row's loss, and its logits where there are enough classes for a top-5."""
+        found = {
+            "loss": optax.softmax_cross_entropy_with_integer_labels(output, batch["label"]),
+            "right": jnp.argmax(output, axis=-1) == batch["label"],
+        }
+        if self.num_classes > 10:
+            # As the libraries do, ties go to the highest class.
+            own = jnp.take_along_axis(output, batch["label"][:, None], axis=-1)
+            found["in_top5"] = jnp.sum(output > own, axis=-1) < 5
+        return found
+
+    def scores(self, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Returns loss, accuracy (top-1), and top-5 accuracy where there are more than 10 classes."""
+        found = {"loss": float(np.mean(rows["loss"])), "accuracy": float(np.mean(rows["right"]))}
+        return found | ({"top5": float(np.mean(rows["in_top5"]))} if "in_top5" in rows else {})
+
+
+class Clicks:
+    """Clicked or not: binary cross entropy of the logit."""
+
+    def loss(self, output: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Scalars]:
+        """Returns the mean log loss and the accuracy."""
+        losses = optax.sigmoid_binary_cross_entropy(output, batch["label"])
+        return losses.mean(), {"accuracy": jnp.mean((output > 0) == (batch["label"] > 0.5))}
+
+    def rows(self, output: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns every row's logit and label."""
+        return {"logit": output, "label": batch["label"]}
+
+    def scores(self, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Returns log loss, accuracy, and the area under the ROC curve."""
+        return {
+            "loss": scores.log_loss(rows["label"], rows["logit"]),
+            "accuracy": float(np.mean((rows["logit"] > 0) == (rows["label"] > 0.5))),
+            "auc": scores.auc(rows["label"], rows["logit"]),
+        }
+
+
+class Translation:
+    """The next subword of the target: smoothed cross entropy.
+
+    The loss of a batch is the sum over its tokens, divided by the places that it has room for: so the mean over workers
+    or micro-batches is the loss of all their rows, whatever they hold of padding.
+    """
+
+    def __init__(self, label_smoothing: float):
+        """Takes the probability that is spread over all tokens."""
+        self.label_smoothing = label_smoothing
+
+    def loss(self, output: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Scalars]:
+        """Returns the mean loss of a place, and of its tokens the accuracy."""
+        losses, _, _ = smoothed_losses(output, batch["target"], self.label_smoothing)
+        labels = batch["target"][:, 1:]
+        right, real = self._right(output, labels)
+        return losses.sum() / labels.size, {"accuracy": right.sum() / jnp.maximum(real.sum(), 1)}
+
+    def rows(self, output: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns every row's cross entropy, right tokens and tokens."""
+        _, entropies, tokens = smoothed_losses(output, batch["target"], 0.0)
+        right, _ = self._right(output, batch["target"][:, 1:])
+        return {"loss": entropies, "right": right.sum(axis=1), "tokens": tokens}
+
+    def scores(self, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Returns the cross entropy and the accuracy of a token."""
+        tokens = float(np.sum(rows["tokens"]))
+        return {"loss": float(np.sum(rows["loss"])) / tokens, "accuracy": float(np.sum(rows["right"])) / tokens}
+
+    @staticmethod
+    def _right(output: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        real = labels != 0
+        return (jnp.argmax(output, axis=-1) == labels) & real, real
+
+
+def make_task(info: DatasetInfo, label_smoothing: float) -> Task:
+    """Makes the task of a dataset.
+
+    Raises:
+      ValueError: for a probability out of range, or one for clicks, which have no smoothing.
+    """
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"--label-smoothing is at least 0 and below 1, got {label_smoothing}: 0.1 is usual.")
+    match info:
+        case ImageInfo():
+            return Classification(info, label_smoothing)
+        case TranslationInfo():
+            return Translation(label_smoothing)
+        case ClickInfo() if not label_smoothing:
+            return Clicks()
+    raise ValueError(f"Clicks are learned without smoothing, got --label-smoothing {label_smoothing}: leave it at 0.")
