@@ -168,6 +168,11 @@ def check(experiment: Experiment, num_processes: int) -> None:
             f"--global-batch is a multiple of --workers, got {experiment.global_batch} for {experiment.workers}: try "
             f"{-(-experiment.global_batch // experiment.workers) * experiment.workers}."
         )
+    if experiment.stages == 1 and experiment.workers % num_processes:
+        raise ValueError(
+            f"--workers is a multiple of the number of processes, got {experiment.workers} for {num_processes}: "
+            "every process runs the same number of workers."
+        )
     devices = experiment.workers * experiment.stages
     if devices % num_processes or (experiment.workers % num_processes and num_processes % experiment.workers):
         raise ValueError(

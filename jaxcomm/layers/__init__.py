@@ -3,5 +3,31 @@
 from jaxcomm.layers.boundary import Boundary, dct_mp, masked_boundary
 from jaxcomm.layers.late_multiply import late_multiply
 from jaxcomm.layers.plan import LateLayer, LatePlan, plan_late_multiply
+from jaxcomm.layers.split_dense import (
+    SplitLayer,
+    SplitPlan,
+    features_to_rows,
+    on_one_worker,
+    plan_split_dense,
+    rows_of_one_worker,
+    rows_to_features,
+    split_dense,
+)
 
-__all__ = ["Boundary", "LateLayer", "LatePlan", "dct_mp", "late_multiply", "masked_boundary", "plan_late_multiply"]
+__all__ = [
+    "Boundary",
+    "LateLayer",
+    "LatePlan",
+    "SplitLayer",
+    "SplitPlan",
+    "dct_mp",
+    "features_to_rows",
+    "late_multiply",
+    "masked_boundary",
+    "on_one_worker",
+    "plan_late_multiply",
+    "plan_split_dense",
+    "rows_of_one_worker",
+    "rows_to_features",
+    "split_dense",
+]

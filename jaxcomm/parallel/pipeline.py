@@ -100,15 +100,17 @@ class Pipeline:
         """Finds the shapes of what crosses, from those of one worker's batch.
 
         Raises:
-          ValueError: if the rows are not a multiple of the micro-batches, or what crosses is not to be sent.
+          ValueError: if the rows are not a multiple of the micro-batches, if what crosses is not to be sent, or if a
+            stage changes the shape of its model state.
         """
         micro = jax.tree.map(self._micro_struct, batch)
         cuts, x = [], None
         states = [()] * self.size if self.model_state is None else self.model_state
         for stage in range(self.size):
-            x, _ = jax.eval_shape(
+            x, new = jax.eval_shape(
                 lambda *args, at=stage: self.run_stage(at, *args), self.params[stage], states[stage], x, micro
             )
+            _check_new_state(stage, _shapes(new), states[stage])
             if stage < self.size - 1:
                 leaves, tree = jax.tree.flatten(x)
                 cuts.append(Cut([self.boundary(stage).plan(leaf) for leaf in leaves], tree))
@@ -127,6 +129,14 @@ class Pipeline:
 
 def _shapes(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), tree)
+
+
+def _check_new_state(stage: int, new: Any, old: Any) -> None:
+    if jax.tree.structure(new) != jax.tree.structure(old) or jax.tree.leaves(new) != jax.tree.leaves(old):
+        raise ValueError(
+            f"A stage returns a model state of the structure, shapes and types of the old, got {new} for {old} from "
+            f"stage {stage}: return what it was given, with new numbers."
+        )
 
 
 class Cut(NamedTuple):

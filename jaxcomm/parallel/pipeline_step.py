@@ -73,7 +73,6 @@ def make_pipeline_step(
     """
     _check_mesh(pipeline, mesh, axis_name, stage_axis)
     check_chain(tx)
-    tx = _skip_together(tx, stage_axis)
 
     def device_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         own = _of_device(state)
@@ -206,6 +205,7 @@ def _gradients(
 
     (loss, totals), (gradients, residuals) = jax.value_and_grad(loss_fn, (0, 1), has_aux=True)(params, residuals)
     rows = PerWorker(jax.tree.map(lambda leaf: leaf[None], residuals))
+    gradients = _broken_together(gradients, stage_axis)
     return (loss, (totals.scalars, {"stages": totals.model_state, "boundaries": rows})), gradients
 
 
@@ -243,15 +243,10 @@ def _of_mesh(state: TrainState) -> TrainState:
     return TrainState(staged[0], staged[1], state.step, staged[2])
 
 
-def _skip_together(tx: optax.GradientTransformation, stage_axis: str) -> optax.GradientTransformation:
-    """Has all stages see a gradient that is not finite where one does, so that their exchanges skip alike."""
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        broken = lax.psum((~is_finite_tree(updates)).astype(jnp.int32), stage_axis) > 0
-        updates = jax.tree.map(lambda leaf: jnp.where(broken, jnp.full_like(leaf, jnp.nan), leaf), updates)
-        return tx.update(updates, state, params)
-
-    return optax.GradientTransformation(tx.init, update)
+def _broken_together(gradients: Any, stage_axis: str) -> Any:
+    """Has all stages of a worker see a gradient that is not finite where one does, so that they skip alike."""
+    broken = lax.psum((~is_finite_tree(gradients)).astype(jnp.int32), stage_axis) > 0
+    return jax.tree.map(lambda leaf: jnp.where(broken, jnp.full_like(leaf, jnp.nan), leaf), gradients)
 
 
 def _over_stages(metrics: dict[str, jax.Array], stage_axis: str) -> dict[str, jax.Array]:

@@ -78,8 +78,8 @@ def test_with_a_beam_for_every_prefix_the_best_of_all_is_found():
             assert found[15] == -np.inf
             assert row[0].tolist() == expected[0][1]
             assert sorted(row[:15].tolist()) == sorted(tokens for _, tokens in expected)
-            winners.add((tied, str(row[0])))
-    assert len(winners) > 3  # the penalty matters
+            winners.add((tied, tuple(row[0].tolist())))
+    assert winners >= {(False, (2, 0, 0, 0)), (False, (3, 3, 3, 2))}  # the penalty matters
 
 
 @pytest.mark.parametrize(("beam", "penalty"), [(1, 3.0), (3, 3.0)])

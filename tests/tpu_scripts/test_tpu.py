@@ -314,12 +314,17 @@ def test_a_run_lives_on_without_the_launcher_and_logs_follow_it_to_its_end(ready
 
 
 def test_a_pid_file_that_a_reboot_has_left_stops_nobody(ready):
-    for name, text in (("w0", f"{os.getpid()} 12345\n"), ("w1", "999999999 1\n")):
-        (ready.machine(name) / "logs").mkdir()
-        (ready.machine(name) / "logs" / "old.pid").write_text(text)
-    assert ready.call("stop").returncode == 0  # and this process lives on
-    assert ready.call("run", "digits").returncode == 0
-    wait_for((ready.machine("w1") / "logs" / "digits.exit").exists)
+    with subprocess.Popen(["sleep", "60"]) as another:
+        for name, text in (("w0", f"{another.pid} 12345\n"), ("w1", "999999999 1\n")):
+            (ready.machine(name) / "logs").mkdir()
+            (ready.machine(name) / "logs" / "old.pid").write_text(text)
+        try:
+            assert ready.call("stop").returncode == 0
+            assert ready.call("run", "digits").returncode == 0
+            wait_for((ready.machine("w1") / "logs" / "digits.exit").exists)
+            assert another.poll() is None
+        finally:
+            another.kill()
 
 
 def test_a_process_that_was_killed_left_no_code(ready):

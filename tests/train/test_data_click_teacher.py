@@ -89,6 +89,15 @@ def test_interactions_add_nothing_to_single_categories(teacher):
             np.testing.assert_allclose(mean, 0, atol=1e-12)
 
 
+def test_interactions_have_the_variance_that_is_said(teacher):
+    variance = 0.0
+    for pair in PAIRS:  # of independent columns, so that their variances add up
+        first, second = ((teacher.vectors[c].T * teacher.frequencies[c]) @ teacher.vectors[c] for c in pair)  # (4, 4)
+        variance += np.trace(first @ second)
+    # The four numbers of a category are independent, but over a few frequent categories they correlate by chance.
+    assert variance == pytest.approx(click_teacher.PAIR_VARIANCE, rel=0.3)
+
+
 def test_categories_are_zipfs_and_some_are_empty(rows):
     _, ranks = rows
     for column, size in enumerate(SIZES):

@@ -252,3 +252,21 @@ def test_errors_of_a_plan():
     integers = jc.Pipeline(stages, loss_fn, [(), ()])
     with pytest.raises(ValueError, match=r"real activations .*, got int32\[16, 5\]: let the next stage take integers"):
         integers.plan(batch)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda new: new[:1], lambda new: [new[0], new[1][:3]], lambda new: [new[0], new[1].astype(jnp.bfloat16)]],
+    ids=["structure", "shape", "type"],
+)
+def test_a_new_model_state_of_another_kind_is_refused(change):
+    """Its slots would have room for less."""
+
+    def changed(params, means, x, batch):
+        x, new = stage_fn(2, 4, True)(params, means, x, batch)
+        return x, change(new)
+
+    params, means = stages_of(params_of(), CUTS[2]), stages_of(means_of(), CUTS[2])
+    pipeline = jc.Pipeline([stage_fn(0, 2, True), changed], loss_fn, params, model_state=means)
+    with pytest.raises(ValueError, match=r"shapes and types of the old, got .* from stage 1: return what it was given"):
+        pipeline.plan(batches(1)[0])

@@ -1,0 +1,261 @@
+"""Bytes of a training step of AlexNet: data-parallel, and hybrid, with the dense layers in slices or on one device.
+
+    python -m benchmarks.hybrid
+
+compiles the whole step (loss, gradients, SGD with momentum and weight decay) for AlexNet in full size (61.1M
+parameters, images of 224 x 224) on simulated devices, without running it, and reads the collectives of the compiled
+text. Dropout is left out: its masks are made where they are used.
+
+Bytes are those that workers receive, of one worker on average, of the busiest one, and of all together. The table's
+paper_mib is from Yang et al., "Practical Lessons of Distributed Deep Learning", Table 2, which does not say how it
+counts. Its numbers come out (formula_mib) as follows: all workers together, each of which pushes its gradients to a
+server and pulls the parameters from it; in the hybrid layout only those of the convolutions, and in addition the
+features of all rows to the one device that has the dense layers, and their errors back; for 256 rows (those of the
+paper's other table) and the AlexNet of 2012, with two towers (60,965,224 parameters, 2,334,080 of them in
+convolutions). What a worker would send to itself is counted as if it travelled. So as_paper_mib is what was compiled,
+and that in addition: K/(K-1) times as much, since a ring, an all-to-all and rows on their way to one worker all leave a
+K-th where it is.
+"""
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from train.tables import print_table, write_records
+
+MIB = 2**20
+LAYOUTS = ("data-parallel", "hybrid, slices", "hybrid, one device")
+PAPER = {
+    "data-parallel": {2: 930, 4: 1861, 8: 3722},
+    "hybrid, one device": {2: 54, 4: 89, 8: 161},
+}
+TWO_TOWERS = {"convolutions": 2_334_080, "dense": 58_631_144}
+FEATURES = 9216
+CUT = 5  # the first dense block of models.alexnet
+
+
+@dataclass(frozen=True)
+class Config:
+    """Count the bytes of data-parallel and hybrid training steps of AlexNet in compiled programs."""
+
+    devices: str = "2,4,8"
+    """Numbers of devices, separated by commas."""
+    batch: int = 256
+    """Rows of a step, of all devices together."""
+    image: int = 224
+    """Height and width of the images."""
+    json: Path | None = None
+    """File for the table, as a list of records."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row of the table."""
+
+    layout: str
+    devices: int
+    batch: int
+    worker_mib: float
+    busiest_mib: float
+    all_mib: float
+    predicted_mib: float
+    as_paper_mib: float
+    formula_mib: float | None
+    paper_mib: int | None
+    compile_s: float
+
+
+def main(config: Config) -> None:
+    """Compiles all layouts, prints the table, and writes it where asked."""
+    workers = _checked(config)
+    from train.processes import prepare_jax
+
+    prepare_jax(simulated_devices=max(workers))
+    compare(config, workers)
+
+
+def compare(config: Config, workers: list[int]) -> None:
+    """Does what `main` does, where the devices are there."""
+    records = []
+    for layout, K in itertools.product(LAYOUTS, workers):
+        records.append(measure(layout, K, config.batch, config.image))
+        print(f"{layout}, {K} devices: compiled in {records[-1].compile_s:.0f} s", flush=True)
+    print_table(
+        f"AlexNet, {config.batch} rows a step, images of {config.image} x {config.image}",
+        [dataclasses.asdict(record) for record in records],
+    )
+    write_records(config.json, [dataclasses.asdict(record) for record in records])
+
+
+def _checked(config: Config) -> list[int]:
+    try:
+        workers = [int(K) for K in config.devices.split(",")]
+    except ValueError as error:
+        raise SystemExit(f"--devices are numbers separated by commas, got {error}.") from None
+    if min(workers) < 2 or any(config.batch % K for K in workers) or config.batch < 1:
+        raise SystemExit(
+            f"--devices are at least 2 and divide --batch evenly, got {config.devices} and {config.batch}: nothing is "
+            "sent by one."
+        )
+    if config.image < 63:
+        raise SystemExit(f"--image is at least 63, or AlexNet's poolings leave nothing, got {config.image}.")
+    return workers
+
+
+def measure(layout: str, K: int, batch: int, image: int) -> Record:
+    """Compiles one step and counts."""
+    import jax
+    import jax.numpy as jnp
+
+    import jaxcomm as jc
+    from jaxcomm.hlo import read_program
+
+    mesh = jc.make_mesh(data=K)
+    rows = {
+        "image": jax.ShapeDtypeStruct((batch, image, image, 3), jnp.float32),
+        "label": jax.ShapeDtypeStruct((batch,), jnp.int32),
+    }
+    step, state = step_of(layout, mesh, batch, image)
+    began = time.perf_counter()
+    program = read_program(step.lower(state, rows).compile().as_text())
+    seconds = time.perf_counter() - began
+    permuted = float(sum(traffic.received for _, traffic in program.operations() if traffic.op == "permute"))
+    arriving = [0] * K  # by permutations
+    for (_, target), count in program.links().items():
+        arriving[target] += count
+    received = float(program.received)
+    return Record(
+        layout=layout,
+        devices=K,
+        batch=batch,
+        worker_mib=received / MIB,
+        busiest_mib=(received - permuted + max(arriving)) / MIB,
+        all_mib=K * received / MIB,
+        predicted_mib=K * predicted(layout, K, batch) / MIB,
+        as_paper_mib=K * received * K / (K - 1) / MIB,
+        formula_mib=formula(layout, K, batch),
+        paper_mib=PAPER.get(layout, {}).get(K),
+        compile_s=seconds,
+    )
+
+
+def parameters(image: int) -> tuple[Any, Callable[[Any, Any], Any]]:
+    """Returns AlexNet's parameters' shapes, by block, and (params, images) -> (B, 9216) features."""
+    import jax
+    from flax import nnx
+
+    from models.alexnet import AlexNet
+    from models.functional import apply, cut
+
+    model = nnx.eval_shape(lambda: AlexNet((image, image, 3), 1000, rngs=nnx.Rngs(0)))
+    bottom, top = cut(model, (CUT,))
+
+    def features(params: Any, images: Any) -> Any:
+        own = {index: params[index] for index in bottom.params}
+        x, _ = apply(bottom.graph, own, bottom.stats, {"image": images}, training=False)
+        return x.reshape(x.shape[0], -1)  # (B, 9216)
+
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), {**bottom.params, **top.params})
+    return shapes, features
+
+
+def step_of(layout: str, mesh: Any, batch: int, image: int) -> tuple[Any, Any]:
+    """Returns a step that is not compiled yet, and the shapes of its state."""
+    import jax
+    import optax
+    from jax.sharding import PartitionSpec as P
+
+    import jaxcomm as jc
+    from jaxcomm.layers.split_dense import on_one_worker, plan_split_dense, split_dense
+    from jaxcomm.parallel.hybrid import make_hybrid_step
+    from jaxcomm.parallel.hybrid_state import hybrid_state_shapes
+
+    K = mesh.size
+    shapes, features = parameters(image)
+    dense = sorted(shapes)[CUT:]
+    specs = dict.fromkeys(shapes, P())
+
+    def cross_entropy(logits: Any, labels: Any) -> Any:
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    def whole(params: Any, x: Any, labels: Any) -> Any:
+        for index in dense:
+            x = x @ params[index]["layer"]["kernel"] + params[index]["layer"]["bias"]
+            x = jax.nn.relu(x) if index != dense[-1] else x
+        return cross_entropy(x, labels)
+
+    def data_parallel(params: Any, batch: Any) -> Any:
+        return whole(params, features(params, batch["image"]), batch["label"])
+
+    def one_device(params: Any, batch: Any) -> Any:
+        inputs = {"x": features(params, batch["image"]), "label": batch["label"]}
+        own = {index: params[index] for index in dense}
+        return on_one_worker(lambda own, inputs: whole(own, inputs["x"], inputs["label"]), own, inputs)
+
+    plan = plan_split_dense(widths(shapes), batch, K)
+
+    def slices(params: Any, batch: Any) -> Any:
+        x = features(params, batch["image"])
+        for index, layer in zip(dense, plan.layers, strict=True):
+            own = params[index]["layer"]
+            x = split_dense(x, own["kernel"], own["bias"], inputs=layer.inputs, outputs=layer.outputs)
+            x = jax.nn.relu(x) if index != dense[-1] else x
+        return cross_entropy(x, batch["label"])
+
+    if layout == "hybrid, slices":
+        for index, layer in zip(dense, plan.layers, strict=True):
+            specs[index] = {"layer": {"kernel": layer.kernel_spec(), "bias": P("data")}}
+    elif layout == "hybrid, one device":
+        for index in dense:
+            specs[index] = P("data")
+            shapes[index] = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((K, *leaf.shape), leaf.dtype), shapes[index])
+    loss = {"data-parallel": data_parallel, "hybrid, slices": slices, "hybrid, one device": one_device}[layout]
+    tx = optax.chain(jc.plump_dp(), optax.add_decayed_weights(5e-4), optax.sgd(0.01, momentum=0.9))
+    return make_hybrid_step(loss, tx, mesh, specs), hybrid_state_shapes(shapes, tx, mesh, specs)
+
+
+def widths(shapes: Any) -> tuple[int, ...]:
+    """Returns the features between the dense layers."""
+    kernels = [shapes[index]["layer"]["kernel"].shape for index in sorted(shapes)[CUT:]]
+    return (*(n for n, _ in kernels), kernels[-1][1])
+
+
+def predicted(layout: str, K: int, batch: int) -> float:
+    """Returns the bytes that each worker receives on average, from shapes alone."""
+    import jax
+
+    from jaxcomm.layers.split_dense import plan_split_dense
+
+    shapes, _ = parameters(224)
+    exchanged = sorted(shapes) if layout == "data-parallel" else sorted(shapes)[:CUT]
+    leaves = jax.tree.leaves({index: shapes[index] for index in exchanged})
+    n = sum(math.prod(leaf.shape) for leaf in leaves)
+    ring = 2 * (K - 1) / K
+    scalars = ring * (4 + 16)  # the loss; the counts of the exchange
+    if layout == "hybrid, slices":
+        return ring * 4 * n + scalars + plan_split_dense(widths(shapes), batch, K).received
+    if layout == "hybrid, one device":  # features and labels to worker 0, errors back; the loss and its derivative
+        moved = (K - 1) / K * batch * (2 * 4 * widths(shapes)[0] + 4)
+        return ring * 4 * n + scalars + ring * 8 + moved / K
+    return ring * 4 * n + scalars
+
+
+def formula(layout: str, K: int, batch: int) -> float | None:
+    """Returns what the paper's table comes to, in MiB."""
+    convolutions, dense = TWO_TOWERS["convolutions"], TWO_TOWERS["dense"]
+    if layout == "data-parallel":
+        return 2 * K * 4 * (convolutions + dense) / MIB
+    if layout == "hybrid, one device":
+        return (2 * K * 4 * convolutions + 2 * 4 * batch * FEATURES) / MIB
+    return None
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

@@ -1,0 +1,405 @@
+"""Late-multiply against the reduction of gradients, between real processes on rate-limited links.
+
+    python -m benchmarks.late_multiply --hosts 2,4 --rate 1gbit,10gbit      # AlexNet's dense layers, batch 256
+    python -m benchmarks.late_multiply --crossover --hosts 2 --rate 1gbit   # the batch at which both cost the same
+
+Every host of a network lab is a process with its rows of the batch. A step turns each host's inputs and errors of every
+layer into the workers' mean gradients of the kernels: by products and an all-reduce, or by gathers and products.
+ms_communication is that of the collectives alone, which is what the paper's table gives (GPUs, 10 Gbit/s Ethernet).
+
+The crossover in bytes is found by bisection on what is compiled, that in time by timing some batches around it.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from benchmarks.control import Control, is_host, run_hosts
+from benchmarks.netlab import Lab, parse_rate, received_bytes
+from train.tables import print_table, write_records
+
+ALEXNET = "9216x4096,4096x4096,4096x1000"
+SMALL = "1024x512"  # of a crossover, where a batch has about as many numbers as the kernel
+MODES = ("reduce", "late")
+# Yang et al., 2017, table 1: AlexNet, batch 256, 10 Gbit/s Ethernet; by GPUs and mode.
+PAPER_MS = {(2, "reduce"): 894.0, (2, "late"): 164.0, (4, "reduce"): 1287.0, (4, "late"): 399.0}
+_SIZES = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)  # batches of a crossover in time, as parts of the one at equal bytes
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Time late-multiply against the reduction of gradients on rate-limited links."""
+
+    layers: str | None = None
+    """Dense layers, inputs x outputs, separated by commas; AlexNet's three (58.6M weights) if not given, or one of
+    1024x512 for a crossover."""
+    batch: int = 256
+    """Rows of all hosts together."""
+    hosts: str = "2,4"
+    """Numbers of hosts, separated by commas; one worker each."""
+    rate: str = "1gbit,10gbit"
+    """Link rates, separated by commas: "100mbit", "10gbit", or "none" for no limit."""
+    steps: int = 5
+    """Timed steps of each mode and rate."""
+    crossover: bool = False
+    """Look for the batch at which both move equal bytes, and for that at which both take equal time."""
+    json: Path | None = None
+    """File for the table, as a list of records."""
+
+
+@dataclass
+class Record:
+    """One row of the table."""
+
+    hosts: int
+    rate: str
+    batch: int
+    mode: str
+    ms_median: float
+    ms_min: float
+    ms_max: float
+    ms_communication: float
+    bytes_kernel: float | None
+    bytes_predicted: float
+    bytes_compiled: float
+    compile_s: float
+    paper_ms: float | None = None
+    times_fewer_bytes: float | None = None
+    times_faster: float | None = None
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """The batches at which late-multiply stops paying.
+
+    Attributes:
+      batch_by_formula: 2 N M / (N + M).
+      batch_by_bytes: where the compiled programs move equal bytes.
+      batch_by_time: where steps take equal time; None where one is faster in all batches that were tried.
+    """
+
+    hosts: int
+    rate: str
+    layer: str
+    batch_by_formula: float
+    batch_by_bytes: float
+    batch_by_time: float | None
+
+
+def main(config: Config) -> None:
+    """Runs the hosts, prints the tables, and writes them where asked."""
+    records: list[Record] = []
+    crossovers: list[Crossover] = []
+    try:
+        layers, counts, rates = check(config)
+        for count in counts:
+            with Lab(count, rates[0]) as lab:
+                outputs = run_hosts(lab, "benchmarks.late_multiply")
+            records += merge([_records(text) for text in outputs], lab.isolated)
+            crossovers += [
+                Crossover(**json.loads(line)["crossover"]) for line in outputs[0].splitlines() if "crossover" in line
+            ]
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    compare(records, is_papers=layers == parse_layers(ALEXNET) and config.batch == 256)
+    rows = [dataclasses.asdict(record) for record in records]
+    print_table(f"Mean gradients of {', '.join(_name(layer) for layer in layers)}", rows)
+    found = [dataclasses.asdict(crossover) for crossover in crossovers]
+    if found:
+        print_table("Late-multiply pays below a batch of", found)
+    write_records(config.json, [*rows, *found])
+
+
+def check(config: Config) -> tuple[list[Shape], list[int], list[str]]:
+    """Returns the layers, the numbers of hosts and the rates.
+
+    Raises:
+      ValueError: for what cannot be run, before a host starts.
+    """
+    layers, counts = layers_of(config), [_count(text, "hosts") for text in config.hosts.split(",")]
+    rates = config.rate.split(",")
+    for rate in rates:
+        parse_rate(rate)
+    if config.steps < 1:
+        raise ValueError(f"--steps is at least 1, got {config.steps}.")
+    if config.crossover and len(layers) > 1:
+        raise ValueError(f"A crossover is one layer's, got --layers {config.layers}: give one, such as {SMALL}.")
+    for count in counts:
+        if not config.crossover and (config.batch < count or config.batch % count):
+            raise ValueError(f"--batch is a multiple of the number of hosts, got {config.batch} for {count} hosts.")
+    return layers, counts, rates
+
+
+def layers_of(config: Config) -> list[Shape]:
+    """Returns the kernels' shapes."""
+    return parse_layers(config.layers or (SMALL if config.crossover else ALEXNET))
+
+
+def parse_layers(text: str) -> list[Shape]:
+    """Reads shapes such as "9216x4096,4096x1000".
+
+    Raises:
+      ValueError: for anything else.
+    """
+    shapes = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part.strip())
+        if match is None:
+            raise ValueError(f"--layers is inputs x outputs, separated by commas, got {part!r}: such as {ALEXNET}.")
+        shapes.append((int(match[1]), int(match[2])))
+    return shapes
+
+
+def equal_batch(shape: Shape) -> float:
+    """Returns the batch at which both ways move equal bytes, 2 N M / (N + M)."""
+    return 2 * math.prod(shape) / sum(shape)
+
+
+def merge(hosts: Sequence[list[Record]], isolated: bool) -> list[Record]:
+    """Takes times from host 0 (a step ends everywhere at once, to a few ms) and the mean of the bytes received.
+
+    On loopback the kernel counts all hosts together, and no host's own bytes are known.
+    """
+    merged = []
+    for same in zip(*hosts, strict=True):
+        received = statistics.fmean(record.bytes_kernel or 0.0 for record in same) if isolated else None
+        merged.append(dataclasses.replace(same[0], bytes_kernel=received))
+    return merged
+
+
+def compare(records: list[Record], *, is_papers: bool) -> None:
+    """Fills in how late-multiply compares with the reduction at the same place, and what the paper measured."""
+    places = {(r.hosts, r.rate, r.batch): r for r in records if r.mode == "reduce"}
+    for record in records:
+        reduced = places[record.hosts, record.rate, record.batch]
+        record.times_faster = reduced.ms_median / record.ms_median
+        record.times_fewer_bytes = reduced.bytes_compiled / record.bytes_compiled if record.bytes_compiled else None
+        if is_papers and record.rate == "10gbit":
+            record.paper_ms = PAPER_MS.get((record.hosts, record.mode))
+
+
+def bisect(is_late_cheaper: Callable[[int], bool], step: int, start: float) -> tuple[int, int]:
+    """Finds two batches, neighbouring multiples of `step`, of which late-multiply is cheaper for the first alone.
+
+    Args:
+      is_late_cheaper: batch -> bool; True for small batches, and False from some batch on.
+      step: the number of workers.
+      start: a first guess.
+
+    Returns:
+      The two batches; the first may be 0.
+    """
+    low, high = 0, max(round(start / step), 1)
+    while is_late_cheaper(high * step):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_late_cheaper(middle * step) else (low, middle)
+    return low * step, high * step
+
+
+def bytes_crossover(layer: Shape, mesh: Any) -> float:
+    """Returns the batch at which both modes, compiled for the workers of a mesh, move equal bytes."""
+    received = functools.cache(lambda mode, batch: compile_step([layer], mesh, mode, batch)[1])
+
+    def gap(batch: int) -> float:
+        return received("late", batch) - received("reduce", batch) if batch else -received("reduce", mesh.size)
+
+    low, high = bisect(lambda batch: gap(batch) < 0, mesh.size, equal_batch(layer))
+    return low + (high - low) * gap(low) / (gap(low) - gap(high))
+
+
+def crossing(points: Sequence[tuple[float, float]]) -> float | None:
+    """Returns where a quotient rises through 1, between points (batch, quotient) in order of the batch.
+
+    The quotient's logarithm is taken for linear in that of the batch; None if it does not rise through 1.
+    """
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if y0 < 1 <= y1:
+            share = -math.log(y0) / (math.log(y1) - math.log(y0))
+            return math.exp(math.log(x0) + share * (math.log(x1) - math.log(x0)))
+    return None
+
+
+def run_host(config: Config) -> None:
+    """Runs one host's part; prints a JSON record for each mode, batch and rate, and the crossovers."""
+    from train.processes import connect, prepare_jax
+
+    prepare_jax()
+    processes = connect(None, None, None)
+    import jaxcomm as jc
+
+    layers, _, rates = check(config)
+    host = _Host(layers, processes.count, processes.index, config.steps, jc.make_mesh(data=processes.count))
+    if not config.crossover:
+        for record in host.measure(config.batch, rates):
+            print(json.dumps(dataclasses.asdict(record)), flush=True)
+        return
+    (layer,) = layers
+
+    by_bytes = bytes_crossover(layer, host.mesh)
+    sizes = sorted({max(round(by_bytes * part / processes.count), 1) * processes.count for part in _SIZES})
+    records = [record for size in sizes for record in host.measure(size, rates)]
+    for record in records:
+        print(json.dumps(dataclasses.asdict(record)), flush=True)
+    for rate in rates:
+        ms = {(r.batch, r.mode): r.ms_median for r in records if r.rate == rate}
+        by_time = crossing([(size, ms[size, "late"] / ms[size, "reduce"]) for size in sizes])
+        found = Crossover(processes.count, rate, _name(layer), equal_batch(layer), by_bytes, by_time)
+        print(json.dumps({"crossover": dataclasses.asdict(found)}), flush=True)
+
+
+def compile_step(layers: Sequence[Shape], mesh: Any, mode: str, batch: int) -> tuple[Callable[..., Any], float]:
+    """Compiles (inputs, errors of every layer) -> mean gradients; with the bytes that it says it receives."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import jaxcomm as jc
+    from jaxcomm.hlo import read_program
+    from jaxcomm.transforms.already_mean import vary_others
+
+    tx = jc.already_mean(jc.plump_dp(), [mode == "late"] * len(layers))
+
+    def worker(*rows: jax.Array) -> Any:
+        kernels = [jnp.zeros(shape, jnp.float32) for shape in layers]  # no gradient depends on their numbers
+        state = tx.init(kernels)
+
+        def loss(kernels: list[jax.Array]) -> jax.Array:
+            products = [jc.late_multiply(x, w, mode=mode) for x, w in zip(rows[::2], kernels, strict=True)]
+            return sum(jnp.sum(y * error) for y, error in zip(products, rows[1::2], strict=True))
+
+        return tx.update(jax.grad(loss)(vary_others(kernels, state, "data")), state)[0]
+
+    step = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=P("data"), out_specs=P()))
+    sharding = NamedSharding(mesh, P("data"))
+    widths = [width for shape in layers for width in shape]
+    like = [jax.ShapeDtypeStruct((batch, width), jnp.float32, sharding=sharding) for width in widths]
+    compiled = step.lower(*like).compile()
+    return compiled, float(read_program(compiled.as_text()).received)
+
+
+@dataclass
+class _Host:
+    layers: list[Shape]
+    count: int
+    index: int
+    steps: int
+    mesh: Any
+
+    def __post_init__(self) -> None:
+        self.control = Control(self.index)
+
+    def measure(self, batch: int, rates: Sequence[str]) -> list[Record]:
+        """Times both modes of a batch at all rates; each is compiled once."""
+        import jax
+
+        import jaxcomm as jc
+
+        rows = [self._own(batch // self.count, width) for shape in self.layers for width in shape]
+        kernels = [self._own(1, math.prod(shape)) for shape in self.layers]
+        records = []
+        for mode in MODES:
+            self.control.set_rate("none")
+            begin = time.perf_counter()
+            step, compiled_bytes = compile_step(self.layers, self.mesh, mode, batch)
+            compile_s = time.perf_counter() - begin
+            alone = self._communication(mode, rows, kernels)
+            whole = functools.partial(step, *rows)
+            plan = jc.plan_late_multiply({_name(shape): shape for shape in self.layers}, batch, self.count)
+            exact = {"late": sum(x.bytes_late for x in plan.layers), "reduce": sum(x.bytes_reduce for x in plan.layers)}
+            jax.block_until_ready((whole(), alone()))  # Gloo's connections
+            for rate in rates:
+                self.control.set_rate(rate)
+                times, received = zip(*(self._timed(whole) for _ in range(self.steps)), strict=True)
+                communication = [self._timed(alone)[0] for _ in range(self.steps)]
+                records.append(
+                    Record(
+                        hosts=self.count,
+                        rate=rate,
+                        batch=batch,
+                        mode=mode,
+                        ms_median=statistics.median(times),
+                        ms_min=min(times),
+                        ms_max=max(times),
+                        ms_communication=statistics.median(communication),
+                        bytes_kernel=statistics.fmean(received),
+                        bytes_predicted=exact[mode],
+                        bytes_compiled=compiled_bytes,
+                        compile_s=compile_s,
+                    )
+                )
+        return records
+
+    def _communication(self, mode: str, rows: list[Any], kernels: list[Any]) -> Callable[[], Any]:
+        """Returns a function that runs the collectives of a mode alone."""
+        import jax
+        from jax.sharding import PartitionSpec as P
+
+        from jaxcomm.collectives import dense_mean
+        from jaxcomm.layers.late_multiply import gather_rows
+
+        def worker(*own: jax.Array) -> Any:
+            return [gather_rows(x, "data") for x in own] if mode == "late" else dense_mean(own, "data")[0]
+
+        operands = rows if mode == "late" else kernels
+        compiled = jax.jit(jax.shard_map(worker, mesh=self.mesh, in_specs=P("data"), out_specs=P()))
+        return lambda: compiled(*operands)
+
+    def _own(self, rows: int, width: int) -> Any:
+        """Returns normal noise (K * rows, width), each host's rows its own."""
+        import jax
+        import numpy as np
+        from jax.sharding import NamedSharding
+        from jax.sharding import PartitionSpec as P
+
+        noise = np.random.default_rng(self.index).standard_normal((rows, width), np.float32)
+        return jax.make_array_from_process_local_data(NamedSharding(self.mesh, P("data")), noise)
+
+    def _timed(self, function: Callable[[], Any]) -> tuple[float, int]:
+        """Returns the milliseconds, and the bytes that the kernel has received."""
+        import jax
+
+        self.control.barrier()
+        interface = os.environ["NETLAB_INTERFACE"]
+        before, begin = received_bytes(interface), time.perf_counter()
+        jax.block_until_ready(function())
+        return (time.perf_counter() - begin) * 1e3, received_bytes(interface) - before
+
+
+def _records(stdout: str) -> list[Record]:
+    rows = [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
+    return [Record(**row) for row in rows if "crossover" not in row]
+
+
+def _name(shape: Shape) -> str:
+    return f"{shape[0]}x{shape[1]}"
+
+
+def _count(text: str, what: str) -> int:
+    if not text.strip().isdigit() or int(text) < 1:
+        raise ValueError(f"--{what} is integers of at least 1, separated by commas, got {text!r}.")
+    return int(text)
+
+
+if __name__ == "__main__":
+    arguments = tyro.cli(Config, description=__doc__)
+    if is_host():
+        run_host(arguments)
+    else:
+        main(arguments)

@@ -1,0 +1,240 @@
+"""One table: the losses of ten steps of every model on every kind of mesh, against one device.
+
+    python -m benchmarks.meshes
+
+The small twin of every model is trained on real batches of its dataset, dense, with momentum, weight decay and dropout:
+by data-parallel workers, in pipelines, both together, with tensor parallelism left to the compiler, and with the dense
+layers (or the embedding tables) in slices over the workers. What is printed is the largest difference of a loss from
+that of one device, over the loss. Batch normalisation takes its statistics over groups of 4 rows.
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from train.tables import print_table, write_records
+
+MESHES: dict[str, dict[str, int]] = {
+    "1 device": {"data": 1},
+    "data 4": {"data": 4},
+    "stage 2": {"data": 1, "stage": 2},
+    "stage 3": {"data": 1, "stage": 3},
+    "stage 4": {"data": 1, "stage": 4},
+    "data 2 x stage 2": {"data": 2, "stage": 2},
+    "data 2 x model 2": {"data": 2, "model": 2},
+    "hybrid 2": {"data": 2},
+}
+TWINS = (
+    "digits",
+    "alexnet_digits",
+    "vgg_digits",
+    "googlenet_digits",
+    "resnet_digits",
+    "dlrm_clicks",
+    "transformer_catalogs",
+)
+ROWS_PER_GROUP = 4
+
+
+@dataclass(frozen=True)
+class Config:
+    """Compare every mesh with one device."""
+
+    twins: str = ",".join(TWINS)
+    """Experiments, separated by commas."""
+    meshes: str = ",".join(MESHES)
+    """Meshes, separated by commas."""
+    rows: int = 32
+    """Rows of a batch."""
+    steps: int = 10
+    """Steps."""
+    data_dir: Path | None = None
+    """Folder of prepared datasets."""
+    json: Path | None = None
+    """File for the table, as a list of records."""
+
+
+def main(config: Config) -> None:
+    """Trains every twin on every mesh, and prints the table."""
+    os.environ["PJRT_NPROC"] = "16"
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    records = []
+    for twin in config.twins.split(","):
+        records.append({"model": twin} | compare(twin, config))
+        print(records[-1], file=sys.stderr, flush=True)
+    print_table(f"Largest difference of a loss from one device, {config.steps} steps of {config.rows} rows", records)
+    write_records(config.json, records)
+
+
+def compare(twin: str, config: Config) -> dict[str, float | None]:
+    """Returns the largest relative difference of a loss by mesh; None where the model has nothing for a mesh."""
+    import itertools
+
+    from configs import CONFIGS
+    from train.architectures import make_model
+    from train.data import dataset_info, train_batches
+    from train.tasks import make_task
+
+    experiment = CONFIGS[twin]
+    info = dataset_info(experiment.dataset, config.data_dir)
+    task = make_task(info, experiment.label_smoothing)
+    stream = train_batches(experiment.dataset, global_batch=config.rows, seed=0, data_dir=config.data_dir)
+    batches = list(itertools.islice(stream, config.steps))
+    stream.close()
+
+    def make(**options: Any) -> Any:
+        architecture = experiment.architecture
+        merged = {**architecture.options, **options}
+        return make_model(dataclasses.replace(architecture, options=merged), info, "float32", 0)
+
+    expected = train_losses(make, task.loss, batches, "1 device")
+    found: dict[str, float | None] = {}
+    for mesh in config.meshes.split(","):
+        losses = train_losses(make, task.loss, batches, mesh)
+        pairs = None if losses is None else zip(losses, expected or [], strict=True)
+        found[mesh] = None if pairs is None else max(abs(a - b) / abs(b) for a, b in pairs)
+    return found
+
+
+def train_losses(
+    make: Callable[..., Any], loss_fn: Callable[..., Any], batches: Sequence[Any], mesh_name: str
+) -> list[float] | None:
+    """Trains a model on a mesh.
+
+    Args:
+      make: options -> the model with the same initial parameters every time.
+      loss_fn: (output, batch) -> (mean loss, scalars).
+      batches: one a step.
+      mesh_name: one of `MESHES`.
+
+    Returns:
+      The loss of every step; None for the hybrid mesh and a model that has nothing to lie in slices.
+    """
+    import optax
+
+    import jaxcomm as jc
+    from train.architectures import choose_cuts
+
+    mesh = jc.make_mesh(**MESHES[mesh_name])
+    tx = optax.chain(jc.plump_dp(), optax.add_decayed_weights(1e-4), optax.sgd(0.02, momentum=0.9))
+    if "stage" in mesh.shape:
+        model = make()
+        steps = _pipeline(model, choose_cuts(model, mesh.shape["stage"], None), loss_fn, tx, mesh)
+    elif "model" in mesh.shape:
+        steps = _partitioned(make(), loss_fn, tx, mesh)
+    elif mesh_name.startswith("hybrid"):
+        steps = _hybrid(make, loss_fn, tx, mesh)
+    else:
+        steps = _data_parallel(make(), loss_fn, tx, mesh)
+    if steps is None:
+        return None
+    state, step = steps
+    losses = []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+def _run(graph: Any, params: Any, stats: Any, x: Any, batch: Any) -> Any:
+    from models.functional import apply
+
+    return apply(graph, params, stats, batch, x, training=True, rows_per_group=ROWS_PER_GROUP if stats else None)
+
+
+def _whole_loss(graph: Any, loss_fn: Any) -> Any:
+    def loss(params: Any, stats: Any, batch: Any) -> Any:
+        output, stats = _run(graph, params, stats, None, batch)
+        value, scalars = loss_fn(output, batch)
+        return value, (scalars, stats)
+
+    return loss
+
+
+def _data_parallel(model: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
+    import jaxcomm as jc
+    from models.functional import split
+
+    whole = split(model)
+    step = jc.make_train_step(_whole_loss(whole.graph, loss_fn), tx, mesh, has_state=True)
+    return jc.init_state(whole.params, tx, mesh, model_state=whole.stats), step
+
+
+def _pipeline(model: Any, cuts: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
+    import jaxcomm as jc
+    from models.functional import cut
+
+    stages = cut(model, cuts)
+    params, stats = [stage.params for stage in stages], [stage.stats for stage in stages]
+    pipeline = jc.Pipeline(
+        stages=[partial(_run, stage.graph) for stage in stages],
+        loss_fn=loss_fn,
+        params=params,
+        model_state=stats,
+        micro_batches=2,
+    )
+    return jc.init_pipeline(pipeline, params, tx, mesh, model_state=stats), jc.make_pipeline_step(pipeline, tx, mesh)
+
+
+def _partitioned(model: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
+    """Every matrix whose outputs divide lies in slices over the model axis; XLA finds what has to move."""
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    import jaxcomm as jc
+    from models.functional import split
+
+    whole, ways = split(model), mesh.shape["model"]
+
+    def spec(leaf: Any) -> P:
+        return P(None, "model") if leaf.ndim == 2 and leaf.shape[1] % ways == 0 else P()
+
+    specs = jax.tree.map(spec, whole.params)
+    step = jc.make_partitioned_step(_whole_loss(whole.graph, loss_fn), tx, mesh, specs, has_state=True)
+    return jc.init_hybrid_state(whole.params, tx, mesh, specs, model_state=whole.stats), step
+
+
+def _hybrid(make: Callable[..., Any], loss_fn: Any, tx: Any, mesh: Any) -> Any:
+    """Dense layers of convolutional models, or the tables of DLRM, lie in slices over the workers."""
+    import inspect
+
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    import jaxcomm as jc
+    from models.dlrm import Dlrm
+    from models.functional import split
+    from models.split_linear import SplitLinear
+
+    kind = type(make())
+    if kind is Dlrm:
+        model = make(columns_over="data")
+    elif "dense" in inspect.signature(kind.__init__).parameters:
+        model = make(dense=SplitLinear)
+    else:
+        return None
+    whole = split(model)
+
+    def spec(path: Any, leaf: Any) -> P:
+        block, name = model.blocks[path[0].key], path[-1].key
+        if name == "table":
+            return P(None, "data")
+        in_slices = name == "kernel" and isinstance(getattr(block, "layer", None), SplitLinear)
+        return SplitLinear.kernel_spec(leaf.shape) if in_slices else P()
+
+    specs = jax.tree_util.tree_map_with_path(spec, whole.params)
+    step = jc.make_hybrid_step(_whole_loss(whole.graph, loss_fn), tx, mesh, specs, has_state=True)
+    return jc.init_hybrid_state(whole.params, tx, mesh, specs, model_state=whole.stats), step
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

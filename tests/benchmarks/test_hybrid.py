@@ -1,0 +1,63 @@
+"""The benchmark of hybrid parallelism: predicted and traced bytes agree, and the paper's numbers come out."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxcomm as jc
+from benchmarks import hybrid
+from benchmarks.hybrid import LAYOUTS, PAPER, Config, compare, formula, main, parameters, predicted, step_of
+
+SMALL = 63  # the smallest image that AlexNet takes: the dense layers and the gradients are of full size
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_predicted_bytes_are_those_of_the_traced_step(layout):
+    K, batch = 2, 8
+    step, state = step_of(layout, jc.make_mesh(data=K), batch, SMALL)
+    rows = {
+        "image": jax.ShapeDtypeStruct((batch, SMALL, SMALL, 3), jnp.float32),
+        "label": jax.ShapeDtypeStruct((batch,), jnp.int32),
+    }
+    traced = jc.step_report(step, state, rows, params=state.params, workers=K)
+    assert traced.received == pytest.approx(predicted(layout, K, batch), rel=1e-12)
+
+
+def test_alexnet_has_the_size_that_is_claimed():
+    shapes, _ = parameters(224)
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes)) == 61_100_840
+    assert hybrid.widths(shapes) == (hybrid.FEATURES, 4096, 4096, 1000)
+
+
+@pytest.mark.parametrize("layout", PAPER)
+def test_the_papers_numbers_come_out(layout):
+    """To their rounding: one MiB."""
+    for K, mib in PAPER[layout].items():
+        assert formula(layout, K, 256) == pytest.approx(mib, abs=1.0)
+
+
+def test_one_layout_compiles_and_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(hybrid, "LAYOUTS", ("hybrid, slices",))
+    path = tmp_path / "table.json"
+    compare(Config(batch=4, image=SMALL, json=path), [2])
+    (record,) = json.loads(path.read_text())
+    assert record["all_mib"] == pytest.approx(record["predicted_mib"], rel=1e-12)
+    assert record["as_paper_mib"] == pytest.approx(2 * record["all_mib"])
+    assert record["worker_mib"] == record["busiest_mib"]
+    assert "AlexNet, 4 rows a step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"devices": "two"}, "--devices are numbers separated by commas, got .*two"),
+        ({"devices": "1,2"}, "at least 2 and divide --batch evenly, got 1,2 and 256"),
+        ({"devices": "2,3"}, "divide --batch evenly, got 2,3 and 256"),
+        ({"image": 32}, "--image is at least 63"),
+    ],
+)
+def test_bad_values_are_refused_before_anything_is_compiled(options, said):
+    with pytest.raises(SystemExit, match=said):
+        main(Config(**options))

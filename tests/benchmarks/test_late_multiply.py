@@ -1,0 +1,127 @@
+"""The benchmark of late-multiply: how it finds a crossover, what it compares, a run on two hosts, what it refuses."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxcomm as jc
+from benchmarks import late_multiply
+from benchmarks.late_multiply import Config, Record, bisect, check, compare, crossing, equal_batch, merge, parse_layers
+
+ROOT = Path(__file__).parents[2]
+
+
+def record(mode, ms, received=100.0, hosts=2, rate="10gbit", batch=256):
+    return Record(hosts, rate, batch, mode, ms, ms, ms, ms / 2, 1000.0, received, received, 0.1)
+
+
+def test_layers_are_read_and_alexnets_are_the_papers():
+    layers = parse_layers(late_multiply.ALEXNET)
+    assert layers == [(9216, 4096), (4096, 4096), (4096, 1000)]
+    assert int(equal_batch(layers[0])) == 5671
+    assert parse_layers("3x5") == [(3, 5)]
+
+
+@pytest.mark.parametrize(
+    ("edge", "step", "start"), [(109.7, 2, 109.7), (109.7, 4, 1.0), (1, 4, 50.0), (5671.4, 8, 9e4)]
+)
+def test_bisection_ends_around_the_edge_wherever_it_starts(edge, step, start):
+    asked = []
+
+    def is_cheaper(batch):
+        asked.append(batch)
+        return batch < edge
+
+    low, high = bisect(is_cheaper, step, start)
+    assert low < edge <= high
+    assert (high - low, low % step) == (step, 0)
+    assert len(asked) == len(set(asked)) < 20
+    assert 0 not in asked
+
+
+@pytest.mark.parametrize(("layer", "workers"), [((128, 96), 2), ((30, 5), 4)])
+def test_compiled_bytes_are_equal_at_the_papers_batch(layer, workers):
+    found = late_multiply.bytes_crossover(layer, jc.make_mesh(data=workers))
+    assert found == pytest.approx(2 * layer[0] * layer[1] / sum(layer), rel=1e-6)
+
+
+def test_the_crossing_is_where_the_quotient_rises_through_one():
+    assert crossing([(10, 0.5), (20, 1.0), (40, 2.0)]) == pytest.approx(20)
+    assert crossing([(10, 0.5), (40, 2.0)]) == pytest.approx(20)
+    assert crossing([(10, 0.25), (40, 2.0)]) == pytest.approx(10 * 4 ** (2 / 3))
+    assert crossing([(10, 0.5), (20, 0.9)]) is None
+    assert crossing([(10, 1.5), (20, 3.0)]) is None
+    assert crossing([(10, 2.0), (20, 0.5), (80, 2.0)]) == pytest.approx(40)
+
+
+def test_modes_are_compared_at_the_same_place_and_with_the_paper_where_it_measured():
+    places = [{}, {"hosts": 4}, {"rate": "1gbit"}, {"batch": 512}]
+    rows = [
+        record(mode, ms, received, **place)
+        for place in places
+        for mode, ms, received in (("reduce", 8.0, 100.0), ("late", 2.0, 10.0))
+    ]
+    rows[0].ms_median = 6.0
+    compare(rows, is_papers=True)
+    assert [row.times_faster for row in rows] == [1, 3, 1, 4, 1, 4, 1, 4]
+    assert [row.times_fewer_bytes for row in rows] == [1, 10] * 4
+    assert [row.paper_ms for row in rows[:6]] == [894, 164, 1287, 399, None, None]
+    fresh = [record("reduce", 8.0), record("late", 2.0, 0.0)]
+    compare(fresh, is_papers=False)
+    assert [row.paper_ms for row in fresh] == [None, None]
+    assert fresh[1].times_fewer_bytes is None
+
+
+def test_bytes_are_averaged_over_hosts_whose_interfaces_are_their_own():
+    hosts = [[record("late", 2.0)], [dataclasses.replace(record("late", 3.0), bytes_kernel=3000.0)]]
+    assert [(row.ms_median, row.bytes_kernel) for row in merge(hosts, isolated=True)] == [(2.0, 2000.0)]
+    assert merge(hosts, isolated=False)[0].bytes_kernel is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layers": "4096"}, r"inputs x outputs, separated by commas, got '4096': such as 9216x4096"),
+        ({"layers": "0x3"}, "got '0x3'"),
+        ({"hosts": "2,x"}, "--hosts is integers of at least 1, separated by commas, got 'x'"),
+        ({"hosts": "0"}, "--hosts is integers of at least 1"),
+        ({"rate": "fast"}, "rate must be a number with the unit"),
+        ({"steps": 0}, "--steps is at least 1, got 0"),
+        ({"batch": 6}, "a multiple of the number of hosts, got 6 for 4 hosts"),
+        ({"batch": 0}, "got 0 for 2 hosts"),
+        ({"crossover": True, "layers": "4x4,5x5"}, "one layer's, got --layers 4x4,5x5: give one"),
+    ],
+)
+def test_bad_values_are_refused_before_a_host_starts(fields, message):
+    with pytest.raises(ValueError, match=message):
+        check(Config(**fields))
+
+
+def test_what_is_run_by_default():
+    layers, counts, rates = check(Config())
+    assert (layers, counts, rates) == (parse_layers(late_multiply.ALEXNET), [2, 4], ["1gbit", "10gbit"])
+    assert check(Config(crossover=True))[0] == parse_layers(late_multiply.SMALL)
+
+
+def test_two_hosts_send_what_is_predicted(tmp_path):
+    path = tmp_path / "table.json"
+    argv = ["--layers", "64x48,48x8", "--batch", "8", "--hosts", "2", "--rate", "none", "--steps", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.late_multiply", *argv, "--json", str(path)],
+        cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    reduced, late = json.loads(path.read_text())
+    assert [row["mode"] for row in (reduced, late)] == ["reduce", "late"]
+    assert reduced["bytes_predicted"] == reduced["bytes_compiled"] == 4 * (64 * 48 + 48 * 8)
+    assert late["bytes_predicted"] == late["bytes_compiled"] == 4 * 4 * (64 + 48 + 48 + 8)
+    for row in (reduced, late):
+        assert 0 < row["ms_min"] <= row["ms_median"] <= row["ms_max"]
+        assert row["ms_communication"] > 0
+        assert row["mode"] in done.stdout
+    assert late["times_fewer_bytes"] == reduced["bytes_compiled"] / late["bytes_compiled"]
