@@ -130,7 +130,7 @@ def check(config: Config) -> tuple[list[Shape], list[int], list[str]]:
     Raises:
       ValueError: for what cannot be run, before a host starts.
     """
-    layers, counts = layers_of(config), [_count(text, "hosts") for text in config.hosts.split(",")]
+    layers, counts = layers_of(config), [_count(text) for text in config.hosts.split(",")]
     rates = config.rate.split(",")
     for rate in rates:
         parse_rate(rate)
@@ -245,21 +245,17 @@ def run_host(config: Config) -> None:
 
     layers, _, rates = check(config)
     host = _Host(layers, processes.count, processes.index, config.steps, jc.make_mesh(data=processes.count))
-    if not config.crossover:
-        for record in host.measure(config.batch, rates):
-            print(json.dumps(dataclasses.asdict(record)), flush=True)
-        return
-    (layer,) = layers
-
-    by_bytes = bytes_crossover(layer, host.mesh)
-    sizes = sorted({max(round(by_bytes * part / processes.count), 1) * processes.count for part in _SIZES})
+    sizes, by_bytes = [config.batch], 0.0
+    if config.crossover:
+        by_bytes = bytes_crossover(layers[0], host.mesh)
+        sizes = sorted({max(round(by_bytes * part / host.count), 1) * host.count for part in _SIZES})
     records = [record for size in sizes for record in host.measure(size, rates)]
     for record in records:
         print(json.dumps(dataclasses.asdict(record)), flush=True)
-    for rate in rates:
+    for rate in rates if config.crossover else ():
         ms = {(r.batch, r.mode): r.ms_median for r in records if r.rate == rate}
         by_time = crossing([(size, ms[size, "late"] / ms[size, "reduce"]) for size in sizes])
-        found = Crossover(processes.count, rate, _name(layer), equal_batch(layer), by_bytes, by_time)
+        found = Crossover(host.count, rate, _name(layers[0]), equal_batch(layers[0]), by_bytes, by_time)
         print(json.dumps({"crossover": dataclasses.asdict(found)}), flush=True)
 
 
@@ -391,9 +387,9 @@ def _name(shape: Shape) -> str:
     return f"{shape[0]}x{shape[1]}"
 
 
-def _count(text: str, what: str) -> int:
+def _count(text: str) -> int:
     if not text.strip().isdigit() or int(text) < 1:
-        raise ValueError(f"--{what} is integers of at least 1, separated by commas, got {text!r}.")
+        raise ValueError(f"--hosts is integers of at least 1, separated by commas, got {text!r}.")
     return int(text)
 
 

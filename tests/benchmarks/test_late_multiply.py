@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomm as jc
 from benchmarks import late_multiply
@@ -42,6 +45,17 @@ def test_bisection_ends_around_the_edge_wherever_it_starts(edge, step, start):
     assert (high - low, low % step) == (step, 0)
     assert len(asked) == len(set(asked)) < 20
     assert 0 not in asked
+
+
+@pytest.mark.parametrize("mode", late_multiply.MODES)
+def test_what_is_timed_is_the_mean_gradient(mode):
+    layers, mesh = [(5, 4), (4, 3)], jc.make_mesh(data=2)
+    rng = np.random.default_rng(0)
+    rows = [rng.normal(size=(6, width)).astype(np.float32) for shape in layers for width in shape]
+    step, _ = late_multiply.compile_step(layers, mesh, mode, 6)
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    for got, x, error in zip(step(*jax.device_put(rows, sharding)), rows[::2], rows[1::2], strict=True):
+        np.testing.assert_allclose(got, x.T @ error / 2, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("layer", "workers"), [((128, 96), 2), ((30, 5), 4)])

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from tests.jaxcomm.parallel.stages import CUTS, batches, loss_fn, make_pipeline, means_of, params_of, stages_of
+from tests.jaxcomm.workers import QUICKLY
 
 K, D, ROWS = 2, 32, 16
 SGD = optax.sgd(0.1)
@@ -43,9 +44,12 @@ def test_a_report_in_words_warns_of_a_boundary_that_costs_more_than_none():
     assert first == "stage 0 to 1: 224 bytes forward, 224 back (1.0x fewer than whole activations)"
     assert second == "stage 1 to 2: 192 bytes forward, 192 back (1.0x fewer than whole activations)"
     assert rest.startswith("each stage's gradients: ")
-    pipeline = make_pipeline(2, boundaries=[jc.dct_mp(0.25)])  # 3 of 4, and a mask in a block of 1024 bits
-    first, _ = str(jc.pipeline_report(pipeline, TOPK, BATCH, K)).split("\n", 1)
-    assert "MORE than whole activations, so few values are sent at once; use sparsity 0 here" in first
+    stages = [lambda params, x, batch: batch["x"]] + [lambda params, x, batch: x]
+    pipeline = jc.Pipeline(stages, simple_loss, [np.ones(1), np.ones(1)], boundaries=[jc.dct_mp(0.1)])
+    first, _ = str(jc.pipeline_report(pipeline, TOPK, {"x": np.ones((K, 10), np.float32)}, K)).split("\n", 1)
+    # 9 of 10: values, and positions among 1024 as upper parts of 4 bits and 6 planes.
+    assert first.startswith("stage 0 to 1: 64 bytes forward, 36 back (0.8x fewer than whole activations): MORE than w")
+    assert first.endswith("so few values are sent at once; use sparsity 0 here")
 
 
 def test_a_report_of_a_batch_that_does_not_divide_is_refused():
@@ -66,6 +70,20 @@ def nothing_more(x):
     return x
 
 
+class Quickly:
+    """A step that is compiled without LLVM's passes, which move no collective."""
+
+    def __init__(self, step):
+        self.trace, self._step = step.trace, step
+
+    def lower(self, *args):
+        self._lowered = self._step.lower(*args)
+        return self
+
+    def compile(self):
+        return self._lowered.compile(QUICKLY)
+
+
 def prove(first=nothing_more, second=nothing_more, outside=None, axes=None, tx=None, **options):
     """verify_pipeline of two stages that may do more than they should with their activations, (8, 32) a worker."""
 
@@ -84,7 +102,7 @@ def prove(first=nothing_more, second=nothing_more, outside=None, axes=None, tx=N
         more = jax.shard_map(outside, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
         step = jax.jit(lambda state, batch: (inner(state, batch), more(batch["x"])))
     state = jax.eval_shape(lambda: jc.init_pipeline(pipeline, PARAMS, tx, mesh))
-    return jc.verify_pipeline(step, state, X, pipeline=pipeline, tx=tx, mesh=mesh, **options)
+    return jc.verify_pipeline(Quickly(step), state, X, pipeline=pipeline, tx=tx, mesh=mesh, **options)
 
 
 @pytest.mark.parametrize(
@@ -99,13 +117,18 @@ def prove(first=nothing_more, second=nothing_more, outside=None, axes=None, tx=N
 def test_verify_proves_a_pipeline(axes, tx):
     report = prove(axes=axes, tx=tx)
     (boundary,) = report.boundaries
-    assert (boundary.backward, boundary.dense) == (8 * 16 * 4, 8 * 32 * 4)
+    rows = ROWS // axes["data"]
+    assert (boundary.backward, boundary.dense) == (rows * 16 * 4, rows * 32 * 4)
     assert report.exchange == jc.wire_report(tx, [PARAMS[0]], axes["data"])
 
 
 def summed(axis):
     """Something that a careless stage could do: 512 bytes or more that nobody has claimed."""
     return lambda x: x + lax.psum(x, axis).mean() * 0.1
+
+
+def rarely(function):
+    return lambda x: lax.cond(x.sum() > 1e9, lambda: function(x), lambda: x)
 
 
 def permuted(axis, pairs):
@@ -119,20 +142,20 @@ OTHERS = r"boundaries, its exchange and at most 256 bytes more, got .* more in t
     ("tampering", "message"),
     [
         ({"first": summed("data")}, OTHERS.format("usual")),
-        ({"second": summed("data")}, OTHERS.format("most expensive")),
+        ({"second": summed("data")}, OTHERS.format("usual")),
+        ({"second": rarely(summed("data"))}, OTHERS.format("most expensive")),
         ({"outside": summed("stage")}, OTHERS.format("usual")),
         ({"first": permuted("data", [(0, 1)])}, OTHERS.format("usual")),
-        ({"second": permuted("data", [(1, 0)])}, OTHERS.format("most expensive")),
         (
             {"outside": permuted("stage", [(0, 1)])},
-            r"sends what it claims, got 3,328 bytes forward over 2 workers between the stages \(0, 1\), where 640 a worker",
+            r"sends what it claims, got 3,232 bytes forward over 2 workers between the stages \(0, 1\), where 592 a wor",
         ),
         (
             {"first": lambda x: lax.psum(x.astype(jnp.bfloat16), "data").astype(x.dtype), "other_bytes": 10**6},
             r"sends the bytes that were traced, got .* on average: XLA has changed the collectives",
         ),
     ],
-    ids=["psum", "psum-branch", "psum-stages", "permute", "permute-branch", "permute-stages", "widened"],
+    ids=["first", "last", "rarely", "stages", "permute", "boundary", "widened"],
 )
 def test_verify_catches_what_was_tampered_with(tampering, message):
     with pytest.raises(ValueError, match=message):
@@ -151,7 +174,7 @@ def test_verify_catches_stages_that_pass_one_another_by():
     state = jax.eval_shape(lambda: jc.init_pipeline(pipeline, params, tx, mesh))
     message = r"send to their neighbours alone, got bytes from stage to stage of \{\(0, 2\): 192\}: look for another perm"
     with pytest.raises(ValueError, match=message):
-        jc.verify_pipeline(step, state, BATCH, pipeline=pipeline, tx=tx, mesh=mesh)
+        jc.verify_pipeline(Quickly(step), state, BATCH, pipeline=pipeline, tx=tx, mesh=mesh)
 
 
 def test_a_model_state_counts_among_the_other_bytes():
@@ -159,7 +182,7 @@ def test_a_model_state_counts_among_the_other_bytes():
     pipeline, tx = make_pipeline(2, has_state=True), optax.chain(jc.plump_dp(), SGD)
     params, means = stages_of(params_of(), CUTS[2]), stages_of(means_of(), CUTS[2])
     mesh = jc.make_mesh(data=K, stage=2)
-    step = jc.make_pipeline_step(pipeline, tx, mesh)
+    step = Quickly(jc.make_pipeline_step(pipeline, tx, mesh))
     state = jax.eval_shape(lambda: jc.init_pipeline(pipeline, params, tx, mesh, model_state=means))
     arguments = {"pipeline": pipeline, "tx": tx, "mesh": mesh}
     with pytest.raises(ValueError, match=r"at most 0 bytes more, got 92 more in the usual step"):

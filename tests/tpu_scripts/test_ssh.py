@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -165,6 +166,24 @@ def test_hosts_stop_when_the_launcher_dies(pair, behaviour):
             "0\n" if behaviour == UNTIL_TERM else "137\n"
         )
     process.communicate(timeout=20)
+
+
+def test_a_signal_to_the_script_on_the_host_goes_on_to_the_trainer(world):
+    """The end of the session, or of the machine."""
+    world.install("h0")
+    world.behave("h0", 'trap "sleep 0.5; echo saved; exit 0" TERM; touch up; while :; do sleep 0.05; done')
+    process = subprocess.Popen(
+        [world.machine("h0") / "tpu_scripts" / "worker", "attach", "first", "digits"],
+        env=world.environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    up(world, "h0")
+    process.terminate()
+    assert process.stdout.read() == "training\nsaved\n"
+    assert process.wait(timeout=20) == 0
+    process.stdin.close()
 
 
 def test_a_host_that_trains_already_refuses_another_run(pair):

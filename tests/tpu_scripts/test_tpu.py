@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -22,7 +23,7 @@ WHERE = "--project=my-project --zone=us-east5-b"
 # A shell would take every one of these apart.
 AWKWARD = ["--data-dir", "a b", "--json", 'it\'s "$HOME" `id` \\ ;&|*\ttab\nline', "", "method:top-k"]
 # Trains until it is told to save.
-LONG = 'trap "echo saved; exit 0" TERM; while :; do sleep 0.05; done'
+LONG = 'trap "sleep 0.5; echo saved; exit 0" TERM; while :; do sleep 0.05; done'
 
 
 @pytest.fixture
@@ -204,35 +205,38 @@ def test_setup_copies_what_git_knows_and_installs_it_again_and_again(tpu):
 
 
 def test_install_makes_an_environment_of_a_python_that_is_new_enough(world):
-    """The images of TPU VMs have Python 3.10 as python3; one that has no newer one is sent to uv."""
+    """The images of TPU VMs have Python 3.10 as python3; where there is no newer one, uv fetches one."""
     world.install("w0")
     machine = world.machine("w0")
-    (machine / ".venv" / "bin" / "python").unlink()
-    bin_folder = world.folder / "bin"
-    bin_folder.mkdir()
-    # Asked for its version an old one says no.
-    record = f'#!/bin/sh\n[ "$1" != -c ] || exit CODE\necho "$0 $*" >> {world.folder}/pythons\n'
-    (bin_folder / "python3").write_text(record.replace("CODE", "1"))
-    makes = f"mkdir -p .venv/bin; cp {bin_folder}/python3 .venv/bin/python\n"
-    (bin_folder / "python3.13").write_text(record.replace("CODE", "1"))
-    (bin_folder / "python3.12").write_text(record.replace("CODE", "0") + makes)
-    (bin_folder / "python3.11").write_text(record.replace("CODE", "1"))
-    for path in bin_folder.iterdir():
-        path.chmod(0o755)
+    folder = world.folder / "bin"
+    folder.mkdir()
+
+    def give(name, version, then=""):
+        """A Python that says it is of a version, and writes down what else it is told."""
+        claim = f'exec {sys.executable} -c "import sys; sys.version_info = (3, {version}, 0); $2"'
+        text = f'#!/bin/sh\n[ "$1" != -c ] || {claim}\necho "$0 $*" >> {world.folder}/pythons\n{then}\n'
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
 
     def install():
-        worker = machine / "tpu_scripts" / "worker"
-        path = {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
-        subprocess.run([worker, "install", "tpu"], env=path, check=True, capture_output=True)
-        found = (world.folder / "pythons").read_text().replace(f"{bin_folder}/", "").splitlines()
+        (machine / ".venv" / "bin" / "python").unlink()
+        path = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+        subprocess.run(
+            [machine / "tpu_scripts" / "worker", "install", "tpu"], env=path, check=True, capture_output=True
+        )
+        told = (world.folder / "pythons").read_text().replace(f"{folder}/", "").splitlines()
         (world.folder / "pythons").unlink()
-        return found
+        return told
 
+    makes = f"cp {folder}/made .venv/bin/python"
     pip = ".venv/bin/python -m pip install --quiet --disable-pip-version-check -e .[tpu]"
+    give("made", 12)
+    give("python3", 10, f'[ "$2" != uv ] || {makes}')
+    give("python3.13", 10)
+    give("python3.12", 12, makes)
+    give("python3.11", 10)
     assert install() == ["python3.12 -m venv --clear .venv", pip]
-    (machine / ".venv" / "bin" / "python").unlink()
-    (bin_folder / "python3.12").write_text(record.replace("CODE", "1"))
-    (bin_folder / "python3").write_text(record.replace("CODE", "1") + '[ "$2" != uv ] || { ' + makes.strip() + "; }\n")
+    give("python3.12", 10)
     assert install() == [
         "python3 -m pip install --quiet --user uv",
         "python3 -m uv venv --clear --seed --python 3.12 .venv",

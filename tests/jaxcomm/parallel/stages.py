@@ -110,7 +110,8 @@ class Run:
 
     def __call__(self, steps: list[Any], state: Any = None) -> tuple[Any, list[dict[str, np.ndarray]]]:
         """Runs batches: (state, metrics of every step)."""
-        state, metrics = self.start if state is None else state, []
+        metrics = []
+        state = self.start if state is None else state
         for batch in steps:
             state, new = self.compiled(state, batch)
             metrics.append(jax.tree.map(np.asarray, new))

@@ -118,9 +118,10 @@ def by_size(layer):
 
 def rows_of(run, state):
     """Each worker's parameters, (K, ...), of every stage."""
-    slots = state.params.rows if isinstance(state.params, jc.PerWorker) else state.params
-    if slots is state.params:
-        slots = [jnp.stack([slot] * K, 1) for slot in slots]
+    if isinstance(state.params, jc.PerWorker):
+        slots = [np.asarray(slot) for slot in state.params.rows]
+    else:
+        slots = [np.stack([slot] * K, 1) for slot in state.params]
     workers = [run.pipeline.param_slots.unstack([slot[:, w] for slot in slots]) for w in range(K)]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *workers)
 
