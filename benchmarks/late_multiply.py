@@ -130,7 +130,8 @@ def check(config: Config) -> tuple[list[Shape], list[int], list[str]]:
     Raises:
       ValueError: for what cannot be run, before a host starts.
     """
-    layers, counts = layers_of(config), [_count(text) for text in config.hosts.split(",")]
+    layers = parse_layers(config.layers or (SMALL if config.crossover else ALEXNET))
+    counts = [_count(text) for text in config.hosts.split(",")]
     rates = config.rate.split(",")
     for rate in rates:
         parse_rate(rate)
@@ -142,11 +143,6 @@ def check(config: Config) -> tuple[list[Shape], list[int], list[str]]:
         if not config.crossover and (config.batch < count or config.batch % count):
             raise ValueError(f"--batch is a multiple of the number of hosts, got {config.batch} for {count} hosts.")
     return layers, counts, rates
-
-
-def layers_of(config: Config) -> list[Shape]:
-    """Returns the kernels' shapes."""
-    return parse_layers(config.layers or (SMALL if config.crossover else ALEXNET))
 
 
 def parse_layers(text: str) -> list[Shape]:

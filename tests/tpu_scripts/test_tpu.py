@@ -298,6 +298,7 @@ def test_a_second_run_is_refused_on_all_while_one_worker_is_busy_and_stop_saves(
     assert stopped.returncode == 0
     assert "[w0] Nothing runs here." in stopped.stderr
     assert "[w1] digits has ended." in stopped.stderr
+    assert (ready.machine("w1") / "logs" / "digits.exit").read_text() == "0\n"
     shown = ready.call("logs", "--all")
     assert "[w1] saved\n" in shown.stdout
     assert "[w1] digits ended with 0." in shown.stderr
