@@ -180,7 +180,7 @@ def step_of(layout: str, mesh: Any, batch: int, image: int) -> tuple[Any, Any]:
     K = mesh.size
     shapes, features = parameters(image)
     dense = sorted(shapes)[CUT:]
-    specs = dict.fromkeys(shapes, P())
+    specs: dict[int, Any] = dict.fromkeys(shapes, P())
 
     def cross_entropy(logits: Any, labels: Any) -> Any:
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()

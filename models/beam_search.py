@@ -125,7 +125,7 @@ def beam_search(
         ended_scores, kept = lax.top_k(jnp.concatenate([search.ended_scores, ending], axis=1), K)
         ended = jnp.concatenate([search.ended_tokens, jnp.where(place, END, search.tokens)], axis=1)  # (B, 2 K, 1 + L)
         special = jnp.isin(jnp.arange(total.shape[-1]), jnp.asarray([PADDING, BEGIN, END]))
-        going = jnp.where(special | (step == L - 1), -jnp.inf, total)
+        going = jnp.where(special, -jnp.inf, total)
         scores, chosen = lax.top_k(going.reshape(B, -1), K)
         parents, tokens = chosen // total.shape[-1], chosen % total.shape[-1]  # (B, K)
         rows = (jnp.arange(B)[:, None] * K + parents).reshape(-1)  # (B K,)

@@ -48,10 +48,11 @@ def make_hybrid_step(
     - with other axes, P(None, "model"): model-parallel over other devices. Each worker's gradient, exchanged slice by
       slice over `axis_name` alone.
 
-    What comes before the exchange in the chain works on slices. What comes after it sees whole arrays, as under plain
-    `jax.jit`: a global norm is that of all parameters. So a step equals that of one device with all rows, momentum and
-    weight decay included, to float rounding (with `plump_dp`). If any gradient of any device is not finite, all skip
-    the step alike: parameters and the optimizer's state stay as they were, but for the counts.
+    The exchange, and what comes before it in the chain, work on slices: a threshold, a rank, a capacity is that of a
+    device's own slice of a tensor. What comes after it sees whole arrays, as under plain `jax.jit`: a global norm is
+    that of all parameters. So a step equals that of one device with all rows, momentum and weight decay included, to
+    float rounding (with `plump_dp`). If any gradient of any device is not finite, all skip the step alike: parameters
+    and the optimizer's state stay as they were, but for the counts.
 
     Convolutions copied, dense layers in slices of the same devices:
 

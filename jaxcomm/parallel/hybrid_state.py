@@ -63,10 +63,7 @@ def init_hybrid_state(
     params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, specs)
     model_state = jax.device_put(jax.tree.map(jnp.asarray, model_state), NamedSharding(mesh, P()))
 
-    def init(params: Any, model_state: Any) -> TrainState:
-        return _init(jax.tree.map(jnp.copy, params), jax.tree.map(jnp.copy, model_state), exchange)
-
-    return jax.jit(init)(params, model_state)
+    return jax.jit(lambda given: _init(given[0], given[1], exchange))((params, model_state))  # which copies
 
 
 def hybrid_state_shapes(

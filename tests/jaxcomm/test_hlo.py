@@ -172,7 +172,7 @@ def test_an_async_start_counts_the_computation_it_wraps_once():
 )
 @pytest.mark.parametrize("start", [False, True])
 def test_a_permutation_names_who_sends_to_whom(listed, pairs, start):
-    rest = f"channel_id=3, source_target_pairs={listed}, metadata={{op_name=\"jit(step)/ppermute\"}}"
+    rest = f'channel_id=3, source_target_pairs={listed}, metadata={{op_name="jit(step)/ppermute"}}'
     line = f"%s = f32[64]{{0}} collective-permute(%p), {rest}"
     if start:
         line = f"%s = (f32[64]{{0}}, f32[64]{{0}}, u32[], u32[]) collective-permute-start(%p), {rest}"

@@ -43,6 +43,8 @@ Where the paper is silent, or this differs:
   another one in the next step.
 """
 
+import math
+
 import numpy as np
 
 from .common import VALUE_DTYPES, check_value_dtype, floor_of_dropped
@@ -156,23 +158,24 @@ def n_kept_of_row(d: int, eta: float) -> int:
 
 def largest_of_row(row: np.ndarray, k: int) -> list[int]:
     """The features, ascending, of the k largest |row|: of equal ones the first; NaN is larger than infinity."""
-    left = list(range(row.size))
+    magnitudes = [abs(float(number)) for number in row]
+    left = list(range(len(magnitudes)))
     chosen = []
     for _ in range(k):
         best = left[0]
         for feature in left[1:]:  # ascending, so that an equal one does not take the place of an earlier one
-            if is_larger(abs(row[feature]), abs(row[best])):
+            if is_larger(magnitudes[feature], magnitudes[best]):
                 best = feature
         left.remove(best)
         chosen.append(best)
     return sorted(chosen)
 
 
-def is_larger(a: np.floating, b: np.floating) -> bool:
+def is_larger(a: float, b: float) -> bool:
     """a > b, where NaN is larger than every number."""
-    if np.isnan(a) or np.isnan(b):
-        return bool(np.isnan(a) and not np.isnan(b))
-    return bool(a > b)
+    if math.isnan(a):
+        return not math.isnan(b)
+    return a > b
 
 
 def send_masked(x: np.ndarray, mask: np.ndarray, value_dtype: str) -> np.ndarray:

@@ -1,5 +1,6 @@
 """A small model in stages, and the same model on one device."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ def params_of(widths: Sequence[int] = WIDTHS) -> list[Any]:
             "b": rng.normal(size=n).astype(np.float32) / 10,
             "w": (rng.normal(size=(m, n)) / np.sqrt(m)).astype(np.float32),
         }
-        for m, n in zip(widths, widths[1:], strict=False)
+        for m, n in itertools.pairwise(widths)
     ]
 
 
@@ -98,14 +99,14 @@ class Run:
 
     def __init__(self, pipeline: jc.Pipeline, params: Any, tx: Any, model_state: Any = None, batch: Any = None, **axes):
         self.pipeline, self.tx, self.mesh = pipeline, tx, jc.make_mesh(**axes)
-        self.axis_name = tuple(axes)[:-1] if len(axes) > 2 else tuple(axes)[0]
-        options = {"axis_name": self.axis_name, "stage_axis": tuple(axes)[-1]}
+        *workers, stage_axis = axes
+        options = {"axis_name": tuple(workers) if len(workers) > 1 else workers[0], "stage_axis": stage_axis}
         self.batch = batches(1)[0] if batch is None else batch
         self.start = jc.init_pipeline(
             pipeline, params, tx, self.mesh, model_state=model_state, batch=self.batch, **options
         )
-        self.step = jc.make_pipeline_step(pipeline, tx, self.mesh, donate=False, **options)
-        self.traced = self.step.trace(self.start, self.batch)
+        step: Any = jc.make_pipeline_step(pipeline, tx, self.mesh, donate=False, **options)
+        self.traced = step.trace(self.start, self.batch)
         self.compiled = self.traced.lower().compile(QUICKLY)
 
     def __call__(self, steps: list[Any], state: Any = None) -> tuple[Any, list[dict[str, np.ndarray]]]:

@@ -129,9 +129,12 @@ def same_place(array, shape):
 
 
 def test_a_donated_state_leaves_the_callers_parameters_alone():
-    mine, tx, mesh = sliced.params(), optax.chain(jc.plump_dp(), SGD), jc.make_mesh(data=4)
-    state = init_hybrid_state(mine, tx, mesh, sliced.OVER_WORKERS)
-    make_hybrid_step(sliced.split, tx, mesh, sliced.OVER_WORKERS)(state, next(sliced.batches(1)))
+    """Even where they lie on the mesh already, as the state's do."""
+    tx, mesh, specs = optax.chain(jc.plump_dp(), SGD), jc.make_mesh(data=4), sliced.OVER_WORKERS
+    mine = hybrid_state_shapes(sliced.params(), tx, mesh, specs).params
+    mine = jax.device_put(sliced.params(), jax.tree.map(lambda leaf: leaf.sharding, mine))
+    state = init_hybrid_state(mine, tx, mesh, specs)
+    make_hybrid_step(sliced.split, tx, mesh, specs)(state, next(sliced.batches(1)))
     np.testing.assert_array_equal(mine["up"]["kernel"], sliced.params()["up"]["kernel"])
     assert state.params["up"]["kernel"].is_deleted()
 

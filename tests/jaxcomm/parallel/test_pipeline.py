@@ -1,7 +1,6 @@
 """A model in stages is the model: against one device, against DCT-MP in NumPy, and what crosses the boundaries."""
 
 import functools
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -144,6 +143,9 @@ def masked_run():
     return cut(3, tx, data=2, boundaries=MASKED, micro_batches=2)
 
 
+loss_and_gradient = jax.jit(jax.value_and_grad(lambda x, batch: loss_fn(x, batch)[0]))
+
+
 class MaskedReference:
     """Three stages with a boundary of DCT-MP and one of top-k gradients, by hand: per worker and micro-batch."""
 
@@ -166,13 +168,13 @@ class MaskedReference:
     def _part(self, micro, masked, topk):
         x, pulls = None, []
         for stage, function in enumerate(self.stages):
-            x, pull = jax.vjp(partial(function, batch=micro), self.params[stage], x)
+            x, pull = jax.vjp(functools.partial(function, batch=micro), self.params[stage], x)
             pulls.append(pull)
             if stage == 0:
                 x = jnp.asarray(masked.forward(x))
             if stage == 1:  # activations travel as bfloat16 too
                 x = x.astype(jnp.bfloat16).astype(jnp.float32)
-        loss, gradient = jax.value_and_grad(jax.jit(lambda x: loss_fn(x, micro)[0]))(x)
+        loss, gradient = loss_and_gradient(x, micro)
         third, gradient = pulls[2](gradient)
         # The gradient of a mean over the parts of one worker: what crosses is its share of it.
         second, gradient = pulls[1](2 * topk.backward(gradient / 2))
@@ -245,7 +247,7 @@ def test_errors_of_a_pipeline():
 
 def test_errors_of_a_plan():
     (batch,) = batches(1)
-    with pytest.raises(ValueError, match=r"multiple of the micro-batches, got 16 rows for 3 micro-batches: use another"):
+    with pytest.raises(ValueError, match=r"multiple of the micro-batches, got 16 rows for 3 micro-batches: use an"):
         make_pipeline(2, micro_batches=3).plan(batch)
     with pytest.raises(ValueError, match=r"got 0 rows for 1 micro-batches"):
         make_pipeline(2).plan({**batch, "y": np.float32(0)})

@@ -1,4 +1,4 @@
-"""The exchange of a pipeline's gradients, stage by stage; skipped steps, residuals, saved states, and what is refused."""
+"""The exchange of a pipeline's gradients, by stages; skipped steps, residuals, saved states, and what is refused."""
 
 import functools
 
@@ -286,7 +286,10 @@ def mesh_of(**axes):
         ({"data": 2}, r"axes \('data', 'stage'\), got \{'data': 2\}: make it with make_mesh\(data=..., stage=...\), 1"),
         ({"stage": 2}, r"axes \('data', 'stage'\), got \{'stage': 2\}: make it with make_mesh\(data=..., stage=...\)"),
         ({"data": 2, "stage": 2, "model": 2}, r"got \{'data': 2, 'stage': 2, 'model': 2\}: make it with make_mesh"),
-        ({"data": 2, "stage": 4}, r"a place for each, got 4 for 2 stages: make the mesh with stage=2, or cut .* into 4"),
+        (
+            {"data": 2, "stage": 4},
+            r"a place for each, got 4 for 2 stages: make the mesh with stage=2, or cut .* in",
+        ),
     ],
 )
 def test_errors_of_the_mesh(axes, message):
@@ -302,9 +305,12 @@ def test_errors_of_the_chain():
         lambda tx: jc.make_pipeline_step(make_pipeline(2), tx, mesh_of()),
         lambda tx: jc.init_pipeline(make_pipeline(2), PARAMS, tx, mesh_of()),
     ):
-        with pytest.raises(ValueError, match=r"adam"):
+        with pytest.raises(
+            ValueError,
+            match=r"one for all workers, got optax.chain\(scale_by_adam, scale, topk\): scale_by_adam before",
+        ):
             make(wrong_order)
-    with pytest.raises(ValueError, match=r"one transformation that averages over the workers, got a chain without: put"):
+    with pytest.raises(ValueError, match=r"one transformation that averages over the workers, got a chain without: "):
         jc.init_pipeline(make_pipeline(2), PARAMS, optax.sgd(0.1), mesh_of())
 
 
@@ -315,9 +321,17 @@ TOPK = [jc.dct_mp(0.5, kind="topk_gradient")]
     ("options", "given", "message"),
     [
         ({}, {"params": PARAMS[::-1]}, r"params have the shapes that it was made with, got .*: make the Pipeline with"),
-        ({}, {"params": jax.tree.map(jnp.bfloat16, PARAMS)}, r"params have the shapes that it was made with, got .*bfl"),
+        (
+            {},
+            {"params": jax.tree.map(jnp.bfloat16, PARAMS)},
+            r"params have the shapes that it was made with, got .*bf",
+        ),
         ({}, {"params": PARAMS[:1]}, r"params have the shapes that it was made with"),
-        ({}, {"model_state": MEANS}, r"agree on a model state, got one for a pipeline without: pass model_state= to bo"),
+        (
+            {},
+            {"model_state": MEANS},
+            r"agree on a model state, got one for a pipeline without: pass model_state= to",
+        ),
         ({"has_state": True}, {}, r"agree on a model state, got none for a pipeline with one: pass model_state= to"),
         ({"has_state": True}, {"model_state": MEANS[::-1]}, r"model_state have the shapes that it was made with, got"),
         ({"boundaries": TOPK}, {}, r"one for every row of a batch, got no batch: pass batch= to init_pipeline, or the"),
@@ -334,7 +348,7 @@ def test_an_integer_in_the_model_state_is_refused():
     counts = [jnp.zeros((), jnp.int32)]
     stage = [lambda params, state, x, batch: (batch["x"], state)]
     pipeline = jc.Pipeline(stage, loss_fn, [()], model_state=counts)
-    with pytest.raises(ValueError, match=r"averaged over the workers, so its leaves are of a real floating type, got in"):
+    with pytest.raises(ValueError, match=r"averaged over the workers, so its leaves are of a real floating type, got "):
         jc.init_pipeline(pipeline, [()], PLUMP, mesh_of(data=K, stage=1), model_state=counts)
 
 

@@ -109,5 +109,7 @@ def test_shapes_alone_plan_alike_and_a_slot_may_be_traced():
 def test_a_gradient_goes_through_the_slots_and_is_zero_where_nothing_lies():
     trees = [{"w": jnp.arange(6.0).reshape(2, 3)}, {"w": jnp.arange(4.0)}]
     slots = plan_slots(trees)
-    (gradient,) = jax.grad(lambda own: jnp.sum(slots.of_stage(1, own)["w"] ** 2))([slot[1] for slot in slots.stack(trees)])
+    (gradient,) = jax.grad(lambda own: jnp.sum(slots.of_stage(1, own)["w"] ** 2))(
+        [slot[1] for slot in slots.stack(trees)]
+    )
     np.testing.assert_array_equal(gradient, [0, 2, 4, 6, 0, 0])
