@@ -172,7 +172,8 @@ def _group_size(rest: str, devices: int, line: str) -> int:
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=", rest)
     if iota:
         return int(iota.group(2))
-    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", rest)
+    # In jax 0.10 the order of the devices may stand in between: mesh[...], device_ids=([2,2]T(1,0)) {...}.
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(.*?\))?\s*\{([^}]*)\}", rest)
     if mesh:
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh.group(1))}
         axes = re.findall(r"'([^']+)'", mesh.group(2))

@@ -64,6 +64,18 @@ class InnerRows(PerWorker):
     axis: str = field(metadata={"static": True})
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SliceRows(PerWorker):
+    """State of the exchange of slices, a row for each place along some axes of the mesh; the same along the others.
+
+    Attributes:
+      axes: those of the workers, where it differs between them, and then those of the slices; outermost first.
+    """
+
+    axes: tuple[str, ...] = field(metadata={"static": True})
+
+
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Every:

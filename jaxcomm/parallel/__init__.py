@@ -2,7 +2,7 @@
 
 from jaxcomm.parallel.chain import check_chain
 from jaxcomm.parallel.hybrid import make_hybrid_step, make_partitioned_step
-from jaxcomm.parallel.hybrid_state import init_hybrid_state
+from jaxcomm.parallel.hybrid_state import hybrid_state_shapes, init_hybrid_state
 from jaxcomm.parallel.mesh import make_mesh
 from jaxcomm.parallel.pipeline import Pipeline
 from jaxcomm.parallel.pipeline_step import init_pipeline, make_pipeline_step, pipeline_model_state, pipeline_params
@@ -16,6 +16,7 @@ __all__ = [
     "TrainState",
     "check_chain",
     "global_params",
+    "hybrid_state_shapes",
     "init_hybrid_state",
     "init_pipeline",
     "init_state",

@@ -198,7 +198,7 @@ def check_chain(tx: optax.GradientTransformation) -> list[str]:
       Lin et al., "Deep Gradient Compression", ICLR 2018, sections 3.1 and 3.2: momentum correction, local clipping.
       https://github.com/PaddlePaddle/Paddle/pull/21278: weight decay goes before the accumulation.
     """
-    links = _links(tx, (), {})
+    links = chain_links(tx, (), {})
     order = "optax.chain(" + ", ".join(str(link) for link in links) + ")"
     exchanges = [link for link in links if link.is_in(EXCHANGES)]
     for first, second in combinations(exchanges, 2):
@@ -323,35 +323,35 @@ def _parts(links: list[Link], exchanges: list[Link], order: str) -> Iterator[str
         )
 
 
-def _links(tx: Any, within: tuple[str, ...], part: Mapping[Hashable, Hashable]) -> list[Link]:
+def chain_links(tx: Any, within: tuple[str, ...], part: Mapping[Hashable, Hashable]) -> list[Link]:
     """Returns the links of a transformation in order; those of the labels of a partition one after the other."""
     update = getattr(tx, "update", None)
     steps = getattr(update, "__self__", None)
     if isinstance(steps, optax.MultiSteps):
-        links = _links(steps.inner_opt, (*within, "MultiSteps"), part)
+        links = chain_links(steps.inner_opt, (*within, "MultiSteps"), part)
         return [*links, Link("MultiSteps", known=True, within=within, part=part)]
-    package, name, args = _made_by(update)
+    package, name, args = made_by(update)
     if package == "jaxcomm" and name != "already_mean":
         inner = [value for value in args.values() if isinstance(value, optax.GradientTransformation)]
-        inner = tuple(link for value in inner for link in _links(value, (), {})) if name == "hierarchical" else ()
+        inner = tuple(link for value in inner for link in chain_links(value, (), {})) if name == "hierarchical" else ()
         return [Link(name, args, name in EXCHANGES, within, part, inner)]
     if package not in ("optax", "jaxcomm"):
         return [Link(name, args, False, within, part)]
-    _, _, init_args = _made_by(getattr(tx, "init", None))
+    _, _, init_args = made_by(getattr(tx, "init", None))
     if name == "chain" and len(args.get("update_fns", ())) == len(init_args.get("init_fns", ())) > 0:
         pairs = zip(init_args["init_fns"], args["update_fns"], strict=True)
-        return [link for pair in pairs for link in _links(optax.GradientTransformation(*pair), within, part)]
+        return [link for pair in pairs for link in chain_links(optax.GradientTransformation(*pair), within, part)]
     if name == "named_chain" and "transforms" in args:
-        return [link for _, one in args["transforms"] for link in _links(one, within, part)]
+        return [link for _, one in args["transforms"] for link in chain_links(one, within, part)]
     if name == "partition" and "transforms" in args:
         ones: Mapping[Hashable, Any] = args["transforms"]
         within, labels = (*within, name), frozenset(ones)
-        return [link for label, one in ones.items() for link in _links(one, within, {**part, labels: label})]
+        return [link for label, one in ones.items() for link in chain_links(one, within, {**part, labels: label})]
     if name == "wrapped_transform":
         return _injected(args, init_args, (*within, "inject_hyperparams"), part)
     if WRAPPERS.get(name) in args:
         inside = {**part, "mask": id(args["mask"])} if "mask" in args else part
-        links = _links(args[WRAPPERS[name]], (*within, name), inside)
+        links = chain_links(args[WRAPPERS[name]], (*within, name), inside)
         return [*links, Link(name, args, True, within, part)] if name in STATEFUL else links
     if name == "add_decayed_weights" and _number(args.get("weight_decay")) == 0:
         name = "identity"
@@ -368,10 +368,10 @@ def _injected(
         made = args["inner_factory"](**args["other_hps"], **init_args["numeric_hps"], **scheduled)
     except Exception:  # a factory may refuse any argument, and what cannot be made is not known
         return [Link("inject_hyperparams", args, False, within, part)]
-    return _links(made, within, part)
+    return chain_links(made, within, part)
 
 
-def _made_by(function: Any) -> tuple[str, str, dict[str, Any]]:
+def made_by(function: Any) -> tuple[str, str, dict[str, Any]]:
     """Returns the package and the factory that a function comes from, and the variables in its closure."""
     while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
         function = function.func if isinstance(function, functools.partial) else function.__wrapped__

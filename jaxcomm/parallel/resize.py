@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jaxcomm.parallel.state import is_per_worker
-from jaxcomm.types import InnerRows, OwnedRows, PerWorker
+from jaxcomm.types import InnerRows, OwnedRows, PerWorker, SliceRows
 
 
 def resize_workers(state: Any, workers: int) -> Any:
@@ -26,7 +26,7 @@ def resize_workers(state: Any, workers: int) -> Any:
       The state with (K, ...) NumPy rows.
 
     Raises:
-      ValueError: for fewer than one worker, or a state of `hierarchical`.
+      ValueError: for fewer than one worker, or a state of `hierarchical` or of slices along other axes.
     """
     if workers < 1:
         raise ValueError(f"A run has at least one worker, got {workers}: pass a positive integer.")
@@ -43,6 +43,11 @@ def resize_workers(state: Any, workers: int) -> Any:
             raise ValueError(
                 "Shares of tensors lie with the workers of a group, got a state of hierarchical() to resize: go on "
                 "with the mesh that the run began with."
+            )
+        if isinstance(node, SliceRows):
+            raise ValueError(
+                f"Rows of slices lie along {node.axes}, got a state of parameters in slices to resize: go on with the "
+                "mesh that the run began with."
             )
         if isinstance(node, OwnedRows):  # every part has its owner: put together, and dealt out again
             return OwnedRows(np.repeat(np.asarray(node.whole())[None], workers, axis=0))

@@ -6,7 +6,7 @@ devices that hold the same slices of other workers' gradients.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -21,19 +21,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
 from jaxcomm.parallel.split_chain import SplitChain, check_passes_by, check_works_on_slices, split_chain
 from jaxcomm.parallel.state import in_axes_of_workers, is_per_worker
 from jaxcomm.transforms.local_sgd import is_finite_tree
-from jaxcomm.types import ExchangeMetrics, InnerRows, PerWorker, exchange_metrics
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class SliceRows(PerWorker):
-    """State of the exchange of slices, a row for each place along some axes of the mesh; the same along the others.
-
-    Attributes:
-      axes: those of the workers, where it differs between them, and then those of the slices; outermost first.
-    """
-
-    axes: tuple[str, ...] = field(metadata={"static": True})
+from jaxcomm.types import ExchangeMetrics, InnerRows, PerWorker, SliceRows, exchange_metrics
 
 
 class SlicedState(NamedTuple):

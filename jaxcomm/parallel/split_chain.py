@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomm.collectives.axis import AxisName
-from jaxcomm.parallel.chain import CLIPS, _links, _made_by
+from jaxcomm.parallel.chain import CLIPS, chain_links, made_by
 from jaxcomm.parallel.state import in_axes_of_workers
 from jaxcomm.types import communication_period, exchange_metrics
 
@@ -50,7 +50,7 @@ def split_chain(
     Raises:
       ValueError: if none or several of the links are exchanges, or one is local or in `already_mean`.
     """
-    if any("already_mean" in link.within for link in _links(tx, (), {})):
+    if any("already_mean" in link.within for link in chain_links(tx, (), {})):
         raise ValueError(
             "PartitionSpecs say which gradients are whole, got already_mean in a chain for parameters in slices: take "
             "the exchange without it."
@@ -80,7 +80,7 @@ def check_works_on_slices(chain: SplitChain) -> None:
     Raises:
       ValueError: for a clip by a norm, a link of its own or inside of the exchange (dgc, iwp).
     """
-    for link in _links(chain.exchange, (), {}):
+    for link in chain_links(chain.exchange, (), {}):
         clips = [value for value in link.args.values() if getattr(value, "clip", None) is not None]
         if link.is_in(_NOT_OF_A_SLICE) or clips:
             raise ValueError(
@@ -96,7 +96,7 @@ def check_passes_by(exchange: optax.GradientTransformation) -> None:
     Raises:
       ValueError: for dgc and iwp with momentum.
     """
-    for link in _links(exchange, (), {}):
+    for link in chain_links(exchange, (), {}):
         if link.momentum > 0:
             raise ValueError(
                 f"Parameters whose gradients are whole pass the exchange by, got {link.name} with "
@@ -107,8 +107,8 @@ def check_passes_by(exchange: optax.GradientTransformation) -> None:
 
 def _chained(tx: Any) -> list[optax.GradientTransformation]:
     """Returns the links of nested chains in order; Optax keeps them in the closures of two functions."""
-    package, name, args = _made_by(tx.update)
-    _, _, init_args = _made_by(tx.init)
+    package, name, args = made_by(tx.update)
+    _, _, init_args = made_by(tx.init)
     if package == "optax" and name == "chain" and len(args.get("update_fns", ())) == len(init_args.get("init_fns", ())):
         pairs = zip(init_args["init_fns"], args["update_fns"], strict=True)
         return [link for pair in pairs for link in _chained(optax.GradientTransformationExtraArgs(*pair))]

@@ -19,6 +19,7 @@ from jaxcomm.types import (
     InnerRows,
     LocalRows,
     PerWorker,
+    SliceRows,
     already_mean_paths,
     communication_period,
     exchange_metrics,
@@ -61,6 +62,7 @@ def state_specs(state: Any, axis_name: AxisName = "data") -> Any:
     def spec(node: Any) -> Any:
         if is_per_worker(node):
             rows = P(node.axis) if isinstance(node, InnerRows) else P(axis_name)
+            rows = P(node.axes) if isinstance(node, SliceRows) else rows
             return jax.tree.map(lambda _: rows, node)
         return P()
 

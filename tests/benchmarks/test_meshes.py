@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks.meshes import MESHES, TWINS, train_losses
+from benchmarks.meshes import TWINS, train_losses
 from configs import CONFIGS
 from models.transformer import smoothed_losses
 from tests.models.twins import TWINS as SMALL

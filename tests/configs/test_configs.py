@@ -34,7 +34,9 @@ def test_a_name_is_taken_from_the_arguments():
     assert take_config(["mnist", "--steps", "3"]) == (CONFIGS["mnist"], ["--steps", "3"])
     for args in ([], ["--steps", "3"], ["method:top-k"]):
         assert take_config(args) == (CONFIGS["digits"], args)
-    with pytest.raises(ValueError, match=r"An experiment is one of digits, mnist, .*, got 'mnits' \(did you mean 'mnist'\?\)"):
+    with pytest.raises(
+        ValueError, match=r"An experiment is one of digits, mnist, .*, got 'mnits' \(did you mean 'mnist'\?\)"
+    ):
         take_config(["mnits"])
 
 

@@ -47,6 +47,7 @@ GROUPS = "channel_id=1, replica_groups={{0,1,2,3}}, use_global_device_ids=true"
         ("[4,2]<=[2,4]T(1,0)", 2),
         ("mesh['data'=4] {'data'}", 4),
         ("mesh['data'=2,'model'=3] {'data'}", 2),
+        ("mesh['axis_0'=1,'axis_1'=3,'axis_2'=2], device_ids=([2,3]T(1,0)) {'axis_1'}", 3),
         ("mesh['data'=2,'model'=3] {'model','data'}", 6),
         ("{}", 4),
     ],

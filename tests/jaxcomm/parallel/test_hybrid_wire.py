@@ -1,7 +1,5 @@
 """Bytes of steps for parameters in slices: predicted, traced, and in the compiled text."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -22,9 +20,8 @@ METHODS = {"plump_dp": jc.plump_dp(), "quant_dp": jc.quant_dp(8)}
 
 
 def program_of(lowered):
-    """The collectives of a compiled program, the order of devices left out, a notation of jax 0.10."""
-    text = lowered.compile().as_text()
-    return read_program(re.sub(r", device_ids=\(.*?\) \{", " {", text))
+    """The collectives of a compiled program."""
+    return read_program(lowered.compile().as_text())
 
 
 def wire_of(name, tx, data, model=None):

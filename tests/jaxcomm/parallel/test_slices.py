@@ -9,8 +9,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm.parallel.slices import SliceRows, plan_slices
+from jaxcomm.parallel.slices import plan_slices
 from jaxcomm.parallel.split_chain import split_chain
+from jaxcomm.types import SliceRows
 
 K, M = 2, 2
 SPECS = {"copy": P(), "model": P(None, "model"), "whole": P("data"), "whole_too": P("model", "data")}
@@ -81,6 +82,15 @@ def test_each_slice_is_exchanged_as_if_it_were_alone(tx):
     assert float(state.metrics.sent) == sent
     for name in ("whole", "whole_too"):
         np.testing.assert_array_equal(means[name], given[-1][name])
+
+
+def test_rows_of_slices_have_their_specs_and_are_not_resized():
+    _, state = exchange_of(jc.topk(0.9))
+    specs = jax.tree.leaves(jc.state_specs(state), is_leaf=lambda node: isinstance(node, P))
+    assert {str(P("data")), str(P(("data", "model"))), str(P(("model",))), str(P())} >= set(map(str, specs))
+    assert P(("data", "model")) in specs
+    with pytest.raises(ValueError, match=r"lie along .*'model'.*, got a state of parameters in slices"):
+        jc.resize_workers(state, 3)
 
 
 def test_workers_along_two_axes():
