@@ -135,17 +135,18 @@ def train(config: Config, K: int, kept: float) -> Any:
     from jaxcomm.selectors import select_topk
     from jaxcomm.selectors.importance import importance
     from models.cnn import Cnn
+    from models.functional import apply, split
 
     images, labels = _digits()
-    graph, variables = nnx.split(Cnn((8, 8, 1), 10, rngs=nnx.Rngs(config.seed)), nnx.Param)
+    model = split(Cnn((8, 8, 1), 10, rngs=nnx.Rngs(config.seed)))
     layout = regions_of(K, kept).layout
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        logits = nnx.merge(graph, params, copy=True)(batch["image"])
+        logits, _ = apply(model.graph, params, {}, batch, training=True)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
     tx = optax.chain(jc.dgc(1 - kept, momentum=MOMENTUM, collective="gather"), optax.sgd(config.learning_rate))
-    state = jc.init_state(nnx.to_pure_dict(variables), tx, K)
+    state = jc.init_state(model.params, tx, K)
     step = jc.simulate(loss, tx, K)
 
     @jax.jit
@@ -191,8 +192,9 @@ def shapes() -> Any:
     from flax import nnx
 
     from models.cnn import Cnn
+    from models.functional import split
 
-    return nnx.to_pure_dict(jax.eval_shape(lambda: nnx.state(Cnn((8, 8, 1), 10, rngs=nnx.Rngs(0)), nnx.Param)))
+    return jax.eval_shape(lambda: split(Cnn((8, 8, 1), 10, rngs=nnx.Rngs(0))).params)
 
 
 def regions_of(K: int, kept: float) -> Any:
