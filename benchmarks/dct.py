@@ -91,7 +91,7 @@ class Config:
 
     seeds: int = 3
     """Runs of each setting, with the seeds 0, 1, ..."""
-    steps: int = 2000
+    steps: int = 1000
     """Training steps of 128 rows."""
     life_span: int = 10
     """Steps between two refreshes of DCT-DP's thresholds; the paper's 1000 suits its 300,000 steps."""

@@ -117,7 +117,7 @@ def train_losses(
       mesh_name: one of `MESHES`.
 
     Returns:
-      The loss of every step; None for the hybrid mesh and a model that has nothing to lie in slices.
+      The loss of every step; None for a model with fewer blocks than stages, or with nothing to lie in slices.
     """
     import optax
 
@@ -127,7 +127,9 @@ def train_losses(
     mesh = jc.make_mesh(**MESHES[mesh_name])
     tx = optax.chain(jc.plump_dp(), optax.add_decayed_weights(1e-4), optax.sgd(0.02, momentum=0.9))
     if "stage" in mesh.shape:
-        model = make()
+        model: Any = make()
+        if len(model.blocks) < mesh.shape["stage"]:
+            return None
         steps = _pipeline(model, choose_cuts(model, mesh.shape["stage"], None), loss_fn, tx, mesh)
     elif "model" in mesh.shape:
         steps = _partitioned(make(), loss_fn, tx, mesh)

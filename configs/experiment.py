@@ -143,12 +143,18 @@ def check(experiment: Experiment, num_processes: int) -> None:
             f"--drop-every is a positive number of steps with --schedule drops, and none with others, got "
             f"{experiment.drop_every} with {experiment.schedule}."
         )
+    if experiment.drop_every is not None and experiment.drop_every <= experiment.warmup_steps:
+        raise ValueError(
+            f"The first drop comes after the warm-up, got --drop-every {experiment.drop_every} with --warmup-steps "
+            f"{experiment.warmup_steps}: drop later, or warm up for fewer steps."
+        )
     if experiment.stages > 1 and experiment.slices > 1:
         raise ValueError(
             f"A run is a pipeline or has slices, got --stages {experiment.stages} with --slices {experiment.slices}: "
             "leave one of them at 1."
         )
-    if experiment.stages == 1 and (experiment.micro_batches > 1 or experiment.cuts or experiment.boundary.sparsity):
+    has_boundary = experiment.boundary != BoundaryFields()
+    if experiment.stages == 1 and (experiment.micro_batches > 1 or experiment.cuts or has_boundary):
         raise ValueError(
             "Only a pipeline has micro-batches, cuts and boundaries, got some for one stage: give --stages as well."
         )

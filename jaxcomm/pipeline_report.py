@@ -71,7 +71,7 @@ def pipeline_report(
     Raises:
       ValueError: if the batch does not divide.
     """
-    check_batch(batch, workers * pipeline.micro_batches)
+    check_batch(batch, workers, pipeline.micro_batches)
     own = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // workers, *leaf.shape[1:]), leaf.dtype), batch
     )

@@ -79,10 +79,11 @@ def run(experiment: Experiment, processes: Processes) -> int:
     curves = {}
     for (each, method), job in zip(runs, jobs, strict=True):
         each = dataclasses.replace(each, out=out)
-        with Bar(run_name(method), experiment.steps, shows=shows) as bar:
+        name = run_name(method, each.boundary)
+        with Bar(name, experiment.steps, shows=shows) as bar:
             ended = train(each, method, processes, bar, job)
         rows.append(ended.summary.record())
-        curves[run_name(method)] = ended.evaluations
+        curves[name] = ended.evaluations
         if not ended.finished:
             if shows:
                 print(f"Stopped and saved after step {ended.summary.steps}; go on with --resume.")

@@ -81,8 +81,9 @@ def choose_cuts(model: Model, stages: int, cuts: tuple[int, ...] | None) -> tupl
         )
     if isinstance(model, Dlrm) and count == 9 and stages in _DLRM_CUTS:
         return _DLRM_CUTS[stages]
-    if isinstance(model, Transformer) and stages in (2, 3, 5):
+    if isinstance(model, Transformer):
         late, middle = -(-model.layers * 5 // 6), -(-model.layers // 2)  # 5 and 3 of 6
-        both = {2: ((late,), ()), 3: ((late,), (late,)), 5: ((middle, late), (middle, late))}[stages]
-        return model.cuts_after_relu(encoder=sorted(set(both[0])), decoder=sorted(set(both[1])))
+        both = {2: ((late,), ()), 3: ((late,), (late,)), 5: ((middle, late), (middle, late))}
+        if stages in both and (stages < 5 or middle < late):
+            return model.cuts_after_relu(encoder=both[stages][0], decoder=both[stages][1])
     return tuple(round(stage * count / stages) for stage in range(1, stages))

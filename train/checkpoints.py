@@ -74,7 +74,8 @@ class Checkpoints:
           about: what must be the same; the number of workers need not.
 
         Raises:
-          ValueError: if the checkpoint is of another experiment.
+          ValueError: if the checkpoint is of another experiment, or of another number of workers where there are stages
+            or slices.
         """
         head = self._manager.restore(
             step, args=ocp.args.Composite(data=ocp.args.JsonRestore(), about=ocp.args.JsonRestore())
@@ -91,6 +92,12 @@ class Checkpoints:
         if old == new:
             state = self._read(step, _plain(like))
             return Restored(_typed(state, like), head["data"], "")
+        split = {axis: size for axis, size in mesh.shape.items() if axis != "data" and size > 1}
+        if split:
+            raise ValueError(
+                "Another number of workers is for workers alone, not for stages or slices, got a checkpoint of "
+                f"{old} workers for {new} on a mesh with {split}: go on with --workers {old}."
+            )
         rows = jax.tree.map(lambda node: _on_host(node, old), like, is_leaf=is_per_worker)
         state = jc.resize_workers(_typed(self._read(step, _plain(rows)), like), new)
         placed = jax.tree.map(

@@ -87,14 +87,15 @@ def train(
     tests = eval_batches(experiment.dataset, **where)
     about = describe(experiment, method)
 
-    folder = experiment.out / run_name(method)
+    name = run_name(method, experiment.boundary)
+    folder = experiment.out / name
     checkpoints = Checkpoints(folder / "checkpoints")
     done, state = checkpoints.last() or 0, job.start(experiment.seed)
     if done:
         restored = checkpoints.restore(done, state, job.mesh, about)
         state = restored.state
         batches.restore(restored.data)
-        progress.say(f"{run_name(method)}: resumed after step {done}. {restored.message}".rstrip())
+        progress.say(f"{name}: resumed after step {done}. {restored.message}".rstrip())
     rare = partial(is_rare, method)
     log = Log(folder / "metrics.jsonl", job.report, rare, after=done, writes=processes.index == 0)
 
@@ -137,10 +138,10 @@ def train(
     batches.close()
 
     evaluated = log.evaluations and log.evaluations[-1].step == step
-    scores = log.evaluations[-1].scores if evaluated else evaluate(state, at_end=True)
+    scores = log.evaluations[-1].scores if evaluated else evaluate(state, at_end=step == experiment.steps)
     per_step = log.bytes_received / max(step, 1)
     summary = Summary(
-        method=run_name(method),
+        method=name,
         workers=experiment.workers,
         seed=experiment.seed,
         scores=scores,

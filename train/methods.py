@@ -6,7 +6,7 @@ from collections.abc import Callable
 import optax
 
 import jaxcomm as jc
-from configs.experiment import Experiment
+from configs.experiment import BoundaryFields, Experiment
 from configs.methods import (
     DctDp,
     Dgc,
@@ -45,10 +45,18 @@ def method_name(method: Method) -> str:
     return FACTORIES[type(method)].__name__
 
 
-def run_name(method: Method) -> str:
-    """Returns the name of a run's folder and curve: the method's, and of averaged models how often."""
+def run_name(method: Method, boundary: BoundaryFields | None = None) -> str:
+    """Returns the name of a run's folder and curve: the method's, of averaged models how often, and the boundary's.
+
+    So a pipeline with a boundary has another folder than its baseline, which sends whole activations.
+    """
     name = method_name(method)
-    return f"{name}-p{method.p}" if isinstance(method, PlumpDp) and method.p > 1 else name
+    if isinstance(method, PlumpDp) and method.p > 1:
+        name += f"-p{method.p}"
+    if boundary is None or boundary == BoundaryFields():
+        return name
+    name += f"-{boundary.kind}-{boundary.sparsity:g}"
+    return name if boundary.value_dtype is None else f"{name}-{boundary.value_dtype}"
 
 
 def is_local(method: Method) -> bool:

@@ -40,8 +40,17 @@ class Classification:
         self.num_classes, self.label_smoothing = info.num_classes, label_smoothing
 
     def loss(self, output: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Scalars]:
-        """Returns the mean cross entropy and the accuracy."""
+        """Returns the mean cross entropy and the accuracy.
+
+        Raises:
+          ValueError: for auxiliary heads with smoothing.
+        """
         logits = output[0] if isinstance(output, tuple) else output
+        if isinstance(output, tuple) and self.label_smoothing:
+            raise ValueError(
+                f"Auxiliary heads are learned without smoothing, got --label-smoothing {self.label_smoothing} for "
+                f"{len(output) - 1} of them: leave it at 0, or make the model without."
+            )
         right = jnp.argmax(logits, axis=-1) == batch["label"]
         if isinstance(output, tuple):
             return mean_loss(output, batch["label"]), {"accuracy": right.mean()}
@@ -52,15 +61,17 @@ class Classification:
         return losses.mean(), {"accuracy": right.mean()}
 
     def rows(self, output: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns every row's loss, and its logits where there are enough classes for a top-5."""
+        """Returns every row's loss, whether it is right, and, of more than 10 classes, whether it is in the top 5."""
         found = {
             "loss": optax.softmax_cross_entropy_with_integer_labels(output, batch["label"]),
             "right": jnp.argmax(output, axis=-1) == batch["label"],
         }
         if self.num_classes > 10:
-            # As the libraries do, ties go to the highest class.
-            own = jnp.take_along_axis(output, batch["label"][:, None], axis=-1)
-            found["in_top5"] = jnp.sum(output > own, axis=-1) < 5
+            # As scikit-learn has it, ties go to the highest class. Nothing is below NaN, so that it is never right.
+            label = batch["label"][:, None]
+            own = jnp.take_along_axis(output, label, axis=-1)
+            tied = (output == own) & (jnp.arange(output.shape[-1]) > label)
+            found["in_top5"] = jnp.sum(~(output <= own) | tied, axis=-1) < 5
         return found
 
     def scores(self, rows: Mapping[str, np.ndarray]) -> dict[str, float]:

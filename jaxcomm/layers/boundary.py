@@ -99,8 +99,9 @@ def dct_mp(
     Raises:
       ValueError: for an argument out of range.
 
-    On the wire, for B samples of d activations at k kept: forward 4 or 2 bytes for each of B k values, and positions
-    (at most d bits a sample; 2 + log2(d/k) bits each where that is less); backward the values' bytes again.
+    On the wire, for B samples of d activations at k kept: forward 4 or 2 bytes for each of B k values, and positions (a
+    bit for each of B d, in whole blocks of 1024, or 2 + log2(d/k) bits each where that is less); backward the values'
+    bytes again.
     """
     check_sparsity(sparsity)
     check_range("kind", kind, f"one of {', '.join(BOUNDARIES)}", kind in BOUNDARIES, "pass 'masked' for DCT-MP")
@@ -172,7 +173,7 @@ def residuals_of(formats: list[Whole], tree: Any, residual: Any) -> list[Any]:
         raise ValueError(
             "A residual is kept where gradients are sent by top-k, got "
             f"{'one' if residual is not None else 'none'} for {[type(each).__name__ for each in formats]}: pass "
-            "zeros like the activations with kind='topk_gradient', and none otherwise."
+            "zeros like the activations with kind='topk_gradient' where something is left out, and none otherwise."
         )
     if not wanted:
         return [None] * len(formats)

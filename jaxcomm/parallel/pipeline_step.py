@@ -81,7 +81,7 @@ def make_pipeline_step(
         return _of_mesh(new), _over_stages(metrics, stage_axis)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        check_batch(batch, math.prod(mesh.shape[name] for name in axis_names(axis_name)) * pipeline.micro_batches)
+        check_batch(batch, math.prod(mesh.shape[name] for name in axis_names(axis_name)), pipeline.micro_batches)
         specs = pipeline_specs(state, axis_name, stage_axis)
         return jax.shard_map(device_step, mesh=mesh, in_specs=(specs, P(axis_name)), out_specs=(specs, P()))(
             state, batch
@@ -219,7 +219,7 @@ def _zero_residuals(pipeline: Pipeline, batch: Any, workers: int) -> PerWorker:
             "or the shapes of one."
         )
     count = pipeline.micro_batches
-    check_batch(batch, workers * count)
+    check_batch(batch, workers, count)
     plan = pipeline.plan(
         jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // workers, *leaf.shape[1:]), leaf.dtype), batch)
     )

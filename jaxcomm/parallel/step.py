@@ -169,19 +169,21 @@ def simulate(
     return jax.jit(step, donate_argnums=0 if donate else ())
 
 
-def check_batch(batch: Any, workers: int) -> None:
+def check_batch(batch: Any, workers: int, micro_batches: int = 1) -> None:
     """Refuses a batch that does not divide evenly.
 
     Raises:
-      ValueError: if the first dimension of an array is not a multiple of K.
+      ValueError: if the first dimension of an array is not a multiple of K, or of K times the micro-batches.
     """
+    parts = workers * micro_batches
+    cut = f"{workers} workers" + (f" of {micro_batches} micro-batches each" if micro_batches > 1 else "")
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         rows = leaf.shape[0] if leaf.ndim else 0
-        if rows == 0 or rows % workers:
+        if rows == 0 or rows % parts:
             raise ValueError(
                 f"The rows of a batch are a multiple of the number of workers, got {rows} rows at "
-                f"{jax.tree_util.keystr(path)!r} for {workers} workers: use a batch size of "
-                f"{max(rows // workers, 1) * workers}, or another number of workers."
+                f"{jax.tree_util.keystr(path)!r} for {cut}: use a batch size of {max(rows // parts, 1) * parts}, or "
+                "another number of workers."
             )
 
 

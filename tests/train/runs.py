@@ -9,6 +9,7 @@ import numpy as np
 import train.loop
 from configs.experiment import Architecture, Experiment
 from configs.methods import DctDp, Dgc, LocalSgd, PlumpDp, SlimDp, TopK
+from train.data import ClickInfo, ImageInfo, TranslationInfo
 from train.methods import run_name
 from train.processes import Processes
 
@@ -39,6 +40,11 @@ METHODS = {
     # Exchanges after steps 4, 8 and 12.
     "local_sgd": LocalSgd(steps=4, exchange_sparsity=0.9),
 }
+
+# Of every kind of data, what a model needs to know.
+IMAGES = ImageInfo("digits", 1347, 450, (8, 8, 1), 10)
+CLICKS = ClickInfo("clicks", 60, 10, tuple(range(3, 29)))
+TRANSLATIONS = TranslationInfo("catalogs", 60, 10, 10, ("de", "en"), 40, 12, 14)
 
 
 class Told:

@@ -99,7 +99,7 @@ def test_the_command_line_reaches_the_comparison(monkeypatch, tmp_path):
         (["--steps", "10"], "--warmup-steps"),
         (["--steps", "0"], "--steps is at least 1, got 0"),
         (["--workers", "3"], "--global-batch is a multiple of --workers"),
-        (["mnits"], "An experiment is one of digits, mnist, cifar10, got 'mnits'"),
+        (["mnits"], f"An experiment is one of {', '.join(CONFIGS)}, got 'mnits'"),
     ],
 )
 def test_bad_values_are_refused_before_anything_is_trained(argv, said, monkeypatch, tmp_path, capsys):
@@ -136,7 +136,7 @@ def test_a_rate_that_is_none_is_refused(rate):
 def summary(accuracy, **changes):
     values = {"steps": 400, "bytes_per_step": 10.0, "ratio_to_dense": 5.0, "ratio_to_bfloat16": 2.5}
     values |= {"overflow_per_step": 0.0, "skipped": 1, "seconds": 1.0} | changes
-    return Summary(method="topk", workers=4, seed=0, accuracy=accuracy, **values)
+    return Summary(method="topk", workers=4, seed=0, scores={"loss": 0.1, "accuracy": accuracy}, **values)
 
 
 def test_what_is_more_than_a_point_below_dense_is_pointed_out():

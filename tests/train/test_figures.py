@@ -6,8 +6,9 @@ import pytest
 from train.figures import draw_accuracy
 from train.metrics import Evaluation
 
-CURVE = [Evaluation(step, step * 1e5, 1.0, step / 100) for step in (10, 20)]
-SILENT = [Evaluation(step, 0.0, 1.0, step / 100) for step in (10, 20)]  # one worker receives nothing
+CURVE = [Evaluation(step, step * 1e5, {"loss": 1.0, "accuracy": step / 100}) for step in (10, 20)]
+# One worker receives nothing.
+SILENT = [Evaluation(step, 0.0, {"loss": 1.0, "accuracy": step / 100}) for step in (10, 20)]
 
 
 @pytest.mark.parametrize("curves", [{"plump_dp": CURVE, "dct_dp": CURVE}, {"dct_dp": SILENT}, {"dct_dp": []}])

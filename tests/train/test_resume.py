@@ -89,7 +89,7 @@ def test_a_local_run_depends_on_what_is_each_workers_own(case, uninterrupted):
         assert rows
         assert all(len(row) == 4 for row in rows)
     # In step 12 all have pulled the core, or the whole model: apart are the others' parameters, and the momentum.
-    momentum = np.asarray(whole.state.opt_state[0].trace["dense1"]["kernel"].rows)
+    momentum = np.asarray(whole.state.opt_state[0].trace[1]["dense1"]["kernel"].rows)
     assert len({row.tobytes() for row in momentum}) == 4
 
 
@@ -192,7 +192,7 @@ def test_a_local_run_goes_on_with_another_number_of_workers(case, tmp_path):
     method, told = METHODS[case], Told()
     before = run(tmp_path, method, stop_after=6)
     resized = run(tmp_path, method, told, workers=2, stop_after=6)  # no step: as the checkpoint was read
-    then, now = (state.params.rows["dense1"]["kernel"] for state in (before.state, resized.state))
+    then, now = (state.params.rows[1]["dense1"]["kernel"] for state in (before.state, resized.state))
     assert (len(then), len(now)) == (4, 2)
     np.testing.assert_allclose(np.mean(now, axis=0), np.mean(then, axis=0), rtol=1e-5, atol=1e-7)
     assert_same_bits(jc.global_params(resized.state), jc.global_params(before.state))

@@ -1,0 +1,137 @@
+"""Models for kinds of data, and where they are cut: the papers' places, even ones elsewhere."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from configs.experiment import Architecture
+from models.functional import cut
+from tests.train.runs import CLICKS, IMAGES, TRANSLATIONS
+from train.architectures import MODELS, choose_cuts, make_model
+
+
+def make(name, info, dtype="float32", seed=0, **options):
+    """A model of shapes alone."""
+    return nnx.eval_shape(partial(make_model, Architecture(name, options), info, dtype, seed))
+
+
+def transformer(layers, tied=False):
+    return make("transformer", TRANSLATIONS, layers=layers, width=8, hidden=12, heads=2, tied=tied)
+
+
+def mlp(blocks):
+    return make("mlp", IMAGES, hidden=(4,) * (blocks - 1))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_takes_its_kind_of_data_alone(name):
+    """What each makes of its own kind is tested with the experiments, in `tests/configs`."""
+    own = {"dlrm": CLICKS, "transformer": TRANSLATIONS}.get(name, IMAGES)
+    for info in (IMAGES, CLICKS, TRANSLATIONS):
+        if info is own:
+            continue
+        with pytest.raises(ValueError, match=f"its kind of data, got {name!r} and {info.name!r}") as raised:
+            make(name, info)
+        assert "dlrm takes clicks, transformer translations, and the others images" in str(raised.value)
+
+
+def test_sizes_are_those_of_the_data():
+    dlrm = make("dlrm", CLICKS, dim=4, bottom=(8,), top=(8,))
+    assert dlrm.blocks[2].table.shape == (sum(CLICKS.table_sizes), 4)
+    sentences = transformer(1)
+    assert sentences.blocks[-1].dense.kernel.shape == (8, TRANSLATIONS.vocabulary_size)
+    images = mlp(2)
+    assert images.blocks[0].layer.kernel.shape == (8 * 8 * 1, 4)
+    assert images.blocks[1].layer.kernel.shape == (4, IMAGES.num_classes)
+
+
+def test_dtype_and_seed_reach_the_model():
+    # Computed in bfloat16, with parameters of float32; the same seed makes the same parameters.
+    model = make("mlp", IMAGES, dtype="bfloat16", hidden=(4,))
+    assert model.blocks[0].layer.dtype == jnp.bfloat16
+    assert model.blocks[0].layer.kernel.dtype == jnp.float32
+    first, again, other = (
+        jax.tree.leaves(nnx.state(make_model(Architecture("mlp", {"hidden": (4,)}), IMAGES, "float32", seed)))[1]
+        for seed in (0, 0, 1)
+    )
+    assert jnp.array_equal(first, again)
+    assert not jnp.array_equal(first, other)
+
+
+def test_another_name_is_refused():
+    with pytest.raises(ValueError, match=r"A model is one of alexnet, cnn, .*, vgg, got 'lenet'"):
+        make("lenet", IMAGES)
+
+
+# Gupta et al., KDD 2021, by the tables of blocks in the docstrings of `Dlrm` and `Transformer`.
+@pytest.mark.parametrize(("stages", "cuts"), [(1, ()), (2, (2,)), (3, (2, 7)), (4, (2, 4, 7))])
+def test_the_papers_cuts_of_a_dlrm(stages, cuts):
+    assert choose_cuts(make("dlrm", CLICKS), stages, None) == cuts
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "cuts"),
+    [
+        (6, 2, (10,)),  # after the ReLU of encoder layer 5
+        (6, 3, (10, 23)),  # and of decoder layer 5
+        (6, 5, (6, 10, 19, 23)),  # and of layer 3 of both
+        (2, 2, (4,)),
+        (2, 3, (4, 9)),
+        (2, 5, (2, 4, 7, 9)),
+        (1, 3, (2, 5)),
+        (1, 5, (1, 3, 4, 6)),  # one layer has not two places: 7 blocks in even parts
+        (6, 4, (6, 13, 20)),  # 27 blocks; the paper has no four stages
+    ],
+)
+def test_the_papers_cuts_of_a_transformer(layers, stages, cuts):
+    assert choose_cuts(transformer(layers), stages, None) == cuts
+
+
+def test_the_papers_cuts_of_a_transformer_are_between_the_halves_of_a_layer():
+    model = transformer(6)
+    for stages in (2, 3, 5):
+        for index in choose_cuts(model, stages, None):
+            assert type(model.blocks[index]).__name__ == "Contraction"
+
+
+def test_a_tied_decoder_is_not_cut():
+    assert choose_cuts(transformer(6, tied=True), 2, None) == (10,)
+    with pytest.raises(ValueError, match=r"A tied model's decoder is one block.*tied=False"):
+        choose_cuts(transformer(6, tied=True), 3, None)
+
+
+def test_a_dlrm_of_other_sizes_is_cut_evenly():
+    assert choose_cuts(make("dlrm", CLICKS, bottom=(8,), top=(8,)), 2, None) == (2,)  # 5 blocks
+    assert choose_cuts(make("dlrm", CLICKS), 5, None) == (2, 4, 5, 7)  # 9 blocks; the paper has no five stages
+
+
+def test_even_cuts_leave_no_stage_empty_and_none_much_larger():
+    for blocks in range(1, 10):
+        model = mlp(blocks)
+        for stages in range(1, blocks + 1):
+            sizes = [len(stage.graph.training) for stage in cut(model, choose_cuts(model, stages, None))]
+            assert len(sizes) == stages
+            assert sum(sizes) == blocks
+            assert min(sizes) >= 1
+            assert max(sizes) - min(sizes) <= 1
+
+
+def test_cuts_of_the_experiment_go_first():
+    assert choose_cuts(mlp(4), 3, (1, 2)) == (1, 2)
+    assert choose_cuts(make("dlrm", CLICKS), 2, (4,)) == (4,)
+
+
+@pytest.mark.parametrize(
+    ("stages", "cuts", "said"),
+    [
+        (5, None, r"Every stage has a block, got --stages 5 for a model of 4 blocks: use at most 4 stages"),
+        (3, (1,), r"A pipeline of 3 stages has 2 cuts, got --cuts \(1,\)"),
+        (2, (), r"A pipeline of 2 stages has 1 cuts, got --cuts \(\)"),
+    ],
+)
+def test_cuts_that_cannot_be_are_refused(stages, cuts, said):
+    with pytest.raises(ValueError, match=said):
+        choose_cuts(mlp(4), stages, cuts)

@@ -1,0 +1,178 @@
+"""Losses and scores of every kind of data, against NumPy, Optax and what was worked out by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy.special import expit, log_softmax
+
+from tests.train.runs import CLICKS, IMAGES, TRANSLATIONS
+from train.data import ImageInfo
+from train.scores import top_k_accuracy
+from train.tasks import Clicks, make_task
+
+MANY = ImageInfo("many", 60, 10, (8, 8, 1), 12)  # enough classes for a top-5
+ROWS = 24
+RNG = np.random.default_rng(0)
+LABELS = RNG.integers(0, 12, ROWS).astype(np.int32)
+LOGITS = (2 * RNG.standard_normal((ROWS, 12))).astype(np.float32)
+BATCH = {"label": jnp.asarray(LABELS)}
+
+
+def entropies(logits, labels):
+    return -np.take_along_axis(log_softmax(logits.astype(np.float64), axis=-1), labels[..., None], axis=-1)[..., 0]
+
+
+def smoothed(logits, labels, smoothing):
+    """Cross entropy with Optax's smoothed labels, one a row."""
+    classes = logits.shape[-1]
+    targets = optax.smooth_labels(jax.nn.one_hot(labels, classes), smoothing)
+    return np.asarray(optax.softmax_cross_entropy(jnp.asarray(logits), targets))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
+def test_the_loss_of_images(smoothing):
+    loss, scalars = make_task(MANY, smoothing).loss(jnp.asarray(LOGITS), BATCH)
+    np.testing.assert_allclose(loss, smoothed(LOGITS, LABELS, smoothing).mean(), rtol=1e-5)
+    if not smoothing:
+        np.testing.assert_allclose(loss, entropies(LOGITS, LABELS).mean(), rtol=1e-5)
+    assert scalars.keys() == {"accuracy"}
+    np.testing.assert_allclose(scalars["accuracy"], np.mean(LOGITS.argmax(axis=1) == LABELS))
+
+
+def test_auxiliary_heads_count_three_tenths():
+    heads = [LOGITS, *(RNG.standard_normal((ROWS, 12)).astype(np.float32) for _ in range(2))]
+    loss, scalars = make_task(MANY, 0.0).loss(tuple(map(jnp.asarray, heads)), BATCH)
+    first, second, third = (entropies(head, LABELS).mean() for head in heads)
+    np.testing.assert_allclose(loss, first + 0.3 * second + 0.3 * third, rtol=1e-5)
+    np.testing.assert_allclose(scalars["accuracy"], np.mean(LOGITS.argmax(axis=1) == LABELS))
+    with pytest.raises(ValueError, match=r"Auxiliary heads are learned without smoothing, got .* 0\.1 for 2 of them"):
+        make_task(MANY, 0.1).loss(tuple(map(jnp.asarray, heads)), BATCH)
+
+
+def test_scores_of_images_are_without_smoothing():
+    task = make_task(MANY, 0.3)
+    rows = jax.device_get(task.rows(jnp.asarray(LOGITS), BATCH))
+    assert {name: value.shape for name, value in rows.items()} == dict.fromkeys(("loss", "right", "in_top5"), (ROWS,))
+    scores = task.scores(rows)
+    assert scores == pytest.approx(
+        {
+            "loss": entropies(LOGITS, LABELS).mean(),
+            "accuracy": np.mean(LOGITS.argmax(axis=1) == LABELS),
+            "top5": top_k_accuracy(LABELS, LOGITS, 5),
+        },
+        rel=1e-5,
+    )
+    assert 0 < scores["accuracy"] < scores["top5"] < 1
+
+
+def test_ties_of_the_top_5_are_those_of_scikit_learn():
+    logits = RNG.integers(0, 4, (ROWS, 12)).astype(np.float32)  # nearly every row has several
+    rows = make_task(MANY, 0.0).rows(jnp.asarray(logits), BATCH)
+    assert np.mean(rows["in_top5"]) == top_k_accuracy(LABELS, logits, 5)
+    # Nobody knows more than chance who says the same of all classes.
+    alike = make_task(MANY, 0.0).rows(jnp.zeros((12, 12)), {"label": jnp.arange(12)})
+    assert np.asarray(alike["in_top5"]).tolist() == [False] * 7 + [True] * 5
+
+
+def test_nan_is_never_right():
+    logits = LOGITS.copy()
+    logits[3], logits[5, 0], logits[7, LABELS[7]] = np.nan, np.nan, np.nan
+    rows = make_task(MANY, 0.0).rows(jnp.asarray(logits), BATCH)
+    assert not rows["in_top5"][3]
+    assert not rows["in_top5"][7]
+    assert np.isnan(rows["loss"][np.array([3, 5, 7])]).all()
+
+
+def test_ten_classes_have_no_top_5():
+    rows = make_task(IMAGES, 0.0).rows(jnp.asarray(LOGITS[:, :10]), {"label": jnp.asarray(LABELS % 10)})
+    assert make_task(IMAGES, 0.0).scores(jax.device_get(rows)).keys() == {"loss", "accuracy"}
+
+
+def test_clicks():
+    task, labels = make_task(CLICKS, 0.0), (LABELS % 2).astype(np.float32)
+    logits = LOGITS[:, 0] + labels - 0.5
+    batch = {"label": jnp.asarray(labels)}
+    loss, scalars = task.loss(jnp.asarray(logits), batch)
+    clicked = expit(logits.astype(np.float64))
+    expected = -np.mean(labels * np.log(clicked) + (1 - labels) * np.log(1 - clicked))
+    accuracy = np.mean((clicked > 0.5) == (labels == 1))
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(scalars["accuracy"], accuracy)
+
+    scores = task.scores(jax.device_get(task.rows(jnp.asarray(logits), batch)))
+    positive, negative = logits[labels == 1][:, None], logits[labels == 0][None]
+    assert scores == pytest.approx(
+        {"loss": expected, "accuracy": accuracy, "auc": np.mean(positive > negative)}, rel=1e-5
+    )
+
+
+# Rows of 3, 1, 4 and 2 tokens, END counted; 0 is padding.
+TARGETS = np.asarray([[1, 5, 6, 2, 0], [1, 2, 0, 0, 0], [1, 7, 3, 4, 2], [1, 3, 2, 0, 0]], np.int32)
+SENTENCES = (2 * RNG.standard_normal((4, 4, 9))).astype(np.float32)
+
+
+def right_tokens():
+    """The logits, so that the first token of every row is told right."""
+    logits = SENTENCES.copy()
+    for row in range(4):
+        logits[row, 0, TARGETS[row, 1]] = 20
+    return logits
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_of_translations_leaves_padding_out(smoothing):
+    logits, labels = right_tokens(), TARGETS[:, 1:]
+    real = labels != 0
+    batch = {"target": jnp.asarray(TARGETS)}
+    loss, scalars = make_task(TRANSLATIONS, smoothing).loss(jnp.asarray(logits), batch)
+    each = smoothed(logits, labels, smoothing)
+    np.testing.assert_allclose(loss, each[real].sum() / 16, rtol=1e-5)  # 4 rows of 4 places
+    right = (logits.argmax(axis=-1) == labels)[real]
+    np.testing.assert_allclose(scalars["accuracy"], right.sum() / 10)
+    # What is said of padding is not looked at.
+    changed = np.where(real[..., None], logits, 100 * RNG.standard_normal(logits.shape).astype(np.float32))
+    again, _ = make_task(TRANSLATIONS, smoothing).loss(jnp.asarray(changed), batch)
+    np.testing.assert_allclose(again, loss, rtol=1e-6)
+
+
+def test_the_loss_of_translations_does_not_depend_on_the_mesh():
+    """The mean over workers or micro-batches is the loss of all rows, and so are gradients, whatever the padding."""
+    task, logits = make_task(TRANSLATIONS, 0.1), jnp.asarray(right_tokens())
+
+    def loss(logits, rows):
+        return task.loss(logits, {"target": jnp.asarray(TARGETS[rows])})[0]
+
+    whole, gradient = jax.value_and_grad(loss)(logits, slice(0, 4))
+    halves = [slice(0, 2), slice(2, 4)]
+    tokens = [int((TARGETS[rows, 1:] != 0).sum()) for rows in halves]
+    assert tokens[0] != tokens[1]
+    parts = [jax.value_and_grad(loss)(logits[rows], rows) for rows in halves]
+    np.testing.assert_allclose(np.mean([part for part, _ in parts]), whole, rtol=1e-6)
+    np.testing.assert_allclose(jnp.concatenate([g for _, g in parts]) / 2, gradient, rtol=1e-5, atol=1e-8)
+
+
+def test_scores_of_translations_are_those_of_a_token():
+    """Not the mean of the rows' means: long sentences count more."""
+    logits, labels = right_tokens(), TARGETS[:, 1:]
+    real, task = labels != 0, make_task(TRANSLATIONS, 0.1)
+    rows = jax.device_get(task.rows(jnp.asarray(logits), {"target": jnp.asarray(TARGETS)}))
+    assert rows["tokens"].tolist() == [3, 1, 4, 2]
+    right = (logits.argmax(axis=-1) == labels) & real
+    assert task.scores(rows) == pytest.approx(
+        {"loss": entropies(logits, labels)[real].mean(), "accuracy": right.sum() / 10}, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("smoothing", [-0.1, 1.0, 2.0])
+def test_smoothing_is_a_probability(smoothing):
+    for info in (IMAGES, CLICKS, TRANSLATIONS):
+        with pytest.raises(ValueError, match=f"--label-smoothing is at least 0 and below 1, got {smoothing}"):
+            make_task(info, smoothing)
+
+
+def test_clicks_have_no_smoothing():
+    assert isinstance(make_task(CLICKS, 0.0), Clicks)
+    with pytest.raises(ValueError, match=r"Clicks are learned without smoothing, got --label-smoothing 0\.1"):
+        make_task(CLICKS, 0.1)
