@@ -161,7 +161,10 @@ def _train(setting: Setting, config: Config, dense: dict[str, Any] | None) -> di
     for seed in range(config.seeds):
         with tempfile.TemporaryDirectory() as scratch:
             seeded = dataclasses.replace(experiment, seed=seed, out=Path(scratch))
-            ended.append(train(seeded, method, Processes(), Stopwatch(), job).summary)
+            run = train(seeded, method, Processes(), Stopwatch(), job)
+        if not run.finished:
+            raise SystemExit("Stopped by SIGTERM; --json has the settings that were done.")
+        ended.append(run.summary)
     losses = [summary.scores["loss"] for summary in ended]
     loss = statistics.fmean(losses)
     return {

@@ -138,7 +138,8 @@ def check(experiment: Experiment, num_processes: int) -> None:
         if getattr(experiment, name) < 1:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} is at least 1, got {getattr(experiment, name)}: give a positive number.")
-    if (experiment.drop_every is None) == (experiment.schedule == "drops") or (experiment.drop_every or 1) < 1:
+    drops = experiment.schedule == "drops"
+    if drops == (experiment.drop_every is None) or (experiment.drop_every is not None and experiment.drop_every < 1):
         raise ValueError(
             f"--drop-every is a positive number of steps with --schedule drops, and none with others, got "
             f"{experiment.drop_every} with {experiment.schedule}."

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 
 from configs.experiment import Experiment
@@ -40,4 +41,4 @@ def make_schedule(experiment: Experiment) -> optax.Schedule:
 
 
 def _inverse_sqrt(peak: float, start: int, count: Any) -> Any:
-    return peak * (start / (start + count)) ** 0.5
+    return peak * (start / jnp.maximum(start + count, 1)) ** 0.5  # a joined schedule is asked about steps before it

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 import train.loop
-from configs.experiment import Architecture, Experiment
+from configs.experiment import Architecture, BoundaryFields, Experiment
 from configs.methods import DctDp, Dgc, LocalSgd, PlumpDp, SlimDp, TopK
 from train.data import ClickInfo, ImageInfo, TranslationInfo
 from train.methods import run_name
@@ -46,6 +46,11 @@ IMAGES = ImageInfo("digits", 1347, 450, (8, 8, 1), 10)
 CLICKS = ClickInfo("clicks", 60, 10, tuple(range(3, 29)))
 TRANSLATIONS = TranslationInfo("catalogs", 60, 10, 10, ("de", "en"), 40, 12, 14)
 
+# An mlp of 3 layers, 64 - 32 - 16 - 10, with dropout; cut, its last layer is the second stage.
+MLP = Architecture("mlp", {"hidden": (32, 16), "dropout": 0.2})
+PIPELINE = {"architecture": MLP, "workers": 2, "stages": 2, "micro_batches": 2}
+HALF = BoundaryFields(sparsity=0.5)
+
 
 class Told:
     """Progress that keeps what it is told."""
@@ -65,8 +70,8 @@ def run(out, method=DCT_DP, told=None, **changes):
     return train.loop.train(experiment, method, Processes(), told or Told())
 
 
-def metrics(out, method=DCT_DP):
-    path = out / run_name(method) / "metrics.jsonl"
+def metrics(out, method=DCT_DP, boundary=None):
+    path = out / run_name(method, boundary) / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

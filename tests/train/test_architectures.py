@@ -83,7 +83,7 @@ def test_the_papers_cuts_of_a_dlrm(stages, cuts):
         (2, 5, (2, 4, 7, 9)),
         (1, 3, (2, 5)),
         (1, 5, (1, 3, 4, 6)),  # one layer has not two places: 7 blocks in even parts
-        (6, 4, (6, 13, 20)),  # 27 blocks; the paper has no four stages
+        (6, 4, (7, 14, 20)),  # 27 blocks; the paper has no four stages
     ],
 )
 def test_the_papers_cuts_of_a_transformer(layers, stages, cuts):

@@ -51,10 +51,12 @@ def joined(monkeypatch):
     return calls
 
 
-def environment(cache):
+def environment():
+    """These processes compile most of their time, each of them the same: LLVM's effort is not what is tested here."""
     inherited = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(ROOT), *([inherited] if inherited else [])])
-    return os.environ | {"PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": str(cache)}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    return os.environ | {"PYTHONPATH": path, "XLA_FLAGS": flags}
 
 
 def metrics(folder, method):
@@ -75,13 +77,13 @@ def assert_like_simulated(lines, expected, rtol):
         np.testing.assert_allclose(found, [line[name] for line in expected[: len(lines)]], rtol=rtol)
 
 
-def test_four_hosts_train_like_four_simulated_workers(tmp_path):
+def test_three_hosts_train_like_three_simulated_workers(tmp_path):
     """In network namespaces as root, on loopback else; the lab says by JAXCOMM_... who is who."""
-    argv = [*FEW, "--steps", "6", "--eval-every", "3"]
+    argv = [*FEW, "--workers", "3", "--steps", "6", "--eval-every", "3"]
     command = [sys.executable, "-m", "train", *argv, "--out", str(tmp_path / "hosts"), *LOCAL]
-    with Lab(4, None) as lab:
-        results = lab.run(command, env=environment(tmp_path / "compiled"), timeout=150)
-    assert [result.returncode for result in results] == [0] * 4, results
+    with Lab(3, None) as lab:
+        results = lab.run(command, env=environment(), timeout=150)
+    assert [result.returncode for result in results] == [0] * 3, results
     assert "digits: accuracy, and bytes received" in results[0].stdout
     assert not any("accuracy" in result.stdout for result in results[1:])
     hosts = tmp_path / "hosts" / "digits"
@@ -97,7 +99,7 @@ def test_four_hosts_train_like_four_simulated_workers(tmp_path):
 
 def test_sigterm_to_one_process_stops_all_and_they_go_on_together(tmp_path):
     """Two processes of two workers each."""
-    argv = [*FEW, "--steps", "400", "--eval-every", "400", "--checkpoint-every", "10", "--no-baseline"]
+    argv = [*FEW, "--steps", "200", "--eval-every", "200", "--checkpoint-every", "10", "--no-baseline"]
     folder = tmp_path / "runs" / "digits"
 
     def start(*more):
@@ -109,7 +111,7 @@ def test_sigterm_to_one_process_stops_all_and_they_go_on_together(tmp_path):
             subprocess.Popen(
                 [*command, "--process-id", str(index), *METHOD],
                 cwd=ROOT,
-                env=environment(tmp_path / "compiled"),
+                env=environment(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -137,17 +139,17 @@ def test_sigterm_to_one_process_stops_all_and_they_go_on_together(tmp_path):
     first, second = end(processes)
     (said,) = re.findall(r"Stopped and saved after step (\d+); go on with --resume\.", first)
     step = int(said)
-    assert 10 <= step < 400
+    assert 10 <= step < 200
     assert "Stopped" not in second
     assert (folder / "dct_dp" / "checkpoints" / str(step)).is_dir()
     assert len(metrics(folder, "dct_dp")) == step
     simulated([*argv, *METHOD], tmp_path / "one", stop_after=8)
     assert_like_simulated(metrics(folder, "dct_dp")[:8], metrics(tmp_path / "one", "dct_dp"), 1e-3)
 
-    first, _ = end(start("--resume"))
+    first, _ = end(start("--resume", "--checkpoint-every", "100"))
     assert f"dct_dp: resumed after step {step}." in first
     lines = metrics(folder, "dct_dp")
-    assert [line["step"] for line in lines] == list(range(1, 401))
+    assert [line["step"] for line in lines] == list(range(1, 201))
     assert np.mean([line["loss"] for line in lines[-20:]]) < 0.3
 
 

@@ -1,0 +1,146 @@
+"""Models that are split: pipelines and slices train like workers alone, and their bytes are counted."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import jaxcomm as jc
+from configs.experiment import Architecture, BoundaryFields
+from configs.methods import Dgc, LocalSgd, PlumpDp
+from models.functional import apply, cut
+from tests.train.runs import DCT_DP, EXPERIMENT, HALF, IMAGES, MLP, PIPELINE, METHODS, metrics, run
+from train.architectures import make_model
+from train.data import eval_batches
+from train.job import make_job
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+# The slots of both stages, with room for the larger tensor: kernels of 64 * 32 and of 32 * 16, biases of 32 and 16.
+SLOTS = 64 * 32 + 32 * 16 + 32 + 16
+
+
+def make(method=DCT_DP, **changes):
+    return make_job(dataclasses.replace(EXPERIMENT, **changes), method)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """Six steps of two workers that hold the whole model each, and its folder."""
+    out = tmp_path_factory.mktemp("dense")
+    return out, run(out, PlumpDp(), steps=6, architecture=MLP, workers=2)
+
+
+def test_a_pipeline_that_sends_everything_trains_like_workers_alone(dense, tmp_path):
+    """Dropout and order are those of the rows, whatever the mesh."""
+    folder, expected = dense
+    found = run(tmp_path, PlumpDp(), steps=6, **PIPELINE)
+    assert len(set(expected.losses)) == 6
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
+    for name in ("accuracy", "test_loss", "test_accuracy"):
+        lines = [[line[name] for line in metrics(each, PlumpDp()) if name in line] for each in (tmp_path, folder)]
+        assert lines[0]
+        np.testing.assert_allclose(*lines, rtol=1e-5)
+    assert found.summary.scores == pytest.approx(expected.summary.scores, rel=1e-5)
+
+
+def test_bytes_of_a_pipeline_are_the_average_over_its_devices(tmp_path):
+    """By hand, and what the metrics add up."""
+    boundary = BoundaryFields(sparsity=0.75)
+    wide = PIPELINE | {"architecture": Architecture("mlp", {"hidden": (64, 64)}), "global_batch": 64}
+    job = make(PlumpDp(), boundary=boundary, **wide)
+    # Of 64 features of a worker's 32 rows the 16 largest forward, 4 bytes each, and a bit for each of the 64; back the
+    # 16 alone. One of a worker's two devices receives what goes forward, the other what comes back.
+    boundaries = (32 * 16 * 4 + 32 * 64 / 8 + 32 * 16 * 4) / 2
+    slots = 64 * 64 + 64 * 64 + 64 + 64
+    exchange = 2 * (1 / 2) * 4 * slots
+    # Loss and accuracy over the workers; over the stages whether a gradient is broken, and six metrics.
+    scalars = 2 * (1 / 2) * (4 * 2) + 2 * (1 / 2) * (4 + 4 * 6)
+    expected = boundaries + exchange + scalars
+    assert job.report.received == expected
+    assert job.dense == 2 * (32 * 64 * 4) / 2 + exchange
+    found = run(tmp_path, PlumpDp(), boundary=boundary, stop_after=2, **wide)
+    lines = metrics(tmp_path, PlumpDp(), boundary)
+    assert [line["bytes_received"] for line in lines] == [expected, 2 * expected]
+    assert found.summary.bytes_per_step == expected
+    assert found.summary.ratio_to_dense == pytest.approx(job.dense / expected)
+    assert found.summary.ratio_to_bfloat16 == pytest.approx(job.dense / expected / 2)
+
+
+def test_a_pipeline_learns_with_largest_activations_and_gradients_alone(tmp_path):
+    found = run(tmp_path, boundary=HALF, steps=30, **PIPELINE)
+    assert found.losses[-1] < found.losses[0] - 0.3
+    assert found.summary.method == "dct_dp-masked-0.5"
+    assert found.summary.ratio_to_dense > 3
+    assert metrics(tmp_path, boundary=HALF)[-1]["sent"] < 2 * 2 * 0.3 * SLOTS  # of 2 workers and 2 stages
+
+
+def test_a_pipeline_is_evaluated_as_the_whole_model(tmp_path):
+    found = run(tmp_path, LocalSgd(steps=2), steps=4, **PIPELINE)
+    job = make(LocalSgd(steps=2), steps=4, **PIPELINE)
+    model = make_model(MLP, IMAGES, "float32", 0)
+    params, stats = jax.device_get(job.model(found.state))
+    assert params.keys() == {0, 1, 2}
+    (batch,) = eval_batches("digits", global_batch=450)
+    output, _ = apply(cut(model)[0].graph, params, stats, batch, training=False)
+    assert found.summary.accuracy == np.mean(np.argmax(output, axis=-1) == batch["label"])
+
+
+def test_slices_that_send_everything_train_like_workers_alone(tmp_path):
+    changes = {"steps": 6, "architecture": MLP}
+    alone, sliced = (run(tmp_path / str(n), PlumpDp(), slices=n, **changes) for n in (1, 2))
+    assert len(set(alone.losses)) == 6
+    np.testing.assert_allclose(sliced.losses, alone.losses, rtol=1e-5)
+    assert sliced.summary.scores == pytest.approx(alone.summary.scores, rel=1e-5)
+    flat = jax.tree.leaves(jax.tree.map(np.ravel, jax.device_get((alone.state.params, sliced.state.params))))
+    half = len(flat) // 2
+    np.testing.assert_allclose(np.concatenate(flat[half:]), np.concatenate(flat[:half]), rtol=1e-4, atol=1e-6)
+
+
+def test_between_slices_the_method_is_used_on_shares():
+    """4 workers in 2 slices: dense inside, where each holds half of every tensor; between them what is compressed."""
+    parameters = 64 * 32 + 32 + 32 * 16 + 16 + 160 + 10
+    assert SLOTS + 160 + 10 == parameters
+    job = make(PlumpDp(), slices=2, architecture=MLP)
+    scalars = 2 * (3 / 4) * 4 * 2
+    # Reduce-scatter and all-gather of everything over 2, all-reduce of half of it over 2.
+    assert job.report.received == 2 * (1 / 2) * 4 * parameters + 2 * (1 / 2) * 4 * parameters / 2 + scalars + 16
+    assert job.dense == 2 * (3 / 4) * 4 * parameters
+    sparse = make(DCT_DP, slices=2, architecture=MLP)
+    assert sparse.report.received_over("slice") < job.report.received_over("slice") / 2
+    assert sparse.report.received_over("data") == job.report.received_over("data")
+
+
+def test_groups_of_rows_that_do_not_fit_are_refused_before_training():
+    with pytest.raises(ValueError, match="Rows make whole groups, got 6 rows for groups of 4"):
+        make(architecture=MLP, rows_per_group=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "method", "said"),
+    [
+        (PIPELINE | {"stages": 4}, DCT_DP, "got --stages 4 for a model of 3 blocks"),
+        (PIPELINE | {"cuts": (1, 2)}, DCT_DP, "A pipeline of 2 stages has 1 cuts"),
+        (PIPELINE | {"cuts": (3,)}, DCT_DP, r"rising indices of blocks, from 1 to 2"),
+        (PIPELINE | {"boundary": BoundaryFields(1.0)}, DCT_DP, "sparsity must be .* got 1.0"),
+        ({"slices": 2}, METHODS["slim_dp"], "Slices exchange gradients, got slim_dp"),
+        ({"slices": 2}, PlumpDp(p=2), "Slices exchange gradients, got plump_dp-p2"),
+        ({"optimizer": "adam"}, Dgc(), "dgc has momentum inside and goes with plain SGD, got --optimizer adam"),
+        ({"label_smoothing": 1.0}, DCT_DP, "--label-smoothing is at least 0 and below 1"),
+        ({"architecture": Architecture("dlrm")}, DCT_DP, "its kind of data, got 'dlrm' and 'digits'"),
+        ({"workers": 8, "stages": 2}, DCT_DP, r"got 8 for \(data=8, stage=2\)"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes, method, said):
+    with pytest.raises(ValueError, match=said):
+        make(method, **changes)
+
+
+def test_the_model_of_a_pipeline_is_that_of_its_seed():
+    job = make(**PIPELINE)
+    for seed in (0, 3):
+        params, _ = jax.device_get(job.model(job.start(seed)))
+        expected = cut(make_model(MLP, IMAGES, "float32", seed))[0].params
+        jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(expected))
+    assert isinstance(job.start(0), jc.TrainState)
