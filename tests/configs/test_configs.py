@@ -1,14 +1,37 @@
 import dataclasses
+from functools import partial
 from typing import get_args
 
+import jax
+import numpy as np
 import pytest
+from flax import nnx
 
+import jaxcomm as jc
 from configs import CONFIGS, take_config
 from configs.comparison import DENSE, SETTINGS
 from configs.experiment import Experiment, check
 from configs.methods import Method
-from train.data import DATASETS
+from models.functional import apply, cut
+from train.architectures import choose_cuts, make_model
+from train.data import DATASETS, ClickInfo, TranslationInfo, dataset_info
 from train.methods import make_chain
+from train.tasks import make_task
+
+# What has to be prepared first: of about the published size, as no array is made.
+PREPARED = {
+    "clicks": ClickInfo("clicks", 60_000, 10_000, (500,) * 26),
+    "criteo": ClickInfo("criteo", 39_291_958, 6_548_659, (100_000,) * 26),
+    "iwslt14": TranslationInfo("iwslt14", 160_239, 6_750, 7_283, ("de", "en"), 10_000, 128, 128),
+    "catalogs": TranslationInfo("catalogs", 2000, 100, 100, ("de", "en"), 1000, 24, 24),
+}
+LARGE = ("alexnet_imagenet", "vgg16_imagenet", "googlenet_imagenet", "resnet50_imagenet", "resnet101_cifar10")
+
+
+def model_of(config):
+    """The model of an experiment, of shapes alone, and what is known of its data."""
+    info = PREPARED.get(config.dataset) or dataset_info(config.dataset)
+    return nnx.eval_shape(partial(make_model, config.architecture, info, config.dtype, config.seed)), info
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -19,7 +42,49 @@ def test_an_experiment_is_found_by_its_name_and_can_run(name):
     assert config.dataset in DATASETS
     assert config.warmup_steps < config.steps
     check(config, 1)
-    make_chain(config, config.method)
+    tx = make_chain(config, config.method)
+    assert jc.check_chain(tx) == []
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_model_of_an_experiment_is_made_for_its_data(name):
+    model, info = model_of(CONFIGS[name])
+    params = cut(model)[0].params
+    report = jc.wire_report(make_chain(CONFIGS[name], CONFIGS[name].method), params, CONFIGS[name].workers)
+    assert report.received < report.dense
+    assert info.name == CONFIGS[name].dataset
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in LARGE])
+def test_the_model_of_a_small_experiment_can_be_trained(name):
+    """Its images are large enough for its poolings, its loss takes what it returns, and its rows make groups."""
+    config = CONFIGS[name]
+    model, info = model_of(config)
+    (stage,) = cut(model)
+    task, rows = make_task(info, config.label_smoothing), config.global_batch // config.workers
+    types = info.row_types() | {"seed": ((), np.dtype(np.uint32))}
+    batch = {key: jax.ShapeDtypeStruct((rows, *shape), dtype) for key, (shape, dtype) in types.items()}
+
+    def loss(params, stats, batch):
+        output, stats = apply(stage.graph, params, stats, batch, training=True, rows_per_group=config.rows_per_group)
+        return *task.loss(output, batch), stats
+
+    value, scalars, stats = jax.eval_shape(loss, stage.params, stage.stats, batch)
+    assert value.shape == scalars["accuracy"].shape == ()
+    assert jax.tree.map(lambda leaf: leaf.shape, stats) == jax.tree.map(lambda leaf: leaf.shape, stage.stats)
+
+    def score(params, stats, batch):
+        return task.rows(apply(stage.graph, params, stats, batch, training=False)[0], batch)
+
+    found = jax.eval_shape(score, stage.params, stage.stats, batch)
+    assert {leaf.shape for leaf in found.values()} == {(rows,)}
+
+
+@pytest.mark.parametrize(("name", "stages"), [("dlrm_criteo", 4), ("dlrm_clicks", 3), ("transformer_iwslt14", 5)])
+def test_experiments_of_the_dct_paper_can_be_cut_as_there(name, stages):
+    model, _ = model_of(CONFIGS[name])
+    for count in range(1, stages + 1):
+        assert len(cut(model, choose_cuts(model, count, None))) == count
 
 
 def test_only_the_end_decides_where_an_experiment_runs():

@@ -10,7 +10,7 @@ import jaxcomm as jc
 from configs.experiment import Architecture, BoundaryFields
 from configs.methods import Dgc, LocalSgd, PlumpDp
 from models.functional import apply, cut
-from tests.train.runs import DCT_DP, EXPERIMENT, HALF, IMAGES, MLP, PIPELINE, METHODS, metrics, run
+from tests.train.runs import DCT_DP, EXPERIMENT, HALF, IMAGES, METHODS, MLP, PIPELINE, metrics, run
 from train.architectures import make_model
 from train.data import eval_batches
 from train.job import make_job
@@ -101,7 +101,7 @@ def test_slices_that_send_everything_train_like_workers_alone(tmp_path):
 def test_between_slices_the_method_is_used_on_shares():
     """4 workers in 2 slices: dense inside, where each holds half of every tensor; between them what is compressed."""
     parameters = 64 * 32 + 32 + 32 * 16 + 16 + 160 + 10
-    assert SLOTS + 160 + 10 == parameters
+    assert parameters == SLOTS + 160 + 10
     job = make(PlumpDp(), slices=2, architecture=MLP)
     scalars = 2 * (3 / 4) * 4 * 2
     # Reduce-scatter and all-gather of everything over 2, all-reduce of half of it over 2.

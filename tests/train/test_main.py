@@ -19,7 +19,7 @@ import pytest
 import train.__main__
 from configs import CONFIGS
 from configs.methods import DctDp, Iwp, LocalSgd, Method, PlumpDp, QuantDp, SlimDp, TopK
-from tests.train.runs import Told
+from tests.train.runs import MLP, Told
 from train.__main__ import main, parse, run
 from train.loop import train as train_one
 from train.processes import Processes
@@ -109,8 +109,10 @@ def test_help_explains_every_field(capsys, monkeypatch):
     classes = {}
     for name in ("experiment", "methods", "comparison"):
         classes |= explained((ROOT / "configs" / f"{name}.py").read_text())
+    del classes["Architecture"]  # a module of configs/ says which
     assert set(classes["Experiment"]) == {field.name for field in dataclasses.fields(CONFIGS["digits"])}
-    pages = {"Experiment": ["digits"], "Comparison": None}
+    pages = {"Experiment": ["digits"], "BoundaryFields": ["digits"], "Comparison": None}
+    prefixes = {"Experiment": "--", "BoundaryFields": "--boundary.", "Comparison": "--"}
     for method in get_args(Method):
         pages[method.__name__] = [f"method:{re.sub('(?<!^)(?=[A-Z])', '-', method.__name__).lower()}"]
     assert set(pages) == set(classes)
@@ -119,12 +121,15 @@ def test_help_explains_every_field(capsys, monkeypatch):
         shown = help_of(read, capsys, monkeypatch)
         for field, doc in classes[name].items():
             assert doc, field
+            if field == "architecture":
+                assert doc not in shown
+                assert "--architecture" not in shown
+                continue
             assert doc in shown, field
-            if field != "method":
-                prefix = "--method." if name not in ("Experiment", "Comparison") else "--"
-                assert prefix + field.replace("_", "-") in shown
+            if field not in ("method", "boundary"):
+                assert prefixes.get(name, "--method.") + field.replace("_", "-") in shown
     shown = help_of(partial(parse, ["mnist", "--help"]), capsys, monkeypatch)
-    assert "digits, mnist, cifar10" in shown
+    assert f"Experiments: {', '.join(CONFIGS)}." in shown
     assert "method:plump-dp" in shown
 
 
@@ -148,6 +153,22 @@ def test_a_run_leaves_table_records_metrics_and_figure(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "accuracy, and bytes received per worker and step" in said
     assert f"are in {folder}" in "".join(said.splitlines())
+
+
+def test_a_pipeline_is_compared_with_one_that_sends_whole_activations(tmp_path):
+    """Each in its own folder, also where both exchange gradients by the same method."""
+    argv = [*SHORT, "--workers", "1", "--stages", "2", "--boundary.sparsity", "0.9", "method:plump-dp"]
+    experiment = dataclasses.replace(parse(argv), architecture=MLP, out=tmp_path, json=tmp_path / "table.json")
+    assert run(experiment, Processes()) == 0
+    whole, sparse = json.loads((tmp_path / "table.json").read_text())
+    assert (whole["method"], sparse["method"]) == ("plump_dp", "plump_dp-masked-0.9")
+    assert sparse["ratio_to_dense"] > 2 * whole["ratio_to_dense"]
+    folders = {path.parent.name for path in (tmp_path / "digits").glob("*/metrics.jsonl")}
+    assert folders == {"plump_dp", "plump_dp-masked-0.9"}
+    # Without a boundary it is the baseline itself, and is trained once.
+    argv = [*SHORT, "--workers", "1", "--stages", "2", "method:plump-dp"]
+    assert run(dataclasses.replace(parse(argv), architecture=MLP, out=tmp_path / "alone"), Processes()) == 0
+    assert [path.parent.name for path in (tmp_path / "alone" / "digits").glob("*/metrics.jsonl")] == ["plump_dp"]
 
 
 def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys):
@@ -186,6 +207,12 @@ def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys
         (["--global-batch", "25"], ["--global-batch is a multiple of --workers, got 25 for 4", "try 28"]),
         (["--global-batch", "4000"], ["at most the 1347 training examples", "got 4000", "Lower it"]),
         (["--workers", "12"], ["got 8 for (data=12)", "jax_num_cpu_devices"]),
+        (["--workers", "3", "--stages", "3"], ["got 8 for (data=3, stage=3)"]),
+        (["--stages", "2", "--cuts", "2", "3"], ["A pipeline of 2 stages has 1 cuts, got --cuts (2, 3)"]),
+        (["--micro-batches", "2"], ["Only a pipeline has micro-batches", "give --stages as well"]),
+        (["--slices", "3"], ["--workers is a multiple of --slices, got 4 in 3 slices"]),
+        (["--schedule", "drops"], ["--drop-every", "got None with drops"]),
+        (["--dataset", "iwslt14", "--data-dir", "/nowhere"], ["iwslt14 must be prepared", "/nowhere"]),
         (["--dataset", "letters"], ["letters", "digits"]),
         (["--dataset", "mnist", "--data-dir", "/nowhere"], ["/nowhere"]),
         (["--seed", "-1"], ["seed must be in [0, 2**32)", "got -1"]),
@@ -196,6 +223,8 @@ def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys
         (["method:slim-dp", "--method.beta", "0.4"], ["beta", "at most alpha (0.3)", "got 0.4"]),
         (["--momentum", "1.0", "method:dgc"], ["momentum", "below 1", "got 1.0"]),
         (["method:iwp", "--method.publishers", "5"], ["publishers=5 of 4"]),
+        (["--optimizer", "adam", "method:dgc"], ["momentum inside", "got --optimizer adam"]),
+        (["--slices", "2", "method:slim-dp"], ["Slices exchange gradients, got slim_dp", "leave out --slices"]),
     ],
 )
 def test_bad_values_are_refused_before_a_folder_is_made(argv, said, started, tmp_path, capsys):

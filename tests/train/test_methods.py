@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxcomm as jc
+from configs.experiment import BoundaryFields
 from configs.methods import DctDp, Dgc, Iwp, LocalSgd, Method, PlumpDp, QuantDp, SlimDp, TopK
 from jaxcomm.types import communication_period
 from tests.train.runs import EXPERIMENT
@@ -49,6 +50,65 @@ def test_names():
         "plump_dp-p4",
         "slim_dp",
     ]
+
+
+def test_a_boundary_has_a_name_of_its_own():
+    """Or a pipeline of plump_dp would write into the folder of its baseline, whose boundary sends everything."""
+    assert [
+        run_name(PlumpDp(), boundary)
+        for boundary in (
+            BoundaryFields(),
+            BoundaryFields(0.9),
+            BoundaryFields(0.95, "sketch"),
+            BoundaryFields(value_dtype="bfloat16"),
+        )
+    ] == ["plump_dp", "plump_dp-masked-0.9", "plump_dp-sketch-0.95", "plump_dp-masked-0-bfloat16"]
+    assert run_name(PlumpDp(p=2), BoundaryFields(0.5)) == "plump_dp-p2-masked-0.5"
+
+
+@pytest.mark.parametrize("method", METHODS, ids=run_name)
+def test_adam_takes_the_place_of_momentum(method):
+    experiment = dataclasses.replace(EXPERIMENT, optimizer="adam")
+    if isinstance(method, Dgc | Iwp):
+        with pytest.raises(ValueError, match=r"has momentum inside and goes with plain SGD, got --optimizer adam"):
+            make_chain(experiment, method)
+        return
+    tx = make_chain(experiment, method)
+    assert jc.check_chain(tx) == []
+    assert jc.wire_report(tx, SHAPES, 4) == jc.wire_report(make_chain(EXPERIMENT, method), SHAPES, 4)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=run_name)
+def test_slices_use_a_method_between_them(method):
+    experiment = dataclasses.replace(EXPERIMENT, slices=2)
+    if is_local(method):
+        with pytest.raises(ValueError, match=f"Slices exchange gradients, got {run_name(method)}, after whose steps"):
+            make_chain(experiment, method)
+        return
+    tx = make_chain(experiment, method)
+    assert jc.check_chain(tx) == []
+    report = jc.wire_report(tx, SHAPES, (2, 3), axis_name=("slice", "data"))
+    elements = 64 * 66  # 64 and 64 * 64 in 3 shares, rounded up
+    assert report.received_over("data") >= 2 * (2 / 3) * 4 * elements
+    assert 0 < report.received_over("slice") <= 2 * (1 / 2) * 4 * elements / 3
+
+
+def test_adam_is_that_of_the_papers():
+    """One step of a gradient of 1 is the learning rate long, and its decay that of AdamW."""
+    experiment = dataclasses.replace(
+        EXPERIMENT, optimizer="adam", learning_rate=0.01, warmup_steps=0, schedule="constant", weight_decay=0.5
+    )
+    tx = make_chain(experiment, PlumpDp())
+    params = {"w": jnp.full((4,), 2.0)}
+    state = jc.init_state(params, tx, 2)
+    step = jc.simulate(lambda params, batch: (params["w"] * batch.mean()).sum(), tx, 2)
+    state, _ = step(state, jnp.ones((2,)))
+    np.testing.assert_allclose(state.params["w"], 2 - 0.01 * (1 + 0.5 * 2), rtol=1e-6)
+    state, _ = step(state, jnp.zeros((2,)))
+    first, second = 0.9 * 0.1 / (1 - 0.9**2), 0.98 * 0.02 / (1 - 0.98**2)
+    before = 2 - 0.01 * (1 + 0.5 * 2)
+    expected = before - 0.01 * (first / second**0.5 + 0.5 * before)
+    np.testing.assert_allclose(state.params["w"], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

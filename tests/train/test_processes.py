@@ -18,6 +18,7 @@ import pytest
 import train.__main__
 from benchmarks.netlab import Lab
 from train.__main__ import main, parse
+from train.loop import rows_of
 from train.loop import train as train_one
 from train.processes import Processes, connect, prepare_jax
 
@@ -26,6 +27,7 @@ VARIABLES = ("JAXCOMM_COORDINATOR", "JAXCOMM_PROCESS_ID", "JAXCOMM_NUM_PROCESSES
 METHOD = ["method:dct-dp", "--method.sparsity", "0.9", "--method.life-span", "3"]
 # The model is in parts on all hosts: step 6 has just chosen a new core.
 LOCAL = ["method:slim-dp", "--method.q", "3"]
+TWO = ["--coordinator", "127.0.0.1:9777", "--process-id", "0", "--num-processes", "2"]
 FEW = ["digits", "--warmup-steps", "2", "--global-batch", "24"]
 
 
@@ -95,6 +97,39 @@ def test_three_hosts_train_like_three_simulated_workers(tmp_path):
         assert_like_simulated(metrics(hosts, method), metrics(tmp_path / "one", method), 1e-3)
         (last,) = [line for line in metrics(hosts, method) if line["step"] == 6]
         assert abs(last["test_accuracy"] - whole.summary.accuracy) <= 2 / 450
+
+
+def test_two_hosts_hold_a_stage_each(tmp_path):
+    """Both read all rows, and write one checkpoint together, from which the whole goes on."""
+    argv = [*FEW, "--steps", "3", "--workers", "1", "--stages", "2", "--boundary.sparsity", "0.9", "--no-baseline"]
+    argv, method = [*argv, "--eval-every", "3", "--micro-batches", "2"], ["method:plump-dp"]
+    command = [sys.executable, "-m", "train", *argv, "--out", str(tmp_path / "hosts"), *method]
+    with Lab(2, None) as lab:
+        results = lab.run(command, env=environment(tmp_path / "compiled"), timeout=150)
+    assert [result.returncode for result in results] == [0, 0], results
+    name, hosts = "plump_dp-masked-0.9", tmp_path / "hosts" / "digits"
+    whole = simulated([*argv, *method], tmp_path / "one")
+    assert len(metrics(hosts, name)) == 3
+    assert_like_simulated(metrics(hosts, name), metrics(tmp_path / "one", name), 1e-5)
+    read = simulated([*argv, *method], hosts)
+    assert read.losses == []
+    pairs = zip(*(jax.tree.leaves(jax.device_get(run.state.params)) for run in (read, whole)), strict=True)
+    for found, expected in pairs:
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("count", "workers", "parts"),
+    [
+        (1, 4, [(0, 1)]),
+        (2, 4, [(0, 2), (1, 2)]),
+        (4, 4, [(0, 4), (1, 4), (2, 4), (3, 4)]),
+        (4, 2, [(0, 2), (0, 2), (1, 2), (1, 2)]),  # two stages of a worker in processes of their own
+        (3, 1, [(0, 1)] * 3),
+    ],
+)
+def test_processes_that_share_a_worker_read_the_same_rows(count, workers, parts):
+    assert [rows_of(Processes(index, count), workers) for index in range(count)] == parts
 
 
 def test_sigterm_to_one_process_stops_all_and_they_go_on_together(tmp_path):
@@ -215,13 +250,15 @@ def test_workers_that_the_processes_cannot_share_are_refused_before_waiting(
     ("variables", "flags", "processes"),
     [
         ({}, [], 1),
-        ({}, ["--coordinator", "127.0.0.1:9777", "--process-id", "0", "--num-processes", "2"], 2),
+        ({}, ["--workers", "2", "--stages", "2"], 1),
+        ({}, [*TWO, "--workers", "1", "--stages", "4", "--cuts", "1", "2", "3"], 2),
+        ({}, TWO, 2),
         (dict(zip(VARIABLES, ("127.0.0.1:9777", "0", "4"), strict=True)), [], 4),
         ({"SLURM_NTASKS": "4"}, [], 4),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, [], 2),
     ],
 )
-def test_a_process_simulates_its_share_of_the_workers(variables, flags, processes, joined, monkeypatch):
+def test_a_process_simulates_its_share_of_the_workers_and_stages(variables, flags, processes, joined, monkeypatch):
     """With more devices a process, the mesh of all workers would lie on the first process alone."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

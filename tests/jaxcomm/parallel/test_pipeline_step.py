@@ -375,5 +375,7 @@ def test_a_batch_that_does_not_divide_is_refused(rows):
     pipeline = make_pipeline(2, micro_batches=2)
     state = jax.eval_shape(lambda: jc.init_pipeline(pipeline, PARAMS, PLUMP, mesh_of()))
     batch = {name: np.zeros((rows, *leaf.shape[1:]), np.float32) for name, leaf in batches(1)[0].items()}
-    with pytest.raises(ValueError, match=rf"rows of a batch are a multiple of .*, got {rows} rows at .* for 2 workers of 2"):
+    with pytest.raises(
+        ValueError, match=rf"rows of a batch are a multiple of .*, got {rows} rows at .* for 2 workers of 2"
+    ):
         jc.make_pipeline_step(pipeline, PLUMP, mesh_of()).trace(state, batch)

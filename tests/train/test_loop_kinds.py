@@ -1,0 +1,140 @@
+"""Runs on clicks and translations: their scores at the end, on rows that are real alone."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+import train.loop
+from configs.experiment import Architecture
+from models.beam_search import beam_search
+from models.functional import apply, cut, merge
+from tests.train.runs import EXPERIMENT, metrics, run
+from train.architectures import make_model
+from train.data import dataset_info, eval_batches, open_text
+from train.data.click_store import prepare_log
+from train.data.click_tables import Hashed
+from train.data.text_pairs import Pair
+from train.data.text_store import Lengths, prepare_pairs
+from train.scores import auc, bleu, log_loss
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+DLRM = Architecture("dlrm", {"dim": 4, "bottom": (8,), "top": (8,)})
+CLICKS = {"dataset": "criteo", "architecture": DLRM, "workers": 2, "momentum": 0.0, "steps": 8, "eval_every": 4}
+TRANSFORMER = Architecture("transformer", {"layers": 1, "width": 8, "hidden": 12, "heads": 2, "tied": False})
+TRANSLATIONS = {
+    "dataset": "iwslt14",
+    "architecture": TRANSFORMER,
+    "workers": 2,
+    "optimizer": "adam",
+    "learning_rate": 0.02,
+    "label_smoothing": 0.1,
+    "global_batch": 8,
+    "steps": 6,
+    "eval_every": 4,
+    "beam": 2,
+}
+NUMBERS = {"eins": "one", "zwei": "two", "drei": "three", "vier": "four", "rot": "red", "blau": "blue"}
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """A folder with a log of 140 random rows as the dataset "criteo": 120 to train on, 20 to test on."""
+    folder, rng = tmp_path_factory.mktemp("clicks"), np.random.default_rng(0)
+    fields = [
+        [rng.integers(2), *rng.integers(0, 500, 13), *(f"{value:x}" for value in rng.integers(0, 99, 26))]
+        for _ in range(140)
+    ]
+    log = folder / "train.txt"
+    log.write_text("".join("\t".join(map(str, row)) + "\n" for row in fields))
+    prepare_log("criteo", log, folder, Hashed(20), say=lambda line: None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def parallel(tmp_path_factory):
+    """A folder with sentences of two words as the dataset "iwslt14": 30 to train on, 5 and 5 to test on."""
+    folder = tmp_path_factory.mktemp("text")
+    pairs = [
+        Pair(f"{first} {second}", f"{NUMBERS[first]} {NUMBERS[second]}", f"{first}:{second}")
+        for first in NUMBERS
+        for second in NUMBERS
+    ]
+    splits = {"train": pairs[:30], "valid": pairs[30:33], "test": pairs[31:]}
+    prepare_pairs("iwslt14", splits, ("de", "en"), Lengths(48, 14, 14), folder)
+    return folder
+
+
+def test_clicks_end_with_auc_and_log_loss(logged, tmp_path):
+    found = run(tmp_path, data_dir=logged, **CLICKS)
+    assert found.losses[-1] < found.losses[0]
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines if "test_auc" in line] == [4, 8]
+    # The 20 rows of the test split are less than a batch of 24, which repeats one of them.
+    (batch,) = eval_batches("criteo", global_batch=20, data_dir=logged)
+    model = cut(make_model(DLRM, dataset_info("criteo", logged), "float32", 0))[0]
+    logits, _ = apply(model.graph, jax.device_get(found.state.params), {}, batch, training=False)
+    assert found.summary.scores == pytest.approx(
+        {
+            "loss": log_loss(batch["label"], logits),
+            "accuracy": np.mean((np.asarray(logits) > 0) == batch["label"]),
+            "auc": auc(batch["label"], logits),
+        },
+        rel=1e-4,
+    )
+    record = found.summary.record()
+    assert record["auc"] == found.summary.scores["auc"]
+    assert list(record)[:6] == ["method", "workers", "seed", "accuracy", "loss", "auc"]
+    assert found.evaluations[-1].scores == found.summary.scores
+    json.dumps(record)
+
+
+def test_translations_end_with_bleu(parallel, tmp_path):
+    """Of the best translation of every test sentence, with the smoothed loss in training alone."""
+    found = run(tmp_path, data_dir=parallel, **TRANSLATIONS)
+    assert found.losses[-1] < found.losses[0]
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines if "test_loss" in line] == [4, 6]
+    assert [line["step"] for line in lines if "test_bleu" in line] == [6]  # a search takes long
+    info, text = dataset_info("iwslt14", parallel), open_text("iwslt14", "test", parallel)
+    assert info.num_test == 5  # of a batch of 8
+    (batch,) = eval_batches("iwslt14", global_batch=5, data_dir=parallel)
+    graph = cut(make_model(TRANSFORMER, info, "float32", 0))[0].graph
+    params = jax.device_get(found.state.params)
+    blocks = merge(graph, params, {}, training=False)
+    tokens, _ = jax.jit(lambda source: beam_search(blocks, source, max_length=13, beam=2))(batch["source"])
+    expected = bleu(text.subwords.decode(np.asarray(tokens[:, 0])), text.references).score
+    assert found.summary.record()["bleu"] == pytest.approx(expected)
+    logits, _ = apply(graph, params, {}, batch, training=False)
+    labels = batch["target"][:, 1:]
+    entropies = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), labels[..., None], axis=-1)[..., 0]
+    assert found.summary.scores["loss"] == pytest.approx(entropies[labels != 0].mean(), rel=1e-4)
+
+
+def test_bleu_is_of_the_rows_that_are_real_and_in_their_order(parallel):
+    """Translations that are the references themselves have 100, but for padding, which is dropped."""
+    text = open_text("iwslt14", "test", parallel)
+    experiment = dataclasses.replace(EXPERIMENT, **TRANSLATIONS, data_dir=parallel)
+    job = SimpleNamespace(task=SimpleNamespace(scores=lambda rows: {"rows": len(rows["right"])}))
+    batches = list(eval_batches("iwslt14", global_batch=3, data_dir=parallel))
+    rows = [{"right": np.zeros(3), "mask": batch["mask"]} for batch in batches]
+    best = [batch["target"][:, 1:] for batch in batches]
+    assert sum(len(each) for each in best) == 6
+    scores = train.loop.test_scores(experiment, job, rows, best)
+    assert scores["rows"] == 5
+    assert scores["bleu"] == pytest.approx(bleu(text.references, text.references).score)
+    assert train.loop.test_scores(experiment, job, rows, best[::-1])["bleu"] < scores["bleu"]
+
+
+def test_a_run_that_is_stopped_is_not_translated(parallel, tmp_path, monkeypatch):
+    """SIGTERM gives little time."""
+    searched = []
+    monkeypatch.setattr(train.loop, "bleu", lambda *_: searched.append(1))
+    found = run(tmp_path, data_dir=parallel, stop_after=2, **TRANSLATIONS)
+    assert "bleu" not in found.summary.scores
+    assert searched == []
+    assert found.summary.scores.keys() == {"loss", "accuracy"}
