@@ -9,6 +9,7 @@ A setting is compiled once, and its seeds (of the parameters and of the order of
 """
 
 import dataclasses
+import json
 import os
 import statistics
 import tempfile
@@ -85,6 +86,9 @@ SETTINGS = (
 )
 
 
+_SAME = ("seeds", "steps", "life_span")  # what records of one table have in common
+
+
 @dataclass(frozen=True)
 class Config:
     """Train the small DLRM with every system."""
@@ -100,7 +104,8 @@ class Config:
     data_dir: Path | None = None
     """Folder of prepared datasets."""
     json: Path | None = None
-    """File for the table, as a list of records."""
+    """File for the table, as a list of records; what it has of the same steps, seeds and life span is not trained
+    again."""
 
 
 def main(config: Config) -> None:
@@ -116,9 +121,11 @@ def main(config: Config) -> None:
     from train.processes import prepare_jax
 
     prepare_jax(6)
+    done = _done(config)
     records: list[dict[str, Any]] = []
     for setting in chosen:
-        records.append(_train(setting, config, records[0] if records else None))
+        known = done.get((setting.system, setting.stages, setting.sparsity))
+        records.append(known or _train(setting, config, records[0] if records else None))
         shown = records[-1]
         print(
             f"{len(records)}/{len(chosen)} {setting.system} {setting.stages} {setting.sparsity}: loss "
@@ -129,8 +136,21 @@ def main(config: Config) -> None:
     print_table(
         f"DLRM on generated clicks: {config.steps} steps of 128 rows, mean over {config.seeds} seeds "
         "(stdev of the loss); bytes received by a device in a step",
-        [{name: value for name, value in record.items() if name != "losses"} for record in records],
+        [{name: value for name, value in record.items() if name not in ("losses", *_SAME)} for record in records],
     )
+
+
+def _done(config: Config) -> dict[tuple[str, int, float], dict[str, Any]]:
+    """Returns the records of an earlier run that was stopped."""
+    if config.json is None or not config.json.exists():
+        return {}
+    same = {name: getattr(config, name) for name in _SAME}
+    records = json.loads(config.json.read_text())
+    return {
+        (record["system"], record["stages"], record["sparsity"]): record
+        for record in records
+        if {name: record.get(name) for name in _SAME} == same
+    }
 
 
 def experiment_of(setting: Setting, config: Config) -> tuple[Experiment, Method]:
@@ -182,6 +202,7 @@ def _train(setting: Setting, config: Config, dense: dict[str, Any] | None) -> di
         "paper_minus_dense": round(setting.paper_loss - SETTINGS[0].paper_loss, 4),
         "paper_accuracy": setting.paper_accuracy,
         "losses": losses,
+        **{name: getattr(config, name) for name in _SAME},
     }
 
 

@@ -31,7 +31,8 @@ def main(argv: Sequence[str]) -> int:
             experiment.num_processes,
             check=lambda count: check(experiment, count),
         )
-        prepare_jax(experiment.workers * experiment.stages // processes.count)
+        devices = experiment.workers * experiment.stages // processes.count
+        prepare_jax(None if processes.has_devices else devices)
         return run(experiment, processes)
     except (ValueError, FileNotFoundError) as error:
         print(f"train: {error}", file=sys.stderr)

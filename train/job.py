@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,7 +15,7 @@ import jaxcomm as jc
 from configs.experiment import Experiment
 from configs.methods import Method
 from models.beam_search import beam_search
-from models.functional import Graph, Stage, apply, cut, merge
+from models.functional import Graph, apply, cut, merge
 from train.architectures import choose_cuts, make_model
 from train.data import DatasetInfo, TranslationInfo, dataset_info
 from train.methods import make_chain
@@ -58,7 +59,7 @@ def make_job(experiment: Experiment, method: Method) -> Job:
     """Makes the model, the optimizer and the functions of a run; `experiment.seed` is looked at for shapes alone."""
     info = dataset_info(experiment.dataset, experiment.data_dir)
     task = make_task(info, experiment.label_smoothing)
-    whole = cut(make_model(experiment.architecture, info, experiment.dtype, experiment.seed))[0]
+    whole = cut(_abstract(experiment, info))[0]
     axes = {"slice": experiment.slices, "data": experiment.workers // experiment.slices, "stage": experiment.stages}
     mesh = jc.make_mesh(**{name: size for name, size in axes.items() if size > 1 or name == "data"})
     axis = ("slice", "data") if experiment.slices > 1 else "data"
@@ -101,7 +102,7 @@ def _data_parallel(
 ) -> _Parts:
     """Workers that hold the whole model each."""
     del batch
-    graph = _cut(experiment, info, experiment.seed)[0].graph
+    graph = cut(_abstract(experiment, info))[0].graph
     tx = make_chain(experiment, method)
 
     def loss_fn(params: Any, stats: Any, batch: Any) -> Any:
@@ -112,7 +113,7 @@ def _data_parallel(
     place = jax.jit(lambda params, stats: jc.init_state(params, tx, mesh, model_state=stats, axis_name=axis))
 
     def start(seed: int) -> jc.TrainState:
-        whole = _cut(experiment, info, seed)[0]
+        whole = cut(make_model(experiment.architecture, info, experiment.dtype, seed))[0]
         return place(whole.params, whole.stats)
 
     step = jc.make_train_step(loss_fn, tx, mesh, has_state=True, axis_name=axis)
@@ -125,7 +126,9 @@ def _pipeline(
     """Workers whose devices hold a stage of the model each."""
     tx, fields = make_chain(experiment, method), experiment.boundary
     boundary = jc.dct_mp(fields.sparsity, kind=fields.kind, value_dtype=fields.value_dtype)
-    stages = _cut(experiment, info, experiment.seed)
+    model = _abstract(experiment, info)
+    cuts = choose_cuts(model, experiment.stages, experiment.cuts)
+    stages = cut(model, cuts)
 
     def run(graph: Graph, params: Any, stats: Any, x: Any, batch: Any) -> tuple[Any, Any]:
         return apply(graph, params, stats, batch, x, training=True, rows_per_group=experiment.rows_per_group)
@@ -145,22 +148,22 @@ def _pipeline(
     placed = jax.jit(place)
 
     def start(seed: int) -> jc.TrainState:
-        stages = _cut(experiment, info, seed)
+        stages = cut(make_model(experiment.architecture, info, experiment.dtype, seed), cuts)
         return placed([stage.params for stage in stages], [stage.stats for stage in stages])
 
-    def model(state: jc.TrainState) -> Model:
+    def whole(state: jc.TrainState) -> Model:
         parts = (jc.pipeline_params(pipeline, state), jc.pipeline_model_state(pipeline, state))
         params, stats = ({block: of for stage in part for block, of in stage.items()} for part in parts)
         return params, stats
 
     costs = jc.pipeline_report(pipeline, tx, batch, experiment.workers)
     dense = costs.exchange.dense + sum(2 * each.dense for each in costs.boundaries) / len(stages)
-    return _Parts(start, jc.make_pipeline_step(pipeline, tx, mesh, axis_name=axis), model, dense)
+    return _Parts(start, jc.make_pipeline_step(pipeline, tx, mesh, axis_name=axis), whole, dense)
 
 
-def _cut(experiment: Experiment, info: DatasetInfo, seed: int) -> list[Stage]:
-    model = make_model(experiment.architecture, info, experiment.dtype, seed)
-    return cut(model, choose_cuts(model, experiment.stages, experiment.cuts))
+def _abstract(experiment: Experiment, info: DatasetInfo) -> Any:
+    """Returns the model without numbers: shapes alone, for what is compiled."""
+    return nnx.eval_shape(lambda: make_model(experiment.architecture, info, experiment.dtype, experiment.seed))
 
 
 def _evaluate(task: Task, graph: Graph, model: Model, batch: Any) -> dict[str, jax.Array]:

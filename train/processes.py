@@ -14,10 +14,12 @@ class Processes:
     Attributes:
       index: from 0.
       count: how many there are.
+      has_devices: whether JAX has started this process's devices already, to be told the two by its cluster.
     """
 
     index: int = 0
     count: int = 1
+    has_devices: bool = False
 
 
 def prepare_jax(simulated_devices: int | None = None) -> None:
@@ -64,9 +66,15 @@ def connect(
         if not _on_a_cluster():
             check(1)
             return Processes()
+        # From the launcher's variables where it has set them: asking JAX starts its devices, before prepare_jax.
+        found = _launched()
+        if found is not None:
+            check(found.count)
         jax.distributed.initialize()
-        check(jax.process_count())
-        return Processes(jax.process_index(), jax.process_count())
+        if found is None:
+            found = Processes(jax.process_index(), jax.process_count(), has_devices=True)
+            check(found.count)
+        return found
     if coordinator is None or process_id is None or num_processes is None:
         raise ValueError(
             f"Several processes are started with --coordinator, --process-id and --num-processes (or the variables "
@@ -104,8 +112,19 @@ def _integer(value: int | None, variable: str) -> int | None:
         raise ValueError(f"{variable} is an integer, got {os.environ[variable]!r}: set it to a number.") from None
 
 
+# Number of processes and number of this one, as Slurm, Open MPI and MPICH name them.
+_LAUNCHERS = {"SLURM_NTASKS": "SLURM_PROCID", "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
+
+
+def _launched() -> Processes | None:
+    """Returns this process among those of a launcher that has set its variables, for more than one process."""
+    for count, index in _LAUNCHERS.items():
+        if os.environ.get(count, "1") not in ("", "1") and index in os.environ:
+            return Processes(int(os.environ[index]), int(os.environ[count]))
+    return None
+
+
 def _on_a_cluster() -> bool:
     """Returns whether a launcher that JAX knows has set its variables, for more than one process."""
-    sizes = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-    several = any(os.environ.get(name, "1") not in ("", "1") for name in sizes)
-    return several or "," in os.environ.get("TPU_WORKER_HOSTNAMES", "") or "JAX_COORDINATOR_ADDRESS" in os.environ
+    addresses = "," in os.environ.get("TPU_WORKER_HOSTNAMES", "") or "JAX_COORDINATOR_ADDRESS" in os.environ
+    return addresses or any(os.environ.get(name, "1") not in ("", "1") for name in _LAUNCHERS)

@@ -65,7 +65,7 @@ def parallel(tmp_path_factory):
         for second in NUMBERS
     ]
     splits = {"train": pairs[:30], "valid": pairs[30:33], "test": pairs[31:]}
-    prepare_pairs("iwslt14", splits, ("de", "en"), Lengths(48, 20, 20), folder)
+    prepare_pairs("iwslt14", splits, ("de", "en"), Lengths(48, 24, 24), folder)
     return folder
 
 
@@ -113,7 +113,7 @@ def test_translations_end_with_bleu(parallel, tmp_path, monkeypatch):
     graph = cut(make_model(TRANSFORMER, info, "float32", 0))[0].graph
     params = jax.device_get(found.state.params)
     blocks = merge(graph, params, {}, training=False)
-    tokens, _ = jax.jit(lambda source: beam_search(blocks, source, max_length=19, beam=2))(batch["source"])
+    tokens, _ = jax.jit(lambda source: beam_search(blocks, source, max_length=23, beam=2))(batch["source"])
     ((hypotheses, references),) = scored
     assert hypotheses == text.subwords.decode(np.asarray(tokens[:, 0]))
     assert all(hypotheses)

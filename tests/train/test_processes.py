@@ -254,8 +254,9 @@ def test_workers_that_the_processes_cannot_share_are_refused_before_waiting(
         ({}, [*TWO, "--workers", "1", "--stages", "4", "--cuts", "1", "2", "3"], 2),
         ({}, TWO, 2),
         (dict(zip(VARIABLES, ("127.0.0.1:9777", "0", "4"), strict=True)), [], 4),
-        ({"SLURM_NTASKS": "4"}, [], 4),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, [], 2),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, [], 4),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, [], 2),
+        ({"JAX_COORDINATOR_ADDRESS": "10.0.0.1:9777"}, [], 2),
     ],
 )
 def test_a_process_simulates_its_share_of_the_workers_and_stages(variables, flags, processes, joined, monkeypatch):
@@ -268,9 +269,10 @@ def test_a_process_simulates_its_share_of_the_workers_and_stages(variables, flag
     monkeypatch.setattr(train.__main__, "prepare_jax", devices.append)
     monkeypatch.setattr(train.__main__, "run", lambda _, found: runs.append(found) or 0)
     assert main(["digits", "--workers", "4", *flags]) == 0
-    assert runs == [Processes(0, processes)]
+    asked_jax = "JAX_COORDINATOR_ADDRESS" in variables  # which starts the devices, as they are
+    assert runs == [Processes(0, processes, has_devices=asked_jax)]
     assert len(joined) == (processes > 1)
-    assert devices == [4 // processes]
+    assert devices == [None if asked_jax else 4 // processes]
 
 
 def test_prepare_jax_leaves_a_thread_pool_that_is_set(monkeypatch):
