@@ -108,6 +108,11 @@ def make_chain(experiment: Experiment, method: Method) -> optax.GradientTransfor
             f"Slices exchange gradients, got {run_name(method)}, after whose steps the workers' parameters differ: "
             "leave out --slices, or take a method before the optimizer."
         )
+    if experiment.slices > 1 and isinstance(method, PowerSgd):
+        raise ValueError(
+            f"Between slices go shares of tensors, which are vectors, got {run_name(method)}, which compresses matrices "
+            "and would send all of them dense: leave out --slices, or take another method."
+        )
     if experiment.optimizer == "adam" and has_momentum:
         raise ValueError(
             f"{run_name(method)} has momentum inside and goes with plain SGD, got --optimizer adam: take another "

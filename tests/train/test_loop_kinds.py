@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -25,7 +26,9 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 
 DLRM = Architecture("dlrm", {"dim": 4, "bottom": (8,), "top": (8,)})
 CLICKS = {"dataset": "criteo", "architecture": DLRM, "workers": 2, "momentum": 0.0, "steps": 8, "eval_every": 4}
-TRANSFORMER = Architecture("transformer", {"layers": 1, "width": 16, "hidden": 16, "heads": 2, "dropout": 0.1, "tied": False})
+TRANSFORMER = Architecture(
+    "transformer", {"layers": 1, "width": 16, "hidden": 16, "heads": 2, "dropout": 0.1, "tied": False}
+)
 TRANSLATIONS = {
     "dataset": "iwslt14",
     "architecture": TRANSFORMER,
@@ -111,7 +114,7 @@ def test_translations_end_with_bleu(parallel, tmp_path, monkeypatch):
     assert info.num_test == 5  # of a batch of 8
     (batch,) = eval_batches("iwslt14", global_batch=5, data_dir=parallel)
     graph = cut(make_model(TRANSFORMER, info, "float32", 0))[0].graph
-    params = jax.device_get(found.state.params)
+    params = jax.tree.map(jnp.asarray, jax.device_get(found.state.params))
     blocks = merge(graph, params, {}, training=False)
     tokens, _ = jax.jit(lambda source: beam_search(blocks, source, max_length=23, beam=2))(batch["source"])
     ((hypotheses, references),) = scored

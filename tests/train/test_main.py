@@ -93,7 +93,7 @@ def test_methods_are_chosen_on_the_command_line(argv, method):
 def test_a_typo_lists_the_names(name, guess, started, capsys):
     assert main([name, "--steps", "1"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("train: An experiment is one of digits, mnist, cifar10, got ")
+    assert said.startswith(f"train: An experiment is one of {', '.join(CONFIGS)}, got ")
     assert guess in said
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import jaxcomm as jc
 from configs.experiment import BoundaryFields
-from configs.methods import DctDp, Dgc, Iwp, LocalSgd, Method, PlumpDp, QuantDp, SlimDp, TopK
+from configs.methods import DctDp, Dgc, Iwp, LocalSgd, Method, PlumpDp, PowerSgd, QuantDp, SlimDp, TopK
 from jaxcomm.types import communication_period
 from tests.train.runs import EXPERIMENT
 from train.methods import FACTORIES, is_local, is_rare, make_chain, make_exchange, method_name, run_name
@@ -85,12 +85,21 @@ def test_slices_use_a_method_between_them(method):
         with pytest.raises(ValueError, match=f"Slices exchange gradients, got {run_name(method)}, after whose steps"):
             make_chain(experiment, method)
         return
+    if isinstance(method, PowerSgd):
+        with pytest.raises(
+            ValueError, match="shares of tensors, which are vectors, got powersgd, .* all of them dense"
+        ):
+            make_chain(experiment, method)
+        return
     tx = make_chain(experiment, method)
     assert jc.check_chain(tx) == []
     report = jc.wire_report(tx, SHAPES, (2, 3), axis_name=("slice", "data"))
-    elements = 64 * 66  # 64 and 64 * 64 in 3 shares, rounded up
-    assert report.received_over("data") >= 2 * (2 / 3) * 4 * elements
-    assert 0 < report.received_over("slice") <= 2 * (1 / 2) * 4 * elements / 3
+    share = 1366 + 22  # of 64 * 64 and 64 elements, rounded up
+    counts = 2 * (2 / 3) * 4 * 4  # of what was exchanged, of all shares together
+    assert report.received_over("data") == pytest.approx(2 * (2 / 3) * 4 * 3 * share + counts)
+    dense = 2 * (1 / 2) * 4 * share
+    assert 0 < report.received_over("slice") <= dense
+    assert (report.received_over("slice") == dense) == (method == PlumpDp())
 
 
 def test_adam_is_that_of_the_papers():

@@ -105,7 +105,7 @@ def test_two_hosts_hold_a_stage_each(tmp_path):
     argv, method = [*argv, "--eval-every", "3", "--micro-batches", "2"], ["method:plump-dp"]
     command = [sys.executable, "-m", "train", *argv, "--out", str(tmp_path / "hosts"), *method]
     with Lab(2, None) as lab:
-        results = lab.run(command, env=environment(tmp_path / "compiled"), timeout=150)
+        results = lab.run(command, env=environment(), timeout=150)
     assert [result.returncode for result in results] == [0, 0], results
     name, hosts = "plump_dp-masked-0.9", tmp_path / "hosts" / "digits"
     whole = simulated([*argv, *method], tmp_path / "one")
