@@ -8,7 +8,7 @@ import pytest
 
 import jaxcomm as jc
 from configs.experiment import Architecture, BoundaryFields
-from configs.methods import Dgc, LocalSgd, PlumpDp
+from configs.methods import Dgc, PlumpDp
 from models.functional import apply, cut
 from tests.train.runs import DCT_DP, EXPERIMENT, HALF, IMAGES, METHODS, MLP, PIPELINE, metrics, run
 from train.architectures import make_model
@@ -32,24 +32,39 @@ def dense(tmp_path_factory):
     return out, run(out, PlumpDp(), steps=6, architecture=MLP, workers=2)
 
 
-def test_a_pipeline_that_sends_everything_trains_like_workers_alone(dense, tmp_path):
+@pytest.fixture(scope="module")
+def pipelined(tmp_path_factory):
+    """The same steps with each model in two stages."""
+    out = tmp_path_factory.mktemp("pipelined")
+    return out, run(out, PlumpDp(), steps=6, **PIPELINE)
+
+
+def test_a_pipeline_that_sends_everything_trains_like_workers_alone(dense, pipelined):
     """Dropout and order are those of the rows, whatever the mesh."""
-    folder, expected = dense
-    found = run(tmp_path, PlumpDp(), steps=6, **PIPELINE)
+    (folder, expected), (other, found) = dense, pipelined
     assert len(set(expected.losses)) == 6
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
     for name in ("accuracy", "test_loss", "test_accuracy"):
-        lines = [[line[name] for line in metrics(each, PlumpDp()) if name in line] for each in (tmp_path, folder)]
+        lines = [[line[name] for line in metrics(each, PlumpDp()) if name in line] for each in (other, folder)]
         assert lines[0]
         np.testing.assert_allclose(*lines, rtol=1e-5)
     assert found.summary.scores == pytest.approx(expected.summary.scores, rel=1e-5)
 
 
-def test_bytes_of_a_pipeline_are_the_average_over_its_devices(tmp_path):
-    """By hand, and what the metrics add up."""
-    boundary = BoundaryFields(sparsity=0.75)
+def test_a_pipeline_is_evaluated_as_the_whole_model(pipelined):
+    _, found = pipelined
+    params, stats = jax.device_get(make(PlumpDp(), steps=6, **PIPELINE).model(found.state))
+    assert params.keys() == {0, 1, 2}
+    (batch,) = eval_batches("digits", global_batch=450)
+    graph = cut(make_model(MLP, IMAGES, "float32", 0))[0].graph
+    output, _ = apply(graph, params, stats, batch, training=False)
+    assert found.summary.accuracy == np.mean(np.argmax(output, axis=-1) == batch["label"])
+
+
+def test_bytes_of_a_pipeline_are_the_average_over_its_devices():
+    """By hand."""
     wide = PIPELINE | {"architecture": Architecture("mlp", {"hidden": (64, 64)}), "global_batch": 64}
-    job = make(PlumpDp(), boundary=boundary, **wide)
+    job = make(PlumpDp(), boundary=BoundaryFields(sparsity=0.75), **wide)
     # Of 64 features of a worker's 32 rows the 16 largest forward, 4 bytes each, and a bit for each of the 64; back the
     # 16 alone. One of a worker's two devices receives what goes forward, the other what comes back.
     boundaries = (32 * 16 * 4 + 32 * 64 / 8 + 32 * 16 * 4) / 2
@@ -57,34 +72,21 @@ def test_bytes_of_a_pipeline_are_the_average_over_its_devices(tmp_path):
     exchange = 2 * (1 / 2) * 4 * slots
     # Loss and accuracy over the workers; over the stages whether a gradient is broken, and six metrics.
     scalars = 2 * (1 / 2) * (4 * 2) + 2 * (1 / 2) * (4 + 4 * 6)
-    expected = boundaries + exchange + scalars
-    assert job.report.received == expected
+    assert job.report.received == boundaries + exchange + scalars
     assert job.dense == 2 * (32 * 64 * 4) / 2 + exchange
-    found = run(tmp_path, PlumpDp(), boundary=boundary, stop_after=2, **wide)
-    lines = metrics(tmp_path, PlumpDp(), boundary)
-    assert [line["bytes_received"] for line in lines] == [expected, 2 * expected]
-    assert found.summary.bytes_per_step == expected
-    assert found.summary.ratio_to_dense == pytest.approx(job.dense / expected)
-    assert found.summary.ratio_to_bfloat16 == pytest.approx(job.dense / expected / 2)
 
 
 def test_a_pipeline_learns_with_largest_activations_and_gradients_alone(tmp_path):
     found = run(tmp_path, boundary=HALF, steps=30, **PIPELINE)
     assert found.losses[-1] < found.losses[0] - 0.3
-    assert found.summary.method == "dct_dp-masked-0.5"
-    assert found.summary.ratio_to_dense > 3
-    assert metrics(tmp_path, boundary=HALF)[-1]["sent"] < 2 * 2 * 0.3 * SLOTS  # of 2 workers and 2 stages
-
-
-def test_a_pipeline_is_evaluated_as_the_whole_model(tmp_path):
-    found = run(tmp_path, LocalSgd(steps=2), steps=4, **PIPELINE)
-    job = make(LocalSgd(steps=2), steps=4, **PIPELINE)
-    model = make_model(MLP, IMAGES, "float32", 0)
-    params, stats = jax.device_get(job.model(found.state))
-    assert params.keys() == {0, 1, 2}
-    (batch,) = eval_batches("digits", global_batch=450)
-    output, _ = apply(cut(model)[0].graph, params, stats, batch, training=False)
-    assert found.summary.accuracy == np.mean(np.argmax(output, axis=-1) == batch["label"])
+    job, lines = make(boundary=HALF, steps=30, **PIPELINE), metrics(tmp_path, boundary=HALF)
+    assert [line["bytes_received"] for line in lines] == [job.report.received * step for step in range(1, 31)]
+    assert lines[-1]["sent"] < 2 * 2 * 0.3 * SLOTS  # of 2 workers and 2 stages
+    summary = found.summary
+    assert (summary.method, summary.bytes_per_step) == ("dct_dp-masked-0.5", job.report.received)
+    assert summary.ratio_to_dense == pytest.approx(job.dense / job.report.received)
+    assert summary.ratio_to_bfloat16 == pytest.approx(summary.ratio_to_dense / 2)
+    assert summary.ratio_to_dense > 3
 
 
 def test_slices_that_send_everything_train_like_workers_alone(tmp_path):

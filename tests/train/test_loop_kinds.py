@@ -130,7 +130,6 @@ def test_translations_end_with_bleu(parallel, tmp_path, monkeypatch):
 
 def test_bleu_is_of_the_rows_that_are_real_and_in_their_order(parallel):
     """Translations that are the references themselves have 100, but for padding, which is dropped."""
-    text = open_text("iwslt14", "test", parallel)
     experiment = dataclasses.replace(EXPERIMENT, **TRANSLATIONS, data_dir=parallel)
     job = SimpleNamespace(task=SimpleNamespace(scores=lambda rows: {"rows": len(rows["right"])}))
     batches = list(eval_batches("iwslt14", global_batch=3, data_dir=parallel))

@@ -86,9 +86,7 @@ def test_slices_use_a_method_between_them(method):
             make_chain(experiment, method)
         return
     if isinstance(method, PowerSgd):
-        with pytest.raises(
-            ValueError, match="shares of tensors, which are vectors, got powersgd, .* all of them dense"
-        ):
+        with pytest.raises(ValueError, match="shares of tensors, which are vectors, got powersgd"):
             make_chain(experiment, method)
         return
     tx = make_chain(experiment, method)
