@@ -110,8 +110,8 @@ def make_chain(experiment: Experiment, method: Method) -> optax.GradientTransfor
         )
     if experiment.slices > 1 and isinstance(method, PowerSgd):
         raise ValueError(
-            f"Between slices go shares of tensors, which are vectors, got {run_name(method)}, made for matrices: all would "
-            "be sent dense. Leave out --slices, or take another method."
+            f"Between slices go shares of tensors, which are vectors, got {run_name(method)}, made for matrices, which "
+            "would send all of them dense: leave out --slices, or take another method."
         )
     if experiment.optimizer == "adam" and has_momentum:
         raise ValueError(

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from scipy.special import log_softmax
 
 import jaxcomm as jc
 from configs.experiment import Architecture, BoundaryFields
@@ -57,8 +58,10 @@ def test_a_pipeline_is_evaluated_as_the_whole_model(pipelined):
     assert params.keys() == {0, 1, 2}
     (batch,) = eval_batches("digits", global_batch=450)
     graph = cut(make_model(MLP, IMAGES, "float32", 0))[0].graph
-    output, _ = apply(graph, params, stats, batch, training=False)
-    assert found.summary.accuracy == np.mean(np.argmax(output, axis=-1) == batch["label"])
+    output = np.asarray(apply(graph, params, stats, batch, training=False)[0])
+    assert found.summary.accuracy == np.mean(output.argmax(axis=-1) == batch["label"])
+    losses = -np.take_along_axis(log_softmax(output, axis=-1), batch["label"][:, None], axis=-1)
+    assert found.summary.scores["loss"] == pytest.approx(losses.mean(), rel=1e-5)
 
 
 def test_bytes_of_a_pipeline_are_the_average_over_its_devices():

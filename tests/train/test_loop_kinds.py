@@ -5,12 +5,12 @@ import json
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import train.loop
 from configs.experiment import Architecture
+from configs.methods import PlumpDp
 from models.beam_search import beam_search
 from models.functional import apply, cut, merge
 from tests.train.runs import EXPERIMENT, metrics, run
@@ -73,9 +73,9 @@ def parallel(tmp_path_factory):
 
 
 def test_clicks_end_with_auc_and_log_loss(logged, tmp_path):
-    found = run(tmp_path, data_dir=logged, **CLICKS)
+    found = run(tmp_path, PlumpDp(), data_dir=logged, **CLICKS)
     assert found.losses[-1] < found.losses[0]
-    lines = metrics(tmp_path)
+    lines = metrics(tmp_path, PlumpDp())
     assert [line["step"] for line in lines if "test_auc" in line] == [4, 8]
     # The 20 rows of the test split are less than a batch of 24, which repeats one of them.
     (batch,) = eval_batches("criteo", global_batch=20, data_dir=logged)
@@ -105,26 +105,30 @@ def test_translations_end_with_bleu(parallel, tmp_path, monkeypatch):
         return bleu(hypotheses, references)
 
     monkeypatch.setattr(train.loop, "bleu", keep)
-    found = run(tmp_path, data_dir=parallel, **TRANSLATIONS)
+    found = run(tmp_path, PlumpDp(), data_dir=parallel, **TRANSLATIONS)
     assert found.losses[-1] < 0.8 * found.losses[0]
-    lines = metrics(tmp_path)
+    lines = metrics(tmp_path, PlumpDp())
     assert [line["step"] for line in lines if "test_loss" in line] == [12, 20]
     assert [line["step"] for line in lines if "test_bleu" in line] == [20]  # a search takes long
     info, text = dataset_info("iwslt14", parallel), open_text("iwslt14", "test", parallel)
     assert info.num_test == 5  # of a batch of 8
     (batch,) = eval_batches("iwslt14", global_batch=5, data_dir=parallel)
     graph = cut(make_model(TRANSFORMER, info, "float32", 0))[0].graph
-    params = jax.tree.map(jnp.asarray, jax.device_get(found.state.params))
-    blocks = merge(graph, params, {}, training=False)
-    tokens, _ = jax.jit(lambda source: beam_search(blocks, source, max_length=23, beam=2))(batch["source"])
+
+    @jax.jit
+    def evaluate(params, batch):
+        blocks = merge(graph, params, {}, training=False)
+        tokens, _ = beam_search(blocks, batch["source"], max_length=23, beam=2)
+        return tokens[:, 0], jax.nn.log_softmax(apply(graph, params, {}, batch, training=False)[0])
+
+    tokens, said = jax.device_get(evaluate(jax.device_get(found.state.params), batch))
     ((hypotheses, references),) = scored
-    assert hypotheses == text.subwords.decode(np.asarray(tokens[:, 0]))
+    assert hypotheses == text.subwords.decode(tokens)
     assert all(hypotheses)
     assert references == text.references
     assert found.summary.record()["bleu"] == bleu(hypotheses, references).score
-    logits, _ = apply(graph, params, {}, batch, training=False)
     labels = batch["target"][:, 1:]
-    entropies = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), labels[..., None], axis=-1)[..., 0]
+    entropies = -np.take_along_axis(said, labels[..., None], axis=-1)[..., 0]
     assert found.summary.scores["loss"] == pytest.approx(entropies[labels != 0].mean(), rel=1e-4)
 
 
@@ -146,7 +150,7 @@ def test_a_run_that_is_stopped_is_not_translated(parallel, tmp_path, monkeypatch
     """SIGTERM gives little time."""
     searched = []
     monkeypatch.setattr(train.loop, "bleu", lambda *_: searched.append(1))
-    found = run(tmp_path, data_dir=parallel, stop_after=2, **TRANSLATIONS)
+    found = run(tmp_path, PlumpDp(), data_dir=parallel, stop_after=2, **TRANSLATIONS)
     assert "bleu" not in found.summary.scores
     assert searched == []
     assert found.summary.scores.keys() == {"loss", "accuracy"}
