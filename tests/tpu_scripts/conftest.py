@@ -9,6 +9,9 @@ import pytest
 
 from tests.tpu_scripts.world import World
 
+# A shell cannot trap what it was started to ignore, and what runs in the background (nohup, a CI's job) ignores SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.fixture
 def world(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from optax import chain, masked
 
 import jaxcomm as jc
-from jaxcomm.parallel.chain import _links
+from jaxcomm.parallel.chain import chain_links
 
 PARAMS = {"b": np.ones(3, np.float32), "w": np.arange(900, dtype=np.float32).reshape(300, 3)}
 W, B = {"b": False, "w": True}, {"b": True, "w": False}  # masks
@@ -242,7 +242,7 @@ def loss_fn(params, batch):
 @pytest.mark.parametrize("rule", [*REFUSED, *UNUSUAL])
 def test_what_the_remedy_makes_runs_on_a_mesh(rule):
     tx = {**REFUSED, **UNUSUAL}[rule][2]
-    axes = {"slice": 2, "data": 2} if "hierarchical" in repr(_links(tx, (), {})) else {"data": 2}
+    axes = {"slice": 2, "data": 2} if "hierarchical" in repr(chain_links(tx, (), {})) else {"data": 2}
     mesh, names = jc.make_mesh(**axes), tuple(axes) if len(axes) > 1 else "data"
     state = jax.eval_shape(lambda: jc.init_state(PARAMS, tx, mesh, axis_name=names))
     batch = {"x": np.ones((4, 300), np.float32), "y": np.ones((4, 3), np.float32)}

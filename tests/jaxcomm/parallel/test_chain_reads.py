@@ -11,7 +11,7 @@ import pytest
 from optax import chain
 
 import jaxcomm as jc
-from jaxcomm.parallel.chain import EXCHANGES, LOCAL_EXCHANGES, _links
+from jaxcomm.parallel.chain import EXCHANGES, LOCAL_EXCHANGES, chain_links
 
 PARAMS = {"b": np.ones(3, np.float32), "w": np.arange(900, dtype=np.float32).reshape(300, 3)}
 MASK = {"b": False, "w": True}
@@ -57,17 +57,17 @@ READ_AS = {
 @pytest.mark.parametrize("case", READ_AS)
 def test_optax_is_built_as_the_check_reads_it(case):
     tx, links = READ_AS[case]
-    found = _links(tx, (), {})
+    found = chain_links(tx, (), {})
     assert " ".join(map(str, found)) == links
     assert all(link.known for link in found)
 
 
 def test_the_arguments_that_the_rules_ask_for_are_in_the_closures():
     tx = chain(optax.trace(0.3), optax.scale_by_adam(b1=0.4), optax.add_decayed_weights(0.5), optax.scale(-0.6))
-    links = _links(tx, (), {})
+    links = chain_links(tx, (), {})
     values = [link.args[name] for link, name in zip(links, ("decay", "b1", "weight_decay", "step_size"), strict=True)]
     assert values == [0.3, 0.4, 0.5, -0.6]
-    (link,) = _links(optax.inject_hyperparams(optax.trace)(decay=0.7), (), {})
+    (link,) = chain_links(optax.inject_hyperparams(optax.trace)(decay=0.7), (), {})
     assert link.args["decay"] == 0.7
 
 
