@@ -124,7 +124,7 @@ def main(config: Config) -> None:
     done = _done(config)
     records: list[dict[str, Any]] = []
     for setting in chosen:
-        known = done.get((setting.system, setting.stages, setting.sparsity))
+        known = done.pop((setting.system, setting.stages, setting.sparsity), None)
         records.append(known or _train(setting, config, records[0] if records else None))
         shown = records[-1]
         print(
@@ -132,7 +132,7 @@ def main(config: Config) -> None:
             f"{shown['test_loss']:.4f}, accuracy {shown['accuracy']:.2f}%, AUC {shown['auc']:.4f}",
             flush=True,
         )
-        write_records(config.json, records)  # what is done is kept
+        write_records(config.json, [*records, *done.values()])  # what is done is kept, here and in an earlier run
     print_table(
         f"DLRM on generated clicks: {config.steps} steps of 128 rows, mean over {config.seeds} seeds "
         "(stdev of the loss); bytes received by a device in a step",

@@ -10,9 +10,10 @@ from jax.sharding import Mesh
 
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.hlo import read_program
+from jaxcomm.jaxpr import jaxpr_program
 from jaxcomm.parallel.pipeline import Pipeline
 from jaxcomm.parallel.step import check_batch
-from jaxcomm.wire import WireReport, jaxpr_program, wire_report
+from jaxcomm.wire import WireReport, wire_report
 
 
 @dataclass(frozen=True)

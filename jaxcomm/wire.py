@@ -4,7 +4,7 @@ The prediction walks the traced program and needs no devices: it answers what a 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,22 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.hlo import read_program
+from jaxcomm.jaxpr import jaxpr_program, traced_program
 from jaxcomm.parallel.state import TrainState, check_workers
-from jaxcomm.traffic import Program, Traffic, count_bytes
+from jaxcomm.traffic import Program, Traffic
 from jaxcomm.transforms.already_mean import vary_others
 from jaxcomm.types import communication_period
-
-_ALL_REDUCE = ("psum", "psum_invariant", "psum2", "pmax", "pmin")
-_COLLECTIVES = {
-    **dict.fromkeys(_ALL_REDUCE, "all_reduce"),
-    "all_gather": "all_gather",
-    "all_gather_invariant": "all_gather",
-    "all_gather_reduced": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "all_to_all": "all_to_all",
-    "ppermute": "permute",
-}
-_UNCOUNTED = ("ragged_all_to_all", "pbroadcast", "pgather", "psend", "precv")
 
 
 @dataclass(frozen=True)
@@ -224,59 +213,3 @@ def _model_state(arg: Any, workers: int) -> Traffic:
     """Returns what a step averages of the model's state, if an argument has one."""
     leaves = jax.tree.leaves(arg.model_state) if isinstance(arg, TrainState) else []
     return Traffic("all_reduce", 4 * sum(math.prod(jnp.shape(leaf)) for leaf in leaves), workers)
-
-
-def traced_program(function: Callable[..., Any], *args: Any) -> Program:
-    """Returns the collectives that a function asks for, by tracing it; args may be `jax.ShapeDtypeStruct`s."""
-    return jaxpr_program(jax.make_jaxpr(function)(*args))
-
-
-def jaxpr_program(closed: Any) -> Program:
-    """Returns the collectives of a traced program."""
-    return _read_jaxpr(closed.jaxpr, {})
-
-
-def _read_jaxpr(jaxpr: Any, axis_sizes: dict[str, int]) -> Program:
-    program = Program()
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name in _UNCOUNTED:
-            raise ValueError(f"Bytes of {name!r} cannot be predicted: use one of {sorted(_COLLECTIVES)}.")
-        if name in _COLLECTIVES:
-            program.always.append(_traffic(eqn, axis_sizes))
-        elif name == "shard_map":
-            sizes = {**axis_sizes, **dict(eqn.params["mesh"].shape)}
-            program.add(_read_jaxpr(_inner(eqn.params["jaxpr"]), sizes))
-        elif name == "scan":
-            program.add(_read_jaxpr(_inner(eqn.params["jaxpr"]), axis_sizes), eqn.params["length"])
-        elif name == "cond":
-            program.add_conditional([_read_jaxpr(_inner(b), axis_sizes) for b in eqn.params["branches"]])
-        else:
-            inner = Program()
-            for child in _jaxprs(eqn.params):
-                inner.add(_read_jaxpr(child, axis_sizes))
-            if name == "while" and inner.communicates:
-                raise ValueError("A loop with collectives has a static length: use lax.scan for it.")
-            program.add(inner)
-    return program
-
-
-def _traffic(eqn: Any, axis_sizes: dict[str, int]) -> Traffic:
-    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
-    axes = axes if isinstance(axes, tuple) else (axes,)
-    groups = eqn.params.get("axis_index_groups")
-    workers = len(groups[0]) if groups else math.prod(axis_sizes[axis] for axis in axes)
-    size = sum(count_bytes(v.aval.shape, v.aval.dtype.itemsize) for v in eqn.invars)
-    pairs = tuple((int(a), int(b)) for a, b in eqn.params["perm"]) if eqn.primitive.name == "ppermute" else None
-    return Traffic(_COLLECTIVES[eqn.primitive.name], size, workers, axes=axes, pairs=pairs)
-
-
-def _inner(jaxpr: Any) -> Any:
-    """Returns the program itself, of one that may be closed over constants."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def _jaxprs(params: dict[str, Any]) -> list[Any]:
-    """Returns the programs inside an equation's parameters."""
-    values = [v for value in params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
-    return [_inner(v) for v in values if hasattr(v, "eqns")]

@@ -23,7 +23,7 @@ from jaxcomm.collectives.axis import zeros_varying_as
 from jaxcomm.collectives.gather import fuse, split_words
 from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.layout import BLOCK, Layout
-from jaxcomm.selectors import Selection, compact, select_topk
+from jaxcomm.selectors import Selection, compact, compact_rows, select_topk
 from jaxcomm.types import Payload
 
 REGION_SLACK = Fraction(5, 4)  # room of a region over its share of the slots
@@ -113,15 +113,18 @@ class Regions:
         """Reads the positions in a region and the values."""
         return self.indices.decode(payload), self.values.decode(payload["values"], self.region.n_slots)
 
-    def exchange(self, vector: jax.Array, mask: jax.Array, flag: jax.Array, axis_name: str) -> Balanced:
+    def exchange(
+        self, vector: jax.Array, mask: jax.Array, turn: jax.Array, flag: jax.Array, axis_name: str
+    ) -> Balanced:
         """Sums the masked coordinates over the workers, and keeps as many of the largest sums as there are slots.
 
         total + psum(leftover) == psum(what was sent). Each worker receives 2 (K-1) payloads of a region.
 
         Args:
           vector: (n,) float32.
-          mask: (n/32,) uint32, the selected coordinates. What a region has no slot for (highest index first) is not
-            sent and counts as overflow.
+          mask: (n/32,) uint32, the selected coordinates. What a region has no slot for is not sent and counts as
+            overflow.
+          turn: which coordinates of a region with too many are sent, see `compact`.
           flag: () bool, whether this worker's step is sound.
           axis_name: the axis of workers.
         """
@@ -129,11 +132,11 @@ class Regions:
         by_region, words = self.cut(vector, mask)
         me = lax.axis_index(axis_name)
 
-        def encode_own(values: jax.Array, words: jax.Array) -> tuple[Payload, bits.Slots]:
-            payload, selection = self._encode(values, compact(words, self.region), [flag])
+        def encode_own(values: jax.Array, selection: Selection) -> tuple[Payload, bits.Slots]:
+            payload, selection = self._encode(values, selection, [flag])
             return payload, selection.slots
 
-        payload, slots = jax.vmap(encode_own)(by_region, words)
+        payload, slots = jax.vmap(encode_own)(by_region, compact_rows(words, self.region, turn))
         like = jax.tree.map(lambda rows: jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), payload)
         values = jax.vmap(lambda row: self.values.decode(row, self.region.n_slots))(payload["values"])  # (K, R)
 

@@ -24,7 +24,7 @@ from jaxcomm.codecs.rice import Rice
 from jaxcomm.collectives.balanced import Balanced, Regions
 from jaxcomm.collectives.gather import fuse, gather_words, split_words
 from jaxcomm.layout import Layout
-from jaxcomm.selectors import compact
+from jaxcomm.selectors import compact, compact_rows
 from jaxcomm.selectors.threshold import magnitude_bits
 from jaxcomm.types import Payload
 
@@ -105,7 +105,7 @@ def received_on_ring(regions: Regions) -> int:
 
 
 def ring_sum(
-    regions: Regions, vector: jax.Array, mask: jax.Array, flag: jax.Array, axis_name: str
+    regions: Regions, vector: jax.Array, mask: jax.Array, turn: jax.Array, flag: jax.Array, axis_name: str
 ) -> tuple[Balanced, jax.Array]:
     """Sums the masked coordinates over the workers, region by region on a ring.
 
@@ -124,8 +124,8 @@ def ring_sum(
     Args:
       regions: of the flat vector; room for what one worker selects of each.
       vector: (n,) float32.
-      mask: (n/32,) uint32, the selected coordinates. What a region has no slot for (highest index first) is not sent
-        and counts as overflow.
+      mask: (n/32,) uint32, the selected coordinates. What a region has no slot for is not sent and counts as overflow.
+      turn: which coordinates of a region with too many are sent, see `compact`.
       flag: () bool, whether this worker's step is sound.
       axis_name: the axis of workers.
 
@@ -137,7 +137,7 @@ def ring_sum(
     k = regions.workers
     by_region, words = regions.cut(vector, mask)  # (K, size), (K, size/32)
     me = lax.axis_index(axis_name)
-    selection = jax.vmap(lambda row: compact(row, regions.region))(words)
+    selection = compact_rows(words, regions.region, turn)
     own = jnp.where(jax.vmap(bits.unpack)(selection.words), by_region, 0.0)
     onward = [(worker, (worker + 1) % k) for worker in range(k)]
 

@@ -19,6 +19,7 @@ from jaxcomm import noise
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
 from jaxcomm.collectives.boundary import Encoded, send
+from jaxcomm.jaxpr import jaxpr_communicates
 from jaxcomm.layers.activations import Whole
 from jaxcomm.layers.boundary import Boundary, dct_mp
 from jaxcomm.parallel.slots import Slots, plan_slots
@@ -100,15 +101,15 @@ class Pipeline:
         """Finds the shapes of what crosses, from those of one worker's batch.
 
         Raises:
-          ValueError: if the rows are not a multiple of the micro-batches, if what crosses is not to be sent, or if a
-            stage changes the shape of its model state.
+          ValueError: if the rows are not a multiple of the micro-batches, if what crosses is not to be sent, if a stage
+            changes the shape of its model state, or if it has collectives of its own.
         """
         micro = jax.tree.map(self._micro_struct, batch)
         cuts, x = [], None
         states = [()] * self.size if self.model_state is None else self.model_state
         for stage in range(self.size):
-            x, new = jax.eval_shape(
-                lambda *args, at=stage: self.run_stage(at, *args), self.params[stage], states[stage], x, micro
+            x, new = _trace_stage(
+                stage, lambda *args, at=stage: self.run_stage(at, *args), self.params[stage], states[stage], x, micro
             )
             _check_new_state(stage, _shapes(new), states[stage])
             if stage < self.size - 1:
@@ -129,6 +130,23 @@ class Pipeline:
 
 def _shapes(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), tree)
+
+
+def _trace_stage(stage: int, run: Callable[..., Any], *args: Any) -> Any:
+    """Returns the shapes that a stage makes, which is one branch of many, where a collective would wait for ever."""
+    refusal = ValueError(
+        f"Devices of other stages run another branch, where nobody answers, got a collective in stage {stage}: leave "
+        "it out; the step averages losses, gradients and the model state over the workers by itself."
+    )
+    try:
+        traced, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
+    except NameError as error:
+        if "unbound axis name" in str(error):  # in a report there are no axes
+            raise refusal from error
+        raise
+    if jaxpr_communicates(traced):
+        raise refusal
+    return shapes
 
 
 def _check_new_state(stage: int, new: Any, old: Any) -> None:

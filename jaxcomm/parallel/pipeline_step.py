@@ -27,7 +27,7 @@ from jaxcomm.parallel.state import (
 )
 from jaxcomm.parallel.step import Step, check_batch, worker_step
 from jaxcomm.transforms.local_sgd import is_finite_tree
-from jaxcomm.types import PerWorker, exchange_metrics
+from jaxcomm.types import PerWorker, already_mean_paths, exchange_metrics
 
 
 def make_pipeline_step(
@@ -118,7 +118,7 @@ def init_pipeline(
       workers. `pipeline_params` gives the parameters back.
 
     Raises:
-      ValueError: as `init_state`, and for stages of other shapes than the pipeline's.
+      ValueError: as `init_state`, for stages of other shapes than the pipeline's, and for a chain with `already_mean`.
     """
     _check_mesh(pipeline, mesh, axis_name, stage_axis)
     for message in check_chain(tx):
@@ -146,6 +146,12 @@ def init_pipeline(
     sizes = tuple(mesh.shape[name] for name in axis_names(axis_name))
     one_stage = jax.eval_shape(lambda: jax.tree.map(lambda slot: slot[:1], given))
     shapes = jax.eval_shape(in_axes_of_workers(device_state, sizes, axis_name), *one_stage)
+    marked = sorted(already_mean_paths(shapes.opt_state))
+    if marked:
+        raise ValueError(
+            "A pipeline exchanges the gradients of every stage, whose layers cannot gather over the workers, got "
+            f"already_mean for {', '.join(marked)}: pass its exchange alone."
+        )
     if exchange_metrics(shapes.opt_state) is None:
         raise ValueError(
             "A pipeline's step needs one transformation that averages over the workers, got a chain without: put "

@@ -5,9 +5,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jaxcomm import bits
+from jaxcomm import bits, noise
 from jaxcomm.layout import BLOCK_WORDS, Layout
+
+_TURN = 2**31 - 1  # no worker's number, which is what other keys have in its place
 
 
 class Selection(NamedTuple):
@@ -47,31 +50,53 @@ def slots_of(words: jax.Array, rank: jax.Array, layout: Layout) -> bits.Slots:
     return bits.positions(words, first_slot.reshape(-1), layout.n_slots)
 
 
+def draw_turn(seed: int, step: jax.Array) -> jax.Array:
+    """Draws where a step begins to fill the slots of an overfull mask, the same on all workers: () float32, below 1."""
+    return noise.uniform(noise.make_key(seed, step, _TURN), 1)[0]
+
+
 def compact(words: jax.Array, layout: Layout, turn: jax.Array | None = None) -> Selection:
-    """Gives the selected coordinates of every segment its slots, lowest index first.
+    """Gives the selected coordinates of every segment its slots.
 
     Args:
       words: (n/32,) uint32, the mask of what was selected.
       layout: the segments and their capacities.
-      turn: () float32 in [0, 1): where more are selected than have slots, begin with the one at this fraction of them,
-        and go round, so that all have their turn if that lasts for many steps.
+      turn: () float32 in [0, 1), of `draw_turn`: where more are selected than have slots, begin with the one at this
+        fraction of them, and go round, so that all have their turn if that lasts for many steps. None begins with the
+        lowest index, for masks that fit.
     """
     rank, count = rank_in_segment(words, layout)
-    capacity = np.asarray(layout.capacities, np.int32)
-    overflow = jnp.sum(jnp.maximum(count - capacity, 0))
     if turn is not None:
-        words = _go_round(words, rank, count, layout, turn)
-        rank, _ = rank_in_segment(words, layout)
-    room = layout.per_block(jnp.asarray(capacity))[:, None] - rank
-    return Selection(
-        words=bits.keep_first(words, room.reshape(-1)),
-        slots=slots_of(words, rank, layout),
-        overflow=overflow,
+        words, rank = lax.cond(
+            _is_overfull(count, layout),
+            lambda: _go_round(words, rank, count, turn, layout),
+            lambda: (words, rank),
+        )
+    return _with_slots(words, rank, count, layout)
+
+
+def compact_rows(words: jax.Array, layout: Layout, turn: jax.Array) -> Selection:
+    """Does so for the masks (K, n/32) of K vectors of one layout; what it returns has K rows.
+
+    Other than under `jax.vmap`, nothing goes round where every mask fits.
+    """
+    rank, count = jax.vmap(lambda row: rank_in_segment(row, layout))(words)
+    words, rank = lax.cond(
+        _is_overfull(count, layout),
+        lambda: jax.vmap(lambda row, before, n: _go_round(row, before, n, turn, layout))(words, rank, count),
+        lambda: (words, rank),
     )
+    return jax.vmap(lambda row, before, n: _with_slots(row, before, n, layout))(words, rank, count)
 
 
-def _go_round(words: jax.Array, rank: jax.Array, count: jax.Array, layout: Layout, turn: jax.Array) -> jax.Array:
-    """Keeps as many set bits of every segment as it has slots, from one on and round to the first ones."""
+def _is_overfull(count: jax.Array, layout: Layout) -> jax.Array:
+    return jnp.any(count > np.asarray(layout.capacities, np.int32))
+
+
+def _go_round(
+    words: jax.Array, rank: jax.Array, count: jax.Array, turn: jax.Array, layout: Layout
+) -> tuple[jax.Array, jax.Array]:
+    """Keeps as many set bits of every segment as it has slots, from one on and round; returns their rank as well."""
     capacity = jnp.asarray(layout.capacities, jnp.int32)
     first = jnp.minimum((turn * count.astype(jnp.float32)).astype(jnp.int32), count - 1)
     first = jnp.where(count > capacity, first, 0)
@@ -79,4 +104,16 @@ def _go_round(words: jax.Array, rank: jax.Array, count: jax.Array, layout: Layou
     def up_to(limit: jax.Array) -> jax.Array:
         return bits.keep_first(words, (layout.per_block(limit)[:, None] - rank).reshape(-1))
 
-    return (up_to(first + capacity) & ~up_to(first)) | up_to(first + capacity - count)
+    kept = (up_to(first + capacity) & ~up_to(first)) | up_to(first + capacity - count)
+    return kept, rank_in_segment(kept, layout)[0]
+
+
+def _with_slots(words: jax.Array, rank: jax.Array, count: jax.Array, layout: Layout) -> Selection:
+    """Gives slots to the first set bits of every segment, of which `count` were selected."""
+    capacity = np.asarray(layout.capacities, np.int32)
+    room = layout.per_block(jnp.asarray(capacity))[:, None] - rank
+    return Selection(
+        words=bits.keep_first(words, room.reshape(-1)),
+        slots=slots_of(words, rank, layout),
+        overflow=jnp.sum(jnp.maximum(count - capacity, 0)),
+    )

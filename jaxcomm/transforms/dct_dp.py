@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from jaxcomm.collectives import check_per_worker
-from jaxcomm.selectors import order_statistic, select_threshold
+from jaxcomm.selectors import draw_turn, order_statistic, select_threshold
 from jaxcomm.selectors.topk import dropped
 from jaxcomm.transforms.checks import check_count, check_range, check_sparsity
 from jaxcomm.transforms.sparse import SparseExchange, drain, lay_out, own_row, plan_exchange
@@ -61,9 +61,9 @@ def dct_dp(
       11. the residual is x less what was sent, rounding of the values included
       12. return the mean over the workers of what was sent
 
-    Payloads have a fixed capacity. Coordinates that reach tau beyond it (highest index first) stay in the residual and
-    are counted in `metrics.overflow`: watch it, a lasting overflow means that the gradient has grown since the last
-    refresh and `life_span` is too long.
+    Payloads have a fixed capacity. Where more coordinates reach tau, as many as fit are sent, from a random one on and
+    round, so that all have their turn; the others stay in the residual and are counted in `metrics.overflow`: watch it,
+    a lasting overflow means that the gradient has grown since the last refresh and `life_span` is too long.
 
     If some worker's gradient is not finite, or the workers' largest values add up to more than float32 holds, the
     exchange is skipped on all workers alike: zeros come back, the residual and the thresholds stay, `metrics.skipped`
@@ -83,7 +83,7 @@ def dct_dp(
         largest sums on, and keep the rest: about 2 payloads whatever K is), "ring" (partial sums pass from neighbour to
         neighbour, and get denser with every hop: to show what that costs), or "auto" for gather while that receives at
         most a quarter of the dense bytes, beyond that for gather or balanced.
-      seed: of the steps to drain.
+      seed: of the steps to drain, and of the turns.
       axis_name: the axis of workers, of a mesh or of a `jax.vmap`.
 
     Returns:
@@ -151,14 +151,15 @@ def dct_dp(
                 lambda: old_threshold,
             )
 
+        turn = draw_turn(seed, state.step)
         if drain_every is None:
-            out = exchange(leaves, vector, lambda: select_threshold(vector.sum(), threshold, layout))
+            out = exchange(leaves, vector, lambda: select_threshold(vector.sum(), threshold, layout), turn)
         else:
             chance = jax.random.uniform(jax.random.fold_in(jax.random.key(seed), state.step))
             out = lax.cond(
                 chance < 1 / drain_every,
                 lambda: drain(layout, leaves, vector, axis_name),
-                lambda: exchange(leaves, vector, lambda: select_threshold(vector.sum(), threshold, layout)),
+                lambda: exchange(leaves, vector, lambda: select_threshold(vector.sum(), threshold, layout), turn),
             )
         new_state = DctDpState(
             step=state.step + 1,

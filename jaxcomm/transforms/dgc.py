@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxcomm.bits import Slots
 from jaxcomm.collectives import check_per_worker
-from jaxcomm.selectors import select_topk
+from jaxcomm.selectors import draw_turn, select_topk
 from jaxcomm.selectors.topk import kept
 from jaxcomm.transforms.checks import check_count, check_sparsity
 from jaxcomm.transforms.momentum import Correction, correct, keep_old_unless, zero_velocity
@@ -125,7 +125,7 @@ def dgc(
         x = own.vector.sum()
 
         def sparse(mask: jax.Array) -> tuple[Exchanged, jax.Array]:
-            out, sent = exchange.exchange(own.leaves, own.vector, mask)
+            out, sent = exchange.exchange(own.leaves, own.vector, mask, draw_turn(0, step))
             return out, rule.mask_velocity(own.velocity.flat, Slots(sent.position, sent.filled))
 
         def warm_up(mask: jax.Array) -> tuple[Exchanged, jax.Array]:

@@ -17,7 +17,7 @@ from jaxcomm.codecs import choose_index_codec
 from jaxcomm.collectives import axis_size, check_per_worker
 from jaxcomm.collectives.masks import MASK_CODECS, MaskUnion
 from jaxcomm.layout import Layout
-from jaxcomm.selectors import compact, order_statistic
+from jaxcomm.selectors import compact, draw_turn, order_statistic
 from jaxcomm.selectors.importance import importance, select_important, spread
 from jaxcomm.selectors.threshold import select_threshold
 from jaxcomm.transforms.checks import check_count, check_range
@@ -27,7 +27,6 @@ from jaxcomm.transforms.sparse import Exchanged, drain, exchange_densely
 from jaxcomm.types import ExchangeMetrics, PerWorker
 
 Schedule = float | Callable[[jax.Array], Any]
-_TURN = 2**31 - 1  # no worker's number, which is what other keys have in its place
 
 
 class IwpState(NamedTuple):
@@ -275,11 +274,6 @@ def draw_publishers(seed: int, step: jax.Array, workers: int, publishers: int) -
     """Draws r different workers of K for a step, the same on all of them: (r,) int32."""
     key = jax.random.fold_in(jax.random.key(seed), step)
     return jax.random.permutation(key, workers)[:publishers]
-
-
-def draw_turn(seed: int, step: jax.Array) -> jax.Array:
-    """Draws where a step begins to fill the slots of an overfull mask, the same on all workers: () float32."""
-    return noise.uniform(noise.make_key(seed, step, _TURN), 1)[0]
 
 
 def _check_schedule(name: str, value: Any, *, above_zero: bool) -> None:

@@ -135,17 +135,18 @@ class SparseExchange:
         gathered, dense = 4 * (k - 1) * words, 8 * (k - 1) * n / k
         return gathered > dense / 4 and self.regions().received < gathered
 
-    def encode(self, vector: Accumulated, mask: jax.Array) -> tuple[Payload, Sent]:
+    def encode(self, vector: Accumulated, mask: jax.Array, turn: jax.Array) -> tuple[Payload, Sent]:
         """Writes the masked coordinates of a worker's vector as a payload.
 
         Args:
           vector: gradient + residual.
           mask: (n/32,) uint32, the selected coordinates.
+          turn: which of them have slots where there are too few, see `compact`.
 
         Returns:
           The payload's arrays, all uint32, and what the receivers will read.
         """
-        selection = compact(mask, self.layout)
+        selection = compact(mask, self.layout, turn)
         indices, selection = self.indices.encode(selection)
         position, filled = selection.slots
         values = self.values.rounded(jnp.where(filled, vector.at(position), 0.0))  # (C,)
@@ -163,8 +164,8 @@ class SparseExchange:
         values = self.values.decode(payload["values"], self.layout.n_slots)
         return self.indices.decode(payload), values
 
-    def _gather(self, vector: Accumulated, mask: jax.Array) -> Received:
-        payload, sent = self.encode(vector, mask)
+    def _gather(self, vector: Accumulated, mask: jax.Array, turn: jax.Array) -> Received:
+        payload, sent = self.encode(vector, mask, turn)
         gathered = gather_words(fuse(payload), self.axis_name)  # (K, m)
         gathered = jax.vmap(lambda words: split_words(words, payload))(gathered)
         finite, largest = gathered["header"][:, 0], gathered["header"][:, 1]  # (K,) each
@@ -182,25 +183,33 @@ class SparseExchange:
 
         return Received(total, sent, None, jnp.sum(counts, axis=0), finite.all() & jnp.isfinite(largest))
 
-    def _by_regions(self, vector: Accumulated, mask: jax.Array) -> Received:
+    def _by_regions(self, vector: Accumulated, mask: jax.Array, turn: jax.Array) -> Received:
         regions, x = self.regions(), vector.sum()
         if self.collective == "ring":
-            out, _ = ring_sum(regions, x, mask, is_finite(x), self.axis_name)
+            out, _ = ring_sum(regions, x, mask, turn, is_finite(x), self.axis_name)
         else:
-            out = regions.exchange(x, mask, is_finite(x), self.axis_name)
+            out = regions.exchange(x, mask, turn, is_finite(x), self.axis_name)
         sent = Sent(out.position, out.filled, out.values)
         return Received(lambda ok: jnp.where(ok, out.total, 0.0), sent, out.leftover, out.counts, out.finite)
 
-    def __call__(self, leaves: list[jax.Array], vector: Accumulated, select: Callable[[], jax.Array]) -> Exchanged:
+    def __call__(
+        self,
+        leaves: list[jax.Array],
+        vector: Accumulated,
+        select: Callable[[], jax.Array],
+        turn: jax.Array,
+    ) -> Exchanged:
         """Sends what is selected, and returns the mean of what arrived; see `exchange`.
 
         Where no tensor is compressed, `select` is not called.
         """
         if not self.layout.sizes:
             return drain(self.layout, leaves, vector, self.axis_name)
-        return self.exchange(leaves, vector, select())[0]
+        return self.exchange(leaves, vector, select(), turn)[0]
 
-    def exchange(self, leaves: list[jax.Array], vector: Accumulated, mask: jax.Array) -> tuple[Exchanged, Sent]:
+    def exchange(
+        self, leaves: list[jax.Array], vector: Accumulated, mask: jax.Array, turn: jax.Array
+    ) -> tuple[Exchanged, Sent]:
         """Sends what the mask selects, and returns the mean of what arrived.
 
         Gathered, each worker receives (K-1) payloads; balanced, see `Regions`; on a ring, see `ring_sum`; and the ring
@@ -214,12 +223,13 @@ class SparseExchange:
           leaves: the gradient's leaves in tree order; only the dense ones are read.
           vector: gradient + residual of the others.
           mask: (n/32,) uint32.
+          turn: of `draw_turn`, which of too many coordinates have slots: what has none may be selected again for ever.
 
         Returns:
           What came back, and what this worker sent.
         """
         is_gathered = self.collective != "ring" and not self.is_balanced()
-        received = (self._gather if is_gathered else self._by_regions)(vector, mask)
+        received = (self._gather if is_gathered else self._by_regions)(vector, mask, turn)
         _, dense = self.layout.split(leaves)
         dense_means, dense_ok = dense_mean(dense, self.axis_name)
         ok = received.ok & dense_ok

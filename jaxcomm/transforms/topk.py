@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomm.collectives import check_per_worker
-from jaxcomm.selectors import select_topk
+from jaxcomm.selectors import draw_turn, select_topk
 from jaxcomm.selectors.topk import kept
 from jaxcomm.transforms.checks import check_count, check_sparsity
 from jaxcomm.transforms.sparse import SparseExchange, lay_out, own_row, plan_exchange
@@ -18,10 +18,12 @@ class TopKState(NamedTuple):
     """State of `topk`.
 
     Attributes:
+      step: () int32, the exchanges so far, skipped ones included.
       residual: (K, n) float32, gradients that were not sent yet; a row per worker.
       metrics: counts of the last exchange.
     """
 
+    step: jax.Array
     residual: PerWorker
     metrics: ExchangeMetrics
 
@@ -88,7 +90,7 @@ def topk(
 
     def init(params: Any) -> Any:
         residual = jnp.zeros((1, plan(params).layout.n), jnp.float32)
-        return TopKState(PerWorker(residual), ExchangeMetrics.zeros())
+        return TopKState(jnp.zeros((), jnp.int32), PerWorker(residual), ExchangeMetrics.zeros())
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
@@ -96,7 +98,8 @@ def topk(
         check_per_worker(updates, axis_name)
         leaves, treedef = jax.tree.flatten(updates)
         vector = lay_out(exchange.layout, leaves, own_row(state.residual, exchange.layout.n, axis_name))
-        out = exchange(leaves, vector, lambda: select_topk(vector.sum(), exchange.layout))
-        return treedef.unflatten(out.means), TopKState(PerWorker(out.residual), out.metrics)
+        turn = draw_turn(0, state.step)
+        out = exchange(leaves, vector, lambda: select_topk(vector.sum(), exchange.layout), turn)
+        return treedef.unflatten(out.means), TopKState(state.step + 1, PerWorker(out.residual), out.metrics)
 
     return optax.GradientTransformation(init, update)

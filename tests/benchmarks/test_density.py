@@ -23,7 +23,7 @@ def counts_of_the_collective(regions, masks, seed):
     vectors = np.random.default_rng(seed).normal(size=(len(masks), regions.layout.n)).astype(np.float32)
 
     def worker(vector, mask):
-        return ring_sum(regions, vector, mask, jnp.asarray(True), "data")[1]
+        return ring_sum(regions, vector, mask, jnp.float32(0), jnp.asarray(True), "data")[1]
 
     # What the program counts does not depend on LLVM's effort, half of the time that this takes.
     options = {"xla_backend_optimization_level": 0}

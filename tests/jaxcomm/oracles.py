@@ -6,6 +6,7 @@ tensors: that the numbers are random is tested elsewhere.
 
 import functools
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -13,7 +14,8 @@ import jax
 import numpy as np
 
 from jaxcomm import noise
-from jaxcomm.transforms.iwp import draw_publishers, draw_turn
+from jaxcomm.selectors import draw_turn
+from jaxcomm.transforms.iwp import draw_publishers
 from jaxcomm.transforms.quant_dp import rounding_keys
 from tests.jaxcomm import cases
 from tests.jaxcomm.cases import Case
@@ -126,17 +128,22 @@ def _numbers(case: Case, tree: str, key: jax.Array) -> Tensors:
     return parts
 
 
+def _turn(seed: int) -> Callable[[int], float]:
+    return lambda step: float(draw_turn(seed, step))
+
+
 def _topk(case: Case, tree: str, K: int) -> Any:
-    balanced = case.option("collective") == "balanced"
-    return (BalancedTopKReference if balanced else TopKReference)(
-        **_known(case, "sparsity", "dense_below", "value_dtype")
-    )
+    known = _known(case, "sparsity", "dense_below", "value_dtype")
+    if case.option("collective") == "balanced":
+        return BalancedTopKReference(turn=_turn(0), **known)
+    return TopKReference(**known)
 
 
 def _dct_dp(case: Case, tree: str, K: int) -> Any:
     balanced = case.option("collective") == "balanced"
     return (BalancedDctDpReference if balanced else DctDpReference)(
-        **_known(case, "sparsity", "life_span", "slack", "dense_below", "value_dtype")
+        turn=_turn(case.option("seed")),
+        **_known(case, "sparsity", "life_span", "slack", "dense_below", "value_dtype"),
     )
 
 
@@ -184,16 +191,19 @@ def _iwp(case: Case, tree: str, K: int) -> Any:
     def uniform(step: int, worker: int) -> Tensors:
         return _numbers(case, tree, noise.make_key(case.option("seed"), step, worker))
 
-    def turn(step: int) -> float:
-        return float(draw_turn(case.option("seed"), step))
-
     known = ("alpha", "beta", "C", "floor", "density", "random_selection", "eps", "momentum", "factor_masking", "clip")
     known = (*known, "warmup_steps", "life_span", "dense_below", "value_dtype", "mask_codec")
     collective = case.option("collective")
     if collective == "auto":
         collective = {"float32": "psum", "bfloat16": "two_shot"}[case.options["value_dtype"]]
     reference = _WatchedIwp if case.option("beta") else IwpReference
-    return reference(publishers=publishers, uniform=uniform, turn=turn, collective=collective, **_known(case, *known))
+    return reference(
+        publishers=publishers,
+        uniform=uniform,
+        turn=_turn(case.option("seed")),
+        collective=collective,
+        **_known(case, *known),
+    )
 
 
 def _sign(case: Case, tree: str, K: int) -> Any:

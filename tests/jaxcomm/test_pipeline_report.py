@@ -157,7 +157,9 @@ OTHERS = r"boundaries, its exchange and at most 256 bytes more, got .* more in t
     ],
     ids=["first", "last", "rarely", "stages", "permute", "boundary", "widened"],
 )
-def test_verify_catches_what_was_tampered_with(tampering, message):
+def test_verify_catches_what_was_tampered_with(tampering, message, monkeypatch):
+    """Stages too: a collective that only their gradients have is not seen where stages are traced."""
+    monkeypatch.setattr("jaxcomm.parallel.pipeline.jaxpr_communicates", lambda traced: False)
     with pytest.raises(ValueError, match=message):
         prove(**tampering)
 

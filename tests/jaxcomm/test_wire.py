@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from jaxcomm.hlo import read_program
+from jaxcomm.jaxpr import jaxpr_program, traced_program
 from jaxcomm.traffic import Traffic
-from jaxcomm.wire import jaxpr_program, traced_program
 
 K = 4
 PARAMS = {"b": jnp.zeros(3), "w": jnp.zeros((1000, 3))}

@@ -34,11 +34,12 @@ Where this differs, since a payload has a fixed capacity and a residual must los
 - Lines 5 to 7: the regions are equal and fixed. All compressed tensors, in the sorted order of their names, each padded
   with zeros to whole blocks of 1024, are one vector of B blocks; a region has ceil(B / K) of them, the last ones
   shorter or empty.
-- Line 8: of each region a worker sends the R coordinates of lowest index which it selected. R is ceil(region_slack * C
-  / K), at most the ceil(B / K) * 1024 coordinates of a region; C is the slots of the payload of the method without this
-  (the sum of k, or of the capacities, over the tensors). The rest, the overflow, stays in the residual. Values are
-  rounded to the payload's type; the rounding error stays too. The owner adds up in float32, in the order of the
-  workers.
+- Line 8: of each region a worker sends the coordinates which it selected, M of them, if they are R at most; else R of
+  them, from number floor(turn * M) on and round to the first ones, with a random turn in [0, 1) for each step. R is
+  ceil(region_slack * C / K), at most the ceil(B / K) * 1024 coordinates of a region; C is the slots of the payload of
+  the method without this (the sum of k, or of the capacities, over the tensors). The rest, the overflow, stays in the
+  residual. Values are rounded to the payload's type; the rounding error stays too. The owner adds up in float32, in the
+  order of the workers.
 - Lines 9 to 13: an owner sends the R largest |sum| of its region, rounded to the payload's type; of equal ones those of
   the lowest index; never a zero.
 - Line 14: in the paper what a worker sent and u has not stays on the worker. Here all of it is what the owner adds to
@@ -59,7 +60,9 @@ from .common import (
     Select,
     StepResult,
     Tensors,
+    Turn,
     all_finite,
+    in_turn,
     largest,
     mean_of_sums,
     round_values,
@@ -79,19 +82,35 @@ class BalancedTopKReference(TopKReference):
         region_slack: the slots of a region over its share of the slots.
         dense_below: tensors with fewer elements than this are sent dense.
         value_dtype: the type in which values travel, "float32" or "bfloat16".
+        turn: a function of the step: a number in [0, 1), which coordinates of a region with too many are sent.
 
     Attributes:
         residuals: per worker, what was not applied and it has to send, by name; compressed tensors only.
     """
 
     def __init__(
-        self, *, sparsity: float, region_slack: float = 1.25, dense_below: int = 512, value_dtype: str = "float32"
+        self,
+        *,
+        sparsity: float,
+        turn: Turn,
+        region_slack: float = 1.25,
+        dense_below: int = 512,
+        value_dtype: str = "float32",
     ):
         super().__init__(sparsity, dense_below, value_dtype)
         self.region_slack = region_slack
+        self.turn = turn
+        self.k = 0
+
+    def step(self, gradients: list[Tensors]) -> StepResult:
+        """Exchange the workers' gradients, one dict for each worker. `overflow` is that of line 8."""
+        result = super().step(gradients)
+        self.k += 1
+        return result
 
     def _send(self, all_x: list[Tensors], compressed: list[str], select: Select) -> tuple[list[Tensors], StepResult]:
-        return balanced_step(all_x, compressed, select, self._capacity, self.region_slack, self.value_dtype)
+        turn = self.turn(self.k)
+        return balanced_step(all_x, compressed, select, self._capacity, self.region_slack, turn, self.value_dtype)
 
 
 class BalancedDctDpReference(DctDpReference):
@@ -104,6 +123,7 @@ class BalancedDctDpReference(DctDpReference):
         slack: the slots over the (1 - sparsity) * N coordinates which are expected to be selected.
         dense_below: tensors with fewer elements than this are sent dense.
         value_dtype: the type in which values travel, "float32" or "bfloat16".
+        turn: a function of the step: a number in [0, 1), which coordinates of a region with too many are sent.
 
     Attributes:
         residuals: per worker, what was not applied and it has to send, by name; compressed tensors only.
@@ -114,6 +134,7 @@ class BalancedDctDpReference(DctDpReference):
         self,
         *,
         sparsity: float,
+        turn: Turn,
         region_slack: float = 1.25,
         life_span: int = 1000,
         slack: float = 1.05,
@@ -121,12 +142,18 @@ class BalancedDctDpReference(DctDpReference):
         value_dtype: str = "float32",
     ):
         super().__init__(
-            sparsity=sparsity, life_span=life_span, slack=slack, dense_below=dense_below, value_dtype=value_dtype
+            sparsity=sparsity,
+            turn=turn,
+            life_span=life_span,
+            slack=slack,
+            dense_below=dense_below,
+            value_dtype=value_dtype,
         )
         self.region_slack = region_slack
 
     def _send(self, all_x: list[Tensors], compressed: list[str], select: Select) -> tuple[list[Tensors], StepResult]:
-        return balanced_step(all_x, compressed, select, self._capacity, self.region_slack, self.value_dtype)
+        turn = self.turn(self.k - 1)
+        return balanced_step(all_x, compressed, select, self._capacity, self.region_slack, turn, self.value_dtype)
 
 
 class Regions:
@@ -156,6 +183,7 @@ def balanced_step(
     select: Select,
     capacity: Callable[[int], int],
     region_slack: float,
+    turn: float,
     value_dtype: str,
 ) -> tuple[list[Tensors], StepResult]:
     """The sparse all-reduce of what the workers select.
@@ -166,6 +194,7 @@ def balanced_step(
         select: how a worker selects coordinates of a tensor.
         capacity: the slots of the method without this, for a tensor of so many elements.
         region_slack: the slots of a region over its share of these.
+        turn: in [0, 1), which coordinates of a region with too many are sent, see `in_turn`.
         value_dtype: the type in which the values travel.
 
     Returns:
@@ -181,7 +210,7 @@ def balanced_step(
     all_sent, residuals, sent_counts, overflow_counts = [], [], [], []
     for w, x in enumerate(all_x):
         selected = {name: select(w, name, x[name].reshape(-1)) for name in regions.offsets}
-        chosen = first_of_each_region(selected, regions, K, R)
+        chosen = in_turn_of_each_region(selected, regions, K, R, turn)
         sent, residual = send_chosen(x, chosen, value_dtype)
         all_sent.append(sent)
         residuals.append(residual)
@@ -205,17 +234,16 @@ def balanced_step(
     return residuals, StepResult(mean=mean, sent=sent_counts, overflow=overflow_counts, skipped=False)
 
 
-def first_of_each_region(selected: dict[str, np.ndarray], regions: Regions, K: int, R: int) -> dict[str, np.ndarray]:
-    """Of each region the first R of the selected coordinates, in the order of the vector."""
+def in_turn_of_each_region(
+    selected: dict[str, np.ndarray], regions: Regions, K: int, R: int, turn: float
+) -> dict[str, np.ndarray]:
+    """Of each region R of the selected coordinates, those whose turn it is in the order of the vector."""
+    vector = np.sort(np.concatenate([offset + selected[name] for name, offset in regions.offsets.items()]))
+    kept = np.concatenate([in_turn(vector[vector // regions.size == j], R, turn) for j in range(K)])
     chosen = {}
-    free = [R] * K
-    for name in regions.offsets:
-        kept = []
-        for index, owner in zip(selected[name], regions.owners(name, selected[name]), strict=True):
-            if free[owner] > 0:
-                free[owner] -= 1
-                kept.append(index)
-        chosen[name] = np.asarray(kept, np.int64)
+    for name, offset in regions.offsets.items():
+        is_kept = np.isin(selected[name] + offset, kept)
+        chosen[name] = selected[name][is_kept]
     return chosen
 
 

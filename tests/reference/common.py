@@ -15,6 +15,7 @@ Tensors = dict[str, np.ndarray]
 
 # (worker, name of a tensor, its x as (N,)) -> the flat indices which the worker selects, in ascending order.
 Select = Callable[[int, str, np.ndarray], np.ndarray]
+Turn = Callable[[int], float]
 
 BLOCK = 1024  # coordinates; each tensor starts at a new block, and its last one may be short
 
@@ -138,6 +139,18 @@ def mean_of_sums(all_x: list[Tensors], sums: Tensors) -> Tensors:
     return mean
 
 
+def in_turn(coordinates: np.ndarray, capacity: int, turn: float) -> np.ndarray:
+    """The coordinates that fit, ascending: all, or as many as there are slots, from a random one on and round.
+
+    They are M flat indices, ascending, and are begun with number floor(turn * M), 0 <= turn < 1.
+    """
+    M = len(coordinates)
+    if capacity >= M:
+        return coordinates
+    first = min(int(np.float32(turn) * np.float32(M)), M - 1)
+    return np.sort(np.roll(coordinates, -first)[:capacity])
+
+
 def send_chosen(x: Tensors, chosen: dict[str, np.ndarray], value_dtype: str) -> tuple[Tensors, Tensors]:
     """One worker's (compressed gradient, new residual): x at the chosen coordinates, and what that leaves of x.
 
@@ -157,6 +170,7 @@ def sparse_step(
     compressed: list[str],
     select: Select,
     capacity: Callable[[int], int],
+    turn: float,
     value_dtype: str,
 ) -> tuple[list[Tensors], StepResult]:
     """Each worker sends x at the coordinates which it selects, those that fit; all receive the mean of what was sent.
@@ -165,8 +179,8 @@ def sparse_step(
         all_x: each worker's x.
         compressed: the names of the compressed tensors.
         select: how a worker selects coordinates of a tensor.
-        capacity: the slots in a payload, for a tensor of so many elements; the coordinates of the lowest flat
-            index get them.
+        capacity: the slots in a payload, for a tensor of so many elements.
+        turn: in [0, 1), which of too many coordinates get them, see `in_turn`.
         value_dtype: the type in which the values travel.
 
     Returns:
@@ -180,7 +194,7 @@ def sparse_step(
         chosen = {}
         for name in compressed:
             selected = select(w, name, x[name].reshape(-1))
-            chosen[name] = selected[: capacity(x[name].size)]
+            chosen[name] = in_turn(selected, capacity(x[name].size), turn)
             sent_counts[w] += len(chosen[name])
             overflow_counts[w] += len(selected) - len(chosen[name])
         sent, residual = send_chosen(x, chosen, value_dtype)

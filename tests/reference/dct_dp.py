@@ -23,7 +23,8 @@ Where the paper is silent:
 - k counts the calls of `step`, from 0. In line 5, tau = 0 if m = 0.
 - Line 9 never selects a zero.
 - Line 10: a payload has a fixed capacity, ceil(slack * (1 - eta) * N), at most N and at least 1.
-  If more coordinates are selected, the ones of the lowest flat index (C order) are sent. The rest,
+  If more coordinates are selected, M of them, as many as fit are sent: in C order, from number
+  floor(turn * M) on and round to the first ones, with a random turn in [0, 1) for each step. The rest,
   the overflow, stay in the residual.
 - Line 10: the values are rounded to the payload's type before line 11, so that the residual holds
   the rounding error too. A finite value stays finite: what rounding would make infinite is sent as
@@ -45,6 +46,7 @@ from .common import (
     Select,
     StepResult,
     Tensors,
+    Turn,
     add_residuals,
     all_finite,
     check_value_dtype,
@@ -66,6 +68,7 @@ class DctDpReference:
         slack: the capacity over the (1 - eta) * N coordinates which are expected to be selected.
         dense_below: tensors with fewer elements than this are sent dense.
         value_dtype: the type in which the sent values travel, "float32" or "bfloat16".
+        turn: a function of the step: a number in [0, 1), which coordinates are sent where too many are selected.
 
     Attributes:
         residuals: per worker, what it has not sent, by name; compressed tensors only.
@@ -76,6 +79,7 @@ class DctDpReference:
         self,
         *,
         sparsity: float,
+        turn: Turn,
         life_span: int = 1000,
         slack: float = 1.05,
         dense_below: int = 512,
@@ -87,6 +91,7 @@ class DctDpReference:
         self.slack = slack
         self.dense_below = dense_below
         self.value_dtype = value_dtype
+        self.turn = turn
         self.k = 0
         self.refresh_due = False
         self.residuals: list[Tensors] = []
@@ -138,7 +143,7 @@ class DctDpReference:
 
     def _send(self, all_x: list[Tensors], compressed: list[str], select: Select) -> tuple[list[Tensors], StepResult]:
         """Lines 10 to 12, given line 9: (each worker's new residual, what the step gave)."""
-        return sparse_step(all_x, compressed, select, self._capacity, self.value_dtype)
+        return sparse_step(all_x, compressed, select, self._capacity, self.turn(self.k - 1), self.value_dtype)
 
     def _threshold(self, x: np.ndarray) -> float:
         """Lines 4 and 5: the m-th smallest |x|, counted from 1."""

@@ -66,9 +66,11 @@ import numpy as np
 from .common import (
     StepResult,
     Tensors,
+    Turn,
     all_finite,
     check_option,
     compressed_names,
+    in_turn,
     mean_of_sums,
     skipped_step,
     zero_residuals,
@@ -118,7 +120,7 @@ class IwpReference:
         *,
         alpha: float | Callable[[int], float],
         publishers: Callable[[int], list[int]],
-        turn: Callable[[int], float],
+        turn: Turn,
         density: float,
         beta: float | Callable[[int], float] = 0.0,
         C: float = 1.0,
@@ -203,7 +205,9 @@ class IwpReference:
             sums, residuals = exchange_slots(all_v, coordinates, capacities, "psum", "float32")
         else:
             capacities = {name: self._capacity(mask[name].size) for name in compressed}
-            coordinates = {name: self._in_turn(mask[name], capacities[name], k) for name in compressed}
+            coordinates = {
+                name: in_turn(np.flatnonzero(mask[name]), capacities[name], self.turn(k)) for name in compressed
+            }
             held_back = sum(int(mask[name].sum()) - len(coordinates[name]) for name in compressed)
             overflow = [lost + held_back for lost in overflow]
             sums, residuals = exchange_slots(all_v, coordinates, capacities, self.collective, self.value_dtype)
@@ -238,7 +242,7 @@ class IwpReference:
                 published = self._publisher_mask(all_v[r][name], params[name], k, u)
                 if self.mask_codec == "coded" and not warm_up:
                     coded = np.zeros(published.size, bool)  # (N,)
-                    coded[self._in_turn(published, capacity, k)] = True
+                    coded[in_turn(np.flatnonzero(published), capacity, self.turn(k))] = True
                     cut[r] += int(published.sum() - coded.sum())
                     published = coded.reshape(published.shape)
                 # 8, 9: of which all workers take the union
@@ -279,12 +283,3 @@ class IwpReference:
     def _capacity(self, n: int) -> int:
         """The slots in a payload, for a tensor of n elements: with the density as the decimal it is written as."""
         return min(n, max(1, math.ceil(Fraction(repr(float(self.density))) * n)))
-
-    def _in_turn(self, mask: np.ndarray, capacity: int, k: int) -> np.ndarray:
-        """The flat indices of a mask's coordinates that fit: all, or from a random one on and round, ascending."""
-        coordinates = np.flatnonzero(mask)
-        M = len(coordinates)
-        if capacity >= M:
-            return coordinates
-        first = min(int(np.float32(self.turn(k)) * np.float32(M)), M - 1)
-        return np.sort(np.roll(coordinates, -first)[:capacity])

@@ -75,7 +75,7 @@ class TopKReference:
 
     def _send(self, all_x: list[Tensors], compressed: list[str], select: Select) -> tuple[list[Tensors], StepResult]:
         """Lines 3 to 5, given line 2: (each worker's new residual, what the step gave)."""
-        return sparse_step(all_x, compressed, select, self._capacity, self.value_dtype)
+        return sparse_step(all_x, compressed, select, self._capacity, 0.0, self.value_dtype)
 
     def _capacity(self, n: int) -> int:
         """The slots in a payload, for a tensor of n elements: its k, so that what is chosen fits."""

@@ -9,8 +9,9 @@ import pytest
 
 from tests.tpu_scripts.world import World
 
-# A shell cannot trap what it was started to ignore, and what runs in the background (nohup, a CI's job) ignores SIGINT.
+# A shell cannot trap what it was started to ignore: a job in the background ignores SIGINT, and under nohup SIGHUP.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture

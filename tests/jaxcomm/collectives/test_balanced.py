@@ -5,6 +5,7 @@ import math
 from fractions import Fraction
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -42,7 +43,7 @@ def test_regions_are_whole_blocks_with_a_quarter_of_room(sizes, slots, K, size, 
 @functools.cache
 def program(regions):
     def worker(vector, mask, flag):
-        return regions.exchange(vector, bits.pack(mask), flag, "data")
+        return regions.exchange(vector, bits.pack(mask), jnp.float32(0), flag, "data")
 
     workers = jax.vmap(worker, axis_name="data", axis_size=regions.workers)
     return jax.jit(workers, compiler_options={"xla_backend_optimization_level": 0})

@@ -38,7 +38,7 @@ def ring(K, value_dtype, where="simulation", index_codec="auto"):
     regions = regions_of(K, value_dtype, index_codec)
 
     def worker(vector, mask, flag):
-        return ring_sum(regions, vector, pack(mask), flag, "data")
+        return ring_sum(regions, vector, pack(mask), jnp.float32(0), flag, "data")
 
     mine, same = P("data"), P()
     if where == "simulation":

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from jaxcomm.hlo import read_program
+from jaxcomm.jaxpr import jaxpr_program
 from jaxcomm.parallel.pipeline import Cut
-from jaxcomm.wire import jaxpr_program
 from tests.jaxcomm.formulas import BITS, index_words, words
 from tests.jaxcomm.workers import QUICKLY
 from tests.reference.dct_mp import DctMpReference, GaussianSketchReference, TopKGradientReference, n_kept_of_row

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from jaxcomm.hlo import read_program
+from jaxcomm.jaxpr import traced_program
 from jaxcomm.layers.split_dense import (
     features_to_rows,
     on_one_worker,
@@ -18,7 +19,6 @@ from jaxcomm.layers.split_dense import (
     rows_to_features,
     split_dense,
 )
-from jaxcomm.wire import traced_program
 
 K, B, N, M = 4, 8, 12, 20
 PLACES = {"rows": P("data"), "features": P(None, "data")}

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 import jaxcomm as jc
 from jaxcomm.hlo import read_program
-from jaxcomm.wire import jaxpr_program
+from jaxcomm.jaxpr import jaxpr_program
 from tests.jaxcomm.parallel.stages import (
     CUTS,
     ROWS,
@@ -255,6 +256,25 @@ def test_errors_of_a_plan():
     integers = jc.Pipeline(stages, loss_fn, [(), ()])
     with pytest.raises(ValueError, match=r"real activations .*, got int32\[16, 5\]: let the next stage take integers"):
         integers.plan(batch)
+
+
+@pytest.mark.parametrize("axis", ["data", "stage"])
+def test_a_stage_with_a_collective_is_refused_before_and_in_the_step(axis):
+    """A branch that some devices do not run, even if it is inside a loop of a stage."""
+
+    def stage(params, x, batch):
+        rows, _ = lax.scan(lambda rows, _: (rows + lax.pmean(rows, axis), None), batch["x"] @ params, None, length=2)
+        return rows
+
+    params = [np.ones((5, 3), np.float32)]
+    pipeline, (batch,) = jc.Pipeline([stage], loss_fn, params), batches(1)
+    message = r"another branch, where nobody answers, got a collective in stage 0: leave it out; the step averages"
+    with pytest.raises(ValueError, match=message):
+        pipeline.plan(batch)
+    mesh, tx = jc.make_mesh(data=2, stage=1), optax.chain(jc.plump_dp(), optax.sgd(0.1))
+    state = jc.init_pipeline(pipeline, params, tx, mesh)
+    with pytest.raises(ValueError, match=message):
+        jc.make_pipeline_step(pipeline, tx, mesh).trace(state, batch)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import strategies as st
 
@@ -104,6 +105,28 @@ def test_a_gradient_that_grows_overflows_and_is_counted(case):
     outs = [out for _, _, out in steps_of(case, "odd", 2, ["normal"] * 4, 0, 3.0)]
     assert any(out.metrics.overflow > 0 for out in outs)
     assert all(out.metrics.sent > 0 for out in outs)
+
+
+@pytest.mark.parametrize("collective", ["gather", "balanced", "ring"])
+@pytest.mark.parametrize("method", ["dct_dp", "topk"])
+def test_all_coordinates_have_their_turn_where_overflow_lasts(method, collective):
+    """A threshold that was found among zeros selects everything; of top-k's all are in the region of one owner."""
+    K, n = 2, 4096
+    gradient = np.ones((K, n), np.float32)
+    if method == "dct_dp":
+        exchange = jc.dct_dp(0.9, life_span=10**6, collective=collective)
+    else:
+        exchange = jc.topk(0.9, collective=collective)
+        gradient[:, n // 2 :] = 0
+    tx = optax.chain(exchange, optax.sgd(1.0))
+    step = jc.simulate(lambda params, rows: jnp.mean(rows @ params["w"]), tx, K)
+    state, overflow = jc.init_state({"w": jnp.zeros(n)}, tx, K), 0
+    state, _ = step(state, np.zeros((K, n), np.float32))
+    for _ in range(120):
+        state, metrics = step(state, gradient)
+        overflow += metrics["overflow"]
+    assert (overflow > 0) == (method == "dct_dp" or collective != "gather")
+    np.testing.assert_array_equal(state.params["w"] != 0, gradient[0] != 0)
 
 
 @cases.over(CASES, SETTINGS, FEW)

@@ -170,7 +170,10 @@ def check_state(case, tree, state, oracle, sizes):
                     assert np.all((error == 0) | (error <= oracle.error * sizes[name].max()))
     if hasattr(oracle.reference, "momentum_dense"):
         for name, u in dense_momentum(case, tree, state).items():
-            np.testing.assert_allclose(u, oracle.reference.momentum_dense[name], rtol=1e-5, atol=1e-5 * np.abs(u).max())
+            # Relative to the workers' own momentum, of which it is the mean: they may cancel one another.
+            error = np.abs(u.astype(np.float64) - oracle.reference.momentum_dense[name])
+            limit = max(8 * oracle.K * EPS, oracle.error) * sizes[name].max()
+            assert np.all(error <= limit) or np.isnan(limit)  # a skipped step keeps what was compared before
     if hasattr(oracle.reference, "thresholds"):
         check_thresholds(case, tree, state, oracle.reference)
 

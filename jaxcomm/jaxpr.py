@@ -1,0 +1,92 @@
+"""Collectives in a traced program: what was asked for, before XLA has compiled it.
+
+No devices are needed, so that it can be asked before anything runs.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxcomm.traffic import Program, Traffic, count_bytes
+
+_ALL_REDUCE = ("psum", "psum_invariant", "psum2", "pmax", "pmin")
+_COLLECTIVES = {
+    **dict.fromkeys(_ALL_REDUCE, "all_reduce"),
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "all_gather_reduced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "ppermute": "permute",
+}
+_UNCOUNTED = ("ragged_all_to_all", "pbroadcast", "pgather", "psend", "precv")
+
+
+def traced_program(function: Callable[..., Any], *args: Any) -> Program:
+    """Returns the collectives that a function asks for, by tracing it; args may be `jax.ShapeDtypeStruct`s."""
+    return jaxpr_program(jax.make_jaxpr(function)(*args))
+
+
+def jaxpr_program(closed: Any) -> Program:
+    """Returns the collectives of a traced program.
+
+    Raises:
+      ValueError: for a collective that cannot be counted: of an unknown kind, or in a loop of unknown length.
+    """
+    return _read_jaxpr(closed.jaxpr, {})
+
+
+def jaxpr_communicates(closed: Any) -> bool:
+    """Returns whether there is any collective in a traced program, in any loop or branch."""
+    equations = _inner(closed).eqns
+    if any(eqn.primitive.name in (*_COLLECTIVES, *_UNCOUNTED) for eqn in equations):
+        return True
+    return any(jaxpr_communicates(child) for eqn in equations for child in _jaxprs(eqn.params))
+
+
+def _read_jaxpr(jaxpr: Any, axis_sizes: dict[str, int]) -> Program:
+    program = Program()
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in _UNCOUNTED:
+            raise ValueError(f"Bytes of {name!r} cannot be predicted: use one of {sorted(_COLLECTIVES)}.")
+        if name in _COLLECTIVES:
+            program.always.append(_traffic(eqn, axis_sizes))
+        elif name == "shard_map":
+            sizes = {**axis_sizes, **dict(eqn.params["mesh"].shape)}
+            program.add(_read_jaxpr(_inner(eqn.params["jaxpr"]), sizes))
+        elif name == "scan":
+            program.add(_read_jaxpr(_inner(eqn.params["jaxpr"]), axis_sizes), eqn.params["length"])
+        elif name == "cond":
+            program.add_conditional([_read_jaxpr(_inner(b), axis_sizes) for b in eqn.params["branches"]])
+        else:
+            inner = Program()
+            for child in _jaxprs(eqn.params):
+                inner.add(_read_jaxpr(child, axis_sizes))
+            if name == "while" and inner.communicates:
+                raise ValueError("A loop with collectives has a static length: use lax.scan for it.")
+            program.add(inner)
+    return program
+
+
+def _traffic(eqn: Any, axis_sizes: dict[str, int]) -> Traffic:
+    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    groups = eqn.params.get("axis_index_groups")
+    workers = len(groups[0]) if groups else math.prod(axis_sizes[axis] for axis in axes)
+    size = sum(count_bytes(v.aval.shape, v.aval.dtype.itemsize) for v in eqn.invars)
+    pairs = tuple((int(a), int(b)) for a, b in eqn.params["perm"]) if eqn.primitive.name == "ppermute" else None
+    return Traffic(_COLLECTIVES[eqn.primitive.name], size, workers, axes=axes, pairs=pairs)
+
+
+def _inner(jaxpr: Any) -> Any:
+    """Returns the program itself, of one that may be closed over constants."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _jaxprs(params: dict[str, Any]) -> list[Any]:
+    """Returns the programs inside an equation's parameters."""
+    values = [v for value in params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
+    return [_inner(v) for v in values if hasattr(v, "eqns")]
