@@ -135,7 +135,7 @@ def main(config: Config) -> None:
         write_records(config.json, [*records, *done.values()])  # what is done is kept, here and in an earlier run
     print_table(
         f"DLRM on generated clicks: {config.steps} steps of 128 rows, mean over {config.seeds} seeds "
-        "(stdev of the loss); bytes received by a device in a step",
+        "(and stdev over them); bytes received by a device in a step",
         [{name: value for name, value in record.items() if name not in ("losses", *_SAME)} for record in records],
     )
 
@@ -186,14 +186,16 @@ def _train(setting: Setting, config: Config, dense: dict[str, Any] | None) -> di
             raise SystemExit("Stopped by SIGTERM; --json has the settings that were done.")
         ended.append(run.summary)
     losses = [summary.scores["loss"] for summary in ended]
-    loss = statistics.fmean(losses)
+    # Of the same seed: the same first parameters, and the same order of the data.
+    minus_dense = [own - other for own, other in zip(losses, dense["losses"] if dense else losses, strict=True)]
     return {
         "system": setting.system,
         "stages": setting.stages,
         "sparsity": setting.sparsity,
-        "test_loss": loss,
-        "stdev": statistics.stdev(losses) if len(losses) > 1 else None,
-        "minus_dense": loss - dense["test_loss"] if dense else 0.0,
+        "test_loss": statistics.fmean(losses),
+        "stdev": _stdev(losses),
+        "minus_dense": statistics.fmean(minus_dense),
+        "stdev_minus_dense": _stdev(minus_dense),
         "accuracy": 100 * statistics.fmean(summary.accuracy for summary in ended),
         "auc": statistics.fmean(summary.scores["auc"] for summary in ended),
         "bytes_per_step": ended[0].bytes_per_step,
@@ -204,6 +206,10 @@ def _train(setting: Setting, config: Config, dense: dict[str, Any] | None) -> di
         "losses": losses,
         **{name: getattr(config, name) for name in _SAME},
     }
+
+
+def _stdev(numbers: list[float]) -> float | None:
+    return statistics.stdev(numbers) if len(numbers) > 1 else None
 
 
 if __name__ == "__main__":

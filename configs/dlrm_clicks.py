@@ -17,9 +17,9 @@ CONFIG = Experiment(
     workers=2,
     steps=2000,
     global_batch=128,
-    learning_rate=0.3,
+    learning_rate=1.0,
     momentum=0.0,
-    schedule="constant",
+    schedule="cosine",
     eval_every=500,
     checkpoint_every=500,
 )

@@ -85,6 +85,10 @@ class Experiment:
     """Micro-batches of a pipeline, into which each worker's rows are cut."""
     boundary: BoundaryFields = field(default_factory=BoundaryFields)
     """What crosses between the stages."""
+    dense_layers: Literal["exchange", "late", "split"] = "exchange"
+    """What crosses the network for dense layers: their gradients, like all others; inputs and errors, for those where
+    that is less (late multiplication); or features and errors of layers that lie in slices over the workers, while
+    the method exchanges the gradients of all others (hybrid parallelism)."""
     slices: int = 1
     """Groups of workers with fast links inside (slices of a TPU): dense inside, the method between them."""
     beam: int = 5
@@ -148,6 +152,12 @@ def check(experiment: Experiment, num_processes: int) -> None:
         raise ValueError(
             f"The first drop comes after the warm-up, got --drop-every {experiment.drop_every} with --warmup-steps "
             f"{experiment.warmup_steps}: drop later, or warm up for fewer steps."
+        )
+    if experiment.dense_layers != "exchange" and (experiment.stages > 1 or experiment.slices > 1):
+        raise ValueError(
+            f"Dense layers are trained in their own way among workers alone, got --dense-layers "
+            f"{experiment.dense_layers} with --stages {experiment.stages} and --slices {experiment.slices}: leave both "
+            "at 1."
         )
     if experiment.stages > 1 and experiment.slices > 1:
         raise ValueError(

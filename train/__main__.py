@@ -69,7 +69,8 @@ def run(experiment: Experiment, processes: Processes) -> int:
     from train.tables import print_table, write_records
 
     runs = [(experiment, experiment.method)]
-    whole = dataclasses.replace(experiment, boundary=BoundaryFields())  # the baseline's activations are all sent
+    # The baseline's activations are all sent, and the gradients of its dense layers are exchanged.
+    whole = dataclasses.replace(experiment, boundary=BoundaryFields(), dense_layers="exchange")
     if experiment.baseline and (experiment.method != PlumpDp() or experiment != whole):
         runs.insert(0, (whole, PlumpDp()))
     jobs = [make_job(each, method) for each, method in runs]  # errors of the last come before the first is trained
@@ -80,7 +81,9 @@ def run(experiment: Experiment, processes: Processes) -> int:
     curves = {}
     for (each, method), job in zip(runs, jobs, strict=True):
         each = dataclasses.replace(each, out=out)
-        name = run_name(method, each.boundary)
+        name = run_name(method, each.boundary, each.dense_layers)
+        if job.late is not None and shows:
+            print(job.late)
         with Bar(name, experiment.steps, shows=shows) as bar:
             ended = train(each, method, processes, bar, job)
         rows.append(ended.summary.record())

@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 import jaxcomm as jc
+from jaxcomm.parallel.hybrid_state import HybridState
 from jaxcomm.parallel.state import is_per_worker
 
 
@@ -74,8 +75,8 @@ class Checkpoints:
           about: what must be the same; the number of workers need not.
 
         Raises:
-          ValueError: if the checkpoint is of another experiment, or of another number of workers where there are stages
-            or slices.
+          ValueError: if the checkpoint is of another experiment, or of another number of workers where the model is
+            split.
         """
         head = self._manager.restore(
             step, args=ocp.args.Composite(data=ocp.args.JsonRestore(), about=ocp.args.JsonRestore())
@@ -93,10 +94,11 @@ class Checkpoints:
             state = self._read(step, _plain(like))
             return Restored(_typed(state, like), head["data"], "")
         split = {axis: size for axis, size in mesh.shape.items() if axis != "data" and size > 1}
-        if split:
+        if split or isinstance(like.opt_state, HybridState):
+            kind = f"on a mesh with {split}" if split else "that hold layers in slices"
             raise ValueError(
-                "Another number of workers is for workers alone, not for stages or slices, got a checkpoint of "
-                f"{old} workers for {new} on a mesh with {split}: go on with --workers {old}."
+                "Another number of workers is for workers that hold the whole model each, got a checkpoint of "
+                f"{old} workers for {new} {kind}: go on with --workers {old}."
             )
         rows = jax.tree.map(lambda node: _on_host(node, old), like, is_leaf=is_per_worker)
         state = jc.resize_workers(_typed(self._read(step, _plain(rows)), like), new)

@@ -16,8 +16,11 @@ from configs.experiment import Experiment
 from configs.methods import Method
 from models.beam_search import beam_search
 from models.functional import Graph, apply, cut, merge
+from models.late_linear import LateLinear
+from models.split_linear import SplitLinear
 from train.architectures import choose_cuts, make_model
 from train.data import DatasetInfo, TranslationInfo, dataset_info
+from train.dense_layers import multiply_late, slices_of, with_dense
 from train.methods import make_chain
 from train.tasks import Task, make_task
 
@@ -40,6 +43,7 @@ class Job:
       translate: (model, source) -> the best translation of every row, (B, T - 1); None but for translations.
       report: bytes of a step, losses and metrics included; of a pipeline, the average over its devices.
       dense: bytes that a device would receive in a step, if gradients and activations travelled as they are.
+      late: which dense layers multiply late, and why; None where none was asked to.
     """
 
     info: DatasetInfo
@@ -53,6 +57,7 @@ class Job:
     translate: Callable[[Model, Any], jax.Array] | None
     report: jc.WireReport
     dense: float
+    late: jc.LatePlan | None
 
 
 def make_job(experiment: Experiment, method: Method) -> Job:
@@ -63,14 +68,14 @@ def make_job(experiment: Experiment, method: Method) -> Job:
     axes = {"slice": experiment.slices, "data": experiment.workers // experiment.slices, "stage": experiment.stages}
     mesh = jc.make_mesh(**{name: size for name, size in axes.items() if size > 1 or name == "data"})
     axis = ("slice", "data") if experiment.slices > 1 else "data"
-    make = _pipeline if experiment.stages > 1 else _data_parallel
+    make = _pipeline if experiment.stages > 1 else _hybrid if experiment.dense_layers == "split" else _data_parallel
     everywhere, by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis))
     batch = {
         name: jax.ShapeDtypeStruct((experiment.global_batch, *shape), dtype, sharding=by_rows)
         for name, (shape, dtype) in (info.row_types() | {"seed": ((), np.dtype(np.uint32))}).items()
     }
     parts = make(experiment, method, info, task, mesh, axis, batch)
-    state = jax.eval_shape(lambda: parts.start(experiment.seed))
+    state = jax.eval_shape(lambda: parts.start(experiment.seed)) if parts.shapes is None else parts.shapes
     report = jc.step_report(parts.step, state, batch, params=whole.params, workers=experiment.workers)
     return Job(
         info=info,
@@ -85,16 +90,23 @@ def make_job(experiment: Experiment, method: Method) -> Job:
         translate=_translator(experiment, info, whole.graph, everywhere),
         report=report,
         dense=report.dense if parts.dense is None else parts.dense,
+        late=parts.late,
     )
 
 
 class _Parts(NamedTuple):
-    """What differs between meshes; `dense` is None where the report knows it."""
+    """What differs between meshes.
+
+    `dense` is None where the report knows it, `late` where no layer multiplies late, and `shapes` (those of the state,
+    which say where it lies) where they are found by tracing `start`.
+    """
 
     start: Callable[[int], jc.TrainState]
     step: Any
     model: Callable[[jc.TrainState], Model]
-    dense: float | None
+    dense: float | None = None
+    late: jc.LatePlan | None = None
+    shapes: jc.TrainState | None = None
 
 
 def _data_parallel(
@@ -102,14 +114,14 @@ def _data_parallel(
 ) -> _Parts:
     """Workers that hold the whole model each."""
     del batch
-    graph = cut(_abstract(experiment, info))[0].graph
-    tx = make_chain(experiment, method)
-
-    def loss_fn(params: Any, stats: Any, batch: Any) -> Any:
-        output, stats = apply(graph, params, stats, batch, training=True, rows_per_group=experiment.rows_per_group)
-        loss, scalars = task.loss(output, batch)
-        return loss, (scalars, stats)
-
+    late = None
+    if experiment.dense_layers == "late":
+        model = _abstract(experiment, info, LateLinear)
+        late = multiply_late(model, experiment, method)
+        tx = make_chain(experiment, method, late.where)
+    else:
+        model, tx = _abstract(experiment, info), make_chain(experiment, method)
+    loss_fn = _loss_of(experiment, task, cut(model)[0].graph)
     place = jax.jit(lambda params, stats: jc.init_state(params, tx, mesh, model_state=stats, axis_name=axis))
 
     def start(seed: int) -> jc.TrainState:
@@ -117,7 +129,36 @@ def _data_parallel(
         return place(whole.params, whole.stats)
 
     step = jc.make_train_step(loss_fn, tx, mesh, has_state=True, axis_name=axis)
-    return _Parts(start, step, lambda state: (jc.global_params(state), state.model_state), None)
+    return _Parts(start, step, lambda state: (jc.global_params(state), state.model_state), late=late)
+
+
+def _hybrid(
+    experiment: Experiment, method: Method, info: DatasetInfo, task: Task, mesh: Mesh, axis: Any, batch: Any
+) -> _Parts:
+    """Workers that hold a slice of every dense layer each, and a copy of everything else."""
+    del batch
+    tx, model = make_chain(experiment, method), _abstract(experiment, info, SplitLinear)
+    whole, specs = cut(model)[0], slices_of(model)
+    loss_fn = _loss_of(experiment, task, whole.graph)
+
+    def start(seed: int) -> jc.TrainState:
+        first = cut(make_model(experiment.architecture, info, experiment.dtype, seed))[0]
+        return jc.init_hybrid_state(first.params, tx, mesh, specs, model_state=first.stats, axis_name=axis)
+
+    step = jc.make_hybrid_step(loss_fn, tx, mesh, specs, has_state=True, axis_name=axis)
+    shapes = jc.hybrid_state_shapes(whole.params, tx, mesh, specs, model_state=whole.stats, axis_name=axis)
+    return _Parts(start, step, lambda state: (state.params, state.model_state), shapes=shapes)
+
+
+def _loss_of(experiment: Experiment, task: Task, graph: Graph) -> Callable[..., Any]:
+    """Returns (params, stats, batch) -> (loss, (scalars, new stats)) of a model that is not cut."""
+
+    def loss_fn(params: Any, stats: Any, batch: Any) -> Any:
+        output, stats = apply(graph, params, stats, batch, training=True, rows_per_group=experiment.rows_per_group)
+        loss, scalars = task.loss(output, batch)
+        return loss, (scalars, stats)
+
+    return loss_fn
 
 
 def _pipeline(
@@ -161,9 +202,10 @@ def _pipeline(
     return _Parts(start, jc.make_pipeline_step(pipeline, tx, mesh, axis_name=axis), whole, dense)
 
 
-def _abstract(experiment: Experiment, info: DatasetInfo) -> Any:
-    """Returns the model without numbers: shapes alone, for what is compiled."""
-    return nnx.eval_shape(lambda: make_model(experiment.architecture, info, experiment.dtype, experiment.seed))
+def _abstract(experiment: Experiment, info: DatasetInfo, dense: Callable[..., Any] | None = None) -> Any:
+    """Returns the model without numbers, shapes alone, for what is compiled; with dense layers of a kind if given."""
+    architecture = experiment.architecture if dense is None else with_dense(experiment.architecture, dense)
+    return nnx.eval_shape(lambda: make_model(architecture, info, experiment.dtype, experiment.seed))
 
 
 def _evaluate(task: Task, graph: Graph, model: Model, batch: Any) -> dict[str, jax.Array]:

@@ -86,8 +86,10 @@ def train(
     batches = train_batches(experiment.dataset, seed=experiment.seed, **where)
     tests = eval_batches(experiment.dataset, **where)
     about = describe(experiment, method)
+    if job.late is not None:  # which depends on the number of workers, and the state's shapes on it
+        about["late"] = [layer.path for layer in job.late.layers if layer.is_late]
 
-    name = run_name(method, experiment.boundary)
+    name = run_name(method, experiment.boundary, experiment.dense_layers)
     folder = experiment.out / name
     checkpoints = Checkpoints(folder / "checkpoints")
     done, state = checkpoints.last() or 0, job.start(experiment.seed)
@@ -199,6 +201,7 @@ def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
         "stages",
         "micro_batches",
         "slices",
+        "dense_layers",
         "seed",
         "workers",
     )

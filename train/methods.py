@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import optax
 
@@ -45,14 +46,17 @@ def method_name(method: Method) -> str:
     return FACTORIES[type(method)].__name__
 
 
-def run_name(method: Method, boundary: BoundaryFields | None = None) -> str:
+def run_name(method: Method, boundary: BoundaryFields | None = None, dense_layers: str = "exchange") -> str:
     """Returns the name of a run's folder and curve: the method's, of averaged models how often, and the boundary's.
 
-    So a pipeline with a boundary has another folder than its baseline, which sends whole activations.
+    So a pipeline with a boundary has another folder than its baseline, which sends whole activations; and dense layers
+    that are trained in their own way have another than with the method alone.
     """
     name = method_name(method)
     if isinstance(method, PlumpDp) and method.p > 1:
         name += f"-p{method.p}"
+    if dense_layers != "exchange":
+        name += f"-{dense_layers}"
     if boundary is None or boundary == BoundaryFields():
         return name
     name += f"-{boundary.kind}-{boundary.sparsity:g}"
@@ -86,7 +90,9 @@ def make_exchange(method: Method, *, momentum: float, axis_name: str = "data") -
     return FACTORIES[type(method)](**dataclasses.asdict(method), axis_name=axis_name)
 
 
-def make_chain(experiment: Experiment, method: Method) -> optax.GradientTransformation:
+def make_chain(
+    experiment: Experiment, method: Method, late: Callable[[Any], Any] | None = None
+) -> optax.GradientTransformation:
     """Makes the whole optimizer, the exchange in its place: SGD with Nesterov momentum or Adam, decay and a schedule.
 
     - Gradients are exchanged first: exchange, momentum, decay, learning rate.
@@ -98,6 +104,7 @@ def make_chain(experiment: Experiment, method: Method) -> optax.GradientTransfor
     Args:
       experiment: the fields; `experiment.method` is not looked at.
       method: how the workers exchange.
+      late: params -> a tree of bools, whose gradients come as the workers' mean and pass the exchange by.
 
     Raises:
       ValueError: for a field out of range, or a method that does not go with the others.
@@ -113,6 +120,12 @@ def make_chain(experiment: Experiment, method: Method) -> optax.GradientTransfor
             f"Between slices go shares of tensors, which are vectors, got {run_name(method)}, made for matrices, which "
             "would send all of them dense: leave out --slices, or take another method."
         )
+    if experiment.dense_layers != "exchange" and (has_momentum or is_local(method)):
+        raise ValueError(
+            f"Gradients of dense layers pass the exchange by with --dense-layers {experiment.dense_layers}, got "
+            f"{run_name(method)}, {'whose momentum' if has_momentum else 'whose averaging of models'} they would miss: "
+            "take another method."
+        )
     if experiment.optimizer == "adam" and has_momentum:
         raise ValueError(
             f"{run_name(method)} has momentum inside and goes with plain SGD, got --optimizer adam: take another "
@@ -122,6 +135,8 @@ def make_chain(experiment: Experiment, method: Method) -> optax.GradientTransfor
     exchange = make_exchange(method, momentum=experiment.momentum, axis_name=across)
     if experiment.slices > 1:
         exchange = jc.hierarchical(exchange, inside="data", across="slice")
+    if late is not None:
+        exchange = jc.already_mean(exchange, late)
     if experiment.optimizer == "adam":
         momentum = optax.scale_by_adam(b1=experiment.momentum, b2=0.98, eps=1e-8)
     else:

@@ -119,6 +119,7 @@ def dct_dp(
             value_dtype=value_dtype,
             index_codec=index_codec,
             collective=collective,
+            always_fits=False,
             axis_name=axis_name,
         )
 

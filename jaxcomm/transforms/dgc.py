@@ -103,6 +103,7 @@ def dgc(
             value_dtype=value_dtype,
             index_codec=index_codec,
             collective=collective,
+            always_fits=True,
             axis_name=axis_name,
         )
 

@@ -108,6 +108,7 @@ class SparseExchange:
       index_codec: name of the codec of positions, or "auto".
       collective: "gather", "balanced", "ring", or "auto" for gather where it receives at most a quarter of the dense
         bytes, and beyond that for gather or balanced, whichever receives fewer. Nothing chooses the ring.
+      always_fits: whether no more is ever selected of a tensor than it has slots (of a region there may be).
       axis_name: the axis of workers.
     """
 
@@ -115,6 +116,7 @@ class SparseExchange:
     values: ValueCodec
     index_codec: str
     collective: str
+    always_fits: bool
     axis_name: str
 
     @cached_property
@@ -146,7 +148,7 @@ class SparseExchange:
         Returns:
           The payload's arrays, all uint32, and what the receivers will read.
         """
-        selection = compact(mask, self.layout, turn)
+        selection = compact(mask, self.layout, None if self.always_fits else turn)
         indices, selection = self.indices.encode(selection)
         position, filled = selection.slots
         values = self.values.rounded(jnp.where(filled, vector.at(position), 0.0))  # (C,)
@@ -299,15 +301,16 @@ def plan_exchange(
     value_dtype: Any,
     index_codec: str,
     collective: str,
+    always_fits: bool,
     axis_name: str,
 ) -> SparseExchange:
-    """Makes the exchange of a gradient's shapes. Static; see `plan_layout` for the arguments and errors."""
+    """Makes the exchange of a gradient's shapes. Static; see `SparseExchange` and `plan_layout`, also for errors."""
     if collective not in (*COLLECTIVES, "auto"):
         raise ValueError(
             f"Payloads travel by one of {', '.join(COLLECTIVES)}, got collective={collective!r}: pass one, or 'auto'."
         )
     layout = plan_layout(tree, dense_below=dense_below, capacity=capacity)
-    exchange = SparseExchange(layout, value_codec(value_dtype), index_codec, collective, axis_name)
+    exchange = SparseExchange(layout, value_codec(value_dtype), index_codec, collective, always_fits, axis_name)
     _ = exchange.indices  # its error comes before any work
     return exchange
 

@@ -85,6 +85,7 @@ def topk(
             value_dtype=value_dtype,
             index_codec=index_codec,
             collective=collective,
+            always_fits=True,
             axis_name=axis_name,
         )
 

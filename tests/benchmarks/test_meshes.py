@@ -50,7 +50,7 @@ def batches_of(model):
 
 @cache
 def losses_on(model, mesh):
-    return train_losses(partial(make, model), LOSSES.get(model, image_loss), batches_of(model), mesh)
+    return train_losses(partial(make, model), LOSSES.get(model, image_loss), batches_of(model), mesh, 0.02)
 
 
 @pytest.mark.parametrize(("model", "mesh"), CASES)

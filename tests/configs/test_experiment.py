@@ -22,6 +22,8 @@ PIPELINE = {"workers": 2, "stages": 2, "global_batch": 24}
         (PIPELINE | {"stages": 4}, 4),  # two stages each
         ({"slices": 2}, 4),
         ({"slices": 4}, 1),
+        ({"dense_layers": "late"}, 4),
+        ({"dense_layers": "split"}, 2),
         ({"schedule": "drops", "drop_every": 5, "warmup_steps": 4}, 1),
     ],
 )
@@ -51,6 +53,8 @@ def test_what_works(changes, processes):
             1,
             "The first drop comes after the warm-up, got --drop-every 5 with --warmup-steps 5: drop later, or",
         ),
+        ({"dense_layers": "late", "slices": 2}, 1, "--dense-layers late with --stages 1 and --slices 2: leave both at"),
+        (PIPELINE | {"dense_layers": "split"}, 1, "--dense-layers split with --stages 2 and --slices 1"),
         (PIPELINE | {"slices": 2}, 1, "a pipeline or has slices, got --stages 2 with --slices 2: leave one"),
         ({"micro_batches": 2}, 1, "Only a pipeline has micro-batches, cuts and boundaries, got .*: give --stages"),
         ({"cuts": (1,)}, 1, "Only a pipeline has"),

@@ -70,8 +70,8 @@ def run(out, method=DCT_DP, told=None, **changes):
     return train.loop.train(experiment, method, Processes(), told or Told())
 
 
-def metrics(out, method=DCT_DP, boundary=None):
-    path = out / run_name(method, boundary) / "metrics.jsonl"
+def metrics(out, method=DCT_DP, boundary=None, dense_layers="exchange"):
+    path = out / run_name(method, boundary, dense_layers) / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -52,6 +52,55 @@ def test_a_pipeline_that_sends_everything_trains_like_workers_alone(dense, pipel
     assert found.summary.scores == pytest.approx(expected.summary.scores, rel=1e-5)
 
 
+@pytest.mark.parametrize("dense_layers", ["late", "split"])
+def test_dense_layers_in_their_own_way_train_like_workers_alone(dense_layers, dense, tmp_path):
+    """Weight decay, momentum and dropout included."""
+    _, expected = dense
+    found = run(tmp_path, PlumpDp(), steps=6, architecture=MLP, workers=2, dense_layers=dense_layers)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
+    assert found.summary.scores == pytest.approx(expected.summary.scores, rel=1e-5)
+    assert found.summary.bytes_per_step != expected.summary.bytes_per_step
+
+
+def test_layers_multiply_late_where_that_is_less_than_the_method():
+    """Of 24 rows and two workers, 64 - 256 - 16 - 10: late 24 (N + M) numbers of two workers' 48, dense 2 N M."""
+    wide = {"architecture": Architecture("mlp", {"hidden": (256, 16)}), "workers": 2, "dense_layers": "late"}
+    job = make(PlumpDp(), **wide)
+    assert [(layer.path, layer.is_late) for layer in job.late.layers] == [
+        ("0/layer", True),
+        ("1/layer", True),
+        ("2/layer", False),
+    ]
+    late = 4 * 12 * ((64 + 256) + (256 + 16))
+    others = 4 * (16 * 10 + 10)  # kernel and bias of the last
+    scalars = 4 * 2  # loss and accuracy
+    assert job.report.received == late + others + scalars
+    assert make(**wide).late.layers[0].bytes_reduce < late  # what the method sends of 10%
+
+
+def test_layers_in_slices_leave_the_method_the_others():
+    """Nothing but biases, in one dense all-reduce: 32 + 16 + 10 numbers."""
+    job = make(architecture=MLP, workers=2, dense_layers="split")
+    program = job.report.program
+    exchanged = make(architecture=MLP, workers=2).report.program
+    assert sum(traffic.op == "all_gather" for _, traffic in exchanged.operations()) == 1  # the payload
+    assert job.report.received < 4 * (64 * 32 + 32 * 16 + 16 * 10)
+    assert 4 * (32 + 16 + 10) in {traffic.operand_bytes for _, traffic in program.operations()}
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        (PlumpDp(), {"architecture": Architecture("cnn")}, r"their own kind, alexnet, mlp, vgg, got 'cnn': leave it"),
+        (Dgc(sparsity=0.9), {}, r"pass the exchange by with --dense-layers late, got dgc, whose momentum they would"),
+        (METHODS["slim_dp"], {}, r"got slim_dp, whose averaging of models they would miss: take another method"),
+    ],
+)
+def test_what_does_not_go_with_dense_layers_is_refused(method, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(method, **{"architecture": MLP, "dense_layers": "late"} | changes)
+
+
 def test_a_pipeline_is_evaluated_as_the_whole_model(pipelined):
     _, found = pipelined
     params, stats = jax.device_get(make(PlumpDp(), steps=6, **PIPELINE).model(found.state))

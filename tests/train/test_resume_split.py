@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from configs.experiment import Architecture, BoundaryFields
+from configs.methods import PlumpDp
 from tests.train.runs import DCT_DP, EXPERIMENT, MLP, PIPELINE, Told, assert_same_bits, files, metrics
 from train.job import make_job
 from train.loop import train
@@ -18,12 +19,16 @@ from train.processes import Processes
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 RESNET = Architecture("resnet", {"layers": (1,), "width": 4, "stem": "cifar"})
+# Of 24 rows two of its three layers multiply late.
+WIDE = Architecture("mlp", {"hidden": (64, 64), "dropout": 0.2})
 # Of what a run is made, and after which of its 6 steps it is stopped. Thresholds are renewed after 0 and 5.
 CASES = {
     # What was not sent back over the boundary waits for the row at the same place of the next batch.
     "pipeline": (DCT_DP, PIPELINE | {"boundary": BoundaryFields(0.75, "topk_gradient")}, 3),
     "running statistics": (DCT_DP, {"architecture": RESNET, "workers": 2, "rows_per_group": 4}, 4),
     "slices": (DCT_DP, {"architecture": MLP, "slices": 2}, 3),
+    "late": (PlumpDp(), {"architecture": WIDE, "workers": 2, "dense_layers": "late"}, 3),
+    "layers in slices": (DCT_DP, {"architecture": MLP, "workers": 2, "dense_layers": "split"}, 3),
 }
 
 
@@ -52,16 +57,16 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case, runs):
     made, (method, fields, stop) = runs(case), CASES[case]
-    boundary = fields.get("boundary")
+    split = (fields.get("boundary"), fields.get("dense_layers", "exchange"))
     assert (made.stopped.finished, made.stopped.summary.steps) == (False, stop)
     told = Told()
     resumed = six(made.out / "stopped", case, told, made.job)
     assert resumed.finished
-    assert told.messages == [f"{run_name(method, boundary)}: resumed after step {stop}."]
+    assert told.messages == [f"{run_name(method, *split)}: resumed after step {stop}."]
     assert_same_bits(resumed.state, made.whole.state)
     assert resumed.losses == made.whole.losses[stop:]
     assert resumed.evaluations == made.whole.evaluations
-    assert metrics(made.out / "stopped", method, boundary) == metrics(made.out / "whole", method, boundary)
+    assert metrics(made.out / "stopped", method, *split) == metrics(made.out / "whole", method, *split)
 
 
 def test_what_is_compared_is_there_to_be_lost(runs):
@@ -97,6 +102,8 @@ def test_what_is_compared_is_there_to_be_lost(runs):
         ("pipeline", {"micro_batches": 1}, r"with micro_batches 2 \(now 1\)"),
         ("pipeline", {"cuts": (1,)}, r"with cuts None \(now \[1\]\)"),
         ("slices", {"slices": 1}, r"with slices 2 \(now 1\)"),
+        ("layers in slices", {"workers": 4}, r"of 2 workers for 4 that hold layers in slices: go on with --workers 2"),
+        ("late", {"workers": 1}, r"with late \['0/layer', '1/layer'\] \(now \[\]\)"),
         ("running statistics", {"rows_per_group": 6}, r"with rows_per_group 4 \(now 6\)"),
     ],
 )

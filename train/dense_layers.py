@@ -1,0 +1,72 @@
+"""Dense layers that are not trained like the rest of a model: multiplied late, or in slices over the workers."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+from configs.experiment import Architecture, Experiment
+from configs.methods import Method
+from models.blocks import Model
+from models.functional import split
+from models.late_linear import LateLinear
+from models.split_linear import SplitLinear
+from train.architectures import MODELS
+from train.methods import make_exchange
+
+
+def with_dense(architecture: Architecture, dense: Callable[..., Any]) -> Architecture:
+    """Returns an architecture whose dense layers are made by `dense`.
+
+    Raises:
+      ValueError: for a model whose dense layers are all alike to it.
+    """
+    can = [name for name, model in MODELS.items() if "dense" in inspect.signature(model.__init__).parameters]
+    if architecture.name not in can:
+        raise ValueError(
+            f"--dense-layers is for models with layers of their own kind, {', '.join(can)}, got {architecture.name!r}: "
+            "leave it out."
+        )
+    return dataclasses.replace(architecture, options={**architecture.options, "dense": dense})
+
+
+def multiply_late(model: Model, experiment: Experiment, method: Method) -> jc.LatePlan:
+    """Has the dense layers of a model multiply late for which that moves fewer bytes than the method.
+
+    Args:
+      model: with `LateLinear` for its dense layers; it may be abstract.
+      experiment: the fields.
+      method: how the other gradients are exchanged.
+    """
+    exchange = make_exchange(method, momentum=experiment.momentum)
+    sizes = {"float32": 4, "bfloat16": 2}
+    plan = jc.plan_late_multiply(
+        split(model).params, experiment.global_batch, experiment.workers, exchange, sizes[experiment.dtype]
+    )
+    for path, layer in _layers(model, LateLinear):
+        layer.mode = plan.mode(path)
+    return plan
+
+
+def slices_of(model: Model) -> Any:
+    """Returns the PartitionSpec of every parameter: kernels of `SplitLinear` in slices, all others copied."""
+    split_layers = {path for path, _ in _layers(model, SplitLinear)}
+
+    def spec(path: Any, leaf: Any) -> P:
+        layer, _, name = jax.tree_util.keystr(path, simple=True, separator="/").rpartition("/")
+        return SplitLinear.kernel_spec(leaf.shape) if name == "kernel" and layer in split_layers else P()
+
+    return jax.tree_util.tree_map_with_path(spec, split(model).params)
+
+
+def _layers(model: Model, kind: type) -> Iterator[tuple[str, Any]]:
+    """Yields the layers of a kind, by their path in the parameters."""
+    for index, block in enumerate(model.blocks):
+        for path, node in nnx.iter_graph(block):
+            if isinstance(node, kind):
+                yield "/".join(map(str, (index, *path))), node
