@@ -37,6 +37,8 @@ class Setting:
       compresses_gradients: whether DCT-DP exchanges the gradients of two data-parallel workers at this sparsity.
       paper_loss: test loss.
       paper_accuracy: test accuracy in %; None where the paper has none.
+      learning_rate: the largest of 0.3, 0.5 and 1 at which it does not diverge, which is that of the experiment for all
+        but sketches.
     """
 
     system: str
@@ -46,6 +48,7 @@ class Setting:
     compresses_gradients: bool
     paper_loss: float
     paper_accuracy: float | None
+    learning_rate: float = CONFIGS["dlrm_clicks"].learning_rate
 
 
 def _mp(stages: int, sparsity: float, loss: float, accuracy: float) -> Setting:
@@ -77,9 +80,9 @@ SETTINGS = (
     _both(0.75, 0.4535),
     _both(0.9, 0.4537),
     _both(0.95, 0.4548),
-    Setting("sketched activations", 2, 0.5, "sketch", False, 0.4618, None),
-    Setting("sketched activations", 2, 0.75, "sketch", False, 0.4656, None),
-    Setting("sketched activations", 2, 0.9, "sketch", False, 0.4721, None),
+    Setting("sketched activations", 2, 0.5, "sketch", False, 0.4618, None, 0.5),
+    Setting("sketched activations", 2, 0.75, "sketch", False, 0.4656, None, 0.5),
+    Setting("sketched activations", 2, 0.9, "sketch", False, 0.4721, None, 0.5),
     Setting("top-k activation gradients", 2, 0.5, "topk_gradient", False, 0.4561, None),
     Setting("top-k activation gradients", 2, 0.75, "topk_gradient", False, 0.4588, None),
     Setting("top-k activation gradients", 2, 0.9, "topk_gradient", False, 0.4789, None),
@@ -160,6 +163,7 @@ def experiment_of(setting: Setting, config: Config) -> tuple[Experiment, Method]
         steps=config.steps,
         eval_every=config.steps,
         checkpoint_every=config.steps,
+        learning_rate=setting.learning_rate,
         workers=2 if setting.compresses_gradients else 1,
         stages=setting.stages,
         boundary=BoundaryFields() if setting.kind is None else BoundaryFields(setting.sparsity, setting.kind),
@@ -192,6 +196,7 @@ def _train(setting: Setting, config: Config, dense: dict[str, Any] | None) -> di
         "system": setting.system,
         "stages": setting.stages,
         "sparsity": setting.sparsity,
+        "learning_rate": setting.learning_rate,
         "test_loss": statistics.fmean(losses),
         "stdev": _stdev(losses),
         "minus_dense": statistics.fmean(minus_dense),

@@ -1,5 +1,6 @@
 """What is learned from each kind of data: the loss of a batch, and the scores of a test split."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -93,11 +94,13 @@ class Clicks:
         return {"logit": output, "label": batch["label"]}
 
     def scores(self, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """Returns log loss, accuracy, and the area under the ROC curve."""
+        """Returns log loss, accuracy, and the area under the ROC curve; if it diverged, NaN for the first and last."""
+        labels, logits = rows["label"], rows["logit"]
+        diverged = not np.isfinite(logits).all()
         return {
-            "loss": scores.log_loss(rows["label"], rows["logit"]),
-            "accuracy": float(np.mean((rows["logit"] > 0) == (rows["label"] > 0.5))),
-            "auc": scores.auc(rows["label"], rows["logit"]),
+            "loss": math.nan if diverged else scores.log_loss(labels, logits),
+            "accuracy": float(np.mean((logits > 0) == (labels > 0.5))),
+            "auc": math.nan if diverged else scores.auc(labels, logits),
         }
 
 

@@ -173,6 +173,13 @@ def test_smoothing_is_a_probability(smoothing):
             make_task(info, smoothing)
 
 
+def test_clicks_of_a_model_that_diverged_have_no_score():
+    rows = {"logit": np.array([1.0, np.nan, -1.0], np.float32), "label": np.array([1, 0, 0], np.float32)}
+    found = Clicks().scores(rows)
+    assert np.isnan(found["loss"])
+    assert np.isnan(found["auc"])
+
+
 def test_clicks_have_no_smoothing():
     assert isinstance(make_task(CLICKS, 0.0), Clicks)
     with pytest.raises(ValueError, match=r"Clicks are learned without smoothing, got --label-smoothing 0\.1"):
