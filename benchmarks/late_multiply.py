@@ -89,7 +89,8 @@ class Crossover:
     Attributes:
       batch_by_formula: 2 N M / (N + M).
       batch_by_bytes: where the compiled programs move equal bytes.
-      batch_by_time: where steps take equal time; None where one is faster in all batches that were tried.
+      batch_by_time: where steps take equal time, by their medians; None where one is faster in all batches tried.
+      batch_by_fastest: the same, by the fastest step of every batch.
     """
 
     hosts: int
@@ -98,6 +99,7 @@ class Crossover:
     batch_by_formula: float
     batch_by_bytes: float
     batch_by_time: float | None
+    batch_by_fastest: float | None
 
 
 def main(config: Config) -> None:
@@ -249,9 +251,12 @@ def run_host(config: Config) -> None:
     for record in records:
         print(json.dumps(dataclasses.asdict(record)), flush=True)
     for rate in rates if config.crossover else ():
-        ms = {(r.batch, r.mode): r.ms_median for r in records if r.rate == rate}
-        by_time = crossing([(size, ms[size, "late"] / ms[size, "reduce"]) for size in sizes])
-        found = Crossover(host.count, rate, _name(layers[0]), equal_batch(layers[0]), by_bytes, by_time)
+        timed = {(r.batch, r.mode): r for r in records if r.rate == rate}
+        pairs = [(size, timed[size, "late"], timed[size, "reduce"]) for size in sizes]
+        by_time = crossing([(size, late.ms_median / reduced.ms_median) for size, late, reduced in pairs])
+        by_fastest = crossing([(size, late.ms_min / reduced.ms_min) for size, late, reduced in pairs])
+        name, formula = _name(layers[0]), equal_batch(layers[0])
+        found = Crossover(host.count, rate, name, formula, by_bytes, by_time, by_fastest)
         print(json.dumps({"crossover": dataclasses.asdict(found)}), flush=True)
 
 
