@@ -221,6 +221,7 @@ def _hybrid(make: Callable[..., Any], loss_fn: Any, tx: Any, mesh: Any) -> Any:
     from models.dlrm import Dlrm
     from models.functional import split
     from models.split_linear import SplitLinear
+    from train.dense_layers import slices_of
 
     kind = type(make())
     if kind is Dlrm:
@@ -231,14 +232,10 @@ def _hybrid(make: Callable[..., Any], loss_fn: Any, tx: Any, mesh: Any) -> Any:
         return None
     whole = split(model)
 
-    def spec(path: Any, leaf: Any) -> P:
-        block, name = model.blocks[path[0].key], path[-1].key
-        if name == "table":
-            return P(None, "data")
-        in_slices = name == "kernel" and isinstance(getattr(block, "layer", None), SplitLinear)
-        return SplitLinear.kernel_spec(leaf.shape) if in_slices else P()
+    def columns(path: Any, spec: P) -> P:
+        return P(None, "data") if path[-1].key == "table" else spec
 
-    specs = jax.tree_util.tree_map_with_path(spec, whole.params)
+    specs = jax.tree_util.tree_map_with_path(columns, slices_of(model))
     step = jc.make_hybrid_step(_whole_loss(whole.graph, loss_fn), tx, mesh, specs, has_state=True)
     return jc.init_hybrid_state(whole.params, tx, mesh, specs, model_state=whole.stats), step
 
