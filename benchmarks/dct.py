@@ -22,7 +22,7 @@ import tyro
 from configs import CONFIGS
 from configs.experiment import BoundaryFields, Experiment
 from configs.methods import DctDp, Method, PlumpDp
-from train.tables import print_table, write_records
+from train.tables import print_table, stdev, write_records
 
 
 @dataclass(frozen=True)
@@ -198,9 +198,9 @@ def _train(setting: Setting, config: Config, dense: dict[str, Any] | None) -> di
         "sparsity": setting.sparsity,
         "learning_rate": setting.learning_rate,
         "test_loss": statistics.fmean(losses),
-        "stdev": _stdev(losses),
+        "stdev": stdev(losses),
         "minus_dense": statistics.fmean(minus_dense),
-        "stdev_minus_dense": _stdev(minus_dense),
+        "stdev_minus_dense": stdev(minus_dense),
         "accuracy": 100 * statistics.fmean(summary.accuracy for summary in ended),
         "auc": statistics.fmean(summary.scores["auc"] for summary in ended),
         "bytes_per_step": ended[0].bytes_per_step,
@@ -211,10 +211,6 @@ def _train(setting: Setting, config: Config, dense: dict[str, Any] | None) -> di
         "losses": losses,
         **{name: getattr(config, name) for name in _SAME},
     }
-
-
-def _stdev(numbers: list[float]) -> float | None:
-    return statistics.stdev(numbers) if len(numbers) > 1 else None
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ The crossover in bytes is found by bisection on what is compiled, that in time b
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import os
@@ -27,6 +26,7 @@ from typing import Any
 import tyro
 
 from benchmarks.control import Control, is_host, run_hosts
+from benchmarks.crossover import bisect, crossing
 from benchmarks.netlab import Lab, parse_rate, received_bytes
 from train.tables import print_table, write_records
 
@@ -190,26 +190,6 @@ def compare(records: list[Record], *, is_papers: bool) -> None:
             record.paper_ms = PAPER_MS.get((record.hosts, record.mode))
 
 
-def bisect(is_late_cheaper: Callable[[int], bool], step: int, start: float) -> tuple[int, int]:
-    """Finds two batches, neighbouring multiples of `step`, of which late-multiply is cheaper for the first alone.
-
-    Args:
-      is_late_cheaper: batch -> bool; True for small batches, and False from some batch on.
-      step: the number of workers.
-      start: a first guess.
-
-    Returns:
-      The two batches; the first may be 0.
-    """
-    low, high = 0, max(round(start / step), 1)
-    while is_late_cheaper(high * step):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if is_late_cheaper(middle * step) else (low, middle)
-    return low * step, high * step
-
-
 def bytes_crossover(layer: Shape, mesh: Any) -> float:
     """Returns the batch at which both modes, compiled for the workers of a mesh, move equal bytes."""
     received = functools.cache(lambda mode, batch: compile_step([layer], mesh, mode, batch)[1])
@@ -219,18 +199,6 @@ def bytes_crossover(layer: Shape, mesh: Any) -> float:
 
     low, high = bisect(lambda batch: gap(batch) < 0, mesh.size, equal_batch(layer))
     return low + (high - low) * gap(low) / (gap(low) - gap(high))
-
-
-def crossing(points: Sequence[tuple[float, float]]) -> float | None:
-    """Returns where a quotient rises through 1, between points (batch, quotient) in order of the batch.
-
-    The quotient's logarithm is taken for linear in that of the batch; None if it does not rise through 1.
-    """
-    for (x0, y0), (x1, y1) in itertools.pairwise(points):
-        if y0 < 1 <= y1:
-            share = -math.log(y0) / (math.log(y1) - math.log(y0))
-            return math.exp(math.log(x0) + share * (math.log(x1) - math.log(x0)))
-    return None
 
 
 def run_host(config: Config) -> None:

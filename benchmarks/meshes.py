@@ -212,8 +212,6 @@ def _partitioned(model: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
 
 def _hybrid(make: Callable[..., Any], loss_fn: Any, tx: Any, mesh: Any) -> Any:
     """Dense layers of convolutional models, or the tables of DLRM, lie in slices over the workers."""
-    import inspect
-
     import jax
     from jax.sharding import PartitionSpec as P
 
@@ -221,12 +219,12 @@ def _hybrid(make: Callable[..., Any], loss_fn: Any, tx: Any, mesh: Any) -> Any:
     from models.dlrm import Dlrm
     from models.functional import split
     from models.split_linear import SplitLinear
-    from train.dense_layers import slices_of
+    from train.dense_layers import slices_of, takes_dense
 
     kind = type(make())
     if kind is Dlrm:
         model = make(columns_over="data")
-    elif "dense" in inspect.signature(kind.__init__).parameters:
+    elif takes_dense(kind):
         model = make(dense=SplitLinear)
     else:
         return None

@@ -22,6 +22,7 @@ from configs.comparison import DENSE, SETTINGS, Comparison
 from configs.experiment import Experiment, check
 from configs.methods import Method
 from train.processes import Processes, prepare_jax
+from train.tables import print_table, stdev, write_records
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 FAR = 1.0  # points below dense that the table points out
@@ -72,7 +73,6 @@ def compare(experiment: Experiment, config: Comparison, settings: Sequence[tuple
     from train.job import make_job
     from train.loop import train
     from train.methods import make_chain, method_name
-    from train.tables import print_table, write_records
 
     bits = bits_per_second(config.rate)
     if config.seeds < 1:
@@ -174,7 +174,7 @@ def summarise(summaries: Sequence[Any], *, dense: float | None) -> dict[str, Any
         "seeds": len(summaries),
         "steps": first.steps,
         "accuracy_mean": mean,
-        "accuracy_stdev": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
+        "accuracy_stdev": stdev(accuracies),
         "accuracy_min": min(accuracies),
         "accuracy_max": max(accuracies),
         "accuracies": accuracies,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -20,13 +21,18 @@ from train.architectures import MODELS
 from train.methods import make_exchange
 
 
+def takes_dense(model: Callable[..., Model]) -> bool:
+    """Returns whether a model (its class) has dense layers of a kind that it is told."""
+    return "dense" in inspect.signature(model.__init__).parameters  # of the class itself nnx hides it
+
+
 def with_dense(architecture: Architecture, dense: Callable[..., Any]) -> Architecture:
     """Returns an architecture whose dense layers are made by `dense`.
 
     Raises:
       ValueError: for a model whose dense layers are all alike to it.
     """
-    can = [name for name, model in MODELS.items() if "dense" in inspect.signature(model.__init__).parameters]
+    can = [name for name, model in MODELS.items() if takes_dense(model)]
     if architecture.name not in can:
         raise ValueError(
             f"--dense-layers is for models with layers of their own kind, {', '.join(can)}, got {architecture.name!r}: "
@@ -44,10 +50,8 @@ def multiply_late(model: Model, experiment: Experiment, method: Method) -> jc.La
       method: how the other gradients are exchanged.
     """
     exchange = make_exchange(method, momentum=experiment.momentum)
-    sizes = {"float32": 4, "bfloat16": 2}
-    plan = jc.plan_late_multiply(
-        split(model).params, experiment.global_batch, experiment.workers, exchange, sizes[experiment.dtype]
-    )
+    itemsize = jnp.dtype(experiment.dtype).itemsize
+    plan = jc.plan_late_multiply(split(model).params, experiment.global_batch, experiment.workers, exchange, itemsize)
     for path, layer in _layers(model, LateLinear):
         layer.mode = plan.mode(path)
     return plan

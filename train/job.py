@@ -15,7 +15,7 @@ import jaxcomm as jc
 from configs.experiment import Experiment
 from configs.methods import Method
 from models.beam_search import beam_search
-from models.functional import Graph, apply, cut, merge
+from models.functional import Graph, apply, cut, merge, split
 from models.late_linear import LateLinear
 from models.split_linear import SplitLinear
 from train.architectures import choose_cuts, make_model
@@ -64,7 +64,7 @@ def make_job(experiment: Experiment, method: Method) -> Job:
     """Makes the model, the optimizer and the functions of a run; `experiment.seed` is looked at for shapes alone."""
     info = dataset_info(experiment.dataset, experiment.data_dir)
     task = make_task(info, experiment.label_smoothing)
-    whole = cut(_abstract(experiment, info))[0]
+    whole = split(_abstract(experiment, info))
     axes = {"slice": experiment.slices, "data": experiment.workers // experiment.slices, "stage": experiment.stages}
     mesh = jc.make_mesh(**{name: size for name, size in axes.items() if size > 1 or name == "data"})
     axis = ("slice", "data") if experiment.slices > 1 else "data"
@@ -121,11 +121,11 @@ def _data_parallel(
         tx = make_chain(experiment, method, late.where)
     else:
         model, tx = _abstract(experiment, info), make_chain(experiment, method)
-    loss_fn = _loss_of(experiment, task, cut(model)[0].graph)
+    loss_fn = _loss_of(experiment, task, split(model).graph)
     place = jax.jit(lambda params, stats: jc.init_state(params, tx, mesh, model_state=stats, axis_name=axis))
 
     def start(seed: int) -> jc.TrainState:
-        whole = cut(make_model(experiment.architecture, info, experiment.dtype, seed))[0]
+        whole = split(make_model(experiment.architecture, info, experiment.dtype, seed))
         return place(whole.params, whole.stats)
 
     step = jc.make_train_step(loss_fn, tx, mesh, has_state=True, axis_name=axis)
@@ -138,11 +138,11 @@ def _hybrid(
     """Workers that hold a slice of every dense layer each, and a copy of everything else."""
     del batch
     tx, model = make_chain(experiment, method), _abstract(experiment, info, SplitLinear)
-    whole, specs = cut(model)[0], slices_of(model)
+    whole, specs = split(model), slices_of(model)
     loss_fn = _loss_of(experiment, task, whole.graph)
 
     def start(seed: int) -> jc.TrainState:
-        first = cut(make_model(experiment.architecture, info, experiment.dtype, seed))[0]
+        first = split(make_model(experiment.architecture, info, experiment.dtype, seed))
         return jc.init_hybrid_state(first.params, tx, mesh, specs, model_state=first.stats, axis_name=axis)
 
     step = jc.make_hybrid_step(loss_fn, tx, mesh, specs, has_state=True, axis_name=axis)

@@ -1,6 +1,7 @@
 """Tables of records: printed for people, written as JSON for programs."""
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,11 @@ def print_table(title: str, records: Sequence[Mapping[str, Any]]) -> None:
         table.add_row(*(format_cell(value) for value in record.values()))
     # A narrow terminal (or a pipe) would break numbers apart; the table takes only the width that it needs.
     Console(width=1000).print(table, crop=False)
+
+
+def stdev(numbers: Sequence[float]) -> float | None:
+    """Returns the standard deviation; None, in a table a dash, of a single number."""
+    return statistics.stdev(numbers) if len(numbers) > 1 else None
 
 
 def format_cell(value: Any) -> str:

@@ -1,6 +1,8 @@
 """From a mask over the flat vector to the slots of a payload."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,14 +67,7 @@ def compact(words: jax.Array, layout: Layout, turn: jax.Array | None = None) -> 
         fraction of them, and go round, so that all have their turn if that lasts for many steps. None begins with the
         lowest index, for masks that fit.
     """
-    rank, count = rank_in_segment(words, layout)
-    if turn is not None:
-        words, rank = lax.cond(
-            _is_overfull(count, layout),
-            lambda: _go_round(words, rank, count, turn, layout),
-            lambda: (words, rank),
-        )
-    return _with_slots(words, rank, count, layout)
+    return _compact(words, layout, turn, lambda function: function)
 
 
 def compact_rows(words: jax.Array, layout: Layout, turn: jax.Array) -> Selection:
@@ -80,17 +75,19 @@ def compact_rows(words: jax.Array, layout: Layout, turn: jax.Array) -> Selection
 
     Other than under `jax.vmap`, nothing goes round where every mask fits.
     """
-    rank, count = jax.vmap(lambda row: rank_in_segment(row, layout))(words)
-    words, rank = lax.cond(
-        _is_overfull(count, layout),
-        lambda: jax.vmap(lambda row, before, n: _go_round(row, before, n, turn, layout))(words, rank, count),
-        lambda: (words, rank),
-    )
-    return jax.vmap(lambda row, before, n: _with_slots(row, before, n, layout))(words, rank, count)
+    return _compact(words, layout, turn, jax.vmap)
 
 
-def _is_overfull(count: jax.Array, layout: Layout) -> jax.Array:
-    return jnp.any(count > np.asarray(layout.capacities, np.int32))
+def _compact(words: jax.Array, layout: Layout, turn: jax.Array | None, each: Callable[..., Any]) -> Selection:
+    """Does so for what `each` maps a function over."""
+    rank, count = each(partial(rank_in_segment, layout=layout))(words)
+    if turn is not None:
+        words, rank = lax.cond(
+            jnp.any(count > np.asarray(layout.capacities, np.int32)),
+            lambda: each(partial(_go_round, turn=turn, layout=layout))(words, rank, count),
+            lambda: (words, rank),
+        )
+    return each(partial(_with_slots, layout=layout))(words, rank, count)
 
 
 def _go_round(

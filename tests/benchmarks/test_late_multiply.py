@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomm as jc
 from benchmarks import late_multiply
-from benchmarks.late_multiply import Config, Record, bisect, check, compare, crossing, equal_batch, merge, parse_layers
+from benchmarks.crossover import bisect, crossing
+from benchmarks.late_multiply import Config, Record, check, compare, equal_batch, merge, parse_layers
 
 ROOT = Path(__file__).parents[2]
 

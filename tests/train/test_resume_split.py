@@ -25,6 +25,8 @@ WIDE = Architecture("mlp", {"hidden": (64, 64), "dropout": 0.2})
 CASES = {
     # What was not sent back over the boundary waits for the row at the same place of the next batch.
     "pipeline": (DCT_DP, PIPELINE | {"boundary": BoundaryFields(0.75, "topk_gradient")}, 3),
+    # A projection that is drawn anew in every step.
+    "sketch": (PlumpDp(), PIPELINE | {"boundary": BoundaryFields(0.5, "sketch")}, 3),
     "running statistics": (DCT_DP, {"architecture": RESNET, "workers": 2, "rows_per_group": 4}, 4),
     "slices": (DCT_DP, {"architecture": MLP, "slices": 2}, 3),
     "late": (PlumpDp(), {"architecture": WIDE, "workers": 2, "dense_layers": "late"}, 3),
