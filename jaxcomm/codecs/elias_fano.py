@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import jax
+import jax.numpy as jnp
 
 from jaxcomm import bits
 from jaxcomm.codecs import unary
@@ -42,18 +43,24 @@ class EliasFano:
         """Words of 32 bits that the indices take."""
         return self._words(self.low_bits)
 
-    def encode(self, selection: Selection) -> tuple[Payload, Selection]:
-        """Writes the positions; all fit."""
+    def encode(self, selection: Selection, among: jax.Array | None = None) -> tuple[Payload, Selection]:
+        """Writes the positions; all fit.
+
+        With `among` (C,) bool those of some slots alone: the words of others that wrote the other slots, at positions
+        of the same order, can be added.
+        """
         position = selection.slots.position
+        low = position if among is None else jnp.where(among, position, 0)
         payload = {
-            "indices_upper": unary.write_unary(position >> self.low_bits, self._upper_words(self.low_bits)),
-            "indices_low": bits.pack_planes(position, self.low_bits),
+            "indices_upper": unary.write_unary(position >> self.low_bits, self._upper_words(self.low_bits), among),
+            "indices_low": bits.pack_planes(low, self.low_bits),
         }
         return payload, selection
 
     def decode(self, payload: Payload) -> jax.Array:
-        """Reads the positions, (C,) int32."""
-        n_slots = self.layout.n_slots
+        """Reads the positions, (C,) int32; in range, and meaningless, from words that were damaged."""
+        n_slots, last = self.layout.n_slots, self.layout.n - 1
         upper, _ = unary.read_unary(payload["indices_upper"], n_slots)
+        upper = jnp.clip(upper, 0, last >> self.low_bits)  # before the shift, which may leave int32
         low = bits.unpack_planes(payload["indices_low"], n_slots, self.low_bits)
-        return (upper << self.low_bits) | low
+        return jnp.minimum((upper << self.low_bits) | low, last)

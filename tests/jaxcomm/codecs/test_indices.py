@@ -97,6 +97,56 @@ def test_positions_are_read_as_written(codec_name, layout_name, kind, seed):
     assert sum(array.size for array in words) == codec.n_words
 
 
+@functools.cache
+def decoder_of(codec_name, layout):
+    codec = make_index_codec(codec_name, layout)
+    shapes, _ = jax.eval_shape(
+        lambda words: codec.encode(compact(words, layout)), jax.ShapeDtypeStruct((layout.n_words,), np.uint32)
+    )
+    return jax.jit(codec.decode), shapes
+
+
+def damaged(kind, shapes, seed):
+    """Words that no encoder wrote."""
+    if kind != "random":
+        return {
+            name: np.full(like.shape, {"zeros": 0, "ones": 2**32 - 1}[kind], np.uint32) for name, like in shapes.items()
+        }
+    rng, words = np.random.default_rng(seed), {}
+    for name, like in shapes.items():
+        density = rng.choice([0.01, 0.1, 0.5, 0.9])
+        words[name] = np.packbits(rng.random(32 * like.size) < density, bitorder="little").view(np.uint32)
+    return words
+
+
+def assert_in_range(codec_name, layout, kind, seed):
+    decode, shapes = decoder_of(codec_name, layout)
+    position = np.asarray(decode(damaged(kind, shapes, seed)))
+    assert position.shape == (layout.n_slots,)
+    assert position.min() >= 0
+    assert position.max() < layout.n
+
+
+@pytest.mark.parametrize("layout_name", ["one-1%", "three-50%", "everything-and-padding", "a-scalar"])
+@pytest.mark.parametrize("codec_name", INDEX_CODECS)
+@hypothesis.given(kind=st.just("random"), seed=st.integers(0, 2**20))
+@hypothesis.example(kind="zeros", seed=0)
+@hypothesis.example(kind="ones", seed=0)
+def test_positions_of_damaged_words_are_in_range(codec_name, layout_name, kind, seed):
+    """Callers scatter with `promise_in_bounds`."""
+    assert_in_range(codec_name, layout_of(layout_name), kind, seed)
+
+
+@pytest.mark.parametrize("slots", [5, 3000])
+@pytest.mark.parametrize("codec_name", ["plain", "elias_fano"])
+@hypothesis.given(kind=st.just("random"), seed=st.integers(0, 2**20))
+@hypothesis.example(kind="ones", seed=0)
+def test_positions_of_damaged_words_are_in_range_where_int32_nearly_ends(codec_name, slots, kind, seed):
+    """A shift that leaves int32 is negative."""
+    layout = Layout(((2**31 - 1024,),), (np.dtype(np.float32),), (True,), (slots,))
+    assert_in_range(codec_name, layout, kind, seed)
+
+
 def test_what_clusters_too_much_for_rice_code_stays_in_the_residual():
     """One long gap takes more bits than the budget has, so that the last positions do not fit."""
     n = 100_000
