@@ -52,8 +52,16 @@ def quant_dp(
       3. send the sign and q in `bits` bits, and the scale of the bucket in 32
       4. return the mean over the workers of sign * scale * q / s
 
-    In two shots, the owner of a part quantizes the sum once more in the same way. If some worker's gradient or a sum is
-    not finite, the exchange is skipped on all workers alike: zeros come back, `metrics.skipped` is 1.
+    In two shots, the owner of a part quantizes the sum once more in the same way. `collective="gather"` is the paper's,
+    where sums come back unrounded. If some worker's gradient or a sum is not finite, the exchange is skipped on all
+    workers alike: zeros come back, `metrics.skipped` is 1.
+
+    The second rounding multiplies the variance of the mean by about 1 + S^2 / (s_1^2 + ... + s_K^2), where s_k is the
+    scale of worker k and S that of the sum, and by K where all gradients are equal. Measured (mean squared error over
+    300 draws, n = 8192, 8 bits, bucket 512, norm "max", `jax.vmap`): 2.0 for independent normal gradients, K = 4, and
+    1.9 to 2.0 for K = 2 to 16; at K = 4 it is 1.6 for Laplace, 1.7 for Student's t with 3 degrees of freedom, 3.7 for
+    uniform ones, 3.5 where workers share half of the variance (K = 16: 9.7), 4.0 where they share all of it (K = 16:
+    16). With 4 bits it differs by at most 0.13; with 2 bits it is 3.2 for the normal ones.
 
     Args:
       bits: bits a coordinate, 2, 4 or 8. The variance that rounding adds grows as 1/s^2; 2 bits (ternary) want smaller
@@ -76,8 +84,7 @@ def quant_dp(
 
     References:
       Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017; Sun et
-      al., "Slim-DP: A Multi-Agent System for Communication-Efficient Distributed Deep Learning", AAMAS 2018, calls it
-      Quant-DP (8 bits, bucket 512).
+      al., "Slim-DP: A Light Communication Data Parallelism for DNN", AAAI 2018, calls it Quant-DP (8 bits, bucket 512).
     """
     check_range("bits", bits, "2, 4 or 8", bits in WIDTHS, "8 is safe, and dct_dp or sign send fewer")
     holds = isinstance(bucket, int) and 32 <= bucket <= BLOCK and bucket & (bucket - 1) == 0
