@@ -97,6 +97,7 @@ def measure(config: Config, K: int, kept: float, publishers: Sequence[int]) -> l
     """Trains with K workers, and counts the unions of their masks: one record for each hop."""
     import numpy as np
 
+    from jaxcomm.layout import BLOCK_WORDS
     from jaxcomm.transforms.iwp import draw_publishers
 
     regions = regions_of(K, kept)
@@ -107,8 +108,12 @@ def measure(config: Config, K: int, kept: float, publishers: Sequence[int]) -> l
         rings.append(hop_counts(masks))
         selected.append(np.bitwise_count(masks).sum())
         fitting.append(np.bitwise_count(accepted(regions, masks)).sum())
-        drawn = [np.asarray(draw_publishers(config.seed, np.int32(step), K, r)) for r in publishers]
-        shared.append([np.bitwise_count(np.bitwise_or.reduce(important[chosen])).sum() for chosen in drawn])
+        tensors = len(regions.layout.sizes)
+        drawn = [np.asarray(draw_publishers(config.seed, np.int32(step), K, r, tensors)) for r in publishers]
+        # Of every word's tensor the publishers, (n/32, r).
+        drawn = [np.repeat(chosen[regions.layout.segment_of_block()], BLOCK_WORDS, axis=0) for chosen in drawn]
+        masks = [important[chosen.T, np.arange(important.shape[1])] for chosen in drawn]  # (r, n/32) each
+        shared.append([np.bitwise_count(np.bitwise_or.reduce(mask)).sum() for mask in masks])
     ring, common, own = np.mean(rings, 0) / n, np.mean(shared, 0) / n, np.mean(selected) / (K * n)
     return [
         {
@@ -158,7 +163,7 @@ def train(config: Config, K: int, kept: float) -> Any:
 
         def worker(velocity: jax.Array, residual: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
             v = residual + (MOMENTUM * velocity + flat(jax.grad(loss)(state.params, rows)))
-            return select_topk(v, layout), select_topk(importance(v, flat(state.params), EPS), layout)
+            return select_topk(v, layout), select_topk(importance(v / K, flat(state.params), EPS), layout)
 
         own = state.opt_state[0]
         rows = jax.tree.map(lambda x: x.reshape(K, -1, *x.shape[1:]), batch)

@@ -29,6 +29,12 @@ def make_key(*numbers: jax.Array | int) -> jax.Array:
     return key
 
 
+def _bits(key: jax.Array, n: int, start: jax.Array | int) -> jax.Array:
+    """Returns a part of the sequence of 32 random bits that belongs to a key: (n,) uint32."""
+    place = jax.lax.iota(jnp.uint32, n) + jnp.asarray(start).astype(jnp.uint32)
+    return _mix(_mix(place ^ key) + key)
+
+
 def uniform(key: jax.Array, n: int, start: jax.Array | int = 0) -> jax.Array:
     """Returns a part of a sequence of float32 numbers in [0, 1), multiples of 2^-24; every key has its own.
 
@@ -37,6 +43,12 @@ def uniform(key: jax.Array, n: int, start: jax.Array | int = 0) -> jax.Array:
       n: how many, fewer than 2^32.
       start: the first number's place in the sequence.
     """
-    place = jax.lax.iota(jnp.uint32, n) + jnp.asarray(start).astype(jnp.uint32)
-    bits = _mix(_mix(place ^ key) + key)
-    return (bits >> 8).astype(jnp.int32).astype(jnp.float32) * np.float32(2**-24)
+    return (_bits(key, n, start) >> 8).astype(jnp.int32).astype(jnp.float32) * np.float32(2**-24)
+
+
+def integers(key: jax.Array, bounds: jax.Array, start: jax.Array | int = 0) -> jax.Array:
+    """Returns integers from 0, each below its own bound (m,) int32 of at least 1: (m,) int32.
+
+    They are the remainders of the sequence's 32 bits, from the place `start` on: even to bound / 2^32.
+    """
+    return (_bits(key, bounds.size, start) % bounds.astype(jnp.uint32)).astype(jnp.int32)

@@ -163,7 +163,10 @@ def verify(
     beside: Sequence[Traffic] = (),
     axis_name: AxisName = "data",
 ) -> WireReport:
-    """Proves on the compiled text of a step that it sends what its exchange claims, and no more.
+    """Proves on the compiled text of a step that it sends what its exchange claims, no more and no less.
+
+    In a usual step as in the most expensive one, compiled bytes are at most those that were traced, at least those of
+    the exchange, and at most those of the exchange and `other_bytes`.
 
     Args:
       step: a function under `jax.jit` that holds the whole step.
@@ -180,8 +183,8 @@ def verify(
       The report of the compiled step.
 
     Raises:
-      ValueError: if XLA sends more bytes than the traced program says, or if the step sends more than the exchange
-        and `other_bytes`: a dense all-reduce has stayed in it.
+      ValueError: if XLA sends more bytes than the traced program says; if the step sends more than the exchange and
+        `other_bytes`: a dense all-reduce has stayed in it; or if it sends less than the exchange.
     """
     count = math.prod(check_workers(workers, axis_name))
     traced = step_report(step, *args, params=params, workers=count)
@@ -205,6 +208,12 @@ def verify(
                 f"A step sends its exchange and at most {float(others):,.0f} bytes more, got {float(sent):,.0f} where "
                 f"the exchange is {float(claimed):,.0f}: a dense all-reduce is left in the {when} step. Take "
                 f"params = jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad.\n{report}"
+            )
+        if sent < claimed:
+            raise ValueError(
+                f"A step sends its whole exchange, got {float(sent):,.0f} bytes where the exchange is "
+                f"{float(claimed):,.0f}, in the {when} step: pass the tx= and the params= of the step; where these are, "
+                f"bytes of the compiled text were not counted, and read_program has a fault.\n{report}"
             )
     return report
 

@@ -11,15 +11,17 @@ import numpy as np
 from jaxcomm import bits
 
 
-def write_unary(upper: jax.Array, n_words: int) -> jax.Array:
+def write_unary(upper: jax.Array, n_words: int, among: jax.Array | None = None) -> jax.Array:
     """Sets bit upper[i] + i for every i; bits beyond the words are left out.
 
     Args:
       upper: (C,) int32, never descending.
       n_words: words of the bitmap.
+      among: (C,) bool, of which numbers to set the bit; all if not given.
     """
     bit = upper + jnp.arange(upper.size, dtype=jnp.int32)
     value = jnp.left_shift(np.uint32(1), (bit % bits.WORD).astype(jnp.uint32))
+    value = value if among is None else jnp.where(among, value, np.uint32(0))
     return jnp.zeros(n_words, jnp.uint32).at[bit // bits.WORD].add(value, mode="drop")
 
 

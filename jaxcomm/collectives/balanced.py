@@ -21,6 +21,7 @@ from jaxcomm import bits
 from jaxcomm.codecs import IndexCodec, ValueCodec, choose_index_codec
 from jaxcomm.collectives.axis import zeros_varying_as
 from jaxcomm.collectives.gather import fuse, split_words
+from jaxcomm.collectives.status import read_status, write_status
 from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.layout import BLOCK, Layout
 from jaxcomm.selectors import Selection, compact, compact_rows, select_topk
@@ -39,7 +40,8 @@ class Balanced(NamedTuple):
       values: (K R,) float32, what it sent from there, rounded; 0 in an empty slot.
       leftover: (n,) float32, what this worker dropped as an owner: zeros outside its region.
       counts: (2,) float32, coordinates sent and overflow, all workers together.
-      finite: () bool, the same on every worker: whether every flag was set and every sum is finite.
+      finite: () bool, the same on every worker: whether every worker is sound and every sum is finite.
+      overfull: () bool, the same on every worker: whether the status of any worker says so.
     """
 
     total: jax.Array
@@ -49,6 +51,7 @@ class Balanced(NamedTuple):
     leftover: jax.Array
     counts: jax.Array
     finite: jax.Array
+    overfull: jax.Array
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class Regions:
         return self.indices.decode(payload), self.values.decode(payload["values"], self.region.n_slots)
 
     def exchange(
-        self, vector: jax.Array, mask: jax.Array, turn: jax.Array, flag: jax.Array, axis_name: str
+        self, vector: jax.Array, mask: jax.Array, turn: jax.Array, status: jax.Array, axis_name: str
     ) -> Balanced:
         """Sums the masked coordinates over the workers, and keeps as many of the largest sums as there are slots.
 
@@ -125,7 +128,7 @@ class Regions:
           mask: (n/32,) uint32, the selected coordinates. What a region has no slot for is not sent and counts as
             overflow.
           turn: which coordinates of a region with too many are sent, see `compact`.
-          flag: () bool, whether this worker's step is sound.
+          status: () uint32, this worker's, of `write_status`.
           axis_name: the axis of workers.
         """
         n, k, size = self.layout.n, self.workers, self.size
@@ -133,7 +136,7 @@ class Regions:
         me = lax.axis_index(axis_name)
 
         def encode_own(values: jax.Array, selection: Selection) -> tuple[Payload, bits.Slots]:
-            payload, selection = self._encode(values, selection, [flag])
+            payload, selection = self._encode(values, selection, [status])
             return payload, selection.slots
 
         payload, slots = jax.vmap(encode_own)(by_region, compact_rows(words, self.region, turn))
@@ -148,8 +151,9 @@ class Regions:
                 return total.at[position].add(sent, mode="promise_in_bounds"), None
 
             total, _ = lax.scan(add, zeros_varying_as((size,), jnp.float32, received), payloads)
-            headers = payloads["header"]  # (K, 3): flag, sent, overflow
-            sound = jnp.all(headers[:, 0] == 1) & jnp.isfinite(total).all()
+            headers = payloads["header"]  # (K, 3): status, sent, overflow
+            sound, overfull = read_status(headers[:, 0])
+            sound = sound & jnp.isfinite(total).all()
             counts = jnp.sum(headers[:, 1:], axis=0)
             result, selection = self._encode(total, compact(select_topk(total, self.region), self.region), [])
             kept = self.values.decode(result["values"], self.region.n_slots)
@@ -157,15 +161,17 @@ class Regions:
             # What this worker holds back itself, and now for others as well, must stay finite, or it could never leave.
             own = by_region[me].at[slots.position[me]].add(-values[me], mode="promise_in_bounds")
             sound = sound & jnp.isfinite(own + leftover).all()
-            result["header"] = jnp.stack([sound.astype(jnp.uint32), counts[0], counts[1]])
+            result["header"] = jnp.stack([write_status(sound, overfull), counts[0], counts[1]])
             return fuse(result), leftover
 
         code, leftover = two_shot(jax.vmap(fuse)(payload), at_owner, axis_name)
         results = jax.vmap(lambda row: split_words(row, like))(code)
         position, sums = jax.vmap(self._decode)(results)  # (K, R) each
         first = np.arange(k, dtype=np.int32)[:, None] * size
-        total = jnp.zeros(k * size, jnp.float32).at[(position + first).reshape(-1)].add(sums.reshape(-1))
+        total = jnp.zeros(k * size, jnp.float32)
+        total = total.at[(position + first).reshape(-1)].add(sums.reshape(-1), mode="promise_in_bounds")
         headers = results["header"]
+        finite, overfull = read_status(headers[:, 0])
         return Balanced(
             total=total[:n],
             position=self.place(slots.position),
@@ -173,7 +179,8 @@ class Regions:
             values=values.reshape(-1),
             leftover=self._in_place(leftover, me),
             counts=jnp.sum(headers[:, 1:].astype(jnp.float32), axis=0),
-            finite=jnp.all(headers[:, 0] == 1),
+            finite=finite & jnp.isfinite(jnp.sum(jnp.abs(sums))),  # no number of the total is larger
+            overfull=overfull,
         )
 
     def _in_place(self, leftover: jax.Array, me: jax.Array) -> jax.Array:

@@ -1,9 +1,11 @@
 """The union of the masks of a few workers, the same on every worker.
 
-Which workers publish is drawn anew in every step, so that the program cannot know: the others take part with zeros.
+Which workers publish a tensor's mask is drawn anew in every step, so that the program cannot know: the others take part
+with zeros.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +13,12 @@ import numpy as np
 from jax import lax
 
 from jaxcomm import bits
-from jaxcomm.codecs import IndexCodec
+from jaxcomm.codecs.elias_fano import EliasFano
+from jaxcomm.codecs.plain import Plain
 from jaxcomm.collectives.axis import axis_size, zeros_varying_as
 from jaxcomm.collectives.gather import fuse, gather_words, split_words
 from jaxcomm.collectives.two_shot import two_shot
-from jaxcomm.layout import Layout, segment_sum
+from jaxcomm.layout import BLOCK_WORDS, Layout, segment_sum
 from jaxcomm.selectors import compact
 
 MASK_CODECS = ("bitmap", "coded")
@@ -27,18 +30,21 @@ class MaskUnion:
 
     Attributes:
       layout: the flat vector; its capacities bound what a coded mask can hold.
-      indices: the codec of a coded mask's positions.
       codec: "bitmap" (n bits, combined by the owners of its parts), "coded" (positions, one row a publisher), or "auto"
         for the one that receives fewer bytes.
-      publishers: r.
+      publishers: r, of every segment.
       axis_name: the axis of workers.
     """
 
     layout: Layout
-    indices: IndexCodec
     codec: str
     publishers: int
     axis_name: str
+
+    @cached_property
+    def indices(self) -> Plain | EliasFano:
+        """The codec of a coded mask's positions: one whose words, where workers wrote different slots, add up."""
+        return min(Plain(self.layout), EliasFano(self.layout), key=lambda codec: codec.n_words)
 
     def is_coded(self) -> bool:
         """Chooses between positions and bits, for this K, r, n and capacity."""
@@ -52,9 +58,7 @@ class MaskUnion:
     def _part_words(self, k: int) -> int:
         return -(-self.layout.n_words // k)
 
-    def __call__(
-        self, mask: jax.Array, is_publisher: jax.Array, row: jax.Array, turn: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, mask: jax.Array, row: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Combines the publishers' masks.
 
         Each worker receives 2 (K-1)/K * n/8 bytes as a bitmap, and coded 2 (K-1)/K * r payloads of positions (K-1 of
@@ -62,22 +66,22 @@ class MaskUnion:
 
         Args:
           mask: (n/32,) uint32, this worker's own.
-          is_publisher: () bool.
-          row: () int32, its number among the publishers, from 0.
+          row: (S,) int32, for every segment the worker's number among its publishers, from 0; -1 where it is none.
           turn: which coordinates of a mask with more than there is room for are coded, see `compact`.
 
         Returns:
           The union (n/32,) uint32, and the coordinates that publishers had no room for: () float32; the same on every
           worker.
         """
+        published = jnp.where(self.layout.per_block(row >= 0)[:, None], mask.reshape(-1, BLOCK_WORDS), 0).reshape(-1)
         if self.is_coded():
-            return self._coded(mask, is_publisher, row, turn)
-        return self._bitmap(mask, is_publisher), jnp.zeros((), jnp.float32)
+            return self._coded(published, row, turn)
+        return self._bitmap(published), jnp.zeros((), jnp.float32)
 
-    def _bitmap(self, mask: jax.Array, is_publisher: jax.Array) -> jax.Array:
+    def _bitmap(self, mask: jax.Array) -> jax.Array:
         k, n_words = axis_size(self.axis_name), self.layout.n_words
         width = self._part_words(k)
-        rows = jnp.pad(jnp.where(is_publisher, mask, 0), (0, k * width - n_words)).reshape(k, width)
+        rows = jnp.pad(mask, (0, k * width - n_words)).reshape(k, width)
 
         def unite(received: jax.Array) -> tuple[jax.Array, None]:
             return lax.reduce(received, np.uint32(0), lax.bitwise_or, (0,)), None
@@ -85,23 +89,25 @@ class MaskUnion:
         parts, _ = two_shot(rows, unite, self.axis_name)
         return parts.reshape(-1)[:n_words]
 
-    def _coded(
-        self, mask: jax.Array, is_publisher: jax.Array, row: jax.Array, turn: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def _coded(self, mask: jax.Array, row: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
         selection = compact(mask, self.layout, turn)
-        payload, selection = self.indices.encode(selection)
         segments, capacities = len(self.layout.sizes), self.layout.capacities
         segment = np.repeat(np.arange(segments), capacities)
         # Slots fill from the front of their segment, so that a count says which are in use.
         used = segment_sum(selection.slots.filled.astype(jnp.uint32), segment, segments)
-        payload["counts"] = jnp.append(used, selection.overflow.astype(jnp.uint32))
-        words = jnp.where(is_publisher, fuse(payload), 0)  # (m,)
+        counts = jnp.append(used, selection.overflow.astype(jnp.uint32))
+        payload = {"counts": counts, **self.indices.encode(selection)[0]}
+
+        def as_publisher(number: jax.Array) -> jax.Array:
+            """Writes the slots of the segments of which this worker is the publisher of that number."""
+            own = row == number  # (S,)
+            indices, _ = self.indices.encode(selection, own[segment])
+            return fuse({"counts": jnp.where(jnp.append(own, number == 0), counts, 0), **indices})
 
         if 2 * self.publishers > axis_size(self.axis_name):
-            rows = gather_words(words, self.axis_name)  # (K, m)
+            rows = gather_words(fuse(payload), self.axis_name)  # (K, m)
         else:
-            alone = jnp.zeros((self.publishers, words.size), jnp.uint32).at[row].set(words)
-            rows = lax.psum(alone, self.axis_name)  # (r, m), each row of one worker
+            rows = lax.psum(jax.vmap(as_publisher)(jnp.arange(self.publishers)), self.axis_name)  # (r, m)
         slot = np.arange(self.layout.n_slots) - np.repeat(np.cumsum(capacities) - capacities, capacities)
 
         def add(union: jax.Array, words: jax.Array) -> tuple[jax.Array, jax.Array]:

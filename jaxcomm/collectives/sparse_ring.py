@@ -23,6 +23,7 @@ from jaxcomm.codecs.indices import INDEX_CODECS, make_index_codec
 from jaxcomm.codecs.rice import Rice
 from jaxcomm.collectives.balanced import Balanced, Regions
 from jaxcomm.collectives.gather import fuse, gather_words, split_words
+from jaxcomm.collectives.status import read_status, write_status
 from jaxcomm.layout import Layout
 from jaxcomm.selectors import compact, compact_rows
 from jaxcomm.selectors.threshold import magnitude_bits
@@ -105,7 +106,7 @@ def received_on_ring(regions: Regions) -> int:
 
 
 def ring_sum(
-    regions: Regions, vector: jax.Array, mask: jax.Array, turn: jax.Array, flag: jax.Array, axis_name: str
+    regions: Regions, vector: jax.Array, mask: jax.Array, turn: jax.Array, status: jax.Array, axis_name: str
 ) -> tuple[Balanced, jax.Array]:
     """Sums the masked coordinates over the workers, region by region on a ring.
 
@@ -126,7 +127,7 @@ def ring_sum(
       vector: (n,) float32.
       mask: (n/32,) uint32, the selected coordinates. What a region has no slot for is not sent and counts as overflow.
       turn: which coordinates of a region with too many are sent, see `compact`.
-      flag: () bool, whether this worker's step is sound.
+      status: () uint32, this worker's, of `write_status`.
       axis_name: the axis of workers.
 
     Returns:
@@ -158,14 +159,16 @@ def ring_sum(
     # Errors in the order of the regions, of which this worker met its own last.
     leftover = jnp.stack(errors)[(me - 1 - np.arange(k)) % k]
     # What this worker holds back must stay finite, or it could never leave. (Sums that are not leave such an error.)
-    sound = flag & jnp.isfinite(by_region - own + leftover).all()
-    payload = {"header": sound.astype(jnp.uint32)[None], **last.encode(sums)}
+    sound, overfull = read_status(status[None])
+    status = write_status(sound & jnp.isfinite(by_region - own + leftover).all(), overfull)
+    payload = {"header": status[None], **last.encode(sums)}
     rows = gather_words(fuse(payload), axis_name)  # (K, m)
     payloads = jax.vmap(lambda row: split_words(row, payload))(rows)
 
     sent = jnp.sum(selection.slots.filled), jnp.sum(selection.overflow)
     counted = lax.psum(jnp.stack([*sent, *counts]).astype(jnp.float32), axis_name)  # (K + 2,)
     values = jnp.where(selection.slots.filled, jnp.take_along_axis(own, selection.slots.position, axis=1), 0.0)
+    finite, overfull = read_status(payloads["header"][:, 0])
     result = Balanced(
         total=jax.vmap(last.decode)(payloads).reshape(-1)[: vector.size],
         position=regions.place(selection.slots.position),
@@ -173,6 +176,7 @@ def ring_sum(
         values=values.reshape(-1),
         leftover=leftover.reshape(-1)[: vector.size],
         counts=counted[:2],
-        finite=jnp.all(payloads["header"] == 1),
+        finite=finite,
+        overfull=overfull,
     )
     return result, counted[2:]

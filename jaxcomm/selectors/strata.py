@@ -1,46 +1,64 @@
-"""Random coordinates, one in every stratum: no two are the same, and whoever has the seed knows them."""
+"""Random coordinates, one in every stratum: no two are the same, and whoever has the seed knows them.
+
+Where the strata do not divide the coordinates, some are longer by one. So they are rotated, by an offset that is drawn as
+well: every coordinate is drawn equally often.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomm import noise
 from jaxcomm.bits import Slots
 from jaxcomm.layout import BLOCK, Layout
 
 
-def pick(uniform: jax.Array, stratum: jax.Array, size: jax.Array | int, strata: jax.Array | int) -> jax.Array:
+def pick(
+    uniform: jax.Array,
+    stratum: jax.Array,
+    size: jax.Array | int,
+    strata: jax.Array | int,
+    offset: jax.Array,
+) -> jax.Array:
     """Draws one number of every stratum.
 
     The numbers below `size` are cut into `strata` consecutive strata of size // strata numbers, the first
-    size % strata of them one longer.
+    size % strata of them one longer. The first stratum begins at `offset`, and the last wraps around.
 
     Args:
       uniform: random float32 numbers in [0, 1), any shape.
       stratum: int32, the number of the stratum of each.
       size: int32, at least `strata`.
       strata: int32, at least 1.
+      offset: int32, from 0 to size - 1; drawn evenly, it makes every number equally likely.
 
     Returns:
-      int32, in the shape of `uniform`; ascending where `stratum` ascends.
+      int32, in the shape of `uniform`, all different.
     """
     width, longer = size // strata, size % strata
     start = stratum * width + jnp.minimum(stratum, longer)
     width = width + (stratum < longer)
     # The product may round up to the width.
-    return start + jnp.minimum((uniform * width.astype(jnp.float32)).astype(jnp.int32), width - 1)
+    number = start + jnp.minimum((uniform * width.astype(jnp.float32)).astype(jnp.int32), width - 1)
+    return jnp.where(number >= size - offset, number - (size - offset), number + offset)
 
 
-def select_strata(uniform: jax.Array, layout: Layout) -> Slots:
-    """Draws, in every segment, one coordinate for each of its slots, from strata of equal size.
+def select_strata(key: jax.Array, layout: Layout) -> Slots:
+    """Draws, in every segment, one coordinate for each of its slots, all equally likely.
 
     Args:
-      uniform: (C,) random float32 numbers in [0, 1).
+      key: of `noise.make_key`. Its first C numbers draw in the strata, the S after them the offset of each segment.
       layout: the segments; a segment's capacity is the number of its strata.
+
+    Returns:
+      The slots of each segment together, all filled; they do not ascend where the strata wrap around.
     """
     n_slots = layout.n_slots
     first_slot = np.cumsum((0, *layout.capacities[:-1]))
     segment = jnp.cumsum(jnp.zeros(n_slots, jnp.int32).at[first_slot].add(1)) - 1  # (C,)
     table = np.stack([first_slot, layout.sizes, layout.capacities, np.cumsum((0, *layout.blocks[:-1])) * BLOCK])
     first, size, strata, start = jnp.asarray(table, jnp.int32)[:, segment]
-    position = start + pick(uniform, jnp.arange(n_slots, dtype=jnp.int32) - first, size, strata)
+    offset = noise.integers(key, jnp.asarray(layout.sizes, jnp.int32), n_slots)[segment]
+    stratum = jnp.arange(n_slots, dtype=jnp.int32) - first
+    position = start + pick(noise.uniform(key, n_slots), stratum, size, strata, offset)
     return Slots(position, jnp.ones(n_slots, bool))

@@ -12,6 +12,7 @@ from jaxcomm.layout import BLOCK, BLOCK_WORDS, Layout
 
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _INFINITY = np.uint32(0x7F800000)  # finite numbers are below it, NaN above
+_LIMIT = np.uint32((127 + 100) << 23)  # 2^100 as float32
 
 
 def magnitude_bits(vector: jax.Array) -> jax.Array:
@@ -61,6 +62,15 @@ def is_finite(vector: jax.Array) -> jax.Array:
     not.
     """
     return ~jnp.any(bits.pack(magnitude_bits(vector) >= _INFINITY) != 0)
+
+
+def is_sound(total: jax.Array, added: jax.Array) -> jax.Array:
+    """Returns whether a total (n,), n a multiple of 32, is finite and what was added to it last below 2^100: () bool.
+
+    A larger number may be finite, but its sums are not: if it waited in a residual, every later step would be skipped.
+    """
+    broken = (magnitude_bits(total) >= _INFINITY) | (magnitude_bits(added) >= _LIMIT)
+    return ~jnp.any(bits.pack(broken) != 0)
 
 
 def select_threshold(vector: jax.Array, threshold: jax.Array, layout: Layout) -> jax.Array:

@@ -22,8 +22,8 @@ class DctDpState(NamedTuple):
 
     Attributes:
       step: () int32, the exchanges so far, skipped ones included.
-      due: () bool, whether a refresh of the thresholds is owed (at the start, after a skipped refresh, and after a
-        resume on another number of workers).
+      due: () bool, whether a refresh of the thresholds is owed (at the start, after a skipped refresh, after a step in
+        which far more was selected than fits, and after a resume on another number of workers).
       residual: (K, n) float32, gradients that were not sent yet; a row per worker.
       threshold: (K, S) float32, one per compressed tensor; a row per worker.
       metrics: counts of the last exchange.
@@ -55,25 +55,33 @@ def dct_dp(
     than reading the gradient. Each step, on each worker, in every tensor of N elements (numbers of Algorithm 1):
 
       2. x = gradient + residual
-      3. if life_span divides the step: tau = the floor(N * sparsity)-th smallest |x|
+      3. if the thresholds are to be refreshed: tau = the floor(N * sparsity)-th smallest |x|
       9. mask = |x| >= tau
       10. send x where the mask is set
       11. the residual is x less what was sent, rounding of the values included
       12. return the mean over the workers of what was sent
 
-    Payloads have a fixed capacity. Where more coordinates reach tau, as many as fit are sent, from a random one on and
-    round, so that all have their turn; the others stay in the residual and are counted in `metrics.overflow`: watch it,
-    a lasting overflow means that the gradient has grown since the last refresh and `life_span` is too long.
+    Thresholds are refreshed in the steps that `life_span` divides (the paper), and besides:
 
-    If some worker's gradient is not finite, or the workers' largest values add up to more than float32 holds, the
-    exchange is skipped on all workers alike: zeros come back, the residual and the thresholds stay, `metrics.skipped`
-    is 1.
+      - in the steps 1, 2, 4, 8, ... below `life_span`, since gradients change fastest at the start;
+      - in the step after one in which some worker selected more than twice as many coordinates of some tensor as fit,
+        unless that step was a refresh: so does a tau that was found among zeros, which would select everything.
+
+    A refresh costs 31 passes over the gradient that only read; the early ones are log2(life_span) in all.
+
+    Payloads have a fixed capacity: what a refresh selects, N - floor(N * sparsity) + 1 coordinates, times `slack`. Where
+    more coordinates reach tau, as many as fit are sent, from a random start offset on, which wraps around, so that none
+    starves; the others stay in the residual and are counted in `metrics.overflow`: watch it, a lasting overflow means
+    that the gradient has grown since the last refresh and `life_span` is too long.
+
+    If some worker's gradient has a number that is not finite, or 2^100 or larger, the exchange is skipped on all workers,
+    as for `topk`: zeros come back, the residual and the thresholds stay, `metrics.skipped` is 1.
 
     Args:
       sparsity: eta, the fraction of coordinates that is not sent, 0 <= sparsity < 1.
       life_span: L, steps between refreshes of the thresholds. The paper trains with 1000; runs of a few hundred steps
-        want 10 to 100, since gradients change fastest at the start.
-      slack: capacity of a payload over (1 - sparsity) * N, at least 1. More makes overflow rarer and payloads larger.
+        want 10 to 100.
+      slack: capacity of a payload over what a refresh selects, at least 1. More makes overflow rarer and payloads larger.
       drain_every: N, to send everything densely in a random one of N steps, the same on all workers, which empties the
         residual; the paper drains once in about a million. None never does.
       dense_below: tensors with fewer elements are sent dense, as float32.
@@ -108,8 +116,8 @@ def dct_dp(
         check_count("drain_every", drain_every, 1, "None never drains")
 
     def capacity(n: int) -> int:
-        share = Fraction(repr(slack)) * (1 - Fraction(repr(sparsity)))
-        return min(n, max(1, math.ceil(share * n)))
+        selected = n - dropped(n, sparsity) + 1
+        return min(n, math.ceil(Fraction(repr(slack)) * selected))
 
     def plan(tree: Any) -> SparseExchange:
         return plan_exchange(
@@ -142,7 +150,8 @@ def dct_dp(
         vector = lay_out(exchange.layout, leaves, own_row(state.residual, layout.n, axis_name))
 
         old_threshold = own_row(state.threshold, len(layout.sizes), axis_name)[0]  # (S,)
-        refresh = state.due | (state.step % life_span == 0)
+        is_early = (state.step < life_span) & (state.step & (state.step - 1) == 0)  # 0, 1, 2, 4, 8, ...
+        refresh = state.due | is_early | (state.step % life_span == 0)
         threshold = old_threshold
         if layout.sizes:
             ranks = [dropped(size, sparsity) for size in layout.sizes]
@@ -164,7 +173,7 @@ def dct_dp(
             )
         new_state = DctDpState(
             step=state.step + 1,
-            due=refresh & ~out.ok,
+            due=jnp.where(out.ok, out.overfull & ~refresh, refresh),
             residual=PerWorker(out.residual),
             threshold=PerWorker(jnp.where(out.ok, threshold, old_threshold)[None]),
             metrics=out.metrics,

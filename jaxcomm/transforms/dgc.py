@@ -62,8 +62,8 @@ def dgc(
     travel as one dense all-reduce of float32. Tensors below `dense_below` elements travel dense, with the
     same momentum.
 
-    If some worker's vector is not finite, or the workers' largest values add up to more than float32 holds, the
-    exchange is skipped on all workers alike: zeros come back, u and v stay, `metrics.skipped` is 1.
+    If some worker's u or v has a number that is not finite, or its u one of 2^100 or larger, the exchange is skipped on
+    all workers, as for `topk`: zeros come back, u and v stay, `metrics.skipped` is 1.
 
     Args:
       sparsity: the fraction of coordinates that is not sent, 0 <= sparsity < 1. The paper: 0.999.

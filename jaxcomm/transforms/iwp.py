@@ -13,7 +13,6 @@ from jax import lax
 
 from jaxcomm import noise
 from jaxcomm.bits import Slots
-from jaxcomm.codecs import choose_index_codec
 from jaxcomm.collectives import axis_size, check_per_worker
 from jaxcomm.collectives.masks import MASK_CODECS, MaskUnion
 from jaxcomm.layout import Layout
@@ -27,6 +26,7 @@ from jaxcomm.transforms.sparse import Exchanged, drain, exchange_densely
 from jaxcomm.types import ExchangeMetrics, PerWorker
 
 Schedule = float | Callable[[jax.Array], Any]
+_PUBLISHERS = 2**31 - 2  # no worker's number, which is what other keys have in its place
 
 
 class IwpState(NamedTuple):
@@ -80,29 +80,30 @@ def iwp(
       3. g is clipped; u = momentum * u + g; v = v + u (see `dgc`)
       5. thr = alpha; layer-wise (beta > 0), with q = var(I) / mean(I) of the tensor: alpha + beta q if q > C, else
          alpha - beta q; at least `floor`
-      6. draw the publishers, from (seed, step)
-      7. a publisher's mask = I > thr, with the importance I = |v| / (|w| + eps); with random selection a coordinate
-         below the threshold enters with the probability I / thr, so that none waits for ever
-      9. the mask = the union of the publishers' masks
+      6. draw the tensor's publishers, from (seed, step)
+      7. a publisher's mask = I > thr, with the importance I = |v| / K / (|w| + eps): the paper accumulates gradients
+         that are already divided by the number of workers, so that thresholds mean what they mean there; with random
+         selection a coordinate below the threshold enters with the probability I / thr, so that none waits for ever
+      9. the tensor's mask = the union of its publishers' masks
       10. send v there; v keeps the rest, and u = 0 where v was sent (momentum factor masking)
       13. return the sum / K
 
     The compact buffer has ceil(density * N) slots a tensor. If the mask has more coordinates, as many of them are sent
-    from a random one on and round, so that all have their turn; the others stay in v on every worker, and are counted
-    in `metrics.overflow`. In the first `warmup_steps` steps a fraction that falls
+    from a random start offset on, which wraps around, so that none starves; the others stay in v on every worker, and
+    are counted in `metrics.overflow`. In the first `warmup_steps` steps a fraction that falls
     exponentially to `density` is sent at least, densely. The momentum lives here: the optimizer after it is plain SGD.
 
-    If some worker's vector or a sum is not finite, the exchange is skipped on all workers alike: zeros come back, u, v
-    and the mask stay, `metrics.skipped` is 1.
+    If some worker's u or v has a number that is not finite, or its u one of 2^100 or larger, the exchange is skipped on
+    all workers, as for `topk`: zeros come back, u, v and the mask stay, `metrics.skipped` is 1.
 
     Args:
       alpha: the fixed threshold, or the first term of the layer-wise one: a number above 0, or a schedule of the step.
-        The paper tries 0.005, 0.01, 0.05 and 0.1.
+        The paper tries 0.005, 0.01, 0.05 and 0.1, on 96 workers.
       beta: the factor of var/mean, a number or a schedule; 0 for the fixed threshold.
       C: var/mean above which the threshold rises with it.
       floor: the least threshold, above 0.
       density: slots of the compact buffer over coordinates, above 0 and at most 1.
-      publishers: r, workers whose masks are united, of the K.
+      publishers: r, workers whose masks of a tensor are united, of the K.
       random_selection: whether coordinates below the threshold may enter.
       eps: what is added to |w|, above 0. Weights that are much smaller count as eps.
       momentum: m, 0 <= m < 1.
@@ -169,7 +170,7 @@ def iwp(
         return jnp.maximum(level, floor)
 
     def own_mask(own: Corrected, weights: jax.Array, step: jax.Array, layout: Layout) -> jax.Array:
-        values = importance(own.vector.sum(), weights, eps)
+        values = importance(own.vector.sum() / axis_size(axis_name), weights, eps)
         threshold = thresholds(values, step, layout)
         uniform = None
         if random_selection:
@@ -194,13 +195,12 @@ def iwp(
             raise ValueError(
                 f"Publishers are workers, got publishers={publishers} of {workers}: pass at most {workers}."
             )
-        chosen = draw_publishers(seed, step, workers, publishers)
-        is_own = chosen == lax.axis_index(axis_name)  # (r,)
-        mask, is_publisher, row = own_mask(own, weights, step, layout), jnp.any(is_own), jnp.argmax(is_own)
+        chosen = draw_publishers(seed, step, workers, publishers, len(layout.sizes))
+        is_own = chosen == lax.axis_index(axis_name)  # (S, r)
+        mask, row = own_mask(own, weights, step, layout), jnp.where(is_own.any(1), jnp.argmax(is_own, axis=1), -1)
 
         def unite(codec: str) -> tuple[jax.Array, jax.Array]:
-            union = MaskUnion(layout, choose_index_codec(layout), codec, publishers, axis_name)
-            return union(mask, is_publisher, row, draw_turn(seed, step))
+            return MaskUnion(layout, codec, publishers, axis_name)(mask, row, draw_turn(seed, step))
 
         if warmup_steps == 0:
             return unite(mask_codec)
@@ -270,10 +270,13 @@ def iwp(
     return optax.GradientTransformation(init, update)
 
 
-def draw_publishers(seed: int, step: jax.Array, workers: int, publishers: int) -> jax.Array:
-    """Draws r different workers of K for a step, the same on all of them: (r,) int32."""
-    key = jax.random.fold_in(jax.random.key(seed), step)
-    return jax.random.permutation(key, workers)[:publishers]
+def draw_publishers(seed: int, step: jax.Array, workers: int, publishers: int, tensors: int) -> jax.Array:
+    """Draws r different workers of K for every tensor of a step, the same on all of them: (S, r) int32.
+
+    Of K numbers for each tensor, from the key (seed, step, 2^31 - 2), the publishers have the r largest.
+    """
+    numbers = noise.uniform(noise.make_key(seed, step, _PUBLISHERS), tensors * workers)
+    return lax.top_k(numbers.reshape(tensors, workers), publishers)[1]
 
 
 def _check_schedule(name: str, value: Any, *, above_zero: bool) -> None:

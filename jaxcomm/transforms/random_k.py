@@ -45,12 +45,13 @@ def random_k(
     grow with K. Each step, on each worker, in every tensor of N elements:
 
       1. x = gradient + residual
-      2. draw k = N - floor(N * sparsity) coordinates, one in each of k strata of equal size, from (seed, step)
+      2. draw k = N - floor(N * sparsity) coordinates, from (seed, step): one in each of k strata of N // k coordinates
+         or one more, which are rotated by an offset, so that every coordinate is drawn equally often
       3. sum x over the workers there; the residual is x elsewhere, and what rounding left there
       4. return the sum / K
 
-    If some worker's vector or the sum is not finite, the exchange is skipped on all workers alike: zeros come back, the
-    residual stays, `metrics.skipped` is 1.
+    If some worker's gradient has a number that is not finite, or 2^100 or larger, the exchange is skipped on all workers,
+    as for `topk`: zeros come back, the residual stays, `metrics.skipped` is 1.
 
     Every coordinate waits for 1 / (1 - sparsity) steps on average, and then arrives with all that has gathered: use a
     learning rate that stands such bursts, and less sparsity than with top-k.
@@ -101,7 +102,7 @@ def random_k(
         leaves, treedef = jax.tree.flatten(updates)
         vector = lay_out(layout, leaves, own_row(state.residual, layout.n, axis_name))
         if layout.sizes:
-            slots = select_strata(noise.uniform(noise.make_key(seed, state.step), layout.n_slots), layout)
+            slots = select_strata(noise.make_key(seed, state.step), layout)
             out = exchange(leaves, vector, slots)
         else:
             out = drain(layout, leaves, vector, axis_name)

@@ -16,7 +16,6 @@ from jaxcomm.codecs import ValueCodec, value_codec
 from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.collectives.shared_mask import choose_sum, compact_sum
 from jaxcomm.layout import Layout, plan_layout
-from jaxcomm.selectors.threshold import is_finite
 from jaxcomm.transforms.checks import count, narrow_is_finite, zero_unless
 from jaxcomm.transforms.sparse import Accumulated, Exchanged
 
@@ -56,7 +55,7 @@ class SharedExchange:
         dense_means, dense_ok = dense_mean(dense, self.axis_name)
         workers, position = axis_size(self.axis_name), slots.position
         own = jnp.where(slots.filled, vector.at(position), 0.0)  # (C,)
-        summed = compact_sum(own, is_finite(vector.sum()), self.collective, self.values, self.axis_name)
+        summed = compact_sum(own, vector.is_sound(), self.collective, self.values, self.axis_name)
         ok = dense_ok & summed.finite
 
         sums = jnp.where(ok & slots.filled, summed.total, 0.0)

@@ -9,7 +9,6 @@ import optax
 from jaxcomm.codecs.quantize import BlockSigns
 from jaxcomm.collectives import check_per_worker
 from jaxcomm.collectives.coded_sum import check_collective, coded_sum
-from jaxcomm.selectors.threshold import is_finite
 from jaxcomm.transforms.checks import check_count
 from jaxcomm.transforms.dense_code import finish, plan_whole
 from jaxcomm.transforms.sparse import lay_out, own_row
@@ -40,8 +39,8 @@ def sign(*, dense_below: int = 512, collective: str = "auto", axis_name: str = "
       5. return the mean over the workers of what was sent
 
     In two shots, the owner of a part codes the sum in the same way, and keeps its error in its own residual. If some
-    worker's vector, a sum or a residual is not finite, the exchange is skipped on all workers alike: zeros come back,
-    the residual stays, `metrics.skipped` is 1.
+    worker's gradient has a number that is not finite, or 2^100 or larger, the exchange is skipped on all workers, as for
+    `topk`: zeros come back, the residual stays, `metrics.skipped` is 1.
 
     Args:
       dense_below: tensors with fewer elements are sent dense, as float32.
@@ -78,8 +77,8 @@ def sign(*, dense_below: int = 512, collective: str = "auto", axis_name: str = "
         if not layout.sizes:
             means, _, metrics = finish(layout, leaves, None, axis_name)
             return treedef.unflatten(means), SignState(PerWorker(old), metrics)
-        x, codec = lay_out(layout, leaves, old).sum(), BlockSigns(layout)
-        summed = coded_sum(x, is_finite(x), codec, codec, collective, axis_name)
+        vector, codec = lay_out(layout, leaves, old), BlockSigns(layout)
+        summed = coded_sum(vector.sum(), vector.is_sound(), codec, codec, collective, axis_name)
         means, ok, metrics = finish(layout, leaves, summed, axis_name)
         residual = jnp.where(ok, summed.lost()[None], old)
         return treedef.unflatten(means), SignState(PerWorker(residual), metrics)

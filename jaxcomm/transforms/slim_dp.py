@@ -77,7 +77,8 @@ def slim_dp(
 
       1. delta = the local updates since the last communication
       2. the communication set: the core, which all share, of beta n coordinates, and the worker's own explorer, of
-         (alpha - beta) n others: one drawn from each of as many equal strata, from (seed, t, worker)
+         (alpha - beta) n others, each equally likely, from (seed, t, worker): one of each of as many strata, which are
+         rotated by an offset
       3. push delta there; the global model changes by server_rate * the sum of what was pushed
       4. pull the global model there; elsewhere the worker keeps its own values
       5. if q divides t + 1: push delta everywhere, and then choose as the new core the beta n coordinates of largest
@@ -114,8 +115,7 @@ def slim_dp(
         elements or more, no parameters, gradients that were already reduced, and outside the axis of workers.
 
     References:
-      Sun et al., "Slim-DP: A Multi-Agent System for Communication-Efficient Distributed Deep Learning", AAMAS 2018,
-      Algorithm 1.
+      Sun et al., "Slim-DP: A Light Communication Data Parallelism for DNN", AAAI 2018, Algorithm 1.
     """
     holds = isinstance(alpha, Real) and 0 < alpha <= 1
     check_range("alpha", alpha, "above 0 and at most 1", holds, "0.3 sends 30% of the coordinates, 1 is plump_dp")
@@ -195,9 +195,10 @@ def slim_dp(
 
         def explorer(worker: jax.Array, owner: jax.Array) -> jax.Array:
             """Returns where a worker's explorer lies in an owner's part, as places among the others: (e,) int32."""
-            start, part = part_of(others, workers, owner)
-            uniform = noise.uniform(noise.make_key(seed, state.round, worker), share, owner * share)
-            return start + pick(uniform, jnp.arange(share, dtype=jnp.int32), part, share)
+            (start, part), key = part_of(others, workers, owner), noise.make_key(seed, state.round, worker)
+            uniform = noise.uniform(key, share, owner * share)
+            offset = noise.integers(key, part[None], workers * share + owner)[0]
+            return start + pick(uniform, jnp.arange(share, dtype=jnp.int32), part, share, offset)
 
         everyone = jnp.arange(workers)
         asked = jax.vmap(lambda owner: explorer(me, owner))(everyone) if share else jnp.zeros((workers, 0), jnp.int32)
@@ -210,8 +211,10 @@ def slim_dp(
             return jnp.where(ok, own_update.at[where].set(values - weights[where]), 0.0)
 
         def push_set() -> tuple[jax.Array, SlimDpState]:
-            # NaN and infinity spread to all workers by the largest, and so does a sum that might be infinite.
-            sums = lax.psum(jnp.append(delta[core], jnp.max(jnp.abs(delta))), axis_name)
+            # A delta that is not finite anywhere tells all workers by NaN, one that might make a sum infinite by its size.
+            # The maximum alone would not do: compiled by XLA for a CPU, it may lose a NaN.
+            largest = jnp.where(jnp.isfinite(delta).all(), jnp.max(jnp.abs(delta)), jnp.nan)
+            sums = lax.psum(jnp.append(delta[core], largest), axis_name)
             ok = jnp.isfinite(sums).all()
             core_values, new_server, pulled = state.core + rate * sums[:-1], server, jnp.zeros((workers, 0))
             if share:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxcomm.bits import popcount, unpack
@@ -20,13 +21,14 @@ from jaxcomm.collectives import axis_size, dense_mean, fuse, gather_words, split
 from jaxcomm.collectives.axis import to_varying
 from jaxcomm.collectives.balanced import Regions
 from jaxcomm.collectives.sparse_ring import ring_sum
-from jaxcomm.layout import Layout, plan_layout
+from jaxcomm.collectives.status import read_status, write_status
+from jaxcomm.layout import BLOCK_WORDS, Layout, plan_layout
 from jaxcomm.selectors import compact
-from jaxcomm.selectors.threshold import is_finite
+from jaxcomm.selectors.threshold import is_sound
 from jaxcomm.transforms.checks import count, narrow_is_finite, zero_unless
 from jaxcomm.types import ExchangeMetrics, Payload, PerWorker
 
-HEADER = 4  # words of a payload: finite, largest value, sent, overflow
+HEADER = 3  # words of a payload: status, sent, overflow
 COLLECTIVES = ("gather", "balanced", "ring")
 
 
@@ -38,12 +40,15 @@ class Exchanged(NamedTuple):
       residual: (1, n) float32, this worker's own row.
       ok: () bool, the same on every worker; False if the exchange was skipped.
       metrics: the same on every worker.
+      overfull: () bool, the same on every worker: whether some worker selected of some tensor more than twice as many
+        coordinates as it has slots.
     """
 
     means: list[jax.Array]
     residual: jax.Array
     ok: jax.Array
     metrics: ExchangeMetrics
+    overfull: jax.Array | bool = False
 
 
 class Sent(NamedTuple):
@@ -79,6 +84,10 @@ class Accumulated(NamedTuple):
         """Returns gradient + residual at some positions."""
         return self.gradient[position] + self.residual[0, position]
 
+    def is_sound(self) -> jax.Array:
+        """Returns whether gradient + residual is finite, and every gradient below 2^100 in magnitude: () bool."""
+        return is_sound(self.sum(), self.gradient)
+
 
 class Received(NamedTuple):
     """What came of one exchange, before the step is known to be sound everywhere.
@@ -89,6 +98,7 @@ class Received(NamedTuple):
       leftover: (n,) float32, of the sums of others what this worker dropped or rounded off; None where it met none.
       counts: (2,) float32, coordinates sent and overflow, all workers together.
       ok: () bool, the same on every worker.
+      overfull: () bool, the same on every worker; see `Exchanged`.
     """
 
     total: Callable[[jax.Array], jax.Array]
@@ -96,6 +106,7 @@ class Received(NamedTuple):
     leftover: jax.Array | None
     counts: jax.Array
     ok: jax.Array
+    overfull: jax.Array
 
 
 @dataclass(frozen=True)
@@ -137,6 +148,14 @@ class SparseExchange:
         gathered, dense = 4 * (k - 1) * words, 8 * (k - 1) * n / k
         return gathered > dense / 4 and self.regions().received < gathered
 
+    def status(self, vector: Accumulated, mask: jax.Array) -> jax.Array:
+        """Returns this worker's word for the others: () uint32, of `write_status`."""
+        if self.always_fits:
+            return write_status(vector.is_sound())
+        selected = self.layout.per_segment(popcount(mask).reshape(-1, BLOCK_WORDS).sum(1)).astype(jnp.uint32)  # (S,)
+        overfull = jnp.any(selected > 2 * np.asarray(self.layout.capacities, np.uint32))
+        return write_status(vector.is_sound(), overfull)
+
     def encode(self, vector: Accumulated, mask: jax.Array, turn: jax.Array) -> tuple[Payload, Sent]:
         """Writes the masked coordinates of a worker's vector as a payload.
 
@@ -153,8 +172,7 @@ class SparseExchange:
         position, filled = selection.slots
         values = self.values.rounded(jnp.where(filled, vector.at(position), 0.0))  # (C,)
         header = [
-            is_finite(vector.sum()).astype(jnp.uint32),
-            lax.bitcast_convert_type(jnp.max(jnp.abs(values)), jnp.uint32),
+            self.status(vector, mask),
             jnp.sum(filled).astype(jnp.uint32),
             selection.overflow.astype(jnp.uint32),
         ]
@@ -170,9 +188,11 @@ class SparseExchange:
         payload, sent = self.encode(vector, mask, turn)
         gathered = gather_words(fuse(payload), self.axis_name)  # (K, m)
         gathered = jax.vmap(lambda words: split_words(words, payload))(gathered)
-        finite, largest = gathered["header"][:, 0], gathered["header"][:, 1]  # (K,) each
-        counts = gathered["header"][:, 2:].astype(jnp.float32)  # (K, 2), sent and overflow
-        largest = jnp.sum(lax.bitcast_convert_type(largest, jnp.float32))
+        sound, overfull = read_status(gathered["header"][:, 0])
+        counts = gathered["header"][:, 1:].astype(jnp.float32)  # (K, 2), sent and overflow
+        # Of the values that have arrived: if this is finite, so is every number of the mean, wherever they are added.
+        values = jax.vmap(lambda words: self.values.decode(words, self.layout.n_slots))(gathered["values"])  # (K, C)
+        most = jnp.sum(jnp.abs(values))
 
         def total(ok: jax.Array) -> jax.Array:
             def add(total: jax.Array, received: Payload) -> tuple[jax.Array, None]:
@@ -180,19 +200,19 @@ class SparseExchange:
                 return total.at[position].add(jnp.where(ok, values, 0.0), mode="promise_in_bounds"), None
 
             # Zero, in terms of the payloads: else XLA would make the sum's buffer first, beside that of the gradient.
-            zero = jnp.where(ok, jnp.minimum(largest, 0.0), 0.0)
+            zero = jnp.where(ok, jnp.minimum(most, 0.0), 0.0)
             return lax.scan(add, jnp.full(self.layout.n, zero), gathered)[0]
 
-        return Received(total, sent, None, jnp.sum(counts, axis=0), finite.all() & jnp.isfinite(largest))
+        return Received(total, sent, None, jnp.sum(counts, axis=0), sound & jnp.isfinite(most), overfull)
 
     def _by_regions(self, vector: Accumulated, mask: jax.Array, turn: jax.Array) -> Received:
-        regions, x = self.regions(), vector.sum()
+        regions, x, status = self.regions(), vector.sum(), self.status(vector, mask)
         if self.collective == "ring":
-            out, _ = ring_sum(regions, x, mask, turn, is_finite(x), self.axis_name)
+            out, _ = ring_sum(regions, x, mask, turn, status, self.axis_name)
         else:
-            out = regions.exchange(x, mask, turn, is_finite(x), self.axis_name)
+            out = regions.exchange(x, mask, turn, status, self.axis_name)
         sent = Sent(out.position, out.filled, out.values)
-        return Received(lambda ok: jnp.where(ok, out.total, 0.0), sent, out.leftover, out.counts, out.finite)
+        return Received(lambda ok: jnp.where(ok, out.total, 0.0), sent, out.leftover, out.counts, out.finite, out.overfull)
 
     def __call__(
         self,
@@ -218,8 +238,8 @@ class SparseExchange:
         all-reduce of the dense tensors where there are any. Nothing is lost: mean + pmean(new residual) equals
         pmean(vector), to float rounding.
 
-        The exchange is skipped if a gradient, a vector or a mean is not finite, or if the workers' largest values add
-        up to more than float32 holds (gathered), or a sum is not finite (otherwise); the residual is then what it was.
+        The exchange is skipped if some worker's vector is not sound (`Accumulated.is_sound`), or if what arrived is
+        not finite; the residual is then what it was.
 
         Args:
           leaves: the gradient's leaves in tree order; only the dense ones are read.
@@ -249,7 +269,7 @@ class SparseExchange:
             # Not so here: XLA would add the leftover first, and large numbers leave float32 on the way.
             taken = jnp.zeros(self.layout.n, jnp.float32).at[sent.position].add(sent.values, mode="promise_in_bounds")
             residual = jnp.where(ok, vector.sum() - taken + received.leftover, vector.residual)
-        return Exchanged(zero_unless(ok, means), residual, ok, count(ok, *received.counts)), sent
+        return Exchanged(zero_unless(ok, means), residual, ok, count(ok, *received.counts), received.overfull), sent
 
 
 def lay_out(layout: Layout, leaves: list[jax.Array], residual: jax.Array) -> Accumulated:
@@ -282,7 +302,7 @@ def exchange_densely(
     sends = x if mask is None else jnp.where(unpack(mask), x, 0.0)
     n_sent = sum(layout.sizes) * axis_size(axis_name) if mask is None else lax.psum(jnp.sum(popcount(mask)), axis_name)
     # One more element where a number that is not sent may be the one that is not finite.
-    flag = [] if mask is None else [jnp.where(is_finite(x), 0.0, jnp.nan)]
+    flag = [] if mask is None else [jnp.where(vector.is_sound(), 0.0, jnp.nan)]
     means, ok = dense_mean([*layout.unflatten(sends), *dense, *flag], axis_name)
     n = len(layout.sizes)
     compressed = layout.as_leaves(means[:n])

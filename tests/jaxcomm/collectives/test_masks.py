@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxcomm.codecs import choose_index_codec
 from jaxcomm.collectives.masks import MaskUnion
 from jaxcomm.layout import plan_layout
 
@@ -30,39 +29,46 @@ def random_masks(K, density, seed):
 
 @functools.cache
 def program(r, codec):
-    union = MaskUnion(LAYOUT, choose_index_codec(LAYOUT), codec, r, "data")
-    workers = jax.vmap(union, in_axes=(0, 0, 0, None), axis_name="data", out_axes=None)
+    union = MaskUnion(LAYOUT, codec, r, "data")
+    workers = jax.vmap(union, in_axes=(0, 0, None), axis_name="data", out_axes=None)
     return jax.jit(workers, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def united(masks, published, codec):
     """(the union, the overflow) that the workers agree on."""
-    K = len(masks)
     words = np.packbits(masks, axis=1, bitorder="little").view(np.uint32)
-    is_publisher = np.isin(np.arange(K), published)
-    row = np.asarray([published.index(w) if w in published else 0 for w in range(K)], np.int32)
-    out, overflow = program(len(published), codec)(words, is_publisher, row, np.float32(TURN))
+    row = [[own.index(w) if w in own else -1 for own in published] for w in range(len(masks))]  # (K, S)
+    out, overflow = program(len(published[0]), codec)(words, np.asarray(row, np.int32), np.float32(TURN))
     return np.unpackbits(np.asarray(out).view(np.uint8), bitorder="little").astype(bool), int(overflow)
 
 
 @pytest.mark.parametrize("density", [0.02, 0.5])
-@pytest.mark.parametrize(("K", "published"), [(1, [0]), (3, [2, 0]), (8, [5, 1, 6])])
+@pytest.mark.parametrize(
+    ("K", "published"),
+    [
+        (1, [[0], [0], [0]]),
+        (3, [[2, 0], [1, 2], [0, 2]]),
+        (4, [[3], [1], [3]]),
+        (8, [[5, 1, 6], [2, 6, 5], [5, 6, 1]]),
+    ],
+)
 def test_masks_unite(K, published, density):
-    """As bits whole; as positions each with as many as fit, from some one on and round; the rest is counted."""
+    """Every tensor's are those of its own publishers: as bits whole, as positions as many as fit; the rest is counted."""
     masks = random_masks(K, density, K)
     union, overflow = united(masks, published, "bitmap")
-    np.testing.assert_array_equal(union, masks[published].any(0))
+    ends = np.cumsum(LAYOUT.blocks) * 1024
+    parts = [masks[own, start:end].any(0) for own, start, end in zip(published, [0, *ends], ends, strict=False)]
+    np.testing.assert_array_equal(union, np.concatenate(parts))
     assert overflow == 0
 
-    expected, lost = np.zeros(LAYOUT.n, bool), 0
-    for w in published:
-        start = 0
-        for size, capacity, blocks in zip(SIZES, LAYOUT.capacities, LAYOUT.blocks, strict=True):
+    expected, lost, start = np.zeros(LAYOUT.n, bool), 0, 0
+    for own, size, capacity, end in zip(published, SIZES, LAYOUT.capacities, ends, strict=True):
+        for w in own:
             set_bits = np.flatnonzero(masks[w, start : start + size])
             first = int(np.float32(TURN) * np.float32(len(set_bits))) if len(set_bits) > capacity else 0
             expected[start + np.roll(set_bits, -first)[:capacity]] = True
             lost += max(0, len(set_bits) - capacity)
-            start += blocks * 1024
+        start = end
     union, overflow = united(masks, published, "coded")
     np.testing.assert_array_equal(union, expected)
     assert overflow == lost
@@ -73,13 +79,12 @@ def test_masks_unite(K, published, density):
 @pytest.mark.parametrize(("K", "r"), [(1, 1), (2, 1), (2, 2), (4, 1), (8, 3), (8, 8), (96, 2)])
 def test_the_codec_of_fewer_bytes_is_chosen(K, r, density):
     layout = layout_of(density)
-    indices = choose_index_codec(layout)
-    row = indices.n_words + len(SIZES) + 1
+    row = MaskUnion(layout, "coded", r, "data").indices.n_words + len(SIZES) + 1
     coded = min(2 * (K - 1) / K * r * row, (K - 1) * row)  # all-reduce of r rows, or all-gather
     bitmap = 2 * (K - 1) * -(-layout.n_words // K)
 
     def is_coded(codec):
-        union = MaskUnion(layout, indices, codec, r, "data")
+        union = MaskUnion(layout, codec, r, "data")
         answers = []
         jax.vmap(lambda x: answers.append(union.is_coded()) or x, axis_name="data", axis_size=K)(np.zeros(K))
         return answers[0]

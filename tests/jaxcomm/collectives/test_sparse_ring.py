@@ -43,7 +43,7 @@ def ring(K, value_dtype, where="simulation", index_codec="auto"):
     mine, same = P("data"), P()
     if where == "simulation":
         mine, same = 0, None
-    out = Balanced(same, mine, mine, mine, mine, same, same), same
+    out = Balanced(same, mine, mine, mine, mine, same, same, same), same
     if where == "simulation":
         return jax.jit(jax.vmap(worker, axis_name="data", out_axes=out))
 

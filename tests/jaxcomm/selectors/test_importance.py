@@ -4,11 +4,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxcomm import noise
 from jaxcomm.layout import plan_layout
 from jaxcomm.scaling import divide
 from jaxcomm.selectors.importance import importance, moments, segment_max, select_important, spread
 from jaxcomm.selectors.strata import pick, select_strata
-from tests.reference.random_k import draw_stratified
 
 SIZES = (1, 2049, 1024, 700)
 MAX = float(np.finfo(np.float32).max)
@@ -87,22 +87,25 @@ def test_what_is_above_the_threshold_of_its_segment_is_marked(random):
 def test_strata_are_cut_and_drawn_as_documented(n, k):
     u = np.random.default_rng(n).random(k).astype(np.float32)
     u[[0, -1]] = 0, np.float32(1 - 2**-24)  # which times a large width is the width
-    got = np.asarray(pick(u, np.arange(k, dtype=np.int32), n, k))
-    assert got.tolist() == draw_stratified(n, k, u).tolist()
-    assert np.all(np.diff(got) > 0)
-    assert got[0] >= 0
-    assert got[-1] < n
+    width, longer = divmod(n, k)
+    widths = np.where(np.arange(k) < longer, width + 1, width)
+    inside = np.minimum((u * widths.astype(np.float32)).astype(np.int64), widths - 1)
+    for offset in {0, n // 3, n - 1}:
+        got = np.asarray(pick(u, np.arange(k, dtype=np.int32), np.int32(n), k, np.int32(offset)))
+        assert got.tolist() == ((np.cumsum(widths) - widths + inside + offset) % n).tolist()
+        assert len(set(got.tolist())) == k
 
 
-def test_every_slot_gets_a_coordinate_of_its_own_stratum_and_segment():
+def test_every_slot_gets_a_coordinate_of_its_own_segment():
     layout = layout_of(lambda n: max(1, n // 3))
-    u = np.random.default_rng(5).random(layout.n_slots).astype(np.float32)
-    slots = jax.jit(select_strata, static_argnums=1)(u, layout)
+    slots = jax.jit(select_strata, static_argnums=1)(noise.make_key(5), layout)
     assert np.all(slots.filled)
     slot, start = 0, 0
     for size, k, blocks in zip(layout.sizes, layout.capacities, layout.blocks, strict=True):
-        expected = start + draw_stratified(size, k, u[slot : slot + k])
-        assert np.asarray(slots.position[slot : slot + k]).tolist() == expected.tolist()
+        found = np.asarray(slots.position[slot : slot + k]) - start
+        assert found.min() >= 0
+        assert found.max() < size
+        assert len(set(found.tolist())) == k
         slot, start = slot + k, start + blocks * 1024
 
 
