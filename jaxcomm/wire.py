@@ -212,7 +212,7 @@ def verify(
         if sent < claimed:
             raise ValueError(
                 f"A step sends its whole exchange, got {float(sent):,.0f} bytes where the exchange is "
-                f"{float(claimed):,.0f}, in the {when} step: pass the tx= and the params= of the step; where these are, "
+                f"{float(claimed):,.0f}, in the {when} step: pass the tx= and the params= of the step; where they are, "
                 f"bytes of the compiled text were not counted, and read_program has a fault.\n{report}"
             )
     return report

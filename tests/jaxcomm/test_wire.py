@@ -1,5 +1,7 @@
 """Predicted, compiled and proven bytes. That the first two agree for every method is a law, tested with the others."""
 
+import re
+from dataclasses import replace
 from fractions import Fraction
 
 import jax
@@ -13,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomm as jc
 from jaxcomm.hlo import read_program
 from jaxcomm.jaxpr import jaxpr_program, traced_program
-from jaxcomm.traffic import Traffic
+from jaxcomm.traffic import Program, Traffic
 
 K = 4
 PARAMS = {"b": jnp.zeros(3), "w": jnp.zeros((1000, 3))}
@@ -31,7 +33,7 @@ def report():
 
 def test_a_report_in_numbers():
     got = report()
-    words = 4 + 16 + 32  # header, 32 values of 16 bits, 32 indices
+    words = 3 + 17 + 33  # header, 33 values of 16 bits, 33 indices: 5% more than the 31 that a refresh selects
     assert (got.workers, got.parameters) == (4, 3003)
     assert got.received == got.received_at_most == 3 * 4 * words + 1.5 * 4 * 3
     assert got.dense == 1.5 * 4 * 3003
@@ -42,8 +44,8 @@ def test_a_report_in_numbers():
 
 def test_a_report_in_words():
     text = str(report())
-    assert "3,003 parameters, 4 workers: 642 bytes received per worker and step, 28.1x fewer than dense float32" in text
-    assert "all_gather of 208 bytes over 4 workers: 624 bytes received" in text
+    assert "3,003 parameters, 4 workers: 654 bytes received per worker and step, 27.6x fewer than dense float32" in text
+    assert "all_gather of 212 bytes over 4 workers: 636 bytes received" in text
     assert "all_reduce of 12 bytes over 4 workers: 18 bytes received" in text
     assert "at most" not in text
     text = str(jc.wire_report(jc.dct_dp(0.99, drain_every=100), PARAMS, K))
@@ -114,12 +116,12 @@ def step_with(extra, tx=TX):
 def test_verify_catches_a_dense_all_reduce_that_is_left_in_the_step():
     """Such as of a gradient norm for the log."""
     step, args = step_with(lambda grads: optax.tree.norm(lax.pmean(grads["w"], "data")))
-    message = r"sends its exchange and at most 256 bytes more, got 18,642 where the exchange is 642: a dense all-reduce"
+    message = r"sends its exchange and at most 256 bytes more, got 18,654 where the exchange is 654: a dense all-reduce"
     with pytest.raises(ValueError, match=message) as error:
         jc.verify(step, *args, tx=TX, params=PARAMS, workers=K)
     assert "params = jax.lax.pcast(params, 'data', to='varying') before jax.grad" in str(error.value)
     assert "all_reduce" in str(error.value)
-    assert jc.verify(step, *args, tx=TX, params=PARAMS, workers=K, other_bytes=18_000).received == 18_642
+    assert jc.verify(step, *args, tx=TX, params=PARAMS, workers=K, other_bytes=18_000).received == 18_654
 
 
 def test_verify_catches_the_trap_of_a_user_who_reduces_before_the_exchange():
@@ -153,8 +155,88 @@ def test_verify_catches_a_dense_all_reduce_in_a_rare_branch():
 def test_verify_catches_a_type_that_xla_widens():
     """A sum of bfloat16 travels as float32 on a CPU."""
     step, args = step_with(lambda grads: lax.psum(grads["w"].astype(jnp.bfloat16), "data"))
-    with pytest.raises(ValueError, match=r"sends the bytes that were traced, got 18,642 for 9,642: XLA has changed"):
+    with pytest.raises(ValueError, match=r"sends the bytes that were traced, got 18,654 for 9,654: XLA has changed"):
         jc.verify(step, *args, tx=TX, params=PARAMS, workers=K, other_bytes=10**6)
+
+
+class Once:
+    """A step that is traced and compiled once, however often it is asked."""
+
+    def __init__(self, step, args):
+        self.traced, self.text = step.trace(*args), step.lower(*args).compile().as_text()
+
+    def trace(self, *args):
+        return self.traced
+
+    def lower(self, *args):
+        return self
+
+    def compile(self):
+        return self
+
+    def as_text(self):
+        return self.text
+
+
+DRAINS = jc.dct_dp(0.99, drain_every=100)
+
+
+@pytest.fixture(scope="module")
+def step_that_drains():
+    step, args = step_with(lambda grads: jnp.zeros(()), DRAINS)
+    return Once(step, args), args
+
+
+def changed(program, change):
+    """A program with every collective changed."""
+    branches = [[changed(branch, change) for branch in each] for each in program.conditionals]
+    return Program([change(traffic) for traffic in program.always], branches)
+
+
+def without_branch(program, unread):
+    branches = [[Program() if i == unread else b for i, b in enumerate(each)] for each in program.conditionals]
+    return Program(program.always, branches)
+
+
+@pytest.mark.parametrize(
+    ("misread", "when"),
+    [
+        (lambda program: changed(program, lambda t: replace(t, operand_bytes=t.operand_bytes // 2)), "usual"),
+        (lambda program: changed(program, lambda t: replace(t, workers=K - 1)), "usual"),
+        (lambda program: Program(), "usual"),
+        (lambda program: Program(program.always), "usual"),
+        (lambda program: without_branch(program, 0), "usual"),
+        (lambda program: without_branch(program, 1), "most expensive"),
+    ],
+    ids=["half", "groups", "nothing", "no conditional", "no usual branch", "no rare branch"],
+)
+def test_verify_catches_a_reader_that_counts_too_little(step_that_drains, misread, when, monkeypatch):
+    step, args = step_that_drains
+    jc.verify(step, *args, tx=DRAINS, params=PARAMS, workers=K)
+    monkeypatch.setattr("jaxcomm.wire.read_program", lambda text: misread(read_program(text)))
+    message = (
+        rf"A step sends its whole exchange, got .* in the {when} step: pass the tx= and the params= .*read_program"
+    )
+    with pytest.raises(ValueError, match=message):
+        jc.verify(step, *args, tx=DRAINS, params=PARAMS, workers=K)
+
+
+@pytest.mark.parametrize(("name", "value"), [("_itemsize", lambda dtype: 2), ("_BRANCHES", re.compile("no (branch)"))])
+def test_verify_catches_faults_of_the_reader_itself(step_that_drains, name, value, monkeypatch):
+    """Types at half their size, and conditionals whose branches are not found."""
+    step, args = step_that_drains
+    monkeypatch.setattr(f"jaxcomm.hlo.{name}", value)
+    with pytest.raises(ValueError, match="A step sends its whole exchange, got"):
+        jc.verify(step, *args, tx=DRAINS, params=PARAMS, workers=K)
+
+
+def test_verify_catches_a_claim_of_another_exchange(step_that_drains):
+    """The step's own is smaller."""
+    step, args = step_that_drains
+    with pytest.raises(
+        ValueError, match=r"A step sends its whole exchange, got .* where the exchange is 18,018, in the"
+    ):
+        jc.verify(step, *args, tx=jc.plump_dp(), params=PARAMS, workers=K)
 
 
 def program_of(function, *args, shape=(K,), axes=("data",)):
