@@ -209,6 +209,63 @@ def test_imagenet_training_crops_differ_each_epoch(data_dir):
     assert pixels.max() < 255.01
 
 
+@SMALL
+@pytest.mark.parametrize("name", BUILDERS)
+def test_without_augmentation_training_images_are_those_of_an_evaluation(name, data_dir):
+    stored = next(iter(eval_batches(name, "train", global_batch=24, data_dir=data_dir)))
+    images = {image.tobytes() for image, real in zip(stored["image"], stored["mask"], strict=True) if real}
+    plain = take_train(name, data_dir, 6 if name != "imagenet2012" else 2, augment=False)
+    seen = [image.tobytes() for image in plain["image"].reshape(-1, *dataset_info(name).image_shape)]
+    assert set(seen) == images
+    assert len(np.unique(plain["seed"])) == plain["seed"].size  # dropout still draws from them
+    if name != "mnist":
+        assert not images & {image.tobytes() for image in take_train(name, data_dir, 1)["image"][0]}
+
+
+@SMALL
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_mean_of_each_pixel_is_that_of_the_training_split(name, data_dir):
+    """Of both splits; in units of the channels' deviation."""
+    scale = np.array(MEAN_AND_STD[name][1]) * 255
+    stored, tested = (
+        {
+            mean: next(iter(eval_batches(name, split, global_batch=24, data_dir=data_dir, mean=mean)))
+            for mean in ("channel", "pixel")
+        }
+        for split in ("train", "test")
+    )
+    real = stored["channel"]["mask"] > 0
+    expected = pixels_of(name, stored["channel"]["image"][real]).mean(axis=0)
+    assert expected.std(axis=(0, 1)).min() > 5  # pixels differ from their channel's mean
+    for split in (stored, tested):
+        pixels = pixels_of(name, split["channel"]["image"])
+        np.testing.assert_allclose(split["pixel"]["image"] * scale, pixels - expected, atol=1e-3)
+    np.testing.assert_allclose(stored["pixel"]["image"][real].mean(axis=0), 0, atol=1e-5)
+    augmented = take_train(name, data_dir, 1, mean="pixel")["image"][0] * scale + expected
+    assert augmented.min() > -1e-3
+    assert augmented.max() < 255 + 1e-3
+
+
+@SMALL
+def test_of_many_files_the_mean_is_that_of_a_fixed_sample(data_dir, monkeypatch):
+    monkeypatch.setattr(sources, "MEAN_SAMPLE", 3)
+    sources.pixel_mean.cache_clear()
+    found = sources.pixel_mean("imagenet2012", data_dir)
+    sources.pixel_mean.cache_clear()
+    np.testing.assert_array_equal(found, sources.pixel_mean("imagenet2012", data_dir))
+    sources.pixel_mean.cache_clear()
+    stored = next(iter(eval_batches("imagenet2012", "train", global_batch=8, data_dir=data_dir)))
+    images = pixels_of("imagenet2012", stored["image"])
+    means = [images[list(three)].mean(axis=0) for three in itertools.combinations(range(8), 3)]
+    assert min(np.abs(found - mean).max() for mean in means) < 1e-3
+    assert np.abs(found - images.mean(axis=0)).max() > 1
+
+
+def test_what_is_no_image_has_no_mean(tmp_path):
+    with pytest.raises(ValueError, match=r"--mean pixel is for images, digits, .*; got 'criteo'. Leave it out"):
+        eval_batches("criteo", global_batch=4, data_dir=tmp_path, mean="pixel")
+
+
 def test_incomplete_split_warns(data_dir):
     with pytest.warns(UserWarning, match=r"train split of mnist has 60000 examples, but .* holds 24"):
         sources.open_source("mnist", "train", data_dir)

@@ -80,7 +80,7 @@ def main(args: list[str] | None = None) -> int:
     command = tyro.extras.subcommand_cli_from_dict({"prepare": Prepare, "generate": Generate}, args=args)
     try:
         command.run()
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"clicks: {error}", file=sys.stderr)
         return 2
     return 0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from train.data.click_store import click_info, open_clicks
 from train.data.info import DatasetInfo, Split, resolve_data_dir
-from train.data.sources import IMAGES, open_images
+from train.data.sources import IMAGES, Mean, open_images
 from train.data.text_store import Text, open_translation, translation_info, translation_text
 
 
@@ -73,19 +73,26 @@ def dataset_info(name: str, data_dir: str | os.PathLike[str] | None = None) -> D
     return _dataset(name).info(resolve_data_dir(data_dir))
 
 
-def open_split(name: str, split: str, data_dir: str | os.PathLike[str] | None = None) -> Split:
+def open_split(name: str, split: str, data_dir: str | os.PathLike[str] | None = None, mean: Mean = "channel") -> Split:
     """Opens one split for random access.
 
     Args:
       name: one of `DATASETS`.
       split: "train" or "test"; "valid" of translations.
       data_dir: see `resolve_data_dir`.
+      mean: what is subtracted from images: the mean of each "channel" or "pixel".
 
     Raises:
-      ValueError: if the name or the split is unknown, or the files are not what they should be.
+      ValueError: if the name or the split is unknown, the files are not what they should be, or means of pixels are
+        asked of what has none.
       FileNotFoundError: if the dataset is not prepared, or its files are not all there.
     """
-    return _dataset(name).open(split, resolve_data_dir(data_dir))
+    dataset, root = _dataset(name), resolve_data_dir(data_dir)
+    if mean == "channel":
+        return dataset.open(split, root)
+    if name not in IMAGES:
+        raise ValueError(f"--mean pixel is for images, {', '.join(IMAGES)}; got {name!r}. Leave it out")
+    return open_images(name, split, root, mean)
 
 
 def open_text(name: str, split: str, data_dir: str | os.PathLike[str] | None = None) -> Text:

@@ -29,14 +29,14 @@ class Preprocessing:
 
     Attributes:
       scale: divisor of the pixel values.
-      mean: of each channel, after the division.
+      mean: of each channel, or of each pixel (H, W, C), after the division.
       std: of each channel, after the division.
       augment: random change of a training example, given its own generator; None for no change.
       prepare: fixed change of an evaluation example; None for no change.
     """
 
     scale: float
-    mean: tuple[float, ...]
+    mean: tuple[float, ...] | np.ndarray
     std: tuple[float, ...]
     augment: Callable[[Example, np.random.Generator], Example] | None = None
     prepare: Callable[[Example], Example] | None = None
@@ -44,7 +44,7 @@ class Preprocessing:
     def standardise(self, batch: Example) -> Example:
         """Maps a batch's pixels to `(pixel / scale - mean) / std`, (n, H, W, C) float32."""
         factor = (1 / (self.scale * np.array(self.std))).astype(np.float32)  # (C,)
-        offset = (np.array(self.mean) / np.array(self.std)).astype(np.float32)  # (C,)
+        offset = (np.array(self.mean) / np.array(self.std)).astype(np.float32)  # (C,) or (H, W, C)
         return batch | {"image": batch["image"] * factor - offset}
 
 

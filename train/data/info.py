@@ -17,6 +17,19 @@ NUM_CATEGORIES = 26  # categories of a click
 
 
 @dataclass(frozen=True)
+class Limit:
+    """What an array of a batch may hold: [0, below).
+
+    Attributes:
+      below: one number, or one for each of a row.
+      what: that has so many.
+    """
+
+    below: int | tuple[int, ...]
+    what: str
+
+
+@dataclass(frozen=True)
 class DatasetInfo:
     """What a model and a schedule need to know of a dataset.
 
@@ -43,6 +56,10 @@ class DatasetInfo:
         """Returns shape and type of one row of each array in a batch; "seed" and "mask" come on top."""
         raise NotImplementedError
 
+    def limits(self) -> dict[str, Limit | None]:
+        """Returns what arrays of a batch may hold, if files could hold something else; None for finite numbers."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class ImageInfo(DatasetInfo):
@@ -63,6 +80,10 @@ class ImageInfo(DatasetInfo):
         """Returns the types of "image" (H, W, C) and "label" ()."""
         return {"image": (self.image_shape, np.dtype(np.float32)), "label": ((), np.dtype(np.int32))}
 
+    def limits(self) -> dict[str, Limit | None]:
+        """Returns that of "label"; pixels come from bytes, which are all in range."""
+        return {"label": Limit(self.num_classes, "the classes")}
+
 
 @dataclass(frozen=True)
 class ClickInfo(DatasetInfo):
@@ -81,6 +102,11 @@ class ClickInfo(DatasetInfo):
             "categories": ((NUM_CATEGORIES,), np.dtype(np.int32)),
             "label": ((), np.dtype(np.float32)),
         }
+
+    def limits(self) -> dict[str, Limit | None]:
+        """Returns those of "dense", "categories" and "label"."""
+        tables = Limit(self.table_sizes, "the rows of its table")
+        return {"dense": None, "categories": tables, "label": Limit(2, "not clicked or clicked")}
 
 
 @dataclass(frozen=True)
@@ -109,6 +135,10 @@ class TranslationInfo(DatasetInfo):
         """Returns the types of "source" (S,) and "target" (T,)."""
         int32 = np.dtype(np.int32)
         return {"source": ((self.source_length,), int32), "target": ((self.target_length,), int32)}
+
+    def limits(self) -> dict[str, Limit | None]:
+        """Returns those of "source" and "target"."""
+        return dict.fromkeys(("source", "target"), Limit(self.vocabulary_size, "the vocabulary"))
 
 
 class Split(Protocol):

@@ -12,9 +12,11 @@ from typing import Any
 import grain
 import numpy as np
 
-from train.data.datasets import DATASETS, open_split
-from train.data.info import Batch, Split
+from train.data.checks import check_rows
+from train.data.datasets import DATASETS, dataset_info, open_split
+from train.data.info import Batch, DatasetInfo, Split
 from train.data.seeds import row_seeds
+from train.data.sources import Mean
 
 
 def train_batches(
@@ -25,6 +27,8 @@ def train_batches(
     process_index: int = 0,
     process_count: int = 1,
     data_dir: str | os.PathLike[str] | None = None,
+    augment: bool = True,
+    mean: Mean = "channel",
 ) -> "TrainBatches":
     """Endless training batches, shuffled anew each epoch.
 
@@ -34,6 +38,8 @@ def train_batches(
       name: one of `DATASETS`; see `open_split` for the errors of missing data.
       global_batch: rows `B` of all processes together; at most the size of the split.
       seed: in [0, 2**32); fixes the order and the augmentation.
+      augment: whether images are changed at random; if not, they are prepared as in evaluation.
+      mean: of images; see `open_split`.
       process_index: this process, `p`, in [0, process_count).
       process_count: the number of processes, `P`; must divide `global_batch`.
       data_dir: TFDS's directory; default $TFDS_DATA_DIR, then ~/tensorflow_datasets.
@@ -43,18 +49,19 @@ def train_batches(
       "seed", (B / P,) uint32: a random number of each row's own, by its place in the run, for dropout and the like.
 
     Raises:
-      ValueError: if an argument breaks the rules above.
+      ValueError: if an argument breaks the rules above; from the iterator, for rows that no model can take (an id
+        outside its table, a number that is not finite).
     """
     _check_layout(global_batch, process_index, process_count)
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be in [0, 2**32); got {seed}")
-    rows = open_split(name, "train", data_dir)
+    rows = open_split(name, "train", data_dir, mean)
     if global_batch > len(rows):
         raise ValueError(
             f"global_batch must be at most the {len(rows)} training examples of {name}, or a "
             f"batch would hold examples twice; got {global_batch}. Lower it"
         )
-    return TrainBatches(name, rows, global_batch, seed, process_index, process_count)
+    return TrainBatches(dataset_info(name, data_dir), rows, global_batch, seed, process_index, process_count, augment)
 
 
 def eval_batches(
@@ -65,6 +72,7 @@ def eval_batches(
     process_index: int = 0,
     process_count: int = 1,
     data_dir: str | os.PathLike[str] | None = None,
+    mean: Mean = "channel",
 ) -> "EvalBatches":
     """One pass over a split in its stored order, without augmentation; each example counts once.
 
@@ -78,6 +86,7 @@ def eval_batches(
       process_index: this process, `p`, in [0, process_count).
       process_count: the number of processes, `P`; must divide `global_batch`.
       data_dir: TFDS's directory; default $TFDS_DATA_DIR, then ~/tensorflow_datasets.
+      mean: of images; see `open_split`.
 
     Returns:
       An iterable, with a length, of the arrays of `dataset_info(name).row_types()`, B / P rows each, and
@@ -87,8 +96,8 @@ def eval_batches(
       ValueError: if an argument breaks the rules above.
     """
     _check_layout(global_batch, process_index, process_count)
-    rows = open_split(name, split, data_dir)
-    return EvalBatches(name, rows, global_batch, process_index, process_count)
+    rows = open_split(name, split, data_dir, mean)
+    return EvalBatches(dataset_info(name, data_dir), rows, global_batch, process_index, process_count)
 
 
 class TrainBatches(Iterator[Batch]):
@@ -101,23 +110,24 @@ class TrainBatches(Iterator[Batch]):
 
     def __init__(
         self,
-        name: str,
+        info: DatasetInfo,
         rows: Split,
         global_batch: int,
         seed: int,
         process_index: int,
         process_count: int,
+        augment: bool,
     ):
         self.num_examples = len(rows)
         self.step = 0
         self._identity = {
             **rows.identity,
-            "dataset": name,
+            "dataset": info.name,
             "num_examples": len(rows),
             "global_batch": int(global_batch),
             "seed": int(seed),
         }
-        self._threads = _threads(name)
+        self._threads = _threads(info.name)
         # Hashed, because grain's shuffle adds the epoch to its seed: with the plain seed, epoch 1
         # of seed 0 would have the order of epoch 0 of seed 1.
         order_seed = np.random.SeedSequence(seed).generate_state(1).item()
@@ -125,7 +135,9 @@ class TrainBatches(Iterator[Batch]):
 
         def read(index: int, numbers: np.ndarray) -> Batch:
             seeds = row_seeds(seed, index * local + np.arange(local))  # by place: the same after a restore, for any P
-            return rows.read(numbers, seeds) | {"seed": seeds}
+            batch = rows.read(numbers, seeds if augment else None)
+            check_rows(batch, info, numbers)
+            return batch | {"seed": seeds}
 
         numbers = grain.MapDataset.range(len(rows)).shuffle(seed=order_seed).repeat()
         # There is no remainder to drop; but without dropping it, grain rounds the length of an endless
@@ -186,20 +198,23 @@ class EvalBatches:
 
     def __init__(
         self,
-        name: str,
+        info: DatasetInfo,
         rows: Split,
         global_batch: int,
         process_index: int,
         process_count: int,
     ):
         self.num_examples = len(rows)
-        self._threads = _threads(name)
+        self._threads = _threads(info.name)
         local = global_batch // process_count
 
         def read(index: int) -> Batch:
             numbers = index * local + np.arange(local)
             is_row = numbers < len(rows)
-            return rows.read(np.where(is_row, numbers, 0), None) | {"mask": is_row.astype(np.float32)}
+            numbers = np.where(is_row, numbers, 0)
+            batch = rows.read(numbers, None)
+            check_rows(batch, info, numbers)
+            return batch | {"mask": is_row.astype(np.float32)}
 
         count = -(-len(rows) // global_batch) * process_count  # local batches of all processes
         self._batches = grain.MapDataset.range(process_index, count, process_count).map(read)

@@ -4,10 +4,14 @@ The digits are built on first use. The others are read where the user has prepar
 TFDS needs TensorFlow to download and build them; to read them it does not.
 """
 
+import dataclasses
 import os
 import shlex
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import tensorflow_datasets as tfds
@@ -16,6 +20,8 @@ from train.data import digits, images
 from train.data.info import Batch, ImageInfo, check_split, resolve_data_dir
 
 SPLITS = ("train", "test")
+MEAN_SAMPLE = 10_000  # JPEG files of which the mean of each pixel is taken: all of ImageNet would take an hour
+Mean = Literal["channel", "pixel"]
 IMAGES = {
     "digits": ImageInfo("digits", 1_347, 450, (8, 8, 1), 10),
     "mnist": ImageInfo("mnist", 60_000, 10_000, (28, 28, 1), 10),
@@ -94,9 +100,41 @@ class ImageSplit:
         return change.standardise(batch)
 
 
-def open_images(name: str, split: str, root: Path) -> ImageSplit:
-    """Opens one split of a dataset of images; see `open_source`."""
-    return ImageSplit(open_source(name, split, root), images.PREPROCESSING[name])
+def open_images(name: str, split: str, root: Path, mean: Mean = "channel") -> ImageSplit:
+    """Opens one split of a dataset of images; see `open_source`.
+
+    Args:
+      name: one of `IMAGES`.
+      split: "train" or "test".
+      root: the folder of all datasets.
+      mean: what is subtracted: the mean of each channel, or of each pixel, see `pixel_mean`.
+    """
+    change = images.PREPROCESSING[name]
+    if mean == "pixel":
+        change = dataclasses.replace(change, mean=pixel_mean(name, root) / change.scale)
+    return ImageSplit(open_source(name, split, root), change)
+
+
+@lru_cache(maxsize=1)
+def pixel_mean(name: str, root: Path) -> np.ndarray:
+    """Takes the mean of each pixel of the training images, prepared as in evaluation: (H, W, C) float64.
+
+    Of the whole split where its images are small; of ImageNet of 10,000, drawn by a fixed seed, the same in every
+    process: a minute, and an error of 0.6 of 255, as a pixel's deviation is about 60.
+    """
+    source, prepare = open_source(name, "train", root), images.PREPROCESSING[name].prepare
+    numbers = np.arange(len(source))
+    if isinstance(source, EncodedSource) and len(source) > MEAN_SAMPLE:
+        numbers = np.sort(np.random.default_rng(0).choice(len(source), MEAN_SAMPLE, replace=False))
+
+    def total(part: np.ndarray) -> np.ndarray:
+        found = np.zeros(IMAGES[name].image_shape, np.int64)
+        for number in part.tolist():
+            found += (prepare(source[number]) if prepare else source[number])["image"]
+        return found
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return sum(pool.map(total, np.array_split(numbers, 64)), np.zeros(())) / len(numbers)
 
 
 def open_source(name: str, split: str, data_dir: str | os.PathLike[str] | None = None) -> EncodedSource | CachedSource:
