@@ -16,6 +16,7 @@ CONFIG = Experiment(
     learning_rate=0.05,
     warmup_steps=200,
     weight_decay=5e-4,
+    decay="l2",
     eval_every=1000,
     checkpoint_every=1000,
 )

@@ -31,9 +31,9 @@ SETTINGS: list[tuple[str, Method]] = [
     ("90%", RandomK(sparsity=0.9)),
     ("98%", Dgc(sparsity=0.98)),
     ("99.9%", Dgc(sparsity=0.999)),
-    ("fixed 100", Iwp()),
-    ("fixed 0.01", Iwp(alpha=0.01)),  # the paper's, for gradients that are small beside their weights
-    ("layer-wise", Iwp(alpha=50.0, beta=0.01)),
+    ("fixed 25", Iwp()),
+    ("fixed 0.01", Iwp(alpha=0.01)),  # one of the paper's four
+    ("layer-wise", Iwp(alpha=12.5, beta=0.01)),
     ("8 bits", QuantDp(bits=8)),
     ("4 bits", QuantDp(bits=4)),
     ("2 bits", QuantDp(bits=2)),

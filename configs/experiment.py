@@ -1,7 +1,9 @@
 """The fields of an experiment. Every one is an option of `python -m train NAME`."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,20 +60,29 @@ class Experiment:
     global_batch: int = 128
     """Rows of a step over all workers, a multiple of their number."""
     optimizer: Literal["sgd", "adam"] = "sgd"
-    """SGD with Nesterov momentum, or Adam with b2 of 0.98."""
+    """SGD with momentum, or Adam with b2 of 0.98."""
     momentum: float = 0.9
     """Momentum of SGD, or b1 of Adam."""
+    nesterov: bool = True
+    """Nesterov's momentum in SGD; heavy-ball if not. The momentum inside dgc and iwp is heavy-ball always."""
     schedule: Literal["cosine", "drops", "polynomial", "inverse_sqrt", "constant"] = "cosine"
-    """How the learning rate falls: to zero by a cosine; by 10 every drop_every steps; to zero as the square root of
+    """How the learning rate falls: to zero by a cosine; by 10 at every step of drop_at; to zero as the square root of
     what is left; as one over the square root of the steps; or not."""
-    drop_every: int | None = None
-    """Steps between two drops of the schedule "drops"."""
+    drop_at: tuple[int, ...] = ()
+    """Steps, from the start of the run, at which the schedule "drops" divides the learning rate by 10."""
     warmup_steps: int = 0
     """Steps in which the learning rate rises from zero."""
     weight_decay: float = 0.0
-    """Decoupled weight decay: what a parameter loses of itself in a step, over the learning rate."""
+    """What a parameter loses of itself in a step, over the learning rate."""
+    decay: Literal["decoupled", "l2"] = "decoupled"
+    """Where weight_decay goes: decoupled, into the update, past momentum and Adam; or l2, into each worker's gradient
+    before the exchange, where momentum makes it 1 / (1 - momentum) times as strong. Papers on images quote l2."""
     label_smoothing: float = 0.0
     """Probability that is spread over all classes or tokens evenly."""
+    augment: bool = True
+    """Crop and flip training images at random, where the dataset has that; without it they are taken as in tests."""
+    mean: Literal["channel", "pixel"] = "channel"
+    """What is subtracted from an image: the mean of each channel, or of each pixel, taken of the training images."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type that the model computes in; parameters are float32."""
     rows_per_group: int | None = None
@@ -98,7 +109,10 @@ class Experiment:
     eval_every: int = 50
     """Steps between two evaluations on the test split."""
     checkpoint_every: int = 100
-    """Steps between two checkpoints; one more is written at the end and on SIGTERM."""
+    """Steps between two checkpoints; one more is written at the end and on SIGTERM. One that is due while steps are
+    skipped waits for the first that is not."""
+    max_skipped: int = 50
+    """Skipped steps in a row after which a run stops with an error."""
     stop_after: int | None = None
     """Save and stop once this step is reached, as SIGTERM would; continue with --resume."""
     resume: bool = False
@@ -127,30 +141,28 @@ def check(experiment: Experiment, num_processes: int) -> None:
     Raises:
       ValueError: with the rule, the value and the remedy.
     """
-    for name in ("steps", "workers", "global_batch", "eval_every", "checkpoint_every"):
+    counts = ("steps", "workers", "global_batch", "eval_every", "checkpoint_every", "stages", "micro_batches", "slices")
+    for name in (*counts, "beam", "max_skipped"):
         if getattr(experiment, name) < 1:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} is at least 1, got {getattr(experiment, name)}: give a positive number.")
+            raise ValueError(f"{_option(name)} is at least 1, got {getattr(experiment, name)}: give a positive number.")
+    if experiment.stop_after is not None and experiment.stop_after < 1:
+        raise ValueError(f"--stop-after is at least 1, got {experiment.stop_after}: give a positive number, or none.")
+    _check_numbers(experiment)
     if experiment.warmup_steps >= experiment.steps:
         raise ValueError(
             f"--warmup-steps is less than --steps, got {experiment.warmup_steps} of {experiment.steps}: warm up for "
             "fewer steps, or train for more."
         )
-    if experiment.stop_after is not None and experiment.stop_after < 1:
-        raise ValueError(f"--stop-after is at least 1, got {experiment.stop_after}: give a positive number, or none.")
-    for name in ("stages", "micro_batches", "slices", "beam"):
-        if getattr(experiment, name) < 1:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} is at least 1, got {getattr(experiment, name)}: give a positive number.")
-    drops = experiment.schedule == "drops"
-    if drops == (experiment.drop_every is None) or (experiment.drop_every is not None and experiment.drop_every < 1):
+    drops = (0, *experiment.drop_at)
+    rises = all(before < after for before, after in pairwise(drops))
+    if (experiment.schedule == "drops") != bool(experiment.drop_at) or not rises:
         raise ValueError(
-            f"--drop-every is a positive number of steps with --schedule drops, and none with others, got "
-            f"{experiment.drop_every} with {experiment.schedule}."
+            "--drop-at is some positive steps, each after the one before, with --schedule drops, and none with others, "
+            f"got {experiment.drop_at} with {experiment.schedule}: give --schedule drops --drop-at 300 600, say."
         )
-    if experiment.drop_every is not None and experiment.drop_every <= experiment.warmup_steps:
+    if experiment.drop_at and experiment.drop_at[0] <= experiment.warmup_steps:
         raise ValueError(
-            f"The first drop comes after the warm-up, got --drop-every {experiment.drop_every} with --warmup-steps "
+            f"The first drop comes after the warm-up, got --drop-at {experiment.drop_at[0]} with --warmup-steps "
             f"{experiment.warmup_steps}: drop later, or warm up for fewer steps."
         )
     if experiment.dense_layers != "exchange" and (experiment.stages > 1 or experiment.slices > 1):
@@ -197,3 +209,22 @@ def check(experiment: Experiment, num_processes: int) -> None:
             f"{experiment.workers} workers and {experiment.stages} stages for {num_processes}: every process runs the "
             "same number of workers, or of stages."
         )
+
+
+def _check_numbers(experiment: Experiment) -> None:
+    """Refuses numbers that are out of range; NaN is in no range."""
+    for name, below, limit, remedy in (
+        ("learning_rate", math.inf, "finite", "0.1 is usual for SGD, and 0.0005 for Adam"),
+        ("momentum", 1, "below 1", "0.9 is usual, 0 is none"),
+        ("weight_decay", math.inf, "finite", "0.0001 is usual, 0 is none"),
+        ("label_smoothing", 1, "below 1", "0.1 is usual, 0 is none"),
+        ("warmup_steps", math.inf, "finite", "0 is no warm-up"),
+        ("seed", 2**32, "below 2**32", "any such number will do"),
+    ):
+        value = getattr(experiment, name)
+        if not 0 <= value < below:
+            raise ValueError(f"{_option(name)} is at least 0 and {limit}, got {value}: {remedy}.")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -4,7 +4,8 @@
 
 Communication set 30%, core 15%, a new core every 50,000 communications (Sun et al., "Slim-DP", AAAI 2018): top-5
 88.29% on 4 workers, where Plump-DP has 88.06%. SGD as in Caffe's quick solver: batches of 32 a worker, learning rate
-0.01 falling as a square root, weight decay 2e-4.
+0.01 falling as a square root, heavy-ball momentum 0.9, L2 of 2e-4. Images as in Slim-DP: the mean of each pixel
+subtracted, the middle 224x224, no augmentation.
 """
 
 from configs.experiment import Architecture, Experiment
@@ -20,8 +21,12 @@ CONFIG = Experiment(
     steps=60 * EPOCH,
     global_batch=128,
     learning_rate=0.01,
+    nesterov=False,
     schedule="polynomial",
     weight_decay=2e-4,
+    decay="l2",
+    augment=False,
+    mean="pixel",
     eval_every=EPOCH,
     checkpoint_every=EPOCH,
 )

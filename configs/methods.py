@@ -82,11 +82,14 @@ class Dgc:
 class Iwp:
     """Importance weighted pruning: coordinates that change their weights most; the experiment's momentum is its."""
 
-    alpha: float = 100.0
-    """Threshold of the importance, or the first term of the layer-wise one."""
-    beta: float = 0.0
-    """Factor of variance over mean in the layer-wise threshold; 0 for the fixed one."""
-    C: float = 1.0
+    alpha: float | tuple[float, ...] = 25.0
+    """Threshold of the importance, or the first term of the layer-wise one; or one for each of the times that change_at
+    parts."""
+    beta: float | tuple[float, ...] = 0.0
+    """Factor of variance over mean in the layer-wise threshold; 0 for the fixed one. One, or several as of alpha."""
+    change_at: tuple[int, ...] = ()
+    """Steps from which alpha and beta have their next value, where they have several."""
+    C: float = 0.25
     """Variance over mean of the importance above which the layer-wise threshold rises with it."""
     density: float = 0.05
     """Slots of the compact buffer over coordinates."""

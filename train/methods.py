@@ -1,9 +1,12 @@
 """From a method's fields to the chain of transformations that trains with it."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 
 import jaxcomm as jc
@@ -85,21 +88,46 @@ def make_exchange(method: Method, *, momentum: float, axis_name: str = "data") -
             inner = jc.plump_dp(axis_name=axis_name) if sparsity is None else jc.topk(sparsity, axis_name=axis_name)
             outer = optax.sgd(method.outer_learning_rate, momentum=method.outer_momentum, nesterov=True)
             return jc.local_sgd(method.steps, exchange=inner, outer=outer, axis_name=axis_name)
-        case Dgc() | Iwp():
-            return FACTORIES[type(method)](**dataclasses.asdict(method), momentum=momentum, axis_name=axis_name)
+        case Iwp():
+            fields = dataclasses.asdict(method)
+            del fields["change_at"]
+            fields |= {"alpha": _by_step(method, "alpha"), "beta": _by_step(method, "beta")}
+            return jc.iwp(**fields, momentum=momentum, axis_name=axis_name)
+        case Dgc():
+            return jc.dgc(**dataclasses.asdict(method), momentum=momentum, axis_name=axis_name)
     return FACTORIES[type(method)](**dataclasses.asdict(method), axis_name=axis_name)
+
+
+def _by_step(method: Iwp, name: str) -> float | Callable[[jax.Array], jax.Array]:
+    """Returns alpha or beta, as a number or, of several values, as a function of the step."""
+    given = getattr(method, name)
+    values = given if isinstance(given, tuple) else (given,)
+    places = (0, *method.change_at)
+    if len(values) not in (1, len(places)) or sorted(set(places)) != list(places):
+        raise ValueError(
+            f"{name} is one number, or one more than the rising steps of change_at, got {given} with change_at="
+            f"{method.change_at}: give --method.{name} 0.005 0.01 --method.change-at 1000, say."
+        )
+    if len(values) == 1:
+        return values[0]
+    above = name == "alpha"
+    if not all((value > 0 if above else value >= 0) and value < math.inf for value in values):
+        raise ValueError(f"{name} is {'above' if above else 'at least'} 0 at all times, got {given}: see jaxcomm.iwp.")
+    return lambda step: jnp.asarray(values)[jnp.searchsorted(jnp.asarray(method.change_at), step, side="right")]
 
 
 def make_chain(
     experiment: Experiment, method: Method, late: Callable[[Any], Any] | None = None
 ) -> optax.GradientTransformation:
-    """Makes the whole optimizer, the exchange in its place: SGD with Nesterov momentum or Adam, decay and a schedule.
+    """Makes the whole optimizer, the exchange in its place: SGD with momentum or Adam, weight decay and a schedule.
 
-    - Gradients are exchanged first: exchange, momentum, decay, learning rate.
-    - `dgc` and `iwp` have heavy-ball momentum inside: decay, exchange, learning rate. Decay passes through that
-      momentum, which makes it 1 / (1 - momentum) times as strong, and is divided by that.
-    - Local methods come last: momentum, decay, learning rate, exchange.
+    - Gradients are exchanged first: L2, exchange, momentum, decoupled decay, learning rate.
+    - `dgc` and `iwp` have heavy-ball momentum inside: L2, exchange, decoupled decay, learning rate.
+    - Local methods come last: L2, momentum, decoupled decay, learning rate, exchange.
     - With slices, gradients are averaged densely inside each, and exchanged between them.
+
+    Of L2 and decoupled decay there is one, by `experiment.decay`. Parameters are replicated, so that the mean of L2 in
+    each worker's gradient is L2 in the mean, also of gradients that are already reduced.
 
     Args:
       experiment: the fields; `experiment.method` is not looked at.
@@ -137,18 +165,31 @@ def make_chain(
         exchange = jc.hierarchical(exchange, inside="data", across="slice")
     if late is not None:
         exchange = jc.already_mean(exchange, late)
+    l2, decay = [], []
+    if experiment.weight_decay and experiment.decay == "l2":
+        l2 = [optax.add_decayed_weights(experiment.weight_decay)]
+    elif experiment.weight_decay:
+        decay = [_decoupled(experiment.weight_decay)]
     if experiment.optimizer == "adam":
         momentum = optax.scale_by_adam(b1=experiment.momentum, b2=0.98, eps=1e-8)
     else:
-        momentum = optax.trace(decay=experiment.momentum, nesterov=True)
-    decay = optax.add_decayed_weights(experiment.weight_decay)
+        momentum = optax.trace(decay=experiment.momentum, nesterov=experiment.nesterov)
     rate = optax.scale_by_learning_rate(make_schedule(experiment))
     if is_local(method):
-        return optax.chain(momentum, decay, rate, exchange)
+        return optax.chain(*l2, momentum, *decay, rate, exchange)
     if has_momentum:
-        weaker = optax.add_decayed_weights(experiment.weight_decay * (1 - experiment.momentum))
-        return optax.chain(weaker, exchange, rate)
-    return optax.chain(exchange, momentum, decay, rate)
+        return optax.chain(*l2, exchange, *decay, rate)
+    return optax.chain(*l2, exchange, momentum, *decay, rate)
+
+
+def _decoupled(weight_decay: float) -> optax.GradientTransformation:
+    """Adds weight_decay * parameter to updates that momentum has passed already.
+
+    It is `optax.add_decayed_weights`, which `check_chain` after dgc and iwp takes for L2 that has lost its momentum.
+    """
+    return optax.stateless(
+        lambda updates, params: jax.tree.map(lambda update, param: update + weight_decay * param, updates, params)
+    )
 
 
 def is_rare(method: Method, step: int) -> bool:

@@ -13,7 +13,7 @@ def make_schedule(experiment: Experiment) -> optax.Schedule:
     """Makes the learning rate of an experiment: a linear warm-up, then its schedule.
 
     - cosine: falls to zero at the last step.
-    - drops: falls by 10 every `drop_every` steps, counted from the start.
+    - drops: falls by 10 at every step of `drop_at`, counted from the start.
     - polynomial: the peak times the square root of the fraction of steps that are left (GoogLeNet's in Caffe).
     - inverse_sqrt: the peak times sqrt(warmup_steps / step) (fairseq's; Vaswani et al., 2017).
     - constant.
@@ -26,9 +26,7 @@ def make_schedule(experiment: Experiment) -> optax.Schedule:
     left = max(experiment.steps - warmup, 1)
     match experiment.schedule:
         case "drops":
-            assert experiment.drop_every is not None, "configs.experiment.check refuses drops without"
-            places = range(experiment.drop_every, experiment.steps, experiment.drop_every)
-            after = optax.piecewise_constant_schedule(peak, {place - warmup: 0.1 for place in places if place > warmup})
+            after = optax.piecewise_constant_schedule(peak, {step - warmup: 0.1 for step in experiment.drop_at})
         case "polynomial":
             after = optax.polynomial_schedule(peak, 0.0, power=0.5, transition_steps=left)
         case "inverse_sqrt":

@@ -143,10 +143,8 @@ def make_task(info: DatasetInfo, label_smoothing: float) -> Task:
     """Makes the task of a dataset.
 
     Raises:
-      ValueError: for a probability out of range, or one for clicks, which have no smoothing.
+      ValueError: for a probability for clicks, which have no smoothing.
     """
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"--label-smoothing is at least 0 and below 1, got {label_smoothing}: 0.1 is usual.")
     match info:
         case ImageInfo():
             return Classification(info, label_smoothing)

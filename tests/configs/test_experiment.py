@@ -1,6 +1,7 @@
 """What no run can have is refused, with the rule, the value and the remedy, before anything is done."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -24,7 +25,9 @@ PIPELINE = {"workers": 2, "stages": 2, "global_batch": 24}
         ({"slices": 4}, 1),
         ({"dense_layers": "late"}, 4),
         ({"dense_layers": "split"}, 2),
-        ({"schedule": "drops", "drop_every": 5, "warmup_steps": 4}, 1),
+        ({"schedule": "drops", "drop_at": (5, 8, 90), "warmup_steps": 4}, 1),
+        ({"workers": 96, "global_batch": 288}, 1),
+        ({"learning_rate": 0.0, "momentum": 0.0, "label_smoothing": 0.99, "seed": 2**32 - 1}, 1),
     ],
 )
 def test_what_works(changes, processes):
@@ -45,14 +48,36 @@ def test_what_works(changes, processes):
         ({"slices": 0}, 1, "--slices is at least 1, got 0"),
         ({"beam": 0}, 1, "--beam is at least 1, got 0"),
         ({"warmup_steps": 12}, 1, "--warmup-steps is less than --steps, got 12 of 12"),
-        ({"schedule": "drops"}, 1, "with --schedule drops, and none with others, got None with drops"),
-        ({"schedule": "drops", "drop_every": 0}, 1, "--drop-every is a positive number of steps .* got 0 with drops"),
-        ({"drop_every": 5}, 1, "and none with others, got 5 with cosine"),
+        ({"warmup_steps": -3}, 1, "--warmup-steps is at least 0 and finite, got -3: 0 is no warm-up"),
+        ({"max_skipped": 0}, 1, "--max-skipped is at least 1, got 0"),
+        ({"learning_rate": math.nan}, 1, "--learning-rate is at least 0 and finite, got nan: 0.1 is usual for SGD"),
+        ({"learning_rate": math.inf}, 1, "--learning-rate is at least 0 and finite, got inf"),
+        ({"learning_rate": -1.0}, 1, "--learning-rate is at least 0 and finite, got -1.0"),
+        ({"momentum": 1.0}, 1, "--momentum is at least 0 and below 1, got 1.0: 0.9 is usual, 0 is none"),
+        ({"momentum": -1.0}, 1, "--momentum is at least 0 and below 1, got -1.0"),
+        ({"momentum": math.nan}, 1, "--momentum is at least 0 and below 1, got nan"),
+        ({"weight_decay": math.nan}, 1, "--weight-decay is at least 0 and finite, got nan"),
+        ({"weight_decay": math.inf}, 1, "--weight-decay is at least 0 and finite, got inf"),
+        ({"weight_decay": -1.0}, 1, "--weight-decay is at least 0 and finite, got -1.0"),
+        ({"label_smoothing": 1.0}, 1, "--label-smoothing is at least 0 and below 1, got 1.0"),
+        ({"label_smoothing": -0.1}, 1, "--label-smoothing is at least 0 and below 1, got -0.1"),
+        ({"label_smoothing": math.nan}, 1, "--label-smoothing is at least 0 and below 1, got nan"),
+        ({"seed": -1}, 1, r"--seed is at least 0 and below 2\*\*32, got -1: any such number"),
+        ({"seed": 2**32}, 1, r"--seed is at least 0 and below 2\*\*32, got 4294967296"),
         (
-            {"schedule": "drops", "drop_every": 5, "warmup_steps": 5},
+            {"schedule": "drops"},
             1,
-            "The first drop comes after the warm-up, got --drop-every 5 with --warmup-steps 5: drop later, or",
+            r"with --schedule drops, and none with others, got \(\) with drops: give --",
         ),
+        ({"schedule": "drops", "drop_at": (0, 5)}, 1, r"--drop-at is some positive steps, .* got \(0, 5\) with drops"),
+        ({"schedule": "drops", "drop_at": (5, 5)}, 1, r"each after the one before, .* got \(5, 5\) with drops"),
+        ({"drop_at": (5,)}, 1, r"and none with others, got \(5,\) with cosine"),
+        (
+            {"schedule": "drops", "drop_at": (5,), "warmup_steps": 5},
+            1,
+            "The first drop comes after the warm-up, got --drop-at 5 with --warmup-steps 5: drop later, or",
+        ),
+        ({"workers": 96, "global_batch": 256}, 1, "a multiple of --workers, got 256 for 96: try 288"),
         ({"dense_layers": "late", "slices": 2}, 1, "--dense-layers late with --stages 1 and --slices 2: leave both at"),
         (PIPELINE | {"dense_layers": "split"}, 1, "--dense-layers split with --stages 2 and --slices 1"),
         (PIPELINE | {"slices": 2}, 1, "a pipeline or has slices, got --stages 2 with --slices 2: leave one"),

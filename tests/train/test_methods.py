@@ -7,6 +7,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxcomm as jc
@@ -20,12 +21,13 @@ METHODS = [*(method() for method in get_args(Method)), PlumpDp(p=3), LocalSgd(ex
 SHAPES = {"w": jax.ShapeDtypeStruct((64, 64), np.float32), "b": jax.ShapeDtypeStruct((64,), np.float32)}
 
 
+@pytest.mark.parametrize("decay", ["decoupled", "l2"])
 @pytest.mark.parametrize("method", METHODS, ids=run_name)
-def test_a_chain_is_in_order_and_sends_no_more_than_dense(method):
+def test_a_chain_is_in_order_and_sends_no_more_than_dense(method, decay):
     """Momentum and decay of the experiment are not 0: `check_chain` has something to judge."""
     assert EXPERIMENT.momentum > 0
     assert EXPERIMENT.weight_decay > 0
-    tx = make_chain(EXPERIMENT, method)
+    tx = make_chain(dataclasses.replace(EXPERIMENT, decay=decay), method)
     assert jc.check_chain(tx) == []
     report = jc.wire_report(tx, SHAPES, 4)
     assert 0 < report.received <= report.dense
@@ -140,12 +142,10 @@ def test_the_transformation_checks_the_fields(method, said):
         make_chain(EXPERIMENT, method)
 
 
-def trained(method, momentum, gradient, steps=60):
+def trained(method, gradient, steps=60, **changes):
     """A parameter of 1 after some steps of the same gradient, at learning rate 0.01 with decay 0.5: () float."""
-    experiment = dataclasses.replace(
-        EXPERIMENT, learning_rate=0.01, warmup_steps=0, steps=10**6, momentum=momentum, weight_decay=0.5
-    )
-    tx = make_chain(experiment, method)
+    plain = {"learning_rate": 0.01, "warmup_steps": 0, "schedule": "constant", "weight_decay": 0.5}
+    tx = make_chain(dataclasses.replace(EXPERIMENT, **plain, **changes), method)
     params = {"w": jnp.ones((4,))}
     state = jc.init_state(params, tx, 2)
     step = jc.simulate(lambda params, batch: gradient * params["w"].mean() * batch.mean(), tx, 2)
@@ -154,18 +154,88 @@ def trained(method, momentum, gradient, steps=60):
     return float(jc.global_params(state)["w"][0])
 
 
+def by_hand(gradient, decay, momentum, nesterov, steps=60):
+    """The same, one number after the other, as PyTorch's SGD and as SGDW have it."""
+    w, u = 1.0, 0.0
+    for _ in range(steps):
+        g = gradient / 4 + (0.5 * w if decay == "l2" else 0)
+        u = momentum * u + g
+        update = g + momentum * u if nesterov else u
+        w -= 0.01 * (update + (0.5 * w if decay == "decoupled" else 0))
+    return w
+
+
+LOCAL = [SlimDp(alpha=0.9, beta=0.9), LocalSgd(steps=2, outer_learning_rate=1.0, outer_momentum=0.0)]
+
+
+@pytest.mark.parametrize(("decay", "nesterov"), [("decoupled", True), ("l2", True), ("l2", False)])
+@pytest.mark.parametrize("method", [PlumpDp(), Dgc(), Iwp(), *LOCAL], ids=method_name)
+def test_momentum_and_decay_are_those_of_sgd(method, decay, nesterov):
+    """Decay alone, which L2 makes ten times as strong as decoupled decay; then with a gradient."""
+    inside = isinstance(method, Dgc | Iwp)  # their momentum is heavy-ball, whatever the experiment's is
+    for gradient in (0.0, -3.0):
+        expected = by_hand(gradient, decay, 0.9, nesterov and not inside)
+        found = trained(method, gradient, momentum=0.9, nesterov=nesterov, decay=decay)
+        assert found - 1 == pytest.approx(expected - 1, rel=1e-4)
+
+
+def test_l2_under_momentum_is_ten_times_as_strong():
+    decoupled, l2 = (1 - trained(PlumpDp(), 0.0, steps=20, decay=decay) for decay in ("decoupled", "l2"))
+    assert l2 > 5 * decoupled
+
+
+def test_l2_is_added_once_to_gradients_that_are_already_reduced():
+    """One worker's copy or the mean: parameters are replicated."""
+    experiment = dataclasses.replace(EXPERIMENT, decay="l2", weight_decay=0.5, warmup_steps=0)
+    x = jnp.asarray([[1.0, 2.0], [3.0, -4.0]])
+    params = {"late": jnp.asarray([[0.3, -0.2], [0.5, 0.7]]), "own": jnp.asarray([0.1, 0.2])}
+
+    def ended(late):
+        tx = make_chain(experiment, PlumpDp(), late)
+        state = jc.init_state(params, tx, 2)
+
+        def loss(params, batch):
+            hidden = jc.late_multiply(batch, params["late"], mode="late") if late else batch @ params["late"]
+            return (hidden * params["own"]).mean()
+
+        step = jc.simulate(loss, tx, 2)
+        for _ in range(5):
+            state, _ = step(state, x)
+        return state.params
+
+    marked = ended(lambda params: {"late": True, "own": False})
+    for name, leaf in ended(None).items():
+        np.testing.assert_allclose(marked[name], leaf, rtol=1e-5)
+
+
+def test_thresholds_change_with_the_steps():
+    """Two steps whose importance is between two thresholds: at 0.1 all is sent, at 10 nothing."""
+    tx = make_exchange(Iwp(alpha=(0.1, 10.0), change_at=(1,), random_selection=False, density=1.0), momentum=0.0)
+    params = {"w": jnp.ones((1024,))}
+    state = jc.init_state(params, optax.chain(tx, optax.sgd(0.0)), 2)
+    step = jc.simulate(lambda params, batch: 2 * params["w"].sum() * batch.mean(), optax.chain(tx, optax.sgd(0.0)), 2)
+    sent = []
+    for _ in range(3):
+        state, metrics = step(state, jnp.ones((2,)))
+        sent.append(int(metrics["sent"]))
+    assert sent == [2 * 1024, 0, 0]
+
+
 @pytest.mark.parametrize(
-    "method",
-    [Dgc(), Iwp(), SlimDp(alpha=0.9, beta=0.9), LocalSgd(steps=2, outer_learning_rate=1.0, outer_momentum=0.0)],
+    ("method", "said"),
+    [
+        (Iwp(alpha=(1.0, 2.0)), r"alpha is one number, or one more than .* got \(1.0, 2.0\) with change_at=\(\)"),
+        (Iwp(alpha=(1.0, 2.0), change_at=(3, 5)), "alpha is one number, or one more"),
+        (Iwp(alpha=(1.0, 2.0, 3.0), change_at=(5, 3)), "alpha is one number, or one more"),
+        (Iwp(alpha=(1.0, 2.0), change_at=(0,)), "the rising steps of change_at"),
+        (Iwp(alpha=(1.0, 0.0), change_at=(3,)), r"alpha is above 0 at all times, got \(1.0, 0.0\)"),
+        (Iwp(alpha=(1.0, np.nan), change_at=(3,)), "alpha is above 0 at all times"),
+        (Iwp(beta=(0.0, -1.0), change_at=(3,)), "beta is at least 0 at all times"),
+    ],
 )
-def test_momentum_and_decay_are_those_of_the_dense_run(method):
-    """Decay alone, where momentum must make it no stronger; then a gradient, which momentum makes ten times as far."""
-    for gradient, momentum in ((0.0, 0.9), (-3.0, 0.9), (-3.0, 0.0)):
-        expected = trained(PlumpDp(), momentum, gradient)
-        assert expected != 1
-        # Heavy-ball momentum is a step behind Nesterov's, and dgc's decay comes as late as its gradient.
-        late = isinstance(method, Dgc | Iwp) and momentum > 0
-        assert trained(method, momentum, gradient) - 1 == pytest.approx(expected - 1, rel=0.2 if late else 1e-4)
+def test_thresholds_that_cannot_be(method, said):
+    with pytest.raises(ValueError, match=said):
+        make_exchange(method, momentum=0.9)
 
 
 @pytest.mark.parametrize(

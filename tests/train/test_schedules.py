@@ -18,15 +18,15 @@ RATES = {
         {0: 0, 10: 0.5, 20: 1, 40: 0.8535534, 60: 0.5, 100: 0},
     ),
     "drops": (
-        {"schedule": "drops", "drop_every": 30},
-        {0: 1, 29: 1, 30: 0.1, 59: 0.1, 60: 0.01, 89: 0.01, 90: 0.001, 99: 0.001},
+        {"schedule": "drops", "drop_at": (30, 60, 80)},
+        {0: 1, 29: 1, 30: 0.1, 59: 0.1, 60: 0.01, 79: 0.01, 80: 0.001, 99: 0.001},
     ),
     # Drops are counted from the start of the run, not from the end of the warm-up.
     "drops, warmed up": (
-        {"schedule": "drops", "drop_every": 30, "warmup_steps": 20},
+        {"schedule": "drops", "drop_at": (30, 60, 90), "warmup_steps": 20},
         {0: 0, 5: 0.25, 20: 1, 29: 1, 30: 0.1, 60: 0.01, 90: 0.001},
     ),
-    "drops, none left": ({"schedule": "drops", "drop_every": 100}, {0: 1, 99: 1}),
+    "drops, none left": ({"schedule": "drops", "drop_at": (100,)}, {0: 1, 99: 1}),
     "polynomial": ({"schedule": "polynomial"}, {0: 1, 19: 0.9, 36: 0.8, 75: 0.5, 99: 0.1, 100: 0}),
     "polynomial, warmed up": (
         {"schedule": "polynomial", "warmup_steps": 50},

@@ -166,13 +166,6 @@ def test_scores_of_translations_are_those_of_a_token():
     )
 
 
-@pytest.mark.parametrize("smoothing", [-0.1, 1.0, 2.0])
-def test_smoothing_is_a_probability(smoothing):
-    for info in (IMAGES, CLICKS, TRANSLATIONS):
-        with pytest.raises(ValueError, match=f"--label-smoothing is at least 0 and below 1, got {smoothing}"):
-            make_task(info, smoothing)
-
-
 def test_clicks_of_a_model_that_diverged_have_no_score():
     rows = {"logit": np.array([1.0, np.nan, -1.0], np.float32), "label": np.array([1, 0, 0], np.float32)}
     found = Clicks().scores(rows)
