@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         devices = experiment.workers * experiment.stages // processes.count
         prepare_jax(None if processes.has_devices else devices)
         return run(experiment, processes)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"train: {error}", file=sys.stderr)
         return 2
 
@@ -66,8 +66,9 @@ def run(experiment: Experiment, processes: Processes) -> int:
     from train.methods import run_name
     from train.processes import wait_for_all
     from train.progress import Bar
-    from train.tables import print_table, write_records
+    from train.tables import check_file, print_table, write_records
 
+    check_file("--json", experiment.json)
     runs = [(experiment, experiment.method)]
     # The baseline's activations are all sent, and the gradients of its dense layers are exchanged.
     whole = dataclasses.replace(experiment, boundary=BoundaryFields(), dense_layers="exchange")

@@ -22,7 +22,7 @@ from configs.comparison import DENSE, SETTINGS, Comparison
 from configs.experiment import Experiment, check
 from configs.methods import Method
 from train.processes import Processes, prepare_jax
-from train.tables import print_table, stdev, write_records
+from train.tables import check_file, print_table, stdev, write_records
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 FAR = 1.0  # points below dense that the table points out
@@ -75,10 +75,12 @@ def compare(experiment: Experiment, config: Comparison, settings: Sequence[tuple
     from train.methods import make_chain, method_name
 
     bits = bits_per_second(config.rate)
+    check_file("--json", config.json)
     if config.seeds < 1:
         raise ValueError(f"--seeds is at least 1, got {config.seeds}: give a positive number.")
-    # One evaluation and one checkpoint, at the end.
-    experiment = dataclasses.replace(experiment, eval_every=experiment.steps, checkpoint_every=experiment.steps)
+    # One evaluation and one checkpoint, at the end; a method that diverges is a result.
+    steps = experiment.steps
+    experiment = dataclasses.replace(experiment, eval_every=steps, checkpoint_every=steps, max_skipped=steps + 1)
     check(experiment, 1)
     chosen = choose(config.methods, {(method_name(method), label): method for label, method in settings})
     for method in chosen.values():

@@ -1,6 +1,7 @@
 """One run: the steps between two checkpoints."""
 
 import dataclasses
+import json
 import signal
 import threading
 import time
@@ -71,7 +72,8 @@ def train(
       job: of the same method and of an experiment that differs in its seed alone; made here if not given.
 
     Raises:
-      ValueError: for settings that contradict each other, before anything is written.
+      ValueError: for settings that contradict each other, before anything is written; for data that the model cannot
+        take; after `experiment.max_skipped` skipped steps in a row.
     """
     begin = time.perf_counter()
     check(experiment, processes.count)
@@ -82,8 +84,9 @@ def train(
         "process_index": index,
         "process_count": count,
         "data_dir": experiment.data_dir,
+        "mean": experiment.mean,
     }
-    batches = train_batches(experiment.dataset, seed=experiment.seed, **where)
+    batches = train_batches(experiment.dataset, seed=experiment.seed, augment=experiment.augment, **where)
     tests = eval_batches(experiment.dataset, **where)
     about = describe(experiment, method)
     if job.late is not None:  # which depends on the number of workers, and the state's shapes on it
@@ -113,9 +116,14 @@ def train(
     def record(step: int, metrics: dict[str, jax.Array], test: dict[str, float] | None) -> None:
         values = log.record(step, jax.device_get(metrics), test)
         progress.update(step, values["loss"], values["accuracy"], job.report.received)
+        if log.streak >= experiment.max_skipped:
+            message = _streak_message(experiment, log, name, checkpoints.last())
+            for each in (checkpoints, log, batches):
+                each.close()
+            raise ValueError(message)
 
     last = experiment.steps if experiment.stop_after is None else min(experiment.stop_after, experiment.steps)
-    step, pending = done, None
+    step, pending, is_due = done, None, False
     with _sigterm(processes) as stopping:
         while step < last:
             state, metrics = job.step(state, _to_mesh(next(batches), job))
@@ -126,10 +134,13 @@ def train(
             if pending is not None:
                 record(*pending)  # one step late, so that reading it does not hold the devices up
             pending = (step, metrics, test)
-            if step % experiment.checkpoint_every == 0:
+            is_due |= step % experiment.checkpoint_every == 0
+            if is_due:
                 record(*pending)  # no checkpoint is ahead of the metrics
                 pending = None
+            if is_due and not log.streak:  # or a state that skips every step would push out the last that did not
                 checkpoints.save(step, state, batches.state(), about)
+                is_due = False
             if stopping.is_set() if processes.count == 1 else checkpoints.preempted(step):
                 break
         if pending is not None:
@@ -158,6 +169,17 @@ def train(
     return Run(summary, log.evaluations, log.losses, state, finished=step == experiment.steps)
 
 
+def _streak_message(experiment: Experiment, log: Log, name: str, saved: int | None) -> str:
+    first = log.last_step - log.streak + 1
+    kept = "there is no checkpoint" if saved is None else f"the checkpoint of step {saved} is kept"
+    return (
+        f"A run stops after --max-skipped {experiment.max_skipped} skipped steps in a row, got steps {first} to "
+        f"{log.last_step} of {name}, whose gradients were not finite (the last loss before them: {log.last_loss:.4g}); "
+        f"{kept}. Most often the model has diverged: lower --learning-rate (now {experiment.learning_rate:g}), raise "
+        "--warmup-steps or clip gradients. If the loss was falling, look at the data; --max-skipped allows more."
+    )
+
+
 def rows_of(processes: Processes, workers: int) -> tuple[int, int]:
     """Returns which part of the rows of a batch this process reads, and of how many.
 
@@ -179,6 +201,7 @@ def test_scores(
         text = open_text(experiment.dataset, "test", experiment.data_dir)
         found = text.subwords.decode(np.concatenate(translations)[real])
         scores["bleu"] = bleu(found, text.references).score
+        scores["bleu_lower"] = bleu(found, text.references, lowercase=True).score
     return scores
 
 
@@ -192,10 +215,14 @@ def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
         "optimizer",
         "momentum",
         "schedule",
-        "drop_every",
+        "drop_at",
         "warmup_steps",
+        "nesterov",
         "weight_decay",
+        "decay",
         "label_smoothing",
+        "augment",
+        "mean",
         "dtype",
         "rows_per_group",
         "stages",
@@ -207,10 +234,11 @@ def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
     )
     fields = {name: getattr(experiment, name) for name in names}
     fields["architecture"] = f"{experiment.architecture.name} {dict(experiment.architecture.options)}"
-    fields["cuts"] = None if experiment.cuts is None else list(experiment.cuts)
+    fields["cuts"] = experiment.cuts
     fields |= {f"boundary.{name}": value for name, value in dataclasses.asdict(experiment.boundary).items()}
     of_method = {f"method.{name}": value for name, value in dataclasses.asdict(method).items()}
-    return fields | {"method": method_name(method)} | of_method
+    about = fields | {"method": method_name(method)} | of_method
+    return json.loads(json.dumps(about))  # tuples are lists when they come back
 
 
 def _to_mesh(batch: dict[str, np.ndarray], job: Job) -> dict[str, jax.Array]:

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import jaxcomm as jc
+from train.tables import plain
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,16 @@ class Summary:
 class Log:
     """The metrics of a run, step by step, in memory and as JSON lines; a resumed run continues a stopped one's file.
 
+    In the file a number that is not finite is null.
+
     Attributes:
       evaluations: on the test split, those of before the resume included.
       losses: of every step since the resume.
       overflow: coordinates that did not fit, all steps and all workers together.
       skipped: steps skipped.
+      streak: steps skipped in a row until now; steps of local methods without an exchange do not count.
+      last_step: of the last line, 0 if there is none.
+      last_loss: of the last step that was not skipped, NaN if there is none.
       bytes_received: of every step, those of before the resume included.
     """
 
@@ -97,18 +104,21 @@ class Log:
         """
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         records = [json.loads(line) for line in lines if line.endswith("\n")]  # a killed run may leave half a line
-        records = [record for record in records if record["step"] <= after]
+        records = [_numbers(record) for record in records if record["step"] <= after]
         self.evaluations = [_evaluation(record) for record in records if "test_accuracy" in record]
         self.losses: list[float] = []
         self.overflow = sum(record["overflow"] for record in records)
         self.skipped = sum(record["skipped"] for record in records)
+        self.streak, self.last_step, self.last_loss = 0, 0, math.nan
         self._report, self._is_rare = report, is_rare
+        for record in records:
+            self._count(record)
         self.bytes_received = records[-1]["bytes_received"] if records else 0.0
         self._file: IO[str] | None = None
         if writes:
             path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_suffix(".draft")
-            draft.write_text("".join(json.dumps(record) + "\n" for record in records))
+            draft.write_text("".join(json.dumps(plain(record)) + "\n" for record in records))
             draft.replace(path)  # at once: other processes may be reading it
             self._file = path.open("a")
 
@@ -133,9 +143,17 @@ class Log:
             line |= {f"test_{name}": value for name, value in test.items()}
             self.evaluations.append(_evaluation(line))
         if self._file is not None:
-            self._file.write(json.dumps(line) + "\n")
+            self._file.write(json.dumps(plain(line)) + "\n")
             self._file.flush()
+        self._count(line)
         return line
+
+    def _count(self, line: dict[str, Any]) -> None:
+        self.last_step = line["step"]
+        if line["skipped"]:
+            self.streak += 1
+        elif line["step"] % self._report.every == 0:
+            self.streak, self.last_loss = 0, line["loss"]
 
     def _bytes_of(self, step: int, *, is_rare: bool) -> float:
         if step % self._report.every:  # a local method's workers are on their own: loss and metrics alone
@@ -146,6 +164,11 @@ class Log:
         """Writes what is left."""
         if self._file is not None:
             self._file.close()
+
+
+def _numbers(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns a line that was read, with NaN where null was written."""
+    return {name: math.nan if value is None else value for name, value in record.items()}
 
 
 def _evaluation(record: dict[str, Any]) -> Evaluation:

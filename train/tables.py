@@ -1,6 +1,7 @@
 """Tables of records: printed for people, written as JSON for programs."""
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,4 +42,21 @@ def write_records(path: Path | None, records: Sequence[Mapping[str, Any]]) -> No
     """Writes records as a JSON list; does nothing without a path."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(list(records), indent=2) + "\n")
+        path.write_text(json.dumps([plain(record) for record in records], indent=2) + "\n")
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Refuses a folder where a file is to be written, before what is to be written is worked out.
+
+    Raises:
+      ValueError: if it is one.
+    """
+    if path is not None and path.is_dir():
+        raise ValueError(f"{option} is a file, got the folder {path}: name a file in it.")
+
+
+def plain(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a record without NaN and infinity, which JSON has no words for: they become None."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
+    }

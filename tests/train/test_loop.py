@@ -1,6 +1,7 @@
 """Runs of a few steps in this process: what they learn, report, refuse and skip."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -30,14 +31,14 @@ def test_training_learns(case, uninterrupted):
 
 
 class WithNan:
-    """Training batches with one NaN, in worker 1's rows of the third batch."""
+    """Training batches with one NaN each, in worker 1's rows, at some steps."""
 
-    def __init__(self, batches):
-        self._batches = batches
+    def __init__(self, batches, steps):
+        self._batches, self._steps = batches, steps
 
     def __next__(self):
         batch = next(self._batches)
-        if self._batches.step == 3:
+        if self._batches.step in self._steps:
             batch["image"][7, 4, 4, 0] = np.nan
         return batch
 
@@ -45,10 +46,62 @@ class WithNan:
         return getattr(self._batches, name)
 
 
-@pytest.mark.parametrize("method", [DCT_DP, PlumpDp()], ids=method_name)
-def test_a_nan_skips_its_step_and_the_run_goes_on(method, monkeypatch, tmp_path):
+@pytest.fixture
+def damage(monkeypatch):
+    """A function that puts NaN into the batches of some steps."""
     make = train.loop.train_batches
-    monkeypatch.setattr(train.loop, "train_batches", lambda *args, **kwargs: WithNan(make(*args, **kwargs)))
+
+    def change(steps):
+        monkeypatch.setattr(train.loop, "train_batches", lambda *args, **kwargs: WithNan(make(*args, **kwargs), steps))
+
+    return change
+
+
+def saved(folder, method=DCT_DP):
+    return sorted(int(path.name) for path in (folder / method_name(method) / "checkpoints").iterdir())
+
+
+def test_a_run_stops_after_some_skipped_steps_in_a_row(damage, tmp_path):
+    """With the last checkpoints from before them, and lines that every reader of JSON takes."""
+    damage(range(5, 100))
+    told = Told()
+    with pytest.raises(
+        ValueError, match=r"stops after --max-skipped 4 skipped steps in a row, got steps 5 to 8"
+    ) as error:
+        run(tmp_path, told=told, checkpoint_every=2, max_skipped=4)
+    assert len(told.updates) == 8
+    assert f"of dct_dp, whose gradients were not finite (the last loss before them: {told.updates[3][1]:.4g})" in str(
+        error.value
+    )
+    assert "the checkpoint of step 4 is kept. Most often" in str(error.value)
+    assert saved(tmp_path) == [2, 4]
+    text = (tmp_path / "dct_dp" / "metrics.jsonl").read_text()
+    lines = [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in text.splitlines()]
+    assert [line["loss"] is None for line in lines] == [False] * 4 + [True] * 4
+    # With the data mended, it goes on from there. With 3 such steps in a row it never stops.
+    damage([5, 6, 7, 9, 10, 11])
+    resumed = run(tmp_path, told=told, checkpoint_every=2, max_skipped=4)
+    assert told.messages == ["dct_dp: resumed after step 4."]
+    assert resumed.finished
+    assert resumed.summary.skipped == 6
+
+
+def test_a_streak_is_counted_over_a_resume(damage, tmp_path):
+    damage(range(3, 100))
+    run(tmp_path, max_skipped=4, stop_after=5)
+    with pytest.raises(ValueError, match="got steps 3 to 6 of dct_dp"):
+        run(tmp_path, max_skipped=4)
+
+
+def test_a_checkpoint_that_is_due_waits_for_a_step_that_is_not_skipped(damage, tmp_path):
+    damage([4, 5])
+    run(tmp_path, checkpoint_every=4, stop_after=7)
+    assert saved(tmp_path) == [6, 7]
+
+
+@pytest.mark.parametrize("method", [DCT_DP, PlumpDp()], ids=method_name)
+def test_a_nan_skips_its_step_and_the_run_goes_on(method, damage, tmp_path):
+    damage([3])
     before, after, part = (run(tmp_path, method, stop_after=stop) for stop in (2, 3, 4))
     assert_same_bits(after.state.params, before.state.params)
     assert_same_bits(after.state.opt_state[1:], before.state.opt_state[1:])
@@ -58,7 +111,7 @@ def test_a_nan_skips_its_step_and_the_run_goes_on(method, monkeypatch, tmp_path)
     assert resumed.finished
     assert [line["skipped"] for line in metrics(tmp_path, method)] == [0, 0, 1] + [0] * 9
     losses = [line["loss"] for line in metrics(tmp_path, method)]
-    assert [np.isfinite(loss) for loss in losses] == [True, True, False] + [True] * 9
+    assert [loss is not None for loss in losses] == [True, True, False] + [True] * 9
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(resumed.state))
     assert int(resumed.state.step) == 12
 

@@ -100,9 +100,10 @@ def test_translations_end_with_bleu(parallel, tmp_path, monkeypatch):
     """Of the best translation of every test sentence, with the smoothed loss in training alone."""
     scored = []
 
-    def keep(hypotheses, references):
-        scored.append((hypotheses, references))
-        return bleu(hypotheses, references)
+    def keep(hypotheses, references, **how):
+        if not how:
+            scored.append((hypotheses, references))
+        return bleu(hypotheses, references, **how)
 
     monkeypatch.setattr(train.loop, "bleu", keep)
     found = run(tmp_path, PlumpDp(), data_dir=parallel, **TRANSLATIONS)
@@ -127,6 +128,7 @@ def test_translations_end_with_bleu(parallel, tmp_path, monkeypatch):
     assert all(hypotheses)
     assert references == text.references
     assert found.summary.record()["bleu"] == bleu(hypotheses, references).score
+    assert found.summary.record()["bleu_lower"] == bleu(hypotheses, references, lowercase=True).score
     labels = batch["target"][:, 1:]
     entropies = -np.take_along_axis(said, labels[..., None], axis=-1)[..., 0]
     assert found.summary.scores["loss"] == pytest.approx(entropies[labels != 0].mean(), rel=1e-4)
@@ -149,7 +151,7 @@ def test_bleu_is_of_the_rows_that_are_real_and_in_their_order(parallel):
 def test_a_run_that_is_stopped_is_not_translated(parallel, tmp_path, monkeypatch):
     """SIGTERM gives little time."""
     searched = []
-    monkeypatch.setattr(train.loop, "bleu", lambda *_: searched.append(1))
+    monkeypatch.setattr(train.loop, "bleu", lambda *_, **__: searched.append(1))
     found = run(tmp_path, PlumpDp(), data_dir=parallel, stop_after=2, **TRANSLATIONS)
     assert "bleu" not in found.summary.scores
     assert searched == []

@@ -81,6 +81,11 @@ def test_digits_is_the_default(argv, name):
         (["method:local-sgd", "--method.exchange-sparsity", "0.9"], LocalSgd(exchange_sparsity=0.9)),
         (["method:quant-dp", "--method.bits", "4"], QuantDp(bits=4)),
         (["method:iwp", "--method.C", "2.0", "--method.no-factor-masking"], Iwp(C=2.0, factor_masking=False)),
+        (["method:iwp", "--method.alpha", "0.01"], Iwp(alpha=0.01)),
+        (
+            ["method:iwp", "--method.alpha", "0.005", "0.1", "--method.beta", "0", "1", "--method.change-at", "9"],
+            Iwp(alpha=(0.005, 0.1), beta=(0.0, 1.0), change_at=(9,)),
+        ),
     ],
 )
 def test_methods_are_chosen_on_the_command_line(argv, method):
@@ -211,11 +216,14 @@ def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys
         (["--stages", "2", "--cuts", "2", "3"], ["A pipeline of 2 stages has 1 cuts, got --cuts (2, 3)"]),
         (["--micro-batches", "2"], ["Only a pipeline has micro-batches", "give --stages as well"]),
         (["--slices", "3"], ["--workers is a multiple of --slices, got 4 in 3 slices"]),
-        (["--schedule", "drops"], ["--drop-every", "got None with drops"]),
+        (["--schedule", "drops"], ["--drop-at", "got () with drops"]),
         (["--dataset", "iwslt14", "--data-dir", "/nowhere"], ["iwslt14 must be prepared", "/nowhere"]),
         (["--dataset", "letters"], ["letters", "digits"]),
         (["--dataset", "mnist", "--data-dir", "/nowhere"], ["/nowhere"]),
-        (["--seed", "-1"], ["seed must be in [0, 2**32)", "got -1"]),
+        (["--seed", "-1"], ["--seed is at least 0 and below 2**32", "got -1"]),
+        (["--learning-rate", "nan"], ["--learning-rate is at least 0 and finite", "got nan"]),
+        (["--json", "."], ["--json is a file, got the folder .", "name a file in it"]),
+        (["--out", "/dev/null"], ["Not a directory"]),
         (["--warmup-steps", "3"], ["--warmup-steps", "got 3", "--steps"]),
         (["--resume"], ["--resume goes on with a run that has begun", "leave --resume out"]),
         (["method:dct-dp", "--method.sparsity", "1.0"], ["sparsity must be", "got 1.0", "use 0.99"]),

@@ -58,6 +58,9 @@ def test_bleu_says_how_it_was_taken():
 def test_bleu_splits_punctuation_off_and_keeps_case():
     assert bleu(["Yes , he saw it ."], ["Yes, he saw it."]).score == pytest.approx(100)
     assert bleu(["yes, he saw it."], ["Yes, he saw it."]).score < 90
+    lower = bleu(["yes, he saw it."], ["Yes, he saw it."], lowercase=True)
+    assert lower.score == pytest.approx(100)
+    assert "case:lc" in lower.signature
 
 
 @pytest.mark.parametrize(
