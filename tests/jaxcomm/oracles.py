@@ -1,27 +1,22 @@
-"""The papers' algorithms of `tests/reference`, with the options of a case, on the random numbers of the library.
+"""The papers' algorithms of `tests/reference`, with the options of a case, on the random numbers that are documented.
 
-An oracle never draws by itself. It gets what the library draws, by the keys that the transformations document, cut into
-tensors: that the numbers are random is tested elsewhere.
+An oracle makes its own draws, with `tests/reference/noise.py` and by the keys that the transformations document, cut
+into tensors. Nothing here asks the library for a number, unless `Oracle.adopt` says so.
 """
 
 import functools
 import math
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
-import jax
 import numpy as np
 
-from jaxcomm import noise
-from jaxcomm.selectors import draw_turn
-from jaxcomm.transforms.iwp import draw_publishers
-from jaxcomm.transforms.quant_dp import rounding_keys
 from tests.jaxcomm import cases
 from tests.jaxcomm.cases import Case
 from tests.jaxcomm.trees import TREES, params_of
+from tests.reference import noise
 from tests.reference.balanced import BalancedDctDpReference, BalancedTopKReference
-from tests.reference.common import StepResult, Tensors
+from tests.reference.common import StepResult, Tensors, n_kept
 from tests.reference.dct_dp import DctDpReference
 from tests.reference.dgc import DgcReference
 from tests.reference.iwp import IwpReference
@@ -38,31 +33,41 @@ STATE = ("residuals", "velocities")  # a dict of tensors for every worker
 class Oracle:
     """A reference, and how it is asked.
 
+    It goes on from its own state, over all steps of a test. Where float32 leaves the order of operations open, its
+    state may be off from the library's by more and more: by `error` of a tensor's largest number for every step. A
+    decision that is closer than that may fall either way. Only then may a test go on from the library's state.
+
     Attributes:
       reference: of `tests/reference`.
-      error: 0 where its state is the library's to the bit, else how much is left to the order of float32 operations,
-        relative to the largest number of a tensor. Every step then starts from the library's state, so that differences
-        do not add up.
-      closest: by how much, relative to a threshold, the closest call of the last step was decided.
+      error: what a step adds to the tolerance, relative to the largest number of a tensor; 0 where the state is the
+        library's to the bit.
+      tolerance: by name, how far the state may be from the library's by now.
+      adopted: the steps after which the library's state was adopted.
     """
 
     def __init__(self, case: Case, tree: str, K: int):
         self.case, self.tree, self.K = case, tree, K
-        self.error = 0.0
         is_scaled = case.momentum and (case.option("momentum") != 0.5 or case.option("clip"))
-        if is_scaled or case.method == "sign" or (case.method == "iwp" and case.option("beta")):
-            self.error = 1e-5
+        self.error = 1e-6 if is_scaled or case.method == "sign" else 0.0
+        self.tolerance = dict.fromkeys(TREES[tree], 0.0)
+        self.adopted = 0
         self.reference = MAKERS[case.method](case, tree, K)
 
     @property
-    def closest(self) -> float:
-        return 0.0 if self.is_tiny else getattr(self.reference, "closest", math.inf)
+    def is_close(self) -> bool:
+        """Whether the last step made a decision that might have fallen otherwise."""
+        return getattr(self.reference, "is_close", False)
 
-    def step(self, own: list[Tensors], i: int) -> StepResult:
-        self.is_tiny = False
-        if self.case.momentum and self.case.option("clip"):
-            # What is clipped with a number of 1e30 may be smaller than float32's normal numbers, which XLA makes zero.
-            self.is_tiny = max(np.abs(g).max() for tensors in own for g in tensors.values()) > 1e30
+    def step(self, own: list[Tensors], i: int, sizes: Tensors) -> StepResult:
+        """Takes step i with a dict of gradients for each worker; what was added up for them is up to `sizes`."""
+        tolerance = {name: self.tolerance[name] + self.error * float(sizes[name].max()) for name in self.tolerance}
+        self.reference.is_close, self.reference.tolerance = False, tolerance
+        result = self._step(own, i)
+        if not result.skipped:
+            self.tolerance = tolerance
+        return result
+
+    def _step(self, own: list[Tensors], i: int) -> StepResult:
         if self.case.drain_every:
             return self.reference.step(own, drain=self.case.drains(i))
         if self.case.method == "iwp":
@@ -72,6 +77,8 @@ class Oracle:
 
     def adopt(self, state: Any) -> None:
         """Goes on from the library's state."""
+        self.adopted += 1
+        self.tolerance = dict.fromkeys(self.tolerance, 0.0)
         for attribute in STATE:
             if hasattr(self.reference, attribute):
                 rows = state_rows(self.case, self.tree, attribute, state)
@@ -80,18 +87,13 @@ class Oracle:
         if self.case.momentum:
             self.reference.momentum_dense = dense_momentum(self.case, self.tree, state)
         if self.case.method == "iwp":
-            self._adopt_mask(state)
+            self.reference.mask = union_mask(self.case, self.tree, state)
 
-    def _adopt_mask(self, state: Any) -> None:
-        bits = np.unpackbits(np.asarray(state.mask).view(np.uint8), bitorder="little")
-        overflow = 0
-        for name, (mask,) in cases.unflatten(self.case, self.tree, bits[None]).items():
-            flat = np.flatnonzero(mask)
-            warm_up = self.reference.k <= self.case.option("warmup_steps")
-            slots = mask.size if warm_up else math.ceil(Fraction(repr(self.case.option("density"))) * mask.size)
-            self.reference.mask[name] = np.isin(np.arange(mask.size), flat[:slots]).reshape(mask.shape)
-            overflow += max(0, len(flat) - slots)
-        self.reference.mask_overflow = overflow
+
+def union_mask(case: Case, tree: str, state: Any) -> dict[str, np.ndarray]:
+    """The union of the publishers' masks by name, with all of its coordinates, of which the slots take some in turn."""
+    bits = np.unpackbits(np.asarray(state.mask).view(np.uint8), bitorder="little")
+    return {name: mask.astype(bool) for name, (mask,) in cases.unflatten(case, tree, bits[None]).items()}
 
 
 def state_rows(case: Case, tree: str, attribute: str, state: Any) -> dict[str, np.ndarray]:
@@ -112,15 +114,10 @@ def _known(case: Case, *names: str) -> dict[str, Any]:
     return {name: case.option(name) for name in names}
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _uniform(key: jax.Array, n: int) -> jax.Array:
-    return noise.uniform(key, n)
-
-
-def _numbers(case: Case, tree: str, key: jax.Array) -> Tensors:
-    """The random numbers of a key by name, in the tensors' shapes."""
+def _numbers(case: Case, tree: str, key: int) -> Tensors:
+    """The random numbers of a key by name, in the tensors' shapes: one for each coordinate of the flat vector."""
     n = sum(-(-math.prod(TREES[tree][name]) // cases.BLOCK) * cases.BLOCK for name in cases.compressed(case, tree))
-    flat, start, parts = np.asarray(_uniform(key, n)), 0, {}
+    flat, start, parts = noise.uniform(key, n), 0, {}
     for name in cases.compressed(case, tree):
         size = math.prod(TREES[tree][name])
         parts[name] = flat[start : start + size].reshape(TREES[tree][name])
@@ -129,7 +126,17 @@ def _numbers(case: Case, tree: str, key: jax.Array) -> Tensors:
 
 
 def _turn(seed: int) -> Callable[[int], float]:
-    return lambda step: float(draw_turn(seed, step))
+    return functools.partial(noise.turn, seed)
+
+
+class _Watched:
+    """A reference that notes decisions closer than the tolerance, by name of the tensor, that it is given."""
+
+    is_close: bool
+    tolerance: dict[str, float]
+
+    def _watch(self, distances: np.ndarray, limits: Any) -> None:
+        self.is_close = self.is_close or bool(np.any(distances < limits))
 
 
 def _topk(case: Case, tree: str, K: int) -> Any:
@@ -147,72 +154,107 @@ def _dct_dp(case: Case, tree: str, K: int) -> Any:
     )
 
 
+class _WatchedDgc(_Watched, DgcReference):
+    def _choose(self, name: str, v: np.ndarray, k: int) -> np.ndarray:
+        chosen = super()._choose(name, v, k)
+        sizes = np.abs(v.reshape(-1))
+        last = sizes[chosen].min(initial=np.inf)  # of those that are sent, which have to be above 0
+        others = np.delete(sizes, chosen).max(initial=0)
+        limit = 2 * self.tolerance[name]
+        self._watch(np.array([last, last - others]), limit)
+        if others > 0 and len(chosen) < self._slots(v.size, k):
+            self._watch(others, limit)
+        return chosen
+
+
 def _dgc(case: Case, tree: str, K: int) -> Any:
     known = ("sparsity", "momentum", "factor_masking", "clip", "warmup_steps", "dense_below", "value_dtype")
-    return DgcReference(**_known(case, *known))
+    return _WatchedDgc(**_known(case, *known))
 
 
 def _random_k(case: Case, tree: str, K: int) -> Any:
-    def slots(name: str) -> int:
-        n = math.prod(TREES[tree][name])
-        return max(1, n - math.floor(n * case.options["sparsity"] + 1e-9))
+    sizes = {name: math.prod(TREES[tree][name]) for name in cases.compressed(case, tree)}
+    slots = [n_kept(n, case.options["sparsity"]) for n in sizes.values()]
 
     def uniform(step: int) -> Tensors:
-        names = cases.compressed(case, tree)
-        flat = np.asarray(_uniform(noise.make_key(case.option("seed"), step), sum(map(slots, names))))
-        ends = np.cumsum([slots(name) for name in names])
-        return dict(zip(names, np.split(flat, ends[:-1]), strict=True))
+        flat = noise.uniform(noise.make_key(case.option("seed"), step), sum(slots))
+        return dict(zip(sizes, np.split(flat, np.cumsum(slots)[:-1]), strict=True))
+
+    def offsets(step: int) -> dict[str, int]:
+        key = noise.make_key(case.option("seed"), step)
+        drawn = noise.integers(key, list(sizes.values()), start=sum(slots))
+        return dict(zip(sizes, drawn.tolist(), strict=True))
 
     known = _known(case, "sparsity", "dense_below", "value_dtype", "collective")
-    return RandomKReference(uniform=uniform, **known)
+    return RandomKReference(uniform=uniform, offsets=offsets, **known)
 
 
-class _WatchedIwp(IwpReference):
-    """Notes how close the decisions were that depend on a variance, which float32 and float64 round differently."""
-
-    def _publisher_mask(self, v: np.ndarray, w: np.ndarray, k: int, u: np.ndarray | None) -> np.ndarray:
-        with np.errstate(over="ignore"):
-            importance = np.abs(v) / (np.abs(w) + np.float32(self.eps))
-        importance = np.minimum(importance, np.finfo(np.float32).max).astype(np.float64)
-        q = importance.var() / max(importance.mean(), 1e-300)
-        against_threshold = np.abs(importance / float(self._threshold(importance.astype(np.float32), k)) - 1)
-        self.closest = min(self.closest, float(against_threshold.min()), abs(q / self.C - 1))
-        return super()._publisher_mask(v, w, k, u)
-
-    def step(self, gradients: list[Tensors], params: Tensors) -> StepResult:
-        self.closest = math.inf
-        return super().step(gradients, params)
+class _WatchedIwp(_Watched, IwpReference):
+    def _publisher_mask(
+        self, name: str, v: np.ndarray, w: np.ndarray, K: int, k: int, u: np.ndarray | None
+    ) -> np.ndarray:
+        importance = self._importance(v, w, K).astype(np.float64)
+        rounding = 1e-6
+        if self.beta:  # the variance is a sum of squares, in float32 or in float64
+            rounding = 1e-4
+            q = importance.var() / max(importance.mean(), 1e-300)
+            self._watch(np.abs(q - self.C), rounding * self.C)
+        off = 2 * self.tolerance[name] / K / (np.abs(w) + self.eps)
+        threshold = np.float64(self._threshold(importance.astype(np.float32), k))
+        bound = threshold if u is None else threshold * u
+        if k < self.warmup_steps:
+            tau = np.float64(self._warmup_threshold(importance.astype(np.float32), k))
+            self._watch(np.abs(tau - threshold), rounding * threshold)
+            if tau <= threshold:
+                bound = tau
+                importance = np.where(importance == tau, np.inf, importance)  # which that is, is no decision
+        self._watch(np.abs(importance - bound), off + rounding * bound)
+        return super()._publisher_mask(name, v, w, K, k, u)
 
 
 def _iwp(case: Case, tree: str, K: int) -> Any:
-    def publishers(step: int) -> list[int]:
-        return np.asarray(draw_publishers(case.option("seed"), step, K, case.option("publishers"))).tolist()
+    seed, names = case.option("seed"), cases.compressed(case, tree)
+
+    def publishers(step: int) -> dict[str, list[int]]:
+        drawn = noise.publishers(seed, step, len(names), K, case.option("publishers"))
+        return dict(zip(names, drawn, strict=True))
 
     def uniform(step: int, worker: int) -> Tensors:
-        return _numbers(case, tree, noise.make_key(case.option("seed"), step, worker))
+        return _numbers(case, tree, noise.make_key(seed, step, worker))
 
     known = ("alpha", "beta", "C", "floor", "density", "random_selection", "eps", "momentum", "factor_masking", "clip")
     known = (*known, "warmup_steps", "life_span", "dense_below", "value_dtype", "mask_codec")
     collective = case.option("collective")
     if collective == "auto":
         collective = {"float32": "psum", "bfloat16": "two_shot"}[case.options["value_dtype"]]
-    reference = _WatchedIwp if case.option("beta") else IwpReference
-    return reference(
+    return _WatchedIwp(
         publishers=publishers,
         uniform=uniform,
-        turn=_turn(case.option("seed")),
+        turn=_turn(seed),
         collective=collective,
         **_known(case, *known),
     )
 
 
+class _WatchedSign(_Watched, SignReference):
+    def _compress(self, tensors: Tensors) -> Tensors:
+        for name, x in tensors.items():
+            self._watch(np.abs(x), 2 * self.K * self.tolerance[name])
+        return super()._compress(tensors)
+
+    def step(self, gradients: list[Tensors]) -> StepResult:
+        self.K = len(gradients)  # x may be a sum over so many
+        return super().step(gradients)
+
+
 def _sign(case: Case, tree: str, K: int) -> Any:
-    return SignReference(**_known(case, "dense_below", "collective"))
+    return _WatchedSign(**_known(case, "dense_below", "collective"))
 
 
 def _quant_dp(case: Case, tree: str, K: int) -> Any:
     def uniform(step: int, worker: int | None, phase: int) -> Tensors:
-        return _numbers(case, tree, rounding_keys(case.option("seed"), step, worker or 0)[phase])
+        assert (worker is None) == (phase == 1)
+        return _numbers(case, tree, noise.rounding_key(case.option("seed"), step, worker))
 
     return QuantDpReference(uniform=uniform, **_known(case, "bits", "bucket", "norm", "dense_below", "collective"))
 

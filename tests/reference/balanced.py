@@ -46,7 +46,8 @@ Where this differs, since a payload has a fixed capacity and a residual must los
   its own residual: the sums which it does not send, and the rounding errors of those which it sends.
 - `sent` and `overflow` count line 8.
 - Small tensors go dense, and a drain is one, as in `topk` and `dct_dp`. If any worker's gradient or x, a sum, or a new
-  residual holds a non-finite number, all workers skip the step, with the same consequences as there.
+  residual holds a non-finite number, or a gradient one of 2^100 or more, all workers skip the step, with the same
+  conditions and consequences as there.
 """
 
 import math
@@ -120,7 +121,7 @@ class BalancedDctDpReference(DctDpReference):
         sparsity: the fraction of the coordinates which is dropped.
         region_slack: the slots of a region over its share of the slots.
         life_span: of a threshold, in steps.
-        slack: the slots over the (1 - sparsity) * N coordinates which are expected to be selected.
+        slack: the slots over the N - floor(N * sparsity) + 1 coordinates which a new threshold selects.
         dense_below: tensors with fewer elements than this are sent dense.
         value_dtype: the type in which values travel, "float32" or "bfloat16".
         turn: a function of the step: a number in [0, 1), which coordinates of a region with too many are sent.

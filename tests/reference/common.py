@@ -7,6 +7,7 @@ plus residual) and what it sends are dicts of name -> float32 array; lists go ov
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +19,7 @@ Select = Callable[[int, str, np.ndarray], np.ndarray]
 Turn = Callable[[int], float]
 
 BLOCK = 1024  # coordinates; each tensor starts at a new block, and its last one may be short
+TOO_LARGE = 2.0**100  # what is added to a residual has to be smaller: jaxcomm's choice, of which no paper knows
 
 VALUE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -31,7 +33,8 @@ class StepResult:
         sent: per worker, how many coordinates of its compressed tensors it sent: all of them in a
             drain, none in a skipped step.
         overflow: per worker, how many selected coordinates found no slot in the payload.
-        skipped: whether a non-finite number, in a worker's x or in the mean, made all workers skip the step.
+        skipped: whether a non-finite number, in a worker's x or in the mean, or one which is too large for a
+            residual, made all workers skip the step.
     """
 
     mean: Tensors
@@ -57,8 +60,13 @@ def compressed_names(gradient: Tensors, dense_below: int) -> list[str]:
 
 
 def floor_of_dropped(n: int, sparsity: float) -> int:
-    """floor(n * sparsity), of a product which rounding may have left just below an integer."""
-    return math.floor(n * sparsity + 1e-9)
+    """floor(n * sparsity), with the sparsity as the decimal it is written as."""
+    return math.floor(n * exactly(sparsity))
+
+
+def exactly(decimal: float) -> Fraction:
+    """The decimal number that stands in the program, and not the float that is nearest to it."""
+    return Fraction(repr(decimal))
 
 
 def n_kept(n: int, sparsity: float) -> int:
@@ -104,6 +112,17 @@ def add_residuals(gradients: list[Tensors], residuals: list[Tensors]) -> list[Te
 def all_finite(tensors: list[Tensors]) -> bool:
     """Whether every number of every tensor of every worker is finite."""
     return all(np.all(np.isfinite(array)) for worker in tensors for array in worker.values())
+
+
+def can_be_added(added: list[Tensors], compressed: list[str]) -> bool:
+    """Whether all workers can add their gradients, or momenta, to residuals: finite, and compressed ones not too large.
+
+    Args:
+        added: per worker, what is new in this step; its tensors that go dense need only be finite.
+        compressed: the names of the compressed tensors.
+    """
+    small = all(np.all(np.abs(worker[name]) < TOO_LARGE) for worker in added for name in compressed)
+    return small and all_finite(added)
 
 
 def round_values(values: np.ndarray, value_dtype: str) -> np.ndarray:

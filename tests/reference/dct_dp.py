@@ -22,20 +22,26 @@ Where the paper is silent:
 
 - k counts the calls of `step`, from 0. In line 5, tau = 0 if m = 0.
 - Line 9 never selects a zero.
-- Line 10: a payload has a fixed capacity, ceil(slack * (1 - eta) * N), at most N and at least 1.
-  If more coordinates are selected, M of them, as many as fit are sent: in C order, from number
-  floor(turn * M) on and round to the first ones, with a random turn in [0, 1) for each step. The rest,
-  the overflow, stay in the residual.
+- Line 10: the paper sends whatever is selected. Right after a refresh that is N - m + 1 coordinates,
+  since the m-th smallest itself reaches tau (more if others equal it; N if m = 0). Here a payload has a
+  fixed capacity: ceil(slack * (N - m + 1)), at most N. If more coordinates are selected, M of them, as
+  many as fit are sent: in C order, from number floor(turn * M) on and round to the first ones, with a
+  random turn in [0, 1) for each step. The rest, the overflow, stay in the residual.
+- Line 3, jaxcomm's additions: tau is renewed in more steps than the paper's. While k < L, where
+  gradients change fastest, also at the powers of two, 1, 2, 4, ...; and at the step after one which was
+  overfull, that is one with an old tau in which some worker selected in some tensor more than twice as
+  many coordinates as the capacity. All workers and tensors are renewed at once.
 - Line 10: the values are rounded to the payload's type before line 11, so that the residual holds
   the rounding error too. A finite value stays finite: what rounding would make infinite is sent as
   the largest finite number of the type.
 - A tensor with fewer than `dense_below` elements goes dense in float32 and has no residual.
-- If any worker's gradient or x, or the mean of line 12, holds a non-finite number, all workers skip
-  the step: the mean is zero, residuals and thresholds stay. They also skip it if the largest |sent|
-  of each worker add up to more than float32 holds, which is when a mean could be infinite. A refresh
-  (lines 4 and 5) which was due is then due at the next step which is not skipped; later refreshes
-  stay at the multiples of L.
-- In a drain every x goes dense in float32 and every residual becomes zero. A due refresh happens.
+- If any worker's gradient or x, or the mean of line 12, holds a non-finite number, or a gradient one of
+  2^100 or more in a compressed tensor, all workers skip the step: the mean is zero, residuals and
+  thresholds stay. They also skip it if the largest |sent| of each worker add up to more than float32
+  holds, which is when a mean could be infinite. A refresh (lines 4 and 5) which was due is then due at
+  the next step which is not skipped; the others stay where they are.
+- In a drain every x goes dense in float32 and every residual becomes zero. A due refresh happens;
+  nothing is overfull.
 """
 
 import math
@@ -49,14 +55,18 @@ from .common import (
     Turn,
     add_residuals,
     all_finite,
+    can_be_added,
     check_value_dtype,
     compressed_names,
     drained_step,
+    exactly,
     floor_of_dropped,
     skipped_step,
     sparse_step,
     zero_residuals,
 )
+
+POWERS_OF_TWO = [2**i for i in range(31)]
 
 
 class DctDpReference:
@@ -65,7 +75,7 @@ class DctDpReference:
     Args:
         sparsity: the paper's eta, the fraction of the coordinates which is dropped.
         life_span: the paper's L, in steps.
-        slack: the capacity over the (1 - eta) * N coordinates which are expected to be selected.
+        slack: the capacity over the N - floor(N * eta) + 1 coordinates which a new tau selects.
         dense_below: tensors with fewer elements than this are sent dense.
         value_dtype: the type in which the sent values travel, "float32" or "bfloat16".
         turn: a function of the step: a number in [0, 1), which coordinates are sent where too many are selected.
@@ -108,12 +118,13 @@ class DctDpReference:
         # 2: error feedback
         all_x = add_residuals(gradients, self.residuals)
 
-        # 3: does L divide k, or did it at a step which was skipped?
-        if self.k % self.life_span == 0:
+        # 3: does L divide k, is it a power of two below L, or is a refresh still owed?
+        is_early = self.k < self.life_span and self.k in POWERS_OF_TWO
+        if self.k % self.life_span == 0 or is_early:
             self.refresh_due = True
         self.k += 1
 
-        if not all_finite(gradients) or not all_finite(all_x):
+        if not can_be_added(gradients, compressed) or not all_finite(all_x):
             return skipped_step(gradients)
 
         # 4 to 8: a new tau for each worker and tensor, or the old one
@@ -121,25 +132,24 @@ class DctDpReference:
         if self.refresh_due:
             thresholds = [{name: self._threshold(x[name]) for name in compressed} for x in all_x]
 
-        # 9 to 12, or a drain
-        if drain:
-            residuals, result = zero_residuals(gradients, compressed), drained_step(all_x, compressed)
-        else:
-            residuals, result = self._sparse_step(all_x, compressed, thresholds)
-        if not result.skipped:
-            self.residuals, self.thresholds, self.refresh_due = residuals, thresholds, False
-        return result
-
-    def _sparse_step(
-        self, all_x: list[Tensors], compressed: list[str], thresholds: list[dict[str, float]]
-    ) -> tuple[list[Tensors], StepResult]:
-        """Lines 9 to 12: (each worker's new residual, what the step gave)."""
-
         def select(w: int, name: str, flat: np.ndarray) -> np.ndarray:  # 9: mask, as flat indices in ascending order
             tau = np.float32(thresholds[w][name])
             return np.flatnonzero((np.abs(flat) >= tau) & (flat != 0))
 
-        return self._send(all_x, compressed, select)
+        # 10 to 12, or a drain
+        overfull = False
+        if drain:
+            residuals, result = zero_residuals(gradients, compressed), drained_step(all_x, compressed)
+        else:
+            residuals, result = self._send(all_x, compressed, select)
+            for w, x in enumerate(all_x):
+                for name in compressed:
+                    selected = select(w, name, x[name].reshape(-1))
+                    overfull = overfull or len(selected) > 2 * self._capacity(x[name].size)
+        if not result.skipped:
+            self.residuals, self.thresholds = residuals, thresholds
+            self.refresh_due = overfull and not self.refresh_due
+        return result
 
     def _send(self, all_x: list[Tensors], compressed: list[str], select: Select) -> tuple[list[Tensors], StepResult]:
         """Lines 10 to 12, given line 9: (each worker's new residual, what the step gave)."""
@@ -154,6 +164,6 @@ class DctDpReference:
         return float(ascending[m - 1])
 
     def _capacity(self, n: int) -> int:
-        """The slots in a payload, for a tensor of n elements."""
-        slots = math.ceil(self.slack * (1 - self.sparsity) * n - 1e-9)
-        return max(1, min(n, slots))
+        """The slots in a payload, for a tensor of n elements: what a new tau selects, and the slack."""
+        selected = n - floor_of_dropped(n, self.sparsity) + 1
+        return min(n, math.ceil(exactly(self.slack) * selected))

@@ -24,15 +24,19 @@ Where the paper is silent:
   error. Line 7 makes u zero there nevertheless. It is left out if there is no factor masking.
 - A step of the warm-up sends k = floor(f * N) coordinates, f its kept fraction, though no fewer than
   a later step, and in float32 whatever the payload's type is.
-- If any worker's gradient or v, or what they would receive, holds a non-finite number, all workers
-  skip the step: the mean is zero, u and v stay. After the warm-up they also skip it if the largest
-  |sent| of each worker add up to more than float32 holds.
+- If any worker's gradient or v, or what they would receive, holds a non-finite number, or a new u one
+  of 2^100 or more in a compressed tensor, all workers skip the step: the mean is zero, u and v stay.
+  After the warm-up they also skip it if the largest |sent| of each worker add up to more than float32
+  holds.
 """
+
+import numpy as np
 
 from .common import (
     StepResult,
     Tensors,
     all_finite,
+    can_be_added,
     check_value_dtype,
     compressed_names,
     largest,
@@ -106,14 +110,14 @@ class DgcReference:
         # 1 to 3: clipping, momentum correction, accumulation
         clipped = clip_locally(gradients, self.clip)
         velocities, all_v = correct_momentum(clipped, self.velocities, self.residuals, self.momentum)
-        if not all_finite(all_v):
+        if not can_be_added(velocities, compressed) or not all_finite(all_v):
             return skipped_step(gradients)
 
         warm_up = k < self.warmup_steps
         all_sent, residuals, all_chosen = [], [], []
         for v in all_v:
             # 4: the largest
-            chosen = {name: largest(v[name].reshape(-1), self._slots(v[name].size, k)) for name in compressed}
+            chosen = {name: self._choose(name, v[name], k) for name in compressed}
             # 5, 6: the compressed accumulation, and the rest
             sent, residual = send_chosen(v, chosen, "float32" if warm_up else self.value_dtype)
             all_sent.append(sent)
@@ -133,6 +137,10 @@ class DgcReference:
         self.velocities, self.residuals, self.momentum_dense = velocities, residuals, momentum_dense
         sent_counts = [sum(len(indices) for indices in chosen.values()) for chosen in all_chosen]
         return StepResult(mean=received, sent=sent_counts, overflow=[0] * K, skipped=False)
+
+    def _choose(self, _name: str, v: np.ndarray, k: int) -> np.ndarray:
+        """Line 4: the coordinates of one tensor, as flat indices in ascending order."""
+        return largest(v.reshape(-1), self._slots(v.size, k))
 
     def _slots(self, n: int, k: int) -> int:
         """How many of n coordinates step k sends."""

@@ -5,7 +5,7 @@ AllReduce". Step t of one worker, for one tensor of N elements with the paramete
 omega); v is its nabla omega of line 3, which is all that was not sent yet, and lines 4 to 12 are
 repeated for each tensor by itself:
 
-     3:  v = v + gradient; with momentum: u = m * u + gradient, v = v + u             (Equation 3)
+     3:  v = v + gradient / K; with momentum: u = m * u + gradient / K, v = v + u     (Equation 3)
      5:  choose the threshold thr
      6:  choose the publishers r_1, ..., r_n among the workers, at random
      7:  a publisher's mask = I > thr, with the importance I = |v / w| of its own v
@@ -14,8 +14,8 @@ repeated for each tensor by itself:
     10:  sent = v * mask
     11:  v = v * not mask
     12:  which is accumulated locally
-    13:  ring all-reduce of `sent` over the K workers; here they receive the mean
-    14:  SGD with the mean
+    13:  ring all-reduce of `sent` over the K workers: its sum
+    14:  SGD with what was received
 
 Line 5 by Equation 4, with the variance and the mean of I over the N coordinates, q = var / mean:
 
@@ -28,15 +28,18 @@ u uniform in [0, 1).
 Lines 3 and 14 follow DGC, on which the paper builds: local clipping, momentum correction, factor
 masking, tensors that go dense and the warm-up are described in `momentum`.
 
-Where the paper is silent, or contradicts itself:
+Where the paper is silent, or contradicts itself, or this differs:
 
+- Line 3 divides by N B, the nodes and the samples of each; a gradient here is the mean over the samples
+  already. u and v are kept undivided, K times the paper's. So I = |v| / K / (|w| + eps), and line 13
+  returns the sum over K, which is the paper's sum. Dividing by K commutes with all other lines.
 - Equation 4 gives both of its cases the condition q > C; the text subtracts where q is smaller, and
   here where it is not larger. q = 0 if the mean is 0. A threshold is at least `floor`, the fixed one
   too. The variance is that of the population, q is computed in float64 and rounded to float32.
-- I = |v| / (|w| + eps). One which float32 cannot hold counts as float32's largest number.
+- eps keeps I finite where w is zero. An I which float32 cannot hold counts as float32's largest number.
 - Line 7 never selects a zero of v.
-- The publishers of a step are the same for all tensors. Line 10 masks with the mask of line 9 on
-  every worker, whatever its own v is.
+- Line 6 stands below line 4, so that every tensor has publishers of its own, all different. Line 10 masks with the
+  mask of line 9 on every worker, whatever its own v is.
 - The mask has a life-span: lines 5 to 9 are done at the steps that `life_span` divides, counted from
   0, and the mask is kept at the others. A renewal which was due at a skipped step is due at the next
   step which is not skipped; later ones stay at the multiples.
@@ -53,8 +56,9 @@ Where the paper is silent, or contradicts itself:
   the k-th largest I of the publisher's tensor, k = floor(f * N) with the kept fraction f, at least
   the capacity and at most N. Where that lowers it, or tau = thr, I >= tau selects, without random
   selection. There is no capacity; the values travel in float32.
-- If any worker's gradient or v, or what they would receive, holds a non-finite number, all workers
-  skip the step: the mean is zero; u, v and the mask stay.
+- If any worker's gradient or v, or what they would receive, holds a non-finite number, or a new u one
+  of 2^100 or more in a compressed tensor, all workers skip the step: the mean is zero; u, v and the mask
+  stay.
 """
 
 import math
@@ -68,6 +72,7 @@ from .common import (
     Tensors,
     Turn,
     all_finite,
+    can_be_added,
     check_option,
     compressed_names,
     in_turn,
@@ -87,7 +92,8 @@ class IwpReference:
     Args:
         alpha: the threshold, or its first term; a number, or a function of the step.
         turn: a function of the step: a number in [0, 1), where an overfull mask is begun.
-        publishers: a function of the step: the publishers, different ones, as numbers from 0 to K - 1.
+        publishers: a function of the step: the publishers by name of the compressed tensor, different ones, as
+            numbers from 0 to K - 1.
         density: the capacity of a payload, as a fraction of a tensor's coordinates.
         beta: the factor of var / mean, a number or a function of the step; 0 for the fixed threshold.
         C: the var / mean up to which the threshold is lowered and not raised.
@@ -96,7 +102,7 @@ class IwpReference:
         factor_masking: whether u becomes zero where v was sent.
         random_selection: whether coordinates below the threshold may enter.
         uniform: a function of the step and the worker: by name of the tensor, numbers in [0, 1) of its
-            shape. Needed for the random selection only, and called at renewals, for publishers.
+            shape. Needed for the random selection only, and called at renewals, for all workers.
         eps: what is added to |w|, above 0.
         clip: the norm at which gradients are clipped, before the factor K^(-1/2); None for never.
         warmup_steps: the number of steps which send more.
@@ -119,7 +125,7 @@ class IwpReference:
         self,
         *,
         alpha: float | Callable[[int], float],
-        publishers: Callable[[int], list[int]],
+        publishers: Callable[[int], dict[str, list[int]]],
         turn: Turn,
         density: float,
         beta: float | Callable[[int], float] = 0.0,
@@ -190,7 +196,7 @@ class IwpReference:
         # 3: clipping, momentum correction, accumulation
         clipped = clip_locally(gradients, self.clip)
         velocities, all_v = correct_momentum(clipped, self.velocities, self.residuals, self.momentum)
-        if not all_finite(all_v):
+        if not can_be_added(velocities, compressed) or not all_finite(all_v):
             return skipped_step(gradients)
 
         # 5 to 9: a new mask, or the old one
@@ -230,16 +236,17 @@ class IwpReference:
         warm_up = k < self.warmup_steps
         mask = {}
         cut = [0] * len(all_v)
-        # 6: the publishers
-        publishers = [int(r) for r in self.publishers(k)]
-        draws = {r: self.uniform(k, r) for r in publishers} if self.random_selection else None
+        K = len(all_v)
+        publishers = self.publishers(k)
+        draws = {r: self.uniform(k, r) for r in range(K)} if self.random_selection else None
         for name in compressed:
             mask[name] = np.zeros(all_v[0][name].shape, bool)
             capacity = self._capacity(mask[name].size)
-            for r in publishers:
+            # 6: the publishers
+            for r in publishers[name]:
                 # 5, 7: a publisher's mask
                 u = np.asarray(draws[r][name], np.float32) if draws else None
-                published = self._publisher_mask(all_v[r][name], params[name], k, u)
+                published = self._publisher_mask(name, all_v[r][name], params[name], K, k, u)
                 if self.mask_codec == "coded" and not warm_up:
                     coded = np.zeros(published.size, bool)  # (N,)
                     coded[in_turn(np.flatnonzero(published), capacity, self.turn(k))] = True
@@ -249,11 +256,11 @@ class IwpReference:
                 mask[name] |= published
         return mask, cut
 
-    def _publisher_mask(self, v: np.ndarray, w: np.ndarray, k: int, u: np.ndarray | None) -> np.ndarray:
+    def _publisher_mask(
+        self, name: str, v: np.ndarray, w: np.ndarray, K: int, k: int, u: np.ndarray | None
+    ) -> np.ndarray:
         """Line 7: what a publisher would send of one tensor; u are the draws of the random selection, or None."""
-        with np.errstate(over="ignore"):  # the next line is about that
-            importance = np.abs(v) / (np.abs(np.asarray(w, np.float32)) + np.float32(self.eps))
-        importance = np.minimum(importance, np.finfo(np.float32).max)
+        importance = self._importance(v, w, K)
         threshold = self._threshold(importance, k)
         if k < self.warmup_steps:
             tau = self._warmup_threshold(importance, k)
@@ -262,6 +269,12 @@ class IwpReference:
         if u is not None:
             threshold = threshold * u
         return (importance > threshold) & (v != 0)
+
+    def _importance(self, v: np.ndarray, w: np.ndarray, K: int) -> np.ndarray:
+        """The I of line 7."""
+        with np.errstate(over="ignore"):  # the next line is about that
+            importance = np.abs(v) / np.float32(K) / (np.abs(np.asarray(w, np.float32)) + np.float32(self.eps))
+        return np.minimum(importance, np.finfo(np.float32).max)
 
     def _threshold(self, importance: np.ndarray, k: int) -> np.float32:
         """Line 5, Equation 4."""

@@ -20,8 +20,9 @@ Where the paper is silent:
   (Equation 3). Here they are clipped as they come, at K^1/2 of it, and the exchange divides by K: `clip`
   is the bound of their mean. A norm of 0 leaves them as they are. The norm and the factor are computed in
   float64, in which no square of a float32 overflows, and the factor is rounded to float32.
-- A step is skipped if a gradient, a v, or what the workers would receive is not finite. Then no
-  velocity changes; the count of the steps goes on.
+- A step is skipped if a gradient, a v, or what the workers would receive is not finite, or if a new u
+  of a compressed tensor holds a number of 2^100 or more. Then no velocity changes; the count of the
+  steps goes on.
 - Warm-up: step k of `warmup_steps`, counted from 0, keeps density^((k + 1) / (warmup_steps + 1)).
   With a final density of 0.1 % and four steps these are the paper's 25 %, 6.25 %, 1.56 % and 0.4 %.
 """

@@ -16,16 +16,18 @@ elements:
 Where the paper is silent:
 
 - k = max(1, N - floor(N * sparsity)).
-- Line 4: the coordinates are the same on all workers, and new ones in each step. They are stratified: the N
-  coordinates, in flat order, are cut into k strata of N // k or, the first N % k of them, N // k + 1 coordinates; one
-  is taken from each, at floor(u * width) with u uniform in [0, 1). The paper draws k of N without strata. Each
-  coordinate is then taken with a probability of 1 / width, about k / N.
+- Line 4: the coordinates are the same on all workers, and new ones in each step. They are stratified, and the strata
+  rotated: the N coordinates, from a random one on and round, are cut into k strata of N // k or, the first N % k of
+  them, N // k + 1 coordinates; one is taken from each, at floor(u * width) with u uniform in [0, 1). The paper draws k
+  of N without strata, and proves its rate for a uniform choice. Here too each coordinate is taken with the probability
+  k / N: strata of unequal width alone would take those of the wider ones less often.
 - Line 5: since the coordinates are shared, the values are summed slot by slot, in one of the three ways of
   `shared_sum`; line 6 has what rounding lost on the way. The tensors lie in the payload in the sorted order of their
   names.
 - A tensor with fewer than `dense_below` elements goes dense in float32 and has no residual.
-- If any worker's gradient or x, or a sum over the workers, holds a non-finite number, all workers skip the step: the
-  mean is zero, residuals stay. The steps are counted from 0, skipped ones too.
+- If any worker's gradient or x, or a sum over the workers, holds a non-finite number, or a gradient a number of 2^100
+  or more in a compressed tensor, all workers skip the step: the mean is zero, residuals stay. The steps are counted
+  from 0, skipped ones too.
 """
 
 from collections.abc import Callable
@@ -37,6 +39,7 @@ from .common import (
     Tensors,
     add_residuals,
     all_finite,
+    can_be_added,
     compressed_names,
     mean_of_sums,
     n_kept,
@@ -53,6 +56,8 @@ class RandomKReference:
         sparsity: the fraction of the coordinates which is dropped.
         uniform: step -> the random numbers of the step, float32 in [0, 1), of shape (k,) by name of the tensor; the
             same on all workers.
+        offsets: step -> at which coordinate the first stratum of the step begins, from 0 to N - 1, by name of the
+            tensor; the same on all workers.
         dense_below: tensors with fewer elements than this are sent dense.
         value_dtype: the type in which the sent values travel, "float32" or "bfloat16".
         collective: how values are summed, "psum", "two_shot" or "ring".
@@ -66,6 +71,7 @@ class RandomKReference:
         *,
         sparsity: float,
         uniform: Callable[[int], Tensors],
+        offsets: Callable[[int], dict[str, int]],
         dense_below: int = 512,
         value_dtype: str = "float32",
         collective: str = "psum",
@@ -73,6 +79,7 @@ class RandomKReference:
         check_collective(collective, value_dtype)
         self.sparsity = sparsity
         self.uniform = uniform
+        self.offsets = offsets
         self.dense_below = dense_below
         self.value_dtype = value_dtype
         self.collective = collective
@@ -90,16 +97,16 @@ class RandomKReference:
 
         # 3: error feedback
         all_x = add_residuals(gradients, self.residuals)
-        if not all_finite(gradients) or not all_finite(all_x):
+        if not can_be_added(gradients, compressed) or not all_finite(all_x):
             return skipped_step(gradients)
 
         # 4: one coordinate of each stratum
-        u = self.uniform(step)
+        u, offsets = self.uniform(step), self.offsets(step)
         chosen, slots = {}, {}
         for name in compressed:
             n = all_x[0][name].size
             slots[name] = n_kept(n, self.sparsity)
-            chosen[name] = draw_stratified(n, slots[name], u[name])
+            chosen[name] = draw_stratified(n, slots[name], u[name], offsets[name])
 
         # 5, 6: sum; keep what was not sent
         sums, residuals = exchange_slots(all_x, chosen, slots, self.collective, self.value_dtype)
@@ -110,17 +117,18 @@ class RandomKReference:
         return StepResult(mean=mean, sent=[sum(slots.values())] * K, overflow=[0] * K, skipped=False)
 
 
-def draw_stratified(n: int, k: int, u: np.ndarray) -> np.ndarray:
-    """One of the n coordinates from each of k strata, ascending.
+def draw_stratified(n: int, k: int, u: np.ndarray, offset: int = 0) -> np.ndarray:
+    """One of the n coordinates from each of k strata, in the order of the strata.
 
     Args:
         n: how many coordinates there are.
         k: how many are taken.
         u: a number in [0, 1) for each stratum, float32 of shape (k,).
+        offset: the coordinate at which the first stratum begins; the last ones go round to the coordinates before it.
     """
     coordinates = np.zeros(k, np.int64)
     for s in range(k):
         start = s * (n // k) + min(s, n % k)
         width = n // k + (1 if s < n % k else 0)
         coordinates[s] = start + min(int(np.floor(np.float32(u[s]) * np.float32(width))), width - 1)
-    return coordinates
+    return (coordinates + offset) % n

@@ -35,8 +35,8 @@ Where the papers are silent, or this differs:
   sent_1 + ... + sent_K, rather than the mean: all receive C(sum) / K. The error, sum - C(sum), it adds to its own
   residual of line 8, and so to its next gradient, rather than keeping a second one.
 - A tensor with fewer than `dense_below` elements goes dense in float32 and has no residual.
-- If any worker's gradient or x, a sum, or a new residual holds a non-finite number, all workers skip the step: the mean
-  is zero, residuals stay.
+- If any worker's gradient or x, a sum, or a new residual holds a non-finite number, or a gradient a number of 2^100 or
+  more in a compressed tensor, all workers skip the step: the mean is zero, residuals stay.
 """
 
 import math
@@ -49,6 +49,7 @@ from .common import (
     Tensors,
     add_residuals,
     all_finite,
+    can_be_added,
     check_option,
     compressed_names,
     mean_of_sums,
@@ -84,11 +85,11 @@ class SignReference:
 
         # 5: error feedback
         all_x = add_residuals(gradients, self.residuals)
-        if not all_finite(gradients) or not all_finite(all_x):
+        if not can_be_added(gradients, compressed) or not all_finite(all_x):
             return skipped_step(gradients)
 
         # 6, 8: scaled signs, and what they leave
-        all_sent = [{name: scaled_signs(x[name]) for name in compressed} for x in all_x]
+        all_sent = [self._compress({name: x[name] for name in compressed}) for x in all_x]
         sums = {name: sum_over_workers([sent[name] for sent in all_sent]) for name in compressed}
         if not all_finite([sums]):
             return skipped_step(gradients)
@@ -98,7 +99,7 @@ class SignReference:
 
         # 10 to 12: scaled signs of the sum, and what they leave on the owners
         if self.collective == "two_shot":
-            sums, residuals = serve(sums, residuals)
+            sums, residuals = serve(sums, self._compress(sums), residuals)
 
         # 7: the mean
         result = whole_step(mean_of_sums(all_x, sums), all_x, compressed)
@@ -107,6 +108,10 @@ class SignReference:
         if not result.skipped:
             self.residuals = residuals
         return result
+
+    def _compress(self, tensors: Tensors) -> Tensors:
+        """C of each block of each tensor."""
+        return {name: scaled_signs(x) for name, x in tensors.items()}
 
 
 def scaled_signs(x: np.ndarray) -> np.ndarray:
@@ -121,11 +126,10 @@ def scaled_signs(x: np.ndarray) -> np.ndarray:
     return compressed.reshape(x.shape)
 
 
-def serve(sums: Tensors, residuals: list[Tensors]) -> tuple[Tensors, list[Tensors]]:
-    """Lines 10 to 12: (C of the sums, the residuals with each owner's errors of it)."""
+def serve(sums: Tensors, compressed: Tensors, residuals: list[Tensors]) -> tuple[Tensors, list[Tensors]]:
+    """Lines 10 to 12, given C of the sums: (that, the residuals with each owner's errors of it)."""
     K = len(residuals)
     per_worker = math.ceil(sum(math.ceil(total.size / BLOCK) for total in sums.values()) / K)
-    compressed = {name: scaled_signs(total) for name, total in sums.items()}
     flat_residuals = [{name: np.array(r).reshape(-1) for name, r in residual.items()} for residual in residuals]
     block = 0
     for name in sorted(sums):

@@ -33,7 +33,9 @@ Where the paper is silent:
 - Line 3: the local optimizer is outside; it gives what it would add to w_k.
 - Line 4: each worker is the server of a part of the coordinates outside of the core, and a worker explores
   the same number, e = round((alpha - beta) * n / K), of every part; fewer if the smallest part is smaller.
-  A part is cut in e strata, as equal as can be, and one coordinate is drawn of each.
+  A part is cut in e strata, as equal as can be, from a random coordinate of it on and round, and one
+  coordinate is drawn of each: of z coordinates all with the probability e / z. The paper's
+  Exploration is a uniform random choice too, but without servers' parts and strata.
 - Line 13: w gains server_rate * the sum of what was pushed, coordinate by coordinate, over the workers that
   pushed it. The paper's eta' is server_rate, 1 / K unless told otherwise.
 - Line 16: g is the mean over the workers of the delta_k just pushed. c makes the means of |w| and of c * |g|
@@ -49,6 +51,7 @@ Where the paper is silent:
   w_k or delta_k.
 """
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -67,6 +70,8 @@ class SlimDpReference:
         q: the communications between two choices of the core.
         uniform: uniform(t, k) is (K * e,) draws from [0, 1) for worker k's explorer at communication t; e of part 0
             first. It is not called if there is no explorer.
+        offsets: offsets(t, k, sizes) is for each part of `sizes` coordinates at which of them the first stratum of
+            worker k's explorer begins, counted from 0. It is not called if there is no explorer.
         p: the local steps between two communications.
         c: the weight of |g| in the significance; None for mean|w| / mean|g|.
         server_rate: what the sum of the pushed updates is multiplied by; None for 1 / K.
@@ -90,6 +95,7 @@ class SlimDpReference:
         beta: float,
         q: int,
         uniform: Callable[[int, int], np.ndarray],
+        offsets: Callable[[int, int, list[int]], np.ndarray],
         p: int = 1,
         c: float | None = None,
         server_rate: float | None = None,
@@ -106,6 +112,7 @@ class SlimDpReference:
         self.server_rate = np.float32(1 / K if server_rate is None else server_rate)
         self.unsent = unsent
         self.uniform = uniform
+        self.offsets = offsets
         self.calls = 0
         self.t = 0
         self.core_due = False
@@ -194,22 +201,23 @@ class SlimDpReference:
         return False
 
     def _explorer(self, t: int, k: int) -> np.ndarray:
-        """Line 4: the flat indices which worker k explores at communication t, (K * e,), in ascending order."""
+        """Line 4: the flat indices which worker k explores at communication t, (K * e,), part by part."""
         e = self.explorer_size
         if e == 0:
             return np.zeros(0, np.int64)
         u = np.asarray(self.uniform(t, k), np.float32)  # (K * e,)
         others = np.setdiff1d(np.arange(self.w.size), self.core)  # (m,), ascending
         m = others.size
+        starts = [start_of(j, m, self.K) for j in range(self.K + 1)]
+        sizes = [end - start for start, end in itertools.pairwise(starts)]
+        offsets = self.offsets(t, k, sizes)
         ranks = []
-        for j in range(self.K):
-            part_start = start_of(j, m, self.K)
-            z = start_of(j + 1, m, self.K) - part_start
+        for j, z in enumerate(sizes):
             for i in range(e):
                 start = start_of(i, z, e)
                 width = start_of(i + 1, z, e) - start
                 draw = int(np.floor(u[j * e + i] * np.float32(width)))
-                ranks.append(part_start + start + min(draw, width - 1))
+                ranks.append(starts[j] + (start + min(draw, width - 1) + int(offsets[j])) % z)
         return others[ranks]
 
     def _significance(self, w: np.ndarray, g: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ of N elements:
     4:  residual = x - sent
     5:  send `sent`; all K workers receive the mean of what the K workers sent
 
-Small tensors, the largest numbers and non-finite ones are treated as in `dct_dp`.
+Small tensors, numbers of 2^100 or more, and non-finite ones are treated as in `dct_dp`.
 """
 
 import numpy as np
@@ -22,6 +22,7 @@ from .common import (
     Tensors,
     add_residuals,
     all_finite,
+    can_be_added,
     check_value_dtype,
     compressed_names,
     largest,
@@ -60,7 +61,7 @@ class TopKReference:
         # 1: error feedback
         all_x = add_residuals(gradients, self.residuals)
 
-        if not all_finite(gradients) or not all_finite(all_x):
+        if not can_be_added(gradients, compressed) or not all_finite(all_x):
             return skipped_step(gradients)
 
         # 2 to 5

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jaxcomm as jc
-from jaxcomm import noise
+from tests.reference import noise
 from tests.reference.local_sgd import LocalSgdReference
 from tests.reference.plump_dp import PlumpDpReference
 from tests.reference.slim_dp import SlimDpReference
@@ -68,9 +68,12 @@ class Case:
 def slim(**options: Any) -> Case:
     def oracle(K: int) -> Any:
         def uniform(t: int, k: int) -> np.ndarray:
-            return np.asarray(noise.uniform(noise.make_key(0, t, k), made.explorer_size * K))
+            return noise.uniform(noise.make_key(0, t, k), made.explorer_size * K)
 
-        made = SlimDpReference(first_params(), K, uniform=uniform, **options)
+        def offsets(t: int, k: int, sizes: list[int]) -> np.ndarray:
+            return noise.integers(noise.make_key(0, t, k), sizes, start=made.explorer_size * K)
+
+        made = SlimDpReference(first_params(), K, uniform=uniform, offsets=offsets, **options)
         return made
 
     def usual(K: int) -> float:
