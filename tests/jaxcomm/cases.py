@@ -74,7 +74,8 @@ def _all_of_dgc(_: int) -> dict[str, Any]:
 def _all_of_iwp(K: int) -> dict[str, Any]:
     # Publishers publish what is not zero to them: only all together all that is sent.
     least = {"alpha": 1e-35, "beta": 0.0, "floor": 1e-35, "density": 1.0, "random_selection": False}
-    return {"publishers": K, "value_dtype": "float32", "momentum": 0.0, "life_span": 1, "eps": 1e-3, **least}
+    own = {"momentum": 0.0, "clip": None, "life_span": 1, "eps": 1e-3}
+    return {"publishers": K, "value_dtype": "float32", **own, **least}
 
 
 METHODS = {
@@ -184,6 +185,8 @@ GATHERED = [
     variant("dct_dp", sparsity=0.9, value_dtype="bfloat16", index_codec="rice", life_span=2, slack=1.5),
     row("dgc", sparsity=0.9, value_dtype="bfloat16", momentum=0.5, warmup_steps=2),
     variant("dgc", sparsity=0.99, value_dtype="float32", momentum=0.9, clip=2.0, factor_masking=False),
+    # The papers' setting. In float32, since a last bit of a momentum may decide how its bfloat16 is rounded.
+    variant("dgc", sparsity=0.9, value_dtype="float32", momentum=0.9, clip=2.0),
 ]
 BALANCED = [
     row("topk", sparsity=0.9, value_dtype="bfloat16"),
@@ -195,16 +198,17 @@ SHARED = [
     variant("random_k", sparsity=0.5, value_dtype="float32", collective="psum", dense_below=0),
     variant("random_k", sparsity=0.9, value_dtype="bfloat16", collective="ring"),
     row(
-        "iwp", alpha=5.0, density=0.1, momentum=0.5, life_span=3, eps=1e-3, value_dtype="bfloat16", mask_codec="bitmap"
+        "iwp", alpha=2.5, density=0.1, momentum=0.5, life_span=3, eps=1e-3, value_dtype="bfloat16", mask_codec="bitmap"
     ),
     variant(
-        "iwp", alpha=5.0, density=0.1, momentum=0.5, publishers=2, random_selection=False, factor_masking=False,
+        "iwp", alpha=2.5, density=0.1, momentum=0.5, publishers=2, random_selection=False, factor_masking=False,
         value_dtype="float32", mask_codec="coded",
     ),
     variant(
-        "iwp", alpha=2.0, beta=0.5, C=3.0, density=0.05, momentum=0.5, eps=0.1, random_selection=False, warmup_steps=2,
+        "iwp", alpha=1.0, beta=0.5, C=1.5, density=0.05, momentum=0.5, eps=0.1, random_selection=False, warmup_steps=2,
         life_span=2, value_dtype="bfloat16", collective="ring", mask_codec="coded",
     ),
+    variant("iwp", alpha=0.1, density=0.1, momentum=0.9, clip=2.0, value_dtype="float32", mask_codec="bitmap"),
 ]  # fmt: skip
 CODED = [
     row("sign", collective="two_shot"),

@@ -81,7 +81,8 @@ def capacity(case: Case, n: int) -> int:
         return max(1, math.ceil(Fraction(str(case.option("density"))) * n))
     sparsity = Fraction(str(case.option("sparsity")))
     if case.method == "dct_dp":
-        return max(1, min(n, math.ceil(Fraction(str(case.option("slack"))) * (1 - sparsity) * n)))
+        selected = n - math.floor(n * sparsity) + 1  # the threshold is the floor(n * sparsity)-th smallest
+        return min(n, math.ceil(Fraction(str(case.option("slack"))) * selected))
     return max(1, n - math.floor(n * sparsity))
 
 
@@ -146,7 +147,9 @@ def bitmaps(s: Sizes) -> Fraction:
 
 def positions(case: Case, s: Sizes) -> Fraction:
     """A row a publisher in an all-reduce, or a row a worker in an all-gather; with counts of slots, and overflow."""
-    row, r = index_words("auto", s.n, sum(s.slots)) + len(s.slots) + 1, case.option("publishers")
+    slots = sum(s.slots)
+    coded = min(index_words(codec, s.n, slots) for codec in ("plain", "elias_fano"))
+    row, r = coded + len(s.slots) + 1, case.option("publishers")
     return min(all_reduce(s.K, r * row), Fraction((s.K - 1) * 4 * row))
 
 
