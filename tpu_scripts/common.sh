@@ -59,10 +59,25 @@ need_run_name() {
     die "A run's name is letters, digits, '.', '_' and '-', got '$1': give another with --run."
 }
 
+# A TPU's name stands alone among gcloud's words, where one that begins with '-' would be an option.
+need_tpu_name() {
+  [[ $JAXCOMM_TPU_NAME =~ ^[A-Za-z0-9][A-Za-z0-9-]*$ ]] ||
+    die "JAXCOMM_TPU_NAME is letters, digits and '-', and begins with no '-', got '$JAXCOMM_TPU_NAME': choose another."
+}
+
 # A folder on the workers is part of remote commands and of scp's destination, where quoting differs.
 need_folder() {
   [[ ${!1} =~ ^[A-Za-z0-9._/-]+$ && ${!1} != -* ]] ||
     die "$1 is a path of letters, digits, '.', '_', '/' and '-', got '${!1}': choose another."
+}
+
+# Sets `file` to a new, empty file that nobody else could have made, and removes it when the script ends. A dry run makes
+# none, and shows mktemp's template.
+make_file() {
+  file=${TMPDIR:-/tmp}/jaxcomm.XXXXXXXXXX
+  [ -z "$dry_run" ] || return 0
+  file=$(mktemp -- "$file")
+  trap 'rm -f -- "$file"' EXIT
 }
 
 # Makes an archive of what git knows: what is tracked, and what is new and not ignored. tar warns of what is tracked
@@ -81,6 +96,7 @@ pack() {
 # several are a queued resource, which starts all of them together and tells each which one it is.
 find_tpu() {
   need JAXCOMM_TPU_NAME "TPU's name" JAXCOMM_TPU_PROJECT "Google Cloud project" JAXCOMM_TPU_ZONE "TPU's zone"
+  need_tpu_name
   : "${JAXCOMM_TPU_SLICES:=1}" "${JAXCOMM_FOLDER:=jaxcomm}"
   need_count JAXCOMM_TPU_SLICES
   need_folder JAXCOMM_FOLDER

@@ -41,6 +41,12 @@ def test_submit(world):
     assert (told.stdout, world.calls()) == (call + "\n", [])
 
 
+def test_a_dry_run_leaves_nothing(world):
+    before = world.files()
+    assert world.call("slurm_submit", "--dry-run", "digits", **ASKED).returncode == 0
+    assert world.files() == before
+
+
 def test_without_gpus_there_is_a_task_a_node(world):
     assert world.call("slurm_submit", "digits", **ASKED).returncode == 0
     (call,) = world.calls()

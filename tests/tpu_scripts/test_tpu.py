@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.tpu_scripts.world import wait_for
+from tests.tpu_scripts.world import wait_for, without_file
 
 TPU = {
     "JAXCOMM_TPU_NAME": "my-tpu",
@@ -136,15 +136,16 @@ def test_a_dry_run_prints_what_is_run_and_runs_nothing(ready, verb, more):
         for name in ("w0", "w1"):
             (ready.machine(name) / "logs").mkdir()
             (ready.machine(name) / "logs" / "first.log").write_text("training\n")
+    before = ready.files()
     told = ready.call(verb, "--dry-run", *VERBS[verb], **more)
     assert told.returncode == 0, told.stderr
-    assert ready.calls() == []
-    assert not (ready.machine("w0") / "arguments").exists()
+    assert (ready.calls(), ready.files()) == ([], before)
     ran = ready.call(verb, *VERBS[verb], **more)
     assert ran.returncode == 0, ran.stderr
     calls = ready.calls()
     assert calls
-    assert [line for line in told.stdout.splitlines() if not line.startswith("git ")] == calls
+    shown = [line for line in without_file(told.stdout).splitlines() if not line.startswith("git ")]
+    assert shown == without_file("\n".join(calls)).splitlines()
     assert ("--internal-ip" in "".join(calls)) == (
         "JAXCOMM_TPU_INTERNAL_IP" in more and verb not in ("create", "delete")
     )
@@ -180,6 +181,38 @@ def test_words_that_cannot_be_used(tpu, verb, words, more, said):
     ended = tpu.call(verb, *words, **more)
     assert (ended.returncode, tpu.calls()) == (2, [])
     assert said in ended.stderr
+
+
+NAMES = ("--flags-file=/etc/passwd", "-v", "../my-tpu", "my-tpu/..", "my tpu", "my-tpu\n", "$(id)")
+
+
+@pytest.mark.parametrize(("verb", "name"), [*((verb, NAMES[0]) for verb in VERBS), *(("setup", n) for n in NAMES[1:])])
+def test_a_name_that_gcloud_or_a_path_would_read_otherwise_is_refused(tpu, verb, name):
+    before = tpu.files()
+    ended = tpu.call(verb, *(["digits"] if verb == "run" else []), JAXCOMM_TPU_NAME=name)
+    assert (ended.returncode, tpu.calls(), tpu.files()) == (2, [], before)
+    rule = "JAXCOMM_TPU_NAME is letters, digits and '-', and begins with no '-', got"
+    assert f"{verb}: {rule} '{name}': choose another." in ended.stderr
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["", "dry"])
+def test_setup_neither_follows_nor_removes_what_others_put_into_the_temporary_folder(ready, dry):
+    """Its own file has a name that nobody can know before."""
+    precious = ready.folder / "precious"
+    precious.write_text("mine")
+    for name in ("jaxcomm-my-tpu.tar.gz", "jaxcomm.XXXXXXXXXX", "jaxcomm.tar.gz"):
+        (ready.folder / name).symlink_to(precious)
+    links = {path for path in ready.files() if path.is_symlink() and path.parent == ready.folder}
+    files = []
+    for _ in range(2):
+        done = ready.call("setup", *dry)
+        assert done.returncode == 0, done.stderr
+        files += [
+            word for line in ready.calls() for word in line.split() if word.startswith(f"{ready.folder}/jaxcomm.")
+        ]
+        assert precious.read_text() == "mine"
+        assert {path for path in ready.files() if path.parent == ready.folder and "jaxcomm" in path.name} == links
+    assert len(set(files)) == len(files) == (0 if dry else 2)
 
 
 def test_setup_copies_what_git_knows_and_installs_it_again_and_again(tpu):

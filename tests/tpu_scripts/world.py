@@ -1,6 +1,7 @@
 """A world of machines that are folders here, with stand-ins for gcloud, ssh and Slurm on the PATH."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,10 @@ class World:
         path.write_text("")
         return lines
 
+    def files(self):
+        """All that is there, links as links, but for the list of calls."""
+        return {path: path.lstat().st_mtime_ns for path in self.folder.rglob("*") if path.name != "calls"}
+
     def machine(self, name):
         return self.folder / "machines" / name / "jaxcomm"
 
@@ -80,6 +85,11 @@ class World:
         arguments = (self.machine(name) / f"arguments{task}").read_text().split("\0")[:-1]
         lines = (self.machine(name) / f"environment{task}").read_text().splitlines()
         return arguments, dict(line.split("=", 1) for line in lines)
+
+
+def without_file(text):
+    """What is said, with one name for the temporary file, which is another in every call."""
+    return re.sub(r"/jaxcomm\.\w{10}", "/FILE", text)
 
 
 def wait_for(condition, seconds=20):
