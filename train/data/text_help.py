@@ -4,6 +4,8 @@ A paragraph has the same mark, `<p id="par_id3156045">`, in the page of either l
 they are; nothing of them is part of this repository.
 """
 
+import contextlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -17,6 +19,7 @@ from train.data.text_pairs import Pair
 
 PACKAGES = ("libreoffice-help-de", "libreoffice-help-en-us")
 PAGES = {"de": "usr/share/libreoffice/help/de/text", "en": "usr/share/libreoffice/help/en-US/text"}
+APT_USER = "_apt"
 HELD_OUT = 20  # one page in so many goes to valid, and one to test
 
 
@@ -33,12 +36,21 @@ def fetch_packages(folder: Path, say: Callable[[str], None]) -> None:
                 "system by `dpkg -x`, and pass the folder by --unpacked"
             )
     with tempfile.TemporaryDirectory() as downloads:
-        # As root, apt-get downloads as another user, who must be able to write here.
-        Path(downloads).chmod(0o777)
+        _give_to_apt(downloads)
         say(f"downloading {' and '.join(PACKAGES)}")
         _run(["apt-get", "download", *PACKAGES], downloads)
         for package in sorted(Path(downloads).glob("*.deb")):
             _run(["dpkg", "-x", str(package), str(folder)], downloads)
+
+
+def _give_to_apt(folder: str) -> None:
+    """Makes the user that apt-get downloads as, when root calls it, the owner of a folder, which no other may write.
+
+    Where there is no such user, apt-get downloads as root.
+    """
+    if os.geteuid() == 0:
+        with contextlib.suppress(LookupError):
+            shutil.chown(folder, APT_USER)
 
 
 def _run(command: list[str], folder: str) -> None:
