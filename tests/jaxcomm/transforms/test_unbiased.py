@@ -1,4 +1,4 @@
-"""Law 4: what is rounded or drawn at random is right on average.
+"""Law 4: what is rounded or selected at random is right on average. That it is drawn as it should is in `test_draws`.
 
 Random numbers are those of fixed seeds. Every bound is five or six standard deviations of the average that is tested:
 single coordinates would show a wrong one, all together a bias of a few thousandths of a level.
@@ -10,9 +10,6 @@ import numpy as np
 import pytest
 
 import jaxcomm as jc
-from jaxcomm import noise
-from jaxcomm.layout import plan_layout
-from jaxcomm.selectors.strata import select_strata
 
 K, N, STEPS = 3, 3000, 256
 X = np.random.default_rng(0).normal(size=(K, N)).astype(np.float32)
@@ -88,22 +85,3 @@ def test_iwp_selects_with_the_probability_of_the_importance_over_the_threshold()
     assert np.all(np.abs(count - STEPS * p) <= 6 * deviation + 1)
     assert abs(count.sum() - STEPS * p.sum()) <= 5 * np.sqrt(np.sum(deviation**2))
     assert np.all(count[p == 1] == STEPS)
-
-
-def test_random_k_draws_every_coordinate_equally_often():
-    n, k, steps = 2049, 205, 2000
-    layout = plan_layout([jax.ShapeDtypeStruct((n,), np.float32)], dense_below=0, capacity=lambda _: k)
-
-    def draw(step):
-        return select_strata(noise.uniform(noise.make_key(0, step), k), layout).position
-
-    positions = np.asarray(jax.jit(jax.vmap(draw))(jnp.arange(steps)))  # (steps, k)
-    assert np.all(np.diff(positions) > 0)
-    width = np.where(np.arange(k) < n % k, n // k + 1, n // k)
-    expected = steps / np.repeat(width, width)  # (n,)
-    count = np.bincount(positions.reshape(-1), minlength=n)
-    degrees = n - k  # each stratum's counts add up
-    assert abs(np.sum((count - expected) ** 2 / expected) - degrees) <= 5 * np.sqrt(2 * degrees)
-    # Strata do not follow each other.
-    inside = (positions - np.cumsum(width) + width + 0.5) / width - 0.5
-    assert abs(np.mean(inside[:, 1:] * inside[:, :-1]) * 12) <= 5 / np.sqrt(steps * (k - 1))

@@ -1,0 +1,236 @@
+"""What is drawn at random: who publishes, how workers round, which coordinates are sent.
+
+Seen from outside, in what comes back from many steps, and held against what the papers draw: publishers and coordinates
+uniformly, every worker's rounding by itself. The oracles draw by the documented keys, and so would repeat a key that is
+a bad one. Numbers are those of fixed seeds; bounds are five standard deviations.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcomm as jc
+from jaxcomm import noise
+from tests.jaxcomm.workers import QUICKLY
+from tests.reference import noise as documented
+
+KEYS = [(0,), (7, 3, 0, 5), (1, 199, 2**31 - 2)]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_numbers_are_the_documented_ones(key):
+    """Which the oracles rest on."""
+    bounds = np.array([1, 2, 3, 1000, 2**24 + 1, 2**31 - 1], np.int32)
+    assert int(noise.make_key(*key)) == documented.make_key(*key)
+    np.testing.assert_array_equal(
+        noise.uniform(noise.make_key(*key), 2000, 37), documented.uniform(documented.make_key(*key), 2000, 37)
+    )
+    np.testing.assert_array_equal(
+        noise.integers(noise.make_key(*key), bounds, 5), documented.integers(documented.make_key(*key), bounds, 5)
+    )
+
+
+def returned(tx, updates, steps, params=None, counter="step"):
+    """What every worker gets for its updates in step 0, 1, ..., each time from the first state: (K, steps, ...).
+
+    Args:
+      counter: what the state's field is called from which the step's random numbers are drawn.
+    """
+    first = tx.init(jax.tree.map(lambda rows: jnp.zeros(rows.shape[1:]), updates) if params is None else params)
+
+    def worker(own):
+        def step(_, i):
+            out, state = tx.update(own, first._replace(**{counter: i}), params)
+            return None, (out, jc.exchange_metrics(state).skipped)
+
+        return jax.lax.scan(step, None, jnp.arange(steps, dtype=jnp.int32))[1]
+
+    workers = jax.jit(jax.vmap(worker, axis_name="data"), compiler_options=QUICKLY)
+    out, skipped = workers(updates)
+    assert not np.any(skipped)
+    return jax.tree.map(np.asarray, out)
+
+
+# Publishers.
+
+K, R, LAYERS, STEPS = 8, 2, 5, 200
+
+
+@functools.cache
+def published(seed):
+    """Whether a worker publishes a layer in a step, (STEPS, LAYERS, K): it alone finds its coordinate important."""
+    tx = jc.iwp(
+        1e-3, density=1.0, momentum=0.0, publishers=R, random_selection=False, value_dtype="float32", dense_below=0,
+        seed=seed,
+    )  # fmt: skip
+    layers = {f"layer{s}": np.eye(K, dtype=np.float32) for s in range(LAYERS)}
+    params = {name: jnp.ones(K) for name in layers}
+    means = returned(tx, layers, STEPS, params)
+    return np.stack([means[name][0] for name in sorted(means)], axis=1) != 0
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_as_many_workers_as_asked_publish_a_layer_and_all_of_them_equally_often(seed):
+    is_publisher = published(seed)
+    assert np.all(is_publisher.sum(-1) == R)  # different ones, since every worker has a coordinate of its own
+    p = R / K
+    for counts, draws in ((is_publisher.sum(0), STEPS), (is_publisher.sum((0, 1)), STEPS * LAYERS)):
+        assert np.all(np.abs(counts - draws * p) <= 5 * np.sqrt(draws * p * (1 - p)))
+    pairs = np.einsum("tsa,tsb->ab", is_publisher.astype(int), is_publisher.astype(int))[np.triu_indices(K, 1)]
+    assert is_uniform(pairs, STEPS * LAYERS / len(pairs), degrees=len(pairs) - 1)
+
+
+def test_publishers_of_layers_steps_and_seeds_are_independent():
+    one, other = published(0).astype(int), published(1).astype(int)
+    for a, b in itertools.combinations(range(LAYERS), 2):
+        check_overlaps(one[:, a], one[:, b])
+    for lag in (1, 2, 3):
+        for s in range(LAYERS):
+            check_overlaps(one[lag:, s], one[:-lag, s])
+        check_overlaps(one[lag:, 1:].reshape(-1, K), one[:-lag, :-1].reshape(-1, K))
+    check_overlaps(one.reshape(-1, K), other.reshape(-1, K))
+
+
+def check_overlaps(a, b):
+    """Two independent draws of R from K have R^2 / K in common, with the variance of a hypergeometric distribution."""
+    variance = R * (R / K) * (1 - R / K) * (K - R) / (K - 1)
+    assert abs(np.sum(a * b) - len(a) * R * R / K) <= 5 * np.sqrt(len(a) * variance)
+
+
+def is_uniform(counts, expected, degrees):
+    """Chi-square. Draws without replacement are a little less independent than degrees of freedom count."""
+    return abs(np.sum((counts - expected) ** 2 / expected) - degrees) <= 5 * np.sqrt(3 * degrees)
+
+
+# Rounding.
+
+N, BITS, BUCKET, WORKERS, DRAWS = 2048, 8, 512, 4, 256
+
+
+def equal_gradients():
+    """The same on all workers, but for the coordinate that sets a bucket's scale: it cancels in the sum.
+
+    So the levels of the sum are far finer than those of a worker, and two shots round once that matters.
+    """
+    x = np.random.default_rng(0).uniform(-0.05, 0.05, (1, N)).astype(np.float32).repeat(WORKERS, 0)
+    x[:, ::BUCKET] = np.array([1, -1, 1, -1], np.float32)[:, None]
+    return x
+
+
+def check_variance(means, of_one_worker, added=0.0):
+    """Errors of K workers that are independent average out: the variance of the mean is 1/K^2 of their sum's.
+
+    Args:
+      means: (DRAWS, n).
+      of_one_worker: the variance of one worker's rounding, the same on all, (n,).
+      added: what may come on top, relative to that.
+    """
+    ratio = means.var(0, ddof=1).mean() / (of_one_worker.mean() / WORKERS)
+    assert 0.9 <= ratio <= 1.1 + added
+
+
+def of_rounding(x, level):
+    """The variance of rounding to a level below or above, at random and unbiased."""
+    fraction = np.abs(x) / level % 1
+    return level**2 * fraction * (1 - fraction)
+
+
+@pytest.mark.parametrize("collective", ["gather", "two_shot"])
+def test_quant_dp_rounds_on_every_worker_by_itself(collective):
+    x = equal_gradients()
+    tx = jc.quant_dp(BITS, bucket=BUCKET, collective=collective)
+    means = returned(tx, x, DRAWS)[0].astype(np.float64)
+    same = x[0] == x[1]
+    check_variance(means[:, same], of_rounding(x[0, same].astype(np.float64), 1 / (2 ** (BITS - 1) - 1)))
+
+
+def test_quant_dp_rounds_a_sum_of_equal_gradients_k_times_as_coarsely():
+    """As documented: two shots multiply the variance of the mean by K, as the sum's levels are K times a worker's."""
+    x = np.random.default_rng(1).normal(size=(1, N)).astype(np.float32).repeat(WORKERS, 0)
+    means = returned(jc.quant_dp(BITS, bucket=BUCKET, collective="two_shot"), x, DRAWS)[0].astype(np.float64)
+    scales = np.abs(x[0]).reshape(-1, BUCKET).max(1).repeat(BUCKET).astype(np.float64)
+    of_one_worker = of_rounding(x[0], scales / (2 ** (BITS - 1) - 1))
+    assert 0.9 <= means.var(0, ddof=1).mean() / of_one_worker.mean() <= 1.1
+
+
+@pytest.mark.parametrize("collective", ["gather", "two_shot"])
+def test_terngrad_rounds_on_every_worker_by_itself(collective):
+    x = np.random.default_rng(0).normal(size=(1, N)).astype(np.float32).repeat(WORKERS, 0)
+    means = returned(jc.terngrad(clip=None, collective=collective), x, DRAWS)[0].astype(np.float64)
+    check_variance(means, of_rounding(x[0].astype(np.float64), np.abs(x).max()))
+
+
+# Coordinates.
+
+
+@pytest.mark.parametrize(("sizes", "sparsity"), [((1000,), 0.3), ((999, 1500), 0.6), ((2049,), 0.9)], ids=str)
+def test_random_k_draws_every_coordinate_equally_often(sizes, sparsity):
+    """k / N, where k does not divide N: strata are of two widths, but coordinates take turns in being in wider ones."""
+    steps = 800
+    tx = jc.random_k(sparsity, value_dtype="float32", collective="psum", dense_below=0)
+    ones = {f"{s}": np.ones((1, n), np.float32) for s, n in enumerate(sizes)}
+    for name, mean in returned(tx, ones, steps).items():
+        drawn = mean[0] != 0
+        n, k = drawn.shape[1], drawn[0].sum()
+        assert n % k != 0
+        assert np.all(drawn.sum(1) == k)
+        assert is_uniform(drawn.sum(0), steps * k / n, degrees=n - k), name
+        check_independent(drawn[1:], drawn[:-1], k * k / n)
+
+
+def check_independent(a, b, expected):
+    """Draws of coordinates, (steps, n) each, have as many in common as chance gives them."""
+    common = np.sum(a & b, axis=1)
+    assert abs(common.mean() - expected) <= 5 * common.std(ddof=1) / np.sqrt(len(common))
+
+
+MODEL = 400  # coordinates
+
+
+@functools.cache
+def explored(alpha, beta):
+    """Whether a worker explores a coordinate in a communication, (workers, communications, n - core).
+
+    Every worker pushes another power of two, onto zeros at a rate of 2: what a worker pulled is not what it pushed.
+    """
+    n, workers, communications = MODEL, WORKERS, 300
+    tx = jc.slim_dp(alpha, beta, q=10**9, server_rate=2.0)
+    core = round(beta * n)
+    params = jnp.zeros(n).at[:core].set(1.0)  # the largest weights, which are the first core
+    pushed = np.repeat(2.0 ** np.arange(workers), n).reshape(workers, n).astype(np.float32)
+    out = returned(tx, pushed, communications, params, counter="round")
+    is_pulled = out != pushed[:, None]
+    assert np.all(is_pulled[:, :, :core])
+    return is_pulled[:, :, core:]
+
+
+slim_settings = pytest.mark.parametrize(("alpha", "beta"), [(0.8, 0.1), (0.3, 0.15)])
+
+
+@slim_settings
+def test_explorers_draw_every_coordinate_equally_often(alpha, beta):
+    """Of every owner's part a K-th of (alpha - beta) n, where that does not divide the part."""
+    drawn = explored(alpha, beta)
+    workers, communications, m = drawn.shape
+    e = round((alpha - beta) * MODEL / workers)
+    for part in np.array_split(np.arange(m), workers):  # the first m % K are one longer
+        assert len(part) % e != 0
+        assert np.all(drawn[:, :, part].sum(-1) == e)
+        counts = drawn[:, :, part].sum((0, 1))
+        assert is_uniform(counts, workers * communications * e / len(part), degrees=len(part) - e)
+
+
+@slim_settings
+def test_explorers_of_workers_and_communications_are_independent(alpha, beta):
+    drawn = explored(alpha, beta)
+    workers, _, m = drawn.shape
+    e = round((alpha - beta) * MODEL / workers)
+    expected = sum(e * e / len(part) for part in np.array_split(np.arange(m), workers))
+    for a, b in itertools.combinations(range(workers), 2):
+        check_independent(drawn[a], drawn[b], expected)
+    for a, b in itertools.product(range(workers), repeat=2):
+        check_independent(drawn[a, 1:], drawn[b, :-1], expected)
