@@ -20,6 +20,8 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 
 # The slots of both stages, with room for the larger tensor: kernels of 64 * 32 and of 32 * 16, biases of 32 and 16.
 SLOTS = 64 * 32 + 32 * 16 + 32 + 16
+# Strong enough that adding it twice, or K times, would show.
+L2 = {"steps": 6, "decay": "l2", "weight_decay": 0.1}
 
 
 def make(method=DCT_DP, **changes):
@@ -30,14 +32,14 @@ def make(method=DCT_DP, **changes):
 def dense(tmp_path_factory):
     """Six steps of two workers that hold the whole model each, and its folder."""
     out = tmp_path_factory.mktemp("dense")
-    return out, run(out, PlumpDp(), steps=6, architecture=MLP, workers=2)
+    return out, run(out, PlumpDp(), architecture=MLP, workers=2, **L2)
 
 
 @pytest.fixture(scope="module")
 def pipelined(tmp_path_factory):
     """The same steps with each model in two stages."""
     out = tmp_path_factory.mktemp("pipelined")
-    return out, run(out, PlumpDp(), steps=6, **PIPELINE)
+    return out, run(out, PlumpDp(), **PIPELINE, **L2)
 
 
 def test_a_pipeline_that_sends_everything_trains_like_workers_alone(dense, pipelined):
@@ -54,9 +56,9 @@ def test_a_pipeline_that_sends_everything_trains_like_workers_alone(dense, pipel
 
 @pytest.mark.parametrize("dense_layers", ["late", "split"])
 def test_dense_layers_in_their_own_way_train_like_workers_alone(dense_layers, dense, tmp_path):
-    """Weight decay, momentum and dropout included."""
+    """L2, momentum and dropout included."""
     _, expected = dense
-    found = run(tmp_path, PlumpDp(), steps=6, architecture=MLP, workers=2, dense_layers=dense_layers)
+    found = run(tmp_path, PlumpDp(), architecture=MLP, workers=2, dense_layers=dense_layers, **L2)
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
     assert found.summary.scores == pytest.approx(expected.summary.scores, rel=1e-5)
     assert found.summary.bytes_per_step != expected.summary.bytes_per_step
@@ -103,7 +105,7 @@ def test_what_does_not_go_with_dense_layers_is_refused(method, changes, message)
 
 def test_a_pipeline_is_evaluated_as_the_whole_model(pipelined):
     _, found = pipelined
-    params, stats = jax.device_get(make(PlumpDp(), steps=6, **PIPELINE).model(found.state))
+    params, stats = jax.device_get(make(PlumpDp(), **PIPELINE, **L2).model(found.state))
     assert params.keys() == {0, 1, 2}
     (batch,) = eval_batches("digits", global_batch=450)
     graph = cut(make_model(MLP, IMAGES, "float32", 0))[0].graph
