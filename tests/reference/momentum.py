@@ -19,7 +19,9 @@ Where the paper is silent:
 - The paper's gradients are divided by K before they are clipped, at K^-1/2 of the bound, and added up
   (Equation 3). Here they are clipped as they come, at K^1/2 of it, and the exchange divides by K: `clip`
   is the bound of their mean. A norm of 0 leaves them as they are. The norm and the factor are computed in
-  float64, in which no square of a float32 overflows, and the factor is rounded to float32.
+  float64, in which no square of a float32 overflows, and the factor is rounded to float32. What
+  clipping makes smaller than 2^-126 of clip * sqrt(K) becomes zero, as on processors for which such
+  numbers of float32 are zero.
 - A step is skipped if a gradient, a v, or what the workers would receive is not finite, or if a new u
   of a compressed tensor holds a number of 2^100 or more. Then no velocity changes; the count of the
   steps goes on.
@@ -43,12 +45,18 @@ def clip_locally(gradients: list[Tensors], clip: float | None) -> list[Tensors]:
     """
     clipped = []
     for gradient in gradients:
-        factor = np.float32(1)
+        factor, least = np.float32(1), 0.0
         squares = sum(float(np.sum(np.square(np.asarray(g, np.float64)))) for g in gradient.values())
         if clip is not None and squares > 0:
-            factor = np.float32(min(1.0, clip * math.sqrt(len(gradients)) / math.sqrt(squares)))
-        clipped.append({name: np.asarray(np.asarray(g, np.float32) * factor) for name, g in gradient.items()})
+            bound = clip * math.sqrt(len(gradients))
+            factor, least = np.float32(min(1.0, bound / math.sqrt(squares))), bound * 2.0**-126
+        clipped.append({name: flushed(np.asarray(g, np.float32) * factor, least) for name, g in gradient.items()})
     return clipped
+
+
+def flushed(x: np.ndarray, least: float) -> np.ndarray:
+    """x, with zeros for what is smaller."""
+    return np.where(np.abs(x) < least, np.float32(0), x)
 
 
 def correct_momentum(
