@@ -346,6 +346,8 @@ def test_command_prepares(tmp_path, capsys):
     assert dataset_info("criteo", tmp_path / "a").table_sizes == (77,) * 26
     assert clicks.main(["prepare", *options]) == 2
     assert capsys.readouterr().err.startswith("clicks: a log is prepared into a new folder")
+    assert clicks.main(["prepare", "--input", str(log), "--out", str(log)]) == 2  # a file
+    assert capsys.readouterr().err.startswith("clicks: [Errno 17] File exists")
 
 
 def test_command_refuses_options_of_the_other_kind(tmp_path, capsys):

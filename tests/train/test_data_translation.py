@@ -228,6 +228,8 @@ def test_command_prepares(tmp_path, capsys):
     facts = json.loads(capsys.readouterr().out)
     assert (facts["languages"], facts["vocabulary_size"], facts["source_length"]) == (["en", "de"], 60, 128)
     assert open_text("iwslt14", "test", tmp_path / "data").references[0] == GERMAN[2]
+    assert translation.main(["prepare", *options[:2], "--out", str(tmp_path / "text" / "train.de")]) == 2  # a file
+    assert capsys.readouterr().err.startswith("translation: [Errno 17] File exists")
     (tmp_path / "text" / "train.de").unlink()  # it says that it is prepared before it reads anything
     assert translation.main(["prepare", *options]) == 2
     assert capsys.readouterr().err.startswith("translation: text is prepared into a new folder")

@@ -251,6 +251,7 @@ def test_a_variable_that_is_no_number_is_named(started, monkeypatch, tmp_path, c
     assert "JAXCOMM_NUM_PROCESSES is an integer, got 'two'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_resume_finishes_as_if_nothing_had_happened(tmp_path):
     options = [*SHORT[2:], "--steps", "200", "--checkpoint-every", "10", "--no-baseline"]
     method = ["method:dct-dp", "--method.sparsity", "0.9", "--method.life-span", "7"]

@@ -79,6 +79,7 @@ def assert_like_simulated(lines, expected, rtol):
         np.testing.assert_allclose(found, [line[name] for line in expected[: len(lines)]], rtol=rtol)
 
 
+@pytest.mark.slow
 def test_three_hosts_train_like_three_simulated_workers(tmp_path):
     """In network namespaces as root, on loopback else; the lab says by JAXCOMM_... who is who."""
     argv = [*FEW, "--workers", "3", "--steps", "6", "--eval-every", "3"]
@@ -99,6 +100,7 @@ def test_three_hosts_train_like_three_simulated_workers(tmp_path):
         assert abs(last["test_accuracy"] - whole.summary.accuracy) <= 2 / 450
 
 
+@pytest.mark.slow
 def test_two_hosts_hold_a_stage_each(tmp_path):
     """Both read all rows, and write one checkpoint together, from which the whole goes on."""
     argv = [*FEW, "--steps", "3", "--workers", "1", "--stages", "2", "--boundary.sparsity", "0.9", "--no-baseline"]
@@ -132,6 +134,7 @@ def test_processes_that_share_a_worker_read_the_same_rows(count, workers, parts)
     assert [rows_of(Processes(index, count), workers) for index in range(count)] == parts
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_process_stops_all_and_they_go_on_together(tmp_path):
     """Two processes of two workers each."""
     argv = [*FEW, "--steps", "200", "--eval-every", "200", "--checkpoint-every", "10", "--no-baseline"]
