@@ -125,6 +125,7 @@ CASES = [
     ),
     local("plump_dp-p3", lambda: jc.plump_dp(p=3), 3, dense_bytes, lr=1, momentum=0, nesterov=False),
 ]
+OTHERS = [(1, 1), (4, 3), (5, 1), (6, 3)]  # numbers of cases, each with a number of workers
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 # One of each kind; compiling is what costs.
 few_cases = pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[6]], ids=str)
@@ -145,8 +146,10 @@ def _on_mesh(name: str, K: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(
     ("case", "K"),
-    [(case, 4) for case in CASES] + [(CASES[i], K) for i, K in ((1, 1), (4, 3), (5, 1), (6, 3))],
-    ids=str,
+    [
+        *(pytest.param(case, 4, id=f"{case}-4") for case in CASES),
+        *(pytest.param(CASES[i], K, id=f"{CASES[i]}-{K}", marks=pytest.mark.slow) for i, K in OTHERS),
+    ],
 )
 def test_method_equals_its_oracle(case, K):
     """Every worker's parameters and the global model, in every step, to float tolerance; the core to the coordinate."""

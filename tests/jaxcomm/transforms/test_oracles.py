@@ -46,6 +46,8 @@ GROWTH_AND_TIES = [
     "zeros",
     "normal",
 ]
+# A threshold that many coordinates equal selects far too many of them, at the steps 0, 1 and 2, which find a new one.
+TIES_AT_REFRESHES = ["ties"] * 3 + ["normal"] * 9
 
 
 def gradient_of(event, scale, seed, tree, K):
@@ -66,6 +68,7 @@ def gradient_of(event, scale, seed, tree, K):
 @hypothesis.given(events=st.lists(st.sampled_from(EVENTS), min_size=STEPS, max_size=STEPS), seed=st.integers(0, 2**20))
 @hypothesis.example(events=SKIPS, seed=1)
 @hypothesis.example(events=GROWTH_AND_TIES, seed=2)
+@hypothesis.example(events=TIES_AT_REFRESHES, seed=3)
 def test_method_equals_its_oracle(case, K, tree, events, seed):
     """State and counts to the bit, means to the rounding of a sum; see `Oracle` for the exceptions."""
     assert oracle_of_steps(case, K, tree, events, seed).adopted <= STEPS // 4
@@ -74,11 +77,11 @@ def test_method_equals_its_oracle(case, K, tree, events, seed):
 OF_THE_PAPERS = [case for case in CASES if case.momentum and case.option("momentum") == 0.9 and has_oracle(case)]
 
 
-@cases.over(OF_THE_PAPERS, FEW, FEW)
+@pytest.mark.parametrize("case", OF_THE_PAPERS, ids=str)
 @pytest.mark.parametrize("events", [["normal"] * STEPS, ["normal", "grow", "normal", "nan"] * 3], ids=["even", "grows"])
-def test_momentum_equals_the_oracles_over_a_dozen_steps(case, K, tree, events):
+def test_momentum_equals_the_oracles_over_a_dozen_steps(case, events):
     """The papers' momentum, which is no power of two, without the library's state in between."""
-    assert oracle_of_steps(case, K, tree, events, seed=0).adopted == 0
+    assert oracle_of_steps(case, 2, "odd", events, seed=0).adopted == 0
 
 
 def oracle_of_steps(case, K, tree, events, seed):
