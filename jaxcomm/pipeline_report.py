@@ -158,6 +158,12 @@ def verify_pipeline(
                 f"{float(sent - boundaries - claim):,.0f} more in the {when} step: raise other_bytes= by 8 bytes a "
                 "number of the model state, or look for another collective in the stages."
             )
+        if sent < boundaries + claim:
+            raise ValueError(
+                f"A step sends its boundaries and its whole exchange, got {float(boundaries + claim - sent):,.0f} bytes "
+                f"less in the {when} step: pass the pipeline= and the tx= of the step; where they are, bytes of the "
+                "compiled text were not counted, and read_program has a fault."
+            )
     return claimed
 
 

@@ -97,4 +97,7 @@ class Rice:
         n_slots = self.layout.n_slots
         upper, _ = unary.read_unary(payload["indices_upper"], n_slots)
         low = bits.unpack_planes(payload["indices_low"], n_slots, self.low_bits)
-        return jnp.minimum((upper << self.low_bits) + jnp.cumsum(low), self.layout.n - 1)
+        last = self.layout.n - 1
+        upper = jnp.clip(upper, 0, last >> self.low_bits)  # before the shift, which may leave int32
+        position = (upper << self.low_bits).astype(jnp.uint32) + jnp.cumsum(low.astype(jnp.uint32))  # below 2 n
+        return jnp.minimum(position, jnp.uint32(last)).astype(jnp.int32)

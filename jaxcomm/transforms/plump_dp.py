@@ -45,7 +45,7 @@ def plump_dp(*, p: int = 1, axis_name: str = "data") -> optax.GradientTransforma
         that were already reduced, and outside the axis of workers.
 
     References:
-      Sun et al., "Slim-DP: A Multi-Agent System for Communication-Efficient Distributed Deep Learning", AAMAS 2018,
+      Sun et al., "Slim-DP: A Light Communication Data Parallelism for DNN", AAAI 2018,
       names it.
     """
     check_count("p", p, 1, "1 averages gradients in every step")

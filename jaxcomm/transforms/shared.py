@@ -69,7 +69,7 @@ class SharedExchange:
             jnp.where(ok & slots.filled, summed.error, 0.0), mode="promise_in_bounds"
         )
         metrics = count(ok, workers * jnp.sum(slots.filled), workers * overflow)
-        return Exchanged(zero_unless(ok, means), residual, ok, metrics)
+        return Exchanged(zero_unless(ok, means), residual, ok, metrics, overfull=ok & jnp.asarray(False))
 
 
 def plan_shared(

@@ -48,7 +48,7 @@ class Exchanged(NamedTuple):
     residual: jax.Array
     ok: jax.Array
     metrics: ExchangeMetrics
-    overfull: jax.Array | bool = False
+    overfull: jax.Array
 
 
 class Sent(NamedTuple):
@@ -310,7 +310,8 @@ def exchange_densely(
     rest = jnp.zeros_like(vector.residual) if mask is None else (x - sends)[None]
     residual = jnp.where(ok, rest, vector.residual)
     drained = mask is None and bool(layout.sizes)
-    return Exchanged(zero_unless(ok, means), residual, ok, count(ok, n_sent, drained=drained))
+    overfull = ok & jnp.asarray(False)  # varies as `ok` does, as where payloads are exchanged
+    return Exchanged(zero_unless(ok, means), residual, ok, count(ok, n_sent, drained=drained), overfull)
 
 
 def plan_exchange(

@@ -137,6 +137,11 @@ class Case:
         return self.dyadic and not (self.momentum and (self.option("momentum") != 0.5 or self.option("clip")))
 
     @property
+    def limit(self) -> float:
+        """The magnitude from which a compressed coordinate counts as not finite: residuals would keep it."""
+        return 2.0**100 if self.residual else math.inf
+
+    @property
     def dense_below(self) -> int:
         return self.options.get("dense_below", 512)
 
@@ -233,16 +238,32 @@ SETTINGS = [(1, "single"), (2, "odd"), (3, "half"), (4, "pair"), (8, "odd")]
 FEW = [(2, "odd")]
 
 
+# What is tested of every method by `pytest` alone; the other settings, and the variants, are in the slow tier. Methods take
+# them in turn, so that each setting is tried, and few programs are compiled.
+USUAL = [(4, "pair"), (8, "odd"), (3, "half")]
+
+
 def over(rows: list[Case], settings: list[tuple[int, str]], of_variants: list[tuple[int, str]]) -> Any:
-    """Parametrizes a test over cases, numbers of workers K and trees of shapes."""
+    """Parametrizes a test over cases, numbers of workers K and trees of shapes; all but one of a method are slow."""
+
+    def marks(case: Case, setting: tuple[int, str]) -> Any:
+        first = CASES.index(case) % len(USUAL)
+        usual = next((each for each in [*USUAL[first:], *USUAL[:first]] if each in settings), settings[0])
+        return pytest.mark.slow if case.is_variant or setting != usual else ()
+
     return pytest.mark.parametrize(
         ("case", "K", "tree"),
         [
-            pytest.param(case, K, tree, id=f"{case}-{K}-{tree}")
+            pytest.param(case, K, tree, id=f"{case}-{K}-{tree}", marks=marks(case, (K, tree)))
             for case in rows
             for K, tree in (of_variants if case.is_variant else settings)
         ],
     )
+
+
+def first_rows(rows: list[Case]) -> list[Any]:
+    """Parameters of a test over cases alone; variants are slow."""
+    return [pytest.param(case, id=str(case), marks=pytest.mark.slow if case.is_variant else ()) for case in rows]
 
 
 def compressed(case: Case, tree: str) -> list[str]:

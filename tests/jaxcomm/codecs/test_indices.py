@@ -138,7 +138,7 @@ def test_positions_of_damaged_words_are_in_range(codec_name, layout_name, kind, 
 
 
 @pytest.mark.parametrize("slots", [5, 3000])
-@pytest.mark.parametrize("codec_name", ["plain", "elias_fano"])
+@pytest.mark.parametrize("codec_name", ["plain", "elias_fano", "rice"])
 @hypothesis.given(kind=st.just("random"), seed=st.integers(0, 2**20))
 @hypothesis.example(kind="ones", seed=0)
 def test_positions_of_damaged_words_are_in_range_where_int32_nearly_ends(codec_name, slots, kind, seed):

@@ -44,9 +44,10 @@ def test_nothing_is_lost(case, K, tree, kinds, seed, growth):
         before, after = owed(case, tree, K, state), owed(case, tree, K, out.state)
         own, sizes = cases.inputs(case, tree, grads, state)
         if out.skipped:
-            # Only where finite numbers can add up to an infinite mean.
+            # Only where a number is too large for a residual, or finite ones can add up to an infinite mean.
             of_workers = sum(max(size[w].max() for size in sizes.values()) for w in range(K))
-            assert of_workers > 0.9999 * FLOAT32_MAX or any(
+            too_large = any(np.abs(own[name]).max() >= case.limit for name in cases.compressed(case, tree))
+            assert too_large or of_workers > 0.9999 * FLOAT32_MAX or any(
                 gradient.dtype != np.float32 and narrow_size(case, sizes[name]) > 0.99 * largest(gradient.dtype)
                 for name, gradient in grads.items()
             )
@@ -55,6 +56,8 @@ def test_nothing_is_lost(case, K, tree, kinds, seed, growth):
             continue
         for name, gradient in grads.items():
             mean = out.means[name]
+            if name in cases.compressed(case, tree):
+                assert np.abs(own[name]).max() <= case.limit * (1 + 1e-5)
             assert mean.dtype == gradient.dtype
             assert mean.shape == gradient.shape[1:]
             left = mean.astype(np.float64) + after[name].mean(0)
@@ -99,7 +102,7 @@ def can_overflow(case):
     return case.method == "iwp" or (case.method == "dct_dp" and case.options["life_span"] > 1)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if can_overflow(case)], ids=str)
+@pytest.mark.parametrize("case", cases.first_rows([case for case in CASES if can_overflow(case)]))
 def test_a_gradient_that_grows_overflows_and_is_counted(case):
     """The law above would hold without overflow as well; here is the proof that it saw some."""
     outs = [out for _, _, out in steps_of(case, "odd", 2, ["normal"] * 4, 0, 3.0)]
@@ -107,10 +110,50 @@ def test_a_gradient_that_grows_overflows_and_is_counted(case):
     assert all(out.metrics.sent > 0 for out in outs)
 
 
+def dct_dp_steps(tx, gradients):
+    """Yields (mean, metrics) of every step of one worker's gradients (steps, n)."""
+    step = jax.jit(jax.vmap(tx.update, in_axes=(0, None), axis_name="data"))
+    state = tx.init(jnp.zeros(gradients.shape[1]))
+    for gradient in gradients:
+        mean, new = step(gradient[None], state)
+        state = jax.tree.map(lambda x: x[0], new)
+        yield np.asarray(mean[0]), jax.tree.map(int, state.metrics)
+
+
+@pytest.mark.parametrize(("n", "sparsity"), [(512, 0.999), (700, 0.99), (1999, 0.99), (1000, 0.5), (600, 0.0)])
+def test_all_that_a_fresh_threshold_selects_has_a_slot(n, sparsity):
+    """N - floor(N eta) + 1 coordinates reach the floor(N eta)-th smallest, without any slack."""
+    gradients = np.random.default_rng(n).normal(size=(3, n)).astype(np.float32)
+    tx = jc.dct_dp(sparsity, life_span=1, slack=1, value_dtype="float32")
+    for _, metrics in dct_dp_steps(tx, gradients):
+        assert metrics.overflow == 0
+        assert metrics.sent == min(n, n - int(n * sparsity) + 1)
+
+
+def test_a_threshold_found_among_zeros_selects_everything_for_one_step_alone():
+    """And so does one that the gradient has outgrown, however long the life-span is."""
+    n, k = 2000, 21
+    rng = np.random.default_rng(0)
+    gradients = rng.normal(size=(12, n)).astype(np.float32)
+    gradients[:6] = 0  # past the refreshes of steps 0, 1, 2 and 4
+    gradients[10:] *= 1000
+    tx = jc.dct_dp(0.99, life_span=1000, slack=1, value_dtype="float32")
+    overflow, residual = [], np.zeros(n)
+    for i, (mean, metrics) in enumerate(dct_dp_steps(tx, gradients)):
+        overflow.append(metrics.overflow)
+        residual += gradients[i]
+        if i in (7, 11):  # the step after, and the largest are sent
+            assert set(np.flatnonzero(mean)) == set(np.argsort(np.abs(residual))[-k:])
+        residual -= mean
+    assert overflow[6] == n - k
+    assert overflow[10] > n / 2
+    assert overflow[7] == overflow[11] == 0
+
+
 @pytest.mark.parametrize("collective", ["gather", "balanced", "ring"])
 @pytest.mark.parametrize("method", ["dct_dp", "topk"])
-def test_all_coordinates_have_their_turn_where_overflow_lasts(method, collective):
-    """A threshold that was found among zeros selects everything; of top-k's all are in the region of one owner."""
+def test_no_coordinate_starves_where_overflow_lasts(method, collective):
+    """Equal gradients all reach every threshold; of top-k's all are in the region of one owner."""
     K, n = 2, 4096
     gradient = np.ones((K, n), np.float32)
     if method == "dct_dp":
@@ -240,7 +283,7 @@ def check_that_it_equals_plump_dp(case, K, tree):
     everything = Simulated(case.make(**case.all_options(K)), tree, K, cases.QUICKLY)
     dense = simulated(cases.CASES[0], tree, K)
     state, dense_state = everything.first, dense.first
-    for i, kind in enumerate(["normal", "ties", "heavy", "largest", "zeros", "single", "normal"]):
+    for i, kind in enumerate(["normal", "ties", "heavy", "huge", "zeros", "single", "normal"]):
         grads = gradients(kind, i, tree, K)
         out, expected = everything.step(grads, state), dense.step(grads, dense_state)
         state, dense_state = out.state, expected.state

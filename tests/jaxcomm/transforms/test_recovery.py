@@ -1,0 +1,93 @@
+"""Law 8: a skip is never permanent. After one bad step and 20 good ones, training goes on, for every method.
+
+Through the public train step, with gradients that the batch gives. More than 4096 elements: a maximum that XLA 0.10
+compiles for a CPU loses NaN from there on.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomm as jc
+
+K, SHAPES = 4, {"b": (10,), "m": (64, 70), "w": (4106,)}
+SGD = optax.sgd(0.1)
+CHAINS = {
+    "plump_dp": optax.chain(jc.plump_dp(), SGD),
+    "topk": optax.chain(jc.topk(0.9), SGD),
+    "topk balanced": optax.chain(jc.topk(0.9, collective="balanced"), SGD),
+    "dct_dp": optax.chain(jc.dct_dp(0.9, life_span=5), SGD),
+    "dct_dp ring": optax.chain(jc.dct_dp(0.9, life_span=5, collective="ring"), SGD),
+    "dgc": optax.chain(jc.dgc(0.9, factor_masking=False), SGD),
+    "iwp": optax.chain(jc.iwp(0.05, density=0.1), SGD),
+    "iwp layer-wise": optax.chain(jc.iwp(0.05, beta=0.01, density=0.1, publishers=2, value_dtype="float32"), SGD),
+    "random_k": optax.chain(jc.random_k(0.9), SGD),
+    "sign": optax.chain(jc.sign(collective="gather"), SGD),
+    "sign two_shot": optax.chain(jc.sign(collective="two_shot"), SGD),
+    "quant_dp": optax.chain(jc.quant_dp(4, norm="l2"), SGD),
+    "terngrad": optax.chain(jc.terngrad(), SGD),
+    "powersgd": optax.chain(jc.powersgd(2), SGD),
+    "slim_dp": optax.chain(SGD, jc.slim_dp(q=7)),
+    "slim_dp carry": optax.chain(SGD, jc.slim_dp(q=7, unsent="carry")),
+    "local_sgd": optax.chain(SGD, jc.local_sgd(2, exchange=jc.topk(0.9))),
+}
+FAULTS = {
+    "NaN in a tensor of ten": ("b", 3, np.nan),
+    "NaN in one coordinate": ("w", 4097, np.nan),
+    "infinity": ("m", 17, -np.inf),
+    "3.4e38 in one coordinate": ("w", 11, 3.4e38),
+    "1e38 everywhere": ("w", slice(None), 1e38),
+    "1e38 of both signs": ("m", slice(None), 1e38 * (-1.0) ** np.arange(64 * 70)),
+    "1e37 in one coordinate": ("w", 5, 1e37),
+    "1e30 in one coordinate": ("m", 5, 1e30),
+}
+SKIPS_FOR_SURE = ("NaN", "infinity")
+GOOD = 20
+
+
+def program(name):
+    def loss(params, rows):
+        return sum(jnp.sum(params[name] * jnp.mean(rows[name], 0)) for name in params)
+
+    params = {name: np.random.default_rng(7).normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+    return jc.init_state(params, CHAINS[name], K), jc.simulate(loss, CHAINS[name], K)
+
+
+def rows_of(step):
+    rng = np.random.default_rng(step)
+    return {name: rng.normal(size=(K, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+GOOD_ROWS = [rows_of(step) for step in range(4 + GOOD)]
+
+
+def bad_rows(fault, workers):
+    rows, (tensor, where, value) = rows_of(3), FAULTS[fault]
+    flat = rows[tensor].reshape(K, -1)
+    for worker in workers:
+        flat[worker, where] = value
+    return rows
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if " " in name else (), id=f"{name}()") for name in CHAINS]
+)
+def test_after_a_bad_step_training_goes_on(name):
+    start, step = program(name)
+    for fault, workers in itertools.product(FAULTS, [[K - 1], range(K)]):
+        state, skipped = jax.tree.map(jnp.array, start), []  # the step donates what it is given
+        for i, rows in enumerate(GOOD_ROWS):
+            state, metrics = step(state, bad_rows(fault, workers) if i == 3 else rows)
+            skipped.append(metrics["skipped"])
+            if i == GOOD:
+                before = jax.tree.map(np.array, jc.global_params(state))
+        assert not any(skipped[:3] + skipped[4:]), (fault, workers)
+        if fault.startswith(SKIPS_FOR_SURE) and name != "local_sgd":  # which does without the step, on its worker
+            assert skipped[3] == 1, (fault, workers)
+        after = jax.tree.map(np.array, jc.global_params(state))
+        assert all(np.isfinite(after[tensor]).all() for tensor in SHAPES), (fault, workers)
+        assert any(np.any(before[tensor] != after[tensor]) for tensor in SHAPES), (fault, workers)
