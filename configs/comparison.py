@@ -28,6 +28,7 @@ SETTINGS: list[tuple[str, Method]] = [
     ("99%", TopK(sparsity=0.99)),
     ("98%", DctDp(sparsity=0.98)),
     ("99%", DctDp(sparsity=0.99)),
+    ("99%, L=1000", DctDp(sparsity=0.99, life_span=1000)),  # the paper's life-span, and the transformation's default
     ("90%", RandomK(sparsity=0.9)),
     ("98%", Dgc(sparsity=0.98)),
     ("99.9%", Dgc(sparsity=0.999)),
