@@ -49,6 +49,10 @@ GROWTH_AND_TIES = [
 # A threshold that many coordinates equal selects far too many of them, at the steps 0, 1 and 2, which find a new one.
 TIES_AT_REFRESHES = ["ties"] * 3 + ["normal"] * 9
 
+# Residuals take numbers below 2^100.
+LIMITS = {"limit": 2.0**100, "below": float(np.nextafter(np.float32(2.0**100), np.float32(0)))}
+AROUND_THE_LIMIT = ["normal", "limit", "limit", "normal", "below", "below", *["normal"] * 6]
+
 
 def gradient_of(event, scale, seed, tree, K):
     kind = event if event in cases.KINDS else "normal"
@@ -58,6 +62,8 @@ def gradient_of(event, scale, seed, tree, K):
     where = seed % flat.shape[1]
     if event in ("nan", "inf"):
         flat[seed % K, where] = float(event)
+    elif event in LIMITS and grads[name].dtype != np.float16:
+        flat[seed % K, where] = LIMITS[event]
     elif event == "sum_overflows":
         flat[:, where] = 3e38 if grads[name].dtype != np.float16 else 0
     return grads
@@ -69,6 +75,7 @@ def gradient_of(event, scale, seed, tree, K):
 @hypothesis.example(events=SKIPS, seed=1)
 @hypothesis.example(events=GROWTH_AND_TIES, seed=2)
 @hypothesis.example(events=TIES_AT_REFRESHES, seed=3)
+@hypothesis.example(events=AROUND_THE_LIMIT, seed=3)
 def test_method_equals_its_oracle(case, K, tree, events, seed):
     """State and counts to the bit, means to the rounding of a sum; see `Oracle` for the exceptions."""
     assert oracle_of_steps(case, K, tree, events, seed).adopted <= STEPS // 4
