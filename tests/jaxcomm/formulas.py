@@ -10,8 +10,8 @@ from typing import Any
 from tests.jaxcomm import cases
 from tests.jaxcomm.cases import Case
 
-HEADER_WORDS = 4  # of a gathered payload: finite, largest value, sent, overflow
-REGION_HEADER_WORDS = 3  # sound, sent, overflow
+HEADER_WORDS = 3  # of a gathered payload: sound or overfull, sent, overflow
+REGION_HEADER_WORDS = 3  # sound or overfull, sent, overflow
 REGION_SLACK = Fraction(5, 4)
 BITS = {"float32": 32, "bfloat16": 16}
 

@@ -37,9 +37,8 @@ Where the paper is silent:
 - A tensor with fewer than `dense_below` elements goes dense in float32 and has no residual.
 - If any worker's gradient or x, or the mean of line 12, holds a non-finite number, or a gradient one of
   2^100 or more in a compressed tensor, all workers skip the step: the mean is zero, residuals and
-  thresholds stay. They also skip it if the largest |sent| of each worker add up to more than float32
-  holds, which is when a mean could be infinite. A refresh (lines 4 and 5) which was due is then due at
-  the next step which is not skipped; the others stay where they are.
+  thresholds stay. A refresh (lines 4 and 5) which was due is then due at the next step which is not
+  skipped; the others stay where they are.
 - In a drain every x goes dense in float32 and every residual becomes zero. A due refresh happens;
   nothing is overfull.
 """

@@ -26,8 +26,6 @@ Where the paper is silent:
   a later step, and in float32 whatever the payload's type is.
 - If any worker's gradient or v, or what they would receive, holds a non-finite number, or a new u one
   of 2^100 or more in a compressed tensor, all workers skip the step: the mean is zero, u and v stay.
-  After the warm-up they also skip it if the largest |sent| of each worker add up to more than float32
-  holds.
 """
 
 import numpy as np
@@ -44,7 +42,6 @@ from .common import (
     n_kept,
     send_chosen,
     skipped_step,
-    sums_may_overflow,
     zero_residuals,
 )
 from .momentum import add_dense_momentum, clip_locally, correct_momentum, kept_fraction, mask_factors, warmup_slots
@@ -132,7 +129,7 @@ class DgcReference:
         mean = mean_over_workers(all_sent)
         momentum_dense = add_dense_momentum(mean, self.momentum_dense, self.momentum)
         received = {**mean, **momentum_dense}
-        if not all_finite([received]) or (not warm_up and sums_may_overflow(all_sent, compressed)):
+        if not all_finite([received]):
             return skipped_step(gradients)
         self.velocities, self.residuals, self.momentum_dense = velocities, residuals, momentum_dense
         sent_counts = [sum(len(indices) for indices in chosen.values()) for chosen in all_chosen]

@@ -99,7 +99,7 @@ def local(name: str, make: Callable[[], Any], H: int, usual: Callable[[int], flo
 
 def sparse_bytes(K: int) -> float:
     k = sum(max(1, n - n * 9 // 10) for n in (61, 260))
-    words = 4 + -(-k // 2) + k  # header, values, plain indices
+    words = 3 + -(-k // 2) + k  # header, values, plain indices
     return (K - 1) * 4 * words + 2 * (K - 1) / K * 4 * (7 + 1)
 
 
