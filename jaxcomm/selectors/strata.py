@@ -1,7 +1,7 @@
 """Random coordinates, one in every stratum: no two are the same, and whoever has the seed knows them.
 
-Where the strata do not divide the coordinates, some are longer by one. So they are rotated, by an offset that is drawn as
-well: every coordinate is drawn equally often.
+Where the strata do not divide the coordinates, some are longer by one. So they are rotated, by an offset that is drawn
+as well: every coordinate is drawn equally often.
 """
 
 import jax

@@ -69,19 +69,21 @@ def dct_dp(
 
     A refresh costs 31 passes over the gradient that only read; the early ones are log2(life_span) in all.
 
-    Payloads have a fixed capacity: what a refresh selects, N - floor(N * sparsity) + 1 coordinates, times `slack`. Where
-    more coordinates reach tau, as many as fit are sent, from a random start offset on, which wraps around, so that none
-    starves; the others stay in the residual and are counted in `metrics.overflow`: watch it, a lasting overflow means
-    that the gradient has grown since the last refresh and `life_span` is too long.
+    Payloads have a fixed capacity: what a refresh selects, N - floor(N * sparsity) + 1 coordinates, times `slack`.
+    Where more coordinates reach tau, as many as fit are sent, from a random start offset on, which wraps around, so
+    that none starves; the others stay in the residual and are counted in `metrics.overflow`: watch it, a lasting
+    overflow means that the gradient has grown since the last refresh and `life_span` is too long.
 
-    If some worker's gradient has a number that is not finite, or 2^100 or larger, the exchange is skipped on all workers,
-    as for `topk`: zeros come back, the residual and the thresholds stay, `metrics.skipped` is 1.
+    If some worker's gradient has a number that is not finite, or 2^100 or larger, the exchange is skipped on all
+    workers, as for `topk`: zeros come back, the residual and the thresholds stay, `metrics.skipped` is 1. (A drain
+    sends large finite numbers: it leaves no residual.)
 
     Args:
       sparsity: eta, the fraction of coordinates that is not sent, 0 <= sparsity < 1.
       life_span: L, steps between refreshes of the thresholds. The paper trains with 1000; runs of a few hundred steps
         want 10 to 100.
-      slack: capacity of a payload over what a refresh selects, at least 1. More makes overflow rarer and payloads larger.
+      slack: capacity of a payload over what a refresh selects, at least 1. More makes overflow rarer and payloads
+        larger.
       drain_every: N, to send everything densely in a random one of N steps, the same on all workers, which empties the
         residual; the paper drains once in about a million. None never does.
       dense_below: tensors with fewer elements are sent dense, as float32.

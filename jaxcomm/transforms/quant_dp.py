@@ -113,5 +113,8 @@ def quant_dp(
 
 
 def rounding_keys(seed: int, step: jax.Array, worker: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the keys of a worker's own rounding and of that of the sums, which all owners share."""
+    """Returns the keys of a worker's own rounding, (seed, step, 0, worker), and of the sums', (seed, step, 1).
+
+    All owners share the second: each rounds another part of the sum, and takes that part of the sequence.
+    """
     return noise.make_key(seed, step, 0, worker), noise.make_key(seed, step, 1)

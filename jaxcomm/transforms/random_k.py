@@ -50,8 +50,8 @@ def random_k(
       3. sum x over the workers there; the residual is x elsewhere, and what rounding left there
       4. return the sum / K
 
-    If some worker's gradient has a number that is not finite, or 2^100 or larger, the exchange is skipped on all workers,
-    as for `topk`: zeros come back, the residual stays, `metrics.skipped` is 1.
+    If some worker's gradient has a number that is not finite, or 2^100 or larger, the exchange is skipped on all
+    workers, as for `topk`: zeros come back, the residual stays, `metrics.skipped` is 1.
 
     Every coordinate waits for 1 / (1 - sparsity) steps on average, and then arrives with all that has gathered: use a
     learning rate that stands such bursts, and less sparsity than with top-k.

@@ -39,8 +39,8 @@ def sign(*, dense_below: int = 512, collective: str = "auto", axis_name: str = "
       5. return the mean over the workers of what was sent
 
     In two shots, the owner of a part codes the sum in the same way, and keeps its error in its own residual. If some
-    worker's gradient has a number that is not finite, or 2^100 or larger, the exchange is skipped on all workers, as for
-    `topk`: zeros come back, the residual stays, `metrics.skipped` is 1.
+    worker's gradient has a number that is not finite, or 2^100 or larger, the exchange is skipped on all workers, as
+    for `topk`: zeros come back, the residual stays, `metrics.skipped` is 1.
 
     Args:
       dense_below: tensors with fewer elements are sent dense, as float32.

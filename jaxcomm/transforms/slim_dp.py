@@ -211,8 +211,8 @@ def slim_dp(
             return jnp.where(ok, own_update.at[where].set(values - weights[where]), 0.0)
 
         def push_set() -> tuple[jax.Array, SlimDpState]:
-            # A delta that is not finite anywhere tells all workers by NaN, one that might make a sum infinite by its size.
-            # The maximum alone would not do: compiled by XLA for a CPU, it may lose a NaN.
+            # A delta that is not finite anywhere tells all workers by NaN, one that might make a sum infinite by its
+            # size. The maximum alone would not do: compiled by XLA for a CPU, it may lose a NaN.
             largest = jnp.where(jnp.isfinite(delta).all(), jnp.max(jnp.abs(delta)), jnp.nan)
             sums = lax.psum(jnp.append(delta[core], largest), axis_name)
             ok = jnp.isfinite(sums).all()

@@ -212,7 +212,9 @@ class SparseExchange:
         else:
             out = regions.exchange(x, mask, turn, status, self.axis_name)
         sent = Sent(out.position, out.filled, out.values)
-        return Received(lambda ok: jnp.where(ok, out.total, 0.0), sent, out.leftover, out.counts, out.finite, out.overfull)
+        return Received(
+            lambda ok: jnp.where(ok, out.total, 0.0), sent, out.leftover, out.counts, out.finite, out.overfull
+        )
 
     def __call__(
         self,

@@ -46,9 +46,9 @@ def topk(
       3. send them; the residual is x less what was sent, rounding of the values included
       4. return the mean over the workers of what was sent
 
-    If some worker's gradient has a number that is not finite, or 2^100 or larger, the exchange is skipped on all workers:
-    zeros come back, the residual stays, `metrics.skipped` is 1. (In a residual, so large a number would make the sums of
-    every later step infinite.)
+    If some worker's gradient has a number that is not finite, or 2^100 or larger, the exchange is skipped on all
+    workers: zeros come back, the residual stays, `metrics.skipped` is 1. (In a residual, so large a number would make
+    the sums of every later step infinite.)
 
     Compared with `dct_dp`, the selection is exact in every step, for about 31 passes over the gradient that only read.
 

@@ -238,8 +238,8 @@ SETTINGS = [(1, "single"), (2, "odd"), (3, "half"), (4, "pair"), (8, "odd")]
 FEW = [(2, "odd")]
 
 
-# What is tested of every method by `pytest` alone; the other settings, and the variants, are in the slow tier. Methods take
-# them in turn, so that each setting is tried, and few programs are compiled.
+# What is tested of every method by `pytest` alone; the other settings, and the variants, are in the slow tier. Methods
+# take them in turn, so that each setting is tried, and few programs are compiled.
 USUAL = [(4, "pair"), (8, "odd"), (3, "half")]
 
 

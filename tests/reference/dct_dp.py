@@ -39,8 +39,8 @@ Where the paper is silent:
   2^100 or more in a compressed tensor, all workers skip the step: the mean is zero, residuals and
   thresholds stay. A refresh (lines 4 and 5) which was due is then due at the next step which is not
   skipped; the others stay where they are.
-- In a drain every x goes dense in float32 and every residual becomes zero. A due refresh happens;
-  nothing is overfull.
+- In a drain every x goes dense in float32 and every residual becomes zero, so that a gradient of 2^100 is
+  no reason to skip. A due refresh happens; nothing is overfull.
 """
 
 import math
@@ -123,7 +123,7 @@ class DctDpReference:
             self.refresh_due = True
         self.k += 1
 
-        if not can_be_added(gradients, compressed) or not all_finite(all_x):
+        if not (drain or can_be_added(gradients, compressed)) or not all_finite(all_x):
             return skipped_step(gradients)
 
         # 4 to 8: a new tau for each worker and tensor, or the old one

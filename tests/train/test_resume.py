@@ -164,7 +164,9 @@ def test_the_summary_of_a_resumed_run_is_that_of_the_whole_run(case, uninterrupt
 
 
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4), (4, 3)])
-def test_another_number_of_workers_keeps_the_update_that_is_owed(old, new, stopped_at_5, stopped, tmp_path):
+def test_another_number_of_workers_keeps_the_update_that_is_owed(
+    old, new, stopped_at_5, stopped, uninterrupted, tmp_path
+):
     out, before = (stopped, stopped_at_5[1]) if old == 4 else (tmp_path, run(tmp_path, workers=old, stop_after=5))
     told = Told()
     resized = run(out, told=told, workers=new, stop_after=5)  # no step: as the checkpoint was read
@@ -182,8 +184,9 @@ def test_another_number_of_workers_keeps_the_update_that_is_owed(old, new, stopp
     ended = run(out, workers=new)
     assert ended.finished
     assert not ended.state.opt_state[0].due
-    assert np.all(np.isfinite(ended.losses))
-    assert ended.losses[-1] < before.losses[0] - 0.3
+    # The same rows in every step: all that differs is what each worker sent of them.
+    whole = uninterrupted("dct_dp")[1].losses
+    assert np.abs(np.subtract(ended.losses, whole[5:])).max() < (max(whole) - min(whole)) / 4
     assert [line["step"] for line in metrics(out)] == list(range(1, 13))
 
 

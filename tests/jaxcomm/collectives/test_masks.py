@@ -53,7 +53,7 @@ def united(masks, published, codec):
     ],
 )
 def test_masks_unite(K, published, density):
-    """Every tensor's are those of its own publishers: as bits whole, as positions as many as fit; the rest is counted."""
+    """Every tensor's are those of its own publishers: as bits whole, as positions what fits; the rest is counted."""
     masks = random_masks(K, density, K)
     union, overflow = united(masks, published, "bitmap")
     ends = np.cumsum(LAYOUT.blocks) * 1024

@@ -47,9 +47,13 @@ def test_nothing_is_lost(case, K, tree, kinds, seed, growth):
             # Only where a number is too large for a residual, or finite ones can add up to an infinite mean.
             of_workers = sum(max(size[w].max() for size in sizes.values()) for w in range(K))
             too_large = any(np.abs(own[name]).max() >= case.limit for name in cases.compressed(case, tree))
-            assert too_large or of_workers > 0.9999 * FLOAT32_MAX or any(
-                gradient.dtype != np.float32 and narrow_size(case, sizes[name]) > 0.99 * largest(gradient.dtype)
-                for name, gradient in grads.items()
+            assert (
+                too_large
+                or of_workers > 0.9999 * FLOAT32_MAX
+                or any(
+                    gradient.dtype != np.float32 and narrow_size(case, sizes[name]) > 0.99 * largest(gradient.dtype)
+                    for name, gradient in grads.items()
+                )
             )
             np.testing.assert_equal(after, before)
             assert all(not mean.any() for mean in out.means.values())
