@@ -161,8 +161,8 @@ def verify_pipeline(
         if sent < boundaries + claim:
             raise ValueError(
                 f"A step sends its boundaries and its whole exchange, got {float(boundaries + claim - sent):,.0f} "
-                f"bytes less in the {when} step: pass the pipeline= and the tx= of the step; where they are, bytes of the "
-                "compiled text were not counted, and read_program has a fault."
+                f"bytes less in the {when} step: pass the pipeline= and the tx= of the step; where they are, bytes of "
+                "the compiled text were not counted, and read_program has a fault."
             )
     return claimed
 
