@@ -60,7 +60,7 @@ def test_nothing_is_lost(case, K, tree, kinds, seed, growth):
             continue
         for name, gradient in grads.items():
             mean = out.means[name]
-            if name in cases.compressed(case, tree):
+            if name in cases.compressed(case, tree) and not out.metrics.drained:
                 assert np.abs(own[name]).max() <= case.limit * (1 + 1e-5)
             assert mean.dtype == gradient.dtype
             assert mean.shape == gradient.shape[1:]
@@ -109,7 +109,7 @@ def can_overflow(case):
 @pytest.mark.parametrize("case", cases.first_rows([case for case in CASES if can_overflow(case)]))
 def test_a_gradient_that_grows_overflows_and_is_counted(case):
     """The law above would hold without overflow as well; here is the proof that it saw some."""
-    outs = [out for _, _, out in steps_of(case, "odd", 2, ["normal"] * 4, 0, 3.0)]
+    outs = [out for _, _, out in steps_of(case, "odd", 2, ["normal"] * 8, 0, 3.0)]  # the first refresh their thresholds
     assert any(out.metrics.overflow > 0 for out in outs)
     assert all(out.metrics.sent > 0 for out in outs)
 
