@@ -22,12 +22,24 @@ import hypothesis
 import jax
 import pytest
 
+from tests.tiers import USUAL
+
 jax.config.update("jax_num_cpu_devices", 8)
 
 # A compiled function runs in milliseconds and compiles in a second, so that a deadline would only measure compiling.
 hypothesis.settings.register_profile("few", deadline=None, max_examples=8)
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("few"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "few")
+
+
+def pytest_collection_modifyitems(items):
+    """Marks as slow what `tests/tiers.py` leaves to the slow tier."""
+    for item in items:
+        path, _, name = item.nodeid.partition("::")
+        function, _, setting = name.partition("[")
+        usual = USUAL.get(path, {}).get(function)
+        if usual is not None and setting.removesuffix("]") not in usual:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(optionalhook=True)

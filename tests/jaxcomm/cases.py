@@ -340,10 +340,15 @@ def inputs(case: Case, tree: str, grads: dict[str, np.ndarray], state: Any) -> t
 @functools.cache
 def simulated(case: Case, tree: str, K: int) -> Simulated:
     """The simulation of a case of the table; compiled once for all tests."""
-    return Simulated(case.make(), tree, K, QUICKLY if case.is_variant else None)
+    return Simulated(case.make(), tree, K, _compiled(case, tree, K))
 
 
 @functools.cache
 def on_mesh(case: Case, tree: str, K: int) -> OnMesh:
     """The exchange of a case of the table on a mesh; compiled once for all tests."""
-    return OnMesh(case.make(), tree, K, QUICKLY if case.is_variant else None)
+    return OnMesh(case.make(), tree, K, _compiled(case, tree, K))
+
+
+def _compiled(case: Case, tree: str, K: int) -> dict[str, Any] | None:
+    """How a program is compiled: as users have it in the settings that are usual of methods, quickly in the others."""
+    return None if not case.is_variant and (K, tree) in USUAL else QUICKLY

@@ -309,12 +309,12 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_proceeds():
 
 
 def test_the_largest_numbers_do_not_leave_float32_on_their_way_into_the_residual():
-    """3.4e38 is sent as the largest bfloat16, and what remains of it is small."""
+    """3.4e38, which only an old residual can hold, is sent as the largest bfloat16; what remains of it is small."""
     K, n = 2, 1024
     state, step = simulated(jc.topk(0.9, collective="ring"), n, K)
-    gradients = np.zeros((K, n), np.float32)
-    gradients[1, 5] = 3.4e38
-    means, after = step(gradients, state)
+    owed = np.array(state.residual.rows)
+    owed[1, 5] = 3.4e38
+    means, after = step(np.zeros((K, n), np.float32), state._replace(residual=jc.PerWorker(owed)))
     assert after.metrics.skipped == 0
     sent = float(jnp.finfo(jnp.bfloat16).max)
     assert means[5] == np.float32(sent / 2)
