@@ -183,7 +183,6 @@ def test_groups_of_rows_that_do_not_fit_are_refused_before_training():
         ({"slices": 2}, METHODS["slim_dp"], "Slices exchange gradients, got slim_dp"),
         ({"slices": 2}, PlumpDp(p=2), "Slices exchange gradients, got plump_dp-p2"),
         ({"optimizer": "adam"}, Dgc(), "dgc has momentum inside and goes with plain SGD, got --optimizer adam"),
-        ({"label_smoothing": 1.0}, DCT_DP, "--label-smoothing is at least 0 and below 1"),
         ({"architecture": Architecture("dlrm")}, DCT_DP, "its kind of data, got 'dlrm' and 'digits'"),
         ({"workers": 8, "stages": 2}, DCT_DP, r"got 8 for \(data=8, stage=2\)"),
     ],
