@@ -98,7 +98,7 @@ def measure(config: Config, K: int, kept: float, publishers: Sequence[int]) -> l
     import numpy as np
 
     from jaxcomm.layout import BLOCK_WORDS
-    from jaxcomm.transforms.iwp import draw_publishers
+    from jaxcomm.methods.iwp import draw_publishers
 
     regions = regions_of(K, kept)
     n = sum(regions.layout.sizes)
@@ -167,7 +167,7 @@ def train(config: Config, K: int, kept: float) -> Any:
 
         own = state.opt_state[0]
         rows = jax.tree.map(lambda x: x.reshape(K, -1, *x.shape[1:]), batch)
-        return jax.vmap(worker)(own.velocity.rows.flat, own.residual.rows, rows)
+        return jax.vmap(worker)(own.memory.rows.flat, own.residual.rows, rows)
 
     rng = np.random.default_rng(config.seed)
     taken = {config.steps * (i + 1) // config.samples for i in range(config.samples)}

@@ -276,8 +276,8 @@ def _time_method(
             refreshing = []
             for _ in range(min(3, config.steps)):
                 state = reset(state)
-                due = jax.jit(lambda: jax.numpy.asarray(True), out_shardings=state.due.sharding)()
-                ms, _, state = timed(state._replace(due=due))
+                due = jax.jit(lambda: jax.numpy.asarray(True), out_shardings=state.memory.due.sharding)()
+                ms, _, state = timed(state.replace(memory=state.memory._replace(due=due)))
                 refreshing.append(ms)
             refresh = statistics.median(refreshing)
         records.append(
@@ -299,7 +299,7 @@ def _time_method(
 
 
 def _has_residual(node: Any) -> bool:
-    return hasattr(node, "residual")
+    return getattr(node, "residual", None) is not None
 
 
 def _zero_residual(node: Any) -> Any:
@@ -308,7 +308,7 @@ def _zero_residual(node: Any) -> Any:
 
     if not _has_residual(node):
         return node
-    return node._replace(residual=jax.tree.map(jax.numpy.zeros_like, node.residual))
+    return node.replace(residual=jax.tree.map(jax.numpy.zeros_like, node.residual))
 
 
 if __name__ == "__main__":

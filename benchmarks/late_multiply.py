@@ -237,9 +237,9 @@ def compile_step(layers: Sequence[Shape], mesh: Any, mode: str, batch: int) -> t
 
     import jaxcomm as jc
     from jaxcomm.hlo import read_program
-    from jaxcomm.transforms.already_mean import vary_others
+    from jaxcomm.exchange import vary_exchanged
 
-    tx = jc.already_mean(jc.plump_dp(), [mode == "late"] * len(layers))
+    tx = jc.plump_dp(where=lambda path, leaf: mode != "late")
 
     def worker(*rows: jax.Array) -> Any:
         kernels = [jnp.zeros(shape, jnp.float32) for shape in layers]  # no gradient depends on their numbers
@@ -249,7 +249,7 @@ def compile_step(layers: Sequence[Shape], mesh: Any, mode: str, batch: int) -> t
             products = [jc.late_multiply(x, w, mode=mode) for x, w in zip(rows[::2], kernels, strict=True)]
             return sum(jnp.sum(y * error) for y, error in zip(products, rows[1::2], strict=True))
 
-        return tx.update(jax.grad(loss)(vary_others(kernels, state, "data")), state)[0]
+        return tx.update(jax.grad(loss)(vary_exchanged(kernels, state, "data")), state)[0]
 
     step = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=P("data"), out_specs=P()))
     sharding = NamedSharding(mesh, P("data"))

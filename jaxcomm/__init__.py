@@ -1,5 +1,6 @@
 """Communication-efficient distributed training for JAX: compressed gradients as Optax transformations."""
 
+from jaxcomm.exchange import communication_period, exchange_metrics
 from jaxcomm.layers import (
     Boundary,
     LateLayer,
@@ -17,10 +18,25 @@ from jaxcomm.layers import (
     rows_to_features,
     split_dense,
 )
+from jaxcomm.methods import (
+    dct_dp,
+    dgc,
+    hierarchical,
+    iwp,
+    local_sgd,
+    plump_dp,
+    powersgd,
+    quant_dp,
+    random_k,
+    sign,
+    slim_dp,
+    terngrad,
+    topk,
+)
 from jaxcomm.parallel import (
     Pipeline,
     TrainState,
-    check_chain,
+    chain,
     global_params,
     hybrid_state_shapes,
     init_hybrid_state,
@@ -40,23 +56,7 @@ from jaxcomm.parallel import (
     state_specs,
 )
 from jaxcomm.pipeline_report import PipelineReport, pipeline_report, verify_pipeline
-from jaxcomm.transforms import (
-    already_mean,
-    dct_dp,
-    dgc,
-    hierarchical,
-    iwp,
-    local_sgd,
-    plump_dp,
-    powersgd,
-    quant_dp,
-    random_k,
-    sign,
-    slim_dp,
-    terngrad,
-    topk,
-)
-from jaxcomm.types import ExchangeMetrics, PerWorker, communication_period, exchange_metrics
+from jaxcomm.types import ExchangeMetrics, PerWorker
 from jaxcomm.wire import Traffic, WireReport, step_report, verify, wire_report
 
 __all__ = [
@@ -72,8 +72,7 @@ __all__ = [
     "Traffic",
     "TrainState",
     "WireReport",
-    "already_mean",
-    "check_chain",
+    "chain",
     "communication_period",
     "dct_dp",
     "dct_mp",

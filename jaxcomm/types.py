@@ -1,7 +1,7 @@
-"""The words that all files share: what differs between workers, what travels, what is counted."""
+"""Shared types: state that differs between workers, payloads, metrics."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,32 +10,34 @@ import jax.numpy as jnp
 # are those of its arrays' own types; nobody states them separately.
 Payload = dict[str, jax.Array]
 
-T = TypeVar("T")
+RESIZING = ("mean", "parts", "none")
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PerWorker:
-    """State that differs between workers, one row each.
+    """State that differs between workers, one row each. All other state is replicated.
 
     Attributes:
-      rows: an array or a pytree of arrays of shape (K, ...) seen from outside, (1, ...) inside a worker. Everything in
-        a transformation's state that is *not* inside a `PerWorker` is the same on every worker.
+      rows: an array or a pytree of arrays of shape (K, ...) seen from outside, (1, ...) inside a worker. K is the
+        product of the sizes of the axes.
+      axes: the mesh axes along which rows differ, outermost first. Static.
+      resizing: how `resize_workers` carries rows over to another number of workers. Static. "mean": the mean over the
+        rows is kept. "parts": rows (K, n) are one vector, of which worker k holds the k-th of K consecutive parts; the
+        rest of its row is not valid. "none": refused, since rows are shards of a parameter.
+      is_local: whether rows are parameters, or the optimizer's state, of workers that train on their own between two
+        exchanges. Static.
     """
 
     rows: Any
+    axes: tuple[str, ...] = field(default=("data",), metadata={"static": True})
+    resizing: str = field(default="mean", metadata={"static": True})
+    is_local: bool = field(default=False, metadata={"static": True})
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class OwnedRows(PerWorker):
-    """Rows (K, n) of one vector that the workers hold together: of K parts in order, part j is valid in row j alone."""
-
-    def whole(self) -> jax.Array:
-        """Puts the vector (n,) together from all rows."""
-        workers, n = self.rows.shape
-        parts = [part_of(n, workers, worker) for worker in range(workers)]
-        return jnp.concatenate([self.rows[j, start : start + size] for j, (start, size) in enumerate(parts)])
+def is_per_worker(node: Any) -> bool:
+    """Returns whether a node of a state is a `PerWorker`; the `is_leaf` of every map over states."""
+    return isinstance(node, PerWorker)
 
 
 def part_of(n: int, workers: Any, worker: Any) -> tuple[Any, Any]:
@@ -46,58 +48,11 @@ def part_of(n: int, workers: Any, worker: Any) -> tuple[Any, Any]:
     return worker * size + jnp.minimum(worker, longer), size + (worker < longer)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LocalRows(PerWorker):
-    """What a worker's own optimizer keeps, one row each: it trains on its own parameters between two exchanges."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class InnerRows(PerWorker):
-    """Rows of one axis alone, where workers lie along two: the same for all workers along the other.
-
-    Attributes:
-      axis: the name of the axis.
-    """
-
-    axis: str = field(metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class SliceRows(PerWorker):
-    """State of the exchange of slices, a row for each place along some axes of the mesh; the same along the others.
-
-    Attributes:
-      axes: those of the workers, where it differs between them, and then those of the slices; outermost first.
-    """
-
-    axes: tuple[str, ...] = field(metadata={"static": True})
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class Every:
-    """A part of a local method's state that says how often it communicates.
-
-    Attributes:
-      steps: steps from one exchange to the next.
-    """
-
-    steps: int
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class AlreadyMean:
-    """A part of an exchange's state that says which gradients come to it as the workers' mean.
-
-    Attributes:
-      paths: of their parameters, as `jax.tree_util.keystr` writes them.
-    """
-
-    paths: tuple[str, ...]
+def join_parts(rows: jax.Array) -> jax.Array:
+    """Returns the vector (n,) of which each row (K, n) holds a part."""
+    workers, n = rows.shape
+    parts = [part_of(n, workers, worker) for worker in range(workers)]
+    return jnp.concatenate([rows[j, start : start + size] for j, (start, size) in enumerate(parts)])
 
 
 class ExchangeMetrics(NamedTuple):
@@ -123,45 +78,17 @@ class ExchangeMetrics(NamedTuple):
         types = (jnp.float32, jnp.float32, jnp.int32, jnp.int32)
         return cls(*(jnp.zeros((), dtype) for dtype in types))
 
+    @classmethod
+    def of(
+        cls, ok: jax.Array, sent: jax.Array | int, overflow: jax.Array | int = 0, *, drained: bool | jax.Array = False
+    ) -> "ExchangeMetrics":
+        """Returns the metrics of an exchange, from counts over all workers.
 
-def _first(state: Any, kind: type[T]) -> T | None:
-    leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
-    return next((leaf for leaf in leaves if isinstance(leaf, kind)), None)
-
-
-def communication_period(state: Any) -> int | None:
-    """Finds how many steps a local method takes between two exchanges.
-
-    Args:
-      state: the state of one transformation or of an Optax chain.
-
-    Returns:
-      The number of steps; None for methods that exchange gradients, whose parameters are the same on all workers.
-    """
-    every = _first(state, Every)
-    return None if every is None else every.steps
-
-
-def already_mean_paths(state: Any) -> frozenset[str]:
-    """Finds the parameters whose gradients come to the exchange as the workers' mean (see `already_mean`).
-
-    Args:
-      state: the state of one transformation or of an Optax chain.
-
-    Returns:
-      Their paths, as `jax.tree_util.keystr` writes them; empty for most chains.
-    """
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, AlreadyMean))
-    return frozenset(path for node in nodes if isinstance(node, AlreadyMean) for path in node.paths)
-
-
-def exchange_metrics(state: Any) -> ExchangeMetrics | None:
-    """Finds the metrics of the exchange in an optimizer's state.
-
-    Args:
-      state: the state of one transformation or of an Optax chain.
-
-    Returns:
-      The first `ExchangeMetrics` in the state, or None where no transformation of this library is in it.
-    """
-    return _first(state, ExchangeMetrics)
+        A skipped exchange counts nothing as sent; a skipped drain has still cost its bytes.
+        """
+        return cls(
+            sent=jnp.where(ok, jnp.asarray(sent, jnp.float32), 0),
+            overflow=jnp.where(ok, jnp.asarray(overflow, jnp.float32), 0),
+            skipped=1 - ok.astype(jnp.int32),
+            drained=jnp.asarray(drained, jnp.int32),
+        )

@@ -15,12 +15,11 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.axis import AxisName, axis_names
+from jaxcomm.exchange import communication_period, vary_exchanged
 from jaxcomm.hlo import read_program
 from jaxcomm.jaxpr import jaxpr_program, traced_program
 from jaxcomm.parallel.state import TrainState, check_workers
 from jaxcomm.traffic import Program, Traffic
-from jaxcomm.transforms.already_mean import vary_others
-from jaxcomm.types import communication_period
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,8 @@ def wire_report(
 ) -> WireReport:
     """Predicts the bytes of one exchange from shapes alone.
 
-    Nothing is computed and no device is needed: any K can be asked about anywhere. Gradients that `already_mean` passes
-    by cost the exchange nothing: what their layers gather depends on the batch, and is given as `beside`.
+    Nothing is computed and no device is needed: any K can be asked about anywhere. Gradients that bypass
+    the exchange cost it nothing: what their layers gather depends on the batch, and is given as `beside`.
 
     Args:
       tx: a transformation or chain with an exchange in it.
@@ -129,7 +128,7 @@ def wire_report(
     def worker(gradients: Any, params: Any) -> Any:
         nonlocal period
         state = tx.init(params)
-        updates, state = tx.update(vary_others(gradients, state, axis_name), state, params)
+        updates, state = tx.update(vary_exchanged(gradients, state, axis_name), state, params)
         period = communication_period(state)
         return jax.tree.map(lambda update: update[None], updates)
 

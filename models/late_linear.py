@@ -10,10 +10,10 @@ import jaxcomm as jc
 
 
 class LateLinear(nnx.Linear):
-    """`nnx.Linear` whose kernel's gradient comes as the workers' mean, where that moves fewer bytes.
+    """`nnx.Linear` whose kernel's gradient is made already reduced, where that moves fewer bytes.
 
-    The same parameters with the same initial values. Train it with an exchange that passes its gradients by,
-    `jc.already_mean(exchange, plan.where)`; outside of the axis of workers it is `nnx.Linear`.
+    The same parameters with the same initial values. Its gradients must bypass the exchange: pass that
+    `where=plan.exchanges`. Outside of the axis of workers it is `nnx.Linear`.
     """
 
     def __init__(

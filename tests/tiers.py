@@ -222,25 +222,25 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "test_verify_proves_a_train_step": ("plump",),
     },
-    "tests/jaxcomm/transforms/test_already_mean.py": {
+    "tests/jaxcomm/methods/test_already_mean.py": {
         "test_every_exchange_skips_all_if_a_passed_gradient_is_not_finite_and_the_other_way": ("plump_dp()",),
         "test_the_others_are_exchanged_as_without_the_passed": (),
     },
-    "tests/jaxcomm/transforms/test_arguments.py": {
+    "tests/jaxcomm/methods/test_arguments.py": {
         "test_16_bits_in_and_out": ("plump_dp-bfloat16",),
     },
-    "tests/jaxcomm/transforms/test_draws.py": {
+    "tests/jaxcomm/methods/test_draws.py": {
         "test_as_many_workers_as_asked_publish_a_layer_and_all_of_them_equally_often": ("1",),
         "test_explorers_draw_every_coordinate_equally_often": (),
         "test_quant_dp_rounds_on_every_worker_by_itself": ("gather",),
     },
-    "tests/jaxcomm/transforms/test_hierarchical.py": {
+    "tests/jaxcomm/methods/test_hierarchical.py": {
         "test_a_mesh_and_a_simulation_agree_and_bytes_are_those_predicted": ("plump_dp",),
         "test_compressed_across_equals_the_exchange_of_the_groups_means": ("random_k",),
         "test_dense_across_equals_plump_dp_over_all_workers": ("sizes1",),
         "test_nothing_is_lost": (),
     },
-    "tests/jaxcomm/transforms/test_local.py": {
+    "tests/jaxcomm/methods/test_local.py": {
         "test_a_mesh_and_a_simulation_agree": ("sparseloco",),
         "test_a_worker_with_a_bad_gradient_between_exchanges_leaves_the_others_alone": ("local_sgd",),
         "test_another_number_of_workers_goes_on_with_the_same_global_model": ("2-3-sparseloco",),
@@ -253,7 +253,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
         "test_slim_dp_with_everything_is_plump_dp": ("3",),
         "test_what_is_not_pushed_is_carried_or_lost": (),
     },
-    "tests/jaxcomm/transforms/test_powersgd.py": {
+    "tests/jaxcomm/methods/test_powersgd.py": {
         "test_a_mesh_and_a_simulation_agree_and_so_do_the_devices": ("2-halves", "2-vectors"),
         "test_a_network_trains_with_it": ("mesh",),
         "test_nothing_is_lost": ("2-vectors",),
@@ -296,7 +296,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
             "s-3e+38",
         ),
     },
-    "tests/jaxcomm/transforms/test_recovery.py": {
+    "tests/jaxcomm/methods/test_recovery.py": {
         "test_after_a_bad_step_training_goes_on": ("plump_dp()",),
     },
     "tests/models/test_twins.py": {

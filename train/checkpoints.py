@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 import jaxcomm as jc
 from jaxcomm.parallel.hybrid_state import HybridState
-from jaxcomm.parallel.state import is_per_worker
+from jaxcomm.types import is_per_worker
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def _data_parallel(
     if experiment.dense_layers == "late":
         model = _abstract(experiment, info, LateLinear)
         late = multiply_late(model, experiment, method)
-        tx = make_chain(experiment, method, late.where)
+        tx = make_chain(experiment, method, late.exchanges)
     else:
         model, tx = _abstract(experiment, info), make_chain(experiment, method)
     loss_fn = _loss_of(experiment, task, split(model).graph)

@@ -28,6 +28,8 @@ from configs.methods import (
 )
 from train.schedules import make_schedule
 
+Where = Callable[[str, Any], bool]  # of a parameter's path and the parameter
+
 FACTORIES: dict[type[Method], Callable[..., optax.GradientTransformation]] = {
     PlumpDp: jc.plump_dp,
     TopK: jc.topk,
@@ -71,12 +73,15 @@ def is_local(method: Method) -> bool:
     return isinstance(method, SlimDp | LocalSgd) or (isinstance(method, PlumpDp) and method.p > 1)
 
 
-def make_exchange(method: Method, *, momentum: float, axis_name: str = "data") -> optax.GradientTransformation:
+def make_exchange(
+    method: Method, *, momentum: float, where: Where | None = None, axis_name: str = "data"
+) -> optax.GradientTransformation:
     """Makes a method's transformation; its fields are the arguments.
 
     Args:
       method: the fields.
       momentum: of the methods that have it inside, `dgc` and `iwp`.
+      where: chooses the parameters that are exchanged; the gradients of the others are already reduced.
       axis_name: the axis of workers that it goes over.
 
     Raises:
@@ -92,10 +97,10 @@ def make_exchange(method: Method, *, momentum: float, axis_name: str = "data") -
             fields = dataclasses.asdict(method)
             del fields["change_at"]
             fields |= {"alpha": _by_step(method, "alpha"), "beta": _by_step(method, "beta")}
-            return jc.iwp(**fields, momentum=momentum, axis_name=axis_name)
+            return jc.iwp(**fields, momentum=momentum, where=where, axis_name=axis_name)
         case Dgc():
-            return jc.dgc(**dataclasses.asdict(method), momentum=momentum, axis_name=axis_name)
-    return FACTORIES[type(method)](**dataclasses.asdict(method), axis_name=axis_name)
+            return jc.dgc(**dataclasses.asdict(method), momentum=momentum, where=where, axis_name=axis_name)
+    return FACTORIES[type(method)](**dataclasses.asdict(method), where=where, axis_name=axis_name)
 
 
 def _by_step(method: Iwp, name: str) -> float | Callable[[jax.Array], jax.Array]:
@@ -117,7 +122,7 @@ def _by_step(method: Iwp, name: str) -> float | Callable[[jax.Array], jax.Array]
 
 
 def make_chain(
-    experiment: Experiment, method: Method, late: Callable[[Any], Any] | None = None
+    experiment: Experiment, method: Method, where: Where | None = None
 ) -> optax.GradientTransformation:
     """Makes the whole optimizer, the exchange in its place: SGD with momentum or Adam, weight decay and a schedule.
 
@@ -132,7 +137,7 @@ def make_chain(
     Args:
       experiment: the fields; `experiment.method` is not looked at.
       method: how the workers exchange.
-      late: params -> a tree of bools, whose gradients come as the workers' mean and pass the exchange by.
+      where: chooses the parameters that are exchanged; the gradients of the others are already reduced.
 
     Raises:
       ValueError: for a field out of range, or a method that does not go with the others.
@@ -160,36 +165,25 @@ def make_chain(
             "method, or sgd."
         )
     across = "slice" if experiment.slices > 1 else "data"
-    exchange = make_exchange(method, momentum=experiment.momentum, axis_name=across)
+    inner = where if experiment.slices == 1 else None
+    exchange = make_exchange(method, momentum=experiment.momentum, where=inner, axis_name=across)
     if experiment.slices > 1:
-        exchange = jc.hierarchical(exchange, inside="data", across="slice")
-    if late is not None:
-        exchange = jc.already_mean(exchange, late)
+        exchange = jc.hierarchical(exchange, where=where, inside="data", across="slice")
     l2, decay = [], []
     if experiment.weight_decay and experiment.decay == "l2":
         l2 = [optax.add_decayed_weights(experiment.weight_decay)]
     elif experiment.weight_decay:
-        decay = [_decoupled(experiment.weight_decay)]
+        decay = [optax.add_decayed_weights(experiment.weight_decay)]
     if experiment.optimizer == "adam":
         momentum = optax.scale_by_adam(b1=experiment.momentum, b2=0.98, eps=1e-8)
     else:
         momentum = optax.trace(decay=experiment.momentum, nesterov=experiment.nesterov)
     rate = optax.scale_by_learning_rate(make_schedule(experiment))
     if is_local(method):
-        return optax.chain(*l2, momentum, *decay, rate, exchange)
+        return jc.chain(*l2, momentum, *decay, rate, exchange)
     if has_momentum:
-        return optax.chain(*l2, exchange, *decay, rate)
-    return optax.chain(*l2, exchange, momentum, *decay, rate)
-
-
-def _decoupled(weight_decay: float) -> optax.GradientTransformation:
-    """Adds weight_decay * parameter to updates that momentum has passed already.
-
-    It is `optax.add_decayed_weights`, which `check_chain` after dgc and iwp takes for L2 that has lost its momentum.
-    """
-    return optax.stateless(
-        lambda updates, params: jax.tree.map(lambda update, param: update + weight_decay * param, updates, params)
-    )
+        return jc.chain(*l2, exchange, *decay, rate)
+    return jc.chain(*l2, exchange, momentum, *decay, rate)
 
 
 def is_rare(method: Method, step: int) -> bool:

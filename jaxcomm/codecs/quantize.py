@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxcomm import bits, noise
 from jaxcomm.layout import BLOCK, Layout
-from jaxcomm.scaling import shrinkage
+from jaxcomm.numerics import shrinkage
 
 
 class PartCodec(Protocol):

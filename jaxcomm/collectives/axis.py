@@ -6,6 +6,7 @@ nothing else asks on which of the two it runs.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,6 +41,13 @@ def axis_size(axis_name: AxisName) -> int:
             f"{axis_name!r}: call it inside jax.shard_map over that axis, through jaxcomm.make_train_step, or under "
             f"jax.vmap(..., axis_name={axis_name!r}); or pass the name of your own axis as axis_name=."
         ) from None
+
+
+def in_axes_of_workers(function: Callable[..., Any], sizes: tuple[int, ...], axis_name: AxisName) -> Callable[..., Any]:
+    """Gives a function that is the same for all workers their axes to ask about; it runs once."""
+    for name, size in reversed(list(zip(axis_names(axis_name), sizes, strict=True))):
+        function = jax.vmap(function, in_axes=None, out_axes=None, axis_name=name, axis_size=size)
+    return function
 
 
 def is_in_scope(axis_name: AxisName) -> bool:

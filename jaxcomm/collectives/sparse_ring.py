@@ -25,8 +25,8 @@ from jaxcomm.collectives.balanced import Balanced, Regions
 from jaxcomm.collectives.gather import fuse, gather_words, split_words
 from jaxcomm.collectives.status import read_status, write_status
 from jaxcomm.layout import Layout
+from jaxcomm.numerics import magnitude_bits
 from jaxcomm.selectors import compact, compact_rows
-from jaxcomm.selectors.threshold import magnitude_bits
 from jaxcomm.types import Payload
 
 

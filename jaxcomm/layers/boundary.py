@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm import noise
+from jaxcomm.checks import check_range, check_sparsity
 from jaxcomm.codecs.values import ValueCodec, value_codec
 from jaxcomm.collectives.axis import AxisName, axis_size
 from jaxcomm.collectives.boundary import send
 from jaxcomm.layers.activations import Largest, LargestGradient, Sketch, Whole
 from jaxcomm.selectors.topk import kept
-from jaxcomm.transforms.checks import check_range, check_sparsity
 
 BOUNDARIES = ("masked", "sketch", "topk_gradient")
 

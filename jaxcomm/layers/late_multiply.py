@@ -44,9 +44,9 @@ def late_multiply(
       3. multiplies them: (1/K) sum_k X_k^T E_k is the workers' mean of the gradients of their own (mean) losses, what
          an exchange would have made of them; and (1/K) times the sum of all rows of E is that of the bias
 
-    So the gradients of kernel and bias are the same on all workers, and must not be exchanged again: the exchange is
-    wrapped, `already_mean(exchange, plan.where)`. With `make_train_step` and `simulate` it is an error, when they are
-    traced, if the wrapper and the layers do not agree about a parameter.
+    So the gradients of kernel and bias are already reduced, and must bypass the exchange: pass it
+    `where=plan.exchanges`. With `make_train_step` and `simulate` it is an error, when they are traced, if the exchange
+    and the layers do not agree about a parameter.
 
     Each worker receives (K-1) (R N + R M) numbers of the type of x, R its own rows (see `late_traffic`), where a dense
     exchange of the kernel is 2 (K-1)/K * 4 N M bytes. Each computes K times the product.
@@ -126,10 +126,10 @@ def _check_same(kernel: jax.Array, bias: jax.Array | None, axis_name: AxisName) 
             is_in_scope(ALL_EXCHANGED) or any(varies(leaf, name) for name in axis_names(axis_name))
         ):
             raise ValueError(
-                f"late_multiply makes the workers' mean gradient, which nobody exchanges again, so its {what} is the "
-                f"same on all workers, got one of shape {leaf.shape} that is each worker's own: wrap the exchange, "
-                "jaxcomm.already_mean(exchange, plan.where) with a plan that has this layer in it (in your own "
-                "jax.shard_map, take the parameter out of jax.lax.pcast), or pass mode='reduce' to the layer."
+                f"The {what} of late_multiply must be replicated, since its gradient is already reduced; got one of "
+                f"shape {leaf.shape} that differs between workers. Give the exchange where=plan.exchanges, of a plan "
+                "that has this layer (in your own jax.shard_map, take the parameter out of jax.lax.pcast), or pass "
+                "mode='reduce' to the layer."
             )
 
 

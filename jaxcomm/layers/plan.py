@@ -75,30 +75,14 @@ class LatePlan:
         known = ", ".join(layer.path for layer in self.layers)
         raise ValueError(f"A plan knows the modes of the layers that it was made for, got {path!r}: it has {known}.")
 
-    def where(self, params: Any) -> Any:
-        """Returns a bool for every parameter: True for kernel and bias of the layers that multiply late.
+    def exchanges(self, path: str, leaf: Any) -> bool:
+        """Returns whether a parameter's gradient is to be exchanged: not of kernel and bias of layers that are late.
 
-        For `already_mean(exchange, plan.where)`.
-
-        Raises:
-          ValueError: if a layer that multiplies late has no "kernel" of its shape there.
+        For an exchange's `where=`: `jaxcomm.dct_dp(0.99, where=plan.exchanges)`.
         """
-        wanted = {layer.path: layer.shape for layer in self.layers if layer.is_late}
-        found = set()
-
-        def is_marked(path: Any, leaf: Any) -> bool:
-            layer, _, name = _joined(path).rpartition("/")
-            if name == "kernel" and wanted.get(layer) == tuple(jnp.shape(leaf)):
-                found.add(layer)
-            return layer in wanted and name in ("kernel", "bias")
-
-        marks = jax.tree_util.tree_map_with_path(is_marked, params)
-        if missing := sorted(set(wanted) - found):
-            raise ValueError(
-                f"A layer that multiplies late has a kernel of the planned shape, got none at {', '.join(missing)} in "
-                "the parameters: plan with these parameters, or with the layers' paths in them, parts joined by '/'."
-            )
-        return marks
+        del leaf
+        layer, _, name = path.rpartition("/")
+        return name not in ("kernel", "bias") or not any(each.is_late and each.path == layer for each in self.layers)
 
     @property
     def traffic(self) -> tuple[Traffic, ...]:

@@ -1,6 +1,6 @@
 """Workers on a mesh, or simulated: meshes, the state's placement, the train step."""
 
-from jaxcomm.parallel.chain import check_chain
+from jaxcomm.parallel.chain import chain
 from jaxcomm.parallel.hybrid import make_hybrid_step, make_partitioned_step
 from jaxcomm.parallel.hybrid_state import hybrid_state_shapes, init_hybrid_state
 from jaxcomm.parallel.mesh import make_mesh
@@ -14,7 +14,7 @@ from jaxcomm.parallel.unreduced import make_unreduced_step
 __all__ = [
     "Pipeline",
     "TrainState",
-    "check_chain",
+    "chain",
     "global_params",
     "hybrid_state_shapes",
     "init_hybrid_state",

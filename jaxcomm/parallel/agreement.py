@@ -1,6 +1,6 @@
 """Proof that the layers and the transformation agree on which gradients are the workers' mean already.
 
-`already_mean` passes the gradient of a parameter by, and `late_multiply` makes it. If the loss uses such a parameter in
+An exchange's `where` lets the gradient of a parameter bypass it, and `late_multiply` makes that gradient. If the loss uses such a parameter in
 another way (a layer that does not multiply late, a penalty, tied weights), JAX makes the gradient of that use by a
 dense all-reduce: a sum, that nothing would find wrong.
 """
@@ -14,9 +14,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.axis import OTHER_USES, AxisName, to_varying, varies
+from jaxcomm.exchange import bypassing, vary_exchanged
 from jaxcomm.parallel.state import TrainState, state_specs
-from jaxcomm.transforms.already_mean import vary_others
-from jaxcomm.types import already_mean_paths
 
 
 def check_agreement(
@@ -37,7 +36,7 @@ def check_agreement(
     Raises:
       ValueError: naming the parameters.
     """
-    marked = already_mean_paths(state.opt_state)
+    marked = bypassing(state.opt_state, state.params)
     if not marked:
         return
 
@@ -50,7 +49,7 @@ def check_agreement(
             def differ(path: Any, leaf: jax.Array) -> jax.Array:
                 return to_varying(leaf, OTHER_USES) if jax.tree_util.keystr(path) in paths else leaf
 
-            params = vary_others(state.params, state.opt_state, axis_name)
+            params = vary_exchanged(state.params, state.opt_state, axis_name)
             params = jax.tree_util.tree_map_with_path(differ, params)
             loss, _ = loss_fn(params, state.model_state, batch)
             found = varies(loss, OTHER_USES)
@@ -65,8 +64,8 @@ def check_agreement(
             "A gradient that is already the mean comes from late_multiply alone, got a loss that uses "
             f"{', '.join(wrong)} in another way, for which JAX would insert a dense all-reduce: pass "
             "mode=plan.mode(path) to the layer ('auto' compares with a dense exchange, a plan with any), put a penalty "
-            "on the weights into the chain (optax.add_decayed_weights), or leave the parameter out of already_mean's "
-            "where."
+            "on the weights into the chain (optax.add_decayed_weights), or have the exchange's where= choose the "
+            "parameter."
         )
 
 
@@ -82,6 +81,6 @@ def trace_on(
     """Traces a worker's function on a mesh without devices, where JAX tracks what differs between the workers."""
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), (state, batch))
-    in_specs = (state_specs(state, axis_name), P(axis_name))
+    in_specs = (state_specs(state), P(axis_name))
     with jax.sharding.use_abstract_mesh(mesh):  # or another mesh that is in use would have to be this one
         jax.eval_shape(jax.shard_map(worker, mesh=mesh, in_specs=in_specs, out_specs=out_specs), *shapes)

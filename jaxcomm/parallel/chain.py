@@ -1,400 +1,319 @@
-"""The order of the transformations in an Optax chain: read from their closures, and judged.
+"""The order of the transformations in an Optax chain: judged by their states, and by what they do to small arrays.
 
-Optax keeps no list of a chain's links. But `optax.chain(...).update` holds its links' functions in its closure, and the
-qualified name of such a function ("trace.<locals>.update_fn") begins with the factory that made it, whose arguments are
-in the closure in turn. What is found this way is judged; what is not is left alone.
+The state of `optax.chain` is a tuple in the order of its links, and the state of an exchange names its method. So a
+plain chain is judged by its states alone. `chain` also keeps its links: each is tried on arrays of a few numbers, which
+shows whether it clips, decays, descends or has momentum.
 """
 
-import functools
-import inspect
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import combinations, product
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
+from jaxcomm.collectives.axis import AxisName, in_axes_of_workers
+from jaxcomm.exchange import Exchange, ExchangeState, exchange_states, get_exchange, is_exchange_state
 
-def _names(names: str) -> frozenset[str]:
-    return frozenset(names.split())
-
-
-# Exchanges, by the names of their factories.
-GRADIENT_EXCHANGES = _names("plump_dp quant_dp iwp dct_dp terngrad dgc powersgd sign topk random_k hierarchical")
-LOCAL_EXCHANGES = frozenset({"slim_dp", "local_sgd"})
-EXCHANGES = GRADIENT_EXCHANGES | LOCAL_EXCHANGES
-NO_RESIDUAL = frozenset({"plump_dp", "quant_dp", "terngrad"})
-MOMENTUM_INSIDE = frozenset({"dgc", "iwp"})
-
-# Optax's factories, by what they do to updates.
-CLIPS = _names("adaptive_grad_clip clip clip_by_block_rms clip_by_global_norm")
-RATES = frozenset({"scale", "scale_by_schedule"})
-LINEAR = _names("apply_every ema scale_by_optimistic_gradient trace")
-NORMALIZING = _names(
-    "scale_by_acprop scale_by_adadelta scale_by_adam scale_by_adamax scale_by_adan scale_by_ademamix scale_by_adopt "
-    "scale_by_amsgrad scale_by_belief scale_by_factored_rms scale_by_galore scale_by_lbfgs scale_by_lion scale_by_muon "
-    "scale_by_novograd scale_by_radam scale_by_rms scale_by_rprop scale_by_rss scale_by_simplified_ademamix "
-    "scale_by_sm3 scale_by_sophia scale_by_stddev scale_by_yogi"
-)
-OWN_RATE = _names(
-    "dadapt_adamw momo momo_adam prodigy scale_by_backtracking_linesearch scale_by_cocob "
-    "scale_by_distance_over_gradients scale_by_dog scale_by_dowg scale_by_madgrad scale_by_zoom_linesearch"
-)
-WATCHING = frozenset({"monitor", "snapshot"})
-STATELESS = _names(
-    "add_decayed_weights add_noise centralize identity keep_params_nonnegative normalize normalize_by_update_norm "
-    "scale_by_param_block_norm scale_by_param_block_rms scale_by_shape scale_by_sign scale_by_trust_ratio"
-)
-# Those whose state depends on the updates that they have seen.
-STATEFUL = LINEAR | NORMALIZING | OWN_RATE | WATCHING | {"MultiSteps", "apply_if_finite", "schedule_free", "zero_nans"}
-# After these the size of an update is no longer that of the gradients in it.
-FORGET_SIZE = NORMALIZING | OWN_RATE | {"normalize", "normalize_by_update_norm", "scale_by_sign"}
-# Those with momentum, and the variable of their closure that weighs the past. Unless it is seen to be 0, there is some.
-MOMENTUM = _names(
-    "dadapt_adamw ema momo momo_adam prodigy scale_by_acprop scale_by_adam scale_by_adamax scale_by_adan "
-    "scale_by_ademamix scale_by_adopt scale_by_amsgrad scale_by_belief scale_by_lion scale_by_madgrad scale_by_muon "
-    "scale_by_novograd scale_by_radam scale_by_simplified_ademamix scale_by_sm3 scale_by_sophia scale_by_yogi trace"
-)
-PAST = ("b1", "beta", "beta1", "decay", "momentum")
-
-# What holds one other transformation, by the name of the variable that does.
-WRAPPERS = {"already_mean": "exchange", "schedule_free": "base_optimizer", "with_extra_args_support": "tx"}
-WRAPPERS |= dict.fromkeys(
-    _names("apply_if_finite conditionally_mask conditionally_transform flatten masked split_real_and_imaginary"),
-    "inner",
-)
-# Why an exchange cannot be in one of these, and what to do.
-NOT_AROUND = {
-    "already_mean": "what it passes by would get none of its momentum; take momentum=0, and momentum after it",
-    "MultiSteps": "it exchanges in every small step, and keeps the gradients of each worker in a state that is one for "
-    "all; accumulate in loss_fn, or put MultiSteps around the optimizer alone",
-    "apply_if_finite": "each worker would decide by its own gradient whether to take part, and the others would wait; "
-    "leave it out, since an exchange skips non-finite steps on all workers alike, or put it around the optimizer alone",
-    "conditionally_mask": "other steps would lose their gradients; put it around the optimizer alone",
-    "conditionally_transform": "other steps would apply each worker's own gradient; put it around the optimizer alone",
-}
-SOME_NUMBER = 0.5  # stands for a hyperparameter that optax.inject_hyperparams takes from a schedule
+_SMALL, _LARGE = np.float32(2.0**-13), np.float32(2.0**40)
 
 
-@dataclass(frozen=True, eq=False)
-class Link:
-    """One transformation of a chain, with what it is in.
+class Chain(optax.GradientTransformationExtraArgs):
+    """What `chain` returns: an Optax transformation with `links`, its transformations in order."""
+
+    links: tuple[optax.GradientTransformation, ...]
+
+
+def chain(*links: optax.GradientTransformation) -> Chain:
+    """Equals `optax.chain`, and keeps the links: needed where a chain is split at its exchange, and checked further.
+
+    Args:
+      *links: transformations in order; chains made by this function are taken apart.
+    """
+    flat = tuple(part for link in links for part in getattr(link, "links", (link,)))
+    made = Chain(*optax.chain(*flat))
+    made.links = flat
+    return made
+
+
+class Effects(NamedTuple):
+    """What a link does to updates: the paths of the leaves to which it does so.
 
     Attributes:
-      name: of the factory, as far as the closure tells.
-      args: the variables of the closure, by name.
-      known: whether this library or Optax made it, and its name is known here.
-      within: the names of the wrappers around it, outermost first.
-      part: which part of the parameters it gets: the label in every `optax.partition` (by its set of labels), the
-        identity of an `optax.masked`'s mask.
-      inner: the exchanges in an exchange that is a wrapper.
+      cuts: clips: small updates pass, large ones are bounded.
+      forgets_size: the size of its output is not that of the gradients in it (Adam and its kind).
+      has_momentum: updates go on after the gradient is zero.
+      decays: adds a multiple of the parameter.
+      descends: turns gradients into steps down: has a learning rate.
+      changes: is not the identity.
+      mixes: a number of its output depends on other numbers of the gradient.
     """
 
-    name: str
-    args: Mapping[str, Any] = field(default_factory=dict)
-    known: bool = False
-    within: tuple[str, ...] = ()
-    part: Mapping[Hashable, Hashable] = field(default_factory=dict)
-    inner: tuple["Link", ...] = ()
-
-    def __str__(self) -> str:
-        labels = "".join(f"[{label!r}]" for key, label in self.part.items() if isinstance(key, frozenset))
-        return self.name + labels
-
-    def is_in(self, names: Container[str]) -> bool:
-        """Returns whether this is one of some factories."""
-        return self.known and self.name in names
-
-    def meets(self, other: "Link") -> bool:
-        """Returns whether some parameter gets both. Two different masks are taken for two parts."""
-        return all(other.part.get(key, label) == label for key, label in self.part.items())
-
-    @property
-    def keeps_residual(self) -> bool:
-        """Whether an exchange has error feedback."""
-        if self.name == "hierarchical":
-            return any(link.keeps_residual for link in self.inner)
-        return self.is_in(GRADIENT_EXCHANGES - NO_RESIDUAL)
-
-    @property
-    def momentum(self) -> float:
-        """The momentum that an exchange applies before it compresses: a variable, or the attribute of one."""
-        if self.name == "hierarchical":
-            return max((link.momentum for link in self.inner), default=0.0)
-        if not self.is_in(MOMENTUM_INSIDE):
-            return 0.0
-        values = [self.args.get("momentum"), *(getattr(value, "momentum", None) for value in self.args.values())]
-        return next((number for number in map(_number, values) if number is not None), 0.0)
-
-    @property
-    def has_momentum(self) -> bool:
-        """Whether a link of Optax has momentum that is not 0."""
-        return self.is_in(MOMENTUM) and not any(_number(self.args.get(name)) == 0 for name in PAST)
-
-    @property
-    def is_negative_rate(self) -> bool:
-        """Whether this is a learning rate, and not the constant that undoes a loss's scale."""
-        return self.is_in({"scale_by_schedule"}) or (
-            self.is_in({"scale"}) and (_number(self.args.get("step_size")) or 0) <= 0
-        )
+    cuts: frozenset[str]
+    forgets_size: frozenset[str]
+    has_momentum: frozenset[str]
+    decays: frozenset[str]
+    descends: frozenset[str]
+    changes: frozenset[str]
+    mixes: frozenset[str]
 
 
-def check_chain(tx: optax.GradientTransformation) -> list[str]:
-    """Finds the order of the transformations in an Optax chain, and judges it.
+def try_link(link: optax.GradientTransformation, params: Any) -> Effects | None:
+    """Tries a link on a tree like that of the parameters, of 2 numbers along each dimension; None where it fails."""
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    shapes = [(2,) * len(jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
+    wave = [np.cos(np.arange(np.prod(shape), dtype=np.float32) + i).reshape(shape) for i, shape in enumerate(shapes)]
 
-    Two kinds of exchange exist. A gradient exchange takes each worker's own gradient and gives the mean; the optimizer
-    comes after it. A local exchange (`slim_dp`, `local_sgd`, `plump_dp` with p above 1) comes after a whole local
-    optimizer and takes its updates. Refused is what loses gradients, counts them twice, or lets the workers' parameters
-    or states part; a warning is for what is merely unusual.
+    def run(first: Any, then: Any, scale: float = 1.0, weights: float = 1.0) -> list[np.ndarray]:
+        """Returns the second of two updates."""
+        unflatten = jax.tree.structure(params).unflatten
+        own = unflatten([jnp.full(shape, weights, jnp.float32) for shape in shapes])
+        state = link.init(own)
+        out: Any = None
+        for updates in (first, then):
+            out, state = link.update(unflatten([jnp.asarray(scale * _SMALL * x) for x in updates]), state, own)
+        return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(out)]
 
-    | found                                                      | verdict                                          |
-    | ---------------------------------------------------------- | ------------------------------------------------ |
-    | two exchanges of the same parameters                       | refused: averaged twice                          |
-    | a state that depends on gradients, before a gradient       | refused: it is each worker's own and kept as one |
-    |   exchange: momentum, Adam, zero_nans, snapshot, ...       |                                                  |
-    | clipping after an exchange with error feedback, no         | refused: cuts off what has left the residual     |
-    |   normalising optimizer (Adam and its kind) in between     |                                                  |
-    | momentum after dgc or iwp with momentum > 0                | refused: momentum twice                          |
-    | dgc or iwp with momentum > 0 in already_mean               | refused: some parameters would have no momentum  |
-    | a local exchange without a learning rate before it         | refused: it would ascend                         |
-    | what changes updates after a local exchange                | refused: workers leave the merged model          |
-    | an exchange in MultiSteps, apply_if_finite or              | refused: workers would not take the same step,   |
-    |   conditionally_transform, conditionally_mask              |   or lose gradients between exchanges            |
-    | an exchange in optax.partition, where the parameters of    | refused: they would part                         |
-    |   another label have none and are not set to zero          |                                                  |
-    | a local exchange in optax.partition or optax.masked        | refused: the other parameters would part         |
-    | an exchange in optax.masked, or of all parameters that are | warning: the others stay each worker's own, and  |
-    |   not set to zero in optax.partition                       |   JAX refuses that on a mesh, even for zeros     |
-    | several exchanges, of different parameters                 | warning: a skip in one is not a skip in all      |
-    | learning rate before an exchange with error feedback       | warning: the residual mixes learning rates       |
-    | weight decay before an exchange, Adam or its kind after it | warning: L2 that is not decoupled                |
-    | weight decay after dgc or iwp with momentum > 0            | warning: it has no momentum, as L2 would         |
+    nothing, other = [0 * x for x in wave], [x + (np.arange(x.size).reshape(x.shape) == 1) for x in wave]
+    try:
+        with jax.ensure_compile_time_eval():
+            rest, rest2 = run(nothing, nothing), run(nothing, nothing, weights=2.0)
+            once, twice, huge = run(wave, wave), run(wave, wave, 2.0), run(wave, wave, float(_LARGE))
+            after, another = run(wave, nothing), run(other, other, float(_LARGE))
+    except Exception:  # a link may want other arguments, or another tree; nothing is known of it then
+        return None
 
-    Nothing is said about clipping, weight decay, noise and a constant positive scale before an exchange: they belong to
-    the local gradient. Nor about weight decay between an exchange and momentum, `chain(dct_dp(), add_decayed_weights(),
-    sgd(momentum=))`: parameters are the same on every worker, so decay that is added to the mean is the mean of decay
-    added to every gradient, and momentum takes it as in dense SGD with L2; before the exchange it would wait in the
-    residual with the gradient. With dgc and iwp, momentum is over when the mean comes back: decay that is added then is
-    that of SGDW, 1 - momentum times as strong. (Paddle's DGC lost 2% of ResNet-50's accuracy on ImageNet that way.)
+    def where(holds: Any) -> frozenset[str]:
+        return frozenset(path for i, path in enumerate(paths) if holds(i))
 
-    Clipping after error feedback is refused rather than warned about, because gradients are lost. A mean comes in
-    bursts that hold the residuals of many steps; dense clipping cuts a step's gradient, this one cuts what was owed,
-    which has left the residual and never comes back. Behind Adam and its kind, as in `optax.adafactor`, an update no
-    longer has the size of the gradients in it, and the clip bounds a step.
+    def is_linear(i: int, out: list[np.ndarray], factor: float) -> bool:
+        return np.allclose(out[i] - rest[i], factor * (once[i] - rest[i]), rtol=1e-3, atol=0)
 
-    What is not recognised, such as a transformation of your own and what it wraps, is left alone: neither judged nor
-    refused. Of `local_sgd`, what it holds is not judged. `init_state` calls this and emits the warnings.
+    return Effects(
+        cuts=where(lambda i: is_linear(i, twice, 2) and not is_linear(i, huge, float(_LARGE))),
+        forgets_size=where(lambda i: not is_linear(i, twice, 2)),
+        has_momentum=where(lambda i: not np.allclose(after[i], rest[i], rtol=1e-3, atol=0)),
+        decays=where(lambda i: rest[i].any() and np.allclose(rest2[i], 2 * rest[i], rtol=1e-3)),
+        descends=where(lambda i: np.sum((once[i] - rest[i]) * wave[i]) < 0),
+        changes=where(lambda i: not np.array_equal(once[i], np.float64(_SMALL * wave[i])) or rest[i].any()),
+        mixes=where(lambda i: another[i].reshape(-1)[0] != huge[i].reshape(-1)[0]),
+    )
+
+
+def check_chain(tx: optax.GradientTransformation, state: Any, params: Any) -> list[str]:
+    """Judges the order of the transformations around an exchange.
+
+    A gradient exchange takes each worker's gradient and returns the mean; the optimizer comes after it. A local
+    exchange (`slim_dp`, `local_sgd`, `plump_dp` with p above 1) comes after a whole local optimizer and takes its
+    updates. Refused is what loses gradients, counts them twice, or makes replicated state differ; warned about is what
+    is unusual. The rules are in docs/guide.md. Those marked (*) are known of a `jaxcomm.chain` alone.
 
     Args:
       tx: a transformation or a chain.
+      state: its state, or the shapes of it.
+      params: the parameters, or their shapes.
 
     Returns:
-      The warnings, each with what is unusual, what happens and the remedy; empty for a chain in order.
+      The warnings, each with what is unusual, what happens and the remedy.
 
     Raises:
-      ValueError: for what the table says is refused.
-
-    References:
-      Lin et al., "Deep Gradient Compression", ICLR 2018, sections 3.1 and 3.2: momentum correction, local clipping.
-      https://github.com/PaddlePaddle/Paddle/pull/21278: weight decay goes before the accumulation.
+      ValueError: for an order that is refused, with the remedy.
     """
-    links = chain_links(tx, (), {})
-    order = "optax.chain(" + ", ".join(str(link) for link in links) + ")"
-    exchanges = [link for link in links if link.is_in(EXCHANGES)]
-    for first, second in combinations(exchanges, 2):
-        if first.meets(second):
-            raise ValueError(
-                f"A chain averages every gradient once over the workers, got {order}: {second.name} would get what "
-                f"{first.name} has made the same everywhere, and average it again; keep one of them (local_sgd and "
-                "hierarchical take the exchange that they use as an argument)."
-            )
-    for exchange, wrapper in product(exchanges, NOT_AROUND):
-        if wrapper in exchange.within and (wrapper != "already_mean" or exchange.momentum > 0):
-            raise ValueError(
-                f"An exchange is not inside {wrapper}, got {order} with {exchange.name} in it: {NOT_AROUND[wrapper]}."
-            )
-    messages = list(_parts(links, exchanges, order))
-    for exchange in exchanges:
-        at = next(place for place, link in enumerate(links) if link is exchange)
-        before = [link for link in links[:at] if link.meets(exchange)]
-        after = [link for link in links[at + 1 :] if link.meets(exchange)]
-        judge = _local if exchange.is_in(LOCAL_EXCHANGES) else _gradient
-        messages += judge(before, exchange, after, order)
-    return messages
-
-
-def _gradient(before: list[Link], exchange: Link, after: list[Link], order: str) -> Iterator[str]:
-    """Judges what is around a gradient exchange; yields warnings."""
-    name = exchange.name
-    for link in before:
-        if link.is_in(STATEFUL):
-            raise ValueError(
-                f"The state of a chain is one for all workers, got {order}: {link.name} before {name} would keep each "
-                f"worker's own gradients in it; put it after {name}, or take a method that is made for it: dgc and iwp "
-                "correct momentum on every worker, local_sgd and slim_dp come after a whole local optimizer."
-            )
-        if link.is_negative_rate and exchange.keeps_residual:
-            yield (
-                f"A learning rate is usually applied after an exchange with error feedback, got {order}: the residual "
-                f"of {name} keeps updates of earlier steps, and mixes those of different learning rates; put "
-                f"{link.name} after {name}."
-            )
-    for decay, adaptive in product(before, after):
-        if decay.is_in({"add_decayed_weights"}) and adaptive.is_in(FORGET_SIZE) and decay.meets(adaptive):
-            yield (
-                f"Weight decay is usually decoupled from {adaptive.name}, got {order}: add_decayed_weights before "
-                f"{name} enters the gradient as L2, and is normalised with it; put it after {adaptive.name}, as "
-                "optax.adamw(weight_decay=) does."
-            )
-            break
-    for at, link in enumerate(after):
-        is_gradient = not any(earlier.is_in(FORGET_SIZE) and earlier.meets(link) for earlier in after[:at])
-        if link.is_in(CLIPS) and is_gradient and exchange.keeps_residual:
-            raise ValueError(
-                f"Gradients are clipped before an exchange with error feedback, got {order}: {link.name} after {name} "
-                "would cut off gradients that have left the residual, and they never come back; put it before "
-                f"{name}, where it clips each worker's own gradient."
-            )
-        if link.has_momentum and exchange.momentum > 0:
-            raise ValueError(
-                f"Momentum is applied once, got {order}: {name} has momentum={exchange.momentum} and "
-                f"{link.name} would apply it again; use optax.sgd(learning_rate) without momentum after {name}, or "
-                f"{name} with momentum=0."
-            )
-        if link.is_in({"add_decayed_weights"}) and is_gradient and exchange.momentum > 0:
-            yield (
-                f"Weight decay usually has the momentum that the gradient has, got {order}: add_decayed_weights after "
-                f"{name} gets none of its momentum, and decays less than SGD with L2 and momentum; put it before "
-                f"{name}."
-            )
-
-
-def _local(before: list[Link], exchange: Link, after: list[Link], order: str) -> Iterator[str]:
-    """Judges what is around a local exchange. There is nothing to warn about."""
-    name = exchange.name
-    if all(link.is_in(STATELESS | LINEAR | NORMALIZING | CLIPS | WATCHING | {"zero_nans"}) for link in before):
+    states = list(_flat(state))
+    at = [place for place, node in enumerate(states) if is_exchange_state(node)]
+    if len(at) > 1:
         raise ValueError(
-            f"{name} exchanges the updates of a whole local optimizer, got {order}, which applies no learning rate "
-            "before it: raw gradients would be added to the parameters, and the loss would rise; put the optimizer "
-            f"first, optax.chain(optax.sgd(0.1), {name}(...))."
+            f"A chain must average every gradient once; got {' and '.join(states[i].method.name for i in at)} in one "
+            "chain. Keep one (local_sgd and hierarchical take an exchange as an argument), or give the exchange "
+            "where= and others=, if each is for a part of the parameters."
         )
+    for node in states:
+        if not is_exchange_state(node) and next(exchange_states(node), None) and _is_optax(node):
+            raise ValueError(
+                f"An exchange must be a link of the chain itself; got {next(exchange_states(node)).method.name} inside "
+                f"a transformation with the state {type(node).__name__}: workers would not all take part in every step "
+                "with every parameter. Put the exchange before it; choose parameters by the exchange's where=, and "
+                "accumulate gradients in loss_fn."
+            )
+    if not at:
+        return []
+    exchange, before, after = states[at[0]], states[: at[0]], states[at[0] + 1 :]
+    links = getattr(tx, "links", None)
+    if links is None:
+        _check_states(exchange, before, after)
+        return []
+    place = next(i for i, node in enumerate(state) if node is exchange)
+    tried = [None if i == place else try_link(link, params) for i, link in enumerate(links)]
+    if exchange.method.period is not None:
+        _check_local(exchange, tried[:place], tried[place + 1 :])
+        return []
+    _check_states(exchange, before, [])
+    return list(_judge(exchange, [link for link in tried[:place] if link], [link for link in tried[place:] if link]))
+
+
+class SplitChain(NamedTuple):
+    """A chain that is split at its exchange.
+
+    Attributes:
+      before: what comes before the exchange.
+      exchange: the same, and the exchange.
+      after: what comes after it.
+      warnings: of `check_chain`.
+      momentum: what the exchange applies before it compresses.
+      whole_tensors: what of `exchange` looks at whole tensors, as messages name it; empty if nothing does.
+    """
+
+    before: optax.GradientTransformation
+    exchange: optax.GradientTransformation
+    after: optax.GradientTransformation
+    warnings: list[str]
+    momentum: float
+    whole_tensors: str
+
+
+def split_chain(
+    tx: optax.GradientTransformation, params: Any, sizes: tuple[int, ...], axis_name: AxisName
+) -> SplitChain:
+    """Splits a chain at its exchange.
+
+    Args:
+      tx: one exchange of gradients, or a `jaxcomm.chain` with one among its links.
+      params: the parameters, or their shapes.
+      sizes: the number of workers along each axis.
+      axis_name: the axis of workers, or the axes along which they lie.
+
+    Raises:
+      ValueError: for another chain; for one without an exchange, with a local one, or with an exchange whose `where`
+        leaves parameters out: PartitionSpecs say which gradients are already reduced; and as `check_chain`.
+    """
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
+    state = jax.eval_shape(in_axes_of_workers(tx.init, sizes, axis_name), shapes)
+    exchange, links = get_exchange(state), getattr(tx, "links", (tx,))
+    warnings = check_chain(tx, state, params)
+    states = state if len(links) > 1 or isinstance(tx, Chain) else (state,)
+    if not any(is_exchange_state(node) for node in states):
+        raise ValueError(
+            "A chain that is split at its exchange must keep its links; got an optax.chain, which does not. Write "
+            "jaxcomm.chain(jaxcomm.dct_dp(0.99), optax.adamw(3e-4)), which is the same otherwise."
+        )
+    if exchange.method.period is not None:
+        raise ValueError(
+            f"Workers that hold shards of one model have no parameters of their own; got {exchange.method.name}, a "
+            "local method. Use an exchange of gradients, such as jaxcomm.dct_dp(0.99), before the optimizer."
+        )
+    if exchange.method.where is not None and exchange.method.others is None:
+        raise ValueError(
+            "PartitionSpecs say which gradients are already reduced; got an exchange with where= and no others=. Leave "
+            "where= out."
+        )
+    place = next(i for i, node in enumerate(states) if is_exchange_state(node))
+    whole = [f"link {i}" for i, link in enumerate(links[:place]) if (tried := try_link(link, params)) and tried.mixes]
+    whole += [f"{m.name} with clip=" for m in methods_in(exchange) if m.reads_whole_tensors]
+    parts = (links[:place], links[: place + 1], links[place + 1 :])
+    return SplitChain(
+        *(optax.chain(*part) if part else optax.identity() for part in parts),
+        warnings=warnings,
+        momentum=momentum_inside(exchange),
+        whole_tensors=" and ".join(whole),
+    )
+
+
+def _check_states(exchange: ExchangeState, before: list[Any], after: list[Any]) -> None:
+    """Judges a gradient exchange by what the states around it hold."""
+    name = exchange.method.name
+    if exchange.method.period is not None:
+        return
+    for node in before:
+        kept = [leaf for leaf in jax.tree.leaves(node) if not jnp.issubdtype(leaf.dtype, jnp.integer)]
+        if kept and not hasattr(node, "hyperparams"):
+            raise ValueError(
+                f"The state of a chain is one for all workers; got {type(node).__name__} before {name}, which would "
+                f"keep each worker's gradients in it. Put it after {name}, or take a method that is made for it: dgc "
+                "and iwp correct momentum on every worker, local_sgd and slim_dp come after a whole local optimizer."
+            )
+    for node in after:
+        if momentum_inside(exchange) and any(hasattr(node, field) for field in ("trace", "mu", "ema")):
+            _refuse_momentum(exchange)
+
+
+def _judge(exchange: ExchangeState, before: list[Effects], after: list[Effects]) -> Iterator[str]:
+    """Judges a gradient exchange by what the links around it do; yields warnings."""
+    name, momentum = exchange.method.name, momentum_inside(exchange)
+    forgotten: frozenset[str] = frozenset()
     for link in after:
-        if link.known and not link.is_in(EXCHANGES | WATCHING | {"identity"}):
+        if link.cuts - forgotten and keeps_residual(exchange):
             raise ValueError(
-                f"{name} gives the updates that lead to the merged model, got {order}: {link.name} after it would "
-                f"change them, and the workers would leave that model; put it before {name}."
+                f"Gradients must be clipped before an exchange with error feedback; got a clip after {name}: it would "
+                f"cut off gradients that have left the residual, and they never come back. Put it before {name}, where "
+                "it clips each worker's gradient."
             )
-    yield from ()
-
-
-def _parts(links: list[Link], exchanges: list[Link], order: str) -> Iterator[str]:
-    """Judges exchanges that get a part of the parameters; yields warnings."""
-    for exchange in exchanges:
-        if exchange.is_in(LOCAL_EXCHANGES) and exchange.part:
-            raise ValueError(
-                f"A local method leads all parameters to one model, got {order} with {exchange.name} for some: the "
-                "others would part for good; put it after optax.partition or optax.masked."
+        if momentum and link.has_momentum:
+            _refuse_momentum(exchange)
+        if momentum and link.decays - forgotten and not link.forgets_size:
+            yield (
+                f"Weight decay after {name} has none of its momentum of {momentum:g}, and decays less than L2 under "
+                f"momentum: put optax.add_decayed_weights before {name}."
             )
-    is_part = any("masked" in exchange.within for exchange in exchanges)
-    for labels in {key for exchange in exchanges for key in exchange.part if isinstance(key, frozenset)}:
-        for label in sorted(labels, key=str):
-            own = [link for link in links if labels in link.part and link.part[labels] == label]
-            if any(link.is_in(EXCHANGES) or not link.known for link in own):
-                continue
-            is_part = True
-            if not any(link.is_in({"set_to_zero"}) for link in own):
-                raise ValueError(
-                    f"All parameters are exchanged, got {order} with an exchange for some labels of optax.partition "
-                    f"and none for {label!r}: each worker would apply its own gradient to those; put the exchange "
-                    "before optax.partition."
-                )
-    names = ", ".join(exchange.name for exchange in exchanges)
-    if len(exchanges) > 1:
+        forgotten = forgotten | link.forgets_size
+    if any(link.descends for link in before) and keeps_residual(exchange):
         yield (
-            f"A chain usually has one exchange for all parameters, got {order}: if {exchanges[0].name} skips a step, "
-            f"the train step skips it, and loses what the others ({names}) have sent; put one exchange before "
-            "optax.partition(...) or optax.masked(...) of the optimizers."
+            f"A learning rate before {name} enters the residual, which then mixes the rates of several steps: put it "
+            f"after {name}."
         )
-    elif is_part:
+    if any(link.decays & forgotten for link in before):
         yield (
-            f"An exchange usually gets all parameters, got {order} with {names} for some: the updates of the others "
-            "stay each worker's own, which JAX refuses on a mesh, even for zeros; put the exchange before "
-            "optax.partition or optax.masked, and leave frozen parameters out of the tree."
+            f"Weight decay before {name} is L2, which the optimizer after it normalises with the gradient: put it "
+            "after the optimizer, as optax.adamw(weight_decay=) does."
         )
 
 
-def chain_links(tx: Any, within: tuple[str, ...], part: Mapping[Hashable, Hashable]) -> list[Link]:
-    """Returns the links of a transformation in order; those of the labels of a partition one after the other."""
-    update = getattr(tx, "update", None)
-    steps = getattr(update, "__self__", None)
-    if isinstance(steps, optax.MultiSteps):
-        links = chain_links(steps.inner_opt, (*within, "MultiSteps"), part)
-        return [*links, Link("MultiSteps", known=True, within=within, part=part)]
-    package, name, args = made_by(update)
-    if package == "jaxcomm" and name != "already_mean":
-        inner = [value for value in args.values() if isinstance(value, optax.GradientTransformation)]
-        inner = tuple(link for value in inner for link in chain_links(value, (), {})) if name == "hierarchical" else ()
-        return [Link(name, args, name in EXCHANGES, within, part, inner)]
-    if package not in ("optax", "jaxcomm"):
-        return [Link(name, args, False, within, part)]
-    _, _, init_args = made_by(getattr(tx, "init", None))
-    if name == "chain" and len(args.get("update_fns", ())) == len(init_args.get("init_fns", ())) > 0:
-        pairs = zip(init_args["init_fns"], args["update_fns"], strict=True)
-        return [link for pair in pairs for link in chain_links(optax.GradientTransformation(*pair), within, part)]
-    if name == "named_chain" and "transforms" in args:
-        return [link for _, one in args["transforms"] for link in chain_links(one, within, part)]
-    if name == "partition" and "transforms" in args:
-        ones: Mapping[Hashable, Any] = args["transforms"]
-        within, labels = (*within, name), frozenset(ones)
-        return [link for label, one in ones.items() for link in chain_links(one, within, {**part, labels: label})]
-    if name == "wrapped_transform":
-        return _injected(args, init_args, (*within, "inject_hyperparams"), part)
-    if WRAPPERS.get(name) in args:
-        inside = {**part, "mask": id(args["mask"])} if "mask" in args else part
-        links = chain_links(args[WRAPPERS[name]], (*within, name), inside)
-        return [*links, Link(name, args, True, within, part)] if name in STATEFUL else links
-    if name == "add_decayed_weights" and _number(args.get("weight_decay")) == 0:
-        name = "identity"
-    known = STATEFUL | CLIPS | RATES | STATELESS | {"set_to_zero", "scale_by_polyak"}
-    return [Link(name, args, name in known, within, part)]
+def _check_local(exchange: ExchangeState, before: list[Effects | None], after: list[Effects | None]) -> None:
+    """Judges a local exchange by what the links around it do."""
+    name = exchange.method.name
+    if all(link is not None and not link.descends for link in before):
+        raise ValueError(
+            f"{name} must come after a whole local optimizer; got no learning rate before it: gradients would be added "
+            f"to the parameters. Write jaxcomm.chain(optax.sgd(0.1), {name}(...))."
+        )
+    if any(link is not None and link.changes for link in after):
+        raise ValueError(
+            f"{name} must be the last link that changes updates; got one after it: workers would leave the merged "
+            f"model. Put it before {name}."
+        )
 
 
-def _injected(
-    args: Mapping[str, Any], init_args: Mapping[str, Any], within: tuple[str, ...], part: Mapping[Hashable, Hashable]
-) -> list[Link]:
-    """Returns the links of what `optax.inject_hyperparams` makes in every step."""
-    try:
-        scheduled = dict.fromkeys(args["sched_hps"], SOME_NUMBER)
-        made = args["inner_factory"](**args["other_hps"], **init_args["numeric_hps"], **scheduled)
-    except Exception:  # a factory may refuse any argument, and what cannot be made is not known
-        return [Link("inject_hyperparams", args, False, within, part)]
-    return chain_links(made, within, part)
+def _refuse_momentum(exchange: ExchangeState) -> None:
+    name = exchange.method.name
+    raise ValueError(
+        f"Momentum must be applied once; got an optimizer with momentum after {name}(momentum="
+        f"{momentum_inside(exchange):g}). Use optax.sgd(learning_rate), without momentum=, or {name}(momentum=0)."
+    )
 
 
-def made_by(function: Any) -> tuple[str, str, dict[str, Any]]:
-    """Returns the package and the factory that a function comes from, and the variables in its closure."""
-    while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
-        function = function.func if isinstance(function, functools.partial) else function.__wrapped__
-    if not inspect.isfunction(function):
-        return "", getattr(function, "__qualname__", type(function).__name__), {}
-    names = function.__qualname__.split(".<locals>.")
-    return function.__module__.partition(".")[0], names[max(len(names) - 2, 0)], _closure(function)
+def methods_in(exchange: ExchangeState) -> list[Exchange]:
+    """Returns the method of a gradient exchange, and of those that it holds."""
+    return [exchange.method, *(held.method for held in exchange_states((exchange.memory, exchange.others)))]
 
 
-def _closure(function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the variables of a function's closure that are set."""
-    variables = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            variables[name] = cell.cell_contents
-        except ValueError:  # not set yet, or deleted
-            continue
-    return variables
+def momentum_inside(exchange: ExchangeState) -> float:
+    """Returns the momentum that a gradient exchange applies before it compresses."""
+    return max(method.momentum_inside for method in methods_in(exchange))
 
 
-def _number(value: Any) -> float | None:
-    """Returns a value as a number, or None where it is none, or is not known yet."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):  # a tracer's is a TypeError
-        return None
+def keeps_residual(exchange: ExchangeState) -> bool:
+    """Returns whether a gradient exchange has error feedback."""
+    return any(method.keeps_residual for method in methods_in(exchange))
+
+
+def _flat(state: Any) -> Iterator[Any]:
+    """Yields the states of the links of nested chains, in order."""
+    if type(state) is tuple:
+        for part in state:
+            yield from _flat(part)
+    else:
+        yield state
+
+
+def _is_optax(node: Any) -> bool:
+    return type(node).__module__.partition(".")[0] in ("optax", "builtins")

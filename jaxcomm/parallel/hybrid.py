@@ -14,7 +14,6 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.axis import AxisName, to_varying
-from jaxcomm.parallel.chain import check_chain
 from jaxcomm.parallel.hybrid_state import HybridState, place
 from jaxcomm.parallel.slices import SlicedExchange, plan_slices
 from jaxcomm.parallel.state import TrainState
@@ -248,7 +247,6 @@ def compile_step(
     donate: bool,
 ) -> Step:
     """Compiles a step from a way to come by each worker's own gradients; the rest is the same for all ways."""
-    check_chain(tx)  # its warnings come from init_hybrid_state
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         exchange = plan_slices(tx, mesh, param_specs, state.params, axis_name)

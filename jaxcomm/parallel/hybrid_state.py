@@ -11,9 +11,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.axis import AxisName
-from jaxcomm.parallel.chain import check_chain
 from jaxcomm.parallel.slices import SlicedExchange, SlicedState, plan_slices
-from jaxcomm.parallel.state import TrainState, check_model_state
+from jaxcomm.parallel.state import TrainState, check_model_state, state_specs
 
 
 class HybridState(NamedTuple):
@@ -55,9 +54,9 @@ def init_hybrid_state(
       ValueError: if the chain has no exchange, several, or a local one, or its order is refused (see `check_chain`,
         whose warnings are emitted here); for specs that do not fit the parameters or the mesh.
     """
-    for message in check_chain(tx):
-        warnings.warn(message, stacklevel=2)
     exchange = plan_slices(tx, mesh, param_specs, params, axis_name)
+    for message in exchange.chain.warnings:
+        warnings.warn(message, stacklevel=2)
     check_model_state(model_state)
     specs = jax.tree.structure(params).unflatten(exchange.specs)
     params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, specs)
@@ -99,7 +98,7 @@ def hybrid_state_shapes(
     return shapes._replace(
         params=params,
         opt_state=HybridState(
-            jax.tree.map(shape, state.opt_state.exchange, exchange.state_specs(state.opt_state.exchange)),
+            jax.tree.map(shape, state.opt_state.exchange, state_specs(state.opt_state.exchange)),
             jax.tree.map(shape, state.opt_state.rest, _specs(state.opt_state.rest, params, exchange)),
         ),
     )

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,21 +14,21 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.collectives.axis import AxisName, axis_names
+from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers
+from jaxcomm.exchange import get_exchange
+from jaxcomm.numerics import is_finite_tree
 from jaxcomm.parallel.chain import check_chain
 from jaxcomm.parallel.pipeline import Pipeline, Schedule
 from jaxcomm.parallel.state import (
     TrainState,
+    check_axes,
     check_model_state,
     global_params,
-    in_axes_of_workers,
-    is_per_worker,
     make_local,
     state_specs,
 )
 from jaxcomm.parallel.step import Step, check_batch, worker_step
-from jaxcomm.transforms.local_sgd import is_finite_tree
-from jaxcomm.types import PerWorker, already_mean_paths, exchange_metrics
+from jaxcomm.types import PerWorker, is_per_worker
 
 
 def make_pipeline_step(
@@ -72,7 +73,6 @@ def make_pipeline_step(
         at trace time for a batch that does not divide.
     """
     _check_mesh(pipeline, mesh, axis_name, stage_axis)
-    check_chain(tx)
 
     def device_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         own = _of_device(state)
@@ -82,7 +82,7 @@ def make_pipeline_step(
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         check_batch(batch, math.prod(mesh.shape[name] for name in axis_names(axis_name)), pipeline.micro_batches)
-        specs = pipeline_specs(state, axis_name, stage_axis)
+        specs = pipeline_specs(state, stage_axis)
         return jax.shard_map(device_step, mesh=mesh, in_specs=(specs, P(axis_name)), out_specs=(specs, P()))(
             state, batch
         )
@@ -118,11 +118,9 @@ def init_pipeline(
       workers. `pipeline_params` gives the parameters back.
 
     Raises:
-      ValueError: as `init_state`, for stages of other shapes than the pipeline's, and for a chain with `already_mean`.
+      ValueError: as `init_state`, for stages of other shapes than the pipeline's, and for an exchange with `where`.
     """
     _check_mesh(pipeline, mesh, axis_name, stage_axis)
-    for message in check_chain(tx):
-        warnings.warn(message, stacklevel=2)
     if (model_state is None) != (pipeline.model_state is None):
         raise ValueError(
             "A pipeline and its state agree on a model state, got "
@@ -135,29 +133,27 @@ def init_pipeline(
         _check_shapes("model_state", states, pipeline.model_state)
         check_model_state(states)
     workers = math.prod(mesh.shape[name] for name in axis_names(axis_name))
-    residuals = _zero_residuals(pipeline, batch, workers)
+    residuals = PerWorker(_zero_residuals(pipeline, batch, workers), axis_names(axis_name))
 
     def device_state(params: list[jax.Array], states: list[jax.Array]) -> TrainState:
         own = [slot[0] for slot in params]
         kept = {"stages": [slot[0] for slot in states], "boundaries": residuals}
-        return _of_mesh(make_local(TrainState(own, tx.init(own), jnp.zeros((), jnp.int32), kept)))
+        return _of_mesh(make_local(TrainState(own, tx.init(own), jnp.zeros((), jnp.int32), kept), axis_name))
 
     given = (pipeline.param_slots.stack(params), pipeline.state_slots.stack(states))
     sizes = tuple(mesh.shape[name] for name in axis_names(axis_name))
     one_stage = jax.eval_shape(lambda: jax.tree.map(lambda slot: slot[:1], given))
     shapes = jax.eval_shape(in_axes_of_workers(device_state, sizes, axis_name), *one_stage)
-    marked = sorted(already_mean_paths(shapes.opt_state))
-    if marked:
+    exchange, slots = get_exchange(shapes.opt_state), [slot[0] for slot in one_stage[0]]
+    if exchange.method.where is not None:
         raise ValueError(
-            "A pipeline exchanges the gradients of every stage, whose layers cannot gather over the workers, got "
-            f"already_mean for {', '.join(marked)}: pass its exchange alone."
+            "A pipeline must exchange the gradients of every stage, whose layers cannot gather over the workers; got "
+            "an exchange with where=. Leave it out."
         )
-    if exchange_metrics(shapes.opt_state) is None:
-        raise ValueError(
-            "A pipeline's step needs one transformation that averages over the workers, got a chain without: put "
-            "jaxcomm.plump_dp() (dense) or a compressor such as jaxcomm.dct_dp(0.99) first in optax.chain(...)."
-        )
-    specs = pipeline_specs(shapes, axis_name, stage_axis)
+    check_axes(exchange, axis_name)
+    for message in check_chain(tx, shapes.opt_state, slots):
+        warnings.warn(message, stacklevel=2)
+    specs = pipeline_specs(shapes, stage_axis)
     on_devices = jax.shard_map(device_state, mesh=mesh, in_specs=P(stage_axis), out_specs=specs)
     return jax.jit(on_devices)(*jax.device_put(given, NamedSharding(mesh, P(stage_axis))))
 
@@ -180,9 +176,9 @@ def pipeline_model_state(pipeline: Pipeline, state: TrainState) -> list[Any]:
     return pipeline.state_slots.unstack(state.model_state["stages"])
 
 
-def pipeline_specs(state: TrainState, axis_name: AxisName = "data", stage_axis: str = "stage") -> TrainState:
+def pipeline_specs(state: TrainState, stage_axis: str = "stage") -> TrainState:
     """Returns the PartitionSpec of every leaf of a pipeline's state; see `state_specs`."""
-    specs = state_specs(state, axis_name)
+    specs = state_specs(state)
     staged = jax.tree.map(lambda spec: P(stage_axis, *spec), specs, is_leaf=lambda node: isinstance(node, P))
     return staged._replace(step=P())
 
@@ -210,15 +206,15 @@ def _gradients(
         return totals.loss, totals
 
     (loss, totals), (gradients, residuals) = jax.value_and_grad(loss_fn, (0, 1), has_aux=True)(params, residuals)
-    rows = PerWorker(jax.tree.map(lambda leaf: leaf[None], residuals))
+    rows = replace(kept, rows=jax.tree.map(lambda leaf: leaf[None], residuals))
     gradients = _broken_together(gradients, stage_axis)
     return (loss, (totals.scalars, {"stages": totals.model_state, "boundaries": rows})), gradients
 
 
-def _zero_residuals(pipeline: Pipeline, batch: Any, workers: int) -> PerWorker:
+def _zero_residuals(pipeline: Pipeline, batch: Any, workers: int) -> list[Any]:
     """Returns one worker's residuals of every boundary: for each array (1, M, b, ...), or None."""
     if not any(pipeline.boundary(stage).keeps_residual for stage in range(pipeline.size - 1)):
-        return PerWorker([])
+        return []
     if batch is None:
         raise ValueError(
             "A boundary with a residual has one for every row of a batch, got no batch: pass batch= to init_pipeline, "
@@ -229,12 +225,10 @@ def _zero_residuals(pipeline: Pipeline, batch: Any, workers: int) -> PerWorker:
     plan = pipeline.plan(
         jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // workers, *leaf.shape[1:]), leaf.dtype), batch)
     )
-    return PerWorker(
-        [
-            [jnp.zeros((1, count, *each.shape), each.dtype) if each.has_residual else None for each in cut.formats]
-            for cut in plan.cuts
-        ]
-    )
+    return [
+        [jnp.zeros((1, count, *each.shape), each.dtype) if each.has_residual else None for each in cut.formats]
+        for cut in plan.cuts
+    ]
 
 
 def _of_device(state: TrainState) -> TrainState:

@@ -1,12 +1,13 @@
 """Carrying per-worker state over to another number of workers."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxcomm.parallel.state import is_per_worker
-from jaxcomm.types import InnerRows, OwnedRows, PerWorker, SliceRows
+from jaxcomm.exchange import ExchangeState
+from jaxcomm.types import is_per_worker, join_parts
 
 
 def resize_workers(state: Any, workers: int) -> Any:
@@ -15,8 +16,9 @@ def resize_workers(state: Any, workers: int) -> Any:
     A residual is a gradient that was not applied yet, and reaches the parameters divided by the number of workers. So
     what must survive is the mean of the rows (the update that is still owed), not their sum. The rows are spread over
     the new workers in order: a new worker's row is the average of the old rows it covers. Thresholds are averaged
-    alike, and a refresh is marked as due where a state has such a mark (`due`). A vector that the workers hold together
-    (`OwnedRows`) is put together and dealt out again, and the parameters of a local method's workers are averaged.
+    too, and a method may mark a refresh as due (`Exchange.resized`). A vector that the workers hold together
+    (`resizing="parts"`) is put together and dealt out again, and the parameters of a local method's workers are
+    averaged.
 
     Args:
       state: an optimizer's state or a `TrainState`, on one host (NumPy or addressable arrays).
@@ -39,29 +41,24 @@ def resize_workers(state: Any, workers: int) -> Any:
         return flat.astype(rows.dtype).reshape(workers, *rows.shape[1:])
 
     def resize(node: Any) -> Any:
-        if isinstance(node, InnerRows):
+        if isinstance(node, ExchangeState):
+            parts = ("residual", "memory", "others")
+            return node.method.resized(node.replace(**{name: walk(getattr(node, name)) for name in parts}))
+        if not is_per_worker(node):
+            return node
+        if node.resizing == "none":
             raise ValueError(
-                "Shares of tensors lie with the workers of a group, got a state of hierarchical() to resize: go on "
-                "with the mesh that the run began with."
+                f"Rows must belong to whole workers to be resized; got rows of shards, along {node.axes} "
+                "(hierarchical, or sharded parameters). Continue with the mesh that the run began with."
             )
-        if isinstance(node, SliceRows):
-            raise ValueError(
-                f"Rows of slices lie along {node.axes}, got a state of parameters in slices to resize: go on with the "
-                "mesh that the run began with."
-            )
-        if isinstance(node, OwnedRows):  # every part has its owner: put together, and dealt out again
-            return OwnedRows(np.repeat(np.asarray(node.whole())[None], workers, axis=0))
-        if isinstance(node, PerWorker):
-            return jax.tree.map(fold, node)
-        if hasattr(node, "_replace") and "due" in getattr(node, "_fields", ()):
-            children = {name: resize_workers(child, workers) for name, child in node._asdict().items()}
-            return node._replace(**children)._replace(due=np.asarray(True))
-        return node
+        if node.resizing == "parts":  # every part has its owner: put together, and dealt out again
+            return replace(node, rows=np.repeat(np.asarray(join_parts(node.rows))[None], workers, axis=0))
+        return jax.tree.map(fold, node)
 
-    def is_leaf(node: Any) -> bool:
-        return is_per_worker(node) or "due" in getattr(node, "_fields", ())
+    def walk(tree: Any) -> Any:
+        return jax.tree.map(resize, tree, is_leaf=lambda node: is_per_worker(node) or isinstance(node, ExchangeState))
 
-    return jax.tree.map(resize, state, is_leaf=is_leaf)
+    return walk(state)
 
 
 def _overlap(old: int, new: int) -> np.ndarray:

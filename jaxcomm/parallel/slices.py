@@ -6,7 +6,7 @@ devices that hold the same slices of other workers' gradients.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,11 +17,12 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
-from jaxcomm.parallel.split_chain import SplitChain, check_passes_by, check_works_on_slices, split_chain
-from jaxcomm.parallel.state import in_axes_of_workers, is_per_worker
-from jaxcomm.transforms.local_sgd import is_finite_tree
-from jaxcomm.types import ExchangeMetrics, InnerRows, PerWorker, SliceRows, exchange_metrics
+from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers, to_varying
+from jaxcomm.exchange import get_exchange, keep_unless, zeros_unless
+from jaxcomm.numerics import is_finite_tree
+from jaxcomm.parallel.chain import SplitChain, split_chain
+from jaxcomm.parallel.state import state_specs
+from jaxcomm.types import ExchangeMetrics, PerWorker, is_per_worker
 
 
 class SlicedState(NamedTuple):
@@ -94,18 +95,6 @@ class SlicedExchange:
         pairs = zip(self.specs, self.whole, strict=True)
         return treedef.unflatten([spec if is_whole else P(self.names, *spec) for spec, is_whole in pairs])
 
-    def state_specs(self, state: Any) -> Any:
-        """Returns the PartitionSpecs of the state."""
-
-        def spec(node: Any) -> Any:
-            if not is_per_worker(node):
-                return P()
-            axes = node.axis if isinstance(node, InnerRows) else self.names
-            axes = node.axes if isinstance(node, SliceRows) else axes
-            return jax.tree.map(lambda _: P(axes), node)
-
-        return jax.tree.map(spec, state, is_leaf=is_per_worker)
-
     def init(self, params: Any) -> SlicedState:
         """Makes the first state; params as they lie on the mesh."""
         leaves, treedef = jax.tree.flatten(params)
@@ -115,7 +104,7 @@ class SlicedExchange:
             self._init,
             mesh=self.mesh,
             in_specs=(treedef.unflatten(self.specs),),
-            out_specs=self.state_specs(shapes),
+            out_specs=state_specs(shapes),
         )
         return init(params)
 
@@ -134,7 +123,7 @@ class SlicedExchange:
           The means, lying as the parameters do, and the new state.
         """
         treedef = jax.tree.structure(params)
-        specs, own = treedef.unflatten(self.specs), self.state_specs(state)
+        specs, own = treedef.unflatten(self.specs), state_specs(state)
         update = jax.shard_map(
             self._update,
             mesh=self.mesh,
@@ -145,8 +134,7 @@ class SlicedExchange:
 
     def _init(self, params: Any) -> SlicedState:
         exchanges = tuple(
-            _pack(self.chain.exchange.init(_part(params, chosen)), self.names, axes)
-            for axes, chosen in self.groups.items()
+            _pack(self.chain.exchange.init(_part(params, chosen)), axes) for axes, chosen in self.groups.items()
         )
         return SlicedState(ExchangeMetrics.zeros(), exchanges, self.chain.before.init(_part(params, self.whole)))
 
@@ -165,27 +153,21 @@ class SlicedExchange:
         votes = to_varying(jnp.zeros(4).at[0].set(is_bad), self._all)
         exchanges = []
         for (axes, chosen), packed in zip(self.groups.items(), state.exchanges, strict=True):
-            part, own = _part(gradients, chosen), _unpack(packed, self.names, axes)
+            part, own = _part(gradients, chosen), _unpack(packed, axes)
             part, own = self.chain.exchange.update(part, own, _part(params, chosen))
-            counts = exchange_metrics(own)
-            assert counts is not None, "split_chain refuses chains without an exchange"
+            counts = get_exchange(own).metrics
             is_counted = self._is_first(axes)  # the devices of a group that count the same take one voice
             counts = jnp.stack([counts.skipped, counts.sent, counts.overflow, counts.drained]).astype(jnp.float32)
             votes = votes + jnp.where(is_counted, counts, 0.0)
             parts.append(part)
-            exchanges.append(_pack(own, self.names, axes))
+            exchanges.append(_pack(own, axes))
 
         skipped, sent, overflow, drained = lax.psum(votes, self._all)
         ok = skipped == 0
-        metrics = ExchangeMetrics(
-            sent=jnp.where(ok, sent, 0.0),
-            overflow=jnp.where(ok, overflow, 0.0),
-            skipped=1 - ok.astype(jnp.int32),
-            drained=(drained > 0).astype(jnp.int32),
-        )
-        means = jax.tree.map(lambda mean: jnp.where(ok, mean, jnp.zeros_like(mean)), _join(parts, treedef))
+        metrics = ExchangeMetrics.of(ok, sent, overflow, drained=drained > 0)
+        means = zeros_unless(ok, _join(parts, treedef))
         old = (state.exchanges, state.whole)
-        kept = jax.tree.map(lambda n, o: jnp.where(ok, n, o), (tuple(exchanges), new_whole), old)
+        kept = keep_unless(ok, (tuple(exchanges), new_whole), old)
         return means, SlicedState(metrics, *kept)
 
     @property
@@ -235,11 +217,17 @@ def plan_slices(
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), flat, strict=True):
         _check_spec(jax.tree_util.keystr(path), tuple(jnp.shape(leaf)), spec, mesh, names)
     chain = split_chain(tx, params, tuple(mesh.shape[name] for name in names), axis_name)
-    if any(_axes_of(spec) for spec in flat):
-        check_works_on_slices(chain)
+    if any(_axes_of(spec) for spec in flat) and chain.whole_tensors:
+        raise ValueError(
+            f"Up to the exchange a chain must work number by number, since it sees shards; got {chain.whole_tensors}, "
+            "which looks at whole tensors. Clip after the exchange, where a chain sees whole arrays."
+        )
     exchange = SlicedExchange(mesh, axis_name, flat, chain)
-    if any(exchange.whole):
-        check_passes_by(chain.exchange)
+    if any(exchange.whole) and chain.momentum > 0:
+        raise ValueError(
+            f"Parameters whose gradients are already reduced bypass the exchange, and would have none of its momentum; "
+            f"got momentum={chain.momentum:g} in it. Use momentum=0, and optax.sgd(momentum=) after it."
+        )
     return exchange
 
 
@@ -305,28 +293,26 @@ def _join(parts: list[Any], treedef: Any) -> Any:
     return treedef.unflatten([next(leaf for leaf in row if leaf is not None) for row in rows])
 
 
-def _pack(state: Any, names: tuple[str, ...], axes: tuple[str, ...]) -> Any:
-    """Gives the state of a group's exchange a row for each slice, beside that for each worker."""
+def _pack(state: Any, axes: tuple[str, ...]) -> Any:
+    """Gives the state of a group's exchange a row for each shard, in addition to that for each worker."""
     if not axes:
         return state
 
-    def row(node: Any) -> Any:
-        if not is_per_worker(node):
-            return SliceRows(node[None], axes)
-        return SliceRows(node.rows, (*((node.axis,) if isinstance(node, InnerRows) else names), *axes))
+    def row(node: Any) -> PerWorker:
+        if is_per_worker(node):
+            return replace(node, axes=(*node.axes, *axes), resizing="none")
+        return PerWorker(node[None], axes, "none")
 
     return jax.tree.map(row, state, is_leaf=is_per_worker)
 
 
-def _unpack(state: Any, names: tuple[str, ...], axes: tuple[str, ...]) -> Any:
+def _unpack(state: Any, axes: tuple[str, ...]) -> Any:
     """Returns the state that one device's exchange takes; the inverse of `_pack`."""
 
     def own(node: Any) -> Any:
-        if not isinstance(node, SliceRows):
+        if not axes or not is_per_worker(node):
             return node
-        inner = node.axes[: len(node.axes) - len(axes)]
-        if not inner:
-            return node.rows[0]
-        return PerWorker(node.rows) if inner == names else InnerRows(node.rows, inner[0])
+        workers = node.axes[: len(node.axes) - len(axes)]
+        return replace(node, axes=workers) if workers else node.rows[0]
 
     return jax.tree.map(own, state, is_leaf=is_per_worker)

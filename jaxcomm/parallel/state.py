@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,18 +11,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.collectives.axis import AxisName, axis_names
+from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers
+from jaxcomm.exchange import ExchangeState, communication_period, get_exchange, is_exchange_state
+from jaxcomm.methods.local_sgd import LocalExchange
 from jaxcomm.parallel.chain import check_chain
-from jaxcomm.types import (
-    ExchangeMetrics,
-    InnerRows,
-    LocalRows,
-    PerWorker,
-    SliceRows,
-    already_mean_paths,
-    communication_period,
-    exchange_metrics,
-)
+from jaxcomm.types import PerWorker, is_per_worker
 
 
 class TrainState(NamedTuple):
@@ -43,35 +35,26 @@ class TrainState(NamedTuple):
     model_state: Any = ()
 
 
-def is_per_worker(node: Any) -> bool:
-    """Returns whether a node of a state is a `PerWorker`; the `is_leaf` of every map over states."""
-    return isinstance(node, PerWorker)
-
-
-def state_specs(state: Any, axis_name: AxisName = "data") -> Any:
-    """Returns the PartitionSpec of every leaf: rows of workers over the axis, the rest replicated.
+def state_specs(state: Any) -> Any:
+    """Returns the PartitionSpec of every leaf: rows of workers over their axes, the rest replicated.
 
     Args:
       state: an optimizer's state or a `TrainState`, of arrays or of `jax.ShapeDtypeStruct`s.
-      axis_name: the axis of workers, or the axes along which they lie, outermost first.
 
     Returns:
       A tree of the state's structure, for the `in_specs` and `out_specs` of `jax.shard_map`.
     """
 
     def spec(node: Any) -> Any:
-        if is_per_worker(node):
-            rows = P(node.axis) if isinstance(node, InnerRows) else P(axis_name)
-            rows = P(node.axes) if isinstance(node, SliceRows) else rows
-            return jax.tree.map(lambda _: rows, node)
-        return P()
+        rows = P(node.axes[0] if len(node.axes) == 1 else node.axes) if is_per_worker(node) else P()
+        return jax.tree.map(lambda _: rows, node)
 
     return jax.tree.map(spec, state, is_leaf=is_per_worker)
 
 
-def state_shardings(state: Any, mesh: Mesh, axis_name: AxisName = "data") -> Any:
+def state_shardings(state: Any, mesh: Mesh) -> Any:
     """Returns the NamedSharding of every leaf on a mesh; see `state_specs`."""
-    specs = state_specs(state, axis_name)
+    specs = state_specs(state)
     return jax.tree.map(partial(NamedSharding, mesh), specs, is_leaf=lambda x: isinstance(x, P))
 
 
@@ -96,15 +79,12 @@ def init_state(
 
     Raises:
       ValueError: if no transformation of the chain exchanges gradients, if their order is refused (see `check_chain`,
-        whose warnings are emitted here), for a model state that cannot be averaged, for `already_mean` in a local
-        method, or for a K below 1.
+        whose warnings are emitted here), for a model state that cannot be averaged, or for a K below 1.
     """
-    for message in check_chain(tx):
-        warnings.warn(message, stacklevel=2)
     check_model_state(model_state)
 
     def worker_state(params: Any, model_state: Any) -> TrainState:
-        return make_local(TrainState(params, tx.init(params), jnp.zeros((), jnp.int32), model_state))
+        return make_local(TrainState(params, tx.init(params), jnp.zeros((), jnp.int32), model_state), axis_name)
 
     if isinstance(workers, Mesh):
         check_axis(workers, axis_name)
@@ -112,20 +92,11 @@ def init_state(
     else:
         sizes = check_workers(workers, axis_name)
     shapes = jax.eval_shape(in_axes_of_workers(worker_state, sizes, axis_name), params, model_state)
-    if exchange_metrics(shapes.opt_state) is None:
-        raise ValueError(
-            "A data-parallel step needs one transformation that averages over the workers, got a chain without: put "
-            "jaxcomm.plump_dp() (dense) or a compressor such as jaxcomm.dct_dp(0.99) first in optax.chain(...)."
-        )
-    passed = already_mean_paths(shapes.opt_state)
-    if passed and communication_period(shapes.opt_state) is not None:
-        raise ValueError(
-            "Workers of a local method have parameters of their own, whose gradients have no mean in common, got a "
-            f"local method with already_mean for {', '.join(sorted(passed))}: give the local method the exchange "
-            "itself, and the layers mode='reduce'."
-        )
+    check_axes(get_exchange(shapes.opt_state), axis_name)
+    for message in check_chain(tx, shapes.opt_state, params):
+        warnings.warn(message, stacklevel=2)
     if isinstance(workers, Mesh):
-        on_worker = jax.shard_map(worker_state, mesh=workers, in_specs=P(), out_specs=state_specs(shapes, axis_name))
+        on_worker = jax.shard_map(worker_state, mesh=workers, in_specs=P(), out_specs=state_specs(shapes))
         given = jax.tree.map(jnp.asarray, (params, model_state))
         return jax.jit(on_worker)(*jax.device_put(given, NamedSharding(workers, P())))
     by_axis = dict(zip(axis_names(axis_name), sizes, strict=True))
@@ -133,7 +104,7 @@ def init_state(
     def rows(node: Any) -> Any:
         if not is_per_worker(node):
             return node
-        count = by_axis[node.axis] if isinstance(node, InnerRows) else math.prod(sizes)
+        count = math.prod(by_axis[name] for name in node.axes)
         return jax.tree.map(lambda row: jnp.repeat(row, count, axis=0), node)
 
     one = jax.jit(in_axes_of_workers(worker_state, sizes, axis_name))(params, model_state)
@@ -171,39 +142,42 @@ def check_workers(workers: int | tuple[int, ...], axis_name: AxisName) -> tuple[
     return sizes
 
 
-def in_axes_of_workers(function: Callable[..., Any], sizes: tuple[int, ...], axis_name: AxisName) -> Callable[..., Any]:
-    """Gives a function that is the same for all workers their axes to ask about; it runs once."""
-    for name, size in reversed(list(zip(axis_names(axis_name), sizes, strict=True))):
-        function = jax.vmap(function, in_axes=None, out_axes=None, axis_name=name, axis_size=size)
-    return function
+def check_axes(exchange: ExchangeState, axis_name: AxisName) -> None:
+    """Refuses an exchange over other axes than those of the workers.
+
+    Raises:
+      ValueError: naming both.
+    """
+    wanted, got = set(axis_names(axis_name)), set(exchange.method.axes)
+    if got != wanted:
+        raise ValueError(
+            f"{exchange.method.name} must average over all axes of workers, {axis_name!r}; got {exchange.method.axes}. "
+            "Pass axis_name= to both."
+        )
 
 
-def is_exchange_state(node: Any) -> bool:
-    """Returns whether a node is the state of one transformation of this library: it holds its metrics itself."""
-    if not isinstance(node, tuple):
-        return False
-    return any(isinstance(child, ExchangeMetrics) or type(child) is PerWorker for child in node)
-
-
-def make_local(state: TrainState) -> TrainState:
+def make_local(state: TrainState, axis_name: AxisName) -> TrainState:
     """Gives a worker's parameters, and the state of its optimizer, a row of their own if `tx` is a local method."""
     if communication_period(state.opt_state) is None:
         return state
+    axes = axis_names(axis_name)
 
     def row(node: Any) -> Any:
-        return node if is_exchange_state(node) else LocalRows(node[None])
+        return node if is_exchange_state(node) else PerWorker(node[None], axes, is_local=True)
 
     opt_state = jax.tree.map(row, state.opt_state, is_leaf=is_exchange_state)
-    return state._replace(params=LocalRows(jax.tree.map(lambda leaf: leaf[None], state.params)), opt_state=opt_state)
+    params = PerWorker(jax.tree.map(lambda leaf: leaf[None], state.params), axes, is_local=True)
+    return state._replace(params=params, opt_state=opt_state)
 
 
-def without_rows(node: Any) -> Any:
-    """Returns a tree whose `LocalRows` of one worker are the arrays that it works with; the inverse of `make_local`."""
+def without_rows(state: TrainState) -> TrainState:
+    """Returns the arrays that a worker of a local method works with; the inverse of `make_local`."""
 
     def own(node: Any) -> Any:
-        return jax.tree.map(lambda row: row[0], node.rows) if isinstance(node, LocalRows) else node
+        is_row = is_per_worker(node) and node.is_local
+        return jax.tree.map(lambda row: row[0], node.rows) if is_row else node
 
-    return jax.tree.map(own, node, is_leaf=is_per_worker)
+    return jax.tree.map(own, state, is_leaf=is_per_worker)
 
 
 def global_params(state: TrainState) -> Any:
@@ -213,19 +187,14 @@ def global_params(state: TrainState) -> Any:
     own, and the global model is put together from the method's state: under `jax.jit` where several processes share it.
 
     Raises:
-      ValueError: if the parameters have rows and no state of a local method is there.
+      ValueError: if the parameters have rows and no exchange's state is there.
     """
     if not isinstance(state.params, PerWorker):
         return state.params
     like = jax.tree.map(lambda rows: rows[0], state.params.rows)
-    found = [node for node in jax.tree.leaves(state.opt_state, is_leaf=_has_model) if _has_model(node)]
-    if not found:
-        raise ValueError("Parameters per worker need the state of a local method, got none: pass the whole TrainState.")
-    return found[0].global_model(like)
-
-
-def _has_model(node: Any) -> bool:
-    return hasattr(node, "global_model")
+    exchange = get_exchange(state.opt_state)
+    assert isinstance(exchange.method, LocalExchange), "only a local method has parameters per worker"
+    return exchange.method.global_model(exchange, like)
 
 
 def check_axis(mesh: Mesh, axis_name: AxisName) -> None:

@@ -12,24 +12,28 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.collectives.axis import ALL_EXCHANGED, AxisName, axis_names, axis_size
+from jaxcomm.collectives.axis import ALL_EXCHANGED, AxisName, axis_names, axis_size, in_axes_of_workers
+from jaxcomm.exchange import (
+    bypassing,
+    communication_period,
+    get_exchange,
+    is_exchange_state,
+    keep_unless,
+    vary_exchanged,
+)
+from jaxcomm.numerics import is_finite_tree
 from jaxcomm.parallel.agreement import check_agreement, trace_on
-from jaxcomm.parallel.chain import check_chain
 from jaxcomm.parallel.state import (
     TrainState,
+    check_axes,
     check_axis,
     check_model_state,
     check_workers,
-    in_axes_of_workers,
-    is_exchange_state,
-    is_per_worker,
     make_local,
     state_specs,
     without_rows,
 )
-from jaxcomm.transforms.already_mean import vary_others
-from jaxcomm.transforms.local_sgd import is_finite_tree
-from jaxcomm.types import InnerRows, already_mean_paths, communication_period, exchange_metrics
+from jaxcomm.types import is_per_worker
 
 LossFn = Callable[..., Any]
 GradientsFn = Callable[[Any, Any, Any], tuple[tuple[Any, tuple[dict[str, Any], Any]], Any]]
@@ -82,18 +86,18 @@ def make_train_step(
     Raises:
       ValueError: if the mesh lacks the axis or has others, or if the chain's order is refused (see `check_chain`); at
         trace time if the batch is not divisible by K, or for a model's state that `loss_fn` does not take, has not
-        kept in its shape, or that is not of floats; and if the loss uses a parameter that `already_mean` marks other
-        than by `late_multiply`.
+        kept in its shape, or that is not of floats; and if the loss uses a parameter whose gradient bypasses the
+        exchange other than by `late_multiply`.
     """
     check_axis(mesh, axis_name)
-    check_chain(tx)  # its warnings come from init_state
     loss = loss_of(loss_fn, has_aux, has_state)
     own_step = partial(worker_step, jax.value_and_grad(loss, has_aux=True), tx, axis_name)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        check_axes(get_exchange(state.opt_state), axis_name)
         check_batch(batch, math.prod(mesh.shape[name] for name in axis_names(axis_name)))
         check_agreement(loss, state, batch, dict(mesh.shape), axis_name)
-        specs = state_specs(state, axis_name)
+        specs = state_specs(state)
         return jax.shard_map(own_step, mesh=mesh, in_specs=(specs, P(axis_name)), out_specs=(specs, P()))(state, batch)
 
     return jax.jit(step, donate_argnums=0 if donate else ())
@@ -122,46 +126,42 @@ def simulate(
       axis_name: as in `make_train_step`.
       donate: as in `make_train_step`.
     """
-    check_chain(tx)
     loss = loss_of(loss_fn, has_aux, has_state)
     own_step = partial(worker_step, jax.value_and_grad(loss, has_aux=True), tx, axis_name)
     sizes, names = check_workers(workers, axis_name), axis_names(axis_name)
 
-    def axes(state: TrainState, name: str) -> Any:
-        def axis(node: Any) -> int | None:
-            if isinstance(node, InnerRows):
-                return 0 if node.axis == name else None
-            return 0 if is_per_worker(node) else None
+    def in_axes(state: TrainState, name: str) -> Any:
+        return jax.tree.map(
+            lambda node: 0 if is_per_worker(node) and name in node.axes else None, state, is_leaf=is_per_worker
+        )
 
-        return jax.tree.map(axis, state, is_leaf=is_per_worker)
-
+    # (K, ...) <-> (*sizes, 1, ...): each worker sees its row as (1, ...), as on a mesh.
     def rows_apart(node: Any) -> Any:
-        # (K, ...) -> (*sizes, 1, ...): each worker sees its row as (1, ...), as on a mesh.
         if not is_per_worker(node):
             return node
-        if isinstance(node, InnerRows):
-            return jax.tree.map(lambda rows: rows[:, None], node)
-        return jax.tree.map(lambda rows: rows.reshape(*sizes, 1, *rows.shape[1:]), node)
+        along = [size for name, size in zip(names, sizes, strict=True) if name in node.axes]
+        return jax.tree.map(lambda rows: rows.reshape(*along, 1, *rows.shape[1:]), node)
 
     def rows_together(node: Any) -> Any:
         if not is_per_worker(node):
             return node
-        depth = 2 if isinstance(node, InnerRows) else len(sizes) + 1
+        depth = len(node.axes) + 1
         return jax.tree.map(lambda rows: rows.reshape(math.prod(rows.shape[:depth]), *rows.shape[depth:]), node)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        check_axes(get_exchange(state.opt_state), axis_name)
         check_batch(batch, math.prod(sizes))
         by_name = dict(zip(names, sizes, strict=True))
-        if already_mean_paths(state.opt_state):  # nothing is tracked here, so that a mesh has to tell what differs
+        if bypassing(state.opt_state, state.params):  # nothing is tracked here, so that a mesh has to tell what differs
             check_agreement(loss, state, batch, by_name, axis_name)
-            trace_on(own_step, by_name, axis_name, state, batch, out_specs=(state_specs(state, axis_name), P()))
+            trace_on(own_step, by_name, axis_name, state, batch, out_specs=(state_specs(state), P()))
             function = own_step
         else:
             function = in_axes_of_workers(own_step, (1,), ALL_EXCHANGED)
         parts = jax.tree.map(lambda x: x.reshape(*sizes, -1, *x.shape[1:]), batch)
         state = jax.tree.map(rows_apart, state, is_leaf=is_per_worker)
         for name in reversed(names):
-            own = axes(state, name)
+            own = in_axes(state, name)
             function = jax.vmap(function, in_axes=(own, 0), out_axes=(own, None), axis_name=name)
         state, metrics = function(state, parts)
         return jax.tree.map(rows_together, state, is_leaf=is_per_worker), metrics
@@ -216,12 +216,11 @@ def worker_step(
     """One worker's step; runs inside the axis of workers."""
     old = without_rows(state)
     is_local = communication_period(state.opt_state) is not None
-    params = vary_others(old.params, old.opt_state, axis_name)
+    params = vary_exchanged(old.params, old.opt_state, axis_name)
     (loss, (scalars, model_state)), gradients = gradients_fn(params, old.model_state, batch)
     _check_new_state(model_state, old.model_state)
     updates, opt_state = tx.update(gradients, old.opt_state, old.params)
-    exchanged = exchange_metrics(opt_state)
-    assert exchanged is not None, "init_state refuses chains without an exchange"
+    exchanged = get_exchange(opt_state).metrics
     exchange_ok = ok = exchanged.skipped == 0
     if is_local:  # between two exchanges a worker is on its own
         ok = ok & is_finite_tree(gradients)
@@ -235,7 +234,7 @@ def worker_step(
         step=state.step + 1,
         model_state=_keep_unless(exchange_ok, mean_state, old.model_state),
     )
-    return make_local(new), {**averaged, **exchanged._asdict()}
+    return make_local(new, axis_name), {**averaged, **exchanged._asdict()}
 
 
 def _keep_unless(ok: jax.Array, new: Any, old: Any) -> Any:
@@ -244,7 +243,7 @@ def _keep_unless(ok: jax.Array, new: Any, old: Any) -> Any:
     def choose(new_node: Any, old_node: Any) -> Any:
         if is_exchange_state(new_node):
             return new_node
-        return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new_node, old_node)
+        return keep_unless(ok, new_node, old_node)
 
     return jax.tree.map(choose, new, old, is_leaf=is_exchange_state)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxcomm import bits
 from jaxcomm.layout import BLOCK, Layout
-from jaxcomm.scaling import divide
+from jaxcomm.numerics import divide
 
 _LARGEST = float(np.finfo(np.float32).max)
 

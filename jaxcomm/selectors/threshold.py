@@ -9,15 +9,7 @@ from jax import lax
 
 from jaxcomm import bits
 from jaxcomm.layout import BLOCK, BLOCK_WORDS, Layout
-
-_MAGNITUDE = np.uint32(0x7FFFFFFF)
-_INFINITY = np.uint32(0x7F800000)  # finite numbers are below it, NaN above
-_LIMIT = np.uint32((127 + 100) << 23)  # 2^100 as float32
-
-
-def magnitude_bits(vector: jax.Array) -> jax.Array:
-    """Returns |vector| as uint32 that sort as the magnitudes do; infinities and NaN sort last."""
-    return lax.bitcast_convert_type(vector, jnp.uint32) & _MAGNITUDE
+from jaxcomm.numerics import magnitude_bits
 
 
 def _by_block(vector: jax.Array) -> jax.Array:
@@ -53,24 +45,6 @@ def order_statistic(vector: jax.Array, layout: Layout, ranks: Sequence[int] | ja
     start = jnp.zeros_like(magnitude, shape=rank.shape)
     start = start + magnitude[0, 0] * np.uint32(0)
     return lax.bitcast_convert_type(lax.fori_loop(0, 31, narrow, start), jnp.float32)
-
-
-def is_finite(vector: jax.Array) -> jax.Array:
-    """Returns whether every number of a vector (n,), n a multiple of 32, is finite: () bool.
-
-    By way of a mask, as the selection goes: XLA fuses that with the sum that made the vector, and `isfinite().all()`
-    not.
-    """
-    return ~jnp.any(bits.pack(magnitude_bits(vector) >= _INFINITY) != 0)
-
-
-def is_sound(total: jax.Array, added: jax.Array) -> jax.Array:
-    """Returns whether a total (n,), n a multiple of 32, is finite and what was added to it last below 2^100: () bool.
-
-    A larger number may be finite, but its sums are not: if it waited in a residual, every later step would be skipped.
-    """
-    broken = (magnitude_bits(total) >= _INFINITY) | (magnitude_bits(added) >= _LIMIT)
-    return ~jnp.any(bits.pack(broken) != 0)
 
 
 def select_threshold(vector: jax.Array, threshold: jax.Array, layout: Layout) -> jax.Array:

@@ -10,8 +10,9 @@ from jax import lax
 
 from jaxcomm import bits
 from jaxcomm.layout import Layout
+from jaxcomm.numerics import magnitude_bits
 from jaxcomm.selectors.selection import rank_in_segment
-from jaxcomm.selectors.threshold import magnitude_bits, order_statistic, select_above, select_threshold
+from jaxcomm.selectors.threshold import order_statistic, select_above, select_threshold
 
 
 def select_topk(vector: jax.Array, layout: Layout, k: jax.Array | None = None) -> jax.Array:
@@ -68,7 +69,7 @@ def select_rows(rows: jax.Array, k: int) -> jax.Array:
 
 def dropped(n: int, sparsity: float) -> int:
     """Returns floor(n * sparsity), as the decimal number that was written, without binary rounding."""
-    return math.floor(n * Fraction(repr(sparsity)))
+    return math.floor(n * Fraction(repr(float(sparsity))))
 
 
 def kept(n: int, sparsity: float) -> int:

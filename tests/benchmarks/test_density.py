@@ -41,7 +41,7 @@ def test_the_masks_are_those_that_dgc_sends_and_the_counts_those_of_its_ring(mon
         def record(state, batch):
             new, metrics = step(state, batch)
             own = new.opt_state[0]
-            after.append((np.array(own.velocity.rows.flat), np.array(own.residual.rows)))  # before it is donated
+            after.append((np.array(own.memory.rows.flat), np.array(own.residual.rows)))  # before it is donated
             return new, metrics
 
         return record

@@ -299,7 +299,7 @@ def velocities(case: Case, tree: str, state: Any) -> dict[str, np.ndarray]:
     """The momentum of every tensor by name, (K, *shape) float32; nothing for methods without."""
     if not case.momentum:
         return {}
-    rows = state.velocity.rows
+    rows = getattr(state.memory, "velocity", state.memory).rows
     flat = np.asarray(rows.flat)
     tensors = unflatten(case, tree, flat.reshape(len(flat), -1))
     dense = [name for name in TREES[tree] if name not in tensors]

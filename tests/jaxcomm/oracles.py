@@ -96,13 +96,13 @@ class Oracle:
 
 def union_mask(case: Case, tree: str, state: Any) -> dict[str, np.ndarray]:
     """The union of the publishers' masks by name, with all of its coordinates, of which the slots take some in turn."""
-    bits = np.unpackbits(np.asarray(state.mask).view(np.uint8), bitorder="little")
+    bits = np.unpackbits(np.asarray(state.memory.mask).view(np.uint8), bitorder="little")
     return {name: mask.astype(bool) for name, (mask,) in cases.unflatten(case, tree, bits[None]).items()}
 
 
 def state_rows(case: Case, tree: str, attribute: str, state: Any) -> dict[str, np.ndarray]:
     """The compressed tensors' residuals or velocities by name, (K, *shape)."""
-    rows = state.residual.rows if attribute == "residuals" else state.velocity.rows.flat
+    rows = state.residual.rows if attribute == "residuals" else getattr(state.memory, "velocity", state.memory).rows.flat
     rows = np.asarray(rows)
     return cases.unflatten(case, tree, rows.reshape(len(rows), -1))
 

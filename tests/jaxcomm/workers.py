@@ -73,7 +73,7 @@ class OnMesh:
     def __init__(self, tx: Any, tree: str, K: int, compiler_options: dict[str, Any] | None = None):
         self.mesh = jc.make_mesh(**{AXIS: K})
         self.first = jc.init_state(zeros_of(tree), tx, self.mesh, axis_name=AXIS).opt_state
-        specs = jc.state_specs(self.first, AXIS)
+        specs = jc.state_specs(self.first)
         params = params_of(tree)
 
         def update(gradients: Any, state: Any) -> Any:

@@ -80,7 +80,7 @@ def test_another_number_of_workers_keeps_the_mean_over_the_rows(workers, checkpo
     for name in ("residual", "threshold"):
         now, then = np.asarray(getattr(exchange, name).rows), np.asarray(getattr(before, name).rows)
         np.testing.assert_allclose(now.mean(axis=0), then.mean(axis=0), rtol=1e-5, atol=1e-6)
-    assert bool(exchange.due)
+    assert bool(exchange.memory.due)
     assert f"4 workers and the run {workers}" in restored.message
     for leaf, wanted in zip(jax.tree.leaves(restored.state), jax.tree.leaves(like), strict=True):
         assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)

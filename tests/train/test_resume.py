@@ -70,7 +70,7 @@ def test_a_run_depends_on_residuals_and_stale_thresholds(uninterrupted, stopped_
     _, early = stopped_at_5
     now, then = whole.state.opt_state[0], early.state.opt_state[0]
     for state in (now, then):
-        residual, threshold = np.asarray(state.residual.rows), np.asarray(state.threshold.rows)
+        residual, threshold = np.asarray(state.residual.rows), np.asarray(state.memory.threshold.rows)
         assert residual.shape[0] == threshold.shape[0] == 4
         assert np.all(np.any(residual != 0, axis=1))
         assert np.all(threshold > 0)
@@ -173,7 +173,7 @@ def test_another_number_of_workers_keeps_the_update_that_is_owed(
     then, now = (np.asarray(state.opt_state[0].residual.rows) for state in (before.state, resized.state))
     assert (then.shape[0], now.shape[0]) == (old, new)
     np.testing.assert_allclose(now.mean(axis=0), then.mean(axis=0), rtol=1e-5, atol=1e-6 * np.abs(then).max())
-    assert bool(resized.state.opt_state[0].due)
+    assert bool(resized.state.opt_state[0].memory.due)
     assert_same_bits(resized.state.params, before.state.params)
     assert_same_bits(resized.state.opt_state[1:], before.state.opt_state[1:])
     (message,) = told.messages
@@ -183,7 +183,7 @@ def test_another_number_of_workers_keeps_the_update_that_is_owed(
     assert "thresholds are renewed" in message
     ended = run(out, workers=new)
     assert ended.finished
-    assert not ended.state.opt_state[0].due
+    assert not ended.state.opt_state[0].memory.due
     # The same rows in every step: all that differs is what each worker sent of them.
     whole = uninterrupted("dct_dp")[1].losses
     assert np.abs(np.subtract(ended.losses, whole[5:])).max() < (max(whole) - min(whole)) / 4

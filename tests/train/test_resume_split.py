@@ -82,7 +82,7 @@ def test_what_is_compared_is_there_to_be_lost(runs):
     assert np.all(waiting[0] == 0)  # the second stage sends back, and keeps it
     assert np.all(np.any(waiting[1] != 0, axis=(-1, -2)))
     assert np.all(np.sum(waiting[1] != 0, axis=-1) <= 12)  # the 4 largest of 16 were sent
-    shares = np.asarray(runs("slices").stopped.state.opt_state[0].exchange.residual.rows)
+    shares = np.asarray(runs("slices").stopped.state.opt_state[0].memory.residual.rows)
     assert len(shares) == 4
     assert np.all(np.any(shares != 0, axis=-1))
     made = runs("running statistics")

@@ -314,7 +314,7 @@ def test_the_largest_numbers_do_not_leave_float32_on_their_way_into_the_residual
     state, step = simulated(jc.topk(0.9, collective="ring"), n, K)
     owed = np.array(state.residual.rows)
     owed[1, 5] = 3.4e38
-    means, after = step(np.zeros((K, n), np.float32), state._replace(residual=jc.PerWorker(owed)))
+    means, after = step(np.zeros((K, n), np.float32), state.replace(residual=jc.PerWorker(owed)))
     assert after.metrics.skipped == 0
     sent = float(jnp.finfo(jnp.bfloat16).max)
     assert means[5] == np.float32(sent / 2)

@@ -106,7 +106,7 @@ def test_a_compressor_of_the_other_leaves_sees_what_it_would_see_anyway():
     assert_close(state.params, expected.params)
     assert_close(others, losses)
     assert 0 < float(jc.exchange_metrics(state.opt_state).sent) < 4 * M * OUT
-    assert np.any(state.opt_state[0].exchange.residual.rows)
+    assert np.any(state.opt_state[0].memory.residual.rows)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])

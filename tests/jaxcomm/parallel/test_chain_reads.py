@@ -131,7 +131,7 @@ def test_what_is_refused_before_an_exchange_is_what_has_a_state_of_each_worker(t
 METHODS = [
     name
     for name in sorted(set(jc.__all__) - {"already_mean"})  # which is read as the method in it
-    if inspect.isfunction(getattr(jc, name)) and getattr(jc, name).__module__.startswith("jaxcomm.transforms.")
+    if inspect.isfunction(getattr(jc, name)) and getattr(jc, name).__module__.startswith("jaxcomm.methods.")
 ]
 
 

@@ -228,7 +228,7 @@ def as_numpy(state):
 def uncounted(state):
     """Without the steps, which skipped ones count among."""
     exchange, *rest = state.opt_state
-    return state._replace(step=0, opt_state=(exchange._replace(step=0), *rest))
+    return state._replace(step=0, opt_state=(exchange.replace(step=0), *rest))
 
 
 def assert_same(one, other):

@@ -32,7 +32,7 @@ def test_the_mean_of_the_rows_is_kept_and_nothing_else_changes(old, new):
         assert folded.shape == (new, *rows.shape[1:])
         assert folded.dtype == rows.dtype
         np.testing.assert_allclose(folded.mean(0, dtype=np.float64), rows.mean(0, dtype=np.float64), rtol=1e-6)
-    assert bool(after.due)
+    assert bool(after.memory.due)
     assert int(after.step) == int(before.step)
     jax.tree.map(np.testing.assert_array_equal, after.metrics, before.metrics)
     jax.tree.map(np.testing.assert_array_equal, resized.opt_state[1:], state.opt_state[1:])
@@ -45,7 +45,7 @@ def test_rows_go_to_the_workers_that_cover_them():
     state = jc.topk(0.5).init(PARAMS)
     rows = np.zeros((4, 1024), np.float32)
     rows[:, 0] = [1, 2, 4, 8]
-    state = state._replace(residual=jc.PerWorker(rows))
+    state = state.replace(residual=jc.PerWorker(rows))
     assert jc.resize_workers(state, 2).residual.rows[:, 0].tolist() == [1.5, 6]
     np.testing.assert_allclose(jc.resize_workers(state, 3).residual.rows[:, 0], [1.25, 3, 7])
     assert jc.resize_workers(state, 8).residual.rows[:, 0].tolist() == [1, 1, 2, 2, 4, 4, 8, 8]
@@ -60,11 +60,11 @@ def test_a_run_goes_on_with_another_number_of_workers():
 
     batch = np.random.default_rng(0).normal(size=(4, 300)).astype(np.float32)
     state, _ = jc.simulate(loss_fn, tx, 4)(jc.init_state(PARAMS, tx, 4), batch)
-    assert not bool(state.opt_state[0].due)
+    assert not bool(state.opt_state[0].memory.due)
     state, metrics = jc.simulate(loss_fn, tx, 2)(jc.resize_workers(state, 2), batch)
     assert int(metrics["skipped"]) == 0
     assert int(state.opt_state[0].step) == 2
-    assert not bool(state.opt_state[0].due)
+    assert not bool(state.opt_state[0].memory.due)
 
 
 @pytest.mark.parametrize("workers", [0, -1])

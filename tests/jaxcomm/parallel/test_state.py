@@ -16,8 +16,8 @@ def test_rows_of_workers_are_sharded_and_the_rest_is_replicated():
     state = jc.init_state(PARAMS, TX, mesh)
     specs, shardings = jc.state_specs(state), jc.state_shardings(state, mesh)
     exchange = specs.opt_state[0]
-    assert exchange.residual.rows == exchange.threshold.rows == P("data")
-    assert {exchange.step, exchange.due, *exchange.metrics, specs.step, *specs.params.values()} == {P()}
+    assert exchange.residual.rows == exchange.memory.threshold.rows == P("data")
+    assert {exchange.step, exchange.memory.due, *exchange.metrics, specs.step, *specs.params.values()} == {P()}
     assert specs.opt_state[1][0].mu == {"b": P(), "w": P()}
     for array, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
         assert sharding.mesh == mesh
@@ -29,7 +29,7 @@ def test_rows_of_workers_are_sharded_and_the_rest_is_replicated():
 
 def test_specs_of_shapes_and_of_another_axis():
     shapes = jax.eval_shape(TX.init, PARAMS)
-    specs = jc.state_specs(shapes, "workers")
+    specs = jc.state_specs(shapes)
     assert specs[0].residual.rows == P("workers")
     assert specs[0].step == P()
 
@@ -37,9 +37,9 @@ def test_specs_of_shapes_and_of_another_axis():
 def test_simulated_workers_have_a_row_each_and_share_the_rest():
     state = jc.init_state(PARAMS, TX, 5)
     assert state.opt_state[0].residual.rows.shape == (5, 1024)
-    assert state.opt_state[0].threshold.rows.shape == (5, 1)
+    assert state.opt_state[0].memory.threshold.rows.shape == (5, 1)
     assert state.opt_state[0].step.shape == ()
-    assert bool(state.opt_state[0].due)
+    assert bool(state.opt_state[0].memory.due)
     np.testing.assert_array_equal(state.params["w"], PARAMS["w"])
     assert int(state.step) == 0
 

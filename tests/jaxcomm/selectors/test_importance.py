@@ -6,7 +6,7 @@ import pytest
 
 from jaxcomm import noise
 from jaxcomm.layout import plan_layout
-from jaxcomm.scaling import divide
+from jaxcomm.numerics import divide
 from jaxcomm.selectors.importance import importance, moments, segment_max, select_important, spread
 from jaxcomm.selectors.strata import pick, select_strata
 

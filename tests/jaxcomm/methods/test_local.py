@@ -168,7 +168,7 @@ def test_method_equals_its_oracle(case, K):
                     np.asarray(state.params.rows[name])[w], oracle.params[w][name], rtol=2e-6, atol=2e-6
                 )
         if hasattr(oracle, "core"):
-            core = np.asarray(state.opt_state[1].order)[: len(oracle.core)]
+            core = np.asarray(state.opt_state[1].memory.order)[: len(oracle.core)]
             np.testing.assert_array_equal(np.sort(core), oracle.core)
 
 
@@ -244,7 +244,7 @@ def test_what_is_not_pushed_is_carried_or_lost(unsent):
         expected = {name: value - RATE * batch[name].mean(0) for name, value in expected.items()}
     owed = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     if unsent == "carry":
-        delta = np.asarray(state.opt_state[1].delta.rows).mean(0)
+        delta = np.asarray(state.opt_state[1].memory.delta.rows).mean(0)
         ends = np.cumsum([int(np.prod(shape)) for shape in SHAPES.values()])[:-1]
         owed = dict(zip(SHAPES, np.split(delta, ends), strict=True))
     model = jc.global_params(state)

@@ -233,7 +233,7 @@ def test_a_mean_that_its_own_type_cannot_hold_changes_nothing(tx):
     state = tx.init(jnp.zeros(600, jnp.float16))
     rows = getattr(state, "residual", None)
     if rows is not None:
-        state = state._replace(residual=jc.PerWorker(jnp.full((1, 1024), 1000.0).at[:, 600:].set(0)))
+        state = state.replace(residual=jc.PerWorker(jnp.full((1, 1024), 1000.0).at[:, 600:].set(0)))
     update = jax.vmap(lambda g: tx.update(g, state), axis_name="data")
     mean, new = jax.jit(update, compiler_options=cases.QUICKLY)(x)
     skipped = np.asarray(jc.exchange_metrics(new).skipped)

@@ -207,7 +207,7 @@ def check_state(case, tree, state, oracle, sizes):
 
 
 def check_thresholds(case, tree, state, oracle):
-    rows = np.asarray(state.threshold.rows)
+    rows = np.asarray(state.memory.threshold.rows)
     rows = rows.reshape(len(rows), -1)
     for w, thresholds in enumerate(oracle.thresholds):
         expected = [thresholds[name] for name in cases.compressed(case, tree)]

@@ -2,41 +2,26 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 
-from jaxcomm.collectives import axis_size, check_per_worker, dense_mean
+from jaxcomm.checks import check_count
+from jaxcomm.collectives import axis_size, dense_mean
+from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, transformation, zeros_unless
 from jaxcomm.layout import BLOCK, Layout, plan_layout
-from jaxcomm.transforms.checks import check_count, count, narrow_is_finite, zero_unless
-from jaxcomm.transforms.sparse import own_row
-from jaxcomm.types import ExchangeMetrics, PerWorker
+from jaxcomm.numerics import is_finite_narrow
+from jaxcomm.types import ExchangeMetrics
 
 # What is left of a column of P after the projection on those before it is a rounding error, and no direction, if it is
 # shorter than this part of the longest column. Matrices of a smaller rank leave 2e-7 to 4e-6 in float32.
 _DEPENDENT = 1e-5
 _TINY = float(np.finfo(np.float32).tiny)  # numbers below it may be flushed to zero
 _LIMIT = float(np.finfo(np.float32).max) / 4  # of gradient + residual and of the result: their difference is finite
-
-
-class PowerSgdState(NamedTuple):
-    """State of `powersgd`.
-
-    Attributes:
-      residual: (K, n) float32, gradients that were not sent yet; a row per worker.
-      q: for every group of matrices of one shape, (matrices, m, r) float32, where the next power iteration starts; the
-        same on every worker.
-      metrics: counts of the last exchange.
-    """
-
-    residual: PerWorker
-    q: tuple[jax.Array, ...]
-    metrics: ExchangeMetrics
 
 
 @dataclass(frozen=True)
@@ -56,17 +41,12 @@ class _Group:
     leaves: tuple[int, ...]
 
 
-def powersgd(
-    rank: int = 4,
-    *,
-    dense_below: int = 512,
-    seed: int = 0,
-    axis_name: str = "data",
-) -> optax.GradientTransformation:
+@dataclass(frozen=True)
+class PowerSgd(Exchange):
     """Sends every matrix as two thin ones, and keeps the rest for later steps (error feedback).
 
     A tensor of two or more dimensions is a matrix M of n rows and m columns, m its last dimension. One power iteration
-    a step approximates it by r columns, and goes on from where that of the step before ended (warm start). Each step,
+    a step approximates it by r columns, and continues from where that of the step before ended (warm start). Each step,
     on each worker, for every matrix (numbers of Algorithm 1; 2 and the residual are lines 7 and 9 of Algorithm 2):
 
       2. M = gradient + residual
@@ -80,91 +60,88 @@ def powersgd(
     Tensors of fewer dimensions, and those of which r (n + m) is not less than n m, are sent dense. Matrices of one
     shape are one stack, so that a compiled program has products for every shape, and not for every tensor.
 
-    In float32 these lines alone would send a matrix of a smaller rank than r badly, and one of small numbers not at
-    all. So columns of Q are scaled to length 1 before they are used, and no constant is added to a norm: P spans the
-    same, whatever the size of the gradient. A column of P is projected twice on those before it, since once leaves
+    Applied literally in float32, the algorithm is inaccurate for matrices of rank < r and underflows for tiny
+    gradients. So columns of Q are scaled to length 1 before they are used, and no constant is added to a norm: P spans
+    the same, whatever the size of the gradient. A column of P is projected twice on those before it, since once leaves
     nearly dependent ones far from orthogonal. One that is a rounding error becomes zero, and its column of Q stays what
-    it was: a matrix whose gradient is zero for some steps goes on from there, where Q = 0 would never send again.
+    it was: a matrix whose gradient is zero for some steps continues from there, where Q = 0 would never send again.
 
-    If some worker's gradient is not finite, or gradient + residual or the result might exceed a quarter of the largest
-    float32, or a sum is not finite, the exchange is skipped on all workers alike: zeros come back, the residual and Q
-    stay, `metrics.skipped` is 1.
+    The exchange is also skipped if gradient + residual or the result might exceed a quarter of the largest float32.
 
-    Args:
+    Two ring all-reduces of float32, one of every P and the dense tensors, one of every Q: each worker receives 2
+    (K-1)/K * 4 (sum of r (n + m) + dense elements) bytes; `metrics.sent` counts the numbers of P and Q. Memory: 4 bytes
+    a parameter, and Q: for every group of matrices of one shape, (matrices, m, r) float32, the same on every worker.
+    `optax.chain(jc.powersgd(4), optax.sgd(0.1))`.
+
+    Source: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS
+    2019, https://arxiv.org/abs/1905.13727, Algorithms 1 and 2. PyTorch's `powerSGD_hook` does this otherwise: it sends
+    densely for 1000 steps first (`start_powerSGD_iter`), and every tensor that would not become half as large
+    (`min_compression_rate`); the rows of a matrix are the tensor's first dimension, where PyTorch has the outputs; Q is
+    orthogonalised as well; above rank 2 it takes QR for that; Ps, Qs and dense tensors are reduced bucket by bucket, in
+    the type of the gradient.
+
+    Attributes:
       rank: r, columns of P and Q. The paper trains with 1, 2 and 4.
       dense_below: tensors with fewer elements are sent dense, as float32.
       seed: of the first Q, see `initial_q`.
-      axis_name: the axis of workers, of a mesh or of a `jax.vmap`.
-
-    Returns:
-      A transformation from each worker's own gradients (different on every worker) to a mean (the same). It belongs
-      before the optimizer: `optax.chain(powersgd(4), optax.sgd(0.1))`. Two ring all-reduces of float32, one of every P
-      and the dense tensors, one of every Q: each worker receives 2 (K-1)/K * 4 (sum of r (n + m) + dense elements)
-      bytes. The residual costs 4 bytes a parameter of memory; `metrics.sent` counts the numbers of P and Q.
-
-    Raises:
-      ValueError: for arguments out of range; at trace time for an empty tree, leaves that are not real floats, 2^31
-        elements or more, a state of another tree or rank, gradients that were already reduced, and outside the axis of
-        workers.
-
-    References:
-      Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019,
-      https://arxiv.org/abs/1905.13727, Algorithms 1 and 2. PyTorch's `powerSGD_hook` does this otherwise: it sends
-      densely for 1000 steps first (`start_powerSGD_iter`), and every tensor that would not become half as large
-      (`min_compression_rate`); the rows of a matrix are the tensor's first dimension, where PyTorch has the outputs; Q
-      is orthogonalised as well; above rank 2 it takes QR for that; Ps, Qs and dense tensors are reduced bucket by
-      bucket, in the type of the gradient.
     """
-    check_count("rank", rank, 1, "1 sends least, 2 and 4 are usual, plump_dp sends everything")
-    check_count("dense_below", dense_below, 0, "0 leaves it to the rank which tensors are compressed")
 
-    def init(params: Any) -> Any:
-        layout, groups = _plan(params, rank, dense_below)
-        first = initial_q(params, rank, dense_below=dense_below, seed=seed)
-        return PowerSgdState(
-            residual=PerWorker(jnp.zeros((1, layout.n), jnp.float32)),
-            q=tuple(jnp.stack([first[leaf] for leaf in group.leaves]) for group in groups),
-            metrics=ExchangeMetrics.zeros(),
-        )
+    rank: int = 4
+    _: KW_ONLY
+    dense_below: int = 512
+    seed: int = 0
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        del params
-        layout, groups = _plan(updates, rank, dense_below)
-        check_per_worker(updates, axis_name)
-        leaves, treedef = jax.tree.flatten(updates)
-        residual = own_row(state.residual, layout.n, axis_name)
-        _check_q(state.q, groups, rank)
-        inside, dense = layout.split(leaves)
+    name: ClassVar[str] = "powersgd"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("rank", self.rank, 1, "1 sends least, 2 and 4 are usual, plump_dp sends everything")
+        check_count("dense_below", self.dense_below, 0, "0 leaves it to the rank which tensors are compressed")
+
+    def plan(self, tree: Any) -> Layout:
+        def pays(shape: tuple[int, ...]) -> bool:
+            return len(shape) >= 2 and self.rank * sum(_matrix_shape(shape)) < math.prod(shape)
+
+        return plan_layout(tree, dense_below=self.dense_below, capacity=lambda n: n, compress=pays)
+
+    def start(self, params: Any, layout: Layout) -> tuple[jax.Array, ...]:
+        first = initial_q(params, self.rank, dense_below=self.dense_below, seed=self.seed)
+        return tuple(jnp.stack([first[leaf] for leaf in group.leaves]) for group in _groups(layout))
+
+    def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, tuple[jax.Array, ...]]:
+        layout, residual, old_q = gradient.layout, gradient.residual, state.memory
+        groups = _groups(layout)
+        _check_q(old_q, groups, self.rank)
+        inside, dense = layout.split(gradient.leaves)
+        assert residual is not None, "powersgd keeps a residual"
         if not groups:
-            means, ok = dense_mean(dense, axis_name)
-            return treedef.unflatten(zero_unless(ok, means)), state._replace(metrics=count(ok, sent=0))
+            means, ok = dense_mean(dense, self.axis_name)
+            return Exchanged(zeros_unless(ok, means), residual, ExchangeMetrics.of(ok, sent=0)), old_q
 
         owed = layout.unflatten(residual[0])
         x = _stack([tensor.astype(jnp.float32) + rest for tensor, rest in zip(inside, owed, strict=True)], groups)
-        p = [_matmul("bnm,bmr->bnr", *pair) for pair in zip(x, _by_rows(_unit_columns, state.q), strict=True)]
+        p = [_matmul("bnm,bmr->bnr", *pair) for pair in zip(x, _by_rows(_unit_columns, old_q), strict=True)]
         # What is out of range may meet zeros, and not show in P. So P is made to show it, and the sum tells everyone.
         in_range = jnp.stack([(jnp.abs(stack) <= _LIMIT).all() for stack in x]).all()
-        (p_mean, *dense), p_ok = dense_mean([jnp.where(in_range, _join(p), jnp.nan), *dense], axis_name)
+        (p_mean, *dense), p_ok = dense_mean([jnp.where(in_range, _join(p), jnp.nan), *dense], self.axis_name)
         p = _by_rows(_orthonormal, _cut(p_mean, p))
 
         q = [_matmul("bnr,bnm->brm", *pair).mT for pair in zip(p, x, strict=True)]
-        (q_mean,), q_ok = dense_mean([_join(q)], axis_name)
-        in_range = (jnp.abs(q_mean) <= _LIMIT / rank).all()  # and with it P Q^T, since no number of P exceeds 1
+        (q_mean,), q_ok = dense_mean([_join(q)], self.axis_name)
+        in_range = (jnp.abs(q_mean) <= _LIMIT / self.rank).all()  # and with it P Q^T, since no number of P exceeds 1
         q = _cut(q_mean, q)
         result = [_matmul("bnr,bmr->bnm", *pair) for pair in zip(p, q, strict=True)]
         means = [mean.reshape(tensor.shape) for mean, tensor in zip(_unstack(result, groups), inside, strict=True)]
         means = layout.as_leaves(means)
-        ok = p_ok & q_ok & in_range & narrow_is_finite(means)
+        ok = p_ok & q_ok & in_range & is_finite_narrow(means)
 
         left = _unstack([a - b for a, b in zip(x, result, strict=True)], groups)
-        new_state = PowerSgdState(
-            residual=PerWorker(_keep(ok, left, owed, residual, layout)),
-            q=tuple(_renew(ok, new, old) for new, old in zip(q, state.q, strict=True)),
-            metrics=count(ok, sent=axis_size(axis_name) * (p_mean.size + q_mean.size)),
-        )
-        return treedef.unflatten(zero_unless(ok, layout.join(means, dense))), new_state
+        metrics = ExchangeMetrics.of(ok, sent=axis_size(self.axis_name) * (p_mean.size + q_mean.size))
+        out = Exchanged(zeros_unless(ok, layout.join(means, dense)), _keep(ok, left, owed, residual, layout), metrics)
+        return out, tuple(_renew(ok, new, old) for new, old in zip(q, old_q, strict=True))
 
-    return optax.GradientTransformation(init, update)
+
+powersgd = transformation(PowerSgd)
 
 
 def initial_q(params: Any, rank: int = 4, *, dense_below: int = 512, seed: int = 0) -> dict[int, jax.Array]:
@@ -182,7 +159,7 @@ def initial_q(params: Any, rank: int = 4, *, dense_below: int = 512, seed: int =
     Returns:
       (m, r) float32 for every compressed tensor, by its place in `jax.tree.leaves(params)`.
     """
-    _, groups = _plan(params, rank, dense_below)
+    groups = _groups(PowerSgd(rank, dense_below=dense_below).plan(params))
     columns = sorted((leaf, group.m) for group in groups for leaf in group.leaves)
     numbers = jax.random.normal(jax.random.key(seed), (rank * sum(m for _, m in columns),), jnp.float32)
     first, start = {}, 0
@@ -197,18 +174,13 @@ def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1]
 
 
-def _plan(tree: Any, rank: int, dense_below: int) -> tuple[Layout, list[_Group]]:
+def _groups(layout: Layout) -> list[_Group]:
     """Groups the compressed tensors by the shapes of their matrices, in the order of the first of each."""
-
-    def pays(shape: tuple[int, ...]) -> bool:
-        return len(shape) >= 2 and rank * sum(_matrix_shape(shape)) < math.prod(shape)
-
-    layout = plan_layout(tree, dense_below=dense_below, capacity=lambda n: n, compress=pays)
     found: dict[tuple[int, int], list[tuple[int, int]]] = {}
     leaves = [leaf for leaf, is_in in enumerate(layout.compressed) if is_in]
     for member, leaf in enumerate(leaves):
         found.setdefault(_matrix_shape(layout.shapes[leaf]), []).append((member, leaf))
-    return layout, [_Group(*shape, *zip(*pairs, strict=True)) for shape, pairs in found.items()]
+    return [_Group(*shape, *zip(*pairs, strict=True)) for shape, pairs in found.items()]
 
 
 def _check_q(q: Sequence[jax.Array], groups: Sequence[_Group], rank: int) -> None:

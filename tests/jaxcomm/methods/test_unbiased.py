@@ -21,7 +21,7 @@ def steps_of(tx, gradients, params=None):
 
     def worker(gradient):
         def step(_, i):
-            mean, state = tx.update(gradient, first._replace(step=i), params)
+            mean, state = tx.update(gradient, first.replace(step=i), params)
             return None, (mean, jc.exchange_metrics(state).skipped)
 
         return jax.lax.scan(step, None, jnp.arange(STEPS))[1]

@@ -13,7 +13,7 @@ import pytest
 
 import jaxcomm as jc
 from jaxcomm.hlo import read_program
-from jaxcomm.transforms.powersgd import initial_q
+from jaxcomm.methods.powersgd import initial_q
 from tests.jaxcomm import cases
 from tests.jaxcomm.cases import EPS, OnMesh, Simulated, gradients
 from tests.reference.powersgd import PowerSgdReference
@@ -80,7 +80,7 @@ def same(state, other):
 def check_skipped(out, before):
     assert out.metrics == (0, 0, 1, 0)
     assert not any(mean.any() for mean in out.means.values())
-    assert same(out.state._replace(metrics=None), before._replace(metrics=None))
+    assert same(out.state.replace(metrics=None), before.replace(metrics=None))
 
 
 def with_mean(singular_values, scale=1.0):
@@ -112,7 +112,7 @@ def test_a_warm_start_ends_in_the_best_approximation():
     for _ in range(6):
         out = workers.step({"w": gradient[None]}, state)
         errors.append(np.linalg.norm(out.means["w"] - gradient))
-        state = out.state._replace(residual=workers.first.residual)  # every step approximates the same matrix
+        state = out.state.replace(residual=workers.first.residual)  # every step approximates the same matrix
     assert errors[0] > 1.1 * best
     assert errors[-1] < 1.001 * best
 
@@ -135,10 +135,10 @@ def test_a_gradient_of_zeros_does_not_end_the_iteration():
     nothing = {"w": np.zeros_like(grads["w"])}
     zeros = workers.step(nothing, workers.first)
     assert zeros.metrics.skipped == zeros.means["w"].any() == 0
-    assert same(zeros.state.q, workers.first.q)
+    assert same(zeros.state.memory, workers.first.memory)
     once = workers.step(with_mean([1]), zeros.state)
-    assert same(once.state.q[0][..., 1:], zeros.state.q[0][..., 1:])  # one direction is all there is
-    out = workers.step(grads, once.state._replace(residual=zeros.state.residual))
+    assert same(once.state.memory[0][..., 1:], zeros.state.memory[0][..., 1:])  # one direction is all there is
+    out = workers.step(grads, once.state.replace(residual=zeros.state.residual))
     np.testing.assert_allclose(out.means["w"], grads["w"].mean(0), atol=1e-4)
 
 
@@ -191,7 +191,7 @@ def test_what_is_not_finite_is_seen_where_it_meets_zeros(name, bad):
     workers = simulated("matrices", 3)
     grads = gradients("normal", 0, "matrices", 3)
     grads[name].reshape(3, -1)[2, 5] = bad
-    state = workers.first._replace(q=tuple(q.at[:, 5].set(0.0) for q in workers.first.q))
+    state = workers.first.replace(memory=tuple(q.at[:, 5].set(0.0) for q in workers.first.memory))
     check_skipped(workers.step(grads, state), state)
 
 
@@ -202,7 +202,7 @@ def test_the_residual_stays_finite_at_the_end_of_the_range():
         signs = rng.integers(0, 2, size=(2, 64, 48)) * 2.0 - 1
         out = workers.step({"w": (signs * size).astype(np.float32)}, workers.first)
         assert np.isfinite(out.residual).all()
-        assert all(np.isfinite(q).all() for q in out.state.q)
+        assert all(np.isfinite(q).all() for q in out.state.memory)
         skipped.append(out.skipped)
     assert not skipped[0]
     assert skipped[2:] == [True, True]
@@ -212,7 +212,7 @@ def test_the_residual_stays_finite_at_the_end_of_the_range():
 def test_a_mesh_and_a_simulation_agree_and_so_do_the_devices(K, tree):
     mesh, simulation = on_mesh(tree, K), simulated(tree, K)
     state, other = mesh.first, simulation.first
-    assert same(state.q, other.q)
+    assert same(state.memory, other.memory)
     for i, kind in enumerate(["normal", "heavy", "nan", "normal", "single", "zeros", "normal"]):
         grads = gradients("normal" if kind == "nan" else kind, i, tree, K)
         if kind == "nan":
@@ -222,10 +222,10 @@ def test_a_mesh_and_a_simulation_agree_and_so_do_the_devices(K, tree):
         assert out.skipped == (kind == "nan")
         for name in grads:
             close(out.means[name], expected.means[name], grads[name])
-        for got, want in zip((out.residual, *out.state.q), (expected.residual, *expected.state.q), strict=True):
+        for got, want in zip((out.residual, *out.state.memory), (expected.residual, *expected.state.memory), strict=True):
             close(got, want, *grads.values())
         means, state = mesh.last
-        for array in [*means.values(), *state.q, *state.metrics]:
+        for array in [*means.values(), *state.memory, *state.metrics]:
             copies = [np.asarray(shard.data) for shard in array.addressable_shards]
             assert [copy.tobytes() for copy in copies] == [copies[0].tobytes()] * K
         other = expected.state
@@ -272,7 +272,7 @@ def test_what_two_thin_matrices_would_not_make_smaller_is_dense():
 
 def test_vectors_alone_are_exchanged_densely():
     workers, dense = simulated("vectors", 3), Simulated(jc.plump_dp(), "vectors", 3)
-    assert workers.first.q == ()
+    assert workers.first.memory == ()
     assert workers.first.residual.rows.shape == (3, 1, 0)
     grads = gradients("normal", 0, "vectors", 3)
     out, expected = workers.step(grads, workers.first), dense.step(grads, dense.first)
@@ -288,7 +288,7 @@ def test_a_mean_that_float16_cannot_hold_changes_nothing():
     first = tx.init(jnp.zeros((40, 30), jnp.float16))
     update = jax.jit(jax.vmap(tx.update, in_axes=(0, None), axis_name="data"))
     for owed, skipped in ((1e3, 1), (0.0, 0)):
-        state = first._replace(residual=jc.PerWorker(first.residual.rows.at[:, :1200].set(owed)))
+        state = first.replace(residual=jc.PerWorker(first.residual.rows.at[:, :1200].set(owed)))
         mean, new = update(np.full((2, 40, 30), 65472, np.float16), state)
         assert mean.dtype == np.float16
         assert new.metrics.skipped.tolist() == [skipped] * 2
@@ -301,13 +301,13 @@ def test_the_first_q_is_another_for_every_tensor_and_seed_and_in_the_groups_orde
     qs = initial_q(params, RANK, dense_below=DENSE_BELOW)
     by_name = {sorted(params)[leaf]: q for leaf, q in qs.items()}
     assert sorted(by_name) == COMPRESSED["matrices"]
-    for stack, names in zip(make().init(params).q, GROUPS["matrices"], strict=True):
+    for stack, names in zip(make().init(params).memory, GROUPS["matrices"], strict=True):
         np.testing.assert_array_equal(stack, np.stack([by_name[name] for name in names]))
     values = np.concatenate([np.asarray(q).reshape(-1) for q in qs.values()])
     assert len(np.unique(values)) == values.size
     other = initial_q(params, RANK, dense_below=DENSE_BELOW, seed=1)
     assert not any(np.any(qs[leaf] == other[leaf]) for leaf in qs)
-    assert same(make(seed=1).init(params).q[1][0], other[2])
+    assert same(make(seed=1).init(params).memory[1][0], other[2])
 
 
 @pytest.mark.parametrize(("K", "tree"), [(1, "matrices"), (3, "matrices"), (2, "halves")])
@@ -338,7 +338,7 @@ def test_powersgd_equals_its_oracle(K, tree):
         rows = residuals(tree, out.residual)
         for w, name in itertools.product(range(K), COMPRESSED[tree]):
             close(rows[name][w], oracle.residuals[w][name])
-        for stack, group in zip(out.state.q, GROUPS[tree], strict=True):
+        for stack, group in zip(out.state.memory, GROUPS[tree], strict=True):
             for q, name in zip(stack, group, strict=True):
                 close(q, oracle.Q[name])
         state = out.state

@@ -126,7 +126,7 @@ def test_the_state_is_placed_resized_and_read_like_any_other():
     exchange = resized.opt_state[0].exchange
     np.testing.assert_allclose(exchange.residual.rows.mean(0), rows.rows.mean(0))
     assert exchange.residual.rows.shape == (2, 3072)
-    assert bool(exchange.due)
+    assert bool(exchange.memory.due)
     assert jax.tree.structure(resized) == jax.tree.structure(state)
 
 

@@ -107,7 +107,7 @@ def test_nothing_is_lost():
     *_, (state, _) = run(tx, sizes, on_mesh=True, bad_at=1)
     for i in (0, 2, 3, 4):
         dense = {name: value - RATE * batch_of(i)[name].mean(0) for name, value in dense.items()}
-    rows = np.asarray(state.opt_state[0].exchange.residual.rows)  # (8, n of a share), groups outermost
+    rows = np.asarray(state.opt_state[0].memory.residual.rows)  # (8, n of a share), groups outermost
     owed = rows.reshape(2, 4, -1).mean(0)  # (4, n)
     start = 0
     for name, shape in SHAPES.items():

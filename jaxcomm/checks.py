@@ -1,0 +1,26 @@
+"""Checks of arguments, with one form of error: the rule, what came, the remedy."""
+
+from numbers import Real
+
+
+def check_range(name: str, value: object, rule: str, holds: bool, remedy: str) -> None:
+    """Raises a ValueError with the rule, the value and the remedy unless the rule holds."""
+    if not holds:
+        raise ValueError(f"{name} must be {rule}, got {value!r}: {remedy}.")
+
+
+def check_sparsity(sparsity: float) -> None:
+    """Checks the fraction of coordinates that is dropped."""
+    check_range(
+        "sparsity",
+        sparsity,
+        "at least 0 and below 1 (the fraction of coordinates that is not sent)",
+        isinstance(sparsity, Real) and 0 <= sparsity < 1,
+        "use 0.99 to send 1%, or plump_dp to send everything",
+    )
+
+
+def check_count(name: str, value: int, least: int, remedy: str) -> None:
+    """Checks an integer that has a least value."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    check_range(name, value, f"an integer of at least {least}", is_count, remedy)

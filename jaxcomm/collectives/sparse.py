@@ -1,0 +1,196 @@
+"""The sum of sparse vectors: every worker's coordinates as one payload, gathered or added up by owners of regions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcomm.bits import popcount
+from jaxcomm.codecs import IndexCodec, ValueCodec, choose_index_codec
+from jaxcomm.collectives.axis import axis_size
+from jaxcomm.collectives.balanced import Regions
+from jaxcomm.collectives.gather import fuse, gather_words, split_words
+from jaxcomm.collectives.sparse_ring import ring_sum
+from jaxcomm.collectives.status import read_status, write_status
+from jaxcomm.layout import BLOCK_WORDS, Layout
+from jaxcomm.numerics import is_accumulable
+from jaxcomm.selectors import compact
+from jaxcomm.types import Payload
+
+HEADER = 3  # words of a payload: status, sent, overflow
+COLLECTIVES = ("gather", "balanced", "ring")
+
+
+class Accumulated(NamedTuple):
+    """Gradient + residual of one worker, added where it is read: written down it would cost a pass and n floats.
+
+    Attributes:
+      gradient: (n,) float32.
+      residual: (1, n) float32, the worker's row. It keeps its shape on the way into the new row, or XLA copies it.
+    """
+
+    gradient: jax.Array
+    residual: jax.Array
+
+    def sum(self) -> jax.Array:
+        """Returns gradient + residual, (n,) float32."""
+        return self.gradient + self.residual[0]
+
+    def at(self, position: jax.Array) -> jax.Array:
+        """Returns gradient + residual at some positions."""
+        return self.gradient[position] + self.residual[0, position]
+
+    def is_ok(self) -> jax.Array:
+        """Returns whether gradient + residual is finite, and every gradient below 2^100 in magnitude: () bool."""
+        return is_accumulable(self.sum(), self.gradient)
+
+
+class Sent(NamedTuple):
+    """Coordinates as they are sent.
+
+    Attributes:
+      position: (C,) int32 in the flat vector; in range for empty slots as well.
+      filled: (C,) bool.
+      values: (C,) float32, rounded to the wire's type (a ring rounds sums instead); 0 in an empty slot.
+    """
+
+    position: jax.Array
+    filled: jax.Array
+    values: jax.Array
+
+
+class Received(NamedTuple):
+    """What came back, before all workers have agreed that the step is finite.
+
+    Attributes:
+      total: ok -> (n,) float32, the sum over the workers, zeros unless ok.
+      sent: this worker's own coordinates.
+      residual: (n,) float32, of the sums of others what this worker dropped or rounded off; None where it met none.
+      counts: (2,) float32, coordinates sent and overflow, all workers together.
+      ok: () bool, the same on every worker: every worker's vector, and what arrived, is finite.
+      overfull: () bool, the same on every worker: whether some worker selected of some tensor more than twice as many
+        coordinates as it has slots.
+    """
+
+    total: Callable[[jax.Array], jax.Array]
+    sent: Sent
+    residual: jax.Array | None
+    counts: jax.Array
+    ok: jax.Array
+    overfull: jax.Array
+
+
+@dataclass(frozen=True)
+class SparseSum:
+    """One payload per worker and step. Static.
+
+    Attributes:
+      layout: the flat vector's segments and their capacities.
+      values: how values are written.
+      index_codec: name of the codec of positions, or "auto".
+      collective: "gather", "balanced", "ring", or "auto" for gather where it receives at most a quarter of the dense
+        bytes, and beyond that for gather or balanced, whichever receives fewer. "auto" never chooses the ring.
+      always_fits: whether no more is ever selected of a tensor than it has slots (of a region there may be).
+      axis_name: the axis of workers.
+    """
+
+    layout: Layout
+    values: ValueCodec
+    index_codec: str
+    collective: str
+    always_fits: bool
+    axis_name: str
+
+    @cached_property
+    def indices(self) -> IndexCodec:
+        """How positions are written where payloads are gathered."""
+        return choose_index_codec(self.layout, self.index_codec)
+
+    def regions(self) -> Regions:
+        """The regions of an exchange that is not gathered."""
+        return Regions(self.layout, axis_size(self.axis_name), self.values, self.index_codec)
+
+    def is_gathered(self) -> bool:
+        """Chooses between gathering and owners, for this K, n, capacity and codec."""
+        if self.collective != "auto":
+            return self.collective == "gather"
+        k, n = axis_size(self.axis_name), self.layout.n
+        words = HEADER + self.indices.n_words + -(-self.layout.n_slots * self.values.bits // 32)
+        gathered, dense = 4 * (k - 1) * words, 8 * (k - 1) * n / k
+        return gathered <= dense / 4 or gathered <= self.regions().received
+
+    def __call__(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> Received:
+        """Sums the masked coordinates of each worker's vector over the workers.
+
+        Gathered, each worker receives (K-1) payloads; balanced, see `Regions`; on a ring, see `ring_sum`.
+
+        Args:
+          vector: gradient + residual.
+          mask: (n/32,) uint32, the selected coordinates.
+          start: which of them have slots where there are too few; see `compact`.
+        """
+        return (self._gather if self.is_gathered() else self._by_regions)(vector, mask, start)
+
+    def status(self, vector: Accumulated, mask: jax.Array) -> jax.Array:
+        """Returns this worker's word for the others: () uint32, of `write_status`."""
+        if self.always_fits:
+            return write_status(vector.is_ok())
+        selected = self.layout.per_segment(popcount(mask).reshape(-1, BLOCK_WORDS).sum(1)).astype(jnp.uint32)  # (S,)
+        overfull = jnp.any(selected > 2 * np.asarray(self.layout.capacities, np.uint32))
+        return write_status(vector.is_ok(), overfull)
+
+    def encode(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> tuple[Payload, Sent]:
+        """Writes the masked coordinates as a payload of uint32 arrays; also returns what the receivers will read."""
+        selection = compact(mask, self.layout, None if self.always_fits else start)
+        indices, selection = self.indices.encode(selection)
+        position, filled = selection.slots
+        values = self.values.rounded(jnp.where(filled, vector.at(position), 0.0))  # (C,)
+        header = [
+            self.status(vector, mask),
+            jnp.sum(filled).astype(jnp.uint32),
+            selection.overflow.astype(jnp.uint32),
+        ]
+        payload = {"header": jnp.stack(header), "values": self.values.encode(values), **indices}
+        return payload, Sent(position, filled, values)
+
+    def decode(self, payload: Payload) -> tuple[jax.Array, jax.Array]:
+        """Reads the positions and values of a payload, (C,) each; the value of an empty slot is 0."""
+        values = self.values.decode(payload["values"], self.layout.n_slots)
+        return self.indices.decode(payload), values
+
+    def _gather(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> Received:
+        payload, sent = self.encode(vector, mask, start)
+        gathered = gather_words(fuse(payload), self.axis_name)  # (K, m)
+        gathered = jax.vmap(lambda words: split_words(words, payload))(gathered)
+        ok, overfull = read_status(gathered["header"][:, 0])
+        counts = gathered["header"][:, 1:].astype(jnp.float32)  # (K, 2), sent and overflow
+        # Of the values that have arrived: if this is finite, so is every number of the mean, wherever they are added.
+        values = jax.vmap(lambda words: self.values.decode(words, self.layout.n_slots))(gathered["values"])  # (K, C)
+        most = jnp.sum(jnp.abs(values))
+
+        def total(ok: jax.Array) -> jax.Array:
+            def add(total: jax.Array, received: Payload) -> tuple[jax.Array, None]:
+                position, values = self.decode(received)
+                return total.at[position].add(jnp.where(ok, values, 0.0), mode="promise_in_bounds"), None
+
+            # Zero, in terms of the payloads: else XLA would make the sum's buffer first, while the gradient is alive.
+            zero = jnp.where(ok, jnp.minimum(most, 0.0), 0.0)
+            return lax.scan(add, jnp.full(self.layout.n, zero), gathered)[0]
+
+        return Received(total, sent, None, jnp.sum(counts, axis=0), ok & jnp.isfinite(most), overfull)
+
+    def _by_regions(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> Received:
+        regions, x, status = self.regions(), vector.sum(), self.status(vector, mask)
+        if self.collective == "ring":
+            out, _ = ring_sum(regions, x, mask, start, status, self.axis_name)
+        else:
+            out = regions.exchange(x, mask, start, status, self.axis_name)
+        sent = Sent(out.position, out.filled, out.values)
+        return Received(
+            lambda ok: jnp.where(ok, out.total, 0.0), sent, out.leftover, out.counts, out.finite, out.overfull
+        )

@@ -1,0 +1,452 @@
+"""What every method of exchanging gradients shares: its state, checks, metrics, and the leaves that bypass it.
+
+A method is a frozen dataclass of its hyper-parameters, a subclass of `Exchange`, that fills in a few hooks.
+`transformation` makes an Optax transformation of it. The state names its method, so that the rest of the library asks
+the method itself what it keeps and does.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple, ParamSpec
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, check_per_worker, is_tracked, to_varying, varies
+from jaxcomm.collectives.sparse import Accumulated
+from jaxcomm.layout import Layout
+from jaxcomm.numerics import is_finite_tree
+from jaxcomm.types import ExchangeMetrics, PerWorker, is_per_worker
+
+P = ParamSpec("P")
+# Chooses leaves: a regular expression that is searched for in a leaf's path ("encoder/kernel"), or a function of the
+# path and the leaf, of which shape and dtype may be read.
+Where = str | Callable[[str, Any], bool]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExchangeState:
+    """State of an exchange.
+
+    Attributes:
+      metrics: counts of the last exchange.
+      step: () int32, the exchanges so far, skipped ones included; of a local method, its steps.
+      residual: (K, n) float32, what was not sent yet, a row per worker; None for methods without one.
+      memory: what else the method keeps; see the method's `start`.
+      others: the state of the second exchange, of the leaves that `where` leaves out; None without one.
+      method: the method that made this state. Static.
+    """
+
+    metrics: ExchangeMetrics
+    step: jax.Array
+    residual: PerWorker | None
+    memory: Any
+    others: Any
+    method: "Exchange" = field(metadata={"static": True})
+
+    def replace(self, **changes: Any) -> "ExchangeState":
+        """Returns a copy with other attributes."""
+        return replace(self, **changes)
+
+
+class Gradient(NamedTuple):
+    """One worker's gradient, as the hooks of a method get it.
+
+    Attributes:
+      layout: its segments.
+      leaves: in tree order; they differ between workers.
+      params: the parameters' leaves in tree order, or None.
+      residual: (1, n) float32, the worker's row, or None.
+    """
+
+    layout: Layout
+    leaves: list[jax.Array]
+    params: list[jax.Array] | None
+    residual: jax.Array | None
+
+    @property
+    def dense(self) -> list[jax.Array]:
+        """The leaves that are not compressed."""
+        return self.layout.split(self.leaves)[1]
+
+    def vector(self) -> jax.Array:
+        """Returns the compressed leaves as one vector, (n,) float32."""
+        return self.layout.flatten(self.layout.split(self.leaves)[0])
+
+    def accumulated(self) -> Accumulated:
+        """Returns gradient + residual of the compressed leaves."""
+        assert self.residual is not None, "a method that accumulates keeps a residual"
+        return Accumulated(self.vector(), self.residual)
+
+
+class Exchanged(NamedTuple):
+    """What comes back from an exchange.
+
+    Attributes:
+      means: the leaves' means in tree order, the same on every worker; zeros if the exchange was skipped.
+      residual: (1, n) float32, this worker's row; None for methods without one.
+      metrics: the same on every worker.
+    """
+
+    means: list[jax.Array]
+    residual: jax.Array | None
+    metrics: ExchangeMetrics
+
+    @property
+    def ok(self) -> jax.Array:
+        """Whether the exchange was not skipped: () bool, the same on every worker."""
+        return self.metrics.skipped == 0
+
+
+def zeros_unless(ok: jax.Array, tree: Any) -> Any:
+    """Replaces all leaves by zeros unless `ok` holds."""
+    return jax.tree.map(lambda leaf: jnp.where(ok, leaf, jnp.zeros_like(leaf)), tree)
+
+
+def keep_unless(ok: jax.Array, new: Any, old: Any) -> Any:
+    """Takes the leaves of the new tree if `ok` holds, else those of the old."""
+    return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """A method of exchanging gradients: each worker's own in, their mean out.
+
+    In each step, a worker's gradient (which must differ between workers: the check refuses one that JAX has already
+    reduced) goes to the hook `average`, which returns the mean over the workers. If some worker's gradient has a
+    number that is not finite, all workers skip the exchange: zeros come back, the residual and the method's memory
+    stay, and `metrics.skipped` is 1. In methods with a residual, a number of 2^100 or more counts as not finite, since
+    the residual would make the sums of every later step infinite.
+
+    Attributes:
+      where: the leaves that are exchanged; None for all. The gradients of the others are already reduced and bypass
+        the exchange, or go to `others`. All are applied in a step, or none: if one part skips, so do both.
+      others: a second exchange, for the leaves that `where` leaves out.
+      axis_name: the axis of workers, of a mesh or of a `jax.vmap`.
+
+    Raises:
+      ValueError: for arguments out of range; at trace time for an empty tree, leaves that are not real floats, 2^31
+        elements or more, gradients that were already reduced, a state of another method, and outside the axis of
+        workers.
+    """
+
+    where: Where | None = None
+    others: optax.GradientTransformation | None = field(default=None, compare=False)
+    axis_name: Any = "data"
+
+    name: ClassVar[str] = "exchange"  # as messages and tables have it
+    keeps_residual: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.where is None and self.others is not None:
+            raise ValueError("others must be the exchange of what where= leaves out; got no where=. Pass both.")
+
+    # What the rest of the library asks of a method.
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the mesh along which its rows differ."""
+        return axis_names(self.axis_name)
+
+    @property
+    def period(self) -> int | None:
+        """Steps from one exchange to the next of a local method, whose workers have parameters of their own."""
+        return None
+
+    @property
+    def momentum_inside(self) -> float:
+        """The momentum that it applies before it compresses; an optimizer after it must not apply it again."""
+        return 0.0
+
+    @property
+    def reads_whole_tensors(self) -> bool:
+        """Whether it does something before compression that needs whole tensors, such as clipping by a norm."""
+        return False
+
+    # The hooks.
+
+    def plan(self, tree: Any) -> Layout:
+        """Lays a gradient's leaves out. Static: shapes in, numbers out."""
+        raise NotImplementedError
+
+    def start(self, params: Any, layout: Layout) -> Any:
+        """Returns the memory before the first step: arrays, and `PerWorker` where workers differ."""
+        del params, layout
+        return ()
+
+    def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Any]:
+        """Averages one worker's gradient over the workers; returns what came back and the new memory."""
+        raise NotImplementedError
+
+    def resized(self, state: ExchangeState) -> ExchangeState:
+        """Returns a state whose rows were carried over to another number of workers."""
+        return state
+
+    # The transformation.
+
+    def transform(self) -> optax.GradientTransformation:
+        """Returns the Optax transformation."""
+        init: Any = self.init
+        update: Any = self.update
+        return optax.GradientTransformation(init, update)
+
+    def init(self, params: Any) -> ExchangeState:
+        """Returns the state of one worker before the first step: rows are (1, ...)."""
+        if self.where is None:
+            return self.init_chosen(params)
+        chosen, rest, others = self._part(params, True), self._part(params, False), None
+        if self.others is not None:
+            others = self.others.init(rest)
+            check_exchange(others, f"others of {self.name}")
+        if jax.tree.leaves(chosen):
+            return self.init_chosen(chosen).replace(others=others)
+        if self.others is not None:
+            raise ValueError(
+                f"where must choose some parameters; got {self.where!r}, which chooses none. Paths are as in "
+                f"{_name(jax.tree_util.tree_leaves_with_path(params)[0][0])!r}."
+            )
+        return ExchangeState(ExchangeMetrics.zeros(), jnp.zeros((), jnp.int32), None, (), None, self)
+
+    def init_chosen(self, params: Any) -> ExchangeState:
+        """Does `init` for the leaves that `where` chooses."""
+        layout = self.plan(params)
+        residual = PerWorker(jnp.zeros((1, layout.n), jnp.float32), self.axes) if self.keeps_residual else None
+        memory = self.start(params, layout)
+        return ExchangeState(ExchangeMetrics.zeros(), jnp.zeros((), jnp.int32), residual, memory, None, self)
+
+    def update(self, updates: Any, state: ExchangeState, params: Any = None) -> tuple[Any, ExchangeState]:
+        """Exchanges the gradients of one worker; returns their means and the new state."""
+        if not isinstance(state, ExchangeState) or type(state.method) is not type(self):
+            got = state.method.name if isinstance(state, ExchangeState) else type(state).__name__
+            raise ValueError(f"The state must be that of {self.name}; got that of {got}. Initialise it with this tx.")
+        axis_size(self.axes)  # its error comes before any work
+        if self.where is None:
+            return self.update_chosen(updates, state, params)
+        chosen, rest = self._part(updates, True), self._part(updates, False)
+        if self.others is None:
+            _check_reduced(rest, self.axes)
+            ok, others = is_finite_tree(rest), state.others
+        else:
+            own = None if params is None else self._part(params, False)
+            rest, others = self.others.update(rest, state.others, own)
+            ok = get_exchange(others).metrics.skipped == 0
+        if jax.tree.leaves(chosen):
+            own = None if params is None else self._part(params, True)
+            chosen, state = self.update_chosen(_nan_unless(ok, chosen), state, own)
+        else:
+            state = state.replace(step=state.step + 1, metrics=ExchangeMetrics.of(ok, sent=0))
+        ok = state.metrics.skipped == 0
+        rest = zeros_unless(ok, rest)
+        if self.others is not None:
+            second = get_exchange(others).metrics
+            metrics = ExchangeMetrics.of(
+                ok,
+                state.metrics.sent + second.sent,
+                state.metrics.overflow + second.overflow,
+                drained=state.metrics.drained | second.drained,
+            )
+            state = state.replace(metrics=metrics, others=keep_unless(ok, others, state.others))
+        return _join(chosen, rest), state
+
+    def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
+        """Does `update` for the leaves that `where` chooses."""
+        layout = self.plan(updates)
+        for name in self.axes:
+            check_per_worker(updates, name)
+        leaves, treedef = jax.tree.flatten(updates)
+        own = None if params is None else jax.tree.leaves(params)
+        row = None if state.residual is None else own_row(state.residual, layout.n)
+        out, memory = self.average(Gradient(layout, leaves, own, row), state)
+        residual = None if out.residual is None else self.per_worker(out.residual)
+        new = state.replace(metrics=out.metrics, step=state.step + 1, residual=residual, memory=memory)
+        return treedef.unflatten(out.means), new
+
+    def per_worker(self, rows: Any, resizing: str = "mean") -> PerWorker:
+        """Marks state as this worker's own."""
+        return PerWorker(rows, self.axes, resizing)
+
+    def chooses(self, path: Any, leaf: Any) -> bool:
+        """Returns whether `where` chooses a leaf, by its path."""
+        if self.where is None:
+            return True
+        name = _name(path)
+        return re.search(self.where, name) is not None if isinstance(self.where, str) else bool(self.where(name, leaf))
+
+    def _part(self, tree: Any, chosen: bool) -> Any:
+        """Returns the tree with empty nodes in the place of the leaves of the other part."""
+
+        def choose(path: Any, leaf: Any) -> Any:
+            return leaf if self.chooses(path, leaf) == chosen else optax.MaskedNode()
+
+        return jax.tree_util.tree_map_with_path(choose, tree)
+
+
+def transformation(method: Callable[P, Exchange]) -> Callable[P, optax.GradientTransformation]:
+    """Makes of a method the factory of its Optax transformation; arguments and docstring are the method's."""
+
+    @functools.wraps(method, updated=())
+    def factory(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformation:
+        return method(*args, **kwargs).transform()
+
+    return factory
+
+
+def exchange_states(state: Any) -> Iterator[ExchangeState]:
+    """Yields the states of the exchanges in an optimizer's state; not those inside of other exchanges."""
+    for node in jax.tree.leaves(state, is_leaf=is_exchange_state):
+        if isinstance(node, ExchangeState):
+            yield node
+
+
+def is_exchange_state(node: Any) -> bool:
+    """Returns whether a node of a state is that of an exchange."""
+    return isinstance(node, ExchangeState)
+
+
+def get_exchange(state: Any) -> ExchangeState:
+    """Returns the state of the one exchange in an optimizer's state.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    found = next(exchange_states(state), None)
+    if found is None:
+        raise ValueError(
+            "A data-parallel step needs one transformation that averages over the workers, got a chain without: put "
+            "jaxcomm.plump_dp() (dense) or a compressor such as jaxcomm.dct_dp(0.99) first in optax.chain(...)."
+        )
+    return found
+
+
+def check_exchange(state: Any, name: str) -> ExchangeState:
+    """Returns the state of the exchange that another transformation holds.
+
+    Raises:
+      ValueError: if it is none, a local method, or lets gradients bypass it.
+    """
+    found = next(exchange_states(state), None)
+    if found is None or found.method.period is not None or (found.method.where and not found.method.others):
+        raise ValueError(
+            f"{name} must be an exchange of gradients; got a transformation that is none, is local itself, or lets "
+            "gradients bypass it. Pass jaxcomm.plump_dp(), jaxcomm.dct_dp(0.99) or another compressor."
+        )
+    return found
+
+
+def communication_period(state: Any) -> int | None:
+    """Finds how many steps a local method takes between two exchanges.
+
+    Args:
+      state: the state of one transformation or of an Optax chain.
+
+    Returns:
+      The number of steps; None for methods that exchange gradients, whose parameters are replicated.
+    """
+    return next((found.method.period for found in exchange_states(state)), None)
+
+
+def exchange_metrics(state: Any) -> ExchangeMetrics | None:
+    """Finds the metrics of the exchange in an optimizer's state.
+
+    Args:
+      state: the state of one transformation or of an Optax chain.
+
+    Returns:
+      The metrics of the first exchange, or None where no transformation of this library is in it.
+    """
+    return next((found.metrics for found in exchange_states(state)), None)
+
+
+def bypassing(state: Any, tree: Any) -> frozenset[str]:
+    """Returns the paths of the leaves whose gradients bypass the exchange, as `jax.tree_util.keystr` writes them.
+
+    Args:
+      state: an optimizer's state.
+      tree: the parameters, or another tree of their structure.
+    """
+    methods = [found.method for found in exchange_states(state) if found.method.where is not None]
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return frozenset(
+        jax.tree_util.keystr(path)
+        for path, leaf in leaves
+        if any(method.others is None and not method.chooses(path, leaf) for method in methods)
+    )
+
+
+def vary_exchanged(tree: Any, state: Any, axis_name: AxisName) -> Any:
+    """Makes parameters vary between workers, except those whose gradients bypass the exchange. Free: no bytes.
+
+    Args:
+      tree: the parameters, or another tree of their structure.
+      state: the optimizer's state.
+      axis_name: the axis of workers, or the axes along which they lie.
+    """
+    paths = bypassing(state, tree)
+
+    def vary(path: Any, leaf: jax.Array) -> jax.Array:
+        return leaf if jax.tree_util.keystr(path) in paths else to_varying(leaf, axis_name)
+
+    return jax.tree_util.tree_map_with_path(vary, tree)
+
+
+def own_row(rows: PerWorker, n: int) -> jax.Array:
+    """Returns this worker's own row (1, n) of a state.
+
+    Raises:
+      ValueError: if the state was made for another tree, or holds the rows of several workers.
+    """
+    if rows.rows.shape != (1, n):
+        raise ValueError(
+            f"A worker holds one row of state, (1, {n}) for this gradient, got {rows.rows.shape}: initialise the "
+            "state with the parameters that are trained, and shard its PerWorker leaves over the axis of workers "
+            "(jaxcomm.init_state and jaxcomm.state_specs do both)."
+        )
+    return to_varying(rows.rows, rows.axes)
+
+
+def vary_rows(state: Any, others: tuple[str, ...]) -> Any:
+    """Marks what may differ in a state, as branches of a conditional must agree about it.
+
+    Rows differ along their axes, and everything along `others`, axes of a model that is sharded.
+    """
+
+    def vary(node: Any) -> Any:
+        return to_varying(node, (*node.axes, *others) if is_per_worker(node) else others)
+
+    return jax.tree.map(vary, state, is_leaf=is_per_worker)
+
+
+def _check_reduced(tree: Any, axes: tuple[str, ...]) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        for name in axes:
+            if is_tracked(name) and varies(leaf, name):
+                raise ValueError(
+                    f"A gradient that bypasses the exchange must be already reduced; got one at "
+                    f"{jax.tree_util.keystr(path)!r} that differs along {name!r}. Differentiate with respect to a "
+                    "replicated parameter (make_train_step does), choose the leaf by where=, or pass others=."
+                )
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _nan_unless(ok: jax.Array, gradients: Any) -> Any:
+    """Puts NaN into the smallest gradient unless `ok` holds: so all workers skip the exchange."""
+    leaves, treedef = jax.tree.flatten(gradients)
+    smallest = min(range(len(leaves)), key=lambda index: (leaves[index].size == 0, leaves[index].size))
+    leaves[smallest] = jnp.where(ok, leaves[smallest], jnp.nan)
+    return treedef.unflatten(leaves)
+
+
+def _join(chosen: Any, rest: Any) -> Any:
+    """Puts the two parts of a tree together."""
+
+    def is_empty(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    return jax.tree.map(lambda a, b: b if is_empty(a) else a, chosen, rest, is_leaf=is_empty)

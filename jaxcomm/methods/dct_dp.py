@@ -1,0 +1,135 @@
+"""DCT-DP: dynamic communication thresholding for data parallelism."""
+
+import math
+from dataclasses import KW_ONLY, dataclass
+from fractions import Fraction
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomm.checks import check_count, check_range, check_sparsity
+from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, own_row, transformation
+from jaxcomm.layout import Layout
+from jaxcomm.methods.sparse import SparseExchange, drain
+from jaxcomm.selectors import draw_turn, order_statistic, select_threshold
+from jaxcomm.selectors.topk import dropped
+from jaxcomm.types import PerWorker
+
+
+class Thresholds(NamedTuple):
+    """Memory of `dct_dp`.
+
+    Attributes:
+      due: () bool, whether a refresh is owed: at the start, after a skipped refresh, after a step in which far more was
+        selected than fits, and after a resume on another number of workers.
+      threshold: (K, S) float32, one per compressed tensor; a row per worker.
+    """
+
+    due: jax.Array
+    threshold: PerWorker
+
+
+@dataclass(frozen=True)
+class DctDp(SparseExchange):
+    """Sends the coordinates that reach a threshold, and keeps the rest for later steps (error feedback).
+
+    The threshold is exact once every `life_span` steps and used unchanged in between, so that a step costs little more
+    than reading the gradient. Each step, on each worker, in every tensor of N elements (numbers of Algorithm 1):
+
+      2. x = gradient + residual
+      3. if the thresholds are to be refreshed: tau = the floor(N * sparsity)-th smallest |x|
+      9. mask = |x| >= tau
+      10. send x where the mask is set
+      11. the residual is x less what was sent, rounding of the values included
+      12. return the mean over the workers of what was sent
+
+    Thresholds are refreshed in the steps that `life_span` divides (the paper), and besides:
+
+      - in the steps 1, 2, 4, 8, ... below `life_span`, since gradients change fastest at the start;
+      - in the step after one in which some worker selected more than twice as many coordinates of some tensor as fit,
+        unless that step was a refresh: so does a tau that was found among zeros, which would select everything.
+
+    A refresh costs 31 passes over the gradient that only read; the early ones are log2(life_span) in all.
+
+    Payloads have a fixed capacity: what a refresh selects, N - floor(N * sparsity) + 1 coordinates, times `slack`.
+    Where more coordinates reach tau, a window of as many as fit is sent, from a random start offset, with wrap-around,
+    so that none starves; the others stay in the residual and are counted in `metrics.overflow`. A lasting overflow
+    means that the gradient has grown since the last refresh and `life_span` is too long.
+
+    `optax.chain(jc.dct_dp(0.99), optax.adamw(3e-4))`.
+
+    Source: Gupta et al., "Training Recommender Systems at Scale: Communication-Efficient Model and Data Parallelism",
+    KDD 2021, https://doi.org/10.1145/3447548.3467080, Algorithm 1.
+
+    Attributes:
+      sparsity: eta, the fraction of coordinates that is not sent, 0 <= sparsity < 1.
+      life_span: L, steps between refreshes of the thresholds. The paper trains with 1000; runs of a few hundred steps
+        want 10 to 100.
+      slack: capacity of a payload over what a refresh selects, at least 1. More makes overflow rarer and payloads
+        larger.
+      drain_every: N, to send everything densely in a random one of N steps, the same on all workers, which empties the
+        residual (numbers of 2^100 or more may leave so); the paper drains once in about a million. None never does.
+      seed: of the steps to drain, and of the start offsets.
+    """
+
+    sparsity: float = 0.99
+    _: KW_ONLY
+    life_span: int = 1000
+    slack: float = 1.05
+    drain_every: int | None = None
+    seed: int = 0
+
+    name: ClassVar[str] = "dct_dp"
+    always_fits: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sparsity(self.sparsity)
+        check_count("life_span", self.life_span, 1, "1 refreshes the thresholds in every step")
+        check_range("slack", self.slack, "at least 1", 1 <= self.slack < math.inf, "1.05 leaves 5% of room")
+        if self.drain_every is not None:
+            check_count("drain_every", self.drain_every, 1, "None never drains")
+
+    def capacity(self, n: int) -> int:
+        selected = n - dropped(n, self.sparsity) + 1
+        return min(n, math.ceil(Fraction(repr(float(self.slack))) * selected))
+
+    def start(self, params: Any, layout: Layout) -> Thresholds:
+        threshold = self.per_worker(jnp.zeros((1, len(layout.sizes)), jnp.float32))
+        return Thresholds(jnp.asarray(True), threshold)
+
+    def resized(self, state: ExchangeState) -> ExchangeState:
+        return state.replace(memory=state.memory._replace(due=jnp.asarray(True)))
+
+    def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Thresholds]:
+        layout, vector, step, old = gradient.layout, gradient.accumulated(), state.step, state.memory
+        if not layout.sizes:
+            return drain(gradient, vector, self.axis_name), old
+        is_early = (step < self.life_span) & (step & (step - 1) == 0)  # 0, 1, 2, 4, 8, ...
+        refresh = old.due | is_early | (step % self.life_span == 0)
+        ranks = [dropped(size, self.sparsity) for size in layout.sizes]
+        before = own_row(old.threshold, len(layout.sizes))[0]  # (S,)
+        threshold = lax.cond(refresh, lambda: order_statistic(vector.sum(), layout, ranks), lambda: before)
+
+        def sparse() -> tuple[Exchanged, jax.Array]:
+            mask = select_threshold(vector.sum(), threshold, layout)
+            out, received = self.send(gradient, vector, mask, draw_turn(self.seed, step))
+            return out, received.overfull
+
+        def dense() -> tuple[Exchanged, jax.Array]:
+            out = drain(gradient, vector, self.axis_name)
+            return out, out.ok & jnp.asarray(False)  # varies as `overfull` of `sparse` does
+
+        if self.drain_every is None:
+            out, overfull = sparse()
+        else:
+            chance = jax.random.uniform(jax.random.fold_in(jax.random.key(self.seed), step))
+            out, overfull = lax.cond(chance < 1 / self.drain_every, dense, sparse)
+        due = jnp.where(out.ok, overfull & ~refresh, refresh)
+        rows = keep_unless(out.ok, threshold, before)[None]
+        return out, Thresholds(due, self.per_worker(rows))
+
+
+dct_dp = transformation(DctDp)

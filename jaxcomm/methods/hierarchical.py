@@ -1,0 +1,134 @@
+"""Two levels of links: dense inside the fast one, compressed across the slow one."""
+
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxcomm.checks import check_range
+from jaxcomm.collectives import axis_size, check_per_worker
+from jaxcomm.collectives.axis import all_gather_same, to_varying
+from jaxcomm.exchange import Exchange, ExchangeState, check_exchange, get_exchange, keep_unless, transformation
+from jaxcomm.types import ExchangeMetrics, PerWorker, is_per_worker
+
+
+@dataclass(frozen=True)
+class Hierarchical(Exchange):
+    """Averages densely inside a group of workers, and by a compressed exchange across the groups.
+
+    For groups with fast links inside, such as the GPUs of a host or the chips of a TPU slice. Each of the I workers of
+    a group holds a share of every tensor, 1/I of it:
+
+      1. reduce-scatter inside: every worker has the group's mean of its share
+      2. the exchange, across the groups, of the share alone
+      3. all-gather inside: every worker has the whole mean
+
+    So the slow links carry each coordinate once a group, not once a worker. If the exchange of some share is skipped,
+    all are, and nothing changes: not even the count of the steps.
+
+    For a mesh with both axes: `make_train_step(..., axis_name=(across, inside))`. Inside, each worker receives 2
+    (I-1)/I * 4 bytes a parameter; across, what the exchange costs for 1/I of the parameters:
+    `wire_report(...).received_over(across)`. The memory is the state of the exchange of each share: its rows are rows
+    of all workers, and what it replicates is a row per share.
+
+    Attributes:
+      exchange: any exchange of gradients, made with `axis_name=across`. It sees shares: a tensor of N elements is one
+        of N / I to it (`dense_below`, thresholds and blocks work on those).
+      inside: the axis of fast links.
+      across: the axis of slow links.
+    """
+
+    exchange: optax.GradientTransformation = field(compare=False)
+    _: KW_ONLY
+    inside: str = "data"
+    across: str = "slice"
+
+    name: ClassVar[str] = "hierarchical"
+    keeps_residual: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        other = self.across != self.inside
+        check_range("across", self.across, "another axis than inside", other, "name both axes of the mesh")
+        super().__post_init__()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.across, self.inside
+
+    def init_chosen(self, params: Any) -> ExchangeState:
+        # Zeros of a share's shape are enough: exchanges of gradients do not read parameters when they begin.
+        _, sizes = self._shares(params)
+        inner = self.exchange.init(jax.tree.map(lambda size: jnp.zeros(size, jnp.float32), sizes))
+        check_exchange(inner, f"exchange of hierarchical, over axis_name={self.across!r},")
+        return ExchangeState(ExchangeMetrics.zeros(), jnp.zeros((), jnp.int32), None, self._pack(inner), None, self)
+
+    def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
+        check_per_worker(updates, self.inside)
+        check_per_worker(updates, self.across)
+        rows, sizes = self._shares(updates)
+        own = lax.psum_scatter(rows, self.inside, scatter_dimension=0) / axis_size(self.inside)  # (T,)
+        own_params = None
+        if params is not None:
+            own_params = _cut(self._shares(params)[0][lax.axis_index(self.inside)], sizes)
+        old = to_varying(self._unpack(state.memory), self.inside)
+        means, new = self.exchange.update(_cut(own, sizes), old, own_params)
+        counts = jnp.stack([jnp.asarray(value, jnp.float32) for value in get_exchange(new).metrics])
+        sent, overflow, skipped, drained = lax.psum(counts, self.inside)
+        ok = skipped == 0
+        mean = jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(means)])
+        gathered = all_gather_same(jnp.where(ok, mean, 0.0), self.inside)  # (I, T)
+        metrics = ExchangeMetrics.of(ok, sent, overflow, drained=drained > 0)
+        new = state.replace(
+            metrics=metrics, step=state.step + ok.astype(jnp.int32), memory=self._pack(keep_unless(ok, new, old))
+        )
+        return _whole(gathered, updates), new
+
+    def _shares(self, tree: Any) -> tuple[jax.Array, Any]:
+        """Lays a tree out as (I, T) float32, row i being share i; and gives the size of a share of each leaf."""
+        size = axis_size(self.inside)
+        rows = []
+        for leaf in jax.tree.leaves(tree):
+            flat = leaf.reshape(-1).astype(jnp.float32)
+            rows.append(jnp.pad(flat, (0, -flat.size % size)).reshape(size, -1))
+        return jnp.concatenate(rows, axis=1), jax.tree.map(lambda leaf: -(-leaf.size // size), tree)
+
+    def _pack(self, state: Any) -> Any:
+        """Makes rows of a share's state: what its exchange replicates still differs between shares."""
+
+        def row(node: Any) -> PerWorker:
+            if is_per_worker(node):
+                return replace(node, axes=self.axes, resizing="none")
+            return PerWorker(node[None], (self.inside,), "none")
+
+        return jax.tree.map(row, state, is_leaf=is_per_worker)
+
+    def _unpack(self, state: Any) -> Any:
+        def own(node: PerWorker) -> Any:
+            return node.rows[0] if node.axes == (self.inside,) else replace(node, axes=(self.across,))
+
+        return jax.tree.map(own, state, is_leaf=is_per_worker)
+
+
+def _cut(share: jax.Array, sizes: Any) -> Any:
+    leaves, start = [], 0
+    for size in jax.tree.leaves(sizes):
+        leaves.append(share[start : start + size])
+        start += size
+    return jax.tree.unflatten(jax.tree.structure(sizes), leaves)
+
+
+def _whole(rows: jax.Array, like: Any) -> Any:
+    """Puts shares (I, T) together to a tree."""
+    leaves, start = [], 0
+    for leaf in jax.tree.leaves(like):
+        size = -(-leaf.size // rows.shape[0])
+        part = rows[:, start : start + size].reshape(-1)[: leaf.size]
+        leaves.append(part.reshape(leaf.shape).astype(leaf.dtype))
+        start += size
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+hierarchical = transformation(Hierarchical)

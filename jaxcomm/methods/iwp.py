@@ -1,0 +1,247 @@
+"""Importance weighted pruning on ring all-reduce."""
+
+import math
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from fractions import Fraction
+from numbers import Real
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomm import noise
+from jaxcomm.checks import check_count, check_range
+from jaxcomm.collectives import axis_size
+from jaxcomm.collectives.masks import MASK_CODECS, MaskUnion
+from jaxcomm.collectives.sparse import Accumulated
+from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, transformation
+from jaxcomm.layout import Layout
+from jaxcomm.methods.momentum import MomentumCorrection
+from jaxcomm.methods.shared import SharedExchange
+from jaxcomm.methods.sparse import drain, exchange_densely
+from jaxcomm.selectors import compact, draw_turn, order_statistic
+from jaxcomm.selectors.importance import importance, select_important, spread
+from jaxcomm.selectors.threshold import select_threshold
+from jaxcomm.types import PerWorker
+
+Schedule = float | Callable[[jax.Array], Any]
+_PUBLISHERS = 2**31 - 2  # no worker's number, which is what other keys have in its place
+
+
+class SharedMask(NamedTuple):
+    """Memory of `iwp`.
+
+    Attributes:
+      due: () bool, whether a new mask is owed (at the start, and after a skipped renewal).
+      mask: (n/32,) uint32, the shared mask, bit-packed.
+      velocity: the momentum u, a row per worker; see `Velocity`.
+    """
+
+    due: jax.Array
+    mask: jax.Array
+    velocity: PerWorker
+
+
+@dataclass(frozen=True)
+class Iwp(MomentumCorrection, SharedExchange):
+    """Sends the gradients that would change their weights most, at coordinates that all workers share.
+
+    A few workers publish which coordinates are important to them; all workers send those, summed on their way (a ring
+    all-reduce of a compact buffer), so that nothing gets denser as workers are added. Each step, on each worker, in
+    every tensor of N elements with the weights w:
+
+      3. g is clipped; u = momentum * u + g; v = v + u (see `dgc`)
+      5. thr = alpha; layer-wise (beta > 0), with q = var(I) / mean(I) of the tensor: alpha + beta q if q > C, else
+         alpha - beta q; at least `floor`
+      6. draw the tensor's publishers, from (seed, step)
+      7. a publisher's mask = I > thr, with the importance I = |v| / K / (|w| + eps): the paper accumulates gradients
+         that are already divided by the number of workers, so that thresholds mean what they mean there; with random
+         selection a coordinate below the threshold enters with the probability I / thr, so that none waits for ever
+      9. the tensor's mask = the union of its publishers' masks
+      10. send v there; v keeps the rest, and u = 0 where v was sent (momentum factor masking)
+      13. return the sum / K
+
+    The compact buffer has ceil(density * N) slots a tensor. If the mask has more coordinates, a window of as many as
+    fit is sent, from a random start offset, with wrap-around, so that none starves; the others stay in v on every
+    worker, and are counted in `metrics.overflow`. The warm-up sends at least a fraction that falls to `density`.
+
+    The momentum is inside: `optax.chain(jc.iwp(0.01), optax.sgd(0.1))`, without momentum after it. `update` needs the
+    parameters. Each worker also receives a mask every `life_span` steps; `wire_report`'s usual step has no new mask
+    where life_span > 1.
+
+    Source: Cheng and Xu, "Bandwidth Reduction using Importance Weighted Pruning on Ring AllReduce", 2019, Algorithm 1.
+
+    Attributes:
+      alpha: the fixed threshold, or the first term of the layer-wise one: a number above 0, or a schedule of the step.
+        The paper tries 0.005, 0.01, 0.05 and 0.1, on 96 workers.
+      beta: the factor of var/mean, a number or a schedule; 0 for the fixed threshold.
+      C: var/mean above which the threshold rises with it.
+      floor: the least threshold, above 0.
+      density: slots of the compact buffer over coordinates, above 0 and at most 1.
+      publishers: r, workers whose masks of a tensor are united, of the K.
+      random_selection: whether coordinates below the threshold may enter.
+      eps: what is added to |w|, above 0. Weights that are much smaller count as eps.
+      life_span: steps for which a mask is used.
+      mask_codec: how masks travel: "bitmap" (one bit a coordinate), "coded" (positions, at most `density` of them a
+        publisher; more is overflow), or "auto" for fewer bytes.
+      seed: of the publishers and of the random selection, the same on all workers.
+    """
+
+    alpha: Schedule = 0.01
+    _: KW_ONLY
+    beta: Schedule = 0.0
+    C: float = 1.0
+    floor: float = 1e-4
+    density: float = 0.02
+    publishers: int = 1
+    random_selection: bool = True
+    eps: float = 1e-6
+    life_span: int = 1
+    mask_codec: str = "auto"
+    seed: int = 0
+
+    name: ClassVar[str] = "iwp"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_schedule("alpha", self.alpha, above_zero=True)
+        _check_schedule("beta", self.beta, above_zero=False)
+        for name, value in (("floor", self.floor), ("eps", self.eps)):
+            holds = isinstance(value, Real) and 0 < value < math.inf
+            check_range(name, value, "a positive number", holds, "the default is small enough for most")
+        holds = isinstance(self.C, Real) and self.C >= 0
+        check_range("C", self.C, "a number of at least 0", holds, "0 always raises the threshold")
+        density = self.density
+        holds = isinstance(density, Real) and 0 < density <= 1
+        check_range("density", density, "above 0 and at most 1", holds, "0.02 leaves room for 2% of the coordinates")
+        check_count("publishers", self.publishers, 1, "1 is the least, all workers the most")
+        check_count("life_span", self.life_span, 1, "1 renews the mask in every step")
+        holds = self.mask_codec in (*MASK_CODECS, "auto")
+        check_range("mask_codec", self.mask_codec, f"one of {', '.join(MASK_CODECS)}", holds, "or pass 'auto'")
+
+    @property
+    def final_density(self) -> float:
+        return float(self.density)
+
+    def capacity(self, n: int) -> int:
+        return min(n, max(1, math.ceil(Fraction(repr(float(self.density))) * n)))
+
+    def start(self, params: Any, layout: Layout) -> SharedMask:
+        return SharedMask(jnp.asarray(True), jnp.zeros(layout.n_words, jnp.uint32), self.zero_velocity(layout))
+
+    def resized(self, state: ExchangeState) -> ExchangeState:
+        return state.replace(memory=state.memory._replace(due=jnp.asarray(True)))
+
+    def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, SharedMask]:
+        if gradient.params is None:
+            raise ValueError(
+                "Importance compares a gradient with its weight, got no parameters: call tx.update(gradients, state, "
+                "params)."
+            )
+        layout, step, old = gradient.layout, state.step, state.memory
+        weights = layout.flatten(layout.split(gradient.params)[0])
+        gradient, vector, velocity = self.correct(gradient, old.velocity)
+        renew = old.due | (step % self.life_span == 0) | (step < self.warmup_steps + bool(self.warmup_steps))
+        none = jnp.zeros((), jnp.float32)
+        mask, cut = old.mask, none
+        if layout.sizes:
+            if self.life_span == 1:
+                mask, cut = self.publish(vector, weights, step, layout)
+            else:
+                mask, cut = lax.cond(
+                    renew, lambda: self.publish(vector, weights, step, layout), lambda: (old.mask, none)
+                )
+
+        def compactly() -> tuple[Exchanged, jax.Array]:
+            selection = compact(mask, layout, draw_turn(self.seed, step))
+            out = self.send(gradient, vector, selection.slots, selection.overflow)
+            counted = out.metrics.overflow + jnp.where(out.ok, cut, 0.0)
+            out = out._replace(metrics=out.metrics._replace(overflow=counted))
+            return out, self.masked(velocity.flat, *selection.slots)
+
+        def densely() -> tuple[Exchanged, jax.Array]:
+            out = exchange_densely(gradient, vector, mask, self.axis_name)
+            return out, self.masked_by(velocity.flat, mask)
+
+        if not layout.sizes:
+            out, flat = drain(gradient, vector, self.axis_name), velocity.flat
+        elif self.warmup_steps:
+            out, flat = lax.cond(step < self.warmup_steps, densely, compactly)
+        else:
+            out, flat = compactly()
+        kept = self.kept(out.ok, velocity, flat, old.velocity)
+        return out, SharedMask(renew & ~out.ok, keep_unless(out.ok, mask, old.mask), kept)
+
+    def publish(
+        self, vector: Accumulated, weights: jax.Array, step: jax.Array, layout: Layout
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the union of the publishers' masks (n/32,), and how many coordinates the mask codec cut off."""
+        workers = axis_size(self.axis_name)
+        if self.publishers > workers:
+            raise ValueError(
+                f"Publishers are workers, got publishers={self.publishers} of {workers}: pass at most {workers}."
+            )
+        chosen = draw_publishers(self.seed, step, workers, self.publishers, len(layout.sizes))
+        is_own = chosen == lax.axis_index(self.axis_name)  # (S, r)
+        mask = self.own_mask(vector, weights, step, layout)
+        row = jnp.where(is_own.any(1), jnp.argmax(is_own, axis=1), -1)
+
+        def unite(codec: str) -> tuple[jax.Array, jax.Array]:
+            union = MaskUnion(layout, codec, self.publishers, self.axis_name)
+            return union(mask, row, draw_turn(self.seed, step))
+
+        if self.warmup_steps == 0:
+            return unite(self.mask_codec)
+        # The masks of the warm-up are denser than what positions have room for.
+        return lax.cond(step < self.warmup_steps, lambda: unite("bitmap"), lambda: unite(self.mask_codec))
+
+    def own_mask(self, vector: Accumulated, weights: jax.Array, step: jax.Array, layout: Layout) -> jax.Array:
+        """Returns the mask (n/32,) that this worker would publish."""
+        values = importance(vector.sum() / axis_size(self.axis_name), weights, self.eps)
+        threshold = self.thresholds(values, step, layout)
+        uniform = None
+        if self.random_selection:
+            uniform = noise.uniform(noise.make_key(self.seed, step, lax.axis_index(self.axis_name)), layout.n)
+        mask = select_important(values, threshold, layout, uniform)
+        if self.warmup_steps == 0:
+            return mask
+
+        def at_least() -> jax.Array:
+            ranks = jnp.asarray(layout.sizes, jnp.int32) - self.warm_counts(step, layout) + 1
+            tau = order_statistic(values, layout, ranks)
+            lowered = layout.per_block(tau <= threshold)[:, None]
+            most = select_threshold(values, tau, layout).reshape(lowered.shape[0], -1)
+            return jnp.where(lowered, most, mask.reshape(most.shape)).reshape(-1)
+
+        return lax.cond(step < self.warmup_steps, at_least, lambda: mask)
+
+    def thresholds(self, values: jax.Array, step: jax.Array, layout: Layout) -> jax.Array:
+        """Returns the threshold of every segment (S,), from the importance (n,)."""
+        a, b = (jnp.asarray(s(step) if callable(s) else s, jnp.float32) for s in (self.alpha, self.beta))
+        level = jnp.full(len(layout.sizes), a)
+        if callable(self.beta) or self.beta > 0:
+            q = spread(values, layout)
+            level = jnp.where(q > self.C, a + b * q, a - b * q)
+        return jnp.maximum(level, self.floor)
+
+
+iwp = transformation(Iwp)
+
+
+def draw_publishers(seed: int, step: jax.Array, workers: int, publishers: int, tensors: int) -> jax.Array:
+    """Draws r different workers of K for every tensor of a step, the same on all of them: (S, r) int32.
+
+    Of K numbers for each tensor, from the key (seed, step, 2^31 - 2), the publishers have the r largest.
+    """
+    numbers = noise.uniform(noise.make_key(seed, step, _PUBLISHERS), tensors * workers)
+    return lax.top_k(numbers.reshape(tensors, workers), publishers)[1]
+
+
+def _check_schedule(name: str, value: Any, *, above_zero: bool) -> None:
+    if callable(value):
+        return
+    holds = isinstance(value, Real) and (float(value) > 0 if above_zero else float(value) >= 0) and value < math.inf
+    rule = f"a number {'above' if above_zero else 'of at least'} 0, or a schedule of the step"
+    check_range(name, value, rule, holds, "see the docstring for the paper's")

@@ -1,0 +1,150 @@
+"""Momentum correction, which Deep Gradient Compression and importance weighted pruning share.
+
+Gradients wait in a residual for many steps. Momentum after the exchange would see such a gradient late and all at once,
+and continue in its direction for as long again. So each worker keeps the momentum of its own gradients, and accumulates
+that: u = m u + g; v = v + u; v is what is selected and sent.
+
+Source: Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", ICLR
+2018.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomm.bits import unpack
+from jaxcomm.checks import check_count, check_range
+from jaxcomm.collectives import axis_size
+from jaxcomm.collectives.axis import to_varying
+from jaxcomm.collectives.sparse import Accumulated
+from jaxcomm.exchange import Exchange, Gradient, keep_unless, own_row
+from jaxcomm.layout import Layout
+from jaxcomm.numerics import divide
+from jaxcomm.types import PerWorker
+
+
+class Velocity(NamedTuple):
+    """The momentum u of one worker.
+
+    Attributes:
+      flat: (1, n) float32, of the compressed tensors, laid out as the residual.
+      dense: of every dense tensor, (1, *shape) float32.
+    """
+
+    flat: jax.Array
+    dense: list[jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumCorrection(Exchange):
+    """Momentum correction, momentum factor masking, local clipping and warm-up.
+
+    If some worker's u or v is not finite, or its u has a number of 2^100 or more, the exchange is skipped: u stays too.
+    Memory: 8 bytes a parameter. The optimizer after it is plain SGD.
+
+    Attributes:
+      momentum: m, 0 <= m < 1.
+      factor_masking: whether u is set to zero where v was sent, so that old directions do not continue.
+      clip: the norm of the mean gradient that clipping aims at: each worker clips its own to sqrt(K) times it (DGC:
+        K^-1/2 of it, for gradients that are already divided by K). None for no clipping.
+      warmup_steps: T, steps in which the fraction that is sent falls exponentially to its end, sent as one dense
+        all-reduce. DGC: four epochs.
+    """
+
+    momentum: float = 0.9
+    factor_masking: bool = True
+    clip: float | None = None
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        m, clip = self.momentum, self.clip
+        holds = isinstance(m, Real) and 0 <= m < 1
+        check_range("momentum", m, "at least 0 and below 1", holds, "0.9 is usual, 0 turns it off")
+        holds = clip is None or (isinstance(clip, Real) and 0 < clip < math.inf)
+        check_range("clip", clip, "a positive number or None", holds, "None does not clip")
+        holds = self.where is None or self.others is not None or m == 0
+        check_range("momentum", m, "0 where some gradients bypass the exchange", holds, "they would have none of it")
+        check_count("warmup_steps", self.warmup_steps, 0, "0 starts with the final sparsity")
+
+    @property
+    def momentum_inside(self) -> float:
+        return self.momentum
+
+    @property
+    def reads_whole_tensors(self) -> bool:
+        return self.clip is not None
+
+    @property
+    def final_density(self) -> float:
+        """The fraction that is sent after the warm-up."""
+        raise NotImplementedError
+
+    def zero_velocity(self, layout: Layout) -> PerWorker:
+        """Returns the momentum that a worker starts with."""
+        _, dense = layout.split(layout.shapes)
+        rows = [jnp.zeros((1, *shape), jnp.float32) for shape in dense]
+        return self.per_worker(Velocity(jnp.zeros((1, layout.n), jnp.float32), rows))
+
+    def correct(self, gradient: Gradient, velocity: PerWorker) -> tuple[Gradient, Accumulated, Velocity]:
+        """Adds a worker's gradient to its momentum: u = m u + g.
+
+        Returns:
+          The gradient, its dense leaves replaced by their momentum; u + v of the compressed ones; u, if the step is ok.
+        """
+        layout = gradient.layout
+        own = jax.tree.map(lambda row: to_varying(row, self.axes), velocity.rows)
+        flat = own_row(self.per_worker(own.flat), layout.n)
+        compressed, dense = layout.split(self.clipped(gradient.leaves))
+        new_flat = self.momentum * flat[0] + layout.flatten(compressed)  # (n,)
+        new_dense = [self.momentum * u + g[None] for u, g in zip(own.dense, dense, strict=True)]
+        _, dtypes = layout.split(layout.dtypes)
+        sends = [u[0].astype(dtype) for u, dtype in zip(new_dense, dtypes, strict=True)]
+        assert gradient.residual is not None, "methods with momentum keep a residual"
+        vector = Accumulated(new_flat, gradient.residual)
+        return gradient._replace(leaves=layout.join(compressed, sends)), vector, Velocity(new_flat[None], new_dense)
+
+    def clipped(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        """Scales a worker's gradient down to a norm of clip * sqrt(K): float32 leaves.
+
+        Independent gradients of K workers have a mean whose norm is K^-1/2 of theirs, so that the mean's norm is then
+        at most about `clip`.
+        """
+        leaves = [leaf.astype(jnp.float32) for leaf in leaves]
+        if self.clip is None:
+            return leaves
+        # In units of the largest, for the squares of large finite numbers would be infinite, and the norm may be.
+        largest = jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in leaves]).max()
+        unit = jnp.where(largest > 0, largest, 1.0)
+        scaled = [divide(leaf, unit) for leaf in leaves]
+        squares = jnp.stack([jnp.sum(jnp.square(leaf)) for leaf in scaled]).sum()  # at least 1, or all are zeros
+        bound = self.clip * math.sqrt(axis_size(self.axis_name)) / jnp.sqrt(jnp.maximum(squares, 1.0))
+        return [jnp.where(unit > bound, part * bound, leaf) for part, leaf in zip(scaled, leaves, strict=True)]
+
+    def masked(self, velocity: jax.Array, position: jax.Array, filled: jax.Array) -> jax.Array:
+        """Sets the momentum (1, n) to zero at the coordinates that were sent."""
+        if not self.factor_masking:
+            return velocity
+        return velocity.at[0, position].multiply(~filled, mode="promise_in_bounds")
+
+    def masked_by(self, velocity: jax.Array, mask: jax.Array) -> jax.Array:
+        """Sets the momentum (1, n) to zero where a mask (n/32,) is set."""
+        return jnp.where(unpack(mask), 0.0, velocity) if self.factor_masking else velocity
+
+    def kept(self, ok: jax.Array, new: Velocity, flat: jax.Array, old: PerWorker) -> PerWorker:
+        """Takes the new momentum, with `flat` after masking, if the step is ok."""
+        return self.per_worker(keep_unless(ok, new._replace(flat=flat), old.rows))
+
+    def warm_counts(self, step: jax.Array, layout: Layout) -> jax.Array:
+        """Returns the coordinates to send of every segment in the warm-up, density^((step + 1) / (T + 1)): (S,)."""
+        steps = np.arange(1, self.warmup_steps + 1) / (self.warmup_steps + 1)
+        table = np.power(np.float64(self.final_density), steps).astype(np.float32)
+        fraction = jnp.asarray(table)[jnp.minimum(step, self.warmup_steps - 1)]
+        share = fraction * np.asarray(layout.sizes, np.float32)
+        return jnp.clip(share.astype(jnp.int32), np.asarray(layout.capacities), np.asarray(layout.sizes))

@@ -1,0 +1,55 @@
+"""Plump-DP: the dense exchange."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import optax
+
+from jaxcomm.checks import check_count
+from jaxcomm.collectives import dense_mean
+from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, transformation, zeros_unless
+from jaxcomm.layout import Layout, plan_layout
+from jaxcomm.methods.local_sgd import local_sgd
+from jaxcomm.types import ExchangeMetrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlumpDp(Exchange):
+    """Averages the workers' gradients densely: the baseline, and what every compressor equals when it keeps everything.
+
+    One all-reduce of float32: each worker receives 2 (K-1)/K * 4 bytes a parameter.
+
+    With p > 1 it averages models instead of gradients: each worker takes p local steps, and then all continue from the
+    mean of their parameters. It then comes after a whole local optimizer, and is `local_sgd` with an outer optimizer
+    that takes the mean as it is.
+
+    Source: Sun et al., "Slim-DP: A Light Communication Data Parallelism for DNN", AAAI 2018, names it.
+
+    Attributes:
+      p: local steps from one communication to the next.
+    """
+
+    p: int = 1
+
+    name: ClassVar[str] = "plump_dp"
+    keeps_residual: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("p", self.p, 1, "1 averages gradients in every step")
+
+    def transform(self) -> optax.GradientTransformation:
+        if self.p == 1:
+            return super().transform()
+        exchange = plump_dp(axis_name=self.axis_name)
+        return local_sgd(self.p, exchange=exchange, outer=optax.sgd(1.0), where=self.where, axis_name=self.axis_name)
+
+    def plan(self, tree: Any) -> Layout:
+        return plan_layout(tree, dense_below=0, capacity=lambda n: n, compress=lambda _: False)
+
+    def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Any]:
+        means, ok = dense_mean(gradient.leaves, self.axis_name)
+        return Exchanged(zeros_unless(ok, means), None, ExchangeMetrics.of(ok, sent=0)), state.memory
+
+
+plump_dp = transformation(PlumpDp)

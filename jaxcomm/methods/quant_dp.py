@@ -1,0 +1,86 @@
+"""Quant-DP: random quantization of the gradient (QSGD)."""
+
+import functools
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import jax
+from jax import lax
+
+from jaxcomm import noise
+from jaxcomm.checks import check_range
+from jaxcomm.codecs.quantize import Buckets, PartCodec
+from jaxcomm.exchange import transformation
+from jaxcomm.layout import BLOCK, Layout
+from jaxcomm.methods.coded import CodedExchange
+
+WIDTHS = (2, 4, 8)
+NORMS = ("max", "l2")
+
+
+@dataclass(frozen=True)
+class QuantDp(CodedExchange):
+    """Rounds every coordinate at random to one of a few levels: unbiased, and without a residual.
+
+    Each step, on each worker, with s = 2^(bits-1) - 1 levels, in every bucket of consecutive coordinates of a tensor:
+
+      1. scale = the largest |g| of the bucket (or its L2 norm)
+      2. q = s |g| / scale, rounded up with the probability of its fraction, else down
+      3. send the sign and q in `bits` bits, and the scale of the bucket in 32
+      4. return the mean over the workers of sign * scale * q / s
+
+    In two shots, the owner of a part quantizes the sum once more in the same way. `collective="gather"` is the paper's,
+    where sums are not rounded again.
+
+    The second rounding multiplies the variance of the mean by about 1 + S^2 / (s_1^2 + ... + s_K^2), where s_k is the
+    scale of worker k and S that of the sum, and by K where all gradients are equal. Measured (mean squared error over
+    300 draws, n = 8192, 8 bits, bucket 512, norm "max", `jax.vmap`): 2.0 for independent normal gradients, K = 4, and
+    1.9 to 2.0 for K = 2 to 16; at K = 4 it is 1.6 for Laplace, 1.7 for Student's t with 3 degrees of freedom, 3.7 for
+    uniform ones, 3.5 where workers share half of the variance (K = 16: 9.7), 4.0 where they share all of it (K = 16:
+    16). With 4 bits it differs by at most 0.13; with 2 bits it is 3.2 for the normal ones.
+
+    `optax.chain(jc.quant_dp(8), optax.sgd(0.1))`.
+
+    Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017;
+    Sun et al., "Slim-DP: A Light Communication Data Parallelism for DNN", AAAI 2018, calls it Quant-DP (8 bits, bucket
+    512).
+
+    Attributes:
+      bits: bits a coordinate, 2, 4 or 8. The variance that rounding adds grows as 1/s^2; 2 bits (ternary) want smaller
+        buckets and a smaller learning rate.
+      bucket: coordinates that share a scale, a power of two from 32 to 1024. It costs 32 / bucket bits a coordinate.
+      norm: "max" or "l2". The paper analyses l2 and trains with max.
+      seed: of the rounding.
+    """
+
+    bits: int = 8
+    _: KW_ONLY
+    bucket: int = 512
+    norm: str = "max"
+    seed: int = 0
+
+    name: ClassVar[str] = "quant_dp"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        bucket = self.bucket
+        check_range("bits", self.bits, "2, 4 or 8", self.bits in WIDTHS, "8 is safe, and dct_dp or sign send fewer")
+        holds = isinstance(bucket, int) and 32 <= bucket <= BLOCK and bucket & (bucket - 1) == 0
+        check_range("bucket", bucket, f"a power of two from 32 to {BLOCK}", holds, "the paper uses 512")
+        check_range("norm", self.norm, "'max' or 'l2'", self.norm in NORMS, "'max' adds less variance")
+
+    def codecs(self, layout: Layout, step: jax.Array) -> tuple[PartCodec, PartCodec]:
+        first, second = rounding_keys(self.seed, step, lax.axis_index(self.axis_name))
+        make = functools.partial(Buckets, self.bits, self.bucket, self.norm)
+        return make(first), make(second)
+
+
+def rounding_keys(seed: int, step: jax.Array, worker: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the keys of a worker's own rounding, (seed, step, 0, worker), and of the sums', (seed, step, 1).
+
+    All owners share the second: each rounds another part of the sum, and takes that part of the sequence.
+    """
+    return noise.make_key(seed, step, 0, worker), noise.make_key(seed, step, 1)
+
+
+quant_dp = transformation(QuantDp)

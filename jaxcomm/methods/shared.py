@@ -1,0 +1,80 @@
+"""The exchanges of values at coordinates that all workers agree on: random-k and importance weighted pruning.
+
+No index travels with the values, and the sum is as dense as what each worker put in, whatever K is.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomm.bits import Slots
+from jaxcomm.checks import check_count
+from jaxcomm.codecs import value_codec
+from jaxcomm.collectives import axis_size, dense_mean
+from jaxcomm.collectives.shared_mask import choose_sum, compact_sum
+from jaxcomm.collectives.sparse import Accumulated
+from jaxcomm.exchange import Exchange, Exchanged, Gradient, zeros_unless
+from jaxcomm.layout import Layout, plan_layout
+from jaxcomm.numerics import is_finite_narrow
+from jaxcomm.types import ExchangeMetrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExchange(Exchange):
+    """One all-reduce of a compact buffer a step; what is not sent stays in the residual.
+
+    Each worker receives 2 (K-1)/K values a slot. Nothing is lost: mean + pmean(new residual) == pmean(gradient +
+    residual), to float rounding. Memory: 4 bytes a parameter.
+
+    Attributes:
+      dense_below: tensors with fewer elements are sent dense, as float32.
+      value_dtype: "bfloat16" (16 bits a value) or "float32".
+      collective: how the values are summed: "psum" (float32 alone), "two_shot", "ring", or "auto" for psum of float32
+        and two_shot of bfloat16.
+    """
+
+    dense_below: int = 512
+    value_dtype: Any = "bfloat16"
+    collective: str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("dense_below", self.dense_below, 0, "0 compresses every tensor")
+
+    def capacity(self, n: int) -> int:
+        """Returns the slots of a tensor of n elements in the buffer."""
+        raise NotImplementedError
+
+    def plan(self, tree: Any) -> Layout:
+        choose_sum(self.collective, value_codec(self.value_dtype))  # its error comes before any work
+        return plan_layout(tree, dense_below=self.dense_below, capacity=self.capacity)
+
+    def send(self, gradient: Gradient, vector: Accumulated, slots: Slots, overflow: jax.Array | int = 0) -> Exchanged:
+        """Sends the values in the slots, and returns the mean over the workers.
+
+        Args:
+          gradient: the worker's gradient; only its dense leaves are read.
+          vector: gradient + residual of the others.
+          slots: the coordinates, C of them, the same on every worker.
+          overflow: () int32, coordinates that every worker holds back for lack of a slot.
+        """
+        layout, workers, position = gradient.layout, axis_size(self.axis_name), slots.position
+        dense_means, dense_ok = dense_mean(gradient.dense, self.axis_name)
+        own = jnp.where(slots.filled, vector.at(position), 0.0)  # (C,)
+        values = value_codec(self.value_dtype)
+        summed = compact_sum(own, vector.is_ok(), choose_sum(self.collective, values), values, self.axis_name)
+        ok = dense_ok & summed.finite
+
+        sums = jnp.where(ok & slots.filled, summed.total, 0.0)
+        total = jnp.zeros(layout.n, jnp.float32).at[position].add(sums, mode="promise_in_bounds")
+        means = layout.as_leaves(layout.unflatten(total / workers))
+        ok, means = ok & is_finite_narrow(means), layout.join(means, dense_means)
+
+        residual = vector.residual + jnp.where(ok, vector.gradient, 0.0)[None]
+        residual = residual.at[0, position].multiply(~(ok & slots.filled), mode="promise_in_bounds")
+        error = jnp.where(ok & slots.filled, summed.error, 0.0)
+        residual = residual.at[0, position].add(error, mode="promise_in_bounds")
+        metrics = ExchangeMetrics.of(ok, workers * jnp.sum(slots.filled), workers * overflow)
+        return Exchanged(zeros_unless(ok, means), residual, metrics)

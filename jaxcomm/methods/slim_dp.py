@@ -1,0 +1,285 @@
+"""Slim-DP: a core of significant parameters, and a random explorer."""
+
+from dataclasses import KW_ONLY, dataclass
+from numbers import Real
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+from jaxcomm import bits, noise
+from jaxcomm.checks import check_count, check_range
+from jaxcomm.collectives import axis_size
+from jaxcomm.collectives.axis import all_gather_same, other_axes, to_varying
+from jaxcomm.exchange import ExchangeState, own_row, transformation, vary_rows
+from jaxcomm.layout import plan_layout
+from jaxcomm.methods.local_sgd import LocalExchange, local_sgd
+from jaxcomm.methods.plump_dp import plump_dp
+from jaxcomm.selectors import select_topk
+from jaxcomm.selectors.strata import pick
+from jaxcomm.types import ExchangeMetrics, PerWorker, join_parts, part_of
+
+UNSENT = ("local", "carry")
+
+
+class SlimMemory(NamedTuple):
+    """Memory of `slim_dp`.
+
+    Attributes:
+      round: () int32, the communications so far, skipped ones included.
+      due: () bool, whether a new core is owed after a skipped communication.
+      order: (n,) int32, the coordinates of the core, then the others, ascending each.
+      core: float32, the global model in the core, the same on every worker.
+      server: (K, others) float32, the global model elsewhere, in that order; a worker's row is valid in its own part.
+      delta: (K, n) float32, local updates that were not pushed yet; (K, 0) where a step's own updates are all there is.
+    """
+
+    round: jax.Array
+    due: jax.Array
+    order: jax.Array
+    core: jax.Array
+    server: PerWorker
+    delta: PerWorker
+
+
+@dataclass(frozen=True)
+class SlimDp(LocalExchange):
+    """Keeps the workers together on the significant parameters, and on a few random others.
+
+    It comes after a whole local optimizer, and takes its updates. Parameters differ between workers; the global model
+    is held by all of them together. Each worker, after every p local steps (communication t):
+
+      1. delta = the local updates since the last communication
+      2. the communication set: the core, which all share, of beta n coordinates, and the worker's own explorer, of
+         (alpha - beta) n others, each equally likely, from (seed, t, worker): one of each of as many strata, which are
+         rotated by an offset
+      3. push delta there; the global model changes by server_rate * the sum of what was pushed
+      4. pull the global model there; elsewhere the worker keeps its own values
+      5. if q divides t + 1: push delta everywhere, and then choose as the new core the beta n coordinates of largest
+         |w| + c |g|, of the global model w and the mean g of the workers' delta
+
+    The core travels as one all-reduce, and the explorer goes to the owners of its coordinates and back; both ends know
+    the coordinates from the seed, so that no index is sent. The first core is the largest |w|. If some delta is not
+    finite, all workers skip the communication.
+
+    `optax.chain(optax.sgd(0.1, momentum=0.9), jc.slim_dp())`. Each worker receives 2 (K-1)/K * 4 alpha n bytes in a
+    communication. Memory: 8 bytes a parameter, 12 with p > 1 or "carry".
+
+    Source: Sun et al., "Slim-DP: A Light Communication Data Parallelism for DNN", AAAI 2018, Algorithm 1.
+
+    Attributes:
+      alpha: size of the communication set over n, 0 < alpha <= 1. 1 is Plump-DP: everything, with local optimizers.
+      beta: size of the core over n, 0 <= beta <= alpha. 0 exploits nothing, alpha explores nothing (the paper: fails to
+        converge).
+      p: local steps from one communication to the next.
+      q: communications from one core to the next. The paper: 20,000 to 50,000; runs of a few hundred steps want 10 to
+        50. Choosing costs 1.5 times a dense exchange.
+      c: weight of the gradient in the significance; mean |w| / mean |g| at the time if not given.
+      server_rate: of the global model's updates; 1/K, which averages, if not given.
+      unsent: what becomes of delta where it was not pushed. "local" (the paper): it stays in the worker's own
+        parameters alone, and is lost when those are pulled over; "carry": it keeps growing until it is pushed.
+      seed: of the explorers, the same on all workers.
+    """
+
+    alpha: float = 0.3
+    beta: float = 0.15
+    _: KW_ONLY
+    p: int = 1
+    q: int = 1000
+    c: float | None = None
+    server_rate: float | None = None
+    unsent: str = "local"
+    seed: int = 0
+
+    name: ClassVar[str] = "slim_dp"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        alpha, beta = self.alpha, self.beta
+        holds = isinstance(alpha, Real) and 0 < alpha <= 1
+        check_range("alpha", alpha, "above 0 and at most 1", holds, "0.3 sends 30% of the coordinates, 1 is plump_dp")
+        holds = isinstance(beta, Real) and 0 <= beta <= alpha
+        check_range("beta", beta, f"at least 0 and at most alpha ({alpha})", holds, "alpha / 2 is what the paper uses")
+        check_count("p", self.p, 1, "1 communicates after every step")
+        check_count("q", self.q, 1, "1 chooses a new core at every communication")
+        for name, value in (("c", self.c), ("server_rate", self.server_rate)):
+            holds = value is None or (isinstance(value, Real) and 0 < float(value) < float("inf"))
+            check_range(name, value, "a positive number or None", holds, "None takes the default of the docstring")
+        check_range("unsent", self.unsent, "'local' or 'carry'", self.unsent in UNSENT, "'local' is the paper's")
+        if alpha == 1 and self.server_rate is not None:
+            raise ValueError(
+                f"slim_dp(alpha=1) is Plump-DP, which averages, got server_rate={self.server_rate}: leave it out, or "
+                "use local_sgd with an outer optimizer."
+            )
+
+    def transform(self) -> optax.GradientTransformation:
+        if self.alpha < 1:
+            return super().transform()
+        exchange = plump_dp(axis_name=self.axis_name)
+        return local_sgd(self.p, exchange=exchange, outer=optax.sgd(1.0), axis_name=self.axis_name)
+
+    @property
+    def period(self) -> int:
+        return self.p
+
+    @property
+    def keeps_delta(self) -> bool:
+        """Whether updates wait for more than one step until they are pushed."""
+        return self.p > 1 or self.unsent == "carry"
+
+    def resized(self, state: ExchangeState) -> ExchangeState:
+        return state.replace(memory=state.memory._replace(due=jnp.asarray(True)))
+
+    def global_model(self, state: ExchangeState, like: Any) -> Any:
+        flat, unravel = ravel_pytree(like)
+        ordered = jnp.concatenate([state.memory.core, join_parts(state.memory.server.rows)])
+        model = jnp.zeros_like(ordered).at[state.memory.order].set(ordered, unique_indices=True)
+        return unravel(model.astype(flat.dtype))
+
+    def core_size(self, n: int) -> int:
+        """Returns the coordinates of the core, of n."""
+        return round(self.beta * n)
+
+    def explorer_size(self, n: int, workers: int) -> int:
+        """Returns the coordinates of an explorer in one owner's part."""
+        return min(round((self.alpha - self.beta) * n / workers), (n - self.core_size(n)) // workers)
+
+    def choose_core(self, significance: jax.Array) -> jax.Array:
+        """Returns the order (n,): the most significant coordinates, then the others."""
+        n, size = significance.size, self.core_size(significance.size)
+        if size == 0:
+            return jnp.arange(n, dtype=jnp.int32)
+        layout = plan_layout(jax.ShapeDtypeStruct((n,), jnp.float32), dense_below=0, capacity=lambda _: size)
+        # Zeros are never selected; here they may have to be.
+        positive = jnp.maximum(significance, np.finfo(np.float32).tiny)
+        core = select_topk(layout.flatten([positive]), layout)
+        others = bits.pack(jnp.arange(layout.n) < n) & ~core
+        places = [
+            bits.positions(words, bits.rank_of_words(words), count).position
+            for words, count in ((core, size), (others, n - size))
+        ]
+        return jnp.concatenate(places)
+
+    def init_chosen(self, params: Any) -> ExchangeState:
+        plan_layout(params, dense_below=0, capacity=lambda n: n)  # for its errors
+        flat = ravel_pytree(params)[0].astype(jnp.float32)
+        order, size = self.choose_core(jnp.abs(flat)), self.core_size(flat.size)
+        ordered = flat[order]
+        memory = SlimMemory(
+            round=jnp.zeros((), jnp.int32),
+            due=jnp.asarray(False),
+            order=order,
+            core=ordered[:size],
+            server=self.per_worker(ordered[None, size:], "parts"),
+            delta=self.per_worker(jnp.zeros((1, flat.size if self.keeps_delta else 0), jnp.float32)),
+        )
+        return ExchangeState(ExchangeMetrics.zeros(), jnp.zeros((), jnp.int32), None, memory, None, self)
+
+    def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
+        self.check_update(updates, params)
+        plan_layout(updates, dense_below=0, capacity=lambda n: n)  # for its errors
+        old, axis_name, seed = state.memory, self.axis_name, self.seed
+        raveled, unravel = ravel_pytree(updates)
+        own_update = raveled.astype(jnp.float32)  # (n,)
+        n, workers, me = own_update.size, axis_size(axis_name), lax.axis_index(axis_name)
+        size, share = self.core_size(n), self.explorer_size(n, workers)
+        others, rate = n - size, 1 / workers if self.server_rate is None else self.server_rate
+        old_delta = own_row(old.delta, n if self.keeps_delta else 0)  # (1, n), or (1, 0)
+        server = own_row(old.server, others)[0]  # (others,)
+        weights = ravel_pytree(params)[0].astype(jnp.float32)
+        delta = own_update + old_delta[0] if self.keeps_delta else own_update
+        core, rest = old.order[:size], old.order[size:]
+
+        def explorer(worker: jax.Array, owner: jax.Array) -> jax.Array:
+            """Returns where a worker's explorer lies in an owner's part, as places among the others: (e,) int32."""
+            (start, part), key = part_of(others, workers, owner), noise.make_key(seed, old.round, worker)
+            uniform = noise.uniform(key, share, owner * share)
+            offset = noise.integers(key, part[None], workers * share + owner)[0]
+            return start + pick(uniform, jnp.arange(share, dtype=jnp.int32), part, share, offset)
+
+        everyone = jnp.arange(workers)
+        asked = jax.vmap(lambda owner: explorer(me, owner))(everyone) if share else jnp.zeros((workers, 0), jnp.int32)
+        served = jax.vmap(lambda worker: explorer(worker, me))(everyone) if share else asked  # both (K, e)
+
+        def merge(ok: jax.Array, core_values: jax.Array, pulled: jax.Array) -> jax.Array:
+            """Returns the update that leads to the pulled values (K, e), and elsewhere to the worker's own."""
+            where = jnp.concatenate([core, rest[asked.reshape(-1)]])
+            values = jnp.concatenate([core_values, pulled.reshape(-1)])
+            return jnp.where(ok, own_update.at[where].set(values - weights[where]), 0.0)
+
+        def push_set() -> tuple[jax.Array, ExchangeState]:
+            # A delta that is not finite anywhere tells all workers by NaN, one that might make a sum infinite by its
+            # size. The maximum alone would not do: compiled by XLA for a CPU, it may lose a NaN.
+            largest = jnp.where(jnp.isfinite(delta).all(), jnp.max(jnp.abs(delta)), jnp.nan)
+            sums = lax.psum(jnp.append(delta[core], largest), axis_name)
+            ok = jnp.isfinite(sums).all()
+            core_values, new_server, pulled = old.core + rate * sums[:-1], server, jnp.zeros((workers, 0))
+            if share:
+                arrived = lax.all_to_all(delta[rest[asked]], axis_name, 0, 0)  # (K, e), worker i's in row i
+                new_server = server.at[served.reshape(-1)].add(rate * arrived.reshape(-1))
+                pulled = lax.all_to_all(new_server[served], axis_name, 0, 0)  # (K, e), as asked
+            carried = jnp.zeros_like(old_delta)
+            if self.unsent == "carry":
+                carried = delta.at[core].set(0.0).at[rest[asked.reshape(-1)]].set(0.0)[None]
+            metrics = ExchangeMetrics.of(ok, workers * (size + workers * share))
+            memory = old._replace(
+                core=jnp.where(ok, core_values, old.core),
+                server=self.per_worker(jnp.where(ok, new_server, server)[None], "parts"),
+                delta=self.per_worker(jnp.where(ok, carried, old_delta)),
+            )
+            return merge(ok, core_values, pulled), state.replace(metrics=metrics, memory=memory)
+
+        def push_everything() -> tuple[jax.Array, ExchangeState]:
+            sums = lax.psum(delta, axis_name)  # (n,)
+            core_values, new_server = old.core + rate * sums[core], server + rate * sums[rest]
+            most = -(-others // workers)
+            own = lax.dynamic_slice(jnp.pad(new_server, (0, most)), (part_of(others, workers, me)[0],), (most,))
+            gathered = all_gather_same(own, axis_name)  # (K, most)
+            parts = [gathered[j, : part_of(others, workers, j)[1]] for j in range(workers)]
+            ordered = jnp.concatenate([core_values, *parts])  # the new global model, the same on every worker
+            ok = jnp.isfinite(sums).all() & jnp.isfinite(ordered).all()
+            model = jnp.zeros(n, jnp.float32).at[old.order].set(ordered, unique_indices=True)
+            gradient = jnp.abs(sums / workers)
+            mean_w, mean_g = jnp.mean(jnp.abs(model)), jnp.mean(gradient)
+            weight = (
+                self.c
+                if self.c is not None
+                else jnp.where(mean_g > 0, mean_w / jnp.where(mean_g > 0, mean_g, 1.0), 0.0)
+            )
+            order = self.choose_core(jnp.abs(model) + weight * gradient)
+            reordered = model[order]
+            metrics = ExchangeMetrics.of(ok, workers * n)
+            memory = old._replace(
+                due=~ok,
+                order=jnp.where(ok, order, old.order),
+                core=jnp.where(ok, reordered[:size], old.core),
+                server=self.per_worker(jnp.where(ok, reordered[size:], server)[None], "parts"),
+                delta=self.per_worker(jnp.where(ok, 0.0, old_delta)),
+            )
+            return merge(ok, core_values, ordered[size:][asked]), state.replace(metrics=metrics, memory=memory)
+
+        def settle(own: jax.Array, new_state: ExchangeState) -> tuple[jax.Array, ExchangeState]:
+            return to_varying(own, axis_name), vary_rows(new_state, other_axes(own_update, axis_name))
+
+        def communicate() -> tuple[jax.Array, ExchangeState]:
+            is_full = old.due | ((old.round + 1) % self.q == 0)
+            own, new_state = lax.cond(is_full, lambda: settle(*push_everything()), lambda: settle(*push_set()))
+            return own, new_state.replace(memory=new_state.memory._replace(round=old.round + 1))
+
+        def stay() -> tuple[jax.Array, ExchangeState]:
+            ok = jnp.isfinite(delta).all()
+            kept = jnp.where(ok, delta, old_delta[0])[None]
+            own = jnp.where(ok, own_update, 0.0)
+            memory = old._replace(delta=self.per_worker(kept))
+            return settle(own, state.replace(metrics=ExchangeMetrics.zeros(), memory=memory))
+
+        # The usual branch is the one that communicates: bytes are given for an exchange, and how often it comes.
+        own, new_state = communicate() if self.p == 1 else lax.cond((state.step + 1) % self.p != 0, stay, communicate)
+        return unravel(own.astype(raveled.dtype)), new_state.replace(step=state.step + 1)
+
+
+slim_dp = transformation(SlimDp)

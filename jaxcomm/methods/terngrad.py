@@ -1,0 +1,74 @@
+"""TernGrad: gradients of three values."""
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcomm import noise
+from jaxcomm.checks import check_range
+from jaxcomm.codecs.quantize import Integers, PartCodec, Ternary
+from jaxcomm.collectives import axis_size
+from jaxcomm.exchange import transformation
+from jaxcomm.layout import BLOCK, Layout
+from jaxcomm.methods.coded import CodedExchange
+from jaxcomm.numerics import divide
+from jaxcomm.selectors.importance import moments, segment_max
+
+
+@dataclass(frozen=True, kw_only=True)
+class TernGrad(CodedExchange):
+    """Rounds every coordinate at random to -s, 0 or s: 2 bits a coordinate; unbiased, and without a residual.
+
+    Each step, on each worker, in every tensor:
+
+      1. g is clipped to +- clip * sigma, its standard deviation
+      2. s = the largest |g| of all workers (shared scaler: 4 bytes a tensor in one all-reduce)
+      3. send sign(g) with the probability |g| / s, else 0
+      4. the sum over the workers is an integer from -K to K; return s / K times it
+
+    The sums are exact, so that both collectives return the same; in two shots the sums take ceil(log2(2K+1)) bits.
+    `optax.chain(jc.terngrad(), optax.sgd(0.1))`.
+
+    Source: Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", NeurIPS
+    2017.
+
+    Attributes:
+      clip: standard deviations; None does not clip. Clipping makes s smaller, and adds a bias for the variance it
+        saves.
+      seed: of the rounding.
+    """
+
+    clip: float | None = 2.5
+    seed: int = 0
+
+    name: ClassVar[str] = "terngrad"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        holds = self.clip is None or (isinstance(self.clip, Real) and 0 < self.clip < math.inf)
+        check_range("clip", self.clip, "a positive number of standard deviations, or None", holds, "the paper uses 2.5")
+
+    def codecs(self, layout: Layout, step: jax.Array) -> tuple[PartCodec, PartCodec]:
+        first = Ternary(noise.make_key(self.seed, step, lax.axis_index(self.axis_name)))
+        return first, Integers(axis_size(self.axis_name))
+
+    def scaled(self, vector: jax.Array, layout: Layout) -> tuple[jax.Array, Any]:
+        rows = vector.reshape(-1, BLOCK)
+        if self.clip is not None:
+            unit, _, variance = moments(vector, layout)
+            bound = layout.per_block(unit * (np.float32(self.clip) * jnp.sqrt(variance)))[:, None]
+            rows = jnp.clip(rows, -bound, bound)
+        scaler = lax.pmax(segment_max(jnp.abs(rows.reshape(-1)), layout), self.axis_name)  # (S,)
+        per_block = layout.per_block(scaler)[:, None]
+        ratio = divide(rows, jnp.where(per_block > 0, per_block, 1.0))
+        factor = jnp.broadcast_to(per_block * np.float32(1 / axis_size(self.axis_name)), ratio.shape)
+        return ratio.reshape(-1), factor.reshape(-1)
+
+
+terngrad = transformation(TernGrad)

@@ -1,0 +1,50 @@
+"""Top-k with error feedback."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+
+from jaxcomm.checks import check_sparsity
+from jaxcomm.exchange import transformation
+from jaxcomm.layout import Layout
+from jaxcomm.methods.sparse import SparseExchange
+from jaxcomm.selectors import select_topk
+from jaxcomm.selectors.topk import kept
+
+
+@dataclass(frozen=True)
+class TopK(SparseExchange):
+    """Sends the k largest coordinates of every tensor, and keeps the rest for later steps (error feedback).
+
+    Each step, on each worker:
+
+      1. x = gradient + residual
+      2. select, in every tensor of N elements, the N - floor(N * sparsity) largest |x|, exactly
+      3. send them; the residual is x less what was sent, rounding of the values included
+      4. return the mean over the workers of what was sent
+
+    The selection reads the gradient in about 31 passes. `optax.chain(jc.topk(0.99), optax.sgd(0.1))`.
+
+    Source: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018.
+
+    Attributes:
+      sparsity: the fraction of coordinates that is not sent, 0 <= sparsity < 1.
+    """
+
+    sparsity: float = 0.99
+
+    name: ClassVar[str] = "topk"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sparsity(self.sparsity)
+
+    def capacity(self, n: int) -> int:
+        return kept(n, self.sparsity)
+
+    def select(self, vector: jax.Array, layout: Layout) -> jax.Array:
+        return select_topk(vector, layout)
+
+
+topk = transformation(TopK)

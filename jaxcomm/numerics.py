@@ -1,0 +1,70 @@
+"""Numbers of any size: whether they are finite, and their division by their own scale.
+
+Nothing here tests for NaN by a maximum: one that is compiled by XLA for a CPU may lose it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcomm import bits
+
+_SHRINK = np.float32(2**-4)
+_INFINITY = np.uint32(0x7F800000)
+_LIMIT = np.float32(2.0**100).view(np.uint32)
+
+
+def magnitude_bits(x: jax.Array) -> jax.Array:
+    """Returns the bits of |x|, float32: they are ordered as the magnitudes are, NaN above all."""
+    return lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0x7FFFFFFF)
+
+
+def is_finite(vector: jax.Array) -> jax.Array:
+    """Returns whether every number of a vector (n,), n a multiple of 32, is finite: () bool.
+
+    Computed from a packed mask, which XLA fuses with the sum that made the vector; it does not fuse
+    `isfinite().all()`.
+    """
+    return ~jnp.any(bits.pack(magnitude_bits(vector) >= _INFINITY) != 0)
+
+
+def is_accumulable(total: jax.Array, added: jax.Array) -> jax.Array:
+    """Returns whether a total (n,), n a multiple of 32, is finite and what was added to it last below 2^100: () bool.
+
+    A larger number may be finite, but its sums are not: in a residual it would make the workers skip every later step.
+    """
+    broken = (magnitude_bits(total) >= _INFINITY) | (magnitude_bits(added) >= _LIMIT)
+    return ~jnp.any(bits.pack(broken) != 0)
+
+
+def is_finite_tree(tree: Any) -> jax.Array:
+    """Returns whether every number of a tree is finite: () bool."""
+    return jnp.stack([jnp.asarray(True), *(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))]).all()
+
+
+def is_finite_narrow(tensors: Sequence[jax.Array]) -> jax.Array:
+    """Returns whether the tensors of 16 bits are finite: () bool. A finite float32 may be out of their range."""
+    finite = jnp.asarray(True)
+    for tensor in tensors:
+        if tensor.dtype.itemsize < 4:
+            finite = finite & jnp.isfinite(tensor).all()
+    return finite
+
+
+def shrinkage(scale: jax.Array) -> jax.Array:
+    """Returns a power of two by which large scales are to be multiplied, so that their inverse is a normal number.
+
+    XLA divides by a number that many share by multiplying with its inverse. That of a number above 2^126 is subnormal,
+    and processors that flush those to zero would make the quotient zero.
+    """
+    return jnp.where(scale > 1, _SHRINK, np.float32(1))
+
+
+def divide(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns x / scale, float32, also where the scale is one of the largest numbers; shapes are broadcast."""
+    shrink = shrinkage(scale)
+    return (x * shrink) / (scale * shrink)
