@@ -217,7 +217,7 @@ def step_of(layout: str, mesh: Any, batch: int, image: int) -> tuple[Any, Any]:
             specs[index] = P("data")
             shapes[index] = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((K, *leaf.shape), leaf.dtype), shapes[index])
     loss = {"data-parallel": data_parallel, "hybrid, slices": slices, "hybrid, one device": one_device}[layout]
-    tx = optax.chain(jc.plump_dp(), optax.add_decayed_weights(5e-4), optax.sgd(0.01, momentum=0.9))
+    tx = jc.chain(jc.plump_dp(), optax.add_decayed_weights(5e-4), optax.sgd(0.01, momentum=0.9))
     return make_hybrid_step(loss, tx, mesh, specs), hybrid_state_shapes(shapes, tx, mesh, specs)
 
 

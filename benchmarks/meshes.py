@@ -130,7 +130,7 @@ def train_losses(
     from train.architectures import choose_cuts
 
     mesh = jc.make_mesh(**MESHES[mesh_name])
-    tx = optax.chain(jc.plump_dp(), optax.add_decayed_weights(1e-4), optax.sgd(learning_rate, momentum=0.9))
+    tx = jc.chain(jc.plump_dp(), optax.add_decayed_weights(1e-4), optax.sgd(learning_rate, momentum=0.9))
     if "stage" in mesh.shape:
         model: Any = make()
         if len(model.blocks) < mesh.shape["stage"]:

@@ -292,6 +292,7 @@ def transformation(method: Callable[P, Exchange]) -> Callable[P, optax.GradientT
     def factory(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformation:
         return method(*args, **kwargs).transform()
 
+    factory.__name__ = factory.__qualname__ = getattr(method, "name", "exchange")
     return factory
 
 

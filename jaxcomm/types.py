@@ -10,8 +10,6 @@ import jax.numpy as jnp
 # are those of its arrays' own types; nobody states them separately.
 Payload = dict[str, jax.Array]
 
-RESIZING = ("mean", "parts", "none")
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -24,15 +22,18 @@ class PerWorker:
       axes: the mesh axes along which rows differ, outermost first. Static.
       resizing: how `resize_workers` carries rows over to another number of workers. Static. "mean": the mean over the
         rows is kept. "parts": rows (K, n) are one vector, of which worker k holds the k-th of K consecutive parts; the
-        rest of its row is not valid. "none": refused, since rows are shards of a parameter.
+        rest of its row is not valid.
       is_local: whether rows are parameters, or the optimizer's state, of workers that train on their own between two
         exchanges. Static.
+      shards: how many times over rows are those of shards, which cannot be resized: 1 in `hierarchical`, and 1 more
+        where parameters are sharded. Static.
     """
 
     rows: Any
     axes: tuple[str, ...] = field(default=("data",), metadata={"static": True})
     resizing: str = field(default="mean", metadata={"static": True})
     is_local: bool = field(default=False, metadata={"static": True})
+    shards: int = field(default=0, metadata={"static": True})
 
 
 def is_per_worker(node: Any) -> bool:

@@ -121,9 +121,7 @@ def _by_step(method: Iwp, name: str) -> float | Callable[[jax.Array], jax.Array]
     return lambda step: jnp.asarray(values)[jnp.searchsorted(jnp.asarray(method.change_at), step, side="right")]
 
 
-def make_chain(
-    experiment: Experiment, method: Method, where: Where | None = None
-) -> optax.GradientTransformation:
+def make_chain(experiment: Experiment, method: Method, where: Where | None = None) -> optax.GradientTransformation:
     """Makes the whole optimizer, the exchange in its place: SGD with momentum or Adam, weight decay and a schedule.
 
     - Gradients are exchanged first: L2, exchange, momentum, decoupled decay, learning rate.

@@ -33,9 +33,11 @@ def axis_size(axis_name: AxisName) -> int:
     Raises:
       ValueError: if no such axis is in scope.
     """
+    names = axis_names(axis_name)
     try:
-        return math.prod(lax.axis_size(name) for name in axis_names(axis_name))
+        return math.prod(lax.axis_size(name) for name in names)
     except NameError:
+        axis_name = names[0] if len(names) == 1 else names
         raise ValueError(
             f"A compressed exchange runs inside a function that has the axis of workers in scope, got no axis "
             f"{axis_name!r}: call it inside jax.shard_map over that axis, through jaxcomm.make_train_step, or under "

@@ -100,14 +100,15 @@ class Hierarchical(Exchange):
 
         def row(node: Any) -> PerWorker:
             if is_per_worker(node):
-                return replace(node, axes=self.axes, resizing="none")
-            return PerWorker(node[None], (self.inside,), "none")
+                return replace(node, axes=self.axes, shards=node.shards + 1)
+            return PerWorker(node[None], (self.inside,), shards=1)
 
         return jax.tree.map(row, state, is_leaf=is_per_worker)
 
     def _unpack(self, state: Any) -> Any:
         def own(node: PerWorker) -> Any:
-            return node.rows[0] if node.axes == (self.inside,) else replace(node, axes=(self.across,))
+            is_same = node.axes == (self.inside,)
+            return node.rows[0] if is_same else replace(node, axes=(self.across,), shards=node.shards - 1)
 
         return jax.tree.map(own, state, is_leaf=is_per_worker)
 

@@ -1,8 +1,8 @@
-"""Proof that the layers and the transformation agree on which gradients are the workers' mean already.
+"""Proof that the layers and the exchange agree on which gradients are already reduced.
 
-An exchange's `where` lets the gradient of a parameter bypass it, and `late_multiply` makes that gradient. If the loss uses such a parameter in
-another way (a layer that does not multiply late, a penalty, tied weights), JAX makes the gradient of that use by a
-dense all-reduce: a sum, that nothing would find wrong.
+The gradient of a parameter that an exchange's `where` leaves out bypasses it, and `late_multiply` makes that gradient.
+If the loss uses such a parameter in another way (a layer that does not multiply late, a penalty, tied weights), JAX
+makes the gradient of that use by a dense all-reduce: a sum, that nothing would find wrong.
 """
 
 from collections.abc import Callable, Mapping

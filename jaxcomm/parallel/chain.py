@@ -84,6 +84,9 @@ def try_link(link: optax.GradientTransformation, params: Any) -> Effects | None:
     except Exception:  # a link may want other arguments, or another tree; nothing is known of it then
         return None
 
+    if not any(out.any() for out in (*once, *huge)):  # it accumulates, perhaps
+        return None
+
     def where(holds: Any) -> frozenset[str]:
         return frozenset(path for i, path in enumerate(paths) if holds(i))
 
@@ -225,8 +228,9 @@ def _check_states(exchange: ExchangeState, before: list[Any], after: list[Any]) 
     if exchange.method.period is not None:
         return
     for node in before:
-        kept = [leaf for leaf in jax.tree.leaves(node) if not jnp.issubdtype(leaf.dtype, jnp.integer)]
-        if kept and not hasattr(node, "hyperparams"):
+        inner = node.inner_state if hasattr(node, "hyperparams") else node  # which hyperparameters do not depend on
+        # Counters and random keys do not depend on gradients either.
+        if any(leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(inner)):
             raise ValueError(
                 f"The state of a chain is one for all workers; got {type(node).__name__} before {name}, which would "
                 f"keep each worker's gradients in it. Put it after {name}, or take a method that is made for it: dgc "

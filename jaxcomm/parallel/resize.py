@@ -46,7 +46,7 @@ def resize_workers(state: Any, workers: int) -> Any:
             return node.method.resized(node.replace(**{name: walk(getattr(node, name)) for name in parts}))
         if not is_per_worker(node):
             return node
-        if node.resizing == "none":
+        if node.shards:
             raise ValueError(
                 f"Rows must belong to whole workers to be resized; got rows of shards, along {node.axes} "
                 "(hierarchical, or sharded parameters). Continue with the mesh that the run began with."

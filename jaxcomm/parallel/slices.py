@@ -300,8 +300,8 @@ def _pack(state: Any, axes: tuple[str, ...]) -> Any:
 
     def row(node: Any) -> PerWorker:
         if is_per_worker(node):
-            return replace(node, axes=(*node.axes, *axes), resizing="none")
-        return PerWorker(node[None], axes, "none")
+            return replace(node, axes=(*node.axes, *axes), shards=node.shards + 1)
+        return PerWorker(node[None], axes, shards=1)
 
     return jax.tree.map(row, state, is_leaf=is_per_worker)
 
@@ -313,6 +313,6 @@ def _unpack(state: Any, axes: tuple[str, ...]) -> Any:
         if not axes or not is_per_worker(node):
             return node
         workers = node.axes[: len(node.axes) - len(axes)]
-        return replace(node, axes=workers) if workers else node.rows[0]
+        return replace(node, axes=workers, shards=node.shards - 1) if workers else node.rows[0]
 
     return jax.tree.map(own, state, is_leaf=is_per_worker)

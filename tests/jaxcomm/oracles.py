@@ -102,7 +102,9 @@ def union_mask(case: Case, tree: str, state: Any) -> dict[str, np.ndarray]:
 
 def state_rows(case: Case, tree: str, attribute: str, state: Any) -> dict[str, np.ndarray]:
     """The compressed tensors' residuals or velocities by name, (K, *shape)."""
-    rows = state.residual.rows if attribute == "residuals" else getattr(state.memory, "velocity", state.memory).rows.flat
+    rows = (
+        state.residual.rows if attribute == "residuals" else getattr(state.memory, "velocity", state.memory).rows.flat
+    )
     rows = np.asarray(rows)
     return cases.unflatten(case, tree, rows.reshape(len(rows), -1))
 

@@ -62,7 +62,7 @@ def test_it_trains_as_the_linear_layer_does():
     assert [plan.mode(f"blocks/{index}") for index in range(2)] == ["late", "reduce"]
     expected = train(nnx.Linear, jc.plump_dp(), K, jc.simulate)
     for workers, make in ((jc.make_mesh(data=K), jc.make_train_step), (K, jc.simulate)):
-        got = train(LateLinear, jc.already_mean(jc.plump_dp(), plan.where), workers, make)
+        got = train(LateLinear, jc.plump_dp(where=plan.exchanges), workers, make)
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, expected)
         assert np.abs(got["blocks"][0]["kernel"] - split(nnx.Linear)[1]["blocks"][0]["kernel"]).max() > 1e-3
 

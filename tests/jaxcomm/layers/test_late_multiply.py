@@ -46,16 +46,9 @@ def loss_with(mode, dtype=jnp.float32, axis_name="data"):
     return loss_fn
 
 
-def only(name, *parts):
-    """Marks the leaves of a layer."""
-
-    def where(params):
-        def is_marked(path, _):
-            return path[0].key == name and (not parts or path[1].key in parts)
-
-        return jax.tree_util.tree_map_with_path(is_marked, params)
-
-    return where
+def but(name, part=""):
+    """Chooses the other leaves than those of a layer."""
+    return lambda path, leaf: not path.startswith(f"{name}/{part}")
 
 
 def run(loss_fn, tx, workers, params=None, steps=10):
@@ -87,7 +80,7 @@ def dense(steps, dtype=jnp.float32):
 def test_ten_steps_are_those_of_a_dense_exchange_with_a_skipped_one_among_them(place):
     expected, losses = dense(10)
     workers = 4 if place == "4 simulated" else jc.make_mesh(data=int(place[-1]))
-    state, others = run(loss_with("late"), sgd(jc.already_mean(jc.plump_dp(), only("hidden"))), workers)
+    state, others = run(loss_with("late"), sgd(jc.plump_dp(where=but("hidden"))), workers)
     assert_close(state.params, expected)
     assert_close(others, losses)
     for name, start in parameters()["hidden"].items():
@@ -96,23 +89,20 @@ def test_ten_steps_are_those_of_a_dense_exchange_with_a_skipped_one_among_them(p
 
 def test_a_compressor_of_the_other_leaves_sees_what_it_would_see_anyway():
     """DCT-DP's thresholds are a tensor's own, so that it takes no notice of what another does."""
-    compressor = jc.dct_dp(0.5, dense_below=100, life_span=2, value_dtype="float32")
-    parts = {"hidden": "dense", "last": "sparse", "scale": "sparse"}
-    apart = optax.partition({"dense": jc.plump_dp(), "sparse": compressor}, parts)
-    with pytest.warns(UserWarning, match="one exchange"):
-        expected, losses = run(loss_with("reduce"), sgd(apart), 4, steps=4)
-    tx = sgd(jc.already_mean(compressor, only("hidden")))
+    options = {"where": but("hidden"), "dense_below": 100, "life_span": 2, "value_dtype": "float32"}
+    expected, losses = run(loss_with("reduce"), sgd(jc.dct_dp(0.5, **options, others=jc.plump_dp())), 4, steps=4)
+    tx = sgd(jc.dct_dp(0.5, **options))
     state, others = run(loss_with("late"), tx, jc.make_mesh(data=4), steps=4)
     assert_close(state.params, expected.params)
     assert_close(others, losses)
     assert 0 < float(jc.exchange_metrics(state.opt_state).sent) < 4 * M * OUT
-    assert np.any(state.opt_state[0].memory.residual.rows)
+    assert np.any(state.opt_state[0].residual.rows)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_bytes_are_predicted_and_no_all_reduce_of_the_kernel_is_left(dtype):
     K, rows = 4, 8 * ROWS
-    mesh, tx = jc.make_mesh(data=K), sgd(jc.already_mean(jc.plump_dp(), only("hidden")))
+    mesh, tx = jc.make_mesh(data=K), sgd(jc.plump_dp(where=but("hidden")))
     state, step = jc.init_state(parameters(), tx, mesh), jc.make_train_step(loss_with("late", dtype), tx, mesh)
     batch, itemsize = next(batches(rows=rows)), jnp.dtype(dtype).itemsize
     traced = jc.step_report(step, state, batch, params=parameters(), workers=K)
@@ -160,7 +150,7 @@ def test_an_odd_number_of_narrow_numbers_is_read_back_as_it_was(dtype):
 
 def test_bfloat16_trains_as_a_dense_exchange_of_bfloat16_layers_does():
     expected, losses = dense(4, jnp.bfloat16)
-    tx = sgd(jc.already_mean(jc.plump_dp(), only("hidden")))
+    tx = sgd(jc.plump_dp(where=but("hidden")))
     state, others = run(loss_with("late", jnp.bfloat16), tx, jc.make_mesh(data=4), steps=4)
     assert_close(others, losses, rtol=0.01)
     assert_close(state.params["hidden"], expected["hidden"], rtol=0.01, atol=0.003)
@@ -178,7 +168,7 @@ def test_leading_dimensions_are_rows_and_a_kernel_may_be_used_twice():
         return jc.late_multiply(x, kernel, mode="late")
 
     expected = params["kernel"] - jax.grad(loss_with(jnp.matmul))(params, batch)["kernel"]
-    tx = optax.chain(jc.already_mean(jc.plump_dp(), {"kernel": True}), optax.sgd(1.0))
+    tx = optax.chain(jc.plump_dp(where=lambda path, leaf: False), optax.sgd(1.0))
     for workers, make in ((jc.make_mesh(data=4), jc.make_train_step), (4, jc.simulate)):
         state, metrics = make(loss_with(late), tx, workers)(jc.init_state(params, tx, workers), batch)
         assert_close(state.params["kernel"], expected, atol=1e-6)
@@ -188,8 +178,8 @@ def test_leading_dimensions_are_rows_and_a_kernel_may_be_used_twice():
 def test_workers_along_two_axes():
     axes = ("slice", "data")
     mesh = jc.make_mesh(slice=2, data=2)
-    exchange = jc.hierarchical(jc.plump_dp(axis_name="slice"), inside="data", across="slice")
-    tx = sgd(jc.already_mean(exchange, only("hidden"), axis_name=axes))
+    exchange = jc.hierarchical(jc.plump_dp(axis_name="slice"), where=but("hidden"), inside="data", across="slice")
+    tx = sgd(exchange)
     for workers, make in ((mesh, jc.make_train_step), ((2, 2), jc.simulate)):
         state = jc.init_state(parameters(), tx, workers, axis_name=axes)
         step = make(loss_with("late", axis_name=axes), tx, workers, axis_name=axes)
@@ -203,7 +193,7 @@ def test_auto_takes_what_moves_fewer_bytes(rows, is_late):
     """2 N M / (N + M) = 48 for 60 x 40, where both move as many bytes."""
     K = 4
     assert 2 * N * M == 48 * (N + M)
-    tx = sgd(jc.already_mean(jc.plump_dp(), only("hidden")) if is_late else jc.plump_dp())
+    tx = sgd(jc.plump_dp(where=but("hidden")) if is_late else jc.plump_dp())
     mesh = jc.make_mesh(data=K)
     state, step = jc.init_state(parameters(), tx, mesh), jc.make_train_step(loss_with("auto"), tx, mesh)
     program = jc.step_report(step, state, next(batches(rows=rows)), params=parameters(), workers=K).program
@@ -241,31 +231,31 @@ def trace(loss_fn, tx, workers, make):
 @pytest.mark.parametrize("what", ["kernel", "bias"])
 def test_a_layer_that_multiplies_late_and_is_exchanged_too_is_refused(workers, make, what):
     other = {"kernel": "bias", "bias": "kernel"}[what]
-    message = rf"its {what} is the same on all workers, got .* wrap the exchange, jaxcomm.already_mean\(exchange, plan"
+    message = rf"The {what} of late_multiply must be replicated, .*; got .* Give the exchange where=plan.exchanges"
     with pytest.raises(ValueError, match=message):
-        trace(loss_with("late"), sgd(jc.already_mean(jc.plump_dp(), only("hidden", other))), workers, make)
+        trace(loss_with("late"), sgd(jc.plump_dp(where=but("hidden", other))), workers, make)
 
 
 @PLACES
 def test_an_exchange_without_the_wrapper_is_refused(workers, make):
-    with pytest.raises(ValueError, match="its kernel is the same on all workers"):
+    with pytest.raises(ValueError, match="The kernel of late_multiply must be replicated"):
         trace(loss_with("late"), sgd(jc.plump_dp()), workers, make)
 
 
 @PLACES
 def test_a_parameter_that_nobody_averages_is_refused(workers, make):
-    tx = sgd(jc.already_mean(jc.plump_dp(), only("hidden")))
+    tx = sgd(jc.plump_dp(where=but("hidden")))
     message = r"late_multiply alone, got a loss that uses \['hidden'\]\['bias'\], \['hidden'\]\['kernel'\] in another"
     with pytest.raises(ValueError, match=message):
         trace(loss_with("reduce"), tx, workers, make)
-    tx = sgd(jc.already_mean(jc.plump_dp(), only("last", "kernel")))
+    tx = sgd(jc.plump_dp(where=but("last", "kernel")))
     with pytest.raises(ValueError, match=r"a loss that uses \['last'\]\['kernel'\] in another way"):
         trace(loss_with("reduce"), tx, workers, make)
 
 
 @PLACES
 def test_a_second_use_of_a_kernel_is_refused_and_one_that_has_no_gradient_is_not(workers, make):
-    tx = sgd(jc.already_mean(jc.plump_dp(), only("hidden")))
+    tx = sgd(jc.plump_dp(where=but("hidden")))
 
     def with_penalty(params, x):
         return loss_with("late")(params, x) + 0.1 * jnp.sum(params["hidden"]["kernel"] ** 2)
@@ -284,19 +274,19 @@ def test_a_second_use_of_a_kernel_is_refused_and_one_that_has_no_gradient_is_not
 
 @PLACES
 def test_clipping_with_the_workers_own_gradients_before_the_exchange_is_refused(workers, make):
-    tx = optax.chain(optax.clip_by_global_norm(1.0), jc.already_mean(jc.plump_dp(), only("hidden")), optax.sgd(0.1))
-    with pytest.raises(ValueError, match=r"the mean is the same on all workers, got one at .*clip_by_global_norm, b"):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), jc.plump_dp(where=but("hidden")), optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"bypasses the exchange must be already reduced; got one at"):
         trace(loss_with("late"), tx, workers, make)
 
 
 def test_the_proof_works_while_another_mesh_is_in_use():
     with jax.set_mesh(jc.make_mesh(data=2)):
-        trace(loss_with("late"), sgd(jc.already_mean(jc.plump_dp(), only("hidden"))), "mesh", jc.make_train_step)
+        trace(loss_with("late"), sgd(jc.plump_dp(where=but("hidden"))), "mesh", jc.make_train_step)
 
 
 def test_the_trap_is_refused_for_the_leaves_that_are_not_marked():
     """A user's own shard_map that forgets to make the others each worker's own."""
-    tx, mesh = jc.already_mean(jc.plump_dp(), only("hidden")), jc.make_mesh(data=2)
+    tx, mesh = jc.plump_dp(where=but("hidden")), jc.make_mesh(data=2)
     state = jc.init_state(parameters(), tx, mesh).opt_state
 
     def worker(params, state, batch):

@@ -84,19 +84,17 @@ def test_parameters_are_searched_for_matrices_of_the_name_kernel():
     ],
 )
 def test_kernel_and_bias_of_late_layers_are_marked(kernels):
-    marks = jc.plan_late_multiply(kernels, 4, 4).where(PARAMS)
+    plan = jc.plan_late_multiply(kernels, 4, 4)
+
+    def is_marked(path, leaf):
+        return not plan.exchanges(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+
+    marks = jax.tree_util.tree_map_with_path(is_marked, PARAMS)
     assert marks == {
         "embedding": False,
         "blocks": {0: {"kernel": False, "bias": False}, 1: {"kernel": True}},
         "last": {"layer": {"kernel": True, "bias": True, "scale": False}},
     }
-
-
-@pytest.mark.parametrize("kernels", [{"block": (40, 30)}, {"blocks/1": (40, 31)}, {"blocks/0": (40, 30)}])
-def test_a_late_layer_that_is_not_in_the_parameters_is_refused(kernels):
-    plan = jc.plan_late_multiply(kernels, 4, 4)
-    with pytest.raises(ValueError, match=f"a kernel of the planned shape, got none at {next(iter(kernels))} in"):
-        plan.where(PARAMS)
 
 
 def test_one_worker_receives_nothing_in_either_way():

@@ -137,7 +137,7 @@ def test_numbers_keep_their_rules(factory, name, value, rule, remedy):
 
 
 def test_mask_codec_is_one_of_two_or_auto():
-    with pytest.raises(ValueError, match="one of bitmap, coded, got mask_codec='rice': pass one"):
+    with pytest.raises(ValueError, match="mask_codec must be one of bitmap, coded, got 'rice': or"):
         jc.iwp(mask_codec="rice")
 
 

@@ -38,13 +38,14 @@ def returned(tx, updates, steps, params=None, counter="step"):
     """What every worker gets for its updates in step 0, 1, ..., each time from the first state: (K, steps, ...).
 
     Args:
-      counter: what the state's field is called from which the step's random numbers are drawn.
+      counter: the field of the state, or of its memory, from which the step's random numbers are drawn.
     """
     first = tx.init(jax.tree.map(lambda rows: jnp.zeros(rows.shape[1:]), updates) if params is None else params)
 
     def worker(own):
         def step(_, i):
-            out, state = tx.update(own, first._replace(**{counter: i}), params)
+            counted = {"step": i} if counter == "step" else {"memory": first.memory._replace(**{counter: i})}
+            out, state = tx.update(own, first.replace(**counted), params)
             return None, (out, jc.exchange_metrics(state).skipped)
 
         return jax.lax.scan(step, None, jnp.arange(steps, dtype=jnp.int32))[1]

@@ -222,7 +222,9 @@ def test_a_mesh_and_a_simulation_agree_and_so_do_the_devices(K, tree):
         assert out.skipped == (kind == "nan")
         for name in grads:
             close(out.means[name], expected.means[name], grads[name])
-        for got, want in zip((out.residual, *out.state.memory), (expected.residual, *expected.state.memory), strict=True):
+        for got, want in zip(
+            (out.residual, *out.state.memory), (expected.residual, *expected.state.memory), strict=True
+        ):
             close(got, want, *grads.values())
         means, state = mesh.last
         for array in [*means.values(), *state.memory, *state.metrics]:

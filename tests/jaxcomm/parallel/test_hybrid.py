@@ -13,9 +13,9 @@ from jaxcomm.parallel.hybrid_state import hybrid_state_shapes, init_hybrid_state
 from jaxcomm.parallel.unreduced import make_unreduced_step
 from tests.jaxcomm.parallel import sliced
 
-SGD = optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(optax.linear_schedule(0.3, 0.1, 10), momentum=0.9))
+SGD = jc.chain(optax.add_decayed_weights(1e-2), optax.sgd(optax.linear_schedule(0.3, 0.1, 10), momentum=0.9))
 # The whole tensors' norms count: of all slices together, and every block once.
-ADAMW = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.03, weight_decay=0.1))
+ADAMW = jc.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.03, weight_decay=0.1))
 
 
 def assert_same_params(name, state, expected):
@@ -30,7 +30,7 @@ def assert_same_params(name, state, expected):
 @pytest.mark.parametrize("name", sliced.WAYS)
 def test_ten_steps_equal_one_device(name):
     """Momentum, a schedule and weight decay included: the paper's two tricks are consequences."""
-    state, metrics = sliced.trained(name, optax.chain(jc.plump_dp(), SGD), 10)
+    state, metrics = sliced.trained(name, jc.chain(jc.plump_dp(), SGD), 10)
     assert_same_params(name, state, sliced.trained_on_one_device(SGD, 10))
     assert int(state.step) == 10
     assert int(metrics["skipped"]) == 0
@@ -38,7 +38,7 @@ def test_ten_steps_equal_one_device(name):
 
 @pytest.mark.parametrize("name", ["split", "tensor parallel", "unreduced"])
 def test_what_comes_after_the_exchange_sees_whole_arrays(name):
-    state, _ = sliced.trained(name, optax.chain(jc.plump_dp(), ADAMW), 5)
+    state, _ = sliced.trained(name, jc.chain(jc.plump_dp(), ADAMW), 5)
     expected = sliced.trained_on_one_device(ADAMW, 5)
     assert_same_params(name, state, expected)
     unclipped = sliced.trained_on_one_device(optax.adamw(0.03, weight_decay=0.1), 5)
@@ -48,8 +48,8 @@ def test_what_comes_after_the_exchange_sees_whole_arrays(name):
 def test_a_part_of_the_parameters_may_decay():
     """A mask of the parameters' tree, in what comes after the exchange."""
     mask = jax.tree.map(lambda leaf: leaf.ndim > 1, sliced.params())
-    rest = optax.chain(optax.add_decayed_weights(0.1, mask=mask), optax.masked(optax.trace(0.9), mask), optax.sgd(0.1))
-    state, _ = sliced.trained("split", optax.chain(jc.plump_dp(), rest), 3)
+    rest = jc.chain(optax.add_decayed_weights(0.1, mask=mask), optax.masked(optax.trace(0.9), mask), optax.sgd(0.1))
+    state, _ = sliced.trained("split", jc.chain(jc.plump_dp(), rest), 3)
     assert_same_params("split", state, sliced.trained_on_one_device(rest, 3))
     trace = state.opt_state.rest[1].inner_state.trace
     assert trace["up"]["kernel"].sharding.spec == sliced.OVER_WORKERS["up"]["kernel"]
@@ -58,15 +58,15 @@ def test_a_part_of_the_parameters_may_decay():
 @pytest.mark.parametrize("name", ["split", "tensor parallel"])
 def test_weight_decay_before_the_exchange_is_that_of_one_device(name):
     decay, sgd = optax.add_decayed_weights(0.1), optax.sgd(0.3, momentum=0.9)
-    state, _ = sliced.trained(name, optax.chain(decay, jc.plump_dp(), sgd), 5)
-    expected = sliced.trained_on_one_device(optax.chain(decay, sgd), 5)
+    state, _ = sliced.trained(name, jc.chain(decay, jc.plump_dp(), sgd), 5)
+    expected = sliced.trained_on_one_device(jc.chain(decay, sgd), 5)
     assert_same_params(name, state, expected)
 
 
 @pytest.mark.parametrize("name", ["split", "partitioned", "unreduced"])
 def test_a_step_that_is_not_finite_is_skipped_by_all(name):
     make, loss_fn, specs, mesh = sliced.WAYS[name]
-    mesh, tx = mesh(), optax.chain(jc.sign(), SGD)
+    mesh, tx = mesh(), jc.chain(jc.sign(), SGD)
     state = init_hybrid_state(sliced.params(), tx, mesh, specs)
     step = sliced.compiled(make(loss_fn, tx, mesh, specs, donate=False), state)
     first, second = sliced.batches(2)
@@ -88,7 +88,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(name):
 def test_scalars_and_running_statistics(name):
     """A running mean of the rows, and a scalar: means over all workers, kept when a step is skipped."""
     make, loss_fn, specs, mesh = sliced.WAYS[name]
-    mesh, tx = mesh(), optax.chain(jc.plump_dp(), optax.sgd(0.1))
+    mesh, tx = mesh(), jc.chain(jc.plump_dp(), optax.sgd(0.1))
 
     def with_state(params, model_state, batch):
         running = 0.5 * model_state["mean"] + 0.5 * jnp.mean(batch["label"], axis=0)
@@ -111,7 +111,7 @@ def test_scalars_and_running_statistics(name):
 @pytest.mark.parametrize("name", ["split", "tensor parallel", "unreduced"])
 def test_the_state_lies_as_the_parameters_do(name):
     _, _, specs, mesh = sliced.WAYS[name]
-    mesh, tx = mesh(), optax.chain(jc.powersgd(2), optax.adamw(0.1))
+    mesh, tx = mesh(), jc.chain(jc.powersgd(2), optax.adamw(0.1))
     state = init_hybrid_state(sliced.params(), tx, mesh, specs)
     moments = state.opt_state.rest[0]
     for tree in (state.params, moments.mu, moments.nu):
@@ -130,7 +130,7 @@ def same_place(array, shape):
 
 def test_a_donated_state_leaves_the_callers_parameters_alone():
     """Even where they lie on the mesh already, as the state's do."""
-    tx, mesh, specs = optax.chain(jc.plump_dp(), SGD), jc.make_mesh(data=4), sliced.OVER_WORKERS
+    tx, mesh, specs = jc.chain(jc.plump_dp(), SGD), jc.make_mesh(data=4), sliced.OVER_WORKERS
     mine = hybrid_state_shapes(sliced.params(), tx, mesh, specs).params
     mine = jax.device_put(sliced.params(), jax.tree.map(lambda leaf: leaf.sharding, mine))
     state = init_hybrid_state(mine, tx, mesh, specs)
@@ -144,14 +144,14 @@ def test_a_loss_that_differs_along_another_axis_is_refused():
         hidden = jnp.tanh(sliced.bottom(params, batch["image"]) @ params["up"]["kernel"])
         return jnp.mean((hidden @ params["down"]["kernel"]) ** 2)
 
-    tx, mesh = optax.chain(jc.plump_dp(), SGD), jc.make_mesh(data=2, model=2)
+    tx, mesh = jc.chain(jc.plump_dp(), SGD), jc.make_mesh(data=2, model=2)
     state = hybrid_state_shapes(sliced.params(), tx, mesh, sliced.OVER_MODEL)
     with pytest.raises(ValueError, match=r"than 'data', got one at .*'loss'.* that may differ along \['model'\]"):
         make_hybrid_step(parts, tx, mesh, sliced.OVER_MODEL).trace(state, next(sliced.batches(1)))
 
 
 def test_a_loss_that_is_not_a_scalar_and_a_lost_model_state_are_refused():
-    tx, mesh = optax.chain(jc.plump_dp(), SGD), jc.make_mesh(data=2)
+    tx, mesh = jc.chain(jc.plump_dp(), SGD), jc.make_mesh(data=2)
     state, batch = hybrid_state_shapes(sliced.params(), tx, mesh, P()), next(sliced.batches(1))
     with pytest.raises(ValueError, match=r"are scalars, got 'rows' of shape \(4,\): take its mean"):
         make_hybrid_step(
@@ -162,7 +162,7 @@ def test_a_loss_that_is_not_a_scalar_and_a_lost_model_state_are_refused():
 
 
 def test_axes_of_the_other_type_are_refused():
-    tx = optax.chain(jc.plump_dp(), SGD)
+    tx = jc.chain(jc.plump_dp(), SGD)
     for make in (make_hybrid_step, make_partitioned_step):
         with pytest.raises(ValueError, match=r"axes of type Auto, got .*make_mesh, or use make_unreduced_step"):
             make(sliced.whole, tx, sliced.explicit_mesh(2, 1), P())
@@ -171,7 +171,7 @@ def test_axes_of_the_other_type_are_refused():
 
 
 def test_another_state_and_a_batch_that_does_not_divide_are_refused():
-    tx, mesh = optax.chain(jc.plump_dp(), SGD), jc.make_mesh(data=4)
+    tx, mesh = jc.chain(jc.plump_dp(), SGD), jc.make_mesh(data=4)
     step, batch = make_hybrid_step(sliced.split, tx, mesh, sliced.OVER_WORKERS), next(sliced.batches(1))
     with pytest.raises(ValueError, match=r"takes its own state, got an optimizer's state of tuple: make it with"):
         step.trace(jc.init_state(sliced.params(), tx, mesh), batch)

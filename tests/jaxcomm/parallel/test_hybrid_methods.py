@@ -20,7 +20,7 @@ METHODS = {"dct_dp": jc.dct_dp(0.9, life_span=2), "powersgd": jc.powersgd(2), "q
 )
 def test_ways_agree_with_compression(method, ways):
     """By hand, by the compiler, and on a mesh of Explicit axes."""
-    tx = optax.chain(METHODS[method], optax.sgd(0.1, momentum=0.9))
+    tx = jc.chain(METHODS[method], optax.sgd(0.1, momentum=0.9))
     by_hand, metrics = sliced.trained("tensor parallel", tx, 3)
     dense = sliced.trained_on_one_device(optax.sgd(0.1, momentum=0.9), 3)
     assert 1e-6 < np.abs(np.asarray(by_hand.params["up"]["kernel"]) - dense["up"]["kernel"]).max() < 0.1
@@ -34,7 +34,7 @@ def test_ways_agree_with_compression(method, ways):
 
 
 def test_without_slices_it_is_the_data_parallel_step():
-    tx, mesh = optax.chain(jc.sign(), optax.sgd(0.1, momentum=0.9)), jc.make_mesh(data=4)
+    tx, mesh = jc.chain(jc.sign(), optax.sgd(0.1, momentum=0.9)), jc.make_mesh(data=4)
     state, other = init_hybrid_state(sliced.params(), tx, mesh, P()), jc.init_state(sliced.params(), tx, mesh)
     step = sliced.compiled(make_hybrid_step(sliced.whole, tx, mesh, P()), state)
     expected = sliced.compiled(jc.make_train_step(sliced.whole, tx, mesh), other)

@@ -15,7 +15,7 @@ from jaxcomm.parallel.hybrid_state import hybrid_state_shapes
 from jaxcomm.parallel.unreduced import make_unreduced_step
 from tests.jaxcomm.parallel import sliced
 
-SGD = optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(0.1, momentum=0.9))
+SGD = jc.chain(optax.add_decayed_weights(1e-2), optax.sgd(0.1, momentum=0.9))
 METHODS = {"plump_dp": jc.plump_dp(), "quant_dp": jc.quant_dp(8)}
 
 
@@ -35,7 +35,7 @@ def wire_of(name, tx, data, model=None):
 
 
 def test_bytes_of_a_hybrid_step_are_the_layers_and_the_exchange_of_the_rest():
-    tx, K = optax.chain(METHODS["quant_dp"], SGD), 4
+    tx, K = jc.chain(METHODS["quant_dp"], SGD), 4
     compiled, traced = wire_of("split", tx, K)
     assert compiled.received == traced.received
     layers = plan_split_dense((sliced.FEATURES, sliced.HIDDEN, sliced.CLASSES), sliced.ROWS, K)
@@ -47,7 +47,7 @@ def test_bytes_of_a_hybrid_step_are_the_layers_and_the_exchange_of_the_rest():
 
 
 def test_bytes_of_one_worker_are_rows_errors_and_the_exchange_of_the_rest():
-    tx, K = optax.chain(jc.plump_dp(), SGD), 4
+    tx, K = jc.chain(jc.plump_dp(), SGD), 4
     compiled, traced = wire_of("one worker", tx, K)
     assert compiled.received == traced.received
     features, labels = 4 * sliced.ROWS * sliced.FEATURES, 4 * sliced.ROWS * sliced.CLASSES
@@ -73,7 +73,7 @@ def test_a_gradient_in_slices_is_not_gathered(name, method):
     """On 4 x 2 devices, by the number that takes part: what goes over the workers is the slices' exchange, and what
     goes over the model axis is smaller than the smallest gradient in slices."""
     exchange = METHODS[method]
-    compiled, traced = wire_of(name, optax.chain(exchange, SGD), 4, 2)
+    compiled, traced = wire_of(name, jc.chain(exchange, SGD), 4, 2)
     over = {K: [t for _, t in compiled.operations() if t.workers == K] for K in (2, 4, 8)}
     sliced_shapes, copied = slices_over_model()
     predicted = sum(jc.wire_report(exchange, shapes, 4).received for shapes in (sliced_shapes, copied))

@@ -1,0 +1,231 @@
+"""An exchange of some leaves: others bypass it or go to a second exchange, in one vote."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+from jaxcomm.exchange import bypassing
+from tests.jaxcomm.cases import CASES
+
+K = 2
+PARAMS = {
+    "own": np.arange(3000, dtype=np.float32),
+    "passed": np.ones((3, 2), np.float32),
+    "small": np.ones(2, np.float32),
+}
+WHERE = "own|small"
+FIRST = list({case.method: case for case in reversed(CASES)}.values())  # the first case of every method
+
+
+def update_of(tx):
+    """An update of K simulated workers, of gradients (K, ...), for `passed` one for all; and the first state."""
+    state = jc.init_state(PARAMS, tx, K).opt_state
+    own = jax.tree.map(lambda node: 0 if is_rows(node) else None, state, is_leaf=is_rows)
+    axes = {"own": 0, "passed": None, "small": 0}
+
+    def cut(state, index):
+        def rows(node):
+            return jax.tree.map(lambda leaf: leaf[index], node) if is_rows(node) else node
+
+        return jax.tree.map(rows, state, is_leaf=is_rows)
+
+    @jax.jit
+    def update(gradients, state):
+        workers = jax.vmap(
+            lambda g, s: tx.update(g, s, PARAMS), in_axes=(axes, own), out_axes=(None, own), axis_name="data"
+        )
+        means, new = workers(gradients, cut(state, np.s_[:, None]))
+        return means, cut(new, np.s_[:, 0])
+
+    return update, state
+
+
+def is_rows(node):
+    return isinstance(node, jc.PerWorker)
+
+
+def rows_of(state):
+    return [node for node in jax.tree.leaves(state, is_leaf=is_rows) if is_rows(node)]
+
+
+def gradients(seed=0):
+    rng = np.random.default_rng(seed)
+    own = rng.normal(size=(K, 3000)), rng.normal(size=(3, 2)), rng.normal(size=(K, 2))
+    return dict(zip(PARAMS, map(np.float32, own), strict=True))
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_every_exchange_skips_all_if_a_passed_gradient_is_not_finite_and_the_other_way(case):
+    update, state = update_of(case.make(where=WHERE, **({"momentum": 0.0} if case.momentum else {})))
+    means, state = update(gradients(), state)
+    np.testing.assert_array_equal(means["passed"], gradients()["passed"])
+    np.testing.assert_allclose(means["small"], gradients()["small"].mean(0), rtol=1e-6)
+    assert np.any(means["own"])
+    assert int(jc.exchange_metrics(state).skipped) == 0
+    for name in ("passed", "own"):
+        bad = gradients()
+        bad[name].flat[1] = np.nan
+        means, new = update(bad, state)
+        assert int(jc.exchange_metrics(new).skipped) == 1
+        assert not any(np.any(mean) for mean in means.values())
+        jax.tree.map(np.testing.assert_array_equal, rows_of(new), rows_of(state))
+
+
+def test_the_others_are_exchanged_as_without_the_passed():
+    exchange = jc.topk(0.9, value_dtype="float32")
+    update, state = update_of(jc.topk(0.9, value_dtype="float32", where=WHERE))
+    means, new = update(gradients(), state)
+    others = {name: leaf for name, leaf in gradients().items() if name != "passed"}
+    inner = exchange.init({name: PARAMS[name] for name in others})
+    alone = jax.jit(jax.vmap(lambda g: exchange.update(g, inner)[1], axis_name="data"))(others)
+    np.testing.assert_allclose(new.residual.rows, alone.residual.rows[:, 0], rtol=1e-6)
+    assert int(jc.exchange_metrics(new).sent) == K * 300
+    assert np.count_nonzero(means["own"]) <= K * 300
+
+
+def test_all_may_be_passed_and_none_may_be():
+    tx, axes = jc.topk(0.9, where="none"), dict.fromkeys(PARAMS, None)
+    update = jax.jit(jax.vmap(tx.update, in_axes=(axes, None), out_axes=None, axis_name="data", axis_size=K))
+    same = {name: leaf + 1 for name, leaf in PARAMS.items()}
+    means, state = update(same, tx.init(PARAMS))
+    assert int(jc.exchange_metrics(state).skipped) == 0
+    jax.tree.map(np.testing.assert_array_equal, means, same)
+    means, state = update({**same, "small": np.full(2, np.inf, np.float32)}, state)
+    assert int(jc.exchange_metrics(state).skipped) == 1
+    assert not any(np.any(mean) for mean in means.values())
+    assert jc.wire_report(tx, PARAMS, 4).received == 0
+    none = jc.topk(0.9, where=lambda path, leaf: path in PARAMS and leaf.size > 0)
+    assert jc.wire_report(none, PARAMS, 4) == jc.wire_report(jc.topk(0.9), PARAMS, 4)
+
+
+def test_a_report_counts_the_others_and_what_is_beside():
+    tx = optax.chain(jc.plump_dp(where=WHERE), optax.adam(0.1))
+    report = jc.wire_report(tx, PARAMS, 4)
+    assert report.received == 1.5 * 4 * 3002
+    assert report.dense == 1.5 * 4 * 3008
+    gather = jc.Traffic("all_gather", 8, 4)
+    assert jc.wire_report(tx, PARAMS, 4, beside=[gather]).received == report.received + 3 * 8
+
+
+def test_the_state_is_placed_resized_and_read_like_any_other():
+    tx = optax.chain(jc.dct_dp(0.9, where=WHERE), optax.adam(0.1))
+    state = jc.init_state(PARAMS, tx, 4)
+    assert bypassing(state.opt_state, PARAMS) == {"['passed']"}
+    assert bypassing(optax.adam(0.1).init(PARAMS), PARAMS) == frozenset()
+    specs = jc.state_specs(state).opt_state[0]
+    assert (specs.residual.rows, specs.step) == (P("data"), P())
+    exchange, adam = state.opt_state
+    rows = jc.PerWorker(jnp.arange(4 * 3072, dtype=jnp.float32).reshape(4, 3072))
+    exchange = exchange.replace(memory=exchange.memory._replace(due=jnp.asarray(False)), residual=rows)
+    resized = jc.resize_workers(state._replace(opt_state=(exchange, adam)), 2)
+    exchange = resized.opt_state[0]
+    np.testing.assert_allclose(exchange.residual.rows.mean(0), rows.rows.mean(0))
+    assert exchange.residual.rows.shape == (2, 3072)
+    assert bool(exchange.memory.due)
+    assert jax.tree.structure(resized) == jax.tree.structure(state)
+
+
+def test_momentum_inside_is_refused_where_gradients_bypass_it():
+    for factory in (jc.dgc, jc.iwp):
+        with pytest.raises(ValueError, match=r"momentum must be 0 where some gradients bypass the exchange, got 0.9"):
+            factory(momentum=0.9, where=WHERE)
+        factory(momentum=0.9, where=WHERE, others=jc.plump_dp())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"others": jc.plump_dp()}, "others must be the exchange of what where= leaves out; got no where="),
+        ({"where": "w", "others": optax.sgd(0.1)}, "others of topk must be an exchange of gradients; got"),
+        ({"where": "w", "others": jc.slim_dp()}, "others of topk must be an exchange of gradients; got"),
+        ({"where": "w", "others": jc.plump_dp(where="s")}, "others of topk must be an exchange of gradients; got"),
+        ({"where": "none", "others": jc.plump_dp()}, "where must choose some parameters; got 'none', .* as in 'own'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        jc.topk(**options).init(PARAMS)
+
+
+def test_a_local_method_takes_all_parameters():
+    for make in (lambda: jc.local_sgd(exchange=jc.plump_dp(), where="own"), lambda: jc.plump_dp(p=2, where="own")):
+        with pytest.raises(ValueError, match="where must be None for local_sgd, got 'own'"):
+            make()
+    with pytest.raises(ValueError, match=r"exchange of local_sgd must be an exchange of gradients; got .*bypass it"):
+        jc.local_sgd(exchange=jc.plump_dp(where=WHERE)).init(PARAMS)
+
+
+# A second exchange.
+
+
+def second(bad=None):
+    """The means and the state of one step, the others in a second exchange; a gradient with NaN at `bad`."""
+    tx = jc.topk(0.9, value_dtype="float32", where="own", others=jc.sign(dense_below=2))
+    state = tx.init(PARAMS)
+    rng = np.random.default_rng(0)
+    grads = {name: rng.normal(size=(K, *leaf.shape)).astype(np.float32) for name, leaf in PARAMS.items()}
+    if bad is not None:
+        grads[bad].flat[1] = np.nan
+    step = jax.jit(jax.vmap(lambda g: tx.update(g, state, PARAMS), axis_name="data"))
+    return grads, state, *step(grads)
+
+
+def test_each_part_is_exchanged_as_by_its_method_alone():
+    grads, _, means, new = second()
+    for tx, names in ((jc.topk(0.9, value_dtype="float32"), ["own"]), (jc.sign(dense_below=2), ["passed", "small"])):
+        first, own = tx.init({name: PARAMS[name] for name in names}), {name: grads[name] for name in names}
+        alone, state = jax.jit(jax.vmap(lambda g, tx=tx, first=first: tx.update(g, first), axis_name="data"))(own)
+        jax.tree.map(np.testing.assert_array_equal, {name: means[name] for name in names}, alone)
+        mine = new.residual if names == ["own"] else new.others.residual
+        np.testing.assert_array_equal(mine.rows, state.residual.rows)
+    assert new.metrics.sent[0] == K * 300 + K * 8
+
+
+@pytest.mark.parametrize("bad", ["own", "passed"])
+def test_if_one_part_skips_so_do_both(bad):
+    _, state, means, new = second(bad)
+    assert new.metrics.skipped.tolist() == [1, 1]
+    assert new.metrics.sent.tolist() == [0, 0]
+    assert not any(np.any(mean) for mean in means.values())
+    for before, after in ((state.residual, new.residual), (state.others.residual, new.others.residual)):
+        np.testing.assert_array_equal(after.rows, np.broadcast_to(before.rows, after.rows.shape))
+
+
+def test_a_second_exchange_costs_its_own_bytes_and_runs_on_a_mesh():
+    tx = jc.chain(jc.topk(0.9, where="own", others=jc.plump_dp()), optax.sgd(0.1))
+    alone = jc.wire_report(jc.topk(0.9), {"own": PARAMS["own"]}, 4).received
+    report = jc.wire_report(tx, PARAMS, 4)
+    assert report.received == alone + 1.5 * 4 * 8
+    mesh, batch = jc.make_mesh(data=4), np.ones((8, 3000), np.float32)
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params["own"]) ** 2) + jnp.sum(params["passed"] ** 2) + jnp.sum(params["small"])
+
+    state, step = jc.init_state(PARAMS, tx, mesh), jc.make_train_step(loss, tx, mesh, donate=False)
+    jc.verify(step, state, batch, tx=tx, params=PARAMS, workers=4)
+    simulated = jc.simulate(loss, tx, 4)(jc.init_state(PARAMS, tx, 4), batch)[0].params
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), step(state, batch)[0].params, simulated)
+
+
+def test_outside_of_the_axis_it_is_refused():
+    for where in (WHERE, "none"):
+        tx = jc.plump_dp(where=where)
+        with pytest.raises(ValueError, match="got no axis 'data'"):
+            tx.update(PARAMS, tx.init(PARAMS))
+
+
+def test_a_marked_gradient_that_differs_between_workers_is_refused():
+    tx, mesh = jc.plump_dp(where=WHERE), jc.make_mesh(data=2)
+    state = tx.init(PARAMS)
+
+    def worker(gradients):
+        own = jax.lax.pcast(gradients, "data", to="varying")
+        return tx.update(own, state)[0]
+
+    step = jax.shard_map(worker, mesh=mesh, in_specs=P(), out_specs=P())
+    with pytest.raises(ValueError, match=r"must be already reduced; got one at .*'passed'.* differs along 'data'"):
+        jax.jit(step).trace(PARAMS)
