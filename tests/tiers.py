@@ -222,7 +222,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "test_verify_proves_a_train_step": ("plump",),
     },
-    "tests/jaxcomm/methods/test_already_mean.py": {
+    "tests/jaxcomm/methods/test_where.py": {
         "test_every_exchange_skips_all_if_a_passed_gradient_is_not_finite_and_the_other_way": ("plump_dp()",),
         "test_the_others_are_exchanged_as_without_the_passed": (),
     },

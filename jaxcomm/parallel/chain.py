@@ -170,7 +170,7 @@ class SplitChain(NamedTuple):
     before: optax.GradientTransformation
     exchange: optax.GradientTransformation
     after: optax.GradientTransformation
-    warnings: list[str]
+    warnings: tuple[str, ...]
     momentum: float
     whole_tensors: str
 
@@ -216,7 +216,7 @@ def split_chain(
     parts = (links[:place], links[: place + 1], links[place + 1 :])
     return SplitChain(
         *(optax.chain(*part) if part else optax.identity() for part in parts),
-        warnings=warnings,
+        warnings=tuple(warnings),
         momentum=momentum_inside(exchange),
         whole_tensors=" and ".join(whole),
     )

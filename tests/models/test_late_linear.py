@@ -77,7 +77,7 @@ def test_its_mode_and_axis_are_those_of_late_multiply(mode):
     )
     state = jc.init_state(params, tx, mesh, axis_name="workers")
     if mode == "late":
-        with pytest.raises(ValueError, match="late_multiply makes the workers' mean gradient"):
+        with pytest.raises(ValueError, match="of late_multiply must be replicated"):
             step.trace(state, batches()[0])
     else:
         step.trace(state, batches()[0])

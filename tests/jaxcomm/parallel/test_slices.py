@@ -88,7 +88,7 @@ def test_rows_of_slices_have_their_specs_and_are_not_resized():
     specs = jax.tree.leaves(jc.state_specs(state), is_leaf=lambda node: isinstance(node, P))
     assert {str(P("data")), str(P(("data", "model"))), str(P(("model",))), str(P())} >= set(map(str, specs))
     assert P(("data", "model")) in specs
-    with pytest.raises(ValueError, match=r"lie along .*'model'.*, got a state of parameters in slices"):
+    with pytest.raises(ValueError, match=r"got rows of shards, along \('data', 'model'\)"):
         jc.resize_workers(state, 3)
 
 
@@ -150,7 +150,7 @@ def test_a_chain_is_split_at_its_exchange():
     [
         (optax.sgd(0.1), "needs one transformation that averages over the workers, got a chain without"),
         (jc.chain(jc.plump_dp(), jc.plump_dp()), "got plump_dp and plump_dp in one chain"),
-        (jc.chain(jc.plump_dp(), optax.sgd(0.1)), "must keep its links; got an optax.chain, .* Write jaxcomm.chain"),
+        (optax.chain(jc.plump_dp(), optax.sgd(0.1)), "must keep its links; got an optax.chain, .* Write jaxcomm.chain"),
         (jc.chain(optax.sgd(0.1), jc.plump_dp(p=2)), "no parameters of their own; got local_sgd, a local method"),
         (jc.plump_dp(where="copy"), "got an exchange with where= and no others="),
         (jc.chain(optax.clip_by_global_norm(1.0), jc.plump_dp()), "sees shards; got link 0, which looks at whole"),
