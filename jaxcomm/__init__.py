@@ -21,6 +21,7 @@ from jaxcomm.layers import (
 from jaxcomm.methods import (
     dct_dp,
     dgc,
+    ef21,
     hierarchical,
     iwp,
     local_sgd,
@@ -77,6 +78,7 @@ __all__ = [
     "dct_dp",
     "dct_mp",
     "dgc",
+    "ef21",
     "exchange_metrics",
     "features_to_rows",
     "global_params",

@@ -2,6 +2,7 @@
 
 from jaxcomm.methods.dct_dp import DctDp, dct_dp
 from jaxcomm.methods.dgc import Dgc, dgc
+from jaxcomm.methods.ef21 import Ef21, ef21
 from jaxcomm.methods.hierarchical import Hierarchical, hierarchical
 from jaxcomm.methods.iwp import Iwp, iwp
 from jaxcomm.methods.local_sgd import LocalSgd, local_sgd
@@ -17,6 +18,7 @@ from jaxcomm.methods.topk import TopK, topk
 __all__ = [
     "DctDp",
     "Dgc",
+    "Ef21",
     "Hierarchical",
     "Iwp",
     "LocalSgd",
@@ -30,6 +32,7 @@ __all__ = [
     "TopK",
     "dct_dp",
     "dgc",
+    "ef21",
     "hierarchical",
     "iwp",
     "local_sgd",
