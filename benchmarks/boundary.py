@@ -151,7 +151,7 @@ def _time(sparsity: float, boundary: Any, config: Config, control: Control) -> l
     from jax.sharding import PartitionSpec as P
 
     import jaxcomm as jc
-    from jaxcomm.hlo import read_program
+    from jaxcomm.accounting.hlo import read_program
     from models.dlrm import Dlrm
     from models.functional import apply, cut
 
@@ -181,12 +181,12 @@ def _time(sparsity: float, boundary: Any, config: Config, control: Control) -> l
     everywhere = NamedSharding(mesh, P("data"))
     batch = {name: jax.make_array_from_process_local_data(everywhere, rows) for name, rows in host_batch.items()}
     tx = optax.chain(jc.plump_dp(), optax.sgd(0.1))
-    state = jax.jit(lambda params: jc.init_pipeline(pipeline, params, tx, mesh))(params)
-    step = jc.make_pipeline_step(pipeline, tx, mesh)
+    state = jax.jit(lambda params: jc.make_train_step(pipeline, tx, mesh).init(params))(params)
+    step = jc.make_train_step(pipeline, tx, mesh)
 
     control.set_rate("none")
     compiled = step.lower(state, batch).compile()
-    costs = jc.pipeline_report(pipeline, tx, batch, 1).boundaries
+    costs = jc.parallel.pipeline_report(pipeline, tx, batch, 1).boundaries
     predicted = [0] * config.stages
     for stage, each in enumerate(costs):
         predicted[stage + 1] += each.forward

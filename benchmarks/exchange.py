@@ -216,14 +216,14 @@ def _time_method(
     from jax.sharding import PartitionSpec as P
 
     import jaxcomm as jc
-    from jaxcomm.hlo import read_program
+    from jaxcomm.accounting.hlo import read_program
 
     tx = _make(method, config.sparsity)
     like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in weights]
     state_like = jax.eval_shape(tx.init, like)
     specs = jc.state_specs(state_like)
 
-    is_local = jc.communication_period(state_like) is not None
+    is_local = jc.exchange.communication_period(state_like) is not None
     updated = P("data") if is_local else P()
 
     def exchange(gradients: Any, state: Any, params: Any) -> Any:

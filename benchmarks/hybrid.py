@@ -115,7 +115,7 @@ def measure(layout: str, K: int, batch: int, image: int) -> Record:
     import jax.numpy as jnp
 
     import jaxcomm as jc
-    from jaxcomm.hlo import read_program
+    from jaxcomm.accounting.hlo import read_program
 
     mesh = jc.make_mesh(data=K)
     rows = {
@@ -174,8 +174,6 @@ def step_of(layout: str, mesh: Any, batch: int, image: int) -> tuple[Any, Any]:
 
     import jaxcomm as jc
     from jaxcomm.layers.split_dense import on_one_worker, plan_split_dense, split_dense
-    from jaxcomm.parallel.hybrid import make_hybrid_step
-    from jaxcomm.parallel.hybrid_state import hybrid_state_shapes
 
     K = mesh.size
     shapes, features = parameters(image)
@@ -218,7 +216,8 @@ def step_of(layout: str, mesh: Any, batch: int, image: int) -> tuple[Any, Any]:
             shapes[index] = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((K, *leaf.shape), leaf.dtype), shapes[index])
     loss = {"data-parallel": data_parallel, "hybrid, slices": slices, "hybrid, one device": one_device}[layout]
     tx = jc.chain(jc.plump_dp(), optax.add_decayed_weights(5e-4), optax.sgd(0.01, momentum=0.9))
-    return make_hybrid_step(loss, tx, mesh, specs), hybrid_state_shapes(shapes, tx, mesh, specs)
+    step = jc.make_train_step(loss, tx, mesh, specs=specs)
+    return step, step.shapes(shapes)
 
 
 def widths(shapes: Any) -> tuple[int, ...]:

@@ -236,8 +236,8 @@ def compile_step(layers: Sequence[Shape], mesh: Any, mode: str, batch: int) -> t
     from jax.sharding import PartitionSpec as P
 
     import jaxcomm as jc
+    from jaxcomm.accounting.hlo import read_program
     from jaxcomm.exchange import vary_exchanged
-    from jaxcomm.hlo import read_program
 
     tx = jc.plump_dp(where=lambda path, leaf: mode != "late")
 

@@ -189,7 +189,8 @@ def _pipeline(model: Any, cuts: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
         model_state=stats,
         micro_batches=2,
     )
-    return jc.init_pipeline(pipeline, params, tx, mesh, model_state=stats), jc.make_pipeline_step(pipeline, tx, mesh)
+    step = jc.make_train_step(pipeline, tx, mesh)
+    return step.init(params, model_state=stats), step
 
 
 def _partitioned(model: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
@@ -206,8 +207,8 @@ def _partitioned(model: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
         return P(None, "model") if leaf.ndim == 2 and leaf.shape[1] % ways == 0 else P()
 
     specs = jax.tree.map(spec, whole.params)
-    step = jc.make_partitioned_step(_whole_loss(whole.graph, loss_fn), tx, mesh, specs, has_state=True)
-    return jc.init_hybrid_state(whole.params, tx, mesh, specs, model_state=whole.stats), step
+    step = jc.make_train_step(_whole_loss(whole.graph, loss_fn), tx, mesh, specs=specs, auto=("model",), has_state=True)
+    return step.init(whole.params, model_state=whole.stats), step
 
 
 def _hybrid(make: Callable[..., Any], loss_fn: Any, tx: Any, mesh: Any) -> Any:
@@ -234,8 +235,8 @@ def _hybrid(make: Callable[..., Any], loss_fn: Any, tx: Any, mesh: Any) -> Any:
         return P(None, "data") if path[-1].key == "table" else spec
 
     specs = jax.tree_util.tree_map_with_path(columns, slices_of(model))
-    step = jc.make_hybrid_step(_whole_loss(whole.graph, loss_fn), tx, mesh, specs, has_state=True)
-    return jc.init_hybrid_state(whole.params, tx, mesh, specs, model_state=whole.stats), step
+    step = jc.make_train_step(_whole_loss(whole.graph, loss_fn), tx, mesh, specs=specs, has_state=True)
+    return step.init(whole.params, model_state=whole.stats), step
 
 
 if __name__ == "__main__":

@@ -404,7 +404,7 @@ def own_row(rows: PerWorker, n: int) -> jax.Array:
         raise ValueError(
             f"A worker holds one row of state, (1, {n}) for this gradient, got {rows.rows.shape}: initialise the "
             "state with the parameters that are trained, and shard its PerWorker leaves over the axis of workers "
-            "(jaxcomm.init_state and jaxcomm.state_specs do both)."
+            "(step.init of jaxcomm.make_train_step does both)."
         )
     return to_varying(rows.rows, rows.axes)
 

@@ -11,10 +11,10 @@ import jaxcomm as jc
 
 
 class SplitLinear(nnx.Linear):
-    """`nnx.Linear` for the rows of all workers, of whose kernel each worker holds a slice.
+    """`nnx.Linear` for the rows of all workers, of whose kernel each worker holds a shard.
 
-    The same parameters with the same initial values. For a loss inside `jc.make_hybrid_step`, where `kernel` is a
-    worker's own slice: by inputs if the layer narrows, by outputs otherwise, which is what moves less. The bias is
+    The same parameters with the same initial values. For the loss of `jc.make_train_step(specs=)`, where `kernel` is a
+    worker's shard: by inputs if the layer narrows, by outputs otherwise, which is what moves less. The bias is
     copied.
     """
 

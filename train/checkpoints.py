@@ -10,7 +10,8 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 import jaxcomm as jc
-from jaxcomm.parallel.hybrid_state import HybridState
+from jaxcomm.parallel.sharded_step import SplitState
+from jaxcomm.parallel.state import state_shardings
 from jaxcomm.types import is_per_worker
 
 
@@ -94,7 +95,7 @@ class Checkpoints:
             state = self._read(step, _plain(like))
             return Restored(_typed(state, like), head["data"], "")
         split = {axis: size for axis, size in mesh.shape.items() if axis != "data" and size > 1}
-        if split or isinstance(like.opt_state, HybridState):
+        if split or isinstance(like.opt_state, SplitState):
             kind = f"on a mesh with {split}" if split else "that hold layers in slices"
             raise ValueError(
                 "Another number of workers is for workers that hold the whole model each, got a checkpoint of "
@@ -107,7 +108,7 @@ class Checkpoints:
                 array.shape, sharding, lambda index: np.asarray(array)[index]
             ),
             state,
-            jc.state_shardings(like, mesh),
+            state_shardings(like, mesh),
         )
         message = (
             f"The checkpoint has {old} workers and the run {new}: their residuals were averaged into {new} rows, which "

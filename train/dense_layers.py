@@ -41,7 +41,7 @@ def with_dense(architecture: Architecture, dense: Callable[..., Any]) -> Archite
     return dataclasses.replace(architecture, options={**architecture.options, "dense": dense})
 
 
-def multiply_late(model: Model, experiment: Experiment, method: Method) -> jc.LatePlan:
+def multiply_late(model: Model, experiment: Experiment, method: Method) -> jc.accounting.LatePlan:
     """Has the dense layers of a model multiply late for which that moves fewer bytes than the method.
 
     Args:

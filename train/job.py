@@ -51,13 +51,13 @@ class Job:
     mesh: Mesh
     axis: str | tuple[str, ...]
     start: Callable[[int], jc.TrainState]
-    step: Callable[[jc.TrainState, Any], tuple[jc.TrainState, dict[str, jax.Array]]]
+    step: jc.TrainStep
     model: Callable[[jc.TrainState], Model]
     evaluate: Callable[[Model, Any], dict[str, jax.Array]]
     translate: Callable[[Model, Any], jax.Array] | None
     report: jc.WireReport
     dense: float
-    late: jc.LatePlan | None
+    late: jc.accounting.LatePlan | None
 
 
 def make_job(experiment: Experiment, method: Method) -> Job:
@@ -75,17 +75,22 @@ def make_job(experiment: Experiment, method: Method) -> Job:
         for name, (shape, dtype) in (info.row_types() | {"seed": ((), np.dtype(np.uint32))}).items()
     }
     parts = make(experiment, method, info, task, mesh, axis, batch)
-    state = jax.eval_shape(lambda: parts.start(experiment.seed)) if parts.shapes is None else parts.shapes
-    report = jc.step_report(parts.step, state, batch, params=whole.params, workers=experiment.workers)
+    step, init = parts.step, parts.init or parts.step.init
+    shapes = parts.shapes or jax.eval_shape(lambda: init(*parts.first(experiment.seed)))
+    report = jc.accounting.step_report(step, shapes, batch, params=whole.params, workers=experiment.workers)
+
+    def model(state: jc.TrainState) -> Model:
+        return parts.whole(step.params(state)), parts.whole(step.model_state(state))
+
     return Job(
         info=info,
         task=task,
         mesh=mesh,
         axis=axis,
-        start=parts.start,
-        step=parts.step,
+        start=lambda seed: init(*parts.first(seed)),
+        step=step,
         # The workers of a local method, and the stages of a pipeline, hold the model together.
-        model=jax.jit(parts.model, out_shardings=everywhere),
+        model=jax.jit(model, out_shardings=everywhere),
         evaluate=jax.jit(partial(_evaluate, task, whole.graph), out_shardings=everywhere),
         translate=_translator(experiment, info, whole.graph, everywhere),
         report=report,
@@ -97,15 +102,17 @@ def make_job(experiment: Experiment, method: Method) -> Job:
 class _Parts(NamedTuple):
     """What differs between meshes.
 
-    `dense` is None where the report knows it, `late` where no layer multiplies late, and `shapes` (those of the state,
-    which say where it lies) where they are found by tracing `start`.
+    `first` makes the parameters and running statistics of a seed, as the step's `init` takes them, and `whole` puts
+    those of a model together. `dense` is None where the report knows it, `late` where no layer multiplies late, and
+    `shapes` (those of the state, which say where it is) where they are found by tracing `init`.
     """
 
-    start: Callable[[int], jc.TrainState]
-    step: Any
-    model: Callable[[jc.TrainState], Model]
+    step: jc.TrainStep
+    first: Callable[[int], tuple[Any, Any]]
+    whole: Callable[[Any], Any] = lambda part: part
+    init: Callable[..., jc.TrainState] | None = None
     dense: float | None = None
-    late: jc.LatePlan | None = None
+    late: jc.accounting.LatePlan | None = None
     shapes: jc.TrainState | None = None
 
 
@@ -122,32 +129,25 @@ def _data_parallel(
     else:
         model, tx = _abstract(experiment, info), make_chain(experiment, method)
     loss_fn = _loss_of(experiment, task, split(model).graph)
-    place = jax.jit(lambda params, stats: jc.init_state(params, tx, mesh, model_state=stats, axis_name=axis))
-
-    def start(seed: int) -> jc.TrainState:
-        whole = split(make_model(experiment.architecture, info, experiment.dtype, seed))
-        return place(whole.params, whole.stats)
-
     step = jc.make_train_step(loss_fn, tx, mesh, has_state=True, axis_name=axis)
-    return _Parts(start, step, lambda state: (jc.global_params(state), state.model_state), late=late)
+    return _Parts(step, partial(_first, experiment, info), init=jax.jit(step.init), late=late)
 
 
 def _hybrid(
     experiment: Experiment, method: Method, info: DatasetInfo, task: Task, mesh: Mesh, axis: Any, batch: Any
 ) -> _Parts:
-    """Workers that hold a slice of every dense layer each, and a copy of everything else."""
+    """Workers that hold a shard of every dense layer each, and a copy of everything else."""
     del batch
     tx, model = make_chain(experiment, method), _abstract(experiment, info, SplitLinear)
-    whole, specs = split(model), slices_of(model)
+    whole = split(model)
     loss_fn = _loss_of(experiment, task, whole.graph)
+    step = jc.make_train_step(loss_fn, tx, mesh, specs=slices_of(model), has_state=True, axis_name=axis)
+    return _Parts(step, partial(_first, experiment, info), shapes=step.shapes(whole.params, whole.stats))
 
-    def start(seed: int) -> jc.TrainState:
-        first = split(make_model(experiment.architecture, info, experiment.dtype, seed))
-        return jc.init_hybrid_state(first.params, tx, mesh, specs, model_state=first.stats, axis_name=axis)
 
-    step = jc.make_hybrid_step(loss_fn, tx, mesh, specs, has_state=True, axis_name=axis)
-    shapes = jc.hybrid_state_shapes(whole.params, tx, mesh, specs, model_state=whole.stats, axis_name=axis)
-    return _Parts(start, step, lambda state: (state.params, state.model_state), shapes=shapes)
+def _first(experiment: Experiment, info: DatasetInfo, seed: int) -> Model:
+    whole = split(make_model(experiment.architecture, info, experiment.dtype, seed))
+    return whole.params, whole.stats
 
 
 def _loss_of(experiment: Experiment, task: Task, graph: Graph) -> Callable[..., Any]:
@@ -183,23 +183,18 @@ def _pipeline(
         micro_batches=experiment.micro_batches,
     )
 
-    def place(params: Any, stats: Any) -> jc.TrainState:
-        return jc.init_pipeline(pipeline, params, tx, mesh, model_state=stats, batch=batch, axis_name=axis)
+    step = jc.make_train_step(pipeline, tx, mesh, axis_name=axis)
 
-    placed = jax.jit(place)
-
-    def start(seed: int) -> jc.TrainState:
+    def first(seed: int) -> tuple[list[Any], list[Any]]:
         stages = cut(make_model(experiment.architecture, info, experiment.dtype, seed), cuts)
-        return placed([stage.params for stage in stages], [stage.stats for stage in stages])
+        return [stage.params for stage in stages], [stage.stats for stage in stages]
 
-    def whole(state: jc.TrainState) -> Model:
-        parts = (jc.pipeline_params(pipeline, state), jc.pipeline_model_state(pipeline, state))
-        params, stats = ({block: of for stage in part for block, of in stage.items()} for part in parts)
-        return params, stats
+    def whole(stages: list[Any]) -> Any:
+        return {block: of for stage in stages for block, of in stage.items()}
 
-    costs = jc.pipeline_report(pipeline, tx, batch, experiment.workers)
+    costs = jc.parallel.pipeline_report(pipeline, tx, batch, experiment.workers)
     dense = costs.exchange.dense + sum(2 * each.dense for each in costs.boundaries) / len(stages)
-    return _Parts(start, jc.make_pipeline_step(pipeline, tx, mesh, axis_name=axis), whole, dense)
+    return _Parts(step, first, whole, jax.jit(partial(step.init, batch=batch)), dense)
 
 
 def _abstract(experiment: Experiment, info: DatasetInfo, dense: Callable[..., Any] | None = None) -> Any:

@@ -45,6 +45,22 @@ def axis_size(axis_name: AxisName) -> int:
         ) from None
 
 
+def check_workers(workers: int | tuple[int, ...], axis_name: AxisName) -> tuple[int, ...]:
+    """Returns the number of simulated workers along each axis.
+
+    Raises:
+      ValueError: for fewer than one, or another number of axes.
+    """
+    sizes = workers if isinstance(workers, tuple) else (workers,)
+    if min(sizes) < 1:
+        raise ValueError(f"A run has at least one worker, got {workers}: pass a mesh or a positive integer.")
+    if len(sizes) != len(axis_names(axis_name)):
+        raise ValueError(
+            f"Each axis of workers has a number of them, got {workers} for axis_name={axis_name!r}: pass one for each."
+        )
+    return sizes
+
+
 def in_axes_of_workers(function: Callable[..., Any], sizes: tuple[int, ...], axis_name: AxisName) -> Callable[..., Any]:
     """Gives a function that is the same for all workers their axes to ask about; it runs once."""
     for name, size in reversed(list(zip(axis_names(axis_name), sizes, strict=True))):

@@ -2,7 +2,6 @@
 
 from jaxcomm.layers.boundary import Boundary, dct_mp, masked_boundary
 from jaxcomm.layers.late_multiply import late_multiply
-from jaxcomm.layers.plan import LateLayer, LatePlan, plan_late_multiply
 from jaxcomm.layers.split_dense import (
     SplitLayer,
     SplitPlan,
@@ -16,8 +15,6 @@ from jaxcomm.layers.split_dense import (
 
 __all__ = [
     "Boundary",
-    "LateLayer",
-    "LatePlan",
     "SplitLayer",
     "SplitPlan",
     "dct_mp",
@@ -25,7 +22,6 @@ __all__ = [
     "late_multiply",
     "masked_boundary",
     "on_one_worker",
-    "plan_late_multiply",
     "plan_split_dense",
     "rows_of_one_worker",
     "rows_to_features",

@@ -44,7 +44,7 @@ def split_dense(
     row of layers. An all-reduce of the kernel's gradient would be 2 N M elements, whatever B is.
 
     The gradient of a slice is whole: it sums over the rows of all workers, and nothing is left to exchange. Under
-    `jax.grad` of each worker's own mean loss it is K times that of their mean; `make_hybrid_step` divides.
+    `jax.grad` of each worker's own mean loss it is K times that of their mean; `make_train_step(specs=)` divides.
 
     Args:
       x: (B/K, ..., N), each worker's own rows; or (B, ..., N/K), each worker's own features.
@@ -131,7 +131,7 @@ def on_one_worker(function: Callable[[Any, Any], Any], params_row: Any, inputs: 
 
     Returns:
       What `function` returns for all B rows, those of worker 0 first; the same on every worker (an all-reduce of the
-      scalars; `make_hybrid_step` adds another for their derivatives).
+      scalars; `make_train_step(specs=)` adds another for their derivatives).
 
     Raises:
       ValueError: at trace time, if `params_row` is not one row.

@@ -16,13 +16,13 @@ import numpy as np
 from jax import lax
 
 from jaxcomm import noise
+from jaxcomm.accounting.jaxpr import jaxpr_communicates
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
 from jaxcomm.collectives.boundary import Encoded, send
-from jaxcomm.jaxpr import jaxpr_communicates
 from jaxcomm.layers.activations import Whole
 from jaxcomm.layers.boundary import Boundary, dct_mp
-from jaxcomm.parallel.slots import Slots, plan_slots
+from jaxcomm.parallel.stage_params import StackedParams, plan_stacked
 
 StageFn = Callable[..., Any]
 
@@ -78,14 +78,14 @@ class Pipeline:
         return len(self.stages)
 
     @cached_property
-    def param_slots(self) -> Slots:
+    def param_slots(self) -> StackedParams:
         """Where the parameters of every stage lie in the state of a run."""
-        return plan_slots(self.params)
+        return plan_stacked(self.params)
 
     @cached_property
-    def state_slots(self) -> Slots:
+    def state_slots(self) -> StackedParams:
         """Where the model state of every stage lies."""
-        return plan_slots([()] * self.size if self.model_state is None else self.model_state)
+        return plan_stacked([()] * self.size if self.model_state is None else self.model_state)
 
     def boundary(self, stage: int) -> Boundary:
         """Returns what crosses after a stage."""

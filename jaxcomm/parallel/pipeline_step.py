@@ -1,6 +1,5 @@
 """The train step of a pipeline: stages along one axis of a mesh, data-parallel workers along another."""
 
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,167 +18,147 @@ from jaxcomm.exchange import get_exchange
 from jaxcomm.numerics import is_finite_tree
 from jaxcomm.parallel.chain import check_chain
 from jaxcomm.parallel.pipeline import Pipeline, Schedule
+from jaxcomm.parallel.pipeline_report import PipelineReport, verify_pipeline
 from jaxcomm.parallel.state import (
     TrainState,
     check_axes,
+    check_batch,
     check_model_state,
     global_params,
     make_local,
     state_specs,
 )
-from jaxcomm.parallel.step import Step, check_batch, worker_step
+from jaxcomm.parallel.step import TrainStep, worker_step
+from jaxcomm.traffic import Traffic
 from jaxcomm.types import PerWorker, is_per_worker
 
 
-def make_pipeline_step(
-    pipeline: Pipeline,
-    tx: optax.GradientTransformation,
-    mesh: Mesh,
-    *,
-    axis_name: AxisName = "data",
-    stage_axis: str = "stage",
-    donate: bool = True,
-) -> Step:
-    """Compiles a train step of a model in stages, with the gradients of every stage exchanged by `tx`.
+class PipelineStep(TrainStep):
+    """Workers whose devices hold a stage of the model each; see `make_train_step`.
 
-    Each device of the mesh holds the parameters, and the optimizer's state, of one stage. In one compiled program the
-    micro-batches go through the stages and back, the boundaries as the pipeline says; then the workers of each stage
-    exchange that stage's gradients. With nothing left out it is the step of one device, to float tolerance.
-
-    If some stage of some worker meets a gradient that is not finite, all stages of all workers skip the step.
-
-    Args:
-      pipeline: the stages.
-      tx: a chain with one exchange of this library in it, over `axis_name`. It sees the slots of a stage, see
-        `Slots`: what goes by tensors (thresholds, ranks, layer-wise norms) goes by slots, and a norm over all
-        parameters by stages.
-      mesh: a mesh with both axes.
-      axis_name: the axis of workers, of size 1 for model parallelism alone.
-      stage_axis: the axis of stages, of size S.
-      donate: reuse the state's buffers for the new state. The old state cannot be read afterwards.
-
-    Returns:
-      A jitted step(state, batch) -> (state, metrics), with the state of `init_pipeline`. All arrays of the batch have
-      the global batch as first dimension, a multiple of the workers times the micro-batches; every stage of a worker
-      gets all of the worker's rows. Metrics, the same everywhere: loss, the scalars of the pipeline's `loss_fn`, and
-      those of the exchange, summed over the stages.
-
-      On the wire: the boundaries (`dct_mp`) once each way for each micro-batch, what `tx` costs over the workers of one
-      stage, an all-reduce of 4 bytes a scalar and a number of the model state over the workers, and two more over the
-      stages, of 4 bytes and of 4 bytes a metric.
-
-    Raises:
-      ValueError: if the mesh lacks an axis or has others, if the stages are not S, or if the chain's order is refused;
-        at trace time for a batch that does not divide.
+    A state's leaves, `step` excepted, have the stages as first dimension, then, in `PerWorker` leaves, the workers.
     """
-    _check_mesh(pipeline, mesh, axis_name, stage_axis)
 
-    def device_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        own = _of_device(state)
-        gradients = partial(_gradients, pipeline, axis_name, stage_axis, state.step)
-        new, metrics = worker_step(gradients, tx, axis_name, own, batch)
-        return _of_mesh(new), _over_stages(metrics, stage_axis)
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        tx: optax.GradientTransformation,
+        mesh: Mesh,
+        axis_name: AxisName,
+        stage_axis: str,
+        donate: bool,
+    ):
+        """See `make_train_step`."""
+        _check_mesh(pipeline, mesh, axis_name, stage_axis)
+        super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in axis_names(axis_name)), donate)
+        self.pipeline, self.mesh, self.stage_axis = pipeline, mesh, stage_axis
 
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        check_batch(batch, math.prod(mesh.shape[name] for name in axis_names(axis_name)), pipeline.micro_batches)
-        specs = pipeline_specs(state, stage_axis)
-        return jax.shard_map(device_step, mesh=mesh, in_specs=(specs, P(axis_name)), out_specs=(specs, P()))(
-            state, batch
+    def init(self, params: Sequence[Any], model_state: Sequence[Any] | None = None, *, batch: Any = None) -> TrainState:
+        """Makes the state of a run, each stage's part on that stage's devices.
+
+        Args:
+          params: of every stage its parameters, the same in every process.
+          model_state: of every stage its model state, if the pipeline has one.
+          batch: a global batch, or the shapes of one: needed where a boundary keeps a residual
+            (`kind="topk_gradient"`).
+
+        Raises:
+          ValueError: as `TrainStep.init`, for stages of other shapes than the pipeline's, and for an exchange with
+            `where`.
+        """
+        pipeline = self.pipeline
+        if (model_state is None) != (pipeline.model_state is None):
+            raise ValueError(
+                "A pipeline and its state agree on a model state, got "
+                f"{'none' if model_state is None else 'one'} for a pipeline "
+                f"{'without' if pipeline.model_state is None else 'with one'}: pass model_state= to both or to neither."
+            )
+        _check_shapes("params", params, pipeline.params)
+        states = [()] * pipeline.size if model_state is None else model_state
+        if pipeline.model_state is not None:
+            _check_shapes("model_state", states, pipeline.model_state)
+            check_model_state(states)
+        residuals = PerWorker(_zero_residuals(pipeline, batch, self.workers), axis_names(self.axis_name))
+
+        def device_state(params: list[jax.Array], states: list[jax.Array]) -> TrainState:
+            own = [slot[0] for slot in params]
+            kept = {"stages": [slot[0] for slot in states], "boundaries": residuals}
+            state = TrainState(own, self.tx.init(own), jnp.zeros((), jnp.int32), kept)
+            return _of_mesh(make_local(state, self.axis_name))
+
+        given = (pipeline.param_slots.stack(params), pipeline.state_slots.stack(states))
+        one_stage = jax.eval_shape(lambda: jax.tree.map(lambda slot: slot[:1], given))
+        shapes = jax.eval_shape(in_axes_of_workers(device_state, self.sizes, self.axis_name), *one_stage)
+        exchange, slots = get_exchange(shapes.opt_state), jax.eval_shape(lambda: [slot[0] for slot in given[0]])
+        if exchange.method.where is not None:
+            raise ValueError(
+                "A pipeline must exchange the gradients of every stage, whose layers cannot gather over the workers; "
+                "got an exchange with where=. Leave it out."
+            )
+        check_axes(exchange, self.axis_name)
+        for message in check_chain(self.tx, shapes.opt_state, slots):
+            warnings.warn(message, stacklevel=2)
+        specs = _staged_specs(shapes, self.stage_axis)
+        on_devices = jax.shard_map(device_state, mesh=self.mesh, in_specs=P(self.stage_axis), out_specs=specs)
+        return jax.jit(on_devices)(*jax.device_put(given, NamedSharding(self.mesh, P(self.stage_axis))))
+
+    def params(self, state: TrainState) -> list[Any]:
+        """Returns the parameters of every stage; of a local method, those of the global model."""
+        slots = self.pipeline.param_slots
+        if not is_per_worker(state.params):
+            return slots.unstack(state.params)
+        of_stages = []
+        for stage in range(self.pipeline.size):
+            own = jax.tree.map(lambda leaf, at=stage: leaf[at], (state.params, state.opt_state))
+            model = global_params(state._replace(params=own[0], opt_state=own[1]))
+            of_stages.append(slots.of_stage(stage, model))
+        return of_stages
+
+    def model_state(self, state: TrainState) -> list[Any]:
+        """Returns the model state of every stage."""
+        return self.pipeline.state_slots.unstack(state.model_state["stages"])
+
+    def resize(self, state: TrainState, workers: int) -> TrainState:
+        """Refuses: rows of a pipeline have the stages first."""
+        raise ValueError("A pipeline must go on with its number of workers; got one to resize. Use the same mesh.")
+
+    def verify(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, state: Any, batch: Any, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()
+    ) -> PipelineReport:
+        """Proves on the compiled text that the step sends what `Pipeline` and its exchange claim.
+
+        Raises:
+          ValueError: if some boundary's bytes differ from the claim, if other stages send to one another, if XLA sends
+            more than was traced, or if a step sends more than boundaries, exchange and `other_bytes`.
+        """
+        del beside
+        return verify_pipeline(
+            self,
+            state,
+            batch,
+            pipeline=self.pipeline,
+            tx=self.tx,
+            mesh=self.mesh,
+            other_bytes=other_bytes,
+            axis_name=self.axis_name,
+            stage_axis=self.stage_axis,
         )
 
-    return jax.jit(step, donate_argnums=0 if donate else ())
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        check_batch(batch, self.workers, self.pipeline.micro_batches)
+        specs = _staged_specs(state, self.stage_axis)
+        in_specs, out_specs = (specs, P(self.axis_name)), (specs, P())
+        return jax.shard_map(self._device_step, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)(state, batch)
+
+    def _device_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        gradients = partial(_gradients, self.pipeline, self.axis_name, self.stage_axis, state.step)
+        new, metrics = worker_step(gradients, self.tx, self.axis_name, _of_device(state), batch)
+        return _of_mesh(new), _over_stages(metrics, self.stage_axis)
 
 
-def init_pipeline(
-    pipeline: Pipeline,
-    params: Sequence[Any],
-    tx: optax.GradientTransformation,
-    mesh: Mesh,
-    *,
-    model_state: Sequence[Any] | None = None,
-    batch: Any = None,
-    axis_name: AxisName = "data",
-    stage_axis: str = "stage",
-) -> TrainState:
-    """Makes the state of a pipeline's run, each stage's part on that stage's devices.
-
-    Args:
-      pipeline: the stages.
-      params: of every stage its parameters, the same in every process.
-      tx: a chain with one exchange of this library in it.
-      mesh: a mesh with both axes.
-      model_state: of every stage its model state, if the pipeline has one.
-      batch: a global batch, or the shapes of one: needed where a boundary keeps a residual (`kind="topk_gradient"`).
-      axis_name: the axis of workers.
-      stage_axis: the axis of stages.
-
-    Returns:
-      A state whose leaves, `step` excepted, have the stages as first dimension, then, in `PerWorker` leaves, the
-      workers. `pipeline_params` gives the parameters back.
-
-    Raises:
-      ValueError: as `init_state`, for stages of other shapes than the pipeline's, and for an exchange with `where`.
-    """
-    _check_mesh(pipeline, mesh, axis_name, stage_axis)
-    if (model_state is None) != (pipeline.model_state is None):
-        raise ValueError(
-            "A pipeline and its state agree on a model state, got "
-            f"{'none' if model_state is None else 'one'} for a pipeline "
-            f"{'without' if pipeline.model_state is None else 'with one'}: pass model_state= to both or to neither."
-        )
-    _check_shapes("params", params, pipeline.params)
-    states = [()] * pipeline.size if model_state is None else model_state
-    if pipeline.model_state is not None:
-        _check_shapes("model_state", states, pipeline.model_state)
-        check_model_state(states)
-    workers = math.prod(mesh.shape[name] for name in axis_names(axis_name))
-    residuals = PerWorker(_zero_residuals(pipeline, batch, workers), axis_names(axis_name))
-
-    def device_state(params: list[jax.Array], states: list[jax.Array]) -> TrainState:
-        own = [slot[0] for slot in params]
-        kept = {"stages": [slot[0] for slot in states], "boundaries": residuals}
-        return _of_mesh(make_local(TrainState(own, tx.init(own), jnp.zeros((), jnp.int32), kept), axis_name))
-
-    given = (pipeline.param_slots.stack(params), pipeline.state_slots.stack(states))
-    sizes = tuple(mesh.shape[name] for name in axis_names(axis_name))
-    one_stage = jax.eval_shape(lambda: jax.tree.map(lambda slot: slot[:1], given))
-    shapes = jax.eval_shape(in_axes_of_workers(device_state, sizes, axis_name), *one_stage)
-    exchange, slots = get_exchange(shapes.opt_state), [slot[0] for slot in one_stage[0]]
-    if exchange.method.where is not None:
-        raise ValueError(
-            "A pipeline must exchange the gradients of every stage, whose layers cannot gather over the workers; got "
-            "an exchange with where=. Leave it out."
-        )
-    check_axes(exchange, axis_name)
-    for message in check_chain(tx, shapes.opt_state, slots):
-        warnings.warn(message, stacklevel=2)
-    specs = pipeline_specs(shapes, stage_axis)
-    on_devices = jax.shard_map(device_state, mesh=mesh, in_specs=P(stage_axis), out_specs=specs)
-    return jax.jit(on_devices)(*jax.device_put(given, NamedSharding(mesh, P(stage_axis))))
-
-
-def pipeline_params(pipeline: Pipeline, state: TrainState) -> list[Any]:
-    """Returns the parameters of every stage from the state of a run; of a local method, those of the global model."""
-    if not is_per_worker(state.params):
-        return pipeline.param_slots.unstack(state.params)
-    of_stages = []
-    for stage in range(pipeline.size):
-        own = jax.tree.map(lambda leaf, at=stage: leaf[at], (state.params, state.opt_state))
-        of_stages.append(
-            pipeline.param_slots.of_stage(stage, global_params(state._replace(params=own[0], opt_state=own[1])))
-        )
-    return of_stages
-
-
-def pipeline_model_state(pipeline: Pipeline, state: TrainState) -> list[Any]:
-    """Returns the model state of every stage from the state of a run."""
-    return pipeline.state_slots.unstack(state.model_state["stages"])
-
-
-def pipeline_specs(state: TrainState, stage_axis: str = "stage") -> TrainState:
+def _staged_specs(state: TrainState, stage_axis: str) -> TrainState:
     """Returns the PartitionSpec of every leaf of a pipeline's state; see `state_specs`."""
-    specs = state_specs(state)
-    staged = jax.tree.map(lambda spec: P(stage_axis, *spec), specs, is_leaf=lambda node: isinstance(node, P))
+    staged = jax.tree.map(lambda spec: P(stage_axis, *spec), state_specs(state), is_leaf=lambda n: isinstance(n, P))
     return staged._replace(step=P())
 
 
@@ -217,7 +196,7 @@ def _zero_residuals(pipeline: Pipeline, batch: Any, workers: int) -> list[Any]:
         return []
     if batch is None:
         raise ValueError(
-            "A boundary with a residual has one for every row of a batch, got no batch: pass batch= to init_pipeline, "
+            "A boundary with a residual has one for every row of a batch, got no batch: pass batch= to init, "
             "or the shapes of one."
         )
     count = pipeline.micro_batches

@@ -1,20 +1,16 @@
 """The state of a training run, and where each part of it lives."""
 
-import math
-import warnings
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers
+from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import ExchangeState, communication_period, get_exchange, is_exchange_state
 from jaxcomm.methods.local_sgd import LocalExchange
-from jaxcomm.parallel.chain import check_chain
 from jaxcomm.types import PerWorker, is_per_worker
 
 
@@ -58,59 +54,6 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
     return jax.tree.map(partial(NamedSharding, mesh), specs, is_leaf=lambda x: isinstance(x, P))
 
 
-def init_state(
-    params: Any,
-    tx: optax.GradientTransformation,
-    workers: Mesh | int | tuple[int, ...],
-    *,
-    axis_name: AxisName = "data",
-    model_state: Any = (),
-) -> TrainState:
-    """Makes the state of a run from its parameters, placed where `make_train_step` or `simulate` wants it.
-
-    Args:
-      params: the parameters, the same in every process. They are copied: a train step that donates its state does not
-        take the caller's arrays away.
-      tx: a chain with one exchange of this library in it.
-      workers: a mesh (for `make_train_step`), or the number of workers K (for `simulate`), one for each axis.
-      axis_name: the axis of workers on the mesh, or the axes along which they lie, outermost first.
-      model_state: running statistics and their like, of floats, the same in every process; copied as well. For a step
-        with `has_state`.
-
-    Raises:
-      ValueError: if no transformation of the chain exchanges gradients, if their order is refused (see `check_chain`,
-        whose warnings are emitted here), for a model state that cannot be averaged, or for a K below 1.
-    """
-    check_model_state(model_state)
-
-    def worker_state(params: Any, model_state: Any) -> TrainState:
-        return make_local(TrainState(params, tx.init(params), jnp.zeros((), jnp.int32), model_state), axis_name)
-
-    if isinstance(workers, Mesh):
-        check_axis(workers, axis_name)
-        sizes = tuple(workers.shape[name] for name in axis_names(axis_name))
-    else:
-        sizes = check_workers(workers, axis_name)
-    shapes = jax.eval_shape(in_axes_of_workers(worker_state, sizes, axis_name), params, model_state)
-    check_axes(get_exchange(shapes.opt_state), axis_name)
-    for message in check_chain(tx, shapes.opt_state, params):
-        warnings.warn(message, stacklevel=2)
-    if isinstance(workers, Mesh):
-        on_worker = jax.shard_map(worker_state, mesh=workers, in_specs=P(), out_specs=state_specs(shapes))
-        given = jax.tree.map(jnp.asarray, (params, model_state))
-        return jax.jit(on_worker)(*jax.device_put(given, NamedSharding(workers, P())))
-    by_axis = dict(zip(axis_names(axis_name), sizes, strict=True))
-
-    def rows(node: Any) -> Any:
-        if not is_per_worker(node):
-            return node
-        count = math.prod(by_axis[name] for name in node.axes)
-        return jax.tree.map(lambda row: jnp.repeat(row, count, axis=0), node)
-
-    one = jax.jit(in_axes_of_workers(worker_state, sizes, axis_name))(params, model_state)
-    return jax.tree.map(rows, one, is_leaf=is_per_worker)
-
-
 def check_model_state(model_state: Any) -> None:
     """Refuses a model's state that has no mean over the workers.
 
@@ -124,22 +67,6 @@ def check_model_state(model_state: Any) -> None:
                 f"{jnp.result_type(leaf)} at {jax.tree_util.keystr(path)!r}: keep counters and random keys out of it "
                 "(nnx.state(model, nnx.BatchStat) has running statistics alone), or make the leaf a float."
             )
-
-
-def check_workers(workers: int | tuple[int, ...], axis_name: AxisName) -> tuple[int, ...]:
-    """Returns the number of simulated workers along each axis.
-
-    Raises:
-      ValueError: for fewer than one, or another number of axes.
-    """
-    sizes = workers if isinstance(workers, tuple) else (workers,)
-    if min(sizes) < 1:
-        raise ValueError(f"A run has at least one worker, got {workers}: pass a mesh or a positive integer.")
-    if len(sizes) != len(axis_names(axis_name)):
-        raise ValueError(
-            f"Each axis of workers has a number of them, got {workers} for axis_name={axis_name!r}: pass one for each."
-        )
-    return sizes
 
 
 def check_axes(exchange: ExchangeState, axis_name: AxisName) -> None:
@@ -218,3 +145,21 @@ def check_axis(mesh: Mesh, axis_name: AxisName) -> None:
             f"beside {axis_name!r}: make the mesh with {names[0]}= alone, or call the transformation inside your own "
             "jax.shard_map that is manual over all axes."
         )
+
+
+def check_batch(batch: Any, workers: int, micro_batches: int = 1) -> None:
+    """Refuses a batch that does not divide evenly.
+
+    Raises:
+      ValueError: if the first dimension of an array is not a multiple of K, or of K times the micro-batches.
+    """
+    parts = workers * micro_batches
+    cut = f"{workers} workers" + (f" of {micro_batches} micro-batches each" if micro_batches > 1 else "")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        rows = leaf.shape[0] if leaf.ndim else 0
+        if rows == 0 or rows % parts:
+            raise ValueError(
+                f"The rows of a batch are a multiple of the number of workers, got {rows} rows at "
+                f"{jax.tree_util.keystr(path)!r} for {cut}: use a batch size of {max(rows // parts, 1) * parts}, or "
+                "another number of workers."
+            )

@@ -1,7 +1,9 @@
-"""The data-parallel train step: on a mesh, or with simulated workers on one device."""
+"""The train step as an object: on a mesh of workers, or with simulated workers on one device."""
 
 import math
-from collections.abc import Callable
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.collectives.axis import ALL_EXCHANGED, AxisName, axis_names, axis_size, in_axes_of_workers
+from jaxcomm.accounting.report import WireReport, step_report, verify
+from jaxcomm.collectives.axis import ALL_EXCHANGED, AxisName, axis_names, axis_size, check_workers, in_axes_of_workers
 from jaxcomm.exchange import (
     bypassing,
     communication_period,
@@ -23,184 +26,281 @@ from jaxcomm.exchange import (
 )
 from jaxcomm.numerics import is_finite_tree
 from jaxcomm.parallel.agreement import check_agreement, trace_on
+from jaxcomm.parallel.chain import check_chain
+from jaxcomm.parallel.resize import resize_workers
 from jaxcomm.parallel.state import (
     TrainState,
     check_axes,
     check_axis,
+    check_batch,
     check_model_state,
-    check_workers,
+    global_params,
     make_local,
+    state_shardings,
     state_specs,
     without_rows,
 )
+from jaxcomm.traffic import Traffic
 from jaxcomm.types import is_per_worker
 
 LossFn = Callable[..., Any]
 GradientsFn = Callable[[Any, Any, Any], tuple[tuple[Any, tuple[dict[str, Any], Any]], Any]]
-Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
 
 
-def make_train_step(
-    loss_fn: LossFn,
-    tx: optax.GradientTransformation,
-    mesh: Mesh,
-    *,
-    has_aux: bool = False,
-    has_state: bool = False,
-    axis_name: AxisName = "data",
-    donate: bool = True,
-) -> Step:
-    """Compiles a train step whose gradients are exchanged by `tx`.
+class TrainStep(ABC):
+    """A compiled train step that knows its chain, its mesh and its workers.
 
-    Every worker differentiates the loss of its own rows of the batch with respect to its own copy of the parameters
-    (no reduction is inserted), `tx` exchanges the gradients and makes the update, and all workers apply it alike. If
-    the exchange was skipped (a non-finite gradient on some worker), parameters and optimizer state stay as they were,
-    but for the exchange's own counts.
+        state = step.init(params)
+        state, metrics = step(state, batch)
 
-    With a local method (`slim_dp`, `local_sgd`, `plump_dp(p=...)`) every worker has its own parameters and its own
-    optimizer state, and a worker whose gradient is not finite leaves its own as they were; `global_params(state)` is
-    the model.
-
-    A model with running statistics (batch normalisation) keeps them in `state.model_state`. Every worker makes new ones
-    from its own rows, and all go on from the workers' mean, local methods included: there too in every step. They stay
-    as they were if the step is skipped; with a local method, a worker whose gradient is not finite gives the old ones.
-
-    Args:
-      loss_fn: (params, batch) -> the mean loss of the rows given, a scalar; or (loss, dict of scalars) with `has_aux`;
-        or (params, model_state, batch) -> (loss, (dict of scalars, new model_state)) with `has_state`.
-      tx: a chain with one exchange of this library in it.
-      mesh: a mesh with the axis of workers.
-      has_aux: whether `loss_fn` returns a dict of scalars as well; they are averaged over the workers.
-      has_state: whether `loss_fn` takes and returns `state.model_state` (which `init_state` is given), and a dict of
-        scalars, which may be empty, whatever `has_aux` says. The new state has the structure, shapes and types of the
-        old.
+    Attributes:
+      tx: the chain, with one exchange of this library in it.
       axis_name: the axis of workers, or the axes along which they lie, outermost first.
-      donate: reuse the state's buffers for the new state. The old state cannot be read afterwards.
-
-    Returns:
-      A jitted step(state, batch) -> (state, metrics). All arrays of the batch have the global batch as first dimension,
-      a multiple of K. Metrics, the same on every worker: loss, the scalars of `loss_fn`, and those of the exchange (see
-      `ExchangeMetrics`). On the wire: what `tx` costs, and one all-reduce of 4 bytes a scalar and a number of the
-      model's state.
-
-    Raises:
-      ValueError: if the mesh lacks the axis or has others, or if the chain's order is refused (see `check_chain`); at
-        trace time if the batch is not divisible by K, or for a model's state that `loss_fn` does not take, has not
-        kept in its shape, or that is not of floats; and if the loss uses a parameter whose gradient bypasses the
-        exchange other than by `late_multiply`.
+      sizes: the number of workers along each axis.
     """
-    check_axis(mesh, axis_name)
-    loss = loss_of(loss_fn, has_aux, has_state)
-    own_step = partial(worker_step, jax.value_and_grad(loss, has_aux=True), tx, axis_name)
 
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        check_axes(get_exchange(state.opt_state), axis_name)
-        check_batch(batch, math.prod(mesh.shape[name] for name in axis_names(axis_name)))
-        check_agreement(loss, state, batch, dict(mesh.shape), axis_name)
-        specs = state_specs(state)
-        return jax.shard_map(own_step, mesh=mesh, in_specs=(specs, P(axis_name)), out_specs=(specs, P()))(state, batch)
+    def __init__(self, tx: optax.GradientTransformation, axis_name: AxisName, sizes: tuple[int, ...], donate: bool):
+        """Compiles nothing yet; see `make_train_step` and `simulate`."""
+        self.tx, self.axis_name, self.sizes = tx, axis_name, sizes
+        self._jitted = jax.jit(self._step, donate_argnums=0 if donate else ())
 
-    return jax.jit(step, donate_argnums=0 if donate else ())
+    @property
+    def workers(self) -> int:
+        """K, the number of workers."""
+        return math.prod(self.sizes)
 
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Takes a step; returns the new state and the metrics."""
+        return self._jitted(state, batch)
 
-def simulate(
-    loss_fn: LossFn,
-    tx: optax.GradientTransformation,
-    workers: int | tuple[int, ...],
-    *,
-    has_aux: bool = False,
-    has_state: bool = False,
-    axis_name: AxisName = "data",
-    donate: bool = True,
-) -> Step:
-    """Compiles the step of `make_train_step` for K workers that live together on one device, under `jax.vmap`.
+    def trace(self, state: Any, batch: Any) -> Any:
+        """Traces the step for arrays or shapes, as `jax.jit(...).trace` does."""
+        return self._jitted.trace(state, batch)
 
-    The same arguments, results and errors; nothing crosses a wire. The state comes from `init_state(params, tx, K)`.
+    def lower(self, state: Any, batch: Any) -> Any:
+        """Lowers the step for arrays or shapes, as `jax.jit(...).lower` does."""
+        return self._jitted.lower(state, batch)
 
-    Args:
-      loss_fn: as in `make_train_step`.
-      tx: as in `make_train_step`.
-      workers: K, any number (96, say), or one for each axis. Memory grows with K; the decoded mean is held once.
-      has_aux: as in `make_train_step`.
-      has_state: as in `make_train_step`.
-      axis_name: as in `make_train_step`.
-      donate: as in `make_train_step`.
-    """
-    loss = loss_of(loss_fn, has_aux, has_state)
-    own_step = partial(worker_step, jax.value_and_grad(loss, has_aux=True), tx, axis_name)
-    sizes, names = check_workers(workers, axis_name), axis_names(axis_name)
+    @abstractmethod
+    def init(self, params: Any, model_state: Any = ()) -> TrainState:
+        """Makes the state of a run, placed where the step wants it.
 
-    def in_axes(state: TrainState, name: str) -> Any:
-        return jax.tree.map(
-            lambda node: 0 if is_per_worker(node) and name in node.axes else None, state, is_leaf=is_per_worker
+        Args:
+          params: the parameters, the same in every process. They are copied: a step that donates its state does not
+            take the caller's arrays away.
+          model_state: what the model keeps beside its parameters (running statistics), of floats, the same in every
+            process; copied as well. For a step with `has_state`.
+
+        Raises:
+          ValueError: if no transformation of the chain exchanges gradients, if their order is refused (see the guide;
+            warnings are emitted here), or for a model state that cannot be averaged.
+        """
+
+    def shapes(self, params: Any, model_state: Any = ()) -> TrainState:
+        """Returns what `init` would make, as `jax.ShapeDtypeStruct`s with shardings.
+
+        A checkpoint is restored into it, and a step is compiled for it before any array exists.
+        """
+        return jax.eval_shape(self.init, params, model_state)
+
+    def params(self, state: TrainState) -> Any:
+        """Returns the model to evaluate and to keep: one set of parameters, of a local method the global model."""
+        return global_params(state)
+
+    def model_state(self, state: TrainState) -> Any:
+        """Returns what the model keeps beside its parameters."""
+        return state.model_state
+
+    def resize(self, state: TrainState, workers: int) -> TrainState:
+        """Carries a state over to another number of workers; see `resize_workers`. NumPy rows, on one host."""
+        return resize_workers(state, workers)
+
+    def report(self, state: Any, batch: Any) -> WireReport:
+        """Predicts the bytes of a whole step, losses and metrics included, by tracing it. Shapes are enough."""
+        return step_report(self, state, batch, params=self._like(state), workers=self.workers)
+
+    def verify(self, state: Any, batch: Any, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()) -> WireReport:
+        """Proves on the compiled text that the step sends what its exchange claims, no more and no less.
+
+        Args:
+          state: the state, or its shapes.
+          batch: the batch, or its shapes.
+          other_bytes: bytes that the step may receive beside the exchange (losses and metrics). Those of the model's
+            state are added.
+          beside: collectives that gradients cost beside the exchange: `plan.traffic` of `plan_late_multiply`.
+
+        Returns:
+          The report of the compiled step.
+
+        Raises:
+          ValueError: see `jaxcomm.verify`.
+        """
+        return verify(
+            self,
+            state,
+            batch,
+            tx=self.tx,
+            params=self._like(state),
+            workers=self.sizes,
+            other_bytes=other_bytes,
+            beside=beside,
+            axis_name=self.axis_name,
         )
 
-    # (K, ...) <-> (*sizes, 1, ...): each worker sees its row as (1, ...), as on a mesh.
-    def rows_apart(node: Any) -> Any:
-        if not is_per_worker(node):
-            return node
-        along = [size for name, size in zip(names, sizes, strict=True) if name in node.axes]
-        return jax.tree.map(lambda rows: rows.reshape(*along, 1, *rows.shape[1:]), node)
+    @abstractmethod
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """What is compiled."""
 
-    def rows_together(node: Any) -> Any:
-        if not is_per_worker(node):
-            return node
-        depth = len(node.axes) + 1
-        return jax.tree.map(lambda rows: rows.reshape(math.prod(rows.shape[:depth]), *rows.shape[depth:]), node)
+    def _like(self, state: Any) -> Any:
+        """Returns the shapes of one worker's parameters."""
+        rows = state.params
+        return jax.eval_shape(lambda: jax.tree.map(lambda row: row[0], rows.rows)) if is_per_worker(rows) else rows
 
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        check_axes(get_exchange(state.opt_state), axis_name)
-        check_batch(batch, math.prod(sizes))
-        by_name = dict(zip(names, sizes, strict=True))
+    def _worker_state(self, params: Any, model_state: Any) -> TrainState:
+        state = TrainState(params, self.tx.init(params), jnp.zeros((), jnp.int32), model_state)
+        return make_local(state, self.axis_name)
+
+    def _checked_shapes(self, params: Any, model_state: Any) -> TrainState:
+        """Returns the shapes of one worker's state; refuses what cannot be trained, and warns."""
+        check_model_state(model_state)
+        init = in_axes_of_workers(self._worker_state, self.sizes, self.axis_name)
+        shapes = jax.eval_shape(init, params, model_state)
+        check_axes(get_exchange(shapes.opt_state), self.axis_name)
+        for message in check_chain(self.tx, shapes.opt_state, params):
+            warnings.warn(message, stacklevel=3)
+        return shapes
+
+
+class WorkersStep(TrainStep):
+    """Workers that hold the whole model each, on a mesh."""
+
+    def __init__(self, loss: LossFn, tx: optax.GradientTransformation, mesh: Mesh, axis_name: AxisName, donate: bool):
+        """See `make_train_step`; the loss is of `loss_of`."""
+        check_axis(mesh, axis_name)
+        super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in axis_names(axis_name)), donate)
+        self.mesh, self._loss = mesh, loss
+
+    def init(self, params: Any, model_state: Any = ()) -> TrainState:  # noqa: D102
+        specs = state_specs(self._checked_shapes(params, model_state))
+        on_worker = jax.shard_map(self._worker_state, mesh=self.mesh, in_specs=P(), out_specs=specs)
+        given = jax.tree.map(jnp.asarray, (params, model_state))
+        return jax.jit(on_worker)(*jax.device_put(given, NamedSharding(self.mesh, P())))
+
+    def shapes(self, params: Any, model_state: Any = ()) -> TrainState:  # noqa: D102
+        shapes = jax.eval_shape(self.init, params, model_state)
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            shapes,
+            state_shardings(shapes, self.mesh),
+        )
+
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        check_axes(get_exchange(state.opt_state), self.axis_name)
+        check_batch(batch, self.workers)
+        check_agreement(self._loss, state, batch, dict(self.mesh.shape), self.axis_name)
+        specs = state_specs(state)
+        own_step = partial(worker_step, jax.value_and_grad(self._loss, has_aux=True), self.tx, self.axis_name)
+        in_specs, out_specs = (specs, P(self.axis_name)), (specs, P())
+        return jax.shard_map(own_step, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)(state, batch)
+
+
+class SimulatedStep(TrainStep):
+    """Workers that live together on one device, under `jax.vmap`."""
+
+    def __init__(
+        self,
+        loss: LossFn,
+        tx: optax.GradientTransformation,
+        workers: int | tuple[int, ...],
+        axis_name: AxisName,
+        donate: bool,
+    ):
+        """See `simulate`; the loss is of `loss_of`."""
+        super().__init__(tx, axis_name, check_workers(workers, axis_name), donate)
+        self._loss = loss
+        self._by_name = dict(zip(axis_names(axis_name), self.sizes, strict=True))
+
+    def init(self, params: Any, model_state: Any = ()) -> TrainState:  # noqa: D102
+        self._checked_shapes(params, model_state)
+
+        def rows(node: Any) -> Any:
+            if not is_per_worker(node):
+                return node
+            count = math.prod(self._by_name[name] for name in node.axes)
+            return jax.tree.map(lambda row: jnp.repeat(row, count, axis=0), node)
+
+        init = in_axes_of_workers(self._worker_state, self.sizes, self.axis_name)
+        return jax.tree.map(rows, jax.jit(init)(params, model_state), is_leaf=is_per_worker)
+
+    def verify(self, state: Any, batch: Any, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()) -> WireReport:
+        """Refuses: nothing crosses a wire where workers are simulated."""
+        raise ValueError("A step must run on a mesh to be verified; got simulated workers. Use make_train_step.")
+
+    def report(self, state: Any, batch: Any) -> WireReport:
+        """Refuses: nothing crosses a wire where workers are simulated."""
+        raise ValueError("A step must run on a mesh to be reported; got simulated workers. Use jaxcomm.wire_report.")
+
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        check_axes(get_exchange(state.opt_state), self.axis_name)
+        check_batch(batch, self.workers)
+        own_step = partial(worker_step, jax.value_and_grad(self._loss, has_aux=True), self.tx, self.axis_name)
         if bypassing(state.opt_state, state.params):  # nothing is tracked here, so that a mesh has to tell what differs
-            check_agreement(loss, state, batch, by_name, axis_name)
-            trace_on(own_step, by_name, axis_name, state, batch, out_specs=(state_specs(state), P()))
+            check_agreement(self._loss, state, batch, self._by_name, self.axis_name)
+            trace_on(own_step, self._by_name, self.axis_name, state, batch, out_specs=(state_specs(state), P()))
             function = own_step
         else:
             function = in_axes_of_workers(own_step, (1,), ALL_EXCHANGED)
-        parts = jax.tree.map(lambda x: x.reshape(*sizes, -1, *x.shape[1:]), batch)
-        state = jax.tree.map(rows_apart, state, is_leaf=is_per_worker)
-        for name in reversed(names):
-            own = in_axes(state, name)
+        parts = jax.tree.map(lambda x: x.reshape(*self.sizes, -1, *x.shape[1:]), batch)
+        state = jax.tree.map(self._rows_apart, state, is_leaf=is_per_worker)
+        for name in reversed(self._by_name):
+            own = _axes_of(state, name)
             function = jax.vmap(function, in_axes=(own, 0), out_axes=(own, None), axis_name=name)
         state, metrics = function(state, parts)
-        return jax.tree.map(rows_together, state, is_leaf=is_per_worker), metrics
+        return jax.tree.map(_rows_together, state, is_leaf=is_per_worker), metrics
 
-    return jax.jit(step, donate_argnums=0 if donate else ())
+    def _rows_apart(self, node: Any) -> Any:
+        """Gives rows (K, ...) the shape (*sizes, 1, ...): each worker sees its row as (1, ...), as on a mesh."""
+        if not is_per_worker(node):
+            return node
+        along = [size for name, size in self._by_name.items() if name in node.axes]
+        return jax.tree.map(lambda rows: rows.reshape(*along, 1, *rows.shape[1:]), node)
 
 
-def check_batch(batch: Any, workers: int, micro_batches: int = 1) -> None:
-    """Refuses a batch that does not divide evenly.
+def _rows_together(node: Any) -> Any:
+    """Does the inverse of `_rows_apart`."""
+    if not is_per_worker(node):
+        return node
+    depth = len(node.axes) + 1
+    return jax.tree.map(lambda rows: rows.reshape(math.prod(rows.shape[:depth]), *rows.shape[depth:]), node)
 
-    Raises:
-      ValueError: if the first dimension of an array is not a multiple of K, or of K times the micro-batches.
-    """
-    parts = workers * micro_batches
-    cut = f"{workers} workers" + (f" of {micro_batches} micro-batches each" if micro_batches > 1 else "")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        rows = leaf.shape[0] if leaf.ndim else 0
-        if rows == 0 or rows % parts:
-            raise ValueError(
-                f"The rows of a batch are a multiple of the number of workers, got {rows} rows at "
-                f"{jax.tree_util.keystr(path)!r} for {cut}: use a batch size of {max(rows // parts, 1) * parts}, or "
-                "another number of workers."
-            )
+
+def _axes_of(state: Any, name: str) -> Any:
+    """Returns the `in_axes` of a `jax.vmap` over one axis of workers."""
+
+    def axis(node: Any) -> int | None:
+        return 0 if is_per_worker(node) and name in node.axes else None
+
+    return jax.tree.map(axis, state, is_leaf=is_per_worker)
 
 
 def loss_of(loss_fn: LossFn, has_aux: bool, has_state: bool) -> LossFn:
     """Returns (params, model_state, batch) -> (loss, (scalars, new model_state)) of any loss."""
-    if has_state:
-        return loss_fn
 
     def loss(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
-        if jax.tree.leaves(model_state):
-            raise ValueError(
-                f"A model's state is given to the loss, which returns a new one, got a state of "
-                f"{len(jax.tree.leaves(model_state))} arrays for a loss without: pass has_state=True and "
-                "loss_fn(params, model_state, batch), or leave model_state out of init_state."
-            )
-        value = loss_fn(params, batch)
-        value, scalars = value if has_aux else (value, {})
+        if has_state:
+            value, (scalars, model_state) = loss_fn(params, model_state, batch)
+        else:
+            if jax.tree.leaves(model_state):
+                raise ValueError(
+                    f"A model's state is given to the loss, which returns a new one, got a state of "
+                    f"{len(jax.tree.leaves(model_state))} arrays for a loss without: pass has_state=True and "
+                    "loss_fn(params, model_state, batch), or leave model_state out of init."
+                )
+            value = loss_fn(params, batch)
+            value, scalars = value if has_aux else (value, {})
+        for name, scalar in {"loss": value, **scalars}.items():
+            if jnp.shape(scalar) != ():
+                raise ValueError(f"{name!r} must be a scalar; got shape {jnp.shape(scalar)}. Take its mean.")
         return value, (scalars, model_state)
 
     return loss

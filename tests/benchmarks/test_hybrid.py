@@ -21,7 +21,7 @@ def test_predicted_bytes_are_those_of_the_traced_step(layout):
         "image": jax.ShapeDtypeStruct((batch, SMALL, SMALL, 3), jnp.float32),
         "label": jax.ShapeDtypeStruct((batch,), jnp.int32),
     }
-    traced = jc.step_report(step, state, rows, params=state.params, workers=K)
+    traced = jc.accounting.step_report(step, state, rows, params=state.params, workers=K)
     assert traced.received == pytest.approx(predicted(layout, K, batch), rel=1e-12)
 
 

@@ -6,6 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from benchmarks.naive import naive_topk
+from tests.jaxcomm.steps import init_state
 from tests.reference.topk import TopKReference
 
 
@@ -14,7 +15,7 @@ def test_naive_topk_is_topk_of_the_flat_gradient(sparsity, shapes):
     K, sizes = 3, [int(np.prod(shape)) for shape in shapes]
     tx = naive_topk(sparsity)
     mesh = jc.make_mesh(data=K)
-    state = jc.init_state([jnp.zeros(shape) for shape in shapes], tx, mesh).opt_state
+    state = init_state([jnp.zeros(shape) for shape in shapes], tx, mesh).opt_state
     specs = jc.state_specs(state)
 
     def update(gradients, state):

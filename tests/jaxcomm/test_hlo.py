@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from jaxcomm.hlo import read_program
+from jaxcomm.accounting.hlo import read_program
 from jaxcomm.traffic import Traffic
 
 SUM = """

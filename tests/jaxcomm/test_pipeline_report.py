@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
+from jaxcomm.parallel.pipeline_report import verify_pipeline
 from tests.jaxcomm.parallel.stages import CUTS, batches, loss_fn, make_pipeline, means_of, params_of, stages_of
 from tests.jaxcomm.workers import QUICKLY
 
@@ -24,7 +25,7 @@ def test_a_report_in_numbers():
     boundaries = [jc.dct_mp(0.5), jc.dct_mp(0.875, kind="topk_gradient", value_dtype="bfloat16"), jc.dct_mp(0.0)]
     pipeline = jc.Pipeline(stages, loss_fn, [np.ones(D)] * 4, boundaries=boundaries, micro_batches=2)
     batch = {"x": jax.ShapeDtypeStruct((ROWS, D), np.float32), "y": jax.ShapeDtypeStruct((ROWS, 3), np.float32)}
-    report = jc.pipeline_report(pipeline, TOPK, batch, K)
+    report = jc.parallel.pipeline_report(pipeline, TOPK, batch, K)
     whole = 2 * 4 * 32 * 4
     # Positions of 64 of 1024 as upper parts of 6 bits and 4 planes; those of 16 as upper parts of 5 bits and 5 planes.
     masked, topk = 4 * (64 + (63 + 64) // 32 + 1 + 4 * 2), 4 * (8 + (31 + 16) // 32 + 1 + 5)
@@ -39,14 +40,14 @@ def test_a_report_in_numbers():
 
 def test_a_report_in_words_warns_of_a_boundary_that_costs_more_than_none():
     pipeline = make_pipeline(3, boundaries=[jc.dct_mp(0.1), jc.dct_mp(0.0)])
-    first, second, rest = str(jc.pipeline_report(pipeline, TOPK, BATCH, K)).split("\n", 2)
+    first, second, rest = str(jc.parallel.pipeline_report(pipeline, TOPK, BATCH, K)).split("\n", 2)
     # 8 samples of 7 and 6 features: of the 7 all are sent but none, which is floor(0.7).
     assert first == "stage 0 to 1: 224 bytes forward, 224 back (1.0x fewer than whole activations)"
     assert second == "stage 1 to 2: 192 bytes forward, 192 back (1.0x fewer than whole activations)"
     assert rest.startswith("each stage's gradients: ")
     stages = [lambda params, x, batch: batch["x"], lambda params, x, batch: x]
     pipeline = jc.Pipeline(stages, simple_loss, [np.ones(1), np.ones(1)], boundaries=[jc.dct_mp(0.1)])
-    first, _ = str(jc.pipeline_report(pipeline, TOPK, {"x": np.ones((K, 10), np.float32)}, K)).split("\n", 1)
+    first, _ = str(jc.parallel.pipeline_report(pipeline, TOPK, {"x": np.ones((K, 10), np.float32)}, K)).split("\n", 1)
     # 9 of 10: values, and positions among 1024 as upper parts of 4 bits and 6 planes.
     assert first.startswith("stage 0 to 1: 64 bytes forward, 36 back (0.8x fewer than whole activations): MORE than w")
     assert first.endswith("so few values are sent at once; use sparsity 0 here")
@@ -55,7 +56,7 @@ def test_a_report_in_words_warns_of_a_boundary_that_costs_more_than_none():
 def test_a_report_of_a_batch_that_does_not_divide_is_refused():
     batch = {name: rows[:15] for name, rows in BATCH.items()}
     with pytest.raises(ValueError, match=r"rows of a batch are a multiple of .*, got 15 rows at .* for 2 workers"):
-        jc.pipeline_report(make_pipeline(2), TOPK, batch, K)
+        jc.parallel.pipeline_report(make_pipeline(2), TOPK, batch, K)
 
 
 PARAMS = [np.eye(D, dtype=np.float32)] * 2
@@ -97,12 +98,12 @@ def prove(first=nothing_more, second=nothing_more, outside=None, axes=None, tx=N
     mesh = jc.make_mesh(**(axes or {"data": K, "stage": 2}))
     tx = tx or optax.chain(jc.plump_dp(), SGD)
     pipeline = pipeline_of(nothing_more, nothing_more)
-    step = inner = jc.make_pipeline_step(pipeline_of(first, second), tx, mesh)
+    step = inner = jc.make_train_step(pipeline_of(first, second), tx, mesh)
     if outside is not None:
         more = jax.shard_map(outside, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
         step = jax.jit(lambda state, batch: (inner(state, batch), more(batch["x"])))
-    state = jax.eval_shape(lambda: jc.init_pipeline(pipeline, PARAMS, tx, mesh))
-    return jc.verify_pipeline(Quickly(step), state, X, pipeline=pipeline, tx=tx, mesh=mesh, **options)
+    state = jax.eval_shape(lambda: jc.make_train_step(pipeline, tx, mesh).init(PARAMS))
+    return verify_pipeline(Quickly(step), state, X, pipeline=pipeline, tx=tx, mesh=mesh, **options)
 
 
 @pytest.mark.parametrize(
@@ -167,16 +168,16 @@ def test_verify_catches_what_was_tampered_with(tampering, message, monkeypatch):
 def test_verify_catches_stages_that_pass_one_another_by():
     """From the first stage to the last of three."""
     pipeline, tx, mesh = make_pipeline(3), optax.chain(jc.plump_dp(), SGD), jc.make_mesh(data=1, stage=3)
-    inner = jc.make_pipeline_step(pipeline, tx, mesh)
+    inner = jc.make_train_step(pipeline, tx, mesh)
     passed = jax.shard_map(
         lambda x: lax.ppermute(x, "stage", [(0, 2)]), mesh=mesh, in_specs=P(), out_specs=P("stage"), check_vma=False
     )
     step = jax.jit(lambda state, batch: (inner(state, batch), passed(batch["y"])))
     params = stages_of(params_of(), CUTS[3])
-    state = jax.eval_shape(lambda: jc.init_pipeline(pipeline, params, tx, mesh))
+    state = jax.eval_shape(lambda: jc.make_train_step(pipeline, tx, mesh).init(params))
     message = r"send to their neighbours alone, got bytes from stage to stage of \{\(0, 2\): 192\}: look for another"
     with pytest.raises(ValueError, match=message):
-        jc.verify_pipeline(Quickly(step), state, BATCH, pipeline=pipeline, tx=tx, mesh=mesh)
+        verify_pipeline(Quickly(step), state, BATCH, pipeline=pipeline, tx=tx, mesh=mesh)
 
 
 def test_a_model_state_counts_among_the_other_bytes():
@@ -184,9 +185,9 @@ def test_a_model_state_counts_among_the_other_bytes():
     pipeline, tx = make_pipeline(2, has_state=True), optax.chain(jc.plump_dp(), SGD)
     params, means = stages_of(params_of(), CUTS[2]), stages_of(means_of(), CUTS[2])
     mesh = jc.make_mesh(data=K, stage=2)
-    step = Quickly(jc.make_pipeline_step(pipeline, tx, mesh))
-    state = jax.eval_shape(lambda: jc.init_pipeline(pipeline, params, tx, mesh, model_state=means))
+    step = Quickly(jc.make_train_step(pipeline, tx, mesh))
+    state = jax.eval_shape(lambda: jc.make_train_step(pipeline, tx, mesh).init(params, model_state=means))
     arguments = {"pipeline": pipeline, "tx": tx, "mesh": mesh}
     with pytest.raises(ValueError, match=r"at most 0 bytes more, got 92 more in the usual step"):
-        jc.verify_pipeline(step, state, BATCH, other_bytes=0, **arguments)
-    jc.verify_pipeline(step, state, BATCH, other_bytes=92, **arguments)
+        verify_pipeline(step, state, BATCH, other_bytes=0, **arguments)
+    verify_pipeline(step, state, BATCH, other_bytes=92, **arguments)

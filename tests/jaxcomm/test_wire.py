@@ -13,9 +13,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm.hlo import read_program
-from jaxcomm.jaxpr import jaxpr_program, traced_program
+from jaxcomm.accounting.hlo import read_program
+from jaxcomm.accounting.jaxpr import jaxpr_program, traced_program
 from jaxcomm.traffic import Program, Traffic
+from tests.jaxcomm.steps import init_state
 
 K = 4
 PARAMS = {"b": jnp.zeros(3), "w": jnp.zeros((1000, 3))}
@@ -84,7 +85,7 @@ def test_draining_a_large_model_on_many_workers_can_be_asked_about():
 def test_verify_proves_a_train_step(tx):
     mesh = jc.make_mesh(data=K)
     step = jc.make_train_step(loss_fn, tx, mesh)
-    proof = jc.verify(step, jc.init_state(PARAMS, tx, mesh), BATCH, tx=tx, params=PARAMS, workers=K)
+    proof = jc.verify(step, init_state(PARAMS, tx, mesh), BATCH, tx=tx, params=PARAMS, workers=K)
     loss = Traffic("all_reduce", 4, K).received
     assert proof.program.received == jc.wire_report(tx, PARAMS, K).program.received + loss
     assert (proof.workers, proof.parameters) == (K, 3003)
@@ -92,8 +93,8 @@ def test_verify_proves_a_train_step(tx):
 
 def test_a_whole_step_is_predicted_with_its_losses():
     mesh = jc.make_mesh(data=K)
-    step, state = jc.make_train_step(loss_fn, TX, mesh), jc.init_state(PARAMS, TX, mesh)
-    got = jc.step_report(step, state, BATCH, params=PARAMS, workers=K)
+    step, state = jc.make_train_step(loss_fn, TX, mesh), init_state(PARAMS, TX, mesh)
+    got = jc.accounting.step_report(step, state, BATCH, params=PARAMS, workers=K)
     assert got.received == report().received + 6
     assert (got.workers, got.parameters) == (K, 3003)
 
@@ -101,7 +102,7 @@ def test_a_whole_step_is_predicted_with_its_losses():
 def step_with(extra, tx=TX):
     """A step that does more with the gradients than to exchange them."""
     mesh = jc.make_mesh(data=K)
-    state = jc.init_state(PARAMS, tx, mesh)
+    state = init_state(PARAMS, tx, mesh)
     specs = jc.state_specs(state.opt_state)
 
     def worker(params, opt_state, batch):
@@ -127,7 +128,7 @@ def test_verify_catches_a_dense_all_reduce_that_is_left_in_the_step():
 def test_verify_catches_the_trap_of_a_user_who_reduces_before_the_exchange():
     """By pmean and back: the compressor cannot see it, the wire can."""
     mesh = jc.make_mesh(data=K)
-    state = jc.init_state(PARAMS, TX, mesh)
+    state = init_state(PARAMS, TX, mesh)
     specs = jc.state_specs(state.opt_state)
 
     def worker(params, opt_state, batch):

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
+from tests.jaxcomm.steps import init_state
 from tests.jaxcomm.trees import params_of, shapes_of, zeros_of
 
 AXIS = "data"
@@ -72,7 +73,7 @@ class OnMesh:
 
     def __init__(self, tx: Any, tree: str, K: int, compiler_options: dict[str, Any] | None = None):
         self.mesh = jc.make_mesh(**{AXIS: K})
-        self.first = jc.init_state(zeros_of(tree), tx, self.mesh, axis_name=AXIS).opt_state
+        self.first = init_state(zeros_of(tree), tx, self.mesh, axis_name=AXIS).opt_state
         specs = jc.state_specs(self.first)
         params = params_of(tree)
 

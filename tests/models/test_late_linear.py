@@ -11,6 +11,7 @@ from flax import nnx
 
 import jaxcomm as jc
 from models.late_linear import LateLinear
+from tests.jaxcomm.steps import init_state
 
 ROWS, K = 8, 2
 
@@ -38,7 +39,7 @@ def batches():
 def train(dense, exchange, workers, make):
     graph, params = split(dense)
     tx = optax.chain(exchange, optax.sgd(0.1))
-    state = jc.init_state(params, tx, workers)
+    state = init_state(params, tx, workers)
     step = make(lambda params, x: jnp.mean((nnx.merge(graph, params, copy=True)(x) - x[:, :3]) ** 2), tx, workers)
     for batch in batches():
         state, _ = step(state, batch)
@@ -75,7 +76,7 @@ def test_its_mode_and_axis_are_those_of_late_multiply(mode):
     step = jc.make_train_step(
         lambda params, x: jnp.mean(nnx.merge(graph, params, copy=True)(x)), tx, mesh, axis_name="workers"
     )
-    state = jc.init_state(params, tx, mesh, axis_name="workers")
+    state = init_state(params, tx, mesh, axis_name="workers")
     if mode == "late":
         with pytest.raises(ValueError, match="of late_multiply must be replicated"):
             step.trace(state, batches()[0])

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jaxcomm as jc
+from tests.jaxcomm.steps import init_state
 from train.checkpoints import Checkpoints
 
 ABOUT = {"workers": 4, "learning_rate": 0.1}
@@ -17,7 +18,7 @@ def make_state(workers, size=3000, seed=0):
     mesh = jc.make_mesh(data=workers)
     params = {"kernel": jnp.ones((size,)), "bias": jnp.zeros((5,))}
     tx = optax.chain(jc.dct_dp(0.9, life_span=7), optax.trace(0.9), optax.scale_by_learning_rate(0.1))
-    state = jc.init_state(params, tx, mesh)
+    state = init_state(params, tx, mesh)
     rng = np.random.default_rng(seed)
 
     def fill(leaf):

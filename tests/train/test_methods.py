@@ -14,6 +14,7 @@ import jaxcomm as jc
 from configs.experiment import BoundaryFields
 from configs.methods import DctDp, Dgc, Iwp, LocalSgd, Method, PlumpDp, PowerSgd, QuantDp, SlimDp, TopK
 from jaxcomm.types import communication_period
+from tests.jaxcomm.steps import init_state
 from tests.train.runs import EXPERIMENT
 from train.methods import FACTORIES, is_local, is_rare, make_chain, make_exchange, method_name, run_name
 
@@ -34,7 +35,7 @@ def test_a_chain_is_in_order_and_sends_no_more_than_dense(method, decay):
     assert (report.received < report.dense) == (method != PlumpDp())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        state = jax.eval_shape(lambda params: jc.init_state(params, tx, 4), SHAPES).opt_state
+        state = jax.eval_shape(lambda params: init_state(params, tx, 4), SHAPES).opt_state
     assert (communication_period(state) is not None) == is_local(method)
 
 
@@ -109,7 +110,7 @@ def test_adam_is_that_of_the_papers():
     )
     tx = make_chain(experiment, PlumpDp())
     params = {"w": jnp.full((4,), 2.0)}
-    state = jc.init_state(params, tx, 2)
+    state = init_state(params, tx, 2)
     step = jc.simulate(lambda params, batch: (params["w"] * batch.mean()).sum(), tx, 2)
     state, _ = step(state, jnp.ones((2,)))
     np.testing.assert_allclose(state.params["w"], 2 - 0.01 * (1 + 0.5 * 2), rtol=1e-6)
@@ -147,7 +148,7 @@ def trained(method, gradient, steps=60, **changes):
     plain = {"learning_rate": 0.01, "warmup_steps": 0, "schedule": "constant", "weight_decay": 0.5}
     tx = make_chain(dataclasses.replace(EXPERIMENT, **plain, **changes), method)
     params = {"w": jnp.ones((4,))}
-    state = jc.init_state(params, tx, 2)
+    state = init_state(params, tx, 2)
     step = jc.simulate(lambda params, batch: gradient * params["w"].mean() * batch.mean(), tx, 2)
     for _ in range(steps):
         state, _ = step(state, jnp.ones((2,)))
@@ -192,7 +193,7 @@ def test_l2_is_added_once_to_gradients_that_are_already_reduced():
 
     def ended(late):
         tx = make_chain(experiment, PlumpDp(), late)
-        state = jc.init_state(params, tx, 2)
+        state = init_state(params, tx, 2)
 
         def loss(params, batch):
             hidden = jc.late_multiply(batch, params["late"], mode="late") if late else batch @ params["late"]
@@ -212,7 +213,7 @@ def test_thresholds_change_with_the_steps():
     """Two steps whose importance is between two thresholds: at 0.1 all is sent, at 10 nothing."""
     tx = make_exchange(Iwp(alpha=(0.1, 10.0), change_at=(1,), random_selection=False, density=1.0), momentum=0.0)
     params = {"w": jnp.ones((1024,))}
-    state = jc.init_state(params, optax.chain(tx, optax.sgd(0.0)), 2)
+    state = init_state(params, optax.chain(tx, optax.sgd(0.0)), 2)
     step = jc.simulate(lambda params, batch: 2 * params["w"].sum() * batch.mean(), optax.chain(tx, optax.sgd(0.0)), 2)
     sent = []
     for _ in range(3):

@@ -10,13 +10,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
+from jaxcomm.accounting.hlo import read_program
 from jaxcomm.bits import pack
 from jaxcomm.codecs import value_codec
 from jaxcomm.codecs.indices import INDEX_CODECS
 from jaxcomm.collectives.balanced import Balanced, Regions
 from jaxcomm.collectives.sparse_ring import hops_of, received_on_ring, ring_sum
-from jaxcomm.hlo import read_program
 from jaxcomm.layout import plan_layout
+from tests.jaxcomm.steps import init_state
 
 EPS = 2.0**-23
 # K, blocks, and the fraction that is kept: regions of one block and of two, one that is half beyond the vector (K = 3),
@@ -187,7 +188,7 @@ def test_predicted_bytes_are_those_of_the_formula_and_of_the_compiled_program(K,
     assert report.received == pytest.approx(sum(received_by_hand(K, n, kept, "auto", 16)), abs=1e-6)
     if K not in (1, 4):
         return
-    state = jc.init_state(params, tx, jc.make_mesh(data=K)).opt_state
+    state = init_state(params, tx, jc.make_mesh(data=K)).opt_state
     specs = jc.state_specs(state)
     step = jax.jit(
         jax.shard_map(
@@ -247,7 +248,7 @@ def test_what_is_not_sound_is_told_to_all(K):
 
 def simulated(tx, n, K):
     """(state, step): K workers of a transformation under vmap; what is the same on all comes out unbatched."""
-    state = jc.init_state({"w": jnp.zeros(n)}, tx, K).opt_state
+    state = init_state({"w": jnp.zeros(n)}, tx, K).opt_state
 
     def is_rows(node):
         return isinstance(node, jc.PerWorker)

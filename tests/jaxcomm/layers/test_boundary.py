@@ -13,8 +13,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm.hlo import read_program
-from jaxcomm.jaxpr import jaxpr_program
+from jaxcomm.accounting.hlo import read_program
+from jaxcomm.accounting.jaxpr import jaxpr_program
 from jaxcomm.parallel.pipeline import Cut
 from tests.jaxcomm.formulas import BITS, index_words, words
 from tests.jaxcomm.workers import QUICKLY
@@ -52,7 +52,7 @@ class Crossing:
         def cross(x, gradient, residual, seed):
             def send(x, residual):
                 # One seed for all, though the axis is manual.
-                return jc.masked_boundary(
+                return jc.layers.masked_boundary(
                     x, **self.route, sparsity=sparsity, seed=seed[0], residual=residual, **options
                 )
 
@@ -352,7 +352,9 @@ def test_large_activations_take_the_bits_that_are_documented():
 def traced(x=None, size=2, **arguments):
     x = jnp.ones((2, 6)) if x is None else x
     arguments = {"source": 0, "target": 1, "sparsity": 0.5, **arguments}
-    cross = jax.vmap(lambda x: jc.masked_boundary(x, **arguments), axis_name="stage", in_axes=None, axis_size=size)
+    cross = jax.vmap(
+        lambda x: jc.layers.masked_boundary(x, **arguments), axis_name="stage", in_axes=None, axis_size=size
+    )
     return jax.eval_shape(cross, x)
 
 

@@ -11,7 +11,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm.hlo import read_program
+from jaxcomm.accounting.hlo import read_program
+from tests.jaxcomm.steps import init_state
 
 ROWS, N, M, OUT = 8, 60, 40, 3
 BAD_STEP = 4
@@ -53,7 +54,7 @@ def but(name, part=""):
 
 def run(loss_fn, tx, workers, params=None, steps=10):
     make = jc.simulate if isinstance(workers, int) else jc.make_train_step
-    state, step, losses = jc.init_state(params or parameters(), tx, workers), make(loss_fn, tx, workers), []
+    state, step, losses = init_state(params or parameters(), tx, workers), make(loss_fn, tx, workers), []
     for batch in batches(steps):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
@@ -103,9 +104,9 @@ def test_a_compressor_of_the_other_leaves_sees_what_it_would_see_anyway():
 def test_bytes_are_predicted_and_no_all_reduce_of_the_kernel_is_left(dtype):
     K, rows = 4, 8 * ROWS
     mesh, tx = jc.make_mesh(data=K), sgd(jc.plump_dp(where=but("hidden")))
-    state, step = jc.init_state(parameters(), tx, mesh), jc.make_train_step(loss_with("late", dtype), tx, mesh)
+    state, step = init_state(parameters(), tx, mesh), jc.make_train_step(loss_with("late", dtype), tx, mesh)
     batch, itemsize = next(batches(rows=rows)), jnp.dtype(dtype).itemsize
-    traced = jc.step_report(step, state, batch, params=parameters(), workers=K)
+    traced = jc.accounting.step_report(step, state, batch, params=parameters(), workers=K)
     compiled = read_program(step.lower(state, batch).compile().as_text())
     assert traced.program.received == compiled.received
     plan = jc.plan_late_multiply({"hidden": (N, M)}, rows, K, activation_bytes=itemsize)
@@ -170,7 +171,7 @@ def test_leading_dimensions_are_rows_and_a_kernel_may_be_used_twice():
     expected = params["kernel"] - jax.grad(loss_with(jnp.matmul))(params, batch)["kernel"]
     tx = optax.chain(jc.plump_dp(where=lambda path, leaf: False), optax.sgd(1.0))
     for workers, make in ((jc.make_mesh(data=4), jc.make_train_step), (4, jc.simulate)):
-        state, metrics = make(loss_with(late), tx, workers)(jc.init_state(params, tx, workers), batch)
+        state, metrics = make(loss_with(late), tx, workers)(init_state(params, tx, workers), batch)
         assert_close(state.params["kernel"], expected, atol=1e-6)
         assert int(metrics["skipped"]) == 0
 
@@ -181,7 +182,7 @@ def test_workers_along_two_axes():
     exchange = jc.hierarchical(jc.plump_dp(axis_name="slice"), where=but("hidden"), inside="data", across="slice")
     tx = sgd(exchange)
     for workers, make in ((mesh, jc.make_train_step), ((2, 2), jc.simulate)):
-        state = jc.init_state(parameters(), tx, workers, axis_name=axes)
+        state = init_state(parameters(), tx, workers, axis_name=axes)
         step = make(loss_with("late", axis_name=axes), tx, workers, axis_name=axes)
         for batch in batches(3):
             state, _ = step(state, batch)
@@ -195,14 +196,14 @@ def test_auto_takes_what_moves_fewer_bytes(rows, is_late):
     assert 2 * N * M == 48 * (N + M)
     tx = sgd(jc.plump_dp(where=but("hidden")) if is_late else jc.plump_dp())
     mesh = jc.make_mesh(data=K)
-    state, step = jc.init_state(parameters(), tx, mesh), jc.make_train_step(loss_with("auto"), tx, mesh)
-    program = jc.step_report(step, state, next(batches(rows=rows)), params=parameters(), workers=K).program
+    state, step = init_state(parameters(), tx, mesh), jc.make_train_step(loss_with("auto"), tx, mesh)
+    program = jc.accounting.step_report(step, state, next(batches(rows=rows)), params=parameters(), workers=K).program
     assert any(traffic.op == "all_gather" for traffic in program.always) == is_late
     plan = jc.plan_late_multiply({"hidden": (N, M)}, rows, K)
     assert plan.mode("hidden") == ("late" if is_late else "reduce")
     assert (plan.layers[0].bytes_late == plan.layers[0].bytes_reduce) == (rows == 48)
     alone, mesh = sgd(jc.plump_dp()), jc.make_mesh(data=1)  # one worker receives nothing in either way
-    state = jc.init_state(parameters(), alone, mesh)
+    state = init_state(parameters(), alone, mesh)
     jc.make_train_step(loss_with("auto"), alone, mesh)(state, next(batches(rows=rows)))
 
 
@@ -223,7 +224,7 @@ PLACES = pytest.mark.parametrize(
 
 def trace(loss_fn, tx, workers, make):
     workers = jc.make_mesh(data=2) if workers == "mesh" else workers
-    state = jc.init_state(parameters(), tx, workers)
+    state = init_state(parameters(), tx, workers)
     make(loss_fn, tx, workers).trace(state, next(batches()))
 
 
@@ -287,7 +288,7 @@ def test_the_proof_works_while_another_mesh_is_in_use():
 def test_the_trap_is_refused_for_the_leaves_that_are_not_marked():
     """A user's own shard_map that forgets to make the others each worker's own."""
     tx, mesh = jc.plump_dp(where=but("hidden")), jc.make_mesh(data=2)
-    state = jc.init_state(parameters(), tx, mesh).opt_state
+    state = init_state(parameters(), tx, mesh).opt_state
 
     def worker(params, state, batch):
         own = {**params, "last": lax.pcast(params["last"], "data", to="varying")}

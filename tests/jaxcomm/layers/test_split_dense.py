@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm.hlo import read_program
-from jaxcomm.jaxpr import traced_program
+from jaxcomm.accounting.hlo import read_program
+from jaxcomm.accounting.jaxpr import traced_program
 from jaxcomm.layers.split_dense import (
     features_to_rows,
     on_one_worker,

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jaxcomm as jc
+from tests.jaxcomm.steps import init_state
 from tests.reference.ef21 import Ef21Reference
 
 K = 3
@@ -24,7 +25,7 @@ def each_row(function, state):
 
 def update_of(tx):
     """An update of K simulated workers, and their first state."""
-    state = jc.init_state(PARAMS, tx, K).opt_state
+    state = init_state(PARAMS, tx, K).opt_state
     axes = jax.tree.map(lambda node: 0 if is_rows(node) else None, state, is_leaf=is_rows)
 
     @jax.jit
@@ -91,9 +92,9 @@ def test_its_bytes_are_those_of_topk_and_a_mesh_sends_them():
     def loss(params, batch):
         return jnp.mean((batch @ params["w"] - 1) ** 2) + jnp.sum(params["v"]) + jnp.sum(params["b"] ** 2)
 
-    state, step = jc.init_state(PARAMS, tx, mesh), jc.make_train_step(loss, tx, mesh, donate=False)
+    state, step = init_state(PARAMS, tx, mesh), jc.make_train_step(loss, tx, mesh, donate=False)
     jc.verify(step, state, batch, tx=tx, params=PARAMS, workers=4)
-    simulated = jc.simulate(loss, tx, 4)(jc.init_state(PARAMS, tx, 4), batch)[0].params
+    simulated = jc.simulate(loss, tx, 4)(init_state(PARAMS, tx, 4), batch)[0].params
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), step(state, batch)[0].params, simulated)
 
 

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jaxcomm as jc
+from tests.jaxcomm.steps import init_state
 
 SHAPES = {"a": (7,), "b": (601,), "c": (40, 60), "s": ()}
 AXES = ("slice", "data")
@@ -44,7 +45,7 @@ def run(tx, sizes, *, on_mesh, steps=5, bad_at=2):
     """Yields (state, metrics) of every step."""
     where = jc.make_mesh(slice=sizes[0], data=sizes[1]) if on_mesh else sizes
     make = jc.make_train_step if on_mesh else jc.simulate
-    state = jc.init_state(first_params(), tx, where, axis_name=AXES)
+    state = init_state(first_params(), tx, where, axis_name=AXES)
     step = make(loss, tx, where, axis_name=AXES, donate=False)
     for i in range(steps):
         state, metrics = step(state, batch_of(i, np.nan if i == bad_at else None))
@@ -54,7 +55,7 @@ def run(tx, sizes, *, on_mesh, steps=5, bad_at=2):
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 2)])
 def test_dense_across_equals_plump_dp_over_all_workers(sizes):
     flat = optax.chain(jc.plump_dp(), optax.sgd(RATE))
-    state, step = jc.init_state(first_params(), flat, 8), jc.simulate(loss, flat, 8, donate=False)
+    state, step = init_state(first_params(), flat, 8), jc.simulate(loss, flat, 8, donate=False)
     tx = optax.chain(jc.hierarchical(EXCHANGES["plump_dp"]()), optax.sgd(RATE))
     for i, (own, metrics) in enumerate(run(tx, sizes, on_mesh=True)):
         state, expected = step(state, batch_of(i, np.nan if i == 2 else None))
@@ -68,7 +69,7 @@ def test_compressed_across_equals_the_exchange_of_the_groups_means(name):
     tx = optax.chain(jc.hierarchical(EXCHANGES[name]()), optax.sgd(RATE))
     outer = optax.chain(EXCHANGES[name](), optax.sgd(RATE))
     kwargs = {"axis_name": "slice"}
-    state, step = jc.init_state(first_params(), outer, 8, **kwargs), jc.simulate(loss, outer, 8, donate=False, **kwargs)
+    state, step = init_state(first_params(), outer, 8, **kwargs), jc.simulate(loss, outer, 8, donate=False, **kwargs)
     for i, (own, metrics) in enumerate(run(tx, (8, 1), on_mesh=False, bad_at=None)):
         state, expected = step(state, batch_of(i))
         assert metrics["sent"] == expected["sent"]
@@ -94,7 +95,7 @@ def test_a_mesh_and_a_simulation_agree_and_bytes_are_those_predicted(name):
     )  # fmt: skip
     assert report.received_over("slice") == alone.received
     mesh = jc.make_mesh(slice=2, data=4)
-    state = jc.init_state(first_params(), tx, mesh, axis_name=AXES)
+    state = init_state(first_params(), tx, mesh, axis_name=AXES)
     step = jc.make_train_step(loss, tx, mesh, axis_name=AXES)
     jc.verify(step, state, batch_of(0), tx=tx, params=first_params(), workers=sizes, axis_name=AXES)
 
@@ -127,9 +128,9 @@ def test_what_it_refuses():
             jc.wire_report(tx, first_params(), (2, 2), axis_name=AXES)
     tx = jc.hierarchical(EXCHANGES["topk"]())
     with pytest.raises(ValueError, match="Each axis of workers has a number of them, got 4 for axis_name="):
-        jc.init_state(first_params(), tx, 4, axis_name=AXES)
+        init_state(first_params(), tx, 4, axis_name=AXES)
     with pytest.raises(ValueError, match="got no axis 'data'"):
         tx.init(first_params())
-    state = jc.init_state(first_params(), tx, (2, 2), axis_name=AXES)
+    state = init_state(first_params(), tx, (2, 2), axis_name=AXES)
     with pytest.raises(ValueError, match="Shares of tensors lie with the workers of a group"):
         jc.resize_workers(state, 2)

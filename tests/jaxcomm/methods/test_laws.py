@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import jaxcomm as jc
 from tests.jaxcomm import cases
 from tests.jaxcomm.cases import CASES, EPS, FEW, SETTINGS, Simulated, gradients, owed, simulated
+from tests.jaxcomm.steps import init_state
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 WITH_RESIDUAL = [case for case in CASES if case.residual or not case.compresses]
@@ -167,7 +168,7 @@ def test_no_coordinate_starves_where_overflow_lasts(method, collective):
         gradient[:, n // 2 :] = 0
     tx = optax.chain(exchange, optax.sgd(1.0))
     step = jc.simulate(lambda params, rows: jnp.mean(rows @ params["w"]), tx, K)
-    state, overflow = jc.init_state({"w": jnp.zeros(n)}, tx, K), 0
+    state, overflow = init_state({"w": jnp.zeros(n)}, tx, K), 0
     state, _ = step(state, np.zeros((K, n), np.float32))
     for _ in range(120):
         state, metrics = step(state, gradient)

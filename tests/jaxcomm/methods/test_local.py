@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import jaxcomm as jc
+from tests.jaxcomm.steps import init_state
 from tests.reference import noise
 from tests.reference.local_sgd import LocalSgdReference
 from tests.reference.plump_dp import PlumpDpReference
@@ -141,7 +142,7 @@ def _on_mesh(name: str, K: int) -> tuple[Any, Any]:
     case = next(case for case in CASES if case.name == name)
     mesh = jc.make_mesh(data=K)
     tx = optax.chain(optax.sgd(RATE), case.make())
-    return jc.init_state(first_params(), tx, mesh), jc.make_train_step(loss, tx, mesh, donate=False)
+    return init_state(first_params(), tx, mesh), jc.make_train_step(loss, tx, mesh, donate=False)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ def test_method_equals_its_oracle(case, K):
 def test_a_mesh_and_a_simulation_agree(case):
     K = 4
     (state, step), tx = on_mesh(case, K), optax.chain(optax.sgd(RATE), case.make())
-    other, simulated = jc.init_state(first_params(), tx, K), jc.simulate(loss, tx, K, donate=False)
+    other, simulated = init_state(first_params(), tx, K), jc.simulate(loss, tx, K, donate=False)
     for i in range(6):
         state, metrics = step(state, batch_of(i, K, BAD.get(i)))
         other, expected = simulated(other, batch_of(i, K, BAD.get(i)))
@@ -216,7 +217,7 @@ def test_slim_dp_with_everything_is_plump_dp(p):
     slim_state, slim_step = _start(jc.slim_dp(alpha=1.0, beta=0.5, p=p), K)
     tx = jc.plump_dp(p=p)
     chain = optax.chain(tx, optax.sgd(RATE)) if p == 1 else optax.chain(optax.sgd(RATE), tx)
-    state, step = jc.init_state(first_params(), chain, K), jc.simulate(loss, chain, K, donate=False)
+    state, step = init_state(first_params(), chain, K), jc.simulate(loss, chain, K, donate=False)
     for i in range(6):
         slim_state, _ = slim_step(slim_state, batch_of(i, K))
         state, _ = step(state, batch_of(i, K))
@@ -229,7 +230,7 @@ def test_slim_dp_with_everything_is_plump_dp(p):
 
 def _start(tx: Any, K: int) -> tuple[Any, Any]:
     chain = optax.chain(optax.sgd(RATE), tx)
-    return jc.init_state(first_params(), chain, K), jc.simulate(loss, chain, K, donate=False)
+    return init_state(first_params(), chain, K), jc.simulate(loss, chain, K, donate=False)
 
 
 @pytest.mark.parametrize("unsent", ["carry", "local"])
@@ -272,7 +273,7 @@ def test_local_optimizers_differ_between_workers_and_stay_local():
     K = 3
     tx = optax.chain(optax.adam(0.01), jc.local_sgd(4, exchange=jc.plump_dp()))
     mesh = jc.make_mesh(data=K)
-    state, step = jc.init_state(first_params(), tx, mesh), jc.make_train_step(loss, tx, mesh, donate=False)
+    state, step = init_state(first_params(), tx, mesh), jc.make_train_step(loss, tx, mesh, donate=False)
     for i in range(3):
         state, _ = step(state, batch_of(i, K))
     moments = np.asarray(state.opt_state[0][0].mu["c"].rows)
@@ -293,7 +294,7 @@ def test_local_optimizers_differ_between_workers_and_stay_local():
 def test_a_worker_with_a_bad_gradient_between_exchanges_leaves_the_others_alone(tx):
     K = 3
     chain = optax.chain(optax.sgd(RATE, momentum=0.9), tx)
-    state, step = jc.init_state(first_params(), chain, K), jc.simulate(loss, chain, K, donate=False)
+    state, step = init_state(first_params(), chain, K), jc.simulate(loss, chain, K, donate=False)
     state, metrics = step(state, batch_of(0, K, np.nan))
     assert metrics["skipped"] == 0
     assert np.isnan(metrics["loss"])
@@ -311,7 +312,7 @@ def test_a_worker_with_a_bad_gradient_between_exchanges_leaves_the_others_alone(
 def test_parameters_of_16_bits(case, dtype):
     K = 2
     tx = optax.chain(optax.sgd(RATE), case.make())
-    state, step = jc.init_state(first_params(dtype), tx, K), jc.simulate(loss, tx, K, donate=False)
+    state, step = init_state(first_params(dtype), tx, K), jc.simulate(loss, tx, K, donate=False)
     for i in range(4):
         state, metrics = step(state, {name: rows.astype(dtype) for name, rows in batch_of(i, K).items()})
         assert metrics["skipped"] == 0
@@ -323,7 +324,7 @@ def test_parameters_of_16_bits(case, dtype):
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 3)])
 def test_another_number_of_workers_goes_on_with_the_same_global_model(case, old, new):
     tx = optax.chain(optax.sgd(RATE, momentum=0.5), case.make())
-    state, step = jc.init_state(first_params(), tx, old), jc.simulate(loss, tx, old, donate=False)
+    state, step = init_state(first_params(), tx, old), jc.simulate(loss, tx, old, donate=False)
     for i in range(5):
         state, _ = step(state, batch_of(i, old))
     resized = jc.resize_workers(state, new)

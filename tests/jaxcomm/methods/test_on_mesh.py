@@ -6,7 +6,7 @@ import pytest
 
 import jaxcomm as jc
 from benchmarks.shapes import resnet50
-from jaxcomm.hlo import read_program
+from jaxcomm.accounting.hlo import read_program
 from tests.jaxcomm import cases
 from tests.jaxcomm.cases import CASES, gradients, on_mesh, simulated
 from tests.jaxcomm.formulas import received_bytes

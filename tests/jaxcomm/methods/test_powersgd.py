@@ -12,10 +12,11 @@ import optax
 import pytest
 
 import jaxcomm as jc
-from jaxcomm.hlo import read_program
+from jaxcomm.accounting.hlo import read_program
 from jaxcomm.methods.powersgd import initial_q
 from tests.jaxcomm import cases
 from tests.jaxcomm.cases import EPS, OnMesh, Simulated, gradients
+from tests.jaxcomm.steps import init_state
 from tests.reference.powersgd import PowerSgdReference
 
 RANK, DENSE_BELOW = 2, 512
@@ -361,10 +362,10 @@ def test_a_network_trains_with_it(how):
 
     if how == "mesh":
         mesh = jc.make_mesh(data=4)
-        state, step = jc.init_state(params, tx, mesh), jc.make_train_step(loss_fn, tx, mesh)
+        state, step = init_state(params, tx, mesh), jc.make_train_step(loss_fn, tx, mesh)
         jc.verify(step, state, batch, tx=tx, params=params, workers=4)
     else:
-        state, step = jc.init_state(params, tx, 4), jc.simulate(loss_fn, tx, 4)
+        state, step = init_state(params, tx, 4), jc.simulate(loss_fn, tx, 4)
     losses = []
     for _ in range(300):
         state, metrics = step(state, batch)

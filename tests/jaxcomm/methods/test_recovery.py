@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import jaxcomm as jc
+from tests.jaxcomm.steps import init_state
 
 K, SHAPES = 4, {"b": (10,), "m": (64, 70), "w": (4106,)}
 SGD = optax.sgd(0.1)
@@ -54,7 +55,7 @@ def program(name):
         return sum(jnp.sum(params[name] * jnp.mean(rows[name], 0)) for name in params)
 
     params = {name: np.random.default_rng(7).normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
-    return jc.init_state(params, CHAINS[name], K), jc.simulate(loss, CHAINS[name], K)
+    return init_state(params, CHAINS[name], K), jc.simulate(loss, CHAINS[name], K)
 
 
 def rows_of(step):

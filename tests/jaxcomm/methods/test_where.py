@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomm as jc
 from jaxcomm.exchange import bypassing
 from tests.jaxcomm.cases import CASES
+from tests.jaxcomm.steps import init_state
 
 K = 2
 PARAMS = {
@@ -23,7 +24,7 @@ FIRST = list({case.method: case for case in reversed(CASES)}.values())  # the fi
 
 def update_of(tx):
     """An update of K simulated workers, of gradients (K, ...), for `passed` one for all; and the first state."""
-    state = jc.init_state(PARAMS, tx, K).opt_state
+    state = init_state(PARAMS, tx, K).opt_state
     own = jax.tree.map(lambda node: 0 if is_rows(node) else None, state, is_leaf=is_rows)
     axes = {"own": 0, "passed": None, "small": 0}
 
@@ -107,13 +108,13 @@ def test_a_report_counts_the_others_and_what_is_beside():
     report = jc.wire_report(tx, PARAMS, 4)
     assert report.received == 1.5 * 4 * 3002
     assert report.dense == 1.5 * 4 * 3008
-    gather = jc.Traffic("all_gather", 8, 4)
+    gather = jc.accounting.Traffic("all_gather", 8, 4)
     assert jc.wire_report(tx, PARAMS, 4, beside=[gather]).received == report.received + 3 * 8
 
 
 def test_the_state_is_placed_resized_and_read_like_any_other():
     tx = optax.chain(jc.dct_dp(0.9, where=WHERE), optax.adam(0.1))
-    state = jc.init_state(PARAMS, tx, 4)
+    state = init_state(PARAMS, tx, 4)
     assert bypassing(state.opt_state, PARAMS) == {"['passed']"}
     assert bypassing(optax.adam(0.1).init(PARAMS), PARAMS) == frozenset()
     specs = jc.state_specs(state).opt_state[0]
@@ -205,9 +206,9 @@ def test_a_second_exchange_costs_its_own_bytes_and_runs_on_a_mesh():
     def loss(params, batch):
         return jnp.mean((batch @ params["own"]) ** 2) + jnp.sum(params["passed"] ** 2) + jnp.sum(params["small"])
 
-    state, step = jc.init_state(PARAMS, tx, mesh), jc.make_train_step(loss, tx, mesh, donate=False)
+    state, step = init_state(PARAMS, tx, mesh), jc.make_train_step(loss, tx, mesh, donate=False)
     jc.verify(step, state, batch, tx=tx, params=PARAMS, workers=4)
-    simulated = jc.simulate(loss, tx, 4)(jc.init_state(PARAMS, tx, 4), batch)[0].params
+    simulated = jc.simulate(loss, tx, 4)(init_state(PARAMS, tx, 4), batch)[0].params
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), step(state, batch)[0].params, simulated)
 
 

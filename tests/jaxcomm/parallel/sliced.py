@@ -10,9 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from jaxcomm.layers.split_dense import on_one_worker, rows_of_one_worker, split_dense
-from jaxcomm.parallel.hybrid import make_hybrid_step, make_partitioned_step
-from jaxcomm.parallel.hybrid_state import init_hybrid_state
-from jaxcomm.parallel.unreduced import make_unreduced_step
+from tests.jaxcomm.steps import init_state
 from tests.jaxcomm.workers import QUICKLY
 
 ROWS, PIXELS, FEATURES, HIDDEN, CLASSES = 8, 8, 64, 64, 16
@@ -127,14 +125,22 @@ def explicit_mesh(data, model):
     return jax.make_mesh((data, model), ("data", "model"), devices=jax.devices()[: data * model])
 
 
+def make(loss_fn, tx, mesh, specs, **options):
+    return jc.make_train_step(loss_fn, tx, mesh, specs=specs, **options)
+
+
+def partitioned(loss_fn, tx, mesh, specs, **options):
+    return make(loss_fn, tx, mesh, specs, auto=("model",), **options)
+
+
 # name: (what makes the step, its loss, specs, mesh)
 WAYS = {
-    "split": (make_hybrid_step, split, OVER_WORKERS, lambda: auto_mesh(4)),
-    "split, one loss": (make_hybrid_step, split_global, OVER_WORKERS, lambda: auto_mesh(2)),
-    "one worker": (make_hybrid_step, on_one, ONE, lambda: auto_mesh(2)),
-    "tensor parallel": (make_hybrid_step, tensor_parallel, OVER_MODEL, lambda: auto_mesh(2, 2)),
-    "partitioned": (make_partitioned_step, whole, OVER_MODEL, lambda: auto_mesh(2, 2)),
-    "unreduced": (make_unreduced_step, explicit, OVER_MODEL, lambda: explicit_mesh(2, 2)),
+    "split": (make, split, OVER_WORKERS, lambda: auto_mesh(4)),
+    "split, one loss": (make, split_global, OVER_WORKERS, lambda: auto_mesh(2)),
+    "one worker": (make, on_one, ONE, lambda: auto_mesh(2)),
+    "tensor parallel": (make, tensor_parallel, OVER_MODEL, lambda: auto_mesh(2, 2)),
+    "partitioned": (partitioned, whole, OVER_MODEL, lambda: auto_mesh(2, 2)),
+    "unreduced": (partitioned, explicit, OVER_MODEL, lambda: explicit_mesh(2, 2)),
 }
 
 
@@ -148,10 +154,10 @@ def start(name, workers):
 
 def trained(name, tx, count):
     """Takes steps by one way: (state, metrics of the last step). A step's state has to lie as it did before."""
-    make, loss_fn, specs, mesh = WAYS[name]
+    make_way, loss_fn, specs, mesh = WAYS[name]
     mesh = mesh()
-    state = init_hybrid_state(start(name, mesh.shape["data"]), tx, mesh, specs)
-    step = compiled(make(loss_fn, tx, mesh, specs), state)
+    state = init_state(start(name, mesh.shape["data"]), tx, mesh, specs=specs)
+    step = compiled(make_way(loss_fn, tx, mesh, specs), state)
     metrics = {}
     for batch in batches(count):
         state, metrics = step(state, on(mesh, batch))

@@ -102,11 +102,9 @@ class Run:
         *workers, stage_axis = axes
         options = {"axis_name": tuple(workers) if len(workers) > 1 else workers[0], "stage_axis": stage_axis}
         self.batch = batches(1)[0] if batch is None else batch
-        self.start = jc.init_pipeline(
-            pipeline, params, tx, self.mesh, model_state=model_state, batch=self.batch, **options
-        )
-        step: Any = jc.make_pipeline_step(pipeline, tx, self.mesh, donate=False, **options)
-        self.traced = step.trace(self.start, self.batch)
+        self.step: Any = jc.make_train_step(pipeline, tx, self.mesh, donate=False, **options)
+        self.start = self.step.init(params, model_state=model_state, batch=self.batch)
+        self.traced = self.step.trace(self.start, self.batch)
         self.compiled = self.traced.lower().compile(QUICKLY)
 
     def __call__(self, steps: list[Any], state: Any = None) -> tuple[Any, list[dict[str, np.ndarray]]]:

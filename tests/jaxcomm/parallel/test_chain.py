@@ -14,6 +14,7 @@ import jaxcomm as jc
 from jaxcomm import chain
 from jaxcomm.collectives.axis import in_axes_of_workers
 from jaxcomm.parallel.chain import check_chain, try_link
+from tests.jaxcomm.steps import init_state
 
 PARAMS = {"b": np.ones(3, np.float32), "w": np.arange(900, dtype=np.float32).reshape(300, 3)}
 W = {"b": False, "w": True}  # a mask
@@ -246,7 +247,7 @@ def test_what_the_remedy_makes_runs_on_a_mesh(rule):
     tx = {**REFUSED, **UNUSUAL}[rule][2]
     axes = {"slice": 2, "data": 2} if "hierarchy" in rule else {"data": 2}
     mesh, names = jc.make_mesh(**axes), tuple(axes) if len(axes) > 1 else "data"
-    state = jax.eval_shape(lambda: jc.init_state(PARAMS, tx, mesh, axis_name=names))
+    state = jax.eval_shape(lambda: init_state(PARAMS, tx, mesh, axis_name=names))
     if "of a user" in rule:
         return  # it wants arguments that the step does not have
     batch = {"x": np.ones((4, 300), np.float32), "y": np.ones((4, 3), np.float32)}
@@ -278,9 +279,9 @@ def test_a_link_is_tried_on_numbers_of_every_leaf():
 
 def test_init_state_refuses_and_warns_where_it_is_called():
     with pytest.raises(ValueError, match=STATE):
-        jc.init_state(PARAMS, chain(optax.trace(0.9), dct, scale), 2)
+        init_state(PARAMS, chain(optax.trace(0.9), dct, scale), 2)
     with pytest.warns(UserWarning, match=RATE) as caught:
-        jc.init_state(PARAMS, chain(scale, dct), 2)
+        init_state(PARAMS, chain(scale, dct), 2)
     assert [warning.filename for warning in caught] == [__file__]
 
 
@@ -289,7 +290,7 @@ def test_init_state_refuses_and_warns_where_it_is_called():
 
 def trained(tx):
     rng = np.random.default_rng(0)
-    state, step = jc.init_state(PARAMS, tx, 2), jc.simulate(loss_fn, tx, 2)
+    state, step = init_state(PARAMS, tx, 2), jc.simulate(loss_fn, tx, 2)
     for _ in range(4):
         batch = {"x": rng.normal(size=(4, 300)) * 0.01, "y": rng.normal(size=(4, 3))}
         state, _ = step(state, jax.tree.map(np.float32, batch))

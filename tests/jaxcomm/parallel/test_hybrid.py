@@ -5,13 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm.parallel.hybrid import make_hybrid_step, make_partitioned_step
-from jaxcomm.parallel.hybrid_state import hybrid_state_shapes, init_hybrid_state
-from jaxcomm.parallel.unreduced import make_unreduced_step
 from tests.jaxcomm.parallel import sliced
+from tests.jaxcomm.steps import init_state, state_shapes
 
 SGD = jc.chain(optax.add_decayed_weights(1e-2), optax.sgd(optax.linear_schedule(0.3, 0.1, 10), momentum=0.9))
 # The whole tensors' norms count: of all slices together, and every block once.
@@ -67,7 +66,7 @@ def test_weight_decay_before_the_exchange_is_that_of_one_device(name):
 def test_a_step_that_is_not_finite_is_skipped_by_all(name):
     make, loss_fn, specs, mesh = sliced.WAYS[name]
     mesh, tx = mesh(), jc.chain(jc.sign(), SGD)
-    state = init_hybrid_state(sliced.params(), tx, mesh, specs)
+    state = init_state(sliced.params(), tx, mesh, specs=specs)
     step = sliced.compiled(make(loss_fn, tx, mesh, specs, donate=False), state)
     first, second = sliced.batches(2)
     state, _ = step(state, sliced.on(mesh, first))
@@ -94,9 +93,8 @@ def test_scalars_and_running_statistics(name):
         running = 0.5 * model_state["mean"] + 0.5 * jnp.mean(batch["label"], axis=0)
         return loss_fn(params, batch), ({"first": jnp.mean(batch["label"][:, 0])}, {"mean": running})
 
-    state = init_hybrid_state(
-        sliced.params(), tx, mesh, specs, model_state={"mean": np.ones(sliced.CLASSES, np.float32)}
-    )
+    means = {"mean": np.ones(sliced.CLASSES, np.float32)}
+    state = init_state(sliced.params(), tx, mesh, specs=specs, model_state=means)
     step = make(with_state, tx, mesh, specs, has_state=True, donate=False)
     batch = next(sliced.batches(1))
     state, metrics = step(state, batch)
@@ -112,13 +110,13 @@ def test_scalars_and_running_statistics(name):
 def test_the_state_lies_as_the_parameters_do(name):
     _, _, specs, mesh = sliced.WAYS[name]
     mesh, tx = mesh(), jc.chain(jc.powersgd(2), optax.adamw(0.1))
-    state = init_hybrid_state(sliced.params(), tx, mesh, specs)
+    state = init_state(sliced.params(), tx, mesh, specs=specs)
     moments = state.opt_state.rest[0]
     for tree in (state.params, moments.mu, moments.nu):
         assert tree["up"]["kernel"].sharding.spec == specs["up"]["kernel"]
         assert tree["bottom"]["kernel"].sharding.is_fully_replicated
     assert moments.count.sharding.is_fully_replicated
-    shapes = hybrid_state_shapes(jax.eval_shape(sliced.params), tx, mesh, specs)
+    shapes = state_shapes(jax.eval_shape(sliced.params), tx, mesh, specs)
     mine = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
     assert mine == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes)
     jax.tree.map(lambda a, b: pytest.fail(f"{a} {b}") if not same_place(a, b) else None, state, shapes)
@@ -131,10 +129,10 @@ def same_place(array, shape):
 def test_a_donated_state_leaves_the_callers_parameters_alone():
     """Even where they lie on the mesh already, as the state's do."""
     tx, mesh, specs = jc.chain(jc.plump_dp(), SGD), jc.make_mesh(data=4), sliced.OVER_WORKERS
-    mine = hybrid_state_shapes(sliced.params(), tx, mesh, specs).params
+    mine = state_shapes(sliced.params(), tx, mesh, specs).params
     mine = jax.device_put(sliced.params(), jax.tree.map(lambda leaf: leaf.sharding, mine))
-    state = init_hybrid_state(mine, tx, mesh, specs)
-    make_hybrid_step(sliced.split, tx, mesh, specs)(state, next(sliced.batches(1)))
+    state = init_state(mine, tx, mesh, specs=specs)
+    jc.make_train_step(sliced.split, tx, mesh, specs=specs)(state, next(sliced.batches(1)))
     np.testing.assert_array_equal(mine["up"]["kernel"], sliced.params()["up"]["kernel"])
     assert state.params["up"]["kernel"].is_deleted()
 
@@ -145,36 +143,41 @@ def test_a_loss_that_differs_along_another_axis_is_refused():
         return jnp.mean((hidden @ params["down"]["kernel"]) ** 2)
 
     tx, mesh = jc.chain(jc.plump_dp(), SGD), jc.make_mesh(data=2, model=2)
-    state = hybrid_state_shapes(sliced.params(), tx, mesh, sliced.OVER_MODEL)
+    state = state_shapes(sliced.params(), tx, mesh, sliced.OVER_MODEL)
     with pytest.raises(ValueError, match=r"than 'data', got one at .*'loss'.* that may differ along \['model'\]"):
-        make_hybrid_step(parts, tx, mesh, sliced.OVER_MODEL).trace(state, next(sliced.batches(1)))
+        jc.make_train_step(parts, tx, mesh, specs=sliced.OVER_MODEL).trace(state, next(sliced.batches(1)))
 
 
 def test_a_loss_that_is_not_a_scalar_and_a_lost_model_state_are_refused():
     tx, mesh = jc.chain(jc.plump_dp(), SGD), jc.make_mesh(data=2)
-    state, batch = hybrid_state_shapes(sliced.params(), tx, mesh, P()), next(sliced.batches(1))
-    with pytest.raises(ValueError, match=r"are scalars, got 'rows' of shape \(4,\): take its mean"):
-        make_hybrid_step(
-            lambda p, b: (sliced.whole(p, b), {"rows": b["label"][:, 0]}), tx, mesh, P(), has_aux=True
-        ).trace(state, batch)
-    with pytest.raises(ValueError, match="got a state for a loss without: pass has_state=True"):
-        make_hybrid_step(sliced.whole, tx, mesh, P()).trace(state._replace(model_state=jnp.ones(3)), batch)
+    state, batch = state_shapes(sliced.params(), tx, mesh, P()), next(sliced.batches(1))
+
+    def loss(params, batch):
+        return sliced.whole(params, batch), {"rows": batch["label"][:, 0]}
+
+    with pytest.raises(ValueError, match=r"'rows' must be a scalar; got shape \(4,\). Take its mean"):
+        jc.make_train_step(loss, tx, mesh, specs=P(), has_aux=True).trace(state, batch)
+    with pytest.raises(ValueError, match=r"got a state of 1 arrays for a loss without: pass has_state=True"):
+        jc.make_train_step(sliced.whole, tx, mesh, specs=P()).trace(state._replace(model_state=jnp.ones(3)), batch)
 
 
 def test_axes_of_the_other_type_are_refused():
     tx = jc.chain(jc.plump_dp(), SGD)
-    for make in (make_hybrid_step, make_partitioned_step):
-        with pytest.raises(ValueError, match=r"axes of type Auto, got .*make_mesh, or use make_unreduced_step"):
-            make(sliced.whole, tx, sliced.explicit_mesh(2, 1), P())
-    with pytest.raises(ValueError, match=r"axes of type Explicit, got .*jax.make_mesh.*or use make_partitioned_step"):
-        make_unreduced_step(sliced.whole, tx, jc.make_mesh(data=2), P())
+    mixed = jax.make_mesh((2, 1), ("data", "model"), (AxisType.Auto, AxisType.Explicit), devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"must all be of type Auto, or all of type Explicit; got .*make_mesh"):
+        jc.make_train_step(sliced.whole, tx, mixed, specs=P())
+    for options in ({"axis_name": "workers"}, {"auto": ("pipe",)}, {"auto": ("data",)}):
+        with pytest.raises(ValueError, match=r"axis_name and auto must be different axes of the mesh; got"):
+            jc.make_train_step(sliced.whole, tx, sliced.auto_mesh(2, 1), specs=P(), **options)
+    with pytest.raises(ValueError, match="auto must go with specs="):
+        jc.make_train_step(sliced.whole, tx, sliced.auto_mesh(2, 1), auto=("model",))
 
 
 def test_another_state_and_a_batch_that_does_not_divide_are_refused():
     tx, mesh = jc.chain(jc.plump_dp(), SGD), jc.make_mesh(data=4)
-    step, batch = make_hybrid_step(sliced.split, tx, mesh, sliced.OVER_WORKERS), next(sliced.batches(1))
-    with pytest.raises(ValueError, match=r"takes its own state, got an optimizer's state of tuple: make it with"):
-        step.trace(jc.init_state(sliced.params(), tx, mesh), batch)
-    state = hybrid_state_shapes(sliced.params(), tx, mesh, sliced.OVER_WORKERS)
+    step, batch = jc.make_train_step(sliced.split, tx, mesh, specs=sliced.OVER_WORKERS), next(sliced.batches(1))
+    with pytest.raises(ValueError, match=r"must be made by the step's init; got an optimizer's state of tuple"):
+        step.trace(init_state(sliced.params(), tx, mesh), batch)
+    state = state_shapes(sliced.params(), tx, mesh, sliced.OVER_WORKERS)
     with pytest.raises(ValueError, match=r"got 6 rows at .* for 4 workers: use a batch size of 4"):
         step.trace(state, jax.tree.map(lambda x: x[:6], batch))

@@ -7,9 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm.parallel.hybrid import make_hybrid_step
-from jaxcomm.parallel.hybrid_state import init_hybrid_state
 from tests.jaxcomm.parallel import sliced
+from tests.jaxcomm.steps import init_state
 
 METHODS = {"dct_dp": jc.dct_dp(0.9, life_span=2), "powersgd": jc.powersgd(2), "quant_dp": jc.quant_dp(8)}
 
@@ -35,8 +34,8 @@ def test_ways_agree_with_compression(method, ways):
 
 def test_without_slices_it_is_the_data_parallel_step():
     tx, mesh = jc.chain(jc.sign(), optax.sgd(0.1, momentum=0.9)), jc.make_mesh(data=4)
-    state, other = init_hybrid_state(sliced.params(), tx, mesh, P()), jc.init_state(sliced.params(), tx, mesh)
-    step = sliced.compiled(make_hybrid_step(sliced.whole, tx, mesh, P()), state)
+    state, other = init_state(sliced.params(), tx, mesh, specs=P()), init_state(sliced.params(), tx, mesh)
+    step = sliced.compiled(jc.make_train_step(sliced.whole, tx, mesh, specs=P()), state)
     expected = sliced.compiled(jc.make_train_step(sliced.whole, tx, mesh), other)
     for batch in sliced.batches(3):
         batch = sliced.on(mesh, batch)

@@ -9,11 +9,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm.hlo import read_program
+from jaxcomm.accounting.hlo import read_program
 from jaxcomm.layers.split_dense import plan_split_dense
-from jaxcomm.parallel.hybrid_state import hybrid_state_shapes
-from jaxcomm.parallel.unreduced import make_unreduced_step
 from tests.jaxcomm.parallel import sliced
+from tests.jaxcomm.steps import state_shapes
 
 SGD = jc.chain(optax.add_decayed_weights(1e-2), optax.sgd(0.1, momentum=0.9))
 METHODS = {"plump_dp": jc.plump_dp(), "quant_dp": jc.quant_dp(8)}
@@ -27,10 +26,10 @@ def program_of(lowered):
 def wire_of(name, tx, data, model=None):
     """The compiled program, and the traced one, of a step that is never run."""
     make, loss_fn, specs, _ = sliced.WAYS[name]
-    mesh = sliced.explicit_mesh(data, model) if make is make_unreduced_step else sliced.auto_mesh(data, model)
-    state = hybrid_state_shapes(sliced.start(name, data), tx, mesh, specs)
+    mesh = sliced.explicit_mesh(data, model) if name == "unreduced" else sliced.auto_mesh(data, model)
+    state = state_shapes(sliced.start(name, data), tx, mesh, specs)
     step, batch = make(loss_fn, tx, mesh, specs), next(sliced.batches(1))
-    traced = jc.step_report(step, state, batch, params=state.params, workers=data)
+    traced = jc.accounting.step_report(step, state, batch, params=state.params, workers=data)
     return program_of(step.lower(state, batch)), traced.program
 
 

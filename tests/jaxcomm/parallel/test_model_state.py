@@ -7,8 +7,9 @@ import optax
 import pytest
 
 import jaxcomm as jc
-from jaxcomm.hlo import read_program
+from jaxcomm.accounting.hlo import read_program
 from jaxcomm.traffic import Traffic
+from tests.jaxcomm.steps import init_state
 from tests.jaxcomm.workers import is_per_worker
 from train.checkpoints import Checkpoints
 
@@ -40,12 +41,12 @@ def loss_fn(params, model_state, batch):
 
 def on_mesh(tx, **options):
     mesh = jc.make_mesh(data=K)
-    state = jc.init_state(PARAMS, tx, mesh, model_state=START)
+    state = init_state(PARAMS, tx, mesh, model_state=START)
     return state, jc.make_train_step(loss_fn, tx, mesh, has_state=True, **options)
 
 
 def simulated(tx, workers=K, **options):
-    state = jc.init_state(PARAMS, tx, workers, model_state=START)
+    state = init_state(PARAMS, tx, workers, model_state=START)
     return state, jc.simulate(loss_fn, tx, workers, has_state=True, **options)
 
 
@@ -117,7 +118,7 @@ def test_local_methods_average_in_every_step_and_a_bad_worker_gives_the_old(name
 def test_bytes_are_predicted_and_travel_with_the_losses(tx):
     state, step = on_mesh(tx)
     batch = next(batches())
-    predicted = jc.step_report(step, state, batch, params=PARAMS, workers=K).program
+    predicted = jc.accounting.step_report(step, state, batch, params=PARAMS, workers=K).program
     compiled = read_program(step.lower(state, batch).compile().as_text())
     scalars = Traffic("all_reduce", 4 * (2 + 5 + 1), K)  # loss, largest; mean, largest
     assert scalars in predicted.always
@@ -131,7 +132,7 @@ def test_bytes_are_predicted_and_travel_with_the_losses(tx):
 
 def test_the_state_is_the_same_on_all_workers_and_no_other_leaf_changes():
     state, _ = on_mesh(GRADIENTS)
-    without = jc.init_state(PARAMS, GRADIENTS, jc.make_mesh(data=K))
+    without = init_state(PARAMS, GRADIENTS, jc.make_mesh(data=K))
     assert without.model_state == ()
     paths = [[path for path, _ in jax.tree_util.tree_leaves_with_path(tree)] for tree in (state, without)]
     assert paths[0][: len(paths[1])] == paths[1]  # a checkpoint without a model's state reads as before
@@ -148,7 +149,7 @@ def test_a_checkpoint_and_another_number_of_workers_keep_it(workers, tmp_path):
     checkpoints.save(1, state, {}, about)
     checkpoints.wait()
     mesh = jc.make_mesh(data=workers)
-    like = jc.init_state(PARAMS, GRADIENTS, mesh, model_state=START)
+    like = init_state(PARAMS, GRADIENTS, mesh, model_state=START)
     restored = checkpoints.restore(1, like, mesh, {"workers": workers}).state
     checkpoints.close()
     assert jax.tree.structure(restored) == jax.tree.structure(like)
@@ -167,7 +168,7 @@ def test_a_donated_state_leaves_the_callers_statistics_alone():
 @pytest.mark.parametrize(("leaf", "dtype"), [(jnp.zeros(3, jnp.int32), "int32"), (jax.random.key(0), r"key<fry>")])
 def test_integers_and_keys_are_refused(leaf, dtype):
     with pytest.raises(ValueError, match=rf"real floating type, got {dtype} at .*'count'.*: keep counters and random"):
-        jc.init_state(PARAMS, GRADIENTS, 2, model_state={"count": leaf})
+        init_state(PARAMS, GRADIENTS, 2, model_state={"count": leaf})
 
 
 @pytest.mark.parametrize(

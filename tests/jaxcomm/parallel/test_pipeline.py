@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 
 import jaxcomm as jc
-from jaxcomm.hlo import read_program
-from jaxcomm.jaxpr import jaxpr_program
+from jaxcomm.accounting.hlo import read_program
+from jaxcomm.accounting.jaxpr import jaxpr_program
 from tests.jaxcomm.parallel.stages import (
     CUTS,
     ROWS,
@@ -88,9 +88,9 @@ def test_a_pipeline_is_one_device(size, count, remat, data, has_state):
     for batch, (params, means, expected) in zip(batches(10), on_one_device(has_state), strict=True):
         state, (metrics,) = run([batch], state)
         host = jax.tree.map(np.asarray, state)
-        assert_close(jc.pipeline_params(run.pipeline, host), stages_of(params, CUTS[size]))
+        assert_close(run.step.params(host), stages_of(params, CUTS[size]))
         if has_state:
-            assert_close(jc.pipeline_model_state(run.pipeline, host), stages_of(means, CUTS[size]))
+            assert_close(run.step.model_state(host), stages_of(means, CUTS[size]))
         assert_close([metrics["loss"], metrics["error"]], [expected["loss"], expected["error"]])
         assert float(metrics["rows"]) == ROWS / data / count
         assert int(metrics["skipped"]) == 0
@@ -190,7 +190,7 @@ def test_boundaries_of_dct_mp_and_of_topk_gradients_are_those_of_the_paper():
         expected = reference.step(batch)
         state, (metrics,) = run([batch], state)
         assert_close(metrics["loss"], expected, rtol=1e-4)
-        assert_close(jc.pipeline_params(run.pipeline, state), reference.params, rtol=1e-3, atol=1e-5)
+        assert_close(run.step.params(state), reference.params, rtol=1e-3, atol=1e-5)
         ((_,), (rows,)) = state.model_state["boundaries"].rows
         assert rows.shape == (3, 2, 2, 4, WIDTHS[ENDS[1]])  # stages, workers, micro-batches, samples, features
         kept = np.asarray(rows)[2].reshape(4, 4, -1)  # the receiver's
@@ -226,8 +226,8 @@ def test_gradients_pass_by_positions_that_are_written_as_a_mask(remat):
     options = {"boundaries": [jc.dct_mp(0.3)], "micro_batches": 4, "remat": remat}
     pipeline = jc.Pipeline([first, second], loss, params, **options)
     mesh, tx = jc.make_mesh(data=1, stage=2), optax.chain(jc.plump_dp(), optax.sgd(0.1))
-    step = jc.make_pipeline_step(pipeline, tx, mesh)
-    shapes = jax.eval_shape(lambda: jc.init_pipeline(pipeline, params, tx, mesh))
+    step = jc.make_train_step(pipeline, tx, mesh)
+    shapes = jax.eval_shape(lambda: jc.make_train_step(pipeline, tx, mesh).init(params))
     program = jaxpr_program(step.trace(shapes, {"x": jax.ShapeDtypeStruct((rows, 4), np.float32)}).jaxpr)
     values = 4 * 16 * 90 * 4  # of four micro-batches
     assert program.links() == {(0, 1): values + 4 * 2048 // 8, (1, 0): values}
@@ -272,9 +272,9 @@ def test_a_stage_with_a_collective_is_refused_before_and_in_the_step(axis):
     with pytest.raises(ValueError, match=message):
         pipeline.plan(batch)
     mesh, tx = jc.make_mesh(data=2, stage=1), optax.chain(jc.plump_dp(), optax.sgd(0.1))
-    state = jc.init_pipeline(pipeline, params, tx, mesh)
+    state = jc.make_train_step(pipeline, tx, mesh).init(params)
     with pytest.raises(ValueError, match=message):
-        jc.make_pipeline_step(pipeline, tx, mesh).trace(state, batch)
+        jc.make_train_step(pipeline, tx, mesh).trace(state, batch)
 
 
 @pytest.mark.parametrize(

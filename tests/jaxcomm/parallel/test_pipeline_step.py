@@ -155,14 +155,14 @@ def test_workers_may_lie_along_two_axes():
     for batch in batches(2, WIDTH):
         reference.step(gradients_of(reference.rows, batch))
         state, _ = run([batch], state)
-    assert_close(jc.pipeline_params(run.pipeline, state), jax.tree.map(lambda leaf: leaf[0], list(reference.rows)))
+    assert_close(run.step.params(state), jax.tree.map(lambda leaf: leaf[0], list(reference.rows)))
 
 
 def test_the_model_of_a_local_method_is_what_all_workers_have_after_an_exchange():
     run, state = run_of("local_sgd"), None
     for step, batch in enumerate(batches(2, WIDTH)):
         state, _ = run([batch], state)
-        model, rows = jc.pipeline_params(run.pipeline, state), rows_of(run, state)
+        model, rows = run.step.params(state), rows_of(run, state)
         if step == 0:
             jax.tree.map(np.testing.assert_array_equal, model, alike())
         else:
@@ -290,8 +290,8 @@ def test_a_saved_state_goes_on_bit_for_bit():
 def test_a_step_donates_its_state_and_leaves_the_callers_parameters_alone():
     pipeline, tx, mesh = make_pipeline(1), optax.chain(jc.plump_dp(), SGD), jc.make_mesh(data=1, stage=1)
     params = jax.tree.map(jnp.asarray, stages_of(params_of(), CUTS[1]))
-    state = jc.init_pipeline(pipeline, params, tx, mesh)
-    jc.make_pipeline_step(pipeline, tx, mesh)(state, batches(1)[0])
+    state = jc.make_train_step(pipeline, tx, mesh).init(params)
+    jc.make_train_step(pipeline, tx, mesh)(state, batches(1)[0])
     assert all(leaf.is_deleted() for leaf in state.params)
     assert_same(params, stages_of(params_of(), CUTS[1]))
 
@@ -318,20 +318,20 @@ def mesh_of(**axes):
 )
 def test_errors_of_the_mesh(axes, message):
     with pytest.raises(ValueError, match=message):
-        jc.make_pipeline_step(make_pipeline(2), PLUMP, mesh_of(**axes))
+        jc.make_train_step(make_pipeline(2), PLUMP, mesh_of(**axes))
     with pytest.raises(ValueError, match=message):
-        jc.init_pipeline(make_pipeline(2), PARAMS, PLUMP, mesh_of(**axes))
+        jc.make_train_step(make_pipeline(2), PLUMP, mesh_of(**axes)).init(PARAMS)
 
 
 def test_errors_of_the_chain():
     wrong_order = optax.chain(optax.adam(0.1), jc.topk(0.9))
     with pytest.raises(ValueError, match=r"one for all workers; got ScaleByAdamState before topk"):
-        jc.init_pipeline(make_pipeline(2), PARAMS, wrong_order, mesh_of())
+        jc.make_train_step(make_pipeline(2), wrong_order, mesh_of()).init(PARAMS)
     with pytest.raises(ValueError, match=r"one transformation that averages over the workers, got a chain without: "):
-        jc.init_pipeline(make_pipeline(2), PARAMS, optax.sgd(0.1), mesh_of())
+        jc.make_train_step(make_pipeline(2), optax.sgd(0.1), mesh_of()).init(PARAMS)
     late = jc.topk(0.9, where=lambda path, leaf: leaf.size > 10)
     with pytest.raises(ValueError, match=r"cannot gather over the workers; got an exchange with where=. Leave it out"):
-        jc.init_pipeline(make_pipeline(2), PARAMS, optax.chain(late, optax.sgd(0.1)), mesh_of())
+        jc.make_train_step(make_pipeline(2), optax.chain(late, optax.sgd(0.1)), mesh_of()).init(PARAMS)
 
 
 TOPK = [jc.dct_mp(0.5, kind="topk_gradient")]
@@ -365,7 +365,7 @@ TOPK = [jc.dct_mp(0.5, kind="topk_gradient")]
 def test_errors_of_a_first_state(options, given, message):
     given = {"params": PARAMS, **given}
     with pytest.raises(ValueError, match=message):
-        jc.init_pipeline(make_pipeline(2, **options), given.pop("params"), PLUMP, mesh_of(), **given)
+        jc.make_train_step(make_pipeline(2, **options), PLUMP, mesh_of()).init(given.pop("params"), **given)
 
 
 def test_an_integer_in_the_model_state_is_refused():
@@ -373,15 +373,15 @@ def test_an_integer_in_the_model_state_is_refused():
     stage = [lambda params, state, x, batch: (batch["x"], state)]
     pipeline = jc.Pipeline(stage, loss_fn, [()], model_state=counts)
     with pytest.raises(ValueError, match=r"averaged over the workers, so its leaves are of a real floating type, got "):
-        jc.init_pipeline(pipeline, [()], PLUMP, mesh_of(data=K, stage=1), model_state=counts)
+        jc.make_train_step(pipeline, PLUMP, mesh_of(data=K, stage=1)).init([()], model_state=counts)
 
 
 @pytest.mark.parametrize("rows", [6, 0, 18])
 def test_a_batch_that_does_not_divide_is_refused(rows):
     pipeline = make_pipeline(2, micro_batches=2)
-    state = jax.eval_shape(lambda: jc.init_pipeline(pipeline, PARAMS, PLUMP, mesh_of()))
+    state = jax.eval_shape(lambda: jc.make_train_step(pipeline, PLUMP, mesh_of()).init(PARAMS))
     batch = {name: np.zeros((rows, *leaf.shape[1:]), np.float32) for name, leaf in batches(1)[0].items()}
     with pytest.raises(
         ValueError, match=rf"rows of a batch are a multiple of .*, got {rows} rows at .* for 2 workers of 2"
     ):
-        jc.make_pipeline_step(pipeline, PLUMP, mesh_of()).trace(state, batch)
+        jc.make_train_step(pipeline, PLUMP, mesh_of()).trace(state, batch)

@@ -5,13 +5,14 @@ import optax
 import pytest
 
 import jaxcomm as jc
+from tests.jaxcomm.steps import init_state
 
 PARAMS = {"b": np.ones(3, np.float32), "w": np.arange(900, dtype=np.float32).reshape(300, 3)}
 
 
 def state_of(K, tx=None):
     """A state with its own numbers everywhere."""
-    state = jc.init_state(PARAMS, tx or optax.chain(jc.dct_dp(0.9), optax.adam(0.1)), K)
+    state = init_state(PARAMS, tx or optax.chain(jc.dct_dp(0.9), optax.adam(0.1)), K)
     rng = np.random.default_rng(K)
 
     def fill(leaf):
@@ -63,7 +64,7 @@ def test_a_run_goes_on_with_another_number_of_workers():
         return jnp.mean((batch @ params["w"] + params["b"]) ** 2)
 
     batch = np.random.default_rng(0).normal(size=(4, 300)).astype(np.float32)
-    state, _ = jc.simulate(loss_fn, tx, 4)(jc.init_state(PARAMS, tx, 4), batch)
+    state, _ = jc.simulate(loss_fn, tx, 4)(init_state(PARAMS, tx, 4), batch)
     assert not bool(state.opt_state[0].memory.due)
     state, metrics = jc.simulate(loss_fn, tx, 2)(jc.resize_workers(state, 2), batch)
     assert int(metrics["skipped"]) == 0

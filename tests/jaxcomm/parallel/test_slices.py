@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from jaxcomm.parallel.chain import split_chain
-from jaxcomm.parallel.slices import plan_slices
+from jaxcomm.parallel.sharding import plan_shards
 
 K, M = 2, 2
 SPECS = {"copy": P(), "model": P(None, "model"), "whole": P("data"), "whole_too": P("model", "data")}
@@ -31,7 +31,7 @@ def gradients(seed):
 def exchange_of(tx, mesh=None):
     mesh = mesh or jc.make_mesh(data=K, model=M)
     params = numbers(0)
-    exchange = plan_slices(tx, mesh, SPECS, params, "data")
+    exchange = plan_shards(tx, mesh, SPECS, params, "data")
     treedef = jax.tree.structure(params)
     place = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
     params = jax.device_put(params, place)
@@ -98,7 +98,7 @@ def test_workers_along_two_axes():
     tx = jc.hierarchical(jc.topk(0.0, value_dtype="float32", axis_name="slice"), inside="data", across="slice")
     specs = {"copy": P(), "model": P(None, "model"), "whole": P(("slice", "data"))}
     params = {name: numbers(0)[name] for name in specs}
-    exchange = plan_slices(tx, mesh, specs, params, ("slice", "data"))
+    exchange = plan_shards(tx, mesh, specs, params, ("slice", "data"))
     given = {name: numbers(1, (4,))[name] for name in specs} | {"whole": numbers(2)["whole"]}
     state = jax.jit(exchange.init)(params)
     means, state = jax.jit(exchange)(given, state, params)
@@ -160,12 +160,12 @@ def test_a_chain_is_split_at_its_exchange():
 )
 def test_chains_that_do_not_work_on_slices_are_refused(tx, message):
     with pytest.raises(ValueError, match=message):
-        plan_slices(tx, jc.make_mesh(data=K, model=M), SPECS, numbers(0), "data")
+        plan_shards(tx, jc.make_mesh(data=K, model=M), SPECS, numbers(0), "data")
 
 
 def test_chains_that_look_at_whole_tensors_are_fine_without_slices():
     tx = jc.chain(optax.clip_by_global_norm(1.0), jc.dgc(0.9, momentum=0.9))
-    assert plan_slices(tx, jc.make_mesh(data=K), P(), numbers(0), "data").groups == {(): (True,) * 4}
+    assert plan_shards(tx, jc.make_mesh(data=K), P(), numbers(0), "data").groups == {(): (True,) * 4}
 
 
 @pytest.mark.parametrize(
@@ -186,4 +186,4 @@ def test_chains_that_look_at_whole_tensors_are_fine_without_slices():
 )
 def test_specs_that_do_not_fit_are_refused(specs, axis_name, message):
     with pytest.raises(ValueError, match=message):
-        plan_slices(jc.plump_dp(), jc.make_mesh(slice=2, data=2, model=2), specs, numbers(0), axis_name)
+        plan_shards(jc.plump_dp(), jc.make_mesh(slice=2, data=2, model=2), specs, numbers(0), axis_name)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from jaxcomm.parallel.slots import plan_slots
+from jaxcomm.parallel.stage_params import plan_stacked
 
 shapes = st.sampled_from([(), (0,), (1,), (3,), (6,), (2, 3), (3, 2), (2, 2, 2)])
 tensors = st.tuples(shapes, st.sampled_from(["float32", "bfloat16", "int32"]))
@@ -32,7 +32,7 @@ def assert_same(one, other):
 @hypothesis.given(specs=stages)
 def test_unstack_is_the_inverse_of_stack(specs):
     trees = [tree_of(spec, seed) for seed, spec in enumerate(specs)]
-    slots = plan_slots(trees)
+    slots = plan_stacked(trees)
 
     @jax.jit
     def there_and_back(trees):
@@ -58,7 +58,7 @@ def test_unstack_is_the_inverse_of_stack(specs):
 def test_little_is_padded_and_nothing_where_all_are_alike(specs):
     """A type's i-th slot is as large as the largest of the i-th largest tensors; no list of slots is smaller."""
     trees = [tree_of(spec, 0) for spec in specs]
-    slots = plan_slots(trees)
+    slots = plan_stacked(trees)
     room = dict.fromkeys(map(str, slots.dtypes), 0)
     for shape, dtype in zip(slots.shapes, slots.dtypes, strict=True):
         room[str(dtype)] += int(np.prod(shape))
@@ -67,13 +67,13 @@ def test_little_is_padded_and_nothing_where_all_are_alike(specs):
         most = max(map(len, sizes))
         padded = [own + [0] * (most - len(own)) for own in sizes]
         assert room[dtype] == sum(map(max, zip(*padded, strict=True)))
-    alike = plan_slots([trees[0]] * 3)
+    alike = plan_stacked([trees[0]] * 3)
     assert alike.padding == 0
     assert len(alike.shapes) == len(jax.tree.leaves(trees[0]))
 
 
 def test_shapes_are_kept_where_all_stages_agree_and_flattened_elsewhere():
-    slots = plan_slots(
+    slots = plan_stacked(
         [
             {"b": jnp.ones(4), "w": jnp.ones((4, 3))},
             {"bias": jnp.ones(2), "kernel": jnp.ones((4, 3))},
@@ -82,12 +82,12 @@ def test_shapes_are_kept_where_all_stages_agree_and_flattened_elsewhere():
     assert slots.shapes == ((4, 3), (4,))
     assert slots.stages == ({"b": 1, "w": 0}, {"bias": 1, "kernel": 0})
     assert slots.padding == 2
-    turned = plan_slots([jnp.ones((4, 3)), jnp.ones((3, 4))])  # as large, and of another shape
+    turned = plan_stacked([jnp.ones((4, 3)), jnp.ones((3, 4))])  # as large, and of another shape
     assert (turned.shapes, turned.padding) == (((12,),), 0)
 
 
 def test_a_stage_that_has_fewer_tensors_leaves_slots_empty():
-    slots = plan_slots([(), {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}, {"w": jnp.ones(5)}])
+    slots = plan_stacked([(), {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}, {"w": jnp.ones(5)}])
     assert slots.shapes == ((6,), (3,))
     stacked = slots.stack([(), {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}, {"w": jnp.ones(5)}])
     np.testing.assert_array_equal(stacked[0], [[0] * 6, [1] * 6, [1] * 5 + [0]])
@@ -95,20 +95,20 @@ def test_a_stage_that_has_fewer_tensors_leaves_slots_empty():
 
 
 def test_types_do_not_share_a_slot():
-    slots = plan_slots([{"a": jnp.ones(6, jnp.bfloat16)}, {"a": jnp.ones(6)}, {"a": jnp.ones(2, jnp.bfloat16)}])
+    slots = plan_stacked([{"a": jnp.ones(6, jnp.bfloat16)}, {"a": jnp.ones(6)}, {"a": jnp.ones(2, jnp.bfloat16)}])
     assert sorted(zip(map(str, slots.dtypes), slots.shapes, strict=True)) == [("bfloat16", (6,)), ("float32", (6,))]
 
 
 def test_shapes_alone_plan_alike_and_a_slot_may_be_traced():
     trees = [{"w": jnp.arange(6.0).reshape(2, 3)}, {"w": jnp.arange(4.0)}]
-    slots = plan_slots(trees)
-    assert plan_slots(jax.eval_shape(lambda: trees)) == slots
+    slots = plan_stacked(trees)
+    assert plan_stacked(jax.eval_shape(lambda: trees)) == slots
     assert_same(jax.jit(lambda trees: slots.unstack(slots.stack(trees)))(trees), trees)
 
 
 def test_a_gradient_goes_through_the_slots_and_is_zero_where_nothing_lies():
     trees = [{"w": jnp.arange(6.0).reshape(2, 3)}, {"w": jnp.arange(4.0)}]
-    slots = plan_slots(trees)
+    slots = plan_stacked(trees)
     (gradient,) = jax.grad(lambda own: jnp.sum(slots.of_stage(1, own)["w"] ** 2))(
         [slot[1] for slot in slots.stack(trees)]
     )

@@ -6,6 +6,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
+from jaxcomm.parallel.state import state_shardings
+from tests.jaxcomm.steps import init_state
 
 PARAMS = {"b": np.ones(3, np.float32), "w": np.arange(900, dtype=np.float32).reshape(300, 3)}
 TX = optax.chain(jc.dct_dp(0.9), optax.adam(0.1))
@@ -13,8 +15,8 @@ TX = optax.chain(jc.dct_dp(0.9), optax.adam(0.1))
 
 def test_rows_of_workers_are_sharded_and_the_rest_is_replicated():
     mesh = jc.make_mesh(data=4)
-    state = jc.init_state(PARAMS, TX, mesh)
-    specs, shardings = jc.state_specs(state), jc.state_shardings(state, mesh)
+    state = init_state(PARAMS, TX, mesh)
+    specs, shardings = jc.state_specs(state), state_shardings(state, mesh)
     exchange = specs.opt_state[0]
     assert exchange.residual.rows == exchange.memory.threshold.rows == P("data")
     assert {exchange.step, exchange.memory.due, *exchange.metrics, specs.step, *specs.params.values()} == {P()}
@@ -35,7 +37,7 @@ def test_specs_of_shapes_and_of_another_axis():
 
 
 def test_simulated_workers_have_a_row_each_and_share_the_rest():
-    state = jc.init_state(PARAMS, TX, 5)
+    state = init_state(PARAMS, TX, 5)
     assert state.opt_state[0].residual.rows.shape == (5, 1024)
     assert state.opt_state[0].memory.threshold.rows.shape == (5, 1)
     assert state.opt_state[0].step.shape == ()
@@ -45,7 +47,7 @@ def test_simulated_workers_have_a_row_each_and_share_the_rest():
 
 
 def test_a_mesh_and_a_number_of_workers_give_the_same_state():
-    on_mesh, simulated = jc.init_state(PARAMS, TX, jc.make_mesh(data=2)), jc.init_state(PARAMS, TX, 2)
+    on_mesh, simulated = init_state(PARAMS, TX, jc.make_mesh(data=2)), init_state(PARAMS, TX, 2)
     jax.tree.map(np.testing.assert_array_equal, on_mesh, simulated)
     assert isinstance(on_mesh.params["w"].sharding, NamedSharding)
 
@@ -53,7 +55,7 @@ def test_a_mesh_and_a_number_of_workers_give_the_same_state():
 @pytest.mark.parametrize("workers", [2, "mesh"])
 def test_no_two_leaves_share_a_buffer(workers):
     """A state is donated whole, and a buffer only once."""
-    state = jc.init_state(PARAMS, TX, jc.make_mesh(data=2) if workers == "mesh" else workers)
+    state = init_state(PARAMS, TX, jc.make_mesh(data=2) if workers == "mesh" else workers)
     pointers = [
         shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards
     ]
@@ -63,21 +65,21 @@ def test_no_two_leaves_share_a_buffer(workers):
 def test_a_chain_without_an_exchange_is_refused():
     message = r"one transformation that averages over the workers, got a chain without: put jaxcomm.plump_dp\(\)"
     with pytest.raises(ValueError, match=message):
-        jc.init_state(PARAMS, optax.chain(optax.clip(1.0), optax.adam(0.1)), 2)
+        init_state(PARAMS, optax.chain(optax.clip(1.0), optax.adam(0.1)), 2)
 
 
 @pytest.mark.parametrize("workers", [0, -3])
 def test_fewer_than_one_worker_is_refused(workers):
     with pytest.raises(ValueError, match=f"at least one worker, got {workers}: pass a mesh or a positive integer"):
-        jc.init_state(PARAMS, TX, workers)
+        init_state(PARAMS, TX, workers)
 
 
 def test_a_mesh_without_the_axis_is_refused():
     with pytest.raises(ValueError, match=r"got 'data' and a mesh with \('model',\)"):
-        jc.init_state(PARAMS, TX, jc.make_mesh(model=2))
+        init_state(PARAMS, TX, jc.make_mesh(model=2))
 
 
 def test_metrics_are_found_in_a_chain_and_missed_where_there_are_none():
-    state = jc.init_state(PARAMS, TX, 2)
+    state = init_state(PARAMS, TX, 2)
     assert jc.exchange_metrics(state.opt_state) is state.opt_state[0].metrics
     assert jc.exchange_metrics(optax.adam(0.1).init(PARAMS)) is None

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from tests.jaxcomm.cases import CASES
+from tests.jaxcomm.steps import init_state
 
 K, ROWS = 4, 8
 BAD_STEP = 3  # of 7; a refresh falls on it, and one in between is due with life spans of 2 and 4
@@ -37,19 +38,19 @@ def loss_fn(params, batch):
 
 
 def with_make_train_step(tx, mesh):
-    state = jc.init_state(params(), tx, mesh)
+    state = init_state(params(), tx, mesh)
     step = jc.make_train_step(loss_fn, tx, mesh)
     return run(step, state)
 
 
 def with_simulate(tx, mesh):
     del mesh
-    return run(jc.simulate(loss_fn, tx, K), jc.init_state(params(), tx, K))
+    return run(jc.simulate(loss_fn, tx, K), init_state(params(), tx, K))
 
 
 def with_own_shard_map(tx, mesh, check_vma=True):
     """What a user writes without `make_train_step`; what follows the exchange sees means, and skips by itself."""
-    start = jc.init_state(params(), tx, mesh)
+    start = init_state(params(), tx, mesh)
     specs = jc.state_specs(start.opt_state)
 
     def worker(params, opt_state, batch):
@@ -128,7 +129,7 @@ def test_the_users_own_shard_map_without_check_vma_is_right_too(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_skipped_step_leaves_the_optimizer_and_the_residual_alone(name):
     tx = optax.chain(METHODS[name], optax.adam(0.01))
-    state, step = jc.init_state(params(), tx, K), jc.simulate(loss_fn, tx, K, donate=False)
+    state, step = init_state(params(), tx, K), jc.simulate(loss_fn, tx, K, donate=False)
     for i, batch in enumerate(batches()):
         new, metrics = step(state, batch)
         if i == BAD_STEP:
@@ -154,7 +155,7 @@ def test_auxiliary_scalars_are_averaged_over_the_workers():
     expected = np.mean([batch["x"][i : i + 2].max() for i in range(0, ROWS, 2)])
     for workers, maker in ((K, jc.simulate), (jc.make_mesh(data=K), jc.make_train_step)):
         tx = optax.chain(jc.plump_dp(), optax.sgd(0.1))
-        _, metrics = maker(loss_with_aux, tx, workers, has_aux=True)(jc.init_state(params(), tx, workers), batch)
+        _, metrics = maker(loss_with_aux, tx, workers, has_aux=True)(init_state(params(), tx, workers), batch)
         assert sorted(metrics) == sorted(["largest", "loss", "rows", *jc.ExchangeMetrics._fields])
         np.testing.assert_allclose(metrics["largest"], expected, rtol=1e-6)
         assert float(metrics["rows"]) == ROWS / K
@@ -163,9 +164,9 @@ def test_auxiliary_scalars_are_averaged_over_the_workers():
 def test_another_axis_name_works_everywhere():
     tx = optax.chain(jc.dct_dp(0.5, axis_name="workers", drain_every=2), optax.sgd(0.1))
     mesh = jc.make_mesh(workers=2)
-    state = jc.init_state(params(), tx, mesh, axis_name="workers")
+    state = init_state(params(), tx, mesh, axis_name="workers")
     state, metrics = jc.make_train_step(loss_fn, tx, mesh, axis_name="workers")(state, next(batches()))
-    other, expected = jc.simulate(loss_fn, tx, 2, axis_name="workers")(jc.init_state(params(), tx, 2), next(batches()))
+    other, expected = jc.simulate(loss_fn, tx, 2, axis_name="workers")(init_state(params(), tx, 2), next(batches()))
     np.testing.assert_allclose(state.params["w"], other.params["w"], rtol=1e-5, atol=1e-6)
     assert int(metrics["sent"]) == int(expected["sent"])
 
@@ -174,7 +175,7 @@ def test_a_donated_state_leaves_the_callers_parameters_alone():
     mine = params()
     for workers, maker in ((2, jc.simulate), (jc.make_mesh(data=2), jc.make_train_step)):
         tx = optax.chain(jc.topk(0.5), optax.sgd(0.1))
-        state = jc.init_state(mine, tx, workers)
+        state = init_state(mine, tx, workers)
         maker(loss_fn, tx, workers)(state, next(batches()))
         np.testing.assert_array_equal(mine["w"], params()["w"])
         assert jax.tree.leaves(state.opt_state, is_leaf=lambda x: isinstance(x, jax.Array))[0].is_deleted()
@@ -184,7 +185,7 @@ def test_a_donated_state_leaves_the_callers_parameters_alone():
 def test_the_trap_is_refused_with_the_remedy(case):
     """jax.grad with respect to replicated parameters has inserted a dense all-reduce already."""
     tx, mesh = case.make(), jc.make_mesh(data=2)
-    state = jc.init_state(params(), tx, mesh).opt_state
+    state = init_state(params(), tx, mesh).opt_state
     specs = jc.state_specs(state)
 
     def worker(params, state, batch):
@@ -216,14 +217,14 @@ def test_a_batch_that_does_not_divide_is_refused(maker, rows, got, remedy):
         rf"multiple of the number of workers, got {got} rows at .*'x'.* for 4 workers: use a batch size of {remedy},"
     )
     with pytest.raises(ValueError, match=message):
-        maker(loss_fn, tx, workers)(jc.init_state(params(), tx, workers), batch)
+        maker(loss_fn, tx, workers)(init_state(params(), tx, workers), batch)
 
 
 def test_a_scalar_in_a_batch_is_refused():
     tx = jc.plump_dp()
     with pytest.raises(ValueError, match=r"got 0 rows at .*'y'"):
         jc.simulate(loss_fn, tx, 2)(
-            jc.init_state(params(), tx, 2), {"x": np.zeros((2, 300), np.float32), "y": np.float32(0)}
+            init_state(params(), tx, 2), {"x": np.zeros((2, 300), np.float32), "y": np.float32(0)}
         )
 
 
@@ -243,13 +244,13 @@ def test_a_mesh_with_a_second_axis_is_refused():
 
 def test_a_second_axis_of_one_device_is_fine():
     tx, mesh = optax.chain(jc.topk(0.9), optax.sgd(0.1)), jc.make_mesh(data=2, model=1)
-    _, metrics = jc.make_train_step(loss_fn, tx, mesh)(jc.init_state(params(), tx, mesh), next(batches()))
+    _, metrics = jc.make_train_step(loss_fn, tx, mesh)(init_state(params(), tx, mesh), next(batches()))
     assert int(metrics["sent"]) == 2 * 90
 
 
 def test_a_state_of_other_parameters_is_refused():
     tx = optax.chain(jc.topk(0.9), optax.sgd(0.1))
-    state = jc.init_state({"b": jnp.zeros(3), "w": jnp.zeros((3000, 3))}, tx, 2)
+    state = init_state({"b": jnp.zeros(3), "w": jnp.zeros((3000, 3))}, tx, 2)
     state = state._replace(params=params())
     message = r"one row of state, \(1, 1024\) for this gradient, got \(1, 9216\): initialise the state with the param"
     with pytest.raises(ValueError, match=message):
@@ -258,7 +259,7 @@ def test_a_state_of_other_parameters_is_refused():
 
 def test_a_state_whose_rows_are_not_sharded_is_refused():
     tx, mesh = jc.topk(0.9), jc.make_mesh(data=2)
-    state = jc.init_state(params(), tx, 2).opt_state  # two rows, meant for `simulate`
+    state = init_state(params(), tx, 2).opt_state  # two rows, meant for `simulate`
 
     def worker(params, state):
         return tx.update(lax.pcast(params, "data", to="varying"), state)

@@ -14,11 +14,10 @@ import optax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.collectives.axis import AxisName, axis_names
+from jaxcomm.accounting.hlo import read_program
+from jaxcomm.accounting.jaxpr import jaxpr_program, traced_program
+from jaxcomm.collectives.axis import AxisName, axis_names, check_workers
 from jaxcomm.exchange import communication_period, vary_exchanged
-from jaxcomm.hlo import read_program
-from jaxcomm.jaxpr import jaxpr_program, traced_program
-from jaxcomm.parallel.state import TrainState, check_workers
 from jaxcomm.traffic import Program, Traffic
 
 
@@ -219,5 +218,5 @@ def verify(
 
 def _model_state(arg: Any, workers: int) -> Traffic:
     """Returns what a step averages of the model's state, if an argument has one."""
-    leaves = jax.tree.leaves(arg.model_state) if isinstance(arg, TrainState) else []
+    leaves = jax.tree.leaves(getattr(arg, "model_state", ()))
     return Traffic("all_reduce", 4 * sum(math.prod(jnp.shape(leaf)) for leaf in leaves), workers)

@@ -16,7 +16,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Slots:
+class StackedParams:
     """Where the tensors of every stage lie.
 
     Attributes:
@@ -62,7 +62,7 @@ class Slots:
         return room - sum(math.prod(shape) for shapes in self.tensors for shape in shapes)
 
 
-def plan_slots(trees: Sequence[Any]) -> Slots:
+def plan_stacked(trees: Sequence[Any]) -> StackedParams:
     """Plans the slots of stages from their trees of arrays, or of `jax.ShapeDtypeStruct`s."""
     found = [[(jnp.dtype(leaf.dtype), tuple(leaf.shape)) for leaf in jax.tree.leaves(tree)] for tree in trees]
     dtypes = sorted({dtype for leaves in found for dtype, _ in leaves}, key=str)
@@ -84,7 +84,7 @@ def plan_slots(trees: Sequence[Any]) -> Slots:
             same = len(set(alike)) == 1
             shapes.append(alike[0] if same else (max(math.prod(shape) for shape in alike),))
             slot_dtypes.append(dtype)
-    return Slots(
+    return StackedParams(
         shapes=tuple(shapes),
         dtypes=tuple(slot_dtypes),
         stages=tuple(jax.tree.unflatten(jax.tree.structure(tree), n) for tree, n in zip(trees, numbers, strict=True)),

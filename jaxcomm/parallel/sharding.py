@@ -1,8 +1,8 @@
-"""The exchange of gradients whose parameters lie in slices on a mesh: in a region that is manual over all of its axes.
+"""The exchange of gradients of sharded parameters: in a region that is manual over all axes of the mesh.
 
 An exchange lays the tensors that it gets out as one vector. Were it written over the axis of workers alone, XLA would
 first gather each gradient over the others. Here every device lays out what it holds, and exchanges that with the
-devices that hold the same slices of other workers' gradients.
+devices that hold the same shards of other workers' gradients.
 """
 
 import math
@@ -25,30 +25,31 @@ from jaxcomm.parallel.state import state_specs
 from jaxcomm.types import ExchangeMetrics, PerWorker, is_per_worker
 
 
-class SlicedState(NamedTuple):
-    """State of the exchange of parameters in slices.
+class ShardedState(NamedTuple):
+    """State of the exchange of sharded parameters.
 
     Attributes:
-      metrics: counts of the last exchange, of all slices together.
-      exchanges: for every group of parameters that lie in slices along the same axes, the state of its exchange.
-      whole: the state of what comes before the exchange in the chain, for parameters whose gradients are whole.
+      metrics: counts of the last exchange, of all shards together.
+      exchanges: for every group of parameters that are sharded along the same axes, the state of its exchange.
+      reduced: the state of what comes before the exchange in the chain, for parameters whose gradients are already
+        reduced.
     """
 
     metrics: ExchangeMetrics
     exchanges: tuple[Any, ...]
-    whole: Any
+    reduced: Any
 
 
 @dataclass(frozen=True)
-class SlicedExchange:
-    """The exchange of a chain, for parameters that lie in slices on a mesh.
+class ShardedExchange:
+    """The exchange of a chain, for sharded parameters.
 
     A parameter's PartitionSpec says what becomes of its gradient:
 
-    - none of the workers' axes is in it: each worker has its own gradient, which is exchanged, slice by slice. What
-      lies in slices along the same axes is one group, with an exchange of its own: a vector of the slices that differ
-      along an axis, and another of those that do not, which stay the same along it.
-    - all of the workers' axes are in it: its gradient is whole, and passes the exchange by.
+    - none of the workers' axes is in it: each worker has its own gradient, which is exchanged, shard by shard. What is
+      sharded along the same axes is one group, with an exchange of its own: a vector of the shards that differ along an
+      axis, and another of those that do not, which stay replicated along it.
+    - all of the workers' axes are in it: its gradient is already reduced, and bypasses the exchange.
 
     Attributes:
       mesh: the mesh.
@@ -78,27 +79,27 @@ class SlicedExchange:
         return tuple(name for name in self.mesh.axis_names if name not in self.names)
 
     @property
-    def whole(self) -> tuple[bool, ...]:
-        """For every parameter, whether its gradient is whole."""
+    def reduced(self) -> tuple[bool, ...]:
+        """For every parameter, whether its gradient is already reduced."""
         return tuple(self.names[0] in _axes_of(spec) for spec in self.specs)
 
     @cached_property
     def groups(self) -> dict[tuple[str, ...], tuple[bool, ...]]:
-        """For every set of axes of slices, the parameters of its group."""
+        """For every set of axes of shards, the parameters of its group."""
         axes = [tuple(name for name in self.others if name in _axes_of(spec)) for spec in self.specs]
-        pairs = list(zip(axes, self.whole, strict=True))
-        found = sorted({slices for slices, is_whole in pairs if not is_whole})
-        return {group: tuple(slices == group and not is_whole for slices, is_whole in pairs) for group in found}
+        pairs = list(zip(axes, self.reduced, strict=True))
+        found = sorted({slices for slices, is_reduced in pairs if not is_reduced})
+        return {group: tuple(slices == group and not is_reduced for slices, is_reduced in pairs) for group in found}
 
     def gradient_specs(self, treedef: Any) -> Any:
-        """Returns the PartitionSpecs of gradients as they come: (K, *shape), a row for each worker, unless whole."""
-        pairs = zip(self.specs, self.whole, strict=True)
-        return treedef.unflatten([spec if is_whole else P(self.names, *spec) for spec, is_whole in pairs])
+        """Returns the PartitionSpecs of gradients as they come: (K, *shape), a row for each worker, unless reduced."""
+        pairs = zip(self.specs, self.reduced, strict=True)
+        return treedef.unflatten([spec if is_reduced else P(self.names, *spec) for spec, is_reduced in pairs])
 
-    def init(self, params: Any) -> SlicedState:
-        """Makes the first state; params as they lie on the mesh."""
+    def init(self, params: Any) -> ShardedState:
+        """Makes the first state; params as they are placed."""
         leaves, treedef = jax.tree.flatten(params)
-        local = [jax.ShapeDtypeStruct(self._slice(leaf, spec), leaf.dtype) for leaf, spec in self._pairs(leaves)]
+        local = [jax.ShapeDtypeStruct(self._shard(leaf, spec), leaf.dtype) for leaf, spec in self._pairs(leaves)]
         shapes = jax.eval_shape(in_axes_of_workers(self._init, self.sizes, self.axis_name), treedef.unflatten(local))
         init = jax.shard_map(
             self._init,
@@ -108,10 +109,10 @@ class SlicedExchange:
         )
         return init(params)
 
-    def __call__(self, gradients: Any, state: SlicedState, params: Any) -> tuple[Any, SlicedState]:
+    def __call__(self, gradients: Any, state: ShardedState, params: Any) -> tuple[Any, ShardedState]:
         """Exchanges gradients, all of them or none.
 
-        If some group's exchange is skipped, or some whole gradient is not finite, zeros come back everywhere and
+        If some group's exchange is skipped, or some reduced gradient is not finite, zeros come back everywhere and
         nothing of the state changes but `metrics`: one all-reduce of 16 bytes tells everyone.
 
         Args:
@@ -120,7 +121,7 @@ class SlicedExchange:
           params: the parameters.
 
         Returns:
-          The means, lying as the parameters do, and the new state.
+          The means, placed as the parameters are, and the new state.
         """
         treedef = jax.tree.structure(params)
         specs, own = treedef.unflatten(self.specs), state_specs(state)
@@ -132,23 +133,23 @@ class SlicedExchange:
         )
         return update(gradients, state, params)
 
-    def _init(self, params: Any) -> SlicedState:
+    def _init(self, params: Any) -> ShardedState:
         exchanges = tuple(
             _pack(self.chain.exchange.init(_part(params, chosen)), axes) for axes, chosen in self.groups.items()
         )
-        return SlicedState(ExchangeMetrics.zeros(), exchanges, self.chain.before.init(_part(params, self.whole)))
+        return ShardedState(ExchangeMetrics.zeros(), exchanges, self.chain.before.init(_part(params, self.reduced)))
 
-    def _update(self, gradients: Any, state: SlicedState, params: Any) -> tuple[Any, SlicedState]:
+    def _update(self, gradients: Any, state: ShardedState, params: Any) -> tuple[Any, ShardedState]:
         """What one device does."""
         leaves, treedef = jax.tree.flatten(gradients)
-        pairs = zip(leaves, self.whole, strict=True)
-        gradients = treedef.unflatten([leaf if is_whole else leaf[0] for leaf, is_whole in pairs])
+        pairs = zip(leaves, self.reduced, strict=True)
+        gradients = treedef.unflatten([leaf if is_reduced else leaf[0] for leaf, is_reduced in pairs])
 
-        parts, new_whole, is_bad = [], state.whole, jnp.asarray(False)
-        if any(self.whole):
-            part = _part(gradients, self.whole)
-            is_bad = ~is_finite_tree(part)  # of this device's slices
-            part, new_whole = self.chain.before.update(part, state.whole, _part(params, self.whole))
+        parts, new_reduced, is_bad = [], state.reduced, jnp.asarray(False)
+        if any(self.reduced):
+            part = _part(gradients, self.reduced)
+            is_bad = ~is_finite_tree(part)  # of this device's shards
+            part, new_reduced = self.chain.before.update(part, state.reduced, _part(params, self.reduced))
             parts.append(part)
         votes = to_varying(jnp.zeros(4).at[0].set(is_bad), self._all)
         exchanges = []
@@ -166,32 +167,32 @@ class SlicedExchange:
         ok = skipped == 0
         metrics = ExchangeMetrics.of(ok, sent, overflow, drained=drained > 0)
         means = zeros_unless(ok, _join(parts, treedef))
-        old = (state.exchanges, state.whole)
-        kept = keep_unless(ok, (tuple(exchanges), new_whole), old)
-        return means, SlicedState(metrics, *kept)
+        old = (state.exchanges, state.reduced)
+        kept = keep_unless(ok, (tuple(exchanges), new_reduced), old)
+        return means, ShardedState(metrics, *kept)
 
     @property
     def _all(self) -> tuple[str, ...]:
         return tuple(self.mesh.axis_names)
 
     def _is_first(self, axes: tuple[str, ...]) -> jax.Array:
-        """Returns whether this device is the first of those that hold the same slice: () bool."""
+        """Returns whether this device is the first of those that hold the same shard: () bool."""
         first = [lax.axis_index(name) == 0 for name in self._all if name not in axes]
         return jnp.stack(first).all()
 
     def _pairs(self, leaves: list[Any]) -> Any:
         return zip(leaves, self.specs, strict=True)
 
-    def _slice(self, leaf: Any, spec: P) -> tuple[int, ...]:
-        """Returns the shape of a device's slice."""
+    def _shard(self, leaf: Any, spec: P) -> tuple[int, ...]:
+        """Returns the shape of a device's shard."""
         cuts = [math.prod(self.mesh.shape[name] for name in _names_of(entry)) for entry in spec]
         return tuple(size // cut for size, cut in zip(leaf.shape, cuts + [1] * (leaf.ndim - len(cuts)), strict=True))
 
 
-def plan_slices(
+def plan_shards(
     tx: optax.GradientTransformation, mesh: Mesh, specs: Any, params: Any, axis_name: AxisName
-) -> SlicedExchange:
-    """Takes a chain apart, and checks where parameters lie.
+) -> ShardedExchange:
+    """Takes a chain apart, and checks where parameters are.
 
     Args:
       tx: a chain with one exchange of gradients in it.
@@ -203,8 +204,8 @@ def plan_slices(
     Raises:
       ValueError: for specs of another tree, of axes that are not on the mesh, of some of the workers' axes without the
         others, or that do not divide a dimension; for chains as in `split_chain`, for those that look at whole tensors
-        before the exchange where there are slices, and for exchanges with momentum of their own where some gradients
-        pass them by.
+        before the exchange where there are shards, and for exchanges with momentum of their own where some gradients
+        bypass them.
     """
     names = axis_names(axis_name)
     missing = [name for name in names if name not in mesh.axis_names]
@@ -222,8 +223,8 @@ def plan_slices(
             f"Up to the exchange a chain must work number by number, since it sees shards; got {chain.whole_tensors}, "
             "which looks at whole tensors. Clip after the exchange, where a chain sees whole arrays."
         )
-    exchange = SlicedExchange(mesh, axis_name, flat, chain)
-    if any(exchange.whole) and chain.momentum > 0:
+    exchange = ShardedExchange(mesh, axis_name, flat, chain)
+    if any(exchange.reduced) and chain.momentum > 0:
         raise ValueError(
             f"Parameters whose gradients are already reduced bypass the exchange, and would have none of its momentum; "
             f"got momentum={chain.momentum:g} in it. Use momentum=0, and optax.sgd(momentum=) after it."

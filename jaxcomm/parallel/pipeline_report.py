@@ -8,12 +8,12 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from jaxcomm.accounting.hlo import read_program
+from jaxcomm.accounting.jaxpr import jaxpr_program
+from jaxcomm.accounting.report import WireReport, wire_report
 from jaxcomm.collectives.axis import AxisName, axis_names
-from jaxcomm.hlo import read_program
-from jaxcomm.jaxpr import jaxpr_program
 from jaxcomm.parallel.pipeline import Pipeline
-from jaxcomm.parallel.step import check_batch
-from jaxcomm.wire import WireReport, wire_report
+from jaxcomm.parallel.state import check_batch
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def verify_pipeline(
     """Proves on the compiled text of a pipeline's step that it sends what `pipeline_report` claims, and no more.
 
     Args:
-      step: of `make_pipeline_step`.
+      step: a function under `jax.jit` that holds the whole step.
       state: its state, or the shapes of one.
       batch: a global batch, or the shapes of one.
       pipeline: the stages.

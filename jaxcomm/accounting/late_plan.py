@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcomm.accounting.report import wire_report
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.layers.late_multiply import late_traffic, reduce_traffic
 from jaxcomm.traffic import Traffic
-from jaxcomm.wire import wire_report
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,248 @@
+"""The train step of workers whose parameters are sharded: over the workers themselves, or over other axes of a mesh."""
+
+import math
+import warnings
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.flatten_util import ravel_pytree
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
+from jaxcomm.exchange import keep_unless
+from jaxcomm.parallel.sharding import ShardedExchange, ShardedState, plan_shards
+from jaxcomm.parallel.state import TrainState, check_batch, check_model_state, state_specs
+from jaxcomm.parallel.step import LossFn, TrainStep
+
+
+class SplitState(NamedTuple):
+    """The optimizer's state of a chain that is split at its exchange.
+
+    Attributes:
+      exchange: of the exchange, and of what comes before it in the chain.
+      rest: of what comes after it; what is like a parameter is sharded as the parameter is.
+    """
+
+    exchange: ShardedState
+    rest: Any
+
+
+class ShardedStep(TrainStep):
+    """Workers of which each parameter's PartitionSpec says what becomes of its gradient; see `make_train_step`."""
+
+    def __init__(
+        self,
+        loss: LossFn,
+        tx: optax.GradientTransformation,
+        mesh: Mesh,
+        specs: Any,
+        auto: tuple[str, ...],
+        axis_name: AxisName,
+        donate: bool,
+    ):
+        """See `make_train_step`; the loss is of `loss_of`."""
+        names, kinds = axis_names(axis_name), set(mesh.axis_types)
+        unknown = [name for name in (*names, *auto) if name not in mesh.axis_names]
+        if unknown or set(names) & set(auto):
+            raise ValueError(
+                f"axis_name and auto must be different axes of the mesh; got {axis_name!r} and {auto} for a mesh with "
+                f"{mesh.axis_names}. Make it with make_mesh({names[0]}=..., model=...)."
+            )
+        if len(kinds) > 1 or AxisType.Manual in kinds:
+            raise ValueError(
+                f"The axes of the mesh must all be of type Auto, or all of type Explicit; got {mesh.axis_types}. "
+                "Make the mesh with jaxcomm.make_mesh."
+            )
+        super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in names), donate)
+        self.mesh, self.specs, self._loss = mesh, specs, loss
+        self.manual = tuple(name for name in mesh.axis_names if name not in auto)
+        self.is_explicit = kinds == {AxisType.Explicit}
+
+    def init(self, params: Any, model_state: Any = ()) -> TrainState:  # noqa: D102
+        exchange = self._plan(params)
+        for message in exchange.chain.warnings:
+            warnings.warn(message, stacklevel=2)
+        check_model_state(model_state)
+        specs = jax.tree.structure(params).unflatten(exchange.specs)
+        params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(self.mesh, spec)), params, specs)
+        model_state = jax.device_put(jax.tree.map(jnp.asarray, model_state), NamedSharding(self.mesh, P()))
+        return jax.jit(partial(self._init, exchange))(params, model_state)  # which copies
+
+    def shapes(self, params: Any, model_state: Any = ()) -> TrainState:  # noqa: D102
+        exchange = self._plan(params)
+
+        def shape(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), sharding=NamedSharding(self.mesh, spec))
+
+        params = jax.tree.map(shape, params, jax.tree.structure(params).unflatten(exchange.specs))
+        model_state = jax.tree.map(lambda leaf: shape(leaf, P()), model_state)
+        state = jax.eval_shape(partial(self._init, exchange), params, model_state)
+        own, rest = state.opt_state
+        opt_state = SplitState(
+            jax.tree.map(shape, own, state_specs(own)),
+            jax.tree.map(shape, rest, _specs_like(rest, params, exchange)),
+        )
+        shapes = jax.tree.map(lambda leaf: shape(leaf, P()), state)
+        return shapes._replace(params=params, opt_state=opt_state)
+
+    def _plan(self, params: Any) -> ShardedExchange:
+        return plan_shards(self.tx, self.mesh, self.specs, params, self.axis_name)
+
+    def _init(self, exchange: ShardedExchange, params: Any, model_state: Any) -> TrainState:
+        others = (exchange.chain.after.init(params), jnp.zeros((), jnp.int32), model_state)
+        rest, step, model_state = self._place(others, params, exchange)
+        return TrainState(params, SplitState(exchange.init(params), rest), step, model_state)
+
+    def _place(self, tree: Any, params: Any, exchange: ShardedExchange) -> Any:
+        """Shards every array with the path (its end) and the shape of a parameter as that parameter; copies others."""
+        lay = jax.reshard if self.is_explicit else lax.with_sharding_constraint
+        specs = _specs_like(tree, params, exchange)
+        return jax.tree.map(lambda leaf, spec: lay(leaf, NamedSharding(self.mesh, spec)), tree, specs)
+
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        exchange, old = self._plan(state.params), state.opt_state
+        check_batch(batch, self.workers)
+        if not isinstance(old, SplitState):
+            raise ValueError(
+                f"The state must be made by the step's init; got an optimizer's state of {type(old).__name__}. Call "
+                "step.init(params)."
+            )
+        gradients = self._unreduced if self.is_explicit else self._by_workers
+        scalars, model_state, found = gradients(exchange, state.params, state.model_state, batch)
+        means, exchanged = exchange(found, old.exchange, state.params)
+        updates, rest = exchange.chain.after.update(means, old.rest, state.params)
+        ok = exchanged.metrics.skipped == 0
+        new = (optax.apply_updates(state.params, updates), rest, model_state)
+        new = keep_unless(ok, new, (state.params, old.rest, state.model_state))
+        params, rest, model_state = self._place(new, state.params, exchange)
+        new_state = TrainState(params, SplitState(exchanged, rest), state.step + 1, model_state)
+        return new_state, {**scalars, **exchanged.metrics._asdict()}
+
+    def _by_workers(
+        self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Any
+    ) -> tuple[dict[str, jax.Array], Any, Any]:
+        """Each worker's gradient from a `jax.shard_map`, manual over all axes but those in `auto`."""
+        treedef = jax.tree.structure(params)
+        inside = [_over(spec, self.manual) for spec in exchange.specs]
+        rows = [
+            spec if is_reduced else P(exchange.names, *spec)
+            for spec, is_reduced in zip(inside, exchange.reduced, strict=True)
+        ]
+        worker = jax.shard_map(
+            partial(self._worker, exchange),
+            mesh=self.mesh,
+            axis_names=set(self.manual),
+            in_specs=(treedef.unflatten(inside), P(), P(exchange.names)),
+            out_specs=(P(), P(), treedef.unflatten(rows)),
+        )
+        return worker(params, model_state, batch)
+
+    def _worker(
+        self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Any
+    ) -> tuple[dict[str, jax.Array], Any, Any]:
+        """Differentiates the sum of the workers' losses: with respect to a worker's own copies, or to shards."""
+        leaves, treedef = jax.tree.flatten(params)
+        pairs = zip(leaves, exchange.reduced, strict=True)
+        own = treedef.unflatten(
+            [leaf if is_reduced else to_varying(leaf, self.axis_name) for leaf, is_reduced in pairs]
+        )
+
+        def objective(params: Any) -> tuple[jax.Array, Any]:
+            loss, (scalars, new_state) = self._loss(params, model_state, batch)
+            aux = (_as_float32({"loss": loss, **scalars}), new_state)
+            _check_same_along_others(aux, exchange)
+            # A loss of all rows, the same on every worker, is made to vary: the sum is then K times it as well.
+            return to_varying(loss, self.axis_name), aux
+
+        gradients, aux = jax.grad(objective, has_aux=True)(treedef.unflatten(own))
+        pairs = zip(jax.tree.leaves(gradients), exchange.reduced, strict=True)
+        rows = [gradient / self.workers if is_reduced else gradient[None] for gradient, is_reduced in pairs]
+        vector, back = ravel_pytree(aux)  # one all-reduce
+        mean = lax.psum(to_varying(vector, self.axis_name), self.axis_name) / self.workers
+        return *back(mean), treedef.unflatten(rows)
+
+    def _unreduced(
+        self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Any
+    ) -> tuple[dict[str, jax.Array], Any, Any]:
+        """Each worker's gradient from JAX's types, on a mesh of Explicit axes: of type `unreduced`.
+
+        Parameters that are copied to the workers are marked as `reduced` over their axis, so that `jax.grad` returns
+        gradients that are not summed over the workers yet.
+        """
+        leaves, treedef = jax.tree.flatten(params)
+        triples = list(zip(leaves, exchange.specs, exchange.reduced, strict=True))
+        names = frozenset(exchange.names)
+        rows = jax.tree.map(lambda x: jax.reshard(x, NamedSharding(self.mesh, P(exchange.names))), batch)
+
+        def objective(params: Any) -> Any:
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                loss, (scalars, new_state) = self._loss(params, model_state, rows)
+                return loss, (_as_float32({"loss": loss, **scalars}), new_state)
+
+        marked = [
+            leaf if is_reduced else jax.reshard(leaf, NamedSharding(self.mesh, P(*spec, reduced=names)))
+            for leaf, spec, is_reduced in triples
+        ]
+        found, (scalars, new_state) = jax.grad(objective, has_aux=True)(treedef.unflatten(marked))
+        own = [
+            gradient if is_reduced else _rows_of_workers(gradient, spec, exchange)
+            for gradient, (_, spec, is_reduced) in zip(jax.tree.leaves(found), triples, strict=True)
+        ]
+        return scalars, new_state, treedef.unflatten(own)
+
+
+def _rows_of_workers(gradient: jax.Array, spec: P, exchange: ShardedExchange) -> jax.Array:
+    """Hands each worker its part of a gradient that is not reduced: (K, *shape), a row for each. Free: no bytes.
+
+    A part of the mean over all rows is a K-th of the mean over the worker's own.
+    """
+    rows = jax.shard_map(
+        lambda part: math.prod(exchange.sizes) * part[None],
+        mesh=exchange.mesh,
+        in_specs=P(*spec, unreduced=frozenset(exchange.names)),
+        out_specs=P(exchange.names, *spec),
+        check_vma=False,  # JAX has no cast yet from what is unreduced to what differs between workers
+    )
+    return rows(gradient)
+
+
+def _as_float32(scalars: dict[str, Any]) -> dict[str, jax.Array]:
+    return {name: jnp.asarray(scalar, jnp.float32) for name, scalar in scalars.items()}
+
+
+def _specs_like(tree: Any, params: Any, exchange: ShardedExchange) -> Any:
+    """Returns the PartitionSpecs of a tree in which some arrays are like parameters, by the end of their path."""
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    like = {path: (leaf.shape, spec) for (path, leaf), spec in zip(paths, exchange.specs, strict=True)}
+
+    def spec(path: Any, leaf: Any) -> P:
+        ends = (like.get(tuple(path[start:])) for start in range(len(path) + 1))
+        shape, spec = next((found for found in ends if found is not None), ((), P()))
+        return spec if leaf.shape == shape else P()
+
+    return jax.tree_util.tree_map_with_path(spec, tree)
+
+
+def _over(spec: P, manual: tuple[str, ...]) -> P:
+    """Returns what a PartitionSpec says about some of the axes."""
+    entries = []
+    for entry in spec:
+        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        entries.append(tuple(name for name in names if name in manual) or None)
+    return P(*entries)
+
+
+def _check_same_along_others(tree: Any, exchange: ShardedExchange) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        others = [axis for axis in exchange.others if axis in jax.typeof(leaf).manual_axis_type.varying]
+        if others:
+            raise ValueError(
+                f"A loss, and what comes with it, must be replicated along other axes than {exchange.axis_name!r}; got "
+                f"one at {jax.tree_util.keystr(path)!r} that may differ along {others}. Sum its parts with "
+                "jax.lax.psum(..., axis), or, where all are equal, take jax.lax.pmean."
+            )

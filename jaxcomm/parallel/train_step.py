@@ -1,0 +1,148 @@
+"""The train step for every kind of parallelism, and its simulation."""
+
+from typing import Any
+
+import optax
+from jax.sharding import Mesh
+
+from jaxcomm.collectives.axis import AxisName
+from jaxcomm.parallel.pipeline import Pipeline
+from jaxcomm.parallel.pipeline_step import PipelineStep
+from jaxcomm.parallel.sharded_step import ShardedStep
+from jaxcomm.parallel.step import LossFn, SimulatedStep, TrainStep, WorkersStep, loss_of
+
+
+def make_train_step(
+    loss_fn: LossFn | Pipeline,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    specs: Any = None,
+    auto: tuple[str, ...] = (),
+    has_aux: bool = False,
+    has_state: bool = False,
+    axis_name: AxisName = "data",
+    stage_axis: str = "stage",
+    donate: bool = True,
+) -> TrainStep:
+    """Makes a train step whose gradients are exchanged by `tx`.
+
+    Every worker differentiates the loss of its own rows of the batch with respect to its own copy of the parameters (no
+    reduction is inserted), `tx` exchanges the gradients and makes the update, and all workers apply it. If the exchange
+    was skipped (a gradient that is not finite on some worker), parameters and optimizer state stay as they were, except
+    the exchange's own counts.
+
+    With a local method (`slim_dp`, `local_sgd`, `plump_dp(p=...)`) every worker has its own parameters and its own
+    optimizer state, and a worker whose gradient is not finite leaves its own as they were; `step.params(state)` is the
+    model.
+
+    A model with running statistics (batch normalisation) keeps them in `state.model_state`. Every worker makes new ones
+    from its own rows, and all continue from the workers' mean, in every step, also with local methods. They stay as
+    they were if the step is skipped; with a local method, a worker whose gradient is not finite gives the old ones.
+
+    **Sharded parameters.** With `specs`, a parameter's PartitionSpec says what becomes of its gradient:
+
+    - P(): data-parallel. Each worker's own gradient, exchanged by `tx` over `axis_name`.
+    - with `axis_name` in it, P(None, "data"): model-parallel over the workers themselves, as `split_dense` takes it.
+      The gradient is already reduced: that of the mean over all rows. It bypasses the exchange, and goes through the
+      rest of the chain.
+    - with other axes, P(None, "model"): model-parallel over other devices. Each worker's gradient, exchanged shard by
+      shard over `axis_name` alone.
+
+    The exchange, and what comes before it in the chain, work on shards: a threshold, a rank, a capacity is that of a
+    device's shard of a tensor. What comes after it sees whole arrays, as under plain `jax.jit`: a global norm is that
+    of all parameters. So a step equals that of one device with all rows, momentum and weight decay included, to float
+    rounding (with `plump_dp`). `tx` is one exchange, or a `jaxcomm.chain`.
+
+    The loss runs in a region that is manual over all axes of the mesh but those in `auto`: it gets a worker's own rows
+    and a device's own shards, and says itself what moves between the devices. Along an axis in `auto` it gets whole
+    tensors, is written as for one device, and XLA partitions it; a gradient is not gathered. On a mesh whose axes are
+    all of type Explicit, the loss gets all rows and whole tensors, whose types say where they are; convolutions, and a
+    bias that is added without a reshard, are refused there by JAX (see the guide).
+
+        specs = {"convolutions": P(), "kernel": P(None, "data"), "bias": P("data")}
+
+        def loss_fn(params, batch):  # on one worker: its own rows, its own shards
+            features = convolutions(params["convolutions"], batch["image"])  # (B/K, 9216)
+            logits = jc.split_dense(features, params["kernel"], params["bias"])  # (B/K, 4096)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+        tx = jc.chain(jc.dct_dp(0.99), optax.add_decayed_weights(5e-4), optax.sgd(0.01, momentum=0.9))
+        step = jc.make_train_step(loss_fn, tx, mesh, specs=specs)
+
+    The two tricks of Krizhevsky's paper ("One weird trick for parallelizing convolutional neural networks", 2014), to
+    sum instead of averaging and to divide the weight decay of the copied part by the number of its copies, are what
+    this scaling comes to in its units; nothing is left for the user to scale.
+
+    **Stages.** With a `Pipeline` in place of the loss, each device of the mesh holds the parameters, and the
+    optimizer's state, of one stage. In one compiled program the micro-batches go through the stages and back, the
+    boundaries as the pipeline says; then the workers of each stage exchange that stage's gradients. `tx` sees stacked
+    stage parameters, see `StackedParams`: what goes by tensors (thresholds, ranks, layer-wise norms) goes by those, and
+    a norm over all parameters by stages. If some stage of some worker meets a gradient that is not finite, all stages
+    of all workers skip the step.
+
+    Args:
+      loss_fn: (params, batch) -> the mean loss of the rows given, a scalar; or (loss, dict of scalars) with `has_aux`;
+        or (params, model_state, batch) -> (loss, (dict of scalars, new model_state)) with `has_state`. Or a `Pipeline`.
+      tx: a chain with one exchange of this library in it.
+      mesh: a mesh with the axis of workers.
+      specs: the PartitionSpec of every parameter, in a tree like theirs or a prefix of it; None where every worker
+        holds the whole model.
+      auto: axes that are left to XLA, with `specs`.
+      has_aux: whether `loss_fn` returns a dict of scalars as well; they are averaged over the workers.
+      has_state: whether `loss_fn` takes and returns `state.model_state` (which `init` is given), and a dict of scalars,
+        which may be empty, whatever `has_aux` says. The new state has the structure, shapes and types of the old.
+      axis_name: the axis of workers, or the axes along which they lie, outermost first.
+      stage_axis: the axis of stages, of a pipeline.
+      donate: reuse the state's buffers for the new state. The old state cannot be read afterwards.
+
+    Returns:
+      A `TrainStep`: state = step.init(params); state, metrics = step(state, batch). All arrays of the batch have the
+      global batch as first dimension, a multiple of K (of a pipeline, of K times the micro-batches). Metrics,
+      replicated: loss, the scalars of `loss_fn`, and those of the exchange (see `ExchangeMetrics`). On the wire: what
+      `tx` costs, and one all-reduce of 4 bytes a scalar and a number of the model's state; with `specs` also what the
+      loss moves, and an all-reduce of 16 bytes; with stages also the boundaries, and two all-reduces over the stages,
+      of 4 bytes and of 4 bytes a metric.
+
+    Raises:
+      ValueError: if the mesh lacks an axis or has others; for specs that do not fit the parameters or the mesh; at
+        trace time if the batch does not divide, for a model's state that `loss_fn` does not take, has not kept in its
+        shape, or that is not of floats; for a loss that differs along other axes; and if the loss uses a parameter
+        whose gradient bypasses the exchange other than by `late_multiply`.
+    """
+    if isinstance(loss_fn, Pipeline):
+        if specs is not None or auto or has_aux or has_state:
+            raise ValueError("specs, auto, has_aux and has_state must not be given with a Pipeline, which has its own.")
+        return PipelineStep(loss_fn, tx, mesh, axis_name, stage_axis, donate)
+    loss = loss_of(loss_fn, has_aux, has_state)
+    if specs is not None:
+        return ShardedStep(loss, tx, mesh, specs, tuple(auto), axis_name, donate)
+    if auto:
+        raise ValueError(f"auto must go with specs=, which say how parameters are sharded along it; got auto={auto}.")
+    return WorkersStep(loss, tx, mesh, axis_name, donate)
+
+
+def simulate(
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    workers: int | tuple[int, ...],
+    *,
+    has_aux: bool = False,
+    has_state: bool = False,
+    axis_name: AxisName = "data",
+    donate: bool = True,
+) -> TrainStep:
+    """Makes the step of `make_train_step` for K workers that live together on one device, under `jax.vmap`.
+
+    The same arguments, results and errors; nothing crosses a wire.
+
+    Args:
+      loss_fn: as in `make_train_step`.
+      tx: as in `make_train_step`.
+      workers: K, any number (96, say), or one for each axis. Memory grows with K; the decoded mean is held once.
+      has_aux: as in `make_train_step`.
+      has_state: as in `make_train_step`.
+      axis_name: as in `make_train_step`.
+      donate: as in `make_train_step`.
+    """
+    return SimulatedStep(loss_of(loss_fn, has_aux, has_state), tx, workers, axis_name, donate)
