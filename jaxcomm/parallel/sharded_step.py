@@ -159,7 +159,7 @@ class ShardedStep(TrainStep):
             # A loss of all rows, the same on every worker, is made to vary: the sum is then K times it as well.
             return to_varying(loss, self.axis_name), aux
 
-        gradients, aux = jax.grad(objective, has_aux=True)(treedef.unflatten(own))
+        gradients, aux = jax.grad(objective, has_aux=True)(own)
         pairs = zip(jax.tree.leaves(gradients), exchange.reduced, strict=True)
         rows = [gradient / self.workers if is_reduced else gradient[None] for gradient, is_reduced in pairs]
         vector, back = ravel_pytree(aux)  # one all-reduce

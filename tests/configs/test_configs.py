@@ -11,8 +11,9 @@ import jaxcomm as jc
 from configs import CONFIGS, take_config
 from configs.comparison import DENSE, SETTINGS
 from configs.experiment import Experiment, check
-from configs.methods import Method
+from configs.methods import Dgc, Iwp, Method
 from models.functional import apply, cut
+from tests.jaxcomm.steps import warnings_of
 from train.architectures import choose_cuts, make_model
 from train.data import DATASETS, ClickInfo, TranslationInfo, dataset_info
 from train.methods import make_chain
@@ -43,7 +44,11 @@ def test_an_experiment_is_found_by_its_name_and_can_run(name):
     assert config.warmup_steps < config.steps
     check(config, 1)
     tx = make_chain(config, config.method)
-    assert jc.check_chain(tx) == []
+    params = {"kernel": jax.ShapeDtypeStruct((40, 50), "float32")}
+    sizes, axes = ((2, 2), ("slice", "data")) if config.slices > 1 else (4, "data")
+    said = warnings_of(tx, params, sizes, axis_name=axes)
+    is_weak = config.decay == "decoupled" and bool(config.weight_decay) and isinstance(config.method, Dgc | Iwp)
+    assert [("none of its momentum" in message) for message in said] == [True] * is_weak
 
 
 @pytest.mark.parametrize("name", CONFIGS)

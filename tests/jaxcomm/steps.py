@@ -1,5 +1,8 @@
 """The first state of a run, where a test steps in its own way."""
 
+import warnings
+
+import jax
 from jax.sharding import Mesh
 
 import jaxcomm as jc
@@ -21,3 +24,11 @@ def init_state(params, tx, workers, *, axis_name="data", model_state=(), specs=N
 def state_shapes(params, tx, mesh, specs, **options):
     """The shapes and shardings of that state, of sharded parameters."""
     return jc.make_train_step(lambda *_: 0.0, tx, mesh, specs=specs).shapes(params, **options)
+
+
+def warnings_of(tx, params, workers, **options):
+    """What `init` warns of, or the error that it raises."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.eval_shape(lambda: init_state(params, tx, workers, **options))
+    return [str(warning.message) for warning in caught]

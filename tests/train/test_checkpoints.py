@@ -79,7 +79,8 @@ def test_another_number_of_workers_keeps_the_mean_over_the_rows(workers, checkpo
     exchange, before = restored.state.opt_state[0], state.opt_state[0]
     assert exchange.residual.rows.shape == (workers, before.residual.rows.shape[1])
     for name in ("residual", "threshold"):
-        now, then = np.asarray(getattr(exchange, name).rows), np.asarray(getattr(before, name).rows)
+        holders = (exchange, before) if name == "residual" else (exchange.memory, before.memory)
+        now, then = (np.asarray(getattr(holder, name).rows) for holder in holders)
         np.testing.assert_allclose(now.mean(axis=0), then.mean(axis=0), rtol=1e-5, atol=1e-6)
     assert bool(exchange.memory.due)
     assert f"4 workers and the run {workers}" in restored.message

@@ -132,5 +132,5 @@ def test_what_it_refuses():
     with pytest.raises(ValueError, match="got no axis 'data'"):
         tx.init(first_params())
     state = init_state(first_params(), tx, (2, 2), axis_name=AXES)
-    with pytest.raises(ValueError, match="Shares of tensors lie with the workers of a group"):
+    with pytest.raises(ValueError, match="Rows must belong to whole workers to be resized"):
         jc.resize_workers(state, 2)

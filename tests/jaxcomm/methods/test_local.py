@@ -373,7 +373,7 @@ def test_outer_gradients_take_an_exchange_of_gradients(exchange):
 def test_local_methods_need_the_parameters(make):
     tx = make()
     state = tx.init(first_params())
-    with pytest.raises(ValueError, match=r"got none: call tx.update\(updates, state, params\)"):
+    with pytest.raises(ValueError, match=r"got none. Call tx.update\(updates, state, params\)"):
         jax.vmap(lambda u: tx.update(u, state), axis_name="data")(batch_of(0, 2))
 
 

@@ -279,9 +279,9 @@ def test_a_link_is_tried_on_numbers_of_every_leaf():
 
 def test_init_state_refuses_and_warns_where_it_is_called():
     with pytest.raises(ValueError, match=STATE):
-        init_state(PARAMS, chain(optax.trace(0.9), dct, scale), 2)
+        jc.simulate(loss_fn, chain(optax.trace(0.9), dct, scale), 2).init(PARAMS)
     with pytest.warns(UserWarning, match=RATE) as caught:
-        init_state(PARAMS, chain(scale, dct), 2)
+        jc.simulate(loss_fn, chain(scale, dct), 2).init(PARAMS)
     assert [warning.filename for warning in caught] == [__file__]
 
 

@@ -111,7 +111,7 @@ def test_the_state_lies_as_the_parameters_do(name):
     _, _, specs, mesh = sliced.WAYS[name]
     mesh, tx = mesh(), jc.chain(jc.powersgd(2), optax.adamw(0.1))
     state = init_state(sliced.params(), tx, mesh, specs=specs)
-    moments = state.opt_state.rest[0]
+    moments = state.opt_state.rest[0][0]
     for tree in (state.params, moments.mu, moments.nu):
         assert tree["up"]["kernel"].sharding.spec == specs["up"]["kernel"]
         assert tree["bottom"]["kernel"].sharding.is_fully_replicated
@@ -144,7 +144,7 @@ def test_a_loss_that_differs_along_another_axis_is_refused():
 
     tx, mesh = jc.chain(jc.plump_dp(), SGD), jc.make_mesh(data=2, model=2)
     state = state_shapes(sliced.params(), tx, mesh, sliced.OVER_MODEL)
-    with pytest.raises(ValueError, match=r"than 'data', got one at .*'loss'.* that may differ along \['model'\]"):
+    with pytest.raises(ValueError, match=r"than 'data'; got one at .*'loss'.* that may differ along \['model'\]"):
         jc.make_train_step(parts, tx, mesh, specs=sliced.OVER_MODEL).trace(state, next(sliced.batches(1)))
 
 

@@ -354,7 +354,7 @@ TOPK = [jc.dct_mp(0.5, kind="topk_gradient")]
         ),
         ({"has_state": True}, {}, r"agree on a model state, got none for a pipeline with one: pass model_state= to"),
         ({"has_state": True}, {"model_state": MEANS[::-1]}, r"model_state have the shapes that it was made with, got"),
-        ({"boundaries": TOPK}, {}, r"one for every row of a batch, got no batch: pass batch= to init_pipeline, or the"),
+        ({"boundaries": TOPK}, {}, r"one for every row of a batch, got no batch: pass batch= to init, or the"),
         (
             {"boundaries": TOPK, "micro_batches": 3},
             {"batch": batches(1)[0]},
