@@ -72,20 +72,20 @@ class Program:
         if any(branch.communicates for branch in branches):
             self.conditionals.append(branches)
 
-    def over(self, axis_name: str) -> "Program":
-        """Returns the part of the program that goes over an axis of the mesh.
+    def over(self, *axes: str) -> "Program":
+        """Returns the part of the program that goes over any of some axes of the mesh.
 
         Raises:
           ValueError: if some collective's axes are not known.
         """
         if any(not traffic.axes for _, traffic in self.operations()):
             raise ValueError(
-                f"Only traced programs name the axes of their collectives, got compiled text for {axis_name!r}: ask "
-                "wire_report or step_report."
+                f"The axes of collectives are known of traced programs, and of compiled text with a mesh; got neither "
+                f"for {axes}. Ask wire_report or step_report."
             )
-        part = Program([traffic for traffic in self.always if axis_name in traffic.axes])
+        part = Program([traffic for traffic in self.always if set(axes) & set(traffic.axes)])
         for branches in self.conditionals:
-            part.add_conditional([branch.over(axis_name) for branch in branches])
+            part.add_conditional([branch.over(*axes) for branch in branches])
         return part
 
     def links(self) -> dict[tuple[int, int], int]:

@@ -24,6 +24,7 @@ from train.dense_layers import multiply_late, slices_of, with_dense
 from train.methods import make_chain
 from train.tasks import Task, make_task
 
+OTHER_BYTES = 512  # that a step may receive beside its exchange: losses, metrics and counts
 Model = tuple[Any, Any]  # parameters and running statistics, both by block
 
 
@@ -38,6 +39,7 @@ class Job:
       axis: the axis of workers, or the axes along which they lie.
       start: seed -> the fresh state, on the mesh.
       step: (state, batch) -> (state, metrics).
+      verify: (state, batch) -> a line that says which bytes were predicted and compiled; an error if they disagree.
       model: state -> what is evaluated, the same on every device.
       evaluate: (model, batch with a mask) -> what scores are made of, for every row, and the mask.
       translate: (model, source) -> the best translation of every row, (B, T - 1); None but for translations.
@@ -52,6 +54,7 @@ class Job:
     axis: str | tuple[str, ...]
     start: Callable[[int], jc.TrainState]
     step: jc.TrainStep
+    verify: Callable[[jc.TrainState, Any], str]
     model: Callable[[jc.TrainState], Model]
     evaluate: Callable[[Model, Any], dict[str, jax.Array]]
     translate: Callable[[Model, Any], jax.Array] | None
@@ -79,6 +82,13 @@ def make_job(experiment: Experiment, method: Method) -> Job:
     shapes = parts.shapes or jax.eval_shape(lambda: init(*parts.first(experiment.seed)))
     report = jc.accounting.step_report(step, shapes, batch, params=whole.params, workers=experiment.workers)
 
+    def verify(state: jc.TrainState, batch: Any) -> str:
+        beside = () if parts.late is None else parts.late.traffic
+        step.verify(state, batch, beside=beside, other_bytes=OTHER_BYTES)
+        return (
+            f"{report.received:,.0f} bytes a step and worker predicted; the compiled program sends them, and no more."
+        )
+
     def model(state: jc.TrainState) -> Model:
         return parts.whole(step.params(state)), parts.whole(step.model_state(state))
 
@@ -89,6 +99,7 @@ def make_job(experiment: Experiment, method: Method) -> Job:
         axis=axis,
         start=lambda seed: init(*parts.first(seed)),
         step=step,
+        verify=verify,
         # The workers of a local method, and the stages of a pipeline, hold the model together.
         model=jax.jit(model, out_shardings=everywhere),
         evaluate=jax.jit(partial(_evaluate, task, whole.graph), out_shardings=everywhere),

@@ -126,7 +126,10 @@ def train(
     step, pending, is_due = done, None, False
     with _sigterm(processes) as stopping:
         while step < last:
-            state, metrics = job.step(state, _to_mesh(next(batches), job))
+            batch = _to_mesh(next(batches), job)
+            if step == done:
+                progress.say(f"{name}: {job.verify(state, batch)}")
+            state, metrics = job.step(state, batch)
             step += 1
             at_end, test = step == experiment.steps, None
             if at_end or step % experiment.eval_every == 0:

@@ -9,6 +9,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+from jax.sharding import Mesh
+
 from jaxcomm.traffic import Program, Traffic, count_bytes
 
 _OPS = {
@@ -32,8 +35,12 @@ _TRUE = re.compile(r"\btrue_computation=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
-def read_program(text: str) -> Program:
+def read_program(text: str, mesh: Mesh | None = None) -> Program:
     """Reads the collectives of a compiled program from its HLO text (`compiled.as_text()`).
+
+    Args:
+      text: of the program.
+      mesh: the mesh that it was compiled for: the collectives then have their axes.
 
     Raises:
       ValueError: for a collective that cannot be counted: of an unknown kind, over unknown groups, or in a loop of
@@ -47,7 +54,7 @@ def read_program(text: str) -> Program:
         if name not in done:
             done[name] = program = Program()
             for line in computations.get(name, ()):
-                _add_instruction(program, line, devices, read)
+                _add_instruction(program, line, devices, mesh, read)
         return done[name]
 
     return read(entry)
@@ -77,7 +84,7 @@ def _devices(text: str) -> int:
     return math.prod(int(count) for count in counts)
 
 
-def _add_instruction(program: Program, line: str, devices: int, read) -> None:
+def _add_instruction(program: Program, line: str, devices: int, mesh: Mesh | None, read) -> None:
     match = _INSTRUCTION.match(line)
     if not match:
         return
@@ -88,9 +95,10 @@ def _add_instruction(program: Program, line: str, devices: int, read) -> None:
     if kind in _UNCOUNTED:
         raise ValueError(f"Bytes of {op!r} cannot be counted here, got: {line.strip()[:200]}")
     if kind in _OPS:
-        workers = _group_size(rest, devices, line)
-        traffic = _traffic(op, match.group("shape"), workers)
-        program.always.append(replace(traffic, pairs=_pairs(rest)) if kind == "collective-permute" else traffic)
+        traffic = _traffic(op, match.group("shape"), _group_size(rest, devices, line))
+        if kind == "collective-permute":
+            traffic = replace(traffic, pairs=_pairs(rest))
+        program.always.append(replace(traffic, axes=_axes(rest, traffic, devices, mesh)) if mesh else traffic)
     elif op == "while":
         body = read(_only(_BODY, rest, line))
         if body.communicates:
@@ -182,3 +190,29 @@ def _group_size(rest: str, devices: int, line: str) -> int:
     if re.search(r"replica_groups=\{\}", rest):
         return devices
     raise ValueError(f"The groups of a collective are in a known notation, got: {line.strip()[:300]}")
+
+
+def _axes(rest: str, traffic: Traffic, devices: int, mesh: Mesh) -> tuple[str, ...]:
+    """Returns the axes of the mesh along which the devices of a collective differ.
+
+    A program's devices are numbered as they are in the mesh, the last axis fastest.
+    """
+    named = re.search(r"replica_groups=mesh\[[^\]]*\](?:, device_ids=\(.*?\))?\s*\{([^}]*)\}", rest)
+    if named:
+        return tuple(re.findall(r"'([^']+)'", named.group(1)))
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", rest)
+    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
+    if traffic.pairs is not None:
+        groups = [pair for pair in traffic.pairs if pair[0] != pair[1]]
+    elif listed:
+        groups = [tuple(int(device) for device in listed.group(1).split(","))]
+    elif iota:
+        shape, order = ([int(n) for n in part.split(",")] if part else None for part in iota.group(3, 4))
+        numbers = np.arange(math.prod(shape or ())).reshape(shape).transpose(order)
+        groups = [tuple(int(n) for n in numbers.reshape(int(iota.group(1)), -1)[0])]
+    else:
+        groups = [tuple(range(devices))]
+    places = [np.array(np.unravel_index(group, mesh.devices.shape)) for group in groups]  # (axes, devices)
+    return tuple(
+        name for i, name in enumerate(mesh.axis_names) if any((place[i] != place[i][0]).any() for place in places)
+    )

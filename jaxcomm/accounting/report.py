@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.hlo import read_program
@@ -160,6 +160,8 @@ def verify(
     other_bytes: int = 256,
     beside: Sequence[Traffic] = (),
     axis_name: AxisName = "data",
+    mesh: Mesh | None = None,
+    steps: int = 1,
 ) -> WireReport:
     """Proves on the compiled text of a step that it sends what its exchange claims, no more and no less.
 
@@ -176,6 +178,8 @@ def verify(
         in a `TrainState` among the arguments are added.
       beside: as in `wire_report`.
       axis_name: the axis of workers, or the axes along which they lie, outermost first.
+      mesh: the mesh of the step, where it has other axes than the workers': collectives over those alone do not count.
+      steps: train steps that the function takes, in a `jax.lax.scan`.
 
     Returns:
       The report of the compiled step.
@@ -184,33 +188,67 @@ def verify(
       ValueError: if XLA sends more bytes than the traced program says; if the step sends more than the exchange and
         `other_bytes`: a dense all-reduce has stayed in it; or if it sends less than the exchange.
     """
+    claimed = wire_report(tx, params, workers, beside=beside, axis_name=axis_name).program
     count = math.prod(check_workers(workers, axis_name))
+    others = float(other_bytes + sum(_model_state(arg, count).received for arg in args))
+    names = () if mesh is None else axis_names(axis_name)
     traced = step_report(step, *args, params=params, workers=count)
-    predicted = traced.program
-    compiled = read_program(step.lower(*args).compile().as_text())
-    report = WireReport(count, traced.parameters, compiled, traced.every)
-    if compiled.received > predicted.received or compiled.received_at_most > predicted.received_at_most:
+    return check_bytes(step, args, traced, claimed, others, mesh, names, steps)
+
+
+def check_bytes(
+    step: Any,
+    args: Sequence[Any],
+    traced: WireReport,
+    claimed: Program,
+    others: float,
+    mesh: Mesh | None,
+    names: tuple[str, ...],
+    steps: int = 1,
+) -> WireReport:
+    """Compares the compiled bytes of a step with those that were traced and those that its exchange claims.
+
+    Args:
+      step: a function under `jax.jit` that holds the whole step.
+      args: its arguments.
+      traced: the report of the traced step.
+      claimed: the exchange, of one train step.
+      others: bytes that a train step may receive beside the exchange.
+      mesh: the mesh of the step, or None if all collectives count.
+      names: the axes of workers: others do not count. Empty if all collectives count.
+      steps: train steps that the function takes.
+
+    Raises:
+      ValueError: as `verify`.
+    """
+    predicted = traced.program.over(*names) if names else traced.program
+    executable = step.compile(*args) if hasattr(step, "compile") else step.lower(*args).compile()
+    compiled = read_program(executable.as_text(), mesh)
+    compiled = compiled.over(*names) if names else compiled
+    report = WireReport(traced.workers, traced.parameters, compiled, traced.every)
+    is_partitioned = mesh is not None and set(mesh.axis_names) > set(names)  # XLA may then add collectives of its own
+    if not is_partitioned and (
+        compiled.received > predicted.received or compiled.received_at_most > predicted.received_at_most
+    ):
         raise ValueError(
             "A compiled step sends the bytes that were traced, got "
             f"{float(compiled.received):,.0f} for {float(predicted.received):,.0f}: XLA has changed the collectives "
             f"(a widened type, or a gather over another mesh axis).\n{report}"
         )
-    exchange = wire_report(tx, params, workers, beside=beside, axis_name=axis_name).program
-    others = other_bytes + sum(_model_state(arg, count).received for arg in args)
-    for when, sent, claimed in (
-        ("usual", compiled.received, exchange.received),
-        ("most expensive", compiled.received_at_most, exchange.received_at_most),
+    for when, sent, claim in (
+        ("usual", compiled.received, steps * claimed.received),
+        ("most expensive", compiled.received_at_most, steps * claimed.received_at_most),
     ):
-        if sent > claimed + others:
+        if sent > claim + steps * others:
             raise ValueError(
                 f"A step sends its exchange and at most {float(others):,.0f} bytes more, got {float(sent):,.0f} where "
-                f"the exchange is {float(claimed):,.0f}: a dense all-reduce is left in the {when} step. Take "
-                f"params = jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad.\n{report}"
+                f"the exchange is {float(claim):,.0f}: a dense all-reduce is left in the {when} step. Take "
+                f"params = jax.lax.pcast(params, axis_name, to='varying') before jax.grad.\n{report}"
             )
-        if sent < claimed:
+        if sent < claim:
             raise ValueError(
                 f"A step sends its whole exchange, got {float(sent):,.0f} bytes where the exchange is "
-                f"{float(claimed):,.0f}, in the {when} step: pass the tx= and the params= of the step; where they are, "
+                f"{float(claim):,.0f}, in the {when} step: pass the tx= and the params= of the step; where they are, "
                 f"bytes of the compiled text were not counted, and read_program has a fault.\n{report}"
             )
     return report

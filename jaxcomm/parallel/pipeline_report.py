@@ -122,7 +122,8 @@ def verify_pipeline(
         workers *= mesh.shape[name]
     claimed = pipeline_report(pipeline, tx, batch, workers, axis_name=axis_name)
     traced = jaxpr_program(step.trace(state, batch).jaxpr)
-    compiled = read_program(step.lower(state, batch).compile().as_text())
+    executable = step.compile(state, batch) if hasattr(step, "compile") else step.lower(state, batch).compile()
+    compiled = read_program(executable.as_text())
     if compiled.received > traced.received or compiled.received_at_most > traced.received_at_most:
         raise ValueError(
             f"A compiled step sends the bytes that were traced, got {float(compiled.received):,.0f} for "

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,11 +14,14 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxcomm.accounting.jaxpr import traced_program
+from jaxcomm.accounting.report import WireReport, check_bytes, wire_report
 from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
 from jaxcomm.exchange import keep_unless
 from jaxcomm.parallel.sharding import ShardedExchange, ShardedState, plan_shards
 from jaxcomm.parallel.state import TrainState, check_batch, check_model_state, state_specs
 from jaxcomm.parallel.step import LossFn, TrainStep
+from jaxcomm.traffic import Program, Traffic
 
 
 class SplitState(NamedTuple):
@@ -89,6 +93,23 @@ class ShardedStep(TrainStep):
         )
         shapes = jax.tree.map(lambda leaf: shape(leaf, P()), state)
         return shapes._replace(params=params, opt_state=opt_state)
+
+    def verify(self, state: Any, batch: Any, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()) -> WireReport:
+        """Proves that the step sends over the workers what its exchange and its loss claim; other axes do not count.
+
+        The loss claims what it is traced to move over the workers, where it has shards over them (`split_dense`).
+        """
+        claimed, exchange = Program(), self._plan(state.params)
+        for shapes in exchange.shard_shapes(state.params):
+            claimed.add(wire_report(exchange.chain.exchange, shapes, self.sizes, axis_name=self.axis_name).program)
+        claimed.always += beside
+        if any(exchange.reduced) and not self.is_explicit:
+            gradients = partial(self._by_workers, exchange)
+            claimed.add(traced_program(gradients, state.params, state.model_state, batch).over(*exchange.names))
+        averaged = 4 * sum(leaf.size for leaf in jax.tree.leaves(state.model_state))
+        others = other_bytes + float(Traffic("all_reduce", averaged, self.workers).received)
+        traced = self.report(state, batch)
+        return check_bytes(self, (state, batch), traced, claimed, others, self.mesh, axis_names(self.axis_name))
 
     def _plan(self, params: Any) -> ShardedExchange:
         return plan_shards(self.tx, self.mesh, self.specs, params, self.axis_name)

@@ -109,6 +109,12 @@ class ShardedExchange:
         )
         return init(params)
 
+    def shard_shapes(self, params: Any) -> list[Any]:
+        """Returns the shapes that each group's exchange gets on a device, as trees with the other leaves left out."""
+        leaves, treedef = jax.tree.flatten(params)
+        local = [jax.ShapeDtypeStruct(self._shard(leaf, spec), leaf.dtype) for leaf, spec in self._pairs(leaves)]
+        return [_part(treedef.unflatten(local), chosen) for chosen in self.groups.values()]
+
     def __call__(self, gradients: Any, state: ShardedState, params: Any) -> tuple[Any, ShardedState]:
         """Exchanges gradients, all of them or none.
 

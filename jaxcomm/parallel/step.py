@@ -63,6 +63,7 @@ class TrainStep(ABC):
         """Compiles nothing yet; see `make_train_step` and `simulate`."""
         self.tx, self.axis_name, self.sizes = tx, axis_name, sizes
         self._jitted = jax.jit(self._step, donate_argnums=0 if donate else ())
+        self._executable: Any = None
 
     @property
     def workers(self) -> int:
@@ -71,6 +72,11 @@ class TrainStep(ABC):
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Takes a step; returns the new state and the metrics."""
+        if self._executable is not None:
+            try:
+                return self._executable(state, batch)
+            except (TypeError, ValueError):  # it was compiled for other arguments
+                self._executable = None
         return self._jitted(state, batch)
 
     def trace(self, state: Any, batch: Any) -> Any:
@@ -80,6 +86,11 @@ class TrainStep(ABC):
     def lower(self, state: Any, batch: Any) -> Any:
         """Lowers the step for arrays or shapes, as `jax.jit(...).lower` does."""
         return self._jitted.lower(state, batch)
+
+    def compile(self, state: Any, batch: Any) -> Any:
+        """Compiles the step for arrays or shapes; later calls use the program while their arguments are of its kind."""
+        self._executable = self.lower(state, batch).compile()
+        return self._executable
 
     @abstractmethod
     def init(self, params: Any, model_state: Any = ()) -> TrainState:
