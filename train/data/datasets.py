@@ -53,7 +53,6 @@ DATASETS = {
     "clicks": _clicks("clicks"),
     "criteo": _clicks("criteo"),
     "catalogs": _translation("catalogs"),
-    "help": _translation("help"),
     "iwslt14": _translation("iwslt14"),
 }
 
