@@ -15,7 +15,7 @@ from tensorflow_datasets.core.dataset_info import DatasetIdentity
 from train.data.info import Batch, RowTypes
 from train.data.placing import check_files, is_complete
 
-BLOCK = 512  # rows of a record
+BLOCK = 512  # rows of a record: another number needs another version of every dataset
 SHARD = 1024  # records of a file: of clicks, some 60 MB
 
 Columns = Mapping[str, np.ndarray]
@@ -71,12 +71,15 @@ def read_facts(name: str, folder: Path, how_to_prepare: str) -> Mapping[str, Any
             f"{name} must be prepared before it is used; looked for {folder}/dataset_info.json. {how_to_prepare}\n"
             "If it lies elsewhere, pass data_dir or set TFDS_DATA_DIR"
         )
-    facts = tfds.builder_from_directory(folder).info.metadata
-    if not facts:
+    try:
+        facts = tfds.builder_from_directory(folder).info.metadata
+        if not facts:
+            raise FileNotFoundError(f"there is nothing in {folder}/metadata.json")
+    except Exception as error:  # of TFDS, of many kinds
         raise ValueError(
-            f"{folder} must hold metadata.json, with what was prepared; it does not. Copy it again, or remove the "
-            "folder and prepare it anew"
-        )
+            f"{folder} must hold a dataset as it was prepared; got {error!r}. Copy it again, or remove it and prepare "
+            "it anew"
+        ) from error
     return facts  # type: ignore[return-value]
 
 
@@ -113,8 +116,9 @@ class RowSplit:
         self._columns = {name: np.empty((num_rows, *shape), dtype) for name, (shape, dtype) in types.items()}
         self._is_read = np.zeros(-(-num_rows // BLOCK), bool)
         shards = builder.info.splits[split].shard_lengths
-        for first in np.cumsum([0, *shards[:-1]]).tolist():  # what is cut off has no block that can be read
-            self._load(first)
+        # Of a file that is cut off no block can be read; the last block tells the number of rows.
+        for number in (*np.cumsum([0, *shards[:-1]]).tolist(), len(self._is_read) - 1):
+            self._load(number)
 
     def __len__(self) -> int:
         return len(next(iter(self._columns.values())))
