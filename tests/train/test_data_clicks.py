@@ -307,8 +307,8 @@ def test_a_log_that_another_command_prepared_meanwhile_is_not_replaced(tmp_path,
     (tmp_path / "data" / "criteo").rename(tmp_path / "other")
 
     def overtaken(*args):
-        write_rows(*args)
         (tmp_path / "other").rename(tmp_path / "data" / "criteo")
+        return write_rows(*args)
 
     monkeypatch.setattr(click_store, "write_rows", overtaken)
     with pytest.raises(ValueError, match=r"criteo/1.0.0 holds some already"):
@@ -318,8 +318,8 @@ def test_a_log_that_another_command_prepared_meanwhile_is_not_replaced(tmp_path,
 
 
 def test_an_interrupted_preparation_leaves_nothing(tmp_path, monkeypatch):
-    def interrupted(root, folder, splits, facts):
-        write_rows(root, folder, splits, facts)
+    def interrupted(*args):
+        write_rows(*args)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(click_store, "write_rows", interrupted)

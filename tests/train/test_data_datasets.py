@@ -144,8 +144,8 @@ def test_another_process_prepares_the_same_first(name, data_dir, tmp_path, monke
     store = {"clicks": click_store, "catalogs": text_store}[name]
 
     def overtaken(*args):
-        rows.write_rows(*args)
         shutil.copytree(data_dir / name, tmp_path / name)
+        return rows.write_rows(*args)
 
     monkeypatch.setattr(store, "write_rows", overtaken)
     assert dataset_info(name, tmp_path) == info

@@ -8,10 +8,13 @@ import pytest
 import tensorflow_datasets as tfds
 
 from train.data import rows
-from train.data.rows import RowSplit, read_facts, write_rows
+from train.data.info import ClickInfo
+from train.data.rows import Prepared, RowSplit, write_rows
 
 FOLDER = Path("sample", "small", "1.2.3")
 TYPES = {"x": ((3,), np.dtype(np.float32)), "id": ((), np.dtype(np.int32)), "text": ((), np.dtype(object))}
+INFO, IDENTITY = ClickInfo("sample", 2100, 5, (1, 2)), {"crc32": "ab"}
+SAMPLE = Prepared(ClickInfo, lambda: FOLDER, "Do it in {root}")
 N = 2100  # rows of the train split: five blocks, in three files
 
 
@@ -29,12 +32,12 @@ def written(tmp_path_factory):
     root = tmp_path_factory.mktemp("rows")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "SHARD", 2)
-        write_rows(root, FOLDER, {"train": columns(N), "test": columns(5)}, {"made": [1, 2]})
+        write_rows(root, FOLDER, {"train": columns(N), "test": columns(5)}, INFO, IDENTITY, {"made": 1})
     return root
 
 
 def open_train(root):
-    return RowSplit(root / FOLDER, "train", N, TYPES)
+    return SAMPLE.open("train", root, TYPES)
 
 
 def test_rows_are_read_in_any_order(written):
@@ -48,7 +51,8 @@ def test_rows_are_read_in_any_order(written):
             assert read[name].dtype == TYPES[name][1]
             np.testing.assert_array_equal(read[name], expected[name][numbers])
         assert [text.decode() for text in read["text"]] == expected["text"][numbers].tolist()
-    assert len(RowSplit(written / FOLDER, "test", 5, TYPES)) == 5
+    assert len(SAMPLE.open("test", written, TYPES)) == 5
+    assert (SAMPLE.info(written), split.identity) == (INFO, IDENTITY)
 
 
 def test_any_reader_of_tfds_reads_them(written):
@@ -56,7 +60,7 @@ def test_any_reader_of_tfds_reads_them(written):
     source = builder.as_data_source("train")
     assert [len(block["id"]) for block in source] == [512] * 4 + [52]
     np.testing.assert_array_equal(source[1]["x"], columns(N)["x"][512:1024])
-    assert builder.info.metadata == read_facts("sample", written / FOLDER, "") == {"made": [1, 2]}
+    assert builder.info.metadata["made"] == 1
 
 
 def test_a_block_is_decoded_once(written, monkeypatch):
@@ -107,7 +111,7 @@ def test_a_missing_file_is_named(written, tmp_path):
 @pytest.mark.parametrize("num_rows", [N - 1, N + 1, 52, 3000])
 def test_another_number_of_rows_is_refused(written, num_rows):
     with pytest.raises(ValueError, match="rows must be as they were prepared; block"):
-        RowSplit(written / FOLDER, "train", num_rows, TYPES)
+        RowSplit(written / FOLDER, "train", num_rows, TYPES, {})
 
 
 @pytest.mark.parametrize(
@@ -119,10 +123,10 @@ def test_a_folder_that_is_not_whole_is_refused(written, tmp_path, name, content)
     path = tmp_path / FOLDER / name
     path.unlink() if content is None else path.write_text(content)
     with pytest.raises(ValueError, match=f"{path.parent} must hold a dataset as it was prepared; got .*. Copy it"):
-        read_facts("sample", path.parent, "")
+        SAMPLE.info(tmp_path)
 
 
 def test_error_when_not_prepared(tmp_path):
-    message = f"sample must be prepared before it is used; looked for {tmp_path}/dataset_info.json. Do it\n"
+    message = f"sample must be prepared before it is used; looked for {tmp_path / FOLDER}/.*. Do it in {tmp_path}\n"
     with pytest.raises(FileNotFoundError, match=message):
-        read_facts("sample", tmp_path, "Do it")
+        SAMPLE.info(tmp_path)

@@ -18,8 +18,8 @@ import numpy as np
 from train.data.click_parser import DAYS, ROW, Counts, first_test_row, read_log
 from train.data.click_tables import Hashed, Indexed, build_vocabulary, hash_categories
 from train.data.info import NUM_CATEGORIES, ClickInfo
-from train.data.placing import is_complete, preparing
-from train.data.rows import RowSplit, read_facts, write_rows
+from train.data.placing import preparing
+from train.data.rows import Prepared, write_rows
 
 VERSION = "1.0.0"  # of what is made of a log: other numbers or ids of the same lines need another
 SHOWN_LINES = 10
@@ -89,22 +89,13 @@ def prepare_log(
             table_sizes = (categories.table_size,) * NUM_CATEGORIES
         else:
             table_sizes = _index(rows, num_train, categories, private / folder / "vocabulary.npz")
-        facts = {
-            "name": name,
-            "log": log.name,
-            "crc32": crc32,
-            "lines": counts.lines,
-            "malformed": dict(counts.malformed),
-            "num_train": num_train,
-            "num_test": num_rows - num_train,
-            "categories": {"kind": type(categories).__name__.lower(), **vars(categories)},
-            "table_sizes": table_sizes,
-            **(more or {}),
-        }
+        kind = {"kind": type(categories).__name__.lower(), **vars(categories)}
+        identity = {"crc32": f"{crc32:08x}", "categories": json.dumps(kind)}  # of the log, and how it became ids
+        said = {"log": log.name, "lines": counts.lines, "malformed": dict(counts.malformed), "categories": kind}
         splits = {"train": rows[:num_train], "test": rows[num_train:]}
         columns = {split: {column: part[column] for column in ROW.names} for split, part in splits.items()}
-        write_rows(private, folder, columns, facts)
-    return facts
+        info = ClickInfo(name, num_train, num_rows - num_train, table_sizes)
+        return write_rows(private, folder, columns, info, identity, {**said, **(more or {})})
 
 
 def _read(
@@ -156,46 +147,20 @@ def _index(rows: np.ndarray, num_train: int, categories: Indexed, path: Path) ->
 
 
 def prepare_generated(root: Path) -> None:
-    """Generates and prepares the clicks that need no file, where they are missing: 70,000 rows, some seconds."""
+    """Generates and prepares the clicks that need no file: 70,000 rows, some seconds."""
     from train.data.click_teacher import generate  # here, because only the first use of the data needs it
 
-    if is_complete(root / "clicks" / VERSION):
-        return
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.tsv")
         teacher = generate(GENERATED_ROWS, GENERATED_SEED, log)
         prepare_log("clicks", log, root, GENERATED_CATEGORIES, keep_first=True, more={"teacher": teacher})
 
 
-def click_info(name: str, root: Path) -> ClickInfo:
-    """Returns what is known of a prepared log; generates that of "clicks" where it is missing.
-
-    Raises:
-      FileNotFoundError: if the user has yet to prepare it.
-      ValueError: if the folder is not whole.
-    """
-    facts = _facts(name, root)
-    return ClickInfo(name, facts["num_train"], facts["num_test"], tuple(facts["table_sizes"]))
-
-
-def open_clicks(name: str, split: str, root: Path) -> RowSplit:
-    """Opens a split of a prepared log, "train" or "test"; its identity: a checksum, and how categories became ids.
-
-    Raises:
-      FileNotFoundError: if the user has yet to prepare it, or a file is missing.
-      ValueError: if the split is unknown, or the folder is not whole.
-    """
-    info, facts = click_info(name, root), _facts(name, root)
-    identity = {"crc32": f"{facts['crc32']:08x}", "categories": json.dumps(facts["categories"])}
-    return RowSplit(root / name / VERSION, split, info.num_examples(split), info.row_types(), identity)
-
-
-def _facts(name: str, root: Path) -> Mapping[str, Any]:
-    if name == "clicks":
-        prepare_generated(root)
-    return read_facts(
-        name,
-        root / name / VERSION,
-        "Prepare it by the command below, from train.txt of Criteo's Display Advertising Challenge, plain or gzip:\n"
-        f"  python -m train.data.clicks prepare --input train.txt --out {root}",
-    )
+HOW = (
+    "Prepare it by the command below, from train.txt of Criteo's Display Advertising Challenge, plain or gzip:\n"
+    "  python -m train.data.clicks prepare --input train.txt --out {root}"
+)
+CLICKS = {
+    "clicks": Prepared(ClickInfo, lambda: Path("clicks", VERSION), build=prepare_generated),
+    "criteo": Prepared(ClickInfo, lambda: Path("criteo", VERSION), HOW),
+}

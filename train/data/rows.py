@@ -4,7 +4,8 @@ They are written by TFDS's `SequentialWriter`, one shard after the other: a `Gen
 in memory, and needs TensorFlow for one of more than 1000 MiB, which Criteo's log has.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core.dataset_info import DatasetIdentity
 
-from train.data.info import Batch, RowTypes
+from train.data.info import Batch, DatasetInfo, RowTypes
 from train.data.placing import check_files, is_complete
 
 BLOCK = 512  # rows of a record: another number needs another version of every dataset
@@ -21,15 +22,28 @@ SHARD = 1024  # records of a file: of clicks, some 60 MB
 Columns = Mapping[str, np.ndarray]
 
 
-def write_rows(root: Path, folder: Path, splits: Mapping[str, Columns], facts: dict[str, Any]) -> None:
+def write_rows(
+    root: Path,
+    folder: Path,
+    splits: Mapping[str, Columns],
+    info: DatasetInfo,
+    identity: Mapping[str, str],
+    more: Mapping[str, Any],
+) -> dict[str, Any]:
     """Writes a dataset.
 
     Args:
       root: the folder of all datasets.
       folder: of this one, below `root`: NAME/VERSION or NAME/CONFIG/VERSION; what else it holds stays.
       splits: arrays (n, ...) of each, one row for each of its n; of numbers, or of objects for text.
-      facts: the dataset's metadata, as JSON can hold it.
+      info: what is known of it.
+      identity: tells its rows from others of the same name and number.
+      more: further facts, as JSON can hold them.
+
+    Returns:
+      All facts: the metadata of the dataset.
     """
+    facts = {**asdict(info), "identity": dict(identity), **more}
     name, *config, version = folder.parts
     (root / folder).mkdir(parents=True, exist_ok=True)
     features = {
@@ -52,6 +66,7 @@ def write_rows(root: Path, folder: Path, splits: Mapping[str, Columns], facts: d
     writer.initialize_splits(list(splits))
     writer.add_examples({split: _blocks(columns) for split, columns in splits.items()})
     writer.close_all()
+    return facts
 
 
 def _blocks(columns: Columns) -> Iterator[Columns]:
@@ -59,28 +74,58 @@ def _blocks(columns: Columns) -> Iterator[Columns]:
         yield {name: array[start : start + BLOCK] for name, array in columns.items()}
 
 
-def read_facts(name: str, folder: Path, how_to_prepare: str) -> Mapping[str, Any]:
-    """Returns what `write_rows` was told of a dataset.
+@dataclass(frozen=True)
+class Prepared:
+    """A dataset that `write_rows` has written, or is to write.
 
-    Raises:
-      FileNotFoundError: if it is not there; with `how_to_prepare`.
-      ValueError: if the folder is not whole.
+    Attributes:
+      kind: of what is known of it.
+      folder: () -> where it is, below the folder of all datasets.
+      how: to prepare it, from files of the user's, with {root} for the folder of all datasets.
+      build: (folder of all datasets) -> None, which prepares what needs no file of the user's.
     """
-    if not is_complete(folder):
-        raise FileNotFoundError(
-            f"{name} must be prepared before it is used; looked for {folder}/dataset_info.json. {how_to_prepare}\n"
-            "If it lies elsewhere, pass data_dir or set TFDS_DATA_DIR"
-        )
-    try:
-        facts = tfds.builder_from_directory(folder).info.metadata
-        if not facts:
-            raise FileNotFoundError(f"there is nothing in {folder}/metadata.json")
-    except Exception as error:  # of TFDS, of many kinds
-        raise ValueError(
-            f"{folder} must hold a dataset as it was prepared; got {error!r}. Copy it again, or remove it and prepare "
-            "it anew"
-        ) from error
-    return facts  # type: ignore[return-value]
+
+    kind: type[DatasetInfo]
+    folder: Callable[[], Path]
+    how: str = ""
+    build: Callable[[Path], object] | None = None
+
+    def info(self, root: Path) -> DatasetInfo:
+        """Returns what is known of it; prepares it where that needs no file of the user's.
+
+        Raises:
+          FileNotFoundError: if the user has yet to prepare it.
+          ValueError: if the folder is not whole.
+        """
+        facts = self._facts(root)
+        values = {field.name: facts[field.name] for field in fields(self.kind)}
+        return self.kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+    def open(self, split: str, root: Path, types: RowTypes | None = None) -> "RowSplit":
+        """Opens a split, for what a batch of it holds or other `types`; see `info` and `RowSplit` for errors."""
+        info = self.info(root)
+        identity = self._facts(root)["identity"]
+        return RowSplit(root / self.folder(), split, info.num_examples(split), types or info.row_types(), identity)
+
+    def _facts(self, root: Path) -> Mapping[str, Any]:
+        folder = root / self.folder()
+        if self.build and not is_complete(folder):
+            self.build(root)
+        if not is_complete(folder):
+            raise FileNotFoundError(
+                f"{self.folder().parts[0]} must be prepared before it is used; looked for {folder}/dataset_info.json. "
+                f"{self.how.format(root=root)}\nIf it lies elsewhere, pass data_dir or set TFDS_DATA_DIR"
+            )
+        try:
+            facts = tfds.builder_from_directory(folder).info.metadata
+            if not facts:
+                raise FileNotFoundError(f"there is nothing in {folder}/metadata.json")
+        except Exception as error:  # of TFDS, of many kinds
+            raise ValueError(
+                f"{folder} must hold a dataset as it was prepared; got {error!r}. Copy it again, or remove it and "
+                "prepare it anew"
+            ) from error
+        return facts  # type: ignore[return-value]
 
 
 class RowSplit:
@@ -92,9 +137,7 @@ class RowSplit:
       identity: tells these rows from others of the same name and number.
     """
 
-    def __init__(
-        self, folder: Path, split: str, num_rows: int, types: RowTypes, identity: Mapping[str, str] | None = None
-    ):
+    def __init__(self, folder: Path, split: str, num_rows: int, types: RowTypes, identity: Mapping[str, str]):
         """Opens a split.
 
         Args:
@@ -110,7 +153,7 @@ class RowSplit:
         """
         builder = tfds.builder_from_directory(folder)
         check_files(builder, split)
-        self.identity = identity or {}
+        self.identity = identity
         self._folder, self._split = folder, split
         self._blocks = builder.as_data_source(split)
         self._columns = {name: np.empty((num_rows, *shape), dtype) for name, (shape, dtype) in types.items()}

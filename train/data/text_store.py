@@ -24,15 +24,15 @@ from zlib import crc32
 import numpy as np
 import sentencepiece
 
-from train.data.info import TranslationInfo, check_split
-from train.data.placing import is_complete, preparing
-from train.data.rows import RowSplit, read_facts, write_rows
+from train.data.info import RowTypes, TranslationInfo
+from train.data.placing import preparing
+from train.data.rows import Prepared, write_rows
 from train.data.text_catalogs import catalog_pairs, catalog_version
 from train.data.text_pairs import SPLITS, Pair, texts_of
 
 VERSION = "1.0.0"  # of what is made of text: other numbers of the same pairs need another
 PADDING, BEGIN, END, UNKNOWN = 0, 1, 2, 3
-TEXT_TYPES = dict.fromkeys(("source_text", "target_text"), ((), np.dtype(object)))
+TEXT_TYPES: RowTypes = dict.fromkeys(("source_text", "target_text"), ((), np.dtype(object)))
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,6 @@ class Lengths:
                 "a source has at least 1 number and a target 3, of which two are begin and end; got "
                 f"{self.source} and {self.target}"
             )
-
-
-CATALOGS_LENGTHS = Lengths(vocabulary_size=1_000, source=24, target=24)
 
 
 def prepare_pairs(
@@ -121,18 +118,10 @@ def prepare_pairs(
                     "target_padding": float(np.mean(rows["target"] == PADDING)),
                     "unknown": float(np.mean(np.any(rows["target"] == UNKNOWN, axis=1))),
                 }
-        facts = {
-            "name": name,
-            "languages": languages,
-            "vocabulary_size": lengths.vocabulary_size,
-            "source_length": lengths.source,
-            "target_length": lengths.target,
-            "left_out": dict(left_out or {}),
-            "splits": splits,
-            "crc32": checksum,
-        }
-        write_rows(private, folder, columns, facts)
-    return facts
+        sizes = (splits[split]["rows"] for split in ("train", "test", "valid"))
+        info = TranslationInfo(name, *sizes, languages, lengths.vocabulary_size, lengths.source, lengths.target)
+        more = {"left_out": dict(left_out or {}), "splits": splits}
+        return write_rows(private, folder, columns, info, {"crc32": f"{checksum:08x}"}, more)
 
 
 def train_subwords(texts: list[str], vocabulary_size: int) -> bytes:
@@ -217,40 +206,6 @@ def _list(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
 
 
-def translation_info(name: str, root: Path) -> TranslationInfo:
-    """Returns what is known of a prepared translation; prepares that of "catalogs" where it is missing.
-
-    Raises:
-      FileNotFoundError: if the user has yet to prepare it, or Django is not installed.
-      ValueError: if the folder is not whole.
-    """
-    facts = _facts(name, root)
-    rows = {split: facts["splits"][split]["rows"] for split in SPLITS}
-    return TranslationInfo(
-        name,
-        rows["train"],
-        rows["test"],
-        rows["valid"],
-        tuple(facts["languages"]),
-        facts["vocabulary_size"],
-        facts["source_length"],
-        facts["target_length"],
-    )
-
-
-def open_translation(name: str, split: str, root: Path) -> RowSplit:
-    """Opens a split of a prepared translation; its identity: a checksum of the vocabulary and all rows.
-
-    Raises:
-      FileNotFoundError: if the user has yet to prepare it, or a file is missing.
-      ValueError: if the split is unknown, or the folder is not whole.
-    """
-    info = translation_info(name, root)
-    check_split(split, SPLITS)
-    identity = {"crc32": f"{_facts(name, root)['crc32']:08x}"}
-    return RowSplit(root / folder_of(name), split, info.num_examples(split), info.row_types(), identity)
-
-
 @dataclass(frozen=True)
 class Text:
     """What BLEU is taken of.
@@ -268,10 +223,10 @@ class Text:
 
 def translation_text(name: str, split: str, root: Path) -> Text:
     """Reads the text of a split of a prepared translation."""
-    num_rows, folder = translation_info(name, root).num_examples(split), root / folder_of(name)
-    text = RowSplit(folder, split, num_rows, TEXT_TYPES).read(np.arange(num_rows), None)
+    rows = TRANSLATIONS[name].open(split, root, TEXT_TYPES)
+    text = rows.read(np.arange(len(rows)), None)
     sources, references = ([each.decode() for each in text[column]] for column in TEXT_TYPES)
-    return Text(Subwords((folder / "subwords.model").read_bytes()), sources, references)
+    return Text(Subwords((root / folder_of(name) / "subwords.model").read_bytes()), sources, references)
 
 
 def folder_of(name: str) -> Path:
@@ -279,10 +234,15 @@ def folder_of(name: str) -> Path:
     return Path(name, f"django-{catalog_version()}", VERSION) if name == "catalogs" else Path(name, VERSION)
 
 
-def _facts(name: str, root: Path) -> Mapping[str, Any]:
-    folder = folder_of(name)
-    if name == "catalogs" and not is_complete(root / folder):
-        pairs, left_out = catalog_pairs()
-        prepare_pairs(name, pairs, ("de", "en"), CATALOGS_LENGTHS, root, keep_first=True, left_out=left_out)
-    how = f"Prepare it by\n  python -m train.data.translation prepare --input FOLDER --out {root}"
-    return read_facts(name, root / folder, how)
+def prepare_catalogs(root: Path) -> None:
+    """Prepares the messages of Django: a second or two."""
+    pairs, left_out = catalog_pairs()
+    lengths = Lengths(vocabulary_size=1_000, source=24, target=24)
+    prepare_pairs("catalogs", pairs, ("de", "en"), lengths, root, keep_first=True, left_out=left_out)
+
+
+HOW = "Prepare it by\n  python -m train.data.translation prepare --input FOLDER --out {root}"
+TRANSLATIONS = {
+    "catalogs": Prepared(TranslationInfo, lambda: folder_of("catalogs"), build=prepare_catalogs),
+    "iwslt14": Prepared(TranslationInfo, lambda: folder_of("iwslt14"), HOW),
+}
