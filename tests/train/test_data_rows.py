@@ -116,7 +116,13 @@ def test_another_number_of_rows_is_refused(written, num_rows):
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("dataset_info.json", "{}"), ("dataset_info.json", ""), ("features.json", None), ("metadata.json", None)],
+    [
+        ("dataset_info.json", "{}"),
+        ("dataset_info.json", ""),
+        ("features.json", None),
+        ("metadata.json", None),
+        ("metadata.json", '{"name": "sample"}'),
+    ],
 )
 def test_a_folder_that_is_not_whole_is_refused(written, tmp_path, name, content):
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)

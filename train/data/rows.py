@@ -118,8 +118,8 @@ class Prepared:
             )
         try:
             facts = tfds.builder_from_directory(folder).info.metadata
-            if not facts:
-                raise FileNotFoundError(f"there is nothing in {folder}/metadata.json")
+            if missing := {field.name for field in fields(self.kind)} - set(facts or {}):
+                raise KeyError(f"metadata.json has no {', '.join(sorted(missing))}")
         except Exception as error:  # of TFDS, of many kinds
             raise ValueError(
                 f"{folder} must hold a dataset as it was prepared; got {error!r}. Copy it again, or remove it and "
