@@ -10,6 +10,7 @@ import pytest
 from train.data import click_parser, click_store, click_tables, clicks, dataset_info, eval_batches, train_batches
 from train.data.click_parser import Counts, explain, first_test_row, parse, read_log
 from train.data.click_tables import Hashed, Indexed, build_vocabulary, hash_categories
+from train.data.rows import write_rows
 from train.data.seeds import mix
 
 RNG = np.random.default_rng(0)
@@ -154,9 +155,9 @@ def test_hashed_ids_are_spread_evenly_and_columns_differ():
 
 
 def test_hashed_ids_never_change():
-    # A table that was trained is worthless under another hash: a change needs another format.
+    # A table that was trained is worthless under another hash: a change needs another version.
     bits = np.array([[0, 1, -1], [0x68FD1E64, 5, 5]], np.int32)
-    assert click_store.FORMAT == 1
+    assert click_store.VERSION == "1.0.0"
     words = [[(column + 1) << 32 | bit % 2**32 for column, bit in enumerate(row)] for row in bits.tolist()]
     assert hash_categories(bits, 1000).tolist() == (mix(np.array(words, np.uint64)) % 1000).tolist()
 
@@ -193,10 +194,10 @@ def test_a_prepared_log_is_the_log(tmp_path, categories):
     facts, said = prepare(tmp_path, lines, categories, max_malformed=0.01)
     assert said[0].startswith("line 101: wrong number of fields: 39 instead of 40: '")
     assert said[1:] == ["1 of 300 lines are malformed and left out: 1 wrong number of fields"]
-    folder = tmp_path / "data" / "criteo"
+    folder = tmp_path / "data" / "criteo" / "1.0.0"
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["criteo"]
     assert (folder / "malformed.tsv").read_text().startswith("101\twrong number of fields\t39 instead of 40")
-    assert json.loads((folder / "prepared.json").read_text()) == json.loads(json.dumps(facts))
+    assert json.loads((folder / "metadata.json").read_text()) == json.loads(json.dumps(facts))
     assert (facts["lines"], facts["malformed"]) == (300, {"wrong number of fields": 1})
     info = dataset_info("criteo", tmp_path / "data")
     assert (info.num_train, info.num_test) == (257, 42)  # 299 rows
@@ -226,9 +227,10 @@ def test_compressed_and_plain_give_the_same_rows(tmp_path):
     for name, compressed in (("a", False), ("b", True)):
         log = write(tmp_path / f"log-{name}", lines, compressed)
         click_store.prepare_log("criteo", log, tmp_path / name, Hashed(50))
-    first, second = ((tmp_path / name / "criteo" / "rows.bin").read_bytes() for name in "ab")
-    assert first == second
-    assert not (tmp_path / "a" / "criteo" / "malformed.tsv").exists()
+    first, second = (list(eval_batches("criteo", "train", global_batch=26, data_dir=tmp_path / name)) for name in "ab")
+    for name, array in first[0].items():
+        np.testing.assert_array_equal(array, second[0][name])
+    assert not list(tmp_path.rglob("malformed.tsv"))
 
 
 def test_too_many_malformed_lines_are_refused_and_listed(tmp_path):
@@ -262,21 +264,13 @@ def test_ten_malformed_lines_are_shown_and_all_are_counted(tmp_path, monkeypatch
         *(f"line {number}" for number in range(11, 21)),
         "25 of 35 lines are malformed and left out",
     ]
-    assert len((tmp_path / "data" / "criteo" / "malformed.tsv").read_text().splitlines()) == 25
+    assert len((tmp_path / "data" / "criteo" / "1.0.0" / "malformed.tsv").read_text().splitlines()) == 25
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda folder: (folder / "rows.bin").unlink(), "5 rows of 160 bytes make 1120; .* has 0. Copy it again"),
-        (lambda folder: (folder / "rows.bin").write_bytes(bytes(160)), "make 1120; .* has 160"),
-        (lambda folder: (folder / "prepared.json").write_text("{}"), "must have format 1; it has None. Remove it"),
-    ],
-)
-def test_a_folder_that_is_not_whole_is_refused(tmp_path, change, message):
+def test_a_file_that_is_missing_is_named(tmp_path):
     prepare(tmp_path, some_lines(7))
-    change(tmp_path / "data" / "criteo")
-    with pytest.raises(ValueError, match=message.replace("5 rows", "7 rows")):
+    (tmp_path / "data" / "criteo" / "1.0.0" / "criteo-test.array_record-00000").unlink()
+    with pytest.raises(FileNotFoundError, match=r"1 of the test split are missing, such as .*criteo-test"):
         eval_batches("criteo", global_batch=4, data_dir=tmp_path / "data")
 
 
@@ -293,7 +287,7 @@ def test_errors(tmp_path):
     with pytest.raises(ValueError, match="at least 1; got 0"):
         Indexed(0)
     prepare(tmp_path, some_lines(7))
-    with pytest.raises(ValueError, match="criteo holds one already"):
+    with pytest.raises(ValueError, match=r"criteo/1.0.0 holds some already\. Remove it"):
         prepare(tmp_path, some_lines(7))
     with pytest.raises(ValueError, match="split must be one of train, test; got 'valid'"):
         eval_batches("criteo", "valid", global_batch=4, data_dir=tmp_path / "data")
@@ -304,24 +298,37 @@ def test_error_when_not_prepared(tmp_path):
         dataset_info("criteo", tmp_path)
     with pytest.raises(FileNotFoundError, match="criteo must be prepared"):
         train_batches("criteo", global_batch=4, seed=0, data_dir=tmp_path)
-    assert f"looked for {tmp_path}/criteo/prepared.json" in str(error.value)
+    assert f"looked for {tmp_path}/criteo/1.0.0/dataset_info.json" in str(error.value)
     assert f"\n  python -m train.data.clicks prepare --input train.txt --out {tmp_path}\n" in str(error.value)
 
 
 def test_a_log_that_another_command_prepared_meanwhile_is_not_replaced(tmp_path, monkeypatch):
     prepare(tmp_path, some_lines(8))
-    there = (tmp_path / "data" / "criteo" / "prepared.json").read_bytes()
     (tmp_path / "data" / "criteo").rename(tmp_path / "other")
-    move = click_store.move_into_place
 
-    def overtaken(built, target, private, is_complete):
-        (tmp_path / "other").rename(target)
-        return move(built, target, private, is_complete)
+    def overtaken(*args):
+        (tmp_path / "other").rename(tmp_path / "data" / "criteo")
+        return write_rows(*args)
 
-    monkeypatch.setattr(click_store, "move_into_place", overtaken)
-    with pytest.raises(ValueError, match="criteo holds one already"):
+    monkeypatch.setattr(click_store, "write_rows", overtaken)
+    with pytest.raises(ValueError, match=r"criteo/1.0.0 holds some already"):
         prepare(tmp_path, some_lines(9))
-    assert (tmp_path / "data" / "criteo" / "prepared.json").read_bytes() == there
+    assert dataset_info("criteo", tmp_path / "data").num_train == 7
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["criteo"]
+
+
+def test_an_interrupted_preparation_leaves_nothing(tmp_path, monkeypatch):
+    def interrupted(*args):
+        write_rows(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(click_store, "write_rows", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path, some_lines(8))
+    assert not list((tmp_path / "data").iterdir())
+    monkeypatch.setattr(click_store, "write_rows", write_rows)
+    prepare(tmp_path, some_lines(8))
+    assert dataset_info("criteo", tmp_path / "data").num_train == 7
 
 
 def test_another_log_has_another_state(tmp_path):
@@ -345,7 +352,7 @@ def test_command_prepares(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["categories"] == {"kind": "hashed", "table_size": 77}
     assert dataset_info("criteo", tmp_path / "a").table_sizes == (77,) * 26
     assert clicks.main(["prepare", *options]) == 2
-    assert capsys.readouterr().err.startswith("clicks: a log is prepared into a new folder")
+    assert capsys.readouterr().err.startswith("clicks: data is prepared into a new folder")
     assert clicks.main(["prepare", "--input", str(log), "--out", str(log)]) == 2  # a file
     assert capsys.readouterr().err.startswith("clicks: [Errno 17] File exists")
 

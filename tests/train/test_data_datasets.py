@@ -15,7 +15,7 @@ from train.data import (
     click_store,
     dataset_info,
     eval_batches,
-    placing,
+    rows,
     text_store,
     train_batches,
 )
@@ -128,12 +128,11 @@ def test_clicks_are_generated_once_and_tell_their_bound(data_dir):
     assert (info.num_train, info.num_test) == (60_000, 10_000)
     folder = data_dir / "clicks" / "1.0.0"
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert before.keys() == {"rows.bin", "prepared.json", "vocabulary.npz", "teacher.json"}
     dataset_info("clicks", data_dir)
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     assert not list(data_dir.glob(".*"))
     labels = next(iter(eval_batches("clicks", global_batch=10_000, data_dir=data_dir)))["label"]
-    teacher = json.loads((folder / "teacher.json").read_text())
+    teacher = json.loads((folder / "metadata.json").read_text())["teacher"]
     rate = labels.mean(dtype=np.float64)
     assert teacher["test"]["log_loss"] < -rate * np.log(rate) - (1 - rate) * np.log1p(-rate) - 0.1
     assert teacher["test"]["auc"] > 0.8
@@ -141,21 +140,27 @@ def test_clicks_are_generated_once_and_tell_their_bound(data_dir):
 
 @pytest.mark.parametrize("name", ["clicks", "catalogs"])
 def test_another_process_prepares_the_same_first(name, data_dir, tmp_path, monkeypatch):
-    dataset_info(name, data_dir)
-    move = placing.move_into_place
+    info = dataset_info(name, data_dir)
+    store = {"clicks": click_store, "catalogs": text_store}[name]
 
-    def overtaken(built, target, private, is_complete):
-        if target.is_relative_to(tmp_path):
-            shutil.copytree(data_dir / name, tmp_path / name)
-        return move(built, target, private, is_complete)
+    def overtaken(*args):
+        shutil.copytree(data_dir / name, tmp_path / name)
+        return rows.write_rows(*args)
 
-    monkeypatch.setattr(store := {"clicks": click_store, "catalogs": text_store}[name], "move_into_place", overtaken)
-    assert dataset_info(name, tmp_path) == dataset_info(name, data_dir)
-    assert not list(tmp_path.glob(".*"))
-    (left,) = (path.parent for path in tmp_path.rglob(store.FACTS))
-    (first,) = (path.parent for path in data_dir.rglob(store.FACTS) if path.is_relative_to(data_dir / name))
-    for path in first.iterdir():  # and it is the same to the byte
-        assert (left / path.name).read_bytes() == path.read_bytes()
+    monkeypatch.setattr(store, "write_rows", overtaken)
+    assert dataset_info(name, tmp_path) == info
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["clicks", "catalogs"])
+def test_half_of_a_copy_is_replaced_by_the_same_rows(name, data_dir, tmp_path):
+    info = dataset_info(name, data_dir)
+    shutil.copytree(data_dir / name, tmp_path / name)
+    for path in tmp_path.rglob("dataset_info.json"):
+        path.unlink()
+    assert dataset_info(name, tmp_path) == info
+    batches = [next(iter(eval_batches(name, global_batch=B, data_dir=root))) for root in (data_dir, tmp_path)]
+    assert_equal(*batches)
 
 
 def test_every_name_is_listed():

@@ -62,19 +62,6 @@ def rows(some_batches):
     ]
 
 
-def test_batch_is_what_a_model_takes(batches):
-    (batch,) = take(batches(128), 1)
-    assert batch.keys() == {"image", "label", "seed"}
-    assert batch["image"].shape == (128, 8, 8, 1)
-    assert batch["image"].dtype == np.float32
-    assert batch["image"].min() == 0
-    assert batch["image"].max() == 1
-    assert batch["label"].shape == (128,)
-    assert batch["label"].dtype == np.int32
-    assert batch["seed"].shape == (128,)
-    assert batch["seed"].dtype == np.uint32
-
-
 def test_each_epoch_holds_each_example_once_in_a_new_order(batches, data_dir):
     assert batches().num_examples == N
     stored = eval_batches("digits", "train", global_batch=N, data_dir=data_dir)
@@ -94,20 +81,6 @@ def test_each_row_of_a_run_has_a_seed_of_its_own(batches):
     assert len(set(np.concatenate(runs).tolist())) == 2 * 6 * 449  # of 2**32: one run in a thousand has two alike
     positions = np.arange(6 * 449)
     np.testing.assert_array_equal(runs[1], row_seeds(1, positions))
-
-
-def test_same_seed_gives_same_batches(batches):
-    assert_equal_batches(take(batches(), 4), take(batches(), 4))
-
-
-@pytest.mark.parametrize("process_count", [2, 4])
-def test_processes_share_the_batches_of_one(batches, process_count):
-    parts = [
-        take(batches(process_index=p, process_count=process_count), 4)  # beyond an epoch
-        for p in range(process_count)
-    ]
-    assert parts[0][0]["label"].shape == (500 // process_count,)
-    assert_equal_batches(together(parts), take(batches(), 4))
 
 
 def test_process_reads_its_own_rows_only(batches, monkeypatch):

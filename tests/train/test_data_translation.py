@@ -13,8 +13,6 @@ from train.data import (
     eval_batches,
     open_text,
     text_catalogs,
-    text_help,
-    text_store,
     train_batches,
     translation,
 )
@@ -123,7 +121,7 @@ def test_what_is_dropped_is_counted_and_listed(tmp_path):
     counts = {"empty": 2, "source longer than 50": 1, "target longer than 52": 1}
     assert facts["splits"]["train"]["dropped"] == counts
     assert facts["splits"]["train"]["rows"] == 4
-    listed = (tmp_path / "data" / "iwslt14" / "dropped.tsv").read_text().splitlines()
+    listed = (tmp_path / "data" / "iwslt14" / "1.0.0" / "dropped.tsv").read_text().splitlines()
     assert listed == [
         "train\ttrain.de:5\tempty",
         "train\ttrain.de:6\tempty",
@@ -182,28 +180,23 @@ def test_subwords_are_the_same_in_every_process():
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda folder: (folder / "test.npy").unlink(), r"test.npy must hold 2 rows; got .*No such file"),
-        (lambda folder: (folder / "test.npy").write_bytes((folder / "test.npy").read_bytes()[:-4]), "must hold 2 rows"),
-        (lambda folder: np.save(folder / "test.npy", np.load(folder / "test.npy")[:1]), "hold 2 rows; got 1 rows"),
-        (lambda folder: (folder / "prepared.json").write_text("{}"), "must have format 1; it has None"),
-    ],
-)
-def test_a_folder_that_is_not_whole_is_refused(tmp_path, change, message):
+def test_a_file_that_is_missing_is_named(tmp_path):
     prepare(tmp_path)
-    change(tmp_path / "data" / "iwslt14")
-    with pytest.raises(ValueError, match=message):
-        eval_batches("iwslt14", global_batch=4, data_dir=tmp_path / "data")
+    (tmp_path / "data" / "iwslt14" / "1.0.0" / "iwslt14-test.array_record-00000").unlink()
+    for read in (lambda: eval_batches("iwslt14", global_batch=4, data_dir=tmp_path / "data"), lambda: text(tmp_path)):
+        with pytest.raises(FileNotFoundError, match=r"1 of the test split are missing, such as .*iwslt14-test"):
+            read()
 
 
-@pytest.mark.parametrize(("name", "command"), [("help", "prepare-help"), ("iwslt14", "prepare --input FOLDER")])
-def test_error_when_not_prepared(tmp_path, name, command):
+def text(tmp_path):
+    return open_text("iwslt14", "test", tmp_path / "data")
+
+
+def test_error_when_not_prepared(tmp_path):
     with pytest.raises(FileNotFoundError) as error:
-        dataset_info(name, tmp_path)
-    assert f"looked for {tmp_path}/{name}/prepared.json" in str(error.value)
-    assert f"python -m train.data.translation {command} --out {tmp_path}\n" in str(error.value)
+        dataset_info("iwslt14", tmp_path)
+    assert f"looked for {tmp_path}/iwslt14/1.0.0/dataset_info.json" in str(error.value)
+    assert f"python -m train.data.translation prepare --input FOLDER --out {tmp_path}\n" in str(error.value)
 
 
 def test_only_translations_have_text(tmp_path):
@@ -232,120 +225,7 @@ def test_command_prepares(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("translation: [Errno 17] File exists")
     (tmp_path / "text" / "train.de").unlink()  # it says that it is prepared before it reads anything
     assert translation.main(["prepare", *options]) == 2
-    assert capsys.readouterr().err.startswith("translation: text is prepared into a new folder")
-
-
-def page(*paragraphs):
-    return "<html><body><p>Outside</p>" + "".join(paragraphs) + "</body></html>"
-
-
-def marked(mark, text):
-    return f'<p id="par_id{mark}" class="paragraph">{text}</p>'
-
-
-SWITCH = (
-    '<span id="s" class="switchinline"><span hidden="true" class="WRITER">Text <b>document</b></span>'
-    '<span hidden="true" class="CALC">Sheet <span class="emph">deep</span></span></span> ends.'
-)
-
-
-def test_paragraphs_of_a_page():
-    found = text_help.paragraphs(
-        page(
-            marked(1, 'Choose <span class="menuitem">File &mdash;\n  Open</span>.'),
-            marked(2, f"The {SWITCH}"),
-            marked(3, "One<br>two &amp; three"),
-            "<h1 id='hd_id1'>Heading</h1>",
-            marked(4, "first"),
-            marked(4, "second"),
-            marked(5, ""),
-            marked(6, "<span class='emph'>a</span> and <span class='emph'>b</span>"),
-        )
-    )
-    assert found == {
-        "par_id1": "Choose File — Open.",
-        "par_id2": "The Text document ends.",
-        "par_id3": "One two & three",
-        "par_id4": None,
-        "par_id5": "",
-        "par_id6": "a and b",
-    }
-
-
-@pytest.fixture
-def unpacked(tmp_path):
-    """Pages of both languages, as the packages lay them out."""
-
-    def put(language, name, *paragraphs):
-        path = tmp_path / "unpacked" / text_help.PAGES[language] / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(*paragraphs), "utf-8")
-
-    for number in range(100):
-        for language, word in (("de", "Seite"), ("en", "Page")):
-            texts = [marked(number, f"{word} {number}."), marked(1000, f"{word} of all")]
-            put(language, f"shared/{number:02}.html", *texts)
-    twice = marked(4, "a"), marked(4, "b")
-    put("de", "shared/x.html", marked(1, "Gleich"), marked(2, "Leer"), marked(3, "Eins"), *twice)
-    put("en", "shared/x.html", marked(1, "Gleich"), marked(2, " "), marked(9, "Other"), marked(4, "c"))
-    put("de", "shared/german.html", marked(1, "Allein"))
-    return tmp_path / "unpacked"
-
-
-def test_pages_become_pairs_of_separate_splits(unpacked):
-    pairs, left_out = text_help.help_pairs(unpacked)
-    assert left_out == {
-        "page of one language": 1,
-        "paragraph of one language": 2,
-        "not translated": 1,
-        "empty": 1,
-        "mark used twice on a page": 1,
-        "seen before": 99,
-    }
-    everything = [pair for split in pairs.values() for pair in split]
-    assert len(everything) == len({(pair.source, pair.target) for pair in everything}) == 101
-    assert {f"Seite {n}." for n in range(100)} | {"Seite of all"} == {pair.source for pair in everything}
-    # What a held-out page shares with pages of the train split stays with the held-out one.
-    assert [pair for pair in pairs["train"] if pair.source == "Seite of all"] == []
-    for split, those in pairs.items():
-        assert those
-        assert {text_help.split_of_page(pair.place.split("#")[0]) for pair in those} == {split}
-        assert all(pair.target == pair.source.replace("Seite", "Page") for pair in those)
-
-
-def test_help_is_prepared_from_unpacked_packages(unpacked, tmp_path, capsys):
-    options = ["--unpacked", str(unpacked), "--out", str(tmp_path / "data"), "--vocabulary-size", "40"]
-    assert translation.main(["prepare-help", *options]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["left_out"]["seen before"] == 99
-    assert dataset_info("help", tmp_path / "data").num_train == facts["splits"]["train"]["rows"]
-    assert translation.main(["prepare-help", "--unpacked", str(tmp_path), "--out", str(tmp_path / "other")]) == 2
-    assert "the help of both languages must be unpacked in" in capsys.readouterr().err
-
-
-def test_errors_of_the_download(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match=r"needs apt-get, which is not here. Unpack libreoffice-help-de and"):
-        text_help.fetch_packages(tmp_path / "to", print)
-    for tool, text in (("apt-get", "#!/bin/sh\necho no such package >&2\nexit 100\n"), ("dpkg", "#!/bin/sh\n")):
-        (tmp_path / tool).write_text(text)
-        (tmp_path / tool).chmod(0o755)
-    with pytest.raises(ValueError, match=r"`apt-get download .*` must end well; it ended with 100: no such package\."):
-        text_help.fetch_packages(tmp_path / "to", lambda line: None)
-
-
-def test_download_unpacks_what_it_fetched(tmp_path, monkeypatch):
-    tools = {
-        "apt-get": '#!/bin/sh\n[ "$1" = download ] || exit 1\nshift\nfor name; do echo "$name" >"$name.deb"; done\n',
-        "dpkg": '#!/bin/sh\n[ "$1" = -x ] || exit 1\n/bin/cat "$2" >>"$3/unpacked"\n',
-    }
-    for tool, text in tools.items():
-        (tmp_path / tool).write_text(text)
-        (tmp_path / tool).chmod(0o755)
-    (tmp_path / "to").mkdir()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    text_help.fetch_packages(tmp_path / "to", lambda line: None)
-    assert (tmp_path / "to" / "unpacked").read_text() == "libreoffice-help-de\nlibreoffice-help-en-us\n"
+    assert capsys.readouterr().err.startswith("translation: data is prepared into a new folder")
 
 
 def test_catalogs_are_german_and_english():
@@ -364,7 +244,7 @@ def test_catalogs_are_prepared_once(tmp_path):
     info = dataset_info("catalogs", tmp_path)
     assert info.languages == ("de", "en")
     (folder,) = (tmp_path / "catalogs").iterdir()
-    assert folder.name == f"1.0.0-{text_catalogs.catalog_version()}"
+    assert folder.name == f"django-{text_catalogs.catalog_version()}"
     text = open_text("catalogs", "test", tmp_path)
     (batch,) = eval_batches("catalogs", global_batch=info.num_test, data_dir=tmp_path)
     assert text.subwords.decode(batch["target"]) == text.references
@@ -375,7 +255,3 @@ def test_catalogs_need_django(tmp_path, monkeypatch):
     monkeypatch.setattr(text_catalogs.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match=r"Django, which is not installed. Run `pip install django`"):
         dataset_info("catalogs", tmp_path)
-
-
-def test_format_is_the_one_that_is_written(tmp_path):
-    assert prepare(tmp_path)[0]["format"] == text_store.FORMAT

@@ -33,7 +33,7 @@ class Prepare:
     min_count: int | None = None
     """Occurrences in the training days from which an indexed category has its own row; 10 if not given."""
     max_malformed: float = 1e-4
-    """Largest fraction of lines that may be malformed; they are left out, and listed in FOLDER/criteo/malformed.tsv."""
+    """Largest fraction of lines that may be malformed; they are left out, and listed in malformed.tsv."""
 
     def run(self) -> None:
         """Prepares the log and prints what it holds."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from train.data.click_store import click_info, open_clicks
+from train.data.click_store import CLICKS
 from train.data.info import DatasetInfo, Split, resolve_data_dir
 from train.data.sources import IMAGES, Mean, open_images
-from train.data.text_store import Text, open_translation, translation_info, translation_text
+from train.data.text_store import TRANSLATIONS, Text, translation_text
 
 
 @dataclass(frozen=True)
@@ -37,24 +37,12 @@ def _images(name: str, threads: int = 1) -> Dataset:
     return Dataset(lambda root: IMAGES[name], partial(open_images, name), threads)
 
 
-def _clicks(name: str) -> Dataset:
-    return Dataset(partial(click_info, name), partial(open_clicks, name))
-
-
-def _translation(name: str) -> Dataset:
-    return Dataset(partial(translation_info, name), partial(open_translation, name))
-
-
 DATASETS = {
     "digits": _images("digits"),
     "mnist": _images("mnist"),
     "cifar10": _images("cifar10"),
     "imagenet2012": _images("imagenet2012", threads=8),
-    "clicks": _clicks("clicks"),
-    "criteo": _clicks("criteo"),
-    "catalogs": _translation("catalogs"),
-    "help": _translation("help"),
-    "iwslt14": _translation("iwslt14"),
+    **{name: Dataset(prepared.info, prepared.open) for name, prepared in (CLICKS | TRANSLATIONS).items()},
 }
 
 
@@ -101,8 +89,8 @@ def open_text(name: str, split: str, data_dir: str | os.PathLike[str] | None = N
     Raises:
       ValueError: if the dataset is no translation, or there is none of this name.
     """
-    info = dataset_info(name, data_dir)
-    if "target" not in info.row_types():
+    _dataset(name)
+    if name not in TRANSLATIONS:
         raise ValueError(f"only translations have text; got {name!r}")
     return translation_text(name, split, resolve_data_dir(data_dir))
 

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 from PIL import Image
 
-from train.data.placing import move_into_place, private_folder
+from train.data.placing import is_complete, preparing
 
 TEST_PER_CLASS = 45
 
@@ -83,10 +83,7 @@ def is_test_image(labels: np.ndarray) -> np.ndarray:
 def prepare_digits(data_dir: str | os.PathLike[str]) -> tfds.core.DatasetBuilder:
     """Opens the digits under `data_dir`, after building them (1 s) where they are missing.
 
-    The build happens in a private directory and appears in its place by one rename. So several
-    processes may call this at the same moment (one of the equal builds stays), and a killed build
-    leaves at most a hidden `.digits-*` directory behind. A target without `dataset_info.json`, such
-    as half of a copy, is replaced.
+    Several processes may call this at the same moment: one of the equal builds stays, see `preparing`.
 
     Args:
       data_dir: the directory of all TFDS datasets; created if missing.
@@ -94,16 +91,10 @@ def prepare_digits(data_dir: str | os.PathLike[str]) -> tfds.core.DatasetBuilder
     Returns:
       The builder of the prepared dataset.
     """
-    target = Path(Digits(data_dir=data_dir).data_path)  # data_dir/digits/1.0.0
-    if _is_complete(target):
-        return Digits(data_dir=data_dir)
-    with private_folder(Path(data_dir), "digits") as private:
-        builder = Digits(data_dir=private, file_format="array_record")
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            builder.download_and_prepare()  # prints progress bars and the private path
-        move_into_place(builder.data_path, target, private, _is_complete)
+    folder = Path("digits", str(Digits.VERSION))
+    if not is_complete(Path(data_dir, folder)):
+        with preparing(Path(data_dir), folder, keep_first=True) as private:
+            builder = Digits(data_dir=private, file_format="array_record")
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                builder.download_and_prepare()  # prints progress bars and the private path
     return Digits(data_dir=data_dir)
-
-
-def _is_complete(directory: os.PathLike[str]) -> bool:
-    return Path(directory, "dataset_info.json").exists()

@@ -129,7 +129,7 @@ class TranslationInfo(DatasetInfo):
 
     def splits(self) -> dict[str, int]:
         """Returns the number of rows in each split."""
-        return super().splits() | {"valid": self.num_valid}
+        return {"train": self.num_train, "valid": self.num_valid, "test": self.num_test}
 
     def row_types(self) -> RowTypes:
         """Returns the types of "source" (S,) and "target" (T,)."""

@@ -1,45 +1,73 @@
-"""Folders that appear whole: built under another name, then renamed."""
+"""Folders of datasets, as TFDS lays them out, that appear whole: built under another root, then renamed."""
 
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+
+import tensorflow_datasets as tfds
+
+
+def is_complete(folder: Path) -> bool:
+    """Tells whether a folder holds a dataset, and not only half of a copy."""
+    return (folder / "dataset_info.json").exists()
+
+
+def check_new(folder: Path) -> None:
+    """Refuses to prepare what is there already; commands ask before they read anything.
+
+    Raises:
+      ValueError: if the folder holds a dataset.
+    """
+    if is_complete(folder):
+        raise ValueError(f"data is prepared into a new folder; {folder} holds some already. Remove it, or pass another")
+
+
+def check_files(builder: tfds.core.DatasetBuilder, split: str) -> None:
+    """Finds shards that a copy left out, which would otherwise fail in the middle of an epoch.
+
+    Raises:
+      FileNotFoundError: if one is missing.
+    """
+    missing = [path for path in builder.info.splits[split].filepaths if not Path(path).exists()]
+    if missing:
+        raise FileNotFoundError(
+            f"every shard listed in dataset_info.json must exist; {len(missing)} of the {split} "
+            f"split are missing, such as {missing[0]}. Copy them again, or delete "
+            f"{builder.data_path} and prepare the dataset anew"
+        )
 
 
 @contextlib.contextmanager
-def private_folder(root: Path, name: str) -> Iterator[Path]:
-    """Gives a folder of this process beside the final one, on the same disk, and removes what is left in it.
+def preparing(root: Path, folder: Path, *, keep_first: bool) -> Iterator[Path]:
+    """Gives a root of this process, on the same disk; what is built there as `folder` is in `root` at the end.
 
-    A killed process leaves at most this hidden `.NAME-*` folder behind.
-    """
-    root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=root) as private:
-        yield Path(private)
-
-
-def move_into_place(
-    built: str | os.PathLike[str], target: Path, private: Path, is_complete: Callable[[Path], bool]
-) -> bool:
-    """Renames `built` to `target`, if no other process has filled it.
+    It appears there by one rename. A killed process leaves at most a hidden `.NAME-*` folder behind; a target that is
+    not complete, such as half of a copy, is replaced.
 
     Args:
-      built: the finished folder, inside `private`.
-      target: its name from now on. What is there and not complete, such as half of a copy, is replaced.
-      private: the folder of this process, which is removed afterwards.
-      is_complete: whether a folder holds everything.
+      root: the folder of all datasets; created if missing.
+      folder: of this dataset, below `root`: NAME/VERSION or NAME/CONFIG/VERSION.
+      keep_first: whether another process may prepare the same at the same time: what is there first stays.
 
-    Returns:
-      False if another process was first, and what it built stays.
+    Raises:
+      ValueError: if the folder is there already, and not `keep_first`.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists() and not is_complete(target):
-        with contextlib.suppress(FileNotFoundError):  # another process moved it first
-            os.rename(target, private / "incomplete")
-    try:
-        os.rename(built, target)
-    except OSError:  # another process was first: a rename cannot replace a filled directory
-        if not is_complete(target):
-            raise
-        return False
-    return True
+    target = root / folder
+    if not keep_first:
+        check_new(target)
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.parts[0]}-", dir=root) as private:
+        yield Path(private)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and not is_complete(target):
+            with contextlib.suppress(FileNotFoundError):  # another process moved it first
+                os.rename(target, Path(private, "incomplete"))
+        try:
+            os.rename(Path(private) / folder, target)
+        except OSError:  # another process was first: a rename cannot replace a filled directory
+            if not is_complete(target):
+                raise
+            if not keep_first:
+                check_new(target)

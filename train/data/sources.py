@@ -18,6 +18,7 @@ import tensorflow_datasets as tfds
 
 from train.data import digits, images
 from train.data.info import Batch, ImageInfo, check_split, resolve_data_dir
+from train.data.placing import check_files
 
 SPLITS = ("train", "test")
 MEAN_SAMPLE = 10_000  # JPEG files of which the mean of each pixel is taken: all of ImageNet would take an hour
@@ -159,7 +160,7 @@ def open_source(name: str, split: str, data_dir: str | os.PathLike[str] | None =
     root = resolve_data_dir(data_dir)
     builder = digits.prepare_digits(root) if name == "digits" else _open_prepared(name, root)
     stored_split = "validation" if (name, split) == ("imagenet2012", "test") else split
-    _check_files(builder, stored_split)
+    check_files(builder, stored_split)
     encoded = EncodedSource(builder, stored_split)
     if len(encoded) != info.num_examples(split):
         warnings.warn(
@@ -211,14 +212,3 @@ def _how_to_prepare(name: str, root: Path) -> str:
         f" what it prepared does not):\n  {command}\n{manual}If the dataset lies elsewhere, pass "
         "data_dir or set TFDS_DATA_DIR"
     )
-
-
-def _check_files(builder: tfds.core.DatasetBuilder, split: str) -> None:
-    """Finds shards that a copy left out, which would otherwise fail in the middle of an epoch."""
-    missing = [path for path in builder.info.splits[split].filepaths if not Path(path).exists()]
-    if missing:
-        raise FileNotFoundError(
-            f"every shard listed in dataset_info.json must exist; {len(missing)} of the {split} "
-            f"split are missing, such as {missing[0]}. Copy them again, or delete "
-            f"{builder.data_path} and prepare the dataset anew"
-        )

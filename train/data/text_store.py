@@ -1,22 +1,18 @@
-"""Translations on disk: subwords are learned once, and every pair is stored as two rows of numbers of fixed length.
+"""Translations as datasets of TFDS: every pair is two rows of numbers of fixed length, and its text, for BLEU.
 
-    FOLDER/subwords.model           of sentencepiece: byte pair encoding of both languages together
-    FOLDER/SPLIT.npy                rows of source (S,) and target (T,), padded
-    FOLDER/SPLIT.LANGUAGE           the text of the same rows, for BLEU
-    FOLDER/dropped.tsv              split, place and reason of every pair that was dropped
-    FOLDER/prepared.json            what they are: counts, lengths, padding
+Beside the records lie `subwords.model`, of sentencepiece: byte pair encoding of both languages together;
+`metadata.json`, with counts, lengths and padding; `dropped.tsv`, split, place and reason of every dropped pair.
 
 Subwords come from sentencepiece: it is trained from a list of sentences to the same model every time, one vocabulary
 for both languages, and gives the text back, spaces and punctuation included, so that BLEU is taken of plain text. It is
 one wheel without dependencies.
 
-All batches have one shape, as every shape is another program to compile: what is shorter is padded, and `prepared.json`
+All batches have one shape, as every shape is another program to compile: what is shorter is padded, and `metadata.json`
 tells how much of the rows is padding. What is longer is dropped and counted, in every split: BLEU of a test split with
 dropped pairs is not that of the whole one. Lower the lengths to waste less, raise them to drop less.
 """
 
 import io
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -28,19 +24,15 @@ from zlib import crc32
 import numpy as np
 import sentencepiece
 
-from train.data.info import Batch, TranslationInfo, check_split
-from train.data.placing import move_into_place, private_folder
+from train.data.info import RowTypes, TranslationInfo
+from train.data.placing import preparing
+from train.data.rows import Prepared, write_rows
+from train.data.text_catalogs import catalog_pairs, catalog_version
 from train.data.text_pairs import SPLITS, Pair, texts_of
 
-FORMAT = 1  # of the prepared folder
-FACTS = "prepared.json"
+VERSION = "1.0.0"  # of what is made of text: other numbers of the same pairs need another
 PADDING, BEGIN, END, UNKNOWN = 0, 1, 2, 3
-
-CATALOGS_VERSION = "1.0.0"
-HOW_TO_PREPARE = {
-    "help": "python -m train.data.translation prepare-help --out {root}",
-    "iwslt14": "python -m train.data.translation prepare --input FOLDER --out {root}",
-}
+TEXT_TYPES: RowTypes = dict.fromkeys(("source_text", "target_text"), ((), np.dtype(object)))
 
 
 @dataclass(frozen=True)
@@ -72,12 +64,11 @@ def prepare_pairs(
     lengths: Lengths,
     root: Path,
     *,
-    version: str = "",
     keep_first: bool = False,
     left_out: Mapping[str, int] | None = None,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> dict[str, Any]:
-    """Learns subwords from the train split and stores all splits in `root/name`, which appears when it is whole.
+    """Learns subwords from the train split and stores all splits in `folder_of(name)`, which appears when it is whole.
 
     Args:
       name: of the dataset.
@@ -85,29 +76,25 @@ def prepare_pairs(
       languages: of source and target.
       lengths: of rows and vocabulary.
       root: the folder of all datasets.
-      version: a folder below `root/name`, if not empty.
       keep_first: whether another process may prepare the same text at the same time; the first one's folder stays.
-      left_out: what was left out of `pairs` already, by reason; for `prepared.json`.
+      left_out: what was left out of `pairs` already, by reason; for the facts.
       say: takes the lines that tell what was dropped.
 
     Returns:
-      What is in `prepared.json`.
+      The facts in `metadata.json`.
 
     Raises:
       ValueError: if the vocabulary is too large or too small for the text, if a split keeps no pair, or if the folder
         is prepared already.
     """
-    target = root / name / version
-    if not keep_first:
-        check_new(target)
-    with private_folder(root, name) as private:
-        built = private / "built"
-        built.mkdir()
+    folder = folder_of(name)
+    with preparing(root, folder, keep_first=keep_first) as private:
         model = train_subwords(texts_of(pairs["train"]), lengths.vocabulary_size)
-        (built / "subwords.model").write_bytes(model)
+        (private / folder).mkdir(parents=True)
+        (private / folder / "subwords.model").write_bytes(model)
         subwords = Subwords(model)
-        splits, checksum = {}, crc32(model)
-        with (built / "dropped.tsv").open("w", encoding="utf-8") as dropped:
+        columns, splits, checksum = {}, {}, crc32(model)
+        with (private / folder / "dropped.tsv").open("w", encoding="utf-8") as dropped:
             for split in SPLITS:
                 rows, kept, counts = _encode(pairs[split], split, subwords, lengths, dropped)
                 if not kept:
@@ -115,12 +102,13 @@ def prepare_pairs(
                         f"every split needs a pair; of the {len(pairs[split])} of {split} all were dropped "
                         f"({_list(counts)}). Raise the lengths, or look at the text"
                     )
-                np.save(built / f"{split}.npy", rows)
                 checksum = crc32(rows.tobytes(), checksum)
-                for language, texts in zip(
-                    languages, ([p.source for p in kept], [p.target for p in kept]), strict=True
-                ):
-                    (built / f"{split}.{language}").write_bytes("".join(f"{text}\n" for text in texts).encode())
+                columns[split] = {
+                    "source": rows["source"],
+                    "target": rows["target"],
+                    "source_text": np.array([pair.source for pair in kept], object),
+                    "target_text": np.array([pair.target for pair in kept], object),
+                }
                 if counts:
                     say(f"{split}: {counts.total()} of {len(pairs[split])} pairs are dropped: {_list(counts)}")
                 splits[split] = {
@@ -130,32 +118,10 @@ def prepare_pairs(
                     "target_padding": float(np.mean(rows["target"] == PADDING)),
                     "unknown": float(np.mean(np.any(rows["target"] == UNKNOWN, axis=1))),
                 }
-        facts = {
-            "format": FORMAT,
-            "name": name,
-            "version": version,
-            "languages": languages,
-            "vocabulary_size": lengths.vocabulary_size,
-            "source_length": lengths.source,
-            "target_length": lengths.target,
-            "left_out": dict(left_out or {}),
-            "splits": splits,
-            "crc32": checksum,
-        }
-        (built / FACTS).write_text(json.dumps(facts, indent=2) + "\n")  # last: it says that the rest is there
-        if not move_into_place(built, target, private, is_prepared) and not keep_first:
-            check_new(target)
-    return facts
-
-
-def check_new(folder: Path) -> None:
-    """Refuses to prepare what is there already; commands ask before they read anything.
-
-    Raises:
-      ValueError: if the folder holds prepared text.
-    """
-    if is_prepared(folder):
-        raise ValueError(f"text is prepared into a new folder; {folder} holds some already. Remove it, or pass another")
+        sizes = (splits[split]["rows"] for split in ("train", "test", "valid"))
+        info = TranslationInfo(name, *sizes, languages, lengths.vocabulary_size, lengths.source, lengths.target)
+        more = {"left_out": dict(left_out or {}), "splits": splits}
+        return write_rows(private, folder, columns, info, {"crc32": f"{checksum:08x}"}, more)
 
 
 def train_subwords(texts: list[str], vocabulary_size: int) -> bytes:
@@ -240,76 +206,6 @@ def _list(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
 
 
-def is_prepared(folder: Path) -> bool:
-    """Tells whether a folder holds a prepared translation."""
-    return (folder / FACTS).exists()
-
-
-def translation_info(name: str, root: Path) -> TranslationInfo:
-    """Returns what is known of a prepared translation; prepares that of "catalogs" where it is missing.
-
-    Raises:
-      FileNotFoundError: if the user has yet to prepare it, or Django is not installed.
-      ValueError: if it was prepared by another version of this file.
-    """
-    facts = _facts(name, root)
-    rows = {split: facts["splits"][split]["rows"] for split in SPLITS}
-    return TranslationInfo(
-        name,
-        rows["train"],
-        rows["test"],
-        rows["valid"],
-        tuple(facts["languages"]),
-        facts["vocabulary_size"],
-        facts["source_length"],
-        facts["target_length"],
-    )
-
-
-def open_translation(name: str, split: str, root: Path) -> "TranslationSplit":
-    """Opens a split of a prepared translation: "train", "valid" or "test".
-
-    Raises:
-      FileNotFoundError: if the user has yet to prepare it.
-      ValueError: if the split is unknown, or the folder is not whole.
-    """
-    check_split(split, SPLITS)
-    facts = _facts(name, root)
-    path = _folder(name, root) / f"{split}.npy"
-    wanted = facts["splits"][split]["rows"]
-    try:
-        rows = np.load(path, mmap_mode="r")
-        found = f"{len(rows)} rows"
-    except (OSError, ValueError) as error:
-        rows, found = None, str(error)
-    if rows is None or len(rows) != wanted:
-        raise ValueError(
-            f"{path} must hold {wanted} rows; got {found}. Copy it again, or remove {path.parent} and prepare it anew"
-        )
-    return TranslationSplit(rows, {"crc32": f"{facts['crc32']:08x}"})
-
-
-class TranslationSplit:
-    """Batches of one split; nothing is random about a pair.
-
-    Attributes:
-      identity: a checksum of the vocabulary and all rows.
-    """
-
-    def __init__(self, rows: np.ndarray, identity: Mapping[str, str]):
-        self._rows = rows
-        self.identity = identity
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> Batch:
-        """Reads rows (b,) as "source" (b, S) and "target" (b, T), int32."""
-        del seeds
-        taken = self._rows[rows]
-        return {name: np.ascontiguousarray(taken[name]) for name in ("source", "target")}
-
-
 @dataclass(frozen=True)
 class Text:
     """What BLEU is taken of.
@@ -327,47 +223,26 @@ class Text:
 
 def translation_text(name: str, split: str, root: Path) -> Text:
     """Reads the text of a split of a prepared translation."""
-    check_split(split, SPLITS)
-    facts, folder = _facts(name, root), _folder(name, root)
-    sources, references = (
-        (folder / f"{split}.{language}").read_bytes().decode().removesuffix("\n").split("\n")
-        for language in facts["languages"]
-    )
-    return Text(Subwords((folder / "subwords.model").read_bytes()), sources, references)
+    rows = TRANSLATIONS[name].open(split, root, TEXT_TYPES)
+    text = rows.read(np.arange(len(rows)), None)
+    sources, references = ([each.decode() for each in text[column]] for column in TEXT_TYPES)
+    return Text(Subwords((root / folder_of(name) / "subwords.model").read_bytes()), sources, references)
+
+
+def folder_of(name: str) -> Path:
+    """Returns where a translation is, below the folder of all datasets; that of "catalogs" is of the Django here."""
+    return Path(name, f"django-{catalog_version()}", VERSION) if name == "catalogs" else Path(name, VERSION)
 
 
 def prepare_catalogs(root: Path) -> None:
-    """Prepares the messages of Django, where they are missing: a second or two."""
-    from train.data.text_catalogs import catalog_pairs, catalog_version
-
-    version = f"{CATALOGS_VERSION}-{catalog_version()}"
-    if is_prepared(root / "catalogs" / version):
-        return
+    """Prepares the messages of Django: a second or two."""
     pairs, left_out = catalog_pairs()
     lengths = Lengths(vocabulary_size=1_000, source=24, target=24)
-    prepare_pairs("catalogs", pairs, ("de", "en"), lengths, root, version=version, keep_first=True, left_out=left_out)
+    prepare_pairs("catalogs", pairs, ("de", "en"), lengths, root, keep_first=True, left_out=left_out)
 
 
-def _folder(name: str, root: Path) -> Path:
-    if name != "catalogs":
-        return root / name
-    from train.data.text_catalogs import catalog_version
-
-    return root / name / f"{CATALOGS_VERSION}-{catalog_version()}"
-
-
-def _facts(name: str, root: Path) -> dict[str, Any]:
-    if name == "catalogs":
-        prepare_catalogs(root)
-    folder = _folder(name, root)
-    if not is_prepared(folder):
-        raise FileNotFoundError(
-            f"{name} must be prepared before it is used; looked for {folder / FACTS}. Prepare it by\n  "
-            f"{HOW_TO_PREPARE[name].format(root=root)}\nIf it lies elsewhere, pass data_dir or set TFDS_DATA_DIR"
-        )
-    facts = json.loads((folder / FACTS).read_text())
-    if facts.get("format") != FORMAT:
-        raise ValueError(
-            f"{folder} must have format {FORMAT}; it has {facts.get('format')}. Remove it and prepare it anew"
-        )
-    return facts
+HOW = "Prepare it by\n  python -m train.data.translation prepare --input FOLDER --out {root}"
+TRANSLATIONS = {
+    "catalogs": Prepared(TranslationInfo, lambda: folder_of("catalogs"), build=prepare_catalogs),
+    "iwslt14": Prepared(TranslationInfo, lambda: folder_of("iwslt14"), HOW),
+}

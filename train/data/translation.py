@@ -1,21 +1,19 @@
 """Prepares translations.
 
 python -m train.data.translation prepare --input FOLDER --out FOLDER     # train.de, train.en, valid.*, test.*
-python -m train.data.translation prepare-help --out FOLDER               # LibreOffice's help, from Debian's packages
 """
 
 import json
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
 from train.data.info import resolve_data_dir
-from train.data.text_help import fetch_packages, help_pairs
+from train.data.placing import check_new
 from train.data.text_pairs import read_parallel
-from train.data.text_store import Lengths, check_new, prepare_pairs
+from train.data.text_store import Lengths, folder_of, prepare_pairs
 
 
 @dataclass(frozen=True)
@@ -40,44 +38,16 @@ class Prepare:
     def run(self) -> None:
         """Prepares the text and prints what it holds."""
         root, languages = resolve_data_dir(self.out), (self.source, self.target)
-        check_new(root / "iwslt14")
+        check_new(root / folder_of("iwslt14"))
         pairs = read_parallel(self.input, languages)
         lengths = Lengths(self.vocabulary_size, self.source_length, self.target_length)
         facts = prepare_pairs("iwslt14", pairs, languages, lengths, root)
         print(json.dumps(facts, indent=2))
 
 
-@dataclass(frozen=True)
-class PrepareHelp:
-    """Prepare German-English paragraphs of LibreOffice's help, from Debian's packages, as the dataset "help"."""
-
-    out: Path | None = None
-    """Folder of all datasets, the trainer's --data-dir; $TFDS_DATA_DIR or ~/tensorflow_datasets if not given."""
-    unpacked: Path | None = None
-    """Where libreoffice-help-de and libreoffice-help-en-us are unpacked; downloaded by apt-get if not given."""
-    vocabulary_size: int = 8_000
-    """Subwords of both languages together."""
-    source_length: int = 64
-    """Subwords of a source; pairs with longer ones are dropped, shorter ones padded."""
-    target_length: int = 64
-    """Subwords of a target, begin and end included."""
-
-    def run(self) -> None:
-        """Prepares the text and prints what it holds."""
-        root = resolve_data_dir(self.out)
-        check_new(root / "help")
-        lengths = Lengths(self.vocabulary_size, self.source_length, self.target_length)
-        with tempfile.TemporaryDirectory() as packages:
-            if self.unpacked is None:
-                fetch_packages(Path(packages), lambda line: print(line, file=sys.stderr))
-            pairs, left_out = help_pairs(self.unpacked or Path(packages))
-        facts = prepare_pairs("help", pairs, ("de", "en"), lengths, root, left_out=left_out)
-        print(json.dumps(facts, indent=2))
-
-
 def main(args: list[str] | None = None) -> int:
     """Runs a command; returns 0, or 2 for input that cannot be used."""
-    command = tyro.extras.subcommand_cli_from_dict({"prepare": Prepare, "prepare-help": PrepareHelp}, args=args)
+    command = tyro.extras.subcommand_cli_from_dict({"prepare": Prepare}, args=args)
     try:
         command.run()
     except (ValueError, OSError) as error:

@@ -1,0 +1,138 @@
+"""Rows in blocks: written and read as any dataset of TFDS, and refused by name where they are damaged."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from train.data import rows
+from train.data.info import ClickInfo
+from train.data.rows import Prepared, RowSplit, write_rows
+
+FOLDER = Path("sample", "small", "1.2.3")
+TYPES = {"x": ((3,), np.dtype(np.float32)), "id": ((), np.dtype(np.int32)), "text": ((), np.dtype(object))}
+INFO, IDENTITY = ClickInfo("sample", 2100, 5, (1, 2)), {"crc32": "ab"}
+SAMPLE = Prepared(ClickInfo, lambda: FOLDER, "Do it in {root}")
+N = 2100  # rows of the train split: five blocks, in three files
+
+
+def columns(count):
+    rng = np.random.default_rng(count)
+    return {
+        "x": rng.standard_normal((count, 3)).astype(np.float32),
+        "id": rng.integers(-(2**31), 2**31, count).astype(np.int32),
+        "text": np.array([f"{number} ½\n" * (number % 3) for number in range(count)], object),
+    }
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    root = tmp_path_factory.mktemp("rows")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "SHARD", 2)
+        write_rows(root, FOLDER, {"train": columns(N), "test": columns(5)}, INFO, IDENTITY, {"made": 1})
+    return root
+
+
+def open_train(root):
+    return SAMPLE.open("train", root, TYPES)
+
+
+def test_rows_are_read_in_any_order(written):
+    split, expected = open_train(written), columns(N)
+    assert len(split) == N
+    assert len(list((written / FOLDER).glob("sample-train*"))) == 3
+    for numbers in (np.array([N - 1, 511, 512, 0, 511]), np.random.default_rng(0).permutation(N)):
+        read = split.read(numbers, None)
+        assert read.keys() == TYPES.keys()
+        for name in ("x", "id"):
+            assert read[name].dtype == TYPES[name][1]
+            np.testing.assert_array_equal(read[name], expected[name][numbers])
+        assert [text.decode() for text in read["text"]] == expected["text"][numbers].tolist()
+    assert len(SAMPLE.open("test", written, TYPES)) == 5
+    assert (SAMPLE.info(written), split.identity) == (INFO, IDENTITY)
+
+
+def test_any_reader_of_tfds_reads_them(written):
+    builder = tfds.builder("sample/small", data_dir=written)
+    source = builder.as_data_source("train")
+    assert [len(block["id"]) for block in source] == [512] * 4 + [52]
+    np.testing.assert_array_equal(source[1]["x"], columns(N)["x"][512:1024])
+    assert builder.info.metadata["made"] == 1
+
+
+def test_a_block_is_decoded_once(written, monkeypatch):
+    split, decoded = open_train(written), []
+    blocks = split._blocks
+    monkeypatch.setattr(split, "_blocks", type("", (), {"__getitem__": lambda _, n: decoded.append(n) or blocks[n]})())
+    for _ in range(2):
+        split.read(np.arange(N), None)
+    assert decoded == [1, 3]  # the others when it was opened
+
+
+def cut(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize(
+    "change", [lambda path: cut(path, -100), lambda path: cut(path, 0), lambda path: path.write_bytes(bytes(1 << 17))]
+)
+def test_a_file_that_is_cut_off_is_refused(written, tmp_path, number, change):
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    change(tmp_path / FOLDER / f"sample-train.array_record-0000{number}")
+    message = f"block {2 * number} of train in {tmp_path / FOLDER} is not: .*. Copy the folder again, or remove it"
+    with pytest.raises(ValueError, match=message):
+        open_train(tmp_path)
+
+
+def test_a_damaged_block_is_refused_when_it_is_read(written, tmp_path):
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / FOLDER / "sample-train.array_record-00000"
+    content = bytearray(path.read_bytes())
+    content[14_000] ^= 255  # in the second block: one has 8 KB of random numbers
+    path.write_bytes(content)
+    split = open_train(tmp_path)
+    split.read(np.arange(512), None)
+    with pytest.raises(ValueError, match=r"block 1 of train in .* is not"):
+        split.read(np.array([600]), None)
+
+
+def test_a_missing_file_is_named(written, tmp_path):
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / FOLDER / "sample-train.array_record-00001"
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=f"1 of the train split are missing, such as {path}. Copy them again"):
+        open_train(tmp_path)
+
+
+@pytest.mark.parametrize("num_rows", [N - 1, N + 1, 52, 3000])
+def test_another_number_of_rows_is_refused(written, num_rows):
+    with pytest.raises(ValueError, match="rows must be as they were prepared; block"):
+        RowSplit(written / FOLDER, "train", num_rows, TYPES, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("dataset_info.json", "{}"),
+        ("dataset_info.json", ""),
+        ("features.json", None),
+        ("metadata.json", None),
+        ("metadata.json", '{"name": "sample"}'),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused(written, tmp_path, name, content):
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / FOLDER / name
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(ValueError, match=f"{path.parent} must hold a dataset as it was prepared; got .*. Copy it"):
+        SAMPLE.info(tmp_path)
+
+
+def test_error_when_not_prepared(tmp_path):
+    message = f"sample must be prepared before it is used; looked for {tmp_path / FOLDER}/.*. Do it in {tmp_path}\n"
+    with pytest.raises(FileNotFoundError, match=message):
+        SAMPLE.info(tmp_path)
