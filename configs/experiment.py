@@ -1,6 +1,7 @@
 """The fields of an experiment. Every one is an option of `python -m train NAME`."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -102,6 +103,11 @@ class Experiment:
     the method exchanges the gradients of all others (hybrid parallelism)."""
     slices: int = 1
     """Groups of workers with fast links inside (slices of a TPU): dense inside, the method between them."""
+    model_parallel: int = 1
+    """Devices of each worker, over which the outputs of its matrices are sharded (tensor parallelism, left to XLA)."""
+    compress: str = ""
+    """Parameters whose gradients the method exchanges, by a regular expression of their paths; others are exchanged
+    densely. Empty for all."""
     beam: int = 5
     """Hypotheses of the beam search that BLEU is taken of, at the end of a translation's run."""
     seed: int = 0
@@ -142,6 +148,7 @@ def check(experiment: Experiment, num_processes: int) -> None:
       ValueError: with the rule, the value and the remedy.
     """
     counts = ("steps", "workers", "global_batch", "eval_every", "checkpoint_every", "stages", "micro_batches", "slices")
+    counts = (*counts, "model_parallel")
     for name in (*counts, "beam", "max_skipped"):
         if getattr(experiment, name) < 1:
             raise ValueError(f"{_option(name)} is at least 1, got {getattr(experiment, name)}: give a positive number.")
@@ -176,6 +183,20 @@ def check(experiment: Experiment, num_processes: int) -> None:
             f"A run is a pipeline or has slices, got --stages {experiment.stages} with --slices {experiment.slices}: "
             "leave one of them at 1."
         )
+    alone = {"stages": 1, "slices": 1, "dense_layers": "exchange", "compress": ""}
+    others = {name: getattr(experiment, name) for name, value in alone.items() if getattr(experiment, name) != value}
+    for name in ("model_parallel", "compress"):
+        different = {other: value for other, value in others.items() if other != name}
+        if getattr(experiment, name) not in (1, "") and different:
+            raise ValueError(
+                f"{_option(name)} must be the only way in which parameters differ; got it with "
+                f"{', '.join(f'{_option(other)} {value}' for other, value in different.items())}. Leave one out"
+                f"{' (--compress takes an empty text)' if experiment.compress else ''}."
+            )
+    try:
+        re.compile(experiment.compress)
+    except re.error as error:
+        raise ValueError(f"--compress must be a regular expression; got {experiment.compress!r}: {error}.") from None
     has_boundary = experiment.boundary != BoundaryFields()
     if experiment.stages == 1 and (experiment.micro_batches > 1 or experiment.cuts or has_boundary):
         raise ValueError(
@@ -197,12 +218,12 @@ def check(experiment: Experiment, num_processes: int) -> None:
             f"--global-batch is a multiple of --workers, got {experiment.global_batch} for {experiment.workers}: try "
             f"{-(-experiment.global_batch // experiment.workers) * experiment.workers}."
         )
-    if experiment.stages == 1 and experiment.workers % num_processes:
+    if experiment.stages * experiment.model_parallel == 1 and experiment.workers % num_processes:
         raise ValueError(
             f"--workers is a multiple of the number of processes, got {experiment.workers} for {num_processes}: "
             "every process runs the same number of workers."
         )
-    devices = experiment.workers * experiment.stages
+    devices = experiment.workers * experiment.stages * experiment.model_parallel
     if devices % num_processes or (experiment.workers % num_processes and num_processes % experiment.workers):
         raise ValueError(
             "--workers (times --stages) is a multiple of the number of processes, got "

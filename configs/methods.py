@@ -31,6 +31,18 @@ class TopK:
 
 
 @dataclass(frozen=True)
+class Ef21:
+    """EF21: the largest differences between every gradient and its estimate, which all workers keep."""
+
+    sparsity: float = 0.98
+    """Fraction of coordinates that is not sent."""
+    dense_below: int = 512
+    """Tensors with fewer elements are sent dense."""
+    value_dtype: ValueDtype = "bfloat16"
+    """Type of a value on the wire."""
+
+
+@dataclass(frozen=True)
 class DctDp:
     """Coordinates above a threshold that is renewed every life_span steps, with error feedback."""
 
@@ -185,4 +197,4 @@ class LocalSgd:
     """Nesterov momentum of the outer optimizer."""
 
 
-Method = PlumpDp | TopK | DctDp | RandomK | Dgc | Iwp | QuantDp | TernGrad | Sign | PowerSgd | SlimDp | LocalSgd
+Method = PlumpDp | TopK | Ef21 | DctDp | RandomK | Dgc | Iwp | QuantDp | TernGrad | Sign | PowerSgd | SlimDp | LocalSgd

@@ -163,6 +163,11 @@ class Exchange:
         return 0.0
 
     @property
+    def has_error_feedback(self) -> bool:
+        """Whether what was not sent accumulates until it is: a mean then holds gradients of many steps."""
+        return self.keeps_residual
+
+    @property
     def reads_whole_tensors(self) -> bool:
         """Whether it does something before compression that needs whole tensors, such as clipping by a norm."""
         return False

@@ -32,8 +32,18 @@ hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profil
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "few")
 
 
-def pytest_collection_modifyitems(items):
-    """Marks as slow what `tests/tiers.py` leaves to the slow tier."""
+def pytest_collection_modifyitems(config, items):
+    """Marks as slow what `tests/tiers.py` leaves to the slow tier; refuses names there that no test has."""
+    collected = {}
+    for item in items:
+        path, _, name = item.nodeid.partition("::")
+        function, _, setting = name.partition("[")
+        collected.setdefault(path, {}).setdefault(function, set()).add(setting.removesuffix("]"))
+    if not any("::" in argument for argument in config.args):
+        for path in collected.keys() & USUAL.keys():
+            for function, settings in USUAL[path].items():
+                if missing := {function} - collected[path].keys() or set(settings) - collected[path][function]:
+                    raise pytest.UsageError(f"tests/tiers.py must name tests that exist; got {missing} in {path}.")
     for item in items:
         path, _, name = item.nodeid.partition("::")
         function, _, setting = name.partition("[")

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
             experiment.num_processes,
             check=lambda count: check(experiment, count),
         )
-        devices = experiment.workers * experiment.stages // processes.count
+        devices = experiment.workers * experiment.stages * experiment.model_parallel // processes.count
         prepare_jax(None if processes.has_devices else devices)
         return run(experiment, processes)
     except (ValueError, OSError) as error:

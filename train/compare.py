@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         workers=experiment.workers if config.workers is None else config.workers,
         data_dir=config.data_dir,
     )
-    prepare_jax(experiment.workers * experiment.stages)
+    prepare_jax(experiment.workers * experiment.stages * experiment.model_parallel)
     compare(experiment, config)
     return 0
 

@@ -1,5 +1,6 @@
 """What a run compiles: the train step, the evaluation, and the state that it starts with."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -69,9 +70,11 @@ def make_job(experiment: Experiment, method: Method) -> Job:
     task = make_task(info, experiment.label_smoothing)
     whole = split(_abstract(experiment, info))
     axes = {"slice": experiment.slices, "data": experiment.workers // experiment.slices, "stage": experiment.stages}
+    axes["model"] = experiment.model_parallel
     mesh = jc.make_mesh(**{name: size for name, size in axes.items() if size > 1 or name == "data"})
     axis = ("slice", "data") if experiment.slices > 1 else "data"
-    make = _pipeline if experiment.stages > 1 else _hybrid if experiment.dense_layers == "split" else _data_parallel
+    is_sharded = experiment.dense_layers == "split" or experiment.model_parallel > 1
+    make = _pipeline if experiment.stages > 1 else _sharded if is_sharded else _data_parallel
     everywhere, by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis))
     batch = {
         name: jax.ShapeDtypeStruct((experiment.global_batch, *shape), dtype, sharding=by_rows)
@@ -144,16 +147,28 @@ def _data_parallel(
     return _Parts(step, partial(_first, experiment, info), init=jax.jit(step.init), late=late)
 
 
-def _hybrid(
+def _sharded(
     experiment: Experiment, method: Method, info: DatasetInfo, task: Task, mesh: Mesh, axis: Any, batch: Any
 ) -> _Parts:
-    """Workers that hold a shard of every dense layer each, and a copy of everything else."""
+    """Workers that hold a shard of every dense layer each, or of which each is several devices."""
     del batch
-    tx, model = make_chain(experiment, method), _abstract(experiment, info, SplitLinear)
+    is_split, ways = experiment.dense_layers == "split", experiment.model_parallel
+    tx, model = make_chain(experiment, method), _abstract(experiment, info, SplitLinear if is_split else None)
     whole = split(model)
     loss_fn = _loss_of(experiment, task, whole.graph)
-    step = jc.make_train_step(loss_fn, tx, mesh, specs=slices_of(model), has_state=True, axis_name=axis)
-    return _Parts(step, partial(_first, experiment, info), shapes=step.shapes(whole.params, whole.stats))
+
+    def columns(leaf: Any) -> P:
+        return P(None, "model") if leaf.ndim == 2 and leaf.shape[1] % ways == 0 else P()
+
+    specs = slices_of(model) if is_split else jax.tree.map(columns, whole.params)
+    auto = () if is_split else ("model",)
+    step = jc.make_train_step(loss_fn, tx, mesh, specs=specs, auto=auto, has_state=True, axis_name=axis)
+    shapes = step.shapes(whole.params, whole.stats)
+    dense = None
+    if not is_split:  # the bytes that a device would receive for its shards
+        own = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(shapes.params))
+        dense = float(jc.accounting.Traffic("all_reduce", 4 * own, experiment.workers).received)
+    return _Parts(step, partial(_first, experiment, info), dense=dense, shapes=shapes)
 
 
 def _first(experiment: Experiment, info: DatasetInfo, seed: int) -> Model:

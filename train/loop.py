@@ -27,6 +27,8 @@ from train.metrics import Evaluation, Log, Summary
 from train.processes import Processes
 from train.scores import bleu
 
+STATE_FORMAT = 2  # of a checkpoint's state; another number is refused
+
 
 class Progress(Protocol):
     """Where a run shows how far it is."""
@@ -232,10 +234,13 @@ def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
         "micro_batches",
         "slices",
         "dense_layers",
+        "model_parallel",
+        "compress",
         "seed",
         "workers",
     )
     fields = {name: getattr(experiment, name) for name in names}
+    fields["format"] = STATE_FORMAT
     fields["architecture"] = f"{experiment.architecture.name} {dict(experiment.architecture.options)}"
     fields["cuts"] = experiment.cuts
     fields |= {f"boundary.{name}": value for name, value in dataclasses.asdict(experiment.boundary).items()}

@@ -14,6 +14,7 @@ from configs.experiment import BoundaryFields, Experiment
 from configs.methods import (
     DctDp,
     Dgc,
+    Ef21,
     Iwp,
     LocalSgd,
     Method,
@@ -28,11 +29,12 @@ from configs.methods import (
 )
 from train.schedules import make_schedule
 
-Where = Callable[[str, Any], bool]  # of a parameter's path and the parameter
+Where = str | Callable[[str, Any], bool]  # of a parameter's path and the parameter
 
 FACTORIES: dict[type[Method], Callable[..., optax.GradientTransformation]] = {
     PlumpDp: jc.plump_dp,
     TopK: jc.topk,
+    Ef21: jc.ef21,
     DctDp: jc.dct_dp,
     RandomK: jc.random_k,
     Dgc: jc.dgc,
@@ -74,33 +76,41 @@ def is_local(method: Method) -> bool:
 
 
 def make_exchange(
-    method: Method, *, momentum: float, where: Where | None = None, axis_name: str = "data"
+    method: Method,
+    *,
+    momentum: float,
+    where: Where | None = None,
+    others: optax.GradientTransformation | None = None,
+    axis_name: str = "data",
 ) -> optax.GradientTransformation:
     """Makes a method's transformation; its fields are the arguments.
 
     Args:
       method: the fields.
       momentum: of the methods that have it inside, `dgc` and `iwp`.
-      where: chooses the parameters that are exchanged; the gradients of the others are already reduced.
+      where: chooses the parameters that are exchanged; the gradients of the others are already reduced, or go to
+        `others`.
+      others: a second exchange.
       axis_name: the axis of workers that it goes over.
 
     Raises:
       ValueError: for a field out of range.
     """
+    chosen = {"where": where, "others": others, "axis_name": axis_name}
     match method:
         case LocalSgd():
             sparsity = method.exchange_sparsity
             inner = jc.plump_dp(axis_name=axis_name) if sparsity is None else jc.topk(sparsity, axis_name=axis_name)
             outer = optax.sgd(method.outer_learning_rate, momentum=method.outer_momentum, nesterov=True)
-            return jc.local_sgd(method.steps, exchange=inner, outer=outer, axis_name=axis_name)
+            return jc.local_sgd(method.steps, exchange=inner, outer=outer, **chosen)
         case Iwp():
             fields = dataclasses.asdict(method)
             del fields["change_at"]
             fields |= {"alpha": _by_step(method, "alpha"), "beta": _by_step(method, "beta")}
-            return jc.iwp(**fields, momentum=momentum, where=where, axis_name=axis_name)
+            return jc.iwp(**fields, momentum=momentum, **chosen)
         case Dgc():
-            return jc.dgc(**dataclasses.asdict(method), momentum=momentum, where=where, axis_name=axis_name)
-    return FACTORIES[type(method)](**dataclasses.asdict(method), where=where, axis_name=axis_name)
+            return jc.dgc(**dataclasses.asdict(method), momentum=momentum, **chosen)
+    return FACTORIES[type(method)](**dataclasses.asdict(method), **chosen)
 
 
 def _by_step(method: Iwp, name: str) -> float | Callable[[jax.Array], jax.Array]:
@@ -163,8 +173,10 @@ def make_chain(experiment: Experiment, method: Method, where: Where | None = Non
             "method, or sgd."
         )
     across = "slice" if experiment.slices > 1 else "data"
-    inner = where if experiment.slices == 1 else None
-    exchange = make_exchange(method, momentum=experiment.momentum, where=inner, axis_name=across)
+    inner, others = (where if experiment.slices == 1 else None), None
+    if experiment.compress:
+        inner, others = experiment.compress, jc.plump_dp(axis_name=across)
+    exchange = make_exchange(method, momentum=experiment.momentum, where=inner, others=others, axis_name=across)
     if experiment.slices > 1:
         exchange = jc.hierarchical(exchange, where=where, inside="data", across="slice")
     l2, decay = [], []

@@ -47,6 +47,10 @@ class Ef21(SparseExchange):
         super().__post_init__()
         check_sparsity(self.sparsity)
 
+    @property
+    def has_error_feedback(self) -> bool:
+        return False
+
     def capacity(self, n: int) -> int:
         return kept(n, self.sparsity)
 

@@ -27,8 +27,8 @@ from jaxcomm.types import ExchangeMetrics
 class SparseExchange(Exchange):
     """One payload of coordinates per worker and step; what is not sent stays in the residual.
 
-    Nothing is lost: mean + pmean(new residual) == pmean(gradient + residual), to float rounding. Memory: 4 bytes a
-    parameter. Bytes: see `jaxcomm.wire_report`.
+    With error feedback nothing is lost: mean + pmean(new residual) == pmean(gradient + residual), to float rounding.
+    Memory: 4 bytes a parameter. Bytes: see `jaxcomm.wire_report`.
 
     Attributes:
       dense_below: tensors with fewer elements are sent dense, as float32.

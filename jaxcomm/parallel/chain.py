@@ -146,7 +146,12 @@ def check_chain(tx: optax.GradientTransformation, state: Any, params: Any) -> li
     if links is None:
         _check_states(exchange, before, after)
         return []
-    place = next(i for i, node in enumerate(state) if node is exchange)
+    place = next((i for i, node in enumerate(state) if node is exchange), None)
+    if place is None:
+        raise ValueError(
+            f"Chains in a jaxcomm.chain must keep their links too; got {exchange.method.name} in an optax.chain inside "
+            "it. Write jaxcomm.chain there as well."
+        )
     tried = [None if i == place else try_link(link, params) for i, link in enumerate(links)]
     if exchange.method.period is not None:
         _check_local(exchange, tried[:place], tried[place + 1 :])
@@ -246,7 +251,7 @@ def _judge(exchange: ExchangeState, before: list[Effects], after: list[Effects])
     name, momentum = exchange.method.name, momentum_inside(exchange)
     forgotten: frozenset[str] = frozenset()
     for link in after:
-        if link.cuts - forgotten and keeps_residual(exchange):
+        if link.cuts - forgotten and has_error_feedback(exchange):
             raise ValueError(
                 f"Gradients must be clipped before an exchange with error feedback; got a clip after {name}: it would "
                 f"cut off gradients that have left the residual, and they never come back. Put it before {name}, where "
@@ -260,7 +265,7 @@ def _judge(exchange: ExchangeState, before: list[Effects], after: list[Effects])
                 f"momentum: put optax.add_decayed_weights before {name}."
             )
         forgotten = forgotten | link.forgets_size
-    if any(link.descends for link in before) and keeps_residual(exchange):
+    if any(link.descends for link in before) and has_error_feedback(exchange):
         yield (
             f"A learning rate before {name} enters the residual, which then mixes the rates of several steps: put it "
             f"after {name}."
@@ -305,9 +310,9 @@ def momentum_inside(exchange: ExchangeState) -> float:
     return max(method.momentum_inside for method in methods_in(exchange))
 
 
-def keeps_residual(exchange: ExchangeState) -> bool:
+def has_error_feedback(exchange: ExchangeState) -> bool:
     """Returns whether a gradient exchange has error feedback."""
-    return any(method.keeps_residual for method in methods_in(exchange))
+    return any(method.has_error_feedback for method in methods_in(exchange))
 
 
 def _flat(state: Any) -> Iterator[Any]:
@@ -320,4 +325,4 @@ def _flat(state: Any) -> Iterator[Any]:
 
 
 def _is_optax(node: Any) -> bool:
-    return type(node).__module__.partition(".")[0] in ("optax", "builtins")
+    return isinstance(node, dict) or type(node).__module__.partition(".")[0] == "optax"

@@ -92,8 +92,8 @@ class PipelineStep(TrainStep):
         exchange, slots = get_exchange(shapes.opt_state), jax.eval_shape(lambda: [slot[0] for slot in given[0]])
         if exchange.method.where is not None:
             raise ValueError(
-                "A pipeline must exchange the gradients of every stage, whose layers cannot gather over the workers; "
-                "got an exchange with where=. Leave it out."
+                "A pipeline must exchange all gradients of a stage, whose stacked parameters have no paths of their own "
+                "and whose layers cannot gather over the workers; got an exchange with where=. Leave it out."
             )
         check_axes(exchange, self.axis_name)
         for message in check_chain(self.tx, shapes.opt_state, slots):
@@ -131,7 +131,8 @@ class PipelineStep(TrainStep):
           ValueError: if some boundary's bytes differ from the claim, if other stages send to one another, if XLA sends
             more than was traced, or if a step sends more than boundaries, exchange and `other_bytes`.
         """
-        del beside
+        if beside:
+            raise ValueError(f"beside must be empty for a pipeline, whose layers cannot gather; got {beside}.")
         return verify_pipeline(
             self,
             state,

@@ -86,6 +86,14 @@ def test_what_works(changes, processes):
         ({"boundary": BoundaryFields(0.5)}, 1, "Only a pipeline has"),
         ({"boundary": BoundaryFields(kind="sketch")}, 1, "Only a pipeline has"),
         ({"boundary": BoundaryFields(value_dtype="bfloat16")}, 1, "Only a pipeline has"),
+        ({"model_parallel": 2, "slices": 2}, 1, "--model-parallel must be the only way .*; got it with --slices 2"),
+        ({"compress": "w", "dense_layers": "late"}, 1, "--compress must be the only way .* --dense-layers late"),
+        (
+            PIPELINE | {"compress": "w"},
+            1,
+            r"--compress must be .* --stages 2. Leave one out \(--compress takes an",
+        ),
+        ({"compress": "("}, 1, r"--compress must be a regular expression; got '\('"),
         ({"slices": 3}, 1, "--workers is a multiple of --slices, got 4 in 3 slices: every slice has"),
         (
             PIPELINE | {"micro_batches": 5},

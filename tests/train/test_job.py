@@ -64,6 +64,17 @@ def test_dense_layers_in_their_own_way_train_like_workers_alone(dense_layers, de
     assert found.summary.bytes_per_step != expected.summary.bytes_per_step
 
 
+def test_matrices_over_devices_of_a_worker_train_like_workers_alone(dense, tmp_path):
+    _, expected = dense
+    found = run(tmp_path, PlumpDp(), architecture=MLP, workers=2, model_parallel=2, **L2)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
+    # Of 64 - 32 - 16 - 10: half of each kernel, and whole biases; 4 + 16 bytes for the loss and the counts, in a ring
+    # of two; the scalars of the loss too.
+    shards = (64 * 32 + 32 * 16 + 16 * 10) // 2 + 32 + 16 + 10
+    assert 0 < found.summary.bytes_per_step - 4 * shards < 64
+    assert found.summary.ratio_to_dense == pytest.approx(4 * shards / found.summary.bytes_per_step)
+
+
 def test_layers_multiply_late_where_that_is_less_than_the_method():
     """Of 24 rows and two workers, 64 - 256 - 16 - 10: late 24 (N + M) numbers of two workers' 48, dense 2 N M."""
     wide = {"architecture": Architecture("mlp", {"hidden": (256, 16)}), "workers": 2, "dense_layers": "late"}

@@ -80,6 +80,13 @@ def test_adam_takes_the_place_of_momentum(method):
     assert jc.wire_report(tx, SHAPES, 4) == jc.wire_report(make_chain(EXPERIMENT, method), SHAPES, 4)
 
 
+def test_some_parameters_alone_are_compressed():
+    experiment = dataclasses.replace(EXPERIMENT, compress="w")
+    received = jc.wire_report(make_chain(experiment, TopK(sparsity=0.9)), SHAPES, 4).received
+    compressed = jc.wire_report(jc.topk(0.9), {"w": SHAPES["w"]}, 4).received
+    assert received == compressed + 1.5 * 4 * 64
+
+
 @pytest.mark.parametrize("method", METHODS, ids=run_name)
 def test_slices_use_a_method_between_them(method):
     experiment = dataclasses.replace(EXPERIMENT, slices=2)

@@ -111,6 +111,11 @@ BY_STATE = {
         MOMENTUM,
         chain(hierarchical(jc.dgc, momentum=0.0), heavy),
     ),
+    "in a named chain": (
+        optax.named_chain(("mean", dct), ("sgd", sgd)),
+        INSIDE.format("dct_dp"),
+        chain(dct, sgd),
+    ),
     "in a mask": (
         chain(plump, masked(dct, W), sgd),
         INSIDE.format("dct_dp"),
@@ -266,6 +271,15 @@ def test_a_chain_is_optaxs_and_keeps_its_links():
     assert isinstance(tx, optax.GradientTransformation)
     same = optax.chain(clip, dct, adam)
     assert jax.tree.structure(tx.init(PARAMS)) == jax.tree.structure(same.init(PARAMS))
+
+
+def test_a_chain_inside_keeps_its_links_too():
+    with pytest.raises(ValueError, match=r"got topk in an optax.chain inside it. Write jaxcomm.chain there as well"):
+        judge(chain(optax.chain(topk, clip), sgd))
+
+
+def test_clipping_after_ef21_loses_nothing():
+    assert judge(chain(jc.ef21(0.9), clip, sgd)) == []
 
 
 def test_a_link_is_tried_on_numbers_of_every_leaf():
