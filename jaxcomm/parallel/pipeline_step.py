@@ -92,7 +92,7 @@ class PipelineStep(TrainStep):
         exchange, slots = get_exchange(shapes.opt_state), jax.eval_shape(lambda: [slot[0] for slot in given[0]])
         if exchange.method.where is not None:
             raise ValueError(
-                "A pipeline must exchange all gradients of a stage, whose stacked parameters have no paths of their own "
+                "A pipeline must exchange all gradients of a stage, whose stacked parameters have no own paths "
                 "and whose layers cannot gather over the workers; got an exchange with where=. Leave it out."
             )
         check_axes(exchange, self.axis_name)
