@@ -135,18 +135,18 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
             "rate in a hierarchy",
         ),
     },
-    "tests/jaxcomm/parallel/test_hybrid.py": {
+    "tests/jaxcomm/parallel/test_sharded_step.py": {
         "test_a_step_that_is_not_finite_is_skipped_by_all": ("split",),
         "test_scalars_and_running_statistics": ("split",),
         "test_ten_steps_equal_one_device": ("unreduced",),
         "test_weight_decay_before_the_exchange_is_that_of_one_device": ("split",),
         "test_what_comes_after_the_exchange_sees_whole_arrays": ("tensor parallel",),
     },
-    "tests/jaxcomm/parallel/test_hybrid_methods.py": {
+    "tests/jaxcomm/parallel/test_sharded_methods.py": {
         "test_ways_agree_with_compression": ("quant_dp-ways2",),
         "test_without_slices_it_is_the_data_parallel_step": (),
     },
-    "tests/jaxcomm/parallel/test_hybrid_wire.py": {
+    "tests/jaxcomm/parallel/test_sharded_bytes.py": {
         "test_a_gradient_in_slices_is_not_gathered": ("unreduced-plump_dp",),
     },
     "tests/jaxcomm/parallel/test_model_state.py": {
@@ -176,7 +176,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/jaxcomm/parallel/test_resize.py": {
         "test_a_run_goes_on_with_another_number_of_workers": (),
     },
-    "tests/jaxcomm/parallel/test_slices.py": {
+    "tests/jaxcomm/parallel/test_sharding.py": {
         "test_each_slice_is_exchanged_as_if_it_were_alone": ("powersgd",),
     },
     "tests/jaxcomm/parallel/test_step.py": {
@@ -207,11 +207,11 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
             "1000000-bfloat16",
         ),
     },
-    "tests/jaxcomm/test_pipeline_report.py": {
+    "tests/jaxcomm/parallel/test_pipeline_report.py": {
         "test_verify_catches_what_was_tampered_with": ("last",),
         "test_verify_proves_a_pipeline": ("topk",),
     },
-    "tests/jaxcomm/test_wire.py": {
+    "tests/jaxcomm/accounting/test_report.py": {
         "test_verify_catches_a_reader_that_counts_too_little": (
             "no conditional",
             "no rare branch",

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomm as jc
 from jaxcomm.accounting.hlo import read_program
 from jaxcomm.layers.split_dense import plan_split_dense
-from tests.jaxcomm.parallel import sliced
+from tests.jaxcomm.parallel import sharded
 from tests.jaxcomm.steps import state_shapes
 
 SGD = jc.chain(optax.add_decayed_weights(1e-2), optax.sgd(0.1, momentum=0.9))
@@ -25,10 +25,10 @@ def program_of(lowered):
 
 def wire_of(name, tx, data, model=None):
     """The compiled program, and the traced one, of a step that is never run."""
-    make, loss_fn, specs, _ = sliced.WAYS[name]
-    mesh = sliced.explicit_mesh(data, model) if name == "unreduced" else sliced.auto_mesh(data, model)
-    state = state_shapes(sliced.start(name, data), tx, mesh, specs)
-    step, batch = make(loss_fn, tx, mesh, specs), next(sliced.batches(1))
+    make, loss_fn, specs, _ = sharded.WAYS[name]
+    mesh = sharded.explicit_mesh(data, model) if name == "unreduced" else sharded.auto_mesh(data, model)
+    state = state_shapes(sharded.start(name, data), tx, mesh, specs)
+    step, batch = make(loss_fn, tx, mesh, specs), next(sharded.batches(1))
     traced = jc.accounting.step_report(step, state, batch, params=state.params, workers=data)
     return program_of(step.lower(state, batch)), traced.program
 
@@ -37,10 +37,10 @@ def test_bytes_of_a_hybrid_step_are_the_layers_and_the_exchange_of_the_rest():
     tx, K = jc.chain(METHODS["quant_dp"], SGD), 4
     compiled, traced = wire_of("split", tx, K)
     assert compiled.received == traced.received
-    layers = plan_split_dense((sliced.FEATURES, sliced.HIDDEN, sliced.CLASSES), sliced.ROWS, K)
-    by_hand = 2 * 4 * sliced.ROWS * (sliced.FEATURES + sliced.CLASSES) * (K - 1) / K  # by outputs, then by inputs
+    layers = plan_split_dense((sharded.FEATURES, sharded.HIDDEN, sharded.CLASSES), sharded.ROWS, K)
+    by_hand = 2 * 4 * sharded.ROWS * (sharded.FEATURES + sharded.CLASSES) * (K - 1) / K  # by outputs, then by inputs
     assert layers.received <= by_hand
-    exchange = jc.wire_report(METHODS["quant_dp"], sliced.params()["bottom"], K)
+    exchange = jc.wire_report(METHODS["quant_dp"], sharded.params()["bottom"], K)
     scalars = 2 * (K - 1) / K * (4 + 16)  # the loss; the counts
     assert float(traced.received) == by_hand + exchange.received + scalars
 
@@ -49,19 +49,19 @@ def test_bytes_of_one_worker_are_rows_errors_and_the_exchange_of_the_rest():
     tx, K = jc.chain(jc.plump_dp(), SGD), 4
     compiled, traced = wire_of("one worker", tx, K)
     assert compiled.received == traced.received
-    features, labels = 4 * sliced.ROWS * sliced.FEATURES, 4 * sliced.ROWS * sliced.CLASSES
+    features, labels = 4 * sharded.ROWS * sharded.FEATURES, 4 * sharded.ROWS * sharded.CLASSES
     moved = (K - 1) / K * (2 * features + labels)  # all workers together
     scalars = 2 * (K - 1) / K * (4 + 4 + 4 + 16)  # the loss and its derivative, the mean loss, the counts
-    exchange = jc.wire_report(jc.plump_dp(), sliced.params()["bottom"], K)
+    exchange = jc.wire_report(jc.plump_dp(), sharded.params()["bottom"], K)
     assert float(traced.received) == moved / K + exchange.received + scalars
 
 
 def slices_over_model():
     """The shapes that one device holds, on a model axis of 2, by group: those in slices, and the others."""
-    own, specs = sliced.params(), sliced.OVER_MODEL
-    kernel = jax.ShapeDtypeStruct((sliced.FEATURES, sliced.HIDDEN // 2), jnp.float32)
-    bias = jax.ShapeDtypeStruct((sliced.HIDDEN // 2,), jnp.float32)
-    down = jax.ShapeDtypeStruct((sliced.HIDDEN // 2, sliced.CLASSES), jnp.float32)
+    own, specs = sharded.params(), sharded.OVER_MODEL
+    kernel = jax.ShapeDtypeStruct((sharded.FEATURES, sharded.HIDDEN // 2), jnp.float32)
+    bias = jax.ShapeDtypeStruct((sharded.HIDDEN // 2,), jnp.float32)
+    down = jax.ShapeDtypeStruct((sharded.HIDDEN // 2, sharded.CLASSES), jnp.float32)
     assert specs["down"]["bias"] == P()
     return [kernel, bias, down], [own["bottom"], own["down"]["bias"]]
 
@@ -79,10 +79,10 @@ def test_a_gradient_in_slices_is_not_gathered(name, method):
     loss, counts = 2 * 3 / 4 * 4, 2 * 7 / 8 * 16
     assert float(sum(t.received for t in over[4])) == pytest.approx(predicted + loss)
     assert float(sum(t.received for t in over[8])) == counts
-    activations = 4 * sliced.ROWS // 4 * max(sliced.FEATURES, sliced.CLASSES)
+    activations = 4 * sharded.ROWS // 4 * max(sharded.FEATURES, sharded.CLASSES)
     copied_bytes = sum(4 * leaf.size for leaf in jax.tree.leaves(copied))
     assert sum(t.operand_bytes for t in over[2]) <= 2 * activations + copied_bytes
-    assert max((t.operand_bytes for t in over[2]), default=0) < 4 * sliced.FEATURES * sliced.HIDDEN // 2
+    assert max((t.operand_bytes for t in over[2]), default=0) < 4 * sharded.FEATURES * sharded.HIDDEN // 2
     assert not [t for t in over[2] if t.op == "all_gather"]
     if name == "tensor parallel":
         assert compiled.received == traced.received

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from tests.jaxcomm.parallel import sliced
+from tests.jaxcomm.parallel import sharded
 from tests.jaxcomm.steps import init_state
 
 METHODS = {"dct_dp": jc.dct_dp(0.9, life_span=2), "powersgd": jc.powersgd(2), "quant_dp": jc.quant_dp(8)}
@@ -20,13 +20,13 @@ METHODS = {"dct_dp": jc.dct_dp(0.9, life_span=2), "powersgd": jc.powersgd(2), "q
 def test_ways_agree_with_compression(method, ways):
     """By hand, by the compiler, and on a mesh of Explicit axes."""
     tx = jc.chain(METHODS[method], optax.sgd(0.1, momentum=0.9))
-    by_hand, metrics = sliced.trained("tensor parallel", tx, 3)
-    dense = sliced.trained_on_one_device(optax.sgd(0.1, momentum=0.9), 3)
+    by_hand, metrics = sharded.trained("tensor parallel", tx, 3)
+    dense = sharded.trained_on_one_device(optax.sgd(0.1, momentum=0.9), 3)
     assert 1e-6 < np.abs(np.asarray(by_hand.params["up"]["kernel"]) - dense["up"]["kernel"]).max() < 0.1
     # A number between two levels may fall to either side.
     near = {"rtol": 1e-3, "atol": 2e-3 if method == "quant_dp" else 1e-4}
     for name in ways:
-        other, others = sliced.trained(name, tx, 3)
+        other, others = sharded.trained(name, tx, 3)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **near), by_hand.params, other.params)
         for count in jc.ExchangeMetrics._fields:
             assert int(metrics[count]) == int(others[count])
@@ -34,11 +34,11 @@ def test_ways_agree_with_compression(method, ways):
 
 def test_without_slices_it_is_the_data_parallel_step():
     tx, mesh = jc.chain(jc.sign(), optax.sgd(0.1, momentum=0.9)), jc.make_mesh(data=4)
-    state, other = init_state(sliced.params(), tx, mesh, specs=P()), init_state(sliced.params(), tx, mesh)
-    step = sliced.compiled(jc.make_train_step(sliced.whole, tx, mesh, specs=P()), state)
-    expected = sliced.compiled(jc.make_train_step(sliced.whole, tx, mesh), other)
-    for batch in sliced.batches(3):
-        batch = sliced.on(mesh, batch)
+    state, other = init_state(sharded.params(), tx, mesh, specs=P()), init_state(sharded.params(), tx, mesh)
+    step = sharded.compiled(jc.make_train_step(sharded.whole, tx, mesh, specs=P()), state)
+    expected = sharded.compiled(jc.make_train_step(sharded.whole, tx, mesh), other)
+    for batch in sharded.batches(3):
+        batch = sharded.on(mesh, batch)
         (state, metrics), (other, others) = step(state, batch), expected(other, batch)
         assert metrics.keys() == others.keys()
         for name, value in metrics.items():
