@@ -158,9 +158,9 @@ def test_slices_that_send_everything_train_like_workers_alone(tmp_path):
     changes = {"steps": 6, "architecture": MLP}
     alone, sliced = (run(tmp_path / str(n), PlumpDp(), slices=n, **changes) for n in (1, 2))
     assert len(set(alone.losses)) == 6
-    np.testing.assert_allclose(sharded.losses, alone.losses, rtol=1e-5)
-    assert sharded.summary.scores == pytest.approx(alone.summary.scores, rel=1e-5)
-    flat = jax.tree.leaves(jax.tree.map(np.ravel, jax.device_get((alone.state.params, sharded.state.params))))
+    np.testing.assert_allclose(sliced.losses, alone.losses, rtol=1e-5)
+    assert sliced.summary.scores == pytest.approx(alone.summary.scores, rel=1e-5)
+    flat = jax.tree.leaves(jax.tree.map(np.ravel, jax.device_get((alone.state.params, sliced.state.params))))
     half = len(flat) // 2
     np.testing.assert_allclose(np.concatenate(flat[half:]), np.concatenate(flat[:half]), rtol=1e-4, atol=1e-6)
 
