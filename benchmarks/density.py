@@ -151,8 +151,8 @@ def train(config: Config, K: int, kept: float) -> Any:
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
     tx = optax.chain(jc.dgc(1 - kept, momentum=MOMENTUM, collective="gather"), optax.sgd(config.learning_rate))
-    state = jc.init_state(model.params, tx, K)
     step = jc.simulate(loss, tx, K)
+    state = step.init(model.params)
 
     @jax.jit
     def select(state: Any, batch: Any) -> tuple[jax.Array, jax.Array]:

@@ -173,7 +173,7 @@ def _data_parallel(model: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
 
     whole = split(model)
     step = jc.make_train_step(_whole_loss(whole.graph, loss_fn), tx, mesh, has_state=True)
-    return jc.init_state(whole.params, tx, mesh, model_state=whole.stats), step
+    return step.init(whole.params, whole.stats), step
 
 
 def _pipeline(model: Any, cuts: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
