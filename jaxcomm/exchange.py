@@ -114,7 +114,7 @@ def keep_unless(ok: jax.Array, new: Any, old: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """A method of exchanging gradients: each worker's own in, their mean out.
+    """A method of exchanging gradients: those of each worker in, their mean out.
 
     In each step, a worker's gradient (which must differ between workers: the check refuses one that JAX has already
     reduced) goes to the hook `average`, which returns the mean over the workers. If some worker's gradient has a
@@ -389,7 +389,7 @@ def vary_exchanged(tree: Any, state: Any, axis_name: AxisName) -> Any:
     Args:
       tree: the parameters, or another tree of their structure.
       state: the optimizer's state.
-      axis_name: the axis of workers, or the axes along which they lie.
+      axis_name: the axis of workers, or the axes.
     """
     paths = bypassing(state, tree)
 

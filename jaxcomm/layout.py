@@ -1,4 +1,4 @@
-"""How the tensors of a gradient lie in one flat vector, and which of them are compressed.
+"""Where the tensors of a gradient are in one flat vector, and which of them are compressed.
 
 Everything here is static: shapes in, numbers out. One flat vector with a segment per tensor keeps the compiled program
 as small for 161 tensors as for one.

@@ -37,7 +37,7 @@ class Job:
       info: of the dataset.
       task: loss and scores.
       mesh: of the workers, and of the stages of each.
-      axis: the axis of workers, or the axes along which they lie.
+      axis: the axis of workers, or the axes.
       start: seed -> the fresh state, on the mesh.
       step: (state, batch) -> (state, metrics).
       verify: (state, batch) -> a line that says which bytes were predicted and compiled; an error if they disagree.

@@ -117,7 +117,7 @@ def plan_late_multiply(
 
     Late, each worker receives the other workers' rows of inputs and errors, B (K-1)/K * (N + M) * `activation_bytes`;
     dense, 2 (K-1)/K * 4 N M bytes. So with float32 a layer multiplies late if B < 2 N M / (N + M). A layer with
-    mode="auto" decides alike, always against a dense exchange.
+    mode="auto" decides in the same way, always against a dense exchange.
 
     Args:
       kernels: {path: (N, M)}, a path being the place of the layer in the parameters, parts joined by "/"; or parameters
@@ -127,7 +127,7 @@ def plan_late_multiply(
       exchange: what exchanges the gradients of the others; None for a dense exchange. Its bytes are those that it
         would receive for the kernel alone.
       activation_bytes: bytes of a number of the inputs and errors: 4, or 2 for bfloat16 and float16.
-      axis_name: the axis of workers that `exchange` was made for, or the axes along which they lie.
+      axis_name: the axis of workers that `exchange` was made for, or the axes.
 
     Returns:
       The plan; `print` it to see each layer's choice and why.

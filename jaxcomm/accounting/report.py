@@ -116,8 +116,8 @@ def wire_report(
       tx: a transformation or chain with an exchange in it.
       params: the parameters, or `jax.ShapeDtypeStruct`s of their shapes.
       workers: K, or the number along each axis.
-      beside: collectives that gradients cost beside the exchange: `plan.traffic` of `plan_late_multiply`.
-      axis_name: the axis of workers that `tx` was made for, or the axes along which they lie, outermost first.
+      beside: collectives that gradients cost in addition to the exchange: `plan.traffic` of `plan_late_multiply`.
+      axis_name: the axis of workers that `tx` was made for, or the axes, outermost first.
     """
     sizes, names = check_workers(workers, axis_name), axis_names(axis_name)
     mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
@@ -174,10 +174,10 @@ def verify(
       tx: the transformation that exchanges the gradients in it.
       params: the parameters, or their shapes.
       workers: K, or the number along each axis.
-      other_bytes: bytes that the step may receive beside the exchange (losses and metrics). Those of a model's state
+      other_bytes: bytes that the step may receive in addition to the exchange (losses and metrics). Those of a model's state
         in a `TrainState` among the arguments are added.
       beside: as in `wire_report`.
-      axis_name: the axis of workers, or the axes along which they lie, outermost first.
+      axis_name: the axis of workers, or the axes, outermost first.
       mesh: the mesh of the step, where it has other axes than the workers': collectives over those alone do not count.
       steps: train steps that the function takes, in a `jax.lax.scan`.
 
@@ -213,7 +213,7 @@ def check_bytes(
       args: its arguments.
       traced: the report of the traced step.
       claimed: the exchange, of one train step.
-      others: bytes that a train step may receive beside the exchange.
+      others: bytes that a train step may receive in addition to the exchange.
       mesh: the mesh of the step, or None if all collectives count.
       names: the axes of workers: others do not count. Empty if all collectives count.
       steps: train steps that the function takes.

@@ -158,7 +158,7 @@ class BlockSigns:
     2019.
 
     Attributes:
-      layout: the flat vector; what lies in the padding of a block stays zero.
+      layout: the flat vector; what is in the padding of a block stays zero.
     """
 
     layout: Layout

@@ -31,7 +31,7 @@ class ValueCodec:
     def rounded(self, values: jax.Array) -> jax.Array:
         """Returns the float32 values that the receiver will see.
 
-        A finite value stays finite: what lies beyond the largest number of the wire's type is sent as that number (and
+        A finite value stays finite: what is beyond the largest number of the wire's type is sent as that number (and
         error feedback keeps the rest).
         """
         info = jnp.finfo(self.dtype)

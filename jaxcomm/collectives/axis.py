@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-AxisName = str | tuple[str, ...]  # the workers may lie along several axes of a mesh
+AxisName = str | tuple[str, ...]  # the workers may be along several axes of a mesh
 
 # The name of an axis of one worker, along which parameters are made to differ to see what depends on them: JAX tracks
 # it like any other (see parallel/agreement.py).

@@ -72,7 +72,7 @@ class Regions:
 
     @property
     def size(self) -> int:
-        """Elements of a region; the last ones may reach beyond n, or lie there."""
+        """Elements of a region; the last ones may reach beyond n, or start there."""
         return -(-self.layout.n // (self.workers * BLOCK)) * BLOCK
 
     @property
@@ -117,7 +117,7 @@ class Regions:
         return self.indices.decode(payload), self.values.decode(payload["values"], self.region.n_slots)
 
     def exchange(
-        self, vector: jax.Array, mask: jax.Array, turn: jax.Array, status: jax.Array, axis_name: str
+        self, vector: jax.Array, mask: jax.Array, start: jax.Array, status: jax.Array, axis_name: str
     ) -> Balanced:
         """Sums the masked coordinates over the workers, and keeps as many of the largest sums as there are slots.
 
@@ -127,7 +127,7 @@ class Regions:
           vector: (n,) float32.
           mask: (n/32,) uint32, the selected coordinates. What a region has no slot for is not sent and counts as
             overflow.
-          turn: which coordinates of a region with too many are sent, see `compact`.
+          start: which coordinates of a region with too many are sent, see `compact`.
           status: () uint32, this worker's, of `write_status`.
           axis_name: the axis of workers.
         """
@@ -139,7 +139,7 @@ class Regions:
             payload, selection = self._encode(values, selection, [status])
             return payload, selection.slots
 
-        payload, slots = jax.vmap(encode_own)(by_region, compact_rows(words, self.region, turn))
+        payload, slots = jax.vmap(encode_own)(by_region, compact_rows(words, self.region, start))
         like = jax.tree.map(lambda rows: jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), payload)
         values = jax.vmap(lambda row: self.values.decode(row, self.region.n_slots))(payload["values"])  # (K, R)
 
@@ -184,6 +184,6 @@ class Regions:
         )
 
     def _in_place(self, leftover: jax.Array, me: jax.Array) -> jax.Array:
-        """Puts an owner's region (size,) where it lies in a vector of zeros (n,)."""
+        """Puts an owner's region (size,) at its place in a vector of zeros (n,)."""
         zeros = jnp.zeros(self.workers * self.size, jnp.float32)
         return lax.dynamic_update_slice(zeros, leftover, (me * self.size,))[: self.layout.n]

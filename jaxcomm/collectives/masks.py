@@ -58,7 +58,7 @@ class MaskUnion:
     def _part_words(self, k: int) -> int:
         return -(-self.layout.n_words // k)
 
-    def __call__(self, mask: jax.Array, row: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, mask: jax.Array, row: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Combines the publishers' masks.
 
         Each worker receives 2 (K-1)/K * n/8 bytes as a bitmap, and coded 2 (K-1)/K * r payloads of positions (K-1 of
@@ -67,7 +67,7 @@ class MaskUnion:
         Args:
           mask: (n/32,) uint32, this worker's own.
           row: (S,) int32, for every segment the worker's number among its publishers, from 0; -1 where it is none.
-          turn: which coordinates of a mask with more than there is room for are coded, see `compact`.
+          start: which coordinates of a mask with more than there is room for are coded, see `compact`.
 
         Returns:
           The union (n/32,) uint32, and the coordinates that publishers had no room for: () float32; the same on every
@@ -75,7 +75,7 @@ class MaskUnion:
         """
         published = jnp.where(self.layout.per_block(row >= 0)[:, None], mask.reshape(-1, BLOCK_WORDS), 0).reshape(-1)
         if self.is_coded():
-            return self._coded(published, row, turn)
+            return self._coded(published, row, start)
         return self._bitmap(published), jnp.zeros((), jnp.float32)
 
     def _bitmap(self, mask: jax.Array) -> jax.Array:
@@ -89,8 +89,8 @@ class MaskUnion:
         parts, _ = two_shot(rows, unite, self.axis_name)
         return parts.reshape(-1)[:n_words]
 
-    def _coded(self, mask: jax.Array, row: jax.Array, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
-        selection = compact(mask, self.layout, turn)
+    def _coded(self, mask: jax.Array, row: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+        selection = compact(mask, self.layout, start)
         segments, capacities = len(self.layout.sizes), self.layout.capacities
         segment = np.repeat(np.arange(segments), capacities)
         # Slots fill from the front of their segment, so that a count says which are in use.

@@ -106,7 +106,7 @@ def received_on_ring(regions: Regions) -> int:
 
 
 def ring_sum(
-    regions: Regions, vector: jax.Array, mask: jax.Array, turn: jax.Array, status: jax.Array, axis_name: str
+    regions: Regions, vector: jax.Array, mask: jax.Array, start: jax.Array, status: jax.Array, axis_name: str
 ) -> tuple[Balanced, jax.Array]:
     """Sums the masked coordinates over the workers, region by region on a ring.
 
@@ -126,7 +126,7 @@ def ring_sum(
       regions: of the flat vector; room for what one worker selects of each.
       vector: (n,) float32.
       mask: (n/32,) uint32, the selected coordinates. What a region has no slot for is not sent and counts as overflow.
-      turn: which coordinates of a region with too many are sent, see `compact`.
+      start: which coordinates of a region with too many are sent, see `compact`.
       status: () uint32, this worker's, of `write_status`.
       axis_name: the axis of workers.
 
@@ -138,7 +138,7 @@ def ring_sum(
     k = regions.workers
     by_region, words = regions.cut(vector, mask)  # (K, size), (K, size/32)
     me = lax.axis_index(axis_name)
-    selection = compact_rows(words, regions.region, turn)
+    selection = compact_rows(words, regions.region, start)
     own = jnp.where(jax.vmap(bits.unpack)(selection.words), by_region, 0.0)
     onward = [(worker, (worker + 1) % k) for worker in range(k)]
 

@@ -157,7 +157,7 @@ class Largest(Whole):
 
 @dataclass(frozen=True)
 class Sketch(Whole):
-    """A random projection of every sample to k numbers forward; the whole gradient backward.
+    """A random projection of every sample to k numbers forward; all of the gradient backward.
 
     The receiver works with x S S^T, where the entries of S (d, k) are normal with variance 1/k: x on average. The
     gradient goes back as if nothing had been lost.

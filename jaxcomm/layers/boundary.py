@@ -83,7 +83,7 @@ def dct_mp(
     With sparsity 0 everything is sent, and nothing is changed.
 
     The two ablations of the paper lose accuracy there, and are here to show it. `"sketch"` sends a random projection to
-    as many numbers forward, and the whole gradient backward. `"topk_gradient"` sends whole activations forward, and of
+    as many numbers forward, and all of the gradient backward. `"topk_gradient"` sends whole activations forward, and of
     the gradient the largest of every sample with their positions, with error feedback: the rest waits for whichever
     sample has the same row in the next step.
 

@@ -55,8 +55,8 @@ def late_multiply(
       x: (..., N), each worker's own rows; float32, bfloat16 or float16. The product is computed, and the errors travel,
         in this type.
       kernel: (N, M), the same on every worker with "late", each worker's own with "reduce".
-      bias: (M,) or None, alike.
-      axis_name: the axis of workers, or the axes along which they lie. Where none is in scope, as in evaluation, there
+      bias: (M,) or None; as the kernel.
+      axis_name: the axis of workers, or the axes. Where none is in scope, as in evaluation, there
         is one worker, and this is the plain product with its plain gradient.
       mode: "late"; "reduce", the plain product, whose gradient is to be exchanged; or "auto", "late" exactly if it
         moves fewer bytes than a dense exchange of the kernel: for 4 bytes a number if the global batch, in rows, is

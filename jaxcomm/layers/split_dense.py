@@ -28,7 +28,7 @@ def split_dense(
 ) -> jax.Array:
     """Multiplies the rows of all workers by a kernel of which each worker holds a slice.
 
-    Between layers an array lies either in rows, (B/K, N): each worker has all features of its own rows, as
+    Between layers an array is either in rows, (B/K, N): each worker has all features of its own rows, as
     convolutions leave them; or in features, (B, N/K): each worker has some features of all rows. A kernel (N, M) is
     split by its outputs, (N, M/K), or by its inputs, (N/K, M); the shape of the slice tells. What moves, and what each
     worker receives in elements, times (K-1)/K; as much again in the backward pass, which sends errors the other way:
@@ -52,8 +52,8 @@ def split_dense(
         P("data").
       bias_slice: (M/K,), each worker's own; or, for outputs in rows, (M,), the same on every worker.
       axis_name: the axis of workers.
-      inputs: whether x lies in "rows" or in "features".
-      outputs: whether y shall lie in "rows" or in "features".
+      inputs: whether x is in "rows" or in "features".
+      outputs: whether y is to be in "rows" or in "features".
 
     Returns:
       (B/K, ..., M), this worker's own rows; or (B, ..., M/K), this worker's own features, of all rows.
@@ -181,8 +181,8 @@ class SplitLayer:
     Attributes:
       widths: (N, M).
       by: "outputs" or "inputs", the side of the kernel that is cut.
-      inputs: where its inputs lie, "rows" or "features".
-      outputs: where its outputs lie.
+      inputs: where its inputs are, "rows" or "features".
+      outputs: where its outputs are.
       received: bytes that each worker receives, forward and backward.
     """
 
@@ -282,7 +282,7 @@ def _widths(x: jax.Array, kernel: jax.Array, workers: int, inputs: Place, output
     """Returns M, and whether the kernel is split by its outputs."""
     if inputs not in _PLACES or outputs not in _PLACES:
         raise ValueError(
-            f"Activations lie in 'rows' or in 'features', got inputs={inputs!r} and outputs={outputs!r}: pass one."
+            f"Activations are in 'rows' or in 'features', got inputs={inputs!r} and outputs={outputs!r}: pass one."
         )
     if x.ndim < 2 or kernel.ndim != 2:
         raise ValueError(
@@ -294,7 +294,7 @@ def _widths(x: jax.Array, kernel: jax.Array, workers: int, inputs: Place, output
     if not by_outputs and kernel.shape[0] * workers != n:
         raise ValueError(
             f"A slice of a kernel has all {n} inputs or 1/{workers} of them, got {kernel.shape} for inputs {x.shape} "
-            f"in {inputs}: give the kernel the spec P(None, axis) or P(axis), and say where x lies (inputs=)."
+            f"in {inputs}: give the kernel the spec P(None, axis) or P(axis), and say where x is (inputs=)."
         )
     m = kernel.shape[1] * (workers if by_outputs else 1)
     if outputs == "rows":

@@ -18,7 +18,7 @@ from jaxcomm.types import ExchangeMetrics
 
 @dataclass(frozen=True, kw_only=True)
 class CodedExchange(Exchange):
-    """One code of the whole gradient per worker and step.
+    """One code of every coordinate per worker and step.
 
     Attributes:
       dense_below: tensors with fewer elements are sent dense, as float32.

@@ -13,7 +13,7 @@ from jaxcomm.checks import check_count, check_range, check_sparsity
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, own_row, transformation
 from jaxcomm.layout import Layout
 from jaxcomm.methods.sparse import SparseExchange, drain
-from jaxcomm.selectors import draw_turn, order_statistic, select_threshold
+from jaxcomm.selectors import draw_start, order_statistic, select_threshold
 from jaxcomm.selectors.topk import dropped
 from jaxcomm.types import PerWorker
 
@@ -115,7 +115,7 @@ class DctDp(SparseExchange):
 
         def sparse() -> tuple[Exchanged, jax.Array]:
             mask = select_threshold(vector.sum(), threshold, layout)
-            out, received = self.send(gradient, vector, mask, draw_turn(self.seed, step))
+            out, received = self.send(gradient, vector, mask, draw_start(self.seed, step))
             return out, received.overfull
 
         def dense() -> tuple[Exchanged, jax.Array]:

@@ -12,7 +12,7 @@ from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, transformation
 from jaxcomm.layout import Layout
 from jaxcomm.methods.momentum import MomentumCorrection
 from jaxcomm.methods.sparse import SparseExchange, drain, exchange_densely
-from jaxcomm.selectors import draw_turn, select_topk
+from jaxcomm.selectors import draw_start, select_topk
 from jaxcomm.selectors.topk import kept
 from jaxcomm.types import PerWorker
 
@@ -63,7 +63,7 @@ class Dgc(MomentumCorrection, SparseExchange):
         gradient, vector, velocity = self.correct(gradient, state.memory)
 
         def sparse(mask: jax.Array) -> tuple[Exchanged, jax.Array]:
-            out, received = self.send(gradient, vector, mask, draw_turn(0, step))
+            out, received = self.send(gradient, vector, mask, draw_start(0, step))
             return out, self.masked(velocity.flat, received.sent.position, received.sent.filled)
 
         def warm_up(mask: jax.Array) -> tuple[Exchanged, jax.Array]:

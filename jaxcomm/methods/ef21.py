@@ -12,7 +12,7 @@ from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, transformation,
 from jaxcomm.layout import Layout
 from jaxcomm.methods.sparse import SparseExchange
 from jaxcomm.numerics import is_finite_narrow
-from jaxcomm.selectors import draw_turn, select_topk
+from jaxcomm.selectors import draw_start, select_topk
 from jaxcomm.selectors.topk import kept
 from jaxcomm.types import ExchangeMetrics
 
@@ -64,7 +64,7 @@ class Ef21(SparseExchange):
         means, counts = dense_means, jnp.zeros(2)
         if layout.sizes:
             mask = select_topk(difference.sum(), layout)
-            received = self.collective_of(layout)(difference, mask, draw_turn(0, state.step))
+            received = self.collective_of(layout)(difference, mask, draw_start(0, state.step))
             estimate = estimate + received.total(received.ok) / axis_size(self.axis_name)
             compressed = layout.as_leaves(layout.unflatten(estimate))
             ok = ok & received.ok & jnp.isfinite(estimate).all() & is_finite_narrow(compressed)

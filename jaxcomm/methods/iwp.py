@@ -21,7 +21,7 @@ from jaxcomm.layout import Layout
 from jaxcomm.methods.momentum import MomentumCorrection
 from jaxcomm.methods.shared import SharedExchange
 from jaxcomm.methods.sparse import drain, exchange_densely
-from jaxcomm.selectors import compact, draw_turn, order_statistic
+from jaxcomm.selectors import compact, draw_start, order_statistic
 from jaxcomm.selectors.importance import importance, select_important, spread
 from jaxcomm.selectors.threshold import select_threshold
 from jaxcomm.types import PerWorker
@@ -155,7 +155,7 @@ class Iwp(MomentumCorrection, SharedExchange):
                 )
 
         def compactly() -> tuple[Exchanged, jax.Array]:
-            selection = compact(mask, layout, draw_turn(self.seed, step))
+            selection = compact(mask, layout, draw_start(self.seed, step))
             out = self.send(gradient, vector, selection.slots, selection.overflow)
             counted = out.metrics.overflow + jnp.where(out.ok, cut, 0.0)
             out = out._replace(metrics=out.metrics._replace(overflow=counted))
@@ -190,7 +190,7 @@ class Iwp(MomentumCorrection, SharedExchange):
 
         def unite(codec: str) -> tuple[jax.Array, jax.Array]:
             union = MaskUnion(layout, codec, self.publishers, self.axis_name)
-            return union(mask, row, draw_turn(self.seed, step))
+            return union(mask, row, draw_start(self.seed, step))
 
         if self.warmup_steps == 0:
             return unite(self.mask_codec)

@@ -195,7 +195,7 @@ class SlimDp(LocalExchange):
         core, rest = old.order[:size], old.order[size:]
 
         def explorer(worker: jax.Array, owner: jax.Array) -> jax.Array:
-            """Returns where a worker's explorer lies in an owner's part, as places among the others: (e,) int32."""
+            """Returns where a worker's explorer is in an owner's part, as places among the others: (e,) int32."""
             (start, part), key = part_of(others, workers, owner), noise.make_key(seed, old.round, worker)
             uniform = noise.uniform(key, share, owner * share)
             offset = noise.integers(key, part[None], workers * share + owner)[0]

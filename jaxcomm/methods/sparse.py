@@ -19,7 +19,7 @@ from jaxcomm.collectives.sparse import COLLECTIVES, Accumulated, Received, Spars
 from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, zeros_unless
 from jaxcomm.layout import Layout, plan_layout
 from jaxcomm.numerics import is_finite_narrow
-from jaxcomm.selectors import draw_turn
+from jaxcomm.selectors import draw_start
 from jaxcomm.types import ExchangeMetrics
 
 
@@ -76,7 +76,7 @@ class SparseExchange(Exchange):
         if not gradient.layout.sizes:
             return drain(gradient, vector, self.axis_name), state.memory
         mask = self.select(vector.sum(), gradient.layout)
-        return self.send(gradient, vector, mask, draw_turn(0, state.step))[0], state.memory
+        return self.send(gradient, vector, mask, draw_start(0, state.step))[0], state.memory
 
     def send(
         self, gradient: Gradient, vector: Accumulated, mask: jax.Array, start: jax.Array
@@ -87,7 +87,7 @@ class SparseExchange(Exchange):
           gradient: the worker's gradient; only its dense leaves are read.
           vector: gradient + residual of the others.
           mask: (n/32,) uint32.
-          start: of `draw_turn`, which of too many coordinates have slots; what has none may otherwise starve.
+          start: of `draw_start`, which of too many coordinates have slots; what has none may otherwise starve.
 
         Returns:
           What comes back from the exchange, and from the collective.

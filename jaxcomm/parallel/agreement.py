@@ -31,7 +31,7 @@ def check_agreement(
       state: the train state.
       batch: the global batch.
       axes: the sizes of the mesh's axes by their names.
-      axis_name: the axis of workers, or the axes along which they lie.
+      axis_name: the axis of workers, or the axes.
 
     Raises:
       ValueError: naming the parameters.

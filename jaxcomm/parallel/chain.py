@@ -189,7 +189,7 @@ def split_chain(
       tx: one exchange of gradients, or a `jaxcomm.chain` with one among its links.
       params: the parameters, or their shapes.
       sizes: the number of workers along each axis.
-      axis_name: the axis of workers, or the axes along which they lie.
+      axis_name: the axis of workers, or the axes.
 
     Raises:
       ValueError: for another chain; for one without an exchange, with a local one, or with an exchange whose `where`

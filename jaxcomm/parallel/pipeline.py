@@ -79,12 +79,12 @@ class Pipeline:
 
     @cached_property
     def param_slots(self) -> StackedParams:
-        """Where the parameters of every stage lie in the state of a run."""
+        """Where the parameters of every stage are in the state of a run."""
         return plan_stacked(self.params)
 
     @cached_property
     def state_slots(self) -> StackedParams:
-        """Where the model state of every stage lies."""
+        """Where the model state of every stage is."""
         return plan_stacked([()] * self.size if self.model_state is None else self.model_state)
 
     def boundary(self, stage: int) -> Boundary:

@@ -224,13 +224,13 @@ def _of_mesh(state: TrainState) -> TrainState:
 
 
 def _broken_together(gradients: Any, stage_axis: str) -> Any:
-    """Has all stages of a worker see a gradient that is not finite where one does, so that they skip alike."""
+    """Has all stages of a worker see a gradient that is not finite where one does, so that all skip."""
     broken = lax.psum((~is_finite_tree(gradients)).astype(jnp.int32), stage_axis) > 0
     return jax.tree.map(lambda leaf: jnp.where(broken, jnp.full_like(leaf, jnp.nan), leaf), gradients)
 
 
 def _over_stages(metrics: dict[str, jax.Array], stage_axis: str) -> dict[str, jax.Array]:
-    """Puts the metrics of all stages together: sums, but for what every stage does alike."""
+    """Puts the metrics of all stages together: sums, except what every stage does."""
     total = lax.psum(jnp.stack([value.astype(jnp.float32) for value in metrics.values()]), stage_axis)
     together = dict(zip(metrics, total, strict=True))
     for name in ("skipped", "drained"):

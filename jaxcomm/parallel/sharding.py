@@ -53,7 +53,7 @@ class ShardedExchange:
 
     Attributes:
       mesh: the mesh.
-      axis_name: the axis of workers, or the axes along which they lie, outermost first.
+      axis_name: the axis of workers, or the axes, outermost first.
       specs: the PartitionSpec of every parameter, in tree order.
       chain: the parts of the chain.
     """
@@ -205,7 +205,7 @@ def plan_shards(
       mesh: the mesh.
       specs: PartitionSpecs, a tree like that of the parameters or a prefix of it.
       params: the parameters, or their shapes.
-      axis_name: the axis of workers, or the axes along which they lie.
+      axis_name: the axis of workers, or the axes.
 
     Raises:
       ValueError: for specs of another tree, of axes that are not on the mesh, of some of the workers' axes without the

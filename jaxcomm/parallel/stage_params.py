@@ -2,7 +2,7 @@
 
 In a program that every device runs, all devices hold arrays of the same shapes. The tensors of each stage are put into
 slots: the largest of every stage into the first, and so on, so that little is padded. A slot has the shape of its
-tensors where they agree, which is everywhere for stages that are alike, and is a vector of the largest size elsewhere.
+tensors where they agree, which is everywhere for equal stages, and is a vector of the largest size elsewhere.
 """
 
 import math
@@ -17,7 +17,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class StackedParams:
-    """Where the tensors of every stage lie.
+    """Where the tensors of every stage are.
 
     Attributes:
       shapes: of every slot.

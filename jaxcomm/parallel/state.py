@@ -21,7 +21,7 @@ class TrainState(NamedTuple):
       params: the parameters, the same on every worker; with a local method rows of them, see `global_params`.
       opt_state: the optimizer's state. Its `PerWorker` leaves have a row per worker, the rest is the same on every one.
       step: () int32, steps so far, skipped ones included.
-      model_state: what the model keeps beside its parameters and changes without a gradient, such as the running
+      model_state: what the model keeps besides its parameters and changes without a gradient, such as the running
         statistics of batch normalisation: floats, the same on every worker. Empty for most models.
     """
 

@@ -55,7 +55,7 @@ class TrainStep(ABC):
 
     Attributes:
       tx: the chain, with one exchange of this library in it.
-      axis_name: the axis of workers, or the axes along which they lie, outermost first.
+      axis_name: the axis of workers, or the axes, outermost first.
       sizes: the number of workers along each axis.
     """
 
@@ -99,7 +99,7 @@ class TrainStep(ABC):
         Args:
           params: the parameters, the same in every process. They are copied: a step that donates its state does not
             take the caller's arrays away.
-          model_state: what the model keeps beside its parameters (running statistics), of floats, the same in every
+          model_state: what the model keeps besides its parameters (running statistics), of floats, the same in every
             process; copied as well. For a step with `has_state`.
 
         Raises:
@@ -119,7 +119,7 @@ class TrainStep(ABC):
         return global_params(state)
 
     def model_state(self, state: TrainState) -> Any:
-        """Returns what the model keeps beside its parameters."""
+        """Returns what the model keeps besides its parameters."""
         return state.model_state
 
     def resize(self, state: TrainState, workers: int) -> TrainState:
@@ -136,9 +136,9 @@ class TrainStep(ABC):
         Args:
           state: the state, or its shapes.
           batch: the batch, or its shapes.
-          other_bytes: bytes that the step may receive beside the exchange (losses and metrics). Those of the model's
+          other_bytes: bytes that the step may receive in addition to the exchange (losses and metrics). Those of the model's
             state are added.
-          beside: collectives that gradients cost beside the exchange: `plan.traffic` of `plan_late_multiply`.
+          beside: collectives that gradients cost in addition to the exchange: `plan.traffic` of `plan_late_multiply`.
 
         Returns:
           The report of the compiled step.
@@ -376,7 +376,7 @@ def _mean_over_workers(
 ) -> tuple[dict[str, jax.Array], Any]:
     """Averages scalars, and the leaves of a tree, over the workers in one all-reduce of float32.
 
-    What is `PerWorker` in the tree stays each worker's own.
+    What is `PerWorker` in the tree is not averaged.
     """
     nodes, treedef = jax.tree.flatten(tree, is_leaf=is_per_worker)
     leaves = [node for node in nodes if not is_per_worker(node)]

@@ -92,7 +92,7 @@ def make_train_step(
       has_aux: whether `loss_fn` returns a dict of scalars as well; they are averaged over the workers.
       has_state: whether `loss_fn` takes and returns `state.model_state` (which `init` is given), and a dict of scalars,
         which may be empty, whatever `has_aux` says. The new state has the structure, shapes and types of the old.
-      axis_name: the axis of workers, or the axes along which they lie, outermost first.
+      axis_name: the axis of workers, or the axes, outermost first.
       stage_axis: the axis of stages, of a pipeline.
       donate: reuse the state's buffers for the new state. The old state cannot be read afterwards.
 

@@ -1,7 +1,7 @@
 """Which coordinates travel. Selectors look at one worker's vector and never communicate."""
 
-from jaxcomm.selectors.selection import Selection, compact, compact_rows, draw_turn
+from jaxcomm.selectors.selection import Selection, compact, compact_rows, draw_start
 from jaxcomm.selectors.threshold import order_statistic, select_threshold
 from jaxcomm.selectors.topk import select_topk
 
-__all__ = ["Selection", "compact", "compact_rows", "draw_turn", "order_statistic", "select_threshold", "select_topk"]
+__all__ = ["Selection", "compact", "compact_rows", "draw_start", "order_statistic", "select_threshold", "select_topk"]

@@ -12,7 +12,7 @@ from jax import lax
 from jaxcomm import bits, noise
 from jaxcomm.layout import BLOCK_WORDS, Layout
 
-_TURN = 2**31 - 1  # no worker's number, which is what other keys have in its place
+_START = 2**31 - 1  # no worker's number, which is what other keys have in its place
 
 
 class Selection(NamedTuple):
@@ -52,50 +52,50 @@ def slots_of(words: jax.Array, rank: jax.Array, layout: Layout) -> bits.Slots:
     return bits.positions(words, first_slot.reshape(-1), layout.n_slots)
 
 
-def draw_turn(seed: int, step: jax.Array) -> jax.Array:
-    """Draws where a step begins to fill the slots of an overfull mask, the same on all workers: () float32, below 1."""
-    return noise.uniform(noise.make_key(seed, step, _TURN), 1)[0]
+def draw_start(seed: int, step: jax.Array) -> jax.Array:
+    """Draws the start offset of overfull masks in a step, the same on all workers: () float32, below 1."""
+    return noise.uniform(noise.make_key(seed, step, _START), 1)[0]
 
 
-def compact(words: jax.Array, layout: Layout, turn: jax.Array | None = None) -> Selection:
+def compact(words: jax.Array, layout: Layout, start: jax.Array | None = None) -> Selection:
     """Gives the selected coordinates of every segment its slots.
 
     Args:
       words: (n/32,) uint32, the mask of what was selected.
       layout: the segments and their capacities.
-      turn: () float32 in [0, 1), of `draw_turn`: where more are selected than have slots, begin with the one at this
-        fraction of them, and go round, so that all have their turn if that lasts for many steps. None begins with the
-        lowest index, for masks that fit.
+      start: () float32 in [0, 1), of `draw_start`: the start offset as a fraction of the selected count. If more
+        coordinates are selected than fit, a window from there on, with wrap-around, is sent, so that none starves. None
+        starts at the lowest index, for masks that fit.
     """
-    return _compact(words, layout, turn, lambda function: function)
+    return _compact(words, layout, start, lambda function: function)
 
 
-def compact_rows(words: jax.Array, layout: Layout, turn: jax.Array) -> Selection:
+def compact_rows(words: jax.Array, layout: Layout, start: jax.Array) -> Selection:
     """Does so for the masks (K, n/32) of K vectors of one layout; what it returns has K rows.
 
-    Other than under `jax.vmap`, nothing goes round where every mask fits.
+    Unlike `jax.vmap(compact)`, it skips the rotation where no mask overflows: `lax.cond` stays a real branch.
     """
-    return _compact(words, layout, turn, jax.vmap)
+    return _compact(words, layout, start, jax.vmap)
 
 
-def _compact(words: jax.Array, layout: Layout, turn: jax.Array | None, each: Callable[..., Any]) -> Selection:
+def _compact(words: jax.Array, layout: Layout, start: jax.Array | None, each: Callable[..., Any]) -> Selection:
     """Does so for what `each` maps a function over."""
     rank, count = each(partial(rank_in_segment, layout=layout))(words)
-    if turn is not None:
+    if start is not None:
         words, rank = lax.cond(
             jnp.any(count > np.asarray(layout.capacities, np.int32)),
-            lambda: each(partial(_go_round, turn=turn, layout=layout))(words, rank, count),
+            lambda: each(partial(_wrap_around, start=start, layout=layout))(words, rank, count),
             lambda: (words, rank),
         )
     return each(partial(_with_slots, layout=layout))(words, rank, count)
 
 
-def _go_round(
-    words: jax.Array, rank: jax.Array, count: jax.Array, turn: jax.Array, layout: Layout
+def _wrap_around(
+    words: jax.Array, rank: jax.Array, count: jax.Array, start: jax.Array, layout: Layout
 ) -> tuple[jax.Array, jax.Array]:
-    """Keeps as many set bits of every segment as it has slots, from one on and round; returns their rank as well."""
+    """Keeps as many set bits of every segment as it has slots, from one on, with wrap-around; returns their rank as well."""
     capacity = jnp.asarray(layout.capacities, jnp.int32)
-    first = jnp.minimum((turn * count.astype(jnp.float32)).astype(jnp.int32), count - 1)
+    first = jnp.minimum((start * count.astype(jnp.float32)).astype(jnp.int32), count - 1)
     first = jnp.where(count > capacity, first, 0)
 
     def up_to(limit: jax.Array) -> jax.Array:
