@@ -4,7 +4,7 @@
 
 The small twin of every model is trained on real batches of its dataset, dense, with momentum, weight decay and dropout:
 by data-parallel workers, in pipelines, both together, with tensor parallelism left to the compiler, and with the dense
-layers (or the embedding tables) in slices over the workers. What is printed is the largest difference of a loss from
+layers (or the embedding tables) sharded over the workers. What is printed is the largest difference of a loss from
 that of one device, over the loss. Batch normalisation takes its statistics over groups of 8 rows. The learning rate is
 low, because a network that is unstable makes anything of the last bit: with 0.02 the residual network's losses agree to
 2e-7 for four steps, and to 6e-3 after ten.
@@ -122,7 +122,7 @@ def train_losses(
       learning_rate: of SGD.
 
     Returns:
-      The loss of every step; None for a model with fewer blocks than stages, or with nothing to lie in slices.
+      The loss of every step; None for a model with fewer blocks than stages, or with nothing to shard.
     """
     import optax
 
@@ -194,7 +194,7 @@ def _pipeline(model: Any, cuts: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
 
 
 def _partitioned(model: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
-    """Every matrix whose outputs divide lies in slices over the model axis; XLA finds what has to move."""
+    """Every matrix whose outputs divide is sharded over the model axis; XLA finds what has to move."""
     import jax
     from jax.sharding import PartitionSpec as P
 
@@ -212,7 +212,7 @@ def _partitioned(model: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
 
 
 def _hybrid(make: Callable[..., Any], loss_fn: Any, tx: Any, mesh: Any) -> Any:
-    """Dense layers of convolutional models, or the tables of DLRM, lie in slices over the workers."""
+    """Dense layers of convolutional models, or the tables of DLRM, are sharded over the workers."""
     import jax
     from jax.sharding import PartitionSpec as P
 
@@ -220,7 +220,7 @@ def _hybrid(make: Callable[..., Any], loss_fn: Any, tx: Any, mesh: Any) -> Any:
     from models.dlrm import Dlrm
     from models.functional import split
     from models.split_linear import SplitLinear
-    from train.dense_layers import slices_of, takes_dense
+    from train.dense_layers import shards_of, takes_dense
 
     kind = type(make())
     if kind is Dlrm:
@@ -234,7 +234,7 @@ def _hybrid(make: Callable[..., Any], loss_fn: Any, tx: Any, mesh: Any) -> Any:
     def columns(path: Any, spec: P) -> P:
         return P(None, "data") if path[-1].key == "table" else spec
 
-    specs = jax.tree_util.tree_map_with_path(columns, slices_of(model))
+    specs = jax.tree_util.tree_map_with_path(columns, shards_of(model))
     step = jc.make_train_step(_whole_loss(whole.graph, loss_fn), tx, mesh, specs=specs, has_state=True)
     return step.init(whole.params, model_state=whole.stats), step
 

@@ -99,7 +99,7 @@ class Experiment:
     """What crosses between the stages."""
     dense_layers: Literal["exchange", "late", "split"] = "exchange"
     """What crosses the network for dense layers: their gradients, like all others; inputs and errors, for those where
-    that is less (late multiplication); or features and errors of layers that lie in slices over the workers, while
+    that is less (late multiplication); or features and errors of layers that are sharded over the workers, while
     the method exchanges the gradients of all others (hybrid parallelism)."""
     slices: int = 1
     """Groups of workers with fast links inside (slices of a TPU): dense inside, the method between them."""

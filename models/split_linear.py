@@ -1,4 +1,4 @@
-"""A dense layer that lies in slices over the workers (see `jaxcomm.split_dense`)."""
+"""A dense layer that is sharded over the workers (see `jaxcomm.split_dense`)."""
 
 from typing import Any
 

@@ -96,7 +96,7 @@ class Checkpoints:
             return Restored(_typed(state, like), head["data"], "")
         split = {axis: size for axis, size in mesh.shape.items() if axis != "data" and size > 1}
         if split or isinstance(like.opt_state, SplitState):
-            kind = f"on a mesh with {split}" if split else "that hold layers in slices"
+            kind = f"on a mesh with {split}" if split else "that hold shards of layers"
             raise ValueError(
                 "Another number of workers is for workers that hold the whole model each, got a checkpoint of "
                 f"{old} workers for {new} {kind}: go on with --workers {old}."

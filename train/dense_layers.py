@@ -1,4 +1,4 @@
-"""Dense layers that are not trained like the rest of a model: multiplied late, or in slices over the workers."""
+"""Dense layers that are not trained like the rest of a model: multiplied late, or sharded over the workers."""
 
 import dataclasses
 import inspect
@@ -57,8 +57,8 @@ def multiply_late(model: Model, experiment: Experiment, method: Method) -> jc.ac
     return plan
 
 
-def slices_of(model: Model) -> Any:
-    """Returns the PartitionSpec of every parameter: kernels of `SplitLinear` in slices, all others copied."""
+def shards_of(model: Model) -> Any:
+    """Returns the PartitionSpec of every parameter: kernels of `SplitLinear` sharded, all others copied."""
     split_layers = {path for path, _ in _layers(model, SplitLinear)}
 
     def spec(path: Any, leaf: Any) -> P:

@@ -21,7 +21,7 @@ from models.late_linear import LateLinear
 from models.split_linear import SplitLinear
 from train.architectures import choose_cuts, make_model
 from train.data import DatasetInfo, TranslationInfo, dataset_info
-from train.dense_layers import multiply_late, slices_of, with_dense
+from train.dense_layers import multiply_late, shards_of, with_dense
 from train.methods import make_chain
 from train.tasks import Task, make_task
 
@@ -160,7 +160,7 @@ def _sharded(
     def columns(leaf: Any) -> P:
         return P(None, "model") if leaf.ndim == 2 and leaf.shape[1] % ways == 0 else P()
 
-    specs = slices_of(model) if is_split else jax.tree.map(columns, whole.params)
+    specs = shards_of(model) if is_split else jax.tree.map(columns, whole.params)
     auto = () if is_split else ("model",)
     step = jc.make_train_step(loss_fn, tx, mesh, specs=specs, auto=auto, has_state=True, axis_name=axis)
     shapes = step.shapes(whole.params, whole.stats)

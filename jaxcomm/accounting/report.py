@@ -174,8 +174,8 @@ def verify(
       tx: the transformation that exchanges the gradients in it.
       params: the parameters, or their shapes.
       workers: K, or the number along each axis.
-      other_bytes: bytes that the step may receive in addition to the exchange (losses and metrics). Those of a model's state
-        in a `TrainState` among the arguments are added.
+      other_bytes: bytes that the step may receive in addition to the exchange (losses and metrics). Those of a model's
+        state in a `TrainState` among the arguments are added.
       beside: as in `wire_report`.
       axis_name: the axis of workers, or the axes, outermost first.
       mesh: the mesh of the step, where it has other axes than the workers': collectives over those alone do not count.

@@ -1,4 +1,4 @@
-"""Dense layers over the devices of data-parallel convolutions: each holds a slice of the features, or one holds all."""
+"""Dense layers over the devices of data-parallel convolutions: each holds a shard of the features, or one holds all."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ _PLACES: tuple[Place, Place] = ("rows", "features")
 
 def split_dense(
     x: jax.Array,
-    kernel_slice: jax.Array,
-    bias_slice: jax.Array | None = None,
+    kernel_shard: jax.Array,
+    bias_shard: jax.Array | None = None,
     *,
     axis_name: str = "data",
     inputs: Place = "rows",
     outputs: Place = "rows",
 ) -> jax.Array:
-    """Multiplies the rows of all workers by a kernel of which each worker holds a slice.
+    """Multiplies the rows of all workers by a kernel of which each worker holds a shard.
 
     Between layers an array is either in rows, (B/K, N): each worker has all features of its own rows, as
     convolutions leave them; or in features, (B, N/K): each worker has some features of all rows. A kernel (N, M) is
-    split by its outputs, (N, M/K), or by its inputs, (N/K, M); the shape of the slice tells. What moves, and what each
+    split by its outputs, (N, M/K), or by its inputs, (N/K, M); the shape of the shard tells. What moves, and what each
     worker receives in elements, times (K-1)/K; as much again in the backward pass, which sends errors the other way:
 
     | kernel     | inputs   | outputs  | moves                                             | elements    |
@@ -43,14 +43,14 @@ def split_dense(
     So a layer that narrows is split by its inputs, and one that widens by its outputs; `plan_split_dense` chooses for a
     row of layers. An all-reduce of the kernel's gradient would be 2 N M elements, whatever B is.
 
-    The gradient of a slice is whole: it sums over the rows of all workers, and nothing is left to exchange. Under
+    The gradient of a shard is already reduced: it sums over the rows of all workers, and nothing is left to exchange. Under
     `jax.grad` of each worker's own mean loss it is K times that of their mean; `make_train_step(specs=)` divides.
 
     Args:
       x: (B/K, ..., N), each worker's own rows; or (B, ..., N/K), each worker's own features.
-      kernel_slice: (N, M/K) or (N/K, M), each worker's own: from a kernel (N, M) with spec P(None, "data") or
+      kernel_shard: (N, M/K) or (N/K, M), each worker's own: from a kernel (N, M) with spec P(None, "data") or
         P("data").
-      bias_slice: (M/K,), each worker's own; or, for outputs in rows, (M,), the same on every worker.
+      bias_shard: (M/K,), each worker's own; or, for outputs in rows, (M,), the same on every worker.
       axis_name: the axis of workers.
       inputs: whether x is in "rows" or in "features".
       outputs: whether y is to be in "rows" or in "features".
@@ -59,35 +59,35 @@ def split_dense(
       (B/K, ..., M), this worker's own rows; or (B, ..., M/K), this worker's own features, of all rows.
 
     Raises:
-      ValueError: at trace time, if the slices do not fit x, or a dimension that is cut is not a multiple of K.
+      ValueError: at trace time, if the shards do not fit x, or a dimension that is cut is not a multiple of K.
 
     References:
       Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014,
       https://arxiv.org/abs/1404.5997.
     """
     workers = axis_size(axis_name)
-    m, by_outputs = _widths(x, kernel_slice, workers, inputs, outputs)
-    is_whole_bias = _check_bias(bias_slice, m, workers, outputs)
+    m, by_outputs = _widths(x, kernel_shard, workers, inputs, outputs)
+    is_whole_bias = _check_bias(bias_shard, m, workers, outputs)
     if by_outputs:
         axis = 0 if inputs == "rows" else x.ndim - 1
-        y = lax.all_gather(x, axis_name, axis=axis, tiled=True) @ kernel_slice  # (B, ..., M/K)
-        if bias_slice is not None and not is_whole_bias:
-            y = y + bias_slice
+        y = lax.all_gather(x, axis_name, axis=axis, tiled=True) @ kernel_shard  # (B, ..., M/K)
+        if bias_shard is not None and not is_whole_bias:
+            y = y + bias_shard
         y = features_to_rows(y, axis_name=axis_name) if outputs == "rows" else y
     else:
         x = rows_to_features(x, axis_name=axis_name) if inputs == "rows" else x  # (B, ..., N/K)
-        y = x @ kernel_slice  # (B, ..., M), to be summed over the workers
-        if bias_slice is not None and not is_whole_bias and outputs == "rows":  # each part is in one worker's sum
+        y = x @ kernel_shard  # (B, ..., M), to be summed over the workers
+        if bias_shard is not None and not is_whole_bias and outputs == "rows":  # each part is in one worker's sum
             own = lax.dynamic_update_slice(
-                to_varying(jnp.zeros(m, bias_slice.dtype), axis_name),
-                bias_slice,
-                (lax.axis_index(axis_name) * bias_slice.size,),
+                to_varying(jnp.zeros(m, bias_shard.dtype), axis_name),
+                bias_shard,
+                (lax.axis_index(axis_name) * bias_shard.size,),
             )
             y = y + own
         y = lax.psum_scatter(y, axis_name, scatter_dimension=0 if outputs == "rows" else y.ndim - 1, tiled=True)
-        if bias_slice is not None and outputs == "features":
-            y = y + bias_slice
-    return y + bias_slice if bias_slice is not None and is_whole_bias else y
+        if bias_shard is not None and outputs == "features":
+            y = y + bias_shard
+    return y + bias_shard if bias_shard is not None and is_whole_bias else y
 
 
 def rows_to_features(x: jax.Array, *, axis_name: str = "data") -> jax.Array:
@@ -293,7 +293,7 @@ def _widths(x: jax.Array, kernel: jax.Array, workers: int, inputs: Place, output
     by_outputs = kernel.shape[0] == n
     if not by_outputs and kernel.shape[0] * workers != n:
         raise ValueError(
-            f"A slice of a kernel has all {n} inputs or 1/{workers} of them, got {kernel.shape} for inputs {x.shape} "
+            f"A shard of a kernel has all {n} inputs or 1/{workers} of them, got {kernel.shape} for inputs {x.shape} "
             f"in {inputs}: give the kernel the spec P(None, axis) or P(axis), and say where x is (inputs=)."
         )
     m = kernel.shape[1] * (workers if by_outputs else 1)
@@ -305,13 +305,13 @@ def _widths(x: jax.Array, kernel: jax.Array, workers: int, inputs: Place, output
 
 
 def _check_bias(bias: jax.Array | None, m: int, workers: int, outputs: Place) -> bool:
-    """Returns whether a bias is whole, (M,), rather than a slice of it."""
+    """Returns whether a bias is whole, (M,), rather than a shard of it."""
     if bias is None or (bias.shape == (m // workers,) and m % workers == 0):
         return False
     if bias.shape == (m,) and outputs == "rows":
         return True
     raise ValueError(
-        f"A bias is a slice ({m}/{workers},), or for outputs in rows all ({m},), got {bias.shape} for outputs in "
+        f"A bias is a shard ({m}/{workers},), or for outputs in rows all ({m},), got {bias.shape} for outputs in "
         f"{outputs}: give it the spec P(axis), or P() for outputs in rows."
     )
 

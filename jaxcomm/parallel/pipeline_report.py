@@ -106,7 +106,7 @@ def verify_pipeline(
       pipeline: the stages.
       tx: the chain of the step.
       mesh: its mesh.
-      other_bytes: bytes that a device may receive in addition to boundaries and exchange: losses, metrics, the model state.
+      other_bytes: bytes that a device may receive in addition to boundaries and exchange: losses, metrics, model state.
       axis_name: the axis of workers.
       stage_axis: the axis of stages.
 

@@ -28,7 +28,7 @@ def resize_workers(state: Any, workers: int) -> Any:
       The state with (K, ...) NumPy rows.
 
     Raises:
-      ValueError: for fewer than one worker, or a state of `hierarchical` or of slices along other axes.
+      ValueError: for fewer than one worker, or a state of `hierarchical` or of shards along other axes.
     """
     if workers < 1:
         raise ValueError(f"A run has at least one worker, got {workers}: pass a positive integer.")

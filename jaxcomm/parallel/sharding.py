@@ -88,8 +88,8 @@ class ShardedExchange:
         """For every set of axes of shards, the parameters of its group."""
         axes = [tuple(name for name in self.others if name in _axes_of(spec)) for spec in self.specs]
         pairs = list(zip(axes, self.reduced, strict=True))
-        found = sorted({slices for slices, is_reduced in pairs if not is_reduced})
-        return {group: tuple(slices == group and not is_reduced for slices, is_reduced in pairs) for group in found}
+        found = sorted({shards for shards, is_reduced in pairs if not is_reduced})
+        return {group: tuple(shards == group and not is_reduced for shards, is_reduced in pairs) for group in found}
 
     def gradient_specs(self, treedef: Any) -> Any:
         """Returns the PartitionSpecs of gradients as they come: (K, *shape), a row for each worker, unless reduced."""

@@ -136,8 +136,8 @@ class TrainStep(ABC):
         Args:
           state: the state, or its shapes.
           batch: the batch, or its shapes.
-          other_bytes: bytes that the step may receive in addition to the exchange (losses and metrics). Those of the model's
-            state are added.
+          other_bytes: bytes that the step may receive in addition to the exchange (losses and metrics). Those of the
+            model's state are added.
           beside: collectives that gradients cost in addition to the exchange: `plan.traffic` of `plan_late_multiply`.
 
         Returns:
