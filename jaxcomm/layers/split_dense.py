@@ -43,8 +43,8 @@ def split_dense(
     So a layer that narrows is split by its inputs, and one that widens by its outputs; `plan_split_dense` chooses for a
     row of layers. An all-reduce of the kernel's gradient would be 2 N M elements, whatever B is.
 
-    The gradient of a shard is already reduced: it sums over the rows of all workers, and nothing is left to exchange. Under
-    `jax.grad` of each worker's own mean loss it is K times that of their mean; `make_train_step(specs=)` divides.
+    The gradient of a shard is already reduced: it sums over the rows of all workers. Under `jax.grad` of each worker's
+    own mean loss it is K times that of their mean; `make_train_step(specs=)` divides.
 
     Args:
       x: (B/K, ..., N), each worker's own rows; or (B, ..., N/K), each worker's own features.

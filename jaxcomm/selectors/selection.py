@@ -93,7 +93,7 @@ def _compact(words: jax.Array, layout: Layout, start: jax.Array | None, each: Ca
 def _wrap_around(
     words: jax.Array, rank: jax.Array, count: jax.Array, start: jax.Array, layout: Layout
 ) -> tuple[jax.Array, jax.Array]:
-    """Keeps as many set bits of every segment as it has slots, from one on, with wrap-around; returns their rank too."""
+    """Keeps as many set bits of every segment as it has slots, from one on, with wrap-around; also returns ranks."""
     capacity = jnp.asarray(layout.capacities, jnp.int32)
     first = jnp.minimum((start * count.astype(jnp.float32)).astype(jnp.int32), count - 1)
     first = jnp.where(count > capacity, first, 0)
