@@ -5,7 +5,7 @@
 trains the small convolutional network on scikit-learn's digits with K simulated workers (DGC, which sends a fixed
 fraction of each worker's coordinates), and takes the real masks of all workers in a few of the steps. On a ring the
 masks of h workers unite in h hops: these unions are counted, region by region, in the order of
-`jaxcomm.collectives.sparse_ring` (with no limit to the room of a region; the column no_room says how much of a
+`benchmarks/sparse_ring.py` (with no limit to the room of a region; the column no_room says how much of a
 selection finds no slot where the room is static). The shared mask unites the masks of r publishers, the most important
 coordinates |v| / |w| of the same accumulated momenta and as many of them, and is the same in every hop.
 
@@ -262,9 +262,9 @@ def hop_counts(masks: Any) -> Any:
 def bytes_of(K: int, kept: float, publishers: Sequence[int], hops: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns the bytes that a worker receives, of the ring and of shared masks, as one record."""
     import jaxcomm as jc
+    from benchmarks.sparse_ring import received_on_ring
     from jaxcomm.codecs.indices import entropy_bits
     from jaxcomm.collectives.balanced import REGION_SLACK
-    from jaxcomm.collectives.sparse_ring import received_on_ring
 
     regions, params = regions_of(K, kept), shapes()
     n, small = sum(regions.layout.sizes), regions.layout.n_dense

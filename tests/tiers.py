@@ -65,7 +65,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/jaxcomm/collectives/test_masks.py": {
         "test_masks_unite": ("8-published3-0.5", "1-published0-0.02", "1-published0-0.5", "4-published2-0.5"),
     },
-    "tests/jaxcomm/collectives/test_sparse_ring.py": {
+    "tests/benchmarks/test_sparse_ring.py": {
         "test_a_mesh_and_a_simulation_agree_to_the_bit_and_all_devices_have_the_same": (),
         "test_a_ring_equals_a_gather_where_everything_fits": (),
         "test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_proceeds": (),

@@ -13,9 +13,8 @@ from jax import lax
 from jaxcomm.bits import popcount
 from jaxcomm.codecs import IndexCodec, ValueCodec, choose_index_codec
 from jaxcomm.collectives.axis import axis_size
-from jaxcomm.collectives.balanced import Regions
+from jaxcomm.collectives.balanced import Balanced, Regions
 from jaxcomm.collectives.gather import fuse, gather_words, split_words
-from jaxcomm.collectives.sparse_ring import ring_sum
 from jaxcomm.collectives.status import read_status, write_status
 from jaxcomm.layout import BLOCK_WORDS, Layout
 from jaxcomm.numerics import is_accumulable
@@ -23,7 +22,7 @@ from jaxcomm.selectors import compact
 from jaxcomm.types import Payload
 
 HEADER = 3  # words of a payload: status, sent, overflow
-COLLECTIVES = ("gather", "balanced", "ring")
+COLLECTIVES = ("gather", "balanced")
 
 
 class Accumulated(NamedTuple):
@@ -56,7 +55,7 @@ class Sent(NamedTuple):
     Attributes:
       position: (C,) int32 in the flat vector; in range for empty slots as well.
       filled: (C,) bool.
-      values: (C,) float32, rounded to the wire's type (a ring rounds sums instead); 0 in an empty slot.
+      values: (C,) float32, rounded to the wire's type; 0 in an empty slot.
     """
 
     position: jax.Array
@@ -93,8 +92,8 @@ class SparseSum:
       layout: the flat vector's segments and their capacities.
       values: how values are written.
       index_codec: name of the codec of positions, or "auto".
-      collective: "gather", "balanced", "ring", or "auto" for gather where it receives at most a quarter of the dense
-        bytes, and beyond that for gather or balanced, whichever receives fewer. "auto" never chooses the ring.
+      collective: "gather", "balanced", or "auto" for gather where it receives at most a quarter of the dense bytes, and
+        beyond that for gather or balanced, whichever receives fewer.
       always_fits: whether no more is ever selected of a tensor than it has slots (of a region there may be).
       axis_name: the axis of workers.
     """
@@ -127,7 +126,7 @@ class SparseSum:
     def __call__(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> Received:
         """Sums the masked coordinates of each worker's vector over the workers.
 
-        Gathered, each worker receives (K-1) payloads; balanced, see `Regions`; on a ring, see `ring_sum`.
+        Gathered, each worker receives (K-1) payloads; balanced, see `Regions`.
 
         Args:
           vector: gradient + residual.
@@ -186,11 +185,14 @@ class SparseSum:
 
     def _by_regions(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> Received:
         regions, x, status = self.regions(), vector.sum(), self.status(vector, mask)
-        if self.collective == "ring":
-            out, _ = ring_sum(regions, x, mask, start, status, self.axis_name)
-        else:
-            out = regions.exchange(x, mask, start, status, self.axis_name)
+        out = self.sum_regions(regions, x, mask, start, status)
         sent = Sent(out.position, out.filled, out.values)
         return Received(
             lambda ok: jnp.where(ok, out.total, 0.0), sent, out.leftover, out.counts, out.finite, out.overfull
         )
+
+    def sum_regions(
+        self, regions: Regions, vector: jax.Array, mask: jax.Array, start: jax.Array, status: jax.Array
+    ) -> Balanced:
+        """Sums the masked coordinates of a vector (n,) by regions."""
+        return regions.exchange(vector, mask, start, status, self.axis_name)

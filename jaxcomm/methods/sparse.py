@@ -1,6 +1,6 @@
 """The exchanges of sparse gradients with error feedback: top-k, DCT-DP and DGC differ in the mask alone.
 
-A payload has the mask's coordinates; payloads are gathered (or added up by owners of regions, or on a ring), every
+A payload has the mask's coordinates; payloads are gathered (or added up by owners of regions), every
 worker adds them up, and what was not sent is the new residual.
 """
 
@@ -35,9 +35,8 @@ class SparseExchange(Exchange):
       value_dtype: "bfloat16" (16 bits a value) or "float32".
       index_codec: "plain", "bitmap", "elias_fano", "rice", or "auto" for the smallest at this density.
       collective: "gather" (every worker receives the K-1 other payloads), "balanced" (owners of regions sum, send the
-        largest sums on, and keep the rest: about 2 payloads whatever K is), "ring" (partial sums pass from neighbour to
-        neighbour, and get denser with every hop), or "auto": gather while that receives at most a quarter of the dense
-        bytes, beyond that gather or balanced, whichever receives fewer.
+        largest sums on, and keep the rest: about 2 payloads whatever K is), or "auto": gather while that receives at
+        most a quarter of the dense bytes, beyond that gather or balanced, whichever receives fewer.
     """
 
     dense_below: int = 512

@@ -10,8 +10,8 @@ import pytest
 import jaxcomm as jc
 from benchmarks import density
 from benchmarks.density import Config, accepted, cut, hop_counts, main, regions_of, shapes
+from benchmarks.sparse_ring import ring_dgc, ring_sum
 from jaxcomm.bits import unpack
-from jaxcomm.collectives.sparse_ring import ring_sum
 
 
 def unpacked(words):
@@ -99,7 +99,7 @@ def test_the_command_shows_that_a_ring_gets_denser_and_a_shared_mask_does_not(tm
         assert one < two < 2 * one
         assert 0 <= rows[0]["no_room"] < 0.3
     for row in sizes:
-        tx = jc.dgc(0.99, collective="ring")
+        tx = ring_dgc(0.99)
         assert row["ring_bytes"] == pytest.approx(jc.wire_report(tx, shapes(), row["workers"]).received)
         assert row["ring_bytes_at_least"] < row["ring_bytes"] < row["dense_bytes"]
         assert row["shared_1_bytes"] < row["ring_bytes"]

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import jaxcomm as jc
+from benchmarks.sparse_ring import ring_dct_dp
 from tests.jaxcomm.steps import init_state
 
 K, SHAPES = 4, {"b": (10,), "m": (64, 70), "w": (4106,)}
@@ -22,7 +23,7 @@ CHAINS = {
     "topk": optax.chain(jc.topk(0.9), SGD),
     "topk balanced": optax.chain(jc.topk(0.9, collective="balanced"), SGD),
     "dct_dp": optax.chain(jc.dct_dp(0.9, life_span=5), SGD),
-    "dct_dp ring": optax.chain(jc.dct_dp(0.9, life_span=5, collective="ring"), SGD),
+    "dct_dp ring": optax.chain(ring_dct_dp(0.9, life_span=5), SGD),
     "dgc": optax.chain(jc.dgc(0.9, factor_masking=False), SGD),
     "iwp": optax.chain(jc.iwp(0.05, density=0.1), SGD),
     "iwp layer-wise": optax.chain(jc.iwp(0.05, beta=0.01, density=0.1, publishers=2, value_dtype="float32"), SGD),

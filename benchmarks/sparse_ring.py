@@ -1,7 +1,7 @@
 """The sparse ring all-reduce: what a ring does to the sparse gradients of Deep Gradient Compression.
 
 Every worker chooses its own coordinates, so that a partial sum has the coordinates of all workers that it has passed:
-the payload gets denser with every hop, and the last ones are dense. It is here to show that, and what it costs;
+the payload gets denser with every hop, and the last ones are dense. It shows that, and what it costs; the library's
 `balanced` drops the small sums instead, and `shared_mask` agrees on the coordinates first.
 
 Source: the ring all-reduce of Gibiansky, "Bringing HPC Techniques to Deep Learning", 2017, of the selections of Lin et
@@ -11,6 +11,7 @@ al., "Deep Gradient Compression", ICLR 2018.
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,14 @@ from jaxcomm.codecs.indices import INDEX_CODECS, make_index_codec
 from jaxcomm.codecs.rice import Rice
 from jaxcomm.collectives.balanced import Balanced, Regions
 from jaxcomm.collectives.gather import fuse, gather_words, split_words
+from jaxcomm.collectives.sparse import SparseSum
 from jaxcomm.collectives.status import read_status, write_status
+from jaxcomm.exchange import transformation
 from jaxcomm.layout import Layout
+from jaxcomm.methods.dct_dp import DctDp
+from jaxcomm.methods.dgc import Dgc
+from jaxcomm.methods.sparse import SparseExchange
+from jaxcomm.methods.topk import TopK
 from jaxcomm.numerics import magnitude_bits
 from jaxcomm.selectors import compact, compact_rows
 from jaxcomm.types import Payload
@@ -180,3 +187,49 @@ def ring_sum(
         overfull=overfull,
     )
     return result, counted[2:]
+
+
+class RingSum(SparseSum):
+    """The library's sum of sparse vectors, on a ring."""
+
+    def is_gathered(self) -> bool:
+        """A ring adds up by regions."""
+        return False
+
+    def sum_regions(
+        self, regions: Regions, vector: jax.Array, mask: jax.Array, start: jax.Array, status: jax.Array
+    ) -> Balanced:
+        """Sums the masked coordinates of a vector (n,) on a ring."""
+        return ring_sum(regions, vector, mask, start, status, self.axis_name)[0]
+
+
+class OnRing(SparseExchange):
+    """Has a sparse exchange travel on a ring; its `collective` is not looked at."""
+
+    def collective_of(self, layout: Layout) -> RingSum:
+        """Returns the ring of a gradient's shapes."""
+        return RingSum(**vars(super().collective_of(layout)))
+
+
+@dataclass(frozen=True)
+class RingTopK(OnRing, TopK):
+    """Top-k on a ring."""
+
+    name: ClassVar[str] = "topk_ring"
+
+
+@dataclass(frozen=True)
+class RingDctDp(OnRing, DctDp):
+    """DCT-DP on a ring."""
+
+    name: ClassVar[str] = "dct_dp_ring"
+
+
+@dataclass(frozen=True)
+class RingDgc(OnRing, Dgc):
+    """Deep Gradient Compression on a ring, as importance weighted pruning is compared with."""
+
+    name: ClassVar[str] = "dgc_ring"
+
+
+ring_topk, ring_dct_dp, ring_dgc = transformation(RingTopK), transformation(RingDctDp), transformation(RingDgc)
