@@ -191,40 +191,38 @@ def verify(
     claimed = wire_report(tx, params, workers, beside=beside, axis_name=axis_name).program
     count = math.prod(check_workers(workers, axis_name))
     others = float(other_bytes + sum(_model_state(arg, count).received for arg in args))
-    names = () if mesh is None else axis_names(axis_name)
     traced = step_report(step, *args, params=params, workers=count)
-    return check_bytes(step, args, traced, claimed, others, mesh, names, steps)
+    text = step.lower(*args).compile().as_text()
+    return check_bytes(text, traced, claimed, others, axis_name, mesh, steps)
 
 
 def check_bytes(
-    step: Any,
-    args: Sequence[Any],
+    text: str,
     traced: WireReport,
     claimed: Program,
     others: float,
-    mesh: Mesh | None,
-    names: tuple[str, ...],
+    axis_name: AxisName,
+    mesh: Mesh | None = None,
     steps: int = 1,
 ) -> WireReport:
     """Compares the compiled bytes of a step with those that were traced and those that its exchange claims.
 
     Args:
-      step: a function under `jax.jit` that holds the whole step.
-      args: its arguments.
+      text: of the compiled program.
       traced: the report of the traced step.
       claimed: the exchange, of one train step.
       others: bytes that a train step may receive in addition to the exchange.
-      mesh: the mesh of the step, or None if all collectives count.
-      names: the axes of workers: others do not count. Empty if all collectives count.
-      steps: train steps that the function takes.
+      axis_name: the axis of workers, or the axes.
+      mesh: the mesh of the step: collectives over other axes do not count. None if all count.
+      steps: train steps that the program takes.
 
     Raises:
       ValueError: as `verify`.
     """
-    predicted = traced.program.over(*names) if names else traced.program
-    executable = step.compile(*args) if hasattr(step, "compile") else step.lower(*args).compile()
-    compiled = read_program(executable.as_text(), mesh)
-    compiled = compiled.over(*names) if names else compiled
+    names = () if mesh is None else axis_names(axis_name)
+    predicted, compiled = traced.program, read_program(text, mesh)
+    if names:
+        predicted, compiled = predicted.over(*names), compiled.over(*names)
     report = WireReport(traced.workers, traced.parameters, compiled, traced.every)
     is_partitioned = mesh is not None and set(mesh.axis_names) > set(names)  # XLA may then add collectives of its own
     if not is_partitioned and (
@@ -243,7 +241,7 @@ def check_bytes(
             raise ValueError(
                 f"A step sends its exchange and at most {float(others):,.0f} bytes more, got {float(sent):,.0f} where "
                 f"the exchange is {float(claim):,.0f}: a dense all-reduce is left in the {when} step. Take "
-                f"params = jax.lax.pcast(params, axis_name, to='varying') before jax.grad.\n{report}"
+                f"params = jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad.\n{report}"
             )
         if sent < claim:
             raise ValueError(

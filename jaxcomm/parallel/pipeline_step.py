@@ -143,6 +143,7 @@ class PipelineStep(TrainStep):
             other_bytes=other_bytes,
             axis_name=self.axis_name,
             stage_axis=self.stage_axis,
+            text=self.compile(state, batch).as_text(),
         )
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:

@@ -106,10 +106,10 @@ class ShardedStep(TrainStep):
         if any(exchange.reduced) and not self.is_explicit:
             gradients = partial(self._by_workers, exchange)
             claimed.add(traced_program(gradients, state.params, state.model_state, batch).over(*exchange.names))
-        averaged = 4 * sum(leaf.size for leaf in jax.tree.leaves(state.model_state))
-        others = other_bytes + float(Traffic("all_reduce", averaged, self.workers).received)
+        others = other_bytes + self._model_state_bytes(state)
         traced = self.report(state, batch)
-        return check_bytes(self, (state, batch), traced, claimed, others, self.mesh, axis_names(self.axis_name))
+        text = self.compile(state, batch).as_text()
+        return check_bytes(text, traced, claimed, others, self.axis_name, self.mesh)
 
     def _plan(self, params: Any) -> ShardedExchange:
         return plan_shards(self.tx, self.mesh, self.specs, params, self.axis_name)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.accounting.report import WireReport, step_report, verify
+from jaxcomm.accounting.report import WireReport, check_bytes, step_report, wire_report
 from jaxcomm.collectives.axis import ALL_EXCHANGED, AxisName, axis_names, axis_size, check_workers, in_axes_of_workers
 from jaxcomm.exchange import (
     bypassing,
@@ -146,17 +146,15 @@ class TrainStep(ABC):
         Raises:
           ValueError: see `jaxcomm.verify`.
         """
-        return verify(
-            self,
-            state,
-            batch,
-            tx=self.tx,
-            params=self._like(state),
-            workers=self.sizes,
-            other_bytes=other_bytes,
-            beside=beside,
-            axis_name=self.axis_name,
-        )
+        like, text = self._like(state), self.compile(state, batch).as_text()
+        claimed = wire_report(self.tx, like, self.sizes, beside=beside, axis_name=self.axis_name).program
+        others = other_bytes + self._model_state_bytes(state)
+        return check_bytes(text, self.report(state, batch), claimed, others, self.axis_name)
+
+    def _model_state_bytes(self, state: Any) -> float:
+        """Returns the bytes that a worker receives of the mean of the model's state."""
+        averaged = 4 * sum(leaf.size for leaf in jax.tree.leaves(state.model_state))
+        return float(Traffic("all_reduce", averaged, self.workers).received)
 
     @abstractmethod
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:

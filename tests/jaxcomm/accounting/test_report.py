@@ -214,7 +214,7 @@ def without_branch(program, unread):
 def test_verify_catches_a_reader_that_counts_too_little(step_that_drains, misread, when, monkeypatch):
     step, args = step_that_drains
     jc.verify(step, *args, tx=DRAINS, params=PARAMS, workers=K)
-    monkeypatch.setattr("jaxcomm.accounting.report.read_program", lambda text: misread(read_program(text)))
+    monkeypatch.setattr("jaxcomm.accounting.report.read_program", lambda text, mesh=None: misread(read_program(text)))
     message = (
         rf"A step sends its whole exchange, got .* in the {when} step: pass the tx= and the params= .*read_program"
     )

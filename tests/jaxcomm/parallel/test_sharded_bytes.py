@@ -103,3 +103,41 @@ def test_an_exchange_over_the_workers_alone_gathers_the_gradient():
     program = program_of(jax.jit(step).lower(kernel, rows))
     gathered = [t for _, t in program.operations() if t.workers == 2 and t.op == "all_gather"]
     assert max(t.operand_bytes for t in gathered) >= 4 * 64 * 32
+
+
+# Verification counts what goes over the workers alone.
+
+
+@pytest.mark.parametrize("name", ["split", "one worker", "tensor parallel", "partitioned", "unreduced"])
+def test_a_step_of_shards_is_verified(name):
+    make, loss_fn, specs, mesh = sharded.WAYS[name]
+    mesh, tx = mesh(), jc.chain(jc.topk(0.9, dense_below=16), SGD)
+    step, batch = make(loss_fn, tx, mesh, specs), next(sharded.batches(1))
+    state = step.shapes(sharded.start(name, mesh.shape["data"]))
+    report = step.verify(state, sharded.on(mesh, batch))
+    assert 0 < report.program.received <= step.report(state, batch).program.received
+
+
+def test_a_dense_all_reduce_over_the_workers_is_found_beside_those_of_the_compiler():
+    mesh, tx = sharded.auto_mesh(2, 2), jc.chain(jc.topk(0.9, dense_below=16), SGD)
+
+    def loss(params, batch):
+        return sharded.whole(params, batch) + 0.0 * jnp.sum(lax.psum(jnp.outer(*2 * [batch["label"][:, 0]]), "data"))
+
+    step, batch = sharded.partitioned(loss, tx, mesh, sharded.OVER_MODEL), next(sharded.batches(1))
+    with pytest.raises(ValueError, match="a dense all-reduce is left in the usual step"):
+        step.verify(step.shapes(sharded.params()), sharded.on(mesh, batch), other_bytes=20)
+
+
+def test_steps_of_a_scan_are_verified_together():
+    tx, mesh = jc.chain(jc.topk(0.9), SGD), jc.make_mesh(data=2)
+    step = jc.make_train_step(sharded.whole, tx, mesh)
+    state, batch = step.shapes(sharded.params()), sharded.on(mesh, next(sharded.batches(1)))
+    batches = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), batch)
+    scan = jax.jit(lambda state, batches: jax.lax.scan(step._step, state, batches))
+    options = {"tx": tx, "params": sharded.params(), "workers": 2}
+    one = step.verify(state, batch).program.received
+    assert jc.verify(scan, state, batches, **options, steps=3).program.received == 3 * one
+    for steps, said in ((2, "a dense all-reduce is left"), (4, "sends its whole exchange")):
+        with pytest.raises(ValueError, match=said):
+            jc.verify(scan, state, batches, **options, steps=steps, other_bytes=8)
