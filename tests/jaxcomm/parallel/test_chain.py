@@ -291,6 +291,17 @@ def test_a_link_is_tried_on_numbers_of_every_leaf():
     assert try_link(of_a_user(clip), PARAMS) is None
 
 
+def test_of_many_leaves_some_are_tried_with_and_without_a_mask_of_their_structure():
+    params = {f"{i:02}": np.ones(3 if i % 2 else (3, 3), np.float32) for i in range(40)}
+    odd = {name: int(name) % 2 == 1 for name in params}
+    alone = try_link(optax.clip(1.0), params).cuts
+    assert len(alone) == 16
+    assert try_link(masked(optax.clip(1.0), odd), params).cuts == {path for path in alone if int(path[2:4]) % 2}
+    with pytest.raises(ValueError, match=CLIPPED):
+        jc.simulate(loss_fn, chain(dct, masked(clip, odd), sgd), 2).init(params)
+    jc.simulate(loss_fn, chain(dct, adam, masked(clip, odd)), 2).init(params)
+
+
 def test_init_state_refuses_and_warns_where_it_is_called():
     with pytest.raises(ValueError, match=STATE):
         jc.simulate(loss_fn, chain(optax.trace(0.9), dct, scale), 2).init(PARAMS)
