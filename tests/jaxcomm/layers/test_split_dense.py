@@ -196,16 +196,16 @@ def test_others_send_rows_get_errors_and_do_not_compute():
 @pytest.mark.parametrize(
     ("x", "kernel", "bias", "places", "message"),
     [
-        ((2, 12), (12, 5), None, {"inputs": "columns"}, r"lie in 'rows' or in 'features', got inputs='columns'"),
+        ((2, 12), (12, 5), None, {"inputs": "columns"}, r"are in 'rows' or in 'features', got inputs='columns'"),
         ((12,), (12, 5), None, {}, r"takes rows of features and a matrix, got \(12,\) and a kernel \(12, 5\)"),
         ((2, 12), (6, 5), None, {}, r"has all 12 inputs or 1/4 of them, got \(6, 5\) for inputs \(2, 12\) in rows"),
-        ((2, 12), (12, 5), (7,), {}, r"a slice \(20/4,\), or for outputs in rows all \(20,\), got \(7,\)"),
+        ((2, 12), (12, 5), (7,), {}, r"a shard \(20/4,\), or for outputs in rows all \(20,\), got \(7,\)"),
         ((2, 12), (12, 5), (20,), {"outputs": "features"}, r"got \(20,\) for outputs in features"),
         ((2, 12), (3, 5), None, {"outputs": "features"}, r"is a multiple of their number, got 5 outputs"),
         ((6, 3), (12, 5), None, {"inputs": "features"}, r"is a multiple of their number, got 6 rows"),
     ],
 )
-def test_slices_that_do_not_fit_are_refused(x, kernel, bias, places, message):
+def test_shards_that_do_not_fit_are_refused(x, kernel, bias, places, message):
     def worker(x, kernel, bias):
         return split_dense(x, kernel, bias, **places)
 
