@@ -362,9 +362,15 @@ def exchange_metrics(state: Any) -> ExchangeMetrics | None:
       state: the state of one transformation or of an Optax chain.
 
     Returns:
-      The metrics of the first exchange, or None where no transformation of this library is in it.
+      The metrics of the first exchange (of sharded parameters, those of all groups together), or None where no
+      transformation of this library is in it.
     """
-    return next((found.metrics for found in exchange_states(state)), None)
+
+    def is_found(node: Any) -> bool:
+        return isinstance(node, ExchangeMetrics | ExchangeState)
+
+    found = next((node for node in jax.tree.leaves(state, is_leaf=is_found) if is_found(node)), None)
+    return found.metrics if isinstance(found, ExchangeState) else found
 
 
 def bypassing(state: Any, tree: Any) -> frozenset[str]:

@@ -112,7 +112,7 @@ def test_workers_along_two_axes():
     "where", [("copy", (1, 0, 0)), ("model", (0, 3, 40)), ("whole", (3, 2)), ("whole_too", (0, 5))]
 )
 def test_one_number_that_is_not_finite_skips_everything(where):
-    """In a worker's own copy, in one slice of one worker, in a whole gradient: zeros everywhere, nothing changes."""
+    """In a worker's own copy, in one shard of one worker, in a reduced gradient: zeros everywhere, nothing changes."""
     name, place = where
     step, state = exchange_of(jc.sign(dense_below=16))
     _, state = step(gradients(1), state)
@@ -121,6 +121,7 @@ def test_one_number_that_is_not_finite_skips_everything(where):
     means, skipped = step(bad, state)
     assert int(skipped.metrics.skipped) == 1
     assert float(skipped.metrics.sent) == 0
+    assert jc.exchange_metrics(skipped) is skipped.metrics  # of all groups
     jax.tree.map(lambda mean: np.testing.assert_array_equal(mean, 0), means)
     jax.tree.map(np.testing.assert_array_equal, skipped.exchanges, state.exchanges)
     means, after = step(gradients(2), skipped)
