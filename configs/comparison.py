@@ -6,6 +6,7 @@ from pathlib import Path
 from configs.methods import (
     DctDp,
     Dgc,
+    Ef21,
     Iwp,
     LocalSgd,
     Method,
@@ -26,6 +27,8 @@ SETTINGS: list[tuple[str, Method]] = [
     ("", DENSE),
     ("98%", TopK(sparsity=0.98)),
     ("99%", TopK(sparsity=0.99)),
+    ("98%", Ef21(sparsity=0.98)),
+    ("99%", Ef21(sparsity=0.99)),
     ("98%", DctDp(sparsity=0.98)),
     ("99%", DctDp(sparsity=0.99)),
     ("99%, L=1000", DctDp(sparsity=0.99, life_span=1000)),  # the paper's life-span, and the transformation's default

@@ -88,9 +88,7 @@ def make_job(experiment: Experiment, method: Method) -> Job:
     def verify(state: jc.TrainState, batch: Any) -> str:
         beside = () if parts.late is None else parts.late.traffic
         step.verify(state, batch, beside=beside, other_bytes=OTHER_BYTES)
-        return (
-            f"{report.received:,.0f} bytes a step and worker predicted; the compiled program sends them, and no more."
-        )
+        return f"{report.received:,.0f} bytes a step predicted; the compiled program sends them, and no more."
 
     def model(state: jc.TrainState) -> Model:
         return parts.whole(step.params(state)), parts.whole(step.model_state(state))

@@ -44,7 +44,7 @@ def test_an_experiment_is_found_by_its_name_and_can_run(name):
     assert config.warmup_steps < config.steps
     check(config, 1)
     tx = make_chain(config, config.method)
-    params = {"kernel": jax.ShapeDtypeStruct((40, 50), "float32")}
+    params = {name: jax.ShapeDtypeStruct((40, 50), "float32") for name in ("linear", "table")}
     sizes, axes = ((2, 2), ("slice", "data")) if config.slices > 1 else (4, "data")
     said = warnings_of(tx, params, sizes, axis_name=axes)
     is_weak = config.decay == "decoupled" and bool(config.weight_decay) and isinstance(config.method, Dgc | Iwp)
