@@ -162,6 +162,7 @@ def verify(
     axis_name: AxisName = "data",
     mesh: Mesh | None = None,
     steps: int = 1,
+    text: str | None = None,
 ) -> WireReport:
     """Proves on the compiled text of a step that it sends what its exchange claims, no more and no less.
 
@@ -180,6 +181,7 @@ def verify(
       axis_name: the axis of workers, or the axes, outermost first.
       mesh: the mesh of the step, where it has other axes than the workers': collectives over those alone do not count.
       steps: train steps that the function takes, in a `jax.lax.scan`.
+      text: of the compiled step, if it is at hand.
 
     Returns:
       The report of the compiled step.
@@ -190,10 +192,10 @@ def verify(
     """
     claimed = wire_report(tx, params, workers, beside=beside, axis_name=axis_name).program
     count = math.prod(check_workers(workers, axis_name))
-    others = float(other_bytes + sum(_model_state(arg, count).received for arg in args))
+    others = other_bytes + sum(model_state_bytes(arg, count) for arg in args)
     traced = step_report(step, *args, params=params, workers=count)
-    text = step.lower(*args).compile().as_text()
-    return check_bytes(text, traced, claimed, others, axis_name, mesh, steps)
+    program: Any = step.lower(*args).compile().as_text() if text is None else text
+    return check_bytes(program, traced, claimed, others, axis_name, mesh, steps)
 
 
 def check_bytes(
@@ -252,7 +254,8 @@ def check_bytes(
     return report
 
 
-def _model_state(arg: Any, workers: int) -> Traffic:
-    """Returns what a step averages of the model's state, if an argument has one."""
+def model_state_bytes(arg: Any, workers: int) -> float:
+    """Returns the bytes that a worker receives of the mean of the model's state, if an argument of a step has one."""
     leaves = jax.tree.leaves(getattr(arg, "model_state", ()))
-    return Traffic("all_reduce", 4 * sum(math.prod(jnp.shape(leaf)) for leaf in leaves), workers)
+    averaged = 4 * sum(math.prod(jnp.shape(leaf)) for leaf in leaves)
+    return float(Traffic("all_reduce", averaged, workers).received)

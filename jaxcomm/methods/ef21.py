@@ -6,19 +6,17 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.checks import check_sparsity
 from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, transformation, zeros_unless
 from jaxcomm.layout import Layout
-from jaxcomm.methods.sparse import SparseExchange
+from jaxcomm.methods.topk import TopK
 from jaxcomm.numerics import is_finite_narrow
-from jaxcomm.selectors import draw_start, select_topk
-from jaxcomm.selectors.topk import kept
+from jaxcomm.selectors import draw_start
 from jaxcomm.types import ExchangeMetrics
 
 
 @dataclass(frozen=True)
-class Ef21(SparseExchange):
+class Ef21(TopK):
     """Sends the k largest differences between a worker's gradient and its estimate, which all can then correct.
 
     Each step, on each worker k, in every tensor of N elements, from g_k = 0 at the start:
@@ -34,25 +32,13 @@ class Ef21(SparseExchange):
 
     Source: Richtarik, Sokolov and Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error
     Feedback", NeurIPS 2021, https://arxiv.org/abs/2106.05203, Algorithm 2.
-
-    Attributes:
-      sparsity: the fraction of coordinates that is not sent, 0 <= sparsity < 1.
     """
 
-    sparsity: float = 0.99
-
     name: ClassVar[str] = "ef21"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sparsity(self.sparsity)
 
     @property
     def has_error_feedback(self) -> bool:
         return False
-
-    def capacity(self, n: int) -> int:
-        return kept(n, self.sparsity)
 
     def start(self, params: Any, layout: Layout) -> jax.Array:
         return jnp.zeros(layout.n, jnp.float32)
@@ -63,7 +49,7 @@ class Ef21(SparseExchange):
         residual, estimate = difference.residual, state.memory
         means, counts = dense_means, jnp.zeros(2)
         if layout.sizes:
-            mask = select_topk(difference.sum(), layout)
+            mask = self.select(difference.sum(), layout)
             received = self.collective_of(layout)(difference, mask, draw_start(0, state.step))
             estimate = estimate + received.total(received.ok) / axis_size(self.axis_name)
             compressed = layout.as_leaves(layout.unflatten(estimate))

@@ -5,6 +5,7 @@ plain chain is judged by its states alone. `chain` also keeps its links: each is
 shows whether it clips, decays, descends or has momentum.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -65,23 +66,33 @@ def try_link(link: optax.GradientTransformation, params: Any) -> Effects | None:
 
     Of more than 16 leaves, 16 stand for all: every operation on each costs time.
     """
-    leaves = jax.tree.leaves(params)
-    some = {round(i) for i in np.linspace(0, len(leaves) - 1, min(len(leaves), _TRIED))}
-    for chosen in (some, set(range(len(leaves)))):  # all, for a link with a mask of the parameters' structure
+    structure, ndims = jax.tree.structure(params), tuple(len(jnp.shape(leaf)) for leaf in jax.tree.leaves(params))
+    try:
+        return _try_link(link, structure, ndims)
+    except TypeError:  # a link, or a tree, that cannot be hashed
+        return _try_link.__wrapped__(link, structure, ndims)
+
+
+@functools.lru_cache(maxsize=64)  # a chain is judged when it is initialised, and again wherever it is split
+def _try_link(link: optax.GradientTransformation, structure: Any, ndims: tuple[int, ...]) -> Effects | None:
+    some = {round(i) for i in np.linspace(0, len(ndims) - 1, min(len(ndims), _TRIED))}
+    for chosen in (some, set(range(len(ndims)))):  # all, for a link with a mask of the parameters' structure
         try:
             with jax.ensure_compile_time_eval():
-                return _effects(link, params, chosen, some)
+                return _effects(link, structure, ndims, chosen, some)
         except Exception:  # it may want other arguments, or another tree; nothing is known of it then
             continue
     return None
 
 
-def _effects(link: optax.GradientTransformation, params: Any, chosen: set[int], some: set[int]) -> Effects | None:
+def _effects(
+    link: optax.GradientTransformation, structure: Any, ndims: tuple[int, ...], chosen: set[int], some: set[int]
+) -> Effects | None:
     """Tries a link on the chosen leaves, and tells of some of those."""
-    pairs, structure = jax.tree_util.tree_leaves_with_path(params), jax.tree.structure(params)
+    pairs = jax.tree_util.tree_leaves_with_path(structure.unflatten(ndims))
     places = sorted(chosen)
     paths = [jax.tree_util.keystr(pairs[place][0]) for place in places]
-    shapes = [(2,) * len(jnp.shape(pairs[place][1])) for place in places]
+    shapes = [(2,) * pairs[place][1] for place in places]
     wave = [np.cos(np.arange(np.prod(shape), dtype=np.float32) + i).reshape(shape) for i, shape in enumerate(shapes)]
 
     def tree(arrays: Any) -> Any:

@@ -122,7 +122,7 @@ class PipelineStep(TrainStep):
         """Refuses: rows of a pipeline have the stages first."""
         raise ValueError("A pipeline must go on with its number of workers; got one to resize. Use the same mesh.")
 
-    def verify(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def verify(
         self, state: Any, batch: Any, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()
     ) -> PipelineReport:
         """Proves on the compiled text that the step sends what `Pipeline` and its exchange claim.

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.jaxpr import traced_program
-from jaxcomm.accounting.report import WireReport, check_bytes, wire_report
+from jaxcomm.accounting.report import WireReport, check_bytes, model_state_bytes, wire_report
 from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
 from jaxcomm.exchange import keep_unless
 from jaxcomm.parallel.sharding import ShardedExchange, ShardedState, plan_shards
@@ -67,7 +67,8 @@ class ShardedStep(TrainStep):
         self.manual = tuple(name for name in mesh.axis_names if name not in auto)
         self.is_explicit = kinds == {AxisType.Explicit}
 
-    def init(self, params: Any, model_state: Any = ()) -> TrainState:  # noqa: D102
+    def init(self, params: Any, model_state: Any = ()) -> TrainState:
+        """Makes the state on the mesh; see `TrainStep.init`."""
         exchange = self._plan(params)
         for message in exchange.chain.warnings:
             warnings.warn(message, stacklevel=2)
@@ -77,7 +78,8 @@ class ShardedStep(TrainStep):
         model_state = jax.device_put(jax.tree.map(jnp.asarray, model_state), NamedSharding(self.mesh, P()))
         return jax.jit(partial(self._init, exchange))(params, model_state)  # which copies
 
-    def shapes(self, params: Any, model_state: Any = ()) -> TrainState:  # noqa: D102
+    def shapes(self, params: Any, model_state: Any = ()) -> TrainState:
+        """Returns what `init` would make; see `TrainStep.shapes`."""
         exchange = self._plan(params)
 
         def shape(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
@@ -106,7 +108,7 @@ class ShardedStep(TrainStep):
         if any(exchange.reduced) and not self.is_explicit:
             gradients = partial(self._by_workers, exchange)
             claimed.add(traced_program(gradients, state.params, state.model_state, batch).over(*exchange.names))
-        others = other_bytes + self._model_state_bytes(state)
+        others = other_bytes + model_state_bytes(state, self.workers)
         traced = self.report(state, batch)
         text = self.compile(state, batch).as_text()
         return check_bytes(text, traced, claimed, others, self.axis_name, self.mesh)

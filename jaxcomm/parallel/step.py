@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.accounting.report import WireReport, check_bytes, step_report, wire_report
+from jaxcomm.accounting.report import WireReport, step_report, verify
 from jaxcomm.collectives.axis import ALL_EXCHANGED, AxisName, axis_names, axis_size, check_workers, in_axes_of_workers
 from jaxcomm.exchange import (
     bypassing,
@@ -27,6 +27,7 @@ from jaxcomm.exchange import (
 from jaxcomm.numerics import is_finite_tree
 from jaxcomm.parallel.agreement import check_agreement, trace_on
 from jaxcomm.parallel.chain import check_chain
+from jaxcomm.parallel.pipeline_report import PipelineReport
 from jaxcomm.parallel.resize import resize_workers
 from jaxcomm.parallel.state import (
     TrainState,
@@ -130,7 +131,9 @@ class TrainStep(ABC):
         """Predicts the bytes of a whole step, losses and metrics included, by tracing it. Shapes are enough."""
         return step_report(self, state, batch, params=self._like(state), workers=self.workers)
 
-    def verify(self, state: Any, batch: Any, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()) -> WireReport:
+    def verify(
+        self, state: Any, batch: Any, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()
+    ) -> WireReport | PipelineReport:
         """Proves on the compiled text that the step sends what its exchange claims, no more and no less.
 
         Args:
@@ -141,20 +144,23 @@ class TrainStep(ABC):
           beside: collectives that gradients cost in addition to the exchange: `plan.traffic` of `plan_late_multiply`.
 
         Returns:
-          The report of the compiled step.
+          The report of the compiled step; of a pipeline, that of its boundaries and its exchange.
 
         Raises:
           ValueError: see `jaxcomm.verify`.
         """
-        like, text = self._like(state), self.compile(state, batch).as_text()
-        claimed = wire_report(self.tx, like, self.sizes, beside=beside, axis_name=self.axis_name).program
-        others = other_bytes + self._model_state_bytes(state)
-        return check_bytes(text, self.report(state, batch), claimed, others, self.axis_name)
-
-    def _model_state_bytes(self, state: Any) -> float:
-        """Returns the bytes that a worker receives of the mean of the model's state."""
-        averaged = 4 * sum(leaf.size for leaf in jax.tree.leaves(state.model_state))
-        return float(Traffic("all_reduce", averaged, self.workers).received)
+        return verify(
+            self,
+            state,
+            batch,
+            tx=self.tx,
+            params=self._like(state),
+            workers=self.sizes,
+            other_bytes=other_bytes,
+            beside=beside,
+            axis_name=self.axis_name,
+            text=self.compile(state, batch).as_text(),
+        )
 
     @abstractmethod
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -189,13 +195,15 @@ class WorkersStep(TrainStep):
         super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in axis_names(axis_name)), donate)
         self.mesh, self._loss = mesh, loss
 
-    def init(self, params: Any, model_state: Any = ()) -> TrainState:  # noqa: D102
+    def init(self, params: Any, model_state: Any = ()) -> TrainState:
+        """Makes the state on the mesh; see `TrainStep.init`."""
         specs = state_specs(self._checked_shapes(params, model_state))
         on_worker = jax.shard_map(self._worker_state, mesh=self.mesh, in_specs=P(), out_specs=specs)
         given = jax.tree.map(jnp.asarray, (params, model_state))
         return jax.jit(on_worker)(*jax.device_put(given, NamedSharding(self.mesh, P())))
 
-    def shapes(self, params: Any, model_state: Any = ()) -> TrainState:  # noqa: D102
+    def shapes(self, params: Any, model_state: Any = ()) -> TrainState:
+        """Returns what `init` would make; see `TrainStep.shapes`."""
         shapes = jax.eval_shape(self.init, params, model_state)
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -229,7 +237,8 @@ class SimulatedStep(TrainStep):
         self._loss = loss
         self._by_name = dict(zip(axis_names(axis_name), self.sizes, strict=True))
 
-    def init(self, params: Any, model_state: Any = ()) -> TrainState:  # noqa: D102
+    def init(self, params: Any, model_state: Any = ()) -> TrainState:
+        """Makes the state, on one device; see `TrainStep.init`."""
         self._checked_shapes(params, model_state)
 
         def rows(node: Any) -> Any:

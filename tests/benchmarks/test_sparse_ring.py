@@ -276,7 +276,7 @@ METHODS = {
 def test_a_ring_equals_a_gather_where_everything_fits(method):
     K, n = 3, 3072
     on_ring, gathered, options = METHODS[method]
-    options |= {"value_dtype": "float32", "collective": "gather"}
+    options = {**options, "value_dtype": "float32", "collective": "gather"}
     runs = [simulated(make(0.9, **options), n, K) for make in (on_ring, gathered)]
     states, steps = [state for state, _ in runs], [step for _, step in runs]
     for seed in range(3):
