@@ -35,18 +35,18 @@ def test_the_masks_are_those_that_dgc_sends_and_the_counts_those_of_its_ring(mon
     K, kept, after = 4, 0.01, []
     simulate = jc.simulate
 
-    def recorded(*args):
-        step = simulate(*args)
+    class Recorded:
+        def __init__(self, *args):
+            self.step = simulate(*args)
+            self.init = self.step.init
 
-        def record(state, batch):
-            new, metrics = step(state, batch)
+        def __call__(self, state, batch):
+            new, metrics = self.step(state, batch)
             own = new.opt_state[0]
             after.append((np.array(own.memory.rows.flat), np.array(own.residual.rows)))  # before it is donated
             return new, metrics
 
-        return record
-
-    monkeypatch.setattr(jc, "simulate", recorded)
+    monkeypatch.setattr(jc, "simulate", Recorded)
     taken = list(density.train(Config(steps=3, samples=2), K, kept))
     assert [index for index, _, _ in taken] == [1, 3]
     regions = regions_of(K, kept)
