@@ -13,7 +13,9 @@ from typing import Any, ClassVar, NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
 
 from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, check_per_worker, is_tracked, to_varying, varies
 from jaxcomm.collectives.sparse import Accumulated
@@ -25,6 +27,7 @@ P = ParamSpec("P")
 # Chooses leaves: a regular expression that is searched for in a leaf's path ("encoder/kernel"), or a function of the
 # path and the leaf, of which shape and dtype may be read.
 Where = str | Callable[[str, Any], bool]
+SCOPE = "jaxcomm.exchange"  # of `jax.named_scope`, in which all collectives of an exchange are: profilers show it
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +41,8 @@ class ExchangeState:
       residual: (K, n) float32, what was not sent yet, a row per worker; None for methods without one.
       memory: what else the method keeps; see the method's `start`.
       others: the state of the second exchange, of the leaves that `where` leaves out; None without one.
+      worker: (K, 1) int32, whose row each is, -1 before the first update; None for methods without rows. A state whose
+        rows are not those of their workers is not used: the step is skipped.
       method: the method that made this state. Static.
     """
 
@@ -46,6 +51,7 @@ class ExchangeState:
     residual: PerWorker | None
     memory: Any
     others: Any
+    worker: PerWorker | None
     method: "Exchange" = field(metadata={"static": True})
 
     def replace(self, **changes: Any) -> "ExchangeState":
@@ -212,16 +218,23 @@ class Exchange:
         if self.others is not None:
             raise ValueError(
                 f"where must choose some parameters; got {self.where!r}, which chooses none. Paths are as in "
-                f"{_name(jax.tree_util.tree_leaves_with_path(params)[0][0])!r}."
+                f"{leaf_name(jax.tree_util.tree_leaves_with_path(params)[0][0])!r}."
             )
-        return ExchangeState(ExchangeMetrics.zeros(), jnp.zeros((), jnp.int32), None, (), None, self)
+        return self.first_state()
 
     def init_chosen(self, params: Any) -> ExchangeState:
         """Does `init` for the leaves that `where` chooses."""
         layout = self.plan(params)
         residual = PerWorker(jnp.zeros((1, layout.n), jnp.float32), self.axes) if self.keeps_residual else None
-        memory = self.start(params, layout)
-        return ExchangeState(ExchangeMetrics.zeros(), jnp.zeros((), jnp.int32), residual, memory, None, self)
+        return self.first_state(self.start(params, layout), residual)
+
+    def first_state(self, memory: Any = (), residual: PerWorker | None = None) -> ExchangeState:
+        """Returns the state before the first step."""
+        nodes = jax.tree.leaves((memory, residual), is_leaf=lambda node: is_per_worker(node) or is_exchange_state(node))
+        has_rows = any(is_per_worker(node) for node in nodes)
+        worker = self.per_worker(jnp.full((1, 1), -1, jnp.int32)) if has_rows else None
+        step = jnp.zeros((), jnp.int32)
+        return ExchangeState(ExchangeMetrics.zeros(), step, residual, memory, None, worker, self)
 
     def update(self, updates: Any, state: ExchangeState, params: Any = None) -> tuple[Any, ExchangeState]:
         """Exchanges the gradients of one worker; returns their means and the new state."""
@@ -229,8 +242,18 @@ class Exchange:
             got = state.method.name if isinstance(state, ExchangeState) else type(state).__name__
             raise ValueError(f"The state must be that of {self.name}; got that of {got}. Initialise it with this tx.")
         axis_size(self.axes)  # its error comes before any work
+        with jax.named_scope(SCOPE):
+            if state.worker is None:
+                return self._update(updates, state, params, True)
+            here, row = lax.axis_index(self.axes), own_row(state.worker, 1)
+            is_own = (row[0, 0] < 0) | (row[0, 0] == here)
+            updates, state = self._update(updates, state, params, is_own)
+            return updates, state.replace(worker=self.per_worker(jnp.where(row < 0, here, row)))
+
+    def _update(self, updates: Any, state: ExchangeState, params: Any, is_own: Any) -> tuple[Any, ExchangeState]:
+        """Does `update`; all workers skip the exchange unless each has its own row."""
         if self.where is None:
-            return self.update_chosen(updates, state, params)
+            return self.update_chosen(_nan_unless(is_own, updates), state, params)
         chosen, rest = self._part(updates, True), self._part(updates, False)
         if self.others is None:
             _check_reduced(rest, self.axes)
@@ -241,7 +264,7 @@ class Exchange:
             ok = get_exchange(others).metrics.skipped == 0
         if jax.tree.leaves(chosen):
             own = None if params is None else self._part(params, True)
-            chosen, state = self.update_chosen(_nan_unless(ok, chosen), state, own)
+            chosen, state = self.update_chosen(_nan_unless(ok & is_own, chosen), state, own)
         else:
             state = state.replace(step=state.step + 1, metrics=ExchangeMetrics.of(ok, sent=0))
         ok = state.metrics.skipped == 0
@@ -278,7 +301,7 @@ class Exchange:
         """Returns whether `where` chooses a leaf, by its path."""
         if self.where is None:
             return True
-        name = _name(path)
+        name = leaf_name(path)
         return re.search(self.where, name) is not None if isinstance(self.where, str) else bool(self.where(name, leaf))
 
     def _part(self, tree: Any, chosen: bool) -> Any:
@@ -311,6 +334,33 @@ def exchange_states(state: Any) -> Iterator[ExchangeState]:
 def is_exchange_state(node: Any) -> bool:
     """Returns whether a node of a state is that of an exchange."""
     return isinstance(node, ExchangeState)
+
+
+def check_rows(state: Any, workers: int) -> None:
+    """Refuses a state whose rows are not those of their workers, as far as its numbers are at hand.
+
+    Args:
+      state: any tree with an optimizer's state in it.
+      workers: K.
+
+    Raises:
+      ValueError: naming the exchange and the workers.
+    """
+    for found in exchange_states(state):
+        check_rows((found.memory, found.others), workers)
+        if found.worker is None or found.worker.shards or not isinstance(found.worker.rows, jax.Array | np.ndarray):
+            continue
+        rows = jnp.asarray(found.worker.rows)
+        for shard in rows.addressable_shards:
+            got = np.asarray(shard.data)[:, 0]
+            wanted = np.arange(len(got)) + (shard.index[0].start or 0)
+            if ((got >= 0) & (got != wanted)).any() or (len(rows) == 1 < workers and got[0] >= 0):
+                raise ValueError(
+                    f"The rows of {found.method.name} must be those of their {workers} workers; got those of workers "
+                    f"{got.tolist()}. The state was kept as if it were replicated (pmap with out_axes=None, "
+                    "shard_map with P(), nnx.split), and the other workers' residuals are gone: place PerWorker "
+                    "leaves by jaxcomm.state_specs, and begin with the state of tx.init."
+                )
 
 
 def get_exchange(state: Any) -> ExchangeState:
@@ -443,15 +493,19 @@ def _check_reduced(tree: Any, axes: tuple[str, ...]) -> None:
                 )
 
 
-def _name(path: Any) -> str:
+def leaf_name(path: Any) -> str:
+    """Returns the path of a leaf as `where=` sees it: "encoder/kernel"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _nan_unless(ok: jax.Array, gradients: Any) -> Any:
+def _nan_unless(ok: Any, gradients: Any) -> Any:
     """Puts NaN into the smallest gradient unless `ok` holds: so all workers skip the exchange."""
     leaves, treedef = jax.tree.flatten(gradients)
-    smallest = min(range(len(leaves)), key=lambda index: (leaves[index].size == 0, leaves[index].size))
-    leaves[smallest] = jnp.where(ok, leaves[smallest], jnp.nan)
+    kinds = [(jnp.size(leaf), jnp.result_type(leaf)) for leaf in leaves]
+    sizes = [(size, at) for at, (size, dtype) in enumerate(kinds) if size and jnp.issubdtype(dtype, jnp.floating)]
+    if sizes and ok is not True:
+        _, smallest = min(sizes)
+        leaves[smallest] = jnp.where(ok, leaves[smallest], jnp.nan)
     return treedef.unflatten(leaves)
 
 

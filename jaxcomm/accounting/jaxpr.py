@@ -40,10 +40,10 @@ def jaxpr_program(closed: Any) -> Program:
 
 def jaxpr_communicates(closed: Any) -> bool:
     """Returns whether there is any collective in a traced program, in any loop or branch."""
-    equations = _inner(closed).eqns
+    equations = inner_jaxpr(closed).eqns
     if any(eqn.primitive.name in (*_COLLECTIVES, *_UNCOUNTED) for eqn in equations):
         return True
-    return any(jaxpr_communicates(child) for eqn in equations for child in _jaxprs(eqn.params))
+    return any(jaxpr_communicates(child) for eqn in equations for child in inner_jaxprs(eqn.params))
 
 
 def _read_jaxpr(jaxpr: Any, axis_sizes: dict[str, int]) -> Program:
@@ -56,14 +56,14 @@ def _read_jaxpr(jaxpr: Any, axis_sizes: dict[str, int]) -> Program:
             program.always.append(_traffic(eqn, axis_sizes))
         elif name == "shard_map":
             sizes = {**axis_sizes, **dict(eqn.params["mesh"].shape)}
-            program.add(_read_jaxpr(_inner(eqn.params["jaxpr"]), sizes))
+            program.add(_read_jaxpr(inner_jaxpr(eqn.params["jaxpr"]), sizes))
         elif name == "scan":
-            program.add(_read_jaxpr(_inner(eqn.params["jaxpr"]), axis_sizes), eqn.params["length"])
+            program.add(_read_jaxpr(inner_jaxpr(eqn.params["jaxpr"]), axis_sizes), eqn.params["length"])
         elif name == "cond":
-            program.add_conditional([_read_jaxpr(_inner(b), axis_sizes) for b in eqn.params["branches"]])
+            program.add_conditional([_read_jaxpr(inner_jaxpr(b), axis_sizes) for b in eqn.params["branches"]])
         else:
             inner = Program()
-            for child in _jaxprs(eqn.params):
+            for child in inner_jaxprs(eqn.params):
                 inner.add(_read_jaxpr(child, axis_sizes))
             if name == "while" and inner.communicates:
                 raise ValueError("A loop with collectives has a static length: use lax.scan for it.")
@@ -81,12 +81,12 @@ def _traffic(eqn: Any, axis_sizes: dict[str, int]) -> Traffic:
     return Traffic(_COLLECTIVES[eqn.primitive.name], size, workers, axes=axes, pairs=pairs)
 
 
-def _inner(jaxpr: Any) -> Any:
+def inner_jaxpr(jaxpr: Any) -> Any:
     """Returns the program itself, of one that may be closed over constants."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def _jaxprs(params: dict[str, Any]) -> list[Any]:
+def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
     """Returns the programs inside an equation's parameters."""
     values = [v for value in params.values() for v in (value if isinstance(value, tuple | list) else (value,))]
-    return [_inner(v) for v in values if hasattr(v, "eqns")]
+    return [inner_jaxpr(v) for v in values if hasattr(v, "eqns")]

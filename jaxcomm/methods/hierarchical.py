@@ -63,7 +63,7 @@ class Hierarchical(Exchange):
         _, sizes = self._shares(params)
         inner = self.exchange.init(jax.tree.map(lambda size: jnp.zeros(size, jnp.float32), sizes))
         check_exchange(inner, f"exchange of hierarchical, over axis_name={self.across!r},")
-        return ExchangeState(ExchangeMetrics.zeros(), jnp.zeros((), jnp.int32), None, self._pack(inner), None, self)
+        return self.first_state(self._pack(inner))
 
     def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
         check_per_worker(updates, self.inside)

@@ -127,7 +127,7 @@ class LocalSgd(LocalExchange):
         inner = self.exchange.init(anchor)
         check_exchange(inner, "exchange of local_sgd")
         memory = Anchored(anchor, inner, (self.outer or _nesterov()).init(anchor))
-        return ExchangeState(ExchangeMetrics.zeros(), jnp.zeros((), jnp.int32), None, memory, None, self)
+        return self.first_state(memory)
 
     def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
         self.check_update(updates, params)

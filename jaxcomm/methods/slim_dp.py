@@ -177,7 +177,7 @@ class SlimDp(LocalExchange):
             server=self.per_worker(ordered[None, size:], "parts"),
             delta=self.per_worker(jnp.zeros((1, flat.size if self.keeps_delta else 0), jnp.float32)),
         )
-        return ExchangeState(ExchangeMetrics.zeros(), jnp.zeros((), jnp.int32), None, memory, None, self)
+        return self.first_state(memory)
 
     def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
         self.check_update(updates, params)

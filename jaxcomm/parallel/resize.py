@@ -43,7 +43,9 @@ def resize_workers(state: Any, workers: int) -> Any:
     def resize(node: Any) -> Any:
         if isinstance(node, ExchangeState):
             parts = ("residual", "memory", "others")
-            return node.method.resized(node.replace(**{name: walk(getattr(node, name)) for name in parts}))
+            worker = node.worker and replace(node.worker, rows=np.full((workers, 1), -1, np.int32))
+            resized = {name: walk(getattr(node, name)) for name in parts}
+            return node.method.resized(node.replace(worker=worker, **resized))
         if not is_per_worker(node):
             return node
         if node.shards:

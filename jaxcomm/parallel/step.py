@@ -18,6 +18,7 @@ from jaxcomm.accounting.report import WireReport, step_report, verify
 from jaxcomm.collectives.axis import ALL_EXCHANGED, AxisName, axis_names, axis_size, check_workers, in_axes_of_workers
 from jaxcomm.exchange import (
     bypassing,
+    check_rows,
     communication_period,
     get_exchange,
     is_exchange_state,
@@ -65,6 +66,7 @@ class TrainStep(ABC):
         self.tx, self.axis_name, self.sizes = tx, axis_name, sizes
         self._jitted = jax.jit(self._step, donate_argnums=0 if donate else ())
         self._executable: Any = None
+        self._is_checked = False
 
     @property
     def workers(self) -> int:
@@ -72,7 +74,10 @@ class TrainStep(ABC):
         return math.prod(self.sizes)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Takes a step; returns the new state and the metrics."""
+        """Takes a step; returns the new state and the metrics. The first call looks at whose rows the state has."""
+        if not self._is_checked:
+            check_rows(state, self.workers)
+            self._is_checked = True
         if self._executable is not None:
             try:
                 return self._executable(state, batch)

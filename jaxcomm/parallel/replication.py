@@ -1,0 +1,99 @@
+"""What differs between workers in a traced program, where JAX does not track it.
+
+With `check_vma=False`, which a foreign step needs, JAX takes every promise of `out_specs` on trust. This walk over the
+traced program finds, for every output, the mesh axes along which it may differ. It errs to one side: what it says to be
+replicated is replicated.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxcomm.accounting.jaxpr import inner_jaxpr, inner_jaxprs
+
+Axes = frozenset[str]
+
+_REPLICATING = ("psum", "psum_invariant", "psum2", "pmax", "pmin", "all_gather", "all_gather_invariant", "all_gather_reduced")
+_MOVING = ("reduce_scatter", "all_to_all", "ppermute", "ragged_all_to_all", "axis_index", "pbroadcast", "pgather")
+
+
+def varying_axes(jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:
+    """Returns the axes along which each output of a traced program may differ.
+
+    Args:
+      jaxpr: the program that a worker runs.
+      inputs: the axes along which each of its inputs differs.
+    """
+    known: dict[Any, Axes] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def of(variables: Sequence[Any]) -> list[Axes]:
+        return [known.get(v, frozenset()) if not hasattr(v, "val") else frozenset() for v in variables]
+
+    for eqn in jaxpr.eqns:
+        known |= zip(eqn.outvars, _outputs(eqn, of(eqn.invars)), strict=True)
+    return of(jaxpr.outvars)
+
+
+def _outputs(eqn: Any, given: list[Axes]) -> list[Axes]:
+    name, params, count = eqn.primitive.name, eqn.params, len(eqn.outvars)
+    anywhere = frozenset[str]().union(*given)
+    if name in _REPLICATING or name in _MOVING:
+        axes = params.get("axes", params.get("axis_name"))
+        axes = frozenset(axes if isinstance(axes, tuple) else (axes,))
+        is_whole = name in _REPLICATING and params.get("axis_index_groups") is None
+        return [each - axes if is_whole else each | axes for each in (given if len(given) == count else [anywhere])]
+    if name == "cond":
+        index, operands = given[0], given[1:]
+        branches = [varying_axes(inner_jaxpr(branch), operands) for branch in params["branches"]]
+        return [index.union(*each) for each in zip(*branches, strict=True)]
+    if name == "scan":
+        consts, carry = params["num_consts"], params["num_carry"]
+        body = inner_jaxpr(params["jaxpr"])
+        start, xs = given[consts : consts + carry], given[consts + carry :]
+        start = _fixpoint(lambda now: varying_axes(body, [*given[:consts], *now, *xs])[:carry], start)
+        return varying_axes(body, [*given[:consts], *start, *xs])
+    if name == "while":
+        first = params["cond_nconsts"]
+        second = first + params["body_nconsts"]
+        test, body = inner_jaxpr(params["cond_jaxpr"]), inner_jaxpr(params["body_jaxpr"])
+
+        def turn(now: list[Axes]) -> list[Axes]:
+            (goes_on,) = varying_axes(test, [*given[:first], *now])  # workers may leave the loop at different times
+            return [each | goes_on for each in varying_axes(body, [*given[first:second], *now])]
+
+        return _fixpoint(turn, given[second:])
+    inner = inner_jaxprs(params)
+    if len(inner) == 1 and len(inner[0].invars) == len(given) and len(inner[0].outvars) == count:  # jit, remat, ...
+        return varying_axes(inner[0], given)
+    for each in inner:  # a program that is called in a way of its own: all that goes in may reach all that comes out
+        anywhere = anywhere.union(*varying_axes(each, [anywhere] * len(each.invars)))
+    return [anywhere] * count
+
+
+def _fixpoint(turn: Any, now: list[Axes]) -> list[Axes]:
+    """Repeats a loop's body until no output differs along more axes than its input."""
+    while True:
+        after = [a | b for a, b in zip(now, turn(now), strict=True)]
+        if after == now:
+            return now
+        now = after
+
+
+def collectives_outside(jaxpr: Any, scope: str, axes: Axes) -> list[Any]:
+    """Returns the collectives over some axes that stand outside of a `jax.named_scope`, in any loop or branch.
+
+    Args:
+      jaxpr: the program that a worker runs.
+      scope: the beginning of the scope's name.
+      axes: the axes.
+    """
+    found = []
+    for eqn in jaxpr.eqns:
+        if scope in str(eqn.source_info.name_stack):
+            continue
+        if eqn.primitive.name in (*_REPLICATING, *_MOVING) and eqn.primitive.name != "axis_index":
+            names = eqn.params.get("axes", eqn.params.get("axis_name"))
+            if axes & set(names if isinstance(names, tuple) else (names,)):
+                found.append(eqn)
+        for each in inner_jaxprs(eqn.params):
+            found += collectives_outside(each, scope, axes)
+    return found
