@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -122,10 +122,8 @@ class Lab:
 
     def __exit__(self, *_: object) -> None:
         self._open = False
-        ending = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # or one cuts the removal short
-        _remove([name for name, _ in _labs() if name.startswith(self._prefix)])
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        with _uninterrupted():  # or a signal cuts the removal short
+            _remove([name for name, _ in _labs() if name.startswith(self._prefix)])
         for number in self._handled:
             signal.signal(number, signal.SIG_DFL)
         self._handled = []
@@ -235,10 +233,11 @@ class Lab:
                     processes.append(process)
                 killed = _wait(processes, timeout, files[0] if stream else ())
             finally:
-                for process in processes:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                with _uninterrupted():
+                    for process in processes:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.killpg(process.pid, signal.SIGKILL)
+                        process.wait()
             for host, reason in killed.items():
                 os.write(files[host][1].fileno(), f"netlab: killed, because {reason}\n".encode())
             texts = [[_read(file).decode(errors="replace") for file in pair] for pair in files]
@@ -330,6 +329,19 @@ def _remove(names: Sequence[str]) -> None:
         shutil.rmtree(_HOST_FILES / name, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Keeps signals waiting that would end the lab, so that their handlers raise nowhere inside.
+
+    Raised between two instructions of `Popen.poll`, `SystemExit` leaves its lock taken, and `Popen.wait` never returns.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _wait(
     processes: Sequence[subprocess.Popen[bytes]], timeout: float | None, followed: Sequence[IO[bytes]]
 ) -> dict[int, str]:
@@ -341,7 +353,8 @@ def _wait(
     deadline = float("inf") if timeout is None else time.monotonic() + timeout
     reason, failed, seen = f"it ran longer than {timeout} s", None, [0, 0]
     while True:
-        codes = [process.poll() for process in processes]
+        with _uninterrupted():
+            codes = [process.poll() for process in processes]
         for index, file in enumerate(followed):
             screen = (sys.stdout, sys.stderr)[index]
             seen[index] += screen.buffer.write(_read(file, seen[index]))

@@ -243,11 +243,45 @@ def test_an_exception_leaves_no_namespace():
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_the_hosts_and_leaves_no_namespace(number, tmp_path):
     script = f"echo $$ > {tmp_path}/$JAXCOMM_PROCESS_ID; exec sleep 60"
-    with start_and_wait(script, tmp_path) as process:
+    process = start_and_wait(script, tmp_path)
+    try:
         process.send_signal(number)
         assert process.wait(timeout=10) == 128 + number
+    finally:
+        process.kill()
+        process.wait()
     assert remains(process.pid) == []
     assert not any(is_alive(int(path.read_text())) for path in tmp_path.iterdir())
+
+
+def test_a_signal_in_the_middle_of_a_poll_ends_the_lab(monkeypatch):
+    make_lock, sent = threading.Lock, []
+
+    class Interrupted:
+        """The lock of a `Popen`: a signal comes between its being taken and the `try` that would release it."""
+
+        def __init__(self):
+            self.lock = make_lock()
+
+        def acquire(self, blocking=True):
+            taken = self.lock.acquire(timeout=10) if blocking else self.lock.acquire(False)
+            assert taken or not blocking, "nobody will release the lock"
+            if not sent:
+                sent.append(os.kill(os.getpid(), signal.SIGTERM))
+            return taken
+
+        def release(self):
+            self.lock.release()
+
+        def __enter__(self):
+            return self.acquire()
+
+        def __exit__(self, *_):
+            self.release()
+
+    with Lab(1, None) as lab, pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        monkeypatch.setattr(threading, "Lock", Interrupted)
+        lab.run(["sleep", "60"])
 
 
 def test_the_next_lab_removes_what_a_killed_one_left(tmp_path):
