@@ -348,10 +348,10 @@ def check_rows(state: Any, workers: int) -> None:
     """
     for found in exchange_states(state):
         check_rows((found.memory, found.others), workers)
-        if found.worker is None or found.worker.shards or not isinstance(found.worker.rows, jax.Array | np.ndarray):
+        rows = None if found.worker is None or found.worker.shards else found.worker.rows
+        if isinstance(rows, jax.core.Tracer) or not isinstance(rows, jax.Array | np.ndarray):
             continue
-        rows = jnp.asarray(found.worker.rows)
-        for shard in rows.addressable_shards:
+        for shard in jnp.asarray(rows).addressable_shards:
             got = np.asarray(shard.data)[:, 0]
             wanted = np.arange(len(got)) + (shard.index[0].start or 0)
             if ((got >= 0) & (got != wanted)).any() or (len(rows) == 1 < workers and got[0] >= 0):

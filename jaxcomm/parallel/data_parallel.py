@@ -79,6 +79,7 @@ class DataParallel:
                 )
             return self._on_mesh(_Packed.of(state), _Packed.of(batch)).tree()
         axes, workers = self._workers(state)
+        check_batch(_with_rows(batch), workers)
         if not self._calls:
             check_rows(state, workers)
         state = _Packed.of(_spread(state, workers))
@@ -142,7 +143,7 @@ class DataParallel:
     def _on_mesh(self, state: _Packed, batch: _Packed) -> _Packed:
         """What is compiled."""
         axes, workers = self._workers(state.tree())
-        check_batch([leaf for leaf in batch.arrays if jnp.ndim(leaf)], workers)
+        check_batch(_with_rows(batch.tree()), workers)
         state = _Packed.of(_spread(state.tree(), workers))
         specs = (
             state.pick(state_specs(state.tree())),
@@ -292,6 +293,11 @@ def _is_array(leaf: Any) -> bool:
 
 def _batch_spec(leaf: Any, axes: tuple[str, ...]) -> P:
     return P(axes) if jnp.ndim(leaf) else P()
+
+
+def _with_rows(batch: Any) -> Any:
+    """Returns the arrays of a batch that have rows."""
+    return jax.tree.map(lambda leaf: leaf if _is_array(leaf) and jnp.ndim(leaf) else None, batch)
 
 
 def _axes_of(spec: P) -> Axes:

@@ -12,7 +12,16 @@ from jaxcomm.accounting.jaxpr import inner_jaxpr, inner_jaxprs
 
 Axes = frozenset[str]
 
-_REPLICATING = ("psum", "psum_invariant", "psum2", "pmax", "pmin", "all_gather", "all_gather_invariant", "all_gather_reduced")
+_REPLICATING = (
+    "psum",
+    "psum_invariant",
+    "psum2",
+    "pmax",
+    "pmin",
+    "all_gather",
+    "all_gather_invariant",
+    "all_gather_reduced",
+)
 _MOVING = ("reduce_scatter", "all_to_all", "ppermute", "ragged_all_to_all", "axis_index", "pbroadcast", "pgather")
 
 

@@ -1,0 +1,463 @@
+"""Steps of several frameworks, written for one device, on a mesh; and what such a step must not do."""
+
+import functools
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+from jaxcomm.exchange import check_rows, get_exchange
+from jaxcomm.parallel.replication import varying_axes
+from tests.jaxcomm.cases import CASES, row
+
+K, ROWS, FEATURES, CLASSES = 4, 24, 12, 5
+DENSE, SPARSE = jc.plump_dp(), jc.dct_dp(0.5, life_span=4, dense_below=0)
+
+
+def mesh():
+    return jc.make_mesh(data=K)
+
+
+def batches(count=6):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(count, ROWS, FEATURES)).astype(np.float32)
+    return [{"x": jnp.asarray(x[i]), "y": jnp.asarray(random.integers(0, CLASSES, ROWS))} for i in range(count)]
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def plain(tx):
+    """A pair (parameters, optimizer's state) and a function of it."""
+    params = {"w": jnp.linspace(-0.3, 0.3, FEATURES * CLASSES).reshape(FEATURES, CLASSES), "b": jnp.zeros(CLASSES)}
+
+    def step(state, batch):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(lambda p: cross_entropy(batch["x"] @ p["w"] + p["b"], batch["y"]))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+    return step, (params, tx.init(params)), lambda state: state[0]
+
+
+class Perceptron(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(CLASSES)(nn.relu(nn.Dense(16)(x)))
+
+
+def flax_linen(tx):
+    """Flax's own TrainState, whose step counter begins as a number of Python."""
+    model = Perceptron()
+    params = model.init(jax.random.key(0), jnp.zeros((1, FEATURES)))
+
+    @jax.jit
+    def step(state, batch):
+        def loss_fn(params):
+            logits = state.apply_fn(params, batch["x"])
+            return cross_entropy(logits, batch["y"]), logits
+
+        (loss, logits), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        accuracy = (logits.argmax(-1) == batch["y"]).mean()
+        return state.apply_gradients(grads=grads), {"loss": loss, "accuracy": accuracy}
+
+    return step, TrainState.create(apply_fn=model.apply, params=params, tx=tx), lambda state: state.params
+
+
+def flax_nnx(tx):
+    """A module that is merged in the step."""
+    model = nnx.Sequential(
+        nnx.Linear(FEATURES, 16, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(16, CLASSES, rngs=nnx.Rngs(1))
+    )
+    graph, params = nnx.split(model)
+
+    def step(state, batch):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(lambda p: cross_entropy(nnx.merge(graph, p)(batch["x"]), batch["y"]))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+    return step, (params, tx.init(params)), lambda state: state[0]
+
+
+def equinox(tx):
+    """A model with functions among its leaves, in an argument of its own."""
+    model = eqx.nn.MLP(FEATURES, CLASSES, 16, 1, key=jax.random.key(0))
+
+    def step(state, batch):
+        model, opt_state = state
+        loss, grads = eqx.filter_value_and_grad(lambda m: cross_entropy(jax.vmap(m)(batch["x"]), batch["y"]))(model)
+        updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_array))
+        return (eqx.apply_updates(model, updates), opt_state), {"loss": loss}
+
+    return step, (model, tx.init(eqx.filter(model, eqx.is_array))), lambda state: eqx.filter(state[0], eqx.is_array)
+
+
+def haiku(tx):
+    """A NamedTuple with a moving average of the parameters."""
+    model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([16, CLASSES])(x)))
+    params = model.init(jax.random.key(0), jnp.zeros((1, FEATURES)))
+
+    def step(state, batch):
+        params, average, opt_state = state
+        loss, grads = jax.value_and_grad(lambda p: cross_entropy(model.apply(p, batch["x"]), batch["y"]))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, optax.incremental_update(params, average, 0.1), opt_state), {"loss": loss}
+
+    return step, (params, params, tx.init(params)), lambda state: state[:2]
+
+
+def chain(exchange):
+    return jc.chain(exchange, optax.adam(1e-2))
+
+
+def run(step, state, given=None):
+    for batch in given or batches():
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+@pytest.mark.parametrize("script", [plain, flax_linen, flax_nnx, equinox, haiku])
+def test_a_dense_exchange_is_the_step_of_one_device(script):
+    step, state, params_of = script(optax.adam(1e-2))
+    alone, loss = run(eqx.filter_jit(step), state)
+    step, state, _ = script(chain(DENSE))
+    together, metrics = run(jc.data_parallel(step, mesh(), check_every=2), state)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), params_of(alone), params_of(together)
+    )
+    assert metrics.keys() == loss.keys()
+    for name in loss:
+        np.testing.assert_allclose(metrics[name], loss[name], rtol=1e-4)
+
+
+def test_a_compressed_exchange_is_that_of_make_train_step_and_its_bytes_are_verified():
+    tx = chain(SPARSE)
+    step, state, _ = plain(tx)
+    own = jc.data_parallel(step, mesh())
+    theirs = jc.make_train_step(lambda p, b: cross_entropy(b["x"] @ p["w"] + p["b"], b["y"]), tx, mesh())
+    params, reference = state[0], theirs.init(state[0])
+    for batch in batches():
+        state, metrics = own(state, batch)
+        reference, expected = theirs(reference, batch)
+        np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), state[0], reference.params)
+    residual = get_exchange(state[1]).residual.rows
+    assert residual.sharding.is_equivalent_to(NamedSharding(mesh(), P("data")), 2)
+    np.testing.assert_allclose(residual, get_exchange(reference.opt_state).residual.rows, rtol=1e-4, atol=1e-6)
+    report = jc.verify(own, state, batch, tx=tx, params=params, workers=K, other_bytes=8)
+    assert report.received == theirs.report(reference, batch).received
+
+
+def test_under_jit_and_in_a_scan_it_is_the_same_step():
+    step, state, _ = plain(chain(SPARSE))
+    own = jc.data_parallel(step, mesh())
+    expected, _ = run(own, state)
+    under_jit, _ = run(jax.jit(own), state)
+    first, _ = own(state, batches()[0])  # a loop's state has its rows from the start
+    rest = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches()[1:])
+    scanned, losses = jax.jit(lambda state: lax.scan(own, state, rest))(first)
+    assert losses["loss"].shape == (5,)
+    for other in (under_jit, scanned):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, other)
+
+
+def test_batches_are_chosen_by_position_and_by_name_and_scalars_in_them_are_for_all():
+    step, state, _ = plain(chain(DENSE))
+
+    def by_name(images, *, state, labels, scale):
+        state, metrics = step(state, {"x": images * labels["scale"] * scale, "y": labels["y"]})
+        return metrics, state
+
+    own = jc.data_parallel(by_name, mesh(), batch=(0, "labels"))
+    for batch in batches():
+        labels = {"y": batch["y"], "scale": 1.0}
+        metrics, changed = own(batch["x"], state=state, labels=labels, scale=1.0)
+        expected, other = jc.data_parallel(step, mesh())(state, batch)
+        jax.tree.map(np.testing.assert_array_equal, (changed, metrics), (expected, other))
+        state = changed
+
+
+def test_a_mesh_of_explicit_axes_and_batches_of_numpy():
+    step, state, _ = plain(chain(SPARSE))
+    explicit = jax.make_mesh((K,), ("data",), axis_types=(AxisType.Explicit,))
+    given = [jax.tree.map(np.asarray, batch) for batch in batches()]
+    state, metrics = run(jc.data_parallel(step, explicit), state, given)
+    expected, others = run(jc.data_parallel(step, mesh()), plain(chain(SPARSE))[1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), (state, metrics), (expected, others))
+
+
+def normalized(tx):
+    """A model with running statistics in the state."""
+    state = (*plain(tx)[1], {"batch_stats": {"mean": jnp.zeros(FEATURES)}})
+
+    def step(state, batch):
+        params, opt_state, stats = state
+        mean = batch["x"].mean(0)  # of the rows that are there
+        new = {"batch_stats": {"mean": 0.9 * stats["batch_stats"]["mean"] + 0.1 * mean}}
+        grads = jax.grad(lambda p: cross_entropy((batch["x"] - mean) @ p["w"] + p["b"], batch["y"]))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, new), {}
+
+    return step, state
+
+
+def test_running_statistics_are_averaged_where_that_is_said():
+    step, state = normalized(chain(DENSE))
+    (_, _, stats), _ = run(jc.data_parallel(step, mesh(), mean="batch_stats", check_every=1), state, batches(1))
+    np.testing.assert_allclose(stats["batch_stats"]["mean"], 0.1 * batches(1)[0]["x"].mean(0), rtol=1e-5, atol=1e-7)
+
+
+def with_tail(tail):
+    """The plain step, and something of a worker's own that it does with gradients, batch and state."""
+
+    def script(tx):
+        _, state, _ = plain(tx)
+
+        def step(state, batch):
+            params, opt_state = state
+            grads = jax.grad(lambda p: cross_entropy(batch["x"] @ p["w"] + p["b"], batch["y"]))(params)
+            updates, new = tx.update(grads, opt_state, params)
+            return tail(grads, batch, state, (optax.apply_updates(params, updates), new))
+
+        return step, state
+
+    return script
+
+
+def keeps_finite(grads, batch, old, new):
+    ok = jnp.isfinite(optax.tree.norm(grads))
+    return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old), {}
+
+
+LOCAL = {
+    "finite by the local gradients": (keeps_finite, r"must be the same on all workers.*'0/0/b' float32\[5\] \(state\)"),
+    "a count": (lambda g, b, old, new: (new, {"right": (b["y"] == 0).sum()}), r"got '1/right' int32\[\], computed"),
+    "logits": (lambda g, b, old, new: (new, {"rows": b["x"][:, 0]}), r"'1/rows' float32\[6\]"),
+    "a pmean that was left": (
+        lambda g, b, old, new: (new, lax.pmean(optax.tree.norm(g), "data")),
+        r"leave all communication.*got 1 collectives of its own over 4 bytes, the first a psum of float32\[\]",
+    ),
+    "a psum in a loop": (
+        lambda g, b, old, new: (new, lax.scan(lambda c, x: (c + lax.psum(x, "data").sum(), None), 0.0, b["x"])[0]),
+        "got 1 collectives of its own over 48 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LOCAL)
+def test_what_only_a_worker_knows_is_refused_by_name(what):
+    tail, message = LOCAL[what]
+    step, state = with_tail(tail)(chain(SPARSE))
+    with pytest.raises(ValueError, match=message):
+        jc.data_parallel(step, mesh())(state, batches(1)[0])
+
+
+def test_what_follows_from_the_exchange_alone_is_not_refused():
+    def by_the_exchange(grads, batch, old, new):
+        ok = jc.exchange_metrics(new[1]).skipped == 0
+        norm = optax.tree.norm(jax.tree.map(jnp.subtract, new[0], old[0]))
+        return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old), {"norm": norm, "steps": new[1][0].step}
+
+    step, state = with_tail(by_the_exchange)(chain(SPARSE))
+    _, metrics = run(jc.data_parallel(step, mesh(), check_every=1), state)
+    assert metrics["steps"] == 6
+
+
+def test_statistics_that_nobody_averages_are_refused():
+    step, state = normalized(chain(DENSE))
+    with pytest.raises(ValueError, match=r"'0/2/batch_stats/mean' float32\[12\] \(state\).*Pass mean='batch_stats'"):
+        jc.data_parallel(step, mesh())(state, batches(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("exchange", "arguments", "message"),
+    [
+        (SPARSE, {"batch": 2}, r"batch must name arguments of the call; got \['args\[2\]'\]"),
+        (SPARSE, {"batch": "rows"}, r"got \['rows'\] for \['args\[0\]', 'args\[1\]'\]"),
+        (SPARSE, {"check_every": 0}, "check_every"),
+        (jc.dct_dp(0.5, where="w"), {}, "must average all gradients; got dct_dp, that gradients bypass"),
+        (jc.dct_dp(0.5, axis_name="workers"), {}, "got 'workers' and a mesh with"),
+    ],
+)
+def test_bad_arguments_are_refused(exchange, arguments, message):
+    step, state, _ = plain(chain(exchange))
+    with pytest.raises(ValueError, match=message):
+        jc.data_parallel(step, mesh(), **arguments)(state, batches(1)[0])
+
+
+def test_other_states_and_batches_are_refused():
+    own = jc.data_parallel(plain(chain(SPARSE))[0], mesh())
+    _, state, _ = plain(chain(SPARSE))
+    with pytest.raises(ValueError, match=r"got 22 rows at \"\['args\[1\]'\]\['x'\]\" for 4 workers"):
+        own(state, jax.tree.map(lambda x: x[:22], batches(1)[0]))
+    with pytest.raises(ValueError, match="must get the state of an exchange"):
+        own(plain(optax.adam(1e-2))[1], batches(1)[0])
+    with pytest.raises(ValueError, match=r"got local_sgd, whose workers train on their own"):
+        own((state[0], jc.local_sgd(2, exchange=DENSE).init(state[0])), batches(1)[0])
+    with pytest.raises(ValueError, match=r"check_every must be None inside jax\.jit"):
+        jax.jit(jc.data_parallel(plain(chain(SPARSE))[0], mesh(), check_every=1))(state, batches(1)[0])
+    three = jax.tree.map(lambda n: n, jc.resize_workers(run(own, state)[0], 3))
+    with pytest.raises(ValueError, match="got 3 rows for 4 workers"):
+        own(three, batches(1)[0])
+
+
+def test_an_optimizer_that_nnx_has_split_is_refused():
+    model = nnx.Linear(FEATURES, CLASSES, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, chain(SPARSE), wrt=nnx.Param)
+    graph, state = nnx.split((model, optimizer))
+
+    def step(state, batch):
+        model, optimizer = nnx.merge(graph, state)
+        grads = nnx.grad(lambda m: cross_entropy(m(batch["x"]), batch["y"]))(model)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), {}
+
+    with pytest.raises(ValueError, match=r"must get the state of an exchange.*nnx\.split"):
+        jc.data_parallel(step, mesh())(state, batches(1)[0])
+
+
+@pytest.mark.parametrize("place", ["params", "momentum"])
+def test_replicated_state_that_parted_is_found(place):
+    step, state, _ = plain(jc.chain(SPARSE, optax.sgd(0.1, momentum=0.9)))
+    own = jc.data_parallel(step, mesh(), check_every=2)
+    state, _ = own(state, batches(1)[0])
+
+    def part(leaf):
+        """Worker 2 has another number in the middle."""
+        copies = [np.array(leaf) for _ in range(K)]
+        copies[2].reshape(-1)[leaf.size // 2] += 1e-3
+        devices = mesh().devices.flat
+        arrays = [jax.device_put(copy, device) for copy, device in zip(copies, devices, strict=True)]
+        return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(mesh(), P()), arrays)
+
+    params, opt_state = state
+    if place == "params":
+        params = params | {"w": part(params["w"])}
+    else:
+        trace = opt_state[1][0].trace
+        opt_state = (opt_state[0], (optax.TraceState(trace | {"b": part(trace["b"])}), opt_state[1][1]))
+    name = {"params": "0/0/w", "momentum": "0/1/1/0/trace/b"}[place]
+    with pytest.raises(ValueError, match=rf"got other numbers at .*{name}.* after 2 steps"):
+        own((params, opt_state), batches(1)[0])
+
+
+def one_row(state):
+    """As a checkpoint of a state that was taken for replicated has it: worker 0's rows alone."""
+    return jax.tree.map(
+        lambda node: jax.tree.map(lambda rows: np.asarray(rows)[:1], node) if isinstance(node, jc.PerWorker) else node,
+        state,
+        is_leaf=lambda node: isinstance(node, jc.PerWorker),
+    )
+
+
+def test_rows_of_another_worker_are_refused_and_where_nobody_looks_the_step_is_skipped():
+    tx = chain(SPARSE)
+    step, state, _ = plain(tx)
+    state, _ = run(jc.data_parallel(step, mesh()), state)
+    lost = one_row(state)
+    with pytest.raises(ValueError, match=r"The rows of dct_dp must be those of their 4 workers; got .*\[0\]"):
+        jc.data_parallel(step, mesh())(lost, batches(1)[0])
+    spread = jax.tree.map(
+        lambda node: jax.tree.map(lambda rows: np.repeat(rows, K, 0), node) if isinstance(node, jc.PerWorker) else node,
+        lost,
+        is_leaf=lambda node: isinstance(node, jc.PerWorker),
+    )
+    with pytest.raises(ValueError, match=r"got those of workers \[0, 0, 0, 0\]"):
+        check_rows(spread, K)
+    theirs = jc.make_train_step(lambda p, b: cross_entropy(b["x"] @ p["w"] + p["b"], b["y"]), tx, mesh())
+    given = jc.TrainState(spread[0], spread[1], jnp.zeros((), jnp.int32))
+    with pytest.raises(ValueError, match="The rows of dct_dp"):
+        theirs(given, batches(1)[0])
+
+    # A script's own pmap-like region, in which nothing is tracked and no host looks at the numbers.
+    blind = jax.shard_map(
+        step, mesh=mesh(), in_specs=(jc.state_specs(spread), P("data")), out_specs=P(), check_vma=False
+    )
+    (_, opt_state), _ = jax.jit(blind)(spread, batches(1)[0])
+    assert jc.exchange_metrics(opt_state).skipped == 1
+    jax.tree.map(np.testing.assert_array_equal, get_exchange(opt_state).worker.rows[0, 0], 0)
+
+
+def test_rows_are_numbered_by_the_first_step_and_a_resized_state_anew():
+    step, state, _ = plain(chain(SPARSE))
+    assert np.asarray(get_exchange(state[1]).worker.rows).tolist() == [[-1]]
+    state, _ = run(jc.data_parallel(step, mesh()), state, batches(1))
+    assert np.asarray(get_exchange(state[1]).worker.rows).tolist() == [[0], [1], [2], [3]]
+    resized = jc.resize_workers(state, 2)
+    assert np.asarray(get_exchange(resized[1]).worker.rows).tolist() == [[-1], [-1]]
+    state, _ = run(jc.data_parallel(step, jc.make_mesh(data=2)), resized, batches(1))
+    assert np.asarray(get_exchange(state[1]).worker.rows).tolist() == [[0], [1]]
+
+
+EXCHANGES = {
+    **{str(case): case.make() for case in CASES if case == row(case.method, **case.options)},
+    "powersgd": jc.powersgd(2),
+    "ef21": jc.ef21(0.9),
+    "two parts": jc.dct_dp(0.9, where="w", others=jc.powersgd(1)),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_every_exchange_gives_what_is_the_same_on_all_workers(name):
+    """What JAX proves of each method where it tracks, the walk over the program finds where it does not."""
+    params = {"w": jnp.zeros((64, 40)), "b": jnp.zeros(7)}
+    tx = EXCHANGES[name]
+
+    def step(state, batch):
+        grads = jax.grad(lambda p: ((batch @ p["w"]).sum(-1) * p["b"].sum()).mean())(state[0])
+        updates, opt_state = tx.update(grads, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), opt_state), {}
+
+    jc.data_parallel(step, mesh()).trace((params, tx.init(params)), jnp.ones((8, 64)))
+
+
+def test_what_differs_is_followed_through_loops_and_branches():
+    names = []
+
+    def program(own, same):
+        late = lax.scan(lambda c, x: ((c[0] + c[1], c[1] + own), x), (same, same), jnp.ones(3))[0]
+        left = lax.while_loop(lambda c: c[0] < own, lambda c: (c[0] + 1, 2 * c[1]), (same, same))
+        outputs = {
+            "same": jnp.sin(same),
+            "sum": lax.psum(own, "data"),
+            "gathered": lax.all_gather(own, "data"),
+            "moved": lax.ppermute(same, "data", [(0, 1)]),
+            "index": lax.axis_index("data"),
+            "by an own branch": lax.cond(own > 0, lambda: same, lambda: 2 * same),
+            "in a branch": lax.cond(same > 0, lambda: own, lambda: same),
+            "carried": late[0],
+            "times": left[1],
+            "jitted": jax.jit(lambda a, b: (a, b))(own, same)[1],
+            "rematerialized": jax.checkpoint(lambda a: a * 2)(own),
+        }
+        names.extend(outputs)
+        return outputs
+
+    (eqn,) = jax.make_jaxpr(
+        jax.shard_map(
+            lambda a, b: program(a[0], b), mesh=mesh(), in_specs=(P("data"), P()), out_specs=P(), check_vma=False
+        )
+    )(jnp.ones(K), jnp.ones(())).jaxpr.eqns
+    found = varying_axes(eqn.params["jaxpr"], [frozenset(["data"]), frozenset()])
+    replicated = {name for name, axes in zip(sorted(names), found, strict=True) if not axes}
+    assert replicated == {"same", "sum", "gathered", "jitted"}
+
+
+def test_it_keeps_the_name_of_the_step():
+    step, _, _ = plain(chain(DENSE))
+    assert jc.data_parallel(step, mesh()).__name__ == "step"
+    assert functools.partial(jc.data_parallel, mesh=mesh())(step).__name__ == "step"
