@@ -16,13 +16,15 @@ import json
 import os
 import statistics
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import tyro
 
 import jaxcomm as jc
+from benchmarks.activation_ablations import SketchBoundary, TopKGradientBoundary
 from configs import CONFIGS
 from configs.experiment import BoundaryFields, Experiment
 from configs.methods import DctDp, Method, PlumpDp
@@ -49,9 +51,9 @@ class Setting:
       system: what the paper calls it.
       stages: workers that share one copy of the model.
       sparsity: eta.
-      kind: of the boundary; None for whole activations.
       compresses_gradients: whether DCT-DP exchanges the gradients of two data-parallel workers at this sparsity.
       paper: its row in tables 1 (dense, DCT-MP), 2 (DCT-DP), 3 (both), 6 (sketches) or 7 (top-k).
+      boundary: (sparsity) -> what crosses between the stages.
       learning_rate: the largest of 0.3, 0.5 and 1 at which it does not diverge, which is that of the experiment for all
         but sketches.
     """
@@ -59,34 +61,34 @@ class Setting:
     system: str
     stages: int
     sparsity: float
-    kind: Literal["masked", "sketch", "topk_gradient"] | None
     compresses_gradients: bool
     paper: Paper
+    boundary: Callable[..., jc.layers.Boundary] = jc.dct_mp
     learning_rate: float = CONFIGS["dlrm_clicks"].learning_rate
 
 
 def _mp(stages: int, sparsity: float, *paper: float) -> Setting:
-    return Setting("DCT-MP", stages, sparsity, "masked", False, Paper(*paper))
+    return Setting("DCT-MP", stages, sparsity, False, Paper(*paper))
 
 
 def _dp(sparsity: float, *paper: float) -> Setting:
-    return Setting("DCT-DP", 1, sparsity, None, True, Paper(*paper))
+    return Setting("DCT-DP", 1, sparsity, True, Paper(*paper))
 
 
 def _both(sparsity: float, *paper: float) -> Setting:
-    return Setting("DCT-DP and DCT-MP", 3, sparsity, "masked", True, Paper(*paper))
+    return Setting("DCT-DP and DCT-MP", 3, sparsity, True, Paper(*paper))
 
 
 def _sketch(sparsity: float, *paper: float) -> Setting:
-    return Setting("sketched activations", 2, sparsity, "sketch", False, Paper(*paper), 0.5)
+    return Setting("sketched activations", 2, sparsity, False, Paper(*paper), SketchBoundary, 0.5)
 
 
 def _topk(sparsity: float, *paper: float) -> Setting:
-    return Setting("top-k activation gradients", 2, sparsity, "topk_gradient", False, Paper(*paper))
+    return Setting("top-k activation gradients", 2, sparsity, False, Paper(*paper), TopKGradientBoundary)
 
 
 SETTINGS = (
-    Setting("dense", 1, 0.0, None, False, Paper(0.4477, 79.23, 0.4538, 78.78)),
+    Setting("dense", 1, 0.0, False, Paper(0.4477, 79.23, 0.4538, 78.78)),
     _mp(2, 0.75, 0.4473, 79.29, 0.4532, 78.81),
     _mp(2, 0.9, 0.4472, 79.28, 0.4530, 78.81),
     _mp(2, 0.95, 0.4473, 79.24, 0.4534, 78.80),
@@ -222,7 +224,7 @@ def experiment_of(setting: Setting, config: Config) -> tuple[Experiment, Method]
         learning_rate=setting.learning_rate,
         workers=2 if setting.compresses_gradients else 1,
         stages=setting.stages,
-        boundary=BoundaryFields() if setting.kind is None else BoundaryFields(setting.sparsity, setting.kind),
+        boundary=BoundaryFields(setting.sparsity if setting.stages > 1 else 0.0),
         data_dir=config.data_dir,
     )
     if setting.compresses_gradients:
@@ -267,7 +269,7 @@ def _train(setting: Setting, config: Config, dense: dict[str, Any] | None) -> di
     from train.processes import Processes
 
     experiment, method = experiment_of(setting, config)
-    job, ended, curves = make_job(experiment, method), [], []
+    job, ended, curves = make_job(experiment, method, setting.boundary), [], []
     for seed in range(config.seeds):
         with tempfile.TemporaryDirectory() as scratch:
             seeded = dataclasses.replace(experiment, seed=seed, out=Path(scratch))

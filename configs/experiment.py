@@ -28,12 +28,10 @@ class Architecture:
 
 @dataclass(frozen=True)
 class BoundaryFields:
-    """What crosses between the stages of a pipeline: DCT-MP and its ablations."""
+    """What crosses between the stages of a pipeline: DCT-MP."""
 
     sparsity: float = 0.0
     """Fraction of a sample's activations that is not sent; 0 sends them whole."""
-    kind: Literal["masked", "sketch", "topk_gradient"] = "masked"
-    """The largest activations of each sample (DCT-MP); or one of the two ablations of its paper."""
     value_dtype: Literal["float32", "bfloat16"] | None = None
     """Type of a value on the wire; None for that of the activations."""
 

@@ -47,6 +47,7 @@ class Job:
       report: bytes of a step, losses and metrics included; of a pipeline, the average over its devices.
       dense: bytes that a device would receive in a step, if gradients and activations travelled as they are.
       late: which dense layers multiply late, and why; None where none was asked to.
+      boundary: (sparsity, value_dtype=) -> what crosses between the stages of a pipeline.
     """
 
     info: DatasetInfo
@@ -62,10 +63,14 @@ class Job:
     report: jc.WireReport
     dense: float
     late: jc.accounting.LatePlan | None
+    boundary: Callable[..., jc.layers.Boundary]
 
 
-def make_job(experiment: Experiment, method: Method) -> Job:
-    """Makes the model, the optimizer and the functions of a run; `experiment.seed` is looked at for shapes alone."""
+def make_job(experiment: Experiment, method: Method, boundary: Callable[..., jc.layers.Boundary] = jc.dct_mp) -> Job:
+    """Makes the model, the optimizer and the functions of a run; `experiment.seed` is looked at for shapes alone.
+
+    A benchmark may give a `boundary` of its own, which is made of the fields `experiment.boundary` as DCT-MP is.
+    """
     info = dataset_info(experiment.dataset, experiment.data_dir)
     task = make_task(info, experiment.label_smoothing)
     whole = split(_abstract(experiment, info))
@@ -74,7 +79,7 @@ def make_job(experiment: Experiment, method: Method) -> Job:
     mesh = jc.make_mesh(**{name: size for name, size in axes.items() if size > 1 or name == "data"})
     axis = ("slice", "data") if experiment.slices > 1 else "data"
     is_sharded = experiment.dense_layers == "split" or experiment.model_parallel > 1
-    make = _pipeline if experiment.stages > 1 else _sharded if is_sharded else _data_parallel
+    make = partial(_pipeline, boundary) if experiment.stages > 1 else _sharded if is_sharded else _data_parallel
     everywhere, by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis))
     batch = {
         name: jax.ShapeDtypeStruct((experiment.global_batch, *shape), dtype, sharding=by_rows)
@@ -108,6 +113,7 @@ def make_job(experiment: Experiment, method: Method) -> Job:
         report=report,
         dense=report.dense if parts.dense is None else parts.dense,
         late=parts.late,
+        boundary=boundary,
     )
 
 
@@ -186,11 +192,11 @@ def _loss_of(experiment: Experiment, task: Task, graph: Graph) -> Callable[..., 
 
 
 def _pipeline(
-    experiment: Experiment, method: Method, info: DatasetInfo, task: Task, mesh: Mesh, axis: Any, batch: Any
+    make: Any, experiment: Experiment, method: Method, info: DatasetInfo, task: Task, mesh: Mesh, axis: Any, batch: Any
 ) -> _Parts:
     """Workers whose devices hold a stage of the model each."""
     tx, fields = make_chain(experiment, method), experiment.boundary
-    boundary = jc.dct_mp(fields.sparsity, kind=fields.kind, value_dtype=fields.value_dtype)
+    boundary = make(fields.sparsity, value_dtype=fields.value_dtype)
     model = _abstract(experiment, info)
     cuts = choose_cuts(model, experiment.stages, experiment.cuts)
     stages = cut(model, cuts)

@@ -66,7 +66,7 @@ def run_name(method: Method, boundary: BoundaryFields | None = None, dense_layer
         name += f"-{dense_layers}"
     if boundary is None or boundary == BoundaryFields():
         return name
-    name += f"-{boundary.kind}-{boundary.sparsity:g}"
+    name += f"-masked-{boundary.sparsity:g}"
     return name if boundary.value_dtype is None else f"{name}-{boundary.value_dtype}"
 
 

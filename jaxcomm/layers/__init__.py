@@ -1,5 +1,7 @@
 """Layers that know that there are several workers."""
 
+from jaxcomm.collectives.boundary import Encoded
+from jaxcomm.layers.activations import Rows, Whole
 from jaxcomm.layers.boundary import Boundary, dct_mp, masked_boundary
 from jaxcomm.layers.late_multiply import late_multiply
 from jaxcomm.layers.split_dense import (
@@ -15,8 +17,11 @@ from jaxcomm.layers.split_dense import (
 
 __all__ = [
     "Boundary",
+    "Encoded",
+    "Rows",
     "SplitLayer",
     "SplitPlan",
+    "Whole",
     "dct_mp",
     "features_to_rows",
     "late_multiply",

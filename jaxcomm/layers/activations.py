@@ -4,7 +4,7 @@ A format is planned from the shape of one array of activations (B, ...), samples
 receiver decodes; the backward pass is in the formats too, because what comes back may be written otherwise.
 
 Source: Gupta et al., "Training Recommender Systems at Scale: Communication-Efficient Model and Data Parallelism", KDD
-2021: `Largest` is its DCT-MP; `Sketch` and `LargestGradient` are the two of its appendix A that lose accuracy.
+2021: `Largest` is its DCT-MP.
 """
 
 import math
@@ -33,7 +33,14 @@ _INDEX_CODECS = ("plain", "bitmap", "elias_fano")
 
 @dataclass(frozen=True)
 class Whole:
-    """Every value, without an index.
+    """Every value, without an index. A format of another kind is a subclass with some hooks of its own.
+
+    The sender runs `encode` and `forward`, the receiver `forwarded` and `decode`. In the backward pass the receiver
+    runs `backward` and the sender `returned`, which are the gradient of `forward` and `forwarded`.
+
+    With `has_residual` the receiver keeps what it does not send back (error feedback): `backward` takes a residual of
+    the activations' shape, zeros in the first step, and returns the new one. A pipeline has it in its state, where it
+    waits for the same row of the next batch.
 
     Attributes:
       shape: of the activations, samples first.
@@ -153,69 +160,3 @@ class Largest(Whole):
     def decode(self, encoded: Encoded) -> jax.Array:
         """Reads activations, zero where nothing was sent."""
         return self._rows.decode(encoded).reshape(self.shape)
-
-
-@dataclass(frozen=True)
-class Sketch(Whole):
-    """A random projection of every sample to k numbers forward; all of the gradient backward.
-
-    The receiver works with x S S^T, where the entries of S (d, k) are normal with variance 1/k: x on average. The
-    gradient goes back as if nothing had been lost.
-
-    Attributes:
-      k: numbers a sample.
-    """
-
-    k: int
-
-    def _matrix(self, key: jax.Array) -> jax.Array:
-        draw = jax.random.normal(jax.random.key(key), (self.features, self.k), jnp.float32)
-        return draw / math.sqrt(self.k)
-
-    def forward(self, values: jax.Array, key: jax.Array) -> jax.Array:
-        """Returns x S, (B k,)."""
-        return (values.reshape(-1, self.features) @ self._matrix(key)).reshape(-1).astype(values.dtype)
-
-    def forwarded(self, values: jax.Array, key: jax.Array) -> jax.Array:
-        """Returns x S S^T, (B d,)."""
-        return (values.reshape(-1, self.k) @ self._matrix(key).T).reshape(-1).astype(values.dtype)
-
-
-@dataclass(frozen=True)
-class LargestGradient(Whole):
-    """Whole activations forward; the k largest magnitudes of every sample's gradient backward, with error feedback.
-
-    Attributes:
-      k: values of a sample's gradient that travel.
-    """
-
-    k: int
-
-    @property
-    def has_residual(self) -> bool:
-        """Always."""
-        return True
-
-    @cached_property
-    def _rows(self) -> Rows:
-        return Rows(self.shape[0], self.features, self.k)
-
-    def backward(self, gradient: jax.Array, residual: Any) -> tuple[Encoded, Any]:
-        """Selects from gradient + residual; the rest is the new residual, rounding included."""
-        total = gradient + residual.reshape(-1).astype(gradient.dtype)
-        encoded = self._rows.encode(total)
-        encoded = encoded._replace(values=round_values(encoded.values, self.values_as))
-        unsent = total - self._rows.decode(encoded)
-        return encoded, unsent.reshape(residual.shape).astype(residual.dtype)
-
-    def returned(self, encoded: Encoded) -> jax.Array:
-        """Returns the gradient, zero where nothing was sent."""
-        return self._rows.decode(encoded)
-
-
-def round_values(values: jax.Array, codec: ValueCodec) -> jax.Array:
-    """Returns the values that the receiver will see, in their own dtype."""
-    info = jnp.finfo(codec.dtype)
-    if info.bits >= jnp.finfo(values.dtype).bits:
-        return values
-    return lax.reduce_precision(values, exponent_bits=info.nexp, mantissa_bits=info.nmant)

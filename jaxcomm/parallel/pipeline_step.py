@@ -59,8 +59,7 @@ class PipelineStep(TrainStep):
         Args:
           params: of every stage its parameters, the same in every process.
           model_state: of every stage its model state, if the pipeline has one.
-          batch: a global batch, or the shapes of one: needed where a boundary keeps a residual
-            (`kind="topk_gradient"`).
+          batch: a global batch, or the shapes of one: needed where a boundary keeps a residual.
 
         Raises:
           ValueError: as `TrainStep.init`, for stages of other shapes than the pipeline's, and for an exchange with

@@ -16,7 +16,7 @@ PIPELINE = {"workers": 2, "stages": 2, "global_batch": 24}
     [
         ({}, 4),
         (PIPELINE, 1),
-        (PIPELINE | {"micro_batches": 3, "cuts": (1,), "boundary": BoundaryFields(0.5, "sketch")}, 1),
+        (PIPELINE | {"micro_batches": 3, "cuts": (1,), "boundary": BoundaryFields(0.5, "bfloat16")}, 1),
         (PIPELINE, 2),  # a worker each
         (PIPELINE, 4),  # a stage each
         (PIPELINE | {"workers": 1}, 2),
@@ -84,7 +84,6 @@ def test_what_works(changes, processes):
         ({"micro_batches": 2}, 1, "Only a pipeline has micro-batches, cuts and boundaries, got .*: give --stages"),
         ({"cuts": (1,)}, 1, "Only a pipeline has"),
         ({"boundary": BoundaryFields(0.5)}, 1, "Only a pipeline has"),
-        ({"boundary": BoundaryFields(kind="sketch")}, 1, "Only a pipeline has"),
         ({"boundary": BoundaryFields(value_dtype="bfloat16")}, 1, "Only a pipeline has"),
         ({"model_parallel": 2, "slices": 2}, 1, "--model-parallel must be the only way .*; got it with --slices 2"),
         ({"compress": "w", "dense_layers": "late"}, 1, "--compress must be the only way .* --dense-layers late"),

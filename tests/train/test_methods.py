@@ -61,10 +61,10 @@ def test_a_boundary_has_a_name_of_its_own():
         for boundary in (
             BoundaryFields(),
             BoundaryFields(0.9),
-            BoundaryFields(0.95, "sketch"),
+            BoundaryFields(0.95, "float32"),
             BoundaryFields(value_dtype="bfloat16"),
         )
-    ] == ["plump_dp", "plump_dp-masked-0.9", "plump_dp-sketch-0.95", "plump_dp-masked-0-bfloat16"]
+    ] == ["plump_dp", "plump_dp-masked-0.9", "plump_dp-masked-0.95-float32", "plump_dp-masked-0-bfloat16"]
     assert run_name(PlumpDp(p=2), BoundaryFields(0.5)) == "plump_dp-p2-masked-0.5"
 
 

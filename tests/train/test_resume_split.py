@@ -8,6 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+import jaxcomm as jc
+from benchmarks.activation_ablations import SketchBoundary, TopKGradientBoundary
 from configs.experiment import Architecture, BoundaryFields
 from configs.methods import PlumpDp
 from tests.train.runs import DCT_DP, EXPERIMENT, MLP, PIPELINE, Told, assert_same_bits, files, metrics
@@ -24,20 +26,22 @@ WIDE = Architecture("mlp", {"hidden": (64, 64), "dropout": 0.2})
 # Of what a run is made, and after which of its 6 steps it is stopped. Thresholds are renewed after 0 and 5.
 CASES = {
     # What was not sent back over the boundary waits for the row at the same place of the next batch.
-    "pipeline": (DCT_DP, PIPELINE | {"boundary": BoundaryFields(0.75, "topk_gradient")}, 3),
+    "pipeline": (DCT_DP, PIPELINE | {"boundary": BoundaryFields(0.75)}, 3),
     # A projection that is drawn anew in every step.
-    "sketch": (PlumpDp(), PIPELINE | {"boundary": BoundaryFields(0.5, "sketch")}, 3),
+    "sketch": (PlumpDp(), PIPELINE | {"boundary": BoundaryFields(0.5)}, 3),
     "running statistics": (DCT_DP, {"architecture": RESNET, "workers": 2, "rows_per_group": 4}, 4),
     "slices": (DCT_DP, {"architecture": MLP, "slices": 2}, 3),
     "late": (PlumpDp(), {"architecture": WIDE, "workers": 2, "dense_layers": "late"}, 3),
     "layers in slices": (DCT_DP, {"architecture": MLP, "workers": 2, "dense_layers": "split"}, 3),
 }
+BOUNDARIES = {"pipeline": TopKGradientBoundary, "sketch": SketchBoundary}
 
 
-def six(out, case, told=None, job=None, **changes):
+def six(out, case, told=None, job=None, boundary=None, **changes):
     method, fields, _ = CASES[case]
     experiment = dataclasses.replace(EXPERIMENT, **{"out": out, "steps": 6, "eval_every": 3} | fields | changes)
-    return train(experiment, method, Processes(), told or Told(), job or make_job(experiment, method))
+    job = job or make_job(experiment, method, boundary or BOUNDARIES.get(case, jc.dct_mp))
+    return train(experiment, method, Processes(), told or Told(), job)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +52,8 @@ def runs(tmp_path_factory):
     def get(case):
         if case not in made:
             out, (method, fields, stop) = tmp_path_factory.mktemp("split"), CASES[case]
-            job = make_job(dataclasses.replace(EXPERIMENT, steps=6, **fields), method)
+            experiment = dataclasses.replace(EXPERIMENT, steps=6, **fields)
+            job = make_job(experiment, method, BOUNDARIES.get(case, jc.dct_mp))
             whole, stopped = six(out / "whole", case, job=job), six(out / "stopped", case, job=job, stop_after=stop)
             made[case] = SimpleNamespace(job=job, whole=whole, stopped=stopped, out=out)
         return made[case]
@@ -100,6 +105,8 @@ def test_what_is_compared_is_there_to_be_lost(runs):
             r"a checkpoint of 2 workers for 1 on a mesh with \{'stage': 2\}: .* --workers 2",
         ),
         ("slices", {"workers": 2}, r"a checkpoint of 4 workers for 2 on a mesh with \{'slice': 2\}: .* --workers 4"),
+        ("pipeline", {"boundary": jc.dct_mp}, r"with boundary 'TopKGradientBoundary' \(now None\)"),
+        ("sketch", {"boundary": TopKGradientBoundary}, r"boundary 'SketchBoundary' \(now 'TopKGradientBoundary'\)"),
         ("pipeline", {"stages": 3}, r"with stages 2 \(now 3\): give the same settings"),
         ("pipeline", {"micro_batches": 1}, r"with micro_batches 2 \(now 1\)"),
         ("pipeline", {"cuts": (1,)}, r"with cuts None \(now \[1\]\)"),

@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
+from benchmarks.activation_ablations import TopKGradientBoundary
 from jaxcomm.parallel.pipeline_report import verify_pipeline
 from tests.jaxcomm.parallel.stages import CUTS, batches, loss_fn, make_pipeline, means_of, params_of, stages_of
 from tests.jaxcomm.workers import QUICKLY
@@ -22,7 +23,7 @@ BATCH = batches(1)[0]
 def test_a_report_in_numbers():
     """Two workers with 16 rows of 32 features in two micro-batches: 4 samples, of which half, an eighth, all goes."""
     stages = [lambda params, x, batch: params * (batch["x"] if x is None else x)] * 4
-    boundaries = [jc.dct_mp(0.5), jc.dct_mp(0.875, kind="topk_gradient", value_dtype="bfloat16"), jc.dct_mp(0.0)]
+    boundaries = [jc.dct_mp(0.5), TopKGradientBoundary(0.875, value_dtype="bfloat16"), jc.dct_mp(0.0)]
     pipeline = jc.Pipeline(stages, loss_fn, [np.ones(D)] * 4, boundaries=boundaries, micro_batches=2)
     batch = {"x": jax.ShapeDtypeStruct((ROWS, D), np.float32), "y": jax.ShapeDtypeStruct((ROWS, 3), np.float32)}
     report = jc.parallel.pipeline_report(pipeline, TOPK, batch, K)

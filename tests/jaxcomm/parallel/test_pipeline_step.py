@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxcomm as jc
+from benchmarks.activation_ablations import TopKGradientBoundary
 from tests.jaxcomm.parallel.stages import (
     CUTS,
     Run,
@@ -180,7 +181,7 @@ def poison(batch, at, worker, bad=np.nan):
 def local_run():
     """Workers on their own for two steps, with running means and a boundary's residual."""
     tx = optax.chain(optax.sgd(0.1, momentum=0.9), jc.local_sgd(2, exchange=jc.plump_dp()))
-    boundaries = [jc.dct_mp(0.5, kind="topk_gradient")]
+    boundaries = [TopKGradientBoundary(0.5)]
     return cut(2, tx, data=K, has_state=True, boundaries=boundaries, micro_batches=2)
 
 
@@ -217,7 +218,7 @@ def own_rows(state):
 def whole_run():
     """Everything that a step carries: momentum, an exchange's residual, running means, a boundary's residual."""
     tx = optax.chain(jc.topk(0.5, dense_below=0), optax.sgd(0.1, momentum=0.9))
-    boundaries = [jc.dct_mp(0.5, kind="topk_gradient")]
+    boundaries = [TopKGradientBoundary(0.5)]
     return cut(2, tx, data=K, has_state=True, boundaries=boundaries, micro_batches=2)
 
 
@@ -334,7 +335,7 @@ def test_errors_of_the_chain():
         jc.make_train_step(make_pipeline(2), optax.chain(late, optax.sgd(0.1)), mesh_of()).init(PARAMS)
 
 
-TOPK = [jc.dct_mp(0.5, kind="topk_gradient")]
+TOPK = [TopKGradientBoundary(0.5)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""Two boundaries of a pipeline that the paper of DCT-MP tries and finds to lose accuracy; to show that they do.
+
+They are made of the hooks of `jaxcomm.layers.Boundary` and of its formats. `benchmarks.dct` trains them.
+
+Source: Gupta et al., "Training Recommender Systems at Scale: Communication-Efficient Model and Data Parallelism", KDD
+2021, appendix A, "Schemes That Do Not Work".
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomm.codecs import ValueCodec
+from jaxcomm.layers import Boundary, Encoded, Rows, Whole
+
+
+class SketchBoundary(Boundary):
+    """A random projection of every sample to (1 - sparsity) d numbers forward, and all of the gradient backward."""
+
+    def format(self, shape: tuple[int, ...], dtype: Any, values_as: ValueCodec, k: int) -> Whole:
+        """Returns a `Sketch`."""
+        return Sketch(shape, dtype, values_as, k)
+
+
+class TopKGradientBoundary(Boundary):
+    """Whole activations forward; of the gradient the largest of every sample with their positions, and error feedback.
+
+    What is not sent waits for whichever sample has the same row in the next step.
+    """
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Unless everything is sent."""
+        return self.sparsity > 0
+
+    def format(self, shape: tuple[int, ...], dtype: Any, values_as: ValueCodec, k: int) -> Whole:
+        """Returns a `LargestGradient`."""
+        return LargestGradient(shape, dtype, values_as, k)
+
+
+@dataclass(frozen=True)
+class Sketch(Whole):
+    """A random projection of every sample to k numbers forward; all of the gradient backward.
+
+    The receiver works with x S S^T, where the entries of S (d, k) are normal with variance 1/k: x on average. The
+    gradient goes back as if nothing had been lost.
+
+    Attributes:
+      k: numbers a sample.
+    """
+
+    k: int
+
+    def _matrix(self, key: jax.Array) -> jax.Array:
+        draw = jax.random.normal(jax.random.key(key), (self.features, self.k), jnp.float32)
+        return draw / math.sqrt(self.k)
+
+    def forward(self, values: jax.Array, key: jax.Array) -> jax.Array:
+        """Returns x S, (B k,)."""
+        return (values.reshape(-1, self.features) @ self._matrix(key)).reshape(-1).astype(values.dtype)
+
+    def forwarded(self, values: jax.Array, key: jax.Array) -> jax.Array:
+        """Returns x S S^T, (B d,)."""
+        return (values.reshape(-1, self.k) @ self._matrix(key).T).reshape(-1).astype(values.dtype)
+
+
+@dataclass(frozen=True)
+class LargestGradient(Whole):
+    """Whole activations forward; the k largest magnitudes of every sample's gradient backward, with error feedback.
+
+    Attributes:
+      k: values of a sample's gradient that travel.
+    """
+
+    k: int
+
+    @property
+    def has_residual(self) -> bool:
+        """Always."""
+        return True
+
+    @cached_property
+    def _rows(self) -> Rows:
+        return Rows(self.shape[0], self.features, self.k)
+
+    def backward(self, gradient: jax.Array, residual: Any) -> tuple[Encoded, Any]:
+        """Selects from gradient + residual; the rest is the new residual, rounding included."""
+        total = gradient + residual.reshape(-1).astype(gradient.dtype)
+        encoded = self._rows.encode(total)
+        encoded = encoded._replace(values=_rounded(encoded.values, self.values_as))
+        unsent = total - self._rows.decode(encoded)
+        return encoded, unsent.reshape(residual.shape).astype(residual.dtype)
+
+    def returned(self, encoded: Encoded) -> jax.Array:
+        """Returns the gradient, zero where nothing was sent."""
+        return self._rows.decode(encoded)
+
+
+def _rounded(values: jax.Array, codec: ValueCodec) -> jax.Array:
+    """Returns the values that the receiver will see, in their own dtype."""
+    info = jnp.finfo(codec.dtype)
+    if info.bits >= jnp.finfo(values.dtype).bits:
+        return values
+    return lax.reduce_precision(values, exponent_bits=info.nexp, mantissa_bits=info.nmant)

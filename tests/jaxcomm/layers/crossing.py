@@ -1,0 +1,178 @@
+"""Activations that cross from one position of a mesh to another, and what any boundary promises of them."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+from jaxcomm.accounting.hlo import read_program
+from jaxcomm.accounting.jaxpr import jaxpr_program
+from jaxcomm.parallel.pipeline import Cut
+from tests.jaxcomm.formulas import BITS, index_words, words
+from tests.jaxcomm.workers import QUICKLY
+from tests.reference.dct_mp import n_kept_of_row
+
+kinds = st.sampled_from(["normal", "heavy", "ties", "zeros", "few", "infinite", "nan"])
+seeds = st.integers(0, 2**20)
+
+# What crosses, the fraction that does not, the positions on the axis, the sender and the receiver: samples of one and
+# of three dimensions; so many of them that a mask is written with a bit for each; from the last position to the first;
+# a tree.
+CROSSINGS = {
+    "few": ((3, 5), 0.5, 2, 0, 1),
+    "back": ((4, 33), 0.75, 3, 2, 1),
+    "half": ((2, 320), 0.5, 3, 1, 2),
+    "image": ((2, 3, 3, 7), 0.95, 3, 2, 0),
+    "tree": ({"a": (3, 7), "b": {"c": (3, 2, 5)}}, 0.6, 3, 0, 1),
+}
+
+
+def is_shape(node):
+    return isinstance(node, tuple)
+
+
+class Crossing:
+    """`masked_boundary` on a mesh of stages, where every position has its own activations and its own gradient."""
+
+    def __init__(self, shapes, sparsity, size, source, target, dtype="float32", make=jc.dct_mp, **options):
+        self.shapes, self.size, self.source, self.target = shapes, size, source, target
+        self.dtype, self.boundary = jnp.dtype(dtype), make(sparsity, **options)
+        self.keeps_residual = self.boundary.keeps_residual
+
+        def cross(x, gradient, residual, seed):
+            def send(x, residual):
+                # One seed for all, though the axis is manual.
+                route = {"source": source, "target": target, "boundary": self.boundary}
+                return jc.layers.masked_boundary(x, **route, seed=seed[0], residual=residual)
+
+            out, pull = jax.vjp(send, *jax.tree.map(lambda leaf: leaf[0], (x, residual)))
+            returned = pull(jax.tree.map(lambda leaf: leaf[0], gradient))
+            return jax.tree.map(lambda leaf: leaf[None], (out, *returned))
+
+        specs = (P("stage"), P("stage"), P("stage"), P())
+        mapped = jax.shard_map(cross, mesh=jc.make_mesh(stage=size), in_specs=specs, out_specs=P("stage"))
+        self.jitted = jax.jit(mapped)
+
+    @functools.cached_property
+    def traced(self):
+        x = self.zeros()
+        return self.jitted.trace(x, x, x if self.keeps_residual else None, jnp.zeros(1, jnp.uint32))
+
+    @functools.cached_property
+    def compiled(self):
+        return self.traced.lower().compile(QUICKLY)
+
+    def __call__(self, x, gradient, residual=None, seed=0):
+        """(received, gradient with respect to x, new residual), each as float32 with the positions first."""
+        given = jax.tree.map(lambda leaf: jnp.asarray(leaf, self.dtype), (x, gradient, residual))
+        out = self.compiled(*given, jnp.full(1, seed, jnp.uint32))
+        assert all(leaf.dtype == self.dtype for leaf in jax.tree.leaves(out))
+        return jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), out)
+
+    def zeros(self):
+        return jax.tree.map(lambda s: jnp.zeros((self.size, *s), self.dtype), self.shapes, is_leaf=is_shape)
+
+    def draw(self, kind, seed):
+        """Activations or gradients of every position, as float32 that the type holds."""
+        rng = np.random.default_rng(seed)
+        made = jax.tree.map(lambda s: numbers(rng, kind, (self.size, *s)), self.shapes, is_leaf=is_shape)
+        return jax.tree.map(lambda leaf: leaf.astype(self.dtype).astype(np.float32), made)
+
+
+crossing = functools.cache(lambda name, **options: Crossing(*CROSSINGS[name], **options))
+
+
+def numbers(rng, kind, shape):
+    x = rng.normal(size=shape)
+    if kind == "heavy":
+        x = x * 10.0 ** rng.integers(-25, 25, size=shape)
+    elif kind == "ties":
+        x = rng.integers(-2, 3, size=shape).astype(float)
+    elif kind == "zeros":
+        x = x * 0
+    elif kind == "few":  # fewer numbers than a sample sends
+        x = np.where(rng.random(shape) < 0.1, x, 0)
+    elif kind in ("infinite", "nan"):
+        x = np.where(rng.random(shape) < 0.2, -np.inf if kind == "infinite" else np.nan, x)
+        x = np.where(rng.random(shape) < 0.2, np.inf, x)
+    return x.astype(np.float32)
+
+
+def only_at(position, tree, size):
+    """Arrays for every position: the tree's at one, zeros at the others."""
+    return jax.tree.map(
+        lambda leaf: np.stack([leaf if i == position else np.zeros_like(leaf) for i in range(size)]), tree
+    )
+
+
+def at(position, tree):
+    return jax.tree.map(lambda leaf: leaf[position], tree)
+
+
+def assert_same(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def widths(value_dtype):
+    return value_dtype if value_dtype is not None else "float32"
+
+
+def assert_permutes(make):
+    """With sparsity 0: to the bit, gradients included, in one buffer that has no index."""
+    shapes = {"a": (3, 7), "b": (3, 2, 2)}
+    run = Crossing(shapes, 0.0, 3, 0, 2, make=make)
+
+    def permute(x, gradient):
+        out, pull = jax.vjp(lambda x: lax.ppermute(x, "stage", [(0, 2)]), x)
+        return out, *pull(gradient)
+
+    mesh = jc.make_mesh(stage=3)
+    plain = jax.jit(jax.shard_map(permute, mesh=mesh, in_specs=P("stage"), out_specs=P("stage")))
+    for what in ("normal", "nan"):
+        x, gradient = run.draw(what, 0), run.draw(what, 1)
+        assert_same(run(x, gradient)[:2], jax.tree.map(np.asarray, plain(x, gradient)))
+    assert read_program(run.compiled.as_text()).links() == {(0, 2): 4 * 33, (2, 0): 4 * 33}
+
+
+def bytes_by_hand(shapes, sparsity, value_dtype):
+    """(all values, those that are kept, their positions in whole blocks of 1024), of all arrays."""
+    total, bits = np.zeros(3, int), BITS[widths(value_dtype)]
+    for B, *rest in jax.tree.leaves(shapes, is_leaf=is_shape):
+        d = math.prod(rest)
+        k = n_kept_of_row(d, sparsity)
+        n = math.ceil(B * d / 1024) * 1024
+        positions = min(index_words(codec, n, B * k) for codec in ("plain", "bitmap", "elias_fano")) if k < d else 0
+        total += [words(B * d, bits), words(B * k, bits), positions]
+    return 4 * total
+
+
+def predicted_bytes(boundary, shapes):
+    structs = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=is_shape)
+    leaves, tree = jax.tree.flatten(structs)
+    return Cut([boundary.plan(leaf) for leaf in leaves], tree).bytes_each_way()
+
+
+def assert_bytes(name, documented, **options):
+    """Predicted and compiled bytes are (forward, backward) of `documented`, in one buffer each way."""
+    run, (shapes, sparsity, *_) = crossing(name, **options), CROSSINGS[name]
+    forward, backward = documented(*bytes_by_hand(shapes, sparsity, options["value_dtype"]))
+    assert predicted_bytes(run.boundary, shapes) == (forward, backward)
+    traced, compiled = jaxpr_program(run.traced.jaxpr), read_program(run.compiled.as_text())
+    there, back = (run.source, run.target), (run.target, run.source)
+    assert traced.links() == compiled.links() == {there: forward, back: backward}
+    for program in (traced, compiled):
+        assert [traffic.op for _, traffic in program.operations()] == ["permute"] * 2
+
+
+def assert_bytes_of_large_activations(make, sparsity, documented):
+    for shapes in ((32, 1024), {"a": (64, 7, 7, 96), "b": (64, 300), "c": (64,)}):
+        for value_dtype in ("float32", "bfloat16"):
+            expected = documented(*bytes_by_hand(shapes, sparsity, value_dtype))
+            assert predicted_bytes(make(sparsity, value_dtype=value_dtype), shapes) == expected
