@@ -19,32 +19,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import optax
 import tyro
 
+import jaxcomm as jc
 from benchmarks.control import Control, is_host, run_hosts
+from benchmarks.naive import naive_topk
 from benchmarks.netlab import Lab, parse_rate, received_bytes
 from benchmarks.shapes import count, named
 from train.tables import print_table, write_records
 
-METHODS = (
-    "plump_dp",
-    "quant_dp",
-    "quant_dp_4",
-    "quant_dp_2",
-    "terngrad",
-    "sign",
-    "powersgd",
-    "slim_dp",
-    "random_k",
-    "random_k_float32",
-    "random_k_ring",
-    "iwp",
-    "dgc",
-    "topk",
-    "dct_dp",
-    "dct_dp_balanced",
-    "naive",
-)
+# By sparsity, of those that have one.
+METHODS: dict[str, Callable[[float], optax.GradientTransformation]] = {
+    "plump_dp": lambda _: jc.plump_dp(),
+    "quant_dp": lambda _: jc.quant_dp(),
+    "quant_dp_4": lambda _: jc.quant_dp(4),
+    "quant_dp_2": lambda _: jc.quant_dp(2),
+    "terngrad": lambda _: jc.terngrad(),
+    "sign": lambda _: jc.sign(),
+    "powersgd": lambda _: jc.powersgd(),
+    "slim_dp": lambda _: jc.slim_dp(0.2, 0.1),
+    "random_k": jc.random_k,
+    "random_k_float32": lambda sparsity: jc.random_k(sparsity, value_dtype="float32"),
+    "random_k_ring": lambda sparsity: jc.random_k(sparsity, collective="ring"),
+    # Weights and gradients are both normal noise, of which this share of quotients is above the threshold.
+    "iwp": lambda sparsity: jc.iwp(
+        1 / math.tan((1 - sparsity) * math.pi / 2), density=1 - sparsity, random_selection=False
+    ),
+    "dgc": jc.dgc,
+    "topk": jc.topk,
+    "dct_dp": jc.dct_dp,
+    "dct_dp_balanced": lambda sparsity: jc.dct_dp(sparsity, collective="balanced"),
+    "naive": naive_topk,
+}
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ def main(config: Config) -> None:
         for rate in rates:
             parse_rate(rate)
         for method in methods:
-            _make(method, config.sparsity)
+            METHODS[method](config.sparsity)
         with Lab(config.hosts, rates[0]) as lab:
             records = _run_hosts(lab, config)
     except ValueError as error:
@@ -156,8 +163,6 @@ def run_host(config: Config) -> None:
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    import jaxcomm as jc
-
     mesh = jc.make_mesh(data=config.hosts)
     shapes = named(config.shapes)
 
@@ -178,33 +183,6 @@ def run_host(config: Config) -> None:
             print(json.dumps(dataclasses.asdict(record)), flush=True)
 
 
-def _make(method: str, sparsity: float) -> Any:
-    import jaxcomm as jc
-    from benchmarks.naive import naive_topk
-
-    factories: dict[str, Callable[[], Any]] = {
-        "plump_dp": jc.plump_dp,
-        "quant_dp": jc.quant_dp,
-        "quant_dp_4": lambda: jc.quant_dp(4),
-        "quant_dp_2": lambda: jc.quant_dp(2),
-        "terngrad": jc.terngrad,
-        "sign": jc.sign,
-        "powersgd": jc.powersgd,
-        "slim_dp": lambda: jc.slim_dp(0.2, 0.1),
-        "random_k": lambda: jc.random_k(sparsity),
-        "random_k_float32": lambda: jc.random_k(sparsity, value_dtype="float32"),
-        "random_k_ring": lambda: jc.random_k(sparsity, collective="ring"),
-        # Weights and gradients are both normal noise, of which this share of quotients is above the threshold.
-        "iwp": lambda: jc.iwp(1 / math.tan((1 - sparsity) * math.pi / 2), density=1 - sparsity, random_selection=False),
-        "dgc": lambda: jc.dgc(sparsity),
-        "topk": lambda: jc.topk(sparsity),
-        "dct_dp": lambda: jc.dct_dp(sparsity),
-        "dct_dp_balanced": lambda: jc.dct_dp(sparsity, collective="balanced"),
-        "naive": lambda: naive_topk(sparsity),
-    }
-    return factories[method]()
-
-
 def _methods(config: Config) -> list[str]:
     return list(METHODS) if config.method == "all" else config.method.split(",")
 
@@ -215,10 +193,9 @@ def _time_method(
     import jax
     from jax.sharding import PartitionSpec as P
 
-    import jaxcomm as jc
     from jaxcomm.accounting.hlo import read_program
 
-    tx = _make(method, config.sparsity)
+    tx = METHODS[method](config.sparsity)
     like = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in weights]
     state_like = jax.eval_shape(tx.init, like)
     specs = jc.state_specs(state_like)

@@ -1,200 +1,200 @@
-"""The fields of every method: options of `python -m train NAME method:METHOD`, after `--method.`.
+"""The methods that can be trained: options of `python -m train NAME method:METHOD`, after `--method.`.
 
-The defaults suit runs of a few hundred steps on small data. What they mean in full is in the docstring of the
-transformation of the same name.
+A method's options, their help and their checks are those of its class in `jaxcomm.methods`. Here are only defaults that
+differ from it, since they suit runs of a few hundred steps on small data, and what a command line cannot write.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
-ValueDtype = Literal["float32", "bfloat16"]
+import jax
+import jax.numpy as jnp
+import optax
+from tyro.conf import Suppress
+
+from jaxcomm import methods
+from jaxcomm.exchange import Exchange
+from jaxcomm.methods.local_sgd import LocalExchange
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained(Exchange):
+    """A method of the command line. What is suppressed is no option: the trainer gives it, or it keeps its default."""
+
+    where: Suppress[Any] = None
+    others: Suppress[Any] = field(default=None, compare=False)
+    axis_name: Suppress[Any] = "data"
+
+    def options(self) -> dict[str, Any]:
+        """Returns its options by name: what a run records of it."""
+        shown = [each.name for each in fields(self) if Suppress not in getattr(each.type, "__metadata__", ())]
+        return {name: getattr(self, name) for name in shown}
 
 
 @dataclass(frozen=True)
-class PlumpDp:
+class PlumpDp(Trained, methods.PlumpDp):
     """Dense all-reduce of float32 gradients; of models, where p is above 1."""
 
-    p: int = 1
-    """Local steps from one communication to the next. Above 1 the workers' models are averaged."""
-
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(Trained, methods.TopK):
     """The largest coordinates of every tensor in every step, with error feedback."""
 
     sparsity: float = 0.98
-    """Fraction of coordinates that is not sent."""
-    dense_below: int = 512
-    """Tensors with fewer elements are sent dense."""
-    value_dtype: ValueDtype = "bfloat16"
-    """Type of a value on the wire."""
 
 
 @dataclass(frozen=True)
-class Ef21:
+class Ef21(Trained, methods.Ef21):
     """EF21: the largest differences between every gradient and its estimate, which all workers keep."""
 
     sparsity: float = 0.98
-    """Fraction of coordinates that is not sent."""
-    dense_below: int = 512
-    """Tensors with fewer elements are sent dense."""
-    value_dtype: ValueDtype = "bfloat16"
-    """Type of a value on the wire."""
 
 
 @dataclass(frozen=True)
-class DctDp:
+class DctDp(Trained, methods.DctDp):
     """Coordinates above a threshold that is renewed every life_span steps, with error feedback."""
 
     sparsity: float = 0.98
-    """Fraction of coordinates that is not sent."""
     life_span: int = 10
-    """Steps between two refreshes of the thresholds."""
-    slack: float = 1.05
-    """Capacity of a payload over the expected number of coordinates."""
-    drain_every: int | None = None
-    """Send everything in a random one of so many steps; None for never."""
-    dense_below: int = 512
-    """Tensors with fewer elements are sent dense."""
-    value_dtype: ValueDtype = "bfloat16"
-    """Type of a value on the wire."""
+    seed: Suppress[int] = 0
 
 
 @dataclass(frozen=True)
-class RandomK:
+class RandomK(Trained, methods.RandomK):
     """Random coordinates, the same on all workers, with error feedback."""
 
     sparsity: float = 0.9
-    """Fraction of coordinates that is not sent."""
-    dense_below: int = 512
-    """Tensors with fewer elements are sent dense."""
-    value_dtype: ValueDtype = "bfloat16"
-    """Type of a value on the wire."""
+    seed: Suppress[int] = 0
 
 
 @dataclass(frozen=True)
-class Dgc:
+class Dgc(Trained, methods.Dgc):
     """Deep Gradient Compression: the largest coordinates of accumulated momentum; the experiment's momentum is its."""
 
     sparsity: float = 0.98
-    """Fraction of coordinates that is not sent."""
-    factor_masking: bool = True
-    """Empty the momentum where it was sent."""
-    clip: float | None = None
-    """Norm of the mean gradient that clipping aims at; None for no clipping."""
-    warmup_steps: int = 0
-    """Steps in which the fraction that is sent falls to its end; they cost as much as dense ones."""
-    dense_below: int = 512
-    """Tensors with fewer elements are sent dense."""
-    value_dtype: ValueDtype = "bfloat16"
-    """Type of a value on the wire."""
+    momentum: Suppress[float] = 0.9
 
 
 @dataclass(frozen=True)
-class Iwp:
-    """Importance weighted pruning: coordinates that change their weights most; the experiment's momentum is its."""
+class Iwp(Trained, methods.Iwp):
+    """Importance weighted pruning: coordinates that change their weights most; the experiment's momentum is its.
+
+    Attributes:
+      alpha: the fixed threshold of the importance, or the first term of the layer-wise one; or one for each of the
+        times that change_at parts. The paper tries 0.005, 0.01, 0.05 and 0.1, on 96 workers.
+      beta: the factor of variance over mean in the layer-wise threshold; 0 for the fixed one. One, or several as of
+        alpha.
+      change_at: steps from which alpha and beta have their next value, where they have several.
+    """
 
     alpha: float | tuple[float, ...] = 25.0
-    """Threshold of the importance, or the first term of the layer-wise one; or one for each of the times that change_at
-    parts."""
     beta: float | tuple[float, ...] = 0.0
-    """Factor of variance over mean in the layer-wise threshold; 0 for the fixed one. One, or several as of alpha."""
     change_at: tuple[int, ...] = ()
-    """Steps from which alpha and beta have their next value, where they have several."""
     C: float = 0.25
-    """Variance over mean of the importance above which the layer-wise threshold rises with it."""
     density: float = 0.05
-    """Slots of the compact buffer over coordinates."""
-    publishers: int = 1
-    """Workers whose masks are united."""
-    random_selection: bool = True
-    """Let coordinates below the threshold enter by chance."""
-    factor_masking: bool = True
-    """Empty the momentum where it was sent."""
-    clip: float | None = None
-    """Norm of the mean gradient that clipping aims at; None for no clipping."""
-    warmup_steps: int = 0
-    """Steps in which the fraction that is sent falls to its end; they cost as much as dense ones."""
-    dense_below: int = 512
-    """Tensors with fewer elements are sent dense."""
-    value_dtype: ValueDtype = "bfloat16"
-    """Type of a value on the wire."""
+    momentum: Suppress[float] = 0.9
+    seed: Suppress[int] = 0
+
+    def __post_init__(self) -> None:
+        self.scheduled()  # for its errors
+
+    def transform(self) -> optax.GradientTransformation:
+        """Returns the Optax transformation, which is that of the library's method."""
+        return self.scheduled().transform()
+
+    def scheduled(self) -> methods.Iwp:
+        """Returns the library's method: of several values, alpha and beta are functions of the step."""
+        same = {each.name: getattr(self, each.name) for each in fields(methods.Iwp)}
+        return methods.Iwp(**same | {name: self._by_step(name) for name in ("alpha", "beta")})
+
+    def _by_step(self, name: str) -> float | Callable[[jax.Array], jax.Array]:
+        given = getattr(self, name)
+        values = given if isinstance(given, tuple) else (given,)
+        places = (0, *self.change_at)
+        if len(values) not in (1, len(places)) or sorted(set(places)) != list(places):
+            raise ValueError(
+                f"{name} is one number, or one more than the rising steps of change_at, got {given} with change_at="
+                f"{self.change_at}: give --method.{name} 0.005 0.01 --method.change-at 1000, say."
+            )
+        if len(values) == 1:
+            return values[0]
+        above = name == "alpha"
+        if not all((value > 0 if above else value >= 0) and value < math.inf for value in values):
+            raise ValueError(
+                f"{name} is {'above' if above else 'at least'} 0 at all times, got {given}: see jaxcomm.iwp."
+            )
+        return lambda step: jnp.asarray(values)[jnp.searchsorted(jnp.asarray(self.change_at), step, side="right")]
 
 
 @dataclass(frozen=True)
-class QuantDp:
+class QuantDp(Trained, methods.QuantDp):
     """Every coordinate rounded at random to a few levels (QSGD)."""
 
-    bits: Literal[2, 4, 8] = 8
-    """Bits a coordinate."""
-    bucket: int = 512
-    """Coordinates that share a scale, a power of two from 32 to 1024."""
-    norm: Literal["max", "l2"] = "max"
-    """What the scale of a bucket is."""
-    dense_below: int = 512
-    """Tensors with fewer elements are sent dense."""
+    seed: Suppress[int] = 0
 
 
 @dataclass(frozen=True)
-class TernGrad:
+class TernGrad(Trained, methods.TernGrad):
     """Every coordinate rounded at random to -s, 0 or s."""
 
-    clip: float | None = 2.5
-    """Standard deviations to which a tensor is clipped; None for no clipping."""
-    dense_below: int = 512
-    """Tensors with fewer elements are sent dense."""
+    seed: Suppress[int] = 0
 
 
 @dataclass(frozen=True)
-class Sign:
+class Sign(Trained, methods.Sign):
     """The sign of every coordinate and a scale for every block, with error feedback."""
 
-    dense_below: int = 512
-    """Tensors with fewer elements are sent dense."""
-
 
 @dataclass(frozen=True)
-class PowerSgd:
+class PowerSgd(Trained, methods.PowerSgd):
     """Matrices of low rank, with error feedback."""
 
-    rank: int = 4
-    """Rank of what is sent."""
-    dense_below: int = 512
-    """Tensors with fewer elements are sent dense."""
+    seed: Suppress[int] = 0
 
 
 @dataclass(frozen=True)
-class SlimDp:
+class SlimDp(Trained, methods.SlimDp):
     """Local steps; the most significant parameters and random others are merged."""
 
-    alpha: float = 0.3
-    """Size of the communication set over the parameters."""
-    beta: float = 0.15
-    """Size of the core, which all workers share, over the parameters."""
-    p: int = 1
-    """Local steps from one communication to the next."""
     q: int = 20
-    """Communications from one core to the next."""
-    c: float | None = None
-    """Weight of the gradient in the significance; None for mean |w| / mean |g|."""
-    server_rate: float | None = None
-    """Rate of the global model's updates; None for 1/K, which averages."""
-    unsent: Literal["local", "carry"] = "local"
-    """What becomes of updates that were not pushed: stay on their worker, or grow until they are pushed."""
+    seed: Suppress[int] = 0
 
 
 @dataclass(frozen=True)
-class LocalSgd:
-    """Local steps, then an outer optimizer on what they changed: DiLoCo; with exchange_sparsity SparseLoCo."""
+class LocalSgd(Trained, LocalExchange):
+    """Local steps, then an outer optimizer on what they changed: DiLoCo; with exchange_sparsity SparseLoCo.
+
+    Attributes:
+      steps: local steps from one exchange to the next. DiLoCo: 500; SparseLoCo: 15 to 250.
+      exchange_sparsity: the fraction of coordinates that top-k does not send in an exchange; None for a dense one.
+      outer_learning_rate: learning rate of the outer optimizer.
+      outer_momentum: Nesterov momentum of the outer optimizer.
+    """
 
     steps: int = 10
-    """Local steps from one exchange to the next."""
     exchange_sparsity: float | None = None
-    """Fraction of coordinates that top-k does not send in an exchange; None for a dense one."""
     outer_learning_rate: float = 0.7
-    """Learning rate of the outer optimizer."""
     outer_momentum: float = 0.5
-    """Nesterov momentum of the outer optimizer."""
+
+    name: ClassVar[str] = methods.LocalSgd.name
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.transform()  # for its errors
+
+    @property
+    def period(self) -> int:
+        """Steps from one exchange to the next."""
+        return self.steps
+
+    def transform(self) -> optax.GradientTransformation:
+        """Returns the Optax transformation, which is that of the library's method."""
+        axis, sparsity = self.axis_name, self.exchange_sparsity
+        inner = methods.plump_dp(axis_name=axis) if sparsity is None else methods.topk(sparsity, axis_name=axis)
+        outer = optax.sgd(self.outer_learning_rate, momentum=self.outer_momentum, nesterov=True)
+        return methods.local_sgd(self.steps, exchange=inner, outer=outer, axis_name=axis)
 
 
 Method = PlumpDp | TopK | Ef21 | DctDp | RandomK | Dgc | Iwp | QuantDp | TernGrad | Sign | PowerSgd | SlimDp | LocalSgd

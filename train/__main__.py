@@ -58,7 +58,7 @@ def parse(argv: Sequence[str]) -> Experiment:
 
 def run(experiment: Experiment, processes: Processes) -> int:
     """Trains the baseline and the method, prints the table, and draws the figure."""
-    # Not at the top: JAX and TFDS take seconds to import, which --help and a typo need not wait for.
+    # Not at the top: Flax, Orbax and TFDS take seconds to import, which --help and a typo need not wait for.
     from train.figures import draw_accuracy
     from train.folders import run_folder
     from train.job import make_job

@@ -72,7 +72,7 @@ def compare(experiment: Experiment, config: Comparison, settings: Sequence[tuple
     from train.folders import run_folder
     from train.job import make_job
     from train.loop import train
-    from train.methods import make_chain, method_name
+    from train.methods import make_chain
 
     bits = bits_per_second(config.rate)
     check_file("--json", config.json)
@@ -82,7 +82,7 @@ def compare(experiment: Experiment, config: Comparison, settings: Sequence[tuple
     steps = experiment.steps
     experiment = dataclasses.replace(experiment, eval_every=steps, checkpoint_every=steps, max_skipped=steps + 1)
     check(experiment, 1)
-    chosen = choose(config.methods, {(method_name(method), label): method for label, method in settings})
+    chosen = choose(config.methods, {(method.name, label): method for label, method in settings})
     for method in chosen.values():
         make_chain(experiment, method)  # its errors come before anything is trained
     folder = run_folder(config.out, f"{experiment.name}-compare", resume=False)
@@ -108,7 +108,7 @@ def compare(experiment: Experiment, config: Comparison, settings: Sequence[tuple
             "seconds_to_finish": experiment.steps * (compute + 8 * record["bytes_per_step"] / bits),
             "rate": config.rate,
             "measured_seconds_per_step": progress.seconds_per_step,
-            "fields": dataclasses.asdict(method),
+            "fields": method.options(),
         }
         records.append(record)
         print(

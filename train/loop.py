@@ -22,7 +22,7 @@ from configs.methods import Method
 from train.checkpoints import Checkpoints
 from train.data import eval_batches, open_text, train_batches
 from train.job import Job, make_job
-from train.methods import is_rare, method_name, run_name
+from train.methods import is_rare, run_name
 from train.metrics import Evaluation, Log, Summary
 from train.processes import Processes
 from train.scores import bleu
@@ -245,8 +245,7 @@ def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
     fields["architecture"] = f"{experiment.architecture.name} {dict(experiment.architecture.options)}"
     fields["cuts"] = experiment.cuts
     fields |= {f"boundary.{name}": value for name, value in dataclasses.asdict(experiment.boundary).items()}
-    of_method = {f"method.{name}": value for name, value in dataclasses.asdict(method).items()}
-    about = fields | {"method": method_name(method)} | of_method
+    about = fields | {"method": method.name} | {f"method.{name}": value for name, value in method.options().items()}
     return json.loads(json.dumps(about))  # tuples are lists when they come back
 
 

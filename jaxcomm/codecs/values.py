@@ -4,13 +4,14 @@ XLA's CPU collectives widen bfloat16 to four bytes, so values travel as the 32-b
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-VALUE_DTYPES = ("float32", "bfloat16")
+ValueDtype = Literal["float32", "bfloat16"]
+VALUE_DTYPES = get_args(ValueDtype)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,10 @@ class PlumpDp(Exchange):
         super().__post_init__()
         check_count("p", self.p, 1, "1 averages gradients in every step")
 
+    @property
+    def period(self) -> int | None:
+        return self.p if self.p > 1 else None
+
     def transform(self) -> optax.GradientTransformation:
         if self.p == 1:
             return super().transform()

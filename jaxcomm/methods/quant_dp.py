@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import jax
 from jax import lax
@@ -14,8 +14,8 @@ from jaxcomm.exchange import transformation
 from jaxcomm.layout import BLOCK, Layout
 from jaxcomm.methods.coded import CodedExchange
 
-WIDTHS = (2, 4, 8)
-NORMS = ("max", "l2")
+Width = Literal[2, 4, 8]
+Norm = Literal["max", "l2"]
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class QuantDp(CodedExchange):
       seed: of the rounding.
     """
 
-    bits: int = 8
+    bits: Width = 8
     _: KW_ONLY
     bucket: int = 512
-    norm: str = "max"
+    norm: Norm = "max"
     seed: int = 0
 
     name: ClassVar[str] = "quant_dp"
@@ -64,10 +64,12 @@ class QuantDp(CodedExchange):
     def __post_init__(self) -> None:
         super().__post_init__()
         bucket = self.bucket
-        check_range("bits", self.bits, "2, 4 or 8", self.bits in WIDTHS, "8 is safe, and dct_dp or sign send fewer")
+        check_range(
+            "bits", self.bits, "2, 4 or 8", self.bits in get_args(Width), "8 is safe, and dct_dp or sign send fewer"
+        )
         holds = isinstance(bucket, int) and 32 <= bucket <= BLOCK and bucket & (bucket - 1) == 0
         check_range("bucket", bucket, f"a power of two from 32 to {BLOCK}", holds, "the paper uses 512")
-        check_range("norm", self.norm, "'max' or 'l2'", self.norm in NORMS, "'max' adds less variance")
+        check_range("norm", self.norm, "'max' or 'l2'", self.norm in get_args(Norm), "'max' adds less variance")
 
     def codecs(self, layout: Layout, step: jax.Array) -> tuple[PartCodec, PartCodec]:
         first, second = rounding_keys(self.seed, step, lax.axis_index(self.axis_name))

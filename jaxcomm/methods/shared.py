@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxcomm.bits import Slots
 from jaxcomm.checks import check_count
-from jaxcomm.codecs import value_codec
+from jaxcomm.codecs import ValueDtype, value_codec
 from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.collectives.shared_mask import choose_sum, compact_sum
 from jaxcomm.collectives.sparse import Accumulated
@@ -36,7 +36,7 @@ class SharedExchange(Exchange):
     """
 
     dense_below: int = 512
-    value_dtype: Any = "bfloat16"
+    value_dtype: ValueDtype = "bfloat16"
     collective: str = "auto"
 
     def __post_init__(self) -> None:

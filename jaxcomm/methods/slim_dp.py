@@ -2,7 +2,7 @@
 
 from dataclasses import KW_ONLY, dataclass
 from numbers import Real
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jaxcomm.selectors import select_topk
 from jaxcomm.selectors.strata import pick
 from jaxcomm.types import ExchangeMetrics, PerWorker, join_parts, part_of
 
-UNSENT = ("local", "carry")
+Unsent = Literal["local", "carry"]
 
 
 class SlimMemory(NamedTuple):
@@ -76,8 +76,8 @@ class SlimDp(LocalExchange):
       beta: size of the core over n, 0 <= beta <= alpha. 0 exploits nothing, alpha explores nothing (the paper: fails to
         converge).
       p: local steps from one communication to the next.
-      q: communications from one core to the next. The paper: 20,000 to 50,000; runs of a few hundred steps want 10 to
-        50. Choosing costs 1.5 times a dense exchange.
+      q: communications from one core to the next. The paper: 20,000 to 50,000; runs of a few hundred steps want 10
+        to 50. Choosing costs 1.5 times a dense exchange.
       c: weight of the gradient in the significance; mean |w| / mean |g| at the time if not given.
       server_rate: of the global model's updates; 1/K, which averages, if not given.
       unsent: what becomes of delta where it was not pushed. "local" (the paper): it stays in the worker's own
@@ -92,7 +92,7 @@ class SlimDp(LocalExchange):
     q: int = 1000
     c: float | None = None
     server_rate: float | None = None
-    unsent: str = "local"
+    unsent: Unsent = "local"
     seed: int = 0
 
     name: ClassVar[str] = "slim_dp"
@@ -109,7 +109,9 @@ class SlimDp(LocalExchange):
         for name, value in (("c", self.c), ("server_rate", self.server_rate)):
             holds = value is None or (isinstance(value, Real) and 0 < float(value) < float("inf"))
             check_range(name, value, "a positive number or None", holds, "None takes the default of the docstring")
-        check_range("unsent", self.unsent, "'local' or 'carry'", self.unsent in UNSENT, "'local' is the paper's")
+        check_range(
+            "unsent", self.unsent, "'local' or 'carry'", self.unsent in get_args(Unsent), "'local' is the paper's"
+        )
         if alpha == 1 and self.server_rate is not None:
             raise ValueError(
                 f"slim_dp(alpha=1) is Plump-DP, which averages, got server_rate={self.server_rate}: leave it out, or "

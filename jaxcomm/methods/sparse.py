@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxcomm.bits import popcount, unpack
 from jaxcomm.checks import check_count, check_range
-from jaxcomm.codecs import value_codec
+from jaxcomm.codecs import ValueDtype, value_codec
 from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.collectives.sparse import COLLECTIVES, Accumulated, Received, SparseSum
 from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, zeros_unless
@@ -40,7 +40,7 @@ class SparseExchange(Exchange):
     """
 
     dense_below: int = 512
-    value_dtype: Any = "bfloat16"
+    value_dtype: ValueDtype = "bfloat16"
     index_codec: str = "auto"
     collective: str = "auto"
 

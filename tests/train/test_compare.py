@@ -22,7 +22,6 @@ from train.compare import Stopwatch, bits_per_second, choose, compare, summarise
 from train.figures import draw_comparison, label_points
 from train.loop import Run
 from train.loop import train as train_one
-from train.methods import method_name
 from train.metrics import Summary
 from train.processes import Processes
 
@@ -111,7 +110,7 @@ def test_bad_values_are_refused_before_anything_is_trained(argv, said, monkeypat
 
 
 def test_methods_are_chosen_by_name_and_dense_comes_first():
-    settings = {(method_name(method), label): method for label, method in SETTINGS}
+    settings = {(method.name, label): method for label, method in SETTINGS}
     everything = choose("all", settings)
     assert everything == settings
     assert next(iter(everything.values())) == DENSE

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import inspect
 import json
 import re
 import signal
@@ -48,6 +49,16 @@ def explained(text):
                     doc = after.value.value if isinstance(after, ast.Expr) else ""
                     fields[field.target.id] = " ".join(doc.split())
     return classes
+
+
+def documented(method):
+    """Fields of a method with their help, which its docstring has, or that of a class that it inherits from."""
+    docs = {}
+    for each in reversed(method.__mro__):
+        section = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")[2]
+        found = re.findall(r"^  (\w+): (.*?)(?=^\S|^  \w|\Z)", section, flags=re.DOTALL | re.MULTILINE)
+        docs |= {name: " ".join(doc.split()) for name, doc in found}
+    return docs
 
 
 def help_of(read, capsys, monkeypatch):
@@ -112,14 +123,12 @@ def test_an_unknown_option_ends_with_2(argv, started, capsys):
 
 def test_help_explains_every_field(capsys, monkeypatch):
     classes = {}
-    for name in ("experiment", "methods", "comparison"):
+    for name in ("experiment", "comparison"):
         classes |= explained((ROOT / "configs" / f"{name}.py").read_text())
     del classes["Architecture"]  # a module of configs/ says which
     assert set(classes["Experiment"]) == {field.name for field in dataclasses.fields(CONFIGS["digits"])}
     pages = {"Experiment": ["digits"], "BoundaryFields": ["digits"], "Comparison": None}
     prefixes = {"Experiment": "--", "BoundaryFields": "--boundary.", "Comparison": "--"}
-    for method in get_args(Method):
-        pages[method.__name__] = [f"method:{re.sub('(?<!^)(?=[A-Z])', '-', method.__name__).lower()}"]
     assert set(pages) == set(classes)
     for name, argv in pages.items():
         read = partial(parse, [*argv, "--help"]) if argv else partial(main, ["compare", "--help"])
@@ -132,10 +141,24 @@ def test_help_explains_every_field(capsys, monkeypatch):
                 continue
             assert doc in shown, field
             if field not in ("method", "boundary"):
-                assert prefixes.get(name, "--method.") + field.replace("_", "-") in shown
+                assert prefixes[name] + field.replace("_", "-") in shown
     shown = help_of(partial(parse, ["mnist", "--help"]), capsys, monkeypatch)
     assert f"Experiments: {', '.join(CONFIGS)}." in shown
     assert "method:plump-dp" in shown
+
+
+@pytest.mark.parametrize("method", get_args(Method))
+def test_help_explains_every_option_of_a_method_and_no_other_field(method, capsys, monkeypatch):
+    name = re.sub("(?<!^)(?=[A-Z])", "-", method.__name__).lower()
+    shown = help_of(partial(parse, [f"method:{name}", "--help"]), capsys, monkeypatch)
+    docs, options = documented(method), method().options()
+    assert set(options) <= {field.name for field in dataclasses.fields(method)} - {"where", "others", "axis_name"}
+    for option in options:
+        assert f"--method.{option.replace('_', '-')}" in shown
+        assert docs[option] in shown, option
+    assert {found.removeprefix("no-").replace("-", "_") for found in re.findall(r"--method\.([\w-]+)", shown)} == set(
+        options
+    )
 
 
 def test_a_run_leaves_table_records_metrics_and_figure(tmp_path, capsys):
@@ -226,9 +249,6 @@ def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys
         (["--out", "/dev/null"], ["Not a directory"]),
         (["--warmup-steps", "3"], ["--warmup-steps", "got 3", "--steps"]),
         (["--resume"], ["--resume goes on with a run that has begun", "leave --resume out"]),
-        (["method:dct-dp", "--method.sparsity", "1.0"], ["sparsity must be", "got 1.0", "use 0.99"]),
-        (["method:dct-dp", "--method.life-span", "0"], ["life_span", "got 0"]),
-        (["method:slim-dp", "--method.beta", "0.4"], ["beta", "at most alpha (0.3)", "got 0.4"]),
         (["--momentum", "1.0", "method:dgc"], ["momentum", "below 1", "got 1.0"]),
         (["method:iwp", "--method.publishers", "5"], ["publishers=5 of 4"]),
         (["--optimizer", "adam", "method:dgc"], ["momentum inside", "got --optimizer adam"]),
@@ -243,6 +263,30 @@ def test_bad_values_are_refused_before_a_folder_is_made(argv, said, started, tmp
     for part in said:
         assert part in shown
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["method:dct-dp", "--method.sparsity", "1.0"], ["sparsity must be", "got 1.0", "use 0.99"]),
+        (["method:dct-dp", "--method.life-span", "0"], ["life_span", "got 0"]),
+        (["method:slim-dp", "--method.beta", "0.4"], ["beta", "at most alpha (0.3)", "got 0.4"]),
+        (
+            ["method:iwp", "--method.alpha", "1", "2"],
+            ["alpha is one number, or one more than the rising steps", "(1.0, 2.0)"],
+        ),
+        (["method:local-sgd", "--method.steps", "0"], ["steps must be an integer of at least 1, got 0"]),
+        (["method:quant-dp", "--method.bits", "3"], ["'--method.bits'", "('2', '4', '8')"]),
+    ],
+)
+def test_bad_options_of_a_method_are_refused_as_they_are_read(argv, said, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as ended:
+        main([*SHORT, *argv])
+    assert ended.value.code == 2
+    shown = capsys.readouterr().err
+    for part in said:
+        assert part in shown
 
 
 def test_a_variable_that_is_no_number_is_named(started, monkeypatch, tmp_path, capsys):

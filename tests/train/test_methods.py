@@ -15,7 +15,7 @@ from configs.methods import DctDp, Dgc, Iwp, LocalSgd, Method, PlumpDp, PowerSgd
 from jaxcomm.exchange import communication_period
 from tests.jaxcomm.steps import init_state, warnings_of
 from tests.train.runs import EXPERIMENT
-from train.methods import FACTORIES, is_local, is_rare, make_chain, make_exchange, method_name, run_name
+from train.methods import is_rare, make_chain, make_exchange, run_name
 
 METHODS = [*(method() for method in get_args(Method)), PlumpDp(p=3), LocalSgd(exchange_sparsity=0.9)]
 SHAPES = {"w": jax.ShapeDtypeStruct((64, 64), np.float32), "b": jax.ShapeDtypeStruct((64,), np.float32)}
@@ -35,15 +35,15 @@ def test_a_chain_is_in_order_and_sends_no_more_than_dense(method, decay):
     assert 0 < report.received <= report.dense
     assert (report.received < report.dense) == (method != PlumpDp())
     state = jax.eval_shape(tx.init, SHAPES)
-    assert (communication_period(state) is not None) == is_local(method)
+    assert communication_period(state) == method.period
 
 
 @pytest.mark.parametrize("method", get_args(Method))
-def test_fields_are_arguments_of_the_transformation(method):
-    """The name in tables is the factory's, which is what a user would write."""
-    assert method_name(method()) == FACTORIES[method].__name__
-    assert getattr(jc, method_name(method())) is FACTORIES[method]
-    make_exchange(method(), momentum=0.5)
+def test_the_name_is_the_factorys(method):
+    """Which is what a user would write."""
+    assert callable(getattr(jc, method.name))
+    state = jax.eval_shape(make_exchange(method(), momentum=0.5).init, SHAPES)
+    assert state.method.name == method.name
 
 
 def test_names():
@@ -90,7 +90,7 @@ def test_some_parameters_alone_are_compressed():
 @pytest.mark.parametrize("method", METHODS, ids=run_name)
 def test_slices_use_a_method_between_them(method):
     experiment = dataclasses.replace(EXPERIMENT, slices=2)
-    if is_local(method):
+    if method.period is not None:
         with pytest.raises(ValueError, match=f"Slices exchange gradients, got {run_name(method)}, after whose steps"):
             make_chain(experiment, method)
         return
@@ -129,25 +129,25 @@ def test_adam_is_that_of_the_papers():
 
 
 @pytest.mark.parametrize(
-    ("method", "said"),
+    ("method", "options", "said"),
     [
-        (DctDp(sparsity=1.0), "sparsity must be"),
-        (DctDp(life_span=0), "life_span"),
-        (DctDp(slack=0.5), "slack"),
-        (DctDp(drain_every=0), "drain_every"),
-        (TopK(sparsity=-0.1), "sparsity"),
-        (TopK(dense_below=-1), "dense_below"),
-        (QuantDp(bucket=500), "bucket"),
-        (SlimDp(alpha=0.1), "beta"),
-        (LocalSgd(steps=0), "steps"),
-        (LocalSgd(exchange_sparsity=1.5), "sparsity"),
-        (Iwp(alpha=0.0), "alpha"),
-        (PlumpDp(p=0), "p must"),
+        (DctDp, {"sparsity": 1.0}, "sparsity must be"),
+        (DctDp, {"life_span": 0}, "life_span"),
+        (DctDp, {"slack": 0.5}, "slack"),
+        (DctDp, {"drain_every": 0}, "drain_every"),
+        (TopK, {"sparsity": -0.1}, "sparsity"),
+        (TopK, {"dense_below": -1}, "dense_below"),
+        (QuantDp, {"bucket": 500}, "bucket"),
+        (SlimDp, {"alpha": 0.1}, "beta"),
+        (LocalSgd, {"steps": 0}, "steps"),
+        (LocalSgd, {"exchange_sparsity": 1.5}, "sparsity"),
+        (Iwp, {"alpha": 0.0}, "alpha"),
+        (PlumpDp, {"p": 0}, "p must"),
     ],
 )
-def test_the_transformation_checks_the_fields(method, said):
+def test_the_library_checks_the_options(method, options, said):
     with pytest.raises(ValueError, match=said):
-        make_chain(EXPERIMENT, method)
+        method(**options)
 
 
 def trained(method, gradient, steps=60, **changes):
@@ -177,7 +177,7 @@ LOCAL = [SlimDp(alpha=0.9, beta=0.9), LocalSgd(steps=2, outer_learning_rate=1.0,
 
 
 @pytest.mark.parametrize(("decay", "nesterov"), [("decoupled", True), ("l2", True), ("l2", False)])
-@pytest.mark.parametrize("method", [PlumpDp(), Dgc(), Iwp(), *LOCAL], ids=method_name)
+@pytest.mark.parametrize("method", [PlumpDp(), Dgc(), Iwp(), *LOCAL], ids=run_name)
 def test_momentum_and_decay_are_those_of_sgd(method, decay, nesterov):
     """Decay alone, which L2 makes ten times as strong as decoupled decay; then with a gradient."""
     inside = isinstance(method, Dgc | Iwp)  # their momentum is heavy-ball, whatever the experiment's is
@@ -230,20 +230,20 @@ def test_thresholds_change_with_the_steps():
 
 
 @pytest.mark.parametrize(
-    ("method", "said"),
+    ("options", "said"),
     [
-        (Iwp(alpha=(1.0, 2.0)), r"alpha is one number, or one more than .* got \(1.0, 2.0\) with change_at=\(\)"),
-        (Iwp(alpha=(1.0, 2.0), change_at=(3, 5)), "alpha is one number, or one more"),
-        (Iwp(alpha=(1.0, 2.0, 3.0), change_at=(5, 3)), "alpha is one number, or one more"),
-        (Iwp(alpha=(1.0, 2.0), change_at=(0,)), "the rising steps of change_at"),
-        (Iwp(alpha=(1.0, 0.0), change_at=(3,)), r"alpha is above 0 at all times, got \(1.0, 0.0\)"),
-        (Iwp(alpha=(1.0, np.nan), change_at=(3,)), "alpha is above 0 at all times"),
-        (Iwp(beta=(0.0, -1.0), change_at=(3,)), "beta is at least 0 at all times"),
+        ({"alpha": (1.0, 2.0)}, r"alpha is one number, or one more than .* got \(1.0, 2.0\) with change_at=\(\)"),
+        ({"alpha": (1.0, 2.0), "change_at": (3, 5)}, "alpha is one number, or one more"),
+        ({"alpha": (1.0, 2.0, 3.0), "change_at": (5, 3)}, "alpha is one number, or one more"),
+        ({"alpha": (1.0, 2.0), "change_at": (0,)}, "the rising steps of change_at"),
+        ({"alpha": (1.0, 0.0), "change_at": (3,)}, r"alpha is above 0 at all times, got \(1.0, 0.0\)"),
+        ({"alpha": (1.0, np.nan), "change_at": (3,)}, "alpha is above 0 at all times"),
+        ({"beta": (0.0, -1.0), "change_at": (3,)}, "beta is at least 0 at all times"),
     ],
 )
-def test_thresholds_that_cannot_be(method, said):
+def test_thresholds_that_cannot_be(options, said):
     with pytest.raises(ValueError, match=said):
-        make_exchange(method, momentum=0.9)
+        Iwp(**options)
 
 
 @pytest.mark.parametrize(
