@@ -27,7 +27,7 @@ from train.metrics import Evaluation, Log, Summary
 from train.processes import Processes
 from train.scores import bleu
 
-STATE_FORMAT = 2  # of a checkpoint's state; another number is refused
+STATE_FORMAT = 3  # of a checkpoint's state; another number is refused
 
 
 class Progress(Protocol):
