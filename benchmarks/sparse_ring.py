@@ -22,8 +22,9 @@ from jaxcomm import bits
 from jaxcomm.codecs import IndexCodec, ValueCodec
 from jaxcomm.codecs.indices import INDEX_CODECS, make_index_codec
 from jaxcomm.codecs.rice import Rice
-from jaxcomm.collectives.balanced import Balanced, Regions
+from jaxcomm.collectives.balanced import Regions
 from jaxcomm.collectives.gather import fuse, gather_words, split_words
+from jaxcomm.collectives.reduced import Sent, SparseReduced
 from jaxcomm.collectives.sparse import SparseSum
 from jaxcomm.collectives.status import read_status, write_status
 from jaxcomm.exchange import transformation
@@ -114,13 +115,13 @@ def received_on_ring(regions: Regions) -> int:
 
 def ring_sum(
     regions: Regions, vector: jax.Array, mask: jax.Array, start: jax.Array, status: jax.Array, axis_name: str
-) -> tuple[Balanced, jax.Array]:
+) -> tuple[SparseReduced, jax.Array]:
     """Sums the masked coordinates over the workers, region by region on a ring.
 
     Region j starts at worker j+1 and passes from neighbour to neighbour: each decodes what arrives, adds its own
     coordinates, and sends the union on, until the owner j sends the sum to all. A message after h workers has room for
     the coordinates of all of them: what was accepted is never dropped. Each worker rounds once a region, and keeps the
-    error: total + psum(leftover) == psum(what was sent).
+    error: total + psum(residual) == psum(what was sent).
 
     Equals `lax.psum` of the masked vectors, to the rounding of the values. Each worker receives a message of every hop
     h < K, K-1 of the last with a flag (`received_on_ring`), and an all-reduce of K + 2 numbers of 4 bytes.
@@ -140,7 +141,7 @@ def ring_sum(
     Returns:
       What came back, and the coordinates that were not zero after every hop, all regions together: (K,) float32, the
       same on every worker. Unlike those of a balanced exchange, the values sent are not rounded (errors arise where
-      sums are), and the leftover is everywhere where this worker has rounded.
+      sums are), and the residual is everywhere where this worker has rounded.
     """
     k = regions.workers
     by_region, words = regions.cut(vector, mask)  # (K, size), (K, size/32)
@@ -164,10 +165,10 @@ def ring_sum(
         total = hop.decode(payload) + own[(me - 1 - hop.adders) % k]
     sums = rounded(total)
     # Errors in the order of the regions, of which this worker met its own last.
-    leftover = jnp.stack(errors)[(me - 1 - np.arange(k)) % k]
+    errors_in_order = jnp.stack(errors)[(me - 1 - np.arange(k)) % k]
     # What this worker holds back must stay finite, or it could never leave. (Sums that are not leave such an error.)
     sound, overfull = read_status(status[None])
-    status = write_status(sound & jnp.isfinite(by_region - own + leftover).all(), overfull)
+    status = write_status(sound & jnp.isfinite(by_region - own + errors_in_order).all(), overfull)
     payload = {"header": status[None], **last.encode(sums)}
     rows = gather_words(fuse(payload), axis_name)  # (K, m)
     payloads = jax.vmap(lambda row: split_words(row, payload))(rows)
@@ -176,15 +177,14 @@ def ring_sum(
     counted = lax.psum(jnp.stack([*sent, *counts]).astype(jnp.float32), axis_name)  # (K + 2,)
     values = jnp.where(selection.slots.filled, jnp.take_along_axis(own, selection.slots.position, axis=1), 0.0)
     finite, overfull = read_status(payloads["header"][:, 0])
-    result = Balanced(
-        total=jax.vmap(last.decode)(payloads).reshape(-1)[: vector.size],
-        position=regions.place(selection.slots.position),
-        filled=selection.slots.filled.reshape(-1),
-        values=values.reshape(-1),
-        leftover=leftover.reshape(-1)[: vector.size],
-        counts=counted[:2],
-        finite=finite,
-        overfull=overfull,
+    total = jax.vmap(last.decode)(payloads).reshape(-1)[: vector.size]
+    result = SparseReduced(
+        lambda ok: jnp.where(ok, total, 0.0),
+        lambda: errors_in_order.reshape(-1)[: vector.size],
+        finite,
+        Sent(regions.place(selection.slots.position), selection.slots.filled.reshape(-1), values.reshape(-1)),
+        counted[:2],
+        overfull,
     )
     return result, counted[2:]
 
@@ -198,7 +198,7 @@ class RingSum(SparseSum):
 
     def sum_regions(
         self, regions: Regions, vector: jax.Array, mask: jax.Array, start: jax.Array, status: jax.Array
-    ) -> Balanced:
+    ) -> SparseReduced:
         """Sums the masked coordinates of a vector (n,) on a ring."""
         return ring_sum(regions, vector, mask, start, status, self.axis_name)[0]
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 
 from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, check_per_worker, is_tracked, to_varying, varies
 from jaxcomm.collectives.sparse import Accumulated
@@ -253,7 +254,7 @@ class Exchange:
     def _update(self, updates: Any, state: ExchangeState, params: Any, is_own: Any) -> tuple[Any, ExchangeState]:
         """Does `update`; all workers skip the exchange unless each has its own row."""
         if self.where is None:
-            return self.update_chosen(_nan_unless(is_own, updates), state, params)
+            return self.update_chosen(self._checked(updates, is_own), state, params)
         chosen, rest = self._part(updates, True), self._part(updates, False)
         if self.others is None:
             _check_reduced(rest, self.axes)
@@ -264,7 +265,7 @@ class Exchange:
             ok = get_exchange(others).metrics.skipped == 0
         if jax.tree.leaves(chosen):
             own = None if params is None else self._part(params, True)
-            chosen, state = self.update_chosen(_nan_unless(ok & is_own, chosen), state, own)
+            chosen, state = self.update_chosen(self._checked(chosen, ok & is_own), state, own)
         else:
             state = state.replace(step=state.step + 1, metrics=ExchangeMetrics.of(ok, sent=0))
         ok = state.metrics.skipped == 0
@@ -283,8 +284,6 @@ class Exchange:
     def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
         """Does `update` for the leaves that `where` chooses."""
         layout = self.plan(updates)
-        for name in self.axes:
-            check_per_worker(updates, name)
         leaves, treedef = jax.tree.flatten(updates)
         own = None if params is None else jax.tree.leaves(params)
         row = None if state.residual is None else own_row(state.residual, layout.n)
@@ -292,6 +291,12 @@ class Exchange:
         residual = None if out.residual is None else self.per_worker(out.residual)
         new = state.replace(metrics=out.metrics, step=state.step + 1, residual=residual, memory=memory)
         return treedef.unflatten(out.means), new
+
+    def _checked(self, updates: Any, ok: Any) -> Any:
+        """Returns updates that differ between workers, with a NaN in them unless `ok` holds."""
+        for name in self.axes:
+            check_per_worker(updates, name)
+        return _nan_unless(ok, updates)
 
     def per_worker(self, rows: Any, resizing: str = "mean") -> PerWorker:
         """Marks state as this worker's own."""
@@ -349,7 +354,7 @@ def check_rows(state: Any, workers: int) -> None:
     for found in exchange_states(state):
         check_rows((found.memory, found.others), workers)
         rows = None if found.worker is None or found.worker.shards else found.worker.rows
-        if isinstance(rows, jax.core.Tracer) or not isinstance(rows, jax.Array | np.ndarray):
+        if isinstance(rows, Tracer) or not isinstance(rows, jax.Array | np.ndarray):
             continue
         for shard in jnp.asarray(rows).addressable_shards:
             got = np.asarray(shard.data)[:, 0]

@@ -10,7 +10,6 @@ Source: Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Lear
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jaxcomm import bits
 from jaxcomm.codecs import IndexCodec, ValueCodec, choose_index_codec
 from jaxcomm.collectives.axis import zeros_varying_as
 from jaxcomm.collectives.gather import fuse, split_words
+from jaxcomm.collectives.reduced import Sent, SparseReduced
 from jaxcomm.collectives.status import read_status, write_status
 from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.layout import BLOCK, Layout
@@ -28,30 +28,6 @@ from jaxcomm.selectors import Selection, compact, compact_rows, select_topk
 from jaxcomm.types import Payload
 
 REGION_SLACK = Fraction(5, 4)  # room of a region over its share of the slots
-
-
-class Balanced(NamedTuple):
-    """What comes back from a balanced sparse all-reduce.
-
-    Attributes:
-      total: (n,) float32, the sums that were kept, zeros elsewhere; the same on every worker.
-      position: (K R,) int32, where this worker's slots are; in range for empty ones as well.
-      filled: (K R,) bool.
-      values: (K R,) float32, what it sent from there, rounded; 0 in an empty slot.
-      leftover: (n,) float32, what this worker dropped as an owner: zeros outside its region.
-      counts: (2,) float32, coordinates sent and overflow, all workers together.
-      finite: () bool, the same on every worker: whether every worker is sound and every sum is finite.
-      overfull: () bool, the same on every worker: whether the status of any worker says so.
-    """
-
-    total: jax.Array
-    position: jax.Array
-    filled: jax.Array
-    values: jax.Array
-    leftover: jax.Array
-    counts: jax.Array
-    finite: jax.Array
-    overfull: jax.Array
 
 
 @dataclass(frozen=True)
@@ -118,10 +94,10 @@ class Regions:
 
     def exchange(
         self, vector: jax.Array, mask: jax.Array, start: jax.Array, status: jax.Array, axis_name: str
-    ) -> Balanced:
+    ) -> SparseReduced:
         """Sums the masked coordinates over the workers, and keeps as many of the largest sums as there are slots.
 
-        total + psum(leftover) == psum(what was sent). Each worker receives 2 (K-1) payloads of a region.
+        total + psum(residual) == psum(what was sent). Each worker receives 2 (K-1) payloads of a region.
 
         Args:
           vector: (n,) float32.
@@ -157,14 +133,14 @@ class Regions:
             counts = jnp.sum(headers[:, 1:], axis=0)
             result, selection = self._encode(total, compact(select_topk(total, self.region), self.region), [])
             kept = self.values.decode(result["values"], self.region.n_slots)
-            leftover = total.at[selection.slots.position].add(-kept, mode="promise_in_bounds")
+            dropped = total.at[selection.slots.position].add(-kept, mode="promise_in_bounds")
             # What this worker holds back itself, and now for others as well, must stay finite, or it could never leave.
             own = by_region[me].at[slots.position[me]].add(-values[me], mode="promise_in_bounds")
-            sound = sound & jnp.isfinite(own + leftover).all()
+            sound = sound & jnp.isfinite(own + dropped).all()
             result["header"] = jnp.stack([write_status(sound, overfull), counts[0], counts[1]])
-            return fuse(result), leftover
+            return fuse(result), dropped
 
-        code, leftover = two_shot(jax.vmap(fuse)(payload), at_owner, axis_name)
+        code, dropped = two_shot(jax.vmap(fuse)(payload), at_owner, axis_name)
         results = jax.vmap(lambda row: split_words(row, like))(code)
         position, sums = jax.vmap(self._decode)(results)  # (K, R) each
         first = np.arange(k, dtype=np.int32)[:, None] * size
@@ -172,18 +148,16 @@ class Regions:
         total = total.at[(position + first).reshape(-1)].add(sums.reshape(-1), mode="promise_in_bounds")
         headers = results["header"]
         finite, overfull = read_status(headers[:, 0])
-        return Balanced(
-            total=total[:n],
-            position=self.place(slots.position),
-            filled=slots.filled.reshape(-1),
-            values=values.reshape(-1),
-            leftover=self._in_place(leftover, me),
-            counts=jnp.sum(headers[:, 1:].astype(jnp.float32), axis=0),
-            finite=finite & jnp.isfinite(jnp.sum(jnp.abs(sums))),  # no number of the total is larger
-            overfull=overfull,
+        return SparseReduced(
+            lambda ok: jnp.where(ok, total[:n], 0.0),
+            lambda: self._in_place(dropped, me),
+            finite & jnp.isfinite(jnp.sum(jnp.abs(sums))),  # no number of the total is larger
+            Sent(self.place(slots.position), slots.filled.reshape(-1), values.reshape(-1)),
+            jnp.sum(headers[:, 1:].astype(jnp.float32), axis=0),
+            overfull,
         )
 
-    def _in_place(self, leftover: jax.Array, me: jax.Array) -> jax.Array:
+    def _in_place(self, dropped: jax.Array, me: jax.Array) -> jax.Array:
         """Puts an owner's region (size,) at its place in a vector of zeros (n,)."""
         zeros = jnp.zeros(self.workers * self.size, jnp.float32)
-        return lax.dynamic_update_slice(zeros, leftover, (me * self.size,))[: self.layout.n]
+        return lax.dynamic_update_slice(zeros, dropped, (me * self.size,))[: self.layout.n]

@@ -1,8 +1,5 @@
 """The sum of vectors of a few bits a value: gathered, or in two shots of which the second codes the sum again."""
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,24 +7,11 @@ from jax import lax
 from jaxcomm.codecs.quantize import PartCodec
 from jaxcomm.collectives.axis import axis_size
 from jaxcomm.collectives.gather import gather_words
+from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.layout import BLOCK
 
 COLLECTIVES = ("gather", "two_shot")
-
-
-class CodedSum(NamedTuple):
-    """What comes back from a sum of coded vectors.
-
-    Attributes:
-      total: (n,) float32, the same on every worker.
-      lost: () -> (n,) float32, what of this worker's vector, and of the sum that it owns, is not in the total.
-      finite: () bool, the same on every worker: whether every flag was set and every sum is finite.
-    """
-
-    total: jax.Array
-    lost: Callable[[], jax.Array]
-    finite: jax.Array
 
 
 def check_collective(name: str) -> None:
@@ -38,8 +22,8 @@ def check_collective(name: str) -> None:
 
 def coded_sum(
     vector: jax.Array, flag: jax.Array, first: PartCodec, second: PartCodec, collective: str, axis_name: str
-) -> CodedSum:
-    """Sums each worker's vector over the workers: total + psum(lost) == psum(vector).
+) -> Reduced:
+    """Sums each worker's vector over the workers: total + psum(residual) == psum(vector).
 
     Gathered, each worker receives (K-1) vectors of the first code, and nothing is coded twice. In two shots it receives
     (K-1)/K of one vector of each code, whatever K is.
@@ -76,17 +60,17 @@ def _add_up(rows: jax.Array, codec: PartCodec, m: int, start: jax.Array | int) -
     return total
 
 
-def _gather(vector: jax.Array, flag: jax.Array, codec: PartCodec, axis_name: str) -> CodedSum:
+def _gather(vector: jax.Array, flag: jax.Array, codec: PartCodec, axis_name: str) -> Reduced:
     words = codec.encode(vector, 0)
     rows = gather_words(_with_flag(words, flag), axis_name)  # (K, words + 1)
     total = _add_up(rows, codec, vector.size, 0)
-    finite = jnp.all(rows[:, -1] == 1) & jnp.isfinite(total).all()
-    return CodedSum(total, lambda: vector - codec.decode(words, vector.size, 0), finite)
+    ok = jnp.all(rows[:, -1] == 1) & jnp.isfinite(total).all()
+    return Reduced(lambda ok: jnp.where(ok, total, 0.0), lambda: vector - codec.decode(words, vector.size, 0), ok)
 
 
 def _two_shot(
     vector: jax.Array, flag: jax.Array, first: PartCodec, second: PartCodec, size: int, axis_name: str
-) -> CodedSum:
+) -> Reduced:
     k, n, me = axis_size(axis_name), vector.size, lax.axis_index(axis_name)
     starts = jnp.arange(k) * size
     parts = jnp.pad(vector, (0, k * size - n)).reshape(k, size)
@@ -105,8 +89,8 @@ def _two_shot(
     code, dropped = two_shot(rows, at_owner, axis_name)
     total = jax.vmap(lambda row, start: second.decode(row[:-1], size, start))(code, starts)
 
-    def lost() -> jax.Array:
+    def residual() -> jax.Array:
         kept = parts - jax.vmap(lambda row, start: first.decode(row, size, start))(words, starts)
         return kept.at[me].add(dropped).reshape(-1)[:n]
 
-    return CodedSum(total.reshape(-1)[:n], lost, jnp.all(code[:, -1] == 1))
+    return Reduced(lambda ok: jnp.where(ok, total.reshape(-1)[:n], 0.0), residual, jnp.all(code[:, -1] == 1))

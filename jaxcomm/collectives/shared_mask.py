@@ -3,8 +3,6 @@
 Three ways, of which two send the values as 16 bits. XLA's own all-reduce would widen those to 32 on a CPU.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,23 +11,10 @@ from jaxcomm import bits
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import axis_size, zeros_varying_as
 from jaxcomm.collectives.gather import gather_words
+from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.collectives.two_shot import two_shot
 
 SUMS = ("psum", "two_shot", "ring")
-
-
-class Summed(NamedTuple):
-    """What comes back from a sum over the workers.
-
-    Attributes:
-      total: (C,) float32, the same on every worker.
-      error: (C,) float32, what of this worker's values and of the sums that it rounded is not in the total.
-      finite: () bool, the same on every worker: whether every worker's flag was set and every sum is finite.
-    """
-
-    total: jax.Array
-    error: jax.Array
-    finite: jax.Array
 
 
 def choose_sum(name: str, values: ValueCodec) -> str:
@@ -55,12 +40,12 @@ def choose_sum(name: str, values: ValueCodec) -> str:
     return name
 
 
-def compact_sum(values: jax.Array, flag: jax.Array, name: str, codec: ValueCodec, axis_name: str) -> Summed:
+def compact_sum(values: jax.Array, flag: jax.Array, name: str, codec: ValueCodec, axis_name: str) -> Reduced:
     """Sums each worker's values over the workers.
 
     Equals `lax.psum`, to the rounding of the codec, and every rounding's error stays with the worker who rounded:
-    total + psum(error) == psum(values). Each worker receives 2 (K-1)/K * C * codec.bits/8 bytes, and a flag of 4 bytes
-    a message.
+    total + psum(residual) == psum(values). Each worker receives 2 (K-1)/K * C * codec.bits/8 bytes, and a flag of 4
+    bytes a message.
 
     Args:
       values: (C,) float32.
@@ -71,14 +56,16 @@ def compact_sum(values: jax.Array, flag: jax.Array, name: str, codec: ValueCodec
     """
     if name == "psum":
         sums = lax.psum(jnp.append(values, jnp.where(flag, 0.0, jnp.nan)), axis_name)  # (C + 1,)
-        return Summed(sums[:-1], jnp.zeros_like(values), jnp.isfinite(sums).all())
+        ok = jnp.isfinite(sums).all()
+        return Reduced(lambda ok: jnp.where(ok, sums[:-1], 0.0), lambda: jnp.zeros_like(values), ok)
     k, n = axis_size(axis_name), values.size
     width = -(-n // (k * bits.WORD)) * bits.WORD
     parts = jnp.pad(values, (0, k * width - n)).reshape(k, width)
     exchange = _two_shot if name == "two_shot" else _ring
     code, error = exchange(parts, flag, codec, axis_name)  # (K, words + 1), (K, width)
     total = jax.vmap(lambda row: codec.decode(row, width))(code[:, :-1])
-    return Summed(total.reshape(-1)[:n], error.reshape(-1)[:n], jnp.all(code[:, -1] == 1))
+    ok = jnp.all(code[:, -1] == 1)
+    return Reduced(lambda ok: jnp.where(ok, total.reshape(-1)[:n], 0.0), lambda: error.reshape(-1)[:n], ok)
 
 
 def _code(values: jax.Array, flag: jax.Array, codec: ValueCodec) -> jax.Array:

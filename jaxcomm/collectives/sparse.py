@@ -1,6 +1,5 @@
 """The sum of sparse vectors: every worker's coordinates as one payload, gathered or added up by owners of regions."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -13,8 +12,9 @@ from jax import lax
 from jaxcomm.bits import popcount
 from jaxcomm.codecs import IndexCodec, ValueCodec, choose_index_codec
 from jaxcomm.collectives.axis import axis_size
-from jaxcomm.collectives.balanced import Balanced, Regions
+from jaxcomm.collectives.balanced import Regions
 from jaxcomm.collectives.gather import fuse, gather_words, split_words
+from jaxcomm.collectives.reduced import Sent, SparseReduced
 from jaxcomm.collectives.status import read_status, write_status
 from jaxcomm.layout import BLOCK_WORDS, Layout
 from jaxcomm.numerics import is_accumulable
@@ -47,41 +47,6 @@ class Accumulated(NamedTuple):
     def is_ok(self) -> jax.Array:
         """Returns whether gradient + residual is finite, and every gradient below 2^100 in magnitude: () bool."""
         return is_accumulable(self.sum(), self.gradient)
-
-
-class Sent(NamedTuple):
-    """Coordinates as they are sent.
-
-    Attributes:
-      position: (C,) int32 in the flat vector; in range for empty slots as well.
-      filled: (C,) bool.
-      values: (C,) float32, rounded to the wire's type; 0 in an empty slot.
-    """
-
-    position: jax.Array
-    filled: jax.Array
-    values: jax.Array
-
-
-class Received(NamedTuple):
-    """What came back, before all workers have agreed that the step is finite.
-
-    Attributes:
-      total: ok -> (n,) float32, the sum over the workers, zeros unless ok.
-      sent: this worker's own coordinates.
-      residual: (n,) float32, of the sums of others what this worker dropped or rounded off; None where it met none.
-      counts: (2,) float32, coordinates sent and overflow, all workers together.
-      ok: () bool, the same on every worker: every worker's vector, and what arrived, is finite.
-      overfull: () bool, the same on every worker: whether some worker selected of some tensor more than twice as many
-        coordinates as it has slots.
-    """
-
-    total: Callable[[jax.Array], jax.Array]
-    sent: Sent
-    residual: jax.Array | None
-    counts: jax.Array
-    ok: jax.Array
-    overfull: jax.Array
 
 
 @dataclass(frozen=True)
@@ -123,7 +88,7 @@ class SparseSum:
         gathered, dense = 4 * (k - 1) * words, 8 * (k - 1) * n / k
         return gathered <= dense / 4 or gathered <= self.regions().received
 
-    def __call__(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> Received:
+    def __call__(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> SparseReduced:
         """Sums the masked coordinates of each worker's vector over the workers.
 
         Gathered, each worker receives (K-1) payloads; balanced, see `Regions`.
@@ -162,7 +127,7 @@ class SparseSum:
         values = self.values.decode(payload["values"], self.layout.n_slots)
         return self.indices.decode(payload), values
 
-    def _gather(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> Received:
+    def _gather(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> SparseReduced:
         payload, sent = self.encode(vector, mask, start)
         gathered = gather_words(fuse(payload), self.axis_name)  # (K, m)
         gathered = jax.vmap(lambda words: split_words(words, payload))(gathered)
@@ -181,18 +146,13 @@ class SparseSum:
             zero = jnp.where(ok, jnp.minimum(most, 0.0), 0.0)
             return lax.scan(add, jnp.full(self.layout.n, zero), gathered)[0]
 
-        return Received(total, sent, None, jnp.sum(counts, axis=0), ok & jnp.isfinite(most), overfull)
+        return SparseReduced(total, None, ok & jnp.isfinite(most), sent, jnp.sum(counts, axis=0), overfull)
 
-    def _by_regions(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> Received:
-        regions, x, status = self.regions(), vector.sum(), self.status(vector, mask)
-        out = self.sum_regions(regions, x, mask, start, status)
-        sent = Sent(out.position, out.filled, out.values)
-        return Received(
-            lambda ok: jnp.where(ok, out.total, 0.0), sent, out.leftover, out.counts, out.finite, out.overfull
-        )
+    def _by_regions(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> SparseReduced:
+        return self.sum_regions(self.regions(), vector.sum(), mask, start, self.status(vector, mask))
 
     def sum_regions(
         self, regions: Regions, vector: jax.Array, mask: jax.Array, start: jax.Array, status: jax.Array
-    ) -> Balanced:
+    ) -> SparseReduced:
         """Sums the masked coordinates of a vector (n,) by regions."""
         return regions.exchange(vector, mask, start, status, self.axis_name)

@@ -61,11 +61,11 @@ class CodedExchange(Exchange):
                 x, is_ok = accumulated.sum(), accumulated.is_ok()
             vector, factor = self.scaled(x, layout)
             summed = coded_sum(vector, is_ok, *self.codecs(layout, state.step), self.collective, self.axis_name)
-            mean = summed.total * factor
+            mean = summed.total(summed.ok) * factor
             compressed = layout.as_leaves(layout.unflatten(mean))
-            ok = ok & summed.finite & jnp.isfinite(mean).all() & is_finite_narrow(compressed)
+            ok = ok & summed.ok & jnp.isfinite(mean).all() & is_finite_narrow(compressed)
             means = layout.join(compressed, means)
             if residual is not None:
-                residual = jnp.where(ok, summed.lost()[None], residual)
+                residual = jnp.where(ok, summed.residual()[None], residual)
         metrics = ExchangeMetrics.of(ok, axis_size(self.axis_name) * sum(layout.sizes))
         return Exchanged(zeros_unless(ok, means), residual, metrics), state.memory

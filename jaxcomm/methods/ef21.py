@@ -58,7 +58,7 @@ class Ef21(TopK):
             sent, counts = received.sent, received.counts
             residual = residual.at[0, sent.position].add(jnp.where(ok, -sent.values, 0.0), mode="promise_in_bounds")
             if received.residual is not None:
-                residual = residual + jnp.where(ok, received.residual, 0.0)[None]
+                residual = residual + jnp.where(ok, received.residual(), 0.0)[None]
             means = layout.join(compressed, dense_means)
         return Exchanged(zeros_unless(ok, means), residual, ExchangeMetrics.of(ok, *counts)), estimate
 

@@ -9,7 +9,7 @@ import optax
 from jax import lax
 
 from jaxcomm.checks import check_range
-from jaxcomm.collectives import axis_size, check_per_worker
+from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import all_gather_same, to_varying
 from jaxcomm.exchange import Exchange, ExchangeState, check_exchange, get_exchange, keep_unless, transformation
 from jaxcomm.types import ExchangeMetrics, PerWorker, is_per_worker
@@ -66,8 +66,6 @@ class Hierarchical(Exchange):
         return self.first_state(self._pack(inner))
 
     def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
-        check_per_worker(updates, self.inside)
-        check_per_worker(updates, self.across)
         rows, sizes = self._shares(updates)
         own = lax.psum_scatter(rows, self.inside, scatter_dimension=0) / axis_size(self.inside)  # (T,)
         own_params = None

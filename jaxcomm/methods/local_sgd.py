@@ -9,7 +9,6 @@ import optax
 from jax import lax
 
 from jaxcomm.checks import check_count, check_range
-from jaxcomm.collectives import check_per_worker
 from jaxcomm.collectives.axis import other_axes, to_varying
 from jaxcomm.exchange import (
     Exchange,
@@ -47,14 +46,13 @@ class LocalExchange(Exchange):
         holds = self.where is None
         check_range("where", self.where, f"None for {self.name}", holds, "a local method merges all parameters")
 
-    def check_update(self, updates: Any, params: Any) -> None:
-        """Refuses updates without parameters, or that do not differ between workers."""
+    def check_params(self, params: Any) -> None:
+        """Refuses updates without parameters."""
         if params is None:
             raise ValueError(
                 f"params must be given to {self.name}, which compares them with the global model; got none. Call "
                 "tx.update(updates, state, params)."
             )
-        check_per_worker(updates, self.axis_name)
 
 
 class Anchored(NamedTuple):
@@ -130,7 +128,7 @@ class LocalSgd(LocalExchange):
         return self.first_state(memory)
 
     def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
-        self.check_update(updates, params)
+        self.check_params(params)
         others, old = other_axes(jax.tree.leaves(updates)[0], self.axis_name), state.memory
 
         def stay() -> tuple[Any, ExchangeState]:

@@ -65,16 +65,16 @@ class SharedExchange(Exchange):
         own = jnp.where(slots.filled, vector.at(position), 0.0)  # (C,)
         values = value_codec(self.value_dtype)
         summed = compact_sum(own, vector.is_ok(), choose_sum(self.collective, values), values, self.axis_name)
-        ok = dense_ok & summed.finite
+        ok = dense_ok & summed.ok
 
-        sums = jnp.where(ok & slots.filled, summed.total, 0.0)
+        sums = jnp.where(slots.filled, summed.total(ok), 0.0)
         total = jnp.zeros(layout.n, jnp.float32).at[position].add(sums, mode="promise_in_bounds")
         means = layout.as_leaves(layout.unflatten(total / workers))
         ok, means = ok & is_finite_narrow(means), layout.join(means, dense_means)
 
         residual = vector.residual + jnp.where(ok, vector.gradient, 0.0)[None]
         residual = residual.at[0, position].multiply(~(ok & slots.filled), mode="promise_in_bounds")
-        error = jnp.where(ok & slots.filled, summed.error, 0.0)
+        error = jnp.where(ok & slots.filled, summed.residual(), 0.0)
         residual = residual.at[0, position].add(error, mode="promise_in_bounds")
         metrics = ExchangeMetrics.of(ok, workers * jnp.sum(slots.filled), workers * overflow)
         return Exchanged(zeros_unless(ok, means), residual, metrics)

@@ -182,7 +182,7 @@ class SlimDp(LocalExchange):
         return self.first_state(memory)
 
     def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
-        self.check_update(updates, params)
+        self.check_params(params)
         plan_layout(updates, dense_below=0, capacity=lambda n: n)  # for its errors
         old, axis_name, seed = state.memory, self.axis_name, self.seed
         raveled, unravel = ravel_pytree(updates)

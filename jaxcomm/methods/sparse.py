@@ -15,7 +15,8 @@ from jaxcomm.bits import popcount, unpack
 from jaxcomm.checks import check_count, check_range
 from jaxcomm.codecs import ValueDtype, value_codec
 from jaxcomm.collectives import axis_size, dense_mean
-from jaxcomm.collectives.sparse import COLLECTIVES, Accumulated, Received, SparseSum
+from jaxcomm.collectives.reduced import SparseReduced
+from jaxcomm.collectives.sparse import COLLECTIVES, Accumulated, SparseSum
 from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, zeros_unless
 from jaxcomm.layout import Layout, plan_layout
 from jaxcomm.numerics import is_finite_narrow
@@ -79,7 +80,7 @@ class SparseExchange(Exchange):
 
     def send(
         self, gradient: Gradient, vector: Accumulated, mask: jax.Array, start: jax.Array
-    ) -> tuple[Exchanged, Received]:
+    ) -> tuple[Exchanged, SparseReduced]:
         """Sends what the mask selects, and returns the mean of what arrived.
 
         Args:
@@ -108,7 +109,7 @@ class SparseExchange(Exchange):
         else:
             # Not so here: XLA would add the owner's part first, and large numbers leave float32 on the way.
             taken = jnp.zeros(layout.n, jnp.float32).at[sent.position].add(sent.values, mode="promise_in_bounds")
-            residual = jnp.where(ok, vector.sum() - taken + received.residual, vector.residual)
+            residual = jnp.where(ok, vector.sum() - taken + received.residual(), vector.residual)
         return Exchanged(zeros_unless(ok, means), residual, ExchangeMetrics.of(ok, *received.counts)), received
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -71,7 +72,7 @@ class DataParallel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Takes a step, with the arguments of the step that was given."""
         state, batch = self._arguments(args, kwargs)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, batch))):
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
             if self._every is not None:
                 raise ValueError(
                     f"check_every must be None inside jax.jit, which cannot report; got {self._every}. Call the step "

@@ -279,8 +279,8 @@ def test_a_signal_in_the_middle_of_a_poll_ends_the_lab(monkeypatch):
         def __exit__(self, *_):
             self.release()
 
+    monkeypatch.setattr(threading, "Lock", Interrupted)
     with Lab(1, None) as lab, pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
-        monkeypatch.setattr(threading, "Lock", Interrupted)
         lab.run(["sleep", "60"])
 
 

@@ -15,7 +15,8 @@ from jaxcomm.accounting.hlo import read_program
 from jaxcomm.bits import pack
 from jaxcomm.codecs import value_codec
 from jaxcomm.codecs.indices import INDEX_CODECS
-from jaxcomm.collectives.balanced import Balanced, Regions
+from jaxcomm.collectives.balanced import Regions
+from jaxcomm.collectives.reduced import SparseReduced
 from jaxcomm.layout import plan_layout
 from tests.jaxcomm.steps import init_state
 
@@ -39,18 +40,19 @@ def ring(K, value_dtype, where="simulation", index_codec="auto"):
     regions = regions_of(K, value_dtype, index_codec)
 
     def worker(vector, mask, flag):
-        return ring_sum(regions, vector, pack(mask), jnp.float32(0), flag, "data")
+        out, nonzeros = ring_sum(regions, vector, pack(mask), jnp.float32(0), flag, "data")
+        return out._replace(total=out.total(jnp.asarray(True)), residual=out.residual()), nonzeros
 
     mine, same = P("data"), P()
     if where == "simulation":
         mine, same = 0, None
-    out = Balanced(same, mine, mine, mine, mine, same, same, same), same
+    out = SparseReduced(same, mine, same, mine, same, same), same
     if where == "simulation":
         return jax.jit(jax.vmap(worker, axis_name="data", out_axes=out))
 
     def on_device(*rows):
         sums, nonzeros = worker(*(row[0] for row in rows))
-        own = {name: getattr(sums, name)[None] for name in ("position", "filled", "values", "leftover")}
+        own = jax.tree.map(lambda leaf: leaf[None], {"residual": sums.residual, "sent": sums.sent})
         return sums._replace(**own), nonzeros
 
     return jax.jit(jax.shard_map(on_device, mesh=jc.make_mesh(data=K), in_specs=P("data"), out_specs=out))
@@ -77,8 +79,8 @@ def accepted(K, masks):
 
 def sent_by(out, n):
     """What each worker has sent: its coordinates (K, n) bool, and their values (K, n)."""
-    where, values = np.zeros((len(out.position), n), bool), np.zeros((len(out.position), n))
-    rows = (np.asarray(field) for field in (out.position, out.filled, out.values))
+    where, values = np.zeros((len(out.sent.position), n), bool), np.zeros((len(out.sent.position), n))
+    rows = (np.asarray(field) for field in (out.sent.position, out.sent.filled, out.sent.values))
     for w, (position, filled, sent) in enumerate(zip(*rows, strict=True)):
         assert ((position >= 0) & (position < n)).all()
         assert not sent[~filled].any()
@@ -98,13 +100,13 @@ def test_nothing_is_lost_of_what_was_accepted(K):
     np.testing.assert_array_equal(where, fits)
     np.testing.assert_array_equal(values, np.where(fits, vectors, 0))
     assert out.counts.tolist() == [fits.sum(), (masks & ~fits).sum()]
-    assert out.finite
+    assert out.ok
 
-    leftover = np.asarray(out.leftover, np.float64)
-    difference = np.asarray(out.total, np.float64) + leftover.sum(0) - values.sum(0)
+    residual = np.asarray(out.residual, np.float64)
+    difference = np.asarray(out.total, np.float64) + residual.sum(0) - values.sum(0)
     assert np.all(np.abs(difference) <= K * EPS * np.abs(values).sum(0))
-    assert all(row.any() for row in leftover)  # every worker has rounded, and keeps what it rounded off
-    assert np.all(np.abs(leftover) <= 2.0**-8 * np.abs(values).sum(0))
+    assert all(row.any() for row in residual)  # every worker has rounded, and keeps what it rounded off
+    assert np.all(np.abs(residual) <= 2.0**-8 * np.abs(values).sum(0))
     coarse = np.asarray(out.total)
     np.testing.assert_array_equal(coarse, coarse.astype(jnp.bfloat16).astype(np.float32))
 
@@ -114,7 +116,7 @@ def test_numbers_that_need_no_rounding_are_summed_to_the_bit(K):
     vectors, masks, flags = inputs(K, seed=1, dyadic=True)
     out, _ = ring(K, "float32")(vectors, masks, flags)
     np.testing.assert_array_equal(out.total, np.where(accepted(K, masks), vectors, 0).sum(0))
-    assert not np.any(out.leftover)
+    assert not np.any(out.residual)
 
 
 @pytest.mark.parametrize("K", [4, 8])
@@ -124,7 +126,7 @@ def test_a_mesh_and_a_simulation_agree_to_the_bit_and_all_devices_have_the_same(
     found = ring(K, "bfloat16", "mesh")(*rows)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     out, nonzeros = found
-    for array in (out.total, out.counts, out.finite, nonzeros):
+    for array in (out.total, out.counts, out.ok, nonzeros):
         copies = [np.asarray(shard.data) for shard in array.addressable_shards]
         assert [copy.shape for copy in copies] == [array.shape] * K
         assert len({copy.tobytes() for copy in copies}) == 1
@@ -235,15 +237,15 @@ def test_what_is_not_sound_is_told_to_all(K):
     for worker in range(K):
         flags[:] = True
         flags[worker] = False
-        assert not ring(K, "bfloat16")(vectors, masks, flags)[0].finite
+        assert not ring(K, "bfloat16")(vectors, masks, flags)[0].ok
     # Finite numbers of which two have an infinite sum, whoever adds them up; the next rounding would make it finite.
     sent = np.flatnonzero(accepted(K, masks).all(0))[0]
     for pair in ([0, 1], [K - 2, K - 1], [0, K - 1]):
         large = vectors.copy()
         large[pair, sent] = 3e38
-        assert not ring(K, "bfloat16")(large, masks, np.ones(K, bool))[0].finite
+        assert not ring(K, "bfloat16")(large, masks, np.ones(K, bool))[0].ok
     large[pair, sent] = [3e38, -3e38]
-    assert ring(K, "bfloat16")(large, masks, np.ones(K, bool))[0].finite
+    assert ring(K, "bfloat16")(large, masks, np.ones(K, bool))[0].ok
 
 
 def simulated(tx, n, K):

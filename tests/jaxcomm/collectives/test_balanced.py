@@ -40,10 +40,15 @@ def test_regions_are_whole_blocks_with_a_quarter_of_room(sizes, slots, K, size, 
     assert regions.region.n == size
 
 
+def evaluated(out):
+    """What came back, as arrays."""
+    return out._replace(total=out.total(jnp.asarray(True)), residual=out.residual())
+
+
 @functools.cache
 def program(regions):
     def worker(vector, mask, flag):
-        return regions.exchange(vector, bits.pack(mask), jnp.float32(0), flag, "data")
+        return evaluated(regions.exchange(vector, bits.pack(mask), jnp.float32(0), flag, "data"))
 
     workers = jax.vmap(worker, axis_name="data", axis_size=regions.workers)
     return jax.jit(workers, compiler_options={"xla_backend_optimization_level": 0})
@@ -52,7 +57,7 @@ def program(regions):
 def exchange(regions, vectors, masks, flags=None):
     flags = np.ones(len(vectors), bool) if flags is None else flags
     out = jax.tree.map(np.asarray, program(regions)(vectors, masks, flags))
-    for array in (out.total, out.counts, out.finite):
+    for array in (out.total, out.counts, out.ok):
         np.testing.assert_array_equal(array, np.broadcast_to(array[0], array.shape))
     return out
 
@@ -67,13 +72,13 @@ def test_nothing_is_lost_between_workers_and_owners(K):
     out = exchange(regions, vectors, masks)
     sent = np.zeros((K, 5120))
     for w in range(K):
-        np.add.at(sent[w], np.asarray(out.position[w]), np.asarray(out.values[w], np.float64))
+        np.add.at(sent[w], np.asarray(out.sent.position[w]), np.asarray(out.sent.values[w], np.float64))
         owned = slice(w * regions.size, (w + 1) * regions.size)
         outside = np.ones(5120, bool)
         outside[owned] = False
-        assert not out.leftover[w][outside].any()
-    np.testing.assert_allclose(out.total[0] + out.leftover.astype(np.float64).sum(0), sent.sum(0), atol=K * 1e-6)
-    n_sent = np.asarray(out.filled).sum()
+        assert not out.residual[w][outside].any()
+    np.testing.assert_allclose(out.total[0] + out.residual.astype(np.float64).sum(0), sent.sum(0), atol=K * 1e-6)
+    n_sent = np.asarray(out.sent.filled).sum()
     assert out.counts[0].tolist() == [n_sent, masks.sum() - n_sent]
     per_region = np.add.reduceat(np.asarray(out.total[0]) != 0, np.arange(0, 5120, regions.size))
     assert per_region.max() <= regions.region.n_slots
@@ -98,16 +103,16 @@ def test_an_owner_keeps_the_largest_sums_and_of_equal_ones_the_first():
     out = exchange(regions, vectors, vectors != 0)
     assert np.flatnonzero(out.total[0]).tolist() == [3, 10, 20]
     assert out.total[0, [3, 10, 20]].tolist() == [2, -5, 2]
-    assert np.flatnonzero(out.leftover[0]).tolist() == [30, 40]
+    assert np.flatnonzero(out.residual[0]).tolist() == [30, 40]
 
 
-@pytest.mark.parametrize("bad", ["flag", "sum", "leftover"])
+@pytest.mark.parametrize("bad", ["flag", "sum", "residual"])
 def test_a_step_that_is_not_sound_is_told_to_everyone(bad):
     regions = regions_of((2048,), 4, 2)  # three slots
     vectors, flags = np.zeros((2, 2048), np.float32), np.ones(2, bool)
     vectors[:, 5] = 1
     masks = vectors != 0
-    assert exchange(regions, vectors, masks, flags).finite.all()
+    assert exchange(regions, vectors, masks, flags).ok.all()
     if bad == "flag":
         flags[1] = False
     elif bad == "sum":
@@ -117,7 +122,7 @@ def test_a_step_that_is_not_sound_is_told_to_everyone(bad):
         vectors[1, [7, 8, 9]] = 3e38
         masks[:] = False
         masks[0, [10, 11, 12]] = masks[1, [7, 8, 9]] = True
-    assert not exchange(regions, vectors, masks, flags).finite.any()
+    assert not exchange(regions, vectors, masks, flags).ok.any()
 
 
 SHAPES = {"w": jax.ShapeDtypeStruct((100_000,), np.float32)}

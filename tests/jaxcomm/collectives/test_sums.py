@@ -49,7 +49,7 @@ def test_compact_sums_lose_nothing_whatever_the_slots(name, dtype, K, slots):
 
     def worker(own):
         out = compact_sum(own, jnp.asarray(True), name, value_codec(dtype), "data")
-        return out.total, out.error, out.finite
+        return out.total(out.ok), out.residual(), out.ok
 
     total, error, finite = over_workers(worker, values, same=False)
     assert np.all(finite)
@@ -64,7 +64,7 @@ def test_compact_sums_lose_nothing_whatever_the_slots(name, dtype, K, slots):
 @pytest.mark.parametrize("name", SUMS)
 def test_compact_sums_tell_everyone_that_a_step_is_not_sound(name):
     def worker(own, flag):
-        return compact_sum(own, flag, name, value_codec("float32"), "data").finite
+        return compact_sum(own, flag, name, value_codec("float32"), "data").ok
 
     workers = jax.jit(jax.vmap(worker, axis_name="data", out_axes=None))
     ones, flags = np.ones((3, 70), np.float32), np.ones(3, bool)
@@ -111,7 +111,7 @@ def test_coded_sums_lose_nothing(code, K, collective):
 
     def worker(own):
         out = coded_sum(own, jnp.asarray(True), CODES[code], CODES[code], collective, "data")
-        return out.total, out.lost(), out.finite
+        return out.total(out.ok), out.residual(), out.ok
 
     total, lost, finite = over_workers(worker, vectors, same=False)
     assert np.all(finite)
@@ -135,7 +135,7 @@ def test_codes_take_the_words_that_they_say(code):
 def test_coded_sums_tell_everyone_that_a_step_is_not_sound(collective):
     def worker(own, flag):
         code = Buckets(8, 1024, "max", noise.make_key(0))
-        return coded_sum(own, flag, code, code, collective, "data").finite
+        return coded_sum(own, flag, code, code, collective, "data").ok
 
     ones, huge = np.ones((3, 4096), np.float32), np.full((3, 4096), 3e38, np.float32)
     assert over_workers(worker, ones, np.ones(3, bool))
