@@ -29,6 +29,7 @@ TREES = {
 }
 DTYPES = {("half", "a"): np.float16, ("half", "b"): ml_dtypes.bfloat16, ("half", "c"): np.float16}
 
+EPS = 2.0**-23  # of float32
 KINDS = ("normal", "heavy", "zeros", "ties", "huge", "largest", "single")
 
 
