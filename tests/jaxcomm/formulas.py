@@ -9,6 +9,8 @@ import math
 from fractions import Fraction
 from typing import Any
 
+from tests.jaxcomm.trees import blocks
+
 BITS = {"float32": 32, "bfloat16": 16}
 
 
@@ -39,7 +41,7 @@ class Sizes:
     @property
     def n(self) -> int:
         """Elements of the flat vector, in whole blocks."""
-        return sum(math.ceil(size / 1024) * 1024 for size in self.inside)
+        return sum(map(blocks, self.inside))
 
     @property
     def dense(self) -> Fraction:

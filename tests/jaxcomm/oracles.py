@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.jaxcomm.methods.case import BLOCK, Case
-from tests.jaxcomm.trees import TREES
+from tests.jaxcomm.methods.case import Case
+from tests.jaxcomm.trees import TREES, blocks
 from tests.reference import noise
 from tests.reference.common import StepResult, Tensors
 
@@ -75,13 +75,8 @@ class Watched:
 
 def numbers(case: Case, tree: str, key: int) -> Tensors:
     """The random numbers of a key by name, in the tensors' shapes: one for each coordinate of the flat vector."""
-    n = sum(-(-math.prod(TREES[tree][name]) // BLOCK) * BLOCK for name in case.compressed(tree))
-    flat, start, parts = noise.uniform(key, n), 0, {}
-    for name in case.compressed(tree):
-        size = math.prod(TREES[tree][name])
-        parts[name] = flat[start : start + size].reshape(TREES[tree][name])
-        start += -(-size // BLOCK) * BLOCK
-    return parts
+    rows = noise.uniform(key, sum(blocks(math.prod(TREES[tree][name])) for name in case.compressed(tree)))[None]
+    return {name: part for name, (part,) in case.unflatten(tree, rows, is_padded=False).items()}
 
 
 def turn(seed: int) -> Callable[[int], float]:

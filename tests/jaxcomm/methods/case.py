@@ -10,10 +10,8 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from tests.jaxcomm.formulas import Sizes
-from tests.jaxcomm.trees import TREES, shapes_of
+from tests.jaxcomm.trees import TREES, cut, shapes_of
 from tests.reference.common import StepResult, Tensors
-
-BLOCK = 1024  # a compressed tensor starts at a multiple of this in the flat vector
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -158,9 +156,9 @@ class Case:
 
     def received_bytes(self, tree: str, K: int) -> tuple[Fraction, Fraction]:
         """What a worker receives, (in a usual step, at most)."""
-        sizes = {name: s.size for name, s in shapes_of(tree).items()}
-        inside = [sizes[name] for name in self.compressed(tree)]
-        s = Sizes(K, sum(sizes.values()), inside, [self.capacity(size) for size in inside])
+        inside = [math.prod(TREES[tree][name]) for name in self.compressed(tree)]
+        total = sum(math.prod(shape) for shape in TREES[tree].values())
+        s = Sizes(K, total, inside, [self.capacity(size) for size in inside])
         return self.received(s) if inside else (s.everything, s.everything)
 
     # Its state, by tensor.
@@ -171,17 +169,9 @@ class Case:
             return []
         return [name for name, s in shapes_of(tree).items() if s.size >= max(self.dense_below, 1)]
 
-    def unflatten(self, tree: str, rows: np.ndarray) -> Tensors:
-        """Cuts rows (K, ...) of a flat vector, zeros in its padding, into the compressed tensors (K, *shape)."""
-        rows, tensors, start = np.asarray(rows).reshape(len(rows), -1), {}, 0
-        for name in self.compressed(tree):
-            shape = TREES[tree][name]
-            size, end = math.prod(shape), start - -math.prod(shape) // BLOCK * BLOCK
-            tensors[name] = rows[:, start : start + size].reshape(len(rows), *shape)
-            assert not rows[:, start + size : end].any()
-            start = end
-        assert start == rows.shape[1]
-        return tensors
+    def unflatten(self, tree: str, rows: Any, is_padded: bool = True) -> Tensors:
+        """Cuts rows (K, ...) of a flat vector into the compressed tensors (K, *shape)."""
+        return cut(rows, {name: TREES[tree][name] for name in self.compressed(tree)}, is_padded)
 
     def state_rows(self, tree: str, state: Any) -> dict[str, Tensors]:
         """What the state keeps of each compressed tensor, (K, *shape), by the reference's name of it."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.jaxcomm.formulas import BITS, Sizes, all_reduce, index_words, words
 from tests.jaxcomm.methods.case import Case
-from tests.jaxcomm.trees import TREES
+from tests.jaxcomm.trees import TREES, blocks
 from tests.reference.common import Tensors
 
 HEADER_WORDS = 3  # of a gathered payload, and of a region's: sound or overfull, sent, overflow
@@ -54,7 +54,7 @@ class Sparse(WithSparsity):
 
     def _balanced_bytes(self, s: Sizes) -> Fraction:
         """A payload to the owner of every region, and one from it, with 5/4 of a region's share of the slots."""
-        region = math.ceil(s.n / (s.K * 1024)) * 1024
+        region = blocks(math.ceil(s.n / s.K))
         slots = min(region, math.ceil(REGION_SLACK * sum(s.slots) / s.K))
         return Fraction(2 * 4 * (s.K - 1) * self._payload_words(region, slots))
 
@@ -93,7 +93,7 @@ class Coded(Case):
         raise NotImplementedError
 
     def compressed_bytes(self, s: Sizes) -> Fraction:
-        part = math.ceil(s.n / (s.K * 1024)) * 1024
+        part = blocks(math.ceil(s.n / s.K))
         first, second = self.code_words(part, 1), self.code_words(part, s.K)
         gathered = Fraction(4 * (s.K - 1) * (self.code_words(s.n, 1) + 1))
         two_shot = Fraction(4 * (s.K - 1) * (first + second + 2))

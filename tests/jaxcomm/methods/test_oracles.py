@@ -17,34 +17,8 @@ STEPS = 12
 EVENTS = ("normal", "grow", "heavy", "ties", "zeros", "single", "nan", "inf", "sum_overflows")
 
 # Skips at the first refresh, at later ones of life spans 1 to 5, at two in a row, and in between.
-SKIPS = [
-    "nan",
-    "normal",
-    "grow",
-    "inf",
-    "sum_overflows",
-    "nan",
-    "grow",
-    "normal",
-    "inf",
-    "ties",
-    "nan",
-    "zeros",
-]
-GROWTH_AND_TIES = [
-    "normal",
-    "grow",
-    "grow",
-    "ties",
-    "normal",
-    "heavy",
-    "grow",
-    "nan",
-    "single",
-    "grow",
-    "zeros",
-    "normal",
-]
+SKIPS = ["nan", "normal", "grow", "inf", "sum_overflows", "nan", "grow", "normal", "inf", "ties", "nan", "zeros"]
+GROWTH = ["normal", "grow", "grow", "ties", "normal", "heavy", "grow", "nan", "single", "grow", "zeros", "normal"]
 # A threshold that many coordinates equal selects far too many of them, at the steps 0, 1 and 2, which find a new one.
 TIES_AT_REFRESHES = ["ties"] * 3 + ["normal"] * 9
 
@@ -72,7 +46,7 @@ def gradient_of(event, scale, seed, tree, K):
 @hypothesis.settings(max_examples=3)
 @hypothesis.given(events=st.lists(st.sampled_from(EVENTS), min_size=STEPS, max_size=STEPS), seed=st.integers(0, 2**20))
 @hypothesis.example(events=SKIPS, seed=1)
-@hypothesis.example(events=GROWTH_AND_TIES, seed=2)
+@hypothesis.example(events=GROWTH, seed=2)
 @hypothesis.example(events=TIES_AT_REFRESHES, seed=3)
 @hypothesis.example(events=AROUND_THE_LIMIT, seed=3)
 def test_method_equals_its_oracle(case, K, tree, events, seed):
@@ -113,7 +87,7 @@ def oracle_of_steps(case, K, tree, events, seed):
 @hypothesis.settings(max_examples=3)
 @hypothesis.given(events=st.lists(st.sampled_from(EVENTS), min_size=STEPS, max_size=STEPS), seed=st.integers(0, 2**20))
 @hypothesis.example(events=SKIPS, seed=1)
-@hypothesis.example(events=GROWTH_AND_TIES, seed=2)
+@hypothesis.example(events=GROWTH, seed=2)
 def test_method_that_rounds_at_random_equals_its_oracle(case, K, tree, events, seed):
     """To 4e-6 of a scale, but for 1% of the coordinates, where a last bit decides: they may be a level apart."""
     workers, oracle = simulated(case, tree, K), Oracle(case, tree, K)

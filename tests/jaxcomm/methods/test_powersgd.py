@@ -15,7 +15,6 @@ import jaxcomm as jc
 from jaxcomm.accounting.hlo import read_program
 from jaxcomm.methods.powersgd import initial_q
 from tests.jaxcomm import trees
-from tests.jaxcomm.methods.case import BLOCK
 from tests.jaxcomm.steps import init_state
 from tests.jaxcomm.trees import EPS, gradients
 from tests.jaxcomm.workers import OnMesh, Simulated
@@ -65,15 +64,7 @@ def matrix_shape(shape):
 
 def residuals(tree, residual):
     """Cuts the rows (K, n) into tensors (K, *shape), by name."""
-    parts, start = {}, 0
-    for name in COMPRESSED[tree]:
-        shape = trees.TREES[tree][name]
-        size = int(np.prod(shape))
-        parts[name] = residual[:, start : start + size].reshape(-1, *shape)
-        start += -(-size // BLOCK) * BLOCK
-        assert not residual[:, start - -size % BLOCK : start].any()  # the padding
-    assert residual.shape[1] == start
-    return parts
+    return trees.cut(residual, {name: trees.TREES[tree][name] for name in COMPRESSED[tree]})
 
 
 def same(state, other):
