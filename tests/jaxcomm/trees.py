@@ -1,5 +1,6 @@
 """The trees of shapes that every law is tried on, and what gradients can hold."""
 
+import math
 from typing import Any
 
 import jax
@@ -29,7 +30,25 @@ TREES = {
 }
 DTYPES = {("half", "a"): np.float16, ("half", "b"): ml_dtypes.bfloat16, ("half", "c"): np.float16}
 
+EPS = 2.0**-23  # of float32
 KINDS = ("normal", "heavy", "zeros", "ties", "huge", "largest", "single")
+
+
+def blocks(n: int) -> int:
+    """The elements of whole blocks of 1024, of which a tensor of n elements has its own in a flat vector."""
+    return -(-n // 1024) * 1024
+
+
+def cut(rows: Any, shapes: dict[str, tuple[int, ...]], is_padded: bool = True) -> dict[str, np.ndarray]:
+    """Cuts rows (K, ...) of a flat vector, zeros in its padding, into tensors (K, *shape)."""
+    rows, tensors = np.asarray(rows).reshape(len(rows), -1), {}
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        part, rows = np.split(rows, [blocks(size)], axis=1)
+        tensors[name] = part[:, :size].reshape(len(rows), *shape)
+        assert not (is_padded and part[:, size:].any())
+    assert rows.shape[1] == 0
+    return tensors
 
 
 def shapes_of(tree: str) -> dict[str, jax.ShapeDtypeStruct]:

@@ -1,5 +1,6 @@
 """What the factories refuse, when they are called or when they see a gradient."""
 
+import inspect
 import re
 
 import jax
@@ -9,12 +10,16 @@ import optax
 import pytest
 
 import jaxcomm as jc
-from tests.jaxcomm.cases import CASES
+from tests.jaxcomm.cases import CASES, FIRST
 
-BY_INDEX = [jc.topk, jc.dct_dp, jc.dgc]  # send positions
-SPARSE = [*BY_INDEX, jc.random_k]
-CODED = [jc.quant_dp, jc.terngrad, jc.sign]
-COMPRESSORS = [*SPARSE, jc.iwp, *CODED]
+
+def taking(argument):
+    return [case.factory for case in FIRST if argument in inspect.signature(case.factory).parameters]
+
+
+BY_INDEX = taking("index_codec")
+SPARSE = taking("sparsity")
+COMPRESSORS = taking("dense_below")
 NAN, INF = float("nan"), float("inf")
 
 
@@ -66,7 +71,7 @@ def test_dense_below_is_a_count(factory, dense_below):
         factory(dense_below=dense_below)
 
 
-@pytest.mark.parametrize("factory", [*SPARSE, jc.iwp])
+@pytest.mark.parametrize("factory", taking("value_dtype"))
 def test_value_dtype_is_one_that_travels(factory):
     with pytest.raises(ValueError, match="one of float32, bfloat16, got 'int8': pass value_dtype='bfloat16'"):
         factory(value_dtype="int8").init(jnp.zeros(1000))
@@ -83,7 +88,7 @@ def test_index_codec_is_one_of_four_or_auto(factory):
     [
         *((factory, "gather, .*balanced") for factory in BY_INDEX),
         *((factory, "psum, two_shot, ring") for factory in (jc.random_k, jc.iwp)),
-        *((factory, "gather, two_shot") for factory in CODED),
+        *((factory, "gather, two_shot") for factory in (jc.quant_dp, jc.terngrad, jc.sign)),
     ],
 )
 def test_collective_is_one_of_a_few_or_auto(factory, ways):
@@ -166,7 +171,7 @@ def test_thresholds_may_be_schedules():
     np.testing.assert_array_equal(update_of(tx, w, 2, w), w)
 
 
-@pytest.mark.parametrize("factory", [jc.plump_dp, *COMPRESSORS])
+@pytest.mark.parametrize("factory", taking("axis_name"))
 def test_the_axis_is_one_in_scope(factory):
     w = jnp.ones(1000)
     with pytest.raises(ValueError, match=r"got no axis 'workers': call it inside jax\.shard_map"):
@@ -174,14 +179,11 @@ def test_the_axis_is_one_in_scope(factory):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("factory", [jc.plump_dp, *COMPRESSORS])
-def test_16_bits_in_and_out(factory, dtype):
+@pytest.mark.parametrize("case", FIRST, ids=[case.name for case in FIRST])
+def test_16_bits_in_and_out(case, dtype):
     """Of compressed and dense tensors: ones, that everything is large enough to send at once."""
     tree = {"a": jnp.ones(700, dtype), "b": jnp.ones(3, dtype), "c": jnp.ones(600)}
-    options = {"sparsity": 0.0} if factory in SPARSE else {}
-    options = {"density": 1.0} if factory is jc.iwp else options
-    options = {"clip": None} if factory is jc.terngrad else options
-    means = update_of(factory(**options), tree, 2, tree)
+    means = update_of(case.factory(**case.sends_ones), tree, 2, tree)
     assert {name: mean.dtype for name, mean in means.items()} == {name: x.dtype for name, x in tree.items()}
     for name, mean in means.items():
         np.testing.assert_allclose(np.asarray(mean, np.float32), tree[name].astype(jnp.float32), rtol=1e-6)

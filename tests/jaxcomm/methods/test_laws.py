@@ -10,14 +10,17 @@ from hypothesis import strategies as st
 
 import jaxcomm as jc
 from benchmarks.sparse_ring import ring_dct_dp, ring_topk
-from tests.jaxcomm import cases
-from tests.jaxcomm.cases import CASES, EPS, FEW, SETTINGS, Simulated, gradients, owed, simulated
+from tests.jaxcomm import cases, trees
+from tests.jaxcomm.cases import CASES, FEW, SETTINGS, simulated
+from tests.jaxcomm.methods import plump_dp
 from tests.jaxcomm.steps import init_state
+from tests.jaxcomm.trees import EPS, gradients
+from tests.jaxcomm.workers import QUICKLY, Simulated
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 WITH_RESIDUAL = [case for case in CASES if case.residual or not case.compresses]
 
-several_steps = st.lists(st.sampled_from(cases.KINDS), min_size=3, max_size=3)
+several_steps = st.lists(st.sampled_from(trees.KINDS), min_size=3, max_size=3)
 seeds = st.integers(0, 2**20)
 
 
@@ -43,12 +46,12 @@ def test_nothing_is_lost(case, K, tree, kinds, seed, growth):
     The input is the gradient; of methods with momentum, of dense tensors too, it is the new momentum.
     """
     for grads, state, out in steps_of(case, tree, K, kinds, seed, growth):
-        before, after = owed(case, tree, K, state), owed(case, tree, K, out.state)
-        own, sizes = cases.inputs(case, tree, grads, state)
+        before, after = case.owed(tree, K, state), case.owed(tree, K, out.state)
+        own, sizes = case.inputs(tree, grads, state)
         if out.skipped:
             # Only where a number is too large for a residual, or finite ones can add up to an infinite mean.
             of_workers = sum(max(size[w].max() for size in sizes.values()) for w in range(K))
-            too_large = any(np.abs(own[name]).max() >= case.limit for name in cases.compressed(case, tree))
+            too_large = any(np.abs(own[name]).max() >= case.limit for name in case.compressed(tree))
             assert (
                 too_large
                 or of_workers > 0.9999 * FLOAT32_MAX
@@ -62,7 +65,7 @@ def test_nothing_is_lost(case, K, tree, kinds, seed, growth):
             continue
         for name, gradient in grads.items():
             mean = out.means[name]
-            if name in cases.compressed(case, tree) and not out.metrics.drained:
+            if name in case.compressed(tree) and not out.metrics.drained:
                 assert np.abs(own[name]).max() <= case.limit * (1 + 1e-5)
             assert mean.dtype == gradient.dtype
             assert mean.shape == gradient.shape[1:]
@@ -72,7 +75,7 @@ def test_nothing_is_lost(case, K, tree, kinds, seed, growth):
             if case.momentum and case.option("clip"):
                 tolerance *= 8  # the norm is a sum of thousands of squares
             if gradient.dtype != np.float32:  # means come back in the gradient's type, and momentum travels in it
-                info, size = cases.finfo(gradient.dtype), np.abs(mean.astype(np.float64))
+                info, size = trees.finfo(gradient.dtype), np.abs(mean.astype(np.float64))
                 size = sizes[name].mean(0) if case.momentum else size
                 tolerance += float(info.eps) * size + float(info.smallest_subnormal)
             assert np.all(np.abs(left - right) <= tolerance), name
@@ -84,7 +87,7 @@ def narrow_size(case, size):
 
 
 def largest(dtype):
-    return float(cases.finfo(dtype).max)
+    return float(trees.finfo(dtype).max)
 
 
 @cases.over(
@@ -94,21 +97,14 @@ def largest(dtype):
 @hypothesis.given(seed=seeds, growth=st.sampled_from([1, 3]))
 def test_nothing_is_lost_to_the_bit_where_numbers_are_dyadic(case, K, tree, seed, growth):
     for grads, state, out in steps_of(case, tree, K, ["dyadic"] * 4, seed, growth):
-        before, after = owed(case, tree, K, state), owed(case, tree, K, out.state)
-        own, _ = cases.inputs(case, tree, grads, state)
+        before, after = case.owed(tree, K, state), case.owed(tree, K, out.state)
+        own, _ = case.inputs(tree, grads, state)
         assert not out.skipped
         for name in grads:
             np.testing.assert_array_equal(out.means[name] + after[name].mean(0), (own[name] + before[name]).mean(0))
 
 
-def can_overflow(case):
-    """Top-k and exact thresholds of every step fit, unless they go to regions."""
-    if case.options.get("collective") == "balanced":
-        return True
-    return case.method == "iwp" or (case.method == "dct_dp" and case.options["life_span"] > 1)
-
-
-@pytest.mark.parametrize("case", cases.first_rows([case for case in CASES if can_overflow(case)]))
+@pytest.mark.parametrize("case", cases.first_rows([case for case in CASES if case.can_overflow]))
 def test_a_gradient_that_grows_overflows_and_is_counted(case):
     """The law above would hold without overflow as well; here is the proof that it saw some."""
     outs = [out for _, _, out in steps_of(case, "odd", 2, ["normal"] * 8, 0, 3.0)]  # the first refresh their thresholds
@@ -157,17 +153,17 @@ def test_a_threshold_found_among_zeros_selects_everything_for_one_step_alone():
 
 
 @pytest.mark.parametrize("collective", ["gather", "balanced", "ring"])
-@pytest.mark.parametrize("method", ["dct_dp", "topk"])
-def test_no_coordinate_starves_where_overflow_lasts(method, collective):
+@pytest.mark.parametrize(
+    ("factory", "on_ring", "options", "ones"),
+    [(jc.dct_dp, ring_dct_dp, {"life_span": 10**6}, 4096), (jc.topk, ring_topk, {}, 2048)],
+    ids=["dct_dp", "topk"],
+)
+def test_no_coordinate_starves_where_overflow_lasts(factory, on_ring, options, ones, collective):
     """Equal gradients all reach every threshold; of top-k's all are in the region of one owner."""
     K, n = 2, 4096
-    gradient = np.ones((K, n), np.float32)
-    way = {} if collective == "ring" else {"collective": collective}
-    if method == "dct_dp":
-        exchange = (jc.dct_dp if way else ring_dct_dp)(0.9, life_span=10**6, **way)
-    else:
-        exchange = (jc.topk if way else ring_topk)(0.9, **way)
-        gradient[:, n // 2 :] = 0
+    gradient = np.zeros((K, n), np.float32)
+    gradient[:, :ones] = 1
+    exchange = on_ring(0.9, **options) if collective == "ring" else factory(0.9, collective=collective, **options)
     tx = optax.chain(exchange, optax.sgd(1.0))
     step = jc.simulate(lambda params, rows: jnp.mean(rows @ params["w"]), tx, K)
     state, overflow = init_state({"w": jnp.zeros(n)}, tx, K), 0
@@ -175,7 +171,7 @@ def test_no_coordinate_starves_where_overflow_lasts(method, collective):
     for _ in range(120):
         state, metrics = step(state, gradient)
         overflow += metrics["overflow"]
-    assert (overflow > 0) == (method == "dct_dp" or collective != "gather")
+    assert (overflow > 0) == (ones == n or collective != "gather")
     np.testing.assert_array_equal(state.params["w"] != 0, gradient[0] != 0)
 
 
@@ -183,7 +179,7 @@ def test_no_coordinate_starves_where_overflow_lasts(method, collective):
 def test_a_gradient_that_is_not_finite_changes_nothing_and_the_next_step_proceeds(case, K, tree):
     workers = simulated(case, tree, K)
     first = workers.step(gradients("normal", 0, tree, K), workers.first)
-    for i, name in enumerate(cases.TREES[tree]):  # dense and compressed tensors alike
+    for i, name in enumerate(trees.TREES[tree]):  # dense and compressed tensors alike
         grads = gradients("normal", 1, tree, K)
         grads[name].reshape(K, -1)[K - 1, -1] = [np.nan, np.inf, -np.inf][i % 3]
         skipped = workers.step(grads, first.state)
@@ -206,9 +202,9 @@ def kept(state):
 def test_finite_gradients_with_an_infinite_sum_change_nothing_either(case, K, tree):
     workers = simulated(case, tree, K)
     first = workers.step(gradients("normal", 0, tree, K), workers.first)
-    for name in cases.TREES[tree]:  # dense and compressed tensors alike, where it is certain that both are sent
-        is_sent = case.sends_largest and case.options.get("collective") != "balanced"
-        if name in cases.compressed(case, tree) and not is_sent:
+    for name in trees.TREES[tree]:  # dense and compressed tensors alike, where it is certain that both are sent
+        is_sent = case.sends_largest and not case.is_balanced
+        if name in case.compressed(tree) and not is_sent:
             continue
         grads = gradients("zeros", 1, tree, K)
         grads[name].reshape(K, -1)[:2, 0] = 3e38
@@ -239,7 +235,7 @@ def test_a_mean_that_its_own_type_cannot_hold_changes_nothing(tx):
     if rows is not None:
         state = state.replace(residual=jc.PerWorker(jnp.full((1, 1024), 1000.0).at[:, 600:].set(0)))
     update = jax.vmap(lambda g: tx.update(g, state), axis_name="data")
-    mean, new = jax.jit(update, compiler_options=cases.QUICKLY)(x)
+    mean, new = jax.jit(update, compiler_options=QUICKLY)(x)
     skipped = np.asarray(jc.exchange_metrics(new).skipped)
     if rows is None:
         assert skipped.tolist() == [0, 0]
@@ -262,34 +258,28 @@ def test_the_mean_is_the_mean(case, K, tree):
     assert np.flatnonzero(out.means[wide]).tolist() == [77]
     error = 0 if case.is_dyadic else 4 * EPS  # levels are multiples of 1/127
     np.testing.assert_allclose(out.means[wide].reshape(-1)[77], 1.375 / K, rtol=error)
-    if case.method == "quant_dp" and case.dense_below == 0:  # one level, and nothing of it in between
+    if case.rounds_at_random and case.dense_below == 0:  # one level, and nothing of it in between
         return
     assert out.means["b"].tolist() == [0, 0, 0, -0.5 / K, 0, 0, 0]
 
 
-WITH_ALL = [case for case in CASES if case.all_options]
+WITH_ALL = [case for case in CASES if case.all_options(1)]
 
 
-@cases.over(
-    [case for case in WITH_ALL if case.options.get("collective") != "balanced"],
-    [(1, "single"), (2, "odd"), (3, "pair")],
-    [(2, "odd")],
-)
+@cases.over([case for case in WITH_ALL if not case.is_balanced], [(1, "single"), (2, "odd"), (3, "pair")], [(2, "odd")])
 def test_keeping_everything_equals_plump_dp(case, K, tree):
     """To the bit for small integers, and for one or two workers, whose sum has one order; else to rounding."""
     check_that_it_equals_plump_dp(case, K, tree)
 
 
-@cases.over(
-    [case for case in WITH_ALL if case.options.get("collective") == "balanced"], [(2, "blocks")], [(4, "blocks")]
-)
+@cases.over([case for case in WITH_ALL if case.is_balanced], [(2, "blocks")], [(4, "blocks")])
 def test_keeping_everything_equals_plump_dp_where_regions_have_room_for_it(case, K, tree):
     check_that_it_equals_plump_dp(case, K, tree)
 
 
 def check_that_it_equals_plump_dp(case, K, tree):
-    everything = Simulated(case.make(**case.all_options(K)), tree, K, cases.QUICKLY)
-    dense = simulated(cases.CASES[0], tree, K)
+    everything = Simulated(case.make(**case.all_options(K)), tree, K, QUICKLY)
+    dense = simulated(plump_dp.CASES[0], tree, K)
     state, dense_state = everything.first, dense.first
     for i, kind in enumerate(["normal", "ties", "heavy", "huge", "zeros", "single", "normal"]):
         grads = gradients(kind, i, tree, K)

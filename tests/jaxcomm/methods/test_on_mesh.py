@@ -7,9 +7,11 @@ import pytest
 import jaxcomm as jc
 from benchmarks.shapes import resnet50
 from jaxcomm.accounting.hlo import read_program
-from tests.jaxcomm import cases
-from tests.jaxcomm.cases import CASES, gradients, on_mesh, simulated
-from tests.jaxcomm.formulas import received_bytes
+from tests.jaxcomm import cases, trees
+from tests.jaxcomm.cases import CASES, on_mesh, simulated
+from tests.jaxcomm.methods import topk
+from tests.jaxcomm.trees import EPS, gradients
+from tests.jaxcomm.workers import is_per_worker
 
 every_mesh = cases.over(CASES, [(2, "pair"), (4, "pair"), (8, "odd")], [(4, "pair")])
 
@@ -25,9 +27,7 @@ def test_replicated_outputs_are_the_same_on_every_device(case, K, tree):
             grads["w" if "w" in grads else "e"].reshape(K, -1)[0, 0] = np.nan
         state = workers.step(grads, state).state
         means, _ = workers.last
-        outside = jax.tree.map(
-            lambda node: () if cases.is_per_worker(node) else node, state, is_leaf=cases.is_per_worker
-        )
+        outside = jax.tree.map(lambda node: () if is_per_worker(node) else node, state, is_leaf=is_per_worker)
         for array in [*jax.tree.leaves(outside), *means.values()]:
             copies = [np.asarray(shard.data) for shard in array.addressable_shards]
             assert len(copies) == K
@@ -40,70 +40,69 @@ def test_replicated_outputs_are_the_same_on_every_device(case, K, tree):
 def test_a_mesh_and_a_simulation_agree(case, K, tree):
     """From one state. Residuals to the bit, but where scales are sums; means to the rounding of a sum."""
     mesh, simulation = on_mesh(case, tree, K), simulated(case, tree, K)
-    state, rounds_at_random = mesh.first, case.method in ("terngrad", "quant_dp")
+    state = mesh.first
     for i, kind in enumerate(["normal", "ties", "heavy", "largest", "normal"]):
         grads = gradients(kind, i, tree, K)
-        _, sizes = cases.inputs(case, tree, grads, state)
+        _, sizes = case.inputs(tree, grads, state)
         same = jax.tree.map(lambda rows, like: np.asarray(rows).reshape(like.shape), state, simulation.first)
         out, expected = mesh.step(grads, state), simulation.step(grads, same)
         state = out.state
         assert out.metrics == expected.metrics
-        if case.method != "sign" and case.residual:
+        if case.residual and not case.has_scales:
             np.testing.assert_array_equal(out.residual, expected.residual)
-        residual, other = (cases.owed(case, tree, K, each) for each in (out.state, expected.state))
+        residual, other = (case.owed(tree, K, each) for each in (out.state, expected.state))
         for name in grads:
-            error = K * cases.EPS * sizes[name].mean(0)
-            if case.method in ("sign", "terngrad", "quant_dp"):  # where a scale is a sum, or shared with others
-                error = 16 * K * cases.EPS * sizes[name].max()
+            error = K * EPS * sizes[name].mean(0)
+            if case.has_scales:
+                error = 16 * K * EPS * sizes[name].max()
             assert np.all(np.abs(residual[name] - other[name]) <= error)
             difference = np.abs(out.means[name].astype(np.float64) - expected.means[name])
-            assert np.mean(difference > error) <= (0.01 if rounds_at_random else 0)
+            assert np.mean(difference > error) <= (0.01 if case.rounds_at_random else 0)
 
 
 def test_the_exchange_of_a_mesh_is_free_of_collectives_where_there_is_one_worker():
-    report = jc.wire_report(CASES[1].make(), cases.zeros_of("pair"), 1)
+    case = topk.CASES[0]
+    report = jc.wire_report(case.make(), trees.zeros_of("pair"), 1)
     assert report.received == 0
-    assert read_program(on_mesh(CASES[1], "pair", 1).compiled.as_text()).received == 0
+    assert read_program(on_mesh(case, "pair", 1).compiled.as_text()).received == 0
 
 
 @every_mesh
 def test_predicted_bytes_are_compiled_bytes_and_those_of_the_formula(case, K, tree):
-    report = jc.wire_report(case.make(), cases.shapes_of(tree), K)
+    report = jc.wire_report(case.make(), trees.shapes_of(tree), K)
     compiled = read_program(on_mesh(case, tree, K).compiled.as_text())
-    usual, at_most = received_bytes(case, tree, K)
+    usual, at_most = case.received_bytes(tree, K)
     assert report.program.received == compiled.received == usual
     assert report.program.received_at_most == compiled.received_at_most == at_most
 
 
 @cases.over(CASES, [(1, "pair"), (3, "half"), (96, "odd"), (96, "half")], [(96, "odd")])
 def test_bytes_of_any_number_of_workers_are_predicted_without_devices(case, K, tree):
-    report = jc.wire_report(case.make(), cases.shapes_of(tree), K)
-    assert (report.program.received, report.program.received_at_most) == received_bytes(case, tree, K)
+    report = jc.wire_report(case.make(), trees.shapes_of(tree), K)
+    assert (report.program.received, report.program.received_at_most) == case.received_bytes(tree, K)
 
 
 RESNET = {f"{i:03}": jax.ShapeDtypeStruct(shape, np.float32) for i, shape in enumerate(resnet50())}
-TERNARY_SUM = {4: 4, 16: 6}  # bits of a number from -K to K
 
 
 @pytest.mark.parametrize("K", [4, 16])
 @pytest.mark.parametrize(
-    ("factory", "options", "bits"),
+    ("factory", "options", "bits", "of_sum"),
     [
-        (jc.sign, {}, 1),
-        (jc.terngrad, {}, 2),
-        (jc.quant_dp, {"bits": 2}, 2),
-        (jc.quant_dp, {"bits": 4}, 4),
-        (jc.quant_dp, {"bits": 8}, 8),
+        (jc.sign, {}, 1, {}),
+        (jc.terngrad, {}, 2, {4: 4, 16: 6}),  # of a number from -K to K
+        (jc.quant_dp, {"bits": 2}, 2, {}),
+        (jc.quant_dp, {"bits": 4}, 4, {}),
+        (jc.quant_dp, {"bits": 8}, 8, {}),
     ],
     ids=["sign", "terngrad", "2", "4", "8"],
 )
-def test_names_say_the_bits_on_the_wire(factory, options, bits, K):
+def test_names_say_the_bits_on_the_wire(factory, options, bits, of_sum, K):
     """Within 5% for ResNet-50, scales and small dense tensors included."""
     received = {
         collective: jc.wire_report(factory(**options, collective=collective), RESNET, K).bits_per_parameter
         for collective in ("gather", "two_shot", "auto")
     }
-    second = TERNARY_SUM[K] if factory is jc.terngrad else bits
     assert received["gather"] == pytest.approx((K - 1) * bits, rel=0.05)
-    assert received["two_shot"] == pytest.approx((K - 1) / K * (bits + second), rel=0.05)
+    assert received["two_shot"] == pytest.approx((K - 1) / K * (bits + of_sum.get(K, bits)), rel=0.05)
     assert received["auto"] == min(received["gather"], received["two_shot"])

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from tests.jaxcomm import cases
-from tests.jaxcomm.cases import CASES, EPS, FEW, SETTINGS, gradients, simulated
-from tests.jaxcomm.oracles import Oracle, dense_momentum, has_oracle, state_rows
+from tests.jaxcomm import cases, trees
+from tests.jaxcomm.cases import CASES, FEW, SETTINGS, simulated
+from tests.jaxcomm.oracles import Oracle
+from tests.jaxcomm.trees import EPS, gradients
 
 STEPS = 12
 
@@ -15,37 +16,9 @@ STEPS = 12
 # too low until the next refresh.
 EVENTS = ("normal", "grow", "heavy", "ties", "zeros", "single", "nan", "inf", "sum_overflows")
 
-RANDOMLY_ROUNDED = ("quant_dp", "terngrad")
-
 # Skips at the first refresh, at later ones of life spans 1 to 5, at two in a row, and in between.
-SKIPS = [
-    "nan",
-    "normal",
-    "grow",
-    "inf",
-    "sum_overflows",
-    "nan",
-    "grow",
-    "normal",
-    "inf",
-    "ties",
-    "nan",
-    "zeros",
-]
-GROWTH_AND_TIES = [
-    "normal",
-    "grow",
-    "grow",
-    "ties",
-    "normal",
-    "heavy",
-    "grow",
-    "nan",
-    "single",
-    "grow",
-    "zeros",
-    "normal",
-]
+SKIPS = ["nan", "normal", "grow", "inf", "sum_overflows", "nan", "grow", "normal", "inf", "ties", "nan", "zeros"]
+GROWTH = ["normal", "grow", "grow", "ties", "normal", "heavy", "grow", "nan", "single", "grow", "zeros", "normal"]
 # A threshold that many coordinates equal selects far too many of them, at the steps 0, 1 and 2, which find a new one.
 TIES_AT_REFRESHES = ["ties"] * 3 + ["normal"] * 9
 
@@ -55,7 +28,7 @@ AROUND_THE_LIMIT = ["normal", "limit", "limit", "normal", "below", "below", *["n
 
 
 def gradient_of(event, scale, seed, tree, K):
-    kind = event if event in cases.KINDS else "normal"
+    kind = event if event in trees.KINDS else "normal"
     grads = gradients(kind, seed, tree, K, scale)
     name = sorted(grads)[seed % len(grads)]
     flat = grads[name].reshape(K, -1)
@@ -69,11 +42,11 @@ def gradient_of(event, scale, seed, tree, K):
     return grads
 
 
-@cases.over([case for case in CASES if has_oracle(case) and case.method not in RANDOMLY_ROUNDED], SETTINGS, FEW)
+@cases.over([case for case in CASES if case.has_oracle and not case.rounds_at_random], SETTINGS, FEW)
 @hypothesis.settings(max_examples=3)
 @hypothesis.given(events=st.lists(st.sampled_from(EVENTS), min_size=STEPS, max_size=STEPS), seed=st.integers(0, 2**20))
 @hypothesis.example(events=SKIPS, seed=1)
-@hypothesis.example(events=GROWTH_AND_TIES, seed=2)
+@hypothesis.example(events=GROWTH, seed=2)
 @hypothesis.example(events=TIES_AT_REFRESHES, seed=3)
 @hypothesis.example(events=AROUND_THE_LIMIT, seed=3)
 def test_method_equals_its_oracle(case, K, tree, events, seed):
@@ -81,7 +54,7 @@ def test_method_equals_its_oracle(case, K, tree, events, seed):
     assert oracle_of_steps(case, K, tree, events, seed).adopted <= STEPS // 4
 
 
-OF_THE_PAPERS = [case for case in CASES if case.momentum and case.option("momentum") == 0.9 and has_oracle(case)]
+OF_THE_PAPERS = [case for case in CASES if case.momentum and case.option("momentum") == 0.9 and case.has_oracle]
 
 
 @pytest.mark.parametrize("case", OF_THE_PAPERS, ids=str)
@@ -96,7 +69,7 @@ def oracle_of_steps(case, K, tree, events, seed):
     workers, oracle = simulated(case, tree, K), Oracle(case, tree, K)
     state = workers.first
     for i, (grads, own) in enumerate(steps_of(events, seed, tree, K)):
-        _, sizes = cases.inputs(case, tree, grads, state)
+        _, sizes = case.inputs(tree, grads, state)
         out, expected = workers.step(grads, state), oracle.step(own, i, sizes)
         state = out.state
         try:
@@ -110,43 +83,31 @@ def oracle_of_steps(case, K, tree, events, seed):
     return oracle
 
 
-@cases.over([case for case in CASES if case.method in RANDOMLY_ROUNDED], SETTINGS, FEW)
+@cases.over([case for case in CASES if case.rounds_at_random], SETTINGS, FEW)
 @hypothesis.settings(max_examples=3)
 @hypothesis.given(events=st.lists(st.sampled_from(EVENTS), min_size=STEPS, max_size=STEPS), seed=st.integers(0, 2**20))
 @hypothesis.example(events=SKIPS, seed=1)
-@hypothesis.example(events=GROWTH_AND_TIES, seed=2)
+@hypothesis.example(events=GROWTH, seed=2)
 def test_method_that_rounds_at_random_equals_its_oracle(case, K, tree, events, seed):
     """To 4e-6 of a scale, but for 1% of the coordinates, where a last bit decides: they may be a level apart."""
     workers, oracle = simulated(case, tree, K), Oracle(case, tree, K)
     state, apart, total = workers.first, 0, 0
     for i, (grads, own) in enumerate(steps_of(events, seed, tree, K)):
-        _, sizes = cases.inputs(case, tree, grads, state)
+        _, sizes = case.inputs(tree, grads, state)
         out, expected = workers.step(grads, state), oracle.step(own, i, sizes)
         state = out.state
         check_counts(case, i, out, expected)
         for name, mean in expected.mean.items():
-            scale, level = scale_and_level(case, [g[name].astype(np.float64) for g in own])
-            if name not in cases.compressed(case, tree):
+            scale, level = case.scale_and_level([g[name].astype(np.float64) for g in own])
+            if name not in case.compressed(tree):
                 level = 0
             got, dtype = out.means[name].astype(np.float64), grads[name].dtype
-            error = 4e-6 * scale + (0 if dtype == np.float32 else float(cases.finfo(dtype).eps) * np.abs(mean))
+            error = 4e-6 * scale + (0 if dtype == np.float32 else float(trees.finfo(dtype).eps) * np.abs(mean))
             difference = np.where(got == mean, 0, np.abs(got - mean))  # a scale may be NaN in a skipped step
             assert np.all((difference == 0) | (difference <= error + level))
             apart += np.sum((difference != 0) & ~(difference <= error))
             total += mean.size
     assert apart <= 0.01 * total
-
-
-def scale_and_level(case, own):
-    """Bounds of a tensor's mean, and of what one level more or less in every rounding changes in it."""
-    if case.method == "terngrad":
-        scale = max(np.abs(g).max() for g in own)
-        return scale, scale / len(own)
-    norm = {"max": lambda g: np.abs(g).max(), "l2": np.linalg.norm}[case.option("norm")]
-    scales = sum(norm(g) for g in own)
-    levels = 2 ** (case.option("bits") - 1) - 1
-    shots = 1 if case.option("collective") == "gather" else 2 + case.option("bucket") ** 0.5 / levels
-    return scales / len(own) * shots, shots * scales / levels / len(own)
 
 
 def steps_of(events, seed, tree, K):
@@ -167,16 +128,16 @@ def check_counts(case, i, out, expected):
 
 def check_means(case, out, expected, oracle, grads, sizes):
     for name, mean in expected.mean.items():
-        error = max(8 * oracle.K * EPS * sizes[name].max(), oracle.tolerance[name])
-        if not (oracle.error or case.momentum):  # whose dense means are sums over all steps before
-            error = oracle.K * EPS * sizes[name].mean(0)
+        error = max(8 * len(sizes[name]) * EPS * sizes[name].max(), oracle.tolerance[name])
+        if not (case.state_error or case.momentum):  # whose dense means are sums over all steps before
+            error = len(sizes[name]) * EPS * sizes[name].mean(0)
         assert_close(out.means[name], mean, grads[name].dtype, error, case.momentum)
 
 
 def assert_close(got, mean, dtype, error, is_momentum):
     assert got.dtype == dtype
     if dtype != np.float32:  # means come back in the gradient's type, and momentum travels in it
-        info = cases.finfo(dtype)
+        info = trees.finfo(dtype)
         size = error / EPS if is_momentum else np.abs(mean)
         error = error + float(info.eps) * size + float(info.smallest_subnormal)
     difference = np.abs(got.astype(np.float64) - mean)
@@ -184,37 +145,25 @@ def assert_close(got, mean, dtype, error, is_momentum):
 
 
 def check_state(case, tree, state, oracle, sizes):
-    for attribute in ("residuals", "velocities"):
-        if not hasattr(oracle.reference, attribute):
-            continue
-        rows = state_rows(case, tree, attribute, state)
+    for attribute, rows in case.state_rows(tree, state).items():
         for w, tensors in enumerate(getattr(oracle.reference, attribute)):
             assert sorted(rows) == sorted(tensors)
             for name, expected in tensors.items():
-                if not oracle.error:
+                if not case.state_error:
                     np.testing.assert_array_equal(rows[name][w], expected)
                 else:
                     error = np.abs(rows[name][w].astype(np.float64) - expected)
                     assert np.all(error <= oracle.tolerance[name])
-    if hasattr(oracle.reference, "momentum_dense"):
-        for name, u in dense_momentum(case, tree, state).items():
+    if case.momentum:
+        for name, u in case.dense_momentum(tree, state).items():
             # Relative to the workers' own momentum, of which it is the mean: they may cancel one another.
             error = np.abs(u.astype(np.float64) - oracle.reference.momentum_dense[name])
-            limit = max(8 * oracle.K * EPS * sizes[name].max(), oracle.tolerance[name])
+            limit = max(8 * len(sizes[name]) * EPS * sizes[name].max(), oracle.tolerance[name])
             assert np.all(error <= limit) or np.isnan(limit)  # a skipped step keeps what was compared before
-    if hasattr(oracle.reference, "thresholds"):
-        check_thresholds(case, tree, state, oracle.reference)
+    case.check_memory(oracle.reference, tree, state)
 
 
-def check_thresholds(case, tree, state, oracle):
-    rows = np.asarray(state.memory.threshold.rows)
-    rows = rows.reshape(len(rows), -1)
-    for w, thresholds in enumerate(oracle.thresholds):
-        expected = [thresholds[name] for name in cases.compressed(case, tree)]
-        np.testing.assert_array_equal(rows[w], np.asarray(expected, np.float32))
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.drain_every], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.options.get("drain_every")], ids=str)
 def test_a_dozen_steps_have_a_drain_and_a_step_without(case):
     """What the test above needs to mean something."""
     assert len({case.drains(i) for i in range(STEPS)}) == 2

@@ -14,16 +14,17 @@ import pytest
 import jaxcomm as jc
 from jaxcomm.accounting.hlo import read_program
 from jaxcomm.methods.powersgd import initial_q
-from tests.jaxcomm import cases
-from tests.jaxcomm.cases import EPS, OnMesh, Simulated, gradients
+from tests.jaxcomm import trees
 from tests.jaxcomm.steps import init_state
+from tests.jaxcomm.trees import EPS, gradients
+from tests.jaxcomm.workers import OnMesh, Simulated
 from tests.reference.powersgd import PowerSgdReference
 
 RANK, DENSE_BELOW = 2, 512
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 # Three matrices of 40 x 30 in tensors of two shapes, between others; "i" has enough elements, and too few rows.
-cases.TREES["matrices"] = {
+trees.TREES["matrices"] = {
     "a": (40, 30),
     "b": (7,),
     "c": (24, 40),
@@ -34,10 +35,10 @@ cases.TREES["matrices"] = {
     "i": (2, 300),
     "s": (),
 }
-cases.TREES["halves"] = {"a": (40, 30), "b": (40, 30), "c": (9,)}
-cases.TREES["vectors"] = {"b": (700,), "s": (), "w": (2, 300)}
-cases.TREES["matrix"] = {"w": (64, 48)}
-cases.DTYPES |= {("halves", "a"): np.float16, ("halves", "b"): ml_dtypes.bfloat16, ("halves", "c"): np.float16}
+trees.TREES["halves"] = {"a": (40, 30), "b": (40, 30), "c": (9,)}
+trees.TREES["vectors"] = {"b": (700,), "s": (), "w": (2, 300)}
+trees.TREES["matrix"] = {"w": (64, 48)}
+trees.DTYPES |= {("halves", "a"): np.float16, ("halves", "b"): ml_dtypes.bfloat16, ("halves", "c"): np.float16}
 
 COMPRESSED = {"matrices": ["a", "c", "d", "f", "g"], "halves": ["a", "b"], "vectors": [], "matrix": ["w"]}
 GROUPS = {"matrices": [["a", "d", "f"], ["c"], ["g"]], "halves": [["a", "b"]], "vectors": [], "matrix": [["w"]]}
@@ -63,15 +64,7 @@ def matrix_shape(shape):
 
 def residuals(tree, residual):
     """Cuts the rows (K, n) into tensors (K, *shape), by name."""
-    parts, start = {}, 0
-    for name in COMPRESSED[tree]:
-        shape = cases.TREES[tree][name]
-        size = int(np.prod(shape))
-        parts[name] = residual[:, start : start + size].reshape(-1, *shape)
-        start += -(-size // cases.BLOCK) * cases.BLOCK
-        assert not residual[:, start - -size % cases.BLOCK : start].any()  # the padding
-    assert residual.shape[1] == start
-    return parts
+    return trees.cut(residual, {name: trees.TREES[tree][name] for name in COMPRESSED[tree]})
 
 
 def same(state, other):
@@ -160,17 +153,17 @@ def test_nothing_is_lost(K, tree):
             size = np.abs(accumulated).mean(0) + np.abs(gradient.astype(np.float64)).mean(0) + np.abs(mean)
             tolerance = (K + 3) * EPS * size
             if gradient.dtype != np.float32:
-                info = cases.finfo(gradient.dtype)
+                info = trees.finfo(gradient.dtype)
                 tolerance += float(info.eps) * np.abs(mean) + float(info.smallest_subnormal)
             left = mean + (after[name].mean(0) if name in after else 0)
             assert np.all(np.abs(left - accumulated.mean(0)) <= tolerance), (name, kind)
-        sent = sum(RANK * sum(matrix_shape(cases.TREES[tree][name])) for name in COMPRESSED[tree])
+        sent = sum(RANK * sum(matrix_shape(trees.TREES[tree][name])) for name in COMPRESSED[tree])
         assert out.metrics == (K * sent, 0, 0, 0)
         state, before = out.state, after
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
-@pytest.mark.parametrize("name", cases.TREES["matrices"])
+@pytest.mark.parametrize("name", trees.TREES["matrices"])
 def test_what_is_not_finite_changes_nothing_and_the_next_step_proceeds(name, bad):
     """The last of the four is finite, and its sum over the workers is not."""
     workers = simulated("matrices", 3)
@@ -245,7 +238,7 @@ def close(got, want, *gradients_, tolerance=1e-4):
 
 @pytest.mark.parametrize(("K", "tree"), [(8, "matrices"), (2, "halves"), (2, "vectors")])
 def test_predicted_bytes_are_compiled_bytes_and_those_of_the_formula(K, tree):
-    shapes = cases.shapes_of(tree)
+    shapes = trees.shapes_of(tree)
     sent = sum(RANK * sum(matrix_shape(shapes[name].shape)) for name in COMPRESSED[tree])
     dense = sum(s.size for name, s in shapes.items() if name not in COMPRESSED[tree])
     for workers in (K, 96):
@@ -300,7 +293,7 @@ def test_a_mean_that_float16_cannot_hold_changes_nothing():
 
 
 def test_the_first_q_is_another_for_every_tensor_and_seed_and_in_the_groups_order():
-    params = cases.zeros_of("matrices")
+    params = trees.zeros_of("matrices")
     qs = initial_q(params, RANK, dense_below=DENSE_BELOW)
     by_name = {sorted(params)[leaf]: q for leaf, q in qs.items()}
     assert sorted(by_name) == COMPRESSED["matrices"]
@@ -316,9 +309,9 @@ def test_the_first_q_is_another_for_every_tensor_and_seed_and_in_the_groups_orde
 @pytest.mark.parametrize(("K", "tree"), [(1, "matrices"), (3, "matrices"), (2, "halves")])
 def test_powersgd_equals_its_oracle(K, tree):
     """A dozen steps with skips, of gradients of full rank and usual size, for which the paper's lines are enough."""
-    names = sorted(cases.TREES[tree])
+    names = sorted(trees.TREES[tree])
     workers = simulated(tree, K)
-    first = initial_q(cases.zeros_of(tree), RANK, dense_below=DENSE_BELOW)
+    first = initial_q(trees.zeros_of(tree), RANK, dense_below=DENSE_BELOW)
     oracle = PowerSgdReference(
         rank=RANK, dense_below=DENSE_BELOW, initial_q=lambda name, m, r: np.asarray(first[names.index(name)])
     )

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from jaxcomm.exchange import bypassing
-from tests.jaxcomm.cases import CASES
+from tests.jaxcomm.cases import FIRST
 from tests.jaxcomm.steps import init_state
 
 K = 2
@@ -19,7 +19,6 @@ PARAMS = {
     "small": np.ones(2, np.float32),
 }
 WHERE = "own|small"
-FIRST = list({case.method: case for case in reversed(CASES)}.values())  # the first case of every method
 
 
 def update_of(tx):

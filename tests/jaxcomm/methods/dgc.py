@@ -1,0 +1,51 @@
+"""DGC: its cases and its oracle. Its bytes are those of the sparse methods, and of those with momentum."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+import jaxcomm as jc
+from tests.jaxcomm.methods.families import Sparse, WithMomentum
+from tests.jaxcomm.oracles import Watched
+from tests.reference.dgc import DgcReference
+
+
+class Dgc(WithMomentum, Sparse):
+    factory = staticmethod(jc.dgc)
+    recovers: ClassVar = {"": {"sparsity": 0.9, "factor_masking": False}}
+
+    @property
+    def has_oracle(self) -> bool:
+        """Balanced DGC is DGC's own part and top-k's balanced exchange, which have oracles each."""
+        return super().has_oracle and not self.is_balanced
+
+    def all_options(self, K: int) -> dict[str, Any]:
+        return {**super().all_options(K), "momentum": 0.0, "clip": None}
+
+    def reference(self, tree: str, K: int) -> Any:
+        known = ("sparsity", "momentum", "factor_masking", "clip", "warmup_steps", "dense_below", "value_dtype")
+        return WatchedDgc(**self.chosen(*known))
+
+
+class WatchedDgc(Watched, DgcReference):
+    def _choose(self, name: str, v: np.ndarray, k: int) -> np.ndarray:
+        chosen = super()._choose(name, v, k)
+        sizes = np.abs(v.reshape(-1))
+        last = sizes[chosen].min(initial=np.inf)  # of those that are sent, which have to be above 0
+        others = np.delete(sizes, chosen).max(initial=0)
+        limit = 2 * self.tolerance[name]
+        self.watch(np.array([last, last - others]), limit)
+        if others > 0 and len(chosen) < self._slots(v.size, k):
+            self.watch(others, limit)
+        return chosen
+
+
+CASES = [
+    Dgc.row(sparsity=0.9, value_dtype="bfloat16", momentum=0.5, warmup_steps=2, collective="gather"),
+    Dgc.variant(
+        sparsity=0.99, value_dtype="float32", momentum=0.9, clip=2.0, factor_masking=False, collective="gather"
+    ),
+    # The papers' setting. In float32, since a last bit of a momentum may decide how its bfloat16 is rounded.
+    Dgc.variant(sparsity=0.9, value_dtype="float32", momentum=0.9, clip=2.0, collective="gather"),
+    Dgc.variant(sparsity=0.9, value_dtype="bfloat16", momentum=0.5, index_codec="plain", collective="balanced"),
+]

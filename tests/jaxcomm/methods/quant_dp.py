@@ -1,0 +1,44 @@
+"""Quant-DP: its cases, its oracle, and the words of its code."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+import jaxcomm as jc
+from tests.jaxcomm.formulas import words
+from tests.jaxcomm.methods.families import Coded
+from tests.jaxcomm.oracles import numbers
+from tests.reference import noise
+from tests.reference.common import Tensors
+from tests.reference.quant_dp import QuantDpReference
+
+
+class QuantDp(Coded):
+    factory = staticmethod(jc.quant_dp)
+    residual = False
+    rounds_at_random = True
+    recovers: ClassVar = {"": {"bits": 4, "norm": "l2"}}
+
+    def scale_and_level(self, own: list[np.ndarray]) -> tuple[float, float]:
+        norm = {"max": lambda g: np.abs(g).max(), "l2": np.linalg.norm}[self.option("norm")]
+        scales = sum(norm(g) for g in own)
+        levels = 2 ** (self.option("bits") - 1) - 1
+        shots = 1 if self.option("collective") == "gather" else 2 + self.option("bucket") ** 0.5 / levels
+        return scales / len(own) * shots, shots * scales / levels / len(own)
+
+    def reference(self, tree: str, K: int) -> Any:
+        def uniform(step: int, worker: int | None, phase: int) -> Tensors:
+            assert (worker is None) == (phase == 1)
+            return numbers(self, tree, noise.rounding_key(self.option("seed"), step, worker))
+
+        return QuantDpReference(uniform=uniform, **self.chosen("bits", "bucket", "norm", "dense_below", "collective"))
+
+    def code_words(self, n: int, of_workers: int) -> int:
+        return words(n, self.option("bits")) + n // self.option("bucket")
+
+
+CASES = [
+    QuantDp.row(bits=8, collective="two_shot", seed=5),
+    QuantDp.variant(bits=4, norm="l2", bucket=128, collective="gather", dense_below=0),
+    QuantDp.variant(bits=2, norm="l2", bucket=32, collective="two_shot"),
+]
