@@ -8,18 +8,14 @@ counted in the compiled program, and counted by the kernel on each host's link, 
 """
 
 import dataclasses
-import json
-import os
 import statistics
-import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from benchmarks.control import Control, is_host, run_hosts
-from benchmarks.netlab import Lab, parse_rate, received_bytes
+from benchmarks.control import Control, check_run, merge_records, print_record, read_records, run, run_hosts, spread
+from benchmarks.netlab import Lab
 from train.tables import print_table, write_records
 
 CUTS = {2: (2,), 3: (2, 7)}
@@ -72,19 +68,17 @@ class Record:
 def main(config: Config) -> None:
     """Runs the hosts, prints the table, and writes it where asked."""
     try:
-        rates = config.rate.split(",")
-        for rate in rates:
-            parse_rate(rate)
+        rates = check_run(config.rate, config.steps)
         if config.stages not in CUTS:
             raise ValueError(f"--stages is 2 or 3, where the paper cuts, got {config.stages}.")
-        if config.steps < 1 or config.batch % config.micro_batches:
+        if config.batch % config.micro_batches:
             raise ValueError(
-                f"--steps is at least 1 and --batch a multiple of --micro-batches, got {config.steps}, {config.batch} "
-                f"and {config.micro_batches}."
+                f"--batch is a multiple of --micro-batches, got {config.batch} and {config.micro_batches}."
             )
         _boundaries(config)
         with Lab(config.stages, rates[0]) as lab:
-            records = _merge([_records(text) for text in run_hosts(lab, "benchmarks.boundary")], lab.isolated)
+            outputs = [read_records(Record, text) for text in run_hosts(lab, "benchmarks.boundary")]
+            records = merge_records(outputs, lab.isolated, "kernel_by_host")
     except ValueError as error:
         raise SystemExit(str(error)) from None
     _compare_with_whole(records)
@@ -109,19 +103,6 @@ def _boundaries(config: Config) -> dict[float, Any]:
     return {float(each): jc.dct_mp(float(each), value_dtype=config.value_dtype) for each in config.sparsity.split(",")}
 
 
-def _records(stdout: str) -> list[Record]:
-    return [Record(**json.loads(line)) for line in stdout.splitlines() if line.startswith("{")]
-
-
-def _merge(hosts: list[list[Record]], isolated: bool) -> list[Record]:
-    """Takes times from host 0 and each host's own bytes; on loopback nobody's own are known."""
-    merged = []
-    for same in zip(*hosts, strict=True):
-        own = [record.kernel_by_host[0] for record in same if record.kernel_by_host] if isolated else None
-        merged.append(dataclasses.replace(same[0], kernel_by_host=own))
-    return merged
-
-
 def _compare_with_whole(records: list[Record]) -> None:
     for record in records:
         whole = next((r for r in records if r.sparsity == 0 and r.rate == record.rate), None)
@@ -132,14 +113,10 @@ def _compare_with_whole(records: list[Record]) -> None:
 
 def run_host(config: Config) -> None:
     """Runs one host's part: every sparsity at every rate; prints a JSON record for each."""
-    from train.processes import connect, prepare_jax
-
-    prepare_jax()
-    processes = connect(None, None, None)
-    control = Control(processes.index)
+    control = Control()
     for sparsity, boundary in _boundaries(config).items():
         for record in _time(sparsity, boundary, config, control):
-            print(json.dumps(dataclasses.asdict(record)), flush=True)
+            print_record(record)
 
 
 def _time(sparsity: float, boundary: Any, config: Config, control: Control) -> list[Record]:
@@ -193,41 +170,30 @@ def _time(sparsity: float, boundary: Any, config: Config, control: Control) -> l
         predicted[stage] += each.backward
     links = read_program(compiled.as_text()).links()
     counted = [sum(count for (_, target), count in links.items() if target == at) for at in range(config.stages)]
-    interface = os.environ["NETLAB_INTERFACE"]
     records = []
     for rate in config.rate.split(","):
         control.set_rate(rate)
         times, received = [], []
-        for count in range(config.steps + 1):
-            control.barrier()
-            before, begin = received_bytes(interface), time.perf_counter()
-            state, _ = compiled(state, batch)
-            jax.block_until_ready(state)
-            if count:  # the first opens Gloo's connections
-                times.append((time.perf_counter() - begin) * 1e3)
-                received.append(received_bytes(interface) - before)
+        for _ in range(config.steps + 1):
+            ms, count, (state, _) = control.timed(partial(compiled, state, batch))
+            times.append(ms)
+            received.append(count)
         records.append(
             Record(
                 sparsity=sparsity,
                 stages=config.stages,
                 batch=config.batch,
                 rate=rate,
-                ms_median=statistics.median(times),
-                ms_min=min(times),
-                ms_max=max(times),
+                **spread(times[1:]),  # the first opens Gloo's connections
                 forward_bytes=sum(each.forward for each in costs),
                 backward_bytes=sum(each.backward for each in costs),
                 predicted_by_host=predicted,
                 compiled_by_host=counted,
-                kernel_by_host=[statistics.median(received)],
+                kernel_by_host=[statistics.median(received[1:])],
             )
         )
     return records
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Config, description=__doc__)
-    if is_host():
-        run_host(arguments)
-    else:
-        main(arguments)
+    run(Config, __doc__, main, run_host)

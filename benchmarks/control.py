@@ -1,25 +1,50 @@
 """Benchmarks whose hosts are timed together, at one link rate after another.
 
-Rates change while the hosts run, so that every program is compiled once: host 0 asks by a file, and the process that
-made the lab answers.
+The process that was started makes the lab, and starts itself again on every host. Each host prints its records as lines
+of JSON; the first process merges them. Rates change while the hosts run, so that every program is compiled once: host 0
+asks by a file, and the process that made the lab answers.
 """
 
+import dataclasses
+import json
 import os
+import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
-from benchmarks.netlab import Lab
+import tyro
+
+from benchmarks.netlab import Lab, parse_rate, received_bytes
+
+Config = TypeVar("Config")
+Record = TypeVar("Record")
 
 _FOLDER = "JAXCOMM_BENCHMARK_CONTROL"  # set in a host's process: the folder where the hosts ask for a rate
 
 
-def is_host() -> bool:
-    """Returns whether this process is a host of `run_hosts`."""
-    return _FOLDER in os.environ
+def run(config: type[Config], description: str | None, main: Callable[[Config], Any], host: Callable[[Config], Any]):
+    """Reads the command line, and does the part of this process: that of a host, or the lab's."""
+    arguments = tyro.cli(config, description=description)
+    (host if _FOLDER in os.environ else main)(arguments)
+
+
+def check_run(rate: str, steps: int) -> list[str]:
+    """Returns the rates.
+
+    Raises:
+      ValueError: for a rate that no link has, or without a step.
+    """
+    rates = rate.split(",")
+    for each in rates:
+        parse_rate(each)
+    if steps < 1:
+        raise ValueError(f"--steps is at least 1, got {steps}.")
+    return rates
 
 
 def run_hosts(lab: Lab, module: str, env: Mapping[str, str] | None = None) -> list[str]:
@@ -59,12 +84,60 @@ def _serve_rates(lab: Lab, folder: Path, done: threading.Event) -> None:
         time.sleep(0.02)
 
 
-class Control:
-    """How a host asks the lab for a rate, and waits for the others."""
+def print_record(record: Any) -> None:
+    """Prints a host's record, for `read_records`."""
+    print(json.dumps({type(record).__name__: dataclasses.asdict(record)}), flush=True)
 
-    def __init__(self, host: int):
-        """Takes the host's number."""
-        self.folder, self.host, self.requests = Path(os.environ[_FOLDER]), host, 0
+
+def read_records(kind: type[Record], stdout: str) -> list[Record]:
+    """Returns a host's records of one kind."""
+    lines = [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
+    return [kind(**line[kind.__name__]) for line in lines if kind.__name__ in line]
+
+
+def merge_records(hosts: Sequence[list[Any]], isolated: bool, received: str = "bytes_kernel") -> list[Any]:
+    """Takes times from host 0 (a step ends everywhere at once, to a few ms) and the mean of the bytes received.
+
+    Args:
+      hosts: of each host the same records.
+      isolated: whether hosts have interfaces of their own. On loopback the kernel counts all hosts together, and the
+        bytes are None.
+      received: the field of the bytes: numbers are averaged, lists put together.
+    """
+    merged = []
+    for same in zip(*hosts, strict=True):
+        own = [getattr(record, received) for record in same]
+        whole = [count for counts in own for count in counts] if isinstance(own[0], list) else statistics.fmean(own)
+        merged.append(dataclasses.replace(same[0], **{received: whole if isolated else None}))
+    return merged
+
+
+def spread(times: Sequence[float]) -> dict[str, float]:
+    """Returns median, minimum and maximum of milliseconds, as records have them."""
+    return {"ms_median": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
+
+
+class Control:
+    """A host: it asks the lab for a rate, waits for the others, and times what all do together."""
+
+    def __init__(self) -> None:
+        """Connects this process with the others; comes before everything else of JAX."""
+        from train.processes import connect, prepare_jax
+
+        prepare_jax()
+        processes = connect(None, None, None)
+        self.host, self.hosts = processes.index, processes.count
+        self.folder, self.requests = Path(os.environ[_FOLDER]), 0
+
+    def timed(self, function: Callable[[], Any]) -> tuple[float, int, Any]:
+        """Returns the milliseconds of a call, the bytes that the kernel has received, and the result."""
+        import jax
+
+        self.barrier()
+        interface = os.environ["NETLAB_INTERFACE"]
+        before, begin = received_bytes(interface), time.perf_counter()
+        result = jax.block_until_ready(function())
+        return (time.perf_counter() - begin) * 1e3, received_bytes(interface) - before, result
 
     def barrier(self) -> None:
         """Waits until all hosts are here; a few hundred bytes."""

@@ -9,23 +9,21 @@ in all but one of life_span steps; ms_refresh is the step that renews them.
 """
 
 import dataclasses
-import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import optax
-import tyro
 
 import jaxcomm as jc
-from benchmarks.control import Control, is_host, run_hosts
+from benchmarks.control import Control, check_run, merge_records, print_record, read_records, run, run_hosts, spread
 from benchmarks.naive import naive_topk
-from benchmarks.netlab import Lab, parse_rate, received_bytes
+from benchmarks.netlab import Lab
 from benchmarks.shapes import count, named
 from train.tables import print_table, write_records
 
@@ -98,20 +96,19 @@ class Record:
 
 def main(config: Config) -> None:
     """Runs the hosts, prints the table, and writes it where asked."""
-    methods, rates = _methods(config), config.rate.split(",")
+    methods = _methods(config)
     unknown = [method for method in methods if method not in METHODS]
     if unknown:
         raise SystemExit(f"--method takes {', '.join(METHODS)}, got {', '.join(unknown)}: separate them by commas.")
-    if config.steps < 1:
-        raise SystemExit(f"--steps is at least 1, got {config.steps}.")
     try:
         named(config.shapes)
-        for rate in rates:
-            parse_rate(rate)
+        rates = check_run(config.rate, config.steps)
         for method in methods:
             METHODS[method](config.sparsity)
         with Lab(config.hosts, rates[0]) as lab:
-            records = _run_hosts(lab, config)
+            env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if config.huge_pages else {}
+            outputs = run_hosts(lab, "benchmarks.exchange", env)
+            records = merge_records([read_records(Record, text) for text in outputs], lab.isolated)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     _compare_with_dense(records)
@@ -120,27 +117,6 @@ def main(config: Config) -> None:
         [dataclasses.asdict(record) for record in records],
     )
     write_records(config.json, [dataclasses.asdict(record) for record in records])
-
-
-def _run_hosts(lab: Lab, config: Config) -> list[Record]:
-    env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if config.huge_pages else {}
-    return _merge([_records(stdout) for stdout in run_hosts(lab, "benchmarks.exchange", env)], lab.isolated)
-
-
-def _records(stdout: str) -> list[Record]:
-    return [Record(**json.loads(line)) for line in stdout.splitlines() if line.startswith("{")]
-
-
-def _merge(hosts: list[list[Record]], isolated: bool) -> list[Record]:
-    """Takes times from host 0 (a step ends everywhere at once, to a few ms) and the mean of the bytes received.
-
-    On loopback the kernel counts all hosts together, and no host's own bytes are known.
-    """
-    merged = []
-    for same in zip(*hosts, strict=True):
-        received = statistics.fmean(record.bytes_kernel or 0.0 for record in same) if isolated else None
-        merged.append(dataclasses.replace(same[0], bytes_kernel=received))
-    return merged
 
 
 def _compare_with_dense(records: list[Record]) -> None:
@@ -154,10 +130,7 @@ def _compare_with_dense(records: list[Record]) -> None:
 
 def run_host(config: Config) -> None:
     """Runs one host's part: every method at every rate; prints a JSON record for each."""
-    from train.processes import connect, prepare_jax
-
-    prepare_jax()
-    processes = connect(None, None, None)
+    control = Control()
     import jax
     import numpy as np
     from jax.sharding import NamedSharding
@@ -167,7 +140,7 @@ def run_host(config: Config) -> None:
     shapes = named(config.shapes)
 
     def own(index: int, shape: tuple[int, ...]) -> jax.Array:
-        rng = np.random.default_rng((processes.index, index))
+        rng = np.random.default_rng((control.host, index))
         rows = rng.standard_normal((1, *shape), np.float32)
         return jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), rows)
 
@@ -177,10 +150,9 @@ def run_host(config: Config) -> None:
 
     gradients = [own(index, shape) for index, shape in enumerate(shapes)]
     weights = [same(index, shape) for index, shape in enumerate(shapes)]
-    control = Control(processes.index)
     for method in _methods(config):
         for record in _time_method(method, config, mesh, gradients, weights, control):
-            print(json.dumps(dataclasses.asdict(record)), flush=True)
+            print_record(record)
 
 
 def _methods(config: Config) -> list[str]:
@@ -230,14 +202,6 @@ def _time_method(
     means, state = compiled(gradients, state, params)  # the first refresh, and Gloo's connections
     jax.block_until_ready(means)
 
-    def timed(state: Any) -> tuple[float, int, Any]:
-        control.barrier()
-        before, begin = received_bytes(os.environ["NETLAB_INTERFACE"]), time.perf_counter()
-        means, state = compiled(gradients, state, params)
-        jax.block_until_ready((means, state))
-        elapsed = time.perf_counter() - begin
-        return elapsed * 1e3, received_bytes(os.environ["NETLAB_INTERFACE"]) - before, state
-
     records = []
     for rate in config.rate.split(","):
         control.set_rate(rate)
@@ -245,7 +209,7 @@ def _time_method(
         for _ in range(config.steps):
             state = reset(state)
             jax.block_until_ready(state)
-            ms, bytes_in, state = timed(state)
+            ms, bytes_in, (_, state) = control.timed(partial(compiled, gradients, state, params))
             times.append(ms)
             received.append(bytes_in)
         refresh = None
@@ -254,7 +218,8 @@ def _time_method(
             for _ in range(min(3, config.steps)):
                 state = reset(state)
                 due = jax.jit(lambda: jax.numpy.asarray(True), out_shardings=state.memory.due.sharding)()
-                ms, _, state = timed(state.replace(memory=state.memory._replace(due=due)))
+                state = state.replace(memory=state.memory._replace(due=due))
+                ms, _, (_, state) = control.timed(partial(compiled, gradients, state, params))
                 refreshing.append(ms)
             refresh = statistics.median(refreshing)
         records.append(
@@ -262,9 +227,7 @@ def _time_method(
                 method=method,
                 hosts=config.hosts,
                 rate=rate,
-                ms_median=statistics.median(times),
-                ms_min=min(times),
-                ms_max=max(times),
+                **spread(times),
                 bytes_kernel=statistics.fmean(received),
                 bytes_predicted=predicted,
                 bytes_compiled=compiled_bytes,
@@ -289,8 +252,4 @@ def _zero_residual(node: Any) -> Any:
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Config, description=__doc__)
-    if is_host():
-        run_host(arguments)
-    else:
-        main(arguments)
+    run(Config, __doc__, main, run_host)

@@ -12,9 +12,7 @@ The crossover in bytes is found by bisection on what is compiled, that in time b
 
 import dataclasses
 import functools
-import json
 import math
-import os
 import re
 import statistics
 import time
@@ -23,11 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from benchmarks.control import Control, is_host, run_hosts
+from benchmarks.control import Control, check_run, merge_records, print_record, read_records, run, run_hosts, spread
 from benchmarks.crossover import bisect, crossing
-from benchmarks.netlab import Lab, parse_rate, received_bytes
+from benchmarks.netlab import Lab
 from train.tables import print_table, write_records
 
 ALEXNET = "9216x4096,4096x4096,4096x1000"
@@ -111,10 +107,8 @@ def main(config: Config) -> None:
         for count in counts:
             with Lab(count, rates[0]) as lab:
                 outputs = run_hosts(lab, "benchmarks.late_multiply")
-            records += merge([_records(text) for text in outputs], lab.isolated)
-            crossovers += [
-                Crossover(**json.loads(line)["crossover"]) for line in outputs[0].splitlines() if "crossover" in line
-            ]
+            records += merge_records([read_records(Record, text) for text in outputs], lab.isolated)
+            crossovers += read_records(Crossover, outputs[0])
     except ValueError as error:
         raise SystemExit(str(error)) from None
     compare(records, is_papers=layers == parse_layers(ALEXNET) and config.batch == 256)
@@ -134,11 +128,7 @@ def check(config: Config) -> tuple[list[Shape], list[int], list[str]]:
     """
     layers = parse_layers(config.layers or (SMALL if config.crossover else ALEXNET))
     counts = [_count(text) for text in config.hosts.split(",")]
-    rates = config.rate.split(",")
-    for rate in rates:
-        parse_rate(rate)
-    if config.steps < 1:
-        raise ValueError(f"--steps is at least 1, got {config.steps}.")
+    rates = check_run(config.rate, config.steps)
     if config.crossover and len(layers) > 1:
         raise ValueError(f"A crossover is one layer's, got --layers {config.layers}: give one, such as {SMALL}.")
     for count in counts:
@@ -167,18 +157,6 @@ def equal_batch(shape: Shape) -> float:
     return 2 * math.prod(shape) / sum(shape)
 
 
-def merge(hosts: Sequence[list[Record]], isolated: bool) -> list[Record]:
-    """Takes times from host 0 (a step ends everywhere at once, to a few ms) and the mean of the bytes received.
-
-    On loopback the kernel counts all hosts together, and no host's own bytes are known.
-    """
-    merged = []
-    for same in zip(*hosts, strict=True):
-        received = statistics.fmean(record.bytes_kernel or 0.0 for record in same) if isolated else None
-        merged.append(dataclasses.replace(same[0], bytes_kernel=received))
-    return merged
-
-
 def compare(records: list[Record], *, is_papers: bool) -> None:
     """Fills in how late-multiply compares with the reduction at the same place, and what the paper measured."""
     places = {(r.hosts, r.rate, r.batch): r for r in records if r.mode == "reduce"}
@@ -203,29 +181,25 @@ def bytes_crossover(layer: Shape, mesh: Any) -> float:
 
 def run_host(config: Config) -> None:
     """Runs one host's part; prints a JSON record for each mode, batch and rate, and the crossovers."""
-    from train.processes import connect, prepare_jax
-
-    prepare_jax()
-    processes = connect(None, None, None)
+    control = Control()
     import jaxcomm as jc
 
     layers, _, rates = check(config)
-    host = _Host(layers, processes.count, processes.index, config.steps, jc.make_mesh(data=processes.count))
+    host = _Host(layers, control, config.steps, jc.make_mesh(data=control.hosts))
     sizes, by_bytes = [config.batch], 0.0
     if config.crossover:
         by_bytes = bytes_crossover(layers[0], host.mesh)
         sizes = sorted({max(round(by_bytes * part / host.count), 1) * host.count for part in _SIZES})
     records = [record for size in sizes for record in host.measure(size, rates)]
     for record in records:
-        print(json.dumps(dataclasses.asdict(record)), flush=True)
+        print_record(record)
     for rate in rates if config.crossover else ():
         timed = {(r.batch, r.mode): r for r in records if r.rate == rate}
         pairs = [(size, timed[size, "late"], timed[size, "reduce"]) for size in sizes]
         by_time = crossing([(size, late.ms_median / reduced.ms_median) for size, late, reduced in pairs])
         by_fastest = crossing([(size, late.ms_min / reduced.ms_min) for size, late, reduced in pairs])
         name, formula = _name(layers[0]), equal_batch(layers[0])
-        found = Crossover(host.count, rate, name, formula, by_bytes, by_time, by_fastest)
-        print(json.dumps({"crossover": dataclasses.asdict(found)}), flush=True)
+        print_record(Crossover(host.count, rate, name, formula, by_bytes, by_time, by_fastest))
 
 
 def compile_step(layers: Sequence[Shape], mesh: Any, mode: str, batch: int) -> tuple[Callable[..., Any], float]:
@@ -262,13 +236,13 @@ def compile_step(layers: Sequence[Shape], mesh: Any, mode: str, batch: int) -> t
 @dataclass
 class _Host:
     layers: list[Shape]
-    count: int
-    index: int
+    control: Control
     steps: int
     mesh: Any
 
-    def __post_init__(self) -> None:
-        self.control = Control(self.index)
+    @property
+    def count(self) -> int:
+        return self.control.hosts
 
     def measure(self, batch: int, rates: Sequence[str]) -> list[Record]:
         """Times both modes of a batch at all rates; each is compiled once."""
@@ -291,17 +265,15 @@ class _Host:
             jax.block_until_ready((whole(), alone()))  # Gloo's connections
             for rate in rates:
                 self.control.set_rate(rate)
-                times, received = zip(*(self._timed(whole) for _ in range(self.steps)), strict=True)
-                communication = [self._timed(alone)[0] for _ in range(self.steps)]
+                times, received, _ = zip(*(self.control.timed(whole) for _ in range(self.steps)), strict=True)
+                communication = [self.control.timed(alone)[0] for _ in range(self.steps)]
                 records.append(
                     Record(
                         hosts=self.count,
                         rate=rate,
                         batch=batch,
                         mode=mode,
-                        ms_median=statistics.median(times),
-                        ms_min=min(times),
-                        ms_max=max(times),
+                        **spread(times),
                         ms_communication=statistics.median(communication),
                         bytes_kernel=statistics.fmean(received),
                         bytes_predicted=exact[mode],
@@ -333,23 +305,8 @@ class _Host:
         from jax.sharding import NamedSharding
         from jax.sharding import PartitionSpec as P
 
-        noise = np.random.default_rng(self.index).standard_normal((rows, width), np.float32)
+        noise = np.random.default_rng(self.control.host).standard_normal((rows, width), np.float32)
         return jax.make_array_from_process_local_data(NamedSharding(self.mesh, P("data")), noise)
-
-    def _timed(self, function: Callable[[], Any]) -> tuple[float, int]:
-        """Returns the milliseconds, and the bytes that the kernel has received."""
-        import jax
-
-        self.control.barrier()
-        interface = os.environ["NETLAB_INTERFACE"]
-        before, begin = received_bytes(interface), time.perf_counter()
-        jax.block_until_ready(function())
-        return (time.perf_counter() - begin) * 1e3, received_bytes(interface) - before
-
-
-def _records(stdout: str) -> list[Record]:
-    rows = [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
-    return [Record(**row) for row in rows if "crossover" not in row]
 
 
 def _name(shape: Shape) -> str:
@@ -363,8 +320,4 @@ def _count(text: str) -> int:
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Config, description=__doc__)
-    if is_host():
-        run_host(arguments)
-    else:
-        main(arguments)
+    run(Config, __doc__, main, run_host)

@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomm as jc
 from benchmarks import late_multiply
+from benchmarks.control import merge_records
 from benchmarks.crossover import bisect, crossing
-from benchmarks.late_multiply import Config, Record, check, compare, equal_batch, merge, parse_layers
+from benchmarks.late_multiply import Config, Record, check, compare, equal_batch, parse_layers
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,8 +95,8 @@ def test_modes_are_compared_at_the_same_place_and_with_the_paper_where_it_measur
 
 def test_bytes_are_averaged_over_hosts_whose_interfaces_are_their_own():
     hosts = [[record("late", 2.0)], [dataclasses.replace(record("late", 3.0), bytes_kernel=3000.0)]]
-    assert [(row.ms_median, row.bytes_kernel) for row in merge(hosts, isolated=True)] == [(2.0, 2000.0)]
-    assert merge(hosts, isolated=False)[0].bytes_kernel is None
+    assert [(row.ms_median, row.bytes_kernel) for row in merge_records(hosts, isolated=True)] == [(2.0, 2000.0)]
+    assert merge_records(hosts, isolated=False)[0].bytes_kernel is None
 
 
 @pytest.mark.parametrize(
