@@ -68,6 +68,8 @@ class DataParallel:
         self._jitted = jax.jit(self._on_mesh, donate_argnums=0 if donate else ())
         self._differing = jax.jit(self._digest)
         self._calls = 0
+        self._axes: tuple[str, ...] = ()
+        self._returned: set[int] = set()  # ids of the arrays that the last call has returned
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Takes a step, with the arguments of the step that was given."""
@@ -79,19 +81,22 @@ class DataParallel:
                     "as it is: it is compiled."
                 )
             return self._on_mesh(_Packed.of(state), _Packed.of(batch)).tree()
-        axes, workers = self._workers(state)
-        check_batch(_with_rows(batch), workers)
-        if not self._calls:
-            check_rows(state, workers)
-        state = _Packed.of(_spread(state, workers))
-        batch = _Packed.of(batch)
-        state = self._placed(state, state.pick(state_specs(state.tree())))
-        batch = self._placed(batch, [_batch_spec(leaf, axes) for leaf in batch.arrays])
-        out = self._jitted(state, batch).tree()
+        packed = _Packed.of(state)
+        if not all(id(leaf) in self._returned for leaf in packed.arrays):  # else it is where it belongs
+            self._axes, workers = self._workers(state)
+            if not self._calls:
+                check_rows(state, workers)
+            packed = _Packed.of(_spread(state, workers))
+            packed = self._placed(packed, packed.pick(state_specs(packed.tree())))
+        check_batch(_with_rows(batch), math.prod(self.mesh.shape[name] for name in self._axes))
+        rows = _Packed.of(batch)
+        rows = self._placed(rows, [_batch_spec(leaf, self._axes) for leaf in rows.arrays])
+        out = self._jitted(packed, rows)
+        self._returned = {id(leaf) for leaf in out.arrays}
         self._calls += 1
         if self._every is not None and self._calls % self._every == 0:
-            self._check(out)
-        return out
+            self._check(out.tree())
+        return out.tree()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Traces the step for arrays or shapes, as `jax.jit(...).trace` does."""
