@@ -90,6 +90,7 @@ class DataParallel:
             packed = self._placed(packed, packed.pick(state_specs(packed.tree())))
         check_batch(_with_rows(batch), math.prod(self.mesh.shape[name] for name in self._axes))
         rows = _Packed.of(batch)
+        _check_global(rows.arrays)
         rows = self._placed(rows, [_batch_spec(leaf, self._axes) for leaf in rows.arrays])
         out = self._jitted(packed, rows)
         self._returned = {id(leaf) for leaf in out.arrays}
@@ -278,9 +279,9 @@ def data_parallel(
 
     Raises:
       ValueError: at trace time, without an exchange in the state; for a local method, or gradients that bypass the
-        exchange; for a batch that does not divide; for what comes out and differs between workers; for collectives
-        beside the exchange. At the first call and at every check, for rows that are not those of their workers; at a
-        check, for replicated state that differs.
+        exchange; for a batch that does not divide, or of local arrays where there are several processes; for what comes
+        out and differs between workers; for collectives beside the exchange. At the first call and at every check, for
+        rows that are not those of their workers; at a check, for replicated state that differs.
     """
     if check_every is not None:
         check_count("check_every", check_every, 1, "None for never")
@@ -299,6 +300,18 @@ def _is_array(leaf: Any) -> bool:
 
 def _batch_spec(leaf: Any, axes: tuple[str, ...]) -> P:
     return P(axes) if jnp.ndim(leaf) else P()
+
+
+def _check_global(rows: list[Any]) -> None:
+    """Refuses rows of one process where there are several: JAX would compare them over the network in every call."""
+    if jax.process_count() == 1:
+        return
+    if any(jnp.ndim(leaf) and (not isinstance(leaf, jax.Array) or leaf.is_fully_addressable) for leaf in rows):
+        raise ValueError(
+            f"A batch must be of global arrays where there are several processes; got arrays of this one of "
+            f"{jax.process_count()}. Make it by jax.make_array_from_process_local_data(NamedSharding(mesh, "
+            'P("data")), own_rows).'
+        )
 
 
 def _with_rows(batch: Any) -> Any:

@@ -1,6 +1,8 @@
 """Steps of several frameworks, written for one device, on a mesh; and what such a step must not do."""
 
 import functools
+import sys
+from pathlib import Path
 
 import equinox as eqx
 import flax.linen as nn
@@ -17,10 +19,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
+from benchmarks.netlab import Lab
 from jaxcomm.exchange import check_rows, get_exchange
 from jaxcomm.parallel.replication import varying_axes
 from tests.jaxcomm.cases import CASES
 
+ROOT = Path(__file__).parents[3]
 K, ROWS, FEATURES, CLASSES = 4, 24, 12, 5
 DENSE, SPARSE = jc.plump_dp(), jc.dct_dp(0.5, life_span=4, dense_below=0)
 
@@ -455,6 +459,47 @@ def test_what_differs_is_followed_through_loops_and_branches():
     found = varying_axes(eqn.params["jaxpr"], [frozenset(["data"]), frozenset()])
     replicated = {name for name, axes in zip(sorted(names), found, strict=True) if not axes}
     assert replicated == {"same", "sum", "gathered", "jitted"}
+
+
+PROCESSES = """
+import sys
+from train.processes import connect, prepare_jax
+prepare_jax()
+processes = connect(None, None, None)
+import jax, numpy as np
+import jaxcomm as jc
+from jax.sharding import NamedSharding, PartitionSpec as P
+from tests.jaxcomm.parallel.test_data_parallel import SPARSE, batches, chain, plain
+mesh = jc.make_mesh(data=2)
+step, state, _ = plain(chain(SPARSE))
+own = jc.data_parallel(step, mesh, check_every=2)
+whole = [jax.tree.map(np.asarray, batch) for batch in batches()]
+try:
+    own(state, whole[0])
+except ValueError as error:
+    assert "must be of global arrays" in str(error), error
+else:
+    raise AssertionError("a batch of one process was taken")
+for batch in whole:
+    half = jax.tree.map(lambda rows: rows[12 * processes.index : 12 * (processes.index + 1)], batch)
+    rows = jax.tree.map(lambda rows: jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), rows), half)
+    state, metrics = own(state, rows)
+print(*[repr(float(x)) for x in (metrics["loss"], np.abs(state[0]["w"]).sum())])
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_steps_of_two_workers_of_one():
+    with Lab(2, None) as lab:
+        results = lab.run([sys.executable, "-c", PROCESSES], env={"PYTHONPATH": str(ROOT)}, timeout=120)
+    assert [result.returncode for result in results] == [0, 0], results
+    step, state, _ = plain(chain(SPARSE))
+    (params, _), metrics = run(jc.data_parallel(step, jc.make_mesh(data=2)), state)
+    expected = [float(metrics["loss"]), float(np.abs(params["w"]).sum())]
+    for result in results:
+        np.testing.assert_allclose(
+            [float(text) for text in result.stdout.splitlines()[-1].split()], expected, rtol=1e-5
+        )
 
 
 def test_it_keeps_the_name_of_the_step():
