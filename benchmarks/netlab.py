@@ -106,8 +106,9 @@ class Lab:
         try:
             if os.geteuid() != 0:
                 raise PermissionError("making network namespaces takes root")
-            _remove([name for name, pid in _labs() if not Path("/proc", pid).exists()])
-            self._build()
+            with _uninterrupted():
+                _remove([name for name, pid in _labs() if not Path("/proc", pid).exists()])
+                self._build()
             self.isolated = True
         except OSError as error:
             print(

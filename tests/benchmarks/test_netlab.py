@@ -254,7 +254,8 @@ def test_a_signal_ends_the_hosts_and_leaves_no_namespace(number, tmp_path):
     assert not any(is_alive(int(path.read_text())) for path in tmp_path.iterdir())
 
 
-def test_a_signal_in_the_middle_of_a_poll_ends_the_lab(monkeypatch):
+@pytest.mark.parametrize("while_it", ["builds", "runs"])
+def test_a_signal_in_the_middle_of_a_poll_ends_the_lab(monkeypatch, while_it):
     make_lock, sent = threading.Lock, []
 
     class Interrupted:
@@ -279,9 +280,15 @@ def test_a_signal_in_the_middle_of_a_poll_ends_the_lab(monkeypatch):
         def __exit__(self, *_):
             self.release()
 
-    monkeypatch.setattr(threading, "Lock", Interrupted)
-    with Lab(1, None) as lab, pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
-        lab.run(["sleep", "60"])
+    if while_it == "builds":
+        monkeypatch.setattr(threading, "Lock", Interrupted)
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)), Lab(1, None):
+            raise AssertionError("the signal came before")
+        return
+    with Lab(1, None) as lab:
+        monkeypatch.setattr(threading, "Lock", Interrupted)
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+            lab.run(["sleep", "60"])
 
 
 def test_the_next_lab_removes_what_a_killed_one_left(tmp_path):
