@@ -55,8 +55,10 @@ def _outputs(eqn: Any, given: list[Axes]) -> list[Axes]:
         branches = [varying_axes(inner_jaxpr(branch), operands) for branch in params["branches"]]
         return [index.union(*each) for each in zip(*branches, strict=True)]
     if name == "scan":
-        consts, carry = params["num_consts"], params["num_carry"]
+        # By ranks: what is scanned has one more dimension outside (releases of JAX name the counts in their own ways).
         body = inner_jaxpr(params["jaxpr"])
+        carry = sum(out.aval.ndim == own.aval.ndim for out, own in zip(eqn.outvars, body.outvars, strict=True))
+        consts = sum(out.aval.ndim == own.aval.ndim for out, own in zip(eqn.invars, body.invars, strict=True)) - carry
         start, xs = given[consts : consts + carry], given[consts + carry :]
         start = _fixpoint(lambda now: varying_axes(body, [*given[:consts], *now, *xs])[:carry], start)
         return varying_axes(body, [*given[:consts], *start, *xs])
