@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jaxcomm as jc
+from jaxcomm.exchange import Exchange
 from tests.jaxcomm.cases import CASES, FIRST
 
 
@@ -17,10 +18,22 @@ def taking(argument):
     return [case.factory for case in FIRST if argument in inspect.signature(case.factory).parameters]
 
 
+METHODS = [each for each in vars(jc.methods).values() if inspect.isclass(each) and issubclass(each, Exchange)]
 BY_INDEX = taking("index_codec")
 SPARSE = taking("sparsity")
 COMPRESSORS = taking("dense_below")
 NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_family_takes_by_name_no_method_takes_by_position(method):
+    """A field that is written again without `kw_only=True` would become the first positional argument."""
+    by_name = inspect.Parameter.KEYWORD_ONLY
+    own = inspect.signature(method).parameters
+    for base in method.__mro__[1:]:
+        if issubclass(base, Exchange):
+            named = [name for name, each in inspect.signature(base).parameters.items() if each.kind is by_name]
+            assert [name for name in named if own[name].kind is not by_name] == []
 
 
 @pytest.mark.parametrize("factory", SPARSE)
