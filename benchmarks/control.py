@@ -27,7 +27,9 @@ Record = TypeVar("Record")
 _FOLDER = "JAXCOMM_BENCHMARK_CONTROL"  # set in a host's process: the folder where the hosts ask for a rate
 
 
-def run(config: type[Config], description: str | None, main: Callable[[Config], Any], host: Callable[[Config], Any]):
+def run(
+    config: type[Config], description: str | None, main: Callable[[Config], Any], host: Callable[[Config], Any]
+) -> None:
     """Reads the command line, and does the part of this process: that of a host, or the lab's."""
     arguments = tyro.cli(config, description=description)
     (host if _FOLDER in os.environ else main)(arguments)

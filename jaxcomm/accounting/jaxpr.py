@@ -12,7 +12,7 @@ import jax
 from jaxcomm.traffic import Program, Traffic, count_bytes
 
 _ALL_REDUCE = ("psum", "psum_invariant", "psum2", "pmax", "pmin")
-_COLLECTIVES = {
+COLLECTIVES = {
     **dict.fromkeys(_ALL_REDUCE, "all_reduce"),
     "all_gather": "all_gather",
     "all_gather_invariant": "all_gather",
@@ -21,7 +21,7 @@ _COLLECTIVES = {
     "all_to_all": "all_to_all",
     "ppermute": "permute",
 }
-_UNCOUNTED = ("ragged_all_to_all", "pbroadcast", "pgather", "psend", "precv")
+UNCOUNTED = ("ragged_all_to_all", "pbroadcast", "pgather", "psend", "precv")
 
 
 def traced_program(function: Callable[..., Any], *args: Any) -> Program:
@@ -41,7 +41,7 @@ def jaxpr_program(closed: Any) -> Program:
 def jaxpr_communicates(closed: Any) -> bool:
     """Returns whether there is any collective in a traced program, in any loop or branch."""
     equations = inner_jaxpr(closed).eqns
-    if any(eqn.primitive.name in (*_COLLECTIVES, *_UNCOUNTED) for eqn in equations):
+    if any(eqn.primitive.name in (*COLLECTIVES, *UNCOUNTED) for eqn in equations):
         return True
     return any(jaxpr_communicates(child) for eqn in equations for child in inner_jaxprs(eqn.params))
 
@@ -50,9 +50,9 @@ def _read_jaxpr(jaxpr: Any, axis_sizes: dict[str, int]) -> Program:
     program = Program()
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name in _UNCOUNTED:
-            raise ValueError(f"Bytes of {name!r} cannot be predicted: use one of {sorted(_COLLECTIVES)}.")
-        if name in _COLLECTIVES:
+        if name in UNCOUNTED:
+            raise ValueError(f"Bytes of {name!r} cannot be predicted: use one of {sorted(COLLECTIVES)}.")
+        if name in COLLECTIVES:
             program.always.append(_traffic(eqn, axis_sizes))
         elif name == "shard_map":
             sizes = {**axis_sizes, **dict(eqn.params["mesh"].shape)}
@@ -72,13 +72,18 @@ def _read_jaxpr(jaxpr: Any, axis_sizes: dict[str, int]) -> Program:
 
 
 def _traffic(eqn: Any, axis_sizes: dict[str, int]) -> Traffic:
-    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
-    axes = axes if isinstance(axes, tuple) else (axes,)
+    axes = equation_axes(eqn)
     groups = eqn.params.get("axis_index_groups")
     workers = len(groups[0]) if groups else math.prod(axis_sizes[axis] for axis in axes)
     size = sum(count_bytes(v.aval.shape, v.aval.dtype.itemsize) for v in eqn.invars)
     pairs = tuple((int(a), int(b)) for a, b in eqn.params["perm"]) if eqn.primitive.name == "ppermute" else None
-    return Traffic(_COLLECTIVES[eqn.primitive.name], size, workers, axes=axes, pairs=pairs)
+    return Traffic(COLLECTIVES[eqn.primitive.name], size, workers, axes=axes, pairs=pairs)
+
+
+def equation_axes(eqn: Any) -> tuple[Any, ...]:
+    """Returns the axes of a collective, or of an `axis_index`."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+    return axes if isinstance(axes, tuple) else (axes,)
 
 
 def inner_jaxpr(jaxpr: Any) -> Any:

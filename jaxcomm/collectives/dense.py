@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomm.collectives.axis import axis_size
+from jaxcomm.collectives.axis import AxisName, axis_size
 
 
-def dense_mean(tensors: Sequence[jax.Array], axis_name: str) -> tuple[list[jax.Array], jax.Array]:
+def dense_mean(tensors: Sequence[jax.Array], axis_name: AxisName) -> tuple[list[jax.Array], jax.Array]:
     """Averages tensors over the workers in one all-reduce of float32.
 
     Equals `jax.lax.pmean` of every tensor. The same on every worker. Each worker receives 2 (K-1)/K * 4 bytes an
@@ -17,7 +17,7 @@ def dense_mean(tensors: Sequence[jax.Array], axis_name: str) -> tuple[list[jax.A
 
     Args:
       tensors: each worker's own, of any floating dtype and shape; may be empty.
-      axis_name: the axis of workers.
+      axis_name: the axis of workers, or the axes.
 
     Returns:
       The means, in the tensors' shapes and dtypes, and whether every number of them is finite: () bool. If a tensor of

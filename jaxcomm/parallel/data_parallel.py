@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.checks import check_count
+from jaxcomm.collectives import dense_mean
 from jaxcomm.exchange import SCOPE, check_rows, exchange_states, leaf_name
 from jaxcomm.parallel.replication import Axes, collectives_outside, varying_axes
+from jaxcomm.parallel.sharding import spec_axes
 from jaxcomm.parallel.state import check_axis, check_batch, state_specs
 from jaxcomm.traffic import count_bytes
 from jaxcomm.types import is_per_worker
@@ -95,9 +96,10 @@ class DataParallel:
         out = self._jitted(packed, rows)
         self._returned = {id(leaf) for leaf in out.arrays}
         self._calls += 1
+        returned = out.tree()
         if self._every is not None and self._calls % self._every == 0:
-            self._check(out.tree())
-        return out.tree()
+            self._check(returned)
+        return returned
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Traces the step for arrays or shapes, as `jax.jit(...).trace` does."""
@@ -170,13 +172,15 @@ class DataParallel:
 
         arrays = state.arrays, batch.arrays
         traced, out = jax.make_jaxpr(on_workers(own_step, P()), return_shape=True)(*arrays)
-        varying = _varying_outputs(traced.jaxpr, [_axes_of(spec) for spec in (*specs[0], *specs[1])], frozenset(axes))
+        varying = _varying_outputs(
+            traced.jaxpr, [frozenset(spec_axes(spec)) for spec in (*specs[0], *specs[1])], frozenset(axes)
+        )
         out_specs, is_averaged = self._outputs(state.tree(), out, varying)
 
         def averaged_step(own_state: list[Any], own_batch: list[Any]) -> list[Any]:
             arrays = own_step(own_state, own_batch).arrays
             local = [leaf for leaf, is_one in zip(arrays, is_averaged, strict=True) if is_one]
-            means = iter(_means(local, axes))
+            means = iter(dense_mean(local, axes)[0])
             return [next(means) if is_one else leaf for leaf, is_one in zip(arrays, is_averaged, strict=True)]
 
         return _Packed(on_workers(averaged_step, out_specs)(*arrays), out.treedef, out.others)
@@ -319,10 +323,6 @@ def _with_rows(batch: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf if _is_array(leaf) and jnp.ndim(leaf) else None, batch)
 
 
-def _axes_of(spec: P) -> Axes:
-    return frozenset(name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry))
-
-
 def _spread(state: Any, workers: int) -> Any:
     """Gives a state that is fresh from `tx.init` a row for each worker."""
 
@@ -372,15 +372,6 @@ def _marked(tree: Any, state: dict[str, Any]) -> Any:
         return jax.tree.structure(node) in kinds
 
     return jax.tree.map(lambda node: jax.tree.map(lambda _: is_state(node), node), tree, is_leaf=is_state)
-
-
-def _means(leaves: list[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
-    """Averages arrays over the workers in one all-reduce of float32."""
-    if not leaves:
-        return []
-    vector, unravel = ravel_pytree([leaf.astype(jnp.float32) for leaf in leaves])
-    means = unravel(lax.pmean(vector, axes))
-    return [mean.astype(leaf.dtype) for mean, leaf in zip(means, leaves, strict=True)]
 
 
 def _digest(leaf: jax.Array) -> jax.Array:

@@ -8,21 +8,12 @@ replicated is replicated.
 from collections.abc import Sequence
 from typing import Any
 
-from jaxcomm.accounting.jaxpr import inner_jaxpr, inner_jaxprs
+from jaxcomm.accounting.jaxpr import COLLECTIVES, UNCOUNTED, equation_axes, inner_jaxpr, inner_jaxprs
 
 Axes = frozenset[str]
 
-_REPLICATING = (
-    "psum",
-    "psum_invariant",
-    "psum2",
-    "pmax",
-    "pmin",
-    "all_gather",
-    "all_gather_invariant",
-    "all_gather_reduced",
-)
-_MOVING = ("reduce_scatter", "all_to_all", "ppermute", "ragged_all_to_all", "axis_index", "pbroadcast", "pgather")
+# Collectives whose result is the same on all workers; that of the others differs.
+_REPLICATING = frozenset(name for name, op in COLLECTIVES.items() if op in ("all_reduce", "all_gather"))
 
 
 def varying_axes(jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:
@@ -45,9 +36,8 @@ def varying_axes(jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:
 def _outputs(eqn: Any, given: list[Axes]) -> list[Axes]:
     name, params, count = eqn.primitive.name, eqn.params, len(eqn.outvars)
     anywhere = frozenset[str]().union(*given)
-    if name in _REPLICATING or name in _MOVING:
-        axes = params.get("axes", params.get("axis_name"))
-        axes = frozenset(axes if isinstance(axes, tuple) else (axes,))
+    if name in (*COLLECTIVES, *UNCOUNTED, "axis_index"):
+        axes = frozenset(equation_axes(eqn))
         is_whole = name in _REPLICATING and params.get("axis_index_groups") is None
         return [each - axes if is_whole else each | axes for each in (given if len(given) == count else [anywhere])]
     if name == "cond":
@@ -101,10 +91,8 @@ def collectives_outside(jaxpr: Any, scope: str, axes: Axes) -> list[Any]:
     for eqn in jaxpr.eqns:
         if scope in str(eqn.source_info.name_stack):
             continue
-        if eqn.primitive.name in (*_REPLICATING, *_MOVING) and eqn.primitive.name != "axis_index":
-            names = eqn.params.get("axes", eqn.params.get("axis_name"))
-            if axes & set(names if isinstance(names, tuple) else (names,)):
-                found.append(eqn)
+        if eqn.primitive.name in (*COLLECTIVES, *UNCOUNTED) and axes & set(equation_axes(eqn)):
+            found.append(eqn)
         for each in inner_jaxprs(eqn.params):
             found += collectives_outside(each, scope, axes)
     return found

@@ -81,12 +81,12 @@ class ShardedExchange:
     @property
     def reduced(self) -> tuple[bool, ...]:
         """For every parameter, whether its gradient is already reduced."""
-        return tuple(self.names[0] in _axes_of(spec) for spec in self.specs)
+        return tuple(self.names[0] in spec_axes(spec) for spec in self.specs)
 
     @cached_property
     def groups(self) -> dict[tuple[str, ...], tuple[bool, ...]]:
         """For every set of axes of shards, the parameters of its group."""
-        axes = [tuple(name for name in self.others if name in _axes_of(spec)) for spec in self.specs]
+        axes = [tuple(name for name in self.others if name in spec_axes(spec)) for spec in self.specs]
         pairs = list(zip(axes, self.reduced, strict=True))
         found = sorted({shards for shards, is_reduced in pairs if not is_reduced})
         return {group: tuple(shards == group and not is_reduced for shards, is_reduced in pairs) for group in found}
@@ -224,7 +224,7 @@ def plan_shards(
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), flat, strict=True):
         _check_spec(jax.tree_util.keystr(path), tuple(jnp.shape(leaf)), spec, mesh, names)
     chain = split_chain(tx, params, tuple(mesh.shape[name] for name in names), axis_name)
-    if any(_axes_of(spec) for spec in flat) and chain.whole_tensors:
+    if any(spec_axes(spec) for spec in flat) and chain.whole_tensors:
         raise ValueError(
             f"Up to the exchange a chain must work number by number, since it sees shards; got {chain.whole_tensors}, "
             "which looks at whole tensors. Clip after the exchange, where a chain sees whole arrays."
@@ -258,7 +258,7 @@ def _flat_specs(specs: Any, params: Any) -> tuple[P, ...]:
 
 
 def _check_spec(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, names: tuple[str, ...]) -> None:
-    used = _axes_of(spec)
+    used = spec_axes(spec)
     unknown = [name for name in used if name not in mesh.axis_names]
     if unknown or len(spec) > len(shape):
         raise ValueError(
@@ -284,7 +284,8 @@ def _names_of(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _axes_of(spec: P) -> tuple[str, ...]:
+def spec_axes(spec: P) -> tuple[str, ...]:
+    """Returns the axes that a PartitionSpec names."""
     return tuple(name for entry in spec for name in _names_of(entry))
 
 

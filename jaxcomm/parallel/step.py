@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.report import WireReport, step_report, verify
-from jaxcomm.collectives.axis import ALL_EXCHANGED, AxisName, axis_names, axis_size, check_workers, in_axes_of_workers
+from jaxcomm.collectives import dense_mean
+from jaxcomm.collectives.axis import ALL_EXCHANGED, AxisName, axis_names, check_workers, in_axes_of_workers
 from jaxcomm.exchange import (
     bypassing,
     check_rows,
@@ -392,13 +392,8 @@ def _mean_over_workers(
     """
     nodes, treedef = jax.tree.flatten(tree, is_leaf=is_per_worker)
     leaves = [node for node in nodes if not is_per_worker(node)]
-    stacked = jnp.stack([jnp.asarray(value, jnp.float32) for value in scalars.values()])
-    vector = jnp.concatenate([stacked, *(leaf.reshape(-1).astype(jnp.float32) for leaf in leaves)])
-    mean = lax.psum(vector, axis_name) / axis_size(axis_name)
-    start, means = len(scalars), []
-    for leaf in leaves:
-        means.append(mean[start : start + leaf.size].reshape(leaf.shape).astype(leaf.dtype))
-        start += leaf.size
-    averaged = iter(means)
+    values = [jnp.asarray(value, jnp.float32) for value in scalars.values()]
+    means, _ = dense_mean([*values, *leaves], axis_name)
+    averaged = iter(means[len(values) :])
     nodes = [node if is_per_worker(node) else next(averaged) for node in nodes]
-    return dict(zip(scalars, mean[: len(scalars)], strict=True)), treedef.unflatten(nodes)
+    return dict(zip(scalars, means[: len(values)], strict=True)), treedef.unflatten(nodes)
