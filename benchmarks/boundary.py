@@ -163,7 +163,7 @@ def _time(sparsity: float, boundary: Any, config: Config, control: Control) -> l
 
     control.set_rate("none")
     compiled = step.lower(state, batch).compile()
-    costs = jc.parallel.pipeline_report(pipeline, tx, batch, 1).boundaries
+    costs = pipeline.report(tx, batch, 1).boundaries
     predicted = [0] * config.stages
     for stage, each in enumerate(costs):
         predicted[stage + 1] += each.forward

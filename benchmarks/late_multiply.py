@@ -211,7 +211,7 @@ def compile_step(layers: Sequence[Shape], mesh: Any, mode: str, batch: int) -> t
 
     import jaxcomm as jc
     from jaxcomm.accounting.hlo import read_program
-    from jaxcomm.exchange import vary_exchanged
+    from jaxcomm.states import vary_exchanged
 
     tx = jc.plump_dp(where=lambda path, leaf: mode != "late")
 

@@ -5,7 +5,6 @@ What is used less often is one level down: `jaxcomm.methods` (the dataclasses), 
 """
 
 from jaxcomm.accounting import WireReport, plan_late_multiply, verify, wire_report
-from jaxcomm.exchange import exchange_metrics
 from jaxcomm.layers import dct_mp, late_multiply, split_dense
 from jaxcomm.methods import (
     dct_dp,
@@ -24,18 +23,18 @@ from jaxcomm.methods import (
     topk,
 )
 from jaxcomm.parallel import (
-    Pipeline,
     TrainState,
     TrainStep,
     chain,
     data_parallel,
     global_params,
     make_mesh,
-    make_train_step,
     resize_workers,
-    simulate,
     state_specs,
 )
+from jaxcomm.pipeline import Pipeline
+from jaxcomm.states import exchange_metrics
+from jaxcomm.train_step import make_train_step, simulate
 from jaxcomm.types import ExchangeMetrics, PerWorker
 
 __all__ = [

@@ -158,7 +158,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
         "test_bytes_are_predicted_and_travel_with_the_losses": ("local_sgd", "dct_dp"),
         "test_local_methods_average_in_every_step_and_a_bad_worker_gives_the_old": ("local_sgd-on_mesh",),
     },
-    "tests/jaxcomm/parallel/test_pipeline.py": {
+    "tests/jaxcomm/pipeline/test_pipeline.py": {
         "test_a_pipeline_is_one_device": ("2-1-False-2-False",),
         "test_boundaries_of_dct_mp_and_of_topk_gradients_are_those_of_the_paper": (),
         "test_every_boundary_is_crossed_once_each_way_for_each_micro_batch": (
@@ -171,7 +171,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "test_gradients_pass_by_positions_that_are_written_as_a_mask": ("False",),
     },
-    "tests/jaxcomm/parallel/test_pipeline_step.py": {
+    "tests/jaxcomm/pipeline/test_step.py": {
         "test_every_method_exchanges_each_stage_as_data_parallel_workers_do": ("quant_dp",),
         "test_one_bad_gradient_in_one_stage_of_one_worker_skips_the_step_for_all": (),
         "test_with_a_local_method_all_stages_of_a_worker_that_meets_nan_stay_as_they_were": ("0",),
@@ -210,7 +210,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
             "1000000-bfloat16",
         ),
     },
-    "tests/jaxcomm/parallel/test_pipeline_report.py": {
+    "tests/jaxcomm/pipeline/test_verify.py": {
         "test_verify_catches_what_was_tampered_with": ("last",),
         "test_verify_proves_a_pipeline": ("topk",),
     },

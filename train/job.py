@@ -222,7 +222,7 @@ def _pipeline(
     def whole(stages: list[Any]) -> Any:
         return {block: of for stage in stages for block, of in stage.items()}
 
-    costs = jc.parallel.pipeline_report(pipeline, tx, batch, experiment.workers)
+    costs = pipeline.report(tx, batch, experiment.workers)
     dense = costs.exchange.dense + sum(2 * each.dense for each in costs.boundaries) / len(stages)
     return _Parts(step, first, whole, jax.jit(partial(step.init, batch=batch)), dense)
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomm.accounting.hlo import read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program, traced_program
 from jaxcomm.collectives.axis import AxisName, axis_names, check_workers
-from jaxcomm.exchange import communication_period, vary_exchanged
+from jaxcomm.states import communication_period, vary_exchanged
 from jaxcomm.traffic import Program, Traffic
 
 
@@ -97,6 +97,47 @@ class WireReport:
                 f"{' (in one branch)' if when == 'branch' else ''}: {float(traffic.received):,.0f} bytes received"
             )
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class BoundaryBytes:
+    """What crosses one boundary in a step, for each data-parallel worker.
+
+    Attributes:
+      forward: bytes of activations that the next stage receives.
+      backward: bytes of gradients that it sends back.
+      dense: bytes either way of whole activations, in their own type.
+    """
+
+    forward: int
+    backward: int
+    dense: int
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """What one step of a pipeline costs.
+
+    Attributes:
+      boundaries: after every stage but the last.
+      exchange: of one stage's gradients over the workers. Every stage pays for the slots, that is, for the largest
+        tensors of any stage.
+    """
+
+    boundaries: list[BoundaryBytes]
+    exchange: WireReport
+
+    def __str__(self) -> str:
+        lines = []
+        for stage, each in enumerate(self.boundaries):
+            line = (
+                f"stage {stage} to {stage + 1}: {each.forward:,} bytes forward, {each.backward:,} back "
+                f"({2 * each.dense / (each.forward + each.backward):.1f}x fewer than whole activations)"
+            )
+            if each.forward + each.backward > 2 * each.dense:
+                line += ": MORE than whole activations, so few values are sent at once; use sparsity 0 here"
+            lines.append(line)
+        return "\n".join([*lines, f"each stage's gradients: {self.exchange}"])
 
 
 def wire_report(

@@ -17,11 +17,11 @@ from jaxcomm.exchange import (
     get_exchange,
     keep_unless,
     transformation,
-    vary_rows,
     zeros_unless,
 )
 from jaxcomm.layout import plan_layout
 from jaxcomm.numerics import is_finite_tree
+from jaxcomm.states import vary_rows
 from jaxcomm.types import ExchangeMetrics
 
 

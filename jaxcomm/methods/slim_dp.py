@@ -15,12 +15,13 @@ from jaxcomm import bits, noise
 from jaxcomm.checks import check_count, check_range
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import all_gather_same, other_axes, to_varying
-from jaxcomm.exchange import ExchangeState, own_row, transformation, vary_rows
+from jaxcomm.exchange import ExchangeState, own_row, transformation
 from jaxcomm.layout import plan_layout
 from jaxcomm.methods.local_sgd import LocalExchange, local_sgd
 from jaxcomm.methods.plump_dp import plump_dp
 from jaxcomm.selectors import select_topk
 from jaxcomm.selectors.strata import pick
+from jaxcomm.states import vary_rows
 from jaxcomm.types import ExchangeMetrics, PerWorker, join_parts, part_of
 
 Unsent = Literal["local", "carry"]

@@ -14,8 +14,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.axis import OTHER_USES, AxisName, to_varying, varies
-from jaxcomm.exchange import bypassing, vary_exchanged
 from jaxcomm.parallel.state import TrainState, state_specs
+from jaxcomm.states import bypassing, vary_exchanged
 
 
 def check_agreement(

@@ -17,10 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.checks import check_count
 from jaxcomm.collectives import dense_mean
-from jaxcomm.exchange import SCOPE, check_rows, exchange_states, leaf_name
+from jaxcomm.exchange import SCOPE, exchange_states, leaf_name
 from jaxcomm.parallel.replication import Axes, collectives_outside, varying_axes
 from jaxcomm.parallel.sharding import spec_axes
 from jaxcomm.parallel.state import check_axis, check_batch, state_specs
+from jaxcomm.states import check_rows
 from jaxcomm.traffic import count_bytes
 from jaxcomm.types import is_per_worker
 

@@ -9,8 +9,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.axis import AxisName, axis_names
-from jaxcomm.exchange import ExchangeState, communication_period, get_exchange, is_exchange_state
+from jaxcomm.exchange import ExchangeState, get_exchange, is_exchange_state
 from jaxcomm.methods.local_sgd import LocalExchange
+from jaxcomm.states import communication_period
 from jaxcomm.types import PerWorker, is_per_worker
 
 

@@ -13,22 +13,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.accounting.report import WireReport, step_report, verify
+from jaxcomm.accounting.report import PipelineReport, WireReport, step_report, verify
 from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.axis import ALL_EXCHANGED, AxisName, axis_names, check_workers, in_axes_of_workers
-from jaxcomm.exchange import (
-    bypassing,
-    check_rows,
-    communication_period,
-    get_exchange,
-    is_exchange_state,
-    keep_unless,
-    vary_exchanged,
-)
+from jaxcomm.exchange import get_exchange, is_exchange_state, keep_unless
 from jaxcomm.numerics import is_finite_tree
 from jaxcomm.parallel.agreement import check_agreement, trace_on
 from jaxcomm.parallel.chain import check_chain
-from jaxcomm.parallel.pipeline_report import PipelineReport
 from jaxcomm.parallel.resize import resize_workers
 from jaxcomm.parallel.state import (
     TrainState,
@@ -42,6 +33,7 @@ from jaxcomm.parallel.state import (
     state_specs,
     without_rows,
 )
+from jaxcomm.states import bypassing, check_rows, communication_period, vary_exchanged
 from jaxcomm.traffic import Traffic
 from jaxcomm.types import is_per_worker
 

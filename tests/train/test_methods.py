@@ -12,7 +12,7 @@ import pytest
 import jaxcomm as jc
 from configs.experiment import BoundaryFields
 from configs.methods import DctDp, Dgc, Iwp, LocalSgd, Method, PlumpDp, PowerSgd, QuantDp, SlimDp, TopK
-from jaxcomm.exchange import communication_period
+from jaxcomm.states import communication_period
 from tests.jaxcomm.steps import init_state, warnings_of
 from tests.train.runs import EXPERIMENT
 from train.methods import is_rare, make_chain, make_exchange, run_name

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxcomm as jc
-from jaxcomm.parallel.pipeline import Cut
+from jaxcomm.pipeline.pipeline import Cut
 from tests.jaxcomm.layers.crossing import (
     CROSSINGS,
     Crossing,

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm.exchange import bypassing
+from jaxcomm.states import bypassing
 from tests.jaxcomm.cases import FIRST
 from tests.jaxcomm.steps import init_state
 

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from benchmarks.netlab import Lab
-from jaxcomm.exchange import check_rows, get_exchange
-from jaxcomm.parallel.replication import varying_axes
+from jaxcomm.exchange import get_exchange
+from jaxcomm.states import check_rows
 from tests.jaxcomm.cases import CASES
 
 ROOT = Path(__file__).parents[3]
@@ -427,38 +427,6 @@ def test_every_exchange_gives_what_is_the_same_on_all_workers(name):
         return (optax.apply_updates(state[0], updates), opt_state), {}
 
     jc.data_parallel(step, mesh()).trace((params, tx.init(params)), jnp.ones((8, 64)))
-
-
-def test_what_differs_is_followed_through_loops_and_branches():
-    names = []
-
-    def program(own, same):
-        late = lax.scan(lambda c, x: ((c[0] + c[1], c[1] + own), x), (same, same), jnp.ones(3))[0]
-        left = lax.while_loop(lambda c: c[0] < own, lambda c: (c[0] + 1, 2 * c[1]), (same, same))
-        outputs = {
-            "same": jnp.sin(same),
-            "sum": lax.psum(own, "data"),
-            "gathered": lax.all_gather(own, "data"),
-            "moved": lax.ppermute(same, "data", [(0, 1)]),
-            "index": lax.axis_index("data"),
-            "by an own branch": lax.cond(own > 0, lambda: same, lambda: 2 * same),
-            "in a branch": lax.cond(same > 0, lambda: own, lambda: same),
-            "carried": late[0],
-            "times": left[1],
-            "jitted": jax.jit(lambda a, b: (a, b))(own, same)[1],
-            "rematerialized": jax.checkpoint(lambda a: a * 2)(own),
-        }
-        names.extend(outputs)
-        return outputs
-
-    (eqn,) = jax.make_jaxpr(
-        jax.shard_map(
-            lambda a, b: program(a[0], b), mesh=mesh(), in_specs=(P("data"), P()), out_specs=P(), check_vma=False
-        )
-    )(jnp.ones(K), jnp.ones(())).jaxpr.eqns
-    found = varying_axes(eqn.params["jaxpr"], [frozenset(["data"]), frozenset()])
-    replicated = {name for name, axes in zip(sorted(names), found, strict=True) if not axes}
-    assert replicated == {"same", "sum", "gathered", "jitted"}
 
 
 PROCESSES = """

@@ -1,88 +1,16 @@
-"""What a pipeline sends: predicted from shapes, and proved on the compiled step."""
+"""What a pipeline's step sends, proved on the compiled step."""
 
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-import jax
 import optax
 from jax.sharding import Mesh
 
 from jaxcomm.accounting.hlo import read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program
-from jaxcomm.accounting.report import WireReport, wire_report
+from jaxcomm.accounting.report import PipelineReport
 from jaxcomm.collectives.axis import AxisName, axis_names
-from jaxcomm.parallel.pipeline import Pipeline
-from jaxcomm.parallel.state import check_batch
-
-
-@dataclass(frozen=True)
-class BoundaryBytes:
-    """What crosses one boundary in a step, for each data-parallel worker.
-
-    Attributes:
-      forward: bytes of activations that the next stage receives.
-      backward: bytes of gradients that it sends back.
-      dense: bytes either way of whole activations, in their own type.
-    """
-
-    forward: int
-    backward: int
-    dense: int
-
-
-@dataclass(frozen=True)
-class PipelineReport:
-    """What one step of a pipeline costs.
-
-    Attributes:
-      boundaries: after every stage but the last.
-      exchange: of one stage's gradients over the workers. Every stage pays for the slots, that is, for the largest
-        tensors of any stage.
-    """
-
-    boundaries: list[BoundaryBytes]
-    exchange: WireReport
-
-    def __str__(self) -> str:
-        lines = []
-        for stage, each in enumerate(self.boundaries):
-            line = (
-                f"stage {stage} to {stage + 1}: {each.forward:,} bytes forward, {each.backward:,} back "
-                f"({2 * each.dense / (each.forward + each.backward):.1f}x fewer than whole activations)"
-            )
-            if each.forward + each.backward > 2 * each.dense:
-                line += ": MORE than whole activations, so few values are sent at once; use sparsity 0 here"
-            lines.append(line)
-        return "\n".join([*lines, f"each stage's gradients: {self.exchange}"])
-
-
-def pipeline_report(
-    pipeline: Pipeline, tx: optax.GradientTransformation, batch: Any, workers: int, *, axis_name: AxisName = "data"
-) -> PipelineReport:
-    """Predicts the bytes of a pipeline's step from shapes alone; no devices are needed.
-
-    Args:
-      pipeline: the stages.
-      tx: a chain with an exchange in it.
-      batch: a global batch, or the shapes of one.
-      workers: K, data-parallel workers.
-      axis_name: their axis.
-
-    Raises:
-      ValueError: if the batch does not divide.
-    """
-    check_batch(batch, workers, pipeline.micro_batches)
-    own = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // workers, *leaf.shape[1:]), leaf.dtype), batch
-    )
-    count, boundaries = pipeline.micro_batches, []
-    for cut in pipeline.plan(own).cuts:
-        forward, backward = cut.bytes_each_way()
-        boundaries.append(BoundaryBytes(count * forward, count * backward, count * cut.dense_bytes))
-    slots = pipeline.param_slots
-    shapes = [jax.ShapeDtypeStruct(*pair) for pair in zip(slots.shapes, slots.dtypes, strict=True)]
-    return PipelineReport(boundaries, wire_report(tx, shapes, workers, axis_name=axis_name))
+from jaxcomm.pipeline.pipeline import Pipeline
 
 
 def verify_pipeline(
@@ -98,7 +26,7 @@ def verify_pipeline(
     stage_axis: str = "stage",
     text: str | None = None,
 ) -> PipelineReport:
-    """Proves on the compiled text of a pipeline's step that it sends what `pipeline_report` claims, and no more.
+    """Proves on the compiled text of a pipeline's step that it sends what `Pipeline.report` claims, and no more.
 
     Args:
       step: a function under `jax.jit` that holds the whole step.
@@ -122,7 +50,7 @@ def verify_pipeline(
     workers = 1
     for name in axis_names(axis_name):
         workers *= mesh.shape[name]
-    claimed = pipeline_report(pipeline, tx, batch, workers, axis_name=axis_name)
+    claimed = pipeline.report(tx, batch, workers, axis_name=axis_name)
     traced = jaxpr_program(step.trace(state, batch).jaxpr)
     compiled = read_program(step.lower(state, batch).compile().as_text() if text is None else text)
     if compiled.received > traced.received or compiled.received_at_most > traced.received_at_most:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from jaxcomm.parallel.stage_params import plan_stacked
+from jaxcomm.pipeline.stage_params import plan_stacked
 
 shapes = st.sampled_from([(), (0,), (1,), (3,), (6,), (2, 3), (3, 2), (2, 2, 2)])
 tensors = st.tuples(shapes, st.sampled_from(["float32", "bfloat16", "int32"]))

@@ -6,10 +6,10 @@ import optax
 from jax.sharding import Mesh
 
 from jaxcomm.collectives.axis import AxisName
-from jaxcomm.parallel.pipeline import Pipeline
-from jaxcomm.parallel.pipeline_step import PipelineStep
 from jaxcomm.parallel.sharded_step import ShardedStep
 from jaxcomm.parallel.step import LossFn, SimulatedStep, TrainStep, WorkersStep, loss_of
+from jaxcomm.pipeline.pipeline import Pipeline
+from jaxcomm.pipeline.step import PipelineStep
 
 
 def make_train_step(

@@ -10,7 +10,7 @@ import pytest
 
 import jaxcomm as jc
 from benchmarks.activation_ablations import TopKGradientBoundary
-from tests.jaxcomm.parallel.stages import (
+from tests.jaxcomm.pipeline.stages import (
     CUTS,
     Run,
     batches,

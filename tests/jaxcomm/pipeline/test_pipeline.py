@@ -13,7 +13,7 @@ import jaxcomm as jc
 from benchmarks.activation_ablations import TopKGradientBoundary
 from jaxcomm.accounting.hlo import read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program
-from tests.jaxcomm.parallel.stages import (
+from tests.jaxcomm.pipeline.stages import (
     CUTS,
     ROWS,
     WIDTHS,

@@ -13,12 +13,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxcomm.accounting.report import PipelineReport
 from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers
 from jaxcomm.exchange import get_exchange
 from jaxcomm.numerics import is_finite_tree
 from jaxcomm.parallel.chain import check_chain
-from jaxcomm.parallel.pipeline import Pipeline, Schedule
-from jaxcomm.parallel.pipeline_report import PipelineReport, verify_pipeline
 from jaxcomm.parallel.state import (
     TrainState,
     check_axes,
@@ -29,6 +28,8 @@ from jaxcomm.parallel.state import (
     state_specs,
 )
 from jaxcomm.parallel.step import TrainStep, worker_step
+from jaxcomm.pipeline.pipeline import Pipeline, Schedule
+from jaxcomm.pipeline.verify import verify_pipeline
 from jaxcomm.traffic import Traffic
 from jaxcomm.types import PerWorker, is_per_worker
 

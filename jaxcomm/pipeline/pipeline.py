@@ -13,16 +13,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 
 from jaxcomm import noise
 from jaxcomm.accounting.jaxpr import jaxpr_communicates
+from jaxcomm.accounting.report import BoundaryBytes, PipelineReport, wire_report
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
 from jaxcomm.collectives.boundary import Encoded, send
 from jaxcomm.layers.activations import Whole
 from jaxcomm.layers.boundary import Boundary, dct_mp
-from jaxcomm.parallel.stage_params import StackedParams, plan_stacked
+from jaxcomm.parallel.state import check_batch
+from jaxcomm.pipeline.stage_params import StackedParams, plan_stacked
 
 StageFn = Callable[..., Any]
 
@@ -117,6 +120,32 @@ class Pipeline:
                 cuts.append(Cut([self.boundary(stage).plan(leaf) for leaf in leaves], tree))
         _, scalars = jax.eval_shape(self.loss_fn, x, micro)
         return Plan(cuts, tuple(scalars))
+
+    def report(
+        self, tx: optax.GradientTransformation, batch: Any, workers: int, *, axis_name: AxisName = "data"
+    ) -> PipelineReport:
+        """Predicts the bytes of a step from shapes alone; no devices are needed.
+
+        Args:
+          tx: a chain with an exchange in it.
+          batch: a global batch, or the shapes of one.
+          workers: K, data-parallel workers.
+          axis_name: their axis.
+
+        Raises:
+          ValueError: if the batch does not divide.
+        """
+        check_batch(batch, workers, self.micro_batches)
+        own = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // workers, *leaf.shape[1:]), leaf.dtype), batch
+        )
+        count, boundaries = self.micro_batches, []
+        for cut in self.plan(own).cuts:
+            forward, backward = cut.bytes_each_way()
+            boundaries.append(BoundaryBytes(count * forward, count * backward, count * cut.dense_bytes))
+        slots = self.param_slots
+        shapes = [jax.ShapeDtypeStruct(*pair) for pair in zip(slots.shapes, slots.dtypes, strict=True)]
+        return PipelineReport(boundaries, wire_report(tx, shapes, workers, axis_name=axis_name))
 
     def _micro_struct(self, leaf: Any) -> jax.ShapeDtypeStruct:
         rows = leaf.shape[0] if leaf.ndim else 0

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from benchmarks.activation_ablations import TopKGradientBoundary
-from jaxcomm.parallel.pipeline_report import verify_pipeline
-from tests.jaxcomm.parallel.stages import CUTS, batches, loss_fn, make_pipeline, means_of, params_of, stages_of
+from jaxcomm.pipeline.verify import verify_pipeline
+from tests.jaxcomm.pipeline.stages import CUTS, batches, loss_fn, make_pipeline, means_of, params_of, stages_of
 from tests.jaxcomm.workers import QUICKLY
 
 K, D, ROWS = 2, 32, 16
@@ -26,7 +26,7 @@ def test_a_report_in_numbers():
     boundaries = [jc.dct_mp(0.5), TopKGradientBoundary(0.875, value_dtype="bfloat16"), jc.dct_mp(0.0)]
     pipeline = jc.Pipeline(stages, loss_fn, [np.ones(D)] * 4, boundaries=boundaries, micro_batches=2)
     batch = {"x": jax.ShapeDtypeStruct((ROWS, D), np.float32), "y": jax.ShapeDtypeStruct((ROWS, 3), np.float32)}
-    report = jc.parallel.pipeline_report(pipeline, TOPK, batch, K)
+    report = pipeline.report(TOPK, batch, K)
     whole = 2 * 4 * 32 * 4
     # Positions of 64 of 1024 as upper parts of 6 bits and 4 planes; those of 16 as upper parts of 5 bits and 5 planes.
     masked, topk = 4 * (64 + (63 + 64) // 32 + 1 + 4 * 2), 4 * (8 + (31 + 16) // 32 + 1 + 5)
@@ -41,14 +41,14 @@ def test_a_report_in_numbers():
 
 def test_a_report_in_words_warns_of_a_boundary_that_costs_more_than_none():
     pipeline = make_pipeline(3, boundaries=[jc.dct_mp(0.1), jc.dct_mp(0.0)])
-    first, second, rest = str(jc.parallel.pipeline_report(pipeline, TOPK, BATCH, K)).split("\n", 2)
+    first, second, rest = str(pipeline.report(TOPK, BATCH, K)).split("\n", 2)
     # 8 samples of 7 and 6 features: of the 7 all are sent but none, which is floor(0.7).
     assert first == "stage 0 to 1: 224 bytes forward, 224 back (1.0x fewer than whole activations)"
     assert second == "stage 1 to 2: 192 bytes forward, 192 back (1.0x fewer than whole activations)"
     assert rest.startswith("each stage's gradients: ")
     stages = [lambda params, x, batch: batch["x"], lambda params, x, batch: x]
     pipeline = jc.Pipeline(stages, simple_loss, [np.ones(1), np.ones(1)], boundaries=[jc.dct_mp(0.1)])
-    first, _ = str(jc.parallel.pipeline_report(pipeline, TOPK, {"x": np.ones((K, 10), np.float32)}, K)).split("\n", 1)
+    first, _ = str(pipeline.report(TOPK, {"x": np.ones((K, 10), np.float32)}, K)).split("\n", 1)
     # 9 of 10: values, and positions among 1024 as upper parts of 4 bits and 6 planes.
     assert first.startswith("stage 0 to 1: 64 bytes forward, 36 back (0.8x fewer than whole activations): MORE than w")
     assert first.endswith("so few values are sent at once; use sparsity 0 here")
@@ -57,7 +57,7 @@ def test_a_report_in_words_warns_of_a_boundary_that_costs_more_than_none():
 def test_a_report_of_a_batch_that_does_not_divide_is_refused():
     batch = {name: rows[:15] for name, rows in BATCH.items()}
     with pytest.raises(ValueError, match=r"rows of a batch are a multiple of .*, got 15 rows at .* for 2 workers"):
-        jc.parallel.pipeline_report(make_pipeline(2), TOPK, batch, K)
+        make_pipeline(2).report(TOPK, batch, K)
 
 
 PARAMS = [np.eye(D, dtype=np.float32)] * 2
@@ -161,7 +161,7 @@ OTHERS = r"boundaries, its exchange and at most 256 bytes more, got .* more in t
 )
 def test_verify_catches_what_was_tampered_with(tampering, message, monkeypatch):
     """Stages too: a collective that only their gradients have is not seen where stages are traced."""
-    monkeypatch.setattr("jaxcomm.parallel.pipeline.jaxpr_communicates", lambda traced: False)
+    monkeypatch.setattr("jaxcomm.pipeline.pipeline.jaxpr_communicates", lambda traced: False)
     with pytest.raises(ValueError, match=message):
         prove(**tampering)
 

@@ -1,0 +1,5 @@
+"""A model in stages, each on its own device: the pipeline, its step, and the proof of its bytes."""
+
+from jaxcomm.pipeline.pipeline import Pipeline
+
+__all__ = ["Pipeline"]
