@@ -35,7 +35,7 @@ class Trained(Exchange):
 
 @dataclass(frozen=True)
 class PlumpDp(Trained, methods.PlumpDp):
-    """Dense all-reduce of float32 gradients; of models, where p is above 1."""
+    """Dense all-reduce of gradients; of models, where p is above 1."""
 
 
 @dataclass(frozen=True)

@@ -114,9 +114,9 @@ def zeros_varying_as(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax
     return lax.pcast(zeros, names, to="varying") if names else zeros
 
 
-def all_gather_same(value: jax.Array, axis_name: str) -> jax.Array:
+def all_gather_same(value: jax.Array, axis_name: AxisName) -> jax.Array:
     """Gathers every worker's value, (K, *shape), the same on every worker, as far as JAX can be told."""
-    if is_tracked(axis_name):
+    if all(is_tracked(name) for name in axis_names(axis_name)):
         return lax.all_gather(value, axis_name, to="invarying")
     return lax.all_gather(value, axis_name)
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.collectives.axis import all_gather_same
+from jaxcomm.collectives.axis import AxisName, all_gather_same
 from jaxcomm.types import Payload
 
 
@@ -24,7 +24,7 @@ def split_words(words: jax.Array, like: dict[str, Any]) -> Payload:
     return payload
 
 
-def gather_words(words: jax.Array, axis_name: str) -> jax.Array:
+def gather_words(words: jax.Array, axis_name: AxisName) -> jax.Array:
     """Gathers every worker's words (m,) uint32: (K, m), the same on every worker.
 
     Each worker receives (K-1) * 4 m bytes.

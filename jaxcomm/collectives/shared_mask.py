@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxcomm import bits
 from jaxcomm.codecs.values import ValueCodec
-from jaxcomm.collectives.axis import axis_size, zeros_varying_as
+from jaxcomm.collectives.axis import AxisName, axis_size, zeros_varying_as
 from jaxcomm.collectives.gather import gather_words
 from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.collectives.two_shot import two_shot
@@ -40,7 +40,7 @@ def choose_sum(name: str, values: ValueCodec) -> str:
     return name
 
 
-def compact_sum(values: jax.Array, flag: jax.Array, name: str, codec: ValueCodec, axis_name: str) -> Reduced:
+def compact_sum(values: jax.Array, flag: jax.Array, name: str, codec: ValueCodec, axis_name: AxisName) -> Reduced:
     """Sums each worker's values over the workers.
 
     Equals `lax.psum`, to the rounding of the codec, and every rounding's error stays with the worker who rounded:
@@ -73,7 +73,7 @@ def _code(values: jax.Array, flag: jax.Array, codec: ValueCodec) -> jax.Array:
     return jnp.append(codec.encode(values), flag.astype(jnp.uint32))
 
 
-def _two_shot(parts: jax.Array, flag: jax.Array, codec: ValueCodec, axis_name: str) -> tuple[jax.Array, jax.Array]:
+def _two_shot(parts: jax.Array, flag: jax.Array, codec: ValueCodec, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
     rounded, width = codec.rounded(parts), parts.shape[1]
 
     def at_owner(received: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -91,7 +91,7 @@ def _two_shot(parts: jax.Array, flag: jax.Array, codec: ValueCodec, axis_name: s
     return code, (parts - rounded).at[lax.axis_index(axis_name)].add(kept)
 
 
-def _ring(parts: jax.Array, flag: jax.Array, codec: ValueCodec, axis_name: str) -> tuple[jax.Array, jax.Array]:
+def _ring(parts: jax.Array, flag: jax.Array, codec: ValueCodec, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
     """Passes partial sums from neighbour to neighbour; part j starts at worker j+1 and ends at its owner j."""
     k, width = parts.shape
     me = lax.axis_index(axis_name)

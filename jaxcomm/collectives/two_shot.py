@@ -10,13 +10,14 @@ from typing import Any
 import jax
 from jax import lax
 
+from jaxcomm.collectives.axis import AxisName
 from jaxcomm.collectives.gather import gather_words
 
 
 def two_shot(
     rows: jax.Array,
     at_owner: Callable[[jax.Array], tuple[jax.Array, Any]],
-    axis_name: str,
+    axis_name: AxisName,
 ) -> tuple[jax.Array, Any]:
     """Exchanges coded parts by way of their owners.
 

@@ -5,17 +5,35 @@ If a gradient or the mean holds a non-finite number, the step is skipped: the me
 
 import numpy as np
 
-from .common import StepResult, Tensors, all_finite, mean_over_workers, skipped_step
+from .common import VALUE_DTYPES, StepResult, Tensors, all_finite, mean_over_workers, skipped_step
 
 
 class PlumpDpReference:
-    """K synchronous workers which exchange their gradients densely."""
+    """K synchronous workers which exchange their gradients densely.
+
+    Args:
+        value_dtype: the type in which values travel: each worker rounds its own, the owner of a coordinate adds them up
+            in float32 in the order of the workers, and rounds the sum.
+    """
+
+    def __init__(self, value_dtype: str = "float32") -> None:
+        self.dtype = VALUE_DTYPES[value_dtype]
 
     def step(self, gradients: list[Tensors]) -> StepResult:
         """Exchange the workers' gradients, one dict for each worker. `sent` counts compressed tensors: none."""
         K = len(gradients)
         gradients = [{name: np.asarray(g, np.float32) for name, g in worker.items()} for worker in gradients]
-        mean = mean_over_workers(gradients)
+        if self.dtype == np.float32:
+            mean = mean_over_workers(gradients)
+        else:
+            mean = {name: self._narrow_mean([worker[name] for worker in gradients]) for name in gradients[0]}
         if not all_finite([mean]):
             return skipped_step(gradients)
         return StepResult(mean=mean, sent=[0] * K, overflow=[0] * K, skipped=False)
+
+    def _narrow_mean(self, rows: list[np.ndarray]) -> np.ndarray:
+        total = np.zeros(rows[0].shape, np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):  # the caller looks for inf, nan
+            for row in rows:
+                total = total + row.astype(self.dtype).astype(np.float32)
+            return total.astype(self.dtype).astype(np.float32) / np.float32(len(rows))

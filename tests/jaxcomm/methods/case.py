@@ -90,6 +90,11 @@ class Case:
         return {name: self.option(name) for name in names}
 
     @property
+    def conserves(self) -> bool:
+        """Whether mean and residuals add up to what went in."""
+        return self.residual
+
+    @property
     def limit(self) -> float:
         """The magnitude from which a compressed coordinate counts as not finite: residuals would keep it."""
         return 2.0**100 if self.residual else math.inf

@@ -1,9 +1,13 @@
-"""Plump-DP: the dense mean, without anything compressed."""
+"""Plump-DP: the dense mean, in float32 or with every value in bfloat16."""
 
+import math
+from fractions import Fraction
 from typing import Any
 
 import jaxcomm as jc
+from tests.jaxcomm.formulas import words
 from tests.jaxcomm.methods.case import Case
+from tests.jaxcomm.trees import TREES
 from tests.reference.plump_dp import PlumpDpReference
 
 
@@ -12,8 +16,20 @@ class PlumpDp(Case):
     compresses = False
     residual = False
 
+    @property
+    def conserves(self) -> bool:
+        return self.option("value_dtype") == "float32"
+
     def reference(self, tree: str, K: int) -> Any:
-        return PlumpDpReference()
+        return PlumpDpReference(self.option("value_dtype"))
+
+    def received_bytes(self, tree: str, K: int) -> tuple[Fraction, Fraction]:
+        if self.option("value_dtype") == "float32":
+            return super().received_bytes(tree, K)
+        numbers = sum(math.prod(shape) for shape in TREES[tree].values())
+        part = math.ceil(numbers / (K * 32)) * 32
+        both = Fraction(2 * 4 * (K - 1) * (words(part, 16) + 1))  # an all-to-all, an all-gather; a flag in each message
+        return both, both
 
 
-CASES = [PlumpDp.row()]
+CASES = [PlumpDp.row(), PlumpDp.row(value_dtype="bfloat16")]

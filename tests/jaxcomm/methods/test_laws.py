@@ -18,7 +18,7 @@ from tests.jaxcomm.trees import EPS, gradients
 from tests.jaxcomm.workers import QUICKLY, Simulated
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-WITH_RESIDUAL = [case for case in CASES if case.residual or not case.compresses]
+WITH_RESIDUAL = [case for case in CASES if case.conserves]
 
 several_steps = st.lists(st.sampled_from(trees.KINDS), min_size=3, max_size=3)
 seeds = st.integers(0, 2**20)
