@@ -7,6 +7,7 @@ as well: every coordinate is drawn equally often.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxcomm import noise
 from jaxcomm.bits import Slots
@@ -55,7 +56,9 @@ def select_strata(key: jax.Array, layout: Layout) -> Slots:
     """
     n_slots = layout.n_slots
     first_slot = np.cumsum((0, *layout.capacities[:-1]))
-    segment = jnp.cumsum(jnp.zeros(n_slots, jnp.int32).at[first_slot].add(1)) - 1  # (C,)
+    # The barrier keeps XLA from adding up this constant while it compiles, which takes it longer than all the rest.
+    zeros = lax.optimization_barrier(jnp.zeros(n_slots, jnp.int32))
+    segment = jnp.cumsum(zeros.at[first_slot].add(1)) - 1  # (C,)
     table = np.stack([first_slot, layout.sizes, layout.capacities, np.cumsum((0, *layout.blocks[:-1])) * BLOCK])
     first, size, strata, start = jnp.asarray(table, jnp.int32)[:, segment]
     offset = noise.integers(key, jnp.asarray(layout.sizes, jnp.int32), n_slots)[segment]
