@@ -1,0 +1,298 @@
+"""The planner against the lab: predicted and measured steps, and the table of costs behind rapid estimates.
+
+    python -m benchmarks.planner --hosts 2,4,8 --rate 100mbit,1gbit   # predicted and measured, cell by cell
+    python -m benchmarks.planner --calibrate                          # measures jaxcomm/planner/costs.json
+
+A cell is a method, a number of hosts and a rate. In each, `jaxcomm.advise` measures and predicts on the hosts first;
+then every method's whole train step is timed in the same processes. MLP: three layers of 1024 x 1024 and a head, 3.2M
+parameters, 64 rows a worker. Other shapes: the gradient is each worker's own noise, and computing it costs nothing.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optax
+
+import jaxcomm as jc
+from benchmarks.control import Control, check_run, merge_records, print_record, read_records, run, run_hosts, spread
+from benchmarks.netlab import Lab
+from benchmarks.shapes import named
+from jaxcomm.planner.advise import DENSE, candidates
+from train.tables import print_table, write_records
+
+COSTS = Path(__file__).parents[1] / "jaxcomm" / "planner" / "costs.json"
+ACCURACY = Path(__file__).parents[1] / "docs" / "data" / "accuracy.json"
+WIDTH, LAYERS, CLASSES, ROWS = 1024, 3, 10, 64  # of the MLP
+CLOSE, WRONG = 0.10, 0.05  # the targets: how close a step is predicted, and by how much "faster" may be wrong
+
+
+@dataclass(frozen=True)
+class Config:
+    """Compare predicted with measured steps, or measure the table of costs."""
+
+    shapes: str = "mlp"
+    """What is trained: "mlp", or shapes as in benchmarks.exchange ("resnet50", "1e6")."""
+    hosts: str = "2,4"
+    """Numbers of hosts, separated by commas; one worker each."""
+    rate: str = "100mbit,1gbit"
+    """Link rates, separated by commas, or "none" for no limit."""
+    methods: str = "all"
+    """Methods, separated by spaces, as the advice calls them ("dct_dp(0.99)"); the dense ones always are."""
+    steps: int = 7
+    """Timed steps of each cell."""
+    seconds: float = 60.0
+    """Seconds after which the advice times no further method."""
+    calibrate: bool = False
+    """Measure the table of costs on this machine instead."""
+    json: Path | None = None
+    """File for the table, as a list of records."""
+
+
+@dataclass
+class Record:
+    """One cell."""
+
+    method: str
+    hosts: int
+    rate: str
+    ms_predicted: float
+    ms_low: float
+    ms_high: float
+    ms_median: float
+    ms_min: float
+    ms_max: float
+    bytes_kernel: float | None
+    bytes_predicted: float
+    coding_measured: bool
+    advice_seconds: float
+    error: float = 0.0
+    faster_predicted: float = 0.0
+    faster_measured: float = 0.0
+
+
+def main(config: Config) -> None:
+    """Runs the hosts, prints the table, and writes it where asked."""
+    if config.calibrate:
+        calibrate(config)
+        return
+    try:
+        if config.shapes != "mlp":
+            named(config.shapes)
+        _methods(config)
+        rates = check_run(config.rate, config.steps)
+        records: list[Record] = []
+        for hosts in config.hosts.split(","):
+            with Lab(int(hosts), rates[0]) as lab:
+                outputs = run_hosts(lab, "benchmarks.planner")
+                records += merge_records([read_records(Record, text) for text in outputs], lab.isolated)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    for record in records:
+        same = [r for r in records if (r.hosts, r.rate) == (record.hosts, record.rate)]
+        dense = next(r for r in same if r.method == DENSE)
+        record.error = record.ms_predicted / record.ms_median - 1
+        record.faster_predicted = dense.ms_predicted / record.ms_predicted
+        record.faster_measured = dense.ms_median / record.ms_median
+    print_table(f"Steps of {config.shapes}, predicted and measured", [dataclasses.asdict(r) for r in records])
+    print(summary(records))
+    write_records(config.json, [dataclasses.asdict(record) for record in records])
+
+
+def summary(records: list[Record]) -> str:
+    """Returns how many cells meet the targets."""
+    close = sum(abs(record.error) <= CLOSE for record in records)
+    inside = sum(record.ms_low <= record.ms_median <= record.ms_high for record in records)
+    rivals = [record for record in records if record.method != DENSE]
+    wrong = [r for r in rivals if (r.faster_predicted - 1) * (r.faster_measured - 1) < 0]
+    far = [f"{r.method} K={r.hosts} {r.rate}" for r in wrong if abs(r.faster_measured - 1) > WRONG]
+    return (
+        f"{close} of {len(records)} cells are predicted within {CLOSE:.0%}, {inside} lie in their range. Faster or "
+        f"slower than dense in bfloat16 is told wrongly in {len(wrong)} of {len(rivals)} cells"
+        + (f", by more than {WRONG:.0%} in: {', '.join(far)}." if far else f", in none by more than {WRONG:.0%}.")
+    )
+
+
+def _methods(config: Config) -> dict[str, optax.GradientTransformation]:
+    known = candidates()
+    names = list(known) if config.methods == "all" else ["plump_dp", DENSE, *config.methods.split()]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"--methods must be some of {', '.join(known)}; got {', '.join(unknown)}.")
+    return {name: known[name] for name in dict.fromkeys(names)}
+
+
+def run_host(config: Config) -> None:
+    """Runs one host's part: advice and measurement at every rate; prints a JSON record for each cell."""
+    control = Control()
+    import jax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh = jc.make_mesh(data=control.hosts)
+    loss_fn, params, batch = problem(config.shapes, control.hosts)
+    mine = NamedSharding(mesh, P("data"))
+    rows = jax.tree.map(lambda leaf: jax.make_array_from_callback(leaf.shape, mine, lambda i: leaf[i]), batch)
+    optimizer = optax.sgd(1e-3, momentum=0.9)
+    methods = _methods(config)
+    control.set_rate("none")
+    runs = {}
+    for name, tx in methods.items():
+        is_local = jc.states.communication_period(jax.eval_shape(tx.init, params)) is not None
+        chain = jc.chain(optimizer, tx) if is_local else jc.chain(tx, optimizer)
+        step = jc.make_train_step(loss_fn, chain, mesh)
+        state = jax.jit(step.init)(params)
+        for _ in range(3):
+            state, _ = step(state, rows)
+        runs[name] = (step, state)
+    for rate in config.rate.split(","):
+        control.set_rate(rate)
+        others = {name: tx for name, tx in methods.items() if not name.startswith("plump_dp")}
+        advice = jc.planner.advise(
+            loss_fn, params, batch, mesh, optimizer=optimizer, methods=others, seconds=config.seconds
+        )
+        if control.host == 0:
+            print(f"# {rate}\n{advice}", flush=True)
+        for name in methods:
+            step, state = runs[name]
+            period = jc.states.communication_period(jax.eval_shape(methods[name].init, params)) or 1
+            times, received = [], []
+            for _ in range(config.steps):
+
+                def steps(state: Any, step: Any = step, period: int = period) -> Any:
+                    for _ in range(period):
+                        state, _ = step(state, rows)
+                    return state
+
+                ms, count, state = control.timed(lambda state=state: steps(state))
+                times.append(ms / period)
+                received.append(count / period)
+            runs[name] = (step, state)
+            found = advice[name]
+            print_record(
+                Record(
+                    method=name,
+                    hosts=control.hosts,
+                    rate=rate,
+                    ms_predicted=1e3 * found.step,
+                    ms_low=1e3 * found.low,
+                    ms_high=1e3 * found.high,
+                    **spread(times),
+                    bytes_kernel=statistics.fmean(received),
+                    bytes_predicted=found.bytes,
+                    coding_measured=found.measured,
+                    advice_seconds=advice.seconds,
+                )
+            )
+
+
+def problem(shapes: str, workers: int) -> tuple[Any, Any, Any]:
+    """Returns (loss, parameters, global batch) of the MLP, or of shapes whose gradient is the batch."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    if shapes != "mlp":
+        sizes = named(shapes)
+        params = [random.standard_normal(shape, np.float32) for shape in sizes]
+        batch = [random.standard_normal((workers, *shape), np.float32) for shape in sizes]
+
+        def inner(params: Any, batch: Any) -> jax.Array:
+            parts = [jnp.vdot(p, rows[0]) for p, rows in zip(params, batch, strict=True)]
+            return jnp.stack(parts).sum() / len(parts)
+
+        return inner, params, batch
+    widths = [WIDTH] * (LAYERS + 1) + [CLASSES]
+    params = [
+        {
+            "kernel": random.standard_normal(pair).astype(np.float32) / math.sqrt(pair[0]),
+            "bias": np.zeros(pair[1], np.float32),
+        }
+        for pair in itertools.pairwise(widths)
+    ]
+    batch = {
+        "x": random.standard_normal((workers * ROWS, WIDTH)).astype(np.float32),
+        "y": random.integers(0, CLASSES, workers * ROWS),
+    }
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x = batch["x"]
+        for layer in params[:-1]:
+            x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
+        logits = x @ params[-1]["kernel"] + params[-1]["bias"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+    return loss, params, batch
+
+
+def calibrate(config: Config) -> None:
+    """Measures every candidate's computing on one device for K = 2 and 8, in copies of the gradient, and writes it."""
+    import jax
+    import numpy as np
+
+    from jaxcomm.planner.costs import Bench, cost_key, measure_coding, measure_copy
+
+    mesh = jc.make_mesh(data=1)
+    shapes = named("4e6" if config.shapes == "mlp" else config.shapes)
+    random = np.random.default_rng(0)
+    gradients = [random.standard_normal(shape, np.float32) for shape in shapes]
+    params = [random.standard_normal(shape, np.float32) for shape in shapes]
+    n = sum(leaf.size for leaf in params)
+    found: dict[str, dict[str, float]] = {}
+    for name, tx in candidates().items():
+        if jc.states.communication_period(jax.eval_shape(tx.init, params)) is not None:
+            continue  # its exchange, once in so many steps
+        copies = {}
+        for workers in (2, 8):
+            bench = Bench(mesh, "data", workers)
+            rows, own = bench.spread(gradients), bench.spread(params)
+            ratios = []
+            for _ in range(3):  # this machine's cores vary: a ratio is of the same moment
+                copy = measure_copy(bench, n)
+                ratios.append(measure_coding(bench, tx, rows, own).seconds / (jc.planner.COPY_BYTES * n * copy))
+            copies[workers] = statistics.median(ratios)
+        slope = max(0.0, (copies[8] - copies[2]) / 6)
+        (method,) = [found.method for found in jc.exchange.exchange_states(jax.eval_shape(tx.init, params))]
+        found[cost_key(method)] = {"fixed": round(max(0.0, copies[2] - 2 * slope), 3), "a_worker": round(slope, 3)}
+        print(f"{name}: {found[cost_key(method)]}", flush=True)
+    table = {
+        "source": "python -m benchmarks.planner --calibrate",
+        "device": jax.devices()[0].device_kind,
+        "copies": found,
+        "accuracy": accuracy(),
+    }
+    COSTS.write_text(json.dumps(table, indent=2) + "\n")
+    print(f"written to {COSTS}")
+
+
+def accuracy() -> dict[str, str]:
+    """Returns what docs/data/accuracy.json knows of the candidates."""
+    known = {}
+    called = {
+        "plump_dp": ("plump_dp", ""),
+        "dct_dp(0.99)": ("dct_dp", "99%"),
+        "topk(0.99)": ("topk", "99%"),
+        "random_k(0.9)": ("random_k", "90%"),
+        "powersgd(4)": ("powersgd", "rank 4"),
+        "quant_dp(8)": ("quant_dp", "8 bits"),
+        "sign": ("sign", ""),
+        "local_sgd(10)": ("local_sgd", "H=10"),
+    }
+    records = {(r["method"], r["setting"]): r for r in json.loads(ACCURACY.read_text())}
+    for name, key in called.items():
+        record = records[key]
+        known[name] = (
+            f"{record['accuracy_mean']:.2f}% +- {record['accuracy_stdev']:.2f} on digits, {record['seeds']} seeds, "
+            f"{record['points_below_dense']:+.2f} points below dense"
+        )
+    return known
+
+
+if __name__ == "__main__":
+    run(Config, __doc__, main, run_host)

@@ -1,0 +1,99 @@
+"""What one of K workers computes, without the others: a program whose collectives are replaced by copies on the spot.
+
+So the time of selecting, coding and decoding is measured on one device for any K, separately from the wire.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+
+from jaxcomm.accounting.jaxpr import COLLECTIVES, inner_jaxpr, inner_jaxprs
+from jaxcomm.collectives.axis import AxisName, axis_names, check_workers
+
+_ON_THE_SPOT = (*COLLECTIVES, "axis_index", "pvary", "pcast")
+
+
+def alone(function: Callable[..., Any], workers: int | tuple[int, ...], axis_name: AxisName = "data") -> Any:
+    """Makes a program for one device of a function that runs in the axes of workers.
+
+    All shapes are those of K workers: a gather returns K copies of what the worker put in, a sum over the workers its
+    operand, and the worker's number is 0. So the numbers that come out are those of K workers with equal gradients,
+    but for sums, which are not multiplied.
+
+    Args:
+      function: what a worker runs, `tx.update` say; of arrays and trees of arrays.
+      workers: K, or the number along each axis.
+      axis_name: the axis of workers, or the axes, outermost first.
+    """
+    sizes = list(zip(axis_names(axis_name), check_workers(workers, axis_name), strict=True))
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(function, axis_env=sizes, return_shape=True)(*args)
+        leaves = _evaluate(closed, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+    return run
+
+
+def _evaluate(closed: Any, args: list[Any]) -> list[Any]:
+    """Runs a closed program equation by equation."""
+    jaxpr, values = closed.jaxpr, {}
+
+    def read(var: Any) -> Any:
+        return var.val if hasattr(var, "val") else values[var]
+
+    values.update(zip(jaxpr.constvars, closed.consts, strict=True))
+    values.update(zip(jaxpr.invars, args, strict=True))
+    for eqn in jaxpr.eqns:
+        out = _run(eqn, [read(var) for var in eqn.invars])
+        values.update(zip(eqn.outvars, out, strict=True))
+    return [read(var) for var in jaxpr.outvars]
+
+
+def _run(eqn: Any, args: list[Any]) -> list[Any]:
+    name, params = eqn.primitive.name, dict(eqn.params)
+    if name == "axis_index":
+        return [lax.optimization_barrier(jnp.zeros((), jnp.int32))]  # XLA must not know it
+    if name in _ON_THE_SPOT:
+        return [_copied(x, var.aval) for x, var in zip(args, eqn.outvars, strict=True)]
+    if _communicates(eqn):
+        if name == "cond":
+            index, *operands = args
+            branches = [functools.partial(_as_tuple, branch) for branch in params["branches"]]
+            return list(lax.switch(index, branches, *operands))
+        if name not in ("scan", "while"):  # a call: what it calls is run here
+            (inner,) = [value for value in params.values() if hasattr(value, "jaxpr") or hasattr(value, "eqns")]
+            return _evaluate(inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ()), args)
+        params |= {key: _rebuilt(value) for key, value in params.items() if hasattr(value, "jaxpr")}
+    bound = eqn.primitive.get_bind_params(params)
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # releases of JAX differ
+    out = eqn.primitive.bind(*functions, *args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _communicates(eqn: Any) -> bool:
+    """Returns whether a collective, or the number of a worker, is in a program inside of an equation."""
+    inner = [inner_jaxpr(child) for child in inner_jaxprs(eqn.params)]
+    return any(each.primitive.name in _ON_THE_SPOT or _communicates(each) for child in inner for each in child.eqns)
+
+
+def _as_tuple(closed: Any, *args: Any) -> tuple[Any, ...]:
+    return tuple(_evaluate(closed, list(args)))
+
+
+def _rebuilt(closed: Any) -> Any:
+    return jax.make_jaxpr(functools.partial(_as_tuple, closed))(*closed.in_avals)
+
+
+def _copied(x: Any, like: Any) -> jax.Array:
+    """Returns what a collective would, made of the worker's own operand; XLA may not look through it."""
+    out = jnp.reshape(x, -1)
+    if like.size > out.size:
+        out = jnp.tile(out, like.size // out.size)
+    return lax.optimization_barrier(jnp.reshape(out[: like.size], like.shape).astype(like.dtype))
