@@ -239,7 +239,7 @@ def calibrate(config: Config) -> None:
     from jaxcomm.planner.costs import Bench, cost_key, measure_coding, measure_copy
 
     mesh = jc.make_mesh(data=1)
-    shapes = named("4e6" if config.shapes == "mlp" else config.shapes)
+    shapes = [(1024, 1024)] * 4 if config.shapes == "mlp" else named(config.shapes)
     random = np.random.default_rng(0)
     gradients = [random.standard_normal(shape, np.float32) for shape in shapes]
     params = [random.standard_normal(shape, np.float32) for shape in shapes]

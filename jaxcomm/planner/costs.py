@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -18,11 +18,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import Exchange, ExchangeState, exchange_states, is_exchange_state
+from jaxcomm.parallel.state import TrainState, make_local
+from jaxcomm.parallel.step import LossFn, worker_step
 from jaxcomm.planner.alone import alone
 from jaxcomm.planner.links import agreed, time_calls
 from jaxcomm.states import communication_period
 
 _REPEATS = 5
+_LATE = 1_000_001  # steps of a run in which nothing is warmed up, refreshed or drained any more
 _DEVICES = "devices"  # the axis of all devices, beside one another
 COPY_BYTES = 8  # that a copy of a float32 moves in memory
 
@@ -42,6 +45,15 @@ class Cost:
     low: float
     high: float
     measured: bool = True
+
+    def __add__(self, other: "Cost") -> "Cost":
+        is_measured = self.measured and other.measured
+        return Cost(self.seconds + other.seconds, self.low + other.low, self.high + other.high, is_measured)
+
+    def beyond(self, other: "Cost") -> "Cost":
+        """Returns what it costs more than another, at least nothing."""
+        parts = (self.seconds - other.seconds, self.low - other.low, self.high - other.high)
+        return Cost(*(max(0.0, part) for part in parts), measured=self.measured)
 
     def __mul__(self, factor: float) -> "Cost":
         return Cost(self.seconds * factor, self.low * factor, self.high * factor, self.measured)
@@ -117,94 +129,105 @@ class Bench:
         return jax.tree.map(rows, batch)
 
 
-def measure_step(
-    bench: Bench, loss_fn: Callable[..., Any], params: Any, batch: Any, optimizer: optax.GradientTransformation | None
-) -> tuple[Cost, Any]:
-    """Times a step without an exchange: loss, gradient and optimizer, on each worker's rows.
+def gradients_of(bench: Bench, loss_fn: LossFn, params: Any, rows: Any) -> Any:
+    """Returns each worker's gradients, a row a device.
 
     Args:
       bench: the devices.
-      loss_fn: (params, batch) -> the loss, or the loss and more.
-      params: the parameters.
-      batch: the global batch.
-      optimizer: what comes after the exchange; None for none.
-
-    Returns:
-      The cost, and the gradients, a row a device.
+      loss_fn: of `loss_of`.
+      params: the parameters, a row a device.
+      rows: of `bench.shards`.
 
     Raises:
       ValueError: if the loss is no finite number.
     """
-    optimizer = optimizer or optax.identity()
-
-    def loss_of(params: Any, batch: Any) -> jax.Array:
-        out = loss_fn(params, batch)
-        return out[0] if isinstance(out, tuple) else out
-
-    def step(state: Any, batch: Any) -> Any:
-        params, opt_state, _ = state
-        loss, grads = jax.value_and_grad(loss_of)(params, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state, grads), loss
-
-    rows = bench.shards(batch)
-    state = bench.spread((params, optimizer.init(params), jax.tree.map(jnp.zeros_like, params)))
-    compiled = bench.compile(step, state, rows, donate=0)
-    state, loss = compiled(state, rows)
+    gradient = bench.compile(
+        lambda params, batch: jax.value_and_grad(loss_fn, has_aux=True)(params, (), batch), params, rows
+    )
+    (loss, _), gradients = gradient(params, rows)
     losses = np.concatenate([np.asarray(shard.data) for shard in loss.addressable_shards])
     if not np.isfinite(losses).all():
         raise ValueError(
             f"The loss must be a finite number for every worker; got {losses.tolist()}. Look at it with these "
             "parameters and this batch first."
         )
-    gradients = state[2]
-    gradients = jax.tree.map(jnp.copy, gradients)
-    compiled(state, rows)
-    state = bench.spread((params, optimizer.init(params), jax.tree.map(jnp.zeros_like, params)))
-    seconds = []
-    for _ in range(2 + _REPEATS):
-        begin = time.perf_counter()
-        state, _ = jax.block_until_ready(compiled(state, rows))
-        seconds.append(time.perf_counter() - begin)
-    return cost_of(seconds[2:], bench.mesh), gradients
+    return gradients
 
 
-def measure_coding(bench: Bench, tx: optax.GradientTransformation, gradients: Any, params: Any) -> Cost:
-    """Times what a method computes in a step: selecting, coding and decoding, without the wire.
+def measure_step(bench: Bench, loss_fn: LossFn, tx: optax.GradientTransformation, params: Any, rows: Any) -> Cost:
+    """Times a whole train step, its wire cut: loss, gradient, exchange, optimizer, and what a skip would keep.
 
     Args:
       bench: the devices; K is that of its mesh.
-      tx: the exchange, or a local method.
+      loss_fn: of `loss_of`.
+      tx: the whole chain.
+      params: the parameters, a row a device.
+      rows: of `bench.shards`.
+    """
+
+    def start(params: Any) -> TrainState:
+        return make_local(TrainState(params, tx.init(params), jnp.zeros((), jnp.int32), ()), bench.axis_name)
+
+    def step(state: TrainState, batch: Any) -> TrainState:
+        gradients = jax.value_and_grad(loss_fn, has_aux=True)
+        return worker_step(gradients, tx, bench.axis_name, state, batch)[0]
+
+    return _time(bench, start, step, params, (rows,))
+
+
+def measure_coding(bench: Bench, tx: optax.GradientTransformation, gradients: Any, params: Any) -> Cost:
+    """Times what an exchange computes in a step: selecting, coding and decoding, its wire cut.
+
+    Args:
+      bench: the devices; K is that of its mesh.
+      tx: the exchange.
       gradients: a row a device.
       params: the parameters, a row a device.
     """
-    init = bench.compile(alone(tx.init, bench.sizes, bench.axis_name), params)
-    state = init(params)
-    period = communication_period(state) or 1
-    update = bench.compile(alone(tx.update, bench.sizes, bench.axis_name), gradients, state, params, donate=1)
+
+    def step(state: Any, gradients: Any, params: Any) -> Any:
+        means, state = tx.update(gradients, state[1], params)
+        return means, state
+
+    return _time(bench, lambda params: (params, tx.init(params)), step, params, (gradients, params))
+
+
+def _time(
+    bench: Bench, start: Callable[..., Any], step: Callable[..., Any], params: Any, args: tuple[Any, ...]
+) -> Cost:
+    """Times a usual step; of a local method the average over a period."""
+    state = bench.compile(alone(start, bench.sizes, bench.axis_name), params)(params)
+    compiled = bench.compile(alone(step, bench.sizes, bench.axis_name), state, *args, donate=0)
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
-    restart = jax.jit(partial(_restarted, period=period), donate_argnums=0, out_shardings=places)
-    seconds = []
-    for _ in range(2 + _REPEATS):
-        state = jax.block_until_ready(restart(state))
-        begin = time.perf_counter()
-        out, state = jax.block_until_ready(update(gradients, state, params))
-        seconds.append(time.perf_counter() - begin)
-        del out
-    return cost_of(seconds[2:], bench.mesh) * (1 / period)
+    restart = jax.jit(_restarted, static_argnums=1, donate_argnums=0, out_shardings=places)
+
+    def time_steps(state: Any, step: int) -> tuple[Any, Cost]:
+        seconds = []
+        for count in range(2 + _REPEATS):
+            state = jax.block_until_ready(restart(state, count if count < 2 else step))
+            begin = time.perf_counter()
+            state = jax.block_until_ready(compiled(state, *args))
+            seconds.append(time.perf_counter() - begin)
+        return state, cost_of(seconds[2:], bench.mesh)
+
+    period = communication_period(state) or 1
+    late = _LATE // period * period
+    state, exchange = time_steps(state, late + period - 1)
+    if period == 1:
+        return exchange
+    _, quiet = time_steps(state, late)
+    return (exchange + quiet * (period - 1)) * (1 / period)
 
 
-def _restarted(state: Any, period: int) -> Any:
-    """Returns a state whose next step selects from a fresh residual, and exchanges."""
+def _restarted(state: Any, step: int) -> Any:
+    """Returns a state without what was not sent, after another number of steps."""
 
     def restarted(node: Any) -> Any:
         if not isinstance(node, ExchangeState):
             return node
-        # An array that is added to is not a constant, which would be written in place of what is read.
         residual = jax.tree.map(jnp.zeros_like, node.residual)
-        step = node.step if period == 1 else jnp.full_like(node.step, period - 1)
         memory = jax.tree.map(restarted, node.memory, is_leaf=is_exchange_state)
-        return node.replace(residual=residual, step=step, memory=memory)
+        return node.replace(residual=residual, step=jnp.full_like(node.step, step), memory=memory)
 
     return jax.tree.map(restarted, state, is_leaf=is_exchange_state)
 

@@ -20,29 +20,44 @@ from jaxcomm.traffic import Program, Traffic
 
 Axes = tuple[str, ...]
 
-_BYTES = (1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 24)  # that a worker receives: five sizes
-_LONG = 0.25  # seconds of a collective from which no larger one is measured, of three sizes at least
+_BYTES = tuple(1 << exponent for exponent in range(12, 25, 2))  # that a worker receives: 4 KiB to 16 MiB
+_LONG = 0.4  # seconds of a collective from which no larger one is measured
 _REPEATS = 5
+_GIVEN_ERROR = 0.25  # of a link that nobody measured: Gloo needs 0.9 to 2 times the time of the bytes
 
 
 @dataclass(frozen=True)
 class Link:
-    """What one collective costs: latency + bytes received * seconds_per_byte.
+    """What one collective costs, by the bytes that each worker receives.
+
+    Between two sizes the time is interpolated, as it does not grow in proportion: a large message of Gloo takes up to
+    twice as long a byte as a small one. Above the largest it does.
 
     Attributes:
-      latency: seconds of a collective that moves nothing.
-      seconds_per_byte: seconds a byte that each worker receives.
-      error: how far the measured sizes are from this line, as a part of the time; 0 where nothing was measured.
+      points: (bytes received, seconds), ascending in bytes from 0.
+      error: how far off a time may be, as a part of it.
     """
 
-    latency: float
-    seconds_per_byte: float
-    error: float = 0.0
+    points: tuple[tuple[float, float], ...]
+    error: float
+
+    def seconds(self, received: float) -> float:
+        """Returns the seconds of one collective."""
+        sizes, times = np.array(self.points).T
+        if received <= sizes[-1]:
+            return float(np.interp(received, sizes, times))
+        return float(times[0] + (times[-1] - times[0]) * received / sizes[-1])
+
+    @property
+    def latency(self) -> float:
+        """Seconds of a collective that moves nothing."""
+        return self.points[0][1]
 
     @property
     def bits_per_second(self) -> float:
-        """The speed that a worker receives with."""
-        return 8 / self.seconds_per_byte if self.seconds_per_byte else math.inf
+        """The speed that a worker receives with, in the largest message."""
+        received, seconds = self.points[-1]
+        return 8 * received / (seconds - self.latency)
 
 
 @dataclass(frozen=True)
@@ -102,7 +117,8 @@ class Links:
                 f"A collective must be measured to be predicted; got {traffic.op} over {'/'.join(traffic.axes)}, and "
                 f"measured were {known}. Measure its axes too, or give a rate."
             )
-        return Link(self.latency * _messages(traffic), 8 / self.rate)
+        latency = self.latency * _messages(traffic)
+        return Link(((0.0, latency), (1.0, latency + 8 / self.rate)), _GIVEN_ERROR)
 
     def wire(self, report: WireReport) -> Wire:
         """Returns the seconds of the collectives of a usual step, one after another.
@@ -115,10 +131,10 @@ class Links:
     def _sum(self, operations: Sequence[Traffic]) -> Wire:
         total = Wire()
         for traffic in operations:
-            link = self.link(traffic)
-            latency = link.latency * traffic.times if traffic.workers > 1 else 0.0
-            transfer = float(traffic.received) * link.seconds_per_byte
-            total += Wire(latency, transfer, link.error * (latency + transfer))
+            if traffic.workers > 1:
+                link = self.link(traffic)
+                each = link.seconds(float(traffic.received) / traffic.times)
+                total += Wire(link.latency, each - link.latency, link.error * each) * traffic.times
         return total
 
 
@@ -150,8 +166,8 @@ def given_links(rate: float, latency: float = 0.0) -> Links:
 def measure_links(mesh: Mesh, programs: Sequence[Program]) -> Links:
     """Measures the collectives that some programs use, over the axes of a mesh that they use.
 
-    Every process of the mesh calls it together. Of each collective five sizes are timed, from 4 KiB to 16 MiB that a
-    worker receives, fewer where the link is slow; a line is fitted to their medians, relative to the time.
+    Every process of the mesh calls it together. Of each collective seven sizes are timed, from 4 KiB to 16 MiB that
+    a worker receives, fewer where the link is slow.
 
     Raises:
       ValueError: for a program whose axes the mesh does not have.
@@ -170,7 +186,7 @@ def measure_links(mesh: Mesh, programs: Sequence[Program]) -> Links:
 def _measure(mesh: Mesh, op: str, axes: Axes) -> Link:
     workers = math.prod(mesh.shape[name] for name in axes)
     one = float(Traffic(op, 1, workers).received)
-    points = []
+    points, errors = [], []
     for size in _BYTES:
         words = max(1, round(size / one / 4 / workers)) * workers  # that a worker puts in, in equal parts
         run = jax.jit(
@@ -178,25 +194,14 @@ def _measure(mesh: Mesh, op: str, axes: Axes) -> Link:
         )
         x = jax.device_put(np.zeros(words, np.float32), NamedSharding(mesh, P()))
         jax.block_until_ready(run(x))
-        seconds = agreed(statistics.median(time_calls(lambda run=run, x=x: run(x), _REPEATS)), mesh)
-        points.append((float(Traffic(op, 4 * words, workers).received), seconds))
-        if seconds > _LONG and len(points) >= 3:
+        seconds = time_calls(lambda run=run, x=x: run(x), _REPEATS)
+        low, median, high = (agreed(each, mesh) for each in statistics.quantiles(seconds, n=4))
+        points.append((float(Traffic(op, 4 * words, workers).received), median))
+        errors.append((high - low) / 2 / median)
+        if median > _LONG:
             break
-    return fit_link(points)
-
-
-def fit_link(points: Sequence[tuple[float, float]]) -> Link:
-    """Fits latency and seconds a byte to (bytes received, seconds), relative to the seconds."""
-    received, seconds = np.array(points).T
-    weights = 1 / seconds
-    columns = np.stack([weights, received * weights], axis=1)
-    (latency, per_byte), *_ = np.linalg.lstsq(columns, np.ones(len(seconds)), rcond=None)
-    if latency < 0:
-        latency, per_byte = 0.0, (received * weights).sum() / ((received * weights) ** 2).sum()
-    if per_byte < 0:
-        latency, per_byte = weights.sum() / (weights**2).sum(), 0.0
-    error = np.abs((latency + per_byte * received) * weights - 1)
-    return Link(float(latency), float(per_byte), float(np.median(error)))
+    latency = min(seconds for _, seconds in points)
+    return Link(((0.0, latency), *points), statistics.median(errors))
 
 
 def _all_to_all(x: jax.Array, axes: AxisName) -> jax.Array:
