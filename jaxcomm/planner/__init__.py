@@ -1,0 +1,1 @@
+"""Plans: which stage holds which block of a model, and how each gradient is exchanged, for the shortest step."""
