@@ -202,8 +202,6 @@ def _choose(
         alike: dict[tuple[Option, ...], list[str]] = {}
         for tensor in held:
             options = _useful(problem, tensor, spare_error, spare, has_errors=has_budget or of_errors)
-            if not options:
-                return None, math.inf, True
             alike.setdefault(options, []).append(tensor.name)
         groups += [(s, options, names) for options, names in alike.items()]
     unit = _unit(problem, groups, len(stages))

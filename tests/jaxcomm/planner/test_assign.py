@@ -89,7 +89,8 @@ def brute_force(problem):
 
 @pytest.mark.parametrize("gap", [0, 1e-3])
 @pytest.mark.parametrize("S", [1, 2, 3])
-def test_equals_brute_force(S, gap):
+def test_equals_brute_force(S, gap, monkeypatch):
+    monkeypatch.setattr(assign, "_AT_ONCE", 2)  # so that few placements are many
     solved = 0
     for seed in range(150):
         problem = random_problem(seed, S)
@@ -160,11 +161,20 @@ def test_a_large_problem_is_solved(S):
 
 
 def test_placements_that_were_left_out_count_in_the_gap(monkeypatch):
-    problem = dataclasses.replace(random_problem(3, 3), error_budget=None)
-    problem = dataclasses.replace(problem, devices=tuple(Device(d.speed) for d in problem.devices))
     monkeypatch.setattr(assign, "_KEPT", 1)
-    best, found = brute_force(problem), solve(problem, gap=0)
-    assert found.seconds * (1 - found.gap) <= best * (1 + 1e-9)
+    missed = 0
+    for seed in range(60):
+        problem = random_problem(seed, 3)
+        problem = dataclasses.replace(problem, devices=tuple(Device(device.speed) for device in problem.devices))
+        best = brute_force(problem)
+        if best is None:  # by the budget
+            continue
+        found = solve(problem, gap=0)
+        assert found.seconds * (1 - found.gap) <= best * (1 + 1e-9)
+        if found.seconds > best * (1 + 1e-6):
+            assert not found.optimal
+            missed += 1
+    assert missed
 
 
 TENSOR = Tensor("t", (Option("dense", 1.0, 0.0, 4), Option("topk", 0.5, 0.25, 8)))
