@@ -57,7 +57,8 @@ class Config:
     """Time one exchange of gradients between real processes on rate-limited links."""
 
     shapes: str = "resnet50"
-    """Shapes of the gradient: "resnet50" (161 tensors, 25.6M parameters), or a number for one vector."""
+    """Shapes of the gradient: "resnet50" (161 tensors, 25.6M parameters), "alexnet", "vgg16", "dlrm", "transformer", or
+    a number for one vector."""
     hosts: int = 4
     """Hosts, one worker each."""
     rate: str = "100mbit,1gbit"

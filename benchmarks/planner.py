@@ -287,10 +287,8 @@ def accuracy() -> dict[str, str]:
     records = {(r["method"], r["setting"]): r for r in json.loads(ACCURACY.read_text())}
     for name, key in called.items():
         record = records[key]
-        known[name] = (
-            f"{record['accuracy_mean']:.2f}% +- {record['accuracy_stdev']:.2f} on digits, {record['seeds']} seeds, "
-            f"{record['points_below_dense']:+.2f} points below dense"
-        )
+        points = -record["points_below_dense"]
+        known[name] = f"{points:+.2f} points (spread {record['accuracy_stdev']:.2f}), digits, {record['seeds']} seeds"
     return known
 
 

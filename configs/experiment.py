@@ -119,6 +119,9 @@ class Experiment:
     """Skipped steps in a row after which a run stops with an error."""
     stop_after: int | None = None
     """Save and stop once this step is reached, as SIGTERM would; continue with --resume."""
+    advise: bool = False
+    """Train nothing: measure the machines and the link, and say which method would be fastest. The exit code is 0 if
+    one is faster than dense, 3 if none is."""
     resume: bool = False
     """Go on with the newest run of this name under --out, from its last checkpoint."""
     out: Path = Path("runs")

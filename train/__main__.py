@@ -57,7 +57,9 @@ def parse(argv: Sequence[str]) -> Experiment:
 
 
 def run(experiment: Experiment, processes: Processes) -> int:
-    """Trains the baseline and the method, prints the table, and draws the figure."""
+    """Trains the baseline and the method, prints the table, and draws the figure; or advises."""
+    if experiment.advise:
+        return advise(experiment, processes)
     # Not at the top: Flax, Orbax and TFDS take seconds to import, which --help and a typo need not wait for.
     from train.figures import draw_accuracy
     from train.folders import run_folder
@@ -100,6 +102,20 @@ def run(experiment: Experiment, processes: Processes) -> int:
         draw_accuracy(figure, curves)
         print(f"Metrics, checkpoints and {figure.name} are in {out}")
     return 0
+
+
+def advise(experiment: Experiment, processes: Processes) -> int:
+    """Prints which method would be fastest; returns 0, or 3 if that is a dense one."""
+    from train.advice import advise_experiment
+    from train.tables import check_file
+
+    check_file("--json", experiment.json)
+    advice = advise_experiment(experiment)
+    if processes.index == 0:
+        print(advice)
+        if experiment.json is not None:
+            experiment.json.write_text(advice.json() + "\n")
+    return 3 if advice.keeps_dense else 0
 
 
 if __name__ == "__main__":

@@ -104,6 +104,25 @@ def make_chain(experiment: Experiment, method: Method, where: Where | None = Non
     exchange = make_exchange(method, momentum=experiment.momentum, where=inner, others=others, axis_name=across)
     if experiment.slices > 1:
         exchange = jc.hierarchical(exchange, where=where, inside="data", across="slice")
+    l2, momentum, rest = _optimizer(experiment)
+    if is_local:
+        return jc.chain(*l2, momentum, *rest, exchange)
+    if has_momentum:
+        return jc.chain(*l2, exchange, *rest)
+    return jc.chain(*l2, exchange, momentum, *rest)
+
+
+def make_optimizer(experiment: Experiment) -> optax.GradientTransformation:
+    """Makes the optimizer without an exchange."""
+    l2, momentum, rest = _optimizer(experiment)
+    return optax.chain(*l2, momentum, *rest)
+
+
+Links = list[optax.GradientTransformation]
+
+
+def _optimizer(experiment: Experiment) -> tuple[Links, optax.GradientTransformation, Links]:
+    """Returns L2, if there is any; the momentum; and what comes after it: decoupled decay and learning rate."""
     l2, decay = [], []
     if experiment.weight_decay and experiment.decay == "l2":
         l2 = [optax.add_decayed_weights(experiment.weight_decay)]
@@ -113,12 +132,7 @@ def make_chain(experiment: Experiment, method: Method, where: Where | None = Non
         momentum = optax.scale_by_adam(b1=experiment.momentum, b2=0.98, eps=1e-8)
     else:
         momentum = optax.trace(decay=experiment.momentum, nesterov=experiment.nesterov)
-    rate = optax.scale_by_learning_rate(make_schedule(experiment))
-    if is_local:
-        return jc.chain(*l2, momentum, *decay, rate, exchange)
-    if has_momentum:
-        return jc.chain(*l2, exchange, *decay, rate)
-    return jc.chain(*l2, exchange, momentum, *decay, rate)
+    return l2, momentum, [*decay, optax.scale_by_learning_rate(make_schedule(experiment))]
 
 
 def is_rare(method: Method, step: int) -> bool:

@@ -58,7 +58,7 @@ def test_two_hosts_send_what_is_predicted(tmp_path):
     ("argv", "said"),
     [
         (["--method", "topk,adam"], ["--method takes plump_dp, quant_dp,", "naive, got adam", "commas"]),
-        (["--shapes", "vgg"], ["shapes is 'resnet50' or a number", "got 'vgg'"]),
+        (["--shapes", "vgg"], ["shapes is one of resnet50, ", "got 'vgg'"]),
         (["--rate", "fast"], ["rate must be a number with the unit", "got 'fast'"]),
         (["--rate", "none,fast"], ["rate must be a number with the unit", "got 'fast'"]),
         (["--hosts", "0"], ["hosts must be 1 to 64, got 0"]),

@@ -1,6 +1,15 @@
-import pytest
+from collections import Counter
+from functools import partial
 
-from benchmarks.shapes import count, named, resnet50
+import jax
+import pytest
+from flax import nnx
+
+from benchmarks.shapes import MODELS, count, dlrm, named, resnet50
+from models.alexnet import AlexNet
+from models.dlrm import Dlrm
+from models.transformer import Transformer
+from models.vgg import Vgg
 
 
 def test_resnet50_is_the_published_one():
@@ -12,6 +21,27 @@ def test_resnet50_is_the_published_one():
     assert named("resnet50") == shapes
 
 
+@pytest.mark.parametrize(
+    ("name", "tensors", "parameters", "model"),
+    [
+        ("alexnet", 16, 61_100_840, partial(AlexNet, (224, 224, 3), 1000)),
+        ("vgg16", 32, 138_357_544, partial(Vgg, (224, 224, 3), 1000)),
+        ("dlrm", 17, 508_753 + 16 * 26 * 10_000, partial(Dlrm, [10_000] * 26)),
+        ("transformer", 255, 42_864_640, partial(Transformer, 8848, 6632, tied=False)),
+    ],
+)
+def test_shapes_are_those_of_the_model(name, tensors, parameters, model):
+    shapes = named(name)
+    assert shapes == MODELS[name]()
+    assert (len(shapes), count(shapes)) == (tensors, parameters)
+    params = nnx.state(nnx.eval_shape(lambda: model(rngs=nnx.Rngs(0))), nnx.Param)
+    assert Counter(shapes) == Counter(leaf.shape for leaf in jax.tree.leaves(params))
+
+
+def test_tables_have_the_rows_that_are_asked_for():
+    assert count(dlrm(7)) == 508_753 + 16 * 26 * 7
+
+
 @pytest.mark.parametrize(("name", "size"), [("1e6", 1_000_000), ("2e5", 200_000), ("1", 1), ("1500", 1500)])
 def test_a_number_is_one_vector(name, size):
     assert named(name) == [(size,)]
@@ -19,5 +49,5 @@ def test_a_number_is_one_vector(name, size):
 
 @pytest.mark.parametrize("name", ["", "resnet", "0", "0.5", "-3", "nan", "inf", "1e400"])
 def test_other_shapes_are_refused(name):
-    with pytest.raises(ValueError, match=r"shapes is 'resnet50' or a number .* got .*: try --shapes 1e6"):
+    with pytest.raises(ValueError, match=r"shapes is one of resnet50, .*, or a number .* got .*: try --shapes 1e6"):
         named(name)

@@ -1,0 +1,105 @@
+"""Will compression help me? `python -m jaxcomm.planner MODULE:FUNCTION [options]`.
+
+FUNCTION takes nothing and returns (loss_fn, params, batch), or those and an optimizer: loss_fn(params, batch) is the
+loss of one device, batch a global batch. With --rate nothing is run: shapes, the link and a table of costs make a rapid
+estimate; FUNCTION may then return shapes alone. Without it the devices of this process are measured, each a worker; a
+module that calls `jax.distributed.initialize` itself measures the devices of all processes.
+
+Exit code: 0 if a method is faster than dense, 3 if the advice is to keep dense, 2 for input that cannot be used.
+"""
+
+import argparse
+import importlib
+import math
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxcomm.parallel.mesh import make_mesh
+from jaxcomm.planner.advise import Advice, advise, estimate
+
+KEEP_DENSE = 3  # exit code
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxcomm.planner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("problem", metavar="MODULE:FUNCTION", help="returns (loss_fn, params, batch[, optimizer])")
+    parser.add_argument("--rate", help="a link that is given, not measured: 100mbit, 1gbit")
+    parser.add_argument("--latency-ms", type=float, default=0.0, help="of the given link, one way")
+    parser.add_argument("--workers", type=int, help="K; with --rate any number, else all devices")
+    parser.add_argument("--compute-ms", type=float, default=0.0, help="of a step without an exchange, with --rate")
+    parser.add_argument("--copy-gbyte", type=float, default=10.0, help="GB/s of a copy in memory, with --rate")
+    parser.add_argument("--seconds", type=float, default=60.0, help="after which no further method is timed")
+    parser.add_argument("--json", type=Path, help="file for everything")
+    args = parser.parse_args(argv)
+    try:
+        advice = _advise(args)
+        if args.json is not None:
+            args.json.write_text(advice.json() + "\n")
+    except (ValueError, OSError) as error:
+        print(f"jaxcomm.planner: {error}", file=sys.stderr)
+        return 2
+    if jax.process_index() == 0:
+        print(advice)
+    return KEEP_DENSE if advice.keeps_dense else 0
+
+
+def _advise(args: argparse.Namespace) -> Advice:
+    if args.rate is None and (args.latency_ms or args.compute_ms):
+        raise ValueError("--latency-ms and --compute-ms must go with --rate; got none. Pass it, or leave them out.")
+    rate = None if args.rate is None else bits_per_second(args.rate)
+    given = _problem(args.problem)
+    loss_fn, params, batch = given[:3]
+    if rate is not None:
+        if args.workers is None:
+            raise ValueError("--workers must be given with --rate; got none. Say how many there would be.")
+        latency, compute = args.latency_ms / 1e3, args.compute_ms / 1e3
+        copy = 1 / (1e9 * args.copy_gbyte) if args.copy_gbyte > 0 else math.inf
+        return estimate(params, args.workers, rate, latency=latency, compute=compute, copy=copy)
+    mesh = make_mesh(data=args.workers or jax.device_count())
+    optimizer = given[3] if len(given) == 4 else None
+    return advise(loss_fn, params, batch, mesh, optimizer=optimizer, seconds=args.seconds)
+
+
+def _problem(name: str) -> tuple[Any, ...]:
+    """Calls the function that describes what is trained."""
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise ValueError(f"The problem must be MODULE:FUNCTION; got {name!r}. Write my_training:problem, say.")
+    sys.path.insert(0, os.getcwd())
+    try:
+        call = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name} must be importable from here; got {error}. Look at the names.") from None
+    given = call()
+    if not isinstance(given, tuple) or len(given) not in (3, 4):
+        raise ValueError(
+            f"{name} must return (loss_fn, params, batch) or (loss_fn, params, batch, optimizer); got "
+            f"{type(given).__name__}. Change what it returns."
+        )
+    return given
+
+
+def bits_per_second(rate: str) -> float:
+    """Reads the speed of a link: "100mbit", "1gbit".
+
+    Raises:
+      ValueError: if it is no positive number with its unit.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
+    bits = float(match[1]) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}[match[2]] if match else 0.0
+    if bits <= 0:
+        raise ValueError(f"--rate must be a positive number with its unit; got {rate!r}. Write 100mbit, say.")
+    return bits
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,219 @@
+"""What an assignment is made of: blocks, tensors with ways to exchange them, devices, links; and what a step costs."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+
+from jaxcomm.checks import check_count, check_range
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to exchange a tensor's gradient.
+
+    Attributes:
+      name: of the way, such as "topk(0.99)". Tensors that share it in a stage pay its start once.
+      seconds: that this tensor adds to a step, coding and wire.
+      error: what it adds to the error of the mean gradient; 0 for a dense exchange.
+      memory: bytes on each device that holds the tensor.
+    """
+
+    name: str
+    seconds: float
+    error: float = 0.0
+    memory: int = 0
+
+    def __post_init__(self):
+        of = f"of option {self.name!r}"
+        _check_amount(f"seconds {of}", self.seconds)
+        _check_amount(f"error {of}", self.error)
+        _check_bytes(f"memory {of}", self.memory)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor, or tensors that are exchanged in the same way.
+
+    Attributes:
+      name: unlike that of any other tensor.
+      options: the ways to exchange it, of which one is chosen.
+    """
+
+    name: str
+    options: tuple[Option, ...]
+
+    def __post_init__(self):
+        names = [option.name for option in self.options]
+        if not names or len(set(names)) < len(names):
+            raise ValueError(
+                f"A tensor has at least one option, each with a name of its own, got {names} for tensor "
+                f"{self.name!r}: give it a dense one, and every name once."
+            )
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of a model that is not cut.
+
+    Attributes:
+      name: for messages.
+      seconds: forward and backward, for one worker's whole batch on a device of speed 1.
+      memory: bytes of parameters, optimizer and activations.
+      boundary_bytes: that cross in a step, both ways together, for each worker, if the model is cut after this block.
+      tensors: whose gradients are exchanged.
+    """
+
+    name: str
+    seconds: float
+    memory: int = 0
+    boundary_bytes: float = 0
+    tensors: tuple[Tensor, ...] = ()
+
+    def __post_init__(self):
+        of = f"of block {self.name!r}"
+        _check_amount(f"seconds {of}", self.seconds)
+        _check_bytes(f"memory {of}", self.memory)
+        _check_amount(f"boundary_bytes {of}", self.boundary_bytes)
+
+
+@dataclass(frozen=True)
+class Device:
+    """The slowest and smallest device of a stage.
+
+    Attributes:
+      speed: a block takes `seconds / speed`.
+      memory: bytes, or None for no limit.
+    """
+
+    speed: float = 1.0
+    memory: int | None = None
+
+    def __post_init__(self):
+        holds = isinstance(self.speed, Real) and math.isfinite(self.speed) and self.speed > 0
+        check_range("speed of a device", self.speed, "finite and above 0", holds, "1.0 is the speed of Block.seconds")
+        if self.memory is not None:
+            _check_bytes("memory of a device", self.memory)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be assigned.
+
+    Attributes:
+      blocks: of the model, in order.
+      devices: one for every stage, in order.
+      link_seconds_per_byte: of the link between every stage and the next.
+      link_seconds: latency of a message on each of these links.
+      starts: seconds that a stage pays once if any of its tensors uses an option of this name, such as the latency of
+        its collectives. Names that are not here cost nothing.
+      micro_batches: M, in which a batch goes through the stages.
+      error_budget: the largest sum of the errors of all tensors, or None for no limit.
+    """
+
+    blocks: tuple[Block, ...]
+    devices: tuple[Device, ...] = (Device(),)
+    link_seconds_per_byte: tuple[float, ...] = ()
+    link_seconds: tuple[float, ...] = ()
+    starts: Mapping[str, float] = field(default_factory=dict)
+    micro_batches: int = 1
+    error_budget: float | None = None
+
+    def __post_init__(self):
+        B, S = len(self.blocks), len(self.devices)
+        if not B or not 1 <= S <= B:
+            raise ValueError(
+                f"A model of at least one block has at least one stage and no stage without a block, got {B} blocks "
+                f"for {S} stages: give a device for every stage, and at most as many as blocks."
+            )
+        for name in ("link_seconds_per_byte", "link_seconds"):
+            values = getattr(self, name)
+            if len(values) != S - 1:
+                raise ValueError(
+                    f"{name} has a value for every stage but the last, got {len(values)} for {S} stages: give {S - 1}."
+                )
+            for value in values:
+                _check_amount(name, value)
+        for name, value in self.starts.items():
+            _check_amount(f"start of option {name!r}", value)
+        check_count("micro_batches", self.micro_batches, 1, "1 is the whole batch at once")
+        if self.error_budget is not None:
+            _check_amount("error_budget", self.error_budget)
+        names = [tensor.name for block in self.blocks for tensor in block.tensors]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"Tensors have names of their own, got {twice!r} twice: put the block's name before it.")
+
+    def start(self, option: str) -> float:
+        """Returns the seconds that a stage pays once for an option's name."""
+        return self.starts.get(option, 0.0)
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """The seconds of a step, by what takes them.
+
+    Attributes:
+      compute: forward and backward of all micro batches, until the slowest stage is done.
+      boundaries: what crosses between stages.
+      exchange: of the gradients, in the stage where it takes longest.
+    """
+
+    compute: float
+    boundaries: float
+    exchange: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.compute + self.boundaries + self.exchange
+
+
+def fill(problem: Problem) -> float:
+    """Returns how much longer than its slowest stage a pipeline takes: (M + S - 1) / M, as GPipe's."""
+    return (problem.micro_batches + len(problem.devices) - 1) / problem.micro_batches
+
+
+def crossing_seconds(problem: Problem, stage: int, block: int) -> float:
+    """Returns the seconds at the end of a stage (not the last) if `block` is its last: 2 M messages, and the bytes."""
+    messages = 2 * problem.micro_batches * problem.link_seconds[stage]
+    return messages + problem.blocks[block].boundary_bytes * problem.link_seconds_per_byte[stage]
+
+
+def step_parts(problem: Problem, stages: Sequence[int], options: Mapping[str, str]) -> StepParts:
+    """Returns what a step costs.
+
+    compute = (M + S - 1) / M * the longest stage's sum of `seconds / speed`
+    boundaries = the sum over cuts of 2 M * latency + bytes * seconds per byte
+    exchange = the longest stage's sum of its tensors' options and of the starts of the names that it uses
+
+    Args:
+      problem: blocks, devices, links.
+      stages: the stage of each block.
+      options: the name of each tensor's option.
+    """
+    S = len(problem.devices)
+    compute, exchange, names = [0.0] * S, [0.0] * S, [set[str]() for _ in range(S)]
+    for stage, block in zip(stages, problem.blocks, strict=True):
+        compute[stage] += block.seconds / problem.devices[stage].speed
+        for tensor in block.tensors:
+            (chosen,) = [option for option in tensor.options if option.name == options[tensor.name]]
+            exchange[stage] += chosen.seconds
+            names[stage].add(chosen.name)
+    starts = [sum(problem.start(name) for name in sorted(used)) for used in names]
+    ends = [b for b in range(len(stages) - 1) if stages[b] != stages[b + 1]]
+    return StepParts(
+        compute=fill(problem) * max(compute),
+        boundaries=math.fsum(crossing_seconds(problem, stages[b], b) for b in ends),
+        exchange=max(a + b for a, b in zip(exchange, starts, strict=True)),
+    )
+
+
+def _check_amount(name: str, value: float) -> None:
+    holds = isinstance(value, Real) and math.isfinite(value) and value >= 0
+    check_range(name, value, "finite and at least 0", holds, "measure it, or leave the option or the limit out")
+
+
+def _check_bytes(name: str, value: int) -> None:
+    holds = isinstance(value, Integral) and value >= 0
+    check_range(name, value, "a whole number of bytes, at least 0", holds, "round it up")

@@ -1,0 +1,65 @@
+"""What would be fastest on these machines: `python -m train NAME --advise`."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxcomm as jc
+from configs.experiment import Experiment
+from jaxcomm.planner import Advice, advise, candidates
+from models.functional import apply, split
+from train.architectures import make_model
+from train.data import dataset_info, train_batches
+from train.methods import make_exchange, make_optimizer, run_name
+from train.tasks import make_task
+
+
+def advise_experiment(experiment: Experiment, seconds: float = 60.0) -> Advice:
+    """Measures an experiment's model, batch, optimizer and mesh, and compares methods, its own among them.
+
+    Every process of the mesh calls it together.
+
+    Raises:
+      ValueError: for workers that are several devices.
+    """
+    devices = {"slices": experiment.slices, "stages": experiment.stages, "model_parallel": experiment.model_parallel}
+    several = {name: count for name, count in devices.items() if count > 1}
+    if several or experiment.dense_layers != "exchange":
+        raise ValueError(
+            f"--advise must be of workers that hold the whole model; got {several or experiment.dense_layers}. Leave "
+            "out --slices, --stages, --model-parallel and --dense-layers."
+        )
+    info = dataset_info(experiment.dataset, experiment.data_dir)
+    task = make_task(info, experiment.label_smoothing)
+    whole = split(make_model(experiment.architecture, info, experiment.dtype, experiment.seed))
+    batches = train_batches(
+        experiment.dataset,
+        seed=experiment.seed,
+        augment=experiment.augment,
+        global_batch=experiment.global_batch,
+        process_index=0,
+        process_count=1,  # every process has the whole batch, and takes its workers' rows
+        data_dir=experiment.data_dir,
+        mean=experiment.mean,
+    )
+    batch = {name: np.asarray(rows) for name, rows in next(batches).items()}
+    batches.close()
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        output, _ = apply(
+            whole.graph, params, whole.stats, batch, training=True, rows_per_group=experiment.rows_per_group
+        )
+        return task.loss(output, batch)[0]
+
+    mesh = jc.make_mesh(data=experiment.workers)
+    own = make_exchange(experiment.method, momentum=experiment.momentum)
+    return advise(
+        loss_fn,
+        whole.params,
+        batch,
+        mesh,
+        optimizer=make_optimizer(experiment),
+        methods=candidates() | {f"--method {run_name(experiment.method)}": own},
+        seconds=seconds,
+    )
