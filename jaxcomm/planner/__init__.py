@@ -4,17 +4,25 @@ from jaxcomm.planner.advise import Advice, Prediction, advise, candidates, estim
 from jaxcomm.planner.alone import alone
 from jaxcomm.planner.costs import COPY_BYTES
 from jaxcomm.planner.links import Link, Links, given_links, measure_links
+from jaxcomm.planner.plan import ModelBlock, Plan, make_plan, place, read_plan
+from jaxcomm.planner.problem import Device
 
 __all__ = [
     "COPY_BYTES",
     "Advice",
+    "Device",
     "Link",
     "Links",
+    "ModelBlock",
+    "Plan",
     "Prediction",
     "advise",
     "alone",
     "candidates",
     "estimate",
     "given_links",
+    "make_plan",
     "measure_links",
+    "place",
+    "read_plan",
 ]

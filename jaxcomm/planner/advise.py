@@ -47,7 +47,8 @@ class Prediction:
       step: predicted seconds of a step: computing, coding and wire one after another.
       low: the lower end of its range.
       high: the upper end.
-      wire: seconds on the wire, in the prediction.
+      wire: seconds on the wire.
+      latency: the part of it that does not depend on the bytes.
       coding: seconds of selecting, coding and decoding.
       measured: whether `coding` was timed here, and not taken from the table of costs.
       memory: bytes that the method keeps on each worker.
@@ -63,6 +64,7 @@ class Prediction:
     low: float
     high: float
     wire: float
+    latency: float
     coding: float
     measured: bool
     memory: int
@@ -346,6 +348,7 @@ def _advice(
                 low=compute.low + cost.low + wire.seconds - wire.error,
                 high=compute.high + cost.high + wire.seconds + wire.error,
                 wire=wire.seconds,
+                latency=wire.latency,
                 coding=cost.seconds,
                 measured=cost.measured,
                 memory=state_bytes(tx, params, sizes, axis_name),
