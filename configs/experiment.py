@@ -122,6 +122,10 @@ class Experiment:
     advise: bool = False
     """Train nothing: measure the machines and the link, and say which method would be fastest. The exit code is 0 if
     one is faster than dense, 3 if none is."""
+    plan: Path | None = None
+    """File of a plan, which says how every tensor is exchanged, in place of the method; --advise writes it."""
+    error_budget: float | None = None
+    """With --advise and --plan: the largest part of the gradient's squared norm that one step may leave out."""
     resume: bool = False
     """Go on with the newest run of this name under --out, from its last checkpoint."""
     out: Path = Path("runs")

@@ -66,15 +66,17 @@ def run(experiment: Experiment, processes: Processes) -> int:
     from train.job import make_job
     from train.loop import train
     from train.methods import run_name
+    from train.plans import Planned
     from train.processes import wait_for_all
     from train.progress import Bar
     from train.tables import check_file, print_table, write_records
 
     check_file("--json", experiment.json)
-    runs = [(experiment, experiment.method)]
+    planned = None if experiment.plan is None else Planned(experiment.plan)
+    runs: list[tuple[Experiment, Any]] = [(experiment, planned or experiment.method)]
     # The baseline's activations are all sent, and the gradients of its dense layers are exchanged.
     whole = dataclasses.replace(experiment, boundary=BoundaryFields(), dense_layers="exchange")
-    if experiment.baseline and (experiment.method != PlumpDp() or experiment != whole):
+    if experiment.baseline and (runs[0][1] != PlumpDp() or experiment != whole):
         runs.insert(0, (whole, PlumpDp()))
     jobs = [make_job(each, method) for each, method in runs]  # errors of the last come before the first is trained
     out = run_folder(experiment.out, experiment.name, resume=experiment.resume)
@@ -110,11 +112,14 @@ def advise(experiment: Experiment, processes: Processes) -> int:
     from train.tables import check_file
 
     check_file("--json", experiment.json)
-    advice = advise_experiment(experiment)
+    advice, plan = advise_experiment(experiment)
     if processes.index == 0:
         print(advice)
         if experiment.json is not None:
             experiment.json.write_text(advice.json() + "\n")
+        if plan is not None and experiment.plan is not None:
+            plan.write(experiment.plan)
+            print(f"{plan}\nwritten to {experiment.plan}; train with it: --plan {experiment.plan}")
     return 3 if advice.keeps_dense else 0
 
 

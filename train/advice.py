@@ -7,7 +7,7 @@ import numpy as np
 
 import jaxcomm as jc
 from configs.experiment import Experiment
-from jaxcomm.planner import Advice, advise, candidates
+from jaxcomm.planner import Advice, Plan, advise, candidates, make_plan
 from models.functional import apply, split
 from train.architectures import make_model
 from train.data import dataset_info, train_batches
@@ -15,10 +15,13 @@ from train.methods import make_exchange, make_optimizer, run_name
 from train.tasks import make_task
 
 
-def advise_experiment(experiment: Experiment, seconds: float = 60.0) -> Advice:
+def advise_experiment(experiment: Experiment, seconds: float = 60.0) -> tuple[Advice, Plan | None]:
     """Measures an experiment's model, batch, optimizer and mesh, and compares methods, its own among them.
 
     Every process of the mesh calls it together.
+
+    Returns:
+      The advice; and a plan for the gradient of the first batch, where `experiment.plan` asks for one.
 
     Raises:
       ValueError: for workers that are several devices.
@@ -54,7 +57,7 @@ def advise_experiment(experiment: Experiment, seconds: float = 60.0) -> Advice:
 
     mesh = jc.make_mesh(data=experiment.workers)
     own = make_exchange(experiment.method, momentum=experiment.momentum)
-    return advise(
+    advice = advise(
         loss_fn,
         whole.params,
         batch,
@@ -63,3 +66,7 @@ def advise_experiment(experiment: Experiment, seconds: float = 60.0) -> Advice:
         methods=candidates() | {f"--method {run_name(experiment.method)}": own},
         seconds=seconds,
     )
+    if experiment.plan is None:
+        return advice, None
+    gradient = None if experiment.error_budget is None else jax.grad(loss_fn)(whole.params, batch)
+    return advice, make_plan(advice, whole.params, error_budget=experiment.error_budget, gradient=gradient)

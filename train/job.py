@@ -23,6 +23,7 @@ from train.architectures import choose_cuts, make_model
 from train.data import DatasetInfo, TranslationInfo, dataset_info
 from train.dense_layers import multiply_late, shards_of, with_dense
 from train.methods import make_chain
+from train.plans import check_plan
 from train.tasks import Task, make_task
 
 OTHER_BYTES = 512  # that a step may receive beside its exchange: losses, metrics and counts
@@ -74,6 +75,7 @@ def make_job(experiment: Experiment, method: Method, boundary: Callable[..., jc.
     info = dataset_info(experiment.dataset, experiment.data_dir)
     task = make_task(info, experiment.label_smoothing)
     whole = split(_abstract(experiment, info))
+    check_plan(method, experiment, whole.params)
     axes = {"slice": experiment.slices, "data": experiment.workers // experiment.slices, "stage": experiment.stages}
     axes["model"] = experiment.model_parallel
     mesh = jc.make_mesh(**{name: size for name, size in axes.items() if size > 1 or name == "data"})

@@ -24,6 +24,7 @@ from train.data import eval_batches, open_text, train_batches
 from train.job import Job, make_job
 from train.methods import is_rare, run_name
 from train.metrics import Evaluation, Log, Summary
+from train.plans import Watch
 from train.processes import Processes
 from train.scores import bleu
 
@@ -126,13 +127,15 @@ def train(
             raise ValueError(message)
 
     last = experiment.steps if experiment.stop_after is None else min(experiment.stop_after, experiment.steps)
-    step, pending, is_due = done, None, False
+    step, pending, is_due, watch = done, None, False, Watch(method)
     with _sigterm(processes) as stopping:
         while step < last:
             batch = _to_mesh(next(batches), job)
             if step == done:
                 progress.say(f"{name}: {job.verify(state, batch)}")
-            state, metrics = job.step(state, batch)
+            (state, metrics), line = watch.run(partial(job.step, state, batch))
+            if line is not None:
+                progress.say(f"{name}: {line}")
             step += 1
             at_end, test = step == experiment.steps, None
             if at_end or step % experiment.eval_every == 0:

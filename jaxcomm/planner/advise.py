@@ -339,14 +339,15 @@ def _advice(
     link, rows = links.link(reports["plump_dp"].program.always[0]), []
     for name, tx in chosen.items():
         wire, cost = wires[name], coding[name]
-        step = fixed(name) + wire.transfer
+        local = compute.plus(cost)
+        step = local.seconds + wire.seconds
         rows.append(
             Prediction(
                 method=name,
                 bytes=reports[name].received,
                 step=step,
-                low=compute.low + cost.low + wire.seconds - wire.error,
-                high=compute.high + cost.high + wire.seconds + wire.error,
+                low=step - math.hypot(local.seconds - local.low, wire.error),
+                high=step + math.hypot(local.high - local.seconds, wire.error),
                 wire=wire.seconds,
                 latency=wire.latency,
                 coding=cost.seconds,
@@ -391,16 +392,15 @@ def _until(bits: float) -> str:
 def _verdict(rows: list[Prediction]) -> tuple[str, str]:
     dense = min((row for row in rows if row.method in ("plump_dp", DENSE)), key=lambda row: row.step)
     best = rows[0]
-    if best.method != dense.method and dense.step / best.step < _WORTHWHILE:
-        return dense.method, (
-            f"keep dense: {dense.method}. The fastest, {best.method}, is predicted to take "
-            f"{best.step / dense.step:.0%} of its step, too little to gain."
-        )
     if best.method == dense.method:
         return dense.method, f"keep dense: {dense.method}. No compressor is predicted to be faster on this link."
-    doubt = "" if best.high < dense.low else ", so perhaps not at all"
+    if dense.step / best.step < _WORTHWHILE or best.step > dense.low:
+        return dense.method, (
+            f"keep dense: {dense.method}. The fastest, {best.method}, is predicted to take "
+            f"{best.step / dense.step:.0%} of its step, and the range of dense reaches down to "
+            f"{dense.low / dense.step:.0%}: too little to gain, or too uncertain."
+        )
     return best.method, (
         f"{best.method}: {dense.step / best.step:.2f}x faster than {dense.method} (between "
-        f"{dense.low / best.high:.2f}x and {dense.high / best.low:.2f}x{doubt}). "
-        f"{_until(best.break_even)}"
+        f"{dense.low / best.high:.2f}x and {dense.high / max(best.low, 1e-9):.2f}x). {_until(best.break_even)}"
     )

@@ -1,6 +1,7 @@
 """What computing costs: the user's own step without an exchange, and each method's selecting and coding."""
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -46,14 +47,17 @@ class Cost:
     high: float
     measured: bool = True
 
-    def __add__(self, other: "Cost") -> "Cost":
-        is_measured = self.measured and other.measured
-        return Cost(self.seconds + other.seconds, self.low + other.low, self.high + other.high, is_measured)
-
     def beyond(self, other: "Cost") -> "Cost":
         """Returns what it costs more than another, at least nothing."""
-        parts = (self.seconds - other.seconds, self.low - other.low, self.high - other.high)
-        return Cost(*(max(0.0, part) for part in parts), measured=self.measured)
+        return self.plus(other, -1)
+
+    def plus(self, other: "Cost", sign: int = 1) -> "Cost":
+        """Returns the sum, or the difference where `sign` is -1; their ranges add up as independent errors do."""
+        seconds = max(0.0, self.seconds + sign * other.seconds)
+        down, up = (other.seconds - other.low, other.high - other.seconds)[::sign]
+        low = seconds - math.hypot(self.seconds - self.low, down)
+        high = seconds + math.hypot(self.high - self.seconds, up)
+        return Cost(seconds, max(0.0, low), high, self.measured and other.measured)
 
     def __mul__(self, factor: float) -> "Cost":
         return Cost(self.seconds * factor, self.low * factor, self.high * factor, self.measured)
@@ -205,6 +209,7 @@ def _time(
         seconds = []
         for count in range(2 + _REPEATS):
             state = jax.block_until_ready(restart(state, count if count < 2 else step))
+            agreed(0.0, bench.mesh)  # workers that share cores compute at the same time in training, too
             begin = time.perf_counter()
             state = jax.block_until_ready(compiled(state, *args))
             seconds.append(time.perf_counter() - begin)
@@ -216,7 +221,7 @@ def _time(
     if period == 1:
         return exchange
     _, quiet = time_steps(state, late)
-    return (exchange + quiet * (period - 1)) * (1 / period)
+    return exchange.plus(quiet * (period - 1)) * (1 / period)
 
 
 def _restarted(state: Any, step: int) -> Any:

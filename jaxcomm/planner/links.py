@@ -1,5 +1,6 @@
 """What collectives cost on a link: measured on the live mesh, or reckoned from a rate and a latency."""
 
+import functools
 import math
 import statistics
 import time
@@ -233,11 +234,19 @@ def time_calls(call: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def agreed(seconds: float, mesh: Mesh) -> float:
-    """Returns the largest of all processes' numbers: a step ends when the last worker does. Nothing for one process."""
+    """Returns the largest of all processes' numbers: a step ends when the last worker does. Nothing for one process.
+
+    All processes leave it at once, so that it is a barrier, too.
+    """
     if jax.process_count() == 1:
         return seconds
-    axes = mesh.axis_names
+    sharding, largest = _largest(mesh)
     rows = np.full((mesh.local_mesh.devices.size, 1), seconds, np.float32)
-    values = jax.make_array_from_process_local_data(NamedSharding(mesh, P(axes)), rows)
-    largest = jax.jit(jax.shard_map(lambda x: lax.pmax(x, axes), mesh=mesh, in_specs=P(axes), out_specs=P()))(values)
-    return float(np.asarray(largest.addressable_data(0)).max())
+    return float(np.asarray(largest(jax.make_array_from_process_local_data(sharding, rows)).addressable_data(0)).max())
+
+
+@functools.lru_cache(maxsize=8)
+def _largest(mesh: Mesh) -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
+    axes = mesh.axis_names
+    function = jax.shard_map(lambda x: lax.pmax(x, axes), mesh=mesh, in_specs=P(axes), out_specs=P())
+    return NamedSharding(mesh, P(axes)), jax.jit(function)

@@ -20,11 +20,11 @@ from jaxcomm.accounting.report import wire_report
 from jaxcomm.collectives.axis import AxisName
 from jaxcomm.exchange import Exchange, exchange_states, leaf_name
 from jaxcomm.planner.advise import Advice, candidates
-from jaxcomm.planner.assign import solve
+from jaxcomm.planner.assign import Assignment, solve
 from jaxcomm.planner.problem import Block, Device, Option, Problem, Tensor
 
 FORMAT = 1
-_PROBES = ((64, 64), (256, 256))  # shapes of which a method sends bytes in proportion, or not
+_PROBES = ((512, 512), (2048, 2048))  # by which it shows whether bytes are in proportion to elements
 _NOISE = (256, 64)  # of the gradient that errors are measured on
 
 
@@ -180,6 +180,8 @@ def make_plan(
 ) -> Plan:
     """Finds the exchange of every tensor, and the stage of every block, with the shortest predicted step.
 
+    Stages share one exchange, since their parameters are stacked, tensor on tensor.
+
     What a tensor adds to a step is its part of a method's predicted coding, by its elements, and of its wire, by its
     bytes; a method that is used at all costs its latency once. `jaxcomm.planner.assign.solve` minimises the step.
 
@@ -243,7 +245,9 @@ def make_plan(
         micro_batches=micro_batches,
         error_budget=error_budget,
     )
-    found = solve(problem, time_limit=time_limit)
+    found = (
+        _solve_stages(problem, list(usable), time_limit) if len(devices) > 1 else solve(problem, time_limit=time_limit)
+    )
     stages = np.asarray(found.stages)
     return Plan(
         workers=advice.workers,
@@ -256,6 +260,32 @@ def make_plan(
         exchange_seconds=found.parts.exchange,
         optimal=found.optimal,
     )
+
+
+def _solve_stages(problem: Problem, names: Sequence[str], time_limit: float) -> Assignment:
+    """Solves for stages, whose parameters are stacked, tensor on tensor: so they share one exchange."""
+    best, refused = None, None
+    for name in names:
+        blocks = tuple(
+            dataclasses.replace(
+                block,
+                tensors=tuple(
+                    Tensor(each.name, tuple(option for option in each.options if option.name == name))
+                    for each in block.tensors
+                ),
+            )
+            for block in problem.blocks
+        )
+        try:
+            found = solve(dataclasses.replace(problem, blocks=blocks), time_limit=time_limit / len(names))
+        except ValueError as error:
+            refused = error
+            continue
+        if best is None or found.seconds < best.seconds:
+            best = found
+    if best is None:
+        raise refused or ValueError("methods must be at least one exchange of gradients; got none. Pass plump_dp().")
+    return best
 
 
 def place(
@@ -341,15 +371,12 @@ def _byte_shares(
     tx: optax.GradientTransformation, shapes: Mapping[str, tuple[int, ...]], workers: int
 ) -> dict[str, float]:
     """Returns the part of a method's bytes that each tensor takes."""
-
-    def received(shape: tuple[int, ...]) -> float:
-        return wire_report(tx, jax.ShapeDtypeStruct(shape, jnp.float32), workers).received
-
-    few, many = (received(shape) / math.prod(shape) for shape in _PROBES)
-    found: dict[tuple[int, ...], float] = {}
-    for shape in set(shapes.values()):
-        is_even = many == 0 or abs(few / many - 1) < 0.1
-        found[shape] = float(math.prod(shape)) if is_even else received(shape)
+    few, many = (_received(_method(tx), shape, workers) / math.prod(shape) for shape in _PROBES)
+    is_even = many == 0 or abs(few / many - 1) < 0.25
+    found = {
+        shape: float(math.prod(shape)) if is_even else _received(_method(tx), shape, workers)
+        for shape in set(shapes.values())
+    }
     total = sum(found[shape] for shape in shapes.values()) or 1.0
     return {path: found[shape] / total for path, shape in shapes.items()}
 

@@ -1,0 +1,101 @@
+"""Training by a plan: `python -m train NAME --plan FILE`."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import optax
+
+from configs.experiment import Experiment
+from jaxcomm.exchange import Exchange
+from jaxcomm.planner import Plan, read_plan
+
+FAR = 0.2  # how far a step may be from its prediction before a run says so
+_FIRST, _LAST = 6, 20  # the steps that are timed
+
+
+@dataclass(frozen=True)
+class Planned(Exchange):
+    """The exchanges of a plan, in one transformation. It stands where a method does.
+
+    Attributes:
+      file: of the plan.
+    """
+
+    file: Path
+
+    name: ClassVar[str] = "plan"
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What the file says."""
+        return read_plan(self.file)
+
+    def options(self) -> dict[str, Any]:
+        """Returns what a run records of it."""
+        return {"tensors": dict(self.plan.tensors), "exchanges": dict(self.plan.exchanges)}
+
+    def transform(self) -> optax.GradientTransformation:
+        """Returns the transformation of the plan.
+
+        Raises:
+          ValueError: if some parameters shall bypass it, which the plan does not know.
+        """
+        if self.where is not None or self.others is not None:
+            raise ValueError(
+                "A plan must be for all parameters; got some that are exchanged in another way. Leave out --compress "
+                "and --dense-layers."
+            )
+        return self.plan.transformation(self.axis_name)
+
+
+def check_plan(method: Exchange, experiment: Experiment, params: Any) -> None:
+    """Refuses a plan that was made for another model, or for another mesh. Other methods pass.
+
+    Raises:
+      ValueError: naming what differs.
+    """
+    if not isinstance(method, Planned):
+        return
+    plan = method.plan
+    plan.check(params, experiment.workers)
+    wanted = {"stages": len(plan.cuts) + 1, "cuts": plan.cuts or None, "micro_batches": plan.micro_batches}
+    for name, value in wanted.items():
+        got = getattr(experiment, name)
+        if got != value:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} must be {value} by {method.file}; got {got}. Pass it, or make another plan.")
+
+
+class Watch:
+    """Times the first steps of a run, and compares them with what was predicted."""
+
+    def __init__(self, method: Exchange):
+        """Watches the runs of plans alone."""
+        self.predicted = method.plan.step if isinstance(method, Planned) else None
+        self._steps, self._seconds = 0, list[float]()
+
+    def run(self, step: Callable[[], Any]) -> tuple[Any, str | None]:
+        """Runs a step; returns what it returns, and after some steps a line."""
+        self._steps += 1
+        if self.predicted is None or self._steps > _LAST:
+            return step(), None
+        begin = time.perf_counter()
+        out = jax.block_until_ready(step())
+        if self._steps >= _FIRST:
+            self._seconds.append(time.perf_counter() - begin)
+        return out, compare(self.predicted, self._seconds) if self._steps == _LAST else None
+
+
+def compare(predicted: float, seconds: list[float]) -> str:
+    """Returns a line that says how far steps are from their prediction."""
+    measured = statistics.median(seconds)
+    line = f"A step takes {1e3 * measured:,.1f} ms, predicted were {1e3 * predicted:,.1f}"
+    if abs(measured / predicted - 1) <= FAR:
+        return f"{line}."
+    return f"{line}: more than {FAR:.0%} off. Make another plan on these machines: --advise --plan FILE."
