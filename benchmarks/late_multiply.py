@@ -260,7 +260,7 @@ class _Host:
             compile_s = time.perf_counter() - begin
             alone = self._communication(mode, rows, kernels)
             whole = functools.partial(step, *rows)
-            plan = jc.plan_late_multiply({_name(shape): shape for shape in self.layers}, batch, self.count)
+            plan = jc.accounting.plan_late_multiply({_name(shape): shape for shape in self.layers}, batch, self.count)
             exact = {"late": sum(x.bytes_late for x in plan.layers), "reduce": sum(x.bytes_reduce for x in plan.layers)}
             jax.block_until_ready((whole(), alone()))  # Gloo's connections
             for rate in rates:

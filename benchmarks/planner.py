@@ -23,12 +23,14 @@ import jaxcomm as jc
 from benchmarks.control import Control, check_run, merge_records, print_record, read_records, run, run_hosts, spread
 from benchmarks.netlab import Lab
 from benchmarks.shapes import named
-from jaxcomm.planner.advise import DENSE, candidates
+from jaxcomm.planner.advice import DENSE, candidates
 from train.tables import print_table, write_records
 
 COSTS = Path(__file__).parents[1] / "jaxcomm" / "planner" / "costs.json"
 ACCURACY = Path(__file__).parents[1] / "docs" / "data" / "accuracy.json"
+REGIONS = Path(__file__).parents[1] / "docs" / "figures" / "regions.png"
 WIDTH, LAYERS, CLASSES, ROWS = 1024, 3, 10, 64  # of the MLP
+GAIN = 1.05  # times faster than dense, from which a method is worth its while
 CLOSE, WRONG = 0.10, 0.05  # the targets: how close a step is predicted, and by how much "faster" may be wrong
 
 
@@ -48,6 +50,10 @@ class Config:
     """Timed steps of each cell."""
     seconds: float = 60.0
     """Seconds after which the advice times no further method."""
+    plan: bool = False
+    """Make a plan of each advice, and train with it, too."""
+    regions: bool = False
+    """Draw which method a rapid estimate finds fastest, by link speed and computing time; no lab is needed."""
     calibrate: bool = False
     """Measure the table of costs on this machine instead."""
     json: Path | None = None
@@ -71,6 +77,7 @@ class Record:
     bytes_predicted: float
     coding_measured: bool
     advice_seconds: float
+    uses: str = ""
     error: float = 0.0
     faster_predicted: float = 0.0
     faster_measured: float = 0.0
@@ -80,6 +87,9 @@ def main(config: Config) -> None:
     """Runs the hosts, prints the table, and writes it where asked."""
     if config.calibrate:
         calibrate(config)
+        return
+    if config.regions:
+        draw_regions(config)
         return
     try:
         if config.shapes != "mlp":
@@ -158,9 +168,20 @@ def run_host(config: Config) -> None:
         )
         if control.host == 0:
             print(f"# {rate}\n{advice}", flush=True)
-        for name in methods:
+        timed = dict.fromkeys(methods)
+        if config.plan:
+            plan = _shared_plan(control, advice, params, methods)
+            timed["plan"] = plan
+            step = jc.make_train_step(loss_fn, jc.chain(plan.transformation(), optimizer), mesh)
+            control.set_rate("none")
+            state = jax.jit(step.init)(params)
+            for _ in range(3):
+                state, _ = step(state, rows)
+            runs["plan"] = (step, state)
+            control.set_rate(rate)
+        for name, plan in timed.items():
             step, state = runs[name]
-            period = jc.states.communication_period(jax.eval_shape(methods[name].init, params)) or 1
+            period = jc.states.communication_period(state) or 1
             times, received = [], []
             for _ in range(config.steps):
 
@@ -173,22 +194,77 @@ def run_host(config: Config) -> None:
                 times.append(ms / period)
                 received.append(count / period)
             runs[name] = (step, state)
-            found = advice[name]
+            found = None if plan is not None else advice[name]
             print_record(
                 Record(
                     method=name,
                     hosts=control.hosts,
                     rate=rate,
-                    ms_predicted=1e3 * found.step,
-                    ms_low=1e3 * found.low,
-                    ms_high=1e3 * found.high,
+                    ms_predicted=1e3 * (plan.step if found is None else found.step),
+                    ms_low=1e3 * (plan.step if found is None else found.low),
+                    ms_high=1e3 * (plan.step if found is None else found.high),
                     **spread(times),
                     bytes_kernel=statistics.fmean(received),
-                    bytes_predicted=found.bytes,
-                    coding_measured=found.measured,
+                    bytes_predicted=step.report(state, rows).received,
+                    coding_measured=found is None or found.measured,
                     advice_seconds=advice.seconds,
+                    uses="" if plan is None else ", ".join(f"{key} {len(paths)}" for key, paths in plan.used.items()),
                 )
             )
+
+
+def _shared_plan(control: Control, advice: Any, params: Any, methods: dict[str, optax.GradientTransformation]) -> Any:
+    """Makes a plan on host 0, whose file the others read."""
+    control.requests += 1
+    file = control.folder / f"{control.requests}.plan"
+    if control.host == 0:
+        plan = jc.planner.make_plan(advice, params, methods=methods)
+        print(plan, flush=True)
+        plan.write(file.with_suffix(".draft"))
+        file.with_suffix(".draft").rename(file)
+    control.barrier()
+    return jc.planner.read_plan(file)
+
+
+def draw_regions(config: Config) -> None:
+    """Draws the fastest method by link speed and computing time, for the shapes and numbers of hosts given.
+
+    A method that is less than 5% faster than dense counts as dense.
+    """
+    import matplotlib
+    import numpy as np
+
+    matplotlib.use("Agg")
+    import jax
+    import jax.numpy as jnp
+    import matplotlib.pyplot as plt
+
+    sizes = named("resnet50" if config.shapes == "mlp" else config.shapes)
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sizes]
+    rates, computes = np.logspace(7, 11, 25), np.logspace(-2, 1, 25)
+    hosts = [int(count) for count in config.hosts.split(",")]
+    figure, axes = plt.subplots(1, len(hosts), figsize=(6 * len(hosts), 4.5), squeeze=False, sharey=True)
+    names = list(candidates())
+    colors = plt.get_cmap("tab10")
+    for axis, count in zip(axes[0], hosts, strict=True):
+        advice = jc.planner.estimate(params, count, 1e9, latency=1e-4)
+        rows = [advice[name] for name in names]
+        fixed = np.array([row.coding + row.latency for row in rows])[:, None, None] + computes[None, :, None]
+        steps = fixed + np.array([row.wire - row.latency for row in rows])[:, None, None] * 1e9 / rates
+        best = steps.argmin(0)  # (computing times, rates)
+        dense = [names.index("plump_dp"), names.index(DENSE)]
+        gains = steps[dense].min(0) / steps.min(0)
+        best = np.where(gains < GAIN, np.array(dense)[steps[dense].argmin(0)], best)
+        for index in np.unique(best):
+            rows, columns = np.nonzero(best == index)
+            axis.scatter(rates[columns], computes[rows], color=colors(index), marker="s", s=40, label=names[index])
+        axis.set(xscale="log", yscale="log", xlabel="link, bits a second", title=f"K = {count}")
+        axis.legend(loc="upper right", fontsize=8)
+    axes[0][0].set_ylabel("computing, seconds a step")
+    figure.suptitle(f"What a rapid estimate advises: {config.shapes}, memory copied at 10 GB/s")
+    figure.tight_layout()
+    figure.savefig(REGIONS, dpi=110)
+    print(f"drawn to {REGIONS}")
 
 
 def problem(shapes: str, workers: int) -> tuple[Any, Any, Any]:

@@ -1,10 +1,10 @@
 """Communication-efficient distributed training for JAX: compressed gradients as Optax transformations.
 
 What is used less often is one level down: `jaxcomm.methods` (the dataclasses), `jaxcomm.layers`, `jaxcomm.accounting`,
-`jaxcomm.parallel`, and `jaxcomm.exchange` to write a method of your own.
+`jaxcomm.planner`, `jaxcomm.parallel`, and `jaxcomm.exchange` to write a method of your own.
 """
 
-from jaxcomm.accounting import WireReport, plan_late_multiply, verify, wire_report
+from jaxcomm.accounting import WireReport, verify, wire_report
 from jaxcomm.layers import dct_mp, late_multiply, split_dense
 from jaxcomm.methods import (
     dct_dp,
@@ -33,6 +33,7 @@ from jaxcomm.parallel import (
     state_specs,
 )
 from jaxcomm.pipeline import Pipeline
+from jaxcomm.planner import advise
 from jaxcomm.states import exchange_metrics
 from jaxcomm.train_step import make_train_step, simulate
 from jaxcomm.types import ExchangeMetrics, PerWorker
@@ -44,6 +45,7 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "WireReport",
+    "advise",
     "chain",
     "data_parallel",
     "dct_dp",
@@ -58,7 +60,6 @@ __all__ = [
     "local_sgd",
     "make_mesh",
     "make_train_step",
-    "plan_late_multiply",
     "plump_dp",
     "powersgd",
     "quant_dp",

@@ -33,8 +33,8 @@ class LateLinear(nnx.Linear):
         Args:
           in_features: N.
           out_features: M.
-          mode: "late", "reduce" or "auto", as of `jc.late_multiply`; `plan.mode(path)` of `jc.plan_late_multiply` for
-            an exchange that is not dense.
+          mode: "late", "reduce" or "auto", as of `jc.late_multiply`; `plan.mode(path)` of
+            `jc.accounting.plan_late_multiply` for an exchange that is not dense.
           use_bias: whether there is a bias.
           axis_name: the axis of workers, or the axes along which they lie.
           dtype: to compute in, and of what travels; that of the inputs if not given. The parameters are float32.

@@ -51,7 +51,9 @@ def multiply_late(model: Model, experiment: Experiment, method: Method) -> jc.ac
     """
     exchange = make_exchange(method, momentum=experiment.momentum)
     itemsize = jnp.dtype(experiment.dtype).itemsize
-    plan = jc.plan_late_multiply(split(model).params, experiment.global_batch, experiment.workers, exchange, itemsize)
+    plan = jc.accounting.plan_late_multiply(
+        split(model).params, experiment.global_batch, experiment.workers, exchange, itemsize
+    )
     for path, layer in _layers(model, LateLinear):
         layer.mode = plan.mode(path)
     return plan

@@ -1,6 +1,6 @@
 """What links and devices cost, what each method then costs, and which to use."""
 
-from jaxcomm.planner.advise import Advice, Prediction, advise, candidates, estimate
+from jaxcomm.planner.advice import Advice, Prediction, advise, candidates, estimate
 from jaxcomm.planner.alone import alone
 from jaxcomm.planner.costs import COPY_BYTES
 from jaxcomm.planner.links import Link, Links, given_links, measure_links

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from jaxcomm.parallel.mesh import make_mesh
-from jaxcomm.planner.advise import Advice, advise, estimate
+from jaxcomm.planner.advice import Advice, advise, estimate
 
 KEEP_DENSE = 3  # exit code
 

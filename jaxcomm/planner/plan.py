@@ -19,7 +19,7 @@ from jaxcomm import methods
 from jaxcomm.accounting.report import wire_report
 from jaxcomm.collectives.axis import AxisName
 from jaxcomm.exchange import Exchange, exchange_states, leaf_name
-from jaxcomm.planner.advise import Advice, candidates
+from jaxcomm.planner.advice import Advice, candidates
 from jaxcomm.planner.assign import Assignment, solve
 from jaxcomm.planner.problem import Block, Device, Option, Problem, Tensor
 

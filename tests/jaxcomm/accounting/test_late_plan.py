@@ -25,14 +25,14 @@ def test_the_crossover_is_the_papers_formula(workers):
     for path, (n, m) in ALEXNET.items():
         equal = 2 * n * m / (n + m)
         for rows in (int(equal) // workers * workers, -(-int(equal + 1) // workers) * workers):
-            plan = jc.plan_late_multiply({path: (n, m)}, rows, workers)
+            plan = jc.accounting.plan_late_multiply({path: (n, m)}, rows, workers)
             assert (plan.mode(path) == "late") == (rows < equal)
             np.testing.assert_allclose(plan.layers[0].crossover, equal, rtol=1e-12)
-    assert int(jc.plan_late_multiply(ALEXNET, 192, workers).layers[0].crossover) == 5671
+    assert int(jc.accounting.plan_late_multiply(ALEXNET, 192, workers).layers[0].crossover) == 5671
 
 
 def test_bytes_in_numbers_and_words():
-    plan = jc.plan_late_multiply(ALEXNET, 1792, 4)
+    plan = jc.accounting.plan_late_multiply(ALEXNET, 1792, 4)
     first, _, last = plan.layers
     assert first.bytes_late == 3 * 448 * (9216 + 4096) * 4
     assert first.bytes_reduce == 1.5 * 4 * 9216 * 4096
@@ -45,7 +45,9 @@ def test_bytes_in_numbers_and_words():
 
 
 def test_half_the_bytes_double_the_crossover_and_round_up_to_words():
-    wide, narrow = (jc.plan_late_multiply({"a": (7, 3)}, 15, 3, activation_bytes=size).layers[0] for size in (4, 2))
+    wide, narrow = (
+        jc.accounting.plan_late_multiply({"a": (7, 3)}, 15, 3, activation_bytes=size).layers[0] for size in (4, 2)
+    )
     assert narrow.crossover == 2 * wide.crossover
     assert [traffic.operand_bytes for traffic in wide.late] == [140, 60]
     assert [traffic.operand_bytes for traffic in narrow.late] == [72, 32]
@@ -53,15 +55,15 @@ def test_half_the_bytes_double_the_crossover_and_round_up_to_words():
 
 def test_another_exchange_is_asked_for_its_bytes_of_the_kernel_alone():
     exchange = jc.dct_dp(0.99)
-    plan = jc.plan_late_multiply(ALEXNET, 256, 4, exchange)
+    plan = jc.accounting.plan_late_multiply(ALEXNET, 256, 4, exchange)
     assert [layer.is_late for layer in plan.layers] == [False, False, False]
     for layer in plan.layers:
         assert layer.bytes_reduce == jc.wire_report(exchange, {"kernel": zeros(layer.shape)}, 4).received
-    assert all(layer.is_late for layer in jc.plan_late_multiply(ALEXNET, 8, 4, exchange).layers)
+    assert all(layer.is_late for layer in jc.accounting.plan_late_multiply(ALEXNET, 8, 4, exchange).layers)
     assert plan.traffic == ()
     axes = ("slice", "data")
     groups = jc.hierarchical(jc.plump_dp(axis_name="slice"), inside="data", across="slice")
-    plan = jc.plan_late_multiply(ALEXNET, 256, (2, 2), groups, axis_name=axes)
+    plan = jc.accounting.plan_late_multiply(ALEXNET, 256, (2, 2), groups, axis_name=axes)
     assert plan.workers == 4
     assert {traffic.axes for traffic in plan.traffic} == {axes}
     assert (
@@ -71,7 +73,7 @@ def test_another_exchange_is_asked_for_its_bytes_of_the_kernel_alone():
 
 
 def test_parameters_are_searched_for_matrices_of_the_name_kernel():
-    plan = jc.plan_late_multiply(PARAMS, 8, 4)
+    plan = jc.accounting.plan_late_multiply(PARAMS, 8, 4)
     assert {layer.path: layer.shape for layer in plan.layers} == {"blocks/1": (40, 30), "last/layer": (30, 3)}
     assert (plan.mode("blocks/1"), plan.mode("last/layer")) == ("late", "reduce")
 
@@ -84,7 +86,7 @@ def test_parameters_are_searched_for_matrices_of_the_name_kernel():
     ],
 )
 def test_kernel_and_bias_of_late_layers_are_marked(kernels):
-    plan = jc.plan_late_multiply(kernels, 4, 4)
+    plan = jc.accounting.plan_late_multiply(kernels, 4, 4)
 
     def is_marked(path, leaf):
         return not plan.exchanges(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
@@ -98,7 +100,7 @@ def test_kernel_and_bias_of_late_layers_are_marked(kernels):
 
 
 def test_one_worker_receives_nothing_in_either_way():
-    layer = jc.plan_late_multiply({"a": (7, 3)}, 5, 1).layers[0]
+    layer = jc.accounting.plan_late_multiply({"a": (7, 3)}, 5, 1).layers[0]
     assert (layer.is_late, layer.bytes_late, layer.bytes_reduce, layer.crossover) == (False, 0, 0, float("inf"))
 
 
@@ -117,9 +119,9 @@ def test_one_worker_receives_nothing_in_either_way():
 )
 def test_what_cannot_be_planned_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        jc.plan_late_multiply(*arguments)
+        jc.accounting.plan_late_multiply(*arguments)
 
 
 def test_a_layer_that_the_plan_does_not_know_is_refused():
     with pytest.raises(ValueError, match="got 'fc9': it has fc6, fc7, fc8"):
-        jc.plan_late_multiply(ALEXNET, 8, 4).mode("fc9")
+        jc.accounting.plan_late_multiply(ALEXNET, 8, 4).mode("fc9")

@@ -1,0 +1,163 @@
+"""How to lay a model over 2 to 64 devices, from shapes alone: workers, stages, and an exchange for every tensor.
+
+    python -m benchmarks.placement --rate 1gbit --devices 2,4,8,16,32,64
+
+For every model and number of devices: how many stages, which exchanges, the predicted step beside that of dense in
+bfloat16 among workers alone, and the seconds that the plan took. Computing is 2 multiplications and additions a weight
+and position forward, and twice that backward, at the given speed; the global batch is the same for all.
+"""
+
+import itertools
+import math
+import time
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+import jaxcomm as jc
+from benchmarks.shapes import named
+from jaxcomm.planner.__main__ import bits_per_second
+from jaxcomm.planner.advice import DENSE
+from train.tables import print_table, write_records
+
+BLOCKS = 18  # of a model, at most: so many stages of 8 are solved in time
+BYTES, TRAINED = 4, 3  # of a number; backward costs twice as much as forward
+TOKENS = 32  # of a sentence
+# Positions that a kernel is applied to, in the order of the kernels; a dense layer is applied once.
+_VGG = [224**2] * 2 + [112**2] * 2 + [56**2] * 3 + [28**2] * 3 + [14**2] * 3
+POSITIONS: dict[str, list[int]] = {
+    "alexnet": [55**2, 27**2, *[13**2] * 3],
+    "vgg16": _VGG,
+    "resnet50": [112**2, *[56**2] * 10, *[28**2] * 13, *[14**2] * 19, *[7**2] * 10],
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Plan the placement of models on equal devices."""
+
+    models: str = "alexnet,vgg16,resnet50,dlrm,transformer"
+    """Models, separated by commas."""
+    devices: str = "2,4,8,16,32,64"
+    """Numbers of devices, separated by commas."""
+    rate: str = "1gbit"
+    """Speed of a device's link."""
+    latency_ms: float = 0.1
+    """Of a message."""
+    batch: int = 256
+    """Rows of all workers together."""
+    tflops: float = 10.0
+    """Speed of a device."""
+    copy_gbyte: float = 100.0
+    """GB/s of a copy in a device's memory."""
+    memory_gbyte: float | None = None
+    """Memory of a device; no limit if not given."""
+    micro_batches: int = 4
+    """Of a pipeline."""
+    json: Path | None = None
+    """File for the table, as a list of records."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One plan."""
+
+    model: str
+    devices: int
+    workers: int
+    stages: int
+    exchanges: str
+    ms_step: float
+    ms_dense: float
+    optimal: bool
+    seconds: float
+
+
+def main(config: Config) -> None:
+    """Prints the table."""
+    try:
+        rate, records = bits_per_second(config.rate), []
+        for model in config.models.split(","):
+            shapes = named(model)
+            records += [plan(config, model, shapes, int(count), rate) for count in config.devices.split(",")]
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    rows = [asdict(record) for record in records]
+    print_table(f"Placement at {config.rate}, batch {config.batch}, {config.tflops:g} Tflop/s a device", rows)
+    write_records(config.json, rows)
+
+
+def plan(config: Config, model: str, shapes: list[tuple[int, ...]], devices: int, rate: float) -> Record:
+    """Plans one model on some devices."""
+    import jax
+    import jax.numpy as jnp
+
+    params = {f"{i:03}": jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(shapes)}
+    begin = time.perf_counter()
+
+    @cache
+    def blocks_of(workers: int) -> list[Any]:
+        return blocks(config, model, shapes, workers)
+
+    @cache
+    def advice_of(workers: int) -> Any:
+        compute = sum(block.seconds for block in blocks_of(workers))
+        copy = 1 / (1e9 * config.copy_gbyte)
+        return jc.planner.estimate(params, workers, rate, latency=config.latency_ms / 1e3, compute=compute, copy=copy)
+
+    found = jc.planner.place(
+        devices,
+        params,
+        advice_of,
+        blocks_of,
+        seconds_per_byte=8 / rate,
+        latency=config.latency_ms / 1e3,
+        micro_batches=config.micro_batches,
+        memory=None if config.memory_gbyte is None else int(1e9 * config.memory_gbyte),
+    )
+    return Record(
+        model=model,
+        devices=devices,
+        workers=found.workers,
+        stages=len(found.cuts) + 1,
+        exchanges=", ".join(f"{name} {len(paths)}" for name, paths in found.used.items()),
+        ms_step=1e3 * found.step,
+        ms_dense=1e3 * advice_of(devices)[DENSE].step,
+        optimal=found.optimal,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def blocks(config: Config, model: str, shapes: list[tuple[int, ...]], workers: int) -> list[Any]:
+    """Cuts a model into blocks: a kernel and what follows it, several of them where a model has many."""
+    kernels = [at for at, shape in enumerate(shapes) if len(shape) > 1]
+    starts = [0, *kernels[1:], len(shapes)]
+    positions = POSITIONS.get(model, [])
+    usual = TOKENS if model == "transformer" else 1
+    rows, parts = config.batch / workers, []
+    for order, (first, last) in enumerate(itertools.pairwise(starts)):
+        shape = shapes[first]
+        is_table = model in ("dlrm", "transformer") and shape[0] > 4096 and shape[1] < 1024
+        at = positions[order] if order < len(positions) else usual
+        weights = 0 if is_table else math.prod(shape)  # a table is looked up
+        seconds = 2 * TRAINED * weights * at * rows / (1e12 * config.tflops)
+        parts.append((range(first, last), seconds, shape[-1] * at * rows))
+    size = -(-len(parts) // BLOCKS)
+    groups = [parts[start : start + size] for start in range(0, len(parts), size)]
+    return [
+        jc.planner.ModelBlock(
+            name=f"block {number}",
+            leaves=tuple(f"{leaf:03}" for leaves, _, _ in group for leaf in leaves),
+            seconds=sum(seconds for _, seconds, _ in group),
+            memory=int(BYTES * sum(numbers for _, _, numbers in group)),
+            boundary_bytes=2 * BYTES * group[-1][2],
+        )
+        for number, group in enumerate(groups)
+    ]
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

@@ -1,0 +1,45 @@
+"""The planner's table against the lab: what is counted, and where the table of costs comes from."""
+
+import json
+
+import pytest
+
+from benchmarks.planner import COSTS, Record, accuracy, problem, summary
+from jaxcomm.planner.advice import DENSE
+
+
+def record(method, predicted, median, faster_predicted, faster_measured):
+    return Record(
+        method=method, hosts=2, rate="1gbit", ms_predicted=predicted, ms_low=0.9 * predicted, ms_high=1.1 * predicted,
+        ms_median=median, ms_min=median, ms_max=median, bytes_kernel=None, bytes_predicted=1.0, coding_measured=True,
+        advice_seconds=1.0, error=predicted / median - 1, faster_predicted=faster_predicted,
+        faster_measured=faster_measured,
+    )  # fmt: skip
+
+
+def test_cells_are_counted():
+    records = [
+        record(DENSE, 100, 100, 1.0, 1.0),
+        record("near", 109, 100, 0.9, 0.95),
+        record("far", 50, 100, 2.0, 1.0 - 0.04),
+        record("wrong", 50, 200, 2.0, 0.5),
+    ]
+    assert summary(records) == (
+        "2 of 4 cells are predicted within 10%, 2 lie in their range. Faster or slower than dense in bfloat16 is told "
+        "wrongly in 2 of 3 cells, by more than 5% in: wrong K=2 1gbit."
+    )
+
+
+def test_what_is_known_of_accuracy_is_that_of_the_table():
+    assert json.loads(COSTS.read_text())["accuracy"] == accuracy()
+
+
+@pytest.mark.parametrize("shapes", ["mlp", "1000"])
+def test_problems_have_a_loss_and_a_gradient(shapes):
+    import jax
+
+    loss, params, batch = problem(shapes, 2)
+    rows = jax.tree.map(lambda leaf: leaf[: len(leaf) // 2], batch)
+    value, gradient = jax.value_and_grad(loss)(params, rows)
+    assert abs(float(value)) < 1e4
+    assert all(leaf.any() for leaf in jax.tree.leaves(gradient))

@@ -1,0 +1,82 @@
+"""What collectives cost: by hand for a link that is given, and measured on a mesh of simulated devices."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcomm as jc
+from jaxcomm.planner import Link, Links, given_links, measure_links
+from jaxcomm.traffic import Program, Traffic
+
+N, K = 1000, 4
+PARAMS = {"w": jnp.zeros((20, 50))}
+
+
+def report(tx, workers=K):
+    return jc.wire_report(tx, PARAMS, workers)
+
+
+def test_a_given_link_by_hand():
+    wire = given_links(1e6, latency=0.01).wire(report(jc.plump_dp()))
+    assert wire.latency == pytest.approx(2 * (K - 1) * 0.01)
+    assert wire.transfer == pytest.approx(2 * (K - 1) / K * 4 * N * 8 / 1e6)
+    assert wire.error == pytest.approx(wire.seconds / 4)
+    gathered = given_links(1e6, latency=0.01).wire(report(jc.topk(0.9, collective="gather")))
+    assert gathered.latency == pytest.approx((K - 1) * 0.01)
+    two_shot = given_links(1e6, latency=0.01).wire(report(jc.plump_dp(value_dtype="bfloat16")))
+    assert two_shot.latency == pytest.approx(0.01 + (K - 1) * 0.01)
+    alone = given_links(1e6, latency=0.01).wire(report(jc.plump_dp(), workers=1))
+    assert alone.seconds == 0
+
+
+def test_a_local_method_pays_once_in_its_period():
+    links = given_links(1e6, latency=0.01)
+    every, tenth = links.wire(report(jc.plump_dp())), links.wire(report(jc.local_sgd(10, exchange=jc.plump_dp())))
+    assert tenth.seconds == pytest.approx(every.seconds / 10)
+    assert tenth.error == pytest.approx(every.error / 10)
+
+
+def test_measured_sizes_are_joined_by_lines():
+    link = Link(((0.0, 0.001), (1000.0, 0.002), (10000.0, 0.02)), 0.1)
+    assert link.seconds(0) == 0.001
+    assert link.seconds(500) == pytest.approx(0.0015)
+    assert link.seconds(5500) == pytest.approx(0.011)
+    assert link.seconds(20000) == pytest.approx(0.001 + 2 * 0.019)
+    assert link.bits_per_second == pytest.approx(8 * 10000 / 0.019)
+    links = Links({("all_reduce", ("data",)): link})
+    (traffic,) = report(jc.plump_dp()).program.always
+    assert links.wire(report(jc.plump_dp())).seconds == pytest.approx(link.seconds(float(traffic.received)))
+    with pytest.raises(ValueError, match="must be measured to be predicted; got all_gather over data"):
+        links.wire(report(jc.topk(0.9, collective="gather")))
+
+
+def test_what_runs_several_times_and_what_is_rare():
+    link = Link(((0.0, 0.5), (1.0, 1.5)), 0.0)
+    links = Links({("permute", ("data",)): link})
+    program = Program([Traffic("permute", 3, 2, times=4, axes=("data",))])
+    program.add_conditional([Program(), Program([Traffic("permute", 1000, 2, axes=("data",))])])
+    wire = links.wire(jc.WireReport(2, N, program))
+    assert (wire.latency, wire.transfer) == (4 * 0.5, 4 * 3.0)
+
+
+def test_the_collectives_of_programs_are_measured_on_a_mesh():
+    programs = [report(tx, 2).program for tx in (jc.plump_dp(), jc.plump_dp(value_dtype="bfloat16"))]
+    links = measure_links(jc.make_mesh(data=2), programs)
+    assert set(links.table) == {(op, ("data",)) for op in ("all_reduce", "all_to_all", "all_gather")}
+    for (op, _), link in links.table.items():
+        sizes, seconds = np.array(link.points).T
+        assert (np.diff(sizes) > 0).all(), op
+        assert sizes[1] == pytest.approx(4096, rel=0.01)
+        assert (seconds > 0).all()
+        assert seconds[-1] > seconds[0]
+    with pytest.raises(ValueError, match="must have the axes of the workers"):
+        measure_links(jc.make_mesh(other=2), programs)
+
+
+@pytest.mark.parametrize(
+    ("rate", "latency", "message"),
+    [(0.0, 0.0, "rate must be a positive"), (float("nan"), 0.0, "rate"), (1e9, -1.0, "latency must be seconds")],
+)
+def test_links_that_cannot_be_are_refused(rate, latency, message):
+    with pytest.raises(ValueError, match=message):
+        given_links(rate, latency)

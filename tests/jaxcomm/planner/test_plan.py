@@ -1,0 +1,186 @@
+"""Plans: what is chosen, that it is executed as it says, its file, and what it refuses."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomm as jc
+from jaxcomm.planner import Device, ModelBlock, Plan, estimate, make_plan, place, read_plan
+
+K = 4
+PARAMS = {
+    "fc": {"kernel": jnp.zeros((300, 400)), "bias": jnp.zeros(400)},
+    "head": {"kernel": jnp.zeros((400, 10)), "bias": jnp.zeros(10)},
+}
+METHODS = {"topk": jc.topk(0.99, dense_below=0), "sign": jc.sign(dense_below=0), "powersgd": jc.powersgd(2)}
+MIXED = Plan(
+    workers=K,
+    cuts=(),
+    tensors={
+        "fc/bias": ((400,), "plump_dp"),
+        "fc/kernel": ((300, 400), "topk"),
+        "head/bias": ((10,), "plump_dp"),
+        "head/kernel": ((400, 10), "powersgd"),
+    },
+    exchanges={
+        "plump_dp": {"method": "plump_dp", "options": {}},
+        "topk": {"method": "topk", "options": {"sparsity": 0.99}},
+        "powersgd": {"method": "powersgd", "options": {"rank": 2}},
+    },
+    micro_batches=1,
+    compute=0.1,
+    boundaries=0.0,
+    exchange_seconds=0.02,
+)
+
+
+def advice(rate=1e8, workers=K, **options):
+    return estimate(PARAMS, workers, rate, latency=1e-4, compute=0.1, methods=METHODS, **options)
+
+
+def plan(rate=1e8, **options):
+    return make_plan(advice(rate), PARAMS, methods=METHODS, **options)
+
+
+def test_on_a_fast_link_all_is_dense_and_on_a_slow_one_little_is():
+    assert {name for _, name in plan(1e13).tensors.values()} == {"plump_dp"}
+    slow = plan(1e6)
+    assert slow.tensors["fc/kernel"][1] in METHODS
+    assert slow.step < min(row.step for row in advice(1e6).predictions) * 1.001
+    assert slow.compute == pytest.approx(0.1)
+
+
+def test_a_plan_is_no_slower_than_any_method_for_all():
+    for rate in (1e6, 1e8, 1e9, 1e10, 1e12):
+        fastest = min(row.step for row in advice(rate).predictions)
+        assert plan(rate).step <= fastest * 1.001, rate
+
+
+def test_the_budget_of_errors_is_kept():
+    """On noise the largest hundredth has a tenth of the squared norm, and two of 300 directions about as little."""
+    assert {name for _, name in plan(1e6, error_budget=0.0).tensors.values()} == {"plump_dp"}
+    free, half = plan(1e6), plan(1e6, error_budget=0.5)
+    assert half.step > free.step
+    assert half.tensors["fc/kernel"][1] in ("sign", "plump_dp(bfloat16)", "plump_dp")
+    rows, columns = np.random.default_rng(0).standard_normal((2, 1, 300)), np.ones((2, 400, 1))
+    low_rank = sum((columns[i] @ rows[i]).T for i in range(2)).astype(np.float32)
+    gradient = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), PARAMS)
+    gradient["fc"]["kernel"] = low_rank + np.float32(1e-3)
+    exact = make_plan(advice(1e6), PARAMS, methods=METHODS, error_budget=0.05, gradient=gradient)
+    assert exact.tensors["fc/kernel"][1] == "powersgd"  # all of this gradient has rank 2
+
+
+def test_a_plan_runs_as_it_says_and_in_one_step_for_all():
+    tx = MIXED.transformation()
+    random = np.random.default_rng(0)
+    gradients = jax.tree.map(lambda leaf: random.standard_normal((K, *leaf.shape)).astype(np.float32), PARAMS)
+
+    def first(tx):
+        return jax.vmap(lambda g: tx.update(g, tx.init(g), g)[0], axis_name="data")
+
+    means = first(tx)(gradients)
+    dense = first(jc.plump_dp())(gradients)
+    topk = first(jc.topk(0.99))({"kernel": gradients["fc"]["kernel"]})
+    low_rank = first(jc.powersgd(2))({"kernel": gradients["head"]["kernel"]})
+    np.testing.assert_array_equal(means["fc"]["kernel"], topk["kernel"])
+    np.testing.assert_allclose(means["head"]["kernel"], low_rank["kernel"], rtol=1e-5, atol=1e-6)
+    for layer in ("fc", "head"):
+        np.testing.assert_allclose(means[layer]["bias"], dense[layer]["bias"], rtol=1e-5, atol=1e-6)
+    gradients["head"]["bias"][1, 3] = np.nan
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(first(tx)(gradients)))
+
+
+def test_a_planned_step_trains_on_a_mesh_and_sends_what_its_exchanges_claim():
+    mesh, tx = jc.make_mesh(data=K), optax.chain(MIXED.transformation(), optax.sgd(0.1))
+    random = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: 0.05 * random.standard_normal(leaf.shape).astype(np.float32), PARAMS)
+    x = random.standard_normal((8, 300)).astype(np.float32)
+
+    def loss_fn(params, x):
+        hidden = jax.nn.relu(x @ params["fc"]["kernel"] + params["fc"]["bias"])
+        return ((hidden @ params["head"]["kernel"] + params["head"]["bias"] - 1) ** 2).mean()
+
+    step = jc.make_train_step(loss_fn, tx, mesh)
+    state = step.init(params)
+    step.verify(state, x)
+    losses = []
+    for _ in range(10):
+        state, metrics = step(state, x)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0]
+
+
+def test_a_file_comes_back_as_it_was(tmp_path):
+    file = tmp_path / "plan.json"
+    MIXED.write(file)
+    assert read_plan(file) == MIXED
+    made = plan(1e6)
+    made.write(file)
+    assert read_plan(file).tensors == made.tensors
+    assert "plan for 4 workers: " in str(made)
+    record = json.loads(file.read_text())
+    for change in ({"format": 0}, {"tensors": 3}, {"exchanges": {}}, {"more": 1}):
+        file.write_text(json.dumps(record | change))
+        with pytest.raises(ValueError, match=r"A plan must be a file that `Plan\.write` made, of format 1; got"):
+            read_plan(file)
+    for text in ("", "[]", "{}"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="A plan must be a file"):
+            read_plan(file)
+    with pytest.raises(ValueError, match="A plan must be a file"):
+        read_plan(tmp_path / "missing.json")
+
+
+def test_a_plan_for_another_model_is_refused():
+    MIXED.check(PARAMS, K)
+    with pytest.raises(ValueError, match="must be for 4 workers; got 3"):
+        MIXED.check(PARAMS, 3)
+    with pytest.raises(ValueError, match="got a model without 'head/bias'"):
+        MIXED.check(PARAMS | {"head": {"kernel": PARAMS["head"]["kernel"]}}, K)
+    with pytest.raises(ValueError, match="got a model with 'tail'"):
+        MIXED.check(PARAMS | {"tail": jnp.zeros(1)}, K)
+    with pytest.raises(ValueError, match=r"got \(401,\) at 'fc/bias', planned as \(400,\)"):
+        MIXED.check(PARAMS | {"fc": PARAMS["fc"] | {"bias": jnp.zeros(401)}}, K)
+
+
+BLOCKS = [
+    ModelBlock("fc", ("fc/bias", "fc/kernel"), 0.05, boundary_bytes=1000),
+    ModelBlock("head", ("head/bias", "head/kernel"), 0.05),
+]
+
+
+def test_stages_share_one_exchange_and_are_cut_where_that_is_fastest():
+    made = make_plan(
+        advice(1e6), PARAMS, methods=METHODS, blocks=BLOCKS, devices=[Device(), Device(speed=2.0)],
+        link_seconds_per_byte=[1e-6], link_seconds=[1e-4], micro_batches=4,
+    )  # fmt: skip
+    assert made.cuts == (1,)
+    assert len({name for _, name in made.tensors.values()}) == 1
+    assert made.compute == pytest.approx((4 + 1) / 4 * 0.05)
+    assert made.boundaries == pytest.approx(2 * 4 * 1e-4 + 1000 * 1e-6)
+
+
+def test_memory_makes_stages_and_what_fits_nowhere_is_refused():
+    def placed(memory):
+        return place(
+            4, PARAMS, lambda workers: advice(1e8, workers), lambda workers: BLOCKS, methods=METHODS,
+            seconds_per_byte=8e-8, memory=memory,
+        )  # fmt: skip
+
+    assert placed(None).cuts == ()
+    assert placed(None).workers == 4
+    one_stage = 4 * 3 * sum(leaf.size for leaf in jax.tree.leaves(PARAMS))
+    tight = placed(one_stage - 1)
+    assert (tight.cuts, tight.workers) == ((1,), 2)
+    with pytest.raises(ValueError, match="memory"):
+        placed(1000)
+
+
+def test_blocks_must_have_every_parameter_once():
+    for blocks in (BLOCKS[:1], [*BLOCKS, BLOCKS[0]], [ModelBlock("other", ("nowhere",), 0.1), *BLOCKS]):
+        with pytest.raises(ValueError, match="Blocks must have every parameter once; got"):
+            plan(1e8, blocks=blocks)

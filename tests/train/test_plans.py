@@ -1,0 +1,102 @@
+"""Training by a plan: the advice writes it, a run executes it, and what it refuses."""
+
+import dataclasses
+import json
+
+import pytest
+
+from configs import CONFIGS
+from train.__main__ import main
+from train.advice import advise_experiment
+from train.plans import Watch, compare
+
+SMALL = ["digits", "--workers", "2", "--steps", "4", "--eval-every", "4", "--warmup-steps", "1", "--no-baseline"]
+
+
+@pytest.fixture
+def plan_file(tmp_path):
+    """A plan that is dense in all but the matrices."""
+    from configs.experiment import Experiment
+    from models.functional import split
+    from train.architectures import make_model
+    from train.data import dataset_info
+
+    experiment: Experiment = CONFIGS["digits"]
+    whole = split(make_model(experiment.architecture, dataset_info("digits", None), "float32", 0))
+    import jax
+
+    from jaxcomm.exchange import leaf_name
+
+    tensors = {
+        leaf_name(path): (leaf.shape, "topk" if leaf.ndim > 1 else "dense")
+        for path, leaf in jax.tree_util.tree_leaves_with_path(whole.params)
+    }
+    record = {
+        "format": 1,
+        "workers": 2,
+        "cuts": [],
+        "tensors": tensors,
+        "exchanges": {
+            "dense": {"method": "plump_dp", "options": {}},
+            "topk": {"method": "topk", "options": {"sparsity": 0.9}},
+        },
+        "micro_batches": 1,
+        "compute": 0.01,
+        "boundaries": 0.0,
+        "exchange_seconds": 0.002,
+    }
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(record))
+    return file
+
+
+@pytest.mark.slow
+def test_a_run_by_a_plan_ends_and_goes_on(plan_file, tmp_path, capsys):
+    args = [*SMALL, "--plan", str(plan_file), "--out", str(tmp_path / "runs")]
+    assert main([*args, "--stop-after", "2"]) == 0
+    assert "plan" in capsys.readouterr().out
+    assert main([*args, "--resume"]) == 0
+    assert "resumed after step 2" in capsys.readouterr().out
+    record = json.loads(plan_file.read_text())
+    record["exchanges"]["topk"]["options"]["sparsity"] = 0.5
+    plan_file.write_text(json.dumps(record))
+    assert main([*args, "--resume"]) == 2  # another plan has other residuals
+    assert "method.exchanges" in capsys.readouterr().err
+
+
+def test_a_plan_for_another_run_is_refused(plan_file, tmp_path, capsys):
+    args = [*SMALL, "--plan", str(plan_file), "--out", str(tmp_path / "runs")]
+    for more, message in (
+        (["--workers", "4"], "A plan must be for 2 workers; got 4"),
+        (["--stages", "2"], "--stages must be 1 by"),
+        (["--compress", "kernel"], "A plan must be for all parameters"),
+        (["--plan", str(tmp_path / "none.json")], "A plan must be a file"),
+    ):
+        assert main([*args, *more]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_advice_is_for_workers_that_hold_the_whole_model():
+    digits = CONFIGS["digits"]
+    for change in ({"stages": 2}, {"slices": 2}, {"dense_layers": "late"}):
+        with pytest.raises(ValueError, match="--advise must be of workers that hold the whole model"):
+            advise_experiment(dataclasses.replace(digits, **change))
+
+
+@pytest.mark.slow
+def test_the_trainer_advises_and_writes_a_plan_that_it_can_run(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    assert main([*SMALL, "--advise", "--plan", str(file), "--json", str(tmp_path / "advice.json")]) in (0, 3)
+    out = capsys.readouterr().out
+    assert "verdict: " in out
+    assert "--method dct_dp" in out
+    assert {row["method"] for row in json.loads((tmp_path / "advice.json").read_text())["predictions"]} >= {"plump_dp"}
+    assert main([*SMALL, "--plan", str(file), "--out", str(tmp_path / "runs")]) == 0
+
+
+def test_a_run_says_how_far_it_is_from_its_prediction():
+    assert compare(0.1, [0.11, 0.12, 5.0]).endswith("predicted were 100.0.")
+    assert "more than 20% off" in compare(0.1, [0.13, 0.13])
+    assert "more than 20% off" in compare(0.1, [0.05])
+    assert Watch(CONFIGS["digits"].method).run(lambda: 3) == (3, None)
