@@ -227,9 +227,9 @@ def _shared_plan(control: Control, advice: Any, params: Any, methods: dict[str, 
 
 
 def draw_regions(config: Config) -> None:
-    """Draws the fastest method by link speed and computing time, for the shapes and numbers of hosts given.
+    """Draws the fastest exchange by link speed and computing time, for the shapes and numbers of hosts given.
 
-    A method that is less than 5% faster than dense counts as dense.
+    An exchange that is less than 5% faster than dense counts as dense. Local methods are not among them.
     """
     import matplotlib
     import numpy as np
@@ -239,12 +239,14 @@ def draw_regions(config: Config) -> None:
     import jax.numpy as jnp
     import matplotlib.pyplot as plt
 
-    sizes = named("resnet50" if config.shapes == "mlp" else config.shapes)
+    shapes = "resnet50" if config.shapes == "mlp" else config.shapes
+    sizes = named(shapes)
     params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sizes]
     rates, computes = np.logspace(7, 11, 25), np.logspace(-2, 1, 25)
     hosts = [int(count) for count in config.hosts.split(",")]
-    figure, axes = plt.subplots(1, len(hosts), figsize=(6 * len(hosts), 4.5), squeeze=False, sharey=True)
-    names = list(candidates())
+    figure, axes = plt.subplots(1, len(hosts), figsize=(4 * len(hosts), 4.8), squeeze=False, sharey=True)
+    local = jc.states.communication_period
+    names = [name for name, tx in candidates().items() if local(jax.eval_shape(tx.init, params)) is None]
     colors = plt.get_cmap("tab10")
     for axis, count in zip(axes[0], hosts, strict=True):
         advice = jc.planner.estimate(params, count, 1e9, latency=1e-4)
@@ -257,11 +259,11 @@ def draw_regions(config: Config) -> None:
         best = np.where(gains < GAIN, np.array(dense)[steps[dense].argmin(0)], best)
         for index in np.unique(best):
             rows, columns = np.nonzero(best == index)
-            axis.scatter(rates[columns], computes[rows], color=colors(index), marker="s", s=40, label=names[index])
+            axis.scatter(rates[columns], computes[rows], color=colors(index), marker="s", s=26, label=names[index])
         axis.set(xscale="log", yscale="log", xlabel="link, bits a second", title=f"K = {count}")
-        axis.legend(loc="upper right", fontsize=8)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize=8, ncols=2)
     axes[0][0].set_ylabel("computing, seconds a step")
-    figure.suptitle(f"What a rapid estimate advises: {config.shapes}, memory copied at 10 GB/s")
+    figure.suptitle(f"What a rapid estimate advises: {shapes}, memory copied at 10 GB/s")
     figure.tight_layout()
     figure.savefig(REGIONS, dpi=110)
     print(f"drawn to {REGIONS}")

@@ -51,6 +51,7 @@ class Prediction:
       latency: the part of it that does not depend on the bytes.
       coding: seconds of selecting, coding and decoding.
       measured: whether `coding` was timed here, and not taken from the table of costs.
+      every: steps from one exchange to the next, 1 but for local methods, which train in another way.
       memory: bytes that the method keeps on each worker.
       faster: times faster than dense in bfloat16.
       break_even: bits a second of the link above which dense in bfloat16 is as fast; 0 if it always is, infinite if
@@ -67,6 +68,7 @@ class Prediction:
     latency: float
     coding: float
     measured: bool
+    every: int
     memory: int
     faster: float
     break_even: float
@@ -86,7 +88,8 @@ class Advice:
       latency: seconds of an all-reduce that moves nothing.
       seconds: that measuring took.
       predictions: of every method, the fastest first.
-      best: the method to use; `DENSE` or "plump_dp" for "keep dense".
+      best: the exchange of gradients to use; `DENSE` or "plump_dp" for "keep dense". Local methods are another
+        training, which the verdict mentions where they are faster.
       verdict: why, in a sentence.
     """
 
@@ -352,6 +355,7 @@ def _advice(
                 latency=wire.latency,
                 coding=cost.seconds,
                 measured=cost.measured,
+                every=reports[name].every,
                 memory=state_bytes(tx, params, sizes, axis_name),
                 faster=dense / step,
                 break_even=_break_even(fixed(name), wire, fixed(DENSE), wires[DENSE], link.bits_per_second),
@@ -390,6 +394,15 @@ def _until(bits: float) -> str:
 
 
 def _verdict(rows: list[Prediction]) -> tuple[str, str]:
+    best, verdict = _verdict_of_exchanges([row for row in rows if row.every == 1])
+    local = rows[0]
+    if local.every > 1:
+        step = next(row.step for row in rows if row.method == best)
+        verdict += f" {local.method} would be {step / local.step:.2f}x faster than that, but trains in another way."
+    return best, verdict
+
+
+def _verdict_of_exchanges(rows: list[Prediction]) -> tuple[str, str]:
     dense = min((row for row in rows if row.method in ("plump_dp", DENSE)), key=lambda row: row.step)
     best = rows[0]
     if best.method == dense.method:
