@@ -85,6 +85,11 @@ def test_a_method_without_a_known_cost_is_measured_or_refused(table):
         rapid(1e8, {"mine": jc.sign()})
     local = rapid(1e8, {"local": jc.local_sgd(10, exchange=jc.topk(0.99)), "topk": jc.topk(0.99)})
     assert local["local"].coding == pytest.approx(local["topk"].coding / 10)
+    assert local["local"].every == 10
+    assert local.predictions[0].method == "local"
+    assert local.best == "topk"  # the fastest trains in another way
+    gain = local["topk"].step / local["local"].step
+    assert local.verdict.endswith(f"local would be {gain:.2f}x faster than that, but trains in another way.")
 
 
 def test_the_shipped_table_has_every_candidate():
