@@ -310,7 +310,7 @@ def problem(shapes: str, workers: int) -> tuple[Any, Any, Any]:
 
 
 def calibrate(config: Config) -> None:
-    """Measures every candidate's computing on one device for K = 2 and 8, in copies of the gradient, and writes it."""
+    """Measures every candidate's computing on one device for K = 2 and 32, in copies of the gradient, and writes it."""
     import jax
     import numpy as np
 
@@ -327,7 +327,7 @@ def calibrate(config: Config) -> None:
         if jc.states.communication_period(jax.eval_shape(tx.init, params)) is not None:
             continue  # its exchange, once in so many steps
         copies = {}
-        for workers in (2, 8):
+        for workers in (2, 32):
             bench = Bench(mesh, "data", workers)
             rows, own = bench.spread(gradients), bench.spread(params)
             ratios = []
@@ -335,7 +335,7 @@ def calibrate(config: Config) -> None:
                 copy = measure_copy(bench, n)
                 ratios.append(measure_coding(bench, tx, rows, own).seconds / (jc.planner.COPY_BYTES * n * copy))
             copies[workers] = statistics.median(ratios)
-        slope = max(0.0, (copies[8] - copies[2]) / 6)
+        slope = max(0.0, (copies[32] - copies[2]) / 30)
         (method,) = [found.method for found in jc.exchange.exchange_states(jax.eval_shape(tx.init, params))]
         found[cost_key(method)] = {"fixed": round(max(0.0, copies[2] - 2 * slope), 3), "a_worker": round(slope, 3)}
         print(f"{name}: {found[cost_key(method)]}", flush=True)

@@ -258,7 +258,7 @@ def advise(
         cost = modelled[name]
         return math.inf if cost is None else cost.seconds * factor + links.wire(reports[name]).seconds
 
-    for name in sorted(chosen.keys() - dense, key=promise):
+    for name in sorted((name for name in chosen if name not in dense), key=promise):  # in one order on all processes
         known = modelled[name]
         if known is None or agreed(time.perf_counter() - begin, mesh) < seconds:
             measure(name)

@@ -95,13 +95,11 @@ class Links:
       table: of what was measured.
       rate: bits a second that a worker receives where nothing was measured; None if only `table` counts.
       latency: seconds of a message there.
-      source: "measured" or "given".
     """
 
     table: Mapping[tuple[str, Axes], Link]
     rate: float | None = None
     latency: float = 0.0
-    source: str = "measured"
 
     def link(self, traffic: Traffic) -> Link:
         """Returns the cost of one kind of collective.
@@ -161,7 +159,7 @@ def given_links(rate: float, latency: float = 0.0) -> Links:
     """
     check_range("rate", rate, "a positive number of bits a second", rate > 0 and math.isfinite(rate), "write 1e9")
     check_range("latency", latency, "seconds, 0 or more", latency >= 0 and math.isfinite(latency), "write 1e-4")
-    return Links({}, rate, latency, "given")
+    return Links({}, rate, latency)
 
 
 def measure_links(mesh: Mesh, programs: Sequence[Program]) -> Links:
