@@ -335,12 +335,22 @@ def _uninterrupted() -> Iterator[None]:
     """Keeps signals waiting that would end the lab, so that their handlers raise nowhere inside.
 
     Raised between two instructions of `Popen.poll`, `SystemExit` leaves its lock taken, and `Popen.wait` never returns.
+    A mask of signals would not do: it is the thread's own, and another thread takes the signal for the process.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    if threading.current_thread() is not threading.main_thread():
+        yield  # handlers run in the main thread alone
+        return
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number in before:
+        signal.signal(number, lambda number, _: came.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 def _wait(

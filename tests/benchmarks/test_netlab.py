@@ -269,6 +269,7 @@ def test_a_signal_in_the_middle_of_a_poll_ends_the_lab(monkeypatch, while_it):
             assert taken or not blocking, "nobody will release the lock"
             if not sent:
                 sent.append(os.kill(os.getpid(), signal.SIGTERM))
+                time.sleep(0.1)  # until the other thread has taken it
             return taken
 
         def release(self):
@@ -280,6 +281,8 @@ def test_a_signal_in_the_middle_of_a_poll_ends_the_lab(monkeypatch, while_it):
         def __exit__(self, *_):
             self.release()
 
+    # As JAX has in a process: a thread that takes signals for the process, whatever the main thread blocks.
+    threading.Thread(target=time.sleep, args=(20,), daemon=True).start()
     if while_it == "builds":
         monkeypatch.setattr(threading, "Lock", Interrupted)
         with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)), Lab(1, None):
