@@ -331,7 +331,7 @@ def calibrate(config: Config) -> None:
             bench = Bench(mesh, "data", workers)
             rows, own = bench.spread(gradients), bench.spread(params)
             ratios = []
-            for _ in range(3):  # this machine's cores vary: a ratio is of the same moment
+            for _ in range(7):  # this machine's cores vary: a ratio is of the same moment
                 copy = measure_copy(bench, n)
                 ratios.append(measure_coding(bench, tx, rows, own).seconds / (jc.planner.COPY_BYTES * n * copy))
             copies[workers] = statistics.median(ratios)

@@ -1,7 +1,6 @@
 """What links and devices cost, what each method then costs, and which to use."""
 
 from jaxcomm.planner.advice import Advice, Prediction, advise, candidates, estimate
-from jaxcomm.planner.alone import alone
 from jaxcomm.planner.costs import COPY_BYTES
 from jaxcomm.planner.links import Link, Links, given_links, measure_links
 from jaxcomm.planner.plan import ModelBlock, Plan, make_plan, place, read_plan
@@ -17,7 +16,6 @@ __all__ = [
     "Plan",
     "Prediction",
     "advise",
-    "alone",
     "candidates",
     "estimate",
     "given_links",

@@ -17,11 +17,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxcomm.accounting.alone import alone
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import Exchange, ExchangeState, exchange_states, is_exchange_state
 from jaxcomm.parallel.state import TrainState, make_local
 from jaxcomm.parallel.step import LossFn, worker_step
-from jaxcomm.planner.alone import alone
 from jaxcomm.planner.links import agreed, time_calls
 from jaxcomm.states import communication_period
 

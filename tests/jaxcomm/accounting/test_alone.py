@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 
 import jaxcomm as jc
+from jaxcomm.accounting.alone import alone
 from jaxcomm.accounting.jaxpr import jaxpr_communicates
-from jaxcomm.planner import alone
 from tests.jaxcomm import trees
 from tests.jaxcomm.cases import CASES
 
