@@ -19,8 +19,8 @@ import tyro
 
 import jaxcomm as jc
 from benchmarks.shapes import named
-from jaxcomm.planner.__main__ import bits_per_second
 from jaxcomm.planner.advice import DENSE
+from jaxcomm.planner.links import bits_per_second
 from train.tables import print_table, write_records
 
 BLOCKS = 18  # of a model, at most: so many stages of 8 are solved in time

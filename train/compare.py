@@ -7,7 +7,6 @@ the time that a link takes to answer.
 """
 
 import dataclasses
-import re
 import statistics
 import tempfile
 import time
@@ -21,10 +20,10 @@ from configs import take_config
 from configs.comparison import DENSE, SETTINGS, Comparison
 from configs.experiment import Experiment, check
 from configs.methods import Method
+from jaxcomm.planner.links import bits_per_second
 from train.processes import Processes, prepare_jax
 from train.tables import check_file, print_table, stdev, write_records
 
-UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 FAR = 1.0  # points below dense that the table points out
 COLUMNS = (
     "method",
@@ -146,19 +145,6 @@ def choose(names: str, settings: dict[tuple[str, str], Method]) -> dict[tuple[st
     names_wanted = {plain[name.replace("_", "")] for name in wanted}
     dense = {key: method for key, method in settings.items() if method == DENSE}
     return dense | {key: method for key, method in settings.items() if key[0] in names_wanted}
-
-
-def bits_per_second(rate: str) -> float:
-    """Reads the speed of a link.
-
-    Raises:
-      ValueError: if it is not a positive number with its unit.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
-    bits = float(match[1]) * UNITS[match[2]] if match else 0.0
-    if bits <= 0:
-        raise ValueError(f"--rate is a positive number with its unit, got {rate!r}: write 100mbit, say.")
-    return bits
 
 
 def summarise(summaries: Sequence[Any], *, dense: float | None) -> dict[str, Any]:

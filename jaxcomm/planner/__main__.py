@@ -12,7 +12,6 @@ import argparse
 import importlib
 import math
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ import jax
 
 from jaxcomm.parallel.mesh import make_mesh
 from jaxcomm.planner.advice import Advice, advise, estimate
+from jaxcomm.planner.links import bits_per_second
 
 KEEP_DENSE = 3  # exit code
 
@@ -86,19 +86,6 @@ def _problem(name: str) -> tuple[Any, ...]:
             f"{type(given).__name__}. Change what it returns."
         )
     return given
-
-
-def bits_per_second(rate: str) -> float:
-    """Reads the speed of a link: "100mbit", "1gbit".
-
-    Raises:
-      ValueError: if it is no positive number with its unit.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
-    bits = float(match[1]) * {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}[match[2]] if match else 0.0
-    if bits <= 0:
-        raise ValueError(f"--rate must be a positive number with its unit; got {rate!r}. Write 100mbit, say.")
-    return bits
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ Axes = tuple[str, ...]
 _BYTES = tuple(1 << exponent for exponent in range(12, 25, 2))  # that a worker receives: 4 KiB to 16 MiB
 _LONG = 0.4  # seconds of a collective from which no larger one is measured
 _REPEATS = 5
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _GIVEN_ERROR = 0.25  # of a link that nobody measured: Gloo needs 0.9 to 2 times the time of the bytes
 
 
@@ -145,6 +147,19 @@ def _messages(traffic: Traffic) -> int:
     """Returns the messages that a collective sends one after another, by its ring algorithm."""
     rounds = traffic.workers - 1
     return {"all_reduce": 2 * rounds, "permute": min(1, rounds), "all_to_all": min(1, rounds)}.get(traffic.op, rounds)
+
+
+def bits_per_second(rate: str) -> float:
+    """Reads the speed of a link: "100mbit", "1gbit".
+
+    Raises:
+      ValueError: if it is no positive number with its unit.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
+    bits = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if bits <= 0:
+        raise ValueError(f"--rate is a positive number with its unit, got {rate!r}: write 100mbit, say.")
+    return bits
 
 
 def given_links(rate: float, latency: float = 0.0) -> Links:
