@@ -119,21 +119,23 @@ def run_host(config: Config) -> None:
             print_record(record)
 
 
-def _time(sparsity: float, boundary: Any, config: Config, control: Control) -> list[Record]:
-    import jax
-    import numpy as np
+def make_pipeline(stages: int, boundary: Any, table_rows: int, micro_batches: int = 1) -> tuple[Any, list[Any]]:
+    """Returns the DLRM as a `jc.Pipeline`, cut where the paper cuts, and its parameters.
+
+    Args:
+      stages: 2 or 3.
+      boundary: what crosses between two.
+      table_rows: of each of the 26 embedding tables.
+      micro_batches: of a step.
+    """
     import optax
     from flax import nnx
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
 
     import jaxcomm as jc
-    from jaxcomm.accounting.hlo import read_program
     from models.dlrm import Dlrm
     from models.functional import apply, cut
 
-    mesh = jc.make_mesh(data=1, stage=config.stages)
-    stages = cut(Dlrm((config.table_rows,) * 26, rngs=nnx.Rngs(0)), CUTS[config.stages])
+    parts = cut(Dlrm((table_rows,) * 26, rngs=nnx.Rngs(0)), CUTS[stages])
 
     def stage_fn(graph: Any) -> Any:
         return lambda params, x, batch: apply(graph, params, {}, batch, x, training=True)[0]
@@ -141,22 +143,44 @@ def _time(sparsity: float, boundary: Any, config: Config, control: Control) -> l
     def loss_fn(logits: Any, batch: Any) -> Any:
         return optax.sigmoid_binary_cross_entropy(logits, batch["label"]).mean(), {}
 
-    params = [stage.params for stage in stages]
+    params = [part.params for part in parts]
     pipeline = jc.Pipeline(
-        stages=[stage_fn(stage.graph) for stage in stages],
+        stages=[stage_fn(part.graph) for part in parts],
         loss_fn=loss_fn,
         params=params,
-        boundaries=[boundary] * (config.stages - 1),
-        micro_batches=config.micro_batches,
+        boundaries=[boundary] * (stages - 1),
+        micro_batches=micro_batches,
     )
-    rng = np.random.default_rng(0)
+    return pipeline, params
+
+
+def make_batch(mesh: Any, rows: int, table_rows: int, worker: int = 0) -> dict[str, Any]:
+    """Returns random clicks on a mesh; this process has a worker's rows, its own."""
+    import jax
+    import numpy as np
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    rng = np.random.default_rng(worker)
     host_batch = {
-        "dense": rng.normal(size=(config.batch, 13)).astype(np.float32),
-        "categories": rng.integers(0, config.table_rows, (config.batch, 26)).astype(np.int32),
-        "label": rng.integers(0, 2, config.batch).astype(np.float32),
+        "dense": rng.normal(size=(rows, 13)).astype(np.float32),
+        "categories": rng.integers(0, table_rows, (rows, 26)).astype(np.int32),
+        "label": rng.integers(0, 2, rows).astype(np.float32),
     }
-    everywhere = NamedSharding(mesh, P("data"))
-    batch = {name: jax.make_array_from_process_local_data(everywhere, rows) for name, rows in host_batch.items()}
+    by_rows = NamedSharding(mesh, P("data"))
+    return {name: jax.make_array_from_process_local_data(by_rows, own) for name, own in host_batch.items()}
+
+
+def _time(sparsity: float, boundary: Any, config: Config, control: Control) -> list[Record]:
+    import jax
+    import optax
+
+    import jaxcomm as jc
+    from jaxcomm.accounting.hlo import read_program
+
+    mesh = jc.make_mesh(data=1, stage=config.stages)
+    pipeline, params = make_pipeline(config.stages, boundary, config.table_rows, config.micro_batches)
+    batch = make_batch(mesh, config.batch, config.table_rows)
     tx = optax.chain(jc.plump_dp(), optax.sgd(0.1))
     state = jax.jit(lambda params: jc.make_train_step(pipeline, tx, mesh).init(params))(params)
     step = jc.make_train_step(pipeline, tx, mesh)

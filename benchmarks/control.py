@@ -6,6 +6,7 @@ asks by a file, and the process that made the lab answers.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import statistics
@@ -19,7 +20,8 @@ from typing import Any, TypeVar
 
 import tyro
 
-from benchmarks.netlab import Lab, parse_rate, received_bytes
+from benchmarks.netlab import Lab, parse_rate
+from benchmarks.trace import received_bytes
 
 Config = TypeVar("Config")
 Record = TypeVar("Record")
@@ -42,7 +44,7 @@ def check_run(rate: str, steps: int) -> list[str]:
       ValueError: for a rate that no link has, or without a step.
     """
     rates = rate.split(",")
-    for each in rates:
+    for each in itertools.chain.from_iterable(rate.split("/") for rate in rates):
         parse_rate(each)
     if steps < 1:
         raise ValueError(f"--steps is at least 1, got {steps}.")

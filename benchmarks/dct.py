@@ -16,7 +16,7 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,12 +26,12 @@ import tyro
 import jaxcomm as jc
 from benchmarks.activation_ablations import SketchBoundary, TopKGradientBoundary
 from configs import CONFIGS
+from configs.dlrm_criteo import TABLE_SIZES
 from configs.experiment import BoundaryFields, Experiment
 from configs.methods import DctDp, Method, PlumpDp
 from train.tables import print_table, stdev, write_records
 
 TRAIN_STEPS = 100  # the last, whose mean is the train loss
-CRITEO_ROWS = 33_762_577  # of the 26 tables of Criteo's Kaggle log
 
 
 class Paper(NamedTuple):
@@ -160,7 +160,7 @@ def main(config: Config) -> None:
     for setting in chosen:
         record = done.pop((setting.system, setting.stages, setting.sparsity), None)
         if record is None or "train_loss" not in record:
-            record = _train(setting, config, records[0] if records else None)
+            record = train_setting(setting, config, records[0] if records else None)
         records.append(record | _paper(setting))
         shown = records[-1]
         print(
@@ -188,16 +188,14 @@ def embeddings_note() -> str:
     from train.methods import make_exchange
 
     experiment = CONFIGS["dlrm_criteo"]
-    # All tables are one array; only the number of them, and of their rows together, matters.
-    sizes = (CRITEO_ROWS - 25, *[1] * 25)
-    blocks = split(nnx.eval_shape(lambda: MODELS["dlrm"](sizes, rngs=nnx.Rngs(0)))).params
+    blocks = split(nnx.eval_shape(lambda: MODELS["dlrm"](TABLE_SIZES, rngs=nnx.Rngs(0)))).params
     layers = {name: block for name, block in blocks.items() if "table" not in block}
     tx = make_exchange(experiment.method, momentum=0.0)
     everything, dense = (jc.wire_report(tx, shapes, experiment.workers).received for shapes in (blocks, layers))
     return (
         f"Here the embeddings go through DCT-DP too: {everything:,.0f} bytes a step a worker for dlrm_criteo with "
-        f"Criteo's {CRITEO_ROWS:,} rows and {experiment.workers} workers, where the {len(layers)} dense layers, which "
-        f"the paper's table 2 compresses, take {dense:,.0f}."
+        f"Criteo's {sum(TABLE_SIZES):,} rows and {experiment.workers} workers, where the {len(layers)} dense layers, "
+        f"which the paper's table 2 compresses, take {dense:,.0f}."
     )
 
 
@@ -263,7 +261,14 @@ class TrainCurve:
         return statistics.fmean(losses), statistics.fmean(accuracies)
 
 
-def _train(setting: Setting, config: Config, dense: dict[str, Any] | None) -> dict[str, Any]:
+def train_setting(setting: Setting, config: Config, dense: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Trains a setting with all seeds, and returns its row, without the paper's columns.
+
+    Args:
+      setting: the row.
+      config: of the run.
+      dense: the row of the dense run; None for that one.
+    """
     from train.job import make_job
     from train.loop import train
     from train.processes import Processes

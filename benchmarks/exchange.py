@@ -37,6 +37,10 @@ METHODS: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "sign": lambda _: jc.sign(),
     "powersgd": lambda _: jc.powersgd(),
     "slim_dp": lambda _: jc.slim_dp(0.2, 0.1),
+    "slim_dp_30_0": lambda _: jc.slim_dp(0.3, 0.0),
+    "slim_dp_30_15": lambda _: jc.slim_dp(0.3, 0.15),
+    "slim_dp_30_30": lambda _: jc.slim_dp(0.3, 0.3),
+    "slim_dp_50_25": lambda _: jc.slim_dp(0.5, 0.25),
     "random_k": jc.random_k,
     "random_k_float32": lambda sparsity: jc.random_k(sparsity, value_dtype="float32"),
     "random_k_ring": lambda sparsity: jc.random_k(sparsity, collective="ring"),
@@ -57,8 +61,8 @@ class Config:
     """Time one exchange of gradients between real processes on rate-limited links."""
 
     shapes: str = "resnet50"
-    """Shapes of the gradient: "resnet50" (161 tensors, 25.6M parameters), "alexnet", "vgg16", "dlrm", "transformer", or
-    a number for one vector."""
+    """Shapes of the gradient: "resnet50" (161 tensors, 25.6M parameters), "alexnet", "vgg16", "googlenet", "dlrm",
+    "transformer", or a number for one vector."""
     hosts: int = 4
     """Hosts, one worker each."""
     rate: str = "100mbit,1gbit"
@@ -214,7 +218,7 @@ def _time_method(
             times.append(ms)
             received.append(bytes_in)
         refresh = None
-        if method == "dct_dp":
+        if method == "dct_dp" or method.startswith("slim_dp"):
             refreshing = []
             for _ in range(min(3, config.steps)):
                 state = reset(state)

@@ -1,6 +1,7 @@
 """Bytes of a training step of AlexNet: data-parallel, and hybrid, with the dense layers in slices or on one device.
 
     python -m benchmarks.hybrid
+    python -m benchmarks.hybrid --run --rate 1gbit --batch 64     # times steps instead, on 1, 2, 4 and 8 hosts
 
 compiles the whole step (loss, gradients, SGD with momentum and weight decay) for AlexNet in full size (61.1M
 parameters, images of 224 x 224) on simulated devices, without running it, and reads the collectives of the compiled
@@ -26,8 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
+from benchmarks.control import run
 from train.tables import print_table, write_records
 
 MIB = 2**20
@@ -51,6 +51,18 @@ class Config:
     """Rows of a step, of all devices together."""
     image: int = 224
     """Height and width of the images."""
+    run: bool = False
+    """Time steps on as many hosts of `benchmarks.netlab` as there are --devices, and on one, instead of counting."""
+    rate: str = "10gbit"
+    """With --run, speed of the hosts' links: "1gbit", or "none" for no limit."""
+    steps: int = 3
+    """With --run, timed steps of each layout."""
+    hidden: int = 4096
+    """With --run, width of the dense layers."""
+    dataset: str = "digits"
+    """With --run, the images that are read where data is real; they are enlarged to --image."""
+    data_dir: Path | None = None
+    """Folder of prepared datasets."""
     json: Path | None = None
     """File for the table, as a list of records."""
 
@@ -73,8 +85,12 @@ class Record:
 
 
 def main(config: Config) -> None:
-    """Compiles all layouts, prints the table, and writes it where asked."""
+    """Does what is asked for; without --run, compiles all layouts, prints the table, and writes it where asked."""
     workers = _checked(config)
+    if config.run:
+        from benchmarks.hybrid_run import time_layouts
+
+        return time_layouts(config, [1, *workers])
     from train.processes import prepare_jax
 
     prepare_jax(simulated_devices=max(workers))
@@ -146,7 +162,7 @@ def measure(layout: str, K: int, batch: int, image: int) -> Record:
     )
 
 
-def parameters(image: int) -> tuple[Any, Callable[[Any, Any], Any]]:
+def parameters(image: int, hidden: int = 4096) -> tuple[Any, Callable[[Any, Any], Any]]:
     """Returns AlexNet's parameters' shapes, by block, and (params, images) -> (B, 9216) features."""
     import jax
     from flax import nnx
@@ -154,7 +170,7 @@ def parameters(image: int) -> tuple[Any, Callable[[Any, Any], Any]]:
     from models.alexnet import AlexNet
     from models.functional import apply, cut
 
-    model = nnx.eval_shape(lambda: AlexNet((image, image, 3), 1000, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: AlexNet((image, image, 3), 1000, hidden=(hidden, hidden), rngs=nnx.Rngs(0)))
     bottom, top = cut(model, (CUT,))
 
     def features(params: Any, images: Any) -> Any:
@@ -166,7 +182,7 @@ def parameters(image: int) -> tuple[Any, Callable[[Any, Any], Any]]:
     return shapes, features
 
 
-def step_of(layout: str, mesh: Any, batch: int, image: int) -> tuple[Any, Any]:
+def step_of(layout: str, mesh: Any, batch: int, image: int, hidden: int = 4096) -> tuple[Any, Any]:
     """Returns a step that is not compiled yet, and the shapes of its state."""
     import jax
     import optax
@@ -176,7 +192,7 @@ def step_of(layout: str, mesh: Any, batch: int, image: int) -> tuple[Any, Any]:
     from jaxcomm.layers.split_dense import on_one_worker, plan_split_dense, split_dense
 
     K = mesh.size
-    shapes, features = parameters(image)
+    shapes, features = parameters(image, hidden)
     dense = sorted(shapes)[CUT:]
     specs: dict[int, Any] = dict.fromkeys(shapes, P())
 
@@ -256,5 +272,12 @@ def formula(layout: str, K: int, batch: int) -> float | None:
     return None
 
 
+def run_host(config: Config) -> None:
+    """Runs one host's part of --run."""
+    from benchmarks.hybrid_run import run_host
+
+    run_host(config)
+
+
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(Config, __doc__, main, run_host)

@@ -224,7 +224,7 @@ def _hybrid(make: Callable[..., Any], loss_fn: Any, tx: Any, mesh: Any) -> Any:
 
     kind = type(make())
     if kind is Dlrm:
-        model = make(columns_over="data")
+        model = make(embeddings="columns")
     elif takes_dense(kind):
         model = make(dense=SplitLinear)
     else:

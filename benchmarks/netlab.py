@@ -1,6 +1,7 @@
 """Run a command on every host of a small network made on this machine, at a chosen link rate.
 
     python -m benchmarks.netlab --hosts 4 --rate 100mbit -- python -m train ...
+    python -m benchmarks.netlab --trace FILE -- python -m train ...    # the bytes that host 0 receives, over time
 
 A host is a network namespace with its own address and interface, `eth0`. Its link to the switch, a
 bridge in one more namespace, passes `rate` in each direction, so hosts that send to one host at
@@ -29,6 +30,8 @@ from pathlib import Path
 from typing import IO
 
 import tyro
+
+from benchmarks.trace import Trace
 
 MAX_HOSTS = 64
 ADDRESSES = [f"10.77.0.{host + 1}" for host in range(MAX_HOSTS)]
@@ -75,7 +78,8 @@ class Lab:
     Args:
       hosts: number of hosts, 1 to 64.
       rate: bits per second of each link in each direction, as tc writes it ("100mbit", "1gbit");
-        None or "none" for no limit.
+        None or "none" for no limit. Several, for one host after the other, are separated by "/":
+        "100mbit/1gbit" is a slow link for host 0, and the last goes for all further hosts.
 
     Attributes:
       isolated: whether the hosts are namespaces; False until the lab is entered, and in a fallback.
@@ -89,7 +93,7 @@ class Lab:
             raise ValueError(f"hosts must be 1 to {MAX_HOSTS}, got {hosts}; change --hosts")
         self.hosts = hosts
         self.isolated = False
-        self._bits = parse_rate(rate)
+        self._bits = parse_rates(rate, hosts)
         self._open = False
         self._prefix = f"netlab-{os.getpid()}-{next(_counter)}-"
         self._names = [f"{self._prefix}h{host}" for host in range(hosts)]
@@ -146,28 +150,40 @@ class Lab:
             (_HOST_FILES / name).mkdir(parents=True, exist_ok=True)
             addresses = f"127.0.0.1 localhost\n{ADDRESSES[host]} {socket.gethostname()}\n"
             (_HOST_FILES / name / "hosts").write_text(addresses)
-        if self._bits is not None:
+        if any(self._bits):
             self._limit(self._bits)
 
     def set_rate(self, rate: str | None) -> None:
         """Changes the limit of every link, as for `Lab`; connections stay up."""
-        bits = parse_rate(rate)
+        bits = parse_rates(rate, self.hosts)
         if self._open and self.isolated and bits != self._bits:
             self._limit(bits)
         self._bits = bits
 
-    def _limit(self, bits: int | None) -> None:
-        segment, command = 2**16, "qdisc del dev {} root"
-        if bits is not None:
-            segment, burst, queue = _bucket(bits)
-            tbf = f"tbf rate {bits}bit burst {burst} limit {queue}"
-            command = f"qdisc replace dev {{}} root {tbf}"
-        links = {name: ["eth0"] for name in self._names}
-        links[self._switch] = [f"port{host}" for host in range(self.hosts)]
-        for name, devices in links.items():
-            segments = [f"link set {device} gso_max_size {segment}" for device in devices]
+    def _limit(self, bits: Sequence[int | None]) -> None:
+        own = [(name, "eth0", rate) for name, rate in zip(self._names, bits, strict=True)]
+        ports = [(self._switch, f"port{host}", rate) for host, rate in enumerate(bits)]
+        for name, links in itertools.groupby([*own, *ports], key=lambda link: link[0]):
+            segments, queues = [], []
+            for _, device, rate in links:
+                segment, queue = 2**16, f"qdisc replace dev {device} root noqueue"
+                if rate is not None:
+                    segment, burst, limit = _bucket(rate)
+                    queue = f"qdisc replace dev {device} root tbf rate {rate}bit burst {burst} limit {limit}"
+                segments.append(f"link set {device} gso_max_size {segment}")
+                queues.append(queue)
             _tool("ip", "-n", name, "-batch", "-", lines=segments)
-            _tool("tc", "-n", name, "-batch", "-", lines=[command.format(d) for d in devices])
+            _tool("tc", "-n", name, "-batch", "-", lines=queues)
+
+    def _counters(self) -> IO[str]:
+        """Returns the open counters of host 0's interfaces; without isolation, of the machine's."""
+        if not self.isolated:
+            return Path("/proc/self/net/dev").open()
+        holder = ["ip", "netns", "exec", self._names[0], "sh", "-c", "echo; cat"]
+        with subprocess.Popen(holder, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()  # it is in the namespace now
+            return Path(f"/proc/{process.pid}/net/dev").open()
 
     def run(
         self,
@@ -176,6 +192,7 @@ class Lab:
         env: Mapping[str, str] | None = None,
         timeout: float | None = None,
         stream: bool = False,
+        trace: Trace | None = None,
     ) -> list[HostResult]:
         """Runs one command on every host and waits for all of them.
 
@@ -183,7 +200,7 @@ class Lab:
           JAXCOMM_COORDINATOR: an address of host 0 with a free port, as "IP:PORT".
           JAXCOMM_PROCESS_ID, JAXCOMM_NUM_PROCESSES: the host's number, from 0; how many there are.
           NETLAB_INTERFACE, GLOO_SOCKET_IFNAME: the interface of the host's traffic, for
-            `received_bytes`; without isolation "lo", which counts all hosts together.
+            `trace.received_bytes`; without isolation "lo", which counts all hosts together.
 
         When one host's process fails, the lab kills the others after `FAILURE_GRACE`.
 
@@ -192,6 +209,7 @@ class Lab:
           env: variables to set beside those of the calling process.
           timeout: seconds after which the lab kills what still runs; None for no end.
           stream: whether host 0's stdout and stderr also pass through while it runs.
+          trace: where to keep samples of what host 0 receives; without isolation, all hosts together.
 
         Returns:
           One result a host, in order.
@@ -219,6 +237,8 @@ class Lab:
         files: list[tuple[IO[bytes], IO[bytes]]] = []
         with contextlib.ExitStack() as stack:
             try:
+                if trace is not None:
+                    trace.begin(stack.enter_context(self._counters()), interface)
                 for host, name in enumerate(self._names):
                     # Not pipes, which stop a writer that nobody reads.
                     out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
@@ -232,7 +252,10 @@ class Lab:
                         start_new_session=True,
                     )
                     processes.append(process)
-                killed = _wait(processes, timeout, files[0] if stream else ())
+
+                killed = _wait(processes, timeout, files[0] if stream else (), trace)
+                if trace is not None:
+                    trace.end()
             finally:
                 with _uninterrupted():
                     for process in processes:
@@ -262,30 +285,12 @@ def parse_rate(rate: str | None) -> int | None:
     return bits
 
 
-def received_bytes(interface: str) -> int:
-    """Bytes that an interface of the calling process's namespace has received so far.
-
-    This is the kernel's count, with Ethernet, IP and TCP headers. In a lab these add about 0.5% to
-    a bulk transfer, not 4.5%, since the kernel passes on segments of 16 to 64 KiB undivided. An
-    unknown interface raises `ValueError`.
-    """
-    return _counts(interface)[0]
-
-
-def transmitted_bytes(interface: str) -> int:
-    """Bytes that an interface of the calling process's namespace has sent; see `received_bytes`."""
-    return _counts(interface)[8]
-
-
-def _counts(interface: str) -> list[int]:
-    rows = Path("/proc/net/dev").read_text().splitlines()[2:]
-    counts = {name.strip(): values for name, _, values in (row.partition(":") for row in rows)}
-    if interface not in counts:
-        raise ValueError(
-            f"interface must be one of {', '.join(sorted(counts))}, got {interface!r}; a lab gives"
-            " its processes theirs as NETLAB_INTERFACE"
-        )
-    return [int(value) for value in counts[interface].split()]
+def parse_rates(rate: str | None, hosts: int) -> list[int | None]:
+    """Bits per second of every host's link; see `Lab`. More rates than hosts raise `ValueError`."""
+    bits = [parse_rate(each) for each in ("none" if rate is None else rate).split("/")]
+    if len(bits) > hosts:
+        raise ValueError(f"a lab has at most a rate for every host, got {rate!r} for {hosts}; leave some out")
+    return bits + bits[-1:] * (hosts - len(bits))
 
 
 def _bucket(bits: int) -> tuple[int, int, int]:
@@ -354,18 +359,23 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _wait(
-    processes: Sequence[subprocess.Popen[bytes]], timeout: float | None, followed: Sequence[IO[bytes]]
+    processes: Sequence[subprocess.Popen[bytes]],
+    timeout: float | None,
+    followed: Sequence[IO[bytes]],
+    trace: Trace | None,
 ) -> dict[int, str]:
     """Waits until all have ended, or one has failed and the grace is over, or time is up.
 
-    Meanwhile passes what `followed` (no files, or two) get on to stdout and stderr. Returns, for
-    each host whose process still runs, why it is to be killed.
+    Meanwhile passes what `followed` (no files, or two) get on to stdout and stderr, and samples for `trace`.
+    Returns, for each host whose process still runs, why it is to be killed.
     """
     deadline = float("inf") if timeout is None else time.monotonic() + timeout
     reason, failed, seen = f"it ran longer than {timeout} s", None, [0, 0]
     while True:
         with _uninterrupted():
             codes = [process.poll() for process in processes]
+        if trace is not None:
+            trace.sample()
         for index, file in enumerate(followed):
             screen = (sys.stdout, sys.stderr)[index]
             seen[index] += screen.buffer.write(_read(file, seen[index]))
@@ -393,18 +403,25 @@ class Config:
     hosts: int = 4
     """Number of hosts, 1 to 64."""
     rate: str = "100mbit"
-    """Limit of each link in each direction, such as "100mbit" or "1gbit"; "none" for no limit."""
+    """Limit of each link in each direction, such as "100mbit", or "none"; "100mbit/1gbit" for a slow host 0."""
     timeout: float | None = None
     """Seconds after which the lab kills what still runs."""
+    trace: Path | None = None
+    """File for the bytes that host 0 has received and their rate in kB/s, sampled every 0.1 s, as a list of records."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line; returns 0, a failed host's exit code, or 2 for bad input."""
     split = list(argv).index("--") if "--" in argv else len(argv)
     config = tyro.cli(Config, prog="python -m benchmarks.netlab", args=argv[:split])
+    from train.tables import check_file, write_records
+
+    trace = Trace()
     try:
+        check_file("--trace", config.trace)
         with Lab(config.hosts, config.rate) as lab:
-            results = lab.run(argv[split + 1 :], timeout=config.timeout, stream=True)
+            results = lab.run(argv[split + 1 :], timeout=config.timeout, stream=True, trace=trace)
+        write_records(config.trace, trace.records())
     except ValueError as error:
         print(f"netlab: {error}", file=sys.stderr)
         return 2

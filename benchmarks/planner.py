@@ -3,9 +3,11 @@
     python -m benchmarks.planner --hosts 2,4,8 --rate 100mbit,1gbit   # predicted and measured, cell by cell
     python -m benchmarks.planner --calibrate                          # measures jaxcomm/planner/costs.json
 
-A cell is a method, a number of hosts and a rate. In each, `jaxcomm.advise` measures and predicts on the hosts first;
-then every method's whole train step is timed in the same processes. MLP: three layers of 1024 x 1024 and a head, 3.2M
-parameters, 64 rows a worker. Other shapes: the gradient is each worker's own noise, and computing it costs nothing.
+A cell is a method, a number of hosts and a rate; "100mbit/1gbit" is a slow link for host 0. In each, `jaxcomm.advise`
+measures and predicts on the hosts first; then every method's whole train step is timed in the same processes. MLP:
+three layers of 1024 x 1024 and a head, 3.2M parameters, 64 rows a worker. Other shapes: the gradient is each worker's
+own noise, and computing it costs nothing. But the dense layers of alexnet and vgg16 are computed, for 64 rows a worker,
+and may multiply late or be split.
 """
 
 import dataclasses
@@ -14,6 +16,7 @@ import json
 import math
 import statistics
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ COSTS = Path(__file__).parents[1] / "jaxcomm" / "planner" / "costs.json"
 ACCURACY = Path(__file__).parents[1] / "docs" / "data" / "accuracy.json"
 REGIONS = Path(__file__).parents[1] / "docs" / "figures" / "regions.png"
 WIDTH, LAYERS, CLASSES, ROWS = 1024, 3, 10, 64  # of the MLP
+COMPUTED = {"alexnet": 3, "vgg16": 3}  # dense layers, the last of the model
 GAIN = 1.05  # times faster than dense, from which a method is worth its while
 CLOSE, WRONG = 0.10, 0.05  # the targets: how close a step is predicted, and by how much "faster" may be wrong
 
@@ -45,7 +49,7 @@ class Config:
     rate: str = "100mbit,1gbit"
     """Link rates, separated by commas, or "none" for no limit."""
     methods: str = "all"
-    """Methods, separated by spaces, as the advice calls them ("dct_dp(0.99)"); the dense ones always are."""
+    """Methods, separated by spaces, as the advice calls them ("dct_dp(0.99)"); dense, "late" and "split" always are."""
     steps: int = 7
     """Timed steps of each cell."""
     seconds: float = 60.0
@@ -150,50 +154,66 @@ def run_host(config: Config) -> None:
     rows = jax.tree.map(lambda leaf: jax.make_array_from_callback(leaf.shape, mine, lambda i: leaf[i]), batch)
     optimizer = optax.sgd(1e-3, momentum=0.9)
     methods = _methods(config)
-    control.set_rate("none")
-    runs = {}
-    for name, tx in methods.items():
+    layers = [name for name in params if name.startswith("fc")] if isinstance(params, dict) else []
+
+    def step_of(tx: Any, ways: dict[str, str]) -> Any:
+        """Makes a train step whose dense layers are computed in some ways."""
         is_local = jc.states.communication_period(jax.eval_shape(tx.init, params)) is not None
         chain = jc.chain(optimizer, tx) if is_local else jc.chain(tx, optimizer)
-        step = jc.make_train_step(loss_fn, chain, mesh)
+        specs = None
+        if "split" in ways.values():
+            specs = jax.tree.map(lambda _: P(), params)
+            for name in ways:
+                specs[name]["kernel"] = jc.layers.narrowing_spec(params[name]["kernel"].shape)
+        return jc.make_train_step(partial(loss_fn, ways=ways), chain, mesh, **({"specs": specs} if specs else {}))
+
+    def time_steps(step: Any, rate: str) -> tuple[list[float], list[float], float]:
+        """Returns milliseconds and bytes of some steps after the first, and the bytes that are predicted."""
+        control.set_rate("none")
         state = jax.jit(step.init)(params)
         for _ in range(3):
             state, _ = step(state, rows)
-        runs[name] = (step, state)
+        predicted, period = step.report(state, rows).received, jc.states.communication_period(state) or 1
+        control.set_rate(rate)
+        times, received = [], []
+
+        def steps(state: Any) -> Any:
+            for _ in range(period):
+                state, _ = step(state, rows)
+            return state
+
+        for _ in range(config.steps):
+            ms, count, state = control.timed(partial(steps, state))
+            times.append(ms / period)
+            received.append(count / period)
+        return times, received, predicted
+
+    runs = {name: step_of(tx, {}) for name, tx in methods.items()}
+    if layers:
+        late = jc.plump_dp(value_dtype="bfloat16", where="^rest")
+        runs["late"] = step_of(late, dict.fromkeys(layers, "late"))
+        runs["split"] = step_of(methods[DENSE], dict.fromkeys(layers, "split"))
     for rate in config.rate.split(","):
         control.set_rate(rate)
         others = {name: tx for name, tx in methods.items() if not name.startswith("plump_dp")}
         advice = jc.planner.advise(
-            loss_fn, params, batch, mesh, optimizer=optimizer, methods=others, seconds=config.seconds
+            partial(loss_fn, ways={}),
+            params,
+            batch,
+            mesh,
+            optimizer=optimizer,
+            methods=others,
+            dense_layers=dict.fromkeys(layers, ROWS * control.hosts),
+            seconds=config.seconds,
         )
         if control.host == 0:
             print(f"# {rate}\n{advice}", flush=True)
-        timed = dict.fromkeys(methods)
+        timed = dict.fromkeys(runs)
         if config.plan:
-            plan = _shared_plan(control, advice, params, methods)
-            timed["plan"] = plan
-            step = jc.make_train_step(loss_fn, jc.chain(plan.transformation(), optimizer), mesh)
-            control.set_rate("none")
-            state = jax.jit(step.init)(params)
-            for _ in range(3):
-                state, _ = step(state, rows)
-            runs["plan"] = (step, state)
-            control.set_rate(rate)
+            timed["plan"] = _shared_plan(control, advice, params, methods)
         for name, plan in timed.items():
-            step, state = runs[name]
-            period = jc.states.communication_period(state) or 1
-            times, received = [], []
-            for _ in range(config.steps):
-
-                def steps(state: Any, step: Any = step, period: int = period) -> Any:
-                    for _ in range(period):
-                        state, _ = step(state, rows)
-                    return state
-
-                ms, count, state = control.timed(lambda state=state: steps(state))
-                times.append(ms / period)
-                received.append(count / period)
-            runs[name] = (step, state)
+            step = runs[name] if plan is None else step_of(plan.transformation(), _ways(plan))
+            times, received, predicted = time_steps(step, rate)
             found = None if plan is not None else advice[name]
             print_record(
                 Record(
@@ -205,12 +225,16 @@ def run_host(config: Config) -> None:
                     ms_high=1e3 * (plan.step if found is None else found.high),
                     **spread(times),
                     bytes_kernel=statistics.fmean(received),
-                    bytes_predicted=step.report(state, rows).received,
+                    bytes_predicted=predicted,
                     coding_measured=found is None or found.measured,
                     advice_seconds=advice.seconds,
                     uses="" if plan is None else ", ".join(f"{key} {len(paths)}" for key, paths in plan.used.items()),
                 )
             )
+
+
+def _ways(plan: jc.planner.Plan) -> dict[str, str]:
+    return {layer: way for way in ("late", "split") for layer in plan.computed(way)}
 
 
 def _shared_plan(control: Control, advice: Any, params: Any, methods: dict[str, optax.GradientTransformation]) -> Any:
@@ -270,7 +294,10 @@ def draw_regions(config: Config) -> None:
 
 
 def problem(shapes: str, workers: int) -> tuple[Any, Any, Any]:
-    """Returns (loss, parameters, global batch) of the MLP, or of shapes whose gradient is the batch."""
+    """Returns (loss, parameters, global batch) of the MLP, or of shapes whose gradient is the batch.
+
+    The loss takes `ways`, too: of dense layers by their name, "late" or "split".
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -278,12 +305,28 @@ def problem(shapes: str, workers: int) -> tuple[Any, Any, Any]:
     random = np.random.default_rng(0)
     if shapes != "mlp":
         sizes = named(shapes)
-        params = [random.standard_normal(shape, np.float32) for shape in sizes]
-        batch = [random.standard_normal((workers, *shape), np.float32) for shape in sizes]
+        dense = len(sizes) - 2 * COMPUTED.get(shapes, 0)  # where the dense layers begin, each a kernel and its bias
+        params = {"rest": [random.standard_normal(shape, np.float32) for shape in sizes[:dense]]}
+        batch = {"rest": [random.standard_normal((workers, *shape), np.float32) for shape in sizes[:dense]]}
+        for index, kernel in enumerate(sizes[dense::2]):
+            scale = np.float32(math.sqrt(2 / kernel[0]))
+            weights = scale * random.standard_normal(kernel, np.float32)
+            params[f"fc{index}"] = {"kernel": weights, "bias": np.zeros(kernel[1], np.float32)}
+        if dense < len(sizes):
+            batch["x"] = random.standard_normal((workers * ROWS, sizes[dense][0]), np.float32)
 
-        def inner(params: Any, batch: Any) -> jax.Array:
-            parts = [jnp.vdot(p, rows[0]) for p, rows in zip(params, batch, strict=True)]
-            return jnp.stack(parts).sum() / len(parts)
+        def inner(params: Any, batch: Any, ways: dict[str, str]) -> jax.Array:
+            parts = [jnp.vdot(p, rows[0]) for p, rows in zip(params["rest"], batch["rest"], strict=True)]
+            total = jnp.stack(parts).sum() / len(parts)
+            x = batch.get("x")
+            for index in range(len(params) - 1):
+                layer, way = params[f"fc{index}"], ways.get(f"fc{index}", "reduce")
+                if way == "split":
+                    x = jc.split_dense(x, layer["kernel"], layer["bias"])
+                else:
+                    x = jc.late_multiply(x, layer["kernel"], layer["bias"], mode=way)
+                x = jax.nn.relu(x)
+            return total if x is None else total + x.mean()
 
         return inner, params, batch
     widths = [WIDTH] * (LAYERS + 1) + [CLASSES]
@@ -299,7 +342,8 @@ def problem(shapes: str, workers: int) -> tuple[Any, Any, Any]:
         "y": random.integers(0, CLASSES, workers * ROWS),
     }
 
-    def loss(params: Any, batch: Any) -> jax.Array:
+    def loss(params: Any, batch: Any, ways: dict[str, str]) -> jax.Array:
+        del ways
         x = batch["x"]
         for layer in params[:-1]:
             x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])

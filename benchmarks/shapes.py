@@ -33,6 +33,23 @@ def vgg16() -> list[tuple[int, ...]]:
     return with_biases([*kernels, (7 * 7 * 512, 4096), (4096, 4096), (4096, 1000)])
 
 
+def googlenet() -> list[tuple[int, ...]]:
+    """GoogLeNet for ImageNet with both auxiliary heads: 128 tensors, 13,378,280 parameters.
+
+    Szegedy et al., "Going Deeper with Convolutions", CVPR 2015.
+    """
+    from models.googlenet import STAGES
+
+    kernels: list[tuple[int, ...]] = [(7, 7, 3, 64), (1, 1, 64, 64), (3, 3, 64, 192)]
+    width = 192
+    for index, (a, b, c, d, e, f) in enumerate(itertools.chain(*STAGES)):
+        kernels += [(1, 1, width, a), (1, 1, width, b), (3, 3, b, c), (1, 1, width, d), (5, 5, d, e), (1, 1, width, f)]
+        width = a + c + e + f
+        if index in (2, 5):  # 4a and 4d
+            kernels += [(1, 1, width, 128), (4 * 4 * 128, 1024), (1024, 1000)]
+    return with_biases([*kernels, (width, 1000)])
+
+
 def dlrm(rows: int = 10_000) -> list[tuple[int, ...]]:
     """DLRM for Criteo's 13 dense features and 26 tables: 508,753 parameters and 416 for every row of a table.
 
@@ -73,6 +90,7 @@ MODELS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
     "resnet50": resnet50,
     "alexnet": alexnet,
     "vgg16": vgg16,
+    "googlenet": googlenet,
     "dlrm": dlrm,
     "transformer": transformer,
 }

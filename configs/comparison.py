@@ -74,5 +74,7 @@ class Comparison:
     """Folder of all runs; a comparison makes a new one in it for its table and figure."""
     data_dir: Path | None = None
     """Folder of prepared datasets; $TFDS_DATA_DIR or ~/tensorflow_datasets if not given."""
+    margin: float = 0.3
+    """Points of accuracy below dense that do not count; chosen before the run."""
     json: Path | None = None
     """File for the table, as a list of records, beside the one in the folder."""

@@ -1,24 +1,35 @@
 """DLRM on Criteo's Kaggle log, prepared by `python -m train.data.clicks prepare`: the model of the DCT paper.
 
     python -m train dlrm_criteo --data-dir FOLDER
-    python -m train dlrm_criteo --compress "" --stages 2 --boundary.sparsity 0.9 method:dct-dp --method.sparsity 0.9
+    python -m train dlrm_criteo --embeddings columns --data-dir FOLDER
+    python -m train dlrm_criteo --embeddings exchange --stages 2 --boundary.sparsity 0.9
 
 SGD with learning rate 0.1 and batches of 128, one epoch over six days, tested on the seventh, as facebookresearch/dlrm
 has it. Gupta et al. (KDD 2021): test loss 0.4538 and accuracy 78.78% dense; DCT-DP at 98% 0.4537; DCT-MP on two
 workers at 90% 0.4530.
 
-DCT-DP compresses the 8 dense layers alone, as the paper does; the embedding tables are exchanged densely. With stages,
-give `--compress ""`: a pipeline exchanges all of a stage.
+DCT-DP compresses the 8 dense layers alone, as the paper does. Of the embedding tables travel the rows that a batch
+touched, and a run goes on with any number of workers. With `--embeddings columns` each worker holds some of the 16
+columns, which is less memory and fewer bytes; `python -m benchmarks.embeddings` prints both for every way. With stages,
+give `--embeddings exchange`: a pipeline exchanges all of a stage.
 """
 
 from configs.experiment import Architecture, Experiment
 from configs.methods import DctDp
 
+# Rows of the 26 tables of the log, as facebookresearch/dlrm prints them.
+# fmt: off
+TABLE_SIZES = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
+    2173, 4, 7046547, 18, 15, 286181, 105, 142572,
+)
+# fmt: on
+
 CONFIG = Experiment(
     name="dlrm_criteo",
     dataset="criteo",
     architecture=Architecture("dlrm"),
-    compress="linear",
+    embeddings="late",
     method=DctDp(sparsity=0.98, life_span=1000),
     steps=306_969,
     global_batch=128,

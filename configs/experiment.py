@@ -43,7 +43,7 @@ class Experiment:
     name: str
     """Name of the experiment, and of its folder under --out."""
     dataset: str
-    """Dataset: digits, clicks and catalogs need nothing; the others are prepared by you, see docs/data.md."""
+    """Dataset: digits, clicks, catalogs and stdlib need nothing; the others are prepared by you, see docs/data.md."""
     architecture: tyro.conf.Suppress[Architecture]
     """The model; a module of configs/ says which."""
     steps: int
@@ -99,6 +99,10 @@ class Experiment:
     """What crosses the network for dense layers: their gradients, like all others; inputs and errors, for those where
     that is less (late multiplication); or features and errors of layers that are sharded over the workers, while
     the method exchanges the gradients of all others (hybrid parallelism)."""
+    embeddings: Literal["exchange", "late", "columns", "rows"] = "exchange"
+    """What crosses the network for the tables of a DLRM: their gradient, like all others; ids and gradients of the rows
+    that the batch touched; or ids, vectors and their errors of tables that are sharded over the workers, by columns or
+    by rows. The method exchanges the gradients of all others."""
     slices: int = 1
     """Groups of workers with fast links inside (slices of a TPU): dense inside, the method between them."""
     model_parallel: int = 1
@@ -128,6 +132,9 @@ class Experiment:
     """With --advise and --plan: the largest part of the gradient's squared norm that one step may leave out."""
     resume: bool = False
     """Go on with the newest run of this name under --out, from its last checkpoint."""
+    restarts: int = 0
+    """How often the run is started again from its last checkpoint if it ends by a fault: a process that was killed, a
+    link that was cut. Give it to every process."""
     out: Path = Path("runs")
     """Folder of all runs; a run makes a new one in it for its checkpoints, metrics and figure."""
     data_dir: Path | None = None
@@ -140,6 +147,12 @@ class Experiment:
     """This process, from 0; or $JAXCOMM_PROCESS_ID."""
     num_processes: int | None = None
     """How many processes there are; or $JAXCOMM_NUM_PROCESSES."""
+    connect_timeout: int = 300
+    """Seconds in which all processes must have come."""
+    peer_timeout: float = 60.0
+    """Seconds without a sign of life after which a process counts as gone, and the others end."""
+    step_timeout: float = 1800.0
+    """Seconds in which some process must go on: a step, compiled the first time, an evaluation, a checkpoint."""
 
 
 def check(experiment: Experiment, num_processes: int) -> None:
@@ -177,18 +190,20 @@ def check(experiment: Experiment, num_processes: int) -> None:
             f"The first drop comes after the warm-up, got --drop-at {experiment.drop_at[0]} with --warmup-steps "
             f"{experiment.warmup_steps}: drop later, or warm up for fewer steps."
         )
-    if experiment.dense_layers != "exchange" and (experiment.stages > 1 or experiment.slices > 1):
-        raise ValueError(
-            f"Dense layers are trained in their own way among workers alone, got --dense-layers "
-            f"{experiment.dense_layers} with --stages {experiment.stages} and --slices {experiment.slices}: leave both "
-            "at 1."
-        )
+    for name, what in (("dense_layers", "Dense layers"), ("embeddings", "Embedding tables")):
+        way = getattr(experiment, name)
+        if way != "exchange" and (experiment.stages > 1 or experiment.slices > 1):
+            raise ValueError(
+                f"{what} are trained in their own way among workers alone, got {_option(name)} {way} with --stages "
+                f"{experiment.stages} and --slices {experiment.slices}: leave both at 1, or give {_option(name)} "
+                "exchange."
+            )
     if experiment.stages > 1 and experiment.slices > 1:
         raise ValueError(
             f"A run is a pipeline or has slices, got --stages {experiment.stages} with --slices {experiment.slices}: "
             "leave one of them at 1."
         )
-    alone = {"stages": 1, "slices": 1, "dense_layers": "exchange", "compress": ""}
+    alone = {"stages": 1, "slices": 1, "dense_layers": "exchange", "embeddings": "exchange", "compress": ""}
     others = {name: getattr(experiment, name) for name, value in alone.items() if getattr(experiment, name) != value}
     for name in ("model_parallel", "compress"):
         different = {other: value for other, value in others.items() if other != name}

@@ -130,7 +130,7 @@ class Exchange:
     Attributes:
       where: the leaves that are exchanged; None for all. The gradients of the others are already reduced and bypass
         the exchange, or go to `others`. All are applied in a step, or none: if one part skips, so do both.
-      others: a second exchange, for the leaves that `where` leaves out.
+      others: a second exchange, for the leaves that `where` leaves out. It may have a `where` of its own.
       axis_name: the axis of workers, of a mesh or of a `jax.vmap`.
 
     Raises:
@@ -211,7 +211,7 @@ class Exchange:
         chosen, rest, others = self._part(params, True), self._part(params, False), None
         if self.others is not None:
             others = self.others.init(rest)
-            check_exchange(others, f"others of {self.name}")
+            check_exchange(others, f"others of {self.name}", of_all=False)
         if jax.tree.leaves(chosen):
             return self.init_chosen(chosen).replace(others=others)
         if self.others is not None:
@@ -354,14 +354,33 @@ def get_exchange(state: Any) -> ExchangeState:
     return found
 
 
-def check_exchange(state: Any, name: str) -> ExchangeState:
+def lets_bypass(state: ExchangeState) -> bool:
+    """Returns whether `where` leaves out leaves that no other exchange takes: their gradients bypass it."""
+    method = state.method
+    return method.where is not None and (method.others is None or lets_bypass(get_exchange(state.others)))
+
+
+def bypasses(state: ExchangeState, path: Any, leaf: Any) -> bool:
+    """Returns whether a leaf bypasses an exchange, and the others that it has."""
+    method = state.method
+    if method.where is None or method.chooses(path, leaf):
+        return False
+    return method.others is None or bypasses(get_exchange(state.others), path, leaf)
+
+
+def check_exchange(state: Any, name: str, *, of_all: bool = True) -> ExchangeState:
     """Returns the state of the exchange that another transformation holds.
 
+    Args:
+      state: of that exchange.
+      name: of what holds it.
+      of_all: whether it must exchange every gradient that it gets.
+
     Raises:
-      ValueError: if it is none, a local method, or lets gradients bypass it.
+      ValueError: if it is none, a local method, or lets gradients bypass it that it must exchange.
     """
     found = next(exchange_states(state), None)
-    if found is None or found.method.period is not None or (found.method.where and not found.method.others):
+    if found is None or found.method.period is not None or (of_all and lets_bypass(found)):
         raise ValueError(
             f"{name} must be an exchange of gradients; got a transformation that is none, is local itself, or lets "
             "gradients bypass it. Pass jaxcomm.plump_dp(), jaxcomm.dct_dp(0.99) or another compressor."

@@ -32,6 +32,24 @@ def is_finite(vector: jax.Array) -> jax.Array:
     return ~jnp.any(bits.pack(magnitude_bits(vector) >= _INFINITY) != 0)
 
 
+def digest(array: jax.Array) -> jax.Array:
+    """Returns a sum of an array's bits, each word times an odd number of its own: () uint32.
+
+    Another value of one word gives another digest. A sharded array stays where it is.
+    """
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        array = jnp.stack([array.real, array.imag])
+    if array.dtype != jnp.bool_:
+        array = lax.bitcast_convert_type(array, {1: jnp.uint8, 2: jnp.uint16}.get(array.dtype.itemsize, jnp.uint32))
+    place, stride = jnp.zeros((), jnp.uint32), 1
+    for axis in reversed(range(array.ndim)):
+        place = place + lax.broadcasted_iota(jnp.uint32, array.shape, axis) * np.uint32(stride % 2**32)
+        stride *= array.shape[axis]
+    return jnp.sum(array.astype(jnp.uint32) * ((2 * place + 1) * jnp.uint32(0x9E3779B1)), dtype=jnp.uint32)
+
+
 def is_accumulable(total: jax.Array, added: jax.Array) -> jax.Array:
     """Returns whether a total (n,), n a multiple of 32, is finite and what was added to it last below 2^100: () bool.
 

@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxcomm.collectives.axis import AxisName, to_varying
-from jaxcomm.exchange import ExchangeState, exchange_states
+from jaxcomm.exchange import ExchangeState, bypasses, exchange_states
 from jaxcomm.types import ExchangeMetrics, is_per_worker
 
 
@@ -76,12 +76,10 @@ def bypassing(state: Any, tree: Any) -> frozenset[str]:
       state: an optimizer's state.
       tree: the parameters, or another tree of their structure.
     """
-    methods = [found.method for found in exchange_states(state) if found.method.where is not None]
+    found = list(exchange_states(state))
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return frozenset(
-        jax.tree_util.keystr(path)
-        for path, leaf in leaves
-        if any(method.others is None and not method.chooses(path, leaf) for method in methods)
+        jax.tree_util.keystr(path) for path, leaf in leaves if any(bypasses(each, path, leaf) for each in found)
     )
 
 

@@ -91,18 +91,20 @@ class Program:
     def links(self) -> dict[tuple[int, int], int]:
         """Returns the bytes of a usual step that permutations move from one position to another, by (from, to)."""
         moved: dict[tuple[int, int], int] = {}
-        for traffic in self.always:
+        for traffic in self.usual:
             for pair in traffic.pairs or ():
                 moved[pair] = moved.get(pair, 0) + traffic.operand_bytes * traffic.times
-        for branches in self.conditionals:
-            for pair, count in branches[0].links().items():
-                moved[pair] = moved.get(pair, 0) + count
         return moved
 
     @property
     def communicates(self) -> bool:
         """Whether there is any collective."""
         return bool(self.always or self.conditionals)
+
+    @property
+    def usual(self) -> list[Traffic]:
+        """The collectives of a usual step: of every conditional, the first branch."""
+        return [*self.always, *(traffic for branches in self.conditionals for traffic in branches[0].usual)]
 
     @property
     def received_always(self) -> Fraction:
@@ -112,8 +114,7 @@ class Program:
     @property
     def received(self) -> Fraction:
         """Bytes that each worker receives in a usual step: of every conditional, the first branch."""
-        usual = (branches[0].received for branches in self.conditionals)
-        return self.received_always + sum(usual, Fraction(0))
+        return sum((traffic.received for traffic in self.usual), Fraction(0))
 
     @property
     def received_at_most(self) -> Fraction:

@@ -108,7 +108,7 @@ def make_train_step(
       ValueError: if the mesh lacks an axis or has others; for specs that do not fit the parameters or the mesh; at
         trace time if the batch does not divide, for a model's state that `loss_fn` does not take, has not kept in its
         shape, or that is not of floats; for a loss that differs along other axes; and if the loss uses a parameter
-        whose gradient bypasses the exchange other than by `late_multiply`.
+        whose gradient bypasses the exchange other than by `late_multiply` or `layers.late_lookup`.
     """
     if isinstance(loss_fn, Pipeline):
         if specs is not None or auto or has_aux or has_state:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,10 @@ from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxcomm.layers import late_lookup
 from models.blocks import Batch, Model, take_rows
+
+Embeddings = Literal["exchange", "late", "columns", "rows"]
 
 
 class Dlrm(Model):
@@ -31,9 +35,17 @@ class Dlrm(Model):
     The paper cuts after two layers of each MLP: `cut(model, (2,))` and `cut(model, (2, 7))`; 256 features a row cross
     at both. A third cut costs least at 4 (16 features a row), and parts the tables from the layers before them.
 
-    All tables are one array (rows, 16) with the rows of one after those of the other. Two ways to split it over a mesh:
-    by rows, with `row_multiple` the size of the axis, which leaves the exchange to the compiler; and by columns, with
-    `columns_over`, in a loss that is written for one worker.
+    All tables are one array (rows, D) with the rows of one after those of the other. `embeddings` says how K workers
+    train it. The bytes are those that each receives in a step, for a global batch of B rows of F features:
+
+      embeddings  a worker holds  crosses the network                            bytes received
+      exchange    all             the gradient of the table, like all others     2 (K-1)/K * 4 rows D, if dense
+      late        all             ids of rows that were touched, and gradients   (K-1)/K * 4 B F (1 + D)
+      columns     D / K columns   ids; vectors, and their errors back            (K-1)/K * 4 B F (1 + 2 D/K)
+      rows        rows / K        ids; vectors, and their errors back            (K-1)/K * 4 B F (1 + 2 D)
+
+    All but "exchange" do not grow with the tables. "late" leaves them replicated. Nothing is less than "columns", which
+    needs a K that divides D; "rows" takes any K, and costs more: every worker sends vectors, or zeros, for all ids.
 
     A small twin: table_sizes=(5, 7, 3), dim=4, bottom=(8, 6), top=(8, 6), which has 2 dense layers less.
     """
@@ -46,8 +58,9 @@ class Dlrm(Model):
         dim: int = 16,
         bottom: Sequence[int] = (512, 256, 64),
         top: Sequence[int] = (512, 256, 128),
+        embeddings: Embeddings = "exchange",
         row_multiple: int = 1,
-        columns_over: str | None = None,
+        axis_name: str = "data",
         dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
@@ -59,25 +72,26 @@ class Dlrm(Model):
           dim: of an embedding, and outputs of the bottom MLP.
           bottom: outputs of the bottom MLP's layers but the last.
           top: outputs of the top MLP's layers but the last, which has 1.
-          row_multiple: the tables' rows are filled up to a multiple of it, with rows that are never looked up.
-          columns_over: an axis of workers that each hold `dim / K` columns of all tables, for use inside
-            `jax.shard_map`: give every worker its columns of blocks[4]'s `table`, `P(None, axis)`. Every worker then
-            looks up its columns for the rows of all, and receives (K-1) * B * features indices of 4 bytes and
-            (K-1)/K * B * features * dim values of 4 bytes, and as many values backward. The gradient of its columns is
-            that of the sum of the workers' losses: K times that of their mean.
+          embeddings: how the table is trained. "late" is for a replicated table whose gradient bypasses the exchange
+            (`jaxcomm.layers.late_lookup`). "columns" and "rows" are for the loss of `make_train_step(specs=)`, where
+            blocks[4]'s `table` is a worker's shard, of P(None, axis) or P(axis); its gradient is that of the sum of the
+            workers' losses, K times that of their mean.
+          row_multiple: the tables' rows are filled up to a multiple of it, with rows that are never looked up: K with
+            "rows", or the size of the axis where the compiler shards them.
+          axis_name: the axis of workers.
           dtype: to compute in; the parameters are float32.
           rngs: the source of the initial parameters.
         """
         features = len(table_sizes)
         crossed = dim + (features + 1) * features // 2
         below, above = (dense_features, *bottom, dim), (crossed, *top)
-        embeddings = Interaction(table_sizes, dim, row_multiple, columns_over, dtype=dtype, rngs=rngs)
+        interaction = Interaction(table_sizes, dim, row_multiple, embeddings, axis_name, dtype=dtype, rngs=rngs)
         layers = [
             [Layer(i, o, is_last=False, dtype=dtype, rngs=rngs) for i, o in itertools.pairwise(sizes)]
             for sizes in (below, above)
         ]
         last = Layer(above[-1], 1, is_last=True, dtype=dtype, rngs=rngs)
-        self.blocks = nnx.List([*layers[0], embeddings, *layers[1], last])
+        self.blocks = nnx.List([*layers[0], interaction, *layers[1], last])
 
 
 class Layer(nnx.Module):
@@ -104,7 +118,7 @@ class Interaction(nnx.Module):
     """The categories' embeddings, and the dot products of all pairs of them and of the bottom MLP's output.
 
     Attributes:
-      table: (rows, dim), the tables one after the other; of a worker alone (rows, dim / K) with `columns_over`.
+      table: (rows, dim), the tables one after the other; or a worker's shard, (rows, dim / K) or (rows / K, dim).
     """
 
     def __init__(
@@ -112,7 +126,8 @@ class Interaction(nnx.Module):
         sizes: Sequence[int],
         dim: int,
         row_multiple: int,
-        columns_over: str | None,
+        embeddings: Embeddings,
+        axis_name: str,
         *,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
@@ -122,13 +137,14 @@ class Interaction(nnx.Module):
                 f"There are tables, each with rows, and a multiple of at least 1, got sizes {tuple(sizes)} and "
                 f"row_multiple={row_multiple}: give every feature its number of categories."
             )
-        rows = -(-sum(sizes) // row_multiple) * row_multiple
+        if embeddings not in get_args(Embeddings):
+            raise ValueError(f"embeddings must be one of {get_args(Embeddings)}; got {embeddings!r}. Pass one.")
         # Uniform within sqrt(1 / rows of the table); rows that fill up are zero.
-        counts = np.asarray([*sizes, rows - sum(sizes)])
-        widths = jnp.asarray([*(size**-0.5 for size in sizes), 0.0], jnp.float32)
-        drawn = jax.random.uniform(rngs.params(), (rows, dim), jnp.float32, -1, 1)
-        self.table = nnx.Param(drawn * jnp.repeat(widths, counts, total_repeat_length=rows)[:, None])
-        self.sizes, self.columns_over, self.dtype = tuple(sizes), columns_over, dtype
+        widths = jnp.asarray([size**-0.5 for size in sizes], jnp.float32)
+        drawn = jax.random.uniform(rngs.params(), (sum(sizes), dim), jnp.float32, -1, 1)
+        drawn *= jnp.repeat(widths, np.asarray(sizes), total_repeat_length=sum(sizes))[:, None]
+        self.table = nnx.Param(jnp.pad(drawn, ((0, -sum(sizes) % row_multiple), (0, 0))))
+        self.sizes, self.embeddings, self.axis_name, self.dtype = tuple(sizes), embeddings, axis_name, dtype
 
     def __call__(self, x: jax.Array, batch: Batch) -> jax.Array:
         """Returns (B, dim + pairs) of x (B, dim).
@@ -148,11 +164,19 @@ class Interaction(nnx.Module):
                 f"batch['categories'] has a column for every table, got shape {categories.shape} for {len(sizes)} "
                 "tables: give (B, tables)."
             )
-        if self.columns_over is not None:
-            categories = lax.all_gather(categories, self.columns_over, tiled=True)  # (K B, features)
         starts = np.cumsum(sizes) - sizes
-        there = (categories >= 0) & (categories < sizes)
-        vectors = take_rows(self.table[...], jnp.where(there, categories + starts, -1))  # (K B, features, dim / K)
-        if self.columns_over is None:
-            return vectors
-        return lax.all_to_all(vectors, self.columns_over, split_axis=0, concat_axis=2, tiled=True)
+        ids = jnp.where((categories >= 0) & (categories < sizes), categories + starts, -1)
+        table, axis = self.table[...], self.axis_name
+        if self.embeddings == "exchange":
+            return take_rows(table, ids)
+        if self.embeddings == "late":
+            return late_lookup(table, ids, axis_name=axis)
+        everyones = lax.all_gather(ids, axis, tiled=True)  # (K B, features)
+        if self.embeddings == "columns":
+            vectors = take_rows(table, everyones)  # (K B, features, dim / K)
+            return lax.all_to_all(vectors, axis, split_axis=0, concat_axis=2, tiled=True)
+        own = everyones - lax.axis_index(axis) * table.shape[0]
+        own = jnp.where((own >= 0) & (own < table.shape[0]), own, table.shape[0])
+        vectors = table.at[own].get(mode="fill", fill_value=0)  # (K B, features, dim), zero for rows of other workers
+        parts = lax.all_to_all(vectors.reshape(-1, *ids.shape, table.shape[1]), axis, split_axis=0, concat_axis=0)
+        return jnp.where((ids >= 0)[..., None], parts.sum(axis=0), jnp.nan)  # one of K is not zero

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 import jaxcomm as jc
@@ -14,8 +13,7 @@ class SplitLinear(nnx.Linear):
     """`nnx.Linear` for the rows of all workers, of whose kernel each worker holds a shard.
 
     The same parameters with the same initial values. For the loss of `jc.make_train_step(specs=)`, where `kernel` is a
-    worker's shard: by inputs if the layer narrows, by outputs otherwise, which is what moves less. The bias is
-    copied.
+    worker's shard, as `jc.layers.narrowing_spec` says. The bias is copied.
     """
 
     def __init__(
@@ -39,8 +37,3 @@ class SplitLinear(nnx.Linear):
         kernel = self.kernel[...]
         bias = None if self.bias is None else self.bias[...].astype(inputs.dtype)
         return jc.split_dense(inputs, kernel.astype(inputs.dtype), bias, axis_name=self.axis_name)
-
-    @staticmethod
-    def kernel_spec(shape: tuple[int, int], axis_name: str = "data") -> P:
-        """Returns how a kernel (N, M) lies over the workers."""
-        return P(axis_name) if shape[0] > shape[1] else P(None, axis_name)

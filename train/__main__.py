@@ -6,7 +6,9 @@ NAME is an experiment of `configs`, "digits" if it is left out; `python -m train
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import tyro
@@ -15,6 +17,7 @@ from configs import CONFIGS, take_config
 from configs.experiment import BoundaryFields, Experiment, check
 from configs.methods import PlumpDp
 from train.processes import Processes, connect, prepare_jax
+from train.restarts import begun, is_supervised, note_begun, supervise
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,15 +28,18 @@ def main(argv: Sequence[str]) -> int:
 
             return compare(argv[1:])
         experiment = parse(argv)
+        if experiment.restarts and not is_supervised():
+            return supervise(argv, experiment.restarts)
         processes = connect(
             experiment.coordinator,
             experiment.process_id,
             experiment.num_processes,
             check=lambda count: check(experiment, count),
+            seconds=experiment.connect_timeout,
         )
         devices = experiment.workers * experiment.stages * experiment.model_parallel // processes.count
         prepare_jax(None if processes.has_devices else devices)
-        return run(experiment, processes)
+        return run(experiment, processes) if processes.count == 1 else run_together(experiment, processes)
     except (ValueError, OSError) as error:
         print(f"train: {error}", file=sys.stderr)
         return 2
@@ -56,41 +62,87 @@ def parse(argv: Sequence[str]) -> Experiment:
     )
 
 
-def run(experiment: Experiment, processes: Processes) -> int:
-    """Trains the baseline and the method, prints the table, and draws the figure; or advises."""
+def run_together(experiment: Experiment, processes: Processes) -> int:
+    """Does this process's part of `run`, if all are started alike; one that fails ends all, see `Liveness`."""
+    from train.liveness import JaxStore, Liveness
+    from train.start import DisagreementError, agree, check_shared, facts_of
+
+    store, seconds = JaxStore(), experiment.connect_timeout
+    with Liveness(store, processes, experiment.peer_timeout, experiment.step_timeout) as liveness:
+        try:
+            agree(store, processes, "settings", facts_of(experiment), seconds)
+            check_shared(store, processes, experiment.out, seconds)
+            return run(experiment, processes, liveness.doing)
+        except DisagreementError:
+            raise
+        except BaseException as error:
+            code = 2 if isinstance(error, ValueError | OSError) else 1
+            if isinstance(error, KeyboardInterrupt):
+                code = 130
+            elif code == 1:
+                traceback.print_exc()
+            liveness.fail(error, code)
+            raise
+
+
+def run(experiment: Experiment, processes: Processes, doing: Callable[[str], None] = lambda what: None) -> int:
+    """Trains the baseline and the method, prints the table, and draws the figure; or advises.
+
+    Args:
+      experiment: the fields.
+      processes: this process among the others.
+      doing: told what this process does, before it does it.
+    """
     if experiment.advise:
         return advise(experiment, processes)
     # Not at the top: Flax, Orbax and TFDS take seconds to import, which --help and a typo need not wait for.
-    from train.figures import draw_accuracy
     from train.folders import run_folder
     from train.job import make_job
-    from train.loop import train
     from train.methods import run_name
     from train.plans import Planned
-    from train.processes import wait_for_all
-    from train.progress import Bar
-    from train.tables import check_file, print_table, write_records
+    from train.tables import check_file
 
     check_file("--json", experiment.json)
     planned = None if experiment.plan is None else Planned(experiment.plan)
     runs: list[tuple[Experiment, Any]] = [(experiment, planned or experiment.method)]
-    # The baseline's activations are all sent, and the gradients of its dense layers are exchanged.
+    # The baseline's activations are all sent, and the gradients of its dense layers are exchanged. Its tables are
+    # trained as the method's: whole, they may be too large for a worker.
     whole = dataclasses.replace(experiment, boundary=BoundaryFields(), dense_layers="exchange")
     if experiment.baseline and (runs[0][1] != PlumpDp() or experiment != whole):
         runs.insert(0, (whole, PlumpDp()))
     jobs = [make_job(each, method) for each, method in runs]  # errors of the last come before the first is trained
-    out = run_folder(experiment.out, experiment.name, resume=experiment.resume)
-    wait_for_all(processes)  # before one of them makes the folder that another still looks for
+    names = [run_name(method, each.boundary, each.dense_layers, each.embeddings) for each, method in runs]
+    resume = experiment.resume if (before := begun()) is None else before
+    with run_folder(experiment.out, experiment.name, resume=resume, runs=names) as out:
+        note_begun(out)
+        ordered = [
+            (dataclasses.replace(each, out=out), method, job, name)
+            for (each, method), job, name in zip(runs, jobs, names, strict=True)
+        ]
+        return train_each(experiment, ordered, out, processes, doing)
+
+
+def train_each(
+    experiment: Experiment,
+    runs: Sequence[tuple[Experiment, Any, Any, str]],
+    out: Path,
+    processes: Processes,
+    doing: Callable[[str], None],
+) -> int:
+    """Trains one run after the other in the folder `out`, and shows what came of them; see `run`."""
+    from train.figures import draw_accuracy
+    from train.loop import train
+    from train.progress import Bar
+    from train.tables import print_table, write_records
+
     shows = processes.index == 0
     rows: list[dict[str, Any]] = []
     curves = {}
-    for (each, method), job in zip(runs, jobs, strict=True):
-        each = dataclasses.replace(each, out=out)
-        name = run_name(method, each.boundary, each.dense_layers)
+    for each, method, job, name in runs:
         if job.late is not None and shows:
             print(job.late)
         with Bar(name, experiment.steps, shows=shows) as bar:
-            ended = train(each, method, processes, bar, job)
+            ended = train(each, method, processes, bar, job, doing)
         rows.append(ended.summary.record())
         curves[name] = ended.evaluations
         if not ended.finished:
@@ -119,7 +171,8 @@ def advise(experiment: Experiment, processes: Processes) -> int:
             experiment.json.write_text(advice.json() + "\n")
         if plan is not None and experiment.plan is not None:
             plan.write(experiment.plan)
-            print(f"{plan}\nwritten to {experiment.plan}; train with it: --plan {experiment.plan}")
+            layers = "" if plan.dense_layers == "exchange" else f" --dense-layers {plan.dense_layers}"
+            print(f"{plan}\nwritten to {experiment.plan}; train with it: --plan {experiment.plan}{layers}")
     return 3 if advice.keeps_dense else 0
 
 

@@ -11,6 +11,7 @@ from jaxcomm.planner import Advice, Plan, advise, candidates, make_plan
 from models.functional import apply, split
 from train.architectures import make_model
 from train.data import dataset_info, train_batches
+from train.dense_layers import layer_rows
 from train.methods import make_exchange, make_optimizer, run_name
 from train.tasks import make_task
 
@@ -28,10 +29,12 @@ def advise_experiment(experiment: Experiment, seconds: float = 60.0) -> tuple[Ad
     """
     devices = {"slices": experiment.slices, "stages": experiment.stages, "model_parallel": experiment.model_parallel}
     several = {name: count for name, count in devices.items() if count > 1}
-    if several or experiment.dense_layers != "exchange":
+    ways = {"dense_layers": experiment.dense_layers, "embeddings": experiment.embeddings}
+    several |= {name: way for name, way in ways.items() if way != "exchange"}
+    if several:
         raise ValueError(
-            f"--advise must be of workers that hold the whole model; got {several or experiment.dense_layers}. Leave "
-            "out --slices, --stages, --model-parallel and --dense-layers."
+            f"--advise must be of workers that hold the whole model and exchange all of its gradients; got {several}. "
+            "Leave out --slices, --stages and --model-parallel, and give --dense-layers and --embeddings exchange."
         )
     info = dataset_info(experiment.dataset, experiment.data_dir)
     task = make_task(info, experiment.label_smoothing)
@@ -64,6 +67,7 @@ def advise_experiment(experiment: Experiment, seconds: float = 60.0) -> tuple[Ad
         mesh,
         optimizer=make_optimizer(experiment),
         methods=candidates() | {f"--method {run_name(experiment.method)}": own},
+        dense_layers=layer_rows(experiment, info),
         seconds=seconds,
     )
     if experiment.plan is None:

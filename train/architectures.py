@@ -13,17 +13,19 @@ from models.blocks import Model
 from models.cnn import Cnn
 from models.dlrm import Dlrm
 from models.googlenet import GoogLeNet
+from models.gpt import Gpt
 from models.mlp import Mlp
 from models.resnet import ResNet
 from models.transformer import Transformer
 from models.vgg import Vgg
-from train.data import ClickInfo, DatasetInfo, ImageInfo, TranslationInfo
+from train.data import ClickInfo, DatasetInfo, ImageInfo, TextInfo, TranslationInfo
 
 MODELS: dict[str, Callable[..., Model]] = {
     "alexnet": AlexNet,
     "cnn": Cnn,
     "dlrm": Dlrm,
     "googlenet": GoogLeNet,
+    "gpt": Gpt,
     "mlp": Mlp,
     "resnet": ResNet,
     "transformer": Transformer,
@@ -45,14 +47,16 @@ def make_model(architecture: Architecture, info: DatasetInfo, dtype: str, seed: 
     make = partial(MODELS[architecture.name], dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed), **architecture.options)
     match info, architecture.name:
         case ClickInfo(), "dlrm":
-            return make(info.table_sizes)
+            return make(info.table_sizes, dense_features=info.num_dense)
         case TranslationInfo(), "transformer":
             return make(info.vocabulary_size, info.vocabulary_size)
-        case ImageInfo(), name if name not in ("dlrm", "transformer"):
+        case TextInfo(), "gpt":
+            return make(info.vocabulary_size, info.length)
+        case ImageInfo(), name if name not in ("dlrm", "transformer", "gpt"):
             return make(info.image_shape, info.num_classes)
     raise ValueError(
         f"A model is trained on its kind of data, got {architecture.name!r} and {info.name!r} ({type(info).__name__}): "
-        "dlrm takes clicks, transformer translations, and the others images."
+        "dlrm takes clicks, transformer translations, gpt text, and the others images."
     )
 
 

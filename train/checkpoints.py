@@ -1,18 +1,28 @@
 """Checkpoints: the whole state of a run, the compressor's included, one row per worker."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import jaxcomm as jc
+from jaxcomm.numerics import digest
 from jaxcomm.parallel.sharded_step import SplitState
 from jaxcomm.parallel.state import state_shardings
 from jaxcomm.types import is_per_worker
+
+CHECKSUMS = "checksums"  # the key of the digests, beside the arrays of a state
+
+
+class SettingsError(ValueError):
+    """A checkpoint that can be read, and is of another run."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +30,13 @@ class Restored:
     """A checkpoint, read back.
 
     Attributes:
+      step: the steps that are done.
       state: the train state on the mesh.
       data: the position of the data, as its `state()` gave it.
-      message: what was done where the number of workers differs; empty otherwise.
+      message: what was done where the number of workers or of steps differs; empty otherwise.
     """
 
+    step: int
     state: jc.TrainState
     data: dict[str, Any]
     message: str
@@ -52,7 +64,7 @@ class Checkpoints:
         self._manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(_plain(state)),
+                state=ocp.args.StandardSave(_with_checksums(_plain(state))),
                 data=ocp.args.JsonSave(data),
                 about=ocp.args.JsonSave(about),
             ),
@@ -66,6 +78,56 @@ class Checkpoints:
         """Returns whether the processes of a run have agreed to stop at this step, because one got SIGTERM."""
         return self._manager.reached_preemption(step)
 
+    def newest(
+        self, like: jc.TrainState, mesh: Mesh, about: dict[str, Any], say: Callable[[str], None]
+    ) -> Restored | None:
+        """Reads the newest checkpoint that can be read; None if there is none at all.
+
+        Those that cannot are moved out of the way, to `damaged-STEP` beside the folder.
+
+        Args:
+          like: see `restore`.
+          mesh: see `restore`.
+          about: see `restore`.
+          say: told why a checkpoint is passed over, a line each.
+
+        Raises:
+          SettingsError: see `restore`.
+          ValueError: if there are checkpoints, and none can be read.
+        """
+        steps, damaged = sorted(self._manager.all_steps(), reverse=True), []
+        for step in steps:
+            found, error = None, None
+            try:
+                found = self.restore(step, like, mesh, about)
+            except SettingsError:
+                raise
+            except Exception as caught:  # of Orbax, TensorStore and JSON, of many kinds
+                error = caught
+            if not _all(found is not None):
+                reason = "another process cannot read it" if error is None else f"{type(error).__name__}: {error}"
+                say(f"the checkpoint of step {step} is passed over, {reason.splitlines()[0]}")
+                damaged.append(step)
+                continue
+            for each in damaged:
+                self._put_aside(each)
+            self._manager.reload()
+            return found
+        if damaged:
+            raise ValueError(
+                f"A run goes on from a checkpoint that can be read, got none in {self.folder} of steps "
+                f"{', '.join(map(str, steps))}: copy them again, or begin anew without --resume."
+            )
+        return None
+
+    def _put_aside(self, step: int) -> None:
+        if jax.process_index() == 0:
+            place, number = self.folder.parent / f"damaged-{step}", 1
+            while place.exists():
+                place, number = self.folder.parent / f"damaged-{step}-{number + 1}", number + 1
+            (self.folder / str(step)).rename(place)
+        _all(True)
+
     def restore(self, step: int, like: jc.TrainState, mesh: Mesh, about: dict[str, Any]) -> Restored:
         """Reads a checkpoint back, for as many workers as the mesh has.
 
@@ -73,31 +135,37 @@ class Checkpoints:
           step: the checkpoint's step.
           like: a fresh state of the run, on the mesh.
           mesh: the mesh.
-          about: what must be the same; the number of workers need not.
+          about: what must be the same; the number of workers need not, and there may be more steps.
 
         Raises:
-          ValueError: if the checkpoint is of another experiment, or of another number of workers where the model is
+          SettingsError: if the checkpoint is of another experiment, or of another number of workers where the model is
             split.
+          ValueError: if an array or the position of the data is not what was saved.
         """
         head = self._manager.restore(
             step, args=ocp.args.Composite(data=ocp.args.JsonRestore(), about=ocp.args.JsonRestore())
         )
-        then = dict(head["about"])
+        if head["data"]["step"] != step:
+            raise ValueError(f"its data are at step {head['data']['step']}")
+        then, message = dict(head["about"]), ""
         old, new = then.pop("workers"), about["workers"]
         now = {name: value for name, value in about.items() if name != "workers"}
+        if then.get("steps", 0) < now.get("steps", 0):
+            message = f"The run of {then['steps']} steps is now one of {now['steps']}, and so is its schedule. "
+            then["steps"] = now["steps"]
         different = [f"{name} {then.get(name)!r} (now {now[name]!r})" for name in now if then.get(name) != now[name]]
         if different:
-            raise ValueError(
+            raise SettingsError(
                 f"A run goes on with the settings that it began with, got a checkpoint in {self.folder} with "
                 f"{', '.join(different)}: give the same settings, or another --out, or no --resume."
             )
         if old == new:
             state = self._read(step, _plain(like))
-            return Restored(_typed(state, like), head["data"], "")
+            return Restored(step, _typed(state, like), head["data"], message.strip())
         split = {axis: size for axis, size in mesh.shape.items() if axis != "data" and size > 1}
         if split or isinstance(like.opt_state, SplitState):
-            kind = f"on a mesh with {split}" if split else "that hold shards of layers"
-            raise ValueError(
+            kind = f"on a mesh with {split}" if split else "that hold shards of layers or tables"
+            raise SettingsError(
                 "Another number of workers is for workers that hold the whole model each, got a checkpoint of "
                 f"{old} workers for {new} {kind}: go on with --workers {old}."
             )
@@ -110,16 +178,26 @@ class Checkpoints:
             state,
             state_shardings(like, mesh),
         )
-        message = (
+        message += (
             f"The checkpoint has {old} workers and the run {new}: their residuals were averaged into {new} rows, which "
             "keeps the update that they still owe (the mean over the workers); thresholds are renewed in the next step."
         )
         if is_per_worker(like.params):
             message += " The workers' own parameters and optimizers were averaged as well."
-        return Restored(placed, head["data"], message)
+        return Restored(step, placed, head["data"], message)
 
     def _read(self, step: int, like: Any) -> Any:
-        return self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like)))["state"]
+        like = like | {CHECKSUMS: np.zeros(len(like), np.uint32)}
+        found = dict(
+            self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like)))["state"]
+        )
+        saved = np.asarray(found.pop(CHECKSUMS))
+        differs = np.asarray(_digests(found)) != saved
+        if differs.any():
+            names = [name for name, is_other in zip(sorted(found), differs, strict=True) if is_other]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(f"{', '.join(names[:3])}{more} are not what was saved: their checksums differ")
+        return found
 
     def wait(self) -> None:
         """Waits until everything is on disk."""
@@ -128,6 +206,23 @@ class Checkpoints:
     def close(self) -> None:
         """Waits for what is being written, and lets the folder go."""
         self._manager.close()
+
+
+@jax.jit
+def _digests(plain: dict[str, Any]) -> jax.Array:
+    """Returns the digest of every array, in the order of their names: (n,) uint32."""
+    return jnp.stack([digest(jnp.asarray(plain[name])) for name in sorted(plain)])
+
+
+def _with_checksums(plain: dict[str, Any]) -> dict[str, Any]:
+    return plain | {CHECKSUMS: _digests(plain)}
+
+
+def _all(ok: bool) -> bool:
+    """Returns whether all processes say so; they wait for each other."""
+    if jax.process_count() == 1:
+        return ok
+    return bool(np.all(multihost_utils.process_allgather(np.array(ok))))
 
 
 def _plain(state: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ the time that a link takes to answer.
 """
 
 import dataclasses
+import math
 import statistics
 import tempfile
 import time
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import scipy.stats
 import tyro
 
 from configs import take_config
@@ -24,7 +26,7 @@ from jaxcomm.planner.links import bits_per_second
 from train.processes import Processes, prepare_jax
 from train.tables import check_file, print_table, stdev, write_records
 
-FAR = 1.0  # points below dense that the table points out
+CONFIDENCE = 0.95
 COLUMNS = (
     "method",
     "setting",
@@ -33,10 +35,13 @@ COLUMNS = (
     "accuracy_min",
     "accuracy_max",
     "points_below_dense",
+    "below_low",
+    "below_high",
+    "loss_mean",
     "bytes_per_step",
     "ratio_to_dense",
     "seconds_to_finish",
-    "note",
+    "verdict",
 )
 
 
@@ -67,10 +72,7 @@ def compare(experiment: Experiment, config: Comparison, settings: Sequence[tuple
       ValueError: for a method that is not there, a rate that is none, fewer than one seed, or settings of the
         experiment that cannot work.
     """
-    from train.figures import draw_comparison
     from train.folders import run_folder
-    from train.job import make_job
-    from train.loop import train
     from train.methods import make_chain
 
     bits = bits_per_second(config.rate)
@@ -84,7 +86,16 @@ def compare(experiment: Experiment, config: Comparison, settings: Sequence[tuple
     chosen = choose(config.methods, {(method.name, label): method for label, method in settings})
     for method in chosen.values():
         make_chain(experiment, method)  # its errors come before anything is trained
-    folder = run_folder(config.out, f"{experiment.name}-compare", resume=False)
+    with run_folder(config.out, f"{experiment.name}-compare", resume=False) as folder:
+        _compare_in(folder, experiment, config, chosen, bits)
+
+
+def _compare_in(
+    folder: Path, experiment: Experiment, config: Comparison, chosen: dict[tuple[str, str], Method], bits: float
+) -> None:
+    from train.figures import draw_comparison
+    from train.job import make_job
+    from train.loop import train
 
     compute, records = 0.0, []
     for (name, label), method in chosen.items():
@@ -99,7 +110,7 @@ def compare(experiment: Experiment, config: Comparison, settings: Sequence[tuple
                 return
             summaries.append(ended.summary)
         compute = compute or progress.seconds_per_step  # dense comes first
-        record = summarise(summaries, dense=records[0]["accuracy_mean"] if records else None)
+        record = summarise(summaries, dense=records[0]["accuracies"] if records else None, margin=config.margin)
         record |= {
             "method": name,
             "setting": label,
@@ -117,7 +128,8 @@ def compare(experiment: Experiment, config: Comparison, settings: Sequence[tuple
         )
         write_records(folder / "comparison.json", records)  # what is done is kept
     print_table(
-        f"{experiment.name}: test accuracy in % over {config.seeds} seeds; bytes received per worker and step; seconds "
+        f"{experiment.name}: test accuracy in % over {config.seeds} seeds; points below dense, paired by seed, with "
+        f"their 95% interval (worse: by more than {config.margin:g}); bytes received per worker and step; seconds "
         f"to finish at {config.rate}, modelled as steps * ({1000 * compute:.2f} ms + bytes / rate)",
         [{name: record[name] for name in COLUMNS} for record in records],
     )
@@ -147,16 +159,25 @@ def choose(names: str, settings: dict[tuple[str, str], Method]) -> dict[tuple[st
     return dense | {key: method for key, method in settings.items() if key[0] in names_wanted}
 
 
-def summarise(summaries: Sequence[Any], *, dense: float | None) -> dict[str, Any]:
+def summarise(summaries: Sequence[Any], *, dense: Sequence[float] | None, margin: float) -> dict[str, Any]:
     """Makes a record of the runs of one setting.
+
+    How far it is below dense is the mean over pairs of the same seed, with its interval by Student's t.
 
     Args:
       summaries: one `Summary` a seed.
-      dense: mean accuracy in % of the dense runs; None for those themselves.
+      dense: accuracies in % of the dense runs, of the same seeds; None for those themselves.
+      margin: points below dense that do not count.
     """
     accuracies = [100 * summary.accuracy for summary in summaries]
     mean, first = statistics.fmean(accuracies), summaries[0]
-    below = 0.0 if dense is None else dense - mean
+    pairs = [0.0] if dense is None else [base - own for base, own in zip(dense, accuracies, strict=True)]
+    below, low, high, verdict = statistics.fmean(pairs), None, None, ""
+    if len(pairs) > 1:
+        quantile = float(scipy.stats.t.ppf((1 + CONFIDENCE) / 2, len(pairs) - 1))
+        half = quantile * statistics.stdev(pairs) / math.sqrt(len(pairs))
+        low, high = below - half, below + half
+        verdict = "not worse" if high <= margin else "worse" if low > margin else "not told apart"
     return {
         "workers": first.workers,
         "seeds": len(summaries),
@@ -167,7 +188,12 @@ def summarise(summaries: Sequence[Any], *, dense: float | None) -> dict[str, Any
         "accuracy_max": max(accuracies),
         "accuracies": accuracies,
         "points_below_dense": below,
-        "note": f"more than {FAR:g} point below dense" if below > FAR else "",
+        "below_low": low,
+        "below_high": high,
+        "margin": margin,
+        "verdict": verdict,
+        "loss_mean": statistics.fmean(summary.scores["loss"] for summary in summaries),
+        "loss_stdev": stdev([summary.scores["loss"] for summary in summaries]),
         "bytes_per_step": statistics.fmean(summary.bytes_per_step for summary in summaries),
         "ratio_to_dense": first.ratio_to_dense,
         "overflow_per_step": statistics.fmean(summary.overflow_per_step for summary in summaries),

@@ -17,8 +17,10 @@ from models.blocks import Model
 from models.functional import split
 from models.late_linear import LateLinear
 from models.split_linear import SplitLinear
-from train.architectures import MODELS
+from train.architectures import MODELS, make_model
+from train.data import DatasetInfo
 from train.methods import make_exchange
+from train.plans import Planned
 
 
 def takes_dense(model: Callable[..., Model]) -> bool:
@@ -42,17 +44,21 @@ def with_dense(architecture: Architecture, dense: Callable[..., Any]) -> Archite
 
 
 def multiply_late(model: Model, experiment: Experiment, method: Method) -> jc.accounting.LatePlan:
-    """Has the dense layers of a model multiply late for which that moves fewer bytes than the method.
+    """Has the dense layers multiply late for which that moves fewer bytes than the method, or for which a plan says so.
 
     Args:
       model: with `LateLinear` for its dense layers; it may be abstract.
       experiment: the fields.
       method: how the other gradients are exchanged.
     """
-    exchange = make_exchange(method, momentum=experiment.momentum)
-    itemsize = jnp.dtype(experiment.dtype).itemsize
+    planned = method.contents if isinstance(method, Planned) else None
     plan = jc.accounting.plan_late_multiply(
-        split(model).params, experiment.global_batch, experiment.workers, exchange, itemsize
+        split(model).params,
+        experiment.global_batch,
+        experiment.workers,
+        None if planned else make_exchange(method, momentum=experiment.momentum),
+        jnp.dtype(experiment.dtype).itemsize,
+        late=planned.computed("late") if planned else None,
     )
     for path, layer in _layers(model, LateLinear):
         layer.mode = plan.mode(path)
@@ -65,9 +71,18 @@ def shards_of(model: Model) -> Any:
 
     def spec(path: Any, leaf: Any) -> P:
         layer, _, name = jax.tree_util.keystr(path, simple=True, separator="/").rpartition("/")
-        return SplitLinear.kernel_spec(leaf.shape) if name == "kernel" and layer in split_layers else P()
+        return jc.layers.narrowing_spec(leaf.shape) if name == "kernel" and layer in split_layers else P()
 
     return jax.tree_util.tree_map_with_path(spec, split(model).params)
+
+
+def layer_rows(experiment: Experiment, info: DatasetInfo) -> dict[str, int]:
+    """Returns the rows of a global batch that reach each dense layer that could be computed in another way, by path."""
+    if not takes_dense(MODELS[experiment.architecture.name]):
+        return {}
+    architecture = with_dense(experiment.architecture, LateLinear)
+    model = nnx.eval_shape(lambda: make_model(architecture, info, experiment.dtype, experiment.seed))
+    return {path: experiment.global_batch for path, _ in _layers(model, LateLinear)}
 
 
 def _layers(model: Model, kind: type) -> Iterator[tuple[str, Any]]:

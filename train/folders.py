@@ -1,24 +1,138 @@
 """Where a run writes."""
 
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
-def run_folder(out: Path, name: str, *, resume: bool) -> Path:
-    """Returns the folder of a run: out/name, or out/name-2, out/name-3, ... where the earlier ones are taken.
+RUNS, LOCK = "runs.json", "lock"  # files of a run's folder
+
+
+@contextlib.contextmanager
+def run_folder(out: Path, name: str, *, resume: bool | Path, runs: Sequence[str] = ()) -> Iterator[Path]:
+    """Gives the folder of a run, in which no other writes meanwhile: out/name, or out/name-2, ... if that is taken.
+
+    Among several processes, process 0 takes it and tells the others. If what follows fails before anything is written
+    there, a new folder is removed again.
 
     Args:
       out: the folder of all runs.
       name: the experiment's name.
-      resume: take the newest of the existing folders, instead of the first free one.
+      resume: take this folder, or, if True, the newest of the existing ones, instead of the first free one.
+      runs: the names of what is trained, one after the other; a run goes on with the same.
 
     Raises:
-      ValueError: if there is nothing to resume.
+      ValueError: if there is nothing to resume, it is of other runs, or another process is at it.
+      OSError: if the folder cannot be made.
     """
-    number, newest = 1, None
-    while (folder := out / (name if number == 1 else f"{name}-{number}")).exists():
-        number, newest = number + 1, folder
-    if not resume:
-        return folder
-    if newest is None:
+    with contextlib.ExitStack() as stack:
+        number = 0
+        if jax.process_index() == 0:
+            if not resume:
+                stack.enter_context(_removed_if_empty(out))
+            if isinstance(resume, Path):
+                number = next(number for number in itertools.count(1) if _folder(out, name, number) == resume)
+            else:
+                number = _newest(out, name) if resume else _take(out, name)
+            folder = _folder(out, name, number)
+            if not resume:
+                stack.enter_context(_removed_if_empty(folder))
+            stack.enter_context(_locked(folder))
+            _check_runs(folder, runs, bool(resume))
+        if jax.process_count() > 1:
+            number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+        yield _folder(out, name, number)
+
+
+def check_fresh(folder: Path, checkpoint_every: int) -> None:
+    """Refuses to begin where a run has been past its first checkpoint, of which nothing is left.
+
+    Args:
+      folder: of one method, with `metrics.jsonl` and `checkpoints/`.
+      checkpoint_every: steps.
+
+    Raises:
+      ValueError: if it has.
+    """
+    metrics, checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
+    steps = len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
+    if steps > checkpoint_every and not any(checkpoints.iterdir() if checkpoints.exists() else ()):
+        raise ValueError(
+            f"A run goes on from its last checkpoint, got {steps} steps in {metrics} and nothing in {checkpoints}: put "
+            "the checkpoints back, or begin anew without --resume."
+        )
+
+
+def _folder(out: Path, name: str, number: int) -> Path:
+    return out / (name if number == 1 else f"{name}-{number}")
+
+
+@contextlib.contextmanager
+def _removed_if_empty(folder: Path) -> Iterator[None]:
+    """Removes a folder at an error if it was not there, or holds nothing but this module's files."""
+    kept = folder.is_dir() and any(path.name not in (RUNS, LOCK) for path in folder.iterdir())
+    try:
+        yield
+    except BaseException:
+        if not kept and folder.is_dir() and {path.name for path in folder.iterdir()} <= {RUNS, LOCK}:
+            shutil.rmtree(folder)
+        raise
+
+
+def _take(out: Path, name: str) -> int:
+    if out.exists() and not out.is_dir():
+        raise NotADirectoryError(f"--out is a folder, got the file {out}: name another.")
+    out.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        try:
+            _folder(out, name, number).mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return number
+
+
+def _newest(out: Path, name: str) -> int:
+    number = 0
+    while _folder(out, name, number + 1).exists():
+        number += 1
+    if not number:
         raise ValueError(f"--resume goes on with a run that has begun, got no {out / name}: leave --resume out.")
-    return newest
+    return number
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"A run's folder is of one run at a time, got {folder}, in which another process trains: wait for it, "
+                "or begin another run without --resume."
+            ) from None
+        except OSError as error:  # a file system without locks
+            if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
+                raise
+        yield
+
+
+def _check_runs(folder: Path, runs: Sequence[str], resume: bool) -> None:
+    path = folder / RUNS
+    if resume and path.exists():
+        before = json.loads(path.read_text())
+        if before != list(runs):
+            raise ValueError(
+                f"--resume goes on with the runs that were begun, got {', '.join(runs)} for {folder}, which has "
+                f"{', '.join(before)}: give the same method and options, or leave --resume out."
+            )
+    path.write_text(json.dumps(list(runs)) + "\n")

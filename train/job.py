@@ -1,8 +1,8 @@
 """What a run compiles: the train step, the evaluation, and the state that it starts with."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,8 +22,9 @@ from models.split_linear import SplitLinear
 from train.architectures import choose_cuts, make_model
 from train.data import DatasetInfo, TranslationInfo, dataset_info
 from train.dense_layers import multiply_late, shards_of, with_dense
+from train.embeddings import is_exchanged, lookup_traffic, shards_of_table, with_embeddings
 from train.methods import make_chain
-from train.plans import check_plan
+from train.plans import Planned, check_plan
 from train.tasks import Task, make_task
 
 OTHER_BYTES = 512  # that a step may receive beside its exchange: losses, metrics and counts
@@ -41,6 +42,7 @@ class Job:
       axis: the axis of workers, or the axes.
       start: seed -> the fresh state, on the mesh.
       step: (state, batch) -> (state, metrics).
+      inputs: the shapes of the state and of a batch, with their shardings: what the step is compiled for.
       verify: (state, batch) -> a line that says which bytes were predicted and compiled; an error if they disagree.
       model: state -> what is evaluated, the same on every device.
       evaluate: (model, batch with a mask) -> what scores are made of, for every row, and the mask.
@@ -57,6 +59,7 @@ class Job:
     axis: str | tuple[str, ...]
     start: Callable[[int], jc.TrainState]
     step: jc.TrainStep
+    inputs: tuple[jc.TrainState, dict[str, jax.ShapeDtypeStruct]]
     verify: Callable[[jc.TrainState, Any], str]
     model: Callable[[jc.TrainState], Model]
     evaluate: Callable[[Model, Any], dict[str, jax.Array]]
@@ -67,12 +70,18 @@ class Job:
     boundary: Callable[..., jc.layers.Boundary]
 
 
-def make_job(experiment: Experiment, method: Method, boundary: Callable[..., jc.layers.Boundary] = jc.dct_mp) -> Job:
+def make_job(
+    experiment: Experiment,
+    method: Method,
+    boundary: Callable[..., jc.layers.Boundary] = jc.dct_mp,
+    info: DatasetInfo | None = None,
+) -> Job:
     """Makes the model, the optimizer and the functions of a run; `experiment.seed` is looked at for shapes alone.
 
-    A benchmark may give a `boundary` of its own, which is made of the fields `experiment.boundary` as DCT-MP is.
+    A benchmark may give a `boundary` of its own, which is made of the fields `experiment.boundary` as DCT-MP is, and
+    the `info` of a dataset that is not there.
     """
-    info = dataset_info(experiment.dataset, experiment.data_dir)
+    info = info or dataset_info(experiment.dataset, experiment.data_dir)
     task = make_task(info, experiment.label_smoothing)
     whole = split(_abstract(experiment, info))
     check_plan(method, experiment, whole.params)
@@ -80,21 +89,22 @@ def make_job(experiment: Experiment, method: Method, boundary: Callable[..., jc.
     axes["model"] = experiment.model_parallel
     mesh = jc.make_mesh(**{name: size for name, size in axes.items() if size > 1 or name == "data"})
     axis = ("slice", "data") if experiment.slices > 1 else "data"
-    is_sharded = experiment.dense_layers == "split" or experiment.model_parallel > 1
+    has_shards = experiment.dense_layers == "split" or experiment.embeddings in ("columns", "rows")
+    is_sharded = has_shards or experiment.model_parallel > 1
     make = partial(_pipeline, boundary) if experiment.stages > 1 else _sharded if is_sharded else _data_parallel
     everywhere, by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis))
     batch = {
         name: jax.ShapeDtypeStruct((experiment.global_batch, *shape), dtype, sharding=by_rows)
         for name, (shape, dtype) in (info.row_types() | {"seed": ((), np.dtype(np.uint32))}).items()
     }
-    parts = make(experiment, method, info, task, mesh, axis, batch)
+    trained = replace(experiment, architecture=with_embeddings(experiment))
+    parts = make(trained, method, info, task, mesh, axis, batch)
     step, init = parts.step, parts.init or parts.step.init
     shapes = parts.shapes or jax.eval_shape(lambda: init(*parts.first(experiment.seed)))
     report = jc.accounting.step_report(step, shapes, batch, params=whole.params, workers=experiment.workers)
 
     def verify(state: jc.TrainState, batch: Any) -> str:
-        beside = () if parts.late is None else parts.late.traffic
-        step.verify(state, batch, beside=beside, other_bytes=OTHER_BYTES)
+        step.verify(state, batch, beside=parts.beside, other_bytes=OTHER_BYTES)
         return f"{report.received:,.0f} bytes a step predicted; the compiled program sends them, and no more."
 
     def model(state: jc.TrainState) -> Model:
@@ -107,9 +117,10 @@ def make_job(experiment: Experiment, method: Method, boundary: Callable[..., jc.
         axis=axis,
         start=lambda seed: init(*parts.first(seed)),
         step=step,
+        inputs=(shapes, batch),
         verify=verify,
-        # The workers of a local method, and the stages of a pipeline, hold the model together.
-        model=jax.jit(model, out_shardings=everywhere),
+        # The workers of a local method, and the stages of a pipeline, hold the model together. Sharded tables stay so.
+        model=jax.jit(model, out_shardings=parts.places or everywhere),
         evaluate=jax.jit(partial(_evaluate, task, whole.graph), out_shardings=everywhere),
         translate=_translator(experiment, info, whole.graph, everywhere),
         report=report,
@@ -124,7 +135,8 @@ class _Parts(NamedTuple):
 
     `first` makes the parameters and running statistics of a seed, as the step's `init` takes them, and `whole` puts
     those of a model together. `dense` is None where the report knows it, `late` where no layer multiplies late, and
-    `shapes` (those of the state, which say where it is) where they are found by tracing `init`.
+    `shapes` (those of the state, which say where it is) where they are found by tracing `init`. `beside` is what late
+    layers gather, and `places` says where the model to evaluate is, unless it is replicated.
     """
 
     step: jc.TrainStep
@@ -133,7 +145,9 @@ class _Parts(NamedTuple):
     init: Callable[..., jc.TrainState] | None = None
     dense: float | None = None
     late: jc.accounting.LatePlan | None = None
+    beside: Sequence[jc.accounting.Traffic] = ()
     shapes: jc.TrainState | None = None
+    places: Any = None
 
 
 def _data_parallel(
@@ -141,22 +155,23 @@ def _data_parallel(
 ) -> _Parts:
     """Workers that hold the whole model each."""
     del batch
-    late = None
+    late, where, beside = None, None, ()
+    model = _abstract(experiment, info, LateLinear if experiment.dense_layers == "late" else None)
     if experiment.dense_layers == "late":
-        model = _abstract(experiment, info, LateLinear)
         late = multiply_late(model, experiment, method)
-        tx = make_chain(experiment, method, late.exchanges)
-    else:
-        model, tx = _abstract(experiment, info), make_chain(experiment, method)
+        where, beside = None if isinstance(method, Planned) else late.exchanges, late.traffic
+    elif experiment.embeddings == "late":
+        where, beside = is_exchanged, (lookup_traffic(model, experiment),)
+    tx = make_chain(experiment, method, where)
     loss_fn = _loss_of(experiment, task, split(model).graph)
     step = jc.make_train_step(loss_fn, tx, mesh, has_state=True, axis_name=axis)
-    return _Parts(step, partial(_first, experiment, info), init=jax.jit(step.init), late=late)
+    return _Parts(step, partial(_first, experiment, info), init=jax.jit(step.init), late=late, beside=beside)
 
 
 def _sharded(
     experiment: Experiment, method: Method, info: DatasetInfo, task: Task, mesh: Mesh, axis: Any, batch: Any
 ) -> _Parts:
-    """Workers that hold a shard of every dense layer each, or of which each is several devices."""
+    """Workers that hold a shard of every dense layer, or of the tables, or of which each is several devices."""
     del batch
     is_split, ways = experiment.dense_layers == "split", experiment.model_parallel
     tx, model = make_chain(experiment, method), _abstract(experiment, info, SplitLinear if is_split else None)
@@ -166,15 +181,21 @@ def _sharded(
     def columns(leaf: Any) -> P:
         return P(None, "model") if leaf.ndim == 2 and leaf.shape[1] % ways == 0 else P()
 
-    specs = shards_of(model) if is_split else jax.tree.map(columns, whole.params)
-    auto = () if is_split else ("model",)
+    if experiment.embeddings != "exchange":
+        specs = shards_of_table(model, whole.params, experiment.workers)
+    else:
+        specs = shards_of(model) if is_split else jax.tree.map(columns, whole.params)
+    auto = ("model",) if ways > 1 else ()
     step = jc.make_train_step(loss_fn, tx, mesh, specs=specs, auto=auto, has_state=True, axis_name=axis)
     shapes = step.shapes(whole.params, whole.stats)
     dense = None
-    if not is_split:  # the bytes that a device would receive for its shards
+    if auto:  # the bytes that a device would receive for its shards
         own = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(shapes.params))
         dense = float(jc.accounting.Traffic("all_reduce", 4 * own, experiment.workers).received)
-    return _Parts(step, partial(_first, experiment, info), dense=dense, shapes=shapes)
+    places = None
+    if experiment.embeddings != "exchange":  # a whole table may be too large for one device
+        places = jax.tree.map(lambda leaf: leaf.sharding, (shapes.params, shapes.model_state))
+    return _Parts(step, partial(_first, experiment, info), dense=dense, shapes=shapes, places=places)
 
 
 def _first(experiment: Experiment, info: DatasetInfo, seed: int) -> Model:

@@ -5,7 +5,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,14 +13,17 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from configs.experiment import Experiment, check
 from configs.methods import Method
+from jaxcomm.parallel.replicas import differing_replicas
+from jaxcomm.types import is_per_worker
 from train.checkpoints import Checkpoints
 from train.data import eval_batches, open_text, train_batches
+from train.folders import check_fresh
 from train.job import Job, make_job
 from train.methods import is_rare, run_name
 from train.metrics import Evaluation, Log, Summary
@@ -28,7 +31,7 @@ from train.plans import Watch
 from train.processes import Processes
 from train.scores import bleu
 
-STATE_FORMAT = 3  # of a checkpoint's state; another number is refused
+STATE_FORMAT = 5  # of a checkpoint's state; another number is refused
 
 
 class Progress(Protocol):
@@ -63,7 +66,12 @@ class Run:
 
 
 def train(
-    experiment: Experiment, method: Method, processes: Processes, progress: Progress, job: Job | None = None
+    experiment: Experiment,
+    method: Method,
+    processes: Processes,
+    progress: Progress,
+    job: Job | None = None,
+    doing: Callable[[str], None] = lambda what: None,
 ) -> Run:
     """Trains one model with one method, from the start or from the last checkpoint.
 
@@ -73,6 +81,7 @@ def train(
       processes: this process among the others.
       progress: where to show it.
       job: of the same method and of an experiment that differs in its seed alone; made here if not given.
+      doing: told what this process does, before it does it.
 
     Raises:
       ValueError: for settings that contradict each other, before anything is written; for data that the model cannot
@@ -96,13 +105,15 @@ def train(
     if job.late is not None:  # which depends on the number of workers, and the state's shapes on it
         about["late"] = [layer.path for layer in job.late.layers if layer.is_late]
 
-    name = run_name(method, experiment.boundary, experiment.dense_layers)
+    name = run_name(method, experiment.boundary, experiment.dense_layers, experiment.embeddings)
     folder = experiment.out / name
     checkpoints = Checkpoints(folder / "checkpoints")
-    done, state = checkpoints.last() or 0, job.start(experiment.seed)
-    if done:
-        restored = checkpoints.restore(done, state, job.mesh, about)
-        state = restored.state
+    done, state = 0, job.start(experiment.seed)
+    restored = checkpoints.newest(state, job.mesh, about, lambda line: progress.say(f"{name}: {line}"))
+    if restored is None:
+        check_fresh(folder, experiment.checkpoint_every)
+    else:
+        done, state = restored.step, restored.state
         batches.restore(restored.data)
         progress.say(f"{name}: resumed after step {done}. {restored.message}".rstrip())
     rare = partial(is_rare, method)
@@ -110,7 +121,8 @@ def train(
 
     def evaluate(state: jc.TrainState, *, at_end: bool) -> dict[str, float]:
         model, rows, found = job.model(state), [], []
-        for batch in tests:
+        for number, batch in enumerate(tests):
+            doing(f"{name}: test batch {number} after step {step}")
             placed = _to_mesh(batch, job)
             rows.append(job.evaluate(model, placed))
             if at_end and job.translate is not None:
@@ -130,7 +142,9 @@ def train(
     step, pending, is_due, watch = done, None, False, Watch(method)
     with _sigterm(processes) as stopping:
         while step < last:
+            doing(f"{name}: reading rows of step {step + 1}")
             batch = _to_mesh(next(batches), job)
+            doing(f"{name}: step {step + 1}")
             if step == done:
                 progress.say(f"{name}: {job.verify(state, batch)}")
             (state, metrics), line = watch.run(partial(job.step, state, batch))
@@ -148,6 +162,8 @@ def train(
                 record(*pending)  # no checkpoint is ahead of the metrics
                 pending = None
             if is_due and not log.streak:  # or a state that skips every step would push out the last that did not
+                doing(f"{name}: checkpoint of step {step}")
+                check_replicas(job, state, name, step, checkpoints.last())
                 checkpoints.save(step, state, batches.state(), about)
                 is_due = False
             if stopping.is_set() if processes.count == 1 else checkpoints.preempted(step):
@@ -178,14 +194,49 @@ def train(
     return Run(summary, log.evaluations, log.losses, state, finished=step == experiment.steps)
 
 
+def check_replicas(job: Job, state: jc.TrainState, name: str, step: int, saved: int | None) -> None:
+    """Compares what is replicated across the devices; a worker that has other numbers would go on with another model.
+
+    Raises:
+      ValueError: if some differ, with their names and workers.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_worker)
+    named = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in leaves
+        if not is_per_worker(leaf) and leaf.size and leaf.sharding.is_fully_replicated
+    }
+    found = differing_replicas(job.mesh, named)
+    if not found:
+        return
+    places = {place for places in found.values() for place in places}
+    axes = [job.axis] if isinstance(job.axis, str) else list(job.axis)
+    workers = sorted({_worker(job.mesh, axes, place) for place in places})
+    listed = ", ".join([*list(found)[:3], *(["others"] if len(found) > 3 else [])])
+    raise ValueError(
+        f"What is replicated is the same on all workers, got other numbers on worker {', '.join(map(str, workers))} at "
+        f"{listed} after step {step} of {name}; {_kept(saved)}: go on with --resume; if it comes "
+        "again, without that machine."
+    )
+
+
+def _worker(mesh: Mesh, axes: Sequence[str], place: int) -> int:
+    """Returns the number of the worker to which a device belongs, by its place in the mesh."""
+    at = dict(zip(mesh.axis_names, np.unravel_index(place, mesh.devices.shape), strict=True))
+    return int(np.ravel_multi_index([at[axis] for axis in axes], [mesh.shape[axis] for axis in axes]))
+
+
+def _kept(saved: int | None) -> str:
+    return "there is no checkpoint" if saved is None else f"the checkpoint of step {saved} is kept"
+
+
 def _streak_message(experiment: Experiment, log: Log, name: str, saved: int | None) -> str:
     first = log.last_step - log.streak + 1
-    kept = "there is no checkpoint" if saved is None else f"the checkpoint of step {saved} is kept"
     return (
         f"A run stops after --max-skipped {experiment.max_skipped} skipped steps in a row, got steps {first} to "
         f"{log.last_step} of {name}, whose gradients were not finite (the last loss before them: {log.last_loss:.4g}); "
-        f"{kept}. Most often the model has diverged: lower --learning-rate (now {experiment.learning_rate:g}), raise "
-        "--warmup-steps or clip gradients. If the loss was falling, look at the data; --max-skipped allows more."
+        f"{_kept(saved)}. Most often the model has diverged: lower --learning-rate (now {experiment.learning_rate:g}), "
+        "raise --warmup-steps or clip gradients. If the loss was falling, look at the data; --max-skipped allows more."
     )
 
 
@@ -238,6 +289,7 @@ def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
         "micro_batches",
         "slices",
         "dense_layers",
+        "embeddings",
         "model_parallel",
         "compress",
         "seed",

@@ -12,17 +12,21 @@ from jaxcomm.methods.momentum import MomentumCorrection
 from train.schedules import make_schedule
 
 
-def run_name(method: Method, boundary: BoundaryFields | None = None, dense_layers: str = "exchange") -> str:
+def run_name(
+    method: Method,
+    boundary: BoundaryFields | None = None,
+    dense_layers: str = "exchange",
+    embeddings: str = "exchange",
+) -> str:
     """Returns the name of a run's folder and curve: the method's, of averaged models how often, and the boundary's.
 
     So a pipeline with a boundary has another folder than its baseline, which sends whole activations; and dense layers
-    that are trained in their own way have another than with the method alone.
+    or tables that are trained in their own way have another than with the method alone.
     """
     name = method.name
     if isinstance(method, PlumpDp) and method.p > 1:
         name += f"-p{method.p}"
-    if dense_layers != "exchange":
-        name += f"-{dense_layers}"
+    name += "".join(f"-{way}" for way in (dense_layers, embeddings) if way != "exchange")
     if boundary is None or boundary == BoundaryFields():
         return name
     name += f"-masked-{boundary.sparsity:g}"
@@ -86,12 +90,13 @@ def make_chain(experiment: Experiment, method: Method, where: Where | None = Non
             f"Between slices go shares of tensors, which are vectors, got {run_name(method)}, made for matrices, which "
             "would send all of them dense: leave out --slices, or take another method."
         )
-    if experiment.dense_layers != "exchange" and (has_momentum or is_local):
-        raise ValueError(
-            f"Gradients of dense layers pass the exchange by with --dense-layers {experiment.dense_layers}, got "
-            f"{run_name(method)}, {'whose momentum' if has_momentum else 'whose averaging of models'} they would miss: "
-            "take another method."
-        )
+    for option, way in (("--dense-layers", experiment.dense_layers), ("--embeddings", experiment.embeddings)):
+        if way != "exchange" and (has_momentum or is_local):
+            raise ValueError(
+                f"Gradients of dense layers or tables pass the exchange by with {option} {way}, got "
+                f"{run_name(method)}, {'whose momentum' if has_momentum else 'whose averaging of models'} they would "
+                "miss: take another method."
+            )
     if experiment.optimizer == "adam" and has_momentum:
         raise ValueError(
             f"{run_name(method)} has momentum inside and goes with plain SGD, got --optimizer adam: take another "
@@ -106,32 +111,32 @@ def make_chain(experiment: Experiment, method: Method, where: Where | None = Non
         exchange = jc.hierarchical(exchange, where=where, inside="data", across="slice")
     l2, momentum, rest = _optimizer(experiment)
     if is_local:
-        return jc.chain(*l2, momentum, *rest, exchange)
+        return jc.chain(*l2, *momentum, *rest, exchange)
     if has_momentum:
         return jc.chain(*l2, exchange, *rest)
-    return jc.chain(*l2, exchange, momentum, *rest)
+    return jc.chain(*l2, exchange, *momentum, *rest)
 
 
 def make_optimizer(experiment: Experiment) -> optax.GradientTransformation:
     """Makes the optimizer without an exchange."""
     l2, momentum, rest = _optimizer(experiment)
-    return optax.chain(*l2, momentum, *rest)
+    return optax.chain(*l2, *momentum, *rest)
 
 
 Links = list[optax.GradientTransformation]
 
 
-def _optimizer(experiment: Experiment) -> tuple[Links, optax.GradientTransformation, Links]:
-    """Returns L2, if there is any; the momentum; and what comes after it: decoupled decay and learning rate."""
-    l2, decay = [], []
+def _optimizer(experiment: Experiment) -> tuple[Links, Links, Links]:
+    """Returns L2 and momentum, if there are any, and what comes after: decoupled decay and learning rate."""
+    l2, momentum, decay = [], [], []
     if experiment.weight_decay and experiment.decay == "l2":
         l2 = [optax.add_decayed_weights(experiment.weight_decay)]
     elif experiment.weight_decay:
         decay = [optax.add_decayed_weights(experiment.weight_decay)]
     if experiment.optimizer == "adam":
-        momentum = optax.scale_by_adam(b1=experiment.momentum, b2=0.98, eps=1e-8)
-    else:
-        momentum = optax.trace(decay=experiment.momentum, nesterov=experiment.nesterov)
+        momentum = [optax.scale_by_adam(b1=experiment.momentum, b2=0.98, eps=1e-8)]
+    elif experiment.momentum:  # without, a trace would be one more copy of the parameters: gigabytes of a DLRM's tables
+        momentum = [optax.trace(decay=experiment.momentum, nesterov=experiment.nesterov)]
     return l2, momentum, [*decay, optax.scale_by_learning_rate(make_schedule(experiment))]
 
 

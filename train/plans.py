@@ -32,13 +32,13 @@ class Planned(Exchange):
     name: ClassVar[str] = "plan"
 
     @cached_property
-    def plan(self) -> Plan:
+    def contents(self) -> Plan:
         """What the file says."""
         return read_plan(self.file)
 
     def options(self) -> dict[str, Any]:
         """Returns what a run records of it."""
-        return {"tensors": dict(self.plan.tensors), "exchanges": dict(self.plan.exchanges)}
+        return {"tensors": dict(self.contents.tensors), "exchanges": dict(self.contents.exchanges)}
 
     def transform(self) -> optax.GradientTransformation:
         """Returns the transformation of the plan.
@@ -49,9 +49,9 @@ class Planned(Exchange):
         if self.where is not None or self.others is not None:
             raise ValueError(
                 "A plan must be for all parameters; got some that are exchanged in another way. Leave out --compress "
-                "and --dense-layers."
+                "and --embeddings."
             )
-        return self.plan.transformation(self.axis_name)
+        return self.contents.transformation(self.axis_name)
 
 
 def check_plan(method: Exchange, experiment: Experiment, params: Any) -> None:
@@ -62,9 +62,10 @@ def check_plan(method: Exchange, experiment: Experiment, params: Any) -> None:
     """
     if not isinstance(method, Planned):
         return
-    plan = method.plan
+    plan = method.contents
     plan.check(params, experiment.workers)
     wanted = {"stages": len(plan.cuts) + 1, "cuts": plan.cuts or None, "micro_batches": plan.micro_batches}
+    wanted |= {"dense_layers": plan.dense_layers, "embeddings": "exchange"}
     for name, value in wanted.items():
         got = getattr(experiment, name)
         if got != value:
@@ -77,7 +78,7 @@ class Watch:
 
     def __init__(self, method: Exchange):
         """Watches the runs of plans alone."""
-        self.predicted = method.plan.step if isinstance(method, Planned) else None
+        self.predicted = method.contents.step if isinstance(method, Planned) else None
         self._steps, self._seconds = 0, list[float]()
 
     def run(self, step: Callable[[], Any]) -> tuple[Any, str | None]:

@@ -1,10 +1,17 @@
 """Several processes: how this one finds the others, and what must be set before JAX starts."""
 
+import errno
 import os
+import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
+
+# Seconds after which JAX itself gives a process up, with many lines, none of which names the one that has failed. The
+# trainer's own signs of life come before that.
+_TIMEOUTS = {"heartbeat_timeout_seconds": 600, "shutdown_timeout_seconds": 600}
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,7 @@ def connect(
     num_processes: int | None,
     *,
     check: Callable[[int], None] = lambda count: None,
+    seconds: int = 300,
 ) -> Processes:
     """Joins the run's other processes, before JAX touches a device.
 
@@ -53,9 +61,12 @@ def connect(
       num_processes: how many processes there are.
       check: told how many processes there are, before this one waits for the others where it can be known; raises to
         stop here.
+      seconds: to wait for the others. JAX ends the process when they are over, as it does one whose coordinator is
+        gone; it prints which address it has waited at.
 
     Raises:
-      ValueError: if only some of the three are given, or they contradict each other.
+      ValueError: if only some of the three are given, they contradict each other, or the address has no host that is
+        known.
     """
     coordinator = coordinator or os.environ.get("JAXCOMM_COORDINATOR")
     process_id = _integer(process_id, "JAXCOMM_PROCESS_ID")
@@ -70,7 +81,7 @@ def connect(
         found = _launched()
         if found is not None:
             check(found.count)
-        jax.distributed.initialize()
+        jax.distributed.initialize(initialization_timeout=seconds, **_TIMEOUTS)
         if found is None:
             found = Processes(jax.process_index(), jax.process_count(), has_devices=True)
             check(found.count)
@@ -82,7 +93,7 @@ def connect(
             "all three to every process."
         )
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"--coordinator is HOST:PORT of process 0, got {coordinator!r}: write 10.0.0.1:9777, say.")
     if not 0 <= process_id < num_processes:
         raise ValueError(
@@ -91,16 +102,43 @@ def connect(
         )
     check(num_processes)
     if num_processes > 1:
-        jax.distributed.initialize(coordinator, num_processes, process_id)
+        own = _address(coordinator) if process_id == 0 else None
+        print(f"process {process_id} of {num_processes}: waiting for the others at {coordinator}", file=sys.stderr)
+        jax.distributed.initialize(
+            coordinator,
+            num_processes,
+            process_id,
+            initialization_timeout=seconds,
+            coordinator_bind_address=own,
+            **_TIMEOUTS,
+        )
     return Processes(process_id, num_processes)
 
 
-def wait_for_all(processes: Processes) -> None:
-    """Waits until all processes of the run are here."""
-    if processes.count > 1:
-        from jax.experimental import multihost_utils
+def _address(coordinator: str) -> str | None:
+    """Returns where process 0 listens: at the coordinator's address alone; None, everywhere, if it is not this host's.
 
-        multihost_utils.sync_global_devices("train")
+    Raises:
+      ValueError: if the port is taken, or the host is not known.
+    """
+    host, _, port = coordinator.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(f"--coordinator names a host, got {coordinator!r}: {error}.") from None
+    family, kind, protocol, _, place = found[0]
+    with socket.socket(family, kind, protocol) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind(place)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:  # behind an address translation
+                return None
+            raise ValueError(
+                f"--coordinator has a port of process 0 that is free, got {coordinator!r}: {error.strerror}. Is "
+                "another run there, or two processes with --process-id 0? Take another port."
+            ) from None
+    return f"[{place[0]}]:{port}" if family == socket.AF_INET6 else f"{place[0]}:{port}"
 
 
 def _integer(value: int | None, variable: str) -> int | None:

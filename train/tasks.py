@@ -12,7 +12,7 @@ import optax
 from models.googlenet import mean_loss
 from models.transformer import smoothed_losses
 from train import scores
-from train.data import ClickInfo, DatasetInfo, ImageInfo, TranslationInfo
+from train.data import ClickInfo, DatasetInfo, ImageInfo, TextInfo, TranslationInfo
 
 Scalars = dict[str, jax.Array]
 
@@ -139,11 +139,36 @@ class Translation:
         return (jnp.argmax(output, axis=-1) == labels) & real, real
 
 
+class NextByte:
+    """The next byte of a text: cross entropy."""
+
+    def loss(self, output: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Scalars]:
+        """Returns the mean loss of a byte, in nats, and the accuracy."""
+        losses, right = self._bytes(output, batch)
+        return losses.mean(), {"accuracy": right.mean()}
+
+    def rows(self, output: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns every row's mean loss, and the part of its bytes that is right."""
+        losses, right = self._bytes(output, batch)
+        return {"loss": losses.mean(axis=1), "right": right.mean(axis=1)}
+
+    def scores(self, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Returns the loss and the accuracy of a byte, and the loss in bits."""
+        loss = float(np.mean(rows["loss"]))
+        return {"loss": loss, "accuracy": float(np.mean(rows["right"])), "bits_per_byte": loss / math.log(2)}
+
+    @staticmethod
+    def _bytes(output: jax.Array, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        labels = batch["text"][:, 1:].astype(jnp.int32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(output, labels)
+        return losses, jnp.argmax(output, axis=-1) == labels
+
+
 def make_task(info: DatasetInfo, label_smoothing: float) -> Task:
     """Makes the task of a dataset.
 
     Raises:
-      ValueError: for a probability for clicks, which have no smoothing.
+      ValueError: for a probability for clicks or text, which have no smoothing.
     """
     match info:
         case ImageInfo():
@@ -152,4 +177,8 @@ def make_task(info: DatasetInfo, label_smoothing: float) -> Task:
             return Translation(label_smoothing)
         case ClickInfo() if not label_smoothing:
             return Clicks()
-    raise ValueError(f"Clicks are learned without smoothing, got --label-smoothing {label_smoothing}: leave it at 0.")
+        case TextInfo() if not label_smoothing:
+            return NextByte()
+    raise ValueError(
+        f"Clicks and text are learned without smoothing, got --label-smoothing {label_smoothing}: leave it at 0."
+    )

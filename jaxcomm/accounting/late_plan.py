@@ -1,7 +1,7 @@
 """Which dense layers multiply late: decided from shapes, before anything runs."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ class LateLayer:
       path: of the layer in the parameters, parts joined by "/".
       shape: of the kernel, (N, M).
       late: the gathers of late-multiply.
+      is_late: whether it multiplies late.
       bytes_late: bytes that each worker receives with late-multiply.
       bytes_reduce: bytes that each worker receives when the exchange gets the kernel's gradient.
       crossover: the global batch, in rows, at which both are equal; infinite for one worker.
@@ -31,18 +32,14 @@ class LateLayer:
     path: str
     shape: tuple[int, int]
     late: tuple[Traffic, Traffic]
+    is_late: bool
     bytes_late: float
     bytes_reduce: float
     crossover: float
 
-    @property
-    def is_late(self) -> bool:
-        """Whether late-multiply moves fewer bytes."""
-        return self.bytes_late < self.bytes_reduce
-
     def __str__(self) -> str:
         n, m = self.shape
-        sign = "<" if self.is_late else ">=" if self.bytes_late > self.bytes_reduce else "="
+        sign = "<" if self.bytes_late < self.bytes_reduce else ">" if self.bytes_late > self.bytes_reduce else "="
         return (
             f"{self.path} ({n:,} x {m:,}): {'late' if self.is_late else 'reduce'}, late {self.bytes_late:,.0f} bytes "
             f"{sign} reduce {self.bytes_reduce:,.0f}; equal at a batch of {self.crossover:,.0f} rows"
@@ -92,7 +89,7 @@ class LatePlan:
     @property
     def received(self) -> float:
         """Bytes that each worker receives a step for all of these layers."""
-        return sum(min(layer.bytes_late, layer.bytes_reduce) for layer in self.layers)
+        return sum(layer.bytes_late if layer.is_late else layer.bytes_reduce for layer in self.layers)
 
     def __str__(self) -> str:
         late = sum(layer.is_late for layer in self.layers)
@@ -111,6 +108,7 @@ def plan_late_multiply(
     exchange: optax.GradientTransformation | None = None,
     activation_bytes: int = 4,
     *,
+    late: Collection[str] | None = None,
     axis_name: AxisName = "data",
 ) -> LatePlan:
     """Decides which dense layers multiply late: those for which that moves fewer bytes than the exchange.
@@ -127,14 +125,15 @@ def plan_late_multiply(
       exchange: what exchanges the gradients of the others; None for a dense exchange. Its bytes are those that it
         would receive for the kernel alone.
       activation_bytes: bytes of a number of the inputs and errors: 4, or 2 for bfloat16 and float16.
+      late: the paths of the layers that multiply late, where that is decided already; None to decide it here.
       axis_name: the axis of workers that `exchange` was made for, or the axes.
 
     Returns:
       The plan; `print` it to see each layer's choice and why.
 
     Raises:
-      ValueError: if there is no kernel, one is not a matrix, the batch is not a multiple of K, or a number of bytes is
-        unknown.
+      ValueError: if there is no kernel, one is not a matrix, the batch is not a multiple of K, a number of bytes is
+        unknown, or `late` has a path that is no layer's.
     """
     count = math.prod(workers) if isinstance(workers, tuple) else workers
     if count < 1 or global_batch < 1 or global_batch % count:
@@ -147,9 +146,15 @@ def plan_late_multiply(
     shapes = _kernels(kernels)
     if not shapes:
         raise ValueError(f"A plan is of at least one kernel, got {list(kernels)}: pass {{path: (N, M)}}.")
+    if late is not None and set(late) - set(shapes):
+        raise ValueError(
+            f"late must be paths of layers; got {sorted(set(late) - set(shapes))}, where the layers are "
+            f"{', '.join(shapes)}. Look at the names."
+        )
     layers = []
     for path, (n, m) in shapes.items():
-        late = late_traffic(global_batch, (n, m), count, activation_bytes, axis_names(axis_name))
+        gathers = late_traffic(global_batch, (n, m), count, activation_bytes, axis_names(axis_name))
+        moved = float(sum(traffic.received for traffic in gathers))
         if exchange is None:
             reduced = float(reduce_traffic((n, m), count).received)
         else:
@@ -160,8 +165,9 @@ def plan_late_multiply(
             LateLayer(
                 path=path,
                 shape=(n, m),
-                late=late,
-                bytes_late=float(sum(traffic.received for traffic in late)),
+                late=gathers,
+                is_late=moved < reduced if late is None else path in late,
+                bytes_late=moved,
                 bytes_reduce=reduced,
                 crossover=reduced / a_row if a_row else math.inf,
             )

@@ -17,7 +17,7 @@ AxisName = str | tuple[str, ...]  # the workers may be along several axes of a m
 
 # The name of an axis of one worker, along which parameters are made to differ to see what depends on them: JAX tracks
 # it like any other (see parallel/agreement.py).
-OTHER_USES = "uses other than late_multiply"
+OTHER_USES = "uses other than a late layer"
 # The name of an axis of one worker that is in scope where all gradients are exchanged and nothing is tracked.
 ALL_EXCHANGED = "all gradients are exchanged"
 

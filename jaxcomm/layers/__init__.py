@@ -3,11 +3,13 @@
 from jaxcomm.collectives.boundary import Encoded
 from jaxcomm.layers.activations import Rows, Whole
 from jaxcomm.layers.boundary import Boundary, dct_mp, masked_boundary
+from jaxcomm.layers.late_lookup import late_lookup, late_lookup_traffic
 from jaxcomm.layers.late_multiply import late_multiply
 from jaxcomm.layers.split_dense import (
     SplitLayer,
     SplitPlan,
     features_to_rows,
+    narrowing_spec,
     on_one_worker,
     plan_split_dense,
     rows_of_one_worker,
@@ -24,8 +26,11 @@ __all__ = [
     "Whole",
     "dct_mp",
     "features_to_rows",
+    "late_lookup",
+    "late_lookup_traffic",
     "late_multiply",
     "masked_boundary",
+    "narrowing_spec",
     "on_one_worker",
     "plan_split_dense",
     "rows_of_one_worker",

@@ -5,6 +5,7 @@ batch they are fewer bytes than their product: they travel, and every worker mul
 """
 
 import math
+from collections.abc import Mapping
 from functools import partial
 
 import jax
@@ -25,6 +26,10 @@ from jaxcomm.collectives.axis import (
 from jaxcomm.traffic import Traffic
 
 MODES = ("auto", "late", "reduce")
+_REMEDY = (
+    "Give the exchange where=plan.exchanges, of a plan that has this layer (in your own jax.shard_map, take the "
+    "parameter out of jax.lax.pcast), or pass mode='reduce' to the layer"
+)
 
 
 def late_multiply(
@@ -80,7 +85,8 @@ def late_multiply(
     elif any(varies(leaf, OTHER_USES) for leaf in (kernel, bias) if leaf is not None):
         y = _product(rows, jnp.zeros(kernel.shape, kernel.dtype), None)  # the train step asks for the other uses alone
     else:
-        _check_same(kernel, bias, axis_name)
+        leaves = {"kernel": kernel} if bias is None else {"kernel": kernel, "bias": bias}
+        check_same("late_multiply", leaves, _REMEDY, axis_name)
         y = _late(axis_name, rows, kernel, bias)
     return y.reshape(*x.shape[:-1], kernel.shape[1])
 
@@ -120,16 +126,13 @@ def _check(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, mode: str) -
         raise ValueError(f"x is of float32, bfloat16 or float16, got {x.dtype}: cast it to the type to compute in.")
 
 
-def _check_same(kernel: jax.Array, bias: jax.Array | None, axis_name: AxisName) -> None:
-    for what, leaf in (("kernel", kernel), ("bias", bias)):
-        if leaf is not None and (
-            is_in_scope(ALL_EXCHANGED) or any(varies(leaf, name) for name in axis_names(axis_name))
-        ):
+def check_same(layer: str, leaves: Mapping[str, jax.Array], remedy: str, axis_name: AxisName) -> None:
+    """Refuses parameters of a layer, by their names in it, whose gradients are exchanged although it reduces them."""
+    for what, leaf in leaves.items():
+        if is_in_scope(ALL_EXCHANGED) or any(varies(leaf, name) for name in axis_names(axis_name)):
             raise ValueError(
-                f"The {what} of late_multiply must be replicated, since its gradient is already reduced; got one of "
-                f"shape {leaf.shape} that differs between workers. Give the exchange where=plan.exchanges, of a plan "
-                "that has this layer (in your own jax.shard_map, take the parameter out of jax.lax.pcast), or pass "
-                "mode='reduce' to the layer."
+                f"The {what} of {layer} must be replicated, since its gradient is already reduced; got one of shape "
+                f"{leaf.shape} that differs between workers. {remedy}."
             )
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.collectives.axis import axis_size, to_varying
+from jaxcomm.collectives.axis import AxisName, axis_size, to_varying
 
 Place = Literal["rows", "features"]
 _PLACES: tuple[Place, Place] = ("rows", "features")
@@ -88,6 +88,14 @@ def split_dense(
         if bias_shard is not None and outputs == "features":
             y = y + bias_shard
     return y + bias_shard if bias_shard is not None and is_whole_bias else y
+
+
+def narrowing_spec(shape: tuple[int, int], axis_name: AxisName = "data") -> P:
+    """Returns how the kernel (N, M) of a layer from rows to rows lies: by inputs if it narrows, else by outputs.
+
+    That is what moves less, see `split_dense`.
+    """
+    return P(axis_name) if shape[0] > shape[1] else P(None, axis_name)
 
 
 def rows_to_features(x: jax.Array, *, axis_name: str = "data") -> jax.Array:

@@ -1,8 +1,8 @@
 """Proof that the layers and the exchange agree on which gradients are already reduced.
 
-The gradient of a parameter that an exchange's `where` leaves out bypasses it, and `late_multiply` makes that gradient.
-If the loss uses such a parameter in another way (a layer that does not multiply late, a penalty, tied weights), JAX
-makes the gradient of that use by a dense all-reduce: a sum, that nothing would find wrong.
+The gradient of a parameter that an exchange's `where` leaves out bypasses it, and a late layer makes that gradient:
+`late_multiply` or `late_lookup`. If the loss uses such a parameter in another way (another layer, a penalty, tied
+weights), JAX makes the gradient of that use by a dense all-reduce: a sum, that nothing would find wrong.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,10 +21,10 @@ from jaxcomm.states import bypassing, vary_exchanged
 def check_agreement(
     loss_fn: Callable[..., Any], state: TrainState, batch: Any, axes: Mapping[str, int], axis_name: AxisName
 ) -> None:
-    """Refuses marked parameters that something else than `late_multiply` uses. Nothing is computed.
+    """Refuses marked parameters that something else than a late layer uses. Nothing is computed.
 
-    The loss is traced once more, with an axis of its own along which the marked parameters differ. `late_multiply`
-    hides theirs, so that the loss differs along it exactly if something else uses one.
+    The loss is traced once more, with an axis of its own along which the marked parameters differ. A late layer hides
+    its own, so that the loss differs along it exactly if something else uses one.
 
     Args:
       loss_fn: (params, model_state, batch) -> (loss, auxiliary).
@@ -61,7 +61,7 @@ def check_agreement(
     if reaches_the_loss(marked):
         wrong = [path for path in sorted(marked) if reaches_the_loss(frozenset([path]))]
         raise ValueError(
-            "A gradient that is already the mean comes from late_multiply alone, got a loss that uses "
+            "A gradient that is already the mean comes from late_lookup or late_multiply alone, got a loss that uses "
             f"{', '.join(wrong)} in another way, for which JAX would insert a dense all-reduce: pass "
             "mode=plan.mode(path) to the layer ('auto' compares with a dense exchange, a plan with any), put a penalty "
             "on the weights into the chain (optax.add_decayed_weights), or have the exchange's where= choose the "

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from jaxcomm.collectives.axis import AxisName, in_axes_of_workers
-from jaxcomm.exchange import Exchange, ExchangeState, exchange_states, get_exchange, is_exchange_state
+from jaxcomm.exchange import Exchange, ExchangeState, exchange_states, get_exchange, is_exchange_state, lets_bypass
 
 _SMALL, _LARGE = np.float32(2.0**-13), np.float32(2.0**40)
 _TRIED = 16
@@ -238,7 +238,7 @@ def split_chain(
             f"Workers that hold shards of one model have no parameters of their own; got {exchange.method.name}, a "
             "local method. Use an exchange of gradients, such as jaxcomm.dct_dp(0.99), before the optimizer."
         )
-    if exchange.method.where is not None and exchange.method.others is None:
+    if lets_bypass(exchange):
         raise ValueError(
             "PartitionSpecs say which gradients are already reduced; got an exchange with where= and no others=. Leave "
             "where= out."

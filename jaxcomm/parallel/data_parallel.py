@@ -9,15 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.checks import check_count
 from jaxcomm.collectives import dense_mean
-from jaxcomm.exchange import SCOPE, exchange_states, leaf_name
+from jaxcomm.exchange import SCOPE, exchange_states, leaf_name, lets_bypass
+from jaxcomm.parallel.replicas import differing_replicas
 from jaxcomm.parallel.replication import Axes, collectives_outside, varying_axes
 from jaxcomm.parallel.sharding import spec_axes
 from jaxcomm.parallel.state import check_axis, check_batch, state_specs
@@ -68,7 +67,6 @@ class DataParallel:
         functools.update_wrapper(self, step)
         self.mesh, self._step, self._batch, self._mean, self._every = mesh, step, batch, mean, check_every
         self._jitted = jax.jit(self._on_mesh, donate_argnums=0 if donate else ())
-        self._differing = jax.jit(self._digest)
         self._calls = 0
         self._axes: tuple[str, ...] = ()
         self._returned: set[int] = set()  # ids of the arrays that the last call has returned
@@ -128,21 +126,22 @@ class DataParallel:
         Raises:
           ValueError: without an exchange in the state, or with one that the step cannot run.
         """
-        methods = [found.method for found in exchange_states(state)]
-        if not methods:
+        states = list(exchange_states(state))
+        if not states:
             raise ValueError(
                 "A data-parallel step must get the state of an exchange in an argument that is not a batch; got none. "
                 "Put jaxcomm.plump_dp() (dense) or a compressor first in jaxcomm.chain(...), and pass the state of "
                 "tx.init as it is: nnx.split and flax.serialization.to_state_dict take its types away."
             )
-        for method in methods:
-            if method.period is not None or (method.where is not None and method.others is None):
+        for found in states:
+            method = found.method
+            if method.period is not None or lets_bypass(found):
                 what = "whose workers train on their own" if method.period is not None else "that gradients bypass"
                 raise ValueError(
                     f"The exchange of a foreign step must average all gradients; got {method.name}, {what}. Use "
                     "jaxcomm.make_train_step, or pass others= beside where=."
                 )
-        axes = methods[0].axes
+        axes = states[0].method.axes
         check_axis(self.mesh, axes)
         return axes, math.prod(self.mesh.shape[name] for name in axes)
 
@@ -218,23 +217,13 @@ class DataParallel:
         check_rows(out, math.prod(self.mesh.shape.values()))
         nodes = jax.tree_util.tree_leaves_with_path(out, is_leaf=is_per_worker)
         named = {leaf_name(path): leaf for path, leaf in nodes if not is_per_worker(leaf) and _is_array(leaf)}
-        differs = np.asarray(self._differing(list(named.values())))
-        if differs.any():
-            names = [name for name, is_one in zip(named, differs, strict=True) if is_one]
+        if found := differing_replicas(self.mesh, named):
+            names = [f"{name} (on device {', '.join(map(str, places))})" for name, places in found.items()]
             raise ValueError(
                 f"What is replicated must be the same on all workers; got other numbers at {', '.join(names[:8])}"
                 f"{' and others' if names[8:] else ''} after {self._calls} steps. Start all processes with the same "
                 "parameters and seeds, and look for callbacks and kernels whose result is not determined."
             )
-
-    def _digest(self, arrays: list[jax.Array]) -> jax.Array:
-        def differ(own: list[jax.Array]) -> jax.Array:
-            digests = lax.bitcast_convert_type(jnp.stack([_digest(leaf) for leaf in own]), jnp.int32)
-            names = self.mesh.axis_names
-            return lax.pmax(digests, names) != lax.pmin(digests, names)
-
-        # Tracking is off: every input is said to be replicated, which is what is to be found out.
-        return jax.shard_map(differ, mesh=self.mesh, in_specs=P(), out_specs=P(), check_vma=False)(arrays)
 
 
 def data_parallel(
@@ -373,16 +362,3 @@ def _marked(tree: Any, state: dict[str, Any]) -> Any:
         return jax.tree.structure(node) in kinds
 
     return jax.tree.map(lambda node: jax.tree.map(lambda _: is_state(node), node), tree, is_leaf=is_state)
-
-
-def _digest(leaf: jax.Array) -> jax.Array:
-    """Returns a sum of an array's bits, each word times an odd number of its own: () uint32."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        leaf = jnp.stack([leaf.real, leaf.imag])
-    if leaf.dtype != jnp.bool_:
-        leaf = lax.bitcast_convert_type(leaf, {1: jnp.uint8, 2: jnp.uint16}.get(leaf.dtype.itemsize, jnp.uint32))
-    words = leaf.reshape(-1).astype(jnp.uint32)
-    odd = 2 * lax.iota(jnp.uint32, words.size) + 1
-    return jnp.sum(words * (odd * jnp.uint32(0x9E3779B1)), dtype=jnp.uint32)

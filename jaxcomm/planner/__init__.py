@@ -1,10 +1,10 @@
 """What links and devices cost, what each method then costs, and which to use."""
 
+from jaxcomm.assignment.problem import Device
 from jaxcomm.planner.advice import Advice, Prediction, advise, candidates, estimate
 from jaxcomm.planner.costs import COPY_BYTES
 from jaxcomm.planner.links import Link, Links, given_links, measure_links
 from jaxcomm.planner.plan import ModelBlock, Plan, make_plan, place, read_plan
-from jaxcomm.planner.problem import Device
 
 __all__ = [
     "COPY_BYTES",

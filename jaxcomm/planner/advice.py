@@ -1,6 +1,7 @@
 """Will it help me? Every method's step on this mesh and link, beside the dense ones, and a verdict."""
 
 import dataclasses
+import functools
 import json
 import math
 import statistics
@@ -17,6 +18,7 @@ from jaxcomm import methods
 from jaxcomm.accounting.report import WireReport, wire_report
 from jaxcomm.checks import check_range
 from jaxcomm.collectives.axis import AxisName, axis_names
+from jaxcomm.exchange import leaf_name
 from jaxcomm.parallel.step import loss_of
 from jaxcomm.planner.costs import (
     Bench,
@@ -29,6 +31,7 @@ from jaxcomm.planner.costs import (
     modelled_coding,
     state_bytes,
 )
+from jaxcomm.planner.dense_layers import WAYS, LayerCost, layer_cost, layers_of, measure_layer
 from jaxcomm.planner.links import Links, Wire, agreed, given_links, measure_links
 from jaxcomm.traffic import Traffic
 
@@ -88,6 +91,7 @@ class Advice:
       latency: seconds of an all-reduce that moves nothing.
       seconds: that measuring took.
       predictions: of every method, the fastest first.
+      layers: of the dense layers that were asked about, in each way that they can be computed in.
       best: the exchange of gradients to use; `DENSE` or "plump_dp" for "keep dense". Local methods are another
         training, which the verdict mentions where they are faster.
       verdict: why, in a sentence.
@@ -103,6 +107,7 @@ class Advice:
     predictions: list[Prediction]
     best: str
     verdict: str
+    layers: list[LayerCost] = dataclasses.field(default_factory=list)
 
     @property
     def keeps_dense(self) -> bool:
@@ -192,6 +197,7 @@ def advise(
     *,
     optimizer: optax.GradientTransformation | None = None,
     methods: Mapping[str, optax.GradientTransformation] | None = None,
+    dense_layers: Mapping[str, int] | None = None,
     seconds: float = 60.0,
     axis_name: AxisName = "data",
 ) -> Advice:
@@ -210,6 +216,9 @@ def advise(
       mesh: of the workers.
       optimizer: what comes after the exchange, so that its time counts.
       methods: exchanges or local methods by name; by default those of `candidates`. The dense ones are always there.
+      dense_layers: of layers that could multiply late, or be sharded over the workers: their paths in the parameters
+        ("fc/1"), and the rows of the global batch that reach each. They are compared as methods "late" and "split",
+        all other gradients exchanged densely in bfloat16.
       seconds: after which no further method is timed.
       axis_name: the axis of workers, or the axes.
 
@@ -222,11 +231,18 @@ def advise(
     begin = time.perf_counter()
     chosen = _chosen(methods, axis_name)
     bench = Bench(mesh, axis_name)
+    leaves = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    layers = layers_of(leaves, dense_layers or {}, bench.sizes, axis_name)
     # A step averages its loss, too.
     metrics = Traffic("all_reduce", 4, math.prod(bench.sizes), axes=axis_names(axis_name))
     reports = {
         name: wire_report(tx, params, bench.sizes, beside=[metrics], axis_name=axis_name) for name, tx in chosen.items()
     }
+    for way in dict.fromkeys(layer.way for layer in layers):
+        same = [layer for layer in layers if layer.way == way]
+        chosen[way] = _others_dense([path for layer in same for path in layer.tensors], axis_name)
+        beside = [metrics, *(traffic for layer in same for traffic in layer.program.always)]
+        reports[way] = wire_report(chosen[way], params, bench.sizes, beside=beside, axis_name=axis_name)
     rows, own = bench.shards(batch), bench.spread(params)
     loss = loss_of(lambda params, batch: _scalar(loss_fn(params, batch)), False, False)
     gradients = gradients_of(bench, loss, own, rows)
@@ -237,9 +253,15 @@ def advise(
     whole = measure_step(bench, loss, optax.chain(chosen["plump_dp"], optimizer), own, rows)
     coding: dict[str, Cost | None] = {}
 
+    time_layer = functools.cache(functools.partial(measure_layer, bench))
+    costs = [layer_cost(layer, links, time_layer(layer.way, layer.shape, layer.rows)) for layer in layers]
+
     def measure(name: str) -> None:
         tx = chosen[name]
-        if reports[name].every == 1:
+        if name in WAYS:
+            found = [time_layer(layer.way, layer.shape, layer.rows) for layer in layers if layer.way == name]
+            coding[name] = functools.reduce(Cost.plus, found, measure_coding(bench, tx, gradients, own))
+        elif reports[name].every == 1:
             coding[name] = measure_coding(bench, tx, gradients, own)
         else:  # between two exchanges its steps are others
             coding[name] = measure_step(bench, loss, optax.chain(optimizer, tx), own, rows).beyond(compute)
@@ -264,7 +286,14 @@ def advise(
             measure(name)
         else:
             coding[name] = known * factor
-    return _advice("thorough", compute, links, chosen, reports, coding, params, bench.sizes, axis_name, begin)
+    advice = _advice("thorough", compute, links, chosen, reports, coding, params, bench.sizes, axis_name, begin)
+    return dataclasses.replace(advice, layers=costs)
+
+
+def _others_dense(reduced: list[str], axis_name: AxisName) -> optax.GradientTransformation:
+    """Makes the dense exchange of all parameters but those whose gradients layers have reduced."""
+    own = frozenset(reduced)
+    return methods.plump_dp(value_dtype="bfloat16", where=lambda path, _: path not in own, axis_name=axis_name)
 
 
 def _scalar(out: Any) -> Any:
@@ -359,7 +388,7 @@ def _advice(
                 memory=state_bytes(tx, params, sizes, axis_name),
                 faster=dense / step,
                 break_even=_break_even(fixed(name), wire, fixed(DENSE), wires[DENSE], link.bits_per_second),
-                accuracy=known_accuracy(name),
+                accuracy="as dense" if name in WAYS else known_accuracy(name),
             )
         )
     rows.sort(key=lambda row: row.step)

@@ -22,7 +22,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import Exchange, ExchangeState, exchange_states, is_exchange_state
 from jaxcomm.parallel.state import TrainState, make_local
 from jaxcomm.parallel.step import LossFn, worker_step
-from jaxcomm.planner.links import agreed, time_calls
+from jaxcomm.planner.links import agreed, check_axes, time_calls
 from jaxcomm.states import communication_period
 
 _REPEATS = 5
@@ -79,12 +79,7 @@ class Bench:
     def __init__(self, mesh: Mesh, axis_name: AxisName, workers: int | None = None):
         """Takes the workers of a mesh, or another number of them for what methods compute."""
         self.mesh, self.axis_name = mesh, axis_name
-        missing = set(axis_names(axis_name)) - set(mesh.axis_names)
-        if missing:
-            raise ValueError(
-                f"A mesh must have the axes of the workers; got {dict(mesh.shape)} for axis_name={axis_name!r}. Make "
-                "it with jaxcomm.make_mesh(data=K), or pass axis_name=."
-            )
+        check_axes(mesh, axis_name)
         self.sizes = tuple(mesh.shape[name] for name in axis_names(axis_name)) if workers is None else (workers,)
         self.devices = Mesh(mesh.devices.reshape(-1), (_DEVICES,))
         self.by_device = NamedSharding(self.devices, P(_DEVICES))
@@ -243,6 +238,17 @@ def state_bytes(tx: optax.GradientTransformation, params: Any, sizes: tuple[int,
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
+def time_program(bench: Bench, function: Callable[..., Any], rows: Any) -> Cost:
+    """Times a function without state, on all devices at once; `rows` are its arguments, a row a device."""
+    compiled = bench.compile(function, *rows)
+    jax.block_until_ready(compiled(*rows))
+    seconds = []
+    for _ in range(_REPEATS):
+        agreed(0.0, bench.mesh)
+        seconds += time_calls(lambda: compiled(*rows), 1)
+    return cost_of(seconds, bench.mesh)
+
+
 def measure_copy(bench: Bench, numbers: int = 1 << 24) -> float:
     """Returns the seconds a byte of copying an array of float32 in memory, on all devices at once."""
     rows = bench.spread(np.zeros(numbers, np.float32))
@@ -272,6 +278,17 @@ def cost_key(method: Exchange) -> str:
     return method.name if value_dtype is None else f"{method.name}/{value_dtype}"
 
 
+def method_of(tx: optax.GradientTransformation, params: Any) -> Exchange:
+    """Returns the method of an exchange of gradients, or a local one.
+
+    Args:
+      tx: one exchange, not a chain with two.
+      params: the parameters, or their shapes.
+    """
+    (method,) = [found.method for found in exchange_states(jax.eval_shape(tx.init, params))]
+    return method
+
+
 def modelled_coding(tx: optax.GradientTransformation, params: Any, workers: int, copy: float) -> Cost | None:
     """Reckons what a method computes in a step from the table of costs.
 
@@ -284,8 +301,7 @@ def modelled_coding(tx: optax.GradientTransformation, params: Any, workers: int,
     Returns:
       The cost, half and twice of it as its range; None for a method that the table does not have.
     """
-    state = jax.eval_shape(alone(tx.init, workers), params)
-    (method,) = [found.method for found in exchange_states(state)]
+    method = method_of(tx, params)
     inner = getattr(method, "exchange", None)
     if method.period is not None and inner is not None:
         cost = modelled_coding(inner, params, workers, copy)

@@ -121,13 +121,17 @@ class Links:
         latency = self.latency * _messages(traffic)
         return Link(((0.0, latency), (1.0, latency + 8 / self.rate)), _GIVEN_ERROR)
 
+    def seconds(self, program: Program) -> float:
+        """Returns the seconds of the collectives of a usual step of a program."""
+        return self._sum(program.usual).seconds
+
     def wire(self, report: WireReport) -> Wire:
         """Returns the seconds of the collectives of a usual step, one after another.
 
         Of a local method it is the average over its steps.
         """
         exchange = Program(conditionals=report.program.conditionals)
-        return self._sum(report.program.always) + self._sum(_usual(exchange)) * (1 / report.every)
+        return self._sum(report.program.always) + self._sum(exchange.usual) * (1 / report.every)
 
     def _sum(self, operations: Sequence[Traffic]) -> Wire:
         total = Wire()
@@ -137,10 +141,6 @@ class Links:
                 each = link.seconds(float(traffic.received) / traffic.times)
                 total += Wire(link.latency, each - link.latency, link.error * each) * traffic.times
         return total
-
-
-def _usual(program: Program) -> list[Traffic]:
-    return [*program.always, *(t for branches in program.conditionals for t in _usual(branches[0]))]
 
 
 def _messages(traffic: Traffic) -> int:
@@ -188,13 +188,21 @@ def measure_links(mesh: Mesh, programs: Sequence[Program]) -> Links:
     """
     kinds = dict.fromkeys((t.op, t.axes) for program in programs for _, t in program.operations() if t.workers > 1)
     for _, axes in kinds:
-        missing = set(axes) - set(mesh.axis_names)
-        if missing:
-            raise ValueError(
-                f"A mesh must have the axes of the workers; got {mesh.axis_names} for {sorted(missing)}. Make it with "
-                "jaxcomm.make_mesh, or pass axis_name=."
-            )
+        check_axes(mesh, axes)
     return Links({(op, axes): _measure(mesh, op, axes) for op, axes in kinds})
+
+
+def check_axes(mesh: Mesh, axes: AxisName) -> None:
+    """Refuses a mesh that lacks an axis of the workers.
+
+    Raises:
+      ValueError: with the axes that it has.
+    """
+    if set(axis_names(axes)) - set(mesh.axis_names):
+        raise ValueError(
+            f"A mesh must have the axes of the workers; got {dict(mesh.shape)} for axis_name={axes!r}. Make it with "
+            "jaxcomm.make_mesh(data=K), or pass axis_name=."
+        )
 
 
 def _measure(mesh: Mesh, op: str, axes: Axes) -> Link:

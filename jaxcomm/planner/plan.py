@@ -17,11 +17,13 @@ import optax
 
 from jaxcomm import methods
 from jaxcomm.accounting.report import wire_report
+from jaxcomm.assignment.problem import Block, Device, Option, Problem, Tensor
+from jaxcomm.assignment.solve import Assignment, solve
 from jaxcomm.collectives.axis import AxisName
-from jaxcomm.exchange import Exchange, exchange_states, leaf_name
+from jaxcomm.exchange import Exchange, leaf_name
 from jaxcomm.planner.advice import Advice, candidates
-from jaxcomm.planner.assign import Assignment, solve
-from jaxcomm.planner.problem import Block, Device, Option, Problem, Tensor
+from jaxcomm.planner.costs import method_of
+from jaxcomm.planner.dense_layers import WAYS, LayerCost
 
 FORMAT = 1
 _PROBES = ((512, 512), (2048, 2048))  # by which it shows whether bytes are in proportion to elements
@@ -54,7 +56,8 @@ class Plan:
     Attributes:
       workers: K.
       cuts: the blocks that begin a stage, but the first; empty for one stage.
-      tensors: of every parameter, by its path: its shape, and the name of its exchange.
+      tensors: of every parameter, by its path: its shape, and the name of its exchange; "late" or "split" for one of a
+        dense layer that multiplies late or is sharded over the workers, whose gradient is not exchanged.
       exchanges: by name, the method and its options.
       micro_batches: M, of a pipeline.
       compute: predicted seconds of computing in a step, the pipeline's fill included.
@@ -90,18 +93,32 @@ class Plan:
 
         return {name: groups[name] for name in sorted(groups, key=size)}
 
+    def computed(self, way: str) -> set[str]:
+        """Returns the paths of the dense layers that multiply "late", or are "split" over the workers."""
+        return {path.rpartition("/")[0] for path, (_, name) in self.tensors.items() if name == way}
+
+    @property
+    def dense_layers(self) -> str:
+        """How dense layers are computed: "late" (those of `computed`), "split" (all of them), else "exchange"."""
+        return next((way for way in WAYS if self.computed(way)), "exchange")
+
     def transformation(self, axis_name: AxisName = "data") -> optax.GradientTransformation:
-        """Makes the exchange of the plan: one transformation, in whose step all tensors go or none."""
-        tx = None
-        for name, paths in reversed(self.used.items()):
+        """Makes the exchange of the plan: one transformation, in whose step all tensors go or none.
+
+        Gradients of layers that multiply late bypass it. Those of shards do where `make_train_step` has their `specs=`.
+        """
+        late, tx = self.dense_layers == "late", None
+        exchanged = {name: paths for name, paths in self.used.items() if name not in WAYS}
+        for name, paths in reversed(exchanged.items()):
             spec = self.exchanges[name]
-            make = getattr(methods, spec["method"])
-            if tx is None:
-                tx = make(**spec["options"], axis_name=axis_name)
-            else:
-                where = f"^(?:{'|'.join(re.escape(path) for path in paths)})$"
-                tx = make(**spec["options"], axis_name=axis_name, where=where, others=tx)
-        assert tx is not None, "a plan has tensors"
+            chosen: dict[str, Any] = {}
+            if tx is not None or late:
+                chosen["where"] = f"^(?:{'|'.join(re.escape(path) for path in paths)})$"
+            if tx is not None:
+                chosen["others"] = tx
+            tx = getattr(methods, spec["method"])(**spec["options"], **chosen, axis_name=axis_name)
+        if tx is None:
+            tx = methods.plump_dp(where=(lambda *_: False) if late else None, axis_name=axis_name)
         return tx
 
     def check(self, params: Any, workers: int) -> None:
@@ -180,16 +197,17 @@ def make_plan(
 ) -> Plan:
     """Finds the exchange of every tensor, and the stage of every block, with the shortest predicted step.
 
-    Stages share one exchange, since their parameters are stacked, tensor on tensor.
+    Stages share one exchange, since their parameters are stacked, tensor on tensor. In one stage, dense layers that the
+    advice was asked about may multiply late, or all be split over the workers.
 
     What a tensor adds to a step is its part of a method's predicted coding, by its elements, and of its wire, by its
-    bytes; a method that is used at all costs its latency once. `jaxcomm.planner.assign.solve` minimises the step.
+    bytes; a method that is used at all costs its latency once. `jaxcomm.assignment.solve.solve` minimises the step.
 
     Args:
       advice: of `advise` or `estimate`, for the plan's number of workers.
       params: the parameters, or their shapes.
       methods: what may be used, by the names of the advice; by default those of `candidates`. Local methods are left
-        out: they merge whole models.
+        out: they merge whole models. Each must be made of numbers and names, so that a file can hold it.
       error_budget: the largest part of the gradient's squared norm that one step may miss; what a residual keeps counts
         as missed. None for no limit.
       gradient: one worker's, on which that is measured; on normal noise if not given, of which a matrix of low rank
@@ -203,57 +221,71 @@ def make_plan(
       time_limit: seconds to search for.
 
     Raises:
-      ValueError: for blocks that do not have every parameter once, a memory or a budget that nothing fits.
+      ValueError: for blocks that do not have every parameter once, a memory or a budget that nothing fits, and a method
+        that a file cannot hold.
     """
     usual = candidates() if methods is None else {**candidates(), **methods}
     known = {row.method: row for row in advice.predictions}
-    usable = {name: tx for name, tx in usual.items() if name in known and _method(tx).period is None}
+    found_methods = {name: method_of(tx, params) for name, tx in usual.items() if name in known}
+    usable = {name: method for name, method in found_methods.items() if method.period is None}
+    specs = {name: _spec(name, method, params) for name, method in usable.items()}
     leaves = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     sizes = {path: math.prod(jnp.shape(leaf)) for path, leaf in leaves.items()}
     blocks = [ModelBlock("model", tuple(leaves), advice.compute)] if blocks is None else blocks
     _check_blocks(blocks, leaves)
     total = sum(sizes.values())
-    options = {path: [] for path in leaves}
-    for name, tx in usable.items():
+    options: dict[str, list[Option]] = {path: [] for path in leaves}
+    for name, method in usable.items():
         row = known[name]
-        shares = _byte_shares(tx, {path: jnp.shape(leaf) for path, leaf in leaves.items()}, advice.workers)
+        shares = _byte_shares(method, {path: jnp.shape(leaf) for path, leaf in leaves.items()}, advice.workers)
         if error_budget is None:
             errors = dict.fromkeys(leaves, 0.0)
         elif gradient is None:
-            errors = {path: _noise_error(_method(tx)) * size / total for path, size in sizes.items()}
+            errors = {path: _noise_error(method) * size / total for path, size in sizes.items()}
         else:
-            errors = _errors(tx, gradient)
+            errors = _errors(method, gradient)
         for path, size in sizes.items():
             part = size / total
             seconds = row.coding * part + (row.wire - row.latency) * shares[path]
-            options[path].append(Option(name, seconds, errors[path], math.ceil(row.memory * part)))
-    problem = Problem(
-        blocks=tuple(
-            Block(
-                block.name,
-                block.seconds,
-                block.memory + 4 * parameter_copies * sum(sizes[path] for path in block.leaves),
-                block.boundary_bytes,
-                tuple(Tensor(path, tuple(options[path])) for path in block.leaves),
-            )
-            for block in blocks
-        ),
-        devices=tuple(devices),
-        link_seconds_per_byte=tuple(link_seconds_per_byte),
-        link_seconds=tuple(link_seconds),
-        starts={name: known[name].latency for name in usable},
-        micro_batches=micro_batches,
-        error_budget=error_budget,
-    )
-    found = (
-        _solve_stages(problem, list(usable), time_limit) if len(devices) > 1 else solve(problem, time_limit=time_limit)
-    )
+            memory = 4 * parameter_copies * size + math.ceil(row.memory * part)
+            options[path].append(Option(name, seconds, errors[path], memory))
+
+    def problem(layers: Sequence[LayerCost]) -> Problem:
+        tensors, group_of = _tensors(options, layers, parameter_copies)
+        return Problem(
+            blocks=tuple(
+                Block(
+                    block.name,
+                    block.seconds,
+                    block.memory,
+                    block.boundary_bytes,
+                    tuple(tensors[name] for name in dict.fromkeys(group_of[path] for path in block.leaves)),
+                )
+                for block in blocks
+            ),
+            devices=tuple(devices),
+            link_seconds_per_byte=tuple(link_seconds_per_byte),
+            link_seconds=tuple(link_seconds),
+            starts={name: known[name].latency for name in usable},
+            micro_batches=micro_batches,
+            error_budget=error_budget,
+        )
+
+    in_way = {way: [layer for layer in advice.layers if layer.way == way] for way in WAYS}
+    if len(devices) > 1:  # whose parameters are stacked, tensor on tensor: they share one exchange
+        problems = [_with_one(problem([]), name) for name in usable]
+    else:
+        problems = [problem([]), *(problem(layers) for layers in in_way.values() if layers)]
+    found = _fastest(problems, time_limit)
+    used = next((layers for way, layers in in_way.items() if way in found.options.values()), [])
+    _, group_of = _tensors(options, used, parameter_copies)
+    chosen = {path: found.options[group_of[path]] for path in leaves}
     stages = np.asarray(found.stages)
     return Plan(
         workers=advice.workers,
         cuts=tuple(int(at) + 1 for at in np.flatnonzero(np.diff(stages))),
-        tensors={path: (tuple(jnp.shape(leaf)), found.options[path]) for path, leaf in leaves.items()},
-        exchanges={name: _spec(usable[name]) for name in sorted(set(found.options.values()))},
+        tensors={path: (tuple(jnp.shape(leaf)), chosen[path]) for path, leaf in leaves.items()},
+        exchanges={name: specs[name] for name in sorted(set(chosen.values()) - set(WAYS))},
         micro_batches=micro_batches,
         compute=found.parts.compute,
         boundaries=found.parts.boundaries,
@@ -262,22 +294,50 @@ def make_plan(
     )
 
 
-def _solve_stages(problem: Problem, names: Sequence[str], time_limit: float) -> Assignment:
-    """Solves for stages, whose parameters are stacked, tensor on tensor: so they share one exchange."""
-    best, refused = None, None
-    for name in names:
-        blocks = tuple(
-            dataclasses.replace(
-                block,
-                tensors=tuple(
-                    Tensor(each.name, tuple(option for option in each.options if option.name == name))
-                    for each in block.tensors
-                ),
+def _tensors(
+    options: Mapping[str, Sequence[Option]], layers: Sequence[LayerCost], parameter_copies: int
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns what is assigned, by its name, and the name that each leaf is part of.
+
+    Leaves of a layer that can multiply late go together. A layer that can be split has no other option: all are split,
+    or none.
+    """
+    group_of = {path: path for path in options} | {path: layer.path for layer in layers for path in layer.tensors}
+    tensors = {path: Tensor(path, tuple(options[path])) for path, name in group_of.items() if path == name}
+    for layer in layers:
+        together = [
+            Option(
+                same[0].name,
+                sum(option.seconds for option in same),
+                sum(option.error for option in same),
+                sum(option.memory for option in same),
             )
-            for block in problem.blocks
-        )
+            for same in zip(*(options[path] for path in layer.tensors), strict=True)
+        ]
+        memory = min(option.memory for option in together) - parameter_copies * layer.memory
+        own = Option(layer.way, layer.wire + layer.computing, 0.0, memory)
+        tensors[layer.path] = Tensor(layer.path, (own,) if layer.way == "split" else (*together, own))
+    return tensors, group_of
+
+
+def _with_one(problem: Problem, name: str) -> Problem:
+    """Returns a problem in which all tensors have one option."""
+
+    def only(tensor: Tensor) -> Tensor:
+        return Tensor(tensor.name, tuple(option for option in tensor.options if option.name == name))
+
+    blocks = (
+        dataclasses.replace(block, tensors=tuple(only(each) for each in block.tensors)) for block in problem.blocks
+    )
+    return dataclasses.replace(problem, blocks=tuple(blocks))
+
+
+def _fastest(problems: Sequence[Problem], time_limit: float) -> Assignment:
+    """Returns the best assignment of some problems, in equal parts of the time."""
+    best, refused = None, None
+    for problem in problems:
         try:
-            found = solve(dataclasses.replace(problem, blocks=blocks), time_limit=time_limit / len(names))
+            found = solve(problem, time_limit=time_limit / len(problems))
         except ValueError as error:
             refused = error
             continue
@@ -354,27 +414,35 @@ def _check_blocks(blocks: Sequence[ModelBlock], leaves: Mapping[str, Any]) -> No
         raise ValueError(f"Blocks must have every parameter once; got {wrong[:3]} not so. Look at their leaves.")
 
 
-def _method(tx: optax.GradientTransformation) -> Exchange:
-    shape = jax.ShapeDtypeStruct(_NOISE, jnp.float32)
-    return next(exchange_states(jax.eval_shape(tx.init, shape))).method
+def _spec(name: str, method: Exchange, params: Any) -> dict[str, Any]:
+    """Returns a method's name and its options, for a file.
 
-
-def _spec(tx: optax.GradientTransformation) -> dict[str, Any]:
-    """Returns a method's name and its options, for a file."""
-    method = _method(tx)
-    left_out = {"where", "others", "axis_name"}
+    Raises:
+      ValueError: for a method that would not come back from it.
+    """
     fields = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
-    return {"method": method.name, "options": {key: fields[key] for key in fields if key not in left_out}}
+    options = {key: value for key, value in fields.items() if key not in ("where", "others", "axis_name")}
+    spec = {"method": method.name, "options": options}
+    try:
+        make = getattr(methods, method.name)
+        again = make(**json.loads(json.dumps(options)), axis_name=method.axis_name)
+        comes_back = method_of(again, params) == method
+    except (AttributeError, TypeError):
+        comes_back = False
+    if not comes_back:
+        raise ValueError(
+            f"A plan's methods must be those of jaxcomm, without where= and others=, so that its file can hold them; "
+            f"got {name!r}, which is {method}. Leave it out: the plan chooses the tensors of each method itself."
+        )
+    return spec
 
 
-def _byte_shares(
-    tx: optax.GradientTransformation, shapes: Mapping[str, tuple[int, ...]], workers: int
-) -> dict[str, float]:
+def _byte_shares(method: Exchange, shapes: Mapping[str, tuple[int, ...]], workers: int) -> dict[str, float]:
     """Returns the part of a method's bytes that each tensor takes."""
-    few, many = (_received(_method(tx), shape, workers) / math.prod(shape) for shape in _PROBES)
+    few, many = (_received(method, shape, workers) / math.prod(shape) for shape in _PROBES)
     is_even = many == 0 or abs(few / many - 1) < 0.25
     found = {
-        shape: float(math.prod(shape)) if is_even else _received(_method(tx), shape, workers)
+        shape: float(math.prod(shape)) if is_even else _received(method, shape, workers)
         for shape in set(shapes.values())
     }
     total = sum(found[shape] for shape in shapes.values()) or 1.0
@@ -388,14 +456,15 @@ def _received(method: Exchange, shape: tuple[int, ...], workers: int) -> float:
     return wire_report(method.transform(), like, workers, axis_name=method.axis_name).received
 
 
-def _errors(tx: optax.GradientTransformation, gradient: Any) -> dict[str, float]:
+def _errors(method: Exchange, gradient: Any) -> dict[str, float]:
     """Returns what one worker's first exchange misses of each tensor, as a part of the whole squared norm."""
+    tx = method.transform()
 
     def missed(gradient: Any) -> Any:
         out, _ = tx.update(gradient, tx.init(gradient), gradient)
         return jax.tree.map(lambda a, b: jnp.sum(jnp.square(a.astype(jnp.float32) - b)), out, gradient)
 
-    update = jax.jit(jax.vmap(missed, axis_name=_method(tx).axis_name, axis_size=1))
+    update = jax.jit(jax.vmap(missed, axis_name=method.axis_name, axis_size=1))
     found = update(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], gradient))
     norm = sum(float(jnp.sum(jnp.square(leaf))) for leaf in jax.tree.leaves(gradient))
     return {leaf_name(path): float(part[0]) / norm for path, part in jax.tree_util.tree_leaves_with_path(found)}
@@ -405,4 +474,4 @@ def _errors(tx: optax.GradientTransformation, gradient: Any) -> dict[str, float]
 def _noise_error(method: Exchange) -> float:
     """Returns what one worker's first exchange misses of normal noise, as a part of its squared norm."""
     noise = {"noise": np.random.default_rng(0).standard_normal(_NOISE).astype(np.float32)}
-    return _errors(method.transform(), noise)["noise"]
+    return _errors(method, noise)["noise"]

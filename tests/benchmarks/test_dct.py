@@ -53,7 +53,7 @@ def trained(monkeypatch):
         same = {"seeds": config.seeds, "steps": config.steps, "life_span": config.life_span}
         return {**dict(zip(names, settings[-1], strict=True)), **scores, "losses": [0.5], **same}
 
-    monkeypatch.setattr(dct, "_train", train)
+    monkeypatch.setattr(dct, "train_setting", train)
     monkeypatch.setattr(dct, "embeddings_note", lambda: "embeddings too")
     monkeypatch.setattr("train.processes.prepare_jax", lambda devices: None)
     monkeypatch.setenv("PJRT_NPROC", "16")  # which the benchmark sets: back to what it was
@@ -151,7 +151,7 @@ def test_a_record_has_the_train_figures_of_its_own_runs(monkeypatch):
 
     monkeypatch.setattr("train.job.make_job", lambda experiment, method, boundary: None)
     monkeypatch.setattr("train.loop.train", train)
-    record = dct._train(dct.SETTINGS[0], dct.Config(seeds=2, steps=3), None)
+    record = dct.train_setting(dct.SETTINGS[0], dct.Config(seeds=2, steps=3), None)
     assert (record["train_loss"], record["train_accuracy"]) == (pytest.approx(0.2 + 0.5), 62.5)
     assert (record["test_loss"], record["accuracy"]) == (0.25, 87.5)
 

@@ -4,11 +4,13 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxcomm as jc
-from benchmarks import hybrid
+from benchmarks import hybrid, hybrid_run
 from benchmarks.hybrid import LAYOUTS, PAPER, Config, compare, formula, main, parameters, predicted, step_of
+from benchmarks.hybrid_run import Record, enlarged
 
 SMALL = 63  # the smallest image that AlexNet takes: the dense layers and the gradients are of full size
 
@@ -61,3 +63,25 @@ def test_one_layout_compiles_and_is_written(tmp_path, monkeypatch, capsys):
 def test_bad_values_are_refused_before_anything_is_compiled(options, said):
     with pytest.raises(SystemExit, match=said):
         main(Config(**options))
+
+
+def test_images_are_enlarged_by_their_nearest_pixels():
+    small = np.arange(8, dtype=np.float32).reshape(2, 2, 2, 1)
+    large = enlarged(small, 5)
+    assert large.shape == (2, 5, 5, 3)
+    assert large[0, :, :, 1].tolist() == [[0, 0, 0, 1, 1]] * 3 + [[2, 2, 2, 3, 3]] * 2
+    assert enlarged(np.ones((1, 4, 4, 3), np.float32), 8).shape == (1, 8, 8, 3)
+
+
+def test_a_step_is_compared_with_one_host_and_with_data_parallel_on_as_many():
+    def timed(layout, devices, data, ms):
+        return Record(layout, devices, data, 8, 63, "none", ms, ms, ms, None, 0.0, 0.0)
+
+    alone, dense, ours = (
+        timed(LAYOUTS[0], 1, "fake", 100.0),
+        timed(LAYOUTS[0], 2, "fake", 200.0),
+        timed(LAYOUTS[2], 2, "fake", 50.0),
+    )
+    hybrid_run.compare([alone, timed(LAYOUTS[0], 1, "real", 1.0), dense, ours])
+    assert (alone.speed_up, dense.speed_up, ours.speed_up) == (1.0, 0.5, 2.0)
+    assert (alone.times_data_parallel, dense.times_data_parallel, ours.times_data_parallel) == (1.0, 1.0, 4.0)

@@ -1,5 +1,6 @@
 """The lab on this machine: namespaces where the tests run as root with iproute2, else its fallback."""
 
+import json
 import os
 import shutil
 import signal
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import netlab
-from benchmarks.netlab import Lab, parse_rate, received_bytes
+from benchmarks.netlab import Lab, parse_rate, parse_rates
+from benchmarks.trace import Trace, received_bytes
 
 ROOT = Path(__file__).parents[2]
 # Root in a container may lack the right to make a namespace.
@@ -28,7 +30,7 @@ NETLAB = [sys.executable, "-m", "benchmarks.netlab"]
 # the seconds that it took and the bytes that its interface has counted in that direction.
 TRANSFER = """
 import os, socket, sys, time
-from benchmarks.netlab import received_bytes, transmitted_bytes
+from benchmarks.trace import received_bytes, transmitted_bytes
 gathers, size = sys.argv[1] == "gather", int(sys.argv[2])
 count = received_bytes if gathers else transmitted_bytes
 interface, hosts = os.environ["NETLAB_INTERFACE"], int(os.environ["JAXCOMM_NUM_PROCESSES"])
@@ -62,10 +64,10 @@ else:
 """
 
 
-def transfer(lab, direction, size):
+def transfer(lab, direction, size, trace=None):
     """Returns host 0's seconds and counted bytes."""
     argv = [sys.executable, "-c", TRANSFER, direction, str(size)]
-    results = lab.run(argv, env={"PYTHONPATH": str(ROOT)}, timeout=30)
+    results = lab.run(argv, env={"PYTHONPATH": str(ROOT)}, timeout=30, trace=trace)
     assert [result.returncode for result in results] == [0] * lab.hosts, results
     seconds, counted = results[0].stdout.split()
     return float(seconds), int(counted)
@@ -114,6 +116,14 @@ def test_rates_are_read_as_tc_reads_them(rate, bits):
 def test_a_malformed_rate_is_refused_with_the_rule_and_the_remedy(rate):
     with pytest.raises(ValueError, match=r"unit bit, kbit.*got '.*'; write for example '100mbit'"):
         Lab(2, rate)
+
+
+def test_hosts_may_have_rates_of_their_own():
+    assert parse_rates("100mbit/none/1kbit", 3) == [10**8, None, 10**3]
+    assert parse_rates("1mbit/2mbit", 4) == [10**6, 2 * 10**6, 2 * 10**6, 2 * 10**6]
+    assert parse_rates(None, 2) == [None, None]
+    with pytest.raises(ValueError, match="at most a rate for every host, got '1mbit/1mbit' for 1"):
+        Lab(1, "1mbit/1mbit")
 
 
 @pytest.mark.parametrize("hosts", [-1, 0, 65])
@@ -217,9 +227,45 @@ def test_hosts_see_each_other_at_the_rate_and_bytes_are_counted(lab):
         assert counted == pytest.approx(2 * size, rel=0.03)
         # Generous towards slow: other work on the machine can hold a transfer up but not speed it.
         assert 0.6 * megabits < 2 * size * 8 / seconds / 1e6 < 1.05 * megabits
+    for rate in ("none/20mbit/none", "none/none/20mbit"):  # one slow host, for which the other need not wait
+        lab.set_rate(rate)
+        seconds, _ = transfer(lab, "gather", size)
+        assert 0.6 * 20 < size * 8 / seconds / 1e6 < 1.05 * 20
     lab.set_rate("none")
     seconds, _ = transfer(lab, "gather", size)
     assert 2 * size * 8 / seconds / 1e6 > 400
+
+
+def test_a_trace_shows_the_rate_at_which_host_0_receives(lab):
+    """Twice 1 MB at 20 Mbit/s takes 0.8 s at least, and other work on the machine can only make it longer."""
+    if not lab.isolated:
+        return  # the fixture has seen the fallback say so
+    trace = Trace()
+    lab.set_rate("20mbit")
+    transfer(lab, "gather", 1_000_000, trace)
+    lab.set_rate("none")
+    series = trace.records()
+    assert 2_000_000 < series[-1]["received"] < 2_060_000
+    kilobytes, before = 0.0, 0.0
+    for each in series:
+        assert each["seconds"] - before > 0.0999
+        kilobytes, before = kilobytes + each["kB_per_s"] * (each["seconds"] - before), each["seconds"]
+        assert kilobytes * 1e3 == pytest.approx(each["received"])
+    busy = [index for index, each in enumerate(series) if each["kB_per_s"] > 100]
+    begin = series[busy[0] - 1]["seconds"] if busy[0] else 0.0
+    assert series[busy[-1]]["seconds"] - begin > 0.75
+
+
+def test_the_command_writes_its_trace(tmp_path):
+    path = tmp_path / "trace.json"
+    done = command_line("--hosts", "1", "--rate", "none", "--trace", str(path), "--", "sleep", "0.5")
+    assert done.returncode == 0, done.stderr
+    series = json.loads(path.read_text())
+    assert len(series) >= 2
+    assert set(series[0]) == {"seconds", "received", "kB_per_s"}
+    done = command_line("--hosts", "1", "--rate", "none", "--trace", str(tmp_path), "--", "sleep", "0")
+    assert done.returncode == 2
+    assert "--trace is a file, got the folder" in done.stderr
 
 
 def test_an_idle_interface_counts_nothing(lab):

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from benchmarks.planner import COSTS, Record, accuracy, problem, summary
+from benchmarks.planner import COMPUTED, COSTS, Record, accuracy, problem, summary
+from benchmarks.shapes import MODELS, with_biases
 from jaxcomm.planner.advice import DENSE
 
 
@@ -34,12 +35,14 @@ def test_what_is_known_of_accuracy_is_that_of_the_table():
     assert json.loads(COSTS.read_text())["accuracy"] == accuracy()
 
 
-@pytest.mark.parametrize("shapes", ["mlp", "1000"])
-def test_problems_have_a_loss_and_a_gradient(shapes):
+@pytest.mark.parametrize("shapes", ["mlp", "1000", "twin"])
+def test_problems_have_a_loss_and_a_gradient(shapes, monkeypatch):
     import jax
 
+    monkeypatch.setitem(MODELS, "twin", lambda: with_biases([(3, 3, 2, 4), (36, 20), (20, 10)]))
+    monkeypatch.setitem(COMPUTED, "twin", 2)
     loss, params, batch = problem(shapes, 2)
     rows = jax.tree.map(lambda leaf: leaf[: len(leaf) // 2], batch)
-    value, gradient = jax.value_and_grad(loss)(params, rows)
+    value, gradient = jax.value_and_grad(loss)(params, rows, ways={})
     assert abs(float(value)) < 1e4
     assert all(leaf.any() for leaf in jax.tree.leaves(gradient))

@@ -8,6 +8,7 @@ from flax import nnx
 from benchmarks.shapes import MODELS, count, dlrm, named, resnet50
 from models.alexnet import AlexNet
 from models.dlrm import Dlrm
+from models.googlenet import GoogLeNet
 from models.transformer import Transformer
 from models.vgg import Vgg
 
@@ -26,6 +27,7 @@ def test_resnet50_is_the_published_one():
     [
         ("alexnet", 16, 61_100_840, partial(AlexNet, (224, 224, 3), 1000)),
         ("vgg16", 32, 138_357_544, partial(Vgg, (224, 224, 3), 1000)),
+        ("googlenet", 128, 13_378_280, partial(GoogLeNet, (224, 224, 3), 1000)),
         ("dlrm", 17, 508_753 + 16 * 26 * 10_000, partial(Dlrm, [10_000] * 26)),
         ("transformer", 255, 42_864_640, partial(Transformer, 8848, 6632, tied=False)),
     ],

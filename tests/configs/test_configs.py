@@ -15,16 +15,20 @@ from configs.methods import Dgc, Iwp, Method
 from models.functional import apply, cut
 from tests.jaxcomm.steps import warnings_of
 from train.architectures import choose_cuts, make_model
-from train.data import DATASETS, ClickInfo, TranslationInfo, dataset_info
+from train.data import DATASETS, ClickInfo, TextInfo, TranslationInfo, dataset_info
 from train.methods import make_chain
 from train.tasks import make_task
 
 # What has to be prepared first: of about the published size, as no array is made.
 PREPARED = {
     "clicks": ClickInfo("clicks", 60_000, 10_000, (500,) * 26),
+    "flights": ClickInfo("flights", 280_583, 46_763, (17, 4, 104, 3_800, 4_800, 20, 8), 9),
+    "movielens": ClickInfo("movielens", 85_718, 14_286, (581, 4_400, 700, 90), 5),
     "criteo": ClickInfo("criteo", 39_291_958, 6_548_659, (100_000,) * 26),
     "iwslt14": TranslationInfo("iwslt14", 160_239, 6_750, 7_283, ("de", "en"), 10_000, 128, 128),
     "catalogs": TranslationInfo("catalogs", 2000, 100, 100, ("de", "en"), 1000, 24, 24),
+    "linux": TextInfo("linux", 250_000, 512, 256),
+    "stdlib": TextInfo("stdlib", 80_000, 512, 128),
 }
 LARGE = ("alexnet_imagenet", "vgg16_imagenet", "googlenet_imagenet", "resnet50_imagenet", "resnet101_cifar10")
 

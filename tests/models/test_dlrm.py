@@ -8,25 +8,19 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
+from configs.dlrm_criteo import TABLE_SIZES
 from models.dlrm import Dlrm, Interaction, Layer
 from models.functional import apply, cut, split
 from tests.models.twins import TABLES, TWINS, abstract, close, count, crossing, filled, make, make_batch
 
-# Categories of the 26 features in Criteo's Kaggle log, as facebookresearch/dlrm prints them.
-# fmt: off
-KAGGLE = (
-    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306, 10, 5652,
-    2173, 4, 7046547, 18, 15, 286181, 105, 142572,
-)
-# fmt: on
-PAPERS = partial(Dlrm, KAGGLE)
+PAPERS = partial(Dlrm, TABLE_SIZES)
 
 
 def test_parameters():
     mlp = [(13, 512), (512, 256), (256, 64), (64, 16), (16 + 27 * 26 // 2, 512), (512, 256), (256, 128), (128, 1)]
     in_mlps = sum((i + 1) * o for i, o in mlp)
-    assert (in_mlps, sum(KAGGLE)) == (508_753, 33_762_577)
-    assert count(PAPERS) == in_mlps + 16 * sum(KAGGLE)
+    assert (in_mlps, sum(TABLE_SIZES)) == (508_753, 33_762_577)
+    assert count(PAPERS) == in_mlps + 16 * sum(TABLE_SIZES)
 
 
 def test_what_crosses():
@@ -47,7 +41,7 @@ def test_only_256_features_cross_at_the_papers_cuts():
 
 
 def test_rows_are_filled_up_to_a_multiple():
-    table = Interaction(TABLES, 4, 8, None, dtype=jnp.float32, rngs=nnx.Rngs(0)).table[...]
+    table = Interaction(TABLES, 4, 8, "exchange", "data", dtype=jnp.float32, rngs=nnx.Rngs(0)).table[...]
     assert table.shape == (16, 4)
     np.testing.assert_array_equal(table[15:], 0)
     assert np.all(np.asarray(table[:15]) != 0)
@@ -94,10 +88,16 @@ def test_a_category_outside_of_its_table_is_not_anothers():
     for options in ({"table_sizes": ()}, {"table_sizes": (3, 0)}, {"table_sizes": (3,), "row_multiple": 0}):
         with pytest.raises(ValueError, match="There are tables, each with rows, and a multiple of at least 1"):
             Dlrm(rngs=nnx.Rngs(0), **options)
+    with pytest.raises(ValueError, match=r"embeddings must be one of .* got 'tables'"):
+        Dlrm((3,), embeddings="tables", rngs=nnx.Rngs(0))
 
 
-def test_tables_split_by_columns_over_the_workers_are_the_whole_ones():
-    whole, spread = split(make("dlrm")), split(filled(partial(TWINS["dlrm"][0], columns_over="data")))
+@pytest.mark.parametrize("embeddings", ["late", "columns", "rows"])
+def test_tables_that_are_not_exchanged_have_the_gradients_of_one_device(embeddings):
+    """Of 15 rows, filled up to 16 for two workers."""
+    spec = {"late": P(), "columns": P(None, "data"), "rows": P("data")}[embeddings]
+    own = filled(partial(TWINS["dlrm"][0], embeddings=embeddings, row_multiple=2))
+    whole, sharded = split(filled(partial(TWINS["dlrm"][0], row_multiple=2))), split(own)
     batch = {name: rows for name, rows in make_batch("dlrm", 8).items() if name != "seed"}
 
     def loss(graph, params, batch):
@@ -108,17 +108,20 @@ def test_tables_split_by_columns_over_the_workers_are_the_whole_ones():
 
     def worker(params, batch):
         own = params | jax.lax.pcast({i: p for i, p in params.items() if i != 3}, "data", to="varying")
-        found, logits = gradient(spread.graph, own, batch)
-        return jax.lax.pmean({i: p for i, p in found.items() if i != 3}, "data"), found[3]["table"] / 2, logits
+        found, logits = gradient(sharded.graph, own, batch)
+        table = found[3]["table"] / (1 if embeddings == "late" else 2)
+        return jax.lax.pmean({i: p for i, p in found.items() if i != 3}, "data"), table, logits
 
-    columns = P(None, "data")
-    specs = jax.tree.map(lambda _: P(), whole.params) | {3: {"table": columns}}
+    specs = jax.tree.map(lambda _: P(), whole.params) | {3: {"table": spec}}
     mesh = jc.make_mesh(data=2)
-    step = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), columns, P("data"))))
+    step = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), spec, P("data"))))
     replicated, table, logits = step(whole.params, batch)
     expected, found = jax.jit(partial(gradient, whole.graph))(whole.params, batch)
     close(logits, found)
     close(replicated | {3: {"table": table}}, expected)
+    assert np.any(table[:15], axis=1).sum() > 5
+    wrong = batch | {"categories": batch["categories"].at[1, 0].set(5)}  # the first table has 5 rows
+    assert np.isnan(step(whole.params, wrong)[2]).tolist() == [index == 1 for index in range(8)]
 
 
 def test_tables_split_by_rows_are_left_to_the_compiler():

@@ -11,6 +11,7 @@ from models.alexnet import AlexNet
 from models.cnn import Cnn
 from models.dlrm import Dlrm
 from models.googlenet import GoogLeNet
+from models.gpt import Gpt
 from models.mlp import Mlp
 from models.resnet import ResNet
 from models.transformer import Transformer
@@ -48,6 +49,10 @@ def sentences(rows):
     batch["source"][1, 4:] = 0
     batch["target"][:, 0], batch["target"][:, 4], batch["target"][1, 3:] = 1, 2, (2, 0)
     return batch
+
+
+def texts(rows):
+    return {"text": np.random.default_rng(0).integers(0, 256, (rows, 9)).astype(np.uint8)}
 
 
 small_transformer = partial(Transformer, 11, 13, layers=1, width=8, hidden=12, heads=2)
@@ -90,6 +95,7 @@ TWINS = {
     "dlrm": (partial(Dlrm, TABLES, dim=4, bottom=(8, 6), top=(8, 6)), clicks),
     "transformer": (partial(small_transformer, tied=False), sentences),
     "tied transformer": (small_transformer, sentences),
+    "gpt": (partial(Gpt, 256, 8, layers=2, width=8, heads=2), texts),
 }
 
 

@@ -1,10 +1,13 @@
 """Compiled programs and whole runs that the tests of this folder share."""
 
 import jax
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from tests.train.runs import METHODS, run
+from train.data.click_store import prepare_log
+from train.data.click_tables import Hashed
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +37,17 @@ def uninterrupted(tmp_path_factory):
         return runs[case]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def logged(tmp_path_factory):
+    """A folder with a log of 140 random rows as the dataset "criteo": 120 to train on, 20 to test on."""
+    folder, rng = tmp_path_factory.mktemp("clicks"), np.random.default_rng(0)
+    fields = [
+        [rng.integers(2), *rng.integers(0, 500, 13), *(f"{value:x}" for value in rng.integers(0, 99, 26))]
+        for _ in range(140)
+    ]
+    log = folder / "train.txt"
+    log.write_text("".join("\t".join(map(str, row)) + "\n" for row in fields))
+    prepare_log("criteo", log, folder, Hashed(20), say=lambda line: None)
+    return folder

@@ -9,7 +9,7 @@ import numpy as np
 import train.loop
 from configs.experiment import Architecture, BoundaryFields, Experiment
 from configs.methods import DctDp, Dgc, LocalSgd, PlumpDp, SlimDp, TopK
-from train.data import ClickInfo, ImageInfo, TranslationInfo
+from train.data import ClickInfo, ImageInfo, TextInfo, TranslationInfo
 from train.methods import run_name
 from train.processes import Processes
 
@@ -45,11 +45,16 @@ METHODS = {
 IMAGES = ImageInfo("digits", 1347, 450, (8, 8, 1), 10)
 CLICKS = ClickInfo("clicks", 60, 10, tuple(range(3, 29)))
 TRANSLATIONS = TranslationInfo("catalogs", 60, 10, 10, ("de", "en"), 40, 12, 14)
+TEXT = TextInfo("linux", 60, 10, 7)
 
 # An mlp of 3 layers, 64 - 32 - 16 - 10, with dropout; cut, its last layer is the second stage.
 MLP = Architecture("mlp", {"hidden": (32, 16), "dropout": 0.2})
 PIPELINE = {"architecture": MLP, "workers": 2, "stages": 2, "micro_batches": 2}
 HALF = BoundaryFields(sparsity=0.5)
+
+# A DLRM for the dataset of the fixture `logged`, 26 tables of 20 rows.
+DLRM = Architecture("dlrm", {"dim": 4, "bottom": (8,), "top": (8,)})
+LOGGED = {"dataset": "criteo", "architecture": DLRM, "workers": 2, "momentum": 0.0, "steps": 8, "eval_every": 4}
 
 
 class Told:
@@ -70,8 +75,8 @@ def run(out, method=DCT_DP, told=None, **changes):
     return train.loop.train(experiment, method, Processes(), told or Told())
 
 
-def metrics(out, method=DCT_DP, boundary=None, dense_layers="exchange"):
-    path = out / run_name(method, boundary, dense_layers) / "metrics.jsonl"
+def metrics(out, method=DCT_DP, *split):
+    path = out / run_name(method, *split) / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 
 from configs.experiment import Architecture
 from models.functional import cut
-from tests.train.runs import CLICKS, IMAGES, TRANSLATIONS
+from tests.train.runs import CLICKS, IMAGES, TEXT, TRANSLATIONS
 from train.architectures import MODELS, choose_cuts, make_model
 
 
@@ -29,13 +29,13 @@ def mlp(blocks):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_takes_its_kind_of_data_alone(name):
     """What each makes of its own kind is tested with the experiments, in `tests/configs`."""
-    own = {"dlrm": CLICKS, "transformer": TRANSLATIONS}.get(name, IMAGES)
-    for info in (IMAGES, CLICKS, TRANSLATIONS):
+    own = {"dlrm": CLICKS, "transformer": TRANSLATIONS, "gpt": TEXT}.get(name, IMAGES)
+    for info in (IMAGES, CLICKS, TRANSLATIONS, TEXT):
         if info is own:
             continue
         with pytest.raises(ValueError, match=f"its kind of data, got {name!r} and {info.name!r}") as raised:
             make(name, info)
-        assert "dlrm takes clicks, transformer translations, and the others images" in str(raised.value)
+        assert "dlrm takes clicks, transformer translations, gpt text, and the others images" in str(raised.value)
 
 
 def test_sizes_are_those_of_the_data():

@@ -1,5 +1,7 @@
 """Checkpoints on their own: what is written in the background, and what a smaller or larger mesh reads."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 import jaxcomm as jc
 from tests.jaxcomm.steps import init_state
-from train.checkpoints import Checkpoints
+from train.checkpoints import Checkpoints, SettingsError
 
 ABOUT = {"workers": 4, "learning_rate": 0.1}
 
@@ -62,7 +64,7 @@ def test_the_two_newest_are_kept_and_a_step_is_written_once(checkpoints):
     assert checkpoints.last() is None
     for number in (2, 5, 9):
         checkpoints.save(number, state, {"step": number}, ABOUT)
-    checkpoints.save(9, state, {"step": "again"}, ABOUT)
+    checkpoints.save(9, state, {"step": 9, "again": True}, ABOUT)
     checkpoints.wait()
     assert checkpoints.last() == 9
     assert sorted(int(path.name) for path in checkpoints.folder.iterdir()) == [5, 9]
@@ -98,3 +100,125 @@ def test_settings_that_differ_are_named_with_both_values(checkpoints):
         ValueError, match=r"learning_rate 0\.1 \(now 0\.2\), seed None \(now 1\): give the same settings"
     ):
         checkpoints.restore(3, state, mesh, ABOUT | {"learning_rate": 0.2, "seed": 1})
+
+
+def flip(array, checkpoints, step, tmp_path):
+    """Saves a checkpoint anew with one bit of one array flipped, and the checksums of before."""
+    import orbax.checkpoint as ocp
+
+    path = checkpoints.folder / str(step) / "state"
+    with ocp.PyTreeCheckpointer() as files:
+        found = files.restore(path)
+        name = next(name for name in sorted(found) if array in name)
+        values = np.array(found[name])
+        words = values.reshape(-1).view(np.uint8)
+        words[words.size // 2] ^= 4
+        found[name] = values
+        files.save(path, found, force=True)
+
+
+@pytest.fixture
+def two(checkpoints):
+    """Checkpoints of the steps 5 and 9, all that is said, and what reads the newest."""
+    mesh, state = make_state(4)
+    for number in (5, 9):
+        checkpoints.save(
+            number,
+            jax.tree.map(lambda leaf, n=number: leaf if leaf.dtype == bool else leaf + n, state),
+            {"step": number},
+            ABOUT,
+        )
+    checkpoints.wait()
+    said = []
+
+    def newest(about=ABOUT):
+        return checkpoints.newest(make_state(4, seed=1)[1], mesh, about, said.append)
+
+    return newest, said
+
+
+def test_the_newest_is_read(two):
+    newest, said = two
+    assert (newest().step, said) == (9, [])
+
+
+@pytest.mark.parametrize("array", ["kernel", "residual", "threshold", "metrics"])
+def test_a_bit_that_was_flipped_is_found_and_the_one_before_is_read(array, two, checkpoints, tmp_path):
+    newest, said = two
+    flip(array, checkpoints, 9, tmp_path)
+    assert newest().step == 5
+    (line,) = said
+    assert line.startswith("the checkpoint of step 9 is passed over, ValueError: ")
+    assert array in line
+    assert line.endswith("their checksums differ")
+    # It is out of the way: step 9 can be written again.
+    assert (checkpoints.folder.parent / "damaged-9").is_dir()
+    _, state = make_state(4)
+    checkpoints.save(9, state, {"step": 9}, ABOUT)
+    checkpoints.wait()
+    assert newest().step == 9
+
+
+def remove_largest(folder):
+    max(
+        (path for path in (folder / "state").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    ).unlink()
+
+
+def empty(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+DAMAGES = {
+    "the largest file is gone": remove_largest,
+    "no state": lambda folder: shutil.rmtree(folder / "state"),
+    "no settings": lambda folder: shutil.rmtree(folder / "about"),
+    "settings of nothing": lambda folder: (folder / "about" / "metadata").write_text("{}"),
+    "a position that is none": lambda folder: (folder / "data" / "metadata").write_text("}"),
+    "the position of another step": lambda folder: (folder / "data" / "metadata").write_text('{"step": 5}'),
+    "an empty folder": empty,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over(damage, two, checkpoints):
+    newest, said = two
+    DAMAGES[damage](checkpoints.folder / "9")
+    restored = newest()
+    assert (restored.step, restored.data) == (5, {"step": 5})
+    assert len(said) == 1
+    assert said[0].startswith("the checkpoint of step 9 is passed over, ")
+
+
+def test_if_none_can_be_read_nothing_is_begun_or_moved(two, checkpoints):
+    newest, said = two
+    for step in ("5", "9"):
+        empty(checkpoints.folder / step)
+    with pytest.raises(ValueError, match=r"got none in .* of steps 9, 5: copy them again, or begin anew"):
+        newest()
+    assert len(said) == 2
+    assert not list(checkpoints.folder.parent.glob("damaged*"))
+
+
+def test_settings_that_differ_are_no_damage(two, checkpoints):
+    newest, said = two
+    with pytest.raises(SettingsError, match=r"learning_rate 0\.1 \(now 0\.2\)"):
+        newest(ABOUT | {"learning_rate": 0.2})
+    assert said == []
+
+
+def test_a_run_can_be_made_longer_and_not_shorter(checkpoints):
+    mesh, state = make_state(4)
+    checkpoints.save(3, state, {"step": 3}, ABOUT | {"steps": 10})
+    checkpoints.wait()
+    assert checkpoints.restore(3, state, mesh, ABOUT | {"steps": 10}).message == ""
+    longer = checkpoints.restore(3, state, mesh, ABOUT | {"steps": 25})
+    assert longer.message == "The run of 10 steps is now one of 25, and so is its schedule."
+    with pytest.raises(SettingsError, match=r"steps 10 \(now 8\)"):
+        checkpoints.restore(3, state, mesh, ABOUT | {"steps": 8})
+
+
+def test_there_is_nothing_to_read_at_the_start(checkpoints):
+    mesh, state = make_state(4)
+    assert checkpoints.newest(state, mesh, ABOUT, print) is None

@@ -138,15 +138,33 @@ def summary(accuracy, **changes):
     return Summary(method="topk", workers=4, seed=0, scores={"loss": 0.1, "accuracy": accuracy}, **values)
 
 
-def test_what_is_more_than_a_point_below_dense_is_pointed_out():
-    record = summarise([summary(0.97), summary(0.99)], dense=98.9)
-    assert (record["accuracy_mean"], record["accuracy_min"], record["accuracy_max"]) == (98.0, 97.0, 99.0)
-    assert record["accuracy_stdev"] == pytest.approx(2**0.5)
-    assert record["points_below_dense"] == pytest.approx(0.9)
-    assert (record["note"], record["skipped"], record["seeds"]) == ("", 2, 2)
-    assert summarise([summary(0.97)], dense=98.1)["note"] == "more than 1 point below dense"
-    alone = summarise([summary(0.97)], dense=None)
-    assert (alone["accuracy_stdev"], alone["points_below_dense"], alone["note"]) == (None, 0.0, "")
+def test_differences_are_paired_by_seed_and_have_an_interval():
+    """Differences of 0.9, 1.1 and 1.0 points: mean 1, deviation 0.1, Student's t of 2 degrees 4.3027."""
+    dense = [98.9, 97.1, 99.0]
+    record = summarise([summary(0.98), summary(0.96), summary(0.98)], dense=dense, margin=0.3)
+    assert (record["accuracy_min"], record["accuracy_max"]) == (96.0, 98.0)
+    assert record["accuracy_mean"] == pytest.approx(292 / 3)
+    assert record["points_below_dense"] == pytest.approx(1.0)
+    half = 4.30265 * 0.1 / 3**0.5
+    assert (record["below_low"], record["below_high"]) == pytest.approx((1 - half, 1 + half), rel=1e-4)
+    assert (record["loss_mean"], record["loss_stdev"]) == (pytest.approx(0.1), pytest.approx(0.0))
+    assert (record["skipped"], record["seeds"]) == (3, 3)
+
+
+@pytest.mark.parametrize(("margin", "verdict"), [(0.7, "worse"), (0.8, "not told apart"), (1.2, "not told apart")])
+def test_the_interval_and_the_margin_make_the_verdict(margin, verdict):
+    """From 0.75 to 1.25."""
+    runs, dense = [summary(0.98), summary(0.96), summary(0.98)], [98.9, 97.1, 99.0]
+    assert summarise(runs, dense=dense, margin=margin)["verdict"] == verdict
+    assert summarise(runs, dense=dense, margin=1.3)["verdict"] == "not worse"
+
+
+def test_one_seed_tells_nothing():
+    for dense in (None, [99.0]):
+        record = summarise([summary(0.97)], dense=dense, margin=0.3)
+        assert (record["below_low"], record["below_high"], record["verdict"]) == (None, None, "")
+        assert record["points_below_dense"] == pytest.approx(0.0 if dense is None else 2.0)
+        assert (record["accuracy_stdev"], record["loss_stdev"]) == (None, None)
 
 
 def test_the_first_step_of_a_run_is_no_steps_time(monkeypatch):

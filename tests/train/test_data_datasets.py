@@ -11,6 +11,7 @@ from train.data import (
     DATASETS,
     ClickInfo,
     ImageInfo,
+    TextInfo,
     TranslationInfo,
     click_store,
     dataset_info,
@@ -20,7 +21,12 @@ from train.data import (
     train_batches,
 )
 
-KINDS = {"digits": ImageInfo, "clicks": ClickInfo, "catalogs": TranslationInfo}  # one of each that needs no file
+KINDS = {
+    "digits": ImageInfo,
+    "clicks": ClickInfo,
+    "catalogs": TranslationInfo,
+    "stdlib": TextInfo,
+}  # one of each that needs no file
 B = 24
 
 

@@ -1,5 +1,6 @@
 """Rows in blocks: written and read as any dataset of TFDS, and refused by name where they are damaged."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -130,6 +131,15 @@ def test_a_folder_that_is_not_whole_is_refused(written, tmp_path, name, content)
     path.unlink() if content is None else path.write_text(content)
     with pytest.raises(ValueError, match=f"{path.parent} must hold a dataset as it was prepared; got .*. Copy it"):
         SAMPLE.info(tmp_path)
+
+
+def test_what_was_prepared_before_a_field_had_a_default_is_read_on(written, tmp_path):
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / FOLDER / "metadata.json"
+    facts = json.loads(path.read_text())
+    assert facts.pop("num_dense") == 13
+    path.write_text(json.dumps(facts))
+    assert SAMPLE.info(tmp_path) == INFO
 
 
 def test_error_when_not_prepared(tmp_path):

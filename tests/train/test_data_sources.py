@@ -303,7 +303,7 @@ def test_error_when_not_prepared(name, tmp_path):
 
 def test_error_lists_the_names(tmp_path):
     for call in (dataset_info, lambda name: train_batches(name, global_batch=4, seed=0)):
-        with pytest.raises(ValueError, match=r"digits, mnist, cifar10, imagenet2012, .*; got 'minst'"):
+        with pytest.raises(ValueError, match=r"digits, mnist, fashion, cifar10, imagenet2012, .*; got 'minst'"):
             call("minst")
 
 

@@ -1,30 +1,105 @@
+import json
+import subprocess
+import sys
+
 import pytest
 
-from train.folders import run_folder
+from train.folders import check_fresh, run_folder
 
 
 def test_a_new_run_takes_the_first_free_name(tmp_path):
     out = tmp_path / "runs"
     for name in ("digits", "digits-2", "digits-3"):
-        folder = run_folder(out, "digits", resume=False)
-        assert folder == out / name
-        folder.mkdir(parents=True)
-    assert run_folder(out, "mnist", resume=False) == out / "mnist"
+        with run_folder(out, "digits", resume=False, runs=["plump_dp"]) as folder:
+            assert folder == out / name
+            assert folder.is_dir()
+    with run_folder(out, "mnist", resume=False) as folder:
+        assert folder == out / "mnist"
+
+
+def test_runs_that_begin_together_take_folders_of_their_own(tmp_path):
+    with run_folder(tmp_path, "digits", resume=False) as one, run_folder(tmp_path, "digits", resume=False) as other:
+        assert (one.name, other.name) == ("digits", "digits-2")
 
 
 def test_resume_takes_the_newest(tmp_path):
     for name in ("digits", "digits-2", "mnist", "digits-old"):
         (tmp_path / name).mkdir()
-    assert run_folder(tmp_path, "digits", resume=True) == tmp_path / "digits-2"
-    assert run_folder(tmp_path, "mnist", resume=True) == tmp_path / "mnist"
+    for name, newest in (("digits", "digits-2"), ("mnist", "mnist")):
+        with run_folder(tmp_path, name, resume=True) as folder:
+            assert folder == tmp_path / newest
 
 
 @pytest.mark.parametrize("others", [[], ["mnist"]])
 def test_nothing_to_resume_is_an_error(others, tmp_path):
     for name in others:
         (tmp_path / name).mkdir()
-    with pytest.raises(
-        ValueError, match=r"--resume goes on with a run that has begun, got no .*digits: leave --resume"
-    ):
-        run_folder(tmp_path, "digits", resume=True)
+    message = r"--resume goes on with a run that has begun, got no .*digits: leave --resume"
+    with pytest.raises(ValueError, match=message), run_folder(tmp_path, "digits", resume=True):
+        pass
     assert sorted(path.name for path in tmp_path.iterdir()) == others
+
+
+def test_a_run_goes_on_with_the_same_method(tmp_path):
+    with run_folder(tmp_path, "digits", resume=False, runs=["plump_dp", "dct_dp"]):
+        pass
+    with run_folder(tmp_path, "digits", resume=True, runs=["plump_dp", "dct_dp"]):
+        pass
+    message = r"got plump_dp, topk for .*digits, which has plump_dp, dct_dp: give the same method"
+    with (
+        pytest.raises(ValueError, match=message),
+        run_folder(tmp_path, "digits", resume=True, runs=["plump_dp", "topk"]),
+    ):
+        pass
+    assert json.loads((tmp_path / "digits" / "runs.json").read_text()) == ["plump_dp", "dct_dp"]
+
+
+def test_a_folder_is_of_one_run_at_a_time_and_free_once_that_has_ended(tmp_path):
+    with run_folder(tmp_path, "digits", resume=False, runs=["dct_dp"]):
+        taken = pytest.raises(ValueError, match=r"got .*digits, in which another process trains: wait for it")
+        with taken, run_folder(tmp_path, "digits", resume=True, runs=["dct_dp"]):
+            pass
+        # Of another process, too, and no longer once it was killed.
+        code = (
+            "import sys, time, pathlib\nfrom train.folders import run_folder\n"
+            f"with run_folder(pathlib.Path({str(tmp_path)!r}), 'mnist', resume=False):\n"
+            "    print('there', flush=True)\n    time.sleep(60)"
+        )
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"there\n"
+            with pytest.raises(ValueError, match="another process trains"), run_folder(tmp_path, "mnist", resume=True):
+                pass
+            process.kill()
+        with run_folder(tmp_path, "mnist", resume=True) as folder:
+            assert folder == tmp_path / "mnist"
+    with run_folder(tmp_path, "digits", resume=True, runs=["dct_dp"]):
+        pass
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(tmp_path):
+    check_fresh(tmp_path, 10)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' * 10)
+    check_fresh(tmp_path, 10)  # it was killed before the first
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' * 11)
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match=r"got 11 steps in .*metrics\.jsonl and nothing in .*checkpoints: put the"):
+        check_fresh(tmp_path, 10)
+    (tmp_path / "checkpoints" / "10.orbax-checkpoint-tmp").mkdir()
+    check_fresh(tmp_path, 10)  # it was killed while it wrote the first
+
+
+def test_what_fails_before_anything_is_written_leaves_nothing(tmp_path):
+    out = tmp_path / "runs"
+    with pytest.raises(OSError, match="full"), run_folder(out, "digits", resume=False):
+        raise OSError("full")
+    assert not out.exists()
+    with run_folder(out, "digits", resume=False) as folder:
+        (folder / "metrics.jsonl").touch()
+    assert (out / "digits" / "metrics.jsonl").exists()
+    with pytest.raises(OSError, match="full"), run_folder(out, "digits", resume=False):
+        raise OSError("full")
+    assert [path.name for path in out.iterdir()] == ["digits"]
+    with pytest.raises(OSError, match="full"), run_folder(out, "digits", resume=True):
+        raise OSError("full")
+    assert (out / "digits" / "metrics.jsonl").exists()

@@ -144,7 +144,7 @@ def test_bytes_of_a_pipeline_are_the_average_over_its_devices():
 def test_a_pipeline_learns_with_largest_activations_and_gradients_alone(tmp_path):
     found = run(tmp_path, boundary=HALF, steps=30, **PIPELINE)
     assert found.losses[-1] < found.losses[0] - 0.3
-    job, lines = make(boundary=HALF, steps=30, **PIPELINE), metrics(tmp_path, boundary=HALF)
+    job, lines = make(boundary=HALF, steps=30, **PIPELINE), metrics(tmp_path, DCT_DP, HALF)
     assert [line["bytes_received"] for line in lines] == [job.report.received * step for step in range(1, 31)]
     assert lines[-1]["sent"] < 2 * 2 * 0.3 * SLOTS  # of 2 workers and 2 stages
     summary = found.summary

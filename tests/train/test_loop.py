@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -224,3 +225,32 @@ def test_settings_that_cannot_work_are_refused(changes, processes, said, tmp_pat
         with pytest.raises(ValueError, match=said):
             refuse(experiment, Processes(0, processes))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axis", "device", "worker"),
+    [
+        ({"data": 4}, "data", 2, 2),
+        ({"data": 2, "stage": 2}, "data", 3, 1),
+        ({"slice": 2, "data": 2}, ("slice", "data"), 3, 3),
+    ],
+)
+def test_a_worker_whose_copy_has_parted_is_named(sizes, axis, device, worker):
+    mesh = jc.make_mesh(**sizes)
+
+    def placed(copies):
+        arrays = [jax.device_put(copy, each) for copy, each in zip(copies, mesh.devices.flat, strict=True)]
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        return jax.make_array_from_single_device_arrays(copies[0].shape, sharding, arrays)
+
+    count = mesh.devices.size
+    state = {"kernel": placed([np.ones((3, 5), np.float32)] * count), "bias": placed([np.zeros(5, np.float32)] * count)}
+    job = SimpleNamespace(mesh=mesh, axis=axis)
+    train.loop.check_replicas(job, state, "dct_dp", 9, None)
+    copies = [np.ones((3, 5), np.float32) for _ in range(count)]
+    copies[device][1, 2] = np.nextafter(np.float32(1), np.float32(2))
+    message = (
+        rf"other numbers on worker {worker} at \['kernel'\] after step 9 of dct_dp; the checkpoint of step 5 is kept"
+    )
+    with pytest.raises(ValueError, match=message):
+        train.loop.check_replicas(job, state | {"kernel": placed(copies)}, "dct_dp", 9, 5)

@@ -13,19 +13,15 @@ from configs.experiment import Architecture
 from configs.methods import PlumpDp
 from models.beam_search import beam_search
 from models.functional import apply, cut, merge
-from tests.train.runs import EXPERIMENT, metrics, run
+from tests.train.runs import DLRM, EXPERIMENT, LOGGED, metrics, run
 from train.architectures import make_model
 from train.data import dataset_info, eval_batches, open_text
-from train.data.click_store import prepare_log
-from train.data.click_tables import Hashed
 from train.data.text_pairs import Pair
 from train.data.text_store import Lengths, prepare_pairs
 from train.scores import auc, bleu, log_loss
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
-DLRM = Architecture("dlrm", {"dim": 4, "bottom": (8,), "top": (8,)})
-CLICKS = {"dataset": "criteo", "architecture": DLRM, "workers": 2, "momentum": 0.0, "steps": 8, "eval_every": 4}
 TRANSFORMER = Architecture(
     "transformer", {"layers": 1, "width": 16, "hidden": 16, "heads": 2, "dropout": 0.1, "tied": False}
 )
@@ -45,20 +41,6 @@ NUMBERS = {"eins": "one", "zwei": "two", "drei": "three", "vier": "four", "rot":
 
 
 @pytest.fixture(scope="module")
-def logged(tmp_path_factory):
-    """A folder with a log of 140 random rows as the dataset "criteo": 120 to train on, 20 to test on."""
-    folder, rng = tmp_path_factory.mktemp("clicks"), np.random.default_rng(0)
-    fields = [
-        [rng.integers(2), *rng.integers(0, 500, 13), *(f"{value:x}" for value in rng.integers(0, 99, 26))]
-        for _ in range(140)
-    ]
-    log = folder / "train.txt"
-    log.write_text("".join("\t".join(map(str, row)) + "\n" for row in fields))
-    prepare_log("criteo", log, folder, Hashed(20), say=lambda line: None)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def parallel(tmp_path_factory):
     """A folder with sentences of four words as the dataset "iwslt14": 30 to train on, 5 to test on."""
     folder = tmp_path_factory.mktemp("text")
@@ -73,7 +55,7 @@ def parallel(tmp_path_factory):
 
 
 def test_clicks_end_with_auc_and_log_loss(logged, tmp_path):
-    found = run(tmp_path, PlumpDp(), data_dir=logged, **CLICKS)
+    found = run(tmp_path, PlumpDp(), data_dir=logged, **LOGGED)
     assert found.losses[-1] < found.losses[0]
     lines = metrics(tmp_path, PlumpDp())
     assert [line["step"] for line in lines if "test_auc" in line] == [4, 8]

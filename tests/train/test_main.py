@@ -246,7 +246,7 @@ def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys
         (["--seed", "-1"], ["--seed is at least 0 and below 2**32", "got -1"]),
         (["--learning-rate", "nan"], ["--learning-rate is at least 0 and finite", "got nan"]),
         (["--json", "."], ["--json is a file, got the folder .", "name a file in it"]),
-        (["--out", "/dev/null"], ["Not a directory"]),
+        (["--out", "/dev/null"], ["--out is a folder, got the file /dev/null"]),
         (["--warmup-steps", "3"], ["--warmup-steps", "got 3", "--steps"]),
         (["--resume"], ["--resume goes on with a run that has begun", "leave --resume out"]),
         (["--momentum", "1.0", "method:dgc"], ["momentum", "below 1", "got 1.0"]),

@@ -260,3 +260,10 @@ def test_thresholds_that_cannot_be(options, said):
 )
 def test_steps_that_are_known_to_cost_the_most(method, steps):
     assert [step for step in range(1, 10) if is_rare(method, step)] == steps
+
+
+def test_without_momentum_the_optimizer_holds_no_copy_of_the_parameters():
+    params = {"table": jnp.zeros((1000, 8))}
+    for momentum, copies in ((0.0, 0), (0.9, 1)):
+        state = make_chain(dataclasses.replace(EXPERIMENT, momentum=momentum), PlumpDp()).init(params)
+        assert sum(leaf.size for leaf in jax.tree.leaves(state)) // 8000 == copies

@@ -3,12 +3,18 @@
 import dataclasses
 import json
 
+import jax
 import pytest
+from flax import nnx
 
 from configs import CONFIGS
 from configs.experiment import check
+from jaxcomm.exchange import leaf_name
+from models.functional import split
 from train.__main__ import parse, run
 from train.advice import advise_experiment
+from train.architectures import make_model
+from train.data import dataset_info
 from train.plans import Watch, compare
 from train.processes import Processes
 
@@ -22,25 +28,15 @@ def main(args):
     return run(experiment, Processes())
 
 
-@pytest.fixture
-def plan_file(tmp_path):
-    """A plan that is dense in all but the matrices."""
-    from configs.experiment import Experiment
-    from models.functional import split
-    from train.architectures import make_model
-    from train.data import dataset_info
-
-    experiment: Experiment = CONFIGS["digits"]
-    whole = split(make_model(experiment.architecture, dataset_info("digits", None), "float32", 0))
-    import jax
-
-    from jaxcomm.exchange import leaf_name
-
+def plan_record(architecture):
+    """A plan that is dense in all but the matrices, for a model of the digits."""
+    info = dataset_info("digits", None)
+    params = nnx.eval_shape(lambda: split(make_model(architecture, info, "float32", 0)).params)
     tensors = {
         leaf_name(path): (leaf.shape, "topk" if leaf.ndim > 1 else "dense")
-        for path, leaf in jax.tree_util.tree_leaves_with_path(whole.params)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     }
-    record = {
+    return {
         "format": 1,
         "workers": 2,
         "cuts": [],
@@ -54,8 +50,12 @@ def plan_file(tmp_path):
         "boundaries": 0.0,
         "exchange_seconds": 0.002,
     }
+
+
+@pytest.fixture
+def plan_file(tmp_path):
     file = tmp_path / "plan.json"
-    file.write_text(json.dumps(record))
+    file.write_text(json.dumps(plan_record(CONFIGS["digits"].architecture)))
     return file
 
 
@@ -73,6 +73,26 @@ def test_a_run_by_a_plan_ends_and_goes_on(plan_file, tmp_path, capsys):
         main([*args, "--resume"])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["late", "split"])
+def test_a_run_computes_dense_layers_as_its_plan_says(way, tmp_path, capsys):
+    plan_file, record = tmp_path / "plan.json", plan_record(CONFIGS["alexnet_digits"].architecture)
+    layers = {path.rpartition("/")[0] for path, (shape, _) in record["tensors"].items() if len(shape) == 2}
+    late = sorted(layers)[:1]  # of the others the gradients are exchanged
+    for path, (shape, _) in record["tensors"].items():
+        layer, _, name = path.rpartition("/")
+        if (way == "late" and layer in late) or (way == "split" and layer in layers and name == "kernel"):
+            record["tensors"][path] = (shape, way)
+    plan_file.write_text(json.dumps(record))
+    args = ["alexnet_digits", *SMALL[1:], "--plan", str(plan_file), "--out", str(tmp_path / "runs")]
+    with pytest.raises(ValueError, match=f"--dense-layers must be {way} by"):
+        main(args)
+    assert main([*args, "--dense-layers", way]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "bytes a step predicted; the compiled program sends them, and no more." in out
+    assert way == "split" or f"1 of {len(layers)} dense layers multiply late" in out
+
+
 def test_a_plan_for_another_run_is_refused(plan_file, tmp_path):
     args = [*SMALL, "--plan", str(plan_file), "--out", str(tmp_path / "runs")]
     for more, message in (
@@ -88,7 +108,7 @@ def test_a_plan_for_another_run_is_refused(plan_file, tmp_path):
 
 def test_advice_is_for_workers_that_hold_the_whole_model():
     digits = CONFIGS["digits"]
-    for change in ({"stages": 2}, {"slices": 2}, {"dense_layers": "late"}):
+    for change in ({"stages": 2}, {"slices": 2}, {"dense_layers": "late"}, {"embeddings": "rows"}):
         with pytest.raises(ValueError, match="--advise must be of workers that hold the whole model"):
             advise_experiment(dataclasses.replace(digits, **change))
 

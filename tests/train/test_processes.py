@@ -49,7 +49,7 @@ def no_variables(monkeypatch):
 def joined(monkeypatch):
     """What `jax.distributed.initialize` was called with, in place of waiting for processes that do not come."""
     calls = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **options: calls.append(arguments))
     return calls
 
 
@@ -270,7 +270,8 @@ def test_a_process_simulates_its_share_of_the_workers_and_stages(variables, flag
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     devices, runs = [], []
     monkeypatch.setattr(train.__main__, "prepare_jax", devices.append)
-    monkeypatch.setattr(train.__main__, "run", lambda _, found: runs.append(found) or 0)
+    for name in ("run", "run_together"):
+        monkeypatch.setattr(train.__main__, name, lambda _, found: runs.append(found) or 0)
     assert main(["digits", "--workers", "4", *flags]) == 0
     asked_jax = "JAX_COORDINATOR_ADDRESS" in variables  # which starts the devices, as they are
     assert runs == [Processes(0, processes, has_devices=asked_jax)]

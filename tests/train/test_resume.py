@@ -216,12 +216,38 @@ def test_empty_residuals_survive_another_number_of_workers(tmp_path):
     assert np.isfinite(resized.losses[0])
 
 
+def test_a_run_is_made_longer(tmp_path):
+    run(tmp_path, stop_after=5)
+    told = Told()
+    longer = run(tmp_path, told=told, steps=15)
+    assert (longer.finished, longer.summary.steps) == (True, 15)
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 16))
+    (message,) = told.messages
+    assert "The run of 12 steps is now one of 15, and so is its schedule." in message
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path):
+    """And writes the damaged one's step anew."""
+    whole = run(tmp_path / "whole")
+    run(tmp_path / "run", stop_after=9, checkpoint_every=4)
+    folder = tmp_path / "run" / "dct_dp" / "checkpoints"
+    steps = sorted(int(path.name) for path in folder.iterdir())
+    (folder / str(steps[-1]) / "data" / "metadata").write_text('{"step": 1}')
+    told = Told()
+    found = run(tmp_path / "run", told=told, checkpoint_every=4)
+    assert_same_bits(found.state, whole.state)
+    first, second = told.messages
+    assert first == f"dct_dp: the checkpoint of step {steps[-1]} is passed over, ValueError: its data are at step 1"
+    assert second == f"dct_dp: resumed after step {steps[-2]}."
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+
+
 @pytest.mark.parametrize(
     ("method", "changes", "said"),
     [
         (DCT_DP, {"learning_rate": 0.2}, "learning_rate 0.1 (now 0.2)"),
         (DCT_DP, {"seed": 1}, "seed 0 (now 1)"),
-        (DCT_DP, {"steps": 20}, "steps 12 (now 20)"),
+        (DCT_DP, {"steps": 10}, "steps 12 (now 10)"),
         (DCT_DP, {"global_batch": 48, "workers": 2}, "global_batch 24 (now 48)"),
         (dataclasses.replace(DCT_DP, sparsity=0.8), {}, "method.sparsity 0.9 (now 0.8)"),
         (

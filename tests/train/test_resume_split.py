@@ -111,7 +111,11 @@ def test_what_is_compared_is_there_to_be_lost(runs):
         ("pipeline", {"micro_batches": 1}, r"with micro_batches 2 \(now 1\)"),
         ("pipeline", {"cuts": (1,)}, r"with cuts None \(now \[1\]\)"),
         ("slices", {"slices": 1}, r"with slices 2 \(now 1\)"),
-        ("layers in slices", {"workers": 4}, r"of 2 workers for 4 that hold shards of layers: go on with --workers 2"),
+        (
+            "layers in slices",
+            {"workers": 4},
+            r"of 2 workers for 4 that hold shards of layers or tables: go on with --workers 2",
+        ),
         ("late", {"workers": 1}, r"with late \['0/layer', '1/layer'\] \(now \[\]\)"),
         ("running statistics", {"rows_per_group": 6}, r"with rows_per_group 4 \(now 6\)"),
     ],

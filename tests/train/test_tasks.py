@@ -7,7 +7,7 @@ import optax
 import pytest
 from scipy.special import expit, log_softmax
 
-from tests.train.runs import CLICKS, IMAGES, TRANSLATIONS
+from tests.train.runs import CLICKS, IMAGES, TEXT, TRANSLATIONS
 from train.data import ImageInfo
 from train.scores import top_k_accuracy
 from train.tasks import Clicks, make_task
@@ -175,5 +175,23 @@ def test_clicks_of_a_model_that_diverged_have_no_score():
 
 def test_clicks_have_no_smoothing():
     assert isinstance(make_task(CLICKS, 0.0), Clicks)
-    with pytest.raises(ValueError, match=r"Clicks are learned without smoothing, got --label-smoothing 0\.1"):
+    with pytest.raises(ValueError, match=r"Clicks and text are learned without smoothing, got --label-smoothing 0\.1"):
         make_task(CLICKS, 0.1)
+
+
+def test_the_loss_and_the_scores_of_text():
+    text = RNG.integers(0, 256, (5, 8)).astype(np.uint8)
+    logits = (2 * RNG.standard_normal((5, 7, 256))).astype(np.float32)
+    logits[0, :3, :] = 9 * np.eye(256)[text[0, 1:4]]  # three that are right
+    task, batch = make_task(TEXT, 0.0), {"text": jnp.asarray(text)}
+    expected, right = entropies(logits, text[:, 1:]), logits.argmax(axis=-1) == text[:, 1:]
+    loss, scalars = task.loss(jnp.asarray(logits), batch)
+    np.testing.assert_allclose(loss, expected.mean(), rtol=1e-5)
+    np.testing.assert_allclose(scalars["accuracy"], right.mean())
+    assert right.sum() >= 3
+    scores = task.scores(jax.device_get(task.rows(jnp.asarray(logits), batch)))
+    assert scores == pytest.approx(
+        {"loss": expected.mean(), "accuracy": right.mean(), "bits_per_byte": expected.mean() / np.log(2)}
+    )
+    with pytest.raises(ValueError, match="text are learned without smoothing"):
+        make_task(TEXT, 0.1)

@@ -76,7 +76,7 @@ class Vocabulary:
         return tuple(len(column) + 1 for column in self.values)
 
     def look_up(self, bits: np.ndarray) -> np.ndarray:
-        """Returns the ids (n, 26) int32 of the bits (n, 26) int32; 0 for what is not in the vocabulary."""
+        """Returns the ids (n, columns) int32 of bits of that shape; 0 for what is not in the vocabulary."""
         ids = np.zeros(bits.shape, np.int32)
         for column, (values, order) in enumerate(zip(self.values, self._order, strict=True)):
             if not len(values):
@@ -88,17 +88,18 @@ class Vocabulary:
         return ids
 
 
-def build_vocabulary(pieces: Iterable[np.ndarray], min_count: int) -> Vocabulary:
+def build_vocabulary(pieces: Iterable[np.ndarray], min_count: int, num_categories: int = NUM_CATEGORIES) -> Vocabulary:
     """Counts the categories of the training days, in one pass.
 
     Args:
-      pieces: bits (n, 26) int32.
+      pieces: bits (n, num_categories) int32.
       min_count: occurrences from which a category has a row.
+      num_categories: columns.
 
     Returns:
       The vocabulary. Memory grows with the number of different values, 12 bytes each.
     """
-    counters = [_Counter() for _ in range(NUM_CATEGORIES)]
+    counters = [_Counter() for _ in range(num_categories)]
     for piece in pieces:
         for column, counter in enumerate(counters):
             counter.add(np.ascontiguousarray(piece[:, column]).view(np.uint32))

@@ -1,7 +1,7 @@
 """The datasets by name: what is known of each, and how its splits are opened.
 
 Nothing is downloaded. What needs no file of the user's is built on first use: digits (in scikit-learn's wheel), clicks
-(generated) and catalogs (in Django's wheel).
+(generated), catalogs (in Django's wheel) and stdlib (in Python).
 """
 
 import os
@@ -11,8 +11,10 @@ from functools import partial
 from pathlib import Path
 
 from train.data.click_store import CLICKS
+from train.data.corpus_store import CORPORA
 from train.data.info import DatasetInfo, Split, resolve_data_dir
 from train.data.sources import IMAGES, Mean, open_images
+from train.data.table_store import TABLES
 from train.data.text_store import TRANSLATIONS, Text, translation_text
 
 
@@ -40,23 +42,27 @@ def _images(name: str, threads: int = 1) -> Dataset:
 DATASETS = {
     "digits": _images("digits"),
     "mnist": _images("mnist"),
+    "fashion": _images("fashion"),
     "cifar10": _images("cifar10"),
     "imagenet2012": _images("imagenet2012", threads=8),
-    **{name: Dataset(prepared.info, prepared.open) for name, prepared in (CLICKS | TRANSLATIONS).items()},
+    **{
+        name: Dataset(prepared.info, prepared.open)
+        for name, prepared in (CLICKS | TABLES | TRANSLATIONS | CORPORA).items()
+    },
 }
 
 
 def dataset_info(name: str, data_dir: str | os.PathLike[str] | None = None) -> DatasetInfo:
-    """Looks a dataset up by name: an `ImageInfo`, `ClickInfo` or `TranslationInfo`.
+    """Looks a dataset up by name: an `ImageInfo`, `ClickInfo`, `TranslationInfo` or `TextInfo`.
 
     Args:
       name: one of `DATASETS`.
-      data_dir: the folder of all datasets, see `resolve_data_dir`. Images are known without it; of clicks and
-        translations it is read there, and what needs no file of the user's is built there.
+      data_dir: the folder of all datasets, see `resolve_data_dir`. Images are known without it; of the
+        others it is read there, and what needs no file of the user's is built there.
 
     Raises:
       ValueError: if there is none of this name.
-      FileNotFoundError: if clicks or a translation are not prepared.
+      FileNotFoundError: if it is not prepared.
     """
     return _dataset(name).info(resolve_data_dir(data_dir))
 

@@ -123,6 +123,7 @@ def _resize(image: Image.Image, box: Box) -> np.ndarray:
 PREPROCESSING = {
     "digits": Preprocessing(scale=16, mean=(0,), std=(1,)),
     "mnist": Preprocessing(scale=255, mean=(0.1307,), std=(0.3081,)),
+    "fashion": Preprocessing(scale=255, mean=(0.2860,), std=(0.3530,)),
     "cifar10": Preprocessing(
         scale=255,
         mean=(0.4914, 0.4822, 0.4465),

@@ -87,19 +87,21 @@ class ImageInfo(DatasetInfo):
 
 @dataclass(frozen=True)
 class ClickInfo(DatasetInfo):
-    """Clicks in the format of Criteo: 13 numbers, 26 categories, clicked or not.
+    """Clicks and what is learned like them: numbers, categories, clicked or not.
 
     Attributes:
-      table_sizes: rows of the embedding table of each of the 26 categories; ids are 0..size - 1.
+      table_sizes: rows of the embedding table of each category; ids are 0..size - 1. Criteo's format has 26.
+      num_dense: numbers of a row.
     """
 
     table_sizes: tuple[int, ...]
+    num_dense: int = NUM_DENSE
 
     def row_types(self) -> RowTypes:
-        """Returns the types of "dense" (13,), "categories" (26,) and "label" ()."""
+        """Returns the types of "dense" (num_dense,), "categories" (number of tables,) and "label" ()."""
         return {
-            "dense": ((NUM_DENSE,), np.dtype(np.float32)),
-            "categories": ((NUM_CATEGORIES,), np.dtype(np.int32)),
+            "dense": ((self.num_dense,), np.dtype(np.float32)),
+            "categories": ((len(self.table_sizes),), np.dtype(np.int32)),
             "label": ((), np.dtype(np.float32)),
         }
 
@@ -139,6 +141,27 @@ class TranslationInfo(DatasetInfo):
     def limits(self) -> dict[str, Limit | None]:
         """Returns those of "source" and "target"."""
         return dict.fromkeys(("source", "target"), Limit(self.vocabulary_size, "the vocabulary"))
+
+
+@dataclass(frozen=True)
+class TextInfo(DatasetInfo):
+    """Windows of a text; a token is a byte.
+
+    Attributes:
+      length: L, bytes that a row predicts; it has one more before them.
+    """
+
+    length: int
+
+    vocabulary_size = 256
+
+    def row_types(self) -> RowTypes:
+        """Returns the type of "text" (L + 1,)."""
+        return {"text": ((self.length + 1,), np.dtype(np.uint8))}
+
+    def limits(self) -> dict[str, Limit | None]:
+        """Returns none; bytes are all in range."""
+        return {}
 
 
 class Split(Protocol):

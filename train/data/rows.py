@@ -4,8 +4,8 @@ They are written by TFDS's `SequentialWriter`, one shard after the other: a `Gen
 in memory, and needs TensorFlow for one of more than 1000 MiB, which Criteo's log has.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,29 +44,43 @@ def write_rows(
       All facts: the metadata of the dataset.
     """
     facts = {**asdict(info), "identity": dict(identity), **more}
-    name, *config, version = folder.parts
-    (root / folder).mkdir(parents=True, exist_ok=True)
     features = {
         column: tfds.features.Tensor(shape=(None,), dtype=np.str_)
         if array.dtype == object
         else tfds.features.Tensor(shape=(None, *array.shape[1:]), dtype=array.dtype.type, encoding="bytes")
         for column, array in next(iter(splits.values())).items()
     }
+    records = {split: _blocks(columns) for split, columns in splits.items()}
+    write_records(root, folder, features, records, f"Blocks of up to {BLOCK} rows.", facts, SHARD)
+    return facts
+
+
+def write_records(
+    root: Path,
+    folder: Path,
+    features: Mapping[str, Any],
+    splits: Mapping[str, Iterable[Mapping[str, Any]]],
+    description: str,
+    facts: Mapping[str, Any],
+    shard: int,
+) -> None:
+    """Writes the records of each split in their order, `shard` of them a file; see `write_rows`."""
+    name, *config, version = folder.parts
+    (root / folder).mkdir(parents=True, exist_ok=True)
     identity = DatasetIdentity(
         name, tfds.core.Version(version), str(root / folder), __name__, config_name=config[0] if config else None
     )
     info = tfds.core.DatasetInfo(
         builder=identity,
-        features=tfds.features.FeaturesDict(features),
-        description=f"Blocks of up to {BLOCK} rows.",
+        features=tfds.features.FeaturesDict(dict(features)),
+        description=description,
         disable_shuffling=True,
         metadata=tfds.core.MetadataDict(facts),
     )
-    writer = tfds.core.SequentialWriter(info, SHARD, file_format="array_record")
+    writer = tfds.core.SequentialWriter(info, shard, file_format="array_record")
     writer.initialize_splits(list(splits))
-    writer.add_examples({split: _blocks(columns) for split, columns in splits.items()})
+    writer.add_examples(splits)
     writer.close_all()
-    return facts
 
 
 def _blocks(columns: Columns) -> Iterator[Columns]:
@@ -98,7 +112,7 @@ class Prepared:
           ValueError: if the folder is not whole.
         """
         facts = self._facts(root)
-        values = {field.name: facts[field.name] for field in fields(self.kind)}
+        values = {field.name: facts[field.name] for field in fields(self.kind) if field.name in facts}
         return self.kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
     def open(self, split: str, root: Path, types: RowTypes | None = None) -> "RowSplit":
@@ -118,7 +132,8 @@ class Prepared:
             )
         try:
             facts = tfds.builder_from_directory(folder).info.metadata
-            if missing := {field.name for field in fields(self.kind)} - set(facts or {}):
+            required = {field.name for field in fields(self.kind) if field.default is MISSING}
+            if missing := required - set(facts or {}):
                 raise KeyError(f"metadata.json has no {', '.join(sorted(missing))}")
         except Exception as error:  # of TFDS, of many kinds
             raise ValueError(

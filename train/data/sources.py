@@ -26,6 +26,7 @@ Mean = Literal["channel", "pixel"]
 IMAGES = {
     "digits": ImageInfo("digits", 1_347, 450, (8, 8, 1), 10),
     "mnist": ImageInfo("mnist", 60_000, 10_000, (28, 28, 1), 10),
+    "fashion": ImageInfo("fashion", 60_000, 10_000, (28, 28, 1), 10),
     "cifar10": ImageInfo("cifar10", 50_000, 10_000, (32, 32, 3), 10),
     "imagenet2012": ImageInfo("imagenet2012", 1_281_167, 50_000, (224, 224, 3), 1_000),
 }
@@ -51,7 +52,7 @@ class CachedSource:
     """Random access to decoded images, kept after first use, for small datasets.
 
     Examples are `{"image": uint8 (H, W, C), "label": int32 ()}`. Memory grows to one copy of the
-    split: 0.1 MB for digits, 47 MB for MNIST, 154 MB for CIFAR-10. Threads may read at the same
+    split: 0.1 MB for digits, 47 MB for MNIST and Fashion-MNIST, 154 MB for CIFAR-10. Threads may read at the same
     time: at worst two of them decode the same image.
     """
 
@@ -200,6 +201,8 @@ def _open_prepared(name: str, root: Path) -> tfds.core.DatasetBuilder:
 
 
 def _how_to_prepare(name: str, root: Path) -> str:
+    if name == "fashion":
+        return f"Prepare it by\n  python -m train.data.fashion prepare --input FOLDER --out {shlex.quote(str(root))}"
     command = f"tfds build {name} --file_format=array_record --data_dir={shlex.quote(str(root))}"
     manual = ""
     if name == "imagenet2012":

@@ -41,7 +41,7 @@ def test_bytes_in_numbers_and_words():
     text = str(plan)
     assert "2 of 3 dense layers multiply late, batch 1,792, 4 workers: 140,181,504 bytes received" in text
     assert "fc6 (9,216 x 4,096): late, late 71,565,312 bytes < reduce 226,492,416; equal at a batch of 5,671" in text
-    assert "fc8 (4,096 x 1,000): reduce, late 27,396,096 bytes >= reduce 24,576,000; equal at a batch of 1,608" in text
+    assert "fc8 (4,096 x 1,000): reduce, late 27,396,096 bytes > reduce 24,576,000; equal at a batch of 1,608" in text
 
 
 def test_half_the_bytes_double_the_crossover_and_round_up_to_words():

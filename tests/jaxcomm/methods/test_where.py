@@ -142,7 +142,6 @@ def test_momentum_inside_is_refused_where_gradients_bypass_it():
         ({"others": jc.plump_dp()}, "others must be the exchange of what where= leaves out; got no where="),
         ({"where": "w", "others": optax.sgd(0.1)}, "others of topk must be an exchange of gradients; got"),
         ({"where": "w", "others": jc.slim_dp()}, "others of topk must be an exchange of gradients; got"),
-        ({"where": "w", "others": jc.plump_dp(where="s")}, "others of topk must be an exchange of gradients; got"),
         ({"where": "none", "others": jc.plump_dp()}, "where must choose some parameters; got 'none', .* as in 'own'"),
     ],
 )
@@ -183,6 +182,29 @@ def test_each_part_is_exchanged_as_by_its_method_alone():
         mine = new.residual if names == ["own"] else new.others.residual
         np.testing.assert_array_equal(mine.rows, state.residual.rows)
     assert new.metrics.sent[0] == K * 300 + K * 8
+
+
+@pytest.mark.parametrize("bad", [None, "own", "passed", "small"])
+def test_others_may_let_gradients_bypass_them_in_the_same_vote(bad):
+    tx = jc.topk(0.9, value_dtype="float32", where="own", others=jc.plump_dp(where="small"))
+    assert bypassing(tx.init(PARAMS), PARAMS) == {"['passed']"}
+    (update, state), grads = update_of(tx), gradients()
+    if bad is not None:
+        grads[bad].flat[1] = np.nan
+    means, new = update(grads, state)
+    assert int(new.metrics.skipped) == int(bad is not None)
+    if bad is not None:
+        assert not any(np.any(mean) for mean in means.values())
+        return
+    np.testing.assert_array_equal(means["passed"], grads["passed"])
+    np.testing.assert_allclose(means["small"], grads["small"].mean(0), rtol=1e-6)
+    assert 0 < np.count_nonzero(means["own"]) <= K * 300
+
+
+def test_an_exchange_of_all_gradients_has_no_others_that_they_bypass():
+    holed = jc.topk(0.9, where="own", others=jc.plump_dp(where="small"))
+    with pytest.raises(ValueError, match=r"exchange of local_sgd must be an exchange of gradients; got .*bypass it"):
+        jc.local_sgd(exchange=holed).init(PARAMS)
 
 
 @pytest.mark.parametrize("bad", ["own", "passed"])

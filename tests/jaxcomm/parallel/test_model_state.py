@@ -147,7 +147,7 @@ def test_a_checkpoint_and_another_number_of_workers_keep_it(workers, tmp_path):
     state, _ = step(state, next(batches()))
     assert_close(jc.resize_workers(state, 3).model_state, state.model_state)
     checkpoints, about = Checkpoints(tmp_path / "checkpoints"), {"workers": K}
-    checkpoints.save(1, state, {}, about)
+    checkpoints.save(1, state, {"step": 1}, about)
     checkpoints.wait()
     mesh = jc.make_mesh(data=workers)
     like = init_state(PARAMS, GRADIENTS, mesh, model_state=START)

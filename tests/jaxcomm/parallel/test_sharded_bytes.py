@@ -115,7 +115,9 @@ def test_a_step_of_shards_is_verified(name):
     step, batch = make(loss_fn, tx, mesh, specs), next(sharded.batches(1))
     state = step.shapes(sharded.start(name, mesh.shape["data"]))
     report = step.verify(state, sharded.on(mesh, batch))
-    assert 0 < report.program.received <= step.report(state, batch).program.received
+    loss = 2 * 4 * (mesh.shape["data"] - 1) / mesh.shape["data"]  # its mean, which the compiler makes of a global loss
+    added = loss if name in ("partitioned", "unreduced") else 0
+    assert 0 < report.program.received <= step.report(state, batch).program.received + added
 
 
 def test_a_dense_all_reduce_over_the_workers_is_found_beside_those_of_the_compiler():

@@ -112,7 +112,7 @@ def problem(rows=8):
 def test_a_thorough_advice_times_everything_or_says_what_it_did_not():
     mesh, given = jc.make_mesh(data=2), {"topk": jc.topk(0.9), "local": jc.local_sgd(3, exchange=jc.plump_dp())}
     before = jax.tree.map(np.array, problem()[1])
-    advice = advise(*problem(), mesh, optimizer=optax.adam(1e-3), methods=given)
+    advice = advise(*problem(), mesh, optimizer=optax.adam(1e-3), methods=given, seconds=3600.0)
     assert all(row.measured for row in advice.predictions)
     assert advice.compute >= 0  # of so small a model the difference may vanish
     assert advice.link > 0

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from jaxcomm.planner import Device, ModelBlock, Plan, estimate, make_plan, place, read_plan
+from jaxcomm.planner.dense_layers import LayerCost
 
 K = 4
 PARAMS = {
@@ -146,6 +148,96 @@ def test_a_plan_for_another_model_is_refused():
         MIXED.check(PARAMS | {"tail": jnp.zeros(1)}, K)
     with pytest.raises(ValueError, match=r"got \(401,\) at 'fc/bias', planned as \(400,\)"):
         MIXED.check(PARAMS | {"fc": PARAMS["fc"] | {"bias": jnp.zeros(401)}}, K)
+
+
+def layer(way, wire, computing=0.0, memory=0):
+    tensors = ("fc/kernel", "fc/bias") if way == "late" else ("fc/kernel",)
+    return LayerCost("fc", way, tensors, bytes=1.0, wire=wire, computing=computing, memory=memory)
+
+
+def with_layers(*layers, rate=1e6):
+    return dataclasses.replace(advice(rate), layers=list(layers))
+
+
+def test_a_layer_multiplies_late_or_is_split_where_that_is_faster():
+    free = plan(1e6)
+    dear = make_plan(with_layers(layer("late", 1e3), layer("split", 1e3)), PARAMS, methods=METHODS)
+    assert dear.tensors == free.tensors
+    assert dear.dense_layers == "exchange"
+    late = make_plan(with_layers(layer("late", 1e-6), layer("split", 1e3)), PARAMS, methods=METHODS)
+    assert late.computed("late") == {"fc"}
+    assert {late.tensors[path][1] for path in ("fc/kernel", "fc/bias")} == {"late"}
+    assert late.dense_layers == "late"
+    assert late.step < free.step
+    split = make_plan(with_layers(layer("late", 1e3), layer("split", 1e-6)), PARAMS, methods=METHODS)
+    assert split.tensors["fc/kernel"][1] == split.dense_layers == "split"
+    assert split.tensors["fc/bias"][1] in split.exchanges  # copied, so that its gradient is exchanged
+    # All of the gradient that a layer reduces is there, whatever the budget of errors.
+    exact = make_plan(with_layers(layer("late", 1e-6)), PARAMS, methods=METHODS, error_budget=0.0)
+    assert exact.tensors["fc/kernel"][1] == "late"
+
+
+def test_memory_splits_a_layer():
+    """Three copies of 300 x 400 numbers of 4 bytes, of which each of 4 workers then holds a quarter."""
+    whole, shard = 4 * 3 * sum(leaf.size for leaf in jax.tree.leaves(PARAMS)), 4 * 300 * 400 * 3 // 4
+    costs = with_layers(layer("split", 1e3, memory=shard))
+    tight = make_plan(costs, PARAMS, methods={}, devices=[Device(memory=whole - 1)])
+    assert tight.dense_layers == "split"
+    make_plan(costs, PARAMS, methods={}, devices=[Device(memory=whole - 3 * shard + 100)])
+    with pytest.raises(ValueError, match="memory"):
+        make_plan(costs, PARAMS, methods={}, devices=[Device(memory=whole - 3 * shard - 100)])
+
+
+@pytest.mark.parametrize("way", ["late", "split"])
+def test_a_plan_with_dense_layers_trains_as_a_dense_one(way):
+    """Dense gradients and layers that reduce their own make the same steps, up to rounding."""
+    reduced = ("fc/kernel", "fc/bias") if way == "late" else ("fc/kernel",)
+    tensors = {path: (shape, way if path in reduced else "plump_dp") for path, (shape, _) in MIXED.tensors.items()}
+    plan = dataclasses.replace(MIXED, tensors=tensors)
+    random = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: 0.05 * random.standard_normal(leaf.shape).astype(np.float32), PARAMS)
+    x = random.standard_normal((8, 300)).astype(np.float32)
+
+    def train(way, tx, **options):
+        def loss_fn(params, x):
+            fc, head = params["fc"], params["head"]
+            if way == "late":
+                hidden = jc.late_multiply(x, fc["kernel"], fc["bias"], mode="late")
+            elif way == "split":
+                hidden = jc.split_dense(x, fc["kernel"], fc["bias"])
+            else:
+                hidden = x @ fc["kernel"] + fc["bias"]
+            return ((jax.nn.relu(hidden) @ head["kernel"] + head["bias"] - 1) ** 2).mean()
+
+        step = jc.make_train_step(loss_fn, jc.chain(tx, optax.sgd(0.1)), jc.make_mesh(data=K), **options)
+        state = step.init(params)
+        for _ in range(3):
+            state, _ = step(state, x)
+        return step.params(state)
+
+    specs = jax.tree.map(lambda _: P(), PARAMS)
+    specs["fc"]["kernel"] = P(None, "data")
+    options = {"specs": specs} if way == "split" else {}
+    found, wanted = train(way, plan.transformation(), **options), train("exchange", jc.plump_dp())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, wanted)
+
+
+def test_a_method_that_a_file_cannot_hold_is_refused():
+    class Mine(type(jc.planner.costs.method_of(jc.topk(0.9), PARAMS))):
+        """A user's own: its name is that of another."""
+
+    for tx in (jc.topk(0.9, where="kernel"), jc.topk(0.9, where="kernel", others=jc.sign()), Mine(0.9).transform()):
+        methods = {"mine": tx}
+        known = advise_of(methods)
+        with pytest.raises(ValueError, match="so that its file can hold them; got 'mine'"):
+            make_plan(known, PARAMS, methods=methods)
+
+
+def advise_of(methods):
+    """An advice about methods whose costs nobody has measured."""
+    base = advice()
+    rows = [dataclasses.replace(base.predictions[0], method=name) for name in methods]
+    return dataclasses.replace(base, predictions=base.predictions + rows)
 
 
 BLOCKS = [

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from benchmarks.shapes import resnet50
-from jaxcomm.planner import assign
-from jaxcomm.planner.assign import Block, Device, Option, Problem, Tensor, solve
+from jaxcomm.assignment import solve as assign
+from jaxcomm.assignment.solve import Block, Device, Option, Problem, Tensor, solve
 
 NAMES = ("dense", "topk", "late", "sign")
 

@@ -23,9 +23,8 @@ from functools import partial
 
 import numpy as np
 
-from jaxcomm.checks import check_range
-from jaxcomm.planner.bounds import Bounds, closest_fit, ranges, to_go
-from jaxcomm.planner.problem import (
+from jaxcomm.assignment.bounds import Bounds, closest_fit, ranges, to_go
+from jaxcomm.assignment.problem import (
     Block,
     Device,
     Option,
@@ -34,6 +33,7 @@ from jaxcomm.planner.problem import (
     Tensor,
     step_parts,
 )
+from jaxcomm.checks import check_range
 
 __all__ = ["Assignment", "Block", "Device", "Option", "Problem", "StepParts", "Tensor", "solve", "step_parts"]
 

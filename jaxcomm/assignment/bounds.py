@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxcomm.planner.problem import Problem, crossing_seconds, fill
+from jaxcomm.assignment.problem import Problem, crossing_seconds, fill
 
 # Lower bounds allow for rounding by this share.
 _ROUNDING = 1e-9

@@ -1,0 +1,135 @@
+"""The importance of gradients while a model trains by importance weighted pruning: its distribution, layer by layer.
+
+Importance is what `iwp` compares with its threshold: |v| / K over |w|, of the accumulated gradient v of worker 0 before
+a mask is chosen.
+"""
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from tyro.conf import Suppress
+
+from configs.experiment import Experiment
+from configs.methods import Trained
+from jaxcomm import methods
+from jaxcomm.collectives import axis_size
+from jaxcomm.collectives.sparse import Accumulated
+from jaxcomm.layout import Layout
+from jaxcomm.selectors.importance import importance
+
+EDGES = np.linspace(-8, 4, 49)  # of the histograms, of the decimal logarithm; what is beyond counts in the last bins
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched(Trained, methods.Iwp):
+    """Importance weighted pruning that shows the importance of every coordinate, before the mask is chosen.
+
+    Attributes:
+      show: (worker, step from 0, importance in the shapes of the tensors), called on the host.
+    """
+
+    show: Suppress[Any] = field(default=None, compare=False)
+
+    def own_mask(self, vector: Accumulated, weights: jax.Array, step: jax.Array, layout: Layout) -> jax.Array:
+        """Returns the mask that this worker would publish."""
+        values = importance(vector.sum() / axis_size(self.axis_name), weights, self.eps)
+        jax.debug.callback(self.show, lax.axis_index(self.axis_name), step, layout.unflatten(values))
+        return super().own_mask(vector, weights, step, layout)
+
+
+class Watcher:
+    """What is kept of the importance: moments of every tensor in some steps, and histograms in a few.
+
+    Attributes:
+      moments: by step, from 1, (mean, variance) of every tensor.
+      histograms: by step, counts of every tensor, (len(EDGES) - 1,).
+    """
+
+    def __init__(self, every: int, marks: tuple[int, ...]):
+        """Takes the steps: those that `every` divides for moments, and the marks for histograms."""
+        self._every, self._marks = every, marks
+        self.moments: dict[int, list[tuple[float, float]]] = {}
+        self.histograms: dict[int, list[list[int]]] = {}
+
+    def show(self, worker: Any, step: Any, tensors: Any) -> None:
+        """Takes worker 0's importance."""
+        done = int(step) + 1
+        if int(worker) != 0:
+            return
+        if done % self._every == 0:
+            self.moments[done] = [(float(np.mean(each)), float(np.var(each))) for each in tensors]
+        if done in self._marks:
+            self.histograms[done] = [histogram(np.asarray(each)) for each in tensors]
+
+
+def histogram(values: np.ndarray) -> list[int]:
+    """Counts the values in bins of their decimal logarithm; zeros are in the first."""
+    with np.errstate(divide="ignore"):
+        logs = np.clip(np.log10(values), EDGES[0], EDGES[-1])
+    return np.histogram(logs, EDGES)[0].tolist()
+
+
+def measure(
+    experiment: Experiment, method: methods.Iwp, every: int, marks: tuple[int, ...], seeds: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """Trains with several seeds, and yields of each what the tensors' importance was.
+
+    Args:
+      experiment: what is trained.
+      method: its fields; every tensor is compressed, however small.
+      every: steps between two moments.
+      marks: steps of the histograms, from 1.
+      seeds: of the parameters and of the order of the data.
+
+    Yields:
+      A record of each seed: "steps" of the moments, "marks", and "tensors": "name", "kind" ("convolution",
+      "normalisation", "dense"), "n", "means" and "spreads" (variance over mean) by step, to four digits, and
+      "histograms" by mark.
+    """
+    from train.compare import Stopwatch
+    from train.job import make_job
+    from train.loop import train
+    from train.processes import Processes
+
+    watchers: list[Watcher] = []
+    given = {each.name: getattr(method, each.name) for each in dataclasses.fields(methods.Iwp)}
+    watched: Any = Watched(**given | {"dense_below": 0, "show": lambda *shown: watchers[-1].show(*shown)})
+    job = make_job(experiment, watched)
+    for seed in seeds:
+        watchers.append(Watcher(every, marks))
+        with tempfile.TemporaryDirectory() as scratch:
+            seeded = dataclasses.replace(experiment, seed=seed, out=Path(scratch))
+            ended = train(seeded, watched, Processes(), Stopwatch(), job)
+        jax.effects_barrier()
+        yield _record(watchers[-1], job.model(ended.state)[0])
+
+
+def _record(watcher: Watcher, params: Any) -> dict[str, Any]:
+    steps, marks = sorted(watcher.moments), sorted(watcher.histograms)
+    tensors = []
+    for index, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(params)):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        moments = [watcher.moments[step][index] for step in steps]
+        tensors.append(
+            {
+                "name": name,
+                "kind": "convolution" if leaf.ndim == 4 else "normalisation" if "norm" in name else "dense",
+                "n": math.prod(leaf.shape),
+                "means": [_rounded(mean) for mean, _ in moments],
+                "spreads": [_rounded(variance / mean if mean else 0.0) for mean, variance in moments],
+                "histograms": [watcher.histograms[mark][index] for mark in marks],
+            }
+        )
+    return {"steps": steps, "marks": marks, "tensors": tensors}
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.4g}")

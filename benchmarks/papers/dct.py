@@ -1,0 +1,237 @@
+"""Dynamic communication thresholding's tables and figures.
+
+Source: Gupta et al., "Training Recommender Systems at Scale: Communication-Efficient Model and Data Parallelism", KDD
+2021.
+
+    python -m benchmarks.papers.dct --table 1 --json docs/data/papers_dct.json
+
+Tables 1 to 3, 6 and 7: the DLRM with the paper's MLPs on generated clicks, by `benchmarks.dct`; what is to be compared
+are losses over the dense run's. Table 4: the small transformer on Django's messages. Table 5: losses from table 1 and
+the time of a step in stages, by `benchmarks.boundary`. Figures 2 and 5: thresholds while the DLRM trains, by
+`benchmarks.thresholds`. Figure 7: losses of the DLRM, and times by `benchmarks.exchange`. "hybrid": a step of workers
+with stages on hosts, by `benchmarks.hybrid_dct`.
+"""
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks import dct
+from benchmarks.papers import common, timing
+from benchmarks.papers.common import Record, Records
+from benchmarks.papers.dct_figures import figure_2, figure_5, figure_7
+from benchmarks.papers.dct_settings import (
+    SYSTEMS,
+    TABLE_4,
+    TABLE_5,
+    Config,
+    Hybrid,
+    Translation,
+    agrees,
+    percent_of,
+    trained,
+)
+from benchmarks.papers.report import Difference, print_claim
+from configs.experiment import BoundaryFields
+from configs.methods import PlumpDp
+from train.tables import print_table, stdev
+
+
+def _settings(config: Config, system: str) -> list[dct.Setting]:
+    own = [setting for setting in dct.SETTINGS if setting.system == system]
+    return own[:1] if config.smoke else own
+
+
+def _losses(table: str, config: Config, records: Records) -> None:
+    """Trains the dense DLRM, and the table's system at every sparsity."""
+    base = dct.SETTINGS[0]
+    dense = trained(config, records, base)
+    rows: list[Record] = []
+    for setting in [base, *_settings(config, SYSTEMS[table])]:
+        own, paper = trained(config, records, setting), setting.paper
+        gain = percent_of(own["losses"], dense["losses"])
+        theirs = 100 * (paper.loss / base.paper.loss - 1)
+        rows.append(
+            {
+                "system": setting.system,
+                "workers_of_a_model": setting.stages,
+                "sparsity": setting.sparsity,
+                "train_loss": own["train_loss"],
+                "paper_train_loss": paper.train_loss,
+                "train_accuracy": own["train_accuracy"],
+                "paper_train_accuracy": paper.train_accuracy,
+                "test_loss": own["test_loss"],
+                "stdev": own["stdev"],
+                "paper_test_loss": paper.loss,
+                "over_dense_%": gain.mean,
+                "standard_error": gain.error,
+                "paper_over_dense_%": theirs,
+                "test_accuracy": own["accuracy"],
+                "paper_test_accuracy": paper.accuracy,
+                "bytes_per_step": own["bytes_per_step"],
+            }
+        )
+        if setting is not base:
+            print_claim(
+                f"{setting.system}, {setting.stages} workers of a model, {100 * setting.sparsity:g}%: the test loss is "
+                f"{theirs:+.2f}% over dense",
+                agrees(gain, theirs),
+                f"{gain}% (what is compared is whether it is above dense)",
+            )
+    print_table(
+        f"Table {table}: the DLRM on generated clicks, {dense['steps']} steps, mean over {config.seeds} seeds; the "
+        "paper's is trained on Criteo's log",
+        rows,
+    )
+    if table in ("2", "3"):
+        print(dct.embeddings_note())
+
+
+def table_4(config: Config, records: Records) -> None:
+    """Trains the small transformer in 2, 3 and 5 stages."""
+    table = TABLE_4[:2] if config.smoke else TABLE_4
+    runs = {row: _translate(config, records, row) for row in table}
+    base, rows = runs[table[0]], []
+    for row, own in runs.items():
+        gain = percent_of([run["losses"][-1] for run in own], [run["losses"][-1] for run in base])
+        blue, blue_base = ([run["scores"]["bleu_lower"] for run in each] for each in (own, base))
+        better = Difference.of(blue, blue_base)
+        theirs = 100 * (row.test_loss / table[0].test_loss - 1)
+        rows.append(
+            {
+                "sparsity": row.sparsity,
+                "workers_of_a_model": row.stages,
+                "train_loss": statistics.fmean(run["train_losses"][-1] for run in own),
+                "paper_train_loss": row.train_loss,
+                "test_loss": statistics.fmean(run["losses"][-1] for run in own),
+                "paper_test_loss": row.test_loss,
+                "over_dense_%": gain.mean,
+                "standard_error": gain.error,
+                "paper_over_dense_%": theirs,
+                "bleu": statistics.fmean(run["scores"]["bleu"] for run in own),
+                "bleu_lower": statistics.fmean(blue),
+                "stdev": stdev(blue),
+                "paper_bleu": row.bleu,
+                "bleu_lower_minus_dense": better.mean,
+                "bytes_per_step": own[0]["bytes_per_step"],
+            }
+        )
+        if row.stages > 1:
+            print_claim(
+                f"{100 * row.sparsity:g}%, {row.stages} workers of a model: the test loss is {theirs:+.2f}% over "
+                f"dense, and BLEU {row.bleu - table[0].bleu:+.2f}",
+                agrees(gain, theirs),
+                f"{gain}% and {better} (what is compared is whether the loss is above dense)",
+            )
+    print_table(
+        f"Table 4: the small transformer on Django's messages, {base[0]['steps'][-1]} steps, mean over {config.seeds} "
+        "seeds",
+        rows,
+    )
+    print(
+        "Ours is sacreBLEU of plain text, cased and lower case, on short messages; the paper's is fairseq's, of "
+        "tokenized lower case on IWSLT'14: the two are not comparable, and of ours only differences mean something."
+    )
+
+
+def _translate(config: Config, records: Records, row: Translation) -> list[Record]:
+    steps = {} if config.steps else {"steps": 300}
+    boundary = BoundaryFields(row.sparsity)
+    experiment = config.experiment("transformer_catalogs", workers=1, stages=row.stages, boundary=boundary, **steps)
+    return common.train_seeds(records, experiment, PlumpDp(), config.seeds)
+
+
+def table_5(config: Config, records: Records) -> None:
+    """Adds the time of a step on hosts to the losses of table 1, of three workers of a model."""
+    settings = [setting for setting in dct.SETTINGS if setting.system == "DCT-MP" and setting.stages == 3]
+    settings = settings[: 1 if config.smoke else None]
+    dense = trained(config, records, dct.SETTINGS[0])
+    timed = timing.time_benchmark(
+        records,
+        "boundary",
+        sparsity=",".join(f"{each:g}" for each in (0, *(setting.sparsity for setting in settings))),
+        rate=config.rate,
+        steps=config.timed_steps,
+        batch=config.rows,
+    )
+    base, rows = timed[0], []
+    for setting in settings:
+        own, (paper_train, paper_test, paper_time) = trained(config, records, setting), TABLE_5[setting.sparsity]
+        (step,) = (each for each in timed if each["sparsity"] == setting.sparsity)
+        worse, saved = percent_of(own["losses"], dense["losses"]), 100 * (1 - step["ms_median"] / base["ms_median"])
+        rows.append(
+            {
+                "sparsity": setting.sparsity,
+                "train_improved_%": 100 * (1 - own["train_loss"] / dense["train_loss"]),
+                "paper_train_improved_%": paper_train,
+                "test_improved_%": -worse.mean,
+                "standard_error": worse.error,
+                "paper_test_improved_%": paper_test,
+                "ms": step["ms_median"],
+                "ms_min": step["ms_min"],
+                "ms_max": step["ms_max"],
+                "time_saved_%": saved,
+                "paper_time_saved_%": paper_time,
+            }
+        )
+        name, is_same = f"DCT-MP at {100 * setting.sparsity:g}%", "(what is compared is whether it is above dense)"
+        print_claim(f"{name} saves {paper_time:g}% of the time", saved > 0, f"{saved:.1f}% of a step at {config.rate}")
+        print_claim(
+            f"{name}: the test loss is {-paper_test:+g}% over dense", agrees(worse, -paper_test), f"{worse}% {is_same}"
+        )
+    print_table(
+        f"Table 5: the DLRM in {base['stages']} stages, not the paper's large model with 12 splits; a step of "
+        f"{base['batch']} rows without compression takes {base['ms_median']:.1f} ms ({base['ms_min']:.1f} to "
+        f"{base['ms_max']:.1f}) at {config.rate}, medians of {config.timed_steps}",
+        rows,
+    )
+
+
+def hybrid(config: Config, records: Records) -> None:
+    """Times a step of two workers with two stages each, on a host each, before and after both methods."""
+    before, after = timing.time_benchmark(
+        records, "hybrid_dct", rate=config.rate, steps=config.timed_steps, batch=config.rows
+    )
+    paper = Hybrid()
+    saved = 100 * (1 - after["ms_median"] / before["ms_median"])
+    rows = [
+        {
+            **row,
+            "paper_network_%": network,
+            "paper_cpu_%": cpu,
+            "time_saved_%": None if row is before else saved,
+            "paper_time_saved_%": None if row is before else paper.time_saved,
+        }
+        for row, network, cpu in zip((before, after), paper.network, paper.cpu, strict=True)
+    ]
+    print_table(f"Hybrid training on hosts at {config.rate}, medians of {config.timed_steps} steps", rows)
+    print_claim(
+        f"both methods together save {paper.time_saved:g}% of the time",
+        saved > 0,
+        f"{saved:.1f}% of a step (what is compared is whether it is faster)",
+    )
+    for name, theirs, falls in (("network", paper.network, True), ("cpu", paper.cpu, False)):
+        ours = [row[f"{name}_%"] for row in (before, after)]
+        known = None not in ours
+        print_claim(
+            f"the use of the {name} goes from {theirs[0]}% to {theirs[1]}%",
+            ((ours[0] > ours[1]) == falls) if known else None,
+            f"from {ours[0]:.1f}% to {ours[1]:.1f}% (what is compared is the direction)"
+            if known
+            else "links without a limit, or that are not isolated, have no use",
+        )
+
+
+_TABLES: dict[str, Callable[[Config, Records], None]] = {table: partial(_losses, table) for table in SYSTEMS}
+TABLES = {
+    **_TABLES,
+    "4": table_4,
+    "5": table_5,
+    "fig2": figure_2,
+    "fig5": figure_5,
+    "fig7": figure_7,
+    "hybrid": hybrid,
+}
+
+if __name__ == "__main__":
+    common.run(Config, TABLES, __doc__, devices=6)

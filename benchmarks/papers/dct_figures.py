@@ -1,0 +1,243 @@
+"""Figures 2, 5 and 7 of dynamic communication thresholding: thresholds, and what life-span and sparsity cost."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks import thresholds
+from benchmarks.papers import common, timing
+from benchmarks.papers.common import Record, Records
+from benchmarks.papers.dct_settings import (
+    DEVIATION,
+    FIG_2,
+    FIG_5,
+    LIFE_SPAN,
+    LIFE_SPANS,
+    PAPER_TIME_SAVED,
+    SPARSITIES,
+    Config,
+    agrees,
+    methods_of_figure_7,
+    percent_of,
+)
+from benchmarks.papers.report import Difference, draw, print_claim
+from benchmarks.papers.slim_dp_settings import averaged
+from configs.experiment import BoundaryFields, Experiment
+from configs.methods import PlumpDp
+from train.loop import describe
+from train.tables import print_table, stdev
+
+_LAYER = "1"  # the second layer of the bottom MLP, 512 x 256; the paper does not say which one it shows
+_SMALLEST_MEAN = 1e-12  # of a threshold, below which its logarithm says nothing
+
+
+def _key(of: str, experiment: Experiment, seeds: int, **more: Any) -> Record:
+    return {"of": of, "about": describe(experiment, PlumpDp()), "seeds": seeds, **more}
+
+
+def figure_2(config: Config, records: Records) -> None:
+    """Trains by DCT-DP at every sparsity, and draws the threshold of a layer, renewed in every step."""
+    experiment = config.dlrm(workers=2)
+    skipped, every = experiment.steps // 10, max(1, experiment.steps // 100)
+    lines, rows = {}, []
+    for sparsity in FIG_2[2:3] if config.smoke else FIG_2:
+        key = _key("gradient thresholds", experiment, config.seeds, sparsity=sparsity)
+        runs = records.get(key, lambda s=sparsity: _gradients(config, experiment, s, skipped, every))["runs"]
+        name = f"{100 * sparsity:g}%"
+        steps = [every * (1 + i) for i in range(len(runs[0]["thresholds"]))]
+        lines[name] = (steps, [run["thresholds"] for run in runs])
+        of_layer = [run["deviations"][_LAYER] for run in runs]
+        rows.append(
+            {
+                "sparsity": sparsity,
+                "mean_threshold": statistics.fmean(run["mean"] for run in runs),
+                "stdev": stdev([run["mean"] for run in runs]),
+                "deviation_%": statistics.fmean(of_layer),
+                "deviation_max_%": max(of_layer),
+                "deviation_all_layers_%": max(max(run["deviations"].values()) for run in runs),
+                "paper_deviation_%": DEVIATION if sparsity == 0.95 else None,
+            }
+        )
+    print_table(
+        f"Figure 2: the threshold of a layer's gradient and residual in {experiment.steps} steps, {config.seeds} "
+        f"seeds; its largest deviation from the running mean, from step {skipped + 1} on",
+        rows,
+    )
+    (row,) = (each for each in rows if each["sparsity"] == 0.95)
+    print_claim(
+        f"at 95% the threshold deviates by at most {DEVIATION:g}% from its running mean",
+        row["deviation_max_%"] <= DEVIATION,
+        f"by {row['deviation_max_%']:.0f}% in this layer, and by {row['deviation_all_layers_%']:.0f}% in one of all 8",
+    )
+    means = [each["mean_threshold"] for each in rows]
+    print_claim(
+        "the threshold rises with the sparsity",
+        None if len(means) == 1 else means == sorted(means),
+        ", ".join(f"{100 * each['sparsity']:g}%: {each['mean_threshold']:.3g}" for each in rows),
+    )
+    assert config.figures is not None
+    draw(config.figures / "papers_dct_fig2.png", {"Fig. 2": lines}, "step", "threshold", scale="log")
+
+
+def _gradients(config: Config, experiment: Experiment, sparsity: float, skipped: int, every: int) -> Record:
+    runs = []
+    for found in thresholds.of_gradients(experiment, sparsity, config.seeds):
+        series: Mapping[str, list[float]] = found["thresholds"]
+        own = series[_LAYER]
+        runs.append(
+            {
+                "thresholds": [float(f"{value:.4g}") for value in own[every - 1 :: every]],
+                "mean": statistics.fmean(own[skipped:]),
+                "deviations": {name: thresholds.deviation(each, skipped) for name, each in series.items()},
+            }
+        )
+    return {"runs": runs}
+
+
+def figure_5(config: Config, records: Records) -> None:
+    """Trains without compression and by DCT-MP, and draws the threshold of the activations at the cut."""
+    dense = config.dlrm(workers=1)
+    found = _activations(config, records, dense, FIG_5)
+    lines, rows = {}, []
+    for place, sparsity in enumerate(FIG_5):
+        if config.smoke and place:
+            break
+        sparse = dataclasses.replace(dense, stages=2, boundary=BoundaryFields(sparsity))
+        without = [run["thresholds"][place] for run in found]
+        with_it = [run["thresholds"][0] for run in _activations(config, records, sparse, (sparsity,))]
+        steps, name = found[0]["steps"], f"{100 * sparsity:g}%"
+        lines |= {f"{name}, without": (steps, without), f"{name}, by DCT-MP": (steps, with_it)}
+        ends = [[each[-1] for each in runs] for runs in (without, with_it)]
+        change = _logarithms(ends[1], ends[0])
+        rows.append(
+            {
+                "sparsity": sparsity,
+                "first_without": statistics.fmean(each[0] for each in without),
+                "last_without": statistics.fmean(ends[0]),
+                "first_by_dct_mp": statistics.fmean(each[0] for each in with_it),
+                "last_by_dct_mp": statistics.fmean(ends[1]),
+                "last_quotient": None if change is None else math.exp(change.mean),
+            }
+        )
+        fell = None if change is None else change.exceeds()
+        print_claim(
+            f"at {name}, thresholds of activations fall significantly faster with DCT-MP",
+            None if fell is None else not fell,
+            "some are 0"
+            if change is None
+            else f"at the end they are {math.exp(change.mean):.2f} times those of the run without it",
+        )
+    print_table(
+        f"Figure 5: mean thresholds of 256 activations a sample, {dense.steps} steps, mean over {config.seeds} seeds",
+        rows,
+    )
+    assert config.figures is not None
+    draw(config.figures / "papers_dct_fig5.png", {"Fig. 5": lines}, "step", "mean threshold of the activations")
+
+
+def _activations(config: Config, records: Records, experiment: Experiment, sparsities: tuple[float, ...]) -> Any:
+    def make() -> Record:
+        measure = thresholds.of_activations
+        return {"runs": measure(experiment, PlumpDp(), sparsities, experiment.eval_every, config.seeds)}
+
+    key = _key("activation thresholds", experiment, config.seeds, sparsities=sparsities)
+    return records.get(key, make)["runs"]
+
+
+def _logarithms(ours: list[float], others: list[float]) -> Difference | None:
+    """Returns the differences of the logarithms; None if a threshold is 0, as of activations of which few are not."""
+    if min(*ours, *others) < _SMALLEST_MEAN:
+        return None
+    return Difference.of([math.log(each) for each in ours], [math.log(each) for each in others])
+
+
+def figure_7(config: Config, records: Records) -> None:
+    """Trains by DCT-DP with every life-span and sparsity, and times an exchange of each sparsity."""
+    experiment, settings = config.dlrm(workers=2), methods_of_figure_7()
+    chosen = dict(list(settings.items())[: 1 if config.smoke else None])
+    dense = common.train_seeds(records, experiment, PlumpDp(), config.seeds)
+    runs = {key: common.train_seeds(records, experiment, each, config.seeds) for key, each in chosen.items()}
+    baseline, times = step_times(config, records, sorted({sparsity for _, sparsity in chosen}))
+    rows: dict[tuple[int, float], Record] = {}
+    for (span, sparsity), own in runs.items():
+        train, test = (
+            percent_of([run[name][-1] for run in own], [run[name][-1] for run in dense])
+            for name in ("train_losses", "losses")
+        )
+        ms = averaged(*times[sparsity], span)
+        rows[span, sparsity] = {
+            "life_span": span,
+            "sparsity": sparsity,
+            "ms": ms,
+            "time_saved_%": 100 * (1 - ms / baseline),
+            "paper_time_saved_%": PAPER_TIME_SAVED.get(span) if sparsity == 0.95 else None,
+            "train_over_dense_%": train.mean,
+            "test_over_dense_%": test.mean,
+            "standard_error": test.error,
+        }
+        print_claim(
+            f"life-span {span}, {100 * sparsity:g}%: the test loss is that of the baseline",
+            agrees(test, 0.0),
+            f"{test}% over dense (up to two standard errors count as the same)",
+        )
+    print_table(
+        f"Figure 7: {experiment.name}, K={experiment.workers}, {experiment.steps} steps, mean over {config.seeds} "
+        f"seeds; ms of a step of {config.hosts} hosts at {config.rate}, {baseline:.1f} without compression",
+        list(rows.values()),
+    )
+    print(
+        "Thresholds are renewed in the steps 1, 2, 4, 8, ... below the life-span as well, so that of "
+        f"{experiment.steps} steps the losses of longer life-spans are the same; the times leave these refreshes out."
+    )
+    _claims_of_figure_7({span: rows[span, 0.95]["time_saved_%"] for span in LIFE_SPANS if (span, 0.95) in rows})
+    _draw_figure_7(config, rows)
+
+
+def step_times(
+    config: Config, records: Records, sparsities: list[float]
+) -> tuple[float, dict[float, tuple[float, float]]]:
+    """Returns the milliseconds of a step, computing and exchange, of a DLRM with 26 tables of 10,000 rows.
+
+    Returns:
+      Of the dense exchange; and by sparsity of DCT-DP's, a usual one and one that renews thresholds.
+    """
+    shapes, steps = "1e4" if config.smoke else "dlrm", config.timed_steps
+    options: dict[str, Any] = {"shapes": shapes, "hosts": config.hosts, "rate": config.rate, "steps": steps}
+    compute = timing.time_compute(records, "dlrm_clicks", 128, steps)["ms_median"]
+    dense = timing.time_exchanges(records, methods=["plump_dp"], **options)["plump_dp"]
+    times = {}
+    for sparsity in sparsities:
+        own = timing.time_exchanges(records, methods=["dct_dp"], sparsity=sparsity, **options)["dct_dp"]
+        times[sparsity] = (compute + own["ms_median"], compute + own["ms_refresh"])
+    return compute + dense["ms_median"], times
+
+
+def _claims_of_figure_7(saved: Mapping[int, float]) -> None:
+    shown = {span: f"{each:+.1f}%" for span, each in saved.items()}
+    print_claim("a life-span of 1 takes 11% longer than the baseline", saved[1] < 0, f"it saves {shown[1]} here")
+    if LIFE_SPAN in saved:
+        print_claim(
+            f"a life-span of {LIFE_SPAN} saves 23%, and 10,000 nothing more",
+            saved[LIFE_SPAN] > 0 and saved[10_000] - saved[LIFE_SPAN] < 1,
+            f"{shown[LIFE_SPAN]} and {shown[10_000]}; up to one point counts as nothing",
+        )
+
+
+def _draw_figure_7(config: Config, rows: Mapping[tuple[int, float], Record]) -> None:
+    panels: dict[str, Any] = {}
+    spans = [span for span in LIFE_SPANS if (span, 0.95) in rows]
+    sparsities = [each for each in SPARSITIES if (LIFE_SPAN, each) in rows]
+    for title, axis, keys in (
+        ("L (log10), at 95%", [math.log10(span) for span in spans], [(span, 0.95) for span in spans]),
+        (f"sparsity, %, L={LIFE_SPAN}", [100 * s for s in sparsities], [(LIFE_SPAN, s) for s in sparsities]),
+    ):
+        if keys:
+            panels[f"Time, by {title}"] = {"saved, %": (axis, [[rows[key]["time_saved_%"] for key in keys]])}
+            names = {"train": "train_over_dense_%", "test": "test_over_dense_%"}
+            panels[f"Loss over dense, by {title}"] = {
+                name: (axis, [[rows[key][column] for key in keys]]) for name, column in names.items()
+            }
+    assert config.figures is not None
+    draw(config.figures / "papers_dct_fig7.png", panels, "", "%")

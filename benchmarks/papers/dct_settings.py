@@ -1,0 +1,136 @@
+"""What the modules of dynamic communication thresholding share: options, the paper's figures, and trained rows."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+from benchmarks import dct
+from benchmarks.papers import common
+from benchmarks.papers.common import Record, Records
+from benchmarks.papers.report import Difference
+from configs.experiment import Experiment
+from configs.methods import DctDp
+
+STEPS = 1000  # of a DLRM, unless --steps says otherwise
+SYSTEMS = {  # by table
+    "1": "DCT-MP",
+    "2": "DCT-DP",
+    "3": "DCT-DP and DCT-MP",
+    "6": "sketched activations",
+    "7": "top-k activation gradients",
+}
+FIG_2 = (0.75, 0.9, 0.95, 0.99)  # sparsities; the paper's text names 95% alone
+DEVIATION = 26.0  # % of the running mean, at most, at 95%
+FIG_5 = (0.75, 0.9, 0.95)
+LIFE_SPANS = (1, 10, 100, 1000, 10_000)  # figure 7a and b, at 95%
+LIFE_SPAN = 1000  # of figure 7c and d
+SPARSITIES = (0.75, 0.9, 0.95, 0.98, 0.995)
+# Of figure 7 the text alone has numbers: training time saved over the baseline, in %, by life-span.
+PAPER_TIME_SAVED = {1: -11.0, 1000: 23.0}
+
+
+class Translation(NamedTuple):
+    """A row of table 4."""
+
+    sparsity: float
+    stages: int
+    train_loss: float
+    test_loss: float
+    bleu: float
+
+
+TABLE_4 = (
+    Translation(0.0, 1, 3.150, 3.883, 35.17),
+    Translation(0.9, 2, 3.159, 3.879, 35.23),
+    Translation(0.95, 2, 3.157, 3.882, 35.18),
+    Translation(0.9, 3, 3.151, 3.881, 35.22),
+    Translation(0.95, 3, 3.148, 3.882, 35.19),
+    Translation(0.9, 5, 3.157, 3.882, 35.20),
+    Translation(0.95, 5, 3.188, 3.890, 35.15),
+)
+# Table 5: by sparsity, train loss and test loss improved, and time saved, in %.
+TABLE_5 = {0.75: (-0.006, 0.023, 7.04), 0.9: (-0.021, 0.016, 13.95), 0.95: (-0.070, -0.121, 14.43)}
+
+
+class Hybrid(NamedTuple):
+    """What the text says of the large model with both methods: 90% for DCT-MP, 99% for DCT-DP."""
+
+    time_saved: float = 37.1
+    network: tuple[float, float] = (94.2, 49.3)
+    cpu: tuple[float, float] = (48.7, 91.1)
+
+
+@dataclass(frozen=True)
+class Config(common.Config):
+    """Dynamic communication thresholding's tables 1 to 7, figures 2, 5 and 7, and the timed hybrid run."""
+
+    life_span: int = 10
+    """Steps between two refreshes of DCT-DP's thresholds in tables 2 and 3; the paper's 1000 suits its 300,000."""
+    rate: str = "100mbit"
+    """Speed of the hosts' links, where something is timed."""
+    hosts: int = 4
+    """Hosts of figure 7."""
+    timed_steps: int = 7
+    """Timed steps of each setting."""
+    rows: int = 2048
+    """Samples of a timed step of a pipeline."""
+
+    def smallest(self) -> Self:
+        """Returns the options of --smoke: links without a limit, few rows."""
+        return dataclasses.replace(super().smallest(), rate="none", hosts=2, timed_steps=1, rows=64)
+
+    def dlrm(self, **changes: Any) -> Experiment:
+        """Returns the twin of the DLRM, with the steps of `benchmarks.dct`."""
+        return self.experiment("dlrm_clicks", **({} if self.steps else {"steps": STEPS}) | changes)
+
+
+def trained(config: Config, records: Records, setting: dct.Setting) -> Record:
+    """Returns a row of `benchmarks.dct`, which is trained with all seeds where it is not there."""
+    steps = config.steps or STEPS
+    of = {"of": "dct", "system": setting.system, "stages": setting.stages, "sparsity": setting.sparsity}
+    key = of | {"learning_rate": setting.learning_rate, "seeds": config.seeds, "steps": steps}
+    key["life_span"] = config.life_span
+
+    def make() -> Record:
+        given = dct.Config(seeds=config.seeds, steps=steps, life_span=config.life_span, data_dir=config.data_dir)
+        dense = None if setting.system == "dense" else trained(config, records, dct.SETTINGS[0])
+        row = dct.train_setting(setting, given, dense)
+        print(f"{setting.system} {setting.stages} {setting.sparsity}: test loss {row['test_loss']:.4f}", flush=True)
+        return row
+
+    return records.get(key, make)
+
+
+def percent_of(own: Sequence[float | None], dense: Sequence[float]) -> Difference:
+    """Returns how much larger losses are than those of the dense runs of the same seeds, in %.
+
+    If one is not finite (None in records), the difference is infinite.
+    """
+    finite = [mine for mine in own if mine is not None and math.isfinite(mine)]
+    if len(finite) < len(own):
+        return Difference(math.inf, 0.0)
+    above = [100 * (mine / other - 1) for mine, other in zip(finite, dense, strict=True)]
+    return Difference.of(above, [0.0] * len(above))
+
+
+def agrees(gain: Difference, paper: float) -> bool | None:
+    """Returns whether a loss is above the dense one where the paper's is, and not where it is not.
+
+    Args:
+      gain: ours, over dense.
+      paper: the paper's, over dense.
+
+    Returns:
+      None where the seeds do not tell. Within two standard errors a loss is not above the dense one.
+    """
+    if paper > 0 or gain.error is None:
+        return gain.exceeds()
+    return gain.exceeds() is not True
+
+
+def methods_of_figure_7() -> dict[tuple[int, float], DctDp]:
+    """Returns the methods by life-span and sparsity."""
+    settings = [(span, 0.95) for span in LIFE_SPANS] + [(LIFE_SPAN, sparsity) for sparsity in SPARSITIES]
+    return {each: DctDp(life_span=each[0], sparsity=each[1]) for each in dict.fromkeys(settings)}

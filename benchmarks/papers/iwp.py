@@ -1,0 +1,186 @@
+"""Importance weighted pruning's table and figures.
+
+Source: Cheng and Xu, "Bandwidth Reduction using Importance Weighted Pruning on Ring AllReduce", 2019.
+
+    python -m benchmarks.papers.iwp --table 1 --json docs/data/papers_iwp.json
+
+Table I, figures 5 and 6: the small twins of AlexNet and ResNet-50, with heavy-ball momentum, L2, warm-up and local
+clipping, all tensors compressed. Each threshold is tuned until the values that a worker sends have the paper's ratio;
+the ratio of all bytes on the wire, with masks and empty slots, is beside it. Ratios are those after the warm-up.
+
+"thresholds" tries the paper's four, with room for every coordinate; "nodes" does so with 96 simulated workers. Figures
+2 to 4 are of `benchmarks.importance`. Figures 7 and 8 are what a host's interface receives in a run on the hosts of
+`benchmarks.netlab`.
+"""
+
+import statistics
+from collections.abc import Sequence
+
+from benchmarks.papers import common
+from benchmarks.papers.common import Record, Records, last_accuracies
+from benchmarks.papers.iwp_figures import importance_figures, network
+from benchmarks.papers.iwp_settings import NODES, ROOM, TABLE, THRESHOLDS, Config, Row, pruning, steady, tune
+from benchmarks.papers.report import Difference, draw, print_claim
+from configs.experiment import Experiment
+from configs.methods import Iwp, Method, PlumpDp, TernGrad
+from train.tables import print_table, stdev
+
+
+def _method_of(config: Config, records: Records, row: Row, experiment: Experiment) -> Method:
+    """Returns a row's method; of a threshold, the tuned one."""
+    if row.alpha is None:
+        return TernGrad() if row.method == "TernGrad" else PlumpDp()
+
+    def at(alpha: float) -> Iwp:
+        return pruning(experiment, alpha, row.beta, min(1.0, ROOM / row.ratio))
+
+    def ratio(alpha: float) -> float:
+        (run,) = common.train_seeds(records, experiment, at(alpha), 1)
+        found = steady(run, at(alpha).warmup_steps)[0]
+        print(f"{row.model}, {row.method}: alpha={alpha:.4g} sends {found:.1f} times fewer values, wanted {row.ratio}")
+        return found
+
+    return at(row.alpha if config.smoke else tune(ratio, row.ratio, row.alpha))
+
+
+def _runs(config: Config, records: Records, row: Row) -> tuple[Method, list[Record]]:
+    experiment = config.twin(row.twin)
+    method = _method_of(config, records, row, experiment)
+    return method, common.train_seeds(records, experiment, method, config.seeds)
+
+
+def _ratios(method: Method, runs: Sequence[Record]) -> dict[str, float | None]:
+    warm = method.warmup_steps if isinstance(method, Iwp) else 0
+    values, wire = zip(*(steady(run, warm) for run in runs), strict=True)
+    return {
+        "values_ratio": statistics.fmean(values) if isinstance(method, Iwp) else None,
+        "wire_ratio": statistics.fmean(wire),
+    }
+
+
+def table_1(config: Config, records: Records) -> None:
+    """Trains both twins with every method of the table."""
+    rows: list[Record] = []
+    runs: dict[tuple[str, str], list[Record]] = {}
+    table = TABLE[:4] if config.smoke else TABLE
+    for row in table:
+        method, own = _runs(config, records, row)
+        base = runs.get((row.model, "Baseline"), own)
+        runs[row.model, row.method] = own
+        gain = Difference.of(last_accuracies(own), last_accuracies(base))
+        paper = round(row.accuracy - next(each.accuracy for each in TABLE if each.model == row.model), 2)
+        rows.append(
+            {
+                "model": row.model,
+                "method": row.method,
+                "alpha": method.alpha if isinstance(method, Iwp) else None,
+                "top1": statistics.fmean(last_accuracies(own)),
+                "stdev": stdev(last_accuracies(own)),
+                "minus_base": gain.mean,
+                "standard_error": gain.error,
+                "paper_top1": row.accuracy,
+                "paper_minus_base": paper,
+                **_ratios(method, own),
+                "paper_ratio": row.ratio,
+                "overflow_per_step": statistics.fmean(run["overflow_per_step"] for run in own),
+            }
+        )
+        if row.alpha is not None:
+            print_claim(
+                f"{row.model}, {row.method} keeps the accuracy at {row.ratio} times fewer ({paper:+.2f} points)",
+                gain.exceeds(-0.5),
+                f"{gain} points at {rows[-1]['values_ratio']:.1f} times fewer values, {rows[-1]['wire_ratio']:.1f} "
+                "times fewer bytes; up to half a point counts as kept",
+            )
+    for model in dict.fromkeys(row.model for row in table):
+        gain = Difference.of(
+            last_accuracies(runs[model, "Layerwise Threshold"]), last_accuracies(runs[model, "Fix Threshold"])
+        )
+        print_claim(f"{model}: layer-wise is more accurate than fixed", gain.exceeds(), f"{gain} points")
+    print_table(
+        f"Table I: top-1 accuracy in % of the twins on {config.dataset}, K={config.workers}, mean over {config.seeds} "
+        "seeds; times fewer values sent, and bytes received, after the warm-up",
+        rows,
+    )
+
+
+def _try_thresholds(config: Config, records: Records, experiment: Experiment, title: str) -> None:
+    base = common.train_seeds(records, experiment, PlumpDp(), config.seeds)
+    rows: list[Record] = []
+    for alpha in (None, *THRESHOLDS):
+        method = PlumpDp() if alpha is None else pruning(experiment, alpha)
+        runs = base if alpha is None else common.train_seeds(records, experiment, method, config.seeds)
+        gain = Difference.of(last_accuracies(runs), last_accuracies(base))
+        rows.append(
+            {
+                "threshold": alpha,
+                "top1": statistics.fmean(last_accuracies(runs)),
+                "stdev": stdev(last_accuracies(runs)),
+                "minus_base": gain.mean,
+                "standard_error": gain.error,
+                "values_ratio": _ratios(method, runs)["values_ratio"],
+                "skipped": sum(run["skipped"] for run in runs),
+            }
+        )
+    print_table(
+        f"{title}: {experiment.name} on {experiment.dataset}, K={experiment.workers}, {experiment.steps} steps, mean "
+        f"over {config.seeds} seeds; room for every coordinate, so that the threshold alone decides",
+        rows,
+    )
+    least = min(row["values_ratio"] for row in rows if row["values_ratio"])
+    most = max(row["values_ratio"] for row in rows if row["values_ratio"])
+    print_claim(
+        "thresholds from 0.005 to 0.1 send tens of times fewer values (58.8 and 47.6 times with ResNet-50)",
+        most >= 40,
+        f"{least:.3g} to {most:.3g} times fewer: the gradients of a small network are larger beside its weights",
+    )
+
+
+def thresholds(config: Config, records: Records) -> None:
+    """Trains ResNet-50's twin with the paper's four thresholds."""
+    _try_thresholds(config, records, config.twin("resnet_digits"), "The paper's thresholds")
+
+
+def nodes(config: Config, records: Records) -> None:
+    """Trains a small network with as many workers as the paper, which are simulated."""
+    count = 8 if config.smoke else NODES
+    experiment = config.twin(
+        "digits", workers=count, global_batch=2 * count, **({} if config.steps else {"steps": 150})
+    )
+    _try_thresholds(config, records, experiment, f"{count} simulated nodes")
+
+
+def curves(config: Config, records: Records) -> None:
+    """Draws the accuracy and the loss of ResNet-50's twin, from the runs of table I: figures 5 and 6."""
+    runs = {row.method: _runs(config, records, row)[1] for row in TABLE if row.model == "ResNet-50"}
+    panels = {
+        title: {method: (own[0]["steps"], [run[name] for run in own]) for method, own in runs.items()}
+        for title, name in (("Fig. 5: test accuracy, %", "accuracies"), ("Fig. 6: train loss", "train_losses"))
+    }
+    assert config.figures is not None
+    draw(config.figures / "papers_iwp_fig5_fig6.png", panels, "step", "")
+    rows = [
+        {
+            "method": method,
+            "steps": own[0]["steps"][-1],
+            "accuracy": statistics.fmean(last_accuracies(own)),
+            "stdev": stdev(last_accuracies(own)),
+            "train_loss": statistics.fmean(run["train_losses"][-1] for run in own),
+            "test_loss": statistics.fmean(run["losses"][-1] for run in own),
+        }
+        for method, own in runs.items()
+    ]
+    print_table(f"Figures 5 and 6: ResNet-50's twin on {config.dataset}, {config.seeds} seeds", rows)
+
+
+TABLES = {
+    "1": table_1,
+    "thresholds": thresholds,
+    **dict.fromkeys(("fig2", "fig3", "fig4"), importance_figures),
+    **dict.fromkeys(("fig5", "fig6"), curves),
+    **dict.fromkeys(("fig7", "fig8"), network),
+    "nodes": nodes,
+}
+
+if __name__ == "__main__":
+    common.run(Config, TABLES, __doc__, devices=NODES)

@@ -1,0 +1,139 @@
+"""What the modules of importance weighted pruning share: settings, the paper's figures, ratios, and tuning."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from benchmarks.papers import common
+from benchmarks.papers.common import Record
+from configs.experiment import Experiment
+from configs.methods import Iwp
+
+THRESHOLDS = (0.005, 0.01, 0.05, 0.1)
+NODES = 96
+WARM_UP = 4 / 90  # of the steps: Deep Gradient Compression's four epochs of 90
+CLIP = 5.0  # the norm of `configs/resnet50_imagenet.py`; the paper gives none
+ROOM = 2.0  # slots over the coordinates that the ratio leaves
+TOLERANCE = 0.1  # of the ratio of values
+TRIALS = 5  # of a threshold
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of table I.
+
+    Attributes:
+      model: the paper's.
+      twin: the experiment that trains.
+      method: the paper's name of it.
+      accuracy: the paper's top-1, in %.
+      ratio: the paper's.
+      alpha: of importance weighted pruning, the threshold to try first; None for other methods.
+      beta: the factor of the layer-wise threshold; 0 for a fixed one.
+    """
+
+    model: str
+    twin: str
+    method: str
+    accuracy: float
+    ratio: float
+    alpha: float | None = None
+    beta: float = 0.0
+
+
+_ALEXNET, _RESNET = ("AlexNet", "alexnet_digits"), ("ResNet-50", "resnet_digits")
+TABLE = (
+    Row(*_ALEXNET, "Baseline", 58.17, 1),
+    Row(*_ALEXNET, "TernGrad", 57.28, 8),
+    Row(*_ALEXNET, "Fix Threshold", 57.98, 64, 20.0),
+    Row(*_ALEXNET, "Layerwise Threshold", 58.19, 53, 20.0, 0.01),
+    Row(*_RESNET, "Baseline", 76.09, 1),
+    Row(*_RESNET, "Fix Threshold", 76.26, 58.8, 20.0),
+    Row(*_RESNET, "Layerwise Threshold", 76.31, 47.6, 20.0, 0.01),
+)
+
+
+@dataclass(frozen=True)
+class Config(common.Config):
+    """Importance weighted pruning's table I, its thresholds, figures 2 to 8, and 96 nodes."""
+
+    workers: int = 4
+    """Workers, but for the 96 of "nodes"."""
+    dataset: str = "digits"
+    """What the twins are trained on: a dataset of images."""
+    hosts: int = 4
+    """Hosts of figures 7 and 8."""
+    rate: str = "10mbit"
+    """Speed of their links: one that the dense exchange of the small twin fills, as the paper's fills its own."""
+
+    def smallest(self) -> Self:
+        """Returns the options of --smoke."""
+        return dataclasses.replace(super().smallest(), hosts=2)
+
+    def twin(self, name: str, **changes: Any) -> Experiment:
+        """Returns a twin, as the paper trains."""
+        fields = {"dataset": self.dataset, "workers": self.workers, "nesterov": False, "decay": "l2"}
+        return self.experiment("digits" if self.smoke else name, **fields | changes)
+
+
+def pruning(experiment: Experiment, alpha: float, beta: float = 0.0, density: float = 1.0, **fields: Any) -> Iwp:
+    """Returns the method, with all tensors compressed, and the warm-up's share of the steps."""
+    warm = max(1, round(WARM_UP * experiment.steps))
+    fields = {"clip": CLIP, "warmup_steps": warm, "dense_below": 0} | fields
+    return Iwp(alpha=alpha, beta=beta, density=density, **fields)
+
+
+def steady(run: Record, warm_up: int) -> tuple[float, float]:
+    """Returns what a run's steps were after its warm-up, from its evaluations.
+
+    Args:
+      run: of `common.train_seeds`.
+      warm_up: steps of it; if no evaluation is that late, the last interval counts.
+
+    Returns:
+      How many times fewer values a worker sends than there are parameters, and how many times fewer bytes it receives
+      than densely.
+    """
+    marks = [0, *run["steps"]]
+    first = min(sum(mark < warm_up for mark in marks), len(marks) - 2)
+    steps = marks[-1] - marks[first]
+    weights = [after - before for before, after in zip(marks[first:], marks[first + 1 :], strict=False)]
+    sent = sum(each * weight for each, weight in zip(run["sent"][first:], weights, strict=True)) / steps
+    received = [0.0, *run["received"]]
+    bytes_per_step = (received[-1] - received[first]) / steps
+    values = run["parameters"] / sent if sent else math.inf
+    return values, run["dense_bytes"] / bytes_per_step
+
+
+def tune(ratio: Callable[[float], float], target: float, first: float) -> float:
+    """Returns the threshold whose ratio is nearest to the target, of a few that are tried.
+
+    A ratio rises with its threshold. The next one to try is where a line through the last two would meet the target, in
+    logarithms, at most ten times away; trials end within `TOLERANCE`, or after `TRIALS`.
+
+    Args:
+      ratio: of a threshold.
+      target: the ratio to find.
+      first: the threshold to begin with.
+    """
+    tried: list[tuple[float, float]] = []
+    while True:
+        alpha = first if not tried else _next(tried, math.log(target))
+        tried.append((math.log(alpha), math.log(ratio(alpha))))
+        nearest = min(tried, key=lambda each: abs(each[1] - math.log(target)))
+        if abs(math.exp(nearest[1]) / target - 1) <= TOLERANCE or len(tried) == TRIALS:
+            return math.exp(nearest[0])
+
+
+def _next(tried: Sequence[tuple[float, float]], target: float) -> float:
+    (a, ratio_a), (b, ratio_b) = tried[-2:] if len(tried) > 1 else (tried[0], tried[0])
+    slope = (ratio_b - ratio_a) / (b - a) if a != b and ratio_a != ratio_b else 1.0
+    step = (target - ratio_b) / max(slope, 0.1)
+    return math.exp(b + min(max(step, -math.log(10)), math.log(10)))
+
+
+def fixed_row(model: str) -> Row:
+    """Returns the row of a model's fixed threshold."""
+    return next(row for row in TABLE if (row.model, row.method) == (model, "Fix Threshold"))

@@ -1,0 +1,94 @@
+"""What is told of the papers' claims, and figures."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from train.tables import stdev
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Differences of pairs, such as accuracies of the same seed.
+
+    Attributes:
+      mean: of the differences.
+      error: the standard error of the mean; None of a single pair.
+    """
+
+    mean: float
+    error: float | None
+
+    @classmethod
+    def of(cls, ours: Sequence[float], others: Sequence[float]) -> "Difference":
+        """Takes `others` from `ours`, pair by pair."""
+        pairs = [own - other for own, other in zip(ours, others, strict=True)]
+        error = stdev(pairs)
+        return cls(statistics.fmean(pairs), None if error is None else error / math.sqrt(len(pairs)))
+
+    def exceeds(self, least: float = 0.0) -> bool | None:
+        """Returns whether it is above `least`; None where that is less than two standard errors away."""
+        if self.error is None or abs(self.mean - least) <= 2 * self.error:
+            return None
+        return self.mean > least
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.2f}" + ("" if self.error is None else f" (standard error {self.error:.2f})")
+
+
+_VERDICTS = {True: "holds here", False: "does NOT hold here", None: "is not told apart here"}
+
+
+def print_claim(claim: str, holds: bool | None, found: str) -> None:
+    """Says of a claim of the paper whether it holds at our size.
+
+    Args:
+      claim: what the paper says.
+      holds: None where what was measured does not tell.
+      found: what was measured.
+    """
+    print(f"The paper: {claim}. That {_VERDICTS[holds]}: {found}.")
+
+
+Lines = Mapping[str, tuple[Sequence[float], Sequence[Sequence[float | None]]]]
+
+
+def draw(path: Path, panels: Mapping[str, Lines], x: str, y: str, *, scale: str = "linear", columns: int = 2) -> None:
+    """Draws lines in panels, as a PNG file: the mean over the seeds, and a band from their least to their most.
+
+    Args:
+      path: of the file.
+      panels: by title, lines by label: x, and for each seed y (of None is no point).
+      x: what the x axis shows.
+      y: what the y axis shows.
+      scale: of the y axis, "log" or "linear".
+      columns: of panels.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(1 + 5 * columns, 3.5 * rows), layout="constrained", squeeze=False
+    )
+    for axes, (title, lines) in zip(grid.flat, panels.items(), strict=False):
+        for text, (xs, seeds) in lines.items():
+            ys = np.asarray(seeds, np.float64)
+            (line,) = axes.plot(xs, ys.mean(0), label=text)
+            if len(ys) > 1:
+                axes.fill_between(xs, ys.min(0), ys.max(0), alpha=0.15, color=line.get_color())
+        axes.set(title=title, xlabel=x, ylabel=y, yscale=scale)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    print(f"Drawn: {path}")

@@ -1,0 +1,107 @@
+"""Exchanges and steps that are timed for the papers' tables, and kept among their records."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.control import spread
+from benchmarks.papers.common import Record, Records
+from configs import CONFIGS
+from configs.methods import PlumpDp
+
+
+def run_benchmark(module: str, options: Mapping[str, Any]) -> list[Record]:
+    """Runs a benchmark that writes its table, in a process of its own.
+
+    Args:
+      module: "exchange", say, of `benchmarks`.
+      options: values by option, without dashes; that of a switch is True.
+
+    Returns:
+      The records of its table.
+
+    Raises:
+      SystemExit: if it fails.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "table.json"
+        words = [
+            word
+            for name, value in options.items()
+            for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
+        ]
+        command = [sys.executable, "-m", f"benchmarks.{module}", *words, "--json", str(path)]
+        if subprocess.run(command, check=False).returncode:
+            raise SystemExit(f"{' '.join(command)} failed; --json has what was done before.")
+        return json.loads(path.read_text())
+
+
+def time_benchmark(records: Records, module: str, **options: Any) -> list[Record]:
+    """Returns the records of a benchmark's table; it runs where they are not there."""
+    key = {"of": module, "options": options}
+    return records.get(key, lambda: {"table": run_benchmark(module, options)})["table"]
+
+
+def time_exchanges(
+    records: Records, *, shapes: str, hosts: int, rate: str, methods: Sequence[str], steps: int, **others: Any
+) -> dict[str, Record]:
+    """Times one exchange of each method by `benchmarks.exchange`, in processes of its own.
+
+    Args:
+      records: where they are kept.
+      shapes: and the others, as the benchmark's options.
+      hosts: how many.
+      rate: of their links.
+      methods: the benchmark's names.
+      steps: timed ones.
+      others: more options, such as sparsity.
+
+    Returns:
+      Its records by method, also those of before.
+    """
+    given = {"shapes": shapes, "hosts": hosts, "rate": rate, "steps": steps, **others}
+    keys = {method: {"of": "exchange", "method": method, **given} for method in methods}
+    missing = [method for method, key in keys.items() if records.find(key) is None]
+    if missing:
+        for record in run_benchmark("exchange", {**given, "method": ",".join(missing)}):
+            records.add({**keys[record["method"]], **record})
+    return {method: found for method, key in keys.items() if (found := records.find(key)) is not None}
+
+
+def time_compute(records: Records, name: str, rows: int, steps: int) -> Record:
+    """Times the steps of one worker alone on this machine: forward, backward and update, on random rows.
+
+    Returns:
+      A record with the median, minimum and maximum in milliseconds.
+    """
+    return records.get(
+        {"of": "compute", "experiment": name, "rows": rows, "timed_steps": steps}, lambda: _compute(name, rows, steps)
+    )
+
+
+def _compute(name: str, rows: int, steps: int) -> Record:
+    import jax
+    import numpy as np
+
+    from train.job import make_job
+
+    # Of ImageNet only the shapes are read.
+    job = make_job(dataclasses.replace(CONFIGS[name], workers=1, global_batch=rows), PlumpDp())
+    rng, batch = np.random.default_rng(0), {}
+    for field, (shape, dtype) in (job.info.row_types() | {"seed": ((), np.dtype(np.uint32))}).items():
+        is_float = np.issubdtype(dtype, np.floating)
+        values = rng.standard_normal((rows, *shape)) if is_float else np.zeros((rows, *shape))
+        batch[field] = values.astype(dtype)
+    state, times = job.start(0), []
+    for _ in range(1 + steps):
+        begin = time.perf_counter()
+        state, metrics = job.step(state, batch)
+        jax.block_until_ready((state, metrics))
+        times.append(1e3 * (time.perf_counter() - begin))
+    return spread(times[1:])  # the first one compiles

@@ -1,0 +1,223 @@
+"""Step times and times to the same accuracy, beside PyTorch's DistributedDataParallel.
+
+    python3 -m venv /tmp/torch && /tmp/torch/bin/pip install torch==2.13.0 numpy
+    python -m benchmarks.peers --torch /tmp/torch/bin/python --hosts 2 --rate 1gbit
+    python -m benchmarks.peers --torch /tmp/torch/bin/python --data fashion --steps 301 --segment 20
+
+All train one model, three layers of 1024 x 1024 and a head (3,159,050 parameters), from the same weights, on the same
+rows, by SGD with momentum. Each method of each round is a run of its own on the hosts of a lab; the methods take turns.
+ms is the wall time of a step, with its batch read and placed, without evaluations and without the first step, which
+compiles and connects (first_s). A ratio is the median over the rounds of the ratio to torch:dense in the same round.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from benchmarks.control import check_run
+from benchmarks.netlab import Lab
+from benchmarks.papers.common import Records
+from benchmarks.peers.jax_host import METHODS
+from benchmarks.peers.job import CLASSES, WIDTH, Job, initial_weights
+from train.data.fashion import read_split
+from train.tables import print_table
+
+PEERS = {"jaxcomm": tuple(METHODS), "torch": ("dense", "fp16", "bf16", "powersgd_1", "powersgd_4")}
+BASELINE = "torch:dense"
+ATTEMPTS = 4  # of a run of PyTorch
+USUAL = (
+    "jaxcomm:dense,jaxcomm:bfloat16,jaxcomm:powersgd_1,jaxcomm:powersgd_4,jaxcomm:dct_dp,jaxcomm:sign,"
+    "torch:dense,torch:fp16,torch:powersgd_1,torch:powersgd_4"
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train one model with this library and with PyTorch's DDP, on the hosts of a lab."""
+
+    methods: str = USUAL
+    """Runs, separated by commas: "jaxcomm:" or "torch:", and a method."""
+    torch: Path | None = None
+    """The Python interpreter of an environment that has torch; needed for the runs of torch."""
+    hosts: int = 2
+    """Hosts, one worker each."""
+    rate: str = "1gbit"
+    """Limit of every link; several, separated by commas, are run one after another."""
+    data: str = "noise"
+    """"noise"; or "fashion", the four files of Fashion-MNIST in --source, and accuracies on its test images."""
+    source: Path = Path("/usr/share/datasets/fashion-mnist")
+    """Folder of train-images-idx3-ubyte.gz and the other three files."""
+    rows: int = 64
+    """Rows of each worker in a step."""
+    steps: int = 51
+    """Training steps; the first is not timed."""
+    segment: int = 10
+    """Steps between two readings of the clock, and two evaluations."""
+    learning_rate: float = 0.05
+    """Of SGD with momentum 0.9."""
+    target: float = 85.0
+    """Accuracy in percent, for the time to reach it."""
+    rounds: int = 3
+    """Runs of each method; round r has the seed r, for weights and order of rows."""
+    json: Path | None = None
+    """File for the records of the runs; what it has is not run again."""
+
+
+def main(config: Config) -> None:
+    """Runs the methods in turn, and prints a table for each rate."""
+    methods = config.methods.split(",")
+    try:
+        rates = check_run(config.rate, config.steps)
+        check(config, methods)
+        records = Records(config.json)
+        splits = read(config)
+        for rate in rates:
+            runs = []
+            for seed in range(config.rounds):
+                for method in methods:
+                    key = {"method": method, "hosts": config.hosts, "rate": rate, "data": config.data, "seed": seed}
+                    key |= {
+                        "rows": config.rows,
+                        "steps": config.steps,
+                        "segment": config.segment,
+                        "learning_rate": config.learning_rate,
+                    }
+                    runs.append(records.get(key, lambda of=(method, rate, seed): run(config, *of, splits)))
+                    print(f"{method} at {rate}, round {seed}: {step_ms(runs[-1]):.4g} ms a step", flush=True)
+            print_table(
+                f"{config.hosts} hosts, {rate}, {config.rows} rows a worker, {config.data}, {config.rounds} rounds",
+                [summary(method, runs, config.target) for method in methods],
+            )
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+
+
+def check(config: Config, methods: Sequence[str]) -> None:
+    """Raises ValueError for what cannot be run."""
+    for method in methods:
+        peer, _, name = method.partition(":")
+        if name not in PEERS.get(peer, ()):
+            every = ", ".join(f"{peer}:{name}" for peer, names in PEERS.items() for name in names)
+            raise ValueError(f"--methods are of {every}, got {method!r}.")
+        if peer == "torch" and (config.torch is None or not config.torch.exists()):
+            raise ValueError(f"--torch names the Python of an environment with torch for {method}, got {config.torch}.")
+    if config.data not in ("noise", "fashion"):
+        raise ValueError(f'--data is "noise" or "fashion", got {config.data!r}.')
+    if min(config.rows, config.segment, config.rounds, config.steps - 1) < 1:
+        raise ValueError("--rows, --segment and --rounds are at least 1, and --steps at least 2.")
+
+
+def read(config: Config) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Returns images (N, 1024), uint8, and labels (N,), of the splits train and test; noise has no test images."""
+    if config.data == "noise":
+        rng = np.random.default_rng(0)
+        images = rng.integers(0, 256, (4096, WIDTH), np.uint8)
+        return {"train": (images, rng.integers(0, CLASSES, 4096)), "test": (images[:0], np.zeros(0, np.int64))}
+    splits = {split: read_split(config.source, prefix) for split, prefix in (("train", "train"), ("test", "t10k"))}
+    return {  # 28 x 28 pixels in the middle of 32 x 32
+        split: (np.pad(images, ((0, 0), (2, 2), (2, 2))).reshape(-1, WIDTH), labels.astype(np.int64))
+        for split, (images, labels) in splits.items()
+    }
+
+
+def run(
+    config: Config, method: str, rate: str, seed: int, splits: dict[str, tuple[np.ndarray, np.ndarray]]
+) -> dict[str, Any]:
+    """Trains once on the hosts of a lab; returns the segments, bytes as a mean over the hosts.
+
+    PyTorch's processes abort at times on Gloo. Then the run is made again, and the abort counted.
+    """
+    peer, _, name = method.partition(":")
+    rng = np.random.default_rng(seed)
+    rows, count = config.rows * config.hosts, len(splits["train"][1])
+    epochs = -(-config.steps * rows // count)
+    order = np.concatenate([rng.permutation(count) for _ in range(epochs)])[: config.steps * rows]
+    job = Job(
+        method=name,
+        learning_rate=config.learning_rate,
+        segment=config.segment,
+        weights=initial_weights(seed),
+        images=splits["train"][0],
+        labels=splits["train"][1],
+        test_images=splits["test"][0],
+        test_labels=splits["test"][1],
+        order=order.reshape(config.steps, rows),
+    )
+    python = sys.executable if peer == "jaxcomm" else str(config.torch)
+    with tempfile.TemporaryDirectory() as folder, Lab(config.hosts, rate) as lab:
+        path = Path(folder, "job.npz")
+        job.save(path)
+        command = [python, "-m", f"benchmarks.peers.{'jax' if peer == 'jaxcomm' else peer}_host", str(path)]
+        results, aborts = lab.run(command), 0
+        while failed := [result for result in results if result.returncode]:
+            aborts += 1
+            if peer == "jaxcomm" or aborts == ATTEMPTS:
+                raise SystemExit(f"{method}: host {failed[0].host} failed:\n{failed[0].stderr[-4000:]}")
+            results = lab.run(command)
+        isolated = lab.isolated
+    hosts = [segments_of(result.stdout) for result in results]
+    segments = [
+        {**same[0], "received": statistics.fmean(each["received"] for each in same) if isolated else None}
+        for same in zip(*hosts, strict=True)
+    ]
+    return {"segments": segments, "aborts": aborts}
+
+
+def segments_of(stdout: str) -> list[dict[str, Any]]:
+    """Returns the segments that a host has printed, between lines of Gloo."""
+    return [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
+
+
+def step_ms(record: dict[str, Any]) -> float:
+    """Returns the median over the segments of a step's milliseconds."""
+    return statistics.median(1e3 * each["seconds"] / each["steps"] for each in record["segments"][1:])
+
+
+def seconds_to(record: dict[str, Any], target: float) -> float | None:
+    """Returns the seconds of training until an evaluation shows the target, in percent; None if none does."""
+    seconds = 0.0
+    for each in record["segments"][1:]:
+        seconds += each["seconds"]
+        if 100 * each.get("accuracy", 0.0) >= target:
+            return seconds
+    return None
+
+
+def summary(method: str, runs: Sequence[dict[str, Any]], target: float) -> dict[str, Any]:
+    """Returns a row of the table: medians over the rounds."""
+    own = [run for run in runs if run["method"] == method]
+    base = {run["seed"]: run for run in runs if run["method"] == BASELINE}
+    times = [step_ms(run) for run in own]
+    ratios = [step_ms(base[run["seed"]]) / step_ms(run) for run in own if run["seed"] in base]
+    timed = [each for run in own for each in run["segments"][1:]]
+    received = [each["received"] / each["steps"] for each in timed if each["received"] is not None]
+    row: dict[str, Any] = {
+        "method": method,
+        "ms": statistics.median(times),
+        "ms_min": min(times),
+        "ms_max": max(times),
+        "times_faster": statistics.median(ratios) if ratios else None,
+        "kB_received": statistics.median(received) / 1e3 if received else None,
+        "first_s": statistics.median(run["segments"][0]["seconds"] for run in own),
+        "aborts": sum(run["aborts"] for run in own),
+        "last_loss": statistics.median(run["segments"][-1]["loss"] for run in own),
+    }
+    if "accuracy" in own[0]["segments"][-1]:
+        row["accuracy_%"] = 100 * statistics.median(run["segments"][-1]["accuracy"] for run in own)
+        reached = [seconds_to(run, target) for run in own]
+        known = [seconds for seconds in reached if seconds is not None]
+        # A run that never gets there makes the median unknown, not smaller.
+        row[f"s_to_{target:g}%"] = statistics.median(known) if len(known) == len(reached) else None
+    return row
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

@@ -1,0 +1,171 @@
+"""What a dense layer costs that multiplies late, or is sharded over the workers, so that no gradient is exchanged."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxcomm.accounting.alone import alone
+from jaxcomm.accounting.jaxpr import traced_program
+from jaxcomm.collectives.axis import AxisName, axis_names
+from jaxcomm.layers.late_multiply import late_multiply
+from jaxcomm.layers.split_dense import narrowing_spec, split_dense
+from jaxcomm.planner.costs import Bench, Cost, time_program
+from jaxcomm.planner.links import Links
+from jaxcomm.traffic import Program
+
+WAYS = ("late", "split")
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What a dense layer costs in one of the `WAYS`, forward and backward.
+
+    Attributes:
+      path: of the layer in the parameters, parts joined by "/".
+      way: "late" or "split".
+      tensors: the paths of the parameters whose gradients are then not exchanged.
+      bytes: that each worker receives a step.
+      wire: seconds on the wire.
+      computing: seconds more than those of the layer whose gradient is exchanged, at least 0.
+      memory: bytes fewer of parameters on each worker, and of every copy of them: a shard is 1/K of a kernel.
+    """
+
+    path: str
+    way: str
+    tensors: tuple[str, ...]
+    bytes: float
+    wire: float
+    computing: float
+    memory: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A dense layer in one of the ways, before anything is measured.
+
+    Attributes:
+      path: of the layer.
+      way: "late" or "split".
+      tensors: the paths of the parameters whose gradients are then not exchanged.
+      shape: of the kernel, (N, M).
+      rows: of the global batch that reach it.
+      program: its collectives, forward and backward.
+    """
+
+    path: str
+    way: str
+    tensors: tuple[str, ...]
+    shape: tuple[int, int]
+    rows: int
+    program: Program
+
+
+def layers_of(
+    params: Mapping[str, Any], rows: Mapping[str, int], sizes: tuple[int, ...], axis_name: AxisName
+) -> list[Layer]:
+    """Returns the ways of some dense layers.
+
+    A layer can be "split" where the workers lie along one axis, and N and M are multiples of K.
+
+    Args:
+      params: by path, the parameters or their shapes.
+      rows: by the path of a layer, the rows of the global batch that reach it.
+      sizes: of the axes of workers.
+      axis_name: the axis of workers, or the axes.
+
+    Raises:
+      ValueError: for a layer without a kernel (N, M), and for rows that are not a multiple of K.
+    """
+    workers, found = math.prod(sizes), []
+    for path, count in rows.items():
+        kernel, bias = f"{path}/kernel", f"{path}/bias"
+        shape = tuple(jnp.shape(params[kernel])) if kernel in params else ()
+        if len(shape) != 2:
+            raise ValueError(
+                f"A dense layer must have a kernel (N, M); got {shape or 'none'} at {kernel!r}. Give the paths of the "
+                "layers as in the parameters, parts joined by '/'."
+            )
+        if count < 1 or count % workers:
+            raise ValueError(
+                f"The rows of {path!r} must be a multiple of the {workers} workers; got {count}. Give those of the "
+                "global batch."
+            )
+        for way in WAYS:
+            if way == "split" and (len(sizes) > 1 or shape[0] % workers or shape[1] % workers):
+                continue
+            # The bias of a layer that is split is copied, and its gradient exchanged.
+            tensors = (kernel, bias) if way == "late" and bias in params else (kernel,)
+            program = _trace(way, shape, count, sizes, axis_name)
+            found.append(Layer(path, way, tensors, shape, count, program))
+    return found
+
+
+def layer_cost(layer: Layer, links: Links, computing: Cost) -> LayerCost:
+    """Returns what a layer costs on measured links."""
+    workers = layer.program.always[0].workers
+    return LayerCost(
+        path=layer.path,
+        way=layer.way,
+        tensors=layer.tensors,
+        bytes=float(layer.program.received),
+        wire=links.seconds(layer.program),
+        computing=computing.seconds,
+        memory=4 * (math.prod(layer.shape) - math.prod(_shard(layer.way, layer.shape, workers))),
+    )
+
+
+def measure_layer(bench: Bench, way: str, shape: tuple[int, int], rows: int) -> Cost:
+    """Times a layer forward and backward, its wire cut: what is more than where its gradient is exchanged."""
+    workers = math.prod(bench.sizes)
+    random = np.random.default_rng(0)
+    x, errors = (random.standard_normal((rows // workers, width), np.float32) for width in shape)
+
+    def cost(way: str) -> Cost:
+        kernel = random.standard_normal(_shard(way, shape, workers), np.float32)
+        function = alone(_step(way, bench.axis_name), bench.sizes, bench.axis_name)
+        return time_program(bench, function, bench.spread((x, kernel, errors)))
+
+    return cost(way).beyond(cost("exchange"))
+
+
+def _step(way: str, axis_name: AxisName) -> Callable[..., Any]:
+    """Returns the forward and backward pass of a layer: (x, kernel, errors) -> the output, and both gradients."""
+
+    def multiply(x: Any, kernel: Any) -> Any:
+        if way == "split":
+            return split_dense(x, kernel, axis_name=axis_names(axis_name)[0])
+        return late_multiply(x, kernel, axis_name=axis_name, mode="late" if way == "late" else "reduce")
+
+    def step(x: Any, kernel: Any, errors: Any) -> Any:
+        y, backward = jax.vjp(multiply, x, kernel)
+        return y, backward(errors)
+
+    return step
+
+
+def _shard(way: str, shape: tuple[int, int], workers: int) -> tuple[int, int]:
+    n, m = shape
+    if way != "split":
+        return shape
+    return (n // workers, m) if narrowing_spec(shape)[0] else (n, m // workers)
+
+
+def _trace(way: str, shape: tuple[int, int], rows: int, sizes: tuple[int, ...], axis_name: AxisName) -> Program:
+    names = axis_names(axis_name)
+    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    kernel = P() if way == "late" else narrowing_spec(shape, axis_name)
+    step = jax.shard_map(
+        _step(way, axis_name),
+        mesh=mesh,
+        in_specs=(P(axis_name), kernel, P(axis_name)),
+        out_specs=(P(axis_name), (P(axis_name), kernel)),
+    )
+    x, errors = (jax.ShapeDtypeStruct((rows, width), jnp.float32) for width in shape)
+    return traced_program(step, x, jax.ShapeDtypeStruct(shape, jnp.float32), errors)

@@ -1,0 +1,110 @@
+"""A decoder-only transformer, which predicts the next byte of a text."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from models.attention import Attention, linear
+from models.blocks import Batch, Model, take_rows
+
+_small = nnx.initializers.normal(0.02)
+
+
+class Gpt(Model):
+    """Layers of attention to what came before, and of a feed-forward part, each normalised before and added after.
+
+    Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019, without dropout, and with a
+    table of its own at each end. With 256 tokens, 256 places, 8 layers and 256 features: 6,515,200 parameters.
+
+    The batch has "text" (B, places + 1), integers. The model returns logits (B, places, tokens) of text[:, 1:], each
+    given those before it. Every layer is a block, and x (B, places, width) crosses between them: block 0 is the
+    embedding, blocks 1 to n the layers, block n + 1 the logits. So it can be cut anywhere.
+
+    A small twin: 256 tokens, 8 places, layers=2, width=8, heads=2.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        places: int,
+        *,
+        layers: int = 8,
+        width: int = 256,
+        heads: int = 4,
+        dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        """Makes the layers.
+
+        Args:
+          tokens: size of the vocabulary.
+          places: tokens that are read at once, at most.
+          layers: how many.
+          width: features of a token, a multiple of `heads`; four times as many inside the feed-forward parts.
+          heads: of every attention.
+          dtype: to compute in; the parameters and the logits are float32.
+          rngs: the source of the initial parameters.
+        """
+        options = {"dtype": dtype, "rngs": rngs}
+        self.blocks = nnx.List(
+            [
+                Embedding(tokens, places, width, **options),
+                *(Layer(width, heads, layers, **options) for _ in range(layers)),
+                Logits(tokens, width, **options),
+            ]
+        )
+
+
+class Embedding(nnx.Module):
+    """What a token is, and where it stands."""
+
+    def __init__(self, tokens: int, places: int, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.table = nnx.Param(_small(rngs.params(), (tokens, width)))
+        self.places = nnx.Param(_small(rngs.params(), (places, width)))
+        self.dtype = dtype
+
+    def __call__(self, x: None, batch: Batch) -> jax.Array:
+        """Returns (B, places, width) of all tokens but the last.
+
+        Raises:
+          ValueError: for more tokens than places.
+        """
+        text = batch["text"][:, :-1].astype(jnp.int32)
+        if text.shape[1] > self.places.shape[0]:
+            raise ValueError(
+                f"A text has a place for every token but the last, got {text.shape[1]} of them for "
+                f"{self.places.shape[0]} places: make the model with more, or cut the text."
+            )
+        return (take_rows(self.table[...], text) + self.places[: text.shape[1]]).astype(self.dtype)
+
+
+class Layer(nnx.Module):
+    """Attention and a feed-forward part."""
+
+    def __init__(self, width: int, heads: int, layers: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.attention = Attention(width, heads, dtype=dtype, rngs=rngs)
+        self.norms = nnx.List(nnx.LayerNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
+        self.expand = linear(width, 4 * width, dtype, rngs)
+        # So many parts are added up: smaller ones, the more there are.
+        self.contract = linear(4 * width, width, dtype, rngs, nnx.initializers.normal(0.02 / np.sqrt(2 * layers)))
+
+    def __call__(self, x: jax.Array, batch: Batch) -> jax.Array:
+        """Returns (B, places, width)."""
+        before = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+        y = self.norms[0](x)
+        x = x + self.attention(y, self.attention.keys_values(y), before)
+        return x + self.contract(nnx.gelu(self.expand(self.norms[1](x))))
+
+
+class Logits(nnx.Module):
+    """The last normalisation, and the last layer."""
+
+    def __init__(self, tokens: int, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
+        self.dense = nnx.Linear(width, tokens, use_bias=False, kernel_init=_small, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array, batch: Batch) -> jax.Array:
+        """Returns (B, places, tokens) float32."""
+        return self.dense(self.norm(x)).astype(jnp.float32)

@@ -1,0 +1,49 @@
+"""The benchmark of DLRM's tables: what is predicted is compiled, at Criteo's size, and its parts are the formula's."""
+
+import json
+
+import pytest
+
+from benchmarks.embeddings import WAYS, Config, compare, main, measure, tables_received
+from configs.dlrm_criteo import TABLE_SIZES
+
+SMALL = (3,) * 26
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_the_step_at_criteos_size_sends_what_is_predicted(way):
+    """Beside the tables: the payload of the dense layers and some scalars, in all ways as many bytes."""
+    record = measure(way, 4, 128, TABLE_SIZES)
+    assert record["received_compiled"] == record["received_predicted"]
+    beside = record["received_compiled"] - record["tables_formula"]
+    assert 99_000 < beside < 99_400
+    table = 4 * 16 * 33_762_577 / 1e6
+    assert record["arguments_mb"] == pytest.approx(table / (4 if way in ("columns", "rows") else 1), rel=0.01)
+
+
+def test_the_papers_batch_moves_less_than_its_dense_layers():
+    """By hand: of 4 workers, three quarters of 128 * 26 ids with 16 numbers each, 4 bytes."""
+    assert tables_received("late", 4, 128, TABLE_SIZES) == 0.75 * 128 * 26 * 17 * 4
+    assert tables_received("columns", 4, 128, TABLE_SIZES) == 0.75 * 128 * 26 * (1 + 8) * 4
+    assert tables_received("rows", 4, 128, TABLE_SIZES) == 0.75 * 128 * 26 * 33 * 4
+    assert tables_received("exchange", 4, 128, TABLE_SIZES) == 1.5 * 4 * 16 * 33_762_577
+
+
+@pytest.mark.slow
+def test_the_table_is_printed_and_written(tmp_path, capsys):
+    path = tmp_path / "table.json"
+    compare(Config(batch=6, json=path), [3], SMALL)
+    records = json.loads(path.read_text())
+    assert [record["embeddings"] for record in records] == ["exchange", "late", "rows"]  # 3 do not divide 16 columns
+    assert all(record["received_compiled"] == record["received_predicted"] for record in records)
+    assert "DLRM of 78 rows, 6 rows a step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"workers": "two"}, "--workers are numbers .*two"), ({"workers": "3"}, "divide --batch evenly, got 3 and 128")],
+)
+def test_bad_values_are_refused_before_anything_is_compiled(options, said):
+    with pytest.raises(SystemExit, match=said):
+        main(Config(**options))

@@ -1,0 +1,146 @@
+"""The comparison with PyTorch: its job, and this library's side of it on the lab. PyTorch is not installed here."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks.peers.__main__ import Config, check, seconds_to, segments_of, summary
+from benchmarks.peers.job import Job, accuracy, initial_weights
+
+
+def small_job(steps=3, rows=4):
+    rng = np.random.default_rng(1)
+    images = rng.integers(0, 256, (20, 1024), np.uint8)
+    return Job(
+        method="dense",
+        learning_rate=0.01,
+        segment=2,
+        weights=initial_weights(0),
+        images=images,
+        labels=rng.integers(0, 10, 20),
+        test_images=images[:7],
+        test_labels=np.arange(7),
+        order=rng.integers(0, 20, (steps, 2 * rows)),
+    )
+
+
+def reference(job):
+    """SGD with momentum on all rows of each step, in float64: the losses before each step, and the weights."""
+    weights = [array.astype(np.float64) for array in job.weights]
+    traces = [np.zeros_like(array) for array in weights]
+    losses = []
+    for rows in job.order:
+        outputs = [job.images[rows] / 255]
+        for index in range(0, len(weights), 2):
+            z = outputs[-1] @ weights[index] + weights[index + 1]
+            outputs.append(z if index + 2 == len(weights) else np.maximum(z, 0))
+        shares = np.exp(outputs[-1] - outputs[-1].max(axis=1, keepdims=True))
+        shares /= shares.sum(axis=1, keepdims=True)
+        wanted = np.eye(10)[job.labels[rows]]
+        losses.append(-np.log((shares * wanted).sum(axis=1)).mean())
+        flow = (shares - wanted) / len(rows)
+        gradients = [np.zeros(0)] * len(weights)
+        for index in reversed(range(0, len(weights), 2)):
+            gradients[index], gradients[index + 1] = outputs[index // 2].T @ flow, flow.sum(axis=0)
+            flow = (flow @ weights[index].T) * (outputs[index // 2] > 0)
+        for index, gradient in enumerate(gradients):
+            traces[index] = 0.9 * traces[index] + gradient
+            weights[index] = weights[index] - job.learning_rate * traces[index]
+    return losses, weights
+
+
+def test_a_job_is_read_as_it_was_written(tmp_path):
+    job = small_job()
+    job.save(tmp_path / "job.npz")
+    found = Job.load(tmp_path / "job.npz")
+    assert (found.method, found.learning_rate, found.segment) == ("dense", 0.01, 2)
+    for name in ("images", "labels", "test_images", "test_labels", "order"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(job, name))
+    assert len(found.weights) == 8
+    for ours, theirs in zip(found.weights, job.weights, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_model_has_the_parameters_that_it_claims():
+    assert sum(array.size for array in initial_weights(0)) == 3 * (1024 * 1024 + 1024) + 1024 * 10 + 10 == 3_159_050
+
+
+def test_accuracy_is_that_of_the_largest_logit():
+    weights = initial_weights(3)
+    images = np.random.default_rng(0).integers(0, 256, (50, 1024), np.uint8)
+    x = images / 255
+    for index in (0, 2, 4):
+        x = np.maximum(x @ weights[index] + weights[index + 1], 0)
+    labels = (x @ weights[6] + weights[7]).argmax(axis=1)
+    labels[:20] = (labels[:20] + 1) % 10
+    assert accuracy(weights, images, labels) == pytest.approx(0.6)
+
+
+@pytest.mark.slow
+def test_two_hosts_train_as_one_device_with_all_rows(tmp_path):
+    from benchmarks.netlab import Lab
+
+    job = small_job(steps=4)
+    job.save(tmp_path / "job.npz")
+    with Lab(2, "none") as lab:
+        results = lab.run([sys.executable, "-m", "benchmarks.peers.jax_host", str(tmp_path / "job.npz")])
+        isolated = lab.isolated
+    assert [result.returncode for result in results] == [0, 0], results[0].stderr
+    hosts = [segments_of(result.stdout) for result in results]
+    losses, weights = reference(job)
+    for segments in hosts:
+        assert [segment["steps"] for segment in segments] == [1, 2, 1]
+        np.testing.assert_allclose([segment["loss"] for segment in segments], np.take(losses, [0, 2, 3]), rtol=1e-4)
+    assert hosts[0][-1]["accuracy"] == accuracy(
+        [array.astype(np.float32) for array in weights], job.test_images, job.test_labels
+    )
+    assert "accuracy" not in hosts[1][-1]
+    if isolated:  # the dense all-reduce of two hosts brings each host one gradient a step
+        assert hosts[0][1]["received"] == pytest.approx(2 * 3_159_050 * 4, rel=0.03)
+
+
+def test_what_cannot_run_is_refused_with_the_remedy(tmp_path):
+    def message(**changes):
+        config = Config(**changes)
+        with pytest.raises(ValueError, match="--") as error:
+            check(config, config.methods.split(","))
+        return str(error.value)
+
+    assert "got 'dense'" in message(methods="dense")
+    assert "--torch names the Python of an environment with torch for torch:dense, got None" in message(
+        methods="torch:dense"
+    )
+    assert "got 'mnist'" in message(methods="jaxcomm:dense", data="mnist")
+    assert "--steps at least 2" in message(methods="jaxcomm:dense", steps=1)
+    assert "jaxcomm:sgd" in message(methods="jaxcomm:sgd")
+    command = [sys.executable, "-m", "benchmarks.peers", "--methods", "torch:dense", "--torch", str(tmp_path / "none")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "--torch names the Python" in done.stderr
+
+
+def segment(seconds, accuracy, steps=10, loss=1.0, received=5000.0):
+    return {"steps": steps, "seconds": seconds, "loss": loss, "received": received, "accuracy": accuracy}
+
+
+def test_ratios_are_of_the_same_round_and_a_target_that_is_missed_once_is_unknown():
+    def run(method, seed, seconds, reached):
+        segments = [segment(9.0, 0.1, steps=1), segment(seconds, 0.5), segment(seconds, reached)]
+        return {"method": method, "seed": seed, "segments": segments, "aborts": seed}
+
+    runs = [
+        run("torch:dense", 0, 2.0, 0.9),
+        run("torch:dense", 1, 4.0, 0.9),
+        run("jaxcomm:sign", 0, 1.0, 0.9),
+        run("jaxcomm:sign", 1, 1.0, 0.6),
+    ]
+    dense, sign = (summary(method, runs, 85.0) for method in ("torch:dense", "jaxcomm:sign"))
+    assert (dense["ms"], dense["ms_min"], dense["ms_max"]) == (300.0, 200.0, 400.0)
+    assert sign["times_faster"] == 3.0  # of 2 and 4
+    assert (dense["s_to_85%"], sign["s_to_85%"]) == (6.0, None)
+    assert sign["kB_received"] == 0.5
+    assert (sign["first_s"], sign["aborts"]) == (9.0, 1)
+    assert sign["accuracy_%"] == pytest.approx(75.0)
+    assert seconds_to(runs[2], 85.0) == 2.0

@@ -1,0 +1,69 @@
+"""Dense layers that multiply late or are split: their bytes by hand, and what an advice says of them."""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxcomm as jc
+from jaxcomm.planner import advise
+from jaxcomm.planner.dense_layers import layers_of
+
+K, B, N, M = 4, 16, 8, 12
+PARAMS = {"fc/kernel": np.zeros((N, M)), "fc/bias": np.zeros(M), "wide/kernel": np.zeros((M, N))}
+
+
+def layers(params=PARAMS, rows=None, sizes=(K,), axis_name="data"):
+    found = layers_of(params, {"fc": B, "wide": B} if rows is None else rows, sizes, axis_name)
+    return {(layer.path, layer.way): layer for layer in found}
+
+
+def test_bytes_by_hand():
+    """Late, the other workers' rows of inputs and errors; split, as the table of `split_dense` says, both ways."""
+    found = layers()
+    late, others = (K - 1) * B // K * (N + M) * 4, (K - 1) / K * 4 * 2
+    assert found["fc", "late"].program.received == late == found["wide", "late"].program.received
+    assert found["fc", "split"].program.received == others * B * (N + M / K)  # by outputs: it widens
+    assert found["wide", "split"].program.received == others * B * (N + M / K)  # by inputs: it narrows
+    assert found["fc", "late"].tensors == ("fc/kernel", "fc/bias")
+    assert found["fc", "split"].tensors == ("fc/kernel",)
+    assert found["wide", "late"].tensors == ("wide/kernel",)
+
+
+def test_a_layer_is_split_only_evenly_and_along_one_axis():
+    assert {way for _, way in layers({"fc/kernel": np.zeros((N, M + 1))}, {"fc": B})} == {"late"}
+    assert {way for _, way in layers(sizes=(2, 2), axis_name=("slice", "data"))} == {"late"}
+
+
+def test_layers_that_cannot_be_asked_about_are_refused():
+    with pytest.raises(ValueError, match="must have a kernel \\(N, M\\); got none at 'gone/kernel'"):
+        layers(rows={"gone": B})
+    with pytest.raises(ValueError, match=r"must have a kernel \(N, M\); got \(12,\)"):
+        layers({"fc/kernel": np.zeros(M)}, {"fc": B})
+    with pytest.raises(ValueError, match="rows of 'fc' must be a multiple of the 4 workers; got 18"):
+        layers(rows={"fc": 18})
+
+
+@pytest.mark.slow
+def test_an_advice_compares_them():
+    random = np.random.default_rng(0)
+    params = {
+        "conv": np.eye(N, dtype=np.float32),
+        "fc": {"kernel": random.standard_normal((N, 256)).astype(np.float32), "bias": np.zeros(256, np.float32)},
+    }
+
+    def loss_fn(params, x):
+        return (jax.nn.relu(x @ params["conv"]) @ params["fc"]["kernel"] + params["fc"]["bias"]).var()
+
+    batch = random.standard_normal((B, N)).astype(np.float32)
+    advice = advise(loss_fn, params, batch, jc.make_mesh(data=2), methods={}, dense_layers={"fc": B})
+    late, split = advice["late"], advice["split"]
+    assert [(layer.path, layer.way) for layer in advice.layers] == [("fc", "late"), ("fc", "split")]
+    rest = {"late": N * N, "split": N * N + 256}
+    for row, layer in zip((late, split), advice.layers, strict=True):
+        others = jc.wire_report(jc.plump_dp(value_dtype="bfloat16"), [np.zeros(rest[row.method], np.float32)], 2)
+        assert row.bytes == pytest.approx(layer.bytes + others.received + 4)  # the loss
+        assert layer.wire > 0
+        assert layer.computing >= 0
+        assert row.wire >= layer.wire
+        assert row.accuracy == "as dense"
+    assert [layer.memory for layer in advice.layers] == [0, 4 * N * 256 // 2]

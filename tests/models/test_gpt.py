@@ -1,0 +1,73 @@
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.gpt import Gpt
+from tests.models.twins import TWINS, count, crossing, make
+
+PAPERS = partial(Gpt, 256, 256)
+
+
+def test_parameters():
+    attention, expand, contract, norms = 4 * (256 + 1) * 256, 257 * 1024, 1025 * 256, 4 * 256
+    layer = attention + expand + contract + norms
+    assert count(PAPERS) == 8 * layer + 2 * 256 * 256 + 2 * 256 + 256 * 256 == 6_515_200
+
+
+def test_what_crosses():
+    batch = {"text": ((3, 9), np.uint8)}
+    assert crossing(partial(Gpt, 256, 8, layers=2, width=12, heads=2), batch) == [(3, 8, 12)] * 3 + [(3, 8, 256)]
+
+
+def test_the_output_is_the_papers():
+    """GPT-2's layers in NumPy, one head and one row at a time."""
+    model = make("gpt")
+    text = TWINS["gpt"][1](2)["text"]
+    outputs = np.asarray(model({"text": jnp.asarray(text)}))
+
+    def norm(layer, x):
+        deviation = x - x.mean(axis=-1, keepdims=True)
+        return deviation / np.sqrt((deviation**2).mean(axis=-1, keepdims=True) + 1e-6) * layer.scale + layer.bias
+
+    def dense(layer, x):
+        return x @ np.asarray(layer.kernel[...]) + (0 if layer.bias is None else np.asarray(layer.bias[...]))
+
+    embedding, *layers, last = model.blocks
+    for row in range(2):
+        x = np.asarray(embedding.table[...])[text[row, :-1]] + np.asarray(embedding.places[...])
+        for layer in layers:
+            y = norm(layer.norms[0], x)
+            heads = []
+            for head in range(2):
+                q, k, v = (
+                    dense(part, y)[:, 4 * head : 4 * head + 4]
+                    for part in (layer.attention.query, layer.attention.key, layer.attention.value)
+                )
+                found = np.zeros_like(q)
+                for place in range(len(q)):
+                    weights = np.exp(k[: place + 1] @ q[place] / 2)  # the root of 4 features
+                    found[place] = weights @ v[: place + 1] / weights.sum()
+                heads.append(found)
+            x = x + dense(layer.attention.out, np.concatenate(heads, axis=1))
+            h = dense(layer.expand, norm(layer.norms[1], x))
+            gelu = 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
+            x = x + dense(layer.contract, gelu)
+        np.testing.assert_allclose(outputs[row], dense(last.dense, norm(last.norm, x)), rtol=2e-4, atol=2e-4)
+
+
+def test_a_byte_is_predicted_from_those_before_it():
+    model, text = make("gpt"), TWINS["gpt"][1](1)["text"]
+    changed = text.copy()
+    changed[0, 5] ^= 1
+    one, other = (np.asarray(model({"text": jnp.asarray(each)})) for each in (text, changed))
+    np.testing.assert_array_equal(one[0, :5], other[0, :5])
+    assert (one[0, 5:] != other[0, 5:]).any(axis=1).all()
+
+
+def test_a_text_that_is_too_long_is_refused():
+    text = jnp.zeros((1, 12), jnp.uint8)
+    with pytest.raises(ValueError, match="got 11 of them for 8 places: make the model with more"):
+        make("gpt")({"text": text})
+    assert make("gpt")({"text": text[:, :6]}).shape == (1, 5, 256)

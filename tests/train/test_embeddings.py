@@ -1,0 +1,144 @@
+"""Tables of a DLRM that are not exchanged: they train like exchanged ones, their bytes are counted, and runs go on."""
+
+import dataclasses
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import jaxcomm as jc
+from configs.experiment import Architecture
+from configs.methods import Dgc, PlumpDp
+from tests.train.runs import DCT_DP, EXPERIMENT, LOGGED, METHODS, Told, assert_same_bits, files, metrics, run
+from train.job import make_job
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+DENSE = PlumpDp()
+WAYS = ("late", "columns", "rows")
+ROWS, DIM, FEATURES = 26 * 20, 4, 26  # of the table, its columns, and ids of a row of the batch
+LAYERS = 13 * 8 + 8 + 8 * 4 + 4 + (4 + 27 * 26 // 2) * 8 + 8 + 8 + 1  # parameters of the dense layers
+
+
+def make(logged, method=DENSE, **changes):
+    return make_job(dataclasses.replace(EXPERIMENT, data_dir=logged, **LOGGED | changes), method)
+
+
+@pytest.fixture(scope="module")
+def exchanged(logged, tmp_path_factory):
+    """Eight steps of two workers that exchange the table's gradient, with decay in the gradient."""
+    return run(tmp_path_factory.mktemp("exchanged"), DENSE, data_dir=logged, decay="l2", **LOGGED)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tables_that_are_not_exchanged_train_like_those_that_are(way, exchanged, logged, tmp_path):
+    """Of three workers rows are filled up from 520 to 522; of columns there are two, since three do not divide four."""
+    changes = LOGGED | {"embeddings": way, "workers": 2 if way == "columns" else 3, "decay": "l2"}
+    told = Told()
+    found = run(tmp_path, DENSE, told, data_dir=logged, **changes)
+    assert len(told.proved) == 1
+    np.testing.assert_allclose(found.losses, exchanged.losses, rtol=1e-5)
+    assert found.summary.scores == pytest.approx(exchanged.summary.scores, rel=1e-5)
+    params, expected = (jax.device_get(run.state.params) for run in (found, exchanged))
+    (index,) = [index for index, block in params.items() if "table" in block]
+    assert not np.any(params[index]["table"][ROWS:])
+    params[index]["table"] = params[index]["table"][:ROWS]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), params, expected)
+
+
+def table_bytes(way, K):
+    """What the models' docstring says."""
+    ids, ring = EXPERIMENT.global_batch * FEATURES, (K - 1) / K
+    return {
+        "exchange": 2 * ring * 4 * ROWS * DIM,
+        "late": ring * 4 * ids * (1 + DIM),
+        "columns": ring * 4 * ids * (1 + 2 * DIM / K),
+        "rows": ring * 4 * ids * (1 + 2 * DIM),
+    }[way]
+
+
+def scalar_bytes(way, K):
+    """Loss and accuracy; and with shards the counts of the exchange."""
+    return 2 * (K - 1) / K * 4 * (2 + (4 if way in ("columns", "rows") else 0))
+
+
+@pytest.mark.parametrize(("way", "K"), [("exchange", 2), *((way, K) for way in WAYS for K in (2, 4))])
+def test_bytes_are_predicted_and_compiled_and_do_not_grow_with_the_tables(way, K, logged):
+    job, layers = make(logged, embeddings=way, workers=K), 2 * (K - 1) / K * 4 * LAYERS
+    assert job.report.received == pytest.approx(table_bytes(way, K) + layers + scalar_bytes(way, K), rel=1e-12)
+    assert "the compiled program sends them, and no more" in job.verify(*job.inputs)
+    assert job.dense == layers + table_bytes("exchange", K)
+    info = dataclasses.replace(job.info, table_sizes=(2000,) * 26)
+    large = make_job(dataclasses.replace(EXPERIMENT, **LOGGED | {"embeddings": way, "workers": K}), DENSE, info=info)
+    grown = large.report.received - job.report.received
+    assert grown == pytest.approx(99 * table_bytes(way, K) if way == "exchange" else 0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_method_compresses_the_dense_layers_alone(way, logged):
+    method = dataclasses.replace(DCT_DP, dense_below=0)
+    job = make(logged, method, embeddings=way)
+    layers = {index: block for index, block in job.inputs[0].params.items() if "table" not in block}
+    payload = jc.wire_report(method.transform(), layers, 2)
+    assert 0 < payload.received < payload.dense / 2
+    assert job.report.received == pytest.approx(
+        payload.received + table_bytes(way, 2) + scalar_bytes(way, 2), rel=1e-12
+    )
+    assert "the compiled program sends them, and no more" in job.verify(*job.inputs)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_shards_are_a_workers_own(way, logged):
+    """In training and where the model is evaluated."""
+    job = make(logged, embeddings=way)
+    state = job.start(0)
+    for params in (state.params, job.model(state)[0]):
+        table = next(block["table"] for block in params.values() if "table" in block)
+        assert {shard.data.shape for shard in table.addressable_shards} == {
+            {"late": (ROWS, DIM), "columns": (ROWS, DIM // 2), "rows": (ROWS // 2, DIM)}[way]
+        }
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(way, logged, tmp_path):
+    """With another number of workers only where the table is replicated."""
+    changes, names = {"data_dir": logged, **LOGGED, "embeddings": way}, (None, "exchange", way)
+    whole = run(tmp_path / "whole", **changes)
+    run(tmp_path / "stopped", **changes, stop_after=5)
+    shutil.copytree(tmp_path / "stopped", tmp_path / "other")
+    resumed = run(tmp_path / "stopped", **changes)
+    assert_same_bits(resumed.state, whole.state)
+    assert resumed.losses == whole.losses[5:]
+    assert metrics(tmp_path / "stopped", DCT_DP, *names) == metrics(tmp_path / "whole", DCT_DP, *names)
+    if way == "late":
+        told = Told()
+        assert run(tmp_path / "other", DCT_DP, told, **changes | {"workers": 4}).finished
+        assert "The checkpoint has 2 workers and the run 4" in told.messages[0]
+        return
+    before = files(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"for 4 that hold shards of layers or tables: go on with --workers 2"):
+        run(tmp_path / "other", **changes | {"workers": 4})
+    assert files(tmp_path / "other") == before
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "message"),
+    [
+        (
+            DENSE,
+            {"architecture": Architecture("mlp"), "dataset": "digits"},
+            "which dlrm has; got columns for 'mlp'",
+        ),
+        (
+            DENSE,
+            {"workers": 3},
+            "a number of --workers that divides the columns of a table; got 3 for 4. Take --emb",
+        ),
+        (Dgc(sparsity=0.9), {}, r"with --embeddings columns, got dgc, whose momentum they would miss"),
+        (METHODS["slim_dp"], {"embeddings": "late"}, r"with --embeddings late, got slim_dp, whose averaging of models"),
+    ],
+)
+def test_what_does_not_go_with_tables_of_their_own_kind_is_refused(method, changes, message, logged):
+    with pytest.raises(ValueError, match=message):
+        make(logged, method, **{"embeddings": "columns"} | changes)

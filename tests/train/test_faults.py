@@ -1,0 +1,112 @@
+"""Runs of three processes in which something goes wrong: all end in time, and each says what, and whose fault it was.
+
+On `benchmarks.netlab`: network namespaces as root, loopback else.
+"""
+
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.netlab import Lab
+from tests.train.test_processes import environment
+
+RUN = [
+    *("digits", "--workers", "3", "--global-batch", "24", "--warmup-steps", "2", "--no-baseline"),
+    *("--steps", "100000", "--eval-every", "100000", "--checkpoint-every", "100000"),
+]
+# What a shell starts in the background ignores Ctrl-C.
+CTRL_C = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+METHOD = ["method:dct-dp", "--method.sparsity", "0.9"]
+
+
+def end(tmp_path, *, options="", trouble=":", peer_timeout="8"):
+    """Starts three processes and lets `trouble`, a shell command, befall process 2 once it trains; their results.
+
+    Args:
+      options: of process 2 alone.
+      trouble: with $PID, the process.
+    """
+    arguments = [*RUN, "--out", str(tmp_path / "runs"), "--peer-timeout", peer_timeout]
+    command = " ".join([sys.executable, "-m", "train", *arguments])
+    script = f"""
+    if [ $JAXCOMM_PROCESS_ID != 2 ]; then exec {command} {" ".join(METHOD)}; fi
+    {sys.executable} -c "{CTRL_C}" {command} {options} {" ".join(METHOD)} & PID=$!
+    until [ $(cat {tmp_path}/runs/digits/dct_dp/metrics.jsonl 2>/dev/null | wc -l) -gt 4 ]; do
+        kill -0 $PID 2>/dev/null || break
+        sleep 0.1
+    done
+    date +%s.%N > {tmp_path}/troubled
+    {trouble}
+    wait $PID
+    """
+    with Lab(3, None) as lab:
+        results = lab.run(["sh", "-c", script], env=environment(), timeout=300)
+    seconds = time.time() - float((tmp_path / "troubled").read_text())
+    return results, [" ".join(result.stderr.split()) for result in results], seconds
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """The lab waits for processes that end by themselves; it would kill them after one has failed."""
+    monkeypatch.setattr("benchmarks.netlab.FAILURE_GRACE", 60.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--seed 7", "got --seed: 0 in process 0, 7 in process 2: start all with the same"),
+        ("--steps 50", "got --steps: 100000 in process 0, 50 in process 2"),
+        ("--out {}/elsewhere", "does not have the file of process 0 in process 2"),
+    ],
+)
+def test_a_process_that_is_started_differently_is_refused_by_all(options, said, tmp_path):
+    results, texts, _ = end(tmp_path, options=options.format(tmp_path))
+    assert [result.returncode for result in results] == [2, 2, 2], texts
+    for text in texts:
+        assert said in text
+        assert "Traceback" not in text
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trouble", "said", "codes"),
+    [
+        ("kill -9 $PID", "no sign of life from process 2", [1, 1, 137]),
+        ("kill -INT $PID", "process 2 has ended: interrupted", [130, 130, 130]),
+        ("kill -STOP $PID; (sleep 20; kill -9 $PID) &", "no sign of life from process 2", [1, 1, 137]),
+    ],
+)
+def test_a_process_that_ends_or_stops_is_named_by_the_others(trouble, said, codes, tmp_path):
+    results, texts, seconds = end(tmp_path, trouble=trouble)
+    assert [result.returncode for result in results] == codes, texts
+    for text in texts if codes[2] == 130 else texts[:2]:
+        assert said in text
+    assert seconds < 100  # JAX alone takes 300 and more; here it is 5 to 25 on a quiet machine
+
+
+@pytest.mark.slow
+def test_a_process_that_cannot_read_its_data_ends_all(tmp_path):
+    """Its folder of data is a file."""
+    (tmp_path / "data").touch()
+    results, texts, _ = end(tmp_path, options=f"--data-dir {tmp_path}/data")
+    assert [result.returncode for result in results] == [2, 2, 2], texts
+    for text in texts:
+        assert "process 2 has ended: FileExistsError" in text
+        assert "Traceback" not in text
+
+
+def test_a_port_that_is_taken_is_refused_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        command = [sys.executable, "-m", "train", "digits", "--coordinator", address]
+        command += ["--process-id", "0", "--num-processes", "2"]
+        begin = time.monotonic()
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 2
+    assert f"has a port of process 0 that is free, got '{address}': Address already in use" in done.stderr
+    assert time.monotonic() - begin < 60

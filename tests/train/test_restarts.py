@@ -1,0 +1,119 @@
+"""The supervisor: what it starts again, and what not; and that a killed process costs nothing but its steps."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.netlab import Lab
+from tests.train.test_processes import FEW, METHOD, environment, metrics
+from train.restarts import BEGUN, begun, is_supervised, note_begun, supervise
+
+
+class Starts:
+    """In place of the trainer, processes that do in turn what a shell says."""
+
+    def __init__(self, *scripts):
+        self.scripts, self.commands, self.notes = list(scripts), [], []
+
+    def __call__(self, command, env):
+        self.commands.append(command)
+        with open(env[BEGUN]) as note:
+            self.notes.append(note.read())
+        return subprocess.Popen(["sh", "-c", self.scripts[len(self.commands) - 1]], env=env)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    monkeypatch.setattr("train.restarts.PAUSE", 0.0)
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 130])
+def test_an_end_by_itself_is_the_end(code):
+    starts = Starts(f"exit {code}")
+    assert supervise(["digits"], 5, starts) == code
+    assert starts.commands == [[sys.executable, "-m", "train", "digits"]]
+
+
+def test_a_fault_is_started_again_and_goes_on_with_its_folder(capsys):
+    starts = Starts("exit 1", f"printf runs/digits > ${BEGUN}; kill -9 $$", "exit 0")
+    assert supervise(["digits"], 5, starts) == 0
+    assert starts.notes == ["", "", "runs/digits"]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "train: ended with 1; start 2 of 6 begins anew",
+        "train: ended with -9; start 3 of 6 goes on from the last checkpoint",
+    ]
+
+
+def test_it_is_started_so_often_and_no_more():
+    starts = Starts("exit 1", "kill -9 $$", "kill -6 $$")
+    assert supervise([], 2, starts) == 128 + 6
+    assert len(starts.commands) == 3
+
+
+def test_a_signal_goes_on_to_the_trainer_and_is_the_end():
+    starts = Starts(f"trap 'exit 7' TERM; kill -TERM {os.getpid()}; sleep 20 & wait")
+    before = signal.getsignal(signal.SIGTERM)
+    assert supervise([], 5, starts) == 7
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert len(starts.commands) == 1
+
+
+def test_a_signal_that_comes_while_the_trainer_is_started_is_not_lost(tmp_path):
+    def start(command, env):
+        process = subprocess.Popen(["sh", "-c", f"trap 'exit 7' TERM; touch {tmp_path}/there; sleep 20 & wait"])
+        while not (tmp_path / "there").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)  # its handler runs now, before anybody knows the process
+        return process
+
+    assert supervise([], 5, start) == 7
+
+
+def test_a_signal_between_two_starts_is_the_end(monkeypatch):
+    monkeypatch.setattr("train.restarts.time.sleep", lambda seconds: os.kill(os.getpid(), signal.SIGINT))
+    starts = Starts("exit 1", "exit 0")
+    assert supervise([], 5, starts) == 1
+    assert len(starts.commands) == 1
+
+
+def test_a_trainer_without_a_supervisor_notes_nothing(monkeypatch, tmp_path):
+    monkeypatch.delenv(BEGUN, raising=False)
+    note_begun(tmp_path)
+    assert (is_supervised(), begun()) == (False, None)
+    monkeypatch.setenv(BEGUN, str(tmp_path / "note"))
+    (tmp_path / "note").touch()
+    assert (is_supervised(), begun()) == (True, None)
+    note_begun(tmp_path / "runs")
+    assert begun() == tmp_path / "runs"
+
+
+@pytest.mark.slow
+def test_a_run_whose_process_was_killed_ends_as_if_nothing_had_happened(tmp_path):
+    argv = [*FEW, "--workers", "2", "--steps", "40", "--eval-every", "40", "--checkpoint-every", "10", "--no-baseline"]
+    out = tmp_path / "runs"
+    command = " ".join([sys.executable, "-m", "train", *argv, "--out", str(out), "--restarts", "2", *METHOD])
+    # Once there is a checkpoint, the trainer of the second process is killed; its supervisor is `exec`'s.
+    script = f"""
+    if [ $JAXCOMM_PROCESS_ID = 1 ]; then
+        (until [ -d {out}/digits/dct_dp/checkpoints/10 ]; do sleep 0.05; done; pkill -9 -P $$ python) &
+    fi
+    exec {command}
+    """
+    with Lab(2, None) as lab:
+        results = lab.run(["sh", "-c", script], env=environment(), timeout=300)
+        undisturbed = lab.run(
+            [sys.executable, "-m", "train", *argv, "--out", str(tmp_path / "other"), *METHOD], env=environment()
+        )
+    assert [result.returncode for result in results] == [0, 0], results
+    assert "train: ended with 1; start 2 of 3 goes on from the last checkpoint" in results[0].stderr
+    assert "no sign of life from process 1" in " ".join(results[0].stderr.split())
+    assert "train: ended with -9; start 2 of 3 goes on from the last checkpoint" in results[1].stderr
+    assert [path.name for path in out.iterdir()] == ["digits"]
+    assert [result.returncode for result in undisturbed] == [0, 0]
+    assert len(metrics(out / "digits", "dct_dp")) == 40
+    assert metrics(out / "digits", "dct_dp") == metrics(tmp_path / "other" / "digits", "dct_dp")

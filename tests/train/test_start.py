@@ -1,0 +1,124 @@
+"""Processes that are started differently are told so, all of them, before anything is compiled."""
+
+import dataclasses
+import threading
+
+import pytest
+
+import train.start
+from configs import CONFIGS
+from tests.train.test_liveness import Memory
+from train.processes import Processes
+from train.start import DisagreementError, agree, check_shared, facts_of
+
+
+def each(function, count):
+    """What every process gets of function(process), all at the same time: a result or an error."""
+    found = [None] * count
+
+    def run(index):
+        try:
+            found[index] = function(Processes(index, count))
+        except Exception as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_processes_that_are_started_alike_agree():
+    store = Memory()
+    assert each(lambda own: agree(store, own, "settings", {"--seed": "3"}, 5.0), 3) == [None] * 3
+
+
+def test_what_differs_is_named_on_all_processes():
+    store = Memory()
+    facts = [{"--seed": "0", "--steps": "5"}, {"--seed": "0", "--steps": "5"}, {"--seed": "7", "--steps": "5"}]
+    found = each(lambda own: agree(store, own, "settings", facts[own.index], 5.0), 3)
+    assert all(isinstance(error, DisagreementError) for error in found)
+    message = "all processes of a run are started alike, got --seed: 0 in process 0, 7 in process 2: start all with"
+    assert {str(error) for error in found} == {f"{message} the same."}
+
+
+def test_many_differences_are_counted():
+    store = Memory()
+    facts = [{f"--field{n}": str(own) for n in range(5)} for own in range(2)]
+    facts[0]["--only"] = "here"
+    found = each(lambda own: agree(store, own, "settings", facts[own.index], 5.0), 2)
+    assert "; and 3 more: start all with the same." in str(found[1])
+    assert "--field2: 0 in process 0, 1 in process 1; and" in str(found[0])
+
+
+def test_a_process_that_does_not_come_is_named():
+    with pytest.raises(TimeoutError, match=r"got nothing of process 1 within 0\.1 s"):
+        agree(Memory(), Processes(0, 2), "settings", {}, 0.1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 7},
+        {"learning_rate": 0.5},
+        {"steps": 14},
+        {"method": dataclasses.replace(CONFIGS["digits"].method, sparsity=0.95)},
+        {"workers": 2},
+        {"checkpoint_every": 7},
+    ],
+)
+def test_every_setting_that_matters_is_compared(change):
+    experiment = CONFIGS["digits"]
+    changed = dataclasses.replace(experiment, **change)
+    assert facts_of(experiment) == facts_of(experiment)
+    one, other = facts_of(experiment), facts_of(changed)
+    (name,) = change
+    assert [key for key in one if one[key] != other[key]] == [f"--{name.replace('_', '-')}"]
+
+
+def test_what_is_a_processs_own_is_not_compared(tmp_path):
+    experiment = CONFIGS["digits"]
+    own = dataclasses.replace(experiment, process_id=1, coordinator="a:1", out=tmp_path, json=tmp_path / "a.json")
+    assert facts_of(own) == facts_of(experiment)
+
+
+def test_the_library_and_the_data_are_compared(monkeypatch, tmp_path):
+    before = facts_of(CONFIGS["digits"])
+    assert before["the data"] == "1347 rows, {'version': '1.0.0'}"
+    root = tmp_path / "copy"
+    for package in ("jaxcomm", "models", "configs", "train"):
+        (root / package).mkdir(parents=True)
+        (root / package / "a.py").write_text("one")
+    monkeypatch.setattr(train.start, "__file__", str(root / "train" / "start.py"))
+    found = [train.start.library_crc32()]
+    (root / "models" / "a.py").write_text("other")
+    found.append(train.start.library_crc32())
+    (root / "models" / "a.py").rename(root / "models" / "b.py")
+    found.append(train.start.library_crc32())
+    assert len(set(found)) == 3
+    assert before["the text of this library"].startswith("crc32 ")
+
+
+def test_a_plan_is_compared_by_what_it_says(tmp_path):
+    for name, text in (("a", "one"), ("b", "one"), ("c", "other")):
+        (tmp_path / name).write_text(text)
+    a, b, c = (facts_of(dataclasses.replace(CONFIGS["digits"], plan=tmp_path / name)) for name in "abc")
+    assert a == b != c
+
+
+def test_one_folder_is_shared_and_left_as_it_was(tmp_path):
+    store = Memory()
+    assert each(lambda own: check_shared(store, own, tmp_path / "runs", 5.0), 2) == [None, None]
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_folder_that_is_not_shared_is_refused_on_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(train.start, "PATIENCE", 0.3)
+    store = Memory()
+    outs = [tmp_path / "one", tmp_path / "two"]
+    found = each(lambda own: check_shared(store, own, outs[own.index], 5.0), 2)
+    assert all(isinstance(error, DisagreementError) for error in found)
+    assert f"({outs[1]}) does not have the file of process 0 in process 1" in str(found[0])
+    assert list(outs[0].iterdir()) == []

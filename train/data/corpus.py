@@ -1,0 +1,57 @@
+"""Prepares the C sources and documents of Linux, unpacked by you, as text in windows of 256 bytes.
+
+python -m train.data.corpus prepare --input linux-source-6.1 --out FOLDER     # the unpacked sources
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from train.data.corpus_store import LINUX_FOLDER, LINUX_SUFFIXES, Window, files_of, prepare_corpus
+from train.data.info import resolve_data_dir
+from train.data.placing import check_new
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Prepare the C sources and documents of Linux: one folder in 16 is the test split."""
+
+    input: Path
+    """The folder of the unpacked sources."""
+    out: Path | None = None
+    """Folder of all datasets, the trainer's --data-dir; $TFDS_DATA_DIR or ~/tensorflow_datasets if not given."""
+    megabytes: int = 64
+    """Text of the train split, at most."""
+
+    def run(self) -> None:
+        """Prepares the text and prints what it holds."""
+        root = resolve_data_dir(self.out)
+        check_new(root / LINUX_FOLDER)
+        if not self.input.is_dir():
+            raise ValueError(f"--input is the folder of the unpacked sources, got {self.input}, which is none")
+        if self.megabytes < 1:
+            raise ValueError(f"--megabytes is at least 1, got {self.megabytes}")
+        files, window = files_of(self.input, LINUX_SUFFIXES), Window(256, self.megabytes * 10**6)
+        print(
+            json.dumps(
+                prepare_corpus("linux", self.input, files, window, root, LINUX_FOLDER, keep_first=False), indent=2
+            )
+        )
+
+
+def main(args: list[str] | None = None) -> int:
+    """Runs a command; returns 0, or 2 for input that cannot be used."""
+    command = tyro.extras.subcommand_cli_from_dict({"prepare": Prepare}, args=args)
+    try:
+        command.run()
+    except (ValueError, OSError) as error:
+        print(f"corpus: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""What the processes of a run tell each other outside of JAX's programs: that they live, and why one ends.
+
+It goes through the key-value store of JAX's coordination service, which is in process 0, and is there before any device
+is. Without it, a process that fails leaves the others waiting in a collective.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import jax
+
+from train.processes import Processes
+
+PERIOD = 1.0  # seconds between two signs of life
+SILENCE = 5.0  # seconds without one that tell who is gone, once a collective has failed
+
+
+class Store(Protocol):
+    """Strings by keys, the same for all processes."""
+
+    def put(self, key: str, value: str) -> None:
+        """Sets a key; an earlier value is replaced."""
+        ...
+
+    def get(self, key: str, seconds: float) -> str:
+        """Waits for a key.
+
+        Raises:
+          TimeoutError: if it is not set in time.
+        """
+        ...
+
+    def under(self, prefix: str) -> dict[str, str]:
+        """Returns the values of all keys `prefix/NAME`, by name."""
+        ...
+
+
+class JaxStore:
+    """The store of `jax.distributed`."""
+
+    def __init__(self) -> None:
+        """Takes the client of this process, which is connected; JAX has no public name for it."""
+        from jax._src import distributed
+
+        assert distributed.global_state.client is not None
+        self._client = distributed.global_state.client
+
+    def put(self, key: str, value: str) -> None:
+        """See `Store`."""
+        self._client.key_value_set(key, value, allow_overwrite=True)
+
+    def get(self, key: str, seconds: float) -> str:
+        """See `Store`."""
+        try:
+            return self._client.blocking_key_value_get(key, int(seconds * 1000))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                raise TimeoutError(key) from None
+            raise
+
+    def under(self, prefix: str) -> dict[str, str]:
+        """See `Store`."""
+        return {key.rpartition("/")[2]: value for key, value in self._client.key_value_dir_get(f"{prefix}/")}
+
+
+@dataclass
+class Signs:
+    """The signs of life of all processes, as this one has seen them.
+
+    Attributes:
+      count: of processes.
+      seen: the last sign of each, and when it had come.
+      moved: what each was doing when it last changed, and when that was.
+    """
+
+    count: int
+    seen: dict[int, tuple[str, float]] = field(default_factory=dict)
+    moved: dict[int, tuple[str, float]] = field(default_factory=dict)
+
+    def update(self, values: Mapping[str, str], now: float) -> None:
+        """Takes in the signs "NUMBER DOING" of the processes."""
+        for index in range(self.count):
+            sign = values.get(str(index), " ")
+            if index not in self.seen or self.seen[index][0] != sign:
+                self.seen[index] = (sign, now)
+            doing = sign.partition(" ")[2]
+            if index not in self.moved or self.moved[index][0] != doing:
+                self.moved[index] = (doing, now)
+
+    def silent(self, now: float, seconds: float) -> str | None:
+        """Says which processes gave no sign for so long; None if all did, or are done."""
+        gone = [
+            f"process {index} ({int(now - when)} s)"
+            for index, (_, when) in self.seen.items()
+            if now - when > seconds and self.moved[index][0] != "done"
+        ]
+        return f"no sign of life from {', '.join(gone)}" if gone else None
+
+    def stuck(self, now: float, seconds: float) -> str | None:
+        """Says what the processes have been doing if none has gone on for so long; None if one has, or is done."""
+        if any(now - when <= seconds or doing in ("", "done") for doing, when in self.moved.values()):
+            return None
+        doings = ", ".join(f"process {index}: {doing}" for index, (doing, _) in sorted(self.moved.items()))
+        return f"no process has gone on for {seconds:g} s ({doings})"
+
+
+class Liveness:
+    """Signs of life, as a context: while it is open, this process gives one a second, and reads those of the others.
+
+    A process that gives none for `timeout` seconds, or that fails, ends all of them: each prints one line that names
+    it, and exits with the same code, 1 for a fault. If no process goes on for `deadline` seconds, all end as well.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        processes: Processes,
+        timeout: float,
+        deadline: float,
+        exit_process: Callable[[int], None] = os._exit,
+    ):
+        """Begins nothing yet.
+
+        Args:
+          store: of all processes.
+          processes: this one among the others.
+          timeout: seconds without a sign after which a process counts as gone.
+          deadline: seconds without a change in what they do, of all processes.
+          exit_process: what ends this process, whatever its other threads do.
+        """
+        self._store, self._processes, self._exit = store, processes, exit_process
+        self._timeout, self._deadline = timeout, deadline
+        self._doing, self._number = "starting", 0
+        self._closed, self._broken = threading.Event(), threading.Event()
+        self._answered = time.monotonic()
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._watch, self._guard)]
+
+    def __enter__(self) -> "Liveness":
+        self._give_sign()
+        self._answered = time.monotonic()
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        for thread in self._threads:
+            thread.join(timeout=2 * PERIOD)
+        self._doing = "done"
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._give_sign()
+
+    def doing(self, what: str) -> None:
+        """Tells the others what this process does from now on; costs nothing."""
+        self._doing = what
+
+    def fail(self, error: BaseException, code: int) -> None:
+        """Ends all processes because of an error in this one.
+
+        A collective fails where another process has ended: then that one is looked for first, for some seconds.
+
+        Args:
+          error: what happened.
+          code: that all processes exit with.
+        """
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            self._broken.set()
+            if self._closed.wait(SILENCE + 3 * PERIOD):
+                return
+        kind = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+        what = str(error).strip()
+        self._end(f"process {self._processes.index} has ended: {kind}{': ' + what if what else ''}", code, own=True)
+
+    def _watch(self) -> None:
+        signs = Signs(self._processes.count)
+        while not self._closed.wait(PERIOD):
+            try:
+                self._give_sign()
+                ended = self._store.under("jaxcomm/ended")
+                signs.update(self._store.under("jaxcomm/alive"), time.monotonic())
+            except jax.errors.JaxRuntimeError:
+                self._end("process 0, through which the others speak, is gone", 1)
+                return
+            now = self._answered = time.monotonic()
+            timeout = min(self._timeout, SILENCE) if self._broken.is_set() else self._timeout
+            found = signs.silent(now, timeout) or signs.stuck(now, self._deadline)
+            if found or "first" in ended:
+                self._end(found or "", 1)
+                return
+
+    def _guard(self) -> None:
+        """Ends this process if the store does not answer, of which a call may wait for ever."""
+        while not self._closed.wait(PERIOD):
+            seconds = time.monotonic() - self._answered
+            if seconds > self._timeout + 3 * PERIOD:
+                self._closed.set()
+                self._say(f"process 0, through which the others speak, has not answered for {int(seconds)} s")
+                self._exit(1)
+
+    def _give_sign(self) -> None:
+        self._number += 1
+        self._store.put(f"jaxcomm/alive/{self._processes.index}", f"{self._number} {self._doing}")
+
+    def _end(self, line: str, code: int, *, own: bool = False) -> None:
+        self._closed.set()
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            first = self._store.under("jaxcomm/ended").get("first")
+            if first is None:
+                self._store.put("jaxcomm/ended/first", f"{code} {line.splitlines()[0]}")
+            elif not own:
+                text, _, line = first.partition(" ")
+                code = int(text)
+        self._say(line)
+        if self._processes.index == 0:
+            time.sleep(3 * PERIOD)  # the others read why from here
+        self._exit(code)
+
+    def _say(self, line: str) -> None:
+        sys.stdout.flush()
+        print(f"train: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,93 @@
+"""`--restarts N`: a process that starts the trainer again, from its last checkpoint, when it has ended by a fault.
+
+The supervisor of each process starts its own again. All processes end when one does (`train.liveness`), so that they
+meet at the coordinator again.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+BEGUN = "JAXCOMM_BEGUN"  # names a file: of which run this process goes on, once it has begun one
+FINAL = (0, 2, 3, 130)  # exit codes after which no start follows: done, bad input, an advice, Ctrl-C
+PAUSE = 10.0  # seconds before a start, in which the others end by themselves: JAX aborts those that one comes back to
+
+
+def is_supervised() -> bool:
+    """Returns whether this process was started by `supervise`."""
+    return BEGUN in os.environ
+
+
+def begun() -> Path | None:
+    """Returns the folder of the run that an earlier start of this process has begun; None if none has."""
+    text = Path(os.environ[BEGUN]).read_text() if is_supervised() else ""
+    return Path(text) if text else None
+
+
+def note_begun(folder: Path) -> None:
+    """Notes the folder of the run, for the starts after this one."""
+    if is_supervised():
+        Path(os.environ[BEGUN]).write_text(str(folder))
+
+
+def supervise(
+    argv: Sequence[str], restarts: int, start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+) -> int:
+    """Runs `python -m train` until it ends by itself, or has been started so often; returns its exit code.
+
+    SIGTERM and SIGINT go on to the trainer, which then ends as it does without a supervisor, and is not started again.
+
+    Args:
+      argv: of the trainer.
+      restarts: starts after the first.
+      start: starts a process, as `subprocess.Popen`.
+    """
+    process: subprocess.Popen[bytes] | None = None
+    asked: signal.Signals | None = None
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = signal.Signals(number)
+        if process is not None:
+            process.send_signal(number)
+
+    with tempfile.TemporaryDirectory(prefix="jaxcomm-") as folder, _handled(hand_on):
+        note = Path(folder, "begun")
+        note.touch()
+        code = 0
+        for number in range(restarts + 1):
+            if number:
+                print(
+                    f"train: ended with {code}; start {number + 1} of {restarts + 1} "
+                    + ("goes on from the last checkpoint" if note.read_text() else "begins anew"),
+                    file=sys.stderr,
+                    flush=True,
+                )
+                time.sleep(PAUSE)
+            if asked is not None:
+                break
+            process = start([sys.executable, "-m", "train", *argv], env={**os.environ, BEGUN: str(note)})
+            if asked is not None:  # before the process was known
+                process.send_signal(asked)
+            code = process.wait()
+            if asked is not None or code in FINAL:
+                break
+        return code if code >= 0 else 128 - code
+
+
+@contextlib.contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Gives SIGTERM and SIGINT to a handler."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
