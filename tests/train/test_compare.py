@@ -53,7 +53,7 @@ def test_a_comparison_trains_every_setting_with_every_seed(tmp_path, capsys):
     assert 0 < compute == sparse["compute_seconds_per_step"] == dense["measured_seconds_per_step"]
     for record in records:
         assert record["seconds_to_finish"] == pytest.approx(3 * (compute + 8 * record["bytes_per_step"] / 1e6))
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert "test accuracy in % over 2 seeds" in said
     assert "at 1mbit, modelled as steps * (" in said
     assert "2/2 topk 90%: " in said
