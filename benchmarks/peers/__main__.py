@@ -10,6 +10,7 @@ ms is the wall time of a step, with its batch read and placed, without evaluatio
 compiles and connects (first_s). A ratio is the median over the rounds of the ratio to torch:dense in the same round.
 """
 
+import itertools
 import json
 import statistics
 import sys
@@ -25,6 +26,7 @@ import tyro
 from benchmarks.control import check_run
 from benchmarks.netlab import Lab
 from benchmarks.papers.common import Records
+from benchmarks.papers.report import Lines, draw
 from benchmarks.peers.jax_host import METHODS
 from benchmarks.peers.job import CLASSES, WIDTH, Job, initial_weights
 from train.data.fashion import read_split
@@ -69,6 +71,8 @@ class Config:
     """Runs of each method; round r has the seed r, for weights and order of rows."""
     json: Path | None = None
     """File for the records of the runs; what it has is not run again."""
+    figure: Path | None = None
+    """File for test accuracy against seconds of training, with --data fashion; a panel for each rate."""
 
 
 def main(config: Config) -> None:
@@ -79,8 +83,9 @@ def main(config: Config) -> None:
         check(config, methods)
         records = Records(config.json)
         splits = read(config)
+        panels: dict[str, Lines] = {}
         for rate in rates:
-            runs = []
+            runs: list[dict[str, Any]] = []
             for seed in range(config.rounds):
                 for method in methods:
                     key = {"method": method, "hosts": config.hosts, "rate": rate, "data": config.data, "seed": seed}
@@ -96,6 +101,9 @@ def main(config: Config) -> None:
                 f"{config.hosts} hosts, {rate}, {config.rows} rows a worker, {config.data}, {config.rounds} rounds",
                 [summary(method, runs, config.target) for method in methods],
             )
+            panels[f"{config.hosts} hosts, {rate}"] = {method: curve(method, runs) for method in methods}
+        if config.figure is not None:
+            draw(config.figure, panels, "seconds of training, without compiling", "test accuracy, %")
     except ValueError as error:
         raise SystemExit(str(error)) from None
 
@@ -109,6 +117,8 @@ def check(config: Config, methods: Sequence[str]) -> None:
             raise ValueError(f"--methods are of {every}, got {method!r}.")
         if peer == "torch" and (config.torch is None or not config.torch.exists()):
             raise ValueError(f"--torch names the Python of an environment with torch for {method}, got {config.torch}.")
+    if config.figure is not None and config.data == "noise":
+        raise ValueError("--figure shows test accuracies, got --data noise, which has none: use --data fashion.")
     if config.data not in ("noise", "fashion"):
         raise ValueError(f'--data is "noise" or "fashion", got {config.data!r}.')
     if min(config.rows, config.segment, config.rounds, config.steps - 1) < 1:
@@ -189,6 +199,14 @@ def seconds_to(record: dict[str, Any], target: float) -> float | None:
         if 100 * each.get("accuracy", 0.0) >= target:
             return seconds
     return None
+
+
+def curve(method: str, runs: Sequence[dict[str, Any]]) -> tuple[list[float], list[list[float]]]:
+    """Returns the seconds of each evaluation but the first, means over the rounds, and every round's accuracies."""
+    own = [run["segments"][1:] for run in runs if run["method"] == method]
+    times = [itertools.accumulate(each["seconds"] for each in segments) for segments in own]
+    seconds = [statistics.fmean(same) for same in zip(*times, strict=True)]
+    return seconds, [[100 * each["accuracy"] for each in segments] for segments in own]
 
 
 def summary(method: str, runs: Sequence[dict[str, Any]], target: float) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks.peers.__main__ import Config, check, seconds_to, segments_of, summary
+from benchmarks.peers.__main__ import Config, check, curve, seconds_to, segments_of, summary
 from benchmarks.peers.job import Job, accuracy, initial_weights
 
 
@@ -101,6 +101,15 @@ def test_two_hosts_train_as_one_device_with_all_rows(tmp_path):
         assert hosts[0][1]["received"] == pytest.approx(2 * 3_159_050 * 4, rel=0.03)
 
 
+def test_a_curve_is_accuracy_against_the_mean_seconds_so_far():
+    runs = [
+        {"method": "a", "segments": [segment(9.0, 0.1, steps=1), segment(2.0, 0.5), segment(3.0, 0.75)]},
+        {"method": "b", "segments": [segment(1.0, 0.0)] * 3},
+        {"method": "a", "segments": [segment(7.0, 0.2, steps=1), segment(4.0, 0.25), segment(6.0, 1.0)]},
+    ]
+    assert curve("a", runs) == ([3.0, 7.5], [[50, 75], [25, 100]])
+
+
 def test_what_cannot_run_is_refused_with_the_remedy(tmp_path):
     def message(**changes):
         config = Config(**changes)
@@ -113,6 +122,7 @@ def test_what_cannot_run_is_refused_with_the_remedy(tmp_path):
         methods="torch:dense"
     )
     assert "got 'mnist'" in message(methods="jaxcomm:dense", data="mnist")
+    assert "--figure shows test accuracies" in message(methods="jaxcomm:dense", figure=tmp_path / "figure.png")
     assert "--steps at least 2" in message(methods="jaxcomm:dense", steps=1)
     assert "jaxcomm:sgd" in message(methods="jaxcomm:sgd")
     command = [sys.executable, "-m", "benchmarks.peers", "--methods", "torch:dense", "--torch", str(tmp_path / "none")]
