@@ -11,6 +11,13 @@ import tempfile
 os.environ["PJRT_NPROC"] = "16"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+# A test's program runs for milliseconds and compiles for a second, of which XLA's fusion emitters and LLVM's passes are
+# three quarters. XLA_FLAGS, even if empty, test the programs that users run: `.ci/run` does so on the newest Python.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false",
+)
+
 # Compiling is what the tests spend their time on. The processes of pytest-xdist, and those that tests start, inherit
 # this folder of the first one, so that each program is compiled by one of them.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
