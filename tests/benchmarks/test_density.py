@@ -25,10 +25,7 @@ def counts_of_the_collective(regions, masks, seed):
     def worker(vector, mask):
         return ring_sum(regions, vector, mask, jnp.float32(0), jnp.asarray(True), "data")[1]
 
-    # What the program counts does not depend on LLVM's effort, half of the time that this takes.
-    options = {"xla_backend_optimization_level": 0}
-    count = jax.jit(jax.vmap(worker, axis_name="data", out_axes=None), compiler_options=options)
-    return count(vectors, masks)
+    return jax.jit(jax.vmap(worker, axis_name="data", out_axes=None))(vectors, masks)
 
 
 def test_the_masks_are_those_that_dgc_sends_and_the_counts_those_of_its_ring(monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 
 from tests.jaxcomm.methods import dct_dp, dgc, iwp, plump_dp, quant_dp, random_k, sign, terngrad, topk
 from tests.jaxcomm.methods.case import Case
-from tests.jaxcomm.workers import QUICKLY, OnMesh, Simulated
+from tests.jaxcomm.workers import OnMesh, Simulated
 
 METHODS = (plump_dp, topk, dct_dp, dgc, random_k, iwp, sign, quant_dp, terngrad)
 
@@ -53,15 +53,10 @@ def first_rows(rows: list[Case]) -> list[Any]:
 @functools.cache
 def simulated(case: Case, tree: str, K: int) -> Simulated:
     """The simulation of a case of the table; compiled once for all tests."""
-    return Simulated(case.make(), tree, K, _compiled(case, tree, K))
+    return Simulated(case.make(), tree, K)
 
 
 @functools.cache
 def on_mesh(case: Case, tree: str, K: int) -> OnMesh:
     """The exchange of a case of the table on a mesh; compiled once for all tests."""
-    return OnMesh(case.make(), tree, K, _compiled(case, tree, K))
-
-
-def _compiled(case: Case, tree: str, K: int) -> dict[str, Any] | None:
-    """How a program is compiled: as users have it in the settings that are usual of methods, quickly in the others."""
-    return None if not case.is_variant and (K, tree) in USUAL else QUICKLY
+    return OnMesh(case.make(), tree, K)

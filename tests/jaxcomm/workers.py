@@ -14,9 +14,6 @@ from tests.jaxcomm.trees import params_of, shapes_of, zeros_of
 
 AXIS = "data"
 
-# For programs that take a few steps only: XLA's own passes, without LLVM's, which take half of the time.
-QUICKLY = {"xla_backend_optimization_level": 0}
-
 
 def is_per_worker(node: Any) -> bool:
     return isinstance(node, jc.PerWorker)
@@ -47,7 +44,7 @@ class Outcome:
 class Simulated:
     """K workers under `jax.vmap`. What is not `PerWorker` has to come out unbatched: the same on every worker."""
 
-    def __init__(self, tx: Any, tree: str, K: int, compiler_options: dict[str, Any] | None = None):
+    def __init__(self, tx: Any, tree: str, K: int):
         one = tx.init(zeros_of(tree))
         axes = jax.tree.map(lambda node: 0 if is_per_worker(node) else None, one, is_leaf=is_per_worker)
         params = params_of(tree)
@@ -61,7 +58,7 @@ class Simulated:
             is_leaf=is_per_worker,
         )
         workers = jax.vmap(update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
-        self.update = jax.jit(workers, compiler_options=compiler_options)
+        self.update = jax.jit(workers)
 
     def step(self, gradients: Any, state: Any) -> Outcome:
         """One step; gradients by name, (K, *shape)."""
@@ -71,7 +68,7 @@ class Simulated:
 class OnMesh:
     """K workers on a mesh of as many devices, with check_vma=True."""
 
-    def __init__(self, tx: Any, tree: str, K: int, compiler_options: dict[str, Any] | None = None):
+    def __init__(self, tx: Any, tree: str, K: int):
         self.mesh = jc.make_mesh(**{AXIS: K})
         self.first = init_state(zeros_of(tree), tx, self.mesh, axis_name=AXIS).opt_state
         specs = jc.state_specs(self.first)
@@ -82,7 +79,7 @@ class OnMesh:
 
         self.update = jax.jit(jax.shard_map(update, mesh=self.mesh, in_specs=(P(AXIS), specs), out_specs=(P(), specs)))
         example = {name: jax.ShapeDtypeStruct((K, *s.shape), s.dtype) for name, s in shapes_of(tree).items()}
-        self.compiled = self.update.lower(example, self.first).compile(compiler_options)
+        self.compiled = self.update.lower(example, self.first).compile()
 
     def step(self, gradients: Any, state: Any) -> Outcome:
         """One step; gradients by name, (K, *shape)."""

@@ -9,7 +9,7 @@ import pytest
 from models.beam_search import beam_search
 from models.functional import apply, cut, merge, split
 from models.transformer import Transformer
-from tests.models.twins import compiled, filled, make
+from tests.models.twins import filled, make
 
 SOURCE = jnp.asarray([[3, 4, 5, 6], [5, 3, 0, 0], [6, 6, 4, 3]])
 L = 4
@@ -32,7 +32,7 @@ def what_comes_next(tied):
     for row, words in zip(targets, WORDS, strict=True):
         row[: len(words) + 1] = (1, *words)
     batch = {"source": jnp.repeat(SOURCE, len(WORDS), axis=0), "target": jnp.tile(targets, (len(SOURCE), 1))}
-    logits, _ = compiled(partial(apply, graph, training=False))(params, stats, batch)
+    logits, _ = jax.jit(partial(apply, graph, training=False))(params, stats, batch)
     log_p = np.asarray(jax.nn.log_softmax(logits)).reshape(len(SOURCE), len(WORDS), L, 5)
     return [{words: rows[i, len(words)] for i, words in enumerate(WORDS)} for rows in log_p]
 
@@ -60,7 +60,7 @@ def every_step(log_p, beam, penalty):
 def search(tied, **options):
     graph, params, stats = small(tied)
 
-    @compiled
+    @jax.jit
     def run(params):
         return beam_search(merge(graph, params, stats, training=False), SOURCE, max_length=L, **options)
 

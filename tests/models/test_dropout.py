@@ -6,7 +6,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from models.dropout import Dropout
-from tests.models.twins import compiled
 
 X = jnp.ones((8, 5, 40))
 BATCH = {"seed": jnp.arange(8, dtype=jnp.uint32) * 1000}
@@ -29,7 +28,7 @@ def test_the_mask_is_the_rows_and_the_layers_alone():
     np.testing.assert_array_equal(layer(X[order], {"seed": BATCH["seed"][order]}), y[order])
     mesh = jc.make_mesh(data=4)
     specs = {"in_specs": (P("data"), P("data")), "out_specs": P("data")}
-    spread = compiled(jax.shard_map(lambda x, batch: layer(x, batch), mesh=mesh, **specs))
+    spread = jax.jit(jax.shard_map(lambda x, batch: layer(x, batch), mesh=mesh, **specs))
     np.testing.assert_array_equal(spread(X, BATCH), y)
     for other in (Dropout(0.5, 4)(X, BATCH), layer(X, {"seed": BATCH["seed"] + 1})):
         # Independent masks agree on half of the elements, give or take 1.3%.

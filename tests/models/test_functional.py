@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomm as jc
 from models.functional import apply, cut, merge, split
 from models.resnet import ResNet
-from tests.models.twins import CLASSES, IMAGE, close, compiled, filled, make, make_batch
+from tests.models.twins import CLASSES, IMAGE, close, filled, make, make_batch
 
 SMALLER = partial(ResNet, IMAGE, CLASSES, layers=(1,), width=2, stem="cifar")
 
@@ -19,8 +19,8 @@ SMALLER = partial(ResNet, IMAGE, CLASSES, layers=(1,), width=2, stem="cifar")
 def test_batch_statistics_are_those_of_the_rows_of_a_call():
     graph, params, stats = split(filled(SMALLER))
     batch = make_batch("resnet", 16)
-    call = compiled(lambda rows: apply(graph, params, stats, rows, training=True))
-    outputs, new = compiled(lambda rows: apply(graph, params, stats, rows, training=True, rows_per_group=4))(batch)
+    call = jax.jit(lambda rows: apply(graph, params, stats, rows, training=True))
+    outputs, new = jax.jit(lambda rows: apply(graph, params, stats, rows, training=True, rows_per_group=4))(batch)
     parts = [call(jax.tree.map(lambda a, i=i: a[4 * i : 4 * i + 4], batch)) for i in range(4)]
     close(outputs, jnp.concatenate([part[0] for part in parts]))
     close(new, jax.tree.map(lambda *leaves: sum(leaves) / 4, *(part[1] for part in parts)))
@@ -32,7 +32,7 @@ def test_batch_statistics_are_those_of_the_rows_of_a_call():
     first = call(batch)[1][0]["first"]["norm"]
     close(first["mean"], 0.1 * filtered.mean(axis=(0, 1, 2)))
     close(first["var"], 0.9 + 0.1 * filtered.var(axis=(0, 1, 2)))
-    evaluate = compiled(lambda stats: apply(graph, params, stats, batch, training=False, rows_per_group=3)[0])
+    evaluate = jax.jit(lambda stats: apply(graph, params, stats, batch, training=False, rows_per_group=3)[0])
     assert np.abs(evaluate(new) - evaluate(stats)).max() > 1e-3
 
 
@@ -51,14 +51,14 @@ def test_groups_of_rows_make_the_result_independent_of_the_mesh():
         return jax.lax.pmean(gradient(jax.lax.pcast(params, "data", to="varying"), rows), "data")
 
     mesh = jc.make_mesh(data=2)
-    spread = compiled(jax.shard_map(worker, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
-    close(spread(params, batch), compiled(gradient)(params, batch))
+    spread = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
+    close(spread(params, batch), jax.jit(gradient)(params, batch))
 
 
 def test_dropout_is_the_same_in_any_micro_batch():
     graph, params, stats = split(make("mlp"))
     batch = make_batch("mlp")
-    call = compiled(lambda rows: apply(graph, params, stats, rows, training=True)[0])
+    call = jax.jit(lambda rows: apply(graph, params, stats, rows, training=True)[0])
     halves = [call(jax.tree.map(lambda a, i=i: a[2 * i : 2 * i + 2], batch)) for i in range(2)]
     close(call(batch), jnp.concatenate(halves))
     backwards = call(jax.tree.map(lambda a: a[::-1], batch))

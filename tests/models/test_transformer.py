@@ -9,7 +9,7 @@ import pytest
 from models.attention import positions
 from models.functional import apply, cut, split
 from models.transformer import Transformer, smoothed_losses
-from tests.models.twins import abstract, close, compiled, count, crossing, filled, make_batch, small_transformer
+from tests.models.twins import abstract, close, count, crossing, filled, make_batch, small_transformer
 
 IWSLT = partial(Transformer, 8848, 6632)  # the vocabularies of fairseq's IWSLT'14 German-English
 BATCH = {"source": ((2, 7), np.int32), "target": ((2, 6), np.int32)}
@@ -61,7 +61,7 @@ def test_what_the_relu_lets_through_is_not_negative():
     batch = make_batch("transformer")
     for at in model.cuts_after_relu(encoder=(2,), decoder=(1,)):
         first = cut(model, (at,))[0]
-        x, _ = compiled(partial(apply, first.graph, training=False))(first.params, first.stats, batch)
+        x, _ = jax.jit(partial(apply, first.graph, training=False))(first.params, first.stats, batch)
         assert x[-1].shape[-1] == 12
         assert 0.2 < np.mean(np.asarray(x[-1]) == 0) < 0.8
         assert np.all(np.asarray(x[-1]) >= 0)
@@ -75,7 +75,7 @@ def test_embeddings_are_scaled_and_every_layer_ends_in_a_normalisation():
     for norm in (model.blocks[2].norm, model.blocks[5].norm):
         norm.scale[...], norm.bias[...] = jnp.ones(8), jnp.zeros(8)
     first = cut(model, (6,))[0]
-    memory, y = compiled(partial(apply, first.graph, training=False))(first.params, first.stats, batch)[0]
+    memory, y = jax.jit(partial(apply, first.graph, training=False))(first.params, first.stats, batch)[0]
     for x in (memory, y):
         close(x.mean(axis=-1), jnp.zeros(x.shape[:2]))
         close(x.std(axis=-1), jnp.ones(x.shape[:2]), 1e-3)
@@ -84,7 +84,7 @@ def test_embeddings_are_scaled_and_every_layer_ends_in_a_normalisation():
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_token_sees_those_before_it_and_no_padding(tied):
     graph, params, stats = split(filled(partial(small_transformer, layers=2, tied=tied)))
-    run = compiled(lambda batch: apply(graph, params, stats, batch, training=False)[0])
+    run = jax.jit(lambda batch: apply(graph, params, stats, batch, training=False)[0])
     batch = make_batch("transformer")
     logits = run(batch)
     later = run(batch | {"target": batch["target"].at[:, 2].add(1)})
@@ -99,7 +99,7 @@ def test_a_token_sees_those_before_it_and_no_padding(tied):
 def test_an_unknown_token_is_not_anothers():
     graph, params, stats = split(filled(small_transformer))
     batch = make_batch("transformer")
-    run = compiled(partial(apply, graph, training=False))
+    run = jax.jit(partial(apply, graph, training=False))
     for name, token in (("source", 11), ("target", 13), ("target", -1)):
         wrong = batch | {name: batch[name].at[2, 1].set(token)}
         is_nan = np.isnan(run(params, stats, wrong)[0]).any(axis=(1, 2))

@@ -10,7 +10,7 @@ from flax import nnx
 
 from models.dropout import Dropout
 from models.functional import apply, cut, split
-from tests.models.twins import TWINS, close, compiled, make, make_batch
+from tests.models.twins import TWINS, close, make, make_batch
 
 EACH = pytest.mark.parametrize("name", TWINS)
 
@@ -38,7 +38,7 @@ def trained(name):
     model = make(name)
     whole, stages = split(model), cut(model, every_cut(name))
 
-    @compiled
+    @jax.jit
     def run(params, stats, batch):
         def loss(params):
             outputs, new = through(stages, params, stats, batch, training=True)
@@ -55,7 +55,7 @@ def trained(name):
 @cache
 def evaluator(name):
     graph = split(make(name)).graph
-    return compiled(lambda params, stats, batch: apply(graph, params, stats, batch, training=False))
+    return jax.jit(lambda params, stats, batch: apply(graph, params, stats, batch, training=False))
 
 
 def every_cut(name):
@@ -86,7 +86,7 @@ def test_the_fold_over_stages_is_the_model(name):
     model = make(name)
     whole = split(model)
     outputs, stats, _ = trained(name)
-    close((outputs, stats), compiled(partial(called, model))(whole.params, whole.stats, make_batch(name)))
+    close((outputs, stats), jax.jit(partial(called, model))(whole.params, whole.stats, make_batch(name)))
 
 
 @EACH
@@ -109,7 +109,7 @@ def test_bfloat16_computes_with_float32_parameters(name):
     close(params, exact.params, 0)
     assert {leaf.dtype for leaf in jax.tree.leaves((params, stats))} == {np.dtype("float32")}
     batch = make_batch(name)
-    outputs, _ = compiled(lambda *args: apply(graph, *args, training=False))(params, stats, batch)
+    outputs, _ = jax.jit(lambda *args: apply(graph, *args, training=False))(params, stats, batch)
     full, _ = evaluator(name)(params, stats, batch)
     assert outputs.dtype == jnp.float32
     assert np.abs(outputs - full).max() < 0.05 * np.abs(full).max()

@@ -103,10 +103,6 @@ def close(one, other, tolerance=1e-5):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance), one, other)
 
 
-# The programs run once, and compile in two thirds of the time.
-compiled = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
 def make(name, **options):
     """A twin with parameters from NumPy: JAX would compile a program for every shape, which takes seconds."""
     return filled(partial(TWINS[name][0], **options))

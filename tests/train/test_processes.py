@@ -54,11 +54,10 @@ def joined(monkeypatch):
 
 
 def environment():
-    """These processes compile most of their time, each of them the same: LLVM's effort is not what is tested here."""
+    """What a process needs that a test starts in another folder."""
     inherited = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(ROOT), *([inherited] if inherited else [])])
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-    return os.environ | {"PYTHONPATH": path, "XLA_FLAGS": flags}
+    return os.environ | {"PYTHONPATH": path}
 
 
 def metrics(folder, method):

@@ -51,7 +51,7 @@ def program(regions):
         return evaluated(regions.exchange(vector, bits.pack(mask), jnp.float32(0), flag, "data"))
 
     workers = jax.vmap(worker, axis_name="data", axis_size=regions.workers)
-    return jax.jit(workers, compiler_options={"xla_backend_optimization_level": 0})
+    return jax.jit(workers)
 
 
 def exchange(regions, vectors, masks, flags=None):

@@ -31,7 +31,7 @@ def random_masks(K, density, seed):
 def program(r, codec):
     union = MaskUnion(LAYOUT, codec, r, "data")
     workers = jax.vmap(union, in_axes=(0, 0, None), axis_name="data", out_axes=None)
-    return jax.jit(workers, compiler_options={"xla_backend_optimization_level": 0})
+    return jax.jit(workers)
 
 
 def united(masks, published, codec):

@@ -20,7 +20,7 @@ from tests.reference.shared_sum import sum_slots
 def over_workers(worker, *rows, same=True):
     """What every worker gets; `same` says whether it is the same on all."""
     workers = jax.vmap(worker, axis_name="data", out_axes=None if same else 0)
-    out = jax.jit(workers, compiler_options={"xla_backend_optimization_level": 0})(*rows)
+    out = jax.jit(workers)(*rows)
     return jax.tree.map(np.asarray, out)
 
 

@@ -15,7 +15,6 @@ from jaxcomm.accounting.hlo import read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program
 from jaxcomm.pipeline.pipeline import Cut
 from tests.jaxcomm.formulas import BITS, index_words, words
-from tests.jaxcomm.workers import QUICKLY
 from tests.reference.dct_mp import n_kept_of_row
 
 kinds = st.sampled_from(["normal", "heavy", "ties", "zeros", "few", "infinite", "nan"])
@@ -66,7 +65,7 @@ class Crossing:
 
     @functools.cached_property
     def compiled(self):
-        return self.traced.lower().compile(QUICKLY)
+        return self.traced.lower().compile()
 
     def __call__(self, x, gradient, residual=None, seed=0):
         """(received, gradient with respect to x, new residual), each as float32 with the positions first."""

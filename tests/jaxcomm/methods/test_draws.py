@@ -15,7 +15,6 @@ import pytest
 
 import jaxcomm as jc
 from jaxcomm import noise
-from tests.jaxcomm.workers import QUICKLY
 from tests.reference import noise as documented
 
 KEYS = [(0,), (7, 3, 0, 5), (1, 199, 2**31 - 2)]
@@ -50,7 +49,7 @@ def returned(tx, updates, steps, params=None, counter="step"):
 
         return jax.lax.scan(step, None, jnp.arange(steps, dtype=jnp.int32))[1]
 
-    workers = jax.jit(jax.vmap(worker, axis_name="data"), compiler_options=QUICKLY)
+    workers = jax.jit(jax.vmap(worker, axis_name="data"))
     out, skipped = workers(updates)
     assert not np.any(skipped)
     return jax.tree.map(np.asarray, out)

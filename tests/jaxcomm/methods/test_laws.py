@@ -15,7 +15,7 @@ from tests.jaxcomm.cases import CASES, FEW, SETTINGS, simulated
 from tests.jaxcomm.methods import plump_dp
 from tests.jaxcomm.steps import init_state
 from tests.jaxcomm.trees import EPS, gradients
-from tests.jaxcomm.workers import QUICKLY, Simulated
+from tests.jaxcomm.workers import Simulated
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 WITH_RESIDUAL = [case for case in CASES if case.conserves]
@@ -235,7 +235,7 @@ def test_a_mean_that_its_own_type_cannot_hold_changes_nothing(tx):
     if rows is not None:
         state = state.replace(residual=jc.PerWorker(jnp.full((1, 1024), 1000.0).at[:, 600:].set(0)))
     update = jax.vmap(lambda g: tx.update(g, state), axis_name="data")
-    mean, new = jax.jit(update, compiler_options=QUICKLY)(x)
+    mean, new = jax.jit(update)(x)
     skipped = np.asarray(jc.exchange_metrics(new).skipped)
     if rows is None:
         assert skipped.tolist() == [0, 0]
@@ -278,7 +278,7 @@ def test_keeping_everything_equals_plump_dp_where_regions_have_room_for_it(case,
 
 
 def check_that_it_equals_plump_dp(case, K, tree):
-    everything = Simulated(case.make(**case.all_options(K)), tree, K, QUICKLY)
+    everything = Simulated(case.make(**case.all_options(K)), tree, K)
     dense = simulated(plump_dp.CASES[0], tree, K)
     state, dense_state = everything.first, dense.first
     for i, kind in enumerate(["normal", "ties", "heavy", "huge", "zeros", "single", "normal"]):

@@ -26,7 +26,7 @@ def steps_of(tx, gradients, params=None):
 
         return jax.lax.scan(step, None, jnp.arange(STEPS))[1]
 
-    workers = jax.jit(jax.vmap(worker, axis_name="data"), compiler_options={"xla_backend_optimization_level": 0})
+    workers = jax.jit(jax.vmap(worker, axis_name="data"))
     means, skipped = workers(gradients)
     assert not np.any(skipped)
     return np.asarray(means[0], np.float64)

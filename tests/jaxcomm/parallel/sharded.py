@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 import jaxcomm as jc
 from jaxcomm.layers.split_dense import on_one_worker, rows_of_one_worker, split_dense
 from tests.jaxcomm.steps import init_state
-from tests.jaxcomm.workers import QUICKLY
 
 ROWS, PIXELS, FEATURES, HIDDEN, CLASSES = 8, 8, 64, 64, 16
 
@@ -167,7 +166,7 @@ def trained(name, tx, count):
 def compiled(step, state):
     """The step for a state, compiled quickly; batches come from `on`."""
     mesh = state.step.sharding.mesh
-    return step.lower(state, on(mesh, next(batches(1)))).compile(QUICKLY)
+    return step.lower(state, on(mesh, next(batches(1)))).compile()
 
 
 def on(mesh, batch):

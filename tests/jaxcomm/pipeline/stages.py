@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxcomm as jc
-from tests.jaxcomm.workers import QUICKLY
 
 ROWS = 16
 WIDTHS = (5, 7, 4, 6, 3)  # of the input, and of what each of four layers makes
@@ -105,7 +104,7 @@ class Run:
         self.step: Any = jc.make_train_step(pipeline, tx, self.mesh, donate=False, **options)
         self.start = self.step.init(params, model_state=model_state, batch=self.batch)
         self.traced = self.step.trace(self.start, self.batch)
-        self.compiled = self.traced.lower().compile(QUICKLY)
+        self.compiled = self.traced.lower().compile()
 
     def __call__(self, steps: list[Any], state: Any = None) -> tuple[Any, list[dict[str, np.ndarray]]]:
         """Runs batches: (state, metrics of every step)."""

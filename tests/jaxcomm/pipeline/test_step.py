@@ -22,7 +22,6 @@ from tests.jaxcomm.pipeline.stages import (
     params_of,
     stages_of,
 )
-from tests.jaxcomm.workers import QUICKLY
 
 K, WIDTH = 2, 24
 SGD = optax.sgd(0.1)
@@ -92,7 +91,7 @@ class DataParallel:
             return optax.apply_updates(params, updates), state
 
         example = (self.rows, self.state, self.rows)
-        self.update = jax.jit(jax.vmap(update, axis_name="data")).lower(*example).compile(QUICKLY)
+        self.update = jax.jit(jax.vmap(update, axis_name="data")).lower(*example).compile()
 
     def step(self, gradients):
         self.rows, self.state = self.update(gradients, self.state, self.rows)

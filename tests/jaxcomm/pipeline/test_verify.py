@@ -12,7 +12,6 @@ import jaxcomm as jc
 from benchmarks.activation_ablations import TopKGradientBoundary
 from jaxcomm.pipeline.verify import verify_pipeline
 from tests.jaxcomm.pipeline.stages import CUTS, batches, loss_fn, make_pipeline, means_of, params_of, stages_of
-from tests.jaxcomm.workers import QUICKLY
 
 K, D, ROWS = 2, 32, 16
 SGD = optax.sgd(0.1)
@@ -72,20 +71,6 @@ def nothing_more(x):
     return x
 
 
-class Quickly:
-    """A step that is compiled without LLVM's passes, which move no collective."""
-
-    def __init__(self, step):
-        self.trace, self._step = step.trace, step
-
-    def lower(self, *args):
-        self._lowered = self._step.lower(*args)
-        return self
-
-    def compile(self):
-        return self._lowered.compile(QUICKLY)
-
-
 def prove(first=nothing_more, second=nothing_more, outside=None, axes=None, tx=None, **options):
     """verify_pipeline of two stages that may do more than they should with their activations, (8, 32) a worker."""
 
@@ -104,7 +89,7 @@ def prove(first=nothing_more, second=nothing_more, outside=None, axes=None, tx=N
         more = jax.shard_map(outside, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
         step = jax.jit(lambda state, batch: (inner(state, batch), more(batch["x"])))
     state = jax.eval_shape(lambda: jc.make_train_step(pipeline, tx, mesh).init(PARAMS))
-    return verify_pipeline(Quickly(step), state, X, pipeline=pipeline, tx=tx, mesh=mesh, **options)
+    return verify_pipeline(step, state, X, pipeline=pipeline, tx=tx, mesh=mesh, **options)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +163,7 @@ def test_verify_catches_stages_that_pass_one_another_by():
     state = jax.eval_shape(lambda: jc.make_train_step(pipeline, tx, mesh).init(params))
     message = r"send to their neighbours alone, got bytes from stage to stage of \{\(0, 2\): 192\}: look for another"
     with pytest.raises(ValueError, match=message):
-        verify_pipeline(Quickly(step), state, BATCH, pipeline=pipeline, tx=tx, mesh=mesh)
+        verify_pipeline(step, state, BATCH, pipeline=pipeline, tx=tx, mesh=mesh)
 
 
 def test_a_model_state_counts_among_the_other_bytes():
@@ -186,7 +171,7 @@ def test_a_model_state_counts_among_the_other_bytes():
     pipeline, tx = make_pipeline(2, has_state=True), optax.chain(jc.plump_dp(), SGD)
     params, means = stages_of(params_of(), CUTS[2]), stages_of(means_of(), CUTS[2])
     mesh = jc.make_mesh(data=K, stage=2)
-    step = Quickly(jc.make_train_step(pipeline, tx, mesh))
+    step = jc.make_train_step(pipeline, tx, mesh)
     state = jax.eval_shape(lambda: jc.make_train_step(pipeline, tx, mesh).init(params, model_state=means))
     arguments = {"pipeline": pipeline, "tx": tx, "mesh": mesh}
     with pytest.raises(ValueError, match=r"at most 0 bytes more, got 92 more in the usual step"):
