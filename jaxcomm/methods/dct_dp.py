@@ -101,7 +101,7 @@ class DctDp(SparseExchange):
         return Thresholds(jnp.asarray(True), threshold)
 
     def resized(self, state: ExchangeState) -> ExchangeState:
-        return state.replace(memory=state.memory._replace(due=jnp.asarray(True)))
+        return state.replace(memory=state.memory._replace(due=jax.tree.map(jnp.ones_like, state.memory.due)))
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Thresholds]:
         layout, vector, step, old = gradient.layout, gradient.accumulated(), state.step, state.memory

@@ -132,7 +132,7 @@ class Iwp(MomentumCorrection, SharedExchange):
         return SharedMask(jnp.asarray(True), jnp.zeros(layout.n_words, jnp.uint32), self.zero_velocity(layout))
 
     def resized(self, state: ExchangeState) -> ExchangeState:
-        return state.replace(memory=state.memory._replace(due=jnp.asarray(True)))
+        return state.replace(memory=state.memory._replace(due=jax.tree.map(jnp.ones_like, state.memory.due)))
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, SharedMask]:
         if gradient.params is None:

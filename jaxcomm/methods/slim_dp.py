@@ -135,7 +135,7 @@ class SlimDp(LocalExchange):
         return self.p > 1 or self.unsent == "carry"
 
     def resized(self, state: ExchangeState) -> ExchangeState:
-        return state.replace(memory=state.memory._replace(due=jnp.asarray(True)))
+        return state.replace(memory=state.memory._replace(due=jax.tree.map(jnp.ones_like, state.memory.due)))
 
     def global_model(self, state: ExchangeState, like: Any) -> Any:
         flat, unravel = ravel_pytree(like)

@@ -288,6 +288,31 @@ def test_a_saved_state_goes_on_bit_for_bit():
     assert not np.array_equal(lost.params[0], expected.params[0])
 
 
+def test_another_number_of_workers_goes_on_with_all_that_the_stages_owe():
+    """The mean of each stage's rows; of a boundary those of a batch that is as large, by their places in it."""
+    run, steps = whole_run(), batches(3)
+    state, _ = run(steps[:2])
+    resized = state
+    for workers in (4, 8, 1, K):
+        resized = run.step.resize(resized, workers)
+        old, new = (np.asarray(each.opt_state[0].residual.rows) for each in (state, resized))
+        assert new.shape == (2, workers, old.shape[2])
+        assert np.abs(old.mean(1)).max() > 0
+        np.testing.assert_allclose(new.mean(1), old.mean(1), atol=1e-6)
+        old, new = (np.asarray(each.model_state["boundaries"].rows[0][0]) for each in (state, resized))
+        assert new.shape == (2, workers, 2, 8 // workers, 4)
+        assert np.abs(old).max() > 0
+        # A gradient of a mean over half as many rows is twice as large.
+        np.testing.assert_allclose(new.reshape(2, 16, 4) / workers, old.reshape(2, 16, 4) / K, rtol=1e-6)
+    assert_same(as_numpy(resized.params), as_numpy(state.params))
+    _, (metrics,) = run([steps[2]], jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), resized, state))
+    assert int(metrics["skipped"]) == 0
+    with pytest.raises(ValueError, match=r"must divide the 8 rows of a micro-batch, of which .*; got 3. Pass"):
+        run.step.resize(state, 3)
+    with pytest.raises(ValueError, match=r"got stages first in that of topk. Call step.resize\(state, workers\)"):
+        jc.resize_workers(state, 4)
+
+
 def test_a_step_donates_its_state_and_leaves_the_callers_parameters_alone():
     pipeline, tx, mesh = make_pipeline(1), optax.chain(jc.plump_dp(), SGD), jc.make_mesh(data=1, stage=1)
     params = jax.tree.map(jnp.asarray, stages_of(params_of(), CUTS[1]))
