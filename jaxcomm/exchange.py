@@ -117,6 +117,11 @@ def keep_unless(ok: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
 
 
+def with_due(state: ExchangeState) -> ExchangeState:
+    """Returns a state whose memory has `due` set, for every shard where they have their own."""
+    return state.replace(memory=state.memory._replace(due=jax.tree.map(jnp.ones_like, state.memory.due)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
     """A method of exchanging gradients: those of each worker in, their mean out.

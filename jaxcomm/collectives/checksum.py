@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomm.collectives.axis import AxisName
+from jaxcomm.collectives.gather import gather_words
 from jaxcomm.collectives.reduced import Reduced, SparseReduced
 from jaxcomm.numerics import digest
 
@@ -35,6 +36,11 @@ def move(words: jax.Array, collective: Callable[[jax.Array], jax.Array], checksu
     arrived = collective(jnp.concatenate([words, _digests(words)], axis=-1))
     words, digests = arrived[..., :-1], arrived[..., -1:]
     return words, jnp.all(_digests(words) == digests)
+
+
+def gather_checked(words: jax.Array, axis_name: AxisName, checksum: bool) -> tuple[jax.Array, jax.Array]:
+    """Gathers every worker's words (m,) by `gather_words`: (K, m), and what `move` says of them."""
+    return move(words, lambda own: gather_words(own, axis_name), checksum)
 
 
 def agreed(reduced: Sum, axis_name: AxisName, checksum: bool) -> Sum:

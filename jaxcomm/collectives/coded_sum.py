@@ -6,8 +6,7 @@ from jax import lax
 
 from jaxcomm.codecs.quantize import PartCodec
 from jaxcomm.collectives.axis import axis_size
-from jaxcomm.collectives.checksum import agreed, move
-from jaxcomm.collectives.gather import gather_words
+from jaxcomm.collectives.checksum import agreed, gather_checked
 from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.layout import BLOCK
@@ -74,7 +73,7 @@ def _add_up(rows: jax.Array, codec: PartCodec, m: int, start: jax.Array | int) -
 def _gather(vector: jax.Array, flag: jax.Array, codec: PartCodec, axis_name: str, checksum: bool) -> Reduced:
     words = codec.encode(vector, 0)
     own = _with_flag(words, flag)
-    rows, is_intact = move(own, lambda own: gather_words(own, axis_name), checksum)  # (K, words + 1)
+    rows, is_intact = gather_checked(own, axis_name, checksum)  # (K, words + 1)
     total = _add_up(rows, codec, vector.size, 0)
     ok = jnp.all(rows[:, -1] == 1) & is_intact & jnp.isfinite(total).all()
     return Reduced(lambda ok: jnp.where(ok, total, 0.0), lambda: vector - codec.decode(words, vector.size, 0), ok)

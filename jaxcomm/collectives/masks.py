@@ -16,8 +16,8 @@ from jaxcomm import bits
 from jaxcomm.codecs.elias_fano import EliasFano
 from jaxcomm.codecs.plain import Plain
 from jaxcomm.collectives.axis import axis_size, zeros_varying_as
-from jaxcomm.collectives.checksum import move
-from jaxcomm.collectives.gather import fuse, gather_words, split_words
+from jaxcomm.collectives.checksum import gather_checked
+from jaxcomm.collectives.gather import fuse, split_words
 from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.layout import BLOCK_WORDS, Layout, segment_sum
 from jaxcomm.selectors import compact
@@ -114,9 +114,7 @@ class MaskUnion:
 
         is_intact = jnp.asarray(True)
         if self._gathers():
-            rows, is_intact = move(
-                fuse(payload), lambda words: gather_words(words, self.axis_name), self.checksum
-            )  # (K, m)
+            rows, is_intact = gather_checked(fuse(payload), self.axis_name, self.checksum)  # (K, m)
         else:
             rows = lax.psum(jax.vmap(as_publisher)(jnp.arange(self.publishers)), self.axis_name)  # (r, m)
         slot = np.arange(self.layout.n_slots) - np.repeat(np.cumsum(capacities) - capacities, capacities)

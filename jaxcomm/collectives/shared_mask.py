@@ -10,8 +10,7 @@ from jax import lax
 from jaxcomm import bits
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import AxisName, axis_size, zeros_varying_as
-from jaxcomm.collectives.checksum import agreed, move
-from jaxcomm.collectives.gather import gather_words
+from jaxcomm.collectives.checksum import agreed, gather_checked, move
 from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.collectives.two_shot import two_shot
 
@@ -122,5 +121,5 @@ def _ring(
     code, lost, part = add_own(jnp.zeros(width, jnp.float32), jnp.asarray(True), 0)
     error = zeros_varying_as(parts.shape, parts.dtype, parts).at[part].set(lost)
     (code, error), _ = lax.scan(pass_on, (code, error), jnp.arange(1, k))
-    codes, are_intact = move(code, lambda code: gather_words(code, axis_name), checksum)
+    codes, are_intact = gather_checked(code, axis_name, checksum)
     return codes, error, are_intact

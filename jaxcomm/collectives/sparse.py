@@ -13,8 +13,8 @@ from jaxcomm.bits import popcount
 from jaxcomm.codecs import IndexCodec, ValueCodec, choose_index_codec
 from jaxcomm.collectives.axis import axis_size
 from jaxcomm.collectives.balanced import Regions
-from jaxcomm.collectives.checksum import agreed, move
-from jaxcomm.collectives.gather import fuse, gather_words, split_words
+from jaxcomm.collectives.checksum import agreed, gather_checked
+from jaxcomm.collectives.gather import fuse, split_words
 from jaxcomm.collectives.reduced import Sent, SparseReduced
 from jaxcomm.collectives.status import read_status, write_status
 from jaxcomm.layout import BLOCK_WORDS, Layout
@@ -133,9 +133,7 @@ class SparseSum:
 
     def _gather(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> SparseReduced:
         payload, sent = self.encode(vector, mask, start)
-        gathered, is_intact = move(
-            fuse(payload), lambda words: gather_words(words, self.axis_name), self.checksum
-        )  # (K, m)
+        gathered, is_intact = gather_checked(fuse(payload), self.axis_name, self.checksum)  # (K, m)
         gathered = jax.vmap(lambda words: split_words(words, payload))(gathered)
         ok, overfull = read_status(gathered["header"][:, 0])
         counts = gathered["header"][:, 1:].astype(jnp.float32)  # (K, 2), sent and overflow

@@ -11,8 +11,7 @@ import jax
 from jax import lax
 
 from jaxcomm.collectives.axis import AxisName
-from jaxcomm.collectives.checksum import move
-from jaxcomm.collectives.gather import gather_words
+from jaxcomm.collectives.checksum import gather_checked, move
 
 
 def two_shot(
@@ -39,5 +38,5 @@ def two_shot(
     """
     received, is_intact = move(rows, lambda rows: lax.all_to_all(rows, axis_name, 0, 0), checksum)
     code, kept = at_owner(received)
-    codes, are_intact = move(code, lambda code: gather_words(code, axis_name), checksum)
+    codes, are_intact = gather_checked(code, axis_name, checksum)
     return codes, kept, is_intact & are_intact

@@ -17,7 +17,7 @@ from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import to_varying
 from jaxcomm.collectives.masks import MASK_CODECS, MaskUnion
 from jaxcomm.collectives.sparse import Accumulated
-from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, transformation
+from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, transformation, with_due
 from jaxcomm.layout import Layout
 from jaxcomm.methods.momentum import MomentumCorrection
 from jaxcomm.methods.shared import SharedExchange
@@ -133,7 +133,7 @@ class Iwp(MomentumCorrection, SharedExchange):
         return SharedMask(jnp.asarray(True), jnp.zeros(layout.n_words, jnp.uint32), self.zero_velocity(layout))
 
     def resized(self, state: ExchangeState) -> ExchangeState:
-        return state.replace(memory=state.memory._replace(due=jax.tree.map(jnp.ones_like, state.memory.due)))
+        return with_due(state)
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, SharedMask]:
         if gradient.params is None:

@@ -10,7 +10,7 @@ from jax import lax
 import jaxcomm as jc
 from tests.jaxcomm.cases import CASES, first_rows
 from tests.jaxcomm.trees import gradients, params_of, shapes_of, zeros_of
-from tests.jaxcomm.workers import QUICKLY, is_per_worker
+from tests.jaxcomm.workers import QUICKLY, is_per_worker, state_of_workers
 
 K, VICTIM, TREE = 3, 1, "half"
 NOWHERE = np.array([-1, 0, 0])
@@ -23,13 +23,8 @@ class Flipped:
         self.messages, self.where = 0, None
         for name in ("all_gather", "all_to_all", "ppermute"):
             monkeypatch.setattr(lax, name, self.flipping(getattr(lax, name)))
-        params, one = params_of(TREE), tx.init(zeros_of(TREE))
-        axes = jax.tree.map(lambda node: 0 if is_per_worker(node) else None, one, is_leaf=is_per_worker)
-        self.first = jax.tree.map(
-            lambda node: jax.tree.map(lambda row: jnp.repeat(row[None], K, 0), node) if is_per_worker(node) else node,
-            one,
-            is_leaf=is_per_worker,
-        )
+        self.first, axes = state_of_workers(tx, TREE, K)
+        params = params_of(TREE)
 
         def update(own, state, where):
             self.where = where
