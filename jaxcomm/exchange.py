@@ -117,6 +117,11 @@ def keep_unless(ok: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
 
 
+def with_due(state: ExchangeState) -> ExchangeState:
+    """Returns a state whose memory has `due` set, for every shard where they have their own."""
+    return state.replace(memory=state.memory._replace(due=jax.tree.map(jnp.ones_like, state.memory.due)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
     """A method of exchanging gradients: those of each worker in, their mean out.
@@ -132,6 +137,9 @@ class Exchange:
         the exchange, or go to `others`. All are applied in a step, or none: if one part skips, so do both.
       others: a second exchange, for the leaves that `where` leaves out. It may have a `where` of its own.
       axis_name: the axis of workers, of a mesh or of a `jax.vmap`.
+      checksum: whether every payload has one word more, a digest of the others. A worker that finds a flipped bit in
+        what it received has all of them skip the exchange. 4 bytes a payload, an all-reduce of 4 bytes, and a pass over
+        the payloads on either side. What is summed on its way (dense tensors, drains, warm-ups) has no checksum.
 
     Raises:
       ValueError: for arguments out of range; at trace time for an empty tree, leaves that are not real floats, 2^31
@@ -142,6 +150,7 @@ class Exchange:
     where: Where | None = None
     others: optax.GradientTransformation | None = field(default=None, compare=False)
     axis_name: Any = "data"
+    checksum: bool = False
 
     name: ClassVar[str] = "exchange"  # as messages and tables have it
     keeps_residual: ClassVar[bool] = True
@@ -149,6 +158,11 @@ class Exchange:
     def __post_init__(self) -> None:
         if self.where is None and self.others is not None:
             raise ValueError("others must be the exchange of what where= leaves out; got no where=. Pass both.")
+        if self.checksum and self.instead_of_checksum is not None:
+            raise ValueError(
+                f"checksum must be False for {self.name} where numbers are summed on their way, and nobody sees those "
+                f"that were sent; got True. {self.instead_of_checksum}."
+            )
 
     # What the rest of the library asks of a method.
 
@@ -176,6 +190,11 @@ class Exchange:
     def reads_whole_tensors(self) -> bool:
         """Whether it does something before compression that needs whole tensors, such as clipping by a norm."""
         return False
+
+    @property
+    def instead_of_checksum(self) -> str | None:
+        """What to do instead of a checksum where nothing travels that a receiver could check; None where it does."""
+        return "Take a method that sends payloads, as topk and sign do"
 
     # The hooks.
 

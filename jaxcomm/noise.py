@@ -12,7 +12,7 @@ import numpy as np
 _GOLDEN = 0x9E3779B9
 
 
-def _mix(x: jax.Array) -> jax.Array:
+def mix(x: jax.Array) -> jax.Array:
     """Hashes uint32 to uint32, one to one ("lowbias32", Wellons, "Prospecting for hash functions", 2018)."""
     x = x ^ (x >> 16)
     x = x * np.uint32(0x7FEB352D)
@@ -25,14 +25,14 @@ def make_key(*numbers: jax.Array | int) -> jax.Array:
     """Folds integers (a seed, a step, a worker) into a key: () uint32."""
     key = jnp.uint32(_GOLDEN)
     for number in numbers:
-        key = _mix(key ^ jnp.asarray(number).astype(jnp.uint32)) + np.uint32(_GOLDEN)
+        key = mix(key ^ jnp.asarray(number).astype(jnp.uint32)) + np.uint32(_GOLDEN)
     return key
 
 
 def _bits(key: jax.Array, n: int, start: jax.Array | int) -> jax.Array:
     """Returns a part of the sequence of 32 random bits that belongs to a key: (n,) uint32."""
     place = jax.lax.iota(jnp.uint32, n) + jnp.asarray(start).astype(jnp.uint32)
-    return _mix(_mix(place ^ key) + key)
+    return mix(mix(place ^ key) + key)
 
 
 def uniform(key: jax.Array, n: int, start: jax.Array | int = 0) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm import bits
+from jaxcomm import bits, noise
 
 _SHRINK = np.float32(2**-4)
 _INFINITY = np.uint32(0x7F800000)
@@ -33,9 +33,10 @@ def is_finite(vector: jax.Array) -> jax.Array:
 
 
 def digest(array: jax.Array) -> jax.Array:
-    """Returns a sum of an array's bits, each word times an odd number of its own: () uint32.
+    """Returns a sum of an array's words, each hashed with its place: () uint32.
 
-    Another value of one word gives another digest. A sharded array stays where it is.
+    Another value of one word gives another digest; of other changes, such as two words in each other's places, all but
+    one in 2^32 do. A sharded array stays where it is.
     """
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
@@ -47,7 +48,7 @@ def digest(array: jax.Array) -> jax.Array:
     for axis in reversed(range(array.ndim)):
         place = place + lax.broadcasted_iota(jnp.uint32, array.shape, axis) * np.uint32(stride % 2**32)
         stride *= array.shape[axis]
-    return jnp.sum(array.astype(jnp.uint32) * ((2 * place + 1) * jnp.uint32(0x9E3779B1)), dtype=jnp.uint32)
+    return jnp.sum(noise.mix(array.astype(jnp.uint32) + place * np.uint32(0x9E3779B1)), dtype=jnp.uint32)
 
 
 def is_accumulable(total: jax.Array, added: jax.Array) -> jax.Array:

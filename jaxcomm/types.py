@@ -22,11 +22,12 @@ class PerWorker:
       axes: the mesh axes along which rows differ, outermost first. Static.
       resizing: how `resize_workers` carries rows over to another number of workers. Static. "mean": the mean over the
         rows is kept. "parts": rows (K, n) are one vector, of which worker k holds the k-th of K consecutive parts; the
-        rest of its row is not valid.
+        rest of its row is not valid. "batch": rows (K, M, b, ...) are those of a batch of K M b, which stays; the sum
+        over them, divided by K, is kept.
       is_local: whether rows are parameters, or the optimizer's state, of workers that train on their own between two
         exchanges. Static.
-      shards: how many times over rows are those of shards, which cannot be resized: 1 in `hierarchical`, and 1 more
-        where parameters are sharded. Static.
+      shards: how many of the axes, the last ones, are those of shards: the axis inside of `hierarchical`, and those
+        along which parameters are sharded. Workers come and go along the others. Static.
     """
 
     rows: Any

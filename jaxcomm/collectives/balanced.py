@@ -39,12 +39,14 @@ class Regions:
       workers: K.
       values: how values are written.
       index_codec: name of the codec of positions, or "auto".
+      checksum: see `jaxcomm.collectives.checksum`.
     """
 
     layout: Layout
     workers: int
     values: ValueCodec
     index_codec: str
+    checksum: bool = False
 
     @property
     def size(self) -> int:
@@ -66,7 +68,7 @@ class Regions:
     def received(self) -> int:
         """Bytes that each worker receives in both shots."""
         words = self.indices.n_words + -(-self.region.n_slots * self.values.bits // bits.WORD)
-        return 4 * (self.workers - 1) * ((words + 3) + (words + 3))
+        return 4 * (self.workers - 1) * 2 * (words + 3 + self.checksum)
 
     def cut(self, vector: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Cuts a vector (n,) and its mask (n/32,) into regions: (K, size) and (K, size/32), zeros beyond n."""
@@ -140,7 +142,7 @@ class Regions:
             result["header"] = jnp.stack([write_status(sound, overfull), counts[0], counts[1]])
             return fuse(result), dropped
 
-        code, dropped = two_shot(jax.vmap(fuse)(payload), at_owner, axis_name)
+        code, dropped, is_intact = two_shot(jax.vmap(fuse)(payload), at_owner, axis_name, self.checksum)
         results = jax.vmap(lambda row: split_words(row, like))(code)
         position, sums = jax.vmap(self._decode)(results)  # (K, R) each
         first = np.arange(k, dtype=np.int32)[:, None] * size
@@ -151,7 +153,7 @@ class Regions:
         return SparseReduced(
             lambda ok: jnp.where(ok, total[:n], 0.0),
             lambda: self._in_place(dropped, me),
-            finite & jnp.isfinite(jnp.sum(jnp.abs(sums))),  # no number of the total is larger
+            finite & is_intact & jnp.isfinite(jnp.sum(jnp.abs(sums))),  # no number of the total is larger
             Sent(self.place(slots.position), slots.filled.reshape(-1), values.reshape(-1)),
             jnp.sum(headers[:, 1:].astype(jnp.float32), axis=0),
             overfull,

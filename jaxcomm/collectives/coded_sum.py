@@ -6,7 +6,7 @@ from jax import lax
 
 from jaxcomm.codecs.quantize import PartCodec
 from jaxcomm.collectives.axis import axis_size
-from jaxcomm.collectives.gather import gather_words
+from jaxcomm.collectives.checksum import agreed, gather_checked
 from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.layout import BLOCK
@@ -21,7 +21,13 @@ def check_collective(name: str) -> None:
 
 
 def coded_sum(
-    vector: jax.Array, flag: jax.Array, first: PartCodec, second: PartCodec, collective: str, axis_name: str
+    vector: jax.Array,
+    flag: jax.Array,
+    first: PartCodec,
+    second: PartCodec,
+    collective: str,
+    axis_name: str,
+    checksum: bool = False,
 ) -> Reduced:
     """Sums each worker's vector over the workers: total + psum(residual) == psum(vector).
 
@@ -35,15 +41,19 @@ def coded_sum(
       second: the code of a sum of them.
       collective: "gather", "two_shot", or "auto" for the one that receives fewer bytes (gather if both are equal).
       axis_name: the axis of workers.
+      checksum: see `jaxcomm.collectives.checksum`.
     """
     k, n = axis_size(axis_name), vector.size
     size = -(-n // (k * BLOCK)) * BLOCK
     if collective == "auto":
-        two_shots = first.n_words(size) + second.n_words(size) + 2
-        collective = "two_shot" if two_shots < first.n_words(n) + 1 else "gather"
+        beside = 1 + checksum
+        two_shots = first.n_words(size) + second.n_words(size) + 2 * beside
+        collective = "two_shot" if two_shots < first.n_words(n) + beside else "gather"
     if collective == "gather":
-        return _gather(vector, flag, first, axis_name)
-    return _two_shot(vector, flag, first, second, size, axis_name)
+        reduced = _gather(vector, flag, first, axis_name, checksum)
+    else:
+        reduced = _two_shot(vector, flag, first, second, size, axis_name, checksum)
+    return agreed(reduced, axis_name, checksum)
 
 
 def _with_flag(words: jax.Array, flag: jax.Array) -> jax.Array:
@@ -60,16 +70,23 @@ def _add_up(rows: jax.Array, codec: PartCodec, m: int, start: jax.Array | int) -
     return total
 
 
-def _gather(vector: jax.Array, flag: jax.Array, codec: PartCodec, axis_name: str) -> Reduced:
+def _gather(vector: jax.Array, flag: jax.Array, codec: PartCodec, axis_name: str, checksum: bool) -> Reduced:
     words = codec.encode(vector, 0)
-    rows = gather_words(_with_flag(words, flag), axis_name)  # (K, words + 1)
+    own = _with_flag(words, flag)
+    rows, is_intact = gather_checked(own, axis_name, checksum)  # (K, words + 1)
     total = _add_up(rows, codec, vector.size, 0)
-    ok = jnp.all(rows[:, -1] == 1) & jnp.isfinite(total).all()
+    ok = jnp.all(rows[:, -1] == 1) & is_intact & jnp.isfinite(total).all()
     return Reduced(lambda ok: jnp.where(ok, total, 0.0), lambda: vector - codec.decode(words, vector.size, 0), ok)
 
 
 def _two_shot(
-    vector: jax.Array, flag: jax.Array, first: PartCodec, second: PartCodec, size: int, axis_name: str
+    vector: jax.Array,
+    flag: jax.Array,
+    first: PartCodec,
+    second: PartCodec,
+    size: int,
+    axis_name: str,
+    checksum: bool,
 ) -> Reduced:
     k, n, me = axis_size(axis_name), vector.size, lax.axis_index(axis_name)
     starts = jnp.arange(k) * size
@@ -86,11 +103,12 @@ def _two_shot(
         return _with_flag(code, sound), dropped
 
     rows = jax.vmap(lambda row: _with_flag(row, flag))(words)
-    code, dropped = two_shot(rows, at_owner, axis_name)
+    code, dropped, is_intact = two_shot(rows, at_owner, axis_name, checksum)
     total = jax.vmap(lambda row, start: second.decode(row[:-1], size, start))(code, starts)
 
     def residual() -> jax.Array:
         kept = parts - jax.vmap(lambda row, start: first.decode(row, size, start))(words, starts)
         return kept.at[me].add(dropped).reshape(-1)[:n]
 
-    return Reduced(lambda ok: jnp.where(ok, total.reshape(-1)[:n], 0.0), residual, jnp.all(code[:, -1] == 1))
+    ok = jnp.all(code[:, -1] == 1) & is_intact
+    return Reduced(lambda ok: jnp.where(ok, total.reshape(-1)[:n], 0.0), residual, ok)

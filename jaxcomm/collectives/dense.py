@@ -12,7 +12,7 @@ from jaxcomm.collectives.shared_mask import compact_sum
 
 
 def dense_mean(
-    tensors: Sequence[jax.Array], axis_name: AxisName, value_dtype: ValueDtype = "float32"
+    tensors: Sequence[jax.Array], axis_name: AxisName, value_dtype: ValueDtype = "float32", checksum: bool = False
 ) -> tuple[list[jax.Array], jax.Array]:
     """Averages tensors over the workers, all of them at once.
 
@@ -24,6 +24,7 @@ def dense_mean(
       tensors: each worker's own, of any floating dtype and shape; may be empty.
       axis_name: the axis of workers, or the axes.
       value_dtype: what travels, "float32" or "bfloat16".
+      checksum: see `jaxcomm.collectives.checksum`; in bfloat16 alone.
 
     Returns:
       The means, in the tensors' shapes and dtypes, and whether every number of them is finite: () bool. If a tensor of
@@ -35,7 +36,8 @@ def dense_mean(
     if value_dtype == "float32":
         mean = lax.psum(vector, axis_name) / axis_size(axis_name)  # (n,)
     else:
-        summed = compact_sum(vector, jnp.isfinite(vector).all(), "two_shot", value_codec(value_dtype), axis_name)
+        finite, values = jnp.isfinite(vector).all(), value_codec(value_dtype)
+        summed = compact_sum(vector, finite, "two_shot", values, axis_name, checksum)
         mean = jnp.where(summed.ok, summed.total(summed.ok) / axis_size(axis_name), jnp.nan)
     means, start = [], 0
     for tensor in tensors:

@@ -16,7 +16,8 @@ from jaxcomm import bits
 from jaxcomm.codecs.elias_fano import EliasFano
 from jaxcomm.codecs.plain import Plain
 from jaxcomm.collectives.axis import axis_size, zeros_varying_as
-from jaxcomm.collectives.gather import fuse, gather_words, split_words
+from jaxcomm.collectives.checksum import gather_checked
+from jaxcomm.collectives.gather import fuse, split_words
 from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.layout import BLOCK_WORDS, Layout, segment_sum
 from jaxcomm.selectors import compact
@@ -34,12 +35,15 @@ class MaskUnion:
         for the one that receives fewer bytes.
       publishers: r, of every segment.
       axis_name: the axis of workers.
+      checksum: see `jaxcomm.collectives.checksum`. Positions are then gathered from all workers, for no one could check
+        what is summed on its way.
     """
 
     layout: Layout
     codec: str
     publishers: int
     axis_name: str
+    checksum: bool = False
 
     @cached_property
     def indices(self) -> Plain | EliasFano:
@@ -51,14 +55,17 @@ class MaskUnion:
         if self.codec != "auto":
             return self.codec == "coded"
         k = axis_size(self.axis_name)
-        row = self.indices.n_words + len(self.layout.sizes) + 1
-        coded = row * min(2 * self.publishers, k)
-        return coded < 2 * self._part_words(k) * k
+        row = self.indices.n_words + len(self.layout.sizes) + 1 + self.checksum
+        coded = row * (k if self._gathers() else 2 * self.publishers)
+        return coded < 2 * (self._part_words(k) + self.checksum) * k
+
+    def _gathers(self) -> bool:
+        return self.checksum or 2 * self.publishers > axis_size(self.axis_name)
 
     def _part_words(self, k: int) -> int:
         return -(-self.layout.n_words // k)
 
-    def __call__(self, mask: jax.Array, row: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, mask: jax.Array, row: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Combines the publishers' masks.
 
         Each worker receives 2 (K-1)/K * n/8 bytes as a bitmap, and coded 2 (K-1)/K * r payloads of positions (K-1 of
@@ -71,14 +78,15 @@ class MaskUnion:
 
         Returns:
           The union (n/32,) uint32, and the coordinates that publishers had no room for: () float32; the same on every
-          worker.
+          worker. And whether all that this worker has received was as it was sent: () bool.
         """
         published = jnp.where(self.layout.per_block(row >= 0)[:, None], mask.reshape(-1, BLOCK_WORDS), 0).reshape(-1)
         if self.is_coded():
             return self._coded(published, row, start)
-        return self._bitmap(published), jnp.zeros((), jnp.float32)
+        union, is_intact = self._bitmap(published)
+        return union, jnp.zeros((), jnp.float32), is_intact
 
-    def _bitmap(self, mask: jax.Array) -> jax.Array:
+    def _bitmap(self, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
         k, n_words = axis_size(self.axis_name), self.layout.n_words
         width = self._part_words(k)
         rows = jnp.pad(mask, (0, k * width - n_words)).reshape(k, width)
@@ -86,10 +94,10 @@ class MaskUnion:
         def unite(received: jax.Array) -> tuple[jax.Array, None]:
             return lax.reduce(received, np.uint32(0), lax.bitwise_or, (0,)), None
 
-        parts, _ = two_shot(rows, unite, self.axis_name)
-        return parts.reshape(-1)[:n_words]
+        parts, _, is_intact = two_shot(rows, unite, self.axis_name, self.checksum)
+        return parts.reshape(-1)[:n_words], is_intact
 
-    def _coded(self, mask: jax.Array, row: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _coded(self, mask: jax.Array, row: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         selection = compact(mask, self.layout, start)
         segments, capacities = len(self.layout.sizes), self.layout.capacities
         segment = np.repeat(np.arange(segments), capacities)
@@ -104,8 +112,9 @@ class MaskUnion:
             indices, _ = self.indices.encode(selection, own[segment])
             return fuse({"counts": jnp.where(jnp.append(own, number == 0), counts, 0), **indices})
 
-        if 2 * self.publishers > axis_size(self.axis_name):
-            rows = gather_words(fuse(payload), self.axis_name)  # (K, m)
+        is_intact = jnp.asarray(True)
+        if self._gathers():
+            rows, is_intact = gather_checked(fuse(payload), self.axis_name, self.checksum)  # (K, m)
         else:
             rows = lax.psum(jax.vmap(as_publisher)(jnp.arange(self.publishers)), self.axis_name)  # (r, m)
         slot = np.arange(self.layout.n_slots) - np.repeat(np.cumsum(capacities) - capacities, capacities)
@@ -119,4 +128,4 @@ class MaskUnion:
             return union | own, received["counts"][-1]
 
         union, overflow = lax.scan(add, zeros_varying_as((self.layout.n_words,), jnp.uint32, rows), rows)
-        return union, jnp.sum(overflow.astype(jnp.float32))
+        return union, jnp.sum(overflow.astype(jnp.float32)), is_intact

@@ -10,7 +10,7 @@ from jax import lax
 from jaxcomm import bits
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import AxisName, axis_size, zeros_varying_as
-from jaxcomm.collectives.gather import gather_words
+from jaxcomm.collectives.checksum import agreed, gather_checked, move
 from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.collectives.two_shot import two_shot
 
@@ -40,7 +40,9 @@ def choose_sum(name: str, values: ValueCodec) -> str:
     return name
 
 
-def compact_sum(values: jax.Array, flag: jax.Array, name: str, codec: ValueCodec, axis_name: AxisName) -> Reduced:
+def compact_sum(
+    values: jax.Array, flag: jax.Array, name: str, codec: ValueCodec, axis_name: AxisName, checksum: bool = False
+) -> Reduced:
     """Sums each worker's values over the workers.
 
     Equals `lax.psum`, to the rounding of the codec, and every rounding's error stays with the worker who rounded:
@@ -53,6 +55,7 @@ def compact_sum(values: jax.Array, flag: jax.Array, name: str, codec: ValueCodec
       name: one of `SUMS`.
       codec: the type of a value on the wire.
       axis_name: the axis of workers.
+      checksum: see `jaxcomm.collectives.checksum`; not with psum, of which no worker sees what was sent.
     """
     if name == "psum":
         sums = lax.psum(jnp.append(values, jnp.where(flag, 0.0, jnp.nan)), axis_name)  # (C + 1,)
@@ -62,10 +65,11 @@ def compact_sum(values: jax.Array, flag: jax.Array, name: str, codec: ValueCodec
     width = -(-n // (k * bits.WORD)) * bits.WORD
     parts = jnp.pad(values, (0, k * width - n)).reshape(k, width)
     exchange = _two_shot if name == "two_shot" else _ring
-    code, error = exchange(parts, flag, codec, axis_name)  # (K, words + 1), (K, width)
+    code, error, is_intact = exchange(parts, flag, codec, axis_name, checksum)  # (K, words + 1), (K, width)
     total = jax.vmap(lambda row: codec.decode(row, width))(code[:, :-1])
-    ok = jnp.all(code[:, -1] == 1)
-    return Reduced(lambda ok: jnp.where(ok, total.reshape(-1)[:n], 0.0), lambda: error.reshape(-1)[:n], ok)
+    ok = jnp.all(code[:, -1] == 1) & is_intact
+    reduced = Reduced(lambda ok: jnp.where(ok, total.reshape(-1)[:n], 0.0), lambda: error.reshape(-1)[:n], ok)
+    return agreed(reduced, axis_name, checksum)
 
 
 def _code(values: jax.Array, flag: jax.Array, codec: ValueCodec) -> jax.Array:
@@ -73,7 +77,9 @@ def _code(values: jax.Array, flag: jax.Array, codec: ValueCodec) -> jax.Array:
     return jnp.append(codec.encode(values), flag.astype(jnp.uint32))
 
 
-def _two_shot(parts: jax.Array, flag: jax.Array, codec: ValueCodec, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
+def _two_shot(
+    parts: jax.Array, flag: jax.Array, codec: ValueCodec, axis_name: AxisName, checksum: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     rounded, width = codec.rounded(parts), parts.shape[1]
 
     def at_owner(received: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -87,11 +93,13 @@ def _two_shot(parts: jax.Array, flag: jax.Array, codec: ValueCodec, axis_name: A
         return _code(result, sound, codec), total - result
 
     rows = jax.vmap(lambda row: _code(row, flag, codec))(rounded)
-    code, kept = two_shot(rows, at_owner, axis_name)
-    return code, (parts - rounded).at[lax.axis_index(axis_name)].add(kept)
+    code, kept, is_intact = two_shot(rows, at_owner, axis_name, checksum)
+    return code, (parts - rounded).at[lax.axis_index(axis_name)].add(kept), is_intact
 
 
-def _ring(parts: jax.Array, flag: jax.Array, codec: ValueCodec, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
+def _ring(
+    parts: jax.Array, flag: jax.Array, codec: ValueCodec, axis_name: AxisName, checksum: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Passes partial sums from neighbour to neighbour; part j starts at worker j+1 and ends at its owner j."""
     k, width = parts.shape
     me = lax.axis_index(axis_name)
@@ -106,11 +114,12 @@ def _ring(parts: jax.Array, flag: jax.Array, codec: ValueCodec, axis_name: AxisN
 
     def pass_on(carry: tuple[jax.Array, jax.Array], hop: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
         code, error = carry
-        code = lax.ppermute(code, axis_name, onward)
-        code, lost, part = add_own(codec.decode(code[:-1], width), code[-1] == 1, hop)
+        code, is_intact = move(code, lambda code: lax.ppermute(code, axis_name, onward), checksum)
+        code, lost, part = add_own(codec.decode(code[:-1], width), (code[-1] == 1) & is_intact, hop)
         return (code, error.at[part].set(lost)), None
 
     code, lost, part = add_own(jnp.zeros(width, jnp.float32), jnp.asarray(True), 0)
     error = zeros_varying_as(parts.shape, parts.dtype, parts).at[part].set(lost)
     (code, error), _ = lax.scan(pass_on, (code, error), jnp.arange(1, k))
-    return gather_words(code, axis_name), error
+    codes, are_intact = gather_checked(code, axis_name, checksum)
+    return codes, error, are_intact

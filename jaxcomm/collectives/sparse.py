@@ -13,7 +13,8 @@ from jaxcomm.bits import popcount
 from jaxcomm.codecs import IndexCodec, ValueCodec, choose_index_codec
 from jaxcomm.collectives.axis import axis_size
 from jaxcomm.collectives.balanced import Regions
-from jaxcomm.collectives.gather import fuse, gather_words, split_words
+from jaxcomm.collectives.checksum import agreed, gather_checked
+from jaxcomm.collectives.gather import fuse, split_words
 from jaxcomm.collectives.reduced import Sent, SparseReduced
 from jaxcomm.collectives.status import read_status, write_status
 from jaxcomm.layout import BLOCK_WORDS, Layout
@@ -61,6 +62,7 @@ class SparseSum:
         beyond that for gather or balanced, whichever receives fewer.
       always_fits: whether no more is ever selected of a tensor than it has slots (of a region there may be).
       axis_name: the axis of workers.
+      checksum: see `jaxcomm.collectives.checksum`.
     """
 
     layout: Layout
@@ -69,6 +71,7 @@ class SparseSum:
     collective: str
     always_fits: bool
     axis_name: str
+    checksum: bool = False
 
     @cached_property
     def indices(self) -> IndexCodec:
@@ -77,14 +80,14 @@ class SparseSum:
 
     def regions(self) -> Regions:
         """The regions of an exchange that is not gathered."""
-        return Regions(self.layout, axis_size(self.axis_name), self.values, self.index_codec)
+        return Regions(self.layout, axis_size(self.axis_name), self.values, self.index_codec, self.checksum)
 
     def is_gathered(self) -> bool:
         """Chooses between gathering and owners, for this K, n, capacity and codec."""
         if self.collective != "auto":
             return self.collective == "gather"
         k, n = axis_size(self.axis_name), self.layout.n
-        words = HEADER + self.indices.n_words + -(-self.layout.n_slots * self.values.bits // 32)
+        words = HEADER + self.indices.n_words + -(-self.layout.n_slots * self.values.bits // 32) + self.checksum
         gathered, dense = 4 * (k - 1) * words, 8 * (k - 1) * n / k
         return gathered <= dense / 4 or gathered <= self.regions().received
 
@@ -98,7 +101,8 @@ class SparseSum:
           mask: (n/32,) uint32, the selected coordinates.
           start: which of them have slots where there are too few; see `compact`.
         """
-        return (self._gather if self.is_gathered() else self._by_regions)(vector, mask, start)
+        reduced = (self._gather if self.is_gathered() else self._by_regions)(vector, mask, start)
+        return agreed(reduced, self.axis_name, self.checksum)
 
     def status(self, vector: Accumulated, mask: jax.Array) -> jax.Array:
         """Returns this worker's word for the others: () uint32, of `write_status`."""
@@ -129,7 +133,7 @@ class SparseSum:
 
     def _gather(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> SparseReduced:
         payload, sent = self.encode(vector, mask, start)
-        gathered = gather_words(fuse(payload), self.axis_name)  # (K, m)
+        gathered, is_intact = gather_checked(fuse(payload), self.axis_name, self.checksum)  # (K, m)
         gathered = jax.vmap(lambda words: split_words(words, payload))(gathered)
         ok, overfull = read_status(gathered["header"][:, 0])
         counts = gathered["header"][:, 1:].astype(jnp.float32)  # (K, 2), sent and overflow
@@ -146,7 +150,8 @@ class SparseSum:
             zero = jnp.where(ok, jnp.minimum(most, 0.0), 0.0)
             return lax.scan(add, jnp.full(self.layout.n, zero), gathered)[0]
 
-        return SparseReduced(total, None, ok & jnp.isfinite(most), sent, jnp.sum(counts, axis=0), overfull)
+        ok = ok & is_intact & jnp.isfinite(most)
+        return SparseReduced(total, None, ok, sent, jnp.sum(counts, axis=0), overfull)
 
     def _by_regions(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> SparseReduced:
         return self.sum_regions(self.regions(), vector.sum(), mask, start, self.status(vector, mask))

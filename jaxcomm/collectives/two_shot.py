@@ -11,26 +11,32 @@ import jax
 from jax import lax
 
 from jaxcomm.collectives.axis import AxisName
-from jaxcomm.collectives.gather import gather_words
+from jaxcomm.collectives.checksum import gather_checked, move
 
 
 def two_shot(
     rows: jax.Array,
     at_owner: Callable[[jax.Array], tuple[jax.Array, Any]],
     axis_name: AxisName,
-) -> tuple[jax.Array, Any]:
+    checksum: bool = False,
+) -> tuple[jax.Array, Any, jax.Array]:
     """Exchanges coded parts by way of their owners.
 
-    Each worker receives (K-1)/K of its rows' bytes, and then (K-1) times the bytes that an owner returns.
+    Each worker receives (K-1)/K of its rows' bytes, and then (K-1) times the bytes that an owner returns; with a
+    checksum 8 (K-1) bytes more.
 
     Args:
       rows: (K, m) uint32, the worker's own code of every part; row j goes to worker j.
       at_owner: from the K codes of the worker's own part (K, m), worker i's in row i, to the code of their sum (m2,)
         uint32, and anything that the owner keeps for itself.
       axis_name: the axis of workers.
+      checksum: see `move`.
 
     Returns:
-      The codes of all sums (K, m2), the same on every worker, and what this worker's `at_owner` kept.
+      The codes of all sums (K, m2), the same on every worker, what this worker's `at_owner` kept, and whether all that
+      this worker has received was as it was sent: () bool.
     """
-    code, kept = at_owner(lax.all_to_all(rows, axis_name, 0, 0))
-    return gather_words(code, axis_name), kept
+    received, is_intact = move(rows, lambda rows: lax.all_to_all(rows, axis_name, 0, 0), checksum)
+    code, kept = at_owner(received)
+    codes, are_intact = gather_checked(code, axis_name, checksum)
+    return codes, kept, is_intact & are_intact

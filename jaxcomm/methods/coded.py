@@ -36,6 +36,10 @@ class CodedExchange(Exchange):
         check_count("dense_below", self.dense_below, 0, "0 compresses every tensor")
         check_collective(self.collective)
 
+    @property
+    def instead_of_checksum(self) -> None:
+        return None
+
     def codecs(self, layout: Layout, step: jax.Array) -> tuple[PartCodec, PartCodec]:
         """Returns the codes of a worker's vector and of a sum of vectors."""
         raise NotImplementedError
@@ -60,7 +64,8 @@ class CodedExchange(Exchange):
                 accumulated = gradient.accumulated()
                 x, is_ok = accumulated.sum(), accumulated.is_ok()
             vector, factor = self.scaled(x, layout)
-            summed = coded_sum(vector, is_ok, *self.codecs(layout, state.step), self.collective, self.axis_name)
+            codecs, axis_name = self.codecs(layout, state.step), self.axis_name
+            summed = coded_sum(vector, is_ok, *codecs, self.collective, axis_name, self.checksum)
             mean = summed.total(summed.ok) * factor
             compressed = layout.as_leaves(layout.unflatten(mean))
             ok = ok & summed.ok & jnp.isfinite(mean).all() & is_finite_narrow(compressed)

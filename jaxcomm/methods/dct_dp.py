@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomm.checks import check_count, check_range, check_sparsity
-from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, own_row, transformation
+from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, own_row, transformation, with_due
 from jaxcomm.layout import Layout
 from jaxcomm.methods.sparse import SparseExchange, drain
 from jaxcomm.selectors import draw_start, order_statistic, select_threshold
@@ -101,7 +101,7 @@ class DctDp(SparseExchange):
         return Thresholds(jnp.asarray(True), threshold)
 
     def resized(self, state: ExchangeState) -> ExchangeState:
-        return state.replace(memory=state.memory._replace(due=jnp.asarray(True)))
+        return with_due(state)
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Thresholds]:
         layout, vector, step, old = gradient.layout, gradient.accumulated(), state.step, state.memory

@@ -58,6 +58,10 @@ class Hierarchical(Exchange):
     def axes(self) -> tuple[str, ...]:
         return self.across, self.inside
 
+    @property
+    def instead_of_checksum(self) -> str:
+        return "Pass it to exchange="
+
     def init_chosen(self, params: Any) -> ExchangeState:
         # Zeros of a share's shape are enough: exchanges of gradients do not read parameters when they begin.
         _, sizes = self._shares(params)

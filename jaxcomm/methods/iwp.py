@@ -14,9 +14,10 @@ from jax import lax
 from jaxcomm import noise
 from jaxcomm.checks import check_count, check_range
 from jaxcomm.collectives import axis_size
+from jaxcomm.collectives.axis import to_varying
 from jaxcomm.collectives.masks import MASK_CODECS, MaskUnion
 from jaxcomm.collectives.sparse import Accumulated
-from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, transformation
+from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, transformation, with_due
 from jaxcomm.layout import Layout
 from jaxcomm.methods.momentum import MomentumCorrection
 from jaxcomm.methods.shared import SharedExchange
@@ -132,7 +133,7 @@ class Iwp(MomentumCorrection, SharedExchange):
         return SharedMask(jnp.asarray(True), jnp.zeros(layout.n_words, jnp.uint32), self.zero_velocity(layout))
 
     def resized(self, state: ExchangeState) -> ExchangeState:
-        return state.replace(memory=state.memory._replace(due=jnp.asarray(True)))
+        return with_due(state)
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, SharedMask]:
         if gradient.params is None:
@@ -144,15 +145,17 @@ class Iwp(MomentumCorrection, SharedExchange):
         weights = layout.flatten(layout.split(gradient.params)[0])
         gradient, vector, velocity = self.correct(gradient, old.velocity)
         renew = old.due | (step % self.life_span == 0) | (step < self.warmup_steps + bool(self.warmup_steps))
-        none = jnp.zeros((), jnp.float32)
-        mask, cut = old.mask, none
+        kept = old.mask, jnp.zeros((), jnp.float32), to_varying(jnp.asarray(True), self.axis_name)
+        mask, cut, is_intact = kept
         if layout.sizes:
             if self.life_span == 1:
-                mask, cut = self.publish(vector, weights, step, layout)
+                mask, cut, is_intact = self.publish(vector, weights, step, layout)
             else:
-                mask, cut = lax.cond(
-                    renew, lambda: self.publish(vector, weights, step, layout), lambda: (old.mask, none)
+                mask, cut, is_intact = lax.cond(
+                    renew, lambda: self.publish(vector, weights, step, layout), lambda: kept
                 )
+        if self.checksum:  # a worker that has another mask tells all by a number that is not finite
+            vector = vector._replace(gradient=jnp.where(is_intact, vector.gradient, jnp.nan))
 
         def compactly() -> tuple[Exchanged, jax.Array]:
             selection = compact(mask, layout, draw_start(self.seed, step))
@@ -171,13 +174,16 @@ class Iwp(MomentumCorrection, SharedExchange):
             out, flat = lax.cond(step < self.warmup_steps, densely, compactly)
         else:
             out, flat = compactly()
-        kept = self.kept(out.ok, velocity, flat, old.velocity)
-        return out, SharedMask(renew & ~out.ok, keep_unless(out.ok, mask, old.mask), kept)
+        new = self.kept(out.ok, velocity, flat, old.velocity)
+        return out, SharedMask(renew & ~out.ok, keep_unless(out.ok, mask, old.mask), new)
 
     def publish(
         self, vector: Accumulated, weights: jax.Array, step: jax.Array, layout: Layout
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the union of the publishers' masks (n/32,), and how many coordinates the mask codec cut off."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the union of the publishers' masks (n/32,), and how many coordinates the mask codec cut off.
+
+        And whether the masks have arrived at this worker as they were sent: () bool.
+        """
         workers = axis_size(self.axis_name)
         if self.publishers > workers:
             raise ValueError(
@@ -188,9 +194,10 @@ class Iwp(MomentumCorrection, SharedExchange):
         mask = self.own_mask(vector, weights, step, layout)
         row = jnp.where(is_own.any(1), jnp.argmax(is_own, axis=1), -1)
 
-        def unite(codec: str) -> tuple[jax.Array, jax.Array]:
-            union = MaskUnion(layout, codec, self.publishers, self.axis_name)
-            return union(mask, row, draw_start(self.seed, step))
+        def unite(codec: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+            union = MaskUnion(layout, codec, self.publishers, self.axis_name, self.checksum)
+            united, cut, is_intact = union(mask, row, draw_start(self.seed, step))
+            return united, cut, to_varying(is_intact, self.axis_name)
 
         if self.warmup_steps == 0:
             return unite(self.mask_codec)

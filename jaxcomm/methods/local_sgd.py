@@ -116,6 +116,10 @@ class LocalSgd(LocalExchange):
     def period(self) -> int:
         return self.steps
 
+    @property
+    def instead_of_checksum(self) -> str:
+        return "Pass it to exchange="
+
     def global_model(self, state: ExchangeState, like: Any) -> Any:
         return jax.tree.map(lambda anchor, leaf: anchor.astype(leaf.dtype), state.memory.anchor, like)
 

@@ -50,14 +50,18 @@ class PlumpDp(Exchange):
     def transform(self) -> optax.GradientTransformation:
         if self.p == 1:
             return super().transform()
-        exchange = plump_dp(value_dtype=self.value_dtype, axis_name=self.axis_name)
+        exchange = plump_dp(value_dtype=self.value_dtype, checksum=self.checksum, axis_name=self.axis_name)
         return local_sgd(self.p, exchange=exchange, outer=optax.sgd(1.0), where=self.where, axis_name=self.axis_name)
+
+    @property
+    def instead_of_checksum(self) -> str | None:
+        return "Pass value_dtype='bfloat16', which owners sum" if self.value_dtype == "float32" else None
 
     def plan(self, tree: Any) -> Layout:
         return plan_layout(tree, dense_below=0, capacity=lambda n: n, compress=lambda _: False)
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Any]:
-        means, ok = dense_mean(gradient.leaves, self.axis_name, self.value_dtype)
+        means, ok = dense_mean(gradient.leaves, self.axis_name, self.value_dtype, self.checksum)
         return Exchanged(zeros_unless(ok, means), None, ExchangeMetrics.of(ok, sent=0)), state.memory
 
 

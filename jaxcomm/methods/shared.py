@@ -43,6 +43,11 @@ class SharedExchange(Exchange):
         super().__post_init__()
         check_count("dense_below", self.dense_below, 0, "0 compresses every tensor")
 
+    @property
+    def instead_of_checksum(self) -> str | None:
+        summed = choose_sum(self.collective, value_codec(self.value_dtype)) == "psum"
+        return "Pass collective='two_shot' or 'ring', or value_dtype='bfloat16'" if summed else None
+
     def capacity(self, n: int) -> int:
         """Returns the slots of a tensor of n elements in the buffer."""
         raise NotImplementedError
@@ -64,7 +69,8 @@ class SharedExchange(Exchange):
         dense_means, dense_ok = dense_mean(gradient.dense, self.axis_name)
         own = jnp.where(slots.filled, vector.at(position), 0.0)  # (C,)
         values = value_codec(self.value_dtype)
-        summed = compact_sum(own, vector.is_ok(), choose_sum(self.collective, values), values, self.axis_name)
+        name = choose_sum(self.collective, values)
+        summed = compact_sum(own, vector.is_ok(), name, values, self.axis_name, self.checksum)
         ok = dense_ok & summed.ok
 
         sums = jnp.where(slots.filled, summed.total(ok), 0.0)

@@ -15,7 +15,7 @@ from jaxcomm import bits, noise
 from jaxcomm.checks import check_count, check_range
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import all_gather_same, other_axes, to_varying
-from jaxcomm.exchange import ExchangeState, own_row, transformation
+from jaxcomm.exchange import ExchangeState, own_row, transformation, with_due
 from jaxcomm.layout import plan_layout
 from jaxcomm.methods.local_sgd import LocalExchange, local_sgd
 from jaxcomm.methods.plump_dp import plump_dp
@@ -135,7 +135,7 @@ class SlimDp(LocalExchange):
         return self.p > 1 or self.unsent == "carry"
 
     def resized(self, state: ExchangeState) -> ExchangeState:
-        return state.replace(memory=state.memory._replace(due=jnp.asarray(True)))
+        return with_due(state)
 
     def global_model(self, state: ExchangeState, like: Any) -> Any:
         flat, unravel = ravel_pytree(like)

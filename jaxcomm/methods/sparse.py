@@ -53,6 +53,10 @@ class SparseExchange(Exchange):
         holds = self.collective in (*COLLECTIVES, "auto")
         check_range("collective", self.collective, f"one of {', '.join(COLLECTIVES)}", holds, "or pass 'auto'")
 
+    @property
+    def instead_of_checksum(self) -> None:
+        return None
+
     def capacity(self, n: int) -> int:
         """Returns the slots of a tensor of n elements in a payload."""
         raise NotImplementedError
@@ -69,7 +73,9 @@ class SparseExchange(Exchange):
     def collective_of(self, layout: Layout) -> SparseSum:
         """Returns the collective of a gradient's shapes."""
         values = value_codec(self.value_dtype)
-        return SparseSum(layout, values, self.index_codec, self.collective, self.always_fits, self.axis_name)
+        return SparseSum(
+            layout, values, self.index_codec, self.collective, self.always_fits, self.axis_name, self.checksum
+        )
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Any]:
         vector = gradient.accumulated()

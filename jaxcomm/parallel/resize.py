@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxcomm.exchange import ExchangeState
-from jaxcomm.types import is_per_worker, join_parts
+from jaxcomm.types import PerWorker, is_per_worker, join_parts
 
 
 def resize_workers(state: Any, workers: int) -> Any:
@@ -15,52 +15,97 @@ def resize_workers(state: Any, workers: int) -> Any:
 
     A residual is a gradient that was not applied yet, and reaches the parameters divided by the number of workers. So
     what must survive is the mean of the rows (the update that is still owed), not their sum. The rows are spread over
-    the new workers in order: a new worker's row is the average of the old rows it covers. Thresholds are averaged
-    too, and a method may mark a refresh as due (`Exchange.resized`). A vector that the workers hold together
+    the new workers in order: a new worker's row is the average of the old rows it covers. Momenta and thresholds are
+    averaged too, and a method may mark a refresh as due (`Exchange.resized`). A vector that the workers hold together
     (`resizing="parts"`) is put together and dealt out again, and the parameters of a local method's workers are
     averaged.
 
+    What is sharded over other axes of the mesh keeps its shards, each with the rows of the new workers. The workers of
+    `hierarchical` come and go by groups: each share keeps the mean of its groups' rows.
+
     Args:
-      state: an optimizer's state or a `TrainState`, on one host (NumPy or addressable arrays).
-      workers: the new K.
+      state: an optimizer's state or a `TrainState`, on one host (NumPy or addressable arrays). That of a pipeline has
+        the stages first: `step.resize` takes it.
+      workers: the new K; of `hierarchical`, those of all groups.
 
     Returns:
       The state with (K, ...) NumPy rows.
 
     Raises:
-      ValueError: for fewer than one worker, or a state of `hierarchical` or of shards along other axes.
+      ValueError: for fewer than one worker, a number of them that does not make whole groups of the same size, and the
+        state of a pipeline.
     """
     if workers < 1:
         raise ValueError(f"A run has at least one worker, got {workers}: pass a positive integer.")
+    nodes = [node for node in jax.tree.leaves(state, is_leaf=is_per_worker) if is_per_worker(node)]
+    # What differs between shards alone has a row for each.
+    shards = {(): 1} | {node.axes: len(node.rows) for node in nodes if node.shards == len(node.axes)}
 
-    def fold(rows: Any) -> np.ndarray:
-        rows = np.asarray(rows)
-        weights = _overlap(rows.shape[0], workers)
-        flat = weights @ rows.reshape(rows.shape[0], -1).astype(np.float64)
-        flat = flat if np.issubdtype(rows.dtype, np.inexact) else np.rint(flat)  # counts, the same in every row
-        return flat.astype(rows.dtype).reshape(workers, *rows.shape[1:])
-
-    def resize(node: Any) -> Any:
-        if isinstance(node, ExchangeState):
-            parts = ("residual", "memory", "others")
-            worker = node.worker and replace(node.worker, rows=np.full((workers, 1), -1, np.int32))
-            resized = {name: walk(getattr(node, name)) for name in parts}
-            return node.method.resized(node.replace(worker=worker, **resized))
-        if not is_per_worker(node):
+    def fold(node: PerWorker, axes: tuple[str, ...]) -> PerWorker:
+        own = node.axes[len(node.axes) - node.shards :]
+        if own == node.axes:
             return node
-        if node.shards:
+        inside = shards[own] // shards[tuple(name for name in own if name not in axes)]  # of a group of workers
+        if workers % inside:
             raise ValueError(
-                f"Rows must belong to whole workers to be resized; got rows of shards, along {node.axes} "
-                "(hierarchical, or sharded parameters). Continue with the mesh that the run began with."
+                f"Workers must make whole groups of {inside}, the number along {own[0]!r}; got {workers}. Pass a "
+                f"multiple of {inside}."
             )
-        if node.resizing == "parts":  # every part has its owner: put together, and dealt out again
-            return replace(node, rows=np.repeat(np.asarray(join_parts(node.rows))[None], workers, axis=0))
-        return jax.tree.map(fold, node)
+        new = workers // inside
+        return replace(node, rows=jax.tree.map(lambda rows: _FOLDS[node.resizing](rows, shards[own], new), node.rows))
 
-    def walk(tree: Any) -> Any:
+    def walk(tree: Any, axes: tuple[str, ...] | None) -> Any:
+        """Resizes what is in the state of an exchange over these axes, or in none."""
+
+        def resize(node: Any) -> Any:
+            if is_per_worker(node):
+                return fold(node, node.axes if axes is None else axes)
+            if not isinstance(node, ExchangeState):
+                return node
+            if np.ndim(node.step):
+                raise ValueError(
+                    f"A state must have the workers first to be resized; got stages first in that of "
+                    f"{node.method.name}. Call step.resize(state, workers) of the pipeline's step."
+                )
+            over = node.method.axes if axes is None else axes
+            parts = {name: walk(getattr(node, name), over) for name in ("residual", "memory", "others", "worker")}
+            worker = jax.tree.map(lambda rows: np.full_like(rows, -1), parts.pop("worker"))
+            return node.method.resized(node.replace(worker=worker, **parts))
+
         return jax.tree.map(resize, tree, is_leaf=lambda node: is_per_worker(node) or isinstance(node, ExchangeState))
 
-    return walk(state)
+    return walk(state, None)
+
+
+def _mean(rows: Any, shards: int, new: int) -> np.ndarray:
+    """Folds rows (K * shards, ...), workers first, to (new * shards, ...): every shard keeps its mean."""
+    rows = np.asarray(rows)
+    old = len(rows) // shards
+    flat = _overlap(old, new) @ rows.reshape(old, -1).astype(np.float64)
+    flat = flat if np.issubdtype(rows.dtype, np.inexact) else np.rint(flat)  # counts, the same in every row
+    return flat.astype(rows.dtype).reshape(new * shards, *rows.shape[1:])
+
+
+def _parts(rows: Any, shards: int, new: int) -> np.ndarray:
+    """Puts a vector together of which every row has its owner's part, and deals it out again."""
+    del shards  # workers of a local method hold the whole model
+    return np.repeat(np.asarray(join_parts(rows))[None], new, axis=0)
+
+
+def _batch(rows: Any, shards: int, new: int) -> np.ndarray:
+    """Deals the rows of a batch (K, M, b, ...) out again, in units of a loss that is a mean over fewer, or more."""
+    del shards  # a boundary is between stages
+    rows = np.asarray(rows)
+    old, micro, size = rows.shape[:3]
+    if old * size % new:
+        raise ValueError(
+            f"Workers must divide the {old * size} rows of a micro-batch, of which a boundary keeps residuals; got "
+            f"{new}. Pass a number that does."
+        )
+    return (rows * (new / old)).astype(rows.dtype).reshape(new, micro, -1, *rows.shape[3:])
+
+
+_FOLDS = {"mean": _mean, "parts": _parts, "batch": _batch}
 
 
 def _overlap(old: int, new: int) -> np.ndarray:

@@ -308,8 +308,8 @@ def _pack(state: Any, axes: tuple[str, ...]) -> Any:
 
     def row(node: Any) -> PerWorker:
         if is_per_worker(node):
-            return replace(node, axes=(*node.axes, *axes), shards=node.shards + 1)
-        return PerWorker(node[None], axes, shards=1)
+            return replace(node, axes=(*node.axes, *axes), shards=node.shards + len(axes))
+        return PerWorker(node[None], axes, shards=len(axes))
 
     return jax.tree.map(row, state, is_leaf=is_per_worker)
 
@@ -321,6 +321,6 @@ def _unpack(state: Any, axes: tuple[str, ...]) -> Any:
         if not axes or not is_per_worker(node):
             return node
         workers = node.axes[: len(node.axes) - len(axes)]
-        return replace(node, axes=workers, shards=node.shards - 1) if workers else node.rows[0]
+        return replace(node, axes=workers, shards=node.shards - len(axes)) if workers else node.rows[0]
 
     return jax.tree.map(own, state, is_leaf=is_per_worker)

@@ -121,7 +121,10 @@ class TrainStep(ABC):
         return state.model_state
 
     def resize(self, state: TrainState, workers: int) -> TrainState:
-        """Carries a state over to another number of workers; see `resize_workers`. NumPy rows, on one host."""
+        """Carries a state over to another number of workers; see `resize_workers`. NumPy rows, on one host.
+
+        The arrays that workers share stay where they are: place all for the step of another mesh, see its `shapes`.
+        """
         return resize_workers(state, workers)
 
     def report(self, state: Any, batch: Any) -> WireReport:

@@ -1,13 +1,14 @@
 """The train step of a pipeline: stages along one axis of a mesh, data-parallel workers along another."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
@@ -18,6 +19,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers
 from jaxcomm.exchange import get_exchange
 from jaxcomm.numerics import is_finite_tree
 from jaxcomm.parallel.chain import check_chain
+from jaxcomm.parallel.resize import resize_workers
 from jaxcomm.parallel.state import (
     TrainState,
     check_axes,
@@ -78,7 +80,7 @@ class PipelineStep(TrainStep):
         if pipeline.model_state is not None:
             _check_shapes("model_state", states, pipeline.model_state)
             check_model_state(states)
-        residuals = PerWorker(_zero_residuals(pipeline, batch, self.workers), axis_names(self.axis_name))
+        residuals = PerWorker(_zero_residuals(pipeline, batch, self.workers), axis_names(self.axis_name), "batch")
 
         def device_state(params: list[jax.Array], states: list[jax.Array]) -> TrainState:
             own = [slot[0] for slot in params]
@@ -119,8 +121,15 @@ class PipelineStep(TrainStep):
         return self.pipeline.state_slots.unstack(state.model_state["stages"])
 
     def resize(self, state: TrainState, workers: int) -> TrainState:
-        """Refuses: rows of a pipeline have the stages first."""
-        raise ValueError("A pipeline must go on with its number of workers; got one to resize. Use the same mesh.")
+        """Carries the rows of every stage over to another number of workers; see `TrainStep.resize`.
+
+        What a boundary keeps for the rows of a batch is dealt out again, for a batch of as many rows.
+        """
+        of_stages = [
+            resize_workers(_of_stage(state, lambda leaf, at=stage: np.asarray(leaf[at])), workers)
+            for stage in range(self.pipeline.size)
+        ]
+        return jax.tree.map(lambda *rows: np.stack(rows), *of_stages)._replace(step=state.step)
 
     def verify(
         self, state: Any, batch: Any, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()
@@ -212,16 +221,20 @@ def _zero_residuals(pipeline: Pipeline, batch: Any, workers: int) -> list[Any]:
     ]
 
 
+def _of_stage(state: TrainState, own: Callable[[Any], Any]) -> TrainState:
+    """Takes or adds the dimension of stages of every leaf but `step`."""
+    params, opt_state, model_state = jax.tree.map(own, (state.params, state.opt_state, state.model_state))
+    return TrainState(params, opt_state, state.step, model_state)
+
+
 def _of_device(state: TrainState) -> TrainState:
     """Takes the dimension of stages away, which is 1 on a device."""
-    stripped = jax.tree.map(lambda leaf: leaf[0], (state.params, state.opt_state, state.model_state))
-    return TrainState(stripped[0], stripped[1], state.step, stripped[2])
+    return _of_stage(state, lambda leaf: leaf[0])
 
 
 def _of_mesh(state: TrainState) -> TrainState:
     """Adds the dimension of stages; the inverse of `_of_device`."""
-    staged = jax.tree.map(lambda leaf: leaf[None], (state.params, state.opt_state, state.model_state))
-    return TrainState(staged[0], staged[1], state.step, staged[2])
+    return _of_stage(state, lambda leaf: leaf[None])
 
 
 def _broken_together(gradients: Any, stage_axis: str) -> Any:

@@ -41,22 +41,28 @@ class Outcome:
         return bool(self.metrics.skipped)
 
 
+def state_of_workers(tx: Any, tree: str, K: int) -> tuple[Any, Any]:
+    """The first state, rows (K, 1, ...), and its axes for `jax.vmap`."""
+    one = tx.init(zeros_of(tree))
+    axes = jax.tree.map(lambda node: 0 if is_per_worker(node) else None, one, is_leaf=is_per_worker)
+    first = jax.tree.map(
+        lambda node: jax.tree.map(lambda row: jnp.repeat(row[None], K, 0), node) if is_per_worker(node) else node,
+        one,
+        is_leaf=is_per_worker,
+    )
+    return first, axes
+
+
 class Simulated:
     """K workers under `jax.vmap`. What is not `PerWorker` has to come out unbatched: the same on every worker."""
 
     def __init__(self, tx: Any, tree: str, K: int):
-        one = tx.init(zeros_of(tree))
-        axes = jax.tree.map(lambda node: 0 if is_per_worker(node) else None, one, is_leaf=is_per_worker)
+        self.first, axes = state_of_workers(tx, tree, K)
         params = params_of(tree)
 
         def update(gradients: Any, state: Any) -> Any:
             return tx.update(gradients, state, params)
 
-        self.first = jax.tree.map(
-            lambda node: jax.tree.map(lambda row: jnp.repeat(row[None], K, 0), node) if is_per_worker(node) else node,
-            one,
-            is_leaf=is_per_worker,
-        )
         workers = jax.vmap(update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
         self.update = jax.jit(workers)
 

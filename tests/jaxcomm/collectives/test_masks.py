@@ -38,7 +38,7 @@ def united(masks, published, codec):
     """(the union, the overflow) that the workers agree on."""
     words = np.packbits(masks, axis=1, bitorder="little").view(np.uint32)
     row = [[own.index(w) if w in own else -1 for own in published] for w in range(len(masks))]  # (K, S)
-    out, overflow = program(len(published[0]), codec)(words, np.asarray(row, np.int32), np.float32(TURN))
+    out, overflow, _ = program(len(published[0]), codec)(words, np.asarray(row, np.int32), np.float32(TURN))
     return np.unpackbits(np.asarray(out).view(np.uint8), bitorder="little").astype(bool), int(overflow)
 
 

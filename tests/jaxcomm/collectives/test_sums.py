@@ -34,7 +34,8 @@ def test_parts_come_to_their_owners_and_back(K):
 
         return two_shot(own, at_owner, "data")
 
-    code, kept = over_workers(worker, rows, same=False)
+    code, kept, is_intact = over_workers(worker, rows, same=False)
+    assert is_intact.all()
     for w in range(K):
         np.testing.assert_array_equal(code[w, :, :3], rows.sum(0))
         np.testing.assert_array_equal(code[w, :, 3], rows[0, :, 0])

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from tests.jaxcomm.formulas import Sizes
+from tests.jaxcomm.formulas import Sizes, all_reduce
 from tests.jaxcomm.trees import TREES, cut, shapes_of
 from tests.reference.common import StepResult, Tensors
 
@@ -95,6 +95,11 @@ class Case:
         return self.residual
 
     @property
+    def sums_numbers(self) -> bool:
+        """Whether all that travels is summed on its way, so that nobody could check it."""
+        return False
+
+    @property
     def limit(self) -> float:
         """The magnitude from which a compressed coordinate counts as not finite: residuals would keep it."""
         return 2.0**100 if self.residual else math.inf
@@ -141,6 +146,15 @@ class Case:
         """Compares what is no row of `state_rows`."""
 
     # Its bytes, by hand.
+
+    @property
+    def sealed(self) -> int:
+        """Words more in every payload for its checksum."""
+        return int(self.option("checksum"))
+
+    def vote(self, K: int) -> Fraction:
+        """The all-reduce by which workers that have checked payloads agree."""
+        return all_reduce(K, 1) if self.sealed else Fraction(0)
 
     def capacity(self, n: int) -> int:
         """Slots of a tensor of n elements; the options are decimal numbers, and so is the arithmetic."""

@@ -45,8 +45,8 @@ class Sparse(WithSparsity):
         gathered, balanced = self._gathered_bytes(s), self._balanced_bytes(s)
         if self.option("collective") == "auto":
             few = gathered <= all_reduce(s.K, s.n) / 4
-            return gathered if few else min(gathered, balanced)
-        return {"gather": gathered, "balanced": balanced}[self.option("collective")]
+            return self.vote(s.K) + (gathered if few else min(gathered, balanced))
+        return self.vote(s.K) + {"gather": gathered, "balanced": balanced}[self.option("collective")]
 
     def _gathered_bytes(self, s: Sizes) -> Fraction:
         """(K-1) payloads."""
@@ -60,7 +60,7 @@ class Sparse(WithSparsity):
 
     def _payload_words(self, n: int, slots: int) -> int:
         values = words(slots, BITS[self.option("value_dtype")])
-        return HEADER_WORDS + values + index_words(self.option("index_codec"), n, slots)
+        return HEADER_WORDS + values + index_words(self.option("index_codec"), n, slots) + self.sealed
 
 
 class Shared(Case):
@@ -68,15 +68,19 @@ class Shared(Case):
 
     sends_largest = False
 
+    @property
+    def sums_numbers(self) -> bool:
+        is_auto = self.option("collective") == "auto" and self.option("value_dtype") == "float32"
+        return is_auto or self.option("collective") == "psum"
+
     def compressed_bytes(self, s: Sizes) -> Fraction:
         """Values, and a flag in every message."""
         slots, bits = sum(s.slots), BITS[self.option("value_dtype")]
-        collective = self.option("collective")
-        if collective == "psum" or (collective == "auto" and bits == 32):
+        if self.sums_numbers:
             return all_reduce(s.K, slots + 1)
         part = math.ceil(slots / (s.K * 32)) * 32  # slots
         # Two shots: all-to-all, then all-gather. Ring: K-1 hops, then all-gather.
-        return Fraction(2 * 4 * (s.K - 1) * (words(part, bits) + 1))
+        return Fraction(2 * 4 * (s.K - 1) * (words(part, bits) + 1 + self.sealed)) + self.vote(s.K)
 
 
 class Coded(Case):
@@ -95,9 +99,10 @@ class Coded(Case):
     def compressed_bytes(self, s: Sizes) -> Fraction:
         part = blocks(math.ceil(s.n / s.K))
         first, second = self.code_words(part, 1), self.code_words(part, s.K)
-        gathered = Fraction(4 * (s.K - 1) * (self.code_words(s.n, 1) + 1))
-        two_shot = Fraction(4 * (s.K - 1) * (first + second + 2))
-        return {"gather": gathered, "two_shot": two_shot, "auto": min(gathered, two_shot)}[self.option("collective")]
+        gathered = Fraction(4 * (s.K - 1) * (self.code_words(s.n, 1) + 1 + self.sealed))
+        two_shot = Fraction(4 * (s.K - 1) * (first + second + 2 * (1 + self.sealed)))
+        ways = {"gather": gathered, "two_shot": two_shot, "auto": min(gathered, two_shot)}
+        return ways[self.option("collective")] + self.vote(s.K)
 
 
 class WithMomentum(Case):

@@ -69,7 +69,7 @@ class Iwp(WithMomentum, Shared):
     def received(self, s: Sizes) -> tuple[Fraction, Fraction]:
         """A mask in every step, or every `life_span` steps, and its values."""
         codec = self.option("mask_codec")
-        mask = {"bitmap": bitmaps(s), "coded": self._positions(s)}
+        mask = {"bitmap": self._bitmaps(s), "coded": self._positions(s)}
         mask["auto"] = min(mask.values())
         rarest = max(mask[codec], mask["bitmap"]) if self.option("warmup_steps") else mask[codec]
         values = s.dense + self.compressed_bytes(s)
@@ -77,16 +77,19 @@ class Iwp(WithMomentum, Shared):
         return usual, rarest + max(values, self.rare_bytes(s))
 
     def _positions(self, s: Sizes) -> Fraction:
-        """A row a publisher in an all-reduce or a row a worker in an all-gather, with counts of slots and overflow."""
+        """A row a publisher in an all-reduce or a row a worker in an all-gather, with counts of slots and overflow.
+
+        Nobody could check what an all-reduce sums.
+        """
         slots = sum(s.slots)
         coded = min(index_words(codec, s.n, slots) for codec in ("plain", "elias_fano"))
-        row, r = coded + len(s.slots) + 1, self.option("publishers")
-        return min(all_reduce(s.K, r * row), Fraction((s.K - 1) * 4 * row))
+        row, r = coded + len(s.slots) + 1 + self.sealed, self.option("publishers")
+        gathered = Fraction((s.K - 1) * 4 * row)
+        return gathered if self.sealed else min(all_reduce(s.K, r * row), gathered)
 
-
-def bitmaps(s: Sizes) -> Fraction:
-    """To the owners of parts of a word or more, and back."""
-    return Fraction(2 * 4 * (s.K - 1) * math.ceil(s.n / 32 / s.K))
+    def _bitmaps(self, s: Sizes) -> Fraction:
+        """To the owners of parts of a word or more, and back."""
+        return Fraction(2 * 4 * (s.K - 1) * (math.ceil(s.n / 32 / s.K) + self.sealed))
 
 
 class WatchedIwp(Watched, IwpReference):
@@ -122,7 +125,7 @@ CASES = [
     ),
     Iwp.variant(
         alpha=1.0, beta=0.5, C=1.5, density=0.05, momentum=0.5, eps=0.1, random_selection=False, warmup_steps=2,
-        life_span=2, value_dtype="bfloat16", collective="ring", mask_codec="coded",
+        life_span=2, value_dtype="bfloat16", collective="ring", mask_codec="coded", checksum=True,
     ),
     Iwp.variant(alpha=0.1, density=0.1, momentum=0.9, clip=2.0, value_dtype="float32", mask_codec="bitmap"),
 ]  # fmt: skip

@@ -20,6 +20,10 @@ class PlumpDp(Case):
     def conserves(self) -> bool:
         return self.option("value_dtype") == "float32"
 
+    @property
+    def sums_numbers(self) -> bool:
+        return self.option("value_dtype") == "float32"
+
     def reference(self, tree: str, K: int) -> Any:
         return PlumpDpReference(self.option("value_dtype"))
 
@@ -28,7 +32,8 @@ class PlumpDp(Case):
             return super().received_bytes(tree, K)
         numbers = sum(math.prod(shape) for shape in TREES[tree].values())
         part = math.ceil(numbers / (K * 32)) * 32
-        both = Fraction(2 * 4 * (K - 1) * (words(part, 16) + 1))  # an all-to-all, an all-gather; a flag in each message
+        # An all-to-all and an all-gather, with a flag in each message.
+        both = Fraction(2 * 4 * (K - 1) * (words(part, 16) + 1 + self.sealed)) + self.vote(K)
         return both, both
 
 

@@ -40,5 +40,5 @@ class QuantDp(Coded):
 CASES = [
     QuantDp.row(bits=8, collective="two_shot", seed=5),
     QuantDp.variant(bits=4, norm="l2", bucket=128, collective="gather", dense_below=0),
-    QuantDp.variant(bits=2, norm="l2", bucket=32, collective="two_shot"),
+    QuantDp.variant(bits=2, norm="l2", bucket=32, collective="two_shot", checksum=True),
 ]

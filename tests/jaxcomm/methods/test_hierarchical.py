@@ -108,15 +108,38 @@ def test_nothing_is_lost():
     *_, (state, _) = run(tx, sizes, on_mesh=True, bad_at=1)
     for i in (0, 2, 3, 4):
         dense = {name: value - RATE * batch_of(i)[name].mean(0) for name, value in dense.items()}
-    rows = np.asarray(state.opt_state[0].memory.residual.rows)  # (8, n of a share), groups outermost
-    owed = rows.reshape(2, 4, -1).mean(0)  # (4, n)
+    check_that_it_is_owed(state, dense, sizes)
+
+
+def check_that_it_is_owed(state, dense, sizes):
+    groups, inside = sizes
+    rows = np.asarray(state.opt_state[0].memory.residual.rows)  # (K, n of a share), groups outermost
+    owed = rows.reshape(groups, inside, -1).mean(0)  # (inside, n)
     start = 0
     for name, shape in SHAPES.items():
         size = int(np.prod(shape))
-        share = -(-size // 4)
+        share = -(-size // inside)
         own = owed[:, start : start + share].reshape(-1)[:size].reshape(shape)
         np.testing.assert_allclose(np.asarray(state.params[name]) - RATE * own, dense[name], atol=2e-6)
         start += -(-share // 1024) * 1024
+
+
+def test_nothing_is_lost_where_groups_come_and_go():
+    """4 groups of 2 workers, then 3, 8, 1 and 4: each share keeps what its groups owe, and the last ones send it."""
+    tx = optax.chain(jc.hierarchical(jc.dct_dp(0.9, dense_below=0, axis_name="slice")), optax.sgd(RATE))
+    step = jc.simulate(loss, tx, (4, 2), axis_name=AXES, donate=False)
+    state, dense = step.init(first_params()), first_params()
+    for i in range(4):
+        state, metrics = step(state, batch_of(i))
+        assert metrics["skipped"] == 0
+        dense = {name: value - RATE * batch_of(i)[name].mean(0) for name, value in dense.items()}
+        check_that_it_is_owed(state, dense, (4, 2))
+        if i < 3:
+            assert state.opt_state[0].memory.memory.due.rows.tolist() == [False, False]  # a row for each share
+            for groups in (3, 8, 1, 4):
+                state = step.resize(state, 2 * groups)
+                check_that_it_is_owed(state, dense, (groups, 2))
+            assert state.opt_state[0].memory.memory.due.rows.tolist() == [True, True]
 
 
 def test_what_it_refuses():
@@ -132,5 +155,5 @@ def test_what_it_refuses():
     with pytest.raises(ValueError, match="got no axis 'data'"):
         tx.init(first_params())
     state = init_state(first_params(), tx, (2, 2), axis_name=AXES)
-    with pytest.raises(ValueError, match="Rows must belong to whole workers to be resized"):
-        jc.resize_workers(state, 2)
+    with pytest.raises(ValueError, match="must make whole groups of 2, the number along 'data'; got 3"):
+        jc.resize_workers(state, 3)

@@ -198,6 +198,30 @@ def kept(state):
     return state.residual, memory
 
 
+@cases.over(CASES, [(4, "pair")], [(4, "pair")])
+def test_what_is_owed_survives_other_numbers_of_workers(case, K, tree):
+    """4 -> 3 -> 8 -> 1 -> 4: the mean over the workers of all that a method keeps stays, and the last ones send it."""
+    *_, (_, _, out) = steps_of(case, tree, K, ["normal"] * 3, 0, 1.0)
+    state, owed = out.state, case.owed(tree, K, out.state)
+    for workers in (3, 8, 1, K):
+        before, state = state, jc.resize_workers(state, workers)
+        old, new = case.state_rows(tree, before), case.state_rows(tree, state)
+        for kept in old:
+            for name, rows in old[kept].items():
+                assert len(new[kept][name]) == workers
+                mean, size = rows.astype(np.float64).mean(0), np.abs(rows).max(0)
+                assert np.all(np.abs(new[kept][name].astype(np.float64).mean(0) - mean) <= EPS * size), (kept, name)
+    grads = gradients("normal", 9, tree, K)
+    own, sizes = case.inputs(tree, grads, state)
+    out = simulated(case, tree, K).step(grads, state)
+    assert not out.skipped
+    if case.conserves:
+        left = case.owed(tree, K, out.state)
+        for name, mean in out.means.items():
+            difference = np.abs(mean + left[name].mean(0) - own[name].mean(0) - owed[name].mean(0))
+            assert np.all(difference <= 16 * EPS * (sizes[name].mean(0) + np.abs(owed[name]).max(0))), name
+
+
 @cases.over([case for case in CASES if "clip" not in case.options], [(2, "odd"), (4, "pair"), (8, "odd")], [(2, "odd")])
 def test_finite_gradients_with_an_infinite_sum_change_nothing_either(case, K, tree):
     workers = simulated(case, tree, K)

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from tests.jaxcomm.steps import init_state
@@ -70,6 +71,51 @@ def test_a_run_goes_on_with_another_number_of_workers():
     assert int(metrics["skipped"]) == 0
     assert int(state.opt_state[0].step) == 2
     assert not bool(state.opt_state[0].memory.due)
+
+
+def test_nothing_is_lost_of_sharded_parameters():
+    """Of 4, 8, 1 and 3 workers, each of two devices: parameters + what every shard owes are those of a dense mean."""
+    specs = {"copy": P(), "model": P(None, "model"), "whole": P("data")}
+    tx = jc.chain(jc.dct_dp(0.9, dense_below=0), optax.sgd(0.5))
+    rng = np.random.default_rng(0)
+    shapes = {"copy": (40, 30), "model": (40, 60), "whole": (24, 5)}
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+    def loss(params, rows):  # whose gradient is the mean of the rows, of a shard that of its columns
+        start = 30 * jax.lax.axis_index("model")
+        columns = jax.lax.dynamic_slice_in_dim(rows["model"].mean(0), start, 30, 1)
+        whole = jax.lax.psum(jnp.sum(params["whole"]), "data")
+        return (
+            jnp.sum(params["copy"] * rows["copy"].mean(0))
+            + whole
+            + jax.lax.psum(jnp.sum(params["model"] * columns), "model")
+        )
+
+    def step_of(workers):
+        return jc.make_train_step(loss, tx, jc.make_mesh(data=workers, model=2), specs=specs)
+
+    def take(step, state, dense):
+        batch = {name: rng.normal(size=(12, *shapes[name])).astype(np.float32) for name in ("copy", "model")}
+        state, metrics = step(state, batch)
+        assert metrics["skipped"] == 0
+        return state, {name: dense[name] - 0.5 * rows.mean(0) for name, rows in batch.items()}
+
+    def check(state, dense, workers):
+        copy, model = (np.asarray(found[0].residual.rows) for found in state.opt_state.exchange.exchanges)
+        halves = model.reshape(workers, 2, -1).mean(0)[:, :1200].reshape(2, 40, 30)
+        owed = {"copy": copy.mean(0)[:1200].reshape(40, 30), "model": np.concatenate(halves, axis=1)}
+        for name, own in owed.items():
+            np.testing.assert_allclose(np.asarray(state.params[name]) - 0.5 * own, dense[name], atol=2e-6)
+
+    step = step_of(4)
+    state, dense = take(step, step.init(params), params)
+    for workers in (8, 1, 3):
+        state = step.resize(state, workers)
+        check(state, dense, workers)
+    step = step_of(3)
+    places = jax.tree.map(lambda leaf: leaf.sharding, step.shapes(params))
+    state, dense = take(step, jax.device_put(jax.tree.map(np.asarray, state), places), dense)
+    check(state, dense, 3)
 
 
 @pytest.mark.parametrize("workers", [0, -1])

@@ -83,13 +83,11 @@ def test_each_slice_is_exchanged_as_if_it_were_alone(tx):
         np.testing.assert_array_equal(means[name], given[-1][name])
 
 
-def test_rows_of_slices_have_their_specs_and_are_not_resized():
+def test_rows_of_slices_have_their_specs():
     _, state = exchange_of(jc.topk(0.9))
     specs = jax.tree.leaves(jc.state_specs(state), is_leaf=lambda node: isinstance(node, P))
     assert {str(P("data")), str(P(("data", "model"))), str(P(("model",))), str(P())} >= set(map(str, specs))
     assert P(("data", "model")) in specs
-    with pytest.raises(ValueError, match=r"got rows of shards, along \('data', 'model'\)"):
-        jc.resize_workers(state, 3)
 
 
 def test_workers_along_two_axes():

@@ -272,7 +272,7 @@ def test_a_saved_state_goes_on_bit_for_bit():
     """Residuals of the boundaries are a part of it."""
     run, steps = whole_run(), batches(4)
     state, _ = run(steps[:2])
-    ((rows,),) = saved_rows = as_numpy(state).model_state["boundaries"].rows
+    ((rows,),) = as_numpy(state).model_state["boundaries"].rows
     assert np.abs(rows[1]).max(axis=(1, 2, 3)).min() > 0  # every worker's
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     restored = jax.device_put(as_numpy(state), shardings)
@@ -281,10 +281,35 @@ def test_a_saved_state_goes_on_bit_for_bit():
     assert_same(as_numpy(again), as_numpy(expected))
     assert_same(others, metrics)
     assert not np.array_equal(rows, expected.model_state["boundaries"].rows[0][0])
-    zeros = jax.tree.map(np.zeros_like, saved_rows)
-    kept = {**as_numpy(state).model_state, "boundaries": jc.PerWorker(zeros)}
+    kept = as_numpy(state).model_state
+    kept = {**kept, "boundaries": jax.tree.map(np.zeros_like, kept["boundaries"])}
     lost, _ = run(steps[2:], jax.device_put(as_numpy(state)._replace(model_state=kept), shardings))
     assert not np.array_equal(lost.params[0], expected.params[0])
+
+
+def test_another_number_of_workers_goes_on_with_all_that_the_stages_owe():
+    """The mean of each stage's rows; of a boundary those of a batch that is as large, by their places in it."""
+    run, steps = whole_run(), batches(3)
+    state, _ = run(steps[:2])
+    resized = state
+    for workers in (4, 8, 1, K):
+        resized = run.step.resize(resized, workers)
+        old, new = (np.asarray(each.opt_state[0].residual.rows) for each in (state, resized))
+        assert new.shape == (2, workers, old.shape[2])
+        assert np.abs(old.mean(1)).max() > 0
+        np.testing.assert_allclose(new.mean(1), old.mean(1), atol=1e-6)
+        old, new = (np.asarray(each.model_state["boundaries"].rows[0][0]) for each in (state, resized))
+        assert new.shape == (2, workers, 2, 8 // workers, 4)
+        assert np.abs(old).max() > 0
+        # A gradient of a mean over half as many rows is twice as large.
+        np.testing.assert_allclose(new.reshape(2, 16, 4) / workers, old.reshape(2, 16, 4) / K, rtol=1e-6)
+    assert_same(as_numpy(resized.params), as_numpy(state.params))
+    _, (metrics,) = run([steps[2]], jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), resized, state))
+    assert int(metrics["skipped"]) == 0
+    with pytest.raises(ValueError, match=r"must divide the 8 rows of a micro-batch, of which .*; got 3. Pass"):
+        run.step.resize(state, 3)
+    with pytest.raises(ValueError, match=r"got stages first in that of topk. Call step.resize\(state, workers\)"):
+        jc.resize_workers(state, 4)
 
 
 def test_a_step_donates_its_state_and_leaves_the_callers_parameters_alone():

@@ -1,0 +1,58 @@
+"""One word more in every message, by which its receiver finds damage, and the vote that has all workers skip the step.
+
+The digest finds any damage within one word (a flipped bit among it) for certain, and all else, such as two words that
+changed places, except for one in 2^32.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomm.collectives.axis import AxisName
+from jaxcomm.collectives.gather import gather_words
+from jaxcomm.collectives.reduced import Reduced, SparseReduced
+from jaxcomm.numerics import digest
+
+Sum = TypeVar("Sum", Reduced, SparseReduced)
+
+
+def move(words: jax.Array, collective: Callable[[jax.Array], jax.Array], checksum: bool) -> tuple[jax.Array, jax.Array]:
+    """Moves messages by a collective, each with its digest if there is to be a checksum: 4 bytes more a message.
+
+    Args:
+      words: (..., m) uint32, a message in each row.
+      collective: from rows of any length to rows of that length.
+      checksum: whether to check.
+
+    Returns:
+      What arrived, (..., m), and whether all of it is as it was sent: () bool, which each worker knows of itself alone,
+      also where all were sent the same; True without a checksum.
+    """
+    if not checksum:
+        return collective(words), jnp.asarray(True)
+    arrived = collective(jnp.concatenate([words, _digests(words)], axis=-1))
+    words, digests = arrived[..., :-1], arrived[..., -1:]
+    return words, jnp.all(_digests(words) == digests)
+
+
+def gather_checked(words: jax.Array, axis_name: AxisName, checksum: bool) -> tuple[jax.Array, jax.Array]:
+    """Gathers every worker's words (m,) by `gather_words`: (K, m), and what `move` says of them."""
+    return move(words, lambda own: gather_words(own, axis_name), checksum)
+
+
+def agreed(reduced: Sum, axis_name: AxisName, checksum: bool) -> Sum:
+    """Makes a sum `ok` on all workers or on none, where each has checked what it received: an all-reduce of 4 bytes."""
+    if not checksum:
+        return reduced
+    # Each worker's own number: XLA takes what was gathered to be the same on all, and need not ask for their sum.
+    broken = lax.psum(jnp.where(reduced.ok, 0, 1 + lax.axis_index(axis_name)), axis_name)
+    return reduced._replace(ok=broken == 0)
+
+
+def _digests(words: jax.Array) -> jax.Array:
+    """Returns the digest of every row: (..., 1) uint32."""
+    rows = jax.vmap(digest)(words.reshape(-1, words.shape[-1]))
+    return rows.reshape(*words.shape[:-1], 1)
