@@ -8,12 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.alone import alone
 from jaxcomm.accounting.jaxpr import traced_program
-from jaxcomm.collectives.axis import AxisName, axis_names
+from jaxcomm.collectives.axis import AxisName, abstract_mesh, axis_names
 from jaxcomm.layers.late_multiply import late_multiply
 from jaxcomm.layers.split_dense import narrowing_spec, split_dense
 from jaxcomm.planner.costs import Bench, Cost, time_program
@@ -158,8 +157,7 @@ def _shard(way: str, shape: tuple[int, int], workers: int) -> tuple[int, int]:
 
 
 def _trace(way: str, shape: tuple[int, int], rows: int, sizes: tuple[int, ...], axis_name: AxisName) -> Program:
-    names = axis_names(axis_name)
-    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    mesh = abstract_mesh(dict(zip(axis_names(axis_name), sizes, strict=True)))
     kernel = P() if way == "late" else narrowing_spec(shape, axis_name)
     step = jax.shard_map(
         _step(way, axis_name),
