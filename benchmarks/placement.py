@@ -105,8 +105,15 @@ def plan(config: Config, model: str, shapes: list[tuple[int, ...]], devices: int
     @cache
     def advice_of(workers: int) -> Any:
         compute = sum(block.seconds for block in blocks_of(workers))
-        copy = 1 / (1e9 * config.copy_gbyte)
-        return jc.planner.estimate(params, workers, rate, latency=config.latency_ms / 1e3, compute=compute, copy=copy)
+        return jc.planner.estimate(
+            params,
+            workers,
+            rate,
+            latency=config.latency_ms / 1e3,
+            compute=compute,
+            copy=1 / (1e9 * config.copy_gbyte),
+            methods=jc.planner.candidates(local=False),
+        )
 
     found = jc.planner.place(
         devices,

@@ -269,8 +269,7 @@ def draw_regions(config: Config) -> None:
     rates, computes = np.logspace(7, 11, 25), np.logspace(-2, 1, 25)
     hosts = [int(count) for count in config.hosts.split(",")]
     figure, axes = plt.subplots(1, len(hosts), figsize=(4 * len(hosts), 4.8), squeeze=False, sharey=True)
-    local = jc.states.communication_period
-    names = [name for name, tx in candidates().items() if local(jax.eval_shape(tx.init, params)) is None]
+    names = list(candidates(local=False))
     colors = plt.get_cmap("tab10")
     for axis, count in zip(axes[0], hosts, strict=True):
         advice = jc.planner.estimate(params, count, 1e9, latency=1e-4)
@@ -367,9 +366,7 @@ def calibrate(config: Config) -> None:
     params = [random.standard_normal(shape, np.float32) for shape in shapes]
     n = sum(leaf.size for leaf in params)
     found: dict[str, dict[str, float]] = {}
-    for name, tx in candidates().items():
-        if jc.states.communication_period(jax.eval_shape(tx.init, params)) is not None:
-            continue  # its exchange, once in so many steps
+    for name, tx in candidates(local=False).items():  # a local method costs its exchange, once in so many steps
         copies = {}
         for workers in (2, 32):
             bench = Bench(mesh, "data", workers)

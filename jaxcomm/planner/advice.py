@@ -169,14 +169,19 @@ def _rate(bits: float) -> str:
     return f"{bits:.3g} bit/s"
 
 
-def candidates(axis_name: AxisName = "data") -> dict[str, optax.GradientTransformation]:
-    """Returns the methods that are compared if none are given, by what tables call them."""
+def candidates(axis_name: AxisName = "data", *, local: bool = True) -> dict[str, optax.GradientTransformation]:
+    """Returns the methods that are compared if none are given, by what tables call them.
+
+    Args:
+      axis_name: the axis of workers, or the axes.
+      local: with the local methods, which exchange models and not gradients.
+    """
 
     def make(factory: Callable[..., Any], *args: Any, **options: Any) -> optax.GradientTransformation:
         return factory(*args, axis_name=axis_name, **options)
 
     narrow = make(methods.plump_dp, value_dtype="bfloat16")
-    return {
+    exchanges = {
         "plump_dp": make(methods.plump_dp),
         DENSE: narrow,
         "dct_dp(0.99)": make(methods.dct_dp, 0.99),
@@ -185,8 +190,8 @@ def candidates(axis_name: AxisName = "data") -> dict[str, optax.GradientTransfor
         "powersgd(4)": make(methods.powersgd, 4),
         "quant_dp(8)": make(methods.quant_dp, 8),
         "sign": make(methods.sign),
-        "local_sgd(10)": make(methods.local_sgd, 10, exchange=narrow),
     }
+    return exchanges | ({"local_sgd(10)": make(methods.local_sgd, 10, exchange=narrow)} if local else {})
 
 
 def advise(
