@@ -357,7 +357,7 @@ def calibrate(config: Config) -> None:
     import jax
     import numpy as np
 
-    from jaxcomm.planner.costs import Bench, cost_key, measure_coding, measure_copy
+    from jaxcomm.planner.costs import Bench, compile_all, cost_key, lower_coding, measure_copy
 
     mesh = jc.make_mesh(data=1)
     shapes = [(1024, 1024)] * 4 if config.shapes == "mlp" else named(config.shapes)
@@ -371,10 +371,10 @@ def calibrate(config: Config) -> None:
         for workers in (2, 32):
             bench = Bench(mesh, "data", workers)
             rows, own = bench.spread(gradients), bench.spread(params)
-            ratios = []
+            (coding,), ratios = compile_all([lower_coding(bench, tx, rows, own)]), []
             for _ in range(7):  # this machine's cores vary: a ratio is of the same moment
                 copy = measure_copy(bench, n)
-                ratios.append(measure_coding(bench, tx, rows, own).seconds / (jc.planner.COPY_BYTES * n * copy))
+                ratios.append(coding.cost().seconds / (jc.planner.COPY_BYTES * n * copy))
             copies[workers] = statistics.median(ratios)
         slope = max(0.0, (copies[32] - copies[2]) / 30)
         (method,) = [found.method for found in jc.exchange.exchange_states(jax.eval_shape(tx.init, params))]

@@ -120,6 +120,27 @@ def layer_cost(layer: Layer, links: Links, computing: Cost) -> LayerCost:
     )
 
 
+def modelled_layer(layer: Layer, compute: float, parameters: int) -> Cost:
+    """Reckons what a layer computes more than where its gradient is exchanged, from a step's computing.
+
+    A pass makes three products: the output, and the gradients of input and kernel. Late, each worker makes the last of
+    all workers' rows, so that the layer takes (K-1)/3 times longer; split, nothing is made twice. Of the computing the
+    layer is taken to have the part that its kernel has of all parameters, which is too much beside convolutions, for
+    they use a parameter more often.
+
+    Args:
+      layer: of `layers_of`.
+      compute: seconds of a step without an exchange.
+      parameters: n, of the whole model.
+
+    Returns:
+      The cost, its range from nothing to all of it.
+    """
+    workers = layer.program.always[0].workers
+    seconds = compute * (workers - 1) / 3 * math.prod(layer.shape) / parameters if layer.way == "late" else 0.0
+    return Cost(seconds, 0.0, seconds, measured=False)
+
+
 def measure_layer(bench: Bench, way: str, shape: tuple[int, int], rows: int) -> Cost:
     """Times a layer forward and backward, its wire cut: what is more than where its gradient is exchanged."""
     workers = math.prod(bench.sizes)

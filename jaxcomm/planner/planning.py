@@ -80,7 +80,7 @@ def make_plan(
         as missed. None for no limit.
       gradient: one worker's, on which that is measured; on normal noise if not given, of which a matrix of low rank
         catches much less.
-      blocks: of the model in order; None for one that is not cut.
+      blocks: of the model in order; None for one that is not cut, of the advice's computing and memory.
       devices: one for every stage: its speed and its memory.
       link_seconds_per_byte: of the link between every stage and the next.
       link_seconds: latency of a message on each of these links.
@@ -93,7 +93,7 @@ def make_plan(
         that a file cannot hold.
     """
     shapes = {leaf_name(path): jnp.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    blocks = [ModelBlock("model", tuple(shapes), advice.compute)] if blocks is None else blocks
+    blocks = [_whole_model(advice, params, tuple(shapes))] if blocks is None else blocks
     _check_blocks(blocks, shapes)
     usable = _usable(advice, candidates() | dict(methods or {}), params)
     specs = {name: _spec(name, method, params) for name, method in usable.items()}
@@ -125,6 +125,12 @@ def make_plan(
         exchange_seconds=found.parts.exchange,
         optimal=found.optimal,
     )
+
+
+def _whole_model(advice: Advice, params: Any, leaves: tuple[str, ...]) -> ModelBlock:
+    """Makes one block of a model: what it takes in memory beside the parameters was measured, or is not known."""
+    held = sum(leaf.size * jnp.result_type(leaf).itemsize for leaf in jax.tree.leaves(params))
+    return ModelBlock("model", leaves, advice.compute, memory=max(0, advice.memory - held))
 
 
 def _check_blocks(blocks: Sequence[ModelBlock], leaves: Iterable[str]) -> None:

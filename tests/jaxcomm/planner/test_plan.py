@@ -188,6 +188,17 @@ def test_memory_splits_a_layer():
         make_plan(costs, PARAMS, methods={}, devices=[Device(memory=whole - 3 * shard - 100)])
 
 
+def test_a_model_that_is_not_cut_takes_the_memory_that_was_found():
+    """Parameters, gradient and momentum, and of what the loss takes all but its parameters."""
+    held, activations = 4 * sum(leaf.size for leaf in jax.tree.leaves(PARAMS)), 10_000
+    found = dataclasses.replace(advice(1e6), memory=held + activations)
+    make_plan(found, PARAMS, methods={}, devices=[Device(memory=3 * held + activations + 100)])
+    with pytest.raises(
+        ValueError, match=r"Every stage must fit the memory of its device, got .*: give the devices at least"
+    ):
+        make_plan(found, PARAMS, methods={}, devices=[Device(memory=3 * held + activations - 100)])
+
+
 @pytest.mark.parametrize("way", ["late", "split"])
 def test_a_plan_with_dense_layers_trains_as_a_dense_one(way):
     """Dense gradients and layers that reduce their own make the same steps, up to rounding."""
