@@ -142,8 +142,8 @@ def advise(
     # Of the dense exchange the whole step; of the others what they compute more or less than that.
     dense = ["plump_dp", DENSE]
     step = lower_step(bench, loss, optax.chain(asked.chosen["plump_dp"], optimizer), own, rows)
-    step, *exchanges = compile_all([step, *map(lower, dense)])
-    whole, coding = step.cost(), {name: timing.cost() for name, timing in zip(dense, exchanges, strict=True)}
+    whole, *exchanges = [timing.cost() for timing in compile_all([step, *map(lower, dense)])]
+    coding = dict(zip(dense, exchanges, strict=True))
     compute, copy = whole.beyond(coding["plump_dp"]), measure_copy(bench)
     modelled = {
         name: None if name in WAYS else modelled_coding(tx, params, workers, copy) for name, tx in asked.chosen.items()

@@ -112,8 +112,8 @@ def make_plan(
         )
         for grouping in groupings
     ]
-    at, found = _fastest(problems, time_limit)
-    chosen = {path: found.options[groupings[at].group_of[path]] for path in shapes}
+    fastest, found = _fastest(problems, time_limit)
+    chosen = {path: found.options[groupings[fastest].group_of[path]] for path in shapes}
     return Plan(
         workers=advice.workers,
         cuts=tuple(int(at) + 1 for at in np.flatnonzero(np.diff(found.stages))),

@@ -34,7 +34,7 @@ class Prediction:
       memory: bytes that the method keeps on each worker.
       faster: times faster than dense in bfloat16.
       break_even: bits a second of the link above which dense in bfloat16 is as fast; 0 if it always is, infinite if
-        never.
+        never. Where links differ it is that of the slowest, the others in proportion.
       accuracy: what is known of it, and from where.
     """
 
