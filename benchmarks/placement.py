@@ -3,7 +3,8 @@
     python -m benchmarks.placement --rate 1gbit --devices 2,4,8,16,32,64
 
 For every model and number of devices: how many stages, which exchanges, the predicted step beside that of dense in
-bfloat16 among workers alone, and the seconds that the plan took. Computing is 2 multiplications and additions a weight
+bfloat16 among workers alone, and the seconds that the plan took after those of the numbers before it: what is known of
+K workers is reckoned once. Computing is 2 multiplications and additions a weight
 and position forward, and twice that backward, at the given speed; the global batch is the same for all.
 """
 
@@ -81,8 +82,7 @@ def main(config: Config) -> None:
     try:
         rate, records = bits_per_second(config.rate), []
         for model in config.models.split(","):
-            shapes = named(model)
-            records += [plan(config, model, shapes, int(count), rate) for count in config.devices.split(",")]
+            records += plans(config, model, [int(count) for count in config.devices.split(",")], rate)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     rows = [asdict(record) for record in records]
@@ -90,13 +90,13 @@ def main(config: Config) -> None:
     write_records(config.json, rows)
 
 
-def plan(config: Config, model: str, shapes: list[tuple[int, ...]], devices: int, rate: float) -> Record:
-    """Plans one model on some devices."""
+def plans(config: Config, model: str, counts: list[int], rate: float) -> list[Record]:
+    """Plans one model on some numbers of devices. What is known of K workers is reckoned once for all of them."""
     import jax
     import jax.numpy as jnp
 
+    shapes = named(model)
     params = {f"{i:03}": jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(shapes)}
-    begin = time.perf_counter()
 
     @cache
     def blocks_of(workers: int) -> list[Any]:
@@ -104,31 +104,41 @@ def plan(config: Config, model: str, shapes: list[tuple[int, ...]], devices: int
 
     @cache
     def advice_of(workers: int) -> Any:
-        compute = sum(block.seconds for block in blocks_of(workers))
-        copy = 1 / (1e9 * config.copy_gbyte)
-        return jc.planner.estimate(params, workers, rate, latency=config.latency_ms / 1e3, compute=compute, copy=copy)
+        return jc.planner.estimate(
+            params,
+            workers,
+            rate,
+            latency=config.latency_ms / 1e3,
+            compute=sum(block.seconds for block in blocks_of(workers)),
+            copy=1 / (1e9 * config.copy_gbyte),
+            methods=jc.planner.candidates(local=False),
+        )
 
-    found = jc.planner.place(
-        devices,
-        params,
-        advice_of,
-        blocks_of,
-        seconds_per_byte=8 / rate,
-        latency=config.latency_ms / 1e3,
-        micro_batches=config.micro_batches,
-        memory=None if config.memory_gbyte is None else int(1e9 * config.memory_gbyte),
-    )
-    return Record(
-        model=model,
-        devices=devices,
-        workers=found.workers,
-        stages=len(found.cuts) + 1,
-        exchanges=", ".join(f"{name} {len(paths)}" for name, paths in found.used.items()),
-        ms_step=1e3 * found.step,
-        ms_dense=1e3 * advice_of(devices)[DENSE].step,
-        optimal=found.optimal,
-        seconds=time.perf_counter() - begin,
-    )
+    def plan(devices: int) -> Record:
+        begin = time.perf_counter()
+        found = jc.planner.place(
+            devices,
+            params,
+            advice_of,
+            blocks_of,
+            seconds_per_byte=8 / rate,
+            latency=config.latency_ms / 1e3,
+            micro_batches=config.micro_batches,
+            memory=None if config.memory_gbyte is None else int(1e9 * config.memory_gbyte),
+        )
+        return Record(
+            model=model,
+            devices=devices,
+            workers=found.workers,
+            stages=len(found.cuts) + 1,
+            exchanges=", ".join(f"{name} {len(paths)}" for name, paths in found.used.items()),
+            ms_step=1e3 * found.step,
+            ms_dense=1e3 * advice_of(devices)[DENSE].step,
+            optimal=found.optimal,
+            seconds=time.perf_counter() - begin,
+        )
+
+    return [plan(count) for count in counts]
 
 
 def blocks(config: Config, model: str, shapes: list[tuple[int, ...]], workers: int) -> list[Any]:

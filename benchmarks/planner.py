@@ -269,8 +269,7 @@ def draw_regions(config: Config) -> None:
     rates, computes = np.logspace(7, 11, 25), np.logspace(-2, 1, 25)
     hosts = [int(count) for count in config.hosts.split(",")]
     figure, axes = plt.subplots(1, len(hosts), figsize=(4 * len(hosts), 4.8), squeeze=False, sharey=True)
-    local = jc.states.communication_period
-    names = [name for name, tx in candidates().items() if local(jax.eval_shape(tx.init, params)) is None]
+    names = list(candidates(local=False))
     colors = plt.get_cmap("tab10")
     for axis, count in zip(axes[0], hosts, strict=True):
         advice = jc.planner.estimate(params, count, 1e9, latency=1e-4)
@@ -358,7 +357,7 @@ def calibrate(config: Config) -> None:
     import jax
     import numpy as np
 
-    from jaxcomm.planner.costs import Bench, cost_key, measure_coding, measure_copy
+    from jaxcomm.planner.costs import Bench, compile_all, cost_key, lower_coding, measure_copy
 
     mesh = jc.make_mesh(data=1)
     shapes = [(1024, 1024)] * 4 if config.shapes == "mlp" else named(config.shapes)
@@ -367,17 +366,15 @@ def calibrate(config: Config) -> None:
     params = [random.standard_normal(shape, np.float32) for shape in shapes]
     n = sum(leaf.size for leaf in params)
     found: dict[str, dict[str, float]] = {}
-    for name, tx in candidates().items():
-        if jc.states.communication_period(jax.eval_shape(tx.init, params)) is not None:
-            continue  # its exchange, once in so many steps
+    for name, tx in candidates(local=False).items():  # a local method costs its exchange, once in so many steps
         copies = {}
         for workers in (2, 32):
             bench = Bench(mesh, "data", workers)
             rows, own = bench.spread(gradients), bench.spread(params)
-            ratios = []
+            (coding,), ratios = compile_all([lower_coding(bench, tx, rows, own)]), []
             for _ in range(7):  # this machine's cores vary: a ratio is of the same moment
                 copy = measure_copy(bench, n)
-                ratios.append(measure_coding(bench, tx, rows, own).seconds / (jc.planner.COPY_BYTES * n * copy))
+                ratios.append(coding.cost().seconds / (jc.planner.COPY_BYTES * n * copy))
             copies[workers] = statistics.median(ratios)
         slope = max(0.0, (copies[32] - copies[2]) / 30)
         (method,) = [found.method for found in jc.exchange.exchange_states(jax.eval_shape(tx.init, params))]

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.hlo import read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program, traced_program
-from jaxcomm.collectives.axis import AxisName, axis_names, check_workers
+from jaxcomm.collectives.axis import AxisName, abstract_mesh, axis_names, check_workers
 from jaxcomm.states import communication_period, vary_exchanged
 from jaxcomm.traffic import Program, Traffic
 
@@ -160,8 +160,8 @@ def wire_report(
       beside: collectives that gradients cost in addition to the exchange: `plan.traffic` of `plan_late_multiply`.
       axis_name: the axis of workers that `tx` was made for, or the axes, outermost first.
     """
-    sizes, names = check_workers(workers, axis_name), axis_names(axis_name)
-    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    sizes = check_workers(workers, axis_name)
+    mesh = abstract_mesh(dict(zip(axis_names(axis_name), sizes, strict=True)))
     period = None
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
 

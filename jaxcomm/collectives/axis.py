@@ -6,12 +6,13 @@ nothing else asks on which of the two it runs.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType
 
 AxisName = str | tuple[str, ...]  # the workers may be along several axes of a mesh
 
@@ -59,6 +60,11 @@ def check_workers(workers: int | tuple[int, ...], axis_name: AxisName) -> tuple[
             f"Each axis of workers has a number of them, got {workers} for axis_name={axis_name!r}: pass one for each."
         )
     return sizes
+
+
+def abstract_mesh(axes: Mapping[str, int]) -> AbstractMesh:
+    """Makes a mesh without devices, of the sizes of its axes by their names: on it a worker's function is traced."""
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
 def in_axes_of_workers(function: Callable[..., Any], sizes: tuple[int, ...], axis_name: AxisName) -> Callable[..., Any]:

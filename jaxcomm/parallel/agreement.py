@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.collectives.axis import OTHER_USES, AxisName, to_varying, varies
+from jaxcomm.collectives.axis import OTHER_USES, AxisName, abstract_mesh, to_varying, varies
 from jaxcomm.parallel.state import TrainState, state_specs
 from jaxcomm.states import bypassing, vary_exchanged
 
@@ -79,7 +78,7 @@ def trace_on(
     out_specs: Any,
 ) -> None:
     """Traces a worker's function on a mesh without devices, where JAX tracks what differs between the workers."""
-    mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    mesh = abstract_mesh(axes)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), (state, batch))
     in_specs = (state_specs(state), P(axis_name))
     with jax.sharding.use_abstract_mesh(mesh):  # or another mesh that is in use would have to be this one

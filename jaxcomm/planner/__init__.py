@@ -4,7 +4,8 @@ from jaxcomm.assignment.problem import Device
 from jaxcomm.planner.advice import Advice, Prediction, advise, candidates, estimate
 from jaxcomm.planner.costs import COPY_BYTES
 from jaxcomm.planner.links import Link, Links, given_links, measure_links
-from jaxcomm.planner.plan import ModelBlock, Plan, make_plan, place, read_plan
+from jaxcomm.planner.plan import Plan, read_plan
+from jaxcomm.planner.planning import ModelBlock, make_plan, place
 
 __all__ = [
     "COPY_BYTES",

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         prog="python -m jaxcomm.planner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("problem", metavar="MODULE:FUNCTION", help="returns (loss_fn, params, batch[, optimizer])")
-    parser.add_argument("--rate", help="a link that is given, not measured: 100mbit, 1gbit")
+    parser.add_argument("--rate", help="links that are given, not measured: 1gbit; 100mbit/1gbit if worker 0's is slow")
     parser.add_argument("--latency-ms", type=float, default=0.0, help="of the given link, one way")
     parser.add_argument("--workers", type=int, help="K; with --rate any number, else all devices")
     parser.add_argument("--compute-ms", type=float, default=0.0, help="of a step without an exchange, with --rate")
@@ -55,12 +55,17 @@ def main(argv: Sequence[str]) -> int:
 def _advise(args: argparse.Namespace) -> Advice:
     if args.rate is None and (args.latency_ms or args.compute_ms):
         raise ValueError("--latency-ms and --compute-ms must go with --rate; got none. Pass it, or leave them out.")
-    rate = None if args.rate is None else bits_per_second(args.rate)
+    rates = [] if args.rate is None else [bits_per_second(rate) for rate in args.rate.split("/")]
     given = _problem(args.problem)
     loss_fn, params, batch = given[:3]
-    if rate is not None:
+    if rates:
         if args.workers is None:
             raise ValueError("--workers must be given with --rate; got none. Say how many there would be.")
+        if len(rates) > args.workers:
+            raise ValueError(
+                f"--rate must have at most one a worker; got {args.rate} for {args.workers}. Leave some out."
+            )
+        rate = rates[0] if len(rates) == 1 else rates + rates[-1:] * (args.workers - len(rates))
         latency, compute = args.latency_ms / 1e3, args.compute_ms / 1e3
         copy = 1 / (1e9 * args.copy_gbyte) if args.copy_gbyte > 0 else math.inf
         return estimate(params, args.workers, rate, latency=latency, compute=compute, copy=copy)

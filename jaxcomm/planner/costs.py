@@ -5,6 +5,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -84,16 +85,15 @@ class Bench:
         self.devices = Mesh(mesh.devices.reshape(-1), (_DEVICES,))
         self.by_device = NamedSharding(self.devices, P(_DEVICES))
 
-    def compile(self, function: Callable[..., Any], *args: Any, donate: int | None = None) -> Any:
-        """Compiles a function of one device's arguments for all of them; arguments and results have a row a device."""
+    def lower(self, function: Callable[..., Any], *args: Any, donate: int | None = None) -> Any:
+        """Lowers a function of one device's arguments for all of them; arguments and results have a row a device."""
 
         def on_rows(*rows: Any) -> Any:
             out = function(*jax.tree.map(lambda row: row[0], rows))
             return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], out)
 
         spread = jax.shard_map(on_rows, mesh=self.devices, in_specs=P(_DEVICES), out_specs=P(_DEVICES), check_vma=False)
-        jitted = jax.jit(spread, donate_argnums=() if donate is None else donate)
-        return jitted.lower(*args).compile()
+        return jax.jit(spread, donate_argnums=() if donate is None else donate).lower(*args)
 
     def spread(self, tree: Any) -> Any:
         """Gives every device a copy, as a row."""
@@ -106,7 +106,7 @@ class Bench:
         return jax.tree.map(rows, tree)
 
     def shards(self, batch: Any) -> Any:
-        """Gives every device the rows of its worker, of a global batch that this process has whole."""
+        """Gives every device its worker's rows of a global batch, which this process has whole, after `check_loss`."""
         workers = int(np.prod(self.sizes))
         axes = axis_names(self.axis_name)
         places = dict(zip(self.mesh.axis_names, np.indices(self.mesh.devices.shape), strict=True))
@@ -117,19 +117,49 @@ class Bench:
 
         def rows(leaf: Any) -> jax.Array:
             array = np.asarray(leaf)
-            if array.ndim == 0 or array.shape[0] % workers:
-                raise ValueError(
-                    f"A batch must have rows for every worker; got an array of shape {array.shape} for {workers} "
-                    "workers. Pass the global batch, its rows a multiple of the workers."
-                )
             parts = array.reshape(workers, -1, *array.shape[1:])[numbers]
             return jax.make_array_from_callback(parts.shape, self.by_device, lambda index: parts[index])
 
         return jax.tree.map(rows, batch)
 
 
-def gradients_of(bench: Bench, loss_fn: LossFn, params: Any, rows: Any) -> Any:
-    """Returns each worker's gradients, a row a device.
+def check_loss(loss_fn: LossFn, params: Any, batch: Any, workers: int) -> None:
+    """Refuses, from shapes alone, a batch without rows for every worker, and a loss that fails on those of one.
+
+    Args:
+      loss_fn: of `loss_of`.
+      params: the parameters.
+      batch: a global batch.
+      workers: K.
+
+    Raises:
+      ValueError: with what the loss raises.
+    """
+
+    def rows(leaf: Any) -> jax.ShapeDtypeStruct:
+        shape = jnp.shape(leaf)
+        if not shape or shape[0] % workers:
+            raise ValueError(
+                f"A batch must have rows for every worker; got an array of shape {shape} for {workers} workers. Pass "
+                "the global batch, its rows a multiple of the workers."
+            )
+        return jax.ShapeDtypeStruct((shape[0] // workers, *shape[1:]), jnp.result_type(leaf))
+
+    like = jax.tree.map(rows, batch)
+    try:
+        jax.eval_shape(jax.value_and_grad(loss_fn, has_aux=True), params, (), like)
+    except Exception as error:
+        raise ValueError(
+            "The loss must have a gradient on one worker's rows, outside of any axis; got "
+            f"{type(error).__name__}: {error}. Call jax.grad(loss_fn)(params, batch) with these first."
+        ) from error
+
+
+def gradients_of(bench: Bench, loss_fn: LossFn, params: Any, rows: Any) -> tuple[Any, int]:
+    """Returns each worker's gradients, a row a device, and the bytes that computing them takes beside them.
+
+    These are the compiled program's arguments (parameters and rows of the batch), and what it keeps in between; 0 where
+    XLA does not say.
 
     Args:
       bench: the devices.
@@ -140,9 +170,9 @@ def gradients_of(bench: Bench, loss_fn: LossFn, params: Any, rows: Any) -> Any:
     Raises:
       ValueError: if the loss is no finite number.
     """
-    gradient = bench.compile(
+    gradient = bench.lower(
         lambda params, batch: jax.value_and_grad(loss_fn, has_aux=True)(params, (), batch), params, rows
-    )
+    ).compile()
     (loss, _), gradients = gradient(params, rows)
     losses = np.concatenate([np.asarray(shard.data) for shard in loss.addressable_shards])
     if not np.isfinite(losses).all():
@@ -150,11 +180,72 @@ def gradients_of(bench: Bench, loss_fn: LossFn, params: Any, rows: Any) -> Any:
             f"The loss must be a finite number for every worker; got {losses.tolist()}. Look at it with these "
             "parameters and this batch first."
         )
-    return gradients
+    found = gradient.memory_analysis()
+    return gradients, 0 if found is None else found.argument_size_in_bytes + found.temp_size_in_bytes
 
 
-def measure_step(bench: Bench, loss_fn: LossFn, tx: optax.GradientTransformation, params: Any, rows: Any) -> Cost:
-    """Times a whole train step, its wire cut: loss, gradient, exchange, optimizer, and what a skip would keep.
+class Timing:
+    """A usual step of every device, to be timed: lowered, then compiled (see `compile_all`), then run."""
+
+    def __init__(
+        self, bench: Bench, start: Callable[..., Any], step: Callable[..., Any], params: Any, args: tuple[Any, ...]
+    ):
+        """Lowers what makes a state, a step of it, and what changes its number.
+
+        Args:
+          bench: the devices; K is that of its mesh.
+          start: what a worker makes its state with, of the parameters.
+          step: (state, *args) -> the new state.
+          params: the parameters, a row a device.
+          args: rows a device.
+        """
+        self._bench, self._params, self._args = bench, params, args
+        started = bench.lower(alone(start, bench.sizes, bench.axis_name), params)
+        state = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=bench.by_device), started.out_info
+        )
+        stepped = bench.lower(alone(step, bench.sizes, bench.axis_name), state, *args, donate=0)
+        restarted = bench.lower(_restarted, state, bench.spread(np.int32(0)), donate=0)
+        self._lowered, self._compiled = [started, stepped, restarted], list[Any]()
+
+    def compile(self) -> "Timing":
+        """Compiles the programs."""
+        self._compiled = [lowered.compile() for lowered in self._lowered]
+        return self
+
+    def cost(self) -> Cost:
+        """Times a usual step; of a local method the average over a period."""
+        start, step, restart = self._compiled
+        state = start(self._params)
+
+        def time_steps(state: Any, number: int) -> tuple[Any, Cost]:
+            seconds = []
+            for count in range(2 + _REPEATS):
+                at = self._bench.spread(np.int32(count if count < 2 else number))
+                state = jax.block_until_ready(restart(state, at))
+                agreed(0.0, self._bench.mesh)  # workers that share cores compute at the same time in training, too
+                begin = time.perf_counter()
+                state = jax.block_until_ready(step(state, *self._args))
+                seconds.append(time.perf_counter() - begin)
+            return state, cost_of(seconds[2:], self._bench.mesh)
+
+        period = communication_period(state) or 1
+        late = _LATE // period * period
+        state, exchange = time_steps(state, late + period - 1)
+        if period == 1:
+            return exchange
+        _, quiet = time_steps(state, late)
+        return exchange.plus(quiet * (period - 1)) * (1 / period)
+
+
+def compile_all(timings: Sequence[Timing]) -> list[Timing]:
+    """Compiles several at once: XLA does so without Python's lock. Nothing runs, so that processes stay in order."""
+    with ThreadPoolExecutor(max(1, len(timings))) as pool:
+        return list(pool.map(Timing.compile, timings))
+
+
+def lower_step(bench: Bench, loss_fn: LossFn, tx: optax.GradientTransformation, params: Any, rows: Any) -> Timing:
+    """Prepares to time a whole train step, its wire cut: loss, gradient, exchange, optimizer, and what a skip keeps.
 
     Args:
       bench: the devices; K is that of its mesh.
@@ -171,11 +262,11 @@ def measure_step(bench: Bench, loss_fn: LossFn, tx: optax.GradientTransformation
         gradients = jax.value_and_grad(loss_fn, has_aux=True)
         return worker_step(gradients, tx, bench.axis_name, state, batch)[0]
 
-    return _time(bench, start, step, params, (rows,))
+    return Timing(bench, start, step, params, (rows,))
 
 
-def measure_coding(bench: Bench, tx: optax.GradientTransformation, gradients: Any, params: Any) -> Cost:
-    """Times what an exchange computes in a step: selecting, coding and decoding, its wire cut.
+def lower_coding(bench: Bench, tx: optax.GradientTransformation, gradients: Any, params: Any) -> Timing:
+    """Prepares to time what an exchange computes in a step: selecting, coding and decoding, its wire cut.
 
     Args:
       bench: the devices; K is that of its mesh.
@@ -188,38 +279,10 @@ def measure_coding(bench: Bench, tx: optax.GradientTransformation, gradients: An
         means, state = tx.update(gradients, state[1], params)
         return means, state
 
-    return _time(bench, lambda params: (params, tx.init(params)), step, params, (gradients, params))
+    return Timing(bench, lambda params: (params, tx.init(params)), step, params, (gradients, params))
 
 
-def _time(
-    bench: Bench, start: Callable[..., Any], step: Callable[..., Any], params: Any, args: tuple[Any, ...]
-) -> Cost:
-    """Times a usual step; of a local method the average over a period."""
-    state = bench.compile(alone(start, bench.sizes, bench.axis_name), params)(params)
-    compiled = bench.compile(alone(step, bench.sizes, bench.axis_name), state, *args, donate=0)
-    places = jax.tree.map(lambda leaf: leaf.sharding, state)
-    restart = jax.jit(_restarted, static_argnums=1, donate_argnums=0, out_shardings=places)
-
-    def time_steps(state: Any, step: int) -> tuple[Any, Cost]:
-        seconds = []
-        for count in range(2 + _REPEATS):
-            state = jax.block_until_ready(restart(state, count if count < 2 else step))
-            agreed(0.0, bench.mesh)  # workers that share cores compute at the same time in training, too
-            begin = time.perf_counter()
-            state = jax.block_until_ready(compiled(state, *args))
-            seconds.append(time.perf_counter() - begin)
-        return state, cost_of(seconds[2:], bench.mesh)
-
-    period = communication_period(state) or 1
-    late = _LATE // period * period
-    state, exchange = time_steps(state, late + period - 1)
-    if period == 1:
-        return exchange
-    _, quiet = time_steps(state, late)
-    return exchange.plus(quiet * (period - 1)) * (1 / period)
-
-
-def _restarted(state: Any, step: int) -> Any:
+def _restarted(state: Any, step: jax.Array) -> Any:
     """Returns a state without what was not sent, after another number of steps."""
 
     def restarted(node: Any) -> Any:
@@ -240,7 +303,7 @@ def state_bytes(tx: optax.GradientTransformation, params: Any, sizes: tuple[int,
 
 def time_program(bench: Bench, function: Callable[..., Any], rows: Any) -> Cost:
     """Times a function without state, on all devices at once; `rows` are its arguments, a row a device."""
-    compiled = bench.compile(function, *rows)
+    compiled = bench.lower(function, *rows).compile()
     jax.block_until_ready(compiled(*rows))
     seconds = []
     for _ in range(_REPEATS):
@@ -252,7 +315,7 @@ def time_program(bench: Bench, function: Callable[..., Any], rows: Any) -> Cost:
 def measure_copy(bench: Bench, numbers: int = 1 << 24) -> float:
     """Returns the seconds a byte of copying an array of float32 in memory, on all devices at once."""
     rows = bench.spread(np.zeros(numbers, np.float32))
-    copy = bench.compile(lambda x: x + 1, rows)
+    copy = bench.lower(lambda x: x + 1, rows).compile()
     jax.block_until_ready(copy(rows))
     seconds = statistics.median(time_calls(lambda: copy(rows), _REPEATS))
     return agreed(seconds, bench.mesh) / (COPY_BYTES * numbers)
@@ -307,8 +370,9 @@ def modelled_coding(tx: optax.GradientTransformation, params: Any, workers: int,
         cost = modelled_coding(inner, params, workers, copy)
         return None if cost is None else cost * (1 / method.period)
     found = known_costs()["copies"].get(cost_key(method))
-    if found is None or method.where is not None:
+    if found is None or method.others is not None:
         return None
-    n = sum(leaf.size for leaf in jax.tree.leaves(params))
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    n = sum(leaf.size for path, leaf in leaves if method.chooses(path, leaf))
     seconds = (found["fixed"] + found["a_worker"] * workers) * n * COPY_BYTES * copy
     return Cost(seconds, seconds / 2, 2 * seconds, measured=False)

@@ -95,12 +95,13 @@ class Links:
 
     Attributes:
       table: of what was measured.
-      rate: bits a second that a worker receives where nothing was measured; None if only `table` counts.
+      rate: bits a second that a worker receives where nothing was measured, or those from every worker to every other,
+        as `given_links` has them; None if only `table` counts.
       latency: seconds of a message there.
     """
 
     table: Mapping[tuple[str, Axes], Link]
-    rate: float | None = None
+    rate: float | tuple[tuple[float, ...], ...] | None = None
     latency: float = 0.0
 
     def link(self, traffic: Traffic) -> Link:
@@ -119,7 +120,8 @@ class Links:
                 f"measured were {known}. Measure its axes too, or give a rate."
             )
         latency = self.latency * _messages(traffic)
-        return Link(((0.0, latency), (1.0, latency + 8 / self.rate)), _GIVEN_ERROR)
+        rate = _slowest(self.rate, traffic) if isinstance(self.rate, tuple) else self.rate
+        return Link(((0.0, latency), (1.0, latency + 8 / rate)), _GIVEN_ERROR)
 
     def seconds(self, program: Program) -> float:
         """Returns the seconds of the collectives of a usual step of a program."""
@@ -149,6 +151,21 @@ def _messages(traffic: Traffic) -> int:
     return {"all_reduce": 2 * rounds, "permute": min(1, rounds), "all_to_all": min(1, rounds)}.get(traffic.op, rounds)
 
 
+def _slowest(pairs: tuple[tuple[float, ...], ...], traffic: Traffic) -> float:
+    """Returns the bits a second that a worker receives with where links differ; see `given_links`."""
+    rates, workers = np.array(pairs), len(pairs)  # (K, K)
+    if traffic.workers != workers:
+        raise ValueError(
+            f"A link must be given for every worker of a collective; got {workers} rates for {traffic.op} of "
+            f"{traffic.workers} workers. Give one for each of them."
+        )
+    if traffic.op == "all_to_all":
+        seconds = 1 / rates  # a bit, 0 from a worker to itself
+        return (workers - 1) / float(max(seconds.sum(0).max(), seconds.sum(1).max()))
+    hops = traffic.pairs or [(worker, (worker + 1) % workers) for worker in range(workers)]
+    return min(float(rates[hop]) for hop in hops)
+
+
 def bits_per_second(rate: str) -> float:
     """Reads the speed of a link: "100mbit", "1gbit".
 
@@ -162,19 +179,40 @@ def bits_per_second(rate: str) -> float:
     return bits
 
 
-def given_links(rate: float, latency: float = 0.0) -> Links:
-    """Makes the costs of collectives from a link that nobody measured.
+def given_links(rate: float | Sequence[float] | Sequence[Sequence[float]], latency: float = 0.0) -> Links:
+    """Makes the costs of collectives from links that nobody measured.
+
+    Where links differ, a collective takes as long as its slowest part: of a ring (all-reduce, all-gather,
+    reduce-scatter) the slowest link from a worker to the next, in their order; of an all-to-all the worker whose
+    messages take longest, one after another, those that it sends or those that it receives; of a permutation the
+    slowest of its pairs.
 
     Args:
-      rate: bits a second that each worker receives.
+      rate: bits a second that each worker receives; or one rate for every worker's link, (K,), of which a message gets
+        the slower of both ends; or those from every worker (row) to every other (column), (K, K), whose diagonal does
+        not count.
       latency: seconds from one worker to another.
 
     Raises:
-      ValueError: for numbers that no link has.
+      ValueError: for numbers that no link has, and for rows that do not have a rate for every worker.
     """
-    check_range("rate", rate, "a positive number of bits a second", rate > 0 and math.isfinite(rate), "write 1e9")
+    try:
+        given = np.array(rate, float)
+    except (TypeError, ValueError):  # rows of unlike lengths
+        given = np.zeros(0)
+    if not given.size or given.ndim > 2 or (given.ndim == 2 and len(set(given.shape)) > 1):
+        raise ValueError(
+            f"rate must be one, one for every worker, or one from every worker to every other; got {rate!r}. Write 1e9."
+        )
+    links = given[~np.eye(len(given), dtype=bool)] if given.ndim == 2 and len(given) > 1 else given
+    holds = bool(np.all((links > 0) & np.isfinite(links)))
+    check_range("rate", rate, "a positive number of bits a second", holds, "write 1e9")
     check_range("latency", latency, "seconds, 0 or more", latency >= 0 and math.isfinite(latency), "write 1e-4")
-    return Links({}, rate, latency)
+    if given.size == 1:
+        return Links({}, given.item(), latency)
+    pairs = np.minimum.outer(given, given) if given.ndim == 1 else given
+    pairs = np.where(np.eye(len(pairs), dtype=bool), np.inf, pairs)
+    return Links({}, tuple(tuple(map(float, row)) for row in pairs), latency)
 
 
 def measure_links(mesh: Mesh, programs: Sequence[Program]) -> Links:

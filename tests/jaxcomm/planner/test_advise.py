@@ -1,6 +1,8 @@
 """The advice: its arithmetic by hand, its verdicts, and what is measured on a mesh."""
 
 import json
+import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,10 @@ import optax
 import pytest
 
 import jaxcomm as jc
-from jaxcomm.planner import COPY_BYTES, advise, candidates, costs, estimate
+from jaxcomm.parallel.step import loss_of
+from jaxcomm.planner import COPY_BYTES, advise, candidates, costs, estimate, make_plan
 from jaxcomm.planner.__main__ import KEEP_DENSE, main
+from jaxcomm.planner.costs import Bench
 
 N, K, COPY = 100_000, 4, 1e-9
 PARAMS = {"w": jax.ShapeDtypeStruct((250, 400), jnp.float32)}
@@ -92,9 +96,64 @@ def test_a_method_without_a_known_cost_is_measured_or_refused(table):
     assert local.verdict.endswith(f"local would be {gain:.2f}x faster than that, but trains in another way.")
 
 
+def test_the_shortest_period_of_a_local_method_by_hand(table):
+    """Its exchange, coding and wire, is then a twentieth of the computing between two of them."""
+    methods = {"local": jc.local_sgd(10, exchange=jc.topk(0.99)), "topk": jc.topk(0.99)}
+    advice = rapid(1e6, methods, compute=0.1)
+    received = jc.wire_report(jc.topk(0.99), PARAMS, K).received
+    exchange = (10 + K) * COPY_BYTES * N * COPY + received * 8 / 1e6
+    wanted = math.ceil(exchange / (0.05 * 0.1))
+    assert advice["local"].shortest_period == wanted > 10
+    assert advice["topk"].shortest_period is None
+    assert advice.verdict.endswith(f"From H = {wanted} on, its step is within 5% of computing alone.")
+    assert json.loads(str(advice.json()))["predictions"][0]["shortest_period"] == wanted
+    near = rapid(1e6, {"local": jc.local_sgd(wanted, exchange=jc.topk(0.99))}, compute=0.1)
+    assert 1.04 < near["local"].step / near.compute <= 1.05
+    assert rapid(1e6, methods)["local"].shortest_period is None
+
+
+def test_layers_in_a_rapid_estimate_by_hand(table):
+    """All parameters are the layer's; the bias of one that is split is exchanged."""
+    rows, rate, compute, kernel = 32, 1e8, 0.3, 240 * 400
+    params = {"fc": {"kernel": jnp.zeros((240, 400)), "bias": jnp.zeros(400)}}
+
+    def ask(**options):
+        return estimate(params, K, rate, copy=COPY, methods={}, dense_layers={"fc": rows}, **options)
+
+    advice = ask(compute=compute)
+    late, split = advice["late"], advice["split"]
+    more = compute * (K - 1) / 3 * kernel / (kernel + 400)  # one of three products, of K times the rows
+    assert late.coding == pytest.approx(more)
+    assert late.bytes == (K - 1) / K * rows * (240 + 400) * 4
+    assert late.step == pytest.approx(compute + more + late.bytes * 8 / rate)
+    assert split.coding == pytest.approx((2 + 0.5 * K) * COPY_BYTES * 400 * COPY)
+    assert [(layer.way, layer.computing) for layer in advice.layers] == [("late", late.coding), ("split", 0.0)]
+    assert ask()["late"].coding == 0
+    assert make_plan(advice, params, methods={}).dense_layers == "split"
+
+
+def test_one_slow_worker_is_as_slow_as_all(table):
+    mixed, slow = rapid([1e7, 1e8, 1e8, 1e8]), rapid(1e7)
+    assert [row.step for row in mixed.predictions] == [row.step for row in slow.predictions]
+    assert mixed.link == slow.link == pytest.approx(1e7)
+
+
+def test_the_memory_of_a_loss_by_hand():
+    """Of 256 rows a worker 4,096 hidden numbers are kept for the way back, and little else."""
+    bench, width, hidden = Bench(jc.make_mesh(data=2), "data"), 64, 4096
+    params, batch = np.ones((width, hidden), np.float32), np.ones((512, width), np.float32)
+    loss = loss_of(lambda w, x: ((x @ w) ** 2).mean(), False, False)
+    _, memory = costs.gradients_of(bench, loss, bench.spread(params), bench.shards(batch))
+    wanted = 4 * (width * hidden + 256 * width + 256 * hidden)
+    assert wanted <= memory < 2 * wanted
+
+
 def test_the_shipped_table_has_every_candidate():
     advice = estimate(PARAMS, 8, 1e9)
     assert {row.method for row in advice.predictions} == set(candidates())
+    guide = (Path(__file__).parents[3] / "docs" / "guide.md").read_text()
+    for known in costs.known_costs()["copies"].values():
+        assert f"| {known['fixed']:.1f} | {known['a_worker']:.2f} |".replace("| 0.00 |", "| 0 |") in guide
 
 
 def loss_fn(params, batch):
@@ -116,6 +175,8 @@ def test_a_thorough_advice_times_everything_or_says_what_it_did_not():
     assert all(row.measured for row in advice.predictions)
     assert advice.compute >= 0  # of so small a model the difference may vanish
     assert advice.link > 0
+    assert advice.memory > sum(leaf.nbytes for leaf in jax.tree.leaves(before))
+    assert f"{1e-6 * advice.memory:,.1f} MB a worker" in str(advice)
     for row in advice.predictions:
         assert row.low <= row.step <= row.high
         assert row.step == pytest.approx(advice.compute + row.coding + row.wire)
@@ -129,15 +190,24 @@ def test_a_thorough_advice_times_everything_or_says_what_it_did_not():
     }
 
 
-def test_input_that_cannot_be_advised_on_is_refused():
+def test_input_that_cannot_be_advised_on_is_refused(monkeypatch):
     loss, params, batch = problem()
     mesh = jc.make_mesh(data=2)
+    with monkeypatch.context() as no_device:
+        no_device.setattr(Bench, "spread", lambda *_: pytest.fail("a device was used"))
+        no_device.setattr(Bench, "shards", lambda *_: pytest.fail("a device was used"))
+        with pytest.raises(ValueError, match=r"must have a link between workers.*got one worker of \{'data': 1\}"):
+            advise(loss, params, batch, jc.make_mesh(data=1))
+        with pytest.raises(
+            ValueError, match=r"must have a gradient on one worker's rows.*got TypeError: .*Call jax\.grad"
+        ):
+            advise(lambda p, b: loss(p, b)[0] + p["w"] @ b["y"], params, batch, mesh)
+        with pytest.raises(ValueError, match="must have rows for every worker; got an array of shape"):
+            advise(loss, params, problem(rows=7)[2], mesh)
+        with pytest.raises(ValueError, match=r"must have the axes of the workers; got \{'other': 2\}"):
+            advise(loss, params, batch, jc.make_mesh(other=2))
     with pytest.raises(ValueError, match="The loss must be a finite number for every worker; got"):
         advise(lambda p, b: loss(p, b)[0] * jnp.nan, params, batch, mesh)
-    with pytest.raises(ValueError, match="must have rows for every worker; got an array of shape"):
-        advise(loss, params, problem(rows=7)[2], mesh)
-    with pytest.raises(ValueError, match=r"must have the axes of the workers; got \{'other': 2\}"):
-        advise(loss, params, batch, jc.make_mesh(other=2))
     with pytest.raises(ValueError, match="compute must be seconds, 0 or more"):
         rapid(1e8, compute=-1.0)
     with pytest.raises(ValueError, match="copy must be seconds a byte, above 0"):
@@ -152,7 +222,10 @@ def test_the_command_line_says_it_by_its_exit_code(tmp_path, capsys):
     assert json.loads(file.read_text())["keeps_dense"] is False
     assert "verdict: " in capsys.readouterr().out
     assert main([here, "--rate", "900gbit", "--workers", "4", "--compute-ms", "100"]) == KEEP_DENSE
+    assert main([here, "--rate", "1mbit/1gbit", "--workers", "4"]) == 0
+    assert "link 1 Mbit/s" in capsys.readouterr().out
     for wrong, message in (
+        ([here, "--rate", "1gbit/1gbit/1gbit", "--workers", "2"], "--rate must have at most one a worker"),
         ([here, "--rate", "1mbit"], "--workers must be given with --rate"),
         ([here, "--rate", "fast", "--workers", "2"], "--rate is a positive number with its unit, got 'fast'"),
         ([here, "--compute-ms", "3"], "must go with --rate"),

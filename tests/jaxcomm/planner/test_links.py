@@ -29,6 +29,30 @@ def test_a_given_link_by_hand():
     assert alone.seconds == 0
 
 
+def test_links_that_differ_by_hand():
+    """The slowest link of a ring; in an all-to-all the worker whose messages take longest, one after another."""
+    operand, ring = 4000, [2e6, 1e6, 4e6, 4e6]  # bytes; from each worker to the next
+    rates = np.full((K, K), 8e6)
+    for worker, bits in enumerate(ring):
+        rates[worker, (worker + 1) % K] = bits
+    rates[2, 0], rates[2, 1] = 5e5, 1e6
+
+    def seconds(rate, op, **options):
+        return given_links(rate, latency=0.0).seconds(Program([Traffic(op, operand, K, axes=("data",), **options)]))
+
+    assert seconds(rates.tolist(), "all_gather") == pytest.approx(3 * operand * 8 / 1e6)
+    assert seconds(rates.tolist(), "all_reduce") == pytest.approx(2 * 3 / 4 * operand * 8 / 1e6)
+    # Worker 2 sends a quarter of its operand to each of the others.
+    assert seconds(rates.tolist(), "all_to_all") == pytest.approx(operand / 4 * 8 * (1 / 5e5 + 1 / 1e6 + 1 / 4e6))
+    assert seconds(rates.T.tolist(), "all_to_all") == pytest.approx(operand / 4 * 8 * (1 / 5e5 + 1 / 1e6 + 1 / 4e6))
+    pairs = ((0, 1), (1, 3), (2, 0), (3, 2))
+    assert seconds(rates.tolist(), "permute", pairs=pairs) == pytest.approx(operand * 8 / 5e5)
+    for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):  # one host at a tenth slows all of them
+        assert seconds([1e5, 1e6, 1e6, 1e6], op) == pytest.approx(seconds(1e5, op))
+    with pytest.raises(ValueError, match="must be given for every worker of a collective; got 3 rates for all_reduce"):
+        seconds([1e6] * 3, "all_reduce")
+
+
 def test_a_local_method_pays_once_in_its_period():
     links = given_links(1e6, latency=0.01)
     every, tenth = links.wire(report(jc.plump_dp())), links.wire(report(jc.local_sgd(10, exchange=jc.plump_dp())))
@@ -75,7 +99,16 @@ def test_the_collectives_of_programs_are_measured_on_a_mesh():
 
 @pytest.mark.parametrize(
     ("rate", "latency", "message"),
-    [(0.0, 0.0, "rate must be a positive"), (float("nan"), 0.0, "rate"), (1e9, -1.0, "latency must be seconds")],
+    [
+        (0.0, 0.0, "rate must be a positive"),
+        (float("nan"), 0.0, "rate"),
+        ([1e9, -1e9], 0.0, "rate must be a positive"),
+        ([[0.0, 1e9], [0.0, 0.0]], 0.0, "rate must be a positive"),
+        ([], 0.0, "rate must be one, one for every worker, or"),
+        ([[1e9, 1e9], [1e9]], 0.0, "rate must be one, one for every worker, or"),
+        ([[1e9] * 3] * 2, 0.0, "rate must be one, one for every worker, or"),
+        (1e9, -1.0, "latency must be seconds"),
+    ],
 )
 def test_links_that_cannot_be_are_refused(rate, latency, message):
     with pytest.raises(ValueError, match=message):

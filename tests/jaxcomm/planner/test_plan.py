@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from jaxcomm.planner import Device, ModelBlock, Plan, estimate, make_plan, place
 from jaxcomm.planner.dense_layers import LayerCost
 
 K = 4
+GUIDE = Path(__file__).parents[3] / "docs" / "guide.md"
 PARAMS = {
     "fc": {"kernel": jnp.zeros((300, 400)), "bias": jnp.zeros(400)},
     "head": {"kernel": jnp.zeros((400, 10)), "bias": jnp.zeros(10)},
@@ -97,8 +100,12 @@ def test_a_plan_runs_as_it_says_and_in_one_step_for_all():
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(first(tx)(gradients)))
 
 
-def test_a_planned_step_trains_on_a_mesh_and_sends_what_its_exchanges_claim():
-    mesh, tx = jc.make_mesh(data=K), optax.chain(MIXED.transformation(), optax.sgd(0.1))
+def test_the_step_of_the_guide_executes_a_plan(tmp_path, monkeypatch):
+    """It is run as it stands there; then it trains."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    (example,) = [block for block in blocks if "read_plan(" in block]
+    monkeypatch.chdir(tmp_path)
+    MIXED.write(tmp_path / "plan.json")
     random = np.random.default_rng(0)
     params = jax.tree.map(lambda leaf: 0.05 * random.standard_normal(leaf.shape).astype(np.float32), PARAMS)
     x = random.standard_normal((8, 300)).astype(np.float32)
@@ -107,11 +114,10 @@ def test_a_planned_step_trains_on_a_mesh_and_sends_what_its_exchanges_claim():
         hidden = jax.nn.relu(x @ params["fc"]["kernel"] + params["fc"]["bias"])
         return ((hidden @ params["head"]["kernel"] + params["head"]["bias"] - 1) ** 2).mean()
 
-    step = jc.make_train_step(loss_fn, tx, mesh)
-    state = step.init(params)
-    step.verify(state, x)
-    losses = []
-    for _ in range(10):
+    known = {"jc": jc, "optax": optax, "Path": Path, "params": params, "batch": x, "loss_fn": loss_fn}
+    exec(example, known | {"mesh": jc.make_mesh(data=K)}, found := {})
+    step, state, losses = found["step"], found["state"], [float(found["metrics"]["loss"])]
+    for _ in range(9):
         state, metrics = step(state, x)
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0]
@@ -186,6 +192,17 @@ def test_memory_splits_a_layer():
     make_plan(costs, PARAMS, methods={}, devices=[Device(memory=whole - 3 * shard + 100)])
     with pytest.raises(ValueError, match="memory"):
         make_plan(costs, PARAMS, methods={}, devices=[Device(memory=whole - 3 * shard - 100)])
+
+
+def test_a_model_that_is_not_cut_takes_the_memory_that_was_found():
+    """Parameters, gradient and momentum, and of what the loss takes all but its parameters."""
+    held, activations = 4 * sum(leaf.size for leaf in jax.tree.leaves(PARAMS)), 10_000
+    found = dataclasses.replace(advice(1e6), memory=held + activations)
+    make_plan(found, PARAMS, methods={}, devices=[Device(memory=3 * held + activations + 100)])
+    with pytest.raises(
+        ValueError, match=r"Every stage must fit the memory of its device, got .*: give the devices at least"
+    ):
+        make_plan(found, PARAMS, methods={}, devices=[Device(memory=3 * held + activations - 100)])
 
 
 @pytest.mark.parametrize("way", ["late", "split"])

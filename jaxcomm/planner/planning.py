@@ -1,0 +1,373 @@
+"""Finds a plan: the exchange of every tensor and the stage of every block, by an integer program."""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxcomm import methods
+from jaxcomm.accounting.report import wire_report
+from jaxcomm.assignment.problem import Block, Device, Option, Problem, Tensor
+from jaxcomm.assignment.solve import Assignment, solve
+from jaxcomm.exchange import Exchange, leaf_name
+from jaxcomm.planner.advice import Advice, candidates
+from jaxcomm.planner.costs import method_of
+from jaxcomm.planner.dense_layers import WAYS, LayerCost
+from jaxcomm.planner.plan import Plan
+
+Shapes = Mapping[str, tuple[int, ...]]  # of the parameters, by path
+
+_PROBES = ((512, 512), (2048, 2048))  # by which it shows whether bytes are in proportion to elements
+_NOISE = (256, 64)  # of the gradient that errors are measured on
+
+
+@dataclass(frozen=True)
+class ModelBlock:
+    """A part of a model that is not cut, for `make_plan`.
+
+    Attributes:
+      name: for messages.
+      leaves: the paths of its parameters, as `where=` sees them.
+      seconds: forward, backward and optimizer for one worker's batch, on a device of speed 1.
+      memory: bytes of activations, and of what else is not parameters, gradients and the exchange's state.
+      boundary_bytes: that cross in a step, both ways together, for each worker, if the model is cut after it.
+    """
+
+    name: str
+    leaves: tuple[str, ...]
+    seconds: float
+    memory: int = 0
+    boundary_bytes: float = 0.0
+
+
+def make_plan(
+    advice: Advice,
+    params: Any,
+    *,
+    methods: Mapping[str, optax.GradientTransformation] | None = None,
+    error_budget: float | None = None,
+    gradient: Any = None,
+    blocks: Sequence[ModelBlock] | None = None,
+    devices: Sequence[Device] = (Device(),),
+    link_seconds_per_byte: Sequence[float] = (),
+    link_seconds: Sequence[float] = (),
+    micro_batches: int = 1,
+    parameter_copies: int = 3,
+    time_limit: float = 10.0,
+) -> Plan:
+    """Finds the exchange of every tensor, and the stage of every block, with the shortest predicted step.
+
+    Stages share one exchange, since their parameters are stacked, tensor on tensor. In one stage, dense layers that the
+    advice was asked about may multiply late, or all be split over the workers.
+
+    What a tensor adds to a step is its part of a method's predicted coding, by its elements, and of its wire, by its
+    bytes; a method that is used at all costs its latency once. `jaxcomm.assignment.solve.solve` minimises the step.
+
+    Args:
+      advice: of `advise` or `estimate`, for the plan's number of workers.
+      params: the parameters, or their shapes.
+      methods: what may be used, by the names of the advice; by default those of `candidates`. Local methods are left
+        out: they merge whole models. Each must be made of numbers and names, so that a file can hold it.
+      error_budget: the largest part of the gradient's squared norm that one step may miss; what a residual keeps counts
+        as missed. None for no limit.
+      gradient: one worker's, on which that is measured; on normal noise if not given, of which a matrix of low rank
+        catches much less.
+      blocks: of the model in order; None for one that is not cut, of the advice's computing and memory.
+      devices: one for every stage: its speed and its memory.
+      link_seconds_per_byte: of the link between every stage and the next.
+      link_seconds: latency of a message on each of these links.
+      micro_batches: M.
+      parameter_copies: of 4 bytes a parameter that a device keeps beside the exchange: parameters, gradient, momentum.
+      time_limit: seconds to search for.
+
+    Raises:
+      ValueError: for blocks that do not have every parameter once, a memory or a budget that nothing fits, and a method
+        that a file cannot hold.
+    """
+    shapes = {leaf_name(path): jnp.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    blocks = [_whole_model(advice, params, tuple(shapes))] if blocks is None else blocks
+    _check_blocks(blocks, shapes)
+    usable = _usable(advice, candidates() | dict(methods or {}), params)
+    specs = {name: _spec(name, method, params) for name, method in usable.items()}
+    errors = {name: _errors(method, shapes, error_budget, gradient) for name, method in usable.items()}
+    options = _options(advice, usable, shapes, errors, parameter_copies)
+    groupings = _groupings(options, advice.layers, len(devices), parameter_copies)
+    problems = [
+        Problem(
+            blocks=tuple(grouping.block(block) for block in blocks),
+            devices=tuple(devices),
+            link_seconds_per_byte=tuple(link_seconds_per_byte),
+            link_seconds=tuple(link_seconds),
+            starts={name: advice[name].latency for name in usable},
+            micro_batches=micro_batches,
+            error_budget=error_budget,
+        )
+        for grouping in groupings
+    ]
+    fastest, found = _fastest(problems, time_limit)
+    chosen = {path: found.options[groupings[fastest].group_of[path]] for path in shapes}
+    return Plan(
+        workers=advice.workers,
+        cuts=tuple(int(at) + 1 for at in np.flatnonzero(np.diff(found.stages))),
+        tensors={path: (shape, chosen[path]) for path, shape in shapes.items()},
+        exchanges={name: specs[name] for name in sorted(set(chosen.values()) - set(WAYS))},
+        micro_batches=micro_batches,
+        compute=found.parts.compute,
+        boundaries=found.parts.boundaries,
+        exchange_seconds=found.parts.exchange,
+        optimal=found.optimal,
+    )
+
+
+def _whole_model(advice: Advice, params: Any, leaves: tuple[str, ...]) -> ModelBlock:
+    """Makes one block of a model: what it takes in memory beside the parameters was measured, or is not known."""
+    held = sum(leaf.size * jnp.result_type(leaf).itemsize for leaf in jax.tree.leaves(params))
+    return ModelBlock("model", leaves, advice.compute, memory=max(0, advice.memory - held))
+
+
+def _check_blocks(blocks: Sequence[ModelBlock], leaves: Iterable[str]) -> None:
+    listed = [path for block in blocks for path in block.leaves]
+    if sorted(listed) != sorted(leaves):
+        wrong = sorted(set(listed) ^ set(leaves)) or sorted(path for path in listed if listed.count(path) > 1)
+        raise ValueError(f"Blocks must have every parameter once; got {wrong[:3]} not so. Look at their leaves.")
+
+
+def _usable(advice: Advice, given: Mapping[str, optax.GradientTransformation], params: Any) -> dict[str, Exchange]:
+    """Returns the exchanges of gradients that the advice knows, by name."""
+    known = {row.method for row in advice.predictions}
+    found = {name: method_of(tx, params) for name, tx in given.items() if name in known}
+    return {name: method for name, method in found.items() if method.period is None}
+
+
+def _options(
+    advice: Advice,
+    usable: Mapping[str, Exchange],
+    shapes: Shapes,
+    errors: Mapping[str, Mapping[str, float]],
+    parameter_copies: int,
+) -> dict[str, list[Option]]:
+    """Returns the ways to exchange every tensor, by its path: its part of what each method costs for all."""
+    sizes = {path: math.prod(shape) for path, shape in shapes.items()}
+    total = sum(sizes.values())
+    options: dict[str, list[Option]] = {path: [] for path in shapes}
+    for name, method in usable.items():
+        row, of_bytes = advice[name], _byte_shares(method, shapes)
+        for path, size in sizes.items():
+            part = size / total
+            seconds = row.coding * part + (row.wire - row.latency) * of_bytes[path]
+            memory = 4 * parameter_copies * size + math.ceil(row.memory * part)
+            options[path].append(Option(name, seconds, errors[name][path], memory))
+    return options
+
+
+@dataclass(frozen=True)
+class _Grouping:
+    """Which parameters are assigned together.
+
+    Attributes:
+      tensors: what is assigned, by its name.
+      group_of: by a parameter's path, the name that it is part of.
+    """
+
+    tensors: Mapping[str, Tensor]
+    group_of: Mapping[str, str]
+
+    def block(self, block: ModelBlock) -> Block:
+        """Returns a part of the model with its tensors."""
+        names = dict.fromkeys(self.group_of[path] for path in block.leaves)
+        tensors = tuple(self.tensors[name] for name in names)
+        return Block(block.name, block.seconds, block.memory, block.boundary_bytes, tensors)
+
+
+def _groupings(
+    options: Mapping[str, Sequence[Option]], layers: Sequence[LayerCost], stages: int, parameter_copies: int
+) -> list[_Grouping]:
+    """Returns what can be assigned: a problem each, of whose solutions the fastest is the plan."""
+    if stages > 1:  # whose parameters are stacked, tensor on tensor: they share one exchange
+        (several, *_) = options.values()
+        only = [{path: (found[at],) for path, found in options.items()} for at in range(len(several))]
+        return [_grouped(each, (), parameter_copies) for each in only]
+    in_way = [[layer for layer in layers if layer.way == way] for way in WAYS]
+    return [_grouped(options, together, parameter_copies) for together in ([], *filter(None, in_way))]
+
+
+def _grouped(options: Mapping[str, Sequence[Option]], layers: Sequence[LayerCost], parameter_copies: int) -> _Grouping:
+    """Groups parameters for layers that are all computed in one way, late or split.
+
+    Leaves of a layer that can multiply late go together. A layer that can be split has no other option: all are split,
+    or none.
+    """
+    group_of = {path: path for path in options} | {path: layer.path for layer in layers for path in layer.tensors}
+    tensors = {path: Tensor(path, tuple(options[path])) for path, name in group_of.items() if path == name}
+    for layer in layers:
+        together = [
+            Option(
+                same[0].name,
+                sum(option.seconds for option in same),
+                sum(option.error for option in same),
+                sum(option.memory for option in same),
+            )
+            for same in zip(*(options[path] for path in layer.tensors), strict=True)
+        ]
+        memory = min(option.memory for option in together) - parameter_copies * layer.memory
+        own = Option(layer.way, layer.wire + layer.computing, 0.0, memory)
+        tensors[layer.path] = Tensor(layer.path, (own,) if layer.way == "split" else (*together, own))
+    return _Grouping(tensors, group_of)
+
+
+def _fastest(problems: Sequence[Problem], time_limit: float) -> tuple[int, Assignment]:
+    """Returns which of some problems has the shortest step, and its assignment; each has an equal part of the time.
+
+    Raises:
+      ValueError: if none has any; the message is that of the last.
+    """
+    best: tuple[int, Assignment] | None = None
+    refused: list[ValueError] = []
+    for at, problem in enumerate(problems):
+        try:
+            found = solve(problem, time_limit=time_limit / len(problems))
+        except ValueError as error:
+            refused.append(error)
+            continue
+        if best is None or found.seconds < best[1].seconds:
+            best = at, found
+    if best is None:
+        raise refused[-1]
+    return best
+
+
+def place(
+    devices: int,
+    params: Any,
+    advice_of: Callable[[int], Advice],
+    blocks_of: Callable[[int], Sequence[ModelBlock]],
+    *,
+    seconds_per_byte: float,
+    latency: float = 0.0,
+    micro_batches: int = 4,
+    memory: int | None = None,
+    time_limit: float = 10.0,
+    **options: Any,
+) -> Plan:
+    """Finds how many workers of how many stages equal devices should make, and the plan for them.
+
+    Args:
+      devices: that there are, all alike.
+      params: the parameters, or their shapes.
+      advice_of: K -> the advice for K workers.
+      blocks_of: K -> the blocks, with the seconds and bytes of one of K workers' batches.
+      seconds_per_byte: of a link between two stages.
+      latency: of a message on it.
+      micro_batches: M, where there is more than one stage.
+      memory: bytes of a device; None for no limit.
+      time_limit: seconds to search for in all.
+      **options: of `make_plan`.
+
+    Raises:
+      ValueError: if nothing fits; the message is that of the last number of stages.
+    """
+    counts = [count for count in range(1, devices + 1) if devices % count == 0]
+    best, refused = None, None
+    for count in counts:
+        workers = devices // count
+        blocks = blocks_of(workers)
+        if count > len(blocks):
+            break
+        try:
+            plan = make_plan(
+                advice_of(workers),
+                params,
+                blocks=blocks,
+                devices=[Device(memory=memory)] * count,
+                link_seconds_per_byte=[seconds_per_byte] * (count - 1),
+                link_seconds=[latency] * (count - 1),
+                micro_batches=micro_batches if count > 1 else 1,
+                time_limit=time_limit / len(counts),
+                **options,
+            )
+        except ValueError as error:
+            refused = error
+            continue
+        if best is None or plan.step < best.step:
+            best = plan
+    if best is None:
+        raise refused or ValueError(f"devices must be at least 1; got {devices}. Say how many there are.")
+    return best
+
+
+def _spec(name: str, method: Exchange, params: Any) -> dict[str, Any]:
+    """Returns a method's name and its options, for a file.
+
+    Raises:
+      ValueError: for a method that would not come back from it.
+    """
+    fields = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
+    options = {key: value for key, value in fields.items() if key not in ("where", "others", "axis_name")}
+    spec = {"method": method.name, "options": options}
+    try:
+        make = getattr(methods, method.name)
+        again = make(**json.loads(json.dumps(options)), axis_name=method.axis_name)
+        comes_back = method_of(again, params) == method
+    except (AttributeError, TypeError):
+        comes_back = False
+    if not comes_back:
+        raise ValueError(
+            f"A plan's methods must be those of jaxcomm, without where= and others=, so that its file can hold them; "
+            f"got {name!r}, which is {method}. Leave it out: the plan chooses the tensors of each method itself."
+        )
+    return spec
+
+
+def _byte_shares(method: Exchange, shapes: Shapes) -> dict[str, float]:
+    """Returns the part of a method's bytes that each tensor takes, by those of two workers: K hardly matters to it."""
+    few, many = (_received(method, shape) / math.prod(shape) for shape in _PROBES)
+    is_even = many == 0 or abs(few / many - 1) < 0.25
+    found = {shape: float(math.prod(shape)) if is_even else _received(method, shape) for shape in set(shapes.values())}
+    total = sum(found[shape] for shape in shapes.values()) or 1.0
+    return {path: found[shape] / total for path, shape in shapes.items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def _received(method: Exchange, shape: tuple[int, ...]) -> float:
+    """Returns the bytes that each of two workers receives for one tensor."""
+    like = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return wire_report(method.transform(), like, 2, axis_name=method.axis_name).received
+
+
+def _errors(method: Exchange, shapes: Shapes, error_budget: float | None, gradient: Any) -> dict[str, float]:
+    """Returns what one step misses of each tensor, as a part of the whole squared norm; 0 if nobody asks."""
+    if error_budget is None:
+        return dict.fromkeys(shapes, 0.0)
+    if gradient is not None:
+        return _missed(method, gradient)
+    total = sum(math.prod(shape) for shape in shapes.values())
+    return {path: _missed_of_noise(method) * math.prod(shape) / total for path, shape in shapes.items()}
+
+
+def _missed(method: Exchange, gradient: Any) -> dict[str, float]:
+    """Returns what one worker's first exchange misses of each tensor, as a part of the whole squared norm."""
+    tx = method.transform()
+
+    def missed(gradient: Any) -> Any:
+        out, _ = tx.update(gradient, tx.init(gradient), gradient)
+        return jax.tree.map(lambda a, b: jnp.sum(jnp.square(a.astype(jnp.float32) - b)), out, gradient)
+
+    update = jax.jit(jax.vmap(missed, axis_name=method.axis_name, axis_size=1))
+    found = update(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], gradient))
+    norm = sum(float(jnp.sum(jnp.square(leaf))) for leaf in jax.tree.leaves(gradient))
+    return {leaf_name(path): float(part[0]) / norm for path, part in jax.tree_util.tree_leaves_with_path(found)}
+
+
+@functools.lru_cache(maxsize=128)
+def _missed_of_noise(method: Exchange) -> float:
+    """Returns what one worker's first exchange misses of normal noise, as a part of its squared norm."""
+    noise = {"noise": np.random.default_rng(0).standard_normal(_NOISE).astype(np.float32)}
+    return _missed(method, noise)["noise"]

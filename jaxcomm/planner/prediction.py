@@ -1,0 +1,194 @@
+"""What an advice says: a prediction of every method's step, their table, and the verdict that follows."""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from jaxcomm.planner.dense_layers import LayerCost
+from jaxcomm.planner.links import Wire
+
+DENSE = "plump_dp(bfloat16)"  # what everything is compared with
+CLOSE = 0.05  # how much longer than its computing a step of a local method may be to count as close to it
+_WORTHWHILE = 1.05  # times faster than dense: less is called as fast as dense
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one method would take on this mesh.
+
+    Attributes:
+      method: as it is called in the table: "dct_dp(0.99)".
+      bytes: that each worker receives a step, on average.
+      step: predicted seconds of a step: computing, coding and wire one after another.
+      low: the lower end of its range.
+      high: the upper end.
+      wire: seconds on the wire.
+      latency: the part of it that does not depend on the bytes.
+      coding: seconds of selecting, coding and decoding.
+      measured: whether `coding` was timed here, and not taken from the table of costs.
+      every: steps from one exchange to the next, 1 but for local methods, which train in another way.
+      shortest_period: of a local method, the fewest steps from one exchange to the next with which a step takes at most
+        5% longer than its computing; None if no number does, if computing is not known, and for other methods.
+      memory: bytes that the method keeps on each worker.
+      faster: times faster than dense in bfloat16.
+      break_even: bits a second of the link above which dense in bfloat16 is as fast; 0 if it always is, infinite if
+        never. Where links differ it is that of the slowest, the others in proportion.
+      accuracy: what is known of it, and from where.
+    """
+
+    method: str
+    bytes: float
+    step: float
+    low: float
+    high: float
+    wire: float
+    latency: float
+    coding: float
+    measured: bool
+    every: int
+    shortest_period: int | None
+    memory: int
+    faster: float
+    break_even: float
+    accuracy: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Predictions, and what follows.
+
+    Attributes:
+      mode: "thorough" (measured here) or "rapid" (from shapes, a given link and a table of costs).
+      workers: K.
+      parameters: n.
+      compute: seconds of a step without an exchange; 0 if that is not known.
+      link: bits a second that a worker receives with in a dense all-reduce.
+      latency: seconds of an all-reduce that moves nothing.
+      memory: bytes that a worker's loss and gradient take: parameters, rows of the batch, and what the compiled program
+        keeps in between, without the gradient itself; 0 if nothing was compiled.
+      seconds: that measuring took.
+      predictions: of every method, the fastest first.
+      layers: of the dense layers that were asked about, in each way that they can be computed in.
+      best: the exchange of gradients to use; `DENSE` or "plump_dp" for "keep dense". Local methods are another
+        training, which the verdict mentions where they are faster.
+      verdict: why, in a sentence.
+    """
+
+    mode: str
+    workers: int
+    parameters: int
+    compute: float
+    link: float
+    latency: float
+    memory: int
+    seconds: float
+    predictions: list[Prediction]
+    best: str
+    verdict: str
+    layers: list[LayerCost] = dataclasses.field(default_factory=list)
+
+    @property
+    def keeps_dense(self) -> bool:
+        """Whether the advice is not to compress."""
+        return self.best.startswith("plump_dp")
+
+    def __getitem__(self, method: str) -> Prediction:
+        for each in self.predictions:
+            if each.method == method:
+                return each
+        raise KeyError(method)
+
+    def json(self) -> str:
+        """Returns everything as JSON; infinite numbers are null."""
+
+        def plain(value: Any) -> Any:
+            return None if isinstance(value, float) and not math.isfinite(value) else value
+
+        record = dataclasses.asdict(self)
+        record["predictions"] = [{key: plain(value) for key, value in row.items()} for row in record["predictions"]]
+        return json.dumps({key: plain(value) for key, value in record.items()} | {"keeps_dense": self.keeps_dense})
+
+    def __str__(self) -> str:
+        dense = self["plump_dp"]
+        took = f"measured here in {self.seconds:.0f} s" if self.mode == "thorough" else "not measured: a rapid estimate"
+        held = f"{1e-6 * self.memory:,.1f} MB a worker" if self.memory else "not known"
+        lines = [
+            f"{took}: K = {self.workers}, {self.parameters:,} parameters ({4e-6 * self.parameters:,.1f} MB of "
+            f"gradient), link {_rate(self.link)} and {1e3 * self.latency:.2f} ms an all-reduce",
+            f"dense in float32: {_ms(self.compute)} computing + {_ms(dense.wire + dense.coding)} exchange = "
+            f"{_ms(dense.step)} ms a step; {self.compute / dense.step:.0%} of it computing",
+            f"memory of loss and gradient: {held}; beside it each method keeps what the table says",
+            "",
+            f"{'method':<28}{'MB/step':>9}{'wire ms':>9}{'coding ms':>11}{'step ms':>9}{'range':>16}{'faster':>8}"
+            f"{'memory MB':>11}{'break-even':>12}  accuracy",
+        ]
+        for each in self.predictions:
+            mark = "" if each.measured else "~"
+            lines.append(
+                f"{each.method:<28}{1e-6 * each.bytes:>9.3f}{_ms(each.wire):>9}{mark + _ms(each.coding):>11}"
+                f"{_ms(each.step):>9}{_ms(each.low) + '-' + _ms(each.high):>16}{each.faster:>7.2f}x"
+                f"{1e-6 * each.memory:>11.1f}{_rate(each.break_even):>12}  {each.accuracy}"
+            )
+        if not all(each.measured for each in self.predictions):
+            lines.append("~ from the table of costs, not timed here.")
+        return "\n".join([*lines, "", f"verdict: {self.verdict}"])
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f}" if seconds < 0.1 else f"{1e3 * seconds:,.0f}"
+
+
+def _rate(bits: float) -> str:
+    if not math.isfinite(bits):
+        return "any"
+    if bits <= 0:
+        return "none"
+    for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if bits >= size:
+            return f"{bits / size:.3g} {unit}"
+    return f"{bits:.3g} bit/s"
+
+
+def break_even(fixed: float, wire: Wire, dense_fixed: float, dense: Wire, rate: float) -> float:
+    """Returns the bits a second from which dense is as fast: transfers grow by `scale` where the link is slower."""
+    saved, lost = dense.transfer - wire.transfer, fixed - dense_fixed
+    if saved <= 0:
+        return math.inf if lost < 0 else 0.0
+    return math.inf if lost <= 0 else rate * saved / lost
+
+
+def _until(bits: float) -> str:
+    if not math.isfinite(bits):
+        return "It is on any link."
+    return f"Above {_rate(bits)} a worker, dense in bfloat16 is as fast."
+
+
+def verdict_of(rows: list[Prediction]) -> tuple[str, str]:
+    """Returns the exchange to use, and why; rows are the fastest first."""
+    best, verdict = _verdict_of_exchanges([row for row in rows if row.every == 1])
+    local = rows[0]
+    if local.every > 1:
+        step = next(row.step for row in rows if row.method == best)
+        verdict += f" {local.method} would be {step / local.step:.2f}x faster than that, but trains in another way."
+        if local.shortest_period is not None:
+            verdict += f" From H = {local.shortest_period:,} on, its step is within {CLOSE:.0%} of computing alone."
+    return best, verdict
+
+
+def _verdict_of_exchanges(rows: list[Prediction]) -> tuple[str, str]:
+    dense = min((row for row in rows if row.method in ("plump_dp", DENSE)), key=lambda row: row.step)
+    best = rows[0]
+    if best.method == dense.method:
+        return dense.method, f"keep dense: {dense.method}. No compressor is predicted to be faster on this link."
+    if dense.step / best.step < _WORTHWHILE or best.step > dense.low:
+        return dense.method, (
+            f"keep dense: {dense.method}. The fastest, {best.method}, is predicted to take "
+            f"{best.step / dense.step:.0%} of its step, and the range of dense reaches down to "
+            f"{dense.low / dense.step:.0%}: too little to gain, or too uncertain."
+        )
+    return best.method, (
+        f"{best.method}: {dense.step / best.step:.2f}x faster than {dense.method} (between "
+        f"{dense.low / best.high:.2f}x and {dense.high / max(best.low, 1e-9):.2f}x). {_until(best.break_even)}"
+    )
