@@ -14,10 +14,12 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 # A test's program runs for milliseconds and compiles for a second, of which LLVM's passes and XLA's fusion emitters are
 # three quarters. XLA_FLAGS, even if empty, test the programs that users run: `.ci/run` does so on the newest Python.
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-if version("jaxlib").startswith("0.10."):  # a later XLA refuses to start with a flag that it does not know
-    QUICK += " --xla_cpu_use_fusion_emitters=false"
-os.environ.setdefault("XLA_FLAGS", QUICK)
+# A later XLA than 0.10's refuses to start with a flag that it does not know, as that of the emitters.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
+)
 
 # Compiling is what the tests spend their time on. The processes of pytest-xdist, and those that tests start, inherit
 # this folder of the first one, so that each program is compiled by one of them.

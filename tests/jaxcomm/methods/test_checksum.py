@@ -10,7 +10,7 @@ from jax import lax
 import jaxcomm as jc
 from tests.jaxcomm.cases import CASES, first_rows
 from tests.jaxcomm.trees import gradients, params_of, shapes_of, zeros_of
-from tests.jaxcomm.workers import QUICKLY, is_per_worker, state_of_workers
+from tests.jaxcomm.workers import is_per_worker, state_of_workers
 
 K, VICTIM, TREE = 3, 1, "half"
 NOWHERE = np.array([-1, 0, 0])
@@ -32,7 +32,7 @@ class Flipped:
 
         workers = jax.vmap(update, in_axes=(0, axes, None), axis_name="data")
         example = (gradients("normal", 0, TREE, K), self.first, NOWHERE)
-        self.update = jax.jit(workers).lower(*example).compile(QUICKLY)
+        self.update = jax.jit(workers).lower(*example).compile()
 
     def flipping(self, collective):
         def flip(words, axis_name, *args, **options):
