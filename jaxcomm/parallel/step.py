@@ -20,6 +20,7 @@ from jaxcomm.exchange import get_exchange, is_exchange_state, keep_unless
 from jaxcomm.numerics import is_finite_tree
 from jaxcomm.parallel.agreement import check_agreement, trace_on
 from jaxcomm.parallel.chain import check_chain
+from jaxcomm.parallel.compiling import compiler_options
 from jaxcomm.parallel.resize import resize_workers
 from jaxcomm.parallel.state import (
     TrainState,
@@ -56,7 +57,7 @@ class TrainStep(ABC):
     def __init__(self, tx: optax.GradientTransformation, axis_name: AxisName, sizes: tuple[int, ...], donate: bool):
         """Compiles nothing yet; see `make_train_step` and `simulate`."""
         self.tx, self.axis_name, self.sizes = tx, axis_name, sizes
-        self._jitted = jax.jit(self._step, donate_argnums=0 if donate else ())
+        self._jitted = jax.jit(self._step, donate_argnums=0 if donate else (), compiler_options=compiler_options())
         self._executable: Any = None
         self._is_checked = False
 
