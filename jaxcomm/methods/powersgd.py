@@ -13,7 +13,7 @@ from jax import lax
 from jaxcomm.checks import check_count
 from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, transformation, zeros_unless
-from jaxcomm.layout import BLOCK, Layout, plan_layout
+from jaxcomm.layout import Layout, plan_layout
 from jaxcomm.numerics import is_finite_narrow
 from jaxcomm.types import ExchangeMetrics
 
@@ -136,8 +136,9 @@ class PowerSgd(Exchange):
         ok = p_ok & q_ok & in_range & is_finite_narrow(means)
 
         left = _unstack([a - b for a, b in zip(x, result, strict=True)], groups)
+        kept = jnp.where(ok, layout.flatten(left)[None], residual)
         metrics = ExchangeMetrics.of(ok, sent=axis_size(self.axis_name) * (p_mean.size + q_mean.size))
-        out = Exchanged(zeros_unless(ok, layout.join(means, dense)), _keep(ok, left, owed, residual, layout), metrics)
+        out = Exchanged(zeros_unless(ok, layout.join(means, dense)), kept, metrics)
         return out, tuple(_renew(ok, new, old) for new, old in zip(q, old_q, strict=True))
 
 
@@ -229,18 +230,6 @@ def _by_rows(function: Callable[[jax.Array], jax.Array], stacks: Sequence[jax.Ar
         for place, part in zip(together, parts, strict=True):
             out[place] = part
     return out
-
-
-def _keep(
-    ok: jax.Array, new: Sequence[jax.Array], old: Sequence[jax.Array], row: jax.Array, layout: Layout
-) -> jax.Array:
-    """Writes tensors into a row (1, n) of the flat vector: in place, where concatenating them would copy them first."""
-    start = 0
-    for tensor, before, blocks in zip(new, old, layout.blocks, strict=True):
-        kept = jnp.where(ok, tensor.reshape(-1), before.reshape(-1))
-        row = lax.dynamic_update_slice(row, kept[None], (0, start))
-        start += blocks * BLOCK
-    return row
 
 
 def _matmul(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:

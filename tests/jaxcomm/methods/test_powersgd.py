@@ -208,7 +208,8 @@ def test_the_residual_stays_finite_at_the_end_of_the_range():
 def test_a_mesh_and_a_simulation_agree_and_so_do_the_devices(K, tree):
     mesh, simulation = on_mesh(tree, K), simulated(tree, K)
     state, other = mesh.first, simulation.first
-    assert same(state.memory, other.memory)
+    for got, want in zip(state.memory, other.memory, strict=True):  # two programs draw the same, and round on their own
+        np.testing.assert_allclose(got, want, rtol=1e-6)
     for i, kind in enumerate(["normal", "heavy", "nan", "normal", "single", "zeros", "normal"]):
         grads = gradients("normal" if kind == "nan" else kind, i, tree, K)
         if kind == "nan":
