@@ -319,8 +319,8 @@ def loss_of(loss_fn: LossFn, has_aux: bool, has_state: bool) -> LossFn:
             value, scalars = value if has_aux else (value, {})
             if not has_aux and isinstance(value, tuple):
                 raise ValueError(
-                    f"A loss must be a scalar; got a tuple of {len(value)}. Pass has_aux=True for a loss_fn that returns "
-                    "the loss and a dict of scalars."
+                    f"A loss must be a scalar; got a tuple of {len(value)}. Pass has_aux=True for a loss_fn that "
+                    "returns the loss and a dict of scalars."
                 )
         for name, scalar in {"loss": value, **scalars}.items():
             if jnp.shape(scalar) != ():

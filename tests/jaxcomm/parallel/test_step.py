@@ -158,7 +158,7 @@ def test_auxiliary_scalars_are_averaged_over_the_workers():
         assert sorted(metrics) == sorted(["largest", "loss", "rows", *jc.ExchangeMetrics._fields])
         np.testing.assert_allclose(metrics["largest"], expected, rtol=1e-6)
         assert float(metrics["rows"]) == ROWS / K
-        with pytest.raises(ValueError, match="a tuple of 2. Pass has_aux=True"):
+        with pytest.raises(ValueError, match=r"a tuple of 2\. Pass has_aux=True"):
             maker(loss_with_aux, tx, workers)(init_state(params(), tx, workers), batch)
 
 
