@@ -185,7 +185,7 @@ class Liveness:
             self._broken.set()
             if self._closed.wait(SILENCE + 3 * PERIOD):
                 return
-        if code == 1 and not isinstance(error, TimeoutError):
+        if code == 1 and error.__traceback__ is not None and not isinstance(error, TimeoutError):
             traceback.print_exception(error)
         kind = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
         what = str(error).strip()

@@ -156,7 +156,7 @@ def train(
 
     last = experiment.steps if experiment.stop_after is None else min(experiment.stop_after, experiment.steps)
     step, pending, is_due, watch = done, None, False, Watch(method)
-    with _sigterm(processes) as stopping:
+    with _sigterm(processes) as stopping, checkpoints:
         while step < last:
             doing(f"{name}: reading rows of step {step + 1}")
             batch = _to_mesh(next(batches), job)

@@ -13,6 +13,7 @@ from train.rendezvous import meet, written
 # Seconds after which JAX itself gives a process up, with many lines, none of which names the one that has failed. The
 # trainer's own signs of life come before that.
 _TIMEOUTS = {"heartbeat_timeout_seconds": 600, "shutdown_timeout_seconds": 600}
+_OPEN: list[socket.socket] = []  # until this process ends: the others take a closed one for its end
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ def connect(
             coordinator_bind_address=written(place) if process_id == 0 and is_own else None,
             **_TIMEOUTS,
         )
+    _OPEN.extend(met.lines)
     return Processes(met.index, met.count, missing=met.missing, lines=met.lines)
 
 
