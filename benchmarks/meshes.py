@@ -19,8 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tyro
-
+from benchmarks.control import run
 from train.tables import print_table, write_records
 
 MESHES: dict[str, dict[str, int]] = {
@@ -240,4 +239,4 @@ def _hybrid(make: Callable[..., Any], loss_fn: Any, tx: Any, mesh: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(Config, __doc__, main)
