@@ -84,10 +84,7 @@ class Samples:
     rows: list[tuple[float, int, float, int]] = field(default_factory=list)
 
     def quarters(self) -> dict[str, float | None]:
-        """Returns medians of the first and the last quarter: MB, descriptors, and ms of a step.
-
-        Samples of a process that has just begun are left out: the run had done no 20 s of steps.
-        """
+        """Returns medians of the first and the last quarter: MB, descriptors, and ms of a step."""
         found: dict[str, float | None] = {}
         quarter = len(self.rows) // 4
         for name, rows in (("first", self.rows[:quarter]), ("last", self.rows[len(self.rows) - quarter :])):
@@ -217,7 +214,7 @@ class Soaked:
             os.kill(pid, signal.SIGTERM)
 
     def sample(self, begin: float, samples: Samples) -> None:
-        """Adds a sample, if every host has a process that has trained for some time."""
+        """Adds a sample."""
         rows = []
         for pid in self.processes().values():
             try:
@@ -241,9 +238,12 @@ def environment(out: Path) -> dict[str, str]:
 
 def same_states(folders: Sequence[Path], step: int) -> list[str]:
     """Returns the names of the arrays whose bits differ between the checkpoints of two runs."""
+    import logging
+
     import numpy as np
     import orbax.checkpoint as ocp
 
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of what is not read
     states = []
     for folder in folders:
         with ocp.CheckpointManager(
@@ -316,7 +316,7 @@ def soak(lab: Lab, config: Config, out: Path, say: Callable[[str], None]) -> tup
 
     counted = Goodput(run.folder).record()
     return faults, {
-        "steps": step,
+        "last_step": step,
         "faults": len(faults),
         "arrays_that_differ": len(different),
         **counted,

@@ -71,6 +71,8 @@ def main(config: Config) -> None:
 
     jax.config.update("jax_num_cpu_devices", 8)
     records = []
+    if unknown := set(config.twins.split(",")) - set(TWINS):
+        raise ValueError(f"--twins are of {', '.join(TWINS)}, got {', '.join(sorted(unknown))}.")
     for twin in config.twins.split(","):
         records.append({"model": twin} | compare(twin, config))
         print(records[-1], file=sys.stderr, flush=True)

@@ -98,11 +98,11 @@ class Goodput:
             draft.replace(self._path)
 
     def record(self) -> dict[str, Any]:
-        """Returns the seconds of every kind, their sum as "seconds", the "goodput", and how many restarts and steps."""
-        kinds = {kind: self._kept["seconds"].get(kind, 0.0) for kind in ("steps", *_REST)}
+        """Returns the seconds of every kind as "s_KIND", their sum, the goodput, and how many restarts and lost steps."""
+        kinds = {f"s_{kind}": self._kept["seconds"].get(kind, 0.0) for kind in ("steps", *_REST)}
         total = sum(kinds.values())
         counts = {"n_restarts": self._kept["restarts"], "n_lost_steps": self._kept["lost"]}
-        return {"goodput": kinds["steps"] / total if total else 0.0, "seconds": total, **kinds, **counts}
+        return {"goodput": kinds["s_steps"] / total if total else 0.0, "seconds": total, **kinds, **counts}
 
     def line(self) -> str:
         """Returns one line for people."""
@@ -111,11 +111,12 @@ class Goodput:
         rest = []
         for kind, what in _REST.items():
             name, count = counts.get(kind, (what, None))
-            if count or found[kind] >= 0.05:
+            seconds = found[f"s_{kind}"]
+            if count or seconds >= 0.05:
                 number = "" if count is None else f"{count} "
-                rest.append(f"{number}{name}{'s' if count not in (None, 1) else ''} {found[kind]:.1f} s")
+                rest.append(f"{number}{name}{'s' if count not in (None, 1) else ''} {found[f's_{kind}']:.1f} s")
         return (
-            f"Goodput {found['goodput']:.1%}: {found['steps']:.1f} of {found['seconds']:.1f} s in steps that count; "
+            f"Goodput {found['goodput']:.1%}: {found['s_steps']:.1f} of {found['seconds']:.1f} s in steps that count; "
             f"the rest: {', '.join(rest)}"
         )
 

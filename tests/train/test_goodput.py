@@ -46,12 +46,12 @@ def test_every_second_is_of_one_kind_over_restarts(tmp_path, clock):
     assert counted.record() == {
         "goodput": pytest.approx(12 / 56),
         "seconds": 56.0,
-        "steps": 10.0 + 2,
-        "start": 3.0 + 5,
-        "evaluation": 4.0,
-        "checkpoints": 2.0,
-        "restarts": 20.0 + 5,
-        "lost": 5.0,
+        "s_steps": 10.0 + 2,
+        "s_start": 3.0 + 5,
+        "s_evaluation": 4.0,
+        "s_checkpoints": 2.0,
+        "s_restarts": 20.0 + 5,
+        "s_lost": 5.0,
         "n_restarts": 1,
         "n_lost_steps": 5,
     }
