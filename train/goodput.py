@@ -98,7 +98,7 @@ class Goodput:
             draft.replace(self._path)
 
     def record(self) -> dict[str, Any]:
-        """Returns the seconds of every kind as "s_KIND", their sum, the goodput, and how many restarts and lost steps."""
+        """Returns the seconds of every kind as "s_KIND", their sum, the goodput, and the restarts and lost steps."""
         kinds = {f"s_{kind}": self._kept["seconds"].get(kind, 0.0) for kind in ("steps", *_REST)}
         total = sum(kinds.values())
         counts = {"n_restarts": self._kept["restarts"], "n_lost_steps": self._kept["lost"]}
