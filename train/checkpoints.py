@@ -63,7 +63,9 @@ class Checkpoints:
         """Waits at an error for Orbax's threads, which print stacks where the interpreter ends before them."""
         if error is None:
             sys.excepthook = self._hook
-        elif jax.process_count() == 1:  # among several the others may never come
+            return
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+        if jax.process_count() == 1:  # among several the others may never come
             with contextlib.suppress(Exception):
                 self._manager.wait_until_finished()
 
