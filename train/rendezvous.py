@@ -147,6 +147,7 @@ def _follow(address: tuple[str, int], index: int, count: int, seconds: float) ->
             place, found, missing = answer["go"]
             return Meeting(place, found, tuple(missing), (line,))
         if answer:
+            line.close()
             raise (TimeoutError if answer["is_late"] else ValueError)(answer["end"])
         if now >= said + SAY:
             said = now

@@ -13,7 +13,8 @@ from train.rendezvous import meet
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(rendezvous, "FIRST", 0.1)
+    for name, seconds in (("FIRST", 0.1), ("SAY", 0.3), ("PAUSE", 0.02)):
+        monkeypatch.setattr(rendezvous, name, seconds)
     monkeypatch.setattr(rendezvous, "LATE", 5.0)
 
 
