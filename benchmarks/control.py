@@ -30,11 +30,27 @@ _FOLDER = "JAXCOMM_BENCHMARK_CONTROL"  # set in a host's process: the folder whe
 
 
 def run(
-    config: type[Config], description: str | None, main: Callable[[Config], Any], host: Callable[[Config], Any]
+    config: type[Config],
+    description: str | None,
+    main: Callable[[Config], Any],
+    host: Callable[[Config], Any] | None = None,
 ) -> None:
-    """Reads the command line, and does the part of this process: that of a host, or the lab's."""
-    arguments = tyro.cli(config, description=description)
-    (host if _FOLDER in os.environ else main)(arguments)
+    """Reads the command line, and does the part of this process: that of a host, if it has one, or the lab's.
+
+    Input that cannot be used ends the process with one line and the code 2.
+    """
+    arguments: Any = tyro.cli(config, description=description)
+    if host is not None and _FOLDER in os.environ:
+        host(arguments)
+        return
+    from train.tables import check_file  # takes some time to import, which --help need not wait for
+
+    try:
+        check_file("--json", getattr(arguments, "json", None))
+        main(arguments)
+    except (ValueError, OSError) as error:
+        print(f"{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def check_run(rate: str, steps: int) -> list[str]:

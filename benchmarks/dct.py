@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tyro
-
 import jaxcomm as jc
 from benchmarks.activation_ablations import SketchBoundary, TopKGradientBoundary
+from benchmarks.control import run
 from configs import CONFIGS
 from configs.dlrm_criteo import TABLE_SIZES
 from configs.experiment import BoundaryFields, Experiment
@@ -307,4 +306,4 @@ def train_setting(setting: Setting, config: Config, dense: Mapping[str, Any] | N
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(Config, __doc__, main)

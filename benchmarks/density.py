@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
+from benchmarks.control import run
 from train.tables import print_table, write_records
 
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "density.png"
@@ -329,4 +328,4 @@ def draw(path: Path, hops: Sequence[dict[str, Any]], sizes: Sequence[dict[str, A
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(Config, __doc__, main)

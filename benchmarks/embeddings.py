@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
+from benchmarks.control import run
 from configs import CONFIGS
 from configs.dlrm_criteo import TABLE_SIZES
 from train.tables import print_table, write_records
@@ -108,4 +107,4 @@ def _checked(config: Config) -> list[int]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(Config, __doc__, main)

@@ -19,8 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tyro
-
+from benchmarks.control import run
 from train.tables import print_table, write_records
 
 MESHES: dict[str, dict[str, int]] = {
@@ -72,6 +71,8 @@ def main(config: Config) -> None:
 
     jax.config.update("jax_num_cpu_devices", 8)
     records = []
+    if unknown := set(config.twins.split(",")) - set(TWINS):
+        raise ValueError(f"--twins are of {', '.join(TWINS)}, got {', '.join(sorted(unknown))}.")
     for twin in config.twins.split(","):
         records.append({"model": twin} | compare(twin, config))
         print(records[-1], file=sys.stderr, flush=True)
@@ -240,4 +241,4 @@ def _hybrid(make: Callable[..., Any], loss_fn: Any, tx: Any, mesh: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(Config, __doc__, main)

@@ -160,6 +160,12 @@ class Lab:
             self._limit(bits)
         self._bits = bits
 
+    def set_link(self, host: int, *, up: bool) -> bool:
+        """Cuts a host off the switch, or connects it again; returns False, and does nothing, without isolation."""
+        if self._open and self.isolated:
+            _tool("ip", "-n", self._switch, "link", "set", f"port{host}", "up" if up else "down")
+        return self._open and self.isolated
+
     def _limit(self, bits: Sequence[int | None]) -> None:
         own = [(name, "eth0", rate) for name, rate in zip(self._names, bits, strict=True)]
         ports = [(self._switch, f"port{host}", rate) for host, rate in enumerate(bits)]

@@ -16,9 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 import jaxcomm as jc
+from benchmarks.control import run
 from benchmarks.shapes import named
 from jaxcomm.planner.advice import DENSE
 from jaxcomm.planner.links import bits_per_second
@@ -170,4 +169,4 @@ def blocks(config: Config, model: str, shapes: list[tuple[int, ...]], workers: i
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(Config, __doc__, main)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
+from benchmarks.control import run
 from train.tables import print_table, write_records
 
 
@@ -153,4 +152,4 @@ def _layout(n: int, density: float) -> Any:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    run(Config, __doc__, main)

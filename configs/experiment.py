@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -135,6 +135,9 @@ class Experiment:
     restarts: int = 0
     """How often the run is started again from its last checkpoint if it ends by a fault: a process that was killed, a
     link that was cut. Give it to every process."""
+    min_workers: int | None = None
+    """With --restarts: go on with as few workers as this where processes have not come back within --peer-timeout. All
+    must if not given, and process 0 always."""
     out: Path = Path("runs")
     """Folder of all runs; a run makes a new one in it for its checkpoints, metrics and figure."""
     data_dir: Path | None = None
@@ -173,6 +176,7 @@ def check(experiment: Experiment, num_processes: int) -> None:
     if experiment.stop_after is not None and experiment.stop_after < 1:
         raise ValueError(f"--stop-after is at least 1, got {experiment.stop_after}: give a positive number, or none.")
     _check_numbers(experiment)
+    _check_min_workers(experiment)
     if experiment.warmup_steps >= experiment.steps:
         raise ValueError(
             f"--warmup-steps is less than --steps, got {experiment.warmup_steps} of {experiment.steps}: warm up for "
@@ -265,6 +269,41 @@ def _check_numbers(experiment: Experiment) -> None:
         value = getattr(experiment, name)
         if not 0 <= value < below:
             raise ValueError(f"{_option(name)} is at least 0 and {limit}, got {value}: {remedy}.")
+
+
+def _check_min_workers(experiment: Experiment) -> None:
+    fewest = experiment.min_workers
+    if fewest is None:
+        return
+    if not 1 <= fewest <= experiment.workers or not experiment.restarts:
+        raise ValueError(
+            f"--min-workers is at least 1 and at most --workers, and goes with --restarts, got {fewest} of "
+            f"{experiment.workers} with --restarts {experiment.restarts}: give --restarts 10, say, or leave it out."
+        )
+    whole = {"stages": 1, "slices": 1, "model_parallel": 1}
+    parts = [f"{_option(name)} {getattr(experiment, name)}" for name in whole if getattr(experiment, name) != 1]
+    parts += ["--dense-layers split"] * (experiment.dense_layers == "split")
+    parts += [f"--embeddings {experiment.embeddings}"] * (experiment.embeddings in ("columns", "rows"))
+    if parts:
+        raise ValueError(
+            "--min-workers is for workers that hold the whole model each; with one that is gone, a part of it is gone; "
+            f"got {', '.join(parts)}: leave --min-workers out."
+        )
+
+
+def with_fewer(experiment: Experiment, processes: int, of: int) -> Experiment | None:
+    """Returns the experiment for some of its processes; None if it cannot go on with so few, by --min-workers.
+
+    Args:
+      experiment: for all processes.
+      processes: that are left.
+      of: how many there were.
+    """
+    workers = experiment.workers // of * processes
+    fewest = experiment.workers if experiment.min_workers is None else experiment.min_workers
+    return (
+        replace(experiment, workers=workers) if workers >= fewest and experiment.global_batch % workers == 0 else None
+    )
 
 
 def _option(name: str) -> str:

@@ -6,7 +6,7 @@ NAME is an experiment of `configs`, "digits" if it is left out; `python -m train
 
 import dataclasses
 import sys
-import traceback
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,16 @@ from typing import Any
 import tyro
 
 from configs import CONFIGS, take_config
-from configs.experiment import BoundaryFields, Experiment, check
+from configs.experiment import BoundaryFields, Experiment, check, with_fewer
 from configs.methods import PlumpDp
-from train.processes import Processes, connect, prepare_jax
-from train.restarts import begun, is_supervised, note_begun, supervise
+from train.goodput import Goodput
+from train.processes import Processes, connect, is_addressed, prepare_jax
+from train.restarts import LONG_PAUSE, begun, is_supervised, note_begun, supervise
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command line; returns 0, or 2 for input that cannot be used."""
+    """Runs the command line; returns 0, 1 if not all processes came, or 2 for input that cannot be used."""
+    begin = time.time()
     try:
         if argv and argv[0] == "compare":
             from train.compare import main as compare
@@ -29,20 +31,56 @@ def main(argv: Sequence[str]) -> int:
             return compare(argv[1:])
         experiment = parse(argv)
         if experiment.restarts and not is_supervised():
-            return supervise(argv, experiment.restarts)
-        processes = connect(
-            experiment.coordinator,
-            experiment.process_id,
-            experiment.num_processes,
-            check=lambda count: check(experiment, count),
-            seconds=experiment.connect_timeout,
-        )
+            pause = None if is_addressed(experiment.coordinator) else LONG_PAUSE
+            return supervise(argv, experiment.restarts, pause=pause)
+        experiment, processes = come_together(experiment)
         devices = experiment.workers * experiment.stages * experiment.model_parallel // processes.count
         prepare_jax(None if processes.has_devices else devices)
-        return run(experiment, processes) if processes.count == 1 else run_together(experiment, processes)
+        if processes.count == 1:
+            return run(experiment, processes, begin=begin)
+        return run_together(experiment, processes, begin)
     except (ValueError, OSError) as error:
         print(f"train: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, TimeoutError) else 2
+
+
+def come_together(experiment: Experiment) -> tuple[Experiment, Processes]:
+    """Joins the run's other processes; where some have not come back, with fewer workers, by --min-workers.
+
+    Raises:
+      ValueError, TimeoutError: see `connect`.
+    """
+    asked = 1
+
+    def check_all(count: int) -> None:
+        nonlocal asked
+        asked = count
+        check(experiment, count)
+
+    may_shrink = experiment.min_workers is not None and begun() is not None
+    processes = connect(
+        experiment.coordinator,
+        experiment.process_id,
+        experiment.num_processes,
+        check=check_all,
+        seconds=experiment.connect_timeout,
+        fits=(lambda count: with_fewer(experiment, count, asked) is not None) if may_shrink else None,
+        patience=experiment.peer_timeout,
+    )
+    fewer = with_fewer(experiment, processes.count, asked) if processes.missing else experiment
+    assert fewer is not None  # or process 0 would have waited on
+    if processes.missing and processes.index == 0:
+        gone = ", ".join(map(str, processes.missing))
+        each = experiment.workers // asked
+        workers = ", ".join(str(index * each + worker) for index in processes.missing for worker in range(each))
+        print(
+            f"train: process {gone} did not come back within {experiment.peer_timeout:g} s; the run goes on with "
+            f"{fewer.workers} of {experiment.workers} workers. Of worker {workers} the residual of the checkpoint is "
+            "kept, averaged with the others' (what it had added since is lost, and so are the steps since).",
+            file=sys.stderr,
+            flush=True,
+        )
+    return fewer, processes
 
 
 def parse(argv: Sequence[str]) -> Experiment:
@@ -62,9 +100,9 @@ def parse(argv: Sequence[str]) -> Experiment:
     )
 
 
-def run_together(experiment: Experiment, processes: Processes) -> int:
+def run_together(experiment: Experiment, processes: Processes, begin: float) -> int:
     """Does this process's part of `run`, if all are started alike; one that fails ends all, see `Liveness`."""
-    from train.liveness import JaxStore, Liveness
+    from train.liveness import JaxStore, Liveness, is_of_jax
     from train.start import DisagreementError, agree, check_shared, facts_of
 
     store, seconds = JaxStore(), experiment.connect_timeout
@@ -72,26 +110,32 @@ def run_together(experiment: Experiment, processes: Processes) -> int:
         try:
             agree(store, processes, "settings", facts_of(experiment), seconds)
             check_shared(store, processes, experiment.out, seconds)
-            return run(experiment, processes, liveness.doing)
+            return run(experiment, processes, liveness.doing, begin)
         except DisagreementError:
             raise
         except BaseException as error:
-            code = 2 if isinstance(error, ValueError | OSError) else 1
+            code = 1
             if isinstance(error, KeyboardInterrupt):
                 code = 130
-            elif code == 1:
-                traceback.print_exc()
+            elif isinstance(error, ValueError | OSError) and not (is_of_jax(error) or isinstance(error, TimeoutError)):
+                code = 2
             liveness.fail(error, code)
             raise
 
 
-def run(experiment: Experiment, processes: Processes, doing: Callable[[str], None] = lambda what: None) -> int:
+def run(
+    experiment: Experiment,
+    processes: Processes,
+    doing: Callable[[str], None] = lambda what: None,
+    begin: float | None = None,
+) -> int:
     """Trains the baseline and the method, prints the table, and draws the figure; or advises.
 
     Args:
       experiment: the fields.
       processes: this process among the others.
       doing: told what this process does, before it does it.
+      begin: `time.time()` at its start; now if not given.
     """
     if experiment.advise:
         return advise(experiment, processes)
@@ -119,7 +163,8 @@ def run(experiment: Experiment, processes: Processes, doing: Callable[[str], Non
             (dataclasses.replace(each, out=out), method, job, name)
             for (each, method), job, name in zip(runs, jobs, names, strict=True)
         ]
-        return train_each(experiment, ordered, out, processes, doing)
+        goodput = Goodput(out if processes.index == 0 else None, begin=begin, restarted=before is not None)
+        return train_each(experiment, ordered, out, processes, doing, goodput)
 
 
 def train_each(
@@ -128,6 +173,7 @@ def train_each(
     out: Path,
     processes: Processes,
     doing: Callable[[str], None],
+    goodput: Goodput,
 ) -> int:
     """Trains one run after the other in the folder `out`, and shows what came of them; see `run`."""
     from train.figures import draw_accuracy
@@ -142,12 +188,13 @@ def train_each(
         if job.late is not None and shows:
             print(job.late)
         with Bar(name, experiment.steps, shows=shows) as bar:
-            ended = train(each, method, processes, bar, job, doing)
+            ended = train(each, method, processes, bar, job, doing, goodput)
         rows.append(ended.summary.record())
         curves[name] = ended.evaluations
         if not ended.finished:
             if shows:
                 print(f"Stopped and saved after step {ended.summary.steps}; go on with --resume.")
+                print(goodput.line())
             return 0
     if shows:
         print_table(f"{experiment.name}: accuracy, and bytes received per worker and step", rows)
@@ -155,6 +202,7 @@ def train_each(
         figure = out / "accuracy_against_bytes.png"
         draw_accuracy(figure, curves)
         print(f"Metrics, checkpoints and {figure.name} are in {out}")
+        print(goodput.line())
     return 0
 
 

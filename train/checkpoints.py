@@ -1,7 +1,11 @@
 """Checkpoints: the whole state of a run, the compressor's included, one row per worker."""
 
+import contextlib
+import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +51,23 @@ class Checkpoints:
 
     def __init__(self, folder: Path):
         """Opens the folder, which need not exist; the two newest checkpoints are kept."""
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax: each of its threads, with a stack; it raises, too
         self.folder = folder.absolute()
         self._manager = ocp.CheckpointManager(self.folder, options=ocp.CheckpointManagerOptions(max_to_keep=2))
+
+    def __enter__(self) -> "Checkpoints":
+        self._hook, sys.excepthook = sys.excepthook, partial(_say_unless_closed, sys.excepthook)
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        """Waits at an error for Orbax's threads, which print stacks where the interpreter ends before them."""
+        if error is None:
+            sys.excepthook = self._hook
+            return
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+        if jax.process_count() == 1:  # among several the others may never come
+            with contextlib.suppress(Exception):
+                self._manager.wait_until_finished()
 
     def save(self, step: int, state: jc.TrainState, data: dict[str, Any], about: dict[str, Any]) -> None:
         """Writes a checkpoint in the background; does nothing if this step has one.
@@ -206,6 +225,12 @@ class Checkpoints:
     def close(self) -> None:
         """Waits for what is being written, and lets the folder go."""
         self._manager.close()
+
+
+def _say_unless_closed(before: Callable[..., object], kind: type, error: BaseException, trace: Any) -> None:
+    """Prints an error that nobody has caught, but for those of TensorStore's threads once a write has failed."""
+    if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+        before(kind, error, trace)
 
 
 @jax.jit

@@ -6,9 +6,12 @@ is. Without it, a process that fails leaves the others waiting in a collective.
 
 import contextlib
 import os
+import re
+import select
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,8 +20,16 @@ import jax
 
 from train.processes import Processes
 
+# What JAX raises where a program fails: JaxRuntimeError, or at times a ValueError with one of these before its text.
+_STATUS = re.compile(r"(ABORTED|CANCELLED|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN): ")
 PERIOD = 1.0  # seconds between two signs of life
 SILENCE = 5.0  # seconds without one that tell who is gone, once a collective has failed
+
+
+def is_of_jax(error: BaseException) -> bool:
+    """Returns whether a program has failed on the devices or between them, as where another process has ended."""
+    is_status = isinstance(error, ValueError) and _STATUS.match(str(error)) is not None
+    return isinstance(error, jax.errors.JaxRuntimeError) or is_status
 
 
 class Store(Protocol):
@@ -139,7 +150,8 @@ class Liveness:
         self._doing, self._number = "starting", 0
         self._closed, self._broken = threading.Event(), threading.Event()
         self._answered = time.monotonic()
-        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._watch, self._guard)]
+        watches = (self._watch, self._guard, *([self._listen] if processes.index and processes.lines else []))
+        self._threads = [threading.Thread(target=each, daemon=True) for each in watches]
 
     def __enter__(self) -> "Liveness":
         self._give_sign()
@@ -169,10 +181,12 @@ class Liveness:
           error: what happened.
           code: that all processes exit with.
         """
-        if isinstance(error, jax.errors.JaxRuntimeError):
+        if is_of_jax(error):
             self._broken.set()
             if self._closed.wait(SILENCE + 3 * PERIOD):
                 return
+        if code == 1 and error.__traceback__ is not None and not isinstance(error, TimeoutError):
+            traceback.print_exception(error)
         kind = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
         what = str(error).strip()
         self._end(f"process {self._processes.index} has ended: {kind}{': ' + what if what else ''}", code, own=True)
@@ -201,6 +215,15 @@ class Liveness:
             if seconds > self._timeout + 3 * PERIOD:
                 self._closed.set()
                 self._say(f"process 0, through which the others speak, has not answered for {int(seconds)} s")
+                self._exit(1)
+
+    def _listen(self) -> None:
+        """Ends this process as soon as process 0 has ended, before JAX does so with many lines and no name."""
+        (line,) = self._processes.lines
+        while not self._closed.is_set():
+            if select.select([line], [], [], PERIOD)[0] and not self._closed.is_set():
+                self._closed.set()
+                self._say("process 0, through which the others speak, is gone")
                 self._exit(1)
 
     def _give_sign(self) -> None:

@@ -24,6 +24,7 @@ from jaxcomm.types import is_per_worker
 from train.checkpoints import Checkpoints
 from train.data import eval_batches, open_text, train_batches
 from train.folders import check_fresh
+from train.goodput import Goodput
 from train.job import Job, make_job
 from train.methods import is_rare, run_name
 from train.metrics import Evaluation, Log, Summary
@@ -72,6 +73,7 @@ def train(
     progress: Progress,
     job: Job | None = None,
     doing: Callable[[str], None] = lambda what: None,
+    goodput: Goodput | None = None,
 ) -> Run:
     """Trains one model with one method, from the start or from the last checkpoint.
 
@@ -82,12 +84,13 @@ def train(
       progress: where to show it.
       job: of the same method and of an experiment that differs in its seed alone; made here if not given.
       doing: told what this process does, before it does it.
+      goodput: counts where the time goes.
 
     Raises:
       ValueError: for settings that contradict each other, before anything is written; for data that the model cannot
         take; after `experiment.max_skipped` skipped steps in a row.
     """
-    begin = time.perf_counter()
+    begin, goodput = time.perf_counter(), goodput or Goodput()
     check(experiment, processes.count)
     job = job or make_job(experiment, method)
     index, count = rows_of(processes, experiment.workers)
@@ -118,16 +121,29 @@ def train(
         progress.say(f"{name}: resumed after step {done}. {restored.message}".rstrip())
     rare = partial(is_rare, method)
     log = Log(folder / "metrics.jsonl", job.report, rare, after=done, writes=processes.index == 0)
+    goodput.take(name, done, log.dropped)
 
     def evaluate(state: jc.TrainState, *, at_end: bool) -> dict[str, float]:
-        model, rows, found = job.model(state), [], []
-        for number, batch in enumerate(tests):
-            doing(f"{name}: test batch {number} after step {step}")
-            placed = _to_mesh(batch, job)
-            rows.append(job.evaluate(model, placed))
-            if at_end and job.translate is not None:
-                found.append(job.translate(model, placed["source"]))
-        return test_scores(experiment, job, jax.device_get(rows), jax.device_get(found))
+        jax.block_until_ready(state)
+        with goodput.on("evaluation"):
+            model, rows, found = job.model(state), [], []
+            for number, batch in enumerate(tests):
+                doing(f"{name}: test batch {number} after step {step}")
+                placed = _to_mesh(batch, job)
+                rows.append(job.evaluate(model, placed))
+                if at_end and job.translate is not None:
+                    found.append(job.translate(model, placed["source"]))
+            return test_scores(experiment, job, jax.device_get(rows), jax.device_get(found))
+
+    def save(state: jc.TrainState) -> None:
+        if checkpoints.last() == step:
+            return
+        doing(f"{name}: checkpoint of step {step}")
+        jax.block_until_ready(state)
+        with goodput.on("checkpoints"):
+            check_replicas(job, state, name, step, checkpoints.last())
+            checkpoints.save(step, state, batches.state(), about)
+        goodput.saved(step)
 
     def record(step: int, metrics: dict[str, jax.Array], test: dict[str, float] | None) -> None:
         values = log.record(step, jax.device_get(metrics), test)
@@ -140,7 +156,7 @@ def train(
 
     last = experiment.steps if experiment.stop_after is None else min(experiment.stop_after, experiment.steps)
     step, pending, is_due, watch = done, None, False, Watch(method)
-    with _sigterm(processes) as stopping:
+    with _sigterm(processes) as stopping, checkpoints:
         while step < last:
             doing(f"{name}: reading rows of step {step + 1}")
             batch = _to_mesh(next(batches), job)
@@ -150,7 +166,10 @@ def train(
             (state, metrics), line = watch.run(partial(job.step, state, batch))
             if line is not None:
                 progress.say(f"{name}: {line}")
+            if step == done:
+                jax.block_until_ready(metrics)
             step += 1
+            goodput.step()
             at_end, test = step == experiment.steps, None
             if at_end or step % experiment.eval_every == 0:
                 test = evaluate(state, at_end=at_end)
@@ -162,16 +181,15 @@ def train(
                 record(*pending)  # no checkpoint is ahead of the metrics
                 pending = None
             if is_due and not log.streak:  # or a state that skips every step would push out the last that did not
-                doing(f"{name}: checkpoint of step {step}")
-                check_replicas(job, state, name, step, checkpoints.last())
-                checkpoints.save(step, state, batches.state(), about)
+                save(state)
                 is_due = False
             if stopping.is_set() if processes.count == 1 else checkpoints.preempted(step):
                 break
         if pending is not None:
             record(*pending)
-        checkpoints.save(step, state, batches.state(), about)
-        checkpoints.close()
+        save(state)
+        with goodput.on("checkpoints"):
+            checkpoints.close()
     log.close()
     batches.close()
 
@@ -191,6 +209,7 @@ def train(
         skipped=log.skipped,
         seconds=time.perf_counter() - begin,
     )
+    goodput.write()
     return Run(summary, log.evaluations, log.losses, state, finished=step == experiment.steps)
 
 

@@ -89,6 +89,7 @@ class Log:
       streak: steps skipped in a row until now; steps of local methods without an exchange do not count.
       last_step: of the last line, 0 if there is none.
       last_loss: of the last step that was not skipped, NaN if there is none.
+      dropped: steps of the file that were done after the checkpoint.
       bytes_received: of every step, those of before the resume included.
     """
 
@@ -104,7 +105,8 @@ class Log:
         """
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         records = [json.loads(line) for line in lines if line.endswith("\n")]  # a killed run may leave half a line
-        records = [_numbers(record) for record in records if record["step"] <= after]
+        kept = [_numbers(record) for record in records if record["step"] <= after]
+        self.dropped, records = len(records) - len(kept), kept
         self.evaluations = [_evaluation(record) for record in records if "test_accuracy" in record]
         self.losses: list[float] = []
         self.overflow = sum(record["overflow"] for record in records)

@@ -3,15 +3,17 @@
 import errno
 import os
 import socket
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
+
+from train.rendezvous import meet, written
 
 # Seconds after which JAX itself gives a process up, with many lines, none of which names the one that has failed. The
 # trainer's own signs of life come before that.
 _TIMEOUTS = {"heartbeat_timeout_seconds": 600, "shutdown_timeout_seconds": 600}
+_OPEN: list[socket.socket] = []  # until this process ends: the others take a closed one for its end
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,15 @@ class Processes:
       index: from 0.
       count: how many there are.
       has_devices: whether JAX has started this process's devices already, to be told the two by its cluster.
+      missing: the processes, by the numbers that they were started with, that the run goes on without.
+      lines: open connections, of which the first of every process but 0 ends when process 0 does.
     """
 
     index: int = 0
     count: int = 1
     has_devices: bool = False
+    missing: tuple[int, ...] = ()
+    lines: tuple[socket.socket, ...] = field(default=(), compare=False, repr=False)
 
 
 def prepare_jax(simulated_devices: int | None = None) -> None:
@@ -48,6 +54,8 @@ def connect(
     *,
     check: Callable[[int], None] = lambda count: None,
     seconds: int = 300,
+    fits: Callable[[int], bool] | None = None,
+    patience: float = 0.0,
 ) -> Processes:
     """Joins the run's other processes, before JAX touches a device.
 
@@ -61,12 +69,15 @@ def connect(
       num_processes: how many processes there are.
       check: told how many processes there are, before this one waits for the others where it can be known; raises to
         stop here.
-      seconds: to wait for the others. JAX ends the process when they are over, as it does one whose coordinator is
-        gone; it prints which address it has waited at.
+      seconds: to wait for the others. Where the three are given, those that have not come are named meanwhile, and
+        at the end; where JAX asks the cluster, it ends the process, and names nobody.
+      fits: see `rendezvous.meet`; where JAX asks the cluster, all must come.
+      patience: see `rendezvous.meet`.
 
     Raises:
-      ValueError: if only some of the three are given, they contradict each other, or the address has no host that is
-        known.
+      ValueError: if only some of the three are given, they contradict each other or those of other processes, or the
+        address has no host that is known; if the others go on without this process.
+      TimeoutError: if not all have come.
     """
     coordinator = coordinator or os.environ.get("JAXCOMM_COORDINATOR")
     process_id = _integer(process_id, "JAXCOMM_PROCESS_ID")
@@ -101,22 +112,32 @@ def connect(
             "processes from 0."
         )
     check(num_processes)
-    if num_processes > 1:
-        own = _address(coordinator) if process_id == 0 else None
-        print(f"process {process_id} of {num_processes}: waiting for the others at {coordinator}", file=sys.stderr)
+    if num_processes == 1:
+        return Processes()
+    place, is_own = _address(coordinator, listens=process_id == 0)
+    met = meet(place, process_id, num_processes, seconds, fits, patience)
+    if met.count > 1:
         jax.distributed.initialize(
             coordinator,
-            num_processes,
-            process_id,
+            met.count,
+            met.index,
             initialization_timeout=seconds,
-            coordinator_bind_address=own,
+            coordinator_bind_address=written(place) if process_id == 0 and is_own else None,
             **_TIMEOUTS,
         )
-    return Processes(process_id, num_processes)
+    _OPEN.extend(met.lines)
+    return Processes(met.index, met.count, missing=met.missing, lines=met.lines)
 
 
-def _address(coordinator: str) -> str | None:
-    """Returns where process 0 listens: at the coordinator's address alone; None, everywhere, if it is not this host's.
+def is_addressed(coordinator: str | None) -> bool:
+    """Returns whether the processes meet at an address that was given, and not by what JAX asks the cluster."""
+    return coordinator is not None or "JAXCOMM_COORDINATOR" in os.environ
+
+
+def _address(coordinator: str, *, listens: bool) -> tuple[tuple[str, int], bool]:
+    """Returns the address and port of process 0, and whether they are this host's.
+
+    Process 0 listens at that address alone; everywhere, if it is not this host's (behind an address translation).
 
     Raises:
       ValueError: if the port is taken, or the host is not known.
@@ -127,18 +148,21 @@ def _address(coordinator: str) -> str | None:
     except OSError as error:
         raise ValueError(f"--coordinator names a host, got {coordinator!r}: {error}.") from None
     family, kind, protocol, _, place = found[0]
+    address = (str(place[0]), int(port))
+    if not listens:
+        return address, False
     with socket.socket(family, kind, protocol) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             server.bind(place)
         except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:  # behind an address translation
-                return None
+            if error.errno == errno.EADDRNOTAVAIL:
+                return ("::" if family == socket.AF_INET6 else "", int(port)), False
             raise ValueError(
                 f"--coordinator has a port of process 0 that is free, got {coordinator!r}: {error.strerror}. Is "
                 "another run there, or two processes with --process-id 0? Take another port."
             ) from None
-    return f"[{place[0]}]:{port}" if family == socket.AF_INET6 else f"{place[0]}:{port}"
+    return address, True
 
 
 def _integer(value: int | None, variable: str) -> int | None:
@@ -158,7 +182,7 @@ def _launched() -> Processes | None:
     """Returns this process among those of a launcher that has set its variables, for more than one process."""
     for count, index in _LAUNCHERS.items():
         if os.environ.get(count, "1") not in ("", "1") and index in os.environ:
-            return Processes(int(os.environ[index]), int(os.environ[count]))
+            return Processes(_integer(None, index) or 0, _integer(None, count) or 1)
     return None
 
 

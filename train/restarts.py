@@ -15,9 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
+from train.goodput import FILE, Goodput
+
 BEGUN = "JAXCOMM_BEGUN"  # names a file: of which run this process goes on, once it has begun one
 FINAL = (0, 2, 3, 130)  # exit codes after which no start follows: done, bad input, an advice, Ctrl-C
-PAUSE = 10.0  # seconds before a start, in which the others end by themselves: JAX aborts those that one comes back to
+PAUSE = 1.0  # seconds before a start
+# Where JAX asks the cluster who is there: the others end by themselves meanwhile, and it aborts those that one comes
+# back to.
+LONG_PAUSE = 10.0
 
 
 def is_supervised() -> bool:
@@ -38,7 +43,10 @@ def note_begun(folder: Path) -> None:
 
 
 def supervise(
-    argv: Sequence[str], restarts: int, start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+    argv: Sequence[str],
+    restarts: int,
+    start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+    pause: float | None = None,
 ) -> int:
     """Runs `python -m train` until it ends by itself, or has been started so often; returns its exit code.
 
@@ -48,6 +56,7 @@ def supervise(
       argv: of the trainer.
       restarts: starts after the first.
       start: starts a process, as `subprocess.Popen`.
+      pause: seconds before each of them; PAUSE if not given.
     """
     process: subprocess.Popen[bytes] | None = None
     asked: signal.Signals | None = None
@@ -70,7 +79,7 @@ def supervise(
                     file=sys.stderr,
                     flush=True,
                 )
-                time.sleep(PAUSE)
+                time.sleep(PAUSE if pause is None else pause)
             if asked is not None:
                 break
             process = start([sys.executable, "-m", "train", *argv], env={**os.environ, BEGUN: str(note)})
@@ -79,6 +88,8 @@ def supervise(
             code = process.wait()
             if asked is not None or code in FINAL:
                 break
+        if code not in FINAL and Path(note.read_text(), FILE).exists():
+            print(f"train: {Goodput(Path(note.read_text())).line()}", file=sys.stderr)
         return code if code >= 0 else 128 - code
 
 

@@ -20,7 +20,18 @@ from train.processes import Processes
 MOST_DIFFERENCES = 3  # that a message lists
 PATIENCE = 10.0  # seconds in which a file of process 0 appears on all hosts
 # A process may have its own. Whether it resumes, process 0 says.
-OWN = ("coordinator", "process_id", "num_processes", "data_dir", "out", "json", "plan", "resume", "restarts")
+OWN = (
+    "coordinator",
+    "process_id",
+    "num_processes",
+    "data_dir",
+    "out",
+    "json",
+    "plan",
+    "resume",
+    "restarts",
+    "min_workers",
+)
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 

@@ -133,6 +133,15 @@ def test_a_folder_that_is_not_whole_is_refused(written, tmp_path, name, content)
         SAMPLE.info(tmp_path)
 
 
+@pytest.mark.parametrize(("name", "value"), [("num_train", "many"), ("table_sizes", -1), ("num_dense", None)])
+def test_metadata_that_somebody_has_edited_are_refused(written, tmp_path, name, value):
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / FOLDER / "metadata.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(ValueError, match=f"{path.parent} must hold a dataset as it was prepared; got .*. Copy it"):
+        SAMPLE.open("train", tmp_path)
+
+
 def test_what_was_prepared_before_a_field_had_a_default_is_read_on(written, tmp_path):
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     path = tmp_path / FOLDER / "metadata.json"

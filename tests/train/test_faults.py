@@ -1,6 +1,6 @@
 """Runs of three processes in which something goes wrong: all end in time, and each says what, and whose fault it was.
 
-On `benchmarks.netlab`: network namespaces as root, loopback else.
+On `benchmarks.netlab`: network namespaces as root, loopback else. With `--restarts`: `test_faults_restarts.py`.
 """
 
 import socket
@@ -22,14 +22,14 @@ CTRL_C = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); 
 METHOD = ["method:dct-dp", "--method.sparsity", "0.9"]
 
 
-def end(tmp_path, *, options="", trouble=":", peer_timeout="8"):
+def end(tmp_path, *, options="", trouble=":"):
     """Starts three processes and lets `trouble`, a shell command, befall process 2 once it trains; their results.
 
     Args:
       options: of process 2 alone.
       trouble: with $PID, the process.
     """
-    arguments = [*RUN, "--out", str(tmp_path / "runs"), "--peer-timeout", peer_timeout]
+    arguments = [*RUN, "--out", str(tmp_path / "runs"), "--peer-timeout", "8"]
     command = " ".join([sys.executable, "-m", "train", *arguments])
     script = f"""
     if [ $JAXCOMM_PROCESS_ID != 2 ]; then exec {command} {" ".join(METHOD)}; fi
@@ -58,8 +58,10 @@ def patient(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--seed 7", "got --seed: 0 in process 0, 7 in process 2: start all with the same"),
-        ("--steps 50", "got --steps: 100000 in process 0, 50 in process 2"),
+        (
+            "--seed 7 --steps 50",
+            "got --steps: 100000 in process 0, 50 in process 2; --seed: 0 in process 0, 7 in process 2: start all with",
+        ),
         ("--out {}/elsewhere", "does not have the file of process 0 in process 2"),
     ],
 )
@@ -73,19 +75,11 @@ def test_a_process_that_is_started_differently_is_refused_by_all(options, said, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("trouble", "said", "codes"),
-    [
-        ("kill -9 $PID", "no sign of life from process 2", [1, 1, 137]),
-        ("kill -INT $PID", "process 2 has ended: interrupted", [130, 130, 130]),
-        ("kill -STOP $PID; (sleep 20; kill -9 $PID) &", "no sign of life from process 2", [1, 1, 137]),
-    ],
-)
-def test_a_process_that_ends_or_stops_is_named_by_the_others(trouble, said, codes, tmp_path):
-    results, texts, seconds = end(tmp_path, trouble=trouble)
-    assert [result.returncode for result in results] == codes, texts
-    for text in texts if codes[2] == 130 else texts[:2]:
-        assert said in text
+def test_a_process_that_is_interrupted_ends_all(tmp_path):
+    results, texts, seconds = end(tmp_path, trouble="kill -INT $PID")
+    assert [result.returncode for result in results] == [130, 130, 130], texts
+    for text in texts:
+        assert "process 2 has ended: interrupted" in text
     assert seconds < 100  # JAX alone takes 300 and more; here it is 5 to 25 on a quiet machine
 
 

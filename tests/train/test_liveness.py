@@ -146,6 +146,12 @@ def test_a_collective_that_fails_lets_the_process_be_named_that_is_gone(capsys):
     assert line.startswith("train: no sign of life from process 2 (")
 
 
+def test_what_jax_raises_is_told_from_bad_input():
+    gloo = "Gloo AllGather failed: Connection reset by peer"
+    errors = [jax.errors.JaxRuntimeError(f"UNKNOWN: {gloo}"), ValueError(f"UNKNOWN: {gloo}"), ValueError(gloo)]
+    assert [liveness.is_of_jax(error) for error in errors] == [True, True, False]
+
+
 def test_a_collective_that_fails_among_living_processes_is_an_error_of_its_own(capsys):
     store = Memory()
     (one, ended), (two, also) = member(store, 0, count=2), member(store, 1, count=2)

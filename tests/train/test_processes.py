@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 
 import train.__main__
+import train.processes
 from benchmarks.netlab import Lab
 from train.__main__ import main, parse
 from train.loop import rows_of
 from train.loop import train as train_one
 from train.processes import Processes, connect, prepare_jax
+from train.rendezvous import Meeting
 
 ROOT = Path(__file__).parents[2]
 VARIABLES = ("JAXCOMM_COORDINATOR", "JAXCOMM_PROCESS_ID", "JAXCOMM_NUM_PROCESSES")
@@ -50,6 +52,7 @@ def joined(monkeypatch):
     """What `jax.distributed.initialize` was called with, in place of waiting for processes that do not come."""
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **options: calls.append(arguments))
+    monkeypatch.setattr(train.processes, "meet", lambda _, index, count, *options: Meeting(index, count, (), ()))
     return calls
 
 
@@ -224,6 +227,22 @@ def test_flags_that_contradict_each_other(given, said, joined):
     assert joined == []
 
 
+def test_processes_that_have_not_come_back_are_left_out(joined, monkeypatch):
+    monkeypatch.setattr(train.processes, "meet", lambda *_: Meeting(1, 2, (1,), ()))
+    assert connect("127.0.0.1:9777", 2, 3) == Processes(1, 2, missing=(1,))
+    assert joined == [("127.0.0.1:9777", 2, 1)]
+    monkeypatch.setattr(train.processes, "meet", lambda *_: Meeting(0, 1, (1, 2), ()))
+    assert connect("127.0.0.1:9777", 0, 3) == Processes(0, 1, missing=(1, 2))
+    assert len(joined) == 1
+
+
+def test_a_launchers_variable_that_is_no_number(joined, monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "abc")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    with pytest.raises(ValueError, match="SLURM_NTASKS is an integer, got 'abc'"):
+        connect(None, None, None)
+
+
 @pytest.mark.parametrize("name", VARIABLES[1:])
 def test_a_variable_that_is_no_number(name, joined, monkeypatch):
     monkeypatch.setenv(name, "first")
@@ -240,7 +259,7 @@ def test_workers_that_the_processes_cannot_share_are_refused_before_waiting(
 ):
     """Or the process would wait minutes for the others to tell it."""
     monkeypatch.setattr(train.__main__, "prepare_jax", lambda devices: None)
-    monkeypatch.setattr(train.__main__, "run", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(train.__main__, "run", lambda *_, **__: pytest.fail("started"))
     argv = ["digits", "--workers", workers, "--global-batch", batch, "--out", str(tmp_path / "runs")]
     argv += ["--coordinator", "127.0.0.1:9777", "--process-id", "0", "--num-processes", "3"]
     assert main(argv) == 2
@@ -270,7 +289,7 @@ def test_a_process_simulates_its_share_of_the_workers_and_stages(variables, flag
     devices, runs = [], []
     monkeypatch.setattr(train.__main__, "prepare_jax", devices.append)
     for name in ("run", "run_together"):
-        monkeypatch.setattr(train.__main__, name, lambda _, found: runs.append(found) or 0)
+        monkeypatch.setattr(train.__main__, name, lambda _, found, *__, **___: runs.append(found) or 0)
     assert main(["digits", "--workers", "4", *flags]) == 0
     asked_jax = "JAX_COORDINATOR_ADDRESS" in variables  # which starts the devices, as they are
     assert runs == [Processes(0, processes, has_devices=asked_jax)]

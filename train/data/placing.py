@@ -40,6 +40,23 @@ def check_files(builder: tfds.core.DatasetBuilder, split: str) -> None:
 
 
 @contextlib.contextmanager
+def readable(folder: Path, *kinds: type[Exception]) -> Iterator[None]:
+    """Says of a dataset whose description cannot be read which it is, and what to do.
+
+    Raises:
+      ValueError: for errors of these kinds; if there are none, for all, of which TFDS has many.
+    """
+    kinds = kinds or (Exception,)
+    try:
+        yield
+    except kinds as error:
+        raise ValueError(
+            f"{folder} must hold a dataset as it was prepared; got {error!r}. Copy it again, or remove it and "
+            "prepare it anew"
+        ) from error
+
+
+@contextlib.contextmanager
 def preparing(root: Path, folder: Path, *, keep_first: bool) -> Iterator[Path]:
     """Gives a root of this process, on the same disk; what is built there as `folder` is in `root` at the end.
 

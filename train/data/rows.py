@@ -14,7 +14,7 @@ import tensorflow_datasets as tfds
 from tensorflow_datasets.core.dataset_info import DatasetIdentity
 
 from train.data.info import Batch, DatasetInfo, RowTypes
-from train.data.placing import check_files, is_complete
+from train.data.placing import check_files, is_complete, readable
 
 BLOCK = 512  # rows of a record: another number needs another version of every dataset
 SHARD = 1024  # records of a file: of clicks, some 60 MB
@@ -113,13 +113,19 @@ class Prepared:
         """
         facts = self._facts(root)
         values = {field.name: facts[field.name] for field in fields(self.kind) if field.name in facts}
-        return self.kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        with readable(root / self.folder(), TypeError, KeyError):
+            info = self.kind(**values)
+            for shape, dtype in info.row_types().values():
+                np.empty((0, *shape), dtype)
+        return info
 
     def open(self, split: str, root: Path, types: RowTypes | None = None) -> "RowSplit":
         """Opens a split, for what a batch of it holds or other `types`; see `info` and `RowSplit` for errors."""
         info = self.info(root)
-        identity = self._facts(root)["identity"]
-        return RowSplit(root / self.folder(), split, info.num_examples(split), types or info.row_types(), identity)
+        with readable(root / self.folder(), TypeError, KeyError):
+            identity = self._facts(root)["identity"]
+            return RowSplit(root / self.folder(), split, info.num_examples(split), types or info.row_types(), identity)
 
     def _facts(self, root: Path) -> Mapping[str, Any]:
         folder = root / self.folder()
@@ -130,16 +136,11 @@ class Prepared:
                 f"{self.folder().parts[0]} must be prepared before it is used; looked for {folder}/dataset_info.json. "
                 f"{self.how.format(root=root)}\nIf it lies elsewhere, pass data_dir or set TFDS_DATA_DIR"
             )
-        try:
+        with readable(folder):
             facts = tfds.builder_from_directory(folder).info.metadata
             required = {field.name for field in fields(self.kind) if field.default is MISSING}
             if missing := required - set(facts or {}):
                 raise KeyError(f"metadata.json has no {', '.join(sorted(missing))}")
-        except Exception as error:  # of TFDS, of many kinds
-            raise ValueError(
-                f"{folder} must hold a dataset as it was prepared; got {error!r}. Copy it again, or remove it and "
-                "prepare it anew"
-            ) from error
         return facts  # type: ignore[return-value]
 
 

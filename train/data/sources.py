@@ -15,10 +15,11 @@ from typing import Literal
 
 import numpy as np
 import tensorflow_datasets as tfds
+from google.protobuf.json_format import ParseError
 
 from train.data import digits, images
 from train.data.info import Batch, ImageInfo, check_split, resolve_data_dir
-from train.data.placing import check_files
+from train.data.placing import check_files, readable
 
 SPLITS = ("train", "test")
 MEAN_SAMPLE = 10_000  # JPEG files of which the mean of each pixel is taken: all of ImageNet would take an hour
@@ -159,7 +160,8 @@ def open_source(name: str, split: str, data_dir: str | os.PathLike[str] | None =
     info = IMAGES[name]
     check_split(split, SPLITS)
     root = resolve_data_dir(data_dir)
-    builder = digits.prepare_digits(root) if name == "digits" else _open_prepared(name, root)
+    with readable(root / name, ParseError, AssertionError):
+        builder = digits.prepare_digits(root) if name == "digits" else _open_prepared(name, root)
     stored_split = "validation" if (name, split) == ("imagenet2012", "test") else split
     check_files(builder, stored_split)
     encoded = EncodedSource(builder, stored_split)

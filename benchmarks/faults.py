@@ -1,0 +1,364 @@
+"""Soak: a run of the trainer on a lab's hosts, to which random faults happen, and which must not end differently.
+
+    python -m benchmarks.faults --minutes 30 --mtbf 120 --seed 1
+
+Every host's process is killed, stopped, slowed down or cut off at random times of a seeded generator, and the newest
+checkpoint damaged, while `python -m train --restarts` goes on. When the time is over it is stopped by SIGTERM. Then an
+undisturbed run does as many steps, and the two checkpoints must hold the same bits. As root, in network namespaces;
+else on loopback, where no link can be cut.
+"""
+
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from benchmarks.netlab import Lab
+
+METHOD = ("method:dct-dp", "--method.sparsity", "0.9")
+NAME, STEPS, SLOW = "dct_dp", 10**6, 4.0  # the run's folder; more steps than fit; seconds that a slow process stands
+PATIENCE = 300.0  # seconds in which a run must train again
+KINDS = ("kill", "stop", "slow", "cut", "damage")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Random faults against a run with --restarts: that it ends as an undisturbed one, its goodput, and no leak."""
+
+    minutes: float = 30.0
+    """How long faults go on."""
+    mtbf: float = 120.0
+    """Mean seconds between two faults."""
+    seed: int = 1
+    """Of the times, kinds and victims of the faults."""
+    hosts: int = 3
+    """Hosts, each with one process of one worker."""
+    peer_timeout: float = 10.0
+    """The trainer's --peer-timeout."""
+    checkpoint_every: int = 100
+    """Steps between two checkpoints."""
+    json: Path | None = None
+    """File for the faults and the summary, as a list of records."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, as it happened.
+
+    Attributes:
+      kind: "kill", SIGKILL; "stop", SIGSTOP for good, until the others have ended; "slow", SIGSTOP for some seconds;
+        "cut", the host's link down until the others have ended; "damage", a byte of the newest checkpoint, and a kill.
+      host: whose process it was.
+      at: seconds since the run began.
+      step: the last step before it.
+      seconds: from the fault until the run did another step.
+    """
+
+    kind: str
+    host: int
+    at: float
+    step: int
+    seconds: float
+
+
+@dataclass
+class Samples:
+    """What processes took while they trained, one sample a second.
+
+    Attributes:
+      rows: seconds since the run began, steps done, and the most of all processes: MB of memory, open descriptors.
+    """
+
+    rows: list[tuple[float, int, float, int]] = field(default_factory=list)
+
+    def quarters(self) -> dict[str, float | None]:
+        """Returns medians of the first and the last quarter: MB, descriptors, and ms of a step."""
+        found: dict[str, float | None] = {}
+        quarter = len(self.rows) // 4
+        for name, rows in (("first", self.rows[:quarter]), ("last", self.rows[len(self.rows) - quarter :])):
+            # Time of steps alone: a second in which none was done is of a restart.
+            pairs = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(rows)]
+            times = [seconds / steps * 1e3 for seconds, steps in pairs if 0 < seconds < 3 and steps > 0]
+            found[f"mb_{name}"] = statistics.median(row[2] for row in rows) if rows else None
+            found[f"descriptors_{name}"] = statistics.median(row[3] for row in rows) if rows else None
+            found[f"ms_step_{name}"] = statistics.median(times) if times else None
+        return found
+
+
+class Soaked:
+    """A run on the hosts of a lab, as seen from outside.
+
+    Attributes:
+      folder: of the run.
+    """
+
+    def __init__(self, lab: Lab, out: Path, options: Sequence[str]):
+        """Begins nothing yet.
+
+        Args:
+          lab: its hosts.
+          out: --out of the run, which tells its processes from others.
+          options: of `python -m train`, before those of the method.
+        """
+        self.folder = out / "digits"
+        self._lab, self._out = lab, out
+        self._command = [sys.executable, "-m", "train", "digits", *options, "--out", str(out), *METHOD]
+        self._thread = threading.Thread(target=self._run)
+        self.results: list[Any] = []
+
+    def _run(self) -> None:
+        self.results = self._lab.run(self._command, env=environment(self._out))
+
+    def begin(self) -> None:
+        """Starts the processes."""
+        self._thread.start()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Waits until all have ended, at most so long; returns whether they have."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def processes(self, *, supervisors: bool = False) -> dict[int, int]:
+        """Returns the process ids of the trainers, or of their supervisors, by host."""
+        found = {}
+        for place in Path("/proc").iterdir():
+            if not place.name.isdigit():
+                continue
+            try:
+                words = (place / "cmdline").read_bytes().split(b"\0")
+                values = dict(part.partition(b"=")[::2] for part in (place / "environ").read_bytes().split(b"\0"))
+            except OSError:  # it has ended meanwhile
+                continue
+            is_ours = b"train" in words[2:3] and str(self._out).encode() in words
+            if is_ours and (b"JAXCOMM_BEGUN" in values) != supervisors:
+                found[int(values[b"JAXCOMM_PROCESS_ID"])] = int(place.name)
+        return found
+
+    def step(self) -> int:
+        """Returns the last step in `metrics.jsonl`, 0 if there is none."""
+        try:
+            lines = (self.folder / NAME / "metrics.jsonl").read_bytes().splitlines()
+            return json.loads(lines[-1])["step"]
+        except (OSError, IndexError, ValueError):
+            return 0
+
+    def until_step(self, more_than: int) -> None:
+        """Waits until the run has done more steps.
+
+        Raises:
+          RuntimeError: if it ends before, or does none for too long.
+        """
+        self._until(lambda: self.step() > more_than)
+
+    def _until(self, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not is_so():
+            if self.wait(0.1) or time.monotonic() > deadline:
+                texts = "\n".join(result.stderr[-2000:] for result in self.results)
+                raise RuntimeError(
+                    f"the run trains on after every fault, got none for {PATIENCE:g} s, or its end:\n{texts}"
+                )
+
+    def suffer(self, kind: str, host: int) -> float:
+        """Lets a fault befall a host's process; returns the seconds until the run has done another step."""
+        begin, before, victim = time.monotonic(), self.processes(), self.processes()[host]
+        if kind in ("kill", "damage"):
+            os.kill(victim, signal.SIGKILL)
+            if kind == "damage":
+                self.damage()
+        elif kind == "cut" and self._lab.set_link(host, up=False):
+            self._until(lambda: not before.items() & self.processes().items())  # all have ended
+            self._lab.set_link(host, up=True)
+        else:
+            os.kill(victim, signal.SIGSTOP)
+            if kind == "slow":
+                time.sleep(SLOW)
+                os.kill(victim, signal.SIGCONT)
+                self.until_step(self.step())
+                return time.monotonic() - begin
+            others = {number: pid for number, pid in before.items() if number != host}
+            self._until(lambda: not others.items() & self.processes().items())
+            os.kill(victim, signal.SIGKILL)
+        self._until(lambda: self.processes().get(0, before[0]) != before[0])
+        low = self.step()
+        while (now := self.step()) <= low:  # the new process drops the steps after its checkpoint first
+            low = min(low, now)
+            self._until(lambda low=low: self.step() != low)
+        return time.monotonic() - begin
+
+    def damage(self) -> None:
+        """Flips a bit in the middle of the largest file of the newest checkpoint that is whole."""
+        folders = [path for path in (self.folder / NAME / "checkpoints").iterdir() if path.name.isdigit()]
+        newest = max(folders, key=lambda path: int(path.name), default=None)
+        if newest is not None and len(folders) > 1:  # or there is nothing to go on from
+            largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+            data = bytearray(largest.read_bytes())
+            data[len(data) // 2] ^= 1
+            largest.write_bytes(data)
+
+    def stop(self) -> None:
+        """Asks the run to save and to end."""
+        for pid in self.processes(supervisors=True).values():
+            os.kill(pid, signal.SIGTERM)
+
+    def sample(self, begin: float, samples: Samples) -> None:
+        """Adds a sample."""
+        rows = []
+        for pid in self.processes().values():
+            try:
+                place = Path("/proc", str(pid))
+                pages = int((place / "statm").read_text().split()[1])
+                rows.append((pages * os.sysconf("SC_PAGESIZE") / 1e6, len(list((place / "fd").iterdir()))))
+            except OSError:
+                return
+        if rows:
+            samples.rows.append(
+                (time.monotonic() - begin, self.step(), max(r[0] for r in rows), max(r[1] for r in rows))
+            )
+
+
+def environment(out: Path) -> dict[str, str]:
+    """Returns what is set for the processes: where the trainer is, and what is compiled once for all of them."""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(out.parent / "compiled"))
+    return {"PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": cache}
+
+
+def same_states(folders: Sequence[Path], step: int) -> list[str]:
+    """Returns the names of the arrays whose bits differ between the checkpoints of two runs."""
+    import logging
+
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of what is not read
+    states = []
+    for folder in folders:
+        with ocp.CheckpointManager(
+            folder / NAME / "checkpoints", item_handlers={"state": ocp.StandardCheckpointHandler()}
+        ) as manager:
+            about = manager.item_metadata(step)["state"]
+            like = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in dict(about).items()}
+            states.append(manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like)))["state"])
+    first, second = states
+    return [
+        name
+        for name in sorted(first.keys() | second.keys())
+        if name not in first
+        or name not in second
+        or np.asarray(first[name]).tobytes() != np.asarray(second[name]).tobytes()
+    ]
+
+
+def soak(lab: Lab, config: Config, out: Path, say: Callable[[str], None]) -> tuple[list[Fault], dict[str, Any]]:
+    """Lets faults happen to a run, and compares it with an undisturbed one.
+
+    Args:
+      lab: with a host a worker.
+      config: the fields.
+      out: an empty folder.
+      say: told of every fault.
+
+    Returns:
+      The faults, and the summary.
+
+    Raises:
+      RuntimeError: if the run does not train again after a fault, or ends by itself.
+    """
+    options = ["--workers", str(config.hosts), "--global-batch", str(8 * config.hosts), "--no-baseline"]
+    options += ["--steps", str(STEPS), "--eval-every", "500", "--checkpoint-every", str(config.checkpoint_every)]
+    options += ["--peer-timeout", str(config.peer_timeout)]
+    run, chance, samples = (
+        Soaked(lab, out / "soaked", [*options, "--restarts", "100000"]),
+        random.Random(config.seed),
+        Samples(),
+    )
+    faults: list[Fault] = []
+    begin = time.monotonic()
+    run.begin()
+    try:
+        run.until_step(1)
+        due, over = time.monotonic() + chance.expovariate(1 / config.mtbf), begin + 60 * config.minutes
+        while time.monotonic() < over:
+            time.sleep(1.0)
+            run.sample(begin, samples)
+            if time.monotonic() < due:
+                continue
+            kind, host = chance.choice(KINDS), chance.randrange(config.hosts)
+            at, step = time.monotonic() - begin, run.step()
+            faults.append(Fault(kind, host, at, step, run.suffer(kind, host)))
+            say(f"{at:6.0f} s, step {step}: {kind} of host {host}; trained again after {faults[-1].seconds:.1f} s")
+            due = time.monotonic() + chance.expovariate(1 / config.mtbf)
+        run.stop()
+        if not run.wait(PATIENCE) or any(result.returncode for result in run.results):
+            raise RuntimeError(f"the run saves and ends at SIGTERM, got {run.results}")
+    finally:
+        run.stop()
+    step = run.step()
+    say(f"stopped after step {step}; now as many without a fault")
+    alone = Soaked(lab, out / "alone", [*options, "--stop-after", str(step)])
+    alone.begin()
+    alone.wait()
+    different = same_states([run.folder, alone.folder], step)
+    from train.goodput import Goodput
+
+    counted = Goodput(run.folder).record()
+    return faults, {
+        "last_step": step,
+        "faults": len(faults),
+        "arrays_that_differ": len(different),
+        **counted,
+        **samples.quarters(),
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command line; returns 0, 1 if the run ended differently or leaks, or 2 for bad input."""
+    config = tyro.cli(Config, prog="python -m benchmarks.faults", args=argv)
+    from train.tables import check_file, print_table, write_records
+
+    try:
+        check_file("--json", config.json)
+        for name in ("minutes", "mtbf", "peer_timeout", "checkpoint_every"):
+            if not 0 < getattr(config, name) < float("inf"):
+                raise ValueError(f"--{name.replace('_', '-')} is positive, got {getattr(config, name)}.")
+        if config.hosts < 2:
+            raise ValueError(f"--hosts is at least 2, got {config.hosts}: a run that survives has others.")
+        with tempfile.TemporaryDirectory(prefix="jaxcomm-faults-") as folder, Lab(config.hosts, None) as lab:
+            faults, summary = soak(lab, config, Path(folder), lambda line: print(line, flush=True))
+    except (ValueError, OSError) as error:
+        print(f"faults: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(f"faults: {error}", file=sys.stderr)
+        return 1
+    if faults:
+        print_table(f"Faults, seed {config.seed}", [asdict(fault) for fault in faults])
+    print_table("The run", [{"what": name, "value": value} for name, value in summary.items()])
+    write_records(config.json, [*map(asdict, faults), summary])
+    return 1 if summary["arrays_that_differ"] or _leaks(summary) else 0
+
+
+def _leaks(summary: dict[str, Any]) -> bool:
+    """Returns whether memory or descriptors have grown by a tenth. Times of steps follow the machine's load."""
+    return any(
+        summary[f"{name}_last"] > 1.1 * summary[f"{name}_first"]
+        for name in ("mb", "descriptors")
+        if summary[f"{name}_first"]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

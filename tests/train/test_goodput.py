@@ -1,0 +1,79 @@
+import pytest
+
+from train import goodput
+from train.goodput import Goodput
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until it is moved."""
+
+    class Clock:
+        now = 1000.0
+
+        def time(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(goodput, "time", clock)
+    return clock
+
+
+def train(counted, clock, steps, first=5.0):
+    """A step takes a second, the first one five."""
+    for number in range(steps):
+        clock.now += 1.0 if number else first
+        counted.step()
+
+
+def test_every_second_is_of_one_kind_over_restarts(tmp_path, clock):
+    counted = Goodput(tmp_path)
+    clock.now += 3  # connecting
+    counted.take("dct_dp", 0)
+    train(counted, clock, 11)
+    with counted.on("checkpoints"):
+        clock.now += 2
+    counted.saved(11)
+    train(counted, clock, 5, first=1.0)
+    with counted.on("evaluation"):
+        clock.now += 4
+    counted.write()
+
+    clock.now += 20  # it was killed, and started again
+    counted = Goodput(tmp_path, begin=clock.now - 1, restarted=True)
+    counted.take("dct_dp", 11, 5)
+    train(counted, clock, 3)
+    assert counted.record() == {
+        "goodput": pytest.approx(12 / 56),
+        "seconds": 56.0,
+        "s_steps": 10.0 + 2,
+        "s_start": 3.0 + 5,
+        "s_evaluation": 4.0,
+        "s_checkpoints": 2.0,
+        "s_restarts": 20.0 + 5,
+        "s_lost": 5.0,
+        "n_restarts": 1,
+        "n_lost_steps": 5,
+    }
+    assert counted.line() == (
+        "Goodput 21.4%: 12.0 of 56.0 s in steps that count; the rest: start and compiling 8.0 s, evaluation 4.0 s, "
+        "checkpoints 2.0 s, 1 restart 25.0 s, 5 lost steps 5.0 s"
+    )
+
+
+def test_the_time_between_a_stop_and_a_resume_by_hand_is_nobodys(tmp_path, clock):
+    counted = Goodput(tmp_path)
+    counted.take("dct_dp", 0)
+    train(counted, clock, 3)
+    counted.write()
+    clock.now += 1e6
+    counted = Goodput(tmp_path)
+    counted.take("dct_dp", 3)
+    train(counted, clock, 2)
+    assert counted.record()["seconds"] == 5 + 2 + 5 + 1
+
+
+def test_a_file_that_is_none_of_ours_is_refused(tmp_path):
+    (tmp_path / goodput.FILE).write_text("[1]")
+    with pytest.raises(ValueError, match=r"goodput.json holds what a run has counted, got .*: remove it"):
+        Goodput(tmp_path)

@@ -1,0 +1,124 @@
+"""Processes that meet before JAX connects, as threads."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from train import rendezvous
+from train.rendezvous import meet
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    for name, seconds in (("FIRST", 0.1), ("SAY", 0.3), ("PAUSE", 0.02)):
+        monkeypatch.setattr(rendezvous, name, seconds)
+    monkeypatch.setattr(rendezvous, "LATE", 5.0)
+
+
+@pytest.fixture
+def address():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[:2]
+
+
+def together(address, *members, seconds=20.0, **options):
+    """What comes of processes of the given (number, count), each in a thread: a `Meeting`, or the error."""
+    found = {}
+
+    def take_part(place, index, count):
+        try:
+            found[place] = meet(address, index, count, seconds, **options)
+        except (ValueError, OSError) as error:
+            found[place] = error
+
+    threads = [threading.Thread(target=take_part, args=(place, *member)) for place, member in enumerate(members)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [found[place] for place in range(len(members))]
+
+
+def test_all_that_come_keep_their_numbers_and_the_port_is_free(address):
+    found = together(address, (2, 3), (0, 3), (1, 3))
+    assert [(meeting.index, meeting.count, meeting.missing) for meeting in found] == [
+        (2, 3, ()),
+        (0, 3, ()),
+        (1, 3, ()),
+    ]
+    with socket.create_server(address):  # for JAX's service, while the connections are open
+        pass
+    for line in found[1].lines:
+        line.close()
+    assert [found[place].lines[0].recv(1) for place in (0, 2)] == [b"", b""]  # process 0 is gone
+
+
+def test_who_is_missing_is_named_meanwhile_and_at_the_end(address, capsys):
+    first, other = together(address, (0, 4), (2, 4), seconds=1.0)
+    place = f"127.0.0.1:{address[1]}"
+    for error in (first, other):
+        assert isinstance(error, TimeoutError)
+        assert f"processes 1, 3 did not come to {place} within 1 s" in str(error)
+    assert f"train: waiting for processes 1, 3 at {place}\n" in capsys.readouterr().err
+
+
+def test_process_0_is_named_where_it_does_not_come(address, capsys, monkeypatch):
+    monkeypatch.setattr(rendezvous, "LATE", 0.0)
+    (error,) = together(address, (1, 2), seconds=1.0)
+    assert isinstance(error, TimeoutError)
+    assert f"process 0 did not come to 127.0.0.1:{address[1]} within 1 s: Connection refused" in str(error)
+    assert f"waiting for process 0 at 127.0.0.1:{address[1]} (Connection refused)" in capsys.readouterr().err
+
+
+def test_fewer_go_on_where_that_fits_under_new_numbers(address):
+    options = {"fits": lambda count: count in (2, 4), "patience": 0.5}
+    found = together(address, (0, 4), (3, 4), **options)
+    assert [(each.index, each.count, each.missing) for each in found] == [(0, 2, (1, 2)), (1, 2, (1, 2))]
+    first, second, third = together((address[0], address[1]), (0, 4), (1, 4), (3, 4), **options)
+    assert (first.count, second.index, second.missing) == (2, 1, (2, 3))
+    assert "the others go on as 2 processes, and without process 3" in str(third)
+
+
+def test_too_few_wait_on(address):
+    (error,) = together(address, (0, 3), seconds=1.0, fits=lambda count: count >= 2, patience=0.1)
+    assert "processes 1, 2 did not come" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ([(0, 3), (1, 3), (1, 3)], "got two processes with --process-id 1: start each with its own"),
+        ([(0, 3), (1, 4)], "got --num-processes 3 in process 0 and 4 in process 1"),
+    ],
+)
+def test_what_contradicts_itself_ends_all(members, said, address):
+    for error in together(address, *members):
+        assert isinstance(error, ValueError)
+        assert said in str(error)
+
+
+def test_a_process_that_ends_while_it_waits_may_come_again_and_strangers_do_not_count(address):
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(together(address, (0, 2))))
+    thread.start()
+    for text in (b"PRI * HTTP/2.0\r\n\r\n", b'{"process": "x", "count": 2}\n', b"[]\n"):
+        with connected(address) as line:
+            line.sendall(text)
+            with contextlib.suppress(ConnectionResetError):
+                assert line.recv(1) == b""
+    with connected(address) as line:
+        line.sendall(b'{"process": 1, "count": 2}')  # and ends before the line does
+    assert [meeting.count for meeting in together(address, (1, 2))] == [2]
+    thread.join(20)
+    assert [meeting.count for meeting in found] == [2]
+
+
+def connected(address):
+    while True:
+        try:
+            return socket.create_connection(address)
+        except ConnectionRefusedError:
+            time.sleep(0.01)

@@ -1,0 +1,139 @@
+"""Goodput: which part of a run's time its steps have taken, and what took the rest, over all its restarts."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+FILE = "goodput.json"  # in a run's folder
+EVERY = 1.0  # seconds between two writings: what a killed run loses counts as a restart
+_REST = {  # what takes the rest, and how the line calls it
+    "start": "start and compiling",
+    "evaluation": "evaluation",
+    "checkpoints": "checkpoints",
+    "restarts": "restarts",
+    "lost": "lost steps",
+}
+_MARKS = 4  # checkpoints whose times are kept: more than a folder has
+
+
+class Goodput:
+    """Where the seconds of a run go, kept in its folder, so that a run that goes on knows those of before.
+
+    Every second from the first start on is in one kind: "steps" that count; "start", up to the end of the first step;
+    "evaluation"; "checkpoints", as far as steps wait for them; "restarts", from the last word of a run that ended by a
+    fault to the first step after it; "lost", steps that were done again after it. The time between a stop and a
+    `--resume` by hand counts as nothing.
+    """
+
+    def __init__(self, folder: Path | None = None, *, begin: float | None = None, restarted: bool = False):
+        """Goes on counting.
+
+        Args:
+          folder: of the run; None keeps nothing.
+          begin: `time.time()` at the start of this process; now if not given.
+          restarted: whether an earlier start of this run has ended by a fault just now.
+        """
+        self._path = None if folder is None else folder / FILE
+        begin = time.time() if begin is None else begin
+        self._kept: dict[str, Any] = {"seconds": {}, "restarts": 0, "lost": 0, "runs": {}, "until": begin}
+        self._kind, self._since, self._written = "start", begin, 0.0
+        self._name: str | None = None
+        if self._path is not None and self._path.exists():
+            try:
+                self._kept |= json.loads(self._path.read_text())
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{self._path} holds what a run has counted, got {error}: remove it.") from None
+            if restarted:
+                self._kind, self._since = "restarts", min(begin, self._kept["until"])
+                self._kept["restarts"] += 1
+
+    @contextmanager
+    def on(self, kind: str) -> Iterator[None]:
+        """Counts the block as one kind, and what follows as the kind before."""
+        before = self._kind
+        self._begin(kind)
+        try:
+            yield
+        finally:
+            self._begin(before)
+
+    def take(self, name: str, step: int, dropped: int = 0) -> None:
+        """Notes which run is at work, after which step, and how many steps after it had been done and are dropped."""
+        self._begin("restarts" if self._kind == "restarts" else "start")
+        self._name = name
+        run = self._run()
+        if dropped:
+            seconds = run["steps"] - run["marks"].get(str(step), run["steps"] * step / (step + dropped))
+            run["steps"] -= seconds
+            self._kept["lost"] += dropped
+            self._add("steps", -seconds)
+            self._add("lost", seconds)
+        run["marks"] = {mark: at for mark, at in run["marks"].items() if int(mark) <= step}
+        self.write()
+
+    def step(self) -> None:
+        """Notes that a step is done; the first one compiles, and the steps that count begin after it."""
+        if self._kind in ("start", "restarts"):
+            self._begin("steps")
+        if self._path is not None and time.time() >= self._written + EVERY:
+            self.write()
+
+    def saved(self, step: int) -> None:
+        """Notes that there is a checkpoint of this step."""
+        self._count()
+        run = self._run()
+        run["marks"] = dict([*run["marks"].items(), (str(step), run["steps"])][-_MARKS:])
+        self.write()
+
+    def write(self) -> None:
+        """Writes what was counted until now."""
+        self._count()
+        if self._path is not None:
+            self._written = time.time()
+            draft = self._path.with_suffix(".draft")
+            draft.write_text(json.dumps(self._kept) + "\n")
+            draft.replace(self._path)
+
+    def record(self) -> dict[str, Any]:
+        """Returns the seconds of every kind as "s_KIND", their sum, the goodput, and the restarts and lost steps."""
+        kinds = {f"s_{kind}": self._kept["seconds"].get(kind, 0.0) for kind in ("steps", *_REST)}
+        total = sum(kinds.values())
+        counts = {"n_restarts": self._kept["restarts"], "n_lost_steps": self._kept["lost"]}
+        return {"goodput": kinds["s_steps"] / total if total else 0.0, "seconds": total, **kinds, **counts}
+
+    def line(self) -> str:
+        """Returns one line for people."""
+        found = self.record()
+        counts = {"restarts": ("restart", found["n_restarts"]), "lost": ("lost step", found["n_lost_steps"])}
+        rest = []
+        for kind, what in _REST.items():
+            name, count = counts.get(kind, (what, None))
+            seconds = found[f"s_{kind}"]
+            if count or seconds >= 0.05:
+                number = "" if count is None else f"{count} "
+                rest.append(f"{number}{name}{'s' if count not in (None, 1) else ''} {found[f's_{kind}']:.1f} s")
+        return (
+            f"Goodput {found['goodput']:.1%}: {found['s_steps']:.1f} of {found['seconds']:.1f} s in steps that count; "
+            f"the rest: {', '.join(rest)}"
+        )
+
+    def _begin(self, kind: str) -> None:
+        self._count()
+        self._kind = kind
+
+    def _count(self) -> None:
+        now = time.time()
+        seconds = max(now - self._since, 0.0)
+        self._add(self._kind, seconds)
+        if self._kind == "steps":
+            self._run()["steps"] += seconds
+        self._since = self._kept["until"] = now
+
+    def _add(self, kind: str, seconds: float) -> None:
+        self._kept["seconds"][kind] = self._kept["seconds"].get(kind, 0.0) + seconds
+
+    def _run(self) -> dict[str, Any]:
+        return self._kept["runs"].setdefault(self._name, {"steps": 0.0, "marks": {}})
