@@ -153,20 +153,28 @@ def train(config: Config, K: int, kept: float) -> Any:
     step = jc.simulate(loss, tx, K)
     state = step.init(model.params)
 
+    def flat(tree: Any) -> jax.Array:
+        return layout.flatten(layout.split(jax.tree.leaves(tree))[0])
+
     @jax.jit
-    def select(state: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        """What every worker selects in this step, as `dgc` does, and what `iwp` would as many of."""
+    def accumulate(state: Any, batch: Any) -> jax.Array:
+        """Returns the accumulated momenta of all workers in this step: (K, n)."""
 
-        def flat(tree: Any) -> jax.Array:
-            return layout.flatten(layout.split(jax.tree.leaves(tree))[0])
-
-        def worker(velocity: jax.Array, residual: jax.Array, rows: Any) -> tuple[jax.Array, jax.Array]:
-            v = residual + (MOMENTUM * velocity + flat(jax.grad(loss)(state.params, rows)))
-            return select_topk(v, layout), select_topk(importance(v / K, flat(state.params), EPS), layout)
+        def worker(velocity: jax.Array, residual: jax.Array, rows: Any) -> jax.Array:
+            return residual + (MOMENTUM * velocity + flat(jax.grad(loss)(state.params, rows)))
 
         own = state.opt_state[0]
         rows = jax.tree.map(lambda x: x.reshape(K, -1, *x.shape[1:]), batch)
         return jax.vmap(worker)(own.memory.rows.flat, own.residual.rows, rows)
+
+    @jax.jit  # a program of its own: XLA would compute the momenta more than once, with other last bits
+    def select(state: Any, momenta: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What every worker selects in this step, as `dgc` does, and what `iwp` would as many of."""
+
+        def worker(v: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return select_topk(v, layout), select_topk(importance(v / K, flat(state.params), EPS), layout)
+
+        return jax.vmap(worker)(momenta)
 
     rng = np.random.default_rng(config.seed)
     taken = {config.steps * (i + 1) // config.samples for i in range(config.samples)}
@@ -174,7 +182,7 @@ def train(config: Config, K: int, kept: float) -> Any:
         chosen = rng.permutation(len(labels))[: K * config.rows]
         batch = {"image": images[chosen], "label": labels[chosen]}
         if index in taken:
-            yield index, *map(np.asarray, select(state, batch))
+            yield index, *map(np.asarray, select(state, accumulate(state, batch)))
         state, _ = step(state, batch)
 
 

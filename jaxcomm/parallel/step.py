@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -71,6 +72,8 @@ class TrainStep(ABC):
         if not self._is_checked:
             check_rows(state, self.workers)
             self._is_checked = True
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
+            return self._step(state, batch)  # a part of a larger program, which has its own options
         if self._executable is not None:
             try:
                 return self._executable(state, batch)
