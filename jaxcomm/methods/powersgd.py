@@ -126,11 +126,12 @@ class PowerSgd(Exchange):
         (p_mean, *dense), p_ok = dense_mean([jnp.where(in_range, _join(p), jnp.nan), *dense], self.axis_name)
         p = _by_rows(_orthonormal, _cut(p_mean, p))
 
-        q = [_matmul("bnr,bnm->brm", *pair).mT for pair in zip(p, x, strict=True)]
+        # As (matrices, r, m): XLA's CPU backend would fold a transposition into the product, and take 20 times as long.
+        q = [_matmul("bnr,bnm->brm", *pair) for pair in zip(p, x, strict=True)]
         (q_mean,), q_ok = dense_mean([_join(q)], self.axis_name)
         in_range = (jnp.abs(q_mean) <= _LIMIT / self.rank).all()  # and with it P Q^T, since no number of P exceeds 1
         q = _cut(q_mean, q)
-        result = [_matmul("bnr,bmr->bnm", *pair) for pair in zip(p, q, strict=True)]
+        result = [_matmul("bnr,brm->bnm", *pair) for pair in zip(p, q, strict=True)]
         means = [mean.reshape(tensor.shape) for mean, tensor in zip(_unstack(result, groups), inside, strict=True)]
         means = layout.as_leaves(means)
         ok = p_ok & q_ok & in_range & is_finite_narrow(means)
@@ -139,7 +140,7 @@ class PowerSgd(Exchange):
         kept = jnp.where(ok, layout.flatten(left)[None], residual)
         metrics = ExchangeMetrics.of(ok, sent=axis_size(self.axis_name) * (p_mean.size + q_mean.size))
         out = Exchanged(zeros_unless(ok, layout.join(means, dense)), kept, metrics)
-        return out, tuple(_renew(ok, new, old) for new, old in zip(q, old_q, strict=True))
+        return out, tuple(_renew(ok, new.mT, old) for new, old in zip(q, old_q, strict=True))
 
 
 powersgd = transformation(PowerSgd)
