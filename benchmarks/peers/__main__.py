@@ -101,7 +101,8 @@ def main(config: Config) -> None:
                 f"{config.hosts} hosts, {rate}, {config.rows} rows a worker, {config.data}, {config.rounds} rounds",
                 [summary(method, runs, config.target) for method in methods],
             )
-            panels[f"{config.hosts} hosts, {rate}"] = {method: curve(method, runs) for method in methods}
+            if config.figure is not None:
+                panels[f"{config.hosts} hosts, {rate}"] = {method: curve(method, runs) for method in methods}
         if config.figure is not None:
             draw(config.figure, panels, "seconds of training, without compiling", "test accuracy, %")
     except ValueError as error:

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from jaxcomm.checks import check_count
 from jaxcomm.collectives import dense_mean
 from jaxcomm.exchange import SCOPE, exchange_states, leaf_name, lets_bypass
-from jaxcomm.parallel.compiling import compiler_options
 from jaxcomm.parallel.replicas import differing_replicas
 from jaxcomm.parallel.replication import Axes, collectives_outside, varying_axes
 from jaxcomm.parallel.sharding import spec_axes
@@ -67,7 +66,7 @@ class DataParallel:
         """See `data_parallel`."""
         functools.update_wrapper(self, step)
         self.mesh, self._step, self._batch, self._mean, self._every = mesh, step, batch, mean, check_every
-        self._jitted = jax.jit(self._on_mesh, donate_argnums=0 if donate else (), compiler_options=compiler_options())
+        self._jitted = jax.jit(self._on_mesh, donate_argnums=0 if donate else ())
         self._calls = 0
         self._axes: tuple[str, ...] = ()
         self._returned: set[int] = set()  # ids of the arrays that the last call has returned

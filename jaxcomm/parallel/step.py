@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,7 +20,6 @@ from jaxcomm.exchange import get_exchange, is_exchange_state, keep_unless
 from jaxcomm.numerics import is_finite_tree
 from jaxcomm.parallel.agreement import check_agreement, trace_on
 from jaxcomm.parallel.chain import check_chain
-from jaxcomm.parallel.compiling import compiler_options
 from jaxcomm.parallel.resize import resize_workers
 from jaxcomm.parallel.state import (
     TrainState,
@@ -58,7 +56,7 @@ class TrainStep(ABC):
     def __init__(self, tx: optax.GradientTransformation, axis_name: AxisName, sizes: tuple[int, ...], donate: bool):
         """Compiles nothing yet; see `make_train_step` and `simulate`."""
         self.tx, self.axis_name, self.sizes = tx, axis_name, sizes
-        self._jitted = jax.jit(self._step, donate_argnums=0 if donate else (), compiler_options=compiler_options())
+        self._jitted = jax.jit(self._step, donate_argnums=0 if donate else ())
         self._executable: Any = None
         self._is_checked = False
 
@@ -72,8 +70,6 @@ class TrainStep(ABC):
         if not self._is_checked:
             check_rows(state, self.workers)
             self._is_checked = True
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
-            return self._step(state, batch)  # a part of a larger program, which has its own options
         if self._executable is not None:
             try:
                 return self._executable(state, batch)

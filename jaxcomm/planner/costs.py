@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 from jaxcomm.accounting.alone import alone
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import Exchange, ExchangeState, exchange_states, is_exchange_state
-from jaxcomm.parallel.compiling import compiler_options
 from jaxcomm.parallel.state import TrainState, make_local
 from jaxcomm.parallel.step import LossFn, worker_step
 from jaxcomm.planner.links import agreed, check_axes, time_calls
@@ -94,8 +93,7 @@ class Bench:
             return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], out)
 
         spread = jax.shard_map(on_rows, mesh=self.devices, in_specs=P(_DEVICES), out_specs=P(_DEVICES), check_vma=False)
-        donated = () if donate is None else donate
-        return jax.jit(spread, donate_argnums=donated, compiler_options=compiler_options()).lower(*args)
+        return jax.jit(spread, donate_argnums=() if donate is None else donate).lower(*args)
 
     def spread(self, tree: Any) -> Any:
         """Gives every device a copy, as a row."""
