@@ -153,7 +153,7 @@ def _time(system: str, boundary: Any, exchange: Any, config: Config, control: Co
         state, _ = compiled(state, batch)
     jax.block_until_ready(state)
     control.set_rate(config.rate)
-    times, received, spent = [], [], []
+    spent = []
 
     def work() -> Any:
         before = _cpu_seconds()
@@ -161,10 +161,7 @@ def _time(system: str, boundary: Any, exchange: Any, config: Config, control: Co
         spent.append(_cpu_seconds() - before)
         return done
 
-    for _ in range(config.steps):
-        ms, count, _ = control.timed(work)
-        times.append(ms)
-        received.append(count)
+    times, received, _ = zip(*(control.timed(work) for _ in range(config.steps)), strict=True)
     return Record(
         system=system,
         workers=config.workers,

@@ -46,9 +46,9 @@ def coded_sum(
     k, n = axis_size(axis_name), vector.size
     size = -(-n // (k * BLOCK)) * BLOCK
     if collective == "auto":
-        beside = 1 + checksum
-        two_shots = first.n_words(size) + second.n_words(size) + 2 * beside
-        collective = "two_shot" if two_shots < first.n_words(n) + beside else "gather"
+        header = 1 + checksum
+        two_shots = first.n_words(size) + second.n_words(size) + 2 * header
+        collective = "two_shot" if two_shots < first.n_words(n) + header else "gather"
     if collective == "gather":
         reduced = _gather(vector, flag, first, axis_name, checksum)
     else:
