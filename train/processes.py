@@ -1,5 +1,6 @@
 """Several processes: how this one finds the others, and what must be set before JAX starts."""
 
+import ctypes
 import errno
 import os
 import socket
@@ -38,13 +39,34 @@ class Processes:
 def prepare_jax(simulated_devices: int | None = None) -> None:
     """Sets what JAX reads once, before its first use.
 
+    The memory that the process frees stays its own (`keep_freed_memory`).
+
     Args:
       simulated_devices: CPU devices of this process; None leaves the platform's own.
     """
-    # On few cores, jax before 0.12 can dead-lock with several simulated devices unless its thread pool is larger.
-    os.environ.setdefault("PJRT_NPROC", "16")
+    keep_freed_memory()
     if simulated_devices is not None:
+        if simulated_devices > 1:
+            # On few cores, jax before 0.12 can dead-lock with several devices unless its thread pool is larger. With one
+            # device the larger pool costs time.
+            os.environ.setdefault("PJRT_NPROC", "16")
         jax.config.update("jax_num_cpu_devices", simulated_devices)
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep what the process frees, for its next allocation.
+
+    By default it returns every buffer above 32 MB, and the end of its heap, to the kernel, which fills it with zeros, page
+    by page, when the next step asks for it again. Nothing is done where the variables of glibc's allocator are set
+    (MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_, GLIBC_TUNABLES), or where the C library is another.
+    """
+    if any(name in os.environ for name in ("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")):
+        return
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
+        set_option(trim_threshold, -1)  # no trimming
+        set_option(mmap_max, 0)
 
 
 def connect(

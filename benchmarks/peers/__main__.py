@@ -35,8 +35,10 @@ from train.tables import print_table
 PEERS = {"jaxcomm": tuple(METHODS), "torch": ("dense", "fp16", "bf16", "powersgd_1", "powersgd_4")}
 BASELINE = "torch:dense"
 ATTEMPTS = 4  # of a run of PyTorch
+# What `train.processes.prepare_jax` does for the other side, by the variables of glibc.
+KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 USUAL = (
-    "jaxcomm:dense,jaxcomm:bfloat16,jaxcomm:powersgd_1,jaxcomm:powersgd_4,jaxcomm:dct_dp,jaxcomm:sign,"
+    "jaxcomm:dense,jaxcomm:bfloat16,jaxcomm:float16,jaxcomm:powersgd_1,jaxcomm:powersgd_4,jaxcomm:dct_dp,jaxcomm:sign,"
     "torch:dense,torch:fp16,torch:powersgd_1,torch:powersgd_4"
 )
 
@@ -167,12 +169,13 @@ def run(
         path = Path(folder, "job.npz")
         job.save(path)
         command = [python, "-m", f"benchmarks.peers.{'jax' if peer == 'jaxcomm' else peer}_host", str(path)]
-        results, aborts = lab.run(command), 0
+        env = {} if peer == "jaxcomm" else KEEP_FREED_MEMORY
+        results, aborts = lab.run(command, env=env), 0
         while failed := [result for result in results if result.returncode]:
             aborts += 1
             if peer == "jaxcomm" or aborts == ATTEMPTS:
                 raise SystemExit(f"{method}: host {failed[0].host} failed:\n{failed[0].stderr[-4000:]}")
-            results = lab.run(command)
+            results = lab.run(command, env=env)
         isolated = lab.isolated
     hosts = [segments_of(result.stdout) for result in results]
     segments = [

@@ -20,6 +20,7 @@ from train.processes import connect, prepare_jax
 METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "dense": jc.plump_dp,
     "bfloat16": lambda: jc.plump_dp(value_dtype="bfloat16"),
+    "float16": lambda: jc.plump_dp(value_dtype="float16"),
     "powersgd_1": lambda: jc.powersgd(rank=1),
     "powersgd_4": lambda: jc.powersgd(rank=4),
     "topk": lambda: jc.topk(0.99),

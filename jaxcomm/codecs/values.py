@@ -8,7 +8,12 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+from jaxcomm.bits import WORD
+
+_UPPER_HALF = np.uint32(0xFFFF0000)
 
 ValueDtype = Literal["float32", "bfloat16"]
 VALUE_DTYPES = get_args(ValueDtype)
@@ -19,7 +24,7 @@ class ValueCodec:
     """Writes (C,) float32 values as words of 32 bits.
 
     Attributes:
-      dtype: the type of a value on the wire. 32 bits a value for float32, 16 for bfloat16.
+      dtype: the type of a value on the wire: float32, or bfloat16, its upper 16 bits.
     """
 
     dtype: Any
@@ -41,17 +46,21 @@ class ValueCodec:
         return lax.reduce_precision(values, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
     def encode(self, values: jax.Array) -> jax.Array:
-        """Writes values (C,), already rounded, as (ceil(C * bits / 32),) uint32."""
-        wire = values.astype(self.dtype)
-        per_word = 4 // self.dtype.itemsize
-        if per_word == 1:
-            return lax.bitcast_convert_type(wire, jnp.uint32)
-        wire = jnp.pad(wire, (0, -wire.size % per_word)).reshape(-1, per_word)
-        return lax.bitcast_convert_type(wire, jnp.uint32)
+        """Writes values (C,), already rounded, as W = ceil(C * bits / 32) words: (W,) uint32.
+
+        Of 16 bits, word i has value i below, and value W + i above: neighbours are read together, as they lie.
+        """
+        words = lax.bitcast_convert_type(values, jnp.uint32)
+        if self.bits == WORD:
+            return words
+        low, high = jnp.pad(words, (0, words.size % 2)).reshape(2, -1)
+        return high & _UPPER_HALF | low >> 16
 
     def decode(self, words: jax.Array, n: int) -> jax.Array:
         """Reads the first n values from their words: (n,) float32."""
-        return lax.bitcast_convert_type(words, self.dtype).reshape(-1)[:n].astype(jnp.float32)
+        if self.bits < WORD:
+            words = jnp.concatenate([words << 16, words & _UPPER_HALF])
+        return lax.bitcast_convert_type(words[:n], jnp.float32)
 
 
 def value_codec(dtype: Any) -> ValueCodec:

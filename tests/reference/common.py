@@ -21,7 +21,11 @@ Turn = Callable[[int], float]
 BLOCK = 1024  # coordinates; each tensor starts at a new block, and its last one may be short
 TOO_LARGE = 2.0**100  # what is added to a residual has to be smaller: jaxcomm's choice, of which no paper knows
 
-VALUE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+VALUE_DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
 
 
 @dataclass

@@ -12,8 +12,10 @@ class PlumpDpReference:
     """K synchronous workers which exchange their gradients densely.
 
     Args:
-        value_dtype: the type in which values travel: each worker rounds its own, the owner of a coordinate adds them up
-            in float32 in the order of the workers, and rounds the sum.
+        value_dtype: the type in which values travel. In bfloat16 each worker rounds its own, the owner of a coordinate
+            adds them up in float32 in the order of the workers, and rounds the sum. In float16 each worker divides its
+            own by K and rounds it, and the network adds them up: here every partial sum is rounded, in the order of
+            the workers.
     """
 
     def __init__(self, value_dtype: str = "float32") -> None:
@@ -25,11 +27,20 @@ class PlumpDpReference:
         gradients = [{name: np.asarray(g, np.float32) for name, g in worker.items()} for worker in gradients]
         if self.dtype == np.float32:
             mean = mean_over_workers(gradients)
+        elif self.dtype == np.float16:
+            mean = {name: self._half_mean([worker[name] for worker in gradients]) for name in gradients[0]}
         else:
             mean = {name: self._narrow_mean([worker[name] for worker in gradients]) for name in gradients[0]}
         if not all_finite([mean]):
             return skipped_step(gradients)
         return StepResult(mean=mean, sent=[0] * K, overflow=[0] * K, skipped=False)
+
+    def _half_mean(self, rows: list[np.ndarray]) -> np.ndarray:
+        total = np.zeros(rows[0].shape, self.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for row in rows:
+                total = total + (row / np.float32(len(rows))).astype(self.dtype)
+        return total.astype(np.float32)
 
     def _narrow_mean(self, rows: list[np.ndarray]) -> np.ndarray:
         total = np.zeros(rows[0].shape, np.float32)

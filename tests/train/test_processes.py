@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import platform
 import re
 import signal
 import socket
@@ -297,12 +298,38 @@ def test_a_process_simulates_its_share_of_the_workers_and_stages(variables, flag
     assert devices == [None if asked_jax else 4 // processes]
 
 
-def test_prepare_jax_leaves_a_thread_pool_that_is_set(monkeypatch):
+def test_prepare_jax_enlarges_the_thread_pool_for_several_devices_unless_it_is_set(monkeypatch):
     updates = []
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")  # or this process would keep all that the tests free
     monkeypatch.setattr(jax.config, "update", lambda *arguments: updates.append(arguments))
     monkeypatch.setenv("PJRT_NPROC", "3")
     prepare_jax()
     assert (os.environ["PJRT_NPROC"], updates) == ("3", [])
     monkeypatch.delenv("PJRT_NPROC")
+    prepare_jax(1)
+    assert "PJRT_NPROC" not in os.environ
+    updates.clear()
     prepare_jax(4)
     assert (os.environ["PJRT_NPROC"], updates) == ("16", [("jax_num_cpu_devices", 4)])
+
+
+_KEEPS = """
+import resource
+import numpy as np
+from train.processes import keep_freed_memory
+keep_freed_memory()
+for _ in range(3):
+    np.ones(20_000_000)  # 160 MB
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+np.ones(20_000_000)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc")
+@pytest.mark.parametrize(("variables", "is_kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
+def test_freed_memory_is_used_again_unless_glibc_is_told_otherwise(variables, is_kept):
+    # With large pages a buffer of 160 MB has 80 pages, with usual ones 39,062.
+    env = {**os.environ, **variables}
+    out = subprocess.run([sys.executable, "-c", _KEEPS], env=env, capture_output=True, text=True, check=True).stdout
+    assert (int(out) < 40) == is_kept

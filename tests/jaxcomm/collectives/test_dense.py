@@ -61,3 +61,20 @@ def test_fused_words_come_apart_again():
     assert words.tolist() == [10, 11, 0, 1, 2]
     for name, part in split_words(words, payload).items():
         assert part.tolist() == payload[name].tolist()
+
+
+def test_in_float16_the_workers_divide_before_they_round_and_add_up():
+    x = np.random.default_rng(0).normal(size=(2, 3000)).astype(np.float32)
+    (mean,), finite = jax.vmap(lambda x: dense_mean([x], "data", "float16"), axis_name="data", out_axes=None)(x)
+    halves = (x / 2).astype(np.float16)
+    assert bool(finite)
+    assert mean.dtype == np.float32
+    np.testing.assert_array_equal(mean, halves[0] + halves[1])
+
+
+@pytest.mark.parametrize(("number", "finite"), [(60_000, True), (65_504, True), (131_100, False)])
+def test_a_float16_beyond_its_range_is_told(number, finite):
+    x = np.zeros((2, 5), np.float32)
+    x[:, 3] = number
+    (mean,), told = jax.vmap(lambda x: dense_mean([x], "data", "float16"), axis_name="data", out_axes=None)(x)
+    assert (bool(told), bool(np.isfinite(mean[3]))) == (finite, finite)

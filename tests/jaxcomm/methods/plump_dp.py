@@ -1,4 +1,4 @@
-"""Plump-DP: the dense mean, in float32 or with every value in bfloat16."""
+"""Plump-DP: the dense mean, in float32 or with every value in 16 bits."""
 
 import math
 from fractions import Fraction
@@ -22,7 +22,7 @@ class PlumpDp(Case):
 
     @property
     def sums_numbers(self) -> bool:
-        return self.option("value_dtype") == "float32"
+        return self.option("value_dtype") != "bfloat16"
 
     def reference(self, tree: str, K: int) -> Any:
         return PlumpDpReference(self.option("value_dtype"))
@@ -31,10 +31,13 @@ class PlumpDp(Case):
         if self.option("value_dtype") == "float32":
             return super().received_bytes(tree, K)
         numbers = sum(math.prod(shape) for shape in TREES[tree].values())
+        if self.option("value_dtype") == "float16":
+            half = Fraction(2 * (K - 1), K) * 2 * numbers
+            return half, half
         part = math.ceil(numbers / (K * 32)) * 32
         # An all-to-all and an all-gather, with a flag in each message.
         both = Fraction(2 * 4 * (K - 1) * (words(part, 16) + 1 + self.sealed)) + self.vote(K)
         return both, both
 
 
-CASES = [PlumpDp.row(), PlumpDp.row(value_dtype="bfloat16")]
+CASES = [PlumpDp.row(), PlumpDp.row(value_dtype="bfloat16"), PlumpDp.row(value_dtype="float16")]
