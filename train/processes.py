@@ -47,8 +47,8 @@ def prepare_jax(simulated_devices: int | None = None) -> None:
     keep_freed_memory()
     if simulated_devices is not None:
         if simulated_devices > 1:
-            # On few cores, jax before 0.12 can dead-lock with several devices unless its thread pool is larger. With one
-            # device the larger pool costs time.
+            # On few cores, jax before 0.12 can dead-lock with several devices unless its thread pool is larger. With
+            # one device a larger pool only costs time.
             os.environ.setdefault("PJRT_NPROC", "16")
         jax.config.update("jax_num_cpu_devices", simulated_devices)
 
@@ -56,8 +56,8 @@ def prepare_jax(simulated_devices: int | None = None) -> None:
 def keep_freed_memory() -> None:
     """Has glibc keep what the process frees, for its next allocation.
 
-    By default it returns every buffer above 32 MB, and the end of its heap, to the kernel, which fills it with zeros, page
-    by page, when the next step asks for it again. Nothing is done where the variables of glibc's allocator are set
+    By default it returns every buffer above 32 MB, and the end of its heap, to the kernel, which fills it with zeros
+    again, page by page, for the next step. Nothing is done where a variable of glibc's allocator is set
     (MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_, GLIBC_TUNABLES), or where the C library is another.
     """
     if any(name in os.environ for name in ("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")):

@@ -20,9 +20,9 @@ def dense_mean(
     """Averages tensors over the workers, all of them at once.
 
     The same on every worker. In float32 it equals `jax.lax.pmean` of every tensor, in one all-reduce. In float16 that
-    all-reduce sums what the workers have divided by K and rounded, and rounds every partial sum. In bfloat16, which some
-    all-reduces send as 32 bits, every worker owns a part, adds it up in float32 in the order of the workers, and rounds
-    the sum once more. Each worker receives 2 (K-1)/K * 4 bytes an element, or half of that.
+    all-reduce sums what the workers have divided by K and rounded, and rounds every partial sum. In bfloat16, which
+    XLA's own all-reduce would send as 32 bits on a CPU, every worker owns a part, adds it up in float32 in the order of
+    the workers, and rounds the sum once more. Each worker receives 2 (K-1)/K * 4 bytes an element, or half of that.
 
     Args:
       tensors: each worker's own, of any floating dtype and shape; may be empty.

@@ -30,9 +30,9 @@ class PlumpDp(Exchange):
 
     Attributes:
       p: local steps from one communication to the next.
-      value_dtype: "float32", "bfloat16" or "float16". What rounding cuts off is lost. bfloat16 has the range of float32 and
-        8 bits of precision. float16 has 11 bits, and a smaller range: what a worker has divided by K is zero below
-        6e-8, and infinite above 65,504. Then the step is skipped; scale the loss down.
+      value_dtype: "float32", "bfloat16" or "float16". What rounding cuts off is lost. bfloat16 has the range of float32
+        and 8 bits of precision. float16 has 11 bits and a smaller range: a gradient divided by K is zero below 3e-8,
+        and infinite above 65,519. Then the step is skipped: scale the loss.
     """
 
     p: int = 1
