@@ -14,15 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
 import jaxcomm as jc
 from jaxcomm.numerics import digest
-from jaxcomm.parallel.sharded_step import SplitState
-from jaxcomm.parallel.state import state_shardings
 from jaxcomm.types import is_per_worker
 
 CHECKSUMS = "checksums"  # the key of the digests, beside the arrays of a state
+Resize = Callable[[jc.TrainState, int], jc.TrainState]
 
 
 class SettingsError(ValueError):
@@ -98,7 +96,7 @@ class Checkpoints:
         return self._manager.reached_preemption(step)
 
     def newest(
-        self, like: jc.TrainState, mesh: Mesh, about: dict[str, Any], say: Callable[[str], None]
+        self, like: jc.TrainState, resize: Resize, about: dict[str, Any], say: Callable[[str], None]
     ) -> Restored | None:
         """Reads the newest checkpoint that can be read; None if there is none at all.
 
@@ -106,7 +104,7 @@ class Checkpoints:
 
         Args:
           like: see `restore`.
-          mesh: see `restore`.
+          resize: see `restore`.
           about: see `restore`.
           say: told why a checkpoint is passed over, a line each.
 
@@ -118,7 +116,7 @@ class Checkpoints:
         for step in steps:
             found, error = None, None
             try:
-                found = self.restore(step, like, mesh, about)
+                found = self.restore(step, like, resize, about)
             except SettingsError:
                 raise
             except Exception as caught:  # of Orbax, TensorStore and JSON, of many kinds
@@ -147,18 +145,17 @@ class Checkpoints:
             (self.folder / str(step)).rename(place)
         _all(True)
 
-    def restore(self, step: int, like: jc.TrainState, mesh: Mesh, about: dict[str, Any]) -> Restored:
-        """Reads a checkpoint back, for as many workers as the mesh has.
+    def restore(self, step: int, like: jc.TrainState, resize: Resize, about: dict[str, Any]) -> Restored:
+        """Reads a checkpoint back, for as many workers as the run has.
 
         Args:
           step: the checkpoint's step.
           like: a fresh state of the run, on the mesh.
-          mesh: the mesh.
+          resize: carries a state over to another number of workers: `step.resize` of the run's step.
           about: what must be the same; the number of workers need not, and there may be more steps.
 
         Raises:
-          SettingsError: if the checkpoint is of another experiment, or of another number of workers where the model is
-            split.
+          SettingsError: if the checkpoint is of another experiment, or its number of workers cannot become the run's.
           ValueError: if an array or the position of the data is not what was saved.
         """
         head = self._manager.restore(
@@ -181,29 +178,37 @@ class Checkpoints:
         if old == new:
             state = self._read(step, _plain(like))
             return Restored(step, _typed(state, like), head["data"], message.strip())
-        split = {axis: size for axis, size in mesh.shape.items() if axis != "data" and size > 1}
-        if split or isinstance(like.opt_state, SplitState):
-            kind = f"on a mesh with {split}" if split else "that hold shards of layers or tables"
+        saved = _typed(self._read(step, self._shapes(step, like)), like)
+        try:
+            resized = resize(saved, new)
+        except ValueError as error:
             raise SettingsError(
-                "Another number of workers is for workers that hold the whole model each, got a checkpoint of "
-                f"{old} workers for {new} {kind}: go on with --workers {old}."
-            )
-        rows = jax.tree.map(lambda node: _on_host(node, old), like, is_leaf=is_per_worker)
-        state = jc.resize_workers(_typed(self._read(step, _plain(rows)), like), new)
-        placed = jax.tree.map(
-            lambda array, sharding: jax.make_array_from_callback(
-                array.shape, sharding, lambda index: np.asarray(array)[index]
-            ),
-            state,
-            state_shardings(like, mesh),
-        )
+                f"The checkpoint in {self.folder} has {old} workers and the run {new}: {error} Or go on with "
+                f"--workers {old}."
+            ) from None
+        state = jax.tree.map(_placed, resized, like)
         message += (
             f"The checkpoint has {old} workers and the run {new}: their residuals were averaged into {new} rows, which "
             "keeps the update that they still owe (the mean over the workers); thresholds are renewed in the next step."
         )
         if is_per_worker(like.params):
             message += " The workers' own parameters and optimizers were averaged as well."
-        return Restored(step, placed, head["data"], message)
+        return Restored(step, state, head["data"], message)
+
+    def _shapes(self, step: int, like: jc.TrainState) -> dict[str, Any]:
+        """Returns NumPy zeros in the shapes of a checkpoint's arrays, by their path.
+
+        Raises:
+          SettingsError: if they are not those of the run's state.
+        """
+        found = dict(ocp.StandardCheckpointHandler().metadata(self.folder / str(step) / "state"))
+        found.pop(CHECKSUMS, None)
+        if different := found.keys() ^ _plain(like).keys():
+            raise SettingsError(
+                f"A checkpoint has the arrays of the run, got one in {self.folder} that differs in "
+                f"{', '.join(sorted(different)[:3])}: go on with the release of jaxcomm that wrote it."
+            )
+        return {name: np.zeros(array.shape, array.dtype) for name, array in found.items()}
 
     def _read(self, step: int, like: Any) -> Any:
         like = like | {CHECKSUMS: np.zeros(len(like), np.uint32)}
@@ -267,8 +272,12 @@ def _typed(plain: dict[str, Any], like: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: plain.get(jax.tree_util.keystr(path), leaf), like)
 
 
-def _on_host(node: Any, workers: int) -> Any:
-    """Returns NumPy zeros in the place of a state's arrays, with rows for as many workers as a checkpoint has."""
-    if is_per_worker(node):
-        return jax.tree.map(lambda rows: np.zeros((workers, *rows.shape[1:]), rows.dtype), node)
-    return np.zeros(node.shape, node.dtype)
+def _placed(array: Any, like: jax.Array) -> jax.Array:
+    """Puts a NumPy array where another of its shape is."""
+    array = np.asarray(array, like.dtype)
+    if array.shape != like.shape:
+        raise SettingsError(
+            f"An array keeps its shape on another number of workers, but for their rows, got {array.shape} for "
+            f"{like.shape}: go on with as many workers as before."
+        )
+    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: array[index])

@@ -112,7 +112,7 @@ def train(
     folder = experiment.out / name
     checkpoints = Checkpoints(folder / "checkpoints")
     done, state = 0, job.start(experiment.seed)
-    restored = checkpoints.newest(state, job.mesh, about, lambda line: progress.say(f"{name}: {line}"))
+    restored = checkpoints.newest(state, job.step.resize, about, lambda line: progress.say(f"{name}: {line}"))
     if restored is None:
         check_fresh(folder, experiment.checkpoint_every)
     else:
@@ -306,7 +306,6 @@ def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
         "rows_per_group",
         "stages",
         "micro_batches",
-        "slices",
         "dense_layers",
         "embeddings",
         "model_parallel",
@@ -316,6 +315,8 @@ def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
     )
     fields = {name: getattr(experiment, name) for name in names}
     fields["format"] = STATE_FORMAT
+    # Slices may come and go, too.
+    fields["workers_per_slice"] = experiment.workers // experiment.slices if experiment.slices > 1 else None
     fields["architecture"] = f"{experiment.architecture.name} {dict(experiment.architecture.options)}"
     fields["cuts"] = experiment.cuts
     fields |= {f"boundary.{name}": value for name, value in dataclasses.asdict(experiment.boundary).items()}

@@ -56,17 +56,18 @@ def prepare_jax(simulated_devices: int | None = None) -> None:
 def keep_freed_memory() -> None:
     """Has glibc keep what the process frees, for its next allocation.
 
-    By default it returns every buffer above 32 MB, and the end of its heap, to the kernel, which fills it with zeros
-    again, page by page, for the next step. Nothing is done where a variable of glibc's allocator is set
-    (MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_, GLIBC_TUNABLES), or where the C library is another.
+    By default it returns every buffer above 32 MB, the end of its heap, and the heaps that it makes for threads, to the
+    kernel, which fills them with zeros again, page by page, for the next step. Nothing is done where a variable of
+    glibc's allocator is set (one of MALLOC_..., or GLIBC_TUNABLES), or where the C library is another.
     """
-    if any(name in os.environ for name in ("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")):
+    if any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
         return
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
-        trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
+        trim_threshold, mmap_max, arena_max = -1, -4, -8  # M_TRIM_THRESHOLD and so on, of malloc.h
         set_option(trim_threshold, -1)  # no trimming
         set_option(mmap_max, 0)
+        set_option(arena_max, 1)
 
 
 def connect(

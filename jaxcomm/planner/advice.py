@@ -35,7 +35,7 @@ from jaxcomm.planner.costs import (
 )
 from jaxcomm.planner.dense_layers import WAYS, Layer, LayerCost, layer_cost, layers_of, measure_layer, modelled_layer
 from jaxcomm.planner.links import Links, agreed, given_links, measure_links
-from jaxcomm.planner.prediction import CLOSE, DENSE, Advice, Prediction, break_even, verdict_of
+from jaxcomm.planner.prediction import ALL_DENSE, CLOSE, DENSE, Advice, Prediction, break_even, verdict_of
 from jaxcomm.traffic import Program, Traffic
 
 _TYPICAL_COPY = 1 / 10e9  # seconds a byte of a device that nobody measured
@@ -57,6 +57,7 @@ def candidates(axis_name: AxisName = "data", *, local: bool = True) -> dict[str,
     exchanges = {
         "plump_dp": make(methods.plump_dp),
         DENSE: narrow,
+        "plump_dp(float16)": make(methods.plump_dp, value_dtype="float16"),
         "dct_dp(0.99)": make(methods.dct_dp, 0.99),
         "topk(0.99)": make(methods.topk, 0.99),
         "random_k(0.9)": make(methods.random_k, 0.9),
@@ -140,23 +141,24 @@ def advise(
         return functools.reduce(Cost.plus, layers, cost)
 
     # Of the dense exchange the whole step; of the others what they compute more or less than that.
-    dense = ["plump_dp", DENSE]
     step = lower_step(bench, loss, optax.chain(asked.chosen["plump_dp"], optimizer), own, rows)
-    whole, *exchanges = [timing.cost() for timing in compile_all([step, *map(lower, dense)])]
-    coding = dict(zip(dense, exchanges, strict=True))
+    whole, *exchanges = [timing.cost() for timing in compile_all([step, *map(lower, ALL_DENSE)])]
+    coding = dict(zip(ALL_DENSE, exchanges, strict=True))
     compute, copy = whole.beyond(coding["plump_dp"]), measure_copy(bench)
     modelled = {
         name: None if name in WAYS else modelled_coding(tx, params, workers, copy) for name, tx in asked.chosen.items()
     }
     # The table is of another machine: it says how the methods compare with the dense exchanges, which were timed.
-    timed = [(coding[name], modelled[name]) for name in dense]
+    timed = [(coding[name], modelled[name]) for name in ALL_DENSE]
     factor = statistics.fmean(found.seconds / known.seconds if known else 1.0 for found, known in timed)
 
     def promise(name: str) -> float:
         cost = modelled[name]
         return math.inf if cost is None else cost.seconds * factor + links.wire(asked.reports[name]).seconds
 
-    rest = sorted((name for name in asked.chosen if name not in dense), key=promise)  # in one order on all processes
+    rest = sorted(
+        (name for name in asked.chosen if name not in ALL_DENSE), key=promise
+    )  # in one order on all processes
     for start in range(0, len(rest), _TOGETHER):
         together = rest[start : start + _TOGETHER]
         in_time = agreed(time.perf_counter() - begin, mesh) < seconds
@@ -250,7 +252,7 @@ def _ask(
 ) -> _Asked:
     """Finds what is compared, and its bytes; `metrics` are what every step sends beside its exchange."""
     usual = candidates(axis_name)
-    chosen = usual if given is None else {name: usual[name] for name in ("plump_dp", DENSE)} | dict(given)
+    chosen = usual if given is None else {name: usual[name] for name in ALL_DENSE} | dict(given)
     leaves = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     layers = layers_of(leaves, dense_layers or {}, sizes, axis_name)
     beside = dict.fromkeys(chosen, metrics)

@@ -10,6 +10,7 @@ from jaxcomm.planner.dense_layers import LayerCost
 from jaxcomm.planner.links import Wire
 
 DENSE = "plump_dp(bfloat16)"  # what everything is compared with
+ALL_DENSE = ("plump_dp", DENSE, "plump_dp(float16)")  # what "keep dense" may mean
 CLOSE = 0.05  # how much longer than its computing a step of a local method may be to count as close to it
 _WORTHWHILE = 1.05  # times faster than dense: less is called as fast as dense
 
@@ -71,7 +72,7 @@ class Advice:
       seconds: that measuring took.
       predictions: of every method, the fastest first.
       layers: of the dense layers that were asked about, in each way that they can be computed in.
-      best: the exchange of gradients to use; `DENSE` or "plump_dp" for "keep dense". Local methods are another
+      best: the exchange of gradients to use; one of `ALL_DENSE` for "keep dense". Local methods are another
         training, which the verdict mentions where they are faster.
       verdict: why, in a sentence.
     """
@@ -178,7 +179,7 @@ def verdict_of(rows: list[Prediction]) -> tuple[str, str]:
 
 
 def _verdict_of_exchanges(rows: list[Prediction]) -> tuple[str, str]:
-    dense = min((row for row in rows if row.method in ("plump_dp", DENSE)), key=lambda row: row.step)
+    dense = min((row for row in rows if row.method in ALL_DENSE), key=lambda row: row.step)
     best = rows[0]
     if best.method == dense.method:
         return dense.method, f"keep dense: {dense.method}. No compressor is predicted to be faster on this link."

@@ -40,7 +40,7 @@ def checkpoints(tmp_path):
 
 def test_what_was_saved_is_not_changed_by_donating_steps(checkpoints):
     """Saving goes on in the background, while the next steps write over the memory of the state."""
-    mesh, state = make_state(4, size=2**20)
+    _, state = make_state(4, size=2**20)
     fresh = make_state(4, size=2**20, seed=1)[1]
 
     def change(leaf):
@@ -54,7 +54,7 @@ def test_what_was_saved_is_not_changed_by_donating_steps(checkpoints):
             state = step(state)
         jax.block_until_ready(state)
         checkpoints.wait()
-        restored = checkpoints.restore(number, fresh, mesh, ABOUT)
+        restored = checkpoints.restore(number, fresh, jc.resize_workers, ABOUT)
         assert (restored.data, restored.message) == ({"step": number}, "")
         assert all(jax.tree.leaves(jax.tree.map(np.array_equal, restored.state, expected)))
 
@@ -68,7 +68,7 @@ def test_the_two_newest_are_kept_and_a_step_is_written_once(checkpoints):
     checkpoints.wait()
     assert checkpoints.last() == 9
     assert sorted(int(path.name) for path in checkpoints.folder.iterdir()) == [5, 9]
-    assert checkpoints.restore(9, *reversed(make_state(4)), ABOUT).data == {"step": 9}
+    assert checkpoints.restore(9, make_state(4)[1], jc.resize_workers, ABOUT).data == {"step": 9}
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 6, 8])
@@ -76,8 +76,8 @@ def test_another_number_of_workers_keeps_the_mean_over_the_rows(workers, checkpo
     _, state = make_state(4)
     checkpoints.save(3, state, {"step": 3}, ABOUT)
     checkpoints.wait()
-    mesh, like = make_state(workers, seed=1)
-    restored = checkpoints.restore(3, like, mesh, ABOUT | {"workers": workers})
+    _, like = make_state(workers, seed=1)
+    restored = checkpoints.restore(3, like, jc.resize_workers, ABOUT | {"workers": workers})
     exchange, before = restored.state.opt_state[0], state.opt_state[0]
     assert exchange.residual.rows.shape == (workers, before.residual.rows.shape[1])
     for name in ("residual", "threshold"):
@@ -93,13 +93,13 @@ def test_another_number_of_workers_keeps_the_mean_over_the_rows(workers, checkpo
 
 
 def test_settings_that_differ_are_named_with_both_values(checkpoints):
-    mesh, state = make_state(4)
+    _, state = make_state(4)
     checkpoints.save(3, state, {"step": 3}, ABOUT)
     checkpoints.wait()
     with pytest.raises(
         ValueError, match=r"learning_rate 0\.1 \(now 0\.2\), seed None \(now 1\): give the same settings"
     ):
-        checkpoints.restore(3, state, mesh, ABOUT | {"learning_rate": 0.2, "seed": 1})
+        checkpoints.restore(3, state, jc.resize_workers, ABOUT | {"learning_rate": 0.2, "seed": 1})
 
 
 def flip(array, checkpoints, step, tmp_path):
@@ -120,7 +120,7 @@ def flip(array, checkpoints, step, tmp_path):
 @pytest.fixture
 def two(checkpoints):
     """Checkpoints of the steps 5 and 9, all that is said, and what reads the newest."""
-    mesh, state = make_state(4)
+    _, state = make_state(4)
     for number in (5, 9):
         checkpoints.save(
             number,
@@ -132,7 +132,7 @@ def two(checkpoints):
     said = []
 
     def newest(about=ABOUT):
-        return checkpoints.newest(make_state(4, seed=1)[1], mesh, about, said.append)
+        return checkpoints.newest(make_state(4, seed=1)[1], jc.resize_workers, about, said.append)
 
     return newest, said
 
@@ -209,16 +209,16 @@ def test_settings_that_differ_are_no_damage(two, checkpoints):
 
 
 def test_a_run_can_be_made_longer_and_not_shorter(checkpoints):
-    mesh, state = make_state(4)
+    _, state = make_state(4)
     checkpoints.save(3, state, {"step": 3}, ABOUT | {"steps": 10})
     checkpoints.wait()
-    assert checkpoints.restore(3, state, mesh, ABOUT | {"steps": 10}).message == ""
-    longer = checkpoints.restore(3, state, mesh, ABOUT | {"steps": 25})
+    assert checkpoints.restore(3, state, jc.resize_workers, ABOUT | {"steps": 10}).message == ""
+    longer = checkpoints.restore(3, state, jc.resize_workers, ABOUT | {"steps": 25})
     assert longer.message == "The run of 10 steps is now one of 25, and so is its schedule."
     with pytest.raises(SettingsError, match=r"steps 10 \(now 8\)"):
-        checkpoints.restore(3, state, mesh, ABOUT | {"steps": 8})
+        checkpoints.restore(3, state, jc.resize_workers, ABOUT | {"steps": 8})
 
 
 def test_there_is_nothing_to_read_at_the_start(checkpoints):
-    mesh, state = make_state(4)
-    assert checkpoints.newest(state, mesh, ABOUT, print) is None
+    _, state = make_state(4)
+    assert checkpoints.newest(state, jc.resize_workers, ABOUT, print) is None

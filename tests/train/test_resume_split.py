@@ -99,23 +99,13 @@ def test_what_is_compared_is_there_to_be_lost(runs):
 @pytest.mark.parametrize(
     ("case", "changes", "said"),
     [
-        (
-            "pipeline",
-            {"workers": 1},
-            r"a checkpoint of 2 workers for 1 on a mesh with \{'stage': 2\}: .* --workers 2",
-        ),
-        ("slices", {"workers": 2}, r"a checkpoint of 4 workers for 2 on a mesh with \{'slice': 2\}: .* --workers 4"),
         ("pipeline", {"boundary": jc.dct_mp}, r"with boundary 'TopKGradientBoundary' \(now None\)"),
         ("sketch", {"boundary": TopKGradientBoundary}, r"boundary 'SketchBoundary' \(now 'TopKGradientBoundary'\)"),
         ("pipeline", {"stages": 3}, r"with stages 2 \(now 3\): give the same settings"),
         ("pipeline", {"micro_batches": 1}, r"with micro_batches 2 \(now 1\)"),
         ("pipeline", {"cuts": (1,)}, r"with cuts None \(now \[1\]\)"),
-        ("slices", {"slices": 1}, r"with slices 2 \(now 1\)"),
-        (
-            "layers in slices",
-            {"workers": 4},
-            r"of 2 workers for 4 that hold shards of layers or tables: go on with --workers 2",
-        ),
+        ("slices", {"slices": 1}, r"with workers_per_slice 2 \(now None\)"),
+        ("slices", {"workers": 8}, r"with workers_per_slice 2 \(now 4\)"),
         ("late", {"workers": 1}, r"with late \['0/layer', '1/layer'\] \(now \[\]\)"),
         ("running statistics", {"rows_per_group": 6}, r"with rows_per_group 4 \(now 6\)"),
     ],
@@ -126,6 +116,43 @@ def test_another_mesh_is_refused_and_nothing_changed(case, changes, said, runs):
     with pytest.raises(ValueError, match=said):
         six(out / "whole", case, **changes)
     assert files(out) == before
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("pipeline", {"workers": 1}),
+        ("pipeline", {"workers": 4}),
+        ("slices", {"workers": 6, "slices": 3}),
+        ("slices", {"workers": 8, "slices": 4}),
+        ("layers in slices", {"workers": 4}),
+    ],
+)
+def test_a_split_run_goes_on_with_another_number_of_workers(case, changes, runs, tmp_path):
+    """What is still owed, the mean of the workers' residuals, is kept by every stage and share; so is the model."""
+    made = runs(case)
+    folder, before, workers = shutil.copytree(made.out / "whole", tmp_path / "copy"), made.whole, changes["workers"]
+    told = Told()
+    resized = six(folder, case, told, **changes)  # no step: as the checkpoint was read
+    assert resized.losses == []
+    assert f"and the run {workers}: their residuals were averaged into {workers} rows" in told.messages[0]
+    assert_same_bits(resized.state.params, before.state.params)
+
+    def owed(state):  # stages or shares first
+        exchange = state.opt_state[0]
+        if case == "slices":
+            rows = np.asarray(exchange.memory.residual.rows)  # of the workers of every share, one after the other
+            return rows.reshape(len(rows) // 2, 2, -1).mean(0)
+        if case == "pipeline":
+            return np.asarray(exchange.residual.rows).mean(1)
+        return np.ones(1)  # layers that are sharded owe nothing
+
+    kept = owed(before.state)
+    assert np.any(kept != 0)
+    np.testing.assert_allclose(owed(resized.state), kept, rtol=0, atol=1e-6 * np.abs(kept).max())
+    trained = six(folder, case, steps=8, **changes)
+    assert np.all(np.isfinite(trained.losses))
+    assert len(trained.losses) == 2
 
 
 def test_running_statistics_go_on_with_another_number_of_workers(runs, tmp_path):

@@ -185,6 +185,7 @@ def test_a_thorough_advice_times_everything_or_says_what_it_did_not():
     assert {row.method: row.measured for row in hurried.predictions} == {
         "plump_dp": True,
         "plump_dp(bfloat16)": True,
+        "plump_dp(float16)": True,
         "topk": False,
         "mine": True,  # nothing is known of it
     }
