@@ -144,6 +144,8 @@ class Experiment:
     """Folder of prepared datasets; $TFDS_DATA_DIR or ~/tensorflow_datasets if not given."""
     json: Path | None = None
     """File for the final table, as a list of records."""
+    tensorboard: bool = False
+    """Write the metrics of every step for TensorBoard as well, into the run's folder."""
     coordinator: str | None = None
     """HOST:PORT of process 0, for a run of several processes; or $JAXCOMM_COORDINATOR."""
     process_id: int | None = None

@@ -23,10 +23,10 @@ from jaxcomm.numerics import is_finite_tree
 from jaxcomm.types import ExchangeMetrics, PerWorker, is_per_worker
 
 P = ParamSpec("P")
+SCOPE = "jaxcomm.update"  # of `jax.named_scope`, in which all of an exchange is, with all of its collectives
 # Chooses leaves: a regular expression that is searched for in a leaf's path ("encoder/kernel"), or a function of the
 # path and the leaf, of which shape and dtype may be read.
 Where = str | Callable[[str, Any], bool]
-SCOPE = "jaxcomm.exchange"  # of `jax.named_scope`, in which all collectives of an exchange are: profilers show it
 
 
 @jax.tree_util.register_dataclass

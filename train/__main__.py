@@ -1,7 +1,8 @@
-"""Train a model with compressed gradients: `python -m train [NAME] [options]`; `python -m train compare [NAME]`.
+"""Train a model with compressed gradients: `python -m train [NAME] [options]`.
 
 NAME is an experiment of `configs`, "digits" if it is left out; `python -m train NAME --help` explains every field.
-`compare` trains every method with several seeds: `python -m train compare --help`.
+`python -m train compare [NAME]` trains every method with several seeds, and `python -m train report RUN` draws figures
+of runs as a page; both have a `--help` too.
 """
 
 import dataclasses
@@ -29,6 +30,10 @@ def main(argv: Sequence[str]) -> int:
             from train.compare import main as compare
 
             return compare(argv[1:])
+        if argv and argv[0] == "report":
+            from train.report import main as report
+
+            return report(argv[1:])
         experiment = parse(argv)
         if experiment.restarts and not is_supervised():
             pause = None if is_addressed(experiment.coordinator) else LONG_PAUSE

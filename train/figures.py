@@ -1,7 +1,10 @@
-"""Figures of runs, as PNG files."""
+"""Figures of runs, as PNG files, and as SVG for a page."""
 
+import io
 import math
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +98,74 @@ def label_points(
                 label.set(position=(right, up), ha="left" if right >= 0 else "right")
                 taken.append(box)
                 break
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a panel.
+
+    Attributes:
+      x: ascending.
+      y: as many; NaN leaves a gap.
+      label: of its run.
+      number: of its run, which has the same colour in all panels.
+      style: "line", "thin" or "marks".
+    """
+
+    x: Sequence[float]
+    y: Sequence[float]
+    label: str
+    number: int
+    style: str
+
+    @staticmethod
+    def colour(number: int) -> str:
+        """Returns the colour of a run, as "#rrggbb"."""
+        import matplotlib
+        import matplotlib.colors
+
+        return matplotlib.colors.to_hex(matplotlib.colormaps["tab10"](number % 10))
+
+
+def draw_panels(panels: Mapping[str, Sequence[Line]], label: str, *, logarithmic: bool, salt: str) -> str:
+    """Draws lines in panels side by side, each with its own x axis, and returns them as an SVG element.
+
+    Args:
+      panels: by the label of the x axis.
+      label: of the y axis, which all share.
+      logarithmic: whether it is; numbers of 0 are then left out, and it is linear where nothing else is there.
+      salt: what makes the names inside the element different from those of other elements in the page.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    styles = {
+        "line": {"linewidth": 1.4},
+        "thin": {"linewidth": 0.7, "alpha": 0.45},
+        "marks": {"linewidth": 1.4, "marker": "o", "markersize": 3.5},
+    }
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": "sans-serif"}):
+        figure, axes = plt.subplots(1, len(panels), figsize=(11, 3.2), sharey=True, layout="constrained", squeeze=False)
+        drawn = [y for lines in panels.values() for line in lines for y in line.y]
+        is_logarithmic = logarithmic and any(y > 0 for y in drawn)
+        for panel, (name, lines) in zip(axes[0], panels.items(), strict=True):
+            labelled = set()
+            for line in sorted(lines, key=lambda line: line.style == "thin"):  # the legend shows the bold ones
+                y = [value if value > 0 or not is_logarithmic else math.nan for value in line.y]
+                own = None if line.label in labelled else line.label
+                labelled.add(line.label)
+                panel.plot(line.x, y, label=own, color=Line.colour(line.number), **styles[line.style])
+            panel.set(xlabel=name, yscale="log" if is_logarithmic else "linear")
+            panel.grid(alpha=0.3)
+        axes[0][0].set_ylabel(label)
+        if axes[0][0].lines:
+            axes[0][0].legend(fontsize="small")
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+        plt.close(figure)
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :]  # without the XML declaration, which a page has none of
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    return re.sub(r' id="[\w.]+_\d+"', "", svg)  # figure_1, axes_1, ...: the same in every element

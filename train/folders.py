@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 RUNS, LOCK = "runs.json", "lock"  # files of a run's folder
+METRICS, SETTINGS = "metrics.jsonl", "settings.json"  # files of a method's folder in it
 
 
 @contextlib.contextmanager
@@ -62,7 +63,7 @@ def check_fresh(folder: Path, checkpoint_every: int) -> None:
     Raises:
       ValueError: if it has.
     """
-    metrics, checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
+    metrics, checkpoints = folder / METRICS, folder / "checkpoints"
     steps = len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
     if steps > checkpoint_every and not any(checkpoints.iterdir() if checkpoints.exists() else ()):
         raise ValueError(

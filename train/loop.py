@@ -23,7 +23,7 @@ from jaxcomm.parallel.replicas import differing_replicas
 from jaxcomm.types import is_per_worker
 from train.checkpoints import Checkpoints
 from train.data import eval_batches, open_text, train_batches
-from train.folders import check_fresh
+from train.folders import METRICS, SETTINGS, check_fresh
 from train.goodput import Goodput
 from train.job import Job, make_job
 from train.methods import is_rare, run_name
@@ -120,7 +120,11 @@ def train(
         batches.restore(restored.data)
         progress.say(f"{name}: resumed after step {done}. {restored.message}".rstrip())
     rare = partial(is_rare, method)
-    log = Log(folder / "metrics.jsonl", job.report, rare, after=done, writes=processes.index == 0)
+    shows = processes.index == 0
+    log = Log(folder / METRICS, job.report, rare, after=done, writes=shows, tensorboard=experiment.tensorboard)
+    if shows:
+        sizes = {"parameters": job.report.parameters, "dense_bytes": job.dense}
+        (folder / SETTINGS).write_text(json.dumps(about | sizes, indent=2) + "\n")
     goodput.take(name, done, log.dropped)
 
     def evaluate(state: jc.TrainState, *, at_end: bool) -> dict[str, float]:

@@ -3,13 +3,16 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import jaxcomm as jc
 from train.tables import plain
+
+EXCHANGE = ("sent", "overflow", "skipped", "drained", "bytes_received")  # metrics that are not the loss function's
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,16 @@ class Log:
       bytes_received: of every step, those of before the resume included.
     """
 
-    def __init__(self, path: Path, report: jc.WireReport, is_rare: Callable[[int], bool], *, after: int, writes: bool):
+    def __init__(
+        self,
+        path: Path,
+        report: jc.WireReport,
+        is_rare: Callable[[int], bool],
+        *,
+        after: int,
+        writes: bool,
+        tensorboard: bool = False,
+    ):
         """Opens the file.
 
         Args:
@@ -102,6 +114,7 @@ class Log:
           is_rare: whether a step, from 1, is known to cost the most; those that drain say so themselves.
           after: the step of the checkpoint that the run goes on from, 0 at the start. Lines of later steps are dropped.
           writes: False for all processes but one.
+          tensorboard: whether to write scalars for TensorBoard as well, in the same folder.
         """
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         records = [json.loads(line) for line in lines if line.endswith("\n")]  # a killed run may leave half a line
@@ -116,7 +129,10 @@ class Log:
         for record in records:
             self._count(record)
         self.bytes_received = records[-1]["bytes_received"] if records else 0.0
+        # Since the run began, the time between a stop and a resume left out.
+        self._began = time.perf_counter() - (records[-1].get("seconds", 0.0) if records else 0.0)
         self._file: IO[str] | None = None
+        self._board = Board(path.parent, after) if writes and tensorboard else None
         if writes:
             path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_suffix(".draft")
@@ -140,13 +156,16 @@ class Log:
         self.overflow += values["overflow"]
         self.skipped += values["skipped"]
         self.bytes_received += self._bytes_of(step, is_rare=bool(values["drained"]) or self._is_rare(step))
-        line = {"step": step, **values, "bytes_received": self.bytes_received}
+        seconds = round(time.perf_counter() - self._began, 4)
+        line = {"step": step, **values, "bytes_received": self.bytes_received, "seconds": seconds}
         if test is not None:
             line |= {f"test_{name}": value for name, value in test.items()}
             self.evaluations.append(_evaluation(line))
         if self._file is not None:
             self._file.write(json.dumps(plain(line)) + "\n")
             self._file.flush()
+        if self._board is not None:
+            self._board.write(line)
         self._count(line)
         return line
 
@@ -166,6 +185,47 @@ class Log:
         """Writes what is left."""
         if self._file is not None:
             self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+class Board:
+    """Scalars for TensorBoard, one a number of `Log`'s lines; `tensorboard --logdir runs` shows every method as a run.
+
+    Names have a part before the slash by which TensorBoard groups them: "train/loss", "test/loss", "exchange/sent".
+    """
+
+    def __init__(self, folder: Path, after: int):
+        """Opens a file in the folder.
+
+        Args:
+          folder: of one method.
+          after: the last step that counts; TensorBoard drops what an earlier start wrote of later steps.
+
+        Raises:
+          ValueError: if tensorboardX is not installed.
+        """
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            raise ValueError("--tensorboard needs tensorboardX; got none. pip install tensorboardX.") from None
+        self._writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Writes a line; NaN and infinity as they are, which TensorBoard marks."""
+        for name, value in line.items():
+            if name not in ("step", "seconds"):
+                self._writer.add_scalar(_tag(name), value, line["step"])
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._writer.close()
+
+
+def _tag(name: str) -> str:
+    if name.startswith("test_"):
+        return f"test/{name.removeprefix('test_')}"
+    return f"{'exchange' if name in EXCHANGE else 'train'}/{name}"
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 
+from jaxcomm.scopes import EXCHANGE
+
 AxisName = str | tuple[str, ...]  # the workers may be along several axes of a mesh
 
 # The name of an axis of one worker, along which parameters are made to differ to see what depends on them: JAX tracks
@@ -122,9 +124,10 @@ def zeros_varying_as(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax
 
 def all_gather_same(value: jax.Array, axis_name: AxisName) -> jax.Array:
     """Gathers every worker's value, (K, *shape), the same on every worker, as far as JAX can be told."""
-    if all(is_tracked(name) for name in axis_names(axis_name)):
-        return lax.all_gather(value, axis_name, to="invarying")
-    return lax.all_gather(value, axis_name)
+    with jax.named_scope(EXCHANGE):
+        if all(is_tracked(name) for name in axis_names(axis_name)):
+            return lax.all_gather(value, axis_name, to="invarying")
+        return lax.all_gather(value, axis_name)
 
 
 def check_per_worker(gradients: Any, axis_name: str) -> None:

@@ -24,6 +24,7 @@ from jaxcomm.collectives.reduced import Sent, SparseReduced
 from jaxcomm.collectives.status import read_status, write_status
 from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.layout import BLOCK, Layout
+from jaxcomm.scopes import DECODE, ENCODE
 from jaxcomm.selectors import Selection, compact, compact_rows, select_topk
 from jaxcomm.types import Payload
 
@@ -81,6 +82,7 @@ class Regions:
         first = np.arange(self.workers, dtype=np.int32)[:, None] * self.size
         return jnp.minimum((position + first).reshape(-1), self.layout.n - 1)
 
+    @jax.named_scope(ENCODE)
     def _encode(self, values: jax.Array, selection: Selection, header: list[jax.Array]) -> tuple[Payload, Selection]:
         """Writes the selected values of one region (size,) float32."""
         indices, selection = self.indices.encode(selection)
@@ -90,6 +92,7 @@ class Regions:
         words = jnp.stack([number.astype(jnp.uint32) for number in header])
         return {"header": words, "values": self.values.encode(self.values.rounded(sent)), **indices}, selection
 
+    @jax.named_scope(DECODE)
     def _decode(self, payload: Payload) -> tuple[jax.Array, jax.Array]:
         """Reads the positions in a region and the values."""
         return self.indices.decode(payload), self.values.decode(payload["values"], self.region.n_slots)
@@ -128,7 +131,8 @@ class Regions:
                 position, sent = self._decode(one)
                 return total.at[position].add(sent, mode="promise_in_bounds"), None
 
-            total, _ = lax.scan(add, zeros_varying_as((size,), jnp.float32, received), payloads)
+            with jax.named_scope(DECODE):
+                total, _ = lax.scan(add, zeros_varying_as((size,), jnp.float32, received), payloads)
             headers = payloads["header"]  # (K, 3): status, sent, overflow
             sound, overfull = read_status(headers[:, 0])
             sound = sound & jnp.isfinite(total).all()
@@ -144,10 +148,11 @@ class Regions:
 
         code, dropped, is_intact = two_shot(jax.vmap(fuse)(payload), at_owner, axis_name, self.checksum)
         results = jax.vmap(lambda row: split_words(row, like))(code)
-        position, sums = jax.vmap(self._decode)(results)  # (K, R) each
         first = np.arange(k, dtype=np.int32)[:, None] * size
-        total = jnp.zeros(k * size, jnp.float32)
-        total = total.at[(position + first).reshape(-1)].add(sums.reshape(-1), mode="promise_in_bounds")
+        with jax.named_scope(DECODE):
+            position, sums = jax.vmap(self._decode)(results)  # (K, R) each
+            total = jnp.zeros(k * size, jnp.float32)
+            total = total.at[(position + first).reshape(-1)].add(sums.reshape(-1), mode="promise_in_bounds")
         headers = results["header"]
         finite, overfull = read_status(headers[:, 0])
         return SparseReduced(

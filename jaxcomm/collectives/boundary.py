@@ -10,6 +10,7 @@ from jax import lax
 
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import AxisName
+from jaxcomm.scopes import DECODE, ENCODE, EXCHANGE
 
 
 class Encoded(NamedTuple):
@@ -109,14 +110,17 @@ _send.defvjp(_send_forward, _send_backward)
 def _permute(formats: tuple[Format, ...], route: tuple[AxisName, int, int], sent: list[Encoded]) -> list[Encoded]:
     """Moves values and indices of all arrays as one buffer of 32-bit words."""
     axis_name, source, target = route
-    parts = [
-        part for f, each in zip(formats, sent, strict=True) for part in (f.values_as.encode(each.values), each.words)
-    ]
-    buffer = lax.ppermute(jnp.concatenate(parts), axis_name, [(source, target)])
+    with jax.named_scope(ENCODE):
+        pairs = [(f.values_as.encode(each.values), each.words) for f, each in zip(formats, sent, strict=True)]
+        parts = [part for pair in pairs for part in pair]
+        buffer = jnp.concatenate(parts)
+    with jax.named_scope(EXCHANGE):
+        buffer = lax.ppermute(buffer, axis_name, [(source, target)])
     arrived, start = [], 0
     for f, each, values, words in zip(formats, sent, parts[::2], parts[1::2], strict=True):
         middle, end = start + values.size, start + values.size + words.size
-        decoded = f.values_as.decode(buffer[start:middle], each.values.size).astype(each.values.dtype)
+        with jax.named_scope(DECODE):
+            decoded = f.values_as.decode(buffer[start:middle], each.values.size).astype(each.values.dtype)
         arrived.append(Encoded(decoded, buffer[middle:end]))
         start = end
     return arrived

@@ -15,6 +15,7 @@ from jaxcomm.collectives.axis import AxisName
 from jaxcomm.collectives.gather import gather_words
 from jaxcomm.collectives.reduced import Reduced, SparseReduced
 from jaxcomm.numerics import digest
+from jaxcomm.scopes import EXCHANGE
 
 Sum = TypeVar("Sum", Reduced, SparseReduced)
 
@@ -31,6 +32,7 @@ def move(words: jax.Array, collective: Callable[[jax.Array], jax.Array], checksu
       What arrived, (..., m), and whether all of it is as it was sent: () bool, which each worker knows of itself alone,
       also where all were sent the same; True without a checksum.
     """
+    collective = jax.named_scope(EXCHANGE)(collective)
     if not checksum:
         return collective(words), jnp.asarray(True)
     arrived = collective(jnp.concatenate([words, _digests(words)], axis=-1))
@@ -48,7 +50,8 @@ def agreed(reduced: Sum, axis_name: AxisName, checksum: bool) -> Sum:
     if not checksum:
         return reduced
     # Each worker's own number: XLA takes what was gathered to be the same on all, and need not ask for their sum.
-    broken = lax.psum(jnp.where(reduced.ok, 0, 1 + lax.axis_index(axis_name)), axis_name)
+    with jax.named_scope(EXCHANGE):
+        broken = lax.psum(jnp.where(reduced.ok, 0, 1 + lax.axis_index(axis_name)), axis_name)
     return reduced._replace(ok=broken == 0)
 
 

@@ -10,6 +10,7 @@ from jaxcomm.collectives.checksum import agreed, gather_checked
 from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.layout import BLOCK
+from jaxcomm.scopes import DECODE, ENCODE
 
 COLLECTIVES = ("gather", "two_shot")
 
@@ -56,10 +57,12 @@ def coded_sum(
     return agreed(reduced, axis_name, checksum)
 
 
+@jax.named_scope(ENCODE)
 def _with_flag(words: jax.Array, flag: jax.Array) -> jax.Array:
     return jnp.append(words, flag.astype(jnp.uint32))
 
 
+@jax.named_scope(DECODE)
 def _add_up(rows: jax.Array, codec: PartCodec, m: int, start: jax.Array | int) -> jax.Array:
     """Adds coded vectors (K, words + 1) up in the order of the workers: (m,) float32."""
 
@@ -71,7 +74,8 @@ def _add_up(rows: jax.Array, codec: PartCodec, m: int, start: jax.Array | int) -
 
 
 def _gather(vector: jax.Array, flag: jax.Array, codec: PartCodec, axis_name: str, checksum: bool) -> Reduced:
-    words = codec.encode(vector, 0)
+    with jax.named_scope(ENCODE):
+        words = codec.encode(vector, 0)
     own = _with_flag(words, flag)
     rows, is_intact = gather_checked(own, axis_name, checksum)  # (K, words + 1)
     total = _add_up(rows, codec, vector.size, 0)
@@ -91,11 +95,13 @@ def _two_shot(
     k, n, me = axis_size(axis_name), vector.size, lax.axis_index(axis_name)
     starts = jnp.arange(k) * size
     parts = jnp.pad(vector, (0, k * size - n)).reshape(k, size)
-    words = jax.vmap(first.encode)(parts, starts)
+    with jax.named_scope(ENCODE):
+        words = jax.vmap(first.encode)(parts, starts)
 
     def at_owner(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         total = _add_up(rows, first, size, me * size)
-        code = second.encode(total, me * size)
+        with jax.named_scope(ENCODE):
+            code = second.encode(total, me * size)
         dropped = total - second.decode(code, size, me * size)
         # What this worker holds back itself, and now for others as well, must stay finite, or it could never leave.
         own = parts[me] - first.decode(words[me], size, me * size)
@@ -104,7 +110,8 @@ def _two_shot(
 
     rows = jax.vmap(lambda row: _with_flag(row, flag))(words)
     code, dropped, is_intact = two_shot(rows, at_owner, axis_name, checksum)
-    total = jax.vmap(lambda row, start: second.decode(row[:-1], size, start))(code, starts)
+    with jax.named_scope(DECODE):
+        total = jax.vmap(lambda row, start: second.decode(row[:-1], size, start))(code, starts)
 
     def residual() -> jax.Array:
         kept = parts - jax.vmap(lambda row, start: first.decode(row, size, start))(words, starts)

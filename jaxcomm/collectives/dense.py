@@ -10,6 +10,7 @@ from jax import lax
 from jaxcomm.codecs import value_codec
 from jaxcomm.collectives.axis import AxisName, axis_size
 from jaxcomm.collectives.shared_mask import compact_sum
+from jaxcomm.scopes import EXCHANGE
 
 DenseDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -40,9 +41,13 @@ def dense_mean(
     vector = jnp.concatenate([tensor.reshape(-1).astype(jnp.float32) for tensor in tensors])
     if value_dtype == "float16":
         part = (vector / axis_size(axis_name)).astype(jnp.float16)
-        mean = lax.psum(part, axis_name).astype(jnp.float32)
+        with jax.named_scope(EXCHANGE):
+            mean = lax.psum(part, axis_name)
+        mean = mean.astype(jnp.float32)
     elif value_dtype == "float32":
-        mean = lax.psum(vector, axis_name) / axis_size(axis_name)  # (n,)
+        with jax.named_scope(EXCHANGE):
+            mean = lax.psum(vector, axis_name)
+        mean = mean / axis_size(axis_name)  # (n,)
     else:
         # Tensor by tensor: of the vector, XLA would concatenate them once more, element by element.
         finite = jnp.stack([jnp.isfinite(tensor).all() for tensor in tensors]).all()

@@ -20,6 +20,7 @@ from jaxcomm.collectives.checksum import gather_checked
 from jaxcomm.collectives.gather import fuse, split_words
 from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.layout import BLOCK_WORDS, Layout, segment_sum
+from jaxcomm.scopes import DECODE, ENCODE, EXCHANGE
 from jaxcomm.selectors import compact
 
 MASK_CODECS = ("bitmap", "coded")
@@ -91,6 +92,7 @@ class MaskUnion:
         width = self._part_words(k)
         rows = jnp.pad(mask, (0, k * width - n_words)).reshape(k, width)
 
+        @jax.named_scope(DECODE)
         def unite(received: jax.Array) -> tuple[jax.Array, None]:
             return lax.reduce(received, np.uint32(0), lax.bitwise_or, (0,)), None
 
@@ -104,8 +106,10 @@ class MaskUnion:
         # Slots fill from the front of their segment, so that a count says which are in use.
         used = segment_sum(selection.slots.filled.astype(jnp.uint32), segment, segments)
         counts = jnp.append(used, selection.overflow.astype(jnp.uint32))
-        payload = {"counts": counts, **self.indices.encode(selection)[0]}
+        with jax.named_scope(ENCODE):
+            payload = {"counts": counts, **self.indices.encode(selection)[0]}
 
+        @jax.named_scope(ENCODE)
         def as_publisher(number: jax.Array) -> jax.Array:
             """Writes the slots of the segments of which this worker is the publisher of that number."""
             own = row == number  # (S,)
@@ -116,9 +120,12 @@ class MaskUnion:
         if self._gathers():
             rows, is_intact = gather_checked(fuse(payload), self.axis_name, self.checksum)  # (K, m)
         else:
-            rows = lax.psum(jax.vmap(as_publisher)(jnp.arange(self.publishers)), self.axis_name)  # (r, m)
+            rows = jax.vmap(as_publisher)(jnp.arange(self.publishers))
+            with jax.named_scope(EXCHANGE):
+                rows = lax.psum(rows, self.axis_name)  # (r, m)
         slot = np.arange(self.layout.n_slots) - np.repeat(np.cumsum(capacities) - capacities, capacities)
 
+        @jax.named_scope(DECODE)
         def add(union: jax.Array, words: jax.Array) -> tuple[jax.Array, jax.Array]:
             received = split_words(words, payload)
             position = self.indices.decode(received)

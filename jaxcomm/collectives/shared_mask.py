@@ -13,6 +13,7 @@ from jaxcomm.collectives.axis import AxisName, axis_size, zeros_varying_as
 from jaxcomm.collectives.checksum import agreed, gather_checked, move
 from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.collectives.two_shot import two_shot
+from jaxcomm.scopes import DECODE, ENCODE, EXCHANGE
 
 SUMS = ("psum", "two_shot", "ring")
 
@@ -58,7 +59,8 @@ def compact_sum(
       checksum: see `jaxcomm.collectives.checksum`; not with psum, of which no worker sees what was sent.
     """
     if name == "psum":
-        sums = lax.psum(jnp.append(values, jnp.where(flag, 0.0, jnp.nan)), axis_name)  # (C + 1,)
+        with jax.named_scope(EXCHANGE):
+            sums = lax.psum(jnp.append(values, jnp.where(flag, 0.0, jnp.nan)), axis_name)  # (C + 1,)
         ok = jnp.isfinite(sums).all()
         return Reduced(lambda ok: jnp.where(ok, sums[:-1], 0.0), lambda: jnp.zeros_like(values), ok)
     k, n = axis_size(axis_name), values.size
@@ -66,12 +68,14 @@ def compact_sum(
     parts = jnp.pad(values, (0, k * width - n)).reshape(k, width)
     exchange = _two_shot if name == "two_shot" else _ring
     code, error, is_intact = exchange(parts, flag, codec, axis_name, checksum)  # (K, words + 1), (K, width)
-    total = jax.vmap(lambda row: codec.decode(row, width))(code[:, :-1])
+    with jax.named_scope(DECODE):
+        total = jax.vmap(lambda row: codec.decode(row, width))(code[:, :-1])
     ok = jnp.all(code[:, -1] == 1) & is_intact
     reduced = Reduced(lambda ok: jnp.where(ok, total.reshape(-1)[:n], 0.0), lambda: error.reshape(-1)[:n], ok)
     return agreed(reduced, axis_name, checksum)
 
 
+@jax.named_scope(ENCODE)
 def _code(values: jax.Array, flag: jax.Array, codec: ValueCodec) -> jax.Array:
     """Writes rounded values and a flag as words."""
     return jnp.append(codec.encode(values), flag.astype(jnp.uint32))
@@ -87,7 +91,8 @@ def _two_shot(
             return total + codec.decode(row[:-1], width), None
 
         # In the order of the workers, and so to the same bits wherever it is compiled.
-        total, _ = lax.scan(add, codec.decode(received[0, :-1], width), received[1:])  # (width,)
+        with jax.named_scope(DECODE):
+            total, _ = lax.scan(add, codec.decode(received[0, :-1], width), received[1:])  # (width,)
         sound = jnp.all(received[:, -1] == 1) & jnp.isfinite(total).all()
         result = codec.rounded(total)
         return _code(result, sound, codec), total - result

@@ -19,6 +19,7 @@ from jaxcomm.collectives.reduced import Sent, SparseReduced
 from jaxcomm.collectives.status import read_status, write_status
 from jaxcomm.layout import BLOCK_WORDS, Layout
 from jaxcomm.numerics import is_accumulable
+from jaxcomm.scopes import DECODE, ENCODE
 from jaxcomm.selectors import compact
 from jaxcomm.types import Payload
 
@@ -112,6 +113,7 @@ class SparseSum:
         overfull = jnp.any(selected > 2 * np.asarray(self.layout.capacities, np.uint32))
         return write_status(vector.is_ok(), overfull)
 
+    @jax.named_scope(ENCODE)
     def encode(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> tuple[Payload, Sent]:
         """Writes the masked coordinates as a payload of uint32 arrays; also returns what the receivers will read."""
         selection = compact(mask, self.layout, None if self.always_fits else start)
@@ -126,6 +128,7 @@ class SparseSum:
         payload = {"header": jnp.stack(header), "values": self.values.encode(values), **indices}
         return payload, Sent(position, filled, values)
 
+    @jax.named_scope(DECODE)
     def decode(self, payload: Payload) -> tuple[jax.Array, jax.Array]:
         """Reads the positions and values of a payload, (C,) each; the value of an empty slot is 0."""
         values = self.values.decode(payload["values"], self.layout.n_slots)
@@ -138,9 +141,12 @@ class SparseSum:
         ok, overfull = read_status(gathered["header"][:, 0])
         counts = gathered["header"][:, 1:].astype(jnp.float32)  # (K, 2), sent and overflow
         # Of the values that have arrived: if this is finite, so is every number of the mean, wherever they are added.
-        values = jax.vmap(lambda words: self.values.decode(words, self.layout.n_slots))(gathered["values"])  # (K, C)
-        most = jnp.sum(jnp.abs(values))
+        with jax.named_scope(DECODE):
+            read = jax.vmap(lambda words: self.values.decode(words, self.layout.n_slots))
+            values = read(gathered["values"])  # (K, C)
+            most = jnp.sum(jnp.abs(values))
 
+        @jax.named_scope(DECODE)
         def total(ok: jax.Array) -> jax.Array:
             def add(total: jax.Array, received: Payload) -> tuple[jax.Array, None]:
                 position, values = self.decode(received)

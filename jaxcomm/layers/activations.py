@@ -23,6 +23,7 @@ from jaxcomm.collectives.axis import zeros_varying_as
 from jaxcomm.collectives.boundary import Encoded
 from jaxcomm.collectives.gather import fuse, split_words
 from jaxcomm.layout import Layout, plan_layout
+from jaxcomm.scopes import DECODE, ENCODE
 from jaxcomm.selectors.selection import compact
 from jaxcomm.selectors.topk import select_rows
 from jaxcomm.types import Payload
@@ -113,6 +114,7 @@ class Rows:
         """Values that travel."""
         return self.rows * self.k
 
+    @jax.named_scope(ENCODE)
     def encode(self, x: jax.Array) -> Encoded:
         """Selects from (B, d) and writes; differentiable with respect to the values, on the mask that was selected."""
         magnitudes = lax.stop_gradient(x).reshape(self.rows, self.features).astype(jnp.float32)
@@ -121,6 +123,7 @@ class Rows:
         payload, _ = self.codec.encode(selection)
         return Encoded(x.reshape(-1).at[selection.slots.position].get(mode="promise_in_bounds"), fuse(payload))
 
+    @jax.named_scope(DECODE)
     def decode(self, encoded: Encoded) -> jax.Array:
         """Returns the (B d,) array that is zero where nothing was sent."""
         # No gradient flows through the words. Of a bitcast JAX knows it, of what a codec does with integers not always.

@@ -12,6 +12,7 @@ from jaxcomm.checks import check_range
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import all_gather_same, to_varying
 from jaxcomm.exchange import Exchange, ExchangeState, check_exchange, get_exchange, keep_unless, transformation
+from jaxcomm.scopes import EXCHANGE
 from jaxcomm.types import ExchangeMetrics, PerWorker, is_per_worker
 
 
@@ -71,14 +72,16 @@ class Hierarchical(Exchange):
 
     def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
         rows, sizes = self._shares(updates)
-        own = lax.psum_scatter(rows, self.inside, scatter_dimension=0) / axis_size(self.inside)  # (T,)
+        with jax.named_scope(EXCHANGE):
+            own = lax.psum_scatter(rows, self.inside, scatter_dimension=0) / axis_size(self.inside)  # (T,)
         own_params = None
         if params is not None:
             own_params = _cut(self._shares(params)[0][lax.axis_index(self.inside)], sizes)
         old = to_varying(self._unpack(state.memory), self.inside)
         means, new = self.exchange.update(_cut(own, sizes), old, own_params)
         counts = jnp.stack([jnp.asarray(value, jnp.float32) for value in get_exchange(new).metrics])
-        sent, overflow, skipped, drained = lax.psum(counts, self.inside)
+        with jax.named_scope(EXCHANGE):
+            sent, overflow, skipped, drained = lax.psum(counts, self.inside)
         ok = skipped == 0
         mean = jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(means)])
         gathered = all_gather_same(jnp.where(ok, mean, 0.0), self.inside)  # (I, T)

@@ -15,6 +15,7 @@ from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, transformation, zeros_unless
 from jaxcomm.layout import Layout, plan_layout
 from jaxcomm.numerics import is_finite_narrow
+from jaxcomm.scopes import DECODE, ENCODE
 from jaxcomm.types import ExchangeMetrics
 
 # What is left of a column of P after the projection on those before it is a rounding error, and no direction, if it is
@@ -120,18 +121,21 @@ class PowerSgd(Exchange):
 
         owed = layout.unflatten(residual[0])
         x = _stack([tensor.astype(jnp.float32) + rest for tensor, rest in zip(inside, owed, strict=True)], groups)
-        p = [_matmul("bnm,bmr->bnr", *pair) for pair in zip(x, _by_rows(_unit_columns, old_q), strict=True)]
+        with jax.named_scope(ENCODE):
+            p = [_matmul("bnm,bmr->bnr", *pair) for pair in zip(x, _by_rows(_unit_columns, old_q), strict=True)]
         # What is out of range may meet zeros, and not show in P. So P is made to show it, and the sum tells everyone.
         in_range = jnp.stack([(jnp.abs(stack) <= _LIMIT).all() for stack in x]).all()
         (p_mean, *dense), p_ok = dense_mean([jnp.where(in_range, _join(p), jnp.nan), *dense], self.axis_name)
-        p = _by_rows(_orthonormal, _cut(p_mean, p))
-
-        # As (matrices, r, m): XLA's CPU backend would fold a transposition into the product, and take 20 times as long.
-        q = [_matmul("bnr,bnm->brm", *pair) for pair in zip(p, x, strict=True)]
+        with jax.named_scope(ENCODE):
+            p = _by_rows(_orthonormal, _cut(p_mean, p))
+            # As (matrices, r, m): XLA's CPU backend would fold a transposition into the product, and take 20 times as
+            # long.
+            q = [_matmul("bnr,bnm->brm", *pair) for pair in zip(p, x, strict=True)]
         (q_mean,), q_ok = dense_mean([_join(q)], self.axis_name)
         in_range = (jnp.abs(q_mean) <= _LIMIT / self.rank).all()  # and with it P Q^T, since no number of P exceeds 1
         q = _cut(q_mean, q)
-        result = [_matmul("bnr,brm->bnm", *pair) for pair in zip(p, q, strict=True)]
+        with jax.named_scope(DECODE):
+            result = [_matmul("bnr,brm->bnm", *pair) for pair in zip(p, q, strict=True)]
         means = [mean.reshape(tensor.shape) for mean, tensor in zip(_unstack(result, groups), inside, strict=True)]
         means = layout.as_leaves(means)
         ok = p_ok & q_ok & in_range & is_finite_narrow(means)

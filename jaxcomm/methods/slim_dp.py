@@ -19,6 +19,7 @@ from jaxcomm.exchange import ExchangeState, own_row, transformation, with_due
 from jaxcomm.layout import plan_layout
 from jaxcomm.methods.local_sgd import LocalExchange, local_sgd
 from jaxcomm.methods.plump_dp import plump_dp
+from jaxcomm.scopes import EXCHANGE
 from jaxcomm.selectors import select_topk
 from jaxcomm.selectors.strata import pick
 from jaxcomm.states import vary_rows
@@ -218,13 +219,16 @@ class SlimDp(LocalExchange):
             # A delta that is not finite anywhere tells all workers by NaN, one that might make a sum infinite by its
             # size. The maximum alone would not do: compiled by XLA for a CPU, it may lose a NaN.
             largest = jnp.where(jnp.isfinite(delta).all(), jnp.max(jnp.abs(delta)), jnp.nan)
-            sums = lax.psum(jnp.append(delta[core], largest), axis_name)
+            with jax.named_scope(EXCHANGE):
+                sums = lax.psum(jnp.append(delta[core], largest), axis_name)
             ok = jnp.isfinite(sums).all()
             core_values, new_server, pulled = old.core + rate * sums[:-1], server, jnp.zeros((workers, 0))
             if share:
-                arrived = lax.all_to_all(delta[rest[asked]], axis_name, 0, 0)  # (K, e), worker i's in row i
+                with jax.named_scope(EXCHANGE):
+                    arrived = lax.all_to_all(delta[rest[asked]], axis_name, 0, 0)  # (K, e), worker i's in row i
                 new_server = server.at[served.reshape(-1)].add(rate * arrived.reshape(-1))
-                pulled = lax.all_to_all(new_server[served], axis_name, 0, 0)  # (K, e), as asked
+                with jax.named_scope(EXCHANGE):
+                    pulled = lax.all_to_all(new_server[served], axis_name, 0, 0)  # (K, e), as asked
             carried = jnp.zeros_like(old_delta)
             if self.unsent == "carry":
                 carried = delta.at[core].set(0.0).at[rest[asked.reshape(-1)]].set(0.0)[None]
@@ -237,7 +241,8 @@ class SlimDp(LocalExchange):
             return merge(ok, core_values, pulled), state.replace(metrics=metrics, memory=memory)
 
         def push_everything() -> tuple[jax.Array, ExchangeState]:
-            sums = lax.psum(delta, axis_name)  # (n,)
+            with jax.named_scope(EXCHANGE):
+                sums = lax.psum(delta, axis_name)  # (n,)
             core_values, new_server = old.core + rate * sums[core], server + rate * sums[rest]
             most = -(-others // workers)
             own = lax.dynamic_slice(jnp.pad(new_server, (0, most)), (part_of(others, workers, me)[0],), (most,))

@@ -20,6 +20,7 @@ from jaxcomm.collectives.sparse import COLLECTIVES, Accumulated, SparseSum
 from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, zeros_unless
 from jaxcomm.layout import Layout, plan_layout
 from jaxcomm.numerics import is_finite_narrow
+from jaxcomm.scopes import EXCHANGE
 from jaxcomm.selectors import draw_start
 from jaxcomm.types import ExchangeMetrics
 
@@ -138,7 +139,11 @@ def exchange_densely(gradient: Gradient, vector: Accumulated, mask: jax.Array | 
     """
     layout, x = gradient.layout, vector.sum()
     sends = x if mask is None else jnp.where(unpack(mask), x, 0.0)
-    n_sent = sum(layout.sizes) * axis_size(axis_name) if mask is None else lax.psum(jnp.sum(popcount(mask)), axis_name)
+    if mask is None:
+        n_sent = sum(layout.sizes) * axis_size(axis_name)
+    else:
+        with jax.named_scope(EXCHANGE):
+            n_sent = lax.psum(jnp.sum(popcount(mask)), axis_name)
     # One more element where a number that is not sent may be the one that is not finite.
     flag = [] if mask is None else [jnp.where(vector.is_ok(), 0.0, jnp.nan)]
     dense = gradient.dense

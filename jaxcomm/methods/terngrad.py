@@ -18,6 +18,7 @@ from jaxcomm.exchange import transformation
 from jaxcomm.layout import BLOCK, Layout
 from jaxcomm.methods.coded import CodedExchange
 from jaxcomm.numerics import divide
+from jaxcomm.scopes import EXCHANGE
 from jaxcomm.selectors.importance import moments, segment_max
 
 
@@ -64,7 +65,9 @@ class TernGrad(CodedExchange):
             unit, _, variance = moments(vector, layout)
             bound = layout.per_block(unit * (np.float32(self.clip) * jnp.sqrt(variance)))[:, None]
             rows = jnp.clip(rows, -bound, bound)
-        scaler = lax.pmax(segment_max(jnp.abs(rows.reshape(-1)), layout), self.axis_name)  # (S,)
+        largest = segment_max(jnp.abs(rows.reshape(-1)), layout)
+        with jax.named_scope(EXCHANGE):
+            scaler = lax.pmax(largest, self.axis_name)  # (S,)
         per_block = layout.per_block(scaler)[:, None]
         ratio = divide(rows, jnp.where(per_block > 0, per_block, 1.0))
         factor = jnp.broadcast_to(per_block * np.float32(1 / axis_size(self.axis_name)), ratio.shape)

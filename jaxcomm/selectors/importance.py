@@ -10,10 +10,12 @@ import numpy as np
 from jaxcomm import bits
 from jaxcomm.layout import BLOCK, Layout
 from jaxcomm.numerics import divide
+from jaxcomm.scopes import SELECT
 
 _LARGEST = float(np.finfo(np.float32).max)
 
 
+@jax.named_scope(SELECT)
 def importance(vector: jax.Array, weights: jax.Array, eps: float) -> jax.Array:
     """Returns |vector| / (|weights| + eps), at most the largest float32: (n,) float32, zero where the vector is."""
     return jnp.minimum(jnp.abs(vector) / (jnp.abs(weights) + np.float32(eps)), _LARGEST)
@@ -45,6 +47,7 @@ def moments(vector: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array, ja
     return unit, mean, jnp.maximum(squares, 0.0) / sizes
 
 
+@jax.named_scope(SELECT)
 def spread(values: jax.Array, layout: Layout) -> jax.Array:
     """Returns the variance over the mean of every segment's values (n,), which are not negative: (S,) float32.
 
@@ -54,6 +57,7 @@ def spread(values: jax.Array, layout: Layout) -> jax.Array:
     return jnp.where(mean > 0, unit * (variance / jnp.where(mean > 0, mean, 1.0)), 0.0)
 
 
+@jax.named_scope(SELECT)
 def select_important(
     values: jax.Array, threshold: jax.Array, layout: Layout, uniform: jax.Array | None = None
 ) -> jax.Array:

@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxcomm import bits, noise
 from jaxcomm.layout import BLOCK_WORDS, Layout
+from jaxcomm.scopes import SELECT
 
 _START = 2**31 - 1  # no worker's number, which is what other keys have in its place
 
@@ -78,6 +79,7 @@ def compact_rows(words: jax.Array, layout: Layout, start: jax.Array) -> Selectio
     return _compact(words, layout, start, jax.vmap)
 
 
+@jax.named_scope(SELECT)
 def _compact(words: jax.Array, layout: Layout, start: jax.Array | None, each: Callable[..., Any]) -> Selection:
     """Does so for what `each` maps a function over."""
     rank, count = each(partial(rank_in_segment, layout=layout))(words)

@@ -12,6 +12,7 @@ from jax import lax
 from jaxcomm import noise
 from jaxcomm.bits import Slots
 from jaxcomm.layout import BLOCK, Layout
+from jaxcomm.scopes import SELECT
 
 
 def pick(
@@ -44,6 +45,7 @@ def pick(
     return jnp.where(number >= size - offset, number - (size - offset), number + offset)
 
 
+@jax.named_scope(SELECT)
 def select_strata(key: jax.Array, layout: Layout) -> Slots:
     """Draws, in every segment, one coordinate for each of its slots, all equally likely.
 

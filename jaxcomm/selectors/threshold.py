@@ -10,12 +10,14 @@ from jax import lax
 from jaxcomm import bits
 from jaxcomm.layout import BLOCK, BLOCK_WORDS, Layout
 from jaxcomm.numerics import magnitude_bits
+from jaxcomm.scopes import SELECT
 
 
 def _by_block(vector: jax.Array) -> jax.Array:
     return magnitude_bits(vector).reshape(-1, BLOCK)
 
 
+@jax.named_scope(SELECT)
 def order_statistic(vector: jax.Array, layout: Layout, ranks: Sequence[int] | jax.Array) -> jax.Array:
     """Finds the m-th smallest magnitude of every segment, exactly, without sorting.
 
@@ -47,6 +49,7 @@ def order_statistic(vector: jax.Array, layout: Layout, ranks: Sequence[int] | ja
     return lax.bitcast_convert_type(lax.fori_loop(0, 31, narrow, start), jnp.float32)
 
 
+@jax.named_scope(SELECT)
 def select_threshold(vector: jax.Array, threshold: jax.Array, layout: Layout) -> jax.Array:
     """Marks |x| >= threshold, zeros never.
 

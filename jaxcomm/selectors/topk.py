@@ -11,10 +11,12 @@ from jax import lax
 from jaxcomm import bits
 from jaxcomm.layout import Layout
 from jaxcomm.numerics import magnitude_bits
+from jaxcomm.scopes import SELECT
 from jaxcomm.selectors.selection import rank_in_segment
 from jaxcomm.selectors.threshold import order_statistic, select_above, select_threshold
 
 
+@jax.named_scope(SELECT)
 def select_topk(vector: jax.Array, layout: Layout, k: jax.Array | None = None) -> jax.Array:
     """Marks, in every segment, the k largest magnitudes.
 
@@ -39,6 +41,7 @@ def select_topk(vector: jax.Array, layout: Layout, k: jax.Array | None = None) -
     return above | bits.keep_first(tied, (room[:, None] - rank).reshape(-1))
 
 
+@jax.named_scope(SELECT)
 def select_rows(rows: jax.Array, k: int) -> jax.Array:
     """Marks the k largest magnitudes of every row, exactly k.
 

@@ -162,7 +162,8 @@ def test_help_explains_every_option_of_a_method_and_no_other_field(method, capsy
 
 
 def test_a_run_leaves_table_records_metrics_and_figure(tmp_path, capsys):
-    argv = [*SHORT, "--out", str(tmp_path), "--json", str(tmp_path / "new" / "table.json"), "method:top-k"]
+    table = ["--json", str(tmp_path / "new" / "table.json"), "--tensorboard"]
+    argv = [*SHORT, "--out", str(tmp_path), *table, "method:top-k"]
     assert run(parse(argv), Processes()) == 0
     records = json.loads((tmp_path / "new" / "table.json").read_text())
     assert [record["method"] for record in records] == ["plump_dp", "topk"]
@@ -178,6 +179,12 @@ def test_a_run_leaves_table_records_metrics_and_figure(tmp_path, capsys):
         lines = [json.loads(line) for line in (folder / method / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == [1, 2, 3]
         assert "test_accuracy" in lines[2]
+        settings = json.loads((folder / method / "settings.json").read_text())
+        assert (settings["method"], settings["workers"], settings["learning_rate"]) == (method, 4, 0.05)
+        assert settings["dense_bytes"] == 2 * 3 / 4 * 4 * settings["parameters"]
+        assert len(list((folder / method).glob("events.out.tfevents.*"))) == 1
+    assert main(["report", str(folder)]) == 0
+    assert "<td>4</td>" in (folder / "report.html").read_text()
     said = capsys.readouterr().out
     assert "accuracy, and bytes received per worker and step" in said
     assert f"are in {folder}" in "".join(said.splitlines())

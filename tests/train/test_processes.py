@@ -1,7 +1,6 @@
 """Runs of several processes against simulated workers; how a process finds the others."""
 
 import dataclasses
-import json
 import os
 import platform
 import re
@@ -19,6 +18,7 @@ import pytest
 import train.__main__
 import train.processes
 from benchmarks.netlab import Lab
+from tests.train.runs import timeless
 from train.__main__ import main, parse
 from train.loop import rows_of
 from train.loop import train as train_one
@@ -65,7 +65,7 @@ def environment():
 
 
 def metrics(folder, method):
-    return [json.loads(line) for line in (folder / method / "metrics.jsonl").read_text().splitlines()]
+    return timeless(folder / method / "metrics.jsonl")
 
 
 def simulated(argv, out, **changes):

@@ -17,7 +17,7 @@ from jaxcomm.planner import Device, ModelBlock, Plan, estimate, make_plan, place
 from jaxcomm.planner.dense_layers import LayerCost
 
 K = 4
-GUIDE = Path(__file__).parents[3] / "docs" / "guide.md"
+PAGE = Path(__file__).parents[3] / "docs" / "waiting.md"
 PARAMS = {
     "fc": {"kernel": jnp.zeros((300, 400)), "bias": jnp.zeros(400)},
     "head": {"kernel": jnp.zeros((400, 10)), "bias": jnp.zeros(10)},
@@ -100,9 +100,9 @@ def test_a_plan_runs_as_it_says_and_in_one_step_for_all():
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(first(tx)(gradients)))
 
 
-def test_the_step_of_the_guide_executes_a_plan(tmp_path, monkeypatch):
+def test_the_step_of_the_page_executes_a_plan(tmp_path, monkeypatch):
     """It is run as it stands there; then it trains."""
-    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (example,) = [block for block in blocks if "read_plan(" in block]
     monkeypatch.chdir(tmp_path)
     MIXED.write(tmp_path / "plan.json")

@@ -1,0 +1,26 @@
+"""A page in a real browser, if there is one: Chromium without a window, as it is in every distribution."""
+
+import shutil
+import subprocess
+
+import pytest
+
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+
+
+def browse(path, *options):
+    """What the browser prints of a page; skips the test where there is none (.ci/run installs one)."""
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None:
+        pytest.skip(f"no browser: {', '.join(NAMES)}")
+    # As root there is no sandbox; the page must not need the network, and gets none.
+    offline = "--host-resolver-rules=MAP * ~NOTFOUND"
+    arguments = [found, "--headless", "--no-sandbox", "--disable-gpu", offline, *options, path.resolve().as_uri()]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout
+
+
+def screenshot(page, path, width=1200, height=1000):
+    """Writes what the browser shows of a page as a PNG file."""
+    browse(page, f"--screenshot={path}", f"--window-size={width},{height}", "--hide-scrollbars")
+    return path

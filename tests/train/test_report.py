@@ -1,0 +1,228 @@
+"""`python -m train report`: what is drawn of runs, in a browser too; the numbers are written by hand."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import matplotlib.colors
+import matplotlib.figure
+import matplotlib.image
+import numpy as np
+import pytest
+
+from tests.browser import browse, screenshot
+from train.__main__ import main
+from train.report import POINTS, read_runs, thinned
+
+TITLES = ["Loss", "Accuracy", "Bytes received", "Density", "Overflow", "Skipped steps"]
+
+
+def line(step, loss, sent, overflow=0.0, skipped=0, **more):
+    """A line as the trainer writes it: half of a second, and 1,000 bytes, a step."""
+    first = {"step": step, "loss": loss, "accuracy": step / 10, "sent": sent, "overflow": overflow, "skipped": skipped}
+    return first | {"drained": 0, "bytes_received": 1000.0 * step, "seconds": step / 2} | more
+
+
+DENSE = [line(1, 4.0, 0.0), line(2, 2.0, 0.0, test_loss=1.5, test_accuracy=0.75)]
+SPARSE = [
+    line(1, 4.0, 20.0),
+    line(2, None, 0.0, skipped=1),
+    line(3, 3.0, 30.0, 10.0, test_loss=2.5, test_accuracy=0.5),
+]
+SETTINGS = {"workers": 2, "parameters": 500, "dense_bytes": 4000.0, "seed": 0}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run of two methods, as the trainer leaves it."""
+    run = tmp_path / "digits"
+    for name, lines, seed in (("plump_dp", DENSE, 0), ("<dct> & dp", SPARSE, 1)):
+        (run / name).mkdir(parents=True)
+        (run / name / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+        (run / name / "settings.json").write_text(json.dumps(SETTINGS | {"seed": seed}))
+    (run / "runs.json").write_text('["plump_dp", "<dct> & dp"]')
+    return run
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are drawn."""
+    found, savefig = [], matplotlib.figure.Figure.savefig
+
+    def save(figure, *args, **options):
+        found.append(figure)
+        savefig(figure, *args, **options)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", save)
+    return found
+
+
+class Texts(HTMLParser):
+    """The words of a page, by the element that has them, and the elements."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.tags, self.found = [], [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        while self.open and self.open.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        if data.strip() and self.open:
+            self.found.append((self.open[-1], data.strip()))
+
+    def of(self, tag):
+        return [text for name, text in self.found if name == tag]
+
+
+def drawn(axes):
+    """The lines of a panel: colour, whether it has marks, and the points."""
+    colour = matplotlib.colors.to_hex
+    return [(colour(each.get_color()), each.get_marker() == "o", each.get_xydata().tolist()) for each in axes.lines]
+
+
+def test_a_browser_shows_every_figure_and_number_of_a_run(folder, tmp_path, capsys):
+    assert main(["report", str(folder)]) == 0
+    page = folder / "report.html"
+    assert capsys.readouterr().out == f"2 runs in {page}\n"
+    shown = Texts(browse(page, "--dump-dom"))
+    assert [text for text in shown.of("h2") if text != "Settings"] == TITLES
+    assert [attrs["aria-label"] for tag, attrs in shown.tags if tag == "figure"] == TITLES
+    assert len([tag for tag, _ in shown.tags if tag == "svg"]) == 6
+    texts = shown.of("text")
+    assert texts.count("step") == texts.count("seconds") == 6
+    assert texts.count("plump_dp") == texts.count("<dct> & dp") >= 6
+    cells = shown.of("td")
+    # Steps, test accuracy and loss, bytes a step, times fewer than dense, skipped, seconds.
+    first = ["plump_dp", "2", "2", "75", "1.5", "1000", "4", "0", "1"]
+    second = ["<dct> & dp", "2", "3", "50", "2.5", "1000", "4", "1", "1.5"]
+    assert cells[:18] == first + second
+    settings = cells[18:]  # what differs comes first
+    assert settings[:3] == ["seed", "0", "1"]
+    assert settings[3:] == ["workers", "2", "2", "parameters", "500", "500", "dense_bytes", "4000.0", "4000.0"]
+
+    pixels = matplotlib.image.imread(screenshot(page, tmp_path / "page.png", height=2600))[..., :3]
+    for colour in ("tab:blue", "tab:orange"):
+        near = np.abs(pixels - matplotlib.colors.to_rgb(colour)).max(axis=-1) < 0.02
+        rows = np.flatnonzero(near.any(axis=1))
+        assert rows.min() < 200  # the key in the table
+        assert rows.max() > 1600  # and lines in the last figures
+
+
+def test_the_page_loads_nothing_and_no_name_is_there_twice(folder):
+    main(["report", str(folder)])
+    page = (folder / "report.html").read_text()
+    for tag, attrs in Texts(page).tags:
+        assert tag not in ("script", "link", "img", "iframe", "object", "image")
+        assert "src" not in attrs
+        assert attrs.get("xlink:href", "#").startswith("#")
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", page))
+    assert "@import" not in page
+    names = re.findall(r' id="([^"]*)"', page)
+    assert len(names) == len(set(names)) > 0
+    assert {
+        name[1:] for name in re.findall(r'url\((#[^)]*)\)|xlink:href="(#[^"]*)"', page) for name in name if name
+    } <= set(names)
+
+
+def test_every_line_is_the_runs_over_steps_and_over_time(folder, figures):
+    main(["report", str(folder)])
+    blue, orange = (matplotlib.colors.to_hex(name) for name in ("tab:blue", "tab:orange"))
+    expected = {  # over steps, as numbers of the two runs; one step is half a second
+        "Loss": [
+            (blue, True, [(2, 1.5)]),
+            (orange, True, [(3, 2.5)]),
+            (blue, False, [(1, 4.0), (2, 2.0)]),
+            (orange, False, [(1, 4.0), (2, math.nan), (3, 3.0)]),
+        ],
+        "Accuracy": [
+            (blue, True, [(2, 75.0)]),
+            (orange, True, [(3, 50.0)]),
+            (blue, False, [(1, 10.0), (2, 20.0)]),
+            (orange, False, [(1, 10.0), (2, 20.0), (3, 30.0)]),
+        ],
+        "Bytes received": [
+            (blue, False, [(1, 1000.0), (2, 2000.0)]),
+            (orange, False, [(1, 1000.0), (2, 2000.0), (3, 3000.0)]),
+        ],
+        # Of 2 workers with 500 parameters each. No line on a logarithmic axis where nothing was sent.
+        "Density": [
+            (blue, False, [(1, math.nan), (2, math.nan)]),
+            (orange, False, [(1, 2.0), (2, math.nan), (3, 3.0)]),
+        ],
+        "Overflow": [(blue, False, [(1, 0.0), (2, 0.0)]), (orange, False, [(1, 0.0), (2, 0.0), (3, 25.0)])],
+        "Skipped steps": [(blue, False, [(1, 0.0), (2, 0.0)]), (orange, False, [(1, 0.0), (2, 1.0), (3, 1.0)])],
+    }
+    assert len(figures) == 6
+    for figure, (title, lines) in zip(figures, expected.items(), strict=True):
+        over_steps, over_time = figure.axes
+        for axes, unit in ((over_steps, 1.0), (over_time, 0.5)):
+            found = drawn(axes)
+            assert [each[:2] for each in found] == [each[:2] for each in lines], title
+            for (*_, points), (*_, wanted) in zip(found, lines, strict=True):
+                np.testing.assert_allclose(points, [(unit * x, y) for x, y in wanted], rtol=1e-12, err_msg=title)
+        assert (over_steps.get_xlabel(), over_time.get_xlabel()) == ("step", "seconds")
+        assert (over_steps.get_yscale() == "log") == (title in ("Bytes received", "Density"))
+
+
+def test_long_runs_are_averaged_to_some_hundred_points():
+    x, y, each = thinned([float(step) for step in range(1, 1201)], [float(step % 3) for step in range(1200)])
+    assert each == 3
+    assert len(x) == len(y) == 400 == POINTS
+    assert x == [3.0 * group + 2.0 for group in range(400)]
+    assert set(y) == {1.0}
+    assert thinned([1.0, 2.0], [5.0, 7.0]) == ([1.0, 2.0], [5.0, 7.0], 1)
+
+
+def test_a_page_of_a_long_run_says_what_a_point_is(folder):
+    lines = [line(step, 1.0, 5.0) for step in range(1, 901)]
+    (folder / "plump_dp" / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    main(["report", str(folder)])
+    assert "A point of the longest line is the mean of 3 steps." in (folder / "report.html").read_text()
+
+
+def test_several_runs_are_told_apart_by_their_folders(folder, tmp_path):
+    other = tmp_path / "digits-2" / "plump_dp"
+    other.mkdir(parents=True)
+    (other / "metrics.jsonl").write_text(json.dumps(line(1, 1.0, 0.0)) + '\n{"step": 2, "lo')  # it is writing
+    curves = read_runs([folder, other])
+    assert [curve.label for curve in curves] == ["digits/plump_dp", "digits/<dct> & dp", "digits-2/plump_dp"]
+    assert [len(curve.lines) for curve in curves] == [2, 3, 1]
+    assert main(["report", str(folder), str(other), "--out", str(tmp_path / "new" / "page.html")]) == 0
+    assert "digits-2/plump_dp" in (tmp_path / "new" / "page.html").read_text()
+
+
+def test_lines_without_time_and_settings_are_drawn_over_steps_alone(folder, figures):
+    """Those of a run that was made before they were written."""
+    for name in ("plump_dp", "<dct> & dp"):
+        (folder / name / "settings.json").unlink()
+        path = folder / name / "metrics.jsonl"
+        path.write_text(re.sub(r', "seconds": [\d.]+', "", path.read_text()))
+    assert main(["report", str(folder)]) == 0
+    for title, figure in zip(TITLES, figures, strict=True):
+        assert [len(axes.lines) > 0 for axes in figure.axes] == [title != "Density", False]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "RUN must be the folder of a run, with metrics.jsonl in it or in its methods' folders"),
+        (lambda path: (path / "metrics.jsonl").write_text(""), "A run must have taken a step before it is drawn"),
+        (lambda path: (path / "metrics.jsonl").write_text("{}\nno\n"), "a JSON object a line; got none in line 2"),
+    ],
+)
+def test_what_is_no_run_is_refused(make, message, tmp_path, capsys):
+    make(tmp_path)
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("train report: ")
+    assert message in said
+    assert not (tmp_path / "report.html").exists()
