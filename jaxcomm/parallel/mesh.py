@@ -10,10 +10,10 @@ from jax.sharding import AxisType, Mesh
 
 
 def _few_threads() -> bool:
-    """Has JAX start threads for many simulated devices; returns whether it is too late to.
+    """Has JAX start enough threads for simulated devices; returns whether it is too late to.
 
     JAX before 0.12 starts as many threads as there are cores, or PJRT_NPROC. It reads that when its devices start, and
-    refuses to change their number afterwards.
+    refuses to change their number afterwards. With one device, more threads cost time.
     """
     if "PJRT_NPROC" in os.environ or jax.__version_info__ >= (0, 12):
         return False
@@ -24,7 +24,8 @@ def _few_threads() -> bool:
     except RuntimeError:
         return True
     config.update("jax_num_cpu_devices", simulated)
-    os.environ["PJRT_NPROC"] = str(max(16, os.cpu_count() or 1, simulated))
+    if simulated > (os.cpu_count() or 1):
+        os.environ["PJRT_NPROC"] = str(max(16, simulated))
     return False
 
 
@@ -36,7 +37,7 @@ def make_mesh(**axes: int) -> Mesh:
 
     Returns:
       A mesh whose axes are all of type Auto, for use with `jax.shard_map`. If it is the first to need a device, JAX
-      before 0.12 gets threads for many simulated ones (PJRT_NPROC); if it is too late for that, it warns.
+      before 0.12 gets enough threads for simulated ones (PJRT_NPROC); if it is too late for that, it warns.
 
     Raises:
       ValueError: without axes, for a size below 1, or if there are fewer devices than the mesh needs.
@@ -59,8 +60,8 @@ def make_mesh(**axes: int) -> Mesh:
         warnings.warn(
             f"PJRT_NPROC must be at least the number of CPU devices of a process, or their collectives wait for each "
             f"other until JAX before 0.12 aborts; got {need} devices on {os.cpu_count()} cores, without it. Set "
-            f"PJRT_NPROC={need} in the environment before Python starts, or call make_mesh before anything else that "
-            "needs a device, jax.device_count() included.",
+            f"PJRT_NPROC={max(16, need)} in the environment before Python starts, or call make_mesh before anything "
+            "else that needs a device, jax.device_count() included.",
             stacklevel=2,
         )
     types = (AxisType.Auto,) * len(axes)

@@ -121,6 +121,8 @@ def split_states(tree: Any) -> Any:
     def is_whole(node: Any) -> bool:
         return is_merged(node) or is_object(node)
 
+    if _nnx() is None:
+        return tree
     return jax.tree.map(lambda node: node.state() if is_merged(node) else node, tree, is_leaf=is_whole)
 
 

@@ -269,7 +269,7 @@ def test_threads_for_simulated_devices(monkeypatch):
     monkeypatch.delenv("PJRT_NPROC")
     monkeypatch.setattr(meshes.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(meshes.jax, "__version_info__", (0, 10, 2))
-    with pytest.warns(UserWarning, match=r"got 4 devices on 2 cores, without it\. Set PJRT_NPROC=4"):
+    with pytest.warns(UserWarning, match=r"got 4 devices on 2 cores, without it\. Set PJRT_NPROC=16"):
         jc.make_mesh(data=4)
     monkeypatch.setenv("PJRT_NPROC", "4")
     with warnings.catch_warnings():
