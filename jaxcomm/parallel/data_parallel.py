@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -212,6 +213,12 @@ class DataParallel:
                 "Put jaxcomm.plump_dp() (dense) or a compressor first in jaxcomm.chain(...), and pass the state of "
                 "tx.init as it is: restore a checkpoint into it as the target, and pass the graph of nnx.split as an "
                 "argument too."
+            )
+        wrappers = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.MultiStepsState))
+        if any(isinstance(node, optax.MultiStepsState) and next(exchange_states(node), None) for node in wrappers):
+            raise ValueError(
+                f"An exchange must not be inside optax.MultiSteps, whose gradients are each worker's own; got "
+                f"{states[0].method.name} there. Write jaxcomm.chain(exchange, optimizer, accumulate=G) in its place."
             )
         for found in states:
             method = found.method

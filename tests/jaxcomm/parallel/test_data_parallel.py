@@ -314,6 +314,9 @@ def test_other_states_and_batches_are_refused():
         own((state[0], jc.local_sgd(2, exchange=DENSE).init(state[0])), batches(1)[0])
     with pytest.raises(ValueError, match=r"check_every must be None inside jax\.jit"):
         jax.jit(jc.data_parallel(plain(chain(SPARSE))[0], mesh(), check_every=1))(state, batches(1)[0])
+    steps = optax.MultiSteps(chain(SPARSE), 2)
+    with pytest.raises(ValueError, match=r"not be inside optax\.MultiSteps.*dct_dp there\. Write jaxcomm\.chain\("):
+        own((state[0], steps.init(state[0])), batches(1)[0])
     three = jax.tree.map(lambda n: n, jc.resize_workers(run(own, state)[0], 3))
     with pytest.raises(ValueError, match="got 3 rows for 4 workers"):
         own(three, batches(1)[0])
