@@ -9,18 +9,19 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, ParamSpec
+from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomm.collectives.axis import axis_names, axis_size, check_per_worker, is_tracked, to_varying, varies
+from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, check_per_worker, is_tracked, to_varying, varies
 from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.layout import Layout
 from jaxcomm.numerics import is_finite_tree
-from jaxcomm.types import ExchangeMetrics, PerWorker, is_per_worker
+from jaxcomm.serialization import has_lost_types, register_with_flax
+from jaxcomm.types import AccumulatedState, ExchangeMetrics, PerWorker, is_per_worker
 
 P = ParamSpec("P")
 SCOPE = "jaxcomm.update"  # of `jax.named_scope`, in which all of an exchange is, with all of its collectives
@@ -135,7 +136,8 @@ class Exchange:
     Attributes:
       where: the leaves that are exchanged; None for all. The gradients of the others are already reduced and bypass
         the exchange, or go to `others`. All are applied in a step, or none: if one part skips, so do both.
-      others: a second exchange, for the leaves that `where` leaves out. It may have a `where` of its own.
+      others: a second exchange, for the leaves that `where` leaves out. It may have a `where` of its own. Or
+        `optax.set_to_zero()`, for leaves that are frozen: they are not sent.
       axis_name: the axis of workers, of a mesh or of a `jax.vmap`.
       checksum: whether every payload has one word more, a digest of the others. A worker that finds a flipped bit in
         what it received has all of them skip the exchange. 4 bytes a payload, an all-reduce of 4 bytes, and a pass over
@@ -221,7 +223,9 @@ class Exchange:
         """Returns the Optax transformation."""
         init: Any = self.init
         update: Any = self.update
-        return optax.GradientTransformation(init, update)
+        made = ExchangeTransformation(init, update)
+        made.method = self
+        return made
 
     def init(self, params: Any) -> ExchangeState:
         """Returns the state of one worker before the first step: rows are (1, ...)."""
@@ -230,7 +234,8 @@ class Exchange:
         chosen, rest, others = self._part(params, True), self._part(params, False), None
         if self.others is not None:
             others = self.others.init(rest)
-            check_exchange(others, f"others of {self.name}", of_all=False)
+            if not _freezes(self.others):
+                check_exchange(others, f"others of {self.name}", of_all=False)
         if jax.tree.leaves(chosen):
             return self.init_chosen(chosen).replace(others=others)
         if self.others is not None:
@@ -249,6 +254,7 @@ class Exchange:
     def first_state(self, memory: Any = (), residual: PerWorker | None = None) -> ExchangeState:
         """Returns the state before the first step."""
         nodes = jax.tree.leaves((memory, residual), is_leaf=lambda node: is_per_worker(node) or is_exchange_state(node))
+        register_with_flax(ExchangeState, PerWorker, AccumulatedState)
         has_rows = any(is_per_worker(node) for node in nodes)
         worker = self.per_worker(jnp.full((1, 1), -1, jnp.int32)) if has_rows else None
         step = jnp.zeros((), jnp.int32)
@@ -275,11 +281,14 @@ class Exchange:
         chosen, rest = self._part(updates, True), self._part(updates, False)
         if self.others is None:
             _check_reduced(rest, self.axes)
-            ok, others = is_finite_tree(rest), state.others
+            ok, others, second = is_finite_tree(rest), state.others, ExchangeMetrics.zeros()
         else:
             own = None if params is None else self._part(params, False)
+            if next(exchange_states(state.others), None) is None:  # frozen: zeros that are the same on all workers
+                rest = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rest)
             rest, others = self.others.update(rest, state.others, own)
-            ok = get_exchange(others).metrics.skipped == 0
+            second = next((found.metrics for found in exchange_states(others)), ExchangeMetrics.zeros())
+            ok = second.skipped == 0
         if jax.tree.leaves(chosen):
             own = None if params is None else self._part(params, True)
             chosen, state = self.update_chosen(self._checked(chosen, ok & is_own), state, own)
@@ -288,7 +297,6 @@ class Exchange:
         ok = state.metrics.skipped == 0
         rest = zeros_unless(ok, rest)
         if self.others is not None:
-            second = get_exchange(others).metrics
             metrics = ExchangeMetrics.of(
                 ok,
                 state.metrics.sent + second.sent,
@@ -335,6 +343,24 @@ class Exchange:
         return jax.tree_util.tree_map_with_path(choose, tree)
 
 
+class ExchangeTransformation(optax.GradientTransformation):
+    """The Optax transformation of an exchange.
+
+    Attributes:
+      method: what it exchanges by.
+    """
+
+    method: Exchange
+
+
+def axis_name_of(tx: optax.GradientTransformation) -> AxisName:
+    """Returns the axis of workers of the exchange in a `jaxcomm.chain`; "data" where another chain hides it."""
+    for link in getattr(tx, "links", (tx,)):
+        if isinstance(link, ExchangeTransformation):
+            return link.method.axes[0] if len(link.method.axes) == 1 else link.method.axes
+    return "data"
+
+
 def transformation(method: Callable[P, Exchange]) -> Callable[P, optax.GradientTransformation]:
     """Makes of a method the factory of its Optax transformation; arguments and docstring are the method's."""
 
@@ -353,7 +379,7 @@ def exchange_states(state: Any) -> Iterator[ExchangeState]:
             yield node
 
 
-def is_exchange_state(node: Any) -> bool:
+def is_exchange_state(node: Any) -> TypeGuard[ExchangeState]:
     """Returns whether a node of a state is that of an exchange."""
     return isinstance(node, ExchangeState)
 
@@ -365,6 +391,11 @@ def get_exchange(state: Any) -> ExchangeState:
       ValueError: if there is none.
     """
     found = next(exchange_states(state), None)
+    if found is None and has_lost_types(state):
+        raise ValueError(
+            "A state must have its types; got dicts and lists. Restore a checkpoint with the state of tx.init, or of "
+            "step.shapes(params), as its target."
+        )
     if found is None:
         raise ValueError(
             "A data-parallel step needs one transformation that averages over the workers, got a chain without: put "
@@ -376,7 +407,9 @@ def get_exchange(state: Any) -> ExchangeState:
 def lets_bypass(state: ExchangeState) -> bool:
     """Returns whether `where` leaves out leaves that no other exchange takes: their gradients bypass it."""
     method = state.method
-    return method.where is not None and (method.others is None or lets_bypass(get_exchange(state.others)))
+    if method.where is None or method.others is None:
+        return method.where is not None
+    return any(lets_bypass(found) for found in exchange_states(state.others))
 
 
 def bypasses(state: ExchangeState, path: Any, leaf: Any) -> bool:
@@ -384,7 +417,7 @@ def bypasses(state: ExchangeState, path: Any, leaf: Any) -> bool:
     method = state.method
     if method.where is None or method.chooses(path, leaf):
         return False
-    return method.others is None or bypasses(get_exchange(state.others), path, leaf)
+    return method.others is None or any(bypasses(found, path, leaf) for found in exchange_states(state.others))
 
 
 def check_exchange(state: Any, name: str, *, of_all: bool = True) -> ExchangeState:
@@ -402,9 +435,21 @@ def check_exchange(state: Any, name: str, *, of_all: bool = True) -> ExchangeSta
     if found is None or found.method.period is not None or (of_all and lets_bypass(found)):
         raise ValueError(
             f"{name} must be an exchange of gradients; got a transformation that is none, is local itself, or lets "
-            "gradients bypass it. Pass jaxcomm.plump_dp(), jaxcomm.dct_dp(0.99) or another compressor."
+            "gradients bypass it. Pass jaxcomm.plump_dp(), jaxcomm.dct_dp(0.99) or another compressor; as others= also "
+            "optax.set_to_zero()."
         )
     return found
+
+
+def _freezes(others: optax.GradientTransformation) -> bool:
+    """Returns whether a transformation is `optax.set_to_zero`, by trying it."""
+    ones = {"": jnp.ones(2)}
+    try:
+        with jax.ensure_compile_time_eval():
+            zeros, state = others.update(ones, others.init(ones), ones)
+            return not jax.tree.leaves(state) and not any(leaf.any() for leaf in jax.tree.leaves(zeros))
+    except Exception:  # an exchange, outside the axis of workers
+        return False
 
 
 def own_row(rows: PerWorker, n: int) -> jax.Array:
@@ -417,7 +462,8 @@ def own_row(rows: PerWorker, n: int) -> jax.Array:
         raise ValueError(
             f"A worker holds one row of state, (1, {n}) for this gradient, got {rows.rows.shape}: initialise the "
             "state with the parameters that are trained, and shard its PerWorker leaves over the axis of workers "
-            "(step.init of jaxcomm.make_train_step does both)."
+            "(step.init of jaxcomm.make_train_step does both); a state of another number of workers goes through "
+            "jaxcomm.resize_workers."
         )
     return to_varying(rows.rows, rows.axes)
 

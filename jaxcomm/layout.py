@@ -154,7 +154,8 @@ def plan_layout(
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"Gradients are of a real floating type, got {leaf.dtype} at {jax.tree_util.keystr(path)!r}: keep "
-                "integer and complex leaves out of the trained parameters (optax.masked, or another tree)."
+                "others out of the parameters, by eqx.filter, nnx.Param or a tree of their own. make_train_step leaves "
+                "integers, booleans and keys out by itself."
             )
     shapes = tuple(tuple(leaf.shape) for _, leaf in paths)
     sizes = [math.prod(shape) for shape in shapes]
@@ -171,6 +172,6 @@ def plan_layout(
     if layout.n >= MAX_ELEMENTS:
         raise ValueError(
             f"Positions are 31-bit, so one exchange takes fewer than 2^31 elements, got {layout.n}: shard the "
-            "parameters over a model axis, or split the tree with optax.partition."
+            "parameters over a model axis, or give a part of them to a second exchange by where= and others=."
         )
     return layout

@@ -1,15 +1,17 @@
 """What the rest of the library asks of the states of exchanges: their rows, period, metrics, and what bypasses them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 
 from jaxcomm.collectives.axis import AxisName, to_varying
-from jaxcomm.exchange import ExchangeState, bypasses, exchange_states
-from jaxcomm.types import ExchangeMetrics, is_per_worker
+from jaxcomm.exchange import ExchangeState, bypasses, exchange_states, is_exchange_state, keep_unless
+from jaxcomm.types import AccumulatedState, ExchangeMetrics, is_per_worker
 
 
 def check_rows(state: Any, workers: int) -> None:
@@ -24,7 +26,7 @@ def check_rows(state: Any, workers: int) -> None:
     """
     for found in exchange_states(state):
         check_rows((found.memory, found.others), workers)
-        rows = None if found.worker is None or found.worker.shards else found.worker.rows
+        rows = None if found.worker is None or found.worker.shards else jax.tree.leaves(found.worker)[0]
         if isinstance(rows, Tracer) or not isinstance(rows, jax.Array | np.ndarray):
             continue
         for shard in jnp.asarray(rows).addressable_shards:
@@ -49,6 +51,69 @@ def communication_period(state: Any) -> int | None:
       The number of steps; None for methods that exchange gradients, whose parameters are replicated.
     """
     return next((found.method.period for found in exchange_states(state)), None)
+
+
+def exchange_interval(state: Any) -> int:
+    """Finds how many steps there are from one exchange to the next: of a local method, or of a chain that accumulates.
+
+    Args:
+      state: the state of one transformation or of a chain, or a tree with it.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, AccumulatedState))
+    return next((node.every for node in nodes if isinstance(node, AccumulatedState)), communication_period(state) or 1)
+
+
+def keep_states_unless(ok: jax.Array, new: Any, old: Any) -> Any:
+    """Takes the old states where an exchange was skipped; its own state already knows what to keep."""
+
+    def is_kept(node: Any) -> bool:
+        return is_exchange_state(node) or isinstance(node, AccumulatedState)
+
+    return jax.tree.map(lambda n, o: n if is_kept(n) else keep_unless(ok, n, o), new, old, is_leaf=is_kept)
+
+
+def update_with(
+    tx: optax.GradientTransformation, gradients: Any, state: Any, params: Any, value: Any, value_fn: Callable[..., Any]
+) -> tuple[Any, Any]:
+    """Calls `tx.update` with what a line search and `reduce_on_plateau` take beside gradients.
+
+    Args:
+      tx: the chain; `value_fn` and `grad` are for a `jaxcomm.chain` alone, which makes them those of all workers.
+      gradients: each worker's own.
+      state: of the chain.
+      params: the parameters.
+      value: the loss, the mean over all workers.
+      value_fn: params -> each worker's own loss.
+    """
+    more: dict[str, Any] = {"value": value}
+    if hasattr(tx, "links"):
+        more |= {"grad": gradients, "value_fn": value_fn}
+    try:
+        return optax.with_extra_args_support(tx).update(gradients, state, params, **more)
+    except TypeError as error:
+        if "keyword-only argument" in str(error):
+            error.add_note(
+                "A train step gives a jaxcomm.chain value=, grad= and value_fn=, and another transformation value= "
+                "alone. Write jaxcomm.chain in the place of optax.chain. With specs= there is value= alone, and a "
+                "pipeline gives none of them."
+            )
+        raise
+
+
+def trained(params: Any) -> Any:
+    """Returns the parameters that have gradients: the tree with None in the place of integers, booleans and keys."""
+
+    def is_trained(leaf: Any) -> bool:
+        dtype = jnp.result_type(leaf)
+        is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        return not (is_key or dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer))
+
+    return jax.tree.map(lambda leaf: leaf if is_trained(leaf) else None, params)
+
+
+def with_untrained(own: Any, params: Any) -> Any:
+    """Returns trained parameters with the others in their places; the inverse of `trained`."""
+    return jax.tree.map(lambda new, old: old if new is None else new, own, params, is_leaf=lambda leaf: leaf is None)
 
 
 def exchange_metrics(state: Any) -> ExchangeMetrics | None:
@@ -91,7 +156,7 @@ def vary_exchanged(tree: Any, state: Any, axis_name: AxisName) -> Any:
       state: the optimizer's state.
       axis_name: the axis of workers, or the axes.
     """
-    paths = bypassing(state, tree)
+    paths = bypassing(state, trained(tree))
 
     def vary(path: Any, leaf: jax.Array) -> jax.Array:
         return leaf if jax.tree_util.keystr(path) in paths else to_varying(leaf, axis_name)

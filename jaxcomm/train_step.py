@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import jax
 import optax
 from jax.sharding import Mesh
 
 from jaxcomm.collectives.axis import AxisName
+from jaxcomm.exchange import axis_name_of
+from jaxcomm.parallel.loss import LossFn, loss_of
 from jaxcomm.parallel.sharded_step import ShardedStep
-from jaxcomm.parallel.step import LossFn, SimulatedStep, TrainStep, WorkersStep, loss_of
+from jaxcomm.parallel.step import SimulatedStep, TrainStep, WorkersStep
 from jaxcomm.pipeline.pipeline import Pipeline
 from jaxcomm.pipeline.step import PipelineStep
 
@@ -21,7 +24,9 @@ def make_train_step(
     auto: tuple[str, ...] = (),
     has_aux: bool = False,
     has_state: bool = False,
-    axis_name: AxisName = "data",
+    accumulate: int = 1,
+    rng: jax.Array | None = None,
+    axis_name: AxisName | None = None,
     stage_axis: str = "stage",
     donate: bool = True,
 ) -> TrainStep:
@@ -31,6 +36,9 @@ def make_train_step(
     reduction is inserted), `tx` exchanges the gradients and makes the update, and all workers apply it. If the exchange
     was skipped (a gradient that is not finite on some worker), parameters and optimizer state stay as they were, except
     the exchange's own counts.
+
+    Integers, booleans and keys among the parameters have no gradients, and stay as they are. A chain that takes more
+    than gradients gets the mean loss as `value`; see `chain` for line searches.
 
     With a local method (`slim_dp`, `local_sgd`, `plump_dp(p=...)`) every worker has its own parameters and its own
     optimizer state, and a worker whose gradient is not finite leaves its own as they were; `step.params(state)` is the
@@ -86,19 +94,26 @@ def make_train_step(
         or (params, model_state, batch) -> (loss, (dict of scalars, new model_state)) with `has_state`. Or a `Pipeline`.
       tx: a chain with one exchange of this library in it.
       mesh: a mesh with the axis of workers.
-      specs: the PartitionSpec of every parameter, in a tree like theirs or a prefix of it; None where every worker
+      specs: the PartitionSpec or NamedSharding of every parameter, in a tree like theirs or a prefix of it:
+        `jax.tree.map(lambda x: x.sharding, params)` keeps them where they are. None where every worker
         holds the whole model.
       auto: axes that are left to XLA, with `specs`.
       has_aux: whether `loss_fn` returns a dict of scalars as well; they are averaged over the workers.
       has_state: whether `loss_fn` takes and returns `state.model_state` (which `init` is given), and a dict of scalars,
         which may be empty, whatever `has_aux` says. The new state has the structure, shapes and types of the old.
-      axis_name: the axis of workers, or the axes, outermost first.
+      accumulate: micro-batches that a worker takes one after another, with one exchange of their mean gradient: memory
+        for the activations of one. Each goes on with the model's state of the one before it.
+      rng: a random key for a `loss_fn` that takes one after the batch, folded by the step, the micro-batch
+        and the worker.
+      axis_name: the axis of workers, or the axes, outermost first; None for that of the exchange in `tx`, as far as it
+        is known (of a `jaxcomm.chain` or an exchange alone), else "data".
       stage_axis: the axis of stages, of a pipeline.
       donate: reuse the state's buffers for the new state. The old state cannot be read afterwards.
 
     Returns:
       A `TrainStep`: state = step.init(params); state, metrics = step(state, batch). All arrays of the batch have the
-      global batch as first dimension, a multiple of K (of a pipeline, of K times the micro-batches). Metrics,
+      global batch as first dimension, a multiple of K (times the micro-batches); scalars in it, of which a key of
+      `jax.random.key` is one, are replicated. Metrics,
       replicated: loss, the scalars of `loss_fn`, and those of the exchange (see `ExchangeMetrics`). On the wire: what
       `tx` costs, and one all-reduce of 4 bytes a scalar and a number of the model's state; with `specs` also what the
       loss moves, and an all-reduce of 16 bytes; with stages also the boundaries, and two all-reduces over the stages,
@@ -110,16 +125,20 @@ def make_train_step(
         shape, or that is not of floats; for a loss that differs along other axes; and if the loss uses a parameter
         whose gradient bypasses the exchange other than by `late_multiply` or `layers.late_lookup`.
     """
+    axis_name = axis_name_of(tx) if axis_name is None else axis_name
     if isinstance(loss_fn, Pipeline):
-        if specs is not None or auto or has_aux or has_state:
-            raise ValueError("specs, auto, has_aux and has_state must not be given with a Pipeline, which has its own.")
+        if specs is not None or auto or has_aux or has_state or accumulate != 1 or rng is not None:
+            raise ValueError(
+                "specs, auto, has_aux, has_state, accumulate and rng must not be given with a Pipeline, which has its "
+                "own. Pass micro_batches= and the rest to the Pipeline."
+            )
         return PipelineStep(loss_fn, tx, mesh, axis_name, stage_axis, donate)
-    loss = loss_of(loss_fn, has_aux, has_state)
+    loss = loss_of(loss_fn, has_aux, has_state, axis_name)
     if specs is not None:
-        return ShardedStep(loss, tx, mesh, specs, tuple(auto), axis_name, donate)
+        return ShardedStep(loss, tx, mesh, specs, tuple(auto), axis_name, donate, accumulate, rng)
     if auto:
         raise ValueError(f"auto must go with specs=, which say how parameters are sharded along it; got auto={auto}.")
-    return WorkersStep(loss, tx, mesh, axis_name, donate)
+    return WorkersStep(loss, tx, mesh, axis_name, donate, accumulate, rng)
 
 
 def simulate(
@@ -129,7 +148,9 @@ def simulate(
     *,
     has_aux: bool = False,
     has_state: bool = False,
-    axis_name: AxisName = "data",
+    accumulate: int = 1,
+    rng: jax.Array | None = None,
+    axis_name: AxisName | None = None,
     donate: bool = True,
 ) -> TrainStep:
     """Makes the step of `make_train_step` for K workers that live together on one device, under `jax.vmap`.
@@ -142,7 +163,11 @@ def simulate(
       workers: K, any number (96, say), or one for each axis. Memory grows with K; the decoded mean is held once.
       has_aux: as in `make_train_step`.
       has_state: as in `make_train_step`.
+      accumulate: as in `make_train_step`.
+      rng: as in `make_train_step`.
       axis_name: as in `make_train_step`.
       donate: as in `make_train_step`.
     """
-    return SimulatedStep(loss_of(loss_fn, has_aux, has_state), tx, workers, axis_name, donate)
+    axis_name = axis_name_of(tx) if axis_name is None else axis_name
+    loss = loss_of(loss_fn, has_aux, has_state, axis_name)
+    return SimulatedStep(loss, tx, workers, axis_name, donate, accumulate, rng)

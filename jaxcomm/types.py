@@ -11,6 +11,10 @@ import jax.numpy as jnp
 Payload = dict[str, jax.Array]
 
 
+_NOT_A_MODEL = "A PerWorker must be asked for its rows, one for each worker"
+_MODEL = "The model of a local method is step.params(state), or jaxcomm.global_params(state)."
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PerWorker:
@@ -35,6 +39,33 @@ class PerWorker:
     resizing: str = field(default="mean", metadata={"static": True})
     is_local: bool = field(default=False, metadata={"static": True})
     shards: int = field(default=0, metadata={"static": True})
+
+    def __getitem__(self, key: Any) -> Any:
+        """Refuses: parameters of workers that train on their own are not one model."""
+        raise TypeError(f"{_NOT_A_MODEL}; got [{key!r}]. {_MODEL}")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{_NOT_A_MODEL}; got .{name}. {_MODEL}")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AccumulatedState:
+    """State of a chain that exchanges once in several calls; the fields of `optax.MultiStepsState`, and one more.
+
+    Attributes:
+      mini_step: () int32, gradients since the last exchange.
+      gradient_step: () int32, exchanges so far.
+      inner_opt_state: the state of the chain.
+      acc_grads: the mean of a worker's own gradients since, float32.
+      every: calls from one exchange to the next. Static.
+    """
+
+    mini_step: jax.Array
+    gradient_step: jax.Array
+    inner_opt_state: Any
+    acc_grads: PerWorker
+    every: int = field(metadata={"static": True})
 
 
 def is_per_worker(node: Any) -> bool:

@@ -118,6 +118,28 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
             "inputs-rows-rows-whole",
         ),
     },
+    "tests/jaxcomm/parallel/test_accumulate.py": {
+        "test_a_chain_that_accumulates_is_that_of_the_mean_gradient": ("mesh",),
+        "test_a_dense_chain_that_accumulates_is_multi_steps": (),
+        "test_a_line_search_is_that_of_one_device": ("polyak",),
+        "test_bytes_of_a_chain_that_accumulates": (),
+        "test_frozen_parameters_are_not_sent": (),
+        "test_integers_and_keys_among_the_parameters_stay": ("mesh",),
+        "test_micro_batches_of_a_step_are_the_step_of_all_rows": ("mesh",),
+        "test_micro_batches_of_sharded_parameters": (),
+        "test_the_axis_of_workers_is_said_once": (),
+    },
+    "tests/jaxcomm/parallel/test_messages.py": {
+        "test_a_line_search_in_another_chain": (),
+        "test_a_loop_of_steps_is_verified_as_such": (),
+        "test_a_state_of_other_workers": (),
+        "test_an_exchange_of_some_parameters": ("partition",),
+        "test_parameters_that_are_sharded_within_a_worker": (),
+        "test_what_comes_beside_the_loss": ("logits", "the loss"),
+    },
+    "tests/jaxcomm/test_serialization.py": {
+        "test_flax_writes_and_reads_every_row": ("topk",),
+    },
     "tests/jaxcomm/parallel/test_chain.py": {
         "test_clipping_after_error_feedback_loses_gradients_and_clipping_before_it_does_not": (),
         "test_decay_between_an_exchange_and_momentum_is_that_of_dense_sgd": (),
@@ -425,6 +447,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
         "test_tables_that_are_not_exchanged_have_the_gradients_of_one_device": ("late",),
     },
     "tests/jaxcomm/parallel/test_data_parallel.py": {
+        "test_objects_of_nnx_change_in_place_and_share_what_they_shared": ("nnx.jit",),
         "test_a_mesh_of_explicit_axes_and_batches_of_numpy": (),
     },
 }

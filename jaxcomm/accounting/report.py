@@ -4,6 +4,7 @@ The prediction walks the traced program and needs no devices: it answers what a 
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 from jaxcomm.accounting.hlo import read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program, traced_program
 from jaxcomm.collectives.axis import AxisName, abstract_mesh, axis_names, check_workers
-from jaxcomm.states import communication_period, vary_exchanged
+from jaxcomm.exchange import axis_name_of
+from jaxcomm.states import exchange_interval, trained, update_with, vary_exchanged
 from jaxcomm.traffic import Program, Traffic
 
 
@@ -146,7 +148,7 @@ def wire_report(
     workers: int | tuple[int, ...],
     *,
     beside: Sequence[Traffic] = (),
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
 ) -> WireReport:
     """Predicts the bytes of one exchange from shapes alone.
 
@@ -158,25 +160,28 @@ def wire_report(
       params: the parameters, or `jax.ShapeDtypeStruct`s of their shapes.
       workers: K, or the number along each axis.
       beside: collectives that gradients cost in addition to the exchange: `plan.traffic` of `plan_late_multiply`.
-      axis_name: the axis of workers that `tx` was made for, or the axes, outermost first.
+      axis_name: the axis of workers that `tx` was made for, or the axes, outermost first; None as in
+        `make_train_step`.
     """
+    axis_name = axis_name_of(tx) if axis_name is None else axis_name
     sizes = check_workers(workers, axis_name)
     mesh = abstract_mesh(dict(zip(axis_names(axis_name), sizes, strict=True)))
-    period = None
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
+    interval = 1
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), trained(params))
 
     def worker(gradients: Any, params: Any) -> Any:
-        nonlocal period
+        nonlocal interval
         state = tx.init(params)
-        updates, state = tx.update(vary_exchanged(gradients, state, axis_name), state, params)
-        period = communication_period(state)
+        gradients, loss = vary_exchanged(gradients, state, axis_name), jnp.zeros(())
+        updates, state = update_with(tx, gradients, state, params, loss, lambda _: loss)
+        interval = exchange_interval(state)
         return jax.tree.map(lambda update: update[None], updates)
 
     exchange = jax.shard_map(worker, mesh=mesh, in_specs=P(), out_specs=P(axis_name))
     program = traced_program(exchange, params, params)
     program.always += beside
     n = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return WireReport(math.prod(sizes), n, program, period or 1)
+    return WireReport(math.prod(sizes), n, program, interval)
 
 
 def step_report(step: Any, *args: Any, params: Any, workers: int) -> WireReport:
@@ -188,8 +193,8 @@ def step_report(step: Any, *args: Any, params: Any, workers: int) -> WireReport:
       params: the parameters, or their shapes.
       workers: K.
     """
-    n = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(params))
-    return WireReport(workers, n, jaxpr_program(step.trace(*args).jaxpr), communication_period(args) or 1)
+    n = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(trained(params)))
+    return WireReport(workers, n, jaxpr_program(step.trace(*args).jaxpr), exchange_interval(args))
 
 
 def verify(
@@ -200,7 +205,7 @@ def verify(
     workers: int | tuple[int, ...],
     other_bytes: int = 256,
     beside: Sequence[Traffic] = (),
-    axis_name: AxisName = "data",
+    axis_name: AxisName | None = None,
     mesh: Mesh | None = None,
     steps: int = 1,
     text: str | None = None,
@@ -231,6 +236,8 @@ def verify(
       ValueError: if XLA sends more bytes than the traced program says; if the step sends more than the exchange and
         `other_bytes`: a dense all-reduce has stayed in it; or if it sends less than the exchange.
     """
+    axis_name = axis_name_of(tx) if axis_name is None else axis_name
+    step = step if hasattr(step, "trace") else jax.jit(step)  # that of jax.pmap has no trace
     claimed = wire_report(tx, params, workers, beside=beside, axis_name=axis_name).program
     count = math.prod(check_workers(workers, axis_name))
     others = other_bytes + sum(model_state_bytes(arg, count) for arg in args)
@@ -281,10 +288,20 @@ def check_bytes(
         ("most expensive", compiled.received_at_most, steps * claimed.received_at_most),
     ):
         if sent > claim + steps * others:
+            found, wanted = _counted(predicted), _counted(claimed)
+            times = min((found[key] // count for key, count in wanted.items()), default=1)
+            if steps == 1 and times > 1:
+                cause = (
+                    f"{times} exchanges are in the {when} step. If it takes {times} steps in a loop, pass steps={times}"
+                )
+            else:
+                cause = (
+                    f"a dense all-reduce is left in the {when} step. Take params = jax.lax.pcast(params, "
+                    f"{axis_name!r}, to='varying') before jax.grad"
+                )
             raise ValueError(
                 f"A step sends its exchange and at most {float(others):,.0f} bytes more, got {float(sent):,.0f} where "
-                f"the exchange is {float(claim):,.0f}: a dense all-reduce is left in the {when} step. Take "
-                f"params = jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad.\n{report}"
+                f"the exchange is {float(claim):,.0f}: {cause}.\n{report}"
             )
         if sent < claim:
             raise ValueError(
@@ -293,6 +310,14 @@ def check_bytes(
                 f"bytes of the compiled text were not counted, and read_program has a fault.\n{report}"
             )
     return report
+
+
+def _counted(program: Program) -> Counter[tuple[str, int]]:
+    """Returns how often each collective is run in every step."""
+    found: Counter[tuple[str, int]] = Counter()
+    for traffic in program.always:
+        found[traffic.op, traffic.operand_bytes] += traffic.times
+    return found
 
 
 def model_state_bytes(arg: Any, workers: int) -> float:

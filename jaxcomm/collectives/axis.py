@@ -122,6 +122,13 @@ def zeros_varying_as(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax
     return lax.pcast(zeros, names, to="varying") if names else zeros
 
 
+def zeros_of(kind: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns zeros of a shape from `jax.eval_shape`, which JAX takes to differ between workers where that would."""
+    zeros = jnp.zeros(kind.shape, kind.dtype)
+    names = () if kind.manual_axis_type is None else tuple(kind.manual_axis_type.varying)
+    return lax.pcast(zeros, names, to="varying") if names else zeros
+
+
 def all_gather_same(value: jax.Array, axis_name: AxisName) -> jax.Array:
     """Gathers every worker's value, (K, *shape), the same on every worker, as far as JAX can be told."""
     with jax.named_scope(EXCHANGE):

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.axis import OTHER_USES, AxisName, abstract_mesh, to_varying, varies
-from jaxcomm.parallel.state import TrainState, state_specs
-from jaxcomm.states import bypassing, vary_exchanged
+from jaxcomm.parallel.state import TrainState, batch_specs, state_specs
+from jaxcomm.states import bypassing, trained, vary_exchanged
 
 
 def check_agreement(
@@ -35,7 +35,7 @@ def check_agreement(
     Raises:
       ValueError: naming the parameters.
     """
-    marked = bypassing(state.opt_state, state.params)
+    marked = bypassing(state.opt_state, trained(state.params))
     if not marked:
         return
 
@@ -80,6 +80,6 @@ def trace_on(
     """Traces a worker's function on a mesh without devices, where JAX tracks what differs between the workers."""
     mesh = abstract_mesh(axes)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), (state, batch))
-    in_specs = (state_specs(state), P(axis_name))
+    in_specs = (state_specs(state), batch_specs(batch, axis_name))
     with jax.sharding.use_abstract_mesh(mesh):  # or another mesh that is in use would have to be this one
         jax.eval_shape(jax.shard_map(worker, mesh=mesh, in_specs=in_specs, out_specs=out_specs), *shapes)

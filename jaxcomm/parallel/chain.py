@@ -6,37 +6,174 @@ shows whether it clips, decays, descends or has momentum.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
-from jaxcomm.collectives.axis import AxisName, in_axes_of_workers
-from jaxcomm.exchange import Exchange, ExchangeState, exchange_states, get_exchange, is_exchange_state, lets_bypass
+from jaxcomm.checks import check_count
+from jaxcomm.collectives import dense_mean
+from jaxcomm.collectives.axis import AxisName, in_axes_of_workers, is_tracked, to_varying, varies, zeros_of
+from jaxcomm.exchange import (
+    SCOPE,
+    Exchange,
+    ExchangeState,
+    exchange_states,
+    get_exchange,
+    is_exchange_state,
+    lets_bypass,
+)
+from jaxcomm.states import keep_states_unless, vary_rows
+from jaxcomm.types import AccumulatedState, ExchangeMetrics, PerWorker
 
 _SMALL, _LARGE = np.float32(2.0**-13), np.float32(2.0**40)
 _TRIED = 16
 
 
 class Chain(optax.GradientTransformationExtraArgs):
-    """What `chain` returns: an Optax transformation with `links`, its transformations in order."""
+    """What `chain` returns: an Optax transformation that keeps its links.
+
+    Attributes:
+      links: its transformations, in order.
+      accumulate: calls of `update` from one exchange to the next.
+    """
 
     links: tuple[optax.GradientTransformation, ...]
+    accumulate: int
 
 
-def chain(*links: optax.GradientTransformation) -> Chain:
+def chain(*links: optax.GradientTransformation, accumulate: int = 1) -> Chain:
     """Equals `optax.chain`, and keeps the links: needed where a chain is split at its exchange, and checked further.
+
+    What comes after an exchange of gradients, and takes more than gradients (a line search, `reduce_on_plateau`), gets
+    that of all workers: `value` is their mean, `value_fn` the mean of theirs, and `grad` the mean gradient.
+
+    With `accumulate=G` it is `optax.MultiSteps` around the chain, with one exchange in G calls. Every worker keeps the
+    mean of its own last gradients, 4 bytes a parameter, and hands it to the chain in every G-th call; in the others,
+    nothing is sent and the updates are zero. The state has the fields of `optax.MultiStepsState`. An exchange that is
+    skipped leaves the others' states as they were; its G gradients are not applied.
 
     Args:
       *links: transformations in order; chains made by this function are taken apart.
+      accumulate: G.
+
+    Raises:
+      ValueError: for fewer than 1 call, and for a local method that would accumulate: it has steps of its own.
     """
-    flat = tuple(part for link in links for part in getattr(link, "links", (link,)))
-    made = Chain(*optax.chain(*flat))
-    made.links = flat
+    check_count("accumulate", accumulate, 1, "1 exchanges in every step")
+    flat: list[optax.GradientTransformation] = []
+    for link in links:
+        flat += link.links if isinstance(link, Chain) and link.accumulate == 1 else [link]
+    whole = _chained(flat)
+    made = Chain(*(whole if accumulate == 1 else _accumulated(whole, accumulate)))
+    made.links, made.accumulate = tuple(flat), accumulate
     return made
+
+
+def _chained(links: list[optax.GradientTransformation]) -> optax.GradientTransformationExtraArgs:
+    """Returns `optax.chain`, whose links after the exchange see what is of all workers."""
+    takes_more = [optax.with_extra_args_support(link) for link in links]
+
+    def init(params: Any) -> Any:
+        return tuple(link.init(params) for link in links)
+
+    def update(updates: Any, state: Any, params: Any = None, **more: Any) -> tuple[Any, Any]:
+        if len(state) != len(links):
+            raise ValueError(
+                f"A chain's state must have one for each link; got {len(state)} for {len(links)}. Initialise it with "
+                "this chain."
+            )
+        new = []
+        for link, old in zip(takes_more, state, strict=True):
+            updates, own = link.update(updates, old, params, **more)
+            new.append(own)
+            if more and is_exchange_state(own) and own.method.period is None:
+                more = _of_all(more, updates, own.method.axes)
+        return updates, tuple(new)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _of_all(more: dict[str, Any], mean_gradient: Any, axes: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the arguments of a line search of one worker as those of all."""
+
+    def mean(tree: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(tree)
+        with jax.named_scope(SCOPE):
+            return treedef.unflatten(dense_mean(to_varying([jnp.asarray(leaf) for leaf in leaves], axes), axes)[0])
+
+    def mean_of(own: Callable[..., Any]) -> Callable[..., Any]:
+        def value_fn(params: Any, *args: Any, **kwargs: Any) -> Any:
+            value = jax.custom_vjp(lambda at: mean(own(at, *args, **kwargs)))
+
+            def forward(at: Any) -> Any:
+                # Tracked or not, the gradient of a mean is the mean of the gradients, and the same on all workers.
+                return mean(jax.value_and_grad(lambda at: own(at, *args, **kwargs))(to_varying(at, axes)))
+
+            value.defvjp(forward, lambda gradient, scale: (jax.tree.map(lambda leaf: scale * leaf, gradient),))
+            return value(params)
+
+        return value_fn
+
+    if "grad" in more:
+        more = more | {"grad": mean_gradient}
+    if (value := more.get("value")) is not None:
+        is_known = all(is_tracked(name) and not varies(jnp.asarray(value), name) for name in axes)
+        more = more | {"value": value if is_known else mean(value)}
+    if value_fn := more.get("value_fn"):
+        more = more | {"value_fn": mean_of(value_fn)}
+    return more
+
+
+def _accumulated(whole: optax.GradientTransformationExtraArgs, count: int) -> optax.GradientTransformationExtraArgs:
+    def init(params: Any) -> AccumulatedState:
+        inner = whole.init(params)
+        exchange = get_exchange(inner)
+        if exchange.method.period is not None:
+            raise ValueError(
+                f"accumulate must be 1 for {exchange.method.name}, which exchanges once in several steps by itself; "
+                f"got {count}. Pass it more steps."
+            )
+        zeros = jax.tree.map(lambda leaf: jnp.zeros((1, *jnp.shape(leaf)), jnp.float32), params)
+        step = jnp.zeros((), jnp.int32)
+        rows = PerWorker(zeros, exchange.method.axes)
+        return AccumulatedState(step, jnp.zeros((), jnp.int32), inner, rows, count)
+
+    def update(updates: Any, state: AccumulatedState, params: Any = None, **more: Any) -> tuple[Any, AccumulatedState]:
+        axes = state.acc_grads.axes
+        inner = vary_rows(state.inner_opt_state, ())
+
+        def add(row: jax.Array, update: jax.Array) -> jax.Array:
+            return row[0] + (update.astype(jnp.float32) - row[0]) / (state.mini_step + 1)
+
+        total = jax.tree.map(add, state.acc_grads.rows, to_varying(updates, axes))
+
+        def exchange(total: Any, inner: Any) -> Any:
+            own = jax.tree.map(lambda mean, update: mean.astype(update.dtype), total, updates)
+            out, new = whole.update(own, inner, params, **more)
+            return out, keep_states_unless(get_exchange(new).metrics.skipped == 0, new, inner)
+
+        def wait(total: Any, inner: Any) -> Any:
+            def quiet(node: Any) -> Any:
+                return node.replace(metrics=ExchangeMetrics.zeros()) if is_exchange_state(node) else node
+
+            return jax.tree.map(zeros_of, kinds), jax.tree.map(quiet, inner, is_leaf=is_exchange_state)
+
+        kinds, _ = jax.eval_shape(exchange, total, inner)
+        is_due = state.mini_step == count - 1
+        out, inner = lax.cond(~is_due, wait, exchange, total, inner)  # reports count the bytes of the second
+        rows = jax.tree.map(lambda mean: jnp.where(is_due, 0, mean)[None], total)
+        new = AccumulatedState(
+            (state.mini_step + 1) % count, state.gradient_step + is_due, inner, PerWorker(rows, axes), count
+        )
+        return out, new
+
+    typed: tuple[Any, Any] = init, update
+    return optax.GradientTransformationExtraArgs(*typed)
 
 
 class Effects(NamedTuple):
@@ -151,6 +288,8 @@ def check_chain(tx: optax.GradientTransformation, state: Any, params: Any) -> li
     Raises:
       ValueError: for an order that is refused, with the remedy.
     """
+    if isinstance(state, AccumulatedState):
+        state = state.inner_opt_state
     states = list(_flat(state))
     at = [place for place, node in enumerate(states) if is_exchange_state(node)]
     if len(at) > 1:
@@ -165,7 +304,8 @@ def check_chain(tx: optax.GradientTransformation, state: Any, params: Any) -> li
                 f"An exchange must be a link of the chain itself; got {next(exchange_states(node)).method.name} inside "
                 f"a transformation with the state {type(node).__name__}: workers would not all take part in every step "
                 "with every parameter. Put the exchange before it; choose parameters by the exchange's where=, and "
-                "accumulate gradients in loss_fn."
+                "accumulate gradients by jaxcomm.chain(..., accumulate=G) in the place of optax.MultiSteps, or by "
+                "accumulate= of make_train_step."
             )
     if not at:
         return []
@@ -226,6 +366,11 @@ def split_chain(
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
     state = jax.eval_shape(in_axes_of_workers(tx.init, sizes, axis_name), shapes)
     exchange, links = get_exchange(state), getattr(tx, "links", (tx,))
+    if isinstance(state, AccumulatedState):
+        raise ValueError(
+            f"accumulate must be 1 in a chain that is split at its exchange; got {getattr(tx, 'accumulate', None)}. "
+            "Pass accumulate= to make_train_step."
+        )
     warnings = check_chain(tx, state, params)
     states = state if len(links) > 1 or isinstance(tx, Chain) else (state,)
     if not any(is_exchange_state(node) for node in states):

@@ -1,28 +1,77 @@
 """A train step that was written for one device, run by the workers of a mesh."""
 
 import functools
+import inspect
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.checks import check_count
 from jaxcomm.collectives import dense_mean
-from jaxcomm.exchange import SCOPE, exchange_states, leaf_name, lets_bypass
+from jaxcomm.exchange import SCOPE, exchange_states, lets_bypass
+from jaxcomm.parallel import objects
+from jaxcomm.parallel.keys import is_key, own_keys, shared_keys
 from jaxcomm.parallel.replicas import differing_replicas
 from jaxcomm.parallel.replication import Axes, collectives_outside, varying_axes
 from jaxcomm.parallel.sharding import spec_axes
-from jaxcomm.parallel.state import check_axis, check_batch, state_specs
+from jaxcomm.parallel.state import check_axis, check_batch
 from jaxcomm.states import check_rows
 from jaxcomm.traffic import count_bytes
 from jaxcomm.types import is_per_worker
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Out:
+    """What comes out of a step: what it returned, and its arguments that are objects, as it has changed them."""
+
+    returned: Any
+    changed: dict[str, Any]
+
+    def names(self) -> list[str]:
+        """Returns the path of every leaf."""
+        return objects.names(self.returned) + objects.names(self.changed)
+
+    def origins(self, state: dict[str, Any]) -> list[str]:
+        """Returns for every leaf where it is in the arguments, if it is state, else "".
+
+        State is what has an argument's structure.
+        """
+        kinds = {jax.tree.structure(arg): name for name, arg in reversed(state.items()) if not _is_array(arg)}
+        bare = {
+            (jnp.shape(arg), jnp.result_type(arg)): name
+            for name, arg in reversed(state.items())
+            if _is_array(arg) and (jnp.ndim(arg) or is_key(arg))
+        }
+
+        def origin(node: Any) -> str | None:
+            is_array = _is_array(node)
+            return bare.get((jnp.shape(node), node.dtype)) if is_array else kinds.get(jax.tree.structure(node))
+
+        found: list[str] = []
+        for node in jax.tree.leaves(self.returned, is_leaf=lambda node: origin(node) is not None):
+            name = origin(node)
+            found += [""] * len(jax.tree.leaves(node)) if name is None else objects.names({name: node})
+        return found + objects.names(self.changed)
+
+
+class _Leaf(NamedTuple):
+    """What is known of an array that comes out of a step: its path, its PartitionSpec, and as `_Out.origins`."""
+
+    name: str
+    spec: P
+    origin: str
 
 
 @jax.tree_util.register_dataclass
@@ -33,22 +82,27 @@ class _Packed:
     arrays: list[Any]
     treedef: Any = field(metadata={"static": True})
     others: tuple[Any, ...] = field(metadata={"static": True})  # None in the place of an array
+    sharing: Any = field(default=None, metadata={"static": True})  # of objects, before they were taken apart
 
     @classmethod
-    def of(cls, tree: Any) -> "_Packed":
+    def of(cls, tree: Any, sharing: Any = None) -> "_Packed":
         leaves, treedef = jax.tree.flatten(tree)
-        others = tuple(None if _is_array(leaf) else leaf for leaf in leaves)
-        return cls([leaf for leaf in leaves if _is_array(leaf)], treedef, others)
+        others = tuple(None if is_traced else leaf for leaf, is_traced in zip(leaves, _traced(tree), strict=True))
+        arrays = [leaf for leaf, other in zip(leaves, others, strict=True) if other is None]
+        return cls(arrays, treedef, others, sharing)
+
+    def replace(self, arrays: list[Any]) -> "_Packed":
+        """Returns it with other arrays."""
+        return replace(self, arrays=arrays)
 
     def tree(self, arrays: Iterable[Any] | None = None) -> Any:
         """Returns the tree, with other arrays if they are given."""
         each = iter(self.arrays if arrays is None else arrays)
         return self.treedef.unflatten([next(each) if other is None else other for other in self.others])
 
-    def pick(self, tree: Any) -> list[Any]:
-        """Returns the leaves of a tree of the same structure that are in the places of arrays."""
-        leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, P))
-        return [leaf for leaf, other in zip(leaves, self.others, strict=True) if other is None]
+    def pick(self, of_leaves: list[Any]) -> list[Any]:
+        """Returns those of the leaves of the tree that are in the places of arrays."""
+        return [leaf for leaf, other in zip(of_leaves, self.others, strict=True) if other is None]
 
 
 class DataParallel:
@@ -58,40 +112,67 @@ class DataParallel:
         self,
         step: Callable[..., Any],
         mesh: Mesh,
-        batch: frozenset[str],
+        batch: Sequence[int | str],
         mean: str | None,
+        rng: str | None,
         check_every: int | None,
         donate: bool,
     ):
         """See `data_parallel`."""
         functools.update_wrapper(self, step)
-        self.mesh, self._step, self._batch, self._mean, self._every = mesh, step, batch, mean, check_every
+        self.mesh, self._step, self._mean, self._rng, self._every = mesh, step, mean, rng, check_every
+        self._names = _parameters(step)
+        self._batch = frozenset(self._argument(each) if isinstance(each, int) else each for each in batch)
         self._jitted = jax.jit(self._on_mesh, donate_argnums=0 if donate else ())
         self._calls = 0
         self._axes: tuple[str, ...] = ()
         self._returned: set[int] = set()  # ids of the arrays that the last call has returned
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes a step, with the arguments of the step that was given."""
-        state, batch = self._arguments(args, kwargs)
+        """Takes a step, with the arguments of the step that was given; objects of Flax NNX are changed in place."""
+        given = self._given(args, kwargs)
+        state, batch = self._parted(given)
+        out = self._take(state, batch)
+        for name, new in out.changed.items():
+            objects.update(given[name], new)
+        return objects.split_states(out.returned)
+
+    def place(self, state: Any) -> Any:
+        """Gives a state that is fresh from `tx.init` a row for each worker, and places it on the mesh.
+
+        A step does so itself with what it is given. The carry of a `jax.lax.scan` must have its rows from the start,
+        and so must what a checkpoint is restored into.
+        """
+        self._axes, workers = self._workers(state)
+        return self._placed(_Packed.of(_spread(state, workers)), _specs).tree()
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Traces the step for arrays or shapes, as `jax.jit(...).trace` does."""
+        state, batch = self._parted(self._given(args, kwargs))
+        return self._jitted.trace(_Packed.of(state, objects.sharing(state)), _Packed.of(batch))
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lowers the step for arrays or shapes, as `jax.jit(...).lower` does."""
+        return self.trace(*args, **kwargs).lower()
+
+    def _take(self, state: dict[str, Any], batch: dict[str, Any]) -> "_Out":
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
             if self._every is not None:
                 raise ValueError(
                     f"check_every must be None inside jax.jit, which cannot report; got {self._every}. Call the step "
                     "as it is: it is compiled."
                 )
-            return self._on_mesh(_Packed.of(state), _Packed.of(batch)).tree()
-        packed = _Packed.of(state)
+            return self._on_mesh(_Packed.of(state, objects.sharing(state)), _Packed.of(batch)).tree()
+        packed = _Packed.of(state, objects.sharing(state))
         if not all(id(leaf) in self._returned for leaf in packed.arrays):  # else it is where it belongs
             self._axes, workers = self._workers(state)
             if not self._calls:
                 check_rows(state, workers)
-            packed = _Packed.of(_spread(state, workers))
-            packed = self._placed(packed, packed.pick(state_specs(packed.tree())))
-        check_batch(_with_rows(batch), math.prod(self.mesh.shape[name] for name in self._axes))
+            packed = self._placed(_Packed.of(_spread(state, workers), packed.sharing), _specs)
+        check_batch(batch, math.prod(self.mesh.shape[name] for name in self._axes))
         rows = _Packed.of(batch)
         _check_global(rows.arrays)
-        rows = self._placed(rows, [_batch_spec(leaf, self._axes) for leaf in rows.arrays])
+        rows = self._placed(rows, partial(_row_specs, self._axes))
         out = self._jitted(packed, rows)
         self._returned = {id(leaf) for leaf in out.arrays}
         self._calls += 1
@@ -100,25 +181,24 @@ class DataParallel:
             self._check(returned)
         return returned
 
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Traces the step for arrays or shapes, as `jax.jit(...).trace` does."""
-        state, batch = self._arguments(args, kwargs)
-        return self._jitted.trace(_Packed.of(state), _Packed.of(batch))
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lowers the step for arrays or shapes, as `jax.jit(...).lower` does."""
-        return self.trace(*args, **kwargs).lower()
-
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the arguments that are state, and those that are batches, by their names."""
-        given = {_argument(place): arg for place, arg in enumerate(args)} | kwargs
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments by their names."""
+        given = {self._argument(place): arg for place, arg in enumerate(args)} | kwargs
         if not self._batch <= given.keys():
             raise ValueError(
                 f"batch must name arguments of the call; got {sorted(self._batch)} for {sorted(given)}. Pass the "
-                "position, or the name of a keyword argument."
+                "position, or the name, of an argument."
             )
+        return given
+
+    def _parted(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the arguments that are state, and those that are batches, by their names."""
         state = {name: arg for name, arg in given.items() if name not in self._batch}
-        return state, {name: given[name] for name in self._batch}
+        return objects.merge_states(state, objects.graph_in(state)), {name: given[name] for name in sorted(self._batch)}
+
+    def _argument(self, place: int) -> str:
+        """Returns the name of a positional argument."""
+        return self._names[place] if place < len(self._names) else f"args[{place}]"
 
     def _workers(self, state: Any) -> tuple[tuple[str, ...], int]:
         """Returns the axes of workers and their number.
@@ -131,7 +211,14 @@ class DataParallel:
             raise ValueError(
                 "A data-parallel step must get the state of an exchange in an argument that is not a batch; got none. "
                 "Put jaxcomm.plump_dp() (dense) or a compressor first in jaxcomm.chain(...), and pass the state of "
-                "tx.init as it is: nnx.split and flax.serialization.to_state_dict take its types away."
+                "tx.init as it is: restore a checkpoint into it as the target, and pass the graph of nnx.split as an "
+                "argument too."
+            )
+        wrappers = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.MultiStepsState))
+        if any(isinstance(node, optax.MultiStepsState) and next(exchange_states(node), None) for node in wrappers):
+            raise ValueError(
+                f"An exchange must not be inside optax.MultiSteps, whose gradients are each worker's own; got "
+                f"{states[0].method.name} there. Write jaxcomm.chain(exchange, optimizer, accumulate=G) in its place."
             )
         for found in states:
             method = found.method
@@ -145,37 +232,57 @@ class DataParallel:
         check_axis(self.mesh, axes)
         return axes, math.prod(self.mesh.shape[name] for name in axes)
 
-    def _placed(self, packed: _Packed, specs: list[P]) -> _Packed:
-        shardings = [NamedSharding(self.mesh, spec) for spec in specs]
-        return _Packed(jax.device_put(packed.arrays, shardings), packed.treedef, packed.others)
+    def _placed(self, packed: _Packed, specs: Callable[[Any], list[P]]) -> _Packed:
+        shardings = [NamedSharding(self.mesh, spec) for spec in packed.pick(specs(packed.tree()))]
+        return packed.replace(jax.device_put(packed.arrays, shardings))
 
     def _on_mesh(self, state: _Packed, batch: _Packed) -> _Packed:
         """What is compiled."""
         axes, workers = self._workers(state.tree())
-        check_batch(_with_rows(batch.tree()), workers)
-        state = _Packed.of(_spread(state.tree(), workers))
-        specs = (
-            state.pick(state_specs(state.tree())),
-            [_batch_spec(leaf, axes) for leaf in batch.arrays],
-        )
+        check_batch(batch.tree(), workers)
+        whole = _spread(state.tree(), workers)
+        state = _Packed.of(whole, state.sharing)
+        specs = state.pick(_specs(whole)), batch.pick(_row_specs(axes, batch.tree()))
+        graph = objects.graph_in(whole)
+        names = state.pick(objects.names(whole))
+        about: list[_Leaf] = []  # of what comes out: some trees can only be put together from arrays
 
         @jax.jit  # traced once, for the check and for the step
         def own_step(own_state: list[Any], own_batch: list[Any]) -> _Packed:
-            given = state.tree(own_state) | batch.tree(own_batch)
-            args = [given.pop(_argument(place)) for place in range(len(given)) if _argument(place) in given]
-            return _Packed.of(self._step(*args, **given))
+            own = own_state
+            if self._rng is not None:
+                own = own_keys(self._rng, names, own_state, jax.lax.axis_index(axes))
+            changed = objects.shared(state.tree(own), state.sharing)
+            given = objects.split_states(changed) | batch.tree(own_batch)
+            args: list[Any] = []
+            while (name := self._argument(len(args))) in given:
+                args.append(given.pop(name))
+            returned = objects.merge_states(self._step(*args, **given), graph)
+            out = _Out(returned, {name: arg for name, arg in changed.items() if objects.is_changed(arg)})
+            packed = _Packed.of(out)
+            about[:] = map(_Leaf, *map(packed.pick, (out.names(), _specs(out), out.origins(whole))))
+            if self._rng is None:
+                return packed
+            pairs = {
+                name: (key, mine) for name, key, mine in zip(names, own_state, own, strict=True) if mine is not key
+            }
+            arrays = shared_keys(pairs, [leaf.origin for leaf in about], packed.arrays)
+            return packed.replace(arrays)
 
         def on_workers(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
             # JAX would make jax.grad of replicated parameters a dense all-reduce if it tracked what differs. What it
-            # would have proven is checked by `_outputs`.
+            # would have proven is checked by `_averaged`.
             return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
 
         arrays = state.arrays, batch.arrays
+        if AxisType.Explicit in self.mesh.axis_types:  # where arrays have types, which need not be these
+            arrays = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), arrays, specs)
         traced, out = jax.make_jaxpr(on_workers(own_step, P()), return_shape=True)(*arrays)
         varying = _varying_outputs(
             traced.jaxpr, [frozenset(spec_axes(spec)) for spec in (*specs[0], *specs[1])], frozenset(axes)
         )
-        out_specs, is_averaged = self._outputs(state.tree(), out, varying)
+        is_averaged = self._averaged(about, out.arrays, varying)
+        out_specs = [leaf.spec for leaf in about]
 
         def averaged_step(own_state: list[Any], own_batch: list[Any]) -> list[Any]:
             arrays = own_step(own_state, own_batch).arrays
@@ -183,25 +290,22 @@ class DataParallel:
             means = iter(dense_mean(local, axes)[0])
             return [next(means) if is_one else leaf for leaf, is_one in zip(arrays, is_averaged, strict=True)]
 
-        return _Packed(on_workers(averaged_step, out_specs)(*arrays), out.treedef, out.others)
+        return out.replace(on_workers(averaged_step, out_specs)(*arrays))
 
-    def _outputs(self, state: dict[str, Any], out: _Packed, varying: list[Axes]) -> tuple[list[P], list[bool]]:
-        """Returns the PartitionSpec of every output, and whether it is averaged; refuses what must not differ.
+    def _averaged(self, about: list["_Leaf"], arrays: list[Any], varying: list[Axes]) -> list[bool]:
+        """Returns whether each output is averaged; refuses what must not differ.
 
         Raises:
           ValueError: naming the outputs that differ between workers and cannot be averaged.
         """
-        tree, refused = out.tree(), []
-        specs = out.pick(state_specs(tree))
-        is_state = out.pick(_marked(tree, state))
-        paths = out.pick(jax.tree_util.tree_map_with_path(lambda path, _: leaf_name(path), tree))
-        is_averaged = []
-        for path, leaf, spec, is_kept, axes in zip(paths, out.arrays, specs, is_state, varying, strict=True):
-            may_be = re.search(self._mean, path) if is_kept and self._mean else not is_kept and leaf.shape == ()
-            differs = bool(axes) and spec == P()
-            is_averaged.append(differs and bool(may_be) and jnp.issubdtype(leaf.dtype, jnp.floating))
+        refused, is_averaged = [], []
+        for leaf, array, axes in zip(about, arrays, varying, strict=True):
+            is_named = self._mean is not None and re.search(self._mean, leaf.name) is not None
+            may_be = is_named if leaf.origin else array.shape == ()
+            differs = bool(axes) and leaf.spec == P()
+            is_averaged.append(differs and may_be and jnp.issubdtype(array.dtype, jnp.floating))
             if differs and not is_averaged[-1]:
-                refused.append(f"{path!r} {leaf.dtype}{list(leaf.shape)}{' (state)' if is_kept else ''}")
+                refused.append(f"{leaf.name!r} {array.dtype}{list(array.shape)}{' (state)' if leaf.origin else ''}")
         if refused:
             raise ValueError(
                 "What a step returns must be the same on all workers, or a scalar of floats, which is averaged; got "
@@ -210,13 +314,14 @@ class DataParallel:
                 "of paths); decide by jaxcomm.exchange_metrics(opt_state).skipped, not by the local gradients; return "
                 "the mean of a metric."
             )
-        return specs, is_averaged
+        return is_averaged
 
-    def _check(self, out: Any) -> None:
+    def _check(self, out: "_Out") -> None:
         """Compares what is replicated across the workers, and whose rows are where."""
         check_rows(out, math.prod(self.mesh.shape.values()))
-        nodes = jax.tree_util.tree_leaves_with_path(out, is_leaf=is_per_worker)
-        named = {leaf_name(path): leaf for path, leaf in nodes if not is_per_worker(leaf) and _is_array(leaf)}
+        packed = _Packed.of(out)
+        about = zip(packed.pick(out.names()), packed.pick(_specs(out)), packed.arrays, strict=True)
+        named = {name: array for name, spec, array in about if spec == P()}
         if found := differing_replicas(self.mesh, named):
             names = [f"{name} (on device {', '.join(map(str, places))})" for name, places in found.items()]
             raise ValueError(
@@ -232,6 +337,7 @@ def data_parallel(
     *,
     batch: int | str | Sequence[int | str] = 1,
     mean: str | None = None,
+    rng: str | None = None,
     check_every: int | None = None,
     donate: bool = False,
 ) -> DataParallel:
@@ -251,18 +357,22 @@ def data_parallel(
     At trace time, every output is followed back: state that would differ between workers is refused by name, as is any
     collective over the workers beside the exchange, such as a `pmean` that was left in the step.
 
-    On the wire: what `tx` costs, and one all-reduce of 4 bytes for each number that is averaged. A step that draws from
-    a key of its own draws the same on all workers, each for its own rows; fold `jax.lax.axis_index("data")` into the
-    key to draw differently.
+    Objects of Flax NNX (a model, an `nnx.Optimizer`, metrics) are changed in place, as by `nnx.jit`; a state of
+    `nnx.split` goes with its graph as an argument. On the wire: what `tx` costs, and one all-reduce of 4 bytes for each
+    number that is averaged.
 
     Args:
       step: a function of the optimizer's state and a batch, among other arguments, that returns new state and metrics
         in any order. Arguments may be any pytrees; leaves that are no arrays, such as a model's functions, are static.
       mesh: a mesh of workers alone.
-      batch: which arguments are batches: positions, or names of keyword arguments. Their arrays have the global batch
-        as first dimension, a multiple of K; scalars in them are replicated.
+      batch: which arguments are batches: positions or names. Their arrays have the global batch as first dimension, a
+        multiple of K; scalars in them, of which a key of `jax.random.key` is one, are replicated.
       mean: a regular expression of paths in what the step returns, for state that each worker makes from its own rows
-        and that is to be averaged: the running statistics of batch normalisation.
+        and that is to be averaged: "batch_stats" for the running statistics of Flax, "BatchStat|Metric" for those of
+        NNX and its metrics.
+      rng: a regular expression of paths of random keys in the arguments that are not batches, of which each worker
+        gets its own: "key" for an argument of that name, "RngKey" for those of NNX. One that comes back in the state is
+        the same on all. Without it, all workers draw the same numbers, each for its own rows.
       check_every: calls from one comparison of all replicated state across the workers (a digest of every array, 8
         bytes) to the next; None for never. It waits for the step. For what no trace can show: processes that began
         with other parameters, kernels that are not deterministic.
@@ -280,20 +390,47 @@ def data_parallel(
     if check_every is not None:
         check_count("check_every", check_every, 1, "None for never")
     chosen = [batch] if isinstance(batch, int | str) else batch
-    names = frozenset(_argument(each) if isinstance(each, int) else each for each in chosen)
-    return DataParallel(step, mesh, names, mean, check_every, donate)
+    return DataParallel(step, mesh, chosen, mean, rng, check_every, donate)
 
 
-def _argument(place: int) -> str:
-    return f"args[{place}]"
+def _parameters(step: Callable[..., Any]) -> list[str]:
+    """Returns the names of a function's positional parameters, as far as they are known."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
 
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, bool | int | float | complex) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
 
 
-def _batch_spec(leaf: Any, axes: tuple[str, ...]) -> P:
-    return P(axes) if jnp.ndim(leaf) else P()
+def _traced(tree: Any) -> list[bool]:
+    """Returns for every leaf of a tree whether it is traced. A number of Python in a module of Equinox is a setting."""
+    equinox = sys.modules.get("equinox")
+
+    def is_module(node: Any) -> bool:
+        return equinox is not None and isinstance(node, equinox.Module)
+
+    found: list[bool] = []
+    for node in jax.tree.leaves(tree, is_leaf=is_module):
+        found += [hasattr(leaf, "dtype") for leaf in jax.tree.leaves(node)] if is_module(node) else [_is_array(node)]
+    return found
+
+
+def _specs(tree: Any) -> list[P]:
+    """Returns the PartitionSpec of every leaf: `state_specs` as a list, since not every tree may hold them."""
+    found: list[P] = []
+    for node in jax.tree.leaves(tree, is_leaf=is_per_worker):
+        spec = P(node.axes[0] if len(node.axes) == 1 else node.axes) if is_per_worker(node) else P()
+        found += [spec] * len(jax.tree.leaves(node))
+    return found
+
+
+def _row_specs(axes: tuple[str, ...], batch: Any) -> list[P]:
+    """Returns the PartitionSpec of every leaf of a batch."""
+    return [P(axes) if _is_array(leaf) and jnp.ndim(leaf) else P() for leaf in jax.tree.leaves(batch)]
 
 
 def _check_global(rows: list[Any]) -> None:
@@ -306,11 +443,6 @@ def _check_global(rows: list[Any]) -> None:
             f"{jax.process_count()}. Make it by jax.make_array_from_process_local_data(NamedSharding(mesh, "
             'P("data")), own_rows).'
         )
-
-
-def _with_rows(batch: Any) -> Any:
-    """Returns the arrays of a batch that have rows."""
-    return jax.tree.map(lambda leaf: leaf if _is_array(leaf) and jnp.ndim(leaf) else None, batch)
 
 
 def _spread(state: Any, workers: int) -> Any:
@@ -349,16 +481,3 @@ def _varying_outputs(jaxpr: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
             "gradients are averaged by the exchange, scalars by data_parallel, running statistics by mean=."
         )
     return varying_axes(body, [known.get(v, frozenset()) for v in eqn.invars])
-
-
-def _marked(tree: Any, state: dict[str, Any]) -> Any:
-    """Returns a tree of bools: whether a leaf of what a step returns is state, of an argument's structure."""
-    kinds = {jax.tree.structure(arg) for arg in state.values() if not _is_array(arg)}
-    bare = {(jnp.shape(arg), jnp.result_type(arg)) for arg in state.values() if _is_array(arg) and jnp.ndim(arg)}
-
-    def is_state(node: Any) -> bool:
-        if _is_array(node):
-            return (node.shape, node.dtype) in bare
-        return jax.tree.structure(node) in kinds
-
-    return jax.tree.map(lambda node: jax.tree.map(lambda _: is_state(node), node), tree, is_leaf=is_state)

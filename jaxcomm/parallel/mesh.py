@@ -1,9 +1,32 @@
 """Meshes of workers."""
 
 import math
+import os
+import warnings
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
+
+
+def _few_threads() -> bool:
+    """Has JAX start enough threads for simulated devices; returns whether it is too late to.
+
+    JAX before 0.12 starts as many threads as there are cores, or PJRT_NPROC. It reads that when its devices start, and
+    refuses to change their number afterwards. With one device, more threads cost time.
+    """
+    if "PJRT_NPROC" in os.environ or jax.__version_info__ >= (0, 12):
+        return False
+    config: Any = jax.config
+    simulated = config.jax_num_cpu_devices
+    try:
+        config.update("jax_num_cpu_devices", simulated + 1)  # which fails once devices have started
+    except RuntimeError:
+        return True
+    config.update("jax_num_cpu_devices", simulated)
+    if simulated > (os.cpu_count() or 1):
+        os.environ["PJRT_NPROC"] = str(max(16, simulated))
+    return False
 
 
 def make_mesh(**axes: int) -> Mesh:
@@ -13,7 +36,8 @@ def make_mesh(**axes: int) -> Mesh:
       **axes: the size of each axis by its name, slowest first: `make_mesh(data=4)`.
 
     Returns:
-      A mesh whose axes are all of type Auto, for use with `jax.shard_map`.
+      A mesh whose axes are all of type Auto, for use with `jax.shard_map`. If it is the first to need a device, JAX
+      before 0.12 gets enough threads for simulated ones (PJRT_NPROC); if it is too late for that, it warns.
 
     Raises:
       ValueError: without axes, for a size below 1, or if there are fewer devices than the mesh needs.
@@ -23,13 +47,22 @@ def make_mesh(**axes: int) -> Mesh:
     for name, size in axes.items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"A mesh axis has at least 1 device, got {name}={size!r}: pass a positive integer.")
-    need, devices = math.prod(axes.values()), jax.devices()
+    need, may_wait = math.prod(axes.values()), _few_threads()
+    devices = jax.devices()
     if need > len(devices):
         shape = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise ValueError(
             f"A mesh has a device for each of its places, got {len(devices)} for ({shape}), which has {need}: start "
             f"more processes, or, to simulate them on a CPU, call jax.config.update('jax_num_cpu_devices', {need}) "
             "before anything else of JAX."
+        )
+    if may_wait and devices[0].platform == "cpu" and need // jax.process_count() > (os.cpu_count() or 1):
+        warnings.warn(
+            f"PJRT_NPROC must be at least the number of CPU devices of a process, or their collectives wait for each "
+            f"other until JAX before 0.12 aborts; got {need} devices on {os.cpu_count()} cores, without it. Set "
+            f"PJRT_NPROC={max(16, need)} in the environment before Python starts, or call make_mesh before anything "
+            "else that needs a device, jax.device_count() included.",
+            stacklevel=2,
         )
     types = (AxisType.Auto,) * len(axes)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices[:need])

@@ -18,9 +18,11 @@ from jaxcomm.accounting.jaxpr import traced_program
 from jaxcomm.accounting.report import WireReport, check_bytes, model_state_bytes, wire_report
 from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
 from jaxcomm.exchange import keep_unless
+from jaxcomm.parallel.loss import LossFn, as_float32, in_turns
 from jaxcomm.parallel.sharding import ShardedExchange, ShardedState, plan_shards
-from jaxcomm.parallel.state import TrainState, check_batch, check_model_state, state_specs
-from jaxcomm.parallel.step import LossFn, TrainStep
+from jaxcomm.parallel.state import TrainState, batch_specs, check_model_state, state_specs
+from jaxcomm.parallel.step import TrainStep
+from jaxcomm.states import update_with
 from jaxcomm.traffic import Program, Traffic
 
 
@@ -48,6 +50,8 @@ class ShardedStep(TrainStep):
         auto: tuple[str, ...],
         axis_name: AxisName,
         donate: bool,
+        accumulate: int,
+        rng: jax.Array | None,
     ):
         """See `make_train_step`; the loss is of `loss_of`."""
         names, kinds = axis_names(axis_name), set(mesh.axis_types)
@@ -62,10 +66,15 @@ class ShardedStep(TrainStep):
                 f"The axes of the mesh must all be of type Auto, or all of type Explicit; got {mesh.axis_types}. "
                 "Make the mesh with jaxcomm.make_mesh."
             )
-        super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in names), donate)
+        super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in names), donate, accumulate, rng)
         self.mesh, self.specs, self._loss = mesh, specs, loss
         self.manual = tuple(name for name in mesh.axis_names if name not in auto)
         self.is_explicit = kinds == {AxisType.Explicit}
+        if self.is_explicit and accumulate > 1:
+            raise ValueError(
+                f"accumulate must be 1 on a mesh of Explicit axes, where a loss gets all rows; got {accumulate}. Make "
+                "the mesh with jaxcomm.make_mesh, or jax.make_mesh(..., axis_types=(AxisType.Auto, ...))."
+            )
 
     def init(self, params: Any, model_state: Any = ()) -> TrainState:
         """Makes the state on the mesh; see `TrainStep.init`."""
@@ -107,7 +116,8 @@ class ShardedStep(TrainStep):
         claimed.always += beside
         if any(exchange.reduced) and not self.is_explicit:
             gradients = partial(self._by_workers, exchange)
-            claimed.add(traced_program(gradients, state.params, state.model_state, batch).over(*exchange.names))
+            keyed = jax.eval_shape(self._keyed, state, batch)
+            claimed.add(traced_program(gradients, state.params, state.model_state, keyed).over(*exchange.names))
         others = other_bytes + model_state_bytes(state, self.workers)
         traced = self.report(state, batch)
         text = self.compile(state, batch).as_text()
@@ -129,7 +139,7 @@ class ShardedStep(TrainStep):
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         exchange, old = self._plan(state.params), state.opt_state
-        check_batch(batch, self.workers)
+        batch = self._keyed(state, batch)
         if not isinstance(old, SplitState):
             raise ValueError(
                 f"The state must be made by the step's init; got an optimizer's state of {type(old).__name__}. Call "
@@ -138,7 +148,9 @@ class ShardedStep(TrainStep):
         gradients = self._unreduced if self.is_explicit else self._by_workers
         scalars, model_state, found = gradients(exchange, state.params, state.model_state, batch)
         means, exchanged = exchange(found, old.exchange, state.params)
-        updates, rest = exchange.chain.after.update(means, old.rest, state.params)
+        updates, rest = update_with(
+            exchange.chain.after, means, old.rest, state.params, scalars["loss"], lambda _: scalars["loss"]
+        )
         ok = exchanged.metrics.skipped == 0
         new = (optax.apply_updates(state.params, updates), rest, model_state)
         new = keep_unless(ok, new, (state.params, old.rest, state.model_state))
@@ -160,7 +172,7 @@ class ShardedStep(TrainStep):
             partial(self._worker, exchange),
             mesh=self.mesh,
             axis_names=set(self.manual),
-            in_specs=(treedef.unflatten(inside), P(), P(exchange.names)),
+            in_specs=(treedef.unflatten(inside), P(), batch_specs(batch, exchange.names)),
             out_specs=(P(), P(), treedef.unflatten(rows)),
         )
         return worker(params, model_state, batch)
@@ -175,19 +187,36 @@ class ShardedStep(TrainStep):
             [leaf if is_reduced else to_varying(leaf, self.axis_name) for leaf, is_reduced in pairs]
         )
 
-        def objective(params: Any) -> tuple[jax.Array, Any]:
-            loss, (scalars, new_state) = self._loss(params, model_state, batch)
-            aux = (_as_float32({"loss": loss, **scalars}), new_state)
-            _check_same_along_others(aux, exchange)
-            # A loss of all rows, the same on every worker, is made to vary: the sum is then K times it as well.
-            return to_varying(loss, self.axis_name), aux
+        def whole(params: Any, model_state: Any, batch: Any) -> Any:
+            def objective(params: Any) -> tuple[jax.Array, Any]:
+                loss, (scalars, new_state) = self._noted_loss(params, model_state, batch)
+                _check_same_along_others(({"loss": loss, **scalars}, new_state), exchange)
+                # A loss of all rows, the same on every worker, is made to vary: the sum is then K times it as well.
+                return to_varying(loss, self.axis_name), (scalars, new_state)
 
-        gradients, aux = jax.grad(objective, has_aux=True)(own)
+            return jax.value_and_grad(objective, has_aux=True)(params)
+
+        gradients_fn = in_turns(whole, self._accumulate, self.axis_name)
+        (loss, (scalars, new_state)), gradients = gradients_fn(own, model_state, batch)
+        aux = (as_float32({"loss": loss, **scalars}), new_state)
         pairs = zip(jax.tree.leaves(gradients), exchange.reduced, strict=True)
         rows = [gradient / self.workers if is_reduced else gradient[None] for gradient, is_reduced in pairs]
         vector, back = ravel_pytree(aux)  # one all-reduce
         mean = lax.psum(to_varying(vector, self.axis_name), self.axis_name) / self.workers
         return *back(mean), treedef.unflatten(rows)
+
+    def _noted_loss(self, params: Any, model_state: Any, batch: Any) -> Any:
+        """Calls the loss; says beside an error of JAX what a loss of shards gets."""
+        try:
+            return self._loss(params, model_state, batch)
+        except (TypeError, ValueError) as error:
+            error.add_note(
+                f"With specs=, the loss runs on each device: it gets a worker's own rows, and its shards along "
+                f"{self.manual}. Along an axis in auto= it gets whole tensors, and a sharding constraint there is a "
+                "PartitionSpec, under jax.set_mesh(mesh). To shard parameters over a worker's devices (FSDP), give "
+                'them an axis of their own: make_mesh(data=2, fsdp=4), specs P("fsdp") and auto=("fsdp",).'
+            )
+            raise
 
     def _unreduced(
         self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Any
@@ -200,12 +229,13 @@ class ShardedStep(TrainStep):
         leaves, treedef = jax.tree.flatten(params)
         triples = list(zip(leaves, exchange.specs, exchange.reduced, strict=True))
         names = frozenset(exchange.names)
-        rows = jax.tree.map(lambda x: jax.reshard(x, NamedSharding(self.mesh, P(exchange.names))), batch)
+        places = batch_specs(batch, exchange.names)
+        rows = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), batch, places)
 
         def objective(params: Any) -> Any:
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 loss, (scalars, new_state) = self._loss(params, model_state, rows)
-                return loss, (_as_float32({"loss": loss, **scalars}), new_state)
+                return loss, (as_float32({"loss": loss, **scalars}), new_state)
 
         marked = [
             leaf if is_reduced else jax.reshard(leaf, NamedSharding(self.mesh, P(*spec, reduced=names)))
@@ -232,10 +262,6 @@ def _rows_of_workers(gradient: jax.Array, spec: P, exchange: ShardedExchange) ->
         check_vma=False,  # JAX has no cast yet from what is unreduced to what differs between workers
     )
     return rows(gradient)
-
-
-def _as_float32(scalars: dict[str, Any]) -> dict[str, jax.Array]:
-    return {name: jnp.asarray(scalar, jnp.float32) for name, scalar in scalars.items()}
 
 
 def _specs_like(tree: Any, params: Any, exchange: ShardedExchange) -> Any:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers, to_varying
@@ -203,7 +203,8 @@ def plan_shards(
     Args:
       tx: a chain with one exchange of gradients in it.
       mesh: the mesh.
-      specs: PartitionSpecs, a tree like that of the parameters or a prefix of it.
+      specs: PartitionSpecs or NamedShardings, a tree like that of the parameters or a prefix of it. A sharding that
+        replicates counts as P().
       params: the parameters, or their shapes.
       axis_name: the axis of workers, or the axes.
 
@@ -244,6 +245,12 @@ def _flat_specs(specs: Any, params: Any) -> tuple[P, ...]:
     def is_spec(node: Any) -> bool:
         return isinstance(node, P)
 
+    def spec_of(node: Any) -> Any:
+        if isinstance(node, Sharding) and node.is_fully_replicated:
+            return P()
+        return node.spec if isinstance(node, NamedSharding) else node
+
+    specs = jax.tree.map(spec_of, specs, is_leaf=lambda node: isinstance(node, P | Sharding))
     try:
         full = jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, params, is_leaf=is_spec)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import ExchangeState, get_exchange, is_exchange_state
 from jaxcomm.methods.local_sgd import LocalExchange
-from jaxcomm.states import communication_period
+from jaxcomm.serialization import has_lost_types
+from jaxcomm.states import communication_period, trained, with_untrained
 from jaxcomm.types import PerWorker, is_per_worker
 
 
@@ -40,7 +41,16 @@ def state_specs(state: Any) -> Any:
 
     Returns:
       A tree of the state's structure, for the `in_specs` and `out_specs` of `jax.shard_map`.
+
+    Raises:
+      ValueError: for a state that has lost its types.
     """
+    if has_lost_types(state):
+        raise ValueError(
+            "A state must have its types to say where its rows are; got rows in dicts, of nnx.split, nnx.state or a "
+            "checkpoint that was restored without a target. Pass optimizer.opt_state as it is, or restore into the "
+            "state of tx.init."
+        )
 
     def spec(node: Any) -> Any:
         rows = P(node.axes[0] if len(node.axes) == 1 else node.axes) if is_per_worker(node) else P()
@@ -122,7 +132,7 @@ def global_params(state: TrainState) -> Any:
     like = jax.tree.map(lambda rows: rows[0], state.params.rows)
     exchange = get_exchange(state.opt_state)
     assert isinstance(exchange.method, LocalExchange), "only a local method has parameters per worker"
-    return exchange.method.global_model(exchange, like)
+    return with_untrained(exchange.method.global_model(exchange, trained(like)), like)
 
 
 def check_axis(mesh: Mesh, axis_name: AxisName) -> None:
@@ -143,24 +153,40 @@ def check_axis(mesh: Mesh, axis_name: AxisName) -> None:
     if others:
         raise ValueError(
             f"The data-parallel step keeps a whole copy of the parameters on every device, got a mesh with {others} "
-            f"beside {axis_name!r}: make the mesh with {names[0]}= alone, or call the transformation inside your own "
-            "jax.shard_map that is manual over all axes."
+            f"beside {axis_name!r}: make the mesh with {names[0]}= alone, pass specs= to make_train_step if parameters "
+            "are sharded over the others, or call the transformation inside your own jax.shard_map that is manual "
+            "over all axes."
         )
 
 
-def check_batch(batch: Any, workers: int, micro_batches: int = 1) -> None:
-    """Refuses a batch that does not divide evenly.
+def batch_specs(batch: Any, axis_name: AxisName) -> Any:
+    """Returns the PartitionSpec of every array of a batch: its rows over the workers; scalars are replicated."""
+    return jax.tree.map(lambda leaf: P(axis_name) if jnp.ndim(leaf) else P(), batch)
+
+
+def check_batch(batch: Any, workers: int, micro_batches: int = 1, *, takes_scalars: bool = True) -> None:
+    """Refuses a batch that does not divide evenly. Scalars, of which a typed random key is one, have no rows.
 
     Raises:
-      ValueError: if the first dimension of an array is not a multiple of K, or of K times the micro-batches.
+      ValueError: if the first dimension of an array is not a multiple of K, or of K times the micro-batches; for two
+        words of a random key among arrays of other sizes; for scalars where none are taken.
     """
     parts = workers * micro_batches
     cut = f"{workers} workers" + (f" of {micro_batches} micro-batches each" if micro_batches > 1 else "")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        rows = leaf.shape[0] if leaf.ndim else 0
+    leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)]
+    arrays = [(path, leaf) for path, leaf in leaves if hasattr(leaf, "shape") and leaf.ndim]
+    if len(arrays) < len(leaves) and not takes_scalars:
+        path = next(path for path, leaf in leaves if not jnp.ndim(leaf))
+        raise ValueError(f"Each array in the batch of a pipeline must have rows; got a scalar at {path!r}. Repeat it.")
+    for path, leaf in arrays:
+        rows = leaf.shape[0]
+        if leaf.shape == (2,) and leaf.dtype == jnp.uint32 and any(len(other) != 2 for _, other in arrays):
+            raise ValueError(
+                f"A random key in a batch must be a typed one; got two words at {path!r}, which are no rows. Make it "
+                "with jax.random.key, or wrap it: jax.random.wrap_key_data."
+            )
         if rows == 0 or rows % parts:
             raise ValueError(
-                f"The rows of a batch are a multiple of the number of workers, got {rows} rows at "
-                f"{jax.tree_util.keystr(path)!r} for {cut}: use a batch size of {max(rows // parts, 1) * parts}, or "
-                "another number of workers."
+                f"The rows of a batch are a multiple of the number of workers, got {rows} rows at {path!r} for {cut}: "
+                f"use a batch size of {max(rows // parts, 1) * parts}, or another number of workers."
             )

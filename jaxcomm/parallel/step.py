@@ -3,26 +3,29 @@
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.report import PipelineReport, WireReport, step_report, verify
+from jaxcomm.checks import check_count
 from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.axis import ALL_EXCHANGED, AxisName, axis_names, check_workers, in_axes_of_workers
-from jaxcomm.exchange import get_exchange, is_exchange_state, keep_unless
+from jaxcomm.exchange import get_exchange, keep_unless
 from jaxcomm.numerics import is_finite_tree
 from jaxcomm.parallel.agreement import check_agreement, trace_on
 from jaxcomm.parallel.chain import check_chain
+from jaxcomm.parallel.loss import GradientsFn, KeyedBatch, LossFn, gradients_of, in_turns
 from jaxcomm.parallel.resize import resize_workers
 from jaxcomm.parallel.state import (
     TrainState,
+    batch_specs,
     check_axes,
     check_axis,
     check_batch,
@@ -33,12 +36,18 @@ from jaxcomm.parallel.state import (
     state_specs,
     without_rows,
 )
-from jaxcomm.states import bypassing, check_rows, communication_period, vary_exchanged
+from jaxcomm.states import (
+    bypassing,
+    check_rows,
+    communication_period,
+    keep_states_unless,
+    trained,
+    update_with,
+    vary_exchanged,
+    with_untrained,
+)
 from jaxcomm.traffic import Traffic
 from jaxcomm.types import is_per_worker
-
-LossFn = Callable[..., Any]
-GradientsFn = Callable[[Any, Any, Any], tuple[tuple[Any, tuple[dict[str, Any], Any]], Any]]
 
 
 class TrainStep(ABC):
@@ -53,9 +62,21 @@ class TrainStep(ABC):
       sizes: the number of workers along each axis.
     """
 
-    def __init__(self, tx: optax.GradientTransformation, axis_name: AxisName, sizes: tuple[int, ...], donate: bool):
+    def __init__(
+        self,
+        tx: optax.GradientTransformation,
+        axis_name: AxisName,
+        sizes: tuple[int, ...],
+        donate: bool,
+        accumulate: int = 1,
+        rng: jax.Array | None = None,
+    ):
         """Compiles nothing yet; see `make_train_step` and `simulate`."""
-        self.tx, self.axis_name, self.sizes = tx, axis_name, sizes
+        check_count("accumulate", accumulate, 1, "1 takes all rows of a worker at once")
+        self.tx, self.axis_name, self.sizes, self._accumulate = tx, axis_name, sizes, accumulate
+        if rng is not None and not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+            rng = jax.random.wrap_key_data(rng)
+        self._rng = rng
         self._jitted = jax.jit(self._step, donate_argnums=0 if donate else ())
         self._executable: Any = None
         self._is_checked = False
@@ -68,6 +89,7 @@ class TrainStep(ABC):
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Takes a step; returns the new state and the metrics. The first call looks at whose rows the state has."""
         if not self._is_checked:
+            _check_state(state, {})
             check_rows(state, self.workers)
             self._is_checked = True
         if self._executable is not None:
@@ -166,13 +188,18 @@ class TrainStep(ABC):
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """What is compiled."""
 
+    def _keyed(self, state: TrainState, batch: Any) -> Any:
+        """Returns a batch that divides among workers and micro-batches, with the key of the step if there is one."""
+        check_batch(batch, self.workers, self._accumulate)
+        return batch if self._rng is None else KeyedBatch(batch, jax.random.fold_in(self._rng, state.step))
+
     def _like(self, state: Any) -> Any:
         """Returns the shapes of one worker's parameters."""
         rows = state.params
         return jax.eval_shape(lambda: jax.tree.map(lambda row: row[0], rows.rows)) if is_per_worker(rows) else rows
 
     def _worker_state(self, params: Any, model_state: Any) -> TrainState:
-        state = TrainState(params, self.tx.init(params), jnp.zeros((), jnp.int32), model_state)
+        state = TrainState(params, self.tx.init(trained(params)), jnp.zeros((), jnp.int32), model_state)
         return make_local(state, self.axis_name)
 
     def _checked_shapes(self, params: Any, model_state: Any) -> TrainState:
@@ -181,7 +208,7 @@ class TrainStep(ABC):
         init = in_axes_of_workers(self._worker_state, self.sizes, self.axis_name)
         shapes = jax.eval_shape(init, params, model_state)
         check_axes(get_exchange(shapes.opt_state), self.axis_name)
-        for message in check_chain(self.tx, shapes.opt_state, params):
+        for message in check_chain(self.tx, shapes.opt_state, trained(params)):
             warnings.warn(message, stacklevel=3)
         return shapes
 
@@ -189,14 +216,22 @@ class TrainStep(ABC):
 class WorkersStep(TrainStep):
     """Workers that hold the whole model each, on a mesh."""
 
-    def __init__(self, loss: LossFn, tx: optax.GradientTransformation, mesh: Mesh, axis_name: AxisName, donate: bool):
-        """See `make_train_step`; the loss is of `loss_of`."""
+    def __init__(self, loss: LossFn, tx: optax.GradientTransformation, mesh: Mesh, axis_name: AxisName, *settings: Any):
+        """See `make_train_step`; the loss is of `loss_of`, the settings are those of `TrainStep`."""
         check_axis(mesh, axis_name)
-        super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in axis_names(axis_name)), donate)
+        super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in axis_names(axis_name)), *settings)
         self.mesh, self._loss = mesh, loss
 
     def init(self, params: Any, model_state: Any = ()) -> TrainState:
         """Makes the state on the mesh; see `TrainStep.init`."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            sharding = getattr(leaf, "sharding", None)
+            if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
+                raise ValueError(
+                    "Without specs=, every worker must hold all parameters; got one that is sharded, "
+                    f"{sharding.spec} at {jax.tree_util.keystr(path)!r}. Pass specs=jax.tree.map(lambda x: x.sharding, "
+                    "params) to make_train_step to keep them where they are, or copy them to all devices first."
+                )
         specs = state_specs(self._checked_shapes(params, model_state))
         on_worker = jax.shard_map(self._worker_state, mesh=self.mesh, in_specs=P(), out_specs=specs)
         given = jax.tree.map(jnp.asarray, (params, model_state))
@@ -212,12 +247,16 @@ class WorkersStep(TrainStep):
         )
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        _check_state(state, self.mesh.shape)
         check_axes(get_exchange(state.opt_state), self.axis_name)
-        check_batch(batch, self.workers)
+        batch = self._keyed(state, batch)
         check_agreement(self._loss, state, batch, dict(self.mesh.shape), self.axis_name)
-        specs = state_specs(state)
-        own_step = partial(worker_step, jax.value_and_grad(self._loss, has_aux=True), self.tx, self.axis_name)
-        in_specs, out_specs = (specs, P(self.axis_name)), (specs, P())
+        specs, rows = state_specs(state), batch_specs(batch, self.axis_name)
+        if AxisType.Explicit in self.mesh.axis_types:  # where a batch has types that need not be these
+            batch = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), batch, rows)
+        gradients = in_turns(gradients_of(self._loss), self._accumulate, self.axis_name)
+        own_step = partial(worker_step, gradients, self.tx, self.axis_name)
+        in_specs, out_specs = (specs, rows), (specs, P())
         return jax.shard_map(own_step, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)(state, batch)
 
 
@@ -230,10 +269,10 @@ class SimulatedStep(TrainStep):
         tx: optax.GradientTransformation,
         workers: int | tuple[int, ...],
         axis_name: AxisName,
-        donate: bool,
+        *settings: Any,
     ):
-        """See `simulate`; the loss is of `loss_of`."""
-        super().__init__(tx, axis_name, check_workers(workers, axis_name), donate)
+        """See `simulate`; the loss is of `loss_of`, the settings are those of `TrainStep`."""
+        super().__init__(tx, axis_name, check_workers(workers, axis_name), *settings)
         self._loss = loss
         self._by_name = dict(zip(axis_names(axis_name), self.sizes, strict=True))
 
@@ -259,20 +298,24 @@ class SimulatedStep(TrainStep):
         raise ValueError("A step must run on a mesh to be reported; got simulated workers. Use jaxcomm.wire_report.")
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        _check_state(state, self._by_name)
         check_axes(get_exchange(state.opt_state), self.axis_name)
-        check_batch(batch, self.workers)
-        own_step = partial(worker_step, jax.value_and_grad(self._loss, has_aux=True), self.tx, self.axis_name)
-        if bypassing(state.opt_state, state.params):  # nothing is tracked here, so that a mesh has to tell what differs
+        batch = self._keyed(state, batch)
+        gradients = in_turns(gradients_of(self._loss), self._accumulate, self.axis_name)
+        own_step = partial(worker_step, gradients, self.tx, self.axis_name)
+        if bypassing(state.opt_state, trained(state.params)):
+            # Nothing is tracked here, so that a mesh has to tell what differs.
             check_agreement(self._loss, state, batch, self._by_name, self.axis_name)
             trace_on(own_step, self._by_name, self.axis_name, state, batch, out_specs=(state_specs(state), P()))
             function = own_step
         else:
             function = in_axes_of_workers(own_step, (1,), ALL_EXCHANGED)
-        parts = jax.tree.map(lambda x: x.reshape(*self.sizes, -1, *x.shape[1:]), batch)
+        parts = jax.tree.map(lambda x: x.reshape(*self.sizes, -1, *x.shape[1:]) if jnp.ndim(x) else x, batch)
+        rows = jax.tree.map(lambda x: 0 if jnp.ndim(x) else None, batch)
         state = jax.tree.map(self._rows_apart, state, is_leaf=is_per_worker)
         for name in reversed(self._by_name):
             own = _axes_of(state, name)
-            function = jax.vmap(function, in_axes=(own, 0), out_axes=(own, None), axis_name=name)
+            function = jax.vmap(function, in_axes=(own, rows), out_axes=(own, None), axis_name=name)
         state, metrics = function(state, parts)
         return jax.tree.map(_rows_together, state, is_leaf=is_per_worker), metrics
 
@@ -282,6 +325,29 @@ class SimulatedStep(TrainStep):
             return node
         along = [size for name, size in self._by_name.items() if name in node.axes]
         return jax.tree.map(lambda rows: rows.reshape(*along, 1, *rows.shape[1:]), node)
+
+
+def _check_state(state: Any, sizes: Mapping[str, int]) -> None:
+    """Refuses what is no state of a train step, or one of another number of workers.
+
+    Raises:
+      ValueError: naming what came.
+    """
+    if not isinstance(state, TrainState):
+        raise ValueError(
+            f"The state must be a jaxcomm.TrainState; got {type(state).__name__}. Make it by step.init(params), and "
+            "restore a checkpoint into step.shapes(params); a TrainState of another library goes with "
+            "jaxcomm.data_parallel."
+        )
+    for node in jax.tree.leaves(state, is_leaf=is_per_worker):
+        if not is_per_worker(node) or not set(node.axes) <= sizes.keys():
+            continue
+        wanted = math.prod(sizes[name] for name in node.axes)
+        if got := {len(rows) for rows in jax.tree.leaves(node)} - {wanted}:
+            raise ValueError(
+                f"A state must have a row for each worker; got {got.pop()} rows for {wanted}. Make it by "
+                "step.init(params); jaxcomm.resize_workers carries one over to another number of workers."
+            )
 
 
 def _rows_together(node: Any) -> Any:
@@ -301,34 +367,6 @@ def _axes_of(state: Any, name: str) -> Any:
     return jax.tree.map(axis, state, is_leaf=is_per_worker)
 
 
-def loss_of(loss_fn: LossFn, has_aux: bool, has_state: bool) -> LossFn:
-    """Returns (params, model_state, batch) -> (loss, (scalars, new model_state)) of any loss."""
-
-    def loss(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
-        if has_state:
-            value, (scalars, model_state) = loss_fn(params, model_state, batch)
-        else:
-            if jax.tree.leaves(model_state):
-                raise ValueError(
-                    f"A model's state is given to the loss, which returns a new one, got a state of "
-                    f"{len(jax.tree.leaves(model_state))} arrays for a loss without: pass has_state=True and "
-                    "loss_fn(params, model_state, batch), or leave model_state out of init."
-                )
-            value = loss_fn(params, batch)
-            value, scalars = value if has_aux else (value, {})
-            if not has_aux and isinstance(value, tuple):
-                raise ValueError(
-                    f"A loss must be a scalar; got a tuple of {len(value)}. Pass has_aux=True for a loss_fn that "
-                    "returns the loss and a dict of scalars."
-                )
-        for name, scalar in {"loss": value, **scalars}.items():
-            if jnp.shape(scalar) != ():
-                raise ValueError(f"{name!r} must be a scalar; got shape {jnp.shape(scalar)}. Take its mean.")
-        return value, (scalars, model_state)
-
-    return loss
-
-
 def worker_step(
     gradients_fn: GradientsFn,
     tx: optax.GradientTransformation,
@@ -342,33 +380,27 @@ def worker_step(
     params = vary_exchanged(old.params, old.opt_state, axis_name)
     (loss, (scalars, model_state)), gradients = gradients_fn(params, old.model_state, batch)
     _check_new_state(model_state, old.model_state)
-    updates, opt_state = tx.update(gradients, old.opt_state, old.params)
-    exchanged = get_exchange(opt_state).metrics
-    exchange_ok = ok = exchanged.skipped == 0
-    if is_local:  # between two exchanges a worker is on its own
-        ok = ok & is_finite_tree(gradients)
-    new_params = optax.apply_updates(old.params, updates)
-
-    own_state = _keep_unless(ok, model_state, old.model_state)
+    own_ok = is_finite_tree(gradients) if is_local else jnp.asarray(True)  # a worker may be on its own
+    own_state = keep_unless(own_ok, model_state, old.model_state) if is_local else model_state
     averaged, mean_state = _mean_over_workers({"loss": loss, **scalars}, own_state, axis_name)
+
+    def loss_at(own: Any) -> jax.Array:
+        params = vary_exchanged(with_untrained(own, old.params), old.opt_state, axis_name)
+        return gradients_fn(params, old.model_state, batch)[0][0]
+
+    own_loss = loss if is_local else averaged["loss"]
+    updates, opt_state = update_with(tx, gradients, old.opt_state, trained(old.params), own_loss, loss_at)
+    exchanged = get_exchange(opt_state).metrics
+    exchange_ok = exchanged.skipped == 0
+    ok = exchange_ok & own_ok
+    new_params = with_untrained(optax.apply_updates(trained(old.params), updates), old.params)
     new = TrainState(
-        params=_keep_unless(ok, new_params, old.params),
-        opt_state=_keep_unless(ok, opt_state, old.opt_state),
+        params=keep_unless(ok, new_params, old.params),
+        opt_state=keep_states_unless(ok, opt_state, old.opt_state),
         step=state.step + 1,
-        model_state=_keep_unless(exchange_ok, mean_state, old.model_state),
+        model_state=keep_unless(exchange_ok, mean_state, old.model_state),
     )
     return make_local(new, axis_name), {**averaged, **exchanged._asdict()}
-
-
-def _keep_unless(ok: jax.Array, new: Any, old: Any) -> Any:
-    """Takes the old tree where the step was skipped; an exchange's own state already knows what to keep."""
-
-    def choose(new_node: Any, old_node: Any) -> Any:
-        if is_exchange_state(new_node):
-            return new_node
-        return keep_unless(ok, new_node, old_node)
-
-    return jax.tree.map(choose, new, old, is_leaf=is_exchange_state)
 
 
 def _check_new_state(new: Any, old: Any) -> None:

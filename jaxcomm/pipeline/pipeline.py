@@ -135,7 +135,7 @@ class Pipeline:
         Raises:
           ValueError: if the batch does not divide.
         """
-        check_batch(batch, workers, self.micro_batches)
+        check_batch(batch, workers, self.micro_batches, takes_scalars=False)
         own = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // workers, *leaf.shape[1:]), leaf.dtype), batch
         )

@@ -156,15 +156,22 @@ class PipelineStep(TrainStep):
         )
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        check_batch(batch, self.workers, self.pipeline.micro_batches)
+        check_batch(batch, self.workers, self.pipeline.micro_batches, takes_scalars=False)
         specs = _staged_specs(state, self.stage_axis)
         in_specs, out_specs = (specs, P(self.axis_name)), (specs, P())
         return jax.shard_map(self._device_step, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)(state, batch)
 
     def _device_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         gradients = partial(_gradients, self.pipeline, self.axis_name, self.stage_axis, state.step)
-        new, metrics = worker_step(gradients, self.tx, self.axis_name, _of_device(state), batch)
+        # Only the last stage knows the loss: a chain that asks for it (reduce_on_plateau, a line search) fails.
+        update: Any = partial(_update, self.tx)
+        tx = optax.GradientTransformation(self.tx.init, update)
+        new, metrics = worker_step(gradients, tx, self.axis_name, _of_device(state), batch)
         return _of_mesh(new), _over_stages(metrics, self.stage_axis)
+
+
+def _update(tx: optax.GradientTransformation, updates: Any, state: Any, params: Any) -> Any:
+    return tx.update(updates, state, params)
 
 
 def _staged_specs(state: TrainState, stage_axis: str) -> TrainState:
@@ -211,7 +218,7 @@ def _zero_residuals(pipeline: Pipeline, batch: Any, workers: int) -> list[Any]:
             "or the shapes of one."
         )
     count = pipeline.micro_batches
-    check_batch(batch, workers, count)
+    check_batch(batch, workers, count, takes_scalars=False)
     plan = pipeline.plan(
         jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // workers, *leaf.shape[1:]), leaf.dtype), batch)
     )

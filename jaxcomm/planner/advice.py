@@ -18,7 +18,7 @@ from jaxcomm.accounting.report import WireReport, wire_report
 from jaxcomm.checks import check_range
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import leaf_name
-from jaxcomm.parallel.step import loss_of
+from jaxcomm.parallel.loss import loss_of
 from jaxcomm.planner.costs import (
     Bench,
     Cost,
@@ -119,7 +119,7 @@ def advise(
     # A step averages its loss, too.
     metrics = Traffic("all_reduce", 4, workers, axes=axis_names(axis_name))
     asked = _ask(methods, params, dense_layers, bench.sizes, axis_name, [metrics])
-    loss = loss_of(lambda params, batch: _scalar(loss_fn(params, batch)), False, False)
+    loss = loss_of(lambda params, batch: _scalar(loss_fn(params, batch)), False, False, axis_name)
     check_loss(loss, params, batch, workers)
     rows, own = bench.shards(batch), bench.spread(params)
     gradients, memory = gradients_of(bench, loss, own, rows)

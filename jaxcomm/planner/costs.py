@@ -21,8 +21,9 @@ from jax.sharding import PartitionSpec as P
 from jaxcomm.accounting.alone import alone
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import Exchange, ExchangeState, exchange_states, is_exchange_state
+from jaxcomm.parallel.loss import LossFn
 from jaxcomm.parallel.state import TrainState, make_local
-from jaxcomm.parallel.step import LossFn, worker_step
+from jaxcomm.parallel.step import worker_step
 from jaxcomm.planner.links import agreed, check_axes, time_calls
 from jaxcomm.states import communication_period
 

@@ -291,7 +291,7 @@ def test_statistics_that_nobody_averages_are_refused():
     ("exchange", "arguments", "message"),
     [
         (SPARSE, {"batch": 2}, r"batch must name arguments of the call; got \['args\[2\]'\]"),
-        (SPARSE, {"batch": "rows"}, r"got \['rows'\] for \['args\[0\]', 'args\[1\]'\]"),
+        (SPARSE, {"batch": "rows"}, r"got \['rows'\] for \['batch', 'state'\]"),
         (SPARSE, {"check_every": 0}, "check_every"),
         (jc.dct_dp(0.5, where="w"), {}, "must average all gradients; got dct_dp, that gradients bypass"),
         (jc.dct_dp(0.5, axis_name="workers"), {}, "got 'workers' and a mesh with"),
@@ -306,7 +306,7 @@ def test_bad_arguments_are_refused(exchange, arguments, message):
 def test_other_states_and_batches_are_refused():
     own = jc.data_parallel(plain(chain(SPARSE))[0], mesh())
     _, state, _ = plain(chain(SPARSE))
-    with pytest.raises(ValueError, match=r"got 22 rows at \"\['args\[1\]'\]\['x'\]\" for 4 workers"):
+    with pytest.raises(ValueError, match=r"got 22 rows at \"\['batch'\]\['x'\]\" for 4 workers"):
         own(state, jax.tree.map(lambda x: x[:22], batches(1)[0]))
     with pytest.raises(ValueError, match="must get the state of an exchange"):
         own(plain(optax.adam(1e-2))[1], batches(1)[0])
@@ -314,6 +314,9 @@ def test_other_states_and_batches_are_refused():
         own((state[0], jc.local_sgd(2, exchange=DENSE).init(state[0])), batches(1)[0])
     with pytest.raises(ValueError, match=r"check_every must be None inside jax\.jit"):
         jax.jit(jc.data_parallel(plain(chain(SPARSE))[0], mesh(), check_every=1))(state, batches(1)[0])
+    steps = optax.MultiSteps(chain(SPARSE), 2)
+    with pytest.raises(ValueError, match=r"not be inside optax\.MultiSteps.*dct_dp there\. Write jaxcomm\.chain\("):
+        own((state[0], steps.init(state[0])), batches(1)[0])
     three = jax.tree.map(lambda n: n, jc.resize_workers(run(own, state)[0], 3))
     with pytest.raises(ValueError, match="got 3 rows for 4 workers"):
         own(three, batches(1)[0])
@@ -474,3 +477,100 @@ def test_it_keeps_the_name_of_the_step():
     step, _, _ = plain(chain(DENSE))
     assert jc.data_parallel(step, mesh()).__name__ == "step"
     assert functools.partial(jc.data_parallel, mesh=mesh())(step).__name__ == "step"
+
+
+def drawing(tx):
+    """A step that draws for its rows, with a key of the state or one that it is given."""
+
+    def step(state, batch, key=None):
+        params, opt_state, own = state
+        own, key = jax.random.split(own) if key is None else (own, key)
+        grads = jax.grad(lambda p: cross_entropy(batch["x"] @ p["w"] + p["b"], batch["y"]))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        draw = jax.random.uniform(key)
+        return (optax.apply_updates(params, updates), opt_state, own), {"draw": draw, "square": draw**2}
+
+    _, (params, opt_state), _ = plain(tx)
+    return step, (params, opt_state, jax.random.key(5))
+
+
+def test_each_worker_draws_with_a_key_of_its_own_if_that_is_said():
+    step, state = drawing(chain(DENSE))
+    key = jax.random.key(9)
+    _, metrics = jc.data_parallel(step, mesh())(state, batches(1)[0], key)
+    assert metrics["square"] == pytest.approx(float(metrics["draw"]) ** 2)  # the same draw on all
+    _, metrics = jc.data_parallel(step, mesh(), rng="^key$")(state, batches(1)[0], key)
+    own = [jax.random.fold_in(jax.random.fold_in(key, 1), worker) for worker in range(K)]
+    draws = np.array([jax.random.uniform(each) for each in own])
+    assert len(set(draws.tolist())) == K
+    assert metrics["draw"] == pytest.approx(draws.mean(), rel=1e-5)
+    assert metrics["square"] == pytest.approx((draws**2).mean(), rel=1e-5)
+    with pytest.raises(
+        ValueError, match=r"finds a random key among the arguments; got 'dropout' for keys at \['key', 'state/2'\]"
+    ):
+        jc.data_parallel(step, mesh(), rng="dropout")(state, batches(1)[0], key)
+
+
+def test_a_key_of_the_state_is_the_same_on_all_workers_and_another_in_every_step():
+    step, state = drawing(chain(DENSE))
+    own = jc.data_parallel(step, mesh(), rng="state/2", check_every=1)
+    keys, draws = [state[2]], []
+    for batch in batches(3):
+        state, metrics = own(state, batch)
+        keys.append(state[2])
+        draws.append(float(metrics["draw"]))
+        assert abs(metrics["square"] - metrics["draw"] ** 2) > 1e-4
+    assert len({jax.random.key_data(key).tobytes() for key in keys}) == 4
+    assert len(set(draws)) == 3
+
+
+class Tied(nnx.Module):
+    """Two names for one variable, and a module that is in two places."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
+        self.second = self.first
+        self.last = nnx.Linear(FEATURES, CLASSES, rngs=rngs)
+        self.bias = self.last.bias
+
+    def __call__(self, x):
+        return self.last(nnx.relu(self.second(nnx.relu(self.first(x))))) + self.bias
+
+
+def nnx_script(tx, transform=lambda step: step):
+    model = Tied(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @transform
+    def step(model, optimizer, batch):
+        loss, grads = nnx.value_and_grad(lambda m: cross_entropy(m(batch["x"]), batch["y"]))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    return step, model, optimizer
+
+
+@pytest.mark.parametrize("transform", [lambda step: step, nnx.jit], ids=["plain", "nnx.jit"])
+def test_objects_of_nnx_change_in_place_and_share_what_they_shared(transform):
+    step, model, optimizer = nnx_script(optax.adam(1e-2), nnx.jit)
+    own, ours, theirs = nnx_script(chain(DENSE), transform)
+    own = jc.data_parallel(own, mesh(), batch="batch", check_every=1)
+    for batch in batches(3):
+        np.testing.assert_allclose(own(ours, theirs, batch), step(model, optimizer, batch), rtol=1e-4)
+    assert ours.first is ours.second
+    assert ours.bias is ours.last.bias
+    assert theirs.step == 3
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5),
+        nnx.to_pure_dict(nnx.state(ours)),
+        nnx.to_pure_dict(nnx.state(model)),
+    )
+
+
+def test_a_state_is_placed_with_a_row_for_each_worker():
+    step, state, _ = plain(chain(SPARSE))
+    own = jc.data_parallel(step, mesh())
+    placed = own.place(state)
+    assert get_exchange(placed[1]).residual.rows.shape[0] == K
+    assert get_exchange(placed[1]).residual.rows.sharding.spec == P("data")
+    jax.tree.map(np.testing.assert_array_equal, run(own, placed), run(own, state))

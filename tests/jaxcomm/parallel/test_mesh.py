@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import jax
 import pytest
 from jax.sharding import AxisType
@@ -26,3 +30,24 @@ def test_a_size_below_one_is_refused(size):
 def test_too_few_devices_are_refused_with_the_setting_that_simulates_them():
     with pytest.raises(ValueError, match=r"got 8 for \(data=3, model=4\), which has 12: .*'jax_num_cpu_devices', 12\)"):
         jc.make_mesh(data=3, model=4)
+
+
+THREADS = """
+import os, jax
+jax.config.update("jax_num_cpu_devices", {devices})
+import jaxcomm as jc
+jc.make_mesh(data={devices})
+print(os.environ.get("PJRT_NPROC"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="JAX starts enough threads by itself")
+def test_the_first_to_need_devices_has_threads_started_for_them():
+    environment = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "XLA_FLAGS")}
+    for devices, wanted in ((os.cpu_count() + 1, str(max(16, os.cpu_count() + 1))), (1, "None")):
+        code = THREADS.format(devices=devices)
+        found = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
+        assert found.stdout.split() == [wanted]

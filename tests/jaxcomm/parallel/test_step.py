@@ -224,12 +224,20 @@ def test_a_batch_that_does_not_divide_is_refused(maker, rows, got, remedy):
         maker(loss_fn, tx, workers)(init_state(params(), tx, workers), batch)
 
 
-def test_a_scalar_in_a_batch_is_refused():
-    tx = jc.plump_dp()
-    with pytest.raises(ValueError, match=r"got 0 rows at .*'y'"):
-        jc.simulate(loss_fn, tx, 2)(
-            init_state(params(), tx, 2), {"x": np.zeros((2, 300), np.float32), "y": np.float32(0)}
-        )
+@pytest.mark.parametrize("maker", [jc.make_train_step, jc.simulate])
+def test_scalars_and_a_key_in_a_batch_are_the_same_for_all(maker):
+    def loss(params, batch):
+        noise = jax.random.normal(batch["key"], ())
+        return batch["scale"] * loss_fn(params, batch) + 0 * noise, {"noise": noise, "scale": batch["scale"]}
+
+    rows = {"x": np.ones((4, 300), np.float32), "y": np.ones((4, 3), np.float32)}
+    tx = jc.chain(jc.plump_dp(), optax.sgd(0.1))
+    step = maker(loss, tx, jc.make_mesh(data=2) if maker is jc.make_train_step else 2, has_aux=True)
+    _, metrics = step(step.init(params()), rows | {"scale": 3.0, "key": jax.random.key(7)})
+    plain = maker(loss_fn, tx, jc.make_mesh(data=2) if maker is jc.make_train_step else 2)
+    _, expected = plain(plain.init(params()), rows)
+    np.testing.assert_allclose(metrics["loss"], 3 * expected["loss"], rtol=1e-6)
+    np.testing.assert_allclose(metrics["noise"], jax.random.normal(jax.random.key(7), ()), rtol=1e-6)
 
 
 def test_a_mesh_without_the_axis_is_refused():

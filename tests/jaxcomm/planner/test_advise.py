@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jaxcomm as jc
-from jaxcomm.parallel.step import loss_of
+from jaxcomm.parallel.loss import loss_of
 from jaxcomm.planner import COPY_BYTES, advise, candidates, costs, estimate, make_plan
 from jaxcomm.planner.__main__ import KEEP_DENSE, main
 from jaxcomm.planner.costs import Bench
@@ -142,7 +142,7 @@ def test_the_memory_of_a_loss_by_hand():
     """Of 256 rows a worker 4,096 hidden numbers are kept for the way back, and little else."""
     bench, width, hidden = Bench(jc.make_mesh(data=2), "data"), 64, 4096
     params, batch = np.ones((width, hidden), np.float32), np.ones((512, width), np.float32)
-    loss = loss_of(lambda w, x: ((x @ w) ** 2).mean(), False, False)
+    loss = loss_of(lambda w, x: ((x @ w) ** 2).mean(), False, False, "data")
     _, memory = costs.gradients_of(bench, loss, bench.spread(params), bench.shards(batch))
     wanted = 4 * (width * hidden + 256 * width + 256 * hidden)
     assert wanted <= memory < 2 * wanted

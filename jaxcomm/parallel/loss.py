@@ -1,0 +1,172 @@
+"""The loss of a step: what it takes and returns, its keys, its gradients, and micro-batches that are taken in turns."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomm.collectives.axis import AxisName, to_varying, zeros_of
+from jaxcomm.states import trained, with_untrained
+from jaxcomm.types import ExchangeMetrics
+
+LossFn = Callable[..., Any]
+GradientsFn = Callable[[Any, Any, Any], tuple[tuple[Any, tuple[dict[str, Any], Any]], Any]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KeyedBatch:
+    """A batch, and the random key of its step, the same on all workers."""
+
+    batch: Any
+    key: jax.Array
+
+
+def loss_of(loss_fn: LossFn, has_aux: bool, has_state: bool, axis_name: AxisName) -> LossFn:
+    """Returns (params, model_state, batch) -> (loss, (scalars, new model_state)) of any loss."""
+
+    def loss(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
+        args = (params, model_state, batch) if has_state else (params, batch)
+        if isinstance(batch, KeyedBatch):
+            own = jax.random.fold_in(batch.key, lax.axis_index(axis_name))
+            args = (*args[:-1], batch.batch, own)
+        if not has_state and jax.tree.leaves(model_state):
+            raise ValueError(
+                f"A model's state is given to the loss, which returns a new one, got a state of "
+                f"{len(jax.tree.leaves(model_state))} arrays for a loss without: pass has_state=True and "
+                "loss_fn(params, model_state, batch), or leave model_state out of init."
+            )
+        _check_call(loss_fn, args, has_state)
+        value, scalars, model_state = _parts_of(loss_fn(*args), model_state, has_aux, has_state)
+        if jnp.shape(value) != ():
+            raise ValueError(f"A loss must be a scalar; got shape {jnp.shape(value)}. Take its mean.")
+        for name, scalar in scalars.items():
+            if name in _RESERVED:
+                raise ValueError(
+                    f"The names of scalars must not be those of a step's own metrics, {', '.join(_RESERVED)}; got "
+                    f"{name!r}. Give it another name; the loss is in the metrics without it."
+                )
+            if not hasattr(scalar, "shape") and not isinstance(scalar, bool | int | float):
+                raise ValueError(
+                    f"{name!r} must be a scalar; got {type(scalar).__name__}. Return one dict of scalars, without "
+                    "others inside it."
+                )
+            if jnp.shape(scalar) != ():
+                raise ValueError(f"{name!r} must be a scalar; got shape {jnp.shape(scalar)}. Take its mean.")
+        return value, (scalars, model_state)
+
+    return loss
+
+
+_RESERVED = ("loss", *ExchangeMetrics._fields)
+
+
+def _parts_of(out: Any, model_state: Any, has_aux: bool, has_state: bool) -> tuple[Any, dict[str, Any], Any]:
+    """Returns the loss, the scalars and the model's new state of what a loss_fn returned."""
+    if not has_aux and not has_state:
+        if isinstance(out, tuple | list):
+            raise ValueError(
+                f"A loss must be a scalar; got a {type(out).__name__} of {len(out)}. Pass has_aux=True for a loss_fn "
+                "that returns the loss and a dict of scalars."
+            )
+        return out, {}, model_state
+    wanted = "(loss, (dict of scalars, new model_state))" if has_state else "(loss, dict of scalars)"
+    flag = "has_state" if has_state else "has_aux"
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise ValueError(f"A loss_fn must return {wanted} with {flag}=True; got {_kind(out)}. Leave {flag} out, or do.")
+    value, scalars = out
+    if has_state:
+        if not isinstance(scalars, tuple | list) or len(scalars) != 2:
+            raise ValueError(
+                f"A loss_fn must return {wanted} with has_state=True; got {_kind(scalars)} beside the loss. "
+                "Return {} where there are no scalars."
+            )
+        scalars, model_state = scalars
+    if not isinstance(scalars, Mapping):
+        raise ValueError(
+            f"What a loss_fn returns beside the loss must be a dict of scalars; got {_kind(scalars)}. Return "
+            '{"accuracy": accuracy}.'
+        )
+    return value, dict(scalars), model_state
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"an array of shape {jnp.shape(value)}" if hasattr(value, "shape") else f"a {type(value).__name__}"
+
+
+def _check_call(loss_fn: LossFn, args: tuple[Any, ...], has_state: bool) -> None:
+    """Refuses a loss of other arguments than those that it would get."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        names = ["params", *["model_state"] * has_state, "batch", *["key"] * (len(args) > 2 + has_state)]
+        raise ValueError(
+            f"A loss_fn must take ({', '.join(names)}); got one of {signature}: {error}. Put several arrays into one "
+            'batch, {"x": x, "y": y}; pass has_state=True for a model_state, and rng= for a key.'
+        ) from None
+
+
+def gradients_of(loss: LossFn) -> GradientsFn:
+    """Returns (params, model_state, batch) -> ((loss, (scalars, new model_state)), gradients) of `loss_of`'s loss.
+
+    Integers, booleans and keys among the parameters have no gradients: None is in their places.
+    """
+
+    def gradients(params: Any, model_state: Any, batch: Any) -> Any:
+        def own_loss(own: Any) -> Any:
+            return loss(with_untrained(own, params), model_state, batch)
+
+        return jax.value_and_grad(own_loss, has_aux=True)(trained(params))
+
+    return gradients
+
+
+def in_turns(gradients_fn: GradientsFn, micro_batches: int, axis_name: AxisName) -> GradientsFn:
+    """Returns a function like the one given, which takes the rows of a batch in micro-batches, one after another.
+
+    Loss, scalars and gradients are the means over the micro-batches, summed in float32. Each gets the model's state of
+    the one before it. Memory: the activations of one, and 4 bytes a parameter.
+    """
+    if micro_batches == 1:
+        return gradients_fn
+
+    def gradients(params: Any, model_state: Any, batch: Any) -> Any:
+        is_keyed = isinstance(batch, KeyedBatch)
+        leaves, treedef = jax.tree.flatten(batch.batch if is_keyed else batch)
+        rows = [leaf.reshape(micro_batches, -1, *leaf.shape[1:]) if jnp.ndim(leaf) else None for leaf in leaves]
+
+        def one(state: Any, turn: Any) -> Any:
+            number, own = turn
+            part = treedef.unflatten([leaf if x is None else x for leaf, x in zip(leaves, own, strict=True)])
+            part = KeyedBatch(part, jax.random.fold_in(batch.key, number)) if is_keyed else part
+            (value, (scalars, new_state)), found = gradients_fn(params, state, part)
+            return as_float32(((value, scalars), found)), to_varying(new_state, axis_name)
+
+        def add(carry: Any, turn: Any) -> Any:
+            sums, state = carry
+            added, state = one(state, turn)
+            return (jax.tree.map(jnp.add, sums, added), state), None
+
+        turns, state = (jnp.arange(micro_batches), rows), to_varying(model_state, axis_name)
+        kinds, _ = jax.eval_shape(one, state, jax.tree.map(lambda leaf: leaf[0], turns))
+        (sums, state), _ = lax.scan(add, (jax.tree.map(zeros_of, kinds), state), turns)
+        (value, scalars), means = jax.tree.map(lambda total: total / micro_batches, sums)
+        means = jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), means, trained(params))
+        return (value, (scalars, state)), means
+
+    return gradients
+
+
+def as_float32(tree: Any) -> Any:
+    """Returns numbers as float32."""
+    return jax.tree.map(lambda number: jnp.asarray(number, jnp.float32), tree)

@@ -1,0 +1,138 @@
+"""Arguments that are objects of Flax NNX, which a step changes in place. Flax is not imported here, only found.
+
+To JAX the objects are pytrees, in which the optimizer's state keeps its types. What JAX does not know of them is that
+a step changes them, and that two of them may share a variable.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxcomm.exchange import leaf_name
+
+
+def _nnx() -> Any:
+    return sys.modules.get("flax.nnx")
+
+
+def is_object(node: Any) -> bool:
+    """Returns whether a node of a tree is a module, an optimizer or a metric of NNX."""
+    nnx = _nnx()
+    return nnx is not None and isinstance(node, nnx.Pytree)
+
+
+def has_objects(tree: Any) -> bool:
+    """Returns whether there is such an object in a tree."""
+    return any(is_object(node) for node in jax.tree.leaves(tree, is_leaf=is_object))
+
+
+def names(tree: Any) -> list[str]:
+    """Returns the paths of all leaves, of a variable with its type: "model/bn/mean:BatchStat"."""
+    nnx = _nnx()
+
+    def is_variable(node: Any) -> bool:
+        return nnx is not None and isinstance(node, nnx.Variable)
+
+    found: list[str] = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable):
+        kind = f":{type(leaf).__name__}" if is_variable(leaf) else ""
+        found += [leaf_name(path) + kind] * len(jax.tree.leaves(leaf))
+    return found
+
+
+def update(old: Any, new: Any) -> None:
+    """Gives objects the numbers of others of the same structure."""
+    nnx = _nnx()
+    for ours, theirs in zip(
+        jax.tree.leaves(old, is_leaf=is_object), jax.tree.leaves(new, is_leaf=is_object), strict=True
+    ):
+        if is_object(ours):
+            nnx.update(ours, nnx.state(theirs))
+
+
+def sharing(tree: Any) -> Any:
+    """Returns which variables the objects of a tree share, for `shared`; None if none does, as in most models.
+
+    Raises:
+      ValueError: if those of an `nnx.State` do.
+    """
+    nnx = _nnx()
+    if nnx is None or not has_objects(tree) or not nnx.find_duplicates(tree):
+        return None
+    if any(isinstance(node, Merged) for node in jax.tree.leaves(tree, is_leaf=lambda n: isinstance(n, Merged))):
+        raise ValueError(
+            "Variables must not be shared in a state of nnx.split; got "
+            f"{nnx.find_duplicates(tree)[0]}, which are one. Pass the model and the optimizer themselves."
+        )
+    graph, state = nnx.split(tree)
+    return graph, tuple(path for path, _ in nnx.to_flat_state(state))
+
+
+def shared(tree: Any, found: Any) -> Any:
+    """Returns a tree that was unflattened with its objects sharing what `sharing` found."""
+    if found is None:
+        return tree
+    nnx, (graph, paths) = _nnx(), found
+    flat = dict(nnx.to_flat_state(nnx.state(tree)))
+    return nnx.merge(graph, nnx.from_flat_state({path: flat[path] for path in paths}))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Merged:
+    """An `nnx.State` as the objects that it is the state of: so that its rows keep their types."""
+
+    objects: Any
+
+    def state(self) -> Any:
+        """Returns the `nnx.State`."""
+        return _nnx().split(self.objects)[1]
+
+
+def merge_states(tree: Any, graph: Any) -> Any:
+    """Replaces every `nnx.State` of a graph in a tree by its objects; without a graph, none."""
+    nnx = _nnx()
+
+    def merge(node: Any) -> Any:
+        if not isinstance(node, nnx.State):
+            return node
+        try:
+            return Merged(nnx.merge(graph, node))
+        except (ValueError, KeyError):  # it is a state of something else
+            return node
+
+    return tree if graph is None else jax.tree.map(merge, tree, is_leaf=lambda node: isinstance(node, nnx.State))
+
+
+def is_changed(arg: Any) -> bool:
+    """Returns whether an argument has objects that a step may change in place."""
+    nodes = jax.tree.leaves(arg, is_leaf=lambda node: is_object(node) or isinstance(node, Merged))
+    return any(is_object(node) for node in nodes)
+
+
+def split_states(tree: Any) -> Any:
+    """Does the inverse of `merge_states`; objects stay the same."""
+
+    def is_merged(node: Any) -> bool:
+        return isinstance(node, Merged)
+
+    def is_whole(node: Any) -> bool:
+        return is_merged(node) or is_object(node)
+
+    if _nnx() is None:
+        return tree
+    return jax.tree.map(lambda node: node.state() if is_merged(node) else node, tree, is_leaf=is_whole)
+
+
+def graph_in(tree: Any) -> Any:
+    """Returns the `nnx.GraphDef` in a tree; None without one."""
+    nnx = _nnx()
+    if nnx is None:
+        return None
+    return next((node for node in jax.tree.leaves(tree, is_leaf=_is_graph) if _is_graph(node)), None)
+
+
+def _is_graph(node: Any) -> bool:
+    return isinstance(node, _nnx().GraphDef)

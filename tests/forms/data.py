@@ -1,0 +1,19 @@
+"""Rows with twenty features in three classes, in batches, for the scripts of `before` and `after`."""
+
+import numpy as np
+
+STEPS, ROWS, FEATURES, CLASSES = 30, 64, 20, 3
+COPIES = 1  # of the first rows of a batch, in the place of the others: set by a test for batch normalisation
+POISONED = None  # the number of a batch with infinity in it: set by a test for loss scales
+
+
+def batches():
+    random = np.random.default_rng(0)
+    teacher = random.normal(size=(FEATURES, CLASSES))
+    made = []
+    for _ in range(STEPS):
+        x = random.normal(size=(ROWS // COPIES, FEATURES)).astype(np.float32)
+        y = (x @ teacher).argmax(-1)
+        x[0, 0] = np.inf if len(made) == POISONED else x[0, 0]
+        made.append({"x": np.tile(x, (COPIES, 1)), "y": np.tile(y, COPIES)})
+    return made

@@ -1,0 +1,139 @@
+"""Training scripts of several libraries, for one device and with jaxcomm: how they differ, and how they train."""
+
+import difflib
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcomm as jc
+from tests.forms import data
+
+HERE = Path(__file__).parent
+GUIDE = HERE.parents[1] / "docs/guide.md"
+K = 8
+USUAL = ("flax_nnx",)
+# What `verify` takes of each script: the step, its arguments, and the parameters.
+VERIFIED = {
+    "flax_train_state": lambda s: (s["train_step"], (s["state"], s["batch"]), s["params"]),
+    "flax_nnx": lambda s: (
+        s["train_step"],
+        (s["model"], s["optimizer"], s["metrics"], s["batch"]),
+        s["nnx"].state(s["model"], s["nnx"].Param),
+    ),
+    "flax_nnx_split": lambda s: (
+        s["train_step"],
+        (s["graphdef"], s["state"], s["batch"]),
+        s["nnx"].state(s["model"], s["nnx"].Param),
+    ),
+    "multi_steps": lambda s: (s["train_step"], (s["state"], s["batch"]), s["params"]),
+    "equinox_filter_jit": lambda s: (
+        s["train_step"],
+        (s["model"], s["opt_state"], s["batch"], s["key"]),
+        s["eqx"].filter(s["model"], s["eqx"].is_inexact_array),
+    ),
+    "haiku_jmp": lambda s: (s["train_step"], (s["state"], s["batch"]), s["params"]),
+    "pmap": lambda s: (s["train_step"], (s["state"], s["batch"]), s["params"]),
+    "shard_map": lambda s: (s["train_step"], (s["state"], s["batch"]), s["state"][0]),
+    "scan": lambda s: (s["train_epoch"], (s["state"], s["epoch"]), s["params"]),
+}
+FORMS = [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in VERIFIED]
+
+
+def source(when, name):
+    return (HERE / when / f"{name}.py").read_text()
+
+
+def run(text):
+    scope = {"__name__": "script"}
+    exec(compile(text, "script", "exec"), scope)
+    return scope
+
+
+def dense(text):
+    made, count = re.subn(r"jc\.topk\(0\.9(?:, )?(.*?)\)", r"jc.plump_dp(\1)", text)
+    assert count == 1
+    return made
+
+
+def changed_lines(name):
+    """The lines that were added or changed, and those that were deleted, beside the import of the library."""
+    before, after = (source(when, name).splitlines() for when in ("before", "after"))
+    after.remove("import jaxcomm as jc")
+    blocks = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    lines = 0
+    for kind, a, b, c, d in blocks:
+        if kind != "equal":
+            lines += max(sum(map(bool, before[a:b])), sum(map(bool, after[c:d])))  # empty lines do not count
+    return lines
+
+
+def diff(name):
+    """The difference as the guide has it."""
+    before, after = (source(when, name).splitlines() for when in ("before", "after"))
+    after.remove("import jaxcomm as jc")
+    return [
+        line for line in difflib.unified_diff(before, after, lineterm="", n=0) if line[:2] not in ("--", "++", "@@")
+    ]
+
+
+@pytest.mark.parametrize("name", VERIFIED)
+def test_a_script_changes_by_at_most_three_lines(name):
+    assert 2 <= changed_lines(name) <= 3
+
+
+def test_each_script_has_its_twin():
+    for when in ("before", "after"):
+        assert sorted(path.stem for path in (HERE / when).glob("*.py")) == sorted(VERIFIED)
+
+
+@pytest.mark.parametrize("name", VERIFIED)
+def test_the_guide_shows_the_difference(name):
+    shown = "\n".join(line for line in diff(name) if line[1:].strip())
+    assert f"```diff\n{shown}\n```" in GUIDE.read_text()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_dense_exchange_is_the_script_of_one_device(name, monkeypatch):
+    """With batch normalisation all workers get the same rows; with dropout, none is dropped; a loss scale meets NaN."""
+    if name == "flax_nnx":
+        monkeypatch.setattr(data, "COPIES", K)
+    if name == "haiku_jmp":
+        monkeypatch.setattr(data, "POISONED", 12)
+    before, after = (source(when, name) for when in ("before", "after"))
+    before, after = (
+        re.sub(r"Dropout\(0\.1\)|DROPOUT = 0\.1", lambda m: m[0].replace("0.1", "0.0"), text)
+        for text in (before, after)
+    )
+    alone, together = run(before), run(dense(after))
+    assert len(alone["losses"]) == data.STEPS
+    np.testing.assert_allclose(together["losses"], alone["losses"], rtol=1e-4, atol=1e-5)
+    if name == "haiku_jmp":
+        assert np.isnan(alone["losses"][12])
+        assert together["state"].loss_scale.loss_scale == alone["state"].loss_scale.loss_scale != 2**18
+    assert alone["losses"][-1] < 0.6 * alone["losses"][0]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_compressed_exchange_learns_and_its_bytes_are_verified(name):
+    script = run(source("after", name))
+    losses = np.asarray(script["losses"])
+    assert np.mean(losses[-5:]) < 0.5 * losses[0]
+    step, args, params = VERIFIED[name](script)
+    steps = data.STEPS if name == "scan" else 1
+    report = jc.verify(step, *args, tx=script["tx"], params=params, workers=K, steps=steps, other_bytes=1024)
+    assert report.ratio_to_dense * steps > 1.5
+    # Each worker has its own residual, and a row that knows its worker.
+    found = [leaf for leaf in jax.tree.leaves(args, is_leaf=_is_rows) if _is_rows(leaf)]
+    rows = [np.asarray(jax.tree.leaves(leaf)[0]).reshape(K, -1) for leaf in found]
+    workers = [row for row in rows if row.shape[1] == 1 and row.dtype == jnp.int32]
+    if name != "flax_nnx_split":  # whose state has no types
+        assert any((row[:, 0] == np.arange(K)).all() for row in workers)
+        assert any(len({row.tobytes() for row in each}) == K for each in rows)
+
+
+def _is_rows(node):
+    return isinstance(node, jc.PerWorker)
