@@ -325,7 +325,6 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "tests/train/test_compare.py": {
         "test_a_comparison_trains_every_setting_with_every_seed": (),
-        "test_sigterm_ends_a_comparison_and_keeps_what_is_done": (),
     },
     "tests/train/test_embeddings.py": {
         "test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit": (),

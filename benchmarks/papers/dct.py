@@ -18,7 +18,6 @@ from functools import partial
 
 from benchmarks import dct
 from benchmarks.papers import common, timing
-from benchmarks.papers.common import Record, Records
 from benchmarks.papers.dct_figures import figure_2, figure_5, figure_7
 from benchmarks.papers.dct_settings import (
     SYSTEMS,
@@ -34,6 +33,8 @@ from benchmarks.papers.dct_settings import (
 from benchmarks.papers.report import Difference, print_claim
 from configs.experiment import BoundaryFields
 from configs.methods import PlumpDp
+from train.records import Record, Records
+from train.seeds import train_seeds
 from train.tables import print_table, stdev
 
 
@@ -138,7 +139,7 @@ def _translate(config: Config, records: Records, row: Translation) -> list[Recor
     steps = {} if config.steps else {"steps": 300}
     boundary = BoundaryFields(row.sparsity)
     experiment = config.experiment("transformer_catalogs", workers=1, stages=row.stages, boundary=boundary, **steps)
-    return common.train_seeds(records, experiment, PlumpDp(), config.seeds)
+    return train_seeds(records, experiment, PlumpDp(), config.seeds)
 
 
 def table_5(config: Config, records: Records) -> None:

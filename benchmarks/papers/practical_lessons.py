@@ -17,8 +17,8 @@ from functools import partial
 from typing import NamedTuple, Self
 
 from benchmarks.papers import common, timing
-from benchmarks.papers.common import Record, Records
 from benchmarks.papers.report import print_claim
+from train.records import Record, Records
 from train.tables import print_table
 
 ROWS = 256  # of the paper's step

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.control import spread
-from benchmarks.papers.common import Record, Records
 from configs import CONFIGS
 from configs.methods import PlumpDp
+from train.records import Record, Records
 
 
 def run_benchmark(module: str, options: Mapping[str, Any]) -> list[Record]:

@@ -1,63 +1,14 @@
-"""What the papers' modules share: records that are kept, and what is told of claims."""
+"""What the papers' modules share: their options and commands, and what is told of claims."""
 
-import dataclasses
 import json
-import math
 
 import pytest
 
 from benchmarks.papers import __main__ as papers
-from benchmarks.papers import common, timing
-from benchmarks.papers.common import Config, Records, first_reaching, train_seeds
+from benchmarks.papers import timing
+from benchmarks.papers.common import Config, first_reaching
 from benchmarks.papers.report import Difference, draw, print_claim
-from configs.methods import PlumpDp, TopK
-
-
-def test_a_record_is_made_once_and_found_by_a_later_run(tmp_path):
-    path, made = tmp_path / "new" / "records.json", []
-
-    def make():
-        made.append(1)
-        return {"ms": 2.5, "loss": math.nan, "pair": (1, 2)}
-
-    key = {"of": "step", "marks": (1, 2)}
-    first = Records(path).get(key, make)
-    assert first == {"of": "step", "marks": [1, 2], "ms": 2.5, "loss": None, "pair": [1, 2]}
-    later = Records(path)
-    assert later.get(key, make) == first
-    assert len(made) == 1
-    assert later.find({"of": "step", "marks": (1, 3)}) is None
-    later.get({"of": "step", "marks": (1, 3)}, make)
-    assert [record["marks"] for record in json.loads(path.read_text())] == [[1, 2], [1, 3]]  # nothing is dropped
-    with pytest.raises(ValueError, match=r"--json is a file, got the folder"):
-        Records(tmp_path)
-
-
-@pytest.fixture
-def trained(monkeypatch):
-    """The seeds and methods that were trained, by a stand-in that takes no time."""
-    runs = []
-
-    def train(experiment, method, job):
-        runs.append((experiment.seed, method.options()))
-        return {"steps": [2, 4], "accuracies": [10.0, 50.0 + experiment.seed], "bytes_per_step": 8.0}
-
-    monkeypatch.setattr(common, "_train", train)
-    monkeypatch.setattr("train.job.make_job", lambda experiment, method: None)
-    return runs
-
-
-def test_seeds_that_are_recorded_are_not_trained_again_and_other_settings_are(trained, tmp_path):
-    experiment = Config(steps=4).experiment("digits")
-    path = tmp_path / "records.json"
-    assert [run["accuracies"][-1] for run in train_seeds(Records(path), experiment, PlumpDp(), 2)] == [50.0, 51.0]
-    assert len(train_seeds(Records(path), experiment, PlumpDp(), 3)) == 3
-    assert [seed for seed, _ in trained] == [0, 1, 2]
-    train_seeds(Records(path), experiment, TopK(sparsity=0.9), 1)
-    train_seeds(Records(path), experiment, TopK(sparsity=0.8), 1)
-    train_seeds(Records(path), Config(steps=8).experiment("digits"), PlumpDp(), 1)
-    train_seeds(Records(path), dataclasses.replace(experiment, eval_every=4), PlumpDp(), 1)  # another curve
-    assert len(trained) == 7
+from train.records import Records
 
 
 def test_an_experiment_is_evaluated_forty_times_and_never_stopped():
