@@ -1,18 +1,18 @@
-"""What the modules of papers share: their options, records that are kept, and trained seeds.
+"""What the modules of papers share: their options, and the command that makes their tables.
 
-A module has a `Config` and `TABLES`, the functions of its tables and figures by name, and ends in `run`. What takes
-long is asked for by a key, and made where --json does not have it. `timing` has exchanges and steps that are timed,
-`report` claims and figures.
+A module has a `Config`, `TABLES`, the functions of its tables and figures by name, `TIMED`, the names of those that
+time something on hosts, and ends in `run`. What takes long is a record, made where --json does not have it. Claims and
+figures are in `report`, exchanges and steps that are timed in `timing`.
 """
 
 import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import tyro
 
@@ -32,6 +32,8 @@ class Config:
 
     table: str = "all"
     """A table or a figure of the paper; or all."""
+    only: Literal["all", "timed", "untimed"] = "all"
+    """Of all tables, those that time something on hosts and need a quiet machine, or the others."""
     seeds: int = 3
     """Runs of each setting, with the seeds 0, 1, ..."""
     steps: int | None = None
@@ -67,14 +69,17 @@ C = TypeVar("C", bound=Config)
 Table = Callable[[C, Records], None]
 
 
-def run(config_type: type[C], tables: Mapping[str, Table[C]], description: str | None, devices: int) -> None:
-    """Reads the command line of a paper's module, and makes the tables that it asks for.
+def run(
+    config_type: type[C], tables: Mapping[str, Table[C]], description: str | None, devices: int, timed: Collection[str]
+) -> None:
+    """Reads the command line of a paper's module, and makes the tables that it asks for; one that fails ends no other.
 
     Args:
       config_type: the module's options.
       tables: by name; those that are one function are made once.
       description: of the module.
       devices: simulated devices, the most that a table has workers.
+      timed: those of the tables that time something on hosts.
     """
     config = tyro.cli(config_type, description=description)
     if config.table not in (*tables, "all"):
@@ -89,7 +94,7 @@ def run(config_type: type[C], tables: Mapping[str, Table[C]], description: str |
     if config.smoke:  # programs compile faster, here and in the processes of benchmarks
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
         jax.config.update("jax_disable_most_optimizations", True)
-    chosen = dict.fromkeys(tables.values() if config.table == "all" else [tables[config.table]])
+    failed = []
     with contextlib.ExitStack() as stack:
         if config.smoke:
             config = config.smallest()
@@ -98,10 +103,33 @@ def run(config_type: type[C], tables: Mapping[str, Table[C]], description: str |
             config = dataclasses.replace(config, figures=Path(folder))
         try:
             records = Records(config.json)
-            for table in chosen:
-                table(config, records)
         except ValueError as error:
             raise SystemExit(str(error)) from None
+        for name in chosen(config.table, config.only, tables, timed):
+            try:
+                tables[name](config, records)
+            except ValueError as error:
+                failed.append(f"--table {name}: {error}")
+    if failed:
+        raise SystemExit("\n".join(failed))
+
+
+def chosen(table: str, only: str, tables: Mapping[str, Any], timed: Collection[str]) -> list[str]:
+    """Returns the tables to make, of those that are one function the first.
+
+    Args:
+      table: its name, or "all".
+      only: of all, the "timed" or the "untimed".
+      tables: functions by name.
+      timed: the names of the timed ones.
+    """
+    if table != "all":
+        return [table]
+    first: dict[Any, str] = {}
+    for name, function in tables.items():
+        if only in ("all", "timed" if name in timed else "untimed"):
+            first.setdefault(function, name)
+    return list(first.values())
 
 
 def last_accuracies(runs: Sequence[Record]) -> list[float]:

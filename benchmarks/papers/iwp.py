@@ -2,7 +2,7 @@
 
 Source: Cheng and Xu, "Bandwidth Reduction using Importance Weighted Pruning on Ring AllReduce", 2019.
 
-    python -m benchmarks.papers.iwp --table 1 --json docs/data/papers_iwp.json
+    python -m benchmarks.papers.iwp --table 1 --json docs/data/papers.json
 
 Table I, figures 5 and 6: the small twins of AlexNet and ResNet-50, with heavy-ball momentum, L2, warm-up and local
 clipping, all tensors compressed. Each threshold is tuned until the values that a worker sends have the paper's ratio;
@@ -183,6 +183,7 @@ TABLES = {
     **dict.fromkeys(("fig7", "fig8"), network),
     "nodes": nodes,
 }
+TIMED = ("fig7", "fig8")
 
 if __name__ == "__main__":
-    common.run(Config, TABLES, __doc__, devices=NODES)
+    common.run(Config, TABLES, __doc__, timed=TIMED, devices=NODES)

@@ -182,7 +182,7 @@ def _traced(config: Config, command: list[str]) -> Record:
         isolated = lab.isolated
     failed = [result for result in results if result.returncode]
     if failed:
-        raise SystemExit(f"host {failed[0].host} failed:\n{failed[0].stderr[-2000:]}")
+        raise ValueError(f"host {failed[0].host} failed:\n{failed[0].stderr[-2000:]}")
     series = trace.records()
     return {
         "isolated": isolated,

@@ -27,7 +27,7 @@ def run_benchmark(module: str, options: Mapping[str, Any]) -> list[Record]:
       The records of its table.
 
     Raises:
-      SystemExit: if it fails.
+      ValueError: if it fails.
     """
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "table.json"
@@ -38,7 +38,7 @@ def run_benchmark(module: str, options: Mapping[str, Any]) -> list[Record]:
         ]
         command = [sys.executable, "-m", f"benchmarks.{module}", *words, "--json", str(path)]
         if subprocess.run(command, check=False).returncode:
-            raise SystemExit(f"{' '.join(command)} failed; --json has what was done before.")
+            raise ValueError(f"{' '.join(command)} failed; --json has what was done before.")
         return json.loads(path.read_text())
 
 
