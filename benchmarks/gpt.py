@@ -43,7 +43,7 @@ class Config:
 
     experiment: str = "gpt_linux"
     """The text: gpt_linux, which you prepare, or gpt_stdlib."""
-    layers: int = 4
+    layers: int = 2
     """Of the model."""
     width: int = 128
     """Features of a token."""
@@ -53,7 +53,7 @@ class Config:
     """Rows of a step, over all workers."""
     workers: int = 4
     """Simulated workers."""
-    evaluations: int = 8
+    evaluations: int = 6
     """Evaluations on the test split in a run."""
     seeds: int = 3
     """Runs of each method, with the seeds 0, 1, ..."""
