@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import tempfile
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,10 +107,12 @@ def run(
         except ValueError as error:
             raise SystemExit(str(error)) from None
         for name in chosen(config.table, config.only, tables, timed):
+            begin = time.perf_counter()
             try:
                 tables[name](config, records)
             except ValueError as error:
                 failed.append(f"--table {name}: {error}")
+            print(f"--table {name}: {time.perf_counter() - begin:.0f} s", flush=True)
     if failed:
         raise SystemExit("\n".join(failed))
 

@@ -90,7 +90,7 @@ def _losses(table: str, config: Config, records: Records) -> None:
 
 def table_4(config: Config, records: Records) -> None:
     """Trains the small transformer in 2, 3 and 5 stages."""
-    table = TABLE_4[:2] if config.smoke else TABLE_4
+    table = TABLE_4[1:2] if config.smoke else TABLE_4
     runs = {row: _translate(config, records, row) for row in table}
     base, rows = runs[table[0]], []
     for row, own in runs.items():

@@ -109,7 +109,7 @@ def table_1(config: Config, records: Records) -> None:
 def _try_thresholds(config: Config, records: Records, experiment: Experiment, title: str) -> None:
     base = train_seeds(records, experiment, PlumpDp(), config.seeds)
     rows: list[Record] = []
-    for alpha in (None, *THRESHOLDS):
+    for alpha in (None, *THRESHOLDS[: 1 if config.smoke else None]):
         method = PlumpDp() if alpha is None else pruning(experiment, alpha)
         runs = base if alpha is None else train_seeds(records, experiment, method, config.seeds)
         gain = Difference.of(last_accuracies(runs), last_accuracies(base))
