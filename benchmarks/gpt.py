@@ -47,8 +47,10 @@ class Config:
     """Of the model."""
     width: int = 128
     """Features of a token."""
-    steps: int = 400
-    """Training steps; the learning rate falls by a cosine, after a warm-up in a tenth of them."""
+    steps: int = 700
+    """Training steps."""
+    learning_rate: float = 3e-3
+    """Of Adam; it rises in a tenth of the steps, and falls by a cosine."""
     batch: int = 16
     """Rows of a step, over all workers."""
     workers: int = 4
@@ -122,6 +124,7 @@ def experiment_of(config: Config) -> Experiment:
         CONFIGS[config.experiment],
         architecture=Architecture("gpt", options),
         steps=config.steps,
+        learning_rate=config.learning_rate,
         global_batch=config.batch,
         workers=config.hosts or config.workers,
         warmup_steps=config.steps // 10,
@@ -161,14 +164,14 @@ def train_methods(config: Config, records: Records) -> None:
         rows,
     )
     if config.figure is not None:
-        panels = {"Bytes": {name: ([b / 1e6 for b in own[0]["received"]], _losses(own)) for name, own in runs.items()}}
+        megabytes = {name: [received / 1e6 for received in own[0]["received"]] for name, own in runs.items()}
+        panels = {"MB received by a worker": {name: (megabytes[name], _losses(own)) for name, own in runs.items()}}
         if all(times.values()):
             seconds = {name: timed["ms_mean"] / 1e3 for name, timed in times.items() if timed}
-            panels[f"Time at {config.rate}"] = {
+            panels[f"Seconds at {config.rate}"] = {
                 name: ([seconds[name] * step for step in own[0]["steps"]], _losses(own)) for name, own in runs.items()
             }
-        axis = "MB received by a worker" + ("; seconds" if len(panels) > 1 else "")
-        draw(config.figure, panels, axis, "validation loss, nats a byte")
+        draw(config.figure, panels, "", "validation loss, nats a byte", x_scale="log")
 
 
 def _losses(runs: list[Record]) -> list[list[float | None]]:
