@@ -12,12 +12,12 @@ with what the setting drops dropped; the test split is evaluated at the end, by 
 """
 
 import dataclasses
-import json
 import os
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,8 @@ from configs import CONFIGS
 from configs.dlrm_criteo import TABLE_SIZES
 from configs.experiment import BoundaryFields, Experiment
 from configs.methods import DctDp, Method, PlumpDp
-from train.tables import print_table, stdev, write_records
+from train.records import Record, Records
+from train.tables import print_table, stdev
 
 TRAIN_STEPS = 100  # the last, whose mean is the train loss
 
@@ -137,8 +138,8 @@ class Config:
     data_dir: Path | None = None
     """Folder of prepared datasets."""
     json: Path | None = None
-    """File for the table, as a list of records; what it has of the same steps, seeds and life span is not trained
-    again, unless it is from before train losses were recorded."""
+    """File for the rows of the table, a record each as soon as it is there; what it has is not trained again. One of
+    other steps, seeds or life span is refused."""
 
 
 def main(config: Config) -> None:
@@ -154,12 +155,12 @@ def main(config: Config) -> None:
     from train.processes import prepare_jax
 
     prepare_jax(6)
-    done = _done(config)
-    records: list[dict[str, Any]] = []
+    kept, same = Records(config.json), {name: getattr(config, name) for name in _SAME}
+    kept.check_same(same, lambda record: record)
+    records: list[Record] = []
     for setting in chosen:
-        record = done.pop((setting.system, setting.stages, setting.sparsity), None)
-        if record is None or "train_loss" not in record:
-            record = train_setting(setting, config, records[0] if records else None)
+        key = {"system": setting.system, "stages": setting.stages, "sparsity": setting.sparsity}
+        record = kept.get(key, partial(train_setting, setting, config, records[0] if records else None))
         records.append(record | _paper(setting))
         shown = records[-1]
         print(
@@ -168,7 +169,6 @@ def main(config: Config) -> None:
             f"accuracy {shown['accuracy']:.2f}%, AUC {shown['auc']:.4f}",
             flush=True,
         )
-        write_records(config.json, [*records, *done.values()])  # what is done is kept, here and in an earlier run
     print_table(
         f"DLRM on generated clicks: {config.steps} steps of 128 rows, mean over {config.seeds} seeds (and stdev over "
         f"them); train: mean over the last {min(TRAIN_STEPS, config.steps)} steps; bytes that a device receives a step",
@@ -196,19 +196,6 @@ def embeddings_note() -> str:
         f"Criteo's {sum(TABLE_SIZES):,} rows and {experiment.workers} workers, where the {len(layers)} dense layers, "
         f"which the paper's table 2 compresses, take {dense:,.0f}."
     )
-
-
-def _done(config: Config) -> dict[tuple[str, int, float], dict[str, Any]]:
-    """Returns the records of an earlier run that was stopped."""
-    if config.json is None or not config.json.exists():
-        return {}
-    same = {name: getattr(config, name) for name in _SAME}
-    records = json.loads(config.json.read_text())
-    return {
-        (record["system"], record["stages"], record["sparsity"]): record
-        for record in records
-        if {name: record.get(name) for name in _SAME} == same
-    }
 
 
 def experiment_of(setting: Setting, config: Config) -> tuple[Experiment, Method]:

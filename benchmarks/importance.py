@@ -94,10 +94,10 @@ def measure(
       "normalisation", "dense"), "n", "means" and "spreads" (variance over mean) by step, to four digits, and
       "histograms" by mark.
     """
-    from train.compare import Stopwatch
     from train.job import make_job
     from train.loop import train
     from train.processes import Processes
+    from train.seeds import Stopwatch
 
     watchers: list[Watcher] = []
     given = {each.name: getattr(method, each.name) for each in dataclasses.fields(methods.Iwp)}
@@ -108,6 +108,8 @@ def measure(
         with tempfile.TemporaryDirectory() as scratch:
             seeded = dataclasses.replace(experiment, seed=seed, out=Path(scratch))
             ended = train(seeded, watched, Processes(), Stopwatch(), job)
+        if not ended.finished:
+            raise SystemExit("Stopped by SIGTERM; what was recorded before is kept.")
         jax.effects_barrier()
         yield _record(watchers[-1], job.model(ended.state)[0])
 

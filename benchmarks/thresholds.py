@@ -139,10 +139,10 @@ def deviation(thresholds: Sequence[float], skipped: int) -> float:
 
 def _train(experiment: Experiment, method: Method, seeds: int, begin: Callable[[Any], Any]) -> None:
     """Trains with the seeds 0, 1, ...; `begin` is told the job before each, and returns what looks at its steps."""
-    from train.compare import Stopwatch
     from train.job import make_job
     from train.loop import train
     from train.processes import Processes
+    from train.seeds import Stopwatch
 
     job = make_job(experiment, method)
     for seed in range(seeds):

@@ -77,4 +77,5 @@ class Comparison:
     margin: float = 0.3
     """Points of accuracy below dense that do not count; chosen before the run."""
     json: Path | None = None
-    """File for the table, as a list of records, beside the one in the folder."""
+    """File for the runs, a record each as soon as it ends; what it has is not trained again. One of other settings is
+    refused."""

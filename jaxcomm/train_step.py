@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from jaxcomm.collectives.axis import AxisName
 from jaxcomm.exchange import axis_name_of
+from jaxcomm.parallel.lookups import Lookups
 from jaxcomm.parallel.loss import LossFn, loss_of
 from jaxcomm.parallel.sharded_step import ShardedStep
 from jaxcomm.parallel.step import SimulatedStep, TrainStep, WorkersStep
@@ -22,6 +23,7 @@ def make_train_step(
     *,
     specs: Any = None,
     auto: tuple[str, ...] = (),
+    lookups: Lookups | None = None,
     has_aux: bool = False,
     has_state: bool = False,
     accumulate: int = 1,
@@ -82,6 +84,15 @@ def make_train_step(
     sum instead of averaging and to divide the weight decay of the copied part by the number of its copies, are what
     this scaling comes to in its units; nothing is left for the user to scale.
 
+    **Tables of which a batch touches few rows.** The gradient of a sharded table is a dense array of the shard's size,
+    and so is its update. With `lookups`, the step itself looks rows up, where specs is P("data") (rows) or P(None,
+    "data") (columns). The loss gets, in place of the table, the vectors (B/K, ..., D) of its ids, and the optimizer's
+    update of each vector is added to its row, where it is; no other row is read or written. That equals the dense
+    update for an optimizer whose update of a row is a sum over its gradients: SGD with any learning rate, without
+    momentum and decay. Others are refused.
+
+        lookups = {"table": lambda batch: batch["categories"]}  # ids (B/K, ...), int32, of a worker's own rows
+
     **Stages.** With a `Pipeline` in place of the loss, each device of the mesh holds the parameters, and the
     optimizer's state, of one stage. In one compiled program the micro-batches go through the stages and back, the
     boundaries as the pipeline says; then the workers of each stage exchange that stage's gradients. `tx` sees stacked
@@ -98,6 +109,7 @@ def make_train_step(
         `jax.tree.map(lambda x: x.sharding, params)` keeps them where they are. None where every worker
         holds the whole model.
       auto: axes that are left to XLA, with `specs`.
+      lookups: by path ("embeddings/table"), (batch) -> ids int32, of tables whose rows the step looks up.
       has_aux: whether `loss_fn` returns a dict of scalars as well; they are averaged over the workers.
       has_state: whether `loss_fn` takes and returns `state.model_state` (which `init` is given), and a dict of scalars,
         which may be empty, whatever `has_aux` says. The new state has the structure, shapes and types of the old.
@@ -120,22 +132,25 @@ def make_train_step(
       of 4 bytes and of 4 bytes a metric.
 
     Raises:
-      ValueError: if the mesh lacks an axis or has others; for specs that do not fit the parameters or the mesh; at
-        trace time if the batch does not divide, for a model's state that `loss_fn` does not take, has not kept in its
-        shape, or that is not of floats; for a loss that differs along other axes; and if the loss uses a parameter
-        whose gradient bypasses the exchange other than by `late_multiply` or `layers.late_lookup`.
+      ValueError: if the mesh lacks an axis or has others; for specs that do not fit the parameters or the mesh; for
+        lookups of what is no sharded table, or with an optimizer whose updates of a row do not add up; at trace time if
+        the batch does not divide, for a model's state that `loss_fn` does not take, has not kept in its shape, or that
+        is not of floats; for a loss that differs along other axes; and if the loss uses a parameter whose gradient
+        bypasses the exchange other than by `late_multiply` or `layers.late_lookup`.
     """
     axis_name = axis_name_of(tx) if axis_name is None else axis_name
     if isinstance(loss_fn, Pipeline):
-        if specs is not None or auto or has_aux or has_state or accumulate != 1 or rng is not None:
+        if specs is not None or auto or lookups or has_aux or has_state or accumulate != 1 or rng is not None:
             raise ValueError(
-                "specs, auto, has_aux, has_state, accumulate and rng must not be given with a Pipeline, which has its "
-                "own. Pass micro_batches= and the rest to the Pipeline."
+                "specs, auto, lookups, has_aux, has_state, accumulate and rng must not be given with a Pipeline, which "
+                "has its own. Pass micro_batches= and the rest to the Pipeline."
             )
         return PipelineStep(loss_fn, tx, mesh, axis_name, stage_axis, donate)
     loss = loss_of(loss_fn, has_aux, has_state, axis_name)
     if specs is not None:
-        return ShardedStep(loss, tx, mesh, specs, tuple(auto), axis_name, donate, accumulate, rng)
+        return ShardedStep(loss, tx, mesh, specs, tuple(auto), axis_name, donate, accumulate, rng, lookups)
+    if lookups:
+        raise ValueError("lookups must go with specs=, which say how the tables are sharded. Give both.")
     if auto:
         raise ValueError(f"auto must go with specs=, which say how parameters are sharded along it; got auto={auto}.")
     return WorkersStep(loss, tx, mesh, axis_name, donate, accumulate, rng)

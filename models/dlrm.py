@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 
-from jaxcomm.layers import late_lookup
+from jaxcomm.layers import late_lookup, sharded_lookup
 from models.blocks import Batch, Model, take_rows
 
 Embeddings = Literal["exchange", "late", "columns", "rows"]
@@ -139,11 +138,13 @@ class Interaction(nnx.Module):
             )
         if embeddings not in get_args(Embeddings):
             raise ValueError(f"embeddings must be one of {get_args(Embeddings)}; got {embeddings!r}. Pass one.")
-        # Uniform within sqrt(1 / rows of the table); rows that fill up are zero.
-        widths = jnp.asarray([size**-0.5 for size in sizes], jnp.float32)
-        drawn = jax.random.uniform(rngs.params(), (sum(sizes), dim), jnp.float32, -1, 1)
-        drawn *= jnp.repeat(widths, np.asarray(sizes), total_repeat_length=sum(sizes))[:, None]
-        self.table = nnx.Param(jnp.pad(drawn, ((0, -sum(sizes) % row_multiple), (0, 0))))
+        # Uniform within sqrt(1 / rows of the table); rows that fill up are zero. A number depends on its place alone:
+        # each shard of a sharded table is drawn where it is.
+        widths = jnp.asarray([*(size**-0.5 for size in sizes), 0.0], jnp.float32)
+        row = jnp.arange(sum(sizes) + -sum(sizes) % row_multiple)
+        table_of = jnp.searchsorted(jnp.cumsum(jnp.asarray(sizes)), row, side="right", method="compare_all")
+        drawn = jax.random.uniform(rngs.params(), (row.size, dim), jnp.float32, -1, 1)
+        self.table = nnx.Param(drawn * widths[table_of][:, None])
         self.sizes, self.embeddings, self.axis_name, self.dtype = tuple(sizes), embeddings, axis_name, dtype
 
     def __call__(self, x: jax.Array, batch: Batch) -> jax.Array:
@@ -156,8 +157,8 @@ class Interaction(nnx.Module):
         first, second = np.tril_indices(vectors.shape[1], -1)
         return jnp.concatenate([x, products[:, first, second]], axis=1)
 
-    def lookup(self, categories: jax.Array) -> jax.Array:
-        """Returns the embeddings (B, features, dim) of categories (B, features)."""
+    def ids(self, categories: jax.Array) -> jax.Array:
+        """Returns the rows of the table (B, features) of categories (B, features); -1 outside of a feature's table."""
         sizes = np.asarray(self.sizes)
         if categories.shape[1:] != sizes.shape:
             raise ValueError(
@@ -165,18 +166,15 @@ class Interaction(nnx.Module):
                 "tables: give (B, tables)."
             )
         starts = np.cumsum(sizes) - sizes
-        ids = jnp.where((categories >= 0) & (categories < sizes), categories + starts, -1)
-        table, axis = self.table[...], self.axis_name
+        return jnp.where((categories >= 0) & (categories < sizes), categories + starts, -1)
+
+    def lookup(self, categories: jax.Array) -> jax.Array:
+        """Returns the embeddings (B, features, dim) of categories (B, features)."""
+        table, axis, ids = self.table[...], self.axis_name, self.ids(categories)
+        if table.ndim == 3:  # the train step has looked them up
+            return table
         if self.embeddings == "exchange":
             return take_rows(table, ids)
         if self.embeddings == "late":
             return late_lookup(table, ids, axis_name=axis)
-        everyones = lax.all_gather(ids, axis, tiled=True)  # (K B, features)
-        if self.embeddings == "columns":
-            vectors = take_rows(table, everyones)  # (K B, features, dim / K)
-            return lax.all_to_all(vectors, axis, split_axis=0, concat_axis=2, tiled=True)
-        own = everyones - lax.axis_index(axis) * table.shape[0]
-        own = jnp.where((own >= 0) & (own < table.shape[0]), own, table.shape[0])
-        vectors = table.at[own].get(mode="fill", fill_value=0)  # (K B, features, dim), zero for rows of other workers
-        parts = lax.all_to_all(vectors.reshape(-1, *ids.shape, table.shape[1]), axis, split_axis=0, concat_axis=0)
-        return jnp.where((ids >= 0)[..., None], parts.sum(axis=0), jnp.nan)  # one of K is not zero
+        return sharded_lookup(table, ids, by=self.embeddings, axis_name=axis)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -36,8 +37,8 @@ MODELS: dict[str, Callable[..., Model]] = {
 _DLRM_CUTS = {2: (2,), 3: (2, 7), 4: (2, 4, 7)}
 
 
-def make_model(architecture: Architecture, info: DatasetInfo, dtype: str, seed: int) -> Model:
-    """Makes a model for a dataset, with initial parameters of a seed.
+def make_model(architecture: Architecture, info: DatasetInfo, dtype: str, seed: int | jax.Array) -> Model:
+    """Makes a model for a dataset, with initial parameters of a seed, or of its key.
 
     Raises:
       ValueError: if there is no model of that name, or it is for another kind of data.

@@ -1,17 +1,17 @@
 """Every method with several seeds: `python -m train compare [NAME] [options]`.
 
-A method is compiled once, and its seeds share the program. Time to finish is modelled: steps * (compute + bytes /
-rate), where compute is the median step of the dense run on this machine (its workers are simulated, and exchange
-through memory) and bytes are what a worker receives a step. So a method's own computing is not in it, and neither is
-the time that a link takes to answer.
+A method is compiled once, and its seeds share the program. With --json each run is a record of that file as soon as it
+ends; a later call, after one that was stopped or with more methods or seeds, trains what is missing.
+
+Time to finish is modelled: steps * (compute + bytes / rate), where compute is the median step of the dense run on this
+machine (its workers are simulated, and exchange through memory) and bytes are what a worker receives a step. So a
+method's own computing is not in it, and neither is the time that a link takes to answer.
 """
 
 import dataclasses
 import math
 import statistics
-import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ from configs.comparison import DENSE, SETTINGS, Comparison
 from configs.experiment import Experiment, check
 from configs.methods import Method
 from jaxcomm.planner.links import bits_per_second
-from train.processes import Processes, prepare_jax
-from train.tables import check_file, print_table, stdev, write_records
+from train.processes import prepare_jax
+from train.records import Record, Records
+from train.seeds import settings_of, train_seeds
+from train.tables import print_table, stdev, write_records
 
 CONFIDENCE = 0.95
 COLUMNS = (
@@ -69,14 +71,14 @@ def compare(experiment: Experiment, config: Comparison, settings: Sequence[tuple
       settings: what there is to choose from, with what to call it.
 
     Raises:
-      ValueError: for a method that is not there, a rate that is none, fewer than one seed, or settings of the
-        experiment that cannot work.
+      ValueError: for a method that is not there, a rate that is none, fewer than one seed, settings of the experiment
+        that cannot work, or a file of other settings.
+      SystemExit: if SIGTERM stops it.
     """
     from train.folders import run_folder
     from train.methods import make_chain
 
     bits = bits_per_second(config.rate)
-    check_file("--json", config.json)
     if config.seeds < 1:
         raise ValueError(f"--seeds is at least 1, got {config.seeds}: give a positive number.")
     # One evaluation and one checkpoint, at the end; a method that diverges is a result.
@@ -86,56 +88,60 @@ def compare(experiment: Experiment, config: Comparison, settings: Sequence[tuple
     chosen = choose(config.methods, {(method.name, label): method for label, method in settings})
     for method in chosen.values():
         make_chain(experiment, method)  # its errors come before anything is trained
+    records = Records(config.json)
+    own = {"experiment": experiment.name, **_shared(settings_of(experiment, DENSE))}
+    records.check_same(own, lambda record: {**record, **_shared(record.get("about", {}))})
     with run_folder(config.out, f"{experiment.name}-compare", resume=False) as folder:
-        _compare_in(folder, experiment, config, chosen, bits)
+        _compare_in(folder, experiment, config, chosen, records, bits)
 
 
 def _compare_in(
-    folder: Path, experiment: Experiment, config: Comparison, chosen: dict[tuple[str, str], Method], bits: float
+    folder: Path,
+    experiment: Experiment,
+    config: Comparison,
+    chosen: dict[tuple[str, str], Method],
+    records: Records,
+    bits: float,
 ) -> None:
     from train.figures import draw_comparison
-    from train.job import make_job
-    from train.loop import train
 
-    compute, records = 0.0, []
+    compute, rows = 0.0, []
     for (name, label), method in chosen.items():
-        job, progress, summaries = make_job(experiment, method), Stopwatch(), []
-        for seed in range(config.seeds):
-            with tempfile.TemporaryDirectory() as scratch:
-                seeded = dataclasses.replace(experiment, seed=seed, out=Path(scratch))
-                progress.begin()
-                ended = train(seeded, method, Processes(), progress, job)
-            if not ended.finished:
-                print(f"Stopped by SIGTERM; the settings that were done are in {folder}.")
-                return
-            summaries.append(ended.summary)
-        compute = compute or progress.seconds_per_step  # dense comes first
-        record = summarise(summaries, dense=records[0]["accuracies"] if records else None, margin=config.margin)
-        record |= {
+        runs = train_seeds(records, experiment, method, config.seeds)
+        seconds = statistics.median(run["seconds_per_step"] for run in runs)
+        compute = compute or seconds  # dense comes first
+        row = summarise(runs, dense=rows[0]["accuracies"] if rows else None, margin=config.margin)
+        row |= {
             "method": name,
             "setting": label,
+            "workers": experiment.workers,
+            "steps": experiment.steps,
             "compute_seconds_per_step": compute,
-            "seconds_to_finish": experiment.steps * (compute + 8 * record["bytes_per_step"] / bits),
+            "seconds_to_finish": experiment.steps * (compute + 8 * row["bytes_per_step"] / bits),
             "rate": config.rate,
-            "measured_seconds_per_step": progress.seconds_per_step,
+            "measured_seconds_per_step": seconds,
             "fields": method.options(),
         }
-        records.append(record)
+        rows.append(row)
         print(
-            f"{len(records)}/{len(chosen)} {name} {label}: {record['accuracy_mean']:.2f}%, "
-            f"{record['bytes_per_step']:,.0f} bytes a step",
+            f"{len(rows)}/{len(chosen)} {name} {label}: {row['accuracy_mean']:.2f}%, "
+            f"{row['bytes_per_step']:,.0f} bytes a step",
             flush=True,
         )
-        write_records(folder / "comparison.json", records)  # what is done is kept
+        write_records(folder / "comparison.json", rows)  # what is done is kept
     print_table(
         f"{experiment.name}: test accuracy in % over {config.seeds} seeds; points below dense, paired by seed, with "
         f"their 95% interval (worse: by more than {config.margin:g}); bytes received per worker and step; seconds "
         f"to finish at {config.rate}, modelled as steps * ({1000 * compute:.2f} ms + bytes / rate)",
-        [{name: record[name] for name in COLUMNS} for record in records],
+        [{name: row[name] for name in COLUMNS} for row in rows],
     )
-    write_records(config.json, records)
-    draw_comparison(folder / "comparison.png", records)
+    draw_comparison(folder / "comparison.png", rows)
     print(f"comparison.json and comparison.png are in {folder}")
+
+
+def _shared(about: Mapping[str, Any]) -> Record:
+    """Returns what all runs of a comparison have in common."""
+    return {name: value for name, value in about.items() if name != "seed" and not name.startswith("method")}
 
 
 def choose(names: str, settings: dict[tuple[str, str], Method]) -> dict[tuple[str, str], Method]:
@@ -159,18 +165,19 @@ def choose(names: str, settings: dict[tuple[str, str], Method]) -> dict[tuple[st
     return dense | {key: method for key, method in settings.items() if key[0] in names_wanted}
 
 
-def summarise(summaries: Sequence[Any], *, dense: Sequence[float] | None, margin: float) -> dict[str, Any]:
-    """Makes a record of the runs of one setting.
+def summarise(runs: Sequence[Record], *, dense: Sequence[float] | None, margin: float) -> dict[str, Any]:
+    """Makes a row of the runs of one setting.
 
     How far it is below dense is the mean over pairs of the same seed, with its interval by Student's t.
 
     Args:
-      summaries: one `Summary` a seed.
+      runs: of `train_seeds`.
       dense: accuracies in % of the dense runs, of the same seeds; None for those themselves.
       margin: points below dense that do not count.
     """
-    accuracies = [100 * summary.accuracy for summary in summaries]
-    mean, first = statistics.fmean(accuracies), summaries[0]
+    accuracies = [100 * run["scores"]["accuracy"] for run in runs]
+    losses = [math.inf if run["scores"]["loss"] is None else run["scores"]["loss"] for run in runs]
+    mean, first = statistics.fmean(accuracies), runs[0]
     pairs = [0.0] if dense is None else [base - own for base, own in zip(dense, accuracies, strict=True)]
     below, low, high, verdict = statistics.fmean(pairs), None, None, ""
     if len(pairs) > 1:
@@ -179,9 +186,7 @@ def summarise(summaries: Sequence[Any], *, dense: Sequence[float] | None, margin
         low, high = below - half, below + half
         verdict = "not worse" if high <= margin else "worse" if low > margin else "not told apart"
     return {
-        "workers": first.workers,
-        "seeds": len(summaries),
-        "steps": first.steps,
+        "seeds": len(runs),
         "accuracy_mean": mean,
         "accuracy_stdev": stdev(accuracies),
         "accuracy_min": min(accuracies),
@@ -192,38 +197,10 @@ def summarise(summaries: Sequence[Any], *, dense: Sequence[float] | None, margin
         "below_high": high,
         "margin": margin,
         "verdict": verdict,
-        "loss_mean": statistics.fmean(summary.scores["loss"] for summary in summaries),
-        "loss_stdev": stdev([summary.scores["loss"] for summary in summaries]),
-        "bytes_per_step": statistics.fmean(summary.bytes_per_step for summary in summaries),
-        "ratio_to_dense": first.ratio_to_dense,
-        "overflow_per_step": statistics.fmean(summary.overflow_per_step for summary in summaries),
-        "skipped": sum(summary.skipped for summary in summaries),
+        "loss_mean": statistics.fmean(losses),
+        "loss_stdev": stdev(losses) if math.inf not in losses else None,
+        "bytes_per_step": statistics.fmean(run["bytes_per_step"] for run in runs),
+        "ratio_to_dense": first["dense_bytes"] / first["bytes_per_step"] if first["bytes_per_step"] else None,
+        "overflow_per_step": statistics.fmean(run["overflow_per_step"] for run in runs),
+        "skipped": sum(run["skipped"] for run in runs),
     }
-
-
-class Stopwatch:
-    """Progress that nobody looks at, but for the time of a step."""
-
-    def __init__(self):
-        """Starts with no step."""
-        self._last: float | None = None
-        self._seconds: list[float] = []
-
-    def begin(self) -> None:
-        """Begins a run: what it does before its first step is no step's time."""
-        self._last = None
-
-    @property
-    def seconds_per_step(self) -> float:
-        """Median over the steps of all runs; 0 if there was none."""
-        return statistics.median(self._seconds) if self._seconds else 0.0
-
-    def say(self, message: str) -> None:
-        """Shows nothing."""
-
-    def update(self, step: int, loss: float, accuracy: float, bytes_per_step: float) -> None:
-        """Notes the time since the step before."""
-        now = time.perf_counter()
-        if self._last is not None:
-            self._seconds.append(now - self._last)
-        self._last = now

@@ -10,6 +10,7 @@ from configs.experiment import Architecture, Experiment
 from jaxcomm.accounting import Traffic
 from jaxcomm.exchange import leaf_name
 from jaxcomm.layers import late_lookup_traffic
+from jaxcomm.parallel.lookups import Lookups
 from models.blocks import Model
 from models.dlrm import Interaction
 
@@ -62,6 +63,19 @@ def shards_of_table(model: Model, params: Any, workers: int) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: P() if is_exchanged(leaf_name(path), leaf) else spec, params
     )
+
+
+def lookups_of(model: Model, params: Any, experiment: Experiment) -> Lookups | None:
+    """Returns the lookups of a sharded table of which only the rows that a batch touched are changed.
+
+    None where the optimizer changes all rows of a table, or has a state for each: then its gradient is dense.
+    """
+    is_plain = experiment.optimizer == "sgd" and not experiment.momentum and not experiment.weight_decay
+    if experiment.embeddings not in ("columns", "rows") or not is_plain:
+        return None
+    interaction, leaves = _interaction(model), jax.tree_util.tree_leaves_with_path(params)
+    names = [leaf_name(path) for path, leaf in leaves if not is_exchanged(leaf_name(path), leaf)]
+    return dict.fromkeys(names, lambda batch: interaction.ids(batch["categories"]))
 
 
 def _interaction(model: Model) -> Interaction:

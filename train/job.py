@@ -22,7 +22,7 @@ from models.split_linear import SplitLinear
 from train.architectures import choose_cuts, make_model
 from train.data import DatasetInfo, TranslationInfo, dataset_info
 from train.dense_layers import multiply_late, shards_of, with_dense
-from train.embeddings import is_exchanged, lookup_traffic, shards_of_table, with_embeddings
+from train.embeddings import is_exchanged, lookup_traffic, lookups_of, shards_of_table, with_embeddings
 from train.methods import make_chain
 from train.plans import Planned, check_plan
 from train.tasks import Task, make_task
@@ -186,19 +186,35 @@ def _sharded(
     else:
         specs = shards_of(model) if is_split else jax.tree.map(columns, whole.params)
     auto = ("model",) if ways > 1 else ()
-    step = jc.make_train_step(loss_fn, tx, mesh, specs=specs, auto=auto, has_state=True, axis_name=axis)
+    step = jc.make_train_step(
+        loss_fn,
+        tx,
+        mesh,
+        specs=specs,
+        auto=auto,
+        lookups=lookups_of(model, whole.params, experiment),
+        has_state=True,
+        axis_name=axis,
+    )
     shapes = step.shapes(whole.params, whole.stats)
     dense = None
     if auto:  # the bytes that a device would receive for its shards
         own = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(shapes.params))
         dense = float(jc.accounting.Traffic("all_reduce", 4 * own, experiment.workers).received)
-    places = None
-    if experiment.embeddings != "exchange":  # a whole table may be too large for one device
+    places, draw = None, partial(_first, experiment, info)
+    if experiment.embeddings != "exchange":  # a whole table may be too large for one device, and for one host
         places = jax.tree.map(lambda leaf: leaf.sharding, (shapes.params, shapes.model_state))
-    return _Parts(step, partial(_first, experiment, info), dense=dense, shapes=shapes, places=places)
+        draw = draw_where(places, experiment, info)
+
+    return _Parts(step, lambda seed: draw(jax.random.key(seed)), dense=dense, shapes=shapes, places=places)
 
 
-def _first(experiment: Experiment, info: DatasetInfo, seed: int) -> Model:
+def draw_where(places: Any, experiment: Experiment, info: DatasetInfo) -> Callable[[jax.Array], Model]:
+    """Returns (key) -> the first parameters and running statistics; no device and no host has a sharded array whole."""
+    return jax.jit(partial(_first, experiment, info), out_shardings=places)
+
+
+def _first(experiment: Experiment, info: DatasetInfo, seed: int | jax.Array) -> Model:
     whole = split(make_model(experiment.architecture, info, experiment.dtype, seed))
     return whole.params, whole.stats
 

@@ -103,7 +103,7 @@ def train(
     }
     batches = train_batches(experiment.dataset, seed=experiment.seed, augment=experiment.augment, **where)
     tests = eval_batches(experiment.dataset, **where)
-    about = describe(experiment, method)
+    about = describe(experiment, method) | {"format": STATE_FORMAT}
     about["boundary"] = None if job.boundary is jc.dct_mp else job.boundary.__name__
     if job.late is not None:  # which depends on the number of workers, and the state's shapes on it
         about["late"] = [layer.path for layer in job.late.layers if layer.is_late]
@@ -289,7 +289,10 @@ def test_scores(
 
 
 def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
-    """Returns what must stay the same when a run goes on, as JSON; the number of workers may change."""
+    """Returns what must stay the same when a run goes on, as JSON; the number of workers may change.
+
+    Records of a run have it too; the format of the checkpoints is not in it.
+    """
     names = (
         "dataset",
         "steps",
@@ -318,7 +321,6 @@ def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
         "workers",
     )
     fields = {name: getattr(experiment, name) for name in names}
-    fields["format"] = STATE_FORMAT
     # Slices may come and go, too.
     fields["workers_per_slice"] = experiment.workers // experiment.slices if experiment.slices > 1 else None
     fields["architecture"] = f"{experiment.architecture.name} {dict(experiment.architecture.options)}"

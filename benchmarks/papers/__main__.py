@@ -1,7 +1,8 @@
-"""Every table and figure of every paper: `python -m benchmarks.papers --all`, or by name.
+"""Every table and figure of every paper, by one command that goes on where it stopped.
 
-python -m benchmarks.papers                   # lists them
-python -m benchmarks.papers --all --smoke     # the smallest size of each
+python -m benchmarks.papers                                      # lists a command for each
+python -m benchmarks.papers --all --json docs/data/papers.json   # makes them; what the file has is not made again
+python -m benchmarks.papers --all --smoke                        # the smallest size of each
 """
 
 import importlib
@@ -11,50 +12,66 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Literal
 
 import tyro
 
 import benchmarks.papers
+from benchmarks.papers.common import chosen
 
-_DATA = Path(__file__).parents[2] / "docs" / "data"
+_JSON = "docs/data/papers.json"
 
 
 @dataclass(frozen=True)
 class Config:
-    """Run the tables and figures of all papers, one process after another."""
+    """Make the tables and figures of all papers, a process for each paper, one after another."""
 
     all: bool = False
-    """Run them; without it they are listed."""
+    """Make them; without it they are listed."""
     smoke: bool = False
-    """At their smallest size, and keep nothing. Otherwise records go to docs/data, figures to docs/figures."""
+    """At their smallest size; figures are not kept."""
+    only: Literal["all", "timed", "untimed"] = "all"
+    """Those that time something on hosts and need a quiet machine, or the others."""
+    json: Path | None = None
+    """File for the records of all papers; what it has of the same settings is not made again."""
+    data_dir: Path | None = None
+    """Folder of prepared datasets."""
+
+
+def papers() -> dict[str, ModuleType]:
+    """Returns the modules of the papers by name; the others are parts of theirs."""
+    names = [module.name for module in pkgutil.iter_modules(benchmarks.papers.__path__) if module.name != "__main__"]
+    modules = {name: importlib.import_module(f"benchmarks.papers.{name}") for name in names}
+    return {name: module for name, module in modules.items() if hasattr(module, "TABLES")}
+
+
+def listed(config: Config) -> list[str]:
+    """Returns a command for each table; figures of one function, of the same runs, have one."""
+    return [
+        f"python -m benchmarks.papers.{paper} --table {name} --json {config.json or _JSON}"
+        for paper, module in papers().items()
+        for name in chosen("all", config.only, module.TABLES, module.TIMED)
+    ]
 
 
 def commands(config: Config) -> list[list[str]]:
-    """Returns the command of each, in a paper's order; figures of one function, of the same runs, have one."""
-    found = []
-    for module in pkgutil.iter_modules(benchmarks.papers.__path__, "benchmarks.papers."):
-        tables = (
-            {} if module.name.endswith("__main__") else vars(importlib.import_module(module.name)).get("TABLES", {})
-        )
-        kept = ["--json", str(_DATA / f"papers_{module.name.rpartition('.')[2]}.json")]
-        first: dict[Any, str] = {}
-        for name, table in tables.items():
-            first.setdefault(table, name)
-        for name in first.values():
-            options = ["--smoke"] if config.smoke else kept
-            found.append([sys.executable, "-m", module.name, "--table", name, *options])
-    return found
+    """Returns the commands that make all of them, one a paper."""
+    options = ["--only", config.only, *(["--smoke"] if config.smoke else [])]
+    for name in ("json", "data_dir"):
+        if (path := getattr(config, name)) is not None:
+            options += [f"--{name.replace('_', '-')}", str(path)]
+    return [[sys.executable, "-m", f"benchmarks.papers.{paper}", *options] for paper in papers()]
 
 
 def main(config: Config) -> None:
-    """Runs them, and ends with those that failed."""
+    """Makes or lists them, and ends with the papers of which some failed."""
+    if not config.all:
+        print("\n".join(listed(config)))
+        return
     failed = []
     for command in commands(config):
         line = " ".join(["python", *command[1:]])
-        if not config.all:
-            print(line)
-            continue
         print(f"== {line}", flush=True)
         begin = time.perf_counter()
         if subprocess.run(command, check=False).returncode:

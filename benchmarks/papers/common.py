@@ -1,30 +1,26 @@
-"""What the modules of papers share: their options, records that are kept, and trained seeds.
+"""What the modules of papers share: their options, and the command that makes their tables.
 
-A module has a `Config` and `TABLES`, the functions of its tables and figures by name, and ends in `run`. What takes
-long is asked for by a key, and made where --json does not have it. `timing` has exchanges and steps that are timed,
-`report` claims and figures.
+A module has a `Config`, `TABLES`, the functions of its tables and figures by name, `TIMED`, the names of those that
+time something on hosts, and ends in `run`. What takes long is a record, made where --json does not have it. Claims and
+figures are in `report`, exchanges and steps that are timed in `timing`.
 """
 
 import contextlib
 import dataclasses
-import json
-import math
 import os
-import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import tyro
 
 from configs import CONFIGS
 from configs.experiment import Experiment
-from configs.methods import Method
-from train.tables import check_file, plain
+from train.records import Record, Records
 
-Record = dict[str, Any]
 SMOKE_STEPS = 4  # of training, with --smoke
 EVALUATIONS = 40  # in a run
 
@@ -37,6 +33,8 @@ class Config:
 
     table: str = "all"
     """A table or a figure of the paper; or all."""
+    only: Literal["all", "timed", "untimed"] = "all"
+    """Of all tables, those that time something on hosts and need a quiet machine, or the others."""
     seeds: int = 3
     """Runs of each setting, with the seeds 0, 1, ..."""
     steps: int | None = None
@@ -68,54 +66,21 @@ class Config:
         )
 
 
-class Records:
-    """Results by what they are results of; each is written as soon as it is there, one a line."""
-
-    def __init__(self, path: Path | None):
-        """Reads what an earlier run has left.
-
-        Args:
-          path: the file; None keeps nothing.
-
-        Raises:
-          ValueError: for a folder.
-        """
-        check_file("--json", path)
-        self._path = path
-        self._records: list[Record] = json.loads(path.read_text()) if path is not None and path.exists() else []
-
-    def find(self, key: Mapping[str, Any]) -> Record | None:
-        """Returns the record whose fields are those of the key, and others; None if there is none."""
-        wanted = json.loads(json.dumps(key))  # tuples are lists when they come back
-        return next((record for record in self._records if wanted.items() <= record.items()), None)
-
-    def get(self, key: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> Record:
-        """Returns the record of a key: the one that is there, or what `make` returns, which is written."""
-        return self.find(key) or self.add({**key, **make()})
-
-    def add(self, record: Mapping[str, Any]) -> Record:
-        """Writes a record, and returns it as it will be read."""
-        self._records.append(json.loads(json.dumps(plain(record))))
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            draft = self._path.with_suffix(".draft")
-            draft.write_text("[\n" + ",\n".join(json.dumps(record) for record in self._records) + "\n]\n")
-            draft.replace(self._path)
-        return self._records[-1]
-
-
 C = TypeVar("C", bound=Config)
 Table = Callable[[C, Records], None]
 
 
-def run(config_type: type[C], tables: Mapping[str, Table[C]], description: str | None, devices: int) -> None:
-    """Reads the command line of a paper's module, and makes the tables that it asks for.
+def run(
+    config_type: type[C], tables: Mapping[str, Table[C]], description: str | None, devices: int, timed: Collection[str]
+) -> None:
+    """Reads the command line of a paper's module, and makes the tables that it asks for; one that fails ends no other.
 
     Args:
       config_type: the module's options.
       tables: by name; those that are one function are made once.
       description: of the module.
       devices: simulated devices, the most that a table has workers.
+      timed: those of the tables that time something on hosts.
     """
     config = tyro.cli(config_type, description=description)
     if config.table not in (*tables, "all"):
@@ -130,7 +95,7 @@ def run(config_type: type[C], tables: Mapping[str, Table[C]], description: str |
     if config.smoke:  # programs compile faster, here and in the processes of benchmarks
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
         jax.config.update("jax_disable_most_optimizations", True)
-    chosen = dict.fromkeys(tables.values() if config.table == "all" else [tables[config.table]])
+    failed = []
     with contextlib.ExitStack() as stack:
         if config.smoke:
             config = config.smallest()
@@ -139,84 +104,35 @@ def run(config_type: type[C], tables: Mapping[str, Table[C]], description: str |
             config = dataclasses.replace(config, figures=Path(folder))
         try:
             records = Records(config.json)
-            for table in chosen:
-                table(config, records)
         except ValueError as error:
             raise SystemExit(str(error)) from None
+        for name in chosen(config.table, config.only, tables, timed):
+            begin = time.perf_counter()
+            try:
+                tables[name](config, records)
+            except ValueError as error:
+                failed.append(f"--table {name}: {error}")
+            print(f"--table {name}: {time.perf_counter() - begin:.0f} s", flush=True)
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
-def train_seeds(records: Records, experiment: Experiment, method: Method, seeds: int) -> list[Record]:
-    """Trains one setting with the seeds 0, 1, ...; they share one program.
+def chosen(table: str, only: str, tables: Mapping[str, Any], timed: Collection[str]) -> list[str]:
+    """Returns the tables to make, of those that are one function the first.
 
-    Returns:
-      A record for each: "steps", those of the evaluations, and of the same length "accuracies" (%) and "losses" on the
-      test split, "train_losses" and "sent" (coordinates of a worker, dense tensors not counted), means a step since the
-      evaluation before, and "received", bytes of a worker until then; None where a loss is not finite. Of the whole run
-      "scores" on the test split at its end, "parameters", "bytes_per_step" that a worker receives, "dense_bytes" that
-      it would, "overflow_per_step" of all workers, and "skipped" steps.
+    Args:
+      table: its name, or "all".
+      only: of all, the "timed" or the "untimed".
+      tables: functions by name.
+      timed: the names of the timed ones.
     """
-    from train.job import make_job
-    from train.loop import describe
-
-    job, found = None, []
-    for seed in range(seeds):
-        seeded = dataclasses.replace(experiment, seed=seed)
-        about = describe(seeded, method) | {"eval_every": experiment.eval_every}
-        key = {"of": "run", "experiment": experiment.name, "about": about}
-        record = records.find(key)
-        if record is None:
-            job = job or make_job(experiment, method)
-            record = records.add(key | _train(seeded, method, job))
-        print(
-            f"{experiment.name} {label(method)}, K={experiment.workers}, seed {seed}: "
-            f"{record['accuracies'][-1]:.2f}%, {record['bytes_per_step']:,.0f} bytes a step",
-            flush=True,
-        )
-        found.append(record)
-    return found
-
-
-def _train(experiment: Experiment, method: Method, job: Any) -> Record:
-    import jax
-
-    from train.compare import Stopwatch
-    from train.loop import train
-    from train.processes import Processes
-
-    with tempfile.TemporaryDirectory() as scratch:
-        ended = train(dataclasses.replace(experiment, out=Path(scratch)), method, Processes(), Stopwatch(), job)
-        (path,) = Path(scratch).glob("*/metrics.jsonl")
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-    if not ended.finished:
-        raise SystemExit("Stopped by SIGTERM; --json has what was done.")
-    marks = [each.step for each in ended.evaluations]
-    between = list(zip([0, *marks[:-1]], marks, strict=True))
-    sent = [line["sent"] / experiment.workers for line in lines]
-    return {
-        "scores": {name: _finite(score) for name, score in ended.summary.scores.items()},
-        "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(job.model(ended.state)[0])),
-        "steps": marks,
-        "accuracies": [round(100 * each.accuracy, 4) for each in ended.evaluations],
-        "losses": [_finite(each.scores["loss"]) for each in ended.evaluations],
-        "train_losses": [_finite(statistics.fmean(ended.losses[since:until])) for since, until in between],
-        "sent": [round(statistics.fmean(sent[since:until]), 2) for since, until in between],
-        "received": [each.bytes_received for each in ended.evaluations],
-        "bytes_per_step": ended.summary.bytes_per_step,
-        "dense_bytes": job.dense,
-        "overflow_per_step": ended.summary.overflow_per_step,
-        "skipped": ended.summary.skipped,
-    }
-
-
-def _finite(number: float) -> float | None:
-    return round(number, 6) if math.isfinite(number) else None
-
-
-def label(method: Method) -> str:
-    """Returns a method's name, and those of its options that are not its defaults."""
-    default = type(method)().options()
-    changed = {name: value for name, value in method.options().items() if value != default[name]}
-    return method.name + (f"({', '.join(f'{name}={value}' for name, value in changed.items())})" if changed else "")
+    if table != "all":
+        return [table]
+    first: dict[Any, str] = {}
+    for name, function in tables.items():
+        if only in ("all", "timed" if name in timed else "untimed"):
+            first.setdefault(function, name)
+    return list(first.values())
 
 
 def last_accuracies(runs: Sequence[Record]) -> list[float]:

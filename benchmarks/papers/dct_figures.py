@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import thresholds
-from benchmarks.papers import common, timing
-from benchmarks.papers.common import Record, Records
+from benchmarks.papers import timing
 from benchmarks.papers.dct_settings import (
     DEVIATION,
     FIG_2,
@@ -27,6 +26,8 @@ from benchmarks.papers.slim_dp_settings import averaged
 from configs.experiment import BoundaryFields, Experiment
 from configs.methods import PlumpDp
 from train.loop import describe
+from train.records import Record, Records
+from train.seeds import train_seeds
 from train.tables import print_table, stdev
 
 _LAYER = "1"  # the second layer of the bottom MLP, 512 x 256; the paper does not say which one it shows
@@ -157,8 +158,8 @@ def figure_7(config: Config, records: Records) -> None:
     """Trains by DCT-DP with every life-span and sparsity, and times an exchange of each sparsity."""
     experiment, settings = config.dlrm(workers=2), methods_of_figure_7()
     chosen = dict(list(settings.items())[: 1 if config.smoke else None])
-    dense = common.train_seeds(records, experiment, PlumpDp(), config.seeds)
-    runs = {key: common.train_seeds(records, experiment, each, config.seeds) for key, each in chosen.items()}
+    dense = train_seeds(records, experiment, PlumpDp(), config.seeds)
+    runs = {key: train_seeds(records, experiment, each, config.seeds) for key, each in chosen.items()}
     baseline, times = step_times(config, records, sorted({sparsity for _, sparsity in chosen}))
     rows: dict[tuple[int, float], Record] = {}
     for (span, sparsity), own in runs.items():

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, Self
 
 from benchmarks import dct
 from benchmarks.papers import common
-from benchmarks.papers.common import Record, Records
 from benchmarks.papers.report import Difference
 from configs.experiment import Experiment
 from configs.methods import DctDp
+from train.records import Record, Records
 
 STEPS = 1000  # of a DLRM, unless --steps says otherwise
 SYSTEMS = {  # by table

@@ -2,7 +2,7 @@
 
 Source: Cheng and Xu, "Bandwidth Reduction using Importance Weighted Pruning on Ring AllReduce", 2019.
 
-    python -m benchmarks.papers.iwp --table 1 --json docs/data/papers_iwp.json
+    python -m benchmarks.papers.iwp --table 1 --json docs/data/papers.json
 
 Table I, figures 5 and 6: the small twins of AlexNet and ResNet-50, with heavy-ball momentum, L2, warm-up and local
 clipping, all tensors compressed. Each threshold is tuned until the values that a worker sends have the paper's ratio;
@@ -17,12 +17,14 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.papers import common
-from benchmarks.papers.common import Record, Records, last_accuracies
+from benchmarks.papers.common import last_accuracies
 from benchmarks.papers.iwp_figures import importance_figures, network
 from benchmarks.papers.iwp_settings import NODES, ROOM, TABLE, THRESHOLDS, Config, Row, pruning, steady, tune
 from benchmarks.papers.report import Difference, draw, print_claim
 from configs.experiment import Experiment
 from configs.methods import Iwp, Method, PlumpDp, TernGrad
+from train.records import Record, Records
+from train.seeds import train_seeds
 from train.tables import print_table, stdev
 
 
@@ -35,7 +37,7 @@ def _method_of(config: Config, records: Records, row: Row, experiment: Experimen
         return pruning(experiment, alpha, row.beta, min(1.0, ROOM / row.ratio))
 
     def ratio(alpha: float) -> float:
-        (run,) = common.train_seeds(records, experiment, at(alpha), 1)
+        (run,) = train_seeds(records, experiment, at(alpha), 1)
         found = steady(run, at(alpha).warmup_steps)[0]
         print(f"{row.model}, {row.method}: alpha={alpha:.4g} sends {found:.1f} times fewer values, wanted {row.ratio}")
         return found
@@ -46,7 +48,7 @@ def _method_of(config: Config, records: Records, row: Row, experiment: Experimen
 def _runs(config: Config, records: Records, row: Row) -> tuple[Method, list[Record]]:
     experiment = config.twin(row.twin)
     method = _method_of(config, records, row, experiment)
-    return method, common.train_seeds(records, experiment, method, config.seeds)
+    return method, train_seeds(records, experiment, method, config.seeds)
 
 
 def _ratios(method: Method, runs: Sequence[Record]) -> dict[str, float | None]:
@@ -105,11 +107,11 @@ def table_1(config: Config, records: Records) -> None:
 
 
 def _try_thresholds(config: Config, records: Records, experiment: Experiment, title: str) -> None:
-    base = common.train_seeds(records, experiment, PlumpDp(), config.seeds)
+    base = train_seeds(records, experiment, PlumpDp(), config.seeds)
     rows: list[Record] = []
-    for alpha in (None, *THRESHOLDS):
+    for alpha in (None, *THRESHOLDS[: 1 if config.smoke else None]):
         method = PlumpDp() if alpha is None else pruning(experiment, alpha)
-        runs = base if alpha is None else common.train_seeds(records, experiment, method, config.seeds)
+        runs = base if alpha is None else train_seeds(records, experiment, method, config.seeds)
         gain = Difference.of(last_accuracies(runs), last_accuracies(base))
         rows.append(
             {
@@ -181,6 +183,7 @@ TABLES = {
     **dict.fromkeys(("fig7", "fig8"), network),
     "nodes": nodes,
 }
+TIMED = ("fig7", "fig8")
 
 if __name__ == "__main__":
-    common.run(Config, TABLES, __doc__, devices=NODES)
+    common.run(Config, TABLES, __doc__, timed=TIMED, devices=NODES)

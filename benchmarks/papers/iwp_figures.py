@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from benchmarks.importance import EDGES, measure
 from benchmarks.netlab import Lab, parse_rate
-from benchmarks.papers.common import Record, Records
 from benchmarks.papers.iwp_settings import ROOM, Config, fixed_row, pruning
 from benchmarks.papers.report import draw, print_claim
 from benchmarks.trace import Trace
 from train.loop import describe
+from train.records import Record, Records
 from train.tables import print_table, stdev
 
 
@@ -182,7 +182,7 @@ def _traced(config: Config, command: list[str]) -> Record:
         isolated = lab.isolated
     failed = [result for result in results if result.returncode]
     if failed:
-        raise SystemExit(f"host {failed[0].host} failed:\n{failed[0].stderr[-2000:]}")
+        raise ValueError(f"host {failed[0].host} failed:\n{failed[0].stderr[-2000:]}")
     series = trace.records()
     return {
         "isolated": isolated,

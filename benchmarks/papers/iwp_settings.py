@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from benchmarks.papers import common
-from benchmarks.papers.common import Record
 from configs.experiment import Experiment
 from configs.methods import Iwp
+from train.records import Record
 
 THRESHOLDS = (0.005, 0.01, 0.05, 0.1)
 NODES = 96
@@ -89,7 +89,7 @@ def steady(run: Record, warm_up: int) -> tuple[float, float]:
     """Returns what a run's steps were after its warm-up, from its evaluations.
 
     Args:
-      run: of `common.train_seeds`.
+      run: of `train_seeds`.
       warm_up: steps of it; if no evaluation is that late, the last interval counts.
 
     Returns:

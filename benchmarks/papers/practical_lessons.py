@@ -2,7 +2,7 @@
 
 Source: Yang et al., "Practical Lessons of Distributed Deep Learning", 2017.
 
-    python -m benchmarks.papers.practical_lessons --table 2 --json docs/data/papers_practical_lessons.json
+    python -m benchmarks.papers.practical_lessons --table 2 --json docs/data/papers.json
 
 Table 1: late-multiply, by `benchmarks.late_multiply`. Tables 2 and 3: steps of AlexNet on hosts, by `benchmarks.hybrid
 --run`, and its bytes, by `benchmarks.hybrid`; both tables are of the same runs, which the paper did on M40 and on K40.
@@ -17,8 +17,8 @@ from functools import partial
 from typing import NamedTuple, Self
 
 from benchmarks.papers import common, timing
-from benchmarks.papers.common import Record, Records
 from benchmarks.papers.report import print_claim
+from train.records import Record, Records
 from train.tables import print_table
 
 ROWS = 256  # of the paper's step
@@ -228,6 +228,7 @@ def placement(config: Config, records: Records) -> None:
 
 
 TABLES = {"1": table_1, "2": partial(iteration_times, "2"), "3": partial(iteration_times, "3"), "placement": placement}
+TIMED = ("1", "2", "3")
 
 if __name__ == "__main__":
-    common.run(Config, TABLES, __doc__, devices=1)
+    common.run(Config, TABLES, __doc__, timed=TIMED, devices=1)

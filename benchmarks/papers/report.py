@@ -55,7 +55,16 @@ def print_claim(claim: str, holds: bool | None, found: str) -> None:
 Lines = Mapping[str, tuple[Sequence[float], Sequence[Sequence[float | None]]]]
 
 
-def draw(path: Path, panels: Mapping[str, Lines], x: str, y: str, *, scale: str = "linear", columns: int = 2) -> None:
+def draw(
+    path: Path,
+    panels: Mapping[str, Lines],
+    x: str,
+    y: str,
+    *,
+    scale: str = "linear",
+    x_scale: str = "linear",
+    columns: int = 2,
+) -> None:
     """Draws lines in panels, as a PNG file: the mean over the seeds, and a band from their least to their most.
 
     Args:
@@ -64,6 +73,7 @@ def draw(path: Path, panels: Mapping[str, Lines], x: str, y: str, *, scale: str 
       x: what the x axis shows.
       y: what the y axis shows.
       scale: of the y axis, "log" or "linear".
+      x_scale: of the x axis.
       columns: of panels.
     """
     import matplotlib
@@ -83,7 +93,7 @@ def draw(path: Path, panels: Mapping[str, Lines], x: str, y: str, *, scale: str 
             (line,) = axes.plot(xs, ys.mean(0), label=text)
             if len(ys) > 1:
                 axes.fill_between(xs, ys.min(0), ys.max(0), alpha=0.15, color=line.get_color())
-        axes.set(title=title, xlabel=x, ylabel=y, yscale=scale)
+        axes.set(title=title, xlabel=x, ylabel=y, yscale=scale, xscale=x_scale)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     for axes in grid.flat[len(panels) :]:

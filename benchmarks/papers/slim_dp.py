@@ -1,6 +1,6 @@
 """Slim-DP's tables and figures (Sun et al., "Slim-DP: A Light Communication Data Parallelism for DNN", AAAI 2018).
 
-    python -m benchmarks.papers.slim_dp --table 1 --json docs/data/papers_slim_dp.json
+    python -m benchmarks.papers.slim_dp --table 1 --json docs/data/papers.json
 
 Table 1 and times: one exchange of gradients of the published shapes, on the hosts of `benchmarks.netlab`; of VGG-16 an
 eighth of the elements, times 8, unless --part says otherwise. What Slim-DP takes is the mean over its period q, of
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.papers import common
-from benchmarks.papers.common import Record, Records, last_accuracies
+from benchmarks.papers.common import last_accuracies
 from benchmarks.papers.report import Difference, draw, print_claim
 from benchmarks.papers.slim_dp_settings import (
     FAILED,
@@ -41,6 +41,8 @@ from benchmarks.papers.slim_dp_settings import (
     train_all,
 )
 from configs.methods import PlumpDp
+from train.records import Record, Records
+from train.seeds import train_seeds
 from train.tables import print_table, stdev
 
 
@@ -198,12 +200,12 @@ def figure_4(config: Config, records: Records) -> None:
     q = period_of(model, experiment.steps)
     # With the paper's share of selections; with a quarter of them; and with the first core for the whole run.
     periods = [q, experiment.steps + 1] if config.smoke else [q, 4 * q, experiment.steps + 1]
-    dense, method = common.train_seeds(records, experiment, PlumpDp(), config.seeds), model.slim
+    dense, method = train_seeds(records, experiment, PlumpDp(), config.seeds), model.slim
     runs, rows = {}, []
     for alpha, beta in TRADE_OFFS:
         for period in periods if alpha == beta else periods[:1]:
             setting = dataclasses.replace(method, alpha=alpha, beta=beta, q=period)
-            runs[alpha, beta, period] = common.train_seeds(records, experiment, setting, config.seeds)
+            runs[alpha, beta, period] = train_seeds(records, experiment, setting, config.seeds)
     for (alpha, beta, period), seeds in runs.items():
         gain = Difference.of(last_accuracies(seeds), last_accuracies(dense))
         timed = times_of(config, records, model, K, TRADE_OFFS[alpha, beta])
@@ -274,6 +276,7 @@ def _claims_of_figure_4(dense: Sequence[Record], runs: Mapping[Any, Sequence[Rec
 
 
 TABLES = {"1": table_1, "2": table_2, "fig3": figure_3, "fig4": figure_4}
+TIMED = ("1",)
 
 if __name__ == "__main__":
-    common.run(Config, TABLES, __doc__, devices=max(WORKERS))
+    common.run(Config, TABLES, __doc__, timed=TIMED, devices=max(WORKERS))

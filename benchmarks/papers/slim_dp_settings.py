@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from benchmarks.papers import common, timing
-from benchmarks.papers.common import Record, Records
 from benchmarks.shapes import count, named
 from configs import CONFIGS
 from configs.experiment import Experiment
 from configs.methods import Method, PlumpDp, QuantDp, SlimDp
+from train.records import Record, Records
+from train.seeds import train_seeds
 
 METHODS = ("plump_dp", "quant_dp", "slim_dp")
 HOURS = 10_000 / 3.6e6  # of 10,000 mini-batches, for each millisecond of one
@@ -229,6 +230,6 @@ def train_all(config: Config, records: Records, model: Model, K: int) -> dict[st
     """Returns of every method the runs of all seeds."""
     experiment = experiment_of(config, model, K)
     return {
-        name: common.train_seeds(records, experiment, method, config.seeds)
+        name: train_seeds(records, experiment, method, config.seeds)
         for name, method in methods_of(model, experiment.steps).items()
     }

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.control import spread
-from benchmarks.papers.common import Record, Records
 from configs import CONFIGS
 from configs.methods import PlumpDp
+from train.records import Record, Records
 
 
 def run_benchmark(module: str, options: Mapping[str, Any]) -> list[Record]:
@@ -27,7 +27,7 @@ def run_benchmark(module: str, options: Mapping[str, Any]) -> list[Record]:
       The records of its table.
 
     Raises:
-      SystemExit: if it fails.
+      ValueError: if it fails.
     """
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "table.json"
@@ -38,7 +38,7 @@ def run_benchmark(module: str, options: Mapping[str, Any]) -> list[Record]:
         ]
         command = [sys.executable, "-m", f"benchmarks.{module}", *words, "--json", str(path)]
         if subprocess.run(command, check=False).returncode:
-            raise SystemExit(f"{' '.join(command)} failed; --json has what was done before.")
+            raise ValueError(f"{' '.join(command)} failed; --json has what was done before.")
         return json.loads(path.read_text())
 
 

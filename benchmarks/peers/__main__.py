@@ -25,11 +25,11 @@ import tyro
 
 from benchmarks.control import check_run
 from benchmarks.netlab import Lab
-from benchmarks.papers.common import Records
 from benchmarks.papers.report import Lines, draw
 from benchmarks.peers.jax_host import METHODS
 from benchmarks.peers.job import CLASSES, WIDTH, Job, initial_weights
 from train.data.fashion import read_split
+from train.records import Records
 from train.tables import print_table
 
 PEERS = {"jaxcomm": tuple(METHODS), "torch": ("dense", "fp16", "bf16", "powersgd_1", "powersgd_4")}

@@ -5,6 +5,7 @@ from jaxcomm.layers.activations import Rows, Whole
 from jaxcomm.layers.boundary import Boundary, dct_mp, masked_boundary
 from jaxcomm.layers.late_lookup import late_lookup, late_lookup_traffic
 from jaxcomm.layers.late_multiply import late_multiply
+from jaxcomm.layers.sharded_lookup import sharded_lookup
 from jaxcomm.layers.split_dense import (
     SplitLayer,
     SplitPlan,
@@ -35,5 +36,6 @@ __all__ = [
     "plan_split_dense",
     "rows_of_one_worker",
     "rows_to_features",
+    "sharded_lookup",
     "split_dense",
 ]

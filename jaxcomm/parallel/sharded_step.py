@@ -18,6 +18,7 @@ from jaxcomm.accounting.jaxpr import traced_program
 from jaxcomm.accounting.report import WireReport, check_bytes, model_state_bytes, wire_report
 from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
 from jaxcomm.exchange import keep_unless
+from jaxcomm.parallel.lookups import Lookups, check_additive, tables_of
 from jaxcomm.parallel.loss import LossFn, as_float32, in_turns
 from jaxcomm.parallel.sharding import ShardedExchange, ShardedState, plan_shards
 from jaxcomm.parallel.state import TrainState, batch_specs, check_model_state, state_specs
@@ -52,6 +53,7 @@ class ShardedStep(TrainStep):
         donate: bool,
         accumulate: int,
         rng: jax.Array | None,
+        lookups: Lookups | None = None,
     ):
         """See `make_train_step`; the loss is of `loss_of`."""
         names, kinds = axis_names(axis_name), set(mesh.axis_types)
@@ -75,10 +77,23 @@ class ShardedStep(TrainStep):
                 f"accumulate must be 1 on a mesh of Explicit axes, where a loss gets all rows; got {accumulate}. Make "
                 "the mesh with jaxcomm.make_mesh, or jax.make_mesh(..., axis_types=(AxisType.Auto, ...))."
             )
+        self.lookups = lookups or {}
+        if self.lookups and accumulate > 1:
+            raise ValueError(
+                f"accumulate must be 1 with lookups, which take the rows of a whole batch; got {accumulate}. Leave one "
+                "of them out."
+            )
+        if self.lookups and (auto or self.is_explicit):
+            raise ValueError(
+                f"lookups must be on a mesh of Auto axes, all of them manual; got auto={auto} and {mesh.axis_types}. "
+                "Make it with jaxcomm.make_mesh, and leave auto out."
+            )
 
     def init(self, params: Any, model_state: Any = ()) -> TrainState:
         """Makes the state on the mesh; see `TrainStep.init`."""
         exchange = self._plan(params)
+        if self.lookups:
+            check_additive(exchange, params, tables_of(self.lookups, params, exchange))
         for message in exchange.chain.warnings:
             warnings.warn(message, stacklevel=2)
         check_model_state(model_state)
@@ -110,14 +125,23 @@ class ShardedStep(TrainStep):
 
         The loss claims what it is traced to move over the workers, where it has shards over them (`split_dense`).
         """
-        claimed, exchange = Program(), self._plan(state.params)
-        for shapes in exchange.shard_shapes(state.params):
+        claimed, exchange, params = Program(), self._plan(state.params), state.params
+        if self.lookups:
+            tables = tables_of(self.lookups, params, exchange)
+            taken, ids = jax.eval_shape(tables.look_up, params, batch)
+            for program in (
+                traced_program(tables.look_up, params, batch),
+                traced_program(tables.add, params, taken, taken, ids),
+            ):
+                claimed.add(program.over(*exchange.names))
+            exchange, params = tables.exchange, taken
+        for shapes in exchange.shard_shapes(params):
             claimed.add(wire_report(exchange.chain.exchange, shapes, self.sizes, axis_name=self.axis_name).program)
         claimed.always += beside
         if any(exchange.reduced) and not self.is_explicit:
             gradients = partial(self._by_workers, exchange)
             keyed = jax.eval_shape(self._keyed, state, batch)
-            claimed.add(traced_program(gradients, state.params, state.model_state, keyed).over(*exchange.names))
+            claimed.add(traced_program(gradients, params, state.model_state, keyed).over(*exchange.names))
         others = other_bytes + model_state_bytes(state, self.workers)
         traced = self.report(state, batch)
         text = self.compile(state, batch).as_text()
@@ -139,22 +163,29 @@ class ShardedStep(TrainStep):
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         exchange, old = self._plan(state.params), state.opt_state
-        batch = self._keyed(state, batch)
+        keyed = self._keyed(state, batch)
         if not isinstance(old, SplitState):
             raise ValueError(
                 f"The state must be made by the step's init; got an optimizer's state of {type(old).__name__}. Call "
                 "step.init(params)."
             )
+        tables = tables_of(self.lookups, state.params, exchange) if self.lookups else None
+        params, ids = state.params, []
+        if tables is not None:
+            exchange = tables.exchange
+            params, ids = tables.look_up(params, batch)
         gradients = self._unreduced if self.is_explicit else self._by_workers
-        scalars, model_state, found = gradients(exchange, state.params, state.model_state, batch)
-        means, exchanged = exchange(found, old.exchange, state.params)
+        scalars, model_state, found = gradients(exchange, params, state.model_state, keyed)
+        means, exchanged = exchange(found, old.exchange, params)
         updates, rest = update_with(
-            exchange.chain.after, means, old.rest, state.params, scalars["loss"], lambda _: scalars["loss"]
+            exchange.chain.after, means, old.rest, params, scalars["loss"], lambda _: scalars["loss"]
         )
         ok = exchanged.metrics.skipped == 0
-        new = (optax.apply_updates(state.params, updates), rest, model_state)
-        new = keep_unless(ok, new, (state.params, old.rest, state.model_state))
-        params, rest, model_state = self._place(new, state.params, exchange)
+        new = (optax.apply_updates(params, updates), rest, model_state)
+        new = keep_unless(ok, new, (params, old.rest, state.model_state))
+        params, rest, model_state = self._place(new, params, exchange)
+        if tables is not None:  # updates are zeros if the step is skipped, as the means are
+            params = tables.add(state.params, params, updates, ids)
         new_state = TrainState(params, SplitState(exchanged, rest), state.step + 1, model_state)
         return new_state, {**scalars, **exchanged.metrics._asdict()}
 

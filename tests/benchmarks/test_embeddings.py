@@ -19,6 +19,8 @@ def test_the_step_at_criteos_size_sends_what_is_predicted(way):
     beside = record["received_compiled"] - record["tables_formula"]
     assert 99_000 < beside < 99_400
     table = 4 * 16 * 33_762_577 / 1e6
+    if way in ("columns", "rows"):  # whose gradient is not made
+        assert record["temporaries_mb"] < 20
     assert record["arguments_mb"] == pytest.approx(table / (4 if way in ("columns", "rows") else 1), rel=0.01)
 
 

@@ -13,16 +13,14 @@ from matplotlib.text import Text
 import train.__main__
 import train.compare
 import train.job
-import train.loop
+import train.seeds
 from configs import CONFIGS
 from configs.comparison import DENSE, SETTINGS, Comparison
 from configs.methods import PlumpDp, TopK
 from tests.train.runs import EXPERIMENT, Told
-from train.compare import Stopwatch, bits_per_second, choose, compare, summarise
+from train.compare import bits_per_second, choose, compare, summarise
 from train.figures import draw_comparison, label_points
-from train.loop import Run
 from train.loop import train as train_one
-from train.metrics import Summary
 from train.processes import Processes
 
 FEW = dataclasses.replace(EXPERIMENT, name="few", steps=3)
@@ -31,15 +29,17 @@ TOPK = TopK(sparsity=0.9)
 
 @pytest.mark.usefixtures("compile_once")
 def test_a_comparison_trains_every_setting_with_every_seed(tmp_path, capsys):
-    config = Comparison(seeds=2, rate="1mbit", out=tmp_path, json=tmp_path / "new" / "table.json")
+    config = Comparison(seeds=2, rate="1mbit", out=tmp_path, json=tmp_path / "new" / "runs.json")
     compare(FEW, config, [("90%", TOPK), ("", DENSE)])
-    records = json.loads((tmp_path / "new" / "table.json").read_text())
+    runs = json.loads((tmp_path / "new" / "runs.json").read_text())
+    assert [(run["about"]["method"], run["about"]["seed"]) for run in runs] == [
+        (method, seed) for method in ("plump_dp", "topk") for seed in (0, 1)
+    ]
     folder = tmp_path / "few-compare"
-    assert json.loads((folder / "comparison.json").read_text()) == records
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["few-compare", "new"]
     assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
-    dense, sparse = records
+    dense, sparse = rows = json.loads((folder / "comparison.json").read_text())
     assert (dense["method"], dense["setting"]) == ("plump_dp", "")
     assert (sparse["method"], sparse["setting"], sparse["fields"]["sparsity"]) == ("topk", "90%", 0.9)
     for seed in (0, 1):
@@ -47,32 +47,72 @@ def test_a_comparison_trains_every_setting_with_every_seed(tmp_path, capsys):
         summary = train_one(experiment, TOPK, Processes(), Told()).summary
         assert sparse["accuracies"][seed] == 100 * summary.accuracy
         assert sparse["bytes_per_step"] == summary.bytes_per_step
+        assert sparse["ratio_to_dense"] == summary.ratio_to_dense
     assert sparse["accuracy_mean"] == statistics.fmean(sparse["accuracies"])
     assert sparse["points_below_dense"] == dense["accuracy_mean"] - sparse["accuracy_mean"]
     compute = dense["compute_seconds_per_step"]
     assert 0 < compute == sparse["compute_seconds_per_step"] == dense["measured_seconds_per_step"]
-    for record in records:
-        assert record["seconds_to_finish"] == pytest.approx(3 * (compute + 8 * record["bytes_per_step"] / 1e6))
+    for row in rows:
+        assert (row["workers"], row["steps"]) == (FEW.workers, 3)
+        assert row["seconds_to_finish"] == pytest.approx(3 * (compute + 8 * row["bytes_per_step"] / 1e6))
     said = " ".join(capsys.readouterr().out.split())
     assert "test accuracy in % over 2 seeds" in said
     assert "at 1mbit, modelled as steps * (" in said
     assert "2/2 topk 90%: " in said
 
 
-def test_sigterm_ends_a_comparison_and_keeps_what_is_done(monkeypatch, tmp_path, capsys):
-    trained = []
+@pytest.fixture
+def trained(monkeypatch):
+    """The methods and seeds that were trained, by a stand-in that takes no time."""
+    done = []
 
-    def stopped(experiment, method, *_):
-        trained.append((method, experiment.seed))
-        steps, finished = (1, False) if len(trained) == 4 else (3, True)
-        return Run(summary(0.5, steps=steps), [], [], None, finished)
+    def train_one_seed(experiment, method, job):
+        done.append((method, experiment.seed))
+        return run(0.5 + experiment.seed / 10)
 
-    monkeypatch.setattr(train.loop, "train", stopped)
+    monkeypatch.setattr(train.seeds, "_train", train_one_seed)
     monkeypatch.setattr(train.job, "make_job", lambda *_: None)
-    compare(FEW, Comparison(seeds=2, out=tmp_path), [("", DENSE), ("90%", TOPK), ("50%", TopK(sparsity=0.5))])
-    assert trained == [(DENSE, 0), (DENSE, 1), (TOPK, 0), (TOPK, 1)]
-    assert [r["method"] for r in json.loads((tmp_path / "few-compare" / "comparison.json").read_text())] == ["plump_dp"]
-    assert "Stopped by SIGTERM" in capsys.readouterr().out
+    return done
+
+
+def test_a_comparison_that_is_stopped_keeps_its_runs_and_goes_on(trained, tmp_path, monkeypatch):
+    path, half = tmp_path / "runs.json", TopK(sparsity=0.5)
+    settings = [("", DENSE), ("90%", TOPK), ("50%", half)]
+    config = Comparison(seeds=2, out=tmp_path, json=path)
+    stand_in = train.seeds._train
+
+    def stopped(experiment, method, job):
+        if (method, experiment.seed) == (TOPK, 1):
+            raise SystemExit("Stopped by SIGTERM")
+        return stand_in(experiment, method, job)
+
+    monkeypatch.setattr(train.seeds, "_train", stopped)
+    with pytest.raises(SystemExit, match="Stopped by SIGTERM"):
+        compare(FEW, config, settings)
+    assert trained == [(DENSE, 0), (DENSE, 1), (TOPK, 0)]
+    assert len(json.loads(path.read_text())) == 3
+    assert [row["method"] for row in json.loads((tmp_path / "few-compare" / "comparison.json").read_text())] == [
+        "plump_dp"
+    ]
+
+    monkeypatch.setattr(train.seeds, "_train", stand_in)
+    compare(FEW, dataclasses.replace(config, seeds=3), settings)
+    both = [(DENSE, 2), (TOPK, 1), (TOPK, 2), (half, 0), (half, 1), (half, 2)]
+    assert trained[3:] == both  # what was done is not done again
+    rows = json.loads((tmp_path / "few-compare-2" / "comparison.json").read_text())
+    assert [row["accuracies"] for row in rows] == [[pytest.approx(x) for x in (50.0, 60.0, 70.0)]] * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"), [({"steps": 7}, "steps is 3 and not 7"), ({"name": "other"}, "experiment is 'few' and not 'o")]
+)
+def test_a_file_of_another_comparison_is_refused(changes, name, trained, tmp_path):
+    config = Comparison(seeds=1, out=tmp_path, json=tmp_path / "runs.json")
+    compare(FEW, config, [("", DENSE)])
+    with pytest.raises(ValueError, match=f"--json must be a file of the same settings.*where {name}"):
+        compare(dataclasses.replace(FEW, **changes), config, [("", DENSE)])
+    assert trained == [(DENSE, 0)]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["few-compare"]
 
 
 def test_the_command_line_reaches_the_comparison(monkeypatch, tmp_path):
@@ -132,16 +172,17 @@ def test_a_rate_that_is_none_is_refused(rate):
         bits_per_second(rate)
 
 
-def summary(accuracy, **changes):
-    values = {"steps": 400, "bytes_per_step": 10.0, "ratio_to_dense": 5.0, "ratio_to_bfloat16": 2.5}
-    values |= {"overflow_per_step": 0.0, "skipped": 1, "seconds": 1.0} | changes
-    return Summary(method="topk", workers=4, seed=0, scores={"loss": 0.1, "accuracy": accuracy}, **values)
+def run(accuracy):
+    """A record of `train_seeds`."""
+    of_run = {"bytes_per_step": 10.0, "dense_bytes": 50.0, "overflow_per_step": 0.0, "skipped": 1}
+    curve = {"accuracies": [100 * accuracy]}
+    return {"scores": {"loss": 0.1, "accuracy": accuracy}, "seconds_per_step": 0.5} | of_run | curve
 
 
 def test_differences_are_paired_by_seed_and_have_an_interval():
     """Differences of 0.9, 1.1 and 1.0 points: mean 1, deviation 0.1, Student's t of 2 degrees 4.3027."""
     dense = [98.9, 97.1, 99.0]
-    record = summarise([summary(0.98), summary(0.96), summary(0.98)], dense=dense, margin=0.3)
+    record = summarise([run(0.98), run(0.96), run(0.98)], dense=dense, margin=0.3)
     assert (record["accuracy_min"], record["accuracy_max"]) == (96.0, 98.0)
     assert record["accuracy_mean"] == pytest.approx(292 / 3)
     assert record["points_below_dense"] == pytest.approx(1.0)
@@ -154,31 +195,17 @@ def test_differences_are_paired_by_seed_and_have_an_interval():
 @pytest.mark.parametrize(("margin", "verdict"), [(0.7, "worse"), (0.8, "not told apart"), (1.2, "not told apart")])
 def test_the_interval_and_the_margin_make_the_verdict(margin, verdict):
     """From 0.75 to 1.25."""
-    runs, dense = [summary(0.98), summary(0.96), summary(0.98)], [98.9, 97.1, 99.0]
+    runs, dense = [run(0.98), run(0.96), run(0.98)], [98.9, 97.1, 99.0]
     assert summarise(runs, dense=dense, margin=margin)["verdict"] == verdict
     assert summarise(runs, dense=dense, margin=1.3)["verdict"] == "not worse"
 
 
 def test_one_seed_tells_nothing():
     for dense in (None, [99.0]):
-        record = summarise([summary(0.97)], dense=dense, margin=0.3)
+        record = summarise([run(0.97)], dense=dense, margin=0.3)
         assert (record["below_low"], record["below_high"], record["verdict"]) == (None, None, "")
         assert record["points_below_dense"] == pytest.approx(0.0 if dense is None else 2.0)
         assert (record["accuracy_stdev"], record["loss_stdev"]) == (None, None)
-
-
-def test_the_first_step_of_a_run_is_no_steps_time(monkeypatch):
-    times = iter([0.0, 1.0, 2.0, 100.0, 103.0])
-    monkeypatch.setattr(train.compare.time, "perf_counter", lambda: next(times))
-    stopwatch = Stopwatch()
-    assert stopwatch.seconds_per_step == 0
-    for steps in (3, 2):
-        stopwatch.begin()
-        for step in range(steps):
-            stopwatch.update(step, 0.0, 0.0, 0.0)
-    assert stopwatch.seconds_per_step == 1.0
-    stopwatch.begin()
-    assert next(times, None) is None
 
 
 def records(count):

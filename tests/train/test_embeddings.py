@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 import jaxcomm as jc
+import train.job
 from configs.experiment import Architecture
 from configs.methods import Dgc, PlumpDp
 from tests.train.runs import DCT_DP, EXPERIMENT, LOGGED, METHODS, Told, assert_same_bits, files, metrics, run
-from train.job import make_job
+from train.embeddings import with_embeddings
+from train.job import draw_where, make_job
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -31,10 +33,20 @@ def exchanged(logged, tmp_path_factory):
     return run(tmp_path_factory.mktemp("exchanged"), DENSE, data_dir=logged, decay="l2", **LOGGED)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_tables_that_are_not_exchanged_train_like_those_that_are(way, exchanged, logged, tmp_path):
-    """Of three workers rows are filled up from 520 to 522; of columns there are two, since three do not divide four."""
-    changes = LOGGED | {"embeddings": way, "workers": 2 if way == "columns" else 3, "decay": "l2"}
+@pytest.fixture(scope="module")
+def undecayed(logged, tmp_path_factory):
+    """The same without decay, so that only the rows change that a batch touches."""
+    return run(tmp_path_factory.mktemp("undecayed"), DENSE, data_dir=logged, weight_decay=0.0, **LOGGED)
+
+
+@pytest.mark.parametrize(("way", "rate"), [*((way, 1e-3) for way in WAYS), ("columns", 0.0), ("rows", 0.0)])
+def test_tables_that_are_not_exchanged_train_like_those_that_are(way, rate, exchanged, undecayed, logged, tmp_path):
+    """Of three workers rows are filled up from 520 to 522; of columns there are two, since three do not divide four.
+
+    With decay the gradient of a sharded table is dense; without, the rows that were touched are changed.
+    """
+    exchanged = exchanged if rate else undecayed
+    changes = LOGGED | {"embeddings": way, "workers": 2 if way == "columns" else 3, "decay": "l2", "weight_decay": rate}
     told = Told()
     found = run(tmp_path, DENSE, told, data_dir=logged, **changes)
     assert len(told.proved) == 1
@@ -73,6 +85,48 @@ def test_bytes_are_predicted_and_compiled_and_do_not_grow_with_the_tables(way, K
     large = make_job(dataclasses.replace(EXPERIMENT, **LOGGED | {"embeddings": way, "workers": K}), DENSE, info=info)
     grown = large.report.received - job.report.received
     assert grown == pytest.approx(99 * table_bytes(way, K) if way == "exchange" else 0)
+
+
+@pytest.mark.parametrize("way", ["columns", "rows"])
+def test_touched_rows_alone_are_changed_by_as_many_bytes_and_no_array_is_as_large_as_a_shard(way, logged):
+    """Of tables of 20,000 rows: a shard has 40 kB for a number of every other row and column, a batch touches 624."""
+    info = dataclasses.replace(make(logged).info, table_sizes=(20_000,) * 26)
+    found = {}
+    for rate in (1e-3, 0.0):
+        changes = LOGGED | {"embeddings": way, "weight_decay": rate}
+        job = make_job(dataclasses.replace(EXPERIMENT, **changes), DENSE, info=info)
+        found[rate] = job.report.received
+        temporary = job.step.compile(*job.inputs).memory_analysis().temp_size_in_bytes
+        shard = 26 * 20_000 * DIM // 2 * 4
+        assert temporary > shard if rate else temporary < shard / 4
+    assert found[0.0] == found[1e-3]
+
+
+@pytest.mark.parametrize(("way", "K"), [("columns", 2), ("columns", 4), ("rows", 2), ("rows", 3)])
+def test_shards_of_a_table_are_drawn_where_they_are_and_as_one_device_draws_them(way, K, logged, monkeypatch):
+    drawn_in, first = [], train.job._first
+
+    def traced(experiment, info, key):
+        drawn_in.append(isinstance(key, jax.core.Tracer))
+        return first(experiment, info, key)
+
+    monkeypatch.setattr(train.job, "_first", traced)
+    job = make(logged, embeddings=way, workers=K)
+    job.start(1)
+    assert drawn_in == [True]  # inside the program that is looked at below
+    own, whole = (
+        next(block["table"] for block in each.start(1).params.values() if "table" in block)
+        for each in (job, make(logged, workers=1))
+    )
+    np.testing.assert_array_equal(own[:ROWS], whole)
+    assert not np.any(own[ROWS:])
+    experiment = dataclasses.replace(EXPERIMENT, **LOGGED | {"embeddings": way, "workers": K})
+    experiment = dataclasses.replace(experiment, architecture=with_embeddings(experiment))
+    places = jax.tree.map(lambda leaf: leaf.sharding, (job.inputs[0].params, job.inputs[0].model_state))
+    drawn = draw_where(places, experiment, job.info).lower(jax.random.key(1)).compile().as_text()
+    rows = -(-ROWS // K) * K if way == "rows" else ROWS
+    assert f"[{rows},{DIM}]" not in drawn
+    assert f"[{rows // K},{DIM}]" in drawn or f"[{rows},{DIM // K}]" in drawn
 
 
 @pytest.mark.parametrize("way", WAYS)

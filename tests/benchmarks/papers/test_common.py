@@ -1,63 +1,15 @@
-"""What the papers' modules share: records that are kept, and what is told of claims."""
+"""What the papers' modules share: their options and commands, and what is told of claims."""
 
-import dataclasses
 import json
-import math
+from pathlib import Path
 
 import pytest
 
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers import common, timing
-from benchmarks.papers.common import Config, Records, first_reaching, train_seeds
+from benchmarks.papers.common import Config, first_reaching
 from benchmarks.papers.report import Difference, draw, print_claim
-from configs.methods import PlumpDp, TopK
-
-
-def test_a_record_is_made_once_and_found_by_a_later_run(tmp_path):
-    path, made = tmp_path / "new" / "records.json", []
-
-    def make():
-        made.append(1)
-        return {"ms": 2.5, "loss": math.nan, "pair": (1, 2)}
-
-    key = {"of": "step", "marks": (1, 2)}
-    first = Records(path).get(key, make)
-    assert first == {"of": "step", "marks": [1, 2], "ms": 2.5, "loss": None, "pair": [1, 2]}
-    later = Records(path)
-    assert later.get(key, make) == first
-    assert len(made) == 1
-    assert later.find({"of": "step", "marks": (1, 3)}) is None
-    later.get({"of": "step", "marks": (1, 3)}, make)
-    assert [record["marks"] for record in json.loads(path.read_text())] == [[1, 2], [1, 3]]  # nothing is dropped
-    with pytest.raises(ValueError, match=r"--json is a file, got the folder"):
-        Records(tmp_path)
-
-
-@pytest.fixture
-def trained(monkeypatch):
-    """The seeds and methods that were trained, by a stand-in that takes no time."""
-    runs = []
-
-    def train(experiment, method, job):
-        runs.append((experiment.seed, method.options()))
-        return {"steps": [2, 4], "accuracies": [10.0, 50.0 + experiment.seed], "bytes_per_step": 8.0}
-
-    monkeypatch.setattr(common, "_train", train)
-    monkeypatch.setattr("train.job.make_job", lambda experiment, method: None)
-    return runs
-
-
-def test_seeds_that_are_recorded_are_not_trained_again_and_other_settings_are(trained, tmp_path):
-    experiment = Config(steps=4).experiment("digits")
-    path = tmp_path / "records.json"
-    assert [run["accuracies"][-1] for run in train_seeds(Records(path), experiment, PlumpDp(), 2)] == [50.0, 51.0]
-    assert len(train_seeds(Records(path), experiment, PlumpDp(), 3)) == 3
-    assert [seed for seed, _ in trained] == [0, 1, 2]
-    train_seeds(Records(path), experiment, TopK(sparsity=0.9), 1)
-    train_seeds(Records(path), experiment, TopK(sparsity=0.8), 1)
-    train_seeds(Records(path), Config(steps=8).experiment("digits"), PlumpDp(), 1)
-    train_seeds(Records(path), dataclasses.replace(experiment, eval_every=4), PlumpDp(), 1)  # another curve
-    assert len(trained) == 7
+from train.records import Records
 
 
 def test_an_experiment_is_evaluated_forty_times_and_never_stopped():
@@ -116,9 +68,9 @@ def test_a_figure_has_a_panel_for_each_title_and_a_line_for_each_label(tmp_path)
     assert one.std() > 0.05  # something is drawn
 
 
-def test_every_function_of_every_paper_has_one_command():
-    found = papers.commands(papers.Config(smoke=True))
-    names = [(command[2].rpartition(".")[2], command[4]) for command in found]
+def test_every_function_of_every_paper_is_listed_once():
+    found = [line.split() for line in papers.listed(papers.Config())]
+    names = [(words[2].rpartition(".")[2], words[4]) for words in found]
     slim = [name for module, name in names if module == "slim_dp"]
     assert slim == ["1", "2", "fig3", "fig4"]  # the others need table 1's times
     assert {("iwp", name) for name in ("1", "thresholds", "fig2", "fig5", "fig7", "nodes")} <= set(names)
@@ -128,7 +80,55 @@ def test_every_function_of_every_paper_has_one_command():
     assert {("practical_lessons", name) for name in ("1", "2", "3", "placement")} <= set(names)
     assert ("iwp", "fig3") not in names  # of the runs of fig2
     assert len(names) == len(set(names))
-    assert all(command[-1] == "--smoke" and "--json" not in command for command in found)
-    (kept,) = [c for c in papers.commands(papers.Config()) if c[2:5] == ["benchmarks.papers.iwp", "--table", "1"]]
-    assert kept[-2] == "--json"
-    assert kept[-1].endswith("docs/data/papers_iwp.json")
+    assert all(words[-2:] == ["--json", "docs/data/papers.json"] for words in found)
+
+
+def test_what_needs_a_quiet_machine_is_made_by_itself():
+    timed, others = (papers.listed(papers.Config(only=only)) for only in ("timed", "untimed"))
+    assert sorted(timed + others) == sorted(papers.listed(papers.Config()))
+    assert {(line.split()[2].rpartition(".")[2], line.split()[4]) for line in timed} == {
+        ("slim_dp", "1"),
+        ("iwp", "fig7"),
+        *(("dct", name) for name in ("5", "fig7", "hybrid")),
+        *(("practical_lessons", name) for name in ("1", "2", "3")),
+    }
+
+
+def test_one_command_makes_the_tables_of_all_papers(monkeypatch, capsys):
+    ran = []
+
+    def run(command, check):
+        ran.append(command[1:])
+        return type("Done", (), {"returncode": int("iwp" in command[2])})
+
+    monkeypatch.setattr(papers.subprocess, "run", run)
+    with pytest.raises(SystemExit, match=r"^Failed: python -m benchmarks.papers.iwp --only untimed --json new.json$"):
+        papers.main(papers.Config(all=True, only="untimed", json=Path("new.json")))
+    assert [words[1].rpartition(".")[2] for words in ran] == ["dct", "iwp", "practical_lessons", "slim_dp"]
+    assert all(words[2:] == ["--only", "untimed", "--json", "new.json"] for words in ran)
+    ran.clear()
+    papers.main(papers.Config())
+    assert not ran
+    assert capsys.readouterr().out.splitlines()[-25:] == papers.listed(papers.Config())
+
+
+def test_a_table_that_fails_ends_no_other(monkeypatch, capsys, tmp_path):
+    made = []
+
+    def bad(config, records):
+        raise ValueError("no hosts")
+
+    tables = {name: lambda config, records, name=name: made.append(name) for name in ("1", "fig3")}
+    tables = {"1": tables["1"], "2": bad, "fig2": bad, "fig3": tables["fig3"]}
+    monkeypatch.setattr("train.processes.prepare_jax", lambda devices: None)
+
+    def run(*argv):
+        monkeypatch.setattr("sys.argv", ["paper", *argv])
+        common.run(Config, tables, None, devices=1, timed=("2", "fig2"))
+
+    with pytest.raises(SystemExit, match=r"^--table 2: no hosts$"):  # which fig2 is as well
+        run()
+    assert made == ["1", "fig3"]
+    run("--only", "untimed")
+    run("--table", "1", "--only", "timed")
+    assert made == ["1", "fig3", "1", "fig3", "1"]

@@ -7,7 +7,6 @@ import pytest
 from benchmarks import dct as table
 from benchmarks import thresholds
 from benchmarks.papers import dct, dct_figures, dct_settings
-from benchmarks.papers.common import Records
 from benchmarks.papers.dct_settings import (
     PAPER_TIME_SAVED,
     TABLE_4,
@@ -20,6 +19,7 @@ from benchmarks.papers.dct_settings import (
     trained,
 )
 from benchmarks.papers.report import Difference
+from train.records import Records
 
 # Tables 4 and 5 of Gupta et al., as the text has them; tables 1 to 3, 6 and 7 are in tests/benchmarks/test_dct.py.
 TEXT_4 = """

@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.papers import practical_lessons
-from benchmarks.papers.common import Records
 from benchmarks.papers.practical_lessons import DENSE, GPUS, ONE_DEVICE, TABLE_1, Config
+from train.records import Records
 
 # The rows of tables 1 to 3 of Yang et al., as the text has them: 1, 2 and 4 GPUs (and 8); speed-ups with their seconds.
 ETHERNET = "0 894 1287; 0 164 399"

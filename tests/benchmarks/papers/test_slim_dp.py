@@ -3,7 +3,6 @@
 import pytest
 
 from benchmarks.papers import slim_dp
-from benchmarks.papers.common import Records
 from benchmarks.papers.slim_dp_settings import (
     MODELS,
     PAPER_SPEEDS,
@@ -19,6 +18,7 @@ from benchmarks.papers.slim_dp_settings import (
     speed_d,
     times_of,
 )
+from train.records import Records
 
 # The rows of tables 1 and 2 of Sun et al., as the text has them: K=4 GoogLeNet, VGG-16, K=8 GoogLeNet, VGG-16. In
 # table 1, T_comp stands in the row of Quant-DP alone, for all three.

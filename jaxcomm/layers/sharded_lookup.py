@@ -1,0 +1,79 @@
+"""Embedding tables that are sharded over the workers: rows are looked up, and changed, where they are."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomm.collectives.axis import AxisName, axis_size
+
+
+def sharded_lookup(table: jax.Array, ids: jax.Array, *, by: str, axis_name: AxisName = "data") -> jax.Array:
+    """Looks up rows of a table of which each worker holds a shard; its gradient is dense, of the shard's size.
+
+    All ids are gathered, and vectors come back by an all-to-all. Each worker receives, of n ids of its own,
+    (K-1) n words of ids, and (K-1) n D / K words of vectors by columns, or (K-1) n D by rows.
+
+    Args:
+      table: (R, D / K) by columns, or (R / K, D) by rows: a worker's shard.
+      ids: (B / K, ...) int32, a worker's own.
+      by: "columns" or "rows".
+      axis_name: the axis of workers, or the axes.
+
+    Returns:
+      (B / K, ..., D), a worker's own. An id that is not in the table gives NaN, and no gradient.
+    """
+    return send_rows(table, gather_ids(ids, axis_name), by, axis_name)
+
+
+def gather_ids(ids: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Returns the ids of all workers, (B, ...) of (B / K, ...)."""
+    return lax.all_gather(ids, axis_name, tiled=True)
+
+
+def send_rows(table: jax.Array, everyones: jax.Array, by: str, axis_name: AxisName) -> jax.Array:
+    """Sends every worker the vectors of its ids; see `sharded_lookup`.
+
+    Args:
+      table: a worker's shard.
+      everyones: (B, ...), of `gather_ids`.
+      by: "columns" or "rows".
+      axis_name: the axis of workers, or the axes.
+    """
+    workers = axis_size(axis_name)
+    vectors = table.at[_places(table, everyones, by, axis_name)].get(mode="fill", fill_value=0)  # (B, ..., D or D / K)
+    if by == "columns":
+        own = lax.all_to_all(vectors, axis_name, split_axis=0, concat_axis=vectors.ndim - 1, tiled=True)
+        rows = table.shape[0]
+    else:
+        parts = vectors.reshape(workers, -1, *vectors.shape[1:])
+        own = lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0).sum(axis=0)  # one of K is not zero
+        rows = table.shape[0] * workers
+    ids = lax.dynamic_slice_in_dim(everyones, lax.axis_index(axis_name) * own.shape[0], own.shape[0])
+    return jnp.where(((ids >= 0) & (ids < rows))[..., None], own, jnp.nan)
+
+
+def add_to_rows(table: jax.Array, everyones: jax.Array, changes: jax.Array, by: str, axis_name: AxisName) -> jax.Array:
+    """Adds every worker's changes to the rows of its ids, and to no other row: each receives what vectors cost.
+
+    Args:
+      table: a worker's shard.
+      everyones: (B, ...), of `gather_ids`.
+      changes: (B / K, ..., D), a worker's own; those of equal ids are added up.
+      by: "columns" or "rows".
+      axis_name: the axis of workers, or the axes.
+
+    Returns:
+      The shard's new rows.
+    """
+    if by == "columns":
+        owned = lax.all_to_all(changes, axis_name, split_axis=changes.ndim - 1, concat_axis=0, tiled=True)
+    else:
+        owned = lax.all_gather(changes, axis_name, tiled=True)
+    return table.at[_places(table, everyones, by, axis_name)].add(owned, mode="drop")
+
+
+def _places(table: jax.Array, everyones: jax.Array, by: str, axis_name: AxisName) -> jax.Array:
+    """Returns the rows of a shard where ids are; its number of rows for ids that are not in it."""
+    first = lax.axis_index(axis_name) * table.shape[0] if by == "rows" else 0
+    own = everyones - first
+    return jnp.where((own >= 0) & (own < table.shape[0]), own, table.shape[0])

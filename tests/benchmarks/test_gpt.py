@@ -1,0 +1,122 @@
+"""The comparison on text: every method is trained and timed once, with the same settings."""
+
+import json
+import re
+import subprocess
+import sys
+
+import matplotlib.image
+import pytest
+
+from benchmarks import gpt
+from benchmarks.gpt import METHODS, Config
+from train import seeds
+
+SMALL = Config(experiment="gpt_stdlib", layers=1, width=8, steps=4, evaluations=2, batch=4, workers=2, seeds=2)
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The runs that were trained, by a stand-in that takes no time: a loss of 2, and 0.5 a bit less with each seed."""
+    done = []
+
+    def train(experiment, method, job):
+        done.append((method, experiment.seed))
+        loss = 2.0 + 0.25 * experiment.seed + 0.125 * (method != METHODS["dense"])
+        scores = {"loss": loss, "bits_per_byte": loss / 0.5, "accuracy": 0.5}
+        curve = {"steps": [2, 4], "losses": [3.0, loss], "accuracies": [40.0, 50.0], "received": [2e6, 4e6]}
+        return {"scores": scores, "bytes_per_step": 8.0, "dense_bytes": 32.0, "parameters": 1234} | curve
+
+    monkeypatch.setattr(seeds, "_train", train)
+    monkeypatch.setattr("train.job.make_job", lambda experiment, method: None)
+    monkeypatch.setattr("train.processes.prepare_jax", lambda devices: None)
+    return done
+
+
+def rows_of(out):
+    """The cells of the last table that was printed, by the method."""
+    lines = out[out.rindex("┏") :].splitlines()
+    rows = [[cell.strip() for cell in re.split("[┃│]", line)[1:-1]] for line in lines if line[:1] in ("┃", "│")]
+    return {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[1:]}
+
+
+def test_every_method_is_trained_once_and_compared_by_seed(trained, tmp_path, capsys):
+    config = Config(**vars(SMALL) | {"json": tmp_path / "gpt.json", "figure": tmp_path / "gpt.png"})
+    gpt.main(config)
+    assert trained == [(method, seed) for method in METHODS.values() for seed in (0, 1)]
+    gpt.main(config)
+    assert len(trained) == 10
+    rows = rows_of(capsys.readouterr().out)
+    assert rows.keys() == METHODS.keys()
+    assert [rows["dense"][name] for name in ("loss", "minus_dense", "bits_per_byte")] == ["2.125", "0", "4.25"]
+    cells = [rows["dct_dp, 99%"][name] for name in ("loss", "minus_dense", "standard_error", "fewer_than_dense")]
+    assert cells == ["2.25", "0.125", "0", "4"]
+    assert rows["dense"]["seconds"] == "-"
+    assert matplotlib.image.imread(config.figure).std() > 0.05
+
+
+def test_times_of_the_same_model_make_seconds(trained, tmp_path, capsys, monkeypatch):
+    """Of 4 steps; on as many hosts as workers, whatever the curves are drawn of."""
+    path, ran = tmp_path / "gpt.json", []
+
+    def run_hosts(lab, module):
+        ran.append(lab.hosts)
+        lines = [
+            json.dumps({"Timed": {"method": name, "ms_mean": 500.0, "ms_min": 1.0, "ms_max": 2.0, "bytes_kernel": 3.0}})
+            for name in METHODS
+        ]
+        return ["\n".join(lines)] * lab.hosts
+
+    class Lab:
+        def __init__(self, hosts, rate):
+            self.hosts, self.isolated = hosts, False
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+    monkeypatch.setattr(gpt, "Lab", Lab)
+    monkeypatch.setattr(gpt, "run_hosts", run_hosts)
+    for _ in range(2):
+        gpt.main(Config(**vars(SMALL) | {"json": path, "hosts": 2}))
+    assert ran == [2]
+    assert not trained
+    gpt.main(Config(**vars(SMALL) | {"json": path, "workers": 4}))
+    assert rows_of(capsys.readouterr().out)["dense"]["seconds"] == "-"
+    gpt.main(Config(**vars(SMALL) | {"json": path}))
+    assert rows_of(capsys.readouterr().out)["dense"]["seconds"] == "2"
+
+
+@pytest.mark.slow
+def test_a_small_model_is_trained_and_timed(tmp_path):
+    sizes = "--experiment gpt_stdlib --layers 1 --width 8 --steps 4 --evaluations 2 --batch 4 --workers 2 --seeds 1"
+    path = tmp_path / "gpt.json"
+    command = [sys.executable, "-m", "benchmarks.gpt", *sizes.split(), "--json", str(path)]
+    for more in (["--hosts", "2", "--rate", "none", "--timed-steps", "2"], ["--rate", "none", "--timed-steps", "2"]):
+        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    records = json.loads(path.read_text())
+    assert [record["of"] for record in records] == ["gpt step"] * 5 + ["run"] * 5
+    rows = rows_of(done.stdout)
+    dense, half = (float(rows[name]["bytes_per_step"].replace(",", "")) for name in ("dense", "dense, bfloat16"))
+    assert half == pytest.approx(dense / 2, rel=0.02)
+    assert all(float(row["seconds"]) > 0 for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"experiment": "digits"}, "--experiment is gpt_linux or gpt_stdlib, got 'digits'"),
+        ({"seeds": 0}, "--seeds is at least 1, got 0"),
+        ({"steps": 1}, "--steps is at least --evaluations"),
+        ({"batch": 3}, "--batch is a multiple of the workers"),
+        ({"hosts": 3}, "--batch is a multiple of the workers"),
+        ({"rate": "1mbit,2mbit"}, "--rate is one rate"),
+    ],
+)
+def test_bad_values_are_refused(changes, said, trained):
+    with pytest.raises(ValueError, match=said):
+        gpt.main(Config(**vars(SMALL) | changes))
+    assert not trained

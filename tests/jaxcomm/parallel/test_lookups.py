@@ -1,0 +1,163 @@
+"""Tables whose rows the step looks up: they train as on one device, and what no batch touches is not moved."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+
+ROWS, D, F, B = 24, 4, 3, 8
+SPECS = {"words": {"table": P("data")}, "places": P(None, "data"), "w": P()}
+LOOKUPS = {"words/table": lambda batch: batch["words"], "places": lambda batch: batch["place"]}
+RATE = optax.linear_schedule(0.0, 0.3, 2)
+
+
+def start():
+    rng = np.random.default_rng(0)
+    shapes = {"words": {"table": (ROWS, D)}, "places": (10, D), "w": (D,)}
+    return jax.tree.map(
+        lambda shape: jnp.asarray(rng.standard_normal(shape), jnp.float32),
+        shapes,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+def batch_of(seed):
+    """Few of the rows, so that workers share some, and a worker has some twice."""
+    rng = np.random.default_rng(seed)
+    return {
+        "words": rng.integers(0, 9, (B, F)).astype(np.int32),
+        "place": rng.integers(0, 4, B).astype(np.int32),
+        "y": rng.standard_normal(B).astype(np.float32),
+    }
+
+
+def loss_of(words, places, w, y):
+    """Of vectors (B, F, D) and (B, D)."""
+    return jnp.mean((jnp.tanh(words.sum(axis=1) * places) @ w - y) ** 2)
+
+
+def loss_fn(params, batch):
+    return loss_of(params["words"]["table"], params["places"], params["w"], batch["y"])
+
+
+def make(K, tx=None, specs=SPECS, lookups=LOOKUPS, **options):
+    tx = tx or jc.chain(jc.plump_dp(), optax.sgd(RATE))
+    return jc.make_train_step(loss_fn, tx, jc.make_mesh(data=K), specs=specs, lookups=lookups, **options)
+
+
+@pytest.mark.parametrize("K", [2, 4])
+def test_tables_train_as_on_one_device_and_a_bad_step_changes_nothing(K):
+    def whole(params, batch):
+        taken = params["words"]["table"][batch["words"]], params["places"][batch["place"]]
+        return loss_of(*taken, params["w"], batch["y"])
+
+    one, step = start(), make(K)
+    tx, state = optax.sgd(RATE), step.init(one)
+    own = tx.init(one)
+    gradient = jax.jit(jax.value_and_grad(whole))
+    for number in range(4):
+        batch = batch_of(number)
+        state, metrics = step(state, batch)
+        loss, found = gradient(one, batch)
+        updates, own = tx.update(found, own)
+        one = optax.apply_updates(one, updates)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    assert not np.allclose(state.params["words"]["table"][:9], start()["words"]["table"][:9], atol=1e-3)
+    for found, expected, first in zip(*map(jax.tree.leaves, (state.params, one, start())), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(found[9:], first[9:])  # rows that no batch touched
+    kept = jax.tree.map(np.asarray, state.params)
+    for bad in (batch_of(9) | {"y": np.full(B, np.nan, np.float32)}, batch_of(9)):
+        if not np.isnan(bad["y"]).any():
+            bad["words"][0, 0] = ROWS  # which is in no table
+        state, metrics = step(state, bad)
+        assert metrics["skipped"] == 1
+        jax.tree.map(np.testing.assert_array_equal, state.params, kept)
+    _, metrics = step(state, batch_of(5))
+    assert metrics["skipped"] == 0
+
+
+def test_bytes_are_those_of_ids_vectors_and_changes_and_do_not_grow_with_the_tables():
+    """Each of two workers receives half of all: ids, and vectors and their changes, half of D by columns; and 16 more.
+
+    Beside them the all-reduces: of w, of the loss, and of the four counts.
+    """
+    step = make(2)
+    state, batch = step.init(start()), batch_of(0)
+    words, places = B * F, B
+    expected = 4 * (words + places + 2 * D * words + 2 * D / 2 * places) / 2 + 4 * (D + 1 + 4)
+    assert step.report(state, batch).received == expected
+    assert step.verify(state, batch).received == expected
+    large = start() | {"places": jnp.zeros((1000, D))}
+    assert step.report(make(2).init(large), batch).received == expected
+
+
+def test_a_table_may_be_looked_up_by_the_loss_beside_one_that_the_step_looks_up():
+    """Its gradient is dense then, and all is the same."""
+
+    def loss(params, batch):
+        places = jc.layers.sharded_lookup(params["places"], batch["place"], by="columns")
+        return loss_of(params["words"]["table"], places, params["w"], batch["y"])
+
+    tx = jc.chain(jc.plump_dp(), optax.sgd(RATE))
+    lookups = {"words/table": LOOKUPS["words/table"]}
+    mixed = jc.make_train_step(loss, tx, jc.make_mesh(data=2), specs=SPECS, lookups=lookups)
+    both = make(2)
+    states = [each.init(start()) for each in (mixed, both)]
+    for number in range(3):
+        states = [each(state, batch_of(number))[0] for each, state in zip((mixed, both), states, strict=True)]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), states[0].params, states[1].params
+    )
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        optax.sgd(0.1, momentum=0.9),
+        optax.sgd(0.1, momentum=0.0),  # which has a state for every row all the same
+        optax.adam(0.1),
+        optax.chain(optax.add_decayed_weights(0.1), optax.sgd(RATE)),
+        optax.chain(optax.clip(0.1), optax.sgd(0.1)),
+        optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
+    ],
+)
+def test_an_optimizer_that_does_not_add_up_is_refused(after):
+    with pytest.raises(ValueError, match=r"lookups must be with an optimizer whose update of a row is the sum"):
+        make(2, jc.chain(jc.plump_dp(), after)).init(start())
+
+
+def test_decay_before_the_exchange_is_refused():
+    with pytest.raises(ValueError, match=r"lookups must be with an optimizer whose update of a row is the sum"):
+        make(2, jc.chain(optax.add_decayed_weights(0.1), jc.plump_dp(), optax.sgd(0.1))).init(start())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lookups": {"word": LOOKUPS["places"]}}, "lookups must be of parameters, by their paths; got 'word'"),
+        ({"lookups": {"w": LOOKUPS["places"]}}, r"sharded over the workers, by rows or by columns; got 'w' \(4,\)"),
+        ({"specs": SPECS | {"places": P()}}, r"got 'places' \(10, 4\) with the spec \(\)"),
+        ({"specs": None}, "lookups must go with specs="),
+    ],
+)
+def test_what_is_no_sharded_table_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(2, **options).init(start())
+
+
+def test_a_mesh_that_the_compiler_has_a_part_of_is_refused():
+    tx, mesh = jc.chain(jc.plump_dp(), optax.sgd(0.1)), jc.make_mesh(data=2, model=2)
+    with pytest.raises(ValueError, match=r"lookups must be on a mesh of Auto axes, all of them manual; got auto"):
+        jc.make_train_step(loss_fn, tx, mesh, specs=SPECS, auto=("model",), lookups=LOOKUPS)
+
+
+def test_ids_are_integers():
+    lookups = LOOKUPS | {"places": lambda batch: batch["y"]}
+    step = make(2, lookups=lookups)
+    with pytest.raises(ValueError, match="ids of lookups must be of int32; got float32"):
+        step.report(step.init(start()), batch_of(0))

@@ -1,0 +1,66 @@
+"""Records of long work, each in its file as soon as it is there: a later call goes on where one stopped."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from train.tables import check_file, plain
+
+Record = dict[str, Any]
+
+
+class Records:
+    """Results by what they are results of; each is written as soon as it is there, one a line."""
+
+    def __init__(self, path: Path | None):
+        """Reads what an earlier run has left.
+
+        Args:
+          path: the file, a JSON list of records; None keeps nothing.
+
+        Raises:
+          ValueError: for a folder.
+        """
+        check_file("--json", path)
+        self._path = path
+        self._records: list[Record] = json.loads(path.read_text()) if path is not None and path.exists() else []
+
+    def check_same(self, expected: Mapping[str, Any], settings: Callable[[Record], Mapping[str, Any]]) -> None:
+        """Refuses a file with a record of other settings than those of this call.
+
+        Args:
+          expected: settings that all records of the file have.
+          settings: those of a record.
+
+        Raises:
+          ValueError: with the first setting that differs.
+        """
+        wanted = json.loads(json.dumps(expected))
+        for record in self._records:
+            found = settings(record)
+            for name, value in wanted.items():
+                if found.get(name) != value:
+                    raise ValueError(
+                        f"--json must be a file of the same settings, to go on with; got {self._path}, where {name} is "
+                        f"{found.get(name)!r} and not {value!r}. Name another file."
+                    )
+
+    def find(self, key: Mapping[str, Any]) -> Record | None:
+        """Returns the record whose fields are those of the key, and others; None if there is none."""
+        wanted = json.loads(json.dumps(key))  # tuples are lists when they come back
+        return next((record for record in self._records if wanted.items() <= record.items()), None)
+
+    def get(self, key: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> Record:
+        """Returns the record of a key: the one that is there, or what `make` returns, which is written."""
+        return self.find(key) or self.add({**key, **make()})
+
+    def add(self, record: Mapping[str, Any]) -> Record:
+        """Writes a record, and returns it as it will be read."""
+        self._records.append(json.loads(json.dumps(plain(record))))
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            draft = self._path.with_suffix(".draft")
+            draft.write_text("[\n" + ",\n".join(json.dumps(record) for record in self._records) + "\n]\n")
+            draft.replace(self._path)
+        return self._records[-1]

@@ -1,0 +1,128 @@
+"""One setting trained with several seeds, which share one program; a record of each."""
+
+import dataclasses
+import json
+import math
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from configs.experiment import Experiment
+from configs.methods import Method
+from train.records import Record, Records
+
+
+def train_seeds(records: Records, experiment: Experiment, method: Method, seeds: int) -> list[Record]:
+    """Trains one setting with the seeds 0, 1, ..., but for those that are recorded.
+
+    Args:
+      records: where each run is written at its end.
+      experiment: what is trained; its seed is not looked at.
+      method: how gradients are exchanged.
+      seeds: how many.
+
+    Returns:
+      A record for each seed: "steps", those of the evaluations, and of the same length "accuracies" (%) and "losses" on
+      the test split, "train_losses" and "sent" (coordinates of a worker, dense tensors not counted), means a step since
+      the evaluation before, and "received", bytes of a worker until then; None where a loss is not finite. Of the whole
+      run "scores" on the test split at its end, "parameters", "bytes_per_step" that a worker receives, "dense_bytes"
+      that it would, "overflow_per_step" of all workers, "skipped" steps, and "seconds_per_step", the median on this
+      machine, whose workers are simulated.
+
+    Raises:
+      SystemExit: if SIGTERM stops a run; the records have those that were done.
+    """
+    from train.job import make_job
+
+    job, found = None, []
+    for seed in range(seeds):
+        seeded = dataclasses.replace(experiment, seed=seed)
+        key = {"of": "run", "experiment": experiment.name, "about": settings_of(seeded, method)}
+        record = records.find(key)
+        if record is None:
+            job = job or make_job(experiment, method)
+            record = records.add(key | _train(seeded, method, job))
+        print(
+            f"{experiment.name} {label(method)}, K={experiment.workers}, seed {seed}: "
+            f"{record['accuracies'][-1]:.2f}%, {record['bytes_per_step']:,.0f} bytes a step",
+            flush=True,
+        )
+        found.append(record)
+    return found
+
+
+def settings_of(experiment: Experiment, method: Method) -> Record:
+    """Returns what a run's results depend on."""
+    from train.loop import describe
+
+    return describe(experiment, method) | {"eval_every": experiment.eval_every}
+
+
+def _train(experiment: Experiment, method: Method, job: Any) -> Record:
+    import jax
+
+    from train.loop import train
+    from train.processes import Processes
+
+    stopwatch = Stopwatch()
+    with tempfile.TemporaryDirectory() as scratch:
+        ended = train(dataclasses.replace(experiment, out=Path(scratch)), method, Processes(), stopwatch, job)
+        (path,) = Path(scratch).glob("*/metrics.jsonl")
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+    if not ended.finished:
+        raise SystemExit("Stopped by SIGTERM; --json has the runs that were done.")
+    marks = [each.step for each in ended.evaluations]
+    between = list(zip([0, *marks[:-1]], marks, strict=True))
+    sent = [line["sent"] / experiment.workers for line in lines]
+    return {
+        "scores": {name: score if math.isfinite(score) else None for name, score in ended.summary.scores.items()},
+        "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(job.model(ended.state)[0])),
+        "steps": marks,
+        "accuracies": [round(100 * each.accuracy, 4) for each in ended.evaluations],
+        "losses": [_finite(each.scores["loss"]) for each in ended.evaluations],
+        "train_losses": [_finite(statistics.fmean(ended.losses[since:until])) for since, until in between],
+        "sent": [round(statistics.fmean(sent[since:until]), 2) for since, until in between],
+        "received": [each.bytes_received for each in ended.evaluations],
+        "bytes_per_step": ended.summary.bytes_per_step,
+        "dense_bytes": job.dense,
+        "overflow_per_step": ended.summary.overflow_per_step,
+        "skipped": ended.summary.skipped,
+        "seconds_per_step": stopwatch.seconds_per_step,
+    }
+
+
+def _finite(number: float) -> float | None:
+    return round(number, 6) if math.isfinite(number) else None
+
+
+def label(method: Method) -> str:
+    """Returns a method's name, and those of its options that are not its defaults."""
+    default = type(method)().options()
+    changed = {name: value for name, value in method.options().items() if value != default[name]}
+    return method.name + (f"({', '.join(f'{name}={value}' for name, value in changed.items())})" if changed else "")
+
+
+class Stopwatch:
+    """Progress that nobody looks at, but for the time of a step."""
+
+    def __init__(self):
+        """Starts with no step; what a run does before its first is no step's time."""
+        self._last: float | None = None
+        self._seconds: list[float] = []
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Median over the steps; 0 if there was none."""
+        return statistics.median(self._seconds) if self._seconds else 0.0
+
+    def say(self, message: str) -> None:
+        """Shows nothing."""
+
+    def update(self, step: int, loss: float, accuracy: float, bytes_per_step: float) -> None:
+        """Notes the time since the step before."""
+        now = time.perf_counter()
+        if self._last is not None:
+            self._seconds.append(now - self._last)
+        self._last = now
