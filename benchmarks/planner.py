@@ -358,7 +358,9 @@ def calibrate(config: Config) -> None:
     import numpy as np
 
     from jaxcomm.planner.costs import Bench, compile_all, cost_key, lower_coding, measure_copy
+    from train.processes import prepare_jax
 
+    prepare_jax()
     mesh = jc.make_mesh(data=1)
     shapes = [(1024, 1024)] * 4 if config.shapes == "mlp" else named(config.shapes)
     random = np.random.default_rng(0)

@@ -50,11 +50,12 @@ class ValueCodec:
 
         Of 16 bits, word i has value i below, and value W + i above: neighbours are read together, as they lie.
         """
-        words = lax.bitcast_convert_type(values, jnp.uint32)
+        wire = values.astype(self.dtype)
         if self.bits == WORD:
-            return words
-        low, high = jnp.pad(words, (0, words.size % 2)).reshape(2, -1)
-        return high & _UPPER_HALF | low >> 16
+            return lax.bitcast_convert_type(wire, jnp.uint32)
+        halves = lax.bitcast_convert_type(wire, jnp.uint16).astype(jnp.uint32)
+        low, high = jnp.pad(halves, (0, halves.size % 2)).reshape(2, -1)
+        return high << 16 | low
 
     def decode(self, words: jax.Array, n: int) -> jax.Array:
         """Reads the first n values from their words: (n,) float32."""

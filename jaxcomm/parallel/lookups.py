@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomm.exchange import leaf_name
 from jaxcomm.layers.sharded_lookup import add_to_rows, gather_ids, send_rows
 from jaxcomm.parallel.sharding import ShardedExchange, spec_axes
+from jaxcomm.parallel.state import batch_specs
 
 Lookups = Mapping[str, Callable[[Any], jax.Array]]
 _STEPS = 3  # in which an optimizer is tried; a learning rate may begin at 0
@@ -42,9 +43,8 @@ class Tables:
             return [send_rows(table, ids, by, axis) for table, ids, by in rows], everyones
 
         by_rows = P(self.exchange.names)
-        run = jax.shard_map(
-            worker, mesh=self.exchange.mesh, in_specs=(self._specs, by_rows), out_specs=(by_rows, by_rows)
-        )
+        in_specs = (self._specs, batch_specs(batch, self.exchange.names))
+        run = jax.shard_map(worker, mesh=self.exchange.mesh, in_specs=in_specs, out_specs=(by_rows, by_rows))
         vectors, everyones = run(self._tables(leaves), batch)
         found = iter(vectors)
         return treedef.unflatten([leaf if by is None else next(found) for leaf, by in self._pairs(leaves)]), everyones

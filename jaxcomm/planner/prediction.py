@@ -10,7 +10,7 @@ from jaxcomm.planner.dense_layers import LayerCost
 from jaxcomm.planner.links import Wire
 
 DENSE = "plump_dp(bfloat16)"  # what everything is compared with
-ALL_DENSE = ("plump_dp", DENSE, "plump_dp(float16)")  # what "keep dense" may mean
+ALL_DENSE: tuple[str, ...] = ("plump_dp", DENSE, "plump_dp(float16)")  # what "keep dense" may mean
 CLOSE = 0.05  # how much longer than its computing a step of a local method may be to count as close to it
 _WORTHWHILE = 1.05  # times faster than dense: less is called as fast as dense
 

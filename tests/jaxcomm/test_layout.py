@@ -55,7 +55,7 @@ def test_an_empty_tree_is_refused():
 @pytest.mark.parametrize("dtype", ["int32", "complex64", "bool", "uint8"])
 def test_leaves_that_are_not_real_floats_are_refused(dtype):
     leaves = {"fine": jnp.zeros(3), "odd": jax.ShapeDtypeStruct((3,), dtype)}
-    with pytest.raises(ValueError, match=rf"real floating type, got {dtype} at .*'odd'.*optax.masked"):
+    with pytest.raises(ValueError, match=rf"real floating type, got {dtype} at .*'odd'.*nnx.Param"):
         plan_layout(leaves, dense_below=0, capacity=lambda n: n)
 
 

@@ -22,6 +22,7 @@ TABLE = {
     "copies": {
         "plump_dp/float32": {"fixed": 1.0, "a_worker": 0.0},
         "plump_dp/bfloat16": {"fixed": 2.0, "a_worker": 0.5},
+        "plump_dp/float16": {"fixed": 9.0, "a_worker": 0.5},  # never the fastest
         "topk/bfloat16": {"fixed": 10.0, "a_worker": 1.0},
     },
     "accuracy": {"topk": "as good as dense, by a table"},
@@ -81,7 +82,7 @@ def test_too_little_to_gain_is_nothing_to_gain(table):
     record = json.loads(slow.json())
     assert record["best"] == "topk"
     assert record["keeps_dense"] is False
-    assert len(record["predictions"]) == 3
+    assert len(record["predictions"]) == 4
 
 
 def test_a_method_without_a_known_cost_is_measured_or_refused(table):
