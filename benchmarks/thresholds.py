@@ -37,6 +37,10 @@ class Shown:
         self.look(state, batch)
         return state, metrics
 
+    def resize(self, state: Any, workers: int) -> Any:
+        """Does what the step does."""
+        return self.step.resize(state, workers)
+
 
 def of_gradients(experiment: Experiment, sparsity: float, seeds: int) -> list[dict[str, Any]]:
     """Trains by DCT-DP with thresholds that are exact in every step, with the seeds 0, 1, ...

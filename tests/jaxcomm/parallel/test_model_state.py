@@ -151,7 +151,7 @@ def test_a_checkpoint_and_another_number_of_workers_keep_it(workers, tmp_path):
     checkpoints.wait()
     mesh = jc.make_mesh(data=workers)
     like = init_state(PARAMS, GRADIENTS, mesh, model_state=START)
-    restored = checkpoints.restore(1, like, mesh, {"workers": workers}).state
+    restored = checkpoints.restore(1, like, jc.resize_workers, {"workers": workers}).state
     checkpoints.close()
     assert jax.tree.structure(restored) == jax.tree.structure(like)
     jax.tree.map(np.testing.assert_array_equal, restored.model_state, state.model_state)
