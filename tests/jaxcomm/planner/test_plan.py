@@ -53,7 +53,7 @@ def plan(rate=1e8, **options):
 
 
 def test_on_a_fast_link_all_is_dense_and_on_a_slow_one_little_is():
-    assert {name for _, name in plan(1e13).tensors.values()} == {"plump_dp"}
+    assert {name for _, name in plan(1e13).tensors.values()} <= {"plump_dp", "plump_dp(bfloat16)", "plump_dp(float16)"}
     slow = plan(1e6)
     assert slow.tensors["fc/kernel"][1] in METHODS
     assert slow.step < min(row.step for row in advice(1e6).predictions) * 1.001
