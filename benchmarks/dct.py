@@ -12,7 +12,6 @@ with what the setting drops dropped; the test split is evaluated at the end, by 
 """
 
 import dataclasses
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping
@@ -151,7 +150,6 @@ def main(config: Config) -> None:
     ]
     if len(chosen) == 1:
         raise SystemExit(f"--system is one of {sorted({s.system for s in SETTINGS})}, or all, got {config.system!r}.")
-    os.environ["PJRT_NPROC"] = "16"
     from train.processes import prepare_jax
 
     prepare_jax(6)

@@ -11,7 +11,6 @@ low, because a network that is unstable makes anything of the last bit: with 0.0
 """
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,10 +65,9 @@ class Config:
 
 def main(config: Config) -> None:
     """Trains every twin on every mesh, and prints the table."""
-    os.environ["PJRT_NPROC"] = "16"
-    import jax
+    from train.processes import prepare_jax
 
-    jax.config.update("jax_num_cpu_devices", 8)
+    prepare_jax(8)
     records = []
     if unknown := set(config.twins.split(",")) - set(TWINS):
         raise ValueError(f"--twins are of {', '.join(TWINS)}, got {', '.join(sorted(unknown))}.")

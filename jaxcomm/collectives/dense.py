@@ -28,8 +28,7 @@ def dense_mean(
     Args:
       tensors: each worker's own, of any floating dtype and shape; may be empty.
       axis_name: the axis of workers, or the axes.
-      value_dtype: what travels, "float32", "bfloat16" or "float16". Beyond 65,504 a float16 is infinite, and below
-        6e-8 zero.
+      value_dtype: what travels, "float32", "bfloat16" or "float16", whose smaller range is that of `PlumpDp`.
       checksum: see `jaxcomm.collectives.checksum`; in bfloat16 alone.
 
     Returns:

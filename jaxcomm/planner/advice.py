@@ -156,9 +156,8 @@ def advise(
         cost = modelled[name]
         return math.inf if cost is None else cost.seconds * factor + links.wire(asked.reports[name]).seconds
 
-    rest = sorted(
-        (name for name in asked.chosen if name not in ALL_DENSE), key=promise
-    )  # in one order on all processes
+    # In one order on all processes.
+    rest = sorted((name for name in asked.chosen if name not in ALL_DENSE), key=promise)
     for start in range(0, len(rest), _TOGETHER):
         together = rest[start : start + _TOGETHER]
         in_time = agreed(time.perf_counter() - begin, mesh) < seconds

@@ -58,7 +58,6 @@ def trained(monkeypatch):
     monkeypatch.setattr(dct, "train_setting", train)
     monkeypatch.setattr(dct, "embeddings_note", lambda: "embeddings too")
     monkeypatch.setattr("train.processes.prepare_jax", lambda devices: None)
-    monkeypatch.setenv("PJRT_NPROC", "16")  # which the benchmark sets: back to what it was
     return settings
 
 
