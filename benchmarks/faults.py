@@ -173,6 +173,8 @@ class Soaked:
 
     def suffer(self, kind: str, host: int) -> float:
         """Lets a fault befall a host's process; returns the seconds until the run has done another step."""
+        if kind == "damage":
+            self._until(lambda: len(self._checkpoints()) > 1)  # or there is nothing to go on from
         begin, before, victim = time.monotonic(), self.processes(), self.processes()[host]
         if kind in ("kill", "damage"):
             os.kill(victim, signal.SIGKILL)
@@ -200,13 +202,16 @@ class Soaked:
 
     def damage(self) -> None:
         """Flips a bit in the middle of the largest file of the newest checkpoint that is whole."""
-        folders = [path for path in (self.folder / NAME / "checkpoints").iterdir() if path.name.isdigit()]
-        newest = max(folders, key=lambda path: int(path.name), default=None)
-        if newest is not None and len(folders) > 1:  # or there is nothing to go on from
-            largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-            data = bytearray(largest.read_bytes())
-            data[len(data) // 2] ^= 1
-            largest.write_bytes(data)
+        newest = max(self._checkpoints(), key=lambda path: int(path.name))
+        largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+        data = bytearray(largest.read_bytes())
+        data[len(data) // 2] ^= 1
+        largest.write_bytes(data)
+
+    def _checkpoints(self) -> list[Path]:
+        """Returns the folders of the checkpoints that are whole."""
+        place = self.folder / NAME / "checkpoints"
+        return [path for path in place.iterdir() if path.name.isdigit()] if place.exists() else []
 
     def stop(self) -> None:
         """Asks the run to save and to end."""

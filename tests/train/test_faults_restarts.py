@@ -50,7 +50,6 @@ def test_slow_and_dead_processes_a_damaged_checkpoint_and_a_cut_link_change_noth
         processes = soaked.processes()
         soaked.suffer("slow", 1)
         assert soaked.processes() == processes
-        soaked.until_step(32)
         soaked.suffer("damage", 0)
         soaked.suffer("cut", 1)
         assert soaked.wait(100)
