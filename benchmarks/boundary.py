@@ -67,20 +67,15 @@ class Record:
 
 def main(config: Config) -> None:
     """Runs the hosts, prints the table, and writes it where asked."""
-    try:
-        rates = check_run(config.rate, config.steps)
-        if config.stages not in CUTS:
-            raise ValueError(f"--stages is 2 or 3, where the paper cuts, got {config.stages}.")
-        if config.batch % config.micro_batches:
-            raise ValueError(
-                f"--batch is a multiple of --micro-batches, got {config.batch} and {config.micro_batches}."
-            )
-        _boundaries(config)
-        with Lab(config.stages, rates[0]) as lab:
-            outputs = [read_records(Record, text) for text in run_hosts(lab, "benchmarks.boundary")]
-            records = merge_records(outputs, lab.isolated, "kernel_by_host")
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+    rates = check_run(config.rate, config.steps)
+    if config.stages not in CUTS:
+        raise ValueError(f"--stages is 2 or 3, where the paper cuts, got {config.stages}.")
+    if config.batch % config.micro_batches:
+        raise ValueError(f"--batch is a multiple of --micro-batches, got {config.batch} and {config.micro_batches}.")
+    _boundaries(config)
+    with Lab(config.stages, rates[0]) as lab:
+        outputs = [read_records(Record, text) for text in run_hosts(lab, "benchmarks.boundary")]
+        records = merge_records(outputs, lab.isolated, "kernel_by_host")
     _compare_with_whole(records)
     print_table(
         f"DLRM in {config.stages} stages, {config.batch} samples in {config.micro_batches} micro-batches, "

@@ -49,7 +49,8 @@ def run(
         check_file("--json", getattr(arguments, "json", None))
         main(arguments)
     except (ValueError, OSError) as error:
-        print(f"{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
+        path = Path(sys.argv[0])
+        print(f"{path.parent.name if path.stem == '__main__' else path.stem}: {error}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -104,18 +104,15 @@ def main(config: Config) -> None:
     methods = _methods(config)
     unknown = [method for method in methods if method not in METHODS]
     if unknown:
-        raise SystemExit(f"--method takes {', '.join(METHODS)}, got {', '.join(unknown)}: separate them by commas.")
-    try:
-        named(config.shapes)
-        rates = check_run(config.rate, config.steps)
-        for method in methods:
-            METHODS[method](config.sparsity)
-        with Lab(config.hosts, rates[0]) as lab:
-            env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if config.huge_pages else {}
-            outputs = run_hosts(lab, "benchmarks.exchange", env)
-            records = merge_records([read_records(Record, text) for text in outputs], lab.isolated)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+        raise ValueError(f"--method takes {', '.join(METHODS)}, got {', '.join(unknown)}: separate them by commas.")
+    named(config.shapes)
+    rates = check_run(config.rate, config.steps)
+    for method in methods:
+        METHODS[method](config.sparsity)
+    with Lab(config.hosts, rates[0]) as lab:
+        env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if config.huge_pages else {}
+        outputs = run_hosts(lab, "benchmarks.exchange", env)
+        records = merge_records([read_records(Record, text) for text in outputs], lab.isolated)
     _compare_with_dense(records)
     print_table(
         f"Exchange of {count(named(config.shapes)):,} parameters, sparsity {config.sparsity}, {config.hosts} hosts",

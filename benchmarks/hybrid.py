@@ -114,14 +114,14 @@ def _checked(config: Config) -> list[int]:
     try:
         workers = [int(K) for K in config.devices.split(",")]
     except ValueError as error:
-        raise SystemExit(f"--devices are numbers separated by commas, got {error}.") from None
+        raise ValueError(f"--devices are numbers separated by commas, got {error}.") from None
     if min(workers) < 2 or any(config.batch % K for K in workers) or config.batch < 1:
-        raise SystemExit(
+        raise ValueError(
             f"--devices are at least 2 and divide --batch evenly, got {config.devices} and {config.batch}: nothing is "
             "sent by one."
         )
     if config.image < 63:
-        raise SystemExit(f"--image is at least 63, or AlexNet's poolings leave nothing, got {config.image}.")
+        raise ValueError(f"--image is at least 63, or AlexNet's poolings leave nothing, got {config.image}.")
     return workers
 
 

@@ -50,19 +50,17 @@ def time_layouts(config: "Config", workers: Sequence[int]) -> None:
       workers: numbers of hosts; the first is 1.
 
     Raises:
-      SystemExit: for a rate that no link has; if a host fails.
+      ValueError: for a rate that no link has.
+      SystemExit: if a host fails.
     """
     records: list[Record] = []
-    try:
-        if len(check_run(config.rate, config.steps)) > 1:
-            raise ValueError(f"--rate is one rate, got {config.rate}: run this once for each.")
-        for K in workers:
-            with Lab(K, config.rate) as lab:
-                hosts = [read_records(Record, text) for text in run_hosts(lab, "benchmarks.hybrid")]
-            records += merge_records(hosts, lab.isolated)
-            print(f"{K} hosts: timed", flush=True)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+    if len(check_run(config.rate, config.steps)) > 1:
+        raise ValueError(f"--rate is one rate, got {config.rate}: run this once for each.")
+    for K in workers:
+        with Lab(K, config.rate) as lab:
+            hosts = [read_records(Record, text) for text in run_hosts(lab, "benchmarks.hybrid")]
+        records += merge_records(hosts, lab.isolated)
+        print(f"{K} hosts: timed", flush=True)
     compare(records)
     rows = [dataclasses.asdict(record) for record in records]
     print_table(f"AlexNet, {config.batch} rows a step, {config.rate}, medians of {config.steps}", rows)

@@ -78,12 +78,9 @@ class Record:
 
 def main(config: Config) -> None:
     """Prints the table."""
-    try:
-        rate, records = bits_per_second(config.rate), []
-        for model in config.models.split(","):
-            records += plans(config, model, [int(count) for count in config.devices.split(",")], rate)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+    rate, records = bits_per_second(config.rate), []
+    for model in config.models.split(","):
+        records += plans(config, model, [int(count) for count in config.devices.split(",")], rate)
     rows = [asdict(record) for record in records]
     print_table(f"Placement at {config.rate}, batch {config.batch}, {config.tflops:g} Tflop/s a device", rows)
     write_records(config.json, rows)

@@ -95,18 +95,15 @@ def main(config: Config) -> None:
     if config.regions:
         draw_regions(config)
         return
-    try:
-        if config.shapes != "mlp":
-            named(config.shapes)
-        _methods(config)
-        rates = check_run(config.rate, config.steps)
-        records: list[Record] = []
-        for hosts in config.hosts.split(","):
-            with Lab(int(hosts), rates[0]) as lab:
-                outputs = run_hosts(lab, "benchmarks.planner")
-                records += merge_records([read_records(Record, text) for text in outputs], lab.isolated)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+    if config.shapes != "mlp":
+        named(config.shapes)
+    _methods(config)
+    rates = check_run(config.rate, config.steps)
+    records: list[Record] = []
+    for hosts in config.hosts.split(","):
+        with Lab(int(hosts), rates[0]) as lab:
+            outputs = run_hosts(lab, "benchmarks.planner")
+            records += merge_records([read_records(Record, text) for text in outputs], lab.isolated)
     for record in records:
         same = [r for r in records if (r.hosts, r.rate) == (record.hosts, record.rate)]
         dense = next(r for r in same if r.method == DENSE)

@@ -36,7 +36,7 @@ class Config:
 def main(config: Config) -> None:
     """Prints both tables."""
     if not 0 < config.density < 1 or config.n < 1024 or config.repeats < 1:
-        raise SystemExit(
+        raise ValueError(
             f"--density is between 0 and 1, --n at least 1024, --repeats at least 1, got {config.density}, {config.n}, "
             f"{config.repeats}."
         )

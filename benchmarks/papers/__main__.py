@@ -15,9 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-import tyro
-
 import benchmarks.papers
+from benchmarks import control
 from benchmarks.papers.common import chosen
 
 _JSON = "docs/data/papers.json"
@@ -82,4 +81,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    control.run(Config, __doc__, main)

@@ -12,11 +12,11 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-import tyro
-
+from benchmarks import control
 from configs import CONFIGS
 from configs.experiment import Experiment
 from train.records import Record, Records
@@ -82,11 +82,14 @@ def run(
       devices: simulated devices, the most that a table has workers.
       timed: those of the tables that time something on hosts.
     """
-    config = tyro.cli(config_type, description=description)
+    control.run(config_type, description, partial(_make, tables, devices, timed))
+
+
+def _make(tables: Mapping[str, Table[C]], devices: int, timed: Collection[str], config: C) -> None:
     if config.table not in (*tables, "all"):
-        raise SystemExit(f"--table is one of {', '.join(tables)}, or all, got {config.table!r}.")
+        raise ValueError(f"--table is one of {', '.join(tables)}, or all, got {config.table!r}.")
     if config.seeds < 1 or (config.steps is not None and config.steps < 2):
-        raise SystemExit(f"--seeds is at least 1 and --steps at least 2, got {config.seeds} and {config.steps}.")
+        raise ValueError(f"--seeds is at least 1 and --steps at least 2, got {config.seeds} and {config.steps}.")
     import jax
 
     from train.processes import prepare_jax
@@ -102,10 +105,7 @@ def run(
         if config.figures is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory()) if config.smoke else _FIGURES
             config = dataclasses.replace(config, figures=Path(folder))
-        try:
-            records = Records(config.json)
-        except ValueError as error:
-            raise SystemExit(str(error)) from None
+        records = Records(config.json)
         for name in chosen(config.table, config.only, tables, timed):
             begin = time.perf_counter()
             try:

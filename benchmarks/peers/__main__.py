@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
-from benchmarks.control import check_run
+from benchmarks import control
 from benchmarks.netlab import Lab
 from benchmarks.papers.report import Lines, draw
 from benchmarks.peers.jax_host import METHODS
@@ -80,35 +79,32 @@ class Config:
 def main(config: Config) -> None:
     """Runs the methods in turn, and prints a table for each rate."""
     methods = config.methods.split(",")
-    try:
-        rates = check_run(config.rate, config.steps)
-        check(config, methods)
-        records = Records(config.json)
-        splits = read(config)
-        panels: dict[str, Lines] = {}
-        for rate in rates:
-            runs: list[dict[str, Any]] = []
-            for seed in range(config.rounds):
-                for method in methods:
-                    key = {"method": method, "hosts": config.hosts, "rate": rate, "data": config.data, "seed": seed}
-                    key |= {
-                        "rows": config.rows,
-                        "steps": config.steps,
-                        "segment": config.segment,
-                        "learning_rate": config.learning_rate,
-                    }
-                    runs.append(records.get(key, lambda of=(method, rate, seed): run(config, *of, splits)))
-                    print(f"{method} at {rate}, round {seed}: {step_ms(runs[-1]):.4g} ms a step", flush=True)
-            print_table(
-                f"{config.hosts} hosts, {rate}, {config.rows} rows a worker, {config.data}, {config.rounds} rounds",
-                [summary(method, runs, config.target) for method in methods],
-            )
-            if config.figure is not None:
-                panels[f"{config.hosts} hosts, {rate}"] = {method: curve(method, runs) for method in methods}
+    rates = control.check_run(config.rate, config.steps)
+    check(config, methods)
+    records = Records(config.json)
+    splits = read(config)
+    panels: dict[str, Lines] = {}
+    for rate in rates:
+        runs: list[dict[str, Any]] = []
+        for seed in range(config.rounds):
+            for method in methods:
+                key = {"method": method, "hosts": config.hosts, "rate": rate, "data": config.data, "seed": seed}
+                key |= {
+                    "rows": config.rows,
+                    "steps": config.steps,
+                    "segment": config.segment,
+                    "learning_rate": config.learning_rate,
+                }
+                runs.append(records.get(key, lambda of=(method, rate, seed): run(config, *of, splits)))
+                print(f"{method} at {rate}, round {seed}: {step_ms(runs[-1]):.4g} ms a step", flush=True)
+        print_table(
+            f"{config.hosts} hosts, {rate}, {config.rows} rows a worker, {config.data}, {config.rounds} rounds",
+            [summary(method, runs, config.target) for method in methods],
+        )
         if config.figure is not None:
-            draw(config.figure, panels, "seconds of training, without compiling", "test accuracy, %")
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+            panels[f"{config.hosts} hosts, {rate}"] = {method: curve(method, runs) for method in methods}
+    if config.figure is not None:
+        draw(config.figure, panels, "seconds of training, without compiling", "test accuracy, %")
 
 
 def check(config: Config, methods: Sequence[str]) -> None:
@@ -242,4 +238,4 @@ def summary(method: str, runs: Sequence[dict[str, Any]], target: float) -> dict[
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    control.run(Config, __doc__, main)

@@ -156,6 +156,6 @@ def test_what_the_embeddings_cost_is_computed():
     ],
 )
 def test_errors(trained, fields, message):
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(ValueError, match=message):
         dct.main(dct.Config(**fields))
     assert not trained

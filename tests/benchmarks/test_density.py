@@ -117,5 +117,5 @@ def test_the_command_shows_that_a_ring_gets_denser_and_a_shared_mask_does_not(tm
     ],
 )
 def test_bad_values_are_refused_before_anything_is_trained(options, said):
-    with pytest.raises(SystemExit, match=said):
+    with pytest.raises(ValueError, match=said):
         main(Config(**options))

@@ -61,7 +61,7 @@ def test_one_layout_compiles_and_is_written(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_bad_values_are_refused_before_anything_is_compiled(options, said):
-    with pytest.raises(SystemExit, match=said):
+    with pytest.raises(ValueError, match=said):
         main(Config(**options))
 
 
