@@ -94,8 +94,7 @@ def update_with(
         if "keyword-only argument" in str(error):
             error.add_note(
                 "A train step gives a jaxcomm.chain value=, grad= and value_fn=, and another transformation value= "
-                "alone. Write jaxcomm.chain in the place of optax.chain. With specs= there is value= alone, and a "
-                "pipeline gives none of them."
+                "alone. Write jaxcomm.chain in the place of optax.chain. A pipeline gives none of them."
             )
         raise
 

@@ -6,7 +6,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jaxcomm.collectives.axis import AxisName
+from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import axis_name_of
 from jaxcomm.parallel.lookups import Lookups
 from jaxcomm.parallel.loss import LossFn, loss_of
@@ -105,9 +105,10 @@ def make_train_step(
         or (params, model_state, batch) -> (loss, (dict of scalars, new model_state)) with `has_state`. Or a `Pipeline`.
       tx: a chain with one exchange of this library in it.
       mesh: a mesh with the axis of workers.
-      specs: the PartitionSpec or NamedSharding of every parameter, in a tree like theirs or a prefix of it:
-        `jax.tree.map(lambda x: x.sharding, params)` keeps them where they are. None where every worker
-        holds the whole model.
+      specs: the PartitionSpec or NamedSharding of every parameter, in a tree like theirs or a prefix of it. None where
+        every worker holds the whole model. On a mesh with other axes, None is for parameters that are sharded over
+        these already, and a loss that is written for one device: they stay where those that `init` or `shapes` gets
+        first are, and the other axes are left to XLA.
       auto: axes that are left to XLA, with `specs`.
       lookups: by path ("embeddings/table"), (batch) -> ids int32, of tables whose rows the step looks up.
       has_aux: whether `loss_fn` returns a dict of scalars as well; they are averaged over the workers.
@@ -147,13 +148,16 @@ def make_train_step(
             )
         return PipelineStep(loss_fn, tx, mesh, axis_name, stage_axis, donate)
     loss = loss_of(loss_fn, has_aux, has_state, axis_name)
-    if specs is not None:
-        return ShardedStep(loss, tx, mesh, specs, tuple(auto), axis_name, donate, accumulate, rng, lookups)
-    if lookups:
+    if lookups and specs is None:
         raise ValueError("lookups must go with specs=, which say how the tables are sharded. Give both.")
-    if auto:
+    if auto and specs is None:
         raise ValueError(f"auto must go with specs=, which say how parameters are sharded along it; got auto={auto}.")
-    return WorkersStep(loss, tx, mesh, axis_name, donate, accumulate, rng)
+    workers = axis_names(axis_name)
+    others = tuple(name for name, size in mesh.shape.items() if name not in workers and size > 1)
+    if specs is None and not (others and set(workers) <= mesh.shape.keys()):
+        return WorkersStep(loss, tx, mesh, axis_name, donate, accumulate, rng)
+    auto = others if specs is None else tuple(auto)
+    return ShardedStep(loss, tx, mesh, specs, auto, axis_name, donate, accumulate, rng, lookups)
 
 
 def simulate(

@@ -140,7 +140,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/jaxcomm/test_serialization.py": {
         "test_flax_writes_and_reads_every_row": ("topk",),
     },
-    "tests/jaxcomm/parallel/test_chain.py": {
+    "tests/jaxcomm/parallel/test_order.py": {
         "test_clipping_after_error_feedback_loses_gradients_and_clipping_before_it_does_not": (),
         "test_decay_between_an_exchange_and_momentum_is_that_of_dense_sgd": (),
         "test_what_the_remedy_makes_runs_on_a_mesh": (

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,10 +20,9 @@ from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
 from jaxcomm.exchange import keep_unless
 from jaxcomm.parallel.lookups import Lookups, check_additive, tables_of
 from jaxcomm.parallel.loss import LossFn, as_float32, in_turns
-from jaxcomm.parallel.sharding import ShardedExchange, ShardedState, plan_shards
+from jaxcomm.parallel.sharding import ShardedExchange, ShardedState, plan_shards, spec_axes
 from jaxcomm.parallel.state import TrainState, batch_specs, check_model_state, state_specs
 from jaxcomm.parallel.step import TrainStep
-from jaxcomm.states import update_with
 from jaxcomm.traffic import Program, Traffic
 
 
@@ -55,7 +54,7 @@ class ShardedStep(TrainStep):
         rng: jax.Array | None,
         lookups: Lookups | None = None,
     ):
-        """See `make_train_step`; the loss is of `loss_of`."""
+        """See `make_train_step`; the loss is of `loss_of`. Specs that are None are those of the parameters given."""
         names, kinds = axis_names(axis_name), set(mesh.axis_types)
         unknown = [name for name in (*names, *auto) if name not in mesh.axis_names]
         if unknown or set(names) & set(auto):
@@ -88,6 +87,24 @@ class ShardedStep(TrainStep):
                 f"lookups must be on a mesh of Auto axes, all of them manual; got auto={auto} and {mesh.axis_types}. "
                 "Make it with jaxcomm.make_mesh, and leave auto out."
             )
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Takes a step; see `TrainStep.__call__`."""
+        if self.specs is None:
+            self._locate(state.params)
+        return super().__call__(state, batch)
+
+    def trace(self, state: Any, batch: Any) -> Any:
+        """Traces the step; see `TrainStep.trace`."""
+        if self.specs is None:
+            self._locate(state.params)
+        return super().trace(state, batch)
+
+    def lower(self, state: Any, batch: Any) -> Any:
+        """Lowers the step; see `TrainStep.lower`."""
+        if self.specs is None:
+            self._locate(state.params)
+        return super().lower(state, batch)
 
     def init(self, params: Any, model_state: Any = ()) -> TrainState:
         """Makes the state on the mesh; see `TrainStep.init`."""
@@ -148,7 +165,34 @@ class ShardedStep(TrainStep):
         return check_bytes(text, traced, claimed, others, self.axis_name, self.mesh)
 
     def _plan(self, params: Any) -> ShardedExchange:
+        if self.specs is None:
+            self._locate(params)
         return plan_shards(self.tx, self.mesh, self.specs, params, self.axis_name)
+
+    def _locate(self, params: Any) -> None:
+        """Takes the specs from the first parameters that the step gets.
+
+        Raises:
+          ValueError: where they are on all devices, or cut over the workers themselves.
+        """
+        given = jax.tree.map(_sharding_of, params)
+        exchange = plan_shards(self.tx, self.mesh, given, params, self.axis_name)
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        for path, spec, is_reduced in zip(paths, exchange.specs, exchange.reduced, strict=True):
+            if is_reduced:
+                raise ValueError(
+                    "Every worker must hold all parameters, or shards of them on devices of its own; got one that is "
+                    f"sharded over the workers, {spec} at {path!r}. Shard it along another axis, "
+                    f"P({exchange.others[0]!r}); for dense layers that are split over the workers, pass specs= and "
+                    "call split_dense."
+                )
+        if not any(map(spec_axes, exchange.specs)):
+            raise ValueError(
+                "On a mesh with axes beside those of the workers, some parameter must be sharded; got "
+                f"{dict(self.mesh.shape)} and parameters of which every device has all. Place them by jax.device_put, "
+                f"or pass specs=; or make the mesh with {', '.join(exchange.names)} alone."
+            )
+        self.specs = given
 
     def _init(self, exchange: ShardedExchange, params: Any, model_state: Any) -> TrainState:
         others = (exchange.chain.after.init(params), jnp.zeros((), jnp.int32), model_state)
@@ -177,9 +221,13 @@ class ShardedStep(TrainStep):
         gradients = self._unreduced if self.is_explicit else self._by_workers
         scalars, model_state, found = gradients(exchange, params, state.model_state, keyed)
         means, exchanged = exchange(found, old.exchange, params)
-        updates, rest = update_with(
-            exchange.chain.after, means, old.rest, params, scalars["loss"], lambda _: scalars["loss"]
-        )
+        after = optax.with_extra_args_support(exchange.chain.after)
+        more = {
+            "value": scalars["loss"],
+            "grad": means,
+            "value_fn": self._mean_loss(exchange, state.model_state, keyed),
+        }
+        updates, rest = after.update(means, old.rest, params, **more)
         ok = exchanged.metrics.skipped == 0
         new = (optax.apply_updates(params, updates), rest, model_state)
         new = keep_unless(ok, new, (params, old.rest, state.model_state))
@@ -249,6 +297,30 @@ class ShardedStep(TrainStep):
             )
             raise
 
+    def _mean_loss(self, exchange: ShardedExchange, model_state: Any, batch: Any) -> Callable[[Any], jax.Array]:
+        """Returns params -> the mean loss of all rows, which a line search evaluates and differentiates."""
+
+        def of_worker(params: Any, model_state: Any, batch: Any) -> jax.Array:
+            loss, _ = self._noted_loss(params, model_state, batch)
+            return lax.pmean(to_varying(loss, self.axis_name), self.axis_name)
+
+        def mean_loss(params: Any) -> jax.Array:
+            rows = batch_specs(batch, exchange.names)
+            if self.is_explicit:
+                placed = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), batch, rows)
+                with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                    return self._loss(params, model_state, placed)[0]
+            inside = jax.tree.structure(params).unflatten([_over(spec, self.manual) for spec in exchange.specs])
+            return jax.shard_map(
+                of_worker,
+                mesh=self.mesh,
+                axis_names=set(self.manual),
+                in_specs=(inside, P(), rows),
+                out_specs=P(),
+            )(params, model_state, batch)
+
+        return mean_loss
+
     def _unreduced(
         self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Any
     ) -> tuple[dict[str, jax.Array], Any, Any]:
@@ -293,6 +365,12 @@ def _rows_of_workers(gradient: jax.Array, spec: P, exchange: ShardedExchange) ->
         check_vma=False,  # JAX has no cast yet from what is unreduced to what differs between workers
     )
     return rows(gradient)
+
+
+def _sharding_of(leaf: Any) -> Any:
+    """Returns where a parameter is: its sharding, or P() if it is on one device or in all."""
+    sharding = getattr(leaf, "sharding", None)
+    return P() if sharding is None or sharding.is_fully_replicated else sharding
 
 
 def _specs_like(tree: Any, params: Any, exchange: ShardedExchange) -> Any:

@@ -20,8 +20,8 @@ from jaxcomm.collectives.axis import ALL_EXCHANGED, AxisName, axis_names, check_
 from jaxcomm.exchange import get_exchange, keep_unless
 from jaxcomm.numerics import is_finite_tree
 from jaxcomm.parallel.agreement import check_agreement, trace_on
-from jaxcomm.parallel.chain import check_chain
 from jaxcomm.parallel.loss import GradientsFn, KeyedBatch, LossFn, gradients_of, in_turns
+from jaxcomm.parallel.order import check_chain
 from jaxcomm.parallel.resize import resize_workers
 from jaxcomm.parallel.state import (
     TrainState,
@@ -228,9 +228,9 @@ class WorkersStep(TrainStep):
             sharding = getattr(leaf, "sharding", None)
             if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
                 raise ValueError(
-                    "Without specs=, every worker must hold all parameters; got one that is sharded, "
-                    f"{sharding.spec} at {jax.tree_util.keystr(path)!r}. Pass specs=jax.tree.map(lambda x: x.sharding, "
-                    "params) to make_train_step to keep them where they are, or copy them to all devices first."
+                    "Every worker must hold all parameters, or shards of them on devices of its own; got one that is "
+                    f"sharded over the workers, {sharding.spec} at {jax.tree_util.keystr(path)!r}. Shard it over an "
+                    'axis of its own, make_mesh(data=2, fsdp=4) and P("fsdp"); or copy it to all devices.'
                 )
         specs = state_specs(self._checked_shapes(params, model_state))
         on_worker = jax.shard_map(self._worker_state, mesh=self.mesh, in_specs=P(), out_specs=specs)

@@ -18,7 +18,7 @@ from jaxcomm.accounting.report import PipelineReport
 from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers
 from jaxcomm.exchange import get_exchange
 from jaxcomm.numerics import is_finite_tree
-from jaxcomm.parallel.chain import check_chain
+from jaxcomm.parallel.order import check_chain
 from jaxcomm.parallel.resize import resize_workers
 from jaxcomm.parallel.state import (
     TrainState,

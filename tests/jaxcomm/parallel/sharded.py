@@ -132,6 +132,11 @@ def partitioned(loss_fn, tx, mesh, specs, **options):
     return make(loss_fn, tx, mesh, specs, auto=("model",), **options)
 
 
+def as_given(loss_fn, tx, mesh, specs, **options):
+    """Of parameters that are sharded already, and a loss for one device."""
+    return jc.make_train_step(loss_fn, tx, mesh, **options)
+
+
 # name: (what makes the step, its loss, specs, mesh)
 WAYS = {
     "split": (make, split, OVER_WORKERS, lambda: auto_mesh(4)),
@@ -139,6 +144,7 @@ WAYS = {
     "one worker": (make, on_one, ONE, lambda: auto_mesh(2)),
     "tensor parallel": (make, tensor_parallel, OVER_MODEL, lambda: auto_mesh(2, 2)),
     "partitioned": (partitioned, whole, OVER_MODEL, lambda: auto_mesh(2, 2)),
+    "as given": (as_given, whole, OVER_MODEL, lambda: auto_mesh(2, 2)),
     "unreduced": (partitioned, explicit, OVER_MODEL, lambda: explicit_mesh(2, 2)),
 }
 

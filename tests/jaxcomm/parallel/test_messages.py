@@ -192,18 +192,19 @@ def test_parameters_of_workers_that_train_on_their_own():
 
 
 def test_parameters_that_are_sharded_already():
-    mesh = jc.make_mesh(data=2, model=2)
-    params = PARAMS | {"w": jax.device_put(PARAMS["w"], NamedSharding(mesh, P("model")))}
-    with pytest.raises(ValueError, match=r"beside 'data': .*pass specs= to make_train_step"):
-        jc.make_train_step(loss_fn, chain(), mesh)
-    flat = jc.make_mesh(data=K)
-    sharded = PARAMS | {"w": jax.device_put(PARAMS["w"], NamedSharding(flat, P("data")))}
-    message = r"must hold all parameters; got one that is sharded, .*at \"\['w'\]\".*specs=jax.tree.map\(lambda x"
+    """They stay where they are; over the workers themselves they are refused."""
+    flat, mesh = jc.make_mesh(data=K), jc.make_mesh(data=2, fsdp=2)
+    over_workers = PARAMS | {"w": jax.device_put(PARAMS["w"], NamedSharding(flat, P("data")))}
+    message = r"sharded over the workers, .*at \"\['w'\]\".*make_mesh\(data=2, fsdp=4\) and P\(\"fsdp\"\)"
     with pytest.raises(ValueError, match=message):
-        jc.make_train_step(loss_fn, chain(), flat).init(sharded)
-    specs = jax.tree.map(lambda x: x.sharding, params)
-    _, state, _ = train(params=params, mesh=mesh, specs=specs, auto=("model",))
-    assert state.params["w"].sharding.spec[0] == "model"
+        jc.make_train_step(loss_fn, chain(), flat).init(over_workers)
+    with pytest.raises(ValueError, match=r"sharded over the workers, .*Shard it along another axis, P\('fsdp'\)"):
+        jc.make_train_step(loss_fn, chain(), mesh).init(over_workers)
+    with pytest.raises(ValueError, match=r"some parameter must be sharded; got .*every device has all.*device_put"):
+        jc.make_train_step(loss_fn, chain(), mesh).init(PARAMS)
+    params = PARAMS | {"w": jax.device_put(PARAMS["w"], NamedSharding(mesh, P("fsdp")))}
+    _, state, _ = train(params=params, mesh=mesh)
+    assert state.params["w"].sharding.spec[0] == "fsdp"
 
 
 def test_parameters_that_are_sharded_within_a_worker():

@@ -126,6 +126,56 @@ def same_place(array, shape):
     return array.sharding.is_equivalent_to(shape.sharding, array.ndim)
 
 
+def test_the_first_parameters_say_where_all_are():
+    """Those of `init` or of `shapes`, or those in a state that was restored; the bytes are those of specs."""
+    tx, mesh = jc.chain(jc.topk(0.5, dense_below=0), optax.adamw(0.1)), jc.make_mesh(data=2, model=2)
+    batch = next(sharded.batches(1))
+    named = jc.make_train_step(sharded.whole, tx, mesh, specs=sharded.OVER_MODEL, auto=("model",))
+    expected = named.verify(named.init(sharded.params()), batch)
+    placed = named.init(sharded.params()).params
+    state = jc.make_train_step(sharded.whole, tx, mesh).init(placed)
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), placed)
+    shapes = jc.make_train_step(sharded.whole, tx, mesh).shapes(like)
+    jax.tree.map(lambda a, b: pytest.fail(f"{a} {b}") if not same_place(a, b) else None, state, shapes)
+    for given in (state, shapes):
+        assert jc.make_train_step(sharded.whole, tx, mesh).verify(given, batch).received == expected.received
+    new, _ = jc.make_train_step(sharded.whole, tx, mesh)(state, batch)
+    assert new.params["up"]["kernel"].sharding.spec == P(None, "model")
+
+
+def by_value():
+    """Descends by what it is given beside gradients."""
+
+    def update(updates, state, params=None, *, value, grad, value_fn):
+        found, slope = jax.value_and_grad(value_fn)(params)
+        return jax.tree.map(lambda own, mean: -0.1 * (value / found) * (own + mean), slope, grad), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: (), update)
+
+
+@pytest.mark.parametrize(
+    ("name", "search"),
+    [(name, by_value) for name in ("split", "tensor parallel", "partitioned", "unreduced")]
+    # JAX asks for the sharding of an inner product of Explicit arrays, of which Optax's searches take many.
+    + [(name, optax.lbfgs) for name in ("split", "tensor parallel", "partitioned")],
+)
+def test_a_line_search_is_that_of_one_device(name, search):
+    """It evaluates, and differentiates, the mean loss of all rows at whole parameters."""
+    tx = jc.chain(jc.plump_dp(), search())
+    make, loss_fn, specs, mesh = sharded.WAYS[name]
+    mesh, batch = mesh(), next(sharded.batches(1))
+    step = make(loss_fn, tx, mesh, specs)
+    state, alone = step.init(sharded.params()), (sharded.params(), search().init(sharded.params()))
+    for _ in range(3):
+        state, _ = step(state, batch)
+        own, inner = alone
+        value, grad = jax.value_and_grad(sharded.whole)(own, batch)
+        more = {"value": value, "grad": grad, "value_fn": lambda p: sharded.whole(p, batch)}
+        updates, inner = optax.with_extra_args_support(search()).update(grad, inner, own, **more)
+        alone = optax.apply_updates(own, updates), inner
+    assert_same_params(name, state, alone[0])
+
+
 def test_a_donated_state_leaves_the_callers_parameters_alone():
     """Even where they lie on the mesh already, as the state's do."""
     tx, mesh, specs = jc.chain(jc.plump_dp(), SGD), jc.make_mesh(data=4), sharded.OVER_WORKERS

@@ -247,13 +247,6 @@ def test_a_mesh_without_the_axis_is_refused():
         jc.make_train_step(loss_fn, jc.plump_dp(), mesh)
 
 
-def test_a_mesh_with_a_second_axis_is_refused():
-    mesh = jc.make_mesh(data=2, model=2)
-    message = r"got a mesh with \{'model': 2\} beside 'data': make the mesh with data= alone"
-    with pytest.raises(ValueError, match=message):
-        jc.make_train_step(loss_fn, jc.plump_dp(), mesh)
-
-
 def test_a_second_axis_of_one_device_is_fine():
     tx, mesh = optax.chain(jc.topk(0.9), optax.sgd(0.1)), jc.make_mesh(data=2, model=1)
     _, metrics = jc.make_train_step(loss_fn, tx, mesh)(init_state(params(), tx, mesh), next(batches()))

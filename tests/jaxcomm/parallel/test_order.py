@@ -13,7 +13,7 @@ from optax import masked
 import jaxcomm as jc
 from jaxcomm import chain
 from jaxcomm.collectives.axis import in_axes_of_workers
-from jaxcomm.parallel.chain import check_chain, try_link
+from jaxcomm.parallel.order import check_chain, try_link
 from tests.jaxcomm.steps import init_state
 
 PARAMS = {"b": np.ones(3, np.float32), "w": np.arange(900, dtype=np.float32).reshape(300, 3)}
