@@ -51,7 +51,8 @@ class DctDp(SparseExchange):
       - in the step after one in which some worker selected more than twice as many coordinates of some tensor as fit,
         unless that step was a refresh: so does a tau that was found among zeros, which would select everything.
 
-    A refresh costs 31 passes over the gradient that only read; the early ones are log2(life_span) in all.
+    A refresh costs 2 passes over the gradient that only read, 31 where most tensors have fewer than some thousand
+    elements; the early ones are log2(life_span) in all.
 
     Payloads have a fixed capacity: what a refresh selects, N - floor(N * sparsity) + 1 coordinates, times `slack`.
     Where more coordinates reach tau, a window of as many as fit is sent, from a random start offset, with wrap-around,

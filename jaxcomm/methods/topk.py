@@ -24,7 +24,8 @@ class TopK(SparseExchange):
       3. send them; the residual is x less what was sent, rounding of the values included
       4. return the mean over the workers of what was sent
 
-    The selection reads the gradient in about 31 passes. `optax.chain(jc.topk(0.99), optax.sgd(0.1))`.
+    The selection reads the gradient in about 4 passes, in 33 where most tensors have fewer than some thousand elements.
+    `optax.chain(jc.topk(0.99), optax.sgd(0.1))`.
 
     Source: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018.
 

@@ -12,8 +12,9 @@ from jaxcomm import bits
 from jaxcomm.layout import Layout
 from jaxcomm.numerics import magnitude_bits
 from jaxcomm.scopes import SELECT
+from jaxcomm.selectors.bracket import order_statistic
 from jaxcomm.selectors.selection import rank_in_segment
-from jaxcomm.selectors.threshold import order_statistic, select_above, select_threshold
+from jaxcomm.selectors.threshold import select_above, select_threshold
 
 
 @jax.named_scope(SELECT)

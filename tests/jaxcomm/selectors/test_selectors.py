@@ -4,12 +4,14 @@ import functools
 
 import hypothesis
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
 from jaxcomm.layout import plan_layout
-from jaxcomm.selectors import compact, order_statistic, select_threshold, select_topk
+from jaxcomm.noise import mix
+from jaxcomm.selectors import bracket, compact, order_statistic, select_threshold, select_topk
 from jaxcomm.selectors.threshold import select_above
 from jaxcomm.selectors.topk import dropped, kept
 
@@ -27,10 +29,10 @@ def layout_of(capacity):
 QUARTER = layout_of(lambda n: max(1, n // 4))
 
 
-def segments(kind, seed):
+def segments(kind, seed, sizes=SIZES):
     rng = np.random.default_rng(seed)
     made = []
-    for size in SIZES:
+    for size in sizes:
         x = rng.normal(size=size)
         if kind == "ties":
             x = rng.integers(-2, 3, size=size).astype(float)
@@ -51,9 +53,9 @@ def vector_of(parts):
     return np.concatenate([np.pad(part, (0, -len(part) % 1024)) for part in parts])
 
 
-def parts_of(vector):
-    starts = np.cumsum([0, *(-(-size // 1024) * 1024 for size in SIZES)])
-    return [np.asarray(vector)[start : start + size] for start, size in zip(starts, SIZES, strict=False)]
+def parts_of(vector, sizes=SIZES):
+    starts = np.cumsum([0, *(-(-size // 1024) * 1024 for size in sizes)])
+    return [np.asarray(vector)[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 def masks_of(words):
@@ -64,7 +66,7 @@ def masks_of(words):
 
 @functools.cache
 def jitted(function, *static):
-    return jax.jit(lambda *arrays: function(*arrays, *static))
+    return jax.jit(lambda *arrays, **others: function(*arrays, *static, **others))
 
 
 @pytest.mark.parametrize("fraction", [0, 0.3, 0.9, 1])
@@ -74,6 +76,48 @@ def test_order_statistic_is_exact(fraction, kind, seed):
     ranks = tuple(int(fraction * size) for size in SIZES)
     got = jitted(order_statistic, QUARTER, ranks)(vector_of(parts))
     expected = [np.partition(np.abs(x), m - 1)[m - 1] if m else 0 for x, m in zip(parts, ranks, strict=True)]
+    np.testing.assert_array_equal(got, np.asarray(expected, np.float32))
+
+
+LARGE = (300_000, 70_000, 5_000, 1, 200_001)  # with brackets, but for the small ones
+
+
+@functools.cache
+def large(density):
+    tree = [jax.ShapeDtypeStruct((size,), np.float32) for size in LARGE]
+    return plan_layout(tree, dense_below=0, capacity=lambda n: kept(n, 1 - density))
+
+
+@pytest.mark.parametrize("density", [0.0005, 0.01, 0.1])
+@hypothesis.given(kind=kinds, seed=seeds)
+def test_an_order_statistic_of_large_tensors_is_exact(density, kind, seed):
+    layout = large(density)
+    assert not bracket._FEW * sum(bracket._rooms(layout)) > layout.n
+    parts = segments(kind, seed, LARGE)
+    ranks = np.asarray([size - k + 1 for size, k in zip(LARGE, layout.capacities, strict=True)])
+    got = jitted(order_statistic, layout)(vector_of(parts), ranks=ranks)
+    expected = [np.partition(np.abs(x), m - 1)[m - 1] for x, m in zip(parts, ranks, strict=True)]
+    np.testing.assert_array_equal(got, np.asarray(expected, np.float32))
+
+
+@pytest.mark.parametrize("misses", ["above", "below"])
+def test_a_bracket_that_a_sample_has_wrong_is_found_out(misses, monkeypatch):
+    """Where the largest are all beside the sample, or all in it, every coordinate is looked at."""
+    layout, seen = large(0.01), []
+    x = np.random.default_rng(0).random(layout.n, np.float32)
+    place = np.arange(layout.n // 64, dtype=np.uint32)
+    sampled = np.zeros(layout.n, bool)
+    sampled[place * 64 + np.asarray(mix(jnp.asarray(place))) % 64] = True
+    largest = np.flatnonzero(~sampled if misses == "above" else sampled)[: 3 * layout.n // 200 :]
+    x[largest] += 1
+    parts = parts_of(x, LARGE)
+    original = bracket._bisect
+    monkeypatch.setattr(bracket, "_bisect", lambda *args: seen.append(args[3:]) or original(*args))
+    ranks = np.asarray([size - k + 1 for size, k in zip(LARGE, layout.capacities, strict=True)])
+    with jax.disable_jit():
+        got = order_statistic(jnp.asarray(vector_of(parts)), layout, ranks)
+    assert seen == [(), (31,)]
+    expected = [np.partition(np.abs(p), m - 1)[m - 1] for p, m in zip(parts, ranks, strict=True)]
     np.testing.assert_array_equal(got, np.asarray(expected, np.float32))
 
 

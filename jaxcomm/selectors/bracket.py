@@ -1,0 +1,125 @@
+"""The m-th smallest magnitude of every tensor, exactly, without sorting."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcomm import bits, noise
+from jaxcomm.layout import BLOCK, BLOCK_WORDS, Layout
+from jaxcomm.numerics import magnitude_bits
+from jaxcomm.scopes import SELECT
+from jaxcomm.selectors.selection import rank_in_segment, slots_of
+
+_SAMPLED = 64  # coordinates of which one is in the sample
+_DEVIATIONS = 5.0  # of the sample, on either side of the rank: a bracket fails once in a million times
+_FEW = 8  # the vector has at least so many times the elements of the candidates, or a bracket does not pay
+_BEYOND = np.uint32(1 << 31)  # above the bits of every magnitude
+
+
+@jax.named_scope(SELECT)
+def order_statistic(vector: jax.Array, layout: Layout, ranks: Sequence[int] | jax.Array) -> jax.Array:
+    """Finds the m-th smallest magnitude of every segment, exactly.
+
+    A sample of one coordinate in 64 tells a bracket of it. Two passes count what is above the bracket and mark what is
+    inside, and the few candidates there are compacted; bisection on the bits of the float finds the right one among
+    them. Where a bracket turns out to be wrong, or has too many candidates (ties), bisection goes over the whole
+    vector: 31 passes that count, each as cheap as a sum. So it does where most tensors are small.
+
+    Args:
+      vector: (n,) float32, the flat vector.
+      layout: its segments. A bracket has room for the candidates of a segment's `capacity` largest.
+      ranks: m for every segment, from 1; 0 gives magnitude 0.
+
+    Returns:
+      (S,) float32.
+    """
+    magnitude = magnitude_bits(vector)
+    k = jnp.asarray(layout.sizes, jnp.int32) - jnp.asarray(ranks, jnp.int32) + 1  # the k-th largest
+    # Of the vector's own type: on a mesh it differs between workers.
+    k = k + (magnitude[0] * np.uint32(0)).astype(jnp.int32)
+    wide = dataclasses.replace(layout, capacities=_rooms(layout))
+    if wide.n_slots * _FEW > layout.n:
+        return _as_float(_bisect(magnitude, layout, k))
+
+    low, high = _brackets(magnitude, layout, wide.capacities, k)
+    rows = magnitude.reshape(-1, BLOCK)
+    above = _count((rows >= layout.per_block(high)[:, None]).reshape(-1), layout)
+    inside = (rows >= layout.per_block(low)[:, None]) & (rows < layout.per_block(high)[:, None])
+    words = bits.pack(inside.reshape(-1))
+    rank, count = rank_in_segment(words, layout)
+    is_zero = (low == 1) & (k > above + count)
+    fits = count <= np.asarray(wide.capacities, np.int32)
+    is_known = is_zero | ((above < k) & (k <= above + count) & fits)
+
+    slots = slots_of(words, rank, wide)
+    candidates = jnp.where(slots.filled, magnitude[slots.position], np.uint32(0))
+    among = dataclasses.replace(
+        wide, shapes=tuple((room,) for room in wide.capacities), compressed=(True,) * len(layout.sizes)
+    )
+    found = jnp.where(is_zero, np.uint32(0), _bisect(candidates, among, k - above))
+    searched = _bisect(magnitude, layout, k, jnp.where(jnp.all(is_known), 0, 31))
+    return _as_float(jnp.where(is_known, found, searched))
+
+
+def _rooms(layout: Layout) -> tuple[int, ...]:
+    """Returns for every segment how many candidates there is room for: whole blocks."""
+    rooms = []
+    for size, capacity, blocks in zip(layout.sizes, layout.capacities, layout.blocks, strict=True):
+        gap = 2 * _DEVIATIONS * math.sqrt(capacity / _SAMPLED) + 3  # of the bracket's ends, in the sample
+        room = _SAMPLED * (gap + 4 * math.sqrt(gap))
+        rooms.append(BLOCK * (blocks if room >= size else math.ceil(room / BLOCK)))
+    return tuple(rooms)
+
+
+def _brackets(
+    magnitude: jax.Array, layout: Layout, rooms: tuple[int, ...], k: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns bounds of the k-th largest magnitude: (S,) uint32 each, at least one, and above it."""
+    place = lax.iota(jnp.uint32, layout.n // _SAMPLED)
+    # At random in each 64: matrices have columns.
+    place = place * np.uint32(_SAMPLED) + noise.mix(place) % np.uint32(_SAMPLED)
+    sample = magnitude[place.astype(jnp.int32)].reshape(-1, BLOCK // _SAMPLED)  # (blocks, 16)
+    expected = k.astype(jnp.float32) / _SAMPLED
+    spread = np.float32(_DEVIATIONS) * jnp.sqrt(expected)
+    ends = jnp.stack([jnp.ceil(expected + spread) + 1, jnp.floor(expected - spread)]).astype(jnp.int32)  # (2, S)
+
+    def narrow(step: int, known: jax.Array) -> jax.Array:
+        candidate = known | lax.shift_left(np.uint32(1), jnp.uint32(30 - step))
+        reached = [
+            layout.per_segment(jnp.sum(sample >= layout.per_block(each)[:, None], axis=1, dtype=jnp.int32))
+            for each in candidate
+        ]
+        return jnp.where(jnp.stack(reached) >= ends, candidate, known)
+
+    low, high = lax.fori_loop(0, 31, narrow, (ends * 0).astype(jnp.uint32))
+    takes_all = np.asarray(rooms) >= np.asarray(layout.blocks) * BLOCK
+    low = jnp.where(takes_all, np.uint32(1), jnp.maximum(low, np.uint32(1)))
+    high = jnp.where(takes_all | (ends[1] < 1), _BEYOND, high)
+    return low, jnp.maximum(low, high)
+
+
+def _bisect(magnitude: jax.Array, layout: Layout, k: jax.Array, passes: jax.Array | int = 31) -> jax.Array:
+    """Returns the k-th largest of (n,) uint32 below 2^31, or 0 where fewer are above 0: (S,) uint32."""
+    rows = magnitude.reshape(-1, BLOCK)
+
+    def narrow(step: int, known: jax.Array) -> jax.Array:
+        candidate = known | lax.shift_left(np.uint32(1), jnp.uint32(30 - step))
+        reached = _count((rows >= layout.per_block(candidate)[:, None]).reshape(-1), layout)
+        return jnp.where(reached >= k, candidate, known)
+
+    return lax.fori_loop(0, passes, narrow, (k * 0).astype(jnp.uint32))
+
+
+def _count(mask: jax.Array, layout: Layout) -> jax.Array:
+    """Counts the marked coordinates of every segment: (S,) int32."""
+    # As packed bits: XLA would write a sum of booleans down as integers, 32 times the memory.
+    return layout.per_segment(bits.popcount(bits.pack(mask)).reshape(-1, BLOCK_WORDS).sum(1))
+
+
+def _as_float(magnitude: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(magnitude, jnp.float32)
