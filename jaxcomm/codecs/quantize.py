@@ -70,17 +70,27 @@ class Buckets:
 
     def encode(self, values: jax.Array, start: jax.Array | int) -> jax.Array:
         """Writes values, m a multiple of the bucket."""
+        scale = self.scale(values)
+        code = self.draw(values, scale, self.levels, start) + self.levels
+        return jnp.concatenate([_to_words(scale), bits.pack_planes(code.astype(jnp.int32), self.width)])
+
+    def scale(self, values: jax.Array) -> jax.Array:
+        """Returns the scale of every bucket: (m / bucket,)."""
         rows = values.reshape(-1, self.bucket)
-        largest, l2 = jnp.max(jnp.abs(rows), axis=1), jnp.sqrt(jnp.sum(jnp.square(rows), axis=1))
-        scale = largest if self.norm == "max" else l2  # (m / bucket,)
+        if self.norm == "max":
+            return jnp.max(jnp.abs(rows), axis=1)
+        return jnp.sqrt(jnp.sum(jnp.square(rows), axis=1))
+
+    def draw(self, values: jax.Array, scale: jax.Array, levels: int, start: jax.Array | int) -> jax.Array:
+        """Returns integers from -levels to levels, in float32: (m,). The scale is at least each of its values."""
+        rows = values.reshape(-1, self.bucket)
         shrink = shrinkage(scale)
-        inverse = np.float32(self.levels) / (scale * shrink)
+        inverse = np.float32(levels) / (scale * shrink)
         inverse = jnp.where(jnp.isfinite(inverse), inverse, 0.0)  # a scale of zero, or almost
         uniform = noise.uniform(self.key, values.size, start).reshape(rows.shape)
         steps = (jnp.abs(rows) * shrink[:, None]) * inverse[:, None]
-        level = jnp.minimum(jnp.floor(steps + uniform), self.levels)
-        code = (jnp.where(rows < 0, -level, level) + self.levels).astype(jnp.int32)
-        return jnp.concatenate([_to_words(scale), bits.pack_planes(code.reshape(-1), self.width)])
+        level = jnp.minimum(jnp.floor(steps + uniform), levels)
+        return jnp.where(rows < 0, -level, level).reshape(-1)
 
     def decode(self, words: jax.Array, m: int, start: jax.Array | int) -> jax.Array:
         """Reads values."""
@@ -108,11 +118,14 @@ class Ternary:
         """Returns the words of m values."""
         return bits.plane_words(m, 2)
 
+    def draw(self, values: jax.Array, start: jax.Array | int) -> jax.Array:
+        """Returns -1, 0 or 1 for each value: (m,) int32."""
+        is_one = noise.uniform(self.key, values.size, start) < jnp.abs(values)
+        return jnp.where(is_one, jnp.where(values < 0, -1, 1), 0)
+
     def encode(self, values: jax.Array, start: jax.Array | int) -> jax.Array:
         """Writes values."""
-        is_one = noise.uniform(self.key, values.size, start) < jnp.abs(values)
-        code = jnp.where(is_one, jnp.where(values < 0, 0, 2), 1)
-        return bits.pack_planes(code, 2)
+        return bits.pack_planes(self.draw(values, start) + 1, 2)
 
     def decode(self, words: jax.Array, m: int, start: jax.Array | int) -> jax.Array:
         """Reads values."""

@@ -1,4 +1,9 @@
-"""The sum of vectors of a few bits a value: gathered, or in two shots of which the second codes the sum again."""
+"""The sum of vectors of a few bits a value.
+
+Gathered; in two shots, of which the second codes the sum again; or, of small integers, by an all-reduce of integers.
+"""
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +15,32 @@ from jaxcomm.collectives.checksum import agreed, gather_checked
 from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.layout import BLOCK
-from jaxcomm.scopes import DECODE, ENCODE
+from jaxcomm.scopes import DECODE, ENCODE, EXCHANGE
 
-COLLECTIVES = ("gather", "two_shot")
+COLLECTIVES = ("gather", "two_shot", "psum")
 
 
-def check_collective(name: str) -> None:
-    """Raises a ValueError unless the name is one of `COLLECTIVES`, or "auto"."""
-    if name not in (*COLLECTIVES, "auto"):
-        raise ValueError(f"Coded vectors are summed by one of {', '.join(COLLECTIVES)}, got {name!r}: or pass 'auto'.")
+def check_collective(name: str, collectives: Sequence[str]) -> None:
+    """Raises a ValueError unless the name is one of some, or "auto"."""
+    if name not in (*collectives, "auto"):
+        raise ValueError(f"Coded vectors are summed by one of {', '.join(collectives)}, got {name!r}: or pass 'auto'.")
+
+
+def integer_sum(codes: jax.Array, flag: jax.Array, axis_name: str) -> Reduced:
+    """Sums each worker's small integers over the workers, exactly: 2 (K-1)/K of their bytes.
+
+    Args:
+      codes: (n,) int8 or int16, whose sum over the workers is of that type as well.
+      flag: () bool, whether this worker's step is sound.
+      axis_name: the axis of workers.
+    """
+    with jax.named_scope(ENCODE):
+        own = jnp.append(codes, (~flag).astype(codes.dtype))
+    with jax.named_scope(EXCHANGE):
+        total = lax.psum(own, axis_name)
+    with jax.named_scope(DECODE):
+        ok, total = total[-1] == 0, total[:-1].astype(jnp.float32)
+    return Reduced(lambda ok: jnp.where(ok, total, 0.0), lambda: jnp.zeros(codes.shape, jnp.float32), ok)
 
 
 def coded_sum(

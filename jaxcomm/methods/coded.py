@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxcomm.checks import check_count
 from jaxcomm.codecs.quantize import PartCodec
 from jaxcomm.collectives import axis_size, dense_mean
-from jaxcomm.collectives.coded_sum import check_collective, coded_sum
+from jaxcomm.collectives.coded_sum import COLLECTIVES, check_collective, coded_sum, integer_sum
 from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, zeros_unless
 from jaxcomm.layout import Layout, plan_layout
 from jaxcomm.numerics import is_finite, is_finite_narrow
@@ -23,21 +23,31 @@ class CodedExchange(Exchange):
     Attributes:
       dense_below: tensors with fewer elements are sent dense, as float32.
       collective: "gather" (each worker receives the K-1 other codes, and sums are not rounded), "two_shot" (2 (K-1)/K
-        codes whatever K is: the owner of a part codes the sum again), or "auto" for fewer bytes.
+        codes whatever K is: the owner of a part codes the sum again), or "auto" for fewer bytes. `quant_dp` and
+        `terngrad` have "psum" as well: an all-reduce of 8-bit integers.
     """
 
     dense_below: int = 512
     collective: str = "auto"
 
     keeps_residual: ClassVar[bool] = False
+    collectives: ClassVar[tuple[str, ...]] = COLLECTIVES
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("dense_below", self.dense_below, 0, "0 compresses every tensor")
-        check_collective(self.collective)
+        check_collective(self.collective, self.collectives)
 
     @property
-    def instead_of_checksum(self) -> None:
+    def instead_of_checksum(self) -> str | None:
+        return "Pass collective='two_shot'" if self.collective == "psum" else None
+
+    def summands(self, vector: jax.Array, layout: Layout, step: jax.Array) -> tuple[jax.Array, Any] | None:
+        """Returns integers (n,) for `integer_sum`, and the factor that makes a mean of their sum, a number or (n,).
+
+        None where codes are summed in another way.
+        """
+        del vector, layout, step
         return None
 
     def codecs(self, layout: Layout, step: jax.Array) -> tuple[PartCodec, PartCodec]:
@@ -63,9 +73,13 @@ class CodedExchange(Exchange):
             else:
                 accumulated = gradient.accumulated()
                 x, is_ok = accumulated.sum(), accumulated.is_ok()
-            vector, factor = self.scaled(x, layout)
-            codecs, axis_name = self.codecs(layout, state.step), self.axis_name
-            summed = coded_sum(vector, is_ok, *codecs, self.collective, axis_name, self.checksum)
+            if (summands := self.summands(x, layout, state.step)) is not None:
+                codes, factor = summands
+                summed = integer_sum(codes, is_ok, self.axis_name)
+            else:
+                vector, factor = self.scaled(x, layout)
+                codecs, axis_name = self.codecs(layout, state.step), self.axis_name
+                summed = coded_sum(vector, is_ok, *codecs, self.collective, axis_name, self.checksum)
             mean = summed.total(summed.ok) * factor
             compressed = layout.as_leaves(layout.unflatten(mean))
             ok = ok & summed.ok & jnp.isfinite(mean).all() & is_finite_narrow(compressed)

@@ -2,20 +2,26 @@
 
 import functools
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxcomm import noise
 from jaxcomm.checks import check_range
 from jaxcomm.codecs.quantize import Buckets, PartCodec
+from jaxcomm.collectives import axis_size
 from jaxcomm.exchange import transformation
 from jaxcomm.layout import BLOCK, Layout
 from jaxcomm.methods.coded import CodedExchange
+from jaxcomm.scopes import ENCODE, EXCHANGE
 
 Width = Literal[2, 4, 8]
 Norm = Literal["max", "l2"]
+AUTO_WORKERS = 4  # up to which "auto" adds 8-bit integers up; beyond, the levels that are left get few
+_LARGEST = 127
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,14 @@ class QuantDp(CodedExchange):
       2. q = s |g| / scale, rounded up with the probability of its fraction, else down
       3. send the sign and q in `bits` bits, and the scale of the bucket in 32
       4. return the mean over the workers of sign * scale * q / s
+
+    By "psum", which "auto" takes with 8 bits and up to 4 workers, the sum is an all-reduce of 8-bit integers: the
+    workers first agree on the largest scale of each bucket, in an all-reduce of 4 bytes a bucket, and take s =
+    floor(127 / K) levels, so that their sum is of 8 bits, too. It sends what two shots send and packs no bits, and Gloo
+    is up to twice as fast in an all-reduce as in the two shots. There are fewer levels: for independent normal
+    gradients the variance that rounding adds to the mean is 2.4 times that of two shots for K = 2, 10 times for K = 4
+    and 45 times for K = 8, which is 0.05%, 0.24% and 1.0% of the variance of the mean itself (n = 8192, 300 draws,
+    bucket 512).
 
     In two shots, the owner of a part quantizes the sum once more in the same way. `collective="gather"` is the paper's,
     where sums are not rounded again.
@@ -69,9 +83,29 @@ class QuantDp(CodedExchange):
         )
         holds = isinstance(bucket, int) and 32 <= bucket <= BLOCK and bucket & (bucket - 1) == 0
         check_range("bucket", bucket, f"a power of two from 32 to {BLOCK}", holds, "the paper uses 512")
+        holds = self.collective != "psum" or self.bits == 8
+        check_range("bits", self.bits, "8 with collective='psum'", holds, "sums of fewer bits go in two shots")
         check_range("norm", self.norm, "'max' or 'l2'", self.norm in get_args(Norm), "'max' adds less variance")
 
-    def codecs(self, layout: Layout, step: jax.Array) -> tuple[PartCodec, PartCodec]:
+    def summands(self, vector: jax.Array, layout: Layout, step: jax.Array) -> tuple[jax.Array, Any] | None:
+        workers = axis_size(self.axis_name)
+        takes_psum = self.collective == "auto" and self.bits == 8 and workers <= AUTO_WORKERS and not self.checksum
+        if not takes_psum and self.collective != "psum":
+            return None
+        levels, codec = _LARGEST // workers, self.codecs(layout, step)[0]
+        if not levels:
+            raise ValueError(
+                f"collective='psum' must have room for a level of each worker in 8 bits; got {workers} workers. Pass "
+                "collective='two_shot'."
+            )
+        with jax.named_scope(EXCHANGE):
+            scale = lax.pmax(codec.scale(vector), self.axis_name)
+        with jax.named_scope(ENCODE):
+            codes = codec.draw(vector, scale, levels, 0).astype(jnp.int8)
+        factor = jnp.broadcast_to((scale * np.float32(1 / (levels * workers)))[:, None], (scale.size, self.bucket))
+        return codes, factor.reshape(-1)
+
+    def codecs(self, layout: Layout, step: jax.Array) -> tuple[Buckets, PartCodec]:
         first, second = rounding_keys(self.seed, step, lax.axis_index(self.axis_name))
         make = functools.partial(Buckets, self.bits, self.bucket, self.norm)
         return make(first), make(second)

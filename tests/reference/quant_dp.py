@@ -31,6 +31,9 @@ Where the paper is silent, or this differs:
   so small that s / |v| is infinite in float32 (less than s * 3e-39), the bucket is sent as zeros.
 - The collective "two_shot" replaces lines 4 to 9 by a reduce-scatter and an all-gather: the owner of a bucket receives
   the K workers' Q_s(g_l) of it, adds them up, and sends Q_s of the sum, drawn anew, to all. The mean is that over K.
+- With the collective "psum", |v| is the largest of the K workers', and there are s = floor(127 / K) levels, so that
+  the sum of the workers' codes sign(v_i) * q fits in 8 bits. The mean is (sum of the codes) * (|v| * float32(1 / (s *
+  K))) in float32; the sum is exact.
 - A tensor with fewer than `dense_below` elements goes dense in float32.
 - If any worker's gradient, or a sum, before or after it is quantized, holds a non-finite number, all workers skip the
   step: the mean is zero. An L2 norm which float32 does not hold makes the sum non-finite. The steps are counted from 0,
@@ -50,6 +53,7 @@ from .common import (
     check_option,
     compressed_names,
     mean_of_sums,
+    mean_over_workers,
     skipped_step,
     sum_over_workers,
     whole_step,
@@ -66,7 +70,7 @@ class QuantDpReference:
         uniform: (step, worker, phase) -> random numbers in [0, 1), float32, in the shapes of the gradient, by name. The
             workers' quantization is phase 0; that of the sum is phase 1, and its worker is None.
         dense_below: tensors with fewer elements than this are sent dense.
-        collective: "gather", where all receive all workers' payloads, or "two_shot".
+        collective: "gather", where all receive all workers' payloads, "two_shot", or "psum".
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class QuantDpReference:
         collective: str = "gather",
     ):
         check_option("norm", norm, ("max", "l2"))
-        check_option("collective", collective, ("gather", "two_shot"))
+        check_option("collective", collective, ("gather", "two_shot", "psum"))
         if bits < 2:
             raise ValueError(f"bits must be at least 2, one for the sign and one for the level, not {bits}.")
         if BLOCK % bucket != 0:
@@ -105,6 +109,13 @@ class QuantDpReference:
         if not all_finite(gradients):
             return skipped_step(gradients)
 
+        if self.collective == "psum":
+            all_u = [self.uniform(step, w, 0) for w in range(K)]
+            means = mean_over_workers([{n: g for n, g in own.items() if n not in compressed} for own in gradients])
+            for name in compressed:
+                means[name] = self._summed([own[name] for own in gradients], [u[name] for u in all_u])
+            return whole_step({name: means[name] for name in gradients[0]}, gradients, compressed)
+
         # 3 to 8: what each worker sends, as it arrives
         all_sent = []
         for w in range(K):
@@ -120,6 +131,28 @@ class QuantDpReference:
             sums = {name: self._quantize(sums[name], u[name]) for name in compressed}
         return whole_step(mean_of_sums(gradients, sums), gradients, compressed)
 
+    def _summed(self, all_x: list[np.ndarray], all_u: list[np.ndarray]) -> np.ndarray:
+        """The mean of all workers' tensors, of integer codes with one scale a bucket for all."""
+        K, shape = len(all_x), all_x[0].shape
+        flat_x, flat_u = [x.reshape(-1) for x in all_x], [np.asarray(u, np.float32).reshape(-1) for u in all_u]
+        levels, mean = 127 // K, np.zeros(flat_x[0].size, np.float32)
+        for start in range(0, mean.size, self.bucket):
+            place = slice(start, start + self.bucket)
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+                scale = max(self._scale(x[place]) for x in flat_x)
+                per_level = np.float32(levels) / scale
+                if not np.isfinite(per_level):
+                    continue
+                total = np.zeros(flat_x[0][place].size, np.int64)
+                for x, u in zip(flat_x, flat_u, strict=True):
+                    q = np.minimum(np.floor(np.abs(x[place]) * per_level + u[place]), levels)
+                    total += (np.sign(x[place]) * q).astype(np.int64)
+                mean[place] = total.astype(np.float32) * (scale * np.float32(1 / (levels * K)))
+        return mean.reshape(shape)
+
+    def _scale(self, v: np.ndarray) -> np.float32:
+        return np.abs(v).max() if self.norm == "max" else np.sqrt(np.sum(v * v, dtype=np.float32))
+
     def _quantize(self, x: np.ndarray, u: np.ndarray) -> np.ndarray:
         """Q_s of each bucket of a tensor, with a random number for each coordinate."""
         flat_x, flat_u = x.reshape(-1), np.asarray(u, np.float32).reshape(-1)  # (N,), (N,)
@@ -128,7 +161,7 @@ class QuantDpReference:
         for start in range(0, flat_x.size, self.bucket):
             v = flat_x[start : start + self.bucket]
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                scale = np.abs(v).max() if self.norm == "max" else np.sqrt(np.sum(v * v, dtype=np.float32))
+                scale = self._scale(v)
                 per_level = s / scale
                 if not np.isfinite(per_level):  # as for a scale of 0
                     continue

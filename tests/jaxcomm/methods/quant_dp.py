@@ -1,11 +1,12 @@
 """Quant-DP: its cases, its oracle, and the words of its code."""
 
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import numpy as np
 
 import jaxcomm as jc
-from tests.jaxcomm.formulas import words
+from tests.jaxcomm.formulas import Sizes, all_reduce, words
 from tests.jaxcomm.methods.families import Coded
 from tests.jaxcomm.oracles import numbers
 from tests.reference import noise
@@ -21,6 +22,9 @@ class QuantDp(Coded):
 
     def scale_and_level(self, own: list[np.ndarray]) -> tuple[float, float]:
         norm = {"max": lambda g: np.abs(g).max(), "l2": np.linalg.norm}[self.option("norm")]
+        if self.option("collective") == "psum":
+            scale = max(norm(g) for g in own)
+            return scale, scale / (127 // len(own))
         scales = sum(norm(g) for g in own)
         levels = 2 ** (self.option("bits") - 1) - 1
         shots = 1 if self.option("collective") == "gather" else 2 + self.option("bucket") ** 0.5 / levels
@@ -33,12 +37,28 @@ class QuantDp(Coded):
 
         return QuantDpReference(uniform=uniform, **self.chosen("bits", "bucket", "norm", "dense_below", "collective"))
 
+    @property
+    def sums_numbers(self) -> bool:
+        return self.option("collective") == "psum"
+
+    @property
+    def sends_largest(self) -> bool:
+        """Not where the scale is that of all workers: a worker's own may fall between two levels."""
+        return not self.sums_numbers
+
+    def compressed_bytes(self, s: Sizes) -> Fraction:
+        """By psum a byte a number and a flag, and the scales, in all-reduces."""
+        if self.option("collective") != "psum":
+            return super().compressed_bytes(s)
+        return all_reduce(s.K, s.n + 1) / 4 + all_reduce(s.K, s.n // self.option("bucket"))
+
     def code_words(self, n: int, of_workers: int) -> int:
         return words(n, self.option("bits")) + n // self.option("bucket")
 
 
 CASES = [
     QuantDp.row(bits=8, collective="two_shot", seed=5),
+    QuantDp.variant(bits=8, collective="psum", seed=3),
     QuantDp.variant(bits=4, norm="l2", bucket=128, collective="gather", dense_below=0),
     QuantDp.variant(bits=2, norm="l2", bucket=32, collective="two_shot", checksum=True),
 ]

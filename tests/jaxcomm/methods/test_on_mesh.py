@@ -105,4 +105,4 @@ def test_names_say_the_bits_on_the_wire(factory, options, bits, of_sum, K):
     }
     assert received["gather"] == pytest.approx((K - 1) * bits, rel=0.05)
     assert received["two_shot"] == pytest.approx((K - 1) / K * (bits + of_sum.get(K, bits)), rel=0.05)
-    assert received["auto"] == min(received["gather"], received["two_shot"])
+    assert received["auto"] == pytest.approx(min(received["gather"], received["two_shot"]), rel=1e-3)  # or psum

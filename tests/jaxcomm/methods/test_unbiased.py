@@ -47,22 +47,25 @@ def check_unbiased(means, level):
     assert abs(pairs) <= 5 / np.sqrt(STEPS * N)
 
 
-@pytest.mark.parametrize("collective", ["gather", "two_shot"])
+@pytest.mark.parametrize(
+    ("bits", "collective"), [*((b, c) for b in (2, 4, 8) for c in ("gather", "two_shot")), (8, "psum")]
+)
 @pytest.mark.parametrize("norm", ["max", "l2"])
-@pytest.mark.parametrize("bits", [2, 4, 8])
 def test_quant_dp(bits, norm, collective):
     bucket = 32
     size = {"max": lambda x: np.abs(x).max(-1), "l2": lambda x: np.linalg.norm(x, axis=-1)}[norm]
     scales = size(np.pad(X, ((0, 0), (0, -N % bucket))).reshape(K, -1, bucket))
     levels = 2 ** (bits - 1) - 1
     level = np.sqrt(np.sum(scales.max(1) ** 2)) / levels / K  # of the mean of independent roundings
+    if collective == "psum":
+        level = np.sqrt(K) * scales.max() / (127 // K) / K
     if collective == "two_shot":
         of_sum = np.sum(scales.max(1)) * (1 + np.sqrt(bucket) / levels) / levels / K
         level = np.hypot(level, of_sum)
     check_unbiased(steps_of(jc.quant_dp(bits, bucket=bucket, norm=norm, collective=collective), X), level)
 
 
-@pytest.mark.parametrize("collective", ["gather", "two_shot"])
+@pytest.mark.parametrize("collective", ["gather", "two_shot", "psum"])
 def test_terngrad_without_clipping(collective):
     check_unbiased(steps_of(jc.terngrad(clip=None, collective=collective), X), np.abs(X).max() / np.sqrt(K))
 
