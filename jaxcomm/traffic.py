@@ -17,6 +17,7 @@ class Traffic:
       times: executions in a step.
       axes: names of the mesh axes that it goes over; empty if they are not known (compiled text).
       pairs: of a permutation, who sends to whom: positions on the axis, or in compiled text places in the mesh.
+      dtype: of an all-reduce of numbers that have not 4 bytes, their type: some take long to add up. Else empty.
     """
 
     op: str
@@ -25,6 +26,12 @@ class Traffic:
     times: int = 1
     axes: tuple[str, ...] = field(default=(), compare=False)
     pairs: tuple[tuple[int, int], ...] | None = field(default=None, compare=False)
+    dtype: str = field(default="", compare=False)
+
+    @property
+    def kind(self) -> str:
+        """What its time depends on besides its bytes: the operation, and the type."""
+        return f"{self.op} of {self.dtype}" if self.dtype else self.op
 
     @property
     def received(self) -> Fraction:

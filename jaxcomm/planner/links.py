@@ -91,7 +91,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Links:
-    """What every collective costs, by its operation and the axes of the mesh that it goes over.
+    """What every collective costs, by its kind (see `Traffic.kind`) and the axes of the mesh that it goes over.
 
     Attributes:
       table: of what was measured.
@@ -110,7 +110,7 @@ class Links:
         Raises:
           ValueError: if nothing is known of it.
         """
-        found = self.table.get((traffic.op, traffic.axes))
+        found = self.table.get((traffic.kind, traffic.axes)) or self.table.get((traffic.op, traffic.axes))
         if found is not None:
             return found
         if self.rate is None:
@@ -224,10 +224,11 @@ def measure_links(mesh: Mesh, programs: Sequence[Program]) -> Links:
     Raises:
       ValueError: for a program whose axes the mesh does not have.
     """
-    kinds = dict.fromkeys((t.op, t.axes) for program in programs for _, t in program.operations() if t.workers > 1)
+    moving = [traffic for program in programs for _, traffic in program.operations() if traffic.workers > 1]
+    kinds = {(traffic.kind, traffic.axes): traffic for traffic in moving}
     for _, axes in kinds:
         check_axes(mesh, axes)
-    return Links({(op, axes): _measure(mesh, op, axes) for op, axes in kinds})
+    return Links({kind: _measure(mesh, traffic.op, traffic.axes, traffic.dtype) for kind, traffic in kinds.items()})
 
 
 def check_axes(mesh: Mesh, axes: AxisName) -> None:
@@ -243,20 +244,21 @@ def check_axes(mesh: Mesh, axes: AxisName) -> None:
         )
 
 
-def _measure(mesh: Mesh, op: str, axes: Axes) -> Link:
+def _measure(mesh: Mesh, op: str, axes: Axes, dtype: str) -> Link:
+    of = np.dtype(dtype or "float32")
     workers = math.prod(mesh.shape[name] for name in axes)
     one = float(Traffic(op, 1, workers).received)
     points, errors = [], []
     for size in _BYTES:
-        words = max(1, round(size / one / 4 / workers)) * workers  # that a worker puts in, in equal parts
+        count = max(1, round(size / one / of.itemsize / workers)) * workers  # numbers of a worker, in equal parts
         run = jax.jit(
             jax.shard_map(lambda x: _COLLECTIVES[op](x, axes), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
         )
-        x = jax.device_put(np.zeros(words, np.float32), NamedSharding(mesh, P()))
+        x = jax.device_put(np.zeros(count, of), NamedSharding(mesh, P()))
         jax.block_until_ready(run(x))
         seconds = time_calls(lambda run=run, x=x: run(x), _REPEATS)
         low, median, high = (agreed(each, mesh) for each in statistics.quantiles(seconds, n=4))
-        points.append((float(Traffic(op, 4 * words, workers).received), median))
+        points.append((float(Traffic(op, of.itemsize * count, workers).received), median))
         errors.append((high - low) / 2 / median)
         if median > _LONG:
             break

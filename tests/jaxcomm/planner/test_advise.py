@@ -39,6 +39,18 @@ def rapid(rate, methods=None, **options):
     return estimate(PARAMS, K, rate, copy=COPY, methods=methods or {"topk": jc.topk(0.99)}, **options)
 
 
+def test_a_model_all_of_whose_tensors_are_sent_dense():
+    """Its residual has no elements, which XLA places where it likes."""
+    params = {"w": jnp.ones((16, 4))}
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params["w"]) ** 2)
+
+    found = advise(loss, params, np.ones((8, 16), np.float32), jc.make_mesh(data=2), methods={"topk": jc.topk(0.9)})
+    assert found["topk"].measured
+    assert found["topk"].bytes == found["plump_dp"].bytes
+
+
 def test_a_rapid_estimate_by_hand(table):
     advice = rapid(1e8, latency=1e-3, compute=0.2)
     unit = COPY_BYTES * N * COPY  # seconds of a copy of the gradient

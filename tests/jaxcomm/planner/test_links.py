@@ -97,6 +97,20 @@ def test_the_collectives_of_programs_are_measured_on_a_mesh():
         measure_links(jc.make_mesh(other=2), programs)
 
 
+def test_all_reduces_of_few_bytes_a_number_are_measured_by_type():
+    """Gloo adds float16 up in software, of which a link of float32 says nothing; that stands for the unmeasured."""
+    programs = [report(tx, 2).program for tx in (jc.plump_dp(), jc.plump_dp(value_dtype="float16"))]
+    links = measure_links(jc.make_mesh(data=2), programs)
+    assert set(links.table) == {(kind, ("data",)) for kind in ("all_reduce", "all_reduce of float16")}
+    of_float16, of_others = (Link(((0.0, 0.0), (1.0, seconds)), 0.0) for seconds in (5.0, 1.0))
+    table = {("all_reduce", ("data",)): of_others, ("all_reduce of float16", ("data",)): of_float16}
+    (narrow,) = programs[1].always
+    assert links.link(narrow) is links.table["all_reduce of float16", ("data",)]
+    assert Links(table).seconds(programs[1]) == 5 * float(narrow.received)
+    (of_integers, *_) = report(jc.quant_dp(8, collective="psum"), 2).program.always
+    assert Links(table).link(of_integers) is of_others
+
+
 @pytest.mark.parametrize(
     ("rate", "latency", "message"),
     [
