@@ -56,8 +56,9 @@ class _Out:
         }
 
         def origin(node: Any) -> str | None:
-            is_array = _is_array(node)
-            return bare.get((jnp.shape(node), node.dtype)) if is_array else kinds.get(jax.tree.structure(node))
+            if _is_array(node):
+                return bare.get((jnp.shape(node), jnp.result_type(node)))
+            return kinds.get(jax.tree.structure(node))
 
         found: list[str] = []
         for node in jax.tree.leaves(self.returned, is_leaf=lambda node: origin(node) is not None):
