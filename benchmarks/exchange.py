@@ -31,9 +31,12 @@ from train.tables import print_table, write_records
 METHODS: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "plump_dp": lambda _: jc.plump_dp(),
     "quant_dp": lambda _: jc.quant_dp(),
+    "quant_dp_16": lambda _: jc.quant_dp(16),
+    "quant_dp_two_shot": lambda _: jc.quant_dp(collective="two_shot"),
     "quant_dp_4": lambda _: jc.quant_dp(4),
     "quant_dp_2": lambda _: jc.quant_dp(2),
     "terngrad": lambda _: jc.terngrad(),
+    "terngrad_psum": lambda _: jc.terngrad(collective="psum"),
     "sign": lambda _: jc.sign(),
     "powersgd": lambda _: jc.powersgd(),
     "slim_dp": lambda _: jc.slim_dp(0.2, 0.1),

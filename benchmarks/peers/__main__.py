@@ -37,8 +37,8 @@ ATTEMPTS = 4  # of a run of PyTorch
 # What `train.processes.prepare_jax` does for the other side, by the variables of glibc.
 KEEP_FREED_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 USUAL = (
-    "jaxcomm:dense,jaxcomm:bfloat16,jaxcomm:float16,jaxcomm:powersgd_1,jaxcomm:powersgd_4,jaxcomm:dct_dp,jaxcomm:sign,"
-    "torch:dense,torch:fp16,torch:powersgd_1,torch:powersgd_4"
+    "jaxcomm:dense,jaxcomm:bfloat16,jaxcomm:float16,jaxcomm:quant_dp_16,jaxcomm:quant_dp,jaxcomm:powersgd_1,"
+    "jaxcomm:powersgd_4,jaxcomm:topk,jaxcomm:dct_dp,jaxcomm:sign,torch:dense,torch:fp16,torch:powersgd_1,torch:powersgd_4"
 )
 
 

@@ -25,6 +25,7 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "powersgd_4": lambda: jc.powersgd(rank=4),
     "topk": lambda: jc.topk(0.99),
     "dct_dp": lambda: jc.dct_dp(0.99),
+    "quant_dp_16": lambda: jc.quant_dp(16),
     "quant_dp": lambda: jc.quant_dp(8),
     "sign": jc.sign,
 }

@@ -18,10 +18,9 @@ from jaxcomm.layout import BLOCK, Layout
 from jaxcomm.methods.coded import CodedExchange
 from jaxcomm.scopes import ENCODE, EXCHANGE
 
-Width = Literal[2, 4, 8]
+Width = Literal[2, 4, 8, 16]
 Norm = Literal["max", "l2"]
 AUTO_WORKERS = 4  # up to which "auto" adds 8-bit integers up; beyond, the levels that are left get few
-_LARGEST = 127
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,13 @@ class QuantDp(CodedExchange):
       3. send the sign and q in `bits` bits, and the scale of the bucket in 32
       4. return the mean over the workers of sign * scale * q / s
 
-    By "psum", which "auto" takes with 8 bits and up to 4 workers, the sum is an all-reduce of 8-bit integers: the
-    workers first agree on the largest scale of each bucket, in an all-reduce of 4 bytes a bucket, and take s =
-    floor(127 / K) levels, so that their sum is of 8 bits, too. It sends what two shots send and packs no bits, and Gloo
-    is up to twice as fast in an all-reduce as in the two shots. There are fewer levels: for independent normal
-    gradients the variance that rounding adds to the mean is 2.4 times that of two shots for K = 2, 10 times for K = 4
-    and 45 times for K = 8, which is 0.05%, 0.24% and 1.0% of the variance of the mean itself (n = 8192, 300 draws,
-    bucket 512).
+    By "psum", which "auto" takes with 8 bits and up to 4 workers, and with 16, the sum is an all-reduce of integers:
+    the workers first agree on the largest scale of each bucket, in an all-reduce of 4 bytes a bucket, and take
+    floor(s / K) levels in the place of s, so that their sum is of as many bits. It sends what two shots send and packs
+    no bits, and Gloo is up to twice as fast in an all-reduce as in the two shots. There are fewer levels: with 8 bits,
+    for independent normal gradients, the variance that rounding adds to the mean is 2.4 times that of two shots for
+    K = 2, 10 times for K = 4 and 45 times for K = 8, which is 0.05%, 0.24% and 1.0% of the variance of the mean itself
+    (n = 8192, 300 draws, bucket 512).
 
     In two shots, the owner of a part quantizes the sum once more in the same way. `collective="gather"` is the paper's,
     where sums are not rounded again.
@@ -60,8 +59,8 @@ class QuantDp(CodedExchange):
     512).
 
     Attributes:
-      bits: bits a coordinate, 2, 4 or 8. The variance that rounding adds grows as 1/s^2; 2 bits (ternary) want smaller
-        buckets and a smaller learning rate.
+      bits: bits a coordinate, 2, 4, 8 or 16. The variance that rounding adds grows as 1/s^2; 2 bits (ternary) want
+        smaller buckets and a smaller learning rate.
       bucket: coordinates that share a scale, a power of two from 32 to 1024. It costs 32 / bucket bits a coordinate.
       norm: "max" or "l2". The paper analyses l2 and trains with max.
       seed: of the rounding.
@@ -79,29 +78,36 @@ class QuantDp(CodedExchange):
         super().__post_init__()
         bucket = self.bucket
         check_range(
-            "bits", self.bits, "2, 4 or 8", self.bits in get_args(Width), "8 is safe, and dct_dp or sign send fewer"
+            "bits", self.bits, "2, 4, 8 or 16", self.bits in get_args(Width), "8 is safe, and dct_dp or sign send fewer"
         )
         holds = isinstance(bucket, int) and 32 <= bucket <= BLOCK and bucket & (bucket - 1) == 0
         check_range("bucket", bucket, f"a power of two from 32 to {BLOCK}", holds, "the paper uses 512")
-        holds = self.collective != "psum" or self.bits == 8
-        check_range("bits", self.bits, "8 with collective='psum'", holds, "sums of fewer bits go in two shots")
+        holds = self.collective != "psum" or self.bits >= 8
+        check_range("bits", self.bits, "8 or 16 with collective='psum'", holds, "sums of fewer bits go in two shots")
+        holds = self.bits != 16 or self.collective in ("psum", "auto")
+        check_range("collective", self.collective, "'psum' for 16 bits", holds, "or pass 'auto', or bits=8")
         check_range("norm", self.norm, "'max' or 'l2'", self.norm in get_args(Norm), "'max' adds less variance")
+
+    @property
+    def instead_of_checksum(self) -> str | None:
+        return "Pass bits=8 and collective='two_shot'" if self.bits == 16 else super().instead_of_checksum
 
     def summands(self, vector: jax.Array, layout: Layout, step: jax.Array) -> tuple[jax.Array, Any] | None:
         workers = axis_size(self.axis_name)
         takes_psum = self.collective == "auto" and self.bits == 8 and workers <= AUTO_WORKERS and not self.checksum
-        if not takes_psum and self.collective != "psum":
+        if not takes_psum and self.collective != "psum" and self.bits != 16:
             return None
-        levels, codec = _LARGEST // workers, self.codecs(layout, step)[0]
+        codec = self.codecs(layout, step)[0]
+        levels = codec.levels // workers
         if not levels:
             raise ValueError(
-                f"collective='psum' must have room for a level of each worker in 8 bits; got {workers} workers. Pass "
-                "collective='two_shot'."
+                f"collective='psum' must have room for a level of each worker in {self.bits} bits; got {workers} "
+                "workers. Pass collective='two_shot'."
             )
         with jax.named_scope(EXCHANGE):
             scale = lax.pmax(codec.scale(vector), self.axis_name)
         with jax.named_scope(ENCODE):
-            codes = codec.draw(vector, scale, levels, 0).astype(jnp.int8)
+            codes = codec.draw(vector, scale, levels, 0).astype(jnp.int8 if self.bits == 8 else jnp.int16)
         factor = jnp.broadcast_to((scale * np.float32(1 / (levels * workers)))[:, None], (scale.size, self.bucket))
         return codes, factor.reshape(-1)
 

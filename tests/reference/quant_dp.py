@@ -31,9 +31,9 @@ Where the paper is silent, or this differs:
   so small that s / |v| is infinite in float32 (less than s * 3e-39), the bucket is sent as zeros.
 - The collective "two_shot" replaces lines 4 to 9 by a reduce-scatter and an all-gather: the owner of a bucket receives
   the K workers' Q_s(g_l) of it, adds them up, and sends Q_s of the sum, drawn anew, to all. The mean is that over K.
-- With the collective "psum", |v| is the largest of the K workers', and there are s = floor(127 / K) levels, so that
-  the sum of the workers' codes sign(v_i) * q fits in 8 bits. The mean is (sum of the codes) * (|v| * float32(1 / (s *
-  K))) in float32; the sum is exact.
+- With the collective "psum", |v| is the largest of the K workers', and there are floor(s / K) levels in the place of s,
+  so that the sum of the workers' codes sign(v_i) * q fits in as many bits. The mean is (sum of the codes) * (|v| *
+  float32(1 / (levels * K))) in float32; the sum is exact.
 - A tensor with fewer than `dense_below` elements goes dense in float32.
 - If any worker's gradient, or a sum, before or after it is quantized, holds a non-finite number, all workers skip the
   step: the mean is zero. An L2 norm which float32 does not hold makes the sum non-finite. The steps are counted from 0,
@@ -135,7 +135,7 @@ class QuantDpReference:
         """The mean of all workers' tensors, of integer codes with one scale a bucket for all."""
         K, shape = len(all_x), all_x[0].shape
         flat_x, flat_u = [x.reshape(-1) for x in all_x], [np.asarray(u, np.float32).reshape(-1) for u in all_u]
-        levels, mean = 127 // K, np.zeros(flat_x[0].size, np.float32)
+        levels, mean = self.levels // K, np.zeros(flat_x[0].size, np.float32)
         for start in range(0, mean.size, self.bucket):
             place = slice(start, start + self.bucket)
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):

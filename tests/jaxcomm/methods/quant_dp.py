@@ -24,7 +24,7 @@ class QuantDp(Coded):
         norm = {"max": lambda g: np.abs(g).max(), "l2": np.linalg.norm}[self.option("norm")]
         if self.option("collective") == "psum":
             scale = max(norm(g) for g in own)
-            return scale, scale / (127 // len(own))
+            return scale, scale / ((2 ** (self.option("bits") - 1) - 1) // len(own))
         scales = sum(norm(g) for g in own)
         levels = 2 ** (self.option("bits") - 1) - 1
         shots = 1 if self.option("collective") == "gather" else 2 + self.option("bucket") ** 0.5 / levels
@@ -47,10 +47,10 @@ class QuantDp(Coded):
         return not self.sums_numbers
 
     def compressed_bytes(self, s: Sizes) -> Fraction:
-        """By psum a byte a number and a flag, and the scales, in all-reduces."""
+        """By psum the numbers and a flag, and the scales, in all-reduces."""
         if self.option("collective") != "psum":
             return super().compressed_bytes(s)
-        return all_reduce(s.K, s.n + 1) / 4 + all_reduce(s.K, s.n // self.option("bucket"))
+        return all_reduce(s.K, s.n + 1) * self.option("bits") / 32 + all_reduce(s.K, s.n // self.option("bucket"))
 
     def code_words(self, n: int, of_workers: int) -> int:
         return words(n, self.option("bits")) + n // self.option("bucket")
@@ -59,6 +59,7 @@ class QuantDp(Coded):
 CASES = [
     QuantDp.row(bits=8, collective="two_shot", seed=5),
     QuantDp.variant(bits=8, collective="psum", seed=3),
+    QuantDp.variant(bits=16, collective="psum", bucket=128, norm="l2", seed=4),
     QuantDp.variant(bits=4, norm="l2", bucket=128, collective="gather", dense_below=0),
     QuantDp.variant(bits=2, norm="l2", bucket=32, collective="two_shot", checksum=True),
 ]

@@ -118,7 +118,7 @@ def test_psum_does_not_send_16_bits(factory):
 
 
 NUMBERS = {
-    "bits": (jc.quant_dp, [3, 1, 16, "8", None], "2, 4 or 8", "8 is safe"),
+    "bits": (jc.quant_dp, [3, 1, 12, "8", None], "2, 4, 8 or 16", "8 is safe"),
     "bucket": (jc.quant_dp, [0, 31, 16, 500, 2048, 512.0], "a power of two from 32 to 1024", "the paper uses 512"),
     "norm": (jc.quant_dp, ["max_abs", 2, None], "'max' or 'l2'", "'max' adds less variance"),
     "clip": (jc.terngrad, [0, -1.0, NAN, INF, "2"], "a positive number of standard deviations, or None", "the paper"),

@@ -48,7 +48,7 @@ def check_unbiased(means, level):
 
 
 @pytest.mark.parametrize(
-    ("bits", "collective"), [*((b, c) for b in (2, 4, 8) for c in ("gather", "two_shot")), (8, "psum")]
+    ("bits", "collective"), [*((b, c) for b in (2, 4, 8) for c in ("gather", "two_shot")), (8, "psum"), (16, "psum")]
 )
 @pytest.mark.parametrize("norm", ["max", "l2"])
 def test_quant_dp(bits, norm, collective):
@@ -58,7 +58,7 @@ def test_quant_dp(bits, norm, collective):
     levels = 2 ** (bits - 1) - 1
     level = np.sqrt(np.sum(scales.max(1) ** 2)) / levels / K  # of the mean of independent roundings
     if collective == "psum":
-        level = np.sqrt(K) * scales.max() / (127 // K) / K
+        level = np.sqrt(K) * scales.max() / (levels // K) / K
     if collective == "two_shot":
         of_sum = np.sum(scales.max(1)) * (1 + np.sqrt(bucket) / levels) / levels / K
         level = np.hypot(level, of_sum)
