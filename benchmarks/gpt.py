@@ -22,7 +22,7 @@ from benchmarks.netlab import Lab
 from benchmarks.papers.report import Difference, draw
 from configs import CONFIGS
 from configs.experiment import Architecture, Experiment
-from configs.methods import DctDp, LocalSgd, Method, PlumpDp, PowerSgd
+from configs.methods import DctDp, LocalSgd, Method, PlumpDp, PowerSgd, SparseLoco
 from train.records import Record, Records
 from train.seeds import settings_of, train_seeds
 from train.tables import print_table, stdev
@@ -33,6 +33,7 @@ METHODS: dict[str, Method] = {
     "dct_dp, 99%": DctDp(sparsity=0.99, life_span=100),
     "powersgd, rank 4": PowerSgd(rank=4),
     "local_sgd, H=10": LocalSgd(steps=10),
+    "sparse_loco, H=10": SparseLoco(steps=10),
 }
 WARM_UP = 4  # steps before the timed ones: the first compiles, and connections open
 

@@ -16,6 +16,7 @@ from configs.methods import (
     RandomK,
     Sign,
     SlimDp,
+    SparseLoco,
     TernGrad,
     TopK,
 )
@@ -27,6 +28,7 @@ SETTINGS: list[tuple[str, Method]] = [
     ("", DENSE),
     ("98%", TopK(sparsity=0.98)),
     ("99%", TopK(sparsity=0.99)),
+    ("99%, 2 bits a value", TopK(sparsity=0.99, value_dtype="2bit")),
     ("98%", Ef21(sparsity=0.98)),
     ("99%", Ef21(sparsity=0.99)),
     ("98%", DctDp(sparsity=0.98)),
@@ -49,6 +51,7 @@ SETTINGS: list[tuple[str, Method]] = [
     ("(0.3, 0.15)", SlimDp(alpha=0.3, beta=0.15)),
     ("(0.3, 0.3)", SlimDp(alpha=0.3, beta=0.3)),
     ("(0.3, 0.15) carry", SlimDp(alpha=0.3, beta=0.15, unsent="carry")),
+    ("H=10", SparseLoco(steps=10)),
     ("H=10", LocalSgd(steps=10)),
     ("H=10, top-k 98%", LocalSgd(steps=10, exchange_sparsity=0.98)),
     ("H=10, outer 0.9", LocalSgd(steps=10, outer_momentum=0.9)),  # DiLoCo's momentum, for hundreds of exchanges

@@ -19,6 +19,7 @@ from jaxcomm.methods import (
     random_k,
     sign,
     slim_dp,
+    sparse_loco,
     terngrad,
     topk,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "sign",
     "simulate",
     "slim_dp",
+    "sparse_loco",
     "split_dense",
     "state_specs",
     "terngrad",

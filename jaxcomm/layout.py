@@ -31,18 +31,25 @@ class Layout:
       shapes: the shape of every leaf, in tree order.
       dtypes: the dtype of every leaf.
       compressed: for every leaf, whether it is part of the flat vector.
-      capacities: for every compressed leaf (segment), the slots it has in a payload.
+      capacities: for every segment, the slots it has in a payload. A segment is a compressed leaf, or a chunk of one.
+      chunk: elements of a chunk, whole blocks; the last of a leaf may have fewer. None for whole leaves.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[Any, ...]
     compressed: tuple[bool, ...]
     capacities: tuple[int, ...]
+    chunk: int | None = None
+
+    @cached_property
+    def tensor_sizes(self) -> tuple[int, ...]:
+        """Elements of every compressed leaf."""
+        return tuple(math.prod(shape) for shape, is_in in zip(self.shapes, self.compressed, strict=True) if is_in)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Elements of every segment."""
-        return tuple(math.prod(shape) for shape, is_in in zip(self.shapes, self.compressed, strict=True) if is_in)
+        return segment_sizes(self.tensor_sizes, self.chunk)
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:
@@ -62,7 +69,7 @@ class Layout:
     @property
     def n_dense(self) -> int:
         """Elements of the tensors that are not compressed."""
-        return sum(math.prod(shape) for shape in self.shapes) - sum(self.sizes)
+        return sum(math.prod(shape) for shape in self.shapes) - sum(self.tensor_sizes)
 
     @property
     def n_slots(self) -> int:
@@ -98,9 +105,9 @@ class Layout:
     def flatten(self, tensors: Sequence[jax.Array]) -> jax.Array:
         """Lays the compressed tensors out as one float32 vector (n,), zeros between them."""
         rows = []
-        for tensor, blocks in zip(tensors, self.blocks, strict=True):
+        for tensor in tensors:
             rows.append(tensor.reshape(-1).astype(jnp.float32))
-            if gap := blocks * BLOCK - tensor.size:
+            if gap := -tensor.size % BLOCK:
                 rows.append(jnp.zeros(gap, jnp.float32))
         return jnp.concatenate(rows) if rows else jnp.zeros(0, jnp.float32)  # (n,)
 
@@ -108,15 +115,23 @@ class Layout:
         """Cuts a vector (n,) into the compressed tensors, in their shapes; the dtype stays that of the vector."""
         shapes, _ = self.split(self.shapes)
         tensors, start = [], 0
-        for shape, size, blocks in zip(shapes, self.sizes, self.blocks, strict=True):
+        for shape, size in zip(shapes, self.tensor_sizes, strict=True):
             tensors.append(vector[start : start + size].reshape(shape))
-            start += blocks * BLOCK
+            start += -(-size // BLOCK) * BLOCK
         return tensors
 
     def as_leaves(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
         """Casts the compressed tensors to the dtypes of their leaves."""
         dtypes, _ = self.split(self.dtypes)
         return [tensor.astype(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+
+
+def segment_sizes(sizes: Sequence[int], chunk: int | None) -> tuple[int, ...]:
+    """Cuts tensors of some sizes into chunks; the last of a tensor may be shorter."""
+    if chunk is None:
+        return tuple(sizes)
+    cut = [[chunk] * (size // chunk) + [size % chunk] * (size % chunk > 0) for size in sizes]
+    return tuple(size for each in cut for size in each)
 
 
 def segment_sum(values: jax.Array, segments: np.ndarray, count: int) -> jax.Array:
@@ -132,15 +147,17 @@ def plan_layout(
     dense_below: int,
     capacity: Callable[[int], int],
     compress: Callable[[tuple[int, ...]], bool] | None = None,
+    chunk: int | None = None,
 ) -> Layout:
     """Decides which tensors of a gradient are compressed, and how many slots each has.
 
     Args:
       tree: a pytree of arrays or of `jax.ShapeDtypeStruct`s.
       dense_below: tensors with fewer elements travel dense.
-      capacity: the slots of a tensor, from its number of elements.
+      capacity: the slots of a segment, from its number of elements.
       compress: whether a tensor is worth compressing, from its shape; None for every tensor. Those that are not travel
         dense as well.
+      chunk: elements of a segment, a multiple of `BLOCK`; None for a tensor a segment.
 
     Raises:
       ValueError: if the tree is empty, a leaf is not of a real floating type, or there are 2^31 elements or more.
@@ -167,7 +184,10 @@ def plan_layout(
         shapes=shapes,
         dtypes=tuple(jnp.dtype(leaf.dtype) for _, leaf in paths),
         compressed=compressed,
-        capacities=tuple(capacity(size) for size, is_in in zip(sizes, compressed, strict=True) if is_in),
+        capacities=tuple(
+            map(capacity, segment_sizes([n for n, is_in in zip(sizes, compressed, strict=True) if is_in], chunk))
+        ),
+        chunk=chunk,
     )
     if layout.n >= MAX_ELEMENTS:
         raise ValueError(

@@ -333,6 +333,10 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
             "s-3e+38",
         ),
     },
+    "tests/jaxcomm/methods/test_sparse_loco.py": {
+        "test_nothing_is_lost_by_few_bits": ("topk-gather-2bit", "dct_dp-balanced-4bit"),
+        "test_the_exchange_is_the_papers": ("2-0.95-gather",),
+    },
     "tests/jaxcomm/methods/test_recovery.py": {
         "test_after_a_bad_step_training_goes_on": ("plump_dp()",),
     },

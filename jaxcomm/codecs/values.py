@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomm.bits import WORD
+from jaxcomm.layout import Layout
 
 _UPPER_HALF = np.uint32(0xFFFF0000)
 
@@ -44,6 +45,20 @@ class ValueCodec:
         values = jnp.clip(values, -float(info.max), float(info.max))
         # Not a cast there and back: XLA may take such a pair for the identity.
         return lax.reduce_precision(values, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+
+    def n_words(self, layout: Layout) -> int:
+        """Returns the words of the values of all slots."""
+        return -(-layout.n_slots * self.bits // WORD)
+
+    def write(self, values: jax.Array, filled: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
+        """Writes the values of slots (C,), 0 in empty ones; returns the words, and the values as they are read."""
+        del filled, layout
+        values = self.rounded(values)
+        return self.encode(values), values
+
+    def read(self, words: jax.Array, layout: Layout) -> jax.Array:
+        """Reads the values of all slots: (C,) float32."""
+        return self.decode(words, layout.n_slots)
 
     def encode(self, values: jax.Array) -> jax.Array:
         """Writes values (C,), already rounded, as W = ceil(C * bits / 32) words: (W,) uint32.

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomm import bits
-from jaxcomm.codecs import IndexCodec, ValueCodec, choose_index_codec
+from jaxcomm.codecs import IndexCodec, SlotCodec, choose_index_codec
 from jaxcomm.collectives.axis import zeros_varying_as
 from jaxcomm.collectives.gather import fuse, split_words
 from jaxcomm.collectives.reduced import Sent, SparseReduced
@@ -45,7 +45,7 @@ class Regions:
 
     layout: Layout
     workers: int
-    values: ValueCodec
+    values: SlotCodec
     index_codec: str
     checksum: bool = False
 
@@ -68,7 +68,7 @@ class Regions:
     @property
     def received(self) -> int:
         """Bytes that each worker receives in both shots."""
-        words = self.indices.n_words + -(-self.region.n_slots * self.values.bits // bits.WORD)
+        words = self.indices.n_words + self.values.n_words(self.region)
         return 4 * (self.workers - 1) * 2 * (words + 3 + self.checksum)
 
     def cut(self, vector: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -90,12 +90,13 @@ class Regions:
         count = jnp.sum(selection.slots.filled, dtype=jnp.int32)
         header = [*header, count, selection.overflow]
         words = jnp.stack([number.astype(jnp.uint32) for number in header])
-        return {"header": words, "values": self.values.encode(self.values.rounded(sent)), **indices}, selection
+        written, _ = self.values.write(sent, selection.slots.filled, self.region)
+        return {"header": words, "values": written, **indices}, selection
 
     @jax.named_scope(DECODE)
     def _decode(self, payload: Payload) -> tuple[jax.Array, jax.Array]:
         """Reads the positions in a region and the values."""
-        return self.indices.decode(payload), self.values.decode(payload["values"], self.region.n_slots)
+        return self.indices.decode(payload), self.values.read(payload["values"], self.region)
 
     def exchange(
         self, vector: jax.Array, mask: jax.Array, start: jax.Array, status: jax.Array, axis_name: str
@@ -122,7 +123,7 @@ class Regions:
 
         payload, slots = jax.vmap(encode_own)(by_region, compact_rows(words, self.region, start))
         like = jax.tree.map(lambda rows: jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), payload)
-        values = jax.vmap(lambda row: self.values.decode(row, self.region.n_slots))(payload["values"])  # (K, R)
+        values = jax.vmap(lambda row: self.values.read(row, self.region))(payload["values"])  # (K, R)
 
         def at_owner(received: jax.Array) -> tuple[jax.Array, jax.Array]:
             payloads = jax.vmap(lambda row: split_words(row, like))(received)
@@ -138,7 +139,7 @@ class Regions:
             sound = sound & jnp.isfinite(total).all()
             counts = jnp.sum(headers[:, 1:], axis=0)
             result, selection = self._encode(total, compact(select_topk(total, self.region), self.region), [])
-            kept = self.values.decode(result["values"], self.region.n_slots)
+            kept = self.values.read(result["values"], self.region)
             dropped = total.at[selection.slots.position].add(-kept, mode="promise_in_bounds")
             # What this worker holds back itself, and now for others as well, must stay finite, or it could never leave.
             own = by_region[me].at[slots.position[me]].add(-values[me], mode="promise_in_bounds")

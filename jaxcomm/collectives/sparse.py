@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomm.bits import popcount
-from jaxcomm.codecs import IndexCodec, ValueCodec, choose_index_codec
+from jaxcomm.codecs import IndexCodec, SlotCodec, choose_index_codec
 from jaxcomm.collectives.axis import axis_size
 from jaxcomm.collectives.balanced import Regions
 from jaxcomm.collectives.checksum import agreed, gather_checked
@@ -67,7 +67,7 @@ class SparseSum:
     """
 
     layout: Layout
-    values: ValueCodec
+    values: SlotCodec
     index_codec: str
     collective: str
     always_fits: bool
@@ -88,7 +88,7 @@ class SparseSum:
         if self.collective != "auto":
             return self.collective == "gather"
         k, n = axis_size(self.axis_name), self.layout.n
-        words = HEADER + self.indices.n_words + -(-self.layout.n_slots * self.values.bits // 32) + self.checksum
+        words = HEADER + self.indices.n_words + self.values.n_words(self.layout) + self.checksum
         gathered, dense = 4 * (k - 1) * words, 8 * (k - 1) * n / k
         return gathered <= dense / 4 or gathered <= self.regions().received
 
@@ -119,19 +119,19 @@ class SparseSum:
         selection = compact(mask, self.layout, None if self.always_fits else start)
         indices, selection = self.indices.encode(selection)
         position, filled = selection.slots
-        values = self.values.rounded(jnp.where(filled, vector.at(position), 0.0))  # (C,)
+        written, values = self.values.write(jnp.where(filled, vector.at(position), 0.0), filled, self.layout)  # (C,)
         header = [
             self.status(vector, mask),
             jnp.sum(filled).astype(jnp.uint32),
             selection.overflow.astype(jnp.uint32),
         ]
-        payload = {"header": jnp.stack(header), "values": self.values.encode(values), **indices}
+        payload = {"header": jnp.stack(header), "values": written, **indices}
         return payload, Sent(position, filled, values)
 
     @jax.named_scope(DECODE)
     def decode(self, payload: Payload) -> tuple[jax.Array, jax.Array]:
         """Reads the positions and values of a payload, (C,) each; the value of an empty slot is 0."""
-        values = self.values.decode(payload["values"], self.layout.n_slots)
+        values = self.values.read(payload["values"], self.layout)
         return self.indices.decode(payload), values
 
     def _gather(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> SparseReduced:
@@ -142,7 +142,7 @@ class SparseSum:
         counts = gathered["header"][:, 1:].astype(jnp.float32)  # (K, 2), sent and overflow
         # Of the values that have arrived: if this is finite, so is every number of the mean, wherever they are added.
         with jax.named_scope(DECODE):
-            read = jax.vmap(lambda words: self.values.decode(words, self.layout.n_slots))
+            read = jax.vmap(lambda words: self.values.read(words, self.layout))
             values = read(gathered["values"])  # (K, C)
             most = jnp.sum(jnp.abs(values))
 

@@ -12,6 +12,7 @@ from jaxcomm.methods.quant_dp import QuantDp, quant_dp
 from jaxcomm.methods.random_k import RandomK, random_k
 from jaxcomm.methods.sign import Sign, sign
 from jaxcomm.methods.slim_dp import SlimDp, slim_dp
+from jaxcomm.methods.sparse_loco import sparse_loco
 from jaxcomm.methods.terngrad import TernGrad, terngrad
 from jaxcomm.methods.topk import TopK, topk
 
@@ -42,6 +43,7 @@ __all__ = [
     "random_k",
     "sign",
     "slim_dp",
+    "sparse_loco",
     "terngrad",
     "topk",
 ]

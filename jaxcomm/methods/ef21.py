@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from jaxcomm.checks import check_range
 from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, transformation, zeros_unless
 from jaxcomm.layout import Layout
@@ -35,6 +36,12 @@ class Ef21(TopK):
     """
 
     name: ClassVar[str] = "ef21"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(
+            "decay", self.decay, "1 for ef21", self.decay == 1, "its residual is an estimate, and does not grow"
+        )
 
     @property
     def has_error_feedback(self) -> bool:

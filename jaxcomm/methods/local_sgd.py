@@ -1,4 +1,4 @@
-"""Local steps, and an outer optimizer on what they changed: DiLoCo, and with a compressor SparseLoCo."""
+"""Local steps, and an outer optimizer on what they changed: DiLoCo, with any compressor."""
 
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -91,13 +91,12 @@ class LocalSgd(LocalExchange):
     `optax.chain(optax.adamw(3e-4), jc.local_sgd(100, exchange=jc.plump_dp()))`. On the wire: the exchange, once in H
     steps. Memory: 4 bytes a parameter, and what the exchange and the outer optimizer keep.
 
-    Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Sarfi et al.,
-    "Communication Efficient LLM Pre-training with SparseLoCo", 2025.
+    Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023.
 
     Attributes:
-      steps: H, local steps from one exchange to the next. DiLoCo: 500; SparseLoCo: 15 to 250.
-      exchange: averages the outer gradients: `plump_dp()` (DiLoCo), or any compressor over the same axis. `topk(0.99)`
-        gives SparseLoCo: its residual carries what was not sent over to the next exchange.
+      steps: H, local steps from one exchange to the next. DiLoCo: 500.
+      exchange: averages the outer gradients: `plump_dp()` (DiLoCo), or any compressor over the same axis; its residual
+        carries what was not sent over to the next exchange. `sparse_loco` has the settings of SparseLoCo.
       outer: an optimizer for the outer gradients; by default SGD with learning rate 0.7 and Nesterov momentum 0.9.
     """
 

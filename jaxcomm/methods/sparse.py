@@ -5,20 +5,22 @@ worker adds them up, and what was not sent is the new residual.
 """
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxcomm.bits import popcount, unpack
 from jaxcomm.checks import check_count, check_range
-from jaxcomm.codecs import ValueDtype, value_codec
+from jaxcomm.codecs import SlotDtype, slot_codec
 from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.collectives.reduced import SparseReduced
 from jaxcomm.collectives.sparse import COLLECTIVES, Accumulated, SparseSum
 from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, zeros_unless
-from jaxcomm.layout import Layout, plan_layout
+from jaxcomm.layout import BLOCK, Layout, plan_layout
 from jaxcomm.numerics import is_finite_narrow
 from jaxcomm.scopes import EXCHANGE
 from jaxcomm.selectors import draw_start
@@ -29,22 +31,31 @@ from jaxcomm.types import ExchangeMetrics
 class SparseExchange(Exchange):
     """One payload of coordinates per worker and step; what is not sent stays in the residual.
 
-    With error feedback nothing is lost: mean + pmean(new residual) == pmean(gradient + residual), to float rounding.
+    With error feedback nothing is lost: mean + pmean(new residual) == pmean(gradient + residual), to float rounding;
+    with `decay`, the new residual is so many times what it would be.
+
     Memory: 4 bytes a parameter. Bytes: see `jaxcomm.wire_report`.
 
     Attributes:
       dense_below: tensors with fewer elements are sent dense, as float32.
-      value_dtype: "bfloat16" (16 bits a value) or "float32".
+      value_dtype: "bfloat16" (16 bits a value), "float32", or "4bit" or "2bit": a sign, a bin of magnitude, and the
+        bins' means a segment, see `jaxcomm.codecs.bins`.
       index_codec: "plain", "bitmap", "elias_fano", "rice", or "auto" for the smallest at this density.
       collective: "gather" (every worker receives the K-1 other payloads), "balanced" (owners of regions sum, send the
         largest sums on, and keep the rest: about 2 payloads whatever K is), or "auto": gather while that receives at
         most a quarter of the dense bytes, beyond that gather or balanced, whichever receives fewer.
+      chunk: elements of a segment, a multiple of 1024: what is selected, and the bins of values, are those of each
+        chunk of a tensor. None for whole tensors.
+      decay: the part of what is not sent that the next step adds, above 0 and at most 1. Below 1, gradients that wait
+        are forgotten little by little.
     """
 
     dense_below: int = 512
-    value_dtype: ValueDtype = "bfloat16"
+    value_dtype: SlotDtype = "bfloat16"
     index_codec: str = "auto"
     collective: str = "auto"
+    chunk: int | None = None
+    decay: float = 1.0
 
     always_fits: ClassVar[bool] = True  # whether `select` never selects more of a tensor than its capacity
 
@@ -53,6 +64,10 @@ class SparseExchange(Exchange):
         check_count("dense_below", self.dense_below, 0, "0 compresses every tensor")
         holds = self.collective in (*COLLECTIVES, "auto")
         check_range("collective", self.collective, f"one of {', '.join(COLLECTIVES)}", holds, "or pass 'auto'")
+        holds = self.chunk is None or (isinstance(self.chunk, int) and self.chunk > 0 and self.chunk % BLOCK == 0)
+        check_range("chunk", self.chunk, f"a multiple of {BLOCK}, or None", holds, "SparseLoCo has 4096")
+        holds = isinstance(self.decay, Real) and 0 < self.decay <= 1
+        check_range("decay", self.decay, "above 0 and at most 1", holds, "1 keeps all that is not sent")
 
     @property
     def instead_of_checksum(self) -> None:
@@ -67,13 +82,13 @@ class SparseExchange(Exchange):
         raise NotImplementedError
 
     def plan(self, tree: Any) -> Layout:
-        layout = plan_layout(tree, dense_below=self.dense_below, capacity=self.capacity)
+        layout = plan_layout(tree, dense_below=self.dense_below, capacity=self.capacity, chunk=self.chunk)
         _ = self.collective_of(layout).indices  # its error comes before any work
         return layout
 
     def collective_of(self, layout: Layout) -> SparseSum:
         """Returns the collective of a gradient's shapes."""
-        values = value_codec(self.value_dtype)
+        values = slot_codec(self.value_dtype)
         return SparseSum(
             layout, values, self.index_codec, self.collective, self.always_fits, self.axis_name, self.checksum
         )
@@ -108,15 +123,19 @@ class SparseExchange(Exchange):
         means = layout.as_leaves(layout.unflatten(mean))
         ok, means = ok & is_finite_narrow(means), layout.join(means, dense_means)
 
-        sent = received.sent
+        sent, decay = received.sent, np.float32(self.decay)
         if received.residual is None:
             # One pass, then the few coordinates that were sent: the old residual's buffer becomes the new one's.
             residual = vector.residual + jnp.where(ok, vector.gradient, 0.0)[None]
-            residual = residual.at[0, sent.position].add(jnp.where(ok, -sent.values, 0.0), mode="promise_in_bounds")
+            if self.decay < 1:
+                residual = residual * jnp.where(ok, decay, 1.0)
+            residual = residual.at[0, sent.position].add(
+                jnp.where(ok, -decay * sent.values, 0.0), mode="promise_in_bounds"
+            )
         else:
             # Not so here: XLA would add the owner's part first, and large numbers leave float32 on the way.
             taken = jnp.zeros(layout.n, jnp.float32).at[sent.position].add(sent.values, mode="promise_in_bounds")
-            residual = jnp.where(ok, vector.sum() - taken + received.residual(), vector.residual)
+            residual = jnp.where(ok, decay * (vector.sum() - taken + received.residual()), vector.residual)
         return Exchanged(zeros_unless(ok, means), residual, ExchangeMetrics.of(ok, *received.counts)), received
 
 
@@ -148,7 +167,7 @@ def exchange_densely(gradient: Gradient, vector: Accumulated, mask: jax.Array | 
     flag = [] if mask is None else [jnp.where(vector.is_ok(), 0.0, jnp.nan)]
     dense = gradient.dense
     means, ok = dense_mean([*layout.unflatten(sends), *dense, *flag], axis_name)
-    n = len(layout.sizes)
+    n = len(layout.tensor_sizes)
     compressed = layout.as_leaves(means[:n])
     ok, means = ok & is_finite_narrow(compressed), layout.join(compressed, means[n : n + len(dense)])
     rest = jnp.zeros_like(vector.residual) if mask is None else (x - sends)[None]

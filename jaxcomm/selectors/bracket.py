@@ -38,16 +38,15 @@ def order_statistic(vector: jax.Array, layout: Layout, ranks: Sequence[int] | ja
     Returns:
       (S,) float32.
     """
-    magnitude = magnitude_bits(vector)
     k = jnp.asarray(layout.sizes, jnp.int32) - jnp.asarray(ranks, jnp.int32) + 1  # the k-th largest
     # Of the vector's own type: on a mesh it differs between workers.
-    k = k + (magnitude[0] * np.uint32(0)).astype(jnp.int32)
+    k = k + (magnitude_bits(vector[0]) * np.uint32(0)).astype(jnp.int32)
     wide = dataclasses.replace(layout, capacities=_rooms(layout))
     if wide.n_slots * _FEW > layout.n:
-        return _as_float(_bisect(magnitude, layout, k))
+        return _as_float(_bisect(vector, layout, k))
 
-    low, high = _brackets(magnitude, layout, wide.capacities, k)
-    rows = magnitude.reshape(-1, BLOCK)
+    low, high = _brackets(vector, layout, wide.capacities, k)
+    rows = magnitude_bits(vector).reshape(-1, BLOCK)
     above = _count((rows >= layout.per_block(high)[:, None]).reshape(-1), layout)
     inside = (rows >= layout.per_block(low)[:, None]) & (rows < layout.per_block(high)[:, None])
     words = bits.pack(inside.reshape(-1))
@@ -57,12 +56,12 @@ def order_statistic(vector: jax.Array, layout: Layout, ranks: Sequence[int] | ja
     is_known = is_zero | ((above < k) & (k <= above + count) & fits)
 
     slots = slots_of(words, rank, wide)
-    candidates = jnp.where(slots.filled, magnitude[slots.position], np.uint32(0))
+    candidates = jnp.where(slots.filled, vector[slots.position], 0.0)
     among = dataclasses.replace(
-        wide, shapes=tuple((room,) for room in wide.capacities), compressed=(True,) * len(layout.sizes)
+        wide, shapes=tuple((room,) for room in wide.capacities), compressed=(True,) * len(layout.sizes), chunk=None
     )
     found = jnp.where(is_zero, np.uint32(0), _bisect(candidates, among, k - above))
-    searched = _bisect(magnitude, layout, k, jnp.where(jnp.all(is_known), 0, 31))
+    searched = _bisect(vector, layout, k, jnp.where(jnp.all(is_known), 0, 31))
     return _as_float(jnp.where(is_known, found, searched))
 
 
@@ -76,14 +75,12 @@ def _rooms(layout: Layout) -> tuple[int, ...]:
     return tuple(rooms)
 
 
-def _brackets(
-    magnitude: jax.Array, layout: Layout, rooms: tuple[int, ...], k: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _brackets(vector: jax.Array, layout: Layout, rooms: tuple[int, ...], k: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns bounds of the k-th largest magnitude: (S,) uint32 each, at least one, and above it."""
     place = lax.iota(jnp.uint32, layout.n // _SAMPLED)
     # At random in each 64: matrices have columns.
     place = place * np.uint32(_SAMPLED) + noise.mix(place) % np.uint32(_SAMPLED)
-    sample = magnitude[place.astype(jnp.int32)].reshape(-1, BLOCK // _SAMPLED)  # (blocks, 16)
+    sample = magnitude_bits(vector[place.astype(jnp.int32)]).reshape(-1, BLOCK // _SAMPLED)  # (blocks, 16)
     expected = k.astype(jnp.float32) / _SAMPLED
     spread = np.float32(_DEVIATIONS) * jnp.sqrt(expected)
     ends = jnp.stack([jnp.ceil(expected + spread) + 1, jnp.floor(expected - spread)]).astype(jnp.int32)  # (2, S)
@@ -103,12 +100,14 @@ def _brackets(
     return low, jnp.maximum(low, high)
 
 
-def _bisect(magnitude: jax.Array, layout: Layout, k: jax.Array, passes: jax.Array | int = 31) -> jax.Array:
-    """Returns the k-th largest of (n,) uint32 below 2^31, or 0 where fewer are above 0: (S,) uint32."""
-    rows = magnitude.reshape(-1, BLOCK)
+def _bisect(vector: jax.Array, layout: Layout, k: jax.Array, passes: jax.Array | int = 31) -> jax.Array:
+    """Returns the bits of the k-th largest magnitude of a vector (n,), or 0 where fewer are above 0: (S,) uint32."""
 
     def narrow(step: int, known: jax.Array) -> jax.Array:
         candidate = known | lax.shift_left(np.uint32(1), jnp.uint32(30 - step))
+        # The bits in each pass: else XLA would write them down before the loop, which costs memory and a copy.
+        each, _ = lax.optimization_barrier((vector, known))
+        rows = magnitude_bits(each).reshape(-1, BLOCK)
         reached = _count((rows >= layout.per_block(candidate)[:, None]).reshape(-1), layout)
         return jnp.where(reached >= k, candidate, known)
 

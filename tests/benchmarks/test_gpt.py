@@ -45,7 +45,7 @@ def test_every_method_is_trained_once_and_compared_by_seed(trained, tmp_path, ca
     gpt.main(config)
     assert trained == [(method, seed) for method in METHODS.values() for seed in (0, 1)]
     gpt.main(config)
-    assert len(trained) == 10
+    assert len(trained) == 2 * len(METHODS)
     rows = rows_of(capsys.readouterr().out)
     assert rows.keys() == METHODS.keys()
     assert [rows["dense"][name] for name in ("loss", "minus_dense", "bits_per_byte")] == ["2.125", "0", "4.25"]

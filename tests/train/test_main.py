@@ -283,7 +283,7 @@ def test_bad_values_are_refused_before_a_folder_is_made(argv, said, started, tmp
             ["alpha is one number, or one more than the rising steps", "(1.0, 2.0)"],
         ),
         (["method:local-sgd", "--method.steps", "0"], ["steps must be an integer of at least 1, got 0"]),
-        (["method:quant-dp", "--method.bits", "3"], ["'--method.bits'", "('2', '4', '8')"]),
+        (["method:quant-dp", "--method.bits", "3"], ["'--method.bits'", "('2', '4', '8', '16')"]),
     ],
 )
 def test_bad_options_of_a_method_are_refused_as_they_are_read(argv, said, capsys, monkeypatch):

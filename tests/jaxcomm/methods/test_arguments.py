@@ -86,7 +86,9 @@ def test_dense_below_is_a_count(factory, dense_below):
 
 @pytest.mark.parametrize("factory", taking("value_dtype"))
 def test_value_dtype_is_one_that_travels(factory):
-    with pytest.raises(ValueError, match=r"one of float32, bfloat16(, float16)?, got 'int8': pass value_dtype='bfl"):
+    with pytest.raises(
+        ValueError, match=r"one of float32, bfloat16(, float16|, 4bit, 2bit)?, got 'int8': pass value_d"
+    ):
         factory(value_dtype="int8").init(jnp.zeros(1000))
 
 
