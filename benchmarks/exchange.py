@@ -36,7 +36,6 @@ METHODS: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "quant_dp_4": lambda _: jc.quant_dp(4),
     "quant_dp_2": lambda _: jc.quant_dp(2),
     "terngrad": lambda _: jc.terngrad(),
-    "terngrad_psum": lambda _: jc.terngrad(collective="psum"),
     "sign": lambda _: jc.sign(),
     "powersgd": lambda _: jc.powersgd(),
     "slim_dp": lambda _: jc.slim_dp(0.2, 0.1),

@@ -118,14 +118,11 @@ class Ternary:
         """Returns the words of m values."""
         return bits.plane_words(m, 2)
 
-    def draw(self, values: jax.Array, start: jax.Array | int) -> jax.Array:
-        """Returns -1, 0 or 1 for each value: (m,) int32."""
-        is_one = noise.uniform(self.key, values.size, start) < jnp.abs(values)
-        return jnp.where(is_one, jnp.where(values < 0, -1, 1), 0)
-
     def encode(self, values: jax.Array, start: jax.Array | int) -> jax.Array:
         """Writes values."""
-        return bits.pack_planes(self.draw(values, start) + 1, 2)
+        is_one = noise.uniform(self.key, values.size, start) < jnp.abs(values)
+        code = jnp.where(is_one, jnp.where(values < 0, 0, 2), 1)
+        return bits.pack_planes(code, 2)
 
     def decode(self, words: jax.Array, m: int, start: jax.Array | int) -> jax.Array:
         """Reads values."""

@@ -17,10 +17,10 @@ from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.layout import BLOCK
 from jaxcomm.scopes import DECODE, ENCODE, EXCHANGE
 
-COLLECTIVES = ("gather", "two_shot", "psum")
+COLLECTIVES = ("gather", "two_shot")
 
 
-def check_collective(name: str, collectives: Sequence[str]) -> None:
+def check_collective(name: str, collectives: Sequence[str] = COLLECTIVES) -> None:
     """Raises a ValueError unless the name is one of some, or "auto"."""
     if name not in (*collectives, "auto"):
         raise ValueError(f"Coded vectors are summed by one of {', '.join(collectives)}, got {name!r}: or pass 'auto'.")

@@ -23,15 +23,15 @@ class CodedExchange(Exchange):
     Attributes:
       dense_below: tensors with fewer elements are sent dense, as float32.
       collective: "gather" (each worker receives the K-1 other codes, and sums are not rounded), "two_shot" (2 (K-1)/K
-        codes whatever K is: the owner of a part codes the sum again), or "auto" for fewer bytes. `quant_dp` and
-        `terngrad` have "psum" as well: an all-reduce of 8-bit integers.
+        codes whatever K is: the owner of a part codes the sum again), or "auto" for fewer bytes. `quant_dp` has "psum"
+        as well.
     """
 
     dense_below: int = 512
     collective: str = "auto"
 
     keeps_residual: ClassVar[bool] = False
-    collectives: ClassVar[tuple[str, ...]] = COLLECTIVES
+    collectives: ClassVar[tuple[str, ...]] = COLLECTIVES  # that `collective` may name
 
     def __post_init__(self) -> None:
         super().__post_init__()

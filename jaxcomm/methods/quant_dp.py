@@ -13,6 +13,7 @@ from jaxcomm import noise
 from jaxcomm.checks import check_range
 from jaxcomm.codecs.quantize import Buckets, PartCodec
 from jaxcomm.collectives import axis_size
+from jaxcomm.collectives.coded_sum import COLLECTIVES
 from jaxcomm.exchange import transformation
 from jaxcomm.layout import BLOCK, Layout
 from jaxcomm.methods.coded import CodedExchange
@@ -73,6 +74,7 @@ class QuantDp(CodedExchange):
     seed: int = 0
 
     name: ClassVar[str] = "quant_dp"
+    collectives: ClassVar[tuple[str, ...]] = (*COLLECTIVES, "psum")
 
     def __post_init__(self) -> None:
         super().__post_init__()

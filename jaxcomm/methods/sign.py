@@ -33,7 +33,6 @@ class Sign(CodedExchange):
 
     name: ClassVar[str] = "sign"
     keeps_residual: ClassVar[bool] = True
-    collectives: ClassVar[tuple[str, ...]] = ("gather", "two_shot")  # its sums are no small integers
 
     def codecs(self, layout: Layout, step: jax.Array) -> tuple[PartCodec, PartCodec]:
         return BlockSigns(layout), BlockSigns(layout)

@@ -18,7 +18,7 @@ from jaxcomm.exchange import transformation
 from jaxcomm.layout import BLOCK, Layout
 from jaxcomm.methods.coded import CodedExchange
 from jaxcomm.numerics import divide
-from jaxcomm.scopes import ENCODE, EXCHANGE
+from jaxcomm.scopes import EXCHANGE
 from jaxcomm.selectors.importance import moments, segment_max
 
 
@@ -33,8 +33,7 @@ class TernGrad(CodedExchange):
       3. send sign(g) with the probability |g| / s, else 0
       4. the sum over the workers is an integer from -K to K; return s / K times it
 
-    The sums are exact, so that all collectives return the same; in two shots the sums take ceil(log2(2K+1)) bits. By
-    "psum" all is sent as int8 (int16 from K = 128 on): more bytes, without packing bits.
+    The sums are exact, so that both collectives return the same; in two shots the sums take ceil(log2(2K+1)) bits.
     `optax.chain(jc.terngrad(), optax.sgd(0.1))`.
 
     Source: Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", NeurIPS
@@ -56,17 +55,9 @@ class TernGrad(CodedExchange):
         holds = self.clip is None or (isinstance(self.clip, Real) and 0 < self.clip < math.inf)
         check_range("clip", self.clip, "a positive number of standard deviations, or None", holds, "the paper uses 2.5")
 
-    def codecs(self, layout: Layout, step: jax.Array) -> tuple[Ternary, PartCodec]:
+    def codecs(self, layout: Layout, step: jax.Array) -> tuple[PartCodec, PartCodec]:
         first = Ternary(noise.make_key(self.seed, step, lax.axis_index(self.axis_name)))
         return first, Integers(axis_size(self.axis_name))
-
-    def summands(self, vector: jax.Array, layout: Layout, step: jax.Array) -> tuple[jax.Array, Any] | None:
-        if self.collective != "psum":
-            return None
-        ratio, factor = self.scaled(vector, layout)
-        with jax.named_scope(ENCODE):
-            codes = self.codecs(layout, step)[0].draw(ratio, 0)
-        return codes.astype(jnp.int8 if axis_size(self.axis_name) < 128 else jnp.int16), factor
 
     def scaled(self, vector: jax.Array, layout: Layout) -> tuple[jax.Array, Any]:
         rows = vector.reshape(-1, BLOCK)

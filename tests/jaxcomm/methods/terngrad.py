@@ -35,14 +35,8 @@ class TernGrad(Coded):
     def code_words(self, n: int, of_workers: int) -> int:
         return words(n, math.ceil(math.log2(2 * of_workers + 1)))
 
-    @property
-    def sums_numbers(self) -> bool:
-        return self.option("collective") == "psum"
-
     def compressed_bytes(self, s: Sizes) -> Fraction:
         """With the scalers in an all-reduce of their own."""
-        if self.option("collective") == "psum":
-            return all_reduce(s.K, s.n + 1) / 4 + all_reduce(s.K, len(s.inside))
         return super().compressed_bytes(s) + all_reduce(s.K, len(s.inside))
 
 
@@ -59,5 +53,4 @@ class FiniteTernGrad(TernGradReference):
 CASES = [
     TernGrad.row(collective="two_shot", seed=5),
     TernGrad.variant(clip=None, collective="gather", dense_below=0),
-    TernGrad.variant(collective="psum", seed=2),
 ]

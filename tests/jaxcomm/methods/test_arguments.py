@@ -103,8 +103,8 @@ def test_index_codec_is_one_of_four_or_auto(factory):
     [
         *((factory, "gather, .*balanced") for factory in BY_INDEX),
         *((factory, "psum, two_shot, ring") for factory in (jc.random_k, jc.iwp)),
-        *((factory, "gather, two_shot, psum") for factory in (jc.quant_dp, jc.terngrad)),
-        (jc.sign, "gather, two_shot"),
+        *((factory, "gather, two_shot") for factory in (jc.terngrad, jc.sign)),
+        (jc.quant_dp, "gather, two_shot, psum"),
     ],
 )
 def test_collective_is_one_of_a_few_or_auto(factory, ways):
