@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jaxcomm.layout import plan_layout
 from jaxcomm.noise import mix
@@ -119,6 +121,25 @@ def test_a_bracket_that_a_sample_has_wrong_is_found_out(misses, monkeypatch):
     assert seen == [(), (31,)]
     expected = [np.partition(np.abs(p), m - 1)[m - 1] for p, m in zip(parts, ranks, strict=True)]
     np.testing.assert_array_equal(got, np.asarray(expected, np.float32))
+
+
+def test_large_tensors_on_a_mesh_where_some_worker_has_ties():
+    """Each worker finds its own: by its bracket, or, where half of its numbers are the same, among all."""
+    layout = large(0.01)
+    ranks = np.asarray([size - k + 1 for size, k in zip(LARGE, layout.capacities, strict=True)])
+    rows = np.stack([vector_of(segments(kind, 0, LARGE)) for kind in ("normal", "ties")])
+    found = jax.jit(
+        jax.shard_map(
+            lambda row: order_statistic(row[0], layout, ranks)[None],
+            mesh=jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2]),
+            in_specs=P("data"),
+            out_specs=P("data"),
+        )
+    )(rows)
+    for got, row in zip(found, rows, strict=True):
+        parts = parts_of(row, LARGE)
+        expected = [np.partition(np.abs(x), m - 1)[m - 1] for x, m in zip(parts, ranks, strict=True)]
+        np.testing.assert_array_equal(got, np.asarray(expected, np.float32))
 
 
 @hypothesis.given(kind=kinds, seed=seeds)
