@@ -90,20 +90,17 @@ class ShardedStep(TrainStep):
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Takes a step; see `TrainStep.__call__`."""
-        if self.specs is None:
-            self._locate(state.params)
+        self._locate_once(state)
         return super().__call__(state, batch)
 
     def trace(self, state: Any, batch: Any) -> Any:
         """Traces the step; see `TrainStep.trace`."""
-        if self.specs is None:
-            self._locate(state.params)
+        self._locate_once(state)
         return super().trace(state, batch)
 
     def lower(self, state: Any, batch: Any) -> Any:
         """Lowers the step; see `TrainStep.lower`."""
-        if self.specs is None:
-            self._locate(state.params)
+        self._locate_once(state)
         return super().lower(state, batch)
 
     def init(self, params: Any, model_state: Any = ()) -> TrainState:
@@ -168,6 +165,10 @@ class ShardedStep(TrainStep):
         if self.specs is None:
             self._locate(params)
         return plan_shards(self.tx, self.mesh, self.specs, params, self.axis_name)
+
+    def _locate_once(self, state: Any) -> None:
+        if self.specs is None and isinstance(state, TrainState):  # else the step says what it is
+            self._locate(state.params)
 
     def _locate(self, params: Any) -> None:
         """Takes the specs from the first parameters that the step gets.
