@@ -6,6 +6,7 @@ of runs as a page; both have a `--help` too.
 """
 
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -230,4 +231,9 @@ def advise(experiment: Experiment, processes: Processes) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code in (1, 2):  # said in a line, beside which the threads of a write that has failed would print their stacks
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
