@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import tyro
 
 from configs import CONFIGS, take_config
@@ -232,7 +233,9 @@ def advise(experiment: Experiment, processes: Processes) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    if code in (1, 2):  # said in a line, beside which the threads of a write that has failed would print their stacks
+    # An error has been said in a line, and the threads of a write that has failed would print their stacks below it.
+    # Among several processes this one may be what the others speak through.
+    if code in (1, 2) and not jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
