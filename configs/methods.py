@@ -163,7 +163,23 @@ class SlimDp(Trained, methods.SlimDp):
 
 
 @dataclass(frozen=True)
-class LocalSgd(Trained, LocalExchange):
+class _LocalSteps(Trained, LocalExchange):
+    """Local steps, and an exchange after so many, by a factory of the library."""
+
+    steps: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.transform()  # for its errors
+
+    @property
+    def period(self) -> int:
+        """Steps from one exchange to the next."""
+        return self.steps
+
+
+@dataclass(frozen=True)
+class LocalSgd(_LocalSteps):
     """Local steps, then an outer optimizer on what they changed: DiLoCo.
 
     Attributes:
@@ -180,15 +196,6 @@ class LocalSgd(Trained, LocalExchange):
 
     name: ClassVar[str] = methods.LocalSgd.name
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.transform()  # for its errors
-
-    @property
-    def period(self) -> int:
-        """Steps from one exchange to the next."""
-        return self.steps
-
     def transform(self) -> optax.GradientTransformation:
         """Returns the Optax transformation, which is that of the library's method."""
         axis, sparsity = self.axis_name, self.exchange_sparsity
@@ -198,7 +205,7 @@ class LocalSgd(Trained, LocalExchange):
 
 
 @dataclass(frozen=True)
-class SparseLoco(Trained, LocalExchange):
+class SparseLoco(_LocalSteps):
     """Local steps, and the largest of what they changed in 2 bits a value: SparseLoCo.
 
     Attributes:
@@ -214,15 +221,6 @@ class SparseLoco(Trained, LocalExchange):
     outer_learning_rate: float = 1.0
 
     name: ClassVar[str] = "sparse_loco"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.transform()  # for its errors
-
-    @property
-    def period(self) -> int:
-        """Steps from one exchange to the next."""
-        return self.steps
 
     def transform(self) -> optax.GradientTransformation:
         """Returns the Optax transformation, which is that of the library's method."""

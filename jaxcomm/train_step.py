@@ -133,11 +133,11 @@ def make_train_step(
       of 4 bytes and of 4 bytes a metric.
 
     Raises:
-      ValueError: if the mesh lacks an axis or has others; for specs that do not fit the parameters or the mesh; for
-        lookups of what is no sharded table, or with an optimizer whose updates of a row do not add up; at trace time if
-        the batch does not divide, for a model's state that `loss_fn` does not take, has not kept in its shape, or that
-        is not of floats; for a loss that differs along other axes; and if the loss uses a parameter whose gradient
-        bypasses the exchange other than by `late_multiply` or `layers.late_lookup`.
+      ValueError: if the mesh lacks an axis, or has others and no parameter is sharded over them; for specs that do not
+        fit the parameters or the mesh; for lookups of what is no sharded table, or with an optimizer whose updates of a
+        row do not add up; at trace time if the batch does not divide, for a model's state that `loss_fn` does not take,
+        has not kept in its shape, or that is not of floats; for a loss that differs along other axes; and if the loss
+        uses a parameter whose gradient bypasses the exchange other than by `late_multiply` or `layers.late_lookup`.
     """
     axis_name = axis_name_of(tx) if axis_name is None else axis_name
     if isinstance(loss_fn, Pipeline):

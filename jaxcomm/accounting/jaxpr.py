@@ -77,10 +77,9 @@ def _traffic(eqn: Any, axis_sizes: dict[str, int]) -> Traffic:
     workers = len(groups[0]) if groups else math.prod(axis_sizes[axis] for axis in axes)
     size = sum(count_bytes(v.aval.shape, v.aval.dtype.itemsize) for v in eqn.invars)
     pairs = tuple((int(a), int(b)) for a, b in eqn.params["perm"]) if eqn.primitive.name == "ppermute" else None
-    op, dtypes = COLLECTIVES[eqn.primitive.name], {v.aval.dtype for v in eqn.invars}
-    is_narrow = op == "all_reduce" and len(dtypes) == 1 and next(iter(dtypes)).itemsize != 4
-    dtype = next(iter(dtypes)).name if is_narrow else ""
-    return Traffic(op, size, workers, axes=axes, pairs=pairs, dtype=dtype)
+    op, (dtype, *others) = COLLECTIVES[eqn.primitive.name], {v.aval.dtype for v in eqn.invars}
+    is_narrow = op == "all_reduce" and not others and dtype.itemsize != 4
+    return Traffic(op, size, workers, axes=axes, pairs=pairs, dtype=dtype.name if is_narrow else "")
 
 
 def equation_axes(eqn: Any) -> tuple[Any, ...]:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm.bits import popcount
 from jaxcomm.codecs import IndexCodec, SlotCodec, choose_index_codec
 from jaxcomm.collectives.axis import axis_size
 from jaxcomm.collectives.balanced import Regions
@@ -17,10 +16,11 @@ from jaxcomm.collectives.checksum import agreed, gather_checked
 from jaxcomm.collectives.gather import fuse, split_words
 from jaxcomm.collectives.reduced import Sent, SparseReduced
 from jaxcomm.collectives.status import read_status, write_status
-from jaxcomm.layout import BLOCK_WORDS, Layout
+from jaxcomm.layout import Layout
 from jaxcomm.numerics import is_accumulable
 from jaxcomm.scopes import DECODE, ENCODE
 from jaxcomm.selectors import compact
+from jaxcomm.selectors.selection import count_in_segment
 from jaxcomm.types import Payload
 
 HEADER = 3  # words of a payload: status, sent, overflow
@@ -109,7 +109,7 @@ class SparseSum:
         """Returns this worker's word for the others: () uint32, of `write_status`."""
         if self.always_fits:
             return write_status(vector.is_ok())
-        selected = self.layout.per_segment(popcount(mask).reshape(-1, BLOCK_WORDS).sum(1)).astype(jnp.uint32)  # (S,)
+        selected = count_in_segment(mask, self.layout).astype(jnp.uint32)  # (S,)
         overfull = jnp.any(selected > 2 * np.asarray(self.layout.capacities, np.uint32))
         return write_status(vector.is_ok(), overfull)
 

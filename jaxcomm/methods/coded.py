@@ -40,7 +40,7 @@ class CodedExchange(Exchange):
 
     @property
     def instead_of_checksum(self) -> str | None:
-        return "Pass collective='two_shot'" if self.collective == "psum" else None
+        return None
 
     def summands(self, vector: jax.Array, layout: Layout, step: jax.Array) -> tuple[jax.Array, Any] | None:
         """Returns integers (n,) for `integer_sum`, and the factor that makes a mean of their sum, a number or (n,).

@@ -92,7 +92,9 @@ class QuantDp(CodedExchange):
 
     @property
     def instead_of_checksum(self) -> str | None:
-        return "Pass bits=8 and collective='two_shot'" if self.bits == 16 else super().instead_of_checksum
+        if self.bits == 16:
+            return "Pass bits=8 and collective='two_shot'"
+        return "Pass collective='two_shot'" if self.collective == "psum" else None
 
     def summands(self, vector: jax.Array, layout: Layout, step: jax.Array) -> tuple[jax.Array, Any] | None:
         workers = axis_size(self.axis_name)

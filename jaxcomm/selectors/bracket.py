@@ -10,10 +10,10 @@ import numpy as np
 from jax import lax
 
 from jaxcomm import bits, noise
-from jaxcomm.layout import BLOCK, BLOCK_WORDS, Layout
+from jaxcomm.layout import BLOCK, Layout
 from jaxcomm.numerics import magnitude_bits
 from jaxcomm.scopes import SELECT
-from jaxcomm.selectors.selection import rank_in_segment, slots_of
+from jaxcomm.selectors.selection import count_in_segment, rank_in_segment, slots_of
 
 _SAMPLED = 64  # coordinates of which one is in the sample
 _DEVIATIONS = 5.0  # of the sample, on either side of the rank: a bracket fails once in a million times
@@ -117,7 +117,7 @@ def _bisect(vector: jax.Array, layout: Layout, k: jax.Array, passes: jax.Array |
 def _count(mask: jax.Array, layout: Layout) -> jax.Array:
     """Counts the marked coordinates of every segment: (S,) int32."""
     # As packed bits: XLA would write a sum of booleans down as integers, 32 times the memory.
-    return layout.per_segment(bits.popcount(bits.pack(mask)).reshape(-1, BLOCK_WORDS).sum(1))
+    return count_in_segment(bits.pack(mask), layout)
 
 
 def _as_float(magnitude: jax.Array) -> jax.Array:

@@ -40,8 +40,12 @@ def rank_in_segment(words: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Ar
     rank = bits.rank_of_words(words).reshape(-1, BLOCK_WORDS)
     first_block = np.cumsum((0, *layout.blocks[:-1]))
     rank = rank - layout.per_block(rank[first_block, 0])[:, None]
-    count = layout.per_segment(bits.popcount(words).reshape(-1, BLOCK_WORDS).sum(1))
-    return rank, count
+    return rank, count_in_segment(words, layout)
+
+
+def count_in_segment(words: jax.Array, layout: Layout) -> jax.Array:
+    """Counts the set bits of every segment: (S,) int32."""
+    return layout.per_segment(bits.popcount(words).reshape(-1, BLOCK_WORDS).sum(1))
 
 
 def slots_of(words: jax.Array, rank: jax.Array, layout: Layout) -> bits.Slots:

@@ -144,7 +144,7 @@ def test_the_first_parameters_say_where_all_are():
 
 
 def by_value():
-    """Descends by what it is given beside gradients."""
+    """Descends by what it is given in addition to gradients."""
 
     def update(updates, state, params=None, *, value, grad, value_fn):
         found, slope = jax.value_and_grad(value_fn)(params)

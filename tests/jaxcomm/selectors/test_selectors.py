@@ -104,7 +104,7 @@ def test_an_order_statistic_of_large_tensors_is_exact(density, kind, seed):
 
 @pytest.mark.parametrize("misses", ["above", "below"])
 def test_a_bracket_that_a_sample_has_wrong_is_found_out(misses, monkeypatch):
-    """Where the largest are all beside the sample, or all in it, every coordinate is looked at."""
+    """Where the largest are all outside the sample, or all in it, every coordinate is looked at."""
     layout, seen = large(0.01), []
     x = np.random.default_rng(0).random(layout.n, np.float32)
     place = np.arange(layout.n // 64, dtype=np.uint32)
