@@ -18,6 +18,7 @@ from jaxcomm.accounting.report import WireReport, wire_report
 from jaxcomm.checks import check_range
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import leaf_name
+from jaxcomm.parallel.loss import gradients_of as gradients_fn_of
 from jaxcomm.parallel.loss import loss_of
 from jaxcomm.planner.costs import (
     Bench,
@@ -33,7 +34,7 @@ from jaxcomm.planner.costs import (
     modelled_coding,
     state_bytes,
 )
-from jaxcomm.planner.dense_layers import WAYS, Layer, LayerCost, layer_cost, layers_of, measure_layer, modelled_layer
+from jaxcomm.planner.dense_layers import WAYS, Layer, LayerCost, layer_cost, layers_of, measure_layers, modelled_layer
 from jaxcomm.planner.links import Links, agreed, given_links, measure_links
 from jaxcomm.planner.prediction import ALL_DENSE, CLOSE, DENSE, Advice, Prediction, break_even, verdict_of
 from jaxcomm.traffic import Program, Traffic
@@ -125,23 +126,25 @@ def advise(
     gradients, memory = gradients_of(bench, loss, own, rows)
     optimizer = optimizer or optax.identity()
     links = measure_links(mesh, [report.program for report in asked.reports.values()])
-    time_layer = functools.cache(functools.partial(measure_layer, bench))
+    whole_step = gradients_fn_of(loss)
 
     def lower(name: str) -> Timing:
         tx = asked.chosen[name]
         if asked.reports[name].every == 1:
-            return lower_coding(bench, tx, gradients, own)
-        return lower_step(bench, loss, optax.chain(optimizer, tx), own, rows)  # between two exchanges its steps differ
+            return lower_coding(bench, tx, asked.exchanged(name, gradients), asked.exchanged(name, own))
+        chain = optax.chain(optimizer, tx)  # between two exchanges its steps differ
+        return lower_step(bench, whole_step, chain, own, rows)
 
     def measure(name: str, timing: Timing) -> Cost:
         cost = timing.cost()
         if asked.reports[name].every > 1:
             return cost.beyond(compute)
-        layers = [time_layer(layer.way, layer.shape, layer.rows) for layer in asked.layers if layer.way == name]
-        return functools.reduce(Cost.plus, layers, cost)
+        return functools.reduce(Cost.plus, [each for layer, each in layers if layer.way == name], cost)
 
+    chain = None if "split" not in asked.chosen else optax.chain(asked.chosen["split"], optimizer)
+    layers = list(zip(asked.layers, measure_layers(bench, asked.layers, chain, gradients, own), strict=True))
     # Of the dense exchange the whole step; of the others what they compute more or less than that.
-    step = lower_step(bench, loss, optax.chain(asked.chosen["plump_dp"], optimizer), own, rows)
+    step = lower_step(bench, whole_step, optax.chain(asked.chosen["plump_dp"], optimizer), own, rows)
     whole, *exchanges = [timing.cost() for timing in compile_all([step, *map(lower, ALL_DENSE)])]
     coding = dict(zip(ALL_DENSE, exchanges, strict=True))
     compute, copy = whole.beyond(coding["plump_dp"]), measure_copy(bench)
@@ -165,7 +168,7 @@ def advise(
         timings = compile_all([lower(name) for name in tried])
         coding |= {name: measure(name, timing) for name, timing in zip(tried, timings, strict=True)}
         coding |= {name: known * factor for name in together if name not in tried and (known := modelled[name])}
-    costs = [layer_cost(layer, links, time_layer(layer.way, layer.shape, layer.rows)) for layer in asked.layers]
+    costs = [layer_cost(layer, links, computing) for layer, computing in layers]
     return _advice("thorough", asked, links, compute, coding, costs, memory, begin)
 
 
@@ -240,6 +243,11 @@ class _Asked:
     sizes: tuple[int, ...]
     axis_name: AxisName
 
+    def exchanged(self, name: str, tree: Any) -> Any:
+        """Returns what a method exchanges of a tree like the parameters: all but what its layers have reduced."""
+        reduced = {path for layer in self.layers if layer.way == name for path in layer.tensors}
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: None if leaf_name(path) in reduced else leaf, tree)
+
 
 def _ask(
     given: Mapping[str, optax.GradientTransformation] | None,
@@ -296,7 +304,7 @@ def _advice(
     link, rows = links.link(report.program.always[0]), []
     for name, tx in asked.chosen.items():
         wire, cost = wires[name], coding[name]
-        local = compute.plus(cost)
+        local = compute.beyond(cost * -1)  # what a step is spared is at most all of its computing
         step = local.seconds + wire.seconds
         rows.append(
             Prediction(

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomm.accounting.alone import alone
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import Exchange, ExchangeState, exchange_states, is_exchange_state
-from jaxcomm.parallel.loss import LossFn
+from jaxcomm.parallel.loss import GradientsFn, LossFn
 from jaxcomm.parallel.state import TrainState, make_local
 from jaxcomm.parallel.step import worker_step
 from jaxcomm.planner.links import agreed, check_axes, time_calls
@@ -35,7 +35,7 @@ COPY_BYTES = 8  # that a copy of a float32 moves in memory
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of computing in a step.
+    """Seconds of computing in a step, below 0 for what a step is spared.
 
     Attributes:
       seconds: the median.
@@ -51,18 +51,19 @@ class Cost:
 
     def beyond(self, other: "Cost") -> "Cost":
         """Returns what it costs more than another, at least nothing."""
-        return self.plus(other, -1)
+        more = self.plus(other * -1)
+        return Cost(*(max(0.0, seconds) for seconds in (more.seconds, more.low, more.high)), more.measured)
 
-    def plus(self, other: "Cost", sign: int = 1) -> "Cost":
-        """Returns the sum, or the difference where `sign` is -1; their ranges add up as independent errors do."""
-        seconds = max(0.0, self.seconds + sign * other.seconds)
-        down, up = (other.seconds - other.low, other.high - other.seconds)[::sign]
-        low = seconds - math.hypot(self.seconds - self.low, down)
-        high = seconds + math.hypot(self.high - self.seconds, up)
-        return Cost(seconds, max(0.0, low), high, self.measured and other.measured)
+    def plus(self, other: "Cost") -> "Cost":
+        """Returns the sum; their ranges add up as independent errors do."""
+        seconds = self.seconds + other.seconds
+        low = seconds - math.hypot(self.seconds - self.low, other.seconds - other.low)
+        high = seconds + math.hypot(self.high - self.seconds, other.high - other.seconds)
+        return Cost(seconds, low, high, self.measured and other.measured)
 
     def __mul__(self, factor: float) -> "Cost":
-        return Cost(self.seconds * factor, self.low * factor, self.high * factor, self.measured)
+        low, high = sorted((self.low * factor, self.high * factor))
+        return Cost(self.seconds * factor, low, high, self.measured)
 
 
 def cost_of(seconds: Sequence[float], mesh: Mesh) -> Cost:
@@ -247,12 +248,14 @@ def compile_all(timings: Sequence[Timing]) -> list[Timing]:
         return list(pool.map(Timing.compile, timings))
 
 
-def lower_step(bench: Bench, loss_fn: LossFn, tx: optax.GradientTransformation, params: Any, rows: Any) -> Timing:
+def lower_step(
+    bench: Bench, gradients_fn: GradientsFn, tx: optax.GradientTransformation, params: Any, rows: Any
+) -> Timing:
     """Prepares to time a whole train step, its wire cut: loss, gradient, exchange, optimizer, and what a skip keeps.
 
     Args:
       bench: the devices; K is that of its mesh.
-      loss_fn: of `loss_of`.
+      gradients_fn: as a worker's step has it; `given_gradients` for a step without loss and gradient.
       tx: the whole chain.
       params: the parameters, a row a device.
       rows: of `bench.shards`.
@@ -262,10 +265,15 @@ def lower_step(bench: Bench, loss_fn: LossFn, tx: optax.GradientTransformation, 
         return make_local(TrainState(params, tx.init(params), jnp.zeros((), jnp.int32), ()), bench.axis_name)
 
     def step(state: TrainState, batch: Any) -> TrainState:
-        gradients = jax.value_and_grad(loss_fn, has_aux=True)
-        return worker_step(gradients, tx, bench.axis_name, state, batch)[0]
+        return worker_step(gradients_fn, tx, bench.axis_name, state, batch)[0]
 
     return Timing(bench, start, step, params, (rows,))
+
+
+def given_gradients(params: Any, model_state: Any, batch: Any) -> Any:
+    """Takes the batch for the gradient, as a worker's step asks for it."""
+    del params
+    return (jnp.zeros(()), ({}, model_state)), batch
 
 
 def lower_coding(bench: Bench, tx: optax.GradientTransformation, gradients: Any, params: Any) -> Timing:

@@ -1,21 +1,24 @@
 """What a dense layer costs that multiplies late, or is sharded over the workers, so that no gradient is exchanged."""
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.alone import alone
 from jaxcomm.accounting.jaxpr import traced_program
 from jaxcomm.collectives.axis import AxisName, abstract_mesh, axis_names
+from jaxcomm.exchange import leaf_name
 from jaxcomm.layers.late_multiply import late_multiply
 from jaxcomm.layers.split_dense import narrowing_spec, split_dense
-from jaxcomm.planner.costs import Bench, Cost, time_program
+from jaxcomm.planner.costs import Bench, Cost, compile_all, given_gradients, lower_step, time_program
 from jaxcomm.planner.links import Links
 from jaxcomm.traffic import Program
 
@@ -32,7 +35,8 @@ class LayerCost:
       tensors: the paths of the parameters whose gradients are then not exchanged.
       bytes: that each worker receives a step.
       wire: seconds on the wire.
-      computing: seconds more than those of the layer whose gradient is exchanged, at least 0.
+      computing: seconds more than those of the layer whose gradient is exchanged; below 0 for a layer that is split,
+        where a worker is spared more by updating its shard alone.
       memory: bytes fewer of parameters on each worker, and of every copy of them: a shard is 1/K of a kernel.
     """
 
@@ -64,6 +68,11 @@ class Layer:
     shape: tuple[int, int]
     rows: int
     program: Program
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """The shape of a worker's part of the kernel."""
+        return _shard(self.way, self.shape, self.program.always[0].workers)
 
 
 def layers_of(
@@ -108,7 +117,6 @@ def layers_of(
 
 def layer_cost(layer: Layer, links: Links, computing: Cost) -> LayerCost:
     """Returns what a layer costs on measured links."""
-    workers = layer.program.always[0].workers
     return LayerCost(
         path=layer.path,
         way=layer.way,
@@ -116,7 +124,7 @@ def layer_cost(layer: Layer, links: Links, computing: Cost) -> LayerCost:
         bytes=float(layer.program.received),
         wire=links.seconds(layer.program),
         computing=computing.seconds,
-        memory=4 * (math.prod(layer.shape) - math.prod(_shard(layer.way, layer.shape, workers))),
+        memory=4 * (math.prod(layer.shape) - math.prod(layer.shard)),
     )
 
 
@@ -141,7 +149,42 @@ def modelled_layer(layer: Layer, compute: float, parameters: int) -> Cost:
     return Cost(seconds, 0.0, seconds, measured=False)
 
 
-def measure_layer(bench: Bench, way: str, shape: tuple[int, int], rows: int) -> Cost:
+def measure_layers(
+    bench: Bench, layers: Sequence[Layer], split: optax.GradientTransformation | None, gradients: Any, params: Any
+) -> list[Cost]:
+    """Times what each layer computes more in its way than where its gradient is exchanged.
+
+    A worker also updates less of a layer that is split: its shard alone. The time that this spares all of them together
+    is shared out by the elements of their kernels.
+
+    Args:
+      bench: the devices; K is that of its mesh.
+      layers: of `layers_of`.
+      split: the chain of exchange and optimizer beside layers that are split; None if none are.
+      gradients: a row a device.
+      params: the parameters, a row a device.
+    """
+    time_layer = functools.cache(functools.partial(_measure_layer, bench))
+    costs = [time_layer(layer.way, layer.shape, layer.rows) for layer in layers]
+    kernels = {layer.tensors[0]: layer for layer in layers if layer.way == "split"}
+    if split is None or not kernels:
+        return costs
+    shards = {path: bench.spread(np.zeros(layer.shard, np.float32)) for path, layer in kernels.items()}
+
+    def cut(tree: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: shards.get(leaf_name(path), leaf), tree)
+
+    timings = [lower_step(bench, given_gradients, split, params, gradients)]
+    timings += [lower_step(bench, given_gradients, split, cut(params), cut(gradients))]
+    whole, own = [timing.cost() for timing in compile_all(timings)]
+    spared = whole.beyond(own) * (1 / sum(math.prod(layer.shape) for layer in kernels.values()))
+    return [
+        cost.plus(spared * -math.prod(layer.shape)) if layer.way == "split" else cost
+        for layer, cost in zip(layers, costs, strict=True)
+    ]
+
+
+def _measure_layer(bench: Bench, way: str, shape: tuple[int, int], rows: int) -> Cost:
     """Times a layer forward and backward, its wire cut: what is more than where its gradient is exchanged."""
     workers = math.prod(bench.sizes)
     random = np.random.default_rng(0)

@@ -175,16 +175,19 @@ class _Grouping:
     Attributes:
       tensors: what is assigned, by its name.
       group_of: by a parameter's path, the name that it is part of.
+      spared: seconds of a model in one block that updating shards alone spares it.
     """
 
     tensors: Mapping[str, Tensor]
     group_of: Mapping[str, str]
+    spared: float = 0.0
 
     def block(self, block: ModelBlock) -> Block:
         """Returns a part of the model with its tensors."""
         names = dict.fromkeys(self.group_of[path] for path in block.leaves)
         tensors = tuple(self.tensors[name] for name in names)
-        return Block(block.name, block.seconds, block.memory, block.boundary_bytes, tensors)
+        seconds = max(0.0, block.seconds - self.spared)
+        return Block(block.name, seconds, block.memory, block.boundary_bytes, tensors)
 
 
 def _groupings(
@@ -218,9 +221,9 @@ def _grouped(options: Mapping[str, Sequence[Option]], layers: Sequence[LayerCost
             for same in zip(*(options[path] for path in layer.tensors), strict=True)
         ]
         memory = min(option.memory for option in together) - parameter_copies * layer.memory
-        own = Option(layer.way, layer.wire + layer.computing, 0.0, memory)
+        own = Option(layer.way, layer.wire + max(0.0, layer.computing), 0.0, memory)
         tensors[layer.path] = Tensor(layer.path, (own,) if layer.way == "split" else (*together, own))
-    return _Grouping(tensors, group_of)
+    return _Grouping(tensors, group_of, spared=-sum(min(0.0, layer.computing) for layer in layers))
 
 
 def _fastest(problems: Sequence[Problem], time_limit: float) -> tuple[int, Assignment]:

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import jaxcomm as jc
-from jaxcomm.planner import advise
+from jaxcomm.planner import advise, dense_layers
+from jaxcomm.planner.costs import Bench, Cost, Timing
 from jaxcomm.planner.dense_layers import layers_of
 
 K, B, N, M = 4, 16, 8, 12
@@ -43,6 +44,26 @@ def test_layers_that_cannot_be_asked_about_are_refused():
         layers(rows={"fc": 18})
 
 
+def test_a_layer_that_is_split_updates_its_shard_alone(monkeypatch):
+    """Where an update takes a second an element of what it updates, and a product takes no time."""
+    params = {
+        name: np.zeros((N, width), np.float32) for name, width in (("a/kernel", M), ("b/kernel", 2 * M), ("c", 5))
+    }
+    bench, zero = Bench(jc.make_mesh(data=K), "data"), Cost(0.0, 0.0, 0.0)
+
+    def seconds(timing):
+        return Cost(*[float(sum(leaf[0].size for leaf in jax.tree.leaves(timing._params)))] * 3)
+
+    monkeypatch.setattr(Timing, "cost", seconds)
+    monkeypatch.setattr(Timing, "compile", lambda timing: timing)
+    monkeypatch.setattr(dense_layers, "_measure_layer", lambda *_: zero)
+    found, rows = layers_of(params, {"a": B, "b": B}, (K,), "data"), bench.spread(params)
+    costs = dense_layers.measure_layers(bench, found, jc.plump_dp(), rows, rows)
+    spared = {path: (1 - 1 / K) * params[path].size for path in ("a/kernel", "b/kernel")}
+    for layer, cost in zip(found, costs, strict=True):
+        assert cost.seconds == pytest.approx(0.0 if layer.way == "late" else -spared[layer.tensors[0]])
+
+
 @pytest.mark.slow
 def test_an_advice_compares_them():
     random = np.random.default_rng(0)
@@ -63,7 +84,7 @@ def test_an_advice_compares_them():
         others = jc.wire_report(jc.plump_dp(value_dtype="bfloat16"), [np.zeros(rest[row.method], np.float32)], 2)
         assert row.bytes == pytest.approx(layer.bytes + others.received + 4)  # the loss
         assert layer.wire > 0
-        assert layer.computing >= 0
         assert row.wire >= layer.wire
         assert row.accuracy == "as dense"
     assert [layer.memory for layer in advice.layers] == [0, 4 * N * 256 // 2]
+    assert advice.layers[0].computing >= 0

@@ -178,6 +178,8 @@ def test_a_layer_multiplies_late_or_is_split_where_that_is_faster():
     split = make_plan(with_layers(layer("late", 1e3), layer("split", 1e-6)), PARAMS, methods=METHODS)
     assert split.tensors["fc/kernel"][1] == split.dense_layers == "split"
     assert split.tensors["fc/bias"][1] in split.exchanges  # copied, so that its gradient is exchanged
+    spared = make_plan(with_layers(layer("split", 1e-6, computing=-0.01)), PARAMS, methods=METHODS)
+    assert spared.step == pytest.approx(split.step - 0.01)
     # All of the gradient that a layer reduces is there, whatever the budget of errors.
     exact = make_plan(with_layers(layer("late", 1e-6)), PARAMS, methods=METHODS, error_budget=0.0)
     assert exact.tensors["fc/kernel"][1] == "late"
