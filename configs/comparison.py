@@ -77,6 +77,9 @@ class Comparison:
     """Folder of all runs; a comparison makes a new one in it for its table and figure."""
     data_dir: Path | None = None
     """Folder of prepared datasets; $TFDS_DATA_DIR or ~/tensorflow_datasets if not given."""
+    delay: int = 0
+    """Steps from a gradient to its exchange, 0 or 1, of all but the dense runs that the others are compared with. With
+    1 there is a delayed dense row, too, and none of local methods."""
     margin: float = 0.3
     """Points of accuracy below dense that do not count; chosen before the run."""
     json: Path | None = None

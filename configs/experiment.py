@@ -103,6 +103,9 @@ class Experiment:
     """What crosses the network for the tables of a DLRM: their gradient, like all others; ids and gradients of the rows
     that the batch touched; or ids, vectors and their errors of tables that are sharded over the workers, by columns or
     by rows. The method exchanges the gradients of all others."""
+    delay: int = 0
+    """Steps from a gradient to its exchange. With 1, the gradients of the step before are exchanged while those of this
+    one are computed: a step takes the longer of both."""
     slices: int = 1
     """Groups of workers with fast links inside (slices of a TPU): dense inside, the method between them."""
     model_parallel: int = 1
@@ -179,6 +182,7 @@ def check(experiment: Experiment, num_processes: int) -> None:
         raise ValueError(f"--stop-after is at least 1, got {experiment.stop_after}: give a positive number, or none.")
     _check_numbers(experiment)
     _check_min_workers(experiment)
+    _check_delay(experiment)
     if experiment.warmup_steps >= experiment.steps:
         raise ValueError(
             f"--warmup-steps is less than --steps, got {experiment.warmup_steps} of {experiment.steps}: warm up for "
@@ -271,6 +275,24 @@ def _check_numbers(experiment: Experiment) -> None:
         value = getattr(experiment, name)
         if not 0 <= value < below:
             raise ValueError(f"{_option(name)} is at least 0 and {limit}, got {value}: {remedy}.")
+
+
+def _check_delay(experiment: Experiment) -> None:
+    parts = [
+        f"{_option(name)} {getattr(experiment, name)}"
+        for name in ("stages", "model_parallel")
+        if getattr(experiment, name) > 1
+    ]
+    parts += [
+        f"{_option(name)} {way}"
+        for name in ("dense_layers", "embeddings")
+        if (way := getattr(experiment, name)) != "exchange"
+    ]
+    if experiment.delay not in (0, 1) or (experiment.delay and parts):
+        raise ValueError(
+            "--delay is 0, or 1 for workers that hold the whole model each and exchange all of its gradients, got "
+            f"{' with '.join([str(experiment.delay), ', '.join(parts)]) if parts else experiment.delay}: leave one out."
+        )
 
 
 def _check_min_workers(experiment: Experiment) -> None:

@@ -21,7 +21,7 @@ from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.layout import Layout
 from jaxcomm.numerics import is_finite_tree
 from jaxcomm.serialization import has_lost_types, register_with_flax
-from jaxcomm.types import AccumulatedState, ExchangeMetrics, PerWorker, is_per_worker
+from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, PerWorker, is_per_worker
 
 P = ParamSpec("P")
 SCOPE = "jaxcomm.update"  # of `jax.named_scope`, in which all of an exchange is, with all of its collectives
@@ -254,7 +254,7 @@ class Exchange:
     def first_state(self, memory: Any = (), residual: PerWorker | None = None) -> ExchangeState:
         """Returns the state before the first step."""
         nodes = jax.tree.leaves((memory, residual), is_leaf=lambda node: is_per_worker(node) or is_exchange_state(node))
-        register_with_flax(ExchangeState, PerWorker, AccumulatedState)
+        register_with_flax(ExchangeState, PerWorker, AccumulatedState, DelayedState)
         has_rows = any(is_per_worker(node) for node in nodes)
         worker = self.per_worker(jnp.full((1, 1), -1, jnp.int32)) if has_rows else None
         step = jnp.zeros((), jnp.int32)

@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from jaxcomm.collectives.axis import AxisName, to_varying
 from jaxcomm.exchange import ExchangeState, bypasses, exchange_states, is_exchange_state, keep_unless
-from jaxcomm.types import AccumulatedState, ExchangeMetrics, is_per_worker
+from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, is_per_worker
 
 
 def check_rows(state: Any, workers: int) -> None:
@@ -64,10 +64,10 @@ def exchange_interval(state: Any) -> int:
 
 
 def keep_states_unless(ok: jax.Array, new: Any, old: Any) -> Any:
-    """Takes the old states where an exchange was skipped; its own state already knows what to keep."""
+    """Takes the old states where an exchange was skipped; its own state, and a chain around it, know what to keep."""
 
     def is_kept(node: Any) -> bool:
-        return is_exchange_state(node) or isinstance(node, AccumulatedState)
+        return is_exchange_state(node) or isinstance(node, AccumulatedState | DelayedState)
 
     return jax.tree.map(lambda n, o: n if is_kept(n) else keep_unless(ok, n, o), new, old, is_leaf=is_kept)
 

@@ -68,6 +68,20 @@ class AccumulatedState:
     every: int = field(metadata={"static": True})
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DelayedState:
+    """State of a chain that exchanges the gradient of the step before.
+
+    Attributes:
+      inner: the state of the chain.
+      gradients: each worker's own last gradient, which the next step exchanges; zeros before the first.
+    """
+
+    inner: Any
+    gradients: PerWorker
+
+
 def is_per_worker(node: Any) -> bool:
     """Returns whether a node of a state is a `PerWorker`; the `is_leaf` of every map over states."""
     return isinstance(node, PerWorker)

@@ -169,7 +169,8 @@ class Checkpoints:
         if then.get("steps", 0) < now.get("steps", 0):
             message = f"The run of {then['steps']} steps is now one of {now['steps']}, and so is its schedule. "
             then["steps"] = now["steps"]
-        different = [f"{name} {then.get(name)!r} (now {now[name]!r})" for name in now if then.get(name) != now[name]]
+        names = [name for name in {**now, **then} if then.get(name) != now.get(name)]
+        different = [f"{name} {then.get(name)!r} (now {now.get(name)!r})" for name in names]
         if different:
             raise SettingsError(
                 f"A run goes on with the settings that it began with, got a checkpoint in {self.folder} with "

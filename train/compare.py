@@ -86,6 +86,10 @@ def compare(experiment: Experiment, config: Comparison, settings: Sequence[tuple
     experiment = dataclasses.replace(experiment, eval_every=steps, checkpoint_every=steps, max_skipped=steps + 1)
     check(experiment, 1)
     chosen = choose(config.methods, {(method.name, label): method for label, method in settings})
+    if config.delay:
+        late = {key: method for key, method in chosen.items() if method.period is None}
+        chosen = {("plump_dp", "at once"): DENSE} | late
+    check(dataclasses.replace(experiment, delay=config.delay), 1)
     for method in chosen.values():
         make_chain(experiment, method)  # its errors come before anything is trained
     records = Records(config.json)
@@ -107,13 +111,15 @@ def _compare_in(
 
     compute, rows = 0.0, []
     for (name, label), method in chosen.items():
-        runs = train_seeds(records, experiment, method, config.seeds)
+        delay = config.delay if rows else 0  # dense comes first, and at once
+        runs = train_seeds(records, dataclasses.replace(experiment, delay=delay), method, config.seeds)
         seconds = statistics.median(run["seconds_per_step"] for run in runs)
-        compute = compute or seconds  # dense comes first
+        compute = compute or seconds
         row = summarise(runs, dense=rows[0]["accuracies"] if rows else None, margin=config.margin)
         row |= {
             "method": name,
             "setting": label,
+            "delay": delay,
             "workers": experiment.workers,
             "steps": experiment.steps,
             "compute_seconds_per_step": compute,
@@ -141,7 +147,8 @@ def _compare_in(
 
 def _shared(about: Mapping[str, Any]) -> Record:
     """Returns what all runs of a comparison have in common."""
-    return {name: value for name, value in about.items() if name != "seed" and not name.startswith("method")}
+    own = ("seed", "delay")
+    return {name: value for name, value in about.items() if name not in own and not name.startswith("method")}
 
 
 def choose(names: str, settings: dict[tuple[str, str], Method]) -> dict[tuple[str, str], Method]:

@@ -323,6 +323,8 @@ def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
     fields = {name: getattr(experiment, name) for name in names}
     # Slices may come and go, too.
     fields["workers_per_slice"] = experiment.workers // experiment.slices if experiment.slices > 1 else None
+    if experiment.delay:  # records of before there was one have none
+        fields["delay"] = experiment.delay
     fields["architecture"] = f"{experiment.architecture.name} {dict(experiment.architecture.options)}"
     fields["cuts"] = experiment.cuts
     fields |= {f"boundary.{name}": value for name, value in dataclasses.asdict(experiment.boundary).items()}

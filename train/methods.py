@@ -80,6 +80,11 @@ def make_chain(experiment: Experiment, method: Method, where: Where | None = Non
       ValueError: for a field out of range, or a method that does not go with the others.
     """
     has_momentum, is_local = isinstance(method, MomentumCorrection), method.period is not None
+    if experiment.delay and is_local:
+        raise ValueError(
+            f"Workers that train on their own exchange models, not gradients, got {run_name(method)} with --delay "
+            f"{experiment.delay}: leave --delay out, or take a method before the optimizer."
+        )
     if experiment.slices > 1 and is_local:
         raise ValueError(
             f"Slices exchange gradients, got {run_name(method)}, after whose steps the workers' parameters differ: "
@@ -113,8 +118,8 @@ def make_chain(experiment: Experiment, method: Method, where: Where | None = Non
     if is_local:
         return jc.chain(*l2, *momentum, *rest, exchange)
     if has_momentum:
-        return jc.chain(*l2, exchange, *rest)
-    return jc.chain(*l2, exchange, *momentum, *rest)
+        return jc.chain(*l2, exchange, *rest, delay=experiment.delay)
+    return jc.chain(*l2, exchange, *momentum, *rest, delay=experiment.delay)
 
 
 def make_optimizer(experiment: Experiment) -> optax.GradientTransformation:

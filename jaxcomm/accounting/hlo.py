@@ -6,7 +6,7 @@ its own.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +25,13 @@ _OPS = {
 _UNCOUNTED = ("ragged-all-to-all", "collective-broadcast", "send", "recv")
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<shape>.+?) (?P<op>[a-z][a-z0-9\-]*)\((?P<rest>.*)$")
+_INSTRUCTION = re.compile(
+    r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>.+?) (?P<op>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
+)
+_NAME = re.compile(r"[\w.\-]+")
+_DIGITS = re.compile(r"\d+")
+_CONTRACTED = re.compile(r'\blhs_contracting_dim(?:ension)?s"?[=:]([{\[][^}\]]*)')
+_KERNEL = re.compile(r"dim_labels=\w+_(\w+)->")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(?:calls|to_apply|called_computations)=\{?%?([\w.\-]+)")
 _BODY = re.compile(r"\bbody=%?([\w.\-]+)")
@@ -47,17 +53,108 @@ def read_program(text: str, mesh: Mesh | None = None) -> Program:
         unknown length.
     """
     computations, entry = _computations(text)
-    devices = _devices(text)
-    done: dict[str, Program] = {}
+    return _Collectives(computations, _devices(text), mesh).of(entry)
 
-    def read(name: str) -> Program:
+
+class _Collectives:
+    """The collectives of a program's computations, each read once."""
+
+    def __init__(self, computations: Mapping[str, Sequence[str]], devices: int, mesh: Mesh | None):
+        self._computations, self._devices, self._mesh = computations, devices, mesh
+        self._done: dict[str, Program] = {}
+
+    def of(self, name: str) -> Program:
+        """Returns those of a computation."""
+        if name not in self._done:
+            self._done[name] = Program()  # before its instructions, as no computation calls itself
+            for line in self._computations.get(name, ()):
+                self.add(self._done[name], line)
+        return self._done[name]
+
+    def add(self, program: Program, line: str) -> None:
+        """Adds those of an instruction."""
+        _add_instruction(program, line, self._devices, self._mesh, self.of)
+
+
+def read_overlap(text: str) -> float | None:
+    """Returns the share of a program's products that neither feed its collectives nor wait for them.
+
+    Those can be computed while a collective is on its way. Products are the multiplications of matrix products and
+    convolutions; those of a library's convolutions (cuDNN), whose size the text does not say, are left out. Of several
+    collectives it is the mean by their bytes in a usual step.
+
+    Args:
+      text: of the compiled program.
+
+    Returns:
+      The share, from 0 to 1; None for a program without products, or without collectives.
+    """
+    computations, entry = _computations(text)
+    collectives = _Collectives(computations, _devices(text), None)
+    matches = {
+        name: [found for found in map(_INSTRUCTION.match, lines) if found] for name, lines in computations.items()
+    }
+    done: dict[str, float] = {}
+
+    def products_of(name: str) -> float:
         if name not in done:
-            done[name] = program = Program()
-            for line in computations.get(name, ()):
-                _add_instruction(program, line, devices, mesh, read)
+            shapes = {match["name"]: match["shape"] for match in matches.get(name, ())}
+            done[name] = sum(_products(match, shapes, products_of) for match in matches.get(name, ()))
         return done[name]
 
-    return read(entry)
+    shapes = {match["name"]: match["shape"] for match in matches[entry]}
+    own = {match["name"]: _products(match, shapes, products_of) for match in matches[entry]}
+    feeds = {match["name"]: [each for each in _NAME.findall(match["rest"]) if each in own] for match in matches[entry]}
+    waits: dict[str, list[str]] = {name: [] for name in own}
+    for name, operands in feeds.items():
+        for operand in operands:
+            waits[operand].append(name)
+    total, free, moved = sum(own.values()), 0.0, 0.0
+    for match in matches[entry]:
+        sent = Program()
+        collectives.add(sent, match.string)
+        if sent.received and total:
+            bound = _reached(match["name"], feeds) | _reached(match["name"], waits)
+            free += float(sent.received) * (1 - sum(own[each] for each in bound) / total)
+            moved += float(sent.received)
+    return free / moved if moved else None
+
+
+def _products(match: re.Match[str], shapes: Mapping[str, str], products_of: Callable[[str], float]) -> float:
+    """Returns the multiplications of an instruction, those of the computations that it calls included."""
+    op, rest = match["op"], match["rest"]
+    operands = [each for each in _NAME.findall(rest) if each in shapes]
+    contracted = _CONTRACTED.search(rest)
+    if contracted and operands:  # a matrix product, or a library's
+        left = _dims(shapes[operands[0]])
+        return float(
+            math.prod(_dims(match["shape"])) * math.prod(left[int(axis)] for axis in _DIGITS.findall(contracted[1]))
+        )
+    kernel = _KERNEL.search(rest)
+    if op == "convolution" and kernel:
+        sizes = _dims(shapes[operands[1]])
+        return float(math.prod(_dims(match["shape"])) * math.prod(sizes) / sizes[kernel[1].index("o")])
+    if op == "while":
+        trips = _TRIPS.search(rest)
+        return products_of(_only(_BODY, rest, match.string)) * (int(trips[1]) if trips else 1)
+    if op == "conditional":
+        return max((products_of(name) for name in _branches(rest)), default=0.0)
+    return sum(products_of(name) for name in _CALLED.findall(rest))
+
+
+def _dims(shape: str) -> list[int]:
+    """Returns the dimensions of an array, or of the first one of a tuple."""
+    return [int(size) for size in _ARRAY.findall(shape)[0][1].split(",") if size]
+
+
+def _reached(name: str, edges: Mapping[str, Sequence[str]]) -> set[str]:
+    """Returns an instruction, and all that lead from it."""
+    reached, todo = {name}, [name]
+    while todo:
+        new = set(edges[todo.pop()]) - reached
+        reached |= new
+        todo += new
+    return reached
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
@@ -104,12 +201,16 @@ def _add_instruction(program: Program, line: str, devices: int, mesh: Mesh | Non
         if body.communicates:
             program.add(body, int(_only(_TRIPS, rest, line)))
     elif op == "conditional":
-        branches = _BRANCHES.search(rest)
-        names = re.findall(r"[\w.\-]+", branches.group(1)) if branches else _FALSE.findall(rest) + _TRUE.findall(rest)
-        program.add_conditional([read(name) for name in names])
+        program.add_conditional([read(name) for name in _branches(rest)])
     else:
         for name in _CALLED.findall(rest):
             program.add(read(name))
+
+
+def _branches(rest: str) -> list[str]:
+    """Returns the branches of a conditional, that of a false predicate first."""
+    listed = _BRANCHES.search(rest)
+    return _NAME.findall(listed.group(1)) if listed else _FALSE.findall(rest) + _TRUE.findall(rest)
 
 
 def _only(pattern: re.Pattern[str], rest: str, line: str) -> str:

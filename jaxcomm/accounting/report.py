@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.accounting.hlo import read_program
+from jaxcomm.accounting.hlo import read_overlap, read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program, traced_program
 from jaxcomm.collectives.axis import AxisName, abstract_mesh, axis_names, check_workers
 from jaxcomm.exchange import axis_name_of
@@ -32,12 +32,15 @@ class WireReport:
       parameters: n, elements of the gradient.
       program: its collectives.
       every: steps from one exchange to the next, 1 but for local methods.
+      overlap: of a compiled step, the share of its products that can be computed while collectives are on their way,
+        from 0 to 1; see `read_overlap`. None otherwise.
     """
 
     workers: int
     parameters: int
     program: Program
     every: int = 1
+    overlap: float | None = None
 
     @property
     def received(self) -> float:
@@ -91,6 +94,8 @@ class WireReport:
         ]
         if self.every > 1:
             lines.append(f"  {self.received_in_exchange:,.0f} bytes in an exchange, one in {self.every} steps")
+        if self.overlap is not None:
+            lines.append(f"  {self.overlap:.1%} of the products can be computed while these bytes are on their way")
         if self.received_at_most != self.received_in_exchange:
             lines.append(f"  at most {self.received_at_most:,.0f} bytes in a rare step")
         for when, traffic in self.program.operations():
@@ -273,7 +278,7 @@ def check_bytes(
     predicted, compiled = traced.program, read_program(text, mesh)
     if names:
         predicted, compiled = predicted.over(*names), compiled.over(*names)
-    report = WireReport(traced.workers, traced.parameters, compiled, traced.every)
+    report = WireReport(traced.workers, traced.parameters, compiled, traced.every, read_overlap(text))
     is_partitioned = mesh is not None and set(mesh.axis_names) > set(names)  # XLA may then add collectives of its own
     if not is_partitioned and (
         compiled.received > predicted.received or compiled.received_at_most > predicted.received_at_most

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomm.checks import check_count
+from jaxcomm.checks import check_count, check_range
 from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.axis import AxisName, in_axes_of_workers, is_tracked, to_varying, varies, zeros_of
 from jaxcomm.exchange import SCOPE, get_exchange, is_exchange_state, lets_bypass
 from jaxcomm.parallel.order import check_chain, methods_in, momentum_inside, try_link
 from jaxcomm.states import keep_states_unless, vary_rows
-from jaxcomm.types import AccumulatedState, ExchangeMetrics, PerWorker
+from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, PerWorker
 
 
 class Chain(optax.GradientTransformationExtraArgs):
@@ -26,13 +26,15 @@ class Chain(optax.GradientTransformationExtraArgs):
     Attributes:
       links: its transformations, in order.
       accumulate: calls of `update` from one exchange to the next.
+      delay: steps from a gradient to its exchange.
     """
 
     links: tuple[optax.GradientTransformation, ...]
     accumulate: int
+    delay: int
 
 
-def chain(*links: optax.GradientTransformation, accumulate: int = 1) -> Chain:
+def chain(*links: optax.GradientTransformation, accumulate: int = 1, delay: int = 0) -> Chain:
     """Equals `optax.chain`, and keeps the links: needed where a chain is split at its exchange, and checked further.
 
     What comes after an exchange of gradients, and takes more than gradients (a line search, `reduce_on_plateau`), gets
@@ -43,20 +45,32 @@ def chain(*links: optax.GradientTransformation, accumulate: int = 1) -> Chain:
     nothing is sent and the updates are zero. The state has the fields of `optax.MultiStepsState`. An exchange that is
     skipped leaves the others' states as they were; its G gradients are not applied.
 
+    With `delay=1` the chain takes the gradients of the step before, which the state holds, a row a worker: 4 bytes a
+    parameter more. So what is sent depends on nothing of this step, and moves while the loss and its gradient are
+    computed: a step takes the longer of both. Nothing is lost: a checkpoint has the rows of the last step. The first
+    step exchanges zeros. A gradient that is not finite is skipped a step later.
+
     Args:
       *links: transformations in order; chains made by this function are taken apart.
       accumulate: G.
+      delay: steps from a gradient to its exchange, 0 or 1.
 
     Raises:
-      ValueError: for fewer than 1 call, and for a local method that would accumulate: it has steps of its own.
+      ValueError: for fewer than 1 call, for a local method that would accumulate or be delayed: it has steps of its
+        own; for a delay of another number, together with `accumulate`, or where gradients bypass the exchange; and in
+        a step, for a delay with a link that takes the loss.
     """
     check_count("accumulate", accumulate, 1, "1 exchanges in every step")
+    alone = accumulate == 1 or delay == 0
+    check_range("delay", delay, "0 or 1, and 0 with accumulate=", delay in (0, 1) and alone, "0 exchanges at once")
     flat: list[optax.GradientTransformation] = []
     for link in links:
-        flat += link.links if isinstance(link, Chain) and link.accumulate == 1 else [link]
+        flat += link.links if isinstance(link, Chain) and (link.accumulate, link.delay) == (1, 0) else [link]
     whole = _chained(flat)
-    made = Chain(*(whole if accumulate == 1 else _accumulated(whole, accumulate)))
-    made.links, made.accumulate = tuple(flat), accumulate
+    if accumulate > 1:
+        whole = _accumulated(whole, accumulate)
+    made = Chain(*(_delayed(whole) if delay else whole))
+    made.links, made.accumulate, made.delay = tuple(flat), accumulate, delay
     return made
 
 
@@ -162,6 +176,42 @@ def _accumulated(whole: optax.GradientTransformationExtraArgs, count: int) -> op
     return optax.GradientTransformationExtraArgs(*typed)
 
 
+def _delayed(whole: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    def init(params: Any) -> DelayedState:
+        inner = whole.init(params)
+        exchange = get_exchange(inner)
+        name = exchange.method.name
+        if exchange.method.period is not None:
+            raise ValueError(f"delay must be 0 for {name}, whose workers train on their own; got 1. Leave it out.")
+        if lets_bypass(exchange):
+            raise ValueError(
+                f"delay must be 0 where gradients bypass {name}, and are applied in their own step; got 1. Leave delay "
+                "out, or where=."
+            )
+        zeros = jax.tree.map(lambda leaf: jnp.zeros((1, *jnp.shape(leaf)), jnp.result_type(leaf)), params)
+        return DelayedState(inner, PerWorker(zeros, exchange.method.axes))
+
+    def update(updates: Any, state: DelayedState, params: Any = None, **more: Any) -> tuple[Any, DelayedState]:
+        del more  # of this step, not of that of the gradients
+        axes = state.gradients.axes
+        before = to_varying(jax.tree.map(lambda row: row[0], state.gradients.rows), axes)
+        try:
+            out, inner = whole.update(before, state.inner, params)
+        except TypeError as error:
+            if "keyword-only argument" not in str(error):
+                raise
+            raise ValueError(
+                f"delay must be 0 with a link that takes the loss, or the gradient, of its step: {error}. Leave delay "
+                "out, or that link."
+            ) from error
+        inner = keep_states_unless(get_exchange(inner).metrics.skipped == 0, inner, state.inner)
+        rows = jax.tree.map(lambda update: update[None], to_varying(updates, axes))
+        return out, DelayedState(inner, PerWorker(rows, axes))
+
+    typed: tuple[Any, Any] = init, update
+    return optax.GradientTransformationExtraArgs(*typed)
+
+
 class SplitChain(NamedTuple):
     """A chain that is split at its exchange.
 
@@ -204,6 +254,11 @@ def split_chain(
         raise ValueError(
             f"accumulate must be 1 in a chain that is split at its exchange; got {getattr(tx, 'accumulate', None)}. "
             "Pass accumulate= to make_train_step."
+        )
+    if isinstance(state, DelayedState):
+        raise ValueError(
+            "delay must be 0 in a chain that is split at its exchange, of a step with shards or stages; got 1. Leave "
+            "it out."
         )
     warnings = check_chain(tx, state, params)
     states = state if len(links) > 1 or isinstance(tx, Chain) else (state,)

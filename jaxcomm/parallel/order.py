@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from jaxcomm.exchange import Exchange, ExchangeState, exchange_states, is_exchange_state
-from jaxcomm.types import AccumulatedState
+from jaxcomm.types import AccumulatedState, DelayedState
 
 _SMALL, _LARGE = np.float32(2.0**-13), np.float32(2.0**40)
 _TRIED = 16
@@ -135,6 +135,8 @@ def check_chain(tx: optax.GradientTransformation, state: Any, params: Any) -> li
     """
     if isinstance(state, AccumulatedState):
         state = state.inner_opt_state
+    if isinstance(state, DelayedState):
+        state = state.inner
     states = list(_flat(state))
     at = [place for place, node in enumerate(states) if is_exchange_state(node)]
     if len(at) > 1:

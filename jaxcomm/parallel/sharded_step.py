@@ -208,7 +208,7 @@ class ShardedStep(TrainStep):
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         exchange, old = self._plan(state.params), state.opt_state
-        keyed = self._keyed(state, batch)
+        keyed = self._keyed(state.step, batch)
         if not isinstance(old, SplitState):
             raise ValueError(
                 f"The state must be made by the step's init; got an optimizer's state of {type(old).__name__}. Call "

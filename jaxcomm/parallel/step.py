@@ -15,13 +15,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.report import PipelineReport, WireReport, step_report, verify
 from jaxcomm.checks import check_count
-from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.axis import ALL_EXCHANGED, AxisName, axis_names, check_workers, in_axes_of_workers
-from jaxcomm.exchange import get_exchange, keep_unless
-from jaxcomm.numerics import is_finite_tree
+from jaxcomm.exchange import get_exchange
 from jaxcomm.parallel.agreement import check_agreement, trace_on
 from jaxcomm.parallel.loss import GradientsFn, KeyedBatch, LossFn, gradients_of, in_turns
 from jaxcomm.parallel.order import check_chain
+from jaxcomm.parallel.overlap import Apart, runs_apart
 from jaxcomm.parallel.resize import resize_workers
 from jaxcomm.parallel.state import (
     TrainState,
@@ -34,17 +33,12 @@ from jaxcomm.parallel.state import (
     make_local,
     state_shardings,
     state_specs,
-    without_rows,
 )
+from jaxcomm.parallel.worker import worker_step
 from jaxcomm.states import (
     bypassing,
     check_rows,
-    communication_period,
-    keep_states_unless,
     trained,
-    update_with,
-    vary_exchanged,
-    with_untrained,
 )
 from jaxcomm.traffic import Traffic
 from jaxcomm.types import is_per_worker
@@ -92,6 +86,9 @@ class TrainStep(ABC):
             _check_state(state, {})
             check_rows(state, self.workers)
             self._is_checked = True
+        return self._run(state, batch)
+
+    def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         if self._executable is not None:
             try:
                 return self._executable(state, batch)
@@ -188,10 +185,10 @@ class TrainStep(ABC):
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """What is compiled."""
 
-    def _keyed(self, state: TrainState, batch: Any) -> Any:
+    def _keyed(self, step: jax.Array, batch: Any) -> Any:
         """Returns a batch that divides among workers and micro-batches, with the key of the step if there is one."""
         check_batch(batch, self.workers, self._accumulate)
-        return batch if self._rng is None else KeyedBatch(batch, jax.random.fold_in(self._rng, state.step))
+        return batch if self._rng is None else KeyedBatch(batch, jax.random.fold_in(self._rng, step))
 
     def _like(self, state: Any) -> Any:
         """Returns the shapes of one worker's parameters."""
@@ -216,11 +213,21 @@ class TrainStep(ABC):
 class WorkersStep(TrainStep):
     """Workers that hold the whole model each, on a mesh."""
 
-    def __init__(self, loss: LossFn, tx: optax.GradientTransformation, mesh: Mesh, axis_name: AxisName, *settings: Any):
+    def __init__(
+        self,
+        loss: LossFn,
+        tx: optax.GradientTransformation,
+        mesh: Mesh,
+        axis_name: AxisName,
+        donate: bool,
+        *settings: Any,
+    ):
         """See `make_train_step`; the loss is of `loss_of`, the settings are those of `TrainStep`."""
         check_axis(mesh, axis_name)
-        super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in axis_names(axis_name)), *settings)
+        super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in axis_names(axis_name)), donate, *settings)
         self.mesh, self._loss = mesh, loss
+        self._donate = donate
+        self._apart: Apart | None = None
 
     def init(self, params: Any, model_state: Any = ()) -> TrainState:
         """Makes the state on the mesh; see `TrainStep.init`."""
@@ -246,18 +253,29 @@ class WorkersStep(TrainStep):
             state_shardings(shapes, self.mesh),
         )
 
+    def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        if not runs_apart(state, self.mesh):
+            return super()._run(state, batch)
+        if self._apart is None:
+            jax.eval_shape(self._step, state, batch)  # refuses what a step refuses
+            own = (self._gradients_fn(), self.tx, self.mesh, self.axis_name)
+            self._apart = Apart(*own, self._keyed, self._donate)
+        return self._apart(state, batch)
+
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state, self.mesh.shape)
         check_axes(get_exchange(state.opt_state), self.axis_name)
-        batch = self._keyed(state, batch)
+        batch = self._keyed(state.step, batch)
         check_agreement(self._loss, state, batch, dict(self.mesh.shape), self.axis_name)
         specs, rows = state_specs(state), batch_specs(batch, self.axis_name)
         if AxisType.Explicit in self.mesh.axis_types:  # where a batch has types that need not be these
             batch = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), batch, rows)
-        gradients = in_turns(gradients_of(self._loss), self._accumulate, self.axis_name)
-        own_step = partial(worker_step, gradients, self.tx, self.axis_name)
+        own_step = partial(worker_step, self._gradients_fn(), self.tx, self.axis_name)
         in_specs, out_specs = (specs, rows), (specs, P())
         return jax.shard_map(own_step, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)(state, batch)
+
+    def _gradients_fn(self) -> GradientsFn:
+        return in_turns(gradients_of(self._loss), self._accumulate, self.axis_name)
 
 
 class SimulatedStep(TrainStep):
@@ -300,7 +318,7 @@ class SimulatedStep(TrainStep):
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state, self._by_name)
         check_axes(get_exchange(state.opt_state), self.axis_name)
-        batch = self._keyed(state, batch)
+        batch = self._keyed(state.step, batch)
         gradients = in_turns(gradients_of(self._loss), self._accumulate, self.axis_name)
         own_step = partial(worker_step, gradients, self.tx, self.axis_name)
         if bypassing(state.opt_state, trained(state.params)):
@@ -365,67 +383,3 @@ def _axes_of(state: Any, name: str) -> Any:
         return 0 if is_per_worker(node) and name in node.axes else None
 
     return jax.tree.map(axis, state, is_leaf=is_per_worker)
-
-
-def worker_step(
-    gradients_fn: GradientsFn,
-    tx: optax.GradientTransformation,
-    axis_name: AxisName,
-    state: TrainState,
-    batch: Any,
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One worker's step; runs inside the axis of workers."""
-    old = without_rows(state)
-    is_local = communication_period(state.opt_state) is not None
-    params = vary_exchanged(old.params, old.opt_state, axis_name)
-    (loss, (scalars, model_state)), gradients = gradients_fn(params, old.model_state, batch)
-    _check_new_state(model_state, old.model_state)
-    own_ok = is_finite_tree(gradients) if is_local else jnp.asarray(True)  # a worker may be on its own
-    own_state = keep_unless(own_ok, model_state, old.model_state) if is_local else model_state
-    averaged, mean_state = _mean_over_workers({"loss": loss, **scalars}, own_state, axis_name)
-
-    def loss_at(own: Any) -> jax.Array:
-        params = vary_exchanged(with_untrained(own, old.params), old.opt_state, axis_name)
-        return gradients_fn(params, old.model_state, batch)[0][0]
-
-    own_loss = loss if is_local else averaged["loss"]
-    updates, opt_state = update_with(tx, gradients, old.opt_state, trained(old.params), own_loss, loss_at)
-    exchanged = get_exchange(opt_state).metrics
-    exchange_ok = exchanged.skipped == 0
-    ok = exchange_ok & own_ok
-    new_params = with_untrained(optax.apply_updates(trained(old.params), updates), old.params)
-    new = TrainState(
-        params=keep_unless(ok, new_params, old.params),
-        opt_state=keep_states_unless(ok, opt_state, old.opt_state),
-        step=state.step + 1,
-        model_state=keep_unless(exchange_ok, mean_state, old.model_state),
-    )
-    return make_local(new, axis_name), {**averaged, **exchanged._asdict()}
-
-
-def _check_new_state(new: Any, old: Any) -> None:
-    """Refuses a new state of the model that is not what the next step would take."""
-    check_model_state(old)
-    kinds = [jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree) for tree in (new, old)]
-    if jax.tree.structure(new) != jax.tree.structure(old) or kinds[0] != kinds[1]:
-        raise ValueError(
-            "A new model state has the structure, shapes and types of the old, got "
-            f"{jax.tree.map(jax.typeof, new)} for {jax.tree.map(jax.typeof, old)}: return from loss_fn what it was "
-            "given as model_state, with new numbers."
-        )
-
-
-def _mean_over_workers(
-    scalars: dict[str, jax.Array], tree: Any, axis_name: AxisName
-) -> tuple[dict[str, jax.Array], Any]:
-    """Averages scalars, and the leaves of a tree, over the workers in one all-reduce of float32.
-
-    What is `PerWorker` in the tree is not averaged.
-    """
-    nodes, treedef = jax.tree.flatten(tree, is_leaf=is_per_worker)
-    leaves = [node for node in nodes if not is_per_worker(node)]
-    values = [jnp.asarray(value, jnp.float32) for value in scalars.values()]
-    means, _ = dense_mean([*values, *leaves], axis_name)
-    averaged = iter(means[len(values) :])
-    nodes = [node if is_per_worker(node) else next(averaged) for node in nodes]
-    return dict(zip(scalars, means[: len(values)], strict=True)), treedef.unflatten(nodes)

@@ -29,7 +29,8 @@ from jaxcomm.parallel.state import (
     make_local,
     state_specs,
 )
-from jaxcomm.parallel.step import TrainStep, worker_step
+from jaxcomm.parallel.step import TrainStep
+from jaxcomm.parallel.worker import worker_step
 from jaxcomm.pipeline.pipeline import Pipeline, Schedule
 from jaxcomm.pipeline.verify import verify_pipeline
 from jaxcomm.traffic import Traffic

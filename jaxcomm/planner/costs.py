@@ -23,7 +23,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import Exchange, ExchangeState, exchange_states, is_exchange_state
 from jaxcomm.parallel.loss import GradientsFn, LossFn
 from jaxcomm.parallel.state import TrainState, make_local
-from jaxcomm.parallel.step import worker_step
+from jaxcomm.parallel.worker import worker_step
 from jaxcomm.planner.links import agreed, check_axes, time_calls
 from jaxcomm.states import communication_period
 
@@ -52,7 +52,7 @@ class Cost:
     def beyond(self, other: "Cost") -> "Cost":
         """Returns what it costs more than another, at least nothing."""
         more = self.plus(other * -1)
-        return Cost(*(max(0.0, seconds) for seconds in (more.seconds, more.low, more.high)), more.measured)
+        return Cost(max(0.0, more.seconds), max(0.0, more.low), max(0.0, more.high), more.measured)
 
     def plus(self, other: "Cost") -> "Cost":
         """Returns the sum; their ranges add up as independent errors do."""

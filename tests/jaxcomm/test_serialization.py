@@ -21,6 +21,7 @@ CHAINS = {
     "dgc": lambda: jc.chain(jc.dgc(0.5), optax.sgd(1e-2)),
     "two parts": lambda: jc.chain(jc.topk(0.5, where="w", others=jc.plump_dp()), optax.sgd(1e-2)),
     "accumulated": lambda: jc.chain(jc.topk(0.5, dense_below=0), optax.adam(1e-2), accumulate=3),
+    "delayed": lambda: jc.chain(jc.topk(0.5, dense_below=0), optax.adam(1e-2), delay=1),
 }
 
 

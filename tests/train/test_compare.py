@@ -103,6 +103,20 @@ def test_a_comparison_that_is_stopped_keeps_its_runs_and_goes_on(trained, tmp_pa
     assert [row["accuracies"] for row in rows] == [[pytest.approx(x) for x in (50.0, 60.0, 70.0)]] * 3
 
 
+def test_delayed_methods_are_compared_with_dense_at_once(trained, tmp_path):
+    config = Comparison(seeds=1, delay=1, out=tmp_path, json=tmp_path / "runs.json")
+    compare(FEW, config, [("", DENSE), ("90%", TOPK), ("p=2", PlumpDp(p=2))])
+    assert trained == [(DENSE, 0), (DENSE, 0), (TOPK, 0)]
+    runs = json.loads((tmp_path / "runs.json").read_text())
+    assert [run["about"].get("delay", 0) for run in runs] == [0, 1, 1]
+    rows = json.loads((tmp_path / "few-compare" / "comparison.json").read_text())
+    assert [(row["method"], row["setting"], row["delay"]) for row in rows] == [
+        ("plump_dp", "at once", 0),
+        ("plump_dp", "", 1),
+        ("topk", "90%", 1),
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "name"), [({"steps": 7}, "steps is 3 and not 7"), ({"name": "other"}, "experiment is 'few' and not 'o")]
 )
@@ -137,6 +151,7 @@ def test_the_command_line_reaches_the_comparison(monkeypatch, tmp_path):
         (["--methods", "topk,none"], "got 'none': name those to train"),
         (["--steps", "10"], "--warmup-steps"),
         (["--steps", "0"], "--steps is at least 1, got 0"),
+        (["--delay", "2"], "--delay is 0, or 1 for workers that hold the whole model each"),
         (["--workers", "3"], "--global-batch is a multiple of --workers"),
         (["mnits"], f"An experiment is one of {', '.join(CONFIGS)}, got 'mnits'"),
     ],

@@ -192,6 +192,7 @@ def test_groups_of_rows_that_do_not_fit_are_refused_before_training():
         (PIPELINE | {"cuts": (3,)}, DCT_DP, r"rising indices of blocks, from 1 to 2"),
         (PIPELINE | {"boundary": BoundaryFields(1.0)}, DCT_DP, "sparsity must be .* got 1.0"),
         ({"slices": 2}, METHODS["slim_dp"], "Slices exchange gradients, got slim_dp"),
+        ({"delay": 1}, PlumpDp(p=2), r"exchange models, not gradients, got plump_dp-p2 with --delay 1: leave --delay"),
         ({"slices": 2}, PlumpDp(p=2), "Slices exchange gradients, got plump_dp-p2"),
         ({"optimizer": "adam"}, Dgc(), "dgc has momentum inside and goes with plain SGD, got --optimizer adam"),
         ({"architecture": Architecture("dlrm")}, DCT_DP, "its kind of data, got 'dlrm' and 'digits'"),

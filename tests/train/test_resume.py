@@ -64,6 +64,17 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case, stops, uninter
     assert told.messages == [f"{run_name(method)}: resumed after step {stops[-1]}."]
 
 
+def test_a_delayed_run_resumes_with_the_gradients_that_are_owed(tmp_path):
+    """The last step's, of every worker; a run at once is another run."""
+    whole = run(tmp_path / "whole", METHODS["topk"], delay=1)
+    run(tmp_path / "part", METHODS["topk"], delay=1, stop_after=5)
+    with pytest.raises(ValueError, match=r"settings that it began with.*delay 1 \(now None\)"):
+        run(tmp_path / "part", METHODS["topk"])
+    resumed = run(tmp_path / "part", METHODS["topk"], delay=1)
+    assert_same_bits(resumed.state, whole.state)
+    assert any(np.any(rows) for rows in jax.tree.leaves(resumed.state.opt_state.gradients))
+
+
 def test_a_run_depends_on_residuals_and_stale_thresholds(uninterrupted, stopped_at_5):
     """What the resumed runs are compared on is there to be lost."""
     _, whole = uninterrupted("dct_dp")

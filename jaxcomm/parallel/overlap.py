@@ -1,0 +1,98 @@
+"""A delayed step between CPU hosts: the exchange of the last gradients beside the computing of the next.
+
+XLA's CPU backend runs the collectives of a program and its arithmetic one after another, and two programs at the same
+time only if two threads have started them. So the step is taken apart: one program has the loss and its gradient, and
+no collective; another, of a second thread, has the exchange and the update; a third averages the loss. On GPU and TPU
+one program does it, whose collectives depend on nothing that the step computes.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxcomm.collectives.axis import AxisName, to_varying
+from jaxcomm.exchange import keep_unless
+from jaxcomm.numerics import is_finite_tree
+from jaxcomm.parallel.loss import GradientsFn
+from jaxcomm.parallel.state import TrainState, batch_specs, state_specs
+from jaxcomm.parallel.worker import apply, check_new_state, mean_over_workers
+from jaxcomm.states import trained
+from jaxcomm.types import DelayedState, PerWorker, is_per_worker
+
+
+def runs_apart(state: Any, mesh: Mesh) -> bool:
+    """Returns whether a step of this state is taken apart: a delayed one of CPU devices of several processes."""
+    return (
+        isinstance(getattr(state, "opt_state", None), DelayedState)
+        and mesh.devices.flat[0].platform == "cpu"
+        and mesh.is_multi_process
+        and AxisType.Explicit not in mesh.axis_types
+        and not any(map(is_per_worker, jax.tree.leaves(state.model_state, is_leaf=is_per_worker)))
+    )
+
+
+class Apart:
+    """The programs of a delayed step, compiled when they are first called."""
+
+    def __init__(
+        self,
+        gradients_fn: GradientsFn,
+        tx: optax.GradientTransformation,
+        mesh: Mesh,
+        axis_name: AxisName,
+        keyed: Callable[[jax.Array, Any], Any],
+        donate: bool,
+    ):
+        """Takes what a step is made of; `keyed` gives a batch the key of its step."""
+        rows, on_mesh = P(axis_name), partial(jax.shard_map, mesh=mesh)
+
+        def gradients(params: Any, model_state: Any, step: jax.Array, batch: Any) -> Any:
+            def own(params: Any, model_state: Any, batch: Any) -> Any:
+                varying = to_varying(params, axis_name)
+                (loss, (scalars, new_state)), found = gradients_fn(varying, model_state, batch)
+                check_new_state(new_state, model_state)
+                out = ({"loss": loss, **scalars}, new_state, found)
+                return jax.tree.map(lambda x: to_varying(jnp.asarray(x), axis_name)[None], out)
+
+            batch = keyed(step, batch)
+            in_specs = (P(), P(), batch_specs(batch, axis_name))
+            return on_mesh(own, in_specs=in_specs, out_specs=rows)(params, model_state, batch)
+
+        def update(params: Any, opt_state: Any) -> Any:
+            def own(params: Any, opt_state: Any) -> Any:
+                last = jax.tree.map(lambda row: row[0], opt_state.gradients.rows)  # stand in for those of this step
+                updates, new = tx.update(last, opt_state, trained(params))
+                params, new, metrics = apply(updates, new, params, opt_state)
+                return params, new.inner, metrics
+
+            specs = state_specs(opt_state)
+            return on_mesh(own, in_specs=(P(), specs), out_specs=(P(), specs.inner, P()))(params, opt_state)
+
+        def means(scalars: Any, new_state: Any, old_state: Any, step: jax.Array) -> Any:
+            def own(scalars: Any, new_state: Any, old_state: Any) -> Any:
+                scalars, new_state = jax.tree.map(lambda row: row[0], (scalars, new_state))
+                averaged, mean_state = mean_over_workers(scalars, new_state, axis_name)
+                return averaged, keep_unless(is_finite_tree(mean_state), mean_state, old_state)
+
+            averaged, state = on_mesh(own, in_specs=(rows, rows, P()), out_specs=P())(scalars, new_state, old_state)
+            return averaged, state, step + 1
+
+        self._gradients, self._means = jax.jit(gradients), jax.jit(means)
+        self._update = jax.jit(update, donate_argnums=1 if donate else ())
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxcomm-exchange")
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Takes a step; its programs are started, and not waited for."""
+        exchange = self._thread.submit(self._update, state.params, state.opt_state)
+        own = self._gradients(state.params, state.model_state, state.step, batch)
+        params, inner, metrics = exchange.result()
+        averaged, model_state, step = self._means(own[0], own[1], state.model_state, state.step)
+        gradients = PerWorker(own[2], state.opt_state.gradients.axes)
+        return TrainState(params, DelayedState(inner, gradients), step, model_state), {**averaged, **metrics._asdict()}

@@ -1,0 +1,98 @@
+"""What one worker does in a step: gradient, exchange, update, and the means of what is reported."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomm.collectives import dense_mean
+from jaxcomm.collectives.axis import AxisName
+from jaxcomm.exchange import get_exchange, keep_unless
+from jaxcomm.numerics import is_finite_tree
+from jaxcomm.parallel.loss import GradientsFn
+from jaxcomm.parallel.state import TrainState, check_model_state, make_local, without_rows
+from jaxcomm.states import (
+    communication_period,
+    keep_states_unless,
+    trained,
+    update_with,
+    vary_exchanged,
+    with_untrained,
+)
+from jaxcomm.types import DelayedState, ExchangeMetrics, is_per_worker
+
+
+def worker_step(
+    gradients_fn: GradientsFn,
+    tx: optax.GradientTransformation,
+    axis_name: AxisName,
+    state: TrainState,
+    batch: Any,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One worker's step; runs inside the axis of workers."""
+    old = without_rows(state)
+    is_local = communication_period(state.opt_state) is not None
+    params = vary_exchanged(old.params, old.opt_state, axis_name)
+    (loss, (scalars, model_state)), gradients = gradients_fn(params, old.model_state, batch)
+    check_new_state(model_state, old.model_state)
+    own_ok = is_finite_tree(gradients) if is_local else jnp.asarray(True)  # a worker may be on its own
+    own_state = keep_unless(own_ok, model_state, old.model_state) if is_local else model_state
+    is_delayed, reported = isinstance(old.opt_state, DelayedState), ({"loss": loss, **scalars}, own_state)
+    averaged, mean_state = reported if is_delayed else mean_over_workers(*reported, axis_name)
+
+    def loss_at(own: Any) -> jax.Array:
+        params = vary_exchanged(with_untrained(own, old.params), old.opt_state, axis_name)
+        return gradients_fn(params, old.model_state, batch)[0][0]
+
+    own_loss = loss if is_local else averaged["loss"]
+    updates, opt_state = update_with(tx, gradients, old.opt_state, trained(old.params), own_loss, loss_at)
+    params, opt_state, exchanged = apply(updates, opt_state, old.params, old.opt_state, own_ok)
+    state_ok = exchanged.skipped == 0
+    if is_delayed:
+        # XLA would merge both all-reduces, and that of the gradients wait for the loss. So the loss waits for it, in a
+        # way that XLA does not see through (an optimization_barrier is gone by then): `skipped` is 0 or 1.
+        reported[0]["loss"] = jnp.where(exchanged.skipped < 2, loss, jnp.nan)
+        averaged, mean_state = mean_over_workers(*reported, axis_name)
+        state_ok = is_finite_tree(mean_state)  # whether the exchange was skipped says nothing of this step
+    model_state = keep_unless(state_ok, mean_state, old.model_state)
+    new = TrainState(params, opt_state, state.step + 1, model_state)
+    return make_local(new, axis_name), {**averaged, **exchanged._asdict()}
+
+
+def apply(
+    updates: Any, opt_state: Any, old_params: Any, old_opt_state: Any, ok: bool | jax.Array = True
+) -> tuple[Any, Any, ExchangeMetrics]:
+    """Applies updates, unless the exchange was skipped; returns parameters, optimizer state, and its metrics."""
+    metrics = get_exchange(opt_state).metrics
+    ok = (metrics.skipped == 0) & ok
+    params = with_untrained(optax.apply_updates(trained(old_params), updates), old_params)
+    return keep_unless(ok, params, old_params), keep_states_unless(ok, opt_state, old_opt_state), metrics
+
+
+def check_new_state(new: Any, old: Any) -> None:
+    """Refuses a new state of the model that is not what the next step would take."""
+    check_model_state(old)
+    kinds = [jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree) for tree in (new, old)]
+    if jax.tree.structure(new) != jax.tree.structure(old) or kinds[0] != kinds[1]:
+        raise ValueError(
+            "A new model state has the structure, shapes and types of the old, got "
+            f"{jax.tree.map(jax.typeof, new)} for {jax.tree.map(jax.typeof, old)}: return from loss_fn what it was "
+            "given as model_state, with new numbers."
+        )
+
+
+def mean_over_workers(
+    scalars: dict[str, jax.Array], tree: Any, axis_name: AxisName
+) -> tuple[dict[str, jax.Array], Any]:
+    """Averages scalars, and the leaves of a tree, over the workers in one all-reduce of float32.
+
+    What is `PerWorker` in the tree is not averaged.
+    """
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=is_per_worker)
+    leaves = [node for node in nodes if not is_per_worker(node)]
+    values = [jnp.asarray(value, jnp.float32) for value in scalars.values()]
+    means, _ = dense_mean([*values, *leaves], axis_name)
+    averaged = iter(means[len(values) :])
+    nodes = [node if is_per_worker(node) else next(averaged) for node in nodes]
+    return dict(zip(scalars, means[: len(values)], strict=True)), treedef.unflatten(nodes)
