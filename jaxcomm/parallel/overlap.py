@@ -1,9 +1,9 @@
 """A delayed step between CPU hosts: the exchange of the last gradients beside the computing of the next.
 
 XLA's CPU backend runs the collectives of a program and its arithmetic one after another, and two programs at the same
-time only if two threads have started them. So the step is taken apart: one program has the loss and its gradient, and
-no collective; another, of a second thread, has the exchange and the update; a third averages the loss. On GPU and TPU
-one program does it, whose collectives depend on nothing that the step computes.
+time only if two threads have started them. So the step is taken apart: one program, of a second thread, has the loss and
+its gradient, and no collective; another has the exchange and the update; a third averages the loss. On GPU and TPU one
+program does it, whose collectives depend on nothing that the step computes.
 """
 
 from collections.abc import Callable
@@ -86,13 +86,14 @@ class Apart:
 
         self._gradients, self._means = jax.jit(gradients), jax.jit(means)
         self._update = jax.jit(update, donate_argnums=1 if donate else ())
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxcomm-exchange")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxcomm-gradients")
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Takes a step; its programs are started, and not waited for."""
-        exchange = self._thread.submit(self._update, state.params, state.opt_state)
-        own = self._gradients(state.params, state.model_state, state.step, batch)
-        params, inner, metrics = exchange.result()
-        averaged, model_state, step = self._means(own[0], own[1], state.model_state, state.step)
-        gradients = PerWorker(own[2], state.opt_state.gradients.axes)
-        return TrainState(params, DelayedState(inner, gradients), step, model_state), {**averaged, **metrics._asdict()}
+        # All collectives in the caller's thread, where programs run in order: Gloo would mix the messages of two.
+        own = self._thread.submit(self._gradients, state.params, state.model_state, state.step, batch)
+        params, inner, metrics = self._update(state.params, state.opt_state)
+        scalars, new_state, gradients = own.result()
+        averaged, model_state, step = self._means(scalars, new_state, state.model_state, state.step)
+        delayed = DelayedState(inner, PerWorker(gradients, state.opt_state.gradients.axes))
+        return TrainState(params, delayed, step, model_state), {**averaged, **metrics._asdict()}

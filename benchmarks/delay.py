@@ -1,0 +1,171 @@
+"""Steps that exchange the gradients of the step before, beside steps that exchange at once, between hosts of the lab.
+
+    python -m benchmarks.delay --hosts 2 --rate 100mbit,1gbit
+
+An MLP of four layers of 1024 x 1024 (4.2M parameters), SGD with momentum; `--rows` a worker say how long computing
+takes. A time is that of ten steps in a row, over ten. "longer" is what a perfect overlap would leave: the longer of
+computing alone and of what else a step at once takes. Hosts share this machine's cores, so that selecting and coding
+beside the gradient slow it down.
+"""
+
+import dataclasses
+import statistics
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import optax
+
+import jaxcomm as jc
+from benchmarks.control import Control, check_run, merge_records, print_record, read_records, run, run_hosts, spread
+from benchmarks.netlab import Lab
+from jaxcomm.planner.advice import candidates
+from train.tables import print_table, write_records
+
+WIDTH, LAYERS, IN_A_ROW = 1024, 4, 10
+METHODS = "plump_dp plump_dp(float16) quant_dp(8) sign dct_dp(0.99) powersgd(4)"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Time delayed steps, and steps that exchange at once."""
+
+    hosts: int = 2
+    """Hosts, of one worker each."""
+    rate: str = "100mbit,1gbit"
+    """Link rates, separated by commas, or "none" for no limit."""
+    methods: str = METHODS
+    """Methods, separated by spaces, as an advice calls them."""
+    rows: int = 2048
+    """Rows of a worker."""
+    steps: int = 5
+    """Times that ten steps are timed."""
+    json: Path | None = None
+    """File for the table, as a list of records."""
+
+
+@dataclass
+class Record:
+    """One method at one rate, milliseconds a step."""
+
+    method: str
+    hosts: int
+    rate: str
+    rows: int
+    ms_computing: float
+    ms_at_once: float
+    at_once_min: float
+    at_once_max: float
+    ms_longer: float
+    ms_median: float
+    ms_min: float
+    ms_max: float
+    times_faster: float
+    bytes_kernel: float | None
+    bytes_predicted: float
+
+
+def main(config: Config) -> None:
+    """Runs the hosts, prints the table, and writes it where asked."""
+    rates = check_run(config.rate, config.steps)
+    _methods(config)
+    with Lab(config.hosts, rates[0]) as lab:
+        outputs = run_hosts(lab, "benchmarks.delay")
+        records = merge_records([read_records(Record, text) for text in outputs], lab.isolated)
+    rows = [dataclasses.asdict(record) for record in records]
+    print_table("Milliseconds of a step: computing, at once, the longer of computing and the rest, delayed", rows)
+    write_records(config.json, rows)
+
+
+def _methods(config: Config) -> dict[str, optax.GradientTransformation]:
+    known = candidates(local=False)
+    unknown = [name for name in config.methods.split() if name not in known]
+    if unknown or not config.methods.split():
+        raise ValueError(f"--methods must be some of {', '.join(known)}; got {', '.join(unknown) or 'none'}.")
+    return {name: known[name] for name in config.methods.split()}
+
+
+def run_host(config: Config) -> None:
+    """Runs one host's part; prints a JSON record for each method and rate."""
+    control = Control()
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh, random = jc.make_mesh(data=control.hosts), np.random.default_rng(0)
+    params = [
+        {"kernel": (random.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5).astype(np.float32), "bias": np.zeros(WIDTH)}
+        for _ in range(LAYERS)
+    ]
+    params = jax.tree.map(np.float32, params)
+    x = random.standard_normal((config.rows * control.hosts, WIDTH)).astype(np.float32)
+    batch = jax.make_array_from_callback(x.shape, NamedSharding(mesh, P("data")), lambda index: x[index])
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        for layer in params:
+            x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
+        return (x**2).mean()
+
+    def own_gradient(params: Any, x: jax.Array) -> Any:
+        varying = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "data", to="varying"), params)
+        return jax.tree.map(lambda leaf: leaf[None], jax.grad(loss_fn)(varying, x))
+
+    gradient = jax.jit(jax.shard_map(own_gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")))
+    copied = jax.device_put(params, NamedSharding(mesh, P()))
+    jax.block_until_ready(gradient(copied, batch))
+
+    def time_steps(step: Any) -> tuple[list[float], float, float]:
+        """Returns milliseconds a step, the bytes of one that the kernel has received, and those that are predicted."""
+        state = step.init(params)
+        for _ in range(3):
+            state, _ = step(state, batch)
+        jax.block_until_ready(state)
+        predicted, times, received = step.report(state, batch).received, [], []
+
+        def several(state: Any) -> Any:
+            for _ in range(IN_A_ROW):
+                state, _ = step(state, batch)
+            return state
+
+        for _ in range(config.steps):
+            ms, count, state = control.timed(partial(several, state))
+            times.append(ms / IN_A_ROW)
+            received.append(count / IN_A_ROW)
+        return times, statistics.fmean(received), predicted
+
+    for rate in config.rate.split(","):
+        control.set_rate(rate)
+        for name, tx in _methods(config).items():
+            computing = statistics.median(
+                control.timed(lambda: gradient(copied, batch))[0] for _ in range(config.steps)
+            )
+            found = []
+            for delay in (0, 1):
+                chain = jc.chain(tx, optax.sgd(1e-3, momentum=0.9), delay=delay)
+                found.append(time_steps(jc.make_train_step(loss_fn, chain, mesh)))
+            (at_once, _, _), (delayed, received, predicted) = found
+            whole = statistics.median(at_once)
+            print_record(
+                Record(
+                    method=name,
+                    hosts=control.hosts,
+                    rate=rate,
+                    rows=config.rows,
+                    ms_computing=computing,
+                    ms_at_once=whole,
+                    at_once_min=min(at_once),
+                    at_once_max=max(at_once),
+                    ms_longer=max(computing, whole - computing),
+                    **spread(delayed),
+                    times_faster=whole / statistics.median(delayed),
+                    bytes_kernel=received,
+                    bytes_predicted=predicted,
+                )
+            )
+
+
+if __name__ == "__main__":
+    run(Config, __doc__, main, run_host)

@@ -1,0 +1,43 @@
+"""The benchmark of delayed steps on two hosts, whose programs run in two threads, and what it refuses."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.benchmarks.test_exchange import CAN_ISOLATE, ROOT
+
+
+def delay(*argv):
+    command = [sys.executable, "-m", "benchmarks.delay", "--hosts", "2", "--rate", "none", "--rows", "8", *argv]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+
+
+@pytest.mark.slow
+def test_two_hosts_send_what_is_predicted(tmp_path):
+    path = tmp_path / "table.json"
+    done = delay("--methods", "plump_dp topk(0.99)", "--steps", "1", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    dense, sparse = json.loads(path.read_text())
+    assert (dense["method"], sparse["method"]) == ("plump_dp", "topk(0.99)")
+    for record in (dense, sparse):
+        assert 0 < record["ms_min"] <= record["ms_median"] <= record["ms_max"]
+        assert record["times_faster"] == record["ms_at_once"] / record["ms_median"]
+        assert record["ms_longer"] == max(record["ms_computing"], record["ms_at_once"] - record["ms_computing"])
+        if CAN_ISOLATE:
+            assert record["bytes_kernel"] == pytest.approx(record["bytes_predicted"], rel=0.1)
+    assert dense["bytes_predicted"] == 4 * (4 * 1024 * 1025) + 4  # and the loss
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--methods", "adam"], "--methods must be some of plump_dp, plump_dp(bfloat16), "),
+        (["--steps", "0"], "--steps is at least 1, got 0"),
+    ],
+)
+def test_bad_values_are_refused_before_a_host_starts(argv, said):
+    done = delay(*argv)
+    assert done.returncode == 2
+    assert said in done.stderr
