@@ -5,7 +5,9 @@
 Every host of a network lab is a process. All methods run in the same processes, one after another, and each at all
 rates. A step turns one gradient a worker (normal noise) into the workers' mean; the residual is reset between timed
 steps, so that every step selects from the same distribution. The thresholds of dct_dp are those of an earlier step, as
-in all but one of life_span steps; ms_refresh is the step that renews them.
+in all but one of life_span steps; ms_refresh is the step that renews them. sizes_moved is what the compiled program
+reads and writes in memory, both branches of every conditional, and sizes_held what it keeps at most: gradient, state,
+result and temporaries; both in sizes of the gradient (4 bytes a parameter).
 """
 
 import dataclasses
@@ -96,6 +98,8 @@ class Record:
     bytes_predicted: float
     bytes_compiled: float
     compile_s: float
+    sizes_moved: float
+    sizes_held: float
     ms_refresh: float | None
     times_fewer_bytes: float | None = None
     times_faster: float | None = None
@@ -202,6 +206,8 @@ def _time_method(
     compiled = lowered.compile()
     compile_s = time.perf_counter() - begin
     compiled_bytes = float(read_program(compiled.as_text()).received)
+    size, held = 4 * count([leaf.shape for leaf in weights]), compiled.memory_analysis()
+    whole = held.argument_size_in_bytes + held.temp_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes
     predicted = jc.wire_report(tx, like, config.hosts).received
     means, state = compiled(gradients, state, params)  # the first refresh, and Gloo's connections
     jax.block_until_ready(means)
@@ -236,6 +242,8 @@ def _time_method(
                 bytes_predicted=predicted,
                 bytes_compiled=compiled_bytes,
                 compile_s=compile_s,
+                sizes_moved=compiled.cost_analysis()["bytes accessed"] / size,
+                sizes_held=whole / size,
                 ms_refresh=refresh,
             )
         )

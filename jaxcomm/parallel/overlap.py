@@ -1,9 +1,9 @@
 """A delayed step between CPU hosts: the exchange of the last gradients beside the computing of the next.
 
 XLA's CPU backend runs the collectives of a program and its arithmetic one after another, and two programs at the same
-time only if two threads have started them. So the step is taken apart: one program, of a second thread, has the loss and
-its gradient, and no collective; another has the exchange and the update; a third averages the loss. On GPU and TPU one
-program does it, whose collectives depend on nothing that the step computes.
+time only if two threads have started them. So the step is taken apart: one program, of a second thread, has the loss
+and its gradient, and no collective; another has the exchange and the update; a third averages the loss. On GPU and TPU
+one program does it, whose collectives depend on nothing that the step computes.
 """
 
 from collections.abc import Callable

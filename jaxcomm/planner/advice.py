@@ -305,12 +305,13 @@ def _advice(
     for name, tx in asked.chosen.items():
         wire, cost = wires[name], coding[name]
         local = compute.beyond(cost * -1)  # what a step is spared is at most all of its computing
-        step = local.seconds + wire.seconds
+        step, can_wait = local.seconds + wire.seconds, asked.reports[name].every == 1 and name not in WAYS
         rows.append(
             Prediction(
                 method=name,
                 bytes=asked.reports[name].received,
                 step=step,
+                delayed=max(compute.seconds, cost.seconds + wire.seconds) if can_wait else None,
                 low=step - math.hypot(local.seconds - local.low, wire.error),
                 high=step + math.hypot(local.high - local.seconds, wire.error),
                 wire=wire.seconds,

@@ -23,6 +23,8 @@ class Prediction:
       method: as it is called in the table: "dct_dp(0.99)".
       bytes: that each worker receives a step, on average.
       step: predicted seconds of a step: computing, coding and wire one after another.
+      delayed: seconds of a step with `chain(delay=1)` at best: the longer of computing, and of coding and wire; None
+        where there is none, of local methods, "late" and "split".
       low: the lower end of its range.
       high: the upper end.
       wire: seconds on the wire.
@@ -42,6 +44,7 @@ class Prediction:
     method: str
     bytes: float
     step: float
+    delayed: float | None
     low: float
     high: float
     wire: float
@@ -122,18 +125,20 @@ class Advice:
             f"{_ms(dense.step)} ms a step; {self.compute / dense.step:.0%} of it computing",
             f"memory of loss and gradient: {held}; beside it each method keeps what the table says",
             "",
-            f"{'method':<28}{'MB/step':>9}{'wire ms':>9}{'coding ms':>11}{'step ms':>9}{'range':>16}{'faster':>8}"
-            f"{'memory MB':>11}{'break-even':>12}  accuracy",
+            f"{'method':<28}{'MB/step':>9}{'wire ms':>9}{'coding ms':>11}{'step ms':>9}{'delayed':>9}{'range':>16}"
+            f"{'faster':>8}{'memory MB':>11}{'break-even':>12}  accuracy",
         ]
         for each in self.predictions:
             mark = "" if each.measured else "~"
             lines.append(
                 f"{each.method:<28}{1e-6 * each.bytes:>9.3f}{_ms(each.wire):>9}{mark + _ms(each.coding):>11}"
-                f"{_ms(each.step):>9}{_ms(each.low) + '-' + _ms(each.high):>16}{each.faster:>7.2f}x"
+                f"{_ms(each.step):>9}{'-' if each.delayed is None else _ms(each.delayed):>9}"
+                f"{_ms(each.low) + '-' + _ms(each.high):>16}{each.faster:>7.2f}x"
                 f"{1e-6 * each.memory:>11.1f}{_rate(each.break_even):>12}  {each.accuracy}"
             )
         if not all(each.measured for each in self.predictions):
             lines.append("~ from the table of costs, not timed here.")
+        lines.append("delayed: the step with jaxcomm.chain(..., delay=1), at best; see the guide.")
         return "\n".join([*lines, "", f"verdict: {self.verdict}"])
 
 

@@ -61,6 +61,7 @@ def test_a_rapid_estimate_by_hand(table):
     report = jc.wire_report(jc.topk(0.99), PARAMS, K)
     assert topk.bytes == report.received
     assert topk.step == pytest.approx(0.2 + (10 + K) * unit + 3 * 1e-3 + report.received * 8 / 1e8)
+    assert topk.delayed == pytest.approx(max(0.2, topk.step - 0.2))
     assert topk.latency == pytest.approx(3e-3)
     assert topk.faster == pytest.approx(narrow.step / topk.step)
     assert not topk.measured
@@ -103,6 +104,7 @@ def test_a_method_without_a_known_cost_is_measured_or_refused(table):
     local = rapid(1e8, {"local": jc.local_sgd(10, exchange=jc.topk(0.99)), "topk": jc.topk(0.99)})
     assert local["local"].coding == pytest.approx(local["topk"].coding / 10)
     assert local["local"].every == 10
+    assert local["local"].delayed is None
     assert local.predictions[0].method == "local"
     assert local.best == "topk"  # the fastest trains in another way
     gain = local["topk"].step / local["local"].step

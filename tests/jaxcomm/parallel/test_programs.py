@@ -1,0 +1,111 @@
+"""What a step leaves to the device: it is compiled once, and no later step waits for a number on the host."""
+
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomm as jc
+
+PARAMS = {"w": np.ones((16, 8), np.float32), "v": np.ones((8, 4), np.float32)}
+BATCH = np.ones((16, 16), np.float32)
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+def loss_fn(params, x):
+    return (jnp.tanh(x @ params["w"]) @ params["v"]).var()
+
+
+def chain(delay=0):
+    return jc.chain(jc.dct_dp(0.5, dense_below=0), optax.adam(1e-2), delay=delay)
+
+
+def whole(tx):
+    step = jc.make_train_step(loss_fn, tx, jc.make_mesh(data=4))
+    return step, step.init(PARAMS)
+
+
+def local():
+    return whole(jc.chain(optax.sgd(0.1), jc.local_sgd(2, exchange=jc.topk(0.5))))
+
+
+def simulated():
+    step = jc.simulate(loss_fn, chain(), 4)
+    return step, step.init(PARAMS)
+
+
+def sharded():
+    mesh = jc.make_mesh(data=2, model=2)
+    specs = {"w": jax.P(None, "model"), "v": jax.P("model")}
+    step = jc.make_train_step(loss_fn, chain(), mesh, specs=specs, auto=("model",))
+    return step, step.init(PARAMS)
+
+
+def scripted():
+    tx = chain()
+
+    def update(state, x):
+        value, grads = jax.value_and_grad(loss_fn)(state[0], x)
+        updates, opt_state = tx.update(grads, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), opt_state), value
+
+    return jc.data_parallel(update, jc.make_mesh(data=4)), (PARAMS, tx.init(PARAMS))
+
+
+STEPS = {
+    "whole": lambda: whole(chain()),
+    "delayed": lambda: whole(chain(delay=1)),
+    "local": local,
+    "simulated": simulated,
+    "sharded": sharded,
+    "scripted": scripted,
+}
+
+
+@contextmanager
+def compilations():
+    """The names of what JAX does meanwhile, for as long as it takes."""
+    seen = []
+
+    def listen(event, *_, **__):
+        seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_steps_after_the_first_compile_nothing_and_read_nothing(kind, monkeypatch):
+    step, state = STEPS[kind]()
+    state, _ = step(state, BATCH)
+    array = type(jnp.zeros(()))
+
+    def read(*_):
+        pytest.fail("a step has read a number of the device")
+
+    with compilations() as seen, monkeypatch.context() as reading:
+        reading.setattr(array, "_value", property(read))
+        for _ in range(3):
+            state, metrics = step(state, BATCH)
+    assert COMPILED not in seen
+    assert jax.tree.all(jax.tree.map(lambda leaf: bool(np.isfinite(leaf).all()), metrics))
+
+
+def test_a_compilation_and_a_read_would_be_seen(monkeypatch):
+    array = jnp.zeros(3)
+    with compilations() as seen:
+        jax.jit(lambda x: x * 3 + 1)(array)
+    assert COMPILED in seen
+
+    def read(_):
+        raise RuntimeError("read")
+
+    monkeypatch.setattr(type(array), "_value", property(read))
+    with pytest.raises(RuntimeError, match="read"):
+        float(array[0])
