@@ -354,7 +354,7 @@ def calibrate(config: Config) -> None:
     import jax
     import numpy as np
 
-    from jaxcomm.planner.costs import Bench, compile_all, cost_key, lower_coding, measure_copy
+    from jaxcomm.planner.costs import Bench, cost_key, lower_coding, measure_copy
     from train.processes import prepare_jax
 
     prepare_jax()
@@ -370,7 +370,7 @@ def calibrate(config: Config) -> None:
         for workers in (2, 32):
             bench = Bench(mesh, "data", workers)
             rows, own = bench.spread(gradients), bench.spread(params)
-            (coding,), ratios = compile_all([lower_coding(bench, tx, rows, own)]), []
+            coding, ratios = lower_coding(bench, tx, rows, own), []
             for _ in range(7):  # this machine's cores vary: a ratio is of the same moment
                 copy = measure_copy(bench, n)
                 ratios.append(coding.cost().seconds / (jc.planner.COPY_BYTES * n * copy))

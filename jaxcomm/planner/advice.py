@@ -23,9 +23,7 @@ from jaxcomm.parallel.loss import loss_of
 from jaxcomm.planner.costs import (
     Bench,
     Cost,
-    Timing,
     check_loss,
-    compile_all,
     gradients_of,
     known_accuracy,
     lower_coding,
@@ -40,7 +38,6 @@ from jaxcomm.planner.prediction import ALL_DENSE, CLOSE, DENSE, Advice, Predicti
 from jaxcomm.traffic import Program, Traffic
 
 _TYPICAL_COPY = 1 / 10e9  # seconds a byte of a device that nobody measured
-_TOGETHER = 2  # methods that are compiled at once
 
 
 def candidates(axis_name: AxisName = "data", *, local: bool = True) -> dict[str, optax.GradientTransformation]:
@@ -128,26 +125,22 @@ def advise(
     links = measure_links(mesh, [report.program for report in asked.reports.values()])
     whole_step = gradients_fn_of(loss)
 
-    def lower(name: str) -> Timing:
+    def coding_of(name: str) -> Cost:
         tx = asked.chosen[name]
-        if asked.reports[name].every == 1:
-            return lower_coding(bench, tx, asked.exchanged(name, gradients), asked.exchanged(name, own))
-        chain = optax.chain(optimizer, tx)  # between two exchanges its steps differ
-        return lower_step(bench, whole_step, chain, own, rows)
-
-    def measure(name: str, timing: Timing) -> Cost:
-        cost = timing.cost()
-        if asked.reports[name].every > 1:
-            return cost.beyond(compute)
+        cost = lower_coding(bench, tx, asked.exchanged(name, gradients), asked.exchanged(name, own)).cost()
         return functools.reduce(Cost.plus, [each for layer, each in layers if layer.way == name], cost)
+
+    def beyond_computing(name: str) -> Cost:
+        """Of a local method, whose steps between two exchanges differ."""
+        chain = optax.chain(optimizer, asked.chosen[name])
+        return lower_step(bench, whole_step, chain, own, rows).cost().beyond(compute)
 
     chain = None if "split" not in asked.chosen else optax.chain(asked.chosen["split"], optimizer)
     layers = list(zip(asked.layers, measure_layers(bench, asked.layers, chain, gradients, own), strict=True))
     # Of the dense exchange the whole step; of the others what they compute more or less than that.
     step = lower_step(bench, whole_step, optax.chain(asked.chosen["plump_dp"], optimizer), own, rows)
-    whole, *exchanges = [timing.cost() for timing in compile_all([step, *map(lower, ALL_DENSE)])]
-    coding = dict(zip(ALL_DENSE, exchanges, strict=True))
-    compute, copy = whole.beyond(coding["plump_dp"]), measure_copy(bench)
+    coding = {name: coding_of(name) for name in ALL_DENSE}
+    compute, copy = step.cost().beyond(coding["plump_dp"]), measure_copy(bench)
     modelled = {
         name: None if name in WAYS else modelled_coding(tx, params, workers, copy) for name, tx in asked.chosen.items()
     }
@@ -161,13 +154,12 @@ def advise(
 
     # In one order on all processes.
     rest = sorted((name for name in asked.chosen if name not in ALL_DENSE), key=promise)
-    for start in range(0, len(rest), _TOGETHER):
-        together = rest[start : start + _TOGETHER]
-        in_time = agreed(time.perf_counter() - begin, mesh) < seconds
-        tried = [name for name in together if in_time or modelled[name] is None]
-        timings = compile_all([lower(name) for name in tried])
-        coding |= {name: measure(name, timing) for name, timing in zip(tried, timings, strict=True)}
-        coding |= {name: known * factor for name in together if name not in tried and (known := modelled[name])}
+    for name in rest:
+        known = modelled[name]
+        if known is not None and agreed(time.perf_counter() - begin, mesh) >= seconds:
+            coding[name] = known * factor
+        else:
+            coding[name] = coding_of(name) if asked.reports[name].every == 1 else beyond_computing(name)
     costs = [layer_cost(layer, links, computing) for layer, computing in layers]
     return _advice("thorough", asked, links, compute, coding, costs, memory, begin)
 

@@ -5,9 +5,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from typing import Any
 
@@ -189,7 +188,7 @@ def gradients_of(bench: Bench, loss_fn: LossFn, params: Any, rows: Any) -> tuple
 
 
 class Timing:
-    """A usual step of every device, to be timed: lowered, then compiled (see `compile_all`), then run."""
+    """A usual step of every device, to be timed: lowered, then compiled and run."""
 
     def __init__(
         self, bench: Bench, start: Callable[..., Any], step: Callable[..., Any], params: Any, args: tuple[Any, ...]
@@ -210,16 +209,15 @@ class Timing:
         )
         stepped = bench.lower(alone(step, bench.sizes, bench.axis_name), state, *args, donate=0)
         restarted = bench.lower(_restarted, state, bench.spread(np.int32(0)), donate=0)
-        self._lowered, self._compiled = [started, stepped, restarted], list[Any]()
+        self._lowered = (started, stepped, restarted)
 
-    def compile(self) -> "Timing":
-        """Compiles the programs."""
-        self._compiled = [lowered.compile() for lowered in self._lowered]
-        return self
+    @cached_property
+    def _programs(self) -> list[Any]:
+        return [lowered.compile() for lowered in self._lowered]
 
     def cost(self) -> Cost:
-        """Times a usual step; of a local method the average over a period."""
-        start, step, restart = self._compiled
+        """Times a usual step; of a local method the average over a period. The first call compiles."""
+        start, step, restart = self._programs
         state = start(self._params)
 
         def time_steps(state: Any, number: int) -> tuple[Any, Cost]:
@@ -240,12 +238,6 @@ class Timing:
             return exchange
         _, quiet = time_steps(state, late)
         return exchange.plus(quiet * (period - 1)) * (1 / period)
-
-
-def compile_all(timings: Sequence[Timing]) -> list[Timing]:
-    """Compiles several at once: XLA does so without Python's lock. Nothing runs, so that processes stay in order."""
-    with ThreadPoolExecutor(max(1, len(timings))) as pool:
-        return list(pool.map(Timing.compile, timings))
 
 
 def lower_step(

@@ -55,7 +55,6 @@ def test_a_layer_that_is_split_updates_its_shard_alone(monkeypatch):
         return Cost(*[float(sum(leaf[0].size for leaf in jax.tree.leaves(timing._params)))] * 3)
 
     monkeypatch.setattr(Timing, "cost", seconds)
-    monkeypatch.setattr(Timing, "compile", lambda timing: timing)
     monkeypatch.setattr(dense_layers, "_measure_layer", lambda *_: zero)
     found, rows = layers_of(params, {"a": B, "b": B}, (K,), "data"), bench.spread(params)
     costs = dense_layers.measure_layers(bench, found, jc.plump_dp(), rows, rows)

@@ -1,0 +1,28 @@
+"""The benchmark of what comes before the first step."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.benchmarks.test_exchange import ROOT
+
+
+def startup(*argv):
+    command = [sys.executable, "-m", "benchmarks.startup", *argv]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_every_command_is_timed(tmp_path):
+    done = startup("--repeats", "2", "--json", str(tmp_path / "table.json"))
+    assert done.returncode == 0, done.stderr
+    times = {record["command"]: record["ms_median"] for record in json.loads((tmp_path / "table.json").read_text())}
+    assert 0 < times["python"] < times["import jax"] < times["import jaxcomm"] < times["the main job of one step"]
+    assert "jaxcomm itself takes" in done.stdout
+
+
+def test_one_process_is_refused():
+    done = startup("--repeats", "1")
+    assert (done.returncode, done.stderr) == (2, "startup: --repeats is at least 2, got 1: the first does not count.\n")
