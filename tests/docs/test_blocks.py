@@ -124,6 +124,7 @@ def loss_fn(params, batch):
     'auto=("model",))': ("", INIT + LEARNS),
     'jax.make_mesh((4, 2), ("data", "model"))': ("", INIT + LEARNS),
     "jc.hierarchical": ("", LEARNS),
+    "delay=1)": ("", LEARNS + "assert step.verify(state, batch).overlap > 0.9"),
     "# measures; every process calls it": ("", ""),
     "plan.write(": (
         "gradient = jax.grad(loss_fn)(params, batch)",
