@@ -6,7 +6,7 @@ its own.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -104,7 +104,7 @@ def read_overlap(text: str) -> float | None:
 
     shapes = {match["name"]: match["shape"] for match in matches[entry]}
     own = {match["name"]: _products(match, shapes, products_of) for match in matches[entry]}
-    feeds = {match["name"]: [each for each in _NAME.findall(match["rest"]) if each in own] for match in matches[entry]}
+    feeds = {match["name"]: _operands(match["rest"], own) for match in matches[entry]}
     waits: dict[str, list[str]] = {name: [] for name in own}
     for name, operands in feeds.items():
         for operand in operands:
@@ -123,7 +123,7 @@ def read_overlap(text: str) -> float | None:
 def _products(match: re.Match[str], shapes: Mapping[str, str], products_of: Callable[[str], float]) -> float:
     """Returns the multiplications of an instruction, those of the computations that it calls included."""
     op, rest = match["op"], match["rest"]
-    operands = [each for each in _NAME.findall(rest) if each in shapes]
+    operands = _operands(rest, shapes)
     contracted = _CONTRACTED.search(rest)
     if contracted and operands:  # a matrix product, or a library's
         left = _dims(shapes[operands[0]])
@@ -140,6 +140,11 @@ def _products(match: re.Match[str], shapes: Mapping[str, str], products_of: Call
     if op == "conditional":
         return max((products_of(name) for name in _branches(rest)), default=0.0)
     return sum(products_of(name) for name in _CALLED.findall(rest))
+
+
+def _operands(rest: str, names: Container[str]) -> list[str]:
+    """Returns those of some instructions that one waits for; what its metadata says is about the source."""
+    return [each for each in _NAME.findall(re.split(r", (?:metadata|backend_config)=", rest)[0]) if each in names]
 
 
 def _dims(shape: str) -> list[int]:

@@ -123,6 +123,21 @@ def test_two_hosts_hold_a_stage_each(tmp_path):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
+def test_two_hosts_that_exchange_beside_their_gradients_train_like_simulated_workers(tmp_path):
+    """There, three programs of two threads make a step; here, one."""
+    argv = [*FEW, "--workers", "2", "--delay", "1", "--steps", "8", "--eval-every", "4", "--no-baseline"]
+    command = [sys.executable, "-m", "train", *argv, "--out", str(tmp_path / "hosts"), *METHOD]
+    with Lab(2, None) as lab:
+        results = lab.run(command, env=environment())
+    assert [result.returncode for result in results] == [0, 0], results
+    alone = simulated([*argv, *METHOD], tmp_path / "alone")
+    assert alone.finished
+    found, expected = metrics(tmp_path / "hosts" / "digits", "dct_dp"), metrics(tmp_path / "alone", "dct_dp")
+    assert len(found) == 8
+    assert_like_simulated(found, expected, 1e-3)
+
+
 @pytest.mark.parametrize(
     ("count", "workers", "parts"),
     [
