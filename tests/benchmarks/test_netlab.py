@@ -217,20 +217,29 @@ def test_a_timeout_stops_all_hosts(lab):
     assert "ran longer than 0.3 s" in results[0].stderr
 
 
+def megabits_per_second(lab, direction, size, received, limit):
+    """The fastest of three transfers: other work on the machine can hold one up, but none may be above the limit."""
+    rates = []
+    for _ in range(3):
+        seconds, counted = transfer(lab, direction, size)
+        assert counted == pytest.approx(2 * size, rel=0.03)
+        rates.append(received * 8 / seconds / 1e6)
+        assert rates[-1] < 1.05 * limit
+        if rates[-1] > 0.6 * limit:
+            break
+    return max(rates)
+
+
 def test_hosts_see_each_other_at_the_rate_and_bytes_are_counted(lab):
     if not lab.isolated:
         return  # the fixture has seen the fallback say so
     size = 1_000_000
     for direction, megabits in (("gather", 100), ("scatter", 100), ("gather", 300)):
         lab.set_rate(f"{megabits}mbit")
-        seconds, counted = transfer(lab, direction, size)
-        assert counted == pytest.approx(2 * size, rel=0.03)
-        # Generous towards slow: other work on the machine can hold a transfer up but not speed it.
-        assert 0.6 * megabits < 2 * size * 8 / seconds / 1e6 < 1.05 * megabits
+        assert megabits_per_second(lab, direction, size, 2 * size, megabits) > 0.6 * megabits
     for rate in ("none/20mbit/none", "none/none/20mbit"):  # one slow host, for which the other need not wait
         lab.set_rate(rate)
-        seconds, _ = transfer(lab, "gather", size)
-        assert 0.6 * 20 < size * 8 / seconds / 1e6 < 1.05 * 20
+        assert megabits_per_second(lab, "gather", size, size, 20) > 0.6 * 20
     lab.set_rate("none")
     seconds, _ = transfer(lab, "gather", size)
     assert 2 * size * 8 / seconds / 1e6 > 400
