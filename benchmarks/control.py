@@ -54,6 +54,18 @@ def run(
         sys.exit(2)
 
 
+def choose(known: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Returns the methods of some names, each once.
+
+    Raises:
+      ValueError: for a name that is not known, or for none.
+    """
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise ValueError(f"--methods must be some of {', '.join(known)}; got {', '.join(unknown) or 'none'}.")
+    return {name: known[name] for name in names}
+
+
 def check_run(rate: str, steps: int) -> list[str]:
     """Returns the rates.
 

@@ -18,7 +18,17 @@ from typing import Any
 import optax
 
 import jaxcomm as jc
-from benchmarks.control import Control, check_run, merge_records, print_record, read_records, run, run_hosts, spread
+from benchmarks.control import (
+    Control,
+    check_run,
+    choose,
+    merge_records,
+    print_record,
+    read_records,
+    run,
+    run_hosts,
+    spread,
+)
 from benchmarks.netlab import Lab
 from jaxcomm.planner.advice import candidates
 from train.tables import print_table, write_records
@@ -69,21 +79,13 @@ class Record:
 def main(config: Config) -> None:
     """Runs the hosts, prints the table, and writes it where asked."""
     rates = check_run(config.rate, config.steps)
-    _methods(config)
+    choose(candidates(local=False), config.methods.split())
     with Lab(config.hosts, rates[0]) as lab:
         outputs = run_hosts(lab, "benchmarks.delay")
         records = merge_records([read_records(Record, text) for text in outputs], lab.isolated)
     rows = [dataclasses.asdict(record) for record in records]
     print_table("Milliseconds of a step: computing, at once, the longer of computing and the rest, delayed", rows)
     write_records(config.json, rows)
-
-
-def _methods(config: Config) -> dict[str, optax.GradientTransformation]:
-    known = candidates(local=False)
-    unknown = [name for name in config.methods.split() if name not in known]
-    if unknown or not config.methods.split():
-        raise ValueError(f"--methods must be some of {', '.join(known)}; got {', '.join(unknown) or 'none'}.")
-    return {name: known[name] for name in config.methods.split()}
 
 
 def run_host(config: Config) -> None:
@@ -97,10 +99,12 @@ def run_host(config: Config) -> None:
 
     mesh, random = jc.make_mesh(data=control.hosts), np.random.default_rng(0)
     params = [
-        {"kernel": (random.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5).astype(np.float32), "bias": np.zeros(WIDTH)}
+        {
+            "kernel": (random.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5).astype(np.float32),
+            "bias": np.zeros(WIDTH, np.float32),
+        }
         for _ in range(LAYERS)
     ]
-    params = jax.tree.map(np.float32, params)
     x = random.standard_normal((config.rows * control.hosts, WIDTH)).astype(np.float32)
     batch = jax.make_array_from_callback(x.shape, NamedSharding(mesh, P("data")), lambda index: x[index])
 
@@ -138,7 +142,7 @@ def run_host(config: Config) -> None:
 
     for rate in config.rate.split(","):
         control.set_rate(rate)
-        for name, tx in _methods(config).items():
+        for name, tx in choose(candidates(local=False), config.methods.split()).items():
             computing = statistics.median(
                 control.timed(lambda: gradient(copied, batch))[0] for _ in range(config.steps)
             )

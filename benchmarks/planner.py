@@ -23,7 +23,17 @@ from typing import Any
 import optax
 
 import jaxcomm as jc
-from benchmarks.control import Control, check_run, merge_records, print_record, read_records, run, run_hosts, spread
+from benchmarks.control import (
+    Control,
+    check_run,
+    choose,
+    merge_records,
+    print_record,
+    read_records,
+    run,
+    run_hosts,
+    spread,
+)
 from benchmarks.netlab import Lab
 from benchmarks.shapes import named
 from jaxcomm.planner.advice import DENSE, candidates
@@ -131,11 +141,7 @@ def summary(records: list[Record]) -> str:
 
 def _methods(config: Config) -> dict[str, optax.GradientTransformation]:
     known = candidates()
-    names = list(known) if config.methods == "all" else ["plump_dp", DENSE, *config.methods.split()]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ValueError(f"--methods must be some of {', '.join(known)}; got {', '.join(unknown)}.")
-    return {name: known[name] for name in dict.fromkeys(names)}
+    return choose(known, list(known) if config.methods == "all" else ["plump_dp", DENSE, *config.methods.split()])
 
 
 def run_host(config: Config) -> None:

@@ -1,6 +1,8 @@
 """How long the library keeps one waiting before it does anything: imports, --help, and the first step of the main job.
 
-python -m benchmarks.startup --json docs/data/startup.json
+    python -m benchmarks.startup --json docs/data/startup.json
+
+A time is that of a whole process, from its start to its end.
 """
 
 import dataclasses
