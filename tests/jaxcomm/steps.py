@@ -1,4 +1,4 @@
-"""The first state of a run, where a test steps in its own way."""
+"""Steps on a mesh or simulated; the first state of a run, where a test steps in its own way."""
 
 import warnings
 
@@ -6,6 +6,15 @@ import jax
 from jax.sharding import Mesh
 
 import jaxcomm as jc
+
+KINDS = ("mesh", "simulated")
+
+
+def make_step(kind, loss, tx, *, workers, **arguments):
+    """A step of K workers, of one of the `KINDS`."""
+    if kind == "mesh":
+        return jc.make_train_step(loss, tx, jc.make_mesh(data=workers), **arguments)
+    return jc.simulate(loss, tx, workers, **arguments)
 
 
 def init_state(params, tx, workers, *, axis_name="data", model_state=(), specs=None):

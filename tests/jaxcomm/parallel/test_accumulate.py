@@ -1,5 +1,7 @@
 """Several micro-batches for one exchange: in one step, and over several calls. Keys, and what line searches take."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +10,10 @@ import pytest
 
 import jaxcomm as jc
 from jaxcomm.exchange import get_exchange
+from tests.jaxcomm.steps import KINDS, make_step
 
 K, ROWS, FEATURES, CLASSES = 4, 32, 12, 5
-AXES = {"mesh": lambda: jc.make_mesh(data=K), "simulated": lambda: K}
+make = functools.partial(make_step, workers=K)
 PARAMS = {"w": jnp.linspace(-0.3, 0.3, FEATURES * CLASSES).reshape(FEATURES, CLASSES), "b": jnp.zeros(CLASSES)}
 SPARSE = jc.topk(0.5, dense_below=0)
 
@@ -26,11 +29,6 @@ def loss_fn(params, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
 
-def make(kind, loss, tx, **arguments):
-    maker = jc.make_train_step if kind == "mesh" else jc.simulate
-    return maker(loss, tx, AXES[kind](), **arguments)
-
-
 def close(a, b, rtol=1e-5, atol=1e-6):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)
 
@@ -41,7 +39,7 @@ def by_worker(batch, count, part):
     return {name: rows.reshape(-1, *rows.shape[2:]) for name, rows in own.items()}
 
 
-@pytest.mark.parametrize("kind", AXES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_micro_batches_of_a_step_are_the_step_of_all_rows(kind):
     """With a model's state, the rows of which are counted in turn."""
 
@@ -88,7 +86,7 @@ def test_each_step_worker_and_micro_batch_has_its_key():
         return loss_fn(params, batch), {"draw": jax.random.uniform(key), "square": jax.random.uniform(key) ** 2}
 
     drawn = {}
-    for kind in AXES:
+    for kind in KINDS:
         step = make(kind, loss, jc.chain(SPARSE, optax.sgd(0.1)), has_aux=True, rng=jax.random.key(3), accumulate=2)
         state = step.init(PARAMS)
         for number, batch in enumerate(batches(2)):
@@ -105,7 +103,7 @@ def test_each_step_worker_and_micro_batch_has_its_key():
     close(drawn["mesh"], drawn["simulated"])
 
 
-@pytest.mark.parametrize("kind", AXES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_chain_that_accumulates_is_that_of_the_mean_gradient(kind):
     given, count = batches(1)[0], 3
     given = jax.tree.map(lambda rows: np.concatenate([rows] * 3)[: 2 * 3 * K * 4], given)
@@ -205,7 +203,7 @@ def test_a_line_search_is_that_of_one_device(name):
     tx = jc.chain(jc.plump_dp(), SEARCHES[name]())
     own, given = search(tx)
     own = jc.data_parallel(own, jc.make_mesh(data=K), check_every=1)
-    steps = {kind: make(kind, loss_fn, tx) for kind in AXES}
+    steps = {kind: make(kind, loss_fn, tx) for kind in KINDS}
     states = {kind: step.init(PARAMS) for kind, step in steps.items()}
     batch = batches(1)[0]
     for _ in range(4):
@@ -228,7 +226,7 @@ def test_the_axis_of_workers_is_said_once():
     assert step.verify(state, batches(1)[0]).workers == jc.wire_report(tx, PARAMS, (2, 2)).workers == K
 
 
-@pytest.mark.parametrize("kind", AXES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_integers_and_keys_among_the_parameters_stay(kind):
     params = PARAMS | {"shift": jnp.arange(CLASSES), "key": jax.random.key(0), "flag": jnp.ones((), bool)}
 
@@ -255,7 +253,7 @@ def test_frozen_parameters_are_not_sent():
     alone = jc.chain(SPARSE, optax.sgd(0.1))
     received = jc.wire_report(alone, {"w": PARAMS["w"]}, K).received
     assert jc.wire_report(frozen, PARAMS, K).received == received
-    for kind in AXES:
+    for kind in KINDS:
         step = make(kind, loss_fn, frozen)
         state, _ = step(step.init(PARAMS), batches(1)[0])
         np.testing.assert_array_equal(state.params["b"], PARAMS["b"])

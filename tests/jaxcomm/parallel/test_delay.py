@@ -1,5 +1,7 @@
 """Chains that exchange the gradients of the step before: what they compute, keep, refuse, and leave free to overlap."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,20 +12,16 @@ import jaxcomm as jc
 from jaxcomm.exchange import get_exchange
 from jaxcomm.parallel import step as step_module
 from tests.jaxcomm.cases import FIRST
+from tests.jaxcomm.steps import KINDS, make_step
 
 K, ROWS, FEATURES, HIDDEN = 4, 32, 24, 48
-AXES = {"mesh": lambda: jc.make_mesh(data=K), "simulated": lambda: K}
+make = functools.partial(make_step, workers=K)
 SHAPES = {"w": (60, 50), "v": (40, 30), "b": (50,)}
 PARAMS = {"w": np.linspace(-0.3, 0.3, FEATURES * HIDDEN, dtype=np.float32).reshape(FEATURES, HIDDEN)}
 
 
 def optimizer():
     return optax.adam(1e-2)
-
-
-def make(kind, loss, tx, **arguments):
-    maker = jc.make_train_step if kind == "mesh" else jc.simulate
-    return maker(loss, tx, AXES[kind](), **arguments)
 
 
 def linear(params, batch):
@@ -60,7 +58,7 @@ def equal(a, b):
     [
         pytest.param(case, kind, id=f"{case}-{kind}", marks=pytest.mark.slow if kind == "mesh" and i else ())
         for i, case in enumerate(FIRST)
-        for kind in AXES
+        for kind in KINDS
     ],
 )
 def test_every_exchange_is_that_of_the_gradients_before(case, kind):
@@ -79,7 +77,7 @@ def test_every_exchange_is_that_of_the_gradients_before(case, kind):
         equal(late.opt_state.gradients.rows, mine)
 
 
-@pytest.mark.parametrize("kind", AXES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_model_state_are_those_of_their_own_step(kind):
     tx, key = jc.chain(jc.topk(0.5, dense_below=0), optax.sgd(0.0), delay=1), jax.random.key(3)
     delayed = make(kind, loss_fn, tx, has_state=True, rng=key)
@@ -92,7 +90,7 @@ def test_loss_and_model_state_are_those_of_their_own_step(kind):
         equal(late.model_state, now.model_state)
 
 
-@pytest.mark.parametrize("kind", AXES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_that_is_not_finite_is_skipped_a_step_later(kind):
     tx = jc.chain(jc.topk(0.5, dense_below=0), optimizer(), delay=1)
     step = make(kind, loss_fn, tx, has_state=True, rng=jax.random.key(0))
