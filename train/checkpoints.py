@@ -54,13 +54,13 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self.folder, options=ocp.CheckpointManagerOptions(max_to_keep=2))
 
     def __enter__(self) -> "Checkpoints":
-        self._hook, sys.excepthook = sys.excepthook, partial(_say_unless_closed, sys.excepthook)
+        self._hook, sys.unraisablehook = sys.unraisablehook, partial(_say_unless_closed, sys.unraisablehook)
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
         """Waits at an error for Orbax's threads, which print stacks where the interpreter ends before them."""
         if error is None:
-            sys.excepthook = self._hook
+            sys.unraisablehook = self._hook
             return
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
         if jax.process_count() == 1:  # among several the others may never come
@@ -233,10 +233,10 @@ class Checkpoints:
         self._manager.close()
 
 
-def _say_unless_closed(before: Callable[..., object], kind: type, error: BaseException, trace: Any) -> None:
-    """Prints an error that nobody has caught, but for those of TensorStore's threads once a write has failed."""
-    if not (kind is RuntimeError and str(error) == "Event loop is closed"):
-        before(kind, error, trace)
+def _say_unless_closed(before: Callable[[Any], object], unraisable: Any) -> None:
+    """Prints an error that nobody can catch, but for those of TensorStore's threads once a write has failed."""
+    if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
+        before(unraisable)
 
 
 @jax.jit

@@ -1,6 +1,7 @@
 """Checkpoints on their own: what is written in the background, and what a smaller or larger mesh reads."""
 
 import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -222,3 +223,22 @@ def test_a_run_can_be_made_longer_and_not_shorter(checkpoints):
 def test_there_is_nothing_to_read_at_the_start(checkpoints):
     _, state = make_state(4)
     assert checkpoints.newest(state, jc.resize_workers, ABOUT, print) is None
+
+
+def test_errors_that_cannot_be_caught_are_said_but_for_those_of_a_failed_write(checkpoints, monkeypatch):
+    """TensorStore's threads call an event loop that a failed write has closed, once for every array."""
+    said = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: said.append(str(unraisable.exc_value)))
+
+    class Failing:
+        def __init__(self, message):
+            self.message = message
+
+        def __del__(self):
+            raise RuntimeError(self.message)
+
+    with checkpoints:
+        for message in ("Event loop is closed", "another"):
+            Failing(message)
+    Failing("Event loop is closed")
+    assert said == ["another", "Event loop is closed"]
