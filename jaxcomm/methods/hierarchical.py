@@ -31,8 +31,8 @@ class Hierarchical(Exchange):
     all are, and nothing changes: not even the count of the steps.
 
     For a mesh with both axes: `make_train_step(..., axis_name=(across, inside))`. Inside, each worker receives 2
-    (I-1)/I * 4 bytes a parameter; across, what the exchange costs for 1/I of the parameters:
-    `wire_report(...).received_over(across)`. The memory is the state of the exchange of each share: its rows are rows
+    (I-1)/I * 4 bytes a parameter, and 2 (I-1)/I * 20 bytes of counts; across, what the exchange costs for 1/I of the
+    parameters: `wire_report(...).received_over(across)`. The memory is the state of the exchange of each share: its rows are rows
     of all workers, and what it replicates is a row per share.
 
     Attributes:
@@ -71,7 +71,7 @@ class Hierarchical(Exchange):
         return self.first_state(self._pack(inner))
 
     def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
-        rows, sizes = self._shares(updates)
+        rows, sizes = self._shares(self._once_all_are_here(updates))
         with jax.named_scope(EXCHANGE):
             own = lax.psum_scatter(rows, self.inside, scatter_dimension=0) / axis_size(self.inside)  # (T,)
         own_params = None
@@ -90,6 +90,18 @@ class Hierarchical(Exchange):
             metrics=metrics, step=state.step + ok.astype(jnp.int32), memory=self._pack(keep_unless(ok, new, old))
         )
         return _whole(gathered, updates), new
+
+    def _once_all_are_here(self, updates: Any) -> Any:
+        """Returns the updates once every worker of the group has its own, by an all-reduce of one number.
+
+        Gloo's reduce-scatter fails after 30 s without the others, whatever time-out is set (jax-ml/jax#40831). Its
+        all-reduce waits.
+        """
+        first = jax.tree.leaves(updates)[0].reshape(-1)[:1]
+        with jax.named_scope(EXCHANGE):
+            count = lax.psum(jnp.isfinite(first).all().astype(jnp.float32), self.inside)
+        are_here = count <= axis_size(self.inside)  # always; XLA does not know, so that what follows depends on it
+        return jax.tree.map(lambda update: jnp.where(are_here, update, 0), updates)
 
     def _shares(self, tree: Any) -> tuple[jax.Array, Any]:
         """Lays a tree out as (I, T) float32, row i being share i; and gives the size of a share of each leaf."""

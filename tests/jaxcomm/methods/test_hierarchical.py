@@ -1,5 +1,8 @@
 """Dense inside a group of workers, compressed across the groups."""
 
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +10,10 @@ import optax
 import pytest
 
 import jaxcomm as jc
+from benchmarks.netlab import Lab
 from tests.jaxcomm.steps import init_state
 
+ROOT = Path(__file__).parents[3]
 SHAPES = {"a": (7,), "b": (601,), "c": (40, 60), "s": ()}
 AXES = ("slice", "data")
 RATE = 0.25
@@ -88,7 +93,7 @@ def test_a_mesh_and_a_simulation_agree_and_bytes_are_those_predicted(name):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), own.params, other.params)
     report = jc.wire_report(tx, first_params(), sizes, axis_name=AXES)
     shares = sum(-(-int(np.prod(shape)) // 4) for shape in SHAPES.values())
-    assert report.received_over("data") == 3 * 4 * shares * 2 + 2 * 3 / 4 * 16  # both ways, and four counts
+    assert report.received_over("data") == 3 * 4 * shares * 2 + 2 * 3 / 4 * 20  # both ways, and five counts
     alone = jc.wire_report(
         EXCHANGES[name](), [jax.ShapeDtypeStruct((-(-int(np.prod(s)) // 4),), "float32") for s in SHAPES.values()], 2,
         axis_name="slice",
@@ -157,3 +162,35 @@ def test_what_it_refuses():
     state = init_state(first_params(), tx, (2, 2), axis_name=AXES)
     with pytest.raises(ValueError, match="must make whole groups of 2, the number along 'data'; got 3"):
         jc.resize_workers(state, 3)
+
+
+LATE = """
+from train.processes import connect, prepare_jax
+prepare_jax()
+processes = connect(None, None, None)
+import time
+import jax, numpy as np, optax
+import jaxcomm as jc
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh, axes = jc.make_mesh(slice=1, data=2), ("slice", "data")
+tx = optax.chain(jc.hierarchical(jc.topk(0.9, axis_name="slice")), optax.sgd(1.0))
+step = jc.make_train_step(lambda w, rows: (w * rows).mean(), tx, mesh, axis_name=axes)
+state = step.init(np.zeros(1000, np.float32))
+whole = np.arange(2000, dtype=np.float32).reshape(2, 1000)
+own = whole[processes.index : processes.index + 1]
+rows = jax.make_array_from_process_local_data(NamedSharding(mesh, P(axes)), own)
+for late in (0, 36):
+    if processes.index:
+        time.sleep(late)
+    state, metrics = step(state, rows)
+    jax.block_until_ready(state)
+print(int(metrics["skipped"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_may_be_later_than_gloos_reduce_scatter_waits():
+    """Which is 30 s, whatever time-out is set."""
+    with Lab(2, None) as lab:
+        results = lab.run([sys.executable, "-c", LATE], env={"PYTHONPATH": str(ROOT)}, timeout=150)
+    assert [(result.returncode, result.stdout.splitlines()[-1]) for result in results] == [(0, "0")] * 2, results
