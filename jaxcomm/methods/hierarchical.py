@@ -32,8 +32,8 @@ class Hierarchical(Exchange):
 
     For a mesh with both axes: `make_train_step(..., axis_name=(across, inside))`. Inside, each worker receives 2
     (I-1)/I * 4 bytes a parameter, and 2 (I-1)/I * 20 bytes of counts; across, what the exchange costs for 1/I of the
-    parameters: `wire_report(...).received_over(across)`. The memory is the state of the exchange of each share: its rows are rows
-    of all workers, and what it replicates is a row per share.
+    parameters: `wire_report(...).received_over(across)`. The memory is the state of the exchange of each share: its
+    rows are rows of all workers, and what it replicates is a row per share.
 
     Attributes:
       exchange: any exchange of gradients, made with `axis_name=across`. It sees shares: a tensor of N elements is one
