@@ -361,6 +361,12 @@ def axis_name_of(tx: optax.GradientTransformation) -> AxisName:
     return "data"
 
 
+def is_local(tx: optax.GradientTransformation) -> bool:
+    """Returns whether the exchange in a `jaxcomm.chain` is a local method; False where another chain hides it."""
+    links = getattr(tx, "links", (tx,))
+    return any(isinstance(link, ExchangeTransformation) and link.method.period is not None for link in links)
+
+
 def transformation(method: Callable[P, Exchange]) -> Callable[P, optax.GradientTransformation]:
     """Makes of a method the factory of its Optax transformation; arguments and docstring are the method's."""
 

@@ -7,7 +7,8 @@ import optax
 from jax.sharding import Mesh
 
 from jaxcomm.collectives.axis import AxisName, axis_names
-from jaxcomm.exchange import axis_name_of
+from jaxcomm.exchange import axis_name_of, is_local
+from jaxcomm.parallel.local_step import LocalStep
 from jaxcomm.parallel.lookups import Lookups
 from jaxcomm.parallel.loss import LossFn, loss_of
 from jaxcomm.parallel.sharded_step import ShardedStep
@@ -157,7 +158,8 @@ def make_train_step(
     if specs is None and not (others and set(workers) <= mesh.shape.keys()):
         return WorkersStep(loss, tx, mesh, axis_name, donate, accumulate, rng)
     auto = others if specs is None else tuple(auto)
-    return ShardedStep(loss, tx, mesh, specs, auto, axis_name, donate, accumulate, rng, lookups)
+    make = LocalStep if is_local(tx) else ShardedStep
+    return make(loss, tx, mesh, specs, auto, axis_name, donate, accumulate, rng, lookups)
 
 
 def simulate(

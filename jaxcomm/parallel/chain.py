@@ -216,9 +216,10 @@ class SplitChain(NamedTuple):
     """A chain that is split at its exchange.
 
     Attributes:
-      before: what comes before the exchange.
-      exchange: the same, and the exchange.
+      before: what comes before the exchange; with a local method, the optimizer of a worker.
+      exchange: the same, and the exchange; a local method alone.
       after: what comes after it.
+      is_local: whether the exchange is a local method, whose workers have parameters of their own.
       warnings: of `check_chain`.
       momentum: what the exchange applies before it compresses.
       whole_tensors: what of `exchange` looks at whole tensors, as messages name it; empty if nothing does.
@@ -227,6 +228,7 @@ class SplitChain(NamedTuple):
     before: optax.GradientTransformation
     exchange: optax.GradientTransformation
     after: optax.GradientTransformation
+    is_local: bool
     warnings: tuple[str, ...]
     momentum: float
     whole_tensors: str
@@ -244,8 +246,8 @@ def split_chain(
       axis_name: the axis of workers, or the axes.
 
     Raises:
-      ValueError: for another chain; for one without an exchange, with a local one, or with an exchange whose `where`
-        leaves parameters out: PartitionSpecs say which gradients are already reduced; and as `check_chain`.
+      ValueError: for another chain; for one without an exchange, or with an exchange whose `where` leaves parameters
+        out: PartitionSpecs say which gradients are already reduced; and as `check_chain`.
     """
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
     state = jax.eval_shape(in_axes_of_workers(tx.init, sizes, axis_name), shapes)
@@ -267,22 +269,22 @@ def split_chain(
             "A chain that is split at its exchange must keep its links; got an optax.chain, which does not. Write "
             "jaxcomm.chain(jaxcomm.dct_dp(0.99), optax.adamw(3e-4)), which is the same otherwise."
         )
-    if exchange.method.period is not None:
-        raise ValueError(
-            f"Workers that hold shards of one model have no parameters of their own; got {exchange.method.name}, a "
-            "local method. Use an exchange of gradients, such as jaxcomm.dct_dp(0.99), before the optimizer."
-        )
     if lets_bypass(exchange):
         raise ValueError(
             "PartitionSpecs say which gradients are already reduced; got an exchange with where= and no others=. Leave "
             "where= out."
         )
     place = next(i for i, node in enumerate(states) if is_exchange_state(node))
-    whole = [f"link {i}" for i, link in enumerate(links[:place]) if (tried := try_link(link, params)) and tried.mixes]
+    is_local = exchange.method.period is not None
+    outer = getattr(exchange.method, "outer", None)
+    on_shards = [] if is_local else [(f"link {i}", link) for i, link in enumerate(links[:place])]
+    on_shards += [] if outer is None else [("outer", outer)]
+    whole = [name for name, link in on_shards if (tried := try_link(link, params)) and tried.mixes]
     whole += [f"{m.name} with clip=" for m in methods_in(exchange) if m.reads_whole_tensors]
-    parts = (links[:place], links[: place + 1], links[place + 1 :])
+    parts = (links[:place], links[place if is_local else 0 : place + 1], links[place + 1 :])
     return SplitChain(
         *(optax.chain(*part) if part else optax.identity() for part in parts),
+        is_local=is_local,
         warnings=tuple(warnings),
         momentum=momentum_inside(exchange),
         whole_tensors=" and ".join(whole),

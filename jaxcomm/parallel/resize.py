@@ -87,9 +87,10 @@ def _mean(rows: Any, shards: int, new: int) -> np.ndarray:
 
 
 def _parts(rows: Any, shards: int, new: int) -> np.ndarray:
-    """Puts a vector together of which every row has its owner's part, and deals it out again."""
-    del shards  # workers of a local method hold the whole model
-    return np.repeat(np.asarray(join_parts(rows))[None], new, axis=0)
+    """Puts the vector of each shard together, of which every row has its owner's part, and deals it out again."""
+    rows = np.asarray(rows).reshape(-1, shards, np.shape(rows)[-1])
+    whole = [np.asarray(join_parts(rows[:, shard])) for shard in range(shards)]
+    return np.concatenate([np.stack(whole)] * new)
 
 
 def _batch(rows: Any, shards: int, new: int) -> np.ndarray:

@@ -25,13 +25,16 @@ from jaxcomm.parallel.state import TrainState, batch_specs, check_model_state, s
 from jaxcomm.parallel.step import TrainStep
 from jaxcomm.traffic import Program, Traffic
 
+_REPLICATED = P()
+
 
 class SplitState(NamedTuple):
     """The optimizer's state of a chain that is split at its exchange.
 
     Attributes:
-      exchange: of the exchange, and of what comes before it in the chain.
-      rest: of what comes after it; what is like a parameter is sharded as the parameter is.
+      exchange: of the exchange, and of what comes before it in the chain; of a local method alone.
+      rest: of what comes after it; what is like a parameter is sharded as the parameter is. With a local method, of the
+        optimizer before it, a row for each worker.
     """
 
     exchange: ShardedState
@@ -126,20 +129,23 @@ class ShardedStep(TrainStep):
         params = jax.tree.map(shape, params, jax.tree.structure(params).unflatten(exchange.specs))
         model_state = jax.tree.map(lambda leaf: shape(leaf, P()), model_state)
         state = jax.eval_shape(partial(self._init, exchange), params, model_state)
+        return jax.tree.map(shape, state, self._specs_of(state, exchange))
+
+    def _specs_of(self, state: TrainState, exchange: ShardedExchange) -> TrainState:
+        """Returns the PartitionSpec of everything in a state."""
         own, rest = state.opt_state
-        opt_state = SplitState(
-            jax.tree.map(shape, own, state_specs(own)),
-            jax.tree.map(shape, rest, _specs_like(rest, params, exchange)),
-        )
-        shapes = jax.tree.map(lambda leaf: shape(leaf, P()), state)
-        return shapes._replace(params=params, opt_state=opt_state)
+        specs = jax.tree.map(lambda _: P(), state)
+        params = jax.tree.structure(state.params).unflatten(exchange.specs)
+        rest = specs_like(rest, state.params, exchange.specs)
+        return specs._replace(params=params, opt_state=SplitState(state_specs(own), rest))
 
     def verify(self, state: Any, batch: Any, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()) -> WireReport:
         """Proves that the step sends over the workers what its exchange and its loss claim; other axes do not count.
 
         The loss claims what it is traced to move over the workers, where it has shards over them (`split_dense`).
         """
-        claimed, exchange, params = Program(), self._plan(state.params), state.params
+        params = self._like(state)
+        claimed, exchange = Program(), self._plan(params)
         if self.lookups:
             tables = tables_of(self.lookups, params, exchange)
             taken, ids = jax.eval_shape(tables.look_up, params, batch)
@@ -202,18 +208,24 @@ class ShardedStep(TrainStep):
 
     def _place(self, tree: Any, params: Any, exchange: ShardedExchange) -> Any:
         """Shards every array with the path (its end) and the shape of a parameter as that parameter; copies others."""
+        return jax.tree.map(self._lay, tree, specs_like(tree, params, exchange.specs))
+
+    def _lay(self, leaf: jax.Array, spec: P) -> jax.Array:
         lay = jax.reshard if self.is_explicit else lax.with_sharding_constraint
-        specs = _specs_like(tree, params, exchange)
-        return jax.tree.map(lambda leaf, spec: lay(leaf, NamedSharding(self.mesh, spec)), tree, specs)
+        return lay(leaf, NamedSharding(self.mesh, spec))
+
+    def _split(self, state: TrainState) -> SplitState:
+        """Returns the optimizer's state; refuses one of another step."""
+        if not isinstance(state.opt_state, SplitState):
+            raise ValueError(
+                f"The state must be made by the step's init; got an optimizer's state of "
+                f"{type(state.opt_state).__name__}. Call step.init(params)."
+            )
+        return state.opt_state
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        exchange, old = self._plan(state.params), state.opt_state
+        exchange, old = self._plan(state.params), self._split(state)
         keyed = self._keyed(state.step, batch)
-        if not isinstance(old, SplitState):
-            raise ValueError(
-                f"The state must be made by the step's init; got an optimizer's state of {type(old).__name__}. Call "
-                "step.init(params)."
-            )
         tables = tables_of(self.lookups, state.params, exchange) if self.lookups else None
         params, ids = state.params, []
         if tables is not None:
@@ -243,7 +255,7 @@ class ShardedStep(TrainStep):
     ) -> tuple[dict[str, jax.Array], Any, Any]:
         """Each worker's gradient from a `jax.shard_map`, manual over all axes but those in `auto`."""
         treedef = jax.tree.structure(params)
-        inside = [_over(spec, self.manual) for spec in exchange.specs]
+        inside = [over_axes(spec, self.manual) for spec in exchange.specs]
         rows = [
             spec if is_reduced else P(exchange.names, *spec)
             for spec, is_reduced in zip(inside, exchange.reduced, strict=True)
@@ -266,6 +278,13 @@ class ShardedStep(TrainStep):
         own = treedef.unflatten(
             [leaf if is_reduced else to_varying(leaf, self.axis_name) for leaf, is_reduced in pairs]
         )
+        (loss, (scalars, new_state)), gradients = self._differentiate(exchange, own, model_state, batch)
+        pairs = zip(jax.tree.leaves(gradients), exchange.reduced, strict=True)
+        rows = [gradient / self.workers if is_reduced else gradient[None] for gradient, is_reduced in pairs]
+        return *self._mean({"loss": loss, **scalars}, new_state), treedef.unflatten(rows)
+
+    def _differentiate(self, exchange: ShardedExchange, own: Any, model_state: Any, batch: Any) -> Any:
+        """Returns ((loss, (scalars, new model_state)), gradients) of a worker's own rows."""
 
         def whole(params: Any, model_state: Any, batch: Any) -> Any:
             def objective(params: Any) -> tuple[jax.Array, Any]:
@@ -276,14 +295,12 @@ class ShardedStep(TrainStep):
 
             return jax.value_and_grad(objective, has_aux=True)(params)
 
-        gradients_fn = in_turns(whole, self._accumulate, self.axis_name)
-        (loss, (scalars, new_state)), gradients = gradients_fn(own, model_state, batch)
-        aux = (as_float32({"loss": loss, **scalars}), new_state)
-        pairs = zip(jax.tree.leaves(gradients), exchange.reduced, strict=True)
-        rows = [gradient / self.workers if is_reduced else gradient[None] for gradient, is_reduced in pairs]
-        vector, back = ravel_pytree(aux)  # one all-reduce
-        mean = lax.psum(to_varying(vector, self.axis_name), self.axis_name) / self.workers
-        return *back(mean), treedef.unflatten(rows)
+        return in_turns(whole, self._accumulate, self.axis_name)(own, model_state, batch)
+
+    def _mean(self, scalars: dict[str, Any], model_state: Any) -> tuple[dict[str, jax.Array], Any]:
+        """Averages over the workers, in one all-reduce."""
+        vector, back = ravel_pytree((as_float32(scalars), model_state))
+        return back(lax.psum(to_varying(vector, self.axis_name), self.axis_name) / self.workers)
 
     def _noted_loss(self, params: Any, model_state: Any, batch: Any) -> Any:
         """Calls the loss; says beside an error of JAX what a loss of shards gets."""
@@ -311,7 +328,7 @@ class ShardedStep(TrainStep):
                 placed = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), batch, rows)
                 with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                     return self._loss(params, model_state, placed)[0]
-            inside = jax.tree.structure(params).unflatten([_over(spec, self.manual) for spec in exchange.specs])
+            inside = jax.tree.structure(params).unflatten([over_axes(spec, self.manual) for spec in exchange.specs])
             return jax.shard_map(
                 of_worker,
                 mesh=self.mesh,
@@ -374,20 +391,20 @@ def _sharding_of(leaf: Any) -> Any:
     return P() if sharding is None or sharding.is_fully_replicated else sharding
 
 
-def _specs_like(tree: Any, params: Any, exchange: ShardedExchange) -> Any:
+def specs_like(tree: Any, params: Any, specs: Sequence[P], others: P = _REPLICATED) -> Any:
     """Returns the PartitionSpecs of a tree in which some arrays are like parameters, by the end of their path."""
     paths = jax.tree_util.tree_leaves_with_path(params)
-    like = {path: (leaf.shape, spec) for (path, leaf), spec in zip(paths, exchange.specs, strict=True)}
+    like = {path: (leaf.shape, spec) for (path, leaf), spec in zip(paths, specs, strict=True)}
 
     def spec(path: Any, leaf: Any) -> P:
         ends = (like.get(tuple(path[start:])) for start in range(len(path) + 1))
-        shape, spec = next((found for found in ends if found is not None), ((), P()))
-        return spec if leaf.shape == shape else P()
+        shape, spec = next((found for found in ends if found is not None), ((), others))
+        return spec if leaf.shape == shape else others
 
     return jax.tree_util.tree_map_with_path(spec, tree)
 
 
-def _over(spec: P, manual: tuple[str, ...]) -> P:
+def over_axes(spec: P, manual: tuple[str, ...]) -> P:
     """Returns what a PartitionSpec says about some of the axes."""
     entries = []
     for entry in spec:

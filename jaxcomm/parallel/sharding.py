@@ -1,4 +1,4 @@
-"""The exchange of gradients of sharded parameters: in a region that is manual over all axes of the mesh.
+"""The exchange of sharded parameters, or of their gradients: in a region that is manual over all axes of the mesh.
 
 An exchange lays the tensors that it gets out as one vector. Were it written over the axis of workers alone, XLA would
 first gather each gradient over the others. Here every device lays out what it holds, and exchanges that with the
@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers, to_varying
-from jaxcomm.exchange import get_exchange, keep_unless, zeros_unless
+from jaxcomm.exchange import get_exchange, is_exchange_state, keep_unless, zeros_unless
+from jaxcomm.methods.local_sgd import LocalExchange
 from jaxcomm.numerics import is_finite_tree
 from jaxcomm.parallel.chain import SplitChain, split_chain
 from jaxcomm.parallel.state import state_specs
@@ -50,6 +51,9 @@ class ShardedExchange:
       sharded along the same axes is one group, with an exchange of its own: a vector of the shards that differ along an
       axis, and another of those that do not, which stay replicated along it.
     - all of the workers' axes are in it: its gradient is already reduced, and bypasses the exchange.
+
+    With a local method, what comes in are the updates of each worker's own parameters, and so is what comes out: rows
+    (K, *shape). So are the parameters.
 
     Attributes:
       mesh: the mesh.
@@ -97,7 +101,7 @@ class ShardedExchange:
         return treedef.unflatten([spec if is_reduced else P(self.names, *spec) for spec, is_reduced in pairs])
 
     def init(self, params: Any) -> ShardedState:
-        """Makes the first state; params as they are placed."""
+        """Makes the first state; params as they are placed, without rows."""
         leaves, treedef = jax.tree.flatten(params)
         local = [jax.ShapeDtypeStruct(self._shard(leaf, spec), leaf.dtype) for leaf, spec in self._pairs(leaves)]
         shapes = jax.eval_shape(in_axes_of_workers(self._init, self.sizes, self.axis_name), treedef.unflatten(local))
@@ -119,7 +123,8 @@ class ShardedExchange:
         """Exchanges gradients, all of them or none.
 
         If some group's exchange is skipped, or some reduced gradient is not finite, zeros come back everywhere and
-        nothing of the state changes but `metrics`: one all-reduce of 16 bytes tells everyone.
+        nothing of the state changes but `metrics`, and the steps of a local method: one all-reduce of 16 bytes tells
+        everyone.
 
         Args:
           gradients: as `gradient_specs` says.
@@ -130,26 +135,70 @@ class ShardedExchange:
           The means, placed as the parameters are, and the new state.
         """
         treedef = jax.tree.structure(params)
-        specs, own = treedef.unflatten(self.specs), state_specs(state)
-        update = jax.shard_map(
-            self._update,
-            mesh=self.mesh,
-            in_specs=(self.gradient_specs(treedef), own, specs),
-            out_specs=(specs, own),
-        )
+        given, own = self.gradient_specs(treedef), state_specs(state)
+        specs = given if self.chain.is_local else treedef.unflatten(self.specs)
+        update = jax.shard_map(self._update, mesh=self.mesh, in_specs=(given, own, specs), out_specs=(specs, own))
         return update(gradients, state, params)
+
+    def global_model(self, state: ShardedState, like: Any) -> Any:
+        """Returns the model of a local method, placed as `specs` say; under `jax.jit`.
+
+        Args:
+          state: the state.
+          like: shapes and types of the parameters of one worker.
+        """
+        leaves, treedef = jax.tree.flatten(like)
+
+        def apart(node: Any) -> Any:
+            """Gives rows of workers and shards (K S, ...) the shape (K, S, ...)."""
+            if not is_per_worker(node) or node.shards == len(node.axes):
+                return node
+            workers = math.prod(self.sizes)
+            return replace(node, rows=jax.tree.map(lambda x: x.reshape(workers, -1, *x.shape[1:]), node.rows))
+
+        def spec_of(node: Any) -> Any:
+            if not is_per_worker(node):
+                return P()
+            shards = node.axes[len(node.axes) - node.shards :] or None
+            spec = P(shards) if node.shards == len(node.axes) else P(None, shards)
+            return jax.tree.map(lambda _: spec, node)
+
+        def of_shard(node: Any) -> Any:
+            """Returns the rows of all workers, as `global_model` of a method takes them."""
+            if not is_per_worker(node):
+                return node
+            if node.shards == len(node.axes):
+                return node.rows[0]
+            return replace(node, rows=jax.tree.map(lambda x: x[:, 0], node.rows))
+
+        def model(exchanges: Any) -> Any:
+            shards = treedef.unflatten([jnp.zeros(self._shard(x, spec), x.dtype) for x, spec in self._pairs(leaves)])
+            parts = []
+            for chosen, packed in zip(self.groups.values(), exchanges, strict=True):
+                exchange = get_exchange(jax.tree.map(of_shard, packed, is_leaf=is_per_worker))
+                assert isinstance(exchange.method, LocalExchange), "only a local method has a global model"
+                parts.append(exchange.method.global_model(exchange, _part(shards, chosen)))
+            return _join(parts, treedef)
+
+        exchanges = jax.tree.map(apart, state.exchanges, is_leaf=is_per_worker)
+        specs = jax.tree.map(spec_of, exchanges, is_leaf=is_per_worker)
+        out_specs = treedef.unflatten(self.specs)
+        return jax.shard_map(model, mesh=self.mesh, in_specs=(specs,), out_specs=out_specs)(exchanges)
 
     def _init(self, params: Any) -> ShardedState:
         exchanges = tuple(
             _pack(self.chain.exchange.init(_part(params, chosen)), axes) for axes, chosen in self.groups.items()
         )
-        return ShardedState(ExchangeMetrics.zeros(), exchanges, self.chain.before.init(_part(params, self.reduced)))
+        reduced = () if self.chain.is_local else self.chain.before.init(_part(params, self.reduced))
+        return ShardedState(ExchangeMetrics.zeros(), exchanges, reduced)
 
     def _update(self, gradients: Any, state: ShardedState, params: Any) -> tuple[Any, ShardedState]:
         """What one device does."""
         leaves, treedef = jax.tree.flatten(gradients)
         pairs = zip(leaves, self.reduced, strict=True)
         gradients = treedef.unflatten([leaf if is_reduced else leaf[0] for leaf, is_reduced in pairs])
+        if self.chain.is_local:
+            params = jax.tree.map(lambda row: row[0], params)
 
         parts, new_reduced, is_bad = [], state.reduced, jnp.asarray(False)
         if any(self.reduced):
@@ -174,8 +223,13 @@ class ShardedExchange:
         metrics = ExchangeMetrics.of(ok, sent, overflow, drained=drained > 0)
         means = zeros_unless(ok, _join(parts, treedef))
         old = (state.exchanges, state.reduced)
-        kept = keep_unless(ok, (tuple(exchanges), new_reduced), old)
-        return means, ShardedState(metrics, *kept)
+        kept, reduced = keep_unless(ok, (tuple(exchanges), new_reduced), old)
+        if self.chain.is_local:  # its steps count on, or it would exchange again at once
+            means = jax.tree.map(lambda row: row[None], means)
+            kept = jax.tree.map(
+                lambda own, new: own.replace(step=new.step), kept, tuple(exchanges), is_leaf=is_exchange_state
+            )
+        return means, ShardedState(metrics, kept, reduced)
 
     @property
     def _all(self) -> tuple[str, ...]:
@@ -211,8 +265,8 @@ def plan_shards(
     Raises:
       ValueError: for specs of another tree, of axes that are not on the mesh, of some of the workers' axes without the
         others, or that do not divide a dimension; for chains as in `split_chain`, for those that look at whole tensors
-        before the exchange where there are shards, and for exchanges with momentum of their own where some gradients
-        bypass them.
+        before the exchange where there are shards, and for exchanges with momentum of their own, or local methods,
+        where some gradients bypass them.
     """
     names = axis_names(axis_name)
     missing = [name for name in names if name not in mesh.axis_names]
@@ -231,6 +285,13 @@ def plan_shards(
             "which looks at whole tensors. Clip after the exchange, where a chain sees whole arrays."
         )
     exchange = ShardedExchange(mesh, axis_name, flat, chain)
+    if any(exchange.reduced) and chain.is_local:
+        spec = flat[exchange.reduced.index(True)]
+        raise ValueError(
+            "With a local method every worker must hold all parameters, or shards of them on devices of its own; got "
+            f"one that is sharded over the workers, {spec}. Shard it along another axis: make_mesh(data=2, fsdp=4) and "
+            'P("fsdp").'
+        )
     if any(exchange.reduced) and chain.momentum > 0:
         raise ValueError(
             f"Parameters whose gradients are already reduced bypass the exchange, and would have none of its momentum; "

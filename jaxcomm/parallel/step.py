@@ -192,8 +192,8 @@ class TrainStep(ABC):
 
     def _like(self, state: Any) -> Any:
         """Returns the shapes of one worker's parameters."""
-        rows = state.params
-        return jax.eval_shape(lambda: jax.tree.map(lambda row: row[0], rows.rows)) if is_per_worker(rows) else rows
+        own = state.params
+        return jax.eval_shape(lambda rows: jax.tree.map(lambda x: x[0], rows), own.rows) if is_per_worker(own) else own
 
     def _worker_state(self, params: Any, model_state: Any) -> TrainState:
         state = TrainState(params, self.tx.init(trained(params)), jnp.zeros((), jnp.int32), model_state)

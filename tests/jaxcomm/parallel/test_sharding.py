@@ -150,7 +150,10 @@ def test_a_chain_is_split_at_its_exchange():
         (optax.sgd(0.1), "needs one transformation that averages over the workers, got a chain without"),
         (jc.chain(jc.plump_dp(), jc.plump_dp()), "got plump_dp and plump_dp in one chain"),
         (optax.chain(jc.plump_dp(), optax.sgd(0.1)), "must keep its links; got an optax.chain, .* Write jaxcomm.chain"),
-        (jc.chain(optax.sgd(0.1), jc.plump_dp(p=2)), "no parameters of their own; got local_sgd, a local method"),
+        (
+            jc.chain(optax.sgd(0.1), jc.plump_dp(p=2)),
+            "With a local method every worker must hold all parameters, or shards of them",
+        ),
         (jc.plump_dp(where="copy"), "got an exchange with where= and no others="),
         (jc.chain(optax.clip_by_global_norm(1.0), jc.plump_dp()), "sees shards; got link 0, which looks at whole"),
         (jc.dgc(0.9, momentum=0.0, clip=1.0), "got dgc with clip=, which looks at whole tensors"),

@@ -1,0 +1,134 @@
+"""The train step of workers that train on their own between two exchanges, each on shards over devices of its own."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxcomm.exchange import keep_unless
+from jaxcomm.numerics import is_finite_tree
+from jaxcomm.parallel.sharded_step import ShardedStep, SplitState, over_axes, specs_like
+from jaxcomm.parallel.sharding import ShardedExchange
+from jaxcomm.parallel.state import TrainState, batch_specs, state_specs
+from jaxcomm.types import PerWorker, is_per_worker
+
+
+class LocalStep(ShardedStep):
+    """A `ShardedStep` with a local method: parameters and the optimizer's state have a row for each worker.
+
+    A worker's optimizer sees whole tensors of its own, whose shards XLA adds up; the exchange works on shards.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        """See `ShardedStep`.
+
+        Raises:
+          ValueError: also for a mesh of Explicit axes.
+        """
+        super().__init__(*args, **kwargs)
+        if self.is_explicit:
+            raise ValueError(
+                "The axes of the mesh must be of type Auto for a local method, whose workers have parameters of their "
+                f"own; got {self.mesh.axis_types}. Make the mesh with jaxcomm.make_mesh."
+            )
+
+    def params(self, state: TrainState) -> Any:
+        """Returns the global model, placed as `specs` say; see `TrainStep.params`."""
+        self._locate_once(state)
+        like = self._like(state)
+        return jax.jit(partial(self._plan(like).global_model, like=like))(state.opt_state.exchange)
+
+    def _locate_once(self, state: Any) -> None:
+        if self.specs is not None or not isinstance(state, TrainState) or not is_per_worker(state.params):
+            return
+        rows = state.params.rows
+
+        def without_row(leaf: Any) -> Any:
+            sharding = getattr(leaf, "sharding", None)
+            placed = NamedSharding(self.mesh, P(*sharding.spec[1:])) if isinstance(sharding, NamedSharding) else None
+            return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=placed)
+
+        self._locate(jax.tree.map(without_row, rows))
+
+    def _init(self, exchange: ShardedExchange, params: Any, model_state: Any) -> TrainState:
+        rows = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.workers, *leaf.shape)), params)
+        own = self._rows((rows, jax.vmap(exchange.chain.before.init)(rows)), rows, exchange)
+        step = jax.tree.map(lambda leaf: self._lay(leaf, P()), (jnp.zeros((), jnp.int32), model_state))
+        return TrainState(own[0], SplitState(exchange.init(params), own[1]), *step)
+
+    def _specs_of(self, state: TrainState, exchange: ShardedExchange) -> TrainState:
+        own, rest = state.opt_state
+        rows = {"params": state.params, "rest": rest}
+        rows = specs_like(rows, state.params.rows, _row_specs(exchange), P(exchange.names))
+        specs = jax.tree.map(lambda _: P(), state)
+        return specs._replace(params=rows["params"], opt_state=SplitState(state_specs(own), rows["rest"]))
+
+    def _rows(self, trees: Any, params: Any, exchange: ShardedExchange) -> Any:
+        """Places trees of rows, like those of the parameters and others, and marks them as the workers' own."""
+        specs = specs_like(trees, params, _row_specs(exchange), P(exchange.names))
+        placed = jax.tree.map(self._lay, trees, specs)
+        return tuple(PerWorker(tree, exchange.names, is_local=True) for tree in placed)
+
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        old = self._split(state)
+        exchange, params = self._plan(self._like(state)), state.params.rows
+        keyed = self._keyed(state.step, batch)
+        scalars, model_state, gradients, losses, own_ok = self._by_workers(exchange, params, state.model_state, keyed)
+        local = optax.with_extra_args_support(exchange.chain.before)
+
+        def optimize(gradients: Any, own: Any, params: Any, loss: jax.Array) -> Any:
+            try:
+                return local.update(gradients, own, params, value=loss)
+            except TypeError as error:
+                if "keyword-only argument" not in str(error):
+                    raise
+                raise ValueError(
+                    "The optimizer of workers that are sharded must take the loss at most beside gradients; got one "
+                    f"that takes more: {error}. Use one without a line search."
+                ) from error
+
+        updates, optimizer = jax.vmap(optimize)(gradients, old.rest.rows, params, losses)
+        # All shards of a worker must know of a number that is not finite in one of them.
+        own_ok &= jax.vmap(is_finite_tree)(updates)
+        updates = jax.vmap(partial(keep_unless, old=jax.tree.map(lambda _: jnp.nan, updates)))(own_ok, updates)
+        updates, exchanged = exchange(updates, old.exchange, params)
+        own_ok &= exchanged.metrics.skipped == 0
+        new = (optax.apply_updates(params, updates), optimizer)
+        kept = jax.vmap(keep_unless)(own_ok, new, (params, old.rest.rows))
+        own = self._rows(kept, params, exchange)
+        model_state = keep_unless(exchanged.metrics.skipped == 0, model_state, state.model_state)
+        new_state = TrainState(own[0], SplitState(exchanged, own[1]), state.step + 1, model_state)
+        return new_state, {**scalars, **exchanged.metrics._asdict()}
+
+    def _by_workers(self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Any) -> Any:
+        """Returns scalars, the model's state, gradients, losses (K,), and whose gradients are finite (K,)."""
+        specs = [over_axes(spec, self.manual) for spec in _row_specs(exchange)]
+        rows, own = jax.tree.structure(params).unflatten(specs), P(exchange.names)
+        worker = jax.shard_map(
+            partial(self._worker, exchange),
+            mesh=self.mesh,
+            axis_names=set(self.manual),
+            in_specs=(rows, P(), batch_specs(batch, exchange.names)),
+            out_specs=(P(), P(), rows, own, own),
+        )
+        return worker(params, model_state, batch)
+
+    def _worker(self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Any) -> Any:
+        own = jax.tree.map(lambda row: row[0], params)
+        (loss, (scalars, new_state)), gradients = self._differentiate(exchange, own, model_state, batch)
+        ok, others = is_finite_tree(gradients), tuple(name for name in self.manual if name in exchange.others)
+        if others:
+            ok = lax.pmin(ok.astype(jnp.int32), others) > 0
+        new_state = keep_unless(ok, new_state, model_state)
+        scalars, new_state = self._mean({"loss": loss, **scalars}, new_state)
+        return scalars, new_state, jax.tree.map(lambda x: x[None], gradients), loss[None], ok[None]
+
+
+def _row_specs(exchange: ShardedExchange) -> list[P]:
+    """Returns the PartitionSpecs of the workers' own parameters, (K, *shape)."""
+    return [P(exchange.names, *spec) for spec in exchange.specs]
