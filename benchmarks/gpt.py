@@ -202,8 +202,6 @@ def time_host(config: Config) -> None:
     """Runs one host's part: the steps of every method; prints JSON records."""
     control = Control()
     import jax
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
 
     from train.data import train_batches
     from train.job import make_job
@@ -212,12 +210,11 @@ def time_host(config: Config) -> None:
     for name, method in METHODS.items():
         control.set_rate("none")
         job = make_job(experiment, method)
-        by_rows = NamedSharding(job.mesh, P(job.axis))
         where = {"process_index": control.host, "process_count": control.hosts, "data_dir": config.data_dir}
         batches = train_batches(experiment.dataset, global_batch=config.batch, seed=0, **where)
         state, times, received = job.start(0), [], []
 
-        def step(state: Any, job: Any = job, batches: Any = batches, by_rows: Any = by_rows) -> Any:
+        def step(state: Any, job: Any = job, batches: Any = batches, by_rows: Any = job.by_rows) -> Any:
             rows = next(batches)
             placed = {key: jax.make_array_from_process_local_data(by_rows, own) for key, own in rows.items()}
             return job.step(state, placed)

@@ -110,6 +110,9 @@ class Experiment:
     """Groups of workers with fast links inside (slices of a TPU): dense inside, the method between them."""
     model_parallel: int = 1
     """Devices of each worker, over which the outputs of its matrices are sharded (tensor parallelism, left to XLA)."""
+    fsdp: int = 1
+    """Devices of each worker, over which its parameters, its optimizer's state and its rows are sharded (fully sharded
+    data parallelism, left to XLA)."""
     compress: str = ""
     """Parameters whose gradients the method exchanges, by a regular expression of their paths; others are exchanged
     densely. Empty for all."""
@@ -162,6 +165,11 @@ class Experiment:
     step_timeout: float = 1800.0
     """Seconds in which some process must go on: a step, compiled the first time, an evaluation, a checkpoint."""
 
+    @property
+    def devices(self) -> int:
+        """Devices of all workers."""
+        return self.workers * self.stages * self.fsdp * self.model_parallel
+
 
 def check(experiment: Experiment, num_processes: int) -> None:
     """Refuses settings that cannot work, before anything is done.
@@ -174,7 +182,7 @@ def check(experiment: Experiment, num_processes: int) -> None:
       ValueError: with the rule, the value and the remedy.
     """
     counts = ("steps", "workers", "global_batch", "eval_every", "checkpoint_every", "stages", "micro_batches", "slices")
-    counts = (*counts, "model_parallel")
+    counts = (*counts, "model_parallel", "fsdp")
     for name in (*counts, "beam", "max_skipped"):
         if getattr(experiment, name) < 1:
             raise ValueError(f"{_option(name)} is at least 1, got {getattr(experiment, name)}: give a positive number.")
@@ -215,7 +223,12 @@ def check(experiment: Experiment, num_processes: int) -> None:
         )
     alone = {"stages": 1, "slices": 1, "dense_layers": "exchange", "embeddings": "exchange", "compress": ""}
     others = {name: getattr(experiment, name) for name, value in alone.items() if getattr(experiment, name) != value}
-    for name in ("model_parallel", "compress"):
+    if experiment.fsdp > 1 and experiment.model_parallel > 1:
+        raise ValueError(
+            "--fsdp or --model-parallel must be 1, since XLA aborts where it partitions the loss's gather of labels "
+            f"along both; got {experiment.fsdp} and {experiment.model_parallel}. Leave one of them out."
+        )
+    for name in ("model_parallel", "fsdp", "compress"):
         different = {other: value for other, value in others.items() if other != name}
         if getattr(experiment, name) not in (1, "") and different:
             raise ValueError(
@@ -243,18 +256,21 @@ def check(experiment: Experiment, num_processes: int) -> None:
             f"--global-batch is a multiple of workers and micro-batches, got {experiment.global_batch} for "
             f"{experiment.workers} * {experiment.micro_batches}: try {-(-experiment.global_batch // rows) * rows}."
         )
-    if experiment.global_batch % experiment.workers:
+    rows = experiment.workers * experiment.fsdp
+    if experiment.global_batch % rows:
+        times = "" if experiment.fsdp == 1 else f" * {experiment.fsdp}"
         raise ValueError(
-            f"--global-batch is a multiple of --workers, got {experiment.global_batch} for {experiment.workers}: try "
-            f"{-(-experiment.global_batch // experiment.workers) * experiment.workers}."
+            f"--global-batch is a multiple of --workers{' times --fsdp' if times else ''}, got "
+            f"{experiment.global_batch} for {experiment.workers}{times}: try "
+            f"{-(-experiment.global_batch // rows) * rows}."
         )
-    if experiment.stages * experiment.model_parallel == 1 and experiment.workers % num_processes:
+    if experiment.stages * experiment.model_parallel * experiment.fsdp == 1 and experiment.workers % num_processes:
         raise ValueError(
             f"--workers is a multiple of the number of processes, got {experiment.workers} for {num_processes}: "
             "every process runs the same number of workers."
         )
-    devices = experiment.workers * experiment.stages * experiment.model_parallel
-    if devices % num_processes or (experiment.workers % num_processes and num_processes % experiment.workers):
+    rows, devices = experiment.workers * experiment.fsdp, experiment.devices
+    if devices % num_processes or (rows % num_processes and num_processes % rows):
         raise ValueError(
             "--workers (times --stages) is a multiple of the number of processes, got "
             f"{experiment.workers} workers and {experiment.stages} stages for {num_processes}: every process runs the "
@@ -280,7 +296,7 @@ def _check_numbers(experiment: Experiment) -> None:
 def _check_delay(experiment: Experiment) -> None:
     parts = [
         f"{_option(name)} {getattr(experiment, name)}"
-        for name in ("stages", "model_parallel")
+        for name in ("stages", "model_parallel", "fsdp")
         if getattr(experiment, name) > 1
     ]
     parts += [
@@ -304,7 +320,7 @@ def _check_min_workers(experiment: Experiment) -> None:
             f"--min-workers is at least 1 and at most --workers, and goes with --restarts, got {fewest} of "
             f"{experiment.workers} with --restarts {experiment.restarts}: give --restarts 10, say, or leave it out."
         )
-    whole = {"stages": 1, "slices": 1, "model_parallel": 1}
+    whole = {"stages": 1, "slices": 1, "model_parallel": 1, "fsdp": 1}
     parts = [f"{_option(name)} {getattr(experiment, name)}" for name in whole if getattr(experiment, name) != 1]
     parts += ["--dense-layers split"] * (experiment.dense_layers == "split")
     parts += [f"--embeddings {experiment.embeddings}"] * (experiment.embeddings in ("columns", "rows"))

@@ -129,6 +129,16 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
         "test_micro_batches_of_sharded_parameters": (),
         "test_the_axis_of_workers_is_said_once": (),
     },
+    "tests/jaxcomm/parallel/test_local_step.py": {
+        "test_a_number_that_is_not_finite_does_what_it_does_to_whole_workers": ("tensor parallel-1", "tensor parallel-2"),
+        "test_a_shard_is_exchanged_as_a_model_of_its_own": ("powersgd",),
+        "test_bytes_over_the_workers_are_those_of_the_shards": ("diloco",),
+        "test_everything_is_sharded_like_the_parameters": ("both",),
+        "test_over_the_other_axes_moves_what_fsdp_moves": ("plump_dp",),
+        "test_shards_train_as_whole_workers_do": ("fsdp-diloco",),
+        "test_the_models_state_is_that_of_whole_workers": (),
+        "test_workers_come_and_go_and_keep_their_mean": ("diloco",),
+    },
     "tests/jaxcomm/parallel/test_messages.py": {
         "test_a_line_search_in_another_chain": (),
         "test_a_loop_of_steps_is_verified_as_such": (),

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
             pause = None if is_addressed(experiment.coordinator) else LONG_PAUSE
             return supervise(argv, experiment.restarts, pause=pause)
         experiment, processes = come_together(experiment)
-        devices = experiment.workers * experiment.stages * experiment.model_parallel // processes.count
+        devices = experiment.devices // processes.count
         prepare_jax(None if processes.has_devices else devices)
         if processes.count == 1:
             return run(experiment, processes, begin=begin)

@@ -27,14 +27,15 @@ def advise_experiment(experiment: Experiment, seconds: float = 60.0) -> tuple[Ad
     Raises:
       ValueError: for workers that are several devices.
     """
-    devices = {"slices": experiment.slices, "stages": experiment.stages, "model_parallel": experiment.model_parallel}
-    several = {name: count for name, count in devices.items() if count > 1}
+    devices = ("slices", "stages", "model_parallel", "fsdp")
+    several: dict[str, Any] = {name: count for name in devices if (count := getattr(experiment, name)) > 1}
     ways = {"dense_layers": experiment.dense_layers, "embeddings": experiment.embeddings}
     several |= {name: way for name, way in ways.items() if way != "exchange"}
     if several:
         raise ValueError(
             f"--advise must be of workers that hold the whole model and exchange all of its gradients; got {several}. "
-            "Leave out --slices, --stages and --model-parallel, and give --dense-layers and --embeddings exchange."
+            "Leave out --slices, --stages, --model-parallel and --fsdp, and give --dense-layers and --embeddings "
+            "exchange."
         )
     info = dataset_info(experiment.dataset, experiment.data_dir)
     task = make_task(info, experiment.label_smoothing)

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         workers=experiment.workers if config.workers is None else config.workers,
         data_dir=config.data_dir,
     )
-    prepare_jax(experiment.workers * experiment.stages * experiment.model_parallel)
+    prepare_jax(experiment.devices)
     compare(experiment, config)
     return 0
 

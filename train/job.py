@@ -40,6 +40,7 @@ class Job:
       task: loss and scores.
       mesh: of the workers, and of the stages of each.
       axis: the axis of workers, or the axes.
+      by_rows: where the rows of a batch are.
       start: seed -> the fresh state, on the mesh.
       step: (state, batch) -> (state, metrics).
       inputs: the shapes of the state and of a batch, with their shardings: what the step is compiled for.
@@ -57,6 +58,7 @@ class Job:
     task: Task
     mesh: Mesh
     axis: str | tuple[str, ...]
+    by_rows: NamedSharding
     start: Callable[[int], jc.TrainState]
     step: jc.TrainStep
     inputs: tuple[jc.TrainState, dict[str, jax.ShapeDtypeStruct]]
@@ -86,13 +88,15 @@ def make_job(
     whole = split(_abstract(experiment, info))
     check_plan(method, experiment, whole.params)
     axes = {"slice": experiment.slices, "data": experiment.workers // experiment.slices, "stage": experiment.stages}
-    axes["model"] = experiment.model_parallel
+    axes |= {"model": experiment.model_parallel, "fsdp": experiment.fsdp}
     mesh = jc.make_mesh(**{name: size for name, size in axes.items() if size > 1 or name == "data"})
     axis = ("slice", "data") if experiment.slices > 1 else "data"
     has_shards = experiment.dense_layers == "split" or experiment.embeddings in ("columns", "rows")
-    is_sharded = has_shards or experiment.model_parallel > 1
+    is_sharded = has_shards or experiment.model_parallel * experiment.fsdp > 1
     make = partial(_pipeline, boundary) if experiment.stages > 1 else _sharded if is_sharded else _data_parallel
     everywhere, by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis))
+    if experiment.fsdp > 1:
+        by_rows = NamedSharding(mesh, P(("data", "fsdp")))
     batch = {
         name: jax.ShapeDtypeStruct((experiment.global_batch, *shape), dtype, sharding=by_rows)
         for name, (shape, dtype) in (info.row_types() | {"seed": ((), np.dtype(np.uint32))}).items()
@@ -115,11 +119,13 @@ def make_job(
         task=task,
         mesh=mesh,
         axis=axis,
+        by_rows=by_rows,
         start=lambda seed: init(*parts.first(seed)),
         step=step,
         inputs=(shapes, batch),
         verify=verify,
-        # The workers of a local method, and the stages of a pipeline, hold the model together. Sharded tables stay so.
+        # The workers of a local method, and the stages of a pipeline, hold the model together. What must be sharded to
+        # fit stays so.
         model=jax.jit(model, out_shardings=parts.places or everywhere),
         evaluate=jax.jit(partial(_evaluate, task, whole.graph), out_shardings=everywhere),
         translate=_translator(experiment, info, whole.graph, everywhere),
@@ -173,19 +179,16 @@ def _sharded(
 ) -> _Parts:
     """Workers that hold a shard of every dense layer, or of the tables, or of which each is several devices."""
     del batch
-    is_split, ways = experiment.dense_layers == "split", experiment.model_parallel
+    is_split = experiment.dense_layers == "split"
     tx, model = make_chain(experiment, method), _abstract(experiment, info, SplitLinear if is_split else None)
     whole = split(model)
     loss_fn = _loss_of(experiment, task, whole.graph)
 
-    def columns(leaf: Any) -> P:
-        return P(None, "model") if leaf.ndim == 2 and leaf.shape[1] % ways == 0 else P()
-
     if experiment.embeddings != "exchange":
         specs = shards_of_table(model, whole.params, experiment.workers)
     else:
-        specs = shards_of(model) if is_split else jax.tree.map(columns, whole.params)
-    auto = ("model",) if ways > 1 else ()
+        specs = shards_of(model) if is_split else jax.tree.map(partial(_spec_of, experiment), whole.params)
+    auto = tuple(name for name in ("fsdp", "model") if mesh.shape.get(name, 1) > 1)
     step = jc.make_train_step(
         loss_fn,
         tx,
@@ -202,11 +205,28 @@ def _sharded(
         own = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(shapes.params))
         dense = float(jc.accounting.Traffic("all_reduce", 4 * own, experiment.workers).received)
     places, draw = None, partial(_first, experiment, info)
-    if experiment.embeddings != "exchange":  # a whole table may be too large for one device, and for one host
-        places = jax.tree.map(lambda leaf: leaf.sharding, (shapes.params, shapes.model_state))
+    if experiment.embeddings != "exchange" or experiment.fsdp > 1:  # one device, and one host, may be too small for all
+        everywhere = jax.tree.map(lambda _: P(), whole.stats)
+        places = jax.tree.map(partial(NamedSharding, mesh), (specs, everywhere), is_leaf=lambda x: isinstance(x, P))
         draw = draw_where(places, experiment, info)
 
     return _Parts(step, lambda seed: draw(jax.random.key(seed)), dense=dense, shapes=shapes, places=places)
+
+
+def _spec_of(experiment: Experiment, leaf: Any) -> P:
+    """Returns where a parameter of workers of several devices is.
+
+    The outputs of a matrix are sharded over "model", and the largest other dimension of what has several over "fsdp".
+    """
+    entries: list[str | None] = [None] * leaf.ndim
+    if leaf.ndim == 2 and experiment.model_parallel > 1 and leaf.shape[1] % experiment.model_parallel == 0:
+        entries[1] = "model"
+    free = [i for i, size in enumerate(leaf.shape) if entries[i] is None and size % experiment.fsdp == 0]
+    if leaf.ndim > 1 and experiment.fsdp > 1 and free:
+        entries[max(free, key=lambda i: leaf.shape[i])] = "fsdp"
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
 
 
 def draw_where(places: Any, experiment: Experiment, info: DatasetInfo) -> Callable[[jax.Array], Model]:

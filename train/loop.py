@@ -13,8 +13,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 import jaxcomm as jc
 from configs.experiment import Experiment, check
@@ -93,7 +92,7 @@ def train(
     begin, goodput = time.perf_counter(), goodput or Goodput()
     check(experiment, processes.count)
     job = job or make_job(experiment, method)
-    index, count = rows_of(processes, experiment.workers)
+    index, count = rows_of(processes, experiment.workers * experiment.fsdp)
     where = {
         "global_batch": experiment.global_batch,
         "process_index": index,
@@ -263,14 +262,15 @@ def _streak_message(experiment: Experiment, log: Log, name: str, saved: int | No
     )
 
 
-def rows_of(processes: Processes, workers: int) -> tuple[int, int]:
+def rows_of(processes: Processes, parts: int) -> tuple[int, int]:
     """Returns which part of the rows of a batch this process reads, and of how many.
 
-    The processes of a pipeline may be fewer or more than the workers: those that share a worker read the same rows.
+    Rows are in as many parts as there are workers, times the devices of each that have rows of their own. There may be
+    fewer processes than parts or more: those that share a part, such as stages, read the same rows.
     """
-    if processes.count <= workers:
+    if processes.count <= parts:
         return processes.index, processes.count
-    return processes.index // (processes.count // workers), workers
+    return processes.index // (processes.count // parts), parts
 
 
 def test_scores(
@@ -323,8 +323,9 @@ def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
     fields = {name: getattr(experiment, name) for name in names}
     # Slices may come and go, too.
     fields["workers_per_slice"] = experiment.workers // experiment.slices if experiment.slices > 1 else None
-    if experiment.delay:  # records of before there was one have none
-        fields["delay"] = experiment.delay
+    for name, usual in (("delay", 0), ("fsdp", 1)):  # records of before there were such have none
+        if getattr(experiment, name) != usual:
+            fields[name] = getattr(experiment, name)
     fields["architecture"] = f"{experiment.architecture.name} {dict(experiment.architecture.options)}"
     fields["cuts"] = experiment.cuts
     fields |= {f"boundary.{name}": value for name, value in dataclasses.asdict(experiment.boundary).items()}
@@ -334,8 +335,7 @@ def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
 
 def _to_mesh(batch: dict[str, np.ndarray], job: Job) -> dict[str, jax.Array]:
     """Places this process's rows of a global batch on its devices."""
-    sharding = NamedSharding(job.mesh, P(job.axis))
-    return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
+    return {name: jax.make_array_from_process_local_data(job.by_rows, rows) for name, rows in batch.items()}
 
 
 @contextmanager

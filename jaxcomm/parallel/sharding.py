@@ -154,7 +154,9 @@ class ShardedExchange:
             if not is_per_worker(node) or node.shards == len(node.axes):
                 return node
             workers = math.prod(self.sizes)
-            return replace(node, rows=jax.tree.map(lambda x: x.reshape(workers, -1, *x.shape[1:]), node.rows))
+            return replace(
+                node, rows=jax.tree.map(lambda x: x.reshape(workers, len(x) // workers, *x.shape[1:]), node.rows)
+            )
 
         def spec_of(node: Any) -> Any:
             if not is_per_worker(node):

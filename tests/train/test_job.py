@@ -5,11 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from scipy.special import log_softmax
 
 import jaxcomm as jc
 from configs.experiment import Architecture, BoundaryFields
-from configs.methods import Dgc, PlumpDp
+from configs.methods import Dgc, LocalSgd, PlumpDp
 from models.functional import apply, cut
 from tests.train.runs import DCT_DP, EXPERIMENT, HALF, IMAGES, METHODS, MLP, PIPELINE, metrics, run
 from train.architectures import make_model
@@ -73,6 +74,24 @@ def test_matrices_over_devices_of_a_worker_train_like_workers_alone(dense, tmp_p
     shards = (64 * 32 + 32 * 16 + 16 * 10) // 2 + 32 + 16 + 10
     assert 0 < found.summary.bytes_per_step - 4 * shards < 64
     assert found.summary.ratio_to_dense == pytest.approx(4 * shards / found.summary.bytes_per_step)
+
+
+def test_workers_of_several_devices_train_like_workers_alone(dense, tmp_path):
+    """Parameters and rows sharded over two devices each: gradients exchanged, and with local steps."""
+    _, expected = dense
+    found = run(tmp_path / "fsdp", PlumpDp(), architecture=MLP, workers=2, fsdp=2, **L2)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
+    assert found.summary.scores == pytest.approx(expected.summary.scores, rel=1e-5)
+    # Of 64 - 32 - 16 - 10: half of each kernel, and whole biases; loss, accuracy and counts.
+    shards = (64 * 32 + 32 * 16 + 16 * 10) // 2 + 32 + 16 + 10
+    assert 0 < found.summary.bytes_per_step - 4 * shards < 64
+    assert P("fsdp") in {leaf.sharding.spec for leaf in jax.tree.leaves(found.state.params)}
+    assert len(list((tmp_path / "fsdp" / "plump_dp" / "checkpoints").iterdir())) > 0
+    whole = run(tmp_path / "whole", LocalSgd(steps=2), architecture=MLP, workers=2, **L2)
+    local = run(tmp_path / "local", LocalSgd(steps=2), architecture=MLP, workers=2, fsdp=2, **L2)
+    np.testing.assert_allclose(local.losses, whole.losses, rtol=1e-4)
+    assert local.summary.scores == pytest.approx(whole.summary.scores, rel=1e-4)
+    assert local.summary.ratio_to_dense > 1.8
 
 
 def test_layers_multiply_late_where_that_is_less_than_the_method():
@@ -171,8 +190,8 @@ def test_between_slices_the_method_is_used_on_shares():
     assert parameters == SLOTS + 160 + 10
     job = make(PlumpDp(), slices=2, architecture=MLP)
     scalars = 2 * (3 / 4) * 4 * 2
-    # Reduce-scatter and all-gather of everything over 2, all-reduce of half of it over 2.
-    assert job.report.received == 2 * (1 / 2) * 4 * parameters + 2 * (1 / 2) * 4 * parameters / 2 + scalars + 16
+    # Reduce-scatter and all-gather of everything over 2, all-reduce of half of it over 2; five counts inside.
+    assert job.report.received == 2 * (1 / 2) * 4 * parameters + 2 * (1 / 2) * 4 * parameters / 2 + scalars + 20
     assert job.dense == 2 * (3 / 4) * 4 * parameters
     sparse = make(DCT_DP, slices=2, architecture=MLP)
     assert sparse.report.received_over("slice") < job.report.received_over("slice") / 2

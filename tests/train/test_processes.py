@@ -124,6 +124,26 @@ def test_two_hosts_hold_a_stage_each(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_hosts_that_share_workers_train_on_their_own_like_simulated_ones(hosts, tmp_path):
+    """Two workers of two devices each, on two hosts or four: local steps, and shards exchanged."""
+    argv = [*FEW, "--workers", "2", "--steps", "6", "--eval-every", "3", "--no-baseline"]
+    method = ["method:local-sgd", "--method.steps", "2"]
+    command = [sys.executable, "-m", "train", *argv, "--fsdp", "2", "--out", str(tmp_path / "hosts"), *method]
+    with Lab(hosts, None) as lab:
+        results = lab.run(command, env=environment(), timeout=150)
+    assert [result.returncode for result in results] == [0] * hosts, results
+    simulated([*argv, *method], tmp_path / "one")
+    found, expected = (metrics(path, "local_sgd") for path in (tmp_path / "hosts" / "digits", tmp_path / "one"))
+    assert len(found) == 6
+    for name in ("loss", "accuracy"):
+        np.testing.assert_allclose(*([line[name] for line in lines] for lines in (found, expected)), rtol=1e-3)
+    assert [line["test_accuracy"] for line in found if "test_accuracy" in line] == pytest.approx(
+        [line["test_accuracy"] for line in expected if "test_accuracy" in line], abs=2 / 450
+    )
+
+
+@pytest.mark.slow
 def test_two_hosts_that_exchange_beside_their_gradients_train_like_simulated_workers(tmp_path):
     """There, three programs of two threads make a step; here, one."""
     argv = [*FEW, "--workers", "2", "--delay", "1", "--steps", "8", "--eval-every", "4", "--no-baseline"]

@@ -11,7 +11,7 @@ import pytest
 import jaxcomm as jc
 from benchmarks.activation_ablations import SketchBoundary, TopKGradientBoundary
 from configs.experiment import Architecture, BoundaryFields
-from configs.methods import PlumpDp
+from configs.methods import LocalSgd, PlumpDp
 from tests.train.runs import DCT_DP, EXPERIMENT, MLP, PIPELINE, Told, assert_same_bits, files, metrics
 from train.job import make_job
 from train.loop import train
@@ -32,6 +32,7 @@ CASES = {
     "running statistics": (DCT_DP, {"architecture": RESNET, "workers": 2, "rows_per_group": 4}, 4),
     "slices": (DCT_DP, {"architecture": MLP, "slices": 2}, 3),
     "late": (PlumpDp(), {"architecture": WIDE, "workers": 2, "dense_layers": "late"}, 3),
+    "shards that train on their own": (LocalSgd(steps=2), {"architecture": MLP, "workers": 2, "fsdp": 2}, 3),
     "layers in slices": (DCT_DP, {"architecture": MLP, "workers": 2, "dense_layers": "split"}, 3),
 }
 BOUNDARIES = {"pipeline": TopKGradientBoundary, "sketch": SketchBoundary}

@@ -122,6 +122,36 @@ def test_a_number_that_is_not_finite_does_what_it_does_to_whole_workers(name, at
     assert_near(step.params(state), alone.params(expected))
 
 
+def test_a_number_that_is_not_finite_in_one_shard_is_known_to_all():
+    """Of the loss of a sum over elements: the worker's other shard has finite updates, and stays, too."""
+    tx = jc.chain(optax.trace(0.9), optax.sgd(0.1), jc.slim_dp(0.5, 0.2, p=3))
+    mesh = jc.make_mesh(data=2, fsdp=2)
+
+    def loss(w, batch):
+        return ((w - batch) ** 2).sum()
+
+    step = jc.make_train_step(loss, tx, mesh, specs=P("fsdp"), auto=("fsdp",), donate=False)
+    batch = np.ones((2, 8), np.float32)
+    first, _ = step(step.init(np.zeros(8, np.float32)), batch)
+    batch[1, 0] = np.nan
+    second, metrics = step(first, batch)
+    assert int(metrics["skipped"]) == 0
+
+    def own(state):
+        """Parameters, momentum, and what is to be pushed, (K, 8) each."""
+        (group,) = state.opt_state.exchange.exchanges[0]
+        rows = (state.params.rows, state.opt_state.rest.rows[0].trace, group.memory.delta.rows)
+        return [np.asarray(x).reshape(2, 8) for x in rows]
+
+    for before, after in zip(own(first), own(second), strict=True):
+        np.testing.assert_array_equal(after[1], before[1])
+        assert (after[0] != before[0]).all()
+    third, metrics = step(second, batch)  # a communication, which all skip
+    assert int(metrics["skipped"]) == 1
+    for before, after in zip(own(second), own(third), strict=True):
+        np.testing.assert_array_equal(after, before)
+
+
 def test_the_models_state_is_that_of_whole_workers():
     """A worker whose gradient is not finite gives the old one."""
     tx = jc.chain(optax.sgd(0.1), jc.local_sgd(3, exchange=jc.plump_dp()))

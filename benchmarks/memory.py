@@ -1,0 +1,68 @@
+"""What a device holds where a worker is several of them: the state of a GPT, and what a step computes with it.
+
+    python -m benchmarks.memory
+
+Two workers, each of 1, 2 or 4 devices over which its parameters, its optimizer's state, the state of the method and its
+rows are sharded. Read from the compiled step (`memory_analysis`); nothing is run.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.control import run
+from configs import CONFIGS
+from configs.experiment import Architecture
+from configs.methods import DctDp, LocalSgd, PlumpDp, SparseLoco
+from train.tables import print_table, write_records
+
+METHODS = (PlumpDp(), DctDp(0.99), LocalSgd(steps=30), SparseLoco())
+
+
+@dataclass(frozen=True)
+class Config:
+    """Read the memory of a step from its compiled program."""
+
+    layers: int = 4
+    """Blocks of the GPT."""
+    width: int = 256
+    """Width of the GPT, a multiple of its 4 heads."""
+    batch: int = 16
+    """Rows of a step, of both workers."""
+    json: Path | None = None
+    """File for the table, as a list of records."""
+
+
+def main(config: Config) -> None:
+    """Prints the table."""
+    from train.processes import prepare_jax
+
+    prepare_jax(8)
+    from train.job import make_job
+    from train.methods import run_name
+
+    architecture = Architecture("gpt", {"layers": config.layers, "width": config.width, "heads": 4})
+    records = []
+    for method in METHODS:
+        for devices in (1, 2, 4):
+            experiment = dataclasses.replace(
+                CONFIGS["gpt_stdlib"], architecture=architecture, global_batch=config.batch, workers=2, fsdp=devices
+            )
+            job = make_job(experiment, method)
+            memory = job.step.compile(*job.inputs).memory_analysis()
+            records.append(
+                {
+                    "method": run_name(method),
+                    "devices": devices,
+                    "parameters": job.report.parameters,
+                    "state_mb": memory.argument_size_in_bytes / 1e6,
+                    "step_mb": (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 1e6,
+                    "received_over_workers": job.step.report(*job.inputs).received_over("data"),
+                }
+            )
+    print_table("What a device of a worker holds (MB), and receives from other workers a step (bytes)", records)
+    write_records(config.json, records)
+
+
+if __name__ == "__main__":
+    run(Config, __doc__, main)

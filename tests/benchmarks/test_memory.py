@@ -1,0 +1,19 @@
+"""The benchmark of what a device of a worker holds."""
+
+import json
+
+import pytest
+
+from benchmarks.memory import Config, main
+
+
+@pytest.mark.slow
+def test_a_device_holds_its_part(tmp_path):
+    main(Config(layers=1, width=64, json=tmp_path / "table.json"))
+    records = json.loads((tmp_path / "table.json").read_text())
+    assert len(records) == 12
+    for whole, half, quarter in (records[start : start + 3] for start in range(0, 12, 3)):
+        assert [record["devices"] for record in (whole, half, quarter)] == [1, 2, 4]
+        assert half["state_mb"] < 0.55 * whole["state_mb"]
+        assert quarter["state_mb"] < 0.3 * whole["state_mb"]
+        assert quarter["received_over_workers"] < 0.65 * whole["received_over_workers"]
