@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 READER = """
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np, optax
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 import jaxcomm as jc
 
 def normal(*shape):
@@ -122,6 +122,7 @@ def loss_fn(params, batch):
         INIT + LEARNS,
     ),
     'auto=("model",))': ("", INIT + LEARNS),
+    'auto=("fsdp",))': ("", LEARNS + "assert model['up'].sharding.spec == P('fsdp')"),
     'jax.make_mesh((4, 2), ("data", "model"))': ("", INIT + LEARNS),
     "jc.hierarchical": ("", LEARNS),
     "delay=1)": ("", LEARNS + "assert step.verify(state, batch).overlap > 0.9"),
