@@ -125,10 +125,15 @@ def global_params(state: TrainState) -> Any:
     own, and the global model is put together from the method's state: under `jax.jit` where several processes share it.
 
     Raises:
-      ValueError: if the parameters have rows and no exchange's state is there.
+      ValueError: if the parameters have rows and no exchange's state is there, or that of shards.
     """
     if not isinstance(state.params, PerWorker):
         return state.params
+    if any(is_per_worker(node) and node.shards for node in jax.tree.leaves(state, is_leaf=is_per_worker)):
+        raise ValueError(
+            "The model of workers that hold shards must be put together by their step; got such a state. Call "
+            "step.params(state)."
+        )
     like = jax.tree.map(lambda rows: rows[0], state.params.rows)
     exchange = get_exchange(state.opt_state)
     assert isinstance(exchange.method, LocalExchange), "only a local method has parameters per worker"

@@ -319,6 +319,12 @@ def test_what_is_refused(case):
         jc.make_train_step(sharded.whole, tx, mesh, specs=specs, auto=("model",)).shapes(sharded.params())
 
 
+def test_the_model_is_that_of_the_step():
+    step, _ = make("fsdp", jc.chain(LOCAL, METHODS["diloco"]))
+    with pytest.raises(ValueError, match=r"must be put together by their step; got such a state. Call step.params"):
+        jc.global_params(step.shapes(sharded.params()))
+
+
 def test_a_line_search_is_told_what_it_lacks():
     tx = jc.chain(optax.lbfgs(), jc.local_sgd(2, exchange=jc.plump_dp()))
     step, mesh = make("tensor parallel", tx)
