@@ -31,6 +31,7 @@ class LocalStep(ShardedStep):
           ValueError: also for a mesh of Explicit axes.
         """
         super().__init__(*args, **kwargs)
+        self._jitted_model = jax.jit(self._model)
         if self.is_explicit:
             raise ValueError(
                 "The axes of the mesh must be of type Auto for a local method, whose workers have parameters of their "
@@ -40,8 +41,11 @@ class LocalStep(ShardedStep):
     def params(self, state: TrainState) -> Any:
         """Returns the global model, placed as `specs` say; see `TrainStep.params`."""
         self._locate_once(state)
+        return self._jitted_model(state)
+
+    def _model(self, state: TrainState) -> Any:
         like = self._like(state)
-        return jax.jit(partial(self._plan(like).global_model, like=like))(state.opt_state.exchange)
+        return self._plan(like).global_model(self._split(state).exchange, like)
 
     def _locate_once(self, state: Any) -> None:
         if self.specs is not None or not isinstance(state, TrainState) or not is_per_worker(state.params):
