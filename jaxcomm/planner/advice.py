@@ -338,9 +338,10 @@ def _advice(
 
 def _shortest_period(report: WireReport, links: Links, coding: Cost, compute: Cost) -> int | None:
     """Returns H, with which an exchange every H steps makes them `CLOSE` to computing: exchange / H + the rest."""
-    if report.every == 1 or compute.seconds == 0:
+    steps = report.every * report.turns
+    if steps == 1 or compute.seconds == 0:
         return None
     always = links.seconds(Program(report.program.always))  # what every step sends: the mean of its loss
-    exchange = report.every * (coding.seconds + links.wire(report).seconds - always)
+    exchange = steps * (coding.seconds + links.wire(report).seconds - always)
     spare = CLOSE * compute.seconds - always
     return max(1, math.ceil(exchange / spare)) if spare > 0 else None

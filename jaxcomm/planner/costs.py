@@ -371,7 +371,7 @@ def modelled_coding(tx: optax.GradientTransformation, params: Any, workers: int,
     inner = getattr(method, "exchange", None)
     if method.period is not None and inner is not None:
         cost = modelled_coding(inner, params, workers, copy)
-        return None if cost is None else cost * (1 / method.period)
+        return None if cost is None else cost * (1 / (method.period * method.turns))
     found = known_costs()["copies"].get(cost_key(method))
     if found is None or method.others is not None:
         return None
