@@ -68,9 +68,10 @@ def exchange_turns(state: Any) -> int:
     return next((found.method.turns for found in exchange_states(state)), 1)
 
 
-def is_undone(exchange: ExchangeState) -> jax.Array:
-    """Returns whether parameters and optimizer stay as they were, since the exchange was skipped: () bool."""
-    return (exchange.metrics.skipped > 0) & exchange.method.undoes_skipped
+def applies_step(exchange: ExchangeState) -> jax.Array:
+    """Returns whether a step is to change parameters and optimizer, as its exchange was not skipped: () bool."""
+    ok = exchange.metrics.skipped == 0
+    return ok if exchange.method.undoes_skipped else jnp.asarray(True)
 
 
 def keep_states_unless(ok: jax.Array, new: Any, old: Any) -> Any:
