@@ -45,10 +45,15 @@ class WireReport:
     turns: int = 1
 
     @property
+    def steps(self) -> int:
+        """Steps in which all parameters are exchanged once: H of a local method, else 1."""
+        return self.every * self.turns
+
+    @property
     def received(self) -> float:
         """Bytes that each worker receives in a usual step: for a local method, on average over its steps."""
         quiet = self.program.received_always
-        return float(quiet + sum(each.received - quiet for each in self.exchanges()) / (self.every * self.turns))
+        return float(quiet + sum(each.received - quiet for each in self.exchanges()) / self.steps)
 
     @property
     def received_in_exchange(self) -> float:
@@ -109,7 +114,8 @@ class WireReport:
         ]
         if self.every > 1 or self.turns > 1:
             each = "an exchange" if self.turns == 1 else f"the largest of {self.turns} exchanges in turn"
-            lines.append(f"  {self.received_in_exchange:,.0f} bytes in {each}, one in {self.every} steps")
+            often = "every step" if self.every == 1 else f"{self.every} steps"
+            lines.append(f"  {self.received_in_exchange:,.0f} bytes in {each}, one in {often}")
         if self.overlap is not None:
             lines.append(f"  {self.overlap:.1%} of the products can be computed while these bytes are on their way")
         if self.received_at_most != self.received_in_exchange:

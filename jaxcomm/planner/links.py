@@ -134,7 +134,7 @@ class Links:
         """
         exchange, turns = Program(conditionals=report.program.conditionals), report.turns
         usual = [traffic for turn in range(turns) for traffic in exchange.in_turn(turn, turns).usual]
-        return self._sum(report.program.always) + self._sum(usual) * (1 / (report.every * turns))
+        return self._sum(report.program.always) + self._sum(usual) * (1 / report.steps)
 
     def _sum(self, operations: Sequence[Traffic]) -> Wire:
         total = Wire()

@@ -339,3 +339,17 @@ def test_more_fragments_than_tensors_are_refused():
         ValueError, match=r"fragments must be at most the number of tensors \(4\), got 6: whole tensors"
     ):
         jc.local_sgd(H, exchange=jc.plump_dp(), fragments=6).init(first_params())
+
+
+def test_the_planner_takes_all_fragments_into_account():
+    """Though there is an exchange in every step, of one of them: all parameters are exchanged in two."""
+    params = {name: jax.ShapeDtypeStruct((300, 400), np.float32) for name in "ab"}
+    settings = {"whole": {}, "parts": {"fragments": 2, "overlap": 1}}
+    methods = {name: jc.local_sgd(2, exchange=jc.topk(0.99), **each) for name, each in settings.items()}
+    advice = jc.planner.estimate(params, workers=4, rate=1e8, latency=0.01, compute=0.1, methods=methods)
+    whole, parts = advice["whole"], advice["parts"]
+    assert parts.coding == pytest.approx(whole.coding)
+    assert parts.latency == pytest.approx(2 * whole.latency)
+    assert parts.wire - parts.latency == pytest.approx(whole.wire - whole.latency, rel=0.01)  # each has a header
+    assert (parts.every, parts.delayed) == (2, None)
+    assert advice.best not in methods
