@@ -84,13 +84,13 @@ class Fragment(NamedTuple):
         other fragments; replicated. It is what the workers have yet to merge, too: no other copy is kept.
       exchange: the state of the fragment's exchange, its rows per worker included.
       outer: the state of the fragment's outer optimizer; replicated.
-      is_new: () bool, whether the last exchange was not skipped, so that its anchor is merged.
+      merged_at: () int32, the step in which the workers merge it, after the last exchange that was not skipped; or 0.
     """
 
     anchor: Any
     exchange: Any
     outer: Any
-    is_new: jax.Array
+    merged_at: jax.Array
 
 
 _Memory = TypeVar("_Memory", Anchored, Fragment)
@@ -204,7 +204,7 @@ class LocalSgd(LocalExchange):
         if not self.streams:
             return self.first_state(self._first(anchor))
         parts = [self._first(part) for part in _cut(anchor, self.fragments)]
-        return self.first_state(tuple(Fragment(*part, jnp.asarray(False)) for part in parts))
+        return self.first_state(tuple(Fragment(*part, jnp.zeros((), jnp.int32)) for part in parts))
 
     def _first(self, anchor: Any) -> Anchored:
         inner = self.exchange.init(anchor)
@@ -269,7 +269,8 @@ class LocalSgd(LocalExchange):
                     is_leaf=is_masked,
                 )
                 new, metrics = self._outer_step(gradient, part)
-                new = new._replace(is_new=metrics.skipped == 0)
+                merged_at = jnp.where(metrics.skipped == 0, step + self.overlap, part.merged_at)
+                new = new._replace(merged_at=merged_at)
                 return vary_rows(((*old[:turn], new, *old[turn + 1 :]), metrics), others)
 
             return branch
@@ -279,7 +280,7 @@ class LocalSgd(LocalExchange):
                 if is_masked(a):
                     return u
                 merged = a + self.mix * (_wide(p) + _wide(u) - a)
-                return jnp.where(ok & memory[turn].is_new, (merged - _wide(p)).astype(u.dtype), u)
+                return jnp.where(ok & (memory[turn].merged_at == step), (merged - _wide(p)).astype(u.dtype), u)
 
             return lambda: jax.tree.map(mixed, memory[turn].anchor, params, own, is_leaf=is_masked)
 
