@@ -303,56 +303,45 @@ def check_bytes(
         predicted, compiled = predicted.over(*names), compiled.over(*names)
     report = replace(traced, program=compiled, overlap=read_overlap(text))
     is_partitioned = mesh is not None and set(mesh.axis_names) > set(names)  # XLA may then add collectives of its own
-    for turn in range(traced.turns):  # each fragment of a local method by itself
-        sent, wanted, claim = (each.in_turn(turn, traced.turns) for each in (compiled, predicted, claimed))
-        _check_step(sent, wanted, claim, report, others, axis_name, steps, is_partitioned)
+    programs, turns = (predicted, compiled, claimed), traced.turns
+    for turn in range(turns):  # each fragment of a local method by itself
+        predicted, compiled, claimed = (each.in_turn(turn, turns) for each in programs)
+        if not is_partitioned and (
+            compiled.received > predicted.received or compiled.received_at_most > predicted.received_at_most
+        ):
+            raise ValueError(
+                "A compiled step sends the bytes that were traced, got "
+                f"{float(compiled.received):,.0f} for {float(predicted.received):,.0f}: XLA has changed the "
+                f"collectives (a widened type, or a gather over another mesh axis).\n{report}"
+            )
+        for when, sent, claim in (
+            ("usual", compiled.received, steps * claimed.received),
+            ("most expensive", compiled.received_at_most, steps * claimed.received_at_most),
+        ):
+            if sent > claim + steps * others:
+                found, wanted = _counted(predicted), _counted(claimed)
+                times = min((found[key] // count for key, count in wanted.items()), default=1)
+                if steps == 1 and times > 1:
+                    cause = (
+                        f"{times} exchanges are in the {when} step. If it takes {times} steps in a loop, pass "
+                        f"steps={times}"
+                    )
+                else:
+                    cause = (
+                        f"a dense all-reduce is left in the {when} step. Take params = jax.lax.pcast(params, "
+                        f"{axis_name!r}, to='varying') before jax.grad"
+                    )
+                raise ValueError(
+                    f"A step sends its exchange and at most {float(others):,.0f} bytes more, got {float(sent):,.0f} "
+                    f"where the exchange is {float(claim):,.0f}: {cause}.\n{report}"
+                )
+            if sent < claim:
+                raise ValueError(
+                    f"A step sends its whole exchange, got {float(sent):,.0f} bytes where the exchange is "
+                    f"{float(claim):,.0f}, in the {when} step: pass the tx= and the params= of the step; where they "
+                    f"are, bytes of the compiled text were not counted, and read_program has a fault.\n{report}"
+                )
     return report
-
-
-def _check_step(
-    compiled: Program,
-    predicted: Program,
-    claimed: Program,
-    report: WireReport,
-    others: float,
-    axis_name: AxisName,
-    steps: int,
-    is_partitioned: bool,
-) -> None:
-    if not is_partitioned and (
-        compiled.received > predicted.received or compiled.received_at_most > predicted.received_at_most
-    ):
-        raise ValueError(
-            "A compiled step sends the bytes that were traced, got "
-            f"{float(compiled.received):,.0f} for {float(predicted.received):,.0f}: XLA has changed the collectives "
-            f"(a widened type, or a gather over another mesh axis).\n{report}"
-        )
-    for when, sent, claim in (
-        ("usual", compiled.received, steps * claimed.received),
-        ("most expensive", compiled.received_at_most, steps * claimed.received_at_most),
-    ):
-        if sent > claim + steps * others:
-            found, wanted = _counted(predicted), _counted(claimed)
-            times = min((found[key] // count for key, count in wanted.items()), default=1)
-            if steps == 1 and times > 1:
-                cause = (
-                    f"{times} exchanges are in the {when} step. If it takes {times} steps in a loop, pass steps={times}"
-                )
-            else:
-                cause = (
-                    f"a dense all-reduce is left in the {when} step. Take params = jax.lax.pcast(params, "
-                    f"{axis_name!r}, to='varying') before jax.grad"
-                )
-            raise ValueError(
-                f"A step sends its exchange and at most {float(others):,.0f} bytes more, got {float(sent):,.0f} where "
-                f"the exchange is {float(claim):,.0f}: {cause}.\n{report}"
-            )
-        if sent < claim:
-            raise ValueError(
-                f"A step sends its whole exchange, got {float(sent):,.0f} bytes where the exchange is "
-                f"{float(claim):,.0f}, in the {when} step: pass the tx= and the params= of the step; where they are, "
-                f"bytes of the compiled text were not counted, and read_program has a fault.\n{report}"
-            )
 
 
 def _counted(program: Program) -> Counter[tuple[str, int]]:

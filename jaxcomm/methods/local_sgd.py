@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ class LocalExchange(Exchange):
     It comes after a whole local optimizer, and takes its updates: a transformation from each worker's local updates to
     the updates that keep it on its way, or lead it to the merged model (both differ between workers). `update` needs
     the parameters. A local update that is not finite is not applied on its worker. If an exchange is skipped, this
-    step's local updates are not applied.
+    step's local updates are not applied (but see `undoes_skipped`).
     """
 
     keeps_residual: ClassVar[bool] = False
@@ -77,23 +77,16 @@ class Anchored(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """Memory of `local_sgd` for one fragment, where there are several or they are merged later: a tuple of these.
+    """Memory of `local_sgd` for each of its fragments, where it streams.
 
     Attributes:
-      anchor: the global model, float32, in the tree of the parameters, `optax.MaskedNode` in the place of those of
-        other fragments; replicated. It is what the workers have yet to merge, too: no other copy is kept.
-      exchange: the state of the fragment's exchange, its rows per worker included.
-      outer: the state of the fragment's outer optimizer; replicated.
-      merged_at: () int32, the step in which the workers merge it, after the last exchange that was not skipped; or 0.
+      held: of the fragment's parameters, `optax.MaskedNode` in the place of others. The anchor is also what the workers
+        have yet to merge.
+      merged_at: () int32, the step in which they do, or did; 0 before the first exchange.
     """
 
-    anchor: Any
-    exchange: Any
-    outer: Any
+    held: Anchored
     merged_at: jax.Array
-
-
-_Memory = TypeVar("_Memory", Anchored, Fragment)
 
 
 def _nesterov() -> optax.GradientTransformation:
@@ -118,26 +111,20 @@ class LocalSgd(LocalExchange):
     `optax.chain(optax.adamw(3e-4), jc.local_sgd(100, exchange=jc.plump_dp()))`. On the wire: the exchange, once in H
     steps. Memory: 4 bytes a parameter, and what the exchange and the outer optimizer keep.
 
-    With `fragments`, `overlap` or `mix` it is Streaming DiLoCo. The parameters are cut into P fragments, each with an
-    exchange and an outer optimizer of its own, and every H/P steps another one has its turn:
+    With `fragments`, `overlap` or `mix` it is Streaming DiLoCo. Every H/P steps another of P fragments has its turn,
+    with an exchange and an outer optimizer of its own: 2 to 4 for its parameters, while the workers go on with theirs.
+    Then, `overlap` steps later, own = mix * own + (1 - mix) * anchor. No parameter depends on the exchange before that.
+    But a program returns when its exchange is done, and on no backend does this library compute the next steps
+    meanwhile: what is gained is a peak of one fragment's bytes, and a global model that changes every H/P steps.
 
-      1. in the step of fragment p, do 2 to 4 with its parameters, but let the workers go on with theirs
-      2. `overlap` steps later, own = mix * own + (1 - mix) * anchor, for the parameters of fragment p
-
-    So the most that a step sends is the largest fragment, while the bytes of H steps are the same, and what the workers
-    have learned since the exchange is kept in part. No parameter depends on an exchange before step 2. But a step
-    returns when its exchange is done: this library does not compute the next steps meanwhile. What is gained is the
-    smaller peak, and models that never differ by the whole H steps.
-
-    A fragment has whole tensors. The largest tensor comes first, and each goes to the fragment with the fewest
-    elements, of equal ones to the first: layers of equal shapes are dealt out in turn, the paper's strided pattern. A
-    fragment is no smaller than its largest tensor. If its exchange is skipped, its anchor and outer optimizer stay, and
-    nothing is merged. A worker whose local update is not finite, or has a number of 2^90 or more, stays as it was in
-    this step, and an exchange of this step is skipped; the others keep their local updates.
+    A fragment has whole tensors: the largest comes first, and each goes to the fragment with the fewest elements, of
+    equal ones to the first. So layers of equal shapes are dealt out in turn, the paper's strided pattern. If its
+    exchange is skipped, its anchor and outer optimizer stay, and nothing is merged. A worker whose local update is not
+    finite, or has a number of 2^90 or more, stays as it was in this step, in which an exchange is skipped; the others
+    keep their local updates.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; "Streaming
-    DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025, https://arxiv.org/abs/2501.18512,
-    which sends 4 bits a value besides.
+    DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025, https://arxiv.org/abs/2501.18512.
 
     Attributes:
       steps: H, local steps from one exchange to the next. DiLoCo: 500.
@@ -146,7 +133,8 @@ class LocalSgd(LocalExchange):
       outer: an optimizer for the outer gradients; by default SGD with learning rate 0.7 and Nesterov momentum 0.9.
       fragments: P, which divides H; at most the number of tensors. The paper: one for every 3 layers.
       overlap: steps from an exchange to its use, below H; 0 merges in the same step. The paper: 5.
-      mix: the share of a worker's own parameters where they are merged with the anchor, 0 to 1. The paper: 0.5.
+      mix: the share of a worker's own parameters where they are merged with the anchor, 0 to 1. The paper: 0.5. With 0
+        nothing of the `overlap` steps after an exchange is kept.
     """
 
     steps: int = 20
@@ -161,16 +149,15 @@ class LocalSgd(LocalExchange):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        steps, count = self.steps, self.fragments
+        steps, P, mix = self.steps, self.fragments, self.mix
         check_count("steps", steps, 1, "1 exchanges in every step")
-        check_count("fragments", count, 1, "1 exchanges all parameters at once")
-        remedy = f"steps={-(-steps // count) * count} is one"
-        check_range("steps", steps, f"a multiple of fragments ({count})", steps % count == 0, remedy)
+        check_count("fragments", P, 1, "1 exchanges all parameters at once")
+        check_range("steps", steps, f"a multiple of fragments ({P})", steps % P == 0, f"{-(-steps // P) * P} is one")
         check_count("overlap", self.overlap, 0, "0 merges in the step of the exchange")
-        rule = f"below steps ({steps}), in which the next exchange of a fragment is due"
+        rule = f"below steps ({steps}), when a fragment is exchanged again"
         check_range("overlap", self.overlap, rule, self.overlap < steps, "pass fewer steps")
-        is_share = isinstance(self.mix, Real) and 0 <= self.mix <= 1
-        check_range("mix", self.mix, "at least 0 and at most 1 (the share of the own parameters)", is_share, "pass 0.5")
+        rule = "at least 0 and at most 1 (the share of the own parameters)"
+        check_range("mix", mix, rule, isinstance(mix, Real) and 0 <= mix <= 1, "pass 0.5")
 
     @property
     def streams(self) -> bool:
@@ -195,7 +182,7 @@ class LocalSgd(LocalExchange):
 
     def global_model(self, state: ExchangeState, like: Any) -> Any:
         memory = state.memory
-        whole = functools.reduce(join_trees, [part.anchor for part in memory]) if self.streams else memory.anchor
+        whole = functools.reduce(join_trees, [part.held.anchor for part in memory]) if self.streams else memory.anchor
         return jax.tree.map(lambda anchor, leaf: anchor.astype(leaf.dtype), whole, like)
 
     def init_chosen(self, params: Any) -> ExchangeState:
@@ -203,8 +190,8 @@ class LocalSgd(LocalExchange):
         anchor = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
         if not self.streams:
             return self.first_state(self._first(anchor))
-        parts = [self._first(part) for part in _cut(anchor, self.fragments)]
-        return self.first_state(tuple(Fragment(*part, jnp.zeros((), jnp.int32)) for part in parts))
+        parts = _cut(anchor, self.fragments)
+        return self.first_state(tuple(Fragment(self._first(part), jnp.zeros((), jnp.int32)) for part in parts))
 
     def _first(self, anchor: Any) -> Anchored:
         inner = self.exchange.init(anchor)
@@ -240,58 +227,50 @@ class LocalSgd(LocalExchange):
             own, new = lax.cond((state.step + 1) % self.steps != 0, stay, communicate)
         return own, new.replace(step=state.step + 1)
 
-    def _outer_step(self, gradient: Any, old: _Memory) -> tuple[_Memory, ExchangeMetrics]:
+    def _outer_step(self, gradient: Any, old: Anchored) -> tuple[Anchored, ExchangeMetrics]:
         """Averages an outer gradient, and moves the anchor by it, unless the exchange is skipped."""
         mean, inner = self.exchange.update(gradient, old.exchange, old.anchor)
         metrics = get_exchange(inner).metrics
         change, outer = (self.outer or _nesterov()).update(mean, old.outer, old.anchor)
         ok = metrics.skipped == 0
         anchor = jax.tree.map(lambda a, c: a + jnp.where(ok, c, 0.0), old.anchor, change)
-        return old._replace(anchor=anchor, exchange=inner, outer=keep_unless(ok, outer, old.outer)), metrics
+        return Anchored(anchor, inner, keep_unless(ok, outer, old.outer)), metrics
 
     def _stream(
         self, updates: Any, state: ExchangeState, params: Any, others: tuple[str, ...]
     ) -> tuple[Any, ExchangeState]:
         """Does `update_chosen` for fragments. What is exchanged in a step reaches no parameter before it is merged."""
         step, old = state.step + 1, state.memory
-        small = [(jnp.abs(leaf) < _TOO_LARGE).all() for leaf in jax.tree.leaves(updates)]  # NaN is not
-        ok = jnp.stack(small).all()
+        ok = jnp.stack([(jnp.abs(leaf) < _TOO_LARGE).all() for leaf in jax.tree.leaves(updates)]).all()  # NaN is not
         own = zeros_unless(ok, updates)
 
-        def exchange(turn: int) -> Callable[[], Any]:
-            def branch() -> Any:
-                part = old[turn]
-                gradient = jax.tree.map(
-                    lambda a, p, u: a if is_masked(a) else jnp.where(ok, a - (_wide(p) + _wide(u)), jnp.nan),
-                    part.anchor,
-                    params,
-                    own,
-                    is_leaf=is_masked,
-                )
-                new, metrics = self._outer_step(gradient, part)
-                merged_at = jnp.where(metrics.skipped == 0, step + self.overlap, part.merged_at)
-                new = new._replace(merged_at=merged_at)
-                return vary_rows(((*old[:turn], new, *old[turn + 1 :]), metrics), others)
+        def exchange(turn: int) -> Any:
+            def outer_gradient(a: Any, p: jax.Array, u: jax.Array) -> Any:
+                return a if is_masked(a) else jnp.where(ok, a - (_wide(p) + _wide(u)), jnp.nan)
 
-            return branch
+            held, merged_at = old[turn]
+            gradient = jax.tree.map(outer_gradient, held.anchor, params, own, is_leaf=is_masked)
+            held, metrics = self._outer_step(gradient, held)
+            new = Fragment(held, jnp.where(metrics.skipped == 0, step + self.overlap, merged_at))
+            return vary_rows(((*old[:turn], new, *old[turn + 1 :]), metrics), others)
 
-        def merge(turn: int) -> Callable[[], Any]:
-            def mixed(a: Any, p: jax.Array, u: jax.Array) -> jax.Array:
+        def merge(turn: int) -> Any:
+            def merged(a: Any, p: jax.Array, u: jax.Array) -> jax.Array:
                 if is_masked(a):
                     return u
-                merged = a + self.mix * (_wide(p) + _wide(u) - a)
-                return jnp.where(ok & (memory[turn].merged_at == step), (merged - _wide(p)).astype(u.dtype), u)
+                change = a + self.mix * (_wide(p) + _wide(u) - a) - _wide(p)
+                return jnp.where(ok & (merged_at == step), change.astype(u.dtype), u)
 
-            return lambda: jax.tree.map(mixed, memory[turn].anchor, params, own, is_leaf=is_masked)
+            held, merged_at = memory[turn]
+            return jax.tree.map(merged, held.anchor, params, own, is_leaf=is_masked)
 
-        def turn_at(step: jax.Array) -> jax.Array:
-            """Returns whose turn it is, from 0; `fragments` where it is nobody's."""
-            return jnp.where(step % self.period == 0, (step // self.period - 1) % self.fragments, self.fragments)
+        def switch(step: jax.Array, in_turn: Callable[[int], Any], stay: Any) -> Any:
+            """Runs the branch with the number of the turn, or the last one: so `Program.in_turn` finds them."""
+            turn = jnp.where(step % self.period == 0, (step // self.period - 1) % self.turns, self.turns)
+            return lax.switch(turn, [*(functools.partial(in_turn, i) for i in range(self.turns)), lambda: stay])
 
-        # The branch of a turn has its number, and the last one stays: so reports know them (`Program.in_turn`).
-        turns, stay = range(self.fragments), vary_rows((old, ExchangeMetrics.zeros()), others)
-        memory, metrics = lax.switch(turn_at(step), [*map(exchange, turns), lambda: stay])
-        own = lax.switch(turn_at(step - self.overlap), [*map(merge, turns), lambda: own])
+        memory, metrics = switch(step, exchange, vary_rows((old, ExchangeMetrics.zeros()), others))
+        own = switch(step - self.overlap, merge, own)
         return own, state.replace(step=step, metrics=metrics, memory=memory)
 
 
@@ -301,8 +280,8 @@ def _cut(tree: Any, count: int) -> list[Any]:
     The largest comes first, and each goes to the fragment with the fewest elements, of equal ones to the first.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    remedy = "whole tensors are exchanged in turn, so pass fewer fragments"
-    check_range("fragments", count, f"at most the number of tensors ({len(leaves)})", count <= len(leaves), remedy)
+    rule = f"at most the number of tensors ({len(leaves)}), which are exchanged whole"
+    check_range("fragments", count, rule, count <= len(leaves), "pass fewer")
     places: list[list[int]] = [[] for _ in range(count)]
     for at in sorted(range(len(leaves)), key=lambda at: -leaves[at].size):
         min(places, key=lambda place: (sum(leaves[i].size for i in place), len(place))).append(at)

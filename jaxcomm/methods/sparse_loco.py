@@ -46,9 +46,9 @@ def sparse_loco(
       chunk: elements of a chunk, a multiple of 1024. Of each, 64 are sent.
       decay: of the residual.
       learning_rate: of the outer SGD.
-      fragments: as in `local_sgd`, as are `overlap` and `mix`.
-      overlap: steps from an exchange to its use.
-      mix: the share of a worker's own parameters where they are merged.
+      fragments: as `overlap` and `mix`, see `local_sgd`.
+      overlap: as above.
+      mix: as above.
       axis_name: the axis of workers.
     """
     check_count("chunk", chunk, BLOCK, f"a multiple of {BLOCK}; the paper has 4096")
