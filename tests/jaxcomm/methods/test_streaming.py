@@ -238,6 +238,8 @@ def test_bytes_are_those_of_the_formula(workers):
     steps = [float(report.of_step(step).received) for step in range(1, 9)]
     assert steps == pytest.approx([all_reduced(n, workers) for n in (0, 260, 0, 61, 0, 8, 0, 260)])
     assert report.received_over("data") == report.received_in_exchange
+    second = jc.wire_report(streaming(), {"a": np.ones(50), "b": np.ones(40), "c": np.ones(40)}, workers)
+    assert second.received_in_exchange == second.received_over("data") == pytest.approx(all_reduced(80, workers))
 
 
 @pytest.mark.parametrize("fragments", [pytest.param(3, marks=pytest.mark.slow), 2])
