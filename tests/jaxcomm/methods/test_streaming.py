@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import serialization
+from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from jaxcomm.accounting.hlo import read_program
@@ -359,3 +360,26 @@ def test_the_planner_takes_all_fragments_into_account():
     assert parts.wire - parts.latency == pytest.approx(whole.wire - whole.latency, rel=0.01)  # each has a header
     assert (parts.every, parts.delayed) == (2, None)
     assert advice.best not in methods
+
+
+@pytest.mark.slow
+def test_shards_of_workers_are_exchanged_as_whole_tensors_are():
+    """Each worker is two devices, and a fragment is the same tensors."""
+    shapes = {"a": (8, 3), "b": (4, 6), "c": (12, 2)}
+    params = {name: np.random.default_rng(0).normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+    def loss(params, batch):
+        return sum(jnp.sum(params[name] * batch[name].mean(0)) for name in shapes)
+
+    tx, specs = streaming(fragments=3, overlap=1), dict.fromkeys(shapes, P("fsdp"))
+    mesh, two = jc.make_mesh(data=2, fsdp=2), jc.simulate(loss, tx, 2)
+    one = jc.make_train_step(loss, tx, mesh, specs=specs, auto=("fsdp",))
+    ours, theirs, turns = one.init(params), two.init(params), 0
+    for i in range(10):
+        rng = np.random.default_rng(i)
+        batch = {name: rng.normal(size=(4, *shape)).astype(np.float32) for name, shape in shapes.items()}
+        turns = turns or one.verify(ours, batch).turns
+        ours, theirs = one(ours, batch)[0], two(theirs, batch)[0]
+        for a, b in ((ours.params.rows, theirs.params.rows), (one.params(ours), two.params(theirs))):
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), a, b)
+    assert turns == 3

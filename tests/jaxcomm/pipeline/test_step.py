@@ -149,6 +149,15 @@ def test_every_method_exchanges_each_stage_as_data_parallel_workers_do(name):
     assert min(moved) > 1e-3
 
 
+@pytest.mark.slow
+def test_each_fragment_of_a_stage_is_proved():
+    run, (batch,) = run_of("streaming"), batches(1, WIDTH)
+    exchange = run.step.verify(run([batch])[0], batch).exchange
+    weights, bias = (2 * (K - 1) / K * 4 * n for n in (WIDTH * WIDTH, WIDTH))
+    assert [float(each.received) for each in exchange.exchanges()] == [weights, bias]
+    assert (exchange.received_in_exchange, exchange.received) == (weights, (weights + bias) / 2)
+
+
 def test_workers_may_lie_along_two_axes():
     tx = optax.chain(jc.hierarchical(jc.plump_dp(axis_name="slice")), SGD)
     run, state = run_of(tx, slice=2, data=2, stage=2), None
