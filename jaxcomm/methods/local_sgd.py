@@ -121,7 +121,8 @@ class LocalSgd(LocalExchange):
     equal ones to the first. So layers of equal shapes are dealt out in turn, the paper's strided pattern. If its
     exchange is skipped, its anchor and outer optimizer stay, and nothing is merged. A worker whose local update is not
     finite, or has a number of 2^90 or more, stays as it was in this step, in which an exchange is skipped; the others
-    keep their local updates.
+    keep their local updates. Where parameters are sharded (`specs=`), a skipped exchange undoes the step for all, as it
+    does without fragments.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; "Streaming
     DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025, https://arxiv.org/abs/2501.18512.
