@@ -55,6 +55,8 @@ SETTINGS: list[tuple[str, Method]] = [
     ("H=10", LocalSgd(steps=10)),
     ("H=10, top-k 98%", LocalSgd(steps=10, exchange_sparsity=0.98)),
     ("H=10, outer 0.9", LocalSgd(steps=10, outer_momentum=0.9)),  # DiLoCo's momentum, for hundreds of exchanges
+    ("H=10, 2 fragments", LocalSgd(steps=10, fragments=2)),
+    ("H=10, 2 fragments, 5 later", LocalSgd(steps=10, fragments=2, overlap=5, mix=0.5)),  # as Streaming DiLoCo mixes
     ("p=10", PlumpDp(p=10)),
 ]
 

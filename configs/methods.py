@@ -164,9 +164,19 @@ class SlimDp(Trained, methods.SlimDp):
 
 @dataclass(frozen=True)
 class _LocalSteps(Trained, LocalExchange):
-    """Local steps, and an exchange after so many, by a factory of the library."""
+    """Local steps, and an exchange after so many, by a factory of the library.
+
+    Attributes:
+      steps: local steps from one exchange to the next.
+      fragments: parts of the parameters that are exchanged in turn, each once in so many steps; divides steps.
+      overlap: steps from an exchange to its use, below steps. Streaming DiLoCo: 5.
+      mix: the share of a worker's own parameters where they are merged with the model. Streaming DiLoCo: 0.5.
+    """
 
     steps: int = 10
+    fragments: int = 1
+    overlap: int = 0
+    mix: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -175,7 +185,16 @@ class _LocalSteps(Trained, LocalExchange):
     @property
     def period(self) -> int:
         """Steps from one exchange to the next."""
-        return self.steps
+        return self.steps // self.fragments
+
+    @property
+    def turns(self) -> int:
+        """Exchanges after which all parameters were exchanged once."""
+        return self.fragments
+
+    def streaming(self) -> dict[str, Any]:
+        """Returns what the factories of local methods take besides."""
+        return {"fragments": self.fragments, "overlap": self.overlap, "mix": self.mix, "axis_name": self.axis_name}
 
 
 @dataclass(frozen=True)
@@ -201,7 +220,7 @@ class LocalSgd(_LocalSteps):
         axis, sparsity = self.axis_name, self.exchange_sparsity
         inner = methods.plump_dp(axis_name=axis) if sparsity is None else methods.topk(sparsity, axis_name=axis)
         outer = optax.sgd(self.outer_learning_rate, momentum=self.outer_momentum, nesterov=True)
-        return methods.local_sgd(self.steps, exchange=inner, outer=outer, axis_name=axis)
+        return methods.local_sgd(self.steps, exchange=inner, outer=outer, **self.streaming())
 
 
 @dataclass(frozen=True)
@@ -229,7 +248,7 @@ class SparseLoco(_LocalSteps):
             chunk=self.chunk,
             decay=self.decay,
             learning_rate=self.outer_learning_rate,
-            axis_name=self.axis_name,
+            **self.streaming(),
         )
 
 

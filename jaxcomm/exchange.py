@@ -179,6 +179,16 @@ class Exchange:
         return None
 
     @property
+    def turns(self) -> int:
+        """Exchanges of a local method, one every `period` steps, after which all parameters were exchanged once."""
+        return 1
+
+    @property
+    def undoes_skipped(self) -> bool:
+        """Whether a step whose exchange is skipped leaves the parameters and the optimizer as they were."""
+        return True
+
+    @property
     def momentum_inside(self) -> float:
         """The momentum that it applies before it compresses; an optimizer after it must not apply it again."""
         return 0.0
@@ -304,7 +314,7 @@ class Exchange:
                 drained=state.metrics.drained | second.drained,
             )
             state = state.replace(metrics=metrics, others=keep_unless(ok, others, state.others))
-        return _join(chosen, rest), state
+        return join_trees(chosen, rest), state
 
     def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
         """Does `update` for the leaves that `where` chooses."""
@@ -501,10 +511,11 @@ def _nan_unless(ok: Any, gradients: Any) -> Any:
     return treedef.unflatten(leaves)
 
 
-def _join(chosen: Any, rest: Any) -> Any:
-    """Puts the two parts of a tree together."""
+def is_masked(node: Any) -> TypeGuard[optax.MaskedNode]:
+    """Returns whether a node of a tree stands in the place of a leaf that is in another part of it."""
+    return isinstance(node, optax.MaskedNode)
 
-    def is_empty(node: Any) -> bool:
-        return isinstance(node, optax.MaskedNode)
 
-    return jax.tree.map(lambda a, b: b if is_empty(a) else a, chosen, rest, is_leaf=is_empty)
+def join_trees(chosen: Any, rest: Any) -> Any:
+    """Puts two parts of a tree together: what is masked in the first is the second's."""
+    return jax.tree.map(lambda a, b: b if is_masked(a) else a, chosen, rest, is_leaf=is_masked)

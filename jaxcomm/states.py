@@ -63,6 +63,17 @@ def exchange_interval(state: Any) -> int:
     return next((node.every for node in nodes if isinstance(node, AccumulatedState)), communication_period(state) or 1)
 
 
+def exchange_turns(state: Any) -> int:
+    """Finds in how many exchanges of a local method all parameters are exchanged once; 1 for other methods."""
+    return next((found.method.turns for found in exchange_states(state)), 1)
+
+
+def applies_step(exchange: ExchangeState) -> jax.Array:
+    """Returns whether a step is to change parameters and optimizer, as its exchange was not skipped: () bool."""
+    ok = exchange.metrics.skipped == 0
+    return ok if exchange.method.undoes_skipped else jnp.asarray(True)
+
+
 def keep_states_unless(ok: jax.Array, new: Any, old: Any) -> Any:
     """Takes the old states where an exchange was skipped; its own state, and a chain around it, know what to keep."""
 

@@ -95,6 +95,22 @@ class Program:
             part.add_conditional([branch.over(*axes) for branch in branches])
         return part
 
+    def in_turn(self, turn: int, turns: int) -> "Program":
+        """Returns the collectives of a step in which a fragment of the parameters has its turn; see `local_sgd`.
+
+        Args:
+          turn: whose, from 0.
+          turns: how many there are; a conditional with a branch for each, and one to stay, is left out but for that of
+            `turn`. With one turn there is nothing to choose.
+        """
+        found = Program(list(self.always))
+        for branches in self.conditionals:
+            if turns > 1 and len(branches) == turns + 1:
+                found.add(branches[turn])
+            else:
+                found.conditionals.append(branches)
+        return found
+
     def links(self) -> dict[tuple[int, int], int]:
         """Returns the bytes of a usual step that permutations move from one position to another, by (from, to)."""
         moved: dict[tuple[int, int], int] = {}

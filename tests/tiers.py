@@ -385,6 +385,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_streak_is_counted_over_a_resume": (),
         "test_averaged_models_have_a_folder_of_their_own": (),
         "test_bytes_are_those_of_the_exchange_and_two_scalars": ("dct_dp",),
+        "test_bytes_of_fragments_are_counted_in_their_steps": (),
         "test_one_worker_trains_without_traffic": (),
         "test_seeds_share_a_job": (),
         "test_test_accuracy_is_the_models_on_the_test_split": ("dct_dp",),

@@ -177,9 +177,8 @@ class Log:
             self.streak, self.last_loss = 0, line["loss"]
 
     def _bytes_of(self, step: int, *, is_rare: bool) -> float:
-        if step % self._report.every:  # a local method's workers are on their own: loss and metrics alone
-            return float(self._report.program.received_always)
-        return self._report.received_at_most if is_rare else self._report.received_in_exchange
+        program = self._report.of_step(step)  # between two exchanges of a local method: loss and metrics alone
+        return float(program.received_at_most if is_rare else program.received)
 
     def close(self) -> None:
         """Writes what is left."""

@@ -6,7 +6,7 @@ The prediction walks the traced program and needs no devices: it answers what a 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jaxcomm.accounting.hlo import read_overlap, read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program, traced_program
 from jaxcomm.collectives.axis import AxisName, abstract_mesh, axis_names, check_workers
 from jaxcomm.exchange import axis_name_of
-from jaxcomm.states import exchange_interval, trained, update_with, vary_exchanged
+from jaxcomm.states import exchange_interval, exchange_turns, trained, update_with, vary_exchanged
 from jaxcomm.traffic import Program, Traffic
 
 
@@ -34,6 +34,7 @@ class WireReport:
       every: steps from one exchange to the next, 1 but for local methods.
       overlap: of a compiled step, the share of its products that can be computed while collectives are on their way,
         from 0 to 1; see `read_overlap`. None otherwise.
+      turns: exchanges after which all parameters were exchanged once, 1 but for fragments of `local_sgd`.
     """
 
     workers: int
@@ -41,17 +42,36 @@ class WireReport:
     program: Program
     every: int = 1
     overlap: float | None = None
+    turns: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Steps in which all parameters are exchanged once: H of a local method, else 1."""
+        return self.every * self.turns
 
     @property
     def received(self) -> float:
         """Bytes that each worker receives in a usual step: for a local method, on average over its steps."""
         quiet = self.program.received_always
-        return float(quiet + (self.program.received - quiet) / self.every)
+        return float(quiet + sum(each.received - quiet for each in self.exchanges()) / self.steps)
 
     @property
     def received_in_exchange(self) -> float:
-        """Bytes that each worker receives in a usual step with an exchange; `received` where every step has one."""
-        return float(self.program.received)
+        """Bytes that each worker receives in a usual step with an exchange, the largest of several fragments.
+
+        `received` where every step exchanges everything.
+        """
+        return float(max(each.received for each in self.exchanges()))
+
+    def exchanges(self) -> list[Program]:
+        """Returns the collectives of a step with an exchange, for each of the `turns`."""
+        return [self.program.in_turn(turn, self.turns) for turn in range(self.turns)]
+
+    def of_step(self, step: int) -> Program:
+        """Returns the collectives of a step, counted from 1."""
+        if step % self.every:
+            return Program(self.program.always)
+        return self.program.in_turn((step // self.every - 1) % self.turns, self.turns)
 
     def received_over(self, axis_name: str) -> float:
         """Bytes that each worker receives in a usual exchange over one axis of the mesh.
@@ -59,7 +79,7 @@ class WireReport:
         Raises:
           ValueError: for a report of compiled text, which does not name axes.
         """
-        return float(self.program.over(axis_name).received)
+        return float(max(each.over(axis_name).received for each in self.exchanges()))
 
     @property
     def received_at_most(self) -> float:
@@ -92,8 +112,10 @@ class WireReport:
             f"and step, {self.ratio_to_dense:.1f}x fewer than dense float32, {self.ratio_to_dense_bfloat16:.1f}x fewer "
             "than dense bfloat16"
         ]
-        if self.every > 1:
-            lines.append(f"  {self.received_in_exchange:,.0f} bytes in an exchange, one in {self.every} steps")
+        if self.every > 1 or self.turns > 1:
+            each = "an exchange" if self.turns == 1 else f"the largest of {self.turns} exchanges in turn"
+            often = "every step" if self.every == 1 else f"{self.every} steps"
+            lines.append(f"  {self.received_in_exchange:,.0f} bytes in {each}, one in {often}")
         if self.overlap is not None:
             lines.append(f"  {self.overlap:.1%} of the products can be computed while these bytes are on their way")
         if self.received_at_most != self.received_in_exchange:
@@ -171,22 +193,22 @@ def wire_report(
     axis_name = axis_name_of(tx) if axis_name is None else axis_name
     sizes = check_workers(workers, axis_name)
     mesh = abstract_mesh(dict(zip(axis_names(axis_name), sizes, strict=True)))
-    interval = 1
+    interval = turns = 1
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), trained(params))
 
     def worker(gradients: Any, params: Any) -> Any:
-        nonlocal interval
+        nonlocal interval, turns
         state = tx.init(params)
         gradients, loss = vary_exchanged(gradients, state, axis_name), jnp.zeros(())
         updates, state = update_with(tx, gradients, state, params, loss, lambda _: loss)
-        interval = exchange_interval(state)
+        interval, turns = exchange_interval(state), exchange_turns(state)
         return jax.tree.map(lambda update: update[None], updates)
 
     exchange = jax.shard_map(worker, mesh=mesh, in_specs=P(), out_specs=P(axis_name))
     program = traced_program(exchange, params, params)
     program.always += beside
     n = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return WireReport(math.prod(sizes), n, program, interval)
+    return WireReport(math.prod(sizes), n, program, interval, turns=turns)
 
 
 def step_report(step: Any, *args: Any, params: Any, workers: int) -> WireReport:
@@ -199,7 +221,8 @@ def step_report(step: Any, *args: Any, params: Any, workers: int) -> WireReport:
       workers: K.
     """
     n = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(trained(params)))
-    return WireReport(workers, n, jaxpr_program(step.trace(*args).jaxpr), exchange_interval(args))
+    program = jaxpr_program(step.trace(*args).jaxpr)
+    return WireReport(workers, n, program, exchange_interval(args), turns=exchange_turns(args))
 
 
 def verify(
@@ -278,42 +301,46 @@ def check_bytes(
     predicted, compiled = traced.program, read_program(text, mesh)
     if names:
         predicted, compiled = predicted.over(*names), compiled.over(*names)
-    report = WireReport(traced.workers, traced.parameters, compiled, traced.every, read_overlap(text))
+    report = replace(traced, program=compiled, overlap=read_overlap(text))
     is_partitioned = mesh is not None and set(mesh.axis_names) > set(names)  # XLA may then add collectives of its own
-    if not is_partitioned and (
-        compiled.received > predicted.received or compiled.received_at_most > predicted.received_at_most
-    ):
-        raise ValueError(
-            "A compiled step sends the bytes that were traced, got "
-            f"{float(compiled.received):,.0f} for {float(predicted.received):,.0f}: XLA has changed the collectives "
-            f"(a widened type, or a gather over another mesh axis).\n{report}"
-        )
-    for when, sent, claim in (
-        ("usual", compiled.received, steps * claimed.received),
-        ("most expensive", compiled.received_at_most, steps * claimed.received_at_most),
-    ):
-        if sent > claim + steps * others:
-            found, wanted = _counted(predicted), _counted(claimed)
-            times = min((found[key] // count for key, count in wanted.items()), default=1)
-            if steps == 1 and times > 1:
-                cause = (
-                    f"{times} exchanges are in the {when} step. If it takes {times} steps in a loop, pass steps={times}"
-                )
-            else:
-                cause = (
-                    f"a dense all-reduce is left in the {when} step. Take params = jax.lax.pcast(params, "
-                    f"{axis_name!r}, to='varying') before jax.grad"
-                )
+    programs, turns = (predicted, compiled, claimed), traced.turns
+    for turn in range(turns):  # each fragment of a local method by itself
+        predicted, compiled, claimed = (each.in_turn(turn, turns) for each in programs)
+        if not is_partitioned and (
+            compiled.received > predicted.received or compiled.received_at_most > predicted.received_at_most
+        ):
             raise ValueError(
-                f"A step sends its exchange and at most {float(others):,.0f} bytes more, got {float(sent):,.0f} where "
-                f"the exchange is {float(claim):,.0f}: {cause}.\n{report}"
+                "A compiled step sends the bytes that were traced, got "
+                f"{float(compiled.received):,.0f} for {float(predicted.received):,.0f}: XLA has changed the "
+                f"collectives (a widened type, or a gather over another mesh axis).\n{report}"
             )
-        if sent < claim:
-            raise ValueError(
-                f"A step sends its whole exchange, got {float(sent):,.0f} bytes where the exchange is "
-                f"{float(claim):,.0f}, in the {when} step: pass the tx= and the params= of the step; where they are, "
-                f"bytes of the compiled text were not counted, and read_program has a fault.\n{report}"
-            )
+        for when, sent, claim in (
+            ("usual", compiled.received, steps * claimed.received),
+            ("most expensive", compiled.received_at_most, steps * claimed.received_at_most),
+        ):
+            if sent > claim + steps * others:
+                found, wanted = _counted(predicted), _counted(claimed)
+                times = min((found[key] // count for key, count in wanted.items()), default=1)
+                if steps == 1 and times > 1:
+                    cause = (
+                        f"{times} exchanges are in the {when} step. If it takes {times} steps in a loop, pass "
+                        f"steps={times}"
+                    )
+                else:
+                    cause = (
+                        f"a dense all-reduce is left in the {when} step. Take params = jax.lax.pcast(params, "
+                        f"{axis_name!r}, to='varying') before jax.grad"
+                    )
+                raise ValueError(
+                    f"A step sends its exchange and at most {float(others):,.0f} bytes more, got {float(sent):,.0f} "
+                    f"where the exchange is {float(claim):,.0f}: {cause}.\n{report}"
+                )
+            if sent < claim:
+                raise ValueError(
+                    f"A step sends its whole exchange, got {float(sent):,.0f} bytes where the exchange is "
+                    f"{float(claim):,.0f}, in the {when} step: pass the tx= and the params= of the step; where they "
+                    f"are, bytes of the compiled text were not counted, and read_program has a fault.\n{report}"
+                )
     return report
 
 

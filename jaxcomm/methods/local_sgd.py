@@ -1,6 +1,9 @@
-"""Local steps, and an outer optimizer on what they changed: DiLoCo, with any compressor."""
+"""Local steps, and an outer optimizer on what they changed: DiLoCo, with any compressor, at once or in fragments."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -15,6 +18,8 @@ from jaxcomm.exchange import (
     ExchangeState,
     check_exchange,
     get_exchange,
+    is_masked,
+    join_trees,
     keep_unless,
     transformation,
     zeros_unless,
@@ -24,6 +29,8 @@ from jaxcomm.numerics import is_finite_tree
 from jaxcomm.states import vary_rows
 from jaxcomm.types import ExchangeMetrics
 
+_TOO_LARGE = 2.0**90  # a thousand such updates are below the 2^100 that no exchange with a residual takes
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalExchange(Exchange):
@@ -32,7 +39,7 @@ class LocalExchange(Exchange):
     It comes after a whole local optimizer, and takes its updates: a transformation from each worker's local updates to
     the updates that keep it on its way, or lead it to the merged model (both differ between workers). `update` needs
     the parameters. A local update that is not finite is not applied on its worker. If an exchange is skipped, this
-    step's local updates are not applied.
+    step's local updates are not applied (but see `undoes_skipped`).
     """
 
     keeps_residual: ClassVar[bool] = False
@@ -69,6 +76,19 @@ class Anchored(NamedTuple):
     outer: Any
 
 
+class Fragment(NamedTuple):
+    """Memory of `local_sgd` for each of its fragments, where it streams.
+
+    Attributes:
+      held: of the fragment's parameters, `optax.MaskedNode` in the place of others. The anchor is also what the workers
+        have yet to merge.
+      merged_at: () int32, the step in which they do, or did; 0 before the first exchange.
+    """
+
+    held: Anchored
+    merged_at: jax.Array
+
+
 def _nesterov() -> optax.GradientTransformation:
     return optax.sgd(0.7, momentum=0.9, nesterov=True)
 
@@ -91,48 +111,99 @@ class LocalSgd(LocalExchange):
     `optax.chain(optax.adamw(3e-4), jc.local_sgd(100, exchange=jc.plump_dp()))`. On the wire: the exchange, once in H
     steps. Memory: 4 bytes a parameter, and what the exchange and the outer optimizer keep.
 
-    Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023.
+    With `fragments`, `overlap` or `mix` it is Streaming DiLoCo. Every H/P steps another of P fragments has its turn,
+    with an exchange and an outer optimizer of its own: 2 to 4 for its parameters, while the workers go on with theirs.
+    Then, `overlap` steps later, own = mix * own + (1 - mix) * anchor. No parameter depends on the exchange before that.
+    But a program returns when its exchange is done, and on no backend does this library compute the next steps
+    meanwhile: what is gained is a peak of one fragment's bytes, and a global model that changes every H/P steps.
+
+    A fragment has whole tensors: the largest comes first, and each goes to the fragment with the fewest elements, of
+    equal ones to the first. So layers of equal shapes are dealt out in turn, the paper's strided pattern. If its
+    exchange is skipped, its anchor and outer optimizer stay, and nothing is merged. A worker whose local update is not
+    finite, or has a number of 2^90 or more, stays as it was in this step, in which an exchange is skipped; the others
+    keep their local updates. Where parameters are sharded (`specs=`), a skipped exchange undoes the step for all, as it
+    does without fragments.
+
+    Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; "Streaming
+    DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025, https://arxiv.org/abs/2501.18512.
 
     Attributes:
       steps: H, local steps from one exchange to the next. DiLoCo: 500.
       exchange: averages the outer gradients: `plump_dp()` (DiLoCo), or any compressor over the same axis; its residual
         carries what was not sent over to the next exchange. `sparse_loco` has the settings of SparseLoCo.
       outer: an optimizer for the outer gradients; by default SGD with learning rate 0.7 and Nesterov momentum 0.9.
+      fragments: P, which divides H; at most the number of tensors. The paper: one for every 3 layers.
+      overlap: steps from an exchange to its use, below H; 0 merges in the same step. The paper: 5.
+      mix: the share of a worker's own parameters where they are merged with the anchor, 0 to 1. The paper: 0.5. With 0
+        nothing of the `overlap` steps after an exchange is kept.
     """
 
     steps: int = 20
     _: KW_ONLY
     exchange: optax.GradientTransformation = field(compare=False)
     outer: optax.GradientTransformation | None = field(default=None, compare=False)
+    fragments: int = 1
+    overlap: int = 0
+    mix: float = 0.0
 
     name: ClassVar[str] = "local_sgd"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("steps", self.steps, 1, "1 exchanges in every step")
+        steps, P, mix = self.steps, self.fragments, self.mix
+        check_count("steps", steps, 1, "1 exchanges in every step")
+        check_count("fragments", P, 1, "1 exchanges all parameters at once")
+        check_range("steps", steps, f"a multiple of fragments ({P})", steps % P == 0, f"{-(-steps // P) * P} is one")
+        check_count("overlap", self.overlap, 0, "0 merges in the step of the exchange")
+        rule = f"below steps ({steps}), when a fragment is exchanged again"
+        check_range("overlap", self.overlap, rule, self.overlap < steps, "pass fewer steps")
+        rule = "at least 0 and at most 1 (the share of the own parameters)"
+        check_range("mix", mix, rule, isinstance(mix, Real) and 0 <= mix <= 1, "pass 0.5")
+
+    @property
+    def streams(self) -> bool:
+        """Whether it does anything but exchange all parameters at once and continue from the anchor."""
+        return self.fragments > 1 or self.overlap > 0 or self.mix > 0
 
     @property
     def period(self) -> int:
-        return self.steps
+        return self.steps // self.fragments
+
+    @property
+    def turns(self) -> int:
+        return self.fragments
+
+    @property
+    def undoes_skipped(self) -> bool:
+        return not self.streams
 
     @property
     def instead_of_checksum(self) -> str:
         return "Pass it to exchange="
 
     def global_model(self, state: ExchangeState, like: Any) -> Any:
-        return jax.tree.map(lambda anchor, leaf: anchor.astype(leaf.dtype), state.memory.anchor, like)
+        memory = state.memory
+        whole = functools.reduce(join_trees, [part.held.anchor for part in memory]) if self.streams else memory.anchor
+        return jax.tree.map(lambda anchor, leaf: anchor.astype(leaf.dtype), whole, like)
 
     def init_chosen(self, params: Any) -> ExchangeState:
         plan_layout(params, dense_below=0, capacity=lambda n: n)  # for its errors
         anchor = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
+        if not self.streams:
+            return self.first_state(self._first(anchor))
+        parts = _cut(anchor, self.fragments)
+        return self.first_state(tuple(Fragment(self._first(part), jnp.zeros((), jnp.int32)) for part in parts))
+
+    def _first(self, anchor: Any) -> Anchored:
         inner = self.exchange.init(anchor)
         check_exchange(inner, "exchange of local_sgd")
-        memory = Anchored(anchor, inner, (self.outer or _nesterov()).init(anchor))
-        return self.first_state(memory)
+        return Anchored(anchor, inner, (self.outer or _nesterov()).init(anchor))
 
     def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
         self.check_params(params)
         others, old = other_axes(jax.tree.leaves(updates)[0], self.axis_name), state.memory
+        if self.streams:
+            return self._stream(updates, state, params, others)
 
         def stay() -> tuple[Any, ExchangeState]:
             own = zeros_unless(is_finite_tree(updates), updates)
@@ -140,17 +211,14 @@ class LocalSgd(LocalExchange):
 
         def communicate() -> tuple[Any, ExchangeState]:
             gradient = jax.tree.map(lambda a, p, u: a - (_wide(p) + _wide(u)), old.anchor, params, updates)
-            mean, inner = self.exchange.update(gradient, old.exchange, old.anchor)
-            metrics = get_exchange(inner).metrics
-            change, outer = (self.outer or _nesterov()).update(mean, old.outer, old.anchor)
-            ok = metrics.skipped == 0
-            anchor = jax.tree.map(lambda a, c: a + jnp.where(ok, c, 0.0), old.anchor, change)
+            memory, metrics = self._outer_step(gradient, old)
             to_anchor = jax.tree.map(
-                lambda a, p: to_varying(jnp.where(ok, a - _wide(p), 0.0).astype(p.dtype), self.axis_name),
-                anchor,
+                lambda a, p: to_varying(
+                    jnp.where(metrics.skipped == 0, a - _wide(p), 0.0).astype(p.dtype), self.axis_name
+                ),
+                memory.anchor,
                 params,
             )
-            memory = Anchored(anchor, inner, keep_unless(ok, outer, old.outer))
             return to_anchor, vary_rows(state.replace(metrics=metrics, memory=memory), others)
 
         if self.steps == 1:
@@ -159,6 +227,67 @@ class LocalSgd(LocalExchange):
             # The usual branch is the one that communicates: bytes are given for an exchange, and how often it comes.
             own, new = lax.cond((state.step + 1) % self.steps != 0, stay, communicate)
         return own, new.replace(step=state.step + 1)
+
+    def _outer_step(self, gradient: Any, old: Anchored) -> tuple[Anchored, ExchangeMetrics]:
+        """Averages an outer gradient, and moves the anchor by it, unless the exchange is skipped."""
+        mean, inner = self.exchange.update(gradient, old.exchange, old.anchor)
+        metrics = get_exchange(inner).metrics
+        change, outer = (self.outer or _nesterov()).update(mean, old.outer, old.anchor)
+        ok = metrics.skipped == 0
+        anchor = jax.tree.map(lambda a, c: a + jnp.where(ok, c, 0.0), old.anchor, change)
+        return Anchored(anchor, inner, keep_unless(ok, outer, old.outer)), metrics
+
+    def _stream(
+        self, updates: Any, state: ExchangeState, params: Any, others: tuple[str, ...]
+    ) -> tuple[Any, ExchangeState]:
+        """Does `update_chosen` for fragments. What is exchanged in a step reaches no parameter before it is merged."""
+        step, old = state.step + 1, state.memory
+        ok = jnp.stack([(jnp.abs(leaf) < _TOO_LARGE).all() for leaf in jax.tree.leaves(updates)]).all()  # NaN is not
+        own = zeros_unless(ok, updates)
+
+        def exchange(turn: int) -> Any:
+            def outer_gradient(a: Any, p: jax.Array, u: jax.Array) -> Any:
+                return a if is_masked(a) else jnp.where(ok, a - (_wide(p) + _wide(u)), jnp.nan)
+
+            held, merged_at = old[turn]
+            gradient = jax.tree.map(outer_gradient, held.anchor, params, own, is_leaf=is_masked)
+            held, metrics = self._outer_step(gradient, held)
+            new = Fragment(held, jnp.where(metrics.skipped == 0, step + self.overlap, merged_at))
+            return vary_rows(((*old[:turn], new, *old[turn + 1 :]), metrics), others)
+
+        def merge(turn: int) -> Any:
+            def merged(a: Any, p: jax.Array, u: jax.Array) -> jax.Array:
+                if is_masked(a):
+                    return u
+                change = a + self.mix * (_wide(p) + _wide(u) - a) - _wide(p)
+                return jnp.where(ok & (merged_at == step), change.astype(u.dtype), u)
+
+            held, merged_at = memory[turn]
+            return jax.tree.map(merged, held.anchor, params, own, is_leaf=is_masked)
+
+        def switch(step: jax.Array, in_turn: Callable[[int], Any], stay: Any) -> Any:
+            """Runs the branch with the number of the turn, or the last one: so `Program.in_turn` finds them."""
+            turn = jnp.where(step % self.period == 0, (step // self.period - 1) % self.turns, self.turns)
+            return lax.switch(turn, [*(functools.partial(in_turn, i) for i in range(self.turns)), lambda: stay])
+
+        memory, metrics = switch(step, exchange, vary_rows((old, ExchangeMetrics.zeros()), others))
+        own = switch(step - self.overlap, merge, own)
+        return own, state.replace(step=step, metrics=metrics, memory=memory)
+
+
+def _cut(tree: Any, count: int) -> list[Any]:
+    """Cuts a tree into trees of about as many elements: of whole tensors, the others masked.
+
+    The largest comes first, and each goes to the fragment with the fewest elements, of equal ones to the first.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    rule = f"at most the number of tensors ({len(leaves)}), which are exchanged whole"
+    check_range("fragments", count, rule, count <= len(leaves), "pass fewer")
+    places: list[list[int]] = [[] for _ in range(count)]
+    for at in sorted(range(len(leaves)), key=lambda at: -leaves[at].size):
+        min(places, key=lambda place: (sum(leaves[i].size for i in place), len(place))).append(at)
+    masked = [[leaf if at in place else optax.MaskedNode() for at, leaf in enumerate(leaves)] for place in places]
+    return [treedef.unflatten(each) for each in masked]
 
 
 def _wide(leaf: jax.Array) -> jax.Array:

@@ -17,6 +17,9 @@ def sparse_loco(
     chunk: int = 4096,
     decay: float = 0.95,
     learning_rate: float = 1.0,
+    fragments: int = 1,
+    overlap: int = 0,
+    mix: float = 0.0,
     axis_name: AxisName = "data",
 ) -> optax.GradientTransformation:
     """Makes `local_sgd` with the compressor and the outer optimizer of SparseLoCo.
@@ -43,8 +46,12 @@ def sparse_loco(
       chunk: elements of a chunk, a multiple of 1024. Of each, 64 are sent.
       decay: of the residual.
       learning_rate: of the outer SGD.
+      fragments: as `overlap` and `mix`, see `local_sgd`.
+      overlap: as above.
+      mix: as above.
       axis_name: the axis of workers.
     """
     check_count("chunk", chunk, BLOCK, f"a multiple of {BLOCK}; the paper has 4096")
     kept = topk(1 - KEPT / chunk, chunk=chunk, value_dtype="2bit", decay=decay, axis_name=axis_name)
-    return local_sgd(steps, exchange=kept, outer=optax.sgd(learning_rate), axis_name=axis_name)
+    streaming = {"fragments": fragments, "overlap": overlap, "mix": mix}
+    return local_sgd(steps, exchange=kept, outer=optax.sgd(learning_rate), **streaming, axis_name=axis_name)

@@ -13,6 +13,7 @@ from jaxcomm.numerics import is_finite_tree
 from jaxcomm.parallel.loss import GradientsFn
 from jaxcomm.parallel.state import TrainState, check_model_state, make_local, without_rows
 from jaxcomm.states import (
+    applies_step,
     communication_period,
     keep_states_unless,
     trained,
@@ -48,7 +49,7 @@ def worker_step(
     own_loss = loss if is_local else averaged["loss"]
     updates, opt_state = update_with(tx, gradients, old.opt_state, trained(old.params), own_loss, loss_at)
     params, opt_state, exchanged = apply(updates, opt_state, old.params, old.opt_state, own_ok)
-    state_ok = exchanged.skipped == 0
+    state_ok = applies_step(get_exchange(opt_state))
     if is_delayed:
         # XLA would merge both all-reduces, and that of the gradients wait for the loss. So the loss waits for it, in a
         # way that XLA does not see through (an optimization_barrier is gone by then): `skipped` is 0 or 1.
@@ -64,10 +65,10 @@ def apply(
     updates: Any, opt_state: Any, old_params: Any, old_opt_state: Any, ok: bool | jax.Array = True
 ) -> tuple[Any, Any, ExchangeMetrics]:
     """Applies updates, unless the exchange was skipped; returns parameters, optimizer state, and its metrics."""
-    metrics = get_exchange(opt_state).metrics
-    ok = (metrics.skipped == 0) & ok
+    exchange = get_exchange(opt_state)
+    ok = applies_step(exchange) & ok
     params = with_untrained(optax.apply_updates(trained(old_params), updates), old_params)
-    return keep_unless(ok, params, old_params), keep_states_unless(ok, opt_state, old_opt_state), metrics
+    return keep_unless(ok, params, old_params), keep_states_unless(ok, opt_state, old_opt_state), exchange.metrics
 
 
 def check_new_state(new: Any, old: Any) -> None:

@@ -159,7 +159,7 @@ def advise(
         if known is not None and agreed(time.perf_counter() - begin, mesh) >= seconds:
             coding[name] = known * factor
         else:
-            coding[name] = coding_of(name) if asked.reports[name].every == 1 else beyond_computing(name)
+            coding[name] = coding_of(name) if asked.reports[name].steps == 1 else beyond_computing(name)
     costs = [layer_cost(layer, links, computing) for layer, computing in layers]
     return _advice("thorough", asked, links, compute, coding, costs, memory, begin)
 
@@ -297,7 +297,7 @@ def _advice(
     for name, tx in asked.chosen.items():
         wire, cost = wires[name], coding[name]
         local = compute.beyond(cost * -1)  # what a step is spared is at most all of its computing
-        step, can_wait = local.seconds + wire.seconds, asked.reports[name].every == 1 and name not in WAYS
+        step, can_wait = local.seconds + wire.seconds, asked.reports[name].steps == 1 and name not in WAYS
         rows.append(
             Prediction(
                 method=name,
@@ -310,7 +310,7 @@ def _advice(
                 latency=wire.latency,
                 coding=cost.seconds,
                 measured=cost.measured,
-                every=asked.reports[name].every,
+                every=asked.reports[name].steps,
                 shortest_period=_shortest_period(asked.reports[name], links, cost, compute),
                 memory=state_bytes(tx, asked.params, asked.sizes, asked.axis_name),
                 faster=dense / step,
@@ -338,9 +338,9 @@ def _advice(
 
 def _shortest_period(report: WireReport, links: Links, coding: Cost, compute: Cost) -> int | None:
     """Returns H, with which an exchange every H steps makes them `CLOSE` to computing: exchange / H + the rest."""
-    if report.every == 1 or compute.seconds == 0:
+    if report.steps == 1 or compute.seconds == 0:
         return None
     always = links.seconds(Program(report.program.always))  # what every step sends: the mean of its loss
-    exchange = report.every * (coding.seconds + links.wire(report).seconds - always)
+    exchange = report.steps * (coding.seconds + links.wire(report).seconds - always)
     spare = CLOSE * compute.seconds - always
     return max(1, math.ceil(exchange / spare)) if spare > 0 else None

@@ -24,7 +24,7 @@ from jaxcomm.parallel.loss import GradientsFn, LossFn
 from jaxcomm.parallel.state import TrainState, make_local
 from jaxcomm.parallel.worker import worker_step
 from jaxcomm.planner.links import agreed, check_axes, time_calls
-from jaxcomm.states import communication_period
+from jaxcomm.states import communication_period, exchange_turns
 
 _REPEATS = 5
 _LATE = 1_000_001  # steps of a run in which nothing is warmed up, refreshed or drained any more
@@ -231,13 +231,16 @@ class Timing:
                 seconds.append(time.perf_counter() - begin)
             return state, cost_of(seconds[2:], self._bench.mesh)
 
-        period = communication_period(state) or 1
-        late = _LATE // period * period
-        state, exchange = time_steps(state, late + period - 1)
-        if period == 1:
-            return exchange
-        _, quiet = time_steps(state, late)
-        return exchange.plus(quiet * (period - 1)) * (1 / period)
+        period, turns = communication_period(state) or 1, exchange_turns(state)
+        late = _LATE // (period * turns) * period * turns
+        state, total = time_steps(state, late + period - 1)
+        for turn in range(2, turns + 1):
+            state, exchange = time_steps(state, late + turn * period - 1)
+            total = total.plus(exchange)
+        if period > 1:
+            _, quiet = time_steps(state, late)
+            total = total.plus(quiet * ((period - 1) * turns))
+        return total * (1 / (period * turns))
 
 
 def lower_step(
@@ -371,7 +374,7 @@ def modelled_coding(tx: optax.GradientTransformation, params: Any, workers: int,
     inner = getattr(method, "exchange", None)
     if method.period is not None and inner is not None:
         cost = modelled_coding(inner, params, workers, copy)
-        return None if cost is None else cost * (1 / method.period)
+        return None if cost is None else cost * (1 / (method.period * method.turns))
     found = known_costs()["copies"].get(cost_key(method))
     if found is None or method.others is not None:
         return None

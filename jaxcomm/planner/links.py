@@ -132,8 +132,9 @@ class Links:
 
         Of a local method it is the average over its steps.
         """
-        exchange = Program(conditionals=report.program.conditionals)
-        return self._sum(report.program.always) + self._sum(exchange.usual) * (1 / report.every)
+        exchange, turns = Program(conditionals=report.program.conditionals), report.turns
+        usual = [traffic for turn in range(turns) for traffic in exchange.in_turn(turn, turns).usual]
+        return self._sum(report.program.always) + self._sum(usual) * (1 / report.steps)
 
     def _sum(self, operations: Sequence[Traffic]) -> Wire:
         total = Wire()

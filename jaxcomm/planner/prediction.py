@@ -31,7 +31,7 @@ class Prediction:
       latency: the part of it that does not depend on the bytes.
       coding: seconds of selecting, coding and decoding.
       measured: whether `coding` was timed here, and not taken from the table of costs.
-      every: steps from one exchange to the next, 1 but for local methods, which train in another way.
+      every: steps in which all parameters are exchanged once, 1 but for local methods, which train in another way.
       shortest_period: of a local method, the fewest steps from one exchange to the next with which a step takes at most
         5% longer than its computing; None if no number does, if computing is not known, and for other methods.
       memory: bytes that the method keeps on each worker.

@@ -39,6 +39,8 @@ METHODS = {
     "slim_dp": SlimDp(p=2, q=2, unsent="carry"),
     # Exchanges after steps 4, 8 and 12.
     "local_sgd": LocalSgd(steps=4, exchange_sparsity=0.9),
+    # A fragment after steps 2, 6 and 10, merged one step later, and the other after 4, 8 and 12.
+    "local_sgd, streaming": LocalSgd(steps=4, fragments=2, overlap=1, mix=0.5, exchange_sparsity=0.9),
 }
 
 # Of every kind of data, what a model needs to know.

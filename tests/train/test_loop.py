@@ -150,6 +150,18 @@ def test_bytes_are_those_of_the_exchange_and_two_scalars(case, uninterrupted):
     assert (total > 12 * usual) == (case in ("dct_dp, drained", "dgc", "slim_dp"))
 
 
+def test_bytes_of_fragments_are_counted_in_their_steps(uninterrupted):
+    """The largest tensor is a fragment, and all others are one: each costs what it would by itself."""
+    folder, _ = uninterrupted("local_sgd, streaming")
+    params = nnx.to_pure_dict(nnx.state(Cnn((8, 8, 1), 10, rngs=nnx.Rngs(0)), nnx.Param))
+    largest = params["blocks"][1]["dense1"].pop("kernel")
+    parts = [jc.wire_report(jc.topk(0.9), part, 4).received for part in (largest, params)]
+    expected = np.tile([0, parts[0], 0, parts[1]], 3) + 2 * 3 / 4 * 2 * 4  # loss and accuracy
+    lines = metrics(folder, METHODS["local_sgd, streaming"])
+    np.testing.assert_allclose([line["bytes_received"] for line in lines], np.cumsum(expected))
+    assert [line["sent"] > 0 for line in lines] == [False, True] * 6
+
+
 def test_a_new_core_is_chosen_when_the_most_expensive_steps_are_counted(uninterrupted):
     lines = metrics(uninterrupted("slim_dp")[0], METHODS["slim_dp"])
     assert [line["step"] for line in lines if line["sent"] == 4 * 151_306] == MOST["slim_dp"]

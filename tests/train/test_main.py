@@ -90,6 +90,10 @@ def test_digits_is_the_default(argv, name):
         (["method:plump-dp", "--method.p", "4"], PlumpDp(p=4)),
         (["method:slim-dp", "--method.alpha", "0.4", "--method.unsent", "carry"], SlimDp(alpha=0.4, unsent="carry")),
         (["method:local-sgd", "--method.exchange-sparsity", "0.9"], LocalSgd(exchange_sparsity=0.9)),
+        (
+            ["method:local-sgd", "--method.fragments", "2", "--method.overlap", "5", "--method.mix", "0.5"],
+            LocalSgd(fragments=2, overlap=5, mix=0.5),
+        ),
         (["method:quant-dp", "--method.bits", "4"], QuantDp(bits=4)),
         (["method:iwp", "--method.C", "2.0", "--method.no-factor-masking"], Iwp(C=2.0, factor_masking=False)),
         (["method:iwp", "--method.alpha", "0.01"], Iwp(alpha=0.01)),

@@ -17,7 +17,8 @@ from tests.jaxcomm.steps import init_state, warnings_of
 from tests.train.runs import EXPERIMENT
 from train.methods import is_rare, make_chain, make_exchange, run_name
 
-METHODS = [*(method() for method in get_args(Method)), PlumpDp(p=3), LocalSgd(exchange_sparsity=0.9)]
+OTHERS = [PlumpDp(p=3), LocalSgd(exchange_sparsity=0.9), LocalSgd(fragments=2, overlap=5, mix=0.5)]
+METHODS = [*(method() for method in get_args(Method)), *OTHERS]
 SHAPES = {"w": jax.ShapeDtypeStruct((64, 64), np.float32), "b": jax.ShapeDtypeStruct((64,), np.float32)}
 
 

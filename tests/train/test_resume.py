@@ -46,6 +46,7 @@ def stopped(stopped_at_5, tmp_path):
         ("dgc", [2]),  # in its warm-up
         ("slim_dp", [5]),  # between two exchanges
         ("local_sgd", [6]),
+        ("local_sgd, streaming", [6]),  # a fragment was exchanged, and is not merged yet
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case, stops, uninterrupted, tmp_path):

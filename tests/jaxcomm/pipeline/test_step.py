@@ -43,6 +43,7 @@ BY_STAGE = {
 LOCAL = {
     "slim_dp": jc.slim_dp(0.3, 0.15),
     "local_sgd": jc.local_sgd(2, exchange=jc.topk(0.5, value_dtype="float32")),
+    "streaming": jc.local_sgd(2, exchange=jc.plump_dp(), fragments=2, overlap=1, mix=0.5),
 }
 METHODS = {name: optax.chain(method, SGD) for name, method in (BY_TENSOR | BY_STAGE).items()} | {
     name: optax.chain(optax.sgd(0.1, momentum=0.9), method) for name, method in LOCAL.items()
@@ -130,7 +131,7 @@ def assert_close(one, other, rtol=1e-4, atol=2e-6):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), one, other)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "streaming" else ()) for n in METHODS])
 def test_every_method_exchanges_each_stage_as_data_parallel_workers_do(name):
     """By tensors: as on the whole model. By stages: as on that stage alone, with gradients of the whole model."""
     run, state = run_of(name), None
@@ -146,6 +147,15 @@ def test_every_method_exchanges_each_stage_as_data_parallel_workers_do(name):
         assert float(metrics["overflow"]) == float(counts.overflow[0])
     moved = [np.abs(new["w"] - old["w"]).max() for new, old in zip(reference.rows, alike(), strict=True)]
     assert min(moved) > 1e-3
+
+
+@pytest.mark.slow
+def test_each_fragment_of_a_stage_is_proved():
+    run, (batch,) = run_of("streaming"), batches(1, WIDTH)
+    exchange = run.step.verify(run([batch])[0], batch).exchange
+    weights, bias = (2 * (K - 1) / K * 4 * n for n in (WIDTH * WIDTH, WIDTH))
+    assert [float(each.received) for each in exchange.exchanges()] == [weights, bias]
+    assert (exchange.received_in_exchange, exchange.received) == (weights, (weights + bias) / 2)
 
 
 def test_workers_may_lie_along_two_axes():

@@ -1,0 +1,385 @@
+"""`local_sgd` in fragments: Streaming DiLoCo against its algorithm, what it sends, and what becomes of its state."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+from jaxcomm.accounting.hlo import read_program
+from jaxcomm.methods.local_sgd import Anchored
+from jaxcomm.numerics import is_finite_tree
+from tests.jaxcomm.steps import make_step
+from tests.reference.plump_dp import PlumpDpReference
+from tests.reference.streaming import StreamingReference
+from tests.reference.topk import TopKReference
+
+SHAPES = {"a": (7,), "b": (61,), "c": (20, 13), "s": ()}
+# The largest first, each to the fragment with the fewest elements: 260, 61, 7 and 1.
+FRAGMENTS = {1: [["a", "b", "c", "s"]], 2: [["c"], ["a", "b", "s"]], 3: [["c"], ["b"], ["a", "s"]]}
+K, H, RATE, STEPS = 3, 6, 0.125, 20
+BAD = {1: np.nan, 4: 1e37, 8: np.inf, 9: np.nan}  # on the last worker, in the steps 2, 5, 9 and 10
+DENSE, TOPK = "dense", "topk"
+
+
+def first_params(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape).astype(dtype) for name, shape in SHAPES.items()}
+
+
+def loss(params, batch):
+    """Its gradient is the mean of the batch's rows."""
+    return sum((jnp.sum(params[name] * batch[name].mean(0)) for name in SHAPES), jnp.zeros(()))
+
+
+def batch_of(step, bad=None, worker=K - 1):
+    rng = np.random.default_rng((step, 7))
+    made = {name: rng.normal(size=(K, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+    if bad is not None:
+        made["b"][worker, 3] = bad
+    return made
+
+
+def streaming(fragments=2, overlap=2, mix=0.5, *, exchange=DENSE):
+    inner = jc.plump_dp() if exchange == DENSE else jc.topk(0.9, dense_below=60, value_dtype="float32")
+    tx = jc.local_sgd(H, exchange=inner, fragments=fragments, overlap=overlap, mix=mix)
+    return jc.chain(optax.sgd(RATE), tx)
+
+
+@functools.cache
+def step_of(kind="simulated", **options):
+    """A step, compiled once for all tests; K workers."""
+    return make_step(kind, loss, streaming(**options), workers=K, donate=False)
+
+
+def memory(state):
+    return state.opt_state[1].memory
+
+
+def rows(state, name):
+    return np.asarray(state.params.rows[name])
+
+
+USUAL = [(1, 2, 0.25, DENSE), (2, 2, 0.5, TOPK), (3, 5, 0.25, DENSE)]  # in the last two fragments are on their way
+SETTINGS = [
+    *((P, tau, alpha, DENSE) for P in (1, 2, 3) for tau in (0, 2) for alpha in (0.0, 0.5) if P > 1 or tau or alpha),
+    *((P, 2, alpha, TOPK) for P in (1, 2, 3) for alpha in (0.0, 0.5)),
+    (1, 2, 0.25, DENSE),
+    (3, 5, 0.25, DENSE),
+    (3, 5, 0.25, TOPK),
+    (2, 2, 1.0, DENSE),
+]
+
+
+@pytest.mark.parametrize(
+    ("fragments", "overlap", "mix", "exchange"),
+    [pytest.param(*each, marks=() if each in USUAL else pytest.mark.slow) for each in SETTINGS],
+)
+def test_every_step_is_that_of_the_paper(fragments, overlap, mix, exchange):
+    """Every worker's parameters in every step, and the anchors once what was exchanged is merged."""
+    step = step_of(fragments=fragments, overlap=overlap, mix=mix, exchange=exchange)
+    state = step.init(first_params())
+    make = PlumpDpReference if exchange == DENSE else lambda: TopKReference(0.9, dense_below=60)
+    settings = {"fragments": FRAGMENTS[fragments], "H": H, "tau": overlap, "alpha": mix, "lr": 0.7, "momentum": 0.9}
+    reference, skips = StreamingReference(first_params(), K, **settings, exchange=make), 0
+    for i in range(STEPS):
+        batch = batch_of(i, BAD.get(i))
+        state, metrics = step(state, batch)
+        skipped = reference.step(
+            [{name: -np.float32(RATE) * each[w] for name, each in batch.items()} for w in range(K)]
+        )
+        assert bool(metrics["skipped"]) == skipped, i
+        skips += skipped
+        for name in SHAPES:
+            np.testing.assert_allclose(rows(state, name), [w[name] for w in reference.params], rtol=3e-6, atol=3e-6)
+            if not reference.on_its_way:
+                model = step.params(state)[name]
+                np.testing.assert_allclose(model, reference.global_model[name], rtol=3e-6, atol=3e-6)
+    assert skips == {1: 0, 2: 1, 3: 2}[fragments]  # step 9 of each third, and 2 and 10 of each second step
+
+
+def test_fragments_of_equal_layers_are_strided_and_the_largest_is_small():
+    layers = {f"{i:02}": {"kernel": np.zeros((4, 4)), "bias": np.zeros(4)} for i in range(12)}
+    parts = streaming(fragments=3).init(layers)[1].memory
+    for turn, part in enumerate(parts):
+        found = {path[0].key for path, _ in jax.tree_util.tree_leaves_with_path(part.held.anchor)}
+        assert found == {f"{i:02}" for i in range(turn, 12, 3)}
+    sizes = [sum(leaf.size for leaf in jax.tree.leaves(part.held.anchor)) for part in parts]
+    assert sizes == [4 * 20] * 3
+    assert [part.held.outer[0].trace["00"]["bias"].shape for part in parts[:1]] == [(4,)]
+    assert len(jax.tree.leaves(parts[1].held.outer)) == len(jax.tree.leaves(parts[1].held.anchor))
+
+
+def test_without_fragments_and_delay_it_keeps_the_state_that_it_had():
+    state = jc.local_sgd(H, exchange=jc.plump_dp(), fragments=1, overlap=0, mix=0.0).init(first_params())
+    assert type(state.memory) is Anchored
+    assert jax.tree.structure(state.memory.anchor) == jax.tree.structure(first_params())
+
+
+def test_nothing_is_lost():
+    """Law 1, of each fragment: mean + mean of residuals is the mean of the outer gradients + that of the old residuals.
+
+    The mean is what the outer momentum takes. What is exchanged in a step is not merged in it.
+    """
+    step = step_of(exchange=TOPK)
+    state, checked = step.init(first_params()), 0
+    for i in range(STEPS):
+        before, (state, _) = state, step(state, batch_of(i))
+        if (i + 1) % 3:
+            continue
+        turn = i // 3 % 2
+        then, now = memory(before)[turn], memory(state)[turn]
+        for name in {"b", "c"} & set(FRAGMENTS[2][turn]):
+            traces = (np.asarray(each.held.outer[0].trace[name], np.float64).ravel() for each in (now, then))
+            mean = next(traces) - 0.9 * next(traces)
+            gradients = np.asarray(then.held.anchor[name], np.float64) - rows(state, name)
+            old, new = (np.asarray(each.held.exchange.residual.rows)[:, : mean.size] for each in (then, now))
+            went_in = gradients.reshape(K, -1).mean(0) + old.mean(0)
+            np.testing.assert_allclose(mean + new.mean(0), went_in, atol=2e-6)
+            checked += np.any(new != old)
+    assert checked == 6
+
+
+@pytest.mark.parametrize("overlap", [0, 2, 5])
+def test_what_is_exchanged_is_not_needed_before_it_is_merged(overlap):
+    """Another worker's model at an exchange is of no consequence to this one's until `overlap` steps later."""
+    step = step_of(fragments=2, overlap=overlap, mix=0.5)
+    states = [step.init(first_params())] * 2
+    for i in range(3 + overlap):
+        other = batch_of(i)
+        if i == 2:  # the exchange of the first fragment is in the third step
+            other["c"][1:] += 1
+        for which, batch in enumerate((batch_of(i), other)):
+            states[which], _ = step(states[which], batch)
+        mine, yours = ({name: rows(state, name)[0] for name in SHAPES} for state in states)
+        same = all(np.array_equal(mine[name], yours[name]) for name in SHAPES)
+        assert same == (i < 2 + overlap)
+
+
+def test_a_skipped_exchange_leaves_the_anchor_and_nothing_is_merged():
+    """Each worker keeps what it has learned; the worker with NaN misses its step alone."""
+    step = step_of(exchange=TOPK)
+    state = step.init(first_params())
+    for i in range(8):
+        state, _ = step(state, batch_of(i))
+    bad, metrics = step(state, batch_of(8, np.nan))
+    assert metrics["skipped"] == 1
+    turn = 0
+    then, now = memory(state)[turn], memory(bad)[turn]
+    assert (then.merged_at, now.merged_at) == (5, 5)  # the exchange of step 3 was the last
+    for name in ("anchor", "outer"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(now.held, name), getattr(then.held, name))
+    np.testing.assert_array_equal(now.held.exchange.residual.rows, then.held.exchange.residual.rows)
+    expected = {name: rows(state, name).copy() for name in SHAPES}
+    for i in range(8, 11):
+        for name in SHAPES:
+            good = K - 1 if i == 8 else K
+            expected[name][:good] -= RATE * batch_of(i)[name][:good]
+        if i > 8:
+            bad, metrics = step(bad, batch_of(i))
+        for name in SHAPES:
+            np.testing.assert_allclose(rows(bad, name), expected[name], rtol=1e-6, atol=1e-6)
+
+
+def test_after_a_bad_step_training_goes_on():
+    """Law 8, in a step with an exchange and in one without; above 4,096 elements."""
+    params = {"w": np.zeros(4106, np.float32), "v": np.ones(9, np.float32)}
+
+    def loss(params, batch):
+        return sum(jnp.sum(params[name] * batch[name].mean(0)) for name in params)
+
+    tx = jc.chain(optax.sgd(1.0), jc.local_sgd(4, exchange=jc.topk(0.9), fragments=2, overlap=1, mix=0.5))
+    step = jc.simulate(loss, tx, K, donate=False)
+    for at, value in itertools.product((4, 5), (np.nan, np.inf, 3e38, 1e37)):
+        state, skipped = step.init(params), []
+        for i in range(24):
+            batch = {name: np.ones((K, leaf.size), np.float32) for name, leaf in params.items()}
+            if i == at:
+                batch["w"][1, 4097] = value
+            state, metrics = step(state, batch)
+            skipped.append(int(metrics["skipped"]))
+        assert skipped == [i == at == 5 for i in range(24)]
+        assert is_finite_tree(jax.tree.map(jnp.asarray, state))
+        assert all((np.asarray(leaf) < -5).any() for leaf in jax.tree.leaves(step.params(state)))
+
+
+@pytest.mark.parametrize("exchange", [DENSE, pytest.param(TOPK, marks=pytest.mark.slow)])
+def test_a_mesh_and_a_simulation_agree_and_all_workers_have_the_same_anchors(exchange):
+    mesh, simulated = step_of("mesh", exchange=exchange), step_of(exchange=exchange)
+    ours, theirs = mesh.init(first_params()), simulated.init(first_params())
+    for i in range(12):
+        ours, metrics = mesh(ours, batch_of(i, BAD.get(i)))
+        theirs, expected = simulated(theirs, batch_of(i, BAD.get(i)))
+        assert (metrics["skipped"], metrics["sent"]) == (expected["skipped"], expected["sent"])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), ours.params, theirs.params)
+    for leaf in jax.tree.leaves([(part.held.anchor, part.held.outer) for part in memory(ours)]):
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(shard.data, leaf.addressable_shards[0].data)
+
+
+def all_reduced(numbers, workers=K):
+    return 2 * (workers - 1) / workers * 4 * numbers
+
+
+@pytest.mark.parametrize("workers", [1, 2, 16])
+def test_bytes_are_those_of_the_formula(workers):
+    """The largest fragment in a step, and on average all parameters in H steps."""
+    report = jc.wire_report(streaming(fragments=3, overlap=1), first_params(), workers)
+    assert (report.every, report.turns) == (2, 3)
+    sizes = [float(each.received) for each in report.exchanges()]
+    assert sizes == pytest.approx([all_reduced(n, workers) for n in (260, 61, 8)])
+    assert report.received_in_exchange == report.received_at_most == pytest.approx(all_reduced(260, workers))
+    assert report.received == pytest.approx(all_reduced(329, workers) / H)
+    steps = [float(report.of_step(step).received) for step in range(1, 9)]
+    assert steps == pytest.approx([all_reduced(n, workers) for n in (0, 260, 0, 61, 0, 8, 0, 260)])
+    assert report.received_over("data") == report.received_in_exchange
+    second = jc.wire_report(streaming(), {"a": np.ones(50), "b": np.ones(40), "c": np.ones(40)}, workers)
+    assert second.received_in_exchange == second.received_over("data") == pytest.approx(all_reduced(80, workers))
+
+
+@pytest.mark.parametrize("fragments", [pytest.param(3, marks=pytest.mark.slow), 2])
+def test_each_fragments_bytes_are_those_of_the_compiled_program(fragments):
+    step = step_of("mesh", fragments=fragments)
+    state = step.init(first_params())
+    report, losses = step.verify(state, batch_of(0)), all_reduced(1)
+    sizes = [sum(int(np.prod(SHAPES[name])) for name in names) for names in FRAGMENTS[fragments]]
+    assert [float(each.received) for each in report.exchanges()] == pytest.approx([all_reduced(n + 1) for n in sizes])
+    assert report.received_in_exchange == report.received_at_most == pytest.approx(all_reduced(260 + 1))
+    assert report.received == pytest.approx(all_reduced(329) / H + losses)
+    assert f"bytes in the largest of {fragments} exchanges in turn, one in {H // fragments} steps" in str(report)
+    text = step.lower(state, batch_of(0)).compile().as_text()
+    (branches,) = read_program(text).conditionals
+    assert [float(branch.received) for branch in branches] == pytest.approx([*map(all_reduced, sizes), 0])
+
+
+def test_a_fragment_that_sends_what_it_does_not_claim_is_refused():
+    """Though the first one, and the largest, are as claimed."""
+    step, more = step_of("mesh"), {**first_params(), "b": np.zeros(70, np.float32)}
+    state, given = step.init(first_params()), {"tx": streaming(), "workers": K}
+    jc.verify(step, state, batch_of(0), params=first_params(), **given)
+    with pytest.raises(ValueError, match=r"sends its whole exchange, got 373 bytes where the exchange is 416"):
+        jc.verify(step, state, batch_of(0), params=more, **given)
+    less = {**first_params(), "b": np.zeros(50, np.float32)}
+    with pytest.raises(ValueError, match=r"at most 9 bytes more, got 373 where the exchange is 309"):
+        jc.verify(step, state, batch_of(0), params=less, other_bytes=9, **given)
+
+
+@pytest.mark.parametrize("workers", [5, pytest.param(2, marks=pytest.mark.slow)])
+def test_another_number_of_workers_keeps_the_model_and_what_is_owed(workers):
+    """Also between an exchange and its merging: after 4 steps the first fragment waits."""
+    step = step_of(exchange=TOPK)
+    state = step.init(first_params())
+    for i in range(10):
+        state, _ = step(state, batch_of(i))
+    resized = step.resize(state, workers)
+    new = make_step("simulated", loss, streaming(exchange=TOPK), workers=workers, donate=False)
+    jax.tree.map(np.testing.assert_array_equal, new.params(resized), step.params(state))
+    for then, now in zip(memory(state), memory(resized), strict=True):
+        assert now.merged_at == then.merged_at
+        owed = [np.asarray(part.held.exchange.residual.rows).mean(0) for part in (then, now)]
+        np.testing.assert_allclose(*owed, atol=1e-6)
+    anchor, own = np.asarray(memory(resized)[0].held.anchor["c"]), np.asarray(resized.params.rows["c"])
+    state, metrics = new(jax.tree.map(jnp.asarray, resized), {k: np.zeros((workers, *s)) for k, s in SHAPES.items()})
+    np.testing.assert_allclose(rows(state, "c"), own / 2 + anchor / 2, rtol=1e-5, atol=1e-6)  # merged in step 11
+    assert metrics["skipped"] == 0
+
+
+def test_a_saved_state_goes_on_to_the_bit():
+    step = step_of(exchange=TOPK)
+    state = step.init(first_params())
+    for i in range(10):
+        state, _ = step(state, batch_of(i))
+    found = serialization.from_bytes(step.init(first_params()), serialization.to_bytes(state))
+    found = jax.tree.map(jnp.asarray, found)
+    for i in range(10, 14):
+        state, _ = step(state, batch_of(i))
+        found, _ = step(found, batch_of(i))
+    jax.tree.map(np.testing.assert_array_equal, found, state)
+
+
+def test_sparse_loco_has_fragments():
+    params = {name: jnp.zeros((64, 64)) for name in "ab"}
+    report = jc.wire_report(jc.sparse_loco(6, fragments=2, overlap=1, mix=0.5), params, 2)
+    whole = jc.wire_report(jc.sparse_loco(6), params, 2)
+    assert (report.every, report.turns) == (3, 2)
+    assert report.received_in_exchange < 0.7 * whole.received_in_exchange  # each has a header
+
+
+def test_parameters_of_16_bits():
+    step = step_of()
+    state = step.init(first_params(jnp.bfloat16))
+    for i in range(8):
+        state, metrics = step(state, {name: leaf.astype(jnp.bfloat16) for name, leaf in batch_of(i).items()})
+        assert metrics["skipped"] == 0
+    assert {leaf.dtype for leaf in jax.tree.leaves((state.params, step.params(state)))} == {np.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fragments": 0}, "fragments must be an integer of at least 1, got 0: 1 exchanges all parameters at once"),
+        ({"fragments": 4}, r"steps must be a multiple of fragments \(4\), got 6: 8 is one"),
+        ({"overlap": -1}, "overlap must be an integer of at least 0, got -1: 0 merges in the step of the exchange"),
+        (
+            {"overlap": 6},
+            r"overlap must be below steps \(6\), when a fragment is exchanged again, got 6: pass fewer steps",
+        ),
+        ({"overlap": 1.5}, "overlap must be an integer"),
+        ({"mix": 1.5}, r"mix must be at least 0 and at most 1 \(the share of the own parameters\), got 1.5: pass 0.5"),
+        ({"mix": float("nan")}, "mix must be at least 0 and at most 1"),
+    ],
+)
+def test_bad_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        jc.local_sgd(H, exchange=jc.plump_dp(), **options)
+
+
+def test_more_fragments_than_tensors_are_refused():
+    with pytest.raises(
+        ValueError,
+        match=r"fragments must be at most the number of tensors \(4\), which are exchanged whole, got 6: pass",
+    ):
+        jc.local_sgd(H, exchange=jc.plump_dp(), fragments=6).init(first_params())
+
+
+def test_the_planner_takes_all_fragments_into_account():
+    """Though there is an exchange in every step, of one of them: all parameters are exchanged in two."""
+    params = {name: jax.ShapeDtypeStruct((300, 400), np.float32) for name in "ab"}
+    settings = {"whole": {}, "parts": {"fragments": 2, "overlap": 1}}
+    methods = {name: jc.local_sgd(2, exchange=jc.topk(0.99), **each) for name, each in settings.items()}
+    advice = jc.planner.estimate(params, workers=4, rate=1e8, latency=0.01, compute=0.1, methods=methods)
+    whole, parts = advice["whole"], advice["parts"]
+    assert parts.coding == pytest.approx(whole.coding)
+    assert parts.latency == pytest.approx(2 * whole.latency)
+    assert parts.wire - parts.latency == pytest.approx(whole.wire - whole.latency, rel=0.01)  # each has a header
+    assert (parts.every, parts.delayed) == (2, None)
+    assert advice.best not in methods
+
+
+@pytest.mark.slow
+def test_shards_of_workers_are_exchanged_as_whole_tensors_are():
+    """Each worker is two devices, and a fragment is the same tensors."""
+    shapes = {"a": (8, 3), "b": (4, 6), "c": (12, 2)}
+    params = {name: np.random.default_rng(0).normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+    def loss(params, batch):
+        return sum(jnp.sum(params[name] * batch[name].mean(0)) for name in shapes)
+
+    tx, specs = streaming(fragments=3, overlap=1), dict.fromkeys(shapes, P("fsdp"))
+    mesh, two = jc.make_mesh(data=2, fsdp=2), jc.simulate(loss, tx, 2)
+    one = jc.make_train_step(loss, tx, mesh, specs=specs, auto=("fsdp",))
+    ours, theirs, turns = one.init(params), two.init(params), 0
+    for i in range(10):
+        rng = np.random.default_rng(i)
+        batch = {name: rng.normal(size=(4, *shape)).astype(np.float32) for name, shape in shapes.items()}
+        turns = turns or one.verify(ours, batch).turns
+        ours, theirs = one(ours, batch)[0], two(theirs, batch)[0]
+        for a, b in ((ours.params.rows, theirs.params.rows), (one.params(ours), two.params(theirs))):
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), a, b)
+    assert turns == 3
