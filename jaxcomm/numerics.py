@@ -65,6 +65,14 @@ def is_finite_tree(tree: Any) -> jax.Array:
     return jnp.stack([jnp.asarray(True), *(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))]).all()
 
 
+def is_applicable_tree(tree: Any) -> jax.Array:
+    """Returns whether a worker can train on with these numbers by itself: all finite and below 2^90, () bool.
+
+    A thousand updates of that size are below the 2^100 that a residual takes.
+    """
+    return jnp.stack([jnp.asarray(True), *((jnp.abs(x) < 2.0**90).all() for x in jax.tree.leaves(tree))]).all()
+
+
 def is_finite_narrow(tensors: Sequence[jax.Array]) -> jax.Array:
     """Returns whether the tensors of 16 bits are finite: () bool. A finite float32 may be out of their range."""
     finite = jnp.asarray(True)

@@ -25,11 +25,9 @@ from jaxcomm.exchange import (
     zeros_unless,
 )
 from jaxcomm.layout import plan_layout
-from jaxcomm.numerics import is_finite_tree
+from jaxcomm.numerics import is_applicable_tree
 from jaxcomm.states import vary_rows
 from jaxcomm.types import ExchangeMetrics
-
-_TOO_LARGE = 2.0**90  # a thousand such updates are below the 2^100 that no exchange with a residual takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +36,8 @@ class LocalExchange(Exchange):
 
     It comes after a whole local optimizer, and takes its updates: a transformation from each worker's local updates to
     the updates that keep it on its way, or lead it to the merged model (both differ between workers). `update` needs
-    the parameters. A local update that is not finite is not applied on its worker. If an exchange is skipped, this
-    step's local updates are not applied (but see `undoes_skipped`).
+    the parameters. A local update that is not finite, or has a number of 2^90 or more, is not applied on its worker. If
+    an exchange is skipped, this step's local updates are not applied (but see `undoes_skipped`).
     """
 
     keeps_residual: ClassVar[bool] = False
@@ -121,8 +119,7 @@ class LocalSgd(LocalExchange):
     equal ones to the first. So layers of equal shapes are dealt out in turn, the paper's strided pattern. If its
     exchange is skipped, its anchor and outer optimizer stay, and nothing is merged. A worker whose local update is not
     finite, or has a number of 2^90 or more, stays as it was in this step, in which an exchange is skipped; the others
-    keep their local updates. Where parameters are sharded (`specs=`), a skipped exchange undoes the step for all, as it
-    does without fragments.
+    keep their local updates.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; "Streaming
     DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025, https://arxiv.org/abs/2501.18512.
@@ -206,7 +203,7 @@ class LocalSgd(LocalExchange):
             return self._stream(updates, state, params, others)
 
         def stay() -> tuple[Any, ExchangeState]:
-            own = zeros_unless(is_finite_tree(updates), updates)
+            own = zeros_unless(is_applicable_tree(updates), updates)
             return own, vary_rows(state.replace(metrics=ExchangeMetrics.zeros()), others)
 
         def communicate() -> tuple[Any, ExchangeState]:
@@ -242,7 +239,7 @@ class LocalSgd(LocalExchange):
     ) -> tuple[Any, ExchangeState]:
         """Does `update_chosen` for fragments. What is exchanged in a step reaches no parameter before it is merged."""
         step, old = state.step + 1, state.memory
-        ok = jnp.stack([(jnp.abs(leaf) < _TOO_LARGE).all() for leaf in jax.tree.leaves(updates)]).all()  # NaN is not
+        ok = is_applicable_tree(updates)
         own = zeros_unless(ok, updates)
 
         def exchange(turn: int) -> Any:

@@ -19,6 +19,7 @@ from jaxcomm.exchange import ExchangeState, own_row, transformation, with_due
 from jaxcomm.layout import plan_layout
 from jaxcomm.methods.local_sgd import LocalExchange, local_sgd
 from jaxcomm.methods.plump_dp import plump_dp
+from jaxcomm.numerics import is_applicable_tree
 from jaxcomm.scopes import EXCHANGE
 from jaxcomm.selectors import select_topk
 from jaxcomm.selectors.strata import pick
@@ -279,7 +280,7 @@ class SlimDp(LocalExchange):
             return own, new_state.replace(memory=new_state.memory._replace(round=old.round + 1))
 
         def stay() -> tuple[jax.Array, ExchangeState]:
-            ok = jnp.isfinite(delta).all()
+            ok = is_applicable_tree(own_update) & jnp.isfinite(delta).all()
             kept = jnp.where(ok, delta, old_delta[0])[None]
             own = jnp.where(ok, own_update, 0.0)
             memory = old._replace(delta=self.per_worker(kept))

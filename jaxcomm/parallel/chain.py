@@ -220,6 +220,7 @@ class SplitChain(NamedTuple):
       exchange: the same, and the exchange; a local method alone.
       after: what comes after it.
       is_local: whether the exchange is a local method, whose workers have parameters of their own.
+      undoes_skipped: of its method.
       warnings: of `check_chain`.
       momentum: what the exchange applies before it compresses.
       whole_tensors: what of `exchange` looks at whole tensors, as messages name it; empty if nothing does.
@@ -229,6 +230,7 @@ class SplitChain(NamedTuple):
     exchange: optax.GradientTransformation
     after: optax.GradientTransformation
     is_local: bool
+    undoes_skipped: bool
     warnings: tuple[str, ...]
     momentum: float
     whole_tensors: str
@@ -285,6 +287,7 @@ def split_chain(
     return SplitChain(
         *(optax.chain(*part) if part else optax.identity() for part in parts),
         is_local=is_local,
+        undoes_skipped=exchange.method.undoes_skipped,
         warnings=tuple(warnings),
         momentum=momentum_inside(exchange),
         whole_tensors=" and ".join(whole),

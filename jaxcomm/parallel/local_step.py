@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.exchange import keep_unless
-from jaxcomm.numerics import is_finite_tree
+from jaxcomm.numerics import is_applicable_tree
 from jaxcomm.parallel.sharded_step import ShardedStep, SplitState, over_axes, specs_like
 from jaxcomm.parallel.sharding import ShardedExchange
 from jaxcomm.parallel.state import TrainState, batch_specs, state_specs
@@ -97,20 +97,21 @@ class LocalStep(ShardedStep):
                 ) from error
 
         updates, optimizer = jax.vmap(optimize)(gradients, old.rest.rows, params, losses)
-        # All shards of a worker must know of a number that is not finite in one of them.
-        own_ok &= jax.vmap(is_finite_tree)(updates)
+        # All shards of a worker must know of a number that is not finite, or too large, in one of them.
+        own_ok &= jax.vmap(is_applicable_tree)(updates)
         updates = jax.vmap(partial(keep_unless, old=jax.tree.map(lambda _: jnp.nan, updates)))(own_ok, updates)
         updates, exchanged = exchange(updates, old.exchange, params)
-        own_ok &= exchanged.metrics.skipped == 0
+        all_ok = (exchanged.metrics.skipped == 0) | (not exchange.chain.undoes_skipped)
+        own_ok &= all_ok
         new = (optax.apply_updates(params, updates), optimizer)
         kept = jax.vmap(keep_unless)(own_ok, new, (params, old.rest.rows))
         own = self._rows(kept, params, exchange)
-        model_state = keep_unless(exchanged.metrics.skipped == 0, model_state, state.model_state)
+        model_state = keep_unless(all_ok, model_state, state.model_state)
         new_state = TrainState(own[0], SplitState(exchanged, own[1]), state.step + 1, model_state)
         return new_state, {**scalars, **exchanged.metrics._asdict()}
 
     def _by_workers(self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Any) -> Any:
-        """Returns scalars, the model's state, gradients, losses (K,), and whose gradients are finite (K,)."""
+        """Returns scalars, the model's state, gradients, losses (K,), and who can apply its gradients (K,)."""
         specs = [over_axes(spec, self.manual) for spec in _row_specs(exchange)]
         rows, own = jax.tree.structure(params).unflatten(specs), P(exchange.names)
         worker = jax.shard_map(
@@ -125,7 +126,7 @@ class LocalStep(ShardedStep):
     def _worker(self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Any) -> Any:
         own = jax.tree.map(lambda row: row[0], params)
         (loss, (scalars, new_state)), gradients = self._differentiate(exchange, own, model_state, batch)
-        ok, others = is_finite_tree(gradients), tuple(name for name in self.manual if name in exchange.others)
+        ok, others = is_applicable_tree(gradients), tuple(name for name in self.manual if name in exchange.others)
         if others:
             ok = lax.pmin(ok.astype(jnp.int32), others) > 0
         new_state = keep_unless(ok, new_state, model_state)

@@ -124,7 +124,7 @@ class ShardedExchange:
 
         If some group's exchange is skipped, or some reduced gradient is not finite, zeros come back everywhere and
         nothing of the state changes but `metrics`, and the steps of a local method: one all-reduce of 16 bytes tells
-        everyone.
+        everyone. A method whose `undoes_skipped` is False settles it by itself, group by group.
 
         Args:
           gradients: as `gradient_specs` says.
@@ -223,9 +223,10 @@ class ShardedExchange:
         skipped, sent, overflow, drained = lax.psum(votes, self._all)
         ok = skipped == 0
         metrics = ExchangeMetrics.of(ok, sent, overflow, drained=drained > 0)
-        means = zeros_unless(ok, _join(parts, treedef))
-        old = (state.exchanges, state.reduced)
-        kept, reduced = keep_unless(ok, (tuple(exchanges), new_reduced), old)
+        means, kept = _join(parts, treedef), tuple(exchanges)
+        reduced = keep_unless(ok, new_reduced, state.reduced)
+        if self.chain.undoes_skipped:
+            means, kept = zeros_unless(ok, means), keep_unless(ok, kept, state.exchanges)
         if self.chain.is_local:  # its steps count on, or it would exchange again at once
             means = jax.tree.map(lambda row: row[None], means)
             kept = jax.tree.map(

@@ -9,7 +9,7 @@ import optax
 from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.axis import AxisName
 from jaxcomm.exchange import get_exchange, keep_unless
-from jaxcomm.numerics import is_finite_tree
+from jaxcomm.numerics import is_applicable_tree, is_finite_tree
 from jaxcomm.parallel.loss import GradientsFn
 from jaxcomm.parallel.state import TrainState, check_model_state, make_local, without_rows
 from jaxcomm.states import (
@@ -37,7 +37,7 @@ def worker_step(
     params = vary_exchanged(old.params, old.opt_state, axis_name)
     (loss, (scalars, model_state)), gradients = gradients_fn(params, old.model_state, batch)
     check_new_state(model_state, old.model_state)
-    own_ok = is_finite_tree(gradients) if is_local else jnp.asarray(True)  # a worker may be on its own
+    own_ok = is_applicable_tree(gradients) if is_local else jnp.asarray(True)  # a worker may be on its own
     own_state = keep_unless(own_ok, model_state, old.model_state) if is_local else model_state
     is_delayed, reported = isinstance(old.opt_state, DelayedState), ({"loss": loss, **scalars}, own_state)
     averaged, mean_state = reported if is_delayed else mean_over_workers(*reported, axis_name)

@@ -30,7 +30,14 @@ SKIPPED_BY_ALL = OF_THE_TABLE | {
     "slim_dp": optax.chain(SGD, jc.slim_dp(q=7)),
     "slim_dp carry": optax.chain(SGD, jc.slim_dp(q=7, unsent="carry")),
 }
-SKIPPED_BY_ITS_WORKER = {"local_sgd": optax.chain(SGD, jc.local_sgd(2, exchange=jc.topk(0.9)))}
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+SKIPPED_BY_ITS_WORKER = {
+    "local_sgd": optax.chain(SGD, jc.local_sgd(2, exchange=jc.topk(0.9))),
+    # The bad step is one without an exchange.
+    "local_sgd between": optax.chain(MOMENTUM, jc.local_sgd(3, exchange=jc.topk(0.9))),
+    "local_sgd in fragments": optax.chain(MOMENTUM, jc.local_sgd(6, exchange=jc.topk(0.9), fragments=2, overlap=1)),
+    "slim_dp between": optax.chain(MOMENTUM, jc.slim_dp(p=3, q=3)),
+}
 CHAINS = SKIPPED_BY_ALL | SKIPPED_BY_ITS_WORKER
 FAULTS = {
     "NaN in a tensor of ten": ("b", 3, np.nan),

@@ -364,7 +364,7 @@ def test_the_planner_takes_all_fragments_into_account():
 
 @pytest.mark.slow
 def test_shards_of_workers_are_exchanged_as_whole_tensors_are():
-    """Each worker is two devices, and a fragment is the same tensors."""
+    """Each worker is two devices, and a fragment is the same tensors; also where an exchange is skipped."""
     shapes = {"a": (8, 3), "b": (4, 6), "c": (12, 2)}
     params = {name: np.random.default_rng(0).normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
@@ -374,12 +374,17 @@ def test_shards_of_workers_are_exchanged_as_whole_tensors_are():
     tx, specs = streaming(fragments=3, overlap=1), dict.fromkeys(shapes, P("fsdp"))
     mesh, two = jc.make_mesh(data=2, fsdp=2), jc.simulate(loss, tx, 2)
     one = jc.make_train_step(loss, tx, mesh, specs=specs, auto=("fsdp",))
-    ours, theirs, turns = one.init(params), two.init(params), 0
+    ours, theirs, turns, skips = one.init(params), two.init(params), 0, []
     for i in range(10):
         rng = np.random.default_rng(i)
         batch = {name: rng.normal(size=(4, *shape)).astype(np.float32) for name, shape in shapes.items()}
+        if i in (2, 5):  # of one shard of one worker, between exchanges and in one
+            batch["c"][3, 1] = np.nan
         turns = turns or one.verify(ours, batch).turns
-        ours, theirs = one(ours, batch)[0], two(theirs, batch)[0]
+        (ours, metrics), (theirs, others) = one(ours, batch), two(theirs, batch)
+        assert metrics["skipped"] == others["skipped"]
+        skips.append(int(metrics["skipped"]))
         for a, b in ((ours.params.rows, theirs.params.rows), (one.params(ours), two.params(theirs))):
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), a, b)
     assert turns == 3
+    assert sum(skips) == 1
