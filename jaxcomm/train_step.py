@@ -45,7 +45,8 @@ def make_train_step(
 
     With a local method (`slim_dp`, `local_sgd`, `plump_dp(p=...)`) every worker has its own parameters and its own
     optimizer state, and a worker whose gradient is not finite, or has a number of 2^90 or more, leaves its own as they
-    were; `step.params(state)` is the model. With `specs`, the local optimizer sees whole tensors of its worker, and the exchange shards.
+    were; `step.params(state)` is the model. With `specs`, the local optimizer sees whole tensors of its worker, and the
+    exchange shards.
 
     A model with running statistics (batch normalisation) keeps them in `state.model_state`. Every worker makes new ones
     from its own rows, and all continue from the workers' mean, in every step, also with local methods. They stay as
