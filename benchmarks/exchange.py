@@ -53,6 +53,7 @@ METHODS: dict[str, Callable[[float], optax.GradientTransformation]] = {
         1 / math.tan((1 - sparsity) * math.pi / 2), density=1 - sparsity, random_selection=False
     ),
     "dgc": jc.dgc,
+    "demo": lambda sparsity: jc.demo(max(1, round(4096 * (1 - sparsity)))),
     "topk": jc.topk,
     "dct_dp": jc.dct_dp,
     "dct_dp_balanced": lambda sparsity: jc.dct_dp(sparsity, collective="balanced"),

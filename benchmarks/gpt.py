@@ -3,9 +3,10 @@
     python -m benchmarks.gpt --data-dir FOLDER --seeds 3 --json docs/data/gpt.json --figure docs/figures/gpt.png
     python -m benchmarks.gpt --data-dir FOLDER --hosts 4 --rate 100mbit --json docs/data/gpt.json
 
-The first command trains every method with simulated workers; with the same settings of the optimizer, the rows in the
-same order and the same initial parameters of a seed. What --json has is not trained again. The text is what
-`configs/gpt_linux.py` or `gpt_stdlib` reads; the model is smaller than gpt_linux's, so that a run takes minutes.
+The first command trains every method with simulated workers: by Adam with the same settings, but for Muon and for DeMo,
+whose updates are signs; with the rows in the same order and the same initial parameters of a seed. What --json has is
+not trained again. The text is what `configs/gpt_linux.py` or `gpt_stdlib` reads; the model is smaller than gpt_linux's,
+so that a run takes minutes.
 
 With --hosts it times training steps instead, of the same model and rows, on the hosts of `benchmarks.netlab`, and keeps
 them in the same file. The first command then shows the seconds of a run too: its steps times the mean of those timed.
@@ -15,14 +16,14 @@ import dataclasses
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.control import Control, check_run, merge_records, print_record, read_records, run, run_hosts
 from benchmarks.netlab import Lab
 from benchmarks.papers.report import Difference, draw
 from configs import CONFIGS
 from configs.experiment import Architecture, Experiment
-from configs.methods import DctDp, LocalSgd, Method, PlumpDp, PowerSgd, SparseLoco
+from configs.methods import DctDp, Demo, LocalSgd, Method, PlumpDp, PowerSgd, SparseLoco
 from train.records import Record, Records
 from train.seeds import settings_of, train_seeds
 from train.tables import print_table, stdev
@@ -34,7 +35,12 @@ METHODS: dict[str, Method] = {
     "powersgd, rank 4": PowerSgd(rank=4),
     "local_sgd, H=10": LocalSgd(steps=10),
     "sparse_loco, H=10": SparseLoco(steps=10),
+    "dense, Muon": PlumpDp(),
+    "muloco, H=10": LocalSgd(steps=10),
+    "demo, k=32": Demo(k=32, sign_size=0.1),
 }
+# Of the other methods it is the experiment's.
+OPTIMIZERS: dict[str, Literal["sgd", "muon"]] = {"dense, Muon": "muon", "muloco, H=10": "muon", "demo, k=32": "sgd"}
 WARM_UP = 4  # steps before the timed ones: the first compiles, and connections open
 
 
@@ -51,7 +57,7 @@ class Config:
     steps: int = 700
     """Training steps."""
     learning_rate: float = 3e-3
-    """Of Adam; it rises in a tenth of the steps, and falls by a cosine."""
+    """Of Adam and Muon; it rises in a tenth of the steps, and falls by a cosine. The signs of demo have a tenth."""
     batch: int = 16
     """Rows of a step, over all workers."""
     workers: int = 4
@@ -118,14 +124,15 @@ def check(config: Config) -> None:
         raise ValueError(f"--batch is a multiple of the workers, or of the hosts, got {config.batch}.")
 
 
-def experiment_of(config: Config) -> Experiment:
-    """Returns what every method trains."""
+def experiment_of(config: Config, name: str = "dense") -> Experiment:
+    """Returns what a method trains, one of `METHODS`."""
     options = {"layers": config.layers, "width": config.width, "heads": 4}
     return dataclasses.replace(
         CONFIGS[config.experiment],
         architecture=Architecture("gpt", options),
         steps=config.steps,
         learning_rate=config.learning_rate,
+        optimizer=OPTIMIZERS.get(name, CONFIGS[config.experiment].optimizer),
         global_batch=config.batch,
         workers=config.hosts or config.workers,
         warmup_steps=config.steps // 10,
@@ -139,7 +146,10 @@ def experiment_of(config: Config) -> Experiment:
 def train_methods(config: Config, records: Records) -> None:
     """Trains every method with all seeds, prints the table, and draws the curves."""
     experiment = experiment_of(config)
-    runs = {name: train_seeds(records, experiment, method, config.seeds) for name, method in METHODS.items()}
+    runs = {
+        name: train_seeds(records, experiment_of(config, name), method, config.seeds)
+        for name, method in METHODS.items()
+    }
     times = {name: records.find(_key(config, name, config.workers)) for name in METHODS}
     dense, rows = runs["dense"], []
     for name, own in runs.items():
@@ -181,7 +191,7 @@ def _losses(runs: list[Record]) -> list[list[float | None]]:
 
 def _key(config: Config, name: str, workers: int) -> Record:
     """Returns the key of a method's timed steps."""
-    experiment = dataclasses.replace(experiment_of(config), workers=workers)
+    experiment = dataclasses.replace(experiment_of(config, name), workers=workers)
     about = settings_of(experiment, METHODS[name])
     return {"of": "gpt step", "about": about, "rate": config.rate, "timed_steps": config.timed_steps}
 
@@ -206,9 +216,9 @@ def time_host(config: Config) -> None:
     from train.data import train_batches
     from train.job import make_job
 
-    experiment = experiment_of(config)
     for name, method in METHODS.items():
         control.set_rate("none")
+        experiment = experiment_of(config, name)
         job = make_job(experiment, method)
         where = {"process_index": control.host, "process_count": control.hosts, "data_dir": config.data_dir}
         batches = train_batches(experiment.dataset, global_batch=config.batch, seed=0, **where)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from configs.methods import (
     DctDp,
+    Demo,
     Dgc,
     Ef21,
     Iwp,
@@ -37,6 +38,8 @@ SETTINGS: list[tuple[str, Method]] = [
     ("90%", RandomK(sparsity=0.9)),
     ("98%", Dgc(sparsity=0.98)),
     ("99.9%", Dgc(sparsity=0.999)),
+    ("k=32", Demo(k=32)),
+    ("k=8", Demo(k=8)),
     ("fixed 25", Iwp()),
     ("fixed 0.01", Iwp(alpha=0.01)),  # one of the paper's four
     ("layer-wise", Iwp(alpha=12.5, beta=0.01)),

@@ -58,12 +58,14 @@ class Experiment:
     """Data-parallel workers, over all processes. On a CPU they are simulated."""
     global_batch: int = 128
     """Rows of a step over all workers, a multiple of their number."""
-    optimizer: Literal["sgd", "adam"] = "sgd"
-    """SGD with momentum, or Adam with b2 of 0.98."""
+    optimizer: Literal["sgd", "adam", "muon"] = "sgd"
+    """SGD with momentum; Adam with b2 of 0.98; or Muon for matrices, its updates as large as Adam's, and Adam for the
+    other parameters."""
     momentum: float = 0.9
-    """Momentum of SGD, or b1 of Adam."""
+    """Momentum of SGD and of Muon, or b1 of Adam."""
     nesterov: bool = True
-    """Nesterov's momentum in SGD; heavy-ball if not. The momentum inside dgc and iwp is heavy-ball always."""
+    """Nesterov's momentum in SGD and with Muon; heavy-ball if not. The momentum inside dgc and iwp is heavy-ball
+    always."""
     schedule: Literal["cosine", "drops", "polynomial", "inverse_sqrt", "constant"] = "cosine"
     """How the learning rate falls: to zero by a cosine; by 10 at every step of drop_at; to zero as the square root of
     what is left; as one over the square root of the steps; or not."""

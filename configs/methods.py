@@ -15,6 +15,7 @@ import optax
 from tyro.conf import Suppress
 
 from jaxcomm import methods
+from jaxcomm.checks import check_range
 from jaxcomm.exchange import Exchange
 from jaxcomm.methods.local_sgd import LocalExchange
 
@@ -75,6 +76,23 @@ class Dgc(Trained, methods.Dgc):
 
     sparsity: float = 0.98
     momentum: Suppress[float] = 0.9
+
+
+@dataclass(frozen=True)
+class Demo(Trained, methods.Demo):
+    """DeMo: the largest components of every worker's momentum in a basis of cosines; parameters change by the sign.
+
+    Attributes:
+      sign_size: what a number of an update is, up or down, before the learning rate.
+    """
+
+    sign_size: float = 0.02
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(
+            "sign_size", self.sign_size, "above 0", 0 < self.sign_size < math.inf, "1 for the learning rate alone"
+        )
 
 
 @dataclass(frozen=True)
@@ -259,6 +277,7 @@ Method = (
     | DctDp
     | RandomK
     | Dgc
+    | Demo
     | Iwp
     | QuantDp
     | TernGrad

@@ -8,6 +8,7 @@ from jaxcomm.accounting import WireReport, verify, wire_report
 from jaxcomm.layers import dct_mp, late_multiply, split_dense
 from jaxcomm.methods import (
     dct_dp,
+    demo,
     dgc,
     ef21,
     hierarchical,
@@ -51,6 +52,7 @@ __all__ = [
     "data_parallel",
     "dct_dp",
     "dct_mp",
+    "demo",
     "dgc",
     "ef21",
     "exchange_metrics",

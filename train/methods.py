@@ -6,7 +6,7 @@ import optax
 
 import jaxcomm as jc
 from configs.experiment import BoundaryFields, Experiment
-from configs.methods import Method, PlumpDp, PowerSgd, SlimDp
+from configs.methods import Demo, Method, PlumpDp, PowerSgd, SlimDp
 from jaxcomm.exchange import Where
 from jaxcomm.methods.momentum import MomentumCorrection
 from train.schedules import make_schedule
@@ -61,10 +61,11 @@ def make_exchange(
 
 
 def make_chain(experiment: Experiment, method: Method, where: Where | None = None) -> optax.GradientTransformation:
-    """Makes the whole optimizer, the exchange in its place: SGD with momentum or Adam, weight decay and a schedule.
+    """Makes the whole optimizer, the exchange in its place: SGD with momentum, Adam or Muon, weight decay, a schedule.
 
     - Gradients are exchanged first: L2, exchange, momentum, decoupled decay, learning rate.
     - `dgc` and `iwp` have heavy-ball momentum inside: L2, exchange, decoupled decay, learning rate.
+    - `demo` has its momentum inside as well: L2, exchange, sign, decoupled decay, learning rate.
     - Local methods come last: L2, momentum, decoupled decay, learning rate, exchange.
     - With slices, gradients are averaged densely inside each, and exchanged between them.
 
@@ -79,7 +80,7 @@ def make_chain(experiment: Experiment, method: Method, where: Where | None = Non
     Raises:
       ValueError: for a field out of range, or a method that does not go with the others.
     """
-    has_momentum, is_local = isinstance(method, MomentumCorrection), method.period is not None
+    has_momentum, is_local = isinstance(method, MomentumCorrection | Demo), method.period is not None
     if experiment.delay and is_local:
         raise ValueError(
             f"Workers that train on their own exchange models, not gradients, got {run_name(method)} with --delay "
@@ -102,10 +103,10 @@ def make_chain(experiment: Experiment, method: Method, where: Where | None = Non
                 f"{run_name(method)}, {'whose momentum' if has_momentum else 'whose averaging of models'} they would "
                 "miss: take another method."
             )
-    if experiment.optimizer == "adam" and has_momentum:
+    if experiment.optimizer != "sgd" and has_momentum:
         raise ValueError(
-            f"{run_name(method)} has momentum inside and goes with plain SGD, got --optimizer adam: take another "
-            "method, or sgd."
+            f"{run_name(method)} has momentum inside and goes with plain SGD, got --optimizer "
+            f"{experiment.optimizer}: take another method, or sgd."
         )
     across = "slice" if experiment.slices > 1 else "data"
     inner, others = (where if experiment.slices == 1 else None), None
@@ -118,7 +119,8 @@ def make_chain(experiment: Experiment, method: Method, where: Where | None = Non
     if is_local:
         return jc.chain(*l2, *momentum, *rest, exchange)
     if has_momentum:
-        return jc.chain(*l2, exchange, *rest, delay=experiment.delay)
+        signs = [optax.scale_by_sign(), optax.scale(method.sign_size)] if isinstance(method, Demo) else []
+        return jc.chain(*l2, exchange, *signs, *rest, delay=experiment.delay)
     return jc.chain(*l2, exchange, *momentum, *rest, delay=experiment.delay)
 
 
@@ -140,6 +142,9 @@ def _optimizer(experiment: Experiment) -> tuple[Links, Links, Links]:
         decay = [optax.add_decayed_weights(experiment.weight_decay)]
     if experiment.optimizer == "adam":
         momentum = [optax.scale_by_adam(b1=experiment.momentum, b2=0.98, eps=1e-8)]
+    elif experiment.optimizer == "muon":
+        options = {"beta": experiment.momentum, "adam_b1": experiment.momentum, "nesterov": experiment.nesterov}
+        momentum = [optax.contrib.muon(-1.0, adam_b2=0.98, consistent_rms=0.2, **options)]  # the rate comes after decay
     elif experiment.momentum:  # without, a trace would be one more copy of the parameters: gigabytes of a DLRM's tables
         momentum = [optax.trace(decay=experiment.momentum, nesterov=experiment.nesterov)]
     return l2, momentum, [*decay, optax.scale_by_learning_rate(make_schedule(experiment))]

@@ -1,6 +1,7 @@
 """One file per method, named as in its paper: a frozen dataclass, and the factory of its Optax transformation."""
 
 from jaxcomm.methods.dct_dp import DctDp, dct_dp
+from jaxcomm.methods.demo import Demo, demo
 from jaxcomm.methods.dgc import Dgc, dgc
 from jaxcomm.methods.ef21 import Ef21, ef21
 from jaxcomm.methods.hierarchical import Hierarchical, hierarchical
@@ -18,6 +19,7 @@ from jaxcomm.methods.topk import TopK, topk
 
 __all__ = [
     "DctDp",
+    "Demo",
     "Dgc",
     "Ef21",
     "Hierarchical",
@@ -32,6 +34,7 @@ __all__ = [
     "TernGrad",
     "TopK",
     "dct_dp",
+    "demo",
     "dgc",
     "ef21",
     "hierarchical",

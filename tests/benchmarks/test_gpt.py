@@ -17,11 +17,11 @@ SMALL = Config(experiment="gpt_stdlib", layers=1, width=8, steps=4, evaluations=
 
 @pytest.fixture
 def trained(monkeypatch):
-    """The runs that were trained, by a stand-in that takes no time: a loss of 2, and 0.5 a bit less with each seed."""
+    """The runs that were trained, by a stand-in that takes no time: method, seed, optimizer. The loss is 2 or more."""
     done = []
 
     def train(experiment, method, job):
-        done.append((method, experiment.seed))
+        done.append((method, experiment.seed, experiment.optimizer))
         loss = 2.0 + 0.25 * experiment.seed + 0.125 * (method != METHODS["dense"])
         scores = {"loss": loss, "bits_per_byte": loss / 0.5, "accuracy": 0.5}
         curve = {"steps": [2, 4], "losses": [3.0, loss], "accuracies": [40.0, 50.0], "received": [2e6, 4e6]}
@@ -43,7 +43,9 @@ def rows_of(out):
 def test_every_method_is_trained_once_and_compared_by_seed(trained, tmp_path, capsys):
     config = Config(**vars(SMALL) | {"json": tmp_path / "gpt.json", "figure": tmp_path / "gpt.png"})
     gpt.main(config)
-    assert trained == [(method, seed) for method in METHODS.values() for seed in (0, 1)]
+    assert [run[:2] for run in trained] == [(method, seed) for method in METHODS.values() for seed in (0, 1)]
+    expected = {"dense, Muon": "muon", "muloco, H=10": "muon", "demo, k=32": "sgd"}
+    assert [run[2] for run in trained[::2]] == [expected.get(name, "adam") for name in METHODS]
     gpt.main(config)
     assert len(trained) == 2 * len(METHODS)
     rows = rows_of(capsys.readouterr().out)

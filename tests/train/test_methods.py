@@ -11,7 +11,20 @@ import pytest
 
 import jaxcomm as jc
 from configs.experiment import BoundaryFields
-from configs.methods import DctDp, Dgc, Iwp, LocalSgd, Method, PlumpDp, PowerSgd, QuantDp, SlimDp, SparseLoco, TopK
+from configs.methods import (
+    DctDp,
+    Demo,
+    Dgc,
+    Iwp,
+    LocalSgd,
+    Method,
+    PlumpDp,
+    PowerSgd,
+    QuantDp,
+    SlimDp,
+    SparseLoco,
+    TopK,
+)
 from jaxcomm.states import communication_period
 from tests.jaxcomm.steps import init_state, warnings_of
 from tests.train.runs import EXPERIMENT
@@ -31,7 +44,10 @@ def test_a_chain_is_in_order_and_sends_no_more_than_dense(method, decay):
     tx = make_chain(dataclasses.replace(EXPERIMENT, decay=decay), method)
     said = warnings_of(tx, SHAPES, 4)
     is_weak = decay == "decoupled" and isinstance(method, Dgc | Iwp)  # momentum is over when the mean comes back
-    assert [("none of its momentum" in message) for message in said] == [True] * is_weak
+    is_normalised = decay == "l2" and isinstance(method, Demo)  # by the sign
+    expected = ["none of its momentum"] * is_weak + ["is L2, which"] * is_normalised
+    assert len(said) == len(expected)
+    assert all(text in message for text, message in zip(expected, said, strict=True))
     report = jc.wire_report(tx, SHAPES, 4)
     assert 0 < report.received <= report.dense
     assert (report.received < report.dense) == (method != PlumpDp())
@@ -69,11 +85,14 @@ def test_a_boundary_has_a_name_of_its_own():
     assert run_name(PlumpDp(p=2), BoundaryFields(0.5)) == "plump_dp-p2-masked-0.5"
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
 @pytest.mark.parametrize("method", METHODS, ids=run_name)
-def test_adam_takes_the_place_of_momentum(method):
-    experiment = dataclasses.replace(EXPERIMENT, optimizer="adam")
-    if isinstance(method, Dgc | Iwp):
-        with pytest.raises(ValueError, match=r"has momentum inside and goes with plain SGD, got --optimizer adam"):
+def test_adam_and_muon_take_the_place_of_momentum(method, optimizer):
+    experiment = dataclasses.replace(EXPERIMENT, optimizer=optimizer)
+    if isinstance(method, Demo | Dgc | Iwp):
+        with pytest.raises(
+            ValueError, match=f"has momentum inside and goes with plain SGD, got --optimizer {optimizer}"
+        ):
             make_chain(experiment, method)
         return
     tx = make_chain(experiment, method)

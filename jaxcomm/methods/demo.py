@@ -1,0 +1,105 @@
+"""DeMo: the largest components of each worker's momentum after a discrete cosine transform."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcomm.checks import check_count, check_range
+from jaxcomm.exchange import transformation
+from jaxcomm.layout import BLOCK, Layout
+from jaxcomm.methods.sparse import SparseExchange
+from jaxcomm.selectors import select_topk
+
+
+class CosineLayout(Layout):
+    """A flat vector of the coefficients of the compressed tensors in an orthonormal basis of cosines.
+
+    A tensor is a matrix of its last dimension; a vector has one row. The matrix is cut into chunks, each transformed by
+    itself: along rows and columns they have the largest divisor of the size up to the square root of `chunk`.
+    """
+
+    def flatten(self, tensors: Sequence[jax.Array]) -> jax.Array:
+        return super().flatten([self._transform(tensor, "paqb,ia,jb->pqij") for tensor in tensors])
+
+    def unflatten(self, vector: jax.Array) -> list[jax.Array]:
+        return [self._transform(tensor, "pqij,ia,jb->paqb") for tensor in super().unflatten(vector)]
+
+    def _transform(self, tensor: jax.Array, formula: str) -> jax.Array:
+        columns = tensor.shape[-1] if tensor.ndim else 1
+        rows, side = tensor.size // columns, math.isqrt(self.chunk or BLOCK)
+        a, b = (max(d for d in range(1, side + 1) if size % d == 0) for size in (rows, columns))
+        sizes = {"p": rows // a, "a": a, "i": a, "q": columns // b, "b": b, "j": b}
+        parts = tensor.astype(jnp.float32).reshape([sizes[letter] for letter in formula[:4]])
+        out = jnp.einsum(formula, parts, cosines(a), cosines(b), precision=lax.Precision.HIGHEST)
+        return out.reshape(tensor.shape)
+
+
+def cosines(n: int) -> np.ndarray:
+    """Returns the orthonormal matrix of the discrete cosine transform II: (n, n) float32, frequencies by places."""
+    frequency, place = np.mgrid[:n, :n]
+    basis = np.cos(np.pi * frequency * (2 * place + 1) / (2 * n)) * math.sqrt(2 / n)
+    basis[0] /= math.sqrt(2)
+    return basis.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Demo(SparseExchange):
+    """Sends the largest components of every worker's momentum in a basis of cosines, and keeps the rest as momentum.
+
+    Each step, on each worker, with a momentum m = 0 at the start:
+
+      1. m = decay * m + gradient
+      2. q = of every chunk of 64 x 64 of a matrix, the k largest coefficients of m in the discrete cosine transform II
+      3. send q; m is m less what was sent, rounding of the values included
+      4. return the mean over the workers of what was sent, transformed back
+
+    The paper trains with the sign of that mean: `jc.chain(jc.demo(), optax.sign_sgd(3e-4))`. Other optimizers take the
+    mean itself. Dense tensors come back as the mean gradient: all of their momentum is sent.
+
+    The transform is linear, so that the residual holds decay * m as coefficients, and nothing is transformed back but
+    the mean. Compute: two products with 64 x 64 matrices before the exchange and after it.
+
+    Source: Peng et al., "DeMo: Decoupled Momentum Optimization", ICLR 2026, https://arxiv.org/abs/2411.19870. It cuts
+    tensors into cubes whose side divides every dimension. Here a tensor is a matrix of its last dimension, and along a
+    dimension that 64 does not divide a chunk has its largest divisor below 64. Then k are sent of every 4096
+    coefficients, which are those of several chunks. A coefficient's mean is over all workers, also those that do not
+    send it.
+
+    Attributes:
+      k: coefficients of a chunk that are sent. The paper trains with 1 to 32.
+      chunk: coefficients of a chunk, the square of its side: 1024, 4096 (the paper's 64 x 64), 9216, ...
+      decay: of the momentum, above 0 and at most 1.
+    """
+
+    k: int = 32
+    _: KW_ONLY
+    chunk: int | None = 4096
+    decay: float = 0.999
+
+    name: ClassVar[str] = "demo"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("k", self.k, 1, "the paper trains with 1 to 32 of 4096")
+        chunk = self.chunk or 0
+        holds = chunk > 0 and math.isqrt(chunk) ** 2 == chunk
+        check_range("chunk", self.chunk, f"a multiple of {BLOCK} and a square", holds, "the paper has 4096, 64 x 64")
+
+    def capacity(self, n: int) -> int:
+        return min(n, -(-self.k * n // (self.chunk or n)))
+
+    def plan(self, tree: Any) -> Layout:
+        layout = super().plan(tree)
+        return CosineLayout(**{each.name: getattr(layout, each.name) for each in fields(layout)})
+
+    def select(self, vector: jax.Array, layout: Layout) -> jax.Array:
+        return select_topk(vector, layout)
+
+
+demo = transformation(Demo)

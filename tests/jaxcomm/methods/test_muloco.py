@@ -1,0 +1,99 @@
+"""MuLoCo: Muon of Optax before `local_sgd`, against its algorithm; its order, its bytes, and a run that goes on."""
+
+import warnings
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomm as jc
+from tests.jaxcomm.steps import KINDS, make_step
+from tests.reference.local_sgd import LocalSgdReference
+from tests.reference.muon import MuonReference
+from tests.reference.plump_dp import PlumpDpReference
+
+K, H, RATE = 2, 3, 0.125
+SHAPES = {"b": (12,), "down": (20, 12), "up": (12, 16)}
+N = 12 + 240 + 192
+
+
+def muloco():
+    muon = optax.contrib.muon(RATE, beta=0.75, nesterov=False, adam_b1=0.75, adam_b2=0.875)
+    return jc.chain(muon, jc.local_sgd(H, exchange=jc.plump_dp()))
+
+
+def first_params():
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def loss(params, batch):
+    """Its gradient is the mean of the batch's rows."""
+    return sum(jnp.sum(params[name] * batch[name].mean(0)) for name in SHAPES)
+
+
+def batch_of(step):
+    rng = np.random.default_rng((step, 3))
+    return {name: rng.normal(size=(K, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def step(request):
+    return make_step(request.param, loss, muloco(), workers=K, donate=False)
+
+
+def started(step):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the order of the chain is the usual one
+        return step.init(first_params())
+
+
+def test_every_step_is_the_papers(step):
+    state, inner = started(step), [MuonReference(RATE, 0.75, 0.75, 0.875) for _ in range(K)]
+    options = {"lr": 0.7, "momentum": 0.9, "nesterov": True, "exchange": PlumpDpReference()}
+    reference = LocalSgdReference(first_params(), K, H=H, **options)
+    for number in range(3 * H + 1):
+        batch = batch_of(number)
+        state, _ = step(state, batch)
+        own = [{name: rows[k] for name, rows in batch.items()} for k in range(K)]
+        reference.step([muon.update(gradient) for muon, gradient in zip(inner, own, strict=True)])
+        for name in SHAPES:
+            np.testing.assert_allclose(step.params(state)[name], reference.global_model[name], atol=2e-5)
+            rows = np.asarray(state.params.rows[name]).reshape(K, *SHAPES[name])
+            for k in range(K):
+                np.testing.assert_allclose(rows[k], reference.params[k][name], atol=2e-5)
+    assert any(np.any(reference.params[0][name] != reference.params[1][name]) for name in SHAPES)
+
+
+def test_an_exchange_sends_the_parameters_once_in_h_steps(step):
+    state = started(step)
+    report = getattr(step, "verify", step.report)(state, batch_of(0))  # a simulation has no wire to prove
+    assert report.every == H
+    assert report.received_in_exchange == pytest.approx(2 * (K - 1) / K * 4 * N, rel=0.01)  # and a loss, a flag
+
+
+def test_a_run_that_was_written_and_read_goes_on_as_it_was(step):
+    """After an exchange and a local step: the momentum of every worker is in the state."""
+    state = started(step)
+    for number in range(H + 1):
+        state, _ = step(state, batch_of(number))
+    read = flax.serialization.from_bytes(started(step), flax.serialization.to_bytes(jax.tree.map(np.asarray, state)))
+    for number in range(H + 1, 2 * H + 1):
+        (state, _), (read, _) = step(state, batch_of(number)), step(read, batch_of(number))
+    jax.tree.map(np.testing.assert_array_equal, read, state)
+
+
+def test_another_number_of_workers_goes_on_from_the_merged_model(step):
+    state = started(step)
+    for number in range(H):
+        state, _ = step(state, batch_of(number))
+    merged = jax.tree.map(np.asarray, step.params(state))
+    other = jc.simulate(loss, muloco(), 3, donate=False)
+    resized = step.resize(state, 3)
+    jax.tree.map(np.testing.assert_array_equal, other.params(resized), merged)
+    batch = {name: np.concatenate([rows, rows[:1]]) for name, rows in batch_of(H).items()}
+    state, _ = other(resized, batch)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params.rows))
