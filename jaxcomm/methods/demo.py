@@ -20,8 +20,8 @@ from jaxcomm.selectors import select_topk
 class CosineLayout(Layout):
     """A flat vector of the coefficients of the compressed tensors in an orthonormal basis of cosines.
 
-    A tensor is a matrix of its last dimension; a vector has one row. The matrix is cut into chunks, each transformed by
-    itself: along rows and columns they have the largest divisor of the size up to the square root of `chunk`.
+    A tensor is a matrix of its last dimension, which is cut into chunks, each transformed by itself. Along rows and
+    columns a chunk has the largest divisor of the size up to the square root of `chunk`; so many columns a vector has.
     """
 
     def flatten(self, tensors: Sequence[jax.Array]) -> jax.Array:
@@ -31,13 +31,16 @@ class CosineLayout(Layout):
         return [self._transform(tensor, "pqij,ia,jb->paqb") for tensor in super().unflatten(vector)]
 
     def _transform(self, tensor: jax.Array, formula: str) -> jax.Array:
-        columns = tensor.shape[-1] if tensor.ndim else 1
-        rows, side = tensor.size // columns, math.isqrt(self.chunk or BLOCK)
-        a, b = (max(d for d in range(1, side + 1) if size % d == 0) for size in (rows, columns))
+        columns = tensor.shape[-1] if tensor.ndim > 1 else self._divisor(tensor.size)
+        rows = tensor.size // columns
+        a, b = self._divisor(rows), self._divisor(columns)
         sizes = {"p": rows // a, "a": a, "i": a, "q": columns // b, "b": b, "j": b}
         parts = tensor.astype(jnp.float32).reshape([sizes[letter] for letter in formula[:4]])
         out = jnp.einsum(formula, parts, cosines(a), cosines(b), precision=lax.Precision.HIGHEST)
         return out.reshape(tensor.shape)
+
+    def _divisor(self, size: int) -> int:
+        return max(d for d in range(1, math.isqrt(self.chunk or BLOCK) + 1) if size % d == 0)
 
 
 def cosines(n: int) -> np.ndarray:
@@ -66,7 +69,7 @@ class Demo(SparseExchange):
     the mean. Compute: two products with 64 x 64 matrices before the exchange and after it.
 
     Source: Peng et al., "DeMo: Decoupled Momentum Optimization", ICLR 2026, https://arxiv.org/abs/2411.19870. It cuts
-    tensors into cubes whose side divides every dimension. Here a tensor is a matrix of its last dimension, and along a
+    tensors into cubes whose side divides every dimension. Here a tensor is a matrix, see `CosineLayout`, and along a
     dimension that 64 does not divide a chunk has its largest divisor below 64. Then k are sent of every 4096
     coefficients, which are those of several chunks. A coefficient's mean is over all workers, also those that do not
     send it.

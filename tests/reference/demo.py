@@ -11,8 +11,9 @@ experiments. For one worker and one tensor, with a momentum m, which starts at 0
 
 Where the paper is silent, or this differs:
 
-- Its chunks are s x s x ..., of which s divides every dimension. Here a tensor is a matrix of its last dimension, and a
-  chunk is a x b, the largest divisors of rows and columns up to s. Chunks are numbered row by row, and so are the
+- Its chunks are s x s x ..., of which s divides every dimension. Here a tensor is a matrix of its last dimension (a
+  vector has as many columns as its largest divisor up to s), and a chunk is a x b, the largest divisors of rows and
+  columns up to s. Chunks are numbered row by row, and so are the
   coefficients of one.
 - Line 2 sends, of every s * s consecutive coefficients of a tensor (its last may be fewer, N), ceil(k N / (s * s)): of
   equal ones those of the lowest index, never a zero. If s divides rows and columns these are the k of a chunk.
@@ -98,22 +99,25 @@ class DemoReference:
         return largest(coefficients, k)
 
 
+def divisor(size: int, chunk: int) -> int:
+    """The largest divisor of a size up to the side of a chunk."""
+    return next(d for d in range(math.isqrt(chunk), 0, -1) if size % d == 0)
+
+
 def chunks(matrix: np.ndarray, chunk: int) -> list[tuple[slice, slice]]:
     """Where the chunks of a matrix are, row by row."""
-    side = math.isqrt(chunk)
-    a, b = (next(d for d in range(side, 0, -1) if size % d == 0) for size in matrix.shape)
-    rows, columns = matrix.shape
+    (rows, a), (columns, b) = ((size, divisor(size, chunk)) for size in matrix.shape)
     return [(slice(i, i + a), slice(j, j + b)) for i in range(0, rows, a) for j in range(0, columns, b)]
 
 
-def as_matrix(tensor: np.ndarray) -> np.ndarray:
-    """The tensor as a matrix of its last dimension."""
-    return tensor.reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
+def as_matrix(tensor: np.ndarray, chunk: int) -> np.ndarray:
+    """The tensor as a matrix."""
+    return tensor.reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else divisor(tensor.size, chunk))
 
 
 def cosines(tensor: np.ndarray, chunk: int) -> np.ndarray:
     """The coefficients of a tensor, chunk after chunk: (N,) float32."""
-    matrix = as_matrix(np.float64(tensor))
+    matrix = as_matrix(np.float64(tensor), chunk)
     with np.errstate(all="ignore"):
         parts = [scipy.fft.dctn(matrix[at], norm="ortho").reshape(-1) for at in chunks(matrix, chunk)]
         return np.concatenate(parts).astype(np.float32)
@@ -121,7 +125,7 @@ def cosines(tensor: np.ndarray, chunk: int) -> np.ndarray:
 
 def from_cosines(coefficients: np.ndarray, shape: tuple[int, ...], chunk: int) -> np.ndarray:
     """The tensor of these coefficients, in their order: float64."""
-    matrix, flat, start = as_matrix(np.zeros(shape)), np.float64(coefficients.reshape(-1)), 0
+    matrix, flat, start = as_matrix(np.zeros(shape), chunk), np.float64(coefficients.reshape(-1)), 0
     for at in chunks(matrix, chunk):
         part = matrix[at]
         matrix[at] = scipy.fft.idctn(flat[start : start + part.size].reshape(part.shape), norm="ortho")

@@ -17,8 +17,8 @@ from tests.jaxcomm.workers import Simulated
 from tests.reference.demo import DemoReference
 
 K, TREE = 3, "cosines"
-# Chunks of 64 x 64, of 48 x 64, 1 x 50 and 54 x 20; and one that is sent dense.
-trees.TREES[TREE] = {"w": (128, 192), "u": (96, 64), "v": (700,), "c": (3, 3, 6, 20), "b": (3,)}
+# One that is sent dense; chunks of 54 x 20, of 48 x 64, 14 x 50 and 64 x 64.
+trees.TREES[TREE] = {"b": (3,), "c": (3, 3, 6, 20), "u": (96, 64), "v": (700,), "w": (128, 128)}
 SHAPES = {name: shape for name, shape in trees.TREES[TREE].items() if name != "b"}  # of the compressed ones
 
 
@@ -66,7 +66,7 @@ def test_parameters_change_by_the_sign():
         for name in shapes:
             expected[name] -= 0.125 * np.sign(mean[name])
             is_clear = np.abs(mean[name]) > 1e-5  # of the others rounding decides the sign
-            assert np.mean(is_clear) > 0.99
+            assert np.mean(is_clear) > 0.9
             expected[name] = np.where(is_clear, expected[name], step.params(state)[name])
             np.testing.assert_array_equal(step.params(state)[name], expected[name])
 
