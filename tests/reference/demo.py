@@ -104,30 +104,23 @@ def divisor(size: int, chunk: int) -> int:
     return next(d for d in range(math.isqrt(chunk), 0, -1) if size % d == 0)
 
 
-def chunks(matrix: np.ndarray, chunk: int) -> list[tuple[slice, slice]]:
-    """Where the chunks of a matrix are, row by row."""
-    (rows, a), (columns, b) = ((size, divisor(size, chunk)) for size in matrix.shape)
-    return [(slice(i, i + a), slice(j, j + b)) for i in range(0, rows, a) for j in range(0, columns, b)]
-
-
-def as_matrix(tensor: np.ndarray, chunk: int) -> np.ndarray:
-    """The tensor as a matrix."""
-    return tensor.reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else divisor(tensor.size, chunk))
+def as_chunks(tensor: np.ndarray, chunk: int) -> np.ndarray:
+    """A tensor as a matrix of chunks of a x b: (rows / a, a, columns / b, b)."""
+    columns = tensor.shape[-1] if tensor.ndim > 1 else divisor(tensor.size, chunk)
+    rows = tensor.size // columns
+    a, b = divisor(rows, chunk), divisor(columns, chunk)
+    return tensor.reshape(rows // a, a, columns // b, b)
 
 
 def cosines(tensor: np.ndarray, chunk: int) -> np.ndarray:
     """The coefficients of a tensor, chunk after chunk: (N,) float32."""
-    matrix = as_matrix(np.float64(tensor), chunk)
     with np.errstate(all="ignore"):
-        parts = [scipy.fft.dctn(matrix[at], norm="ortho").reshape(-1) for at in chunks(matrix, chunk)]
-        return np.concatenate(parts).astype(np.float32)
+        of_chunks = scipy.fft.dctn(np.float64(as_chunks(tensor, chunk)), axes=(1, 3), norm="ortho")
+        return of_chunks.transpose(0, 2, 1, 3).reshape(-1).astype(np.float32)
 
 
 def from_cosines(coefficients: np.ndarray, shape: tuple[int, ...], chunk: int) -> np.ndarray:
     """The tensor of these coefficients, in their order: float64."""
-    matrix, flat, start = as_matrix(np.zeros(shape), chunk), np.float64(coefficients.reshape(-1)), 0
-    for at in chunks(matrix, chunk):
-        part = matrix[at]
-        matrix[at] = scipy.fft.idctn(flat[start : start + part.size].reshape(part.shape), norm="ortho")
-        start += part.size
-    return matrix.reshape(shape)
+    p, a, q, b = as_chunks(np.zeros(shape), chunk).shape
+    of_chunks = np.float64(coefficients).reshape(p, q, a, b).transpose(0, 2, 1, 3)
+    return scipy.fft.idctn(of_chunks, axes=(1, 3), norm="ortho").reshape(shape)
