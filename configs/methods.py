@@ -86,7 +86,7 @@ class Demo(Trained, methods.Demo):
       sign_size: what a number of an update is, up or down, before the learning rate.
     """
 
-    sign_size: float = 0.02
+    sign_size: float = 0.2
 
     def __post_init__(self) -> None:
         super().__post_init__()
