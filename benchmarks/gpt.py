@@ -37,7 +37,7 @@ METHODS: dict[str, Method] = {
     "sparse_loco, H=10": SparseLoco(steps=10),
     "dense, Muon": PlumpDp(),
     "muloco, H=10": LocalSgd(steps=10),
-    "demo, k=32": Demo(k=32, sign_size=0.1),
+    "demo, k=32": Demo(k=32, sign_size=1.0),
 }
 # Of the other methods it is the experiment's.
 OPTIMIZERS: dict[str, Literal["sgd", "muon"]] = {"dense, Muon": "muon", "muloco, H=10": "muon", "demo, k=32": "sgd"}
@@ -57,7 +57,7 @@ class Config:
     steps: int = 700
     """Training steps."""
     learning_rate: float = 3e-3
-    """Of Adam and Muon; it rises in a tenth of the steps, and falls by a cosine. The signs of demo have a tenth."""
+    """Of Adam, Muon and DeMo's signs; it rises in a tenth of the steps, and falls by a cosine."""
     batch: int = 16
     """Rows of a step, over all workers."""
     workers: int = 4
