@@ -126,7 +126,7 @@ def test_slices_use_a_method_between_them(method):
     assert len(said) == isinstance(method, Dgc | Iwp)  # decoupled decay, which has none of their momentum
     report = jc.wire_report(tx, SHAPES, (2, 3), axis_name=("slice", "data"))
     share = 1366 + 22  # of 64 * 64 and 64 elements, rounded up
-    counts = 2 * (2 / 3) * 4 * 4  # of what was exchanged, of all shares together
+    counts = 2 * (2 / 3) * 4 * 5  # of workers that are here, and of what was exchanged, of all shares together
     assert report.received_over("data") == pytest.approx(2 * (2 / 3) * 4 * 3 * share + counts)
     dense = 2 * (1 / 2) * 4 * share
     assert 0 < report.received_over("slice") <= dense
