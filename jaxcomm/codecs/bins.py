@@ -61,7 +61,10 @@ class BinCodec:
         magnitude = jnp.minimum(jnp.abs(values), np.float32(jnp.finfo(jnp.bfloat16).max))
         group = segment
         for _ in range(self.bits - 1):
-            group = 2 * group + (magnitude >= self._means(magnitude, filled, group, layout)[group])
+            means = self._means(magnitude, filled, group, layout)
+            # A mean of equal numbers may be above all of them by its rounding, and would leave the upper part empty.
+            most = jax.ops.segment_max(jnp.where(filled, magnitude, 0.0), group, means.size)
+            group = 2 * group + (magnitude >= jnp.minimum(means, most)[group])
         empty = jax.ops.segment_sum((~filled).astype(jnp.int32), segment, len(layout.capacities))
         least = jnp.where(empty[segment] > 0, 1, 0)
         bin_of = jnp.where(filled, jnp.maximum(group % self.bins, least), 0)
