@@ -47,6 +47,17 @@ def spread(mesh, batch):
     return jax.device_put(batch, NamedSharding(mesh, P(axes)))
 
 
+def places(mesh):
+    """Where parameters are on a mesh with an axis "fsdp"."""
+    tree, specs = sharded.params(), BY_FSDP
+    specs = jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, tree, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+
+
+def is_spec(node):
+    return isinstance(node, P)
+
+
 def assert_near(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), found, expected)
 
@@ -245,12 +256,7 @@ def test_over_the_other_axes_moves_what_fsdp_moves(exchange):
     found = Counter((t.op, t.operand_bytes) for _, t in read_program(text, mesh).operations() if "data" not in t.axes)
 
     alone, tx = jc.make_mesh(fsdp=4), optax.adamw(0.1)
-    place = jax.tree.map(
-        lambda spec, tree: jax.tree.map(lambda _: NamedSharding(alone, spec), tree),
-        BY_FSDP,
-        sharded.params(),
-        is_leaf=lambda x: isinstance(x, P),
-    )
+    place = places(alone)
     params = jax.device_put(sharded.params(), place)
 
     def plain(params, state, batch):
@@ -335,13 +341,7 @@ def test_a_line_search_is_told_what_it_lacks():
 def test_parameters_that_are_sharded_stay_where_they_are_given():
     tx = jc.chain(LOCAL, METHODS["diloco"])
     mesh = jc.make_mesh(data=2, fsdp=4)
-    place = jax.tree.map(
-        lambda spec, tree: jax.tree.map(lambda _: NamedSharding(mesh, spec), tree),
-        BY_FSDP,
-        sharded.params(),
-        is_leaf=lambda x: isinstance(x, P),
-    )
-    given = jax.device_put(sharded.params(), place)
+    given = jax.device_put(sharded.params(), places(mesh))
     step = jc.make_train_step(sharded.whole, tx, mesh, donate=False)
     state, batch = step.init(given), spread(mesh, next(sharded.batches(1)))
     after, _ = step(state, batch)
