@@ -70,7 +70,12 @@ def is_applicable_tree(tree: Any) -> jax.Array:
 
     A thousand updates of that size are below the 2^100 that a residual takes.
     """
-    return jnp.stack([jnp.asarray(True), *((jnp.abs(x) < 2.0**90).all() for x in jax.tree.leaves(tree))]).all()
+
+    def is_applicable(x: jax.Array) -> jax.Array:
+        limit = 2.0**90 if float(jnp.finfo(x.dtype).max) > 2.0**90 else jnp.inf  # float16 ends at 65,504
+        return (jnp.abs(x) < limit).all()
+
+    return jnp.stack([jnp.asarray(True), *map(is_applicable, jax.tree.leaves(tree))]).all()
 
 
 def is_finite_narrow(tensors: Sequence[jax.Array]) -> jax.Array:
