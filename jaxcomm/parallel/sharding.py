@@ -102,9 +102,8 @@ class ShardedExchange:
 
     def init(self, params: Any) -> ShardedState:
         """Makes the first state; params as they are placed, without rows."""
-        leaves, treedef = jax.tree.flatten(params)
-        local = [jax.ShapeDtypeStruct(self._shard(leaf, spec), leaf.dtype) for leaf, spec in self._pairs(leaves)]
-        shapes = jax.eval_shape(in_axes_of_workers(self._init, self.sizes, self.axis_name), treedef.unflatten(local))
+        local, treedef = self._local(params), jax.tree.structure(params)
+        shapes = jax.eval_shape(in_axes_of_workers(self._init, self.sizes, self.axis_name), local)
         init = jax.shard_map(
             self._init,
             mesh=self.mesh,
@@ -115,9 +114,8 @@ class ShardedExchange:
 
     def shard_shapes(self, params: Any) -> list[Any]:
         """Returns the shapes that each group's exchange gets on a device, as trees with the other leaves left out."""
-        leaves, treedef = jax.tree.flatten(params)
-        local = [jax.ShapeDtypeStruct(self._shard(leaf, spec), leaf.dtype) for leaf, spec in self._pairs(leaves)]
-        return [_part(treedef.unflatten(local), chosen) for chosen in self.groups.values()]
+        local = self._local(params)
+        return [_part(local, chosen) for chosen in self.groups.values()]
 
     def __call__(self, gradients: Any, state: ShardedState, params: Any) -> tuple[Any, ShardedState]:
         """Exchanges gradients, all of them or none.
@@ -147,7 +145,7 @@ class ShardedExchange:
           state: the state.
           like: shapes and types of the parameters of one worker.
         """
-        leaves, treedef = jax.tree.flatten(like)
+        treedef = jax.tree.structure(like)
 
         def apart(node: Any) -> Any:
             """Gives rows of workers and shards (K S, ...) the shape (K, S, ...)."""
@@ -174,7 +172,7 @@ class ShardedExchange:
             return replace(node, rows=jax.tree.map(lambda x: x[:, 0], node.rows))
 
         def model(exchanges: Any) -> Any:
-            shards = treedef.unflatten([jnp.zeros(self._shard(x, spec), x.dtype) for x, spec in self._pairs(leaves)])
+            shards = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), self._local(like))
             parts = []
             for chosen, packed in zip(self.groups.values(), exchanges, strict=True):
                 exchange = get_exchange(jax.tree.map(of_shard, packed, is_leaf=is_per_worker))
@@ -243,8 +241,11 @@ class ShardedExchange:
         first = [lax.axis_index(name) == 0 for name in self._all if name not in axes]
         return jnp.stack(first).all()
 
-    def _pairs(self, leaves: list[Any]) -> Any:
-        return zip(leaves, self.specs, strict=True)
+    def _local(self, params: Any) -> Any:
+        """Returns the shapes of a device's shards, in the tree of the parameters."""
+        leaves, treedef = jax.tree.flatten(params)
+        pairs = zip(leaves, self.specs, strict=True)
+        return treedef.unflatten([jax.ShapeDtypeStruct(self._shard(leaf, spec), leaf.dtype) for leaf, spec in pairs])
 
     def _shard(self, leaf: Any, spec: P) -> tuple[int, ...]:
         """Returns the shape of a device's shard."""
