@@ -6,7 +6,7 @@ plus residual) and what it sends are dicts of name -> float32 array; lists go ov
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import ml_dtypes
@@ -39,12 +39,15 @@ class StepResult:
         overflow: per worker, how many selected coordinates found no slot in the payload.
         skipped: whether a non-finite number, in a worker's x or in the mean, or one which is too large for a
             residual, made all workers skip the step.
+        near_ties: by name, how far a mean may be off where a number lies so near the middle of two numbers of
+            a narrower type that the last bit of a float32 division tells to which it is rounded.
     """
 
     mean: Tensors
     sent: list[int]
     overflow: list[int]
     skipped: bool
+    near_ties: Tensors = field(default_factory=dict)
 
 
 def check_value_dtype(value_dtype: str) -> None:

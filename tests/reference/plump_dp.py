@@ -33,7 +33,12 @@ class PlumpDpReference:
             mean = {name: self._narrow_mean([worker[name] for worker in gradients]) for name in gradients[0]}
         if not all_finite([mean]):
             return skipped_step(gradients)
-        return StepResult(mean=mean, sent=[0] * K, overflow=[0] * K, skipped=False)
+        result = StepResult(mean=mean, sent=[0] * K, overflow=[0] * K, skipped=False)
+        if self.dtype == np.float16:
+            result.near_ties = {
+                name: self._near_ties([worker[name] for worker in gradients], mean[name]) for name in mean
+            }
+        return result
 
     def _half_mean(self, rows: list[np.ndarray]) -> np.ndarray:
         total = np.zeros(rows[0].shape, self.dtype)
@@ -41,6 +46,15 @@ class PlumpDpReference:
             for row in rows:
                 total = total + (row / np.float32(len(rows))).astype(self.dtype)
         return total.astype(np.float32)
+
+    def _near_ties(self, rows: list[np.ndarray], mean: np.ndarray) -> np.ndarray:
+        apart = np.zeros(mean.shape, np.float32)
+        for row in rows:
+            part = row / np.float32(len(rows))
+            below, above = (np.nextafter(part, np.float32(end)).astype(self.dtype) for end in (-np.inf, np.inf))
+            apart = apart + (above.astype(np.float32) - below.astype(np.float32))
+        # A partial sum that is off may be rounded the other way, too.
+        return np.where(apart > 0, apart + np.spacing(np.abs(mean).astype(self.dtype)).astype(np.float32), 0)
 
     def _narrow_mean(self, rows: list[np.ndarray]) -> np.ndarray:
         total = np.zeros(rows[0].shape, np.float32)

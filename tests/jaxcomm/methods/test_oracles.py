@@ -64,6 +64,11 @@ def test_momentum_equals_the_oracles_over_a_dozen_steps(case, events):
     assert oracle_of_steps(case, 2, "odd", events, seed=0).adopted == 0
 
 
+def test_a_number_whose_third_is_nearly_between_two_of_float16():
+    case = next(case for case in CASES if str(case) == "plump_dp(float16)")
+    assert oracle_of_steps(case, 3, "half", ["normal"] * 9 + ["grow", "grow", "heavy"], seed=308).adopted == 0
+
+
 def oracle_of_steps(case, K, tree, events, seed):
     """Checks every step, and returns the oracle, which adopts the state after a close decision that fell otherwise."""
     workers, oracle = simulated(case, tree, K), Oracle(case, tree, K)
@@ -130,7 +135,7 @@ def check_means(case, out, expected, oracle, grads, sizes):
     for name, mean in expected.mean.items():
         error = max(8 * len(sizes[name]) * EPS * sizes[name].max(), oracle.tolerance[name])
         if not (case.state_error or case.momentum):  # whose dense means are sums over all steps before
-            error = len(sizes[name]) * EPS * sizes[name].mean(0)
+            error = len(sizes[name]) * EPS * sizes[name].mean(0) + expected.near_ties.get(name, 0)
         assert_close(out.means[name], mean, grads[name].dtype, error, case.momentum)
 
 
