@@ -14,8 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxcomm.scopes import EXCHANGE
-
 AxisName = str | tuple[str, ...]  # the workers may be along several axes of a mesh
 
 # The name of an axis of one worker, along which parameters are made to differ to see what depends on them: JAX tracks
@@ -127,14 +125,6 @@ def zeros_of(kind: jax.ShapeDtypeStruct) -> jax.Array:
     zeros = jnp.zeros(kind.shape, kind.dtype)
     names = () if kind.manual_axis_type is None else tuple(kind.manual_axis_type.varying)
     return lax.pcast(zeros, names, to="varying") if names else zeros
-
-
-def all_gather_same(value: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Gathers every worker's value, (K, *shape), the same on every worker, as far as JAX can be told."""
-    with jax.named_scope(EXCHANGE):
-        if all(is_tracked(name) for name in axis_names(axis_name)):
-            return lax.all_gather(value, axis_name, to="invarying")
-        return lax.all_gather(value, axis_name)
 
 
 def check_per_worker(gradients: Any, axis_name: str) -> None:

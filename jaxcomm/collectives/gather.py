@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.collectives.axis import AxisName, all_gather_same
+from jaxcomm.collectives.axis import AxisName
+from jaxcomm.collectives.messages import all_gather_same
 from jaxcomm.types import Payload
 
 

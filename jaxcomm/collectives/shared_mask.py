@@ -11,6 +11,7 @@ from jaxcomm import bits
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import AxisName, axis_size, zeros_varying_as
 from jaxcomm.collectives.checksum import agreed, gather_checked, move
+from jaxcomm.collectives.messages import to_next
 from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.scopes import DECODE, ENCODE, EXCHANGE
@@ -108,7 +109,6 @@ def _ring(
     """Passes partial sums from neighbour to neighbour; part j starts at worker j+1 and ends at its owner j."""
     k, width = parts.shape
     me = lax.axis_index(axis_name)
-    onward = [(worker, (worker + 1) % k) for worker in range(k)]
 
     def add_own(arrived: jax.Array, sound: jax.Array, hop: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
         part = (me - 1 - hop) % k
@@ -119,7 +119,7 @@ def _ring(
 
     def pass_on(carry: tuple[jax.Array, jax.Array], hop: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
         code, error = carry
-        code, is_intact = move(code, lambda code: lax.ppermute(code, axis_name, onward), checksum)
+        code, is_intact = move(code, lambda code: to_next(code, axis_name), checksum)
         code, lost, part = add_own(codec.decode(code[:-1], width), (code[-1] == 1) & is_intact, hop)
         return (code, error.at[part].set(lost)), None
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
 
 from jaxcomm.collectives.axis import AxisName
 from jaxcomm.collectives.checksum import gather_checked, move
+from jaxcomm.collectives.messages import all_to_all
 
 
 def two_shot(
@@ -36,7 +36,7 @@ def two_shot(
       The codes of all sums (K, m2), the same on every worker, what this worker's `at_owner` kept, and whether all that
       this worker has received was as it was sent: () bool.
     """
-    received, is_intact = move(rows, lambda rows: lax.all_to_all(rows, axis_name, 0, 0), checksum)
+    received, is_intact = move(rows, lambda rows: all_to_all(rows, axis_name), checksum)
     code, kept = at_owner(received)
     codes, are_intact = gather_checked(code, axis_name, checksum)
     return codes, kept, is_intact & are_intact

@@ -16,13 +16,13 @@ from jaxcomm.collectives.axis import (
     ALL_EXCHANGED,
     OTHER_USES,
     AxisName,
-    all_gather_same,
     axis_names,
     axis_size,
     is_in_scope,
     to_varying,
     varies,
 )
+from jaxcomm.collectives.messages import all_gather_same
 from jaxcomm.traffic import Traffic
 
 MODES = ("auto", "late", "reduce")

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.axis import AxisName, axis_size, to_varying
+from jaxcomm.collectives.messages import all_gather_rows, all_to_all, sum_scatter
 
 Place = Literal["rows", "features"]
 _PLACES: tuple[Place, Place] = ("rows", "features")
@@ -70,7 +71,7 @@ def split_dense(
     is_whole_bias = _check_bias(bias_shard, m, workers, outputs)
     if by_outputs:
         axis = 0 if inputs == "rows" else x.ndim - 1
-        y = lax.all_gather(x, axis_name, axis=axis, tiled=True) @ kernel_shard  # (B, ..., M/K)
+        y = all_gather_rows(x, axis_name, axis) @ kernel_shard  # (B, ..., M/K)
         if bias_shard is not None and not is_whole_bias:
             y = y + bias_shard
         y = features_to_rows(y, axis_name=axis_name) if outputs == "rows" else y
@@ -84,7 +85,7 @@ def split_dense(
                 (lax.axis_index(axis_name) * bias_shard.size,),
             )
             y = y + own
-        y = lax.psum_scatter(y, axis_name, scatter_dimension=0 if outputs == "rows" else y.ndim - 1, tiled=True)
+        y = sum_scatter(_cut(y, 0 if outputs == "rows" else y.ndim - 1, workers), axis_name)
         if bias_shard is not None and outputs == "features":
             y = y + bias_shard
     return y + bias_shard if bias_shard is not None and is_whole_bias else y
@@ -107,7 +108,8 @@ def rows_to_features(x: jax.Array, *, axis_name: str = "data") -> jax.Array:
       ValueError: at trace time, if N is not a multiple of K.
     """
     _check_multiple("features", x.shape[-1], axis_size(axis_name))
-    return lax.all_to_all(x, axis_name, split_axis=x.ndim - 1, concat_axis=0, tiled=True)
+    arrived = all_to_all(_cut(x, x.ndim - 1, axis_size(axis_name)), axis_name)  # (K, B/K, ..., N/K)
+    return arrived.reshape(-1, *arrived.shape[2:])
 
 
 def features_to_rows(x: jax.Array, *, axis_name: str = "data") -> jax.Array:
@@ -119,7 +121,13 @@ def features_to_rows(x: jax.Array, *, axis_name: str = "data") -> jax.Array:
       ValueError: at trace time, if B is not a multiple of K.
     """
     _check_multiple("rows", x.shape[0], axis_size(axis_name))
-    return lax.all_to_all(x, axis_name, split_axis=0, concat_axis=x.ndim - 1, tiled=True)
+    arrived = jnp.moveaxis(all_to_all(_cut(x, 0, axis_size(axis_name)), axis_name), 0, -2)  # (B/K, ..., K, N/K)
+    return arrived.reshape(*arrived.shape[:-2], -1)
+
+
+def _cut(x: jax.Array, axis: int, workers: int) -> jax.Array:
+    """Cuts a dimension into K parts: (K, ...)."""
+    return jnp.stack(jnp.split(x, workers, axis))
 
 
 def on_one_worker(function: Callable[[Any, Any], Any], params_row: Any, inputs: Any, *, axis_name: str = "data") -> Any:

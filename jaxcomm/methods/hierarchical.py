@@ -10,7 +10,8 @@ from jax import lax
 
 from jaxcomm.checks import check_range
 from jaxcomm.collectives import axis_size
-from jaxcomm.collectives.axis import all_gather_same, to_varying
+from jaxcomm.collectives.axis import to_varying
+from jaxcomm.collectives.messages import all_gather_same, sum_scatter
 from jaxcomm.exchange import Exchange, ExchangeState, check_exchange, get_exchange, keep_unless, transformation
 from jaxcomm.scopes import EXCHANGE
 from jaxcomm.types import ExchangeMetrics, PerWorker, is_per_worker
@@ -73,7 +74,7 @@ class Hierarchical(Exchange):
     def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
         rows, sizes = self._shares(self._once_all_are_here(updates))
         with jax.named_scope(EXCHANGE):
-            own = lax.psum_scatter(rows, self.inside, scatter_dimension=0) / axis_size(self.inside)  # (T,)
+            own = sum_scatter(rows, self.inside) / axis_size(self.inside)  # (T,)
         own_params = None
         if params is not None:
             own_params = _cut(self._shares(params)[0][lax.axis_index(self.inside)], sizes)

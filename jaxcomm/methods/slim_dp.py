@@ -14,7 +14,8 @@ from jax.flatten_util import ravel_pytree
 from jaxcomm import bits, noise
 from jaxcomm.checks import check_count, check_range
 from jaxcomm.collectives import axis_size
-from jaxcomm.collectives.axis import all_gather_same, other_axes, to_varying
+from jaxcomm.collectives.axis import other_axes, to_varying
+from jaxcomm.collectives.messages import all_gather_same, all_to_all
 from jaxcomm.exchange import ExchangeState, own_row, transformation, with_due
 from jaxcomm.layout import plan_layout
 from jaxcomm.methods.local_sgd import LocalExchange, local_sgd
@@ -226,10 +227,10 @@ class SlimDp(LocalExchange):
             core_values, new_server, pulled = old.core + rate * sums[:-1], server, jnp.zeros((workers, 0))
             if share:
                 with jax.named_scope(EXCHANGE):
-                    arrived = lax.all_to_all(delta[rest[asked]], axis_name, 0, 0)  # (K, e), worker i's in row i
+                    arrived = all_to_all(delta[rest[asked]], axis_name)  # (K, e), worker i's in row i
                 new_server = server.at[served.reshape(-1)].add(rate * arrived.reshape(-1))
                 with jax.named_scope(EXCHANGE):
-                    pulled = lax.all_to_all(new_server[served], axis_name, 0, 0)  # (K, e), as asked
+                    pulled = all_to_all(new_server[served], axis_name)  # (K, e), as asked
             carried = jnp.zeros_like(old_delta)
             if self.unsent == "carry":
                 carried = delta.at[core].set(0.0).at[rest[asked.reshape(-1)]].set(0.0)[None]

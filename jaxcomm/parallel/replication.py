@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxcomm.accounting.jaxpr import COLLECTIVES, UNCOUNTED, equation_axes, inner_jaxpr, inner_jaxprs
+from jaxcomm.collectives.messages import SAME
 
 Axes = frozenset[str]
 
@@ -40,6 +41,8 @@ def _outputs(eqn: Any, given: list[Axes]) -> list[Axes]:
         axes = frozenset(equation_axes(eqn))
         is_whole = name in _REPLICATING and params.get("axis_index_groups") is None
         return [each - axes if is_whole else each | axes for each in (given if len(given) == count else [anywhere])]
+    if name == SAME:
+        return [given[1]]
     if name == "cond":
         index, operands = given[0], given[1:]
         branches = [varying_axes(inner_jaxpr(branch), operands) for branch in params["branches"]]

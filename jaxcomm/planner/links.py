@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.report import WireReport
 from jaxcomm.checks import check_range
-from jaxcomm.collectives.axis import AxisName, axis_names
+from jaxcomm.collectives.axis import AxisName, axis_names, axis_size
+from jaxcomm.collectives.messages import all_gather_same, all_to_all, sum_scatter, to_next
 from jaxcomm.traffic import Program, Traffic
 
 Axes = tuple[str, ...]
@@ -269,21 +270,16 @@ def _measure(mesh: Mesh, op: str, axes: Axes, dtype: str) -> Link:
     return Link(((0.0, latency), *points), statistics.median(errors))
 
 
-def _all_to_all(x: jax.Array, axes: AxisName) -> jax.Array:
-    return lax.all_to_all(x.reshape(lax.axis_size(axes), -1), axes, 0, 0)
-
-
-def _permute(x: jax.Array, axes: AxisName) -> jax.Array:
-    workers = math.prod(lax.axis_size(name) for name in axis_names(axes))
-    return lax.ppermute(x, axes, [(worker, (worker + 1) % workers) for worker in range(workers)])
+def _parts(x: jax.Array, axes: AxisName) -> jax.Array:
+    return x.reshape(axis_size(axes), -1)
 
 
 _COLLECTIVES: dict[str, Callable[[jax.Array, AxisName], jax.Array]] = {
     "all_reduce": lax.psum,
-    "all_gather": lax.all_gather,
-    "reduce_scatter": lambda x, axes: lax.psum_scatter(x, axes, tiled=True),
-    "all_to_all": _all_to_all,
-    "permute": _permute,
+    "all_gather": all_gather_same,
+    "reduce_scatter": lambda x, axes: sum_scatter(_parts(x, axes), axes),
+    "all_to_all": lambda x, axes: all_to_all(_parts(x, axes), axes),
+    "permute": to_next,
 }
 
 

@@ -46,14 +46,6 @@ def test_what_is_tracked_where(way):
     }
 
 
-def test_gathering_promises_that_all_workers_have_the_same():
-    def worker(x):
-        return axis.all_gather_same(2 * x.reshape(3), "data")
-
-    np.testing.assert_array_equal(on_mesh(worker, P())(X), 2 * X)  # P() with check_vma is the promise
-    np.testing.assert_array_equal(jax.vmap(worker, axis_name="data", out_axes=None)(X), 2 * X)
-
-
 def test_gradients_with_respect_to_own_copies_stay_local():
     def worker(w, x):
         return jax.grad(lambda w: jnp.sum(w * x))(axis.to_varying(w, "data"))[None]

@@ -1,0 +1,129 @@
+"""Messages from every worker to every other, or to the next one.
+
+Between two workers a large message goes by an all-reduce of integers: the sum of both workers' words, less a worker's
+own, is the other's, exactly. It moves the same bytes, and both ways at once. In Gloo's other collectives the host that
+comes second may send all that it has before it says that it can receive, so that they take up to twice as long.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, is_tracked
+from jaxcomm.scopes import EXCHANGE
+
+LARGE = 1 << 18  # bytes of a message from which both ways at once are worth a second round of the network
+SAME = "same_on_all_workers"  # the name of the primitive that promises it, in traced programs
+
+# JAX cannot know that two workers have put the same rows together. Returns the first operand with the second's type.
+_same = Primitive(SAME)
+_same.def_impl(lambda value, like: value)
+_same.def_abstract_eval(lambda value, like: like)
+mlir.register_lowering(_same, lambda ctx, value, like: [value])
+
+
+def all_gather_same(value: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Gathers every worker's value, (K, *shape), the same on every worker, as far as JAX can be told.
+
+    Each worker receives K - 1 values.
+    """
+    with jax.named_scope(EXCHANGE):
+        if _is_by_pair(value, axis_name):
+            total, other = _swap(_as_words(value), axis_name)
+            rows = _from_words(_in_order(_as_words(value), other, axis_name), value.dtype)
+            return _same.bind(rows, _from_words(jnp.broadcast_to(total, (2, *total.shape)), value.dtype))
+        if all(is_tracked(name) for name in axis_names(axis_name)):
+            return lax.all_gather(value, axis_name, to="invarying")
+        return lax.all_gather(value, axis_name)
+
+
+def all_gather_rows(value: jax.Array, axis_name: AxisName, axis: int = 0) -> jax.Array:
+    """Puts the workers' arrays end to end along a dimension, in their order. It has a gradient.
+
+    Each worker receives K - 1 arrays.
+    """
+    if not _is_by_pair(value, axis_name):
+        return lax.all_gather(value, axis_name, axis=axis, tiled=True)
+    rows = _in_order(value, swapped(value, axis_name), axis_name)
+    return jnp.concatenate([rows[0], rows[1]], axis=axis)
+
+
+def all_to_all(rows: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Sends row j of (K, ...) to worker j; row i of the result is from worker i. It has a gradient.
+
+    Each worker receives (K-1)/K of its rows' bytes.
+    """
+    if not _is_by_pair(rows[0], axis_name):
+        return lax.all_to_all(rows, axis_name, 0, 0)
+    me = lax.axis_index(axis_name)
+    own, sent = (lax.dynamic_index_in_dim(rows, row, keepdims=False) for row in (me, 1 - me))
+    return _in_order(own, swapped(sent, axis_name), axis_name)
+
+
+def sum_scatter(rows: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Returns the sum over the workers of row i of (K, ...) to worker i. It has a gradient.
+
+    Each worker receives (K-1)/K of its rows' bytes.
+    """
+    if not _is_by_pair(rows[0], axis_name):
+        return lax.psum_scatter(rows, axis_name, scatter_dimension=0)
+    me = lax.axis_index(axis_name)
+    own, sent = (lax.dynamic_index_in_dim(rows, row, keepdims=False) for row in (me, 1 - me))
+    return own + swapped(sent, axis_name)
+
+
+def to_next(value: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Sends a value to the next worker, the last one's to the first. Each worker receives one value."""
+    if _is_by_pair(value, axis_name):
+        return swapped(value, axis_name)
+    workers = axis_size(axis_name)
+    return lax.ppermute(value, axis_name, [(worker, (worker + 1) % workers) for worker in range(workers)])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def swapped(value: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Returns the other one's value to each of two workers, bit for bit; 4 bytes a number."""
+    return _from_words(_swap(_as_words(value), axis_name)[1], value.dtype)
+
+
+def _swapped_forward(value: jax.Array, axis_name: AxisName) -> tuple[jax.Array, None]:
+    return swapped(value, axis_name), None
+
+
+def _swapped_backward(axis_name: AxisName, kept: None, error: jax.Array) -> tuple[jax.Array]:
+    return (swapped(error, axis_name),)
+
+
+swapped.defvjp(_swapped_forward, _swapped_backward)
+
+
+def _is_by_pair(message: Any, axis_name: AxisName) -> bool:
+    """Returns whether messages, one from every worker, go by an all-reduce: on a mesh alone."""
+    is_large = message.dtype.itemsize == 4 and message.size * 4 >= LARGE
+    on_mesh = set(axis_names(axis_name)) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+    return is_large and on_mesh and axis_size(axis_name) == 2
+
+
+def _swap(words: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
+    """Returns the sum of both workers' words, modulo 2^32, and the other's words."""
+    total = lax.psum(words, axis_name)
+    return total, total - words
+
+
+def _in_order(own: jax.Array, other: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Returns the rows of both workers, (2, ...)."""
+    is_first = lax.axis_index(axis_name) == 0
+    return jnp.stack([jnp.where(is_first, own, other), jnp.where(is_first, other, own)])
+
+
+def _as_words(value: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(value, jnp.uint32)
+
+
+def _from_words(words: jax.Array, dtype: Any) -> jax.Array:
+    return lax.bitcast_convert_type(words, dtype)
