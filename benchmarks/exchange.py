@@ -32,6 +32,7 @@ from train.tables import print_table, write_records
 # By sparsity, of those that have one.
 METHODS: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "plump_dp": lambda _: jc.plump_dp(),
+    "plump_dp_bfloat16": lambda _: jc.plump_dp(value_dtype="bfloat16"),
     "quant_dp": lambda _: jc.quant_dp(),
     "quant_dp_16": lambda _: jc.quant_dp(16),
     "quant_dp_two_shot": lambda _: jc.quant_dp(collective="two_shot"),
