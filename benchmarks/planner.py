@@ -356,7 +356,7 @@ def problem(shapes: str, workers: int) -> tuple[Any, Any, Any]:
 
 
 def calibrate(config: Config) -> None:
-    """Measures every candidate's computing on one device for K = 2 and 32, in copies of the gradient, and writes it."""
+    """Measures every candidate's computing on one device for K = 2, 8 and 32, in copies of the gradient."""
     import jax
     import numpy as np
 
@@ -372,19 +372,21 @@ def calibrate(config: Config) -> None:
     n = sum(leaf.size for leaf in params)
     found: dict[str, dict[str, float]] = {}
     for name, tx in candidates(local=False).items():  # a local method costs its exchange, once in so many steps
-        copies = {}
-        for workers in (2, 32):
+        (method,) = [found.method for found in jc.exchange.exchange_states(jax.eval_shape(tx.init, params))]
+        copies: dict[str, dict[int, float]] = {}  # by what the table calls the method, and K
+        for workers in (2, 8, 32):
             bench = Bench(mesh, "data", workers)
             rows, own = bench.spread(gradients), bench.spread(params)
             coding, ratios = lower_coding(bench, tx, rows, own), []
             for _ in range(7):  # this machine's cores vary: a ratio is of the same moment
                 copy = measure_copy(bench, n)
                 ratios.append(coding.cost().seconds / (jc.planner.COPY_BYTES * n * copy))
-            copies[workers] = statistics.median(ratios)
-        slope = max(0.0, (copies[32] - copies[2]) / 30)
-        (method,) = [found.method for found in jc.exchange.exchange_states(jax.eval_shape(tx.init, params))]
-        found[cost_key(method)] = {"fixed": round(max(0.0, copies[2] - 2 * slope), 3), "a_worker": round(slope, 3)}
-        print(f"{name}: {found[cost_key(method)]}", flush=True)
+            copies.setdefault(cost_key(method, workers), {})[workers] = statistics.median(ratios)
+        for key, by_workers in copies.items():
+            few, many = min(by_workers), max(by_workers)
+            slope = max(0.0, (by_workers[many] - by_workers[few]) / max(1, many - few))
+            found[key] = {"fixed": round(max(0.0, by_workers[few] - few * slope), 3), "a_worker": round(slope, 3)}
+            print(f"{name}: {key} {found[key]}", flush=True)
     table = {
         "source": "python -m benchmarks.planner --calibrate",
         "device": jax.devices()[0].device_kind,

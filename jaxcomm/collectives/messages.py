@@ -61,6 +61,7 @@ def all_to_all(rows: jax.Array, axis_name: AxisName) -> jax.Array:
     if not _is_by_pair(rows[0], axis_name):
         return lax.all_to_all(rows, axis_name, 0, 0)
     me = lax.axis_index(axis_name)
+    rows = lax.optimization_barrier(rows)
     own, sent = (lax.dynamic_index_in_dim(rows, row, keepdims=False) for row in (me, 1 - me))
     return _in_order(own, swapped(sent, axis_name), axis_name)
 
@@ -73,6 +74,7 @@ def sum_scatter(rows: jax.Array, axis_name: AxisName) -> jax.Array:
     if not _is_by_pair(rows[0], axis_name):
         return lax.psum_scatter(rows, axis_name, scatter_dimension=0)
     me = lax.axis_index(axis_name)
+    rows = lax.optimization_barrier(rows)
     own, sent = (lax.dynamic_index_in_dim(rows, row, keepdims=False) for row in (me, 1 - me))
     return own + swapped(sent, axis_name)
 
@@ -111,6 +113,7 @@ def _is_by_pair(message: Any, axis_name: AxisName) -> bool:
 
 def _swap(words: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of both workers' words, modulo 2^32, and the other's words."""
+    words = lax.optimization_barrier(words)  # once in memory: XLA would compute them again for the difference
     total = lax.psum(words, axis_name)
     return total, total - words
 
@@ -118,7 +121,8 @@ def _swap(words: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
 def _in_order(own: jax.Array, other: jax.Array, axis_name: AxisName) -> jax.Array:
     """Returns the rows of both workers, (2, ...)."""
     is_first = lax.axis_index(axis_name) == 0
-    return jnp.stack([jnp.where(is_first, own, other), jnp.where(is_first, other, own)])
+    rows = jnp.stack([jnp.where(is_first, own, other), jnp.where(is_first, other, own)])
+    return lax.optimization_barrier(rows)  # not once more for each of those who read them
 
 
 def _as_words(value: jax.Array) -> jax.Array:

@@ -38,9 +38,9 @@ class QuantDp(CodedExchange):
     By "psum", which "auto" takes with 8 bits and up to 4 workers, and with 16, the sum is an all-reduce of integers:
     the workers first agree on the largest scale of each bucket, in an all-reduce of 4 bytes a bucket, and take
     floor(s / K) levels in the place of s, so that their sum is of as many bits. It sends what two shots send and packs
-    no bits, and Gloo is up to twice as fast in an all-reduce as in the two shots. There are fewer levels: with 8 bits,
-    for independent normal gradients, the variance that rounding adds to the mean is 2.4 times that of two shots for
-    K = 2, 10 times for K = 4 and 45 times for K = 8, which is 0.05%, 0.24% and 1.0% of the variance of the mean itself
+    no bits. There are fewer levels: with 8 bits, for independent normal gradients, the variance that rounding adds to
+    the mean is 2.4 times that of two shots for K = 2, 10 times for K = 4 and 45 times for K = 8, which is 0.05%, 0.24%
+    and 1.0% of the variance of the mean itself
     (n = 8192, 300 draws, bucket 512).
 
     In two shots, the owner of a part quantizes the sum once more in the same way. `collective="gather"` is the paper's,
@@ -96,10 +96,14 @@ class QuantDp(CodedExchange):
             return "Pass bits=8 and collective='two_shot'"
         return "Pass collective='two_shot'" if self.collective == "psum" else None
 
+    def way(self, workers: int) -> str:
+        """Returns the collective that K workers use; "auto" for that of the other coded methods."""
+        adds_up = self.collective == "auto" and self.bits == 8 and workers <= AUTO_WORKERS and not self.checksum
+        return "psum" if adds_up or self.bits == 16 else self.collective
+
     def summands(self, vector: jax.Array, layout: Layout, step: jax.Array) -> tuple[jax.Array, Any] | None:
         workers = axis_size(self.axis_name)
-        takes_psum = self.collective == "auto" and self.bits == 8 and workers <= AUTO_WORKERS and not self.checksum
-        if not takes_psum and self.collective != "psum" and self.bits != 16:
+        if self.way(workers) != "psum":
             return None
         codec = self.codecs(layout, step)[0]
         levels = codec.levels // workers

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomm.accounting.alone import alone
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import Exchange, ExchangeState, exchange_states, is_exchange_state
+from jaxcomm.methods.quant_dp import QuantDp
 from jaxcomm.parallel.loss import GradientsFn, LossFn
 from jaxcomm.parallel.state import TrainState, make_local
 from jaxcomm.parallel.worker import worker_step
@@ -341,10 +342,13 @@ def known_accuracy(method: str) -> str:
     return known_costs()["accuracy"].get(method, "-")
 
 
-def cost_key(method: Exchange) -> str:
-    """Returns what the table of costs calls a method: its name, and the type of its values if it has one."""
-    value_dtype = getattr(method, "value_dtype", None)
-    return method.name if value_dtype is None else f"{method.name}/{value_dtype}"
+def cost_key(method: Exchange, workers: int) -> str:
+    """Returns what the table of costs calls a method of K workers: its name, and how its values travel if that differs.
+
+    That is the type of its values, or the collective of one that chooses it by K.
+    """
+    way = method.way(workers) if isinstance(method, QuantDp) else getattr(method, "value_dtype", None)
+    return method.name if way is None else f"{method.name}/{way}"
 
 
 def method_of(tx: optax.GradientTransformation, params: Any) -> Exchange:
@@ -375,7 +379,7 @@ def modelled_coding(tx: optax.GradientTransformation, params: Any, workers: int,
     if method.period is not None and inner is not None:
         cost = modelled_coding(inner, params, workers, copy)
         return None if cost is None else cost * (1 / (method.period * method.turns))
-    found = known_costs()["copies"].get(cost_key(method))
+    found = known_costs()["copies"].get(cost_key(method, workers))
     if found is None or method.others is not None:
         return None
     leaves = jax.tree_util.tree_leaves_with_path(params)
