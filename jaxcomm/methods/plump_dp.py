@@ -19,8 +19,8 @@ class PlumpDp(Exchange):
     """Averages the workers' gradients densely: the baseline, and what every compressor equals when it keeps everything.
 
     One all-reduce of float32: each worker receives 2 (K-1)/K * 4 bytes a parameter. In 16 bits half of that: float16 is
-    one all-reduce, too, and the faster of the two where hosts use Gloo; bfloat16 takes two shots, in which every worker
-    owns a part, adds it up in float32, and rounds the sum once more.
+    one all-reduce, too; bfloat16 takes two shots, in which every worker owns a part, adds it up in float32, and rounds
+    the sum once more.
 
     With p > 1 it averages models instead of gradients: each worker takes p local steps, and then all continue from the
     mean of their parameters. It then comes after a whole local optimizer, and is `local_sgd` with an outer optimizer

@@ -27,7 +27,9 @@ from jaxcomm.parallel.worker import worker_step
 from jaxcomm.planner.links import agreed, check_axes, time_calls
 from jaxcomm.states import communication_period, exchange_turns
 
-_REPEATS = 5
+_REPEATS = 5  # at least, and as many more as take _SHORT seconds together, up to _MOST
+_SHORT = 1.0
+_MOST = 25
 _LATE = 1_000_001  # steps of a run in which nothing is warmed up, refreshed or drained any more
 _DEVICES = "devices"  # the axis of all devices, beside one another
 COPY_BYTES = 8  # that a copy of a float32 moves in memory
@@ -222,11 +224,14 @@ class Timing:
         state = start(self._params)
 
         def time_steps(state: Any, number: int) -> tuple[Any, Cost]:
-            seconds = []
-            for count in range(2 + _REPEATS):
+            seconds, since = [], time.perf_counter()
+            for count in range(2 + _MOST):
                 at = self._bench.spread(np.int32(count if count < 2 else number))
                 state = jax.block_until_ready(restart(state, at))
-                agreed(0.0, self._bench.mesh)  # workers that share cores compute at the same time in training, too
+                # A barrier, too: workers that share cores compute at the same time in training.
+                passed = agreed(time.perf_counter() - since, self._bench.mesh)
+                if count >= 2 + _REPEATS and passed > _SHORT:
+                    break
                 begin = time.perf_counter()
                 state = jax.block_until_ready(step(state, *self._args))
                 seconds.append(time.perf_counter() - begin)

@@ -1,0 +1,196 @@
+"""How time, bytes, compile time and memory of an exchange grow with parameters, hosts and density.
+
+    python -m benchmarks.growth --json docs/data/growth.json
+
+runs `benchmarks.exchange` three times over: with more parameters (one vector, 2 hosts, 1% kept), with more hosts (10M
+parameters, 1% kept) and with other densities (10M parameters, 4 hosts), and draws all of it as one figure. Every
+measured quantity stands beside its law: bytes are those of `wire_report`; time is that of these bytes on the link, and
+a time in proportion to the parameters; memory is in proportion to the parameters; compile time is always the same.
+What the laws leave open, a number for each method, is the median over a sweep. Rows that a file has are not measured
+again.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.control import check_run, run
+from train.tables import print_table, write_records
+
+FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "growth.png"
+HELD = 12  # copies of the gradient that a host holds at most, as `benchmarks.exchange` counts and some room
+COLUMNS = {
+    "ms_median": "milliseconds",
+    "bytes_kernel": "bytes received by a worker",
+    "compile_s": "seconds to compile",
+    "held_bytes": "bytes held by a worker",
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Show how the cost of an exchange grows with parameters, hosts and density."""
+
+    sizes: str = "1e5,1e6,1e7,1e8,2e8"
+    """Parameters, separated by commas: of one vector, between 2 hosts."""
+    hosts: str = "2,4,8"
+    """Hosts, separated by commas, with --size parameters."""
+    density: str = "0.001,0.003,0.01,0.03,0.1"
+    """Fractions of the coordinates that sparse methods send, separated by commas, with --size parameters on 4 hosts."""
+    size: float = 1e7
+    """Parameters of the sweeps over hosts and density."""
+    method: str = "plump_dp,plump_dp_bfloat16,sign,topk,dct_dp"
+    """Methods of `benchmarks.exchange`, separated by commas."""
+    rate: str = "1gbit"
+    """Link rate: "100mbit", "1gbit", or "none" for no limit."""
+    steps: int = 5
+    """Timed steps of each row."""
+    figure: Path = FIGURE
+    """File for the figure."""
+    json: Path | None = None
+    """File for the records, as a list; those that it has are kept."""
+
+
+def main(config: Config) -> None:
+    """Measures what the file does not have, prints the tables, and draws the figure."""
+    check_run(config.rate, config.steps)
+    done = json.loads(config.json.read_text()) if config.json is not None and config.json.exists() else []
+    sweeps = _sweeps(config)
+    for sweep, settings in sweeps.items():
+        for size, hosts, density in settings:
+            wanted = {"sweep": sweep, "parameters": size, "hosts": hosts, "density": density, "rate": config.rate}
+            methods = _missing(config, wanted, done)
+            if methods and _fits(size, hosts):
+                done += [wanted | record for record in _measure(config, wanted, methods)]
+                write_records(config.json, done)
+    for sweep in sweeps:
+        rows = [_against_law(row, done) for row in done if row["sweep"] == sweep]
+        print_table(f"Growth with {sweep}", rows)
+    draw(config.figure, done)
+
+
+def _sweeps(config: Config) -> dict[str, list[tuple[int, int, float]]]:
+    """Returns for every sweep its (parameters, hosts, density)."""
+    try:
+        sizes = sorted({int(float(size)) for size in config.sizes.split(",")})
+        hosts = sorted({int(K) for K in config.hosts.split(",")})
+        densities = sorted({float(density) for density in config.density.split(",")})
+    except ValueError as error:
+        raise ValueError(f"--sizes, --hosts and --density are numbers separated by commas, got {error}.") from None
+    if sizes[0] < 1 or hosts[0] < 2 or config.size < 1 or not 0 < densities[0] <= densities[-1] < 1:
+        raise ValueError(
+            f"--sizes and --size are at least 1, --hosts at least 2, --density between 0 and 1, got {config.sizes}, "
+            f"{config.size}, {config.hosts} and {config.density}."
+        )
+    size = int(config.size)
+    return {
+        "parameters": [(n, 2, 0.01) for n in sizes],
+        "hosts": [(size, K, 0.01) for K in hosts],
+        "density": [(size, 4, density) for density in densities],
+    }
+
+
+def _missing(config: Config, wanted: dict[str, Any], done: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns the methods of which there is no row yet; those that send everything have one density."""
+    had = {row["method"] for row in done if all(row[key] == value for key, value in wanted.items())}
+    others = {row["method"] for row in done if row["sweep"] == "density" and not _is_sparse(row["method"])}
+    skipped = had | (others if wanted["sweep"] == "density" else set())
+    return [method for method in config.method.split(",") if method not in skipped]
+
+
+def _is_sparse(method: str) -> bool:
+    return not method.startswith(("plump_dp", "sign", "quant_dp", "terngrad"))
+
+
+def _fits(size: int, hosts: int) -> bool:
+    """Whether the hosts, which share this machine's memory, have room for it; says so if not."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = HELD * 4 * size * hosts
+    if needed > memory:
+        print(f"{size:,} parameters on {hosts} hosts take some {needed / 1e9:.0f} GB: left out.", flush=True)
+    return needed <= memory
+
+
+def _measure(config: Config, wanted: dict[str, Any], methods: Sequence[str]) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "records.json"
+        command = [sys.executable, "-m", "benchmarks.exchange", "--json", str(path), "--rate", config.rate]
+        command += ["--shapes", str(wanted["parameters"]), "--hosts", str(wanted["hosts"]), "--steps"]
+        command += [str(config.steps), "--sparsity", str(1 - wanted["density"]), "--method", ",".join(methods)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise ValueError(f"{' '.join(command[1:])} failed: {result.stderr[-2000:]}")
+        records = json.loads(path.read_text())
+    for record in records:
+        record["held_bytes"] = 4 * wanted["parameters"] * record["sizes_held"]
+    times = ", ".join(f"{record['method']} {record['ms_median']:.0f} ms" for record in records)
+    print(f"{wanted['parameters']:,} parameters, {wanted['hosts']} hosts, {wanted['density']:.1%}: {times}", flush=True)
+    return records
+
+
+def _against_law(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns what a row measured, and beside it each quantity divided by its law."""
+    law = _law(row, rows)
+    shown = {key: row[key] for key in ("method", "parameters", "hosts", "density", *COLUMNS)}
+    return shown | {f"{column}_by_law": row[column] / law[column] for column in COLUMNS if law[column]}
+
+
+def _law(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """Returns what the laws say of a row, given all rows; see this module."""
+    rate = {"mbit": 1e6, "gbit": 1e9}.get(row["rate"][-4:])
+    like = [each for each in rows if (each["sweep"], each["method"]) == (row["sweep"], row["method"])]
+
+    def wire(each: dict[str, Any]) -> float:
+        return 0.0 if rate is None else 8e3 * each["bytes_predicted"] / (float(each["rate"][:-4]) * rate)
+
+    cost = statistics.median((each["ms_median"] - wire(each)) / each["parameters"] for each in like)
+    held = statistics.median(each["held_bytes"] / each["parameters"] for each in like)
+    return {
+        "ms_median": wire(row) + cost * row["parameters"],
+        "bytes_kernel": row["bytes_predicted"],
+        "compile_s": statistics.median(each["compile_s"] for each in like),
+        "held_bytes": held * row["parameters"],
+    }
+
+
+def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Draws every quantity against what grows, as points, with its law as a line; a PNG file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    sweeps = list(dict.fromkeys(row["sweep"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    figure, panels = plt.subplots(
+        len(COLUMNS),
+        len(sweeps),
+        figsize=(4.5 * len(sweeps) + 2, 3 * len(COLUMNS)),
+        layout="constrained",
+        squeeze=False,
+    )
+    for column, sweep in enumerate(sweeps):
+        for panel, (quantity, label) in zip(panels[:, column], COLUMNS.items(), strict=True):
+            for index, method in enumerate(methods):
+                shown = [row for row in rows if (row["sweep"], row["method"]) == (sweep, method)]
+                shown = [row for row in shown if row[quantity] is not None]
+                x, colour = [row[sweep] for row in shown], f"C{index}"
+                panel.plot(x, [row[quantity] for row in shown], "o", color=colour, markersize=5, label=method)
+                panel.plot(x, [_law(row, rows)[quantity] for row in shown], color=colour, linewidth=0.9, alpha=0.7)
+            panel.set(xlabel=sweep, ylabel=label, xscale="log", yscale="log")
+            panel.grid(alpha=0.3)
+    panels[0, -1].legend(loc="center left", bbox_to_anchor=(1, 0.5), title="points: measured\nlines: law")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    run(Config, __doc__, main)
