@@ -1,8 +1,8 @@
 """Activations of a few bits: tiles of numbers, rotated, with a scale each.
 
-After TAH-Quant (He et al., "TAH-QUANT: Effective Activation Quantization in Pipeline Parallelism over Slow Network",
-arXiv 2506.01352, 2025) as its summary has it: tiles, a Hadamard transform, 3 to 4 bits, no state. Its bits by the
-entropy of a token and its swap of pivots are not here.
+After He et al., "TAH-QUANT: Effective Activation Quantization in Pipeline Parallelism over Slow Network", arXiv
+2506.01352, 2025, from its abstract: tiles, a Hadamard transform, 3 to 4 bits, no state. Its bits by a tile's entropy
+and its swap of pivots are not here; the size of a tile, the scale and how gradients are rounded are ours.
 """
 
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ class Tiles:
     """Writes values as integers of b bits: in tiles of 64, rotated by a Walsh-Hadamard matrix, with a scale a tile.
 
     The scale is the largest magnitude of the rotated tile, as bfloat16, rounded up; of its 2^b - 1 levels each number
-    takes the nearest, or with a key one of its two neighbours at random, unbiased. So a number is off by at most the
-    scale times 8 / (2^b - 2), twice that with a key, and the tile's squared error is that of the rotated numbers. A tile with
-    a number that is not finite, or with numbers above 2^120, may arrive as NaN; zeros arrive as zeros.
+    takes the nearest, or with a key one of its two neighbours at random, unbiased. The squared error of a tile is that
+    of the rotated numbers, each off by at most half a step, or a step with a key. A tile with a number that is not
+    finite arrives as NaN, and may do so with numbers above 2^120; zeros arrive as zeros.
 
     The values are one row, the last tile filled with zeros. Where the numbers of a sample are no multiple of 64, a tile
     has numbers of two samples.

@@ -116,12 +116,10 @@ def send_forward(formats: Sequence[Format], route: Route, encoded: list[Encoded]
     """Moves arrays as `send` does, without a gradient."""
 
     def write() -> tuple[list[Encoded], None]:
-        return [
-            Encoded(f.forward(each.values, key), each.words) for f, each in zip(formats, encoded, strict=True)
-        ], None
+        return [e._replace(values=f.forward(e.values, key)) for f, e in zip(formats, encoded, strict=True)], None
 
     def read(arrived: list[Encoded]) -> list[Encoded]:
-        return [Encoded(f.forwarded(each.values, key), each.words) for f, each in zip(formats, arrived, strict=True)]
+        return [e._replace(values=f.forwarded(e.values, key)) for f, e in zip(formats, arrived, strict=True)]
 
     return _permute(formats, route, write, read, None)[0]
 

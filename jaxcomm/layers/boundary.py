@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jaxcomm import noise
 from jaxcomm.checks import check_range, check_sparsity
 from jaxcomm.codecs.tiles import Tiles
-from jaxcomm.codecs.values import ValueCodec, value_codec
+from jaxcomm.codecs.values import VALUE_DTYPES, ValueCodec, value_codec
 from jaxcomm.collectives.axis import AxisName, axis_size
 from jaxcomm.collectives.boundary import send
 from jaxcomm.layers.activations import Largest, Whole
 from jaxcomm.selectors.topk import kept
 
-_WIDTHS = {"int3": 3, "int4": 4, "int8": 8}
+_CODECS = {name: value_codec(name) for name in VALUE_DTYPES} | {f"int{width}": Tiles(width) for width in (3, 4, 8)}
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,10 @@ class Boundary:
 
 
 def _codec_of(value_dtype: Any) -> ValueCodec | Tiles:
-    """Returns the codec of "int3", "int4" and "int8", of float32 and of bfloat16."""
     name = value_dtype if isinstance(value_dtype, str) else jnp.dtype(value_dtype).name
-    return Tiles(_WIDTHS[name]) if name in _WIDTHS else value_codec(value_dtype)
+    remedy = "pass value_dtype='int4' for the fewest bytes, or None for the type of the activations"
+    check_range("value_dtype", name, f"one of {', '.join(_CODECS)}", name in _CODECS, remedy)
+    return _CODECS[name]
 
 
 def dct_mp(sparsity: float, *, value_dtype: Any = None) -> Boundary:
@@ -100,9 +101,9 @@ def dct_mp(sparsity: float, *, value_dtype: Any = None) -> Boundary:
     Raises:
       ValueError: for an argument out of range.
 
-    On the wire, for B samples of d activations at k kept: forward 4 or 2 bytes for each of B k values (of b bits: 16 + 64 b
-    bits for every tile of 64), and positions (a bit for each of B d, in whole blocks of 1024, or 2 + log2(d/k) bits each
-    where that is less; none where k is d); backward the values' bytes again.
+    On the wire, for B samples of d activations at k kept: forward 4 or 2 bytes for each of B k values (2 + 8 b bytes for
+    64 values of b bits), and positions (a bit for each of B d, in whole blocks of 1024, or 2 + log2(d/k) bits each where
+    that is less; none where k is d); backward the values' bytes again.
     """
     return Boundary(sparsity, value_dtype)
 
