@@ -101,9 +101,9 @@ def dct_mp(sparsity: float, *, value_dtype: Any = None) -> Boundary:
     Raises:
       ValueError: for an argument out of range.
 
-    On the wire, for B samples of d activations at k kept: forward 4 or 2 bytes for each of B k values (2 + 8 b bytes for
-    64 values of b bits), and positions (a bit for each of B d, in whole blocks of 1024, or 2 + log2(d/k) bits each where
-    that is less; none where k is d); backward the values' bytes again.
+    On the wire, for B samples of d activations at k kept: forward 4 or 2 bytes for each of B k values, or 2 + 8 b for
+    64 of b bits, and positions (a bit for each of B d, in whole blocks of 1024, or 2 + log2(d/k) bits each where that
+    is less; none where k is d); backward the values' bytes again.
     """
     return Boundary(sparsity, value_dtype)
 

@@ -1,4 +1,4 @@
-"""Rotated tiles of a few bits: the reference's, exact where they can be, unbiased with a key, and never NaN as a number."""
+"""Rotated tiles of a few bits: the reference's, exact where they can be, unbiased with a key, NaN never a number."""
 
 import functools
 
@@ -68,7 +68,7 @@ def test_an_error_is_at_most_half_a_step_of_the_rotated_numbers(kind, width):
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_with_a_key_it_is_unbiased(width):
-    """The mean over 2,000 keys is within 5.5 standard errors of each of 64 numbers; the error's variance is below 1/4."""
+    """The mean over 2,000 keys is within 5.5 standard errors of each of 64 numbers; to nearest it is not."""
     x = np.random.default_rng(0).normal(size=64).astype(np.float32)
     tiles = Tiles(width)
     draw = jax.jit(jax.vmap(lambda key: tiles.decode(tiles.encode(x, key), 64)))
@@ -77,7 +77,7 @@ def test_with_a_key_it_is_unbiased(width):
     assert np.abs(got.mean(0) - x).max() < 5.5 * step / 2 / np.sqrt(2000)
     assert np.mean((got - x) ** 2) < step**2 / 4
     nearest = cross(x, width)
-    assert np.abs(nearest - x).max() > 5.5 * step / 2 / np.sqrt(2000)  # to nearest it is biased
+    assert np.abs(nearest - x).max() > 5.5 * step / 2 / np.sqrt(2000)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

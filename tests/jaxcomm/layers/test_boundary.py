@@ -22,10 +22,13 @@ from tests.jaxcomm.layers.crossing import (
     crossing,
     kinds,
     only_at,
+    predicted_bytes,
     seeds,
     widths,
 )
 from tests.reference.dct_mp import DctMpReference, n_kept_of_row
+from tests.reference.noise import make_key
+from tests.reference.tiles import arrive
 
 
 @pytest.mark.parametrize("value_dtype", [None, "bfloat16"])
@@ -105,10 +108,51 @@ def documented(whole, chosen, positions):
     return chosen + positions, chosen
 
 
-@pytest.mark.parametrize("value_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("value_dtype", [None, "bfloat16", "int4"])
 @pytest.mark.parametrize("name", CROSSINGS)
 def test_bytes_are_predicted_compiled_and_those_of_the_formula(name, value_dtype):
     assert_bytes(name, documented, value_dtype=value_dtype)
+
+
+@pytest.mark.parametrize(("width", "size"), [(3, 16 * 26 * 4), (4, 16 * 34 * 4), (8, 16 * 66 * 4)])
+def test_bytes_of_a_few_bits_by_hand(width, size):
+    """16 rows of 128 numbers are 32 tiles: 16 words of scales, and 2 words a bit and tile, each way."""
+    assert predicted_bytes(jc.dct_mp(0.0, value_dtype=f"int{width}"), (16, 128)) == (size, size)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.7])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_of_4_bits_are_those_of_the_tiles_and_their_gradients_are_rounded_at_random(sparsity, dtype):
+    """Of what DCT-MP keeps, in rows of tiles; everybody else receives zeros."""
+    shapes = {"a": (6, 5, 40), "b": (6, 200)}
+    run = Crossing(shapes, sparsity, 3, 2, 0, dtype=dtype, value_dtype="int4")
+    x, gradient = run.draw("normal", 0), run.draw("normal", 1)
+    received, returned, _ = run(x, gradient, seed=7)
+    error = {"float32": 1e-5, "bfloat16": 0.02}[dtype]
+    for number, name in enumerate(shapes):
+        reference, own = DctMpReference(sparsity), x[name][2]
+        reference.forward(own)
+        kept = reference.mask
+        back = make_key(make_key(make_key(7), 1), number)
+        for values, got, at, key in ((own, received, 0, None), (gradient[name][0], returned, 2, back)):
+            expected, close = arrive(values[kept], 4, key)
+            assert close.mean() < 0.1
+            there = got[name][at][kept]
+            np.testing.assert_allclose(there[~close], expected[~close], rtol=error, atol=error)
+            assert not got[name][at][~kept].any()
+            assert np.abs(expected - values[kept]).max() > 0.1  # it is no copy
+            assert not np.delete(got[name], at, axis=0).any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_crosses_in_4_bits_too(bad):
+    run = Crossing((3, 64), 0.0, 2, 0, 1, value_dtype="int4")
+    x, gradient = run.draw("normal", 0), run.draw("normal", 1)
+    x[0, 1, 3] = gradient[1, 2, 5] = bad
+    received, returned, _ = run(x, gradient)
+    np.testing.assert_array_equal(np.isnan(received[1]).all(1), [False, True, False])
+    np.testing.assert_array_equal(np.isnan(returned[0]).all(1), [False, False, True])
+    assert np.isnan(received).sum() == np.isnan(returned).sum() == 64
 
 
 @pytest.mark.parametrize("sparsity", [0.05, 0.5, 0.9, 0.99])
@@ -140,7 +184,10 @@ def traced(x=None, size=2, sparsity=0.5, value_dtype=None, **arguments):
     [
         ({"sparsity": 1.0}, r"sparsity must be at least 0 and below 1 .*, got 1\.0: use 0\.99"),
         ({"sparsity": -0.1}, r"sparsity must be at least 0 and below 1 .*, got -0\.1: "),
-        ({"value_dtype": "float16"}, r"one of float32, bfloat16, got 'float16': pass value_dtype='bfloat16' or "),
+        (
+            {"value_dtype": "float16"},
+            r"one of float32, bfloat16, int3, int4, int8, got 'float16': pass value_dtype='int4'",
+        ),
         ({"source": 2}, r"source must be a position on the axis of 2, got 2: positions count from 0"),
         ({"target": -1}, r"target must be a position on the axis of 2, got -1: positions count from 0"),
         ({"target": 0}, r"target must be another position than source, got 0: nothing has to move"),
