@@ -10,6 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxcomm as jc
+from jaxcomm.layers import Whole
 from jaxcomm.pipeline.pipeline import Cut
 from tests.jaxcomm.layers.crossing import (
     CROSSINGS,
@@ -114,7 +115,7 @@ def test_bytes_are_predicted_compiled_and_those_of_the_formula(name, value_dtype
     assert_bytes(name, documented, value_dtype=value_dtype)
 
 
-@pytest.mark.parametrize(("width", "size"), [(3, 16 * 26 * 4), (4, 16 * 34 * 4), (8, 16 * 66 * 4)])
+@pytest.mark.parametrize(("width", "size"), [(3, 16 * 13 * 4), (4, 16 * 17 * 4), (8, 16 * 33 * 4)])
 def test_bytes_of_a_few_bits_by_hand(width, size):
     """16 rows of 128 numbers are 32 tiles: 16 words of scales, and 2 words a bit and tile, each way."""
     assert predicted_bytes(jc.dct_mp(0.0, value_dtype=f"int{width}"), (16, 128)) == (size, size)
@@ -134,14 +135,38 @@ def test_values_of_4_bits_are_those_of_the_tiles_and_their_gradients_are_rounded
         reference.forward(own)
         kept = reference.mask
         back = make_key(make_key(make_key(7), 1), number)
-        for values, got, at, key in ((own, received, 0, None), (gradient[name][0], returned, 2, back)):
+        for values, got, place, key in ((own, received, 0, None), (gradient[name][0], returned, 2, back)):
             expected, close = arrive(values[kept], 4, key)
-            assert close.mean() < 0.1
-            there = got[name][at][kept]
+            assert close.mean() < 0.5
+            there = got[name][place][kept]
             np.testing.assert_allclose(there[~close], expected[~close], rtol=error, atol=error)
-            assert not got[name][at][~kept].any()
+            assert not got[name][place][~kept].any()
             assert np.abs(expected - values[kept]).max() > 0.1  # it is no copy
-            assert not np.delete(got[name], at, axis=0).any()
+            assert not np.delete(got[name], place, axis=0).any()
+
+
+def test_the_sender_alone_writes_and_the_receiver_alone_reads():
+    """And the other way round for the gradient."""
+    seen = []
+
+    def told(hook):
+        def run(self, x, *rest):
+            jax.debug.callback(lambda position: seen.append((hook, int(position))), jax.lax.axis_index("stage"))
+            return getattr(Whole, hook)(self, x, *rest)
+
+        return run
+
+    hooks = ("forward", "forwarded", "backward", "returned")
+    listening = type("Listening", (Whole,), {hook: told(hook) for hook in hooks})
+
+    class Listened(jc.layers.Boundary):
+        def format(self, shape, dtype, values_as, k):
+            return listening(shape, dtype, values_as)
+
+    run = Crossing((2, 6), 0.5, 3, 0, 2, make=Listened)
+    run(run.draw("normal", 0), run.draw("normal", 1))
+    jax.effects_barrier()
+    assert sorted(seen) == [("backward", 2), ("forward", 0), ("forwarded", 2), ("returned", 0)]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
