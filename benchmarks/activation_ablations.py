@@ -22,7 +22,7 @@ from jaxcomm.layers import Boundary, Encoded, Rows, Whole
 class SketchBoundary(Boundary):
     """A random projection of every sample to (1 - sparsity) d numbers forward, and all of the gradient backward."""
 
-    def format(self, shape: tuple[int, ...], dtype: Any, values_as: ValueCodec, k: int) -> Whole:
+    def format(self, shape: tuple[int, ...], dtype: Any, values_as: Any, k: int) -> Whole:
         """Returns a `Sketch`."""
         return Sketch(shape, dtype, values_as, k)
 
@@ -38,8 +38,17 @@ class TopKGradientBoundary(Boundary):
         """Unless everything is sent."""
         return self.sparsity > 0
 
-    def format(self, shape: tuple[int, ...], dtype: Any, values_as: ValueCodec, k: int) -> Whole:
-        """Returns a `LargestGradient`."""
+    def format(self, shape: tuple[int, ...], dtype: Any, values_as: Any, k: int) -> Whole:
+        """Returns a `LargestGradient`.
+
+        Raises:
+          ValueError: for values of a few bits, whose rounding the residual would not have.
+        """
+        if not isinstance(values_as, ValueCodec):
+            raise ValueError(
+                f"value_dtype must be float32 or bfloat16 where a residual is kept, got {self.value_dtype!r}: use "
+                "dct_mp, which keeps none."
+            )
         return LargestGradient(shape, dtype, values_as, k)
 
 

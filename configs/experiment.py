@@ -28,12 +28,12 @@ class Architecture:
 
 @dataclass(frozen=True)
 class BoundaryFields:
-    """What crosses between the stages of a pipeline: DCT-MP."""
+    """What crosses between the stages of a pipeline: DCT-MP, or everything in a few bits."""
 
     sparsity: float = 0.0
     """Fraction of a sample's activations that is not sent; 0 sends them whole."""
-    value_dtype: Literal["float32", "bfloat16"] | None = None
-    """Type of a value on the wire; None for that of the activations."""
+    value_dtype: Literal["float32", "bfloat16", "int8", "int4", "int3"] | None = None
+    """Type of a value on the wire; None for that of the activations. int4 goes with sparsity 0, for transformers."""
 
 
 @dataclass(frozen=True)

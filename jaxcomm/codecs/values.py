@@ -60,11 +60,13 @@ class ValueCodec:
         """Reads the values of all slots: (C,) float32."""
         return self.decode(words, layout.n_slots)
 
-    def encode(self, values: jax.Array) -> jax.Array:
+    def encode(self, values: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Writes values (C,), already rounded, as W = ceil(C * bits / 32) words: (W,) uint32.
 
-        Of 16 bits, word i has value i below, and value W + i above: neighbours are read together, as they lie.
+        Of 16 bits, word i has value i below, and value W + i above: neighbours are read together, as they lie. The key
+        is that of a codec which rounds at random, as `Tiles`.
         """
+        del key
         wire = values.astype(self.dtype)
         if self.bits == WORD:
             return lax.bitcast_convert_type(wire, jnp.uint32)

@@ -1,6 +1,6 @@
 """Activations from one stage of a model to the next, and their gradients back: one permutation of words each way."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomm import noise
+from jaxcomm.codecs.tiles import Tiles
 from jaxcomm.codecs.values import ValueCodec
-from jaxcomm.collectives.axis import AxisName
+from jaxcomm.collectives.axis import AxisName, to_varying, zeros_of
 from jaxcomm.scopes import DECODE, ENCODE, EXCHANGE
 
 
@@ -25,12 +27,20 @@ class Encoded(NamedTuple):
     words: jax.Array
 
 
+class Route(NamedTuple):
+    """An axis of a mesh, and the positions of sender and receiver."""
+
+    axis_name: AxisName
+    source: int
+    target: int
+
+
 class Format(Protocol):
     """How the values of one array of activations travel, and their gradient back; see `jaxcomm.layers.activations`."""
 
     @property
-    def values_as(self) -> ValueCodec:
-        """The type of a value on the wire."""
+    def values_as(self) -> ValueCodec | Tiles:
+        """How a value is written: forward to nearest, backward at random where the codec is `Tiles`."""
         ...
 
     def forward(self, values: jax.Array, key: jax.Array) -> jax.Array:
@@ -69,7 +79,7 @@ def send(
       encoded: the arrays; those of the sender are read.
       axis_name: the axis of stages.
       source: the sender's position.
-      key: () uint32, the seed of random formats, the same on both sides.
+      key: () uint32, the seed of random formats and of random rounding, the same on both sides.
       residuals: for every format with a residual an array of its shape, None for the others.
       target: the receiver's position, the one after the sender's if not given.
 
@@ -77,7 +87,7 @@ def send(
       The arrays, on the receiver. It receives 4 bytes a word of the values and the indices, and the sender as many for
       the gradient's.
     """
-    route = (axis_name, source, source + 1 if target is None else target)
+    route = Route(axis_name, source, source + 1 if target is None else target)
     values, words = [each.values for each in encoded], [each.words for each in encoded]
     return [Encoded(*pair) for pair in zip(*_send(tuple(formats), route, values, words, key, residuals), strict=True)]
 
@@ -85,42 +95,99 @@ def send(
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _send(formats, route, values, words, key, residuals):
     del residuals
-    travelling = [f.forward(v, key) for f, v in zip(formats, values, strict=True)]
-    sent = [Encoded(*pair) for pair in zip(travelling, words, strict=True)]
-    arrived = _permute(formats, route, sent)
-    received = [f.forwarded(a.values, key) for f, a in zip(formats, arrived, strict=True)]
-    return received, [a.words for a in arrived]
+    received = send_forward(formats, route, [Encoded(*pair) for pair in zip(values, words, strict=True)], key)
+    return [each.values for each in received], [each.words for each in received]
 
 
 def _send_forward(formats, route, values, words, key, residuals):
-    return _send(formats, route, values, words, key, residuals), residuals
+    return _send(formats, route, values, words, key, residuals), (key, residuals)
 
 
-def _send_backward(formats, route, residuals, gradients):
-    pairs = [f.backward(g, r) for f, g, r in zip(formats, gradients[0], residuals, strict=True)]
-    axis_name, source, target = route
-    arrived = _permute(formats, (axis_name, target, source), [encoded for encoded, _ in pairs])
-    returned = [f.returned(a) for f, a in zip(formats, arrived, strict=True)]
-    return returned, None, None, [residual for _, residual in pairs]
+def _send_backward(formats, route, kept, gradients):
+    key, residuals = kept
+    returned, residuals = send_backward(formats, route, gradients[0], key, residuals)
+    return returned, None, None, residuals
 
 
 _send.defvjp(_send_forward, _send_backward)
 
 
-def _permute(formats: tuple[Format, ...], route: tuple[AxisName, int, int], sent: list[Encoded]) -> list[Encoded]:
-    """Moves values and indices of all arrays as one buffer of 32-bit words."""
-    axis_name, source, target = route
-    with jax.named_scope(ENCODE):
-        pairs = [(f.values_as.encode(each.values), each.words) for f, each in zip(formats, sent, strict=True)]
-        parts = [part for pair in pairs for part in pair]
-        buffer = jnp.concatenate(parts)
-    with jax.named_scope(EXCHANGE):
-        buffer = lax.ppermute(buffer, axis_name, [(source, target)])
-    arrived, start = [], 0
-    for f, each, values, words in zip(formats, sent, parts[::2], parts[1::2], strict=True):
-        middle, end = start + values.size, start + values.size + words.size
+def send_forward(formats: Sequence[Format], route: Route, encoded: list[Encoded], key: jax.Array) -> list[Encoded]:
+    """Moves arrays as `send` does, without a gradient."""
+
+    def write() -> tuple[list[Encoded], None]:
+        return [e._replace(values=f.forward(e.values, key)) for f, e in zip(formats, encoded, strict=True)], None
+
+    def read(arrived: list[Encoded]) -> list[Encoded]:
+        return [e._replace(values=f.forwarded(e.values, key)) for f, e in zip(formats, arrived, strict=True)]
+
+    return _permute(formats, route, write, read, None)[0]
+
+
+def send_backward(
+    formats: Sequence[Format], route: Route, gradients: list[jax.Array], key: jax.Array, residuals: list[Any]
+) -> tuple[list[jax.Array], list[Any]]:
+    """Moves the gradients of what was received back over the route.
+
+    Returns:
+      The gradients of what was sent, on the sender; the new residuals, on the receiver; zeros elsewhere.
+    """
+
+    def write() -> tuple[list[Encoded], list[Any]]:
+        pairs = [f.backward(g, r) for f, g, r in zip(formats, gradients, residuals, strict=True)]
+        return [encoded for encoded, _ in pairs], [residual for _, residual in pairs]
+
+    def read(arrived: list[Encoded]) -> list[jax.Array]:
+        return [f.returned(each) for f, each in zip(formats, arrived, strict=True)]
+
+    back = Route(route.axis_name, route.target, route.source)
+    return _permute(formats, back, write, read, noise.make_key(key, 1))
+
+
+def _permute(
+    formats: Sequence[Format],
+    route: Route,
+    write: Callable[[], tuple[list[Encoded], Any]],
+    read: Callable[[list[Encoded]], Any],
+    key: jax.Array | None,
+) -> tuple[Any, Any]:
+    """Moves values and indices of all arrays as one buffer of 32-bit words, with the key of random rounding.
+
+    Returns:
+      What the receiver reads, and what the sender has beside; zeros elsewhere, where nothing is written or read.
+    """
+    kinds, _ = jax.eval_shape(write)
+
+    def to_buffer() -> tuple[jax.Array, Any]:
+        encoded, rest = write()
+        parts = []
+        with jax.named_scope(ENCODE):
+            for number, (f, each) in enumerate(zip(formats, encoded, strict=True)):
+                own = None if key is None else noise.make_key(key, number)
+                parts += [f.values_as.encode(each.values, own), each.words]
+            return jnp.concatenate(parts), rest
+
+    def from_buffer(buffer: jax.Array) -> Any:
+        arrived, start = [], 0
         with jax.named_scope(DECODE):
-            decoded = f.values_as.decode(buffer[start:middle], each.values.size).astype(each.values.dtype)
-        arrived.append(Encoded(decoded, buffer[middle:end]))
-        start = end
-    return arrived
+            for f, kind in zip(formats, kinds, strict=True):
+                middle = start + jax.eval_shape(f.values_as.encode, kind.values).size
+                values = f.values_as.decode(buffer[start:middle], kind.values.size).astype(kind.values.dtype)
+                start = middle + kind.words.size
+                arrived.append(Encoded(values, buffer[middle:start]))
+        return read(arrived)
+
+    buffer, rest = _only_at(route.source, route.axis_name, to_buffer)
+    with jax.named_scope(EXCHANGE):
+        buffer = lax.ppermute(buffer, route.axis_name, [(route.source, route.target)])
+    return _only_at(route.target, route.axis_name, lambda: from_buffer(buffer)), rest
+
+
+def _only_at(position: int, axis_name: AxisName, function: Callable[[], Any]) -> Any:
+    """Runs a function at one position of an axis; everybody else has zeros, and does not compute."""
+
+    def run() -> Any:
+        return to_varying(function(), axis_name)
+
+    kinds = jax.eval_shape(run)
+    return lax.cond(lax.axis_index(axis_name) == position, run, lambda: jax.tree.map(zeros_of, kinds))

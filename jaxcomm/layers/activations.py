@@ -18,6 +18,7 @@ from jax import lax
 
 from jaxcomm import bits
 from jaxcomm.codecs.indices import IndexCodec, choose_index_codec
+from jaxcomm.codecs.tiles import Tiles
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import zeros_varying_as
 from jaxcomm.collectives.boundary import Encoded
@@ -51,7 +52,7 @@ class Whole:
 
     shape: tuple[int, ...]
     dtype: Any
-    values_as: ValueCodec
+    values_as: ValueCodec | Tiles
 
     @property
     def features(self) -> int:

@@ -13,11 +13,14 @@ import jax.numpy as jnp
 
 from jaxcomm import noise
 from jaxcomm.checks import check_range, check_sparsity
-from jaxcomm.codecs.values import ValueCodec, value_codec
+from jaxcomm.codecs.tiles import Tiles
+from jaxcomm.codecs.values import VALUE_DTYPES, ValueCodec, value_codec
 from jaxcomm.collectives.axis import AxisName, axis_size
 from jaxcomm.collectives.boundary import send
 from jaxcomm.layers.activations import Largest, Whole
 from jaxcomm.selectors.topk import kept
+
+_CODECS = {name: value_codec(name) for name in VALUE_DTYPES} | {f"int{width}": Tiles(width) for width in (3, 4, 8)}
 
 
 @dataclass(frozen=True)
@@ -37,14 +40,14 @@ class Boundary:
     def __post_init__(self) -> None:
         check_sparsity(self.sparsity)
         if self.value_dtype is not None:
-            value_codec(self.value_dtype)
+            _codec_of(self.value_dtype)
 
     @property
     def keeps_residual(self) -> bool:
         """Whether some format keeps what it does not send back, so that a state needs the shapes of a batch."""
         return False
 
-    def format(self, shape: tuple[int, ...], dtype: Any, values_as: ValueCodec, k: int) -> Whole:
+    def format(self, shape: tuple[int, ...], dtype: Any, values_as: ValueCodec | Tiles, k: int) -> Whole:
         """Returns how activations are written of which k values a sample travel, fewer than there are."""
         return Largest(shape, dtype, values_as, k)
 
@@ -61,10 +64,17 @@ class Boundary:
                 f"{dtype}{list(shape)}: let the next stage take integers and masks from its own batch."
             )
         own = "bfloat16" if dtype == jnp.bfloat16 else "float32"
-        values_as = value_codec(own if self.value_dtype is None else self.value_dtype)
+        values_as = _codec_of(own if self.value_dtype is None else self.value_dtype)
         d = math.prod(shape[1:])
         k = kept(d, self.sparsity)
         return Whole(shape, dtype, values_as) if k == d else self.format(shape, dtype, values_as, k)
+
+
+def _codec_of(value_dtype: Any) -> ValueCodec | Tiles:
+    name = value_dtype if isinstance(value_dtype, str) else jnp.dtype(value_dtype).name
+    remedy = "pass value_dtype='int4' for the fewest bytes, or None for the type of the activations"
+    check_range("value_dtype", name, f"one of {', '.join(_CODECS)}", name in _CODECS, remedy)
+    return _CODECS[name]
 
 
 def dct_mp(sparsity: float, *, value_dtype: Any = None) -> Boundary:
@@ -75,12 +85,15 @@ def dct_mp(sparsity: float, *, value_dtype: Any = None) -> Boundary:
     2. Their values and their coded positions travel forward; the next stage sees zeros elsewhere.
     3. In the backward pass the gradient of these activations travels back, values alone: both sides know the mask.
 
-    With sparsity 0 everything is sent, and nothing is changed.
+    With sparsity 0 everything is sent. Values of 3, 4 or 8 bits are rounded in rotated tiles of 64, each with a scale
+    (`codecs.tiles`, after TAH-Quant, arXiv 2506.01352): forward to nearest, gradients at random, unbiased. Nothing is
+    kept of what was rounded off. `dct_mp(0.0, value_dtype="int4")` is the boundary for activations that are not sparse,
+    as between the layers of a transformer.
 
     Args:
       sparsity: eta, the fraction of a sample's activations that is not sent, at least 0 and below 1.
-      value_dtype: "float32" or "bfloat16", the type of a value on the wire in both directions; None for that of the
-        activations (float32 for float16).
+      value_dtype: "float32", "bfloat16", "int8", "int4" or "int3", the type of a value on the wire in both directions;
+        None for that of the activations (float32 for float16).
 
     Returns:
       A boundary for `Pipeline` or `masked_boundary`.
@@ -88,9 +101,9 @@ def dct_mp(sparsity: float, *, value_dtype: Any = None) -> Boundary:
     Raises:
       ValueError: for an argument out of range.
 
-    On the wire, for B samples of d activations at k kept: forward 4 or 2 bytes for each of B k values, and positions (a
-    bit for each of B d, in whole blocks of 1024, or 2 + log2(d/k) bits each where that is less); backward the values'
-    bytes again.
+    On the wire, for B samples of d activations at k kept: forward 4 or 2 bytes for each of B k values, or 2 + 8 b for
+    64 of b bits, and positions (a bit for each of B d, in whole blocks of 1024, or 2 + log2(d/k) bits each where that
+    is less; none where k is d); backward the values' bytes again.
     """
     return Boundary(sparsity, value_dtype)
 

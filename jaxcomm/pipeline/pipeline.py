@@ -19,6 +19,7 @@ from jax import lax
 from jaxcomm import noise
 from jaxcomm.accounting.jaxpr import jaxpr_communicates
 from jaxcomm.accounting.report import BoundaryBytes, PipelineReport, wire_report
+from jaxcomm.codecs.tiles import Tiles
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
 from jaxcomm.collectives.boundary import Encoded, send
@@ -216,8 +217,8 @@ class Cut(NamedTuple):
     def bytes_each_way(self) -> tuple[int, int]:
         """Returns the bytes that cross forward and backward for one micro-batch."""
 
-        def written(values: jax.Array, words: jax.Array, codec: ValueCodec) -> int:
-            return 4 * (-(-values.size * codec.bits // 32) + words.size)
+        def written(values: jax.Array, words: jax.Array, codec: ValueCodec | Tiles) -> int:
+            return 4 * (jax.eval_shape(codec.encode, values).size + words.size)
 
         forward = backward = 0
         key = jax.ShapeDtypeStruct((), jnp.uint32)

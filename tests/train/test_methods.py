@@ -79,9 +79,9 @@ def test_a_boundary_has_a_name_of_its_own():
             BoundaryFields(),
             BoundaryFields(0.9),
             BoundaryFields(0.95, "float32"),
-            BoundaryFields(value_dtype="bfloat16"),
+            BoundaryFields(value_dtype="int4"),
         )
-    ] == ["plump_dp", "plump_dp-masked-0.9", "plump_dp-masked-0.95-float32", "plump_dp-masked-0-bfloat16"]
+    ] == ["plump_dp", "plump_dp-masked-0.9", "plump_dp-masked-0.95-float32", "plump_dp-masked-0-int4"]
     assert run_name(PlumpDp(p=2), BoundaryFields(0.5)) == "plump_dp-p2-masked-0.5"
 
 

@@ -142,14 +142,21 @@ def assert_permutes(make):
 
 def bytes_by_hand(shapes, sparsity, value_dtype):
     """(all values, those that are kept, their positions in whole blocks of 1024), of all arrays."""
-    total, bits = np.zeros(3, int), BITS[widths(value_dtype)]
+    total, of_values = np.zeros(3, int), functools.partial(value_words, value_dtype=widths(value_dtype))
     for B, *rest in jax.tree.leaves(shapes, is_leaf=is_shape):
         d = math.prod(rest)
         k = n_kept_of_row(d, sparsity)
         n = math.ceil(B * d / 1024) * 1024
         positions = min(index_words(codec, n, B * k) for codec in ("plain", "bitmap", "elias_fano")) if k < d else 0
-        total += [words(B * d, bits), words(B * k, bits), positions]
+        total += [of_values(B * d), of_values(B * k), positions]
     return 4 * total
+
+
+def value_words(n, value_dtype):
+    if not value_dtype.startswith("int"):
+        return words(n, BITS[value_dtype])
+    tiles = math.ceil(n / 64)
+    return math.ceil(tiles / 2) + 2 * tiles * int(value_dtype[3:])
 
 
 def predicted_bytes(boundary, shapes):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxcomm as jc
+from jaxcomm.layers import Whole
 from jaxcomm.pipeline.pipeline import Cut
 from tests.jaxcomm.layers.crossing import (
     CROSSINGS,
@@ -22,10 +23,13 @@ from tests.jaxcomm.layers.crossing import (
     crossing,
     kinds,
     only_at,
+    predicted_bytes,
     seeds,
     widths,
 )
 from tests.reference.dct_mp import DctMpReference, n_kept_of_row
+from tests.reference.noise import make_key
+from tests.reference.tiles import arrive
 
 
 @pytest.mark.parametrize("value_dtype", [None, "bfloat16"])
@@ -105,10 +109,75 @@ def documented(whole, chosen, positions):
     return chosen + positions, chosen
 
 
-@pytest.mark.parametrize("value_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("value_dtype", [None, "bfloat16", "int4"])
 @pytest.mark.parametrize("name", CROSSINGS)
 def test_bytes_are_predicted_compiled_and_those_of_the_formula(name, value_dtype):
     assert_bytes(name, documented, value_dtype=value_dtype)
+
+
+@pytest.mark.parametrize(("width", "size"), [(3, 16 * 13 * 4), (4, 16 * 17 * 4), (8, 16 * 33 * 4)])
+def test_bytes_of_a_few_bits_by_hand(width, size):
+    """16 rows of 128 numbers are 32 tiles: 16 words of scales, and 2 words a bit and tile, each way."""
+    assert predicted_bytes(jc.dct_mp(0.0, value_dtype=f"int{width}"), (16, 128)) == (size, size)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.7])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_of_4_bits_are_those_of_the_tiles_and_their_gradients_are_rounded_at_random(sparsity, dtype):
+    """Of what DCT-MP keeps, in rows of tiles; everybody else receives zeros."""
+    shapes = {"a": (6, 5, 40), "b": (6, 200)}
+    run = Crossing(shapes, sparsity, 3, 2, 0, dtype=dtype, value_dtype="int4")
+    x, gradient = run.draw("normal", 0), run.draw("normal", 1)
+    received, returned, _ = run(x, gradient, seed=7)
+    error = {"float32": 1e-5, "bfloat16": 0.02}[dtype]
+    for number, name in enumerate(shapes):
+        reference, own = DctMpReference(sparsity), x[name][2]
+        reference.forward(own)
+        kept = reference.mask
+        back = make_key(make_key(make_key(7), 1), number)
+        for values, got, place, key in ((own, received, 0, None), (gradient[name][0], returned, 2, back)):
+            expected, close = arrive(values[kept], 4, key)
+            assert close.mean() < 0.5
+            there = got[name][place][kept]
+            np.testing.assert_allclose(there[~close], expected[~close], rtol=error, atol=error)
+            assert not got[name][place][~kept].any()
+            assert np.abs(expected - values[kept]).max() > 0.1  # it is no copy
+            assert not np.delete(got[name], place, axis=0).any()
+
+
+def test_the_sender_alone_writes_and_the_receiver_alone_reads():
+    """And the other way round for the gradient."""
+    seen = []
+
+    def told(hook):
+        def run(self, x, *rest):
+            jax.debug.callback(lambda position: seen.append((hook, int(position))), jax.lax.axis_index("stage"))
+            return getattr(Whole, hook)(self, x, *rest)
+
+        return run
+
+    hooks = ("forward", "forwarded", "backward", "returned")
+    listening = type("Listening", (Whole,), {hook: told(hook) for hook in hooks})
+
+    class Listened(jc.layers.Boundary):
+        def format(self, shape, dtype, values_as, k):
+            return listening(shape, dtype, values_as)
+
+    run = Crossing((2, 6), 0.5, 3, 0, 2, make=Listened)
+    run(run.draw("normal", 0), run.draw("normal", 1))
+    jax.effects_barrier()
+    assert sorted(seen) == [("backward", 2), ("forward", 0), ("forwarded", 2), ("returned", 0)]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_crosses_in_4_bits_too(bad):
+    run = Crossing((3, 64), 0.0, 2, 0, 1, value_dtype="int4")
+    x, gradient = run.draw("normal", 0), run.draw("normal", 1)
+    x[0, 1, 3] = gradient[1, 2, 5] = bad
+    received, returned, _ = run(x, gradient)
+    np.testing.assert_array_equal(np.isnan(received[1]).all(1), [False, True, False])
+    np.testing.assert_array_equal(np.isnan(returned[0]).all(1), [False, False, True])
+    assert np.isnan(received).sum() == np.isnan(returned).sum() == 64
 
 
 @pytest.mark.parametrize("sparsity", [0.05, 0.5, 0.9, 0.99])
@@ -140,7 +209,10 @@ def traced(x=None, size=2, sparsity=0.5, value_dtype=None, **arguments):
     [
         ({"sparsity": 1.0}, r"sparsity must be at least 0 and below 1 .*, got 1\.0: use 0\.99"),
         ({"sparsity": -0.1}, r"sparsity must be at least 0 and below 1 .*, got -0\.1: "),
-        ({"value_dtype": "float16"}, r"one of float32, bfloat16, got 'float16': pass value_dtype='bfloat16' or "),
+        (
+            {"value_dtype": "float16"},
+            r"one of float32, bfloat16, int3, int4, int8, got 'float16': pass value_dtype='int4'",
+        ),
         ({"source": 2}, r"source must be a position on the axis of 2, got 2: positions count from 0"),
         ({"target": -1}, r"target must be a position on the axis of 2, got -1: positions count from 0"),
         ({"target": 0}, r"target must be another position than source, got 0: nothing has to move"),

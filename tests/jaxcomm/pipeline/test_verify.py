@@ -53,6 +53,12 @@ def test_a_report_in_words_warns_of_a_boundary_that_costs_more_than_none():
     assert first.endswith("so few values are sent at once; use sparsity 0 here")
 
 
+def test_a_report_of_4_bits_in_numbers_is_what_is_compiled():
+    """Two workers with 16 rows of 32 features: 4 tiles each, 2 words of scales and 8 a tile."""
+    report = prove(boundary=jc.dct_mp(0.0, value_dtype="int4"))
+    assert [(each.forward, each.backward, each.dense) for each in report.boundaries] == [(136, 136, 8 * 32 * 4)]
+
+
 def test_a_report_of_a_batch_that_does_not_divide_is_refused():
     batch = {name: rows[:15] for name, rows in BATCH.items()}
     with pytest.raises(ValueError, match=r"rows of a batch are a multiple of .*, got 15 rows at .* for 2 workers"):
@@ -71,7 +77,10 @@ def nothing_more(x):
     return x
 
 
-def prove(first=nothing_more, second=nothing_more, outside=None, axes=None, tx=None, **options):
+HALF = jc.dct_mp(0.5)
+
+
+def prove(first=nothing_more, second=nothing_more, outside=None, axes=None, tx=None, boundary=HALF, **options):
     """verify_pipeline of two stages that may do more than they should with their activations, (8, 32) a worker."""
 
     def pipeline_of(first, second):
@@ -79,7 +88,7 @@ def prove(first=nothing_more, second=nothing_more, outside=None, axes=None, tx=N
             lambda params, x, batch: first(batch["x"] @ params),
             lambda params, x, batch: second(x @ params),
         ]
-        return jc.Pipeline(stages, simple_loss, PARAMS, boundaries=[jc.dct_mp(0.5)], remat=False)
+        return jc.Pipeline(stages, simple_loss, PARAMS, boundaries=[boundary], remat=False)
 
     mesh = jc.make_mesh(**(axes or {"data": K, "stage": 2}))
     tx = tx or optax.chain(jc.plump_dp(), SGD)
