@@ -17,15 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomm.bits import Slots
 from jaxcomm.checks import check_range
 from jaxcomm.codecs.indices import INDEX_CODECS, choose_index_codec, make_index_codec
 from jaxcomm.collectives.gather import fuse, split_words
 from jaxcomm.layout import Layout
-from jaxcomm.selectors.selection import Selection
+from jaxcomm.selectors.selection import compact
 
 _MAGIC = b"jcp1"  # the last sign is the version
-_HEADER = struct.Struct("<4sI12s8sQ8s8s")  # magic, CRC of what follows, dtype, tree, changes, digests of old and new
+_HEADER = struct.Struct("<4sI12s8s8s8s")  # magic, CRC of what follows, dtype, tree, digests of old and new
 _PART = struct.Struct("<BII")  # number of the codec, changes, bytes of the deflated differences
 _LENGTH = 1 << 30  # elements of a part of the weights, as many as positions can have
 
@@ -41,11 +40,11 @@ def pack_patch(old: Any, new: Any, dtype: Any = jnp.bfloat16) -> bytes:
       dtype: the type to compare in and to patch, a floating type of 16 or 32 bits.
 
     Returns:
-      The patch. A change takes about 1 + 1.5 + log2(1/p) bits where a part p of the weights has changed, evenly spread,
-      and the patch 52 bytes besides.
+      The patch. Where a share p of the weights has changed, evenly spread, a change takes about 2 + log2(1/p) bits for
+      its position and 1 to 2 for its value, and the patch 53 bytes besides.
 
     Raises:
-      ValueError: for other types, an empty tree, or trees of different shapes.
+      ValueError: for other types, an empty tree, or other shapes.
     """
     dtype = jnp.dtype(dtype)
     holds = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize in (2, 4)
@@ -53,14 +52,14 @@ def pack_patch(old: Any, new: Any, dtype: Any = jnp.bfloat16) -> bytes:
     before, after = _bits(old, dtype), _bits(new, dtype)
     shapes = _fingerprint(old), _fingerprint(new)
     if shapes[0] != shapes[1]:
-        raise ValueError("old and new must have the same tree and shapes, got different ones: pass weights of one model.")
-    body, changes = b"", 0
+        raise ValueError(
+            "old and new must have the same tree and shapes, got different ones: pass weights of one model."
+        )
+    body = b""
     for start in range(0, before.size, _LENGTH):
         part = slice(start, start + _LENGTH)
-        position = np.flatnonzero(before[part] != after[part])
-        changes += position.size
-        body += _pack_part(before[part], after[part], position)
-    rest = _HEADER.pack(_MAGIC, 0, dtype.name.encode(), shapes[0], changes, _digest(before), _digest(after))[8:] + body
+        body += _pack_part(before[part], after[part])
+    rest = _HEADER.pack(_MAGIC, 0, dtype.name.encode(), shapes[0], _digest(before), _digest(after))[8:] + body
     return _MAGIC + struct.pack("<I", zlib.crc32(rest)) + rest
 
 
@@ -79,10 +78,10 @@ def apply_patch(old: Any, patch: bytes) -> Any:
     """
     if patch[:4] != _MAGIC or len(patch) < _HEADER.size or zlib.crc32(patch[8:]) != _HEADER.unpack_from(patch)[1]:
         raise ValueError(
-            f"patch must be the whole output of pack_patch, of version {_MAGIC.decode()}; got {len(patch)} bytes that are "
-            "not. Fetch it again, with the same version of jaxcomm on both sides."
+            f"patch must be the whole output of pack_patch, of version {_MAGIC.decode()}, got {len(patch)} bytes that "
+            "are not: fetch it again, with the same version of jaxcomm on both sides."
         )
-    _, _, name, fingerprint, _, digest, new_digest = _HEADER.unpack_from(patch)
+    _, _, name, fingerprint, digest, new_digest = _HEADER.unpack_from(patch)
     if _fingerprint(old) != fingerprint:
         raise ValueError("old must have the tree and the shapes of the patch, got others: pass weights of its model.")
     dtype = jnp.dtype(name.rstrip(b"\0").decode())
@@ -128,16 +127,16 @@ def _layout(n: int, count: int) -> Layout:
     return Layout(((n,),), (jnp.dtype(jnp.float32),), (True,), (count,))
 
 
-def _pack_part(old: np.ndarray, new: np.ndarray, position: np.ndarray) -> bytes:
-    """Packs the changes at positions (count,) of a part of the weights."""
+def _pack_part(old: np.ndarray, new: np.ndarray) -> bytes:
+    """Packs the changes of a part of the weights."""
+    position = np.flatnonzero(old != new)  # (count,)
     if not position.size:
         return _PART.pack(0, 0, 0)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         layout = _layout(old.size, position.size)
         mask = np.zeros(layout.n, bool)
         mask[position] = True
-        slots = Slots(jnp.asarray(position, jnp.int32), jnp.ones(position.size, bool))
-        selection = Selection(jnp.asarray(np.packbits(mask, bitorder="little").view(np.uint32)), slots, jnp.int32(0))
+        selection = compact(jnp.asarray(np.packbits(mask, bitorder="little").view(np.uint32)), layout)
         codec = choose_index_codec(layout)
         payload, written = codec.encode(selection)
         if written.overflow:  # Rice code has room for evenly spread positions
@@ -147,8 +146,9 @@ def _pack_part(old: np.ndarray, new: np.ndarray, position: np.ndarray) -> bytes:
     signed = np.dtype(f"i{old.itemsize}")
     change = (new[position] - old[position]).view(signed)
     zigzag = (change << 1) ^ (change >> (8 * old.itemsize - 1))  # 0, -1, 1, -2, ... as 0, 1, 2, 3, ...
-    octets = np.ascontiguousarray(zigzag.view(np.uint8).reshape(-1, old.itemsize).T)  # low ones first: the rest is zeros
-    values = zlib.compress(octets, 9)
+    octets = np.ascontiguousarray(zigzag.view(np.uint8).reshape(-1, old.itemsize).T)
+    deflate = zlib.compressobj(9, strategy=zlib.Z_RLE)  # of the high bytes nearly all are 0
+    values = deflate.compress(octets.tobytes()) + deflate.flush()
     return _PART.pack(INDEX_CODECS.index(codec.name), position.size, len(values)) + indices + values
 
 
@@ -161,7 +161,8 @@ def _apply_part(words: np.ndarray, patch: bytes, at: int) -> int:
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         layout = _layout(words.size, count)
         codec = make_index_codec(INDEX_CODECS[number], layout)
-        like = jax.eval_shape(lambda mask, slots: codec.encode(Selection(mask, slots, jnp.int32(0)))[0], *_shapes(layout))
+        mask = jax.ShapeDtypeStruct((layout.n_words,), jnp.uint32)
+        like = jax.eval_shape(lambda mask: codec.encode(compact(mask, layout))[0], mask)
         indices = np.frombuffer(patch, np.uint32, codec.n_words, at)
         position = np.asarray(codec.decode(split_words(jnp.asarray(indices), like)))
     at += 4 * codec.n_words
@@ -169,9 +170,3 @@ def _apply_part(words: np.ndarray, patch: bytes, at: int) -> int:
     zigzag = np.ascontiguousarray(octets.T).view(words.dtype)[:, 0]
     words[position] += (zigzag >> 1) ^ -(zigzag & 1)
     return at + length
-
-
-def _shapes(layout: Layout) -> tuple[Any, Slots]:
-    """Returns the shapes of a selection's mask and slots."""
-    slots = Slots(jax.ShapeDtypeStruct((layout.n_slots,), jnp.int32), jax.ShapeDtypeStruct((layout.n_slots,), bool))
-    return jax.ShapeDtypeStruct((layout.n_words,), jnp.uint32), slots
