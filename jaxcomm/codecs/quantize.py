@@ -87,10 +87,14 @@ class Buckets:
         shrink = shrinkage(scale)
         inverse = np.float32(levels) / (scale * shrink)
         inverse = jnp.where(jnp.isfinite(inverse), inverse, 0.0)  # a scale of zero, or almost
-        uniform = noise.uniform(self.key, values.size, start).reshape(rows.shape)
+        uniform = self.uniform(values.size, start).reshape(rows.shape)
         steps = (jnp.abs(rows) * shrink[:, None]) * inverse[:, None]
         level = jnp.minimum(jnp.floor(steps + uniform), levels)
         return jnp.where(rows < 0, -level, level).reshape(-1)
+
+    def uniform(self, m: int, start: jax.Array | int) -> jax.Array:
+        """Returns what decides the rounding of m values, in [0, 1)."""
+        return noise.uniform(self.key, m, start)
 
     def decode(self, words: jax.Array, m: int, start: jax.Array | int) -> jax.Array:
         """Reads values."""
@@ -99,6 +103,15 @@ class Buckets:
         step = _to_floats(words[:n_scales]) * np.float32(1 / self.levels)
         code = bits.unpack_planes(words[n_scales:], m, self.width) - self.levels
         return (code.astype(jnp.float32).reshape(-1, self.bucket) * step[:, None]).reshape(-1)
+
+
+class Nearest(Buckets):
+    """The same with the nearest level, halves away from zero; without a key, and not unbiased."""
+
+    def uniform(self, m: int, start: jax.Array | int) -> jax.Array:
+        """Returns halves."""
+        del start
+        return jnp.full(m, 0.5, jnp.float32)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from jaxcomm.layers.activations import Rows, Whole
 from jaxcomm.layers.boundary import Boundary, dct_mp, masked_boundary
 from jaxcomm.layers.late_lookup import late_lookup, late_lookup_traffic
 from jaxcomm.layers.late_multiply import late_multiply
+from jaxcomm.layers.quantized_gather import quantized_gather
 from jaxcomm.layers.sharded_lookup import sharded_lookup
 from jaxcomm.layers.split_dense import (
     SplitLayer,
@@ -34,6 +35,7 @@ __all__ = [
     "narrowing_spec",
     "on_one_worker",
     "plan_split_dense",
+    "quantized_gather",
     "rows_of_one_worker",
     "rows_to_features",
     "sharded_lookup",

@@ -9,6 +9,7 @@ from jaxcomm.methods.iwp import Iwp, iwp
 from jaxcomm.methods.local_sgd import LocalSgd, local_sgd
 from jaxcomm.methods.plump_dp import PlumpDp, plump_dp
 from jaxcomm.methods.powersgd import PowerSgd, powersgd
+from jaxcomm.methods.pulse import Pulse, pulse
 from jaxcomm.methods.quant_dp import QuantDp, quant_dp
 from jaxcomm.methods.random_k import RandomK, random_k
 from jaxcomm.methods.sign import Sign, sign
@@ -27,6 +28,7 @@ __all__ = [
     "LocalSgd",
     "PlumpDp",
     "PowerSgd",
+    "Pulse",
     "QuantDp",
     "RandomK",
     "Sign",
@@ -42,6 +44,7 @@ __all__ = [
     "local_sgd",
     "plump_dp",
     "powersgd",
+    "pulse",
     "quant_dp",
     "random_k",
     "sign",

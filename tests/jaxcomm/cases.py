@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.jaxcomm.methods import dct_dp, demo, dgc, iwp, plump_dp, quant_dp, random_k, sign, terngrad, topk
+from tests.jaxcomm.methods import dct_dp, demo, dgc, iwp, plump_dp, pulse, quant_dp, random_k, sign, terngrad, topk
 from tests.jaxcomm.methods.case import Case
 from tests.jaxcomm.workers import OnMesh, Simulated
 
-METHODS = (plump_dp, topk, dct_dp, dgc, demo, random_k, iwp, sign, quant_dp, terngrad)
+METHODS = (plump_dp, topk, dct_dp, dgc, demo, pulse, random_k, iwp, sign, quant_dp, terngrad)
 
 # The first row of a method is tested with every number of workers, variants with fewer: compiling is what costs.
 CASES: list[Case] = [case for method in METHODS for case in method.CASES]

@@ -124,6 +124,7 @@ NUMBERS = {
     "bucket": (jc.quant_dp, [0, 31, 16, 500, 2048, 512.0], "a power of two from 32 to 1024", "the paper uses 512"),
     "norm": (jc.quant_dp, ["max_abs", 2, None], "'max' or 'l2'", "'max' adds less variance"),
     "clip": (jc.terngrad, [0, -1.0, NAN, INF, "2"], "a positive number of standard deviations, or None", "the paper"),
+    "learning_rate": (jc.pulse, [0, -1, NAN, INF, "1"], "a positive number", "1 for local_sgd with sgd(1.0)"),
     "density": (jc.iwp, [0, 1.1, -0.1, NAN, "0.1"], "above 0 and at most 1", "0.02 leaves room for 2%"),
     "publishers": (jc.iwp, [0, 1.5, True, None], "an integer of at least 1", "1 is the least, all workers the most"),
     "life_span": (jc.iwp, [0, 2.5], "an integer of at least 1", "1 renews the mask in every step"),

@@ -1,0 +1,72 @@
+"""PULSELoCo's exchange: what changes a parameter as the forward pass reads it."""
+
+import math
+from dataclasses import KW_ONLY, dataclass
+from numbers import Real
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxcomm.checks import check_range, check_sparsity
+from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, transformation
+from jaxcomm.methods.sparse import SparseExchange, drain
+from jaxcomm.selectors import draw_start
+from jaxcomm.selectors.topk import kept
+from jaxcomm.selectors.visible import select_visible
+
+
+@dataclass(frozen=True)
+class Pulse(SparseExchange):
+    """Sends what changes a parameter after its cast to bfloat16, and keeps the rest for later (error feedback).
+
+    In each exchange, on each worker, in every tensor of N elements w:
+
+      1. x = gradient + residual
+      2. select all coordinates where bfloat16(w - learning_rate * x) != bfloat16(w)
+      3. send x there; the residual is x less what was sent, rounding of the values included
+      4. return the mean over the workers of what was sent
+
+    What is selected is not known beforehand, and payloads have a fixed capacity: N - floor(N * sparsity) coordinates.
+    Where more are visible, a window of as many as fit is sent, from a random start offset, with wrap-around, so that
+    none starves; the others stay in the residual and are counted in `metrics.overflow`. `update` needs the parameters.
+
+    PULSELoCo is this inside of `local_sgd`, where the parameters are the anchor and x is what the local steps changed:
+    `jc.chain(optax.adamw(1e-6), jc.local_sgd(8, exchange=jc.pulse(0.95), outer=optax.sgd(1.0)))`.
+
+    Source: "PULSE", 2026, https://arxiv.org/abs/2602.03839, after its abstract; the capacity is this library's.
+
+    Attributes:
+      sparsity: the fraction of coordinates that a payload has no room for, 0 <= sparsity < 1.
+      learning_rate: of the SGD that comes after the exchange.
+      seed: of the start offsets.
+    """
+
+    sparsity: float = 0.95
+    _: KW_ONLY
+    learning_rate: float = 1.0
+    seed: int = 0
+
+    name: ClassVar[str] = "pulse"
+    always_fits: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sparsity(self.sparsity)
+        holds = isinstance(self.learning_rate, Real) and 0 < self.learning_rate < math.inf
+        check_range("learning_rate", self.learning_rate, "a positive number", holds, "1 for local_sgd with sgd(1.0)")
+
+    def capacity(self, n: int) -> int:
+        return kept(n, self.sparsity)
+
+    def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Any]:
+        if gradient.params is None:
+            raise ValueError("params must be given to pulse, got none: call tx.update(gradients, state, params).")
+        layout, vector = gradient.layout, gradient.accumulated()
+        if not layout.sizes:
+            return drain(gradient, vector, self.axis_name), state.memory
+        weights = layout.flatten(layout.split(gradient.params)[0])
+        mask = select_visible(vector.sum() * np.float32(-self.learning_rate), weights)
+        return self.send(gradient, vector, mask, draw_start(self.seed, state.step))[0], state.memory
+
+
+pulse = transformation(Pulse)

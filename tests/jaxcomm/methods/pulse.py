@@ -1,0 +1,47 @@
+"""PULSELoCo's exchange: its cases and its oracle. Its bytes are those of the sparse methods."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+import jaxcomm as jc
+from tests.jaxcomm.methods.families import Sparse
+from tests.jaxcomm.oracles import turn
+from tests.jaxcomm.trees import params_of
+from tests.reference.common import StepResult, Tensors
+from tests.reference.pulse import PulseReference
+
+
+class Pulse(Sparse):
+    factory = staticmethod(jc.pulse)
+    can_overflow = True
+    sends_ones: ClassVar = {"sparsity": 0.0}
+
+    @property
+    def sends_largest(self) -> bool:
+        """Where a change of 1/8 is visible in any weight here."""
+        return self.option("learning_rate") == 1.0
+
+    @property
+    def has_oracle(self) -> bool:
+        return super().has_oracle and not self.is_balanced
+
+    def all_options(self, K: int) -> None:
+        """What is not visible is never sent."""
+        return None
+
+    def reference(self, tree: str, K: int) -> Any:
+        chosen = self.chosen("sparsity", "learning_rate", "dense_below", "value_dtype")
+        return PulseReference(turn=turn(self.option("seed")), **chosen)
+
+    def ask(self, reference: Any, own: list[Tensors], step: int, tree: str) -> StepResult:
+        return reference.step(own, {name: np.asarray(w, np.float32) for name, w in params_of(tree).items()})
+
+
+CASES = [
+    # Of normal gradients and weights about half are visible.
+    Pulse.row(usual=(8, "odd"), sparsity=0.6, learning_rate=2.0**-8, value_dtype="bfloat16", collective="gather"),
+    Pulse.variant(sparsity=0.2, learning_rate=2.0**-8, value_dtype="float32", seed=3, collective="gather"),
+    Pulse.variant(sparsity=0.9, value_dtype="float32", dense_below=0, index_codec="plain", collective="gather"),
+    Pulse.variant(sparsity=0.9, value_dtype="bfloat16", collective="balanced", checksum=True),
+]
