@@ -120,7 +120,7 @@ def _fingerprint(tree: Any) -> bytes:
 
 
 def _digest(words: np.ndarray) -> bytes:
-    return hashlib.blake2b(words.view(np.uint8), digest_size=8).digest()
+    return hashlib.blake2b(words.view(np.uint8).data, digest_size=8).digest()
 
 
 def _layout(n: int, count: int) -> Layout:
