@@ -113,6 +113,19 @@ def loss_fn(params, batch):
         INIT + LEARNS,
     ),
     "jc.layers.late_lookup": (TABLE, LEARNS),
+    "jc.layers.quantized_gather": (
+        "optimizer = optax.sgd(0.01)",
+        """
+rows, everyone = P("data"), P()
+specs = rows, everyone, rows, everyone, rows
+run = jax.jit(jax.shard_map(worker_step, mesh=mesh, in_specs=specs, out_specs=specs[:4]))
+residual = jax.tree.map(lambda w: jnp.zeros((4 * w.shape[0], *w.shape[1:])), params)  # a copy's shape on each worker
+first, state = loss_fn(params, batch), (params, params, residual, optimizer.init(params))
+for _ in range(3):
+    state = run(*state, batch)
+assert loss_fn(state[1], batch) < first
+""",
+    ),
     "lookups = {": (
         TABLE
         + """
