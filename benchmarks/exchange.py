@@ -56,6 +56,8 @@ METHODS: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "dgc": jc.dgc,
     "demo": lambda sparsity: jc.demo(max(1, round(4096 * (1 - sparsity)))),
     "topk": jc.topk,
+    "topk_2bit": lambda sparsity: jc.topk(sparsity, value_dtype="2bit"),
+    "sparse_loco": lambda _: jc.sparse_loco(1),
     "dct_dp": jc.dct_dp,
     "dct_dp_balanced": lambda sparsity: jc.dct_dp(sparsity, collective="balanced"),
     "naive": naive_topk,
