@@ -46,6 +46,18 @@ def uniform(key: jax.Array, n: int, start: jax.Array | int = 0) -> jax.Array:
     return (_bits(key, n, start) >> 8).astype(jnp.int32).astype(jnp.float32) * np.float32(2**-24)
 
 
+def round_to_bfloat16(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Rounds x, float32, to one of its two neighbours at random: (...) bfloat16, whose mean is x. Zeros stay zeros.
+
+    Args:
+      x: finite, below the largest bfloat16.
+      key: () uint32, from `make_key`.
+    """
+    low = _bits(key, x.size, 0).reshape(x.shape) >> 16
+    words = jax.lax.bitcast_convert_type(x, jnp.uint32) + low
+    return jax.lax.bitcast_convert_type((words >> 16).astype(jnp.uint16), jnp.bfloat16)
+
+
 def integers(key: jax.Array, bounds: jax.Array, start: jax.Array | int = 0) -> jax.Array:
     """Returns integers from 0, each below its own bound (m,) int32 of at least 1: (m,) int32.
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxcomm.exchange import ExchangeState
@@ -82,7 +83,7 @@ def _mean(rows: Any, shards: int, new: int) -> np.ndarray:
     rows = np.asarray(rows)
     old = len(rows) // shards
     flat = _overlap(old, new) @ rows.reshape(old, -1).astype(np.float64)
-    flat = flat if np.issubdtype(rows.dtype, np.inexact) else np.rint(flat)  # counts, the same in every row
+    flat = flat if jnp.issubdtype(rows.dtype, jnp.inexact) else np.rint(flat)  # counts, the same in every row
     return flat.astype(rows.dtype).reshape(new * shards, *rows.shape[1:])
 
 
