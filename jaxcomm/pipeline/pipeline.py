@@ -4,6 +4,7 @@ Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using 
 boundaries are those of Gupta et al., KDD 2021.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from jax import lax
 from jaxcomm import noise
 from jaxcomm.accounting.jaxpr import jaxpr_communicates
 from jaxcomm.accounting.report import BoundaryBytes, PipelineReport, wire_report
+from jaxcomm.checks import check_range
 from jaxcomm.codecs.tiles import Tiles
 from jaxcomm.codecs.values import ValueCodec
-from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
+from jaxcomm.collectives.axis import AxisName, axis_names, to_varying, zeros_of
 from jaxcomm.collectives.boundary import Encoded, send
 from jaxcomm.layers.activations import Whole
 from jaxcomm.layers.boundary import Boundary, dct_mp
@@ -47,6 +49,9 @@ class Pipeline:
       micro_batches: M, into which each worker's rows are cut. Of the M + S - 1 ticks of a step every stage works in M.
       remat: compute a stage's activations again in the backward pass rather than keep them, as GPipe does: memory for
         the activations of one tick and what crossed the boundaries, for one more forward pass.
+      schedule: "gpipe", all micro-batches forward and then all backward, or "1f1b", one backward as soon as it can be
+        for each forward: the same gradients up to the order of their sum, and what crossed is kept for at most 2 S - 3
+        micro-batches in the place of M (see `OneForwardOneBackward`).
     """
 
     stages: Sequence[StageFn]
@@ -56,6 +61,7 @@ class Pipeline:
     boundaries: Sequence[Boundary] | None = None
     micro_batches: int = 1
     remat: bool = True
+    schedule: str = "gpipe"
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -69,6 +75,9 @@ class Pipeline:
             object.__setattr__(self, name, None if trees is None else [_shapes(tree) for tree in trees])
         if self.micro_batches < 1:
             raise ValueError(f"A pipeline runs at least 1 micro-batch, got {self.micro_batches}: pass 1 or more.")
+        rule = "gpipe or 1f1b, the latter with remat=True"
+        holds = self.schedule == "gpipe" or (self.schedule == "1f1b" and self.remat)
+        check_range("schedule", self.schedule, rule, holds, "1f1b keeps the inputs of a stage alone")
         cuts = len(self.stages) - 1
         if self.boundaries is not None and len(self.boundaries) != cuts:
             raise ValueError(
@@ -264,7 +273,7 @@ class _Totals(NamedTuple):
 
 
 class Schedule:
-    """One worker's run of all micro-batches through all stages; lives inside a manual region of the mesh."""
+    """One worker's run of all micro-batches through all stages (GPipe); lives inside a manual region of the mesh."""
 
     def __init__(
         self,
@@ -281,6 +290,16 @@ class Schedule:
         self.batch = jax.tree.map(lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]), self._vary(batch))
         self.seed = seed
 
+    def gradients(self, params: list[jax.Array], model_state: list[jax.Array], residuals: list[Any]) -> Any:
+        """Returns what `run` does, and its gradients: of this worker's slots, and the new residuals."""
+
+        def loss_fn(params: list[jax.Array], residuals: list[Any]) -> tuple[jax.Array, _Totals]:
+            totals = self.run(params, model_state, residuals)
+            return totals.loss, totals
+
+        (_, totals), gradients = jax.value_and_grad(loss_fn, (0, 1), has_aux=True)(params, residuals)
+        return totals, *gradients
+
     def run(self, params: list[jax.Array], model_state: list[jax.Array], residuals: list[Any]) -> _Totals:
         """Returns the loss, the scalars and the new model state of this worker's stage.
 
@@ -288,15 +307,14 @@ class Schedule:
         residuals. The loss is zero but in the last stage.
         """
         pipeline, size, count = self.pipeline, self.pipeline.size, self.pipeline.micro_batches
-        zero = jnp.zeros((), jnp.float32)
-        totals = _Totals(zero, dict.fromkeys(self.plan.scalars, zero), [jnp.zeros_like(slot) for slot in model_state])
-        carry = self._vary(([cut.nothing() for cut in self.plan.cuts], totals))
+        carry = self._vary(self._nothing(model_state))
 
         def tick(carry: Any, time: Any, active: list[int], in_loop: bool) -> Any:
             inboxes, totals = carry
 
             def compute(params: Any, inboxes: Any) -> Any:
-                return self._compute(params, model_state, inboxes, time, active)
+                branches = {stage: self._branch(stage, model_state, time - stage) for stage in active}
+                return self._switch(branches, params, inboxes)
 
             if pipeline.remat:
                 compute = jax.checkpoint(compute, prevent_cse=not in_loop)
@@ -304,44 +322,33 @@ class Schedule:
             inboxes = list(inboxes)
             for stage in active:
                 if stage < size - 1:
-                    inboxes[stage] = self._send(stage, outboxes[stage], time, residuals)
+                    inboxes[stage] = self._send(stage, outboxes[stage], time - stage, residuals)
             return inboxes, jax.tree.map(jnp.add, totals, new)
 
         def active_at(time: int) -> list[int]:
             return [stage for stage in range(size) if 0 <= time - stage < count]
 
-        time = 0
-        while time < count + size - 1:
-            steady = count - size + 1
-            if time == size - 1 and steady > 1:  # every stage is at work in these ticks
-                carry, _ = lax.scan(
-                    lambda carry, time: (tick(carry, time, list(range(size)), True), None),
-                    carry,
-                    jnp.arange(time, time + steady),
-                )
-                time += steady
-            else:
-                carry = tick(carry, time, active_at(time), False)
-                time += 1
-        return jax.tree.map(lambda total: total / count, carry[1])
+        _, totals = run_ticks(tick, carry, active_at, count + size - 1)
+        return jax.tree.map(lambda total: total / count, totals)
 
-    def _compute(self, params: Any, model_state: Any, inboxes: Any, time: Any, active: list[int]) -> Any:
-        """Runs this worker's stage, if it is at work."""
-        branches = [self._branch(stage, model_state, time) for stage in active]
-        if len(active) == self.pipeline.size == 1:
-            return branches[0](params, inboxes)
-        which = np.full(self.pipeline.size, len(active), np.int32)
-        which[active] = np.arange(len(active))
-        index = jnp.asarray(which)[lax.axis_index(self.stage_axis)]
-        if len(active) < self.pipeline.size:
-            branches.append(lambda params, inboxes: self._vary(self._nothing(model_state)))
-        return lax.switch(index, branches, params, inboxes)
+    def _switch(self, branches: dict[int, Callable[..., Any]], *args: Any) -> Any:
+        """Runs the branch of this worker's stage, if it is at work; otherwise returns zeros."""
+        size = self.pipeline.size
+        functions = [lambda *args, own=own: self._vary(own(*args)) for own in branches.values()]
+        if len(functions) == size == 1:
+            return functions[0](*args)
+        which = np.full(size, len(functions), np.int32)
+        which[list(branches)] = np.arange(len(functions))
+        if len(functions) < size:
+            kinds = jax.eval_shape(functions[0], *args)
+            functions.append(lambda *args: jax.tree.map(zeros_of, kinds))
+        return lax.switch(jnp.asarray(which)[lax.axis_index(self.stage_axis)], functions, *args)
 
-    def _branch(self, stage: int, model_state: list[jax.Array], time: Any) -> Callable[..., Any]:
+    def _branch(self, stage: int, model_state: list[jax.Array], micro_batch: Any) -> Callable[..., Any]:
         pipeline, cuts, last = self.pipeline, self.plan.cuts, self.pipeline.size - 1
 
         def branch(slots: list[jax.Array], inboxes: list[list[Encoded]]) -> Any:
-            micro = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, time - stage, keepdims=False), self.batch)
+            micro = jax.tree.map(lambda leaf: at(leaf, micro_batch), self.batch)
             params = pipeline.param_slots.of_stage(stage, slots)
             own_state = pipeline.state_slots.of_stage(stage, model_state)
             x = cuts[stage - 1].decode(inboxes[stage - 1]) if stage else None
@@ -354,7 +361,7 @@ class Schedule:
             else:
                 outboxes[stage] = cuts[stage].encode(x)
             totals = totals._replace(model_state=pipeline.state_slots.to_slots(stage, new_state))
-            return self._vary((outboxes, totals))
+            return outboxes, totals
 
         return branch
 
@@ -363,16 +370,42 @@ class Schedule:
         totals = _Totals(zero, dict.fromkeys(self.plan.scalars, zero), [jnp.zeros_like(slot) for slot in model_state])
         return [cut.nothing() for cut in self.plan.cuts], totals
 
-    def _send(self, stage: int, outbox: list[Encoded], time: Any, residuals: list[Any]) -> list[Encoded]:
+    def _send(self, stage: int, outbox: list[Encoded], micro_batch: Any, residuals: list[Any]) -> list[Encoded]:
+        own, key = self._residuals_of(stage, micro_batch, residuals), self._key(stage, micro_batch)
+        return send(self.plan.cuts[stage].formats, outbox, self.stage_axis, stage, key, own)
+
+    def _key(self, stage: int, micro_batch: Any) -> jax.Array:
+        return noise.make_key(self.seed, stage, micro_batch)
+
+    def _residuals_of(self, stage: int, micro_batch: Any, residuals: list[Any]) -> list[Any]:
+        """Returns those of one micro-batch, of which each has (M, b, ...)."""
         cut = self.plan.cuts[stage]
-        own = [None] * len(cut.formats)
-        if cut.has_residual:  # of this micro-batch, each (M, b, ...)
-            own = [
-                None if each is None else lax.dynamic_index_in_dim(each, time - stage, keepdims=False)
-                for each in residuals[stage]
-            ]
-        key = noise.make_key(self.seed, stage, time)
-        return send(cut.formats, outbox, self.stage_axis, stage, key, own)
+        if not cut.has_residual:
+            return [None] * len(cut.formats)
+        return [None if each is None else at(each, micro_batch) for each in residuals[stage]]
 
     def _vary(self, tree: Any) -> Any:
         return to_varying(tree, self.all_axes)
+
+
+def at(array: jax.Array, index: Any) -> jax.Array:
+    return lax.dynamic_index_in_dim(array, index, keepdims=False)
+
+
+def run_ticks(tick: Callable[..., Any], carry: Any, active_at: Callable[[int], Any], count: int) -> Any:
+    """Runs ticks in their order; successive ones in which the same is done are one loop.
+
+    Args:
+      tick: (carry, time, what is done, whether it is in a loop) -> carry.
+      carry: before the first tick.
+      active_at: what is done in a tick.
+      count: of ticks.
+    """
+    for active, times in itertools.groupby(range(count), active_at):
+        first, *more = times
+        if more:
+            times = jnp.arange(first, more[-1] + 1)
+            carry, _ = lax.scan(lambda carry, time, at=active: (tick(carry, time, at, True), None), carry, times)
+        else:
+            carry = tick(carry, first, active, False)
+    return carry

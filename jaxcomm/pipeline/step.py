@@ -31,6 +31,7 @@ from jaxcomm.parallel.state import (
 )
 from jaxcomm.parallel.step import TrainStep
 from jaxcomm.parallel.worker import worker_step
+from jaxcomm.pipeline.one_forward_one_backward import OneForwardOneBackward
 from jaxcomm.pipeline.pipeline import Pipeline, Schedule
 from jaxcomm.pipeline.verify import verify_pipeline
 from jaxcomm.traffic import Traffic
@@ -195,18 +196,14 @@ def _gradients(
     Returns:
       ((loss, (scalars, new model state)), gradients) of this device's stage.
     """
-    schedule = Schedule(pipeline, axis_name, stage_axis, batch, seed=step)
+    run = Schedule if pipeline.schedule == "gpipe" else OneForwardOneBackward
     kept = model_state["boundaries"]
     residuals = jax.tree.map(lambda row: row[0], kept.rows)
-
-    def loss_fn(params: list[jax.Array], residuals: Any) -> Any:
-        totals = schedule.run(params, model_state["stages"], residuals)
-        return totals.loss, totals
-
-    (loss, totals), (gradients, residuals) = jax.value_and_grad(loss_fn, (0, 1), has_aux=True)(params, residuals)
+    schedule = run(pipeline, axis_name, stage_axis, batch, seed=step)
+    totals, gradients, residuals = schedule.gradients(params, model_state["stages"], residuals)
     rows = replace(kept, rows=jax.tree.map(lambda leaf: leaf[None], residuals))
     gradients = _broken_together(gradients, stage_axis)
-    return (loss, (totals.scalars, {"stages": totals.model_state, "boundaries": rows})), gradients
+    return (totals.loss, (totals.scalars, {"stages": totals.model_state, "boundaries": rows})), gradients
 
 
 def _zero_residuals(pipeline: Pipeline, batch: Any, workers: int) -> list[Any]:
