@@ -389,6 +389,7 @@ class Schedule:
 
 
 def at(array: jax.Array, index: Any) -> jax.Array:
+    """Returns the row of an index, which may be traced."""
     return lax.dynamic_index_in_dim(array, index, keepdims=False)
 
 

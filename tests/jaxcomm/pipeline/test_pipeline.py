@@ -1,5 +1,6 @@
 """A model in stages is the model: against one device, against DCT-MP in NumPy, and what crosses the boundaries."""
 
+import dataclasses
 import functools
 
 import jax
@@ -17,6 +18,7 @@ from tests.jaxcomm.pipeline.stages import (
     CUTS,
     ROWS,
     WIDTHS,
+    Run,
     batches,
     cut,
     layer,
@@ -32,8 +34,8 @@ from tests.reference.dct_mp import DctMpReference, TopKGradientReference
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
 DECAYED = optax.chain(optax.add_decayed_weights(0.05), jc.plump_dp(), OPTIMIZER)
 
-# Stages, micro-batches, whether activations are computed again, workers, whether there are running means. There are
-# more micro-batches than stages, as many, and fewer.
+# Stages, micro-batches, whether activations are computed again (or with them the schedule), workers, whether there are
+# running means. There are more micro-batches than stages, as many, and fewer; with 1F1B than its ticks of warm-up, too.
 SETTINGS = [
     (1, 1, True, 1, False),
     (1, 2, False, 2, True),
@@ -42,13 +44,19 @@ SETTINGS = [
     (3, 4, False, 1, True),
     (3, 2, True, 2, False),
     (4, 4, True, 2, False),
+    (1, 2, "1f1b", 1, True),
+    (2, 4, "1f1b", 2, True),
+    (3, 8, "1f1b", 1, True),
+    (3, 2, "1f1b", 2, False),
+    (4, 4, "1f1b", 1, False),
 ]
 every_setting = pytest.mark.parametrize(("size", "count", "remat", "data", "has_state"), SETTINGS)
 
 
 @functools.cache
 def run_of(size, count, remat, data, has_state):
-    return cut(size, DECAYED, data=data, has_state=has_state, micro_batches=count, remat=remat)
+    options = {"schedule": remat} if remat == "1f1b" else {"remat": remat}
+    return cut(size, DECAYED, data=data, has_state=has_state, micro_batches=count, **options)
 
 
 @functools.cache
@@ -201,6 +209,65 @@ def test_boundaries_of_dct_mp_and_of_topk_gradients_are_those_of_the_paper():
         assert not np.asarray(rows)[:2].any()
 
 
+@pytest.mark.parametrize(
+    ("size", "count", "boundaries"),
+    [
+        (2, 8, [jc.dct_mp(0.0)]),
+        (2, 4, [jc.dct_mp(0.5)]),
+        (3, 4, MASKED),
+        (3, 8, [jc.dct_mp(0.0, value_dtype="int4"), jc.dct_mp(0.4, value_dtype="int4")]),
+    ],
+    ids=["dense", "dct_mp", "residual", "4 bits"],
+)
+def test_both_schedules_make_the_same_steps(size, count, boundaries):
+    """Parameters, running means, residuals and metrics of three steps, with dropout; a bad step is skipped by both."""
+    tx = optax.chain(jc.plump_dp(), OPTIMIZER)
+
+    def dropped(stage):
+        def run(params, means, x, batch):
+            x, means = stage(params, means, x, batch)
+            masks = jax.vmap(lambda seed, row: jax.random.bernoulli(jax.random.key(seed), 0.8, row.shape))
+            return jnp.where(masks(batch["seed"], x), x / 0.8, 0.0), means
+
+        return run
+
+    def run_of(schedule):
+        pipeline = make_pipeline(size, has_state=True, boundaries=boundaries, micro_batches=count, schedule=schedule)
+        pipeline = dataclasses.replace(pipeline, stages=[dropped(stage) for stage in pipeline.stages])
+        parts = [stages_of(each(), CUTS[size]) for each in (params_of, means_of)]
+        return Run(pipeline, parts[0], tx, parts[1], with_seeds(0, batches(1)[0]), data=1, stage=size)
+
+    given = [with_seeds(step, batch) for step, batch in enumerate(batches(4))]
+    given[2]["trap"][3] = np.nan
+    (one, expected), (other, found) = (run_of(schedule)(given) for schedule in ("gpipe", "1f1b"))
+    assert_close(other, one, rtol=1e-4, atol=1e-5)
+    assert_close(found, expected, rtol=1e-4)
+    assert [int(each["skipped"]) for each in found] == [0, 0, 1, 0]
+
+
+def with_seeds(step, batch):
+    return {**batch, "seed": np.arange(ROWS, dtype=np.uint32) + ROWS * step}
+
+
+def test_a_1f1b_step_holds_less_than_gpipe_with_many_micro_batches():
+    """What crosses is 1 MB a micro-batch: of 16 are kept 15 fewer, and of twice as many no more."""
+
+    def memory(schedule, count):
+        stages = [lambda params, x, batch: batch["x"] @ params, lambda params, x, batch: jnp.tanh(x) @ params]
+        params = [np.ones((1, 2**11), np.float32), np.ones((2**11, 1), np.float32)]
+        pipeline = jc.Pipeline(stages, wide_loss, params, micro_batches=count, schedule=schedule)
+        step = jc.make_train_step(pipeline, optax.chain(jc.plump_dp(), OPTIMIZER), jc.make_mesh(data=1, stage=2))
+        batch = {"x": jax.ShapeDtypeStruct((128 * count, 1), np.float32)}
+        return step.compile(step.shapes(params), batch).memory_analysis().temp_size_in_bytes / 2**20
+
+    assert memory("1f1b", 16) < memory("gpipe", 16) - 12
+    assert memory("1f1b", 32) < memory("1f1b", 16) + 1
+
+
+def wide_loss(x, batch):
+    return jnp.mean(x**2), {}
+
+
 @pytest.mark.parametrize("remat", [True, False])
 def test_gradients_pass_by_positions_that_are_written_as_a_mask(remat):
     """In the scan over micro-batches; a large part of 2048 positions takes a bit each."""
@@ -233,6 +300,11 @@ def test_errors_of_a_pipeline():
         ((stages, loss_fn, params * 2), r"has its own params, got 2 for 1 stages: pass a tree for each, \(\) for a st"),
         ((stages, loss_fn, params, []), r"has its own model_state, got 0 for 1 stages: pass a tree for each"),
         ((stages, loss_fn, params, None, None, 0), r"at least 1 micro-batch, got 0: pass 1 or more"),
+        (
+            (stages, loss_fn, params, None, None, 1, False, "1f1b"),
+            r"with remat=True, got '1f1b': 1f1b keeps the inputs",
+        ),
+        ((stages, loss_fn, params, None, None, 1, True, "zb"), r"schedule must be gpipe or 1f1b, .*, got 'zb'"),
         ((stages, loss_fn, params, None, MASKED), r"has a boundary, got 2 for 1 stages: pass 0, dct_mp\(0.0\) where"),
     ):
         with pytest.raises(ValueError, match=message):
