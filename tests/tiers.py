@@ -195,7 +195,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
         "test_local_methods_average_in_every_step_and_a_bad_worker_gives_the_old": ("local_sgd-on_mesh",),
     },
     "tests/jaxcomm/pipeline/test_pipeline.py": {
-        "test_a_pipeline_is_one_device": ("2-1-False-2-False",),
+        "test_a_pipeline_is_one_device": ("2-1-False-2-False", "3-8-1f1b-1-True"),
         "test_boundaries_of_dct_mp_and_of_topk_gradients_are_those_of_the_paper": (),
         "test_every_boundary_is_crossed_once_each_way_for_each_micro_batch": (
             "1-1-True-1-False",
@@ -204,7 +204,10 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
             "2-1-False-2-False",
             "3-2-True-2-False",
             "4-4-True-2-False",
+            "3-8-1f1b-1-True",
+            "3-2-1f1b-2-False",
         ),
+        "test_both_schedules_make_the_same_steps": ("residual", "4 bits"),
         "test_gradients_pass_by_positions_that_are_written_as_a_mask": ("False",),
     },
     "tests/jaxcomm/pipeline/test_step.py": {

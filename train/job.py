@@ -270,6 +270,7 @@ def _pipeline(
         model_state=[stage.stats for stage in stages],
         boundaries=[boundary] * (len(stages) - 1),
         micro_batches=experiment.micro_batches,
+        schedule=experiment.pipeline_schedule,
     )
 
     step = jc.make_train_step(pipeline, tx, mesh, axis_name=axis)

@@ -87,6 +87,7 @@ def test_what_works(changes, processes):
         ({"micro_batches": 2}, 1, "Only a pipeline has micro-batches, cuts and boundaries, got .*: give --stages"),
         ({"cuts": (1,)}, 1, "Only a pipeline has"),
         ({"boundary": BoundaryFields(0.5)}, 1, "Only a pipeline has"),
+        ({"pipeline_schedule": "1f1b"}, 1, "Only a pipeline has .*, a schedule of them"),
         ({"boundary": BoundaryFields(value_dtype="bfloat16")}, 1, "Only a pipeline has"),
         ({"fsdp": 2, "model_parallel": 2}, 1, "--fsdp or --model-parallel must be 1, .*; got 2 and 2. Leave one"),
         ({"fsdp": 3, "workers": 4}, 1, r"multiple of --workers times --fsdp, got 128 for 4 \* 3: try 132"),
