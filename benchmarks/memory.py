@@ -3,7 +3,8 @@
     python -m benchmarks.memory
 
 Two workers, each of 1, 2 or 4 devices over which its parameters, its optimizer's state, the state of the method and its
-rows are sharded. Read from the compiled step (`memory_analysis`); nothing is run.
+rows are sharded. Then one worker whose model is cut into stages: by the schedule and the number of micro-batches, each
+of one row. Read from the compiled step (`memory_analysis`); nothing is run.
 """
 
 import dataclasses
@@ -29,12 +30,16 @@ class Config:
     """Width of the GPT, a multiple of its 4 heads."""
     batch: int = 16
     """Rows of a step, of both workers."""
+    stages: int = 3
+    """Stages of the pipeline, at most 8."""
+    micro_batches: tuple[int, ...] = (4, 16, 64)
+    """Micro-batches of the pipeline."""
     json: Path | None = None
-    """File for the table, as a list of records."""
+    """File for the tables, as a list of records."""
 
 
 def main(config: Config) -> None:
-    """Prints the table."""
+    """Prints the tables."""
     from train.processes import prepare_jax
 
     prepare_jax(8)
@@ -61,7 +66,25 @@ def main(config: Config) -> None:
                 }
             )
     print_table("What a device of a worker holds (MB), and receives from other workers a step (bytes)", records)
-    write_records(config.json, records)
+    of_stages = []
+    for count in config.micro_batches:
+        for schedule in ("gpipe", "1f1b"):
+            experiment = dataclasses.replace(
+                CONFIGS["gpt_stdlib"],
+                architecture=architecture,
+                workers=1,
+                stages=config.stages,
+                global_batch=count,
+                micro_batches=count,
+                pipeline_schedule=schedule,
+            )
+            job = make_job(experiment, PlumpDp())
+            memory = job.step.compile(*job.inputs).memory_analysis()
+            state, step = memory.argument_size_in_bytes / 1e6, memory.temp_size_in_bytes / 1e6
+            about = {"schedule": schedule, "stages": config.stages, "micro_batches": count}
+            of_stages.append(about | {"state_mb": state, "temporary_mb": step, "step_mb": state + step})
+    print_table("What a device of a stage holds (MB), with micro-batches of one row", of_stages)
+    write_records(config.json, records + of_stages)
 
 
 if __name__ == "__main__":

@@ -93,10 +93,10 @@ class Experiment:
     """Stages of a pipeline into which the model is cut; workers * stages devices."""
     cuts: tuple[int, ...] | None = None
     """Blocks of the model that begin a stage, but the first; the paper's, or even numbers of blocks, if not given."""
-    pipeline_schedule: Literal["gpipe", "1f1b"] = "gpipe"
-    """Order of a pipeline's micro-batches; 1f1b holds less of them in memory."""
     micro_batches: int = 1
     """Micro-batches of a pipeline, into which each worker's rows are cut."""
+    pipeline_schedule: Literal["gpipe", "1f1b"] = "gpipe"
+    """Order of the micro-batches; 1f1b goes backward as soon as it can, and holds fewer of them in memory."""
     boundary: BoundaryFields = field(default_factory=BoundaryFields)
     """What crosses between the stages."""
     dense_layers: Literal["exchange", "late", "split"] = "exchange"
@@ -247,7 +247,7 @@ def check(experiment: Experiment, num_processes: int) -> None:
     has_boundary = experiment.boundary != BoundaryFields() or experiment.pipeline_schedule != "gpipe"
     if experiment.stages == 1 and (experiment.micro_batches > 1 or experiment.cuts or has_boundary):
         raise ValueError(
-            "Only a pipeline has micro-batches, a schedule of them, cuts and boundaries, got some for one stage: give "
+            "Only a pipeline has micro-batches, their schedule, cuts and boundaries, got some for one stage: give "
             "--stages as well."
         )
     if experiment.workers % experiment.slices:

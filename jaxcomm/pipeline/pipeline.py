@@ -334,7 +334,9 @@ class Schedule:
     def _switch(self, branches: dict[int, Callable[..., Any]], *args: Any) -> Any:
         """Runs the branch of this worker's stage, if it is at work; otherwise returns zeros."""
         size = self.pipeline.size
-        functions = [lambda *args, own=own: self._vary(own(*args)) for own in branches.values()]
+        functions: list[Callable[..., Any]] = [
+            lambda *args, own=own: self._vary(own(*args)) for own in branches.values()
+        ]
         if len(functions) == size == 1:
             return functions[0](*args)
         which = np.full(size, len(functions), np.int32)
