@@ -10,6 +10,11 @@ so that a run takes minutes.
 
 With --hosts it times training steps instead, of the same model and rows, on the hosts of `benchmarks.netlab`, and keeps
 them in the same file. The first command then shows the seconds of a run too: its steps times the mean of those timed.
+
+    python -m benchmarks.gpt --data-dir FOLDER --stages 3 --rate 100mbit --json docs/data/gpt_stages.json
+
+With --stages the model is cut, of one worker, and `BOUNDARIES` are compared in the place of methods: first the time of
+steps on as many hosts, then the loss.
 """
 
 import dataclasses
@@ -22,7 +27,7 @@ from benchmarks.control import Control, check_run, merge_records, print_record, 
 from benchmarks.netlab import Lab
 from benchmarks.papers.report import Difference, draw
 from configs import CONFIGS
-from configs.experiment import Architecture, Experiment
+from configs.experiment import Architecture, BoundaryFields, Experiment
 from configs.methods import DctDp, Demo, LocalSgd, Method, PlumpDp, PowerSgd, SparseLoco
 from train.records import Record, Records
 from train.seeds import settings_of, train_seeds
@@ -41,6 +46,11 @@ METHODS: dict[str, Method] = {
 }
 # Of the other methods it is the experiment's.
 OPTIMIZERS: dict[str, Literal["sgd", "muon"]] = {"dense, Muon": "muon", "muloco, H=10": "muon", "demo, k=32": "sgd"}
+BOUNDARIES = {
+    "dense": BoundaryFields(),
+    "dct_mp, 90%": BoundaryFields(0.9),
+    "4 bits": BoundaryFields(value_dtype="int4"),
+}
 WARM_UP = 4  # steps before the timed ones: the first compiles, and connections open
 
 
@@ -62,6 +72,10 @@ class Config:
     """Rows of a step, over all workers."""
     workers: int = 4
     """Simulated workers."""
+    stages: int = 1
+    """Cut the model into so many stages, on as many hosts, and compare what crosses between them."""
+    micro_batches: int = 4
+    """Micro-batches of the stages."""
     evaluations: int = 6
     """Evaluations on the test split in a run."""
     seeds: int = 3
@@ -95,16 +109,18 @@ def main(config: Config) -> None:
     """Trains or times, prints the table, and draws the curves where asked."""
     check(config)
     records = Records(config.json)
-    if config.hosts:
+    if config.hosts or config.stages > 1:
+        hosts = config.hosts or config.stages
         print_table(
             f"GPT of {config.layers} layers of {config.width}, {config.batch} rows a step: milliseconds of "
-            f"{config.timed_steps} steps on {config.hosts} hosts at {config.rate}",
-            time_methods(config, records),
+            f"{config.timed_steps} steps on {hosts} hosts at {config.rate}",
+            time_methods(config, records, hosts),
         )
+    if config.hosts:
         return
     from train.processes import prepare_jax
 
-    prepare_jax(config.workers)
+    prepare_jax(max(config.workers, config.stages))
     train_methods(config, records)
 
 
@@ -112,21 +128,29 @@ def check(config: Config) -> None:
     """Raises ValueError for what cannot be run."""
     if config.experiment not in ("gpt_linux", "gpt_stdlib"):
         raise ValueError(f"--experiment is gpt_linux or gpt_stdlib, got {config.experiment!r}.")
-    counts = {name: getattr(config, name) for name in ("layers", "width", "batch", "workers", "evaluations", "seeds")}
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"--{name} is at least 1, got {value}.")
+    for name in ("layers", "width", "batch", "workers", "evaluations", "seeds", "stages", "micro_batches"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is at least 1, got {getattr(config, name)}.")
+    if config.stages > 1 and (config.hosts or config.batch % config.micro_batches):
+        raise ValueError(
+            f"--stages run on as many hosts, and --batch is a multiple of --micro-batches, got --hosts {config.hosts} "
+            f"and {config.batch} rows in {config.micro_batches}: leave --hosts out."
+        )
     if config.steps < config.evaluations or config.hosts < 0:
         raise ValueError("--steps is at least --evaluations, and --hosts at least 0.")
     if len(check_run(config.rate, config.timed_steps)) > 1:
         raise ValueError(f"--rate is one rate, got {config.rate}: run this once for each.")
-    if config.batch % (config.hosts or config.workers):
+    if config.stages == 1 and config.batch % (config.hosts or config.workers):
         raise ValueError(f"--batch is a multiple of the workers, or of the hosts, got {config.batch}.")
 
 
 def experiment_of(config: Config, name: str = "dense") -> Experiment:
     """Returns what a method trains, one of `METHODS`."""
     options = {"layers": config.layers, "width": config.width, "heads": 4}
+    split = {"workers": config.hosts or config.workers}
+    if config.stages > 1:
+        split = {"workers": 1, "stages": config.stages, "micro_batches": config.micro_batches}
+        split |= {"boundary": BOUNDARIES[name]}
     return dataclasses.replace(
         CONFIGS[config.experiment],
         architecture=Architecture("gpt", options),
@@ -134,13 +158,18 @@ def experiment_of(config: Config, name: str = "dense") -> Experiment:
         learning_rate=config.learning_rate,
         optimizer=OPTIMIZERS.get(name, CONFIGS[config.experiment].optimizer),
         global_batch=config.batch,
-        workers=config.hosts or config.workers,
         warmup_steps=config.steps // 10,
         eval_every=-(-config.steps // config.evaluations),
         checkpoint_every=config.steps,
         max_skipped=config.steps + 1,  # a method that diverges is a result
         data_dir=config.data_dir,
+        **split,
     )
+
+
+def compared(config: Config) -> dict[str, Method]:
+    """Returns the methods, or that of every boundary."""
+    return METHODS if config.stages == 1 else dict.fromkeys(BOUNDARIES, METHODS["dense"])
 
 
 def train_methods(config: Config, records: Records) -> None:
@@ -148,9 +177,9 @@ def train_methods(config: Config, records: Records) -> None:
     experiment = experiment_of(config)
     runs = {
         name: train_seeds(records, experiment_of(config, name), method, config.seeds)
-        for name, method in METHODS.items()
+        for name, method in compared(config).items()
     }
-    times = {name: records.find(_key(config, name, config.workers)) for name in METHODS}
+    times = {name: records.find(_key(config, name, config.workers)) for name in runs}
     dense, rows = runs["dense"], []
     for name, own in runs.items():
         losses, timed = [run["scores"]["loss"] for run in own], times[name]
@@ -165,13 +194,15 @@ def train_methods(config: Config, records: Records) -> None:
                 "bits_per_byte": statistics.fmean(run["scores"]["bits_per_byte"] for run in own),
                 "bytes_per_step": own[0]["bytes_per_step"],
                 "fewer_than_dense": own[0]["dense_bytes"] / own[0]["bytes_per_step"],
+                "ms_per_step": timed and timed["ms_mean"],
                 "seconds": timed and experiment.steps * timed["ms_mean"] / 1e3,
             }
         )
     print_table(
-        f"GPT of {dense[0]['parameters']:,} parameters on {experiment.dataset}, K={config.workers}, {config.steps} "
-        f"steps of {config.batch} rows, mean over {config.seeds} seeds: validation loss (nats a byte), bytes that a "
-        f"worker receives a step; seconds at {config.rate} where --hosts {config.workers} has timed them",
+        f"GPT of {dense[0]['parameters']:,} parameters on {experiment.dataset}, K={experiment.workers}, {config.steps} "
+        f"steps of {config.batch} rows{f' in {config.stages} stages' if config.stages > 1 else ''}, mean over "
+        f"{config.seeds} seeds: validation loss (nats a byte), bytes that a device receives a step; seconds at "
+        f"{config.rate} where they were timed",
         rows,
     )
     if config.figure is not None:
@@ -191,18 +222,20 @@ def _losses(runs: list[Record]) -> list[list[float | None]]:
 
 def _key(config: Config, name: str, workers: int) -> Record:
     """Returns the key of a method's timed steps."""
-    experiment = dataclasses.replace(experiment_of(config, name), workers=workers)
-    about = settings_of(experiment, METHODS[name])
+    experiment = experiment_of(config, name)
+    if config.stages == 1:
+        experiment = dataclasses.replace(experiment, workers=workers)
+    about = settings_of(experiment, compared(config)[name])
     return {"of": "gpt step", "about": about, "rate": config.rate, "timed_steps": config.timed_steps}
 
 
-def time_methods(config: Config, records: Records) -> list[Record]:
+def time_methods(config: Config, records: Records, hosts: int) -> list[Record]:
     """Returns the timed steps of every method; the hosts run where some are not there."""
-    keys = {name: _key(config, name, config.hosts) for name in METHODS}
+    keys = {name: _key(config, name, hosts) for name in compared(config)}
     if any(records.find(key) is None for key in keys.values()):
-        with Lab(config.hosts, config.rate) as lab:
-            hosts = [read_records(Timed, text) for text in run_hosts(lab, "benchmarks.gpt")]
-            for record in merge_records(hosts, lab.isolated):
+        with Lab(hosts, config.rate) as lab:
+            found = [read_records(Timed, text) for text in run_hosts(lab, "benchmarks.gpt")]
+            for record in merge_records(found, lab.isolated):
                 records.add(keys[record.method] | dataclasses.asdict(record) | {"isolated": lab.isolated})
     found = [record for key in keys.values() if (record := records.find(key)) is not None]
     return [{field.name: record[field.name] for field in dataclasses.fields(Timed)} for record in found]
@@ -216,11 +249,12 @@ def time_host(config: Config) -> None:
     from train.data import train_batches
     from train.job import make_job
 
-    for name, method in METHODS.items():
+    rows_of = (control.host, control.hosts) if config.stages == 1 else (0, 1)  # the stages of a worker read the same
+    for name, method in compared(config).items():
         control.set_rate("none")
         experiment = experiment_of(config, name)
         job = make_job(experiment, method)
-        where = {"process_index": control.host, "process_count": control.hosts, "data_dir": config.data_dir}
+        where = {"process_index": rows_of[0], "process_count": rows_of[1], "data_dir": config.data_dir}
         batches = train_batches(experiment.dataset, global_batch=config.batch, seed=0, **where)
         state, times, received = job.start(0), [], []
 
