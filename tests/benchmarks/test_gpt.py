@@ -91,6 +91,33 @@ def test_times_of_the_same_model_make_seconds(trained, tmp_path, capsys, monkeyp
     assert rows_of(capsys.readouterr().out)["dense"]["seconds"] == "2"
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_compare_boundaries_of_one_worker(stages):
+    config = Config(**vars(SMALL) | {"stages": stages, "micro_batches": 2})
+    runs = {name: gpt.experiment_of(config, name) for name in gpt.compared(config)}
+    assert {(run.workers, run.stages, run.micro_batches) for run in runs.values()} == {(1, stages, 2)}
+    assert [(run.boundary.sparsity, run.boundary.value_dtype) for run in runs.values()] == [
+        (0, None),
+        (0.9, None),
+        (0, "int4"),
+    ]
+    assert set(gpt.compared(config).values()) == {METHODS["dense"]}
+
+
+@pytest.mark.slow
+def test_a_small_model_in_stages_is_timed_and_trained(tmp_path):
+    sizes = "--experiment gpt_stdlib --layers 1 --width 8 --steps 4 --evaluations 2 --batch 4 --stages 2 --seeds 1"
+    options = ["--rate", "none", "--timed-steps", "2", "--json", str(tmp_path / "gpt.json")]
+    command = [sys.executable, "-m", "benchmarks.gpt", *sizes.split(), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    rows = rows_of(done.stdout)
+    assert list(rows) == ["dense", "dct_mp, 90%", "4 bits"]
+    whole, bits = (float(rows[name]["bytes_per_step"].replace(",", "")) for name in ("dense", "4 bits"))
+    assert whole > 5 * bits
+    assert all(float(row["ms_per_step"].replace(",", "")) > 0 for row in rows.values())
+
+
 @pytest.mark.slow
 def test_a_small_model_is_trained_and_timed(tmp_path):
     sizes = "--experiment gpt_stdlib --layers 1 --width 8 --steps 4 --evaluations 2 --batch 4 --workers 2 --seeds 1"
@@ -115,6 +142,8 @@ def test_a_small_model_is_trained_and_timed(tmp_path):
         ({"steps": 1}, "--steps is at least --evaluations"),
         ({"batch": 3}, "--batch is a multiple of the workers"),
         ({"hosts": 3}, "--batch is a multiple of the workers"),
+        ({"stages": 2, "hosts": 2}, "--stages run on as many hosts"),
+        ({"stages": 2, "micro_batches": 3}, "--batch is a multiple of --micro-batches"),
         ({"rate": "1mbit,2mbit"}, "--rate is one rate"),
     ],
 )
