@@ -1,5 +1,9 @@
 """What collectives cost: by hand for a link that is given, and measured on a mesh of simulated devices."""
 
+import sys
+import time
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -127,3 +131,19 @@ def test_all_reduces_of_few_bytes_a_number_are_measured_by_type():
 def test_links_that_cannot_be_are_refused(rate, latency, message):
     with pytest.raises(ValueError, match=message):
         given_links(rate, latency)
+
+
+def test_the_start_of_a_program_is_not_of_the_latency(monkeypatch):
+    """A collective that sleeps 20 ms, in programs that each take 50 ms more."""
+
+    def sleeping(x, axes):
+        del axes
+        return jax.pure_callback(lambda x: time.sleep(0.02) or np.asarray(x), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    module = sys.modules[measure_links.__module__]
+    real = module.time_calls
+    monkeypatch.setitem(module._COLLECTIVES, "all_reduce", sleeping)
+    monkeypatch.setattr(module, "time_calls", lambda call, repeats: [s + 0.05 for s in real(call, repeats)])
+    program = Program(always=(Traffic("all_reduce", 4096, 2, axes=("data",)),))
+    found = measure_links(jc.make_mesh(data=2), [program]).table["all_reduce", ("data",)]
+    assert 0.01 < found.latency < 0.04
