@@ -114,7 +114,7 @@ def test_other_types_and_methods_without_a_residual_are_refused():
     with pytest.raises(ValueError, match="residual_dtype must be float32 for plump_dp, which keeps no residual itself"):
         jc.plump_dp(residual_dtype="bfloat16")
     with pytest.raises(ValueError, match="residual_dtype must be float32 for local_sgd"):
-        jc.local_sgd(4, residual_dtype="bfloat16")
+        jc.local_sgd(4, exchange=jc.topk(0.9), residual_dtype="bfloat16")
 
 
 @pytest.mark.parametrize("workers", [1, 2, 8])
