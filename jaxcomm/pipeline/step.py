@@ -106,6 +106,17 @@ class PipelineStep(TrainStep):
         on_devices = jax.shard_map(device_state, mesh=self.mesh, in_specs=P(self.stage_axis), out_specs=specs)
         return jax.jit(on_devices)(*jax.device_put(given, NamedSharding(self.mesh, P(self.stage_axis))))
 
+    def shapes(
+        self, params: Sequence[Any], model_state: Sequence[Any] | None = None, *, batch: Any = None
+    ) -> TrainState:
+        """Returns what `init` would make; see `TrainStep.shapes`."""
+        shapes = jax.eval_shape(partial(self.init, batch=batch), params, model_state)
+
+        def placed(leaf: jax.ShapeDtypeStruct, spec: P) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
+
+        return jax.tree.map(placed, shapes, _staged_specs(shapes, self.stage_axis))
+
     def params(self, state: TrainState) -> list[Any]:
         """Returns the parameters of every stage; of a local method, those of the global model."""
         slots = self.pipeline.param_slots

@@ -359,3 +359,13 @@ def test_a_new_model_state_of_another_kind_is_refused(change):
     pipeline = jc.Pipeline([stage_fn(0, 2, True), changed], loss_fn, params, model_state=means)
     with pytest.raises(ValueError, match=r"shapes and types of the old, got .* from stage 1: return what it was given"):
         pipeline.plan(batches(1)[0])
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_shapes_are_those_of_a_state(has_state):
+    run = run_of(2, 4, True, 2, True) if has_state else run_of(2, 1, False, 2, False)
+    params, means = stages_of(params_of(), CUTS[2]), stages_of(means_of(), CUTS[2])
+    shapes = run.step.shapes(params, means) if has_state else run.step.shapes(params)
+    assert jax.tree.structure(shapes) == jax.tree.structure(run.start)
+    for expected, made in zip(jax.tree.leaves(run.start), jax.tree.leaves(shapes), strict=True):
+        assert (made.shape, made.dtype, made.sharding) == (expected.shape, expected.dtype, expected.sharding)
