@@ -323,13 +323,17 @@ def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
     fields = {name: getattr(experiment, name) for name in names}
     # Slices may come and go, too.
     fields["workers_per_slice"] = experiment.workers // experiment.slices if experiment.slices > 1 else None
-    for name, usual in (("delay", 0), ("fsdp", 1)):  # records of before there were such have none
+    # Records of before there were such have none.
+    for name, usual in (("delay", 0), ("fsdp", 1), ("pipeline_schedule", "gpipe")):
         if getattr(experiment, name) != usual:
             fields[name] = getattr(experiment, name)
     fields["architecture"] = f"{experiment.architecture.name} {dict(experiment.architecture.options)}"
     fields["cuts"] = experiment.cuts
     fields |= {f"boundary.{name}": value for name, value in dataclasses.asdict(experiment.boundary).items()}
-    about = fields | {"method": method.name} | {f"method.{name}": value for name, value in method.options().items()}
+    options = method.options()
+    if options["residual_dtype"] == "float32":
+        del options["residual_dtype"]
+    about = fields | {"method": method.name} | {f"method.{name}": value for name, value in options.items()}
     return json.loads(json.dumps(about))  # tuples are lists when they come back
 
 

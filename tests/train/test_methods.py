@@ -28,6 +28,7 @@ from configs.methods import (
 from jaxcomm.states import communication_period
 from tests.jaxcomm.steps import init_state, warnings_of
 from tests.train.runs import EXPERIMENT
+from train.loop import describe
 from train.methods import is_rare, make_chain, make_exchange, run_name
 
 OTHERS = [PlumpDp(p=3), LocalSgd(exchange_sparsity=0.9), LocalSgd(fragments=2, overlap=5, mix=0.5)]
@@ -320,3 +321,13 @@ def test_without_momentum_the_optimizer_holds_no_copy_of_the_parameters():
     for momentum, copies in ((0.0, 0), (0.9, 1)):
         state = make_chain(dataclasses.replace(EXPERIMENT, momentum=momentum), PlumpDp()).init(params)
         assert sum(leaf.size for leaf in jax.tree.leaves(state)) // 8000 == copies
+
+
+def test_what_came_later_is_in_a_record_where_it_is_not_as_before():
+    """So that runs and checkpoints of before go on."""
+    before = describe(EXPERIMENT, TopK())
+    assert not {"pipeline_schedule", "method.residual_dtype", "delay", "fsdp"} & set(before)
+    changed = dataclasses.replace(EXPERIMENT, pipeline_schedule="1f1b", delay=1, fsdp=2)
+    after = describe(changed, TopK(residual_dtype="bfloat16"))
+    added = {"pipeline_schedule": "1f1b", "delay": 1, "fsdp": 2, "method.residual_dtype": "bfloat16"}
+    assert after == before | added
