@@ -30,10 +30,12 @@ SETTINGS: list[tuple[str, Method]] = [
     ("98%", TopK(sparsity=0.98)),
     ("99%", TopK(sparsity=0.99)),
     ("99%, 2 bits a value", TopK(sparsity=0.99, value_dtype="2bit")),
+    ("99%, residual in bfloat16", TopK(sparsity=0.99, residual_dtype="bfloat16")),
     ("98%", Ef21(sparsity=0.98)),
     ("99%", Ef21(sparsity=0.99)),
     ("98%", DctDp(sparsity=0.98)),
     ("99%", DctDp(sparsity=0.99)),
+    ("98%, residual in bfloat16", DctDp(sparsity=0.98, residual_dtype="bfloat16")),
     ("99%, L=1000", DctDp(sparsity=0.99, life_span=1000)),  # the paper's life-span, and the transformation's default
     ("90%", RandomK(sparsity=0.9)),
     ("98%", Dgc(sparsity=0.98)),
