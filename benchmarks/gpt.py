@@ -28,7 +28,7 @@ from benchmarks.netlab import Lab
 from benchmarks.papers.report import Difference, draw
 from configs import CONFIGS
 from configs.experiment import Architecture, BoundaryFields, Experiment
-from configs.methods import DctDp, Demo, LocalSgd, Method, PlumpDp, PowerSgd, SparseLoco
+from configs.methods import DctDp, Demo, LocalSgd, Method, PlumpDp, PowerSgd, SparseLoco, TopK
 from train.records import Record, Records
 from train.seeds import settings_of, train_seeds
 from train.tables import print_table, stdev
@@ -36,6 +36,7 @@ from train.tables import print_table, stdev
 METHODS: dict[str, Method] = {
     "dense": PlumpDp(),
     "dense, bfloat16": PlumpDp(value_dtype="bfloat16"),
+    "topk, 99%": TopK(sparsity=0.99),
     "dct_dp, 99%": DctDp(sparsity=0.99, life_span=100),
     "powersgd, rank 4": PowerSgd(rank=4),
     "local_sgd, H=10": LocalSgd(steps=10),
