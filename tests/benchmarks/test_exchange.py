@@ -59,7 +59,7 @@ def test_two_hosts_send_what_is_predicted(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--method", "topk,adam"], ["--method takes plump_dp, quant_dp,", "naive, got adam", "commas"]),
+        (["--method", "topk,adam"], ["--method takes plump_dp, ", "naive, got adam", "commas"]),
         (["--shapes", "vgg"], ["shapes is one of resnet50, ", "got 'vgg'"]),
         (["--rate", "fast"], ["rate must be a number with the unit", "got 'fast'"]),
         (["--rate", "none,fast"], ["rate must be a number with the unit", "got 'fast'"]),
