@@ -217,9 +217,7 @@ def _add_instruction(program: Program, line: str, devices: int, mesh: Mesh | Non
         return
     if kind in ("send", "recv") and (transfer := _TRANSFER.search(rest)):
         if kind == "recv":
-            program.always.append(
-                _between_slices(_BETWEEN_SLICES[transfer[1]], match.group("shape"), rest, devices, mesh)
-            )
+            program.always.append(_between_slices(_BETWEEN_SLICES[transfer[1]], match.group("shape"), rest, mesh))
         return
     if kind in _UNCOUNTED:
         raise ValueError(f"Bytes of {op!r} cannot be counted here, got: {line.strip()[:200]}")
@@ -272,7 +270,7 @@ def _of_result(kind: str, result: int, workers: int) -> Traffic:
     return Traffic(kind, result, workers)
 
 
-def _between_slices(kind: str, shape: str, rest: str, devices: int, mesh: Mesh | None) -> Traffic:
+def _between_slices(kind: str, shape: str, rest: str, mesh: Mesh | None) -> Traffic:
     """Makes the record of a collective between slices of TPUs from what a device receives of it.
 
     Its devices are given by their ids: slices that do the same on each of their devices, groups, or pairs.
@@ -285,9 +283,9 @@ def _between_slices(kind: str, shape: str, rest: str, devices: int, mesh: Mesh |
         workers, together = sum(each[-1] - each[0] + 1 for each in ranges), None
     else:
         together = [int(device) for device in _DIGITS.findall(listed.partition("}")[0])]
-        workers = devices if pairs else len(together)
-    traffic = _of_result(kind, sum(_array_bytes(_elements(shape)[0])), workers)
+        workers = len(together)
     ids = [device.id for device in mesh.devices.flat] if mesh else sorted({each for pair in pairs for each in pair})
+    traffic = _of_result(kind, sum(_array_bytes(_elements(shape)[0])), len(ids) if pairs else workers)
     if pairs:
         traffic = replace(traffic, pairs=tuple((ids.index(a), ids.index(b)) for a, b in pairs))
     if mesh is None:
