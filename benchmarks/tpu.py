@@ -131,7 +131,7 @@ def compile_step(method: str, sparsity: float, shapes: list[tuple[int, ...]], me
     except ValueError as error:
         holds = str(error).splitlines()[0]
     program, held = read_program(compiled.as_text(), mesh), compiled.memory_analysis()
-    kinds = Counter(traffic.op for _, traffic in program.operations() if traffic.operand_bytes > 4096)
+    kinds = Counter(traffic.op for _, traffic in program.operations() if traffic.operand_bytes >= 4096)
     return {
         "method": method,
         "chips": mesh.size,

@@ -4,6 +4,7 @@ This is the second, independent count: what XLA really does, after it has widene
 its own.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -49,6 +50,12 @@ _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _FALSE = re.compile(r"\bfalse_computation=%?([\w.\-]+)")
 _TRUE = re.compile(r"\btrue_computation=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
+_STATE = re.compile(r" while\(%?([\w.\-]+)\)")
+_LIMIT = re.compile(r"ROOT .* compare\(%?([\w.\-]+), %?([\w.\-]+)\), direction=LT")
+_ELEMENT = re.compile(r" get-tuple-element\(.*\), index=(\d+)")
+_VALUES = re.compile(r" tuple\((.*?)\)")
+_CONSTANT = re.compile(r" (constant|copy)\(%?([\w.\-]+)\)")
 _TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]+)"')
 _SLICES = re.compile(r'_xla_megascale_target="\{([^}]*)\}')
@@ -90,7 +97,39 @@ class _Collectives:
 
     def add(self, program: Program, line: str) -> None:
         """Adds those of an instruction."""
-        _add_instruction(program, line, self._devices, self._mesh, self.of)
+        _add_instruction(program, line, self._devices, self._mesh, self.of, self._trips)
+
+    def _trips(self, loop: str) -> int | None:
+        """Returns how often a loop runs that counts by one, as those of JAX do; None if the text does not tell.
+
+        XLA says it of its loops, but for TPUs. There it follows from the counter's first value and its limit.
+        """
+        if said := _TRIPS.search(loop):
+            return int(said[1])
+        condition, state = _CONDITION.search(loop), _STATE.search(loop)
+        limited = _LIMIT.search("\n".join(self._computations.get(condition[1], ()))) if condition else None
+        if not limited or not state:
+            return None
+        counter = _ELEMENT.search(self._lines.get(limited[1], ""))
+        values = _VALUES.search(self._lines.get(state[1], ""))
+        if not counter or not values:
+            return None
+        first = self._constant(re.findall(r"%([\w.\-]+)", values[1])[int(counter[1])])
+        limit = self._constant(limited[2])
+        return None if first is None or limit is None else limit - first
+
+    def _constant(self, name: str) -> int | None:
+        """Returns the value of a scalar that is one, or a copy of one."""
+        found = _CONSTANT.search(self._lines.get(name, ""))
+        if found and found[1] == "copy":
+            return self._constant(found[2])
+        return int(found[2]) if found else None
+
+    @functools.cached_property
+    def _lines(self) -> dict[str, str]:
+        """The instructions by their names, each of which a program has once."""
+        matches = (_INSTRUCTION.match(line) for lines in self._computations.values() for line in lines)
+        return {match["name"]: match.string for match in matches if match}
 
 
 def read_overlap(text: str) -> float | None:
@@ -207,7 +246,7 @@ def _devices(text: str) -> int:
     return math.prod(int(count) for count in counts)
 
 
-def _add_instruction(program: Program, line: str, devices: int, mesh: Mesh | None, read) -> None:
+def _add_instruction(program: Program, line: str, devices: int, mesh: Mesh | None, read, trips_of) -> None:
     match = _INSTRUCTION.match(line)
     if not match:
         return
@@ -229,7 +268,9 @@ def _add_instruction(program: Program, line: str, devices: int, mesh: Mesh | Non
     elif op == "while":
         body = read(_only(_BODY, rest, line))
         if body.communicates:
-            program.add(body, int(_only(_TRIPS, rest, line)))
+            if (trips := trips_of(line)) is None:
+                raise ValueError(_uncountable(line))
+            program.add(body, trips)
     elif op == "conditional":
         program.add_conditional([read(name) for name in _branches(rest)])
     else:
@@ -246,11 +287,15 @@ def _branches(rest: str) -> list[str]:
 def _only(pattern: re.Pattern[str], rest: str, line: str) -> str:
     found = pattern.search(rest)
     if not found:
-        raise ValueError(
-            f"A loop with collectives has a known body and length, got: {line.strip()[:200]}: use lax.scan with a "
-            "static length."
-        )
+        raise ValueError(_uncountable(line))
     return found.group(1)
+
+
+def _uncountable(line: str) -> str:
+    return (
+        f"A loop with collectives has a known body and length, got: {line.strip()[:200]}: use lax.scan with a static "
+        "length."
+    )
 
 
 def _traffic(op: str, shape: str, workers: int) -> Traffic:

@@ -223,6 +223,36 @@ def test_a_loop_counts_as_often_as_it_runs():
     assert only(module(LOOP + trips, before=BODY)) == Traffic("all_reduce", 256, 4, times=7)
 
 
+COUNTED_LOOP = """
+%body (s: (s32[], f32[64])) -> (s32[], f32[64]) {{
+  %s = (s32[], f32[64]) parameter(0)
+  %moved = f32[64]{{0}} collective-permute(%x), channel_id=2, source_target_pairs={{{{0,1}},{{1,0}}}}
+}}
+
+%condition (s: (s32[], f32[64])) -> pred[] {{
+  %end = s32[]{{:T(128)}} constant(7)
+  %c = (s32[], f32[64]) parameter(0)
+  %at = s32[]{{:T(128)}} get-tuple-element(%c), index=1
+  ROOT %lt = pred[]{{:T(512)}} compare(%at, %end), direction={direction}
+}}
+"""
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_loop_of_tpus_runs_from_its_first_value_to_its_limit(first):
+    """Without known_trip_count, as the compiler for TPUs prints it."""
+    start = (f"%zero = s32[]{{:T(128)}} constant({first})", "%zero.1 = s32[]{:T(128)} copy(%zero)")
+    state = "%state = (f32[64]{0}, /*index=1*/s32[]) tuple(%p, /*index=1*/%zero.1)"
+    loop = "%w = (f32[64]{0}, /*index=1*/s32[]) while(%state), condition=%condition, body=%body"
+    lines = (*start, state, loop)
+    assert only(module(*lines, before=COUNTED_LOOP.format(direction="LT"))).times == 7 - first
+    for unknown in ((*start[1:], state, loop), (*start, loop)):
+        with pytest.raises(ValueError, match="known body and length"):
+            read_program(module(*unknown, before=COUNTED_LOOP.format(direction="LT")))
+    with pytest.raises(ValueError, match="known body and length"):
+        read_program(module(*lines, before=COUNTED_LOOP.format(direction="NE")))
+
+
 def test_a_loop_of_unknown_length_is_refused_if_it_communicates():
     with pytest.raises(ValueError, match=r"known body and length, got: %w = .*use lax.scan with a static length"):
         read_program(module(LOOP, before=BODY))
@@ -314,6 +344,11 @@ def between_slices(kind, sent, received, target='"{1,2}x{0:3}"'):
 )
 def test_a_collective_between_slices_is_two_transfers(kind, sent, received, expected):
     assert only(module(*between_slices(kind, sent, received))) == expected
+
+
+@pytest.mark.parametrize("target", ['"{1,2,3,4}x{0:3}"', '"{1:4}x{0:3}"'])
+def test_numbers_of_slices_are_listed_or_a_range(target):
+    assert only(module(*between_slices("ALL_REDUCE", "f32[1024]", "f32[1024]", target))).workers == 4
 
 
 def test_groups_and_pairs_between_slices():
