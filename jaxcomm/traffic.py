@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
+TILE_BYTES = 4096  # of a TPU's arrays
+SPLIT_FROM = 8  # tiles for each worker from which an all-reduce is given whole tiles to split: at most an eighth more
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -51,6 +54,20 @@ class Traffic:
         }[self.op]
         return factor * self.operand_bytes * self.times
 
+    def in_tiles(self, is_between_slices: bool) -> "Traffic":
+        """Returns the most that XLA may make of it on TPUs, where each message is whole tiles of 4 kB.
+
+        Between slices it splits an all-reduce among the devices of a slice, tile by tile. A small one it may sum twice:
+        inside of the slice, and what is left between the slices.
+        """
+        messages = self.workers if self.op in ("reduce_scatter", "all_to_all") else 1
+        summed = 1.0
+        if self.op == "all_reduce" and is_between_slices:
+            messages = self.workers
+            summed = 1.0 if self.operand_bytes >= SPLIT_FROM * messages * TILE_BYTES else 1.5
+        tile = messages * TILE_BYTES
+        return replace(self, operand_bytes=int(summed * -(-self.operand_bytes // tile) * tile))
+
 
 @dataclass
 class Program:
@@ -64,6 +81,12 @@ class Program:
 
     always: list[Traffic] = field(default_factory=list)
     conditionals: list[list["Program"]] = field(default_factory=list)
+
+    def in_tiles(self, is_between_slices: bool) -> "Program":
+        """Returns the most that XLA may make of it on TPUs; see `Traffic.in_tiles`."""
+        rounded = [traffic.in_tiles(is_between_slices) for traffic in self.always]
+        branches = [[branch.in_tiles(is_between_slices) for branch in each] for each in self.conditionals]
+        return Program(rounded, branches)
 
     def add(self, other: "Program", times: int = 1) -> None:
         """Takes over another program's collectives, run `times` times a step."""

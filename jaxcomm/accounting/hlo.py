@@ -4,6 +4,7 @@ This is the second, independent count: what XLA really does, after it has widene
 its own.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -23,6 +24,16 @@ _OPS = {
 }
 # Collectives that are known not to be counted; meeting one is an error, not a silent zero.
 _UNCOUNTED = ("ragged-all-to-all", "collective-broadcast", "send", "recv")
+# Between slices of TPUs a collective is a pair of transfers, one each way, between a device and its host.
+_BETWEEN_SLICES = {
+    "ALL_REDUCE": "all_reduce",
+    "ALL_GATHER": "all_gather",
+    "REDUCE_SCATTER": "reduce_scatter",
+    "ALL_TO_ALL": "all_to_all",
+    "ONE_TO_ONE": "permute",
+}
+# Of a TPU's programs: a fusion that is a reduce-scatter, written as an all-reduce of which a part is kept.
+_REDUCE_SCATTER = "all-reduce-scatter"
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(
@@ -39,6 +50,16 @@ _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _FALSE = re.compile(r"\bfalse_computation=%?([\w.\-]+)")
 _TRUE = re.compile(r"\btrue_computation=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
+_STATE = re.compile(r" while\(%?([\w.\-]+)\)")
+_LIMIT = re.compile(r"ROOT .* compare\(%?([\w.\-]+), %?([\w.\-]+)\), direction=LT")
+_ELEMENT = re.compile(r" get-tuple-element\(.*\), index=(\d+)")
+_VALUES = re.compile(r" tuple\((.*?)\)")
+_CONSTANT = re.compile(r" (constant|copy)\(%?([\w.\-]+)\)")
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]+)"')
+_SLICES = re.compile(r'_xla_megascale_target="\{([^}]*)\}')
+_TARGETS = re.compile(r"_xla_megascale_target=\{(.*?)\}\}")
 
 
 def read_program(text: str, mesh: Mesh | None = None) -> Program:
@@ -69,11 +90,46 @@ class _Collectives:
             self._done[name] = Program()  # before its instructions, as no computation calls itself
             for line in self._computations.get(name, ()):
                 self.add(self._done[name], line)
+            if name.startswith(_REDUCE_SCATTER):
+                always = self._done[name].always
+                always[:] = [replace(traffic, op="reduce_scatter") for traffic in always]
         return self._done[name]
 
     def add(self, program: Program, line: str) -> None:
         """Adds those of an instruction."""
-        _add_instruction(program, line, self._devices, self._mesh, self.of)
+        _add_instruction(program, line, self._devices, self._mesh, self.of, self._trips)
+
+    def _trips(self, loop: str) -> int | None:
+        """Returns how often a loop runs that counts by one, as those of JAX do; None if the text does not tell.
+
+        XLA says it of its loops, but for TPUs. There it follows from the counter's first value and its limit.
+        """
+        if said := _TRIPS.search(loop):
+            return int(said[1])
+        condition, state = _CONDITION.search(loop), _STATE.search(loop)
+        limited = _LIMIT.search("\n".join(self._computations.get(condition[1], ()))) if condition else None
+        if not limited or not state:
+            return None
+        counter = _ELEMENT.search(self._lines.get(limited[1], ""))
+        values = _VALUES.search(self._lines.get(state[1], ""))
+        if not counter or not values:
+            return None
+        first = self._constant(re.findall(r"%([\w.\-]+)", values[1])[int(counter[1])])
+        limit = self._constant(limited[2])
+        return None if first is None or limit is None else limit - first
+
+    def _constant(self, name: str) -> int | None:
+        """Returns the value of a scalar that is one, or a copy of one."""
+        found = _CONSTANT.search(self._lines.get(name, ""))
+        if found and found[1] == "copy":
+            return self._constant(found[2])
+        return int(found[2]) if found else None
+
+    @functools.cached_property
+    def _lines(self) -> dict[str, str]:
+        """The instructions by their names, each of which a program has once."""
+        matches = (_INSTRUCTION.match(line) for lines in self._computations.values() for line in lines)
+        return {match["name"]: match.string for match in matches if match}
 
 
 def read_overlap(text: str) -> float | None:
@@ -105,6 +161,10 @@ def read_overlap(text: str) -> float | None:
     shapes = {match["name"]: match["shape"] for match in matches[entry]}
     own = {match["name"]: _products(match, shapes, products_of) for match in matches[entry]}
     feeds = {match["name"]: _operands(match["rest"], own) for match in matches[entry]}
+    sends = {_RENDEZVOUS.findall(match["rest"])[0]: match["name"] for match in matches[entry] if match["op"] == "send"}
+    for match in matches[entry]:
+        if match["op"] == "recv":  # what comes from other slices is made of what was sent to them
+            feeds[match["name"]] += [sends[name] for name in _RENDEZVOUS.findall(match["rest"]) if name in sends]
     waits: dict[str, list[str]] = {name: [] for name in own}
     for name, operands in feeds.items():
         for operand in operands:
@@ -186,13 +246,17 @@ def _devices(text: str) -> int:
     return math.prod(int(count) for count in counts)
 
 
-def _add_instruction(program: Program, line: str, devices: int, mesh: Mesh | None, read) -> None:
+def _add_instruction(program: Program, line: str, devices: int, mesh: Mesh | None, read, trips_of) -> None:
     match = _INSTRUCTION.match(line)
     if not match:
         return
     op, rest = match.group("op"), match.group("rest")
     kind = op.removesuffix("-start")
     if op.endswith(("-done", "-update")):
+        return
+    if kind in ("send", "recv") and (transfer := _TRANSFER.search(rest)):
+        if kind == "recv":
+            program.always.append(_between_slices(_BETWEEN_SLICES[transfer[1]], match.group("shape"), rest, mesh))
         return
     if kind in _UNCOUNTED:
         raise ValueError(f"Bytes of {op!r} cannot be counted here, got: {line.strip()[:200]}")
@@ -204,7 +268,9 @@ def _add_instruction(program: Program, line: str, devices: int, mesh: Mesh | Non
     elif op == "while":
         body = read(_only(_BODY, rest, line))
         if body.communicates:
-            program.add(body, int(_only(_TRIPS, rest, line)))
+            if (trips := trips_of(line)) is None:
+                raise ValueError(_uncountable(line))
+            program.add(body, trips)
     elif op == "conditional":
         program.add_conditional([read(name) for name in _branches(rest)])
     else:
@@ -221,11 +287,15 @@ def _branches(rest: str) -> list[str]:
 def _only(pattern: re.Pattern[str], rest: str, line: str) -> str:
     found = pattern.search(rest)
     if not found:
-        raise ValueError(
-            f"A loop with collectives has a known body and length, got: {line.strip()[:200]}: use lax.scan with a "
-            "static length."
-        )
+        raise ValueError(_uncountable(line))
     return found.group(1)
+
+
+def _uncountable(line: str) -> str:
+    return (
+        f"A loop with collectives has a known body and length, got: {line.strip()[:200]}: use lax.scan with a static "
+        "length."
+    )
 
 
 def _traffic(op: str, shape: str, workers: int) -> Traffic:
@@ -233,12 +303,43 @@ def _traffic(op: str, shape: str, workers: int) -> Traffic:
     kind = _OPS[op.removesuffix("-start")]
     if op.endswith("-start") and kind != "all_reduce":
         shape = _elements(shape)[1]  # (operands, results, contexts...)
-    result = sum(_array_bytes(shape))
+    return _of_result(kind, sum(_array_bytes(shape)), workers)
+
+
+def _of_result(kind: str, result: int, workers: int) -> Traffic:
+    """Makes the record of one collective from the bytes of its result."""
     if kind == "all_gather":
         return Traffic(kind, result // workers, workers)
     if kind == "reduce_scatter":
         return Traffic(kind, result * workers, workers)
     return Traffic(kind, result, workers)
+
+
+def _between_slices(kind: str, shape: str, rest: str, mesh: Mesh | None) -> Traffic:
+    """Makes the record of a collective between slices of TPUs from what a device receives of it.
+
+    Its devices are given by their ids: slices that do the same on each of their devices, groups, or pairs.
+    """
+    slices, targets = _SLICES.search(rest), _TARGETS.search(rest)
+    listed = targets[1] if targets else ""
+    pairs = [(int(a), int(b)) for a, b in re.findall(r"(\d+)->(\d+)", listed)]
+    if slices:
+        ranges = [[int(end) for end in part.split(":")] for part in slices[1].split(",")]
+        workers, together = sum(each[-1] - each[0] + 1 for each in ranges), None
+    else:
+        together = [int(device) for device in _DIGITS.findall(listed.partition("}")[0])]
+        workers = len(together)
+    ids = [device.id for device in mesh.devices.flat] if mesh else sorted({each for pair in pairs for each in pair})
+    traffic = _of_result(kind, sum(_array_bytes(_elements(shape)[0])), len(ids) if pairs else workers)
+    if pairs:
+        traffic = replace(traffic, pairs=tuple((ids.index(a), ids.index(b)) for a, b in pairs))
+    if mesh is None:
+        return traffic
+    if together is None:  # a device of each slice
+        of_slices = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
+        together = [ids[of_slices.index(each)] for each in sorted(set(of_slices))]
+    groups = list(traffic.pairs) if traffic.pairs else [tuple(ids.index(device) for device in together)]
+    return replace(traffic, axes=_differing(groups, mesh))
 
 
 def _elements(shape: str) -> list[str]:
@@ -318,6 +419,11 @@ def _axes(rest: str, traffic: Traffic, devices: int, mesh: Mesh) -> tuple[str, .
         groups = [tuple(int(n) for n in numbers.reshape(int(iota.group(1)), -1)[0])]
     else:
         groups = [tuple(range(devices))]
+    return _differing(groups, mesh)
+
+
+def _differing(groups: Sequence[tuple[int, ...]], mesh: Mesh) -> tuple[str, ...]:
+    """Returns the axes of the mesh along which the devices of a group, given by their places in it, differ."""
     places = [np.array(np.unravel_index(group, mesh.devices.shape)) for group in groups]  # (axes, devices)
     return tuple(
         name for i, name in enumerate(mesh.axis_names) if any((place[i] != place[i][0]).any() for place in places)

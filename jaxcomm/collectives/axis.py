@@ -62,9 +62,21 @@ def check_workers(workers: int | tuple[int, ...], axis_name: AxisName) -> tuple[
     return sizes
 
 
-def abstract_mesh(axes: Mapping[str, int]) -> AbstractMesh:
-    """Makes a mesh without devices, of the sizes of its axes by their names: on it a worker's function is traced."""
-    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+def abstract_mesh(axes: Mapping[str, int], kind: Any = None) -> AbstractMesh:
+    """Makes a mesh without devices, of the sizes of its axes by their names: on it a worker's function is traced.
+
+    Args:
+      axes: the sizes.
+      kind: the `AbstractDevice` of the mesh that it stands for, if there is one.
+    """
+    types = (AxisType.Auto,) * len(axes)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types, abstract_device=kind)
+
+
+def traced_platform() -> str | None:
+    """Returns the platform ("cpu", "tpu", ...) that the program is traced for; None on no mesh, or an abstract one."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return None if device is None else device.platform
 
 
 def in_axes_of_workers(function: Callable[..., Any], sizes: tuple[int, ...], axis_name: AxisName) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from jax import lax
 from jaxcomm.codecs.quantize import PartCodec
 from jaxcomm.collectives.axis import axis_size
 from jaxcomm.collectives.checksum import agreed, gather_checked
+from jaxcomm.collectives.messages import sum_of
 from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.layout import BLOCK
@@ -37,7 +38,7 @@ def integer_sum(codes: jax.Array, flag: jax.Array, axis_name: str) -> Reduced:
     with jax.named_scope(ENCODE):
         own = jnp.append(codes, (~flag).astype(codes.dtype))
     with jax.named_scope(EXCHANGE):
-        total = lax.psum(own, axis_name)
+        total = sum_of(own, axis_name)
     with jax.named_scope(DECODE):
         ok, total = total[-1] == 0, total[:-1].astype(jnp.float32)
     return Reduced(lambda ok: jnp.where(ok, total, 0.0), lambda: jnp.zeros(codes.shape, jnp.float32), ok)

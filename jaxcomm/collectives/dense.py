@@ -5,10 +5,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxcomm.codecs import value_codec
 from jaxcomm.collectives.axis import AxisName, axis_size
+from jaxcomm.collectives.messages import sum_of
 from jaxcomm.collectives.shared_mask import compact_sum
 from jaxcomm.scopes import EXCHANGE
 
@@ -41,11 +41,11 @@ def dense_mean(
     if value_dtype == "float16":
         part = (vector / axis_size(axis_name)).astype(jnp.float16)
         with jax.named_scope(EXCHANGE):
-            mean = lax.psum(part, axis_name)
+            mean = sum_of(part, axis_name)
         mean = mean.astype(jnp.float32)
     elif value_dtype == "float32":
         with jax.named_scope(EXCHANGE):
-            mean = lax.psum(vector, axis_name)
+            mean = sum_of(vector, axis_name)
         mean = mean / axis_size(axis_name)  # (n,)
     else:
         # Tensor by tensor: of the vector, XLA would concatenate them once more, element by element.

@@ -1,8 +1,10 @@
 """Messages from every worker to every other, or to the next one.
 
-Between two workers a large message goes by an all-reduce of integers: the sum of both workers' words, less a worker's
+Between two CPU hosts a large message goes by an all-reduce of integers: the sum of both workers' words, less a worker's
 own, is the other's, exactly. It moves the same bytes, and both ways at once. In Gloo's other collectives the host that
 comes second may send all that it has before it says that it can receive, so that they take up to twice as long.
+
+Between TPUs a message is whole tiles: XLA makes other gathers and scatters all-reduces, which move twice the bytes.
 """
 
 import functools
@@ -14,10 +16,12 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, is_tracked
+from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, is_tracked, traced_platform
 from jaxcomm.scopes import EXCHANGE
+from jaxcomm.traffic import SPLIT_FROM, TILE_BYTES
 
 LARGE = 1 << 18  # bytes of a message from which both ways at once are worth a second round of the network
+TILE_LANES = 128  # numbers of 32 bits in a row of a TPU's tile
 SAME = "same_on_all_workers"  # the name of the primitive that promises it, in traced programs
 
 # JAX cannot know that two workers have put the same rows together. Returns the first operand with the second's type.
@@ -37,9 +41,13 @@ def all_gather_same(value: jax.Array, axis_name: AxisName) -> jax.Array:
             total, other = _swap(_as_words(value), axis_name)
             rows = _from_words(_in_order(_as_words(value), other, axis_name), value.dtype)
             return _same.bind(rows, _from_words(jnp.broadcast_to(total, (2, *total.shape)), value.dtype))
+        # XLA makes other gathers all-reduces of zeros, of twice the bytes.
+        whole = _in_tiles(value) if traced_platform() == "tpu" else value
         if all(is_tracked(name) for name in axis_names(axis_name)):
-            return lax.all_gather(value, axis_name, to="invarying")
-        return lax.all_gather(value, axis_name)
+            rows = lax.all_gather(whole, axis_name, to="invarying")
+        else:
+            rows = lax.all_gather(whole, axis_name)
+        return rows if whole is value else rows[:, : value.size].reshape(-1, *value.shape)
 
 
 def all_gather_rows(value: jax.Array, axis_name: AxisName, axis: int = 0) -> jax.Array:
@@ -66,11 +74,24 @@ def all_to_all(rows: jax.Array, axis_name: AxisName) -> jax.Array:
     return _in_order(own, swapped(sent, axis_name), axis_name)
 
 
+def sum_of(vector: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Sums the workers' vectors (n,), the same on every worker. Each receives 2 (K-1)/K of its bytes."""
+    count = axis_size(axis_name)
+    if traced_platform() != "tpu" or vector.nbytes < SPLIT_FROM * count * TILE_BYTES:
+        return lax.psum(vector, axis_name)
+    # Between slices each device of a slice sends its part, of whole tiles; of other sums XLA sends more inside.
+    return lax.psum(_in_tiles(vector, count), axis_name)[: vector.size]
+
+
 def sum_scatter(rows: jax.Array, axis_name: AxisName) -> jax.Array:
     """Returns the sum over the workers of row i of (K, ...) to worker i. It has a gradient.
 
     Each worker receives (K-1)/K of its rows' bytes.
     """
+    if traced_platform() == "tpu":  # of other rows XLA sums all, and keeps a part
+        whole = jax.vmap(_in_tiles)(rows).reshape(len(rows), -1, TILE_LANES)
+        own = lax.psum_scatter(whole, axis_name, scatter_dimension=0)
+        return own.reshape(-1)[: rows[0].size].reshape(rows.shape[1:])
     if not _is_by_pair(rows[0], axis_name):
         return lax.psum_scatter(rows, axis_name, scatter_dimension=0)
     me = lax.axis_index(axis_name)
@@ -108,7 +129,12 @@ def _is_by_pair(message: Any, axis_name: AxisName) -> bool:
     """Returns whether messages, one from every worker, go by an all-reduce: on a mesh alone."""
     is_large = message.dtype.itemsize == 4 and message.size * 4 >= LARGE
     on_mesh = set(axis_names(axis_name)) <= set(jax.sharding.get_abstract_mesh().manual_axes)
-    return is_large and on_mesh and axis_size(axis_name) == 2
+    return is_large and on_mesh and axis_size(axis_name) == 2 and traced_platform() in (None, "cpu")
+
+
+def _in_tiles(value: jax.Array, count: int = 1) -> jax.Array:
+    """Returns a message as a vector of a multiple of so many tiles."""
+    return jnp.pad(value.reshape(-1), (0, -value.size % (count * TILE_BYTES // value.dtype.itemsize)))
 
 
 def _swap(words: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:

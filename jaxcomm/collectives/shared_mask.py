@@ -11,7 +11,7 @@ from jaxcomm import bits
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import AxisName, axis_size, zeros_varying_as
 from jaxcomm.collectives.checksum import agreed, gather_checked, move
-from jaxcomm.collectives.messages import to_next
+from jaxcomm.collectives.messages import sum_of, to_next
 from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.scopes import DECODE, ENCODE, EXCHANGE
@@ -61,7 +61,7 @@ def compact_sum(
     """
     if name == "psum":
         with jax.named_scope(EXCHANGE):
-            sums = lax.psum(jnp.append(values, jnp.where(flag, 0.0, jnp.nan)), axis_name)  # (C + 1,)
+            sums = sum_of(jnp.append(values, jnp.where(flag, 0.0, jnp.nan)), axis_name)  # (C + 1,)
         ok = jnp.isfinite(sums).all()
         return Reduced(lambda ok: jnp.where(ok, sums[:-1], 0.0), lambda: jnp.zeros_like(values), ok)
     k, n = axis_size(axis_name), values.size

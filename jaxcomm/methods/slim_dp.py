@@ -15,7 +15,7 @@ from jaxcomm import bits, noise
 from jaxcomm.checks import check_count, check_range
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import other_axes, to_varying
-from jaxcomm.collectives.messages import all_gather_same, all_to_all
+from jaxcomm.collectives.messages import all_gather_same, all_to_all, sum_of
 from jaxcomm.exchange import ExchangeState, own_row, transformation, with_due
 from jaxcomm.layout import plan_layout
 from jaxcomm.methods.local_sgd import LocalExchange, local_sgd
@@ -222,7 +222,7 @@ class SlimDp(LocalExchange):
             # size. The maximum alone would not do: compiled by XLA for a CPU, it may lose a NaN.
             largest = jnp.where(jnp.isfinite(delta).all(), jnp.max(jnp.abs(delta)), jnp.nan)
             with jax.named_scope(EXCHANGE):
-                sums = lax.psum(jnp.append(delta[core], largest), axis_name)
+                sums = sum_of(jnp.append(delta[core], largest), axis_name)
             ok = jnp.isfinite(sums).all()
             core_values, new_server, pulled = old.core + rate * sums[:-1], server, jnp.zeros((workers, 0))
             if share:
@@ -244,7 +244,7 @@ class SlimDp(LocalExchange):
 
         def push_everything() -> tuple[jax.Array, ExchangeState]:
             with jax.named_scope(EXCHANGE):
-                sums = lax.psum(delta, axis_name)  # (n,)
+                sums = sum_of(delta, axis_name)  # (n,)
             core_values, new_server = old.core + rate * sums[core], server + rate * sums[rest]
             most = -(-others // workers)
             own = lax.dynamic_slice(jnp.pad(new_server, (0, most)), (part_of(others, workers, me)[0],), (most,))

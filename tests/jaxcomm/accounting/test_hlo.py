@@ -1,10 +1,13 @@
 """Collectives in literal HLO text, in every notation that XLA prints."""
 
+from dataclasses import dataclass
 from fractions import Fraction
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from jaxcomm.accounting.hlo import read_program
+from jaxcomm.accounting.hlo import read_overlap, read_program
 from jaxcomm.traffic import Traffic
 
 SUM = """
@@ -220,6 +223,36 @@ def test_a_loop_counts_as_often_as_it_runs():
     assert only(module(LOOP + trips, before=BODY)) == Traffic("all_reduce", 256, 4, times=7)
 
 
+COUNTED_LOOP = """
+%body (s: (s32[], f32[64])) -> (s32[], f32[64]) {{
+  %s = (s32[], f32[64]) parameter(0)
+  %moved = f32[64]{{0}} collective-permute(%x), channel_id=2, source_target_pairs={{{{0,1}},{{1,0}}}}
+}}
+
+%condition (s: (s32[], f32[64])) -> pred[] {{
+  %end = s32[]{{:T(128)}} constant(7)
+  %c = (s32[], f32[64]) parameter(0)
+  %at = s32[]{{:T(128)}} get-tuple-element(%c), index=1
+  ROOT %lt = pred[]{{:T(512)}} compare(%at, %end), direction={direction}
+}}
+"""
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_loop_of_tpus_runs_from_its_first_value_to_its_limit(first):
+    """Without known_trip_count, as the compiler for TPUs prints it."""
+    start = (f"%zero = s32[]{{:T(128)}} constant({first})", "%zero.1 = s32[]{:T(128)} copy(%zero)")
+    state = "%state = (f32[64]{0}, /*index=1*/s32[]) tuple(%p, /*index=1*/%zero.1)"
+    loop = "%w = (f32[64]{0}, /*index=1*/s32[]) while(%state), condition=%condition, body=%body"
+    lines = (*start, state, loop)
+    assert only(module(*lines, before=COUNTED_LOOP.format(direction="LT"))).times == 7 - first
+    for unknown in ((*start[1:], state, loop), (*start, loop)):
+        with pytest.raises(ValueError, match="known body and length"):
+            read_program(module(*unknown, before=COUNTED_LOOP.format(direction="LT")))
+    with pytest.raises(ValueError, match="known body and length"):
+        read_program(module(*lines, before=COUNTED_LOOP.format(direction="NE")))
+
+
 def test_a_loop_of_unknown_length_is_refused_if_it_communicates():
     with pytest.raises(ValueError, match=r"known body and length, got: %w = .*use lax.scan with a static length"):
         read_program(module(LOOP, before=BODY))
@@ -284,3 +317,86 @@ def test_text_without_an_entry_is_refused():
 def test_names_of_operations_in_metadata_and_of_instructions_do_not_count():
     line = '%all-reduce.7 = f32[64]{0} add(%p, %all-gather.3), metadata={op_name="all-reduce(x)"}'
     assert not read_program(module(line)).communicates
+
+
+def between_slices(kind, sent, received, target='"{1,2}x{0:3}"'):
+    """Returns the pair of transfers that XLA's compiler for TPUs prints for a collective between two slices of four."""
+    said = (
+        'is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
+        f'_xla_host_transfer_rendezvous="{kind}_0",_xla_megascale_reduce_operation="SUM",'
+        f'_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"}}, backend_config={{"flag_configs":[]}}'
+    )
+    return (
+        f"%send = ({sent}{{0:T(1024)}}, u32[], token[]) send(%p, %after-all), channel_id=2, {said}",
+        f"%recv = ({received}{{0:T(1024)}}, u32[], token[]) recv(%after-all), channel_id=1, {said}",
+        "%recv-done = (f32[64]{0:T(1024)}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true",
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent", "received", "expected"),
+    [
+        ("ALL_GATHER", "u32[1024]", "u32[2048]", Traffic("all_gather", 4096, 2)),
+        ("ALL_REDUCE", "f32[4,8,128]", "f32[4,8,128]", Traffic("all_reduce", 16384, 2)),
+        ("REDUCE_SCATTER", "f32[4,8,128]", "f32[2,8,128]", Traffic("reduce_scatter", 16384, 2)),
+        ("ALL_TO_ALL", "u32[2,1,1024]", "u32[2,1,1024]", Traffic("all_to_all", 8192, 2)),
+    ],
+)
+def test_a_collective_between_slices_is_two_transfers(kind, sent, received, expected):
+    assert only(module(*between_slices(kind, sent, received))) == expected
+
+
+@pytest.mark.parametrize("target", ['"{1,2,3,4}x{0:3}"', '"{1:4}x{0:3}"'])
+def test_numbers_of_slices_are_listed_or_a_range(target):
+    assert only(module(*between_slices("ALL_REDUCE", "f32[1024]", "f32[1024]", target))).workers == 4
+
+
+def test_groups_and_pairs_between_slices():
+    """Devices are named by their ids."""
+    ids = [100000 + device for device in range(4)] + [200000 + device for device in range(4)]
+    group = "{{" + ",".join(map(str, ids)) + "}}"
+    lines = between_slices("ALL_TO_ALL", "u32[8,1,1024]", "u32[8,1,1024]", group)
+    assert only(module(*lines)) == Traffic("all_to_all", 32768, 8)
+    pairs = "{{100000->200000},{200000->100000},{100001->200001},{200001->100001}}"
+    traffic = only(module(*between_slices("ONE_TO_ONE", "u32[1024]", "u32[1024]", pairs)))
+    assert (traffic.op, traffic.workers, traffic.received) == ("permute", 4, 4096)
+    assert traffic.pairs == ((0, 2), (2, 0), (1, 3), (3, 1))
+
+
+@dataclass(frozen=True)
+class Chip:
+    id: int
+    slice_index: int
+
+
+def test_axes_between_slices():
+    chips = [[Chip(100000 * (part + 1) + chip, part) for chip in range(4)] for part in range(2)]
+    mesh = SimpleNamespace(devices=np.array(chips), axis_names=("slice", "data"))
+    group = "{{" + ",".join(str(chip.id) for row in chips for chip in row) + "}}"
+    pairs = "{{100000->200000},{200000->100000}}"
+    for kind, target, axes in (
+        ("ALL_REDUCE", '"{1,2}x{0:3}"', ("slice",)),
+        ("ALL_TO_ALL", group, ("slice", "data")),
+        ("ONE_TO_ONE", pairs, ("slice",)),
+    ):
+        text = module(*between_slices(kind, "f32[1024]", "f32[1024]", target))
+        (traffic,) = read_program(text, mesh).always
+        assert traffic.axes == axes
+
+
+def test_a_fusion_of_tpus_that_is_a_reduce_scatter():
+    fused = (
+        "\n%all-reduce-scatter.1 (q: f32[4,8,128]) -> f32[1,8,128] {\n  %q = f32[4,8,128]{2,1,0} parameter(0)\n"
+        f"  %all = f32[4,8,128]{{2,1,0:T(8,128)}} all-reduce(%q), {GROUPS}, to_apply=%sum\n"
+        "  ROOT %own = f32[1,8,128]{2,1,0} dynamic-slice(%all, %o, %o, %o), dynamic_slice_sizes={1,8,128}\n}\n"
+    )
+    line = "%f = f32[1,8,128]{2,1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1"
+    assert only(module(line, before=fused)) == Traffic("reduce_scatter", 16384, 4)
+
+
+def test_what_arrives_from_other_slices_waits_for_what_was_sent():
+    """A product that feeds the transfer, and one beside it: half of the products can be computed meanwhile."""
+    product = "f32[8,8]{1,0} dot(%p, %p), lhs_contracting_dims={0}, rhs_contracting_dims={0}"
+    send, receive, done = between_slices("ALL_REDUCE", "f32[1024]", "f32[1024]")
+    lines = (f"%before = {product}", send.replace("send(%p", "send(%before"), receive, done, f"%beside = {product}")
+    assert read_overlap(module(*lines)) == 0.5

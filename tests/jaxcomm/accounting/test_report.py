@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomm as jc
 from jaxcomm.accounting.hlo import read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program, traced_program
+from jaxcomm.accounting.report import check_bytes
 from jaxcomm.traffic import Program, Traffic
 from tests.jaxcomm.steps import init_state
 
@@ -303,3 +304,39 @@ def test_a_collective_that_cannot_be_predicted_is_refused():
     mapped = jax.shard_map(ragged, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
     with pytest.raises(ValueError, match=r"Bytes of 'ragged_all_to_all' cannot be predicted: use one of .*all_gather"):
         traced_program(mapped, X)
+
+
+def compiled_for_tpus(instruction):
+    return (
+        "HloModule jit_step, is_scheduled=true, num_partitions=4\n\n"
+        f"ENTRY %main.1 (p: f32[1024]) -> f32[4096] {{\n  %p = f32[1024]{{0}} parameter(0)\n  ROOT {instruction}, "
+        "channel_id=1, replica_groups={{0,1,2,3}}, use_global_device_ids=true\n}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("instruction", "is_refused"),
+    [
+        ("%a = f32[4096]{0:T(1024)} all-gather(%p)", False),
+        ("%a = f32[4096]{0} all-gather(%p)", True),  # not of TPUs: the same padding is a fault
+        ("%a = f32[4096]{0:T(1024)} all-reduce(%p)", True),  # what XLA makes of a gather of 1,000 words
+    ],
+)
+def test_programs_of_tpus_are_held_to_whole_tiles(instruction, is_refused):
+    """A gather of 4,000 bytes is a tile of 4,096, and not an all-reduce of zeros."""
+    traced = jc.WireReport(4, 1000, Program([Traffic("all_gather", 4000, 4)]))
+    text = compiled_for_tpus(instruction)
+    if is_refused:
+        with pytest.raises(ValueError, match="sends the bytes that were traced"):
+            check_bytes(text, traced, traced.program, 0, "data")
+    else:
+        assert check_bytes(text, traced, traced.program, 0, "data").received == 3 * 4096
+
+
+@pytest.mark.parametrize(
+    ("operand", "between", "most"),
+    [(4, False, 4096), (4, True, 6 * 4096), (32 * 4096, True, 32 * 4096), (32 * 4096 + 1, True, 36 * 4096)],
+)
+def test_the_most_that_tpus_make_of_an_all_reduce(operand, between, most):
+    """Of four workers, between slices a tile for each; small ones may be summed twice."""
+    assert Traffic("all_reduce", operand, 4).in_tiles(between).operand_bytes == most

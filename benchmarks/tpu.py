@@ -1,0 +1,149 @@
+"""Bytes, collectives and memory of every method's step as XLA compiles it for TPUs. No TPU is needed.
+
+    python -m venv tpu && tpu/bin/pip install -e '.[tpu]'
+    tpu/bin/python -m benchmarks.tpu --shapes resnet50 --slices 2
+
+The compiler comes with the extra tpu, and compiles for machines that are described to it. What this shows is which
+collectives it makes of a step, over which links, and that `step.verify` holds for them; it is no measurement of time.
+With several slices each method is that of `hierarchical`: dense inside of a slice, the method between slices; those
+that average models are left out. bytes is what a chip receives in a step, between_slices what crosses slices of it.
+sizes_temporary is memory besides state and gradient, in sizes of the gradient (4 bytes a parameter).
+"""
+
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jaxcomm as jc
+from benchmarks.control import run
+from benchmarks.exchange import METHODS
+from benchmarks.shapes import count, named
+from jaxcomm.exchange import is_local
+from train.tables import print_table, write_records
+
+# What the compiler would ask the machine that it runs on.
+_MACHINE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "JAX_PLATFORMS": "cpu",
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Compile a step of every method for TPUs."""
+
+    topology: str = "v5e:2x2"
+    """Chips of a slice, as JAX names them (v4:2x2x1, v5e:4x4, v6e:2x2)."""
+    slices: int = 1
+    """Slices."""
+    shapes: str = "resnet50"
+    """Shapes of the gradient: a model's name, or a number of parameters in one tensor."""
+    method: str = "all"
+    """Methods, separated by commas, or all."""
+    sparsity: float = 0.99
+    """Share of values that sparse methods do not send."""
+    json: Path | None = None
+    """File for the table, as a list of records."""
+
+
+def main(config: Config) -> None:
+    """Compiles, prints the table, and writes it where asked."""
+    methods = list(METHODS) if config.method == "all" else config.method.split(",")
+    if unknown := [method for method in methods if method not in METHODS]:
+        raise ValueError(f"--method takes {', '.join(METHODS)}, got {', '.join(unknown)}: separate them by commas.")
+    if config.slices < 1:
+        raise ValueError(f"--slices is at least 1, got {config.slices}.")
+    shapes = named(config.shapes)
+    for method in methods:
+        METHODS[method](config.sparsity)
+    mesh = described(config.topology, config.slices)
+    records = []
+    for method in methods:
+        if config.slices == 1 or not is_local(METHODS[method](config.sparsity)):
+            records.append(compile_step(method, config.sparsity, shapes, mesh))
+            print(f"{method}: {records[-1]['compile_s']:.1f} s", flush=True)
+    title = f"A step of {count(shapes):,} parameters on {config.slices} slices of {config.topology}"
+    print_table(title, records)
+    write_records(config.json, records)
+
+
+def described(topology: str, slices: int) -> Any:
+    """Returns a mesh of TPUs that need not be here: ("data",), or ("data", "inside") of several slices.
+
+    Raises:
+      ValueError: without the compiler, or for a topology that it does not know.
+    """
+    for name, value in _MACHINE.items():
+        os.environ.setdefault(name, value)
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh
+
+    more = {"num_slices": slices} if slices > 1 else {}
+    try:
+        devices = topologies.get_topology_desc(topology_name=topology, platform="tpu", **more).devices
+    except (jax.errors.JaxRuntimeError, RuntimeError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise ValueError(
+            f"TPUs must be known to the compiler of the extra tpu, got {topology!r}: {reason}. Install the extra, "
+            "pip install 'jaxcomm[tpu]', and name a topology such as v5e:2x2."
+        ) from error
+    devices = np.array(sorted(devices, key=lambda device: (getattr(device, "slice_index", 0), device.id)))
+    if slices == 1:
+        return Mesh(devices, ("data",))
+    return Mesh(devices.reshape(slices, -1), ("data", "inside"))
+
+
+def compile_step(method: str, sparsity: float, shapes: list[tuple[int, ...]], mesh: Any) -> dict[str, Any]:
+    """Compiles and verifies the step of one method: a record."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from jaxcomm.accounting.hlo import read_program
+
+    exchange = METHODS[method](sparsity)
+    tx = jc.chain(optax.sgd(0.1), exchange) if is_local(exchange) else jc.chain(exchange, optax.sgd(0.1))
+    if "inside" in mesh.shape:
+        tx = jc.chain(jc.hierarchical(exchange, inside="inside", across="data"), optax.sgd(0.1))
+
+    def loss_fn(params: Any, batch: Any) -> Any:  # its gradient has the shapes, and hardly any arithmetic
+        return sum(jnp.sum(param**2) for param in params) * batch.mean()
+
+    axes = tuple(mesh.axis_names) if "inside" in mesh.shape else "data"
+    step = jc.make_train_step(loss_fn, tx, mesh, axis_name=axes)
+    state = step.shapes([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    batch = jax.ShapeDtypeStruct((8 * mesh.size,), jnp.float32, sharding=NamedSharding(mesh, P(axes)))
+    begin = time.perf_counter()
+    compiled = step.compile(state, batch)
+    compile_s = time.perf_counter() - begin
+    try:
+        step.verify(state, batch)
+        holds = "yes"
+    except ValueError as error:
+        holds = str(error).splitlines()[0]
+    program, held = read_program(compiled.as_text(), mesh), compiled.memory_analysis()
+    kinds = Counter(traffic.op for _, traffic in program.operations() if traffic.operand_bytes >= 4096)
+    return {
+        "method": method,
+        "chips": mesh.size,
+        "bytes": float(program.received),
+        "bytes_traced": step.report(state, batch).received,
+        "between_slices": float(program.over("data").received) if "inside" in mesh.shape else None,
+        "collectives": ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items())),
+        "sizes_temporary": held.temp_size_in_bytes / (4 * count(shapes)),
+        "compile_s": compile_s,
+        "verified": holds,
+    }
+
+
+if __name__ == "__main__":
+    run(Config, __doc__, main)

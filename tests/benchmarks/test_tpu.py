@@ -1,0 +1,50 @@
+"""The benchmark that compiles for TPUs: what it refuses; and, where the compiler is installed, a step of each kind."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def tpu(*argv):
+    command = [sys.executable, "-m", "benchmarks.tpu", *argv]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--method", "topk,adam"], ["--method takes plump_dp, ", "got adam"]),
+        (["--slices", "0"], ["--slices is at least 1, got 0"]),
+        (["--topology", "v5e:7x5"], ["TPUs must be known to the compiler", "got 'v5e:7x5'", "jaxcomm[tpu]"]),
+    ],
+)
+def test_bad_values_are_refused(argv, said):
+    done = tpu("--shapes", "1000", *argv)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    for part in said:
+        assert part in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the compiler of the extra tpu")
+@pytest.mark.parametrize("slices", [1, 2])
+def test_compiled_steps_send_what_was_traced(slices, tmp_path):
+    path = tmp_path / "table.json"
+    given = ("--method", "plump_dp,plump_dp_bfloat16,topk,powersgd", "--slices", str(slices), "--json", str(path))
+    done = tpu("--shapes", "1e5", *given)
+    assert done.returncode == 0, done.stderr
+    records = json.loads(path.read_text())
+    assert [record["verified"] for record in records] == ["yes"] * 4
+    assert "all_gather" in records[2]["collectives"]
+    assert "all_reduce" not in records[2]["collectives"]
+    wire = "bytes" if slices == 1 else "between_slices"
+    assert records[0][wire] > 10 * records[2][wire]
