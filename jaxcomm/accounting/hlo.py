@@ -161,7 +161,8 @@ def read_overlap(text: str) -> float | None:
     shapes = {match["name"]: match["shape"] for match in matches[entry]}
     own = {match["name"]: _products(match, shapes, products_of) for match in matches[entry]}
     feeds = {match["name"]: _operands(match["rest"], own) for match in matches[entry]}
-    sends = {_RENDEZVOUS.findall(match["rest"])[0]: match["name"] for match in matches[entry] if match["op"] == "send"}
+    sending = [match for match in matches[entry] if match["op"] == "send"]
+    sends = {name: match["name"] for match in sending for name in _RENDEZVOUS.findall(match["rest"])}
     for match in matches[entry]:
         if match["op"] == "recv":  # what comes from other slices is made of what was sent to them
             feeds[match["name"]] += [sends[name] for name in _RENDEZVOUS.findall(match["rest"]) if name in sends]
@@ -254,7 +255,8 @@ def _add_instruction(program: Program, line: str, devices: int, mesh: Mesh | Non
     kind = op.removesuffix("-start")
     if op.endswith(("-done", "-update")):
         return
-    if kind in ("send", "recv") and (transfer := _TRANSFER.search(rest)):
+    transfer = _TRANSFER.search(rest) if kind in ("send", "recv") else None
+    if transfer and transfer[1] in _BETWEEN_SLICES:
         if kind == "recv":
             program.always.append(_between_slices(_BETWEEN_SLICES[transfer[1]], match.group("shape"), rest, mesh))
         return

@@ -346,6 +346,11 @@ def test_a_collective_between_slices_is_two_transfers(kind, sent, received, expe
     assert only(module(*between_slices(kind, sent, received))) == expected
 
 
+def test_an_unknown_collective_between_slices_is_refused():
+    with pytest.raises(ValueError, match="Bytes of 'send' cannot be counted here"):
+        read_program(module(*between_slices("BROADCAST", "f32[1024]", "f32[1024]")))
+
+
 @pytest.mark.parametrize("target", ['"{1,2,3,4}x{0:3}"', '"{1:4}x{0:3}"'])
 def test_numbers_of_slices_are_listed_or_a_range(target):
     assert only(module(*between_slices("ALL_REDUCE", "f32[1024]", "f32[1024]", target))).workers == 4
