@@ -111,14 +111,9 @@ class Record:
 
 def main(config: Config) -> None:
     """Runs the hosts, prints the table, and writes it where asked."""
-    methods = _methods(config)
-    unknown = [method for method in methods if method not in METHODS]
-    if unknown:
-        raise ValueError(f"--method takes {', '.join(METHODS)}, got {', '.join(unknown)}: separate them by commas.")
+    chosen(config.method, config.sparsity)
     named(config.shapes)
     rates = check_run(config.rate, config.steps)
-    for method in methods:
-        METHODS[method](config.sparsity)
     with Lab(config.hosts, rates[0]) as lab:
         env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if config.huge_pages else {}
         outputs = run_hosts(lab, "benchmarks.exchange", env)
@@ -162,13 +157,23 @@ def run_host(config: Config) -> None:
 
     gradients = [own(index, shape) for index, shape in enumerate(shapes)]
     weights = [same(index, shape) for index, shape in enumerate(shapes)]
-    for method in _methods(config):
+    for method in chosen(config.method, config.sparsity):
         for record in _time_method(method, config, mesh, gradients, weights, control):
             print_record(record)
 
 
-def _methods(config: Config) -> list[str]:
-    return list(METHODS) if config.method == "all" else config.method.split(",")
+def chosen(given: str, sparsity: float) -> list[str]:
+    """Returns the names of methods that are separated by commas, or of all.
+
+    Raises:
+      ValueError: for one that there is not, or that does not take the sparsity.
+    """
+    methods = list(METHODS) if given == "all" else given.split(",")
+    if unknown := [method for method in methods if method not in METHODS]:
+        raise ValueError(f"--method takes {', '.join(METHODS)}, got {', '.join(unknown)}: separate them by commas.")
+    for method in methods:
+        METHODS[method](sparsity)
+    return methods
 
 
 def _time_method(

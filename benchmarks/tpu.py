@@ -19,7 +19,7 @@ from typing import Any
 
 import jaxcomm as jc
 from benchmarks.control import run
-from benchmarks.exchange import METHODS
+from benchmarks.exchange import METHODS, chosen
 from benchmarks.shapes import count, named
 from jaxcomm.exchange import is_local
 from train.tables import print_table, write_records
@@ -53,14 +53,10 @@ class Config:
 
 def main(config: Config) -> None:
     """Compiles, prints the table, and writes it where asked."""
-    methods = list(METHODS) if config.method == "all" else config.method.split(",")
-    if unknown := [method for method in methods if method not in METHODS]:
-        raise ValueError(f"--method takes {', '.join(METHODS)}, got {', '.join(unknown)}: separate them by commas.")
+    methods = chosen(config.method, config.sparsity)
     if config.slices < 1:
         raise ValueError(f"--slices is at least 1, got {config.slices}.")
     shapes = named(config.shapes)
-    for method in methods:
-        METHODS[method](config.sparsity)
     mesh = described(config.topology, config.slices)
     records = []
     for method in methods:
@@ -120,17 +116,18 @@ def compile_step(method: str, sparsity: float, shapes: list[tuple[int, ...]], me
 
     axes = tuple(mesh.axis_names) if "inside" in mesh.shape else "data"
     step = jc.make_train_step(loss_fn, tx, mesh, axis_name=axes)
-    state = step.shapes([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    state = step.shapes(params)
     batch = jax.ShapeDtypeStruct((8 * mesh.size,), jnp.float32, sharding=NamedSharding(mesh, P(axes)))
     begin = time.perf_counter()
     compiled = step.compile(state, batch)
-    compile_s = time.perf_counter() - begin
+    compile_s, text = time.perf_counter() - begin, compiled.as_text()
     try:
-        step.verify(state, batch)
+        jc.verify(step, state, batch, tx=tx, params=params, workers=step.sizes, axis_name=axes, text=text)
         holds = "yes"
     except ValueError as error:
         holds = str(error).splitlines()[0]
-    program, held = read_program(compiled.as_text(), mesh), compiled.memory_analysis()
+    program, held = read_program(text, mesh), compiled.memory_analysis()
     kinds = Counter(traffic.op for _, traffic in program.operations() if traffic.operand_bytes >= 4096)
     return {
         "method": method,

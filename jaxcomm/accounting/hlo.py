@@ -97,7 +97,38 @@ class _Collectives:
 
     def add(self, program: Program, line: str) -> None:
         """Adds those of an instruction."""
-        _add_instruction(program, line, self._devices, self._mesh, self.of, self._trips)
+        match = _INSTRUCTION.match(line)
+        if not match:
+            return
+        op, rest = match.group("op"), match.group("rest")
+        kind = op.removesuffix("-start")
+        if op.endswith(("-done", "-update")):
+            return
+        transfer = _TRANSFER.search(rest) if kind in ("send", "recv") else None
+        if transfer and transfer[1] in _BETWEEN_SLICES:
+            if kind == "recv":
+                op = _BETWEEN_SLICES[transfer[1]]
+                program.always.append(_between_slices(op, match.group("shape"), rest, self._mesh))
+            return
+        if kind in _UNCOUNTED:
+            raise ValueError(f"Bytes of {op!r} cannot be counted here, got: {line.strip()[:200]}")
+        if kind in _OPS:
+            traffic = _traffic(op, match.group("shape"), _group_size(rest, self._devices, line))
+            if kind == "collective-permute":
+                traffic = replace(traffic, pairs=_pairs(rest))
+            axes = _axes(rest, traffic, self._devices, self._mesh) if self._mesh else ()
+            program.always.append(replace(traffic, axes=axes))
+        elif op == "while":
+            body = self.of(_only(_BODY, rest, line))
+            if body.communicates:
+                if (trips := self._trips(line)) is None:
+                    raise ValueError(_uncountable(line))
+                program.add(body, trips)
+        elif op == "conditional":
+            program.add_conditional([self.of(name) for name in _branches(rest)])
+        else:
+            for name in _CALLED.findall(rest):
+                program.add(self.of(name))
 
     def _trips(self, loop: str) -> int | None:
         """Returns how often a loop runs that counts by one, as those of JAX do; None if the text does not tell.
@@ -245,39 +276,6 @@ def _devices(text: str) -> int:
     header = text.partition("\n")[0]
     counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
     return math.prod(int(count) for count in counts)
-
-
-def _add_instruction(program: Program, line: str, devices: int, mesh: Mesh | None, read, trips_of) -> None:
-    match = _INSTRUCTION.match(line)
-    if not match:
-        return
-    op, rest = match.group("op"), match.group("rest")
-    kind = op.removesuffix("-start")
-    if op.endswith(("-done", "-update")):
-        return
-    transfer = _TRANSFER.search(rest) if kind in ("send", "recv") else None
-    if transfer and transfer[1] in _BETWEEN_SLICES:
-        if kind == "recv":
-            program.always.append(_between_slices(_BETWEEN_SLICES[transfer[1]], match.group("shape"), rest, mesh))
-        return
-    if kind in _UNCOUNTED:
-        raise ValueError(f"Bytes of {op!r} cannot be counted here, got: {line.strip()[:200]}")
-    if kind in _OPS:
-        traffic = _traffic(op, match.group("shape"), _group_size(rest, devices, line))
-        if kind == "collective-permute":
-            traffic = replace(traffic, pairs=_pairs(rest))
-        program.always.append(replace(traffic, axes=_axes(rest, traffic, devices, mesh)) if mesh else traffic)
-    elif op == "while":
-        body = read(_only(_BODY, rest, line))
-        if body.communicates:
-            if (trips := trips_of(line)) is None:
-                raise ValueError(_uncountable(line))
-            program.add(body, trips)
-    elif op == "conditional":
-        program.add_conditional([read(name) for name in _branches(rest)])
-    else:
-        for name in _CALLED.findall(rest):
-            program.add(read(name))
 
 
 def _branches(rest: str) -> list[str]:

@@ -21,7 +21,7 @@ from jaxcomm.exchange import keep_unless
 from jaxcomm.parallel.lookups import Lookups, check_additive, tables_of
 from jaxcomm.parallel.loss import LossFn, as_float32, in_turns
 from jaxcomm.parallel.sharding import ShardedExchange, ShardedState, plan_shards, spec_axes
-from jaxcomm.parallel.state import TrainState, batch_specs, check_model_state, state_specs
+from jaxcomm.parallel.state import TrainState, batch_specs, check_model_state, shapes_on, state_specs
 from jaxcomm.parallel.step import TrainStep
 from jaxcomm.traffic import Program, Traffic
 
@@ -122,14 +122,10 @@ class ShardedStep(TrainStep):
     def shapes(self, params: Any, model_state: Any = ()) -> TrainState:
         """Returns what `init` would make; see `TrainStep.shapes`."""
         exchange = self._plan(params)
-
-        def shape(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), sharding=NamedSharding(self.mesh, spec))
-
-        params = jax.tree.map(shape, params, jax.tree.structure(params).unflatten(exchange.specs))
-        model_state = jax.tree.map(lambda leaf: shape(leaf, P()), model_state)
+        params = shapes_on(self.mesh, params, jax.tree.structure(params).unflatten(exchange.specs))
+        model_state = shapes_on(self.mesh, model_state, jax.tree.map(lambda _: P(), model_state))
         state = jax.eval_shape(partial(self._init, exchange), params, model_state)
-        return jax.tree.map(shape, state, self._specs_of(state, exchange))
+        return shapes_on(self.mesh, state, self._specs_of(state, exchange))
 
     def _specs_of(self, state: TrainState, exchange: ShardedExchange) -> TrainState:
         """Returns the PartitionSpec of everything in a state."""

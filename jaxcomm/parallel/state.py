@@ -65,6 +65,15 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
     return jax.tree.map(partial(NamedSharding, mesh), specs, is_leaf=lambda x: isinstance(x, P))
 
 
+def shapes_on(mesh: Mesh, tree: Any, specs: Any) -> Any:
+    """Returns the `jax.ShapeDtypeStruct` of every leaf of a tree, on a mesh by its PartitionSpec."""
+
+    def shape(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(shape, tree, specs)
+
+
 def check_model_state(model_state: Any) -> None:
     """Refuses a model's state that has no mean over the workers.
 

@@ -27,6 +27,7 @@ from jaxcomm.parallel.state import (
     check_model_state,
     global_params,
     make_local,
+    shapes_on,
     state_specs,
 )
 from jaxcomm.parallel.step import TrainStep
@@ -111,11 +112,7 @@ class PipelineStep(TrainStep):
     ) -> TrainState:
         """Returns what `init` would make; see `TrainStep.shapes`."""
         shapes = jax.eval_shape(partial(self.init, batch=batch), params, model_state)
-
-        def placed(leaf: jax.ShapeDtypeStruct, spec: P) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
-
-        return jax.tree.map(placed, shapes, _staged_specs(shapes, self.stage_axis))
+        return shapes_on(self.mesh, shapes, _staged_specs(shapes, self.stage_axis))
 
     def params(self, state: TrainState) -> list[Any]:
         """Returns the parameters of every stage; of a local method, those of the global model."""

@@ -271,11 +271,12 @@ def _measure(mesh: Mesh, op: str, axes: Axes, dtype: str) -> Link:
         return float(Traffic(op, of.itemsize * count, workers).received), median, (high - low) / 2
 
     # A step has many collectives in a program, whose start is in the time of its computing.
-    alone, chained = timed(_BYTES[0])[1], timed(_BYTES[0], _CHAINED)[1]
+    smallest, chained = timed(_BYTES[0]), timed(_BYTES[0], _CHAINED)[1]
+    alone = smallest[1]
     start = max(0.0, alone - (chained - alone) / (_CHAINED - 1))
     points, errors = [], []
     for size in _BYTES:
-        received, median, spread = timed(size)
+        received, median, spread = smallest if size == _BYTES[0] else timed(size)
         points.append((received, max(median - start, median / _CHAINED)))
         errors.append(spread / median)
         if median > _LONG:

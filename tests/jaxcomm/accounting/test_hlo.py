@@ -400,8 +400,8 @@ def test_a_fusion_of_tpus_that_is_a_reduce_scatter():
 
 
 def test_what_arrives_from_other_slices_waits_for_what_was_sent():
-    """A product that feeds the transfer, and one beside it: half of the products can be computed meanwhile."""
+    """A product that feeds the transfer, and one that does not: half of the products can be computed meanwhile."""
     product = "f32[8,8]{1,0} dot(%p, %p), lhs_contracting_dims={0}, rhs_contracting_dims={0}"
     send, receive, done = between_slices("ALL_REDUCE", "f32[1024]", "f32[1024]")
-    lines = (f"%before = {product}", send.replace("send(%p", "send(%before"), receive, done, f"%beside = {product}")
+    lines = (f"%before = {product}", send.replace("send(%p", "send(%before"), receive, done, f"%other = {product}")
     assert read_overlap(module(*lines)) == 0.5
