@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomm.bits import WORD
+from jaxcomm.numerics import end_to_end
 
 # Segments start at multiples of BLOCK, so that a table of one entry a block says which segment a coordinate is in. The
 # padding is zeros, half a block a tensor on average.
@@ -109,7 +110,7 @@ class Layout:
             rows.append(tensor.reshape(-1).astype(jnp.float32))
             if gap := -tensor.size % BLOCK:
                 rows.append(jnp.zeros(gap, jnp.float32))
-        return jnp.concatenate(rows) if rows else jnp.zeros(0, jnp.float32)  # (n,)
+        return end_to_end(rows) if rows else jnp.zeros(0, jnp.float32)  # (n,)
 
     def unflatten(self, vector: jax.Array) -> list[jax.Array]:
         """Cuts a vector (n,) into the compressed tensors, in their shapes; the dtype stays that of the vector."""

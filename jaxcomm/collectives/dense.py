@@ -10,6 +10,7 @@ from jaxcomm.codecs import value_codec
 from jaxcomm.collectives.axis import AxisName, axis_size
 from jaxcomm.collectives.messages import sum_of
 from jaxcomm.collectives.shared_mask import compact_sum
+from jaxcomm.numerics import end_to_end
 from jaxcomm.scopes import EXCHANGE
 
 DenseDtype = Literal["float32", "bfloat16", "float16"]
@@ -37,7 +38,7 @@ def dense_mean(
     """
     if not tensors:
         return [], jnp.asarray(True)
-    vector = jnp.concatenate([tensor.reshape(-1).astype(jnp.float32) for tensor in tensors])
+    vector = end_to_end([tensor.reshape(-1).astype(jnp.float32) for tensor in tensors])
     if value_dtype == "float16":
         part = (vector / axis_size(axis_name)).astype(jnp.float16)
         with jax.named_scope(EXCHANGE):
