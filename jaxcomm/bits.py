@@ -4,6 +4,7 @@ A mask over n coordinates is n/32 words of 32 bits, bit i % 32 of word i // 32. 
 32 times fewer than the coordinates, and so costs less than one copy of what the mask selects from.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jax import lax
 
 WORD = 32  # bits a word
+_LANES = 128  # numbers of a TPU's row
 
 
 def pack(mask: jax.Array) -> jax.Array:
@@ -21,14 +23,48 @@ def pack(mask: jax.Array) -> jax.Array:
             f"A mask is packed as one row of whole 32-bit words, got shape {mask.shape}: flatten it and pad it with "
             "False to a multiple of 32."
         )
-    octets = jnp.packbits(mask, bitorder="little")  # (n/8,)
-    return lax.bitcast_convert_type(octets.reshape(-1, 4), jnp.uint32)  # (n/32,)
+    return lax.platform_dependent(mask, tpu=_pack_by_matmul, default=_pack_octets)
 
 
 def unpack(words: jax.Array) -> jax.Array:
     """Returns the boolean mask (32 W,) of (W,) uint32 words; the inverse of `pack`."""
+    return lax.platform_dependent(words, tpu=_unpack_by_matmul, default=_unpack_octets)
+
+
+def _pack_octets(mask: jax.Array) -> jax.Array:
+    octets = jnp.packbits(mask, bitorder="little")  # (n/8,)
+    return lax.bitcast_convert_type(octets.reshape(-1, 4), jnp.uint32)  # (n/32,)
+
+
+def _unpack_octets(words: jax.Array) -> jax.Array:
     octets = lax.bitcast_convert_type(words, jnp.uint8).reshape(-1)  # (4 W,)
     return jnp.unpackbits(octets, bitorder="little").astype(bool)
+
+
+def _pack_by_matmul(mask: jax.Array) -> jax.Array:
+    """Packs rows of 128 words on a TPU, which would pad rows of 8 bits or 4 octets to 128 numbers."""
+    n_words = mask.size // WORD
+    rows = jnp.pad(mask, (0, -mask.size % (WORD * _LANES))).reshape(-1, WORD * _LANES)  # (R, 4096)
+    bit, column = (lax.broadcasted_iota(jnp.int32, (WORD * _LANES, 2 * _LANES), axis) for axis in (0, 1))
+    # A column for each half of a word: sums below 2^16 are exact.
+    is_in = (bit // WORD == column % _LANES) & (bit % WORD // 16 == column // _LANES)
+    weight = jnp.where(is_in, jnp.left_shift(1, bit % 16), 0).astype(jnp.bfloat16)
+    halves = lax.dot(rows.astype(jnp.bfloat16), weight, preferred_element_type=jnp.float32)  # (R, 256)
+    halves = halves.astype(jnp.int32).astype(jnp.uint32)
+    return (halves[:, :_LANES] | halves[:, _LANES:] << 16).reshape(-1)[:n_words]
+
+
+def _unpack_by_matmul(words: jax.Array) -> jax.Array:
+    n_words = words.size
+    rows = jnp.pad(words, (0, -words.size % _LANES)).reshape(-1, _LANES)  # (R, 128)
+    octets = jnp.concatenate([rows >> shift & 255 for shift in (0, 8, 16, 24)], axis=1)  # (R, 512)
+    row, bit = (lax.broadcasted_iota(jnp.int32, (4 * _LANES, WORD * _LANES), axis) for axis in (0, 1))
+    spread = (bit // WORD == row % _LANES) & (bit % WORD // 8 == row // _LANES)  # each bit's octet
+    octet = lax.dot(
+        octets.astype(jnp.int32).astype(jnp.bfloat16), spread.astype(jnp.bfloat16), preferred_element_type=jnp.bfloat16
+    )
+    bits = octet.astype(jnp.int32) >> np.arange(WORD * _LANES, dtype=np.int32) % 8 & 1
+    return bits.astype(bool).reshape(-1)[: n_words * WORD]
 
 
 def plane_words(n: int, width: int) -> int:
@@ -42,8 +78,17 @@ def pack_planes(numbers: jax.Array, width: int) -> jax.Array:
     A plane holds one bit of every number, so that packing numbers is packing masks, whatever the width.
     """
     padded = jnp.pad(numbers, (0, -numbers.size % WORD))
-    planes = (padded[None, :] >> np.arange(width, dtype=np.int32)[:, None]) & 1  # (width, C')
-    return pack(planes.reshape(-1).astype(bool))
+    return lax.platform_dependent(padded, tpu=partial(_each_plane, width=width), default=partial(_planes, width=width))
+
+
+def _planes(numbers: jax.Array, width: int) -> jax.Array:
+    planes = (numbers[None, :] >> np.arange(width, dtype=np.int32)[:, None]) & 1  # (width, C')
+    return _pack_octets(planes.reshape(-1).astype(bool))
+
+
+def _each_plane(numbers: jax.Array, width: int) -> jax.Array:
+    """Packs one plane after another: XLA for TPUs would write all of them down as integers."""
+    return jnp.concatenate([_pack_by_matmul((numbers >> plane & 1).astype(bool)) for plane in range(width)])
 
 
 def unpack_planes(words: jax.Array, n: int, width: int) -> jax.Array:
@@ -83,7 +128,28 @@ def select_bit(words: jax.Array, rank: jax.Array) -> jax.Array:
 def rank_of_words(words: jax.Array) -> jax.Array:
     """Returns for every word how many bits are set in all words before it: (W,) int32."""
     count = popcount(words)
-    return jnp.cumsum(count) - count
+    return running_sum(count) - count
+
+
+def running_sum(numbers: jax.Array) -> jax.Array:
+    """Returns the sum of the numbers (n,) of 32 bits up to each, itself included, modulo 2^32."""
+    return lax.platform_dependent(numbers, tpu=_sum_by_matmul, default=jnp.cumsum)
+
+
+def _sum_by_matmul(numbers: jax.Array) -> jax.Array:
+    """Sums rows of 128, octet by octet: XLA takes 20 s to compile a running sum of a million numbers for a TPU."""
+    rows = jnp.pad(numbers, (0, -numbers.size % _LANES)).reshape(-1, _LANES)
+    place, column = (lax.broadcasted_iota(jnp.int32, (_LANES, _LANES), axis) for axis in (0, 1))
+    up_to = (place <= column).astype(jnp.bfloat16)
+    inner = jnp.zeros_like(rows)
+    for shift in (0, 8, 16, 24):
+        octets = (rows >> shift & 255).astype(jnp.int32).astype(jnp.bfloat16)
+        sums = lax.dot(octets, up_to, preferred_element_type=jnp.float32)  # below 2^15, exact
+        inner += sums.astype(jnp.int32).astype(rows.dtype) << shift
+    if len(rows) > 1:
+        before = _sum_by_matmul(inner[:, -1]) - inner[:, -1]
+        inner += before[:, None]
+    return inner.reshape(-1)[: numbers.size]
 
 
 class Slots(NamedTuple):
@@ -114,7 +180,7 @@ def positions(words: jax.Array, first_slot: jax.Array, n_slots: int) -> Slots:
     # The word of a slot is the last one that starts at or before it: count the starts up to the slot.
     starts = jnp.zeros(n_slots + 1, jnp.int32)
     starts = starts.at[jnp.minimum(first_slot, n_slots)].add(1, mode="promise_in_bounds")
-    word = jnp.cumsum(starts[:n_slots]) - 1  # (C,)
+    word = running_sum(starts[:n_slots]) - 1  # (C,)
     rank = jnp.arange(n_slots, dtype=jnp.int32) - first_slot[word]
     content = words[word]
     filled = rank < popcount(content)

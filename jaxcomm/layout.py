@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxcomm.bits import WORD
 from jaxcomm.numerics import end_to_end
@@ -22,6 +23,12 @@ from jaxcomm.numerics import end_to_end
 BLOCK = 1024
 BLOCK_WORDS = BLOCK // WORD  # words of a packed mask over one block
 MAX_ELEMENTS = 2**31
+_TILE = (8, 128)  # a block as a TPU keeps it
+
+
+def in_blocks(vector: jax.Array) -> jax.Array:
+    """Cuts a vector (n,) into its blocks: (n/1024, 8, 128), which on a TPU moves nothing, as rows of 1024 would."""
+    return vector.reshape(-1, *_TILE)
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,10 @@ class Layout:
             rows.append(tensor.reshape(-1).astype(jnp.float32))
             if gap := -tensor.size % BLOCK:
                 rows.append(jnp.zeros(gap, jnp.float32))
-        return end_to_end(rows) if rows else jnp.zeros(0, jnp.float32)  # (n,)
+        if not rows:
+            return jnp.zeros(0, jnp.float32)
+        # Once: XLA for TPUs would lay the tensors out again for each shape in which the vector is read.
+        return lax.platform_dependent(end_to_end(rows), tpu=lax.optimization_barrier, default=lambda vector: vector)
 
     def unflatten(self, vector: jax.Array) -> list[jax.Array]:
         """Cuts a vector (n,) into the compressed tensors, in their shapes; the dtype stays that of the vector."""

@@ -56,6 +56,7 @@ _LIMIT = re.compile(r"ROOT .* compare\(%?([\w.\-]+), %?([\w.\-]+)\), direction=L
 _ELEMENT = re.compile(r" get-tuple-element\(.*\), index=(\d+)")
 _VALUES = re.compile(r" tuple\((.*?)\)")
 _CONSTANT = re.compile(r" (constant|copy)\(%?([\w.\-]+)\)")
+_CHAIN = re.compile(r'\bchannel_id=(\d+),.*frontend_attributes=\{[^}]*chain_id="(\d+)"')
 _TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]+)"')
 _SLICES = re.compile(r'_xla_megascale_target="\{([^}]*)\}')
@@ -83,6 +84,7 @@ class _Collectives:
     def __init__(self, computations: Mapping[str, Sequence[str]], devices: int, mesh: Mesh | None):
         self._computations, self._devices, self._mesh = computations, devices, mesh
         self._done: dict[str, Program] = {}
+        self._chains: set[tuple[str, ...]] = set()
 
     def of(self, name: str) -> Program:
         """Returns those of a computation."""
@@ -113,6 +115,12 @@ class _Collectives:
         if kind in _UNCOUNTED:
             raise ValueError(f"Bytes of {op!r} cannot be counted here, got: {line.strip()[:200]}")
         if kind in _OPS:
+            # On TPUs a collective that other work overlaps is written in several fusions: its start, its end, and the
+            # work between them.
+            if chain := _CHAIN.search(rest):
+                if chain.groups() in self._chains:
+                    return
+                self._chains.add(chain.groups())
             traffic = _traffic(op, match.group("shape"), _group_size(rest, self._devices, line))
             if kind == "collective-permute":
                 traffic = replace(traffic, pairs=_pairs(rest))

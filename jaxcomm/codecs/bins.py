@@ -104,4 +104,4 @@ class BinCodec:
 def _segment_of_slot(layout: Layout) -> jax.Array:
     """Returns the segment of every slot: (C,) int32."""
     first = np.cumsum((0, *layout.capacities[:-1]))
-    return jnp.cumsum(jnp.zeros(layout.n_slots, jnp.int32).at[first[1:]].add(1))
+    return bits.running_sum(jnp.zeros(layout.n_slots, jnp.int32).at[first[1:]].add(1))

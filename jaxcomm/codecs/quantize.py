@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomm import bits, noise
-from jaxcomm.layout import BLOCK, Layout
+from jaxcomm.layout import BLOCK, Layout, in_blocks
 from jaxcomm.numerics import shrinkage
 
 
@@ -202,14 +202,14 @@ class BlockSigns:
     def encode(self, values: jax.Array, start: jax.Array | int) -> jax.Array:
         """Writes values, m a multiple of the block; zeros as positive."""
         used = self._used(values.size, start).astype(jnp.float32)
-        total = jnp.sum(jnp.abs(values).reshape(-1, BLOCK), axis=1)
+        total = jnp.sum(in_blocks(jnp.abs(values)), axis=(1, 2))
         scale = total / jnp.maximum(used, 1.0)
         return jnp.concatenate([_to_words(scale), bits.pack(values < 0)])
 
     def decode(self, words: jax.Array, m: int, start: jax.Array | int) -> jax.Array:
         """Reads values."""
         n_blocks = m // BLOCK
-        scale = _to_floats(words[:n_blocks])[:, None]
-        negative = bits.unpack(words[n_blocks:]).reshape(-1, BLOCK)
-        is_used = np.arange(BLOCK, dtype=np.int32) < self._used(m, start)[:, None]
+        scale = _to_floats(words[:n_blocks])[:, None, None]
+        negative = in_blocks(bits.unpack(words[n_blocks:]))
+        is_used = in_blocks(np.arange(BLOCK, dtype=np.int32)) < self._used(m, start)[:, None, None]
         return jnp.where(is_used, jnp.where(negative, -scale, scale), 0.0).reshape(-1)

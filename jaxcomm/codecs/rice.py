@@ -81,7 +81,7 @@ class Rice:
         """Writes the gaps; positions that do not fit become overflow."""
         position, filled = selection.slots
         gap = jnp.diff(position, prepend=0)
-        upper = jnp.cumsum(gap >> self.low_bits)
+        upper = bits.running_sum(gap >> self.low_bits)
         payload = {
             "indices_upper": unary.write_unary(upper, self._upper_words),
             "indices_low": bits.pack_planes(gap, self.low_bits),
@@ -99,5 +99,5 @@ class Rice:
         low = bits.unpack_planes(payload["indices_low"], n_slots, self.low_bits)
         last = self.layout.n - 1
         upper = jnp.clip(upper, 0, last >> self.low_bits)  # before the shift, which may leave int32
-        position = (upper << self.low_bits).astype(jnp.uint32) + jnp.cumsum(low.astype(jnp.uint32))  # below 2 n
+        position = (upper << self.low_bits).astype(jnp.uint32) + bits.running_sum(low.astype(jnp.uint32))  # below 2 n
         return jnp.minimum(position, jnp.uint32(last)).astype(jnp.int32)

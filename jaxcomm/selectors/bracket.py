@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomm import bits, noise
-from jaxcomm.layout import BLOCK, Layout
+from jaxcomm.layout import BLOCK, Layout, in_blocks
 from jaxcomm.numerics import magnitude_bits
 from jaxcomm.scopes import SELECT
 from jaxcomm.selectors.selection import count_in_segment, rank_in_segment, slots_of
@@ -46,9 +46,9 @@ def order_statistic(vector: jax.Array, layout: Layout, ranks: Sequence[int] | ja
         return _as_float(_bisect(vector, layout, k))
 
     low, high = _brackets(vector, layout, wide.capacities, k)
-    rows = magnitude_bits(vector).reshape(-1, BLOCK)
-    above = _count((rows >= layout.per_block(high)[:, None]).reshape(-1), layout)
-    inside = (rows >= layout.per_block(low)[:, None]) & (rows < layout.per_block(high)[:, None])
+    blocks = in_blocks(magnitude_bits(vector))
+    above = _count(blocks >= layout.per_block(high)[:, None, None], layout)
+    inside = (blocks >= layout.per_block(low)[:, None, None]) & (blocks < layout.per_block(high)[:, None, None])
     words = bits.pack(inside.reshape(-1))
     rank, count = rank_in_segment(words, layout)
     is_zero = (low == 1) & (k > above + count)
@@ -107,17 +107,20 @@ def _bisect(vector: jax.Array, layout: Layout, k: jax.Array, passes: jax.Array |
         candidate = known | lax.shift_left(np.uint32(1), jnp.uint32(30 - step))
         # The bits in each pass: else XLA would write them down before the loop, which costs memory and a copy.
         each, _ = lax.optimization_barrier((vector, known))
-        rows = magnitude_bits(each).reshape(-1, BLOCK)
-        reached = _count((rows >= layout.per_block(candidate)[:, None]).reshape(-1), layout)
+        reached = _count(in_blocks(magnitude_bits(each)) >= layout.per_block(candidate)[:, None, None], layout)
         return jnp.where(reached >= k, candidate, known)
 
     return lax.fori_loop(0, passes, narrow, (k * 0).astype(jnp.uint32))
 
 
 def _count(mask: jax.Array, layout: Layout) -> jax.Array:
-    """Counts the marked coordinates of every segment: (S,) int32."""
-    # As packed bits: XLA would write a sum of booleans down as integers, 32 times the memory.
-    return count_in_segment(bits.pack(mask), layout)
+    """Counts the marked coordinates of every segment, a mask in blocks: (S,) int32."""
+    # As packed bits: XLA for CPUs would write a sum of booleans down as integers, 32 times the memory.
+    return lax.platform_dependent(
+        mask,
+        tpu=lambda mask: layout.per_segment(jnp.sum(mask, axis=(1, 2), dtype=jnp.int32)),
+        default=lambda mask: count_in_segment(bits.pack(mask.reshape(-1)), layout),
+    )
 
 
 def _as_float(magnitude: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomm import bits
-from jaxcomm.layout import BLOCK, Layout
+from jaxcomm.layout import Layout, in_blocks
 from jaxcomm.numerics import divide
 from jaxcomm.scopes import SELECT
 
@@ -24,7 +24,7 @@ def importance(vector: jax.Array, weights: jax.Array, eps: float) -> jax.Array:
 def segment_max(values: jax.Array, layout: Layout) -> jax.Array:
     """Returns the largest value of every segment (n,): (S,); values are not negative."""
     return jax.ops.segment_max(
-        jnp.max(values.reshape(-1, BLOCK), axis=1),
+        jnp.max(in_blocks(values), axis=(1, 2)),
         layout.segment_of_block(),
         num_segments=len(layout.sizes),
         indices_are_sorted=True,
@@ -39,10 +39,10 @@ def moments(vector: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array, ja
     """
     largest = segment_max(jnp.abs(vector), layout)
     unit = jnp.where(largest > 0, largest, 1.0)
-    rows = divide(vector.reshape(-1, BLOCK), layout.per_block(unit)[:, None])
+    blocks = divide(in_blocks(vector), layout.per_block(unit)[:, None, None])
     sizes = np.asarray(layout.sizes, np.float32)
-    mean = layout.per_segment(jnp.sum(rows, axis=1)) / sizes
-    squares = layout.per_segment(jnp.sum(jnp.square(rows - layout.per_block(mean)[:, None]), axis=1))
+    mean = layout.per_segment(jnp.sum(blocks, axis=(1, 2))) / sizes
+    squares = layout.per_segment(jnp.sum(jnp.square(blocks - layout.per_block(mean)[:, None, None]), axis=(1, 2)))
     squares = squares - layout.padding().astype(np.float32) * jnp.square(mean)  # the padding's zeros
     return unit, mean, jnp.maximum(squares, 0.0) / sizes
 
@@ -73,7 +73,7 @@ def select_important(
     Returns:
       (n/32,) uint32, the bit-packed mask.
     """
-    bound = layout.per_block(threshold)[:, None]
+    bound = layout.per_block(threshold)[:, None, None]
     if uniform is not None:
-        bound = bound * uniform.reshape(-1, BLOCK)
-    return bits.pack((values.reshape(-1, BLOCK) > bound).reshape(-1))
+        bound = bound * in_blocks(uniform)
+    return bits.pack((in_blocks(values) > bound).reshape(-1))

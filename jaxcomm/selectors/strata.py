@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm import noise
+from jaxcomm import bits, noise
 from jaxcomm.bits import Slots
 from jaxcomm.layout import BLOCK, Layout
 from jaxcomm.scopes import SELECT
@@ -60,7 +60,7 @@ def select_strata(key: jax.Array, layout: Layout) -> Slots:
     first_slot = np.cumsum((0, *layout.capacities[:-1]))
     # The barrier keeps XLA from adding up this constant while it compiles, which takes it longer than all the rest.
     zeros = lax.optimization_barrier(jnp.zeros(n_slots, jnp.int32))
-    segment = jnp.cumsum(zeros.at[first_slot].add(1)) - 1  # (C,)
+    segment = bits.running_sum(zeros.at[first_slot].add(1)) - 1  # (C,)
     table = np.stack([first_slot, layout.sizes, layout.capacities, np.cumsum((0, *layout.blocks[:-1])) * BLOCK])
     first, size, strata, start = jnp.asarray(table, jnp.int32)[:, segment]
     offset = noise.integers(key, jnp.asarray(layout.sizes, jnp.int32), n_slots)[segment]

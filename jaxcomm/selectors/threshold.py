@@ -5,13 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomm import bits
-from jaxcomm.layout import BLOCK, Layout
+from jaxcomm.layout import Layout, in_blocks
 from jaxcomm.numerics import magnitude_bits
 from jaxcomm.scopes import SELECT
-
-
-def _by_block(vector: jax.Array) -> jax.Array:
-    return magnitude_bits(vector).reshape(-1, BLOCK)
 
 
 @jax.named_scope(SELECT)
@@ -27,10 +23,10 @@ def select_threshold(vector: jax.Array, threshold: jax.Array, layout: Layout) ->
       (n/32,) uint32, the bit-packed mask.
     """
     least = jnp.maximum(magnitude_bits(threshold), np.uint32(1))
-    return bits.pack((_by_block(vector) >= layout.per_block(least)[:, None]).reshape(-1))
+    return bits.pack((in_blocks(magnitude_bits(vector)) >= layout.per_block(least)[:, None, None]).reshape(-1))
 
 
 def select_above(vector: jax.Array, threshold: jax.Array, layout: Layout) -> jax.Array:
     """Marks |x| > threshold; arguments and result as for `select_threshold`."""
     bound = magnitude_bits(threshold)
-    return bits.pack((_by_block(vector) > layout.per_block(bound)[:, None]).reshape(-1))
+    return bits.pack((in_blocks(magnitude_bits(vector)) > layout.per_block(bound)[:, None, None]).reshape(-1))

@@ -113,3 +113,19 @@ def test_positions_of_two_segments_with_slots_of_their_own(words, capacity):
         mine = slice(i * capacity, (i + 1) * capacity)
         assert position[mine][filled[mine]].tolist() == expected.tolist()
     assert np.all(np.diff(position) >= 0)
+
+
+@pytest.mark.parametrize("n_words", [1, 127, 128, 300, 33_000])
+def test_what_a_tpu_computes_by_matrices_is_the_same(n_words):
+    """It is compiled for TPUs alone, and runs on any device."""
+    rng = np.random.default_rng(n_words)
+    words = rng.integers(0, 2**32, n_words, dtype=np.uint32)
+    mask = mask_of(words)
+    np.testing.assert_array_equal(jax.jit(bits._pack_by_matmul)(mask), words)
+    np.testing.assert_array_equal(jax.jit(bits._unpack_by_matmul)(words), mask)
+    np.testing.assert_array_equal(jax.jit(bits._sum_by_matmul)(words), np.cumsum(words, dtype=np.uint32))
+    signed = words.view(np.int32)
+    np.testing.assert_array_equal(jax.jit(bits._sum_by_matmul)(signed), np.cumsum(signed, dtype=np.int32))
+    numbers = rng.integers(0, 2**5, 32 * n_words).astype(np.int32)
+    each_plane = jax.jit(bits._each_plane, static_argnums=1)
+    np.testing.assert_array_equal(each_plane(numbers, 5), bits.pack_planes(numbers, 5))

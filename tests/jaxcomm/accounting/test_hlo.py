@@ -399,6 +399,23 @@ def test_a_fusion_of_tpus_that_is_a_reduce_scatter():
     assert only(module(line, before=fused)) == Traffic("reduce_scatter", 16384, 4)
 
 
+def test_a_collective_of_tpus_that_other_work_overlaps_is_counted_once():
+    """Its start, the work between and its end are fusions, each of which has it."""
+
+    def fused(number, channel):
+        groups = GROUPS.replace("channel_id=1", f"channel_id={channel}")
+        return (
+            f"\n%fused_computation.{number} (q{number}: u32[8]) -> u32[32] {{\n  %q{number} = u32[8]{{0}} parameter(0)\n"
+            f"  ROOT %all-gather.{number} = u32[32]{{0:T(1024)}} all-gather(%q{number}), {groups}, dimensions={{0}}, "
+            f'frontend_attributes={{chain_id="0"}}\n}}\n'
+        )
+
+    lines = [f"%f{i} = u32[32]{{0}} fusion(%p), kind=kCustom, calls=%fused_computation.{i}" for i in range(3)]
+    assert only(module(*lines, before="".join(fused(i, 2) for i in range(3)))) == Traffic("all_gather", 32, 4)
+    two = read_program(module(*lines, before="".join(fused(i, 2 + (i > 1)) for i in range(3)))).always
+    assert two == [Traffic("all_gather", 32, 4)] * 2
+
+
 def test_what_arrives_from_other_slices_waits_for_what_was_sent():
     """A product that feeds the transfer, and one that does not: half of the products can be computed meanwhile."""
     product = "f32[8,8]{1,0} dot(%p, %p), lhs_contracting_dims={0}, rhs_contracting_dims={0}"
