@@ -8,8 +8,14 @@ collectives it makes of a step, over which links, and that `step.verify` holds f
 With several slices each method is that of `hierarchical`: dense inside of a slice, the method between slices; those
 that average models are left out. bytes is what a chip receives in a step, between_slices what crosses slices of it.
 sizes_temporary is memory besides state and gradient, in sizes of the gradient (4 bytes a parameter).
+
+    tpu/bin/pip install -e '.[tpu,data]'
+    tpu/bin/python -m benchmarks.tpu --layouts
+
+compiles the trainer's steps of workers that are several chips, of layers and tables that are sharded, and of pipelines.
 """
 
+import dataclasses
 import os
 import time
 from collections import Counter
@@ -47,12 +53,19 @@ class Config:
     """Methods, separated by commas, or all."""
     sparsity: float = 0.99
     """Share of values that sparse methods do not send."""
+    layouts: bool = False
+    """Compile the trainer's steps of every layout of a model instead."""
     json: Path | None = None
     """File for the table, as a list of records."""
 
 
 def main(config: Config) -> None:
     """Compiles, prints the table, and writes it where asked."""
+    if config.layouts:
+        records = compile_layouts(config.topology)
+        print_table(f"The trainer's steps on {config.topology}", records)
+        write_records(config.json, records)
+        return
     methods = chosen(config.method, config.sparsity)
     if config.slices < 1:
         raise ValueError(f"--slices is at least 1, got {config.slices}.")
@@ -140,6 +153,64 @@ def compile_step(method: str, sparsity: float, shapes: list[tuple[int, ...]], me
         "compile_s": compile_s,
         "verified": holds,
     }
+
+
+def compile_layouts(topology: str) -> list[dict[str, Any]]:
+    """Compiles and verifies the trainer's steps of small models, on four chips: a record for each layout."""
+    devices = described(topology, 1).devices.reshape(-1)[:4]
+    from configs import CONFIGS
+    from configs.experiment import BoundaryFields
+    from configs.methods import DctDp, PlumpDp, SparseLoco, TopK
+    from jaxcomm.accounting.hlo import read_program
+    from train.data.info import ClickInfo
+    from train.job import make_job
+
+    stages = {"workers": 2, "stages": 2, "micro_batches": 2}
+    few, quarter = BoundaryFields(0.9), BoundaryFields(value_dtype="int4")
+    layouts = {
+        "whole": ("digits", DctDp(), {}),
+        "FSDP": ("gpt_stdlib", DctDp(), {"workers": 2, "fsdp": 2}),
+        "FSDP, local steps": ("gpt_stdlib", SparseLoco(), {"workers": 2, "fsdp": 2}),
+        "tensor parallel": ("gpt_stdlib", TopK(), {"workers": 2, "model_parallel": 2}),
+        "split layers": ("alexnet_digits", PlumpDp(), {"dense_layers": "split"}),
+        "late layers": ("alexnet_digits", PlumpDp(), {"dense_layers": "late"}),
+        "tables by rows": ("dlrm_flights", DctDp(), {"embeddings": "rows"}),
+        "tables by columns": ("dlrm_flights", DctDp(), {"embeddings": "columns"}),
+        "late tables": ("dlrm_flights", PlumpDp(), {"embeddings": "late"}),
+        "stages": ("gpt_stdlib", PlumpDp(), stages),
+        "stages, DCT-MP": ("gpt_stdlib", DctDp(), stages | {"boundary": few}),
+        "stages, 4 bits": ("gpt_stdlib", PlumpDp(), stages | {"boundary": quarter}),
+        "stages, 1F1B": ("gpt_stdlib", PlumpDp(), stages | {"boundary": quarter, "pipeline_schedule": "1f1b"}),
+    }
+    records = []
+    for name, (of, method, options) in layouts.items():
+        experiment = dataclasses.replace(CONFIGS[of], **({"workers": 4} | options))
+        info = ClickInfo("flights", 1000, 100, (5000, 300, 40)) if of == "dlrm_flights" else None
+        job = make_job(experiment, method, info=info, devices=devices)
+        begin = time.perf_counter()
+        compiled = job.step.compile(*job.inputs)
+        compile_s, held = time.perf_counter() - begin, compiled.memory_analysis()
+        try:
+            job.verify(*job.inputs)
+            holds = "yes"
+        except ValueError as error:
+            holds = str(error).splitlines()[0]
+        axis = (job.axis,) if isinstance(job.axis, str) else job.axis
+        over = [*axis, *(["stage"] if experiment.stages > 1 else [])]
+        records.append(
+            {
+                "layout": name,
+                "model": of,
+                "method": method.name,
+                "bytes": float(read_program(compiled.as_text(), job.mesh).over(*over).received),
+                "bytes_traced": job.report.received_in_exchange,
+                "megabytes_temporary": held.temp_size_in_bytes / 1e6,
+                "compile_s": compile_s,
+                "verified": holds,
+            }
+        )
+        print(f"{name}: {compile_s:.1f} s", flush=True)
+    return records
 
 
 if __name__ == "__main__":

@@ -77,11 +77,12 @@ def make_job(
     method: Method,
     boundary: Callable[..., jc.layers.Boundary] = jc.dct_mp,
     info: DatasetInfo | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Job:
     """Makes the model, the optimizer and the functions of a run; `experiment.seed` is looked at for shapes alone.
 
-    A benchmark may give a `boundary` of its own, which is made of the fields `experiment.boundary` as DCT-MP is, and
-    the `info` of a dataset that is not there.
+    A benchmark may give a `boundary` of its own, which is made of the fields `experiment.boundary` as DCT-MP is, the
+    `info` of a dataset that is not there, and the `devices` of the mesh, which may be only described.
     """
     info = info or dataset_info(experiment.dataset, experiment.data_dir)
     task = make_task(info, experiment.label_smoothing)
@@ -89,7 +90,8 @@ def make_job(
     check_plan(method, experiment, whole.params)
     axes = {"slice": experiment.slices, "data": experiment.workers // experiment.slices, "stage": experiment.stages}
     axes |= {"model": experiment.model_parallel, "fsdp": experiment.fsdp}
-    mesh = jc.make_mesh(**{name: size for name, size in axes.items() if size > 1 or name == "data"})
+    axes = {name: size for name, size in axes.items() if size > 1 or name == "data"}
+    mesh = jc.make_mesh(**axes) if devices is None else Mesh(np.reshape(devices, tuple(axes.values())), tuple(axes))
     axis = ("slice", "data") if experiment.slices > 1 else "data"
     has_shards = experiment.dense_layers == "split" or experiment.embeddings in ("columns", "rows")
     is_sharded = has_shards or experiment.model_parallel * experiment.fsdp > 1

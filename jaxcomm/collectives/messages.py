@@ -55,6 +55,10 @@ def all_gather_rows(value: jax.Array, axis_name: AxisName, axis: int = 0) -> jax
 
     Each worker receives K - 1 arrays.
     """
+    if traced_platform() == "tpu":  # so that the gradient is scattered in tiles, too
+        whole = lax.all_gather(_in_tiles(value).reshape(-1, TILE_LANES), axis_name)
+        rows = whole.reshape(len(whole), -1)[:, : value.size].reshape(-1, *value.shape)
+        return jnp.concatenate([*rows], axis=axis)
     if not _is_by_pair(value, axis_name):
         return lax.all_gather(value, axis_name, axis=axis, tiled=True)
     rows = _in_order(value, swapped(value, axis_name), axis_name)

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.jaxpr import traced_program
-from jaxcomm.accounting.report import WireReport, check_bytes, model_state_bytes, wire_report
+from jaxcomm.accounting.report import WireReport, check_bytes, exchange_report, kind_of_device, model_state_bytes
 from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
 from jaxcomm.exchange import keep_unless
 from jaxcomm.parallel.lookups import Lookups, check_additive, tables_of
@@ -141,7 +141,7 @@ class ShardedStep(TrainStep):
         The loss claims what it is traced to move over the workers, where it has shards over them (`split_dense`).
         """
         params = self._like(state)
-        claimed, exchange = Program(), self._plan(params)
+        claimed, of_layers, exchange = Program(), Program(list(beside)), self._plan(params)
         if self.lookups:
             tables = tables_of(self.lookups, params, exchange)
             taken, ids = jax.eval_shape(tables.look_up, params, batch)
@@ -149,19 +149,22 @@ class ShardedStep(TrainStep):
                 traced_program(tables.look_up, params, batch),
                 traced_program(tables.add, params, taken, taken, ids),
             ):
-                claimed.add(program.over(*exchange.names))
+                of_layers.add(program.over(*exchange.names))
             exchange, params = tables.exchange, taken
         for shapes in exchange.shard_shapes(params):
-            claimed.add(wire_report(exchange.chain.exchange, shapes, self.sizes, axis_name=self.axis_name).program)
-        claimed.always += beside
+            kind = kind_of_device(state)
+            claimed.add(exchange_report(exchange.chain.exchange, shapes, self.sizes, (), self.axis_name, kind).program)
         if any(exchange.reduced) and not self.is_explicit:
             gradients = partial(self._by_workers, exchange)
             keyed = jax.eval_shape(self._keyed, state, batch)
-            claimed.add(traced_program(gradients, params, state.model_state, keyed).over(*exchange.names))
+            of_layers.add(traced_program(gradients, params, state.model_state, keyed).over(*exchange.names))
+        claimed.add(of_layers)
         others = other_bytes + model_state_bytes(state, self.workers)
         traced = self.report(state, batch)
         text = self.compile(state, batch).as_text()
-        return check_bytes(text, traced, claimed, others, self.axis_name, self.mesh)
+        return check_bytes(
+            text, traced, claimed, others, self.axis_name, self.mesh, activations=float(of_layers.received)
+        )
 
     def _plan(self, params: Any) -> ShardedExchange:
         if self.specs is None:

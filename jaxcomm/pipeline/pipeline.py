@@ -153,9 +153,12 @@ class Pipeline:
         for cut in self.plan(own).cuts:
             forward, backward = cut.bytes_each_way()
             boundaries.append(BoundaryBytes(count * forward, count * backward, count * cut.dense_bytes))
+        return PipelineReport(boundaries, wire_report(tx, self.exchanged_shapes(), workers, axis_name=axis_name))
+
+    def exchanged_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes of the gradients that every stage exchanges: those of its slots."""
         slots = self.param_slots
-        shapes = [jax.ShapeDtypeStruct(*pair) for pair in zip(slots.shapes, slots.dtypes, strict=True)]
-        return PipelineReport(boundaries, wire_report(tx, shapes, workers, axis_name=axis_name))
+        return [jax.ShapeDtypeStruct(*pair) for pair in zip(slots.shapes, slots.dtypes, strict=True)]
 
     def _micro_struct(self, leaf: Any) -> jax.ShapeDtypeStruct:
         rows = leaf.shape[0] if leaf.ndim else 0

@@ -48,3 +48,15 @@ def test_compiled_steps_send_what_was_traced(slices, tmp_path):
     assert "all_reduce" not in records[2]["collectives"]
     wire = "bytes" if slices == 1 else "between_slices"
     assert records[0][wire] > 10 * records[2][wire]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the compiler of the extra tpu")
+def test_every_layout_of_the_trainer_sends_what_was_traced(tmp_path):
+    path = tmp_path / "table.json"
+    done = tpu("--layouts", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    records = {record["layout"]: record for record in json.loads(path.read_text())}
+    assert [name for name, record in records.items() if record["verified"] != "yes"] == []
+    assert records["stages, 4 bits"]["bytes"] < 0.5 * records["stages"]["bytes"]
+    assert records["stages, 1F1B"]["megabytes_temporary"] < 0.8 * records["stages, 4 bits"]["megabytes_temporary"]

@@ -405,7 +405,8 @@ def test_a_collective_of_tpus_that_other_work_overlaps_is_counted_once():
     def fused(number, channel):
         groups = GROUPS.replace("channel_id=1", f"channel_id={channel}")
         return (
-            f"\n%fused_computation.{number} (q{number}: u32[8]) -> u32[32] {{\n  %q{number} = u32[8]{{0}} parameter(0)\n"
+            f"\n%fused_computation.{number} (q{number}: u32[8]) -> u32[32] {{\n"
+            f"  %q{number} = u32[8]{{0}} parameter(0)\n"
             f"  ROOT %all-gather.{number} = u32[32]{{0:T(1024)}} all-gather(%q{number}), {groups}, dimensions={{0}}, "
             f'frontend_attributes={{chain_id="0"}}\n}}\n'
         )

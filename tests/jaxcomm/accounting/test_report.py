@@ -333,6 +333,19 @@ def test_programs_of_tpus_are_held_to_whole_tiles(instruction, is_refused):
         assert check_bytes(text, traced, traced.program, 0, "data").received == 3 * 4096
 
 
+@pytest.mark.parametrize(("layout", "activations"), [("{0:T(1024)}", 1.0), ("{0:T(1024)}", 0.9), ("{0}", 1.0)])
+def test_tpus_may_send_what_layers_multiply_in_16_bits(layout, activations):
+    """And nothing else; on other devices numbers stay as wide as they are."""
+    traced = jc.WireReport(4, 1000, Program([Traffic("all_gather", 8192, 4)]))
+    text = compiled_for_tpus(f"%a = f32[4096]{layout} all-gather(%p)")  # half of the 24,576 bytes received
+    given = {"activations": activations * 3 * 8192}
+    if layout == "{0:T(1024)}" and activations == 1:
+        assert check_bytes(text, traced, traced.program, 0, "data", **given).received == 3 * 4096
+    else:
+        with pytest.raises(ValueError, match="A step sends its whole exchange, got 12,288 bytes"):
+            check_bytes(text, traced, traced.program, 0, "data", **given)
+
+
 @pytest.mark.parametrize(
     ("operand", "between", "most"),
     [(4, False, 4096), (4, True, 6 * 4096), (32 * 4096, True, 32 * 4096), (32 * 4096 + 1, True, 36 * 4096)],
