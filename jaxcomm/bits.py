@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 WORD = 32  # bits a word
-_LANES = 128  # numbers of a TPU's row
+LANES = 128  # numbers of a TPU's row
 
 
 def pack(mask: jax.Array) -> jax.Array:
@@ -44,26 +44,26 @@ def _unpack_octets(words: jax.Array) -> jax.Array:
 def _pack_by_matmul(mask: jax.Array) -> jax.Array:
     """Packs rows of 128 words on a TPU, which would pad rows of 8 bits or 4 octets to 128 numbers."""
     n_words = mask.size // WORD
-    rows = jnp.pad(mask, (0, -mask.size % (WORD * _LANES))).reshape(-1, WORD * _LANES)  # (R, 4096)
-    bit, column = (lax.broadcasted_iota(jnp.int32, (WORD * _LANES, 2 * _LANES), axis) for axis in (0, 1))
+    rows = jnp.pad(mask, (0, -mask.size % (WORD * LANES))).reshape(-1, WORD * LANES)  # (R, 4096)
+    bit, column = (lax.broadcasted_iota(jnp.int32, (WORD * LANES, 2 * LANES), axis) for axis in (0, 1))
     # A column for each half of a word: sums below 2^16 are exact.
-    is_in = (bit // WORD == column % _LANES) & (bit % WORD // 16 == column // _LANES)
+    is_in = (bit // WORD == column % LANES) & (bit % WORD // 16 == column // LANES)
     weight = jnp.where(is_in, jnp.left_shift(1, bit % 16), 0).astype(jnp.bfloat16)
     halves = lax.dot(rows.astype(jnp.bfloat16), weight, preferred_element_type=jnp.float32)  # (R, 256)
     halves = halves.astype(jnp.int32).astype(jnp.uint32)
-    return (halves[:, :_LANES] | halves[:, _LANES:] << 16).reshape(-1)[:n_words]
+    return (halves[:, :LANES] | halves[:, LANES:] << 16).reshape(-1)[:n_words]
 
 
 def _unpack_by_matmul(words: jax.Array) -> jax.Array:
     n_words = words.size
-    rows = jnp.pad(words, (0, -words.size % _LANES)).reshape(-1, _LANES)  # (R, 128)
+    rows = jnp.pad(words, (0, -words.size % LANES)).reshape(-1, LANES)  # (R, 128)
     octets = jnp.concatenate([rows >> shift & 255 for shift in (0, 8, 16, 24)], axis=1)  # (R, 512)
-    row, bit = (lax.broadcasted_iota(jnp.int32, (4 * _LANES, WORD * _LANES), axis) for axis in (0, 1))
-    spread = (bit // WORD == row % _LANES) & (bit % WORD // 8 == row // _LANES)  # each bit's octet
+    row, bit = (lax.broadcasted_iota(jnp.int32, (4 * LANES, WORD * LANES), axis) for axis in (0, 1))
+    spread = (bit // WORD == row % LANES) & (bit % WORD // 8 == row // LANES)  # each bit's octet
     octet = lax.dot(
         octets.astype(jnp.int32).astype(jnp.bfloat16), spread.astype(jnp.bfloat16), preferred_element_type=jnp.bfloat16
     )
-    bits = octet.astype(jnp.int32) >> np.arange(WORD * _LANES, dtype=np.int32) % 8 & 1
+    bits = octet.astype(jnp.int32) >> np.arange(WORD * LANES, dtype=np.int32) % 8 & 1
     return bits.astype(bool).reshape(-1)[: n_words * WORD]
 
 
@@ -93,8 +93,20 @@ def _each_plane(numbers: jax.Array, width: int) -> jax.Array:
 
 def unpack_planes(words: jax.Array, n: int, width: int) -> jax.Array:
     """Returns the low `width` bits of the n numbers, (n,) int32; the inverse of `pack_planes`."""
-    planes = unpack(words).reshape(width, -(-n // WORD) * WORD)[:, :n].astype(jnp.int32)
+    default, tpu = (partial(way, n=n, width=width) for way in (_numbers, _numbers_by_plane))
+    return lax.platform_dependent(words, tpu=tpu, default=default)
+
+
+def _numbers(words: jax.Array, n: int, width: int) -> jax.Array:
+    planes = _unpack_octets(words).reshape(width, -(-n // WORD) * WORD)[:, :n].astype(jnp.int32)
     return jnp.sum(planes << np.arange(width, dtype=np.int32)[:, None], axis=0)
+
+
+def _numbers_by_plane(words: jax.Array, n: int, width: int) -> jax.Array:
+    total = jnp.zeros(n, jnp.int32)
+    for plane, row in enumerate(words.reshape(width, -1)):
+        total = total | _unpack_by_matmul(row)[:n].astype(jnp.int32) << plane
+    return total
 
 
 def popcount(words: jax.Array) -> jax.Array:
@@ -138,8 +150,8 @@ def running_sum(numbers: jax.Array) -> jax.Array:
 
 def _sum_by_matmul(numbers: jax.Array) -> jax.Array:
     """Sums rows of 128, octet by octet: XLA takes 20 s to compile a running sum of a million numbers for a TPU."""
-    rows = jnp.pad(numbers, (0, -numbers.size % _LANES)).reshape(-1, _LANES)
-    place, column = (lax.broadcasted_iota(jnp.int32, (_LANES, _LANES), axis) for axis in (0, 1))
+    rows = jnp.pad(numbers, (0, -numbers.size % LANES)).reshape(-1, LANES)
+    place, column = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (0, 1))
     up_to = (place <= column).astype(jnp.bfloat16)
     inner = jnp.zeros_like(rows)
     for shift in (0, 8, 16, 24):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm.bits import WORD
+from jaxcomm.bits import LANES, WORD
 from jaxcomm.numerics import end_to_end
 
 # Segments start at multiples of BLOCK, so that a table of one entry a block says which segment a coordinate is in. The
@@ -23,12 +23,11 @@ from jaxcomm.numerics import end_to_end
 BLOCK = 1024
 BLOCK_WORDS = BLOCK // WORD  # words of a packed mask over one block
 MAX_ELEMENTS = 2**31
-_TILE = (8, 128)  # a block as a TPU keeps it
 
 
 def in_blocks(vector: jax.Array) -> jax.Array:
-    """Cuts a vector (n,) into its blocks: (n/1024, 8, 128), which on a TPU moves nothing, as rows of 1024 would."""
-    return vector.reshape(-1, *_TILE)
+    """Cuts a vector (n,) into its blocks: (n/1024, 8, 128), which on a TPU is how they lie."""
+    return vector.reshape(-1, BLOCK // LANES, LANES)
 
 
 @dataclass(frozen=True)

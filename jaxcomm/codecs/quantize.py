@@ -76,21 +76,26 @@ class Buckets:
 
     def scale(self, values: jax.Array) -> jax.Array:
         """Returns the scale of every bucket: (m / bucket,)."""
-        rows = values.reshape(-1, self.bucket)
+        buckets = self._in_buckets(values)
         if self.norm == "max":
-            return jnp.max(jnp.abs(rows), axis=1)
-        return jnp.sqrt(jnp.sum(jnp.square(rows), axis=1))
+            return jnp.max(jnp.abs(buckets), axis=(1, 2))
+        return jnp.sqrt(jnp.sum(jnp.square(buckets), axis=(1, 2)))
+
+    def _in_buckets(self, values: jax.Array) -> jax.Array:
+        """Cuts values (m,) into buckets (m / bucket, rows, columns), by rows of a TPU where they are whole ones."""
+        columns = bits.LANES if self.bucket % bits.LANES == 0 else self.bucket
+        return values.reshape(-1, self.bucket // columns, columns)
 
     def draw(self, values: jax.Array, scale: jax.Array, levels: int, start: jax.Array | int) -> jax.Array:
         """Returns integers from -levels to levels, in float32: (m,). The scale is at least each of its values."""
-        rows = values.reshape(-1, self.bucket)
+        buckets = self._in_buckets(values)
         shrink = shrinkage(scale)
         inverse = np.float32(levels) / (scale * shrink)
         inverse = jnp.where(jnp.isfinite(inverse), inverse, 0.0)  # a scale of zero, or almost
-        uniform = self.uniform(values.size, start).reshape(rows.shape)
-        steps = (jnp.abs(rows) * shrink[:, None]) * inverse[:, None]
+        uniform = self._in_buckets(self.uniform(values.size, start))
+        steps = (jnp.abs(buckets) * shrink[:, None, None]) * inverse[:, None, None]
         level = jnp.minimum(jnp.floor(steps + uniform), levels)
-        return jnp.where(rows < 0, -level, level).reshape(-1)
+        return jnp.where(buckets < 0, -level, level).reshape(-1)
 
     def uniform(self, m: int, start: jax.Array | int) -> jax.Array:
         """Returns what decides the rounding of m values, in [0, 1)."""
@@ -102,7 +107,7 @@ class Buckets:
         n_scales = m // self.bucket
         step = _to_floats(words[:n_scales]) * np.float32(1 / self.levels)
         code = bits.unpack_planes(words[n_scales:], m, self.width) - self.levels
-        return (code.astype(jnp.float32).reshape(-1, self.bucket) * step[:, None]).reshape(-1)
+        return (self._in_buckets(code.astype(jnp.float32)) * step[:, None, None]).reshape(-1)
 
 
 class Nearest(Buckets):
@@ -211,5 +216,5 @@ class BlockSigns:
         n_blocks = m // BLOCK
         scale = _to_floats(words[:n_blocks])[:, None, None]
         negative = in_blocks(bits.unpack(words[n_blocks:]))
-        is_used = in_blocks(np.arange(BLOCK, dtype=np.int32)) < self._used(m, start)[:, None, None]
+        is_used = in_blocks(jnp.arange(BLOCK, dtype=jnp.int32)) < self._used(m, start)[:, None, None]
         return jnp.where(is_used, jnp.where(negative, -scale, scale), 0.0).reshape(-1)

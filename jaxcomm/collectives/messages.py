@@ -16,12 +16,12 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from jaxcomm.bits import LANES
 from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, is_tracked, traced_platform
 from jaxcomm.scopes import EXCHANGE
 from jaxcomm.traffic import SPLIT_FROM, TILE_BYTES
 
 LARGE = 1 << 18  # bytes of a message from which both ways at once are worth a second round of the network
-TILE_LANES = 128  # numbers of 32 bits in a row of a TPU's tile
 SAME = "same_on_all_workers"  # the name of the primitive that promises it, in traced programs
 
 # JAX cannot know that two workers have put the same rows together. Returns the first operand with the second's type.
@@ -56,7 +56,7 @@ def all_gather_rows(value: jax.Array, axis_name: AxisName, axis: int = 0) -> jax
     Each worker receives K - 1 arrays.
     """
     if traced_platform() == "tpu":  # so that the gradient is scattered in tiles, too
-        whole = lax.all_gather(_in_tiles(value).reshape(-1, TILE_LANES), axis_name)
+        whole = lax.all_gather(_in_tiles(value).reshape(-1, LANES), axis_name)
         rows = whole.reshape(len(whole), -1)[:, : value.size].reshape(-1, *value.shape)
         return jnp.concatenate([*rows], axis=axis)
     if not _is_by_pair(value, axis_name):
@@ -93,7 +93,7 @@ def sum_scatter(rows: jax.Array, axis_name: AxisName) -> jax.Array:
     Each worker receives (K-1)/K of its rows' bytes.
     """
     if traced_platform() == "tpu":  # of other rows XLA sums all, and keeps a part
-        whole = jax.vmap(_in_tiles)(rows).reshape(len(rows), -1, TILE_LANES)
+        whole = jax.vmap(_in_tiles)(rows).reshape(len(rows), -1, LANES)
         own = lax.psum_scatter(whole, axis_name, scatter_dimension=0)
         return own.reshape(-1)[: rows[0].size].reshape(rows.shape[1:])
     if not _is_by_pair(rows[0], axis_name):

@@ -128,4 +128,9 @@ def test_what_a_tpu_computes_by_matrices_is_the_same(n_words):
     np.testing.assert_array_equal(jax.jit(bits._sum_by_matmul)(signed), np.cumsum(signed, dtype=np.int32))
     numbers = rng.integers(0, 2**5, 32 * n_words).astype(np.int32)
     each_plane = jax.jit(bits._each_plane, static_argnums=1)
-    np.testing.assert_array_equal(each_plane(numbers, 5), bits.pack_planes(numbers, 5))
+    packed = bits.pack_planes(numbers, 5)
+    np.testing.assert_array_equal(each_plane(numbers, 5), packed)
+    some = 32 * n_words - 7
+    np.testing.assert_array_equal(
+        jax.jit(bits._numbers_by_plane, static_argnums=(1, 2))(packed, some, 5), numbers[:some]
+    )
