@@ -270,6 +270,29 @@ class SparseLoco(_LocalSteps):
         )
 
 
+@dataclass(frozen=True)
+class PulseLoco(_LocalSteps):
+    """Local steps, and what of their changes a cast of the model to bfloat16 shows: PULSELoCo.
+
+    Attributes:
+      steps: local steps from one exchange to the next.
+      exchange_sparsity: the fraction of coordinates that an exchange has no room for.
+      outer_learning_rate: learning rate of the outer SGD.
+    """
+
+    steps: int = 10
+    exchange_sparsity: float = 0.5
+    outer_learning_rate: float = 1.0
+
+    name: ClassVar[str] = "pulse_loco"
+
+    def transform(self) -> optax.GradientTransformation:
+        """Returns the Optax transformation, which is that of the library's methods."""
+        inner = methods.pulse(self.exchange_sparsity, learning_rate=self.outer_learning_rate, axis_name=self.axis_name)
+        outer = optax.sgd(self.outer_learning_rate)
+        return methods.local_sgd(self.steps, exchange=inner, outer=outer, **self.streaming())
+
+
 Method = (
     PlumpDp
     | TopK
@@ -286,4 +309,5 @@ Method = (
     | SlimDp
     | LocalSgd
     | SparseLoco
+    | PulseLoco
 )
