@@ -28,7 +28,7 @@ from benchmarks.netlab import Lab
 from benchmarks.papers.report import Difference, draw
 from configs import CONFIGS
 from configs.experiment import Architecture, BoundaryFields, Experiment
-from configs.methods import DctDp, Demo, LocalSgd, Method, PlumpDp, PowerSgd, PulseLoco, SparseLoco, TopK
+from configs.methods import DctDp, Demo, LocalSgd, Method, PlumpDp, PowerSgd, SparseLoco, TopK
 from train.records import Record, Records
 from train.seeds import settings_of, train_seeds
 from train.tables import print_table, stdev
@@ -41,7 +41,9 @@ METHODS: dict[str, Method] = {
     "powersgd, rank 4": PowerSgd(rank=4),
     "local_sgd, H=10": LocalSgd(steps=10),
     "sparse_loco, H=10": SparseLoco(steps=10),
-    "pulse_loco, H=10": PulseLoco(steps=10),
+    "pulse_loco, H=10": LocalSgd(
+        steps=10, exchange="pulse", exchange_sparsity=0.5, outer_learning_rate=1.0, outer_momentum=0.0
+    ),
     "dense, Muon": PlumpDp(),
     "muloco, H=10": LocalSgd(steps=10),
     "demo, k=32": Demo(k=32, sign_size=1.0),

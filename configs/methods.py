@@ -7,7 +7,7 @@ differ from it, since they suit runs of a few hundred steps on small data, and w
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -221,12 +221,15 @@ class LocalSgd(_LocalSteps):
 
     Attributes:
       steps: local steps from one exchange to the next. DiLoCo: 500.
-      exchange_sparsity: the fraction of coordinates that top-k does not send in an exchange; None for a dense one.
+      exchange: what an exchange sends where it is not dense: the largest changes, or what changes a weight in bfloat16;
+        the second with an outer learning rate of 1, and without outer momentum, is PULSELoCo.
+      exchange_sparsity: the fraction of coordinates that an exchange does not send; None for a dense one.
       outer_learning_rate: learning rate of the outer optimizer.
       outer_momentum: Nesterov momentum of the outer optimizer.
     """
 
     steps: int = 10
+    exchange: Literal["topk", "pulse"] = "topk"
     exchange_sparsity: float | None = None
     outer_learning_rate: float = 0.7
     outer_momentum: float = 0.5
@@ -236,7 +239,14 @@ class LocalSgd(_LocalSteps):
     def transform(self) -> optax.GradientTransformation:
         """Returns the Optax transformation, which is that of the library's method."""
         axis, sparsity = self.axis_name, self.exchange_sparsity
-        inner = methods.plump_dp(axis_name=axis) if sparsity is None else methods.topk(sparsity, axis_name=axis)
+        if sparsity is None:
+            holds = self.exchange == "topk"
+            check_range("exchange_sparsity", sparsity, "given with exchange='pulse'", holds, "take 0.95, say")
+            inner = methods.plump_dp(axis_name=axis)
+        elif self.exchange == "topk":
+            inner = methods.topk(sparsity, axis_name=axis)
+        else:
+            inner = methods.pulse(sparsity, learning_rate=self.outer_learning_rate, axis_name=axis)
         outer = optax.sgd(self.outer_learning_rate, momentum=self.outer_momentum, nesterov=True)
         return methods.local_sgd(self.steps, exchange=inner, outer=outer, **self.streaming())
 
@@ -270,29 +280,6 @@ class SparseLoco(_LocalSteps):
         )
 
 
-@dataclass(frozen=True)
-class PulseLoco(_LocalSteps):
-    """Local steps, and what of their changes a cast of the model to bfloat16 shows: PULSELoCo.
-
-    Attributes:
-      steps: local steps from one exchange to the next.
-      exchange_sparsity: the fraction of coordinates that an exchange has no room for.
-      outer_learning_rate: learning rate of the outer SGD.
-    """
-
-    steps: int = 10
-    exchange_sparsity: float = 0.5
-    outer_learning_rate: float = 1.0
-
-    name: ClassVar[str] = "pulse_loco"
-
-    def transform(self) -> optax.GradientTransformation:
-        """Returns the Optax transformation, which is that of the library's methods."""
-        inner = methods.pulse(self.exchange_sparsity, learning_rate=self.outer_learning_rate, axis_name=self.axis_name)
-        outer = optax.sgd(self.outer_learning_rate)
-        return methods.local_sgd(self.steps, exchange=inner, outer=outer, **self.streaming())
-
-
 Method = (
     PlumpDp
     | TopK
@@ -309,5 +296,4 @@ Method = (
     | SlimDp
     | LocalSgd
     | SparseLoco
-    | PulseLoco
 )

@@ -331,8 +331,9 @@ def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
     fields["cuts"] = experiment.cuts
     fields |= {f"boundary.{name}": value for name, value in dataclasses.asdict(experiment.boundary).items()}
     options = method.options()
-    if options.get("residual_dtype") == "float32":
-        del options["residual_dtype"]
+    for name, usual in (("residual_dtype", "float32"), ("exchange", "topk")):
+        if options.get(name) == usual:
+            del options[name]
     about = fields | {"method": method.name} | {f"method.{name}": value for name, value in options.items()}
     return json.loads(json.dumps(about))  # tuples are lists when they come back
 

@@ -31,7 +31,12 @@ from tests.train.runs import EXPERIMENT
 from train.loop import describe
 from train.methods import is_rare, make_chain, make_exchange, run_name
 
-OTHERS = [PlumpDp(p=3), LocalSgd(exchange_sparsity=0.9), LocalSgd(fragments=2, overlap=5, mix=0.5)]
+OTHERS = [
+    PlumpDp(p=3),
+    LocalSgd(exchange_sparsity=0.9),
+    LocalSgd(exchange="pulse", exchange_sparsity=0.9),
+    LocalSgd(fragments=2, overlap=5, mix=0.5),
+]
 METHODS = [*(method() for method in get_args(Method)), *OTHERS]
 SHAPES = {"w": jax.ShapeDtypeStruct((64, 64), np.float32), "b": jax.ShapeDtypeStruct((64,), np.float32)}
 
@@ -193,6 +198,7 @@ def test_muon_changes_matrices_as_much_as_adam_and_others_by_it():
         (SlimDp, {"alpha": 0.1}, "beta"),
         (LocalSgd, {"steps": 0}, "steps"),
         (LocalSgd, {"exchange_sparsity": 1.5}, "sparsity"),
+        (LocalSgd, {"exchange": "pulse"}, "exchange_sparsity"),
         (Iwp, {"alpha": 0.0}, "alpha"),
         (Demo, {"k": 0}, "k must"),
         (Demo, {"sign_size": 0.0}, "sign_size must be above 0"),
