@@ -329,10 +329,8 @@ def check_bytes(
     programs, turns = (predicted, compiled, claimed), traced.turns
     for turn in range(turns):  # each fragment of a local method by itself
         predicted, compiled, claimed = (each.in_turn(turn, turns) for each in programs)
-        allowed, wanted, narrower = predicted, claimed, 0.0
-        if ":T(" in text:  # of TPUs, in tiles
-            narrower = activations / 2
-            allowed, wanted = (each.in_tiles("_xla_megascale_" in text) for each in (predicted, claimed))
+        allowed, wanted = (as_compiled(each, text) for each in (predicted, claimed))
+        narrower = activations / 2 if _is_of_tpus(text) else 0.0
         if not is_partitioned and (
             compiled.received > allowed.received or compiled.received_at_most > allowed.received_at_most
         ):
@@ -371,6 +369,15 @@ def check_bytes(
                     f"are, bytes of the compiled text were not counted, and read_program has a fault.\n{report}"
                 )
     return report
+
+
+def as_compiled(program: Program, text: str) -> Program:
+    """Returns the most that XLA may make of a program where it compiled this text: on TPUs messages are whole tiles."""
+    return program.in_tiles("_xla_megascale_" in text) if _is_of_tpus(text) else program
+
+
+def _is_of_tpus(text: str) -> bool:
+    return ":T(" in text  # arrays have tiles
 
 
 def _counted(program: Program) -> Counter[tuple[str, int]]:

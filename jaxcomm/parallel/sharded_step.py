@@ -151,8 +151,8 @@ class ShardedStep(TrainStep):
             ):
                 of_layers.add(program.over(*exchange.names))
             exchange, params = tables.exchange, taken
+        kind = kind_of_device(state)
         for shapes in exchange.shard_shapes(params):
-            kind = kind_of_device(state)
             claimed.add(exchange_report(exchange.chain.exchange, shapes, self.sizes, (), self.axis_name, kind).program)
         if any(exchange.reduced) and not self.is_explicit:
             gradients = partial(self._by_workers, exchange)

@@ -9,10 +9,9 @@ from jax.sharding import Mesh
 
 from jaxcomm.accounting.hlo import read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program
-from jaxcomm.accounting.report import PipelineReport, exchange_report, kind_of_device
+from jaxcomm.accounting.report import PipelineReport, as_compiled, exchange_report, kind_of_device
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.pipeline.pipeline import Pipeline
-from jaxcomm.traffic import Program
 
 
 def verify_pipeline(
@@ -58,13 +57,11 @@ def verify_pipeline(
     shapes = pipeline.exchanged_shapes()
     exchange = exchange_report(tx, shapes, sizes, (), axis_name, kind_of_device(state)).program
     steps = [[each.in_turn(turn, turns) for each in (compiled, traced, exchange)] for turn in range(turns)]
-
-    def most(wanted: Program) -> Program:
-        """Returns the most that XLA may make of it: on TPUs messages are whole tiles."""
-        return wanted.in_tiles("_xla_megascale_" in program) if ":T(" in program else wanted
-
+    padding = Fraction(0)
     for sent, wanted, _ in steps:
-        if sent.received > most(wanted).received or sent.received_at_most > most(wanted).received_at_most:
+        most = as_compiled(wanted, program)
+        padding = max(padding, most.received_at_most - wanted.received_at_most)
+        if sent.received > most.received or sent.received_at_most > most.received_at_most:
             raise ValueError(
                 f"A compiled step sends the bytes that were traced, got {float(sent.received):,.0f} for "
                 f"{float(wanted.received):,.0f} on average: XLA has changed the collectives."
@@ -88,7 +85,6 @@ def verify_pipeline(
             "permutation in the stages."
         )
     boundaries = Fraction(workers * sum(each.forward + each.backward for each in claimed.boundaries), mesh.size)
-    padding = max(most(wanted).received_at_most - wanted.received_at_most for _, wanted, _ in steps)
     for when, sent, claim in (
         *(("usual", found.received, exchange.received) for found, _, exchange in steps),
         *(("most expensive", found.received_at_most, exchange.received_at_most) for found, _, exchange in steps),
