@@ -77,6 +77,8 @@ def pack_planes(numbers: jax.Array, width: int) -> jax.Array:
 
     A plane holds one bit of every number, so that packing numbers is packing masks, whatever the width.
     """
+    if width == 0:
+        return jnp.zeros(0, jnp.uint32)
     padded = jnp.pad(numbers, (0, -numbers.size % WORD))
     return lax.platform_dependent(padded, tpu=partial(_each_plane, width=width), default=partial(_planes, width=width))
 
@@ -93,6 +95,8 @@ def _each_plane(numbers: jax.Array, width: int) -> jax.Array:
 
 def unpack_planes(words: jax.Array, n: int, width: int) -> jax.Array:
     """Returns the low `width` bits of the n numbers, (n,) int32; the inverse of `pack_planes`."""
+    if width == 0:
+        return jnp.zeros(n, jnp.int32)
     default, tpu = (partial(way, n=n, width=width) for way in (_numbers, _numbers_by_plane))
     return lax.platform_dependent(words, tpu=tpu, default=default)
 

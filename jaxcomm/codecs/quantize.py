@@ -79,7 +79,7 @@ class Buckets:
         buckets = self._in_buckets(values)
         if self.norm == "max":
             return jnp.max(jnp.abs(buckets), axis=(1, 2))
-        return jnp.sqrt(jnp.sum(jnp.square(buckets), axis=(1, 2)))
+        return jnp.sqrt(jnp.sum(jnp.square(values.reshape(-1, self.bucket)), axis=1))
 
     def _in_buckets(self, values: jax.Array) -> jax.Array:
         """Cuts values (m,) into buckets (m / bucket, rows, columns), by rows of a TPU where they are whole ones."""
@@ -207,7 +207,7 @@ class BlockSigns:
     def encode(self, values: jax.Array, start: jax.Array | int) -> jax.Array:
         """Writes values, m a multiple of the block; zeros as positive."""
         used = self._used(values.size, start).astype(jnp.float32)
-        total = jnp.sum(in_blocks(jnp.abs(values)), axis=(1, 2))
+        total = jnp.sum(jnp.abs(values).reshape(-1, BLOCK), axis=1)
         scale = total / jnp.maximum(used, 1.0)
         return jnp.concatenate([_to_words(scale), bits.pack(values < 0)])
 

@@ -15,7 +15,7 @@ from jaxcomm.checks import check_range
 from jaxcomm.codecs.quantize import Integers, PartCodec, Ternary
 from jaxcomm.collectives import axis_size
 from jaxcomm.exchange import transformation
-from jaxcomm.layout import Layout, in_blocks
+from jaxcomm.layout import BLOCK, Layout
 from jaxcomm.methods.coded import CodedExchange
 from jaxcomm.numerics import divide
 from jaxcomm.scopes import EXCHANGE
@@ -60,16 +60,16 @@ class TernGrad(CodedExchange):
         return first, Integers(axis_size(self.axis_name))
 
     def scaled(self, vector: jax.Array, layout: Layout) -> tuple[jax.Array, Any]:
-        blocks = in_blocks(vector)
+        rows = vector.reshape(-1, BLOCK)
         if self.clip is not None:
             unit, _, variance = moments(vector, layout)
-            bound = layout.per_block(unit * (np.float32(self.clip) * jnp.sqrt(variance)))[:, None, None]
-            blocks = jnp.clip(blocks, -bound, bound)
-        largest = segment_max(jnp.abs(blocks.reshape(-1)), layout)
+            bound = layout.per_block(unit * (np.float32(self.clip) * jnp.sqrt(variance)))[:, None]
+            rows = jnp.clip(rows, -bound, bound)
+        largest = segment_max(jnp.abs(rows.reshape(-1)), layout)
         with jax.named_scope(EXCHANGE):
             scaler = lax.pmax(largest, self.axis_name)  # (S,)
-        per_block = layout.per_block(scaler)[:, None, None]
-        ratio = divide(blocks, jnp.where(per_block > 0, per_block, 1.0))
+        per_block = layout.per_block(scaler)[:, None]
+        ratio = divide(rows, jnp.where(per_block > 0, per_block, 1.0))
         factor = jnp.broadcast_to(per_block * np.float32(1 / axis_size(self.axis_name)), ratio.shape)
         return ratio.reshape(-1), factor.reshape(-1)
 

@@ -134,3 +134,8 @@ def test_what_a_tpu_computes_by_matrices_is_the_same(n_words):
     np.testing.assert_array_equal(
         jax.jit(bits._numbers_by_plane, static_argnums=(1, 2))(packed, some, 5), numbers[:some]
     )
+
+
+def test_numbers_of_no_bits_take_no_words():
+    assert bits.pack_planes(jnp.arange(40), 0).shape == (0,)
+    np.testing.assert_array_equal(bits.unpack_planes(jnp.zeros(0, jnp.uint32), 40, 0), np.zeros(40, np.int32))
