@@ -121,9 +121,7 @@ def _train(experiment: Experiment, bits: int) -> Record:
     def placed(rows: Any) -> Any:
         return {name: jax.make_array_from_process_local_data(job.by_rows, own) for name, own in rows.items()}
 
-    compiled = step.lower(state, placed(next(batches))).compile()
-    batches.close()
-    batches = train_batches(experiment.dataset, seed=experiment.seed, augment=experiment.augment, **where)
+    compiled = step.lower(state, job.inputs[1]).compile()
     for _ in range(experiment.steps):
         state, _ = compiled(state, placed(next(batches)))
     batches.close()
