@@ -96,4 +96,22 @@ def _copied(x: Any, like: Any) -> jax.Array:
     out = jnp.reshape(x, -1)
     if like.size > out.size:
         out = jnp.tile(out, like.size // out.size)
-    return lax.optimization_barrier(jnp.reshape(out[: like.size], like.shape).astype(like.dtype))
+    out = out[: like.size].astype(like.dtype)
+    if out.size:
+        out = lax.platform_dependent(out, cpu=_in_memory, default=lax.optimization_barrier)
+    return jnp.reshape(out, like.shape)
+
+
+def _in_memory(vector: jax.Array) -> jax.Array:
+    """Has XLA write a vector (n,), n > 0, before anything reads it.
+
+    XLA for CPUs forgets barriers before it fuses (in jax 0.10; in 0.12 no more). So a loop writes the first number
+    once more, of which XLA does not know how often it runs.
+    """
+    first = vector[:1]
+    times = 1 + (first[0] == 0)
+    return lax.while_loop(
+        lambda carry: carry[0] < times,
+        lambda carry: (carry[0] + 1, lax.dynamic_update_slice(carry[1], first, (0,))),
+        (jnp.zeros_like(times), vector),
+    )[1]

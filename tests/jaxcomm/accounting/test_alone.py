@@ -1,5 +1,7 @@
 """What one worker computes without the others: the same program, without its collectives."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,3 +72,15 @@ def test_axes_are_those_of_the_program():
         alone(jc.topk(0.9, axis_name="workers").update, K)(jnp.ones(600), jc.topk(0.9).init(jnp.ones(600)))
     size = alone(lambda x: x * lax.axis_size("data") * lax.axis_size("slice"), (2, 3), ("slice", "data"))(jnp.ones(()))
     assert size == 6
+
+
+def test_no_loop_spans_a_collective():
+    """What is computed before one and after it would take less time than where something is sent between."""
+
+    def fused(function):
+        text = jax.jit(function).lower(jax.ShapeDtypeStruct((4096,), np.float32)).compile().as_text()
+        ops = [re.findall(r"= f32\[4096\]\S* (multiply|add)\(", computation) for computation in text.split("\n}\n")]
+        return ["add", "multiply"] in [sorted(found) for found in ops]
+
+    assert fused(lambda x: 2 * x + 1)
+    assert not fused(alone(lambda x: lax.psum(2 * x, "data") + 1, K))
