@@ -24,7 +24,7 @@ from jaxcomm.methods.quant_dp import QuantDp
 from jaxcomm.parallel.loss import GradientsFn, LossFn
 from jaxcomm.parallel.state import TrainState, make_local
 from jaxcomm.parallel.worker import worker_step
-from jaxcomm.planner.links import agreed, check_axes, time_calls
+from jaxcomm.planner.links import agreed, all_agreed, check_axes, time_calls
 from jaxcomm.states import communication_period, exchange_turns
 
 _REPEATS = 5  # at least, and as many more as take _SHORT seconds together, up to _MOST
@@ -68,11 +68,20 @@ class Cost:
         return Cost(self.seconds * factor, low, high, self.measured)
 
 
-def cost_of(seconds: Sequence[float], mesh: Mesh) -> Cost:
-    """Makes a cost of repeated timings, the slowest process counting."""
-    low, _, high = statistics.quantiles(seconds, n=4)
-    median = statistics.median(seconds)
-    return Cost(agreed(median, mesh), agreed(low, mesh), agreed(high, mesh))
+def cost_of(seconds: Sequence[float], mesh: Mesh, is_whole: bool = False) -> Cost:
+    """Makes a cost of repeated timings.
+
+    Args:
+      seconds: of this process, as many in each.
+      mesh: the devices.
+      is_whole: of a whole step, where all wait for the slowest process of each repetition. Of a part of it the process
+        that is the slowest on the whole counts: a step waits once, not once a part.
+    """
+    if is_whole:
+        low, median, high = statistics.quantiles(all_agreed(seconds, mesh), n=4)
+    else:
+        low, median, high = all_agreed(statistics.quantiles(seconds, n=4), mesh)
+    return Cost(median, low, high)
 
 
 class Bench:
@@ -194,7 +203,13 @@ class Timing:
     """A usual step of every device, to be timed: lowered, then compiled and run."""
 
     def __init__(
-        self, bench: Bench, start: Callable[..., Any], step: Callable[..., Any], params: Any, args: tuple[Any, ...]
+        self,
+        bench: Bench,
+        start: Callable[..., Any],
+        step: Callable[..., Any],
+        params: Any,
+        args: tuple[Any, ...],
+        is_whole: bool,
     ):
         """Lowers what makes a state, a step of it, and what changes its number.
 
@@ -204,8 +219,9 @@ class Timing:
           step: (state, *args) -> the new state.
           params: the parameters, a row a device.
           args: rows a device.
+          is_whole: whether it is a whole step, see `cost_of`.
         """
-        self._bench, self._params, self._args = bench, params, args
+        self._bench, self._params, self._args, self._is_whole = bench, params, args, is_whole
         started = bench.lower(alone(start, bench.sizes, bench.axis_name), params)
         state = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=bench.by_device), started.out_info
@@ -235,7 +251,7 @@ class Timing:
                 begin = time.perf_counter()
                 state = jax.block_until_ready(step(state, *self._args))
                 seconds.append(time.perf_counter() - begin)
-            return state, cost_of(seconds[2:], self._bench.mesh)
+            return state, cost_of(seconds[2:], self._bench.mesh, self._is_whole)
 
         period, turns = communication_period(state) or 1, exchange_turns(state)
         late = _LATE // (period * turns) * period * turns
@@ -268,7 +284,7 @@ def lower_step(
     def step(state: TrainState, batch: Any) -> TrainState:
         return worker_step(gradients_fn, tx, bench.axis_name, state, batch)[0]
 
-    return Timing(bench, start, step, params, (rows,))
+    return Timing(bench, start, step, params, (rows,), is_whole=True)
 
 
 def given_gradients(params: Any, model_state: Any, batch: Any) -> Any:
@@ -291,7 +307,7 @@ def lower_coding(bench: Bench, tx: optax.GradientTransformation, gradients: Any,
         means, state = tx.update(gradients, state[1], params)
         return means, state
 
-    return Timing(bench, lambda params: (params, tx.init(params)), step, params, (gradients, params))
+    return Timing(bench, lambda params: (params, tx.init(params)), step, params, (gradients, params), is_whole=False)
 
 
 def _restarted(state: Any, step: jax.Array) -> Any:
@@ -317,11 +333,7 @@ def time_program(bench: Bench, function: Callable[..., Any], rows: Any) -> Cost:
     """Times a function without state, on all devices at once; `rows` are its arguments, a row a device."""
     compiled = bench.lower(function, *rows).compile()
     jax.block_until_ready(compiled(*rows))
-    seconds = []
-    for _ in range(_REPEATS):
-        agreed(0.0, bench.mesh)
-        seconds += time_calls(lambda: compiled(*rows), 1)
-    return cost_of(seconds, bench.mesh)
+    return cost_of(time_calls(lambda: compiled(*rows), _REPEATS, bench.mesh), bench.mesh)
 
 
 def measure_copy(bench: Bench, numbers: int = 1 << 24) -> float:

@@ -18,13 +18,13 @@ from jax.sharding import PartitionSpec as P
 from jaxcomm.accounting.report import WireReport
 from jaxcomm.checks import check_range
 from jaxcomm.collectives.axis import AxisName, axis_names, axis_size
-from jaxcomm.collectives.messages import all_gather_same, all_to_all, sum_scatter, to_next
+from jaxcomm.collectives.messages import LARGE, all_gather_same, all_to_all, sum_scatter, to_next
 from jaxcomm.traffic import Program, Traffic
 
 Axes = tuple[str, ...]
 
 _BYTES = tuple(1 << exponent for exponent in range(12, 25, 2))  # that a worker receives: 4 KiB to 16 MiB
-_LONG = 0.4  # seconds of a collective from which no larger one is measured
+_LONG = 0.25  # seconds of a collective from which no larger one is measured
 _REPEATS = 5
 _CHAINED = 5  # collectives in one program, to tell its start from a collective
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -266,8 +266,9 @@ def _measure(mesh: Mesh, op: str, axes: Axes, dtype: str) -> Link:
         noise = np.random.default_rng(0).uniform(-100, 100, count).astype(of)
         x = jax.device_put(noise, NamedSharding(mesh, P()))
         jax.block_until_ready(run(x))
-        seconds = time_calls(lambda: run(x), _REPEATS)
-        low, median, high = (agreed(each, mesh) for each in statistics.quantiles(seconds, n=4))
+        # Where one worker comes late, large messages of both ways take turns.
+        seconds = time_calls(lambda: run(x), _REPEATS, mesh if size >= LARGE else None)
+        low, median, high = all_agreed(statistics.quantiles(seconds, n=4), mesh)
         return float(Traffic(op, of.itemsize * count, workers).received), median, (high - low) / 2
 
     # A step has many collectives in a program, whose start is in the time of its computing.
@@ -298,10 +299,18 @@ _COLLECTIVES: dict[str, Callable[[jax.Array, AxisName], jax.Array]] = {
 }
 
 
-def time_calls(call: Callable[[], Any], repeats: int) -> list[float]:
-    """Returns the seconds of some calls, each until its result is there."""
+def time_calls(call: Callable[[], Any], repeats: int, together: Mesh | None = None) -> list[float]:
+    """Returns the seconds of some calls, each until its result is there.
+
+    Args:
+      call: what is timed; of JAX.
+      repeats: how often.
+      together: the mesh whose processes begin each call together; None if they need not.
+    """
     seconds = []
     for _ in range(repeats):
+        if together is not None:
+            agreed(0.0, together)  # a barrier
         begin = time.perf_counter()
         jax.block_until_ready(call())
         seconds.append(time.perf_counter() - begin)
@@ -313,11 +322,17 @@ def agreed(seconds: float, mesh: Mesh) -> float:
 
     All processes leave it at once, so that it is a barrier, too.
     """
+    return all_agreed([seconds], mesh)[0]
+
+
+def all_agreed(seconds: Sequence[float], mesh: Mesh) -> list[float]:
+    """Returns the largest of all processes' numbers, place by place; every process has as many."""
     if jax.process_count() == 1:
-        return seconds
+        return list(seconds)
     sharding, largest = _largest(mesh)
-    rows = np.full((mesh.local_mesh.devices.size, 1), seconds, np.float32)
-    return float(np.asarray(largest(jax.make_array_from_process_local_data(sharding, rows)).addressable_data(0)).max())
+    rows = np.tile(np.asarray(seconds, np.float32), (mesh.local_mesh.devices.size, 1))
+    found = largest(jax.make_array_from_process_local_data(sharding, rows))
+    return [float(each) for each in np.asarray(found.addressable_data(0)).max(0)]
 
 
 @functools.lru_cache(maxsize=8)

@@ -143,7 +143,7 @@ def test_the_start_of_a_program_is_not_of_the_latency(monkeypatch):
     module = sys.modules[measure_links.__module__]
     real = module.time_calls
     monkeypatch.setitem(module._COLLECTIVES, "all_reduce", sleeping)
-    monkeypatch.setattr(module, "time_calls", lambda call, repeats: [s + 0.05 for s in real(call, repeats)])
+    monkeypatch.setattr(module, "time_calls", lambda *args: [s + 0.05 for s in real(*args)])
     program = Program(always=(Traffic("all_reduce", 4096, 2, axes=("data",)),))
     found = measure_links(jc.make_mesh(data=2), [program]).table["all_reduce", ("data",)]
     assert 0.01 < found.latency < 0.04
