@@ -12,7 +12,7 @@ from jaxcomm.parallel.local_step import LocalStep
 from jaxcomm.parallel.lookups import Lookups
 from jaxcomm.parallel.loss import LossFn, loss_of
 from jaxcomm.parallel.sharded_step import ShardedStep
-from jaxcomm.parallel.step import SimulatedStep, TrainStep, WorkersStep
+from jaxcomm.parallel.step import SimulatedStep, StepSettings, TrainStep, WorkersStep
 from jaxcomm.pipeline.pipeline import Pipeline
 from jaxcomm.pipeline.step import PipelineStep
 
@@ -32,6 +32,7 @@ def make_train_step(
     axis_name: AxisName | None = None,
     stage_axis: str = "stage",
     donate: bool = True,
+    compiler_options: dict[str, Any] | None = None,
 ) -> TrainStep:
     """Makes a train step whose gradients are exchanged by `tx`.
 
@@ -124,6 +125,8 @@ def make_train_step(
         is known (of a `jaxcomm.chain` or an exchange alone), else "data".
       stage_axis: the axis of stages, of a pipeline.
       donate: reuse the state's buffers for the new state. The old state cannot be read afterwards.
+      compiler_options: XLA's, by name, as `jax.jit` takes them, whenever the step is compiled: to be run, and to be
+        verified. XLA refuses names that it does not know.
 
     Returns:
       A `TrainStep`: state = step.init(params); state, metrics = step(state, batch). All arrays of the batch have the
@@ -142,13 +145,14 @@ def make_train_step(
         uses a parameter whose gradient bypasses the exchange other than by `late_multiply` or `layers.late_lookup`.
     """
     axis_name = axis_name_of(tx) if axis_name is None else axis_name
+    settings = StepSettings(donate, accumulate, rng, compiler_options)
     if isinstance(loss_fn, Pipeline):
         if specs is not None or auto or lookups or has_aux or has_state or accumulate != 1 or rng is not None:
             raise ValueError(
                 "specs, auto, lookups, has_aux, has_state, accumulate and rng must not be given with a Pipeline, which "
                 "has its own. Pass micro_batches= and the rest to the Pipeline."
             )
-        return PipelineStep(loss_fn, tx, mesh, axis_name, stage_axis, donate)
+        return PipelineStep(loss_fn, tx, mesh, axis_name, stage_axis, settings)
     loss = loss_of(loss_fn, has_aux, has_state, axis_name)
     if lookups and specs is None:
         raise ValueError("lookups must go with specs=, which say how the tables are sharded. Give both.")
@@ -157,10 +161,10 @@ def make_train_step(
     workers = axis_names(axis_name)
     others = tuple(name for name, size in mesh.shape.items() if name not in workers and size > 1)
     if specs is None and not (others and set(workers) <= mesh.shape.keys()):
-        return WorkersStep(loss, tx, mesh, axis_name, donate, accumulate, rng)
+        return WorkersStep(loss, tx, mesh, axis_name, settings)
     auto = others if specs is None else tuple(auto)
     make = LocalStep if is_local(tx) else ShardedStep
-    return make(loss, tx, mesh, specs, auto, axis_name, donate, accumulate, rng, lookups)
+    return make(loss, tx, mesh, specs, auto, axis_name, settings, lookups)
 
 
 def simulate(
@@ -192,4 +196,4 @@ def simulate(
     """
     axis_name = axis_name_of(tx) if axis_name is None else axis_name
     loss = loss_of(loss_fn, has_aux, has_state, axis_name)
-    return SimulatedStep(loss, tx, workers, axis_name, donate, accumulate, rng)
+    return SimulatedStep(loss, tx, workers, axis_name, StepSettings(donate, accumulate, rng))

@@ -118,13 +118,15 @@ class DataParallel:
         rng: str | None,
         check_every: int | None,
         donate: bool,
+        compiler_options: dict[str, Any] | None,
     ):
         """See `data_parallel`."""
         functools.update_wrapper(self, step)
         self.mesh, self._step, self._mean, self._rng, self._every = mesh, step, mean, rng, check_every
         self._names = _parameters(step)
         self._batch = frozenset(self._argument(each) if isinstance(each, int) else each for each in batch)
-        self._jitted = jax.jit(self._on_mesh, donate_argnums=0 if donate else ())
+        donated = 0 if donate else ()
+        self._jitted = jax.jit(self._on_mesh, donate_argnums=donated, compiler_options=compiler_options)
         self._calls = 0
         self._axes: tuple[str, ...] = ()
         self._returned: set[int] = set()  # ids of the arrays that the last call has returned
@@ -341,6 +343,7 @@ def data_parallel(
     rng: str | None = None,
     check_every: int | None = None,
     donate: bool = False,
+    compiler_options: dict[str, Any] | None = None,
 ) -> DataParallel:
     """Runs a train step that was written for one device on the workers of a mesh.
 
@@ -378,6 +381,7 @@ def data_parallel(
         bytes) to the next; None for never. It waits for the step. For what no trace can show: processes that began
         with other parameters, kernels that are not deterministic.
       donate: reuse the buffers of the arguments that are not batches. The old state cannot be read afterwards.
+      compiler_options: see `make_train_step`. JAX refuses them where the step is part of another `jax.jit`.
 
     Returns:
       A callable like `step`, for global arrays; `jaxcomm.verify` takes it as its step.
@@ -391,7 +395,7 @@ def data_parallel(
     if check_every is not None:
         check_count("check_every", check_every, 1, "None for never")
     chosen = [batch] if isinstance(batch, int | str) else batch
-    return DataParallel(step, mesh, chosen, mean, rng, check_every, donate)
+    return DataParallel(step, mesh, chosen, mean, rng, check_every, donate, compiler_options)
 
 
 def _parameters(step: Callable[..., Any]) -> list[str]:

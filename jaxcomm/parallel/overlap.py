@@ -48,9 +48,10 @@ class Apart:
         mesh: Mesh,
         axis_name: AxisName,
         keyed: Callable[[jax.Array, Any], Any],
+        jit: Callable[..., Any],
         donate: bool,
     ):
-        """Takes what a step is made of; `keyed` gives a batch the key of its step."""
+        """Takes what a step is made of; `keyed` gives a batch the key of its step, and `jit` compiles."""
         rows, on_mesh = P(axis_name), partial(jax.shard_map, mesh=mesh)
 
         def gradients(params: Any, model_state: Any, step: jax.Array, batch: Any) -> Any:
@@ -84,8 +85,8 @@ class Apart:
             averaged, state = on_mesh(own, in_specs=(rows, rows, P()), out_specs=P())(scalars, new_state, old_state)
             return averaged, state, step + 1
 
-        self._gradients, self._means = jax.jit(gradients), jax.jit(means)
-        self._update = jax.jit(update, donate_argnums=1 if donate else ())
+        self._gradients, self._means = jit(gradients), jit(means)
+        self._update = jit(update, donate_argnums=1 if donate else ())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxcomm-gradients")
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:

@@ -22,7 +22,7 @@ from jaxcomm.parallel.lookups import Lookups, check_additive, tables_of
 from jaxcomm.parallel.loss import LossFn, as_float32, in_turns
 from jaxcomm.parallel.sharding import ShardedExchange, ShardedState, plan_shards, spec_axes
 from jaxcomm.parallel.state import TrainState, batch_specs, check_model_state, shapes_on, state_specs
-from jaxcomm.parallel.step import TrainStep
+from jaxcomm.parallel.step import StepSettings, TrainStep
 from jaxcomm.traffic import Program, Traffic
 
 _REPLICATED = P()
@@ -52,13 +52,11 @@ class ShardedStep(TrainStep):
         specs: Any,
         auto: tuple[str, ...],
         axis_name: AxisName,
-        donate: bool,
-        accumulate: int,
-        rng: jax.Array | None,
+        settings: StepSettings,
         lookups: Lookups | None = None,
     ):
         """See `make_train_step`; the loss is of `loss_of`. Specs that are None are those of the parameters given."""
-        names, kinds = axis_names(axis_name), set(mesh.axis_types)
+        names, kinds, accumulate = axis_names(axis_name), set(mesh.axis_types), settings.accumulate
         unknown = [name for name in (*names, *auto) if name not in mesh.axis_names]
         if unknown or set(names) & set(auto):
             raise ValueError(
@@ -70,7 +68,7 @@ class ShardedStep(TrainStep):
                 f"The axes of the mesh must all be of type Auto, or all of type Explicit; got {mesh.axis_types}. "
                 "Make the mesh with jaxcomm.make_mesh."
             )
-        super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in names), donate, accumulate, rng)
+        super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in names), settings)
         self.mesh, self.specs, self._loss = mesh, specs, loss
         self.manual = tuple(name for name in mesh.axis_names if name not in auto)
         self.is_explicit = kinds == {AxisType.Explicit}
@@ -294,7 +292,7 @@ class ShardedStep(TrainStep):
 
             return jax.value_and_grad(objective, has_aux=True)(params)
 
-        return in_turns(whole, self._accumulate, self.axis_name)(own, model_state, batch)
+        return in_turns(whole, self._settings.accumulate, self.axis_name)(own, model_state, batch)
 
     def _mean(self, scalars: dict[str, Any], model_state: Any) -> tuple[dict[str, jax.Array], Any]:
         """Averages over the workers, in one all-reduce."""

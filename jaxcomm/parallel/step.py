@@ -3,7 +3,8 @@
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,6 +45,21 @@ from jaxcomm.traffic import Traffic
 from jaxcomm.types import is_per_worker
 
 
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step of every kind is told: see `make_train_step`."""
+
+    donate: bool = True
+    accumulate: int = 1
+    rng: jax.Array | None = None
+    compiler_options: dict[str, Any] | None = None
+
+    @property
+    def jit(self) -> Callable[..., Any]:
+        """`jax.jit` with the options of the compiler."""
+        return partial(jax.jit, compiler_options=self.compiler_options)
+
+
 class TrainStep(ABC):
     """A compiled train step that knows its chain, its mesh and its workers.
 
@@ -61,17 +77,16 @@ class TrainStep(ABC):
         tx: optax.GradientTransformation,
         axis_name: AxisName,
         sizes: tuple[int, ...],
-        donate: bool,
-        accumulate: int = 1,
-        rng: jax.Array | None = None,
+        settings: StepSettings,
     ):
         """Compiles nothing yet; see `make_train_step` and `simulate`."""
-        check_count("accumulate", accumulate, 1, "1 takes all rows of a worker at once")
-        self.tx, self.axis_name, self.sizes, self._accumulate = tx, axis_name, sizes, accumulate
+        check_count("accumulate", settings.accumulate, 1, "1 takes all rows of a worker at once")
+        self.tx, self.axis_name, self.sizes, self._settings = tx, axis_name, sizes, settings
+        rng = settings.rng
         if rng is not None and not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
             rng = jax.random.wrap_key_data(rng)
         self._rng = rng
-        self._jitted = jax.jit(self._step, donate_argnums=0 if donate else ())
+        self._jitted = settings.jit(self._step, donate_argnums=0 if settings.donate else ())
         self._executable: Any = None
         self._is_checked = False
 
@@ -187,7 +202,7 @@ class TrainStep(ABC):
 
     def _keyed(self, step: jax.Array, batch: Any) -> Any:
         """Returns a batch that divides among workers and micro-batches, with the key of the step if there is one."""
-        check_batch(batch, self.workers, self._accumulate)
+        check_batch(batch, self.workers, self._settings.accumulate)
         return batch if self._rng is None else KeyedBatch(batch, jax.random.fold_in(self._rng, step))
 
     def _like(self, state: Any) -> Any:
@@ -219,14 +234,12 @@ class WorkersStep(TrainStep):
         tx: optax.GradientTransformation,
         mesh: Mesh,
         axis_name: AxisName,
-        donate: bool,
-        *settings: Any,
+        settings: StepSettings,
     ):
-        """See `make_train_step`; the loss is of `loss_of`, the settings are those of `TrainStep`."""
+        """See `make_train_step`; the loss is of `loss_of`."""
         check_axis(mesh, axis_name)
-        super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in axis_names(axis_name)), donate, *settings)
+        super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in axis_names(axis_name)), settings)
         self.mesh, self._loss = mesh, loss
-        self._donate = donate
         self._apart: Apart | None = None
 
     def init(self, params: Any, model_state: Any = ()) -> TrainState:
@@ -259,7 +272,7 @@ class WorkersStep(TrainStep):
         if self._apart is None:
             jax.eval_shape(self._step, state, batch)  # refuses what a step refuses
             own = (self._gradients_fn(), self.tx, self.mesh, self.axis_name)
-            self._apart = Apart(*own, self._keyed, self._donate)
+            self._apart = Apart(*own, self._keyed, self._settings.jit, self._settings.donate)
         return self._apart(state, batch)
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -275,7 +288,7 @@ class WorkersStep(TrainStep):
         return jax.shard_map(own_step, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)(state, batch)
 
     def _gradients_fn(self) -> GradientsFn:
-        return in_turns(gradients_of(self._loss), self._accumulate, self.axis_name)
+        return in_turns(gradients_of(self._loss), self._settings.accumulate, self.axis_name)
 
 
 class SimulatedStep(TrainStep):
@@ -287,10 +300,10 @@ class SimulatedStep(TrainStep):
         tx: optax.GradientTransformation,
         workers: int | tuple[int, ...],
         axis_name: AxisName,
-        *settings: Any,
+        settings: StepSettings,
     ):
-        """See `simulate`; the loss is of `loss_of`, the settings are those of `TrainStep`."""
-        super().__init__(tx, axis_name, check_workers(workers, axis_name), *settings)
+        """See `simulate`; the loss is of `loss_of`."""
+        super().__init__(tx, axis_name, check_workers(workers, axis_name), settings)
         self._loss = loss
         self._by_name = dict(zip(axis_names(axis_name), self.sizes, strict=True))
 
@@ -319,7 +332,7 @@ class SimulatedStep(TrainStep):
         _check_state(state, self._by_name)
         check_axes(get_exchange(state.opt_state), self.axis_name)
         batch = self._keyed(state.step, batch)
-        gradients = in_turns(gradients_of(self._loss), self._accumulate, self.axis_name)
+        gradients = in_turns(gradients_of(self._loss), self._settings.accumulate, self.axis_name)
         own_step = partial(worker_step, gradients, self.tx, self.axis_name)
         if bypassing(state.opt_state, trained(state.params)):
             # Nothing is tracked here, so that a mesh has to tell what differs.

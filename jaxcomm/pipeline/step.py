@@ -30,7 +30,7 @@ from jaxcomm.parallel.state import (
     shapes_on,
     state_specs,
 )
-from jaxcomm.parallel.step import TrainStep
+from jaxcomm.parallel.step import StepSettings, TrainStep
 from jaxcomm.parallel.worker import worker_step
 from jaxcomm.pipeline.one_forward_one_backward import OneForwardOneBackward
 from jaxcomm.pipeline.pipeline import Pipeline, Schedule
@@ -52,11 +52,11 @@ class PipelineStep(TrainStep):
         mesh: Mesh,
         axis_name: AxisName,
         stage_axis: str,
-        donate: bool,
+        settings: StepSettings,
     ):
         """See `make_train_step`."""
         _check_mesh(pipeline, mesh, axis_name, stage_axis)
-        super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in axis_names(axis_name)), donate)
+        super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in axis_names(axis_name)), settings)
         self.pipeline, self.mesh, self.stage_axis = pipeline, mesh, stage_axis
 
     def init(self, params: Sequence[Any], model_state: Sequence[Any] | None = None, *, batch: Any = None) -> TrainState:

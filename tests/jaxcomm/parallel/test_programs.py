@@ -1,6 +1,7 @@
 """What a step leaves to the device: it is compiled once, and no later step waits for a number on the host."""
 
 from contextlib import contextmanager
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,8 @@ def chain(delay=0):
     return jc.chain(jc.dct_dp(0.5, dense_below=0), optax.adam(1e-2), delay=delay)
 
 
-def whole(tx):
-    step = jc.make_train_step(loss_fn, tx, jc.make_mesh(data=4))
+def whole(tx, **options):
+    step = jc.make_train_step(loss_fn, tx, jc.make_mesh(data=4), **options)
     return step, step.init(PARAMS)
 
 
@@ -37,14 +38,22 @@ def simulated():
     return step, step.init(PARAMS)
 
 
-def sharded():
+def sharded(**options):
     mesh = jc.make_mesh(data=2, model=2)
     specs = {"w": jax.P(None, "model"), "v": jax.P("model")}
-    step = jc.make_train_step(loss_fn, chain(), mesh, specs=specs, auto=("model",))
+    step = jc.make_train_step(loss_fn, chain(), mesh, specs=specs, auto=("model",), **options)
     return step, step.init(PARAMS)
 
 
-def scripted():
+def in_stages(**options):
+    stages = [lambda params, x, batch: jnp.tanh(batch @ params["w"]), lambda params, x, batch: x @ params["v"]]
+    params = [{"w": PARAMS["w"]}, {"v": PARAMS["v"]}]
+    pipeline = jc.Pipeline(stages, lambda out, batch: (out.var(), {}), params)
+    step = jc.make_train_step(pipeline, chain(), jc.make_mesh(data=2, stage=2), **options)
+    return step, step.init(params)
+
+
+def scripted(**options):
     tx = chain()
 
     def update(state, x):
@@ -52,7 +61,7 @@ def scripted():
         updates, opt_state = tx.update(grads, state[1], state[0])
         return (optax.apply_updates(state[0], updates), opt_state), value
 
-    return jc.data_parallel(update, jc.make_mesh(data=4)), (PARAMS, tx.init(PARAMS))
+    return jc.data_parallel(update, jc.make_mesh(data=4), **options), (PARAMS, tx.init(PARAMS))
 
 
 STEPS = {
@@ -109,3 +118,14 @@ def test_a_compilation_and_a_read_would_be_seen(monkeypatch):
     monkeypatch.setattr(type(array), "_value", property(read))
     with pytest.raises(RuntimeError, match="read"):
         float(array[0])
+
+
+@pytest.mark.parametrize("made", [partial(whole, chain()), sharded, in_stages, scripted])
+def test_options_of_the_compiler_are_xlas(made):
+    step, state = made(compiler_options={"xla_no_such_option": True})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        step(state, BATCH)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        step.lower(state, BATCH).compile()
+    step, state = made(compiler_options={"xla_embed_ir_in_executable": True})
+    step(state, BATCH)
