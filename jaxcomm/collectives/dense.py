@@ -1,27 +1,30 @@
 """The dense all-reduce, with which everything else is compared."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxcomm.codecs import value_codec
-from jaxcomm.collectives.axis import AxisName, axis_size
+from jaxcomm.collectives.axis import AxisName, axis_size, traced_platform
 from jaxcomm.collectives.messages import sum_of
 from jaxcomm.collectives.shared_mask import compact_sum
 from jaxcomm.numerics import end_to_end
 from jaxcomm.scopes import EXCHANGE
 
 DenseDtype = Literal["float32", "bfloat16", "float16"]
+_BUCKET = 25 << 20  # bytes in float32, as of PyTorch's DDP
 
 
 def dense_mean(
     tensors: Sequence[jax.Array], axis_name: AxisName, value_dtype: DenseDtype = "float32", checksum: bool = False
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Averages tensors over the workers, all of them at once.
+    """Averages tensors over the workers.
 
-    The same on every worker. In float32 it equals `jax.lax.pmean` of every tensor, in one all-reduce. In float16 that
+    The same on every worker. In float32 it equals `jax.lax.pmean` of every tensor, in one all-reduce; where collectives
+    are asynchronous (GPU, TPU), in one for each bucket of some 25 MiB, so that the last layers' gradients travel while
+    those of the first are computed. In float16 that
     all-reduce sums what the workers have divided by K and rounded, and rounds every partial sum. In bfloat16, which
     XLA's own all-reduce would send as 32 bits on a CPU, every worker owns a part, adds it up in float32 in the order of
     the workers, and rounds the sum once more. Each worker receives 2 (K-1)/K * 4 bytes an element, or half of that.
@@ -38,6 +41,29 @@ def dense_mean(
     """
     if not tensors:
         return [], jnp.asarray(True)
+    means, finite = [], []
+    for bucket in _buckets(tensors):
+        own, ok = _mean_at_once(bucket, axis_name, value_dtype, checksum)
+        means, finite = own + means, [ok, *finite]
+    return means, finite[0] if len(finite) == 1 else jnp.stack(finite).all()
+
+
+def _buckets(tensors: Sequence[jax.Array]) -> Iterator[Sequence[jax.Array]]:
+    """Yields the tensors that travel together, the last ones first: backpropagation has their gradients first."""
+    end = len(tensors)
+    if traced_platform() not in (None, "cpu"):
+        size = 0
+        for place in reversed(range(1, len(tensors))):
+            size += 4 * tensors[place].size
+            if size >= _BUCKET:
+                yield tensors[place:end]
+                end, size = place, 0
+    yield tensors[:end]
+
+
+def _mean_at_once(
+    tensors: Sequence[jax.Array], axis_name: AxisName, value_dtype: DenseDtype, checksum: bool
+) -> tuple[list[jax.Array], jax.Array]:
     vector = end_to_end([tensor.reshape(-1).astype(jnp.float32) for tensor in tensors])
     if value_dtype == "float16":
         part = (vector / axis_size(axis_name)).astype(jnp.float16)

@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -6,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm.collectives import dense_mean, fuse, split_words
+from jaxcomm.collectives import dense, dense_mean, fuse, split_words
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -49,6 +51,37 @@ def test_one_all_reduce_for_all_tensors():
 
     text = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=P("data"), out_specs=P())).lower(np.ones((4, 3))).as_text()
     assert text.count("stablehlo.all_reduce") == 1
+
+
+@pytest.mark.parametrize("value_dtype", ["float32", "float16", "bfloat16"])
+def test_where_collectives_are_asynchronous_the_last_tensors_travel_first(monkeypatch, value_dtype):
+    """In buckets of at least so many bytes; what they give, and what they say of numbers that are not finite, is equal."""
+    random, sizes = np.random.default_rng(0), (40, 0, 300, 7, 90, 64)
+    rows = [random.normal(size=(4, size)).astype(np.float32) for size in sizes]
+    mesh = jc.make_mesh(data=4)
+
+    def averaged(rows):
+        def worker(*own):
+            return dense_mean([each[0] for each in own], "data", value_dtype)
+
+        run = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=P("data"), out_specs=P()))
+        sums = re.findall(r"psum\w*\[.*?\] |all_to_all\[.*?\] ", str(run.trace(*rows).jaxpr), re.DOTALL)
+        return *run(*rows), len(sums)
+
+    together, ok, count = averaged(rows)
+    assert ok
+    monkeypatch.setattr(dense, "traced_platform", lambda: "gpu")
+    monkeypatch.setattr(dense, "_BUCKET", 4 * 100)
+    parts, ok, counts = averaged(rows)
+    assert ok
+    assert counts == 3 * count
+    for one, other in zip(together, parts, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert [[x.size for x in bucket] for bucket in dense._buckets([x[0] for x in rows])] == [[90, 64], [300, 7], [40, 0]]
+    for place in (0, 2, 5):  # one of each bucket
+        broken = [row.copy() for row in rows]
+        broken[place][1, 3] = np.inf
+        assert not averaged(broken)[1]
 
 
 def test_fused_words_come_apart_again():
