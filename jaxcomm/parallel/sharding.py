@@ -266,10 +266,10 @@ def plan_shards(
       axis_name: the axis of workers, or the axes.
 
     Raises:
-      ValueError: for specs whose tree does not match the parameters, that name axes the mesh lacks, that have some of
-        the workers' axes but not all, or that do not divide a dimension; for a chain as in `split_chain`; with sharded
-        parameters, for a chain that looks at whole tensors before or in the exchange; and where gradients bypass the
-        exchange, for momentum in it, or a local method.
+      ValueError: if the mesh lacks an axis of workers; for specs whose tree does not match the parameters, that name
+        axes the mesh lacks, that have some of the workers' axes but not all, or that do not divide a dimension; for a
+        chain as in `split_chain`; with sharded parameters, for a chain that looks at whole tensors before or in the
+        exchange; and where gradients bypass the exchange, for momentum in it, or a local method.
     """
     names = axis_names(axis_name)
     missing = [name for name in names if name not in mesh.axis_names]
