@@ -138,7 +138,7 @@ def advise(
 
     chain = None if "split" not in asked.chosen else optax.chain(asked.chosen["split"], optimizer)
     layers = list(zip(asked.layers, measure_layers(bench, asked.layers, chain, gradients, own), strict=True))
-    # Time the whole step with the dense exchange; for the other methods, only their coding.
+    # The whole step is timed once, with the dense exchange. Less its coding, it is the computing of every method.
     step = lower_step(bench, whole_step, optax.chain(asked.chosen["plump_dp"], optimizer), own, rows)
     coding = {name: coding_of(name) for name in ALL_DENSE}
     compute, copy = step.cost().beyond(coding["plump_dp"]), measure_copy(bench)

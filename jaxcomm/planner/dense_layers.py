@@ -158,7 +158,7 @@ def measure_layers(
     among them by the elements of their kernels.
 
     Args:
-      bench: the devices; K is that of its mesh.
+      bench: the devices, and K.
       layers: the layers, from `layers_of`.
       split: the chain of exchange and optimizer in a model with split layers; None if there are none.
       gradients: the gradients, one row per device.
