@@ -35,7 +35,7 @@ class Plan:
       compute: predicted seconds of computing in a step, the pipeline's fill included.
       boundaries: predicted seconds of the traffic between stages.
       exchange_seconds: predicted seconds of the exchange, coding and wire.
-      optimal: whether the plan is proven to be the best, by the model of costs.
+      optimal: whether the search proved that no assignment is faster, by the model of costs; see `Assignment`.
     """
 
     workers: int
