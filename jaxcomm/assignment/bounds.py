@@ -140,7 +140,7 @@ class Bounds:
         return low
 
     def first(self, ends: np.ndarray) -> np.ndarray:
-        """Returns quick lower bounds (n,), in seconds, of all placements whose first s stages have these ends (n, s)."""
+        """Returns quick lower bounds (n,), in seconds, of all placements that start with these stage ends (n, s)."""
         n, s = ends.shape
         starts = np.concatenate([np.zeros((n, 1), int), ends[:, :-1]], axis=1)
         last, stage = ends[:, -1], np.arange(s)
