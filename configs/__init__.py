@@ -54,7 +54,7 @@ CONFIGS: dict[str, Experiment] = {
 
 
 def take_config(argv: Sequence[str]) -> tuple[Experiment, list[str]]:
-    """Reads an experiment's name, "digits" if it is left out; returns the experiment and the other arguments.
+    """Reads an experiment's name ("digits" if it is left out); returns the experiment and the other arguments.
 
     Raises:
       ValueError: if there is no experiment of that name.

@@ -1,4 +1,4 @@
-"""The small twin of alexnet_imagenet: a narrow AlexNet on scikit-learn's digits, in about two minutes on 2 cores.
+"""The small twin of alexnet_imagenet: a narrow AlexNet on scikit-learn's digits. About two minutes on 2 cores.
 
 python -m train alexnet_digits
 """

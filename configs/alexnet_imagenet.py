@@ -1,13 +1,14 @@
-"""AlexNet on ImageNet, where TFDS has prepared it: the model of the papers on pruning and on hybrid parallelism.
+"""AlexNet on ImageNet, prepared by TFDS: the model of the papers on pruning and on hybrid parallelism.
 
     python -m train alexnet_imagenet --data-dir FOLDER
     python -m train alexnet_imagenet --data-dir FOLDER --workers 96 --global-batch 288     # the paper's 96 nodes
 
 SGD as in Krizhevsky et al. (2012): heavy-ball momentum 0.9, L2 of 5e-4, learning rate 0.01, 90 epochs; batches of 256,
-and drops by 10 every 30 epochs. Importance weighted pruning on 96 nodes, each a worker, reports a top-1 accuracy of
-57.98% with a fixed threshold at a ratio of 64 (the slots here: 1/64), and 58.19% with a layer-wise one at 53, where
-dense has 58.17%. It has "warm-up training and local gradient clip", and gives no number for either: four epochs are
-Deep Gradient Compression's, whose image models are not clipped; the norm of 5 is ours, to cut outliers alone.
+and drops by 10 every 30 epochs. The paper on importance weighted pruning, with 96 nodes as workers, reports a top-1
+accuracy of 58.17% dense, 57.98% with a fixed threshold at a compression ratio of 64 (density 1/64 here), and 58.19%
+with a layer-wise threshold at 53. It uses "warm-up training and local gradient clip" but gives no number for either.
+Four epochs of warm-up are those of Deep Gradient Compression, which does not clip image models. The norm of 5 is ours,
+to clip only outliers.
 """
 
 from configs.experiment import Architecture, Experiment

@@ -1,4 +1,4 @@
-"""The small convolutional network on CIFAR-10, where TFDS has prepared it.
+"""The small convolutional network on CIFAR-10, prepared by TFDS.
 
 python -m train cifar10 --data-dir FOLDER
 """

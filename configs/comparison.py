@@ -1,4 +1,4 @@
-"""The settings that `python -m train compare` trains: of every method its paper's, and those that papers compare."""
+"""The settings that `python -m train compare` trains: those of every method's paper, and those that papers compare."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from configs.methods import (
 
 DENSE = PlumpDp()
 
-# What tables and figures call a setting, beside the name of its method.
+# The label of a setting in tables and figures, after the name of its method.
 SETTINGS: list[tuple[str, Method]] = [
     ("", DENSE),
     ("98%", TopK(sparsity=0.98)),
@@ -43,7 +43,7 @@ SETTINGS: list[tuple[str, Method]] = [
     ("k=32", Demo(k=32)),
     ("k=8", Demo(k=8)),
     ("fixed 25", Iwp()),
-    ("fixed 0.01", Iwp(alpha=0.01)),  # one of the paper's four
+    ("fixed 0.01", Iwp(alpha=0.01)),  # one of the paper's four thresholds
     ("layer-wise", Iwp(alpha=12.5, beta=0.01)),
     ("8 bits", QuantDp(bits=8)),
     ("4 bits", QuantDp(bits=4)),
@@ -61,34 +61,35 @@ SETTINGS: list[tuple[str, Method]] = [
     ("H=10, top-k 98%", LocalSgd(steps=10, exchange_sparsity=0.98)),
     ("H=10, outer 0.9", LocalSgd(steps=10, outer_momentum=0.9)),  # DiLoCo's momentum, for hundreds of exchanges
     ("H=10, 2 fragments", LocalSgd(steps=10, fragments=2)),
-    ("H=10, 2 fragments, 5 later", LocalSgd(steps=10, fragments=2, overlap=5, mix=0.5)),  # as Streaming DiLoCo mixes
+    ("H=10, 2 fragments, 5 later", LocalSgd(steps=10, fragments=2, overlap=5, mix=0.5)),  # Streaming DiLoCo's mix
     ("p=10", PlumpDp(p=10)),
 ]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Train every method with several seeds, and compare accuracy, bytes, and the time that a slow link would take."""
+    """Train every method with several seeds, and compare accuracy, bytes, and the time on a slow link."""
 
     methods: str = "all"
-    """Methods, separated by commas, as their transformations are called (slim_dp); all by default. Dense always is."""
+    """Methods, separated by commas, by the names of their transformations (slim_dp); all by default. Dense is always
+    included."""
     seeds: int = 5
-    """Seeds, from 0: of the initial parameters and of the order of the data."""
+    """Number of seeds, from 0, for the initial parameters and the order of the data."""
     rate: str = "100mbit"
-    """Speed of a worker's link for the modelled time, as kbit, mbit or gbit."""
+    """Rate of a worker's link for the modelled time, in kbit, mbit or gbit."""
     steps: int | None = None
     """Training steps; those of the experiment if not given."""
     workers: int | None = None
     """Data-parallel workers, simulated; as many as in the experiment if not given."""
     out: Path = Path("runs")
-    """Folder of all runs; a comparison makes a new one in it for its table and figure."""
+    """Folder of all runs; a comparison makes a new folder in it for its table and figure."""
     data_dir: Path | None = None
     """Folder of prepared datasets; $TFDS_DATA_DIR or ~/tensorflow_datasets if not given."""
     delay: int = 0
-    """Steps from a gradient to its exchange, 0 or 1, of all but the dense runs that the others are compared with. With
-    1 there is a delayed dense row, too, and none of local methods."""
+    """Steps from a gradient to its exchange, 0 or 1, in all runs but the dense baseline. With 1 there is also a delayed
+    dense row, and local methods are left out."""
     margin: float = 0.3
-    """Points of accuracy below dense that do not count; chosen before the run."""
+    """Points of accuracy below dense that count as equal; chosen before the run."""
     json: Path | None = None
-    """File for the runs, a record each as soon as it ends; what it has is not trained again. One of other settings is
-    refused."""
+    """File that gets a record of each run when it ends; runs that are in it are not trained again. A file with other
+    settings is refused."""

@@ -1,4 +1,4 @@
-"""A small convolutional network on scikit-learn's digits: 1,797 real images in its wheel, nothing to download.
+"""A small convolutional network on scikit-learn's digits: 1,797 real images in its wheel, without a download.
 
     python -m train digits
 

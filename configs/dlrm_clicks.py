@@ -1,9 +1,9 @@
-"""The small twin of dlrm_criteo: the paper's MLPs on generated clicks with a known teacher, in a few minutes.
+"""The small twin of dlrm_criteo: the paper's MLPs on generated clicks with a known teacher. A few minutes.
 
     python -m train dlrm_clicks
     python -m train dlrm_clicks --workers 2 --stages 2 --boundary.sparsity 0.9 --no-baseline
 
-The teacher's own log loss and AUC, which nobody can beat, are written beside the data.
+The teacher's own log loss and AUC, which no model can be expected to beat, are written next to the data.
 """
 
 from configs.experiment import Architecture, Experiment

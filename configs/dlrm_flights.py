@@ -1,4 +1,4 @@
-"""A small DLRM on flights, prepared by `python -m train.data.tables prepare`: is one more than 15 minutes late?
+"""A small DLRM on flights, prepared by `python -m train.data.tables prepare`: is a flight over 15 minutes late?
 
 python -m train dlrm_flights --data-dir FOLDER
 """

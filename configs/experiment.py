@@ -1,4 +1,4 @@
-"""The fields of an experiment. Every one is an option of `python -m train NAME`."""
+"""The fields of an experiment. Each is an option of `python -m train NAME`, except `architecture`."""
 
 import math
 import re
@@ -15,11 +15,11 @@ from configs.methods import DctDp, Method
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model of `models/` and the arguments that are not its dataset's.
+    """A model of `models/`, and its arguments that do not depend on the dataset.
 
     Attributes:
       name: one of `train.architectures.MODELS`.
-      options: keyword arguments.
+      options: the keyword arguments.
     """
 
     name: str
@@ -28,12 +28,12 @@ class Architecture:
 
 @dataclass(frozen=True)
 class BoundaryFields:
-    """What crosses between the stages of a pipeline: DCT-MP, or everything in a few bits."""
+    """The boundaries between the stages of a pipeline: DCT-MP, or all activations in a few bits."""
 
     sparsity: float = 0.0
-    """Fraction of a sample's activations that is not sent; 0 sends them whole."""
+    """Fraction of a sample's activations that is not sent; 0 sends all of them."""
     value_dtype: Literal["float32", "bfloat16", "int8", "int4", "int3"] | None = None
-    """Type of a value on the wire; None for that of the activations. int4 goes with sparsity 0, for transformers."""
+    """Type of a value on the wire; None for that of the activations. For transformers, use int4 with sparsity 0."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Experiment:
     name: str
     """Name of the experiment, and of its folder under --out."""
     dataset: str
-    """Dataset: digits, clicks, catalogs and stdlib need nothing; the others are prepared by you, see docs/data.md."""
+    """Dataset: digits, clicks, catalogs and stdlib need no preparation; prepare the others, see docs/data.md."""
     architecture: tyro.conf.Suppress[Architecture]
-    """The model; a module of configs/ says which."""
+    """The model; set in the experiment's module of configs/."""
     steps: int
     """Training steps."""
     learning_rate: float
-    """Learning rate at its peak."""
+    """Peak learning rate."""
     method: Method = field(default_factory=DctDp)
     """How the workers exchange gradients."""
     baseline: bool = True
@@ -59,115 +59,115 @@ class Experiment:
     global_batch: int = 128
     """Rows of a step over all workers, a multiple of their number."""
     optimizer: Literal["sgd", "adam", "muon"] = "sgd"
-    """SGD with momentum; Adam with b2 of 0.98; or Muon for matrices, its updates as large as Adam's, and Adam for the
-    other parameters."""
+    """SGD with momentum; Adam with b2 of 0.98; or Muon for matrices, its updates scaled to the size of Adam's, and Adam
+    for the other parameters."""
     momentum: float = 0.9
     """Momentum of SGD and of Muon, or b1 of Adam."""
     nesterov: bool = True
-    """Nesterov's momentum in SGD and with Muon; heavy-ball if not. The momentum inside dgc and iwp is heavy-ball
-    always."""
+    """Nesterov's momentum in SGD and Muon; heavy-ball without it. The momentum inside dgc and iwp is always
+    heavy-ball."""
     schedule: Literal["cosine", "drops", "polynomial", "inverse_sqrt", "constant"] = "cosine"
     """How the learning rate falls: to zero by a cosine; by 10 at every step of drop_at; to zero as the square root of
-    what is left; as one over the square root of the steps; or not."""
+    the remaining steps; as one over the square root of the steps; or not at all."""
     drop_at: tuple[int, ...] = ()
     """Steps, from the start of the run, at which the schedule "drops" divides the learning rate by 10."""
     warmup_steps: int = 0
     """Steps in which the learning rate rises from zero."""
     weight_decay: float = 0.0
-    """What a parameter loses of itself in a step, over the learning rate."""
+    """Fraction of a parameter that is subtracted in a step, divided by the learning rate."""
     decay: Literal["decoupled", "l2"] = "decoupled"
-    """Where weight_decay goes: decoupled, into the update, past momentum and Adam; or l2, into each worker's gradient
-    before the exchange, where momentum makes it 1 / (1 - momentum) times as strong. Papers on images quote l2."""
+    """How weight_decay is applied: decoupled, to the update, after momentum and Adam; or l2, to each worker's gradient
+    before the exchange, where momentum makes it 1 / (1 - momentum) times as strong. Papers on images use l2."""
     label_smoothing: float = 0.0
-    """Probability that is spread over all classes or tokens evenly."""
+    """Probability that is spread evenly over all classes or tokens."""
     augment: bool = True
-    """Crop and flip training images at random, where the dataset has that; without it they are taken as in tests."""
+    """Crop and flip training images at random, if the dataset supports it; otherwise they are used as in tests."""
     mean: Literal["channel", "pixel"] = "channel"
-    """What is subtracted from an image: the mean of each channel, or of each pixel, taken of the training images."""
+    """The mean that is subtracted from an image: of each channel, or of each pixel, over the training images."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type that the model computes in; parameters are float32."""
     rows_per_group: int | None = None
-    """Rows over which batch normalisation takes its statistics; all that a worker (or a micro-batch) has if not given.
-    A number that divides them makes the result independent of how many workers there are."""
+    """Rows over which batch normalisation computes its statistics; all rows of a worker (or micro-batch) if not given.
+    A number that divides these makes the result independent of the number of workers."""
     stages: int = 1
     """Stages of a pipeline into which the model is cut; workers * stages devices."""
     cuts: tuple[int, ...] | None = None
-    """Blocks of the model that begin a stage, but the first; the paper's, or even numbers of blocks, if not given."""
+    """First block of every stage but the first; the paper's cuts, or equal numbers of blocks, if not given."""
     micro_batches: int = 1
-    """Micro-batches of a pipeline, into which each worker's rows are cut."""
+    """Micro-batches of a pipeline, into which each worker's rows are divided."""
     pipeline_schedule: Literal["gpipe", "1f1b"] = "gpipe"
-    """Order of the micro-batches; 1f1b goes backward as soon as it can, and holds fewer of them in memory."""
+    """Order of the micro-batches; 1f1b starts each backward pass as early as possible, and keeps fewer in memory."""
     boundary: BoundaryFields = field(default_factory=BoundaryFields)
-    """What crosses between the stages."""
+    """The boundaries between the stages."""
     dense_layers: Literal["exchange", "late", "split"] = "exchange"
-    """What crosses the network for dense layers: their gradients, like all others; inputs and errors, for those where
-    that is less (late multiplication); or features and errors of layers that are sharded over the workers, while
-    the method exchanges the gradients of all others (hybrid parallelism)."""
+    """What is sent for dense layers: their gradients, as for all others; inputs and errors, where they are smaller
+    (late multiplication); or features and errors of layers that are sharded over the workers (hybrid parallelism). The
+    method exchanges all other gradients."""
     embeddings: Literal["exchange", "late", "columns", "rows"] = "exchange"
-    """What crosses the network for the tables of a DLRM: their gradient, like all others; ids and gradients of the rows
-    that the batch touched; or ids, vectors and their errors of tables that are sharded over the workers, by columns or
-    by rows. The method exchanges the gradients of all others."""
+    """What is sent for the tables of a DLRM: their gradients, as for all others; ids and gradients of the rows that the
+    batch touched; or ids, vectors and their errors, with tables that are sharded over the workers by columns or by
+    rows. The method exchanges all other gradients."""
     delay: int = 0
-    """Steps from a gradient to its exchange. With 1, the gradients of the step before are exchanged while those of this
-    one are computed: a step takes the longer of both."""
+    """Steps from a gradient to its exchange. With 1, the gradients of the previous step are exchanged while those of
+    this step are computed: a step takes as long as the slower of the two."""
     slices: int = 1
-    """Groups of workers with fast links inside (slices of a TPU): dense inside, the method between them."""
+    """Groups of workers with fast links inside (TPU slices): dense inside a group, the method between groups."""
     model_parallel: int = 1
-    """Devices of each worker, over which the outputs of its matrices are sharded (tensor parallelism, left to XLA)."""
+    """Devices of each worker, over which the outputs of its matrices are sharded (tensor parallelism, by XLA)."""
     fsdp: int = 1
     """Devices of each worker, over which its parameters, its optimizer's state and its rows are sharded (fully sharded
-    data parallelism, left to XLA)."""
+    data parallelism, by XLA)."""
     compress: str = ""
     """Parameters whose gradients the method exchanges, by a regular expression of their paths; others are exchanged
     densely. Empty for all."""
     beam: int = 5
-    """Hypotheses of the beam search that BLEU is taken of, at the end of a translation's run."""
+    """Hypotheses of the beam search for BLEU, at the end of a translation run."""
     seed: int = 0
     """Seed of the initial parameters and of the order of the data."""
     eval_every: int = 50
     """Steps between two evaluations on the test split."""
     checkpoint_every: int = 100
-    """Steps between two checkpoints; one more is written at the end and on SIGTERM. One that is due while steps are
-    skipped waits for the first that is not."""
+    """Steps between two checkpoints; one more is written at the end and on SIGTERM. A checkpoint that is due at a
+    skipped step is written at the next step that is not skipped."""
     max_skipped: int = 50
     """Skipped steps in a row after which a run stops with an error."""
     stop_after: int | None = None
-    """Save and stop once this step is reached, as SIGTERM would; continue with --resume."""
+    """Save and stop once this step is reached, as on SIGTERM; continue with --resume."""
     advise: bool = False
-    """Train nothing: measure the machines and the link, and say which method would be fastest. The exit code is 0 if
-    one is faster than dense, 3 if none is."""
+    """Do not train: measure the machines and the link, and print which method would be fastest. The exit code is 0 if a
+    method is faster than dense, 3 if none is."""
     plan: Path | None = None
-    """File of a plan, which says how every tensor is exchanged, in place of the method; --advise writes it."""
+    """File of a plan, which gives the exchange of every tensor, in place of the method; --advise writes it."""
     error_budget: float | None = None
     """With --advise and --plan: the largest part of the gradient's squared norm that one step may leave out."""
     resume: bool = False
-    """Go on with the newest run of this name under --out, from its last checkpoint."""
+    """Continue the newest run of this name under --out, from its last checkpoint."""
     restarts: int = 0
-    """How often the run is started again from its last checkpoint if it ends by a fault: a process that was killed, a
-    link that was cut. Give it to every process."""
+    """How often the run is restarted from its last checkpoint after a fault, such as a killed process or a broken link.
+    Give it to every process."""
     min_workers: int | None = None
-    """With --restarts: go on with as few workers as this where processes have not come back within --peer-timeout. All
-    must if not given, and process 0 always."""
+    """With --restarts: continue with as few workers as this if processes do not return within --peer-timeout. Process 0
+    must always return, and all processes if this is not given."""
     out: Path = Path("runs")
-    """Folder of all runs; a run makes a new one in it for its checkpoints, metrics and figure."""
+    """Folder of all runs; a run makes a new folder in it for its checkpoints, metrics and figure."""
     data_dir: Path | None = None
     """Folder of prepared datasets; $TFDS_DATA_DIR or ~/tensorflow_datasets if not given."""
     json: Path | None = None
     """File for the final table, as a list of records."""
     tensorboard: bool = False
-    """Write the metrics of every step for TensorBoard as well, into the run's folder."""
+    """Also write the metrics of every step for TensorBoard, into the run's folder."""
     coordinator: str | None = None
     """HOST:PORT of process 0, for a run of several processes; or $JAXCOMM_COORDINATOR."""
     process_id: int | None = None
-    """This process, from 0; or $JAXCOMM_PROCESS_ID."""
+    """Index of this process, from 0; or $JAXCOMM_PROCESS_ID."""
     num_processes: int | None = None
-    """How many processes there are; or $JAXCOMM_NUM_PROCESSES."""
+    """Number of processes; or $JAXCOMM_NUM_PROCESSES."""
     connect_timeout: int = 300
-    """Seconds in which all processes must have come."""
+    """Seconds within which all processes must connect."""
     peer_timeout: float = 60.0
     """Seconds without a sign of life after which a process counts as gone, and the others end."""
     step_timeout: float = 1800.0
-    """Seconds in which some process must go on: a step, compiled the first time, an evaluation, a checkpoint."""
+    """Seconds within which some process must make progress: a step and its compilation, an evaluation, a checkpoint."""
 
     @property
     def devices(self) -> int:
@@ -176,11 +176,11 @@ class Experiment:
 
 
 def check(experiment: Experiment, num_processes: int) -> None:
-    """Refuses settings that cannot work, before anything is done.
+    """Refuses settings that cannot work, before anything is started.
 
     Args:
       experiment: the fields.
-      num_processes: how many processes share the workers.
+      num_processes: the number of processes that share the workers.
 
     Raises:
       ValueError: with the rule, the value and the remedy.
@@ -284,7 +284,7 @@ def check(experiment: Experiment, num_processes: int) -> None:
 
 
 def _check_numbers(experiment: Experiment) -> None:
-    """Refuses numbers that are out of range; NaN is in no range."""
+    """Refuses numbers that are out of range; NaN always is."""
     for name, below, limit, remedy in (
         ("learning_rate", math.inf, "finite", "0.1 is usual for SGD, and 0.0005 for Adam"),
         ("momentum", 1, "below 1", "0.9 is usual, 0 is none"),
@@ -337,12 +337,14 @@ def _check_min_workers(experiment: Experiment) -> None:
 
 
 def with_fewer(experiment: Experiment, processes: int, of: int) -> Experiment | None:
-    """Returns the experiment for some of its processes; None if it cannot go on with so few, by --min-workers.
+    """Returns the experiment for fewer processes; None if it cannot continue with so few.
+
+    That is, if there are fewer workers than --min-workers, or the global batch is not a multiple of them.
 
     Args:
-      experiment: for all processes.
-      processes: that are left.
-      of: how many there were.
+      experiment: the experiment for all processes.
+      processes: the number of processes that are left.
+      of: the number of processes before.
     """
     workers = experiment.workers // of * processes
     fewest = experiment.workers if experiment.min_workers is None else experiment.min_workers

@@ -1,4 +1,4 @@
-"""The small twin of googlenet_imagenet: three narrow modules on scikit-learn's digits, in four minutes on 2 cores.
+"""The small twin of googlenet_imagenet: three narrow modules on scikit-learn's digits. Four minutes on 2 cores.
 
 python -m train googlenet_digits
 """

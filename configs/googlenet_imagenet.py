@@ -1,11 +1,11 @@
-"""GoogLeNet on ImageNet, where TFDS has prepared it, with the settings of the Slim-DP paper.
+"""GoogLeNet on ImageNet, prepared by TFDS, with the settings of the Slim-DP paper.
 
     python -m train googlenet_imagenet --data-dir FOLDER
 
 Communication set 30%, core 15%, a new core every 50,000 communications (Sun et al., "Slim-DP", AAAI 2018): top-5
-88.29% on 4 workers, where Plump-DP has 88.06%. SGD as in Caffe's quick solver: batches of 32 a worker, learning rate
-0.01 falling as a square root, heavy-ball momentum 0.9, L2 of 2e-4. Images as in Slim-DP: the mean of each pixel
-subtracted, the middle 224x224, no augmentation.
+88.29% on 4 workers; Plump-DP has 88.06%. SGD as in Caffe's quick solver: batches of 32 a worker, learning rate 0.01
+falling as a square root, heavy-ball momentum 0.9, L2 of 2e-4. Images as in Slim-DP: the mean of each pixel subtracted,
+the central 224x224, no augmentation.
 """
 
 from configs.experiment import Architecture, Experiment

@@ -1,8 +1,8 @@
-"""The small twin of gpt_linux: two narrow layers on the standard library of this Python, which needs no file of yours.
+"""The small twin of gpt_linux: two narrow layers on this Python's standard library, without a download.
 
     python -m train gpt_stdlib
 
-in a few minutes on 2 cores.
+takes a few minutes on 2 cores.
 """
 
 from configs.experiment import Architecture, Experiment

@@ -1,7 +1,8 @@
 """The methods that can be trained: options of `python -m train NAME method:METHOD`, after `--method.`.
 
-A method's options, their help and their checks are those of its class in `jaxcomm.methods`. Here are only defaults that
-differ from it, since they suit runs of a few hundred steps on small data, and what a command line cannot write.
+A method's options, their help and their checks are those of its class in `jaxcomm.methods`. Here are only the defaults
+that differ, to suit runs of a few hundred steps on small data, and options for arguments that a command line cannot
+express.
 """
 
 import math
@@ -22,21 +23,21 @@ from jaxcomm.methods.local_sgd import LocalExchange
 
 @dataclass(frozen=True, kw_only=True)
 class Trained(Exchange):
-    """A method of the command line. What is suppressed is no option: the trainer gives it, or it keeps its default."""
+    """A method of the command line. Suppressed fields are not options: the trainer sets them, or leaves the default."""
 
     where: Suppress[Any] = None
     others: Suppress[Any] = field(default=None, compare=False)
     axis_name: Suppress[Any] = "data"
 
     def options(self) -> dict[str, Any]:
-        """Returns its options by name: what a run records of it."""
+        """Returns its options by name, as a run records them."""
         shown = [each.name for each in fields(self) if Suppress not in getattr(each.type, "__metadata__", ())]
         return {name: getattr(self, name) for name in shown}
 
 
 @dataclass(frozen=True)
 class PlumpDp(Trained, methods.PlumpDp):
-    """Dense all-reduce of gradients; of models, where p is above 1."""
+    """Dense all-reduce of gradients, or of models if p is above 1."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class TopK(Trained, methods.TopK):
 
 @dataclass(frozen=True)
 class Ef21(Trained, methods.Ef21):
-    """EF21: the largest differences between every gradient and its estimate, which all workers keep."""
+    """EF21: the largest differences between every gradient and an estimate of it that all workers keep."""
 
     sparsity: float = 0.98
 
@@ -72,7 +73,7 @@ class RandomK(Trained, methods.RandomK):
 
 @dataclass(frozen=True)
 class Dgc(Trained, methods.Dgc):
-    """Deep Gradient Compression: the largest coordinates of accumulated momentum; the experiment's momentum is its."""
+    """Deep Gradient Compression: the largest coordinates of accumulated momentum; uses the experiment's momentum."""
 
     sparsity: float = 0.98
     momentum: Suppress[float] = 0.9
@@ -83,7 +84,7 @@ class Demo(Trained, methods.Demo):
     """DeMo: the largest components of every worker's momentum in a basis of cosines; parameters change by the sign.
 
     Attributes:
-      sign_size: what a number of an update is, up or down, before the learning rate.
+      sign_size: the size of an update's elements, up or down, before the learning rate.
     """
 
     sign_size: float = 0.2
@@ -97,14 +98,14 @@ class Demo(Trained, methods.Demo):
 
 @dataclass(frozen=True)
 class Iwp(Trained, methods.Iwp):
-    """Importance weighted pruning: coordinates that change their weights most; the experiment's momentum is its.
+    """Importance weighted pruning: coordinates that change their weights most; uses the experiment's momentum.
 
     Attributes:
-      alpha: the fixed threshold of the importance, or the first term of the layer-wise one; or one for each of the
-        times that change_at parts. The paper tries 0.005, 0.01, 0.05 and 0.1, on 96 workers.
-      beta: the factor of variance over mean in the layer-wise threshold; 0 for the fixed one. One, or several as of
-        alpha.
-      change_at: steps from which alpha and beta have their next value, where they have several.
+      alpha: the fixed threshold of the importance, or the first term of the layer-wise threshold. One number, or one
+        for each period between the steps of change_at. The paper tries 0.005, 0.01, 0.05 and 0.1, on 96 workers.
+      beta: the factor of variance over mean in the layer-wise threshold; 0 for the fixed one. One number, or several,
+        as for alpha.
+      change_at: steps at which alpha and beta change to their next value, if they have several.
     """
 
     alpha: float | tuple[float, ...] = 25.0
@@ -119,11 +120,11 @@ class Iwp(Trained, methods.Iwp):
         self.scheduled()  # for its errors
 
     def transform(self) -> optax.GradientTransformation:
-        """Returns the Optax transformation, which is that of the library's method."""
+        """Returns the Optax transformation of the library's method."""
         return self.scheduled().transform()
 
     def scheduled(self) -> methods.Iwp:
-        """Returns the library's method: of several values, alpha and beta are functions of the step."""
+        """Returns the library's method; if alpha or beta has several values, it becomes a function of the step."""
         same = {each.name: getattr(self, each.name) for each in fields(methods.Iwp)}
         return methods.Iwp(**same | {name: self._by_step(name) for name in ("alpha", "beta")})
 
@@ -167,14 +168,14 @@ class Sign(Trained, methods.Sign):
 
 @dataclass(frozen=True)
 class PowerSgd(Trained, methods.PowerSgd):
-    """Matrices of low rank, with error feedback."""
+    """Low-rank matrices, with error feedback."""
 
     seed: Suppress[int] = 0
 
 
 @dataclass(frozen=True)
 class SlimDp(Trained, methods.SlimDp):
-    """Local steps; the most significant parameters and random others are merged."""
+    """Local steps; then the most significant parameters, and random others, are merged."""
 
     q: int = 20
     seed: Suppress[int] = 0
@@ -182,13 +183,13 @@ class SlimDp(Trained, methods.SlimDp):
 
 @dataclass(frozen=True)
 class _LocalSteps(Trained, LocalExchange):
-    """Local steps, and an exchange after so many, by a factory of the library.
+    """Local steps, then an exchange, by a factory of the library.
 
     Attributes:
       steps: local steps from one exchange to the next.
-      fragments: parts of the parameters that are exchanged in turn, each once in so many steps; divides steps.
+      fragments: number of parts of the parameters, which are exchanged in turn; divides steps.
       overlap: steps from an exchange to its use, below steps. Streaming DiLoCo: 5.
-      mix: the share of a worker's own parameters where they are merged with the model. Streaming DiLoCo: 0.5.
+      mix: the share of a worker's own parameters when they are merged with the model. Streaming DiLoCo: 0.5.
     """
 
     steps: int = 10
@@ -207,22 +208,22 @@ class _LocalSteps(Trained, LocalExchange):
 
     @property
     def turns(self) -> int:
-        """Exchanges after which all parameters were exchanged once."""
+        """Exchanges in which all parameters are exchanged once."""
         return self.fragments
 
     def streaming(self) -> dict[str, Any]:
-        """Returns what the factories of local methods take besides."""
+        """Returns the arguments that all factories of local methods share."""
         return {"fragments": self.fragments, "overlap": self.overlap, "mix": self.mix, "axis_name": self.axis_name}
 
 
 @dataclass(frozen=True)
 class LocalSgd(_LocalSteps):
-    """Local steps, then an outer optimizer on what they changed: DiLoCo.
+    """Local steps, then an outer optimizer on their changes: DiLoCo.
 
     Attributes:
       steps: local steps from one exchange to the next. DiLoCo: 500.
-      exchange: what an exchange sends where it is not dense: the largest changes, or what changes a weight in bfloat16;
-        the second with an outer learning rate of 1, and without outer momentum, is PULSELoCo.
+      exchange: the coordinates that a sparse exchange sends: topk, the largest changes; or pulse, those that change a
+        weight in bfloat16. pulse with an outer learning rate of 1, and without outer momentum, is PULSELoCo.
       exchange_sparsity: the fraction of coordinates that an exchange does not send; None for a dense one.
       outer_learning_rate: learning rate of the outer optimizer.
       outer_momentum: Nesterov momentum of the outer optimizer.
@@ -253,12 +254,12 @@ class LocalSgd(_LocalSteps):
 
 @dataclass(frozen=True)
 class SparseLoco(_LocalSteps):
-    """Local steps, and the largest of what they changed in 2 bits a value: SparseLoCo.
+    """Local steps, then their largest changes in 2 bits a value: SparseLoCo.
 
     Attributes:
       steps: local steps from one exchange to the next. Covenant-72B: 30.
       chunk: elements of a chunk, of which 64 are sent.
-      decay: of the residual.
+      decay: the factor of the residual from one exchange to the next.
       outer_learning_rate: learning rate of the outer SGD.
     """
 

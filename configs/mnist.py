@@ -1,4 +1,4 @@
-"""The small convolutional network on MNIST, where TFDS has prepared it.
+"""The small convolutional network on MNIST, prepared by TFDS.
 
 python -m train mnist --data-dir FOLDER
 """

@@ -1,11 +1,11 @@
-"""ResNet-101 on CIFAR-10, where TFDS has prepared it: the second image model of the pruning paper.
+"""ResNet-101 on CIFAR-10, prepared by TFDS: the second image model of the pruning paper.
 
     python -m train resnet101_cifar10 --data-dir FOLDER
 
 Deep Gradient Compression's recipe for CIFAR-10 (Lin et al., ICLR 2018): momentum 0.9, batches of 128, 164 epochs,
-learning rate 0.1 dropped by 10 after 81 and 122, L2 of 1e-4, four epochs of warm-up in sparsity. The paper on pruning
-gives neither its threshold nor its ratio for this model: they are those of its ResNet-50. The clip (see
-alexnet_imagenet) and an epoch of warm-up in the learning rate, which He et al. (2016) have for deep models, are ours.
+learning rate 0.1 divided by 10 after 81 and 122, L2 of 1e-4, four epochs of warm-up in sparsity. The pruning paper
+gives neither threshold nor ratio for this model: those of its ResNet-50 are used. The clip (see alexnet_imagenet) and
+the epoch of learning-rate warm-up, which He et al. (2016) use for deep models, are ours.
 """
 
 from configs.experiment import Architecture, Experiment

@@ -1,21 +1,22 @@
-r"""ResNet-50 on ImageNet, where TFDS has prepared it: the large model of the paper on importance weighted pruning.
+r"""ResNet-50 on ImageNet, prepared by TFDS: the large model of the paper on importance weighted pruning.
 
     python -m train resnet50_imagenet --data-dir FOLDER
     python -m train resnet50_imagenet --data-dir FOLDER --workers 96 --global-batch 288    # the paper's 96 nodes
 
 SGD as in Goyal et al., "Accurate, Large Minibatch SGD" (2017): batches of 256, 90 epochs, learning rate 0.1 after a
-warm-up of 5 epochs, dropped by 10 after 30, 60 and 80; momentum 0.9, L2 of 1e-4. Heavy-ball, as in the paper on pruning
-(equation 1) and inside its method; Goyal et al. have Nesterov's, and found no difference. All parameters decay here,
-those of batch normalisation included. With 96 workers its statistics are those of 3 rows, and steps stay as they are.
+warm-up of 5 epochs, divided by 10 after 30, 60 and 80; momentum 0.9, L2 of 1e-4. The momentum is heavy-ball, as in the
+pruning paper (equation 1) and inside its method; Goyal et al. use Nesterov's, and found no difference. All parameters
+decay here, including those of batch normalisation. With 96 workers its statistics are over 3 rows, and the number of
+steps stays the same.
 
-Importance weighted pruning reports a top-1 accuracy of 76.26% with a fixed threshold at a ratio of 58.8 (the slots
-here: 0.017), and 76.31% with a layer-wise one at 47.6, where dense has 76.09%. The layer-wise one, with the paper's
-four thresholds from one drop of the learning rate to the next, and 0.021 slots:
+The pruning paper reports a top-1 accuracy of 76.09% dense, 76.26% with a fixed threshold at a compression ratio of 58.8
+(density 0.017 here), and 76.31% with a layer-wise threshold at 47.6. This is the layer-wise one, with the paper's four
+thresholds, changed at every drop of the learning rate, and a density of 0.021:
 
     python -m train resnet50_imagenet --data-dir FOLDER method:iwp --method.alpha 0.005 0.01 0.05 0.1 \
         --method.change-at 150120 300240 400320 --method.beta 0.01 --method.density 0.021
 
-The paper does not say when a threshold changes, nor beta, C or the norm that it clips to: those are ours.
+The paper does not say when a threshold changes, nor give beta, C or the norm for clipping: these are ours.
 """
 
 from configs.experiment import Architecture, Experiment

@@ -2,8 +2,8 @@
 
     python -m train resnet_digits
 
-in about three minutes on 2 cores. Batch normalisation takes its statistics over groups of 16 rows, so that the result
-does not depend on the number of workers.
+takes about three minutes on 2 cores. Batch normalisation computes its statistics over groups of 16 rows, so that the
+result does not depend on the number of workers.
 """
 
 from configs.experiment import Architecture, Experiment

@@ -2,7 +2,7 @@
 
     python -m train transformer_catalogs
 
-in a few minutes on 2 cores. Some two thousand short pairs are enough to see the loss fall, not to translate well.
+takes a few minutes on 2 cores. About two thousand short pairs are enough to see the loss fall, not to translate well.
 """
 
 from configs.experiment import Architecture, Experiment

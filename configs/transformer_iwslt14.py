@@ -3,11 +3,11 @@
     python -m train transformer_iwslt14 --data-dir FOLDER
     python -m train transformer_iwslt14 --workers 1 --stages 2 --boundary.sparsity 0.9 method:plump-dp
 
-fairseq's recipe: Adam, learning rate 5e-4 after 4,000 steps of warm-up, falling as one over the square root, label
-smoothing 0.1, dropout 0.3, decoupled weight decay 1e-4, about 4,096 tokens a batch (160 rows), 50 epochs. Gupta et al.
-(KDD 2021): BLEU 35.17 dense; DCT-MP on two workers 35.23 at 90% and 35.18 at 95%. That is fairseq's, of tokenized,
-lower-cased text: `bleu_lower` comes near to it, and `bleu`, of cased text, is another number (see train/scores.py).
-The paper has one worker for each stage and no DCT-DP here, as in the second command.
+fairseq's recipe: Adam, learning rate 5e-4 after 4,000 steps of warm-up, then falling as one over the square root of the
+steps, label smoothing 0.1, dropout 0.3, decoupled weight decay 1e-4, about 4,096 tokens a batch (160 rows), 50 epochs.
+Gupta et al. (KDD 2021): BLEU 35.17 dense; DCT-MP on two workers 35.23 at 90% and 35.18 at 95%. This is fairseq's BLEU,
+of tokenized, lower-cased text: `bleu_lower` is close to it; `bleu` is of cased text, and differs (see train/scores.py).
+For this model the paper uses one worker for each stage and no DCT-DP, as in the second command.
 """
 
 from configs.experiment import Architecture, Experiment

@@ -1,11 +1,11 @@
-"""VGG-16 on ImageNet, where TFDS has prepared it, with the settings of the Slim-DP paper.
+"""VGG-16 on ImageNet, prepared by TFDS, with the settings of the Slim-DP paper.
 
     python -m train vgg16_imagenet --data-dir FOLDER
 
 Communication set 20%, core 10%, a new core every 20,000 communications (Sun et al., "Slim-DP", AAAI 2018): top-5
-87.03% on 4 workers, where Plump-DP has 86.53%. SGD as in Simonyan and Zisserman (2015) and Caffe's model zoo: batches
-of 256, 74 epochs, learning rate 0.01, three drops by 10, heavy-ball momentum 0.9, L2 of 5e-4. Images as in Slim-DP:
-the mean of each pixel subtracted, the middle 224x224, no augmentation.
+87.03% on 4 workers; Plump-DP has 86.53%. SGD as in Simonyan and Zisserman (2015) and Caffe's model zoo: batches of 256,
+74 epochs, learning rate 0.01, three drops by 10, heavy-ball momentum 0.9, L2 of 5e-4. Images as in Slim-DP: the mean of
+each pixel subtracted, the central 224x224, no augmentation.
 """
 
 from configs.experiment import Architecture, Experiment

@@ -12,15 +12,15 @@ from models.dropout import Dropout
 
 
 class AlexNet(Model):
-    """Five convolutions, three dense layers, dropout before the first two of these.
+    """Five convolutions and three dense layers, with dropout before the first two dense layers.
 
     For images of (224, 224, 3) and 1000 classes: 61,100,840 parameters, 58.6M of them in the dense layers. Krizhevsky,
-    "One weird trick for parallelizing convolutional neural networks", 2014, as torchvision has it: the two towers of
-    Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks", NeurIPS 2012, are one, with
-    fewer channels, and there is no response normalisation.
+    "One weird trick for parallelizing convolutional neural networks", 2014, as in torchvision: one tower with fewer
+    channels replaces the two of Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks",
+    NeurIPS 2012, and there is no response normalisation.
 
-    Blocks 0 to 4 are the convolutions with their poolings, 5 to 7 the dense layers. (B, 6, 6, 256), 9216 features a
-    row, crosses between 4 and 5, (B, 4096) after 5 and 6.
+    Blocks 0 to 4 are the convolutions with their poolings, 5 to 7 the dense layers. The output of block 4 is (B, 6, 6,
+    256), 9216 features a row; those of blocks 5 and 6 are (B, 4096).
 
     A small twin for images of (8, 8, C): kernel=3, stride=1, padding=1, channels=(4, 4, 6, 6, 4), pool=2, grid=1,
     hidden=(16, 16).
@@ -47,21 +47,21 @@ class AlexNet(Model):
 
         Args:
           image_shape: height, width, channels.
-          num_classes: classes to tell apart.
-          kernel: of the first convolution; those after it have 5, 3, 3 and 3.
-          stride: of the first convolution.
-          padding: of the first convolution; those after it leave the image's size.
-          channels: outputs of the convolutions.
-          pool: window of the three poolings, whose stride is 2: after the first, the second and the last convolution.
-          grid: height and width to which the last images are averaged; those of (224, 224) are left as they are.
+          num_classes: number of classes.
+          kernel: kernel size of the first convolution; the others have 5, 3, 3 and 3.
+          stride: stride of the first convolution.
+          padding: padding of the first convolution; the others keep the image's size.
+          channels: output channels of the convolutions.
+          pool: window of the three poolings, of stride 2, after the first, the second and the last convolution.
+          grid: height and width to which the last feature maps are averaged; no change for images of (224, 224).
           hidden: outputs of the first two dense layers.
-          dropout: of the inputs of the first two dense layers.
-          dense: makes a dense layer of (inputs, outputs, dtype=, rngs=).
-          dtype: to compute in; the parameters are float32.
+          dropout: rate for the inputs of the first two dense layers.
+          dense: a function (inputs, outputs, dtype=, rngs=) that makes a dense layer.
+          dtype: the type to compute in; the parameters are float32.
           rngs: the source of the initial parameters.
 
         Raises:
-          ValueError: if the poolings leave nothing of an image.
+          ValueError: if the image is too small for the convolutions and poolings.
         """
         kernels, strides, pools = (kernel, 5, 3, 3, 3), (stride, 1, 1, 1, 1), (pool, pool, None, None, pool)
         paddings = (padding, 2, 1, 1, 1)

@@ -1,4 +1,4 @@
-"""Attention with several heads, and the positions of a sequence."""
+"""Multi-head attention, and the positional encoding of a sequence."""
 
 from collections.abc import Callable
 
@@ -13,21 +13,21 @@ _xavier = nnx.initializers.glorot_uniform()
 class Attention(nnx.Module):
     """Scaled dot-product attention with several heads.
 
-    Source: Vaswani et al., "Attention Is All You Need", NeurIPS 2017. Initial values as in fairseq: Xavier's, with half
-    the variance for queries, keys and values.
+    Source: Vaswani et al., "Attention Is All You Need", NeurIPS 2017. Initial values are Xavier's, with half the
+    variance for queries, keys and values, as in fairseq.
     """
 
     def __init__(self, width: int, heads: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         """Makes the layers.
 
         Args:
-          width: features, of the inputs and of all heads together.
-          heads: how many.
-          dtype: to compute in; the parameters are float32.
+          width: features of the inputs, and of all heads together.
+          heads: number of heads.
+          dtype: the type to compute in; the parameters are float32.
           rngs: the source of the initial parameters.
 
         Raises:
-          ValueError: if the heads do not divide the features.
+          ValueError: if the width is not a multiple of the heads.
         """
         if width % heads:
             raise ValueError(
@@ -39,15 +39,15 @@ class Attention(nnx.Module):
         self.out = linear(width, width, dtype, rngs)
 
     def keys_values(self, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns keys and values (B, S, heads, width / heads) of what is attended to, (B, S, width)."""
+        """Returns keys and values (B, S, heads, width / heads) of a memory (B, S, width)."""
         return self._heads(self.key(memory)), self._heads(self.value(memory))
 
     def __call__(self, x: jax.Array, keys_values: tuple[jax.Array, jax.Array], mask: jax.Array) -> jax.Array:
-        """Attends.
+        """Attends from x to a memory.
 
         Args:
-          x: what attends, (B, T, width).
-          keys_values: of what is attended to, S places.
+          x: the positions that attend, (B, T, width).
+          keys_values: keys and values of a memory of S positions.
           mask: True where x may attend, broadcast to (B, heads, T, S).
 
         Returns:
@@ -73,10 +73,10 @@ def linear(
 
 
 def positions(length: int, width: int) -> np.ndarray:
-    """Returns what says where in a sequence a token is, (length, width) float32.
+    """Returns the positional encoding of a sequence, (length, width) float32.
 
-    The first half are sines, the second cosines, of wavelengths from 2 pi to 20,000 pi (Vaswani et al., 2017, with the
-    columns in another order).
+    The first half of the features are sines, the second half cosines, of wavelengths from 2 pi to 20,000 pi (Vaswani et
+    al., 2017, with the columns in another order).
 
     Raises:
       ValueError: for an odd width.

@@ -1,4 +1,4 @@
-"""Beam search: the most probable translations that a transformer knows."""
+"""Beam search: a transformer's most probable translations."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,9 +25,9 @@ class Decoder(NamedTuple):
     """The parts of a transformer, for one token at a time.
 
     Attributes:
-      encoder: its blocks.
-      embedding: of the target.
-      layers: the halves of the decoder's layers.
+      encoder: the encoder's blocks.
+      embedding: the target embedding.
+      layers: the two halves of every decoder layer.
       logits: (B, T, width) -> (B, T, tokens).
     """
 
@@ -38,14 +38,14 @@ class Decoder(NamedTuple):
 
 
 class Search(NamedTuple):
-    """What is known after some steps; L is the length limit.
+    """The state of a search after some steps; L is the length limit.
 
     Attributes:
-      step: how many tokens the open hypotheses have.
-      tokens: of the open hypotheses, (B, beam, 1 + L), the first of them BEGIN.
-      scores: their log-probabilities, (B, beam); -inf where there is none.
-      ended_tokens: of the best that have ended, (B, beam, 1 + L).
-      ended_scores: theirs, divided by length^penalty.
+      step: the number of tokens of the open hypotheses, without BEGIN.
+      tokens: the tokens of the open hypotheses, (B, beam, 1 + L); the first is BEGIN.
+      scores: the log-probabilities of the open hypotheses, (B, beam); -inf for a missing one.
+      ended_tokens: the tokens of the best ended hypotheses, (B, beam, 1 + L).
+      ended_scores: the log-probabilities of the ended hypotheses, divided by length^penalty, (B, beam).
       cache: keys and values of the open hypotheses, for every layer a pair of (B * beam, L, heads, width / heads).
     """
 
@@ -67,22 +67,23 @@ def beam_search(
 ) -> tuple[jax.Array, jax.Array]:
     """Searches for the best translations of every source.
 
-    At every step the `beam` best open hypotheses of a source are kept, and the `beam` best that have ended. A score is
-    the log-probability over length^length_penalty, END counted (fairseq's `--lenpen`; Wu et al., "Google's Neural
-    Machine Translation System", 2016, without its constant 5). The search stops when no open hypothesis can still
-    enter, or at `max_length`, where all must end. With as many beams as there are prefixes it finds the best of all.
-    It can be compiled.
+    At every step the `beam` best open hypotheses of a source are kept, and its `beam` best ended hypotheses. A score is
+    the log-probability divided by length^length_penalty, where the length includes END (fairseq's `--lenpen`; Wu et
+    al., "Google's Neural Machine Translation System", 2016, without its constant 5). The search stops when no open
+    hypothesis can become one of the best, or at `max_length`, where all must end. If `beam` is at least the number of
+    prefixes, the search is exact. The function can be compiled.
 
     Args:
-      blocks: of a transformer in evaluation mode: `model.blocks`, or `merge(graph, params, stats, training=False)`.
+      blocks: the blocks of a transformer in evaluation mode: `model.blocks`, or `merge(graph, params, stats,
+        training=False)`.
       source: (B, S) int32.
-      max_length: most tokens of a translation, END included.
-      beam: hypotheses.
-      length_penalty: 0 prefers short translations; larger prefers longer ones.
+      max_length: the largest number of tokens of a translation, including END.
+      beam: the number of hypotheses.
+      length_penalty: 0 prefers short translations; larger values prefer longer ones.
 
     Returns:
-      Translations (B, beam, max_length) int32, the best first, each with END after its last token and padding after
-      that, and their scores (B, beam) float32; -inf where there are fewer than `beam`.
+      Translations (B, beam, max_length) int32, the best first, each with END after its last token and then padding; and
+      their scores (B, beam) float32, -inf where there are fewer than `beam` translations.
 
     Raises:
       ValueError: for other blocks, for numbers out of range, or for a model in training mode that has dropout.
@@ -103,7 +104,7 @@ def beam_search(
     places = jnp.asarray(positions(L, memory.shape[-1]))  # (L, width)
 
     def predict(tokens: jax.Array, step: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        """Returns log-probabilities (B K, tokens) of what comes after the last tokens (B K,), and the new cache."""
+        """Returns log-probabilities (B K, tokens) of the token after the last ones (B K,), and the new cache."""
         y = decoder.embedding(tokens[:, None], lax.dynamic_slice_in_dim(places, step, 1))  # (B K, 1, width)
         before, written = jnp.arange(L) <= step, []
         for (attention, contraction), own, other in zip(decoder.layers, cache, cross, strict=True):
@@ -139,7 +140,7 @@ def beam_search(
         )
 
     def is_open(search: Search) -> jax.Array:
-        # Log-probabilities only fall, and no translation is longer than L.
+        # Log-probabilities only decrease, and no translation is longer than L.
         best = search.scores.max(axis=1) / float(L) ** length_penalty
         return (search.step < L) & jnp.any(best > search.ended_scores.min(axis=1))
 

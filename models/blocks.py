@@ -1,8 +1,8 @@
-"""A model is a sequence of blocks; and the blocks that several models share.
+"""Models as sequences of blocks, and the blocks that several models share.
 
-A block is a module that is called as `x = block(x, batch)`. The batch is a dictionary of arrays, rows first; x is what
-the block before returned (None for the first), an array or a tuple of arrays, rows first. Nothing but x goes from a
-block to the next, so that a pipeline may cut the sequence anywhere and send x, while the batch is at every stage.
+A block is a module that is called as `x = block(x, batch)`. The batch is a dictionary of arrays, rows first. x is the
+output of the block before (None for the first), an array or a tuple of arrays, rows first. Nothing but x passes from
+one block to the next, so a pipeline may cut the sequence anywhere and send x; every stage has the batch.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,8 +18,8 @@ from models.dropout import Dropout
 
 Batch = Mapping[str, jax.Array]
 
-# Variance 2 / inputs: what keeps the size of activations through ReLUs (He et al., "Delving Deep into Rectifiers",
-# ICCV 2015).
+# Variance 2 / inputs keeps the size of activations through ReLUs (He et al., "Delving Deep into Rectifiers", ICCV
+# 2015).
 he_normal = nnx.initializers.variance_scaling(2.0, "fan_in", "normal")
 
 
@@ -27,13 +27,13 @@ class Model(nnx.Module):
     """A sequence of blocks.
 
     Attributes:
-      blocks: in order; set by the model. Blocks share no parameter.
+      blocks: the blocks, in order; set by the model. They share no parameters.
     """
 
     blocks: nnx.List
 
     def __call__(self, batch: Batch) -> Any:
-        """Returns what the last block returns of a batch."""
+        """Returns the output of the last block for a batch."""
         x = None
         for block in self.blocks:
             x = block(x, batch)
@@ -57,12 +57,12 @@ class Dense(nnx.Module):
         """Makes the layer.
 
         Args:
-          inputs: elements of a row of x, whatever its shape.
-          outputs: of the layer.
-          relu: False for the last layer of a model, whose outputs are float32 whatever `dtype` is.
-          dropout: of the inputs.
-          dense: makes the layer of (inputs, outputs, dtype=, rngs=), `nnx.Linear` or one that is called alike.
-          dtype: to compute in; the parameters are float32.
+          inputs: the number of elements of a row of x, which may have any shape.
+          outputs: the number of outputs.
+          relu: False for the last layer of a model, whose outputs are float32 for any `dtype`.
+          dropout: dropout of the inputs, or None.
+          dense: a function (inputs, outputs, dtype=, rngs=) that makes the layer, such as `nnx.Linear`.
+          dtype: the type to compute in; the parameters are float32.
           rngs: the source of the initial parameters.
         """
         self.dropout = dropout
@@ -98,14 +98,14 @@ class Convolution(nnx.Module):
         """Makes the layer.
 
         Args:
-          inputs: channels of x.
-          outputs: channels.
-          kernel: height and width.
-          stride: of the convolution.
+          inputs: input channels.
+          outputs: output channels.
+          kernel: height and width of the kernel.
+          stride: stride of the convolution.
           padding: zeros on every side.
           pool: window of a max-pooling with stride 2, without padding; None for no pooling.
-          grid: height and width to average to at the end (`adaptive_average`); None leaves them.
-          dtype: to compute in; the parameters are float32.
+          grid: height and width to average to at the end (`adaptive_average`); None for no averaging.
+          dtype: the type to compute in; the parameters are float32.
           rngs: the source of the initial parameters.
         """
         self.convolution = nnx.Conv(
@@ -124,12 +124,12 @@ class Convolution(nnx.Module):
 def adaptive_average(x: jax.Array, grid: int) -> jax.Array:
     """Averages images over a grid of windows that cover them evenly, as torch's `AdaptiveAvgPool2d` does.
 
-    Window i of n over `size` pixels is from floor(i * size / n) to ceil((i + 1) * size / n). An image of that size is
-    returned as it is.
+    Window i of n over `size` pixels is from floor(i * size / n) to ceil((i + 1) * size / n). An image of n x n pixels
+    is returned unchanged.
 
     Args:
       x: (B, height, width, C).
-      grid: n, of both sides.
+      grid: n, for height and width.
 
     Returns:
       (B, n, n, C).
@@ -150,10 +150,10 @@ def adaptive_average(x: jax.Array, grid: int) -> jax.Array:
 
 
 def pooled(size: int, window: int, stride: int = 2, padding: int = 0) -> int:
-    """Returns what is left of a side of an image after a pooling or a convolution.
+    """Returns the length of an image's side after a pooling or a convolution.
 
     Raises:
-      ValueError: if nothing is.
+      ValueError: if it is below 1.
     """
     left = (size + 2 * padding - window) // stride + 1
     if left < 1:
@@ -165,7 +165,7 @@ def pooled(size: int, window: int, stride: int = 2, padding: int = 0) -> int:
 
 
 def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """Looks rows up. What is not in the table comes back as NaN, so that the loss shows it, not as some other row.
+    """Looks rows up. An index outside of the table gives NaN instead of another row, so that the loss shows it.
 
     Args:
       table: (rows, features).

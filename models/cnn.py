@@ -15,7 +15,7 @@ class Cnn(Model):
     """Two 3x3 convolutions, one pooling, two dense layers.
 
     For images of (8, 8, 1) and 10 classes: 151,306 parameters. The blocks are the convolutions, the first dense layer,
-    and the second; (B, height/2, width/2, 64) and (B, 128) cross between them.
+    and the second. The outputs of the first two are (B, height/2, width/2, 64) and (B, 128).
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class Cnn(Model):
 
         Args:
           image_shape: height, width, channels; height and width are even.
-          num_classes: classes to tell apart.
-          channels: outputs of the convolutions.
+          num_classes: number of classes.
+          channels: output channels of the convolutions.
           hidden: outputs of the first dense layer.
-          dtype: to compute in; the parameters are float32.
+          dtype: the type to compute in; the parameters are float32.
           rngs: the source of the initial parameters.
         """
         height, width, channels_in = image_shape
@@ -59,7 +59,7 @@ class Convolutions(nnx.Module):
         self.conv2 = nnx.Conv(first, second, (3, 3), **options)
 
     def __call__(self, x: None, batch: Batch) -> jax.Array:
-        """Returns features (B, H/2, W/2, 64) of the images (B, H, W, C)."""
+        """Returns features (B, H/2, W/2, 64) for images (B, H, W, C)."""
         y = nnx.relu(self.conv1(batch["image"]))  # (B, H, W, 32)
         y = nnx.relu(self.conv2(y))  # (B, H, W, 64)
         return nnx.max_pool(y, (2, 2), strides=(2, 2))

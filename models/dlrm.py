@@ -1,4 +1,4 @@
-"""DLRM: a recommendation model of dense features and categories."""
+"""DLRM: a recommendation model for dense features and categories."""
 
 import itertools
 from collections.abc import Sequence
@@ -24,18 +24,18 @@ class Dlrm(Model):
     KDD 2021: 508,753 parameters in the two MLPs, and 16 for every row of the tables (Criteo's Kaggle log has
     33,762,577 categories). Initial values as in facebookresearch/dlrm.
 
-    Each dense layer is a block, and the embeddings with their dot products are one. What crosses between blocks is one
-    array; the categories come from the batch, wherever they are looked up:
+    Each dense layer is a block, and the embeddings with their dot products are one. Each block's output is one array;
+    the categories come from the batch:
 
       block       0      1      2     3     4          5      6      7      8
       is          dense  dense  dense dense embeddings dense  dense  dense  dense
       (B, ...)    512    256    64    16    367        512    256    128    logits
 
     The paper cuts after two layers of each MLP: `cut(model, (2,))` and `cut(model, (2, 7))`; 256 features a row cross
-    at both. A third cut costs least at 4 (16 features a row), and parts the tables from the layers before them.
+    at both. A third cut is cheapest at 4 (16 features a row), where it separates the tables from the layers before.
 
-    All tables are one array (rows, D) with the rows of one after those of the other. `embeddings` says how K workers
-    train it. The bytes are those that each receives in a step, for a global batch of B rows of F features:
+    All tables are concatenated into one array (rows, D). `embeddings` selects how K workers train it. The bytes are
+    those that each worker receives in a step, for a global batch of B rows of F features:
 
       embeddings  a worker holds  crosses the network                            bytes received
       exchange    all             the gradient of the table, like all others     2 (K-1)/K * 4 rows D, if dense
@@ -43,10 +43,10 @@ class Dlrm(Model):
       columns     D / K columns   ids; vectors, and their errors back            (K-1)/K * 4 B F (1 + 2 D/K)
       rows        rows / K        ids; vectors, and their errors back            (K-1)/K * 4 B F (1 + 2 D)
 
-    All but "exchange" do not grow with the tables. "late" leaves them replicated. Nothing is less than "columns", which
-    needs a K that divides D; "rows" takes any K, and costs more: every worker sends vectors, or zeros, for all ids.
+    Only the bytes of "exchange" grow with the tables. "late" leaves them replicated. "columns" needs the fewest bytes,
+    and a K that divides D; "rows" takes any K, and costs more: every worker sends vectors, or zeros, for all ids.
 
-    A small twin: table_sizes=(5, 7, 3), dim=4, bottom=(8, 6), top=(8, 6), which has 2 dense layers less.
+    A small twin: table_sizes=(5, 7, 3), dim=4, bottom=(8, 6), top=(8, 6), which has 2 dense layers fewer.
     """
 
     def __init__(
@@ -68,17 +68,17 @@ class Dlrm(Model):
         Args:
           table_sizes: the number of categories of every feature.
           dense_features: columns of batch["dense"].
-          dim: of an embedding, and outputs of the bottom MLP.
+          dim: D, the size of an embedding and of the bottom MLP's output.
           bottom: outputs of the bottom MLP's layers but the last.
           top: outputs of the top MLP's layers but the last, which has 1.
           embeddings: how the table is trained. "late" is for a replicated table whose gradient bypasses the exchange
             (`jaxcomm.layers.late_lookup`). "columns" and "rows" are for the loss of `make_train_step(specs=)`, where
-            blocks[4]'s `table` is a worker's shard, of P(None, axis) or P(axis); its gradient is that of the sum of the
-            workers' losses, K times that of their mean.
-          row_multiple: the tables' rows are filled up to a multiple of it, with rows that are never looked up: K with
-            "rows", or the size of the axis where the compiler shards them.
+            blocks[4]'s `table` is a worker's shard, with P(None, axis) or P(axis). Its gradient is that of the sum of
+            the workers' losses, K times that of their mean.
+          row_multiple: the number of rows is padded to a multiple of this, with rows that are never looked up: K with
+            "rows", or the size of the axis over which the compiler shards the table.
           axis_name: the axis of workers.
-          dtype: to compute in; the parameters are float32.
+          dtype: the type to compute in; the parameters are float32.
           rngs: the source of the initial parameters.
         """
         features = len(table_sizes)
@@ -114,10 +114,10 @@ class Layer(nnx.Module):
 
 
 class Interaction(nnx.Module):
-    """The categories' embeddings, and the dot products of all pairs of them and of the bottom MLP's output.
+    """The categories' embeddings, and the dot products of all pairs of embeddings and the bottom MLP's output.
 
     Attributes:
-      table: (rows, dim), the tables one after the other; or a worker's shard, (rows, dim / K) or (rows / K, dim).
+      table: the concatenated tables, (rows, dim); or a worker's shard, (rows, dim / K) or (rows / K, dim).
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class Interaction(nnx.Module):
             )
         if embeddings not in get_args(Embeddings):
             raise ValueError(f"embeddings must be one of {get_args(Embeddings)}; got {embeddings!r}. Pass one.")
-        # Uniform within sqrt(1 / rows of the table); rows that fill up are zero. A number depends on its place alone:
-        # each shard of a sharded table is drawn where it is.
+        # Uniform within sqrt(1 / rows of the table); padding rows are zero. A number depends on its place alone, so
+        # each shard of a sharded table is drawn on its own device.
         widths = jnp.asarray([*(size**-0.5 for size in sizes), 0.0], jnp.float32)
         row = jnp.arange(sum(sizes) + -sum(sizes) % row_multiple)
         table_of = jnp.searchsorted(jnp.cumsum(jnp.asarray(sizes)), row, side="right", method="compare_all")
@@ -148,7 +148,7 @@ class Interaction(nnx.Module):
         self.sizes, self.embeddings, self.axis_name, self.dtype = tuple(sizes), embeddings, axis_name, dtype
 
     def __call__(self, x: jax.Array, batch: Batch) -> jax.Array:
-        """Returns (B, dim + pairs) of x (B, dim).
+        """Returns (B, dim + pairs) for x (B, dim).
 
         A category outside of its table gives NaN: prepare the data with the same table sizes.
         """
@@ -158,7 +158,7 @@ class Interaction(nnx.Module):
         return jnp.concatenate([x, products[:, first, second]], axis=1)
 
     def ids(self, categories: jax.Array) -> jax.Array:
-        """Returns the rows of the table (B, features) of categories (B, features); -1 outside of a feature's table."""
+        """Returns the table's rows (B, features) for categories (B, features); -1 outside of a feature's table."""
         sizes = np.asarray(self.sizes)
         if categories.shape[1:] != sizes.shape:
             raise ValueError(
@@ -171,7 +171,7 @@ class Interaction(nnx.Module):
     def lookup(self, categories: jax.Array) -> jax.Array:
         """Returns the embeddings (B, features, dim) of categories (B, features)."""
         table, axis, ids = self.table[...], self.axis_name, self.ids(categories)
-        if table.ndim == 3:  # the train step has looked them up
+        if table.ndim == 3:  # the train step has looked the embeddings up
             return table
         if self.embeddings == "exchange":
             return take_rows(table, ids)

@@ -1,4 +1,4 @@
-"""Dropout whose masks belong to the rows of a batch, wherever they are computed."""
+"""Dropout whose masks depend on the rows of a batch, and not on where they are computed."""
 
 from collections.abc import Mapping
 
@@ -13,14 +13,14 @@ from jaxcomm.noise import make_key, uniform
 class Dropout(nnx.Module):
     """Sets a fraction of every row's elements to zero, and scales the others up.
 
-    The mask is a function of the row's own number `batch["seed"]`, of the layer's number and of the element's place
-    alone. It is the same on any mesh, in any micro-batch and in any stage of a pipeline; no state is kept. A layer
-    that is called twice with the same seeds drops the same elements.
+    The mask is a function of the row's seed `batch["seed"]`, the layer's number and the element's place alone. So it is
+    the same on any mesh, in any micro-batch and in any stage of a pipeline, and no state is kept. A layer that is
+    called twice with the same seeds drops the same elements.
 
     Source: Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", JMLR 2014.
 
     Attributes:
-      rate: the fraction.
+      rate: the fraction that is dropped.
       layer: the layer's number.
       deterministic: True in evaluation mode (`model.eval()`): nothing is dropped.
     """
@@ -30,7 +30,7 @@ class Dropout(nnx.Module):
 
         Args:
           rate: the fraction that is dropped, at least 0 and below 1.
-          layer: a number that no other dropout layer of the model has.
+          layer: the layer's number, unique among the dropout layers of the model.
 
         Raises:
           ValueError: for another rate.
@@ -45,7 +45,7 @@ class Dropout(nnx.Module):
         """Returns x (B, ...) with elements dropped.
 
         Raises:
-          ValueError: in training mode, if the batch has no numbers of its rows.
+          ValueError: in training mode, if the batch does not have a seed for every row.
         """
         if self.deterministic or self.rate == 0:
             return x

@@ -1,14 +1,13 @@
 """Models as functions of their parameters: whole, or cut into the stages of a pipeline.
 
-A model's variables are two dictionaries with a key for every block that has any, the block's index in the model:
+A model's variables are two dictionaries. Their keys are the indices of the blocks that have such variables:
 
-  params: what is trained.
+  params: the trained parameters.
   stats: running statistics of batch normalisation. They are state of the model, not parameters: no gradient reaches
-    them, and the training step averages them over the workers once a step.
+    them, and the train step averages them over the workers once a step.
 
-The statistics by which a training step normalises are those of the rows that one call of `apply` is given: of a
-worker's rows, or of a micro-batch's. So they differ between meshes, unless `rows_per_group` says over how many rows
-they are taken whatever the call is given.
+In training, batch normalisation uses the statistics of the rows of one call of `apply`: a worker's rows, or a
+micro-batch's. So the result depends on the mesh, unless `rows_per_group` fixes the number of rows.
 """
 
 import itertools
@@ -29,9 +28,10 @@ class Graph:
     """Consecutive blocks of a model without their variables.
 
     Attributes:
-      first: index of the first of them in the model.
-      training: of every block in training mode.
-      evaluation: of every block in evaluation mode: no dropout, and batch normalisation by running statistics.
+      first: the index of the first block in the model.
+      training: the graph of every block in training mode.
+      evaluation: the graph of every block in evaluation mode: no dropout, and batch normalisation by running
+        statistics.
     """
 
     first: int
@@ -40,12 +40,12 @@ class Graph:
 
 
 class Stage(NamedTuple):
-    """Consecutive blocks of a model: a stage of a pipeline, or the whole.
+    """Consecutive blocks of a model: a stage of a pipeline, or the whole model.
 
     Attributes:
       graph: the blocks.
       params: their parameters, float32, by the index of the block in the model.
-      stats: their running statistics, likewise.
+      stats: their running statistics, by the same index.
     """
 
     graph: Graph
@@ -54,11 +54,11 @@ class Stage(NamedTuple):
 
 
 def cut(model: Model, cuts: Sequence[int] = ()) -> list[Stage]:
-    """Cuts a model into stages. The stages' parameters together are the model's, each in one stage.
+    """Cuts a model into stages. Every parameter of the model is in exactly one stage.
 
     Args:
-      model: the model, in any mode; it may be abstract (`nnx.eval_shape`), and the stages are then as well.
-      cuts: indices of the blocks that begin a stage, besides the first; (2, 5) makes the stages 0-1, 2-4 and 5 to the
+      model: the model, in any mode; if it is abstract (`nnx.eval_shape`), so are the stages.
+      cuts: the index of the first block of every stage but the first; (2, 5) makes the stages 0-1, 2-4 and 5 to the
         end.
 
     Raises:
@@ -75,12 +75,12 @@ def cut(model: Model, cuts: Sequence[int] = ()) -> list[Stage]:
 
 
 def split(model: Model) -> Stage:
-    """Splits a model into its graph, parameters and running statistics; a model that was not cut is one stage."""
+    """Splits a whole model into its graph, parameters and running statistics, as one stage."""
     return cut(model)[0]
 
 
 def merge(graph: Graph, params: Variables, stats: Variables, *, training: bool) -> list[Any]:
-    """Puts blocks together again; they share nothing with what `params` and `stats` hold.
+    """Merges blocks with their variables, which are copied from `params` and `stats`.
 
     Raises:
       ValueError: if the variables are not those of these blocks.
@@ -109,21 +109,21 @@ def apply(
     training: bool,
     rows_per_group: int | None = None,
 ) -> tuple[Any, Variables]:
-    """Calls a model or a stage of one.
+    """Calls a model, or a stage of a model.
 
     Args:
       graph: the blocks.
       params: their parameters.
       stats: their running statistics.
-      batch: of arrays, rows first.
-      x: what the stage before returned; None for the first.
-      training: whether to drop, and to normalise by the statistics of the rows.
-      rows_per_group: in training, take statistics over groups of so many consecutive rows, each for itself, and average
-        the groups' new running statistics. The result then depends on the groups alone, however many of them a call is
-        given. None makes one group of all rows. Evaluation takes no statistics and is the same without.
+      batch: a dictionary of arrays, rows first.
+      x: the output of the stage before; None for the first.
+      training: whether to apply dropout, and to normalise by the statistics of the rows.
+      rows_per_group: in training, compute statistics separately over groups of so many consecutive rows, and average
+        the groups' new running statistics. The result then does not depend on how rows are divided into calls. None
+        makes one group of all rows. Ignored in evaluation.
 
     Returns:
-      What the last block returns, and the running statistics after the call: in evaluation, those that came.
+      The output of the last block, and the running statistics after the call; in evaluation they are unchanged.
 
     Raises:
       ValueError: if the rows do not make whole groups, or the variables are not those of these blocks.
@@ -161,7 +161,7 @@ def _stage(model: Model, first: int, last: int) -> Stage:
             if pure := nnx.to_pure_dict(state):
                 variables[index] = pure
         for mode, graphs in (("train", training), ("eval", evaluation)):
-            block = nnx.merge(graph, *states)  # another module, so that the model's own mode stays as it is
+            block = nnx.merge(graph, *states)  # a new module, so that the model's own mode does not change
             getattr(block, mode)()
             graphs.append(nnx.graphdef(block))
     return Stage(Graph(first, tuple(training), tuple(evaluation)), params, stats)

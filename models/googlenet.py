@@ -12,7 +12,8 @@ from jax.typing import DTypeLike
 from models.blocks import Batch, Model, adaptive_average
 from models.dropout import Dropout
 
-# Channels of the 1x1; the 1x1 before the 3x3, the 3x3; the 1x1 before the 5x5, the 5x5; the 1x1 after the pooling.
+# Channels of: the 1x1; the 1x1 before the 3x3, and the 3x3; the 1x1 before the 5x5, and the 5x5; the 1x1 after the
+# pooling.
 Widths = tuple[int, int, int, int, int, int]
 STAGES: tuple[tuple[Widths, ...], ...] = (
     ((64, 96, 128, 16, 32, 32), (128, 128, 192, 32, 96, 64)),  # 3a, 3b
@@ -32,12 +33,12 @@ class GoogLeNet(Model):
 
     For images of (224, 224, 3) and 1000 classes: 6,998,552 parameters, and 13,378,280 with both auxiliary heads.
     Szegedy et al., "Going Deeper with Convolutions", CVPR 2015, with its response normalisation in the stem and without
-    batch normalisation; Xavier's initial values, as in Caffe's model zoo. Auxiliary heads average to 4x4 windows that
+    batch normalisation; Xavier's initial values, as in Caffe's model zoo. Auxiliary heads average over 4x4 windows that
     cover the image evenly, which differ by a pixel from the paper's 5x5 windows of stride 3.
 
-    The stem, every module and the last layer are blocks. One array (B, height, width, channels) crosses between any
-    two; in training, behind a module with an auxiliary head, a tuple of that array and the logits (B, classes) of all
-    heads so far. In training the model returns (logits, logits of head 1, logits of head 2), for `mean_loss`; in
+    The stem, every module and the last layer are blocks. A block's output is one array (B, height, width, channels). In
+    training, from the first module with an auxiliary head on, it is a tuple of that array and the logits (B, classes)
+    of all heads so far. In training the model returns (logits, logits of head 1, logits of head 2), for `mean_loss`. In
     evaluation the heads are not computed, and it returns the logits.
 
     A small twin for images of (8, 8, C): stem=(4, 4, 6), stem_strides=(1, 1), hidden=16, auxiliary_grid=1,
@@ -65,22 +66,22 @@ class GoogLeNet(Model):
 
         Args:
           image_shape: height, width, channels.
-          num_classes: classes to tell apart.
-          stem: outputs of the stem's convolutions, 7x7, 1x1 and 3x3.
-          stem_strides: of the stem's first convolution, and of its two poolings.
+          num_classes: number of classes.
+          stem: output channels of the stem's convolutions, 7x7, 1x1 and 3x3.
+          stem_strides: strides of the stem's first convolution, and of its two poolings.
           stages: widths of the inception modules of every stage; a pooling of stride 2 is between two stages.
-          auxiliary: the modules, counted from 0 through all stages, that an auxiliary head reads; () for none. The
-            published ones are 4a and 4d.
-          auxiliary_channels: of a head's 1x1 convolution.
+          auxiliary: the modules with an auxiliary head, counted from 0 through all stages; () for none. In the paper
+            they are 4a and 4d.
+          auxiliary_channels: channels of a head's 1x1 convolution.
           auxiliary_grid: height and width to which a head averages.
           hidden: outputs of a head's first dense layer.
-          dropout: before the last layer.
-          auxiliary_dropout: before a head's last layer.
-          dtype: to compute in; the parameters are float32.
+          dropout: rate before the last layer.
+          auxiliary_dropout: rate before a head's last layer.
+          dtype: the type to compute in; the parameters are float32.
           rngs: the source of the initial parameters.
 
         Raises:
-          ValueError: for auxiliary heads on modules that are not there.
+          ValueError: for auxiliary heads on modules that do not exist, or several on one module.
         """
         count = sum(len(stage) for stage in stages)
         if not set(auxiliary) <= set(range(count)) or len(set(auxiliary)) < len(auxiliary):
@@ -104,12 +105,12 @@ class GoogLeNet(Model):
 
 
 def mean_loss(outputs: jax.Array | tuple[jax.Array, ...], labels: jax.Array, weight: float = 0.3) -> jax.Array:
-    """Returns the mean cross entropy over the rows, and `weight` times that of every auxiliary head: () float32.
+    """Returns the mean cross entropy over the rows, plus `weight` times that of every auxiliary head: () float32.
 
     Args:
-      outputs: of the model, in training or evaluation mode.
+      outputs: the outputs of the model, in training or evaluation mode.
       labels: (B,) int32.
-      weight: of an auxiliary head.
+      weight: the weight of an auxiliary head.
     """
     logits, *heads = outputs if isinstance(outputs, tuple) else (outputs,)
     entropy = optax.softmax_cross_entropy_with_integer_labels
@@ -117,7 +118,7 @@ def mean_loss(outputs: jax.Array | tuple[jax.Array, ...], labels: jax.Array, wei
 
 
 def normalize_response(x: jax.Array, *, size: int = 5, alpha: float = 1e-4, beta: float = 0.75) -> jax.Array:
-    """Divides by (1 + alpha / size * the sum of squares of the `size` channels around)^beta, as Caffe does."""
+    """Divides by (1 + alpha / size * the sum of squares of the `size` nearest channels)^beta, as Caffe does."""
     squares = jnp.square(x.astype(jnp.float32))
     sums = jax.lax.reduce_window(
         squares, 0.0, jax.lax.add, (1,) * (x.ndim - 1) + (size,), (1,) * x.ndim, padding="SAME"
@@ -144,7 +145,7 @@ class Stem(nnx.Module):
         self.stride = strides[1]
 
     def __call__(self, x: None, batch: Batch) -> jax.Array:
-        """Returns (B, height / 8, width / 8, 192) of the images."""
+        """Returns (B, height / 8, width / 8, 192) for the images."""
         y = nnx.relu(self.first(batch["image"]))  # (B, H/2, W/2, 64)
         y = normalize_response(_pool(y, self.stride))  # (B, H/4, W/4, 64)
         y = nnx.relu(self.second(nnx.relu(self.reduce(y))))  # (B, H/4, W/4, 192)
@@ -152,7 +153,7 @@ class Stem(nnx.Module):
 
 
 class Inception(nnx.Module):
-    """Four branches side by side: 1x1; 3x3; 5x5; a pooling."""
+    """Four parallel branches: 1x1; 3x3; 5x5; a pooling."""
 
     def __init__(self, inputs: int, widths: Widths, *, pools_first: bool, options: dict[str, Any]):
         one, reduce_three, three, reduce_five, five, pooling = widths
@@ -166,7 +167,7 @@ class Inception(nnx.Module):
         self.outputs = one + three + five + pooling
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns (B, height, width, outputs), of half the size if a pooling is before."""
+        """Returns (B, height, width, outputs); height and width are halved if it pools first."""
         x = _pool(x, 2) if self.pools_first else x
         branches = (
             self.one(x),
@@ -178,7 +179,7 @@ class Inception(nnx.Module):
 
 
 class Auxiliary(nnx.Module):
-    """A second classifier in the middle of the model, for training alone."""
+    """An auxiliary classifier in the middle of the model, for training only."""
 
     def __init__(self, sizes: tuple[int, int, int, int, int], dropout: Dropout, options: dict[str, Any]):
         inputs, channels, grid, hidden, num_classes = sizes
@@ -196,14 +197,14 @@ class Auxiliary(nnx.Module):
 
 
 class Module(nnx.Module):
-    """A block: an inception module, and maybe an auxiliary head on it, which is left out in evaluation mode."""
+    """A block: an inception module, with an optional auxiliary head that is left out in evaluation mode."""
 
     def __init__(self, inception: Inception, head: Auxiliary | None):
         self.inception, self.head = inception, head
         self.deterministic = False  # set by `model.eval()`
 
     def __call__(self, x: jax.Array | tuple[jax.Array, ...], batch: Batch) -> jax.Array | tuple[jax.Array, ...]:
-        """Returns the features, with the logits of the heads so far, if there are any."""
+        """Returns the features, with the logits of the heads so far if there are any."""
         x, *heads = x if isinstance(x, tuple) else (x,)
         x = self.inception(x)
         if self.head is not None and not self.deterministic:
@@ -219,7 +220,7 @@ class Head(nnx.Module):
         self.dense = nnx.Linear(inputs, outputs, **options)
 
     def __call__(self, x: jax.Array | tuple[jax.Array, ...], batch: Batch) -> jax.Array | tuple[jax.Array, ...]:
-        """Returns the logits (B, classes), with those of the heads, if there are any."""
+        """Returns the logits (B, classes), with those of the heads if there are any."""
         x, *heads = x if isinstance(x, tuple) else (x,)
         logits = self.dense(self.dropout(x.mean(axis=(1, 2)), batch)).astype(jnp.float32)
         return (logits, *heads) if heads else logits

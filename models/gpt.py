@@ -1,4 +1,4 @@
-"""A decoder-only transformer, which predicts the next byte of a text."""
+"""A decoder-only transformer that predicts the next byte of a text."""
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,14 @@ _small = nnx.initializers.normal(0.02)
 
 
 class Gpt(Model):
-    """Layers of attention to what came before, and of a feed-forward part, each normalised before and added after.
+    """Layers of causal attention and a feed-forward part, each with a normalisation before it and a residual sum.
 
-    Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019, without dropout, and with a
-    table of its own at each end. With 256 tokens, 256 places, 8 layers and 256 features: 6,515,200 parameters.
+    Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019, without dropout, and with
+    untied input and output tables. With 256 tokens, 256 places, 8 layers and 256 features: 6,515,200 parameters.
 
     The batch has "text" (B, places + 1), integers. The model returns logits (B, places, tokens) of text[:, 1:], each
-    given those before it. Every layer is a block, and x (B, places, width) crosses between them: block 0 is the
-    embedding, blocks 1 to n the layers, block n + 1 the logits. So it can be cut anywhere.
+    given the tokens before it. Block 0 is the embedding, blocks 1 to n are the layers, block n + 1 the logits. The
+    output of each but the last is x (B, places, width), so the model can be cut anywhere.
 
     A small twin: 256 tokens, 8 places, layers=2, width=8, heads=2.
     """
@@ -40,11 +40,11 @@ class Gpt(Model):
 
         Args:
           tokens: size of the vocabulary.
-          places: tokens that are read at once, at most.
-          layers: how many.
+          places: the largest number of tokens that are read at once.
+          layers: number of layers.
           width: features of a token, a multiple of `heads`; four times as many inside the feed-forward parts.
-          heads: of every attention.
-          dtype: to compute in; the parameters and the logits are float32.
+          heads: number of heads of every attention.
+          dtype: the type to compute in; the parameters and the logits are float32.
           rngs: the source of the initial parameters.
         """
         options = {"dtype": dtype, "rngs": rngs}
@@ -58,7 +58,7 @@ class Gpt(Model):
 
 
 class Embedding(nnx.Module):
-    """What a token is, and where it stands."""
+    """The embeddings of tokens and of their places."""
 
     def __init__(self, tokens: int, places: int, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.table = nnx.Param(_small(rngs.params(), (tokens, width)))
@@ -66,7 +66,7 @@ class Embedding(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, x: None, batch: Batch) -> jax.Array:
-        """Returns (B, places, width) of all tokens but the last.
+        """Returns (B, places, width) for all tokens but the last.
 
         Raises:
           ValueError: for more tokens than places.
@@ -87,7 +87,7 @@ class Layer(nnx.Module):
         self.attention = Attention(width, heads, dtype=dtype, rngs=rngs)
         self.norms = nnx.List(nnx.LayerNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
         self.expand = linear(width, 4 * width, dtype, rngs)
-        # So many parts are added up: smaller ones, the more there are.
+        # The residual sum has 2 * layers terms, so they start smaller the more there are.
         self.contract = linear(4 * width, width, dtype, rngs, nnx.initializers.normal(0.02 / np.sqrt(2 * layers)))
 
     def __call__(self, x: jax.Array, batch: Batch) -> jax.Array:

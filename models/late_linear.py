@@ -10,10 +10,10 @@ import jaxcomm as jc
 
 
 class LateLinear(nnx.Linear):
-    """`nnx.Linear` whose kernel's gradient is made already reduced, where that moves fewer bytes.
+    """`nnx.Linear` whose kernel gradient is computed already reduced, where that moves fewer bytes.
 
-    The same parameters with the same initial values. Its gradients must bypass the exchange: pass that
-    `where=plan.exchanges`. Outside of the axis of workers it is `nnx.Linear`.
+    It has the same parameters and initial values. Its gradients must bypass the exchange: pass `where=plan.exchanges`
+    to the exchange. Outside of the axis of workers it is `nnx.Linear`.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class LateLinear(nnx.Linear):
         Args:
           in_features: N.
           out_features: M.
-          mode: "late", "reduce" or "auto", as of `jc.late_multiply`; `plan.mode(path)` of
+          mode: "late", "reduce" or "auto", as in `jc.late_multiply`; `plan.mode(path)` of
             `jc.accounting.plan_late_multiply` for an exchange that is not dense.
           use_bias: whether there is a bias.
-          axis_name: the axis of workers, or the axes along which they lie.
-          dtype: to compute in, and of what travels; that of the inputs if not given. The parameters are float32.
+          axis_name: the axis of workers, or the axes.
+          dtype: the type to compute in and to send; that of the inputs if not given. The parameters are float32.
           rngs: the source of the initial parameters.
           **options: `kernel_init`, `bias_init` and `param_dtype` of `nnx.Linear`.
         """
@@ -45,7 +45,7 @@ class LateLinear(nnx.Linear):
         self.mode, self.axis_name = mode, axis_name
 
     def __call__(self, inputs: jax.Array, out_sharding: None = None) -> jax.Array:
-        """Returns (..., M) of inputs (..., N); there is no `out_sharding` among workers."""
+        """Returns (..., M) for inputs (..., N); `out_sharding` must be None."""
         if out_sharding is not None:
             raise ValueError(f"A worker's rows are its own, got out_sharding={out_sharding}: leave it out.")
         x = inputs if self.dtype is None else inputs.astype(self.dtype)

@@ -13,11 +13,11 @@ from models.dropout import Dropout
 
 
 class Mlp(Model):
-    """A multilayer perceptron: every layer is a block, and a row's hidden features cross between them.
+    """A multilayer perceptron. Every layer is a block, and its output is the hidden features (B, hidden).
 
     With 300 and 100 hidden features, for images of (28, 28, 1) and 10 classes: 266,610 parameters. This is the network
     784-300-100-10 of LeCun et al., "Gradient-Based Learning Applied to Document Recognition", Proceedings of the IEEE
-    1998, with ReLU in the place of its sigmoids.
+    1998, with ReLUs in place of its sigmoids.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class Mlp(Model):
 
         Args:
           image_shape: height, width, channels.
-          num_classes: classes to tell apart.
-          hidden: outputs of the layers but the last.
-          dropout: of the inputs of the layers but the first.
-          dense: makes a layer of (inputs, outputs, dtype=, rngs=).
-          dtype: to compute in; the parameters are float32.
+          num_classes: number of classes.
+          hidden: outputs of all layers but the last.
+          dropout: rate for the inputs of all layers but the first.
+          dense: a function (inputs, outputs, dtype=, rngs=) that makes a layer.
+          dtype: the type to compute in; the parameters are float32.
           rngs: the source of the initial parameters.
         """
         sizes = [math.prod(image_shape), *hidden, num_classes]

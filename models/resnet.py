@@ -12,7 +12,7 @@ from models.blocks import Batch, Model
 
 RESNET50, RESNET101 = (3, 4, 6, 3), (3, 4, 23, 3)
 
-# As torchvision has it: variance 2 / outputs of the kernel.
+# Variance 2 / fan-out, as in torchvision.
 _kernel_init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
@@ -23,9 +23,9 @@ class ResNet(Model):
     ResNet-101 44,549,160. With the stem for CIFAR and 10 classes, ResNet-101: 42,512,970. He et al., "Deep Residual
     Learning for Image Recognition", CVPR 2016; a stage's stride is in the 3x3 convolution, as in torchvision.
 
-    The stem, every bottleneck and the dense layer are blocks; one array (B, height, width, channels) crosses between
-    any two, and the image's mean is taken in the last. Batch normalisation is by the statistics of the rows that a call
-    is given (see `models/functional.py`), with running statistics of momentum 0.9.
+    The stem, every bottleneck and the dense layer are blocks. The output of each but the last is one array (B, height,
+    width, channels); the last block takes the mean over the image. In training, batch normalisation uses the statistics
+    of the rows of a call (see `models/functional.py`); its running statistics have momentum 0.9.
 
     A small twin for images of (8, 8, C): layers=(1, 1), width=4, stem="cifar".
     """
@@ -45,11 +45,12 @@ class ResNet(Model):
 
         Args:
           image_shape: height, width, channels.
-          num_classes: classes to tell apart.
-          layers: bottlenecks of every stage; all stages but the first halve the image.
-          width: channels inside the bottlenecks of the first stage, doubled by every stage; four times as many leave.
-          stem: "imagenet" for 7x7 with stride 2 and a pooling, "cifar" for 3x3 alone, which leaves the image's size.
-          dtype: to compute in; the parameters and statistics are float32.
+          num_classes: number of classes.
+          layers: number of bottlenecks of every stage; all stages but the first halve the image.
+          width: channels inside the bottlenecks of the first stage, doubled by every stage; the output of a bottleneck
+            has four times as many.
+          stem: "imagenet" for 7x7 with stride 2 and a pooling, "cifar" for 3x3 alone, which keeps the image's size.
+          dtype: the type to compute in; the parameters and statistics are float32.
           rngs: the source of the initial parameters.
 
         Raises:
@@ -78,7 +79,7 @@ class Normalized(nnx.Module):
             (kernel, kernel),
             stride,
             padding=kernel // 2,
-            use_bias=False,  # the normalisation would take it away again
+            use_bias=False,  # the normalisation would subtract it
             kernel_init=_kernel_init,
             dtype=dtype,
             rngs=rngs,
@@ -99,16 +100,16 @@ class Stem(nnx.Module):
         self.large = large
 
     def __call__(self, x: None, batch: Batch) -> jax.Array:
-        """Returns (B, height / 4, width / 4, outputs) of the images, or of their size."""
+        """Returns (B, height / 4, width / 4, outputs), or (B, height, width, outputs) with the small stem."""
         y = nnx.relu(self.first(batch["image"]))
         if not self.large:
             return y
-        # Rectified numbers are not below the zeros around them.
+        # Padding with zeros is right for a maximum of rectified numbers.
         return nnx.max_pool(jnp.pad(y, ((0, 0), (1, 1), (1, 1), (0, 0))), (3, 3), strides=(2, 2))
 
 
 class Bottleneck(nnx.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut, which is one itself where the size changes."""
+    """1x1, 3x3 and 1x1 convolutions with a shortcut, which is a 1x1 convolution where the size changes."""
 
     def __init__(self, inputs: int, inside: int, stride: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         outputs = 4 * inside

@@ -10,10 +10,10 @@ import jaxcomm as jc
 
 
 class SplitLinear(nnx.Linear):
-    """`nnx.Linear` for the rows of all workers, of whose kernel each worker holds a shard.
+    """`nnx.Linear` whose kernel is sharded over the workers.
 
-    The same parameters with the same initial values. For the loss of `jc.make_train_step(specs=)`, where `kernel` is a
-    worker's shard, as `jc.layers.narrowing_spec` says. The bias is copied.
+    It has the same parameters and initial values. Use it in the loss of `jc.make_train_step(specs=)`, where `kernel` is
+    a worker's shard by `jc.layers.narrowing_spec`, and the bias is replicated.
     """
 
     def __init__(
@@ -26,12 +26,12 @@ class SplitLinear(nnx.Linear):
         rngs: nnx.Rngs,
         **options: Any,
     ):
-        """Makes the layer; arguments as of `nnx.Linear`, and the axis of workers."""
+        """Makes the layer; takes the arguments of `nnx.Linear`, and the axis of workers."""
         super().__init__(in_features, out_features, dtype=dtype, rngs=rngs, **options)
         self.axis_name = axis_name
 
     def __call__(self, inputs: jax.Array, out_sharding: None = None) -> jax.Array:
-        """Returns this worker's own rows (B/K, M) of its own rows (B/K, N)."""
+        """Returns (B/K, M) for this worker's rows (B/K, N); `out_sharding` must be None."""
         if out_sharding is not None:
             raise ValueError(f"A worker's rows are its own, got out_sharding={out_sharding}: leave it out.")
         kernel = self.kernel[...]

@@ -17,19 +17,19 @@ PADDING, BEGIN, END = 0, 1, 2
 
 
 class Transformer(Model):
-    """An encoder that reads the source, and a decoder that predicts the target's next token from those before.
+    """An encoder that reads the source, and a decoder that predicts the target's next token from those before it.
 
-    Vaswani et al., "Attention Is All You Need", NeurIPS 2017, with normalisation after every sum, as fairseq's
-    `transformer_iwslt_de_en`. With 8,848 source and 6,632 target tokens (IWSLT'14 German to English): 39,469,056
-    parameters tied, as fairseq has it, and 42,864,640 untied.
+    Vaswani et al., "Attention Is All You Need", NeurIPS 2017, with normalisation after every residual sum, as in
+    fairseq's `transformer_iwslt_de_en`. With 8,848 source and 6,632 target tokens (IWSLT'14 German to English):
+    39,469,056 parameters tied, as in fairseq, and 42,864,640 untied.
 
     The batch has "source" (B, S) and "target" (B, T), with 0 for padding, 1 before and 2 after every target. The model
     returns logits (B, T - 1, target tokens) of target[:, 1:], given target[:, :-1].
 
-    Every layer is two blocks, cut after the ReLU of its feed-forward part. With n layers, S source and T - 1 target
-    places, of `width` features, `hidden` inside the feed-forward part:
+    Every layer is two blocks, separated after the ReLU of its feed-forward part. With n layers, S source and T - 1
+    target places, `width` features, and `hidden` features inside the feed-forward part:
 
-      block        is                              what crosses to the next block
+      block        is                              output
       0            source embedding                x (B, S, width)
       2l - 1       encoder layer l, to the ReLU    (x, hidden (B, S, hidden))
       2l           encoder layer l, the rest       x
@@ -39,13 +39,13 @@ class Transformer(Model):
       4n + 2       logits
 
     `cuts_after_relu` gives the cuts of Gupta et al., KDD 2021. A tied model uses one table at both ends of the decoder.
-    A parameter has one place in a pipeline, so a tied model's decoder is a single block, 2n + 1: it can be cut anywhere
-    up to there. `tied=False` has a table for each end, and can be cut anywhere.
+    A parameter must be in one stage of a pipeline, so a tied model's decoder is a single block, 2n + 1, and the model
+    can be cut only before it. With `tied=False` there is a table for each end, and the model can be cut anywhere.
 
     A small twin: 11 and 13 tokens, layers=2, width=8, hidden=12, heads=2.
 
     Attributes:
-      layers: of the encoder, and of the decoder.
+      layers: number of layers of the encoder, and of the decoder.
       tied: whether the decoder's embeddings are also its last layer.
     """
 
@@ -66,15 +66,15 @@ class Transformer(Model):
         """Makes the layers.
 
         Args:
-          source_tokens: size of the source's vocabulary, the three special tokens included.
-          target_tokens: size of the target's.
-          layers: of the encoder, and of the decoder.
+          source_tokens: size of the source vocabulary, including the three special tokens.
+          target_tokens: size of the target vocabulary, including them too.
+          layers: number of layers of the encoder, and of the decoder.
           width: features of a token, even and a multiple of `heads`.
           hidden: features inside the feed-forward parts.
-          heads: of every attention.
-          dropout: of embeddings, and of what every part adds to its input.
+          heads: number of heads of every attention.
+          dropout: rate for embeddings, and for the term that every part adds to its input.
           tied: whether the decoder's embeddings are also its last layer.
-          dtype: to compute in; the parameters are float32.
+          dtype: the type to compute in; the parameters are float32.
           rngs: the source of the initial parameters.
         """
         self.layers, self.tied = layers, tied
@@ -91,17 +91,17 @@ class Transformer(Model):
             self.blocks = nnx.List([*encoder, embedding, *decoder, Logits(target_tokens, sizes)])
 
     def cuts_after_relu(self, *, encoder: Sequence[int] = (), decoder: Sequence[int] = ()) -> tuple[int, ...]:
-        """Returns the cuts for `models.functional.cut` after the ReLU of layers' feed-forward parts.
+        """Returns the cuts for `models.functional.cut` after the ReLU of the given layers' feed-forward parts.
 
-        The paper's two stages are cut in encoder layer 5, three in decoder layer 5 as well, and five in layer 3 of both
-        besides (its text names the encoder's layer 5 twice).
+        The paper cuts two stages in encoder layer 5; three stages also in decoder layer 5; five stages also in layer 3
+        of both (its text names the encoder's layer 5 twice).
 
         Args:
-          encoder: layers, from 1.
-          decoder: layers, from 1.
+          encoder: encoder layers, counted from 1.
+          decoder: decoder layers, counted from 1.
 
         Raises:
-          ValueError: for a layer that is not there, or a cut inside a tied decoder.
+          ValueError: for a layer that does not exist, or a cut inside a tied decoder.
         """
         wrong = [layer for layer in (*encoder, *decoder) if not 1 <= layer <= self.layers]
         if wrong:
@@ -117,11 +117,11 @@ class Transformer(Model):
 def smoothed_losses(
     logits: jax.Array, target: jax.Array, smoothing: float = 0.1
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns every row's losses, summed over its tokens; padding counts nothing.
+    """Returns every row's losses, summed over its tokens; padding is ignored.
 
-    The label's probability is 1 - smoothing, and `smoothing` is spread over all tokens evenly, the label included
-    (Szegedy et al., "Rethinking the Inception Architecture", CVPR 2016; Vaswani et al., 2017). For the loss of a token,
-    divide the sum over the rows by that of the numbers of tokens.
+    The label has probability 1 - smoothing, and `smoothing` is spread evenly over all tokens, including the label
+    (Szegedy et al., "Rethinking the Inception Architecture", CVPR 2016; Vaswani et al., 2017). For the mean loss per
+    token, divide the sum of the losses over the rows by the sum of the numbers of tokens.
 
     Args:
       logits: (B, T - 1, tokens), of target[:, 1:].
@@ -142,7 +142,7 @@ def smoothed_losses(
 
 
 class Sizes:
-    """What the layers share while they are made: their sizes, and the numbers of their dropout layers."""
+    """Settings that the layers share while they are made: their sizes, and the next dropout layer's number."""
 
     def __init__(self, width: int, hidden: int, heads: int, dropout: float, dtype: DTypeLike, rngs: nnx.Rngs):
         self.width, self.hidden = width, hidden
@@ -151,11 +151,11 @@ class Sizes:
         self._numbers: Iterator[int] = itertools.count()
 
     def attention(self) -> Attention:
-        """Makes an attention."""
+        """Makes an attention layer."""
         return Attention(self.width, self._heads, **self.options)
 
     def norm(self) -> nnx.LayerNorm:
-        """Makes a normalisation."""
+        """Makes a normalisation layer."""
         return nnx.LayerNorm(self.width, epsilon=1e-5, **self.options)
 
     def dropout(self) -> Dropout:
@@ -164,7 +164,7 @@ class Sizes:
 
 
 class Embedding(nnx.Module):
-    """Tokens as vectors, with what says where they are.
+    """The embeddings of tokens, with a positional encoding.
 
     Attributes:
       table: (tokens, width).
@@ -176,7 +176,7 @@ class Embedding(nnx.Module):
         self.dtype = sizes.options["dtype"]
 
     def __call__(self, tokens: jax.Array, places: jax.Array) -> jax.Array:
-        """Returns (B, T, width) of tokens (B, T) at places (T, width); a token outside of the table gives NaN."""
+        """Returns (B, T, width) for tokens (B, T) at places (T, width); a token outside of the table gives NaN."""
         table = self.table[...]
         return (take_rows(table, tokens) * table.shape[1] ** 0.5 + places).astype(self.dtype)
 
@@ -199,7 +199,7 @@ class SourceEmbedding(nnx.Module):
 
 
 class TargetEmbedding(nnx.Module):
-    """Embeds the target but its last token, behind the encoder's output."""
+    """Embeds the target without its last token; passes the encoder's output on."""
 
     def __init__(self, tokens: int, sizes: Sizes):
         self.embedding, self.dropout = Embedding(tokens, sizes), sizes.dropout()
@@ -212,7 +212,7 @@ class TargetEmbedding(nnx.Module):
 
 
 class EncoderAttention(nnx.Module):
-    """The first half of an encoder layer: attention, and the feed-forward part to its ReLU."""
+    """The first half of an encoder layer: attention, and the feed-forward part up to its ReLU."""
 
     def __init__(self, sizes: Sizes):
         self.attention, self.norm, self.dropout = sizes.attention(), sizes.norm(), sizes.dropout()
@@ -226,7 +226,7 @@ class EncoderAttention(nnx.Module):
 
 
 class DecoderAttention(nnx.Module):
-    """The first half of a decoder layer: attention to the target so far and to the source, and the rest to the ReLU."""
+    """The first half of a decoder layer: attention to the target so far and to the source, up to the ReLU."""
 
     def __init__(self, sizes: Sizes):
         self.own, self.own_norm, self.own_dropout = sizes.attention(), sizes.norm(), sizes.dropout()
@@ -234,7 +234,7 @@ class DecoderAttention(nnx.Module):
         self.expand = linear(sizes.width, sizes.hidden, **sizes.options)
 
     def __call__(self, x: tuple[jax.Array, jax.Array], batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns (memory, y, hidden) of (memory, y)."""
+        """Returns (memory, y, hidden) for (memory, y)."""
         memory, y = x
         before = jnp.tril(jnp.ones((y.shape[1], y.shape[1]), bool))
         return memory, *self.attend(y, self.own.keys_values(y), before, self.cross.keys_values(memory), batch)
@@ -247,7 +247,7 @@ class DecoderAttention(nnx.Module):
         cross: tuple[jax.Array, jax.Array],
         batch: Batch,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns (y, hidden), given keys and values of the target so far and of the encoder's output."""
+        """Returns (y, hidden), given the keys and values of the target so far and of the encoder's output."""
         y = self.own_norm(y + self.own_dropout(self.own(y, own, own_mask), batch))
         found = self.cross(y, cross, source_mask(batch["source"]))
         y = self.cross_norm(y + self.cross_dropout(found, batch))
@@ -262,7 +262,7 @@ class Contraction(nnx.Module):
         self.norm, self.dropout = sizes.norm(), sizes.dropout()
 
     def __call__(self, x: tuple[jax.Array, ...], batch: Batch) -> Any:
-        """Returns x of (x, hidden), and (memory, y) of (memory, y, hidden)."""
+        """Returns x for (x, hidden), and (memory, y) for (memory, y, hidden)."""
         *memory, y, hidden = x
         y = self.norm(y + self.dropout(self.contract(hidden), batch))
         return (*memory, y) if memory else y
@@ -276,7 +276,7 @@ class Logits(nnx.Module):
         self.dense = nnx.Linear(sizes.width, tokens, use_bias=False, kernel_init=initial, **sizes.options)
 
     def __call__(self, x: tuple[jax.Array, jax.Array], batch: Batch) -> jax.Array:
-        """Returns the logits (B, T - 1, tokens) of (memory, y)."""
+        """Returns the logits (B, T - 1, tokens) for (memory, y)."""
         return self.logits(x[1])
 
     def logits(self, y: jax.Array) -> jax.Array:
@@ -299,5 +299,5 @@ class TiedDecoder(nnx.Module):
 
 
 def source_mask(source: jax.Array) -> jax.Array:
-    """Returns (B, 1, 1, S): True where the source is no padding."""
+    """Returns (B, 1, 1, S): True where the source is not padding."""
     return (source != PADDING)[:, None, None]

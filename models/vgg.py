@@ -1,4 +1,4 @@
-"""VGG: 3x3 convolutions only."""
+"""VGG, whose convolutions are all 3x3."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,9 +20,9 @@ class Vgg(Model):
     dense layers. Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", ICLR
     2015.
 
-    Every layer is a block, a pooling belongs to the convolution before it. With VGG-16, blocks 0 to 12 are the
-    convolutions; (B, 7, 7, 512), 25,088 features a row, crosses to the dense layers, 13 to 15, and (B, 4096) between
-    these.
+    Every layer is a block; a pooling belongs to the convolution before it. In VGG-16, blocks 0 to 12 are the
+    convolutions and 13 to 15 the dense layers. The output of block 12 is (B, 7, 7, 512), 25,088 features a row; those
+    of blocks 13 and 14 are (B, 4096).
 
     A small twin for images of (8, 8, C): stages=((4, 4), (6,)), grid=1, hidden=(16, 16).
     """
@@ -44,17 +44,17 @@ class Vgg(Model):
 
         Args:
           image_shape: height, width, channels; every stage halves the first two.
-          num_classes: classes to tell apart.
-          stages: outputs of the convolutions of every stage.
-          grid: height and width to which the last images are averaged; those of (224, 224) are left as they are.
+          num_classes: number of classes.
+          stages: output channels of the convolutions of every stage.
+          grid: height and width to which the last feature maps are averaged; no change for images of (224, 224).
           hidden: outputs of the first two dense layers.
-          dropout: of the inputs of the last two dense layers.
-          dense: makes a dense layer of (inputs, outputs, dtype=, rngs=).
-          dtype: to compute in; the parameters are float32.
+          dropout: rate for the inputs of the last two dense layers.
+          dense: a function (inputs, outputs, dtype=, rngs=) that makes a dense layer.
+          dtype: the type to compute in; the parameters are float32.
           rngs: the source of the initial parameters.
 
         Raises:
-          ValueError: if the poolings leave nothing of an image.
+          ValueError: if the image is too small for the poolings.
         """
         *sides, width = image_shape
         for side in sides:

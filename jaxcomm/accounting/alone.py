@@ -1,6 +1,6 @@
-"""What one of K workers computes, without the others: a program whose collectives are replaced by copies on the spot.
+"""The computing of one of K workers: a program whose collectives are replaced by local copies.
 
-So the time of selecting, coding and decoding is measured on one device for any K, separately from the wire.
+With it the time of selecting, coding and decoding can be measured on one device for any K, without the wire.
 """
 
 import functools
@@ -19,14 +19,14 @@ _ON_THE_SPOT = (*COLLECTIVES, "axis_index", "pvary", "pcast")
 
 
 def alone(function: Callable[..., Any], workers: int | tuple[int, ...], axis_name: AxisName = "data") -> Any:
-    """Makes a program for one device of a function that runs in the axes of workers.
+    """Makes a program for one device from a function that runs inside the axes of workers.
 
-    All shapes are those of K workers: a gather returns K copies of what the worker put in, a sum over the workers its
-    operand, and the worker's number is 0. So the numbers that come out are those of K workers with equal gradients,
-    but for sums, which are not multiplied.
+    All shapes are those of K workers: a gather returns K copies of the worker's operand, a sum over the workers returns
+    the operand itself, and the worker's index is 0. The results are those of K workers with equal gradients, except
+    that sums are not multiplied by K.
 
     Args:
-      function: what a worker runs, `tx.update` say; of arrays and trees of arrays.
+      function: a worker's function of arrays and trees of arrays, such as `tx.update`.
       workers: K, or the number along each axis.
       axis_name: the axis of workers, or the axes, outermost first.
     """
@@ -67,18 +67,18 @@ def _run(eqn: Any, args: list[Any]) -> list[Any]:
             index, *operands = args
             branches = [functools.partial(_as_tuple, branch) for branch in params["branches"]]
             return list(lax.switch(index, branches, *operands))
-        if name not in ("scan", "while"):  # a call: what it calls is run here
+        if name not in ("scan", "while"):  # a call: run the called program here
             (inner,) = [value for value in params.values() if hasattr(value, "jaxpr") or hasattr(value, "eqns")]
             return _evaluate(inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ()), args)
         params |= {key: _rebuilt(value) for key, value in params.items() if hasattr(value, "jaxpr")}
     bound = eqn.primitive.get_bind_params(params)
-    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # releases of JAX differ
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # JAX releases differ
     out = eqn.primitive.bind(*functions, *args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def _communicates(eqn: Any) -> bool:
-    """Returns whether a collective, or the number of a worker, is in a program inside of an equation."""
+    """Returns whether a program inside an equation uses a collective, or the worker's index."""
     inner = [inner_jaxpr(child) for child in inner_jaxprs(eqn.params)]
     return any(each.primitive.name in _ON_THE_SPOT or _communicates(each) for child in inner for each in child.eqns)
 
@@ -92,7 +92,7 @@ def _rebuilt(closed: Any) -> Any:
 
 
 def _copied(x: Any, like: Any) -> jax.Array:
-    """Returns what a collective would, made of the worker's own operand; XLA may not look through it."""
+    """Returns a collective's result, made from the worker's own operand. XLA cannot optimise it away."""
     out = jnp.reshape(x, -1)
     if like.size > out.size:
         out = jnp.tile(out, like.size // out.size)
@@ -103,10 +103,10 @@ def _copied(x: Any, like: Any) -> jax.Array:
 
 
 def _in_memory(vector: jax.Array) -> jax.Array:
-    """Has XLA write a vector (n,), n > 0, before anything reads it.
+    """Makes XLA write a vector (n,), n > 0, to memory before anything reads it.
 
-    XLA for CPUs forgets barriers before it fuses (in jax 0.10; in 0.12 no more). So a loop writes the first number
-    once more, of which XLA does not know how often it runs.
+    XLA's CPU backend removes barriers before it fuses (in jax 0.10; no longer in 0.12). So a loop, whose length XLA
+    does not know, writes the first element again.
     """
     first = vector[:1]
     times = 1 + (first[0] == 0)

@@ -1,7 +1,7 @@
 """Collectives in the text of a compiled program.
 
-This is the second, independent count: what XLA really does, after it has widened types, merged operations or inserted
-its own.
+This is the second, independent count: the collectives that XLA runs, after it has widened types, merged operations or
+inserted its own.
 """
 
 import functools
@@ -22,9 +22,9 @@ _OPS = {
     "all-to-all": "all_to_all",
     "collective-permute": "permute",
 }
-# Collectives that are known not to be counted; meeting one is an error, not a silent zero.
+# Collectives that cannot be counted: an error, not a silent zero.
 _UNCOUNTED = ("ragged-all-to-all", "collective-broadcast", "send", "recv")
-# Between slices of TPUs a collective is a pair of transfers, one each way, between a device and its host.
+# Between TPU slices a collective is a pair of transfers, one each way, between a device and its host.
 _BETWEEN_SLICES = {
     "ALL_REDUCE": "all_reduce",
     "ALL_GATHER": "all_gather",
@@ -32,7 +32,7 @@ _BETWEEN_SLICES = {
     "ALL_TO_ALL": "all_to_all",
     "ONE_TO_ONE": "permute",
 }
-# Of a TPU's programs: a fusion that is a reduce-scatter, written as an all-reduce of which a part is kept.
+# In programs for TPUs: a fusion that is a reduce-scatter, written as an all-reduce of which one part is used.
 _REDUCE_SCATTER = "all-reduce-scatter"
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
@@ -67,8 +67,8 @@ def read_program(text: str, mesh: Mesh | None = None) -> Program:
     """Reads the collectives of a compiled program from its HLO text (`compiled.as_text()`).
 
     Args:
-      text: of the program.
-      mesh: the mesh that it was compiled for: the collectives then have their axes.
+      text: the text of the program.
+      mesh: the mesh that it was compiled for: with it, the axes of the collectives are known.
 
     Raises:
       ValueError: for a collective that cannot be counted: of an unknown kind, over unknown groups, or in a loop of
@@ -87,9 +87,9 @@ class _Collectives:
         self._chains: set[tuple[str, ...]] = set()
 
     def of(self, name: str) -> Program:
-        """Returns those of a computation."""
+        """Returns the collectives of a computation."""
         if name not in self._done:
-            self._done[name] = Program()  # before its instructions, as no computation calls itself
+            self._done[name] = Program()  # filled below; no computation calls itself
             for line in self._computations.get(name, ()):
                 self.add(self._done[name], line)
             if name.startswith(_REDUCE_SCATTER):
@@ -98,7 +98,7 @@ class _Collectives:
         return self._done[name]
 
     def add(self, program: Program, line: str) -> None:
-        """Adds those of an instruction."""
+        """Adds the collectives of an instruction."""
         match = _INSTRUCTION.match(line)
         if not match:
             return
@@ -115,8 +115,8 @@ class _Collectives:
         if kind in _UNCOUNTED:
             raise ValueError(f"Bytes of {op!r} cannot be counted here, got: {line.strip()[:200]}")
         if kind in _OPS:
-            # On TPUs a collective that other work overlaps is written in several fusions: its start, its end, and the
-            # work between them.
+            # On TPUs a collective that overlaps with other work appears in several fusions (its start, its end, and
+            # the work between them), with one chain: count it once.
             if chain := _CHAIN.search(rest):
                 if chain.groups() in self._chains:
                     return
@@ -139,9 +139,9 @@ class _Collectives:
                 program.add(self.of(name))
 
     def _trips(self, loop: str) -> int | None:
-        """Returns how often a loop runs that counts by one, as those of JAX do; None if the text does not tell.
+        """Returns the trip count of a loop that counts by one, as those of JAX do; None if the text does not tell.
 
-        XLA says it of its loops, but for TPUs. There it follows from the counter's first value and its limit.
+        XLA states it, except for TPUs. There it follows from the counter's first value and its limit.
         """
         if said := _TRIPS.search(loop):
             return int(said[1])
@@ -158,7 +158,7 @@ class _Collectives:
         return None if first is None or limit is None else limit - first
 
     def _constant(self, name: str) -> int | None:
-        """Returns the value of a scalar that is one, or a copy of one."""
+        """Returns the value of a scalar constant, or of a copy of one; None for anything else."""
         found = _CONSTANT.search(self._lines.get(name, ""))
         if found and found[1] == "copy":
             return self._constant(found[2])
@@ -166,7 +166,7 @@ class _Collectives:
 
     @functools.cached_property
     def _lines(self) -> dict[str, str]:
-        """The instructions by their names, each of which a program has once."""
+        """The instructions by name; names are unique in a program."""
         matches = (_INSTRUCTION.match(line) for lines in self._computations.values() for line in lines)
         return {match["name"]: match.string for match in matches if match}
 
@@ -174,12 +174,12 @@ class _Collectives:
 def read_overlap(text: str) -> float | None:
     """Returns the share of a program's products that neither feed its collectives nor wait for them.
 
-    Those can be computed while a collective is on its way. Products are the multiplications of matrix products and
-    convolutions; those of a library's convolutions (cuDNN), whose size the text does not say, are left out. Of several
-    collectives it is the mean by their bytes in a usual step.
+    These can be computed while a collective is on its way. Products are the multiplications of matrix products and
+    convolutions. Convolutions in a library (cuDNN) are left out: the text does not give their size. With several
+    collectives, the share is the mean, weighted by their bytes in a usual step.
 
     Args:
-      text: of the compiled program.
+      text: the text of the compiled program.
 
     Returns:
       The share, from 0 to 1; None for a program without products, or without collectives.
@@ -203,7 +203,7 @@ def read_overlap(text: str) -> float | None:
     sending = [match for match in matches[entry] if match["op"] == "send"]
     sends = {name: match["name"] for match in sending for name in _RENDEZVOUS.findall(match["rest"])}
     for match in matches[entry]:
-        if match["op"] == "recv":  # what comes from other slices is made of what was sent to them
+        if match["op"] == "recv":  # a receive from other slices depends on the send to them
             feeds[match["name"]] += [sends[name] for name in _RENDEZVOUS.findall(match["rest"]) if name in sends]
     waits: dict[str, list[str]] = {name: [] for name in own}
     for name, operands in feeds.items():
@@ -221,7 +221,7 @@ def read_overlap(text: str) -> float | None:
 
 
 def _products(match: re.Match[str], shapes: Mapping[str, str], products_of: Callable[[str], float]) -> float:
-    """Returns the multiplications of an instruction, those of the computations that it calls included."""
+    """Returns the number of multiplications of an instruction, including the computations that it calls."""
     op, rest = match["op"], match["rest"]
     operands = _operands(rest, shapes)
     contracted = _CONTRACTED.search(rest)
@@ -243,17 +243,17 @@ def _products(match: re.Match[str], shapes: Mapping[str, str], products_of: Call
 
 
 def _operands(rest: str, names: Container[str]) -> list[str]:
-    """Returns those of some instructions that one waits for; what its metadata says is about the source."""
+    """Returns the instructions among `names` that an instruction reads; ignores names in its metadata."""
     return [each for each in _NAME.findall(re.split(r", (?:metadata|backend_config)=", rest)[0]) if each in names]
 
 
 def _dims(shape: str) -> list[int]:
-    """Returns the dimensions of an array, or of the first one of a tuple."""
+    """Returns the dimensions of an array, or of the first array of a tuple."""
     return [int(size) for size in _ARRAY.findall(shape)[0][1].split(",") if size]
 
 
 def _reached(name: str, edges: Mapping[str, Sequence[str]]) -> set[str]:
-    """Returns an instruction, and all that lead from it."""
+    """Returns an instruction, and all that are reached from it."""
     reached, todo = {name}, [name]
     while todo:
         new = set(edges[todo.pop()]) - reached
@@ -287,7 +287,7 @@ def _devices(text: str) -> int:
 
 
 def _branches(rest: str) -> list[str]:
-    """Returns the branches of a conditional, that of a false predicate first."""
+    """Returns the branches of a conditional, the false branch first."""
     listed = _BRANCHES.search(rest)
     return _NAME.findall(listed.group(1)) if listed else _FALSE.findall(rest) + _TRUE.findall(rest)
 
@@ -324,9 +324,9 @@ def _of_result(kind: str, result: int, workers: int) -> Traffic:
 
 
 def _between_slices(kind: str, shape: str, rest: str, mesh: Mesh | None) -> Traffic:
-    """Makes the record of a collective between slices of TPUs from what a device receives of it.
+    """Makes the record of a collective between TPU slices from the shape that a device receives.
 
-    Its devices are given by their ids: slices that do the same on each of their devices, groups, or pairs.
+    The text gives its devices by their ids: as ranges of slices, whose devices all do the same; as groups; or as pairs.
     """
     slices, targets = _SLICES.search(rest), _TARGETS.search(rest)
     listed = targets[1] if targets else ""
@@ -351,7 +351,7 @@ def _between_slices(kind: str, shape: str, rest: str, mesh: Mesh | None) -> Traf
 
 
 def _elements(shape: str) -> list[str]:
-    """Splits the shape of a tuple at its own commas: "((a, b), c)" is ["(a, b)", "c"]."""
+    """Splits the shape of a tuple at its top-level commas: "((a, b), c)" is ["(a, b)", "c"]."""
     elements, depth, start = [], 0, 1
     for index, character in enumerate(shape):
         depth += (character in "([{") - (character in ")]}")
@@ -386,7 +386,7 @@ def _pairs(rest: str) -> tuple[tuple[int, int], ...]:
 
 
 def _group_size(rest: str, devices: int, line: str) -> int:
-    """Returns how many devices take part in a collective together, from any of the notations of XLA."""
+    """Returns the number of devices in a group of a collective, from any of XLA's notations."""
     if re.search(r"source_target_pairs=\{\{", rest):
         return devices
     listed = re.search(r"replica_groups=\{\{([\d,]*)\}", rest)
@@ -395,7 +395,7 @@ def _group_size(rest: str, devices: int, line: str) -> int:
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=", rest)
     if iota:
         return int(iota.group(2))
-    # In jax 0.10 the order of the devices may stand in between: mesh[...], device_ids=([2,2]T(1,0)) {...}.
+    # In jax 0.10 the order of the devices may come in between: mesh[...], device_ids=([2,2]T(1,0)) {...}.
     mesh = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(.*?\))?\s*\{([^}]*)\}", rest)
     if mesh:
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh.group(1))}
@@ -410,7 +410,7 @@ def _group_size(rest: str, devices: int, line: str) -> int:
 def _axes(rest: str, traffic: Traffic, devices: int, mesh: Mesh) -> tuple[str, ...]:
     """Returns the axes of the mesh along which the devices of a collective differ.
 
-    A program's devices are numbered as they are in the mesh, the last axis fastest.
+    A program numbers its devices in the order of the mesh, the last axis fastest.
     """
     named = re.search(r"replica_groups=mesh\[[^\]]*\](?:, device_ids=\(.*?\))?\s*\{([^}]*)\}", rest)
     if named:
@@ -431,7 +431,7 @@ def _axes(rest: str, traffic: Traffic, devices: int, mesh: Mesh) -> tuple[str, .
 
 
 def _differing(groups: Sequence[tuple[int, ...]], mesh: Mesh) -> tuple[str, ...]:
-    """Returns the axes of the mesh along which the devices of a group, given by their places in it, differ."""
+    """Returns the mesh axes along which the devices of a group, given by their positions in the mesh, differ."""
     places = [np.array(np.unravel_index(group, mesh.devices.shape)) for group in groups]  # (axes, devices)
     return tuple(
         name for i, name in enumerate(mesh.axis_names) if any((place[i] != place[i][0]).any() for place in places)

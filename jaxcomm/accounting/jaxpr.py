@@ -1,6 +1,6 @@
-"""Collectives in a traced program: what was asked for, before XLA has compiled it.
+"""Collectives in a traced program: those that the program asks for, before XLA compiles it.
 
-No devices are needed, so that it can be asked before anything runs.
+No devices are needed, so the collectives are known before anything runs.
 """
 
 import math
@@ -89,7 +89,7 @@ def equation_axes(eqn: Any) -> tuple[Any, ...]:
 
 
 def inner_jaxpr(jaxpr: Any) -> Any:
-    """Returns the program itself, of one that may be closed over constants."""
+    """Returns the program without the constants that it may be closed over."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 

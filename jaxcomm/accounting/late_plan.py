@@ -1,4 +1,4 @@
-"""Which dense layers multiply late: decided from shapes, before anything runs."""
+"""The choice of the dense layers that multiply late, from shapes, before anything runs."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -17,16 +17,16 @@ from jaxcomm.traffic import Traffic
 
 @dataclass(frozen=True)
 class LateLayer:
-    """What late-multiply costs for one layer, and what the exchange of its kernel costs.
+    """The cost of late-multiply for one layer, and of the exchange of its kernel.
 
     Attributes:
-      path: of the layer in the parameters, parts joined by "/".
-      shape: of the kernel, (N, M).
+      path: the layer's path in the parameters, parts joined by "/".
+      shape: the shape of the kernel, (N, M).
       late: the gathers of late-multiply.
       is_late: whether it multiplies late.
       bytes_late: bytes that each worker receives with late-multiply.
       bytes_reduce: bytes that each worker receives when the exchange gets the kernel's gradient.
-      crossover: the global batch, in rows, at which both are equal; infinite for one worker.
+      crossover: the global batch, in rows, at which both cost the same; infinite for one worker.
     """
 
     path: str
@@ -48,12 +48,12 @@ class LateLayer:
 
 @dataclass(frozen=True)
 class LatePlan:
-    """The layers that multiply late, and why.
+    """The layers that multiply late, and the reasons.
 
     Attributes:
       global_batch: rows of all workers together.
       workers: K.
-      layers: every layer that was asked about.
+      layers: all layers that the plan was made for.
     """
 
     global_batch: int
@@ -61,7 +61,7 @@ class LatePlan:
     layers: tuple[LateLayer, ...]
 
     def mode(self, path: str) -> str:
-        """Returns the mode of a layer, "late" or "reduce", to be passed to it.
+        """Returns the mode to pass to a layer: "late" or "reduce".
 
         Raises:
           ValueError: if the plan has no such layer.
@@ -73,7 +73,7 @@ class LatePlan:
         raise ValueError(f"A plan knows the modes of the layers that it was made for, got {path!r}: it has {known}.")
 
     def exchanges(self, path: str, leaf: Any) -> bool:
-        """Returns whether a parameter's gradient is to be exchanged: not of kernel and bias of layers that are late.
+        """Returns whether a parameter's gradient is exchanged: False for kernel and bias of a layer that is late.
 
         For an exchange's `where=`: `jaxcomm.dct_dp(0.99, where=plan.exchanges)`.
         """
@@ -83,7 +83,7 @@ class LatePlan:
 
     @property
     def traffic(self) -> tuple[Traffic, ...]:
-        """The collectives of the layers that multiply late: `beside=` of `wire_report` and `verify`."""
+        """The collectives of the layers that multiply late, for `beside=` of `wire_report` and `verify`."""
         return tuple(traffic for layer in self.layers if layer.is_late for traffic in layer.late)
 
     @property
@@ -111,29 +111,29 @@ def plan_late_multiply(
     late: Collection[str] | None = None,
     axis_name: AxisName = "data",
 ) -> LatePlan:
-    """Decides which dense layers multiply late: those for which that moves fewer bytes than the exchange.
+    """Decides which dense layers multiply late: those for which this moves fewer bytes than the exchange.
 
-    Late, each worker receives the other workers' rows of inputs and errors, B (K-1)/K * (N + M) * `activation_bytes`;
-    dense, 2 (K-1)/K * 4 N M bytes. So with float32 a layer multiplies late if B < 2 N M / (N + M). A layer with
-    mode="auto" decides in the same way, always against a dense exchange.
+    With late-multiply each worker receives the other workers' rows of inputs and errors, B (K-1)/K * (N + M) *
+    `activation_bytes`; with a dense exchange, 2 (K-1)/K * 4 N M bytes. So with float32 a layer multiplies late if B < 2
+    N M / (N + M). A layer with mode="auto" decides in the same way, always against a dense exchange.
 
     Args:
-      kernels: {path: (N, M)}, a path being the place of the layer in the parameters, parts joined by "/"; or parameters
-        (or their shapes), in which every matrix of name "kernel" is taken for that of a late-multiplying layer.
+      kernels: {path: (N, M)}, with a layer's path in the parameters, parts joined by "/"; or parameters (or their
+        shapes), in which every matrix named "kernel" is taken as that of a layer that may multiply late.
       global_batch: B, rows of all workers together that reach the layers (examples times positions).
       workers: K, or the number along each axis.
-      exchange: what exchanges the gradients of the others; None for a dense exchange. Its bytes are those that it
-        would receive for the kernel alone.
-      activation_bytes: bytes of a number of the inputs and errors: 4, or 2 for bfloat16 and float16.
-      late: the paths of the layers that multiply late, where that is decided already; None to decide it here.
+      exchange: the exchange of the other gradients; None for a dense exchange. A layer is compared with the bytes that
+        it would receive for the kernel alone.
+      activation_bytes: bytes per element of the inputs and errors: 4, or 2 for bfloat16 and float16.
+      late: the paths of the layers that multiply late, if already decided; None to decide here.
       axis_name: the axis of workers that `exchange` was made for, or the axes.
 
     Returns:
-      The plan; `print` it to see each layer's choice and why.
+      The plan; `print` it to see each layer's choice and the reason.
 
     Raises:
-      ValueError: if there is no kernel, one is not a matrix, the batch is not a multiple of K, a number of bytes is
-        unknown, or `late` has a path that is no layer's.
+      ValueError: if there is no kernel, one is not a matrix, the batch is not a multiple of K, `activation_bytes` is
+        not 2 or 4, or `late` has a path of no layer.
     """
     count = math.prod(workers) if isinstance(workers, tuple) else workers
     if count < 1 or global_batch < 1 or global_batch % count:
@@ -176,7 +176,7 @@ def plan_late_multiply(
 
 
 def _kernels(kernels: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Returns the shapes (N, M) of layers by their paths, from either form."""
+    """Returns the shapes (N, M) of layers by path, from either form."""
 
     def is_shape(node: Any) -> bool:
         return isinstance(node, tuple) and all(isinstance(size, int) for size in node)

@@ -1,6 +1,6 @@
 """Bytes per step: predicted from shapes, counted in compiled text, and proof that the two agree.
 
-The prediction walks the traced program and needs no devices: it answers what a method will cost before it is tried.
+The prediction reads the traced program and needs no devices: it gives the cost of a method before it is tried.
 """
 
 import math
@@ -25,16 +25,16 @@ from jaxcomm.traffic import Program, Traffic
 
 @dataclass(frozen=True)
 class WireReport:
-    """What one exchange costs a worker.
+    """The cost of one exchange, for each worker.
 
     Attributes:
       workers: K, along all axes.
       parameters: n, elements of the gradient.
       program: its collectives.
-      every: steps from one exchange to the next, 1 but for local methods.
-      overlap: of a compiled step, the share of its products that can be computed while collectives are on their way,
+      every: steps from one exchange to the next; 1 except for local methods and chains that accumulate.
+      overlap: for a compiled step, the share of its products that can be computed while collectives are on their way,
         from 0 to 1; see `read_overlap`. None otherwise.
-      turns: exchanges after which all parameters were exchanged once, 1 but for fragments of `local_sgd`.
+      turns: exchanges in which all parameters are exchanged once; 1 except for fragments of `local_sgd`.
     """
 
     workers: int
@@ -46,29 +46,29 @@ class WireReport:
 
     @property
     def steps(self) -> int:
-        """Steps in which all parameters are exchanged once: H of a local method, else 1."""
+        """Steps in which all parameters are exchanged once: `every` times `turns`, H for a local method."""
         return self.every * self.turns
 
     @property
     def received(self) -> float:
-        """Bytes that each worker receives in a usual step: for a local method, on average over its steps."""
+        """Bytes that each worker receives in a usual step; if not every step exchanges, the average over steps."""
         quiet = self.program.received_always
         return float(quiet + sum(each.received - quiet for each in self.exchanges()) / self.steps)
 
     @property
     def received_in_exchange(self) -> float:
-        """Bytes that each worker receives in a usual step with an exchange, the largest of several fragments.
+        """Bytes that each worker receives in a usual step with an exchange, or with the largest of several fragments.
 
-        `received` where every step exchanges everything.
+        Equal to `received` if every step exchanges everything.
         """
         return float(max(each.received for each in self.exchanges()))
 
     def exchanges(self) -> list[Program]:
-        """Returns the collectives of a step with an exchange, for each of the `turns`."""
+        """Returns the collectives of a usual step with an exchange, for each of the `turns`."""
         return [self.program.in_turn(turn, self.turns) for turn in range(self.turns)]
 
     def of_step(self, step: int) -> Program:
-        """Returns the collectives of a step, counted from 1."""
+        """Returns the collectives of a step; steps are counted from 1."""
         if step % self.every:
             return Program(self.program.always)
         return self.program.in_turn((step // self.every - 1) % self.turns, self.turns)
@@ -77,13 +77,13 @@ class WireReport:
         """Bytes that each worker receives in a usual exchange over one axis of the mesh.
 
         Raises:
-          ValueError: for a report of compiled text, which does not name axes.
+          ValueError: for a report of compiled text that was read without a mesh: its axes are not known.
         """
         return float(max(each.over(axis_name).received for each in self.exchanges()))
 
     @property
     def received_at_most(self) -> float:
-        """Bytes that each worker receives in the most expensive step (one that drains, say)."""
+        """Bytes that each worker receives in the most expensive step, such as one that drains."""
         return float(self.program.received_at_most)
 
     @property
@@ -93,7 +93,7 @@ class WireReport:
 
     @property
     def ratio_to_dense(self) -> float:
-        """How many times fewer bytes than dense float32; infinite where nothing is received."""
+        """How many times fewer bytes than dense float32; infinite if nothing is received."""
         return self.dense / self.received if self.received else float("inf")
 
     @property
@@ -130,12 +130,12 @@ class WireReport:
 
 @dataclass(frozen=True)
 class BoundaryBytes:
-    """What crosses one boundary in a step, for each data-parallel worker.
+    """The bytes that cross one boundary in a step, for each data-parallel worker.
 
     Attributes:
       forward: bytes of activations that the next stage receives.
       backward: bytes of gradients that it sends back.
-      dense: bytes either way of whole activations, in their own type.
+      dense: bytes of whole activations in their own type, in one direction.
     """
 
     forward: int
@@ -145,12 +145,12 @@ class BoundaryBytes:
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """What one step of a pipeline costs.
+    """The cost of one step of a pipeline.
 
     Attributes:
-      boundaries: after every stage but the last.
-      exchange: of one stage's gradients over the workers. Every stage pays for the slots, that is, for the largest
-        tensors of any stage.
+      boundaries: the bytes of the boundary after every stage but the last.
+      exchange: the exchange of one stage's gradients over the workers. Every stage costs the same: that of the stacked
+        stage parameters, which have the size of the largest tensors of any stage.
     """
 
     boundaries: list[BoundaryBytes]
@@ -179,15 +179,15 @@ def wire_report(
 ) -> WireReport:
     """Predicts the bytes of one exchange from shapes alone.
 
-    Nothing is computed and no device is needed: any K can be asked about anywhere. Gradients that bypass
-    the exchange cost it nothing: what their layers gather depends on the batch, and is given as `beside`. TPUs send
-    whole tiles: up to 4 kB more for each message than said here. A step's own `report` and `verify` count them.
+    Nothing is computed and no device is needed, so K can be any number. Gradients that bypass the exchange cost it
+    nothing: the traffic of their layers depends on the batch, and is given as `beside`. TPUs send whole tiles: up to 4
+    kB more per message than predicted here. A step's own `report` and `verify` count them.
 
     Args:
-      tx: a transformation or chain with an exchange in it.
+      tx: a transformation or chain with an exchange.
       params: the parameters, or `jax.ShapeDtypeStruct`s of their shapes.
       workers: K, or the number along each axis.
-      beside: collectives that gradients cost in addition to the exchange: `plan.traffic` of `plan_late_multiply`.
+      beside: collectives of gradients in addition to the exchange: `plan.traffic` of `plan_late_multiply`.
       axis_name: the axis of workers that `tx` was made for, or the axes, outermost first; None as in
         `make_train_step`.
     """
@@ -202,7 +202,7 @@ def exchange_report(
     axis_name: AxisName | None,
     kind: Any = None,
 ) -> WireReport:
-    """Predicts the bytes of one exchange between devices of a kind (an `AbstractDevice`); see `wire_report`."""
+    """Predicts the bytes of one exchange between devices of one kind (an `AbstractDevice`); see `wire_report`."""
     axis_name = axis_name_of(tx) if axis_name is None else axis_name
     sizes = check_workers(workers, axis_name)
     mesh = abstract_mesh(dict(zip(axis_names(axis_name), sizes, strict=True)), kind)
@@ -251,10 +251,10 @@ def verify(
     steps: int = 1,
     text: str | None = None,
 ) -> WireReport:
-    """Proves on the compiled text of a step that it sends what its exchange claims, no more and no less.
+    """Proves from the compiled text of a step that it sends what its exchange claims, no more and no less.
 
-    In a usual step as in the most expensive one, compiled bytes are at most those that were traced, at least those of
-    the exchange, and at most those of the exchange and `other_bytes`.
+    Both in a usual step and in the most expensive one, the compiled bytes must be at most the traced bytes, at least
+    those of the exchange, and at most those of the exchange plus `other_bytes`.
 
     Args:
       step: a function under `jax.jit` that holds the whole step.
@@ -262,23 +262,23 @@ def verify(
       tx: the transformation that exchanges the gradients in it.
       params: the parameters, or their shapes.
       workers: K, or the number along each axis.
-      other_bytes: bytes that the step may receive in addition to the exchange (losses and metrics). Those of a model's
-        state in a `TrainState` among the arguments are added.
+      other_bytes: bytes that the step may receive in addition to the exchange (losses and metrics). The bytes of a
+        model's state in a `TrainState` among the arguments are added.
       beside: as in `wire_report`.
-      axis_name: the axis of workers, or the axes, outermost first.
-      mesh: the mesh of the step, where it has other axes than the workers': collectives over those alone do not count.
+      axis_name: the axis of workers, or the axes, outermost first; None as in `make_train_step`.
+      mesh: the mesh of the step, if it has axes other than the workers': collectives over these alone do not count.
       steps: train steps that the function takes, in a `jax.lax.scan`.
-      text: of the compiled step, if it is at hand.
+      text: the text of the compiled step, if it is at hand.
 
     Returns:
       The report of the compiled step.
 
     Raises:
-      ValueError: if XLA sends more bytes than the traced program says; if the step sends more than the exchange and
-        `other_bytes`: a dense all-reduce has stayed in it; or if it sends less than the exchange.
+      ValueError: if XLA sends more bytes than the traced program; if the step sends more than the exchange plus
+        `other_bytes` (a dense all-reduce is left in it); or if it sends less than the exchange.
     """
     axis_name = axis_name_of(tx) if axis_name is None else axis_name
-    step = step if hasattr(step, "trace") else jax.jit(step)  # that of jax.pmap has no trace
+    step = step if hasattr(step, "trace") else jax.jit(step)  # a step of jax.pmap has no trace
     claimed = exchange_report(tx, params, workers, beside, axis_name, kind_of_device(args)).program
     count = math.prod(check_workers(workers, axis_name))
     others = other_bytes + sum(model_state_bytes(arg, count) for arg in args)
@@ -288,7 +288,7 @@ def verify(
 
 
 def kind_of_device(args: Any) -> Any:
-    """Returns the `AbstractDevice` of the mesh that arrays, or their shapes, are on; None if they are on none."""
+    """Returns the `AbstractDevice` of the mesh that arrays, or their shapes, are on; None without a mesh."""
     for leaf in jax.tree.leaves(args):
         if isinstance(sharding := getattr(leaf, "sharding", None), NamedSharding):
             return sharding.mesh.abstract_mesh.abstract_device
@@ -305,17 +305,17 @@ def check_bytes(
     steps: int = 1,
     activations: float = 0.0,
 ) -> WireReport:
-    """Compares the compiled bytes of a step with those that were traced and those that its exchange claims.
+    """Compares the compiled bytes of a step with the traced bytes, and with those that its exchange claims.
 
     Args:
-      text: of the compiled program.
+      text: the text of the compiled program.
       traced: the report of the traced step.
-      claimed: the exchange, of one train step.
+      claimed: the collectives of the exchange in one train step.
       others: bytes that a train step may receive in addition to the exchange.
       axis_name: the axis of workers, or the axes.
       mesh: the mesh of the step: collectives over other axes do not count. None if all count.
       steps: train steps that the program takes.
-      activations: bytes of the claim that layers send: XLA sends numbers that a TPU multiplies in 16 bits as 16.
+      activations: bytes of the claim that layers send. On TPUs XLA may send them as 16 bits, if it multiplies so.
 
     Raises:
       ValueError: as `verify`.
@@ -372,16 +372,16 @@ def check_bytes(
 
 
 def as_compiled(program: Program, text: str) -> Program:
-    """Returns the most that XLA may make of a program where it compiled this text: on TPUs messages are whole tiles."""
+    """Returns a program with the largest messages that XLA may make of it in this text: whole tiles on TPUs."""
     return program.in_tiles("_xla_megascale_" in text) if _is_of_tpus(text) else program
 
 
 def _is_of_tpus(text: str) -> bool:
-    return ":T(" in text  # arrays have tiles
+    return ":T(" in text  # arrays are tiled
 
 
 def _counted(program: Program) -> Counter[tuple[str, int]]:
-    """Returns how often each collective is run in every step."""
+    """Returns how often each unconditional collective is run in a step."""
     found: Counter[tuple[str, int]] = Counter()
     for traffic in program.always:
         found[traffic.op, traffic.operand_bytes] += traffic.times
@@ -389,7 +389,7 @@ def _counted(program: Program) -> Counter[tuple[str, int]]:
 
 
 def model_state_bytes(arg: Any, workers: int) -> float:
-    """Returns the bytes that a worker receives of the mean of the model's state, if an argument of a step has one."""
+    """Returns the bytes that a worker receives for the mean of a model's state, 0 if an argument has none."""
     leaves = jax.tree.leaves(getattr(arg, "model_state", ()))
     averaged = 4 * sum(math.prod(jnp.shape(leaf)) for leaf in leaves)
     return float(Traffic("all_reduce", averaged, workers).received)

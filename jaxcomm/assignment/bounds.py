@@ -1,7 +1,7 @@
-"""Lower bounds for placements of blocks on stages: what a step takes at least, before any option is chosen.
+"""Lower bounds of placements of blocks on stages: the least time of a step, before any option is chosen.
 
-A range of blocks is from i to j, without j. What depends on ranges is an array with [i, j] last, infinite where there
-is no such range.
+A range of blocks is from i up to, but not including, j. Values for ranges are arrays whose last two indices are [i, j],
+infinite where there is no such range.
 """
 
 import itertools
@@ -11,9 +11,9 @@ import numpy as np
 
 from jaxcomm.assignment.problem import Problem, crossing_seconds, fill
 
-# Lower bounds allow for rounding by this share.
+# Lower bounds are reduced by this share, to allow for rounding.
 _ROUNDING = 1e-9
-# Sets of names are enumerated for so many names, those with the longest starts.
+# Sets of options are enumerated over at most this many names, those with the longest starts.
 _PRICED_NAMES = 8
 _PRICES = 64
 
@@ -28,11 +28,11 @@ def ranges(values: np.ndarray) -> np.ndarray:
 
 
 def to_go(costs: np.ndarray, combine: Callable[..., np.ndarray]) -> np.ndarray:
-    """Returns what the stages from s on cost at least if they hold the blocks from i on, (S + 1, B + 1).
+    """Returns the least cost of stages s and later if they hold blocks i and later, (S + 1, B + 1).
 
     Args:
-      costs: of each stage's range, (S, B + 1, B + 1).
-      combine: `np.add` or `np.maximum`, of stages.
+      costs: the cost of each range in each stage, (S, B + 1, B + 1).
+      combine: `np.add` or `np.maximum`, to combine stages.
     """
     S, B = costs.shape[0], costs.shape[1] - 1
     least = np.full((S + 1, B + 1), np.inf)
@@ -43,7 +43,7 @@ def to_go(costs: np.ndarray, combine: Callable[..., np.ndarray]) -> np.ndarray:
 
 
 def closest_fit(excess: np.ndarray) -> tuple[int, ...]:
-    """Returns the ends of the stages of a placement whose worst excess (S, B + 1, B + 1) is least."""
+    """Returns the stage ends of the placement whose worst `excess` (S, B + 1, B + 1) is least."""
     least, ends = to_go(excess, np.maximum), [0]
     for s in range(excess.shape[0]):
         ends.append(int(np.argmin(np.maximum(excess[s, ends[-1]], least[s + 1]))))
@@ -53,26 +53,26 @@ def closest_fit(excess: np.ndarray) -> tuple[int, ...]:
 class Bounds:
     """Lower bounds for all placements of a problem.
 
-    A stage's exchange may take E seconds. Then the errors of its tensors sum up to at least L(p) - p E for every price
-    p of a second: L(p) is the least sum of errors and of p times the seconds, starts included, and a range of blocks
-    has one whatever its stage. The sum over stages must be within the budget, which bounds E from below. Memory only
-    rules out ranges that fit in no way.
+    If a stage's exchange takes at most E seconds, the errors of its tensors sum to at least L(p) - p E, for every price
+    p of a second. L(p) is the least sum of errors plus p times the seconds, starts included. It depends on the range of
+    blocks but not on the stage. The sum over stages must be within the budget, which bounds E from below. Memory is
+    used only to rule out ranges that cannot fit.
 
     Attributes:
-      compute: seconds of each stage's range times the pipeline's fill, (S, B + 1, B + 1).
-      crossing: seconds after each stage's range, (S, B + 1, B + 1).
+      compute: seconds of each range in each stage times the pipeline's fill, (S, B + 1, B + 1).
+      crossing: seconds of the boundary after each range in each stage, (S, B + 1, B + 1).
       prices: p, (P,).
       priced: L, (P, B + 1, B + 1).
-      shortest: seconds that the exchange of a range takes at least, (B + 1, B + 1).
-      least_exchange: E of the best placement, at least.
+      shortest: the least seconds of the exchange of a range, (B + 1, B + 1).
+      least_exchange: a lower bound of E over all placements.
     """
 
     def __init__(self, problem: Problem, excess: np.ndarray):
         """Makes the tables.
 
         Args:
-          problem: as it is to be assigned.
-          excess: bytes by which each stage's range exceeds its device at least, (S, B + 1, B + 1).
+          problem: the problem.
+          excess: the least bytes by which each range exceeds each stage's device, (S, B + 1, B + 1).
         """
         self.budget = problem.error_budget
         B, S = len(problem.blocks), len(problem.devices)
@@ -100,7 +100,7 @@ class Bounds:
                 seconds[t, names.index(option.name)] = option.seconds
                 errors[t, names.index(option.name)] = option.error
         self.prices = _prices(seconds, errors) if self.budget is not None else np.zeros(0)
-        # One more row than prices: of the seconds alone.
+        # One row more than prices, for the seconds alone.
         error_weight = np.array([*np.ones_like(self.prices), 0.0])
         price = np.array([*self.prices, 1.0])
         known = np.isfinite(seconds)
@@ -140,7 +140,7 @@ class Bounds:
         return low
 
     def first(self, ends: np.ndarray) -> np.ndarray:
-        """Returns quick lower bounds (n,), in seconds, of all that begins with stages that end so, (n, s)."""
+        """Returns quick lower bounds (n,), in seconds, of all placements that start with these stage ends (n, s)."""
         n, s = ends.shape
         starts = np.concatenate([np.zeros((n, 1), int), ends[:, :-1]], axis=1)
         last, stage = ends[:, -1], np.arange(s)
@@ -150,22 +150,22 @@ class Bounds:
         return (compute + crossing + np.maximum(exchange, self.least_exchange)) * (1 - _ROUNDING)
 
     def base(self, ends: np.ndarray) -> np.ndarray:
-        """Returns the seconds (n,) of whole placements (n, S) without the exchange."""
+        """Returns the seconds (n,) of complete placements (n, S) without the exchange."""
         starts, stage = np.concatenate([np.zeros((len(ends), 1), int), ends[:, :-1]], axis=1), np.arange(ends.shape[1])
         return self.compute[stage, starts, ends].max(axis=1) + self.crossing[stage, starts, ends].sum(axis=1)
 
     def errors(self, ends: np.ndarray, exchange: float) -> np.ndarray:
-        """Returns what the errors of each stage (S,) of a placement (S,) are at least for seconds of its exchange."""
+        """Returns lower bounds (S,) of the stages' errors in a placement (S,) whose exchange takes so many seconds."""
         starts = np.array([0, *ends[:-1]])
         return (self.priced[:, starts, ends] - self.prices[:, None] * exchange).max(axis=0)
 
     def second(self, ends: np.ndarray) -> np.ndarray:
-        """Returns better lower bounds (n,), in seconds, of whole placements (n, S)."""
+        """Returns better lower bounds (n,), in seconds, of complete placements (n, S)."""
         starts = np.concatenate([np.zeros((len(ends), 1), int), ends[:, :-1]], axis=1)
         exchange = np.maximum(self.shortest[starts, ends].max(axis=1), self.least_exchange)
         if self.budget is not None:
             priced = self.priced[:, starts, ends]  # (P, n, S)
-            for _ in range(12):  # Newton's steps from below: the errors are a convex, falling function of the seconds
+            for _ in range(12):  # Newton's method from below: the errors are a convex, decreasing function of E
                 errors = priced - self.prices[:, None, None] * exchange[:, None]
                 chosen = errors.argmax(axis=0)  # (n, S)
                 over = np.take_along_axis(errors, chosen[None], axis=0)[0].sum(axis=1) - self.budget * (1 + _ROUNDING)
@@ -177,7 +177,7 @@ class Bounds:
 
 
 def _prices(seconds: np.ndarray, errors: np.ndarray) -> np.ndarray:
-    """Returns prices of a second, 0 among them: quantiles of those at which tensors go from an option to another."""
+    """Returns prices of a second: 0, and quantiles of the prices at which tensors change between two options."""
     with np.errstate(invalid="ignore", divide="ignore"):
         saved = errors[:, :, None] - errors[:, None, :]  # (tensors, names, names)
         more = seconds[:, None, :] - seconds[:, :, None]

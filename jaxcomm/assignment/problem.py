@@ -1,4 +1,4 @@
-"""What an assignment is made of: blocks, tensors with ways to exchange them, devices, links; and what a step costs."""
+"""An assignment problem: blocks, tensors with the options to exchange them, devices, links; and the cost of a step."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ class Option:
     """One way to exchange a tensor's gradient.
 
     Attributes:
-      name: of the way, such as "topk(0.99)". Tensors that share it in a stage pay its start once.
-      seconds: that this tensor adds to a step, coding and wire.
-      error: what it adds to the error of the mean gradient; 0 for a dense exchange.
+      name: the option's name, such as "topk(0.99)". Tensors of one stage that share it pay its start once.
+      seconds: seconds that this tensor adds to a step, coding and wire.
+      error: the error that it adds to the mean gradient; 0 for a dense exchange.
       memory: bytes on each device that holds the tensor.
     """
 
@@ -36,8 +36,8 @@ class Tensor:
     """A tensor, or tensors that are exchanged in the same way.
 
     Attributes:
-      name: unlike that of any other tensor.
-      options: the ways to exchange it, of which one is chosen.
+      name: a unique name.
+      options: the ways to exchange it; one is chosen.
     """
 
     name: str
@@ -54,14 +54,15 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a model that is not cut.
+    """A part of a model that stays in one stage.
 
     Attributes:
-      name: for messages.
+      name: its name in messages.
       seconds: forward and backward, for one worker's whole batch on a device of speed 1.
       memory: bytes of parameters, optimizer and activations.
-      boundary_bytes: that cross in a step, both ways together, for each worker, if the model is cut after this block.
-      tensors: whose gradients are exchanged.
+      boundary_bytes: bytes that cross in a step if the model is cut after this block, for each worker, both directions
+        together.
+      tensors: the tensors whose gradients are exchanged.
     """
 
     name: str
@@ -98,16 +99,16 @@ class Device:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be assigned.
+    """The blocks to assign to stages, and the costs and limits.
 
     Attributes:
-      blocks: of the model, in order.
+      blocks: the blocks of the model, in order.
       devices: one for every stage, in order.
-      link_seconds_per_byte: of the link between every stage and the next.
+      link_seconds_per_byte: for the link between every stage and the next.
       link_seconds: latency of a message on each of these links.
-      starts: seconds that a stage pays once if any of its tensors uses an option of this name, such as the latency of
-        its collectives. Names that are not here cost nothing.
-      micro_batches: M, in which a batch goes through the stages.
+      starts: by option name, the seconds that a stage pays once if any of its tensors uses the option, such as the
+        latency of its collectives. Other names cost nothing.
+      micro_batches: M, into which a batch is divided.
       error_budget: the largest sum of the errors of all tensors, or None for no limit.
     """
 
@@ -145,18 +146,18 @@ class Problem:
             raise ValueError(f"Tensors have names of their own, got {twice!r} twice: put the block's name before it.")
 
     def start(self, option: str) -> float:
-        """Returns the seconds that a stage pays once for an option's name."""
+        """Returns the seconds that a stage pays once for using an option."""
         return self.starts.get(option, 0.0)
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """The seconds of a step, by what takes them.
+    """The seconds of a step, in three parts.
 
     Attributes:
-      compute: forward and backward of all micro batches, until the slowest stage is done.
-      boundaries: what crosses between stages.
-      exchange: of the gradients, in the stage where it takes longest.
+      compute: forward and backward of all micro-batches, until the slowest stage is done.
+      boundaries: the traffic between stages.
+      exchange: the exchange of gradients, in the stage where it takes longest.
     """
 
     compute: float
@@ -165,27 +166,27 @@ class StepParts:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """The seconds of the whole step."""
         return self.compute + self.boundaries + self.exchange
 
 
 def fill(problem: Problem) -> float:
-    """Returns how much longer than its slowest stage a pipeline takes: (M + S - 1) / M, as GPipe's."""
+    """Returns the time of a pipeline relative to its slowest stage: (M + S - 1) / M, as with GPipe."""
     return (problem.micro_batches + len(problem.devices) - 1) / problem.micro_batches
 
 
 def crossing_seconds(problem: Problem, stage: int, block: int) -> float:
-    """Returns the seconds at the end of a stage (not the last) if `block` is its last: 2 M messages, and the bytes."""
+    """Returns the seconds of the boundary after a stage whose last block is `block`: 2 M messages, and the bytes."""
     messages = 2 * problem.micro_batches * problem.link_seconds[stage]
     return messages + problem.blocks[block].boundary_bytes * problem.link_seconds_per_byte[stage]
 
 
 def step_parts(problem: Problem, stages: Sequence[int], options: Mapping[str, str]) -> StepParts:
-    """Returns what a step costs.
+    """Returns the cost of a step.
 
-    compute = (M + S - 1) / M * the longest stage's sum of `seconds / speed`
+    compute = (M + S - 1) / M * the slowest stage's sum of `seconds / speed`
     boundaries = the sum over cuts of 2 M * latency + bytes * seconds per byte
-    exchange = the longest stage's sum of its tensors' options and of the starts of the names that it uses
+    exchange = the slowest stage's sum of its tensors' option seconds, and of the starts of the options that it uses
 
     Args:
       problem: blocks, devices, links.

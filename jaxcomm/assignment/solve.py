@@ -1,16 +1,16 @@
-"""Assigns blocks to stages, and to every tensor a way to exchange its gradient, so that a step is shortest.
+"""Assigns every block to a stage, and every tensor to an option for its exchange, so that a step is shortest.
 
-The choice of the options for one placement of the blocks is a mixed integer program. Its variables, for tensors g of
-which n_g are alike, their stage s, and options o:
+For one placement of the blocks, the choice of the options is a mixed integer program. Its variables, for groups g of
+n_g equal tensors, their stage s, and options o:
 
-    w[g, o] of 0 to n_g   tensors that use the option; their sum over o is n_g
-    y[o, s] of 0 or 1     whether the stage pays the start of the option: n_g y[o, s] >= w[g, o]
+    w[g, o] in 0 ... n_g  the number of tensors that use the option; the sum over o is n_g
+    y[o, s] in {0, 1}     whether the stage pays the start of the option: n_g y[o, s] >= w[g, o]
     E                     seconds of the exchange, at least those of every stage
 
-It minimises E, within the memory of every stage and the budget of errors. One program for all placements would have a
-w for every stage, and solvers prove little about it: its relaxation cuts the model in fractions, which balances all
-stages. So placements are taken in the order of a lower bound (`bounds.py`), each is a program, and the search ends when
-the next bound is not below the best step.
+It minimises E, within the memory of every stage and the error budget. A single program for all placements would need a
+w for every stage, and solvers prove little about it: its relaxation assigns fractions of blocks, which balances all
+stages. So placements are tried in the order of a lower bound (`bounds.py`), with a program for each. The search ends
+when the next bound is not below the best step.
 """
 
 import heapq
@@ -37,13 +37,14 @@ from jaxcomm.checks import check_range
 
 __all__ = ["Assignment", "Block", "Device", "Option", "Problem", "StepParts", "Tensor", "solve", "step_parts"]
 
-# Placements that are kept while they are built, those with the least bounds; as many get their better bound at once.
+# The number of placements, those with the least bounds, that are kept in the search; and that get their better bound
+# at once.
 _KEPT, _AT_ONCE = 20_000, 512
-# The solver's own tolerance, of a limit or a step.
+# The solver's relative tolerance of a limit or a step.
 _TOLERANCE = 1e-6
-# What the limits of a program are scaled to, so that the solver's tolerance is a billionth of them.
+# The limits of a program are scaled to this, so that the solver's tolerance is a billionth of them.
 _SCALE = 1e3
-# The share of a limit that sums may be above it by rounding.
+# The share of a limit by which sums may exceed it by rounding.
 _ROUNDING = 1e-9
 
 
@@ -55,8 +56,8 @@ class Assignment:
       stages: the stage of each block.
       options: the name of each tensor's option.
       parts: seconds of compute, boundaries and exchange.
-      gap: no assignment takes less than (1 - gap) * seconds.
-      optimal: whether that is proved for the gap that was asked for; False if the time was up before.
+      gap: a proof that no assignment takes less than (1 - gap) * seconds.
+      optimal: whether `gap` is within the requested gap; False if the time was up before.
     """
 
     stages: tuple[int, ...]
@@ -67,20 +68,20 @@ class Assignment:
 
     @property
     def seconds(self) -> float:
-        """Of a step, predicted."""
+        """Predicted seconds of a step."""
         return self.parts.seconds
 
 
 def solve(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> Assignment:
     """Returns the assignment with the shortest step.
 
-    Stages hold the blocks in order, at least one each. `step_parts` says what a step costs. With one stage this is a
-    knapsack: for every tensor one of its options. Limits hold up to one part in a million, the solver's tolerance.
+    Stages hold the blocks in order, at least one each. `step_parts` is the cost of a step. With one stage the problem
+    is a knapsack: one option for every tensor. Limits hold to one part in a million, the solver's tolerance.
 
     Args:
       problem: blocks, devices, links and limits.
       time_limit: seconds to search for; then the best assignment so far is returned.
-      gap: the share of a step by which the result may be longer than the shortest; 0 for that of the tolerance.
+      gap: the relative amount by which the step may be longer than the shortest; 0 means the solver's tolerance.
 
     Raises:
       ValueError: if no assignment fits the memory of the devices or the budget of errors, or none was found in time.
@@ -97,7 +98,8 @@ def solve(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> A
     _check_errors(problem)
     bounds = Bounds(problem, excess)
     placements, first, left_out = _placements(bounds, len(problem.devices), len(problem.blocks))
-    # Bounds of placements from `start` on: of many by their first, or of one, which is then the next to be tried.
+    # Entries (bound, start, is_one): the first bound of _AT_ONCE placements from `start` on, or one placement's better
+    # bound. An entry of one placement is solved when it comes first.
     queue = [(first[start], start, False) for start in range(0, len(placements), _AT_ONCE)]
     heapq.heapify(queue)
     best: Assignment | None = None
@@ -142,7 +144,7 @@ def solve(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> A
 
 
 def _placements(bounds: Bounds, S: int, B: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """Returns the ends (n, S) of placements' stages, their bounds (n,) in order, and a bound of those left out."""
+    """Returns stage ends (n, S) of placements, their bounds (n,) in ascending order, and the least bound left out."""
     ends, left_out = np.zeros((1, 0), int), math.inf
     least = np.zeros(1)
     for s in range(S):
@@ -160,7 +162,7 @@ def _placements(bounds: Bounds, S: int, B: int) -> tuple[np.ndarray, np.ndarray,
 
 
 def _stages(problem: Problem, excess: np.ndarray, ends: Sequence[int] | np.ndarray) -> list[tuple[list[Tensor], float]]:
-    """Returns the tensors of every stage, and the bytes that its device has beyond those that they need."""
+    """Returns the tensors of every stage, and its spare bytes: those that its device has beyond the least need."""
     parts = enumerate(itertools.pairwise([0, *(int(end) for end in ends)]))
     return [([t for b in problem.blocks[i:j] for t in b.tensors], -float(excess[s, i, j])) for s, (i, j) in parts]
 
@@ -177,16 +179,16 @@ def _choose(
     """Solves the program of a placement.
 
     Args:
-      problem: for its starts and its budget.
+      problem: the problem, for its starts and its budget.
       stages: the tensors of every stage, and its spare bytes.
-      limits: seconds that the exchange takes at least, and those that are short enough.
-      gap: the share by which the exchange may be longer than the shortest.
+      limits: the lower and upper limit of the exchange's seconds.
+      gap: the relative amount by which the exchange may be longer than the shortest.
       time_limit: in seconds.
       of_errors: minimise the sum of errors instead of the seconds, without a budget.
 
     Returns:
-      Options by tensor, or None if there are none; the seconds (errors) that the best takes at least; whether the
-      solver was done in time.
+      The option of every tensor, or None if no choice fits; a lower bound of the best's seconds (or errors); whether
+      the solver finished in time.
     """
     from scipy.optimize import milp
     from scipy.sparse import coo_array
@@ -265,16 +267,16 @@ def _bisect(
 ) -> tuple[dict[str, str] | None, float, bool]:
     """Solves the program of a placement by programs of its stages.
 
-    If the exchange may take E seconds, the stages depend on each other by the budget alone: it can be kept if the least
-    errors of the stages are within it. The shortest E is found by bisection.
+    For a given E, the stages are coupled by the budget alone: it can be kept if the sum of the stages' least errors is
+    within it. The shortest E is found by bisection.
 
     Args:
-      problem: for its starts and its budget.
+      problem: the problem, for its starts and its budget.
       stages: the tensors of every stage, and its spare bytes.
-      limits: seconds that the exchange takes at least, and those that are short enough.
+      limits: the lower and upper limit of the exchange's seconds.
       tolerance: seconds by which the exchange may be longer than the shortest.
-      deadline: by `time.monotonic()`.
-      least_errors: bounds of the stages' errors, (S,), for seconds of their exchange.
+      deadline: the end of the search, by `time.monotonic()`.
+      least_errors: E -> lower bounds of the stages' errors, (S,).
 
     Returns:
       As `_choose`.
@@ -282,7 +284,7 @@ def _bisect(
     budget = (problem.error_budget or 0.0) * (1 + _ROUNDING)
     low, high = max(0.0, limits[0]), limits[1]
     found: dict[str, str] | None = None
-    # The first try is the cutoff, where most placements end; without one, tries go up from the bound in longer steps.
+    # Try the upper limit first: it rules out most placements. Without one, go up from the lower limit in growing steps.
     ceiling = _ceiling(problem, stages)
     tolerance = max(tolerance, _ROUNDING * ceiling)
     step = tolerance
@@ -319,7 +321,7 @@ def _bisect(
 
 
 def _ceiling(problem: Problem, stages: list[tuple[list[Tensor], float]]) -> float:
-    """Returns seconds that no exchange takes."""
+    """Returns an upper bound of the seconds of any exchange."""
     longest = [max(o.seconds + problem.start(o.name) for o in t.options) for held, _ in stages for t in held]
     return math.fsum(longest)
 
@@ -342,7 +344,7 @@ class _Rows:
         self.values: list[float] = []
 
     def row(self, lower: float, upper: float, coefficients: dict[int, float] | None = None) -> int:
-        """Makes a row with limits, and returns its number."""
+        """Adds a row with limits, and returns its index."""
         self.lower.append(lower)
         self.upper.append(upper)
         for column, value in (coefficients or {}).items():
@@ -359,11 +361,11 @@ class _Rows:
 def _useful(
     problem: Problem, tensor: Tensor, spare_error: float, spare_memory: float, *, has_errors: bool
 ) -> tuple[Option, ...]:
-    """Returns the options that may be chosen: within the limits, and none that another one is never worse than.
+    """Returns the options that are within the limits and not dominated.
 
-    Another one is never worse if it is not even with its whole start. Memory and the errors of a budget are what is
-    beyond the tensor's least, and none without a limit, so that more tensors are alike. Of errors that are minimised
-    themselves (`spare_error` is infinite) nothing is taken off.
+    An option is dominated if another is no worse, even if only the other pays its start. Memory, and errors under a
+    budget, are given relative to the tensor's least, and as 0 without a limit, so that more tensors are equal. If
+    errors are minimised (`spare_error` is infinite) they are not made relative.
     """
     lowest_error = min(option.error for option in tensor.options)
     lowest_memory = min(option.memory for option in tensor.options)
@@ -392,7 +394,7 @@ def _useful(
 
 
 def _unit(problem: Problem, groups: list[tuple[int, tuple[Option, ...], list[str]]], stages: int) -> float:
-    """Returns the seconds that the program counts as one, a small part of an exchange."""
+    """Returns the unit of time of the program, a small part of an exchange, in seconds."""
     least, longest = [0.0] * stages, 0.0
     for s, options, names in groups:
         least[s] += len(names) * min((option.seconds for option in options), default=0.0)
@@ -405,7 +407,7 @@ def _least_error(tensors: Sequence[Tensor]) -> float:
 
 
 def _excess(problem: Problem) -> np.ndarray:
-    """Returns the bytes by which ranges of blocks exceed each stage's device at least, (S, B + 1, B + 1)."""
+    """Returns the least bytes by which each range of blocks exceeds each stage's device, (S, B + 1, B + 1)."""
     needs = [b.memory + sum(min(o.memory for o in t.options) for t in b.tensors) for b in problem.blocks]
     needs = ranges(np.array(needs, float))
     limits = [np.inf if device.memory is None else float(device.memory) for device in problem.devices]
@@ -437,7 +439,7 @@ def _check_errors(problem: Problem) -> None:
 
 
 def _no_room_for_errors(problem: Problem, excess: np.ndarray, time_limit: float) -> ValueError:
-    """Returns the error for a budget and devices that can each be kept, but not both."""
+    """Returns the error for an error budget and a memory limit that can each be kept, but not both."""
     S, B = excess.shape[0], len(problem.blocks)
     errors, known = np.full(excess.shape, np.inf), {}
     for s, i, j in np.argwhere(excess <= 0).tolist():

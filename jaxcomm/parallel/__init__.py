@@ -1,4 +1,4 @@
-"""Workers on a mesh, or simulated: meshes, the placement of the state, the steps of workers."""
+"""Workers, on a mesh or simulated: meshes, the placement of the state, and the train steps."""
 
 from jaxcomm.parallel.chain import chain
 from jaxcomm.parallel.data_parallel import DataParallel, data_parallel

@@ -1,8 +1,8 @@
 """Proof that the layers and the exchange agree on which gradients are already reduced.
 
-The gradient of a parameter that an exchange's `where` leaves out bypasses it, and a late layer makes that gradient:
-`late_multiply` or `late_lookup`. If the loss uses such a parameter in another way (another layer, a penalty, tied
-weights), JAX makes the gradient of that use by a dense all-reduce: a sum, that nothing would find wrong.
+If an exchange's `where` leaves out a parameter, its gradient bypasses the exchange, and a late layer (`late_multiply`
+or `late_lookup`) must produce it. If the loss also uses that parameter in another way (another layer, a penalty, tied
+weights), JAX computes the gradient of that use by a dense all-reduce: a sum instead of a mean, with no error.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,10 +20,10 @@ from jaxcomm.states import bypassing, trained, vary_exchanged
 def check_agreement(
     loss_fn: Callable[..., Any], state: TrainState, batch: Any, axes: Mapping[str, int], axis_name: AxisName
 ) -> None:
-    """Refuses marked parameters that something else than a late layer uses. Nothing is computed.
+    """Refuses parameters that bypass the exchange if anything but a late layer uses them. Nothing is computed.
 
-    The loss is traced once more, with an axis of its own along which the marked parameters differ. A late layer hides
-    its own, so that the loss differs along it exactly if something else uses one.
+    The loss is traced once more, with an extra axis along which these parameters differ. A late layer hides that axis,
+    so the loss differs along it exactly if something else uses one of the parameters.
 
     Args:
       loss_fn: (params, model_state, batch) -> (loss, auxiliary).
@@ -77,9 +77,9 @@ def trace_on(
     *,
     out_specs: Any,
 ) -> None:
-    """Traces a worker's function on a mesh without devices, where JAX tracks what differs between the workers."""
+    """Traces a worker's function on a mesh without devices, on which JAX tracks what differs between workers."""
     mesh = abstract_mesh(axes)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), (state, batch))
     in_specs = (state_specs(state), batch_specs(batch, axis_name))
-    with jax.sharding.use_abstract_mesh(mesh):  # or another mesh that is in use would have to be this one
+    with jax.sharding.use_abstract_mesh(mesh):  # else JAX requires any mesh in use to be this one
         jax.eval_shape(jax.shard_map(worker, mesh=mesh, in_specs=in_specs, out_specs=out_specs), *shapes)

@@ -1,6 +1,6 @@
-"""An Optax chain that keeps its links: what comes after its exchange sees what is of all workers.
+"""An Optax chain that keeps its links, and gives those after its exchange the loss and gradient of all workers.
 
-The rules of its order are in `order`.
+The rules for the order of its links are in `order`.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, PerWo
 
 
 class Chain(optax.GradientTransformationExtraArgs):
-    """What `chain` returns: an Optax transformation that keeps its links.
+    """An Optax transformation that keeps its links, as `chain` returns it.
 
     Attributes:
       links: its transformations, in order.
@@ -35,30 +35,31 @@ class Chain(optax.GradientTransformationExtraArgs):
 
 
 def chain(*links: optax.GradientTransformation, accumulate: int = 1, delay: int = 0) -> Chain:
-    """Equals `optax.chain`, and keeps the links: needed where a chain is split at its exchange, and checked further.
+    """Equals `optax.chain`, but keeps its links: a chain is split at its exchange by them, and its order checked.
 
-    What comes after an exchange of gradients, and takes more than gradients (a line search, `reduce_on_plateau`), gets
-    that of all workers: `value` is their mean, `value_fn` the mean of theirs, and `grad` the mean gradient.
+    A link after an exchange of gradients may take more than gradients (a line search, `reduce_on_plateau`). It gets
+    arguments of all workers: `value` and `value_fn` are means over the workers, and `grad` is the mean gradient.
 
-    With `accumulate=G` it is `optax.MultiSteps` around the chain, with one exchange in G calls. Every worker keeps the
-    mean of its own last gradients, 4 bytes a parameter, and hands it to the chain in every G-th call; in the others,
-    nothing is sent and the updates are zero. The state has the fields of `optax.MultiStepsState`. An exchange that is
-    skipped leaves the others' states as they were; its G gradients are not applied.
+    With `accumulate=G` this is `optax.MultiSteps` around the chain: one exchange in G calls. Every worker keeps the
+    mean of its own gradients since the last exchange, 4 bytes a parameter, and hands it to the chain in every G-th
+    call. In the other calls nothing is sent and the updates are zero. The state has the fields of
+    `optax.MultiStepsState`. If an exchange is skipped, the other links' states stay as they were, and its G gradients
+    are not applied.
 
-    With `delay=1` the chain takes the gradients of the step before, which the state holds, a row a worker: 4 bytes a
-    parameter more. So what is sent depends on nothing of this step, and moves while the loss and its gradient are
-    computed: a step takes the longer of both. Nothing is lost: a checkpoint has the rows of the last step. The first
-    step exchanges zeros. A gradient that is not finite is skipped a step later.
+    With `delay=1` the chain takes the gradients of the previous step. The state holds them, one row per worker, 4 bytes
+    a parameter more. What is sent then does not depend on this step, so it travels while the loss and its gradient are
+    computed: a step takes as long as the slower of the two. Nothing is lost: a checkpoint includes these rows. The
+    first step exchanges zeros. A gradient that is not finite causes a skip one step later.
 
     Args:
-      *links: transformations in order; chains made by this function are taken apart.
-      accumulate: G.
+      *links: transformations in order; chains made by this function are flattened.
+      accumulate: G, calls of `update` from one exchange to the next.
       delay: steps from a gradient to its exchange, 0 or 1.
 
     Raises:
-      ValueError: for fewer than 1 call, for a local method that would accumulate or be delayed: it has steps of its
-        own; for a delay of another number, together with `accumulate`, or where gradients bypass the exchange; and in
-        a step, for a delay with a link that takes the loss.
+      ValueError: if `accumulate` is below 1, or `delay` is not 0 or 1; if both are used; if either is used with a local
+        method, which has steps of its own; for a delay where gradients bypass the exchange; and in a step, for a delay
+        with a link that takes the loss.
     """
     check_count("accumulate", accumulate, 1, "1 exchanges in every step")
     alone = accumulate == 1 or delay == 0
@@ -75,7 +76,7 @@ def chain(*links: optax.GradientTransformation, accumulate: int = 1, delay: int 
 
 
 def _chained(links: list[optax.GradientTransformation]) -> optax.GradientTransformationExtraArgs:
-    """Returns `optax.chain`, whose links after the exchange see what is of all workers."""
+    """Returns `optax.chain`, but gives the links after the exchange the arguments of all workers."""
     takes_more = [optax.with_extra_args_support(link) for link in links]
 
     def init(params: Any) -> Any:
@@ -99,7 +100,7 @@ def _chained(links: list[optax.GradientTransformation]) -> optax.GradientTransfo
 
 
 def _of_all(more: dict[str, Any], mean_gradient: Any, axes: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the arguments of a line search of one worker as those of all."""
+    """Turns one worker's arguments of a line search into those of all workers."""
 
     def mean(tree: Any) -> Any:
         leaves, treedef = jax.tree.flatten(tree)
@@ -111,7 +112,7 @@ def _of_all(more: dict[str, Any], mean_gradient: Any, axes: tuple[str, ...]) -> 
             value = jax.custom_vjp(lambda at: mean(own(at, *args, **kwargs)))
 
             def forward(at: Any) -> Any:
-                # Tracked or not, the gradient of a mean is the mean of the gradients, and the same on all workers.
+                # Tracked or not, the gradient of a mean is the mean of the gradients, and replicated.
                 return mean(jax.value_and_grad(lambda at: own(at, *args, **kwargs))(to_varying(at, axes)))
 
             value.defvjp(forward, lambda gradient, scale: (jax.tree.map(lambda leaf: scale * leaf, gradient),))
@@ -165,7 +166,7 @@ def _accumulated(whole: optax.GradientTransformationExtraArgs, count: int) -> op
 
         kinds, _ = jax.eval_shape(exchange, total, inner)
         is_due = state.mini_step == count - 1
-        out, inner = lax.cond(~is_due, wait, exchange, total, inner)  # reports count the bytes of the second
+        out, inner = lax.cond(~is_due, wait, exchange, total, inner)  # reports count the false branch as the usual one
         rows = jax.tree.map(lambda mean: jnp.where(is_due, 0, mean)[None], total)
         new = AccumulatedState(
             (state.mini_step + 1) % count, state.gradient_step + is_due, inner, PerWorker(rows, axes), count
@@ -192,7 +193,7 @@ def _delayed(whole: optax.GradientTransformationExtraArgs) -> optax.GradientTran
         return DelayedState(inner, PerWorker(zeros, exchange.method.axes))
 
     def update(updates: Any, state: DelayedState, params: Any = None, **more: Any) -> tuple[Any, DelayedState]:
-        del more  # of this step, not of that of the gradients
+        del more  # it is of this step, the gradients of the previous one
         axes = state.gradients.axes
         before = to_varying(jax.tree.map(lambda row: row[0], state.gradients.rows), axes)
         try:
@@ -216,14 +217,14 @@ class SplitChain(NamedTuple):
     """A chain that is split at its exchange.
 
     Attributes:
-      before: what comes before the exchange; with a local method, the optimizer of a worker.
-      exchange: the same, and the exchange; a local method alone.
-      after: what comes after it.
-      is_local: whether the exchange is a local method, whose workers have parameters of their own.
-      undoes_skipped: of its method.
-      warnings: of `check_chain`.
-      momentum: what the exchange applies before it compresses.
-      whole_tensors: what of `exchange` looks at whole tensors, as messages name it; empty if nothing does.
+      before: the links before the exchange; with a local method, a worker's optimizer.
+      exchange: the links before the exchange and the exchange itself; with a local method, the exchange alone.
+      after: the links after the exchange.
+      is_local: whether the exchange is a local method, whose workers have their own parameters.
+      undoes_skipped: that of the exchange's method.
+      warnings: those of `check_chain`.
+      momentum: the momentum that the exchange applies before it compresses.
+      whole_tensors: the parts of `exchange` that look at whole tensors, named for messages; empty if none does.
     """
 
     before: optax.GradientTransformation
@@ -248,8 +249,9 @@ def split_chain(
       axis_name: the axis of workers, or the axes.
 
     Raises:
-      ValueError: for another chain; for one without an exchange, or with an exchange whose `where` leaves parameters
-        out: PartitionSpecs say which gradients are already reduced; and as `check_chain`.
+      ValueError: for a chain that does not keep its links, has no exchange, accumulates, or has a delay; for an
+        exchange whose `where` leaves parameters out (PartitionSpecs say which gradients are already reduced); and as
+        `check_chain`.
     """
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
     state = jax.eval_shape(in_axes_of_workers(tx.init, sizes, axis_name), shapes)

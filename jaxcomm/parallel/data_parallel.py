@@ -34,7 +34,7 @@ from jaxcomm.types import is_per_worker
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Out:
-    """What comes out of a step: what it returned, and its arguments that are objects, as it has changed them."""
+    """The output of a step: what it returned, and those of its arguments that are objects, as it changed them."""
 
     returned: Any
     changed: dict[str, Any]
@@ -44,9 +44,9 @@ class _Out:
         return objects.names(self.returned) + objects.names(self.changed)
 
     def origins(self, state: dict[str, Any]) -> list[str]:
-        """Returns for every leaf where it is in the arguments, if it is state, else "".
+        """Returns, for every leaf that is state, its path in the arguments, and "" for the others.
 
-        State is what has an argument's structure.
+        An output is state if it has the structure of an argument.
         """
         kinds = {jax.tree.structure(arg): name for name, arg in reversed(state.items()) if not _is_array(arg)}
         bare = {
@@ -68,7 +68,7 @@ class _Out:
 
 
 class _Leaf(NamedTuple):
-    """What is known of an array that comes out of a step: its path, its PartitionSpec, and as `_Out.origins`."""
+    """An output array of a step: its path, its PartitionSpec, and its origin, see `_Out.origins`."""
 
     name: str
     spec: P
@@ -82,8 +82,8 @@ class _Packed:
 
     arrays: list[Any]
     treedef: Any = field(metadata={"static": True})
-    others: tuple[Any, ...] = field(metadata={"static": True})  # None in the place of an array
-    sharing: Any = field(default=None, metadata={"static": True})  # of objects, before they were taken apart
+    others: tuple[Any, ...] = field(metadata={"static": True})  # None in place of an array
+    sharing: Any = field(default=None, metadata={"static": True})  # see `objects.sharing`
 
     @classmethod
     def of(cls, tree: Any, sharing: Any = None) -> "_Packed":
@@ -93,7 +93,7 @@ class _Packed:
         return cls(arrays, treedef, others, sharing)
 
     def replace(self, arrays: list[Any]) -> "_Packed":
-        """Returns it with other arrays."""
+        """Returns this tree with other arrays, still packed."""
         return replace(self, arrays=arrays)
 
     def tree(self, arrays: Iterable[Any] | None = None) -> Any:
@@ -102,12 +102,12 @@ class _Packed:
         return self.treedef.unflatten([next(each) if other is None else other for other in self.others])
 
     def pick(self, of_leaves: list[Any]) -> list[Any]:
-        """Returns those of the leaves of the tree that are in the places of arrays."""
+        """Returns, of a list with an item for each leaf, the items of the arrays."""
         return [leaf for leaf, other in zip(of_leaves, self.others, strict=True) if other is None]
 
 
 class DataParallel:
-    """A step that `data_parallel` made: call it, or give it to `jaxcomm.verify`."""
+    """A step made by `data_parallel`: call it, or pass it to `jaxcomm.verify`."""
 
     def __init__(
         self,
@@ -129,10 +129,10 @@ class DataParallel:
         self._jitted = jax.jit(self._on_mesh, donate_argnums=donated, compiler_options=compiler_options)
         self._calls = 0
         self._axes: tuple[str, ...] = ()
-        self._returned: set[int] = set()  # ids of the arrays that the last call has returned
+        self._returned: set[int] = set()  # ids of the arrays that the last call returned
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes a step, with the arguments of the step that was given; objects of Flax NNX are changed in place."""
+        """Takes a step, with the arguments of the wrapped step; objects of Flax NNX are changed in place."""
         given = self._given(args, kwargs)
         state, batch = self._parted(given)
         out = self._take(state, batch)
@@ -143,8 +143,8 @@ class DataParallel:
     def place(self, state: Any) -> Any:
         """Gives a state that is fresh from `tx.init` a row for each worker, and places it on the mesh.
 
-        A step does so itself with what it is given. The carry of a `jax.lax.scan` must have its rows from the start,
-        and so must what a checkpoint is restored into.
+        A call of the step does this itself. Call it for the carry of a `jax.lax.scan`, and for the target that a
+        checkpoint is restored into: both must have their rows from the start.
         """
         self._axes, workers = self._workers(state)
         return self._placed(_Packed.of(_spread(state, workers)), _specs).tree()
@@ -167,7 +167,7 @@ class DataParallel:
                 )
             return self._on_mesh(_Packed.of(state, objects.sharing(state)), _Packed.of(batch)).tree()
         packed = _Packed.of(state, objects.sharing(state))
-        if not all(id(leaf) in self._returned for leaf in packed.arrays):  # else it is where it belongs
+        if not all(id(leaf) in self._returned for leaf in packed.arrays):  # else it is placed already
             self._axes, workers = self._workers(state)
             if not self._calls:
                 check_rows(state, workers)
@@ -185,7 +185,7 @@ class DataParallel:
         return returned
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments by their names."""
+        """Returns the arguments by name."""
         given = {self._argument(place): arg for place, arg in enumerate(args)} | kwargs
         if not self._batch <= given.keys():
             raise ValueError(
@@ -195,7 +195,7 @@ class DataParallel:
         return given
 
     def _parted(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the arguments that are state, and those that are batches, by their names."""
+        """Returns the arguments that are state, and those that are batches, by name."""
         state = {name: arg for name, arg in given.items() if name not in self._batch}
         return objects.merge_states(state, objects.graph_in(state)), {name: given[name] for name in sorted(self._batch)}
 
@@ -240,7 +240,7 @@ class DataParallel:
         return packed.replace(jax.device_put(packed.arrays, shardings))
 
     def _on_mesh(self, state: _Packed, batch: _Packed) -> _Packed:
-        """What is compiled."""
+        """The function that is compiled."""
         axes, workers = self._workers(state.tree())
         check_batch(batch.tree(), workers)
         whole = _spread(state.tree(), workers)
@@ -248,7 +248,7 @@ class DataParallel:
         specs = state.pick(_specs(whole)), batch.pick(_row_specs(axes, batch.tree()))
         graph = objects.graph_in(whole)
         names = state.pick(objects.names(whole))
-        about: list[_Leaf] = []  # of what comes out: some trees can only be put together from arrays
+        about: list[_Leaf] = []  # the outputs; noted while tracing, as some trees can only be built from arrays
 
         @jax.jit  # traced once, for the check and for the step
         def own_step(own_state: list[Any], own_batch: list[Any]) -> _Packed:
@@ -273,12 +273,12 @@ class DataParallel:
             return packed.replace(arrays)
 
         def on_workers(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-            # JAX would make jax.grad of replicated parameters a dense all-reduce if it tracked what differs. What it
-            # would have proven is checked by `_averaged`.
+            # check_vma is off: with it, jax.grad of replicated parameters would insert a dense all-reduce. `_averaged`
+            # checks what it would have proven.
             return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
 
         arrays = state.arrays, batch.arrays
-        if AxisType.Explicit in self.mesh.axis_types:  # where arrays have types, which need not be these
+        if AxisType.Explicit in self.mesh.axis_types:  # the arrays' types may have other shardings
             arrays = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), arrays, specs)
         traced, out = jax.make_jaxpr(on_workers(own_step, P()), return_shape=True)(*arrays)
         varying = _varying_outputs(
@@ -296,7 +296,7 @@ class DataParallel:
         return out.replace(on_workers(averaged_step, out_specs)(*arrays))
 
     def _averaged(self, about: list["_Leaf"], arrays: list[Any], varying: list[Axes]) -> list[bool]:
-        """Returns whether each output is averaged; refuses what must not differ.
+        """Returns whether each output is averaged; refuses outputs that must not differ.
 
         Raises:
           ValueError: naming the outputs that differ between workers and cannot be averaged.
@@ -320,7 +320,7 @@ class DataParallel:
         return is_averaged
 
     def _check(self, out: "_Out") -> None:
-        """Compares what is replicated across the workers, and whose rows are where."""
+        """Compares replicated arrays across the devices, and checks that every row is its worker's own."""
         check_rows(out, math.prod(self.mesh.shape.values()))
         packed = _Packed.of(out)
         about = zip(packed.pick(out.names()), packed.pick(_specs(out)), packed.arrays, strict=True)
@@ -345,41 +345,41 @@ def data_parallel(
     donate: bool = False,
     compiler_options: dict[str, Any] | None = None,
 ) -> DataParallel:
-    """Runs a train step that was written for one device on the workers of a mesh.
+    """Runs a train step written for one device on the workers of a mesh.
 
         tx = jc.chain(jc.dct_dp(0.99), optax.adamw(3e-4))
         step = jc.data_parallel(train_step, mesh)  # train_step(state, batch), as it was under jax.jit
         state, metrics = step(state, batch)
 
-    The step may be of Flax (`TrainState.apply_gradients`), Equinox, Haiku or plain JAX; it is compiled here, and may be
-    under `jax.jit` already. On each worker it gets the worker's own rows of the batch; its `jax.grad` gives the
-    worker's own gradient, which the exchange in its optimizer averages. Everything else is placed by its type:
-    `PerWorker` rows over the workers (a state fresh from `tx.init` gets a row for each), the rest replicated. Scalars
-    that come out and differ between workers, a loss, are averaged.
+    The step may use Flax (`TrainState.apply_gradients`), Equinox, Haiku or plain JAX; it is compiled here, and may be
+    under `jax.jit` already. On each worker it gets that worker's rows of the batch. Its `jax.grad` gives the worker's
+    own gradient, which the exchange in its optimizer averages. All other arguments are placed by type: `PerWorker` rows
+    over the workers (a state fresh from `tx.init` gets a row for each), the rest replicated. Scalar outputs that differ
+    between workers, such as a loss, are averaged.
 
-    What a step computes from its gradients before the exchange (a norm, whether they are finite) is of one worker's.
-    At trace time, every output is followed back: state that would differ between workers is refused by name, as is any
-    collective over the workers beside the exchange, such as a `pmean` that was left in the step.
+    Values that a step computes from its gradients before the exchange (a norm, whether they are finite) are those of
+    one worker. At trace time, every output is traced back to the inputs. State that would differ between workers is
+    refused by name, and so is any collective over the workers outside the exchange, such as a `pmean` left in the step.
 
-    Objects of Flax NNX (a model, an `nnx.Optimizer`, metrics) are changed in place, as by `nnx.jit`; a state of
-    `nnx.split` goes with its graph as an argument. On the wire: what `tx` costs, and one all-reduce of 4 bytes for each
-    number that is averaged.
+    Objects of Flax NNX (a model, an `nnx.Optimizer`, metrics) are changed in place, as by `nnx.jit`; pass a state of
+    `nnx.split` together with its graph. On the wire: the bytes of `tx`, and one all-reduce of 4 bytes for each number
+    that is averaged.
 
     Args:
       step: a function of the optimizer's state and a batch, among other arguments, that returns new state and metrics
-        in any order. Arguments may be any pytrees; leaves that are no arrays, such as a model's functions, are static.
-      mesh: a mesh of workers alone.
-      batch: which arguments are batches: positions or names. Their arrays have the global batch as first dimension, a
-        multiple of K; scalars in them, of which a key of `jax.random.key` is one, are replicated.
-      mean: a regular expression of paths in what the step returns, for state that each worker makes from its own rows
-        and that is to be averaged: "batch_stats" for the running statistics of Flax, "BatchStat|Metric" for those of
-        NNX and its metrics.
-      rng: a regular expression of paths of random keys in the arguments that are not batches, of which each worker
-        gets its own: "key" for an argument of that name, "RngKey" for those of NNX. One that comes back in the state is
-        the same on all. Without it, all workers draw the same numbers, each for its own rows.
-      check_every: calls from one comparison of all replicated state across the workers (a digest of every array, 8
-        bytes) to the next; None for never. It waits for the step. For what no trace can show: processes that began
-        with other parameters, kernels that are not deterministic.
+        in any order. Arguments may be any pytrees; leaves that are not arrays, such as a model's functions, are static.
+      mesh: a mesh whose only axes are those of workers.
+      batch: the arguments that are batches: positions or names. The first dimension of their arrays is the global
+        batch, a multiple of K. Scalars in them, including a key of `jax.random.key`, are replicated.
+      mean: a regular expression of paths in the outputs, for state that each worker computes from its own rows and that
+        is to be averaged: "batch_stats" for the running statistics of Flax, "BatchStat|Metric" for the running
+        statistics and metrics of NNX.
+      rng: a regular expression of paths in the arguments that are not batches, for random keys of which each worker
+        gets its own: "key" for an argument of that name, "RngKey" for the keys of NNX. A key that is returned in the
+        state is replicated. Without `rng`, all workers draw the same numbers, each for its own rows.
+      check_every: calls from one comparison of all replicated state across the devices to the next; None for never. It
+        waits for the step, and each device receives 4 bytes an array from every other. It finds what no trace can
+        show: processes that started with other parameters, kernels that are not deterministic.
       donate: reuse the buffers of the arguments that are not batches. The old state cannot be read afterwards.
       compiler_options: see `make_train_step`. JAX refuses them where the step is part of another `jax.jit`.
 
@@ -387,10 +387,11 @@ def data_parallel(
       A callable like `step`, for global arrays; `jaxcomm.verify` takes it as its step.
 
     Raises:
-      ValueError: at trace time, without an exchange in the state; for a local method, or gradients that bypass the
-        exchange; for a batch that does not divide, or of local arrays where there are several processes; for what comes
-        out and differs between workers; for collectives beside the exchange. At the first call and at every check, for
-        rows that are not those of their workers; at a check, for replicated state that differs.
+      ValueError: at trace time, if there is no exchange in the state; for a local method, or gradients that bypass the
+        exchange; for a batch that does not divide, or that has local arrays where there are several processes; for
+        outputs that differ between workers and cannot be averaged; for collectives outside the exchange. At the first
+        call and at every check, for rows that are not those of their workers; at a check, for replicated state that
+        differs.
     """
     if check_every is not None:
         check_count("check_every", check_every, 1, "None for never")
@@ -412,7 +413,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _traced(tree: Any) -> list[bool]:
-    """Returns for every leaf of a tree whether it is traced. A number of Python in a module of Equinox is a setting."""
+    """Returns, for every leaf of a tree, whether it is traced. A Python number in an Equinox module is static."""
     equinox = sys.modules.get("equinox")
 
     def is_module(node: Any) -> bool:
@@ -425,7 +426,7 @@ def _traced(tree: Any) -> list[bool]:
 
 
 def _specs(tree: Any) -> list[P]:
-    """Returns the PartitionSpec of every leaf: `state_specs` as a list, since not every tree may hold them."""
+    """Returns the PartitionSpec of every leaf: `state_specs` as a list, since not every tree can hold them."""
     found: list[P] = []
     for node in jax.tree.leaves(tree, is_leaf=is_per_worker):
         spec = P(node.axes[0] if len(node.axes) == 1 else node.axes) if is_per_worker(node) else P()
@@ -439,7 +440,7 @@ def _row_specs(axes: tuple[str, ...], batch: Any) -> list[P]:
 
 
 def _check_global(rows: list[Any]) -> None:
-    """Refuses rows of one process where there are several: JAX would compare them over the network in every call."""
+    """Refuses process-local rows where there are several processes: JAX would compare them over the network."""
     if jax.process_count() == 1:
         return
     if any(jnp.ndim(leaf) and (not isinstance(leaf, jax.Array) or leaf.is_fully_addressable) for leaf in rows):
@@ -469,10 +470,10 @@ def _spread(state: Any, workers: int) -> Any:
 
 
 def _varying_outputs(jaxpr: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
-    """Returns the axes along which the outputs of a traced `shard_map` differ; refuses collectives beside the exchange.
+    """Returns the axes along which the outputs of a traced `shard_map` may differ.
 
     Raises:
-      ValueError: naming them.
+      ValueError: for collectives outside the exchange.
     """
     (eqn,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
     body, known = eqn.params["jaxpr"], dict(zip(jaxpr.invars, inputs, strict=True))

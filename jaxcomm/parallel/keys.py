@@ -1,4 +1,4 @@
-"""Random keys: each worker's own, made of one that is the same on all."""
+"""Random keys: each worker's own, derived from a replicated one."""
 
 import re
 from typing import Any
@@ -8,16 +8,16 @@ import jax.numpy as jnp
 
 
 def is_key(leaf: Any) -> bool:
-    """Returns whether a leaf is one random key: a typed one, or two words."""
+    """Returns whether a leaf is a single random key: a typed one, or two uint32 words."""
     dtype, shape = jnp.result_type(leaf), jnp.shape(leaf)
     return (jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()) or (dtype == jnp.uint32 and shape == (2,))
 
 
 def own_keys(pattern: str, names: list[str], leaves: list[Any], worker: jax.Array) -> list[Any]:
-    """Returns leaves with the keys that a pattern finds made each worker's own.
+    """Returns the leaves, in which the keys whose names match a pattern are replaced by this worker's own.
 
     Raises:
-      ValueError: if it finds none.
+      ValueError: if the pattern finds no key.
     """
     chosen = [re.search(pattern, name) is not None and is_key(leaf) for name, leaf in zip(names, leaves, strict=True)]
     if not any(chosen):
@@ -33,13 +33,13 @@ def own_keys(pattern: str, names: list[str], leaves: list[Any], worker: jax.Arra
 
 
 def shared_keys(pairs: dict[str, tuple[Any, Any]], names: list[str], out: list[Any]) -> list[Any]:
-    """Returns a step's outputs with keys that are the same on all workers in the place of each worker's own.
+    """Returns a step's outputs with replicated keys in place of the worker's own.
 
-    A key that the step has left as it was is the one that was given; for one that it has changed, the next.
+    A key that the step left unchanged becomes the given key again. One that it changed becomes the next replicated key.
 
     Args:
-      pairs: by its name in the arguments, each key that was given, and the worker's own.
-      names: of the outputs, in the arguments.
+      pairs: the given key and the worker's own key, by the key's name in the arguments.
+      names: the names of the outputs in the arguments.
       out: the outputs.
     """
 

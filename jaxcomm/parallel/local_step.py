@@ -1,4 +1,4 @@
-"""The train step of workers that train on their own between two exchanges, each on shards over devices of its own."""
+"""The train step of a local method whose workers each shard their parameters over several devices."""
 
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from jaxcomm.types import PerWorker, is_per_worker
 class LocalStep(ShardedStep):
     """A `ShardedStep` with a local method: parameters and the optimizer's state have a row for each worker.
 
-    A worker's optimizer sees whole tensors of its own, whose shards XLA adds up; the exchange works on shards.
+    A worker's optimizer sees its whole tensors, which XLA partitions; the exchange works on shards.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -73,7 +73,7 @@ class LocalStep(ShardedStep):
         return specs._replace(params=rows["params"], opt_state=SplitState(state_specs(own), rows["rest"]))
 
     def _rows(self, trees: Any, params: Any, exchange: ShardedExchange) -> Any:
-        """Places trees of rows, like those of the parameters and others, and marks them as the workers' own."""
+        """Places trees of rows, those like a parameter's with its spec, and marks them as the workers' own."""
         specs = specs_like(trees, params, _row_specs(exchange), P(exchange.names))
         placed = jax.tree.map(self._lay, trees, specs)
         return tuple(PerWorker(tree, exchange.names, is_local=True) for tree in placed)
@@ -97,7 +97,7 @@ class LocalStep(ShardedStep):
                 ) from error
 
         updates, optimizer = jax.vmap(optimize)(gradients, old.rest.rows, params, losses)
-        # All shards of a worker must know of a number that is not finite, or too large, in one of them.
+        # A number that is not finite, or is too large, in one shard counts for all shards of that worker.
         own_ok &= jax.vmap(is_applicable_tree)(updates)
         updates = jax.vmap(partial(keep_unless, old=jax.tree.map(lambda _: jnp.nan, updates)))(own_ok, updates)
         updates, exchanged = exchange(updates, old.exchange, params)
@@ -111,7 +111,7 @@ class LocalStep(ShardedStep):
         return new_state, {**scalars, **exchanged.metrics._asdict()}
 
     def _by_workers(self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Any) -> Any:
-        """Returns scalars, the model's state, gradients, losses (K,), and who can apply its gradients (K,)."""
+        """Returns scalars, the model's state, gradients, losses (K,), and which workers can apply theirs (K,)."""
         specs = [over_axes(spec, self.manual) for spec in _row_specs(exchange)]
         rows, own = jax.tree.structure(params).unflatten(specs), P(exchange.names)
         worker = jax.shard_map(
@@ -135,5 +135,5 @@ class LocalStep(ShardedStep):
 
 
 def _row_specs(exchange: ShardedExchange) -> list[P]:
-    """Returns the PartitionSpecs of the workers' own parameters, (K, *shape)."""
+    """Returns the PartitionSpecs of the rows of parameters, (K, *shape)."""
     return [P(exchange.names, *spec) for spec in exchange.specs]

@@ -1,4 +1,4 @@
-"""Sharded tables whose rows the train step looks up, and changes where they are."""
+"""Sharded tables whose rows the train step looks up, and updates in place."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,16 +15,16 @@ from jaxcomm.parallel.sharding import ShardedExchange, spec_axes
 from jaxcomm.parallel.state import batch_specs
 
 Lookups = Mapping[str, Callable[[Any], jax.Array]]
-_STEPS = 3  # in which an optimizer is tried; a learning rate may begin at 0
+_STEPS = 3  # for which an optimizer is tried; a learning rate may start at 0
 
 
 @dataclass(frozen=True)
 class Tables:
-    """What is done with the tables among the parameters.
+    """The tables among the parameters.
 
     Attributes:
-      exchange: that of the parameters, with looked-up vectors in place of the tables.
-      by: for every parameter, in tree order, "rows" or "columns" of a table, None for others.
+      exchange: the exchange of the parameters, with looked-up vectors in place of the tables.
+      by: for every parameter, in tree order: "rows" or "columns", the way a table is sharded; None if it is no table.
       ids: for every table, (batch) -> its ids.
     """
 
@@ -33,7 +33,7 @@ class Tables:
     ids: tuple[Callable[[Any], jax.Array], ...]
 
     def look_up(self, params: Any, batch: Any) -> tuple[Any, list[jax.Array]]:
-        """Returns the parameters with vectors in place of the tables, and the ids of all workers of every table."""
+        """Returns the parameters with vectors in place of the tables, and every table's ids of all workers."""
         leaves, treedef = jax.tree.flatten(params)
         axis = self.exchange.axis_name
 
@@ -50,7 +50,7 @@ class Tables:
         return treedef.unflatten([leaf if by is None else next(found) for leaf, by in self._pairs(leaves)]), everyones
 
     def add(self, params: Any, taken: Any, updates: Any, everyones: list[jax.Array]) -> Any:
-        """Adds the updates of the vectors to the rows of the tables; the other parameters are those of `taken`."""
+        """Adds the updates of the vectors to the rows of the tables; takes the other parameters from `taken`."""
         leaves, treedef = jax.tree.flatten(params)
         axis, by_rows = self.exchange.axis_name, P(self.exchange.names)
 
@@ -87,10 +87,11 @@ def tables_of(lookups: Lookups, params: Any, exchange: ShardedExchange) -> Table
     Args:
       lookups: by path, (batch) -> ids.
       params: the parameters, or their shapes.
-      exchange: theirs.
+      exchange: the exchange of the parameters.
 
     Raises:
-      ValueError: for a path of no parameter, or of one that is not a matrix sharded over the workers.
+      ValueError: for a path that no parameter has, or a parameter that is not a float32 matrix sharded over the
+        workers along one dimension.
     """
     paths = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     unknown = [path for path in lookups if path not in paths]
@@ -114,13 +115,13 @@ def tables_of(lookups: Lookups, params: Any, exchange: ShardedExchange) -> Table
 
 
 def check_additive(exchange: ShardedExchange, params: Any, tables: Tables) -> None:
-    """Refuses an optimizer with which the changes of a row are not the sum of those of its lookups.
+    """Refuses an optimizer whose update of a row is not the sum of the updates of the row's lookups.
 
-    It is tried on a few numbers: its state may not be larger for a larger table, and the updates of two gradients are
-    those of their sum.
+    The optimizer is tried on a few numbers: its state must not grow with the table, and the updates of two gradients
+    must sum to the update of their sum.
 
     Raises:
-      ValueError: for momentum, Adam, decay, clipping, and what else is not a learning rate.
+      ValueError: for momentum, Adam, decay, clipping, and anything else that is not a learning rate.
     """
     before, after = exchange.chain.before, exchange.chain.after
     leaves, treedef = jax.tree.flatten(params)

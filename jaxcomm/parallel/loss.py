@@ -1,4 +1,4 @@
-"""The loss of a step: what it takes and returns, its keys, its gradients, and micro-batches that are taken in turns."""
+"""The loss of a step: its arguments and results, its keys, its gradients, and its micro-batches."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -20,14 +20,14 @@ GradientsFn = Callable[[Any, Any, Any], tuple[tuple[Any, tuple[dict[str, Any], A
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KeyedBatch:
-    """A batch, and the random key of its step, the same on all workers."""
+    """A batch, and the random key of its step, which is replicated."""
 
     batch: Any
     key: jax.Array
 
 
 def loss_of(loss_fn: LossFn, has_aux: bool, has_state: bool, axis_name: AxisName) -> LossFn:
-    """Returns (params, model_state, batch) -> (loss, (scalars, new model_state)) of any loss."""
+    """Wraps any loss as (params, model_state, batch) -> (loss, (scalars, new model_state))."""
 
     def loss(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
         args = (params, model_state, batch) if has_state else (params, batch)
@@ -66,7 +66,7 @@ _RESERVED = ("loss", *ExchangeMetrics._fields)
 
 
 def _parts_of(out: Any, model_state: Any, has_aux: bool, has_state: bool) -> tuple[Any, dict[str, Any], Any]:
-    """Returns the loss, the scalars and the model's new state of what a loss_fn returned."""
+    """Splits the output of a loss_fn into the loss, the scalars and the model's new state."""
     if not has_aux and not has_state:
         if isinstance(out, tuple | list):
             raise ValueError(
@@ -101,7 +101,7 @@ def _kind(value: Any) -> str:
 
 
 def _check_call(loss_fn: LossFn, args: tuple[Any, ...], has_state: bool) -> None:
-    """Refuses a loss of other arguments than those that it would get."""
+    """Refuses a loss that does not take the arguments it would get."""
     try:
         signature = inspect.signature(loss_fn)
     except (TypeError, ValueError):
@@ -117,9 +117,9 @@ def _check_call(loss_fn: LossFn, args: tuple[Any, ...], has_state: bool) -> None
 
 
 def gradients_of(loss: LossFn) -> GradientsFn:
-    """Returns (params, model_state, batch) -> ((loss, (scalars, new model_state)), gradients) of `loss_of`'s loss.
+    """Returns (params, model_state, batch) -> ((loss, (scalars, new model_state)), gradients) for a loss of `loss_of`.
 
-    Integers, booleans and keys among the parameters have no gradients: None is in their places.
+    Integers, booleans and keys among the parameters have no gradients: their gradient is None.
     """
 
     def gradients(params: Any, model_state: Any, batch: Any) -> Any:
@@ -132,10 +132,10 @@ def gradients_of(loss: LossFn) -> GradientsFn:
 
 
 def in_turns(gradients_fn: GradientsFn, micro_batches: int, axis_name: AxisName) -> GradientsFn:
-    """Returns a function like the one given, which takes the rows of a batch in micro-batches, one after another.
+    """Returns a function like the given one that splits a batch into micro-batches and takes one after another.
 
-    Loss, scalars and gradients are the means over the micro-batches, summed in float32. Each gets the model's state of
-    the one before it. Memory: the activations of one, and 4 bytes a parameter.
+    Loss, scalars and gradients are means over the micro-batches, summed in float32. Each micro-batch gets the model's
+    state of the previous one. Memory: the activations of one micro-batch, and 4 bytes a parameter.
     """
     if micro_batches == 1:
         return gradients_fn
@@ -168,5 +168,5 @@ def in_turns(gradients_fn: GradientsFn, micro_batches: int, axis_name: AxisName)
 
 
 def as_float32(tree: Any) -> Any:
-    """Returns numbers as float32."""
+    """Converts the numbers of a tree to float32."""
     return jax.tree.map(lambda number: jnp.asarray(number, jnp.float32), tree)

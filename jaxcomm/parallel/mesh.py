@@ -10,17 +10,17 @@ from jax.sharding import AxisType, Mesh
 
 
 def _few_threads() -> bool:
-    """Has JAX start enough threads for simulated devices; returns whether it is too late to.
+    """Makes JAX start enough threads for simulated devices; returns True if it is too late for that.
 
-    JAX before 0.12 starts as many threads as there are cores, or PJRT_NPROC. It reads that when its devices start, and
-    refuses to change their number afterwards. With one device, more threads cost time.
+    JAX before 0.12 starts PJRT_NPROC threads, or as many as there are cores. It reads PJRT_NPROC when its devices
+    start, and then refuses to change the number of devices. With one device, more threads cost time.
     """
     if "PJRT_NPROC" in os.environ or jax.__version_info__ >= (0, 12):
         return False
     config: Any = jax.config
     simulated = config.jax_num_cpu_devices
     try:
-        config.update("jax_num_cpu_devices", simulated + 1)  # which fails once devices have started
+        config.update("jax_num_cpu_devices", simulated + 1)  # fails once devices have started
     except RuntimeError:
         return True
     config.update("jax_num_cpu_devices", simulated)
@@ -33,11 +33,11 @@ def make_mesh(**axes: int) -> Mesh:
     """Makes a mesh over the first devices of all processes.
 
     Args:
-      **axes: the size of each axis by its name, slowest first: `make_mesh(data=4)`.
+      **axes: the size of each axis by name, slowest first: `make_mesh(data=4)`.
 
     Returns:
-      A mesh whose axes are all of type Auto, for use with `jax.shard_map`. If it is the first to need a device, JAX
-      before 0.12 gets enough threads for simulated ones (PJRT_NPROC); if it is too late for that, it warns.
+      A mesh whose axes are all of type Auto, for use with `jax.shard_map`. If no device has been used yet, JAX before
+      0.12 is given enough threads for simulated devices (PJRT_NPROC); if it is too late for that, this warns.
 
     Raises:
       ValueError: without axes, for a size below 1, or if there are fewer devices than the mesh needs.

@@ -1,7 +1,7 @@
-"""Arguments that are objects of Flax NNX, which a step changes in place. Flax is not imported here, only found.
+"""Arguments that are objects of Flax NNX, which a step changes in place. Flax is used if loaded, never imported.
 
-To JAX the objects are pytrees, in which the optimizer's state keeps its types. What JAX does not know of them is that
-a step changes them, and that two of them may share a variable.
+To JAX these objects are pytrees, in which the optimizer's state keeps its types. JAX does not know that a step changes
+them, or that two of them may share a variable.
 """
 
 import sys
@@ -24,12 +24,12 @@ def is_object(node: Any) -> bool:
 
 
 def has_objects(tree: Any) -> bool:
-    """Returns whether there is such an object in a tree."""
+    """Returns whether a tree contains an NNX object."""
     return any(is_object(node) for node in jax.tree.leaves(tree, is_leaf=is_object))
 
 
 def names(tree: Any) -> list[str]:
-    """Returns the paths of all leaves, of a variable with its type: "model/bn/mean:BatchStat"."""
+    """Returns the paths of all leaves; that of a variable ends in its type: "model/bn/mean:BatchStat"."""
     nnx = _nnx()
 
     def is_variable(node: Any) -> bool:
@@ -43,7 +43,7 @@ def names(tree: Any) -> list[str]:
 
 
 def update(old: Any, new: Any) -> None:
-    """Gives objects the numbers of others of the same structure."""
+    """Copies the values of new objects into old ones of the same structure."""
     nnx = _nnx()
     for ours, theirs in zip(
         jax.tree.leaves(old, is_leaf=is_object), jax.tree.leaves(new, is_leaf=is_object), strict=True
@@ -53,10 +53,10 @@ def update(old: Any, new: Any) -> None:
 
 
 def sharing(tree: Any) -> Any:
-    """Returns which variables the objects of a tree share, for `shared`; None if none does, as in most models.
+    """Finds which variables the objects of a tree share, for `shared`; None if they share none, as in most models.
 
     Raises:
-      ValueError: if those of an `nnx.State` do.
+      ValueError: if an `nnx.State` shares variables.
     """
     nnx = _nnx()
     if nnx is None or not has_objects(tree) or not nnx.find_duplicates(tree):
@@ -71,7 +71,7 @@ def sharing(tree: Any) -> Any:
 
 
 def shared(tree: Any, found: Any) -> Any:
-    """Returns a tree that was unflattened with its objects sharing what `sharing` found."""
+    """Makes the objects of an unflattened tree share the variables that `sharing` found."""
     if found is None:
         return tree
     nnx, (graph, paths) = _nnx(), found
@@ -82,7 +82,7 @@ def shared(tree: Any, found: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Merged:
-    """An `nnx.State` as the objects that it is the state of: so that its rows keep their types."""
+    """An `nnx.State` merged into its objects, so that its rows keep their types."""
 
     objects: Any
 
@@ -92,7 +92,7 @@ class Merged:
 
 
 def merge_states(tree: Any, graph: Any) -> Any:
-    """Replaces every `nnx.State` of a graph in a tree by its objects; without a graph, none."""
+    """Replaces every `nnx.State` of a graph in a tree by its objects; without a graph, changes nothing."""
     nnx = _nnx()
 
     def merge(node: Any) -> Any:
@@ -100,7 +100,7 @@ def merge_states(tree: Any, graph: Any) -> Any:
             return node
         try:
             return Merged(nnx.merge(graph, node))
-        except (ValueError, KeyError):  # it is a state of something else
+        except (ValueError, KeyError):  # the state of another graph
             return node
 
     return tree if graph is None else jax.tree.map(merge, tree, is_leaf=lambda node: isinstance(node, nnx.State))
@@ -113,7 +113,7 @@ def is_changed(arg: Any) -> bool:
 
 
 def split_states(tree: Any) -> Any:
-    """Does the inverse of `merge_states`; objects stay the same."""
+    """Inverts `merge_states`; leaves objects as they are."""
 
     def is_merged(node: Any) -> bool:
         return isinstance(node, Merged)
@@ -127,7 +127,7 @@ def split_states(tree: Any) -> Any:
 
 
 def graph_in(tree: Any) -> Any:
-    """Returns the `nnx.GraphDef` in a tree; None without one."""
+    """Returns the first `nnx.GraphDef` in a tree, or None."""
     nnx = _nnx()
     if nnx is None:
         return None

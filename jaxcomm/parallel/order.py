@@ -1,8 +1,8 @@
-"""The rules of order in an Optax chain: judged by the states of its links, and by what these do to small arrays.
+"""The rules of order in an Optax chain: checked by the states of its links, and by what the links do to small arrays.
 
-The state of `optax.chain` is a tuple in the order of its links, and the state of an exchange names its method. So a
-plain chain is judged by its states alone. A `jaxcomm.chain` also keeps its links: each is tried on arrays of a few
-numbers, which shows whether it clips, decays, descends or has momentum.
+The state of `optax.chain` is a tuple in the order of its links, and the state of an exchange names its method. A plain
+chain is checked by its states alone. A `jaxcomm.chain` also keeps its links: each is tried on arrays of a few numbers,
+which shows whether it clips, decays, descends or has momentum.
 """
 
 import functools
@@ -22,16 +22,16 @@ _TRIED = 16
 
 
 class Effects(NamedTuple):
-    """What a link does to updates: the paths of the leaves to which it does so.
+    """The effects of a link on updates, each as the paths of the leaves that have it.
 
     Attributes:
       cuts: clips: small updates pass, large ones are bounded.
-      forgets_size: the size of its output is not that of the gradients in it (Adam and its kind).
-      has_momentum: updates go on after the gradient is zero.
+      forgets_size: the output does not scale with the gradient (Adam and its kind).
+      has_momentum: updates continue after the gradient has become zero.
       decays: adds a multiple of the parameter.
-      descends: turns gradients into steps down: has a learning rate.
+      descends: turns gradients into descent steps: has a learning rate.
       changes: is not the identity.
-      mixes: a number of its output depends on other numbers of the gradient.
+      mixes: an element of the output depends on other elements of the gradient.
     """
 
     cuts: frozenset[str]
@@ -44,9 +44,9 @@ class Effects(NamedTuple):
 
 
 def try_link(link: optax.GradientTransformation, params: Any) -> Effects | None:
-    """Tries a link on a tree like that of the parameters, of 2 numbers along each dimension; None where it fails.
+    """Tries a link on a tree like the parameters', with 2 elements along each dimension; None if the link fails.
 
-    Of more than 16 leaves, 16 stand for all: every operation on each costs time.
+    Of more than 16 leaves, 16 are tried for all, to save time.
     """
     structure, ndims = jax.tree.structure(params), tuple(len(jnp.shape(leaf)) for leaf in jax.tree.leaves(params))
     try:
@@ -55,14 +55,14 @@ def try_link(link: optax.GradientTransformation, params: Any) -> Effects | None:
         return _try_link.__wrapped__(link, structure, ndims)
 
 
-@functools.lru_cache(maxsize=64)  # a chain is judged when it is initialised, and again wherever it is split
+@functools.lru_cache(maxsize=64)  # a chain is checked when it is initialised, and again wherever it is split
 def _try_link(link: optax.GradientTransformation, structure: Any, ndims: tuple[int, ...]) -> Effects | None:
     some = {round(i) for i in np.linspace(0, len(ndims) - 1, min(len(ndims), _TRIED))}
     for chosen in (some, set(range(len(ndims)))):  # all, for a link with a mask of the parameters' structure
         try:
             with jax.ensure_compile_time_eval():
                 return _effects(link, structure, ndims, chosen, some)
-        except Exception:  # it may want other arguments, or another tree; nothing is known of it then
+        except Exception:  # it may want other arguments, or another tree: its effects are then unknown
             continue
     return None
 
@@ -70,7 +70,7 @@ def _try_link(link: optax.GradientTransformation, structure: Any, ndims: tuple[i
 def _effects(
     link: optax.GradientTransformation, structure: Any, ndims: tuple[int, ...], chosen: set[int], some: set[int]
 ) -> Effects | None:
-    """Tries a link on the chosen leaves, and tells of some of those."""
+    """Tries a link on the `chosen` leaves, and returns its effects on those in `some`."""
     pairs = jax.tree_util.tree_leaves_with_path(structure.unflatten(ndims))
     places = sorted(chosen)
     paths = [jax.tree_util.keystr(pairs[place][0]) for place in places]
@@ -94,7 +94,7 @@ def _effects(
     rest, rest2 = run(nothing, nothing), run(nothing, nothing, weights=2.0)
     once, twice, huge = run(wave, wave), run(wave, wave, 2.0), run(wave, wave, float(_LARGE))
     after, another = run(wave, nothing), run(other, other, float(_LARGE))
-    if not any(out.any() for out in (*once, *huge)):  # it accumulates, perhaps
+    if not any(out.any() for out in (*once, *huge)):  # it may accumulate
         return None
 
     def where(holds: Any) -> frozenset[str]:
@@ -115,12 +115,12 @@ def _effects(
 
 
 def check_chain(tx: optax.GradientTransformation, state: Any, params: Any) -> list[str]:
-    """Judges the order of the transformations around an exchange.
+    """Checks the order of the transformations around an exchange.
 
     A gradient exchange takes each worker's gradient and returns the mean; the optimizer comes after it. A local
     exchange (`slim_dp`, `local_sgd`, `plump_dp` with p above 1) comes after a whole local optimizer and takes its
-    updates. Refused is what loses gradients, counts them twice, or makes replicated state differ; warned about is what
-    is unusual. The rules are in docs/guide.md. Those marked (*) are known of a `jaxcomm.chain` alone.
+    updates. An order is refused if it loses gradients, counts them twice, or makes replicated state differ. An unusual
+    order causes a warning. The rules are in docs/guide.md; those marked (*) are checked for a `jaxcomm.chain` alone.
 
     Args:
       tx: a transformation or a chain.
@@ -128,7 +128,7 @@ def check_chain(tx: optax.GradientTransformation, state: Any, params: Any) -> li
       params: the parameters, or their shapes.
 
     Returns:
-      The warnings, each with what is unusual, what happens and the remedy.
+      The warnings; each says what is unusual, its effect, and the remedy.
 
     Raises:
       ValueError: for an order that is refused, with the remedy.
@@ -176,13 +176,13 @@ def check_chain(tx: optax.GradientTransformation, state: Any, params: Any) -> li
 
 
 def _check_states(exchange: ExchangeState, before: list[Any], after: list[Any]) -> None:
-    """Judges a gradient exchange by what the states around it hold."""
+    """Checks a gradient exchange by the states around it."""
     name = exchange.method.name
     if exchange.method.period is not None:
         return
     for node in before:
-        inner = node.inner_state if hasattr(node, "hyperparams") else node  # which hyperparameters do not depend on
-        # Counters and random keys do not depend on gradients either.
+        inner = node.inner_state if hasattr(node, "hyperparams") else node
+        # Hyperparameters, counters and random keys do not depend on gradients.
         if any(leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(inner)):
             raise ValueError(
                 f"The state of a chain is one for all workers; got {type(node).__name__} before {name}, which would "
@@ -195,7 +195,7 @@ def _check_states(exchange: ExchangeState, before: list[Any], after: list[Any]) 
 
 
 def _judge(exchange: ExchangeState, before: list[Effects], after: list[Effects]) -> Iterator[str]:
-    """Judges a gradient exchange by what the links around it do; yields warnings."""
+    """Checks a gradient exchange by the effects of the links around it; yields warnings."""
     name, momentum = exchange.method.name, momentum_inside(exchange)
     forgotten: frozenset[str] = frozenset()
     for link in after:
@@ -226,7 +226,7 @@ def _judge(exchange: ExchangeState, before: list[Effects], after: list[Effects])
 
 
 def _check_local(exchange: ExchangeState, before: list[Effects | None], after: list[Effects | None]) -> None:
-    """Judges a local exchange by what the links around it do."""
+    """Checks a local exchange by the effects of the links around it."""
     name = exchange.method.name
     if all(link is not None and not link.descends for link in before):
         raise ValueError(
@@ -249,7 +249,7 @@ def _refuse_momentum(exchange: ExchangeState) -> None:
 
 
 def methods_in(exchange: ExchangeState) -> list[Exchange]:
-    """Returns the method of a gradient exchange, and of those that it holds."""
+    """Returns the method of a gradient exchange, and those of the exchanges that it holds."""
     return [exchange.method, *(held.method for held in exchange_states((exchange.memory, exchange.others)))]
 
 

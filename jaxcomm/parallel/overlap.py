@@ -1,9 +1,9 @@
-"""A delayed step between CPU hosts: the exchange of the last gradients beside the computing of the next.
+"""A delayed step between CPU hosts: exchanges the last gradients while it computes the next.
 
-XLA's CPU backend runs the collectives of a program and its arithmetic one after another, and two programs at the same
-time only if two threads have started them. So the step is taken apart: one program, of a second thread, has the loss
-and its gradient, and no collective; another has the exchange and the update; a third averages the loss. On GPU and TPU
-one program does it, whose collectives depend on nothing that the step computes.
+XLA's CPU backend runs the collectives and the arithmetic of one program one after the other. It runs two programs at
+the same time only if two threads start them. So the step is split into three programs: the loss and its gradient,
+without collectives, from a second thread; the exchange and the update; and the means of what is reported. On GPU and
+TPU one program is enough: its collectives do not depend on anything that the step computes.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from jaxcomm.types import DelayedState, PerWorker, is_per_worker
 
 
 def runs_apart(state: Any, mesh: Mesh) -> bool:
-    """Returns whether a step of this state is taken apart: a delayed one of CPU devices of several processes."""
+    """Returns whether the step of this state is split: a delayed step, on CPU devices of several processes."""
     return (
         isinstance(getattr(state, "opt_state", None), DelayedState)
         and mesh.devices.flat[0].platform == "cpu"
@@ -39,7 +39,7 @@ def runs_apart(state: Any, mesh: Mesh) -> bool:
 
 
 class Apart:
-    """The programs of a delayed step, compiled when they are first called."""
+    """The programs of a delayed step, each compiled when it is first called."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Apart:
         jit: Callable[..., Any],
         donate: bool,
     ):
-        """Takes what a step is made of; `keyed` gives a batch the key of its step, and `jit` compiles."""
+        """Takes the parts of a step; `keyed` gives a batch the key of its step, and `jit` compiles."""
         rows, on_mesh = P(axis_name), partial(jax.shard_map, mesh=mesh)
 
         def gradients(params: Any, model_state: Any, step: jax.Array, batch: Any) -> Any:
@@ -68,7 +68,7 @@ class Apart:
 
         def update(params: Any, opt_state: Any) -> Any:
             def own(params: Any, opt_state: Any) -> Any:
-                last = jax.tree.map(lambda row: row[0], opt_state.gradients.rows)  # stand in for those of this step
+                last = jax.tree.map(lambda row: row[0], opt_state.gradients.rows)  # in place of this step's gradients
                 updates, new = tx.update(last, opt_state, trained(params))
                 params, new, metrics = apply(updates, new, params, opt_state)
                 return params, new.inner, metrics
@@ -90,8 +90,8 @@ class Apart:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxcomm-gradients")
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Takes a step; its programs are started, and not waited for."""
-        # All collectives in the caller's thread, where programs run in order: Gloo would mix the messages of two.
+        """Takes a step: starts its programs without waiting for their results."""
+        # All collectives start in the caller's thread, in order: Gloo would mix the messages of two programs.
         own = self._thread.submit(self._gradients, state.params, state.model_state, state.step, batch)
         params, inner, metrics = self._update(state.params, state.opt_state)
         scalars, new_state, gradients = own.result()

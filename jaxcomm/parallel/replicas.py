@@ -1,4 +1,4 @@
-"""Whether what is said to be replicated is the same on all devices."""
+"""A check that arrays declared as replicated are identical on all devices."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -17,14 +17,14 @@ from jaxcomm.numerics import digest
 def differing_replicas(mesh: Mesh, named: Mapping[str, jax.Array]) -> dict[str, list[int]]:
     """Finds replicated arrays whose bits are not the same on all devices of a mesh.
 
-    Every array is read once; each device receives 4 bytes an array from every other. All processes call it together.
+    Every array is read once; each device receives 4 bytes an array from every other. All processes must call it.
 
     Args:
       mesh: the devices.
-      named: arrays that are replicated on the mesh, by what they are called.
+      named: arrays that are replicated on the mesh, by name.
 
     Returns:
-      For each array that differs, the devices, by their place in the mesh, that do not have what most have.
+      For each array that differs: the devices whose copy is not the most common one, by their positions in the mesh.
     """
     if not named:
         return {}
@@ -42,5 +42,5 @@ def _gatherer(mesh: Mesh) -> Any:
     def gather(own: list[jax.Array]) -> jax.Array:
         return lax.all_gather(jnp.stack([digest(leaf) for leaf in own]), mesh.axis_names)
 
-    # Tracking is off: every input is said to be replicated, which is what is to be found out.
+    # check_vma is off: it would take the inputs as replicated, which is what this checks.
     return jax.jit(jax.shard_map(gather, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))

@@ -1,8 +1,8 @@
-"""What differs between workers in a traced program, where JAX does not track it.
+"""Which outputs of a traced program differ between workers, where JAX does not track it.
 
-With `check_vma=False`, which a foreign step needs, JAX takes every promise of `out_specs` on trust. This walk over the
-traced program finds, for every output, the mesh axes along which it may differ. It errs to one side: what it says to be
-replicated is replicated.
+With `check_vma=False`, which a foreign step needs, JAX trusts `out_specs`. This walk over the traced program finds, for
+every output, the mesh axes along which it may differ. It is conservative: an output that it calls replicated is
+replicated.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from jaxcomm.collectives.messages import SAME
 
 Axes = frozenset[str]
 
-# Collectives whose result is the same on all workers; that of the others differs.
+# Collectives whose result is replicated; the results of the others differ.
 _REPLICATING = frozenset(name for name, op in COLLECTIVES.items() if op in ("all_reduce", "all_gather"))
 
 
@@ -22,7 +22,7 @@ def varying_axes(jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:
 
     Args:
       jaxpr: the program that a worker runs.
-      inputs: the axes along which each of its inputs differs.
+      inputs: the axes along which each input differs.
     """
     known: dict[Any, Axes] = dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -48,7 +48,7 @@ def _outputs(eqn: Any, given: list[Axes]) -> list[Axes]:
         branches = [varying_axes(inner_jaxpr(branch), operands) for branch in params["branches"]]
         return [index.union(*each) for each in zip(*branches, strict=True)]
     if name == "scan":
-        # By ranks: what is scanned has one more dimension outside (releases of JAX name the counts in their own ways).
+        # By ranks: scanned arrays have one more dimension outside (JAX releases differ in the names of the counts).
         body = inner_jaxpr(params["jaxpr"])
         carry = sum(out.aval.ndim == own.aval.ndim for out, own in zip(eqn.outvars, body.outvars, strict=True))
         consts = sum(out.aval.ndim == own.aval.ndim for out, own in zip(eqn.invars, body.invars, strict=True)) - carry
@@ -68,7 +68,7 @@ def _outputs(eqn: Any, given: list[Axes]) -> list[Axes]:
     inner = inner_jaxprs(params)
     if len(inner) == 1 and len(inner[0].invars) == len(given) and len(inner[0].outvars) == count:  # jit, remat, ...
         return varying_axes(inner[0], given)
-    for each in inner:  # a program that is called in a way of its own: all that goes in may reach all that comes out
+    for each in inner:  # unknown: every input may reach every output
         anywhere = anywhere.union(*varying_axes(each, [anywhere] * len(each.invars)))
     return [anywhere] * count
 
@@ -83,11 +83,11 @@ def _fixpoint(turn: Any, now: list[Axes]) -> list[Axes]:
 
 
 def collectives_outside(jaxpr: Any, scope: str, axes: Axes) -> list[Any]:
-    """Returns the collectives over some axes that stand outside of a `jax.named_scope`, in any loop or branch.
+    """Returns the collectives over any of the axes that are outside a `jax.named_scope`, in any loop or branch.
 
     Args:
       jaxpr: the program that a worker runs.
-      scope: the beginning of the scope's name.
+      scope: the name of the scope, or a part of it.
       axes: the axes.
     """
     found = []

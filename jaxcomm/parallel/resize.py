@@ -12,41 +12,40 @@ from jaxcomm.types import PerWorker, is_per_worker, join_parts
 
 
 def resize_workers(state: Any, workers: int) -> Any:
-    """Folds or spreads every row-per-worker array to another number of rows, and keeps the mean over the rows.
+    """Changes the number of rows of every `PerWorker` array, and keeps the mean over the rows.
 
     A residual is a gradient that was not applied yet, and reaches the parameters divided by the number of workers. So
-    what must survive is the mean of the rows (the update that is still owed), not their sum. The rows are spread over
-    the new workers in order: a new worker's row is the average of the old rows it covers. Momenta and thresholds are
-    averaged too, and a method may mark a refresh as due (`Exchange.resized`). A vector that the workers hold together
-    (`resizing="parts"`) is put together and dealt out again, and the parameters of a local method's workers are
-    averaged.
+    the mean of the rows (the update that is still owed) must be preserved, not their sum. The rows are spread over the
+    new workers in order: a new worker's row is the average of the old rows it covers. Momenta and thresholds are
+    averaged too, and so are the parameters of a local method's workers. A vector that the workers hold together
+    (`resizing="parts"`) is joined and divided again. A method may mark a refresh as due (`Exchange.resized`).
 
-    What is sharded over other axes of the mesh keeps its shards, each with the rows of the new workers. The workers of
-    `hierarchical` come and go by groups: each share keeps the mean of its groups' rows.
+    An array that is sharded over other axes of the mesh keeps its shards, each with a row for every new worker. Under
+    `hierarchical`, workers are added and removed in whole groups: each share keeps the mean of the groups' rows.
 
     Args:
-      state: an optimizer's state or a `TrainState`, on one host (NumPy or addressable arrays). That of a pipeline has
-        the stages first: `step.resize` takes it.
-      workers: the new K; of `hierarchical`, those of all groups.
+      state: an optimizer's state or a `TrainState`, on one host (NumPy or addressable arrays). For the state of a
+        pipeline, whose first dimension is that of the stages, call `step.resize`.
+      workers: the new K; under `hierarchical`, the workers of all groups.
 
     Returns:
       The state with (K, ...) NumPy rows.
 
     Raises:
-      ValueError: for fewer than one worker, a number of them that does not make whole groups of the same size, and the
-        state of a pipeline.
+      ValueError: for fewer than one worker, for a number of workers that is not a multiple of the group size, and for
+        the state of a pipeline.
     """
     if workers < 1:
         raise ValueError(f"A run has at least one worker, got {workers}: pass a positive integer.")
     nodes = [node for node in jax.tree.leaves(state, is_leaf=is_per_worker) if is_per_worker(node)]
-    # What differs between shards alone has a row for each.
+    # State that differs between shards alone has a row for each shard.
     shards = {(): 1} | {node.axes: len(node.rows) for node in nodes if node.shards == len(node.axes)}
 
     def fold(node: PerWorker, axes: tuple[str, ...]) -> PerWorker:
         own = node.axes[len(node.axes) - node.shards :]
         if own == node.axes:
             return node
-        inside = shards[own] // shards[tuple(name for name in own if name not in axes)]  # of a group of workers
+        inside = shards[own] // shards[tuple(name for name in own if name not in axes)]  # workers in a group
         if workers % inside:
             raise ValueError(
                 f"Workers must make whole groups of {inside}, the number along {own[0]!r}; got {workers}. Pass a "
@@ -56,7 +55,7 @@ def resize_workers(state: Any, workers: int) -> Any:
         return replace(node, rows=jax.tree.map(lambda rows: _FOLDS[node.resizing](rows, shards[own], new), node.rows))
 
     def walk(tree: Any, axes: tuple[str, ...] | None) -> Any:
-        """Resizes what is in the state of an exchange over these axes, or in none."""
+        """Resizes a tree, from the state of an exchange over these axes; None for a tree outside of any exchange."""
 
         def resize(node: Any) -> Any:
             if is_per_worker(node):
@@ -79,23 +78,23 @@ def resize_workers(state: Any, workers: int) -> Any:
 
 
 def _mean(rows: Any, shards: int, new: int) -> np.ndarray:
-    """Folds rows (K * shards, ...), workers first, to (new * shards, ...): every shard keeps its mean."""
+    """Averages rows (K * shards, ...), workers first, to (new * shards, ...): every shard keeps its mean."""
     rows = np.asarray(rows)
     old = len(rows) // shards
     flat = _overlap(old, new) @ rows.reshape(old, -1).astype(np.float64)
-    flat = flat if jnp.issubdtype(rows.dtype, jnp.inexact) else np.rint(flat)  # counts, the same in every row
+    flat = flat if jnp.issubdtype(rows.dtype, jnp.inexact) else np.rint(flat)  # counts, equal in every row
     return flat.astype(rows.dtype).reshape(new * shards, *rows.shape[1:])
 
 
 def _parts(rows: Any, shards: int, new: int) -> np.ndarray:
-    """Puts the vector of each shard together, of which every row has its owner's part, and deals it out again."""
+    """Joins each shard's vector, of which every row holds its worker's part, and gives it to all new rows."""
     rows = np.asarray(rows).reshape(-1, shards, np.shape(rows)[-1])
     whole = [np.asarray(join_parts(rows[:, shard])) for shard in range(shards)]
     return np.concatenate([np.stack(whole)] * new)
 
 
 def _batch(rows: Any, shards: int, new: int) -> np.ndarray:
-    """Deals the rows of a batch (K, M, b, ...) out again, in units of a loss that is a mean over fewer, or more."""
+    """Redistributes the rows of a batch (K, M, b, ...), scaled as each worker's loss is a mean over more or fewer."""
     del shards  # a boundary is between stages
     rows = np.asarray(rows)
     old, micro, size = rows.shape[:3]
@@ -111,7 +110,7 @@ _FOLDS = {"mean": _mean, "parts": _parts, "batch": _batch}
 
 
 def _overlap(old: int, new: int) -> np.ndarray:
-    """Returns the share of each old worker's row in each new one's: (new, old), rows sum to 1, columns to new/old."""
+    """Returns the weight of each old row in each new row: (new, old); rows sum to 1, columns to new/old."""
     edge_old, edge_new = np.arange(old + 1) / old, np.arange(new + 1) / new
     low = np.maximum(edge_new[:-1, None], edge_old[None, :-1])
     high = np.minimum(edge_new[1:, None], edge_old[None, 1:])

@@ -1,4 +1,4 @@
-"""The train step of workers whose parameters are sharded: over the workers themselves, or over other axes of a mesh."""
+"""The train step of workers whose parameters are sharded: over the workers themselves, or over other mesh axes."""
 
 import math
 import warnings
@@ -32,9 +32,9 @@ class SplitState(NamedTuple):
     """The optimizer's state of a chain that is split at its exchange.
 
     Attributes:
-      exchange: of the exchange, and of what comes before it in the chain; of a local method alone.
-      rest: of what comes after it; what is like a parameter is sharded as the parameter is. With a local method, of the
-        optimizer before it, a row for each worker.
+      exchange: the state of the exchange and of the links before it; with a local method, that of the exchange alone.
+      rest: the state of the links after the exchange; arrays like a parameter are sharded as that parameter. With a
+        local method, the state of the optimizer before it, a row for each worker.
     """
 
     exchange: ShardedState
@@ -42,7 +42,10 @@ class SplitState(NamedTuple):
 
 
 class ShardedStep(TrainStep):
-    """Workers of which each parameter's PartitionSpec says what becomes of its gradient; see `make_train_step`."""
+    """Workers whose parameters each have a PartitionSpec, which decides how its gradient is reduced.
+
+    See `make_train_step`.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class ShardedStep(TrainStep):
         settings: StepSettings,
         lookups: Lookups | None = None,
     ):
-        """See `make_train_step`; the loss is of `loss_of`. Specs that are None are those of the parameters given."""
+        """See `make_train_step`; the loss is from `loss_of`. If `specs` is None, those of the first parameters hold."""
         names, kinds, accumulate = axis_names(axis_name), set(mesh.axis_types), settings.accumulate
         unknown = [name for name in (*names, *auto) if name not in mesh.axis_names]
         if unknown or set(names) & set(auto):
@@ -115,10 +118,10 @@ class ShardedStep(TrainStep):
         specs = jax.tree.structure(params).unflatten(exchange.specs)
         params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(self.mesh, spec)), params, specs)
         model_state = jax.device_put(jax.tree.map(jnp.asarray, model_state), NamedSharding(self.mesh, P()))
-        return jax.jit(partial(self._init, exchange))(params, model_state)  # which copies
+        return jax.jit(partial(self._init, exchange))(params, model_state)  # the jit copies
 
     def shapes(self, params: Any, model_state: Any = ()) -> TrainState:
-        """Returns what `init` would make; see `TrainStep.shapes`."""
+        """Returns the shapes of what `init` makes; see `TrainStep.shapes`."""
         exchange = self._plan(params)
         params = shapes_on(self.mesh, params, jax.tree.structure(params).unflatten(exchange.specs))
         model_state = shapes_on(self.mesh, model_state, jax.tree.map(lambda _: P(), model_state))
@@ -126,7 +129,7 @@ class ShardedStep(TrainStep):
         return shapes_on(self.mesh, state, self._specs_of(state, exchange))
 
     def _specs_of(self, state: TrainState, exchange: ShardedExchange) -> TrainState:
-        """Returns the PartitionSpec of everything in a state."""
+        """Returns the PartitionSpec of every array in a state."""
         own, rest = state.opt_state
         specs = jax.tree.map(lambda _: P(), state)
         params = jax.tree.structure(state.params).unflatten(exchange.specs)
@@ -134,9 +137,10 @@ class ShardedStep(TrainStep):
         return specs._replace(params=params, opt_state=SplitState(state_specs(own), rest))
 
     def verify(self, state: Any, batch: Any, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()) -> WireReport:
-        """Proves that the step sends over the workers what its exchange and its loss claim; other axes do not count.
+        """Proves that the step sends over the workers' axes what its exchange and its loss claim.
 
-        The loss claims what it is traced to move over the workers, where it has shards over them (`split_dense`).
+        Collectives over other axes do not count. The claim of the loss is traced; it has one if parameters are sharded
+        over the workers (`split_dense`).
         """
         params = self._like(state)
         claimed, of_layers, exchange = Program(), Program(list(beside)), self._plan(params)
@@ -170,14 +174,14 @@ class ShardedStep(TrainStep):
         return plan_shards(self.tx, self.mesh, self.specs, params, self.axis_name)
 
     def _locate_once(self, state: Any) -> None:
-        if self.specs is None and isinstance(state, TrainState):  # else the step says what it is
+        if self.specs is None and isinstance(state, TrainState):  # the step itself refuses any other state
             self._locate(state.params)
 
     def _locate(self, params: Any) -> None:
         """Takes the specs from the first parameters that the step gets.
 
         Raises:
-          ValueError: where they are on all devices, or cut over the workers themselves.
+          ValueError: if all parameters are replicated, or one is sharded over the workers themselves.
         """
         given = jax.tree.map(_sharding_of, params)
         exchange = plan_shards(self.tx, self.mesh, given, params, self.axis_name)
@@ -204,7 +208,7 @@ class ShardedStep(TrainStep):
         return TrainState(params, SplitState(exchange.init(params), rest), step, model_state)
 
     def _place(self, tree: Any, params: Any, exchange: ShardedExchange) -> Any:
-        """Shards every array with the path (its end) and the shape of a parameter as that parameter; copies others."""
+        """Shards arrays that are like a parameter (`specs_like`) as that parameter is; replicates the others."""
         return jax.tree.map(self._lay, tree, specs_like(tree, params, exchange.specs))
 
     def _lay(self, leaf: jax.Array, spec: P) -> jax.Array:
@@ -212,7 +216,7 @@ class ShardedStep(TrainStep):
         return lay(leaf, NamedSharding(self.mesh, spec))
 
     def _split(self, state: TrainState) -> SplitState:
-        """Returns the optimizer's state; refuses one of another step."""
+        """Returns the optimizer's state; refuses that of another step."""
         if not isinstance(state.opt_state, SplitState):
             raise ValueError(
                 f"The state must be made by the step's init; got an optimizer's state of "
@@ -242,7 +246,7 @@ class ShardedStep(TrainStep):
         new = (optax.apply_updates(params, updates), rest, model_state)
         new = keep_unless(ok, new, (params, old.rest, state.model_state))
         params, rest, model_state = self._place(new, params, exchange)
-        if tables is not None:  # updates are zeros if the step is skipped, as the means are
+        if tables is not None:  # if the step is skipped, the means are zeros, and so are the updates
             params = tables.add(state.params, params, updates, ids)
         new_state = TrainState(params, SplitState(exchanged, rest), state.step + 1, model_state)
         return new_state, {**scalars, **exchanged.metrics._asdict()}
@@ -250,7 +254,7 @@ class ShardedStep(TrainStep):
     def _by_workers(
         self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Any
     ) -> tuple[dict[str, jax.Array], Any, Any]:
-        """Each worker's gradient from a `jax.shard_map`, manual over all axes but those in `auto`."""
+        """Computes each worker's gradient in a `jax.shard_map` that is manual over all axes but those in `auto`."""
         treedef = jax.tree.structure(params)
         inside = [over_axes(spec, self.manual) for spec in exchange.specs]
         rows = [
@@ -269,7 +273,7 @@ class ShardedStep(TrainStep):
     def _worker(
         self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Any
     ) -> tuple[dict[str, jax.Array], Any, Any]:
-        """Differentiates the sum of the workers' losses: with respect to a worker's own copies, or to shards."""
+        """Differentiates the sum of the workers' losses with respect to the worker's own copies, or its shards."""
         leaves, treedef = jax.tree.flatten(params)
         pairs = zip(leaves, exchange.reduced, strict=True)
         own = treedef.unflatten(
@@ -281,13 +285,13 @@ class ShardedStep(TrainStep):
         return *self._mean({"loss": loss, **scalars}, new_state), treedef.unflatten(rows)
 
     def _differentiate(self, exchange: ShardedExchange, own: Any, model_state: Any, batch: Any) -> Any:
-        """Returns ((loss, (scalars, new model_state)), gradients) of a worker's own rows."""
+        """Returns ((loss, (scalars, new model_state)), gradients) for a worker's own rows."""
 
         def whole(params: Any, model_state: Any, batch: Any) -> Any:
             def objective(params: Any) -> tuple[jax.Array, Any]:
                 loss, (scalars, new_state) = self._noted_loss(params, model_state, batch)
                 _check_same_along_others(({"loss": loss, **scalars}, new_state), exchange)
-                # A loss of all rows, the same on every worker, is made to vary: the sum is then K times it as well.
+                # A replicated loss of all rows is made to vary, so that the sum over the workers is K times it too.
                 return to_varying(loss, self.axis_name), (scalars, new_state)
 
             return jax.value_and_grad(objective, has_aux=True)(params)
@@ -295,12 +299,12 @@ class ShardedStep(TrainStep):
         return in_turns(whole, self._settings.accumulate, self.axis_name)(own, model_state, batch)
 
     def _mean(self, scalars: dict[str, Any], model_state: Any) -> tuple[dict[str, jax.Array], Any]:
-        """Averages over the workers, in one all-reduce."""
+        """Averages scalars and the model's state over the workers, in one all-reduce."""
         vector, back = ravel_pytree((as_float32(scalars), model_state))
         return back(lax.psum(to_varying(vector, self.axis_name), self.axis_name) / self.workers)
 
     def _noted_loss(self, params: Any, model_state: Any, batch: Any) -> Any:
-        """Calls the loss; says beside an error of JAX what a loss of shards gets."""
+        """Calls the loss; adds to an error of JAX a note on what a loss gets with `specs`."""
         try:
             return self._loss(params, model_state, batch)
         except (TypeError, ValueError) as error:
@@ -339,10 +343,10 @@ class ShardedStep(TrainStep):
     def _unreduced(
         self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Any
     ) -> tuple[dict[str, jax.Array], Any, Any]:
-        """Each worker's gradient from JAX's types, on a mesh of Explicit axes: of type `unreduced`.
+        """Computes each worker's gradient by JAX's `unreduced` type, on a mesh of Explicit axes.
 
-        Parameters that are copied to the workers are marked as `reduced` over their axis, so that `jax.grad` returns
-        gradients that are not summed over the workers yet.
+        Parameters that are replicated over the workers are marked as `reduced` over their axes, so that `jax.grad`
+        returns gradients that are not summed over the workers yet.
         """
         leaves, treedef = jax.tree.flatten(params)
         triples = list(zip(leaves, exchange.specs, exchange.reduced, strict=True))
@@ -368,28 +372,31 @@ class ShardedStep(TrainStep):
 
 
 def _rows_of_workers(gradient: jax.Array, spec: P, exchange: ShardedExchange) -> jax.Array:
-    """Hands each worker its part of a gradient that is not reduced: (K, *shape), a row for each. Free: no bytes.
+    """Returns each worker's part of an unreduced gradient, scaled to its own mean: (K, *shape). Free: no bytes.
 
-    A part of the mean over all rows is a K-th of the mean over the worker's own.
+    A worker's part of the gradient of the mean over all rows is 1/K of the gradient of the mean over its own rows.
     """
     rows = jax.shard_map(
         lambda part: math.prod(exchange.sizes) * part[None],
         mesh=exchange.mesh,
         in_specs=P(*spec, unreduced=frozenset(exchange.names)),
         out_specs=P(exchange.names, *spec),
-        check_vma=False,  # JAX has no cast yet from what is unreduced to what differs between workers
+        check_vma=False,  # JAX has no cast yet from `unreduced` to `varying`
     )
     return rows(gradient)
 
 
 def _sharding_of(leaf: Any) -> Any:
-    """Returns where a parameter is: its sharding, or P() if it is on one device or in all."""
+    """Returns the sharding of a parameter, or P() if it has none or is replicated."""
     sharding = getattr(leaf, "sharding", None)
     return P() if sharding is None or sharding.is_fully_replicated else sharding
 
 
 def specs_like(tree: Any, params: Any, specs: Sequence[P], others: P = _REPLICATED) -> Any:
-    """Returns the PartitionSpecs of a tree in which some arrays are like parameters, by the end of their path."""
+    """Returns the PartitionSpecs of a tree: those of parameters for arrays like them, `others` for the rest.
+
+    An array is like a parameter if its path ends in the parameter's path and its shape is the same.
+    """
     paths = jax.tree_util.tree_leaves_with_path(params)
     like = {path: (leaf.shape, spec) for (path, leaf), spec in zip(paths, specs, strict=True)}
 
@@ -402,7 +409,7 @@ def specs_like(tree: Any, params: Any, specs: Sequence[P], others: P = _REPLICAT
 
 
 def over_axes(spec: P, manual: tuple[str, ...]) -> P:
-    """Returns what a PartitionSpec says about some of the axes."""
+    """Returns a PartitionSpec without the axes that are not `manual`."""
     entries = []
     for entry in spec:
         names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,8 +1,8 @@
-"""The exchange of sharded parameters, or of their gradients: in a region that is manual over all axes of the mesh.
+"""The exchange of sharded parameters, or of their gradients, in a region that is manual over all axes of the mesh.
 
-An exchange lays the tensors that it gets out as one vector. Were it written over the axis of workers alone, XLA would
-first gather each gradient over the others. Here every device lays out what it holds, and exchanges that with the
-devices that hold the same shards of other workers' gradients.
+An exchange flattens the tensors that it gets into one vector. In a region that is manual over the axis of workers
+alone, XLA would first gather each gradient over the other axes. Here every device flattens its own shards, and
+exchanges them with the devices that hold the same shards of other workers' gradients.
 """
 
 import math
@@ -30,10 +30,9 @@ class ShardedState(NamedTuple):
     """State of the exchange of sharded parameters.
 
     Attributes:
-      metrics: counts of the last exchange, of all shards together.
-      exchanges: for every group of parameters that are sharded along the same axes, the state of its exchange.
-      reduced: the state of what comes before the exchange in the chain, for parameters whose gradients are already
-        reduced.
+      metrics: counts of the last exchange, over all shards.
+      exchanges: the state of each group's exchange; a group is the parameters that are sharded along the same axes.
+      reduced: the state of the links before the exchange, for parameters whose gradients are already reduced.
     """
 
     metrics: ExchangeMetrics
@@ -45,21 +44,21 @@ class ShardedState(NamedTuple):
 class ShardedExchange:
     """The exchange of a chain, for sharded parameters.
 
-    A parameter's PartitionSpec says what becomes of its gradient:
+    A parameter's PartitionSpec decides how its gradient is reduced:
 
-    - none of the workers' axes is in it: each worker has its own gradient, which is exchanged, shard by shard. What is
-      sharded along the same axes is one group, with an exchange of its own: a vector of the shards that differ along an
-      axis, and another of those that do not, which stay replicated along it.
-    - all of the workers' axes are in it: its gradient is already reduced, and bypasses the exchange.
+    - The spec has none of the workers' axes: each worker has its own gradient, which is exchanged shard by shard.
+      Parameters that are sharded along the same axes form a group, with an exchange of its own. So shards that differ
+      along an axis are in one vector, and those that are replicated along it in another, and stay replicated.
+    - The spec has all of the workers' axes: the gradient is already reduced, and bypasses the exchange.
 
-    With a local method, what comes in are the updates of each worker's own parameters, and so is what comes out: rows
-    (K, *shape). So are the parameters.
+    With a local method, the parameters, the updates that go in, and those that come out all have a row for each worker,
+    (K, *shape).
 
     Attributes:
       mesh: the mesh.
       axis_name: the axis of workers, or the axes, outermost first.
       specs: the PartitionSpec of every parameter, in tree order.
-      chain: the parts of the chain.
+      chain: the chain, split at its exchange.
     """
 
     mesh: Mesh
@@ -74,7 +73,7 @@ class ShardedExchange:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The workers along each of their axes."""
+        """The number of workers along each of their axes."""
         return tuple(self.mesh.shape[name] for name in self.names)
 
     @property
@@ -89,19 +88,19 @@ class ShardedExchange:
 
     @cached_property
     def groups(self) -> dict[tuple[str, ...], tuple[bool, ...]]:
-        """For every set of axes of shards, the parameters of its group."""
+        """The groups: for every set of axes of shards, whether each parameter is in its group."""
         axes = [tuple(name for name in self.others if name in spec_axes(spec)) for spec in self.specs]
         pairs = list(zip(axes, self.reduced, strict=True))
         found = sorted({shards for shards, is_reduced in pairs if not is_reduced})
         return {group: tuple(shards == group and not is_reduced for shards, is_reduced in pairs) for group in found}
 
     def gradient_specs(self, treedef: Any) -> Any:
-        """Returns the PartitionSpecs of gradients as they come: (K, *shape), a row for each worker, unless reduced."""
+        """Returns the PartitionSpecs of the gradients: (K, *shape), a row for each worker, unless already reduced."""
         pairs = zip(self.specs, self.reduced, strict=True)
         return treedef.unflatten([spec if is_reduced else P(self.names, *spec) for spec, is_reduced in pairs])
 
     def init(self, params: Any) -> ShardedState:
-        """Makes the first state; params as they are placed, without rows."""
+        """Makes the first state; `params` are placed by their specs, and have no rows."""
         local, treedef = self._local(params), jax.tree.structure(params)
         shapes = jax.eval_shape(in_axes_of_workers(self._init, self.sizes, self.axis_name), local)
         init = jax.shard_map(
@@ -113,19 +112,19 @@ class ShardedExchange:
         return init(params)
 
     def shard_shapes(self, params: Any) -> list[Any]:
-        """Returns the shapes that each group's exchange gets on a device, as trees with the other leaves left out."""
+        """Returns the shapes that each group's exchange gets on a device, as trees without the other leaves."""
         local = self._local(params)
         return [_part(local, chosen) for chosen in self.groups.values()]
 
     def __call__(self, gradients: Any, state: ShardedState, params: Any) -> tuple[Any, ShardedState]:
-        """Exchanges gradients, all of them or none.
+        """Exchanges the gradients, all of them or none.
 
-        If some group's exchange is skipped, or some reduced gradient is not finite, zeros come back everywhere and
-        nothing of the state changes but `metrics`, and the steps of a local method: one all-reduce of 16 bytes tells
-        everyone. A method whose `undoes_skipped` is False settles it by itself, group by group.
+        If a group's exchange is skipped, or an already reduced gradient is not finite, all means are zeros, and nothing
+        in the state changes but `metrics` and the step counts of a local method. One all-reduce of 16 bytes decides it.
+        A method whose `undoes_skipped` is False handles a skip itself, group by group.
 
         Args:
-          gradients: as `gradient_specs` says.
+          gradients: placed as in `gradient_specs`.
           state: the state.
           params: the parameters.
 
@@ -139,16 +138,16 @@ class ShardedExchange:
         return update(gradients, state, params)
 
     def global_model(self, state: ShardedState, like: Any) -> Any:
-        """Returns the model of a local method, placed as `specs` say; under `jax.jit`.
+        """Returns the global model of a local method, placed by `specs`. Call it under `jax.jit`.
 
         Args:
           state: the state.
-          like: shapes and types of the parameters of one worker.
+          like: shapes and types of one worker's parameters.
         """
         treedef = jax.tree.structure(like)
 
         def apart(node: Any) -> Any:
-            """Gives rows of workers and shards (K S, ...) the shape (K, S, ...)."""
+            """Reshapes rows of workers and shards (K S, ...) to (K, S, ...)."""
             if not is_per_worker(node) or node.shards == len(node.axes):
                 return node
             workers = math.prod(self.sizes)
@@ -164,7 +163,7 @@ class ShardedExchange:
             return jax.tree.map(lambda _: spec, node)
 
         def of_shard(node: Any) -> Any:
-            """Returns the rows of all workers, as `global_model` of a method takes them."""
+            """Returns this shard's rows of all workers, as a method's `global_model` takes them."""
             if not is_per_worker(node):
                 return node
             if node.shards == len(node.axes):
@@ -193,7 +192,7 @@ class ShardedExchange:
         return ShardedState(ExchangeMetrics.zeros(), exchanges, reduced)
 
     def _update(self, gradients: Any, state: ShardedState, params: Any) -> tuple[Any, ShardedState]:
-        """What one device does."""
+        """Exchanges one device's gradients."""
         leaves, treedef = jax.tree.flatten(gradients)
         pairs = zip(leaves, self.reduced, strict=True)
         gradients = treedef.unflatten([leaf if is_reduced else leaf[0] for leaf, is_reduced in pairs])
@@ -212,7 +211,7 @@ class ShardedExchange:
             part, own = _part(gradients, chosen), _unpack(packed, axes)
             part, own = self.chain.exchange.update(part, own, _part(params, chosen))
             counts = get_exchange(own).metrics
-            is_counted = self._is_first(axes)  # the devices of a group that count the same take one voice
+            is_counted = self._is_first(axes)  # devices with the same shard have the same counts: one of them votes
             counts = jnp.stack([counts.skipped, counts.sent, counts.overflow, counts.drained]).astype(jnp.float32)
             votes = votes + jnp.where(is_counted, counts, 0.0)
             parts.append(part)
@@ -225,7 +224,7 @@ class ShardedExchange:
         reduced = keep_unless(ok, new_reduced, state.reduced)
         if self.chain.undoes_skipped:
             means, kept = zeros_unless(ok, means), keep_unless(ok, kept, state.exchanges)
-        if self.chain.is_local:  # its steps count on, or it would exchange again at once
+        if self.chain.is_local:  # its step count goes on after a skip, or it would exchange again at once
             means = jax.tree.map(lambda row: row[None], means)
             kept = jax.tree.map(
                 lambda own, new: own.replace(step=new.step), kept, tuple(exchanges), is_leaf=is_exchange_state
@@ -237,12 +236,12 @@ class ShardedExchange:
         return tuple(self.mesh.axis_names)
 
     def _is_first(self, axes: tuple[str, ...]) -> jax.Array:
-        """Returns whether this device is the first of those that hold the same shard: () bool."""
+        """Returns whether this device is the first of the devices that hold the same shard: () bool."""
         first = [lax.axis_index(name) == 0 for name in self._all if name not in axes]
         return jnp.stack(first).all()
 
     def _local(self, params: Any) -> Any:
-        """Returns the shapes of a device's shards, in the tree of the parameters."""
+        """Returns the shapes of a device's shards, in a tree like the parameters'."""
         leaves, treedef = jax.tree.flatten(params)
         pairs = zip(leaves, self.specs, strict=True)
         return treedef.unflatten([jax.ShapeDtypeStruct(self._shard(leaf, spec), leaf.dtype) for leaf, spec in pairs])
@@ -256,10 +255,10 @@ class ShardedExchange:
 def plan_shards(
     tx: optax.GradientTransformation, mesh: Mesh, specs: Any, params: Any, axis_name: AxisName
 ) -> ShardedExchange:
-    """Takes a chain apart, and checks where parameters are.
+    """Splits a chain at its exchange, and checks the PartitionSpecs.
 
     Args:
-      tx: a chain with one exchange of gradients in it.
+      tx: a chain with one exchange.
       mesh: the mesh.
       specs: PartitionSpecs or NamedShardings, a tree like that of the parameters or a prefix of it. A sharding that
         replicates counts as P().
@@ -267,10 +266,10 @@ def plan_shards(
       axis_name: the axis of workers, or the axes.
 
     Raises:
-      ValueError: for specs of another tree, of axes that are not on the mesh, of some of the workers' axes without the
-        others, or that do not divide a dimension; for chains as in `split_chain`, for those that look at whole tensors
-        before the exchange where there are shards, and for exchanges with momentum of their own, or local methods,
-        where some gradients bypass them.
+      ValueError: if the mesh lacks an axis of workers; for specs whose tree does not match the parameters, that name
+        axes the mesh lacks, that have some of the workers' axes but not all, or that do not divide a dimension; for a
+        chain as in `split_chain`; with sharded parameters, for a chain that looks at whole tensors before or in the
+        exchange; and where gradients bypass the exchange, for momentum in it, or a local method.
     """
     names = axis_names(axis_name)
     missing = [name for name in names if name not in mesh.axis_names]
@@ -305,7 +304,7 @@ def plan_shards(
 
 
 def _flat_specs(specs: Any, params: Any) -> tuple[P, ...]:
-    """Returns a PartitionSpec for every parameter, from those of a prefix of their tree."""
+    """Returns the PartitionSpec of every parameter, from a tree of specs or a prefix of it."""
 
     def is_spec(node: Any) -> bool:
         return isinstance(node, P)
@@ -362,19 +361,19 @@ def spec_axes(spec: P) -> tuple[str, ...]:
 
 
 def _part(tree: Any, chosen: tuple[bool, ...]) -> Any:
-    """Returns the tree with only the chosen leaves in it; the paths stay."""
+    """Returns the tree with only the chosen leaves; their paths are unchanged."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten([leaf if is_in else None for leaf, is_in in zip(leaves, chosen, strict=True)])
 
 
 def _join(parts: list[Any], treedef: Any) -> Any:
-    """Puts parts of a tree together; the inverse of `_part`."""
+    """Joins parts of a tree; the inverse of `_part`."""
     rows = zip(*(treedef.flatten_up_to(part) for part in parts), strict=True)
     return treedef.unflatten([next(leaf for leaf in row if leaf is not None) for row in rows])
 
 
 def _pack(state: Any, axes: tuple[str, ...]) -> Any:
-    """Gives the state of a group's exchange a row for each shard, in addition to that for each worker."""
+    """Gives the state of a group's exchange a row for each shard, in addition to the rows of workers."""
     if not axes:
         return state
 
@@ -387,7 +386,7 @@ def _pack(state: Any, axes: tuple[str, ...]) -> Any:
 
 
 def _unpack(state: Any, axes: tuple[str, ...]) -> Any:
-    """Returns the state that one device's exchange takes; the inverse of `_pack`."""
+    """Returns the state that a device's exchange takes; the inverse of `_pack`."""
 
     def own(node: Any) -> Any:
         if not axes or not is_per_worker(node):

@@ -1,4 +1,4 @@
-"""The state of a training run, and where each part of it lives."""
+"""The state of a training run, and where each part of it is placed."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,14 +17,14 @@ from jaxcomm.types import PerWorker, is_per_worker
 
 
 class TrainState(NamedTuple):
-    """What a train step takes and returns.
+    """The state that a train step takes and returns.
 
     Attributes:
-      params: the parameters, the same on every worker; with a local method rows of them, see `global_params`.
-      opt_state: the optimizer's state. Its `PerWorker` leaves have a row per worker, the rest is the same on every one.
+      params: the parameters, replicated; with a local method a row for each worker, see `global_params`.
+      opt_state: the optimizer's state. Its `PerWorker` leaves have a row for each worker; the rest is replicated.
       step: () int32, steps so far, skipped ones included.
-      model_state: what the model keeps besides its parameters and changes without a gradient, such as the running
-        statistics of batch normalisation: floats, the same on every worker. Empty for most models.
+      model_state: arrays that the model changes without a gradient, such as the running statistics of batch
+        normalisation: floats, replicated. Empty for most models.
     """
 
     params: Any
@@ -66,7 +66,7 @@ def state_shardings(state: Any, mesh: Mesh) -> Any:
 
 
 def shapes_on(mesh: Mesh, tree: Any, specs: Any) -> Any:
-    """Returns the `jax.ShapeDtypeStruct` of every leaf of a tree, on a mesh by its PartitionSpec."""
+    """Returns the `jax.ShapeDtypeStruct` of every leaf of a tree, sharded over a mesh by its PartitionSpec."""
 
     def shape(leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), sharding=NamedSharding(mesh, spec))
@@ -75,7 +75,7 @@ def shapes_on(mesh: Mesh, tree: Any, specs: Any) -> Any:
 
 
 def check_model_state(model_state: Any) -> None:
-    """Refuses a model's state that has no mean over the workers.
+    """Refuses a model's state that cannot be averaged over the workers.
 
     Raises:
       ValueError: for a leaf that is not of a real floating type.
@@ -93,7 +93,7 @@ def check_axes(exchange: ExchangeState, axis_name: AxisName) -> None:
     """Refuses an exchange over other axes than those of the workers.
 
     Raises:
-      ValueError: naming both.
+      ValueError: naming the axes of both.
     """
     wanted, got = set(axis_names(axis_name)), set(exchange.method.axes)
     if got != wanted:
@@ -104,7 +104,7 @@ def check_axes(exchange: ExchangeState, axis_name: AxisName) -> None:
 
 
 def make_local(state: TrainState, axis_name: AxisName) -> TrainState:
-    """Gives a worker's parameters, and the state of its optimizer, a row of their own if `tx` is a local method."""
+    """With a local method, makes a worker's parameters and its optimizer's state a row of `PerWorker`s."""
     if communication_period(state.opt_state) is None:
         return state
     axes = axis_names(axis_name)
@@ -118,7 +118,7 @@ def make_local(state: TrainState, axis_name: AxisName) -> TrainState:
 
 
 def without_rows(state: TrainState) -> TrainState:
-    """Returns the arrays that a worker of a local method works with; the inverse of `make_local`."""
+    """Returns the state with a local worker's own arrays, without the row dimension; the inverse of `make_local`."""
 
     def own(node: Any) -> Any:
         is_row = is_per_worker(node) and node.is_local
@@ -128,13 +128,14 @@ def without_rows(state: TrainState) -> TrainState:
 
 
 def global_params(state: TrainState) -> Any:
-    """Returns the model to evaluate and to keep: one set of parameters.
+    """Returns the model to evaluate and to save: one set of parameters.
 
     For a method that exchanges gradients these are the parameters themselves. The workers of a local method have their
-    own, and the global model is put together from the method's state: under `jax.jit` where several processes share it.
+    own parameters, and the global model is built from the method's state. Call it under `jax.jit` where several
+    processes share that state.
 
     Raises:
-      ValueError: if the parameters have rows and no exchange's state is there, or that of shards.
+      ValueError: if the parameters have rows and the state has no exchange, or has shards.
     """
     if not isinstance(state.params, PerWorker):
         return state.params
@@ -174,16 +175,16 @@ def check_axis(mesh: Mesh, axis_name: AxisName) -> None:
 
 
 def batch_specs(batch: Any, axis_name: AxisName) -> Any:
-    """Returns the PartitionSpec of every array of a batch: its rows over the workers; scalars are replicated."""
+    """Returns the PartitionSpec of every array of a batch: rows are over the workers, scalars replicated."""
     return jax.tree.map(lambda leaf: P(axis_name) if jnp.ndim(leaf) else P(), batch)
 
 
 def check_batch(batch: Any, workers: int, micro_batches: int = 1, *, takes_scalars: bool = True) -> None:
-    """Refuses a batch that does not divide evenly. Scalars, of which a typed random key is one, have no rows.
+    """Refuses a batch that does not divide evenly. Scalars, including a typed random key, have no rows.
 
     Raises:
-      ValueError: if the first dimension of an array is not a multiple of K, or of K times the micro-batches; for two
-        words of a random key among arrays of other sizes; for scalars where none are taken.
+      ValueError: if the first dimension of an array is not a multiple of K times the micro-batches; for the two words
+        of an untyped random key among arrays of other sizes; for scalars unless `takes_scalars`.
     """
     parts = workers * micro_batches
     cut = f"{workers} workers" + (f" of {micro_batches} micro-batches each" if micro_batches > 1 else "")

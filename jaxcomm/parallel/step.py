@@ -47,7 +47,7 @@ from jaxcomm.types import is_per_worker
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a step of every kind is told: see `make_train_step`."""
+    """Settings of a step of any kind; see `make_train_step`."""
 
     donate: bool = True
     accumulate: int = 1
@@ -56,7 +56,7 @@ class StepSettings:
 
     @property
     def jit(self) -> Callable[..., Any]:
-        """`jax.jit` with the options of the compiler."""
+        """`jax.jit` with the compiler options."""
         return partial(jax.jit, compiler_options=self.compiler_options)
 
 
@@ -67,7 +67,7 @@ class TrainStep(ABC):
         state, metrics = step(state, batch)
 
     Attributes:
-      tx: the chain, with one exchange of this library in it.
+      tx: the chain, with one exchange of this library.
       axis_name: the axis of workers, or the axes, outermost first.
       sizes: the number of workers along each axis.
     """
@@ -96,7 +96,7 @@ class TrainStep(ABC):
         return math.prod(self.sizes)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Takes a step; returns the new state and the metrics. The first call looks at whose rows the state has."""
+        """Takes a step; returns the new state and the metrics. The first call checks the state's rows."""
         if not self._is_checked:
             _check_state(state, {})
             check_rows(state, self.workers)
@@ -107,7 +107,7 @@ class TrainStep(ABC):
         if self._executable is not None:
             try:
                 return self._executable(state, batch)
-            except (TypeError, ValueError):  # it was compiled for other arguments
+            except (TypeError, ValueError):  # compiled for other arguments
                 self._executable = None
         return self._jitted(state, batch)
 
@@ -120,44 +120,44 @@ class TrainStep(ABC):
         return self._jitted.lower(state, batch)
 
     def compile(self, state: Any, batch: Any) -> Any:
-        """Compiles the step for arrays or shapes; later calls use the program while their arguments are of its kind."""
+        """Compiles the step for arrays or shapes; later calls use the program while their arguments match it."""
         self._executable = self.lower(state, batch).compile()
         return self._executable
 
     @abstractmethod
     def init(self, params: Any, model_state: Any = ()) -> TrainState:
-        """Makes the state of a run, placed where the step wants it.
+        """Makes the first state of a run, placed for the step.
 
         Args:
-          params: the parameters, the same in every process. They are copied: a step that donates its state does not
-            take the caller's arrays away.
-          model_state: what the model keeps besides its parameters (running statistics), of floats, the same in every
-            process; copied as well. For a step with `has_state`.
+          params: the parameters, equal in every process. They are copied: a step that donates its state does not
+            delete the caller's arrays.
+          model_state: the model's state besides its parameters (running statistics), floats, equal in every process;
+            copied as well. For a step with `has_state`.
 
         Raises:
-          ValueError: if no transformation of the chain exchanges gradients, if their order is refused (see the guide;
-            warnings are emitted here), or for a model state that cannot be averaged.
+          ValueError: if the chain has no exchange, if the order of its links is refused (see the guide; warnings are
+            emitted here), or for a model state that cannot be averaged.
         """
 
     def shapes(self, params: Any, model_state: Any = ()) -> TrainState:
-        """Returns what `init` would make, as `jax.ShapeDtypeStruct`s with shardings.
+        """Returns the state that `init` would make, as `jax.ShapeDtypeStruct`s with shardings.
 
-        A checkpoint is restored into it, and a step is compiled for it before any array exists.
+        Use it to restore a checkpoint into, or to compile a step before any array exists.
         """
         return jax.eval_shape(self.init, params, model_state)
 
     def params(self, state: TrainState) -> Any:
-        """Returns the model to evaluate and to keep: one set of parameters, of a local method the global model."""
+        """Returns the model to evaluate and to save: one set of parameters; with a local method, the global model."""
         return global_params(state)
 
     def model_state(self, state: TrainState) -> Any:
-        """Returns what the model keeps besides its parameters."""
+        """Returns the model's state besides its parameters."""
         return state.model_state
 
     def resize(self, state: TrainState, workers: int) -> TrainState:
-        """Carries a state over to another number of workers; see `resize_workers`. NumPy rows, on one host.
+        """Converts a state to another number of workers; see `resize_workers`. Returns NumPy rows, on one host.
 
-        The arrays that workers share stay where they are: place all for the step of another mesh, see its `shapes`.
+        Replicated arrays stay where they are. Place the whole state for the step of the new mesh, see its `shapes`.
         """
         return resize_workers(state, workers)
 
@@ -168,17 +168,17 @@ class TrainStep(ABC):
     def verify(
         self, state: Any, batch: Any, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()
     ) -> WireReport | PipelineReport:
-        """Proves on the compiled text that the step sends what its exchange claims, no more and no less.
+        """Proves from the compiled text that the step sends what its exchange claims, no more and no less.
 
         Args:
           state: the state, or its shapes.
           batch: the batch, or its shapes.
-          other_bytes: bytes that the step may receive in addition to the exchange (losses and metrics). Those of the
-            model's state are added.
-          beside: collectives that gradients cost in addition to the exchange: `plan.traffic` of `plan_late_multiply`.
+          other_bytes: bytes that the step may receive in addition to the exchange (losses and metrics). The bytes of
+            the model's state are added.
+          beside: collectives of gradients in addition to the exchange: `plan.traffic` of `plan_late_multiply`.
 
         Returns:
-          The report of the compiled step; of a pipeline, that of its boundaries and its exchange.
+          The report of the compiled step; for a pipeline, the report of its boundaries and its exchange.
 
         Raises:
           ValueError: see `jaxcomm.verify`.
@@ -198,10 +198,10 @@ class TrainStep(ABC):
 
     @abstractmethod
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """What is compiled."""
+        """The function that is compiled."""
 
     def _keyed(self, step: jax.Array, batch: Any) -> Any:
-        """Returns a batch that divides among workers and micro-batches, with the key of the step if there is one."""
+        """Adds the key of the step to a batch, if there is one; checks that the batch divides."""
         check_batch(batch, self.workers, self._settings.accumulate)
         return batch if self._rng is None else KeyedBatch(batch, jax.random.fold_in(self._rng, step))
 
@@ -215,7 +215,7 @@ class TrainStep(ABC):
         return make_local(state, self.axis_name)
 
     def _checked_shapes(self, params: Any, model_state: Any) -> TrainState:
-        """Returns the shapes of one worker's state; refuses what cannot be trained, and warns."""
+        """Returns the shapes of one worker's state; refuses a state or chain that cannot be trained, and warns."""
         check_model_state(model_state)
         init = in_axes_of_workers(self._worker_state, self.sizes, self.axis_name)
         shapes = jax.eval_shape(init, params, model_state)
@@ -226,7 +226,7 @@ class TrainStep(ABC):
 
 
 class WorkersStep(TrainStep):
-    """Workers that hold the whole model each, on a mesh."""
+    """Workers on a mesh that each hold the whole model."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class WorkersStep(TrainStep):
         axis_name: AxisName,
         settings: StepSettings,
     ):
-        """See `make_train_step`; the loss is of `loss_of`."""
+        """See `make_train_step`; the loss is from `loss_of`."""
         check_axis(mesh, axis_name)
         super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in axis_names(axis_name)), settings)
         self.mesh, self._loss = mesh, loss
@@ -258,7 +258,7 @@ class WorkersStep(TrainStep):
         return jax.jit(on_worker)(*jax.device_put(given, NamedSharding(self.mesh, P())))
 
     def shapes(self, params: Any, model_state: Any = ()) -> TrainState:
-        """Returns what `init` would make; see `TrainStep.shapes`."""
+        """Returns the shapes of what `init` makes; see `TrainStep.shapes`."""
         shapes = jax.eval_shape(self.init, params, model_state)
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -270,7 +270,7 @@ class WorkersStep(TrainStep):
         if not runs_apart(state, self.mesh):
             return super()._run(state, batch)
         if self._apart is None:
-            jax.eval_shape(self._step, state, batch)  # refuses what a step refuses
+            jax.eval_shape(self._step, state, batch)  # for its checks
             own = (self._gradients_fn(), self.tx, self.mesh, self.axis_name)
             self._apart = Apart(*own, self._keyed, self._settings.jit, self._settings.donate)
         return self._apart(state, batch)
@@ -281,7 +281,7 @@ class WorkersStep(TrainStep):
         batch = self._keyed(state.step, batch)
         check_agreement(self._loss, state, batch, dict(self.mesh.shape), self.axis_name)
         specs, rows = state_specs(state), batch_specs(batch, self.axis_name)
-        if AxisType.Explicit in self.mesh.axis_types:  # where a batch has types that need not be these
+        if AxisType.Explicit in self.mesh.axis_types:  # the batch's types may have other shardings
             batch = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), batch, rows)
         own_step = partial(worker_step, self._gradients_fn(), self.tx, self.axis_name)
         in_specs, out_specs = (specs, rows), (specs, P())
@@ -292,7 +292,7 @@ class WorkersStep(TrainStep):
 
 
 class SimulatedStep(TrainStep):
-    """Workers that live together on one device, under `jax.vmap`."""
+    """Workers simulated on one device, under `jax.vmap`."""
 
     def __init__(
         self,
@@ -302,7 +302,7 @@ class SimulatedStep(TrainStep):
         axis_name: AxisName,
         settings: StepSettings,
     ):
-        """See `simulate`; the loss is of `loss_of`."""
+        """See `simulate`; the loss is from `loss_of`."""
         super().__init__(tx, axis_name, check_workers(workers, axis_name), settings)
         self._loss = loss
         self._by_name = dict(zip(axis_names(axis_name), self.sizes, strict=True))
@@ -335,7 +335,7 @@ class SimulatedStep(TrainStep):
         gradients = in_turns(gradients_of(self._loss), self._settings.accumulate, self.axis_name)
         own_step = partial(worker_step, gradients, self.tx, self.axis_name)
         if bypassing(state.opt_state, trained(state.params)):
-            # Nothing is tracked here, so that a mesh has to tell what differs.
+            # JAX tracks nothing under vmap: trace on an abstract mesh to find what differs between workers.
             check_agreement(self._loss, state, batch, self._by_name, self.axis_name)
             trace_on(own_step, self._by_name, self.axis_name, state, batch, out_specs=(state_specs(state), P()))
             function = own_step
@@ -351,7 +351,7 @@ class SimulatedStep(TrainStep):
         return jax.tree.map(_rows_together, state, is_leaf=is_per_worker), metrics
 
     def _rows_apart(self, node: Any) -> Any:
-        """Gives rows (K, ...) the shape (*sizes, 1, ...): each worker sees its row as (1, ...), as on a mesh."""
+        """Reshapes rows (K, ...) to (*sizes, 1, ...): each worker sees its row as (1, ...), as on a mesh."""
         if not is_per_worker(node):
             return node
         along = [size for name, size in self._by_name.items() if name in node.axes]
@@ -359,10 +359,10 @@ class SimulatedStep(TrainStep):
 
 
 def _check_state(state: Any, sizes: Mapping[str, int]) -> None:
-    """Refuses what is no state of a train step, or one of another number of workers.
+    """Refuses anything but a `TrainState`, and a state of another number of workers.
 
     Raises:
-      ValueError: naming what came.
+      ValueError: naming what was given.
     """
     if not isinstance(state, TrainState):
         raise ValueError(
@@ -382,7 +382,7 @@ def _check_state(state: Any, sizes: Mapping[str, int]) -> None:
 
 
 def _rows_together(node: Any) -> Any:
-    """Does the inverse of `_rows_apart`."""
+    """Inverts `_rows_apart`."""
     if not is_per_worker(node):
         return node
     depth = len(node.axes) + 1

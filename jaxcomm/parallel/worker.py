@@ -1,4 +1,4 @@
-"""What one worker does in a step: gradient, exchange, update, and the means of what is reported."""
+"""One worker's step: gradient, exchange, update, and the means of the reported scalars."""
 
 from typing import Any
 
@@ -31,13 +31,13 @@ def worker_step(
     state: TrainState,
     batch: Any,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One worker's step; runs inside the axis of workers."""
+    """Takes one worker's step; runs inside the axis of workers."""
     old = without_rows(state)
     is_local = communication_period(state.opt_state) is not None
     params = vary_exchanged(old.params, old.opt_state, axis_name)
     (loss, (scalars, model_state)), gradients = gradients_fn(params, old.model_state, batch)
     check_new_state(model_state, old.model_state)
-    own_ok = is_applicable_tree(gradients) if is_local else jnp.asarray(True)  # a worker may be on its own
+    own_ok = is_applicable_tree(gradients) if is_local else jnp.asarray(True)  # local workers decide on their own
     own_state = keep_unless(own_ok, model_state, old.model_state) if is_local else model_state
     is_delayed, reported = isinstance(old.opt_state, DelayedState), ({"loss": loss, **scalars}, own_state)
     averaged, mean_state = reported if is_delayed else mean_over_workers(*reported, axis_name)
@@ -51,11 +51,11 @@ def worker_step(
     params, opt_state, exchanged = apply(updates, opt_state, old.params, old.opt_state, own_ok)
     state_ok = applies_step(get_exchange(opt_state))
     if is_delayed:
-        # XLA would merge both all-reduces, and that of the gradients wait for the loss. So the loss waits for it, in a
-        # way that XLA does not see through (an optimization_barrier is gone by then): `skipped` is 0 or 1.
+        # XLA would merge the two all-reduces, and that of the gradients would wait for the loss. So make the loss wait
+        # for the gradients: `skipped` is 0 or 1, but XLA does not know. (An optimization_barrier is removed too early.)
         reported[0]["loss"] = jnp.where(exchanged.skipped < 2, loss, jnp.nan)
         averaged, mean_state = mean_over_workers(*reported, axis_name)
-        state_ok = is_finite_tree(mean_state)  # whether the exchange was skipped says nothing of this step
+        state_ok = is_finite_tree(mean_state)  # a skip of the exchange says nothing about this step
     model_state = keep_unless(state_ok, mean_state, old.model_state)
     new = TrainState(params, opt_state, state.step + 1, model_state)
     return make_local(new, axis_name), {**averaged, **exchanged._asdict()}
@@ -64,7 +64,7 @@ def worker_step(
 def apply(
     updates: Any, opt_state: Any, old_params: Any, old_opt_state: Any, ok: bool | jax.Array = True
 ) -> tuple[Any, Any, ExchangeMetrics]:
-    """Applies updates, unless the exchange was skipped; returns parameters, optimizer state, and its metrics."""
+    """Applies updates, unless the exchange was skipped; returns parameters, optimizer state, exchange metrics."""
     exchange = get_exchange(opt_state)
     ok = applies_step(exchange) & ok
     params = with_untrained(optax.apply_updates(trained(old_params), updates), old_params)
@@ -72,7 +72,7 @@ def apply(
 
 
 def check_new_state(new: Any, old: Any) -> None:
-    """Refuses a new state of the model that is not what the next step would take."""
+    """Refuses a new model state whose structure, shapes or types are not those of the old."""
     check_model_state(old)
     kinds = [jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree) for tree in (new, old)]
     if jax.tree.structure(new) != jax.tree.structure(old) or kinds[0] != kinds[1]:
@@ -88,7 +88,7 @@ def mean_over_workers(
 ) -> tuple[dict[str, jax.Array], Any]:
     """Averages scalars, and the leaves of a tree, over the workers in one all-reduce of float32.
 
-    What is `PerWorker` in the tree is not averaged.
+    `PerWorker` nodes of the tree are not averaged.
     """
     nodes, treedef = jax.tree.flatten(tree, is_leaf=is_per_worker)
     leaves = [node for node in nodes if not is_per_worker(node)]

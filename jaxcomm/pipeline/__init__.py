@@ -1,4 +1,4 @@
-"""A model in stages, each on its own device: the pipeline, its step, and the proof of its bytes."""
+"""A model in stages, each on its own device: the pipeline, its train step, and the proof of its bytes."""
 
 from jaxcomm.pipeline.pipeline import Pipeline
 

@@ -1,7 +1,7 @@
-"""A pipeline whose backward passes start as soon as they can.
+"""A pipeline whose backward passes start as early as possible.
 
-Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019 (1F1B), with
-gradients that are summed over the micro-batches of a step.
+Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019 (1F1B), but with the
+gradients summed over the micro-batches of a step.
 """
 
 from functools import partial
@@ -16,18 +16,18 @@ from jaxcomm.pipeline.pipeline import Schedule, at, run_ticks
 
 
 class OneForwardOneBackward(Schedule):
-    """In every tick a stage works forward on one micro-batch and backward on another.
+    """In every tick a stage runs forward on one micro-batch and backward on another.
 
-    Of S stages, stage s works forward on micro-batch m in tick m + s, and backward in tick m + 2 (S - 1) - s, computing
-    its activations again; the last stage does both at once. The first S - 1 ticks have no backward pass and the last
-    S - 1 no forward pass, so that M micro-batches take the time of M + S - 1 passes each way, as GPipe's.
+    Of S stages, stage s runs micro-batch m forward in tick m + s and backward in tick m + 2 (S - 1) - s, where it
+    recomputes its activations. The last stage does both in the same tick. The first S - 1 ticks have no backward pass
+    and the last S - 1 no forward pass, so M micro-batches take the time of M + S - 1 passes each way, as with GPipe.
 
-    In between it keeps what crossed its boundary, of 2 (S - s) - 1 micro-batches in the place of M. All devices run one
-    program, and so each has room for that of every boundary: (S - 1)^2 micro-batches in the place of M (S - 1).
+    Between the two passes stage s keeps its inputs, for 2 (S - s) - 1 micro-batches instead of M. All devices run one
+    program, so each has room for the inputs of every stage: (S - 1)^2 micro-batches instead of M (S - 1).
     """
 
     def gradients(self, params: list[jax.Array], model_state: list[jax.Array], residuals: list[Any]) -> Any:
-        """Returns what `run` does, and its gradients: of this worker's slots, and the new residuals."""
+        """Returns the totals, the gradients of this stage's stacked parameters, and the new residuals."""
         size, count, cuts = self.pipeline.size, self.pipeline.micro_batches, self.plan.cuts
         nothing, totals = self._nothing(model_state)
         waiting = [
@@ -37,7 +37,7 @@ class OneForwardOneBackward(Schedule):
         carry = self._vary((waiting, _values(nothing), residuals, jax.tree.map(jnp.zeros_like, params), totals))
 
         def inboxes(stage: int, micro_batch: Any, waiting: list[Any]) -> list[Any]:
-            """Returns what crossed for a micro-batch where the stage reads it, zeros elsewhere."""
+            """Returns a micro-batch's inputs of this stage, and zeros for the other stages."""
             boxes = list(nothing)
             if stage:
                 kept = waiting[stage - 1]
@@ -48,7 +48,7 @@ class OneForwardOneBackward(Schedule):
             return self._branch(stage, model_state, micro_batch)(params, inboxes(stage, micro_batch, waiting))[0]
 
         def back(stage: int, micro_batch: Any, params: Any, waiting: Any, arrived: Any) -> Any:
-            """Returns the gradients of what crossed, those of the parameters, and the totals."""
+            """Returns the gradients of the stage's inputs, those of the parameters, and the totals."""
             boxes = inboxes(stage, micro_batch, waiting)
 
             def run(values: list[list[jax.Array]], params: list[jax.Array]) -> Any:
@@ -89,7 +89,7 @@ class OneForwardOneBackward(Schedule):
             return waiting, arrived, residuals, sums, totals
 
         def active_at(time: int) -> tuple[list[int], list[int]]:
-            """Returns the stages that work forward, but for the last, and those that work backward."""
+            """Returns the stages that run forward, without the last, and those that run backward."""
             return (
                 [stage for stage in range(size - 1) if 0 <= time - stage < count],
                 [stage for stage in range(size) if 0 <= time - 2 * (size - 1) + stage < count],
@@ -104,5 +104,5 @@ def _values(boxes: list[list[Encoded]]) -> list[list[jax.Array]]:
 
 
 def _put(micro_batch: Any, kept: jax.Array, new: jax.Array) -> jax.Array:
-    """Writes over the oldest of what is kept."""
+    """Overwrites the oldest micro-batch that is kept."""
     return lax.dynamic_update_index_in_dim(kept, new, micro_batch % len(kept), 0)

@@ -1,6 +1,6 @@
 """A model cut into stages along a mesh axis: the schedule of its micro-batches, and its gradients.
 
-Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019; the
+Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019. The
 boundaries are those of Gupta et al., KDD 2021.
 """
 
@@ -35,23 +35,23 @@ StageFn = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A model in S stages, and how they are run.
+    """A model in S stages, and the way they are run.
 
     Attributes:
-      stages: for every stage a function (params, x, batch) -> x of its own parameters, what the stage before returned
-        (a pytree of arrays with the samples first; None for the first stage) and a micro-batch. With a
-        `model_state` (params, model_state, x, batch) -> (x, new model state). Their shapes may differ in everything.
-      loss_fn: (what the last stage returned, micro-batch) -> (mean loss, dict of scalars).
+      stages: a function for every stage, (params, x, batch) -> x: of its own parameters, the output of the stage before
+        (a pytree of arrays with the samples first; None for the first stage), and a micro-batch. With a `model_state`:
+        (params, model_state, x, batch) -> (x, new model state). The shapes of different stages need not agree.
+      loss_fn: (output of the last stage, micro-batch) -> (mean loss, dict of scalars).
       params: the parameters of every stage, or `jax.ShapeDtypeStruct`s; only their shapes are kept.
-      model_state: the model state of every stage, or shapes; None if it has none. Every
-        micro-batch starts from the same, and the mean of what they make of it is kept.
-      boundaries: what crosses after every stage but the last, S-1 of them; whole activations if not given.
-      micro_batches: M, into which each worker's rows are cut. Of the M + S - 1 ticks of a step every stage works in M.
-      remat: compute a stage's activations again in the backward pass rather than keep them, as GPipe does: memory for
-        the activations of one tick and what crossed the boundaries, for one more forward pass.
-      schedule: "gpipe", all micro-batches forward and then all backward, or "1f1b", one backward as soon as it can be
-        for each forward: the same gradients up to the order of their sum, and what crossed is kept for at most 2 S - 3
-        micro-batches in the place of M (see `OneForwardOneBackward`).
+      model_state: the model state of every stage, or shapes; None without one. Every micro-batch starts from the same
+        state, and the mean of their new states is kept.
+      boundaries: the boundary after every stage but the last, S-1 of them; by default they send whole activations.
+      micro_batches: M, into which each worker's rows are divided. A step has M + S - 1 ticks; a stage is busy in M.
+      remat: recompute a stage's activations in the backward pass instead of keeping them, as GPipe does. Memory: the
+        activations of one tick and the inputs of the stages; time: one more forward pass.
+      schedule: "gpipe", all micro-batches forward and then all backward; or "1f1b", each backward as early as possible.
+        The gradients are equal up to the order of their sum; "1f1b" keeps the inputs of at most 2 S - 3 micro-batches
+        instead of M (see `OneForwardOneBackward`).
     """
 
     stages: Sequence[StageFn]
@@ -87,35 +87,35 @@ class Pipeline:
 
     @property
     def size(self) -> int:
-        """Stages, S."""
+        """S, the number of stages."""
         return len(self.stages)
 
     @cached_property
     def param_slots(self) -> StackedParams:
-        """Where the parameters of every stage are in the state of a run."""
+        """The layout of the stacked stage parameters in the state of a run."""
         return plan_stacked(self.params)
 
     @cached_property
     def state_slots(self) -> StackedParams:
-        """Where the model state of every stage is."""
+        """The layout of the stages' stacked model state."""
         return plan_stacked([()] * self.size if self.model_state is None else self.model_state)
 
     def boundary(self, stage: int) -> Boundary:
-        """Returns what crosses after a stage."""
+        """Returns the boundary after a stage."""
         return dct_mp(0.0) if self.boundaries is None else self.boundaries[stage]
 
     def run_stage(self, stage: int, params: Any, model_state: Any, x: Any, batch: Any) -> tuple[Any, Any]:
-        """Runs one stage on one micro-batch: (x, model state)."""
+        """Runs one stage on one micro-batch; returns (x, model state)."""
         if self.model_state is not None:
             return self.stages[stage](params, model_state, x, batch)
         return self.stages[stage](params, x, batch), model_state
 
     def plan(self, batch: Any) -> "Plan":
-        """Finds the shapes of what crosses, from those of one worker's batch.
+        """Finds the shapes of the activations that cross, from the shapes of one worker's batch.
 
         Raises:
-          ValueError: if the rows are not a multiple of the micro-batches, if what crosses is not to be sent, if a stage
-            changes the shape of its model state, or if it has collectives of its own.
+          ValueError: if the rows are not a multiple of the micro-batches, if a boundary cannot send an activation, if a
+            stage changes the shape of its model state, or if it has collectives of its own.
         """
         micro = jax.tree.map(self._micro_struct, batch)
         cuts, x = [], None
@@ -137,10 +137,10 @@ class Pipeline:
         """Predicts the bytes of a step from shapes alone; no devices are needed.
 
         Args:
-          tx: a chain with an exchange in it.
+          tx: a chain with an exchange.
           batch: a global batch, or the shapes of one.
           workers: K, data-parallel workers.
-          axis_name: their axis.
+          axis_name: the axis of workers.
 
         Raises:
           ValueError: if the batch does not divide.
@@ -156,7 +156,7 @@ class Pipeline:
         return PipelineReport(boundaries, wire_report(tx, self.exchanged_shapes(), workers, axis_name=axis_name))
 
     def exchanged_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Returns the shapes of the gradients that every stage exchanges: those of its slots."""
+        """Returns the shapes of the gradients that every stage exchanges: those of the stacked parameters."""
         slots = self.param_slots
         return [jax.ShapeDtypeStruct(*pair) for pair in zip(slots.shapes, slots.dtypes, strict=True)]
 
@@ -175,7 +175,7 @@ def _shapes(tree: Any) -> Any:
 
 
 def _trace_stage(stage: int, run: Callable[..., Any], *args: Any) -> Any:
-    """Returns the shapes that a stage makes, which is one branch of many, where a collective would wait for ever."""
+    """Returns the output shapes of a stage; refuses collectives, which in one branch of many would wait for ever."""
     refusal = ValueError(
         f"Devices of other stages run another branch, where nobody answers, got a collective in stage {stage}: leave "
         "it out; the step averages losses, gradients and the model state over the workers by itself."
@@ -200,26 +200,26 @@ def _check_new_state(stage: int, new: Any, old: Any) -> None:
 
 
 class Cut(NamedTuple):
-    """What crosses one boundary, for one micro-batch.
+    """The arrays that cross one boundary, for one micro-batch.
 
     Attributes:
-      formats: of every array.
-      tree: their structure.
+      formats: the format of every array.
+      tree: the structure of the arrays.
     """
 
     formats: list[Whole]
     tree: Any
 
     def encode(self, x: Any) -> list[Encoded]:
-        """Writes what a stage returned."""
+        """Encodes the output of a stage."""
         return [each.encode(leaf) for each, leaf in zip(self.formats, jax.tree.leaves(x), strict=True)]
 
     def decode(self, encoded: list[Encoded]) -> Any:
-        """Reads what the next stage takes."""
+        """Decodes the input of the next stage."""
         return self.tree.unflatten([each.decode(one) for each, one in zip(self.formats, encoded, strict=True)])
 
     def nothing(self) -> list[Encoded]:
-        """Returns zeros in the place of what crosses."""
+        """Returns encoded arrays of zeros."""
 
         def shapes() -> list[Encoded]:
             return [each.encode(jnp.zeros(each.shape, each.dtype)) for each in self.formats]
@@ -246,12 +246,12 @@ class Cut(NamedTuple):
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of one micro-batch's activations as they are, one way."""
+        """Bytes of one micro-batch's whole activations, in one direction."""
         return sum(math.prod(each.shape) * jnp.dtype(each.dtype).itemsize for each in self.formats)
 
     @property
     def has_residual(self) -> bool:
-        """Whether what is not sent back is kept."""
+        """Whether the boundary has a residual, of the gradients that are not sent back."""
         return any(each.has_residual for each in self.formats)
 
 
@@ -259,8 +259,8 @@ class Plan(NamedTuple):
     """The shapes of a pipeline.
 
     Attributes:
-      cuts: what crosses after every stage but the last.
-      scalars: names of the loss function's scalars.
+      cuts: the arrays that cross after every stage but the last.
+      scalars: the names of the loss function's scalars.
     """
 
     cuts: list[Cut]
@@ -268,7 +268,7 @@ class Plan(NamedTuple):
 
 
 class _Totals(NamedTuple):
-    """Sums over the micro-batches: the loss and the scalars in the last stage, the model state in each."""
+    """Sums over the micro-batches. Loss and scalars are zero except in the last stage; each has its model state."""
 
     loss: jax.Array
     scalars: dict[str, jax.Array]
@@ -276,7 +276,7 @@ class _Totals(NamedTuple):
 
 
 class Schedule:
-    """One worker's run of all micro-batches through all stages (GPipe); lives inside a manual region of the mesh."""
+    """One worker's run of all micro-batches through all stages (GPipe), inside a manual region of the mesh."""
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ class Schedule:
         batch: Any,
         seed: jax.Array,
     ):
-        """Prepares a batch of one worker's rows; the seed is that of random boundaries, another one in every step."""
+        """Prepares a batch of one worker's rows; `seed` is for random boundaries, and differs between steps."""
         self.pipeline, self.plan = pipeline, pipeline.plan(batch)
         self.all_axes, self.stage_axis = (*axis_names(axis_name), stage_axis), stage_axis
         count = pipeline.micro_batches
@@ -294,7 +294,7 @@ class Schedule:
         self.seed = seed
 
     def gradients(self, params: list[jax.Array], model_state: list[jax.Array], residuals: list[Any]) -> Any:
-        """Returns what `run` does, and its gradients: of this worker's slots, and the new residuals."""
+        """Returns the totals of `run`, the gradients of this stage's stacked parameters, and the new residuals."""
 
         def loss_fn(params: list[jax.Array], residuals: list[Any]) -> tuple[jax.Array, _Totals]:
             totals = self.run(params, model_state, residuals)
@@ -304,10 +304,10 @@ class Schedule:
         return totals, *gradients
 
     def run(self, params: list[jax.Array], model_state: list[jax.Array], residuals: list[Any]) -> _Totals:
-        """Returns the loss, the scalars and the new model state of this worker's stage.
+        """Returns the loss, the scalars and the new model state of this device's stage.
 
-        Differentiable with respect to the slots of the parameters and to the residuals, whose gradients are the new
-        residuals. The loss is zero but in the last stage.
+        Differentiable with respect to the stacked parameters and to the residuals; the gradients of the residuals are
+        the new residuals. The loss is zero except in the last stage.
         """
         pipeline, size, count = self.pipeline, self.pipeline.size, self.pipeline.micro_batches
         carry = self._vary(self._nothing(model_state))
@@ -335,7 +335,7 @@ class Schedule:
         return jax.tree.map(lambda total: total / count, totals)
 
     def _switch(self, branches: dict[int, Callable[..., Any]], *args: Any) -> Any:
-        """Runs the branch of this worker's stage, if it is at work; otherwise returns zeros."""
+        """Runs the branch of this device's stage, if it is active; otherwise returns zeros."""
         size = self.pipeline.size
         functions: list[Callable[..., Any]] = [
             lambda *args, own=own: self._vary(own(*args)) for own in branches.values()
@@ -383,7 +383,7 @@ class Schedule:
         return noise.make_key(self.seed, stage, micro_batch)
 
     def _residuals_of(self, stage: int, micro_batch: Any, residuals: list[Any]) -> list[Any]:
-        """Returns those of one micro-batch, of which each has (M, b, ...)."""
+        """Returns one micro-batch's residuals, from arrays (M, b, ...)."""
         cut = self.plan.cuts[stage]
         if not cut.has_residual:
             return [None] * len(cut.formats)
@@ -394,18 +394,18 @@ class Schedule:
 
 
 def at(array: jax.Array, index: Any) -> jax.Array:
-    """Returns the row of an index, which may be traced."""
+    """Returns the row at an index, which may be traced."""
     return lax.dynamic_index_in_dim(array, index, keepdims=False)
 
 
 def run_ticks(tick: Callable[..., Any], carry: Any, active_at: Callable[[int], Any], count: int) -> Any:
-    """Runs ticks in their order; successive ones in which the same is done are one loop.
+    """Runs ticks in order; successive ticks with the same active stages become one loop.
 
     Args:
-      tick: (carry, time, what is done, whether it is in a loop) -> carry.
-      carry: before the first tick.
-      active_at: what is done in a tick.
-      count: of ticks.
+      tick: (carry, time, active stages, whether it is in a loop) -> carry.
+      carry: the carry before the first tick.
+      active_at: time -> active stages.
+      count: the number of ticks.
     """
     for active, times in itertools.groupby(range(count), active_at):
         first, *more = times

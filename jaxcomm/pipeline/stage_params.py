@@ -1,8 +1,8 @@
-"""One tree of arrays for stages of different shapes.
+"""Stacked stage parameters: one list of arrays for stages of different shapes.
 
-In a program that every device runs, all devices hold arrays of the same shapes. The tensors of each stage are put into
-slots: the largest of every stage into the first, and so on, so that little is padded. A slot has the shape of its
-tensors where they agree, which is everywhere for equal stages, and is a vector of the largest size elsewhere.
+All devices run one program, so all hold arrays of the same shapes. These arrays are called slots. The largest tensor of
+every stage goes into the first slot, the second largest into the second, and so on, which needs little padding. If all
+stages' tensors of a slot have one shape, so has the slot; otherwise it is a vector of the largest size.
 """
 
 import math
@@ -17,13 +17,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class StackedParams:
-    """Where the tensors of every stage are.
+    """The slot of every tensor of every stage.
 
     Attributes:
-      shapes: of every slot.
-      dtypes: of every slot.
-      stages: for every stage its tree, with a slot's number in the place of each tensor.
-      tensors: for every stage its tensors' shapes, in the order of the tree.
+      shapes: the shape of every slot.
+      dtypes: the type of every slot.
+      stages: every stage's tree, with the number of its slot in place of each tensor.
+      tensors: the shapes of every stage's tensors, in tree order.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -32,13 +32,13 @@ class StackedParams:
     tensors: tuple[tuple[tuple[int, ...], ...], ...]
 
     def of_stage(self, stage: int, slots: Sequence[jax.Array]) -> Any:
-        """Returns a stage's own tree from slots of their shapes."""
+        """Returns a stage's tree from its slots."""
         numbers, tree = jax.tree.flatten(self.stages[stage])
         shapes = self.tensors[stage]
         return tree.unflatten([_take(slots[n], shape) for n, shape in zip(numbers, shapes, strict=True)])
 
     def to_slots(self, stage: int, tree: Any) -> list[jax.Array]:
-        """Puts a stage's tree into slots; the others, and what a tensor does not fill, are zero."""
+        """Puts a stage's tree into slots; unused slots, and the padding of a slot, are zero."""
         numbers, leaves = jax.tree.leaves(self.stages[stage]), jax.tree.leaves(tree)
         found = dict(zip(numbers, leaves, strict=True))
         return [
@@ -47,7 +47,7 @@ class StackedParams:
         ]
 
     def stack(self, trees: Sequence[Any]) -> list[jax.Array]:
-        """Puts all stages together: (S, *shape) for every slot."""
+        """Stacks all stages: (S, *shape) for every slot."""
         rows = [self.to_slots(stage, tree) for stage, tree in enumerate(trees)]
         return [jnp.stack(slot) for slot in zip(*rows, strict=True)]
 
@@ -57,13 +57,13 @@ class StackedParams:
 
     @property
     def padding(self) -> int:
-        """Elements of all stages' slots that no tensor fills."""
+        """The number of elements of padding, over all stages."""
         room = len(self.stages) * sum(math.prod(shape) for shape in self.shapes)
         return room - sum(math.prod(shape) for shapes in self.tensors for shape in shapes)
 
 
 def plan_stacked(trees: Sequence[Any]) -> StackedParams:
-    """Plans the slots of stages from their trees of arrays, or of `jax.ShapeDtypeStruct`s."""
+    """Plans the slots of stages from their trees of arrays or `jax.ShapeDtypeStruct`s."""
     found = [[(jnp.dtype(leaf.dtype), tuple(leaf.shape)) for leaf in jax.tree.leaves(tree)] for tree in trees]
     dtypes = sorted({dtype for leaves in found for dtype, _ in leaves}, key=str)
     shapes: list[tuple[int, ...]] = []

@@ -40,9 +40,10 @@ from jaxcomm.types import PerWorker, is_per_worker
 
 
 class PipelineStep(TrainStep):
-    """Workers whose devices hold a stage of the model each; see `make_train_step`.
+    """Workers whose devices each hold one stage of the model; see `make_train_step`.
 
-    A state's leaves, `step` excepted, have the stages as first dimension, then, in `PerWorker` leaves, the workers.
+    The first dimension of a state's leaves, except `step`, is the stages. In `PerWorker` leaves the second is the
+    workers.
     """
 
     def __init__(
@@ -60,16 +61,16 @@ class PipelineStep(TrainStep):
         self.pipeline, self.mesh, self.stage_axis = pipeline, mesh, stage_axis
 
     def init(self, params: Sequence[Any], model_state: Sequence[Any] | None = None, *, batch: Any = None) -> TrainState:
-        """Makes the state of a run, each stage's part on that stage's devices.
+        """Makes the first state of a run, each stage's part on that stage's devices.
 
         Args:
-          params: of every stage its parameters, the same in every process.
-          model_state: of every stage its model state, if the pipeline has one.
-          batch: a global batch, or the shapes of one: needed where a boundary keeps a residual.
+          params: the parameters of every stage, equal in every process.
+          model_state: the model state of every stage, if the pipeline has one.
+          batch: a global batch, or the shapes of one; needed if a boundary keeps a residual.
 
         Raises:
-          ValueError: as `TrainStep.init`, for stages of other shapes than the pipeline's, and for an exchange with
-            `where`.
+          ValueError: as `TrainStep.init`; for shapes that are not the pipeline's; for an exchange with `where`; and
+            without `batch` if it is needed.
         """
         pipeline = self.pipeline
         if (model_state is None) != (pipeline.model_state is None):
@@ -110,12 +111,12 @@ class PipelineStep(TrainStep):
     def shapes(
         self, params: Sequence[Any], model_state: Sequence[Any] | None = None, *, batch: Any = None
     ) -> TrainState:
-        """Returns what `init` would make; see `TrainStep.shapes`."""
+        """Returns the shapes of what `init` makes; see `TrainStep.shapes`."""
         shapes = jax.eval_shape(partial(self.init, batch=batch), params, model_state)
         return shapes_on(self.mesh, shapes, _staged_specs(shapes, self.stage_axis))
 
     def params(self, state: TrainState) -> list[Any]:
-        """Returns the parameters of every stage; of a local method, those of the global model."""
+        """Returns the parameters of every stage; with a local method, those of the global model."""
         slots = self.pipeline.param_slots
         if not is_per_worker(state.params):
             return slots.unstack(state.params)
@@ -131,9 +132,9 @@ class PipelineStep(TrainStep):
         return self.pipeline.state_slots.unstack(state.model_state["stages"])
 
     def resize(self, state: TrainState, workers: int) -> TrainState:
-        """Carries the rows of every stage over to another number of workers; see `TrainStep.resize`.
+        """Converts every stage's rows to another number of workers; see `TrainStep.resize`.
 
-        What a boundary keeps for the rows of a batch is dealt out again, for a batch of as many rows.
+        The residuals of boundaries, one for every row of a batch, are redistributed for a batch of as many rows.
         """
         of_stages = [
             resize_workers(_of_stage(state, lambda leaf, at=stage: np.asarray(leaf[at])), workers)
@@ -144,11 +145,10 @@ class PipelineStep(TrainStep):
     def verify(
         self, state: Any, batch: Any, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()
     ) -> PipelineReport:
-        """Proves on the compiled text that the step sends what `Pipeline` and its exchange claim.
+        """Proves from the compiled text that the step sends what its pipeline and its exchange claim.
 
         Raises:
-          ValueError: if some boundary's bytes differ from the claim, if other stages send to one another, if XLA sends
-            more than was traced, or if a step sends more than boundaries, exchange and `other_bytes`.
+          ValueError: as `verify_pipeline`, and for `beside`.
         """
         if beside:
             raise ValueError(f"beside must be empty for a pipeline, whose layers cannot gather; got {beside}.")
@@ -173,7 +173,7 @@ class PipelineStep(TrainStep):
 
     def _device_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         gradients = partial(_gradients, self.pipeline, self.axis_name, self.stage_axis, state.step)
-        # Only the last stage knows the loss: a chain that asks for it (reduce_on_plateau, a line search) fails.
+        # Only the last stage has the loss, so a chain that takes it (reduce_on_plateau, a line search) must fail.
         update: Any = partial(_update, self.tx)
         tx = optax.GradientTransformation(self.tx.init, update)
         new, metrics = worker_step(gradients, tx, self.axis_name, _of_device(state), batch)
@@ -202,7 +202,7 @@ def _gradients(
     """Runs the micro-batches forward and backward.
 
     Returns:
-      ((loss, (scalars, new model state)), gradients) of this device's stage.
+      ((loss, (scalars, new model state)), gradients) for this device's stage.
     """
     run = Schedule if pipeline.schedule == "gpipe" else OneForwardOneBackward
     kept = model_state["boundaries"]
@@ -215,7 +215,7 @@ def _gradients(
 
 
 def _zero_residuals(pipeline: Pipeline, batch: Any, workers: int) -> list[Any]:
-    """Returns one worker's residuals of every boundary: for each array (1, M, b, ...), or None."""
+    """Returns one worker's zero residuals of every boundary: for each array (1, M, b, ...), or None."""
     if not any(pipeline.boundary(stage).keeps_residual for stage in range(pipeline.size - 1)):
         return []
     if batch is None:
@@ -235,13 +235,13 @@ def _zero_residuals(pipeline: Pipeline, batch: Any, workers: int) -> list[Any]:
 
 
 def _of_stage(state: TrainState, own: Callable[[Any], Any]) -> TrainState:
-    """Takes or adds the dimension of stages of every leaf but `step`."""
+    """Applies a function to every leaf but `step`, to remove or add the dimension of stages."""
     params, opt_state, model_state = jax.tree.map(own, (state.params, state.opt_state, state.model_state))
     return TrainState(params, opt_state, state.step, model_state)
 
 
 def _of_device(state: TrainState) -> TrainState:
-    """Takes the dimension of stages away, which is 1 on a device."""
+    """Removes the dimension of stages, which is 1 on a device."""
     return _of_stage(state, lambda leaf: leaf[0])
 
 
@@ -251,13 +251,13 @@ def _of_mesh(state: TrainState) -> TrainState:
 
 
 def _broken_together(gradients: Any, stage_axis: str) -> Any:
-    """Has all stages of a worker see a gradient that is not finite where one does, so that all skip."""
+    """Makes all gradients of a worker NaN if those of one stage are not finite, so that all stages skip."""
     broken = lax.psum((~is_finite_tree(gradients)).astype(jnp.int32), stage_axis) > 0
     return jax.tree.map(lambda leaf: jnp.where(broken, jnp.full_like(leaf, jnp.nan), leaf), gradients)
 
 
 def _over_stages(metrics: dict[str, jax.Array], stage_axis: str) -> dict[str, jax.Array]:
-    """Puts the metrics of all stages together: sums, except what every stage does."""
+    """Combines the metrics of all stages: sums; `skipped` and `drained` are 1 if they are in any stage."""
     total = lax.psum(jnp.stack([value.astype(jnp.float32) for value in metrics.values()]), stage_axis)
     together = dict(zip(metrics, total, strict=True))
     for name in ("skipped", "drained"):

@@ -1,4 +1,4 @@
-"""What a pipeline's step sends, proved on the compiled step."""
+"""Proof of the bytes that a pipeline's compiled step sends."""
 
 import math
 from fractions import Fraction
@@ -27,7 +27,7 @@ def verify_pipeline(
     stage_axis: str = "stage",
     text: str | None = None,
 ) -> PipelineReport:
-    """Proves on the compiled text of a pipeline's step that it sends what `Pipeline.report` claims, and no more.
+    """Proves from the compiled text of a pipeline's step that it sends what `Pipeline.report` claims, and no more.
 
     Args:
       step: a function under `jax.jit` that holds the whole step.
@@ -39,14 +39,15 @@ def verify_pipeline(
       other_bytes: bytes that a device may receive in addition to boundaries and exchange: losses, metrics, model state.
       axis_name: the axis of workers.
       stage_axis: the axis of stages.
-      text: of the compiled step, if it is at hand.
+      text: the text of the compiled step, if it is at hand.
 
     Returns:
-      The report.
+      The report of `Pipeline.report`.
 
     Raises:
-      ValueError: if some boundary's bytes differ from the claim, if other stages send to one another, if XLA sends more
-        than was traced, or if a step sends more than boundaries, exchange and `other_bytes`.
+      ValueError: if a boundary's bytes differ from the claim, if stages that are not neighbours communicate, if XLA
+        sends more than was traced, or if a step sends more than boundaries, exchange and `other_bytes`, or less than
+        boundaries and exchange.
     """
     sizes = tuple(mesh.shape[name] for name in axis_names(axis_name))
     workers = math.prod(sizes)
@@ -105,7 +106,7 @@ def verify_pipeline(
 
 
 def _stage_links(links: dict[tuple[int, int], int], mesh: Mesh, stage_axis: str) -> dict[tuple[int, int], int]:
-    """Sums the bytes between places in the mesh to those between stages."""
+    """Sums the bytes between devices, given by their positions in the mesh, to bytes between stages."""
     place = mesh.axis_names.index(stage_axis)
     inner = 1
     for name in mesh.axis_names[place + 1 :]:

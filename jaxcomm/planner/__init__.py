@@ -1,4 +1,4 @@
-"""What links and devices cost, what each method then costs, and which to use."""
+"""The costs of links and devices, the resulting step time of each method, and which method to use."""
 
 from jaxcomm.assignment.problem import Device
 from jaxcomm.planner.advice import Advice, Prediction, advise, candidates, estimate

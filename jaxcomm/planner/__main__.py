@@ -1,11 +1,12 @@
 """Will compression help me? `python -m jaxcomm.planner MODULE:FUNCTION [options]`.
 
-FUNCTION takes nothing and returns (loss_fn, params, batch), or those and an optimizer: loss_fn(params, batch) is the
-loss of one device, batch a global batch. With --rate nothing is run: shapes, the link and a table of costs make a rapid
-estimate; FUNCTION may then return shapes alone. Without it the devices of this process are measured, each a worker; a
-module that calls `jax.distributed.initialize` itself measures the devices of all processes.
+FUNCTION takes no arguments and returns (loss_fn, params, batch) or (loss_fn, params, batch, optimizer).
+loss_fn(params, batch) is the loss on one device; batch is a global batch. With --rate nothing is run: a rapid estimate
+is made from shapes, the link and a table of costs, and FUNCTION may return shapes alone. Without --rate the devices of
+this process are measured, each as a worker. If the module calls `jax.distributed.initialize`, the devices of all
+processes are measured.
 
-Exit code: 0 if a method is faster than dense, 3 if the advice is to keep dense, 2 for input that cannot be used.
+Exit code: 0 if a method is faster than dense, 3 if the advice is to keep dense, 2 for invalid input.
 """
 
 import argparse
@@ -75,7 +76,7 @@ def _advise(args: argparse.Namespace) -> Advice:
 
 
 def _problem(name: str) -> tuple[Any, ...]:
-    """Calls the function that describes what is trained."""
+    """Calls the function that returns the loss, the parameters and the batch."""
     module, _, function = name.partition(":")
     if not module or not function:
         raise ValueError(f"The problem must be MODULE:FUNCTION; got {name!r}. Write my_training:problem, say.")

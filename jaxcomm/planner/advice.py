@@ -1,4 +1,4 @@
-"""Will it help me? Every method's step on this mesh and link, beside the dense ones."""
+"""Will compression help me? Predicts every method's step on this mesh and link, and the dense ones'."""
 
 import functools
 import math
@@ -37,15 +37,15 @@ from jaxcomm.planner.links import Links, agreed, given_links, measure_links
 from jaxcomm.planner.prediction import ALL_DENSE, CLOSE, DENSE, Advice, Prediction, break_even, verdict_of
 from jaxcomm.traffic import Program, Traffic
 
-_TYPICAL_COPY = 1 / 10e9  # seconds a byte of a device that nobody measured
+_TYPICAL_COPY = 1 / 10e9  # seconds a byte, for a device that was not measured
 
 
 def candidates(axis_name: AxisName = "data", *, local: bool = True) -> dict[str, optax.GradientTransformation]:
-    """Returns the methods that are compared if none are given, by what tables call them.
+    """Returns the methods that are compared by default, by their names in tables.
 
     Args:
       axis_name: the axis of workers, or the axes.
-      local: with the local methods, which exchange models and not gradients.
+      local: whether to include local methods, which exchange models instead of gradients.
     """
 
     def make(factory: Callable[..., Any], *args: Any, **options: Any) -> optax.GradientTransformation:
@@ -78,33 +78,34 @@ def advise(
     seconds: float = 60.0,
     axis_name: AxisName = "data",
 ) -> Advice:
-    """Says whether compression will help: measures the mesh, and predicts every method's step. "Thorough".
+    """Predicts whether compression will help, from measurements of this mesh. The advice is "thorough".
 
-    Measured are: the step without an exchange on each worker's rows, all workers at once; the link, by every collective
-    that the methods use; and what each method computes, its wire cut, until the time is up: the rest comes from a
-    table of costs, and is marked. Nothing of the parameters or the caller's state is changed.
+    Three things are measured: the step without an exchange, on each worker's rows and on all workers at once; the link,
+    by every collective that the methods use; and the coding of each method, without its collectives. When `seconds`
+    have passed, the coding of the remaining methods is taken from a table of costs, and marked. The parameters are not
+    changed.
 
-    Every process of the mesh calls it together, with equal arguments.
+    All processes of the mesh must call it together, with equal arguments.
 
     Args:
-      loss_fn: (params, batch) -> the loss, or the loss and more; without collectives.
+      loss_fn: (params, batch) -> the loss, or a tuple that starts with the loss; without collectives.
       params: the parameters: a tree of arrays.
       batch: a global batch, its rows a multiple of the workers.
-      mesh: of two workers or more.
-      optimizer: what comes after the exchange, so that its time counts.
-      methods: exchanges or local methods by name; by default those of `candidates`. The dense ones are always there.
-      dense_layers: of layers that could multiply late, or be sharded over the workers: their paths in the parameters
-        ("fc/1"), and the rows of the global batch that reach each. They are compared as methods "late" and "split",
-        all other gradients exchanged densely in bfloat16.
-      seconds: after which no further method is timed.
+      mesh: a mesh with at least two workers.
+      optimizer: the transformation after the exchange, so that its time counts.
+      methods: exchanges or local methods by name; by default those of `candidates`. The dense ones are always compared.
+      dense_layers: the dense layers that could multiply late, or be sharded over the workers: by the layer's path in
+        the parameters ("fc/1"), the rows of the global batch that reach it. They are compared as the methods "late" and
+        "split", which exchange all other gradients densely in bfloat16.
+      seconds: the time after which no further method is timed.
       axis_name: the axis of workers, or the axes.
 
     Returns:
       The advice. `print` shows it as a table.
 
     Raises:
-      ValueError: for a mesh without the axis of workers or with one worker, a batch that does not divide, a loss that
-        fails or is not finite.
+      ValueError: for a mesh without the axis of workers or with one worker, a batch that does not divide, or a loss
+        that fails or is not finite.
     """
     begin = time.perf_counter()
     bench = Bench(mesh, axis_name)
@@ -114,7 +115,7 @@ def advise(
             f"A mesh must have a link between workers to be advised on; got one worker of {dict(mesh.shape)}. Run on "
             "two or more, or give a link to jaxcomm.planner.estimate."
         )
-    # A step averages its loss, too.
+    # A step also averages its loss.
     metrics = Traffic("all_reduce", 4, workers, axes=axis_names(axis_name))
     asked = _ask(methods, params, dense_layers, bench.sizes, axis_name, [metrics])
     loss = loss_of(lambda params, batch: _scalar(loss_fn(params, batch)), False, False, axis_name)
@@ -131,20 +132,20 @@ def advise(
         return functools.reduce(Cost.plus, [each for layer, each in layers if layer.way == name], cost)
 
     def beyond_computing(name: str) -> Cost:
-        """Of a local method, whose steps between two exchanges differ."""
+        """Times the whole step of a local method, whose steps between two exchanges differ; returns what it adds."""
         chain = optax.chain(optimizer, asked.chosen[name])
         return lower_step(bench, whole_step, chain, own, rows).cost().beyond(compute)
 
     chain = None if "split" not in asked.chosen else optax.chain(asked.chosen["split"], optimizer)
     layers = list(zip(asked.layers, measure_layers(bench, asked.layers, chain, gradients, own), strict=True))
-    # Of the dense exchange the whole step; of the others what they compute more or less than that.
+    # The whole step is timed once, with the dense exchange. Less its coding, it is the computing of every method.
     step = lower_step(bench, whole_step, optax.chain(asked.chosen["plump_dp"], optimizer), own, rows)
     coding = {name: coding_of(name) for name in ALL_DENSE}
     compute, copy = step.cost().beyond(coding["plump_dp"]), measure_copy(bench)
     modelled = {
         name: None if name in WAYS else modelled_coding(tx, params, workers, copy) for name, tx in asked.chosen.items()
     }
-    # The table is of another machine: it says how the methods compare with the dense exchanges, which were timed.
+    # The table was measured on another machine: scale it by the dense exchanges, which were timed here.
     timed = [(coding[name], modelled[name]) for name in ALL_DENSE]
     factor = statistics.fmean(found.seconds / known.seconds if known else 1.0 for found, known in timed)
 
@@ -152,7 +153,7 @@ def advise(
         cost = modelled[name]
         return math.inf if cost is None else cost.seconds * factor + links.wire(asked.reports[name]).seconds
 
-    # In one order on all processes.
+    # In the same order on all processes.
     rest = sorted((name for name in asked.chosen if name not in ALL_DENSE), key=promise)
     for name in rest:
         known = modelled[name]
@@ -176,7 +177,9 @@ def estimate(
     dense_layers: Mapping[str, int] | None = None,
     axis_name: AxisName = "data",
 ) -> Advice:
-    """Says whether compression will help from shapes alone, for any number of workers. "Rapid": nothing is run.
+    """Predicts from shapes alone whether compression will help, for any number of workers. The advice is "rapid".
+
+    Nothing is run.
 
     Args:
       params: the parameters, or their shapes.
@@ -185,13 +188,13 @@ def estimate(
         worker to every other, see `given_links`.
       latency: seconds from one worker to another.
       compute: seconds of a step without an exchange; with 0, exchanges alone are compared.
-      copy: seconds a byte of copying in a worker's memory; by default those of 10 GB/s.
+      copy: seconds per byte of a copy in a worker's memory; the default is 10 GB/s.
       methods: as in `advise`; each must be in the table of costs.
-      dense_layers: as in `advise`. What they compute is reckoned from `compute`, see `modelled_layer`.
+      dense_layers: as in `advise`. Their computing time is estimated from `compute`, see `modelled_layer`.
       axis_name: the axis of workers.
 
     Raises:
-      ValueError: for a link or times that cannot be, and for a method whose cost nobody has measured.
+      ValueError: for an impossible link or time, and for a method that is not in the table of costs.
     """
     begin = time.perf_counter()
     check_range("compute", compute, "seconds, 0 or more", compute >= 0 and math.isfinite(compute), "0 if not known")
@@ -217,14 +220,14 @@ def estimate(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What is compared.
+    """The methods to compare, and their bytes.
 
     Attributes:
-      chosen: the transformations, by the methods' names; "late" and "split" exchange what their layers do not reduce.
-      reports: their bytes, those of layers included.
-      layers: dense layers in each way that they can be computed in.
+      chosen: the transformations by method name; those of "late" and "split" exchange what their layers do not reduce.
+      reports: the bytes of each method, its layers' included.
+      layers: the dense layers, one for each of the `WAYS` that is possible.
       params: the parameters, or their shapes.
-      sizes: the workers along each axis.
+      sizes: the number of workers along each axis.
       axis_name: the axis of workers, or the axes.
     """
 
@@ -236,7 +239,7 @@ class _Asked:
     axis_name: AxisName
 
     def exchanged(self, name: str, tree: Any) -> Any:
-        """Returns what a method exchanges of a tree like the parameters: all but what its layers have reduced."""
+        """Returns a tree like the parameters without the leaves whose gradients a method's layers already reduce."""
         reduced = {path for layer in self.layers if layer.way == name for path in layer.tensors}
         return jax.tree_util.tree_map_with_path(lambda path, leaf: None if leaf_name(path) in reduced else leaf, tree)
 
@@ -249,7 +252,7 @@ def _ask(
     axis_name: AxisName,
     metrics: Sequence[Traffic],
 ) -> _Asked:
-    """Finds what is compared, and its bytes; `metrics` are what every step sends beside its exchange."""
+    """Finds the methods to compare, and their bytes; every step sends `metrics` in addition to its exchange."""
     usual = candidates(axis_name)
     chosen = usual if given is None else {name: usual[name] for name in ALL_DENSE} | dict(given)
     leaves = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
@@ -266,7 +269,7 @@ def _ask(
 
 
 def _others_dense(reduced: list[str], axis_name: AxisName) -> optax.GradientTransformation:
-    """Makes the dense exchange of all parameters but those whose gradients layers have reduced."""
+    """Makes the dense exchange of all parameters but those in `reduced`, whose gradients layers already reduce."""
     own = frozenset(reduced)
     return methods.plump_dp(value_dtype="bfloat16", where=lambda path, _: path not in own, axis_name=axis_name)
 
@@ -285,7 +288,7 @@ def _advice(
     memory: int,
     begin: float,
 ) -> Advice:
-    """Adds up what was found."""
+    """Makes the advice: adds up each method's times."""
     wires = {name: links.wire(report) for name, report in asked.reports.items()}
 
     def fixed(name: str) -> float:
@@ -296,7 +299,7 @@ def _advice(
     link, rows = links.link(report.program.always[0]), []
     for name, tx in asked.chosen.items():
         wire, cost = wires[name], coding[name]
-        local = compute.beyond(cost * -1)  # what a step is spared is at most all of its computing
+        local = compute.beyond(cost * -1)  # at least 0: savings cannot exceed the computing
         step, can_wait = local.seconds + wire.seconds, asked.reports[name].steps == 1 and name not in WAYS
         rows.append(
             Prediction(
@@ -337,10 +340,10 @@ def _advice(
 
 
 def _shortest_period(report: WireReport, links: Links, coding: Cost, compute: Cost) -> int | None:
-    """Returns H, with which an exchange every H steps makes them `CLOSE` to computing: exchange / H + the rest."""
+    """Returns the smallest H with which a step of a local method takes at most `CLOSE` longer than its computing."""
     if report.steps == 1 or compute.seconds == 0:
         return None
-    always = links.seconds(Program(report.program.always))  # what every step sends: the mean of its loss
+    always = links.seconds(Program(report.program.always))  # sent in every step: the mean of its loss
     exchange = report.steps * (coding.seconds + links.wire(report).seconds - always)
     spare = CLOSE * compute.seconds - always
     return max(1, math.ceil(exchange / spare)) if spare > 0 else None

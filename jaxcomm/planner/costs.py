@@ -1,4 +1,4 @@
-"""What computing costs: the user's own step without an exchange, and each method's selecting and coding."""
+"""The costs of computing: the user's step without an exchange, and each method's selecting and coding."""
 
 import json
 import math
@@ -27,17 +27,17 @@ from jaxcomm.parallel.worker import worker_step
 from jaxcomm.planner.links import agreed, all_agreed, check_axes, time_calls
 from jaxcomm.states import communication_period, exchange_turns
 
-_REPEATS = 5  # at least, and as many more as take _SHORT seconds together, up to _MOST
+_REPEATS = 5  # repetitions at least; more until _SHORT seconds have passed, up to _MOST
 _SHORT = 1.0
 _MOST = 25
-_LATE = 1_000_001  # steps of a run in which nothing is warmed up, refreshed or drained any more
-_DEVICES = "devices"  # the axis of all devices, beside one another
-COPY_BYTES = 8  # that a copy of a float32 moves in memory
+_LATE = 1_000_001  # a step so late in a run that nothing is warmed up, refreshed or drained any more
+_DEVICES = "devices"  # the one axis of all devices
+COPY_BYTES = 8  # bytes that a copy of one float32 moves in memory
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of computing in a step, below 0 for what a step is spared.
+    """Seconds of computing in a step; below 0 for a saving.
 
     Attributes:
       seconds: the median.
@@ -52,12 +52,12 @@ class Cost:
     measured: bool = True
 
     def beyond(self, other: "Cost") -> "Cost":
-        """Returns what it costs more than another, at least nothing."""
+        """Returns by how much this cost exceeds another, at least 0."""
         more = self.plus(other * -1)
         return Cost(max(0.0, more.seconds), max(0.0, more.low), max(0.0, more.high), more.measured)
 
     def plus(self, other: "Cost") -> "Cost":
-        """Returns the sum; their ranges add up as independent errors do."""
+        """Returns the sum; the ranges add up as independent errors."""
         seconds = self.seconds + other.seconds
         low = seconds - math.hypot(self.seconds - self.low, other.seconds - other.low)
         high = seconds + math.hypot(self.high - self.seconds, other.high - other.seconds)
@@ -69,13 +69,13 @@ class Cost:
 
 
 def cost_of(seconds: Sequence[float], mesh: Mesh, is_whole: bool = False) -> Cost:
-    """Makes a cost of repeated timings.
+    """Makes a cost from repeated timings.
 
     Args:
-      seconds: of this process, as many in each.
+      seconds: the timings of this process; all processes must have equally many.
       mesh: the devices.
-      is_whole: of a whole step, where all wait for the slowest process of each repetition. Of a part of it the process
-        that is the slowest on the whole counts: a step waits once, not once a part.
+      is_whole: whether a whole step was timed. Then the slowest process of each repetition counts, since all wait for
+        it. For a part of a step, the process with the slowest quartiles counts: a step waits once, not once per part.
     """
     if is_whole:
         low, median, high = statistics.quantiles(all_agreed(seconds, mesh), n=4)
@@ -85,13 +85,13 @@ def cost_of(seconds: Sequence[float], mesh: Mesh, is_whole: bool = False) -> Cos
 
 
 class Bench:
-    """Runs programs on all devices of a mesh at once, none of which communicates.
+    """Runs programs without communication on all devices of a mesh at once.
 
-    So workers that share cores or memory slow one another down as they do in training.
+    So workers that share cores or memory slow one another down, as in training.
     """
 
     def __init__(self, mesh: Mesh, axis_name: AxisName, workers: int | None = None):
-        """Takes the workers of a mesh, or another number of them for what methods compute."""
+        """Takes K from the mesh, or as `workers`, to time a method's coding for another K."""
         self.mesh, self.axis_name = mesh, axis_name
         check_axes(mesh, axis_name)
         self.sizes = tuple(mesh.shape[name] for name in axis_names(axis_name)) if workers is None else (workers,)
@@ -99,19 +99,19 @@ class Bench:
         self.by_device = NamedSharding(self.devices, P(_DEVICES))
 
     def lower(self, function: Callable[..., Any], *args: Any, donate: int | None = None) -> Any:
-        """Lowers a function of one device's arguments for all of them; arguments and results have a row a device."""
+        """Lowers a function of one device for all devices; arguments and results have one row per device."""
 
         def on_rows(*rows: Any) -> Any:
             out = function(*jax.tree.map(lambda row: row[0], rows))
             return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], out)
 
         spread = jax.shard_map(on_rows, mesh=self.devices, in_specs=P(_DEVICES), out_specs=P(_DEVICES), check_vma=False)
-        # Said, since XLA replicates what has no elements: the residual of tensors that are all sent dense.
+        # Explicit, since XLA replicates empty arrays, such as the residual when all tensors are sent dense.
         out = self.by_device
         return jax.jit(spread, out_shardings=out, donate_argnums=() if donate is None else donate).lower(*args)
 
     def spread(self, tree: Any) -> Any:
-        """Gives every device a copy, as a row."""
+        """Gives every device a copy, as its row."""
 
         def rows(leaf: Any) -> jax.Array:
             array = np.asarray(leaf)
@@ -121,11 +121,14 @@ class Bench:
         return jax.tree.map(rows, tree)
 
     def shards(self, batch: Any) -> Any:
-        """Gives every device its worker's rows of a global batch, which this process has whole, after `check_loss`."""
+        """Gives every device its worker's rows of a global batch; this process has the whole batch.
+
+        Call `check_loss` first.
+        """
         workers = int(np.prod(self.sizes))
         axes = axis_names(self.axis_name)
         places = dict(zip(self.mesh.axis_names, np.indices(self.mesh.devices.shape), strict=True))
-        numbers = np.zeros(self.mesh.devices.shape, np.int64)  # of each device's worker
+        numbers = np.zeros(self.mesh.devices.shape, np.int64)  # the index of each device's worker
         for name, size in zip(axes, self.sizes, strict=True):
             numbers = numbers * size + places[name]
         numbers = numbers.reshape(-1)
@@ -139,16 +142,16 @@ class Bench:
 
 
 def check_loss(loss_fn: LossFn, params: Any, batch: Any, workers: int) -> None:
-    """Refuses, from shapes alone, a batch without rows for every worker, and a loss that fails on those of one.
+    """Refuses, from shapes alone, a batch that does not divide by K, and a loss that fails on one worker's rows.
 
     Args:
-      loss_fn: of `loss_of`.
+      loss_fn: a loss from `loss_of`.
       params: the parameters.
       batch: a global batch.
       workers: K.
 
     Raises:
-      ValueError: with what the loss raises.
+      ValueError: naming the array that does not divide, or with the error of the loss.
     """
 
     def rows(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -171,19 +174,19 @@ def check_loss(loss_fn: LossFn, params: Any, batch: Any, workers: int) -> None:
 
 
 def gradients_of(bench: Bench, loss_fn: LossFn, params: Any, rows: Any) -> tuple[Any, int]:
-    """Returns each worker's gradients, a row a device, and the bytes that computing them takes beside them.
+    """Returns each worker's gradients, one row per device, and the bytes of memory to compute them.
 
-    These are the compiled program's arguments (parameters and rows of the batch), and what it keeps in between; 0 where
-    XLA does not say.
+    The bytes are those of the compiled program's arguments (parameters and rows of the batch) and temporaries, without
+    the gradients; 0 if XLA does not report them.
 
     Args:
       bench: the devices.
-      loss_fn: of `loss_of`.
-      params: the parameters, a row a device.
-      rows: of `bench.shards`.
+      loss_fn: a loss from `loss_of`.
+      params: the parameters, one row per device.
+      rows: the workers' rows, from `bench.shards`.
 
     Raises:
-      ValueError: if the loss is no finite number.
+      ValueError: if the loss is not finite.
     """
     gradient = bench.lower(
         lambda params, batch: jax.value_and_grad(loss_fn, has_aux=True)(params, (), batch), params, rows
@@ -200,7 +203,7 @@ def gradients_of(bench: Bench, loss_fn: LossFn, params: Any, rows: Any) -> tuple
 
 
 class Timing:
-    """A usual step of every device, to be timed: lowered, then compiled and run."""
+    """Times a usual step on every device: lowers it at once, compiles and runs it on demand."""
 
     def __init__(
         self,
@@ -211,14 +214,14 @@ class Timing:
         args: tuple[Any, ...],
         is_whole: bool,
     ):
-        """Lowers what makes a state, a step of it, and what changes its number.
+        """Lowers three programs: one makes a state, one takes a step, one sets the state's step number.
 
         Args:
-          bench: the devices; K is that of its mesh.
-          start: what a worker makes its state with, of the parameters.
+          bench: the devices, and K.
+          start: params -> the first state of a worker.
           step: (state, *args) -> the new state.
-          params: the parameters, a row a device.
-          args: rows a device.
+          params: the parameters, one row per device.
+          args: further arguments of the step, one row per device.
           is_whole: whether it is a whole step, see `cost_of`.
         """
         self._bench, self._params, self._args, self._is_whole = bench, params, args, is_whole
@@ -235,7 +238,7 @@ class Timing:
         return [lowered.compile() for lowered in self._lowered]
 
     def cost(self) -> Cost:
-        """Times a usual step; of a local method the average over a period. The first call compiles."""
+        """Times a usual step; for a local method, the average over its periods. The first call compiles."""
         start, step, restart = self._programs
         state = start(self._params)
 
@@ -244,7 +247,7 @@ class Timing:
             for count in range(2 + _MOST):
                 at = self._bench.spread(np.int32(count if count < 2 else number))
                 state = jax.block_until_ready(restart(state, at))
-                # A barrier, too: workers that share cores compute at the same time in training.
+                # Also a barrier: workers that share cores compute at the same time in training.
                 passed = agreed(time.perf_counter() - since, self._bench.mesh)
                 if count >= 2 + _REPEATS and passed > _SHORT:
                     break
@@ -268,14 +271,14 @@ class Timing:
 def lower_step(
     bench: Bench, gradients_fn: GradientsFn, tx: optax.GradientTransformation, params: Any, rows: Any
 ) -> Timing:
-    """Prepares to time a whole train step, its wire cut: loss, gradient, exchange, optimizer, and what a skip keeps.
+    """Prepares to time a whole train step without collectives: loss, gradient, exchange, optimizer, check for a skip.
 
     Args:
-      bench: the devices; K is that of its mesh.
-      gradients_fn: as a worker's step has it; `given_gradients` for a step without loss and gradient.
+      bench: the devices, and K.
+      gradients_fn: the gradients function of `worker_step`; `given_gradients` for a step without loss and gradient.
       tx: the whole chain.
-      params: the parameters, a row a device.
-      rows: of `bench.shards`.
+      params: the parameters, one row per device.
+      rows: the workers' rows, from `bench.shards`.
     """
 
     def start(params: Any) -> TrainState:
@@ -288,19 +291,19 @@ def lower_step(
 
 
 def given_gradients(params: Any, model_state: Any, batch: Any) -> Any:
-    """Takes the batch for the gradient, as a worker's step asks for it."""
+    """Returns the batch as the gradient, in the form that `worker_step` takes."""
     del params
     return (jnp.zeros(()), ({}, model_state)), batch
 
 
 def lower_coding(bench: Bench, tx: optax.GradientTransformation, gradients: Any, params: Any) -> Timing:
-    """Prepares to time what an exchange computes in a step: selecting, coding and decoding, its wire cut.
+    """Prepares to time an exchange without its collectives: selecting, coding and decoding.
 
     Args:
-      bench: the devices; K is that of its mesh.
+      bench: the devices, and K.
       tx: the exchange.
-      gradients: a row a device.
-      params: the parameters, a row a device.
+      gradients: the gradients, one row per device.
+      params: the parameters, one row per device.
     """
 
     def step(state: Any, gradients: Any, params: Any) -> Any:
@@ -311,7 +314,7 @@ def lower_coding(bench: Bench, tx: optax.GradientTransformation, gradients: Any,
 
 
 def _restarted(state: Any, step: jax.Array) -> Any:
-    """Returns a state without what was not sent, after another number of steps."""
+    """Returns a state with the residual zero and another step number."""
 
     def restarted(node: Any) -> Any:
         if not isinstance(node, ExchangeState):
@@ -330,14 +333,14 @@ def state_bytes(tx: optax.GradientTransformation, params: Any, sizes: tuple[int,
 
 
 def time_program(bench: Bench, function: Callable[..., Any], rows: Any) -> Cost:
-    """Times a function without state, on all devices at once; `rows` are its arguments, a row a device."""
+    """Times a function without state on all devices at once; `rows` are its arguments, one row per device."""
     compiled = bench.lower(function, *rows).compile()
     jax.block_until_ready(compiled(*rows))
     return cost_of(time_calls(lambda: compiled(*rows), _REPEATS, bench.mesh), bench.mesh)
 
 
 def measure_copy(bench: Bench, numbers: int = 1 << 24) -> float:
-    """Returns the seconds a byte of copying an array of float32 in memory, on all devices at once."""
+    """Measures the seconds per byte of a copy of a float32 array in memory, on all devices at once."""
     rows = bench.spread(np.zeros(numbers, np.float32))
     copy = bench.lower(lambda x: x + 1, rows).compile()
     jax.block_until_ready(copy(rows))
@@ -347,32 +350,32 @@ def measure_copy(bench: Bench, numbers: int = 1 << 24) -> float:
 
 @cache
 def known_costs() -> dict[str, Any]:
-    """Returns the table of costs: of a method the copies of the gradient that its coding takes, `fixed + a_worker * K`.
+    """Returns the table of costs: a method's coding time, in copies of the gradient, is `fixed + a_worker * K`.
 
-    `python -m benchmarks.planner --calibrate` measured them.
+    `python -m benchmarks.planner --calibrate` measured it.
     """
     return json.loads(resources.files("jaxcomm.planner").joinpath("costs.json").read_text())
 
 
 def known_accuracy(method: str) -> str:
-    """Returns what is known of a method's accuracy, and from which table; a dash if nothing is."""
+    """Returns what is known about a method's accuracy, and from which table; a dash if nothing is known."""
     return known_costs()["accuracy"].get(method, "-")
 
 
 def cost_key(method: Exchange, workers: int) -> str:
-    """Returns what the table of costs calls a method of K workers: its name, and how its values travel if that differs.
+    """Returns a method's key in the table of costs: its name and, if it has variants, how its values travel.
 
-    That is the type of its values, or the collective of one that chooses it by K.
+    A variant is the type of the values or, for a method that chooses its collective by K, the collective.
     """
     way = method.way(workers) if isinstance(method, QuantDp) else getattr(method, "value_dtype", None)
     return method.name if way is None else f"{method.name}/{way}"
 
 
 def method_of(tx: optax.GradientTransformation, params: Any) -> Exchange:
-    """Returns the method of an exchange of gradients, or a local one.
+    """Returns the method of an exchange of gradients, or of a local exchange.
 
     Args:
-      tx: one exchange, not a chain with two.
+      tx: a transformation with exactly one exchange.
       params: the parameters, or their shapes.
     """
     (method,) = [found.method for found in exchange_states(jax.eval_shape(tx.init, params))]
@@ -380,16 +383,16 @@ def method_of(tx: optax.GradientTransformation, params: Any) -> Exchange:
 
 
 def modelled_coding(tx: optax.GradientTransformation, params: Any, workers: int, copy: float) -> Cost | None:
-    """Reckons what a method computes in a step from the table of costs.
+    """Estimates the coding time of a method in a step from the table of costs.
 
     Args:
       tx: the exchange, or a local method.
       params: the parameters, or their shapes.
       workers: K.
-      copy: seconds a byte of copying in memory.
+      copy: seconds per byte of a copy in memory.
 
     Returns:
-      The cost, half and twice of it as its range; None for a method that the table does not have.
+      The cost, with a range from half of it to twice; None for a method that is not in the table, or has `others=`.
     """
     method = method_of(tx, params)
     inner = getattr(method, "exchange", None)

@@ -1,4 +1,4 @@
-"""What a dense layer costs that multiplies late, or is sharded over the workers, so that no gradient is exchanged."""
+"""The cost of a dense layer that multiplies late or is sharded over the workers, so that no gradient is exchanged."""
 
 import functools
 import math
@@ -27,17 +27,17 @@ WAYS = ("late", "split")
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a dense layer costs in one of the `WAYS`, forward and backward.
+    """The cost of a dense layer in one of the `WAYS`, forward and backward.
 
     Attributes:
-      path: of the layer in the parameters, parts joined by "/".
+      path: the layer's path in the parameters, parts joined by "/".
       way: "late" or "split".
       tensors: the paths of the parameters whose gradients are then not exchanged.
-      bytes: that each worker receives a step.
+      bytes: bytes that each worker receives a step.
       wire: seconds on the wire.
-      computing: seconds more than those of the layer whose gradient is exchanged; below 0 for a layer that is split,
-        where a worker is spared more by updating its shard alone.
-      memory: bytes fewer of parameters on each worker, and of every copy of them: a shard is 1/K of a kernel.
+      computing: seconds more than if its gradient were exchanged; below 0 for a split layer if updating only a shard
+        saves more time than the layer costs.
+      memory: bytes saved on each worker, for the parameters and for every copy of them: a shard is 1/K of a kernel.
     """
 
     path: str
@@ -51,14 +51,14 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Layer:
-    """A dense layer in one of the ways, before anything is measured.
+    """A dense layer in one of the `WAYS`, before anything is measured.
 
     Attributes:
-      path: of the layer.
+      path: the layer's path in the parameters.
       way: "late" or "split".
       tensors: the paths of the parameters whose gradients are then not exchanged.
-      shape: of the kernel, (N, M).
-      rows: of the global batch that reach it.
+      shape: the shape of the kernel, (N, M).
+      rows: the rows of the global batch that reach it.
       program: its collectives, forward and backward.
     """
 
@@ -71,21 +71,21 @@ class Layer:
 
     @property
     def shard(self) -> tuple[int, int]:
-        """The shape of a worker's part of the kernel."""
+        """The shape of a worker's shard of the kernel; the whole kernel for "late"."""
         return _shard(self.way, self.shape, self.program.always[0].workers)
 
 
 def layers_of(
     params: Mapping[str, Any], rows: Mapping[str, int], sizes: tuple[int, ...], axis_name: AxisName
 ) -> list[Layer]:
-    """Returns the ways of some dense layers.
+    """Returns some dense layers, each in every one of the `WAYS` that is possible.
 
-    A layer can be "split" where the workers lie along one axis, and N and M are multiples of K.
+    A layer can be "split" if the workers are along one axis, and N and M are multiples of K.
 
     Args:
-      params: by path, the parameters or their shapes.
-      rows: by the path of a layer, the rows of the global batch that reach it.
-      sizes: of the axes of workers.
+      params: the parameters, or their shapes, by path.
+      rows: the rows of the global batch that reach each layer, by the layer's path.
+      sizes: the number of workers along each axis.
       axis_name: the axis of workers, or the axes.
 
     Raises:
@@ -108,7 +108,7 @@ def layers_of(
         for way in WAYS:
             if way == "split" and (len(sizes) > 1 or shape[0] % workers or shape[1] % workers):
                 continue
-            # The bias of a layer that is split is copied, and its gradient exchanged.
+            # The bias of a split layer is replicated, and its gradient exchanged.
             tensors = (kernel, bias) if way == "late" and bias in params else (kernel,)
             program = _trace(way, shape, count, sizes, axis_name)
             found.append(Layer(path, way, tensors, shape, count, program))
@@ -116,7 +116,7 @@ def layers_of(
 
 
 def layer_cost(layer: Layer, links: Links, computing: Cost) -> LayerCost:
-    """Returns what a layer costs on measured links."""
+    """Returns the cost of a layer on these links."""
     return LayerCost(
         path=layer.path,
         way=layer.way,
@@ -129,20 +129,20 @@ def layer_cost(layer: Layer, links: Links, computing: Cost) -> LayerCost:
 
 
 def modelled_layer(layer: Layer, compute: float, parameters: int) -> Cost:
-    """Reckons what a layer computes more than where its gradient is exchanged, from a step's computing.
+    """Estimates how much longer a layer computes than if its gradient were exchanged, from a step's computing.
 
-    A pass makes three products: the output, and the gradients of input and kernel. Late, each worker makes the last of
-    all workers' rows, so that the layer takes (K-1)/3 times longer; split, nothing is made twice. Of the computing the
-    layer is taken to have the part that its kernel has of all parameters, which is too much beside convolutions, for
-    they use a parameter more often.
+    A forward and backward pass computes three products: the output, and the gradients of input and kernel. "late", each
+    worker computes the last one for all workers' rows, which adds (K-1)/3 of the layer's time. "split" adds nothing.
+    The layer's time is taken as its kernel's share of all parameters, times `compute`. That is too much in a model with
+    convolutions, which use each parameter more often.
 
     Args:
-      layer: of `layers_of`.
+      layer: a layer of `layers_of`.
       compute: seconds of a step without an exchange.
       parameters: n, of the whole model.
 
     Returns:
-      The cost, its range from nothing to all of it.
+      The cost; its range is from nothing to all of it.
     """
     workers = layer.program.always[0].workers
     seconds = compute * (workers - 1) / 3 * math.prod(layer.shape) / parameters if layer.way == "late" else 0.0
@@ -152,17 +152,17 @@ def modelled_layer(layer: Layer, compute: float, parameters: int) -> Cost:
 def measure_layers(
     bench: Bench, layers: Sequence[Layer], split: optax.GradientTransformation | None, gradients: Any, params: Any
 ) -> list[Cost]:
-    """Times what each layer computes more in its way than where its gradient is exchanged.
+    """Measures how much longer each layer computes in its way than if its gradient were exchanged.
 
-    A worker also updates less of a layer that is split: its shard alone. The time that this spares all of them together
-    is shared out by the elements of their kernels.
+    A worker updates only its shard of a split layer. The time that this saves for all split layers together is divided
+    among them by the elements of their kernels.
 
     Args:
-      bench: the devices; K is that of its mesh.
-      layers: of `layers_of`.
-      split: the chain of exchange and optimizer beside layers that are split; None if none are.
-      gradients: a row a device.
-      params: the parameters, a row a device.
+      bench: the devices, and K.
+      layers: the layers, from `layers_of`.
+      split: the chain of exchange and optimizer in a model with split layers; None if there are none.
+      gradients: the gradients, one row per device.
+      params: the parameters, one row per device.
     """
     time_layer = functools.cache(functools.partial(_measure_layer, bench))
     costs = [time_layer(layer.way, layer.shape, layer.rows) for layer in layers]
@@ -184,7 +184,7 @@ def measure_layers(
 
 
 def _measure_layer(bench: Bench, way: str, shape: tuple[int, int], rows: int) -> Cost:
-    """Times a layer forward and backward, its wire cut: what is more than where its gradient is exchanged."""
+    """Times a layer forward and backward, without collectives; returns the time beyond a layer that is exchanged."""
     workers = math.prod(bench.sizes)
     random = np.random.default_rng(0)
     x, errors = (random.standard_normal((rows // workers, width), np.float32) for width in shape)

@@ -1,4 +1,4 @@
-"""What collectives cost on a link: measured on the live mesh, or reckoned from a rate and a latency."""
+"""The costs of collectives on a link: measured on the live mesh, or estimated from a rate and a latency."""
 
 import functools
 import math
@@ -23,24 +23,24 @@ from jaxcomm.traffic import Program, Traffic
 
 Axes = tuple[str, ...]
 
-_BYTES = tuple(1 << exponent for exponent in range(12, 25, 2))  # that a worker receives: 4 KiB to 16 MiB
-_LONG = 0.25  # seconds of a collective from which no larger one is measured
+_BYTES = tuple(1 << exponent for exponent in range(12, 25, 2))  # bytes that a worker receives: 4 KiB to 16 MiB
+_LONG = 0.25  # seconds: after a collective that takes longer, no larger one is measured
 _REPEATS = 5
-_CHAINED = 5  # collectives in one program, to tell its start from a collective
+_CHAINED = 5  # collectives in one program, to separate the program's start from a collective
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_GIVEN_ERROR = 0.25  # of a link that nobody measured: Gloo needs 0.9 to 2 times the time of the bytes
+_GIVEN_ERROR = 0.25  # of a given link: Gloo takes 0.9 to 2 times the time of the bytes
 
 
 @dataclass(frozen=True)
 class Link:
-    """What one collective costs, by the bytes that each worker receives.
+    """The time of one collective, by the bytes that each worker receives.
 
-    Between two sizes the time is interpolated, as it does not grow in proportion: a large message of Gloo takes up to
-    twice as long a byte as a small one. Above the largest it does.
+    Time is not proportional to size: with Gloo a large message takes up to twice as long per byte as a small one. So it
+    is interpolated between measured sizes. Above the largest size it grows in proportion.
 
     Attributes:
       points: (bytes received, seconds), ascending in bytes from 0.
-      error: how far off a time may be, as a part of it.
+      error: the relative error of a time.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -60,7 +60,7 @@ class Link:
 
     @property
     def bits_per_second(self) -> float:
-        """The speed that a worker receives with, in the largest message."""
+        """The rate at which a worker receives the largest message."""
         received, seconds = self.points[-1]
         return 8 * received / (seconds - self.latency)
 
@@ -70,9 +70,9 @@ class Wire:
     """Seconds of a program's collectives in a usual step.
 
     Attributes:
-      latency: what does not depend on the link's speed.
-      transfer: what does, in proportion to seconds a byte.
-      error: how far off both may be, in seconds.
+      latency: the part that does not depend on the link's speed.
+      transfer: the part that does, proportional to the link's seconds per byte.
+      error: the error of their sum, in seconds.
     """
 
     latency: float = 0.0
@@ -93,13 +93,13 @@ class Wire:
 
 @dataclass(frozen=True)
 class Links:
-    """What every collective costs, by its kind (see `Traffic.kind`) and the axes of the mesh that it goes over.
+    """The costs of collectives, by their kind (see `Traffic.kind`) and the mesh axes that they go over.
 
     Attributes:
-      table: of what was measured.
-      rate: bits a second that a worker receives where nothing was measured, or those from every worker to every other,
-        as `given_links` has them; None if only `table` counts.
-      latency: seconds of a message there.
+      table: the measured links.
+      rate: bits a second, for collectives that are not in `table`: that each worker receives, or from every worker to
+        every other, as in `given_links`; None if only `table` counts.
+      latency: seconds of a message, for the same collectives.
     """
 
     table: Mapping[tuple[str, Axes], Link]
@@ -110,7 +110,7 @@ class Links:
         """Returns the cost of one kind of collective.
 
         Raises:
-          ValueError: if nothing is known of it.
+          ValueError: if it was not measured and there is no rate.
         """
         found = self.table.get((traffic.kind, traffic.axes)) or self.table.get((traffic.op, traffic.axes))
         if found is not None:
@@ -126,13 +126,13 @@ class Links:
         return Link(((0.0, latency), (1.0, latency + 8 / rate)), _GIVEN_ERROR)
 
     def seconds(self, program: Program) -> float:
-        """Returns the seconds of the collectives of a usual step of a program."""
+        """Returns the seconds of a program's collectives in a usual step."""
         return self._sum(program.usual).seconds
 
     def wire(self, report: WireReport) -> Wire:
-        """Returns the seconds of the collectives of a usual step, one after another.
+        """Returns the seconds of a report's collectives in a usual step, one after another.
 
-        Of a local method it is the average over its steps.
+        For a local method this is the average over its steps.
         """
         exchange, turns = Program(conditionals=report.program.conditionals), report.turns
         usual = [traffic for turn in range(turns) for traffic in exchange.in_turn(turn, turns).usual]
@@ -149,13 +149,13 @@ class Links:
 
 
 def _messages(traffic: Traffic) -> int:
-    """Returns the messages that a collective sends one after another, by its ring algorithm."""
+    """Returns the number of messages that a collective sends one after another, by its ring algorithm."""
     rounds = traffic.workers - 1
     return {"all_reduce": 2 * rounds, "permute": min(1, rounds), "all_to_all": min(1, rounds)}.get(traffic.op, rounds)
 
 
 def _slowest(pairs: tuple[tuple[float, ...], ...], traffic: Traffic) -> float:
-    """Returns the bits a second that a worker receives with where links differ; see `given_links`."""
+    """Returns the bits a second that a worker receives if links differ; see `given_links`."""
     rates, workers = np.array(pairs), len(pairs)  # (K, K)
     if traffic.workers != workers:
         raise ValueError(
@@ -170,10 +170,10 @@ def _slowest(pairs: tuple[tuple[float, ...], ...], traffic: Traffic) -> float:
 
 
 def bits_per_second(rate: str) -> float:
-    """Reads the speed of a link: "100mbit", "1gbit".
+    """Parses the rate of a link: "100mbit", "1gbit".
 
     Raises:
-      ValueError: if it is no positive number with its unit.
+      ValueError: if it is not a positive number with a unit.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
     bits = float(match[1]) * _UNITS[match[2]] if match else 0.0
@@ -183,25 +183,24 @@ def bits_per_second(rate: str) -> float:
 
 
 def given_links(rate: float | Sequence[float] | Sequence[Sequence[float]], latency: float = 0.0) -> Links:
-    """Makes the costs of collectives from links that nobody measured.
+    """Makes the costs of collectives from given rates, without a measurement.
 
-    Where links differ, a collective takes as long as its slowest part: of a ring (all-reduce, all-gather,
-    reduce-scatter) the slowest link from a worker to the next, in their order; of an all-to-all the worker whose
-    messages take longest, one after another, those that it sends or those that it receives; of a permutation the
-    slowest of its pairs.
+    If links differ, a collective takes as long as its slowest part. For a ring (all-reduce, all-gather, reduce-scatter)
+    this is the slowest link from a worker to the next, in their order. For an all-to-all it is the worker whose sent or
+    received messages, one after another, take longest. For a permutation it is the slowest pair.
 
     Args:
-      rate: bits a second that each worker receives; or one rate for every worker's link, (K,), of which a message gets
-        the slower of both ends; or those from every worker (row) to every other (column), (K, K), whose diagonal does
-        not count.
+      rate: bits a second: one number that each worker receives; or one for every worker's link, (K,), where a message
+        has the rate of the slower end; or one from every worker (row) to every other (column), (K, K), whose diagonal
+        is ignored.
       latency: seconds from one worker to another.
 
     Raises:
-      ValueError: for numbers that no link has, and for rows that do not have a rate for every worker.
+      ValueError: for an impossible rate or latency, and for rows that do not have a rate for every worker.
     """
     try:
         given = np.array(rate, float)
-    except (TypeError, ValueError):  # rows of unlike lengths
+    except (TypeError, ValueError):  # rows of different lengths
         given = np.zeros(0)
     if not given.size or given.ndim > 2 or (given.ndim == 2 and len(set(given.shape)) > 1):
         raise ValueError(
@@ -219,10 +218,10 @@ def given_links(rate: float | Sequence[float] | Sequence[Sequence[float]], laten
 
 
 def measure_links(mesh: Mesh, programs: Sequence[Program]) -> Links:
-    """Measures the collectives that some programs use, over the axes of a mesh that they use.
+    """Measures the collectives of some programs, over the mesh axes that they use.
 
-    Every process of the mesh calls it together. Of each collective seven sizes are timed, from 4 KiB to 16 MiB that
-    a worker receives, fewer where the link is slow.
+    All processes of the mesh must call it together. Each collective is timed at seven sizes, from 4 KiB to 16 MiB
+    received per worker, fewer if the link is slow.
 
     Raises:
       ValueError: for a program whose axes the mesh does not have.
@@ -238,7 +237,7 @@ def check_axes(mesh: Mesh, axes: AxisName) -> None:
     """Refuses a mesh that lacks an axis of the workers.
 
     Raises:
-      ValueError: with the axes that it has.
+      ValueError: naming the axes of the mesh.
     """
     if set(axis_names(axes)) - set(mesh.axis_names):
         raise ValueError(
@@ -253,25 +252,25 @@ def _measure(mesh: Mesh, op: str, axes: Axes, dtype: str) -> Link:
     one = float(Traffic(op, 1, workers).received)
 
     def timed(size: int, chained: int = 1) -> tuple[float, float, float]:
-        """Returns the bytes that a worker receives, and the median and half of the spread of the seconds."""
-        count = max(1, round(size / one / of.itemsize / workers)) * workers  # numbers of a worker, in equal parts
+        """Returns the bytes that a worker receives, and the median and half the interquartile range of the seconds."""
+        count = max(1, round(size / one / of.itemsize / workers)) * workers  # elements of a worker, in equal parts
 
         def collectives(x: jax.Array) -> jax.Array:
             for _ in range(chained - 1):
-                x += _COLLECTIVES[op](x, axes).reshape(-1)[0].astype(of)  # one waits for the other
+                x += _COLLECTIVES[op](x, axes).reshape(-1)[0].astype(of)  # each waits for the one before
             return _COLLECTIVES[op](x, axes)
 
         run = jax.jit(jax.shard_map(collectives, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
-        # Noise, as a sum of zeros in 16 bits, which Gloo makes in software, is faster than one of gradients.
+        # Noise, not zeros: Gloo sums 16-bit numbers in software, and zeros faster than gradients.
         noise = np.random.default_rng(0).uniform(-100, 100, count).astype(of)
         x = jax.device_put(noise, NamedSharding(mesh, P()))
         jax.block_until_ready(run(x))
-        # Where one worker comes late, large messages of both ways take turns.
+        # If one worker starts late, large messages of both directions take turns: start them together.
         seconds = time_calls(lambda: run(x), _REPEATS, mesh if size >= LARGE else None)
         low, median, high = all_agreed(statistics.quantiles(seconds, n=4), mesh)
         return float(Traffic(op, of.itemsize * count, workers).received), median, (high - low) / 2
 
-    # A step has many collectives in a program, whose start is in the time of its computing.
+    # A step has many collectives in one program, and its start is counted as computing: subtract the start.
     smallest, chained = timed(_BYTES[0]), timed(_BYTES[0], _CHAINED)[1]
     alone = smallest[1]
     start = max(0.0, alone - (chained - alone) / (_CHAINED - 1))
@@ -300,12 +299,12 @@ _COLLECTIVES: dict[str, Callable[[jax.Array, AxisName], jax.Array]] = {
 
 
 def time_calls(call: Callable[[], Any], repeats: int, together: Mesh | None = None) -> list[float]:
-    """Returns the seconds of some calls, each until its result is there.
+    """Returns the seconds of repeated calls, each until its result is ready.
 
     Args:
-      call: what is timed; of JAX.
-      repeats: how often.
-      together: the mesh whose processes begin each call together; None if they need not.
+      call: the function to time; it returns JAX arrays.
+      repeats: the number of calls.
+      together: the mesh whose processes start each call together; None if they need not.
     """
     seconds = []
     for _ in range(repeats):
@@ -318,15 +317,15 @@ def time_calls(call: Callable[[], Any], repeats: int, together: Mesh | None = No
 
 
 def agreed(seconds: float, mesh: Mesh) -> float:
-    """Returns the largest of all processes' numbers: a step ends when the last worker does. Nothing for one process.
+    """Returns the largest number of all processes: a step ends when the last worker does.
 
-    All processes leave it at once, so that it is a barrier, too.
+    It is also a barrier. With one process it returns the number at once.
     """
     return all_agreed([seconds], mesh)[0]
 
 
 def all_agreed(seconds: Sequence[float], mesh: Mesh) -> list[float]:
-    """Returns the largest of all processes' numbers, place by place; every process has as many."""
+    """Returns the elementwise maximum over all processes, which must give equally many numbers."""
     if jax.process_count() == 1:
         return list(seconds)
     sharding, largest = _largest(mesh)

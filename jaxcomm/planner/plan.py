@@ -1,4 +1,4 @@
-"""A plan: which exchange for which tensor, and which block on which stage; its file, and what executes it."""
+"""A plan: the exchange of every tensor and the stage of every block; its file, and its transformation."""
 
 import dataclasses
 import json
@@ -23,19 +23,19 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """What to exchange how, and where to cut.
+    """The exchange of every tensor, and the cuts between stages.
 
     Attributes:
       workers: K.
-      cuts: the blocks that begin a stage, but the first; empty for one stage.
-      tensors: of every parameter, by its path: its shape, and the name of its exchange; "late" or "split" for one of a
-        dense layer that multiplies late or is sharded over the workers, whose gradient is not exchanged.
+      cuts: the index of the first block of every stage but the first; empty for one stage.
+      tensors: by path, the shape of every parameter and the name of its exchange. The name is "late" or "split" for a
+        parameter of a dense layer that multiplies late or is sharded over the workers: its gradient is not exchanged.
       exchanges: by name, the method and its options.
       micro_batches: M, of a pipeline.
       compute: predicted seconds of computing in a step, the pipeline's fill included.
-      boundaries: predicted seconds of what crosses between stages.
+      boundaries: predicted seconds of the traffic between stages.
       exchange_seconds: predicted seconds of the exchange, coding and wire.
-      optimal: whether no plan is better, by the model of costs.
+      optimal: whether the search proved that no assignment is faster, by the model of costs; see `Assignment`.
     """
 
     workers: int
@@ -55,7 +55,7 @@ class Plan:
 
     @property
     def used(self) -> dict[str, list[str]]:
-        """The paths of the tensors of every exchange that is used, the exchange of the most parameters last."""
+        """The paths of the tensors of every exchange that is used; the exchange with the most parameters is last."""
         groups: dict[str, list[str]] = {}
         for path, (_, name) in self.tensors.items():
             groups.setdefault(name, []).append(path)
@@ -71,13 +71,14 @@ class Plan:
 
     @property
     def dense_layers(self) -> str:
-        """How dense layers are computed: "late" (those of `computed`), "split" (all of them), else "exchange"."""
+        """How dense layers are computed: "late" or "split" (the layers of `computed`), else "exchange"."""
         return next((way for way in WAYS if self.computed(way)), "exchange")
 
     def transformation(self, axis_name: AxisName = "data") -> optax.GradientTransformation:
-        """Makes the exchange of the plan: one transformation, in whose step all tensors go or none.
+        """Makes the exchange of the plan: one transformation, which exchanges all tensors in a step, or none.
 
-        Gradients of layers that multiply late bypass it. Those of shards do where `make_train_step` has their `specs=`.
+        The gradients of layers that multiply late bypass it. Those of split layers do if `make_train_step` gets the
+        layers' `specs=`.
         """
         late, tx = self.dense_layers == "late", None
         exchanged = {name: paths for name, paths in self.used.items() if name not in WAYS}
@@ -97,7 +98,7 @@ class Plan:
         """Refuses parameters that the plan was not made for.
 
         Raises:
-          ValueError: for other paths, shapes or workers, and names the first.
+          ValueError: for other paths, shapes or workers; it names the first difference.
         """
         remedy = "Make a plan for this model."
         if workers != self.workers:
@@ -132,10 +133,10 @@ class Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """Reads a plan's file.
+    """Reads a plan from a file.
 
     Raises:
-      ValueError: for a file that is none, or of another format.
+      ValueError: for a file that is missing, is not a plan, or has another format.
     """
     try:
         record = json.loads(path.read_text())

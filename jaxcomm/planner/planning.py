@@ -25,20 +25,21 @@ from jaxcomm.planner.plan import Plan
 
 Shapes = Mapping[str, tuple[int, ...]]  # of the parameters, by path
 
-_PROBES = ((512, 512), (2048, 2048))  # by which it shows whether bytes are in proportion to elements
-_NOISE = (256, 64)  # of the gradient that errors are measured on
+_PROBES = ((512, 512), (2048, 2048))  # shapes that show whether a method's bytes are proportional to elements
+_NOISE = (256, 64)  # the shape of the noise that errors are measured on
 
 
 @dataclass(frozen=True)
 class ModelBlock:
-    """A part of a model that is not cut, for `make_plan`.
+    """A part of a model that stays in one stage, for `make_plan`.
 
     Attributes:
-      name: for messages.
-      leaves: the paths of its parameters, as `where=` sees them.
+      name: its name in messages.
+      leaves: the paths of its parameters, as `where=` gets them.
       seconds: forward, backward and optimizer for one worker's batch, on a device of speed 1.
-      memory: bytes of activations, and of what else is not parameters, gradients and the exchange's state.
-      boundary_bytes: that cross in a step, both ways together, for each worker, if the model is cut after it.
+      memory: bytes of activations and anything else but parameters, gradients and the exchange's state.
+      boundary_bytes: bytes that cross in a step if the model is cut after this block, for each worker, both directions
+        together.
     """
 
     name: str
@@ -65,27 +66,29 @@ def make_plan(
 ) -> Plan:
     """Finds the exchange of every tensor, and the stage of every block, with the shortest predicted step.
 
-    Stages share one exchange, since their parameters are stacked, tensor on tensor. In one stage, dense layers that the
-    advice was asked about may multiply late, or all be split over the workers.
+    With several stages, all share one exchange, since their parameters are stacked, tensor on tensor. With one stage,
+    the dense layers of the advice may multiply late, or all be split over the workers.
 
-    What a tensor adds to a step is its part of a method's predicted coding, by its elements, and of its wire, by its
-    bytes; a method that is used at all costs its latency once. `jaxcomm.assignment.solve.solve` minimises the step.
+    A tensor adds its share of a method's predicted coding, by elements, and of its wire, by bytes; a method that is
+    used at all adds its latency once. `jaxcomm.assignment.solve.solve` minimises the step.
 
     Args:
-      advice: of `advise` or `estimate`, for the plan's number of workers.
+      advice: the advice of `advise` or `estimate`, for the plan's number of workers.
       params: the parameters, or their shapes.
-      methods: what may be used, by the names of the advice; by default those of `candidates`. Local methods are left
-        out: they merge whole models. Each must be made of numbers and names, so that a file can hold it.
-      error_budget: the largest part of the gradient's squared norm that one step may miss; what a residual keeps counts
-        as missed. None for no limit.
-      gradient: one worker's, on which that is measured; on normal noise if not given, of which a matrix of low rank
+      methods: further methods that may be used, by their names in the advice, in addition to those of `candidates`.
+        Local methods are left out: they merge whole models. Each must be made from numbers and names, so that a file
+        can hold it.
+      error_budget: the largest part of the gradient's squared norm that one step may miss; the residual counts as
+        missed. None for no limit.
+      gradient: one worker's gradient, to measure the error on; by default normal noise, of which a low-rank method
         catches much less.
-      blocks: of the model in order; None for one that is not cut, of the advice's computing and memory.
-      devices: one for every stage: its speed and its memory.
-      link_seconds_per_byte: of the link between every stage and the next.
+      blocks: the blocks of the model, in order; None for a single block, with the advice's computing and memory.
+      devices: the device of every stage: its speed and its memory.
+      link_seconds_per_byte: for the link between every stage and the next.
       link_seconds: latency of a message on each of these links.
       micro_batches: M.
-      parameter_copies: of 4 bytes a parameter that a device keeps beside the exchange: parameters, gradient, momentum.
+      parameter_copies: the copies of 4 bytes a parameter that a device keeps in addition to the exchange's state:
+        parameters, gradient, momentum.
       time_limit: seconds to search for.
 
     Raises:
@@ -128,7 +131,7 @@ def make_plan(
 
 
 def _whole_model(advice: Advice, params: Any, leaves: tuple[str, ...]) -> ModelBlock:
-    """Makes one block of a model: what it takes in memory beside the parameters was measured, or is not known."""
+    """Makes one block of a model; its memory is the advice's without the parameters, or 0 if it is not known."""
     held = sum(leaf.size * jnp.result_type(leaf).itemsize for leaf in jax.tree.leaves(params))
     return ModelBlock("model", leaves, advice.compute, memory=max(0, advice.memory - held))
 
@@ -154,7 +157,7 @@ def _options(
     errors: Mapping[str, Mapping[str, float]],
     parameter_copies: int,
 ) -> dict[str, list[Option]]:
-    """Returns the ways to exchange every tensor, by its path: its part of what each method costs for all."""
+    """Returns the options to exchange every tensor, by path; each costs the tensor's share of the method's total."""
     sizes = {path: math.prod(shape) for path, shape in shapes.items()}
     total = sum(sizes.values())
     options: dict[str, list[Option]] = {path: [] for path in shapes}
@@ -170,12 +173,12 @@ def _options(
 
 @dataclass(frozen=True)
 class _Grouping:
-    """Which parameters are assigned together.
+    """A grouping of parameters that are assigned together.
 
     Attributes:
-      tensors: what is assigned, by its name.
-      group_of: by a parameter's path, the name that it is part of.
-      spared: seconds of a model in one block that updating shards alone spares it.
+      tensors: the groups, each a `Tensor` of the problem, by name.
+      group_of: the name of each parameter's group, by the parameter's path.
+      spared: seconds that a model in one block saves by updating only shards.
     """
 
     tensors: Mapping[str, Tensor]
@@ -183,7 +186,7 @@ class _Grouping:
     spared: float = 0.0
 
     def block(self, block: ModelBlock) -> Block:
-        """Returns a part of the model with its tensors."""
+        """Returns a block of the problem, with the block's groups as its tensors."""
         names = dict.fromkeys(self.group_of[path] for path in block.leaves)
         tensors = tuple(self.tensors[name] for name in names)
         seconds = max(0.0, block.seconds - self.spared)
@@ -193,8 +196,8 @@ class _Grouping:
 def _groupings(
     options: Mapping[str, Sequence[Option]], layers: Sequence[LayerCost], stages: int, parameter_copies: int
 ) -> list[_Grouping]:
-    """Returns what can be assigned: a problem each, of whose solutions the fastest is the plan."""
-    if stages > 1:  # whose parameters are stacked, tensor on tensor: they share one exchange
+    """Returns the possible groupings: each is a problem, and the fastest of their solutions is the plan."""
+    if stages > 1:  # their parameters are stacked, tensor on tensor: they share one exchange
         (several, *_) = options.values()
         only = [{path: (found[at],) for path, found in options.items()} for at in range(len(several))]
         return [_grouped(each, (), parameter_copies) for each in only]
@@ -205,8 +208,8 @@ def _groupings(
 def _grouped(options: Mapping[str, Sequence[Option]], layers: Sequence[LayerCost], parameter_copies: int) -> _Grouping:
     """Groups parameters for layers that are all computed in one way, late or split.
 
-    Leaves of a layer that can multiply late go together. A layer that can be split has no other option: all are split,
-    or none.
+    The parameters of a layer form a group. A layer that can multiply late may also be exchanged; one that can be split
+    has no other option: all are split, or none.
     """
     group_of = {path: path for path in options} | {path: layer.path for layer in layers for path in layer.tensors}
     tensors = {path: Tensor(path, tuple(options[path])) for path, name in group_of.items() if path == name}
@@ -227,10 +230,10 @@ def _grouped(options: Mapping[str, Sequence[Option]], layers: Sequence[LayerCost
 
 
 def _fastest(problems: Sequence[Problem], time_limit: float) -> tuple[int, Assignment]:
-    """Returns which of some problems has the shortest step, and its assignment; each has an equal part of the time.
+    """Returns the index of the problem with the shortest step, and its assignment; the time is divided equally.
 
     Raises:
-      ValueError: if none has any; the message is that of the last.
+      ValueError: if no problem has a solution; the message is that of the last.
     """
     best: tuple[int, Assignment] | None = None
     refused: list[ValueError] = []
@@ -260,19 +263,19 @@ def place(
     time_limit: float = 10.0,
     **options: Any,
 ) -> Plan:
-    """Finds how many workers of how many stages equal devices should make, and the plan for them.
+    """Finds how to divide equal devices into workers and stages, and the plan for them.
 
     Args:
-      devices: that there are, all alike.
+      devices: the number of devices.
       params: the parameters, or their shapes.
       advice_of: K -> the advice for K workers.
-      blocks_of: K -> the blocks, with the seconds and bytes of one of K workers' batches.
+      blocks_of: K -> the blocks, with the seconds and bytes of one worker's batch if there are K workers.
       seconds_per_byte: of a link between two stages.
-      latency: of a message on it.
-      micro_batches: M, where there is more than one stage.
+      latency: seconds of a message on such a link.
+      micro_batches: M, if there is more than one stage.
       memory: bytes of a device; None for no limit.
-      time_limit: seconds to search for in all.
-      **options: of `make_plan`.
+      time_limit: seconds to search for in total.
+      **options: further arguments of `make_plan`.
 
     Raises:
       ValueError: if nothing fits; the message is that of the last number of stages.
@@ -307,10 +310,10 @@ def place(
 
 
 def _spec(name: str, method: Exchange, params: Any) -> dict[str, Any]:
-    """Returns a method's name and its options, for a file.
+    """Returns a method's name and options, for a file.
 
     Raises:
-      ValueError: for a method that would not come back from it.
+      ValueError: for a method that cannot be restored from them.
     """
     fields = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
     options = {key: value for key, value in fields.items() if key not in ("where", "others", "axis_name")}
@@ -330,7 +333,7 @@ def _spec(name: str, method: Exchange, params: Any) -> dict[str, Any]:
 
 
 def _byte_shares(method: Exchange, shapes: Shapes) -> dict[str, float]:
-    """Returns the part of a method's bytes that each tensor takes, by those of two workers: K hardly matters to it."""
+    """Returns each tensor's share of a method's bytes, computed for two workers: it hardly depends on K."""
     few, many = (_received(method, shape) / math.prod(shape) for shape in _PROBES)
     is_even = many == 0 or abs(few / many - 1) < 0.25
     found = {shape: float(math.prod(shape)) if is_even else _received(method, shape) for shape in set(shapes.values())}
@@ -346,7 +349,7 @@ def _received(method: Exchange, shape: tuple[int, ...]) -> float:
 
 
 def _errors(method: Exchange, shapes: Shapes, error_budget: float | None, gradient: Any) -> dict[str, float]:
-    """Returns what one step misses of each tensor, as a part of the whole squared norm; 0 if nobody asks."""
+    """Returns each tensor's error in one step, relative to the whole squared norm; 0 if there is no budget."""
     if error_budget is None:
         return dict.fromkeys(shapes, 0.0)
     if gradient is not None:
@@ -356,7 +359,7 @@ def _errors(method: Exchange, shapes: Shapes, error_budget: float | None, gradie
 
 
 def _missed(method: Exchange, gradient: Any) -> dict[str, float]:
-    """Returns what one worker's first exchange misses of each tensor, as a part of the whole squared norm."""
+    """Returns each tensor's error in one worker's first exchange, relative to the whole squared norm."""
     tx = method.transform()
 
     def missed(gradient: Any) -> Any:
@@ -371,6 +374,6 @@ def _missed(method: Exchange, gradient: Any) -> dict[str, float]:
 
 @functools.lru_cache(maxsize=128)
 def _missed_of_noise(method: Exchange) -> float:
-    """Returns what one worker's first exchange misses of normal noise, as a part of its squared norm."""
+    """Returns the error of one worker's first exchange of normal noise, relative to its squared norm."""
     noise = {"noise": np.random.default_rng(0).standard_normal(_NOISE).astype(np.float32)}
     return _missed(method, noise)["noise"]

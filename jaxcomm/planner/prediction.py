@@ -1,4 +1,4 @@
-"""What an advice says: a prediction of every method's step, their table, and the verdict that follows."""
+"""An advice: a prediction of every method's step, their table, and the verdict."""
 
 import dataclasses
 import json
@@ -9,36 +9,36 @@ from typing import Any
 from jaxcomm.planner.dense_layers import LayerCost
 from jaxcomm.planner.links import Wire
 
-DENSE = "plump_dp(bfloat16)"  # what everything is compared with
-ALL_DENSE: tuple[str, ...] = ("plump_dp", DENSE, "plump_dp(float16)")  # what "keep dense" may mean
-CLOSE = 0.05  # how much longer than its computing a step of a local method may be to count as close to it
-_WORTHWHILE = 1.05  # times faster than dense: less is called as fast as dense
+DENSE = "plump_dp(bfloat16)"  # the method that all are compared with
+ALL_DENSE: tuple[str, ...] = ("plump_dp", DENSE, "plump_dp(float16)")  # the methods that "keep dense" may mean
+CLOSE = 0.05  # a local method's step is close to its computing if it is at most this much longer, relatively
+_WORTHWHILE = 1.05  # times faster than dense; less counts as equally fast
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one method would take on this mesh.
+    """The predicted time, bytes and memory of one method on this mesh.
 
     Attributes:
-      method: as it is called in the table: "dct_dp(0.99)".
-      bytes: that each worker receives a step, on average.
+      method: its name in the table: "dct_dp(0.99)".
+      bytes: bytes that each worker receives a step, on average.
       step: predicted seconds of a step: computing, coding and wire one after another.
-      delayed: seconds of a step with `chain(delay=1)` at best: the longer of computing, and of coding and wire; None
-        where there is none, of local methods, "late" and "split".
-      low: the lower end of its range.
+      delayed: seconds of a step with `chain(delay=1)` at best: the larger of computing, and coding plus wire. None for
+        methods without a delay: local methods, "late" and "split".
+      low: the lower end of the range of `step`.
       high: the upper end.
       wire: seconds on the wire.
-      latency: the part of it that does not depend on the bytes.
+      latency: the part of `wire` that does not depend on the bytes.
       coding: seconds of selecting, coding and decoding.
-      measured: whether `coding` was timed here, and not taken from the table of costs.
-      every: steps in which all parameters are exchanged once, 1 but for local methods, which train in another way.
-      shortest_period: of a local method, the fewest steps from one exchange to the next with which a step takes at most
-        5% longer than its computing; None if no number does, if computing is not known, and for other methods.
+      measured: whether `coding` was timed here instead of taken from the table of costs.
+      every: steps in which all parameters are exchanged once; 1 except for local methods, which train differently.
+      shortest_period: for a local method, the fewest steps between exchanges with which a step takes at most 5% longer
+        than its computing; None if no number does, if the computing is not known, and for other methods.
       memory: bytes that the method keeps on each worker.
-      faster: times faster than dense in bfloat16.
-      break_even: bits a second of the link above which dense in bfloat16 is as fast; 0 if it always is, infinite if
-        never. Where links differ it is that of the slowest, the others in proportion.
-      accuracy: what is known of it, and from where.
+      faster: how many times faster than dense in bfloat16.
+      break_even: the link's bits a second above which dense in bfloat16 is as fast; 0 if it always is, infinite if
+        never. If links differ, this is the rate of the slowest, with the others in proportion.
+      accuracy: what is known about its accuracy, and from which table.
     """
 
     method: str
@@ -61,23 +61,23 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Advice:
-    """Predictions, and what follows.
+    """Predictions, and the verdict.
 
     Attributes:
       mode: "thorough" (measured here) or "rapid" (from shapes, a given link and a table of costs).
       workers: K.
       parameters: n.
       compute: seconds of a step without an exchange; 0 if that is not known.
-      link: bits a second that a worker receives with in a dense all-reduce.
+      link: bits a second that a worker receives in a dense all-reduce.
       latency: seconds of an all-reduce that moves nothing.
-      memory: bytes that a worker's loss and gradient take: parameters, rows of the batch, and what the compiled program
-        keeps in between, without the gradient itself; 0 if nothing was compiled.
-      seconds: that measuring took.
-      predictions: of every method, the fastest first.
-      layers: of the dense layers that were asked about, in each way that they can be computed in.
-      best: the exchange of gradients to use; one of `ALL_DENSE` for "keep dense". Local methods are another
-        training, which the verdict mentions where they are faster.
-      verdict: why, in a sentence.
+      memory: bytes that a worker's loss and gradient take: parameters, rows of the batch, and temporaries of the
+        compiled program, without the gradient itself; 0 if nothing was compiled.
+      seconds: the time that measuring took.
+      predictions: one for every method, the fastest first.
+      layers: the costs of the dense layers in question, one for each of the `WAYS` that is possible.
+      best: the exchange of gradients to use; one of `ALL_DENSE` for "keep dense". Never a local method, as these train
+        differently; the verdict mentions one that is faster.
+      verdict: the reason, in a few sentences.
     """
 
     mode: str
@@ -158,7 +158,7 @@ def _rate(bits: float) -> str:
 
 
 def break_even(fixed: float, wire: Wire, dense_fixed: float, dense: Wire, rate: float) -> float:
-    """Returns the bits a second from which dense is as fast: transfers grow by `scale` where the link is slower."""
+    """Returns the bits a second from which dense is as fast; transfers are inversely proportional to the rate."""
     saved, lost = dense.transfer - wire.transfer, fixed - dense_fixed
     if saved <= 0:
         return math.inf if lost < 0 else 0.0
@@ -172,7 +172,7 @@ def _until(bits: float) -> str:
 
 
 def verdict_of(rows: list[Prediction]) -> tuple[str, str]:
-    """Returns the exchange to use, and why; rows are the fastest first."""
+    """Returns the exchange to use, and the reason; `rows` must be sorted, the fastest first."""
     best, verdict = _verdict_of_exchanges([row for row in rows if row.every == 1])
     local = rows[0]
     if local.every > 1:
