@@ -70,8 +70,8 @@ class DctDp(SparseExchange):
         few hundred steps.
       slack: payload capacity divided by what a refresh selects, at least 1. More makes overflow rarer and payloads
         larger.
-      drain_every: N: each step sends everything densely with probability 1/N, at once on all workers, which empties the
-        residual (and accepts numbers of 2^100 or more). The paper drains once in about a million steps. None never
+      drain_every: N, to send everything densely in each step with probability 1/N, at once on all workers. That empties
+        the residual (and accepts numbers of 2^100 or more). The paper drains once in about a million steps. None never
         drains.
       seed: seed of the drained steps and of the start offsets.
     """
