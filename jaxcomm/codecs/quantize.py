@@ -82,7 +82,7 @@ class Buckets:
         return jnp.sqrt(jnp.sum(jnp.square(values.reshape(-1, self.bucket)), axis=1))
 
     def _in_buckets(self, values: jax.Array) -> jax.Array:
-        """Cuts values (m,) into buckets (m / bucket, rows, columns), a TPU row in each row if a bucket has whole ones."""
+        """Cuts values (m,) into buckets (m / bucket, rows, columns), with a TPU's columns if they divide a bucket."""
         columns = bits.LANES if self.bucket % bits.LANES == 0 else self.bucket
         return values.reshape(-1, self.bucket // columns, columns)
 
