@@ -21,7 +21,7 @@ Sum = TypeVar("Sum", Reduced, SparseReduced)
 
 
 def move(words: jax.Array, collective: Callable[[jax.Array], jax.Array], checksum: bool) -> tuple[jax.Array, jax.Array]:
-    """Moves messages by a collective, with a checksum each with its digest: 4 more bytes per message.
+    """Moves messages by a collective; with a checksum, each carries its digest, 4 more bytes.
 
     Args:
       words: (..., m) uint32, a message in each row.

@@ -42,7 +42,7 @@ class DctDp(SparseExchange):
       3. if a refresh is due: tau = the floor(N * sparsity)-th smallest |x|
       9. mask = |x| >= tau
       10. send x where the mask is set
-      11. the residual is x minus what was sent, after rounding
+      11. the residual is x minus the rounded values that were sent
       12. return the mean over the workers of what was sent
 
     Thresholds are refreshed in steps divisible by `life_span` (as in the paper), and also:

@@ -60,7 +60,7 @@ class Demo(SparseExchange):
 
       1. m = decay * m + gradient
       2. q = the k largest coefficients of m in the discrete cosine transform II of every 64 x 64 chunk of a matrix
-      3. send q; subtract what was sent, after rounding, from m
+      3. send q; subtract the rounded values that were sent from m
       4. return the mean over the workers of what was sent, transformed back
 
     The paper trains with the sign of that mean: `jc.chain(jc.demo(), optax.sign_sgd(3e-4))`. Other optimizers take the

@@ -26,7 +26,7 @@ class Dgc(MomentumCorrection, SparseExchange):
       1. g is clipped: scaled so that the norm of the whole gradient is at most clip * sqrt(K)
       2. u = momentum * u + g (momentum correction); v = v + u
       3. select the N - floor(N * sparsity) largest |v|, exactly
-      4. send them; subtract what was sent, after rounding, from v
+      4. send them; subtract the rounded values that were sent from v
       5. u = 0 where v was sent (momentum factor masking)
       6. return the mean over the workers of what was sent
 

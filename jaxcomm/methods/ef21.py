@@ -23,7 +23,7 @@ class Ef21(TopK):
     Each step, on each worker k, in every tensor of N elements, starting from g_k = 0 and g = 0:
 
       1. c = the N - floor(N * sparsity) largest coordinates of (gradient - g_k), exactly
-      2. send c; g_k = g_k + c, after rounding
+      2. round c and send it; g_k = g_k + c
       3. g = g + the mean of c over the workers, so that g is the mean of all g_k
       4. return g
 

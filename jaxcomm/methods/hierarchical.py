@@ -29,7 +29,7 @@ class Hierarchical(Exchange):
       3. all-gather inside: every worker has the whole mean
 
     So the slow links carry each coordinate once per group, not once per worker. If the exchange of any share is
-    skipped, all are, and only the metrics change, not even the step count.
+    skipped, all are, and nothing but the metrics changes, not even the step count.
 
     For a mesh with both axes: `make_train_step(..., axis_name=(across, inside))`. Inside, each worker receives 2
     (I-1)/I * 4 bytes a parameter, and 2 (I-1)/I * 20 bytes of counts; across, what the exchange costs for 1/I of the

@@ -28,7 +28,7 @@ from jaxcomm.selectors.threshold import select_threshold
 from jaxcomm.types import PerWorker
 
 Schedule = float | Callable[[jax.Array], Any]
-_PUBLISHERS = 2**31 - 2  # in place of a worker's index in a key, and no worker's index
+_PUBLISHERS = 2**31 - 2  # takes the place of a worker index in a key, and is none
 
 
 class SharedMask(NamedTuple):
@@ -58,8 +58,8 @@ class Iwp(MomentumCorrection, SharedExchange):
          alpha - beta q; at least `floor`
       6. draw the tensor's publishers, from (seed, step)
       7. a publisher's mask = I > thr, with the importance I = |v| / (K (|w| + eps)). Dividing by K gives thresholds the
-         paper's meaning, since its gradients are already divided by K. With random selection, a coordinate below the
-         threshold enters with probability I / thr, so that none waits forever
+         paper's meaning, since the paper's gradients are already divided by K. With random selection, a coordinate
+         below the threshold enters with probability I / thr, so that none waits forever
       9. the tensor's mask = the union of its publishers' masks
       10. send v there; v keeps the rest, and u = 0 where v was sent (momentum factor masking)
       13. return the sum / K

@@ -53,7 +53,7 @@ class MomentumCorrection(Exchange):
       factor_masking: whether u is set to zero where v was sent, so that old directions do not continue.
       clip: target norm of the mean gradient: each worker clips its own gradient to sqrt(K) times it (DGC: K^-1/2 times,
         for gradients already divided by K). None for no clipping.
-      warmup_steps: T, steps in which the sent fraction falls exponentially to its final value, each one dense
+      warmup_steps: T, steps in which the sent fraction falls exponentially to its final value. Each sends by one dense
         all-reduce. DGC: four epochs.
     """
 

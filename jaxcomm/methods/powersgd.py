@@ -224,7 +224,7 @@ def _cut(vector: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _by_rows(function: Callable[[jax.Array], jax.Array], stacks: Sequence[jax.Array]) -> list[jax.Array]:
-    """Applies a function to stacks of thin matrices, at once to all stacks whose matrices have the same rows."""
+    """Applies a function to stacks of thin matrices, at once to all stacks with the same number of rows."""
     places: dict[int, list[int]] = {}
     for place, stack in enumerate(stacks):
         places.setdefault(stack.shape[1], []).append(place)

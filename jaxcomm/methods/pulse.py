@@ -23,7 +23,7 @@ class Pulse(SparseExchange):
 
       1. x = gradient + residual
       2. select all coordinates where bfloat16(w - learning_rate * x) != bfloat16(w)
-      3. send x there; the residual is x minus what was sent, after rounding
+      3. send x there; the residual is x minus the rounded values that were sent
       4. return the mean over the workers of what was sent
 
     How many are selected is not known in advance, but payloads have a fixed capacity, N - floor(N * sparsity)

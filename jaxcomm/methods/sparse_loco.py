@@ -30,7 +30,7 @@ def sparse_loco(
       2. then e = decay * e + (anchor - own parameters)
       3. select the 64 largest |e| of every chunk of 4096 elements, exactly
       4. send them in 2 bits a value (a sign and one of two magnitudes of the chunk), and the positions
-      5. subtract what was sent, after rounding, from e
+      5. subtract the rounded values that were sent from e
       6. anchor = anchor - learning_rate * the mean of what was sent; all continue from the anchor
 
     There is no outer momentum: the residual takes its place. `jc.chain(optax.adamw(1.3e-4), jc.sparse_loco())`.

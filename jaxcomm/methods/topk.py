@@ -21,7 +21,7 @@ class TopK(SparseExchange):
 
       1. x = gradient + residual
       2. select, in every tensor of N elements, the N - floor(N * sparsity) largest |x|, exactly
-      3. send them; the residual is x minus what was sent, after rounding
+      3. send them; the residual is x minus the rounded values that were sent
       4. return the mean over the workers of what was sent
 
     Selection takes about 4 passes over the gradient, or 33 if most tensors have fewer than a few thousand elements.

@@ -13,7 +13,7 @@ from jaxcomm import bits, noise
 from jaxcomm.layout import BLOCK_WORDS, Layout
 from jaxcomm.scopes import SELECT
 
-_START = 2**31 - 1  # in place of a worker's index in a key, and no worker's index
+_START = 2**31 - 1  # takes the place of a worker index in a key, and is none
 
 
 class Selection(NamedTuple):
