@@ -1,7 +1,7 @@
 """Communication-efficient distributed training for JAX: compressed gradients as Optax transformations.
 
-What is used less often is one level down: `jaxcomm.methods` (the dataclasses), `jaxcomm.layers`, `jaxcomm.accounting`,
-`jaxcomm.planner`, `jaxcomm.parallel`, and `jaxcomm.exchange` to write a method of your own.
+Less common names are one level down: `jaxcomm.methods` (the dataclasses), `jaxcomm.layers`, `jaxcomm.accounting`,
+`jaxcomm.planner`, `jaxcomm.parallel`, and `jaxcomm.exchange` to write your own method.
 """
 
 from jaxcomm.accounting import WireReport, verify, wire_report

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 WORD = 32  # bits a word
-LANES = 128  # numbers of a TPU's row
+LANES = 128  # numbers in a row of a TPU
 
 
 def pack(mask: jax.Array) -> jax.Array:
@@ -42,7 +42,7 @@ def _unpack_octets(words: jax.Array) -> jax.Array:
 
 
 def _pack_by_matmul(mask: jax.Array) -> jax.Array:
-    """Packs rows of 128 words on a TPU, which would pad rows of 8 bits or 4 octets to 128 numbers."""
+    """Packs rows of 128 words on a TPU, which would pad shorter rows, of 8 bits or 4 octets, to 128 numbers."""
     n_words = mask.size // WORD
     rows = jnp.pad(mask, (0, -mask.size % (WORD * LANES))).reshape(-1, WORD * LANES)  # (R, 4096)
     bit, column = (lax.broadcasted_iota(jnp.int32, (WORD * LANES, 2 * LANES), axis) for axis in (0, 1))
@@ -75,7 +75,7 @@ def plane_words(n: int, width: int) -> int:
 def pack_planes(numbers: jax.Array, width: int) -> jax.Array:
     """Packs the low `width` bits of numbers (C,) int32, plane by plane: (plane_words(C, width),) uint32.
 
-    A plane holds one bit of every number, so that packing numbers is packing masks, whatever the width.
+    A plane holds one bit of every number, so that numbers of any width are packed as masks.
     """
     if width == 0:
         return jnp.zeros(0, jnp.uint32)
@@ -89,7 +89,7 @@ def _planes(numbers: jax.Array, width: int) -> jax.Array:
 
 
 def _each_plane(numbers: jax.Array, width: int) -> jax.Array:
-    """Packs one plane after another: XLA for TPUs would write all of them down as integers."""
+    """Packs one plane after another: XLA for TPUs would store all planes at once as integers."""
     return jnp.concatenate([_pack_by_matmul((numbers >> plane & 1).astype(bool)) for plane in range(width)])
 
 
@@ -119,13 +119,13 @@ def popcount(words: jax.Array) -> jax.Array:
 
 
 def select_bit(words: jax.Array, rank: jax.Array) -> jax.Array:
-    """Returns the position in its word of every word's set bit number `rank`.
+    """Returns the position, within every word, of its set bit number `rank`.
 
-    Five halvings: is the bit in the low half? If not, drop the low half and its count.
+    Five halvings: if the bit is not in the low half, drop that half and its count.
 
     Args:
       words: uint32, any shape.
-      rank: int32, the same shape, from 0; where it is not below the word's popcount, the result means nothing.
+      rank: int32, the same shape, from 0; the result is meaningless unless it is below the word's popcount.
 
     Returns:
       int32 positions, 0 to 31.
@@ -142,18 +142,18 @@ def select_bit(words: jax.Array, rank: jax.Array) -> jax.Array:
 
 
 def rank_of_words(words: jax.Array) -> jax.Array:
-    """Returns for every word how many bits are set in all words before it: (W,) int32."""
+    """Returns, for every word, how many bits are set in all words before it: (W,) int32."""
     count = popcount(words)
     return running_sum(count) - count
 
 
 def running_sum(numbers: jax.Array) -> jax.Array:
-    """Returns the sum of the numbers (n,) of 32 bits up to each, itself included, modulo 2^32."""
+    """Returns the cumulative sum of 32-bit numbers (n,), each number included, modulo 2^32."""
     return lax.platform_dependent(numbers, tpu=_sum_by_matmul, default=jnp.cumsum)
 
 
 def _sum_by_matmul(numbers: jax.Array) -> jax.Array:
-    """Sums rows of 128, octet by octet: XLA takes 20 s to compile a running sum of a million numbers for a TPU."""
+    """Sums rows of 128, octet by octet: XLA takes 20 s to compile a cumulative sum of a million numbers for a TPU."""
     rows = jnp.pad(numbers, (0, -numbers.size % LANES)).reshape(-1, LANES)
     place, column = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (0, 1))
     up_to = (place <= column).astype(jnp.bfloat16)
@@ -186,8 +186,8 @@ def positions(words: jax.Array, first_slot: jax.Array, n_slots: int) -> Slots:
 
     Args:
       words: (W,) uint32.
-      first_slot: (W,) int32, never descending, and 0 for the first word: the slot of the word's first set bit. Bits
-        whose slot would be that of a later word are not found.
+      first_slot: (W,) int32, never descending, 0 for the first word: the slot of the word's first set bit. A bit whose
+        slot would belong to a later word is not found.
       n_slots: C.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Checks of arguments, with one form of error: the rule, what came, the remedy."""
+"""Checks of arguments, with one form of error: the rule, the value, the remedy."""
 
 from numbers import Real
 
@@ -10,7 +10,7 @@ def check_range(name: str, value: object, rule: str, holds: bool, remedy: str) -
 
 
 def check_sparsity(sparsity: float) -> None:
-    """Checks the fraction of coordinates that is dropped."""
+    """Checks the fraction of coordinates that is not sent."""
     check_range(
         "sparsity",
         sparsity,

@@ -1,8 +1,8 @@
-"""What every method of exchanging gradients shares: its state, checks, metrics, and the leaves that bypass it.
+"""The base of every method of exchanging gradients: state, checks, metrics, and the leaves that bypass it.
 
-A method is a frozen dataclass of its hyper-parameters, a subclass of `Exchange`, that fills in a few hooks.
-`transformation` makes an Optax transformation of it. The state names its method, so that the rest of the library asks
-the method itself what it keeps and does.
+A method is a frozen dataclass of its hyper-parameters, a subclass of `Exchange` that fills in a few hooks.
+`transformation` makes an Optax transformation of it. The state holds its method, so that the rest of the library can
+ask the method itself what it keeps and does.
 """
 
 import functools
@@ -26,9 +26,9 @@ from jaxcomm.serialization import has_lost_types, register_with_flax
 from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, PerWorker, is_per_worker
 
 P = ParamSpec("P")
-SCOPE = "jaxcomm.update"  # of `jax.named_scope`, in which all of an exchange is, with all of its collectives
+SCOPE = "jaxcomm.update"  # the `jax.named_scope` of a whole exchange, with all of its collectives
 # Chooses leaves: a regular expression that is searched for in a leaf's path ("encoder/kernel"), or a function of the
-# path and the leaf, of which shape and dtype may be read.
+# path and the leaf, which may read the leaf's shape and dtype.
 Where = str | Callable[[str, Any], bool]
 
 
@@ -39,13 +39,12 @@ class ExchangeState:
 
     Attributes:
       metrics: counts of the last exchange.
-      step: () int32, the exchanges so far, skipped ones included; of a local method, its steps.
-      residual: (K, n), what was not sent yet, a row per worker, float32 or `residual_dtype`; None for methods without
-        one.
+      step: () int32, the exchanges so far, skipped ones included; for a local method, its steps.
+      residual: (K, n), what was not sent yet, a row per worker, in `residual_dtype`; None for methods without one.
       memory: what else the method keeps; see the method's `start`.
-      others: the state of the second exchange, of the leaves that `where` leaves out; None without one.
-      worker: (K, 1) int32, whose row each is, -1 before the first update; None for methods without rows. A state whose
-        rows are not those of their workers is not used: the step is skipped.
+      others: the state of the second exchange, for the leaves that `where` leaves out; None without one.
+      worker: (K, 1) int32, the index of each row's worker, -1 before the first update; None for methods without rows.
+        If a row is on another worker, all workers skip the step.
       method: the method that made this state. Static.
     """
 
@@ -66,8 +65,8 @@ class Gradient(NamedTuple):
     """One worker's gradient, as the hooks of a method get it.
 
     Attributes:
-      layout: its segments.
-      leaves: in tree order; they differ between workers.
+      layout: how its leaves are laid out.
+      leaves: its leaves in tree order; they differ between workers.
       params: the parameters' leaves in tree order, or None.
       residual: (1, n) float32, the worker's row, or None.
     """
@@ -93,12 +92,12 @@ class Gradient(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """What comes back from an exchange.
+    """The result of an exchange on one worker.
 
     Attributes:
       means: the leaves' means in tree order, the same on every worker; zeros if the exchange was skipped.
-      residual: (1, n) float32, this worker's row; None for methods without one.
-      metrics: the same on every worker.
+      residual: (1, n) float32, this worker's new row; None for methods without one.
+      metrics: counts, the same on every worker.
     """
 
     means: list[jax.Array]
@@ -117,37 +116,37 @@ def zeros_unless(ok: jax.Array, tree: Any) -> Any:
 
 
 def keep_unless(ok: jax.Array, new: Any, old: Any) -> Any:
-    """Takes the leaves of the new tree if `ok` holds, else those of the old."""
+    """Returns the leaves of the new tree if `ok` holds, else those of the old tree."""
     return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
 
 
 def with_due(state: ExchangeState) -> ExchangeState:
-    """Returns a state whose memory has `due` set, for every shard where they have their own."""
+    """Returns a state whose memory has `due` set, for every shard if each has its own."""
     return state.replace(memory=state.memory._replace(due=jax.tree.map(jnp.ones_like, state.memory.due)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """A method of exchanging gradients: those of each worker in, their mean out.
+    """A method of exchanging gradients: each worker's gradient in, their mean out.
 
-    In each step, a worker's gradient (which must differ between workers: the check refuses one that JAX has already
-    reduced) goes to the hook `average`, which returns the mean over the workers. If some worker's gradient has a
-    number that is not finite, all workers skip the exchange: zeros come back, the residual and the method's memory
-    stay, and `metrics.skipped` is 1. In methods with a residual, a number of 2^100 or more counts as not finite, since
-    the residual would make the sums of every later step infinite.
+    In each step, a worker's gradient goes to the hook `average`, which returns the mean over the workers. (The gradient
+    must differ between workers: one that JAX has already reduced is refused.) If some worker's gradient has a number
+    that is not finite, all workers skip the exchange: zeros come back, the residual and the method's memory stay, and
+    `metrics.skipped` is 1. In methods with a residual, a number of 2^100 or more counts as not finite, since through
+    the residual it would make the sums of every later step infinite.
 
     Attributes:
       where: the leaves that are exchanged; None for all. The gradients of the others are already reduced and bypass
-        the exchange, or go to `others`. All are applied in a step, or none: if one part skips, so do both.
-      others: a second exchange, for the leaves that `where` leaves out. It may have a `where` of its own. Or
-        `optax.set_to_zero()`, for leaves that are frozen: they are not sent.
+        the exchange, or go to `others`. A step applies both parts or neither: if one part skips, both do.
+      others: a second exchange, for the leaves that `where` leaves out. It may have its own `where`. Or
+        `optax.set_to_zero()`, for frozen leaves: they are not sent.
       axis_name: the axis of workers, of a mesh or of a `jax.vmap`.
-      checksum: whether every payload has one word more, a digest of the others. A worker that finds a flipped bit in
-        what it received has all of them skip the exchange. 4 bytes a payload, an all-reduce of 4 bytes, and a pass over
-        the payloads on either side. What is summed on its way (dense tensors, drains, warm-ups) has no checksum.
-      residual_dtype: "float32", or "bfloat16" to keep the residual in 2 bytes a parameter in the place of 4. Every step
-        then rounds it to one of two neighbours at random, so that its mean over many steps is right: what is added to
-        it enters with an error of up to 1/128 of what is there.
+      checksum: whether every payload has one more word, a digest of the rest. If a worker finds a flipped bit in what
+        it received, all workers skip the exchange. Costs 4 bytes a payload, an all-reduce of 4 bytes, and a pass over
+        the payloads at both ends. Whatever is summed on its way (dense tensors, drains, warm-ups) has no checksum.
+      residual_dtype: "float32", or "bfloat16" to keep the residual in 2 bytes a parameter instead of 4. Every step then
+        rounds it to one of its two neighbours at random, so that it is right on average over many steps. Each rounding
+        error is up to 1/128 of the residual.
 
     Raises:
       ValueError: for arguments out of range; at trace time for an empty tree, leaves that are not real floats, 2^31
@@ -161,7 +160,7 @@ class Exchange:
     checksum: bool = False
     residual_dtype: str = "float32"
 
-    name: ClassVar[str] = "exchange"  # as messages and tables have it
+    name: ClassVar[str] = "exchange"  # in messages and tables
     keeps_residual: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -181,17 +180,17 @@ class Exchange:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes of the mesh along which its rows differ."""
+        """The mesh axes along which its rows differ."""
         return axis_names(self.axis_name)
 
     @property
     def period(self) -> int | None:
-        """Steps from one exchange to the next of a local method, whose workers have parameters of their own."""
+        """Steps from one exchange of a local method to the next; None if the parameters are replicated."""
         return None
 
     @property
     def turns(self) -> int:
-        """Exchanges of a local method, one every `period` steps, after which all parameters were exchanged once."""
+        """How many exchanges, `period` steps apart, a local method takes to exchange all parameters once."""
         return 1
 
     @property
@@ -201,12 +200,12 @@ class Exchange:
 
     @property
     def momentum_inside(self) -> float:
-        """The momentum that it applies before it compresses; an optimizer after it must not apply it again."""
+        """The momentum that it applies before compression; an optimizer after it must not apply momentum again."""
         return 0.0
 
     @property
     def has_error_feedback(self) -> bool:
-        """Whether what was not sent accumulates until it is: a mean then holds gradients of many steps."""
+        """Whether what was not sent accumulates until it is sent: a mean then has gradients of many steps."""
         return self.keeps_residual
 
     @property
@@ -216,13 +215,13 @@ class Exchange:
 
     @property
     def instead_of_checksum(self) -> str | None:
-        """What to do instead of a checksum where nothing travels that a receiver could check; None where it does."""
+        """The remedy to suggest if receivers cannot check what they get, so that a checksum is refused; else None."""
         return "Take a method that sends payloads, as topk and sign do"
 
     # The hooks.
 
     def plan(self, tree: Any) -> Layout:
-        """Lays a gradient's leaves out. Static: shapes in, numbers out."""
+        """Returns the layout of a gradient's leaves. Static: it depends on shapes alone."""
         raise NotImplementedError
 
     def start(self, params: Any, layout: Layout) -> Any:
@@ -231,11 +230,11 @@ class Exchange:
         return ()
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Any]:
-        """Averages one worker's gradient over the workers; returns what came back and the new memory."""
+        """Averages one worker's gradient over the workers; returns the result and the new memory."""
         raise NotImplementedError
 
     def resized(self, state: ExchangeState) -> ExchangeState:
-        """Returns a state whose rows were carried over to another number of workers."""
+        """Adapts a state whose rows were just carried over to another number of workers."""
         return state
 
     # The transformation.
@@ -296,7 +295,7 @@ class Exchange:
             return updates, state.replace(worker=self.per_worker(jnp.where(row < 0, here, row)))
 
     def _update(self, updates: Any, state: ExchangeState, params: Any, is_own: Any) -> tuple[Any, ExchangeState]:
-        """Does `update`; all workers skip the exchange unless each has its own row."""
+        """Does `update`; all workers skip the exchange unless `is_own` holds on each."""
         if self.where is None:
             return self.update_chosen(self._checked(updates, is_own), state, params)
         chosen, rest = self._part(updates, True), self._part(updates, False)
@@ -305,7 +304,7 @@ class Exchange:
             ok, others, second = is_finite_tree(rest), state.others, ExchangeMetrics.zeros()
         else:
             own = None if params is None else self._part(params, False)
-            if next(exchange_states(state.others), None) is None:  # frozen: zeros that are the same on all workers
+            if next(exchange_states(state.others), None) is None:  # frozen: zeros, replicated
                 rest = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rest)
             rest, others = self.others.update(rest, state.others, own)
             second = next((found.metrics for found in exchange_states(others)), ExchangeMetrics.zeros())
@@ -339,7 +338,7 @@ class Exchange:
         return treedef.unflatten(out.means), new
 
     def _kept(self, residual: jax.Array, step: jax.Array) -> jax.Array:
-        """Returns a residual (1, n) float32 in its type; a row that was not changed stays as it was."""
+        """Returns a residual (1, n) float32 in `residual_dtype`; a row that was not changed stays the same."""
         if self.residual_dtype == "float32":
             return residual
         return noise.round_to_bfloat16(residual, noise.make_key(step, lax.axis_index(self.axes)))
@@ -351,7 +350,7 @@ class Exchange:
         return _nan_unless(ok, updates)
 
     def per_worker(self, rows: Any, resizing: str = "mean") -> PerWorker:
-        """Marks state as this worker's own."""
+        """Marks state as differing between workers."""
         return PerWorker(rows, self.axes, resizing)
 
     def chooses(self, path: Any, leaf: Any) -> bool:
@@ -362,7 +361,7 @@ class Exchange:
         return re.search(self.where, name) is not None if isinstance(self.where, str) else bool(self.where(name, leaf))
 
     def _part(self, tree: Any, chosen: bool) -> Any:
-        """Returns the tree with empty nodes in the place of the leaves of the other part."""
+        """Returns the part of a tree that `where` chooses, or the rest, with empty nodes for all other leaves."""
 
         def choose(path: Any, leaf: Any) -> Any:
             return leaf if self.chooses(path, leaf) == chosen else optax.MaskedNode()
@@ -374,7 +373,7 @@ class ExchangeTransformation(optax.GradientTransformation):
     """The Optax transformation of an exchange.
 
     Attributes:
-      method: what it exchanges by.
+      method: the method that it exchanges by.
     """
 
     method: Exchange
@@ -395,7 +394,7 @@ def is_local(tx: optax.GradientTransformation) -> bool:
 
 
 def transformation(method: Callable[P, Exchange]) -> Callable[P, optax.GradientTransformation]:
-    """Makes of a method the factory of its Optax transformation; arguments and docstring are the method's."""
+    """Makes the factory of a method's Optax transformation, with the method's arguments and docstring."""
 
     @functools.wraps(method, updated=())
     def factory(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformation:
@@ -406,7 +405,7 @@ def transformation(method: Callable[P, Exchange]) -> Callable[P, optax.GradientT
 
 
 def exchange_states(state: Any) -> Iterator[ExchangeState]:
-    """Yields the states of the exchanges in an optimizer's state; not those inside of other exchanges."""
+    """Yields the states of the exchanges in an optimizer's state, but not those inside other exchanges."""
     for node in jax.tree.leaves(state, is_leaf=is_exchange_state):
         if isinstance(node, ExchangeState):
             yield node
@@ -438,7 +437,7 @@ def get_exchange(state: Any) -> ExchangeState:
 
 
 def lets_bypass(state: ExchangeState) -> bool:
-    """Returns whether `where` leaves out leaves that no other exchange takes: their gradients bypass it."""
+    """Returns whether `where` leaves out leaves that no other exchange takes, so that their gradients bypass it."""
     method = state.method
     if method.where is None or method.others is None:
         return method.where is not None
@@ -446,7 +445,7 @@ def lets_bypass(state: ExchangeState) -> bool:
 
 
 def bypasses(state: ExchangeState, path: Any, leaf: Any) -> bool:
-    """Returns whether a leaf bypasses an exchange, and the others that it has."""
+    """Returns whether a leaf bypasses both an exchange and its `others`."""
     method = state.method
     if method.where is None or method.chooses(path, leaf):
         return False
@@ -454,15 +453,15 @@ def bypasses(state: ExchangeState, path: Any, leaf: Any) -> bool:
 
 
 def check_exchange(state: Any, name: str, *, of_all: bool = True) -> ExchangeState:
-    """Returns the state of the exchange that another transformation holds.
+    """Returns the state of an exchange that is inside another transformation.
 
     Args:
-      state: of that exchange.
-      name: of what holds it.
+      state: the inner exchange's state.
+      name: what to call the inner exchange in an error.
       of_all: whether it must exchange every gradient that it gets.
 
     Raises:
-      ValueError: if it is none, a local method, or lets gradients bypass it that it must exchange.
+      ValueError: if there is no exchange, if it is a local method, or if gradients bypass it despite `of_all`.
     """
     found = next(exchange_states(state), None)
     if found is None or found.method.period is not None or (of_all and lets_bypass(found)):
@@ -518,7 +517,7 @@ def leaf_name(path: Any) -> str:
 
 
 def _nan_unless(ok: Any, gradients: Any) -> Any:
-    """Puts NaN into the smallest gradient unless `ok` holds: so all workers skip the exchange."""
+    """Puts NaN into the smallest gradient unless `ok` holds, so that all workers skip the exchange."""
     leaves, treedef = jax.tree.flatten(gradients)
     kinds = [(jnp.size(leaf), jnp.result_type(leaf)) for leaf in leaves]
     sizes = [(size, at) for at, (size, dtype) in enumerate(kinds) if size and jnp.issubdtype(dtype, jnp.floating)]
@@ -529,10 +528,10 @@ def _nan_unless(ok: Any, gradients: Any) -> Any:
 
 
 def is_masked(node: Any) -> TypeGuard[optax.MaskedNode]:
-    """Returns whether a node of a tree stands in the place of a leaf that is in another part of it."""
+    """Returns whether a node of a tree is the placeholder of a leaf that is in another part."""
     return isinstance(node, optax.MaskedNode)
 
 
 def join_trees(chosen: Any, rest: Any) -> Any:
-    """Puts two parts of a tree together: what is masked in the first is the second's."""
+    """Joins two parts of a tree: leaves that are masked in the first come from the second."""
     return jax.tree.map(lambda a, b: b if is_masked(a) else a, chosen, rest, is_leaf=is_masked)

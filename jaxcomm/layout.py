@@ -1,7 +1,7 @@
-"""Where the tensors of a gradient are in one flat vector, and which of them are compressed.
+"""Where a gradient's tensors are in one flat vector, and which of them are compressed.
 
-Everything here is static: shapes in, numbers out. One flat vector with a segment per tensor keeps the compiled program
-as small for 161 tensors as for one.
+All layouts are static: they depend on shapes alone. One flat vector with a segment per tensor keeps the compiled
+program as small for 161 tensors as for one.
 """
 
 import math
@@ -18,28 +18,28 @@ from jax import lax
 from jaxcomm.bits import LANES, WORD
 from jaxcomm.numerics import end_to_end
 
-# Segments start at multiples of BLOCK, so that a table of one entry a block says which segment a coordinate is in. The
-# padding is zeros, half a block a tensor on average.
+# Segments start at multiples of BLOCK, so that a table of one entry per block says which segment a coordinate is in.
+# The padding is zeros, half a block per tensor on average.
 BLOCK = 1024
 BLOCK_WORDS = BLOCK // WORD  # words of a packed mask over one block
 MAX_ELEMENTS = 2**31
 
 
 def in_blocks(vector: jax.Array) -> jax.Array:
-    """Cuts a vector (n,) into its blocks: (n/1024, 8, 128), which on a TPU is how they lie."""
+    """Cuts a vector (n,) into its blocks: (n/1024, 8, 128), as a TPU stores them."""
     return vector.reshape(-1, BLOCK // LANES, LANES)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The flat vector of the compressed tensors, and the list of the others.
+    """The flat vector of the compressed tensors, and the list of dense ones.
 
     Attributes:
       shapes: the shape of every leaf, in tree order.
       dtypes: the dtype of every leaf.
       compressed: for every leaf, whether it is part of the flat vector.
-      capacities: for every segment, the slots it has in a payload. A segment is a compressed leaf, or a chunk of one.
-      chunk: elements of a chunk, whole blocks; the last of a leaf may have fewer. None for whole leaves.
+      capacities: for every segment, its slots in a payload. A segment is a compressed leaf, or a chunk of one.
+      chunk: elements of a chunk, whole blocks; the last chunk of a leaf may have fewer. None for whole leaves.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -84,15 +84,15 @@ class Layout:
         return sum(self.capacities)
 
     def segment_of_block(self) -> np.ndarray:
-        """Returns the number of the segment of every block: (blocks,) int32."""
+        """Returns the index of every block's segment: (blocks,) int32."""
         return np.repeat(np.arange(len(self.blocks), dtype=np.int32), self.blocks)
 
     def per_block(self, per_segment: jax.Array) -> jax.Array:
-        """Spreads one value a segment (S,) to one a block (blocks,)."""
+        """Repeats values per segment (S,) for each of its blocks: (blocks,)."""
         return per_segment[self.segment_of_block()]
 
     def per_segment(self, per_block: jax.Array) -> jax.Array:
-        """Sums one value a block (blocks,) to one a segment (S,)."""
+        """Sums values per block (blocks,) over the blocks of each segment: (S,)."""
         return segment_sum(per_block, self.segment_of_block(), len(self.blocks))
 
     def padding(self) -> np.ndarray:
@@ -110,7 +110,7 @@ class Layout:
         return [next(inside) if is_in else next(outside) for is_in in self.compressed]
 
     def flatten(self, tensors: Sequence[jax.Array]) -> jax.Array:
-        """Lays the compressed tensors out as one float32 vector (n,), zeros between them."""
+        """Lays the compressed tensors out as one float32 vector (n,), with zeros as padding."""
         rows = []
         for tensor in tensors:
             rows.append(tensor.reshape(-1).astype(jnp.float32))
@@ -118,11 +118,11 @@ class Layout:
                 rows.append(jnp.zeros(gap, jnp.float32))
         if not rows:
             return jnp.zeros(0, jnp.float32)
-        # Once: XLA for TPUs would lay the tensors out again for each shape in which the vector is read.
+        # A barrier, since XLA for TPUs would lay the tensors out again for each shape in which the vector is read.
         return lax.platform_dependent(end_to_end(rows), tpu=lax.optimization_barrier, default=lambda vector: vector)
 
     def unflatten(self, vector: jax.Array) -> list[jax.Array]:
-        """Cuts a vector (n,) into the compressed tensors, in their shapes; the dtype stays that of the vector."""
+        """Cuts a vector (n,) into the compressed tensors, in their shapes but in the vector's dtype."""
         shapes, _ = self.split(self.shapes)
         tensors, start = [], 0
         for shape, size in zip(shapes, self.tensor_sizes, strict=True):
@@ -137,7 +137,7 @@ class Layout:
 
 
 def segment_sizes(sizes: Sequence[int], chunk: int | None) -> tuple[int, ...]:
-    """Cuts tensors of some sizes into chunks; the last of a tensor may be shorter."""
+    """Returns the sizes of the chunks of tensors; the last chunk of a tensor may be shorter."""
     if chunk is None:
         return tuple(sizes)
     cut = [[chunk] * (size // chunk) + [size % chunk] * (size % chunk > 0) for size in sizes]
@@ -145,7 +145,7 @@ def segment_sizes(sizes: Sequence[int], chunk: int | None) -> tuple[int, ...]:
 
 
 def segment_sum(values: jax.Array, segments: np.ndarray, count: int) -> jax.Array:
-    """Sums values (m,) by the number of their segment, which never descends: (count,)."""
+    """Sums values (m,) by their segments' indices, which never descend: (count,)."""
     if count == 1:  # XLA 0.10.2 on a CPU drops integers of m values under a vmap of as many rows
         return jnp.sum(values, axis=0, keepdims=True)
     return jax.ops.segment_sum(values, segments, num_segments=count, indices_are_sorted=True)
@@ -165,9 +165,9 @@ def plan_layout(
       tree: a pytree of arrays or of `jax.ShapeDtypeStruct`s.
       dense_below: tensors with fewer elements travel dense.
       capacity: the slots of a segment, from its number of elements.
-      compress: whether a tensor is worth compressing, from its shape; None for every tensor. Those that are not travel
-        dense as well.
-      chunk: elements of a segment, a multiple of `BLOCK`; None for a tensor a segment.
+      compress: whether a tensor is worth compressing, from its shape; None for every tensor. Other tensors travel dense
+        as well.
+      chunk: elements of a segment, a multiple of `BLOCK`; None for one segment per tensor.
 
     Raises:
       ValueError: if the tree is empty, a leaf is not of a real floating type, or there are 2^31 elements or more.

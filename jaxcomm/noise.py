@@ -1,8 +1,8 @@
 """Cheap random numbers: a hash of a counter.
 
-Rounding every coordinate at random takes a random number a coordinate, for which threefry costs more than the whole
-exchange. A 32-bit integer hash of the coordinate's position is as good for that and vectorizes to a few instructions.
-Not for cryptography, and not for initialising parameters.
+Rounding at random takes a random number for every coordinate, and threefry would cost more than the whole exchange. A
+32-bit integer hash of the coordinate's position is good enough and vectorizes to a few instructions. Not for
+cryptography, and not for initialising parameters.
 """
 
 import jax
@@ -30,13 +30,13 @@ def make_key(*numbers: jax.Array | int) -> jax.Array:
 
 
 def _bits(key: jax.Array, n: int, start: jax.Array | int) -> jax.Array:
-    """Returns a part of the sequence of 32 random bits that belongs to a key: (n,) uint32."""
+    """Returns n numbers of a key's sequence of random 32-bit numbers, from the place `start` on: (n,) uint32."""
     place = jax.lax.iota(jnp.uint32, n) + jnp.asarray(start).astype(jnp.uint32)
     return mix(mix(place ^ key) + key)
 
 
 def uniform(key: jax.Array, n: int, start: jax.Array | int = 0) -> jax.Array:
-    """Returns a part of a sequence of float32 numbers in [0, 1), multiples of 2^-24; every key has its own.
+    """Returns n numbers of a key's sequence of random float32 numbers in [0, 1), multiples of 2^-24.
 
     Args:
       key: () uint32, from `make_key`.
@@ -47,7 +47,7 @@ def uniform(key: jax.Array, n: int, start: jax.Array | int = 0) -> jax.Array:
 
 
 def round_to_bfloat16(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Rounds x, float32, to one of its two neighbours at random: (...) bfloat16, whose mean is x. Zeros stay zeros.
+    """Rounds x, float32, to one of its two neighbours at random: (...) bfloat16, x on average. Zeros stay zeros.
 
     Args:
       x: finite, below the largest bfloat16.
@@ -59,8 +59,8 @@ def round_to_bfloat16(x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def integers(key: jax.Array, bounds: jax.Array, start: jax.Array | int = 0) -> jax.Array:
-    """Returns integers from 0, each below its own bound (m,) int32 of at least 1: (m,) int32.
+    """Returns random integers from 0, each below its own bound (m,) int32 of at least 1: (m,) int32.
 
-    They are the remainders of the sequence's 32 bits, from the place `start` on: even to bound / 2^32.
+    They are remainders of the key's 32-bit numbers, from the place `start` on, and so uniform to bound / 2^32.
     """
     return (_bits(key, bounds.size, start) % bounds.astype(jnp.uint32)).astype(jnp.int32)

@@ -1,6 +1,6 @@
-"""Numbers of any size: whether they are finite, their division by their own scale; and vectors laid end to end.
+"""Numbers of any magnitude: tests for finite numbers, and division by their own scale; and concatenation of vectors.
 
-Nothing here tests for NaN by a maximum: one that is compiled by XLA for a CPU may lose it.
+Nothing here tests for NaN by a maximum: compiled by XLA for CPUs, a maximum may lose it.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from jaxcomm import bits, noise
 _SHRINK = np.float32(2**-4)
 _INFINITY = np.uint32(0x7F800000)
 _LIMIT = np.float32(2.0**100).view(np.uint32)
-_FUSED = 8  # arrays up to which XLA for CPUs makes one loop of their concatenation
+_FUSED = 8  # the most arrays whose concatenation XLA for CPUs makes one loop
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
-    """Returns the bits of |x|, float32: they are ordered as the magnitudes are, NaN above all."""
+    """Returns the bits of |x|, float32: they order like the magnitudes, with NaN above all."""
     return lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0x7FFFFFFF)
 
 
@@ -34,10 +34,10 @@ def is_finite(vector: jax.Array) -> jax.Array:
 
 
 def digest(array: jax.Array) -> jax.Array:
-    """Returns a sum of an array's words, each hashed with its place: () uint32.
+    """Returns the sum of an array's words, each hashed with its place: () uint32.
 
-    Another value of one word gives another digest; of other changes, such as two words in each other's places, all but
-    one in 2^32 do. A sharded array stays where it is.
+    A change of one word always changes the digest; other changes, such as two swapped words, do except for one in 2^32.
+    A sharded array stays where it is.
     """
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
@@ -53,9 +53,9 @@ def digest(array: jax.Array) -> jax.Array:
 
 
 def is_accumulable(total: jax.Array, added: jax.Array) -> jax.Array:
-    """Returns whether a total (n,), n a multiple of 32, is finite and what was added to it last below 2^100: () bool.
+    """Returns whether a total (n,), n a multiple of 32, is finite and what was last added is below 2^100: () bool.
 
-    A larger number may be finite, but its sums are not: in a residual it would make the workers skip every later step.
+    The sums of larger numbers may overflow: in a residual they would make the workers skip every later step.
     """
     broken = (magnitude_bits(total) >= _INFINITY) | (magnitude_bits(added) >= _LIMIT)
     return ~jnp.any(bits.pack(broken) != 0)
@@ -67,9 +67,9 @@ def is_finite_tree(tree: Any) -> jax.Array:
 
 
 def is_applicable_tree(tree: Any) -> jax.Array:
-    """Returns whether a worker can train on with these numbers by itself: all finite and below 2^90, () bool.
+    """Returns whether a worker can apply an update by itself: all numbers finite and below 2^90, () bool.
 
-    A thousand updates of that size are below the 2^100 that a residual takes.
+    The sum of a thousand such updates is below the residual's limit of 2^100.
     """
 
     def is_applicable(x: jax.Array) -> jax.Array:
@@ -80,7 +80,7 @@ def is_applicable_tree(tree: Any) -> jax.Array:
 
 
 def is_finite_narrow(tensors: Sequence[jax.Array]) -> jax.Array:
-    """Returns whether the tensors of 16 bits are finite: () bool. A finite float32 may be out of their range."""
+    """Returns whether all 16-bit tensors are finite: () bool. A finite float32 may be out of their range."""
     finite = jnp.asarray(True)
     for tensor in tensors:
         if tensor.dtype.itemsize < 4:
@@ -89,25 +89,25 @@ def is_finite_narrow(tensors: Sequence[jax.Array]) -> jax.Array:
 
 
 def shrinkage(scale: jax.Array) -> jax.Array:
-    """Returns a power of two by which large scales are to be multiplied, so that their inverse is a normal number.
+    """Returns a power of two by which to multiply a scale, so that the inverse of a large one is a normal number.
 
-    XLA divides by a number that many share by multiplying with its inverse. That of a number above 2^126 is subnormal,
-    and processors that flush those to zero would make the quotient zero.
+    XLA divides many numbers by the same scale by multiplying with its inverse. The inverse of a scale above 2^126 is
+    subnormal, and processors that flush subnormal numbers to zero would make the quotients zero.
     """
     return jnp.where(scale > 1, _SHRINK, np.float32(1))
 
 
 def divide(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns x / scale, float32, also where the scale is one of the largest numbers; shapes are broadcast."""
+    """Returns x / scale, float32, correct even for the largest scales; shapes are broadcast."""
     shrink = shrinkage(scale)
     return (x * shrink) / (scale * shrink)
 
 
 def end_to_end(parts: Sequence[jax.Array]) -> jax.Array:
-    """Lays vectors of one type end to end: (n,).
+    """Concatenates vectors of one type: (n,).
 
-    On CPUs a few are written one after the other: XLA's loop over them reads each part beyond its ends, under a mask.
-    Where no memory is there, a processor takes 20 times as long for it, which depends on where the parts happen to lie.
+    On CPUs, a few vectors are written one after the other. XLA's loop would read each vector beyond its ends, under a
+    mask. Where a vector happens to border on unmapped memory, that takes a processor 20 times as long.
     """
     if not 1 < len(parts) <= _FUSED:
         return jnp.concatenate(parts)

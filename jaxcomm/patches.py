@@ -1,11 +1,11 @@
-"""Lossless patches from one set of weights to the next: what a trainer sends to those who hold a copy of its weights.
+"""Lossless patches from one set of weights to the next, for a trainer to send to receivers that hold a copy.
 
-Where the learning rate is small, few weights change in a step in the type that inference reads. A patch has the
-positions of those that do, by the codecs of `jaxcomm.codecs`, and how far each has moved in the order of its type's bit
-patterns: for most by one, so that they are deflated to a bit or two each. Both run on the host, without a mesh.
+With a small learning rate, few weights change per step in the type that inference reads. A patch has the positions of
+these weights, by the codecs of `jaxcomm.codecs`, and the change of each weight's bit pattern, read as an integer. Most
+change by one, so that they are deflated to a bit or two each. Packing and applying run on the host, without a mesh.
 
 Source: "PULSE", 2026, https://arxiv.org/abs/2602.03839, after its abstract alone: the weights whose bfloat16 has
-changed, without loss. How positions and values are coded is this library's own.
+changed, without loss. The coding of positions and values is this library's own.
 """
 
 import hashlib
@@ -23,25 +23,25 @@ from jaxcomm.collectives.gather import fuse, split_words
 from jaxcomm.layout import Layout
 from jaxcomm.selectors.selection import compact
 
-_MAGIC = b"jcp1"  # the last sign is the version
+_MAGIC = b"jcp1"  # the last character is the version
 _HEADER = struct.Struct("<4sI12s8s8s8s")  # magic, CRC of what follows, dtype, tree, digests of old and new
 _PART = struct.Struct("<BII")  # number of the codec, changes, bytes of the deflated differences
-_LENGTH = 1 << 30  # elements of a part of the weights, as many as positions can have
+_LENGTH = 1 << 30  # elements of a part of the weights: positions are below 2^31
 
 
 def pack_patch(old: Any, new: Any, dtype: Any = jnp.bfloat16) -> bytes:
-    """Packs what makes new weights of old ones: those whose bits differ in a type, exactly.
+    """Packs the difference between old and new weights: exactly those whose bits differ in a type.
 
-    `apply_patch(old, pack_patch(old, new))` has the bits of `new`, cast to the type: negative zeros and NaNs as well.
+    `apply_patch(old, pack_patch(old, new))` has the bits of `new`, cast to the type, including negative zeros and NaNs.
 
     Args:
       old: a pytree of arrays of real floating types, which the receiver holds.
-      new: one of the same shapes.
+      new: a pytree of the same structure and shapes.
       dtype: the type to compare in and to patch, a floating type of 16 or 32 bits.
 
     Returns:
-      The patch. Where a share p of the weights has changed, evenly spread, a change takes about 2 + log2(1/p) bits for
-      its position and 1 to 2 for its value, and the patch 53 bytes besides.
+      The patch. If a fraction p of the weights has changed, evenly spread, a change takes about 2 + log2(1/p) bits for
+      its position and 1 to 2 for its value. In addition, a patch takes 53 bytes.
 
     Raises:
       ValueError: for other types, an empty tree, or other shapes.
@@ -64,17 +64,17 @@ def pack_patch(old: Any, new: Any, dtype: Any = jnp.bfloat16) -> bytes:
 
 
 def apply_patch(old: Any, patch: bytes) -> Any:
-    """Makes the new weights of the old ones and a patch.
+    """Returns the new weights, from the old ones and a patch.
 
     Args:
       old: the weights that the patch was packed against, in any type that casts to the same bits.
       patch: from `pack_patch`.
 
     Returns:
-      A tree like `old` of NumPy arrays in the patch's type, with the very bits of the new weights.
+      A tree like `old` of NumPy arrays in the patch's type, with exactly the bits of the new weights.
 
     Raises:
-      ValueError: if the patch is damaged or cut short, or is for other shapes, or other weights.
+      ValueError: if the patch is damaged or cut short, or is for other shapes or weights.
     """
     if patch[:4] != _MAGIC or len(patch) < _HEADER.size or zlib.crc32(patch[8:]) != _HEADER.unpack_from(patch)[1]:
         raise ValueError(
@@ -139,7 +139,7 @@ def _pack_part(old: np.ndarray, new: np.ndarray) -> bytes:
         selection = compact(jnp.asarray(np.packbits(mask, bitorder="little").view(np.uint32)), layout)
         codec = choose_index_codec(layout)
         payload, written = codec.encode(selection)
-        if written.overflow:  # Rice code has room for evenly spread positions
+        if written.overflow:  # Rice code has room only for evenly spread positions
             codec = choose_index_codec(layout, among=[name for name in INDEX_CODECS if name != "rice"])
             payload, _ = codec.encode(selection)
         indices = np.asarray(fuse(payload)).tobytes()
@@ -147,7 +147,7 @@ def _pack_part(old: np.ndarray, new: np.ndarray) -> bytes:
     change = (new[position] - old[position]).view(signed)
     zigzag = (change << 1) ^ (change >> (8 * old.itemsize - 1))  # 0, -1, 1, -2, ... as 0, 1, 2, 3, ...
     octets = np.ascontiguousarray(zigzag.view(np.uint8).reshape(-1, old.itemsize).T)
-    deflate = zlib.compressobj(9, strategy=zlib.Z_RLE)  # of the high bytes nearly all are 0
+    deflate = zlib.compressobj(9, strategy=zlib.Z_RLE)  # nearly all high bytes are 0
     values = deflate.compress(octets.tobytes()) + deflate.flush()
     return _PART.pack(INDEX_CODECS.index(codec.name), position.size, len(values)) + indices + values
 

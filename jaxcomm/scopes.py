@@ -1,8 +1,8 @@
-"""Names under which profiles and compiled programs show the parts of an exchange: those of `jax.named_scope`.
+"""Names of the parts of an exchange in profiles and compiled programs, for `jax.named_scope`.
 
-They stand in an operation's `op_name`. A part may be within another (an owner of a region selects again while it
-decodes): an operation belongs to the last of them in its name. What is under `jaxcomm.exchange.SCOPE` and in none of
-them accumulates the gradient, checks it and keeps the residual.
+They appear in an operation's `op_name`. A part may be inside another (an owner of a region selects again while it
+decodes): an operation belongs to the last part in its name. Operations under `jaxcomm.exchange.SCOPE` and in no part
+accumulate the gradient, check it and update the residual.
 """
 
 SELECT = "jaxcomm/select"  # which coordinates travel, and their slots

@@ -1,4 +1,4 @@
-"""States in the checkpoints of others: Flax's serialization, and trees that were restored without their types."""
+"""States in the checkpoints of other libraries: Flax's serialization, and trees that were restored without types."""
 
 import sys
 from dataclasses import fields, replace
@@ -9,7 +9,7 @@ import jax
 
 
 def register_with_flax(*types: type) -> None:
-    """Tells `flax.serialization`, if it has been imported, how to write dataclasses of arrays and to read them."""
+    """Registers how to write and read dataclasses of arrays with `flax.serialization`, if it has been imported."""
     flax = sys.modules.get("flax.serialization")
     if flax is None:
         return
@@ -33,7 +33,7 @@ def register_with_flax(*types: type) -> None:
 
 
 def has_lost_types(state: Any) -> bool:
-    """Returns whether a tree has rows of workers by their names alone: it was restored without a target, or split."""
+    """Returns whether a tree has workers' rows only by name: it was restored without a target, or split."""
     for path, _ in jax.tree_util.tree_leaves_with_path(state):
         keys = [getattr(key, "key", None) for key in path]
         if ("worker", "rows") in pairwise(keys):

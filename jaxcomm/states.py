@@ -1,4 +1,4 @@
-"""What the rest of the library asks of the states of exchanges: their rows, period, metrics, and what bypasses them."""
+"""Queries on the states of exchanges: their rows, period and metrics, and which leaves bypass them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, is_pe
 
 
 def check_rows(state: Any, workers: int) -> None:
-    """Refuses a state whose rows are not those of their workers, as far as its numbers are at hand.
+    """Refuses a state whose rows are on other workers than their own, as far as this process can read them.
 
     Args:
       state: any tree with an optimizer's state in it.
@@ -54,28 +54,31 @@ def communication_period(state: Any) -> int | None:
 
 
 def exchange_interval(state: Any) -> int:
-    """Finds how many steps there are from one exchange to the next: of a local method, or of a chain that accumulates.
+    """Finds the steps from one exchange to the next, of a local method or of a chain that accumulates; else 1.
 
     Args:
-      state: the state of one transformation or of a chain, or a tree with it.
+      state: the state of one transformation or of a chain, or a tree that contains it.
     """
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, AccumulatedState))
     return next((node.every for node in nodes if isinstance(node, AccumulatedState)), communication_period(state) or 1)
 
 
 def exchange_turns(state: Any) -> int:
-    """Finds in how many exchanges of a local method all parameters are exchanged once; 1 for other methods."""
+    """Finds how many exchanges a local method takes to exchange all parameters once; 1 for other methods."""
     return next((found.method.turns for found in exchange_states(state)), 1)
 
 
 def applies_step(exchange: ExchangeState) -> jax.Array:
-    """Returns whether a step is to change parameters and optimizer, as its exchange was not skipped: () bool."""
+    """Returns whether a step should change parameters and optimizer: () bool, False if a skipped exchange undoes it."""
     ok = exchange.metrics.skipped == 0
     return ok if exchange.method.undoes_skipped else jnp.asarray(True)
 
 
 def keep_states_unless(ok: jax.Array, new: Any, old: Any) -> Any:
-    """Takes the old states where an exchange was skipped; its own state, and a chain around it, know what to keep."""
+    """Returns the new state if `ok`, else the old one; states of exchanges, and of chains around them, are always new.
+
+    These have already kept what they must.
+    """
 
     def is_kept(node: Any) -> bool:
         return is_exchange_state(node) or isinstance(node, AccumulatedState | DelayedState)
@@ -86,12 +89,12 @@ def keep_states_unless(ok: jax.Array, new: Any, old: Any) -> Any:
 def update_with(
     tx: optax.GradientTransformation, gradients: Any, state: Any, params: Any, value: Any, value_fn: Callable[..., Any]
 ) -> tuple[Any, Any]:
-    """Calls `tx.update` with what a line search and `reduce_on_plateau` take beside gradients.
+    """Calls `tx.update` with the further arguments of a line search and of `reduce_on_plateau`.
 
     Args:
-      tx: the chain; `value_fn` and `grad` are for a `jaxcomm.chain` alone, which makes them those of all workers.
+      tx: the chain; only a `jaxcomm.chain` gets `value_fn` and `grad`, and averages them over the workers.
       gradients: each worker's own.
-      state: of the chain.
+      state: the chain's state.
       params: the parameters.
       value: the loss, the mean over all workers.
       value_fn: params -> each worker's own loss.
@@ -111,7 +114,7 @@ def update_with(
 
 
 def trained(params: Any) -> Any:
-    """Returns the parameters that have gradients: the tree with None in the place of integers, booleans and keys."""
+    """Returns the parameters that have gradients: the tree with None in place of integers, booleans and keys."""
 
     def is_trained(leaf: Any) -> bool:
         dtype = jnp.result_type(leaf)
@@ -122,7 +125,7 @@ def trained(params: Any) -> Any:
 
 
 def with_untrained(own: Any, params: Any) -> Any:
-    """Returns trained parameters with the others in their places; the inverse of `trained`."""
+    """Returns trained parameters together with the untrained ones of `params`; the inverse of `trained`."""
     return jax.tree.map(lambda new, old: old if new is None else new, own, params, is_leaf=lambda leaf: leaf is None)
 
 
@@ -133,8 +136,8 @@ def exchange_metrics(state: Any) -> ExchangeMetrics | None:
       state: the state of one transformation or of an Optax chain.
 
     Returns:
-      The metrics of the first exchange (of sharded parameters, those of all groups together), or None where no
-      transformation of this library is in it.
+      The metrics of the first exchange (with sharded parameters, of all groups together), or None if the state has no
+      exchange of this library.
     """
 
     def is_found(node: Any) -> bool:
@@ -159,7 +162,7 @@ def bypassing(state: Any, tree: Any) -> frozenset[str]:
 
 
 def vary_exchanged(tree: Any, state: Any, axis_name: AxisName) -> Any:
-    """Makes parameters vary between workers, except those whose gradients bypass the exchange. Free: no bytes.
+    """Marks parameters as varying between workers, except those whose gradients bypass the exchange. Moves no bytes.
 
     Args:
       tree: the parameters, or another tree of their structure.
@@ -175,9 +178,9 @@ def vary_exchanged(tree: Any, state: Any, axis_name: AxisName) -> Any:
 
 
 def vary_rows(state: Any, others: tuple[str, ...]) -> Any:
-    """Marks what may differ in a state, as branches of a conditional must agree about it.
+    """Marks as varying what may differ in a state, since the branches of a conditional must agree on it.
 
-    Rows differ along their axes, and everything along `others`, axes of a model that is sharded.
+    Rows differ along their axes, and everything along `others`, the axes of sharded parameters.
     """
 
     def vary(node: Any) -> Any:

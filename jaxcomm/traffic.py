@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-TILE_BYTES = 4096  # of a TPU's arrays
-SPLIT_FROM = 8  # tiles for each worker from which an all-reduce is given whole tiles to split: at most an eighth more
+TILE_BYTES = 4096  # bytes of a tile of a TPU's arrays
+SPLIT_FROM = 8  # tiles per worker from which an all-reduce is padded to whole tiles: at most an eighth more bytes
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,11 @@ class Traffic:
     Attributes:
       op: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "permute".
       operand_bytes: bytes that each worker puts in.
-      workers: workers that take part together.
+      workers: workers in each group.
       times: executions in a step.
       axes: names of the mesh axes that it goes over; empty if they are not known (compiled text).
-      pairs: of a permutation, who sends to whom: positions on the axis, or in compiled text places in the mesh.
-      dtype: of an all-reduce of numbers that have not 4 bytes, their type: some take long to add up. Else empty.
+      pairs: (source, target) of a permutation: positions on the axis, or, in compiled text, places in the mesh.
+      dtype: the type, for an all-reduce of numbers that are not 4 bytes, since some types are slow to sum. Else empty.
     """
 
     op: str
@@ -33,15 +33,15 @@ class Traffic:
 
     @property
     def kind(self) -> str:
-        """What its time depends on besides its bytes: the operation, and the type."""
+        """What its time depends on in addition to its bytes: the operation, and the type."""
         return f"{self.op} of {self.dtype}" if self.dtype else self.op
 
     @property
     def received(self) -> Fraction:
         """Bytes that each worker receives in a step, by the ring algorithm of the operation.
 
-        all_reduce 2 (K-1)/K, all_gather K-1, reduce_scatter and all_to_all (K-1)/K times the operand. A permutation
-        sends it to as many workers as it has pairs: the average over the workers.
+        all_reduce 2 (K-1)/K, all_gather K-1, reduce_scatter and all_to_all (K-1)/K times the operand. For a
+        permutation, the average over the workers: one operand per pair of different workers, divided by K.
         """
         k = self.workers
         receivers = k if self.pairs is None else sum(source != target for source, target in self.pairs)
@@ -57,8 +57,8 @@ class Traffic:
     def in_tiles(self, is_between_slices: bool) -> "Traffic":
         """Returns the most that XLA may make of it on TPUs, where each message is whole tiles of 4 kB.
 
-        Between slices it splits an all-reduce among the devices of a slice, tile by tile. A small one it may sum twice:
-        inside of the slice, and what is left between the slices.
+        Between slices, XLA splits an all-reduce among the devices of a slice, tile by tile. It may sum a small one
+        twice: inside each slice, and then between the slices.
         """
         messages = self.workers if self.op in ("reduce_scatter", "all_to_all") else 1
         summed = 1.0
@@ -71,11 +71,11 @@ class Traffic:
 
 @dataclass
 class Program:
-    """The collectives of a program: those of every step, and those of either branch of its conditionals.
+    """The collectives of a program: those of every step, and those of each branch of its conditionals.
 
     Attributes:
       always: run in every step.
-      conditionals: for every conditional, its branches, of which one runs: the usual one first (that of a false
+      conditionals: for every conditional, its branches, of which one runs. The usual branch is first (that of a false
         predicate, as in `lax.cond(rare, ...)`).
     """
 
@@ -89,7 +89,7 @@ class Program:
         return Program(rounded, branches)
 
     def add(self, other: "Program", times: int = 1) -> None:
-        """Takes over another program's collectives, run `times` times a step."""
+        """Adds another program's collectives, run `times` times a step."""
         self.always += [replace(traffic, times=traffic.times * times) for traffic in other.always]
         for branches in other.conditionals:
             scaled = [Program() for _ in branches]
@@ -103,7 +103,7 @@ class Program:
             self.conditionals.append(branches)
 
     def over(self, *axes: str) -> "Program":
-        """Returns the part of the program that goes over any of some axes of the mesh.
+        """Returns the part of the program that goes over any of the given mesh axes.
 
         Raises:
           ValueError: if some collective's axes are not known.
@@ -119,11 +119,11 @@ class Program:
         return part
 
     def in_turn(self, turn: int, turns: int) -> "Program":
-        """Returns the collectives of a step in which a fragment of the parameters has its turn; see `local_sgd`.
+        """Returns the collectives of a step in which a given fragment of the parameters is exchanged; see `local_sgd`.
 
         Args:
-          turn: whose, from 0.
-          turns: how many there are; a conditional with a branch for each, and one to stay, is left out but for that of
+          turn: the fragment, from 0.
+          turns: how many there are. A conditional with a branch for each, and one to stay, is replaced by the branch of
             `turn`. With one turn there is nothing to choose.
         """
         found = Program(list(self.always))

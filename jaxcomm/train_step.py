@@ -38,40 +38,41 @@ def make_train_step(
 
     Every worker differentiates the loss of its own rows of the batch with respect to its own copy of the parameters (no
     reduction is inserted), `tx` exchanges the gradients and makes the update, and all workers apply it. If the exchange
-    was skipped (a gradient that is not finite on some worker), parameters and optimizer state stay as they were, except
-    the exchange's own counts.
+    was skipped (a gradient is not finite on some worker), parameters and optimizer state stay as they were, except the
+    exchange's own counts.
 
     Integers, booleans and keys among the parameters have no gradients, and stay as they are. A chain that takes more
     than gradients gets the mean loss as `value`; see `chain` for line searches.
 
-    With a local method (`slim_dp`, `local_sgd`, `plump_dp(p=...)`) every worker has its own parameters and its own
-    optimizer state, and a worker whose gradient is not finite, or has a number of 2^90 or more, leaves its own as they
-    were; `step.params(state)` is the model. With `specs`, the local optimizer sees whole tensors of its worker, and the
-    exchange shards.
+    With a local method (`slim_dp`, `local_sgd`, `plump_dp(p=...)`) every worker has its own parameters and optimizer
+    state. A worker whose gradient is not finite, or has a number of 2^90 or more, leaves both as they were.
+    `step.params(state)` is the model. With `specs`, the local optimizer sees its worker's whole tensors, and the
+    exchange sees shards.
 
-    A model with running statistics (batch normalisation) keeps them in `state.model_state`. Every worker makes new ones
-    from its own rows, and all continue from the workers' mean, in every step, also with local methods. They stay as
-    they were if the step is skipped; with a local method, a worker whose gradient is not finite gives the old ones.
+    A model with running statistics (batch normalisation) keeps them in `state.model_state`. In every step, also with
+    local methods, each worker computes new statistics from its own rows, and all continue from their mean. They stay as
+    they were if the step is skipped; with a local method, a worker whose gradient is not finite contributes its old
+    ones.
 
-    **Sharded parameters.** With `specs`, a parameter's PartitionSpec says what becomes of its gradient:
+    **Sharded parameters.** With `specs`, a parameter's PartitionSpec says how its gradient is treated:
 
     - P(): data-parallel. Each worker's own gradient, exchanged by `tx` over `axis_name`.
     - with `axis_name` in it, P(None, "data"): model-parallel over the workers themselves, as `split_dense` takes it.
-      The gradient is already reduced: that of the mean over all rows. It bypasses the exchange, and goes through the
+      The gradient is already reduced, to that of the mean over all rows. It bypasses the exchange, and goes through the
       rest of the chain.
     - with other axes, P(None, "model"): model-parallel over other devices. Each worker's gradient, exchanged shard by
       shard over `axis_name` alone.
 
-    The exchange, and what comes before it in the chain, work on shards: a threshold, a rank, a capacity is that of a
-    device's shard of a tensor. What comes after it sees whole arrays, as under plain `jax.jit`: a global norm is that
-    of all parameters. So a step equals that of one device with all rows, momentum and weight decay included, to float
-    rounding (with `plump_dp`). `tx` is one exchange, or a `jaxcomm.chain`.
+    The exchange, and what comes before it in the chain, work on shards: thresholds, ranks and capacities belong to a
+    device's shard of a tensor. What comes after it sees whole arrays, as under plain `jax.jit`: a global norm is over
+    all parameters. So, with `plump_dp`, a step equals that of one device with all rows, momentum and weight decay
+    included, to float rounding. `tx` is one exchange, or a `jaxcomm.chain`.
 
-    The loss runs in a region that is manual over all axes of the mesh but those in `auto`: it gets a worker's own rows
-    and a device's own shards, and says itself what moves between the devices. Along an axis in `auto` it gets whole
-    tensors, is written as for one device, and XLA partitions it; a gradient is not gathered. On a mesh whose axes are
-    all of type Explicit, the loss gets all rows and whole tensors, whose types say where they are; convolutions, and a
-    bias that is added without a reshard, are refused there by JAX (see the guide).
+    The loss runs in a region that is manual over all mesh axes except those in `auto`: it gets a worker's own rows and
+    a device's own shards, and its code does all communication between the devices. Along an axis in `auto`, it gets
+    whole tensors, is written as for one device, and XLA partitions it; gradients are not gathered. On a mesh whose axes
+    are all of type Explicit, the loss gets all rows and whole tensors, whose types carry their sharding; there, JAX
+    refuses convolutions, and a bias that is added without a reshard (see the guide).
 
         specs = {"convolutions": P(), "kernel": P(None, "data"), "bias": P("data")}
 
@@ -83,65 +84,65 @@ def make_train_step(
         tx = jc.chain(jc.dct_dp(0.99), optax.add_decayed_weights(5e-4), optax.sgd(0.01, momentum=0.9))
         step = jc.make_train_step(loss_fn, tx, mesh, specs=specs)
 
-    The two tricks of Krizhevsky's paper ("One weird trick for parallelizing convolutional neural networks", 2014), to
-    sum instead of averaging and to divide the weight decay of the copied part by the number of its copies, are what
-    this scaling comes to in its units; nothing is left for the user to scale.
+    Nothing is left for the user to scale. Krizhevsky ("One weird trick for parallelizing convolutional neural
+    networks", 2014) sums instead of averaging, and divides the weight decay of the copied part by its number of copies;
+    in the paper's units, that is the scaling done here.
 
     **Tables of which a batch touches few rows.** The gradient of a sharded table is a dense array of the shard's size,
-    and so is its update. With `lookups`, the step itself looks rows up, where specs is P("data") (rows) or P(None,
-    "data") (columns). The loss gets, in place of the table, the vectors (B/K, ..., D) of its ids, and the optimizer's
-    update of each vector is added to its row, where it is; no other row is read or written. That equals the dense
-    update for an optimizer whose update of a row is a sum over its gradients: SGD with any learning rate, without
+    and so is its update. With `lookups`, the step itself looks up rows of tables with spec P("data") (rows) or P(None,
+    "data") (columns). In place of the table, the loss gets the vectors (B/K, ..., D) of its ids. The optimizer's update
+    of each vector is added to its row, on the worker that holds it; no other row is read or written. That equals the
+    dense update for an optimizer whose update of a row is a sum over its gradients: SGD with any learning rate, without
     momentum and decay. Others are refused.
 
         lookups = {"table": lambda batch: batch["categories"]}  # ids (B/K, ...), int32, of a worker's own rows
 
-    **Stages.** With a `Pipeline` in place of the loss, each device of the mesh holds the parameters, and the
-    optimizer's state, of one stage. In one compiled program the micro-batches go through the stages and back, the
-    boundaries as the pipeline says; then the workers of each stage exchange that stage's gradients. `tx` sees stacked
-    stage parameters, see `StackedParams`: what goes by tensors (thresholds, ranks, layer-wise norms) goes by those, and
-    a norm over all parameters by stages. If some stage of some worker meets a gradient that is not finite, all stages
-    of all workers skip the step.
+    **Stages.** With a `Pipeline` in place of the loss, each device of the mesh holds the parameters and the optimizer
+    state of one stage. In one compiled program, the micro-batches go forward and backward through the stages, across
+    the pipeline's boundaries; then the workers of each stage exchange that stage's gradients. `tx` sees stacked stage
+    parameters, see `StackedParams`: thresholds, ranks and layer-wise norms are per stacked tensor, and a norm over all
+    parameters is per stage. If a gradient is not finite in any stage of any worker, all stages of all workers skip the
+    step.
 
     Args:
       loss_fn: (params, batch) -> the mean loss of the rows given, a scalar; or (loss, dict of scalars) with `has_aux`;
         or (params, model_state, batch) -> (loss, (dict of scalars, new model_state)) with `has_state`. Or a `Pipeline`.
       tx: a chain with one exchange of this library in it.
       mesh: a mesh with the axis of workers.
-      specs: the PartitionSpec or NamedSharding of every parameter, in a tree like theirs or a prefix of it. None where
-        every worker holds the whole model. On a mesh with other axes, None is for parameters that are sharded over
-        these already, and a loss that is written for one device: they stay where those that `init` or `shapes` gets
-        first are, and the other axes are left to XLA.
+      specs: the PartitionSpec or NamedSharding of every parameter, in a tree like theirs or a prefix of it. None if
+        every worker holds the whole model. On a mesh with other axes, None is for parameters that are already sharded
+        over these axes, and a loss that is written for one device: parameters keep the sharding of those that `init` or
+        `shapes` gets first, and the other axes are left to XLA.
       auto: axes that are left to XLA, with `specs`.
-      lookups: by path ("embeddings/table"), (batch) -> ids int32, of tables whose rows the step looks up.
-      has_aux: whether `loss_fn` returns a dict of scalars as well; they are averaged over the workers.
-      has_state: whether `loss_fn` takes and returns `state.model_state` (which `init` is given), and a dict of scalars,
-        which may be empty, whatever `has_aux` says. The new state has the structure, shapes and types of the old.
-      accumulate: micro-batches that a worker takes one after another, with one exchange of their mean gradient: memory
-        for the activations of one. Each goes on with the model's state of the one before it.
-      rng: a random key for a `loss_fn` that takes one after the batch, folded by the step, the micro-batch
-        and the worker.
-      axis_name: the axis of workers, or the axes, outermost first; None for that of the exchange in `tx`, as far as it
-        is known (of a `jaxcomm.chain` or an exchange alone), else "data".
-      stage_axis: the axis of stages, of a pipeline.
+      lookups: by path ("embeddings/table"), (batch) -> ids int32, for tables whose rows the step looks up.
+      has_aux: whether `loss_fn` also returns a dict of scalars; they are averaged over the workers.
+      has_state: whether `loss_fn` takes and returns `state.model_state` (which `init` is given). It then also returns a
+        dict of scalars, which may be empty, whatever `has_aux` says. The new state has the structure, shapes and types
+        of the old.
+      accumulate: micro-batches that a worker takes one after another, with one exchange of their mean gradient, and
+        memory for the activations of one. Each starts with the model state left by the previous one.
+      rng: a random key, folded with the step, the micro-batch and the worker, for a `loss_fn` that takes a key after
+        the batch.
+      axis_name: the axis of workers, or the axes, outermost first; None for that of the exchange in `tx` if it is known
+        (for a `jaxcomm.chain` or an exchange alone), else "data".
+      stage_axis: the axis of stages, for a pipeline.
       donate: reuse the state's buffers for the new state. The old state cannot be read afterwards.
-      compiler_options: XLA's, by name, as `jax.jit` takes them, whenever the step is compiled: to be run, and to be
-        verified. XLA refuses names that it does not know.
+      compiler_options: XLA's options by name, as in `jax.jit`, for every compilation of the step, to run or to verify
+        it. XLA refuses names that it does not know.
 
     Returns:
       A `TrainStep`: state = step.init(params); state, metrics = step(state, batch). All arrays of the batch have the
-      global batch as first dimension, a multiple of K (times the micro-batches); scalars in it, of which a key of
-      `jax.random.key` is one, are replicated. Metrics,
-      replicated: loss, the scalars of `loss_fn`, and those of the exchange (see `ExchangeMetrics`). On the wire: what
-      `tx` costs, and one all-reduce of 4 bytes a scalar and a number of the model's state; with `specs` also what the
-      loss moves, and an all-reduce of 16 bytes; with stages also the boundaries, and two all-reduces over the stages,
-      of 4 bytes and of 4 bytes a metric.
+      global batch as first dimension, a multiple of K (times the micro-batches); scalars in it, such as a key of
+      `jax.random.key`, are replicated. Metrics, replicated: loss, the scalars of `loss_fn`, and those of the exchange
+      (see `ExchangeMetrics`). On the wire: what `tx` costs, and one all-reduce of 4 bytes per scalar and per number of
+      the model state; with `specs` also what the loss moves, and an all-reduce of 16 bytes; with stages also the
+      boundaries, and two all-reduces over the stages, of 4 bytes and of 4 bytes per metric.
 
     Raises:
-      ValueError: if the mesh lacks an axis, or has others and no parameter is sharded over them; for specs that do not
-        fit the parameters or the mesh; for lookups of what is no sharded table, or with an optimizer whose updates of a
-        row do not add up; at trace time if the batch does not divide, for a model's state that `loss_fn` does not take,
-        has not kept in its shape, or that is not of floats; for a loss that differs along other axes; and if the loss
+      ValueError: if the mesh lacks an axis, or has others over which no parameter is sharded; for specs that do not fit
+        the parameters or the mesh; for lookups of anything but a sharded table, or with an optimizer whose updates of a
+        row do not add up; at trace time, if the batch does not divide; for a model state that `loss_fn` does not take,
+        returns in another shape, or that is not of floats; for a loss that differs along other axes; and if the loss
         uses a parameter whose gradient bypasses the exchange other than by `late_multiply` or `layers.late_lookup`.
     """
     axis_name = axis_name_of(tx) if axis_name is None else axis_name
@@ -179,14 +180,14 @@ def simulate(
     axis_name: AxisName | None = None,
     donate: bool = True,
 ) -> TrainStep:
-    """Makes the step of `make_train_step` for K workers that live together on one device, under `jax.vmap`.
+    """Makes the step of `make_train_step` for K workers that share one device, under `jax.vmap`.
 
     The same arguments, results and errors; nothing crosses a wire.
 
     Args:
       loss_fn: as in `make_train_step`.
       tx: as in `make_train_step`.
-      workers: K, any number (96, say), or one for each axis. Memory grows with K; the decoded mean is held once.
+      workers: K, any number (96, say), or one number per axis. Memory grows with K; the decoded mean is held once.
       has_aux: as in `make_train_step`.
       has_state: as in `make_train_step`.
       accumulate: as in `make_train_step`.

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# A payload is what one worker puts on the wire: named arrays, later fused into one buffer of 32-bit words. Its bytes
-# are those of its arrays' own types; nobody states them separately.
+# A payload is what one worker puts on the wire: named arrays, later fused into one buffer of 32-bit words. Its size in
+# bytes follows from its arrays' types; nothing states it separately.
 Payload = dict[str, jax.Array]
 
 
@@ -21,17 +21,17 @@ class PerWorker:
     """State that differs between workers, one row each. All other state is replicated.
 
     Attributes:
-      rows: an array or a pytree of arrays of shape (K, ...) seen from outside, (1, ...) inside a worker. K is the
-        product of the sizes of the axes.
+      rows: an array or a pytree of arrays, of shape (K, ...) outside and (1, ...) inside a worker. K is the product of
+        the sizes of the axes.
       axes: the mesh axes along which rows differ, outermost first. Static.
       resizing: how `resize_workers` carries rows over to another number of workers. Static. "mean": the mean over the
-        rows is kept. "parts": rows (K, n) are one vector, of which worker k holds the k-th of K consecutive parts; the
-        rest of its row is not valid. "batch": rows (K, M, b, ...) are those of a batch of K M b, which stays; the sum
-        over them, divided by K, is kept.
-      is_local: whether rows are parameters, or the optimizer's state, of workers that train on their own between two
+        rows is kept. "parts": rows (K, n) form one vector, of which worker k holds the k-th of K consecutive parts; the
+        rest of its row is not valid. "batch": rows (K, M, b, ...) belong to a batch of K M b samples, whose size stays;
+        their sum divided by K is kept.
+      is_local: whether rows are the parameters or the optimizer state of workers that train on their own between two
         exchanges. Static.
-      shards: how many of the axes, the last ones, are those of shards: the axis inside of `hierarchical`, and those
-        along which parameters are sharded. Workers come and go along the others. Static.
+      shards: how many of the last axes divide state into shards: the inside axis of `hierarchical`, and the axes along
+        which parameters are sharded. The number of workers may change along the other axes only. Static.
     """
 
     rows: Any
@@ -51,13 +51,13 @@ class PerWorker:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AccumulatedState:
-    """State of a chain that exchanges once in several calls; the fields of `optax.MultiStepsState`, and one more.
+    """State of a chain that exchanges once in several calls: the fields of `optax.MultiStepsState`, and `every`.
 
     Attributes:
       mini_step: () int32, gradients since the last exchange.
       gradient_step: () int32, exchanges so far.
       inner_opt_state: the state of the chain.
-      acc_grads: the mean of a worker's own gradients since, float32.
+      acc_grads: the mean of a worker's own gradients since the last exchange, float32.
       every: calls from one exchange to the next. Static.
     """
 
@@ -71,11 +71,11 @@ class AccumulatedState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DelayedState:
-    """State of a chain that exchanges the gradient of the step before.
+    """State of a chain that exchanges the previous step's gradient.
 
     Attributes:
       inner: the state of the chain.
-      gradients: each worker's own last gradient, which the next step exchanges; zeros before the first.
+      gradients: each worker's own last gradient, which the next step exchanges; zeros before the first step.
     """
 
     inner: Any
@@ -88,7 +88,7 @@ def is_per_worker(node: Any) -> bool:
 
 
 def part_of(n: int, workers: Any, worker: Any) -> tuple[Any, Any]:
-    """Returns the start and the size of a worker's part of n elements that are cut into K consecutive parts."""
+    """Returns the start and the size of a worker's part, of n elements that are cut into K consecutive parts."""
     size, longer = n // workers, n % workers
     if isinstance(worker, int):
         return worker * size + min(worker, longer), size + (worker < longer)
@@ -106,10 +106,10 @@ class ExchangeMetrics(NamedTuple):
     """Counts of the last exchange, the same on every worker.
 
     Attributes:
-      sent: () float32, coordinates sent by all workers together, dense tensors not included. Exact up to 2^24.
+      sent: () float32, coordinates sent by all workers together, without dense tensors. Exact up to 2^24.
       overflow: () float32, coordinates that were selected but did not fit the payload, all workers together. They stay
         in the residual.
-      skipped: () int32, 1 if the exchange was skipped, because a gradient or a mean was not finite, else 0.
+      skipped: () int32, 1 if the exchange was skipped because a gradient or a mean was not finite, else 0.
       drained: () int32, 1 if everything was sent densely to empty the residual, else 0.
     """
 
@@ -121,7 +121,7 @@ class ExchangeMetrics(NamedTuple):
     @classmethod
     def zeros(cls) -> "ExchangeMetrics":
         """Returns the metrics of an exchange that has not happened yet."""
-        # A buffer each, not one for all: a state is donated whole, and a buffer only once.
+        # A buffer each, not one for all: a state is donated whole, and a buffer can be donated only once.
         types = (jnp.float32, jnp.float32, jnp.int32, jnp.int32)
         return cls(*(jnp.zeros((), dtype) for dtype in types))
 
@@ -131,7 +131,7 @@ class ExchangeMetrics(NamedTuple):
     ) -> "ExchangeMetrics":
         """Returns the metrics of an exchange, from counts over all workers.
 
-        A skipped exchange counts nothing as sent; a skipped drain has still cost its bytes.
+        A skipped exchange counts nothing as sent; a skipped drain still counts as drained, since it cost its bytes.
         """
         return cls(
             sent=jnp.where(ok, jnp.asarray(sent, jnp.float32), 0),

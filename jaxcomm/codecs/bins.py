@@ -1,4 +1,4 @@
-"""A sign and a bin of magnitude a value, and the bins' means a segment: 2 or 4 bits a value."""
+"""A sign and a magnitude bin per value, and the bins' means per segment: 2 or 4 bits a value."""
 
 from dataclasses import dataclass
 
@@ -11,22 +11,22 @@ from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.layout import Layout
 
 _LARGEST = ValueCodec(jnp.dtype("bfloat16"))
-_STEPS = 255  # of the other means, as parts of the largest
+_STEPS = 255  # levels of the other means, as fractions of the largest
 
 
 @dataclass(frozen=True)
 class BinCodec:
     """Writes the values of each segment as signs and bins of magnitude, with a table of the bins' means.
 
-    The magnitudes of a segment are parted at their mean, both parts at their means, and so on. What is read is the mean
-    of a value's bin with its sign: the largest mean in 16 bits, the others as parts of it in 8. A segment with empty
-    slots has these alone in its lowest bin, whose mean is then 0.
+    The magnitudes of a segment are split at their mean, each part at its own mean, and so on. A value is read as its
+    bin's mean with its sign. A segment's largest mean takes 16 bits, and each other mean 8, as a fraction of it. If a
+    segment has empty slots, only they are in its lowest bin, whose mean is then 0.
 
     Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, quantizes to a table of bin
     means; its bins are of equal width, and have no signs of their own.
 
     Attributes:
-      bits: of a value, 2 or 4.
+      bits: bits a value, 2 or 4.
     """
 
     bits: int
@@ -62,7 +62,7 @@ class BinCodec:
         group = segment
         for _ in range(self.bits - 1):
             means = self._means(magnitude, filled, group, layout)
-            # A mean of equal numbers may be above all of them by its rounding, and would leave the upper part empty.
+            # Rounding may put a mean of equal numbers above all of them, which would leave the upper part empty.
             most = jax.ops.segment_max(jnp.where(filled, magnitude, 0.0), group, means.size)
             group = 2 * group + (magnitude >= jnp.minimum(means, most)[group])
         empty = jax.ops.segment_sum((~filled).astype(jnp.int32), segment, len(layout.capacities))
@@ -86,7 +86,7 @@ class BinCodec:
         return self._read(largest, others.reshape(segments, -1), code, _segment_of_slot(layout))
 
     def _means(self, magnitude: jax.Array, filled: jax.Array, group: jax.Array, layout: Layout) -> jax.Array:
-        """Returns the mean magnitude of the filled slots of every group, at the place of the group's number."""
+        """Returns the mean magnitude of the filled slots of every group, at the group's index."""
         count = jax.ops.segment_sum(filled.astype(jnp.float32), group, len(layout.capacities) * self.bins)
         total = jax.ops.segment_sum(
             jnp.where(filled, magnitude / jnp.maximum(count, 1.0)[group], 0.0), group, count.size

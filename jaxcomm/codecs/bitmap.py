@@ -11,7 +11,7 @@ from jaxcomm.types import Payload
 
 @dataclass(frozen=True)
 class Bitmap:
-    """The bit-packed mask itself: n bits. The smallest above about 40% density."""
+    """The bit-packed mask itself: n bits. The smallest codec above about 40% density."""
 
     layout: Layout
     name = "bitmap"
@@ -26,7 +26,7 @@ class Bitmap:
         return {"indices": selection.words}, selection
 
     def decode(self, payload: Payload) -> jax.Array:
-        """Gives the mask's bits their slots again, as the sender did: (C,) int32."""
+        """Gives the mask's bits the same slots as the sender did: positions (C,) int32."""
         words = payload["indices"]
         rank, _ = rank_in_segment(words, self.layout)
         return slots_of(words, rank, self.layout).position

@@ -46,8 +46,8 @@ class EliasFano:
     def encode(self, selection: Selection, among: jax.Array | None = None) -> tuple[Payload, Selection]:
         """Writes the positions; all fit.
 
-        With `among` (C,) bool those of some slots alone: the words of others that wrote the other slots, at positions
-        of the same order, can be added.
+        With `among`, (C,) bool, it writes only the positions of those slots. Words in which others wrote the other
+        slots can be added to them, if all positions together ascend.
         """
         position = selection.slots.position
         low = position if among is None else jnp.where(among, position, 0)
@@ -58,9 +58,9 @@ class EliasFano:
         return payload, selection
 
     def decode(self, payload: Payload) -> jax.Array:
-        """Reads the positions, (C,) int32; in range, and meaningless, from words that were damaged."""
+        """Reads the positions, (C,) int32; from damaged words they are meaningless, but in range."""
         n_slots, last = self.layout.n_slots, self.layout.n - 1
         upper, _ = unary.read_unary(payload["indices_upper"], n_slots)
-        upper = jnp.clip(upper, 0, last >> self.low_bits)  # before the shift, which may leave int32
+        upper = jnp.clip(upper, 0, last >> self.low_bits)  # before the shift, which may overflow
         low = bits.unpack_planes(payload["indices_low"], n_slots, self.low_bits)
         return jnp.minimum((upper << self.low_bits) | low, last)

@@ -15,7 +15,7 @@ from jaxcomm.selectors.selection import Selection
 from jaxcomm.types import Payload
 
 INDEX_CODECS = ("plain", "bitmap", "elias_fano", "rice")
-_RICE_BUDGET = 1.09  # of entropy
+_RICE_BUDGET = 1.09  # times the entropy
 
 
 class IndexCodec(Protocol):
@@ -35,7 +35,7 @@ class IndexCodec(Protocol):
         ...
 
     def encode(self, selection: Selection) -> tuple[Payload, Selection]:
-        """Returns the words, and the selection less what did not fit them."""
+        """Returns the words, and the selection without what did not fit."""
         ...
 
     def decode(self, payload: Payload) -> jax.Array:
@@ -44,7 +44,7 @@ class IndexCodec(Protocol):
 
 
 def entropy_bits(n: int, k: int) -> float:
-    """Returns the entropy of which k of n coordinates are sent, in bits an index: n H(k/n) / k."""
+    """Returns the entropy of the choice of k out of n coordinates, in bits an index: n H(k/n) / k."""
     if not 0 < k < n:
         return 0.0
     density = k / n
@@ -70,10 +70,10 @@ def make_index_codec(name: str, layout: Layout) -> IndexCodec:
 
 
 def choose_index_codec(layout: Layout, name: str = "auto", among: Sequence[str] = INDEX_CODECS) -> IndexCodec:
-    """Makes the codec that takes the fewest words for the layout's capacity.
+    """Makes the codec of a name, or the one that takes the fewest words for the layout's capacity.
 
     Args:
-      layout: the segments; its density is slots over elements.
+      layout: the segments; the density is slots over elements.
       name: one of `INDEX_CODECS`, or "auto" for the smallest.
       among: the codecs that "auto" chooses from.
     """

@@ -1,7 +1,7 @@
-"""A few bits a value: buckets of levels (QSGD), ternary numbers, signs, and the small integers that their sums are.
+"""A few bits a value: buckets of levels (QSGD), ternary numbers, the small integers of their sums, and signs.
 
-A codec writes a part of the flat vector as words, and reads it again; `start` is the place of the part's first element
-in the vector. The words that m values take are fixed.
+A codec writes a part of the flat vector as words, and reads it again; `start` is the position of the part's first
+element in the vector. The number of words depends only on the number of values, m.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from jaxcomm.numerics import shrinkage
 
 
 class PartCodec(Protocol):
-    """Writes and reads parts of the flat vector of whole blocks."""
+    """Writes and reads parts of the flat vector, of whole blocks each."""
 
     def n_words(self, m: int) -> int:
         """Returns the words of 32 bits that m values take."""
@@ -29,7 +29,7 @@ class PartCodec(Protocol):
         ...
 
     def decode(self, words: jax.Array, m: int, start: jax.Array | int) -> jax.Array:
-        """Reads what is left of the values, (m,) float32."""
+        """Reads the values, as they were rounded: (m,) float32."""
         ...
 
 
@@ -82,23 +82,23 @@ class Buckets:
         return jnp.sqrt(jnp.sum(jnp.square(values.reshape(-1, self.bucket)), axis=1))
 
     def _in_buckets(self, values: jax.Array) -> jax.Array:
-        """Cuts values (m,) into buckets (m / bucket, rows, columns), by rows of a TPU where they are whole ones."""
+        """Cuts values (m,) into buckets (m / bucket, rows, columns), with a TPU's columns if they divide a bucket."""
         columns = bits.LANES if self.bucket % bits.LANES == 0 else self.bucket
         return values.reshape(-1, self.bucket // columns, columns)
 
     def draw(self, values: jax.Array, scale: jax.Array, levels: int, start: jax.Array | int) -> jax.Array:
-        """Returns integers from -levels to levels, in float32: (m,). The scale is at least each of its values."""
+        """Rounds values to integers from -levels to levels, in float32: (m,). A scale bounds its values' magnitudes."""
         buckets = self._in_buckets(values)
         shrink = shrinkage(scale)
         inverse = np.float32(levels) / (scale * shrink)
-        inverse = jnp.where(jnp.isfinite(inverse), inverse, 0.0)  # a scale of zero, or almost
+        inverse = jnp.where(jnp.isfinite(inverse), inverse, 0.0)  # a scale of zero, or almost zero
         uniform = self._in_buckets(self.uniform(values.size, start))
         steps = (jnp.abs(buckets) * shrink[:, None, None]) * inverse[:, None, None]
         level = jnp.minimum(jnp.floor(steps + uniform), levels)
         return jnp.where(buckets < 0, -level, level).reshape(-1)
 
     def uniform(self, m: int, start: jax.Array | int) -> jax.Array:
-        """Returns what decides the rounding of m values, in [0, 1)."""
+        """Returns the numbers in [0, 1) that decide the rounding of m values."""
         return noise.uniform(self.key, m, start)
 
     def decode(self, words: jax.Array, m: int, start: jax.Array | int) -> jax.Array:
@@ -111,7 +111,7 @@ class Buckets:
 
 
 class Nearest(Buckets):
-    """The same with the nearest level, halves away from zero; without a key, and not unbiased."""
+    """`Buckets` that round to the nearest level, halves away from zero; without a key, and biased."""
 
     def uniform(self, m: int, start: jax.Array | int) -> jax.Array:
         """Returns halves."""
@@ -153,7 +153,7 @@ class Integers:
     """Integers from -limit to limit, exactly: ceil(log2(2 limit + 1)) bits a value.
 
     Attributes:
-      limit: the largest.
+      limit: the largest integer.
     """
 
     limit: int
@@ -186,7 +186,7 @@ class BlockSigns:
     2019.
 
     Attributes:
-      layout: the flat vector; what is in the padding of a block stays zero.
+      layout: the flat vector; padding is read as zeros.
     """
 
     layout: Layout

@@ -1,4 +1,4 @@
-"""Indices by the Rice code of their gaps: closer to entropy than Elias-Fano, where coordinates are dense.
+"""Indices by the Rice code of their gaps: closer to entropy than Elias-Fano where coordinates are dense.
 
 Source: Rice, "Some practical universal noiseless coding techniques", JPL 79-22, 1979.
 """
@@ -26,7 +26,7 @@ class Rice:
 
     Attributes:
       layout: the segments.
-      budget: bits an index that the words may take; infinite for room for every selection.
+      budget: bits an index that the words may take; infinite to have room for every selection.
     """
 
     layout: Layout
@@ -93,11 +93,11 @@ class Rice:
         return payload, selection._replace(slots=kept, overflow=selection.overflow + lost)
 
     def decode(self, payload: Payload) -> jax.Array:
-        """Reads the positions, (C,) int32; in range, and meaningless, where one did not fit."""
+        """Reads the positions, (C,) int32; those that did not fit are meaningless, but in range."""
         n_slots = self.layout.n_slots
         upper, _ = unary.read_unary(payload["indices_upper"], n_slots)
         low = bits.unpack_planes(payload["indices_low"], n_slots, self.low_bits)
         last = self.layout.n - 1
-        upper = jnp.clip(upper, 0, last >> self.low_bits)  # before the shift, which may leave int32
+        upper = jnp.clip(upper, 0, last >> self.low_bits)  # before the shift, which may overflow
         position = (upper << self.low_bits).astype(jnp.uint32) + bits.running_sum(low.astype(jnp.uint32))  # below 2 n
         return jnp.minimum(position, jnp.uint32(last)).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Codecs of the values in a payload's slots, by name: of 32 or 16 bits as they are, or of 4 or 2 in bins."""
+"""Codecs of the values in a payload's slots, by name: floats of 32 or 16 bits, or bins of 4 or 2 bits."""
 
 from typing import Literal, Protocol, get_args
 

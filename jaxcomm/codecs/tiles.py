@@ -1,8 +1,8 @@
-"""Activations of a few bits: tiles of numbers, rotated, with a scale each.
+"""Activations in a few bits: tiles of numbers, rotated, with a scale each.
 
 After He et al., "TAH-QUANT: Effective Activation Quantization in Pipeline Parallelism over Slow Network", arXiv
-2506.01352, 2025, from its abstract: tiles, a Hadamard transform, 3 to 4 bits, no state. Its bits by a tile's entropy
-and its swap of pivots are not here; the size of a tile, the scale and how gradients are rounded are ours.
+2506.01352, 2025, from its abstract: tiles, a Hadamard transform, 3 to 4 bits, no state. Its choice of bits by a tile's
+entropy and its pivot swap are not implemented; the tile size, the scale and the rounding of gradients are our own.
 """
 
 from dataclasses import dataclass
@@ -25,18 +25,18 @@ _LARGEST = np.uint32(0x7FFF)  # the upper half of a NaN
 
 @dataclass(frozen=True)
 class Tiles:
-    """Writes values as integers of b bits: in tiles of 64, rotated by a Walsh-Hadamard matrix, with a scale a tile.
+    """Writes values as integers of b bits: in tiles of 64, rotated by a Walsh-Hadamard matrix, with a scale per tile.
 
-    The scale is the largest magnitude of the rotated tile, as bfloat16, rounded up; of its 2^b - 1 levels each number
-    takes the nearest, or with a key one of its two neighbours at random, unbiased. The squared error of a tile is that
-    of the rotated numbers, each off by at most half a step, or a step with a key. A tile with a number that is not
-    finite arrives as NaN, and may do so with numbers above 2^120; zeros arrive as zeros.
+    The scale is the largest magnitude of the rotated tile, rounded up to bfloat16. Each number takes the nearest of
+    2^b - 1 levels or, with a key, one of its two neighbours at random, unbiased. A tile's squared error is that of the
+    rotated numbers, each off by at most half a step, or one step with a key. A tile with a number that is not finite
+    arrives as NaN, as may a tile with numbers above 2^120. A tile of zeros arrives as zeros.
 
-    The values are one row, the last tile filled with zeros. Where the numbers of a sample are no multiple of 64, a tile
-    has numbers of two samples.
+    All values form one row, and the last tile is padded with zeros. If the size of a sample is not a multiple of 64, a
+    tile may have numbers of two samples.
 
     Attributes:
-      width: b, bits a value; in addition 16 a tile.
+      width: b, bits a value, in addition to 16 bits a tile.
     """
 
     width: int
@@ -59,7 +59,7 @@ class Tiles:
           key: () uint32, of random rounding; None rounds to nearest.
         """
         rotated = self._rotate(jnp.pad(values.astype(jnp.float32), (0, -values.size % TILE)))  # (tiles, 64)
-        # A maximum of integers, of which NaN is the largest: one of floats may lose it.
+        # A maximum of the bits as integers, of which NaN is the largest: a maximum of floats may lose it.
         largest = jnp.max(magnitude_bits(rotated), axis=1)  # (tiles,)
         upper = jnp.minimum((largest >> 16) + (largest & np.uint32(0xFFFF) != 0), _LARGEST)
         scale = lax.bitcast_convert_type(upper << 16, jnp.float32)

@@ -17,7 +17,7 @@ def write_unary(upper: jax.Array, n_words: int, among: jax.Array | None = None) 
     Args:
       upper: (C,) int32, never descending.
       n_words: words of the bitmap.
-      among: (C,) bool, of which numbers to set the bit; all if not given.
+      among: (C,) bool, the numbers whose bits are set; all by default.
     """
     bit = upper + jnp.arange(upper.size, dtype=jnp.int32)
     value = jnp.left_shift(np.uint32(1), (bit % bits.WORD).astype(jnp.uint32))

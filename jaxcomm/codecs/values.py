@@ -38,8 +38,8 @@ class ValueCodec:
     def rounded(self, values: jax.Array) -> jax.Array:
         """Returns the float32 values that the receiver will see.
 
-        A finite value stays finite: what is beyond the largest number of the wire's type is sent as that number (and
-        error feedback keeps the rest).
+        A finite value stays finite: one beyond the largest number of the wire's type is sent as that number (and error
+        feedback keeps the rest).
         """
         info = jnp.finfo(self.dtype)
         values = jnp.clip(values, -float(info.max), float(info.max))
@@ -63,8 +63,8 @@ class ValueCodec:
     def encode(self, values: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Writes values (C,), already rounded, as W = ceil(C * bits / 32) words: (W,) uint32.
 
-        Of 16 bits, word i has value i below, and value W + i above: neighbours are read together, as they lie. The key
-        is that of a codec which rounds at random, as `Tiles`.
+        With 16 bits, word i has value i in its low half and value W + i in its high half, so that neighbours are read
+        together. `key` is for codecs that round at random, such as `Tiles`.
         """
         del key
         wire = values.astype(self.dtype)

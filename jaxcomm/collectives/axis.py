@@ -16,10 +16,10 @@ from jax.sharding import AbstractMesh, AxisType
 
 AxisName = str | tuple[str, ...]  # the workers may be along several axes of a mesh
 
-# The name of an axis of one worker, along which parameters are made to differ to see what depends on them: JAX tracks
-# it like any other (see parallel/agreement.py).
+# An axis of size 1, along which parameters are made to differ to see what depends on them: JAX tracks it like any other
+# axis (see parallel/agreement.py).
 OTHER_USES = "uses other than a late layer"
-# The name of an axis of one worker that is in scope where all gradients are exchanged and nothing is tracked.
+# An axis of size 1 that is in scope where all gradients are exchanged and nothing is tracked.
 ALL_EXCHANGED = "all gradients are exchanged"
 
 
@@ -63,10 +63,10 @@ def check_workers(workers: int | tuple[int, ...], axis_name: AxisName) -> tuple[
 
 
 def abstract_mesh(axes: Mapping[str, int], kind: Any = None) -> AbstractMesh:
-    """Makes a mesh without devices, of the sizes of its axes by their names: on it a worker's function is traced.
+    """Makes a mesh without devices, on which to trace a worker's function.
 
     Args:
-      axes: the sizes.
+      axes: the sizes of its axes, by name.
       kind: the `AbstractDevice` of the mesh that it stands for, if there is one.
     """
     types = (AxisType.Auto,) * len(axes)
@@ -74,13 +74,13 @@ def abstract_mesh(axes: Mapping[str, int], kind: Any = None) -> AbstractMesh:
 
 
 def traced_platform() -> str | None:
-    """Returns the platform ("cpu", "tpu", ...) that the program is traced for; None on no mesh, or an abstract one."""
+    """Returns the platform ("cpu", "tpu", ...) that the program is traced for; None if the mesh does not tell."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return None if device is None else device.platform
 
 
 def in_axes_of_workers(function: Callable[..., Any], sizes: tuple[int, ...], axis_name: AxisName) -> Callable[..., Any]:
-    """Gives a function that is the same for all workers their axes to ask about; it runs once."""
+    """Puts the workers' axes in scope for a function that does the same on all workers; it runs once."""
     for name, size in reversed(list(zip(axis_names(axis_name), sizes, strict=True))):
         function = jax.vmap(function, in_axes=None, out_axes=None, axis_name=name, axis_size=size)
     return function
@@ -106,9 +106,9 @@ def is_tracked(axis_name: str) -> bool:
 
 
 def to_varying(tree: Any, axis_name: AxisName) -> Any:
-    """Marks replicated values as each worker's own, so that `jax.grad` with respect to them stays local.
+    """Marks replicated values as differing between workers, so that `jax.grad` with respect to them stays local.
 
-    Free: no bytes. Values that differ already, or an axis where nothing is tracked, are left as they are.
+    Moves no bytes. Values that already differ are left as they are, as is everything where nothing is tracked.
     """
 
     def vary(value: Any) -> Any:
@@ -121,7 +121,7 @@ def to_varying(tree: Any, axis_name: AxisName) -> Any:
 
 
 def other_axes(value: jax.Array, axis_name: AxisName) -> tuple[str, ...]:
-    """Returns the axes, beside that of the workers, along which JAX knows a value to differ: those of a cut model."""
+    """Returns the axes other than the workers' along which JAX knows a value to differ: those of a sharded model."""
     return tuple(sorted(set(jax.typeof(value).manual_axis_type.varying) - set(axis_names(axis_name))))
 
 
@@ -133,17 +133,17 @@ def zeros_varying_as(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax
 
 
 def zeros_of(kind: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns zeros of a shape from `jax.eval_shape`, which JAX takes to differ between workers where that would."""
+    """Returns zeros of a shape from `jax.eval_shape`, which JAX takes to differ along the same axes."""
     zeros = jnp.zeros(kind.shape, kind.dtype)
     names = () if kind.manual_axis_type is None else tuple(kind.manual_axis_type.varying)
     return lax.pcast(zeros, names, to="varying") if names else zeros
 
 
 def check_per_worker(gradients: Any, axis_name: str) -> None:
-    """Refuses gradients that were reduced before they came here.
+    """Refuses gradients that are already reduced.
 
     Inside `jax.shard_map`, `jax.grad` with respect to replicated parameters already inserts the dense all-reduce. A
-    compressor behind it would save nothing, and its mean would be wrong by a factor of K.
+    compressor after it would save nothing, and its mean would be wrong by a factor of K.
 
     Raises:
       ValueError: at trace time, if a gradient is known to be the same on all workers, or outside the axis.

@@ -1,8 +1,8 @@
-"""The balanced sparse all-reduce: each worker owns a region, sums it, and keeps what it drops.
+"""The balanced sparse all-reduce: each worker owns a region, sums it, and keeps the sums that it does not send.
 
-Gathered payloads grow with K. Here a worker's coordinates go to the owners of their regions, and each owner sends to
-all the largest of its sums, as many as fit: about twice a payload, whatever K is. What an owner drops goes into its own
-residual, and is sent when it is large enough.
+The bytes of gathered payloads grow with K. Here, a worker's coordinates go to the owners of their regions, and each
+owner sends its largest sums, as many as fit, to all workers: about two payloads, whatever K is. The sums that an owner
+does not send go into its own residual, and are sent when they are large enough.
 
 Source: Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning" (Ok-Topk), PPoPP 2022.
 """
@@ -28,17 +28,17 @@ from jaxcomm.scopes import DECODE, ENCODE
 from jaxcomm.selectors import Selection, compact, compact_rows, select_topk
 from jaxcomm.types import Payload
 
-REGION_SLACK = Fraction(5, 4)  # room of a region over its share of the slots
+REGION_SLACK = Fraction(5, 4)  # capacity of a region divided by its share of the slots
 
 
 @dataclass(frozen=True)
 class Regions:
-    """The flat vector in K regions of whole blocks, one a worker. Static.
+    """The flat vector in K regions of whole blocks, one per worker. Static.
 
     Attributes:
       layout: the flat vector.
       workers: K.
-      values: how values are written.
+      values: the codec of values.
       index_codec: name of the codec of positions, or "auto".
       checksum: see `jaxcomm.collectives.checksum`.
     """
@@ -51,12 +51,12 @@ class Regions:
 
     @property
     def size(self) -> int:
-        """Elements of a region; the last ones may reach beyond n, or start there."""
+        """Elements of a region; the last regions may end, or even start, beyond n."""
         return -(-self.layout.n // (self.workers * BLOCK)) * BLOCK
 
     @property
     def region(self) -> Layout:
-        """The layout of one region, R slots."""
+        """The layout of one region, with R slots."""
         capacity = min(self.size, math.ceil(REGION_SLACK * self.layout.n_slots / self.workers))
         return Layout(((self.size,),), (jnp.dtype(jnp.float32),), (True,), (capacity,))
 
@@ -78,7 +78,7 @@ class Regions:
         return rows, jnp.pad(mask, (0, beyond // bits.WORD)).reshape(k, -1)
 
     def place(self, position: jax.Array) -> jax.Array:
-        """Turns the positions of slots in their regions (K, R) into those in the vector: (K R,), in range for all."""
+        """Turns slots' positions in their regions (K, R) into positions in the vector (K R,), all in range."""
         first = np.arange(self.workers, dtype=np.int32)[:, None] * self.size
         return jnp.minimum((position + first).reshape(-1), self.layout.n - 1)
 
@@ -101,16 +101,16 @@ class Regions:
     def exchange(
         self, vector: jax.Array, mask: jax.Array, start: jax.Array, status: jax.Array, axis_name: str
     ) -> SparseReduced:
-        """Sums the masked coordinates over the workers, and keeps as many of the largest sums as there are slots.
+        """Sums the selected coordinates over the workers, and returns as many of the largest sums as there are slots.
 
         total + psum(residual) == psum(what was sent). Each worker receives 2 (K-1) payloads of a region.
 
         Args:
           vector: (n,) float32.
-          mask: (n/32,) uint32, the selected coordinates. What a region has no slot for is not sent and counts as
-            overflow.
-          start: which coordinates of a region with too many are sent, see `compact`.
-          status: () uint32, this worker's, of `write_status`.
+          mask: (n/32,) uint32, the selected coordinates. Those that have no slot in their region are not sent and count
+            as overflow.
+          start: the start offset in regions with too many coordinates, see `compact`.
+          status: () uint32, this worker's status, from `write_status`.
           axis_name: the axis of workers.
         """
         n, k, size = self.layout.n, self.workers, self.size
@@ -141,7 +141,7 @@ class Regions:
             result, selection = self._encode(total, compact(select_topk(total, self.region), self.region), [])
             kept = self.values.read(result["values"], self.region)
             dropped = total.at[selection.slots.position].add(-kept, mode="promise_in_bounds")
-            # What this worker holds back itself, and now for others as well, must stay finite, or it could never leave.
+            # What this worker keeps of its own and of others' coordinates must be finite, or it could never be sent.
             own = by_region[me].at[slots.position[me]].add(-values[me], mode="promise_in_bounds")
             sound = sound & jnp.isfinite(own + dropped).all()
             result["header"] = jnp.stack([write_status(sound, overfull), counts[0], counts[1]])

@@ -20,7 +20,7 @@ class Encoded(NamedTuple):
 
     Attributes:
       values: (m,) of the activations' dtype. Gradients come back through them.
-      words: (w,) uint32, where the values belong.
+      words: (w,) uint32, the coded positions of the values.
     """
 
     values: jax.Array
@@ -40,7 +40,7 @@ class Format(Protocol):
 
     @property
     def values_as(self) -> ValueCodec | Tiles:
-        """How a value is written: forward to nearest, backward at random where the codec is `Tiles`."""
+        """The codec of a value. `Tiles` round to nearest forward, and at random backward."""
         ...
 
     def forward(self, values: jax.Array, key: jax.Array) -> jax.Array:
@@ -48,7 +48,7 @@ class Format(Protocol):
         ...
 
     def forwarded(self, values: jax.Array, key: jax.Array) -> jax.Array:
-        """Returns the values, from what has travelled forward."""
+        """Returns the values, from what travelled forward."""
         ...
 
     def backward(self, gradient: jax.Array, residual: Any) -> tuple[Encoded, Any]:
@@ -56,7 +56,7 @@ class Format(Protocol):
         ...
 
     def returned(self, encoded: Encoded) -> jax.Array:
-        """Returns the gradient of the values, from what has travelled backward."""
+        """Returns the gradient of the values, from what travelled backward."""
         ...
 
 
@@ -69,23 +69,23 @@ def send(
     residuals: list[Any],
     target: int | None = None,
 ) -> list[Encoded]:
-    """Moves arrays from one position of an axis to another, in one permutation; everybody else receives zeros.
+    """Moves arrays from one position of an axis to another, in one permutation; all others receive zeros.
 
     Gradients of the values travel back the same way when the result is differentiated. The "gradient" with respect to
     a residual is the new residual.
 
     Args:
-      formats: of the arrays.
-      encoded: the arrays; those of the sender are read.
+      formats: the format of each array.
+      encoded: the arrays; only the sender's are read.
       axis_name: the axis of stages.
       source: the sender's position.
       key: () uint32, the seed of random formats and of random rounding, the same on both sides.
-      residuals: for every format with a residual an array of its shape, None for the others.
-      target: the receiver's position, the one after the sender's if not given.
+      residuals: for every format with a residual, an array of its shape; None for the others.
+      target: the receiver's position, by default the one after the sender's.
 
     Returns:
-      The arrays, on the receiver. It receives 4 bytes a word of the values and the indices, and the sender as many for
-      the gradient's.
+      The arrays, on the receiver. It receives 4 bytes a word, for values and positions; in the backward pass, so does
+      the sender.
     """
     route = Route(axis_name, source, source + 1 if target is None else target)
     values, words = [each.values for each in encoded], [each.words for each in encoded]
@@ -151,10 +151,10 @@ def _permute(
     read: Callable[[list[Encoded]], Any],
     key: jax.Array | None,
 ) -> tuple[Any, Any]:
-    """Moves values and indices of all arrays as one buffer of 32-bit words, with the key of random rounding.
+    """Moves the values and positions of all arrays as one buffer of 32-bit words; `key` is that of random rounding.
 
     Returns:
-      What the receiver reads, and what the sender has beside; zeros elsewhere, where nothing is written or read.
+      What the receiver reads, and the rest of what the sender's `write` returns; zeros elsewhere, where neither runs.
     """
     kinds, _ = jax.eval_shape(write)
 
@@ -184,7 +184,7 @@ def _permute(
 
 
 def _only_at(position: int, axis_name: AxisName, function: Callable[[], Any]) -> Any:
-    """Runs a function at one position of an axis; everybody else has zeros, and does not compute."""
+    """Runs a function at one position of an axis; all others return zeros without running it."""
 
     def run() -> Any:
         return to_varying(function(), axis_name)

@@ -1,7 +1,7 @@
-"""One word more in every message, by which its receiver finds damage, and the vote that has all workers skip the step.
+"""A checksum in every message, by which its receiver finds damage, and the vote by which all workers skip the step.
 
-The digest finds any damage within one word (a flipped bit among it) for certain, and all else, such as two words that
-changed places, except for one in 2^32.
+The digest always finds damage within one word, such as a flipped bit. It finds other damage, such as two swapped words,
+except for one case in 2^32.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Sum = TypeVar("Sum", Reduced, SparseReduced)
 
 
 def move(words: jax.Array, collective: Callable[[jax.Array], jax.Array], checksum: bool) -> tuple[jax.Array, jax.Array]:
-    """Moves messages by a collective, each with its digest if there is to be a checksum: 4 bytes more a message.
+    """Moves messages by a collective; with a checksum, each carries its digest, 4 more bytes.
 
     Args:
       words: (..., m) uint32, a message in each row.
@@ -29,8 +29,8 @@ def move(words: jax.Array, collective: Callable[[jax.Array], jax.Array], checksu
       checksum: whether to check.
 
     Returns:
-      What arrived, (..., m), and whether all of it is as it was sent: () bool, which each worker knows of itself alone,
-      also where all were sent the same; True without a checksum.
+      What arrived, (..., m), and whether this worker received it as it was sent: () bool, which may differ between
+      workers even if all were sent the same; True without a checksum.
     """
     collective = jax.named_scope(EXCHANGE)(collective)
     if not checksum:
@@ -41,15 +41,15 @@ def move(words: jax.Array, collective: Callable[[jax.Array], jax.Array], checksu
 
 
 def gather_checked(words: jax.Array, axis_name: AxisName, checksum: bool) -> tuple[jax.Array, jax.Array]:
-    """Gathers every worker's words (m,) by `gather_words`: (K, m), and what `move` says of them."""
+    """Gathers every worker's words (m,) by `gather_words`: (K, m), and whether they arrived as sent; see `move`."""
     return move(words, lambda own: gather_words(own, axis_name), checksum)
 
 
 def agreed(reduced: Sum, axis_name: AxisName, checksum: bool) -> Sum:
-    """Makes a sum `ok` on all workers or on none, where each has checked what it received: an all-reduce of 4 bytes."""
+    """Makes `ok` of a sum False on all workers if a checksum failed on any, by an all-reduce of 4 bytes."""
     if not checksum:
         return reduced
-    # Each worker's own number: XLA takes what was gathered to be the same on all, and need not ask for their sum.
+    # A number that differs between workers: XLA takes gathered values to be replicated, and could skip their sum.
     with jax.named_scope(EXCHANGE):
         broken = lax.psum(jnp.where(reduced.ok, 0, 1 + lax.axis_index(axis_name)), axis_name)
     return reduced._replace(ok=broken == 0)

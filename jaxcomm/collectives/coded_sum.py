@@ -1,6 +1,6 @@
-"""The sum of vectors of a few bits a value.
+"""The sum of vectors that are coded in a few bits a value.
 
-Gathered; in two shots, of which the second codes the sum again; or, of small integers, by an all-reduce of integers.
+By a gather; in two shots, of which the second codes the sum again; or, for small integers, by an all-reduce of them.
 """
 
 from collections.abc import Sequence
@@ -22,17 +22,17 @@ COLLECTIVES = ("gather", "two_shot")
 
 
 def check_collective(name: str, collectives: Sequence[str] = COLLECTIVES) -> None:
-    """Raises a ValueError unless the name is one of some, or "auto"."""
+    """Raises a ValueError unless the name is one of `collectives`, or "auto"."""
     if name not in (*collectives, "auto"):
         raise ValueError(f"Coded vectors are summed by one of {', '.join(collectives)}, got {name!r}: or pass 'auto'.")
 
 
 def integer_sum(codes: jax.Array, flag: jax.Array, axis_name: str) -> Reduced:
-    """Sums each worker's small integers over the workers, exactly: 2 (K-1)/K of their bytes.
+    """Sums each worker's small integers over the workers, exactly. Each receives 2 (K-1)/K of their bytes.
 
     Args:
-      codes: (n,) int8 or int16, whose sum over the workers is of that type as well.
-      flag: () bool, whether this worker's step is sound.
+      codes: (n,) int8 or int16, whose sum over the workers fits the same type.
+      flag: () bool, whether this worker's step is ok.
       axis_name: the axis of workers.
     """
     with jax.named_scope(ENCODE):
@@ -55,14 +55,14 @@ def coded_sum(
 ) -> Reduced:
     """Sums each worker's vector over the workers: total + psum(residual) == psum(vector).
 
-    Gathered, each worker receives (K-1) vectors of the first code, and nothing is coded twice. In two shots it receives
-    (K-1)/K of one vector of each code, whatever K is.
+    By a gather, each worker receives (K-1) vectors in the first code, and nothing is coded twice. In two shots it
+    receives (K-1)/K of one vector in each code.
 
     Args:
       vector: (n,) float32, whole blocks.
-      flag: () bool, whether this worker's step is sound.
-      first: the code of each worker's vector.
-      second: the code of a sum of them.
+      flag: () bool, whether this worker's step is ok.
+      first: the codec of each worker's vector.
+      second: the codec of their sum.
       collective: "gather", "two_shot", or "auto" for the one that receives fewer bytes (gather if both are equal).
       axis_name: the axis of workers.
       checksum: see `jaxcomm.collectives.checksum`.
@@ -87,7 +87,7 @@ def _with_flag(words: jax.Array, flag: jax.Array) -> jax.Array:
 
 @jax.named_scope(DECODE)
 def _add_up(rows: jax.Array, codec: PartCodec, m: int, start: jax.Array | int) -> jax.Array:
-    """Adds coded vectors (K, words + 1) up in the order of the workers: (m,) float32."""
+    """Sums coded vectors (K, words + 1) in the order of the workers: (m,) float32."""
 
     def add(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
         return total + codec.decode(row[:-1], m, start), None
@@ -126,7 +126,7 @@ def _two_shot(
         with jax.named_scope(ENCODE):
             code = second.encode(total, me * size)
         dropped = total - second.decode(code, size, me * size)
-        # What this worker holds back itself, and now for others as well, must stay finite, or it could never leave.
+        # What this worker keeps of its own and of others' vectors must be finite, or it could never be sent.
         own = parts[me] - first.decode(words[me], size, me * size)
         sound = jnp.all(rows[:, -1] == 1) & jnp.isfinite(total).all() & jnp.isfinite(own + dropped).all()
         return _with_flag(code, sound), dropped

@@ -22,18 +22,20 @@ def dense_mean(
 ) -> tuple[list[jax.Array], jax.Array]:
     """Averages tensors over the workers.
 
-    The same on every worker. In float32 it equals `jax.lax.pmean` of every tensor, in one all-reduce; where collectives
-    are asynchronous (GPU, TPU), in one for each bucket of some 25 MiB, so that the last layers' gradients travel while
-    those of the first are computed. In float16 that
-    all-reduce sums what the workers have divided by K and rounded, and rounds every partial sum. In bfloat16, which
-    XLA's own all-reduce would send as 32 bits on a CPU, every worker owns a part, adds it up in float32 in the order of
-    the workers, and rounds the sum once more. Each worker receives 2 (K-1)/K * 4 bytes an element, or half of that.
+    The result is the same on every worker. In float32 it equals `jax.lax.pmean` of every tensor, in one all-reduce. In
+    float16 that all-reduce sums what the workers divided by K and rounded, and rounds every partial sum. In bfloat16,
+    which XLA's own all-reduce would send as 32 bits on a CPU, every worker owns a part, sums it in float32 in the order
+    of the workers, and rounds the sum once more. Each worker receives 2 (K-1)/K * 4 bytes an element, or half of that
+    in 16 bits.
+
+    Where collectives are asynchronous (GPU, TPU), tensors travel in buckets of about 25 MiB, so that the gradients of the
+    last layers travel while those of the first layers are computed.
 
     Args:
       tensors: each worker's own, of any floating dtype and shape; may be empty.
       axis_name: the axis of workers, or the axes.
-      value_dtype: what travels, "float32", "bfloat16" or "float16", whose smaller range is that of `PlumpDp`.
-      checksum: see `jaxcomm.collectives.checksum`; in bfloat16 alone.
+      value_dtype: the type on the wire, "float32", "bfloat16" or "float16"; see `PlumpDp` for their ranges.
+      checksum: see `jaxcomm.collectives.checksum`; only in bfloat16.
 
     Returns:
       The means, in the tensors' shapes and dtypes, and whether every number of them is finite: () bool. If a tensor of
@@ -75,7 +77,7 @@ def _mean_at_once(
             mean = sum_of(vector, axis_name)
         mean = mean / axis_size(axis_name)  # (n,)
     else:
-        # Tensor by tensor: of the vector, XLA would concatenate them once more, element by element.
+        # Tensor by tensor: to test the vector, XLA would concatenate them once more, element by element.
         finite = jnp.stack([jnp.isfinite(tensor).all() for tensor in tensors]).all()
         values = value_codec(value_dtype)
         summed = compact_sum(vector, finite, "two_shot", values, axis_name, checksum)

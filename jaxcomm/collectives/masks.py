@@ -1,7 +1,7 @@
 """The union of the masks of a few workers, the same on every worker.
 
-Which workers publish a tensor's mask is drawn anew in every step, so that the program cannot know: the others take part
-with zeros.
+The publishers of a tensor's mask are drawn anew in every step, so the compiled program cannot know them: the other
+workers take part with zeros.
 """
 
 from dataclasses import dataclass
@@ -32,12 +32,12 @@ class MaskUnion:
 
     Attributes:
       layout: the flat vector; its capacities bound what a coded mask can hold.
-      codec: "bitmap" (n bits, combined by the owners of its parts), "coded" (positions, one row a publisher), or "auto"
-        for the one that receives fewer bytes.
-      publishers: r, of every segment.
+      codec: "bitmap" (n bits, combined by the owners of its parts), "coded" (positions, one row per publisher), or
+        "auto" for the one that receives fewer bytes.
+      publishers: r, publishers of every segment.
       axis_name: the axis of workers.
-      checksum: see `jaxcomm.collectives.checksum`. Positions are then gathered from all workers, for no one could check
-        what is summed on its way.
+      checksum: see `jaxcomm.collectives.checksum`. Positions are then gathered from all workers, since no worker could
+        check what is summed on its way.
     """
 
     layout: Layout
@@ -48,7 +48,7 @@ class MaskUnion:
 
     @cached_property
     def indices(self) -> Plain | EliasFano:
-        """The codec of a coded mask's positions: one whose words, where workers wrote different slots, add up."""
+        """The codec of a coded mask's positions: one whose words can be added if workers wrote different slots."""
         return min(Plain(self.layout), EliasFano(self.layout), key=lambda codec: codec.n_words)
 
     def is_coded(self) -> bool:
@@ -69,17 +69,17 @@ class MaskUnion:
     def __call__(self, mask: jax.Array, row: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Combines the publishers' masks.
 
-        Each worker receives 2 (K-1)/K * n/8 bytes as a bitmap, and coded 2 (K-1)/K * r payloads of positions (K-1 of
-        them where that is less).
+        Each worker receives 2 (K-1)/K * n/8 bytes for a bitmap, or 2 (K-1)/K * r payloads of coded positions (K-1 of
+        them if that is less).
 
         Args:
           mask: (n/32,) uint32, this worker's own.
-          row: (S,) int32, for every segment the worker's number among its publishers, from 0; -1 where it is none.
-          start: which coordinates of a mask with more than there is room for are coded, see `compact`.
+          row: (S,) int32, for every segment, the worker's index among its publishers; -1 if it is not one of them.
+          start: the start offset in a mask with more coordinates than fit, see `compact`.
 
         Returns:
-          The union (n/32,) uint32, and the coordinates that publishers had no room for: () float32; the same on every
-          worker. And whether all that this worker has received was as it was sent: () bool.
+          The union (n/32,) uint32, and how many coordinates publishers had no room for, () float32, both the same on
+          every worker; and whether this worker received everything as it was sent, () bool.
         """
         published = jnp.where(self.layout.per_block(row >= 0)[:, None], mask.reshape(-1, BLOCK_WORDS), 0).reshape(-1)
         if self.is_coded():
@@ -111,7 +111,7 @@ class MaskUnion:
 
         @jax.named_scope(ENCODE)
         def as_publisher(number: jax.Array) -> jax.Array:
-            """Writes the slots of the segments of which this worker is the publisher of that number."""
+            """Writes the slots of the segments for which this worker has that index among the publishers."""
             own = row == number  # (S,)
             indices, _ = self.indices.encode(selection, own[segment])
             return fuse({"counts": jnp.where(jnp.append(own, number == 0), counts, 0), **indices})

@@ -1,10 +1,12 @@
 """Messages from every worker to every other, or to the next one.
 
-Between two CPU hosts a large message goes by an all-reduce of integers: the sum of both workers' words, less a worker's
-own, is the other's, exactly. It moves the same bytes, and both ways at once. In Gloo's other collectives the host that
-comes second may send all that it has before it says that it can receive, so that they take up to twice as long.
+Between two CPU hosts, a large message goes by an all-reduce of integers: the sum of both workers' words, minus a
+worker's own words, is exactly the other's words. This moves the same bytes, in both directions at once. In Gloo's other
+collectives, the host that arrives second may send everything before it signals that it can receive, so that they take
+up to twice as long.
 
-Between TPUs a message is whole tiles: XLA makes other gathers and scatters all-reduces, which move twice the bytes.
+Between TPUs, a message is padded to whole tiles: XLA turns other gathers and scatters into all-reduces, which move
+twice the bytes.
 """
 
 import functools
@@ -21,10 +23,11 @@ from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, is_tracked
 from jaxcomm.scopes import EXCHANGE
 from jaxcomm.traffic import SPLIT_FROM, TILE_BYTES
 
-LARGE = 1 << 18  # bytes of a message from which both ways at once are worth a second round of the network
-SAME = "same_on_all_workers"  # the name of the primitive that promises it, in traced programs
+LARGE = 1 << 18  # bytes of a message from which both directions at once are worth a second network round trip
+SAME = "same_on_all_workers"  # the name, in traced programs, of the primitive that promises it
 
-# JAX cannot know that two workers have put the same rows together. Returns the first operand with the second's type.
+# JAX cannot know that two workers have joined the same rows. The primitive returns its first operand with the type of
+# the second.
 _same = Primitive(SAME)
 _same.def_impl(lambda value, like: value)
 _same.def_abstract_eval(lambda value, like: like)
@@ -32,7 +35,7 @@ mlir.register_lowering(_same, lambda ctx, value, like: [value])
 
 
 def all_gather_same(value: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Gathers every worker's value, (K, *shape), the same on every worker, as far as JAX can be told.
+    """Gathers every worker's value: (K, *shape), the same on every worker, and marked so where JAX tracks it.
 
     Each worker receives K - 1 values.
     """
@@ -41,7 +44,7 @@ def all_gather_same(value: jax.Array, axis_name: AxisName) -> jax.Array:
             total, other = _swap(_as_words(value), axis_name)
             rows = _from_words(_in_order(_as_words(value), other, axis_name), value.dtype)
             return _same.bind(rows, _from_words(jnp.broadcast_to(total, (2, *total.shape)), value.dtype))
-        # XLA makes other gathers all-reduces of zeros, of twice the bytes.
+        # XLA turns other gathers into all-reduces with zeros, of twice the bytes.
         whole = _in_tiles(value) if traced_platform() == "tpu" else value
         if all(is_tracked(name) for name in axis_names(axis_name)):
             rows = lax.all_gather(whole, axis_name, to="invarying")
@@ -51,7 +54,7 @@ def all_gather_same(value: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def all_gather_rows(value: jax.Array, axis_name: AxisName, axis: int = 0) -> jax.Array:
-    """Puts the workers' arrays end to end along a dimension, in their order. It has a gradient.
+    """Concatenates the workers' arrays along a dimension, in the workers' order. Differentiable.
 
     Each worker receives K - 1 arrays.
     """
@@ -66,7 +69,7 @@ def all_gather_rows(value: jax.Array, axis_name: AxisName, axis: int = 0) -> jax
 
 
 def all_to_all(rows: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Sends row j of (K, ...) to worker j; row i of the result is from worker i. It has a gradient.
+    """Sends row j of (K, ...) to worker j; row i of the result is from worker i. Differentiable.
 
     Each worker receives (K-1)/K of its rows' bytes.
     """
@@ -79,20 +82,20 @@ def all_to_all(rows: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def sum_of(vector: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Sums the workers' vectors (n,), the same on every worker. Each receives 2 (K-1)/K of its bytes."""
+    """Sums the workers' vectors (n,); the sum is the same on every worker. Each receives 2 (K-1)/K of its bytes."""
     count = axis_size(axis_name)
     if traced_platform() != "tpu" or vector.nbytes < SPLIT_FROM * count * TILE_BYTES:
         return lax.psum(vector, axis_name)
-    # Between slices each device of a slice sends its part, of whole tiles; of other sums XLA sends more inside.
+    # Between slices, each device of a slice sends its part in whole tiles; for other sums, XLA sends more inside them.
     return lax.psum(_in_tiles(vector, count), axis_name)[: vector.size]
 
 
 def sum_scatter(rows: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Returns the sum over the workers of row i of (K, ...) to worker i. It has a gradient.
+    """Sums rows (K, ...) over the workers; worker i receives the sum of row i. Differentiable.
 
     Each worker receives (K-1)/K of its rows' bytes.
     """
-    if traced_platform() == "tpu":  # of other rows XLA sums all, and keeps a part
+    if traced_platform() == "tpu":  # otherwise XLA sums all rows, and keeps a part
         whole = jax.vmap(_in_tiles)(rows).reshape(len(rows), -1, LANES)
         own = lax.psum_scatter(whole, axis_name, scatter_dimension=0)
         return own.reshape(-1)[: rows[0].size].reshape(rows.shape[1:])
@@ -114,7 +117,7 @@ def to_next(value: jax.Array, axis_name: AxisName) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def swapped(value: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Returns the other one's value to each of two workers, bit for bit; 4 bytes a number."""
+    """Returns the other one of two workers' value, bit for bit; 4 bytes a number."""
     return _from_words(_swap(_as_words(value), axis_name)[1], value.dtype)
 
 
@@ -130,20 +133,20 @@ swapped.defvjp(_swapped_forward, _swapped_backward)
 
 
 def _is_by_pair(message: Any, axis_name: AxisName) -> bool:
-    """Returns whether messages, one from every worker, go by an all-reduce: on a mesh alone."""
+    """Returns whether messages, one from every worker, go by an all-reduce; only on a mesh."""
     is_large = message.dtype.itemsize == 4 and message.size * 4 >= LARGE
     on_mesh = set(axis_names(axis_name)) <= set(jax.sharding.get_abstract_mesh().manual_axes)
     return is_large and on_mesh and axis_size(axis_name) == 2 and traced_platform() in (None, "cpu")
 
 
 def _in_tiles(value: jax.Array, count: int = 1) -> jax.Array:
-    """Returns a message as a vector of a multiple of so many tiles."""
+    """Returns a message as a vector, padded to a multiple of `count` tiles."""
     return jnp.pad(value.reshape(-1), (0, -value.size % (count * TILE_BYTES // value.dtype.itemsize)))
 
 
 def _swap(words: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of both workers' words, modulo 2^32, and the other's words."""
-    words = lax.optimization_barrier(words)  # once in memory: XLA would compute them again for the difference
+    words = lax.optimization_barrier(words)  # else XLA would compute them again for the difference
     total = lax.psum(words, axis_name)
     return total, total - words
 
@@ -152,7 +155,7 @@ def _in_order(own: jax.Array, other: jax.Array, axis_name: AxisName) -> jax.Arra
     """Returns the rows of both workers, (2, ...)."""
     is_first = lax.axis_index(axis_name) == 0
     rows = jnp.stack([jnp.where(is_first, own, other), jnp.where(is_first, other, own)])
-    return lax.optimization_barrier(rows)  # not once more for each of those who read them
+    return lax.optimization_barrier(rows)  # else XLA would compute them again for each use
 
 
 def _as_words(value: jax.Array) -> jax.Array:

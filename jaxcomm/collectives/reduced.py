@@ -1,4 +1,4 @@
-"""What comes back from a sum over the workers that loses something on the way."""
+"""The results of sums over the workers that round or leave out something on the way."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import jax
 
 
 class Sent(NamedTuple):
-    """Coordinates as they are sent.
+    """Coordinates as a worker sends them.
 
     Attributes:
       position: (C,) int32 in the flat vector; in range for empty slots as well.
@@ -25,8 +25,8 @@ class Reduced(NamedTuple):
 
     Attributes:
       total: ok -> (n,) float32, the sum over the workers, zeros unless ok; the same on every worker.
-      residual: () -> (n,) float32, what this worker rounded off, of its own vector and of sums that it owns.
-      ok: () bool, the same on every worker: every worker's vector, and what arrived, is finite.
+      residual: () -> (n,) float32, this worker's rounding errors, of its own vector and of the sums that it owns.
+      ok: () bool, the same on every worker: whether every worker's vector, and what arrived, is finite.
     """
 
     total: Callable[[jax.Array], jax.Array]
@@ -39,12 +39,13 @@ class SparseReduced(NamedTuple):
 
     Attributes:
       total: as in `Reduced`.
-      residual: as in `Reduced`, and what this worker dropped of sums that it owns; None where nothing is.
+      residual: () -> (n,) float32, what this worker rounded off or left out of the sums that it owns; None if workers
+        own no sums.
       ok: as in `Reduced`.
       sent: this worker's own coordinates.
       counts: (2,) float32, coordinates sent and overflow, all workers together.
-      overfull: () bool, the same on every worker: whether some worker selected of some tensor more than twice as many
-        coordinates as it has slots.
+      overfull: () bool, the same on every worker: whether some worker selected more than twice as many coordinates of
+        some segment as it has slots.
     """
 
     total: Callable[[jax.Array], jax.Array]

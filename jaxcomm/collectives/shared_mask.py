@@ -1,6 +1,6 @@
 """The sum of compact buffers: values at coordinates that all workers agree on, so that no index travels.
 
-Three ways, of which two send the values as 16 bits. XLA's own all-reduce would widen those to 32 on a CPU.
+Two of the three ways can send values of 16 bits, which XLA's own all-reduce would widen to 32 on a CPU.
 """
 
 import jax
@@ -23,8 +23,8 @@ def choose_sum(name: str, values: ValueCodec) -> str:
     """Chooses how compact buffers are summed.
 
     Args:
-      name: one of `SUMS`, or "auto": psum for float32 values, two_shot for 16 bits. (Two shots move what the ring
-        moves, in 2 messages a neighbour instead of K, and round each value twice instead of K times.)
+      name: one of `SUMS`, or "auto": psum for float32 values, two_shot for 16 bits. (Two shots move the bytes of the
+        ring, in 2 messages per neighbour instead of K, and round each value twice instead of K times.)
       values: the type of a value on the wire.
 
     Raises:
@@ -47,17 +47,17 @@ def compact_sum(
 ) -> Reduced:
     """Sums each worker's values over the workers.
 
-    Equals `lax.psum`, to the rounding of the codec, and every rounding's error stays with the worker who rounded:
-    total + psum(residual) == psum(values). Each worker receives 2 (K-1)/K * C * codec.bits/8 bytes, and a flag of 4
-    bytes a message.
+    Equals `lax.psum`, up to the codec's rounding. Every rounding error stays with the worker that rounded: total +
+    psum(residual) == psum(values). Each worker receives 2 (K-1)/K * C * codec.bits/8 bytes, and 4 bytes per message to
+    say whether the step is ok.
 
     Args:
       values: (C,) float32.
-      flag: () bool, whether this worker's step is sound.
+      flag: () bool, whether this worker's step is ok.
       name: one of `SUMS`.
       codec: the type of a value on the wire.
       axis_name: the axis of workers.
-      checksum: see `jaxcomm.collectives.checksum`; not with psum, of which no worker sees what was sent.
+      checksum: see `jaxcomm.collectives.checksum`; not with psum, where no worker sees what was sent.
     """
     if name == "psum":
         with jax.named_scope(EXCHANGE):
@@ -78,7 +78,7 @@ def compact_sum(
 
 @jax.named_scope(ENCODE)
 def _code(values: jax.Array, flag: jax.Array, codec: ValueCodec) -> jax.Array:
-    """Writes rounded values and a flag as words."""
+    """Writes rounded values, and whether the step is ok, as words."""
     return jnp.append(codec.encode(values), flag.astype(jnp.uint32))
 
 
@@ -91,7 +91,7 @@ def _two_shot(
         def add(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
             return total + codec.decode(row[:-1], width), None
 
-        # In the order of the workers, and so to the same bits wherever it is compiled.
+        # In the order of the workers, and so the same bits wherever it is compiled.
         with jax.named_scope(DECODE):
             total, _ = lax.scan(add, codec.decode(received[0, :-1], width), received[1:])  # (width,)
         sound = jnp.all(received[:, -1] == 1) & jnp.isfinite(total).all()

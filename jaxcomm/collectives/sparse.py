@@ -1,4 +1,4 @@
-"""The sum of sparse vectors: every worker's coordinates as one payload, gathered or added up by owners of regions."""
+"""The sum of sparse vectors: every worker's coordinates as one payload, gathered or summed by owners of regions."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,11 +28,11 @@ COLLECTIVES = ("gather", "balanced")
 
 
 class Accumulated(NamedTuple):
-    """Gradient + residual of one worker, added where it is read: written down it would cost a pass and n floats.
+    """One worker's gradient + residual, added wherever it is read: storing the sum would cost a pass and n floats.
 
     Attributes:
       gradient: (n,) float32.
-      residual: (1, n) float32, the worker's row. It keeps its shape on the way into the new row, or XLA copies it.
+      residual: (1, n) float32, the worker's row. It keeps this shape until it is the new row, or XLA would copy it.
     """
 
     gradient: jax.Array
@@ -57,11 +57,11 @@ class SparseSum:
 
     Attributes:
       layout: the flat vector's segments and their capacities.
-      values: how values are written.
+      values: the codec of values.
       index_codec: name of the codec of positions, or "auto".
-      collective: "gather", "balanced", or "auto" for gather where it receives at most a quarter of the dense bytes, and
-        beyond that for gather or balanced, whichever receives fewer.
-      always_fits: whether no more is ever selected of a tensor than it has slots (of a region there may be).
+      collective: "gather", "balanced", or "auto" for gather if it receives at most a quarter of the dense bytes, else
+        for whichever of the two receives fewer.
+      always_fits: whether a segment never has more selected coordinates than slots (a region may).
       axis_name: the axis of workers.
       checksum: see `jaxcomm.collectives.checksum`.
     """
@@ -76,15 +76,15 @@ class SparseSum:
 
     @cached_property
     def indices(self) -> IndexCodec:
-        """How positions are written where payloads are gathered."""
+        """The codec of positions for gathered payloads."""
         return choose_index_codec(self.layout, self.index_codec)
 
     def regions(self) -> Regions:
-        """The regions of an exchange that is not gathered."""
+        """Returns the regions of the balanced collective."""
         return Regions(self.layout, axis_size(self.axis_name), self.values, self.index_codec, self.checksum)
 
     def is_gathered(self) -> bool:
-        """Chooses between gathering and owners, for this K, n, capacity and codec."""
+        """Chooses between gather and balanced, for this K, n, capacity and codec."""
         if self.collective != "auto":
             return self.collective == "gather"
         k, n = axis_size(self.axis_name), self.layout.n
@@ -93,20 +93,20 @@ class SparseSum:
         return gathered <= dense / 4 or gathered <= self.regions().received
 
     def __call__(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> SparseReduced:
-        """Sums the masked coordinates of each worker's vector over the workers.
+        """Sums the selected coordinates of each worker's vector over the workers.
 
-        Gathered, each worker receives (K-1) payloads; balanced, see `Regions`.
+        With gather, each worker receives (K-1) payloads; for balanced, see `Regions`.
 
         Args:
           vector: gradient + residual.
           mask: (n/32,) uint32, the selected coordinates.
-          start: which of them have slots where there are too few; see `compact`.
+          start: the start offset of those that get slots if there are too few; see `compact`.
         """
         reduced = (self._gather if self.is_gathered() else self._by_regions)(vector, mask, start)
         return agreed(reduced, self.axis_name, self.checksum)
 
     def status(self, vector: Accumulated, mask: jax.Array) -> jax.Array:
-        """Returns this worker's word for the others: () uint32, of `write_status`."""
+        """Returns this worker's status: () uint32, from `write_status`."""
         if self.always_fits:
             return write_status(vector.is_ok())
         selected = count_in_segment(mask, self.layout).astype(jnp.uint32)  # (S,)
@@ -115,7 +115,7 @@ class SparseSum:
 
     @jax.named_scope(ENCODE)
     def encode(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> tuple[Payload, Sent]:
-        """Writes the masked coordinates as a payload of uint32 arrays; also returns what the receivers will read."""
+        """Writes the selected coordinates as a payload of uint32 arrays; also returns what the receivers will read."""
         selection = compact(mask, self.layout, None if self.always_fits else start)
         indices, selection = self.indices.encode(selection)
         position, filled = selection.slots
@@ -140,7 +140,7 @@ class SparseSum:
         gathered = jax.vmap(lambda words: split_words(words, payload))(gathered)
         ok, overfull = read_status(gathered["header"][:, 0])
         counts = gathered["header"][:, 1:].astype(jnp.float32)  # (K, 2), sent and overflow
-        # Of the values that have arrived: if this is finite, so is every number of the mean, wherever they are added.
+        # If the sum of all magnitudes is finite, so is every number of the mean, wherever the values are added.
         with jax.named_scope(DECODE):
             read = jax.vmap(lambda words: self.values.read(words, self.layout))
             values = read(gathered["values"])  # (K, C)
@@ -152,7 +152,7 @@ class SparseSum:
                 position, values = self.decode(received)
                 return total.at[position].add(jnp.where(ok, values, 0.0), mode="promise_in_bounds"), None
 
-            # Zero, in terms of the payloads: else XLA would make the sum's buffer first, while the gradient is alive.
+            # A zero that depends on the payloads: else XLA would allocate the sum first, while the gradient is alive.
             zero = jnp.where(ok, jnp.minimum(most, 0.0), 0.0)
             return lax.scan(add, jnp.full(self.layout.n, zero), gathered)[0]
 
@@ -165,5 +165,5 @@ class SparseSum:
     def sum_regions(
         self, regions: Regions, vector: jax.Array, mask: jax.Array, start: jax.Array, status: jax.Array
     ) -> SparseReduced:
-        """Sums the masked coordinates of a vector (n,) by regions."""
+        """Sums the selected coordinates of a vector (n,) by regions."""
         return regions.exchange(vector, mask, start, status, self.axis_name)

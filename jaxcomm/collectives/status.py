@@ -1,21 +1,21 @@
-"""One word by which a worker tells the others how its step is.
+"""One word by which a worker tells the others whether its step is ok.
 
-Only the words written here are read as sound: anything else, such as a damaged word, stops the exchange.
+Only words that were written here are read as ok: with any other, such as a damaged word, all workers skip the exchange.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-_SOUND, _OVERFULL = np.uint32(1), np.uint32(2)  # 0 is a worker whose step is not sound
+_SOUND, _OVERFULL = np.uint32(1), np.uint32(2)  # 0: the worker's step is not ok
 
 
 def write_status(sound: jax.Array, overfull: jax.Array | bool = False) -> jax.Array:
-    """Writes () bool, whether the step is finite, and () bool, whether far more is selected than fits: () uint32."""
+    """Writes whether the step is finite, and whether far more is selected than fits, () bool each: () uint32."""
     return jnp.where(sound, jnp.where(overfull, _OVERFULL, _SOUND), np.uint32(0))
 
 
 def read_status(words: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Reads the words (K,) of all workers: () bool, whether all are sound, and () bool, whether any is overfull."""
+    """Reads the words (K,) of all workers: whether all are ok, and whether any is overfull, () bool each."""
     overfull = words == _OVERFULL
     return jnp.all(overfull | (words == _SOUND)), jnp.any(overfull)

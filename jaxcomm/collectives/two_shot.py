@@ -1,7 +1,7 @@
 """The all-reduce of coded values in two shots: every worker owns a part, sums it, and codes the sum again.
 
-A gather of coded payloads grows with K. Here each part goes to its owner (all-to-all), is decoded, summed and coded
-again, and comes back to all (all-gather): twice the payload, whatever K is.
+A gather of coded payloads grows with K. Here, each part goes to its owner (all-to-all), is decoded, summed and coded
+again, and goes to all workers (all-gather): twice the payload, whatever K is.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,8 @@ def two_shot(
       checksum: see `move`.
 
     Returns:
-      The codes of all sums (K, m2), the same on every worker, what this worker's `at_owner` kept, and whether all that
-      this worker has received was as it was sent: () bool.
+      The codes of all sums (K, m2), the same on every worker; what this worker's `at_owner` kept; and whether this
+      worker received everything as it was sent, () bool.
     """
     received, is_intact = move(rows, lambda rows: all_to_all(rows, axis_name), checksum)
     code, kept = at_owner(received)

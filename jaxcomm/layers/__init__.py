@@ -1,4 +1,4 @@
-"""Layers that know that there are several workers."""
+"""Layers that communicate between workers."""
 
 from jaxcomm.collectives.boundary import Encoded
 from jaxcomm.layers.activations import Rows, Whole

@@ -1,7 +1,7 @@
 """How the activations of a batch, and their gradients, are written where a model is cut.
 
 A format is planned from the shape of one array of activations (B, ...), samples first. The sender encodes and the
-receiver decodes; the backward pass is in the formats too, because what comes back may be written otherwise.
+receiver decodes. Formats also define the backward pass, since gradients may be written differently.
 
 Source: Gupta et al., "Training Recommender Systems at Scale: Communication-Efficient Model and Data Parallelism", KDD
 2021: `Largest` is its DCT-MP.
@@ -35,14 +35,14 @@ _INDEX_CODECS = ("plain", "bitmap", "elias_fano")
 
 @dataclass(frozen=True)
 class Whole:
-    """Every value, without an index. A format of another kind is a subclass with some hooks of its own.
+    """Every value, without an index. Other formats are subclasses that override some hooks.
 
-    The sender runs `encode` and `forward`, the receiver `forwarded` and `decode`. In the backward pass the receiver
-    runs `backward` and the sender `returned`, which are the gradient of `forward` and `forwarded`.
+    The sender runs `encode` and `forward`, the receiver `forwarded` and `decode`. In the backward pass, the receiver
+    runs `backward` and the sender `returned`; together they are the gradient of `forward` and `forwarded`.
 
-    With `has_residual` the receiver keeps what it does not send back (error feedback): `backward` takes a residual of
-    the activations' shape, zeros in the first step, and returns the new one. A pipeline has it in its state, where it
-    waits for the same row of the next batch.
+    With `has_residual`, the receiver keeps what it does not send back (error feedback): `backward` takes a residual of
+    the activations' shape, zeros in the first step, and returns the new one. A pipeline keeps it in its state, for the
+    same rows of the next batch.
 
     Attributes:
       shape: of the activations, samples first.
@@ -78,7 +78,7 @@ class Whole:
         return values
 
     def forwarded(self, values: jax.Array, key: jax.Array) -> jax.Array:
-        """Returns the values, from what has travelled forward."""
+        """Returns the values, from what travelled forward."""
         del key
         return values
 
@@ -87,7 +87,7 @@ class Whole:
         return Encoded(gradient, zeros_varying_as((0,), jnp.uint32, gradient)), residual
 
     def returned(self, encoded: Encoded) -> jax.Array:
-        """Returns the gradient of the values, from what has travelled backward."""
+        """Returns the gradient of the values, from what travelled backward."""
         return encoded.values
 
 
@@ -101,7 +101,7 @@ class Rows:
 
     @cached_property
     def layout(self) -> Layout:
-        """All rows as one segment with B k slots, which are always all in use."""
+        """All rows as one segment with B k slots, all of them always in use."""
         flat = jax.ShapeDtypeStruct((self.rows * self.features,), jnp.float32)
         return plan_layout(flat, dense_below=0, capacity=lambda _: self.slots)
 
@@ -117,7 +117,7 @@ class Rows:
 
     @jax.named_scope(ENCODE)
     def encode(self, x: jax.Array) -> Encoded:
-        """Selects from (B, d) and writes; differentiable with respect to the values, on the mask that was selected."""
+        """Selects from (B, d) and writes; differentiable with respect to the selected values."""
         magnitudes = lax.stop_gradient(x).reshape(self.rows, self.features).astype(jnp.float32)
         mask = jnp.pad(select_rows(magnitudes, self.k).reshape(-1), (0, self.layout.n - x.size))
         selection = compact(bits.pack(mask), self.layout)
@@ -127,7 +127,7 @@ class Rows:
     @jax.named_scope(DECODE)
     def decode(self, encoded: Encoded) -> jax.Array:
         """Returns the (B d,) array that is zero where nothing was sent."""
-        # No gradient flows through the words. Of a bitcast JAX knows it, of what a codec does with integers not always.
+        # No gradient flows through the words. JAX knows so of a bitcast, but not of all that codecs do with integers.
         words = lax.bitcast_convert_type(lax.bitcast_convert_type(encoded.words, jnp.int32), jnp.uint32)
         position = self.codec.decode(split_words(words, self._payload))  # (B k,)
         flat = zeros_varying_as((self.rows * self.features,), encoded.values.dtype, encoded.values)
@@ -158,7 +158,7 @@ class Largest(Whole):
         return Rows(self.shape[0], self.features, self.k)
 
     def encode(self, x: jax.Array) -> Encoded:
-        """Selects and writes activations; gradients come back on the mask that was selected."""
+        """Selects and writes activations; gradients come back for the selected values."""
         return self._rows.encode(x)
 
     def decode(self, encoded: Encoded) -> jax.Array:

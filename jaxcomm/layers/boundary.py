@@ -25,9 +25,9 @@ _CODECS = {name: value_codec(name) for name in VALUE_DTYPES} | {f"int{width}": T
 
 @dataclass(frozen=True)
 class Boundary:
-    """What crosses where a model is cut: of every sample the largest activations, as `dct_mp` says.
+    """What crosses where a model is cut: the largest activations of every sample, see `dct_mp`.
 
-    A boundary of another kind is a subclass with another `format`; `benchmarks/activation_ablations.py` has two.
+    Other boundaries are subclasses with another `format`; `benchmarks/activation_ablations.py` has two.
 
     Attributes:
       sparsity: fraction of a sample's activations that is not sent; 0 sends them whole.
@@ -48,14 +48,14 @@ class Boundary:
         return False
 
     def format(self, shape: tuple[int, ...], dtype: Any, values_as: ValueCodec | Tiles, k: int) -> Whole:
-        """Returns how activations are written of which k values a sample travel, fewer than there are."""
+        """Returns the format of activations of which only k values per sample travel."""
         return Largest(shape, dtype, values_as, k)
 
     def plan(self, like: Any) -> Whole:
-        """Plans how one array of activations (B, ...), or a `jax.ShapeDtypeStruct` of it, is written.
+        """Returns the format of one array of activations (B, ...), or of a `jax.ShapeDtypeStruct` of it.
 
         Raises:
-          ValueError: if the activations are no real floating numbers, or have no samples.
+          ValueError: if the activations are not real floating numbers, or have no samples.
         """
         shape, dtype = tuple(like.shape), jnp.dtype(like.dtype)
         if not jnp.issubdtype(dtype, jnp.floating) or not shape or not math.prod(shape):
@@ -80,14 +80,14 @@ def _codec_of(value_dtype: Any) -> ValueCodec | Tiles:
 def dct_mp(sparsity: float, *, value_dtype: Any = None) -> Boundary:
     """Dynamic communication thresholding for model parallelism, as the boundary of a pipeline.
 
-    1. Of every sample's d activations the ceil((1 - sparsity) d) of largest magnitude are selected, exactly (ties: the
+    1. Of every sample's d activations, the ceil((1 - sparsity) d) of largest magnitude are selected, exactly (ties: the
        lowest index).
     2. Their values and their coded positions travel forward; the next stage sees zeros elsewhere.
-    3. In the backward pass the gradient of these activations travels back, values alone: both sides know the mask.
+    3. In the backward pass, only the gradient's values at these positions travel back: both sides know the mask.
 
     With sparsity 0 everything is sent. Values of 3, 4 or 8 bits are rounded in rotated tiles of 64, each with a scale
-    (`codecs.tiles`, after TAH-Quant, arXiv 2506.01352): forward to nearest, gradients at random, unbiased. Nothing is
-    kept of what was rounded off. `dct_mp(0.0, value_dtype="int4")` is the boundary for activations that are not sparse,
+    (`codecs.tiles`, after TAH-Quant, arXiv 2506.01352): forward to nearest, gradients at random, unbiased. There is no
+    residual of rounding errors. `dct_mp(0.0, value_dtype="int4")` is the boundary for activations that are not sparse,
     as between the layers of a transformer.
 
     Args:
@@ -101,9 +101,9 @@ def dct_mp(sparsity: float, *, value_dtype: Any = None) -> Boundary:
     Raises:
       ValueError: for an argument out of range.
 
-    On the wire, for B samples of d activations at k kept: forward 4 or 2 bytes for each of B k values, or 2 + 8 b for
-    64 of b bits, and positions (a bit for each of B d, in whole blocks of 1024, or 2 + log2(d/k) bits each where that
-    is less; none where k is d); backward the values' bytes again.
+    On the wire, for B samples of d activations of which k are sent: forward 4 or 2 bytes for each of B k values, or
+    2 + 8 b bytes for 64 values of b bits, and positions (a bit for each of B d activations, in whole blocks of 1024, or
+    2 + log2(d/k) bits per value if that is less; none if k is d); backward the values' bytes again.
     """
     return Boundary(sparsity, value_dtype)
 
@@ -118,11 +118,11 @@ def masked_boundary(
     seed: jax.Array | int = 0,
     residual: Any = None,
 ) -> Any:
-    """Moves activations from one position of a mesh axis to another, as much of them as a boundary sends.
+    """Moves activations across a boundary, from one position of a mesh axis to another.
 
     For use in a function that is manual over the axis, where every position runs the same program: all call it, the
-    sender's `x` is read, the receiver gets it, everybody else zeros. Differentiable: the boundary says what comes
-    back. `Pipeline` does the same for whole models.
+    sender's `x` is read, the receiver gets it, and all others get zeros. Differentiable: the boundary determines what
+    comes back. `Pipeline` does the same for whole models.
 
     Args:
       x: a pytree of activations (B, ...), any trailing shape, of the same shapes everywhere.
@@ -130,9 +130,9 @@ def masked_boundary(
       source: the sender's position on the axis.
       target: the receiver's.
       boundary: what crosses, from `dct_mp`.
-      seed: of a format that is random, the same on both sides; another one in every step.
-      residual: where the boundary keeps one, a tree like `x` of what was not sent back so far, zeros in the first
-        step. The gradient with respect to it is the new residual.
+      seed: seed of random rounding and random formats, the same on both sides, and different in every step.
+      residual: if the boundary keeps one, a tree like `x` of what was not sent back so far, zeros in the first step.
+        The gradient with respect to it is the new residual.
 
     Returns:
       A tree like `x`.
@@ -140,7 +140,7 @@ def masked_boundary(
     Raises:
       ValueError: for an argument out of range, or a residual that is missing or not wanted.
 
-    On the wire: what the boundary says, to the receiver in one permutation for all arrays, back in another.
+    On the wire: what the boundary costs, in one permutation for all arrays, and another one back.
     """
     size = axis_size(axis_name)
     for name, position in (("source", source), ("target", target)):

@@ -1,7 +1,7 @@
-"""Late lookup: the rows of an embedding table that a batch touched cross the network, and not the table's gradient.
+"""Late lookup: the rows of an embedding table that a batch touched cross the network, not the table's gradient.
 
 A lookup is the product of one-hot inputs and the table. Its gradient has as many rows as the table, but all are zero
-except those that some input touched: their ids and their gradients travel, and every worker adds them up late.
+except those that some input touched. The ids and gradients of those rows travel, and every worker sums them late.
 """
 
 from functools import partial
@@ -26,30 +26,30 @@ def late_lookup(table: jax.Array, ids: jax.Array, *, axis_name: AxisName = "data
 
     The backward pass, on every worker,
 
-      1. adds up the errors of each row that its own ids touched
+      1. sums the errors of each row that its own ids touched
       2. gathers the ids and the sums of all workers
-      3. adds them to a table of zeros, one worker after the other: (1/K) sum_k G_k is the workers' mean of the
-         gradients of their own (mean) losses, what an exchange would have made of them
+      3. adds them to a table of zeros, one worker after the other: (1/K) sum_k G_k is the mean over the workers of the
+         gradients of their own (mean) losses, as from an exchange
 
     Every worker adds the same numbers in the same order, so that the replicas stay equal bit for bit. The gradient is
-    already reduced, and must bypass the exchange, whose `where=` leaves the table out. With `make_train_step` and
-    `simulate` it is an error, when they are traced, if the two do not agree.
+    already reduced, and must bypass the exchange: its `where=` must leave the table out. `make_train_step` and
+    `simulate` raise an error at trace time if it does not.
 
-    Each worker receives (K-1) n (1 + D) words of 4 bytes, n its own ids: a slot for each, since shapes are static,
-    however many are equal (see `late_lookup_traffic`). A dense exchange is 2 (K-1)/K * 4 R D bytes. The gradient is a
+    Each worker receives (K-1) n (1 + D) words of 4 bytes, where n is the number of its own ids. Equal ids count too,
+    since shapes are static (see `late_lookup_traffic`). A dense exchange is 2 (K-1)/K * 4 R D bytes. The gradient is a
     dense array, of 4 R D bytes, on every worker.
 
     Args:
-      table: (R, D) float32, the same on every worker.
+      table: (R, D) float32, replicated.
       ids: (...) int32, each worker's own.
-      axis_name: the axis of workers, or the axes. Where none is in scope, as in evaluation, there is one worker, and
-        this is the plain lookup with its plain gradient.
+      axis_name: the axis of workers, or the axes. If none is in scope, as in evaluation, there is one worker, and this
+        is the plain lookup with its plain gradient.
 
     Returns:
       (..., D) float32, each worker's own. An id that is not in the table gives NaN, and no gradient.
 
     Raises:
-      ValueError: for another table or ids, and where the table is each worker's own.
+      ValueError: for a table or ids of another shape or type, and if the table differs between workers.
     """
     if table.ndim != 2 or table.dtype != jnp.float32 or ids.dtype != jnp.int32:
         raise ValueError(
@@ -62,7 +62,7 @@ def late_lookup(table: jax.Array, ids: jax.Array, *, axis_name: AxisName = "data
     if not is_in_scope(axis_name):
         rows = table[flat]
     elif varies(table, OTHER_USES):
-        rows = jnp.zeros(table.shape, table.dtype)[flat]  # the train step asks for the other uses alone
+        rows = jnp.zeros(table.shape, table.dtype)[flat]  # the train step is looking for other uses only
     else:
         check_same("late_lookup", {"table": table}, _REMEDY, axis_name)
         rows = _late(axis_name, table, flat)
@@ -73,7 +73,7 @@ def late_lookup_traffic(ids: int, dim: int, workers: int, *, axis_name: AxisName
     """Returns what the gradient of a late lookup moves: a gather.
 
     Args:
-      ids: n, that one worker looks up in a step.
+      ids: n, the ids that one worker looks up in a step.
       dim: D, columns of the table.
       workers: K.
       axis_name: the axis of workers, or the axes.

@@ -1,7 +1,7 @@
-"""Late-multiply: a dense layer whose inputs and errors cross the network, and not its gradient.
+"""Late-multiply: a dense layer whose inputs and errors cross the network, not its gradient.
 
 A kernel's gradient X^T E is as large as the kernel, N x M, however few rows X (B x N) and E (B x M) have. With a small
-batch they are fewer bytes than their product: they travel, and every worker multiplies late.
+batch, X and E are fewer bytes than their product: they travel, and every worker multiplies late.
 """
 
 import math
@@ -44,35 +44,37 @@ def late_multiply(
 
     With "late" the backward pass, on every worker,
 
-      1. gives the gradient of its own x, E W^T, which stays local
+      1. computes the gradient of its own x, E W^T, which stays local
       2. gathers all workers' rows of X and of the errors E
-      3. multiplies them: (1/K) sum_k X_k^T E_k is the workers' mean of the gradients of their own (mean) losses, what
-         an exchange would have made of them; and (1/K) times the sum of all rows of E is that of the bias
+      3. multiplies them: (1/K) sum_k X_k^T E_k is the mean over the workers of the gradients of their own (mean)
+         losses, as from an exchange; (1/K) times the sum of all rows of E is the same for the bias
 
     So the gradients of kernel and bias are already reduced, and must bypass the exchange: pass it
-    `where=plan.exchanges`. With `make_train_step` and `simulate` it is an error, when they are traced, if the exchange
-    and the layers do not agree about a parameter.
+    `where=plan.exchanges`. `make_train_step` and `simulate` raise an error at trace time if the exchange and the layers
+    do not agree about a parameter.
 
-    Each worker receives (K-1) (R N + R M) numbers of the type of x, R its own rows (see `late_traffic`), where a dense
-    exchange of the kernel is 2 (K-1)/K * 4 N M bytes. Each computes K times the product.
+    Each worker receives (K-1) (R N + R M) numbers of the type of x, where R is the number of its own rows (see
+    `late_traffic`). A dense exchange of the kernel is 2 (K-1)/K * 4 N M bytes. Each worker computes K times the
+    product.
 
     Args:
       x: (..., N), each worker's own rows; float32, bfloat16 or float16. The product is computed, and the errors travel,
         in this type.
-      kernel: (N, M), the same on every worker with "late", each worker's own with "reduce".
-      bias: (M,) or None; as the kernel.
-      axis_name: the axis of workers, or the axes. Where none is in scope, as in evaluation, there
-        is one worker, and this is the plain product with its plain gradient.
-      mode: "late"; "reduce", the plain product, whose gradient is to be exchanged; or "auto", "late" exactly if it
-        moves fewer bytes than a dense exchange of the kernel: for 4 bytes a number if the global batch, in rows, is
-        below 2 N M / (N + M). For another exchange ask `plan_late_multiply`, and pass its `plan.mode(path)`.
+      kernel: (N, M), replicated with "late"; differs between workers with "reduce".
+      bias: (M,) or None; like the kernel.
+      axis_name: the axis of workers, or the axes. If none is in scope, as in evaluation, there is one worker, and this
+        is the plain product with its plain gradient.
+      mode: "late"; "reduce", the plain product, whose gradient is to be exchanged; or "auto", which is "late" exactly
+        if that moves fewer bytes than a dense exchange of the kernel. With 4 bytes a number, it does if the global
+        batch, in rows, is below 2 N M / (N + M). For another exchange, ask `plan_late_multiply`, and pass its
+        `plan.mode(path)`.
 
     Returns:
       (..., M) in the type of x, each worker's own. Gradients of kernel and bias have the types of these, and are
-      summed up in float32.
+      summed in float32.
 
     Raises:
-      ValueError: for shapes that do not fit, an unknown mode, and where the kernel is each worker's own with "late".
+      ValueError: for shapes that do not fit, an unknown mode, and if the kernel differs between workers with "late".
 
     References:
       Yang et al., "Practical Lessons of Distributed Deep Learning", 2017, section 2.1.
@@ -83,7 +85,7 @@ def late_multiply(
     if not is_in_scope(axis_name) or not is_late(mode, rows, kernel, axis_size(axis_name)):
         y = _product(rows, kernel, bias)
     elif any(varies(leaf, OTHER_USES) for leaf in (kernel, bias) if leaf is not None):
-        y = _product(rows, jnp.zeros(kernel.shape, kernel.dtype), None)  # the train step asks for the other uses alone
+        y = _product(rows, jnp.zeros(kernel.shape, kernel.dtype), None)  # the train step is looking for other uses only
     else:
         leaves = {"kernel": kernel} if bias is None else {"kernel": kernel, "bias": bias}
         check_same("late_multiply", leaves, _REMEDY, axis_name)
@@ -92,7 +94,7 @@ def late_multiply(
 
 
 def is_late(mode: str, rows: jax.Array, kernel: jax.Array, workers: int) -> bool:
-    """Returns whether a layer of a mode multiplies late; `rows` (R, N) are one worker's."""
+    """Returns whether a layer with this mode multiplies late; `rows` (R, N) are one worker's."""
     if mode != "auto":
         return mode == "late"
     late = late_traffic(rows.shape[0] * workers, kernel.shape, workers, rows.dtype.itemsize)
@@ -127,7 +129,7 @@ def _check(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, mode: str) -
 
 
 def check_same(layer: str, leaves: Mapping[str, jax.Array], remedy: str, axis_name: AxisName) -> None:
-    """Refuses parameters of a layer, by their names in it, whose gradients are exchanged although it reduces them."""
+    """Refuses a layer's parameters, by name, if their gradients are exchanged although the layer reduces them."""
     for what, leaf in leaves.items():
         if is_in_scope(ALL_EXCHANGED) or any(varies(leaf, name) for name in axis_names(axis_name)):
             raise ValueError(
@@ -171,7 +173,7 @@ _late.defvjp(_late_forward, _late_backward)
 
 
 def gather_rows(rows: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Gathers the rows (R, n) of all workers: (K R, n), the same on every worker; 2 bytes a number stay 2 bytes."""
+    """Gathers the rows (R, n) of all workers: (K R, n), the same on every worker; 16-bit numbers stay 16 bits."""
     flat = rows.reshape(-1)
     if rows.dtype.itemsize == 2:  # as words, because XLA's collectives widen narrower types on some backends
         flat = lax.bitcast_convert_type(jnp.pad(flat, (0, flat.size % 2)).reshape(-1, 2), jnp.uint32)

@@ -1,4 +1,4 @@
-"""The weights of sharded workers in a few bits: gathered as differences, their gradients scattered with a residual."""
+"""Sharded weights in a few bits: gathered as differences, and their gradients scattered with a residual."""
 
 from functools import partial
 from typing import Any
@@ -27,15 +27,15 @@ def quantized_gather(
     For a function that is manual over the axis. On each of K workers, with a shard s of weights of which all hold a
     copy h:
 
-      1. d = s - h, of the own shard, rounded to the nearest level of its bucket, is gathered
-      2. h = h + the d of all workers, the same on every worker; what was rounded off is in the next d
+      1. d = s - h, for the worker's own shard, is rounded to the nearest level of its bucket and gathered
+      2. h = h + the d of all workers, the same on every worker; the rounding error is part of the next d
       3. backward: x = gradient of h + residual, rounded in the same way; row j of K goes to worker j
-      4. the residual is x less what was sent; the gradient of s is the sum of the K rows that have arrived
+      4. the residual is x minus what was sent; the gradient of s is the sum of the K rows that arrived
 
-    So sum of the gradients + sum of the new residuals == sum of the workers' own gradients + sum of the residuals, to
+    So the sum of the gradients and the new residuals equals the sum of the workers' own gradients and the residuals, to
     float rounding. The "gradient" with respect to the residual is the new residual; that of `held` is zero. If x is not
-    finite on some worker, or its gradient 2^100 or more, the gradients of all workers are NaN, and all residuals stay:
-    leave the shards as they are in this step.
+    finite on some worker, or its gradient has a number of 2^100 or more, the gradients of all workers are NaN, and all
+    residuals stay: leave the shards unchanged in that step.
 
         def loss(shards, residual, held, batch):
             weights, held = quantized_gather(shards, held, residual)
@@ -43,23 +43,23 @@ def quantized_gather(
 
         (gradients, residual), held = jax.grad(loss, argnums=(0, 1), has_aux=True)(shards, residual, held, batch)
 
-    Received by each worker, of n weights: (K-1)/K * 4.25 n bits forward, and as much backward, 8.5 in all; with 8 bits
+    Each worker receives, for n weights, (K-1)/K * 4.25 n bits forward and as many backward, 8.5 in all; with 8 bits
     16.5. A shard of a tensor is padded to whole buckets of 128. Memory: 4 n bytes for the copy, 4 n for the residual.
 
     Source: "SDP4Bit", 2024, https://arxiv.org/abs/2410.15526 (differences of weights in 4 bits), and "LoCo", 2024,
-    https://arxiv.org/abs/2407.04480 (gradients in 4 bits with an error memory), after summaries of both. The memory
-    here is the whole error, in float32; LoCo's is a moving average in 8 bits. There is no Hadamard transform.
+    https://arxiv.org/abs/2407.04480 (gradients in 4 bits with an error memory), after summaries of both. The residual
+    here is the whole error, in float32; LoCo's memory is a moving average in 8 bits. There is no Hadamard transform.
 
     Args:
       shards: a pytree of each worker's rows of the weights, (m, ...) float32; they differ between workers.
-      held: the weights that all workers hold, (K m, ...) float32, the same on every worker: at first the shards'.
-      residual: a tree like `held`, each worker's own; zeros at first.
+      held: the weights that all workers hold, (K m, ...) float32, replicated; initially equal to the shards.
+      residual: a tree like `held`, each worker's own; initially zeros.
       axis_name: the axis of workers.
-      bits: 4 or 8, of a value.
+      bits: bits a value, 4 or 8.
 
     Returns:
-      (weights, held): the same numbers twice, trees like `held`. Use the first in the loss: to JAX they differ between
-      workers, so that their gradient is each worker's own. Pass the second to the next step.
+      (weights, held): the same numbers twice, trees like `held`. Use the first in the loss: it is marked as differing
+      between workers, so that its gradient is each worker's own. Pass the second to the next step.
 
     Raises:
       ValueError: for another number of bits, trees, shapes or types that do not belong together, and outside the axis.
@@ -105,7 +105,7 @@ def _gather_backward(how, residual, gradients):
     ok = is_accumulable(x.reshape(-1), gradient.reshape(-1))
     with jax.named_scope(ENCODE):
         words = jax.vmap(lambda row: codec.encode(row, 0))(x)
-        sent = jnp.where(ok | (np.arange(words.shape[1]) >= m // BUCKET), words, _NAN)  # tells all workers
+        sent = jnp.where(ok | (np.arange(words.shape[1]) >= m // BUCKET), words, _NAN)  # NaN scales tell all workers
     received = all_to_all(sent, axis_name)
     with jax.named_scope(DECODE):
         first = codec.decode(received[0], m, 0)

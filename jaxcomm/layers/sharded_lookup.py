@@ -1,4 +1,4 @@
-"""Embedding tables that are sharded over the workers: rows are looked up, and changed, where they are."""
+"""Embedding tables that are sharded over the workers: rows are looked up and changed on the worker that holds them."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ from jaxcomm.collectives.axis import AxisName, axis_size
 def sharded_lookup(table: jax.Array, ids: jax.Array, *, by: str, axis_name: AxisName = "data") -> jax.Array:
     """Looks up rows of a table of which each worker holds a shard; its gradient is dense, of the shard's size.
 
-    All ids are gathered, and vectors come back by an all-to-all. Each worker receives, of n ids of its own,
-    (K-1) n words of ids, and (K-1) n D / K words of vectors by columns, or (K-1) n D by rows.
+    All ids are gathered, and vectors come back by an all-to-all. With n ids per worker, each worker receives (K-1) n
+    words of ids, and (K-1) n D / K words of vectors by columns, or (K-1) n D by rows.
 
     Args:
       table: (R, D / K) by columns, or (R / K, D) by rows: a worker's shard.
@@ -26,7 +26,7 @@ def sharded_lookup(table: jax.Array, ids: jax.Array, *, by: str, axis_name: Axis
 
 
 def gather_ids(ids: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Returns the ids of all workers, (B, ...) of (B / K, ...)."""
+    """Returns the ids of all workers, (B, ...) from (B / K, ...)."""
     return lax.all_gather(ids, axis_name, tiled=True)
 
 
@@ -35,7 +35,7 @@ def send_rows(table: jax.Array, everyones: jax.Array, by: str, axis_name: AxisNa
 
     Args:
       table: a worker's shard.
-      everyones: (B, ...), of `gather_ids`.
+      everyones: (B, ...), from `gather_ids`.
       by: "columns" or "rows".
       axis_name: the axis of workers, or the axes.
     """
@@ -53,17 +53,19 @@ def send_rows(table: jax.Array, everyones: jax.Array, by: str, axis_name: AxisNa
 
 
 def add_to_rows(table: jax.Array, everyones: jax.Array, changes: jax.Array, by: str, axis_name: AxisName) -> jax.Array:
-    """Adds every worker's changes to the rows of its ids, and to no other row: each receives what vectors cost.
+    """Adds every worker's changes to the rows of its ids, and to no other row.
+
+    Each worker receives as many bytes as for the vectors in `sharded_lookup`.
 
     Args:
       table: a worker's shard.
-      everyones: (B, ...), of `gather_ids`.
-      changes: (B / K, ..., D), a worker's own; those of equal ids are added up.
+      everyones: (B, ...), from `gather_ids`.
+      changes: (B / K, ..., D), a worker's own; changes of equal ids are summed.
       by: "columns" or "rows".
       axis_name: the axis of workers, or the axes.
 
     Returns:
-      The shard's new rows.
+      The new shard.
     """
     if by == "columns":
         owned = lax.all_to_all(changes, axis_name, split_axis=changes.ndim - 1, concat_axis=0, tiled=True)
@@ -73,7 +75,7 @@ def add_to_rows(table: jax.Array, everyones: jax.Array, changes: jax.Array, by: 
 
 
 def _places(table: jax.Array, everyones: jax.Array, by: str, axis_name: AxisName) -> jax.Array:
-    """Returns the rows of a shard where ids are; its number of rows for ids that are not in it."""
+    """Returns the ids' row indices in a shard; its number of rows for ids that are not in it."""
     first = lax.axis_index(axis_name) * table.shape[0] if by == "rows" else 0
     own = everyones - first
     return jnp.where((own >= 0) & (own < table.shape[0]), own, table.shape[0])

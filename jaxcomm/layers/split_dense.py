@@ -31,27 +31,27 @@ def split_dense(
 
     Between layers an array is either in rows, (B/K, N): each worker has all features of its own rows, as
     convolutions leave them; or in features, (B, N/K): each worker has some features of all rows. A kernel (N, M) is
-    split by its outputs, (N, M/K), or by its inputs, (N/K, M); the shape of the shard tells. What moves, and what each
-    worker receives in elements, times (K-1)/K; as much again in the backward pass, which sends errors the other way:
+    split by its outputs, (N, M/K), or by its inputs, (N/K, M), as the shape of the shard tells. Each worker receives
+    (K-1)/K of these elements, and as many again in the backward pass, which sends errors the other way:
 
     | kernel     | inputs   | outputs  | moves                                             | elements    |
     | ---------- | -------- | -------- | ------------------------------------------------- | ----------- |
     | by outputs | either   | features | all-gather of x                                   | B N         |
-    | by outputs | either   | rows     | the same, and an all-to-all of y                  | B (N + M/K) |
+    | by outputs | either   | rows     | the same, then all-to-all of y                    | B (N + M/K) |
     | by inputs  | features | either   | reduce-scatter of partial sums of y               | B M         |
-    | by inputs  | rows     | either   | an all-to-all of x before                         | B (M + N/K) |
+    | by inputs  | rows     | either   | all-to-all of x, then the same                    | B (M + N/K) |
 
     So a layer that narrows is split by its inputs, and one that widens by its outputs; `plan_split_dense` chooses for a
-    row of layers. An all-reduce of the kernel's gradient would be 2 N M elements, whatever B is.
+    sequence of layers. An all-reduce of the kernel's gradient would be 2 N M elements, whatever B is.
 
     The gradient of a shard is already reduced: it sums over the rows of all workers. Under `jax.grad` of each worker's
-    own mean loss it is K times that of their mean; `make_train_step(specs=)` divides.
+    own mean loss it is K times the gradient of the mean over all workers; `make_train_step(specs=)` divides by K.
 
     Args:
       x: (B/K, ..., N), each worker's own rows; or (B, ..., N/K), each worker's own features.
       kernel_shard: (N, M/K) or (N/K, M), each worker's own: from a kernel (N, M) with spec P(None, "data") or
         P("data").
-      bias_shard: (M/K,), each worker's own; or, for outputs in rows, (M,), the same on every worker.
+      bias_shard: (M/K,), each worker's own; or, for outputs in rows, (M,), replicated.
       axis_name: the axis of workers.
       inputs: whether x is in "rows" or in "features".
       outputs: whether y is to be in "rows" or in "features".
@@ -78,7 +78,7 @@ def split_dense(
     else:
         x = rows_to_features(x, axis_name=axis_name) if inputs == "rows" else x  # (B, ..., N/K)
         y = x @ kernel_shard  # (B, ..., M), to be summed over the workers
-        if bias_shard is not None and not is_whole_bias and outputs == "rows":  # each part is in one worker's sum
+        if bias_shard is not None and not is_whole_bias and outputs == "rows":  # each bias shard is in one worker's sum
             own = lax.dynamic_update_slice(
                 to_varying(jnp.zeros(m, bias_shard.dtype), axis_name),
                 bias_shard,
@@ -92,15 +92,15 @@ def split_dense(
 
 
 def narrowing_spec(shape: tuple[int, int], axis_name: AxisName = "data") -> P:
-    """Returns how the kernel (N, M) of a layer from rows to rows lies: by inputs if it narrows, else by outputs.
+    """Returns the spec of a kernel (N, M), from rows to rows: split by inputs if it narrows, else by outputs.
 
-    That is what moves less, see `split_dense`.
+    This moves fewer bytes, see `split_dense`.
     """
     return P(axis_name) if shape[0] > shape[1] else P(None, axis_name)
 
 
 def rows_to_features(x: jax.Array, *, axis_name: str = "data") -> jax.Array:
-    """Changes each worker's own rows (B/K, ..., N) to its own features of all rows (B, ..., N/K).
+    """Turns each worker's own rows (B/K, ..., N) into its own features of all rows (B, ..., N/K).
 
     An all-to-all: each worker receives (K-1)/K of what it holds.
 
@@ -113,7 +113,7 @@ def rows_to_features(x: jax.Array, *, axis_name: str = "data") -> jax.Array:
 
 
 def features_to_rows(x: jax.Array, *, axis_name: str = "data") -> jax.Array:
-    """Changes each worker's own features of all rows (B, ..., N/K) to its own rows (B/K, ..., N).
+    """Turns each worker's own features of all rows (B, ..., N/K) into its own rows (B/K, ..., N).
 
     An all-to-all: each worker receives (K-1)/K of what it holds.
 
@@ -131,11 +131,11 @@ def _cut(x: jax.Array, axis: int, workers: int) -> jax.Array:
 
 
 def on_one_worker(function: Callable[[Any, Any], Any], params_row: Any, inputs: Any, *, axis_name: str = "data") -> Any:
-    """Computes something of the rows of all workers on worker 0 alone, the others wait.
+    """Computes a function of all workers' rows on worker 0 alone, while the others wait.
 
-    Every other worker sends its rows to worker 0, one message each, and gets the errors of its rows back in the
-    backward pass: worker 0 receives, and sends back, (K-1)/K of the rows; nothing else is sent but the result. As in
-    the paper's hybrid parallelism, where one device has the dense layers.
+    Every other worker sends its rows to worker 0, in one message, and gets the errors of its rows back in the backward
+    pass: worker 0 receives, and sends back, (K-1)/K of the rows. Nothing else is sent but the result. As in the hybrid
+    parallelism of Yang et al. (see `late_multiply`), where one device has the dense layers.
 
     Args:
       function: (params, inputs) -> a scalar or a tree of them, such as the mean loss of the rows given. It may not
@@ -175,16 +175,16 @@ def on_one_worker(function: Callable[[Any, Any], Any], params_row: Any, inputs: 
 
 
 def rows_of_one_worker(params: Any, workers: int) -> Any:
-    """Makes parameters (K, ...) of which worker 0 has those given, and the others zeros, for `on_one_worker`.
+    """Makes parameters (K, ...) for `on_one_worker`: worker 0 has those given, and the others have zeros.
 
-    All devices hold arrays of one shape, so that the others have the memory too; they neither compute with it nor send
-    it. Zeros stay zeros in any optimizer whose update of a zero parameter with zero gradients is zero.
+    All devices hold arrays of the same shape, so the others use the memory too, but neither compute with it nor send
+    it. Zeros stay zeros with any optimizer whose update of a zero parameter with zero gradients is zero.
     """
     return jax.tree.map(lambda leaf: jnp.zeros((workers, *leaf.shape), leaf.dtype).at[0].set(leaf), params)
 
 
 def _gather_on_first(rows: jax.Array, axis_name: str) -> jax.Array:
-    """Gathers (B/K, ...) to (B, ...) on worker 0; elsewhere everything but the own rows, in front, is zeros."""
+    """Gathers (B/K, ...) to (B, ...) on worker 0; elsewhere, the worker's own rows come first, and then zeros."""
     rows = to_varying(rows, axis_name)
     others = [lax.ppermute(rows, axis_name, [(worker, 0)]) for worker in range(1, axis_size(axis_name))]
     return jnp.concatenate([rows, *others])
@@ -196,7 +196,7 @@ class SplitLayer:
 
     Attributes:
       widths: (N, M).
-      by: "outputs" or "inputs", the side of the kernel that is cut.
+      by: "outputs" or "inputs", the side of the kernel that is split.
       inputs: where its inputs are, "rows" or "features".
       outputs: where its outputs are.
       received: bytes that each worker receives, forward and backward.
@@ -221,10 +221,10 @@ class SplitLayer:
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """How a row of dense layers is split.
+    """How a sequence of dense layers is split.
 
     Attributes:
-      layers: one for each.
+      layers: one entry per layer.
     """
 
     layers: tuple[SplitLayer, ...]
@@ -240,18 +240,18 @@ class SplitPlan:
 
 
 def plan_split_dense(widths: tuple[int, ...], global_batch: int, workers: int, *, itemsize: int = 4) -> SplitPlan:
-    """Chooses how a row of dense layers is split, by the least bytes; rows in, rows out.
+    """Chooses how to split a sequence of dense layers with the fewest bytes; rows in, rows out.
 
-    All combinations of the table in `split_dense` are weighed, layer after layer.
+    Weighs all combinations of the table in `split_dense`, layer after layer.
 
     Args:
       widths: the features between the layers: (9216, 4096, 4096, 1000) are three layers.
       global_batch: B.
       workers: K.
-      itemsize: bytes of an activation on the wire. XLA widens 16-bit sums to 4 on a CPU.
+      itemsize: bytes of an activation on the wire. XLA widens sums of 2 bytes to 4 on a CPU.
 
     Raises:
-      ValueError: for fewer than two widths, a number below 1, or if no way divides evenly by K.
+      ValueError: for fewer than two widths, a number below 1, or if no way to split divides evenly by K.
     """
     if len(widths) < 2 or min(*widths, global_batch, workers) < 1:
         raise ValueError(
@@ -321,7 +321,7 @@ def _widths(x: jax.Array, kernel: jax.Array, workers: int, inputs: Place, output
 
 
 def _check_bias(bias: jax.Array | None, m: int, workers: int, outputs: Place) -> bool:
-    """Returns whether a bias is whole, (M,), rather than a shard of it."""
+    """Returns whether a bias is replicated, (M,), rather than a shard."""
     if bias is None or (bias.shape == (m // workers,) and m % workers == 0):
         return False
     if bias.shape == (m,) and outputs == "rows":

@@ -18,20 +18,20 @@ from jaxcomm.types import ExchangeMetrics
 
 @dataclass(frozen=True, kw_only=True)
 class CodedExchange(Exchange):
-    """One code of every coordinate per worker and step.
+    """Base of the methods that send every coordinate, coded in a few bits.
 
     Attributes:
       dense_below: tensors with fewer elements are sent dense, as float32.
-      collective: "gather" (each worker receives the K-1 other codes, and sums are not rounded), "two_shot" (2 (K-1)/K
-        codes whatever K is: the owner of a part codes the sum again), or "auto" for fewer bytes. `quant_dp` has "psum"
-        as well.
+      collective: "gather" (each worker receives the K-1 other workers' codes, and sums are not coded again), "two_shot"
+        (the owner of each part codes its sum again; each worker receives 2 (K-1)/K codes), or "auto" for fewer bytes.
+        `quant_dp` also has "psum".
     """
 
     dense_below: int = 512
     collective: str = "auto"
 
     keeps_residual: ClassVar[bool] = False
-    collectives: ClassVar[tuple[str, ...]] = COLLECTIVES  # that `collective` may name
+    collectives: ClassVar[tuple[str, ...]] = COLLECTIVES  # allowed values of `collective`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,19 +43,19 @@ class CodedExchange(Exchange):
         return None
 
     def summands(self, vector: jax.Array, layout: Layout, step: jax.Array) -> tuple[jax.Array, Any] | None:
-        """Returns integers (n,) for `integer_sum`, and the factor that makes a mean of their sum, a number or (n,).
+        """Returns integers (n,) for `integer_sum`, and the factor, a scalar or (n,), from their sum to the mean.
 
-        None where codes are summed in another way.
+        None if the codes are summed by `coded_sum`.
         """
         del vector, layout, step
         return None
 
     def codecs(self, layout: Layout, step: jax.Array) -> tuple[PartCodec, PartCodec]:
-        """Returns the codes of a worker's vector and of a sum of vectors."""
+        """Returns the codecs for a worker's vector and for a sum of vectors."""
         raise NotImplementedError
 
     def scaled(self, vector: jax.Array, layout: Layout) -> tuple[jax.Array, Any]:
-        """Returns the vector (n,) to code, and the factor that makes a mean of the sum: a number or (n,)."""
+        """Returns the vector (n,) to code, and the factor, a scalar or (n,), from the sum to the mean."""
         del layout
         return vector, 1 / axis_size(self.axis_name)
 

@@ -22,9 +22,9 @@ class Thresholds(NamedTuple):
     """Memory of `dct_dp`.
 
     Attributes:
-      due: () bool, whether a refresh is owed: at the start, after a skipped refresh, after a step in which far more was
-        selected than fits, and after a resume on another number of workers.
-      threshold: (K, S) float32, one per compressed tensor; a row per worker.
+      due: () bool, whether the next step must refresh: at the start, after a skipped refresh, after a step that
+        selected far more than fits, and after resuming on a different number of workers.
+      threshold: (K, S) float32, one per segment; a row per worker.
     """
 
     due: jax.Array
@@ -35,28 +35,28 @@ class Thresholds(NamedTuple):
 class DctDp(SparseExchange):
     """Sends the coordinates that reach a threshold, and keeps the rest for later steps (error feedback).
 
-    The threshold is exact once every `life_span` steps and used unchanged in between, so that a step costs little more
-    than reading the gradient. Each step, on each worker, in every tensor of N elements (numbers of Algorithm 1):
+    The threshold is computed exactly every `life_span` steps and reused in between, so that a step costs little more
+    than reading the gradient. Each step, on each worker, in every tensor of N elements (numbered as in Algorithm 1):
 
       2. x = gradient + residual
-      3. if the thresholds are to be refreshed: tau = the floor(N * sparsity)-th smallest |x|
+      3. if a refresh is due: tau = the floor(N * sparsity)-th smallest |x|
       9. mask = |x| >= tau
       10. send x where the mask is set
-      11. the residual is x less what was sent, rounding of the values included
+      11. the residual is x minus the rounded values that were sent
       12. return the mean over the workers of what was sent
 
-    Thresholds are refreshed in the steps that `life_span` divides (the paper), and besides:
+    Thresholds are refreshed in steps divisible by `life_span` (as in the paper), and also:
 
-      - in the steps 1, 2, 4, 8, ... below `life_span`, since gradients change fastest at the start;
+      - in steps 1, 2, 4, 8, ... below `life_span`, since gradients change fastest at the start;
       - in the step after one in which some worker selected more than twice as many coordinates of some tensor as fit,
-        unless that step was a refresh: so does a tau that was found among zeros, which would select everything.
+        unless that step was itself a refresh. This replaces a tau that was found among zeros and selects every nonzero.
 
-    A refresh costs 2 passes over the gradient that only read, 31 where most tensors have fewer than some thousand
-    elements; the early ones are log2(life_span) in all.
+    A refresh costs 2 read-only passes over the gradient, or 31 if most tensors have fewer than a few thousand elements.
+    There are about log2(life_span) early refreshes.
 
     Payloads have a fixed capacity: what a refresh selects, N - floor(N * sparsity) + 1 coordinates, times `slack`.
-    Where more coordinates reach tau, a window of as many as fit is sent, from a random start offset, with wrap-around,
-    so that none starves; the others stay in the residual and are counted in `metrics.overflow`. A lasting overflow
+    If more coordinates reach tau, only a window that fits is sent. It begins at a random start offset and wraps around,
+    so that none is starved. The others stay in the residual and are counted in `metrics.overflow`. A lasting overflow
     means that the gradient has grown since the last refresh and `life_span` is too long.
 
     `optax.chain(jc.dct_dp(0.99), optax.adamw(3e-4))`.
@@ -66,13 +66,14 @@ class DctDp(SparseExchange):
 
     Attributes:
       sparsity: eta, the fraction of coordinates that is not sent, 0 <= sparsity < 1.
-      life_span: L, steps between refreshes of the thresholds. The paper trains with 1000; runs of a few hundred steps
-        want 10 to 100.
-      slack: capacity of a payload over what a refresh selects, at least 1. More makes overflow rarer and payloads
+      life_span: L, steps between refreshes of the thresholds. The paper trains with 1000; use 10 to 100 for runs of a
+        few hundred steps.
+      slack: payload capacity divided by what a refresh selects, at least 1. More makes overflow rarer and payloads
         larger.
-      drain_every: N, to send everything densely in a random one of N steps, the same on all workers, which empties the
-        residual (numbers of 2^100 or more may leave so); the paper drains once in about a million. None never does.
-      seed: of the steps to drain, and of the start offsets.
+      drain_every: N, to send everything densely in each step with probability 1/N, at once on all workers. That empties
+        the residual (and accepts numbers of 2^100 or more). The paper drains once in about a million steps. None never
+        drains.
+      seed: seed of the drained steps and of the start offsets.
     """
 
     sparsity: float = 0.99
@@ -121,7 +122,7 @@ class DctDp(SparseExchange):
 
         def dense() -> tuple[Exchanged, jax.Array]:
             out = drain(gradient, vector, self.axis_name)
-            return out, out.ok & jnp.asarray(False)  # varies as `overfull` of `sparse` does
+            return out, out.ok & jnp.asarray(False)  # marked as varying, like `overfull` in `sparse`
 
         if self.drain_every is None:
             out, overfull = sparse()

@@ -18,10 +18,11 @@ from jaxcomm.selectors import select_topk
 
 
 class CosineLayout(Layout):
-    """A flat vector of the coefficients of the compressed tensors in an orthonormal basis of cosines.
+    """A flat vector of the compressed tensors' coefficients in an orthonormal cosine basis.
 
-    A tensor is a matrix of its last dimension, which is cut into chunks, each transformed by itself. Along rows and
-    columns a chunk has the largest divisor of the size up to the square root of `chunk`; so many columns a vector has.
+    A tensor is a matrix whose columns are its last dimension. The matrix is cut into chunks, each transformed on its
+    own. Each side of a chunk is the largest divisor of the matrix's side that is at most the square root of `chunk`. A
+    vector becomes a matrix with as many columns as the largest such divisor of its size.
     """
 
     def flatten(self, tensors: Sequence[jax.Array]) -> jax.Array:
@@ -44,7 +45,7 @@ class CosineLayout(Layout):
 
 
 def cosines(n: int) -> np.ndarray:
-    """Returns the orthonormal matrix of the discrete cosine transform II: (n, n) float32, frequencies by places."""
+    """Returns the orthonormal matrix of the discrete cosine transform II: (n, n) float32, a row per frequency."""
     frequency, place = np.mgrid[:n, :n]
     basis = np.cos(np.pi * frequency * (2 * place + 1) / (2 * n)) * math.sqrt(2 / n)
     basis[0] /= math.sqrt(2)
@@ -53,31 +54,31 @@ def cosines(n: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Demo(SparseExchange):
-    """Sends the largest components of every worker's momentum in a basis of cosines, and keeps the rest as momentum.
+    """Sends the largest components of every worker's momentum in a cosine basis, and keeps the rest as momentum.
 
-    Each step, on each worker, with a momentum m = 0 at the start:
+    Each step, on each worker, with momentum m, initially 0:
 
       1. m = decay * m + gradient
-      2. q = of every chunk of 64 x 64 of a matrix, the k largest coefficients of m in the discrete cosine transform II
-      3. send q; m is m less what was sent, rounding of the values included
+      2. q = the k largest coefficients of m in the discrete cosine transform II of every 64 x 64 chunk of a matrix
+      3. send q; subtract the rounded values that were sent from m
       4. return the mean over the workers of what was sent, transformed back
 
     The paper trains with the sign of that mean: `jc.chain(jc.demo(), optax.sign_sgd(3e-4))`. Other optimizers take the
-    mean itself. Dense tensors come back as the mean gradient: all of their momentum is sent.
+    mean itself. Dense tensors come back as their mean gradient: all of their momentum is sent in every step.
 
-    The transform is linear, so that the residual holds decay * m as coefficients, and nothing is transformed back but
-    the mean. Compute: two products with 64 x 64 matrices before the exchange and after it.
+    The transform is linear, so the residual holds decay * m as coefficients, and only the mean is transformed back.
+    Compute: two products with 64 x 64 matrices before the exchange, and two after it.
 
-    Source: Peng et al., "DeMo: Decoupled Momentum Optimization", ICLR 2026, https://arxiv.org/abs/2411.19870. It cuts
-    tensors into cubes whose side divides every dimension. Here a tensor is a matrix, see `CosineLayout`, and along a
-    dimension that 64 does not divide a chunk has its largest divisor below 64. Then k are sent of every 4096
-    coefficients, which are those of several chunks. A coefficient's mean is over all workers, also those that do not
-    send it.
+    Source: Peng et al., "DeMo: Decoupled Momentum Optimization", ICLR 2026, https://arxiv.org/abs/2411.19870. The paper
+    cuts tensors into cubes whose side divides every dimension. Here a tensor is a matrix, see `CosineLayout`. Where 64
+    does not divide a dimension, the chunk's side is that dimension's largest divisor below 64, and k coefficients are
+    sent of every 4096, which then span several chunks. A coefficient's mean is over all workers, including those that
+    do not send it.
 
     Attributes:
-      k: coefficients of a chunk that are sent. The paper trains with 1 to 32.
-      chunk: coefficients of a chunk, the square of its side: 1024, 4096 (the paper's 64 x 64), 9216, ...
-      decay: of the momentum, above 0 and at most 1.
+      k: coefficients sent per chunk. The paper trains with 1 to 32.
+      chunk: coefficients per chunk, the square of its side: 1024, 4096 (the paper's 64 x 64), 9216, ...
+      decay: decay of the momentum, above 0 and at most 1.
     """
 
     k: int = 32

@@ -26,12 +26,12 @@ class Dgc(MomentumCorrection, SparseExchange):
       1. g is clipped: scaled so that the norm of the whole gradient is at most clip * sqrt(K)
       2. u = momentum * u + g (momentum correction); v = v + u
       3. select the N - floor(N * sparsity) largest |v|, exactly
-      4. send them; v keeps what was not sent, rounding of the values included
+      4. send them; subtract the rounded values that were sent from v
       5. u = 0 where v was sent (momentum factor masking)
       6. return the mean over the workers of what was sent
 
-    The momentum is inside: `optax.chain(jc.dgc(0.999), optax.sgd(0.1))`, without momentum after it. Dense tensors
-    have the same momentum. The memory is the momentum u, a row per worker; see `Velocity`.
+    Momentum is applied inside: `optax.chain(jc.dgc(0.999), optax.sgd(0.1))`, without momentum after it. Dense tensors
+    get the same momentum. The memory is the momentum u, a row per worker; see `Velocity`.
 
     Source: Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", ICLR
     2018.

@@ -1,4 +1,4 @@
-"""EF21: workers and server keep the same estimate of every worker's gradient, and send what it lacks."""
+"""EF21: each worker keeps an estimate of its gradient, and sends corrections to it."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,18 +18,18 @@ from jaxcomm.types import ExchangeMetrics
 
 @dataclass(frozen=True)
 class Ef21(TopK):
-    """Sends the k largest differences between a worker's gradient and its estimate, which all can then correct.
+    """Keeps an estimate of each worker's gradient, and sends its k largest corrections.
 
-    Each step, on each worker k, in every tensor of N elements, from g_k = 0 at the start:
+    Each step, on each worker k, in every tensor of N elements, starting from g_k = 0 and g = 0:
 
       1. c = the N - floor(N * sparsity) largest coordinates of (gradient - g_k), exactly
-      2. g_k = g_k + c, rounding of the values included
-      3. g = g + the mean over the workers of c, which is the mean of all g_k
+      2. round c and send it; g_k = g_k + c
+      3. g = g + the mean of c over the workers, so that g is the mean of all g_k
       4. return g
 
-    Unlike error feedback, nothing accumulates: a coordinate that is not sent keeps its old estimate, which is corrected
-    when it is sent. The residual of the state is -g_k, so that it can be resized as one; the memory is g, (n,) float32,
-    the same on every worker. Memory: 8 bytes a parameter. `optax.chain(jc.ef21(0.99), optax.sgd(0.1))`.
+    Unlike error feedback, nothing accumulates: a coordinate that is not sent keeps its old estimate until it is sent.
+    The state's residual is -g_k, so that it is resized like any residual. The memory is g, (n,) float32, replicated.
+    Memory: 8 bytes a parameter. `optax.chain(jc.ef21(0.99), optax.sgd(0.1))`.
 
     Source: Richtarik, Sokolov and Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error
     Feedback", NeurIPS 2021, https://arxiv.org/abs/2106.05203, Algorithm 2.

@@ -1,4 +1,4 @@
-"""Two levels of links: dense inside the fast one, compressed across the slow one."""
+"""Two levels of links: dense over the fast ones inside a group, compressed over the slow ones across groups."""
 
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar
@@ -22,23 +22,23 @@ class Hierarchical(Exchange):
     """Averages densely inside a group of workers, and by a compressed exchange across the groups.
 
     For groups with fast links inside, such as the GPUs of a host or the chips of a TPU slice. Each of the I workers of
-    a group holds a share of every tensor, 1/I of it:
+    a group handles a share of every tensor, 1/I of it:
 
       1. reduce-scatter inside: every worker has the group's mean of its share
-      2. the exchange, across the groups, of the share alone
+      2. the exchange of that share alone, across the groups
       3. all-gather inside: every worker has the whole mean
 
-    So the slow links carry each coordinate once a group, not once a worker. If the exchange of some share is skipped,
-    all are, and nothing changes: not even the count of the steps.
+    So the slow links carry each coordinate once per group, not once per worker. If the exchange of any share is
+    skipped, all are, and nothing but the metrics changes, not even the step count.
 
     For a mesh with both axes: `make_train_step(..., axis_name=(across, inside))`. Inside, each worker receives 2
     (I-1)/I * 4 bytes a parameter, and 2 (I-1)/I * 20 bytes of counts; across, what the exchange costs for 1/I of the
-    parameters: `wire_report(...).received_over(across)`. The memory is the state of the exchange of each share: its
-    rows are rows of all workers, and what it replicates is a row per share.
+    parameters: `wire_report(...).received_over(across)`. The memory is the exchange's state of each share: what differs
+    between workers stays a row per worker, and what the exchange replicates becomes a row per share.
 
     Attributes:
-      exchange: any exchange of gradients, made with `axis_name=across`. It sees shares: a tensor of N elements is one
-        of N / I to it (`dense_below`, thresholds and blocks work on those).
+      exchange: any exchange of gradients, made with `axis_name=across`. It sees only shares: a tensor of N elements
+        appears as N / I elements (`dense_below`, thresholds and blocks apply to these).
       inside: the axis of fast links.
       across: the axis of slow links.
     """
@@ -65,7 +65,7 @@ class Hierarchical(Exchange):
         return "Pass it to exchange="
 
     def init_chosen(self, params: Any) -> ExchangeState:
-        # Zeros of a share's shape are enough: exchanges of gradients do not read parameters when they begin.
+        # Zeros of a share's shape are enough: gradient exchanges do not read the parameters' values in `init`.
         _, sizes = self._shares(params)
         inner = self.exchange.init(jax.tree.map(lambda size: jnp.zeros(size, jnp.float32), sizes))
         check_exchange(inner, f"exchange of hierarchical, over axis_name={self.across!r},")
@@ -95,17 +95,17 @@ class Hierarchical(Exchange):
     def _once_all_are_here(self, updates: Any) -> Any:
         """Returns the updates once every worker of the group has its own, by an all-reduce of one number.
 
-        Gloo's reduce-scatter fails after 30 s without the others, whatever time-out is set (jax-ml/jax#40831). Its
-        all-reduce waits.
+        Gloo's reduce-scatter fails if another worker is more than 30 s late, whatever timeout is set
+        (jax-ml/jax#40831). Its all-reduce waits.
         """
         first = jax.tree.leaves(updates)[0].reshape(-1)[:1]
         with jax.named_scope(EXCHANGE):
             count = lax.psum(jnp.isfinite(first).all().astype(jnp.float32), self.inside)
-        are_here = count <= axis_size(self.inside)  # always; XLA does not know, so that what follows depends on it
+        are_here = count <= axis_size(self.inside)  # always true, but XLA does not know and keeps the order
         return jax.tree.map(lambda update: jnp.where(are_here, update, 0), updates)
 
     def _shares(self, tree: Any) -> tuple[jax.Array, Any]:
-        """Lays a tree out as (I, T) float32, row i being share i; and gives the size of a share of each leaf."""
+        """Returns a tree as (I, T) float32, row i being share i, and the size of a share of each leaf."""
         size = axis_size(self.inside)
         rows = []
         for leaf in jax.tree.leaves(tree):
@@ -114,7 +114,7 @@ class Hierarchical(Exchange):
         return jnp.concatenate(rows, axis=1), jax.tree.map(lambda leaf: -(-leaf.size // size), tree)
 
     def _pack(self, state: Any) -> Any:
-        """Makes rows of a share's state: what its exchange replicates still differs between shares."""
+        """Turns a share's state into rows: even what its exchange replicates differs between shares."""
 
         def row(node: Any) -> PerWorker:
             if is_per_worker(node):
@@ -140,7 +140,7 @@ def _cut(share: jax.Array, sizes: Any) -> Any:
 
 
 def _whole(rows: jax.Array, like: Any) -> Any:
-    """Puts shares (I, T) together to a tree."""
+    """Joins shares (I, T) into a tree like `like`."""
     leaves, start = [], 0
     for leaf in jax.tree.leaves(like):
         size = -(-leaf.size // rows.shape[0])

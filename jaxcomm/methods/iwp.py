@@ -28,7 +28,7 @@ from jaxcomm.selectors.threshold import select_threshold
 from jaxcomm.types import PerWorker
 
 Schedule = float | Callable[[jax.Array], Any]
-_PUBLISHERS = 2**31 - 2  # no worker's number, which is what other keys have in its place
+_PUBLISHERS = 2**31 - 2  # takes the place of a worker index in a key, and is none
 
 
 class SharedMask(NamedTuple):
@@ -49,28 +49,28 @@ class SharedMask(NamedTuple):
 class Iwp(MomentumCorrection, SharedExchange):
     """Sends the gradients that would change their weights most, at coordinates that all workers share.
 
-    A few workers publish which coordinates are important to them; all workers send those, summed on their way (a ring
-    all-reduce of a compact buffer), so that nothing gets denser as workers are added. Each step, on each worker, in
-    every tensor of N elements with the weights w:
+    A few workers publish the coordinates that are important to them. All workers send values at these coordinates, in
+    one all-reduce of a compact buffer, which does not get denser as workers are added. Each step, on each worker, in
+    every tensor of N elements with the weights w (numbered as in Algorithm 1):
 
       3. g is clipped; u = momentum * u + g; v = v + u (see `dgc`)
       5. thr = alpha; layer-wise (beta > 0), with q = var(I) / mean(I) of the tensor: alpha + beta q if q > C, else
          alpha - beta q; at least `floor`
       6. draw the tensor's publishers, from (seed, step)
-      7. a publisher's mask = I > thr, with the importance I = |v| / K / (|w| + eps): the paper accumulates gradients
-         that are already divided by the number of workers, so that thresholds mean what they mean there; with random
-         selection a coordinate below the threshold enters with the probability I / thr, so that none waits for ever
+      7. a publisher's mask = I > thr, with the importance I = |v| / (K (|w| + eps)). Dividing by K gives thresholds the
+         paper's meaning, since the paper's gradients are already divided by K. With random selection, a coordinate
+         below the threshold enters with probability I / thr, so that none waits forever
       9. the tensor's mask = the union of its publishers' masks
       10. send v there; v keeps the rest, and u = 0 where v was sent (momentum factor masking)
       13. return the sum / K
 
-    The compact buffer has ceil(density * N) slots a tensor. If the mask has more coordinates, a window of as many as
-    fit is sent, from a random start offset, with wrap-around, so that none starves; the others stay in v on every
+    The compact buffer has ceil(density * N) slots a tensor. If the mask has more coordinates, only a window that fits
+    is sent. It begins at a random start offset and wraps around, so that none is starved. The others stay in v on every
     worker, and are counted in `metrics.overflow`. The warm-up sends at least a fraction that falls to `density`.
 
-    The momentum is inside: `optax.chain(jc.iwp(0.01), optax.sgd(0.1))`, without momentum after it. `update` needs the
-    parameters. Each worker also receives a mask every `life_span` steps; `wire_report`'s usual step has no new mask
-    where life_span > 1.
+    Momentum is applied inside: `optax.chain(jc.iwp(0.01), optax.sgd(0.1))`, without momentum after it. `update` needs
+    the parameters. Each worker also receives a mask every `life_span` steps; with life_span > 1, `wire_report`'s usual
+    step is one without a new mask.
 
     Source: Cheng and Xu, "Bandwidth Reduction using Importance Weighted Pruning on Ring AllReduce", 2019, Algorithm 1.
 
@@ -80,14 +80,14 @@ class Iwp(MomentumCorrection, SharedExchange):
       beta: the factor of var/mean, a number or a schedule; 0 for the fixed threshold.
       C: var/mean above which the threshold rises with it.
       floor: the least threshold, above 0.
-      density: slots of the compact buffer over coordinates, above 0 and at most 1.
-      publishers: r, workers whose masks of a tensor are united, of the K.
+      density: slots of the compact buffer as a fraction of the coordinates, above 0 and at most 1.
+      publishers: r, workers out of K that publish a mask of each tensor.
       random_selection: whether coordinates below the threshold may enter.
-      eps: what is added to |w|, above 0. Weights that are much smaller count as eps.
+      eps: added to |w|, above 0. Weights that are much smaller count as eps.
       life_span: steps for which a mask is used.
-      mask_codec: how masks travel: "bitmap" (one bit a coordinate), "coded" (positions, at most `density` of them a
-        publisher; more is overflow), or "auto" for fewer bytes.
-      seed: of the publishers and of the random selection, the same on all workers.
+      mask_codec: how masks travel: "bitmap" (one bit a coordinate), "coded" (positions, at most a fraction `density`
+        per publisher; more is overflow), or "auto" for fewer bytes.
+      seed: seed of the publishers and of the random selection, the same on all workers.
     """
 
     alpha: Schedule = 0.01
@@ -154,7 +154,7 @@ class Iwp(MomentumCorrection, SharedExchange):
                 mask, cut, is_intact = lax.cond(
                     renew, lambda: self.publish(vector, weights, step, layout), lambda: kept
                 )
-        if self.checksum:  # a worker that has another mask tells all by a number that is not finite
+        if self.checksum:  # a worker whose masks were damaged makes all workers skip
             vector = vector._replace(gradient=jnp.where(is_intact, vector.gradient, jnp.nan))
 
         def compactly() -> tuple[Exchanged, jax.Array]:
@@ -180,9 +180,11 @@ class Iwp(MomentumCorrection, SharedExchange):
     def publish(
         self, vector: Accumulated, weights: jax.Array, step: jax.Array, layout: Layout
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the union of the publishers' masks (n/32,), and how many coordinates the mask codec cut off.
+        """Returns the union of the publishers' masks.
 
-        And whether the masks have arrived at this worker as they were sent: () bool.
+        Returns:
+          The union (n/32,) uint32; how many coordinates the mask codec cut off, () float32; and whether this worker
+          received the masks as they were sent, () bool.
         """
         workers = axis_size(self.axis_name)
         if self.publishers > workers:
@@ -201,7 +203,7 @@ class Iwp(MomentumCorrection, SharedExchange):
 
         if self.warmup_steps == 0:
             return unite(self.mask_codec)
-        # The masks of the warm-up are denser than what positions have room for.
+        # Warm-up masks are denser than coded positions have room for.
         return lax.cond(step < self.warmup_steps, lambda: unite("bitmap"), lambda: unite(self.mask_codec))
 
     def own_mask(self, vector: Accumulated, weights: jax.Array, step: jax.Array, layout: Layout) -> jax.Array:
@@ -225,7 +227,7 @@ class Iwp(MomentumCorrection, SharedExchange):
         return lax.cond(step < self.warmup_steps, at_least, lambda: mask)
 
     def thresholds(self, values: jax.Array, step: jax.Array, layout: Layout) -> jax.Array:
-        """Returns the threshold of every segment (S,), from the importance (n,)."""
+        """Returns the threshold of every segment, (S,), from the importance (n,)."""
         a, b = (jnp.asarray(s(step) if callable(s) else s, jnp.float32) for s in (self.alpha, self.beta))
         level = jnp.full(len(layout.sizes), a)
         if callable(self.beta) or self.beta > 0:
@@ -238,9 +240,9 @@ iwp = transformation(Iwp)
 
 
 def draw_publishers(seed: int, step: jax.Array, workers: int, publishers: int, tensors: int) -> jax.Array:
-    """Draws r different workers of K for every tensor of a step, the same on all of them: (S, r) int32.
+    """Draws r of the K workers for every tensor in a step, the same on all workers: (S, r) int32.
 
-    Of K numbers for each tensor, from the key (seed, step, 2^31 - 2), the publishers have the r largest.
+    Each tensor has K random numbers, from the key (seed, step, 2^31 - 2); its publishers have the r largest.
     """
     numbers = noise.uniform(noise.make_key(seed, step, _PUBLISHERS), tensors * workers)
     return lax.top_k(numbers.reshape(tensors, workers), publishers)[1]

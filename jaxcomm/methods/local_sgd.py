@@ -1,4 +1,4 @@
-"""Local steps, and an outer optimizer on what they changed: DiLoCo, with any compressor, at once or in fragments."""
+"""Local steps, and an outer optimizer on their change: DiLoCo, with any compressor, whole or in fragments."""
 
 import functools
 from collections.abc import Callable
@@ -34,10 +34,10 @@ from jaxcomm.types import ExchangeMetrics
 class LocalExchange(Exchange):
     """A method whose workers train on their own parameters between two exchanges.
 
-    It comes after a whole local optimizer, and takes its updates: a transformation from each worker's local updates to
-    the updates that keep it on its way, or lead it to the merged model (both differ between workers). `update` needs
-    the parameters. A local update that is not finite, or has a number of 2^90 or more, is not applied on its worker. If
-    an exchange is skipped, this step's local updates are not applied (but see `undoes_skipped`).
+    It comes after a complete local optimizer and takes its updates. Between exchanges it returns them unchanged; at an
+    exchange it returns the updates that lead to the merged model. Both differ between workers. `update` needs the
+    parameters. A local update that is not finite, or has a number of 2^90 or more, is not applied on its worker. If an
+    exchange is skipped, this step's local updates are not applied (but see `undoes_skipped`).
     """
 
     keeps_residual: ClassVar[bool] = False
@@ -65,7 +65,7 @@ class Anchored(NamedTuple):
 
     Attributes:
       anchor: the global model, float32, in the tree of the parameters; replicated.
-      exchange: the state of the exchange, its rows per worker included.
+      exchange: the state of the exchange, including its rows per worker.
       outer: the state of the outer optimizer; replicated.
     """
 
@@ -78,9 +78,9 @@ class Fragment(NamedTuple):
     """Memory of `local_sgd` for each of its fragments, where it streams.
 
     Attributes:
-      held: of the fragment's parameters, `optax.MaskedNode` in the place of others. The anchor is also what the workers
-        have yet to merge.
-      merged_at: () int32, the step in which they do, or did; 0 before the first exchange.
+      held: the memory of the fragment's parameters, with `optax.MaskedNode` in place of the others. Its anchor is what
+        the workers merge next.
+      merged_at: () int32, the step in which they merge it, or last did; 0 before the first exchange.
     """
 
     held: Anchored
@@ -97,29 +97,29 @@ class LocalSgd(LocalExchange):
 
     On each worker:
 
-      1. for H steps, change the own parameters by the local optimizer alone
-      2. then g = anchor - own parameters (the "outer gradient"), where the anchor is what all began with
+      1. for H steps, update the worker's own parameters with the local optimizer alone
+      2. then g = anchor - own parameters (the "outer gradient"), where the anchor is the model that all started from
       3. average g over the workers by `exchange`: dense, or any compressor of this library
       4. anchor = anchor + outer(mean g); all continue from the anchor
 
     `make_train_step` keeps a row per worker of the parameters and of the local optimizer's state, and
     `global_params(state)` returns the anchor, which is the model to evaluate. If the exchange is skipped, the anchor
-    and the outer optimizer stay, and training continues to the next exchange.
+    and the outer optimizer's state stay, and training continues to the next exchange.
 
     `optax.chain(optax.adamw(3e-4), jc.local_sgd(100, exchange=jc.plump_dp()))`. On the wire: the exchange, once in H
     steps. Memory: 4 bytes a parameter, and what the exchange and the outer optimizer keep.
 
-    With `fragments`, `overlap` or `mix` it is Streaming DiLoCo. Every H/P steps another of P fragments has its turn,
-    with an exchange and an outer optimizer of its own: 2 to 4 for its parameters, while the workers go on with theirs.
-    Then, `overlap` steps later, own = mix * own + (1 - mix) * anchor. No parameter depends on the exchange before that.
-    But a program returns when its exchange is done, and on no backend does this library compute the next steps
-    meanwhile: what is gained is a peak of one fragment's bytes, and a global model that changes every H/P steps.
+    With `fragments`, `overlap` or `mix` it is Streaming DiLoCo. Every H/P steps the next of P fragments goes through
+    lines 2 to 4, with its own exchange and outer optimizer state, while the workers keep their own parameters. Only
+    `overlap` steps later, own = mix * own + (1 - mix) * anchor; until then no parameter depends on the exchange.
+    However, a program returns only when its exchange is done, and on no backend does this library compute the next
+    steps meanwhile. The gain is a peak of one fragment's bytes, and a global model that changes every H/P steps.
 
-    A fragment has whole tensors: the largest comes first, and each goes to the fragment with the fewest elements, of
-    equal ones to the first. So layers of equal shapes are dealt out in turn, the paper's strided pattern. If its
-    exchange is skipped, its anchor and outer optimizer stay, and nothing is merged. A worker whose local update is not
-    finite, or has a number of 2^90 or more, stays as it was in this step, in which an exchange is skipped; the others
-    keep their local updates.
+    A fragment holds whole tensors. They are assigned from the largest to the smallest, each to the fragment with the
+    fewest elements, then the fewest tensors, then the lowest index. So layers of equal shapes are dealt out in turn,
+    the paper's strided pattern. If a fragment's exchange is skipped, its anchor and outer optimizer's state stay, and
+    nothing is merged. A worker whose local update is not finite, or has a number of 2^90 or more, keeps its parameters
+    in that step, and an exchange in that step is skipped; the other workers apply their local updates.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; "Streaming
     DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025, https://arxiv.org/abs/2501.18512.
@@ -127,12 +127,12 @@ class LocalSgd(LocalExchange):
     Attributes:
       steps: H, local steps from one exchange to the next. DiLoCo: 500.
       exchange: averages the outer gradients: `plump_dp()` (DiLoCo), or any compressor over the same axis; its residual
-        carries what was not sent over to the next exchange. `sparse_loco` has the settings of SparseLoCo.
+        carries over to the next exchange. `sparse_loco` has the settings of SparseLoCo.
       outer: an optimizer for the outer gradients; by default SGD with learning rate 0.7 and Nesterov momentum 0.9.
-      fragments: P, which divides H; at most the number of tensors. The paper: one for every 3 layers.
-      overlap: steps from an exchange to its use, below H; 0 merges in the same step. The paper: 5.
-      mix: the share of a worker's own parameters where they are merged with the anchor, 0 to 1. The paper: 0.5. With 0
-        nothing of the `overlap` steps after an exchange is kept.
+      fragments: P, a divisor of H and at most the number of tensors. The paper: one for every 3 layers.
+      overlap: steps from an exchange to its merge, below H; 0 merges in the same step. The paper: 5.
+      mix: weight of a worker's own parameters when they are merged with the anchor, 0 to 1. The paper: 0.5. With 0, the
+        updates of the `overlap` steps between exchange and merge are discarded.
     """
 
     steps: int = 20
@@ -159,7 +159,7 @@ class LocalSgd(LocalExchange):
 
     @property
     def streams(self) -> bool:
-        """Whether it does anything but exchange all parameters at once and continue from the anchor."""
+        """Whether it exchanges in fragments, merges later, or mixes, unlike plain DiLoCo."""
         return self.fragments > 1 or self.overlap > 0 or self.mix > 0
 
     @property
@@ -221,12 +221,12 @@ class LocalSgd(LocalExchange):
         if self.steps == 1:
             own, new = communicate()
         else:
-            # The usual branch is the one that communicates: bytes are given for an exchange, and how often it comes.
+            # The usual branch is the one that communicates: reports give the bytes of an exchange, and its interval.
             own, new = lax.cond((state.step + 1) % self.steps != 0, stay, communicate)
         return own, new.replace(step=state.step + 1)
 
     def _outer_step(self, gradient: Any, old: Anchored) -> tuple[Anchored, ExchangeMetrics]:
-        """Averages an outer gradient, and moves the anchor by it, unless the exchange is skipped."""
+        """Averages an outer gradient and moves the anchor by it, unless the exchange is skipped."""
         mean, inner = self.exchange.update(gradient, old.exchange, old.anchor)
         metrics = get_exchange(inner).metrics
         change, outer = (self.outer or _nesterov()).update(mean, old.outer, old.anchor)
@@ -237,7 +237,7 @@ class LocalSgd(LocalExchange):
     def _stream(
         self, updates: Any, state: ExchangeState, params: Any, others: tuple[str, ...]
     ) -> tuple[Any, ExchangeState]:
-        """Does `update_chosen` for fragments. What is exchanged in a step reaches no parameter before it is merged."""
+        """Does `update_chosen` for fragments. No parameter depends on an exchange before its merge."""
         step, old = state.step + 1, state.memory
         ok = is_applicable_tree(updates)
         own = zeros_unless(ok, updates)
@@ -263,7 +263,7 @@ class LocalSgd(LocalExchange):
             return jax.tree.map(merged, held.anchor, params, own, is_leaf=is_masked)
 
         def switch(step: jax.Array, in_turn: Callable[[int], Any], stay: Any) -> Any:
-            """Runs the branch with the number of the turn, or the last one: so `Program.in_turn` finds them."""
+            """Runs the branch of this step's turn, or `stay`, the last one: `Program.in_turn` relies on this order."""
             turn = jnp.where(step % self.period == 0, (step // self.period - 1) % self.turns, self.turns)
             return lax.switch(turn, [*(functools.partial(in_turn, i) for i in range(self.turns)), lambda: stay])
 
@@ -273,9 +273,9 @@ class LocalSgd(LocalExchange):
 
 
 def _cut(tree: Any, count: int) -> list[Any]:
-    """Cuts a tree into trees of about as many elements: of whole tensors, the others masked.
+    """Splits a tree into trees of about equal size; each has some of the tensors, and the others masked.
 
-    The largest comes first, and each goes to the fragment with the fewest elements, of equal ones to the first.
+    Tensors are assigned as in `LocalSgd`.
     """
     leaves, treedef = jax.tree.flatten(tree)
     rule = f"at most the number of tensors ({len(leaves)}), which are exchanged whole"

@@ -1,8 +1,8 @@
 """Momentum correction, which Deep Gradient Compression and importance weighted pruning share.
 
 Gradients wait in a residual for many steps. Momentum after the exchange would see such a gradient late and all at once,
-and continue in its direction for as long again. So each worker keeps the momentum of its own gradients, and accumulates
-that: u = m u + g; v = v + u; v is what is selected and sent.
+and continue in its direction for as long again. So each worker keeps the momentum u of its own gradients, and
+accumulates u instead of g: u = m u + g; v = v + u; v is what is selected and sent.
 
 Source: Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", ICLR
 2018.
@@ -33,8 +33,8 @@ class Velocity(NamedTuple):
     """The momentum u of one worker.
 
     Attributes:
-      flat: (1, n) float32, of the compressed tensors, laid out as the residual.
-      dense: of every dense tensor, (1, *shape) float32.
+      flat: (1, n) float32, of the compressed tensors, laid out like the residual.
+      dense: (1, *shape) float32 for every dense tensor.
     """
 
     flat: jax.Array
@@ -45,15 +45,15 @@ class Velocity(NamedTuple):
 class MomentumCorrection(Exchange):
     """Momentum correction, momentum factor masking, local clipping and warm-up.
 
-    If some worker's u or v is not finite, or its u has a number of 2^100 or more, the exchange is skipped: u stays too.
-    Memory: 8 bytes a parameter. The optimizer after it is plain SGD.
+    If some worker's u or v is not finite, or its u has a number of 2^100 or more, the exchange is skipped, and u stays
+    as well. Memory: 8 bytes a parameter. Use plain SGD after it.
 
     Attributes:
       momentum: m, 0 <= m < 1.
       factor_masking: whether u is set to zero where v was sent, so that old directions do not continue.
-      clip: the norm of the mean gradient that clipping aims at: each worker clips its own to sqrt(K) times it (DGC:
-        K^-1/2 of it, for gradients that are already divided by K). None for no clipping.
-      warmup_steps: T, steps in which the fraction that is sent falls exponentially to its end, sent as one dense
+      clip: target norm of the mean gradient: each worker clips its own gradient to sqrt(K) times it (DGC: K^-1/2 times,
+        for gradients already divided by K). None for no clipping.
+      warmup_steps: T, steps in which the sent fraction falls exponentially to its final value. Each sends by one dense
         all-reduce. DGC: four epochs.
     """
 
@@ -96,7 +96,8 @@ class MomentumCorrection(Exchange):
         """Adds a worker's gradient to its momentum: u = m u + g.
 
         Returns:
-          The gradient, its dense leaves replaced by their momentum; u + v of the compressed ones; u, if the step is ok.
+          The gradient with its dense leaves replaced by their momentum; u + v of the compressed leaves; and the new u,
+          to be kept if the step is ok.
         """
         layout = gradient.layout
         own = jax.tree.map(lambda row: to_varying(row, self.axes), velocity.rows)
@@ -111,15 +112,14 @@ class MomentumCorrection(Exchange):
         return gradient._replace(leaves=layout.join(compressed, sends)), vector, Velocity(new_flat[None], new_dense)
 
     def clipped(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """Scales a worker's gradient down to a norm of clip * sqrt(K): float32 leaves.
+        """Scales a worker's gradient down to a norm of at most clip * sqrt(K): float32 leaves.
 
-        Independent gradients of K workers have a mean whose norm is K^-1/2 of theirs, so that the mean's norm is then
-        at most about `clip`.
+        The mean of K independent gradients has K^-1/2 of their norm, so that its norm is then at most about `clip`.
         """
         leaves = [leaf.astype(jnp.float32) for leaf in leaves]
         if self.clip is None:
             return leaves
-        # In units of the largest, for the squares of large finite numbers would be infinite, and the norm may be.
+        # In units of the largest magnitude: squares of large finite numbers overflow, and even the norm may.
         largest = jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in leaves]).max()
         unit = jnp.where(largest > 0, largest, 1.0)
         scaled = [divide(leaf, unit) for leaf in leaves]
@@ -138,11 +138,14 @@ class MomentumCorrection(Exchange):
         return jnp.where(unpack(mask), 0.0, velocity) if self.factor_masking else velocity
 
     def kept(self, ok: jax.Array, new: Velocity, flat: jax.Array, old: PerWorker) -> PerWorker:
-        """Takes the new momentum, with `flat` after masking, if the step is ok."""
+        """Returns the new momentum, with its masked `flat`, if the step is ok, else the old."""
         return self.per_worker(keep_unless(ok, new._replace(flat=flat), old.rows))
 
     def warm_counts(self, step: jax.Array, layout: Layout) -> jax.Array:
-        """Returns the coordinates to send of every segment in the warm-up, density^((step + 1) / (T + 1)): (S,)."""
+        """Returns how many coordinates the warm-up sends of every segment: (S,) int32.
+
+        The fraction is density^((step + 1) / (T + 1)).
+        """
         steps = np.arange(1, self.warmup_steps + 1) / (self.warmup_steps + 1)
         table = np.power(np.float64(self.final_density), steps).astype(np.float32)
         fraction = jnp.asarray(table)[jnp.minimum(step, self.warmup_steps - 1)]

@@ -16,23 +16,23 @@ from jaxcomm.types import ExchangeMetrics
 
 @dataclass(frozen=True, kw_only=True)
 class PlumpDp(Exchange):
-    """Averages the workers' gradients densely: the baseline, and what every compressor equals when it keeps everything.
+    """Averages the workers' gradients densely: the baseline, and what every compressor equals when it sends everything.
 
-    One all-reduce of float32: each worker receives 2 (K-1)/K * 4 bytes a parameter. In 16 bits half of that: float16 is
-    one all-reduce, too; bfloat16 takes two shots, in which every worker owns a part, adds it up in float32, and rounds
+    One all-reduce of float32: each worker receives 2 (K-1)/K * 4 bytes a parameter; in 16 bits, half of that. float16
+    is one all-reduce too. bfloat16 takes two shots, in which every worker owns a part, sums it in float32, and rounds
     the sum once more.
 
     With p > 1 it averages models instead of gradients: each worker takes p local steps, and then all continue from the
-    mean of their parameters. It then comes after a whole local optimizer, and is `local_sgd` with an outer optimizer
+    mean of their parameters. It then comes after a complete local optimizer, and is `local_sgd` with an outer optimizer
     that takes the mean as it is.
 
-    Source: Sun et al., "Slim-DP: A Light Communication Data Parallelism for DNN", AAAI 2018, names it.
+    Source: the name is from Sun et al., "Slim-DP: A Light Communication Data Parallelism for DNN", AAAI 2018.
 
     Attributes:
       p: local steps from one communication to the next.
-      value_dtype: "float32", "bfloat16" or "float16". What rounding cuts off is lost. bfloat16 has the range of float32
-        and 8 bits of precision. float16 has 11 bits and a smaller range: a gradient divided by K is zero below 3e-8,
-        and infinite above 65,519. Then the step is skipped: scale the loss.
+      value_dtype: "float32", "bfloat16" or "float16". There is no residual for rounding errors. bfloat16 has the range
+        of float32 and 8 bits of precision. float16 has 11 bits and a smaller range: a gradient divided by K is zero
+        below 3e-8, and infinite above 65,519, which skips the step: scale the loss.
     """
 
     p: int = 1

@@ -18,11 +18,11 @@ from jaxcomm.numerics import is_finite_narrow
 from jaxcomm.scopes import DECODE, ENCODE
 from jaxcomm.types import ExchangeMetrics
 
-# What is left of a column of P after the projection on those before it is a rounding error, and no direction, if it is
-# shorter than this part of the longest column. Matrices of a smaller rank leave 2e-7 to 4e-6 in float32.
+# A column of P, less its projection on the columns before it, is a rounding error and not a direction if it is shorter
+# than this fraction of the longest column. In float32, matrices of rank below r leave 2e-7 to 4e-6.
 _DEPENDENT = 1e-5
 _TINY = float(np.finfo(np.float32).tiny)  # numbers below it may be flushed to zero
-_LIMIT = float(np.finfo(np.float32).max) / 4  # of gradient + residual and of the result: their difference is finite
+_LIMIT = float(np.finfo(np.float32).max) / 4  # for gradient + residual and for the result: their difference is finite
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class _Group:
     Attributes:
       n: rows of a matrix.
       m: its columns.
-      members: the matrices' places among the compressed tensors.
-      leaves: their places among all leaves of the tree.
+      members: the matrices' indices among the compressed tensors.
+      leaves: their indices among all leaves of the tree.
     """
 
     n: int
@@ -47,44 +47,45 @@ class PowerSgd(Exchange):
     """Sends every matrix as two thin ones, and keeps the rest for later steps (error feedback).
 
     A tensor of two or more dimensions is a matrix M of n rows and m columns, m its last dimension. One power iteration
-    a step approximates it by r columns, and continues from where that of the step before ended (warm start). Each step,
-    on each worker, for every matrix (numbers of Algorithm 1; 2 and the residual are lines 7 and 9 of Algorithm 2):
+    per step approximates it with rank r, starting from the previous step's result (warm start). Each step, on each
+    worker, for every matrix (numbered as in Algorithm 1; 2 and the residual are lines 7 and 9 of Algorithm 2):
 
       2. M = gradient + residual
-      3. P = M Q, with the Q of the step before, the same on all workers
+      3. P = M Q, with the previous step's Q, the same on all workers
       4. P = its mean over the workers
       5. make the columns of P orthonormal, by the Gram-Schmidt process from the first to the last
       6. Q = M^T P
       7. Q = its mean over the workers, kept for the next step
-      11. return P Q^T; the residual is M less that
+      11. return P Q^T; the residual is M - P Q^T
 
-    Tensors of fewer dimensions, and those of which r (n + m) is not less than n m, are sent dense. Matrices of one
-    shape are one stack, so that a compiled program has products for every shape, and not for every tensor.
+    Tensors of fewer dimensions, and those with r (n + m) >= n m, are sent dense. Matrices of the same shape are
+    stacked, so that a compiled program has one set of products per shape, not per tensor.
 
     Applied literally in float32, the algorithm is inaccurate for matrices of rank < r and underflows for tiny
-    gradients. So columns of Q are scaled to length 1 before they are used, and no constant is added to a norm: P spans
-    the same, whatever the size of the gradient. A column of P is projected twice on those before it, since once leaves
-    nearly dependent ones far from orthogonal. One that is a rounding error becomes zero, and its column of Q stays what
-    it was: a matrix whose gradient is zero for some steps continues from there, where Q = 0 would never send again.
+    gradients. So columns of Q are scaled to length 1 before use, and no constant is added to a norm: the span of P does
+    not depend on the gradient's magnitude. Each column of P is orthogonalised twice against those before it, since one
+    pass leaves nearly dependent columns far from orthogonal. A column that is only a rounding error becomes zero, and
+    its column of Q is kept: a matrix whose gradient is zero for some steps then continues from there, whereas with
+    Q = 0 it would never send again.
 
     The exchange is also skipped if gradient + residual or the result might exceed a quarter of the largest float32.
 
     Two ring all-reduces of float32, one of every P and the dense tensors, one of every Q: each worker receives 2
     (K-1)/K * 4 (sum of r (n + m) + dense elements) bytes; `metrics.sent` counts the numbers of P and Q. Memory: 4 bytes
-    a parameter, and Q: for every group of matrices of one shape, (matrices, m, r) float32, the same on every worker.
+    a parameter, and Q: for every group of matrices of one shape, (matrices, m, r) float32, replicated.
     `optax.chain(jc.powersgd(4), optax.sgd(0.1))`.
 
     Source: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS
-    2019, https://arxiv.org/abs/1905.13727, Algorithms 1 and 2. PyTorch's `powerSGD_hook` does this otherwise: it sends
-    densely for 1000 steps first (`start_powerSGD_iter`), and every tensor that would not become half as large
-    (`min_compression_rate`); the rows of a matrix are the tensor's first dimension, where PyTorch has the outputs; Q is
-    orthogonalised as well; above rank 2 it takes QR for that; Ps, Qs and dense tensors are reduced bucket by bucket, in
-    the type of the gradient.
+    2019, https://arxiv.org/abs/1905.13727, Algorithms 1 and 2. PyTorch's `powerSGD_hook` differs: it sends everything
+    densely for the first 1000 steps (`start_powerSGD_iter`), and always every tensor that would not become half as
+    large (`min_compression_rate`); a matrix's rows are the tensor's first dimension, where PyTorch has the outputs; it
+    also orthogonalises Q, and uses QR above rank 2; it reduces Ps, Qs and dense tensors bucket by bucket, in the
+    gradient's type.
 
     Attributes:
       rank: r, columns of P and Q. The paper trains with 1, 2 and 4.
       dense_below: tensors with fewer elements are sent dense, as float32.
-      seed: of the first Q, see `initial_q`.
+      seed: seed of the first Q, see `initial_q`.
     """
 
     rank: int = 4
@@ -123,13 +124,12 @@ class PowerSgd(Exchange):
         x = _stack([tensor.astype(jnp.float32) + rest for tensor, rest in zip(inside, owed, strict=True)], groups)
         with jax.named_scope(ENCODE):
             p = [_matmul("bnm,bmr->bnr", *pair) for pair in zip(x, _by_rows(_unit_columns, old_q), strict=True)]
-        # What is out of range may meet zeros, and not show in P. So P is made to show it, and the sum tells everyone.
+        # A number out of range may be multiplied by zero and not show in P. A NaN in P tells all workers, by the sum.
         in_range = jnp.stack([(jnp.abs(stack) <= _LIMIT).all() for stack in x]).all()
         (p_mean, *dense), p_ok = dense_mean([jnp.where(in_range, _join(p), jnp.nan), *dense], self.axis_name)
         with jax.named_scope(ENCODE):
             p = _by_rows(_orthonormal, _cut(p_mean, p))
-            # As (matrices, r, m): XLA's CPU backend would fold a transposition into the product, and take 20 times as
-            # long.
+            # As (matrices, r, m): XLA for CPUs would fold a transposition into the product, and take 20 times as long.
             q = [_matmul("bnr,bnm->brm", *pair) for pair in zip(p, x, strict=True)]
         (q_mean,), q_ok = dense_mean([_join(q)], self.axis_name)
         in_range = (jnp.abs(q_mean) <= _LIMIT / self.rank).all()  # and with it P Q^T, since no number of P exceeds 1
@@ -153,8 +153,8 @@ powersgd = transformation(PowerSgd)
 def initial_q(params: Any, rank: int = 4, *, dense_below: int = 512, seed: int = 0) -> dict[int, jax.Array]:
     """Returns the Q from which the power iteration of every matrix starts.
 
-    One draw of standard normal numbers by `jax.random.normal(jax.random.key(seed), ...)`, of which the matrices get
-    theirs in tree order: the same on every worker and in every process.
+    One draw of standard normal numbers by `jax.random.normal(jax.random.key(seed), ...)` is divided among the matrices
+    in tree order. It is the same on every worker and in every process.
 
     Args:
       params: the parameters, or their shapes.
@@ -163,7 +163,7 @@ def initial_q(params: Any, rank: int = 4, *, dense_below: int = 512, seed: int =
       seed: as for `powersgd`.
 
     Returns:
-      (m, r) float32 for every compressed tensor, by its place in `jax.tree.leaves(params)`.
+      (m, r) float32 for every compressed tensor, by its index in `jax.tree.leaves(params)`.
     """
     groups = _groups(PowerSgd(rank, dense_below=dense_below).plan(params))
     columns = sorted((leaf, group.m) for group in groups for leaf in group.leaves)
@@ -181,7 +181,7 @@ def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _groups(layout: Layout) -> list[_Group]:
-    """Groups the compressed tensors by the shapes of their matrices, in the order of the first of each."""
+    """Groups the compressed tensors by the shape of their matrix, in the order in which shapes first occur."""
     found: dict[tuple[int, int], list[tuple[int, int]]] = {}
     leaves = [leaf for leaf, is_in in enumerate(layout.compressed) if is_in]
     for member, leaf in enumerate(leaves):
@@ -200,7 +200,7 @@ def _check_q(q: Sequence[jax.Array], groups: Sequence[_Group], rank: int) -> Non
 
 
 def _stack(tensors: Sequence[jax.Array], groups: Sequence[_Group]) -> list[jax.Array]:
-    """Makes a stack (matrices, n, m) of every group's tensors."""
+    """Stacks every group's tensors: (matrices, n, m) each."""
     return [jnp.stack([tensors[place].reshape(group.n, group.m) for place in group.members]) for group in groups]
 
 
@@ -224,7 +224,7 @@ def _cut(vector: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _by_rows(function: Callable[[jax.Array], jax.Array], stacks: Sequence[jax.Array]) -> list[jax.Array]:
-    """Applies a function to thin matrices, together to those with as many rows."""
+    """Applies a function to stacks of thin matrices, at once to all stacks with the same number of rows."""
     places: dict[int, list[int]] = {}
     for place, stack in enumerate(stacks):
         places.setdefault(stack.shape[1], []).append(place)
@@ -238,12 +238,12 @@ def _by_rows(function: Callable[[jax.Array], jax.Array], stacks: Sequence[jax.Ar
 
 
 def _matmul(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Multiplies in float32; accelerators would take fewer bits by default."""
+    """Multiplies in float32; accelerators use fewer bits by default."""
     return jnp.einsum(subscripts, a, b, precision=lax.Precision.HIGHEST)
 
 
 def _to_range(stack: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
-    """Scales to a largest magnitude of 1 along an axis, so that no square leaves float32; tiny numbers become 0."""
+    """Scales to a largest magnitude of 1 along an axis, so that no square overflows; tiny ones become 0."""
     largest = jnp.max(jnp.abs(stack), axis=axis, keepdims=True)
     return jnp.where(largest >= _TINY, stack / jnp.maximum(largest, _TINY), 0.0)
 
@@ -254,7 +254,7 @@ def _lengths(stack: jax.Array) -> jax.Array:
 
 
 def _scaled(columns: jax.Array, least: jax.Array | float) -> jax.Array:
-    """Scales columns to length 1; those of a length of `least` or less become zero."""
+    """Scales columns to length 1; columns of length `least` or less become zero."""
     length = _lengths(columns)
     is_long = length > least
     return jnp.where(is_long, columns / jnp.where(is_long, length, 1.0), 0.0)
@@ -266,7 +266,7 @@ def _unit_columns(q: jax.Array) -> jax.Array:
 
 
 def _orthonormal(p: jax.Array) -> jax.Array:
-    """Makes the columns of matrices (matrices, n, r) orthonormal; one that depends on those before it becomes zero."""
+    """Makes the columns of (matrices, n, r) orthonormal; a column that depends on those before it becomes zero."""
     p = _to_range(p, axis=(1, 2))
     least = _DEPENDENT * jnp.max(_lengths(p), axis=2, keepdims=True)  # (matrices, 1, 1)
 
@@ -282,6 +282,6 @@ def _orthonormal(p: jax.Array) -> jax.Array:
 
 
 def _renew(ok: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """Takes the new Q, but keeps columns that have come out as nothing: from zero no iteration would ever come back."""
+    """Returns the new Q, but the old column where the new one is zero: no iteration would ever leave zero."""
     is_direction = jnp.max(jnp.abs(new), axis=1, keepdims=True) >= _TINY
     return jnp.where(ok & is_direction, new, old)

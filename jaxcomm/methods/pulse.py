@@ -1,4 +1,4 @@
-"""PULSELoCo's exchange: what changes a parameter as the forward pass reads it."""
+"""PULSELoCo's exchange: sends only what changes a parameter as the forward pass reads it."""
 
 import math
 from dataclasses import KW_ONLY, dataclass
@@ -23,22 +23,23 @@ class Pulse(SparseExchange):
 
       1. x = gradient + residual
       2. select all coordinates where bfloat16(w - learning_rate * x) != bfloat16(w)
-      3. send x there; the residual is x less what was sent, rounding of the values included
+      3. send x there; the residual is x minus the rounded values that were sent
       4. return the mean over the workers of what was sent
 
-    What is selected is not known beforehand, and payloads have a fixed capacity: N - floor(N * sparsity) coordinates.
-    Where more are visible, a window of as many as fit is sent, from a random start offset, with wrap-around, so that
-    none starves; the others stay in the residual and are counted in `metrics.overflow`. `update` needs the parameters.
+    How many are selected is not known in advance, but payloads have a fixed capacity, N - floor(N * sparsity)
+    coordinates. If more are selected, only a window that fits is sent. It begins at a random start offset and wraps
+    around, so that none is starved. The others stay in the residual and are counted in `metrics.overflow`. `update`
+    needs the parameters.
 
-    PULSELoCo is this inside of `local_sgd`, where the parameters are the anchor and x is what the local steps changed:
-    `jc.chain(optax.adamw(1e-6), jc.local_sgd(8, exchange=jc.pulse(0.95), outer=optax.sgd(1.0)))`.
+    PULSELoCo is this exchange inside `local_sgd`, where w is the anchor and the gradient is what the local steps
+    changed: `jc.chain(optax.adamw(1e-6), jc.local_sgd(8, exchange=jc.pulse(0.95), outer=optax.sgd(1.0)))`.
 
-    Source: "PULSE", 2026, https://arxiv.org/abs/2602.03839, after its abstract; the capacity is this library's.
+    Source: "PULSE", 2026, https://arxiv.org/abs/2602.03839, after its abstract; the capacity is this library's own.
 
     Attributes:
       sparsity: the fraction of coordinates that a payload has no room for, 0 <= sparsity < 1.
-      learning_rate: of the SGD that comes after the exchange.
-      seed: of the start offsets.
+      learning_rate: learning rate of the SGD that comes after the exchange.
+      seed: seed of the start offsets.
     """
 
     sparsity: float = 0.95

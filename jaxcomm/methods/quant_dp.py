@@ -21,7 +21,7 @@ from jaxcomm.scopes import ENCODE, EXCHANGE
 
 Width = Literal[2, 4, 8, 16]
 Norm = Literal["max", "l2"]
-AUTO_WORKERS = 4  # up to which "auto" adds 8-bit integers up; beyond, the levels that are left get few
+AUTO_WORKERS = 4  # the most for which "auto" sums 8-bit integers; with more workers, too few levels are left
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,22 @@ class QuantDp(CodedExchange):
       3. send the sign and q in `bits` bits, and the scale of the bucket in 32
       4. return the mean over the workers of sign * scale * q / s
 
-    By "psum", which "auto" takes with 8 bits and up to 4 workers, and with 16, the sum is an all-reduce of integers:
-    the workers first agree on the largest scale of each bucket, in an all-reduce of 4 bytes a bucket, and take
-    floor(s / K) levels in the place of s, so that their sum is of as many bits. It sends what two shots send and packs
-    no bits. There are fewer levels: with 8 bits, for independent normal gradients, the variance that rounding adds to
-    the mean is 2.4 times that of two shots for K = 2, 10 times for K = 4 and 45 times for K = 8, which is 0.05%, 0.24%
-    and 1.0% of the variance of the mean itself
-    (n = 8192, 300 draws, bucket 512).
+    With "psum", the sum is an all-reduce of integers. "auto" takes it with 16 bits, and with 8 bits for up to 4 workers
+    without a checksum. The workers first agree on the largest scale of each bucket, in an all-reduce of 4 bytes a
+    bucket. They then use floor(s / K) levels instead of s, so that the sum fits the same number of bits. This sends the
+    bytes of two shots and packs no bits, but has fewer levels: with 8 bits, for independent normal gradients, the
+    variance that rounding adds to the mean is 2.4 times that of two shots for K = 2, 10 times for K = 4 and 45 times
+    for K = 8, which is 0.05%, 0.24% and 1.0% of the variance of the mean itself (n = 8192, 300 draws, bucket 512).
 
     In two shots, the owner of a part quantizes the sum once more in the same way. `collective="gather"` is the paper's,
     where sums are not rounded again.
 
-    The second rounding multiplies the variance of the mean by about 1 + S^2 / (s_1^2 + ... + s_K^2), where s_k is the
-    scale of worker k and S that of the sum, and by K where all gradients are equal. Measured (mean squared error over
-    300 draws, n = 8192, 8 bits, bucket 512, norm "max", `jax.vmap`): 2.0 for independent normal gradients, K = 4, and
-    1.9 to 2.0 for K = 2 to 16; at K = 4 it is 1.6 for Laplace, 1.7 for Student's t with 3 degrees of freedom, 3.7 for
-    uniform ones, 3.5 where workers share half of the variance (K = 16: 9.7), 4.0 where they share all of it (K = 16:
-    16). With 4 bits it differs by at most 0.13; with 2 bits it is 3.2 for the normal ones.
+    The second rounding multiplies the rounding variance of the mean by about 1 + S^2 / (s_1^2 + ... + s_K^2), where s_k
+    is the scale of worker k and S that of the sum, and by K where all gradients are equal. Measured (mean squared error
+    over 300 draws, n = 8192, 8 bits, bucket 512, norm "max", `jax.vmap`): 2.0 for independent normal gradients, K = 4,
+    and 1.9 to 2.0 for K = 2 to 16; at K = 4 it is 1.6 for Laplace, 1.7 for Student's t with 3 degrees of freedom, 3.7
+    for uniform gradients, 3.5 where workers share half of the variance (K = 16: 9.7), 4.0 where they share all of it
+    (K = 16: 16). With 4 bits these factors differ by at most 0.13; with 2 bits the factor is 3.2 for normal gradients.
 
     `optax.chain(jc.quant_dp(8), optax.sgd(0.1))`.
 
@@ -60,11 +59,11 @@ class QuantDp(CodedExchange):
     512).
 
     Attributes:
-      bits: bits a coordinate, 2, 4, 8 or 16. The variance that rounding adds grows as 1/s^2; 2 bits (ternary) want
+      bits: bits a coordinate, 2, 4, 8 or 16. The variance that rounding adds grows as 1/s^2; 2 bits (ternary) need
         smaller buckets and a smaller learning rate.
       bucket: coordinates that share a scale, a power of two from 32 to 1024. It costs 32 / bucket bits a coordinate.
       norm: "max" or "l2". The paper analyses l2 and trains with max.
-      seed: of the rounding.
+      seed: seed of the rounding.
     """
 
     bits: Width = 8
@@ -97,7 +96,7 @@ class QuantDp(CodedExchange):
         return "Pass collective='two_shot'" if self.collective == "psum" else None
 
     def way(self, workers: int) -> str:
-        """Returns the collective that K workers use; "auto" for that of the other coded methods."""
+        """Returns the collective that K workers use; "auto" leaves the choice to `coded_sum`."""
         adds_up = self.collective == "auto" and self.bits == 8 and workers <= AUTO_WORKERS and not self.checksum
         return "psum" if adds_up or self.bits == 16 else self.collective
 
@@ -126,9 +125,9 @@ class QuantDp(CodedExchange):
 
 
 def rounding_keys(seed: int, step: jax.Array, worker: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the keys of a worker's own rounding, (seed, step, 0, worker), and of the sums', (seed, step, 1).
+    """Returns the keys for rounding a worker's vector, (seed, step, 0, worker), and the sums, (seed, step, 1).
 
-    All owners share the second: each rounds another part of the sum, and takes that part of the sequence.
+    All owners share the second key: each rounds its own part of the sum with that part of the random sequence.
     """
     return noise.make_key(seed, step, 0, worker), noise.make_key(seed, step, 1)
 

@@ -20,9 +20,9 @@ class RandomK(SharedExchange):
     in every tensor of N elements:
 
       1. x = gradient + residual
-      2. draw k = N - floor(N * sparsity) coordinates, from (seed, step): one in each of k strata of N // k coordinates
-         or one more, which are rotated by an offset, so that every coordinate is drawn equally often
-      3. sum x over the workers there; the residual is x elsewhere, and what rounding left there
+      2. draw k = N - floor(N * sparsity) coordinates, from (seed, step): one in each of k strata of N // k or
+         N // k + 1 coordinates, rotated by a random offset, so that every coordinate is drawn equally often
+      3. sum x over the workers there; the residual is the rounding error there, and x elsewhere
       4. return the sum / K
 
     Every coordinate waits for 1 / (1 - sparsity) steps on average, and then arrives with all that has accumulated: use
@@ -32,7 +32,7 @@ class RandomK(SharedExchange):
 
     Attributes:
       sparsity: the fraction of coordinates that is not sent, 0 <= sparsity < 1.
-      seed: of the coordinates, the same on all workers.
+      seed: seed of the coordinates, the same on all workers.
     """
 
     sparsity: float = 0.99

@@ -1,6 +1,6 @@
 """The exchanges of values at coordinates that all workers agree on: random-k and importance weighted pruning.
 
-No index travels with the values, and the sum is as dense as what each worker put in, whatever K is.
+No index travels with the values, and the sum is no denser than what each worker put in, whatever K is.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from jaxcomm.types import ExchangeMetrics
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExchange(Exchange):
-    """One all-reduce of a compact buffer a step; what is not sent stays in the residual.
+    """One all-reduce of a compact buffer per step; what is not sent stays in the residual.
 
     Each worker receives 2 (K-1)/K values a slot. Nothing is lost: mean + pmean(new residual) == pmean(gradient +
     residual), to float rounding. Memory: 4 bytes a parameter.
@@ -53,7 +53,7 @@ class SharedExchange(Exchange):
         raise NotImplementedError
 
     def plan(self, tree: Any) -> Layout:
-        choose_sum(self.collective, value_codec(self.value_dtype))  # its error comes before any work
+        choose_sum(self.collective, value_codec(self.value_dtype))  # raises before any work is done
         return plan_layout(tree, dense_below=self.dense_below, capacity=self.capacity)
 
     def send(self, gradient: Gradient, vector: Accumulated, slots: Slots, overflow: jax.Array | int = 0) -> Exchanged:
@@ -61,8 +61,8 @@ class SharedExchange(Exchange):
 
         Args:
           gradient: the worker's gradient; only its dense leaves are read.
-          vector: gradient + residual of the others.
-          slots: the coordinates, C of them, the same on every worker.
+          vector: gradient + residual of the compressed leaves.
+          slots: the C coordinates, the same on every worker.
           overflow: () int32, coordinates that every worker holds back for lack of a slot.
         """
         layout, workers, position = gradient.layout, axis_size(self.axis_name), slots.position

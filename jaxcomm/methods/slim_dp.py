@@ -36,10 +36,10 @@ class SlimMemory(NamedTuple):
     Attributes:
       round: () int32, the communications so far, skipped ones included.
       due: () bool, whether a new core is owed after a skipped communication.
-      order: (n,) int32, the coordinates of the core, then the others, ascending each.
-      core: float32, the global model in the core, the same on every worker.
+      order: (n,) int32, the coordinates of the core, then the others, each in ascending order.
+      core: float32, the global model in the core; replicated.
       server: (K, others) float32, the global model elsewhere, in that order; a worker's row is valid in its own part.
-      delta: (K, n) float32, local updates that were not pushed yet; (K, 0) where a step's own updates are all there is.
+      delta: (K, n) float32, local updates that were not pushed yet; (K, 0) if none wait for more than one step.
     """
 
     round: jax.Array
@@ -52,23 +52,23 @@ class SlimMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class SlimDp(LocalExchange):
-    """Keeps the workers together on the significant parameters, and on a few random others.
+    """Synchronises the workers on the significant parameters, and on a few random others.
 
-    It comes after a whole local optimizer, and takes its updates. Parameters differ between workers; the global model
-    is held by all of them together. Each worker, after every p local steps (communication t):
+    It comes after a complete local optimizer, and takes its updates. Parameters differ between workers, who hold the
+    global model jointly. Each worker, after every p local steps (communication t):
 
       1. delta = the local updates since the last communication
-      2. the communication set: the core, which all share, of beta n coordinates, and the worker's own explorer, of
-         (alpha - beta) n others, each equally likely, from (seed, t, worker): one of each of as many strata, which are
-         rotated by an offset
+      2. the communication set: the core of beta n coordinates, which all share, and the worker's own explorer of
+         (alpha - beta) n others, each equally likely, from (seed, t, worker): one in each of as many strata, rotated by
+         a random offset
       3. push delta there; the global model changes by server_rate * the sum of what was pushed
       4. pull the global model there; elsewhere the worker keeps its own values
-      5. if q divides t + 1: push delta everywhere, and then choose as the new core the beta n coordinates of largest
-         |w| + c |g|, of the global model w and the mean g of the workers' delta
+      5. if q divides t + 1: push delta everywhere, and then choose as the new core the beta n coordinates with the
+         largest |w| + c |g|, where w is the global model and g the mean of the workers' delta
 
-    The core travels as one all-reduce, and the explorer goes to the owners of its coordinates and back; both ends know
-    the coordinates from the seed, so that no index is sent. The first core is the largest |w|. If some delta is not
-    finite, all workers skip the communication.
+    The core travels by one all-reduce. The explorer goes to the owners of its coordinates and back; both ends know the
+    coordinates from the seed, so that no index is sent. The first core is the largest |w|. If some delta is not finite,
+    all workers skip the communication.
 
     `optax.chain(optax.sgd(0.1, momentum=0.9), jc.slim_dp())`. Each worker receives 2 (K-1)/K * 4 alpha n bytes in a
     communication. Memory: 8 bytes a parameter, 12 with p > 1 or "carry".
@@ -76,17 +76,17 @@ class SlimDp(LocalExchange):
     Source: Sun et al., "Slim-DP: A Light Communication Data Parallelism for DNN", AAAI 2018, Algorithm 1.
 
     Attributes:
-      alpha: size of the communication set over n, 0 < alpha <= 1. 1 is Plump-DP: everything, with local optimizers.
-      beta: size of the core over n, 0 <= beta <= alpha. 0 exploits nothing, alpha explores nothing (the paper: fails to
+      alpha: communication set as a fraction of n, 0 < alpha <= 1. 1 is Plump-DP: everything, with local optimizers.
+      beta: core as a fraction of n, 0 <= beta <= alpha. 0 exploits nothing, alpha explores nothing (the paper: fails to
         converge).
       p: local steps from one communication to the next.
-      q: communications from one core to the next. The paper: 20,000 to 50,000; runs of a few hundred steps want 10
-        to 50. Choosing costs 1.5 times a dense exchange.
-      c: weight of the gradient in the significance; mean |w| / mean |g| at the time if not given.
-      server_rate: of the global model's updates; 1/K, which averages, if not given.
+      q: communications from one core to the next. The paper: 20,000 to 50,000; use 10 to 50 for runs of a few hundred
+        steps. Choosing a core costs 1.5 times a dense exchange.
+      c: weight of the gradient in the significance; by default mean |w| / mean |g| at that time.
+      server_rate: factor on what is pushed to the global model; by default 1/K, which averages.
       unsent: what becomes of delta where it was not pushed. "local" (the paper): it stays in the worker's own
-        parameters alone, and is lost when those are pulled over; "carry": it keeps growing until it is pushed.
-      seed: of the explorers, the same on all workers.
+        parameters alone, and is overwritten by a later pull; "carry": it accumulates until it is pushed.
+      seed: seed of the explorers, the same on all workers.
     """
 
     alpha: float = 0.3
@@ -134,7 +134,7 @@ class SlimDp(LocalExchange):
 
     @property
     def keeps_delta(self) -> bool:
-        """Whether updates wait for more than one step until they are pushed."""
+        """Whether updates may wait for more than one step until they are pushed."""
         return self.p > 1 or self.unsent == "carry"
 
     def resized(self, state: ExchangeState) -> ExchangeState:
@@ -147,11 +147,11 @@ class SlimDp(LocalExchange):
         return unravel(model.astype(flat.dtype))
 
     def core_size(self, n: int) -> int:
-        """Returns the coordinates of the core, of n."""
+        """Returns how many of n coordinates are in the core."""
         return round(self.beta * n)
 
     def explorer_size(self, n: int, workers: int) -> int:
-        """Returns the coordinates of an explorer in one owner's part."""
+        """Returns how many coordinates of an explorer are in one owner's part."""
         return min(round((self.alpha - self.beta) * n / workers), (n - self.core_size(n)) // workers)
 
     def choose_core(self, significance: jax.Array) -> jax.Array:
@@ -201,7 +201,7 @@ class SlimDp(LocalExchange):
         core, rest = old.order[:size], old.order[size:]
 
         def explorer(worker: jax.Array, owner: jax.Array) -> jax.Array:
-            """Returns where a worker's explorer is in an owner's part, as places among the others: (e,) int32."""
+            """Returns a worker's explorer coordinates in an owner's part, as indices into `rest`: (e,) int32."""
             (start, part), key = part_of(others, workers, owner), noise.make_key(seed, old.round, worker)
             uniform = noise.uniform(key, share, owner * share)
             offset = noise.integers(key, part[None], workers * share + owner)[0]
@@ -212,14 +212,14 @@ class SlimDp(LocalExchange):
         served = jax.vmap(lambda worker: explorer(worker, me))(everyone) if share else asked  # both (K, e)
 
         def merge(ok: jax.Array, core_values: jax.Array, pulled: jax.Array) -> jax.Array:
-            """Returns the update that leads to the pulled values (K, e), and elsewhere to the worker's own."""
+            """Returns the update to the global values in the core and where pulled (K, e); elsewhere the local one."""
             where = jnp.concatenate([core, rest[asked.reshape(-1)]])
             values = jnp.concatenate([core_values, pulled.reshape(-1)])
             return jnp.where(ok, own_update.at[where].set(values - weights[where]), 0.0)
 
         def push_set() -> tuple[jax.Array, ExchangeState]:
-            # A delta that is not finite anywhere tells all workers by NaN, one that might make a sum infinite by its
-            # size. The maximum alone would not do: compiled by XLA for a CPU, it may lose a NaN.
+            # The sum of `largest` is NaN if any delta is not finite, and infinite if a sum might overflow. A maximum
+            # alone would not do: compiled by XLA for CPUs, it may lose a NaN.
             largest = jnp.where(jnp.isfinite(delta).all(), jnp.max(jnp.abs(delta)), jnp.nan)
             with jax.named_scope(EXCHANGE):
                 sums = sum_of(jnp.append(delta[core], largest), axis_name)
@@ -250,7 +250,7 @@ class SlimDp(LocalExchange):
             own = lax.dynamic_slice(jnp.pad(new_server, (0, most)), (part_of(others, workers, me)[0],), (most,))
             gathered = all_gather_same(own, axis_name)  # (K, most)
             parts = [gathered[j, : part_of(others, workers, j)[1]] for j in range(workers)]
-            ordered = jnp.concatenate([core_values, *parts])  # the new global model, the same on every worker
+            ordered = jnp.concatenate([core_values, *parts])  # the new global model, replicated
             ok = jnp.isfinite(sums).all() & jnp.isfinite(ordered).all()
             model = jnp.zeros(n, jnp.float32).at[old.order].set(ordered, unique_indices=True)
             gradient = jnp.abs(sums / workers)
@@ -287,7 +287,7 @@ class SlimDp(LocalExchange):
             memory = old._replace(delta=self.per_worker(kept))
             return settle(own, state.replace(metrics=ExchangeMetrics.zeros(), memory=memory))
 
-        # The usual branch is the one that communicates: bytes are given for an exchange, and how often it comes.
+        # The usual branch is the one that communicates: reports give the bytes of an exchange, and its interval.
         own, new_state = communicate() if self.p == 1 else lax.cond((state.step + 1) % self.p != 0, stay, communicate)
         return unravel(own.astype(raveled.dtype)), new_state.replace(step=state.step + 1)
 

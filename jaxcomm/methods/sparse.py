@@ -1,7 +1,7 @@
-"""The exchanges of sparse gradients with error feedback: top-k, DCT-DP and DGC differ in the mask alone.
+"""The exchanges of sparse gradients with error feedback: top-k, DCT-DP and DGC differ only in the mask.
 
-A payload has the mask's coordinates; payloads are gathered (or added up by owners of regions), every
-worker adds them up, and what was not sent is the new residual.
+A payload holds the coordinates of the mask. Payloads are gathered and summed on every worker (or summed by the owners
+of regions), and what was not sent is the new residual.
 """
 
 from dataclasses import dataclass
@@ -31,23 +31,23 @@ from jaxcomm.types import ExchangeMetrics
 class SparseExchange(Exchange):
     """One payload of coordinates per worker and step; what is not sent stays in the residual.
 
-    With error feedback nothing is lost: mean + pmean(new residual) == pmean(gradient + residual), to float rounding;
-    with `decay`, the new residual is so many times what it would be.
+    With error feedback nothing is lost: mean + pmean(new residual) == pmean(gradient + residual), to float rounding.
+    `decay` then multiplies the new residual.
 
     Memory: 4 bytes a parameter. Bytes: see `jaxcomm.wire_report`.
 
     Attributes:
       dense_below: tensors with fewer elements are sent dense, as float32.
-      value_dtype: "bfloat16" (16 bits a value), "float32", or "4bit" or "2bit": a sign, a bin of magnitude, and the
-        bins' means a segment, see `jaxcomm.codecs.bins`.
+      value_dtype: "bfloat16" (16 bits a value), "float32", or "4bit" or "2bit": a sign and a magnitude bin per value,
+        and the bins' means per segment, see `jaxcomm.codecs.bins`.
       index_codec: "plain", "bitmap", "elias_fano", "rice", or "auto" for the smallest at this density.
-      collective: "gather" (every worker receives the K-1 other payloads), "balanced" (owners of regions sum, send the
-        largest sums on, and keep the rest: about 2 payloads whatever K is), or "auto": gather while that receives at
-        most a quarter of the dense bytes, beyond that gather or balanced, whichever receives fewer.
-      chunk: elements of a segment, a multiple of 1024: what is selected, and the bins of values, are those of each
-        chunk of a tensor. None for whole tensors.
-      decay: the part of what is not sent that the next step adds, above 0 and at most 1. Below 1, gradients that wait
-        are forgotten little by little.
+      collective: "gather" (every worker receives the K-1 other payloads), "balanced" (owners of regions sum, send on
+        the largest sums, and keep the rest: about 2 payloads whatever K is), or "auto": gather if that receives at most
+        a quarter of the dense bytes, else whichever of the two receives fewer.
+      chunk: elements of a segment, a multiple of 1024: coordinates are selected, and values binned, in each chunk of a
+        tensor. None for whole tensors.
+      decay: factor on the residual in each step, above 0 and at most 1. Below 1, gradients that wait are gradually
+        forgotten.
     """
 
     dense_below: int = 512
@@ -83,11 +83,11 @@ class SparseExchange(Exchange):
 
     def plan(self, tree: Any) -> Layout:
         layout = plan_layout(tree, dense_below=self.dense_below, capacity=self.capacity, chunk=self.chunk)
-        _ = self.collective_of(layout).indices  # its error comes before any work
+        _ = self.collective_of(layout).indices  # raises before any work is done
         return layout
 
     def collective_of(self, layout: Layout) -> SparseSum:
-        """Returns the collective of a gradient's shapes."""
+        """Returns the collective for a gradient's shapes."""
         values = slot_codec(self.value_dtype)
         return SparseSum(
             layout, values, self.index_codec, self.collective, self.always_fits, self.axis_name, self.checksum
@@ -107,12 +107,12 @@ class SparseExchange(Exchange):
 
         Args:
           gradient: the worker's gradient; only its dense leaves are read.
-          vector: gradient + residual of the others.
+          vector: gradient + residual of the compressed leaves.
           mask: (n/32,) uint32.
-          start: of `draw_start`, which of too many coordinates have slots; what has none may otherwise starve.
+          start: start offset, from `draw_start`, of the coordinates that get slots if there are too many.
 
         Returns:
-          What comes back from the exchange, and from the collective.
+          The results of the exchange and of the collective.
         """
         layout = gradient.layout
         received = self.collective_of(layout)(vector, mask, start)
@@ -125,7 +125,7 @@ class SparseExchange(Exchange):
 
         sent, decay = received.sent, np.float32(self.decay)
         if received.residual is None:
-            # One pass, then the few coordinates that were sent: the old residual's buffer becomes the new one's.
+            # One pass, then the few coordinates that were sent: the old residual's buffer is reused for the new one.
             residual = vector.residual + jnp.where(ok, vector.gradient, 0.0)[None]
             if self.decay < 1:
                 residual = residual * jnp.where(ok, decay, 1.0)
@@ -133,7 +133,7 @@ class SparseExchange(Exchange):
                 jnp.where(ok, -decay * sent.values, 0.0), mode="promise_in_bounds"
             )
         else:
-            # Not so here: XLA would add the owner's part first, and large numbers leave float32 on the way.
+            # Not in place here: XLA would add the owner's part first, and large numbers would overflow on the way.
             taken = jnp.zeros(layout.n, jnp.float32).at[sent.position].add(sent.values, mode="promise_in_bounds")
             residual = jnp.where(ok, decay * (vector.sum() - taken + received.residual()), vector.residual)
         return Exchanged(zeros_unless(ok, means), residual, ExchangeMetrics.of(ok, *received.counts)), received
@@ -145,14 +145,14 @@ def drain(gradient: Gradient, vector: Accumulated, axis_name: str) -> Exchanged:
 
 
 def exchange_densely(gradient: Gradient, vector: Accumulated, mask: jax.Array | None, axis_name: str) -> Exchanged:
-    """Sends the masked coordinates in one dense all-reduce of float32: 2 (K-1)/K * 4 bytes a parameter.
+    """Sends the coordinates in the mask by one dense all-reduce of float32: 2 (K-1)/K * 4 bytes a parameter.
 
-    For masks that are too dense to be worth coding. Nothing is rounded, and what the mask leaves out stays in the
+    For masks that are too dense to be worth coding. Nothing is rounded; coordinates outside the mask stay in the
     residual.
 
     Args:
       gradient: the worker's gradient; only its dense leaves are read.
-      vector: gradient + residual of the others.
+      vector: gradient + residual of the compressed leaves.
       mask: (n/32,) uint32; None sends everything, and counts as drained.
       axis_name: the axis of workers.
     """
@@ -163,7 +163,7 @@ def exchange_densely(gradient: Gradient, vector: Accumulated, mask: jax.Array | 
     else:
         with jax.named_scope(EXCHANGE):
             n_sent = lax.psum(jnp.sum(popcount(mask)), axis_name)
-    # One more element where a number that is not sent may be the one that is not finite.
+    # One more element, since the number that is not finite may be one that is not sent.
     flag = [] if mask is None else [jnp.where(vector.is_ok(), 0.0, jnp.nan)]
     dense = gradient.dense
     means, ok = dense_mean([*layout.unflatten(sends), *dense, *flag], axis_name)

@@ -1,4 +1,4 @@
-"""SparseLoCo: local steps, and the largest of what they changed in two bits a value."""
+"""SparseLoCo: local steps, of which the largest changes are sent in two bits a value."""
 
 import optax
 
@@ -24,31 +24,31 @@ def sparse_loco(
 ) -> optax.GradientTransformation:
     """Makes `local_sgd` with the compressor and the outer optimizer of SparseLoCo.
 
-    On each worker, with a residual e = 0 at the start:
+    On each worker, with residual e, initially 0:
 
-      1. for H steps, change the own parameters by the local optimizer alone
+      1. for H steps, update the worker's own parameters with the local optimizer alone
       2. then e = decay * e + (anchor - own parameters)
       3. select the 64 largest |e| of every chunk of 4096 elements, exactly
       4. send them in 2 bits a value (a sign and one of two magnitudes of the chunk), and the positions
-      5. e is e less what was sent, rounding of the values included
+      5. subtract the rounded values that were sent from e
       6. anchor = anchor - learning_rate * the mean of what was sent; all continue from the anchor
 
     There is no outer momentum: the residual takes its place. `jc.chain(optax.adamw(1.3e-4), jc.sparse_loco())`.
-    Received once in H steps: (K-1) payloads of about 10.4 bits a coordinate that is sent, 1/197 of float32.
+    Received once in H steps: (K-1) payloads of about 10.4 bits per sent coordinate, 1/197 of float32.
     Memory: 8 bytes a parameter.
 
     Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025,
-    https://arxiv.org/abs/2508.15706; the settings are those of the run of Covenant-72B, 2026,
-    https://arxiv.org/abs/2603.08163. Their 2 bits are four bins of equal width with a mean each.
+    https://arxiv.org/abs/2508.15706; the settings are those of the Covenant-72B run, 2026,
+    https://arxiv.org/abs/2603.08163. Their 2 bits are four bins of equal width, each with a mean.
 
     Args:
       steps: H, local steps from one exchange to the next.
       chunk: elements of a chunk, a multiple of 1024. Of each, 64 are sent.
-      decay: of the residual.
-      learning_rate: of the outer SGD.
-      fragments: as `overlap` and `mix`, see `local_sgd`.
-      overlap: as above.
-      mix: as above.
+      decay: decay of the residual.
+      learning_rate: learning rate of the outer SGD.
+      fragments: see `local_sgd`.
+      overlap: see `local_sgd`.
+      mix: see `local_sgd`.
       axis_name: the axis of workers.
     """
     check_count("chunk", chunk, BLOCK, f"a multiple of {BLOCK}; the paper has 4096")

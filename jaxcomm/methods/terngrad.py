@@ -28,21 +28,20 @@ class TernGrad(CodedExchange):
 
     Each step, on each worker, in every tensor:
 
-      1. g is clipped to +- clip * sigma, its standard deviation
-      2. s = the largest |g| of all workers (shared scaler: 4 bytes a tensor in one all-reduce)
-      3. send sign(g) with the probability |g| / s, else 0
-      4. the sum over the workers is an integer from -K to K; return s / K times it
+      1. g is clipped to +- clip * sigma, where sigma is its standard deviation
+      2. s = the largest |g| over all workers (shared scaler: 4 bytes a tensor in one all-reduce)
+      3. send sign(g) with probability |g| / s, else 0
+      4. the sum over the workers is an integer from -K to K; return s / K times this sum
 
-    The sums are exact, so that both collectives return the same; in two shots the sums take ceil(log2(2K+1)) bits.
+    The sums are exact, so both collectives return the same; in two shots the sums take ceil(log2(2K+1)) bits.
     `optax.chain(jc.terngrad(), optax.sgd(0.1))`.
 
     Source: Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", NeurIPS
     2017.
 
     Attributes:
-      clip: standard deviations; None does not clip. Clipping makes s smaller, and adds a bias for the variance it
-        saves.
-      seed: of the rounding.
+      clip: bound in standard deviations; None does not clip. Clipping makes s smaller: less variance, but a bias.
+      seed: seed of the rounding.
     """
 
     clip: float | None = 2.5

@@ -21,10 +21,10 @@ class TopK(SparseExchange):
 
       1. x = gradient + residual
       2. select, in every tensor of N elements, the N - floor(N * sparsity) largest |x|, exactly
-      3. send them; the residual is x less what was sent, rounding of the values included
+      3. send them; the residual is x minus the rounded values that were sent
       4. return the mean over the workers of what was sent
 
-    The selection reads the gradient in about 4 passes, in 33 where most tensors have fewer than some thousand elements.
+    Selection takes about 4 passes over the gradient, or 33 if most tensors have fewer than a few thousand elements.
     `optax.chain(jc.topk(0.99), optax.sgd(0.1))`.
 
     Source: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018.

@@ -15,9 +15,9 @@ from jaxcomm.numerics import magnitude_bits
 from jaxcomm.scopes import SELECT
 from jaxcomm.selectors.selection import count_in_segment, rank_in_segment, slots_of
 
-_SAMPLED = 64  # coordinates of which one is in the sample
-_DEVIATIONS = 5.0  # of the sample, on either side of the rank: a bracket fails once in a million times
-_FEW = 8  # the vector has at least so many times the elements of the candidates, or a bracket does not pay
+_SAMPLED = 64  # one coordinate in this many is in the sample
+_DEVIATIONS = 5.0  # standard deviations of the sample on either side of the rank: one bracket in a million fails
+_FEW = 8  # brackets pay if the vector is at least this many times as long as the room for candidates
 _BEYOND = np.uint32(1 << 31)  # above the bits of every magnitude
 
 
@@ -25,21 +25,21 @@ _BEYOND = np.uint32(1 << 31)  # above the bits of every magnitude
 def order_statistic(vector: jax.Array, layout: Layout, ranks: Sequence[int] | jax.Array) -> jax.Array:
     """Finds the m-th smallest magnitude of every segment, exactly.
 
-    A sample of one coordinate in 64 tells a bracket of it. Two passes count what is above the bracket and mark what is
-    inside, and the few candidates there are compacted; bisection on the bits of the float finds the right one among
-    them. Where a bracket turns out to be wrong, or has too many candidates (ties), bisection goes over the whole
-    vector: 31 passes that count, each as cheap as a sum. So it does where most tensors are small.
+    A sample of one coordinate in 64 gives a bracket around it. Two passes count the magnitudes above the bracket and
+    mark those inside. The few marked candidates are compacted, and bisection on the bits of the float finds the right
+    one among them. If a bracket is wrong or has too many candidates (ties), or if most tensors are small, bisection
+    goes over the whole vector instead: 31 counting passes, each as cheap as a sum.
 
     Args:
       vector: (n,) float32, the flat vector.
-      layout: its segments. A bracket has room for the candidates of a segment's `capacity` largest.
+      layout: its segments. The room for candidates is planned for a segment's `capacity` largest.
       ranks: m for every segment, from 1; 0 gives magnitude 0.
 
     Returns:
       (S,) float32.
     """
     k = jnp.asarray(layout.sizes, jnp.int32) - jnp.asarray(ranks, jnp.int32) + 1  # the k-th largest
-    # Of the vector's own type: on a mesh it differs between workers.
+    # This gives k the vector's type, which on a mesh differs between workers.
     k = k + (magnitude_bits(vector[0]) * np.uint32(0)).astype(jnp.int32)
     wide = dataclasses.replace(layout, capacities=_rooms(layout))
     if wide.n_slots * _FEW > layout.n:
@@ -66,19 +66,19 @@ def order_statistic(vector: jax.Array, layout: Layout, ranks: Sequence[int] | ja
 
 
 def _rooms(layout: Layout) -> tuple[int, ...]:
-    """Returns for every segment how many candidates there is room for: whole blocks."""
+    """Returns how many candidates there is room for in every segment, in whole blocks."""
     rooms = []
     for size, capacity, blocks in zip(layout.sizes, layout.capacities, layout.blocks, strict=True):
-        gap = 2 * _DEVIATIONS * math.sqrt(capacity / _SAMPLED) + 3  # of the bracket's ends, in the sample
+        gap = 2 * _DEVIATIONS * math.sqrt(capacity / _SAMPLED) + 3  # between the bracket's ends, in the sample
         room = _SAMPLED * (gap + 4 * math.sqrt(gap))
         rooms.append(BLOCK * (blocks if room >= size else math.ceil(room / BLOCK)))
     return tuple(rooms)
 
 
 def _brackets(vector: jax.Array, layout: Layout, rooms: tuple[int, ...], k: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns bounds of the k-th largest magnitude: (S,) uint32 each, at least one, and above it."""
+    """Returns likely bounds of the k-th largest magnitude, inclusive (at least 1) and exclusive: (S,) uint32 each."""
     place = lax.iota(jnp.uint32, layout.n // _SAMPLED)
-    # At random in each 64: matrices have columns.
+    # One at random in each 64: a fixed stride would sample some columns of a matrix only.
     place = place * np.uint32(_SAMPLED) + noise.mix(place) % np.uint32(_SAMPLED)
     sample = magnitude_bits(vector[place.astype(jnp.int32)]).reshape(-1, BLOCK // _SAMPLED)  # (blocks, 16)
     expected = k.astype(jnp.float32) / _SAMPLED
@@ -105,7 +105,7 @@ def _bisect(vector: jax.Array, layout: Layout, k: jax.Array, passes: jax.Array |
 
     def narrow(step: int, known: jax.Array) -> jax.Array:
         candidate = known | lax.shift_left(np.uint32(1), jnp.uint32(30 - step))
-        # The bits in each pass: else XLA would write them down before the loop, which costs memory and a copy.
+        # Takes the bits in each pass: else XLA would store them before the loop, which costs memory and a copy.
         each, _ = lax.optimization_barrier((vector, known))
         reached = _count(in_blocks(magnitude_bits(each)) >= layout.per_block(candidate)[:, None, None], layout)
         return jnp.where(reached >= k, candidate, known)
@@ -114,8 +114,8 @@ def _bisect(vector: jax.Array, layout: Layout, k: jax.Array, passes: jax.Array |
 
 
 def _count(mask: jax.Array, layout: Layout) -> jax.Array:
-    """Counts the marked coordinates of every segment, a mask in blocks: (S,) int32."""
-    # As packed bits: XLA for CPUs would write a sum of booleans down as integers, 32 times the memory.
+    """Counts the coordinates of every segment that a mask in blocks marks: (S,) int32."""
+    # As packed bits: XLA for CPUs would store booleans as integers for a sum, 32 times the memory.
     return lax.platform_dependent(
         mask,
         tpu=lambda mask: layout.per_segment(jnp.sum(mask, axis=(1, 2), dtype=jnp.int32)),

@@ -1,4 +1,4 @@
-"""How important a gradient is to its weight, and the thresholds of layers.
+"""How important a gradient is to its weight, and statistics for layer-wise thresholds.
 
 Source: Cheng and Xu, "Bandwidth Reduction using Importance Weighted Pruning on Ring AllReduce", equation 4.
 """
@@ -39,7 +39,7 @@ def moments(vector: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array, ja
     """
     largest = segment_max(jnp.abs(vector), layout)
     unit = jnp.where(largest > 0, largest, 1.0)
-    # In rows of which XLA for CPUs adds up several parts at once: of blocks of 8 x 128 the last bits would be lost.
+    # In rows, which XLA for CPUs sums in several parts at once: with blocks of 8 x 128 the last bits would be lost.
     rows = divide(vector.reshape(-1, BLOCK), layout.per_block(unit)[:, None])
     sizes = np.asarray(layout.sizes, np.float32)
     mean = layout.per_segment(jnp.sum(rows, axis=1)) / sizes
@@ -50,9 +50,9 @@ def moments(vector: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array, ja
 
 @jax.named_scope(SELECT)
 def spread(values: jax.Array, layout: Layout) -> jax.Array:
-    """Returns the variance over the mean of every segment's values (n,), which are not negative: (S,) float32.
+    """Returns variance / mean of every segment's values (n,), which are not negative: (S,) float32.
 
-    A segment of zeros has none.
+    It is 0 for a segment of zeros.
     """
     unit, mean, variance = moments(values, layout)
     return jnp.where(mean > 0, unit * (variance / jnp.where(mean > 0, mean, 1.0)), 0.0)
@@ -62,13 +62,13 @@ def spread(values: jax.Array, layout: Layout) -> jax.Array:
 def select_important(
     values: jax.Array, threshold: jax.Array, layout: Layout, uniform: jax.Array | None = None
 ) -> jax.Array:
-    """Marks values above the threshold of their segment, zeros never.
+    """Marks values above the threshold of their segment, but never zeros.
 
     Args:
       values: (n,) float32, not negative.
       threshold: (S,) float32, above 0.
       layout: the segments.
-      uniform: (n,) random numbers in [0, 1), with which a value below the threshold is marked with the probability
+      uniform: (n,) random numbers in [0, 1), by which a value below the threshold is marked with probability
         value / threshold; None marks none of them.
 
     Returns:

@@ -13,7 +13,7 @@ from jaxcomm import bits, noise
 from jaxcomm.layout import BLOCK_WORDS, Layout
 from jaxcomm.scopes import SELECT
 
-_START = 2**31 - 1  # no worker's number, which is what other keys have in its place
+_START = 2**31 - 1  # takes the place of a worker index in a key, and is none
 
 
 class Selection(NamedTuple):
@@ -49,7 +49,7 @@ def count_in_segment(words: jax.Array, layout: Layout) -> jax.Array:
 
 
 def slots_of(words: jax.Array, rank: jax.Array, layout: Layout) -> bits.Slots:
-    """Gives every set bit a slot of its own segment: the r-th set bit the segment's r-th slot."""
+    """Gives the r-th set bit of every segment the segment's r-th slot."""
     capacity = np.asarray(layout.capacities, np.int32)
     # A bit beyond its segment's capacity points at the next segment's first slot, whose own word comes later and wins.
     first = layout.per_block(jnp.asarray(np.cumsum(capacity) - capacity))[:, None]
@@ -58,25 +58,25 @@ def slots_of(words: jax.Array, rank: jax.Array, layout: Layout) -> bits.Slots:
 
 
 def draw_start(seed: int, step: jax.Array) -> jax.Array:
-    """Draws the start offset of overfull masks in a step, the same on all workers: () float32, below 1."""
+    """Draws a step's start offset for overfull masks, the same on all workers: () float32, below 1."""
     return noise.uniform(noise.make_key(seed, step, _START), 1)[0]
 
 
 def compact(words: jax.Array, layout: Layout, start: jax.Array | None = None) -> Selection:
-    """Gives the selected coordinates of every segment its slots.
+    """Gives slots to the selected coordinates of every segment.
 
     Args:
       words: (n/32,) uint32, the mask of what was selected.
       layout: the segments and their capacities.
-      start: () float32 in [0, 1), of `draw_start`: the start offset as a fraction of the selected count. If more
-        coordinates are selected than fit, a window from there on, with wrap-around, is sent, so that none starves. None
-        starts at the lowest index, for masks that fit.
+      start: () float32 in [0, 1), from `draw_start`: the start offset as a fraction of the selected count. If more
+        coordinates are selected than fit, those from there on, with wrap-around, get the slots, so that none is
+        starved. None starts at the lowest index, for masks that fit.
     """
     return _compact(words, layout, start, lambda function: function)
 
 
 def compact_rows(words: jax.Array, layout: Layout, start: jax.Array) -> Selection:
-    """Does so for the masks (K, n/32) of K vectors of one layout; what it returns has K rows.
+    """Does `compact` for the masks (K, n/32) of K vectors of one layout; its results have K rows.
 
     Unlike `jax.vmap(compact)`, it skips the rotation where no mask overflows: `lax.cond` stays a real branch.
     """
@@ -85,7 +85,7 @@ def compact_rows(words: jax.Array, layout: Layout, start: jax.Array) -> Selectio
 
 @jax.named_scope(SELECT)
 def _compact(words: jax.Array, layout: Layout, start: jax.Array | None, each: Callable[..., Any]) -> Selection:
-    """Does so for what `each` maps a function over."""
+    """Does `compact`, or `compact_rows` where `each` maps functions over rows."""
     rank, count = each(partial(rank_in_segment, layout=layout))(words)
     if start is not None:
         words, rank = lax.cond(
@@ -99,7 +99,7 @@ def _compact(words: jax.Array, layout: Layout, start: jax.Array | None, each: Ca
 def _wrap_around(
     words: jax.Array, rank: jax.Array, count: jax.Array, start: jax.Array, layout: Layout
 ) -> tuple[jax.Array, jax.Array]:
-    """Keeps as many set bits of every segment as it has slots, from one on, with wrap-around; also returns ranks."""
+    """Keeps only as many set bits of every segment as fit, from the start offset on; also returns their ranks."""
     capacity = jnp.asarray(layout.capacities, jnp.int32)
     first = jnp.minimum((start * count.astype(jnp.float32)).astype(jnp.int32), count - 1)
     first = jnp.where(count > capacity, first, 0)

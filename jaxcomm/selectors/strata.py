@@ -1,7 +1,7 @@
 """Random coordinates, one in every stratum: no two are the same, and whoever has the seed knows them.
 
-Where the strata do not divide the coordinates, some are longer by one. So they are rotated, by an offset that is drawn
-as well: every coordinate is drawn equally often.
+If the coordinates do not divide evenly, some strata are longer by one. So the strata are rotated by a random offset,
+and every coordinate is drawn equally often.
 """
 
 import jax
@@ -22,14 +22,14 @@ def pick(
     strata: jax.Array | int,
     offset: jax.Array,
 ) -> jax.Array:
-    """Draws one number of every stratum.
+    """Draws one number from every stratum.
 
     The numbers below `size` are cut into `strata` consecutive strata of size // strata numbers, the first
     size % strata of them one longer. The first stratum begins at `offset`, and the last wraps around.
 
     Args:
       uniform: random float32 numbers in [0, 1), any shape.
-      stratum: int32, the number of the stratum of each.
+      stratum: int32, the index of the stratum to draw each from.
       size: int32, at least `strata`.
       strata: int32, at least 1.
       offset: int32, from 0 to size - 1; drawn evenly, it makes every number equally likely.
@@ -50,7 +50,7 @@ def select_strata(key: jax.Array, layout: Layout) -> Slots:
     """Draws, in every segment, one coordinate for each of its slots, all equally likely.
 
     Args:
-      key: of `noise.make_key`. Its first C numbers draw in the strata, the S after them the offset of each segment.
+      key: from `noise.make_key`. Its first C numbers draw in the strata, the next S draw the offset of each segment.
       layout: the segments; a segment's capacity is the number of its strata.
 
     Returns:
@@ -58,7 +58,7 @@ def select_strata(key: jax.Array, layout: Layout) -> Slots:
     """
     n_slots = layout.n_slots
     first_slot = np.cumsum((0, *layout.capacities[:-1]))
-    # The barrier keeps XLA from adding up this constant while it compiles, which takes it longer than all the rest.
+    # The barrier keeps XLA from summing this constant at compile time, which would take longer than all the rest.
     zeros = lax.optimization_barrier(jnp.zeros(n_slots, jnp.int32))
     segment = bits.running_sum(zeros.at[first_slot].add(1)) - 1  # (C,)
     table = np.stack([first_slot, layout.sizes, layout.capacities, np.cumsum((0, *layout.blocks[:-1])) * BLOCK])

@@ -12,11 +12,11 @@ from jaxcomm.scopes import SELECT
 
 @jax.named_scope(SELECT)
 def select_threshold(vector: jax.Array, threshold: jax.Array, layout: Layout) -> jax.Array:
-    """Marks |x| >= threshold, zeros never.
+    """Marks |x| >= threshold, but never zeros.
 
     Args:
       vector: (n,) float32.
-      threshold: (S,) float32, one a segment, not negative.
+      threshold: (S,) float32, one per segment, not negative.
       layout: the segments.
 
     Returns:

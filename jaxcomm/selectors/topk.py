@@ -58,7 +58,7 @@ def select_rows(rows: jax.Array, k: int) -> jax.Array:
     if k == rows.shape[1]:
         return jnp.ones_like(rows, bool)
     magnitude = magnitude_bits(rows)
-    n_below = rows.shape[1] - k  # bisection on the bits of the float: the smallest that is marked has this many below
+    n_below = rows.shape[1] - k  # bisection on the bits of the float: at most this many are below the smallest marked
 
     def narrow(step: int, known: jax.Array) -> jax.Array:
         candidate = known | lax.shift_left(np.uint32(1), jnp.uint32(30 - step))
@@ -72,7 +72,7 @@ def select_rows(rows: jax.Array, k: int) -> jax.Array:
 
 
 def dropped(n: int, sparsity: float) -> int:
-    """Returns floor(n * sparsity), as the decimal number that was written, without binary rounding."""
+    """Returns floor(n * sparsity), with sparsity as the decimal number that was written, without binary rounding."""
     return math.floor(n * Fraction(repr(float(sparsity))))
 
 

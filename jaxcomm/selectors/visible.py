@@ -1,4 +1,4 @@
-"""Coordinates whose change is visible: that of their parameter, rounded to bfloat16."""
+"""Coordinates whose change is visible in their parameter, rounded to bfloat16."""
 
 import jax
 from jax import lax
@@ -9,7 +9,7 @@ from jaxcomm.scopes import SELECT
 
 @jax.named_scope(SELECT)
 def select_visible(change: jax.Array, weights: jax.Array) -> jax.Array:
-    """Marks bfloat16(w + change) != bfloat16(w); of a change of 0 never.
+    """Marks bfloat16(w + change) != bfloat16(w), but never a change of 0.
 
     Args:
       change: (n,) float32, what would be added to the weights.

@@ -77,7 +77,11 @@ def test_where_collectives_are_asynchronous_the_last_tensors_travel_first(monkey
     assert counts == 3 * count
     for one, other in zip(together, parts, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert [[x.size for x in bucket] for bucket in dense._buckets([x[0] for x in rows])] == [[90, 64], [300, 7], [40, 0]]
+    assert [[x.size for x in bucket] for bucket in dense._buckets([x[0] for x in rows])] == [
+        [90, 64],
+        [300, 7],
+        [40, 0],
+    ]
     for place in (0, 2, 5):  # one of each bucket
         broken = [row.copy() for row in rows]
         broken[place][1, 3] = np.inf
