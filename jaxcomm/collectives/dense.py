@@ -28,7 +28,7 @@ def dense_mean(
     of the workers, and rounds the sum once more. Each worker receives 2 (K-1)/K * 4 bytes an element, or half of that
     in 16 bits.
 
-    Where collectives are asynchronous (GPU, TPU), tensors travel in buckets of about 25 MiB, so that the gradients of the
+    Where collectives are asynchronous (GPU, TPU), tensors travel in buckets of 25 MiB or more, so that gradients of the
     last layers travel while those of the first layers are computed.
 
     Args:

@@ -55,7 +55,7 @@ def test_one_all_reduce_for_all_tensors():
 
 @pytest.mark.parametrize("value_dtype", ["float32", "float16", "bfloat16"])
 def test_where_collectives_are_asynchronous_the_last_tensors_travel_first(monkeypatch, value_dtype):
-    """In buckets of at least so many bytes; what they give, and what they say of numbers that are not finite, is equal."""
+    """In buckets of at least so many bytes, with the same means, and the same word on whether they are finite."""
     random, sizes = np.random.default_rng(0), (40, 0, 300, 7, 90, 64)
     rows = [random.normal(size=(4, size)).astype(np.float32) for size in sizes]
     mesh = jc.make_mesh(data=4)
