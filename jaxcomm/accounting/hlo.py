@@ -129,7 +129,7 @@ class _Collectives:
         elif op == "while":
             body = self.of(_only(_BODY, rest, line))
             if body.communicates:
-                if (trips := self._trips(line)) is None:
+                if (trips := self.trips(line)) is None:
                     raise ValueError(_uncountable(line))
                 program.add(body, trips)
         elif op == "conditional":
@@ -138,7 +138,7 @@ class _Collectives:
             for name in _CALLED.findall(rest):
                 program.add(self.of(name))
 
-    def _trips(self, loop: str) -> int | None:
+    def trips(self, loop: str) -> int | None:
         """Returns the trip count of a loop that counts by one, as those of JAX do; None if the text does not tell.
 
         XLA states it, except for TPUs. There it follows from the counter's first value and its limit.
@@ -194,11 +194,13 @@ def read_overlap(text: str) -> float | None:
     def products_of(name: str) -> float:
         if name not in done:
             shapes = {match["name"]: match["shape"] for match in matches.get(name, ())}
-            done[name] = sum(_products(match, shapes, products_of) for match in matches.get(name, ()))
+            done[name] = sum(
+                _products(match, shapes, products_of, collectives.trips) for match in matches.get(name, ())
+            )
         return done[name]
 
     shapes = {match["name"]: match["shape"] for match in matches[entry]}
-    own = {match["name"]: _products(match, shapes, products_of) for match in matches[entry]}
+    own = {match["name"]: _products(match, shapes, products_of, collectives.trips) for match in matches[entry]}
     feeds = {match["name"]: _operands(match["rest"], own) for match in matches[entry]}
     sending = [match for match in matches[entry] if match["op"] == "send"]
     sends = {name: match["name"] for match in sending for name in _RENDEZVOUS.findall(match["rest"])}
@@ -220,8 +222,16 @@ def read_overlap(text: str) -> float | None:
     return free / moved if moved else None
 
 
-def _products(match: re.Match[str], shapes: Mapping[str, str], products_of: Callable[[str], float]) -> float:
-    """Returns the number of multiplications of an instruction, including the computations that it calls."""
+def _products(
+    match: re.Match[str],
+    shapes: Mapping[str, str],
+    products_of: Callable[[str], float],
+    trips_of: Callable[[str], int | None],
+) -> float:
+    """Returns the number of multiplications of an instruction, including the computations that it calls.
+
+    A loop of unknown length counts once.
+    """
     op, rest = match["op"], match["rest"]
     operands = _operands(rest, shapes)
     contracted = _CONTRACTED.search(rest)
@@ -235,8 +245,7 @@ def _products(match: re.Match[str], shapes: Mapping[str, str], products_of: Call
         sizes = _dims(shapes[operands[1]])
         return float(math.prod(_dims(match["shape"])) * math.prod(sizes) / sizes[kernel[1].index("o")])
     if op == "while":
-        trips = _TRIPS.search(rest)
-        return products_of(_only(_BODY, rest, match.string)) * (int(trips[1]) if trips else 1)
+        return products_of(_only(_BODY, rest, match.string)) * (trips_of(match.string) or 1)
     if op == "conditional":
         return max((products_of(name) for name in _branches(rest)), default=0.0)
     return sum(products_of(name) for name in _CALLED.findall(rest))

@@ -48,6 +48,10 @@ _SCALE = 1e3
 _ROUNDING = 1e-9
 
 
+class NotInTimeError(ValueError):
+    """No assignment was found in time; there may be one."""
+
+
 @dataclass(frozen=True)
 class Assignment:
     """A placement of the blocks and the options of their tensors.
@@ -70,6 +74,11 @@ class Assignment:
     def seconds(self) -> float:
         """Predicted seconds of a step."""
         return self.parts.seconds
+
+    @property
+    def at_least(self) -> float:
+        """Seconds that every assignment takes, by the proof of `gap`."""
+        return (1 - self.gap) * self.seconds
 
 
 def solve(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> Assignment:
@@ -134,7 +143,7 @@ def solve(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> A
     if best is None and in_time and left_out == math.inf:
         raise _no_room_for_errors(problem, excess, time_limit)
     if best is None:
-        raise ValueError(
+        raise NotInTimeError(
             f"An assignment must be found within the time limit, got none in {time_limit} seconds: give more time, "
             "or fewer tensors, by making one of those that are exchanged alike."
         )

@@ -118,8 +118,8 @@ class LocalSgd(LocalExchange):
     A fragment holds whole tensors. They are assigned from the largest to the smallest, each to the fragment with the
     fewest elements, then the fewest tensors, then the lowest index. So layers of equal shapes are dealt out in turn,
     the paper's strided pattern. If a fragment's exchange is skipped, its anchor and outer optimizer's state stay, and
-    nothing is merged. A worker whose local update is not finite, or has a number of 2^90 or more, keeps its parameters
-    in that step, and an exchange in that step is skipped; the other workers apply their local updates.
+    nothing is merged. A worker whose local update is not finite, or has a number of 2^90 or more, does not apply it
+    but merges what is due, and an exchange in that step is skipped; the other workers apply their local updates.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; "Streaming
     DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025, https://arxiv.org/abs/2501.18512.
@@ -257,7 +257,7 @@ class LocalSgd(LocalExchange):
                 if is_masked(a):
                     return u
                 change = a + self.mix * (_wide(p) + _wide(u) - a) - _wide(p)
-                return jnp.where(ok & (merged_at == step), change.astype(u.dtype), u)
+                return jnp.where(merged_at == step, change.astype(u.dtype), u)
 
             held, merged_at = memory[turn]
             return jax.tree.map(merged, held.anchor, params, own, is_leaf=is_masked)

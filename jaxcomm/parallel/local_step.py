@@ -102,9 +102,8 @@ class LocalStep(ShardedStep):
         updates = jax.vmap(partial(keep_unless, old=jax.tree.map(lambda _: jnp.nan, updates)))(own_ok, updates)
         updates, exchanged = exchange(updates, old.exchange, params)
         all_ok = (exchanged.metrics.skipped == 0) | (not exchange.chain.undoes_skipped)
-        own_ok &= all_ok
-        new = (optax.apply_updates(params, updates), optimizer)
-        kept = jax.vmap(keep_unless)(own_ok, new, (params, old.rest.rows))
+        optimizer = jax.vmap(keep_unless)(own_ok & all_ok, optimizer, old.rest.rows)
+        kept = (keep_unless(all_ok, optax.apply_updates(params, updates), params), optimizer)
         own = self._rows(kept, params, exchange)
         model_state = keep_unless(all_ok, model_state, state.model_state)
         new_state = TrainState(own[0], SplitState(exchanged, own[1]), state.step + 1, model_state)

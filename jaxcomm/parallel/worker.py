@@ -47,6 +47,8 @@ def worker_step(
         return gradients_fn(params, old.model_state, batch)[0][0]
 
     own_loss = loss if is_local else averaged["loss"]
+    if is_local:  # of an update of NaN, a local method applies nothing but what it merges in this step
+        gradients = keep_unless(own_ok, gradients, jax.tree.map(lambda _: jnp.nan, gradients))
     updates, opt_state = update_with(tx, gradients, old.opt_state, trained(old.params), own_loss, loss_at)
     params, opt_state, exchanged = apply(updates, opt_state, old.params, old.opt_state, own_ok)
     state_ok = applies_step(get_exchange(opt_state))
@@ -64,11 +66,15 @@ def worker_step(
 def apply(
     updates: Any, opt_state: Any, old_params: Any, old_opt_state: Any, ok: bool | jax.Array = True
 ) -> tuple[Any, Any, ExchangeMetrics]:
-    """Applies updates, unless the exchange was skipped; returns parameters, optimizer state, exchange metrics."""
+    """Applies updates, unless the exchange was skipped; returns parameters, optimizer state, exchange metrics.
+
+    Unless `ok`, the updates have nothing of this step's gradient, and the optimizer's state stays, too.
+    """
     exchange = get_exchange(opt_state)
-    ok = applies_step(exchange) & ok
+    applies = applies_step(exchange)
     params = with_untrained(optax.apply_updates(trained(old_params), updates), old_params)
-    return keep_unless(ok, params, old_params), keep_states_unless(ok, opt_state, old_opt_state), exchange.metrics
+    kept = keep_states_unless(applies & ok, opt_state, old_opt_state)
+    return keep_unless(applies, params, old_params), kept, exchange.metrics
 
 
 def check_new_state(new: Any, old: Any) -> None:

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--latency-ms", type=float, default=0.0, help="of the given link, one way")
     parser.add_argument("--workers", type=int, help="K; with --rate any number, else all devices")
     parser.add_argument("--compute-ms", type=float, default=0.0, help="of a step without an exchange, with --rate")
-    parser.add_argument("--copy-gbyte", type=float, default=10.0, help="GB/s of a copy in memory, with --rate")
+    parser.add_argument("--copy-gbyte", type=float, help="GB/s of a copy in memory, with --rate; 10 if not given")
     parser.add_argument("--seconds", type=float, default=60.0, help="after which no further method is timed")
     parser.add_argument("--json", type=Path, help="file for everything")
     args = parser.parse_args(argv)
@@ -54,8 +54,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _advise(args: argparse.Namespace) -> Advice:
-    if args.rate is None and (args.latency_ms or args.compute_ms):
-        raise ValueError("--latency-ms and --compute-ms must go with --rate; got none. Pass it, or leave them out.")
+    if args.rate is None and (args.latency_ms or args.compute_ms or args.copy_gbyte is not None):
+        raise ValueError(
+            "--latency-ms, --compute-ms and --copy-gbyte must go with --rate; got none. Pass it, or leave them out."
+        )
     rates = [] if args.rate is None else [bits_per_second(rate) for rate in args.rate.split("/")]
     given = _problem(args.problem)
     loss_fn, params, batch = given[:3]
@@ -68,7 +70,8 @@ def _advise(args: argparse.Namespace) -> Advice:
             )
         rate = rates[0] if len(rates) == 1 else rates + rates[-1:] * (args.workers - len(rates))
         latency, compute = args.latency_ms / 1e3, args.compute_ms / 1e3
-        copy = 1 / (1e9 * args.copy_gbyte) if args.copy_gbyte > 0 else math.inf
+        gbyte = 10.0 if args.copy_gbyte is None else args.copy_gbyte
+        copy = 1 / (1e9 * gbyte) if gbyte > 0 else math.inf
         return estimate(params, args.workers, rate, latency=latency, compute=compute, copy=copy)
     mesh = make_mesh(data=args.workers or jax.device_count())
     optimizer = given[3] if len(given) == 4 else None

@@ -5,7 +5,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import optax
 from jaxcomm import methods
 from jaxcomm.accounting.report import wire_report
 from jaxcomm.assignment.problem import Block, Device, Option, Problem, Tensor
-from jaxcomm.assignment.solve import Assignment, solve
+from jaxcomm.assignment.solve import Assignment, NotInTimeError, solve
 from jaxcomm.exchange import Exchange, leaf_name
 from jaxcomm.planner.advice import Advice, candidates
 from jaxcomm.planner.costs import method_of
@@ -232,22 +232,26 @@ def _grouped(options: Mapping[str, Sequence[Option]], layers: Sequence[LayerCost
 def _fastest(problems: Sequence[Problem], time_limit: float) -> tuple[int, Assignment]:
     """Returns the index of the problem with the shortest step, and its assignment; the time is divided equally.
 
+    The assignment is optimal if no problem can have a shorter step.
+
     Raises:
       ValueError: if no problem has a solution; the message is that of the last.
     """
-    best: tuple[int, Assignment] | None = None
-    refused: list[ValueError] = []
+    found: dict[int, Assignment] = {}
+    refused: ValueError | None = None
+    is_proven = True
     for at, problem in enumerate(problems):
         try:
-            found = solve(problem, time_limit=time_limit / len(problems))
+            found[at] = solve(problem, time_limit=time_limit / len(problems))
         except ValueError as error:
-            refused.append(error)
-            continue
-        if best is None or found.seconds < best[1].seconds:
-            best = at, found
-    if best is None:
-        raise refused[-1]
-    return best
+            refused = error
+            is_proven &= not isinstance(error, NotInTimeError)
+    if not found:
+        raise refused or ValueError("A plan must have an exchange to choose; got none. Give it methods.")
+    at = min(found, key=lambda at: found[at].seconds)
+    best = found[at]
+    is_proven &= all(each.optimal or each.at_least >= best.at_least for each in found.values())
+    return at, replace(best, optimal=best.optimal and is_proven)
 
 
 def place(
@@ -281,7 +285,7 @@ def place(
       ValueError: if nothing fits; the message is that of the last number of stages.
     """
     counts = [count for count in range(1, devices + 1) if devices % count == 0]
-    best, refused = None, None
+    best, refused, is_proven = None, None, True
     for count in counts:
         workers = devices // count
         blocks = blocks_of(workers)
@@ -301,12 +305,14 @@ def place(
             )
         except ValueError as error:
             refused = error
+            is_proven &= not isinstance(error, NotInTimeError)
             continue
+        is_proven &= plan.optimal
         if best is None or plan.step < best.step:
             best = plan
     if best is None:
         raise refused or ValueError(f"devices must be at least 1; got {devices}. Say how many there are.")
-    return best
+    return replace(best, optimal=is_proven)
 
 
 def _spec(name: str, method: Exchange, params: Any) -> dict[str, Any]:

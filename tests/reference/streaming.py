@@ -16,8 +16,8 @@ from an exchange to its use; alpha, the share of the own parameters:
 
 Here t_p = p * H / P mod H. Where the paper is silent:
 
-- A worker whose update is not finite, or has a number of 2^90 or more, stays as it was in this step, and so all skip an
-  exchange of this step.
+- A worker whose update is not finite, or has a number of 2^90 or more, does not apply it, and all skip an exchange of
+  this step. It receives what is due all the same: its next delta would otherwise undo what the others have learned.
 - After a skipped exchange nothing is received: theta_p, its outer optimizer and theta_m,p stay.
 """
 
@@ -82,7 +82,7 @@ class StreamingReference:
                 skipped = self._send(p, any(is_bad))
         for p in range(len(self.fragments)):
             if (self.t - self.tau) % self.H == self._place(p) and self.t in self.on_its_way:
-                self._receive(p, self.on_its_way.pop(self.t), is_bad)
+                self._receive(p, self.on_its_way.pop(self.t))
         return skipped
 
     def _place(self, p: int) -> int:
@@ -98,12 +98,11 @@ class StreamingReference:
             self.on_its_way[self.t + self.tau] = result.mean
         return result.skipped
 
-    def _receive(self, p: int, delta: Tensors, is_bad: list[bool]) -> None:
+    def _receive(self, p: int, delta: Tensors) -> None:
         for name in self.fragments[p]:
             mom = np.asarray(self.mu * self.outer_momentum[name] + delta[name], np.float32)
             self.outer_momentum[name] = mom
             theta = np.asarray(self.global_model[name] - self.lr * (delta[name] + self.mu * mom), np.float32)
             self.global_model[name] = theta
-            for w, bad in zip(self.params, is_bad, strict=True):
-                if not bad:
-                    w[name] = np.asarray(self.alpha * w[name] + (1 - self.alpha) * theta, np.float32)
+            for w in self.params:
+                w[name] = np.asarray(self.alpha * w[name] + (1 - self.alpha) * theta, np.float32)

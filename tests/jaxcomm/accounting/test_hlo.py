@@ -423,3 +423,19 @@ def test_what_arrives_from_other_slices_waits_for_what_was_sent():
     send, receive, done = between_slices("ALL_REDUCE", "f32[1024]", "f32[1024]")
     lines = (f"%before = {product}", send.replace("send(%p", "send(%before"), receive, done, f"%other = {product}")
     assert read_overlap(module(*lines)) == 0.5
+
+
+def test_products_in_a_loop_of_tpus_count_as_often_as_it_runs():
+    """Seven products in the loop, which the collective does not wait for, and one that feeds it."""
+    product = "f32[8,8]{1,0} dot(%p, %p), lhs_contracting_dims={0}, rhs_contracting_dims={0}"
+    body = COUNTED_LOOP.format(direction="LT")
+    moved = body.index("  %moved"), body.index("\n}", body.index("  %moved"))
+    body = f"{body[: moved[0]]}  %p = f32[64]{{0}} parameter(1)\n  %moved = {product}{body[moved[1] :]}"
+    lines = (
+        "%zero = s32[]{:T(128)} constant(0)",
+        "%state = (f32[64]{0}, /*index=1*/s32[]) tuple(%p, /*index=1*/%zero)",
+        "%w = (f32[64]{0}, /*index=1*/s32[]) while(%state), condition=%condition, body=%body",
+        f"%before = {product}",
+        f"%r = f32[64]{{0}} all-reduce(%before), {GROUPS}, to_apply=%sum",
+    )
+    assert read_overlap(module(*lines, before=body)) == 7 / 8

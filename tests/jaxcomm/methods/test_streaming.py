@@ -187,6 +187,25 @@ def test_a_skipped_exchange_leaves_the_anchor_and_nothing_is_merged():
             np.testing.assert_allclose(rows(bad, name), expected[name], rtol=1e-6, atol=1e-6)
 
 
+def test_a_worker_that_skips_its_step_merges_in_it_all_the_same():
+    """Else its next outer gradient would be the anchor's own progress, backwards."""
+    step = step_of(mix=0.0)
+    state = step.init(first_params())
+    for i in range(4):
+        state, _ = step(state, batch_of(i))
+    before = {name: rows(state, name) for name in SHAPES}
+    state, metrics = step(state, batch_of(4, np.nan))  # the fragment of step 3 is merged in step 5
+    assert metrics["skipped"] == 0
+    anchor = memory(state)[0]
+    assert anchor.merged_at == 5
+    for name in SHAPES:
+        if name in FRAGMENTS[2][0]:
+            np.testing.assert_allclose(rows(state, name), [anchor.held.anchor[name]] * K, rtol=1e-6, atol=1e-6)
+        else:
+            np.testing.assert_array_equal(rows(state, name)[-1], before[name][-1])
+            assert not np.array_equal(rows(state, name)[0], before[name][0])
+
+
 def test_after_a_bad_step_training_goes_on():
     """Law 8, in a step with an exchange and in one without; above 4,096 elements."""
     params = {"w": np.zeros(4106, np.float32), "v": np.ones(9, np.float32)}

@@ -245,6 +245,7 @@ def test_the_command_line_says_it_by_its_exit_code(tmp_path, capsys):
         ([here, "--rate", "1mbit"], "--workers must be given with --rate"),
         ([here, "--rate", "fast", "--workers", "2"], "--rate is a positive number with its unit, got 'fast'"),
         ([here, "--compute-ms", "3"], "must go with --rate"),
+        ([here, "--copy-gbyte", "3"], "must go with --rate"),
         (["nowhere:problem", "--rate", "1mbit", "--workers", "2"], "must be importable from here"),
         (["problem", "--rate", "1mbit", "--workers", "2"], "must be MODULE:FUNCTION"),
         ([f"{__name__}:loss_fn_less", "--rate", "1mbit", "--workers", "2"], "must return"),

@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm.planner import Device, ModelBlock, Plan, estimate, make_plan, place, read_plan
+from jaxcomm.assignment.solve import NotInTimeError, solve
+from jaxcomm.planner import Device, ModelBlock, Plan, estimate, make_plan, place, planning, read_plan
 from jaxcomm.planner.dense_layers import LayerCost
 
 K = 4
@@ -295,6 +296,45 @@ def test_memory_makes_stages_and_what_fits_nowhere_is_refused():
     assert (tight.cuts, tight.workers) == ((1,), 2)
     with pytest.raises(ValueError, match="memory"):
         placed(1000)
+
+
+@pytest.mark.parametrize(
+    ("slowest", "is_proven"),
+    [
+        (None, True),
+        (lambda found: dataclasses.replace(found, optimal=False, gap=1e-9), True),  # slower than the plan for sure
+        (lambda found: dataclasses.replace(found, optimal=False, gap=1.0), False),
+        (NotInTimeError("There was no time."), False),
+        (ValueError("Nothing fits."), True),
+    ],
+)
+def test_a_plan_is_optimal_if_no_other_way_can_be_faster(monkeypatch, slowest, is_proven):
+    """With two stages each exchange for all is a problem of its own; the slowest one is not solved as it should be."""
+    monkeypatch.setattr(planning, "solve", lambda problem, **_: solve(problem))
+
+    def made():
+        return make_plan(
+            advice(1e6), PARAMS, methods=METHODS, blocks=BLOCKS, devices=[Device()] * 2,
+            link_seconds_per_byte=[1e-6], link_seconds=[1e-4], micro_batches=4,
+        )  # fmt: skip
+
+    usual = made()
+    assert usual.optimal
+
+    def solved(problem, **_):
+        found = solve(problem)
+        if set(found.options.values()) == {"plump_dp"} and slowest is not None:
+            if isinstance(slowest, ValueError):
+                raise slowest
+            return slowest(found)
+        return found
+
+    monkeypatch.setattr(planning, "solve", solved)
+    assert made() == dataclasses.replace(usual, optimal=is_proven)
+    placed = place(
+        2, PARAMS, lambda workers: advice(1e6, workers), blocks_of, methods=METHODS, seconds_per_byte=1e-6
+    )  # fmt: skip
+    assert placed.optimal == is_proven
 
 
 def test_blocks_must_have_every_parameter_once():
