@@ -1,1 +1,1 @@
-"""Measurements of the library: what it sends, how long that takes, and a lab to take them in."""
+"""Measurements of the library: what it sends and how long that takes, and the lab in which they are made."""

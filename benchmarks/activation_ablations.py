@@ -1,4 +1,4 @@
-"""Two boundaries of a pipeline that the paper of DCT-MP tries and finds to lose accuracy; to show that they do.
+"""Two boundaries of a pipeline that lose accuracy according to the paper of DCT-MP; to show that they do.
 
 They are made of the hooks of `jaxcomm.layers.Boundary` and of its formats. `benchmarks.dct` trains them.
 
@@ -20,7 +20,7 @@ from jaxcomm.layers import Boundary, Encoded, Rows, Whole
 
 
 class SketchBoundary(Boundary):
-    """A random projection of every sample to (1 - sparsity) d numbers forward, and all of the gradient backward."""
+    """A random projection of every sample to (1 - sparsity) d numbers forward, and the whole gradient backward."""
 
     def format(self, shape: tuple[int, ...], dtype: Any, values_as: Any, k: int) -> Whole:
         """Returns a `Sketch`."""
@@ -28,21 +28,21 @@ class SketchBoundary(Boundary):
 
 
 class TopKGradientBoundary(Boundary):
-    """Whole activations forward; of the gradient the largest of every sample with their positions, and error feedback.
+    """Whole activations forward; the largest gradients of every sample and their positions backward, with a residual.
 
-    What is not sent waits for whichever sample has the same row in the next step.
+    The residual is added to the gradient of whichever sample has the same row in the next step.
     """
 
     @property
     def keeps_residual(self) -> bool:
-        """Unless everything is sent."""
+        """Whether there is one: not if everything is sent."""
         return self.sparsity > 0
 
     def format(self, shape: tuple[int, ...], dtype: Any, values_as: Any, k: int) -> Whole:
         """Returns a `LargestGradient`.
 
         Raises:
-          ValueError: for values of a few bits, whose rounding the residual would not have.
+          ValueError: for values of a few bits, whose rounding errors the residual would miss.
         """
         if not isinstance(values_as, ValueCodec):
             raise ValueError(
@@ -54,13 +54,13 @@ class TopKGradientBoundary(Boundary):
 
 @dataclass(frozen=True)
 class Sketch(Whole):
-    """A random projection of every sample to k numbers forward; all of the gradient backward.
+    """A random projection of every sample to k numbers forward; the whole gradient backward.
 
-    The receiver works with x S S^T, where the entries of S (d, k) are normal with variance 1/k: x on average. The
+    The receiver works with x S S^T, which is x on average: the entries of S (d, k) are normal with variance 1/k. The
     gradient goes back as if nothing had been lost.
 
     Attributes:
-      k: numbers a sample.
+      k: numbers per sample.
     """
 
     k: int
@@ -83,7 +83,7 @@ class LargestGradient(Whole):
     """Whole activations forward; the k largest magnitudes of every sample's gradient backward, with error feedback.
 
     Attributes:
-      k: values of a sample's gradient that travel.
+      k: values of a sample's gradient that are sent.
     """
 
     k: int

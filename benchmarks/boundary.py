@@ -1,10 +1,10 @@
-"""Bytes and milliseconds of a DLRM that is cut into stages, each on a host of its own, with DCT-MP at the boundaries.
+"""Bytes and milliseconds of a DLRM cut into stages, each on a host of its own, with DCT-MP at the boundaries.
 
     python -m benchmarks.boundary --rate 100mbit
 
-The model of Gupta et al. (KDD 2021) on random clicks, cut where they cut it: after two layers of each MLP, 256 features
-a sample. Every sparsity is compiled once and run at all rates. Bytes are those of one step: predicted from shapes,
-counted in the compiled program, and counted by the kernel on each host's link, headers of TCP/IP included.
+The model of Gupta et al. (KDD 2021) on random clicks, cut where they cut it: after two layers of each MLP, with 256
+features per sample. Every sparsity is compiled once and run at all rates. Bytes are for one step: predicted from
+shapes, counted in the compiled program, and counted by the kernel on each host's link, including TCP/IP headers.
 """
 
 import dataclasses
@@ -32,9 +32,9 @@ class Config:
     rate: str = "100mbit"
     """Link rates, separated by commas: "100mbit", "1gbit", or "none" for no limit."""
     batch: int = 2048
-    """Samples of a step."""
+    """Samples per step."""
     micro_batches: int = 1
-    """Micro-batches of a step."""
+    """Micro-batches per step."""
     value_dtype: str = "float32"
     """Type of a value on the wire: float32 or bfloat16."""
     table_rows: int = 1000
@@ -47,7 +47,7 @@ class Config:
 
 @dataclass
 class Record:
-    """One row of the table; bytes by host are those that it receives in a step."""
+    """One row of the table; bytes by host are what each receives in a step."""
 
     sparsity: float
     stages: int
@@ -119,9 +119,9 @@ def make_pipeline(stages: int, boundary: Any, table_rows: int, micro_batches: in
 
     Args:
       stages: 2 or 3.
-      boundary: what crosses between two.
-      table_rows: of each of the 26 embedding tables.
-      micro_batches: of a step.
+      boundary: between each two stages.
+      table_rows: rows of each of the 26 embedding tables.
+      micro_batches: micro-batches per step.
     """
     import optax
     from flax import nnx
@@ -150,7 +150,7 @@ def make_pipeline(stages: int, boundary: Any, table_rows: int, micro_batches: in
 
 
 def make_batch(mesh: Any, rows: int, table_rows: int, worker: int = 0) -> dict[str, Any]:
-    """Returns random clicks on a mesh; this process has a worker's rows, its own."""
+    """Returns random clicks on a mesh; this process has the rows of its own worker."""
     import jax
     import numpy as np
     from jax.sharding import NamedSharding

@@ -1,8 +1,8 @@
 """Benchmarks whose hosts are timed together, at one link rate after another.
 
-The process that was started makes the lab, and starts itself again on every host. Each host prints its records as lines
-of JSON; the first process merges them. Rates change while the hosts run, so that every program is compiled once: host 0
-asks by a file, and the process that made the lab answers.
+The first process makes the lab, and starts its own command again on every host. Each host prints its records as lines
+of JSON; the first process merges them. Rates change while the hosts run, so that every program is compiled only once:
+host 0 asks for a rate by writing a file, and the first process sets it.
 """
 
 import dataclasses
@@ -35,15 +35,15 @@ def run(
     main: Callable[[Config], Any],
     host: Callable[[Config], Any] | None = None,
 ) -> None:
-    """Reads the command line, and does the part of this process: that of a host, if it has one, or the lab's.
+    """Reads the command line, and does this process's part: that of a host, if it is one, or that of the lab.
 
-    Input that cannot be used ends the process with one line and the code 2.
+    Input that cannot be used ends the process with one line and exit code 2.
     """
     arguments: Any = tyro.cli(config, description=description)
     if host is not None and _FOLDER in os.environ:
         host(arguments)
         return
-    from train.tables import check_file  # takes some time to import, which --help need not wait for
+    from train.tables import check_file  # takes time to import, for which --help should not have to wait
 
     try:
         check_file("--json", getattr(arguments, "json", None))
@@ -55,10 +55,10 @@ def run(
 
 
 def choose(known: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Returns the methods of some names, each once.
+    """Returns the methods with these names, each once.
 
     Raises:
-      ValueError: for a name that is not known, or for none.
+      ValueError: for an unknown name, or if there are no names.
     """
     unknown = [name for name in names if name not in known]
     if unknown or not names:
@@ -67,10 +67,10 @@ def choose(known: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def check_run(rate: str, steps: int) -> list[str]:
-    """Returns the rates.
+    """Returns the rates, which commas separate.
 
     Raises:
-      ValueError: for a rate that no link has, or without a step.
+      ValueError: for a rate that no link has, or fewer than one step.
     """
     rates = rate.split(",")
     for each in itertools.chain.from_iterable(rate.split("/") for rate in rates):
@@ -85,14 +85,14 @@ def run_hosts(lab: Lab, module: str, env: Mapping[str, str] | None = None) -> li
 
     Args:
       lab: the hosts.
-      module: "benchmarks.exchange", say; started with `python -m`.
-      env: more variables for the hosts.
+      module: such as "benchmarks.exchange"; started with `python -m`.
+      env: more environment variables for the hosts.
 
     Returns:
       What each host printed.
 
     Raises:
-      SystemExit: if a host fails, with what it said.
+      SystemExit: if a host fails, with its stderr.
     """
     done = threading.Event()
     with tempfile.TemporaryDirectory() as folder:
@@ -129,13 +129,13 @@ def read_records(kind: type[Record], stdout: str) -> list[Record]:
 
 
 def merge_records(hosts: Sequence[list[Any]], isolated: bool, received: str = "bytes_kernel") -> list[Any]:
-    """Takes times from host 0 (a step ends everywhere at once, to a few ms) and the mean of the bytes received.
+    """Takes times from host 0 (a step ends everywhere at once, to a few ms), and merges the bytes received.
 
     Args:
-      hosts: of each host the same records.
+      hosts: the records of each host, the same ones in the same order.
       isolated: whether hosts have interfaces of their own. On loopback the kernel counts all hosts together, and the
         bytes are None.
-      received: the field of the bytes: numbers are averaged, lists put together.
+      received: the field of the bytes: numbers are averaged, lists concatenated.
     """
     merged = []
     for same in zip(*hosts, strict=True):
@@ -146,15 +146,15 @@ def merge_records(hosts: Sequence[list[Any]], isolated: bool, received: str = "b
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:
-    """Returns median, minimum and maximum of milliseconds, as records have them."""
+    """Returns the median, minimum and maximum of milliseconds as fields of a record."""
     return {"ms_median": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
 
 
 class Control:
-    """A host: it asks the lab for a rate, waits for the others, and times what all do together."""
+    """A host's control: asks the lab for a rate, waits for the other hosts, and times what all do together."""
 
     def __init__(self) -> None:
-        """Connects this process with the others; comes before everything else of JAX."""
+        """Connects this process with the others; must come before any other use of JAX."""
         from train.processes import connect, prepare_jax
 
         prepare_jax()
@@ -163,7 +163,7 @@ class Control:
         self.folder, self.requests = Path(os.environ[_FOLDER]), 0
 
     def timed(self, function: Callable[[], Any]) -> tuple[float, int, Any]:
-        """Returns the milliseconds of a call, the bytes that the kernel has received, and the result."""
+        """Returns the milliseconds of a call, the bytes that the kernel received in it, and its result."""
         import jax
 
         self.barrier()
@@ -173,7 +173,7 @@ class Control:
         return (time.perf_counter() - begin) * 1e3, received_bytes(interface) - before, result
 
     def barrier(self) -> None:
-        """Waits until all hosts are here; a few hundred bytes."""
+        """Waits until all hosts are here; costs a few hundred bytes."""
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices("benchmark")

@@ -1,4 +1,4 @@
-"""Where one of two ways stops being the cheaper one: found by asking, and between points that were measured."""
+"""Finds where one of two ways stops being the cheaper one: by bisection, and between measured points."""
 
 import itertools
 import math
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 
 def bisect(is_cheaper: Callable[[int], bool], step: int, start: float) -> tuple[int, int]:
-    """Finds two batches, neighbouring multiples of `step`, of which one way is cheaper for the first alone.
+    """Finds two neighbouring multiples of `step`: batches such that one way is cheaper only for the smaller one.
 
     Args:
       is_cheaper: batch -> bool; True for small batches, and False from some batch on.
@@ -26,9 +26,9 @@ def bisect(is_cheaper: Callable[[int], bool], step: int, start: float) -> tuple[
 
 
 def crossing(points: Sequence[tuple[float, float]]) -> float | None:
-    """Returns where a quotient rises through 1, between points (batch, quotient) in order of the batch.
+    """Returns the batch at which a quotient rises through 1; None if it does not.
 
-    The quotient's logarithm is taken for linear in that of the batch; None if it does not rise through 1.
+    `points` are (batch, quotient), in order of the batch; in between, log(quotient) is taken as linear in log(batch).
     """
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if y0 < 1 <= y1:

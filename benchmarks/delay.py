@@ -1,11 +1,11 @@
-"""Steps that exchange the gradients of the step before, beside steps that exchange at once, between hosts of the lab.
+"""Delayed steps, which exchange the gradients of the step before, against steps that exchange at once, between hosts.
 
     python -m benchmarks.delay --hosts 2 --rate 100mbit,1gbit
 
-An MLP of four layers of 1024 x 1024 (4.2M parameters), SGD with momentum; `--rows` a worker say how long computing
-takes. A time is that of ten steps in a row, over ten. "longer" is what a perfect overlap would leave: the longer of
-computing alone and of what else a step at once takes. Hosts share this machine's cores, so that selecting and coding
-beside the gradient slow it down.
+An MLP of four layers of 1024 x 1024 (4.2M parameters), SGD with momentum; `--rows` per worker set how long computing
+takes. A time is that of ten steps in a row, divided by ten. "longer" is what a perfect overlap would leave: the longer
+of computing alone and of the rest of a step that exchanges at once. Hosts share this machine's cores, so selecting and
+coding at the same time as the gradient slow it down.
 """
 
 import dataclasses
@@ -46,11 +46,11 @@ class Config:
     rate: str = "100mbit,1gbit"
     """Link rates, separated by commas, or "none" for no limit."""
     methods: str = METHODS
-    """Methods, separated by spaces, as an advice calls them."""
+    """Methods, separated by spaces, by their names in an advice."""
     rows: int = 2048
-    """Rows of a worker."""
+    """Rows per worker."""
     steps: int = 5
-    """Times that ten steps are timed."""
+    """How many times ten steps are timed."""
     json: Path | None = None
     """File for the table, as a list of records."""
 
@@ -122,7 +122,7 @@ def run_host(config: Config) -> None:
     jax.block_until_ready(gradient(copied, batch))
 
     def time_steps(step: Any) -> tuple[list[float], float, float]:
-        """Returns milliseconds a step, the bytes of one that the kernel has received, and those that are predicted."""
+        """Returns milliseconds per step, and a step's bytes: received, as counted by the kernel, and predicted."""
         state = step.init(params)
         for _ in range(3):
             state, _ = step(state, batch)

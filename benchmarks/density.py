@@ -3,15 +3,15 @@
     python -m benchmarks.density
 
 trains the small convolutional network on scikit-learn's digits with K simulated workers (DGC, which sends a fixed
-fraction of each worker's coordinates), and takes the real masks of all workers in a few of the steps. On a ring the
-masks of h workers unite in h hops: these unions are counted, region by region, in the order of
-`benchmarks/sparse_ring.py` (with no limit to the room of a region; the column no_room says how much of a
-selection finds no slot where the room is static). The shared mask unites the masks of r publishers, the most important
-coordinates |v| / |w| of the same accumulated momenta and as many of them, and is the same in every hop.
+fraction of each worker's coordinates), and takes the real masks of all workers in a few of the steps. On a ring, h hops
+unite the masks of h workers: these unions are counted, region by region, in the order of `benchmarks/sparse_ring.py`
+(without a limit to the capacity of a region; the column no_room is the fraction of a selection that finds no slot if
+the capacity is static). The shared mask unites the masks of r publishers: as many coordinates as DGC selects, those of
+the largest importance |v| / |w| of the same accumulated momenta. It is the same in every hop.
 
-Bytes are those that each worker receives in a step: of the compiled programs, whose payloads have static room (a
-quarter more than is selected, and the shared mask's a quarter more than the union that was counted), and for the ring
-also the least that the counted unions could take (16 bits a value, positions at their entropy).
+Bytes are what each worker receives in a step: by the compiled programs, whose payloads have static capacity (a quarter
+more than is selected, and the shared mask's a quarter more than the union that was counted), and for the ring also the
+least that the counted unions could take (16 bits per value, positions at their entropy).
 """
 
 from collections.abc import Sequence
@@ -29,18 +29,18 @@ EPS = 1e-6  # of importance, as in `iwp`
 
 @dataclass(frozen=True)
 class Config:
-    """Show how the gradients of DGC get denser on a ring, and those of a shared mask do not."""
+    """Show that the gradients of DGC get denser on a ring, and that those of a shared mask do not."""
 
     workers: str = "4,16,48,96"
-    """Numbers of workers, separated by commas; the tables of hops are those of the largest."""
+    """Numbers of workers, separated by commas; the tables of hops are for the largest."""
     kept: str = "0.001,0.01"
     """Fractions of the coordinates that each worker selects, separated by commas."""
     publishers: str = "1,4"
-    """Numbers of workers whose masks are united in the shared one, separated by commas."""
+    """Numbers of workers whose masks are united in the shared mask, separated by commas."""
     steps: int = 30
     """Training steps."""
     samples: int = 3
-    """Steps in which masks are taken, evenly spaced up to the last; densities are their means."""
+    """Steps in which masks are taken, evenly spaced up to the last; densities are means over them."""
     rows: int = 8
     """Images of each worker in a step."""
     learning_rate: float = 0.05
@@ -50,7 +50,7 @@ class Config:
     figure: Path = FIGURE
     """File for the figure."""
     json: Path | None = None
-    """File for the records: of every number of workers, fraction and hop, and those of the bytes."""
+    """File for the records: one for every number of workers, fraction and hop, and those of the bytes."""
 
 
 def main(config: Config) -> None:
@@ -109,7 +109,7 @@ def measure(config: Config, K: int, kept: float, publishers: Sequence[int]) -> l
         fitting.append(np.bitwise_count(accepted(regions, masks)).sum())
         tensors = len(regions.layout.sizes)
         drawn = [np.asarray(draw_publishers(config.seed, np.int32(step), K, r, tensors)) for r in publishers]
-        # Of every word's tensor the publishers, (n/32, r).
+        # The publishers of every word's tensor, (n/32, r).
         drawn = [np.repeat(chosen[regions.layout.segment_of_block()], BLOCK_WORDS, axis=0) for chosen in drawn]
         masks = [important[chosen.T, np.arange(important.shape[1])] for chosen in drawn]  # (r, n/32) each
         shared.append([np.bitwise_count(np.bitwise_or.reduce(mask)).sum() for mask in masks])
@@ -129,7 +129,7 @@ def measure(config: Config, K: int, kept: float, publishers: Sequence[int]) -> l
 
 
 def train(config: Config, K: int, kept: float) -> Any:
-    """Trains by DGC, and yields (step, masks of the largest, masks of the most important), (K, n/32) uint32 each."""
+    """Trains by DGC; yields (step, masks of the largest, masks of the most important), (K, n/32) uint32 per mask."""
     import jax
     import numpy as np
     import optax
@@ -169,7 +169,7 @@ def train(config: Config, K: int, kept: float) -> Any:
 
     @jax.jit  # a program of its own: XLA would compute the momenta more than once, with other last bits
     def select(state: Any, momenta: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What every worker selects in this step, as `dgc` does, and what `iwp` would as many of."""
+        """Returns what every worker selects in this step with `dgc`, and the equally many that `iwp` would select."""
 
         def worker(v: jax.Array) -> tuple[jax.Array, jax.Array]:
             return select_topk(v, layout), select_topk(importance(v / K, flat(state.params), EPS), layout)
@@ -229,7 +229,7 @@ def cut(regions: Any, masks: Any) -> Any:
 
 
 def accepted(regions: Any, masks: Any) -> Any:
-    """Keeps of the masks (K, K, words) what has a slot in its region, where room is static."""
+    """Keeps the part of the masks (K, K, words) that has a slot in its region of static capacity."""
     import jax
 
     from jaxcomm.selectors import compact
@@ -238,13 +238,13 @@ def accepted(regions: Any, masks: Any) -> Any:
 
 
 def hop_counts(masks: Any) -> Any:
-    """Counts the coordinates that travel on a ring: region j starts at worker j+1, and unites with one mask a hop.
+    """Counts the coordinates that are sent on a ring: region j starts at worker j+1, and unites with one mask a hop.
 
     Args:
       masks: (K, K, words) uint32, worker i's mask of region j at [i, j].
 
     Returns:
-      (K,) the coordinates of all regions together after each hop.
+      (K,) the coordinates of all regions together, after each hop.
     """
     import jax
     import jax.numpy as jnp
@@ -267,7 +267,7 @@ def hop_counts(masks: Any) -> Any:
 
 
 def bytes_of(K: int, kept: float, publishers: Sequence[int], hops: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the bytes that a worker receives, of the ring and of shared masks, as one record."""
+    """Returns the bytes that a worker receives, by the ring and by shared masks, as one record."""
     import jaxcomm as jc
     from benchmarks.sparse_ring import received_on_ring
     from jaxcomm.codecs.indices import entropy_bits

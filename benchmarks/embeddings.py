@@ -1,13 +1,13 @@
-"""Bytes and memory of a training step of DLRM at the size of Criteo's Kaggle log, by how its tables are trained.
+"""Bytes and memory of a training step of DLRM at the size of Criteo's Kaggle log, for each way to train its tables.
 
     python -m benchmarks.embeddings
 
 compiles the whole step of `dlrm_criteo` (33,762,577 rows of 16 numbers; DCT-DP for the dense layers, SGD) on simulated
-devices for every `--embeddings`, from shapes alone: nothing is allocated, and no step is taken. received_predicted is
-of the traced step, received_compiled of the compiled text: bytes that each worker receives in a step. tables_formula is
-the part of the tables, by the docstring of `models.dlrm`. A worker's arguments (its state, and its rows of the batch)
-and temporaries (gradients among them) are XLA's own account for this backend. "columns" is left out where the workers
-do not divide the 16 columns.
+devices for every `--embeddings`, from shapes alone: nothing is allocated, and no step is taken. received_predicted and
+received_compiled are the bytes that each worker receives in a step, by the traced step and by the compiled text.
+tables_formula is the part of the tables, by the docstring of `models.dlrm`. A worker's arguments (its state, and its
+rows of the batch) and temporaries (including gradients) are XLA's own account for this backend. "columns" is left out
+where the number of workers does not divide the 16 columns.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Config:
     workers: str = "4,16,32"
     """Numbers of workers, separated by commas."""
     batch: int = CONFIGS["dlrm_criteo"].global_batch
-    """Rows of a step, of all workers together."""
+    """Rows per step, over all workers."""
     json: Path | None = None
     """File for the table, as a list of records."""
 
@@ -48,7 +48,7 @@ def main(config: Config) -> None:
 
 
 def compare(config: Config, workers: list[int], sizes: tuple[int, ...]) -> None:
-    """Does what `main` does for tables of some sizes, where the devices are there."""
+    """Does the work of `main` for tables of some sizes, once the devices are there."""
     records = []
     for K, way in itertools.product(workers, WAYS):
         if way != "columns" or DIM % K == 0:

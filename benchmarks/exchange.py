@@ -3,11 +3,12 @@
     python -m benchmarks.exchange --shapes resnet50 --hosts 4 --rate 100mbit,1gbit --method plump_dp,topk,dct_dp,naive
 
 Every host of a network lab is a process. All methods run in the same processes, one after another, and each at all
-rates. A step turns one gradient a worker (normal noise) into the workers' mean; the residual is reset between timed
+rates. A step turns one gradient per worker (normal noise) into the workers' mean; the residual is reset between timed
 steps, so that every step selects from the same distribution. The thresholds of dct_dp are those of an earlier step, as
-in all but one of life_span steps; ms_refresh is the step that renews them. sizes_moved is what the compiled program
-reads and writes in memory, both branches of every conditional, and sizes_held what it keeps at most: gradient, state,
-result and temporaries; both in sizes of the gradient (4 bytes a parameter).
+in all but one of life_span steps; ms_refresh is the time of a step that renews them, or selects a core (slim_dp).
+sizes_moved is what the compiled program reads and writes in memory, counting both branches of every conditional, and
+sizes_held the most that it holds: gradient, state, result and temporaries. Both are in sizes of the gradient (4 bytes a
+parameter).
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from benchmarks.netlab import Lab
 from benchmarks.shapes import count, named
 from train.tables import print_table, write_records
 
-# By sparsity, of those that have one.
+# (sparsity) -> the method; those without a sparsity ignore it.
 METHODS: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "plump_dp": lambda _: jc.plump_dp(),
     "plump_dp_bfloat16": lambda _: jc.plump_dp(value_dtype="bfloat16"),
@@ -49,7 +50,7 @@ METHODS: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "random_k": jc.random_k,
     "random_k_float32": lambda sparsity: jc.random_k(sparsity, value_dtype="float32"),
     "random_k_ring": lambda sparsity: jc.random_k(sparsity, collective="ring"),
-    # Weights and gradients are both normal noise, of which this share of quotients is above the threshold.
+    # Weights and gradients are both normal noise: the fraction 1 - sparsity of their quotients is above this threshold.
     "iwp": lambda sparsity: jc.iwp(
         1 / math.tan((1 - sparsity) * math.pi / 2), density=1 - sparsity, random_selection=False
     ),
@@ -76,14 +77,14 @@ class Config:
     rate: str = "100mbit,1gbit"
     """Link rates, separated by commas: "100mbit", "1gbit", or "none" for no limit."""
     method: str = "plump_dp,topk,dct_dp,naive"
-    """Methods, separated by commas, or "all": a transformation's name, or one with another setting behind it
-    (quant_dp_4: 4 bits; random_k_ring: summed on a ring), or naive (lax.top_k with int32 indices)."""
+    """Methods, separated by commas, or "all": a transformation's name, or one followed by a setting (quant_dp_4: 4
+    bits; random_k_ring: summed on a ring), or naive (lax.top_k with int32 indices)."""
     sparsity: float = 0.99
     """Fraction of coordinates that the sparse methods do not send."""
     steps: int = 5
     """Timed steps of each method and rate."""
     huge_pages: bool = False
-    """Let glibc back large arrays with huge pages (GLIBC_TUNABLES), for all methods alike."""
+    """Let glibc back large arrays with huge pages (GLIBC_TUNABLES), for all methods."""
     json: Path | None = None
     """File for the table, as a list of records."""
 
@@ -163,10 +164,10 @@ def run_host(config: Config) -> None:
 
 
 def chosen(given: str, sparsity: float) -> list[str]:
-    """Returns the names of methods that are separated by commas, or of all.
+    """Returns the names of methods, separated by commas in `given`, or all of them.
 
     Raises:
-      ValueError: for one that there is not, or that does not take the sparsity.
+      ValueError: for an unknown method, or one that does not take the sparsity.
     """
     methods = list(METHODS) if given == "all" else given.split(",")
     if unknown := [method for method in methods if method not in METHODS]:
@@ -205,7 +206,7 @@ def _time_method(
     reset = jax.jit(
         lambda state: jax.tree.map(_zero_residual, state, is_leaf=_has_residual),
         donate_argnums=0,
-        # As compiled wants them: JAX places arrays without elements as it likes.
+        # As the compiled step wants them: JAX places arrays without elements as it likes.
         out_shardings=jax.tree.map(lambda array: array.sharding, state),
     )
 
@@ -264,7 +265,7 @@ def _has_residual(node: Any) -> bool:
 
 
 def _zero_residual(node: Any) -> Any:
-    """Empties the residual of a method's state, if it is one."""
+    """Sets the residual to zero if the node is a state that has one."""
     import jax
 
     if not _has_residual(node):

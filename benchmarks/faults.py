@@ -1,11 +1,11 @@
-"""Soak: a run of the trainer on a lab's hosts, to which random faults happen, and which must not end differently.
+"""Soak test: random faults hit a run of the trainer on a lab's hosts, and must not change its result.
 
     python -m benchmarks.faults --minutes 30 --mtbf 120 --seed 1
 
-Every host's process is killed, stopped, slowed down or cut off at random times of a seeded generator, and the newest
-checkpoint damaged, while `python -m train --restarts` goes on. When the time is over it is stopped by SIGTERM. Then an
-undisturbed run does as many steps, and the two checkpoints must hold the same bits. As root, in network namespaces;
-else on loopback, where no link can be cut.
+While `python -m train --restarts` runs, hosts' processes are killed, stopped, slowed down or cut off, and the newest
+checkpoint is damaged, at random times of a seeded generator. When the time is over, SIGTERM stops the run. Then an
+undisturbed run does as many steps, and the two checkpoints must hold the same bits. As root, hosts are network
+namespaces; otherwise all are on loopback, where no link can be cut.
 """
 
 import itertools
@@ -28,27 +28,27 @@ import tyro
 from benchmarks.netlab import Lab
 
 METHOD = ("method:dct-dp", "--method.sparsity", "0.9")
-NAME, STEPS, SLOW = "dct_dp", 10**6, 4.0  # the run's folder; more steps than fit; seconds that a slow process stands
-PATIENCE = 300.0  # seconds in which a run must train again
+NAME, STEPS, SLOW = "dct_dp", 10**6, 4.0  # folder; more steps than fit; seconds that a slow process is stopped
+PATIENCE = 300.0  # seconds within which a run must train again
 KINDS = ("kill", "stop", "slow", "cut", "damage")
 
 
 @dataclass(frozen=True)
 class Config:
-    """Random faults against a run with --restarts: that it ends as an undisturbed one, its goodput, and no leak."""
+    """Test a run with --restarts under random faults: same result as without, its goodput, and no leaks."""
 
     minutes: float = 30.0
     """How long faults go on."""
     mtbf: float = 120.0
     """Mean seconds between two faults."""
     seed: int = 1
-    """Of the times, kinds and victims of the faults."""
+    """Seed of the times, kinds and victims of the faults."""
     hosts: int = 3
     """Hosts, each with one process of one worker."""
     peer_timeout: float = 10.0
     """The trainer's --peer-timeout."""
     checkpoint_every: int = 100
-    """Steps between two checkpoints."""
+    """Steps between checkpoints."""
     json: Path | None = None
     """File for the faults and the summary, as a list of records."""
 
@@ -58,8 +58,8 @@ class Fault:
     """A fault, as it happened.
 
     Attributes:
-      kind: "kill", SIGKILL; "stop", SIGSTOP for good, until the others have ended; "slow", SIGSTOP for some seconds;
-        "cut", the host's link down until the others have ended; "damage", a byte of the newest checkpoint, and a kill.
+      kind: "kill", SIGKILL; "stop", SIGSTOP until the others have ended, then SIGKILL; "slow", SIGSTOP for some
+        seconds; "cut", the host's link down until all have ended; "damage", a bit of the newest checkpoint, and a kill.
       host: whose process it was.
       at: seconds since the run began.
       step: the last step before it.
@@ -75,20 +75,21 @@ class Fault:
 
 @dataclass
 class Samples:
-    """What processes took while they trained, one sample a second.
+    """What the processes used while they trained, one sample a second.
 
     Attributes:
-      rows: seconds since the run began, steps done, and the most of all processes: MB of memory, open descriptors.
+      rows: seconds since the run began, steps done, and the maximum over processes of MB of memory and of open
+        descriptors.
     """
 
     rows: list[tuple[float, int, float, int]] = field(default_factory=list)
 
     def quarters(self) -> dict[str, float | None]:
-        """Returns medians of the first and the last quarter: MB, descriptors, and ms of a step."""
+        """Returns medians over the first and over the last quarter: MB, descriptors, and ms per step."""
         found: dict[str, float | None] = {}
         quarter = len(self.rows) // 4
         for name, rows in (("first", self.rows[:quarter]), ("last", self.rows[len(self.rows) - quarter :])):
-            # Time of steps alone: a second in which none was done is of a restart.
+            # Only the time of steps: a second without a step belongs to a restart.
             pairs = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(rows)]
             times = [seconds / steps * 1e3 for seconds, steps in pairs if 0 < seconds < 3 and steps > 0]
             found[f"mb_{name}"] = statistics.median(row[2] for row in rows) if rows else None
@@ -98,18 +99,18 @@ class Samples:
 
 
 class Soaked:
-    """A run on the hosts of a lab, as seen from outside.
+    """A run on the hosts of a lab, seen from outside.
 
     Attributes:
       folder: of the run.
     """
 
     def __init__(self, lab: Lab, out: Path, options: Sequence[str]):
-        """Begins nothing yet.
+        """Starts nothing yet.
 
         Args:
           lab: its hosts.
-          out: --out of the run, which tells its processes from others.
+          out: --out of the run, which distinguishes its processes from others.
           options: of `python -m train`, before those of the method.
         """
         self.folder = out / "digits"
@@ -126,7 +127,7 @@ class Soaked:
         self._thread.start()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits until all have ended, at most so long; returns whether they have."""
+        """Waits at most so long until all have ended; returns whether they have."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -158,7 +159,7 @@ class Soaked:
         """Waits until the run has done more steps.
 
         Raises:
-          RuntimeError: if it ends before, or does none for too long.
+          RuntimeError: if it ends first, or does no step for too long.
         """
         self._until(lambda: self.step() > more_than)
 
@@ -172,9 +173,9 @@ class Soaked:
                 )
 
     def suffer(self, kind: str, host: int) -> float:
-        """Lets a fault befall a host's process; returns the seconds until the run has done another step."""
+        """Inflicts a fault on a host's process; returns the seconds until the run has done another step."""
         if kind == "damage":
-            self._until(lambda: len(self._checkpoints()) > 1)  # or there is nothing to go on from
+            self._until(lambda: len(self._checkpoints()) > 1)  # otherwise there is nothing to go on from
         begin, before, victim = time.monotonic(), self.processes(), self.processes()[host]
         if kind in ("kill", "damage"):
             os.kill(victim, signal.SIGKILL)
@@ -201,7 +202,7 @@ class Soaked:
         return time.monotonic() - begin
 
     def damage(self) -> None:
-        """Flips a bit in the middle of the largest file of the newest checkpoint that is whole."""
+        """Flips a bit in the middle of the largest file of the newest complete checkpoint."""
         newest = max(self._checkpoints(), key=lambda path: int(path.name))
         largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
         data = bytearray(largest.read_bytes())
@@ -209,7 +210,7 @@ class Soaked:
         largest.write_bytes(data)
 
     def _checkpoints(self) -> list[Path]:
-        """Returns the folders of the checkpoints that are whole."""
+        """Returns the folders of the complete checkpoints."""
         place = self.folder / NAME / "checkpoints"
         return [path for path in place.iterdir() if path.name.isdigit()] if place.exists() else []
 
@@ -235,7 +236,7 @@ class Soaked:
 
 
 def environment(out: Path) -> dict[str, str]:
-    """Returns what is set for the processes: where the trainer is, and what is compiled once for all of them."""
+    """Returns the processes' variables: where the trainer is, and the cache of programs that they share."""
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(out.parent / "compiled"))
     return {"PYTHONPATH": path, "JAX_COMPILATION_CACHE_DIR": cache}
@@ -248,7 +249,7 @@ def same_states(folders: Sequence[Path], step: int) -> list[str]:
     import numpy as np
     import orbax.checkpoint as ocp
 
-    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of what is not read
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns about items that are not read
     states = []
     for folder in folders:
         with ocp.CheckpointManager(
@@ -268,13 +269,13 @@ def same_states(folders: Sequence[Path], step: int) -> list[str]:
 
 
 def soak(lab: Lab, config: Config, out: Path, say: Callable[[str], None]) -> tuple[list[Fault], dict[str, Any]]:
-    """Lets faults happen to a run, and compares it with an undisturbed one.
+    """Inflicts faults on a run, and compares it with an undisturbed one.
 
     Args:
-      lab: with a host a worker.
+      lab: with one host per worker.
       config: the fields.
       out: an empty folder.
-      say: told of every fault.
+      say: called with a line about every fault.
 
     Returns:
       The faults, and the summary.
@@ -357,7 +358,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _leaks(summary: dict[str, Any]) -> bool:
-    """Returns whether memory or descriptors have grown by a tenth. Times of steps follow the machine's load."""
+    """Returns whether memory or descriptors have grown by more than a tenth. Step times only follow the load."""
     return any(
         summary[f"{name}_last"] > 1.1 * summary[f"{name}_first"]
         for name in ("mb", "descriptors")

@@ -1,20 +1,20 @@
-"""A GPT on real text: validation loss against bytes, of the dense exchange and of compressed ones.
+"""A GPT on real text: validation loss against bytes, for the dense exchange and for compressed ones.
 
     python -m benchmarks.gpt --data-dir FOLDER --seeds 3 --json docs/data/gpt.json --figure docs/figures/gpt.png
     python -m benchmarks.gpt --data-dir FOLDER --hosts 4 --rate 100mbit --json docs/data/gpt.json
 
-The first command trains every method with simulated workers: by Adam with the same settings, but for Muon and for DeMo,
-whose updates are signs; with the rows in the same order and the same initial parameters of a seed. What --json has is
-not trained again. The text is what `configs/gpt_linux.py` or `gpt_stdlib` reads; the model is smaller than gpt_linux's,
-so that a run takes minutes.
+The first command trains every method with simulated workers. All use Adam with the same settings, except Muon, and
+DeMo, whose updates are signs. Runs of the same seed have the same order of rows and the same initial parameters. What
+--json has is not trained again. The text is what `configs/gpt_linux.py` or `gpt_stdlib` reads; the model is smaller
+than gpt_linux's, so that a run takes minutes.
 
-With --hosts it times training steps instead, of the same model and rows, on the hosts of `benchmarks.netlab`, and keeps
-them in the same file. The first command then shows the seconds of a run too: its steps times the mean of those timed.
+With --hosts it instead times training steps of the same model and rows on the hosts of `benchmarks.netlab`, and keeps
+the times in the same file. The first command then also shows the seconds of a run: its steps times their mean time.
 
     python -m benchmarks.gpt --data-dir FOLDER --stages 3 --rate 100mbit --json docs/data/gpt_stages.json
 
-With --stages the model is cut, of one worker, and `BOUNDARIES` are compared in the place of methods: first the time of
-steps on as many hosts, then the loss.
+With --stages, the model of one worker is cut into stages, and `BOUNDARIES` are compared instead of methods: first the
+time of steps on as many hosts, then the loss.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ METHODS: dict[str, Method] = {
     "muloco, H=10": LocalSgd(steps=10),
     "demo, k=32": Demo(k=32, sign_size=1.0),
 }
-# Of the other methods it is the experiment's.
+# The other methods use the experiment's optimizer.
 OPTIMIZERS: dict[str, Literal["sgd", "muon"]] = {"dense, Muon": "muon", "muloco, H=10": "muon", "demo, k=32": "sgd"}
 BOUNDARIES = {
     "dense": BoundaryFields(),
@@ -65,33 +65,33 @@ class Config:
     experiment: str = "gpt_linux"
     """The text: gpt_linux, which you prepare, or gpt_stdlib."""
     layers: int = 2
-    """Of the model."""
+    """Layers of the model."""
     width: int = 128
     """Features of a token."""
     steps: int = 700
     """Training steps."""
     learning_rate: float = 3e-3
-    """Of Adam, Muon and DeMo's signs; it rises in a tenth of the steps, and falls by a cosine."""
+    """Peak for Adam, Muon and DeMo's signs: it rises over a tenth of the steps, then falls by a cosine."""
     batch: int = 16
-    """Rows of a step, over all workers."""
+    """Rows per step, over all workers."""
     workers: int = 4
     """Simulated workers."""
     stages: int = 1
-    """Cut the model into so many stages, on as many hosts, and compare what crosses between them."""
+    """Cut the model into so many stages, on as many hosts, and compare the boundaries between them."""
     micro_batches: int = 4
-    """Micro-batches of the stages."""
+    """Micro-batches of the pipeline."""
     evaluations: int = 6
     """Evaluations on the test split in a run."""
     seeds: int = 3
     """Runs of each method, with the seeds 0, 1, ..."""
     hosts: int = 0
-    """Time steps on so many hosts, as many workers; 0 trains."""
+    """Time steps on so many hosts, one worker each; 0 trains."""
     rate: str = "100mbit"
     """Speed of the hosts' links."""
     timed_steps: int = 20
     """Timed steps of each method."""
     json: Path | None = None
-    """File for the records; what it has of the same settings is not made again."""
+    """File for the records; those that it has with the same settings are not made again."""
     figure: Path | None = None
     """File for the curves, as PNG."""
     data_dir: Path | None = None
@@ -100,7 +100,7 @@ class Config:
 
 @dataclass
 class Timed:
-    """Milliseconds of a method's training steps on hosts; the bytes that a host receives in them, a step."""
+    """Milliseconds of a method's training steps on hosts, and the bytes that a host receives per step."""
 
     method: str
     ms_mean: float
@@ -129,7 +129,7 @@ def main(config: Config) -> None:
 
 
 def check(config: Config) -> None:
-    """Raises ValueError for what cannot be run."""
+    """Raises ValueError for options that cannot work."""
     if config.experiment not in ("gpt_linux", "gpt_stdlib"):
         raise ValueError(f"--experiment is gpt_linux or gpt_stdlib, got {config.experiment!r}.")
     for name in ("layers", "width", "batch", "workers", "evaluations", "seeds", "stages", "micro_batches"):
@@ -149,7 +149,7 @@ def check(config: Config) -> None:
 
 
 def experiment_of(config: Config, name: str = "dense") -> Experiment:
-    """Returns what a method trains, one of `METHODS`."""
+    """Returns what a method of `METHODS`, or a boundary of `BOUNDARIES`, trains."""
     options = {"layers": config.layers, "width": config.width, "heads": 4}
     split = {"workers": config.hosts or config.workers}
     if config.stages > 1:
@@ -172,7 +172,7 @@ def experiment_of(config: Config, name: str = "dense") -> Experiment:
 
 
 def compared(config: Config) -> dict[str, Method]:
-    """Returns the methods, or that of every boundary."""
+    """Returns the methods; with stages, the dense method for every boundary."""
     return METHODS if config.stages == 1 else dict.fromkeys(BOUNDARIES, METHODS["dense"])
 
 
@@ -234,7 +234,7 @@ def _key(config: Config, name: str, workers: int) -> Record:
 
 
 def time_methods(config: Config, records: Records, hosts: int) -> list[Record]:
-    """Returns the timed steps of every method; the hosts run where some are not there."""
+    """Returns the timed steps of every method; runs the hosts if some are missing."""
     keys = {name: _key(config, name, hosts) for name in compared(config)}
     if any(records.find(key) is None for key in keys.values()):
         with Lab(hosts, config.rate) as lab:

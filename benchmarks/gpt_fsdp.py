@@ -1,10 +1,10 @@
-"""A GPT on real text whose weights are sharded over the workers, gathered and reduced in 32, 8 or 4 bits.
+"""A GPT on real text with weights sharded over the workers, gathered and reduced in 32, 8 or 4 bits.
 
     python -m benchmarks.gpt_fsdp --experiment gpt_stdlib --width 64 --steps 300 --json docs/data/gpt_fsdp.json
 
 The model, the rows, the seeds and the optimizer are those of `benchmarks.gpt`; each of the simulated workers holds a
-shard of every weight and of the optimizer. With 32 bits weights are gathered and gradients scattered as they are, with
-fewer by `jaxcomm.layers.quantized_gather`. Bytes are those of the compiled step.
+shard of every weight and of the optimizer's state. With 32 bits, weights are gathered and gradients scattered
+uncompressed; with fewer, by `jaxcomm.layers.quantized_gather`. Bytes are those of the compiled step.
 """
 
 import dataclasses
@@ -32,21 +32,21 @@ class Config:
     experiment: str = "gpt_linux"
     """The text: gpt_linux, which you prepare, or gpt_stdlib."""
     layers: int = 2
-    """Of the model."""
+    """Layers of the model."""
     width: int = 128
     """Features of a token."""
     steps: int = 700
     """Training steps."""
     learning_rate: float = 3e-3
-    """Of Adam; it rises in a tenth of the steps, and falls by a cosine."""
+    """Peak for Adam: it rises over a tenth of the steps, then falls by a cosine."""
     batch: int = 16
-    """Rows of a step, over all workers."""
+    """Rows per step, over all workers."""
     workers: int = 4
     """Simulated workers, over which the weights are sharded."""
     seeds: int = 3
-    """Runs of each, with the seeds 0, 1, ..."""
+    """Runs of each number of bits, with the seeds 0, 1, ..."""
     json: Path | None = None
-    """File for the records; what it has of the same settings is not made again."""
+    """File for the records; those that it has with the same settings are not made again."""
     data_dir: Path | None = None
     """Folder of prepared datasets."""
 
@@ -85,14 +85,14 @@ def main(config: Config) -> None:
 
 
 def train(records: Records, experiment: Experiment, bits: int, seed: int) -> Record:
-    """Returns the record of one run, which is trained where it is not there."""
+    """Returns the record of one run, which is trained if it is missing."""
     seeded = dataclasses.replace(experiment, seed=seed)
     key = {"of": "sharded run", "bits": bits, "about": settings_of(seeded, PlumpDp())}
     return records.get(key, lambda: _train(seeded, bits))
 
 
 def _train(experiment: Experiment, bits: int) -> Record:
-    """Trains with weights that are gathered in so many bits."""
+    """Trains with weights that are gathered in `bits` bits."""
     import jax
     from flax import nnx
     from jax.sharding import NamedSharding
@@ -137,14 +137,14 @@ def _train(experiment: Experiment, bits: int) -> Record:
 
 
 def make_step(loss_fn: Any, params: Any, optimizer: Any, mesh: Any, bits: int) -> tuple[Any, Any]:
-    """Makes the step of weights that each worker has a shard of, and its state: weights, copies, residuals, optimizer.
+    """Makes the step for weights sharded over the workers, and its state: shards, copies, residuals, optimizer state.
 
     Args:
       loss_fn: (params, batch) -> the loss.
-      params: the first weights, whole; the first dimension of each is a multiple of the workers.
-      optimizer: of which a worker has the state of its shards.
+      params: the initial weights, unsharded; the first dimension of each is a multiple of the number of workers.
+      optimizer: each worker has the state for its shards.
       mesh: its axis is "data".
-      bits: in which weights are gathered, and gradients scattered; 32 for as they are.
+      bits: per number of gathered weights and of scattered gradients; 32 for uncompressed.
 
     Returns:
       (state, batch) -> (state, the loss over all rows); and the first state.

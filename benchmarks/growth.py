@@ -2,12 +2,11 @@
 
     python -m benchmarks.growth --json docs/data/growth.json
 
-runs `benchmarks.exchange` three times over: with more parameters (one vector, 2 hosts, 1% kept), with more hosts (10M
-parameters, 1% kept) and with other densities (10M parameters, 4 hosts), and draws all of it as one figure. Every
-measured quantity stands beside its law: bytes are those of `wire_report`; time is that of these bytes on the link, and
-a time in proportion to the parameters; memory is in proportion to the parameters; compile time is always the same.
-What the laws leave open, a number for each method, is the median over a sweep. Rows that a file has are not measured
-again.
+runs three sweeps of `benchmarks.exchange`: more parameters (one vector, 2 hosts, 1% kept), more hosts (10M parameters,
+1% kept) and other densities (10M parameters, 4 hosts), and draws all of them as one figure. Every measured quantity is
+compared with its law: bytes are those of `wire_report`; time is the time of these bytes on the link, plus a time
+proportional to the parameters; memory is proportional to the parameters; compile time is constant. The free constants
+of the laws, one per quantity and method, are medians over a sweep. Rows that a file has are not measured again.
 """
 
 import json
@@ -25,7 +24,7 @@ from benchmarks.control import check_run, run
 from train.tables import print_table, write_records
 
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "growth.png"
-HELD = 12  # copies of the gradient that a host holds at most, as `benchmarks.exchange` counts and some room
+HELD = 12  # copies of the gradient that a host holds at most, by `benchmarks.exchange`, with a margin
 COLUMNS = {
     "ms_median": "milliseconds",
     "bytes_kernel": "bytes received by a worker",
@@ -39,13 +38,13 @@ class Config:
     """Show how the cost of an exchange grows with parameters, hosts and density."""
 
     sizes: str = "1e5,1e6,1e7,1e8,2e8"
-    """Parameters, separated by commas: of one vector, between 2 hosts."""
+    """Numbers of parameters, separated by commas: of one vector, on 2 hosts."""
     hosts: str = "2,4,8"
-    """Hosts, separated by commas, with --size parameters."""
+    """Numbers of hosts, separated by commas, with --size parameters."""
     density: str = "0.001,0.003,0.01,0.03,0.1"
     """Fractions of the coordinates that sparse methods send, separated by commas, with --size parameters on 4 hosts."""
     size: float = 1e7
-    """Parameters of the sweeps over hosts and density."""
+    """Number of parameters in the sweeps over hosts and density."""
     method: str = "plump_dp,plump_dp_bfloat16,sign,topk,dct_dp"
     """Methods of `benchmarks.exchange`, separated by commas."""
     rate: str = "1gbit"
@@ -77,7 +76,7 @@ def main(config: Config) -> None:
 
 
 def _sweeps(config: Config) -> dict[str, list[tuple[int, int, float]]]:
-    """Returns for every sweep its (parameters, hosts, density)."""
+    """Returns the (parameters, hosts, density) of every sweep."""
     try:
         sizes = sorted({int(float(size)) for size in config.sizes.split(",")})
         hosts = sorted({int(K) for K in config.hosts.split(",")})
@@ -98,7 +97,7 @@ def _sweeps(config: Config) -> dict[str, list[tuple[int, int, float]]]:
 
 
 def _missing(config: Config, wanted: dict[str, Any], done: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns the methods of which there is no row yet; those that send everything have one density."""
+    """Returns the methods that have no row yet; dense methods need only one density."""
     had = {row["method"] for row in done if all(row[key] == value for key, value in wanted.items())}
     others = {row["method"] for row in done if row["sweep"] == "density" and not _is_sparse(row["method"])}
     skipped = had | (others if wanted["sweep"] == "density" else set())
@@ -110,7 +109,7 @@ def _is_sparse(method: str) -> bool:
 
 
 def _fits(size: int, hosts: int) -> bool:
-    """Whether the hosts, which share this machine's memory, have room for it; says so if not."""
+    """Returns whether the hosts, which share this machine's memory, have room for it; prints a line if not."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     needed = HELD * 4 * size * hosts
     if needed > memory:
@@ -136,14 +135,14 @@ def _measure(config: Config, wanted: dict[str, Any], methods: Sequence[str]) -> 
 
 
 def _against_law(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what a row measured, and beside it each quantity divided by its law."""
+    """Returns what a row measured, and each quantity divided by its law."""
     law = _law(row, rows)
     shown = {key: row[key] for key in ("method", "parameters", "hosts", "density", *COLUMNS)}
     return shown | {f"{column}_by_law": row[column] / law[column] for column in COLUMNS if law[column]}
 
 
 def _law(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """Returns what the laws say of a row, given all rows; see this module."""
+    """Returns what the laws predict for a row, given all rows; see the module's docstring."""
     rate = {"mbit": 1e6, "gbit": 1e9}.get(row["rate"][-4:])
     like = [each for each in rows if (each["sweep"], each["method"]) == (row["sweep"], row["method"])]
 
@@ -161,7 +160,7 @@ def _law(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, float
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Draws every quantity against what grows, as points, with its law as a line; a PNG file."""
+    """Draws every quantity against what grows, as points, and its law as a line, into a PNG file."""
     import matplotlib
 
     matplotlib.use("Agg")

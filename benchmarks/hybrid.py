@@ -1,4 +1,4 @@
-"""Bytes of a training step of AlexNet: data-parallel, and hybrid, with the dense layers in slices or on one device.
+"""Bytes of a training step of AlexNet: data-parallel, and hybrid, with the dense layers sharded or on one device.
 
     python -m benchmarks.hybrid
     python -m benchmarks.hybrid --run --rate 1gbit --batch 64     # times steps instead, on 1, 2, 4 and 8 hosts
@@ -7,15 +7,14 @@ compiles the whole step (loss, gradients, SGD with momentum and weight decay) fo
 parameters, images of 224 x 224) on simulated devices, without running it, and reads the collectives of the compiled
 text. Dropout is left out: its masks are made where they are used.
 
-Bytes are those that workers receive, of one worker on average, of the busiest one, and of all together. The table's
-paper_mib is from Yang et al., "Practical Lessons of Distributed Deep Learning", Table 2, which does not say how it
-counts. Its numbers come out (formula_mib) as follows: all workers together, each of which pushes its gradients to a
-server and pulls the parameters from it; in the hybrid layout only those of the convolutions, and in addition the
-features of all rows to the one device that has the dense layers, and their errors back; for 256 rows (those of the
+Bytes are received bytes: per worker on average, of the busiest worker, and of all together. The table's paper_mib is
+from Yang et al., "Practical Lessons of Distributed Deep Learning", Table 2, which does not say how it counts. The
+following count gives its numbers (formula_mib), over all workers. Each worker pushes its gradients to a server and
+pulls the parameters from it; in the hybrid layout, only those of the convolutions. There, the features of all rows also
+go to the one device that has the dense layers, and their errors go back. The count is for 256 rows (those of the
 paper's other table) and the AlexNet of 2012, with two towers (60,965,224 parameters, 2,334,080 of them in
-convolutions). What a worker would send to itself is counted as if it travelled. So as_paper_mib is what was compiled,
-and that in addition: K/(K-1) times as much, since a ring, an all-to-all and rows on their way to one worker all leave a
-K-th where it is.
+convolutions), and includes what a worker would send to itself. So as_paper_mib is the compiled count with that added:
+K/(K-1) times as much, since a ring, an all-to-all and rows sent to one worker all leave a K-th where it is.
 """
 
 import dataclasses
@@ -48,11 +47,11 @@ class Config:
     devices: str = "2,4,8"
     """Numbers of devices, separated by commas."""
     batch: int = 256
-    """Rows of a step, of all devices together."""
+    """Rows per step, over all devices."""
     image: int = 224
     """Height and width of the images."""
     run: bool = False
-    """Time steps on as many hosts of `benchmarks.netlab` as there are --devices, and on one, instead of counting."""
+    """Instead of counting, time steps on as many hosts of `benchmarks.netlab` as --devices, and on one."""
     rate: str = "10gbit"
     """With --run, speed of the hosts' links: "1gbit", or "none" for no limit."""
     steps: int = 3
@@ -60,7 +59,7 @@ class Config:
     hidden: int = 4096
     """With --run, width of the dense layers."""
     dataset: str = "digits"
-    """With --run, the images that are read where data is real; they are enlarged to --image."""
+    """With --run, the dataset of the real images; they are enlarged to --image."""
     data_dir: Path | None = None
     """Folder of prepared datasets."""
     json: Path | None = None
@@ -85,7 +84,7 @@ class Record:
 
 
 def main(config: Config) -> None:
-    """Does what is asked for; without --run, compiles all layouts, prints the table, and writes it where asked."""
+    """Times steps with --run; otherwise compiles all layouts, prints the table, and writes it where asked."""
     workers = _checked(config)
     if config.run:
         from benchmarks.hybrid_run import time_layouts
@@ -98,7 +97,7 @@ def main(config: Config) -> None:
 
 
 def compare(config: Config, workers: list[int]) -> None:
-    """Does what `main` does, where the devices are there."""
+    """Does the work of `main`, once the devices are there."""
     records = []
     for layout, K in itertools.product(LAYOUTS, workers):
         records.append(measure(layout, K, config.batch, config.image))
@@ -163,7 +162,7 @@ def measure(layout: str, K: int, batch: int, image: int) -> Record:
 
 
 def parameters(image: int, hidden: int = 4096) -> tuple[Any, Callable[[Any, Any], Any]]:
-    """Returns AlexNet's parameters' shapes, by block, and (params, images) -> (B, 9216) features."""
+    """Returns the shapes of AlexNet's parameters, by block, and (params, images) -> (B, 9216) features."""
     import jax
     from flax import nnx
 
@@ -237,7 +236,7 @@ def step_of(layout: str, mesh: Any, batch: int, image: int, hidden: int = 4096) 
 
 
 def widths(shapes: Any) -> tuple[int, ...]:
-    """Returns the features between the dense layers."""
+    """Returns the numbers of features before, between and after the dense layers."""
     kernels = [shapes[index]["layer"]["kernel"].shape for index in sorted(shapes)[CUT:]]
     return (*(n for n, _ in kernels), kernels[-1][1])
 
@@ -263,7 +262,7 @@ def predicted(layout: str, K: int, batch: int) -> float:
 
 
 def formula(layout: str, K: int, batch: int) -> float | None:
-    """Returns what the paper's table comes to, in MiB."""
+    """Returns the count, in MiB, that gives the paper's numbers; None for a layout that it does not have."""
     convolutions, dense = TWO_TOWERS["convolutions"], TWO_TOWERS["dense"]
     if layout == "data-parallel":
         return 2 * K * 4 * (convolutions + dense) / MIB

@@ -1,11 +1,12 @@
-"""A step of data-parallel workers whose models are cut into stages: dense, and by DCT-DP and DCT-MP together.
+"""A step of data-parallel workers whose models are cut into stages: dense, and with DCT-DP and DCT-MP together.
 
     python -m benchmarks.hybrid_dct --rate 100mbit
 
-Each stage of each worker is on a host of its own, the DLRM of Gupta et al. (KDD 2021) on random clicks. Beside the time
-of a step: the use of the network, bytes that a host receives over what its link could carry in the step; and that of
-the processors, user and system seconds of all hosts' processes over those of the machine's cores, which the hosts
-share. The thresholds of DCT-DP are those of an earlier step, as in all but one of a life-span.
+The model is the DLRM of Gupta et al. (KDD 2021) on random clicks; each stage of each worker is on a host of its own.
+The table has the time of a step; the use of the network (bytes that a host receives, over what its link could carry in
+that time); and the use of the processors (user and system seconds of all hosts' processes, over the seconds of the
+machine's cores, which the hosts share). The thresholds of DCT-DP are those of an earlier step, as in all but one step
+of a life-span.
 """
 
 import dataclasses
@@ -21,12 +22,12 @@ from benchmarks.control import Control, check_run, merge_records, print_record, 
 from benchmarks.netlab import Lab, parse_rate
 from train.tables import print_table, write_records
 
-EARLY = 9  # the first steps, some of which renew thresholds: 0, 1, 2, 4 and 8
+EARLY = 9  # the first steps, which are not timed: 0, 1, 2, 4 and 8 renew thresholds
 
 
 @dataclass(frozen=True)
 class Config:
-    """Time a hybrid step over real links, and see what is busy."""
+    """Time a hybrid step over real links, with the use of network and processors."""
 
     workers: int = 2
     """Data-parallel workers."""
@@ -39,7 +40,7 @@ class Config:
     rate: str = "100mbit"
     """Rate of all links: "100mbit", "1gbit", or "none" for no limit."""
     batch: int = 2048
-    """Samples of a step, of all workers together."""
+    """Samples per step, over all workers."""
     table_rows: int = 1000
     """Rows of each of the 26 embedding tables."""
     steps: int = 7
@@ -83,7 +84,7 @@ def main(config: Config) -> None:
 
 
 def check(config: Config) -> None:
-    """Refuses what cannot be run, before a host starts.
+    """Refuses options that cannot work, before a host starts.
 
     Raises:
       ValueError: with the rule, the value and the remedy.
@@ -102,7 +103,7 @@ def check(config: Config) -> None:
 
 
 def uses(record: Record) -> dict[str, float | None]:
-    """Returns the use of the network and of the processors, in %; None for links without a limit, or of all hosts."""
+    """Returns the use of network and processors, in %; the network's is None without limited links of each host."""
     bits, seconds = parse_rate(record.rate), record.ms_median / 1e3
     received = record.bytes_kernel
     return {

@@ -1,8 +1,8 @@
 """`benchmarks.hybrid --run`: milliseconds of a training step of AlexNet on hosts, by layout.
 
-Every host of `benchmarks.netlab` is a process with its rows of the batch. Hosts share the cores of this machine: what
-they compute takes as long however many they are, so that the layouts are to be compared at one number of hosts. Fake
-data is one batch that is in place; real data is read, enlarged and placed in every step.
+Every host of `benchmarks.netlab` is a process with its rows of the batch. Hosts share the cores of this machine, so
+their computation takes equally long whatever their number: compare layouts at the same number of hosts. Fake data is
+one batch that is already placed; real data is read, enlarged and placed in every step.
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ def compare(records: Sequence[Record]) -> None:
 
 
 def run_host(config: "Config") -> None:
-    """Runs one host's part: every layout, of one host alone the data-parallel one; prints JSON records."""
+    """Runs one host's part: every layout, or only the data-parallel one if it is alone; prints JSON records."""
     control = Control()
     from benchmarks.hybrid import LAYOUTS
 
@@ -101,7 +101,7 @@ def _time(layout: str, config: "Config", control: Control) -> list[Record]:
     step, shapes = step_of(layout, mesh, config.batch, config.image, config.hidden)
 
     def start() -> Any:
-        """Returns a state with small random parameters, of which no host ever has all of a sharded one."""
+        """Returns a state with small random parameters; no host ever has a whole sharded one."""
         key = jax.random.key(0)
         params = jax.tree.map(lambda leaf: 0.01 * jax.random.normal(key, leaf.shape, leaf.dtype), shapes.params)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
@@ -129,7 +129,7 @@ def _time(layout: str, config: "Config", control: Control) -> list[Record]:
     records = []
     for data, source in sources.items():
         times, received = [], []
-        source()  # what opens the dataset is no step's time
+        source()  # opening the dataset is not timed
         for _ in range(config.steps):
             ms, count, (state, _) = control.timed(lambda state=state, source=source: compiled(state, source()))
             times.append(ms)
@@ -152,7 +152,7 @@ def _time(layout: str, config: "Config", control: Control) -> list[Record]:
 
 
 def _images(config: "Config", host: int, hosts: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yields a host's rows of batches that are read from the dataset."""
+    """Yields a host's rows of the batches of the dataset."""
     from train.data import train_batches
 
     where = {"process_index": host, "process_count": hosts, "data_dir": config.data_dir}
@@ -161,7 +161,7 @@ def _images(config: "Config", host: int, hosts: int) -> Iterator[dict[str, np.nd
 
 
 def enlarged(images: np.ndarray, size: int) -> np.ndarray:
-    """Returns images (B, h, w, 1 or 3) as (B, size, size, 3), the nearest pixel for each."""
+    """Enlarges images (B, h, w, 1 or 3) to (B, size, size, 3), by the nearest pixel."""
     _, height, width, channels = images.shape
     rows, columns = (np.arange(size) * side // size for side in (height, width))
     return np.repeat(images[:, rows][:, :, columns], 3 // channels, axis=3)

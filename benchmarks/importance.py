@@ -1,7 +1,7 @@
 """The importance of gradients while a model trains by importance weighted pruning: its distribution, layer by layer.
 
-Importance is what `iwp` compares with its threshold: |v| / K over |w|, of the accumulated gradient v of worker 0 before
-a mask is chosen.
+Importance is what `iwp` compares with its threshold, (|v| / K) / |w|: here for the accumulated gradient v of worker 0,
+before a mask is chosen.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.layout import Layout
 from jaxcomm.selectors.importance import importance
 
-EDGES = np.linspace(-8, 4, 49)  # of the histograms, of the decimal logarithm; what is beyond counts in the last bins
+EDGES = np.linspace(-8, 4, 49)  # of the histograms, decimal logarithms; values beyond count in the outermost bins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Watched(Trained, methods.Iwp):
     """Importance weighted pruning that shows the importance of every coordinate, before the mask is chosen.
 
     Attributes:
-      show: (worker, step from 0, importance in the shapes of the tensors), called on the host.
+      show: called on the host with (worker, step from 0, importance in the shapes of the tensors).
     """
 
     show: Suppress[Any] = field(default=None, compare=False)
@@ -46,21 +46,21 @@ class Watched(Trained, methods.Iwp):
 
 
 class Watcher:
-    """What is kept of the importance: moments of every tensor in some steps, and histograms in a few.
+    """Keeps moments of every tensor's importance in some steps, and histograms in a few.
 
     Attributes:
-      moments: by step, from 1, (mean, variance) of every tensor.
-      histograms: by step, counts of every tensor, (len(EDGES) - 1,).
+      moments: (mean, variance) of every tensor, by step from 1.
+      histograms: counts of every tensor, (len(EDGES) - 1,), by step from 1.
     """
 
     def __init__(self, every: int, marks: tuple[int, ...]):
-        """Takes the steps: those that `every` divides for moments, and the marks for histograms."""
+        """Takes moments in the steps that `every` divides, and histograms in the steps `marks`."""
         self._every, self._marks = every, marks
         self.moments: dict[int, list[tuple[float, float]]] = {}
         self.histograms: dict[int, list[list[int]]] = {}
 
     def show(self, worker: Any, step: Any, tensors: Any) -> None:
-        """Takes worker 0's importance."""
+        """Notes worker 0's importance."""
         done = int(step) + 1
         if int(worker) != 0:
             return
@@ -71,7 +71,7 @@ class Watcher:
 
 
 def histogram(values: np.ndarray) -> list[int]:
-    """Counts the values in bins of their decimal logarithm; zeros are in the first."""
+    """Counts the values in bins of their decimal logarithm; zeros go into the first."""
     with np.errstate(divide="ignore"):
         logs = np.clip(np.log10(values), EDGES[0], EDGES[-1])
     return np.histogram(logs, EDGES)[0].tolist()
@@ -80,7 +80,7 @@ def histogram(values: np.ndarray) -> list[int]:
 def measure(
     experiment: Experiment, method: methods.Iwp, every: int, marks: tuple[int, ...], seeds: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """Trains with several seeds, and yields of each what the tensors' importance was.
+    """Trains with several seeds, and yields the importance of each run's tensors.
 
     Args:
       experiment: what is trained.
@@ -90,9 +90,9 @@ def measure(
       seeds: of the parameters and of the order of the data.
 
     Yields:
-      A record of each seed: "steps" of the moments, "marks", and "tensors": "name", "kind" ("convolution",
-      "normalisation", "dense"), "n", "means" and "spreads" (variance over mean) by step, to four digits, and
-      "histograms" by mark.
+      A record for each seed: "steps" (those of the moments), "marks", and "tensors", each with "name", "kind"
+      ("convolution", "normalisation", "dense"), "n", "means" and "spreads" (variance over mean) by step, to four
+      digits, and "histograms" by mark.
     """
     from train.job import make_job
     from train.loop import train

@@ -5,9 +5,9 @@
 
 Every host of a network lab is a process with its rows of the batch. A step turns each host's inputs and errors of every
 layer into the workers' mean gradients of the kernels: by products and an all-reduce, or by gathers and products.
-ms_communication is that of the collectives alone, which is what the paper's table gives (GPUs, 10 Gbit/s Ethernet).
+ms_communication is the time of the collectives alone, as in the paper's table (GPUs, 10 Gbit/s Ethernet).
 
-The crossover in bytes is found by bisection on what is compiled, that in time by timing some batches around it.
+The crossover in bytes is found by bisection over compiled programs, the one in time by timing some batches around it.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ from benchmarks.netlab import Lab
 from train.tables import print_table, write_records
 
 ALEXNET = "9216x4096,4096x4096,4096x1000"
-SMALL = "1024x512"  # of a crossover, where a batch has about as many numbers as the kernel
+SMALL = "1024x512"  # the default for a crossover, where a batch has about as many numbers as the kernel
 MODES = ("reduce", "late")
 # Yang et al., 2017, table 1: AlexNet, batch 256, 10 Gbit/s Ethernet; by GPUs and mode.
 PAPER_MS = {(2, "reduce"): 894.0, (2, "late"): 164.0, (4, "reduce"): 1287.0, (4, "late"): 399.0}
-_SIZES = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)  # batches of a crossover in time, as parts of the one at equal bytes
+_SIZES = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)  # batches of a crossover in time, as multiples of the one at equal bytes
 
 Shape = tuple[int, int]
 
@@ -44,7 +44,7 @@ class Config:
     """Dense layers, inputs x outputs, separated by commas; AlexNet's three (58.6M weights) if not given, or one of
     1024x512 for a crossover."""
     batch: int = 256
-    """Rows of all hosts together."""
+    """Rows over all hosts."""
     hosts: str = "2,4"
     """Numbers of hosts, separated by commas; one worker each."""
     rate: str = "1gbit,10gbit"
@@ -52,7 +52,7 @@ class Config:
     steps: int = 5
     """Timed steps of each mode and rate."""
     crossover: bool = False
-    """Look for the batch at which both move equal bytes, and for that at which both take equal time."""
+    """Find the batch at which both ways move equal bytes, and the one at which both take equal time."""
     json: Path | None = None
     """File for the table, as a list of records."""
 
@@ -85,7 +85,7 @@ class Crossover:
     Attributes:
       batch_by_formula: 2 N M / (N + M).
       batch_by_bytes: where the compiled programs move equal bytes.
-      batch_by_time: where steps take equal time, by their medians; None where one is faster in all batches tried.
+      batch_by_time: where steps take equal time, by their medians; None if no such batch is between those tried.
       batch_by_fastest: the same, by the fastest step of every batch.
     """
 
@@ -121,7 +121,7 @@ def check(config: Config) -> tuple[list[Shape], list[int], list[str]]:
     """Returns the layers, the numbers of hosts and the rates.
 
     Raises:
-      ValueError: for what cannot be run, before a host starts.
+      ValueError: for options that cannot work, before a host starts.
     """
     layers = parse_layers(config.layers or (SMALL if config.crossover else ALEXNET))
     counts = [_count(text) for text in config.hosts.split(",")]
@@ -155,7 +155,7 @@ def equal_batch(shape: Shape) -> float:
 
 
 def compare(records: list[Record], *, is_papers: bool) -> None:
-    """Fills in how late-multiply compares with the reduction at the same place, and what the paper measured."""
+    """Fills in how late-multiply compares with the reduction in the same setting, and what the paper measured."""
     places = {(r.hosts, r.rate, r.batch): r for r in records if r.mode == "reduce"}
     for record in records:
         reduced = places[record.hosts, record.rate, record.batch]
@@ -200,7 +200,7 @@ def run_host(config: Config) -> None:
 
 
 def compile_step(layers: Sequence[Shape], mesh: Any, mode: str, batch: int) -> tuple[Callable[..., Any], float]:
-    """Compiles (inputs, errors of every layer) -> mean gradients; with the bytes that it says it receives."""
+    """Returns the compiled (inputs, errors of every layer) -> mean gradients, and the bytes that it receives."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding
@@ -213,7 +213,7 @@ def compile_step(layers: Sequence[Shape], mesh: Any, mode: str, batch: int) -> t
     tx = jc.plump_dp(where=lambda path, leaf: mode != "late")
 
     def worker(*rows: jax.Array) -> Any:
-        kernels = [jnp.zeros(shape, jnp.float32) for shape in layers]  # no gradient depends on their numbers
+        kernels = [jnp.zeros(shape, jnp.float32) for shape in layers]  # no gradient depends on their values
         state = tx.init(kernels)
 
         def loss(kernels: list[jax.Array]) -> jax.Array:
@@ -242,7 +242,7 @@ class _Host:
         return self.control.hosts
 
     def measure(self, batch: int, rates: Sequence[str]) -> list[Record]:
-        """Times both modes of a batch at all rates; each is compiled once."""
+        """Times both modes with a batch at all rates; each mode is compiled once."""
         import jax
 
         import jaxcomm as jc
@@ -281,7 +281,7 @@ class _Host:
         return records
 
     def _communication(self, mode: str, rows: list[Any], kernels: list[Any]) -> Callable[[], Any]:
-        """Returns a function that runs the collectives of a mode alone."""
+        """Returns a function that runs only the collectives of a mode."""
         import jax
         from jax.sharding import PartitionSpec as P
 
@@ -296,7 +296,7 @@ class _Host:
         return lambda: compiled(*operands)
 
     def _own(self, rows: int, width: int) -> Any:
-        """Returns normal noise (K * rows, width), each host's rows its own."""
+        """Returns normal noise (K * rows, width), of which each host makes its own rows."""
         import jax
         import numpy as np
         from jax.sharding import NamedSharding

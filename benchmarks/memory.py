@@ -1,10 +1,10 @@
-"""What a device holds where a worker is several of them: the state of a GPT, and what a step computes with it.
+"""What a device holds if a worker is several devices: the state of a GPT, and the temporaries of a step.
 
     python -m benchmarks.memory
 
-Two workers, each of 1, 2 or 4 devices over which its parameters, its optimizer's state, the state of the method and its
-rows are sharded. Then one worker whose model is cut into stages: by the schedule and the number of micro-batches, each
-of one row. Read from the compiled step (`memory_analysis`); nothing is run.
+First, two workers, each of 1, 2 or 4 devices over which its parameters, its optimizer's state, the state of the method
+and its rows are sharded. Then, one worker whose model is cut into stages, by schedule and number of micro-batches, each
+of one row. All is read from the compiled step (`memory_analysis`); nothing is run.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Config:
     width: int = 256
     """Width of the GPT, a multiple of its 4 heads."""
     batch: int = 16
-    """Rows of a step, of both workers."""
+    """Rows per step, over both workers."""
     stages: int = 3
     """Stages of the pipeline, at most 8."""
     micro_batches: tuple[int, ...] = (4, 16, 64)

@@ -4,10 +4,10 @@
 
 The small twin of every model is trained on real batches of its dataset, dense, with momentum, weight decay and dropout:
 by data-parallel workers, in pipelines, both together, with tensor parallelism left to the compiler, and with the dense
-layers (or the embedding tables) sharded over the workers. What is printed is the largest difference of a loss from
-that of one device, over the loss. Batch normalisation takes its statistics over groups of 8 rows. The learning rate is
-low, because a network that is unstable makes anything of the last bit: with 0.02 the residual network's losses agree to
-2e-7 for four steps, and to 6e-3 after ten.
+layers (or the embedding tables) sharded over the workers. The table shows the largest relative difference between a
+loss and that of one device. Batch normalisation takes its statistics over groups of 8 rows. The learning rate is low,
+because an unstable network amplifies differences in the last bit: with 0.02 the residual network's losses agree to 2e-7
+for four steps, and to 6e-3 after ten.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ TWINS = (
     "dlrm_clicks",
     "transformer_catalogs",
 )
-ROWS_PER_GROUP = 8  # what a micro-batch has on the largest mesh
+ROWS_PER_GROUP = 8  # rows of a micro-batch on the largest mesh
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Config:
     rows: int = 32
     """Rows of a batch."""
     steps: int = 10
-    """Steps."""
+    """Training steps."""
     learning_rate: float = 0.002
-    """Of SGD with momentum 0.9."""
+    """Learning rate of SGD with momentum 0.9."""
     data_dir: Path | None = None
     """Folder of prepared datasets."""
     json: Path | None = None
@@ -79,7 +79,7 @@ def main(config: Config) -> None:
 
 
 def compare(twin: str, config: Config) -> dict[str, float | None]:
-    """Returns the largest relative difference of a loss by mesh; None where the model has nothing for a mesh."""
+    """Returns the largest relative difference of a loss, by mesh; None where the model cannot use the mesh."""
     import itertools
 
     from configs import CONFIGS
@@ -114,7 +114,7 @@ def train_losses(
     """Trains a model on a mesh.
 
     Args:
-      make: options -> the model with the same initial parameters every time.
+      make: (options) -> the model, with the same initial parameters every time.
       loss_fn: (output, batch) -> (mean loss, scalars).
       batches: one a step.
       mesh_name: one of `MESHES`.
@@ -193,7 +193,7 @@ def _pipeline(model: Any, cuts: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
 
 
 def _partitioned(model: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
-    """Every matrix whose outputs divide is sharded over the model axis; XLA finds what has to move."""
+    """Shards every matrix with divisible outputs over the model axis; XLA finds the collectives."""
     import jax
     from jax.sharding import PartitionSpec as P
 
@@ -211,7 +211,7 @@ def _partitioned(model: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
 
 
 def _hybrid(make: Callable[..., Any], loss_fn: Any, tx: Any, mesh: Any) -> Any:
-    """Dense layers of convolutional models, or the tables of DLRM, are sharded over the workers."""
+    """Shards the dense layers of convolutional models, or the tables of DLRM, over the workers."""
     import jax
     from jax.sharding import PartitionSpec as P
 

@@ -14,9 +14,9 @@ from jaxcomm.layout import Layout, plan_layout
 
 @dataclass(frozen=True)
 class Naive(Exchange):
-    """Sends the k largest coordinates of the whole gradient as they are, with error feedback.
+    """Sends the k largest coordinates of the whole gradient uncompressed, with error feedback.
 
-    64 bits an entry. No thresholds, codecs, capacities or checks: what everything else is measured against.
+    It takes 64 bits per entry. It has no thresholds, codecs, capacities or checks.
     """
 
     sparsity: float

@@ -8,7 +8,7 @@ bridge in one more namespace, passes `rate` in each direction, so hosts that sen
 once share that host's link, as on a real switch. The rate counts Ethernet frames: a TCP stream gets
 0.96 of it.
 
-Making namespaces takes root and iproute2. Where they are missing the lab says so on stderr and runs
+Making namespaces takes root and iproute2. If they are missing, the lab says so on stderr and runs
 the same processes on 127.0.0.1, where no rate is obeyed.
 """
 
@@ -45,7 +45,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)bit")
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 _counter = itertools.count()
 
-# An idle link should count no bytes, and IPv6 sends multicast reports even without an address. The
+# An idle link should count no bytes, but IPv6 sends multicast reports even without an address. The
 # kernel's memory of earlier connections would start a run with the window of the run before it.
 # Neither is worth failing for.
 _SETTINGS = """{
@@ -71,15 +71,15 @@ class HostResult:
 class Lab:
     """Hosts behind one switch, from `with Lab(...) as lab:` to the end of the block.
 
-    Labs do not see each other, whether of one process or of several. Entering one also removes what
-    labs of killed processes left behind, with whatever still runs there. While a lab is open,
-    SIGTERM and SIGHUP raise `SystemExit`, unless the program handles them, so that it is removed.
+    Labs do not see each other, whether they are of one process or of several. Entering one also
+    removes what labs of killed processes left behind, and ends what still runs there. While a lab is
+    open, SIGTERM and SIGHUP raise `SystemExit`, so that it is removed, unless the program handles them.
 
     Args:
       hosts: number of hosts, 1 to 64.
       rate: bits per second of each link in each direction, as tc writes it ("100mbit", "1gbit");
-        None or "none" for no limit. Several, for one host after the other, are separated by "/":
-        "100mbit/1gbit" is a slow link for host 0, and the last goes for all further hosts.
+        None or "none" for no limit. "/" separates the rates of hosts 0, 1, ..., the last of which
+        also applies to all further hosts: "100mbit/1gbit" is a slow link for host 0.
 
     Attributes:
       isolated: whether the hosts are namespaces; False until the lab is entered, and in a fallback.
@@ -127,7 +127,7 @@ class Lab:
 
     def __exit__(self, *_: object) -> None:
         self._open = False
-        with _uninterrupted():  # or a signal cuts the removal short
+        with _uninterrupted():  # otherwise a signal could cut the removal short
             _remove([name for name, _ in _labs() if name.startswith(self._prefix)])
         for number in self._handled:
             signal.signal(number, signal.SIG_DFL)
@@ -161,7 +161,7 @@ class Lab:
         self._bits = bits
 
     def set_link(self, host: int, *, up: bool) -> bool:
-        """Cuts a host off the switch, or connects it again; returns False, and does nothing, without isolation."""
+        """Cuts a host off the switch, or reconnects it; without isolation, does nothing and returns False."""
         if self._open and self.isolated:
             _tool("ip", "-n", self._switch, "link", "set", f"port{host}", "up" if up else "down")
         return self._open and self.isolated
@@ -204,7 +204,7 @@ class Lab:
 
         The environment of each process holds
           JAXCOMM_COORDINATOR: an address of host 0 with a free port, as "IP:PORT".
-          JAXCOMM_PROCESS_ID, JAXCOMM_NUM_PROCESSES: the host's number, from 0; how many there are.
+          JAXCOMM_PROCESS_ID, JAXCOMM_NUM_PROCESSES: the host's number, from 0; the number of hosts.
           NETLAB_INTERFACE, GLOO_SOCKET_IFNAME: the interface of the host's traffic, for
             `trace.received_bytes`; without isolation "lo", which counts all hosts together.
 
@@ -212,8 +212,8 @@ class Lab:
 
         Args:
           argv: the command and its arguments.
-          env: variables to set beside those of the calling process.
-          timeout: seconds after which the lab kills what still runs; None for no end.
+          env: variables to set in addition to those of the calling process.
+          timeout: seconds after which the lab kills what still runs; None for no limit.
           stream: whether host 0's stdout and stderr also pass through while it runs.
           trace: where to keep samples of what host 0 receives; without isolation, all hosts together.
 
@@ -246,7 +246,7 @@ class Lab:
                 if trace is not None:
                     trace.begin(stack.enter_context(self._counters()), interface)
                 for host, name in enumerate(self._names):
-                    # Not pipes, which stop a writer that nobody reads.
+                    # Not pipes, which block a writer if nobody reads.
                     out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
                     files.append((out, err))
                     process = subprocess.Popen(
@@ -275,7 +275,7 @@ class Lab:
 
 
 def parse_rate(rate: str | None) -> int | None:
-    """Bits per second of a rate as tc writes it ("100mbit", "2.5gbit"); None for None or "none".
+    """Returns the bits per second of a rate as tc writes it ("100mbit", "2.5gbit"); None for None or "none".
 
     Anything else, and a rate under 1kbit or over 100gbit, raises `ValueError`.
     """
@@ -292,7 +292,7 @@ def parse_rate(rate: str | None) -> int | None:
 
 
 def parse_rates(rate: str | None, hosts: int) -> list[int | None]:
-    """Bits per second of every host's link; see `Lab`. More rates than hosts raise `ValueError`."""
+    """Returns the bits per second of every host's link; see `Lab`. More rates than hosts raise `ValueError`."""
     bits = [parse_rate(each) for each in ("none" if rate is None else rate).split("/")]
     if len(bits) > hosts:
         raise ValueError(f"a lab has at most a rate for every host, got {rate!r} for {hosts}; leave some out")
@@ -300,12 +300,12 @@ def parse_rates(rate: str | None, hosts: int) -> list[int | None]:
 
 
 def _bucket(bits: int) -> tuple[int, int, int]:
-    """Sizes for a token bucket of `bits` per second: longest segment, burst and queue, in bytes.
+    """Returns the sizes of a token bucket of `bits` per second: longest segment, burst and queue, in bytes.
 
-    An idle link passes `burst` bytes at once. 1 ms of the rate keeps that small beside a message,
-    but under two segments the link loses tokens whenever the timer fires late, so on slow links the
-    segments are cut shorter than the kernel's 64 KiB. The queue is deep, so that hosts sending to
-    one host wait for each other rather than lose packets and wait for TCP's timers.
+    An idle link passes `burst` bytes at once. 1 ms of the rate is small compared with a message. But
+    with less than two segments, the link loses tokens whenever the timer fires late, so on slow
+    links the segments are shorter than the kernel's 64 KiB. The queue is deep, so that hosts sending
+    to one host wait for each other rather than lose packets and wait for TCP's timers.
     """
     per_ms = bits // 8000
     segment = min(max(per_ms // 4, 2**14), 2**16)
@@ -324,7 +324,7 @@ def _tool(*argv: str, lines: Sequence[str] = ()) -> None:
 
 
 def _labs() -> list[tuple[str, str]]:
-    """Names of the namespaces of all labs on this machine, each with its owner's process id."""
+    """Returns the names of the namespaces of all labs on this machine, each with its owner's process id."""
     folders = [folder for folder in (_NAMESPACES, _HOST_FILES) if folder.is_dir()]
     names = {path.name for folder in folders for path in folder.iterdir()}
     return [(match[0], match[1]) for match in map(_NAME.fullmatch, names) if match]
@@ -343,13 +343,13 @@ def _remove(names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Keeps signals waiting that would end the lab, so that their handlers raise nowhere inside.
+    """Defers signals that would end the lab, so that their handlers do not raise inside the block.
 
-    Raised between two instructions of `Popen.poll`, `SystemExit` leaves its lock taken, and `Popen.wait` never returns.
-    A mask of signals would not do: it is the thread's own, and another thread takes the signal for the process.
+    If `SystemExit` is raised between two instructions of `Popen.poll`, its lock stays taken, and `Popen.wait` never
+    returns. Masking signals would not help: a mask is per thread, and another thread would take the process's signal.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # handlers run in the main thread alone
+        yield  # handlers run only in the main thread
         return
     came: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -370,9 +370,9 @@ def _wait(
     followed: Sequence[IO[bytes]],
     trace: Trace | None,
 ) -> dict[int, str]:
-    """Waits until all have ended, or one has failed and the grace is over, or time is up.
+    """Waits until all have ended, or one has failed and the grace period is over, or time is up.
 
-    Meanwhile passes what `followed` (no files, or two) get on to stdout and stderr, and samples for `trace`.
+    Meanwhile, copies what is written to `followed` (no files, or two) to stdout and stderr, and samples for `trace`.
     Returns, for each host whose process still runs, why it is to be killed.
     """
     deadline = float("inf") if timeout is None else time.monotonic() + timeout
@@ -398,7 +398,7 @@ def _wait(
 
 
 def _read(file: IO[bytes], start: int = 0) -> bytes:
-    # Not by file.read: its position is also the one at which the host's process writes.
+    # Not by file.read, which would move the position at which the host's process writes.
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size - start, start)
 
 
@@ -437,7 +437,7 @@ def main(argv: Sequence[str]) -> int:
     for host in failed:
         tail = "\n".join(host.stderr.splitlines()[-10:])
         print(f"netlab: host {host.host} ended with {host.returncode}\n{tail}", file=sys.stderr)
-    # Negative codes are signals', most often of the hosts that the lab killed after the failure.
+    # Negative codes are signals, mostly of hosts that the lab killed after the failure.
     codes = [host.returncode for host in failed]
     return next((code for code in codes if code > 0), 128 - codes[0] if codes else 0)
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.patches
 
-Synthetic: normal weights, and steps of Adam on normal gradients that have nothing to do with one another. So it shows
-what the coding does with a share of changed weights; that share is a real run's own. The column plain is what the same
-changes take as a position of 32 bits and a value of 16 each.
+The data are synthetic: normal weights, and steps of Adam on independent normal gradients. So this shows what the coding
+makes of a given fraction of changed weights; a real run has its own fraction. Columns are how many times fewer bytes a
+patch takes than the copy (fewer), and the same changes as positions of 32 bits and values of 16 bits (plain).
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Config:
     learning_rate: float = 1e-6
     """Learning rate."""
     steps: str = "1,2,5,20"
-    """Steps to pack, separated by commas; each patch is from the step before."""
+    """Steps whose patches are shown, separated by commas; each patch is from the step before."""
     seed: int = 0
     """Seed of the weights and of the gradients."""
     json: Path | None = None

@@ -2,10 +2,10 @@
 
     python -m benchmarks.placement --rate 1gbit --devices 2,4,8,16,32,64
 
-For every model and number of devices: how many stages, which exchanges, the predicted step beside that of dense in
-bfloat16 among workers alone, and the seconds that the plan took after those of the numbers before it: what is known of
-K workers is reckoned once. Computing is 2 multiplications and additions a weight
-and position forward, and twice that backward, at the given speed; the global batch is the same for all.
+For every model and number of devices: the number of stages, the exchanges, the predicted step, that of data-parallel
+workers alone with dense in bfloat16, and the seconds that the plan took, given earlier plans: estimates for K workers
+are computed once. Computing takes 2 floating-point operations per weight and position forward, and twice that backward,
+at the given speed; the global batch is the same for all.
 """
 
 import itertools
@@ -23,8 +23,8 @@ from jaxcomm.planner.advice import DENSE
 from jaxcomm.planner.links import bits_per_second
 from train.tables import print_table, write_records
 
-BLOCKS = 18  # of a model, at most: so many stages of 8 are solved in time
-BYTES, TRAINED = 4, 3  # of a number; backward costs twice as much as forward
+BLOCKS = 18  # of a model, at most: plans for this many are found in time with up to 8 stages
+BYTES, TRAINED = 4, 3  # bytes of a number; a training step's computing over forward's, as backward costs twice as much
 TOKENS = 32  # of a sentence
 # Positions that a kernel is applied to, in the order of the kernels; a dense layer is applied once.
 _VGG = [224**2] * 2 + [112**2] * 2 + [56**2] * 3 + [28**2] * 3 + [14**2] * 3
@@ -46,17 +46,17 @@ class Config:
     rate: str = "1gbit"
     """Speed of a device's link."""
     latency_ms: float = 0.1
-    """Of a message."""
+    """Latency of a message."""
     batch: int = 256
-    """Rows of all workers together."""
+    """Rows per step, over all workers."""
     tflops: float = 10.0
     """Speed of a device."""
     copy_gbyte: float = 100.0
-    """GB/s of a copy in a device's memory."""
+    """Speed of a copy in a device's memory, GB/s."""
     memory_gbyte: float | None = None
     """Memory of a device; no limit if not given."""
     micro_batches: int = 4
-    """Of a pipeline."""
+    """Micro-batches of a pipeline."""
     json: Path | None = None
     """File for the table, as a list of records."""
 
@@ -87,7 +87,7 @@ def main(config: Config) -> None:
 
 
 def plans(config: Config, model: str, counts: list[int], rate: float) -> list[Record]:
-    """Plans one model on some numbers of devices. What is known of K workers is reckoned once for all of them."""
+    """Plans one model on some numbers of devices. Estimates for K workers are computed once for all of them."""
     import jax
     import jax.numpy as jnp
 
@@ -138,7 +138,7 @@ def plans(config: Config, model: str, counts: list[int], rate: float) -> list[Re
 
 
 def blocks(config: Config, model: str, shapes: list[tuple[int, ...]], workers: int) -> list[Any]:
-    """Cuts a model into blocks: a kernel and what follows it, several of them where a model has many."""
+    """Cuts a model into blocks of a kernel and what follows it, or of several of these if the model has many."""
     kernels = [at for at, shape in enumerate(shapes) if len(shape) > 1]
     starts = [0, *kernels[1:], len(shapes)]
     positions = POSITIONS.get(model, [])

@@ -3,11 +3,11 @@
     python -m benchmarks.planner --hosts 2,4,8 --rate 100mbit,1gbit   # predicted and measured, cell by cell
     python -m benchmarks.planner --calibrate                          # measures jaxcomm/planner/costs.json
 
-A cell is a method, a number of hosts and a rate; "100mbit/1gbit" is a slow link for host 0. In each, `jaxcomm.advise`
-measures and predicts on the hosts first; then every method's whole train step is timed in the same processes. MLP:
-three layers of 1024 x 1024 and a head, 3.2M parameters, 64 rows a worker. Other shapes: the gradient is each worker's
-own noise, and computing it costs nothing. But the dense layers of alexnet and vgg16 are computed, for 64 rows a worker,
-and may multiply late or be split.
+A cell is a method, a number of hosts and a rate; "100mbit/1gbit" is a slow link for host 0. For each number of hosts
+and rate, `jaxcomm.advise` first measures and predicts on the hosts; then every method's whole train step is
+timed in the same processes. The MLP has three layers of 1024 x 1024 and a head, 3.2M parameters, and 64 rows per
+worker. For other shapes, the gradient is each worker's own noise, and costs nothing to compute. But the dense layers of
+alexnet and vgg16 are computed, for 64 rows per worker, and may multiply late or be split.
 """
 
 import dataclasses
@@ -43,8 +43,8 @@ COSTS = Path(__file__).parents[1] / "jaxcomm" / "planner" / "costs.json"
 ACCURACY = Path(__file__).parents[1] / "docs" / "data" / "accuracy.json"
 REGIONS = Path(__file__).parents[1] / "docs" / "figures" / "regions.png"
 WIDTH, LAYERS, CLASSES, ROWS = 1024, 3, 10, 64  # of the MLP
-COMPUTED = {"alexnet": 3, "vgg16": 3}  # dense layers, the last of the model
-GAIN = 1.05  # times faster than dense, from which a method is worth its while
+COMPUTED = {"alexnet": 3, "vgg16": 3}  # the number of dense layers, which end the model
+GAIN = 1.05  # times faster than dense from which a method is worthwhile
 CLOSE, WRONG = 0.10, 0.05  # the targets: how close a step is predicted, and by how much "faster" may be wrong
 
 
@@ -53,19 +53,19 @@ class Config:
     """Compare predicted with measured steps, or measure the table of costs."""
 
     shapes: str = "mlp"
-    """What is trained: "mlp", or shapes as in benchmarks.exchange ("resnet50", "1e6")."""
+    """What is trained: "mlp", or shapes as for benchmarks.exchange ("resnet50", "1e6")."""
     hosts: str = "2,4"
     """Numbers of hosts, separated by commas; one worker each."""
     rate: str = "100mbit,1gbit"
     """Link rates, separated by commas, or "none" for no limit."""
     methods: str = "all"
-    """Methods, separated by spaces, as the advice calls them ("dct_dp(0.99)"); dense, "late" and "split" always are."""
+    """Methods, separated by spaces, by their names in the advice ("dct_dp(0.99)"); dense, late and split always run."""
     steps: int = 7
     """Timed steps of each cell."""
     seconds: float = 60.0
     """Seconds after which the advice times no further method."""
     plan: bool = False
-    """Make a plan of each advice, and train with it, too."""
+    """Also make a plan from each advice, and train with it."""
     regions: bool = False
     """Draw which method a rapid estimate finds fastest, by link speed and computing time; no lab is needed."""
     calibrate: bool = False
@@ -126,7 +126,7 @@ def main(config: Config) -> None:
 
 
 def summary(records: list[Record]) -> str:
-    """Returns how many cells meet the targets."""
+    """Returns a text on how many cells meet the targets."""
     close = sum(abs(record.error) <= CLOSE for record in records)
     inside = sum(record.ms_low <= record.ms_median <= record.ms_high for record in records)
     rivals = [record for record in records if record.method != DENSE]
@@ -160,7 +160,7 @@ def run_host(config: Config) -> None:
     layers = [name for name in params if name.startswith("fc")] if isinstance(params, dict) else []
 
     def step_of(tx: Any, ways: dict[str, str]) -> Any:
-        """Makes a train step whose dense layers are computed in some ways."""
+        """Makes a train step whose dense layers are computed in the given ways, by name."""
         is_local = jc.states.communication_period(jax.eval_shape(tx.init, params)) is not None
         chain = jc.chain(optimizer, tx) if is_local else jc.chain(tx, optimizer)
         specs = None
@@ -171,7 +171,7 @@ def run_host(config: Config) -> None:
         return jc.make_train_step(partial(loss_fn, ways=ways), chain, mesh, **({"specs": specs} if specs else {}))
 
     def time_steps(step: Any, rate: str) -> tuple[list[float], list[float], float]:
-        """Returns milliseconds and bytes of some steps after the first, and the bytes that are predicted."""
+        """Returns the milliseconds and bytes of steps after the first few, and the predicted bytes."""
         control.set_rate("none")
         state = jax.jit(step.init)(params)
         for _ in range(3):
@@ -241,7 +241,7 @@ def _ways(plan: jc.planner.Plan) -> dict[str, str]:
 
 
 def _shared_plan(control: Control, advice: Any, params: Any, methods: dict[str, optax.GradientTransformation]) -> Any:
-    """Makes a plan on host 0, whose file the others read."""
+    """Makes a plan on host 0; the other hosts read its file."""
     control.requests += 1
     file = control.folder / f"{control.requests}.plan"
     if control.host == 0:
@@ -254,9 +254,9 @@ def _shared_plan(control: Control, advice: Any, params: Any, methods: dict[str, 
 
 
 def draw_regions(config: Config) -> None:
-    """Draws the fastest exchange by link speed and computing time, for the shapes and numbers of hosts given.
+    """Draws the fastest exchange by link speed and computing time, for the given shapes and numbers of hosts.
 
-    An exchange that is less than 5% faster than dense counts as dense. Local methods are not among them.
+    If no exchange is at least 5% faster than dense, dense is drawn. Local methods are left out.
     """
     import matplotlib
     import numpy as np
@@ -298,7 +298,7 @@ def draw_regions(config: Config) -> None:
 def problem(shapes: str, workers: int) -> tuple[Any, Any, Any]:
     """Returns (loss, parameters, global batch) of the MLP, or of shapes whose gradient is the batch.
 
-    The loss takes `ways`, too: of dense layers by their name, "late" or "split".
+    The loss also takes `ways`: "late" or "split" by the names of dense layers.
     """
     import jax
     import jax.numpy as jnp
@@ -307,7 +307,7 @@ def problem(shapes: str, workers: int) -> tuple[Any, Any, Any]:
     random = np.random.default_rng(0)
     if shapes != "mlp":
         sizes = named(shapes)
-        dense = len(sizes) - 2 * COMPUTED.get(shapes, 0)  # where the dense layers begin, each a kernel and its bias
+        dense = len(sizes) - 2 * COMPUTED.get(shapes, 0)  # where the dense layers begin; each is a kernel and a bias
         params = {"rest": [random.standard_normal(shape, np.float32) for shape in sizes[:dense]]}
         batch = {"rest": [random.standard_normal((workers, *shape), np.float32) for shape in sizes[:dense]]}
         for index, kernel in enumerate(sizes[dense::2]):
@@ -356,7 +356,7 @@ def problem(shapes: str, workers: int) -> tuple[Any, Any, Any]:
 
 
 def calibrate(config: Config) -> None:
-    """Measures every candidate's computing on one device for K = 2, 8 and 32, in copies of the gradient."""
+    """Measures every candidate's computing on one device for K = 2, 8 and 32; the unit is a copy of the gradient."""
     import jax
     import numpy as np
 
@@ -371,14 +371,14 @@ def calibrate(config: Config) -> None:
     params = [random.standard_normal(shape, np.float32) for shape in shapes]
     n = sum(leaf.size for leaf in params)
     found: dict[str, dict[str, float]] = {}
-    for name, tx in candidates(local=False).items():  # a local method costs its exchange, once in so many steps
+    for name, tx in candidates(local=False).items():  # a local method costs its exchange, once per period
         (method,) = [found.method for found in jc.exchange.exchange_states(jax.eval_shape(tx.init, params))]
         copies: dict[str, dict[int, float]] = {}  # by what the table calls the method, and K
         for workers in (2, 8, 32):
             bench = Bench(mesh, "data", workers)
             rows, own = bench.spread(gradients), bench.spread(params)
             coding, ratios = lower_coding(bench, tx, rows, own), []
-            for _ in range(7):  # this machine's cores vary: a ratio is of the same moment
+            for _ in range(7):  # the speed of this machine's cores varies: both sides of a ratio are of one moment
                 copy = measure_copy(bench, n)
                 ratios.append(coding.cost().seconds / (jc.planner.COPY_BYTES * n * copy))
             copies.setdefault(cost_key(method, workers), {})[workers] = statistics.median(ratios)
@@ -398,7 +398,7 @@ def calibrate(config: Config) -> None:
 
 
 def accuracy() -> dict[str, str]:
-    """Returns what docs/data/accuracy.json knows of the candidates."""
+    """Returns what docs/data/accuracy.json has about the candidates."""
     known = {}
     called = {
         "plump_dp": ("plump_dp", ""),

@@ -2,8 +2,8 @@
 
     python -m benchmarks.select
 
-All on one device, on normal noise. `copy` writes the array once; everything else says how many such copies it costs.
-The second table is the size of the indices, which depends on nothing but n and the density.
+All runs on one device, on normal noise. `copy` writes the array once; the other rows say how many such copies they
+cost. The second table is the size of the indices, which depends only on n and the density.
 """
 
 import statistics
@@ -24,7 +24,7 @@ class Config:
     n: int = 10_000_000
     """Elements of the array."""
     density: float = 0.01
-    """Fraction of the elements that is kept."""
+    """Fraction of the elements that are kept."""
     repeats: int = 9
     """Timed runs of each; the median is shown."""
     slow: bool = True
@@ -105,7 +105,7 @@ def time_all(config: Config) -> list[dict[str, Any]]:
 
 
 def time_ms(function: Callable[[Any], Any], argument: Any, repeats: int) -> list[float]:
-    """Returns the milliseconds of each run, after one that compiles."""
+    """Returns the milliseconds of each run, after a first one that compiles."""
     import jax
 
     jax.block_until_ready(function(argument))
@@ -118,7 +118,7 @@ def time_ms(function: Callable[[Any], Any], argument: Any, repeats: int) -> list
 
 
 def index_sizes(n: int, density: float) -> list[dict[str, Any]]:
-    """Returns the bits an index of every codec and of the one that is chosen, against entropy."""
+    """Returns the bits per index of every codec and of the automatic choice, against the entropy."""
     from jaxcomm.codecs.indices import INDEX_CODECS, choose_index_codec, entropy_bits, make_index_codec
 
     layout = _layout(n, density)

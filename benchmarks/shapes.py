@@ -59,7 +59,7 @@ def dlrm(rows: int = 10_000) -> list[tuple[int, ...]]:
     Args:
       rows: of a table.
     """
-    products = 16 + 27 * 26 // 2  # of the embeddings and the dense features, in pairs
+    products = 16 + 27 * 26 // 2  # of pairs of embeddings and dense features, and the dense features
     bottom, top = (13, 512, 256, 64, 16), (products, 512, 256, 128, 1)
     return [
         *with_biases(list(itertools.pairwise(bottom))),
@@ -82,7 +82,7 @@ def transformer() -> list[tuple[int, ...]]:
 
 
 def with_biases(kernels: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Returns the kernels, each with a bias of its outputs after it."""
+    """Returns the kernels, each followed by a bias of its outputs."""
     return [shape for kernel in kernels for shape in (kernel, kernel[-1:])]
 
 

@@ -1,11 +1,11 @@
 """The sparse ring all-reduce: what a ring does to the sparse gradients of Deep Gradient Compression.
 
-Every worker chooses its own coordinates, so that a partial sum has the coordinates of all workers that it has passed:
-the payload gets denser with every hop, and the last ones are dense. It shows that, and what it costs; the library's
-`balanced` drops the small sums instead, and `shared_mask` agrees on the coordinates first.
+Every worker chooses its own coordinates, so a partial sum has the coordinates of all workers that it has passed: the
+payload gets denser with every hop, and the last ones are dense. This module shows that, and its cost. The library's
+`balanced` drops the small sums instead, and its `shared_mask` agrees on the coordinates first.
 
-Source: the ring all-reduce of Gibiansky, "Bringing HPC Techniques to Deep Learning", 2017, of the selections of Lin et
-al., "Deep Gradient Compression", ICLR 2018.
+Source: the ring all-reduce of Gibiansky, "Bringing HPC Techniques to Deep Learning", 2017, with the selections of Lin
+et al., "Deep Gradient Compression", ICLR 2018.
 """
 
 import math
@@ -40,12 +40,12 @@ from jaxcomm.types import Payload
 
 @dataclass(frozen=True)
 class Hop:
-    """How the partial sum of a region is written after so many workers have added to it. Static.
+    """How the partial sum of a region is encoded after so many workers have added to it. Static.
 
     Attributes:
-      region: the layout of the region, with room for what one worker selects of it.
+      region: the layout of the region, with the capacity for one worker's selection.
       adders: h, the workers whose coordinates are in the sum.
-      values: how values are written.
+      values: the codec of values.
       index_codec: name of the codec of positions, or "auto".
     """
 
@@ -56,13 +56,13 @@ class Hop:
 
     @cached_property
     def layout(self) -> Layout:
-        """The region with room for the coordinates of all adders, so that none that was accepted is dropped."""
+        """The region with the capacity for the coordinates of all adders, so that none that was accepted is dropped."""
         capacity = min(self.region.n, self.adders * self.region.n_slots)
         return Layout(self.region.shapes, self.region.dtypes, self.region.compressed, (capacity,))
 
     @cached_property
     def indices(self) -> IndexCodec | None:
-        """The codec of positions, which holds every selection; None where sending every value is no longer."""
+        """The codec of positions, which holds every selection; None if sending every value takes no more words."""
         layout = self.layout
         names = INDEX_CODECS if self.index_codec == "auto" else (self.index_codec,)
         codecs = [Rice(layout, math.inf) if name == "rice" else make_index_codec(name, layout) for name in names]
@@ -75,13 +75,13 @@ class Hop:
 
     @property
     def n_words(self) -> int:
-        """Words of 32 bits of the positions and values."""
+        """The 32-bit words of the positions and values."""
         if self.indices is None:
             return self._value_words(self.region.n)
         return self.indices.n_words + self._value_words(self.layout.n_slots)
 
     def encode(self, sums: jax.Array) -> Payload:
-        """Writes a region (size,) float32 of rounded sums, of which those that are not zero fit."""
+        """Encodes a region (size,) float32 of rounded sums; its nonzero ones fit."""
         if self.indices is None:
             return {"values": self.values.encode(sums)}
         indices, selection = self.indices.encode(compact(nonzero(sums), self.layout))
@@ -89,7 +89,7 @@ class Hop:
         return {"values": self.values.encode(jnp.where(filled, sums[position], 0.0)), **indices}
 
     def decode(self, payload: Payload) -> jax.Array:
-        """Reads the region's sums, (size,) float32."""
+        """Decodes the region's sums, (size,) float32."""
         if self.indices is None:
             return self.values.decode(payload["values"], self.region.n)
         values = self.values.decode(payload["values"], self.layout.n_slots)
@@ -98,7 +98,7 @@ class Hop:
 
 
 def nonzero(vector: jax.Array) -> jax.Array:
-    """Marks what is not zero, however small, in a vector (n,) float32: (n/32,) uint32."""
+    """Marks the nonzero numbers, however small, of a vector (n,) float32: (n/32,) uint32."""
     return bits.pack(magnitude_bits(vector) != 0)
 
 
@@ -108,7 +108,7 @@ def hops_of(regions: Regions) -> list[Hop]:
 
 
 def received_on_ring(regions: Regions) -> int:
-    """Returns the bytes of payloads that each worker receives; the counts' all-reduce of K + 2 numbers comes on top."""
+    """Returns the bytes of payloads that each worker receives, without the all-reduce of K + 2 counts."""
     *between, last = hops_of(regions)
     return 4 * (sum(hop.n_words for hop in between) + (regions.workers - 1) * (last.n_words + 1))
 
@@ -119,19 +119,20 @@ def ring_sum(
     """Sums the masked coordinates over the workers, region by region on a ring.
 
     Region j starts at worker j+1 and passes from neighbour to neighbour: each decodes what arrives, adds its own
-    coordinates, and sends the union on, until the owner j sends the sum to all. A message after h workers has room for
-    the coordinates of all of them: what was accepted is never dropped. Each worker rounds once a region, and keeps the
-    error: total + psum(residual) == psum(what was sent).
+    coordinates, and sends the union on, until the owner j sends the sum to all. A message after h workers has the
+    capacity for the coordinates of all of them: what was accepted is never dropped. Each worker rounds once per region,
+    and keeps the error in its residual: total + psum(residual) == psum(what was sent).
 
-    Equals `lax.psum` of the masked vectors, to the rounding of the values. Each worker receives a message of every hop
-    h < K, K-1 of the last with a flag (`received_on_ring`), and an all-reduce of K + 2 numbers of 4 bytes.
+    Equals `lax.psum` of the masked vectors, up to the rounding of the values. Each worker receives a message of every
+    hop h < K, K-1 messages of the last hop with a flag (`received_on_ring`), and an all-reduce of K + 2 numbers of 4
+    bytes.
 
-    Messages are of different sizes, so that each hop is compiled by itself: 150 thousand elements at 1% take 5 s for
-    K = 4, 7 s for 8 and 12 s for 16 on two CPU cores, where a gather takes 2 s (two to four times that where the cores
-    are busy). Sensible up to K = 16.
+    Messages differ in size, so each hop is compiled by itself: 150 thousand elements at 1% take 5 s for K = 4, 7 s for
+    8 and 12 s for 16 on two CPU cores, where a gather takes 2 s (all two to four times that if the cores are busy).
+    Sensible up to K = 16.
 
     Args:
-      regions: of the flat vector; room for what one worker selects of each.
+      regions: of the flat vector; each has the capacity for one worker's selection.
       vector: (n,) float32.
       mask: (n/32,) uint32, the selected coordinates. What a region has no slot for is not sent and counts as overflow.
       start: which coordinates of a region with too many are sent, see `compact`.
@@ -139,9 +140,9 @@ def ring_sum(
       axis_name: the axis of workers.
 
     Returns:
-      What came back, and the coordinates that were not zero after every hop, all regions together: (K,) float32, the
-      same on every worker. Unlike those of a balanced exchange, the values sent are not rounded (errors arise where
-      sums are), and the residual is everywhere where this worker has rounded.
+      The sum, and the number of nonzero coordinates after every hop, over all regions: (K,) float32, the same on every
+      worker. Unlike in a balanced exchange, the values sent are not rounded (sums are), and the residual is nonzero
+      wherever this worker has rounded.
     """
     k = regions.workers
     by_region, words = regions.cut(vector, mask)  # (K, size), (K, size/32)
@@ -164,9 +165,9 @@ def ring_sum(
         payload = split_words(lax.ppermute(fuse(payload), axis_name, onward), payload)
         total = hop.decode(payload) + own[(me - 1 - hop.adders) % k]
     sums = rounded(total)
-    # Errors in the order of the regions, of which this worker met its own last.
+    # Errors in the order of the regions; this worker rounded its own region last.
     errors_in_order = jnp.stack(errors)[(me - 1 - np.arange(k)) % k]
-    # What this worker holds back must stay finite, or it could never leave. (Sums that are not leave such an error.)
+    # The new residual must be finite, or it could never be sent. (A sum that is not finite leaves such an error.)
     sound, overfull = read_status(status[None])
     status = write_status(sound & jnp.isfinite(by_region - own + errors_in_order).all(), overfull)
     payload = {"header": status[None], **last.encode(sums)}
@@ -193,7 +194,7 @@ class RingSum(SparseSum):
     """The library's sum of sparse vectors, on a ring."""
 
     def is_gathered(self) -> bool:
-        """A ring adds up by regions."""
+        """Returns False: a ring sums by regions."""
         return False
 
     def sum_regions(
@@ -204,15 +205,15 @@ class RingSum(SparseSum):
 
 
 class OnRing(SparseExchange):
-    """Has a sparse exchange travel on a ring; its `collective` is not looked at."""
+    """Makes a sparse exchange use a ring; its `collective` is ignored."""
 
     @property
     def instead_of_checksum(self) -> str:
-        """A ring has none."""
+        """What to do instead: a ring has no checksum."""
         return "Pass it to the method of the library"
 
     def collective_of(self, layout: Layout) -> RingSum:
-        """Returns the ring of a gradient's shapes."""
+        """Returns the ring for a gradient's layout."""
         return RingSum(**vars(super().collective_of(layout)))
 
 
@@ -232,7 +233,7 @@ class RingDctDp(OnRing, DctDp):
 
 @dataclass(frozen=True)
 class RingDgc(OnRing, Dgc):
-    """Deep Gradient Compression on a ring, as importance weighted pruning is compared with."""
+    """Deep Gradient Compression on a ring, with which importance weighted pruning is compared."""
 
     name: ClassVar[str] = "dgc_ring"
 

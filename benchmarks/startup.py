@@ -1,4 +1,4 @@
-"""How long the library keeps one waiting before it does anything: imports, --help, and the first step of the main job.
+"""How long the library takes before it does anything: imports, --help, and the first step of the main job.
 
     python -m benchmarks.startup --json docs/data/startup.json
 
@@ -31,7 +31,7 @@ class Config:
     """Time processes from their start to their end."""
 
     repeats: int = 5
-    """Processes of each command, of which the first does not count: its files are read from the disk."""
+    """Processes of each command. The first does not count, as its files are read from disk."""
     json: Path | None = None
     """File for the table, as a list of records."""
 

@@ -24,8 +24,8 @@ class Shown:
     """A train step that shows the new state and the batch after every step.
 
     Attributes:
-      step: the step.
-      look: (new state, batch).
+      step: the train step.
+      look: called with (new state, batch).
     """
 
     step: Any
@@ -38,7 +38,7 @@ class Shown:
         return state, metrics
 
     def resize(self, state: Any, workers: int) -> Any:
-        """Does what the step does."""
+        """Calls the step's `resize`."""
         return self.step.resize(state, workers)
 
 
@@ -46,8 +46,8 @@ def of_gradients(experiment: Experiment, sparsity: float, seeds: int) -> list[di
     """Trains by DCT-DP with thresholds that are exact in every step, with the seeds 0, 1, ...
 
     Returns:
-      A record a seed: "thresholds" of worker 0, of gradient and residual, by dense kernel (the name of its block), one
-      a step.
+      A record for each seed: "thresholds", worker 0's for gradient plus residual, one per step, by dense kernel (the
+      name of its block).
     """
     method = DctDp(sparsity=sparsity, life_span=1, dense_below=0)
     found: list[dict[str, Any]] = []
@@ -80,17 +80,17 @@ def _is_memory(node: Any) -> bool:
 def of_activations(
     experiment: Experiment, method: Method, sparsities: Sequence[float], every: int, seeds: int
 ) -> list[dict[str, Any]]:
-    """Trains with the seeds 0, 1, ..., and looks at the activations of the first two blocks before they are sparse.
+    """Trains with the seeds 0, 1, ..., and measures thresholds of the first two blocks' output, before it is sparse.
 
     Args:
       experiment: of a model without running statistics; its stages and boundary say what is dropped in training.
       method: the exchange.
-      sparsities: of which the thresholds are taken: of a sample's d activations the smallest that DCT-MP would send.
-      every: steps between two looks.
+      sparsities: for which thresholds are taken: the smallest of a sample's d activations that DCT-MP would send.
+      every: steps between two measurements.
       seeds: how many.
 
     Returns:
-      A record a seed: "steps", and "thresholds", their means over the samples, a list for each sparsity.
+      A record for each seed: "steps", and "thresholds", a list for each sparsity of their means over the samples.
     """
     from models.functional import apply, cut
     from train.architectures import make_model
@@ -130,11 +130,11 @@ def of_activations(
 
 
 def deviation(thresholds: Sequence[float], skipped: int) -> float:
-    """Returns by how much of its running mean a threshold is off at most, in %.
+    """Returns the largest deviation of a threshold from its running mean, in % of that mean.
 
     Args:
       thresholds: by step.
-      skipped: steps at the start that do not count; the running mean is that of all steps after them until then.
+      skipped: steps at the start that do not count; the running mean is over all steps since.
     """
     values = np.asarray(thresholds[skipped:], np.float64)
     means = np.cumsum(values) / np.arange(1, 1 + len(values))
@@ -142,7 +142,7 @@ def deviation(thresholds: Sequence[float], skipped: int) -> float:
 
 
 def _train(experiment: Experiment, method: Method, seeds: int, begin: Callable[[Any], Any]) -> None:
-    """Trains with the seeds 0, 1, ...; `begin` is told the job before each, and returns what looks at its steps."""
+    """Trains with the seeds 0, 1, ...; before each, `begin` gets the job and returns the `look` of its steps."""
     from train.job import make_job
     from train.loop import train
     from train.processes import Processes

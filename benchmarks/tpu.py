@@ -3,16 +3,16 @@
     python -m venv tpu && tpu/bin/pip install -e '.[tpu]'
     tpu/bin/python -m benchmarks.tpu --shapes resnet50 --slices 2
 
-The compiler comes with the extra tpu, and compiles for machines that are described to it. What this shows is which
-collectives it makes of a step, over which links, and that `step.verify` holds for them; it is no measurement of time.
-With several slices each method is that of `hierarchical`: dense inside of a slice, the method between slices; those
-that average models are left out. bytes is what a chip receives in a step, between_slices what crosses slices of it.
-sizes_temporary is memory besides state and gradient, in sizes of the gradient (4 bytes a parameter).
+The compiler comes with the extra tpu, and compiles for machines that are described to it. This shows which collectives
+it makes of a step, over which links, and that `step.verify` holds for them; it does not measure time. With several
+slices, each method is inside `hierarchical`: dense within a slice, the method between slices; methods that average
+models are left out. bytes is what a chip receives in a step, between_slices the part of it that crosses slices.
+sizes_temporary is the memory of temporaries, in sizes of the gradient (4 bytes a parameter).
 
     tpu/bin/pip install -e '.[tpu,data]'
     tpu/bin/python -m benchmarks.tpu --layouts
 
-compiles the trainer's steps of workers that are several chips, of layers and tables that are sharded, and of pipelines.
+compiles the trainer's steps for workers of several chips, for sharded layers and tables, and for pipelines.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from benchmarks.shapes import count, named
 from jaxcomm.exchange import is_local
 from train.tables import print_table, write_records
 
-# What the compiler would ask the machine that it runs on.
+# What the compiler would otherwise ask the machine that it runs on.
 _MACHINE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -52,9 +52,9 @@ class Config:
     method: str = "all"
     """Methods, separated by commas, or all."""
     sparsity: float = 0.99
-    """Share of values that sparse methods do not send."""
+    """Fraction of coordinates that sparse methods do not send."""
     layouts: bool = False
-    """Compile the trainer's steps of every layout of a model instead."""
+    """Compile the trainer's steps instead, one for every layout of a model."""
     json: Path | None = None
     """File for the table, as a list of records."""
 
@@ -82,7 +82,7 @@ def main(config: Config) -> None:
 
 
 def described(topology: str, slices: int) -> Any:
-    """Returns a mesh of TPUs that need not be here: ("data",), or ("data", "inside") of several slices.
+    """Returns a mesh of TPUs that need not be here: ("data",), or ("data", "inside") for several slices.
 
     Raises:
       ValueError: without the compiler, or for a topology that it does not know.
@@ -110,7 +110,7 @@ def described(topology: str, slices: int) -> Any:
 
 
 def compile_step(method: str, sparsity: float, shapes: list[tuple[int, ...]], mesh: Any) -> dict[str, Any]:
-    """Compiles and verifies the step of one method: a record."""
+    """Compiles and verifies the step of one method; returns its record."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -124,7 +124,7 @@ def compile_step(method: str, sparsity: float, shapes: list[tuple[int, ...]], me
     if "inside" in mesh.shape:
         tx = jc.chain(jc.hierarchical(exchange, inside="inside", across="data"), optax.sgd(0.1))
 
-    def loss_fn(params: Any, batch: Any) -> Any:  # its gradient has the shapes, and hardly any arithmetic
+    def loss_fn(params: Any, batch: Any) -> Any:  # its gradient has the shapes, with hardly any arithmetic
         return sum(jnp.sum(param**2) for param in params) * batch.mean()
 
     axes = tuple(mesh.axis_names) if "inside" in mesh.shape else "data"
@@ -156,7 +156,7 @@ def compile_step(method: str, sparsity: float, shapes: list[tuple[int, ...]], me
 
 
 def compile_layouts(topology: str) -> list[dict[str, Any]]:
-    """Compiles and verifies the trainer's steps of small models, on four chips: a record for each layout."""
+    """Compiles and verifies the trainer's steps of small models on four chips; returns a record for each layout."""
     devices = described(topology, 1).devices.reshape(-1)[:4]
     from configs import CONFIGS
     from configs.experiment import BoundaryFields

@@ -1,4 +1,4 @@
-"""The bytes that a host receives, as the kernel counts them: now, and over time. Needs nothing but Python."""
+"""The bytes that a host has received, as the kernel counts them: now, and over time. Needs only Python."""
 
 import time
 from pathlib import Path
@@ -6,21 +6,21 @@ from typing import IO, Any
 
 
 def received_bytes(interface: str, counters: IO[str] | None = None) -> int:
-    """Bytes that an interface has received so far, in the namespace of the calling process or of `counters`.
+    """Returns the bytes that an interface has received so far, in the namespace of this process or of `counters`.
 
     This is the kernel's count, with Ethernet, IP and TCP headers. In a lab these add about 0.5% to
     a bulk transfer, not 4.5%, since the kernel passes on segments of 16 to 64 KiB undivided. An
     unknown interface raises `ValueError`.
 
     Args:
-      interface: as it is called there.
-      counters: an open `/proc/PID/net/dev`. It shows the namespace of that process even after its end.
+      interface: its name there.
+      counters: an open `/proc/PID/net/dev`, which shows the namespace of that process even after its end.
     """
     return _counts(interface, counters)[0]
 
 
 def transmitted_bytes(interface: str) -> int:
-    """Bytes that an interface of the calling process's namespace has sent; see `received_bytes`."""
+    """Returns the bytes that an interface of this process's namespace has sent; see `received_bytes`."""
     return _counts(interface)[8]
 
 
@@ -44,7 +44,7 @@ class Trace:
     """Samples of one host's interface, taken by `Lab.run` while the hosts' processes run.
 
     Attributes:
-      every: seconds between two samples, at least.
+      every: least seconds between two samples.
       samples: (seconds since the first, bytes received until then), in order. The first is taken before the
         processes start and the last after they have ended, so that the series counts each byte of the run.
     """
@@ -59,7 +59,7 @@ class Trace:
 
         Args:
           counters: the open `/proc/PID/net/dev` of the host; must stay open until `end`.
-          interface: as it is called there.
+          interface: its name there.
         """
         self._counters, self._interface = counters, interface
         count = received_bytes(interface, counters)
@@ -83,7 +83,7 @@ class Trace:
         return time.perf_counter() - self._start, count
 
     def records(self) -> list[dict[str, Any]]:
-        """Returns the series: at each sample but the first, the mean rate since the one before, in kB/s."""
+        """Returns the series: for each sample but the first, the mean rate since the one before, in kB/s."""
         pairs = zip(self.samples, self.samples[1:], strict=False)
         return [
             {

@@ -1,4 +1,4 @@
-"""A page in a real browser, if there is one: Chromium without a window, as it is in every distribution."""
+"""A page in a real browser, if there is one: headless Chromium, as in every distribution."""
 
 import shutil
 import subprocess
@@ -9,7 +9,7 @@ NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chro
 
 
 def browse(path, *options):
-    """What the browser prints of a page; skips the test where there is none (.ci/run installs one)."""
+    """What the browser prints for a page; skips the test if there is no browser (.ci/run installs one)."""
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
         pytest.skip(f"no browser: {', '.join(NAMES)}")

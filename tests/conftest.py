@@ -7,22 +7,22 @@ import shutil
 import tempfile
 from importlib.metadata import version
 
-# Before JAX starts. jax before 0.12 sizes its thread pool by this, and collectives among more simulated devices than
-# threads wait for each other for ever.
+# Set before JAX starts. jax before 0.12 sizes its thread pool by this, and collectives among more simulated devices
+# than threads wait for each other for ever.
 os.environ["PJRT_NPROC"] = "16"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-# A test's program runs for milliseconds and compiles for a second, of which LLVM's passes and XLA's fusion emitters are
-# three quarters. XLA_FLAGS, even if empty, test the programs that users run: `.ci/run` does so on the newest Python.
-# A later XLA than 0.10's refuses to start with a flag that it does not know, as that of the emitters.
+# A test's program runs for milliseconds and compiles for a second, three quarters of it in LLVM's passes and XLA's
+# fusion emitters. If XLA_FLAGS is set, even to nothing, the tests run the programs that users run: `.ci/run` does so on
+# the newest Python. XLA after JAX 0.10 refuses to start with a flag that it does not know, such as the emitters'.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
 )
 
-# Compiling is what the tests spend their time on. The processes of pytest-xdist, and those that tests start, inherit
-# this folder of the first one, so that each program is compiled by one of them.
+# The tests spend their time on compiling. The processes of pytest-xdist, and those that tests start, inherit this
+# folder from the first one, so that each program is compiled by only one of them.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxcomm-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
@@ -36,7 +36,7 @@ from tests.tiers import USUAL
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-# A compiled function runs in milliseconds and compiles in a second, so that a deadline would only measure compiling.
+# A function compiles in a second and runs in milliseconds, so a deadline would only measure compiling.
 hypothesis.settings.register_profile("few", deadline=None, max_examples=8)
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("few"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "few")
@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Under pytest-xdist, gives all tests of a case of `tests/jaxcomm/cases.py` to one process, which compiles once."""
+    """With pytest-xdist, gives all tests of a case of `tests/jaxcomm/cases.py` to one process, which compiles once."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByCase(LoadScopeScheduling):

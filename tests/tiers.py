@@ -1,7 +1,7 @@
 """Which settings of the longest tests the usual tier runs; the others are slow, and so is a test with none.
 
-By the file and the test's name. A test that is not here runs in all its settings, unless it is marked `slow` where it
-stands. What is slow has a shorter test of the same kind in the usual tier, trains to the end, or starts processes.
+Tests are listed by file and name. A test that is not here runs in all its settings, unless it is marked `slow` in its
+file. What is slow has a shorter test of the same kind in the usual tier, trains to the end, or starts processes.
 """
 
 USUAL: dict[str, dict[str, tuple[str, ...]]] = {

@@ -5,14 +5,14 @@ if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then
   echo "${0##*/} needs bash 4.4 or newer, got $BASH_VERSION: run it with a newer one." >&2
   exit 2
 fi
-shopt -s inherit_errexit # set -e, also inside of $(...)
+shopt -s inherit_errexit # set -e also applies inside $(...)
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 dry_run=
-exec 3>&1 # a dry run prints here, also from inside of $(...)
+exec 3>&1 # a dry run prints here, also from inside $(...)
 
 say() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
 
-# Ends the script: 2 for input that cannot be used.
+# Ends the script with exit code 2, for input that cannot be used.
 die() {
   say "$*"
   exit 2
@@ -24,7 +24,7 @@ show_help() {
   exit 0
 }
 
-# Prints words so that a shell reads the same words again.
+# Prints words, quoted so that a shell reads the same words.
 quoted() {
   local words
   printf -v words '%q ' "$@"
@@ -53,26 +53,26 @@ need_count() {
   [[ ${!1} =~ ^[1-9][0-9]*$ ]] || die "$1 is a whole number of at least 1, got '${!1}': set it to 2, say."
 }
 
-# A run's name is part of the names of files on every worker.
+# A run's name becomes part of file names on every worker.
 need_run_name() {
   [[ $1 =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] ||
     die "A run's name is letters, digits, '.', '_' and '-', got '$1': give another with --run."
 }
 
-# A TPU's name stands alone among gcloud's words, where one that begins with '-' would be an option.
+# A TPU's name is an argument of gcloud; if it began with '-', it would be read as an option.
 need_tpu_name() {
   [[ $JAXCOMM_TPU_NAME =~ ^[A-Za-z0-9][A-Za-z0-9-]*$ ]] ||
     die "JAXCOMM_TPU_NAME is letters, digits and '-', and begins with no '-', got '$JAXCOMM_TPU_NAME': choose another."
 }
 
-# A folder on the workers is part of remote commands and of scp's destination, where quoting differs.
+# A folder on the workers is part of remote commands and of scp's destination, which quote differently.
 need_folder() {
   [[ ${!1} =~ ^[A-Za-z0-9._/-]+$ && ${!1} != -* ]] ||
     die "$1 is a path of letters, digits, '.', '_', '/' and '-', got '${!1}': choose another."
 }
 
-# Sets `file` to a new, empty file that nobody else could have made, and removes it when the script ends. A dry run makes
-# none, and shows mktemp's template.
+# Sets `file` to a new, empty file that nobody else could have made, and removes it when the script ends. A dry run
+# creates no file, and shows mktemp's template.
 make_file() {
   file=${TMPDIR:-/tmp}/jaxcomm.XXXXXXXXXX
   [ -z "$dry_run" ] || return 0
@@ -80,8 +80,8 @@ make_file() {
   trap 'rm -f -- "$file"' EXIT
 }
 
-# Makes an archive of what git knows: what is tracked, and what is new and not ignored. tar warns of what is tracked
-# and no longer there.
+# Makes an archive of the working tree: tracked files, and new ones that git does not ignore. tar warns about tracked
+# files that are gone.
 pack() {
   local list=(git -C "$root" ls-files -z --cached --others --exclude-standard --deduplicate)
   local create=(tar -C "$root" --null --files-from=- --ignore-failed-read -czf "$1")
@@ -92,8 +92,8 @@ pack() {
   fi
 }
 
-# Reads where the TPU is from the environment. `tpu` is the group of gcloud's commands for it: one slice is a TPU VM,
-# several are a queued resource, which starts all of them together and tells each which one it is.
+# Reads where the TPU is from the environment. `tpu` is gcloud's group of commands for it: one slice is a TPU VM,
+# several are a queued resource, which starts all of them together and tells each its number.
 find_tpu() {
   need JAXCOMM_TPU_NAME "TPU's name" JAXCOMM_TPU_PROJECT "Google Cloud project" JAXCOMM_TPU_ZONE "TPU's zone"
   need_tpu_name
@@ -110,10 +110,10 @@ find_tpu() {
   fi
 }
 
-# Prints the TPU's state, or nothing if there is none of its name.
+# Prints the TPU's state, or nothing if there is no TPU of its name.
 tpu_state() {
   local rows
-  # A list is empty where `describe` would fail, and so leaves failure to mean failure.
+  # Without the TPU, `list` prints nothing where `describe` would fail: so a failure is a real one.
   rows=$(act "${tpu[@]}" list "${where[@]}" --format="value(name.basename(),$state)")
   awk -v name="$JAXCOMM_TPU_NAME" '$1 == name { print $2 }' <<<"$rows"
 }
@@ -141,14 +141,14 @@ copy_to_workers() {
   act "${tpu[@]}" scp "$1" "$JAXCOMM_TPU_NAME:$2" "${where[@]}" "${options[@]}" --quiet
 }
 
-# Prints the command line of `worker` in the folder on a machine: worker_command WORD...
+# Prints the command line that runs `worker` in the folder on a machine: worker_command WORD...
 worker_command() { printf 'cd %s && %s' "$(quoted "$JAXCOMM_FOLDER")" "$(quoted tpu_scripts/worker "$@")"; }
 
 # Never asks for a password, and notices within a minute that a host is gone.
 # shellcheck disable=SC2034  # ssh_setup and ssh_run use it
 ssh_options=(-o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=4)
 
-# Reads a file of hosts: sets `hosts`, as ssh takes them, and `coordinator`, the address of the first.
+# Reads a file of hosts: sets `hosts`, in ssh's form, and `coordinator`, the address of the first.
 read_hosts() {
   local line words number=0
   [ -r "$1" ] || die "There is no file of hosts '$1' that can be read."

@@ -1,8 +1,8 @@
 """Train a model with compressed gradients: `python -m train [NAME] [options]`.
 
-NAME is an experiment of `configs`, "digits" if it is left out; `python -m train NAME --help` explains every field.
+NAME is an experiment in `configs` ("digits" if omitted); `python -m train NAME --help` explains every field.
 `python -m train compare [NAME]` trains every method with several seeds, and `python -m train report RUN` draws figures
-of runs as a page; both have a `--help` too.
+of runs on an HTML page; both have a `--help` too.
 """
 
 import dataclasses
@@ -25,7 +25,11 @@ from train.restarts import LONG_PAUSE, begun, is_supervised, note_begun, supervi
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command line; returns 0, 1 if not all processes came, or 2 for input that cannot be used."""
+    """Runs the command line and returns its exit code.
+
+    The code is 0; 1 if not all processes came; 2 for input that cannot be used; 3 if `--advise` advises a dense method;
+    or, with `--restarts`, that of the last start.
+    """
     begin = time.time()
     try:
         if argv and argv[0] == "compare":
@@ -52,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def come_together(experiment: Experiment) -> tuple[Experiment, Processes]:
-    """Joins the run's other processes; where some have not come back, with fewer workers, by --min-workers.
+    """Joins the run's other processes. If some do not come back, --min-workers lets it go on with fewer workers.
 
     Raises:
       ValueError, TimeoutError: see `connect`.
@@ -75,7 +79,7 @@ def come_together(experiment: Experiment) -> tuple[Experiment, Processes]:
         patience=experiment.peer_timeout,
     )
     fewer = with_fewer(experiment, processes.count, asked) if processes.missing else experiment
-    assert fewer is not None  # or process 0 would have waited on
+    assert fewer is not None  # otherwise process 0 would still be waiting
     if processes.missing and processes.index == 0:
         gone = ", ".join(map(str, processes.missing))
         each = experiment.workers // asked
@@ -108,7 +112,7 @@ def parse(argv: Sequence[str]) -> Experiment:
 
 
 def run_together(experiment: Experiment, processes: Processes, begin: float) -> int:
-    """Does this process's part of `run`, if all are started alike; one that fails ends all, see `Liveness`."""
+    """Does this process's part of `run`, if all were started alike. If one fails, all end; see `Liveness`."""
     from train.liveness import JaxStore, Liveness, is_of_jax
     from train.start import DisagreementError, agree, check_shared, facts_of
 
@@ -141,12 +145,12 @@ def run(
     Args:
       experiment: the fields.
       processes: this process among the others.
-      doing: told what this process does, before it does it.
-      begin: `time.time()` at its start; now if not given.
+      doing: called with what this process is about to do.
+      begin: `time.time()` at the start of this process; now if not given.
     """
     if experiment.advise:
         return advise(experiment, processes)
-    # Not at the top: Flax, Orbax and TFDS take seconds to import, which --help and a typo need not wait for.
+    # Not at the top: Flax, Orbax and TFDS take seconds to import, for which --help or a typo should not have to wait.
     from train.folders import run_folder
     from train.job import make_job
     from train.methods import run_name
@@ -156,12 +160,12 @@ def run(
     check_file("--json", experiment.json)
     planned = None if experiment.plan is None else Planned(experiment.plan)
     runs: list[tuple[Experiment, Any]] = [(experiment, planned or experiment.method)]
-    # The baseline's activations are all sent, and the gradients of its dense layers are exchanged. Its tables are
-    # trained as the method's: whole, they may be too large for a worker.
+    # The baseline sends all activations and exchanges the gradients of its dense layers. Its tables are trained as the
+    # method's are: unsharded, they may be too large for a worker.
     whole = dataclasses.replace(experiment, boundary=BoundaryFields(), dense_layers="exchange")
     if experiment.baseline and (runs[0][1] != PlumpDp() or experiment != whole):
         runs.insert(0, (whole, PlumpDp()))
-    jobs = [make_job(each, method) for each, method in runs]  # errors of the last come before the first is trained
+    jobs = [make_job(each, method) for each, method in runs]  # an error in the last is raised before any training
     names = [run_name(method, each.boundary, each.dense_layers, each.embeddings) for each, method in runs]
     resume = experiment.resume if (before := begun()) is None else before
     with run_folder(experiment.out, experiment.name, resume=resume, runs=names) as out:
@@ -182,7 +186,7 @@ def train_each(
     doing: Callable[[str], None],
     goodput: Goodput,
 ) -> int:
-    """Trains one run after the other in the folder `out`, and shows what came of them; see `run`."""
+    """Trains one run after another in the folder `out`, and shows the results; see `run`."""
     from train.figures import draw_accuracy
     from train.loop import train
     from train.progress import Bar
@@ -233,8 +237,8 @@ def advise(experiment: Experiment, processes: Processes) -> int:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    # An error has been said in a line, and the threads of a write that has failed would print their stacks below it.
-    # Among several processes this one may be what the others speak through.
+    # The error has been printed in one line; the threads of a failed write would print their stacks below it.
+    # With several processes, the others may be communicating through this one: it then ends in the ordinary way.
     if code in (1, 2) and not jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()

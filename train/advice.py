@@ -1,4 +1,4 @@
-"""What would be fastest on these machines: `python -m train NAME --advise`."""
+"""Which method would be fastest on these machines: `python -m train NAME --advise`."""
 
 from typing import Any
 
@@ -17,15 +17,16 @@ from train.tasks import make_task
 
 
 def advise_experiment(experiment: Experiment, seconds: float = 60.0) -> tuple[Advice, Plan | None]:
-    """Measures an experiment's model, batch, optimizer and mesh, and compares methods, its own among them.
+    """Measures an experiment's model, batch, optimizer and mesh, and compares methods, including its own.
 
-    Every process of the mesh calls it together.
+    All processes of the mesh must call it together.
 
     Returns:
-      The advice; and a plan for the gradient of the first batch, where `experiment.plan` asks for one.
+      The advice, and a plan if `experiment.plan` names a file for it. An `experiment.error_budget` applies to the
+      gradient of the first batch.
 
     Raises:
-      ValueError: for workers that are several devices.
+      ValueError: if there are slices, workers of several devices, or dense layers or tables that are not exchanged.
     """
     devices = ("slices", "stages", "model_parallel", "fsdp")
     several: dict[str, Any] = {name: count for name in devices if (count := getattr(experiment, name)) > 1}

@@ -33,12 +33,12 @@ MODELS: dict[str, Callable[..., Model]] = {
     "vgg": Vgg,
 }
 
-# Where the papers cut; other models and numbers of stages are cut into even numbers of blocks.
+# Where the papers cut DLRM, by number of stages; see `choose_cuts`.
 _DLRM_CUTS = {2: (2,), 3: (2, 7), 4: (2, 4, 7)}
 
 
 def make_model(architecture: Architecture, info: DatasetInfo, dtype: str, seed: int | jax.Array) -> Model:
-    """Makes a model for a dataset, with initial parameters of a seed, or of its key.
+    """Makes a model for a dataset, with initial parameters drawn from a seed or a key.
 
     Raises:
       ValueError: if there is no model of that name, or it is for another kind of data.
@@ -62,15 +62,15 @@ def make_model(architecture: Architecture, info: DatasetInfo, dtype: str, seed: 
 
 
 def choose_cuts(model: Model, stages: int, cuts: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Returns the blocks that begin a stage, but the first.
+    """Returns the first block of every stage but the first.
 
     Args:
       model: the model.
       stages: S.
-      cuts: of the experiment; None for the paper's, where there are some, and even numbers of blocks elsewhere.
+      cuts: of the experiment; None for the paper's, or, if there are none, stages of nearly equally many blocks.
 
     Raises:
-      ValueError: for another number of cuts, or more stages than blocks.
+      ValueError: for a wrong number of cuts, or more stages than blocks.
     """
     count: Any = len(model.blocks)
     if cuts is not None:

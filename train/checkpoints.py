@@ -1,4 +1,4 @@
-"""Checkpoints: the whole state of a run, the compressor's included, one row per worker."""
+"""Checkpoints: the whole state of a run, including the compressor's, which has one row per worker."""
 
 import contextlib
 import logging
@@ -19,12 +19,12 @@ import jaxcomm as jc
 from jaxcomm.numerics import digest
 from jaxcomm.types import is_per_worker
 
-CHECKSUMS = "checksums"  # the key of the digests, beside the arrays of a state
+CHECKSUMS = "checksums"  # the key of the digests, alongside the arrays of a state
 Resize = Callable[[jc.TrainState, int], jc.TrainState]
 
 
 class SettingsError(ValueError):
-    """A checkpoint that can be read, and is of another run."""
+    """A checkpoint can be read, but is of another run."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Restored:
       step: the steps that are done.
       state: the train state on the mesh.
       data: the position of the data, as its `state()` gave it.
-      message: what was done where the number of workers or of steps differs; empty otherwise.
+      message: what was done if the number of workers or steps differs; empty otherwise.
     """
 
     step: int
@@ -49,7 +49,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path):
         """Opens the folder, which need not exist; the two newest checkpoints are kept."""
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax: each of its threads, with a stack; it raises, too
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax's threads log stacks of errors that it also raises
         self.folder = folder.absolute()
         self._manager = ocp.CheckpointManager(self.folder, options=ocp.CheckpointManagerOptions(max_to_keep=2))
 
@@ -58,12 +58,12 @@ class Checkpoints:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        """Waits at an error for Orbax's threads, which print stacks where the interpreter ends before them."""
+        """On an error, waits for Orbax's threads, which print stacks if the interpreter ends before they do."""
         if error is None:
             sys.unraisablehook = self._hook
             return
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-        if jax.process_count() == 1:  # among several the others may never come
+        if jax.process_count() == 1:  # with several processes, the others may never come
             with contextlib.suppress(Exception):
                 self._manager.wait_until_finished()
 
@@ -98,15 +98,15 @@ class Checkpoints:
     def newest(
         self, like: jc.TrainState, resize: Resize, about: dict[str, Any], say: Callable[[str], None]
     ) -> Restored | None:
-        """Reads the newest checkpoint that can be read; None if there is none at all.
+        """Restores the newest checkpoint that can be read; returns None if there are no checkpoints.
 
-        Those that cannot are moved out of the way, to `damaged-STEP` beside the folder.
+        Newer ones that cannot be read are moved to `damaged-STEP`, next to the folder.
 
         Args:
           like: see `restore`.
           resize: see `restore`.
           about: see `restore`.
-          say: told why a checkpoint is passed over, a line each.
+          say: called with one line for each checkpoint that is passed over, and why.
 
         Raises:
           SettingsError: see `restore`.
@@ -146,13 +146,13 @@ class Checkpoints:
         _all(True)
 
     def restore(self, step: int, like: jc.TrainState, resize: Resize, about: dict[str, Any]) -> Restored:
-        """Reads a checkpoint back, for as many workers as the run has.
+        """Restores a checkpoint for the run's number of workers.
 
         Args:
           step: the checkpoint's step.
           like: a fresh state of the run, on the mesh.
           resize: carries a state over to another number of workers: `step.resize` of the run's step.
-          about: what must be the same; the number of workers need not, and there may be more steps.
+          about: what must be the same, except that workers may differ in number, and there may be more steps.
 
         Raises:
           SettingsError: if the checkpoint is of another experiment, or its number of workers cannot become the run's.
@@ -229,12 +229,12 @@ class Checkpoints:
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits for what is being written, and lets the folder go."""
+        """Waits for what is being written, and closes the folder."""
         self._manager.close()
 
 
 def _say_unless_closed(before: Callable[[Any], object], unraisable: Any) -> None:
-    """Prints an error that nobody can catch, but for those of TensorStore's threads once a write has failed."""
+    """Prints an error that nobody can catch, except those of TensorStore's threads after a failed write."""
     if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
         before(unraisable)
 
@@ -250,14 +250,14 @@ def _with_checksums(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def _all(ok: bool) -> bool:
-    """Returns whether all processes say so; they wait for each other."""
+    """Returns whether `ok` is true on all processes, which wait for each other."""
     if jax.process_count() == 1:
         return ok
     return bool(np.all(multihost_utils.process_allgather(np.array(ok))))
 
 
 def _plain(state: Any) -> dict[str, Any]:
-    """Returns the leaves of a state by their path, which any version of Orbax can write.
+    """Returns the leaves of a state by their path, a form that any version of Orbax can write.
 
     Arrays without elements (the thresholds of a model without a compressed tensor) are left out.
     """
@@ -274,7 +274,7 @@ def _typed(plain: dict[str, Any], like: Any) -> Any:
 
 
 def _placed(array: Any, like: jax.Array) -> jax.Array:
-    """Puts a NumPy array where another of its shape is."""
+    """Returns a NumPy array with the type and the sharding of `like`."""
     array = np.asarray(array, like.dtype)
     if array.shape != like.shape:
         raise SettingsError(

@@ -1,11 +1,11 @@
 """Every method with several seeds: `python -m train compare [NAME] [options]`.
 
-A method is compiled once, and its seeds share the program. With --json each run is a record of that file as soon as it
-ends; a later call, after one that was stopped or with more methods or seeds, trains what is missing.
+A method is compiled once, and its seeds share the program. With --json, each run is recorded in that file as soon as it
+ends; a later call, after one that was stopped or with more methods or seeds, trains only what is missing.
 
 Time to finish is modelled: steps * (compute + bytes / rate), where compute is the median step of the dense run on this
-machine (its workers are simulated, and exchange through memory) and bytes are what a worker receives a step. So a
-method's own computing is not in it, and neither is the time that a link takes to answer.
+machine (its workers are simulated, and exchange through memory) and bytes are what a worker receives per step. It
+includes neither a method's own computation nor the latency of the link.
 """
 
 import dataclasses
@@ -63,16 +63,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def compare(experiment: Experiment, config: Comparison, settings: Sequence[tuple[str, Method]] = SETTINGS) -> None:
-    """Trains the settings, and leaves a table and a figure.
+    """Trains the chosen settings, and writes a table and a figure.
 
     Args:
-      experiment: what is trained; its method and its seed are not looked at.
-      config: which methods, and how often.
-      settings: what there is to choose from, with what to call it.
+      experiment: what is trained; its method and its seed are ignored.
+      config: which methods, with how many seeds.
+      settings: the methods to choose from, each with the label of its setting.
 
     Raises:
-      ValueError: for a method that is not there, a rate that is none, fewer than one seed, settings of the experiment
-        that cannot work, or a file of other settings.
+      ValueError: for an unknown method, an invalid rate, fewer than one seed, settings of the experiment that cannot
+        work, or a --json file of other settings.
       SystemExit: if SIGTERM stops it.
     """
     from train.folders import run_folder
@@ -91,7 +91,7 @@ def compare(experiment: Experiment, config: Comparison, settings: Sequence[tuple
         chosen = {("plump_dp", "at once"): DENSE} | late
     check(dataclasses.replace(experiment, delay=config.delay), 1)
     for method in chosen.values():
-        make_chain(experiment, method)  # its errors come before anything is trained
+        make_chain(experiment, method)  # raises its errors before anything is trained
     records = Records(config.json)
     own = {"experiment": experiment.name, **_shared(settings_of(experiment, DENSE))}
     records.check_same(own, lambda record: {**record, **_shared(record.get("about", {}))})
@@ -111,7 +111,7 @@ def _compare_in(
 
     compute, rows = 0.0, []
     for (name, label), method in chosen.items():
-        delay = config.delay if rows else 0  # dense comes first, and at once
+        delay = config.delay if rows else 0  # dense comes first, without delay
         runs = train_seeds(records, dataclasses.replace(experiment, delay=delay), method, config.seeds)
         seconds = statistics.median(run["seconds_per_step"] for run in runs)
         compute = compute or seconds
@@ -134,7 +134,7 @@ def _compare_in(
             f"{row['bytes_per_step']:,.0f} bytes a step",
             flush=True,
         )
-        write_records(folder / "comparison.json", rows)  # what is done is kept
+        write_records(folder / "comparison.json", rows)  # keeps what is done so far
     print_table(
         f"{experiment.name}: test accuracy in % over {config.seeds} seeds; points below dense, paired by seed, with "
         f"their 95% interval (worse: by more than {config.margin:g}); bytes received per worker and step; seconds "
@@ -146,7 +146,7 @@ def _compare_in(
 
 
 def _shared(about: Mapping[str, Any]) -> Record:
-    """Returns what all runs of a comparison have in common."""
+    """Returns the settings that all runs of a comparison share."""
     own = ("seed", "delay")
     return {name: value for name, value in about.items() if name not in own and not name.startswith("method")}
 
@@ -155,8 +155,8 @@ def choose(names: str, settings: dict[tuple[str, str], Method]) -> dict[tuple[st
     """Returns the settings of some methods, dense first.
 
     Args:
-      names: of methods, separated by commas; "all" for all of them. Dashes and underscores are the same.
-      settings: by the name of the method and what the setting is called.
+      names: of methods, separated by commas; "all" for all of them. Dashes and underscores are interchangeable.
+      settings: by the name of the method and the label of the setting.
 
     Raises:
       ValueError: for a method that has no setting.
@@ -173,14 +173,14 @@ def choose(names: str, settings: dict[tuple[str, str], Method]) -> dict[tuple[st
 
 
 def summarise(runs: Sequence[Record], *, dense: Sequence[float] | None, margin: float) -> dict[str, Any]:
-    """Makes a row of the runs of one setting.
+    """Makes a row of the table from the runs of one setting.
 
-    How far it is below dense is the mean over pairs of the same seed, with its interval by Student's t.
+    The points below dense are the mean over pairs of runs with the same seed; their interval is Student's t.
 
     Args:
       runs: of `train_seeds`.
-      dense: accuracies in % of the dense runs, of the same seeds; None for those themselves.
-      margin: points below dense that do not count.
+      dense: accuracies in % of the dense runs with the same seeds; None if `runs` are the dense ones.
+      margin: points below dense that do not count as worse.
     """
     accuracies = [100 * run["scores"]["accuracy"] for run in runs]
     losses = [math.inf if run["scores"]["loss"] is None else run["scores"]["loss"] for run in runs]

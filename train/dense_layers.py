@@ -24,15 +24,15 @@ from train.plans import Planned
 
 
 def takes_dense(model: Callable[..., Model]) -> bool:
-    """Returns whether a model (its class) has dense layers of a kind that it is told."""
-    return "dense" in inspect.signature(model.__init__).parameters  # of the class itself nnx hides it
+    """Returns whether a model (its class) takes the kind of its dense layers as an argument."""
+    return "dense" in inspect.signature(model.__init__).parameters  # nnx hides the signature of the class itself
 
 
 def with_dense(architecture: Architecture, dense: Callable[..., Any]) -> Architecture:
     """Returns an architecture whose dense layers are made by `dense`.
 
     Raises:
-      ValueError: for a model whose dense layers are all alike to it.
+      ValueError: for a model that does not take the kind of its dense layers.
     """
     can = [name for name, model in MODELS.items() if takes_dense(model)]
     if architecture.name not in can:
@@ -44,7 +44,7 @@ def with_dense(architecture: Architecture, dense: Callable[..., Any]) -> Archite
 
 
 def multiply_late(model: Model, experiment: Experiment, method: Method) -> jc.accounting.LatePlan:
-    """Has the dense layers multiply late for which that moves fewer bytes than the method, or for which a plan says so.
+    """Sets dense layers to multiply late where that moves fewer bytes than the method, or where a plan says so.
 
     Args:
       model: with `LateLinear` for its dense layers; it may be abstract.
@@ -66,7 +66,7 @@ def multiply_late(model: Model, experiment: Experiment, method: Method) -> jc.ac
 
 
 def shards_of(model: Model) -> Any:
-    """Returns the PartitionSpec of every parameter: kernels of `SplitLinear` sharded, all others copied."""
+    """Returns the PartitionSpec of every parameter: kernels of `SplitLinear` sharded, all others replicated."""
     split_layers = {path for path, _ in _layers(model, SplitLinear)}
 
     def spec(path: Any, leaf: Any) -> P:
@@ -77,7 +77,7 @@ def shards_of(model: Model) -> Any:
 
 
 def layer_rows(experiment: Experiment, info: DatasetInfo) -> dict[str, int]:
-    """Returns the rows of a global batch that reach each dense layer that could be computed in another way, by path."""
+    """Returns, by path, the rows of a global batch that reach each dense layer that could be computed another way."""
     if not takes_dense(MODELS[experiment.architecture.name]):
         return {}
     architecture = with_dense(experiment.architecture, LateLinear)

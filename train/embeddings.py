@@ -1,4 +1,4 @@
-"""Embedding tables that are not trained like the rest of a model: touched rows alone, or sharded over the workers."""
+"""Embedding tables that are not trained like the rest of a model: looked up late, or sharded over the workers."""
 
 import dataclasses
 from typing import Any
@@ -34,7 +34,7 @@ def with_embeddings(experiment: Experiment) -> Architecture:
 
 
 def is_exchanged(path: str, leaf: Any) -> bool:
-    """Returns whether a parameter's gradient is exchanged while tables are looked up late: an exchange's `where`."""
+    """Returns whether a parameter's gradient is exchanged if tables are looked up late: an exchange's `where`."""
     del leaf
     return not path.endswith("/table")
 
@@ -50,7 +50,7 @@ def shards_of_table(model: Model, params: Any, workers: int) -> Any:
     """Returns the PartitionSpec of every parameter: the table sharded by columns or by rows, all others replicated.
 
     Raises:
-      ValueError: for columns that the workers cannot share.
+      ValueError: if the columns of the table are not divisible by the number of workers.
     """
     interaction = _interaction(model)
     by_columns, columns = interaction.embeddings == "columns", interaction.table.shape[1]
@@ -66,9 +66,10 @@ def shards_of_table(model: Model, params: Any, workers: int) -> Any:
 
 
 def lookups_of(model: Model, params: Any, experiment: Experiment) -> Lookups | None:
-    """Returns the lookups of a sharded table of which only the rows that a batch touched are changed.
+    """Returns the lookups of a sharded table if a step changes only the rows that its batch touches.
 
-    None where the optimizer changes all rows of a table, or has a state for each: then its gradient is dense.
+    Returns None if the table is not sharded, or if the optimizer changes all rows or has state for each: then the
+    table's gradient is dense.
     """
     is_plain = experiment.optimizer == "sgd" and not experiment.momentum and not experiment.weight_decay
     if experiment.embeddings not in ("columns", "rows") or not is_plain:

@@ -61,7 +61,7 @@ def draw_comparison(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
         panel.margins(x=0.12, y=0.08)
         panel.grid(alpha=0.3)
     axes[0].set_ylabel(f"test accuracy, % (mean and standard deviation, {records[0]['seeds']} seeds)")
-    figure.canvas.draw()  # labels are placed where the points have come to lie
+    figure.canvas.draw()  # fixes where the points are, before labels are placed
     for panel, column in zip(axes, panels, strict=True):
         shown = [record for record in records if record[column] > 0]
         points = [(record[column], record["accuracy_mean"]) for record in shown]
@@ -75,7 +75,7 @@ def draw_comparison(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 def label_points(
     axes: Any, points: Sequence[tuple[float, float]], texts: Sequence[str], colours: Sequence[Any]
 ) -> None:
-    """Writes a text beside every point, at the nearest place that covers no other text and no point."""
+    """Writes a text next to every point, at the nearest place that covers no other text and no point."""
     from matplotlib.transforms import Bbox
 
     renderer, frame = axes.figure.canvas.get_renderer(), axes.get_window_extent()
@@ -106,7 +106,7 @@ class Line:
 
     Attributes:
       x: ascending.
-      y: as many; NaN leaves a gap.
+      y: as many values; NaN leaves a gap.
       label: of its run.
       number: of its run, which has the same colour in all panels.
       style: "line", "thin" or "marks".
@@ -133,8 +133,8 @@ def draw_panels(panels: Mapping[str, Sequence[Line]], label: str, *, logarithmic
     Args:
       panels: by the label of the x axis.
       label: of the y axis, which all share.
-      logarithmic: whether it is; numbers of 0 are then left out, and it is linear where nothing else is there.
-      salt: what makes the names inside the element different from those of other elements in the page.
+      logarithmic: whether the y axis is. Zeros are then left out; if there is nothing else, the axis is linear.
+      salt: makes the ids inside the element different from those of other elements on the page.
     """
     import matplotlib
 
@@ -166,6 +166,6 @@ def draw_panels(panels: Mapping[str, Sequence[Line]], label: str, *, logarithmic
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
         plt.close(figure)
     svg = file.getvalue()
-    svg = svg[svg.index("<svg") :]  # without the XML declaration, which a page has none of
+    svg = svg[svg.index("<svg") :]  # without the XML declaration, which an HTML page does not have
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     return re.sub(r' id="[\w.]+_\d+"', "", svg)  # figure_1, axes_1, ...: the same in every element

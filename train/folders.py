@@ -19,19 +19,19 @@ METRICS, SETTINGS = "metrics.jsonl", "settings.json"  # files of a method's fold
 
 @contextlib.contextmanager
 def run_folder(out: Path, name: str, *, resume: bool | Path, runs: Sequence[str] = ()) -> Iterator[Path]:
-    """Gives the folder of a run, in which no other writes meanwhile: out/name, or out/name-2, ... if that is taken.
+    """Yields the folder of a run, locked against other runs: out/name, or out/name-2, ... if that is taken.
 
-    Among several processes, process 0 takes it and tells the others. If what follows fails before anything is written
-    there, a new folder is removed again.
+    With several processes, process 0 takes it and tells the others. A new folder is removed again if the block fails
+    before it has written anything there.
 
     Args:
       out: the folder of all runs.
       name: the experiment's name.
-      resume: take this folder, or, if True, the newest of the existing ones, instead of the first free one.
-      runs: the names of what is trained, one after the other; a run goes on with the same.
+      resume: the folder to take; True for the newest existing one, False for the first free one.
+      runs: the names of what is trained, in order; a resumed run must have the same.
 
     Raises:
-      ValueError: if there is nothing to resume, it is of other runs, or another process is at it.
+      ValueError: if there is nothing to resume, it is of other runs, or another process is using it.
       OSError: if the folder cannot be made.
     """
     with contextlib.ExitStack() as stack:
@@ -54,14 +54,14 @@ def run_folder(out: Path, name: str, *, resume: bool | Path, runs: Sequence[str]
 
 
 def check_fresh(folder: Path, checkpoint_every: int) -> None:
-    """Refuses to begin where a run has been past its first checkpoint, of which nothing is left.
+    """Refuses to begin in a folder whose run was past its first checkpoint, if no checkpoint is left.
 
     Args:
       folder: of one method, with `metrics.jsonl` and `checkpoints/`.
-      checkpoint_every: steps.
+      checkpoint_every: steps between checkpoints.
 
     Raises:
-      ValueError: if it has.
+      ValueError: if it is such a folder.
     """
     metrics, checkpoints = folder / METRICS, folder / "checkpoints"
     steps = len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
@@ -78,7 +78,7 @@ def _folder(out: Path, name: str, number: int) -> Path:
 
 @contextlib.contextmanager
 def _removed_if_empty(folder: Path) -> Iterator[None]:
-    """Removes a folder at an error if it was not there, or holds nothing but this module's files."""
+    """On an error, removes a folder that holds nothing but this module's files, and held nothing else before."""
     kept = folder.is_dir() and any(path.name not in (RUNS, LOCK) for path in folder.iterdir())
     try:
         yield

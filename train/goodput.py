@@ -1,4 +1,4 @@
-"""Goodput: which part of a run's time its steps have taken, and what took the rest, over all its restarts."""
+"""Goodput: the fraction of a run's time that its steps took, and what took the rest, over all its restarts."""
 
 import json
 import time
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 FILE = "goodput.json"  # in a run's folder
-EVERY = 1.0  # seconds between two writings: what a killed run loses counts as a restart
-_REST = {  # what takes the rest, and how the line calls it
+EVERY = 1.0  # seconds between two writes: what a killed run has not written counts as a restart
+_REST = {  # what takes the rest, and its name in `line`
     "start": "start and compiling",
     "evaluation": "evaluation",
     "checkpoints": "checkpoints",
@@ -20,21 +20,21 @@ _MARKS = 4  # checkpoints whose times are kept: more than a folder has
 
 
 class Goodput:
-    """Where the seconds of a run go, kept in its folder, so that a run that goes on knows those of before.
+    """Counts where the seconds of a run go, and keeps them in its folder, so that a resumed run goes on counting.
 
-    Every second from the first start on is in one kind: "steps" that count; "start", up to the end of the first step;
-    "evaluation"; "checkpoints", as far as steps wait for them; "restarts", from the last word of a run that ended by a
-    fault to the first step after it; "lost", steps that were done again after it. The time between a stop and a
-    `--resume` by hand counts as nothing.
+    Every second since the first start is of one kind: "steps" that count; "start", up to the end of the first step;
+    "evaluation"; "checkpoints", as far as steps wait for them; "restarts", from the last write of a run that ended by a
+    fault to the end of the first step after it; "lost", steps that had to be done again. The time between a stop and a
+    manual `--resume` is not counted.
     """
 
     def __init__(self, folder: Path | None = None, *, begin: float | None = None, restarted: bool = False):
-        """Goes on counting.
+        """Starts to count, or goes on if the folder has counts.
 
         Args:
           folder: of the run; None keeps nothing.
           begin: `time.time()` at the start of this process; now if not given.
-          restarted: whether an earlier start of this run has ended by a fault just now.
+          restarted: whether this is a restart after a fault.
         """
         self._path = None if folder is None else folder / FILE
         begin = time.time() if begin is None else begin
@@ -52,7 +52,7 @@ class Goodput:
 
     @contextmanager
     def on(self, kind: str) -> Iterator[None]:
-        """Counts the block as one kind, and what follows as the kind before."""
+        """Counts the block as one kind, and then goes back to the kind before."""
         before = self._kind
         self._begin(kind)
         try:
@@ -61,7 +61,7 @@ class Goodput:
             self._begin(before)
 
     def take(self, name: str, step: int, dropped: int = 0) -> None:
-        """Notes which run is at work, after which step, and how many steps after it had been done and are dropped."""
+        """Notes which run begins, after which step, and how many later steps an earlier start did, which are lost."""
         self._begin("restarts" if self._kind == "restarts" else "start")
         self._name = name
         run = self._run()
@@ -89,7 +89,7 @@ class Goodput:
         self.write()
 
     def write(self) -> None:
-        """Writes what was counted until now."""
+        """Writes what has been counted so far."""
         self._count()
         if self._path is not None:
             self._written = time.time()
@@ -105,7 +105,7 @@ class Goodput:
         return {"goodput": kinds["s_steps"] / total if total else 0.0, "seconds": total, **kinds, **counts}
 
     def line(self) -> str:
-        """Returns one line for people."""
+        """Returns the record as one line of text."""
         found = self.record()
         counts = {"restarts": ("restart", found["n_restarts"]), "lost": ("lost step", found["n_lost_steps"])}
         rest = []

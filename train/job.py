@@ -27,31 +27,31 @@ from train.methods import make_chain
 from train.plans import Planned, check_plan
 from train.tasks import Task, make_task
 
-OTHER_BYTES = 512  # that a step may receive beside its exchange: losses, metrics and counts
+OTHER_BYTES = 512  # that a step may receive in addition to its exchange: losses, metrics and counts
 Model = tuple[Any, Any]  # parameters and running statistics, both by block
 
 
 @dataclass(frozen=True)
 class Job:
-    """The compiled functions of a run; runs that differ in their seeds alone share them.
+    """The compiled functions of a run; runs that differ only in their seeds share them.
 
     Attributes:
       info: of the dataset.
       task: loss and scores.
       mesh: of the workers, and of the stages of each.
       axis: the axis of workers, or the axes.
-      by_rows: where the rows of a batch are.
+      by_rows: the sharding of a batch, by its rows.
       start: seed -> the fresh state, on the mesh.
       step: (state, batch) -> (state, metrics).
       inputs: the shapes of the state and of a batch, with their shardings: what the step is compiled for.
-      verify: (state, batch) -> a line that says which bytes were predicted and compiled; an error if they disagree.
-      model: state -> what is evaluated, the same on every device.
-      evaluate: (model, batch with a mask) -> what scores are made of, for every row, and the mask.
-      translate: (model, source) -> the best translation of every row, (B, T - 1); None but for translations.
-      report: bytes of a step, losses and metrics included; of a pipeline, the average over its devices.
-      dense: bytes that a device would receive in a step, if gradients and activations travelled as they are.
-      late: which dense layers multiply late, and why; None where none was asked to.
-      boundary: (sparsity, value_dtype=) -> what crosses between the stages of a pipeline.
+      verify: (state, batch) -> a line that gives the predicted bytes; raises if the compiled step has others.
+      model: state -> the model to evaluate, replicated unless it must be sharded to fit.
+      evaluate: (model, batch with a mask) -> the values of every row that scores are computed from, and the mask.
+      translate: (model, source) -> the best translation of every row, (B, T - 1); None for other data.
+      report: bytes of a step, losses and metrics included; for a pipeline, the average over its devices.
+      dense: bytes that a device would receive in a step with uncompressed gradients and activations.
+      late: which dense layers multiply late, and why; None if that was not asked for.
+      boundary: (sparsity, value_dtype=) -> the boundary between two stages of a pipeline.
     """
 
     info: DatasetInfo
@@ -79,10 +79,10 @@ def make_job(
     info: DatasetInfo | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Job:
-    """Makes the model, the optimizer and the functions of a run; `experiment.seed` is looked at for shapes alone.
+    """Makes the model, the optimizer and the functions of a run; `experiment.seed` is used only to trace shapes.
 
-    A benchmark may give a `boundary` of its own, which is made of the fields `experiment.boundary` as DCT-MP is, the
-    `info` of a dataset that is not there, and the `devices` of the mesh, which may be only described.
+    A benchmark may pass a `boundary` of its own, which is made from the fields of `experiment.boundary` as DCT-MP is;
+    the `info` of a dataset that is not there; and the `devices` of the mesh, which may be mere descriptions.
     """
     info = info or dataset_info(experiment.dataset, experiment.data_dir)
     task = make_task(info, experiment.label_smoothing)
@@ -126,8 +126,8 @@ def make_job(
         step=step,
         inputs=(shapes, batch),
         verify=verify,
-        # The workers of a local method, and the stages of a pipeline, hold the model together. What must be sharded to
-        # fit stays so.
+        # Of a local method and of a pipeline, no single device holds the whole model: it is put together on every
+        # device. What must be sharded to fit stays sharded.
         model=jax.jit(model, out_shardings=parts.places or everywhere),
         evaluate=jax.jit(partial(_evaluate, task, whole.graph), out_shardings=everywhere),
         translate=_translator(experiment, info, whole.graph, everywhere),
@@ -141,10 +141,10 @@ def make_job(
 class _Parts(NamedTuple):
     """What differs between meshes.
 
-    `first` makes the parameters and running statistics of a seed, as the step's `init` takes them, and `whole` puts
-    those of a model together. `dense` is None where the report knows it, `late` where no layer multiplies late, and
-    `shapes` (those of the state, which say where it is) where they are found by tracing `init`. `beside` is what late
-    layers gather, and `places` says where the model to evaluate is, unless it is replicated.
+    `first` makes the parameters and running statistics of a seed, as the step's `init` takes them, and `whole` merges
+    those of the stages. `dense` is None if the report has it, `late` if no layer multiplies late, and `shapes` (of the
+    state, with its shardings) if tracing `init` gives them. `beside` is the traffic of late layers and lookups, and
+    `places` has the shardings of the model to evaluate, or is None if it is replicated.
     """
 
     step: jc.TrainStep
@@ -161,7 +161,7 @@ class _Parts(NamedTuple):
 def _data_parallel(
     experiment: Experiment, method: Method, info: DatasetInfo, task: Task, mesh: Mesh, axis: Any, batch: Any
 ) -> _Parts:
-    """Workers that hold the whole model each."""
+    """Workers that each hold the whole model."""
     del batch
     late, where, beside = None, None, ()
     model = _abstract(experiment, info, LateLinear if experiment.dense_layers == "late" else None)
@@ -179,7 +179,7 @@ def _data_parallel(
 def _sharded(
     experiment: Experiment, method: Method, info: DatasetInfo, task: Task, mesh: Mesh, axis: Any, batch: Any
 ) -> _Parts:
-    """Workers that hold a shard of every dense layer, or of the tables, or of which each is several devices."""
+    """Workers that each hold a shard of the dense layers or of the tables, or that are several devices each."""
     del batch
     is_split = experiment.dense_layers == "split"
     tx, model = make_chain(experiment, method), _abstract(experiment, info, SplitLinear if is_split else None)
@@ -207,7 +207,7 @@ def _sharded(
         own = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(shapes.params))
         dense = float(jc.accounting.Traffic("all_reduce", 4 * own, experiment.workers).received)
     places, draw = None, partial(_first, experiment, info)
-    if experiment.embeddings != "exchange" or experiment.fsdp > 1:  # one device, and one host, may be too small for all
+    if experiment.embeddings != "exchange" or experiment.fsdp > 1:  # one device, or one host, may be too small
         everywhere = jax.tree.map(lambda _: P(), whole.stats)
         places = jax.tree.map(partial(NamedSharding, mesh), (specs, everywhere), is_leaf=lambda x: isinstance(x, P))
         draw = draw_where(places, experiment, info)
@@ -216,9 +216,10 @@ def _sharded(
 
 
 def _spec_of(experiment: Experiment, leaf: Any) -> P:
-    """Returns where a parameter of workers of several devices is.
+    """Returns the PartitionSpec of a parameter if a worker is several devices.
 
-    The outputs of a matrix are sharded over "model", and the largest other dimension of what has several over "fsdp".
+    The outputs of a matrix are sharded over "model", and the largest other dimension of a parameter with at least two
+    over "fsdp", where the axis divides them.
     """
     entries: list[str | None] = [None] * leaf.ndim
     if leaf.ndim == 2 and experiment.model_parallel > 1 and leaf.shape[1] % experiment.model_parallel == 0:
@@ -232,7 +233,7 @@ def _spec_of(experiment: Experiment, leaf: Any) -> P:
 
 
 def draw_where(places: Any, experiment: Experiment, info: DatasetInfo) -> Callable[[jax.Array], Model]:
-    """Returns (key) -> the first parameters and running statistics; no device and no host has a sharded array whole."""
+    """Returns (key) -> the first parameters and running statistics; no device or host ever has a whole sharded one."""
     return jax.jit(partial(_first, experiment, info), out_shardings=places)
 
 
@@ -255,7 +256,7 @@ def _loss_of(experiment: Experiment, task: Task, graph: Graph) -> Callable[..., 
 def _pipeline(
     make: Any, experiment: Experiment, method: Method, info: DatasetInfo, task: Task, mesh: Mesh, axis: Any, batch: Any
 ) -> _Parts:
-    """Workers whose devices hold a stage of the model each."""
+    """Workers whose devices each hold a stage of the model."""
     tx, fields = make_chain(experiment, method), experiment.boundary
     boundary = make(fields.sparsity, value_dtype=fields.value_dtype)
     model = _abstract(experiment, info)
@@ -290,7 +291,7 @@ def _pipeline(
 
 
 def _abstract(experiment: Experiment, info: DatasetInfo, dense: Callable[..., Any] | None = None) -> Any:
-    """Returns the model without numbers, shapes alone, for what is compiled; with dense layers of a kind if given."""
+    """Returns the model as shapes without numbers, to compile for; with dense layers made by `dense` if given."""
     architecture = experiment.architecture if dense is None else with_dense(experiment.architecture, dense)
     return nnx.eval_shape(lambda: make_model(architecture, info, experiment.dtype, experiment.seed))
 

@@ -1,7 +1,7 @@
-"""What the processes of a run tell each other outside of JAX's programs: that they live, and why one ends.
+"""What the processes of a run tell each other outside JAX's programs: that they are alive, and why one ends.
 
-It goes through the key-value store of JAX's coordination service, which is in process 0, and is there before any device
-is. Without it, a process that fails leaves the others waiting in a collective.
+They use the key-value store of JAX's coordination service, which runs in process 0 and is there before any device is.
+Otherwise, a process that fails would leave the others waiting in a collective.
 """
 
 import contextlib
@@ -20,20 +20,20 @@ import jax
 
 from train.processes import Processes
 
-# What JAX raises where a program fails: JaxRuntimeError, or at times a ValueError with one of these before its text.
+# If a program fails, JAX raises JaxRuntimeError, or sometimes a ValueError whose text begins with one of these.
 _STATUS = re.compile(r"(ABORTED|CANCELLED|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN): ")
 PERIOD = 1.0  # seconds between two signs of life
-SILENCE = 5.0  # seconds without one that tell who is gone, once a collective has failed
+SILENCE = 5.0  # once a collective has failed, seconds without a sign after which a process counts as gone
 
 
 def is_of_jax(error: BaseException) -> bool:
-    """Returns whether a program has failed on the devices or between them, as where another process has ended."""
+    """Returns whether an error is a program's failure on or between devices, as when another process has ended."""
     is_status = isinstance(error, ValueError) and _STATUS.match(str(error)) is not None
     return isinstance(error, jax.errors.JaxRuntimeError) or is_status
 
 
 class Store(Protocol):
-    """Strings by keys, the same for all processes."""
+    """Strings by key, shared by all processes."""
 
     def put(self, key: str, value: str) -> None:
         """Sets a key; an earlier value is replaced."""
@@ -86,8 +86,8 @@ class Signs:
 
     Attributes:
       count: of processes.
-      seen: the last sign of each, and when it had come.
-      moved: what each was doing when it last changed, and when that was.
+      seen: the last sign of each, and when it came.
+      moved: what each is doing, and since when.
     """
 
     count: int
@@ -105,7 +105,7 @@ class Signs:
                 self.moved[index] = (doing, now)
 
     def silent(self, now: float, seconds: float) -> str | None:
-        """Says which processes gave no sign for so long; None if all did, or are done."""
+        """Says which processes have given no sign for so long; None if each has given one or is done."""
         gone = [
             f"process {index} ({int(now - when)} s)"
             for index, (_, when) in self.seen.items()
@@ -114,7 +114,7 @@ class Signs:
         return f"no sign of life from {', '.join(gone)}" if gone else None
 
     def stuck(self, now: float, seconds: float) -> str | None:
-        """Says what the processes have been doing if none has gone on for so long; None if one has, or is done."""
+        """Says what the processes are doing if none has made progress for so long; None if one has, or is done."""
         if any(now - when <= seconds or doing in ("", "done") for doing, when in self.moved.values()):
             return None
         doings = ", ".join(f"process {index}: {doing}" for index, (doing, _) in sorted(self.moved.items()))
@@ -124,8 +124,8 @@ class Signs:
 class Liveness:
     """Signs of life, as a context: while it is open, this process gives one a second, and reads those of the others.
 
-    A process that gives none for `timeout` seconds, or that fails, ends all of them: each prints one line that names
-    it, and exits with the same code, 1 for a fault. If no process goes on for `deadline` seconds, all end as well.
+    If a process gives none for `timeout` seconds, or fails, all processes end: each prints one line that names it, and
+    exits with the same code, 1 for a fault. If no process makes progress for `deadline` seconds, all end as well.
     """
 
     def __init__(
@@ -136,14 +136,14 @@ class Liveness:
         deadline: float,
         exit_process: Callable[[int], None] = os._exit,
     ):
-        """Begins nothing yet.
+        """Starts nothing yet.
 
         Args:
           store: of all processes.
           processes: this one among the others.
           timeout: seconds without a sign after which a process counts as gone.
-          deadline: seconds without a change in what they do, of all processes.
-          exit_process: what ends this process, whatever its other threads do.
+          deadline: seconds without progress of any process, after which all end.
+          exit_process: ends this process, whatever its other threads do.
         """
         self._store, self._processes, self._exit = store, processes, exit_process
         self._timeout, self._deadline = timeout, deadline
@@ -175,11 +175,12 @@ class Liveness:
     def fail(self, error: BaseException, code: int) -> None:
         """Ends all processes because of an error in this one.
 
-        A collective fails where another process has ended: then that one is looked for first, for some seconds.
+        A collective also fails when another process has ended. So after an error of JAX, it first waits some seconds
+        for that process to be found.
 
         Args:
           error: what happened.
-          code: that all processes exit with.
+          code: with which all processes exit.
         """
         if is_of_jax(error):
             self._broken.set()
@@ -209,7 +210,7 @@ class Liveness:
                 return
 
     def _guard(self) -> None:
-        """Ends this process if the store does not answer, of which a call may wait for ever."""
+        """Ends this process if the store does not answer: a call to it may wait for ever."""
         while not self._closed.wait(PERIOD):
             seconds = time.monotonic() - self._answered
             if seconds > self._timeout + 3 * PERIOD:
@@ -241,7 +242,7 @@ class Liveness:
                 code = int(text)
         self._say(line)
         if self._processes.index == 0:
-            time.sleep(3 * PERIOD)  # the others read why from here
+            time.sleep(3 * PERIOD)  # the others read the reason from this process
         self._exit(code)
 
     def _say(self, line: str) -> None:

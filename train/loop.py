@@ -1,4 +1,4 @@
-"""One run: the steps between two checkpoints."""
+"""One run: its steps, evaluations and checkpoints."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ STATE_FORMAT = 5  # of a checkpoint's state; another number is refused
 
 
 class Progress(Protocol):
-    """Where a run shows how far it is."""
+    """Shows how far a run is."""
 
     def say(self, message: str) -> None:
         """Shows a line."""
@@ -53,7 +53,7 @@ class Run:
     Attributes:
       summary: the row of the table.
       evaluations: on the test split, in order.
-      losses: of every step of this process's part of the run.
+      losses: of every step since the start or the resume.
       state: the train state.
       finished: False if it was stopped, by SIGTERM or `stop_after`.
     """
@@ -77,17 +77,17 @@ def train(
     """Trains one model with one method, from the start or from the last checkpoint.
 
     Args:
-      experiment: the fields; `experiment.method` is not looked at.
+      experiment: the fields; `experiment.method` is ignored.
       method: how gradients are exchanged.
       processes: this process among the others.
-      progress: where to show it.
-      job: of the same method and of an experiment that differs in its seed alone; made here if not given.
-      doing: told what this process does, before it does it.
+      progress: where to show progress.
+      job: of the same method and of an experiment that differs only in its seed; made here if not given.
+      doing: called with what this process is about to do.
       goodput: counts where the time goes.
 
     Raises:
       ValueError: for settings that contradict each other, before anything is written; for data that the model cannot
-        take; after `experiment.max_skipped` skipped steps in a row.
+        take; after `experiment.max_skipped` skipped steps in a row; if replicated arrays differ between devices.
     """
     begin, goodput = time.perf_counter(), goodput or Goodput()
     check(experiment, processes.count)
@@ -104,7 +104,7 @@ def train(
     tests = eval_batches(experiment.dataset, **where)
     about = describe(experiment, method) | {"format": STATE_FORMAT}
     about["boundary"] = None if job.boundary is jc.dct_mp else job.boundary.__name__
-    if job.late is not None:  # which depends on the number of workers, and the state's shapes on it
+    if job.late is not None:  # depends on the number of workers; the state's shapes depend on it
         about["late"] = [layer.path for layer in job.late.layers if layer.is_late]
 
     name = run_name(method, experiment.boundary, experiment.dense_layers, experiment.embeddings)
@@ -183,7 +183,7 @@ def train(
             if is_due:
                 record(*pending)  # no checkpoint is ahead of the metrics
                 pending = None
-            if is_due and not log.streak:  # or a state that skips every step would push out the last that did not
+            if is_due and not log.streak:  # or states that skip every step would displace the last good one
                 save(state)
                 is_due = False
             if stopping.is_set() if processes.count == 1 else checkpoints.preempted(step):
@@ -217,10 +217,10 @@ def train(
 
 
 def check_replicas(job: Job, state: jc.TrainState, name: str, step: int, saved: int | None) -> None:
-    """Compares what is replicated across the devices; a worker that has other numbers would go on with another model.
+    """Checks that replicated arrays are equal on all devices; a worker with other numbers would train another model.
 
     Raises:
-      ValueError: if some differ, with their names and workers.
+      ValueError: naming the arrays that differ, and their workers.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_worker)
     named = {
@@ -263,10 +263,10 @@ def _streak_message(experiment: Experiment, log: Log, name: str, saved: int | No
 
 
 def rows_of(processes: Processes, parts: int) -> tuple[int, int]:
-    """Returns which part of the rows of a batch this process reads, and of how many.
+    """Returns which part of a batch's rows this process reads, and the number of such parts.
 
-    Rows are in as many parts as there are workers, times the devices of each that have rows of their own. There may be
-    fewer processes than parts or more: those that share a part, such as stages, read the same rows.
+    `parts` is the number of workers, times the devices of each that have rows of their own. With fewer processes, each
+    reads several parts; with more, processes that share a part, such as those of stages, read the same rows.
     """
     if processes.count <= parts:
         return processes.index, processes.count
@@ -276,7 +276,7 @@ def rows_of(processes: Processes, parts: int) -> tuple[int, int]:
 def test_scores(
     experiment: Experiment, job: Job, rows: list[dict[str, np.ndarray]], translations: list[np.ndarray]
 ) -> dict[str, float]:
-    """Returns the scores of the test split, from what every batch of it gave; of translations BLEU as well."""
+    """Returns the scores of the test split from the results of its batches; for translations, BLEU as well."""
     real = np.concatenate([part["mask"] for part in rows]) > 0
     split = {name: np.concatenate([part[name] for part in rows])[real] for name in rows[0] if name != "mask"}
     scores = job.task.scores(split)
@@ -289,9 +289,9 @@ def test_scores(
 
 
 def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
-    """Returns what must stay the same when a run goes on, as JSON; the number of workers may change.
+    """Returns what must stay the same when a run is resumed, as JSON; only workers may change, and steps grow.
 
-    Records of a run have it too; the format of the checkpoints is not in it.
+    Records of runs hold it too, so the format of the checkpoints is not in it.
     """
     names = (
         "dataset",
@@ -321,9 +321,9 @@ def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
         "workers",
     )
     fields = {name: getattr(experiment, name) for name in names}
-    # Slices may come and go, too.
+    # The number of slices may change, too, but not the workers in each.
     fields["workers_per_slice"] = experiment.workers // experiment.slices if experiment.slices > 1 else None
-    # Records of before there were such have none.
+    # Left out at their defaults: records that were made before these fields existed do not have them.
     for name, usual in (("delay", 0), ("fsdp", 1), ("pipeline_schedule", "gpipe")):
         if getattr(experiment, name) != usual:
             fields[name] = getattr(experiment, name)
@@ -347,7 +347,7 @@ def _to_mesh(batch: dict[str, np.ndarray], job: Job) -> dict[str, jax.Array]:
 def _sigterm(processes: Processes) -> Iterator[threading.Event]:
     """Turns SIGTERM into an event, while the block runs.
 
-    Among several processes JAX's own handler stays, by which they agree on a step to stop at.
+    With several processes, JAX's own handler stays: it has them agree on a step at which to stop.
     """
     asked = threading.Event()
     if processes.count > 1 or threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""From a method to the chain of transformations that trains with it."""
+"""Makes the chain of transformations that trains with a method."""
 
 import dataclasses
 
@@ -18,10 +18,10 @@ def run_name(
     dense_layers: str = "exchange",
     embeddings: str = "exchange",
 ) -> str:
-    """Returns the name of a run's folder and curve: the method's, of averaged models how often, and the boundary's.
+    """Returns the name of a run's folder and curve.
 
-    So a pipeline with a boundary has another folder than its baseline, which sends whole activations; and dense layers
-    or tables that are trained in their own way have another than with the method alone.
+    It has the method, the period of model averaging, how dense layers and tables are trained if not like the rest, and
+    the boundary. So a pipeline with a boundary has another folder than its baseline, which sends whole activations.
     """
     name = method.name
     if isinstance(method, PlumpDp) and method.p > 1:
@@ -41,15 +41,15 @@ def make_exchange(
     others: optax.GradientTransformation | None = None,
     axis_name: str = "data",
 ) -> optax.GradientTransformation:
-    """Makes a method's transformation, of its options and what else it takes.
+    """Makes a method's transformation from its options and the arguments below.
 
     Args:
       method: the options.
-      momentum: of the methods that have it inside, `dgc` and `iwp`.
+      momentum: for the methods that have it inside, `dgc` and `iwp`.
       where: chooses the parameters that are exchanged; the gradients of the others are already reduced, or go to
         `others`.
-      others: a second exchange.
-      axis_name: the axis of workers that it goes over.
+      others: a second exchange, for the rest.
+      axis_name: the axis of workers to exchange over.
 
     Raises:
       ValueError: for a field out of range.
@@ -61,7 +61,7 @@ def make_exchange(
 
 
 def make_chain(experiment: Experiment, method: Method, where: Where | None = None) -> optax.GradientTransformation:
-    """Makes the whole optimizer, the exchange in its place: SGD with momentum, Adam or Muon, weight decay, a schedule.
+    """Makes the whole optimizer around the exchange: SGD with momentum, Adam or Muon, weight decay, a schedule.
 
     - Gradients are exchanged first: L2, exchange, momentum, decoupled decay, learning rate.
     - `dgc` and `iwp` have heavy-ball momentum inside: L2, exchange, decoupled decay, learning rate.
@@ -69,16 +69,16 @@ def make_chain(experiment: Experiment, method: Method, where: Where | None = Non
     - Local methods come last: L2, momentum, decoupled decay, learning rate, exchange.
     - With slices, gradients are averaged densely inside each, and exchanged between them.
 
-    Of L2 and decoupled decay there is one, by `experiment.decay`. Parameters are replicated, so that the mean of L2 in
-    each worker's gradient is L2 in the mean, also of gradients that are already reduced.
+    The decay is either L2 or decoupled, by `experiment.decay`. Parameters are replicated, so adding L2 to each worker's
+    gradient is the same as adding it to the mean; this also holds for gradients that are already reduced.
 
     Args:
-      experiment: the fields; `experiment.method` is not looked at.
+      experiment: the fields; `experiment.method` is ignored.
       method: how the workers exchange.
       where: chooses the parameters that are exchanged; the gradients of the others are already reduced.
 
     Raises:
-      ValueError: for a field out of range, or a method that does not go with the others.
+      ValueError: for a field out of range, or a method that does not go with the other fields.
     """
     has_momentum, is_local = isinstance(method, MomentumCorrection | Demo), method.period is not None
     if experiment.delay and is_local:
@@ -134,7 +134,7 @@ Links = list[optax.GradientTransformation]
 
 
 def _optimizer(experiment: Experiment) -> tuple[Links, Links, Links]:
-    """Returns L2 and momentum, if there are any, and what comes after: decoupled decay and learning rate."""
+    """Returns L2 and momentum, if there are any, and what comes after: decoupled decay, if any, and learning rate."""
     l2, momentum, decay = [], [], []
     if experiment.weight_decay and experiment.decay == "l2":
         l2 = [optax.add_decayed_weights(experiment.weight_decay)]
@@ -145,7 +145,7 @@ def _optimizer(experiment: Experiment) -> tuple[Links, Links, Links]:
     elif experiment.optimizer == "muon":
         options = {"beta": experiment.momentum, "adam_b1": experiment.momentum, "nesterov": experiment.nesterov}
         momentum = [optax.contrib.muon(-1.0, adam_b2=0.98, consistent_rms=0.2, **options)]  # the rate comes after decay
-    elif experiment.momentum:  # without, a trace would be one more copy of the parameters: gigabytes of a DLRM's tables
+    elif experiment.momentum:  # without momentum, a trace would only be a copy of the parameters: gigabytes in a DLRM
         momentum = [optax.trace(decay=experiment.momentum, nesterov=experiment.nesterov)]
     return l2, momentum, [*decay, optax.scale_by_learning_rate(make_schedule(experiment))]
 

@@ -31,7 +31,7 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Fraction of the images, clicks or tokens told right."""
+        """Fraction of the images, clicks or tokens predicted correctly."""
         return self.scores["accuracy"]
 
 
@@ -47,9 +47,9 @@ class Summary:
       steps: steps done.
       bytes_per_step: bytes that each worker receives, loss and metrics included: the mean over the steps done, by the
         report of the traced step.
-      ratio_to_dense: how many times fewer than a dense float32 exchange; None where nothing is received.
-      ratio_to_bfloat16: how many times fewer than a dense exchange of two bytes a parameter.
-      overflow_per_step: mean of the selected coordinates that did not fit, all workers together.
+      ratio_to_dense: how many times fewer bytes than a dense float32 exchange; None where nothing is received.
+      ratio_to_bfloat16: how many times fewer bytes than a dense exchange of two bytes a parameter.
+      overflow_per_step: mean number of selected coordinates that did not fit, all workers together.
       skipped: steps skipped for a non-finite gradient.
       seconds: of this process, compilation included.
     """
@@ -68,7 +68,7 @@ class Summary:
 
     @property
     def accuracy(self) -> float:
-        """On the test split at the end."""
+        """Accuracy on the test split at the end."""
         return self.scores["accuracy"]
 
     def record(self) -> dict[str, Any]:
@@ -82,18 +82,18 @@ class Summary:
 class Log:
     """The metrics of a run, step by step, in memory and as JSON lines; a resumed run continues a stopped one's file.
 
-    In the file a number that is not finite is null.
+    In the file, a number that is not finite is null.
 
     Attributes:
-      evaluations: on the test split, those of before the resume included.
+      evaluations: on the test split, including those before the resume.
       losses: of every step since the resume.
       overflow: coordinates that did not fit, all steps and all workers together.
       skipped: steps skipped.
       streak: steps skipped in a row until now; steps of local methods without an exchange do not count.
       last_step: of the last line, 0 if there is none.
       last_loss: of the last step that was not skipped, NaN if there is none.
-      dropped: steps of the file that were done after the checkpoint.
-      bytes_received: of every step, those of before the resume included.
+      dropped: steps of the file that were done after the checkpoint, and are dropped.
+      bytes_received: of all steps, including those before the resume.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Log:
         Args:
           path: where; its folder is made.
           report: the bytes of a step.
-          is_rare: whether a step, from 1, is known to cost the most; those that drain say so themselves.
+          is_rare: whether a step, from 1, is known to cost the most. Steps that drain say so in their metrics.
           after: the step of the checkpoint that the run goes on from, 0 at the start. Lines of later steps are dropped.
           writes: False for all processes but one.
           tensorboard: whether to write scalars for TensorBoard as well, in the same folder.
@@ -129,7 +129,7 @@ class Log:
         for record in records:
             self._count(record)
         self.bytes_received = records[-1]["bytes_received"] if records else 0.0
-        # Since the run began, the time between a stop and a resume left out.
+        # Seconds count from the start of the run, without the time between a stop and a resume.
         self._began = time.perf_counter() - (records[-1].get("seconds", 0.0) if records else 0.0)
         self._file: IO[str] | None = None
         self._board = Board(path.parent, after) if writes and tensorboard else None
@@ -137,7 +137,7 @@ class Log:
             path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_suffix(".draft")
             draft.write_text("".join(json.dumps(plain(record)) + "\n" for record in records))
-            draft.replace(path)  # at once: other processes may be reading it
+            draft.replace(path)  # atomic: other processes may be reading it
             self._file = path.open("a")
 
     def record(self, step: int, metrics: dict[str, Any], test: dict[str, float] | None) -> dict[str, Any]:
@@ -189,9 +189,9 @@ class Log:
 
 
 class Board:
-    """Scalars for TensorBoard, one a number of `Log`'s lines; `tensorboard --logdir runs` shows every method as a run.
+    """Scalars for TensorBoard, one per number of `Log`'s lines; `tensorboard --logdir runs` shows a run per method.
 
-    Names have a part before the slash by which TensorBoard groups them: "train/loss", "test/loss", "exchange/sent".
+    TensorBoard groups names by the part before the slash: "train/loss", "test/loss", "exchange/sent".
     """
 
     def __init__(self, folder: Path, after: int):
@@ -199,7 +199,7 @@ class Board:
 
         Args:
           folder: of one method.
-          after: the last step that counts; TensorBoard drops what an earlier start wrote of later steps.
+          after: the last step that counts; TensorBoard drops what an earlier start wrote for later steps.
 
         Raises:
           ValueError: if tensorboardX is not installed.

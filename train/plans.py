@@ -21,7 +21,7 @@ _FIRST, _LAST = 6, 20  # the steps that are timed
 
 @dataclass(frozen=True)
 class Planned(Exchange):
-    """The exchanges of a plan, in one transformation. It stands where a method does.
+    """The exchanges of a plan, in one transformation. It takes the place of a method.
 
     Attributes:
       file: of the plan.
@@ -33,18 +33,18 @@ class Planned(Exchange):
 
     @cached_property
     def contents(self) -> Plan:
-        """What the file says."""
+        """The plan in the file."""
         return read_plan(self.file)
 
     def options(self) -> dict[str, Any]:
-        """Returns what a run records of it."""
+        """Returns what a run records of the plan."""
         return {"tensors": dict(self.contents.tensors), "exchanges": dict(self.contents.exchanges)}
 
     def transform(self) -> optax.GradientTransformation:
         """Returns the transformation of the plan.
 
         Raises:
-          ValueError: if some parameters shall bypass it, which the plan does not know.
+          ValueError: if some parameters bypass the exchange, as a plan is for all of them.
         """
         if self.where is not None or self.others is not None:
             raise ValueError(
@@ -77,12 +77,12 @@ class Watch:
     """Times the first steps of a run, and compares them with what was predicted."""
 
     def __init__(self, method: Exchange):
-        """Watches the runs of plans alone."""
+        """Does nothing if the method is not a plan."""
         self.predicted = method.contents.step if isinstance(method, Planned) else None
         self._steps, self._seconds = 0, list[float]()
 
     def run(self, step: Callable[[], Any]) -> tuple[Any, str | None]:
-        """Runs a step; returns what it returns, and after some steps a line."""
+        """Runs a step; returns its result, and after the last timed step a line, otherwise None."""
         self._steps += 1
         if self.predicted is None or self._steps > _LAST:
             return step(), None

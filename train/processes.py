@@ -11,10 +11,10 @@ import jax
 
 from train.rendezvous import meet, written
 
-# Seconds after which JAX itself gives a process up, with many lines, none of which names the one that has failed. The
-# trainer's own signs of life come before that.
+# Seconds after which JAX itself gives up on a process, with many lines, none of which names the one that failed. The
+# trainer's own signs of life tell earlier.
 _TIMEOUTS = {"heartbeat_timeout_seconds": 600, "shutdown_timeout_seconds": 600}
-_OPEN: list[socket.socket] = []  # until this process ends: the others take a closed one for its end
+_OPEN: list[socket.socket] = []  # kept open until this process ends: a closed one tells the others that it has
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Processes:
     Attributes:
       index: from 0.
       count: how many there are.
-      has_devices: whether JAX has started this process's devices already, to be told the two by its cluster.
-      missing: the processes, by the numbers that they were started with, that the run goes on without.
-      lines: open connections, of which the first of every process but 0 ends when process 0 does.
+      has_devices: whether JAX has already started this process's devices, to ask the cluster for index and count.
+      missing: the processes that the run goes on without, by the numbers that they were started with.
+      lines: open connections. Process 0 has one to each other process; these have one each, which ends when it does.
     """
 
     index: int = 0
@@ -37,12 +37,10 @@ class Processes:
 
 
 def prepare_jax(simulated_devices: int | None = None) -> None:
-    """Sets what JAX reads once, before its first use.
-
-    The memory that the process frees stays its own (`keep_freed_memory`).
+    """Sets what JAX reads once, before its first use; also calls `keep_freed_memory`.
 
     Args:
-      simulated_devices: CPU devices of this process; None leaves the platform's own.
+      simulated_devices: CPU devices of this process; None keeps the platform's own.
     """
     keep_freed_memory()
     if simulated_devices is not None:
@@ -56,9 +54,9 @@ def prepare_jax(simulated_devices: int | None = None) -> None:
 def keep_freed_memory() -> None:
     """Has glibc keep what the process frees, for its next allocation.
 
-    By default it returns every buffer above 32 MB, the end of its heap, and the heaps that it makes for threads, to the
-    kernel, which fills them with zeros again, page by page, for the next step. Nothing is done where a variable of
-    glibc's allocator is set (one of MALLOC_..., or GLIBC_TUNABLES), or where the C library is another.
+    By default, glibc returns every buffer above 32 MB, the end of its heap, and the heaps that it makes for threads, to
+    the kernel, which fills them with zeros again, page by page, for the next step. Does nothing if a variable of
+    glibc's allocator is set (one of MALLOC_..., or GLIBC_TUNABLES), or if the C library has no `mallopt`.
     """
     if any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
         return
@@ -82,24 +80,23 @@ def connect(
 ) -> Processes:
     """Joins the run's other processes, before JAX touches a device.
 
-    Arguments that are None come from JAXCOMM_COORDINATOR, JAXCOMM_PROCESS_ID and JAXCOMM_NUM_PROCESSES. Where those are
-    not set either, JAX asks the cluster (Slurm, Open MPI, Kubernetes, Cloud TPU) if its variables are there, and else
-    the process runs alone.
+    Arguments that are None come from JAXCOMM_COORDINATOR, JAXCOMM_PROCESS_ID and JAXCOMM_NUM_PROCESSES. If these are
+    not set either, JAX asks the cluster (Slurm, Open MPI, Kubernetes, Cloud TPU) if that has set its variables;
+    otherwise the process runs alone.
 
     Args:
       coordinator: HOST:PORT of process 0.
       process_id: this process, from 0.
       num_processes: how many processes there are.
-      check: told how many processes there are, before this one waits for the others where it can be known; raises to
-        stop here.
-      seconds: to wait for the others. Where the three are given, those that have not come are named meanwhile, and
-        at the end; where JAX asks the cluster, it ends the process, and names nobody.
-      fits: see `rendezvous.meet`; where JAX asks the cluster, all must come.
+      check: called with the number of processes, if possible before this one waits for the others; raises to stop here.
+      seconds: to wait for the others. If the three arguments are given, missing processes are named meanwhile and at
+        the end; if JAX asks the cluster, it ends the process and names none.
+      fits: see `rendezvous.meet`; if JAX asks the cluster, all must come.
       patience: see `rendezvous.meet`.
 
     Raises:
       ValueError: if only some of the three are given, they contradict each other or those of other processes, or the
-        address has no host that is known; if the others go on without this process.
+        address's host is unknown; if the others go on without this process.
       TimeoutError: if not all have come.
     """
     coordinator = coordinator or os.environ.get("JAXCOMM_COORDINATOR")
@@ -111,7 +108,7 @@ def connect(
         if not _on_a_cluster():
             check(1)
             return Processes()
-        # From the launcher's variables where it has set them: asking JAX starts its devices, before prepare_jax.
+        # From the launcher's variables if it has set them: asking JAX would start its devices, before prepare_jax.
         found = _launched()
         if found is not None:
             check(found.count)
@@ -153,14 +150,14 @@ def connect(
 
 
 def is_addressed(coordinator: str | None) -> bool:
-    """Returns whether the processes meet at an address that was given, and not by what JAX asks the cluster."""
+    """Returns whether the processes meet at an address that was given, and not at one that JAX asks the cluster for."""
     return coordinator is not None or "JAXCOMM_COORDINATOR" in os.environ
 
 
 def _address(coordinator: str, *, listens: bool) -> tuple[tuple[str, int], bool]:
-    """Returns the address and port of process 0, and whether they are this host's.
+    """Returns the address and port of process 0, and whether it `listens` at that address alone.
 
-    Process 0 listens at that address alone; everywhere, if it is not this host's (behind an address translation).
+    It listens at all addresses if that one is not this host's (behind address translation).
 
     Raises:
       ValueError: if the port is taken, or the host is not known.
@@ -197,7 +194,7 @@ def _integer(value: int | None, variable: str) -> int | None:
         raise ValueError(f"{variable} is an integer, got {os.environ[variable]!r}: set it to a number.") from None
 
 
-# Number of processes and number of this one, as Slurm, Open MPI and MPICH name them.
+# Variables for the number of processes and the number of this one, of Slurm, Open MPI and MPICH.
 _LAUNCHERS = {"SLURM_NTASKS": "SLURM_PROCID", "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK", "PMI_SIZE": "PMI_RANK"}
 
 

@@ -1,4 +1,4 @@
-"""Records of long work, each in its file as soon as it is there: a later call goes on where one stopped."""
+"""Records of long work, each written as soon as it is there: a later call goes on where an earlier one stopped."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ Record = dict[str, Any]
 
 
 class Records:
-    """Results by what they are results of; each is written as soon as it is there, one a line."""
+    """Results by key; each is written as soon as it is there, one a line."""
 
     def __init__(self, path: Path | None):
         """Reads what an earlier run has left.
@@ -31,7 +31,7 @@ class Records:
 
         Args:
           expected: settings that all records of the file have.
-          settings: those of a record.
+          settings: (record) -> its settings.
 
         Raises:
           ValueError: with the first setting that differs.
@@ -47,12 +47,12 @@ class Records:
                     )
 
     def find(self, key: Mapping[str, Any]) -> Record | None:
-        """Returns the record whose fields are those of the key, and others; None if there is none."""
+        """Returns the first record that has all fields of the key; None if there is none."""
         wanted = json.loads(json.dumps(key))  # tuples are lists when they come back
         return next((record for record in self._records if wanted.items() <= record.items()), None)
 
     def get(self, key: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> Record:
-        """Returns the record of a key: the one that is there, or what `make` returns, which is written."""
+        """Returns the record of a key: the one that is there, or a new one of what `make` returns."""
         return self.find(key) or self.add({**key, **make()})
 
     def add(self, record: Mapping[str, Any]) -> Record:

@@ -1,8 +1,8 @@
 """Before JAX connects: the processes of a run meet at the coordinator's address, and learn who has not come.
 
-JAX's coordination service cannot be asked who is there before all are. So process 0 listens at its port first; when all
-have come, it closes that socket, and JAX's service takes the port. The connections stay open: one that ends tells the
-others that process 0 is gone. What travels are lines of JSON.
+JAX's coordination service cannot say who is there before all are. So process 0 listens at its port first; when all have
+come, it closes that socket, and JAX's service takes the port. The connections stay open: when they end, the others know
+that process 0 is gone. Messages are lines of JSON.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from typing import Any
 SAY = 5.0  # seconds between two lines that say who is missing; the first comes after FIRST
 FIRST = 2.0
 PAUSE = 0.3  # seconds between two attempts to reach process 0
-LATE = 15.0  # seconds for which the others wait longer than process 0, which names who is missing
+LATE = 15.0  # seconds that the others wait longer than process 0, so that it can name who is missing
 LONGEST = 4096  # bytes of a line
 
 
@@ -29,8 +29,8 @@ class Meeting:
     Attributes:
       index: this process from now on, from 0.
       count: how many there are from now on.
-      missing: the processes, by their first numbers, that the run goes on without.
-      lines: open connections: to process 0, or of process 0 to all others.
+      missing: the processes that the run goes on without, by the numbers that they were started with.
+      lines: open connections: to process 0, or from process 0 to all others.
     """
 
     index: int
@@ -54,12 +54,12 @@ def meet(
       index: this process, from 0.
       count: of processes.
       seconds: to wait for all.
-      fits: whether so many processes can go on without the others; asked in process 0. None: all must come.
-      patience: seconds after which process 0 goes on with the most of those that have come that fit.
+      fits: (count) -> whether so many processes can go on without the others; called in process 0. None: all must come.
+      patience: seconds after which process 0 goes on with as many of the processes that have come as `fits` allows.
 
     Raises:
-      TimeoutError: on all, with the processes that have not come.
-      ValueError: on all, if two have one number, or they count differently; on those that the others go on without.
+      TimeoutError: on all, naming the processes that have not come.
+      ValueError: on all, if two have the same number or their counts differ; on those that the others go on without.
       OSError: if process 0 cannot listen.
     """
     if index:
@@ -91,17 +91,17 @@ def _lead(
                 _send(line, {"wait": waiting})
         ready, _, _ = select.select([listener, *came.values()], [], [], 0.2)
         for other in [other for other, line in came.items() if line in ready]:
-            came.pop(other).close()  # it has nothing more to say: it has ended
+            came.pop(other).close()  # a waiting process sends nothing: this one has ended
         if listener in ready:
             _take(listener.accept()[0], came, count)
     return _go(came, count, count)
 
 
 def _take(line: socket.socket, came: dict[int, socket.socket], count: int) -> None:
-    """Takes in a process that has come; closes the connection of what is none.
+    """Takes in a process that has come; closes the connection if it is not one.
 
     Raises:
-      ValueError: if it counts otherwise, or has the number of another.
+      ValueError: if its count differs, or its number is another's or out of range.
     """
     line.settimeout(2.0)
     hello = _receive(line)
@@ -120,7 +120,7 @@ def _take(line: socket.socket, came: dict[int, socket.socket], count: int) -> No
 
 
 def _go(came: dict[int, socket.socket], count: int, most: int) -> Meeting:
-    """Tells those that have come how many they are from now on; those beyond that end."""
+    """Tells the first `most` of those that have come how many they are from now on, and the rest to end."""
     present = [0, *sorted(came)]
     missing = tuple(other for other in range(count) if other not in present[:most])
     for other in present[most:]:
@@ -157,7 +157,7 @@ def _follow(address: tuple[str, int], index: int, count: int, seconds: float) ->
 
 
 def _answer(line: socket.socket) -> dict[str, Any] | None:
-    """Returns what process 0 says in the end; None if that is not what answers."""
+    """Waits for process 0's decision and returns it; None if something else answers."""
     line.settimeout(3 * SAY)
     while answer := _receive(line):
         if "wait" not in answer:
@@ -168,22 +168,22 @@ def _answer(line: socket.socket) -> dict[str, Any] | None:
 
 
 def _end(lines: Iterable[socket.socket], message: str, *, is_late: bool = False) -> str:
-    """Tells others why they end; returns it."""
+    """Tells processes why they must end; returns the message."""
     for line in lines:
         _send(line, {"end": message, "is_late": is_late})
     return message
 
 
 def _send(line: socket.socket, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # who is gone is found by its end of the connection
+    with contextlib.suppress(OSError):  # a process that is gone is noticed by its closed connection
         line.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _receive(line: socket.socket) -> dict[str, Any] | None:
-    """Returns the next message; None at the end of the connection, or for what is none."""
+    """Returns the next message; None at the end of the connection, or for anything else."""
     text = b""
     try:
-        while not text.endswith(b"\n"):  # byte by byte: what follows is not of this message
+        while not text.endswith(b"\n"):  # byte by byte: what follows is not part of this message
             byte = line.recv(1)
             if not byte or len(text) >= LONGEST:
                 return None

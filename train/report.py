@@ -38,7 +38,7 @@ class Report:
     """Draw loss, accuracy, bytes, density, overflow and skipped steps of runs over steps and over time."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Folders of runs (runs/digits), or of one method in a run (runs/digits/dct_dp). All are drawn into one another."""
+    """Folders of runs (runs/digits), or of one method in a run (runs/digits/dct_dp). All share the same figures."""
     out: Path | None = None
     """The file; report.html in the first folder if not given."""
 
@@ -50,7 +50,7 @@ class Curve:
     Attributes:
       label: what figures and tables call it.
       lines: of `metrics.jsonl`, one a step; a number that was not finite is NaN.
-      settings: of `settings.json`; empty where a run was made before there was one.
+      settings: of `settings.json`; empty if the run was made before there was such a file.
     """
 
     label: str
@@ -109,7 +109,7 @@ def _methods_of(folder: Path) -> list[Path]:
 
 
 def _labels(files: Sequence[Path]) -> list[str]:
-    """Returns the names of the methods' folders; with as many of the folders above as it takes to tell them apart."""
+    """Returns the names of the methods' folders, with as many parent folders as it takes to tell them apart."""
     parts = [file.resolve().parent.parts for file in files]
     depth = 1
     while depth < max(map(len, parts)) and len({each[-depth:] for each in parts}) < len(set(parts)):
@@ -120,7 +120,7 @@ def _labels(files: Sequence[Path]) -> list[str]:
 def _read(file: Path, label: str) -> Curve:
     lines = []
     for number, text in enumerate(file.read_text().splitlines(keepends=True), 1):
-        if not text.endswith("\n"):  # the run is at it
+        if not text.endswith("\n"):  # the run is still writing it
             continue
         try:
             record = json.loads(text)
@@ -135,7 +135,7 @@ def _read(file: Path, label: str) -> Curve:
     return Curve(label, lines, json.loads(settings.read_text()) if settings.exists() else {})
 
 
-# What is drawn: title, the label of the axis, whether the axis is logarithmic, and the lines of a curve.
+# The lines of a curve in a figure: places, values and style of each.
 Drawn = Callable[[Curve], list[tuple[list[int], list[float], str]]]
 
 
@@ -173,6 +173,7 @@ def _skipped(curve: Curve) -> list[tuple[list[int], list[float], str]]:
     return [(places, sums, "line")]
 
 
+# Title, caption, label of the y axis, whether that axis is logarithmic, and what is drawn.
 PANELS: tuple[tuple[str, str, str, bool, Drawn], ...] = (
     (
         "Loss",
@@ -215,7 +216,7 @@ PANELS: tuple[tuple[str, str, str, bool, Drawn], ...] = (
 
 
 def page(curves: Sequence[Curve]) -> str:
-    """Returns the report as one HTML document, which loads nothing."""
+    """Returns the report as one HTML document that loads nothing else."""
     sections = []
     for title, caption, label, logarithmic, drawn in PANELS:
         panels: dict[str, list[Line]] = {"step": [], "seconds": []}
@@ -224,7 +225,7 @@ def page(curves: Sequence[Curve]) -> str:
             for places, values, style in drawn(curve):
                 for axis, lines in panels.items():
                     if not all(axis in curve.lines[place] for place in places):
-                        continue  # made before lines had their time
+                        continue  # the run was made before lines had their time
                     at = [float(curve.lines[place][axis]) for place in places]
                     x, y, each = thinned(at, values)
                     averaged = max(averaged, each)
@@ -283,7 +284,7 @@ def _summary(curves: Sequence[Curve]) -> str:
 
 
 def _settings(curves: Sequence[Curve]) -> str:
-    """Returns the table of settings, a column a run; those that differ are marked, and come first."""
+    """Returns the table of settings, one column per run; settings that differ are marked, and come first."""
     names = list(dict.fromkeys(name for curve in curves for name in curve.settings))
     if not names:
         return ""

@@ -1,7 +1,7 @@
-"""`--restarts N`: a process that starts the trainer again, from its last checkpoint, when it has ended by a fault.
+"""`--restarts N`: a supervisor that restarts the trainer from its last checkpoint after a fault.
 
-The supervisor of each process starts its own again. All processes end when one does (`train.liveness`), so that they
-meet at the coordinator again.
+Every process has a supervisor of its own. All processes end when one does (`train.liveness`), so they meet again at the
+coordinator.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from types import FrameType
 
 from train.goodput import FILE, Goodput
 
-BEGUN = "JAXCOMM_BEGUN"  # names a file: of which run this process goes on, once it has begun one
-FINAL = (0, 2, 3, 130)  # exit codes after which no start follows: done, bad input, an advice, Ctrl-C
-PAUSE = 1.0  # seconds before a start
-# Where JAX asks the cluster who is there: the others end by themselves meanwhile, and it aborts those that one comes
-# back to.
+BEGUN = "JAXCOMM_BEGUN"  # variable with the path of a file, which names the folder of the run once it has begun
+FINAL = (0, 2, 3, 130)  # exit codes after which there is no restart: done, bad input, dense advised, Ctrl-C
+PAUSE = 1.0  # seconds before a restart
+# If JAX asks the cluster who is there: the other processes need time to end, as JAX aborts those that are still up when
+# one comes back.
 LONG_PAUSE = 10.0
 
 
@@ -37,7 +37,7 @@ def begun() -> Path | None:
 
 
 def note_begun(folder: Path) -> None:
-    """Notes the folder of the run, for the starts after this one."""
+    """Notes the folder of the run, for later restarts."""
     if is_supervised():
         Path(os.environ[BEGUN]).write_text(str(folder))
 
@@ -48,15 +48,15 @@ def supervise(
     start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
     pause: float | None = None,
 ) -> int:
-    """Runs `python -m train` until it ends by itself, or has been started so often; returns its exit code.
+    """Runs `python -m train`, and restarts it after a fault at most `restarts` times; returns its last exit code.
 
-    SIGTERM and SIGINT go on to the trainer, which then ends as it does without a supervisor, and is not started again.
+    SIGTERM and SIGINT are passed to the trainer, which then ends as it does without a supervisor, and is not restarted.
 
     Args:
       argv: of the trainer.
       restarts: starts after the first.
       start: starts a process, as `subprocess.Popen`.
-      pause: seconds before each of them; PAUSE if not given.
+      pause: seconds before each restart; PAUSE if not given.
     """
     process: subprocess.Popen[bytes] | None = None
     asked: signal.Signals | None = None
@@ -83,7 +83,7 @@ def supervise(
             if asked is not None:
                 break
             process = start([sys.executable, "-m", "train", *argv], env={**os.environ, BEGUN: str(note)})
-            if asked is not None:  # before the process was known
+            if asked is not None:  # the signal came before the process was known
                 process.send_signal(asked)
             code = process.wait()
             if asked is not None or code in FINAL:
@@ -95,7 +95,7 @@ def supervise(
 
 @contextlib.contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Gives SIGTERM and SIGINT to a handler."""
+    """Passes SIGTERM and SIGINT to a handler while the block runs."""
     before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield

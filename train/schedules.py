@@ -39,4 +39,4 @@ def make_schedule(experiment: Experiment) -> optax.Schedule:
 
 
 def _inverse_sqrt(peak: float, start: int, count: Any) -> Any:
-    return peak * (start / jnp.maximum(start + count, 1)) ** 0.5  # a joined schedule is asked about steps before it
+    return peak * (start / jnp.maximum(start + count, 1)) ** 0.5  # a joined schedule is also evaluated before its start

@@ -74,7 +74,7 @@ def top_k_accuracy(labels: np.ndarray, logits: np.ndarray, k: int) -> float:
 
 @dataclass(frozen=True)
 class Bleu:
-    """A BLEU score, and how it was taken.
+    """A BLEU score, and how it was computed.
 
     Attributes:
       score: 0 to 100.
@@ -88,10 +88,10 @@ class Bleu:
 def bleu(hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool = False) -> Bleu:
     """Returns BLEU of a corpus by sacreBLEU, with its own tokenizer (13a) on plain text.
 
-    With case kept it is the number that sacreBLEU asks papers to report (Post, "A Call for Clarity in Reporting BLEU
-    Scores", 2018). fairseq's for IWSLT'14, the 35.17 of the DCT paper among them, is another: of text that Moses's
-    tokenizer and lower-casing have prepared, subwords joined. Lower-cased is the nearest to it that plain text allows;
-    the two tokenizers still part some words differently. No two of the three can be compared.
+    With case kept, it is the number that sacreBLEU asks papers to report (Post, "A Call for Clarity in Reporting BLEU
+    Scores", 2018). fairseq's number for IWSLT'14, such as the 35.17 of the DCT paper, is a different one: it is for
+    lower-cased text that Moses tokenized, with subwords joined. The lower-cased score here is the nearest to it that
+    plain text allows, but the two tokenizers split some words differently. No two of the three can be compared.
 
     Args:
       hypotheses: translations, as plain text: without subwords or separated punctuation.

@@ -1,4 +1,4 @@
-"""One setting trained with several seeds, which share one program; a record of each."""
+"""One setting trained with several seeds, which share one program; each seed has a record."""
 
 import dataclasses
 import json
@@ -15,24 +15,24 @@ from train.records import Record, Records
 
 
 def train_seeds(records: Records, experiment: Experiment, method: Method, seeds: int) -> list[Record]:
-    """Trains one setting with the seeds 0, 1, ..., but for those that are recorded.
+    """Trains one setting with the seeds 0, 1, ..., except those that are already recorded.
 
     Args:
       records: where each run is written at its end.
-      experiment: what is trained; its seed is not looked at.
+      experiment: what is trained; its seed is ignored.
       method: how gradients are exchanged.
       seeds: how many.
 
     Returns:
-      A record for each seed: "steps", those of the evaluations, and of the same length "accuracies" (%) and "losses" on
-      the test split, "train_losses" and "sent" (coordinates of a worker, dense tensors not counted), means a step since
-      the evaluation before, and "received", bytes of a worker until then; None where a loss is not finite. Of the whole
-      run "scores" on the test split at its end, "parameters", "bytes_per_step" that a worker receives, "dense_bytes"
-      that it would, "overflow_per_step" of all workers, "skipped" steps, and "seconds_per_step", the median on this
-      machine, whose workers are simulated.
+      A record for each seed. It has an entry per evaluation in "steps"; in "accuracies" (%) and "losses" on the test
+      split; in "train_losses" and "sent" (coordinates of a worker, dense tensors not counted), means over the steps
+      since the evaluation before; and in "received", bytes of a worker until then. A loss that is not finite is None.
+      Of the whole run it has "scores" on the test split at its end, "parameters", "bytes_per_step" that a worker
+      receives, "dense_bytes" that it would receive uncompressed, "overflow_per_step" of all workers, "skipped" steps,
+      and "seconds_per_step", the median on this machine, whose workers are simulated.
 
     Raises:
-      SystemExit: if SIGTERM stops a run; the records have those that were done.
+      SystemExit: if SIGTERM stops a run; the runs that were done are recorded.
     """
     from train.job import make_job
 
@@ -98,17 +98,17 @@ def _finite(number: float) -> float | None:
 
 
 def label(method: Method) -> str:
-    """Returns a method's name, and those of its options that are not its defaults."""
+    """Returns a method's name, with its options that are not at their defaults."""
     default = type(method)().options()
     changed = {name: value for name, value in method.options().items() if value != default[name]}
     return method.name + (f"({', '.join(f'{name}={value}' for name, value in changed.items())})" if changed else "")
 
 
 class Stopwatch:
-    """Progress that nobody looks at, but for the time of a step."""
+    """A `Progress` that shows nothing, and takes the time of steps."""
 
     def __init__(self):
-        """Starts with no step; what a run does before its first is no step's time."""
+        """Starts without a step; the time until the end of the first is not counted."""
         self._last: float | None = None
         self._seconds: list[float] = []
 
@@ -121,7 +121,7 @@ class Stopwatch:
         """Shows nothing."""
 
     def update(self, step: int, loss: float, accuracy: float, bytes_per_step: float) -> None:
-        """Notes the time since the step before."""
+        """Notes the time since the previous step."""
         now = time.perf_counter()
         if self._last is not None:
             self._seconds.append(now - self._last)

@@ -1,4 +1,4 @@
-"""Before a run of several processes begins: they are started alike, and write into one folder.
+"""Checks, before a run of several processes begins, that they are started alike and write into one folder.
 
 Processes that differ in a setting, or in the library, would train different models to the end, or hang.
 """
@@ -18,8 +18,8 @@ from train.liveness import Store
 from train.processes import Processes
 
 MOST_DIFFERENCES = 3  # that a message lists
-PATIENCE = 10.0  # seconds in which a file of process 0 appears on all hosts
-# A process may have its own. Whether it resumes, process 0 says.
+PATIENCE = 10.0  # seconds within which a file of process 0 must appear on all hosts
+# Fields in which processes may differ. Process 0 decides whether the run resumes.
 OWN = (
     "coordinator",
     "process_id",
@@ -45,12 +45,12 @@ def agree(store: Store, processes: Processes, name: str, facts: Mapping[str, str
     Args:
       store: of all processes.
       processes: this one among the others.
-      name: of this comparison; each is made once.
-      facts: to be the same in all of them, by what they are called.
+      name: of this comparison; each name is used once.
+      facts: what must be the same in all processes, by name.
       seconds: to wait for the others.
 
     Raises:
-      DisagreementError: on all processes, if two differ; with the facts in which they do.
+      DisagreementError: on all processes, if two differ; names the facts in which they do.
       TimeoutError: if a process does not come.
     """
     store.put(f"jaxcomm/{name}/{processes.index}", json.dumps(dict(facts)))
@@ -78,10 +78,10 @@ def agree(store: Store, processes: Processes, name: str, facts: Mapping[str, str
 
 
 def facts_of(experiment: Experiment) -> dict[str, str]:
-    """Returns what must be the same in all processes: settings, versions, the library's text, and the data.
+    """Returns what must be the same in all processes: settings, versions, the library's source, and the data.
 
     Raises:
-      FileNotFoundError, ValueError: for data that is not there, or not what it should be.
+      FileNotFoundError, ValueError: if the data are not there, or not what they should be.
     """
     from train.data.datasets import open_split  # takes seconds to import
 
@@ -97,7 +97,7 @@ def facts_of(experiment: Experiment) -> dict[str, str]:
 
 
 def library_crc32() -> int:
-    """Returns a digest of the modules that a run is made of."""
+    """Returns a digest of the modules that a run uses."""
     root, found = Path(__file__).parents[1], 0
     for package in ("jaxcomm", "models", "configs", "train"):
         for path in sorted((root / package).rglob("*.py")):
@@ -106,7 +106,7 @@ def library_crc32() -> int:
 
 
 def check_shared(store: Store, processes: Processes, out: Path, seconds: float) -> None:
-    """Sees that all processes write into one folder, where a checkpoint is whole only with the part of each.
+    """Checks that all processes write into one folder: a checkpoint is whole only with the part of each.
 
     Raises:
       DisagreementError: if one does not see a file that process 0 has written.

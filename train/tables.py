@@ -25,12 +25,12 @@ def print_table(title: str, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def stdev(numbers: Sequence[float]) -> float | None:
-    """Returns the standard deviation; None, in a table a dash, of a single number."""
+    """Returns the standard deviation; None (a dash in a table) for a single number."""
     return statistics.stdev(numbers) if len(numbers) > 1 else None
 
 
 def format_cell(value: Any) -> str:
-    """Writes one value: four significant digits, thousands apart, a dash for None."""
+    """Formats one value: four significant digits, thousands separated, a dash for None."""
     if value is None:
         return "-"
     if isinstance(value, float):
@@ -46,17 +46,17 @@ def write_records(path: Path | None, records: Sequence[Mapping[str, Any]]) -> No
 
 
 def check_file(option: str, path: Path | None) -> None:
-    """Refuses a folder where a file is to be written, before what is to be written is worked out.
+    """Refuses a folder as an output file, before the work is done.
 
     Raises:
-      ValueError: if it is one.
+      ValueError: if the path is a folder.
     """
     if path is not None and path.is_dir():
         raise ValueError(f"{option} is a file, got the folder {path}: name a file in it.")
 
 
 def plain(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a record without NaN and infinity, which JSON has no words for: they become None."""
+    """Returns a record with None for NaN and infinity, which JSON does not have."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
     }

@@ -1,4 +1,4 @@
-"""What is learned from each kind of data: the loss of a batch, and the scores of a test split."""
+"""The task of each kind of data: the loss of a batch, and the scores of a test split."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Task(Protocol):
         ...
 
     def rows(self, output: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns what scores are made of, one entry a row; `output` is of a model in evaluation."""
+        """Returns the values that scores are computed from, one entry a row; `output` is of a model in evaluation."""
         ...
 
     def scores(self, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -34,7 +34,7 @@ class Task(Protocol):
 
 
 class Classification:
-    """One class an image: cross entropy, with the auxiliary heads where a model has them."""
+    """One class per image: cross entropy, with the auxiliary heads where a model has them."""
 
     def __init__(self, info: ImageInfo, label_smoothing: float):
         """Takes the number of classes from the dataset."""
@@ -68,7 +68,7 @@ class Classification:
             "right": jnp.argmax(output, axis=-1) == batch["label"],
         }
         if self.num_classes > 10:
-            # As scikit-learn has it, ties go to the highest class. Nothing is below NaN, so that it is never right.
+            # As in scikit-learn, ties go to the highest class. Comparisons with NaN are false, so NaN is never right.
             label = batch["label"][:, None]
             own = jnp.take_along_axis(output, label, axis=-1)
             tied = (output == own) & (jnp.arange(output.shape[-1]) > label)
@@ -94,7 +94,7 @@ class Clicks:
         return {"logit": output, "label": batch["label"]}
 
     def scores(self, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """Returns log loss, accuracy, and the area under the ROC curve; if it diverged, NaN for the first and last."""
+        """Returns log loss, accuracy and AUC; the first and the last are NaN if a logit is not finite."""
         labels, logits = rows["label"], rows["logit"]
         diverged = not np.isfinite(logits).all()
         return {
@@ -107,8 +107,8 @@ class Clicks:
 class Translation:
     """The next subword of the target: smoothed cross entropy.
 
-    The loss of a batch is the sum over its tokens, divided by the places that it has room for: so the mean over workers
-    or micro-batches is the loss of all their rows, whatever they hold of padding.
+    The loss of a batch is the sum over its tokens, divided by its number of positions, padding included: so the mean
+    over workers or micro-batches is the loss of all their rows, however much padding each has.
     """
 
     def __init__(self, label_smoothing: float):
@@ -116,20 +116,20 @@ class Translation:
         self.label_smoothing = label_smoothing
 
     def loss(self, output: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Scalars]:
-        """Returns the mean loss of a place, and of its tokens the accuracy."""
+        """Returns the mean loss per position, and the accuracy over tokens."""
         losses, _, _ = smoothed_losses(output, batch["target"], self.label_smoothing)
         labels = batch["target"][:, 1:]
         right, real = self._right(output, labels)
         return losses.sum() / labels.size, {"accuracy": right.sum() / jnp.maximum(real.sum(), 1)}
 
     def rows(self, output: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns every row's cross entropy, right tokens and tokens."""
+        """Returns every row's cross entropy, number of right tokens, and number of tokens."""
         _, entropies, tokens = smoothed_losses(output, batch["target"], 0.0)
         right, _ = self._right(output, batch["target"][:, 1:])
         return {"loss": entropies, "right": right.sum(axis=1), "tokens": tokens}
 
     def scores(self, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """Returns the cross entropy and the accuracy of a token."""
+        """Returns the cross entropy and the accuracy per token."""
         tokens = float(np.sum(rows["tokens"]))
         return {"loss": float(np.sum(rows["loss"])) / tokens, "accuracy": float(np.sum(rows["right"])) / tokens}
 
@@ -143,17 +143,17 @@ class NextByte:
     """The next byte of a text: cross entropy."""
 
     def loss(self, output: Any, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, Scalars]:
-        """Returns the mean loss of a byte, in nats, and the accuracy."""
+        """Returns the mean loss per byte, in nats, and the accuracy."""
         losses, right = self._bytes(output, batch)
         return losses.mean(), {"accuracy": right.mean()}
 
     def rows(self, output: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns every row's mean loss, and the part of its bytes that is right."""
+        """Returns every row's mean loss, and the fraction of its bytes that are right."""
         losses, right = self._bytes(output, batch)
         return {"loss": losses.mean(axis=1), "right": right.mean(axis=1)}
 
     def scores(self, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """Returns the loss and the accuracy of a byte, and the loss in bits."""
+        """Returns the loss and the accuracy per byte, and the loss in bits."""
         loss = float(np.mean(rows["loss"]))
         return {"loss": loss, "accuracy": float(np.mean(rows["right"])), "bits_per_byte": loss / math.log(2)}
 
@@ -168,7 +168,7 @@ def make_task(info: DatasetInfo, label_smoothing: float) -> Task:
     """Makes the task of a dataset.
 
     Raises:
-      ValueError: for a probability for clicks or text, which have no smoothing.
+      ValueError: for label smoothing with clicks or text.
     """
     match info:
         case ImageInfo():

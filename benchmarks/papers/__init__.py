@@ -1,5 +1,5 @@
-"""Every table and figure of the papers by a command, ours beside the paper's: one module a paper.
+"""Every table and figure of the papers, by a command: our figures next to the paper's, one module per paper.
 
-A module describes: the settings, the paper's figures, and what the paper claims of them. Training, timing, records,
-claims and drawing are in `common`, and in the benchmarks that a module calls.
+A module has the settings, the paper's figures, and the paper's claims about them. What modules share is in `common`,
+`timing` and `report`, and in the benchmarks that they call.
 """

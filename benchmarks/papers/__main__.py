@@ -1,4 +1,4 @@
-"""Every table and figure of every paper, by one command that goes on where it stopped.
+"""Every table and figure of every paper, by one command, which goes on where it stopped.
 
 python -m benchmarks.papers                                      # lists a command for each
 python -m benchmarks.papers --all --json docs/data/papers.json   # makes them; what the file has is not made again
@@ -24,29 +24,29 @@ _JSON = "docs/data/papers.json"
 
 @dataclass(frozen=True)
 class Config:
-    """Make the tables and figures of all papers, a process for each paper, one after another."""
+    """Make the tables and figures of all papers, one process per paper, one after another."""
 
     all: bool = False
-    """Make them; without it they are listed."""
+    """Make them; otherwise their commands are listed."""
     smoke: bool = False
-    """At their smallest size; figures are not kept."""
+    """Make them at their smallest size; figures are not kept."""
     only: Literal["all", "timed", "untimed"] = "all"
-    """Those that time something on hosts and need a quiet machine, or the others."""
+    """Only those that time something on hosts and need a quiet machine, or only the others."""
     json: Path | None = None
-    """File for the records of all papers; what it has of the same settings is not made again."""
+    """File for the records of all papers; those that it has with the same settings are not made again."""
     data_dir: Path | None = None
     """Folder of prepared datasets."""
 
 
 def papers() -> dict[str, ModuleType]:
-    """Returns the modules of the papers by name; the others are parts of theirs."""
+    """Returns the modules of the papers, by name: those with `TABLES`."""
     names = [module.name for module in pkgutil.iter_modules(benchmarks.papers.__path__) if module.name != "__main__"]
     modules = {name: importlib.import_module(f"benchmarks.papers.{name}") for name in names}
     return {name: module for name, module in modules.items() if hasattr(module, "TABLES")}
 
 
 def listed(config: Config) -> list[str]:
-    """Returns a command for each table; figures of one function, of the same runs, have one."""
+    """Returns a command for each table; tables and figures that one function makes share a command."""
     return [
         f"python -m benchmarks.papers.{paper} --table {name} --json {config.json or _JSON}"
         for paper, module in papers().items()
@@ -55,7 +55,7 @@ def listed(config: Config) -> list[str]:
 
 
 def commands(config: Config) -> list[list[str]]:
-    """Returns the commands that make all of them, one a paper."""
+    """Returns the commands that make all of them, one per paper."""
     options = ["--only", config.only, *(["--smoke"] if config.smoke else [])]
     for name in ("json", "data_dir"):
         if (path := getattr(config, name)) is not None:
@@ -64,7 +64,7 @@ def commands(config: Config) -> list[list[str]]:
 
 
 def main(config: Config) -> None:
-    """Makes or lists them, and ends with the papers of which some failed."""
+    """Makes or lists them; in the end, names the commands that failed."""
     if not config.all:
         print("\n".join(listed(config)))
         return

@@ -1,8 +1,8 @@
 """What the modules of papers share: their options, and the command that makes their tables.
 
-A module has a `Config`, `TABLES`, the functions of its tables and figures by name, `TIMED`, the names of those that
-time something on hosts, and ends in `run`. What takes long is a record, made where --json does not have it. Claims and
-figures are in `report`, exchanges and steps that are timed in `timing`.
+A module has a `Config`; `TABLES`, the functions of its tables and figures by name; and `TIMED`, the names of those that
+time something on hosts. It ends with `run`. Results that take long are records, made only if --json does not have them.
+Claims and figures are in `report`, timed exchanges and steps in `timing`.
 """
 
 import contextlib
@@ -34,26 +34,26 @@ class Config:
     table: str = "all"
     """A table or a figure of the paper; or all."""
     only: Literal["all", "timed", "untimed"] = "all"
-    """Of all tables, those that time something on hosts and need a quiet machine, or the others."""
+    """Of all tables, only those that time something on hosts and need a quiet machine, or only the others."""
     seeds: int = 3
     """Runs of each setting, with the seeds 0, 1, ..."""
     steps: int | None = None
-    """Training steps; as many as suit the table if not given."""
+    """Training steps; by default as many as suit the table."""
     json: Path | None = None
-    """File for the records; what it has of the same settings is not measured again."""
+    """File for the records; those that it has with the same settings are not made again."""
     figures: Path | None = None
-    """Folder of the figures; docs/figures if not given, and with --smoke one that is removed again."""
+    """Folder of the figures; docs/figures if not given, or with --smoke a temporary one."""
     data_dir: Path | None = None
     """Folder of prepared datasets."""
     smoke: bool = False
-    """Run the smallest size, in under a minute: to see that everything works. Its figures mean nothing."""
+    """Run the smallest size, in under a minute, to see that everything works. Its results mean nothing."""
 
     def smallest(self) -> Self:
         """Returns the options of --smoke."""
         return dataclasses.replace(self, seeds=1, steps=SMOKE_STEPS)
 
     def experiment(self, name: str, **changes: Any) -> Experiment:
-        """Returns an experiment of `configs/` with other fields; --steps comes before those given here."""
+        """Returns an experiment of `configs/` with other fields; --steps overrides those given here."""
         changes |= {"data_dir": self.data_dir, **({"steps": self.steps} if self.steps else {})}
         experiment = dataclasses.replace(CONFIGS[name], **changes)
         steps = experiment.steps
@@ -73,14 +73,14 @@ Table = Callable[[C, Records], None]
 def run(
     config_type: type[C], tables: Mapping[str, Table[C]], description: str | None, devices: int, timed: Collection[str]
 ) -> None:
-    """Reads the command line of a paper's module, and makes the tables that it asks for; one that fails ends no other.
+    """Reads the command line of a paper's module, and makes the tables that it asks for, even if some of them fail.
 
     Args:
       config_type: the module's options.
-      tables: by name; those that are one function are made once.
+      tables: by name; those with the same function are made once.
       description: of the module.
-      devices: simulated devices, the most that a table has workers.
-      timed: those of the tables that time something on hosts.
+      devices: simulated devices; at least the most workers of a table.
+      timed: names of the tables that time something on hosts.
     """
     control.run(config_type, description, partial(_make, tables, devices, timed))
 
@@ -118,11 +118,11 @@ def _make(tables: Mapping[str, Table[C]], devices: int, timed: Collection[str], 
 
 
 def chosen(table: str, only: str, tables: Mapping[str, Any], timed: Collection[str]) -> list[str]:
-    """Returns the tables to make, of those that are one function the first.
+    """Returns the names of the tables to make; of those with the same function, the first.
 
     Args:
       table: its name, or "all".
-      only: of all, the "timed" or the "untimed".
+      only: with "all", which ones: "all", "timed" or "untimed".
       tables: functions by name.
       timed: the names of the timed ones.
     """

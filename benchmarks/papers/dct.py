@@ -5,11 +5,11 @@ Source: Gupta et al., "Training Recommender Systems at Scale: Communication-Effi
 
     python -m benchmarks.papers.dct --table 1 --json docs/data/papers.json
 
-Tables 1 to 3, 6 and 7: the DLRM with the paper's MLPs on generated clicks, by `benchmarks.dct`; what is to be compared
-are losses over the dense run's. Table 4: the small transformer on Django's messages. Table 5: losses from table 1 and
-the time of a step in stages, by `benchmarks.boundary`. Figures 2 and 5: thresholds while the DLRM trains, by
-`benchmarks.thresholds`. Figure 7: losses of the DLRM, and times by `benchmarks.exchange`. "hybrid": a step of workers
-with stages on hosts, by `benchmarks.hybrid_dct`.
+Tables 1 to 3, 6 and 7: the DLRM with the paper's MLPs on generated clicks, by `benchmarks.dct`; compare losses relative
+to the dense run's. Table 4: the small transformer on Django's messages. Table 5: losses from table 1 and the time of a
+step in stages, by `benchmarks.boundary`. Figures 2 and 5: thresholds while the DLRM trains, by `benchmarks.thresholds`.
+Figure 7: losses of the DLRM, and times by `benchmarks.exchange`. "hybrid": a step of workers with stages on hosts, by
+`benchmarks.hybrid_dct`.
 """
 
 import statistics
@@ -143,7 +143,7 @@ def _translate(config: Config, records: Records, row: Translation) -> list[Recor
 
 
 def table_5(config: Config, records: Records) -> None:
-    """Adds the time of a step on hosts to the losses of table 1, of three workers of a model."""
+    """Adds the time of a step on hosts to the losses of table 1, for models on three workers."""
     settings = [setting for setting in dct.SETTINGS if setting.system == "DCT-MP" and setting.stages == 3]
     settings = settings[: 1 if config.smoke else None]
     dense = trained(config, records, dct.SETTINGS[0])
@@ -189,7 +189,7 @@ def table_5(config: Config, records: Records) -> None:
 
 
 def hybrid(config: Config, records: Records) -> None:
-    """Times a step of two workers with two stages each, on a host each, before and after both methods."""
+    """Times a step of two workers with two stages each, one host per stage, without and with both methods."""
     before, after = timing.time_benchmark(
         records, "hybrid_dct", rate=config.rate, steps=config.timed_steps, batch=config.rows
     )

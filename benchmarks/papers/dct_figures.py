@@ -1,4 +1,4 @@
-"""Figures 2, 5 and 7 of dynamic communication thresholding: thresholds, and what life-span and sparsity cost."""
+"""Figures 2, 5 and 7 of dynamic communication thresholding: thresholds, and the costs of life-span and sparsity."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ from train.seeds import train_seeds
 from train.tables import print_table, stdev
 
 _LAYER = "1"  # the second layer of the bottom MLP, 512 x 256; the paper does not say which one it shows
-_SMALLEST_MEAN = 1e-12  # of a threshold, below which its logarithm says nothing
+_SMALLEST_MEAN = 1e-12  # of a threshold; below it, the logarithm is meaningless
 
 
 def _key(of: str, experiment: Experiment, seeds: int, **more: Any) -> Record:
@@ -39,7 +39,7 @@ def _key(of: str, experiment: Experiment, seeds: int, **more: Any) -> Record:
 
 
 def figure_2(config: Config, records: Records) -> None:
-    """Trains by DCT-DP at every sparsity, and draws the threshold of a layer, renewed in every step."""
+    """Trains by DCT-DP at every sparsity with thresholds renewed in every step, and draws those of a layer."""
     experiment = config.dlrm(workers=2)
     skipped, every = experiment.steps // 10, max(1, experiment.steps // 100)
     lines, rows = {}, []
@@ -148,7 +148,7 @@ def _activations(config: Config, records: Records, experiment: Experiment, spars
 
 
 def _logarithms(ours: list[float], others: list[float]) -> Difference | None:
-    """Returns the differences of the logarithms; None if a threshold is 0, as of activations of which few are not."""
+    """Returns the differences of the logarithms; None if a threshold is 0, as where few activations are nonzero."""
     if min(*ours, *others) < _SMALLEST_MEAN:
         return None
     return Difference.of([math.log(each) for each in ours], [math.log(each) for each in others])
@@ -202,7 +202,7 @@ def step_times(
     """Returns the milliseconds of a step, computing and exchange, of a DLRM with 26 tables of 10,000 rows.
 
     Returns:
-      Of the dense exchange; and by sparsity of DCT-DP's, a usual one and one that renews thresholds.
+      The time with the dense exchange; and by sparsity, those with DCT-DP: (a usual step, one that renews thresholds).
     """
     shapes, steps = "1e4" if config.smoke else "dlrm", config.timed_steps
     options: dict[str, Any] = {"shapes": shapes, "hosts": config.hosts, "rate": config.rate, "steps": steps}

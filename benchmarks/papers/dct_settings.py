@@ -1,4 +1,4 @@
-"""What the modules of dynamic communication thresholding share: options, the paper's figures, and trained rows."""
+"""What the modules of dynamic communication thresholding share: options, the paper's numbers, and trained rows."""
 
 import dataclasses
 import math
@@ -21,13 +21,13 @@ SYSTEMS = {  # by table
     "6": "sketched activations",
     "7": "top-k activation gradients",
 }
-FIG_2 = (0.75, 0.9, 0.95, 0.99)  # sparsities; the paper's text names 95% alone
+FIG_2 = (0.75, 0.9, 0.95, 0.99)  # sparsities; the paper's text names only 95%
 DEVIATION = 26.0  # % of the running mean, at most, at 95%
 FIG_5 = (0.75, 0.9, 0.95)
 LIFE_SPANS = (1, 10, 100, 1000, 10_000)  # figure 7a and b, at 95%
 LIFE_SPAN = 1000  # of figure 7c and d
 SPARSITIES = (0.75, 0.9, 0.95, 0.98, 0.995)
-# Of figure 7 the text alone has numbers: training time saved over the baseline, in %, by life-span.
+# Only the text has numbers for figure 7: training time saved over the baseline, in %, by life-span.
 PAPER_TIME_SAVED = {1: -11.0, 1000: 23.0}
 
 
@@ -55,7 +55,7 @@ TABLE_5 = {0.75: (-0.006, 0.023, 7.04), 0.9: (-0.021, 0.016, 13.95), 0.95: (-0.0
 
 
 class Hybrid(NamedTuple):
-    """What the text says of the large model with both methods: 90% for DCT-MP, 99% for DCT-DP."""
+    """The text's numbers for the large model with both methods, at 90% for DCT-MP and 99% for DCT-DP, in %."""
 
     time_saved: float = 37.1
     network: tuple[float, float] = (94.2, 49.3)
@@ -69,13 +69,13 @@ class Config(common.Config):
     life_span: int = 10
     """Steps between two refreshes of DCT-DP's thresholds in tables 2 and 3; the paper's 1000 suits its 300,000."""
     rate: str = "100mbit"
-    """Speed of the hosts' links, where something is timed."""
+    """Speed of the hosts' links in timed runs."""
     hosts: int = 4
     """Hosts of figure 7."""
     timed_steps: int = 7
     """Timed steps of each setting."""
     rows: int = 2048
-    """Samples of a timed step of a pipeline."""
+    """Samples per timed step of a pipeline."""
 
     def smallest(self) -> Self:
         """Returns the options of --smoke: links without a limit, few rows."""
@@ -87,7 +87,7 @@ class Config(common.Config):
 
 
 def trained(config: Config, records: Records, setting: dct.Setting) -> Record:
-    """Returns a row of `benchmarks.dct`, which is trained with all seeds where it is not there."""
+    """Returns a row of `benchmarks.dct`, which is trained with all seeds if it is missing."""
     steps = config.steps or STEPS
     of = {"of": "dct", "system": setting.system, "stages": setting.stages, "sparsity": setting.sparsity}
     key = of | {"learning_rate": setting.learning_rate, "seeds": config.seeds, "steps": steps}
@@ -104,9 +104,9 @@ def trained(config: Config, records: Records, setting: dct.Setting) -> Record:
 
 
 def percent_of(own: Sequence[float | None], dense: Sequence[float]) -> Difference:
-    """Returns how much larger losses are than those of the dense runs of the same seeds, in %.
+    """Returns how much larger losses are than those of the dense runs with the same seeds, in %.
 
-    If one is not finite (None in records), the difference is infinite.
+    If a loss is not finite (None in records), the difference is infinite.
     """
     finite = [mine for mine in own if mine is not None and math.isfinite(mine)]
     if len(finite) < len(own):
@@ -116,14 +116,14 @@ def percent_of(own: Sequence[float | None], dense: Sequence[float]) -> Differenc
 
 
 def agrees(gain: Difference, paper: float) -> bool | None:
-    """Returns whether a loss is above the dense one where the paper's is, and not where it is not.
+    """Returns whether our loss is above dense exactly if the paper's is.
 
     Args:
-      gain: ours, over dense.
-      paper: the paper's, over dense.
+      gain: our loss over dense.
+      paper: the paper's loss over dense.
 
     Returns:
-      None where the seeds do not tell. Within two standard errors a loss is not above the dense one.
+      None for a single seed. Within two standard errors of dense: None if the paper's is above dense, otherwise True.
     """
     if paper > 0 or gain.error is None:
         return gain.exceeds()

@@ -6,11 +6,11 @@ Source: Cheng and Xu, "Bandwidth Reduction using Importance Weighted Pruning on 
 
 Table I, figures 5 and 6: the small twins of AlexNet and ResNet-50, with heavy-ball momentum, L2, warm-up and local
 clipping, all tensors compressed. Each threshold is tuned until the values that a worker sends have the paper's ratio;
-the ratio of all bytes on the wire, with masks and empty slots, is beside it. Ratios are those after the warm-up.
+the ratio of all bytes on the wire, with masks and empty slots, is also shown. Ratios are those after the warm-up.
 
-"thresholds" tries the paper's four, with room for every coordinate; "nodes" does so with 96 simulated workers. Figures
-2 to 4 are of `benchmarks.importance`. Figures 7 and 8 are what a host's interface receives in a run on the hosts of
-`benchmarks.netlab`.
+"thresholds" tries the paper's four thresholds, with slots for every coordinate; "nodes" does so with 96 simulated
+workers. Figures 2 to 4 are made by `benchmarks.importance`. Figures 7 and 8 show what a host's interface receives in a
+run on the hosts of `benchmarks.netlab`.
 """
 
 import statistics
@@ -29,7 +29,7 @@ from train.tables import print_table, stdev
 
 
 def _method_of(config: Config, records: Records, row: Row, experiment: Experiment) -> Method:
-    """Returns a row's method; of a threshold, the tuned one."""
+    """Returns a row's method, with its threshold tuned if it has one."""
     if row.alpha is None:
         return TernGrad() if row.method == "TernGrad" else PlumpDp()
 
@@ -144,7 +144,7 @@ def thresholds(config: Config, records: Records) -> None:
 
 
 def nodes(config: Config, records: Records) -> None:
-    """Trains a small network with as many workers as the paper, which are simulated."""
+    """Trains a small network with as many simulated workers as the paper has."""
     count = 8 if config.smoke else NODES
     experiment = config.twin(
         "digits", workers=count, global_batch=2 * count, **({} if config.steps else {"steps": 150})

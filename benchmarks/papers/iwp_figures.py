@@ -26,7 +26,7 @@ def importance_figures(config: Config, records: Records) -> None:
     panels = {}
     kinds = {"convolution": "Fig. 2: convolutions", "normalisation": "Fig. 3: batch normalisation, scales"}
     for kind, title in kinds.items():
-        # The biases of batch normalisation start at 0, beside which every gradient is infinitely important.
+        # The biases of batch normalisation start at 0, relative to which every gradient is infinitely important.
         places = [i for i, each in enumerate(tensors) if each["kind"] == kind and "bias" not in each["name"]]
         rows += [_importance_row(runs, i) for i in places]
         if places:
@@ -47,7 +47,7 @@ def importance_figures(config: Config, records: Records) -> None:
 
 
 def _importance_runs(config: Config, records: Records) -> list[Record]:
-    """Returns a record a seed, of `benchmarks.importance`; the histograms are of a tenth, half and all of the steps."""
+    """Returns a record of `benchmarks.importance` per seed; histograms are after a tenth, half and all of the steps."""
     experiment, row = config.twin("resnet_digits"), fixed_row("ResNet-50")
     assert row.alpha is not None
     method = pruning(experiment, row.alpha, density=min(1.0, ROOM / row.ratio))
@@ -64,7 +64,7 @@ def _importance_runs(config: Config, records: Records) -> list[Record]:
 
 
 def _shares(tensor: Record) -> list[float]:
-    """Returns the histogram of half of the steps, in % of the coordinates."""
+    """Returns the histogram after half of the steps, in % of the coordinates."""
     return [100 * count / tensor["n"] for count in tensor["histograms"][1]]
 
 
@@ -112,7 +112,7 @@ def _claims_of_importance(runs: Sequence[Record]) -> None:
 
 
 def _downsample(run: Record) -> int:
-    """Returns the place of the first convolution beside a block; with --smoke, whose network has none, 0."""
+    """Returns the place of the first shortcut convolution; with --smoke, whose network has none, 0."""
     return next((i for i, each in enumerate(run["tensors"]) if "shortcut.convolution" in each["name"]), 0)
 
 
@@ -153,14 +153,14 @@ def network(config: Config, records: Records) -> None:
 
 
 def active(rates: Sequence[float]) -> list[float]:
-    """Returns the samples in which the middle 90% of the bytes come: what is before is compiling."""
+    """Returns the samples in which the middle 90% of the bytes arrive; before them, programs are compiled."""
     until = list(itertools.accumulate(rates))
     found = [rate for rate, sum_ in zip(rates, until, strict=True) if 0.05 * until[-1] < sum_ <= 0.95 * until[-1]]
     return found or [0.0]
 
 
 def _trace(config: Config, records: Records, method: list[str]) -> Record:
-    """Returns the series of one run on hosts: seconds, and kB/s since the sample before."""
+    """Returns the series of one run on hosts: seconds, and kB/s since the previous sample."""
     experiment = config.twin("resnet_digits", workers=config.hosts)
     steps = experiment.steps
     options = {"steps": steps, "workers": config.hosts, "eval-every": steps, "checkpoint-every": steps}

@@ -1,4 +1,4 @@
-"""What the modules of importance weighted pruning share: settings, the paper's figures, ratios, and tuning."""
+"""What the modules of importance weighted pruning share: settings, the paper's numbers, ratios, and tuning."""
 
 import dataclasses
 import math
@@ -27,10 +27,10 @@ class Row:
     Attributes:
       model: the paper's.
       twin: the experiment that trains.
-      method: the paper's name of it.
+      method: the paper's name for it.
       accuracy: the paper's top-1, in %.
-      ratio: the paper's.
-      alpha: of importance weighted pruning, the threshold to try first; None for other methods.
+      ratio: the paper's ratio.
+      alpha: the threshold to try first with importance weighted pruning; None for other methods.
       beta: the factor of the layer-wise threshold; 0 for a fixed one.
     """
 
@@ -60,41 +60,41 @@ class Config(common.Config):
     """Importance weighted pruning's table I, its thresholds, figures 2 to 8, and 96 nodes."""
 
     workers: int = 4
-    """Workers, but for the 96 of "nodes"."""
+    """Workers, except for the 96 of "nodes"."""
     dataset: str = "digits"
-    """What the twins are trained on: a dataset of images."""
+    """Dataset of images that the twins are trained on."""
     hosts: int = 4
     """Hosts of figures 7 and 8."""
     rate: str = "10mbit"
-    """Speed of their links: one that the dense exchange of the small twin fills, as the paper's fills its own."""
+    """Speed of their links, which the dense exchange of the small twin saturates, as the paper's does its links."""
 
     def smallest(self) -> Self:
         """Returns the options of --smoke."""
         return dataclasses.replace(super().smallest(), hosts=2)
 
     def twin(self, name: str, **changes: Any) -> Experiment:
-        """Returns a twin, as the paper trains."""
+        """Returns a twin, trained as in the paper."""
         fields = {"dataset": self.dataset, "workers": self.workers, "nesterov": False, "decay": "l2"}
         return self.experiment("digits" if self.smoke else name, **fields | changes)
 
 
 def pruning(experiment: Experiment, alpha: float, beta: float = 0.0, density: float = 1.0, **fields: Any) -> Iwp:
-    """Returns the method, with all tensors compressed, and the warm-up's share of the steps."""
+    """Returns the method, with all tensors compressed and a warm-up of the paper's fraction of the steps."""
     warm = max(1, round(WARM_UP * experiment.steps))
     fields = {"clip": CLIP, "warmup_steps": warm, "dense_below": 0} | fields
     return Iwp(alpha=alpha, beta=beta, density=density, **fields)
 
 
 def steady(run: Record, warm_up: int) -> tuple[float, float]:
-    """Returns what a run's steps were after its warm-up, from its evaluations.
+    """Returns the ratios of a run after its warm-up, from its evaluations.
 
     Args:
       run: of `train_seeds`.
-      warm_up: steps of it; if no evaluation is that late, the last interval counts.
+      warm_up: its number of steps; if no evaluation is that late, the last interval counts.
 
     Returns:
       How many times fewer values a worker sends than there are parameters, and how many times fewer bytes it receives
-      than densely.
+      than with a dense exchange.
     """
     marks = [0, *run["steps"]]
     first = min(sum(mark < warm_up for mark in marks), len(marks) - 2)
@@ -108,13 +108,13 @@ def steady(run: Record, warm_up: int) -> tuple[float, float]:
 
 
 def tune(ratio: Callable[[float], float], target: float, first: float) -> float:
-    """Returns the threshold whose ratio is nearest to the target, of a few that are tried.
+    """Tries a few thresholds, and returns the one whose ratio is nearest to the target.
 
-    A ratio rises with its threshold. The next one to try is where a line through the last two would meet the target, in
-    logarithms, at most ten times away; trials end within `TOLERANCE`, or after `TRIALS`.
+    The ratio rises with the threshold. In logarithms, the next threshold is where a line through the last two would
+    meet the target, at most a factor of ten away. Trials end within `TOLERANCE`, or after `TRIALS`.
 
     Args:
-      ratio: of a threshold.
+      ratio: (threshold) -> its ratio.
       target: the ratio to find.
       first: the threshold to begin with.
     """
@@ -135,5 +135,5 @@ def _next(tried: Sequence[tuple[float, float]], target: float) -> float:
 
 
 def fixed_row(model: str) -> Row:
-    """Returns the row of a model's fixed threshold."""
+    """Returns a model's row with the fixed threshold."""
     return next(row for row in TABLE if (row.model, row.method) == (model, "Fix Threshold"))

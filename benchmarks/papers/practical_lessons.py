@@ -1,13 +1,13 @@
-"""The tables of practical lessons of distributed deep learning, and its placement problem.
+"""The tables of "Practical Lessons of Distributed Deep Learning", and its placement problem.
 
-Source: Yang et al., "Practical Lessons of Distributed Deep Learning", 2017.
+Source: Yang et al., 2017.
 
     python -m benchmarks.papers.practical_lessons --table 2 --json docs/data/papers.json
 
 Table 1: late-multiply, by `benchmarks.late_multiply`. Tables 2 and 3: steps of AlexNet on hosts, by `benchmarks.hybrid
---run`, and its bytes, by `benchmarks.hybrid`; both tables are of the same runs, which the paper did on M40 and on K40.
-Hosts share the cores of this machine, so that a step computes as long on eight as on one: what is to be compared is
-hybrid with data-parallel, on as many hosts. "placement": the optimal placement that the paper leaves to future work, by
+--run`, and its bytes, by `benchmarks.hybrid`; here both tables come from the same runs, where the paper has M40 and K40
+GPUs. Hosts share the cores of this machine, so a step computes as long on eight hosts as on one: compare hybrid with
+data-parallel on equally many hosts. "placement": the optimal placement that the paper leaves to future work, by
 `benchmarks.placement`.
 """
 
@@ -22,7 +22,7 @@ from train.records import Record, Records
 from train.tables import print_table
 
 ROWS = 256  # of the paper's step
-# Table 1, ms without and with late-multiply, by GPUs.
+# Table 1, ms without and with late-multiply, by number of GPUs.
 TABLE_1 = {
     "10gbit": {2: (894.0, 164.0), 4: (1287.0, 399.0)},  # Ethernet
     "56gbit": {2: (90.0, 51.0), 4: (185.0, 136.0)},  # InfiniBand
@@ -30,13 +30,13 @@ TABLE_1 = {
 
 
 class Gpu(NamedTuple):
-    """One of tables 2 and 3.
+    """Table 2 or table 3.
 
     Attributes:
       name: of the GPU.
-      fake: seconds of a step with fake data, by layout and number of GPUs; of one they are those of both layouts.
-      real: with real data.
-      gap: how many times faster hybrid is, at least, as the text says.
+      fake: seconds of a step with fake data, by layout and number of GPUs; with one GPU, both layouts are the same.
+      real: the same with real data.
+      gap: how many times faster hybrid is at least, according to the text.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Gpu(NamedTuple):
     gap: float
 
     def seconds(self, data: str) -> dict[str, dict[int, float]]:
-        """Returns those of "fake" or of "real" data."""
+        """Returns the seconds with "fake" or "real" data."""
         return self.fake if data == "fake" else self.real
 
 
@@ -83,9 +83,9 @@ class Config(common.Config):
     """The tables of practical lessons of distributed deep learning."""
 
     rate: str = "10gbit"
-    """Speed of the hosts' links in tables 2 and 3; table 1 has the paper's two."""
+    """Speed of the hosts' links in tables 2 and 3; table 1 uses the paper's two speeds."""
     hosts: tuple[int, ...] = (2, 4, 8)
-    """Numbers of hosts, of the paper's three, beside one."""
+    """Numbers of hosts, out of the paper's three; one host is added in tables 2 and 3."""
     batch: int = 64
     """Rows of a step in tables 2 and 3, fewer than the paper's 256: the hosts share the cores that compute them."""
     timed_steps: int = 3
@@ -93,7 +93,7 @@ class Config(common.Config):
 
     @property
     def counted_rows(self) -> int:
-        """Rows of the step whose bytes are counted."""
+        """Rows per step for which bytes are counted."""
         return self.batch if self.smoke else ROWS
 
     def smallest(self) -> Self:
@@ -102,7 +102,7 @@ class Config(common.Config):
 
 
 def table_1(config: Config, records: Records) -> None:
-    """Times late-multiply against the reduction of gradients, the communication alone."""
+    """Times late-multiply against the reduction of gradients: only the communication."""
     rates = {"none": TABLE_1["10gbit"]} if config.smoke else TABLE_1
     places = [(rate, K, *paper) for rate, by in rates.items() for K, paper in by.items() if K in config.hosts]
     size = {"layers": "64x32", "batch": 8} if config.smoke else {"batch": 256}
@@ -182,7 +182,7 @@ def _timed(config: Config, records: Records, K: int) -> list[Record]:
 
 
 def _sizes(config: Config, records: Records) -> dict[tuple[str, int], Record]:
-    """Returns the bytes of compiled steps of the paper's number of rows, by layout and workers."""
+    """Returns the bytes of compiled steps with the paper's number of rows, by layout and workers."""
     size = {"batch": config.counted_rows, "image": 63 if config.smoke else 224}
     devices = ",".join(map(str, config.hosts))
     table = timing.time_benchmark(records, "hybrid", devices=devices, **size)
@@ -190,7 +190,7 @@ def _sizes(config: Config, records: Records) -> dict[tuple[str, int], Record]:
 
 
 def _row(gpu: Gpu, each: Record, sizes: dict[tuple[str, int], Record]) -> Record:
-    """Returns a row of table 2 or 3; the paper has no dense layers in slices."""
+    """Returns a row of table 2 or 3; the paper has no sharded dense layers."""
     place = layout, K = each["layout"], each["devices"]
     paper, size = gpu.seconds(each["data"]), sizes.get(place, {})
     theirs = paper.get(layout, {}).get(K)
@@ -214,7 +214,7 @@ def _row(gpu: Gpu, each: Record, sizes: dict[tuple[str, int], Record]) -> Record
 def placement(config: Config, records: Records) -> None:
     """Places models on devices by the planner."""
     models, devices = ("dlrm", "2") if config.smoke else ("alexnet,vgg16,resnet50,dlrm,transformer", "2,4,8,16,32,64")
-    rate = "10gbit" if config.smoke else config.rate  # nothing is sent, and a limit is needed
+    rate = "10gbit" if config.smoke else config.rate  # nothing is sent, but the planner needs a rate
     table = timing.time_benchmark(records, "placement", models=models, devices=devices, rate=rate)
     rows = [each | {"times_faster": each["ms_dense"] / each["ms_step"]} for each in table]
     print_table(f"Placement at {rate}, predicted", rows)

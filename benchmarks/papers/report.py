@@ -1,4 +1,4 @@
-"""What is told of the papers' claims, and figures."""
+"""Verdicts on the papers' claims, and figures."""
 
 import math
 import statistics
@@ -15,7 +15,7 @@ class Difference:
 
     Attributes:
       mean: of the differences.
-      error: the standard error of the mean; None of a single pair.
+      error: the standard error of the mean; None for a single pair.
     """
 
     mean: float
@@ -23,13 +23,13 @@ class Difference:
 
     @classmethod
     def of(cls, ours: Sequence[float], others: Sequence[float]) -> "Difference":
-        """Takes `others` from `ours`, pair by pair."""
+        """Subtracts `others` from `ours`, pair by pair."""
         pairs = [own - other for own, other in zip(ours, others, strict=True)]
         error = stdev(pairs)
         return cls(statistics.fmean(pairs), None if error is None else error / math.sqrt(len(pairs)))
 
     def exceeds(self, least: float = 0.0) -> bool | None:
-        """Returns whether it is above `least`; None where that is less than two standard errors away."""
+        """Returns whether the mean is above `least`; None if that is at most two standard errors away, or unknown."""
         if self.error is None or abs(self.mean - least) <= 2 * self.error:
             return None
         return self.mean > least
@@ -42,11 +42,11 @@ _VERDICTS = {True: "holds here", False: "does NOT hold here", None: "is not told
 
 
 def print_claim(claim: str, holds: bool | None, found: str) -> None:
-    """Says of a claim of the paper whether it holds at our size.
+    """Prints whether a claim of the paper holds at our size.
 
     Args:
       claim: what the paper says.
-      holds: None where what was measured does not tell.
+      holds: None if the measurements do not tell.
       found: what was measured.
     """
     print(f"The paper: {claim}. That {_VERDICTS[holds]}: {found}.")
@@ -65,11 +65,11 @@ def draw(
     x_scale: str = "linear",
     columns: int = 2,
 ) -> None:
-    """Draws lines in panels, as a PNG file: the mean over the seeds, and a band from their least to their most.
+    """Draws lines in panels, as a PNG file: the mean over the seeds, and a band from their minimum to their maximum.
 
     Args:
       path: of the file.
-      panels: by title, lines by label: x, and for each seed y (of None is no point).
+      panels: by title, lines by label: x, and y for each seed (None is no point).
       x: what the x axis shows.
       y: what the y axis shows.
       scale: of the y axis, "log" or "linear".

@@ -2,14 +2,14 @@
 
     python -m benchmarks.papers.slim_dp --table 1 --json docs/data/papers.json
 
-Table 1 and times: one exchange of gradients of the published shapes, on the hosts of `benchmarks.netlab`; of VGG-16 an
-eighth of the elements, times 8, unless --part says otherwise. What Slim-DP takes is the mean over its period q, of
-which one exchange selects a core. T_comp is timed of one worker alone on this machine, which stands in for every K.
+Table 1 and times: one exchange of gradients of the published shapes, on the hosts of `benchmarks.netlab`; for VGG-16,
+of an eighth of the elements, times 8, unless --part says otherwise. Slim-DP's time is the mean over its period q, in
+which one exchange selects a core. T_comp is timed with one worker alone on this machine, and used for every K.
 
-Table 2 and figures 3 and 4: the small twins of `configs/` on a dataset of 10 classes, so that accuracy is top-1: the
-paper's top-5 has no meaning there. Images as in the paper: the mean of each pixel subtracted, no augmentation;
-heavy-ball momentum, L2. A run selects as many cores as those of `configs/*_imagenet.py` do with the paper's q. Seconds
-are steps times those of table 1, where --json has them, as the paper's Speed_d and Speed_a are.
+Table 2 and figures 3 and 4: the small twins of `configs/` on a dataset of 10 classes, so accuracy is top-1: the paper's
+top-5 has no meaning there. As in the paper, the mean of each pixel is subtracted from images, which are not augmented,
+with heavy-ball momentum and L2. A run selects as many cores as those of `configs/*_imagenet.py` do with the paper's q.
+Seconds, and Speed_d and Speed_a, are steps times the step times of table 1, if --json has them.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ from train.tables import print_table, stdev
 
 
 def table_1(config: Config, records: Records) -> None:
-    """Times what every method takes for 10,000 mini-batches."""
+    """Times 10,000 mini-batches of every method."""
     rows: list[Record] = []
     for model in config.models:
         parts = config.parts(model)
@@ -154,13 +154,13 @@ def table_2(config: Config, records: Records) -> None:
 
 
 def _agrees(gain: Difference, paper: float) -> bool | None:
-    """Returns whether a gain in accuracy has the sign of the paper's; None where the seeds do not tell."""
+    """Returns whether a gain in accuracy has the sign of the paper's; None if the seeds do not tell."""
     above = gain.exceeds()
     return None if above is None else above == (paper > 0)
 
 
 def _axis(config: Config, times: Mapping[Any, Times | None]) -> tuple[str, dict[Any, float]]:
-    """Returns what the x axis shows, and of every curve the units of it in a step."""
+    """Returns what the x axis shows, and for every curve the units of it per step."""
     seconds = {name: each.seconds for name, each in times.items() if each is not None}
     if len(seconds) == len(times):
         return f"seconds at {config.rate}, steps times table 1", seconds
@@ -194,11 +194,11 @@ def figure_3(config: Config, records: Records) -> None:
 
 
 def figure_4(config: Config, records: Records) -> None:
-    """Trains GoogLeNet's twin with the five (alpha, beta), and those without exploration with longer periods."""
+    """Trains GoogLeNet's twin with the five (alpha, beta); the one without exploration also with longer periods."""
     model, K = config.models[0], WORKERS[0]
     experiment = experiment_of(config, model, K)
     q = period_of(model, experiment.steps)
-    # With the paper's share of selections; with a quarter of them; and with the first core for the whole run.
+    # With as many selections as the paper; with a quarter of them; and with the first core for the whole run.
     periods = [q, experiment.steps + 1] if config.smoke else [q, 4 * q, experiment.steps + 1]
     dense, method = train_seeds(records, experiment, PlumpDp(), config.seeds), model.slim
     runs, rows = {}, []

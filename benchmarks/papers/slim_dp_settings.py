@@ -1,4 +1,4 @@
-"""What the modules of Slim-DP share: its models and settings, the paper's figures, speed-ups, and runs."""
+"""What the modules of Slim-DP share: its models and settings, the paper's numbers, speed-ups, and runs."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from train.records import Record, Records
 from train.seeds import train_seeds
 
 METHODS = ("plump_dp", "quant_dp", "slim_dp")
-HOURS = 10_000 / 3.6e6  # of 10,000 mini-batches, for each millisecond of one
+HOURS = 10_000 / 3.6e6  # hours of 10,000 mini-batches, per millisecond of one
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Model:
 
     Attributes:
       name: the paper's.
-      shapes: what `benchmarks.exchange` is given.
+      shapes: the option of `benchmarks.exchange`.
       imagenet: the experiment with the paper's settings.
-      timed: the experiment whose steps are T_comp.
+      timed: the experiment whose step is timed for T_comp.
       twin: the experiment that trains.
       steps: of the twin, unless --steps says otherwise.
-      rows: of a worker where T_comp is timed.
-      is_large: whether its exchanges are timed at a part of its elements, for want of memory.
+      rows: of a worker when T_comp is timed.
       exchange: the entry of its Slim-DP in `benchmarks.exchange`.
+      is_large: whether its exchanges are timed for only a part of its elements, for lack of memory.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Model:
 
     @property
     def exchanges(self) -> dict[str, str]:
-        """Of each method, its entry in `benchmarks.exchange`."""
+        """Each method's entry in `benchmarks.exchange`."""
         return {"plump_dp": "plump_dp", "quant_dp": "quant_dp", "slim_dp": self.exchange}
 
 
@@ -63,14 +63,14 @@ MODELS = (
 SMALLEST = Model("GoogLeNet", "1e4", _GOOGLENET, "digits", "digits", 400, 4, "slim_dp_30_15")  # of --smoke
 WORKERS = (4, 8)
 
-# Table 1, hours for 10,000 mini-batches: by model and K, T_comp, and T_comm of the three methods.
+# Table 1, hours for 10,000 mini-batches: T_comp, and T_comm of the three methods, by model and K.
 PAPER_TIMES: dict[tuple[str, int], tuple[float, tuple[float, float, float]]] = {
     ("GoogLeNet", 4): (2.28, (0.40, 0.20, 0.18)),
     ("VGG-16", 4): (7.83, (4.09, 1.47, 1.18)),
     ("GoogLeNet", 8): (2.32, (0.57, 0.29, 0.25)),
     ("VGG-16", 8): (7.82, (5.51, 1.93, 1.65)),
 }
-# Table 2: by model and K, of each method top-5 accuracy in %, Speed_d and Speed_a.
+# Table 2: top-5 accuracy in %, Speed_d and Speed_a of each method, by model and K.
 PAPER_SPEEDS: dict[tuple[str, int], tuple[tuple[float, float, float], ...]] = {
     ("GoogLeNet", 4): ((88.06, 1, 1), (88.02, 1.08, 1.08), (88.29, 1.09, 1.16)),
     ("VGG-16", 4): ((86.53, 1, 1), (86.55, 1.28, 1.30), (87.03, 1.32, 1.45)),
@@ -85,7 +85,7 @@ TRADE_OFFS = {
     (0.2, 0.1): "slim_dp",
     (0.5, 0.25): "slim_dp_50_25",
 }
-FAILED = 10.0  # points below Plump-DP from which on a run is said to have failed to converge
+FAILED = 10.0  # points below Plump-DP from which a run counts as not converged
 
 
 @dataclass(frozen=True)
@@ -93,16 +93,16 @@ class Config(common.Config):
     """Slim-DP's tables 1 and 2, and figures 3 and 4."""
 
     rate: str = "1gbit"
-    """Speed of the hosts' links for the times."""
+    """Speed of the hosts' links when exchanges are timed."""
     timed_steps: int = 5
     """Timed steps of each exchange and of T_comp."""
     workers: tuple[int, ...] = WORKERS
-    """Numbers of workers, of the paper's two."""
+    """Numbers of workers, out of the paper's two."""
     part: int = 8
-    """VGG-16's exchanges are timed at an eighth of its elements, and their times are multiplied by 8; 1 for all of
-    them, which takes 8 GB a host for Slim-DP."""
+    """VGG-16's exchanges are timed for 1/PART of its elements, and their times multiplied by PART. For Slim-DP, 1 takes
+    8 GB per host."""
     dataset: str = "digits"
-    """What the twins are trained on: a dataset of images of 10 classes."""
+    """Dataset that the twins are trained on: images of 10 classes."""
 
     def smallest(self) -> Self:
         """Returns the options of --smoke: links without a limit, and one number of workers."""
@@ -110,15 +110,15 @@ class Config(common.Config):
 
     @property
     def models(self) -> tuple[Model, ...]:
-        """The models of the tables; with --smoke one, of a short vector and a small network."""
+        """The models of the tables; with --smoke only one, with a short vector and a small network."""
         return (SMALLEST,) if self.smoke else MODELS
 
     def parts(self, model: Model) -> int:
-        """Returns which part of a model's elements is timed, 8 for an eighth."""
+        """Returns the divisor of a model's elements that are timed: 8 for an eighth."""
         return self.part if model.is_large else 1
 
     def shapes(self, model: Model) -> str:
-        """Returns what `benchmarks.exchange` is given: all tensors, or a part of their elements in one vector."""
+        """Returns the option of `benchmarks.exchange`: all tensors, or a part of their elements as one vector."""
         parts = self.parts(model)
         return model.shapes if parts == 1 else str(count(named(model.shapes)) // parts)
 
@@ -128,18 +128,18 @@ class Config(common.Config):
 
 
 def averaged(usual: float, rare: float, period: int) -> float:
-    """Returns the mean over a period of which one step is rare."""
+    """Returns the mean over a period in which one step is the rare one."""
     return ((period - 1) * usual + rare) / period
 
 
 def communication(record: Record, period: int) -> float:
-    """Returns the milliseconds of an exchange, averaged over its period where one of them selects a core."""
+    """Returns the milliseconds of an exchange, averaged over its period if one exchange of it selects a core."""
     rare = record["ms_refresh"]
     return record["ms_median"] if rare is None else averaged(record["ms_median"], rare, period)
 
 
 class Times(NamedTuple):
-    """Milliseconds of a step: of computing, and of an exchange on average."""
+    """Milliseconds of a step: computing, and the average exchange."""
 
     compute: float
     exchange: float
@@ -156,15 +156,15 @@ def speed_d(dense: Times, own: Times) -> float:
 
 
 def speed_a(dense: Record, own: Record, times: tuple[Times, Times]) -> float | None:
-    """Returns how many times sooner than Plump-DP a run has the accuracy that Plump-DP ends with.
+    """Returns how many times sooner than Plump-DP a run reaches the accuracy that Plump-DP ends with.
 
     Args:
-      dense: Plump-DP's run of the same seed.
-      own: the method's.
+      dense: Plump-DP's run with the same seed.
+      own: the method's run.
       times: of both.
 
     Returns:
-      None if the run never has it.
+      None if the run never reaches it.
     """
     target = dense["accuracies"][-1]
     before, after = common.first_reaching(dense, target), common.first_reaching(own, target)
@@ -172,7 +172,7 @@ def speed_a(dense: Record, own: Record, times: tuple[Times, Times]) -> float | N
 
 
 def exchange_times(config: Config, records: Records, model: Model, K: int) -> dict[str, Record]:
-    """Returns the timed exchanges of a model; of figure 4's, those of its settings as well."""
+    """Returns the timed exchanges of a model, including figure 4's settings if it is that figure's model and K."""
     methods = list(model.exchanges.values())
     if (model, K) == (MODELS[0], WORKERS[0]):
         methods = list(dict.fromkeys([*methods, *TRADE_OFFS.values()]))
@@ -192,7 +192,7 @@ def compute_ms(config: Config, records: Records, model: Model) -> float:
 
 
 def times_of(config: Config, records: Records, model: Model, K: int, exchange: str) -> Times | None:
-    """Returns the times of a step from what table 1 has recorded; None if it has not."""
+    """Returns the times of a step from the records of table 1; None if they are missing."""
     key = {"of": "exchange", "shapes": config.shapes(model), "hosts": config.hosts(K), "rate": config.rate}
     found = records.find(key | {"method": exchange, "steps": config.timed_steps})
     compute = records.find({"of": "compute", "experiment": model.timed, "rows": model.rows})
@@ -202,7 +202,7 @@ def times_of(config: Config, records: Records, model: Model, K: int, exchange: s
 
 
 def experiment_of(config: Config, model: Model, K: int) -> Experiment:
-    """Returns what a twin's workers train, as the paper's do."""
+    """Returns what a twin's workers train, with the paper's settings."""
     return config.experiment(
         model.twin,
         dataset=config.dataset,
@@ -227,7 +227,7 @@ def methods_of(model: Model, steps: int) -> dict[str, Method]:
 
 
 def train_all(config: Config, records: Records, model: Model, K: int) -> dict[str, list[Record]]:
-    """Returns of every method the runs of all seeds."""
+    """Returns the runs of all seeds, by method."""
     experiment = experiment_of(config, model, K)
     return {
         name: train_seeds(records, experiment, method, config.seeds)

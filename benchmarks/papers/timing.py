@@ -1,4 +1,4 @@
-"""Exchanges and steps that are timed for the papers' tables, and kept among their records."""
+"""Timed exchanges and steps for the papers' tables, kept among their records."""
 
 import dataclasses
 import json
@@ -20,8 +20,8 @@ def run_benchmark(module: str, options: Mapping[str, Any]) -> list[Record]:
     """Runs a benchmark that writes its table, in a process of its own.
 
     Args:
-      module: "exchange", say, of `benchmarks`.
-      options: values by option, without dashes; that of a switch is True.
+      module: of `benchmarks`, such as "exchange".
+      options: values by option, without dashes; True for a switch.
 
     Returns:
       The records of its table.
@@ -43,7 +43,7 @@ def run_benchmark(module: str, options: Mapping[str, Any]) -> list[Record]:
 
 
 def time_benchmark(records: Records, module: str, **options: Any) -> list[Record]:
-    """Returns the records of a benchmark's table; it runs where they are not there."""
+    """Returns the records of a benchmark's table; runs it if they are missing."""
     key = {"of": module, "options": options}
     return records.get(key, lambda: {"table": run_benchmark(module, options)})["table"]
 
@@ -55,15 +55,15 @@ def time_exchanges(
 
     Args:
       records: where they are kept.
-      shapes: and the others, as the benchmark's options.
-      hosts: how many.
+      shapes: the benchmark's option, like the following.
+      hosts: the number of hosts.
       rate: of their links.
       methods: the benchmark's names.
-      steps: timed ones.
+      steps: the number of timed steps.
       others: more options, such as sparsity.
 
     Returns:
-      Its records by method, also those of before.
+      Its records by method, including those that were there before.
     """
     given = {"shapes": shapes, "hosts": hosts, "rate": rate, "steps": steps, **others}
     keys = {method: {"of": "exchange", "method": method, **given} for method in methods}
@@ -91,7 +91,7 @@ def _compute(name: str, rows: int, steps: int) -> Record:
 
     from train.job import make_job
 
-    # Of ImageNet only the shapes are read.
+    # The dataset's rows are not read, only its shapes.
     job = make_job(dataclasses.replace(CONFIGS[name], workers=1, global_batch=rows), PlumpDp())
     rng, batch = np.random.default_rng(0), {}
     for field, (shape, dtype) in (job.info.row_types() | {"seed": ((), np.dtype(np.uint32))}).items():

@@ -1,1 +1,1 @@
-"""This library beside PyTorch's: one model, the same initial weights, the same rows, the same links."""
+"""This library against PyTorch's DDP: one model, the same initial weights, the same rows, the same links."""

@@ -1,13 +1,14 @@
-"""Step times and times to the same accuracy, beside PyTorch's DistributedDataParallel.
+"""Step times and times to the same accuracy, against PyTorch's DistributedDataParallel.
 
     python3 -m venv /tmp/torch && /tmp/torch/bin/pip install torch==2.13.0 numpy
     python -m benchmarks.peers --torch /tmp/torch/bin/python --hosts 2 --rate 1gbit
     python -m benchmarks.peers --torch /tmp/torch/bin/python --data fashion --steps 301 --segment 20
 
-All train one model, three layers of 1024 x 1024 and a head (3,159,050 parameters), from the same weights, on the same
-rows, by SGD with momentum. Each method of each round is a run of its own on the hosts of a lab; the methods take turns.
-ms is the wall time of a step, with its batch read and placed, without evaluations and without the first step, which
-compiles and connects (first_s). A ratio is the median over the rounds of the ratio to torch:dense in the same round.
+All methods train one model, three layers of 1024 x 1024 and a head (3,159,050 parameters), from the same weights, on
+the same rows, by SGD with momentum. Each method has a separate run in each round on the hosts of a lab; methods take
+turns. ms is the wall time of a step, including reading and placing its batch, without evaluations and without the first
+step, which compiles and connects (first_s). A ratio is the median over the rounds of the ratio to torch:dense in the
+same round.
 """
 
 import itertools
@@ -34,7 +35,7 @@ from train.tables import print_table
 PEERS = {"jaxcomm": tuple(METHODS), "torch": ("dense", "fp16", "bf16", "powersgd_1", "powersgd_4")}
 BASELINE = "torch:dense"
 ATTEMPTS = 4  # of a run of PyTorch
-# What `train.processes.prepare_jax` does for the other side, by the variables of glibc.
+# The settings of `train.processes.keep_freed_memory`, as glibc's variables, for PyTorch's side.
 KEEP_FREED_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 USUAL = (
     "jaxcomm:dense,jaxcomm:bfloat16,jaxcomm:float16,jaxcomm:quant_dp_16,jaxcomm:quant_dp,jaxcomm:powersgd_1,"
@@ -47,7 +48,7 @@ class Config:
     """Train one model with this library and with PyTorch's DDP, on the hosts of a lab."""
 
     methods: str = USUAL
-    """Runs, separated by commas: "jaxcomm:" or "torch:", and a method."""
+    """Methods, separated by commas, each with "jaxcomm:" or "torch:" before it."""
     torch: Path | None = None
     """The Python interpreter of an environment that has torch; needed for the runs of torch."""
     hosts: int = 2
@@ -59,15 +60,15 @@ class Config:
     source: Path = Path("/usr/share/datasets/fashion-mnist")
     """Folder of train-images-idx3-ubyte.gz and the other three files."""
     rows: int = 64
-    """Rows of each worker in a step."""
+    """Rows per worker and step."""
     steps: int = 51
     """Training steps; the first is not timed."""
     segment: int = 10
-    """Steps between two readings of the clock, and two evaluations."""
+    """Steps between two readings of the clock, and between two evaluations."""
     learning_rate: float = 0.05
-    """Of SGD with momentum 0.9."""
+    """Learning rate of SGD with momentum 0.9."""
     target: float = 85.0
-    """Accuracy in percent, for the time to reach it."""
+    """Accuracy in percent, the time to which is shown."""
     rounds: int = 3
     """Runs of each method; round r has the seed r, for weights and order of rows."""
     json: Path | None = None
@@ -108,7 +109,7 @@ def main(config: Config) -> None:
 
 
 def check(config: Config, methods: Sequence[str]) -> None:
-    """Raises ValueError for what cannot be run."""
+    """Raises ValueError for options that cannot work."""
     for method in methods:
         peer, _, name = method.partition(":")
         if name not in PEERS.get(peer, ()):
@@ -125,7 +126,7 @@ def check(config: Config, methods: Sequence[str]) -> None:
 
 
 def read(config: Config) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns images (N, 1024), uint8, and labels (N,), of the splits train and test; noise has no test images."""
+    """Returns the images (N, 1024), uint8, and labels (N,) of the splits; noise has no test images."""
     if config.data == "noise":
         rng = np.random.default_rng(0)
         images = rng.integers(0, 256, (4096, WIDTH), np.uint8)
@@ -140,9 +141,9 @@ def read(config: Config) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 def run(
     config: Config, method: str, rate: str, seed: int, splits: dict[str, tuple[np.ndarray, np.ndarray]]
 ) -> dict[str, Any]:
-    """Trains once on the hosts of a lab; returns the segments, bytes as a mean over the hosts.
+    """Trains once on the hosts of a lab; returns the segments, with bytes averaged over the hosts.
 
-    PyTorch's processes abort at times on Gloo. Then the run is made again, and the abort counted.
+    PyTorch's processes sometimes abort on Gloo. The run is then repeated, and the abort counted.
     """
     peer, _, name = method.partition(":")
     rng = np.random.default_rng(seed)
@@ -182,17 +183,17 @@ def run(
 
 
 def segments_of(stdout: str) -> list[dict[str, Any]]:
-    """Returns the segments that a host has printed, between lines of Gloo."""
+    """Returns the segments that a host has printed, among lines of Gloo."""
     return [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
 
 
 def step_ms(record: dict[str, Any]) -> float:
-    """Returns the median over the segments of a step's milliseconds."""
+    """Returns the milliseconds of a step, the median over the segments."""
     return statistics.median(1e3 * each["seconds"] / each["steps"] for each in record["segments"][1:])
 
 
 def seconds_to(record: dict[str, Any], target: float) -> float | None:
-    """Returns the seconds of training until an evaluation shows the target, in percent; None if none does."""
+    """Returns the seconds of training until an evaluation reaches the target (in percent); None if none does."""
     seconds = 0.0
     for each in record["segments"][1:]:
         seconds += each["seconds"]
@@ -202,7 +203,7 @@ def seconds_to(record: dict[str, Any], target: float) -> float | None:
 
 
 def curve(method: str, runs: Sequence[dict[str, Any]]) -> tuple[list[float], list[list[float]]]:
-    """Returns the seconds of each evaluation but the first, means over the rounds, and every round's accuracies."""
+    """Returns the seconds until each evaluation but the first, averaged over rounds, and every round's accuracies."""
     own = [run["segments"][1:] for run in runs if run["method"] == method]
     times = [itertools.accumulate(each["seconds"] for each in segments) for segments in own]
     seconds = [statistics.fmean(same) for same in zip(*times, strict=True)]
@@ -232,7 +233,7 @@ def summary(method: str, runs: Sequence[dict[str, Any]], target: float) -> dict[
         row["accuracy_%"] = 100 * statistics.median(run["segments"][-1]["accuracy"] for run in own)
         reached = [seconds_to(run, target) for run in own]
         known = [seconds for seconds in reached if seconds is not None]
-        # A run that never gets there makes the median unknown, not smaller.
+        # A run that never reaches the target makes the median unknown, not smaller.
         row[f"s_to_{target:g}%"] = statistics.median(known) if len(known) == len(reached) else None
     return row
 

@@ -1,4 +1,4 @@
-"""What every host of every peer does: the model, its data, and the loop that is timed. Needs NumPy alone."""
+"""What every host of every peer does: the model, its data, and the loop that is timed. Needs only NumPy."""
 
 import itertools
 import json
@@ -26,15 +26,15 @@ class Job:
     """One training run, the same for every peer.
 
     Attributes:
-      method: as `python -m benchmarks.peers` calls it, without the peer's name.
+      method: its name in `python -m benchmarks.peers`, without the peer's.
       learning_rate: of SGD with momentum.
-      segment: steps between two readings of the clock, and two evaluations.
-      weights: where training starts.
-      images: float32 in 0 to 1 after division by 255: (N, 1024), uint8.
+      segment: steps between two readings of the clock, and between two evaluations.
+      weights: the initial weights.
+      images: (N, 1024), uint8; see `pixels`.
       labels: (N,), int64.
-      test_images: as images; empty where nothing is evaluated.
-      test_labels: as labels.
-      order: (steps, global batch): the rows of every step. Host i has the i-th share of them.
+      test_images: like images; empty if nothing is evaluated.
+      test_labels: like labels.
+      order: (steps, global batch), the rows of every step. Host i has the i-th part of them.
     """
 
     method: str
@@ -55,7 +55,7 @@ class Job:
 
     @classmethod
     def load(cls, path: Path) -> "Job":
-        """Reads what `save` has written."""
+        """Reads a job that `save` has written."""
         with np.load(path) as file:
             found = dict(file)
         weights = [found.pop(f"weights{index}") for index in range(2 * (HIDDEN + 1))]
@@ -79,7 +79,7 @@ def pixels(images: np.ndarray) -> np.ndarray:
 
 
 def accuracy(weights: Weights, images: np.ndarray, labels: np.ndarray) -> float:
-    """Returns the share of images whose largest logit is their label's."""
+    """Returns the fraction of images whose largest logit is their label's."""
     x = pixels(images)
     for index in range(0, len(weights), 2):
         x = x @ weights[index] + weights[index + 1]
@@ -100,16 +100,16 @@ def train(
 ) -> None:
     """Trains, and prints a JSON record of every segment.
 
-    A segment has seconds and bytes (received by this host) of its steps alone; its loss is that of its last step,
-    over all rows; accuracy is host 0's, after it. The first step is a segment by itself: it compiles and connects.
+    A segment's seconds and bytes (received by this host) are of its steps only; its loss is that of its last step,
+    over all rows; host 0 adds the accuracy after it. The first step, which compiles and connects, is its own segment.
 
     Args:
       job: what to do.
       host: this process, from 0.
-      hosts: how many there are.
-      step: trains on this host's images (b, 1024), float32, and labels (b,); returns something to wait for.
-      loss_of: waits for that, and returns the loss.
-      weights: returns the model's weights now.
+      hosts: the number of hosts.
+      step: trains on this host's images (b, 1024), float32, and labels (b,); returns a result to wait for.
+      loss_of: waits for that result, and returns the loss.
+      weights: returns the model's current weights.
       barrier: waits until all hosts are here.
     """
     interface = os.environ["NETLAB_INTERFACE"]

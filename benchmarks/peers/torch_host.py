@@ -1,8 +1,8 @@
 """A host that trains with PyTorch's DistributedDataParallel: `TORCH_PYTHON -m benchmarks.peers.torch_host JOB`.
 
-PyTorch is no dependency of this project: it has an environment of its own. PowerSGD's hook has its defaults (error
-feedback, warm start) and compresses from the third step on, and one bucket: with several it aborts on Gloo. The other
-methods have DDP's own buckets.
+PyTorch is not a dependency of this project: it has an environment of its own. PowerSGD's hook has its defaults (error
+feedback, warm start), compresses from the third step on, and has one bucket: with several it aborts on Gloo. The other
+methods have DDP's default buckets.
 """
 # pyright: reportMissingImports=false
 
@@ -19,7 +19,7 @@ from benchmarks.peers.job import MOMENTUM, Job, train
 
 
 def parallel(model: torch.nn.Module, method: str) -> torch.nn.parallel.DistributedDataParallel:
-    """Returns the model whose gradients are exchanged by a method."""
+    """Returns the model in DDP, with gradients exchanged by a method."""
     one_bucket = {"bucket_cap_mb": 1000} if method.startswith("powersgd") else {}
     ddp = torch.nn.parallel.DistributedDataParallel(model, **one_bucket)
     if method in ("fp16", "bf16"):

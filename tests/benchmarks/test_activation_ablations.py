@@ -1,4 +1,4 @@
-"""The two boundaries that lose accuracy are the paper's, in NumPy, on a mesh, and in a pipeline, bytes included."""
+"""The two boundaries that lose accuracy equal the paper's in NumPy, on a mesh and in a pipeline, bytes included."""
 
 import hypothesis
 import jax
@@ -28,7 +28,7 @@ from tests.reference.dct_mp import GaussianSketchReference, TopKGradientReferenc
 
 pytestmark = pytest.mark.filterwarnings("error")
 
-# Bytes (forward, backward), of those of all values, of what is kept of them, and of positions.
+# (forward, backward) bytes, given those of all values, of the kept values, and of positions.
 DOCUMENTED = {
     SketchBoundary: lambda whole, chosen, positions: (chosen, whole),
     TopKGradientBoundary: lambda whole, chosen, positions: (whole, chosen + positions),
@@ -86,7 +86,7 @@ D, SEEDS = 12, 400
 
 
 def test_a_sketch_is_a_projection_of_every_sample_and_returns_the_whole_gradient():
-    """S S^T is what becomes of the unit vectors; another seed has another."""
+    """The unit vectors become S S^T; another seed has another S."""
     run, reference = Crossing((D, D), 0.7, 2, 0, 1, make=SketchBoundary), GaussianSketchReference(0.7)
     rng = np.random.default_rng(0)
     x, gradient = rng.normal(size=(2, 2, D, D)).astype(np.float32)
@@ -105,8 +105,8 @@ def test_a_sketch_is_a_projection_of_every_sample_and_returns_the_whole_gradient
 def test_a_sketch_is_unbiased():
     """(x S S^T)_i has the mean x_i and the variance (|x|^2 + x_i^2) / m.
 
-    The mean of N of them is within 5 standard errors for each of 60 numbers (which fails by chance once in 30,000
-    draws of seeds, and the seeds are fixed), and their squared errors add up to what the variance says within 40%.
+    The mean of N of them is within 5 standard errors for each of 60 numbers (this fails by chance once in 30,000 draws
+    of seeds, and the seeds are fixed), and the sum of their squared errors is within 40% of the variance's.
     """
     run = Crossing((5, D), 0.7, 2, 0, 1, make=SketchBoundary)
     x = run.draw("normal", 3)
@@ -140,7 +140,7 @@ def test_a_residual_that_is_missing_is_refused():
 
 
 def test_a_sketch_is_another_one_in_every_step():
-    """Where parameters do not move, the losses of one batch differ by the sketches alone."""
+    """With constant parameters, the losses of one batch differ only by the sketches."""
     tx = optax.chain(jc.plump_dp(), optax.sgd(0.0))
     run = cut(2, tx, boundaries=[SketchBoundary(0.5)])
     _, metrics = run(batches(1) * 3)

@@ -38,7 +38,7 @@ def test_the_papers_figures_are_the_papers():
 
 @pytest.fixture
 def trained(monkeypatch):
-    """The settings that were trained, by a stand-in that takes no time."""
+    """The settings that were trained, in a stand-in for training."""
     settings = []
 
     def train(setting, config, dense):
@@ -71,7 +71,7 @@ def test_a_table_goes_on_where_it_was_stopped_and_loses_no_row(trained, tmp_path
     assert trained == rows() == [all_rows[0], *[row for row in all_rows if row[0] == "sketched activations"]]
     dct.main(dct.Config(system="DCT-DP", json=path))
     assert sorted(trained) == sorted(rows())
-    assert len(trained) == 1 + 3 + 5 + 3  # dense once; with those of both together
+    assert len(trained) == 1 + 3 + 5 + 3  # dense once; includes those of both together
     dct.main(dct.Config(json=path))
     assert sorted(rows()) == sorted(all_rows)
     assert sorted(trained) == sorted(all_rows)  # each once
@@ -87,7 +87,7 @@ def test_a_file_of_other_settings_is_refused(trained, tmp_path):
 
 
 def test_the_record_of_before_is_one_to_go_on_with(trained, capsys):
-    """The rows in docs/data have the paper's figures in them too; those of the table are of SETTINGS."""
+    """The rows in docs/data also contain the paper's numbers; the table takes those of SETTINGS."""
     dct.main(dct.Config(seeds=5, json=DATA))
     assert not trained
     assert "22/22 top-k activation gradients 2 0.9" in capsys.readouterr().out
@@ -123,7 +123,7 @@ def test_train_figures_are_means_over_the_last_steps():
 
 
 def test_a_record_has_the_train_figures_of_its_own_runs(monkeypatch):
-    """The mean over the seeds; a training that reports 0.1, 0.2, ... a step, and a test split."""
+    """Means over the seeds; the training reports 0.1, 0.2, ... in its steps, and scores of a test split."""
 
     def train(experiment, method, processes, progress, job):
         for step in range(1, 1 + experiment.steps):
@@ -140,7 +140,7 @@ def test_a_record_has_the_train_figures_of_its_own_runs(monkeypatch):
 
 
 def test_what_the_embeddings_cost_is_computed():
-    """To a tenth of a percent by the paper's fraction of Criteo's 33.8M rows of 16, three bytes a number and a bit."""
+    """To 0.1%: the paper's fraction of Criteo's 33.8M rows of 16, at a little more than three bytes a number."""
     numbers = [int(word.replace(",", "")) for word in re.findall(r"\d[\d,]*\d", dct.embeddings_note())]
     everything, rows, dense = numbers
     assert rows == 33_762_577

@@ -1,4 +1,4 @@
-"""The benchmark of delayed steps on two hosts, whose programs run in two threads, and what it refuses."""
+"""The benchmark of delayed steps on two hosts, with programs in two threads, and what it refuses."""
 
 import json
 import subprocess

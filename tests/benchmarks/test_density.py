@@ -1,4 +1,4 @@
-"""The benchmark of densities: its counts are those of the real collective, its masks those that DGC sends."""
+"""The benchmark of densities: its counts are those of the real collective, and its masks are those that DGC sends."""
 
 import json
 
@@ -19,7 +19,7 @@ def unpacked(words):
 
 
 def counts_of_the_collective(regions, masks, seed):
-    """The coordinates that are not zero after every hop, of numbers none of which is."""
+    """The nonzero coordinates after every hop, for numbers that are all nonzero."""
     vectors = np.random.default_rng(seed).normal(size=(len(masks), regions.layout.n)).astype(np.float32)
 
     def worker(vector, mask):
@@ -53,8 +53,8 @@ def test_the_masks_are_those_that_dgc_sends_and_the_counts_those_of_its_ring(mon
         sent = unpacked(largest)
         velocity, residual = after[index - 1]
         assert not velocity[sent].any()  # momentum factor masking
-        assert np.abs(residual[sent]).max() < 0.01 * np.abs(residual).max()  # what the rounding has left
-        if index == 1:  # nothing else is zero but what has never had a gradient
+        assert np.abs(residual[sent]).max() < 0.01 * np.abs(residual).max()  # only rounding errors
+        if index == 1:  # other zeros are coordinates that never had a gradient
             assert not residual[~sent & (velocity == 0)].any()
     masks = taken[-1][1]
     expected = hop_counts(accepted(regions, cut(regions, masks)))
@@ -66,7 +66,7 @@ def test_the_counts_are_those_of_the_ring_of_eight_workers():
     regions = regions_of(8, 0.002)
     rng = np.random.default_rng(0)
     masks = rng.integers(0, 2**32, (8, 8, regions.layout.n_words), np.uint32)
-    masks = np.bitwise_and.reduce(masks, axis=1)  # one in 256, some more than there is room for
+    masks = np.bitwise_and.reduce(masks, axis=1)  # one in 256, in some regions more than slots
     fitting = accepted(regions, cut(regions, masks))
     assert np.bitwise_count(fitting).sum() < np.bitwise_count(masks).sum()
     assert counts_of_the_collective(regions, masks, 1).tolist() == hop_counts(fitting).tolist()

@@ -1,4 +1,4 @@
-"""The benchmark of DLRM's tables: what is predicted is compiled, at Criteo's size, and its parts are the formula's."""
+"""The benchmark of DLRM's tables: predicted bytes are the compiled ones, at Criteo's size, and parts match formulas."""
 
 import json
 
@@ -13,7 +13,7 @@ SMALL = (3,) * 26
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_the_step_at_criteos_size_sends_what_is_predicted(way):
-    """Beside the tables: the payload of the dense layers and some scalars, in all ways as many bytes."""
+    """Apart from the tables: the payload of the dense layers and some scalars, equally many bytes for every way."""
     record = measure(way, 4, 128, TABLE_SIZES)
     assert record["received_compiled"] == record["received_predicted"]
     beside = record["received_compiled"] - record["tables_formula"]
@@ -25,7 +25,7 @@ def test_the_step_at_criteos_size_sends_what_is_predicted(way):
 
 
 def test_the_papers_batch_moves_less_than_its_dense_layers():
-    """By hand: of 4 workers, three quarters of 128 * 26 ids with 16 numbers each, 4 bytes."""
+    """By hand: with 4 workers, three quarters of 128 * 26 ids with 16 numbers each of 4 bytes."""
     assert tables_received("late", 4, 128, TABLE_SIZES) == 0.75 * 128 * 26 * 17 * 4
     assert tables_received("columns", 4, 128, TABLE_SIZES) == 0.75 * 128 * 26 * (1 + 8) * 4
     assert tables_received("rows", 4, 128, TABLE_SIZES) == 0.75 * 128 * 26 * 33 * 4

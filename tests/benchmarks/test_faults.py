@@ -1,4 +1,4 @@
-"""The soak's own arithmetic and its refusals; what it does to a run is in tests/train/test_faults_restarts.py."""
+"""The soak test's arithmetic and refusals; its faults are tested in tests/train/test_faults_restarts.py."""
 
 import pytest
 

@@ -17,7 +17,7 @@ SMALL = Config(experiment="gpt_stdlib", layers=1, width=8, steps=4, evaluations=
 
 @pytest.fixture
 def trained(monkeypatch):
-    """The runs that were trained, by a stand-in that takes no time: method, seed, optimizer. The loss is 2 or more."""
+    """The runs that were trained, in a stand-in for training: method, seed, optimizer. The loss is 2 or more."""
     done = []
 
     def train(experiment, method, job):
@@ -34,7 +34,7 @@ def trained(monkeypatch):
 
 
 def rows_of(out):
-    """The cells of the last table that was printed, by the method."""
+    """The cells of the last printed table, by method."""
     lines = out[out.rindex("┏") :].splitlines()
     rows = [[cell.strip() for cell in re.split("[┃│]", line)[1:-1]] for line in lines if line[:1] in ("┃", "│")]
     return {row[0]: dict(zip(rows[0], row, strict=True)) for row in rows[1:]}
@@ -58,7 +58,7 @@ def test_every_method_is_trained_once_and_compared_by_seed(trained, tmp_path, ca
 
 
 def test_times_of_the_same_model_make_seconds(trained, tmp_path, capsys, monkeypatch):
-    """Of 4 steps; on as many hosts as workers, whatever the curves are drawn of."""
+    """For 4 steps, timed on as many hosts as there are workers."""
     path, ran = tmp_path / "gpt.json", []
 
     def run_hosts(lab, module):

@@ -1,4 +1,4 @@
-"""Weights sharded over the workers: with 32 bits the training is that of one device, with fewer it stays near it."""
+"""Weights sharded over the workers: with 32 bits, training equals that of one device; with fewer, it stays close."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""How an exchange grows: on small hosts, and the laws by hand."""
+"""How the cost of an exchange grows: a small run on hosts, and the laws by hand."""
 
 import json
 
@@ -15,7 +15,7 @@ def row(parameters, ms, hosts=2, sweep="parameters", method="topk", **others):
 
 
 def test_laws_by_hand():
-    # 1e5 bytes take 8 ms at 100 Mbit/s; what is left is 2, 2 and 5 ns a parameter.
+    # 1e5 bytes take 8 ms at 100 Mbit/s, which leaves 2, 2 and 5 ns per parameter.
     rows = [row(10**6, 10.0), row(2 * 10**6, 12.0), row(4 * 10**6, 28.0, held_bytes=80 * 10**6, compile_s=3.0)]
     shown = growth._against_law(rows[2], [*rows, row(10**6, 99.0, method="sign"), row(10**6, 99.0, sweep="hosts")])
     assert shown["ms_median_by_law"] == pytest.approx(28 / (8 + 4 * 2))

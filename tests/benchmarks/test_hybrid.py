@@ -1,4 +1,4 @@
-"""The benchmark of hybrid parallelism: predicted and traced bytes agree, and the paper's numbers come out."""
+"""The benchmark of hybrid parallelism: predicted and traced bytes agree, and the formula gives the paper's numbers."""
 
 import json
 

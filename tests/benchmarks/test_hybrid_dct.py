@@ -1,4 +1,4 @@
-"""The hybrid step: what is said of the use of network and processors, and what is refused."""
+"""The hybrid step: the use of network and processors, and what is refused."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from benchmarks.hybrid_dct import Config, Record, check, uses
 
 
 def test_uses_are_of_what_the_link_and_the_cores_could_do(monkeypatch):
-    """In 200 ms 10 Mbit/s carry 250,000 bytes, and two cores have 0.4 s."""
+    """In 200 ms, 10 Mbit/s carry 250,000 bytes, and two cores have 0.4 s."""
     monkeypatch.setattr(hybrid_dct, "_cores", lambda: 2)
     record = Record("dense", 2, 2, "10mbit", 200.0, 190.0, 210.0, 225_000.0, 220_000.0, 0.1)
     assert uses(record) == {"network_%": pytest.approx(90.0), "cpu_%": pytest.approx(25.0)}

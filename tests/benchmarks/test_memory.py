@@ -1,4 +1,4 @@
-"""The benchmark of what a device of a worker holds."""
+"""The benchmark of the memory of a worker's device."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The table of meshes, with smaller twins: `python -m benchmarks.meshes` has all of it."""
+"""Part of the table of meshes, with smaller twins; `python -m benchmarks.meshes` makes all of it."""
 
 from functools import cache, partial
 
@@ -13,7 +13,7 @@ from tests.models.twins import TWINS as SMALL
 from tests.models.twins import make
 
 ROWS, STEPS = 16, 10
-# Every kind of mesh for a model of each kind of data, and one for each of the others; the benchmark has them all.
+# Every kind of mesh for one model of each kind of data, and one mesh for each other model; the benchmark has them all.
 CASES = [
     *(("alexnet", mesh) for mesh in ("data 4", "stage 4", "data 2 x stage 2", "data 2 x model 2", "hybrid 2")),
     *(("dlrm", mesh) for mesh in ("stage 3", "data 2 x stage 2", "hybrid 2")),

@@ -1,4 +1,4 @@
-"""The lab on this machine: namespaces where the tests run as root with iproute2, else its fallback."""
+"""The lab on this machine: namespaces if the tests run as root with iproute2, otherwise its fallback."""
 
 import json
 import os
@@ -26,8 +26,8 @@ CAN_ISOLATE = (
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NETLAB = [sys.executable, "-m", "benchmarks.netlab"]
 
-# Host 0 gets SIZE bytes from each other host ("gather") or sends each as many ("scatter"), and prints
-# the seconds that it took and the bytes that its interface has counted in that direction.
+# Host 0 receives SIZE bytes from each other host ("gather") or sends as many to each ("scatter"), and
+# prints the seconds that this took and the bytes that its interface counted in that direction.
 TRANSFER = """
 import os, socket, sys, time
 from benchmarks.trace import received_bytes, transmitted_bytes
@@ -89,7 +89,7 @@ def loopback(monkeypatch):
 
 @pytest.fixture
 def lab(capfd):
-    """A lab of three hosts: isolated where this machine can, and saying so where it cannot."""
+    """A lab of three hosts: isolated if this machine can, otherwise with a message that says so."""
     with Lab(3, None) as lab:
         assert lab.isolated == CAN_ISOLATE
         assert ("fell back to loopback" in capfd.readouterr().err) == (not CAN_ISOLATE)
@@ -218,7 +218,7 @@ def test_a_timeout_stops_all_hosts(lab):
 
 
 def megabits_per_second(lab, direction, size, received, limit):
-    """The fastest of three transfers: other work on the machine can hold one up, but none may be above the limit."""
+    """The fastest of three transfers: other work on the machine can slow one down, but none may exceed the limit."""
     rates = []
     for _ in range(3):
         seconds, counted = transfer(lab, direction, size)
@@ -246,7 +246,7 @@ def test_hosts_see_each_other_at_the_rate_and_bytes_are_counted(lab):
 
 
 def test_a_trace_shows_the_rate_at_which_host_0_receives(lab):
-    """Twice 1 MB at 20 Mbit/s takes 0.8 s at least, and other work on the machine can only make it longer."""
+    """Twice 1 MB at 20 Mbit/s takes at least 0.8 s; other work on the machine can only make it longer."""
     if not lab.isolated:
         return  # the fixture has seen the fallback say so
     trace = Trace()
@@ -314,7 +314,7 @@ def test_a_signal_in_the_middle_of_a_poll_ends_the_lab(monkeypatch, while_it):
     make_lock, sent = threading.Lock, []
 
     class Interrupted:
-        """The lock of a `Popen`: a signal comes between its being taken and the `try` that would release it."""
+        """The lock of a `Popen`: a signal arrives after it is taken and before the `try` that would release it."""
 
         def __init__(self):
             self.lock = make_lock()
@@ -336,7 +336,7 @@ def test_a_signal_in_the_middle_of_a_poll_ends_the_lab(monkeypatch, while_it):
         def __exit__(self, *_):
             self.release()
 
-    # As JAX has in a process: a thread that takes signals for the process, whatever the main thread blocks.
+    # As in a process with JAX: another thread takes the process's signals, whatever the main thread blocks.
     threading.Thread(target=time.sleep, args=(20,), daemon=True).start()
     if while_it == "builds":
         monkeypatch.setattr(threading, "Lock", Interrupted)
@@ -368,7 +368,7 @@ def start_and_wait(script, folder):
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        # Where the tests run in the background, signals may be ignored, which children inherit.
+        # If the tests run in the background, signals may be ignored, which children inherit.
         preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in SIGNALS],
     )
     deadline = time.monotonic() + 15

@@ -1,4 +1,4 @@
-"""The benchmark of patches: its counts by hand, from the bytes that a patch is said to take."""
+"""The benchmark of patches: its counts by hand, from the bytes that are reported for a patch."""
 
 import json
 
@@ -11,7 +11,7 @@ def test_the_table_has_the_steps_and_a_first_step_of_adam_is_of_the_learning_rat
     main(Config(n=20_000, steps="1,3", json=tmp_path / "patches.json"))
     first, third = json.loads((tmp_path / "patches.json").read_text())
     assert (first["step"], third["step"]) == (1, 3)
-    # Of a density of normal weights, 1e-6 over their spacing in bfloat16: about 4% (3.9% to 4.6% in 20,000).
+    # 1e-6 over the spacing of normal weights in bfloat16, averaged over their density: 4% (3.9% to 4.6% of 20,000).
     changed = float(first["changed"].rstrip("%")) / 100
     assert 0.036 < changed < 0.049
     assert first["plain"] == f"{2 / (6 * changed):.1f}x"

@@ -1,4 +1,4 @@
-"""The comparison with PyTorch: its job, and this library's side of it on the lab. PyTorch is not installed here."""
+"""The comparison with PyTorch: its job, and this library's side of it in the lab. PyTorch is not installed here."""
 
 import subprocess
 import sys

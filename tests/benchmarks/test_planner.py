@@ -1,4 +1,4 @@
-"""The planner's table against the lab: what is counted, and where the table of costs comes from."""
+"""The planner's benchmark: what its summary counts, and the source of the table of costs."""
 
 import json
 

@@ -21,8 +21,8 @@ from jaxcomm.layout import plan_layout
 from tests.jaxcomm.steps import init_state
 
 EPS = 2.0**-23
-# K, blocks, and the fraction that is kept: regions of one block and of two, one that is half beyond the vector (K = 3),
-# and with 8 workers hops that are coded first and dense then.
+# K: (blocks, the fraction that is kept). There are regions of one block and of two, one half beyond the vector (K = 3),
+# and with 8 workers hops that are first coded and then dense.
 SETTINGS = {1: (3, 0.1), 2: (2, 0.1), 3: (4, 0.1), 4: (4, 0.1), 8: (8, 0.2)}
 every_k = pytest.mark.parametrize("K", SETTINGS)
 
@@ -59,7 +59,7 @@ def ring(K, value_dtype, where="simulation", index_codec="auto"):
 
 
 def inputs(K, seed=0, dyadic=False, density=None):
-    """Vectors and masks; about the density that regions have room for, and much more in the first half-block."""
+    """Vectors and masks, of about the density that regions have slots for, and much denser in the first half-block."""
     blocks, kept = SETTINGS[K]
     rng, full = np.random.default_rng(seed), (K, 1024 * blocks)
     vectors = rng.integers(-64, 65, full) / 8 if dyadic else rng.normal(size=full)
@@ -70,7 +70,7 @@ def inputs(K, seed=0, dyadic=False, density=None):
 
 
 def accepted(K, masks):
-    """Of each region the first coordinates that a worker has selected, as many as there is room for."""
+    """The first coordinates that a worker has selected in each region, as many as there are slots."""
     regions = regions_of(K)
     blocks = np.pad(masks, ((0, 0), (0, K * regions.size - masks.shape[1]))).reshape(K, K, regions.size)
     fits = blocks & (np.cumsum(blocks, axis=2) <= regions.region.n_slots)
@@ -105,7 +105,7 @@ def test_nothing_is_lost_of_what_was_accepted(K):
     residual = np.asarray(out.residual, np.float64)
     difference = np.asarray(out.total, np.float64) + residual.sum(0) - values.sum(0)
     assert np.all(np.abs(difference) <= K * EPS * np.abs(values).sum(0))
-    assert all(row.any() for row in residual)  # every worker has rounded, and keeps what it rounded off
+    assert all(row.any() for row in residual)  # every worker has rounded, and keeps the error
     assert np.all(np.abs(residual) <= 2.0**-8 * np.abs(values).sum(0))
     coarse = np.asarray(out.total)
     np.testing.assert_array_equal(coarse, coarse.astype(jnp.bfloat16).astype(np.float32))
@@ -161,7 +161,7 @@ def words_of(codec, n, slots):
 
 
 def received_by_hand(K, n, capacity, codec, width):
-    """Of a ring over n coordinates, of which each worker keeps `capacity`."""
+    """The bytes of a ring over n coordinates, of which each worker keeps `capacity`."""
     size = math.ceil(n / (K * 1024)) * 1024
     room = min(size, math.ceil(capacity * 5 / (4 * K)))
     words = []
@@ -238,7 +238,7 @@ def test_what_is_not_sound_is_told_to_all(K):
         flags[:] = True
         flags[worker] = False
         assert not ring(K, "bfloat16")(vectors, masks, flags)[0].ok
-    # Finite numbers of which two have an infinite sum, whoever adds them up; the next rounding would make it finite.
+    # Finite numbers, two of which have an infinite sum in any order; the next rounding would make it finite.
     sent = np.flatnonzero(accepted(K, masks).all(0))[0]
     for pair in ([0, 1], [K - 2, K - 1], [0, K - 1]):
         large = vectors.copy()
@@ -249,7 +249,7 @@ def test_what_is_not_sound_is_told_to_all(K):
 
 
 def simulated(tx, n, K):
-    """(state, step): K workers of a transformation under vmap; what is the same on all comes out unbatched."""
+    """(state, step): K workers of a transformation under vmap; replicated values come out unbatched."""
     state = init_state({"w": jnp.zeros(n)}, tx, K).opt_state
 
     def is_rows(node):
@@ -314,7 +314,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_proceeds():
 
 
 def test_the_largest_numbers_do_not_leave_float32_on_their_way_into_the_residual():
-    """3.4e38, which only an old residual can hold, is sent as the largest bfloat16; what remains of it is small."""
+    """3.4e38, which only an old residual can hold, is sent as the largest bfloat16; what remains is small."""
     K, n = 2, 1024
     state, step = simulated(ring_topk(0.9), n, K)
     owed = np.array(state.residual.rows)

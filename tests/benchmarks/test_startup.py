@@ -1,4 +1,4 @@
-"""The benchmark of what comes before the first step."""
+"""The benchmark of the time before the first step."""
 
 import json
 import subprocess

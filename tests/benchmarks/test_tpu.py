@@ -1,4 +1,4 @@
-"""The benchmark that compiles for TPUs: what it refuses; and, where the compiler is installed, a step of each kind."""
+"""The benchmark that compiles for TPUs: what it refuses; and, if the compiler is installed, a step of each kind."""
 
 import importlib.util
 import json

@@ -19,7 +19,7 @@ from train.data import DATASETS, ClickInfo, TextInfo, TranslationInfo, dataset_i
 from train.methods import make_chain
 from train.tasks import make_task
 
-# What has to be prepared first: of about the published size, as no array is made.
+# Datasets that the user prepares, of about the published size, as no array is made.
 PREPARED = {
     "clicks": ClickInfo("clicks", 60_000, 10_000, (500,) * 26),
     "flights": ClickInfo("flights", 280_583, 46_763, (17, 4, 104, 3_800, 4_800, 20, 8), 9),
@@ -34,7 +34,7 @@ LARGE = ("alexnet_imagenet", "vgg16_imagenet", "googlenet_imagenet", "resnet50_i
 
 
 def model_of(config):
-    """The model of an experiment, of shapes alone, and what is known of its data."""
+    """The model of an experiment, as shapes only, and the info of its data."""
     info = PREPARED.get(config.dataset) or dataset_info(config.dataset)
     return nnx.eval_shape(partial(make_model, config.architecture, info, config.dtype, config.seed)), info
 

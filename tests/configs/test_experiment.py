@@ -1,4 +1,4 @@
-"""What no run can have is refused, with the rule, the value and the remedy, before anything is done."""
+"""Impossible settings are refused, with the rule, the value and the remedy, before anything is done."""
 
 import dataclasses
 import math
@@ -113,7 +113,7 @@ def test_what_works(changes, processes):
         ({"workers": 2}, 4, "--workers is a multiple of the number of processes, got 2 for 4"),
         (PIPELINE, 3, r"\(times --stages\) .* got 2 workers and 2 stages for 3"),
         (PIPELINE, 8, r"\(times --stages\)"),  # half a stage each
-        # Six devices in two processes, but three workers: one of them would lie in both.
+        # Six devices in two processes, but three workers: one of them would be in both.
         (PIPELINE | {"workers": 3}, 2, "got 3 workers and 2 stages for 2: every process runs the same number"),
     ],
 )

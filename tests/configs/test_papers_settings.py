@@ -1,7 +1,7 @@
 """The papers' settings, typed by hand from their texts and from the recipes that they name; nothing here is imported.
 
 Epochs of ImageNet are 1,281,167 images, 5,004 steps of 256 rows or 10,009 of 128; of CIFAR-10 390 steps of 128 rows; of
-IWSLT'14 160,239 pairs. Where no text has a number, the row says "ours" beside it.
+IWSLT'14 160,239 pairs. A number that no text has is marked "ours".
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ ALL_IMAGES = {"label_smoothing": 0.0, "rows_per_group": None, "dtype": "float32"
 SLIM_DP_IMAGES = ALL_IMAGES | {"augment": False, "mean": "pixel"}
 USUAL_IMAGES = ALL_IMAGES | {"augment": True, "mean": "channel"}
 
-# Workers where a paper has as many: Slim-DP's 4.
+# Workers are given only where a paper gives them: Slim-DP's 4.
 PAPERS = {
     # Krizhevsky et al. (2012); batches and drops as PyTorch's and Caffe's examples.
     "alexnet_imagenet": {
@@ -180,7 +180,7 @@ def test_the_96_nodes_of_the_pruning_paper(name):
 
 
 def test_models_are_cut_where_the_dct_paper_cuts():
-    """After two layers of the bottom MLP, and of the top one, whose first is behind the interaction."""
+    """After two layers of the bottom MLP, and after two of the top one, which begins after the interaction."""
     config, info = CONFIGS["dlrm_criteo"], ClickInfo("criteo", 6, 1, (10,) * 26)
     model = nnx.eval_shape(partial(make_model, config.architecture, info, "float32", 0))
     assert [choose_cuts(model, stages, None) for stages in (2, 3)] == [(2,), (2, 7)]

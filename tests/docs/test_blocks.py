@@ -1,7 +1,7 @@
-"""The Python of README.md and of the pages whose cells are not executed with the site: every block runs as it stands.
+"""The Python of README.md and of the pages whose cells are not executed with the site: every block runs as it is.
 
-A block may use what a reader has: a model, its loss, rows, a mesh. `READER` is that, and `OWN` what else a block needs,
-before it and after it, by a part of its text.
+A block may use what a reader has: a model, its loss, rows, a mesh. `READER` defines that. `OWN` has what else a block
+needs, before and after it, by a part of its text.
 """
 
 import re
@@ -69,7 +69,7 @@ assert int(metrics["skipped"]) == 0 and metrics["loss"] < first
 
 INIT = "state = step.init(params)\n"
 
-# A part of a block: (what comes before it, what comes after it).
+# A part of a block's text: (what runs before the block, what runs after it).
 OWN = {
     "jc.planner.estimate(params, workers=16": ("", ""),
     "jc.dct_dp(sparsity=0.99)": ("workers = 8", LEARNS),

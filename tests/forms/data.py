@@ -3,8 +3,8 @@
 import numpy as np
 
 STEPS, ROWS, FEATURES, CLASSES = 30, 64, 20, 3
-COPIES = 1  # of the first rows of a batch, in the place of the others: set by a test for batch normalisation
-POISONED = None  # the number of a batch with infinity in it: set by a test for loss scales
+COPIES = 1  # a test for batch normalisation sets it: the first 1/COPIES of a batch's rows is repeated
+POISONED = None  # a test for loss scales sets it: the number of a batch with infinity in it
 
 
 def batches():

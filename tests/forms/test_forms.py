@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 GUIDE = HERE.parents[1] / "docs/guide.md"
 K = 8
 USUAL = ("flax_nnx",)
-# What `verify` takes of each script: the step, its arguments, and the parameters.
+# What `verify` takes from each script: the step, its arguments, and the parameters.
 VERIFIED = {
     "flax_train_state": lambda s: (s["train_step"], (s["state"], s["batch"]), s["params"]),
     "flax_nnx": lambda s: (
@@ -60,7 +60,7 @@ def dense(text):
 
 
 def changed_lines(name):
-    """The lines that were added or changed, and those that were deleted, beside the import of the library."""
+    """The number of lines that were added, changed or deleted, apart from the import of the library."""
     before, after = (source(when, name).splitlines() for when in ("before", "after"))
     after.remove("import jaxcomm as jc")
     blocks = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
@@ -72,7 +72,7 @@ def changed_lines(name):
 
 
 def diff(name):
-    """The difference as the guide has it."""
+    """The difference, as in the guide."""
     before, after = (source(when, name).splitlines() for when in ("before", "after"))
     after.remove("import jaxcomm as jc")
     return [
@@ -98,7 +98,7 @@ def test_the_guide_shows_the_difference(name):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_dense_exchange_is_the_script_of_one_device(name, monkeypatch):
-    """With batch normalisation all workers get the same rows; with dropout, none is dropped; a loss scale meets NaN."""
+    """With batch normalisation all workers get the same rows; with dropout nothing is dropped; loss scales meet NaN."""
     if name == "flax_nnx":
         monkeypatch.setattr(data, "COPIES", K)
     if name == "haiku_jmp":

@@ -1,7 +1,7 @@
-"""The table of methods, and how tests go over it. A method that joins it gets every law.
+"""The table of methods, and how tests iterate over it. Every method in it is tested for every law.
 
-A method has a file of its own in `tests/jaxcomm/methods`, named as in `jaxcomm/methods`: what the laws have to know of
-it, its oracle and its bytes are a subclass of `Case`; its rows of the table are the module's `CASES`.
+A method has a file of its own in `tests/jaxcomm/methods`, named as in `jaxcomm/methods`. What the laws have to know
+about it, its oracle and its bytes are in a subclass of `Case`; its rows of the table are the module's `CASES`.
 """
 
 import functools
@@ -15,21 +15,21 @@ from tests.jaxcomm.workers import OnMesh, Simulated
 
 METHODS = (plump_dp, topk, dct_dp, dgc, demo, pulse, random_k, iwp, sign, quant_dp, terngrad)
 
-# The first row of a method is tested with every number of workers, variants with fewer: compiling is what costs.
+# The first row of a method is tested with every number of workers, variants with fewer, as compiling is expensive.
 CASES: list[Case] = [case for method in METHODS for case in method.CASES]
 FIRST: list[Case] = [method.CASES[0] for method in METHODS]
 
-# Every number of workers, each with the shapes that it is tried on, and those that variants are tried on.
+# Every number of workers with the shapes that it is tested on; then the same for variants.
 SETTINGS = [(1, "single"), (2, "odd"), (3, "half"), (4, "pair"), (8, "odd")]
 FEW = [(2, "odd")]
 
-# Where a test does not have the setting that a case calls its `usual` one, the first of these that it has is tested by
-# `pytest` alone; the other settings, and the variants, are in the slow tier.
+# If a test does not have a case's `usual` setting, plain `pytest` runs the first of these that it has; the other
+# settings, and the variants, are in the slow tier.
 USUAL = [(4, "pair"), (8, "odd"), (3, "half")]
 
 
 def over(rows: list[Case], settings: list[tuple[int, str]], of_variants: list[tuple[int, str]]) -> Any:
-    """Parametrizes a test over cases, numbers of workers K and trees of shapes; all but one of a method are slow."""
+    """Parametrizes a test over cases, numbers of workers K and trees of shapes; all but one per method are slow."""
 
     def marks(case: Case, setting: tuple[int, str]) -> Any:
         usual = next((each for each in [case.usual, *USUAL] if each in settings), settings[0])
@@ -46,7 +46,7 @@ def over(rows: list[Case], settings: list[tuple[int, str]], of_variants: list[tu
 
 
 def first_rows(rows: list[Case]) -> list[Any]:
-    """Parameters of a test over cases alone; variants are slow."""
+    """Parameters of a test over only cases; variants are slow."""
     return [pytest.param(case, id=str(case), marks=pytest.mark.slow if case.is_variant else ()) for case in rows]
 
 

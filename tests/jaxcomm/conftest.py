@@ -1,4 +1,4 @@
-"""Here a warning is an error."""
+"""Makes warnings errors here."""
 
 import pathlib
 

@@ -1,7 +1,7 @@
 """The documented bytes that a worker receives in a step, by hand.
 
 A ring all-reduce of m bytes costs 2 (K-1)/K * m, an all-gather (K-1) * m, and an all-to-all of parts of m bytes too.
-What a method sends is in its own file of `tests/jaxcomm/methods`, or in its family's.
+The bytes of a method are in its own file of `tests/jaxcomm/methods`, or in that of its family.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ def all_reduce(K: int, numbers: int) -> Fraction:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What bytes depend on.
+    """The numbers that bytes depend on.
 
     Attributes:
       K: workers.
       total: elements of all tensors.
       inside: elements of every compressed tensor.
-      slots: of every compressed tensor in a payload.
+      slots: of every compressed tensor, in a payload.
     """
 
     K: int
@@ -60,7 +60,7 @@ def index_words(codec: Any, n: int, slots: int) -> int:
         return slots
     if codec == "bitmap":
         return n // 32
-    if codec == "elias_fano":  # the upper parts as a bitmap, the lower l bits as planes, the best l
+    if codec == "elias_fano":  # upper parts as a bitmap, the lower l bits as planes, for the best l
         return min(math.ceil((((n - 1) >> low) + slots) / 32) + low * math.ceil(slots / 32) for low in range(31))
     if codec == "rice":
         return rice(n, slots)
@@ -69,7 +69,7 @@ def index_words(codec: Any, n: int, slots: int) -> int:
 
 
 def rice(n: int, slots: int) -> int:
-    """At 1.09 times the entropy if evenly spread positions then have four standard deviations of room, else for all."""
+    """1.09 times the entropy if that leaves evenly spread positions four standard deviations; else the worst case."""
     p = slots / n
     entropy = -math.log2(p) - (1 - p) / p * math.log2(1 - p) if p < 1 else 0.0
 

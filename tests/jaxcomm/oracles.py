@@ -1,4 +1,4 @@
-"""The papers' algorithms of `tests/reference`, with the options of a case, on the random numbers that are documented.
+"""The papers' algorithms of `tests/reference`, with the options of a case and the documented random numbers.
 
 An oracle makes its own draws, with `tests/reference/noise.py` and by the keys that the transformations document, cut
 into tensors. Nothing here asks the library for a number, unless `Oracle.adopt` says so.
@@ -16,21 +16,20 @@ from tests.jaxcomm.trees import TREES, blocks
 from tests.reference import noise
 from tests.reference.common import StepResult, Tensors
 
-TINY = 2.0**-120  # where float32's numbers may have become subnormal on the way, which XLA makes zero
+TINY = 2.0**-120  # below it, float32 intermediates may have been subnormal, which XLA flushes to zero
 
 
 class Oracle:
-    """A reference, and how it is asked.
+    """A reference, and how it is called.
 
-    It goes on from its own state, over all steps of a test. Where float32 leaves the order of operations open, its
-    state may be off from the library's by more and more: by the case's `state_error` of a tensor's largest number for
-    every step. A decision that is closer than that may fall either way. Only then may a test go on from the library's
-    state.
+    It goes on from its own state, over all steps of a test. If the order of float32 operations is open, its state may
+    drift from the library's: in every step by the case's `state_error` of a tensor's largest number. A decision that
+    is closer than that may fall either way. Only then may a test go on from the library's state.
 
     Attributes:
       reference: of `tests/reference`.
       tolerance: by name, how far the state may be from the library's by now.
-      adopted: the steps after which the library's state was adopted.
+      adopted: how often the library's state was adopted.
     """
 
     def __init__(self, case: Case, tree: str, K: int):
@@ -41,11 +40,11 @@ class Oracle:
 
     @property
     def is_close(self) -> bool:
-        """Whether the last step made a decision that might have fallen otherwise."""
+        """Whether the last step made a decision that might have fallen the other way."""
         return getattr(self.reference, "is_close", False)
 
     def step(self, own: list[Tensors], i: int, sizes: Tensors) -> StepResult:
-        """Takes step i with a dict of gradients for each worker; what was added up for them is up to `sizes`."""
+        """Does step i with a dict of gradients for each worker; `sizes` are the magnitudes that were summed."""
         tolerance = dict(self.tolerance)
         if self.case.state_error:
             for name in tolerance:
@@ -64,7 +63,7 @@ class Oracle:
 
 
 class Watched:
-    """A reference that notes decisions closer than the tolerance, by name of the tensor, that it is given."""
+    """A reference that notes decisions closer than its tolerance, by name of the tensor."""
 
     is_close: bool
     tolerance: dict[str, float]

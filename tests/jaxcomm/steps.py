@@ -1,4 +1,4 @@
-"""Steps on a mesh or simulated; the first state of a run, where a test steps in its own way."""
+"""Steps on a mesh or simulated, and the first state for tests that make their own steps."""
 
 import warnings
 
@@ -31,12 +31,12 @@ def init_state(params, tx, workers, *, axis_name="data", model_state=(), specs=N
 
 
 def state_shapes(params, tx, mesh, specs, **options):
-    """The shapes and shardings of that state, of sharded parameters."""
+    """The shapes and shardings of that state for sharded parameters."""
     return jc.make_train_step(lambda *_: 0.0, tx, mesh, specs=specs).shapes(params, **options)
 
 
 def warnings_of(tx, params, workers, **options):
-    """What `init` warns of, or the error that it raises."""
+    """The warnings of `init`, or the error that it raises."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         jax.eval_shape(lambda: init_state(params, tx, workers, **options))

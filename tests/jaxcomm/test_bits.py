@@ -102,7 +102,7 @@ def test_positions_are_those_of_the_first_set_bits_and_stay_sorted_and_in_range(
 
 @hypothesis.given(words=words_of_any_density, capacity=st.sampled_from([1, 7, 30]))
 def test_positions_of_two_segments_with_slots_of_their_own(words, capacity):
-    """The second half's slots start at `capacity`, whatever the first half holds; its surplus is not found."""
+    """The second half's slots start at `capacity`, whatever the first half has; surplus positions are not found."""
     halves = mask_of(words).reshape(2, -1)
     ranks = np.concatenate([np.cumsum(h.reshape(-1, 32).sum(1)) - h.reshape(-1, 32).sum(1) for h in halves])
     first = np.minimum(ranks, capacity) + np.repeat([0, capacity], WORDS // 2)
@@ -117,7 +117,7 @@ def test_positions_of_two_segments_with_slots_of_their_own(words, capacity):
 
 @pytest.mark.parametrize("n_words", [1, 127, 128, 300, 33_000])
 def test_what_a_tpu_computes_by_matrices_is_the_same(n_words):
-    """It is compiled for TPUs alone, and runs on any device."""
+    """It is only compiled for TPUs, but runs on any device."""
     rng = np.random.default_rng(n_words)
     words = rng.integers(0, 2**32, n_words, dtype=np.uint32)
     mask = mask_of(words)

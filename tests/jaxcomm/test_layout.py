@@ -81,7 +81,7 @@ def test_the_limit_counts_all_compressed_tensors_and_no_dense_ones():
 
 @pytest.mark.parametrize("blocks", [1, 2, 3, 4])
 def test_sums_of_one_segment_hold_under_a_vmap_of_as_many_rows_as_blocks(blocks):
-    """XLA for CPUs (JAX 0.10.2) takes the scatter of such integers for one that overwrites."""
+    """XLA for CPUs (JAX 0.10.2) mistakes the scatter-add of such integers for one that overwrites."""
     one = plan_layout([jax.ShapeDtypeStruct((1024 * blocks,), "float32")], dense_below=0, capacity=lambda n: n)
     rows = np.arange(1, 1 + 3 * blocks, dtype=np.int32).reshape(3, blocks)
     for K in (2, 3):

@@ -1,4 +1,4 @@
-"""The cheap random numbers, as far as rounding and drawing coordinates depend on them.
+"""The cheap random numbers: the properties on which rounding and drawing coordinates depend.
 
 Every bound is five standard deviations of what independent uniform numbers would give; the keys are fixed.
 """

@@ -1,4 +1,4 @@
-"""The digest of an array: every word counts, wherever the array lies. Vectors laid end to end, without XLA's loop."""
+"""The digest of an array, in which every word counts, whatever the sharding; and concatenation without XLA's loop."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def reference(array):
 
 
 def lowbias32(x):
-    """Wellons's hash, in whole numbers."""
+    """Wellons's hash, in Python integers."""
     x = (x ^ x % 2**32 >> 16) * 0x7FEB352D % 2**32
     x = (x ^ x >> 15) * 0x846CA68B % 2**32
     return x ^ x >> 16
@@ -48,7 +48,7 @@ def test_every_bit_changes_it():
 
 
 def test_two_words_in_each_others_places_change_it():
-    """Those that differ in one bit alone, the sign of a number among them, and at any distance."""
+    """Also words that differ in only one bit, such as a number's sign, and at any distance."""
     words = np.random.default_rng(2).integers(2**32, size=4096, dtype=np.uint32)
     of_all = jax.jit(jax.vmap(digest))
     for distance in 2 ** np.arange(12):
@@ -89,7 +89,7 @@ def test_vectors_on_a_mesh_keep_what_differs_between_workers():
 
 
 def test_no_few_vectors_are_concatenated_by_xla_for_a_cpu():
-    """Of up to 8 arrays it makes a loop that reads beyond their ends."""
+    """For up to 8 arrays, XLA makes a loop that reads beyond their ends."""
     matrices = [jax.ShapeDtypeStruct((32, 32), np.float32)] * 8
 
     def flat(matrices):

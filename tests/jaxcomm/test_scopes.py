@@ -1,4 +1,4 @@
-"""Compiled programs say where a step goes: the names of their operations."""
+"""The names of operations in compiled programs say which part of a step they are."""
 
 import re
 
@@ -26,7 +26,7 @@ def loss_fn(params, batch):
 
 
 def operations(text):
-    """Every instruction of a compiled program that has a name, and the name; not those of one number in a reduction."""
+    """The instructions of a compiled program that have a name, with it; without scalars inside reductions."""
     pairs = [(line, re.search(r'op_name="(jit\([^"]*)"', line)) for line in text.splitlines()]
     return [(line, name[1]) for line, name in pairs if name]
 
@@ -51,7 +51,7 @@ def test_an_exchange_names_its_parts(link, parts):
     named = operations(text)
     inside = [(line, name) for line, name in named if "jaxcomm.update" in name]
     assert {part for _, name in inside for part in PARTS.findall(name)} == parts
-    # Beside the exchange the library sends the mean of the loss, and computes none of the parts.
+    # Apart from the exchange, the library sends the mean of the loss, and computes none of the parts.
     assert {part for _, name in named for part in PARTS.findall(name) if "jaxcomm.update" not in name} <= {"exchange"}
     for lines in (inside, named):
         sent = [name for line, name in lines if COLLECTIVE.search(line)]

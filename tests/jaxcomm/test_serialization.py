@@ -1,4 +1,4 @@
-"""States in the checkpoints of others: Flax's serialization, Orbax with and without a target."""
+"""States in other libraries' checkpoints: Flax's serialization, Orbax with and without a target."""
 
 import flax.serialization
 import jax

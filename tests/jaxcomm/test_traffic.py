@@ -63,7 +63,7 @@ RING = ((0, 1), (1, 2), (2, 3), (3, 0))
         (((0, 1),), 2, 50),
         (((0, 1),), 4, 25),
         (((1, 0), (2, 3)), 4, 50),
-        (((0, 0), (1, 2)), 4, 25),  # who sends to itself receives nothing over a network
+        (((0, 0), (1, 2)), 4, 25),  # a device that sends to itself receives nothing over the network
         (((0, 0),), 1, 0),
         ((), 4, 0),
         (None, 4, 100),
@@ -75,7 +75,7 @@ def test_a_permutation_is_received_by_those_whom_somebody_sends_to(pairs, worker
 
 
 def test_who_sends_to_whom_does_not_tell_operations_apart():
-    """As axes do not: compiled text numbers places in the mesh, and the trace positions on an axis."""
+    """Neither do axes: compiled text numbers places in the mesh, the trace positions on an axis."""
     assert Traffic("permute", 8, 4, pairs=((0, 1),)) == Traffic("permute", 8, 4)
 
 

@@ -1,4 +1,4 @@
-"""The trees of shapes that every law is tried on, and what gradients can hold."""
+"""The trees of shapes on which every law is tested, and kinds of gradients."""
 
 import math
 from typing import Any
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-# Sizes around a block, a half of it, and one; scalars, matrices, and types of 16 bits. Dictionaries come back from JAX
-# sorted by key.
+# Sizes around a block, half a block, and one; scalars, matrices, and 16-bit types. JAX returns dictionaries sorted by
+# key.
 TREES = {
     "odd": {
         "a": (1,),
@@ -25,7 +25,7 @@ TREES = {
     },
     "half": {"a": (513,), "b": (1025,), "c": (7,), "d": (600,)},
     "single": {"w": (2049,)},
-    "pair": {"b": (7,), "w": (5, 823)},  # more than 4096: there a maximum that XLA compiles for a CPU loses NaN
+    "pair": {"b": (7,), "w": (5, 823)},  # more than 4096, where a maximum that XLA compiles for a CPU loses NaN
     "blocks": {"b": (7,), "w": (4, 1024)},
 }
 DTYPES = {("half", "a"): np.float16, ("half", "b"): ml_dtypes.bfloat16, ("half", "c"): np.float16}
@@ -35,12 +35,12 @@ KINDS = ("normal", "heavy", "zeros", "ties", "huge", "largest", "single")
 
 
 def blocks(n: int) -> int:
-    """The elements of whole blocks of 1024, of which a tensor of n elements has its own in a flat vector."""
+    """The elements of the whole blocks of 1024 that a tensor of n elements has in a flat vector."""
     return -(-n // 1024) * 1024
 
 
 def cut(rows: Any, shapes: dict[str, tuple[int, ...]], is_padded: bool = True) -> dict[str, np.ndarray]:
-    """Cuts rows (K, ...) of a flat vector, zeros in its padding, into tensors (K, *shape)."""
+    """Cuts rows (K, ...) of a flat vector, with zeros as padding, into tensors (K, *shape)."""
     rows, tensors = np.asarray(rows).reshape(len(rows), -1), {}
     for name, shape in shapes.items():
         size = math.prod(shape)
@@ -62,7 +62,7 @@ def zeros_of(tree: str) -> dict[str, jax.Array]:
 
 
 def params_of(tree: str) -> dict[str, np.ndarray]:
-    """Weights for the methods that look at them; some are zero."""
+    """Weights for the methods that use them; some are zero."""
     rng = np.random.default_rng(99)
     made = {}
     for name, s in shapes_of(tree).items():
@@ -103,6 +103,6 @@ def finfo(dtype: Any) -> Any:
 
 
 def to_dtype(values: np.ndarray, dtype: Any) -> np.ndarray:
-    """Rounds to a type; what is finite stays finite."""
+    """Rounds to a type; finite numbers stay finite."""
     largest = float(finfo(dtype).max)
     return np.clip(values, -largest, largest).astype(dtype)

@@ -1,4 +1,4 @@
-"""K workers that take steps with a transformation: simulated, or on a mesh."""
+"""K workers that do steps with a transformation: simulated, or on a mesh."""
 
 from typing import Any
 
@@ -20,12 +20,12 @@ def is_per_worker(node: Any) -> bool:
 
 
 class Outcome:
-    """What one step gave, in NumPy.
+    """The results of one step, in NumPy.
 
     Attributes:
       means: by name, the same on every worker.
       state: PerWorker rows are (K, ...).
-      residual: (K, n); None for a method without.
+      residual: (K, n); None for a method without one.
       metrics: the state's.
     """
 
@@ -54,7 +54,7 @@ def state_of_workers(tx: Any, tree: str, K: int) -> tuple[Any, Any]:
 
 
 class Simulated:
-    """K workers under `jax.vmap`. What is not `PerWorker` has to come out unbatched: the same on every worker."""
+    """K workers under `jax.vmap`. Outputs other than `PerWorker` must be unbatched: the same on every worker."""
 
     def __init__(self, tx: Any, tree: str, K: int):
         self.first, axes = state_of_workers(tx, tree, K)
@@ -72,7 +72,7 @@ class Simulated:
 
 
 class OnMesh:
-    """K workers on a mesh of as many devices, with check_vma=True."""
+    """K workers on a mesh of K devices, with check_vma=True."""
 
     def __init__(self, tx: Any, tree: str, K: int):
         self.mesh = jc.make_mesh(**{AXIS: K})

@@ -26,7 +26,7 @@ def small(tied):
 
 @cache
 def what_comes_next(tied):
-    """What the whole model says: for every source, log-probabilities (5,) of the token after any words."""
+    """The whole model's log-probabilities (5,) of the token after any words, for every source."""
     graph, params, stats = small(tied)
     targets = np.zeros((len(WORDS), L + 1), np.int32)
     for row, words in zip(targets, WORDS, strict=True):

@@ -1,4 +1,4 @@
-"""The late-multiplying layer in the place of `nnx.Linear`."""
+"""The late-multiplying layer in place of `nnx.Linear`."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ ROWS, K = 8, 2
 
 
 class Two(nnx.Module):
-    """Two layers, of which a plan for 8 rows takes the first alone."""
+    """Two layers, of which a plan for 8 rows multiplies only the first late."""
 
     def __init__(self, dense, *, rngs):
         self.blocks = nnx.List([dense(12, 40, rngs=rngs), dense(40, 3, use_bias=False, rngs=rngs)])

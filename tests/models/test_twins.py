@@ -1,4 +1,4 @@
-"""What holds for every model, whole and cut at every block."""
+"""Properties of every model, whole and cut at every block."""
 
 from functools import cache, partial
 
@@ -16,7 +16,7 @@ EACH = pytest.mark.parametrize("name", TWINS)
 
 
 def through(stages, params, stats, batch, training):
-    """The fold over stages, which take their own variables alone."""
+    """The composition of the stages, each of which gets only its own variables."""
     x, found = None, {}
     for stage in stages:
         own, kept = {index: params[index] for index in stage.params}, {index: stats[index] for index in stage.stats}
@@ -97,7 +97,7 @@ def test_no_parameter_is_dead(name):
     for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
         assert np.all(np.isfinite(gradient))
         largest = np.abs(gradient).max()
-        # The softmax of an attention takes away what all keys have in common.
+        # An attention's softmax cancels what all keys have in common.
         is_key_bias = jax.tree_util.keystr(path).endswith("['key']['bias']")
         assert largest < rounding if is_key_bias else largest > rounding, path
 

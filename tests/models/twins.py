@@ -57,7 +57,7 @@ def texts(rows):
 
 small_transformer = partial(Transformer, 11, 13, layers=1, width=8, hidden=12, heads=2)
 
-# Name -> (how it is made of dtype and rngs, how its batches are made of a number of rows).
+# Name -> (how to make it from dtype and rngs, how to make a batch from a number of rows).
 TWINS = {
     "mlp": (partial(Mlp, IMAGE, CLASSES, hidden=(12, 10), dropout=0.3), images),
     "cnn": (partial(Cnn, IMAGE, CLASSES, channels=(4, 6), hidden=12), images),
@@ -109,7 +109,7 @@ def make(name, **options):
 
 
 def filled(make_model):
-    """A model of rngs, whose kernels keep the size of what passes; no parameter is zero."""
+    """A model made from rngs, with kernels that preserve the scale of activations; no parameter is zero."""
     rng = np.random.default_rng(0)
     graph, state = nnx.split(abstract(make_model))
 
@@ -134,7 +134,7 @@ def make_batch(name, rows=4):
 
 
 def abstract(make_model):
-    """A model of shapes alone, for which no array is made."""
+    """A model as shapes only, for which no array is made."""
     return nnx.eval_shape(lambda: make_model(rngs=nnx.Rngs(0)))
 
 
@@ -145,7 +145,7 @@ def count(make_model):
 
 
 def crossing(make_model, batch):
-    """What crosses behind every block of a model that is never run, in evaluation mode."""
+    """The shapes of every block's output, in evaluation mode; the model is never run."""
     model = abstract(make_model)
     model.eval()
     graph, state = nnx.split(model)

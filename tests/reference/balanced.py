@@ -1,7 +1,7 @@
 """Top-k and DCT-DP by a balanced sparse all-reduce in NumPy: the oracles of the tests.
 
 Algorithms 1 and 2 of Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning" (PPoPP 2022),
-Ok-Topk, whose traffic is at most that of 6 * k values, however many workers there are. Their P workers are K here,
+Ok-Topk, whose traffic is at most that of 6 * k values, whatever the number of workers. Their P workers are K here,
 their epsilon is `residual`, and their step size stays with the optimizer. Algorithm 2, on worker i in each step:
 
     acc = gradient + residual, x here
@@ -34,16 +34,15 @@ Where this differs, since a payload has a fixed capacity and a residual must los
 - Lines 5 to 7: the regions are equal and fixed. All compressed tensors, in the sorted order of their names, each padded
   with zeros to whole blocks of 1024, are one vector of B blocks; a region has ceil(B / K) of them, the last ones
   shorter or empty.
-- Line 8: of each region a worker sends the coordinates which it selected, M of them, if they are R at most; else R of
-  them, from number floor(turn * M) on and round to the first ones, with a random turn in [0, 1) for each step. R is
-  ceil(region_slack * C / K), at most the ceil(B / K) * 1024 coordinates of a region; C is the slots of the payload of
-  the method without this (the sum of k, or of the capacities, over the tensors). The rest, the overflow, stays in the
-  residual. Values are rounded to the payload's type; the rounding error stays too. The owner adds up in float32, in the
-  order of the workers.
+- Line 8: a worker selects M coordinates of a region. It sends all of them if M <= R; otherwise R of them, from number
+  floor(turn * M) on, wrapping around, with a random turn in [0, 1) for each step. R is ceil(region_slack * C / K), at
+  most the ceil(B / K) * 1024 coordinates of a region; C is the slots of the payload of the method without this (the sum
+  of k, or of the capacities, over the tensors). The rest, the overflow, stays in the residual. Values are rounded to
+  the payload's type; the rounding error stays too. The owner sums in float32, in the order of the workers.
 - Lines 9 to 13: an owner sends the R largest |sum| of its region, rounded to the payload's type; of equal ones those of
   the lowest index; never a zero.
-- Line 14: in the paper what a worker sent and u has not stays on the worker. Here all of it is what the owner adds to
-  its own residual: the sums which it does not send, and the rounding errors of those which it sends.
+- Line 14: in the paper, what a worker sent but is not in u stays on the worker. Here the owner adds all of it to its
+  own residual: the sums which it does not send, and the rounding errors of those which it sends.
 - `sent` and `overflow` count line 8.
 - Small tensors go dense, and a drain is one, as in `topk` and `dct_dp`. If any worker's gradient or x, a sum, or a new
   residual holds a non-finite number, or a gradient one of 2^100 or more, all workers skip the step, with the same
@@ -158,7 +157,7 @@ class BalancedDctDpReference(DctDpReference):
 
 
 class Regions:
-    """Where the compressed tensors lie in one vector of blocks, and which part of it is whose.
+    """Where the compressed tensors are in one vector of blocks, and which worker owns which part.
 
     Attributes:
         size: the coordinates of a region.
@@ -193,7 +192,7 @@ def balanced_step(
         all_x: each worker's x.
         compressed: the names of the compressed tensors.
         select: how a worker selects coordinates of a tensor.
-        capacity: the slots of the method without this, for a tensor of so many elements.
+        capacity: (elements of a tensor) -> the slots of the method without this.
         region_slack: the slots of a region over its share of these.
         turn: in [0, 1), which coordinates of a region with too many are sent, see `in_turn`.
         value_dtype: the type in which the values travel.
@@ -221,7 +220,7 @@ def balanced_step(
     if not all_finite([sums]):
         return residuals, skipped_step(all_x)
 
-    # 9 to 14: the owners send to everybody; what they do not send is theirs
+    # 9 to 14: the owners send to everybody, and keep what they do not send
     results = largest_of_each_region(sums, regions, K, R, value_dtype)
     for j, residual in enumerate(residuals):
         for name in compressed:
@@ -238,7 +237,7 @@ def balanced_step(
 def in_turn_of_each_region(
     selected: dict[str, np.ndarray], regions: Regions, K: int, R: int, turn: float
 ) -> dict[str, np.ndarray]:
-    """Of each region R of the selected coordinates, those whose turn it is in the order of the vector."""
+    """R of the selected coordinates of each region, from the start offset on in the order of the vector."""
     vector = np.sort(np.concatenate([offset + selected[name] for name, offset in regions.offsets.items()]))
     kept = np.concatenate([in_turn(vector[vector // regions.size == j], R, turn) for j in range(K)])
     chosen = {}
@@ -249,7 +248,7 @@ def in_turn_of_each_region(
 
 
 def largest_of_each_region(sums: Tensors, regions: Regions, K: int, R: int, value_dtype: str) -> Tensors:
-    """What the owners send: of each region the R largest sums, rounded, and 0 elsewhere."""
+    """What the owners send: the R largest sums of each region, rounded, and 0 elsewhere."""
     vector = np.zeros(K * regions.size, np.float32)
     for name, offset in regions.offsets.items():
         vector[offset : offset + sums[name].size] = sums[name].reshape(-1)

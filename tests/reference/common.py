@@ -1,4 +1,4 @@
-"""What the reference exchanges share: error feedback, the skip, the drain, the rounding, the mean.
+"""What the reference exchanges share: error feedback, skips, drains, rounding, means.
 
 Nothing here knows how an exchange chooses its coordinates. A worker's gradient, its x (gradient
 plus residual) and what it sends are dicts of name -> float32 array; lists go over the workers.
@@ -19,7 +19,7 @@ Select = Callable[[int, str, np.ndarray], np.ndarray]
 Turn = Callable[[int], float]
 
 BLOCK = 1024  # coordinates; each tensor starts at a new block, and its last one may be short
-TOO_LARGE = 2.0**100  # what is added to a residual has to be smaller: jaxcomm's choice, of which no paper knows
+TOO_LARGE = 2.0**100  # what is added to a residual has to be smaller: jaxcomm's choice, not a paper's
 
 VALUE_DTYPES = {
     "float32": np.dtype(np.float32),
@@ -30,7 +30,7 @@ VALUE_DTYPES = {
 
 @dataclass
 class StepResult:
-    """What one step of K workers gave.
+    """The result of one step of K workers.
 
     Attributes:
         mean: what every worker receives, by name of the tensor; the same on every worker.
@@ -39,8 +39,8 @@ class StepResult:
         overflow: per worker, how many selected coordinates found no slot in the payload.
         skipped: whether a non-finite number, in a worker's x or in the mean, or one which is too large for a
             residual, made all workers skip the step.
-        near_ties: by name, how far a mean may be off where a number lies so near the middle of two numbers of
-            a narrower type that the last bit of a float32 division tells to which it is rounded.
+        near_ties: by name, how far a mean may be off where a number is so near the middle of two numbers of
+            a narrower type that the last bit of a float32 division decides its rounding.
     """
 
     mean: Tensors
@@ -67,12 +67,12 @@ def compressed_names(gradient: Tensors, dense_below: int) -> list[str]:
 
 
 def floor_of_dropped(n: int, sparsity: float) -> int:
-    """floor(n * sparsity), with the sparsity as the decimal it is written as."""
+    """floor(n * sparsity), with the sparsity as the decimal number in the source."""
     return math.floor(n * exactly(sparsity))
 
 
 def exactly(decimal: float) -> Fraction:
-    """The decimal number that stands in the program, and not the float that is nearest to it."""
+    """The decimal number in the source, and not the float that is nearest to it."""
     return Fraction(repr(decimal))
 
 
@@ -166,9 +166,9 @@ def mean_of_sums(all_x: list[Tensors], sums: Tensors) -> Tensors:
 
 
 def in_turn(coordinates: np.ndarray, capacity: int, turn: float) -> np.ndarray:
-    """The coordinates that fit, ascending: all, or as many as there are slots, from a random one on and round.
+    """The coordinates that fit, ascending: all, or as many as there are slots, from a random one on, wrapping around.
 
-    They are M flat indices, ascending, and are begun with number floor(turn * M), 0 <= turn < 1.
+    `coordinates` are M flat indices, ascending; the first taken is number floor(turn * M), 0 <= turn < 1.
     """
     M = len(coordinates)
     if capacity >= M:
@@ -199,14 +199,14 @@ def sparse_step(
     turn: float,
     value_dtype: str,
 ) -> tuple[list[Tensors], StepResult]:
-    """Each worker sends x at the coordinates which it selects, those that fit; all receive the mean of what was sent.
+    """Each worker sends x at those of its selected coordinates that fit; all receive the mean of what was sent.
 
     Args:
         all_x: each worker's x.
         compressed: the names of the compressed tensors.
         select: how a worker selects coordinates of a tensor.
-        capacity: the slots in a payload, for a tensor of so many elements.
-        turn: in [0, 1), which of too many coordinates get them, see `in_turn`.
+        capacity: (elements of a tensor) -> the slots in a payload.
+        turn: in [0, 1), which coordinates get them if there are too many, see `in_turn`.
         value_dtype: the type in which the values travel.
 
     Returns:

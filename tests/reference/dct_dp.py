@@ -25,7 +25,7 @@ Where the paper is silent:
 - Line 10: the paper sends whatever is selected. Right after a refresh that is N - m + 1 coordinates,
   since the m-th smallest itself reaches tau (more if others equal it; N if m = 0). Here a payload has a
   fixed capacity: ceil(slack * (N - m + 1)), at most N. If more coordinates are selected, M of them, as
-  many as fit are sent: in C order, from number floor(turn * M) on and round to the first ones, with a
+  many as fit are sent: in C order, from number floor(turn * M) on, wrapping around, with a
   random turn in [0, 1) for each step. The rest, the overflow, stay in the residual.
 - Line 3, jaxcomm's additions: tau is renewed in more steps than the paper's. While k < L, where
   gradients change fastest, also at the powers of two, 1, 2, 4, ...; and at the step after one which was

@@ -1,4 +1,4 @@
-"""DCT-MP in NumPy, and the two schemes which its paper found not to work: oracles of the tests.
+"""DCT-MP in NumPy, and the two schemes that do not work according to its paper: oracles of the tests.
 
 Algorithm 2 of Gupta et al., "Training Recommender Systems at Scale: Communication-Efficient Model and Data
 Parallelism" (KDD 2021), for one boundary between two parts of a network, B samples and d features a sample:
@@ -19,8 +19,8 @@ Parallelism" (KDD 2021), for one boundary between two parts of a network, B samp
     13: compute the sparse matrix X_grad * M
     14: send X_grad * M across the network
 
-The gradient is not multiplied by M a second time by who receives it: what arrives is X_grad * M already, which is the
-gradient with respect to X_act.
+The receiver does not multiply the gradient by M again: what arrives is already X_grad * M, the gradient with respect to
+X_act.
 
 Appendix A, "Schemes That Do Not Work":
 
@@ -30,17 +30,17 @@ Appendix A, "Schemes That Do Not Work":
 
 Where the paper is silent, or this differs:
 
-- Lines 6 and 7 keep more than (1 - eta) * d where numbers are equal, and the paper's floor(d * eta) keeps one more than
-  it means to. Exactly k = ceil((1 - eta) * d) are kept of every sample: of equal ones those of the lowest index. Zeros
-  are kept if a sample has fewer than k other numbers.
+- Lines 6 and 7 keep more than (1 - eta) * d if numbers are equal, and the paper's floor(d * eta) keeps one more than
+  intended. Here exactly k = ceil((1 - eta) * d) are kept of every sample; of equal ones, those of the lowest index.
+  Zeros are kept if a sample has fewer than k other numbers.
 - A sample with more than one dimension is one row of d numbers, in C order.
 - NaN is larger than every number, infinity included, and both arrive as they are, so that the loss shows them.
 - Values travel in `value_dtype`, both ways, rounded to nearest even; what is beyond the largest number of the type
   arrives as infinity.
 - The sketch S has (d, m) numbers of variance 1 / m, with m = ceil((1 - eta) * d), which makes S S^T the identity in
-  expectation; the receiving part goes on with A S S^T. Its gradient arrives whole, as that with respect to A.
-- The residual of the gradient has the shape of the activations: a row for each position in the batch, whose sample is
-  another one in the next step.
+  expectation; the receiver goes on with A S S^T. Its gradient arrives whole, and is used as that with respect to A.
+- The residual of the gradient has the shape of the activations: a row for each position in the batch, which has
+  another sample in the next step.
 """
 
 import math
@@ -83,7 +83,7 @@ class DctMpReference:
 
 
 class GaussianSketchReference:
-    """One boundary whose activations travel as a sketch, and whose gradient travels whole.
+    """One boundary whose activations are sent as a sketch, and whose gradient is sent whole.
 
     Args:
         eta: the fraction by which a sample gets shorter, at least 0 and less than 1.
@@ -93,15 +93,15 @@ class GaussianSketchReference:
         self.eta = eta
 
     def width(self, d: int) -> int:
-        """m, the numbers which a sample of d features travels as."""
+        """m, the numbers that are sent for a sample of d features."""
         return n_kept_of_row(d, self.eta)
 
     def sketch(self, activations: np.ndarray, S: np.ndarray) -> np.ndarray:
-        """What travels: A S, (B, m), of a given S, (d, m), with numbers of variance 1 / m."""
+        """What is sent: A S, (B, m), for a given S, (d, m), with numbers of variance 1 / m."""
         return rows(activations) @ np.asarray(S, np.float32)
 
     def forward(self, activations: np.ndarray, S: np.ndarray) -> np.ndarray:
-        """The activations as the receiving part goes on with them: A S S^T, in their shape."""
+        """The activations with which the receiver goes on: A S S^T, in their shape."""
         received = self.sketch(activations, S) @ np.asarray(S, np.float32).T  # (B, d)
         return received.reshape(np.shape(activations))
 
@@ -111,14 +111,14 @@ class GaussianSketchReference:
 
 
 class TopKGradientReference:
-    """One boundary whose activations travel whole, and whose gradient is sparsified with error feedback.
+    """One boundary whose activations are sent whole, and whose gradient is sparsified with error feedback.
 
     Args:
         eta: the fraction of a sample's gradient which is dropped, at least 0 and less than 1.
         value_dtype: the type in which the gradient's values travel, "float32" or "bfloat16".
 
     Attributes:
-        residual: what of the gradients has not been sent yet, in their shape; None before the first one.
+        residual: the part of the gradients that has not been sent, in their shape; None before the first one.
     """
 
     def __init__(self, eta: float, value_dtype: str = "float32"):

@@ -11,12 +11,12 @@ experiments. For one worker and one tensor, with a momentum m, which starts at 0
 
 Where the paper is silent, or this differs:
 
-- Its chunks are s x s x ..., of which s divides every dimension. Here a tensor is a matrix of its last dimension (a
-  vector has as many columns as its largest divisor up to s), and a chunk is a x b, the largest divisors of rows and
-  columns up to s. Chunks are numbered row by row, and so are the
-  coefficients of one.
-- Line 2 sends, of every s * s consecutive coefficients of a tensor (its last may be fewer, N), ceil(k N / (s * s)): of
-  equal ones those of the lowest index, never a zero. If s divides rows and columns these are the k of a chunk.
+- Its chunks are s x s x ..., where s divides every dimension. Here a tensor is a matrix whose columns are its last
+  dimension (a vector has as many columns as its largest divisor up to s), and a chunk is a x b, the largest divisors of
+  rows and columns up to s. Chunks are numbered row by row, and so are the coefficients of a chunk.
+- Line 2 sends, of every s * s consecutive coefficients of a tensor (of its last N, which may be fewer), ceil(k N /
+  (s * s)): of equal ones those of the lowest index, never a zero. If s divides rows and columns, these are the k of a
+  chunk.
 - The values are rounded to the payload's type before line 3, so that m keeps the rounding error.
 - The mean of a coefficient counts zeros of the workers that do not send it.
 - A tensor with fewer than `dense_below` elements has all of its momentum sent in every step.

@@ -7,7 +7,7 @@ Every worker i has an estimate g_i of its gradient, and the server g = (1/K) sum
     3:  server:       g = g + (1/K) sum c_i
     4:  the model takes its step along g
 
-The paper's line of the model comes first, x = x - rate * g: here g is what the exchange returns.
+In the paper, the model's line x = x - rate * g comes first: here g is what the exchange returns.
 """
 
 import numpy as np

@@ -44,9 +44,9 @@ Where the paper is silent, or contradicts itself, or this differs:
   0, and the mask is kept at the others. A renewal which was due at a skipped step is due at the next
   step which is not skipped; later ones stay at the multiples.
 - A payload has a fixed capacity, ceil(density * N), at most N and at least 1. If the mask of line 9
-  has more coordinates, M of them, as many as fit are sent: in C order, from number floor(turn * M) on
-  and round to the first ones, with a random turn in [0, 1) for each step. The rest, the overflow, stay
-  in v on every worker, and count at every step at which the mask is used.
+  has more coordinates, M of them, as many as fit are sent: in C order, from number floor(turn * M) on,
+  wrapping around, with a random turn in [0, 1) for each step. The rest, the overflow, stay in v on
+  every worker, and count at every step at which the mask is used.
 - If the publishers send their masks as coded indices ("coded") and not as bitmaps ("bitmap"), such a
   payload has the same capacity: a publisher drops what is beyond it from its mask, and that is an
   overflow of this worker, at the step of the renewal only.
@@ -91,7 +91,7 @@ class IwpReference:
 
     Args:
         alpha: the threshold, or its first term; a number, or a function of the step.
-        turn: a function of the step: a number in [0, 1), where an overfull mask is begun.
+        turn: a function of the step: a number in [0, 1), at which coordinate an overfull mask starts.
         publishers: a function of the step: the publishers by name of the compressed tensor, different ones, as
             numbers from 0 to K - 1.
         density: the capacity of a payload, as a fraction of a tensor's coordinates.
@@ -294,5 +294,5 @@ class IwpReference:
         return ascending[n - slots]
 
     def _capacity(self, n: int) -> int:
-        """The slots in a payload, for a tensor of n elements: with the density as the decimal it is written as."""
+        """The slots in a payload, for a tensor of n elements: with the density as the decimal number in the source."""
         return min(n, max(1, math.ceil(Fraction(repr(float(self.density))) * n)))

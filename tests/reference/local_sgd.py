@@ -32,14 +32,14 @@ from .common import StepResult, Tensors, all_finite
 
 
 class Exchange(Protocol):
-    """What gives all workers the mean of their pseudo-gradients, such as `PlumpDpReference`."""
+    """Gives all workers the mean of their pseudo-gradients, like `PlumpDpReference`."""
 
     def step(self, gradients: list[Tensors]) -> StepResult:
         """Exchange the workers' gradients, one dict for each worker."""
 
 
 class LocalSgdReference:
-    """K synchronous workers which exchange their models' change every H steps.
+    """K synchronous workers which exchange the changes of their models every H steps.
 
     Args:
         params: the initial parameters, the same on every worker.
@@ -48,7 +48,7 @@ class LocalSgdReference:
         lr: the outer learning rate. The paper's is 0.7.
         momentum: mu of the outer SGD. The paper's is 0.9.
         nesterov: whether the outer momentum is Nesterov's, as the paper's is.
-        exchange: what takes the mean of the pseudo-gradients.
+        exchange: takes the mean of the pseudo-gradients.
 
     Attributes:
         params: per worker, its local model.

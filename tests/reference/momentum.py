@@ -1,4 +1,4 @@
-"""What DGC and importance weighted pruning do before and after they choose: the momentum of a sparse exchange.
+"""What DGC and importance weighted pruning do before and after the selection: the momentum of a sparse exchange.
 
 Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed
 Training" (ICLR 2018), sections 3.2 and 3.3. For one of K workers, with its gradient g, its velocity
@@ -55,7 +55,7 @@ def clip_locally(gradients: list[Tensors], clip: float | None) -> list[Tensors]:
 
 
 def flushed(x: np.ndarray, least: float) -> np.ndarray:
-    """x, with zeros for what is smaller."""
+    """x, with zeros for numbers of smaller magnitude."""
     return np.where(np.abs(x) < least, np.float32(0), x)
 
 

@@ -8,8 +8,8 @@ InnerOpt. Muon (Jordan et al., 2024), of a matrix W of n rows and m columns, wit
     3:  five times: A = X X^T; X = a X + (b A + c A A) X, with a, b, c = 3.4445, -4.775, 2.0315
     4:  W = W - learning rate * sqrt(max(1, m / n)) * X
 
-A matrix with more rows than columns is transposed for lines 2 and 3. Tensors that are no matrices have Adam (Kingma and
-Ba, 2015), with the same learning rate.
+A matrix with more rows than columns is transposed for lines 2 and 3. Other tensors use Adam (Kingma and Ba, 2015), with
+the same learning rate.
 """
 
 import math
@@ -57,7 +57,7 @@ class MuonReference:
 
 
 def orthogonalized(matrix: np.ndarray) -> np.ndarray:
-    """Lines 2 and 3: about the matrix with its singular values set to 1."""
+    """Lines 2 and 3: approximately the matrix with its singular values set to 1."""
     if matrix.shape[0] > matrix.shape[1]:
         return orthogonalized(matrix.T).T
     x = matrix / np.linalg.norm(matrix)

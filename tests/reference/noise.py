@@ -1,4 +1,4 @@
-"""The random numbers that jaxcomm documents, in NumPy: a hash of a counter, and the keys of every draw.
+"""The documented random numbers of jaxcomm, in NumPy: a hash of a counter, and the keys of every draw.
 
 No paper says how to draw. These sequences and keys are jaxcomm's own, written once more from its documentation, so that
 an oracle makes the same draws without asking the library for them. That they are random enough is tested elsewhere.
@@ -47,18 +47,18 @@ def integers(key: int, bounds: Sequence[int], start: int = 0) -> np.ndarray:
 
 
 def turn(seed: int, step: int) -> float:
-    """Which of too many coordinates are sent in a step, below 1."""
+    """The number in [0, 1) that decides which of too many coordinates are sent in a step."""
     return float(uniform(make_key(seed, step, OF_TURNS), 1)[0])
 
 
 def publishers(seed: int, step: int, layers: int, K: int, r: int) -> list[list[int]]:
-    """For each of some layers the r of K workers with the largest numbers, of equal ones the lower workers."""
+    """For each layer, the r of K workers with the largest numbers; of equal ones, the lower workers."""
     u = uniform(make_key(seed, step, OF_PUBLISHERS), layers * K).reshape(layers, K)
     return [np.argsort(-row, kind="stable")[:r].tolist() for row in u]
 
 
 def rounding_key(seed: int, step: int, worker: int | None) -> int:
-    """Of a worker's quantization, or of that of the sums, whose worker is None."""
+    """The key of a worker's quantization, or, if the worker is None, of that of the sums."""
     return make_key(seed, step, 1) if worker is None else make_key(seed, step, 0, worker)
 
 

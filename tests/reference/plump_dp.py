@@ -12,10 +12,10 @@ class PlumpDpReference:
     """K synchronous workers which exchange their gradients densely.
 
     Args:
-        value_dtype: the type in which values travel. In bfloat16 each worker rounds its own, the owner of a coordinate
-            adds them up in float32 in the order of the workers, and rounds the sum. In float16 each worker divides its
-            own by K and rounds it, and the network adds them up: here every partial sum is rounded, in the order of
-            the workers.
+        value_dtype: the type in which values are sent. In bfloat16 each worker rounds its own, the owner of a
+            coordinate sums them in float32 in the order of the workers, and rounds the sum. In float16 each worker
+            divides its own by K and rounds it, and the network sums them: here every partial sum is rounded, in the
+            order of the workers.
     """
 
     def __init__(self, value_dtype: str = "float32") -> None:
@@ -53,7 +53,7 @@ class PlumpDpReference:
             part = row / np.float32(len(rows))
             below, above = (np.nextafter(part, np.float32(end)).astype(self.dtype) for end in (-np.inf, np.inf))
             apart = apart + (above.astype(np.float32) - below.astype(np.float32))
-        # A partial sum that is off may be rounded the other way, too.
+        # A partial sum that is off may also be rounded the other way.
         return np.where(apart > 0, apart + np.spacing(np.abs(mean).astype(self.dtype)).astype(np.float32), 0)
 
     def _narrow_mean(self, rows: list[np.ndarray]) -> np.ndarray:

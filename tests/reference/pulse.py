@@ -4,8 +4,8 @@ After the abstract of "PULSE" (arXiv 2602.03839, 2026), for one worker and one t
 
     1:  x = gradient + residual
     2:  visible = the coordinates i where bfloat16(w_i - learning_rate * x_i) != bfloat16(w_i)
-    3:  chosen = the visible ones, or as many as there are slots, max(1, N - floor(N * sparsity)), from a random one on
-        and round
+    3:  chosen = the visible ones, or as many as there are slots, max(1, N - floor(N * sparsity)), from a random one
+        on, wrapping around
     4:  sent = x on the chosen coordinates, rounded to the payload's type; 0 elsewhere
     5:  residual = x - sent
     6:  send `sent`; all K workers receive the mean of what the K workers sent

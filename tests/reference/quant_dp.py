@@ -154,7 +154,7 @@ class QuantDpReference:
         return np.abs(v).max() if self.norm == "max" else np.sqrt(np.sum(v * v, dtype=np.float32))
 
     def _quantize(self, x: np.ndarray, u: np.ndarray) -> np.ndarray:
-        """Q_s of each bucket of a tensor, with a random number for each coordinate."""
+        """Q_s of each bucket of a tensor, with one random number per coordinate."""
         flat_x, flat_u = x.reshape(-1), np.asarray(u, np.float32).reshape(-1)  # (N,), (N,)
         quantized = np.zeros(flat_x.size, np.float32)  # (N,)
         s = np.float32(self.levels)

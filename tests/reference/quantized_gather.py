@@ -30,12 +30,12 @@ def quantized(rows: np.ndarray, bits: int) -> np.ndarray:
 
 
 def gather(shards: np.ndarray, held: np.ndarray, bits: int) -> np.ndarray:
-    """Line 1, of shards (K, m, ...) and what is held, of the same shape: the new h."""
+    """Line 1, for shards (K, m, ...) and the held copies of the same shape: the new h."""
     return held + np.stack([quantized(s - h, bits) for s, h in zip(shards.astype(np.float64), held, strict=True)])
 
 
 def scatter(gradients: np.ndarray, residuals: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lines 2 and 3, of (K, K, m, ...), worker by worker and in each the rows of every worker.
+    """Lines 2 and 3, for arrays (K, K, m, ...): each worker's numbers for the rows of every worker.
 
     Returns:
         The sums (K, m, ...), and the new e.

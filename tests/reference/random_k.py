@@ -17,12 +17,12 @@ Where the paper is silent:
 
 - k = max(1, N - floor(N * sparsity)).
 - Line 4: the coordinates are the same on all workers, and new ones in each step. They are stratified, and the strata
-  rotated: the N coordinates, from a random one on and round, are cut into k strata of N // k or, the first N % k of
-  them, N // k + 1 coordinates; one is taken from each, at floor(u * width) with u uniform in [0, 1). The paper draws k
-  of N without strata, and proves its rate for a uniform choice. Here too each coordinate is taken with the probability
-  k / N: strata of unequal width alone would take those of the wider ones less often.
+  rotated: the N coordinates, from a random one on, wrapping around, are cut into k strata of N // k or, the first N % k
+  of them, N // k + 1 coordinates; one is taken from each, at floor(u * width) with u uniform in [0, 1). The paper draws
+  k of N without strata, and proves its rate for a uniform choice. Here too each coordinate is taken with probability
+  k / N: without rotation, coordinates of the wider strata would be taken less often.
 - Line 5: since the coordinates are shared, the values are summed slot by slot, in one of the three ways of
-  `shared_sum`; line 6 has what rounding lost on the way. The tensors lie in the payload in the sorted order of their
+  `shared_sum`; line 6 includes rounding errors of the sum. The tensors are in the payload in the sorted order of their
   names.
 - A tensor with fewer than `dense_below` elements goes dense in float32 and has no residual.
 - If any worker's gradient or x, or a sum over the workers, holds a non-finite number, or a gradient a number of 2^100
@@ -124,7 +124,7 @@ def draw_stratified(n: int, k: int, u: np.ndarray, offset: int = 0) -> np.ndarra
         n: how many coordinates there are.
         k: how many are taken.
         u: a number in [0, 1) for each stratum, float32 of shape (k,).
-        offset: the coordinate at which the first stratum begins; the last ones go round to the coordinates before it.
+        offset: the coordinate at which the first stratum begins; the last ones wrap around to before it.
     """
     coordinates = np.zeros(k, np.int64)
     for s in range(k):

@@ -13,7 +13,7 @@ parts; worker j owns part j.
 
     1:  worker w sends round(v_w); its error is v_w - round(v_w)
     2:  the owner of a part sums it over the workers:  s = round(v_0) + ... + round(v_(K-1))
-    3:  and sends total = round(s) to all; s - round(s) comes on top of its own error of line 1
+    3:  and sends total = round(s) to all; s - round(s) is added to its own error of line 1
 
 "ring": a reduce-scatter along the ring 0 -> 1 -> ... -> K-1 -> 0 (Patarasuk and Yuan, "Bandwidth
 optimal all-reduce algorithms for clusters of workstations", 2009), and an all-gather. Part j starts
@@ -21,12 +21,12 @@ at the worker after j and ends at worker j, after K - 1 hops.
 
     1:  the first worker sends round(v_w); its error is v_w - round(v_w)
     2:  the next one adds its own values to what came:  s = came + v_w
-    3:  and sends round(s); its error is s - round(s); again from line 2, until worker j was there
+    3:  and sends round(s); its error is s - round(s); again from line 2, until worker j is reached
     4:  total = what worker j sent
 
-What the workers' values add up to is therefore the total plus all errors, up to float32's rounding.
+So the sum of the workers' values is the total plus all errors, up to float32's rounding.
 
-What was decided here:
+Decisions made here:
 
 - A part has 32 * ceil(C / (32 * K)) slots; the last ones are shorter, or empty.
 - Sums are float32, in the order above. Where one is infinite, so is the total, though rounding would
@@ -44,7 +44,7 @@ PART_MULTIPLE = 32
 
 
 def check_collective(collective: str, value_dtype: str) -> None:
-    """Raises a ValueError for a way to sum, or a type of the values for it, which does not exist."""
+    """Raises a ValueError for an unknown way to sum, or a type of values that it does not have."""
     check_option("collective", collective, COLLECTIVES)
     check_value_dtype(value_dtype)
     if collective == "psum" and value_dtype != "float32":

@@ -88,7 +88,7 @@ class SignReference:
         if not can_be_added(gradients, compressed) or not all_finite(all_x):
             return skipped_step(gradients)
 
-        # 6, 8: scaled signs, and what they leave
+        # 6, 8: scaled signs, and the residuals
         all_sent = [self._compress({name: x[name] for name in compressed}) for x in all_x]
         sums = {name: sum_over_workers([sent[name] for sent in all_sent]) for name in compressed}
         if not all_finite([sums]):
@@ -97,7 +97,7 @@ class SignReference:
         for x, sent in zip(all_x, all_sent, strict=True):
             residuals.append({name: np.asarray(x[name] - sent[name]) for name in compressed})
 
-        # 10 to 12: scaled signs of the sum, and what they leave on the owners
+        # 10 to 12: scaled signs of the sum, and the owners' errors
         if self.collective == "two_shot":
             sums, residuals = serve(sums, self._compress(sums), residuals)
 
@@ -127,7 +127,7 @@ def scaled_signs(x: np.ndarray) -> np.ndarray:
 
 
 def serve(sums: Tensors, compressed: Tensors, residuals: list[Tensors]) -> tuple[Tensors, list[Tensors]]:
-    """Lines 10 to 12, given C of the sums: (that, the residuals with each owner's errors of it)."""
+    """Lines 10 to 12, given C of the sums: (C of the sums, the residuals with each owner's errors added)."""
     K = len(residuals)
     per_worker = math.ceil(sum(math.ceil(total.size / BLOCK) for total in sums.values()) / K)
     flat_residuals = [{name: np.array(r).reshape(-1) for name, r in residual.items()} for residual in residuals]

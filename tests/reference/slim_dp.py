@@ -33,11 +33,11 @@ Where the paper is silent:
 - Line 3: the local optimizer is outside; it gives what it would add to w_k.
 - Line 4: each worker is the server of a part of the coordinates outside of the core, and a worker explores
   the same number, e = round((alpha - beta) * n / K), of every part; fewer if the smallest part is smaller.
-  A part is cut in e strata, as equal as can be, from a random coordinate of it on and round, and one
-  coordinate is drawn of each: of z coordinates all with the probability e / z. The paper's
+  A part is cut into e strata, as equal as possible, from a random coordinate of it on, wrapping around,
+  and one coordinate is drawn from each: of z coordinates, each with probability e / z. The paper's
   Exploration is a uniform random choice too, but without servers' parts and strata.
 - Line 13: w gains server_rate * the sum of what was pushed, coordinate by coordinate, over the workers that
-  pushed it. The paper's eta' is server_rate, 1 / K unless told otherwise.
+  pushed it. The paper's eta' is server_rate, by default 1 / K.
 - Line 16: g is the mean over the workers of the delta_k just pushed. c makes the means of |w| and of c * |g|
   equal, unless it is given.
 - What becomes of delta_k outside of what was pushed: "local" drops it, so that it stays in w_k alone: the
@@ -70,8 +70,8 @@ class SlimDpReference:
         q: the communications between two choices of the core.
         uniform: uniform(t, k) is (K * e,) draws from [0, 1) for worker k's explorer at communication t; e of part 0
             first. It is not called if there is no explorer.
-        offsets: offsets(t, k, sizes) is for each part of `sizes` coordinates at which of them the first stratum of
-            worker k's explorer begins, counted from 0. It is not called if there is no explorer.
+        offsets: offsets(t, k, sizes) is, for each part of `sizes` coordinates, the coordinate from 0 at which the
+            first stratum of worker k's explorer begins. It is not called if there is no explorer.
         p: the local steps between two communications.
         c: the weight of |g| in the significance; None for mean|w| / mean|g|.
         server_rate: what the sum of the pushed updates is multiplied by; None for 1 / K.
@@ -252,7 +252,7 @@ def largest(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def start_of(i: int, size: int, parts: int) -> int:
-    """Where part i starts, if `size` is cut in parts as equal as can be, the larger ones first."""
+    """Where part i starts if `size` is cut into parts as equal as possible, the larger ones first."""
     return i * (size // parts) + min(i, size % parts)
 
 

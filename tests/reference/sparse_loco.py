@@ -13,10 +13,10 @@ Where the paper is silent, or this differs:
 - A chunk has `chunk` consecutive elements (C order) of one tensor; a tensor's last may be shorter. Of a chunk of N
   elements k = N - floor(N * sparsity) are sent, at least one, the largest |e|; of equal ones those of the lowest index;
   never a zero.
-- Q parts the magnitudes of what a chunk sends at their mean, those below it and those at or above it. With 4 bits both
-  parts are parted at their own means, and the four parts once more. A value becomes the mean of its part with its own
+- Q splits the magnitudes that a chunk sends at their mean: those below it, and those at or above it. With 4 bits, both
+  parts are split at their own means, and the four parts once more. A value becomes the mean of its part with its own
   sign: the largest mean is rounded to bfloat16, the others to multiples of 1/255 of it. If a chunk sends fewer than k,
-  since it has zeros, its lowest two parts are one.
+  since it has zeros, its lowest two parts are merged.
 - A tensor with fewer than `dense_below` elements goes dense in float32.
 - Non-finite numbers, and those of 2^100 or more, are not tried here.
 """
@@ -32,7 +32,7 @@ class ChunkedTopKReference:
     Args:
         sparsity: the fraction of a chunk which is dropped.
         chunk: elements of a chunk.
-        bits: of a value, 2 or 4, its sign among them.
+        bits: of a value, 2 or 4, including its sign.
         decay: beta.
         dense_below: tensors with fewer elements than this are sent dense.
 

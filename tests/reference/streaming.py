@@ -2,7 +2,7 @@
 
 After Algorithm 2 of Douillard et al., "Streaming DiLoCo with overlapping communication" (2025). M workers, fragments
 p = 1 .. P of the parameters theta, H steps from one exchange of a fragment to the next, at t mod H = t_p; tau steps
-from an exchange to its use; alpha, the share of the own parameters:
+from an exchange to its use; alpha, the weight of a worker's own parameters:
 
     for step t = 1, 2, ...
         for worker m = 1 to M
@@ -29,7 +29,7 @@ from .common import Tensors
 
 
 class StreamingReference:
-    """K synchronous workers which exchange one fragment of their models after the other.
+    """K synchronous workers which exchange one fragment of their models after another.
 
     Args:
         params: the initial parameters, the same on every worker.
@@ -37,10 +37,10 @@ class StreamingReference:
         fragments: the names of each fragment's tensors, in the order of their turns.
         H: the local steps from one exchange of a fragment to the next.
         tau: the steps from an exchange to its use.
-        alpha: the share of a worker's own parameters.
+        alpha: the weight of a worker's own parameters.
         lr: the outer learning rate.
         momentum: of the outer SGD.
-        exchange: makes what takes the mean, for each fragment.
+        exchange: makes the exchange that takes the mean, for each fragment.
 
     Attributes:
         params: per worker, its local model.
@@ -70,7 +70,7 @@ class StreamingReference:
         self.t = 0
 
     def step(self, updates: list[Tensors]) -> bool:
-        """Take a local step on every worker, and send and receive what is due; whether an exchange was skipped."""
+        """Take a local step on every worker, send and receive what is due; returns whether an exchange was skipped."""
         self.t += 1
         is_bad = [not all(np.all(np.abs(tensor) < 2.0**90) for tensor in update.values()) for update in updates]
         for w, update, bad in zip(self.params, updates, is_bad, strict=True):

@@ -5,7 +5,7 @@
 3. The scale s of a tile: the largest |y|, rounded up to the next bfloat16.
 4. The level of each number, of L = 2^(b-1) - 1 on each side of zero: floor(y L / s + u), at most L and at least -L,
    with u = 1/2, or u in [0, 1) at random.
-5. The receiver has H (level s / L), without what was filled in.
+5. The receiver computes H (level s / L), without the filled-in zeros.
 """
 
 import numpy as np

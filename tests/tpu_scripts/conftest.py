@@ -9,7 +9,7 @@ import pytest
 
 from tests.tpu_scripts.world import World
 
-# A shell cannot trap what it was started to ignore: a job in the background ignores SIGINT, and under nohup SIGHUP.
+# A shell cannot trap signals that it was started to ignore: SIGINT in a background job, SIGHUP under nohup.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -17,7 +17,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 @pytest.fixture
 def world(tmp_path):
     yield World(tmp_path)
-    # What a failing test has left in the background ends with it: whoever lives in its folders.
+    # Ends what a failing test has left in the background: every process with a folder of the test.
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if (process / "cwd").readlink().is_relative_to(tmp_path):

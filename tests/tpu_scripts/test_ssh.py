@@ -110,7 +110,7 @@ def test_hosts_that_cannot_be_used(world, text, words, said):
     [(signal.SIGTERM, UNTIL_TERM, 0), (signal.SIGHUP, UNTIL_TERM, 0), (signal.SIGINT, UNTIL_INT, 130)],
 )
 def test_signals_reach_every_trainer(pair, send, number, behaviour, code):
-    """Sent to the launcher alone, or by a terminal to the ssh that it has started as well."""
+    """Sent to the launcher alone, or, as by a terminal, also to the ssh that it has started."""
     for name in ("me@h0", "h1"):
         pair.behave(name, behaviour)
     process = pair.script("ssh_run", hosts(pair), "digits")

@@ -20,7 +20,7 @@ TPU = {
 }
 TWO = {"JAXCOMM_TPU_SLICES": "2"}
 WHERE = "--project=my-project --zone=us-east5-b"
-# A shell would take every one of these apart.
+# A shell would split or expand every one of these.
 AWKWARD = ["--data-dir", "a b", "--json", 'it\'s "$HOME" `id` \\ ;&|*\ttab\nline', "", "method:top-k"]
 # Trains until it is told to save.
 LONG = 'trap "sleep 0.5; echo saved; exit 0" TERM; while :; do sleep 0.05; done'
@@ -34,7 +34,7 @@ def tpu(world):
 
 @pytest.fixture
 def ready(tpu):
-    """Two workers with everything on them."""
+    """Two workers with everything installed."""
     (tpu.folder / "tpu").write_text("READY\n")
     tpu.install("w0", "w1")
     give_metadata(tpu)
@@ -238,14 +238,14 @@ def test_setup_copies_what_git_knows_and_installs_it_again_and_again(tpu):
 
 
 def test_install_makes_an_environment_of_a_python_that_is_new_enough(world):
-    """The images of TPU VMs have Python 3.10 as python3; where there is no newer one, uv fetches one."""
+    """The images of TPU VMs have Python 3.10 as python3; if there is no newer one, uv fetches one."""
     world.install("w0")
     machine = world.machine("w0")
     folder = world.folder / "bin"
     folder.mkdir()
 
     def give(name, version, then=""):
-        """A Python that says it is of a version, and writes down what else it is told."""
+        """A Python that reports a version, and records how else it is called."""
         claim = f'exec {sys.executable} -c "import sys; sys.version_info = (3, {version}, 0); $2"'
         text = f'#!/bin/sh\n[ "$1" != -c ] || {claim}\necho "$0 $*" >> {world.folder}/pythons\n{then}\n'
         (folder / name).write_text(text)

@@ -34,7 +34,7 @@ class World:
         (folder / "workers").write_text("w0 w1\n")
 
     def script(self, name, *arguments, **environment):
-        """Starts one of the scripts; what it says comes to an end with it."""
+        """Starts one of the scripts; its output ends when it does."""
         return subprocess.Popen(
             [self.checkout / "tpu_scripts" / name, *arguments],
             cwd=self.checkout,
@@ -52,14 +52,14 @@ class World:
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
     def calls(self):
-        """What the stand-ins were called with since the last look, a shell's words a line."""
+        """How the stand-ins were called since the last look, one command line per line."""
         path = self.folder / "calls"
         lines = path.read_text().splitlines()
         path.write_text("")
         return lines
 
     def files(self):
-        """All that is there, links as links, but for the list of calls."""
+        """All files, links as links, except the list of calls."""
         return {path: path.lstat().st_mtime_ns for path in self.folder.rglob("*") if path.name != "calls"}
 
     def machine(self, name):
@@ -81,14 +81,14 @@ class World:
         (self.machine(name) / "behave").write_text(text)
 
     def trained(self, name, task=""):
-        """The trainer's arguments and its JAXCOMM_... on a machine."""
+        """The trainer's arguments and its JAXCOMM_... variables on a machine."""
         arguments = (self.machine(name) / f"arguments{task}").read_text().split("\0")[:-1]
         lines = (self.machine(name) / f"environment{task}").read_text().splitlines()
         return arguments, dict(line.split("=", 1) for line in lines)
 
 
 def without_file(text):
-    """What is said, with one name for the temporary file, which is another in every call."""
+    """A text with a fixed name for the temporary file, whose name changes in every call."""
     return re.sub(r"/jaxcomm\.\w{10}", "/FILE", text)
 
 

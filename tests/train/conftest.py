@@ -17,7 +17,7 @@ def compiled(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compile_once(compiled):
-    """Every run compiles the same step, which takes longer than the run itself."""
+    """Compiles the step only once: every run has the same, and compiling takes longer than the run."""
     compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", str(compiled))
     yield
@@ -27,7 +27,7 @@ def compile_once(compiled):
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory):
-    """A function from a case of METHODS to its folder and its run, made once."""
+    """A function from a case of METHODS to its folder and its run, which is made once."""
     runs = {}
 
     def get(case):

@@ -1,4 +1,4 @@
-"""Runs of a few steps in this process, and what is read from them; the tests of the trainer share it."""
+"""Runs of a few steps in this process, and how they are read; shared by the tests of the trainer."""
 
 import dataclasses
 import json
@@ -13,8 +13,8 @@ from train.data import ClickInfo, ImageInfo, TextInfo, TranslationInfo
 from train.methods import run_name
 from train.processes import Processes
 
-# 12 steps with refreshes after 0, 5 and 10: in between, a run lives on thresholds and residuals of earlier steps. The
-# batch divides by 2, 3 and 4 workers. Some of the tensors are smaller than dense_below.
+# 12 steps with refreshes after 0, 5 and 10: in between, a run depends on thresholds and residuals of earlier steps. The
+# batch is divisible by 2, 3 and 4 workers. Some of the tensors are smaller than dense_below.
 EXPERIMENT = Experiment(
     name="few",
     dataset="digits",
@@ -43,7 +43,7 @@ METHODS = {
     "local_sgd, streaming": LocalSgd(steps=4, fragments=2, overlap=1, mix=0.5, exchange_sparsity=0.9),
 }
 
-# Of every kind of data, what a model needs to know.
+# What a model needs to know about every kind of data.
 IMAGES = ImageInfo("digits", 1347, 450, (8, 8, 1), 10)
 CLICKS = ClickInfo("clicks", 60, 10, tuple(range(3, 29)))
 TRANSLATIONS = TranslationInfo("catalogs", 60, 10, 10, ("de", "en"), 40, 12, 14)
@@ -60,7 +60,7 @@ LOGGED = {"dataset": "criteo", "architecture": DLRM, "workers": 2, "momentum": 0
 
 
 class Told:
-    """Progress that keeps what it is told; what was proved of the bytes, by itself."""
+    """A `Progress` that keeps its messages; those about verified bytes are kept apart."""
 
     def __init__(self):
         self.messages, self.proved, self.updates = [], [], []
@@ -82,7 +82,7 @@ def metrics(out, method=DCT_DP, *split):
 
 
 def timeless(path):
-    """The lines of a run without their times, in which no two runs agree."""
+    """The lines of a run without their times, which differ in every run."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     times = [line.pop("seconds") for line in lines]
     assert times == sorted(times)

@@ -1,4 +1,4 @@
-"""Models for kinds of data, and where they are cut: the papers' places, even ones elsewhere."""
+"""Models for kinds of data, and where they are cut: as in the papers, otherwise into stages of equal size."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from train.architectures import MODELS, choose_cuts, make_model
 
 
 def make(name, info, dtype="float32", seed=0, **options):
-    """A model of shapes alone."""
+    """A model as shapes only."""
     return nnx.eval_shape(partial(make_model, Architecture(name, options), info, dtype, seed))
 
 
@@ -28,7 +28,7 @@ def mlp(blocks):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_takes_its_kind_of_data_alone(name):
-    """What each makes of its own kind is tested with the experiments, in `tests/configs`."""
+    """Models with their own kind of data are tested with the experiments, in `tests/configs`."""
     own = {"dlrm": CLICKS, "transformer": TRANSLATIONS, "gpt": TEXT}.get(name, IMAGES)
     for info in (IMAGES, CLICKS, TRANSLATIONS, TEXT):
         if info is own:
@@ -82,7 +82,7 @@ def test_the_papers_cuts_of_a_dlrm(stages, cuts):
         (2, 3, (4, 9)),
         (2, 5, (2, 4, 7, 9)),
         (1, 3, (2, 5)),
-        (1, 5, (1, 3, 4, 6)),  # one layer has not two places: 7 blocks in even parts
+        (1, 5, (1, 3, 4, 6)),  # one layer cannot be cut twice: 7 blocks in equal parts
         (6, 4, (7, 14, 20)),  # 27 blocks; the paper has no four stages
     ],
 )

@@ -1,4 +1,4 @@
-"""Checkpoints on their own: what is written in the background, and what a smaller or larger mesh reads."""
+"""Checkpoints without runs: what is written in the background, and what a smaller or larger mesh reads."""
 
 import shutil
 import sys
@@ -40,7 +40,7 @@ def checkpoints(tmp_path):
 
 
 def test_what_was_saved_is_not_changed_by_donating_steps(checkpoints):
-    """Saving goes on in the background, while the next steps write over the memory of the state."""
+    """Saving goes on in the background, while the next steps overwrite the memory of the state."""
     _, state = make_state(4, size=2**20)
     fresh = make_state(4, size=2**20, seed=1)[1]
 
@@ -104,7 +104,7 @@ def test_settings_that_differ_are_named_with_both_values(checkpoints):
 
 
 def flip(array, checkpoints, step, tmp_path):
-    """Saves a checkpoint anew with one bit of one array flipped, and the checksums of before."""
+    """Saves a checkpoint again, with one bit of one array flipped and the old checksums."""
     import orbax.checkpoint as ocp
 
     path = checkpoints.folder / str(step) / "state"
@@ -120,7 +120,7 @@ def flip(array, checkpoints, step, tmp_path):
 
 @pytest.fixture
 def two(checkpoints):
-    """Checkpoints of the steps 5 and 9, all that is said, and what reads the newest."""
+    """Checkpoints of the steps 5 and 9, the list of messages, and a function that reads the newest."""
     _, state = make_state(4)
     for number in (5, 9):
         checkpoints.save(
@@ -226,7 +226,7 @@ def test_there_is_nothing_to_read_at_the_start(checkpoints):
 
 
 def test_errors_that_cannot_be_caught_are_said_but_for_those_of_a_failed_write(checkpoints, monkeypatch):
-    """TensorStore's threads call an event loop that a failed write has closed, once for every array."""
+    """After a failed write, TensorStore's threads call a closed event loop, once for every array."""
     said = []
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: said.append(str(unraisable.exc_value)))
 

@@ -63,7 +63,7 @@ def test_a_comparison_trains_every_setting_with_every_seed(tmp_path, capsys):
 
 @pytest.fixture
 def trained(monkeypatch):
-    """The methods and seeds that were trained, by a stand-in that takes no time."""
+    """The methods and seeds that were trained, in a stand-in for training."""
     done = []
 
     def train_one_seed(experiment, method, job):
@@ -224,7 +224,7 @@ def test_one_seed_tells_nothing():
 
 
 def records(count):
-    """Points that lie close together, as those of good methods do; the last has no traffic."""
+    """Points close together, like those of good methods; the last has no traffic."""
     made = []
     for index in range(count):
         received = 0.0 if index == count - 1 else 2e4 * (1 + index % 3)

@@ -1,4 +1,4 @@
-"""Rows that no model can take are refused by name, before a device clamps them or turns them into NaN."""
+"""Rows that no model can take are refused, with a name, before a device clamps them or turns them into NaN."""
 
 import itertools
 import time
@@ -63,7 +63,7 @@ def test_the_largest_ids_are_good():
 
 
 def test_a_loader_refuses_them_as_the_reader_of_its_batches_asks(monkeypatch, tmp_path):
-    """Its threads prepare batches ahead, and the error is that of the batch with the row."""
+    """Its threads prepare batches ahead; the error comes with the batch that has the row."""
 
     class Rows:
         identity = {"crc32": "0"}  # noqa: RUF012

@@ -1,4 +1,4 @@
-"""The generated log: the same everywhere, in Criteo's format, and no better known than by its teacher."""
+"""The generated log: the same everywhere, in Criteo's format, and best predicted by its teacher."""
 
 import json
 import zlib
@@ -41,7 +41,7 @@ def rows(log):
 
 
 def test_the_log_never_changes(log):
-    # Results on another log are not comparable: a change needs another version, and another of the dataset.
+    # Results on another log are not comparable: a change needs a new version, also of the dataset.
     assert (click_teacher.VERSION, click_store.VERSION) == (1, "1.0.0")
     assert zlib.crc32(log[0].read_bytes()) == 3_581_166_740
 
@@ -56,7 +56,7 @@ def test_more_rows_begin_with_the_same_ones(log, tmp_path):
 
 
 def test_the_teacher_scores_what_its_file_says(log, rows, teacher):
-    """Its scores can be had from the file alone: a model sees all that the teacher sees."""
+    """Its scores can be computed from the log alone: a model sees all that the teacher sees."""
     read, ranks = rows
     numbers = np.rint(np.expm1(read["dense"].astype(np.float64))).astype(np.int64)
     logit = teacher.logit(numbers, ranks)
@@ -75,7 +75,7 @@ def test_labels_follow_the_teachers_probabilities(teacher):
         of = bins == each
         deviation = np.sqrt(np.sum(p[of] * (1 - p[of])))
         assert abs(label[of].sum() - p[of].sum()) < 5 * deviation
-    assert abs(p.mean() - 0.256) < 5 * p.std() / np.sqrt(len(p)) * 2**0.5  # the offset was fitted to as many rows
+    assert abs(p.mean() - 0.256) < 5 * p.std() / np.sqrt(len(p)) * 2**0.5  # the offset was fitted to equally many rows
     # The loss of the labels is the entropy of the probabilities: no model can expect a lower one.
     entropy = -(p * np.log(p) + (1 - p) * np.log1p(-p))
     spread = np.sqrt(np.sum(p * (1 - p) * logit**2)) / len(p)
@@ -123,7 +123,7 @@ def test_some_numbers_are_empty_or_negative(teacher):
 
 
 def test_products_of_categories_tell_what_categories_cannot(rows, log, teacher):
-    """A logistic regression of single columns stays far from the teacher; given the products, it comes near."""
+    """A logistic regression of single columns stays far below the teacher; with the products, it comes close."""
     read, ranks = rows
     numbers = read["dense"].astype(np.float64)
     singles = sparse.hstack([*(_one_hot(ranks[:, column]) for column in range(26)), numbers / 5])

@@ -1,4 +1,4 @@
-"""Click logs: what a line means, what is none, how categories become ids, and the six days and the seventh."""
+"""Click logs: what a line means, malformed lines, how categories become ids, and the split by days."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ RNG = np.random.default_rng(0)
 
 
 def line(label=b"0", integers=(), categories=()):
-    """A line of a log; what is not given is empty."""
+    """A line of a log; fields that are not given are empty."""
     fields = [label, *integers, *[b""] * (13 - len(integers)), *categories, *[b""] * (26 - len(categories))]
     return b"\t".join(fields)
 
@@ -98,7 +98,7 @@ def test_a_malformed_line_is_explained(text, reason, detail):
 
 
 def test_an_explanation_is_never_missing():
-    """The fast pattern and the explanation of single fields are two writings of one rule."""
+    """The fast pattern and the explanation of single fields implement one rule twice."""
     rng = np.random.default_rng(1)
     alphabet = np.frombuffer(b"01\t-afz9. \xff", np.uint8)
     for text in some_lines(300, rng):
@@ -155,7 +155,7 @@ def test_hashed_ids_are_spread_evenly_and_columns_differ():
 
 
 def test_hashed_ids_never_change():
-    # A table that was trained is worthless under another hash: a change needs another version.
+    # A trained table is worthless under another hash: a change needs a new version.
     bits = np.array([[0, 1, -1], [0x68FD1E64, 5, 5]], np.int32)
     assert click_store.VERSION == "1.0.0"
     words = [[(column + 1) << 32 | bit % 2**32 for column, bit in enumerate(row)] for row in bits.tolist()]

@@ -15,7 +15,7 @@ HELD_OUT = [name for name in FOLDERS if is_held_out(Path(name))]
 
 @pytest.fixture
 def source(tmp_path):
-    """C files of known text in 40 folders, and what is none."""
+    """C files of known text in 40 folders, and other files."""
     root = tmp_path / "linux"
     for number, name in enumerate(FOLDERS):
         (root / name).mkdir(parents=True)
@@ -54,7 +54,7 @@ def test_splits_hold_the_text_of_their_folders(source, tmp_path, capsys):
         assert (rows[split].shape, rows[split].dtype) == ((size, 257), np.uint8)
         np.testing.assert_array_equal(rows[split][1:, 0], rows[split][:-1, -1])
     assert 0x89 not in rows["train"]
-    # Their order is that of their paths, and a byte 0 ends each.
+    # They are in the order of their paths, and a byte 0 ends each.
     text = b"".join((source / name / "a.c").read_bytes() + b"\0" for name in sorted(HELD_OUT))
     got = rows["test"][0].tobytes() + rows["test"][1:, 1:].tobytes()
     assert got == text[: len(got)]

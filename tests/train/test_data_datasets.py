@@ -26,7 +26,7 @@ KINDS = {
     "clicks": ClickInfo,
     "catalogs": TranslationInfo,
     "stdlib": TextInfo,
-}  # one of each that needs no file
+}  # one of each kind that needs no file
 B = 24
 
 

@@ -1,4 +1,4 @@
-"""Fashion-MNIST from its files: every pixel comes back, and what is no such file is refused before anything is made."""
+"""Fashion-MNIST from its files: every pixel comes back, and any other file is refused before anything is made."""
 
 import gzip
 import struct

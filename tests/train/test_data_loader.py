@@ -71,7 +71,7 @@ def test_each_epoch_holds_each_example_once_in_a_new_order(batches, data_dir):
 
 
 def test_seeds_share_no_order(batches):
-    # grain adds the epoch to the seed of a shuffle: neighbouring seeds would walk the same orders.
+    # grain adds the epoch to the seed of a shuffle: neighbouring seeds would have the same orders.
     epochs = [tuple(rows(take(batches(449, seed), 6))[i * N :][:N]) for seed in (0, 1) for i in (0, 1)]
     assert len(set(epochs)) == 4
 
@@ -252,7 +252,7 @@ def test_threads_end(data_dir):
     take(iterator, 2)
     for _ in eval_batches("digits", global_batch=64, data_dir=data_dir):
         break
-    assert set(prefetch_threads()) - before  # or the test would see nothing
+    assert set(prefetch_threads()) - before  # otherwise the test would see nothing
     iterator.close()
     deadline = time.monotonic() + 10
     while set(prefetch_threads()) - before and time.monotonic() < deadline:

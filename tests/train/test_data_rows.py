@@ -1,4 +1,4 @@
-"""Rows in blocks: written and read as any dataset of TFDS, and refused by name where they are damaged."""
+"""Rows in blocks: written and read like any TFDS dataset, and refused, with a name, if they are damaged."""
 
 import json
 import shutil

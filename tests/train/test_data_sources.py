@@ -1,4 +1,4 @@
-"""Datasets that the user prepares: found and read as TFDS lays them out, or an error that helps."""
+"""Datasets that the user prepares: found and read in TFDS's layout, or an error that helps."""
 
 import io
 import itertools
@@ -28,7 +28,7 @@ def jpeg(rng, index):
 
 
 class Mnist(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """Features, splits and version of TFDS's MNIST, with few and random images."""
+    """Features, splits and version of TFDS's MNIST, with a few random images."""
 
     name = "mnist"
     VERSION = tfds.core.Version("3.0.1")

@@ -1,4 +1,4 @@
-"""Flights and MovieLens: tables are read without pandas, rows know nothing of later ones, ids are the train's."""
+"""Flights and MovieLens: tables are read without pandas, rows use only earlier ones, ids are of the train split."""
 
 import io
 import json
@@ -32,7 +32,7 @@ class Called:
 
 
 def pickled(columns):
-    """What pandas 2.2 makes of a DataFrame: a block for each type, of which one has its places as a slice."""
+    """The pickle of a DataFrame by pandas 2.2: a block for each type, one of them with its places as a slice."""
     modules = {}
 
     def named(module, name):

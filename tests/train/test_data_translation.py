@@ -1,4 +1,4 @@
-"""Translations: pairs as they were found, subwords that give the text back, and nothing dropped without a word."""
+"""Translations: pairs as they were found, subwords that give the text back, and every dropped pair reported."""
 
 import json
 import os

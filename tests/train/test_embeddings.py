@@ -29,21 +29,21 @@ def make(logged, method=DENSE, **changes):
 
 @pytest.fixture(scope="module")
 def exchanged(logged, tmp_path_factory):
-    """Eight steps of two workers that exchange the table's gradient, with decay in the gradient."""
+    """Eight steps of two workers that exchange the table's gradient, with L2 decay."""
     return run(tmp_path_factory.mktemp("exchanged"), DENSE, data_dir=logged, decay="l2", **LOGGED)
 
 
 @pytest.fixture(scope="module")
 def undecayed(logged, tmp_path_factory):
-    """The same without decay, so that only the rows change that a batch touches."""
+    """The same without decay, so that only rows that a batch touches change."""
     return run(tmp_path_factory.mktemp("undecayed"), DENSE, data_dir=logged, weight_decay=0.0, **LOGGED)
 
 
 @pytest.mark.parametrize(("way", "rate"), [*((way, 1e-3) for way in WAYS), ("columns", 0.0), ("rows", 0.0)])
 def test_tables_that_are_not_exchanged_train_like_those_that_are(way, rate, exchanged, undecayed, logged, tmp_path):
-    """Of three workers rows are filled up from 520 to 522; of columns there are two, since three do not divide four.
+    """For three workers, rows are padded from 520 to 522; columns have two workers, since three do not divide four.
 
-    With decay the gradient of a sharded table is dense; without, the rows that were touched are changed.
+    With decay, the gradient of a sharded table is dense; without it, only touched rows are changed.
     """
     exchanged = exchanged if rate else undecayed
     changes = LOGGED | {"embeddings": way, "workers": 2 if way == "columns" else 3, "decay": "l2", "weight_decay": rate}
@@ -60,7 +60,7 @@ def test_tables_that_are_not_exchanged_train_like_those_that_are(way, rate, exch
 
 
 def table_bytes(way, K):
-    """What the models' docstring says."""
+    """The formulas of the docstring of `models.dlrm`."""
     ids, ring = EXPERIMENT.global_batch * FEATURES, (K - 1) / K
     return {
         "exchange": 2 * ring * 4 * ROWS * DIM,
@@ -71,7 +71,7 @@ def table_bytes(way, K):
 
 
 def scalar_bytes(way, K):
-    """Loss and accuracy; and with shards the counts of the exchange."""
+    """Loss and accuracy, and with shards the counts of the exchange."""
     return 2 * (K - 1) / K * 4 * (2 + (4 if way in ("columns", "rows") else 0))
 
 
@@ -89,7 +89,7 @@ def test_bytes_are_predicted_and_compiled_and_do_not_grow_with_the_tables(way, K
 
 @pytest.mark.parametrize("way", ["columns", "rows"])
 def test_touched_rows_alone_are_changed_by_as_many_bytes_and_no_array_is_as_large_as_a_shard(way, logged):
-    """Of tables of 20,000 rows: a shard has 40 kB for a number of every other row and column, a batch touches 624."""
+    """Tables of 20,000 rows: temporaries stay below a quarter of a shard, as a batch touches only 624 rows."""
     info = dataclasses.replace(make(logged).info, table_sizes=(20_000,) * 26)
     found = {}
     for rate in (1e-3, 0.0):
@@ -156,7 +156,7 @@ def test_shards_are_a_workers_own(way, logged):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(way, logged, tmp_path):
-    """With another number of workers it goes on from the same numbers, whoever holds the table."""
+    """With another number of workers, it goes on from the same numbers, wherever the table is."""
     changes, names = {"data_dir": logged, **LOGGED, "embeddings": way}, (None, "exchange", way)
     whole = run(tmp_path / "whole", **changes)
     stopped = run(tmp_path / "stopped", **changes, stop_after=5)

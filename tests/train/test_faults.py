@@ -1,6 +1,7 @@
-"""Runs of three processes in which something goes wrong: all end in time, and each says what, and whose fault it was.
+"""Runs of three processes in which something goes wrong: all end in time, and each says what failed, and where.
 
-On `benchmarks.netlab`: network namespaces as root, loopback else. With `--restarts`: `test_faults_restarts.py`.
+They run on `benchmarks.netlab`: network namespaces as root, otherwise loopback. `test_faults_restarts.py` has
+`--restarts`.
 """
 
 import socket
@@ -17,17 +18,17 @@ RUN = [
     *("digits", "--workers", "3", "--global-batch", "24", "--warmup-steps", "2", "--no-baseline"),
     *("--steps", "100000", "--eval-every", "100000", "--checkpoint-every", "100000"),
 ]
-# What a shell starts in the background ignores Ctrl-C.
+# A background process of a shell ignores Ctrl-C.
 CTRL_C = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
 METHOD = ["method:dct-dp", "--method.sparsity", "0.9"]
 
 
 def end(tmp_path, *, options="", trouble=":"):
-    """Starts three processes and lets `trouble`, a shell command, befall process 2 once it trains; their results.
+    """Starts three processes, runs `trouble` once process 2 trains, and returns their results.
 
     Args:
-      options: of process 2 alone.
-      trouble: with $PID, the process.
+      options: of process 2 only.
+      trouble: a shell command; $PID is process 2.
     """
     arguments = [*RUN, "--out", str(tmp_path / "runs"), "--peer-timeout", "8"]
     command = " ".join([sys.executable, "-m", "train", *arguments])
@@ -50,7 +51,7 @@ def end(tmp_path, *, options="", trouble=":"):
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """The lab waits for processes that end by themselves; it would kill them after one has failed."""
+    """Makes the lab wait for processes to end by themselves; otherwise it kills them after one has failed."""
     monkeypatch.setattr("benchmarks.netlab.FAILURE_GRACE", 60.0)
 
 

@@ -1,4 +1,4 @@
-"""Runs with `--restarts` to which things happen: they go on, and end in the bits of an undisturbed run."""
+"""Runs with `--restarts` under faults: they go on, and end with the bits of an undisturbed run."""
 
 import os
 import signal
@@ -17,14 +17,14 @@ SHORT = [*FEW[1:], "--no-baseline", "--steps", "120", "--eval-every", "120", "--
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """The lab waits for processes that end by themselves."""
+    """Makes the lab wait for processes to end by themselves."""
     monkeypatch.setattr("benchmarks.netlab.FAILURE_GRACE", 100.0)
     monkeypatch.setattr("benchmarks.faults.environment", lambda out: environment())
 
 
 @pytest.fixture
 def run():
-    """Runs that are ended with their test, whatever came of it."""
+    """Runs that are ended with their test, even if it fails."""
     begun = []
 
     def make(*arguments):

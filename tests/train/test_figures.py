@@ -1,4 +1,4 @@
-"""Figures hold the numbers that they are given: what is drawn is read back from matplotlib's objects and the file."""
+"""Figures show the numbers that they are given: these are read back from matplotlib's objects and the file."""
 
 import warnings
 

@@ -59,7 +59,7 @@ def test_a_folder_is_of_one_run_at_a_time_and_free_once_that_has_ended(tmp_path)
         taken = pytest.raises(ValueError, match=r"got .*digits, in which another process trains: wait for it")
         with taken, run_folder(tmp_path, "digits", resume=True, runs=["dct_dp"]):
             pass
-        # Of another process, too, and no longer once it was killed.
+        # Also locked by another process, but no longer once it is killed.
         code = (
             "import sys, time, pathlib\nfrom train.folders import run_folder\n"
             f"with run_folder(pathlib.Path({str(tmp_path)!r}), 'mnist', resume=False):\n"

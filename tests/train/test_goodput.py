@@ -6,7 +6,7 @@ from train.goodput import Goodput
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still until it is moved."""
+    """A clock that only moves when it is told to."""
 
     class Clock:
         now = 1000.0

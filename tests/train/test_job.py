@@ -1,4 +1,4 @@
-"""Models that are split: pipelines and slices train like workers alone, and their bytes are counted."""
+"""Models that are split: pipelines and shards train like plain workers, and their bytes are counted."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ from train.job import make_job
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
-# The slots of both stages, with room for the larger tensor: kernels of 64 * 32 and of 32 * 16, biases of 32 and 16.
+# Stacked stage parameters are as large as the larger tensor: kernels of 64 * 32 and 32 * 16, biases of 32 and 16.
 SLOTS = 64 * 32 + 32 * 16 + 32 + 16
 # Strong enough that adding it twice, or K times, would show.
 L2 = {"steps": 6, "decay": "l2", "weight_decay": 0.1}
@@ -31,7 +31,7 @@ def make(method=DCT_DP, **changes):
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
-    """Six steps of two workers that hold the whole model each, and its folder."""
+    """Six steps of two workers that each hold the whole model, and their folder."""
     out = tmp_path_factory.mktemp("dense")
     return out, run(out, PlumpDp(), architecture=MLP, workers=2, **L2)
 
@@ -44,7 +44,7 @@ def pipelined(tmp_path_factory):
 
 
 def test_a_pipeline_that_sends_everything_trains_like_workers_alone(dense, pipelined):
-    """Dropout and order are those of the rows, whatever the mesh."""
+    """Dropout and order depend on the rows, not on the mesh."""
     (folder, expected), (other, found) = dense, pipelined
     assert len(set(expected.losses)) == 6
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
@@ -95,7 +95,7 @@ def test_workers_of_several_devices_train_like_workers_alone(dense, tmp_path):
 
 
 def test_layers_multiply_late_where_that_is_less_than_the_method():
-    """Of 24 rows and two workers, 64 - 256 - 16 - 10: late 24 (N + M) numbers of two workers' 48, dense 2 N M."""
+    """24 rows, two workers, layers 64 - 256 - 16 - 10: late, both receive 24 (N + M) numbers together; dense, 2 N M."""
     wide = {"architecture": Architecture("mlp", {"hidden": (256, 16)}), "workers": 2, "dense_layers": "late"}
     job = make(PlumpDp(), **wide)
     assert [(layer.path, layer.is_late) for layer in job.late.layers] == [
@@ -111,7 +111,7 @@ def test_layers_multiply_late_where_that_is_less_than_the_method():
 
 
 def test_layers_in_slices_leave_the_method_the_others():
-    """Nothing but biases, in one dense all-reduce: 32 + 16 + 10 numbers."""
+    """Only biases, in one dense all-reduce: 32 + 16 + 10 numbers."""
     job = make(architecture=MLP, workers=2, dense_layers="split")
     program = job.report.program
     exchanged = make(architecture=MLP, workers=2).report.program
@@ -185,7 +185,7 @@ def test_slices_that_send_everything_train_like_workers_alone(tmp_path):
 
 
 def test_between_slices_the_method_is_used_on_shares():
-    """4 workers in 2 slices: dense inside, where each holds half of every tensor; between them what is compressed."""
+    """4 workers in 2 slices: dense inside, where each holds half of every tensor; compressed between slices."""
     parameters = 64 * 32 + 32 + 32 * 16 + 16 + 160 + 10
     assert parameters == SLOTS + 160 + 10
     job = make(PlumpDp(), slices=2, architecture=MLP)

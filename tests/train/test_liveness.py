@@ -1,4 +1,4 @@
-"""Signs of life: who is silent, who is stuck, and that all processes end, each by one line that names the cause."""
+"""Signs of life: who is silent, who is stuck, and that all processes end, each with one line that names the cause."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ from train.processes import Processes
 
 
 class Memory:
-    """A store of this process; `broken` makes it fail as JAX's does when process 0 is gone, `slow` makes it hang."""
+    """A store in this process; `broken` makes it fail like JAX's when process 0 is gone, `slow` makes it hang."""
 
     def __init__(self):
         self.values, self.broken, self.slow = {}, False, threading.Event()
@@ -48,7 +48,7 @@ def quick(monkeypatch):
 
 
 class Ended(list):
-    """The codes that a process ended with, in place of ending it."""
+    """Records the exit codes of a process, instead of ending it."""
 
     def wait(self):
         deadline = time.monotonic() + 20
@@ -135,7 +135,7 @@ def test_ctrl_c_says_so(capsys):
 
 
 def test_a_collective_that_fails_lets_the_process_be_named_that_is_gone(capsys):
-    """The one whose collective has failed waits for some seconds: it is not the cause."""
+    """The process whose collective has failed waits for some seconds: it is not the cause."""
     store = Memory()
     (one, ended), (two, also) = member(store, 0), member(store, 1)
     store.values["jaxcomm/alive/2"] = "7 step 3"

@@ -1,4 +1,4 @@
-"""Runs of a few steps in this process: what they learn, report, refuse and skip."""
+"""Runs of a few steps in this process: whether they learn, and what they report, refuse and skip."""
 
 import dataclasses
 import json
@@ -63,7 +63,7 @@ def saved(folder, method=DCT_DP):
 
 
 def test_a_run_stops_after_some_skipped_steps_in_a_row(damage, tmp_path):
-    """With the last checkpoints from before them, and lines that every reader of JSON takes."""
+    """The last checkpoint from before them is kept, and lines are valid JSON."""
     damage(range(5, 100))
     told = Told()
     with pytest.raises(
@@ -79,7 +79,7 @@ def test_a_run_stops_after_some_skipped_steps_in_a_row(damage, tmp_path):
     text = (tmp_path / "dct_dp" / "metrics.jsonl").read_text()
     lines = [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in text.splitlines()]
     assert [line["loss"] is None for line in lines] == [False] * 4 + [True] * 4
-    # With the data mended, it goes on from there. With 3 such steps in a row it never stops.
+    # With repaired data, it goes on from there. With 3 such steps in a row, it does not stop.
     damage([5, 6, 7, 9, 10, 11])
     resumed = run(tmp_path, told=told, checkpoint_every=2, max_skipped=4)
     assert told.messages == ["dct_dp: resumed after step 4."]
@@ -117,7 +117,7 @@ def test_a_nan_skips_its_step_and_the_run_goes_on(method, damage, tmp_path):
     assert int(resumed.state.step) == 12
 
 
-# The steps that cost the most, and those in which nothing is exchanged, of METHODS.
+# By case of METHODS: the steps that cost the most, and those in which nothing is exchanged.
 MOST = {"dgc": [1, 2, 3], "slim_dp": [4, 8, 12]}
 QUIET = {"slim_dp": [1, 3, 5, 7, 9, 11], "local_sgd": [1, 2, 3, 5, 6, 7, 9, 10, 11]}
 
@@ -151,7 +151,7 @@ def test_bytes_are_those_of_the_exchange_and_two_scalars(case, uninterrupted):
 
 
 def test_bytes_of_fragments_are_counted_in_their_steps(uninterrupted):
-    """The largest tensor is a fragment, and all others are one: each costs what it would by itself."""
+    """The largest tensor is one fragment, all others another: each costs as much as by itself."""
     folder, _ = uninterrupted("local_sgd, streaming")
     params = nnx.to_pure_dict(nnx.state(Cnn((8, 8, 1), 10, rngs=nnx.Rngs(0)), nnx.Param))
     largest = params["blocks"][1]["dense1"].pop("kernel")
@@ -169,7 +169,7 @@ def test_a_new_core_is_chosen_when_the_most_expensive_steps_are_counted(uninterr
 
 @pytest.mark.parametrize("case", ["dct_dp", "slim_dp", "local_sgd"])
 def test_test_accuracy_is_the_models_on_the_test_split(case, uninterrupted):
-    """The evaluation pads the last batch, and is spread over the workers. Local workers are judged by their merger."""
+    """The evaluation pads the last batch, and is spread over the workers. Local workers are evaluated as merged."""
     _, whole = uninterrupted(case)
     model = Cnn((8, 8, 1), 10, rngs=nnx.Rngs(0))
     for block, params in jax.device_get(jc.global_params(whole.state)).items():
@@ -206,7 +206,7 @@ def test_one_worker_trains_without_traffic(tmp_path):
 
 
 def test_seeds_share_a_job(tmp_path, uninterrupted):
-    """What is compiled for one seed trains another, bit for bit as if it had been made for that."""
+    """A job that was compiled for one seed trains another, bit for bit like a job for that seed."""
     job = make_job(dataclasses.replace(EXPERIMENT, seed=7), DCT_DP)
     for seed in (7, 0):
         experiment = dataclasses.replace(EXPERIMENT, seed=seed, out=tmp_path / str(seed))

@@ -1,4 +1,4 @@
-"""Runs on clicks and translations: their scores at the end, on rows that are real alone."""
+"""Runs on clicks and translations: their scores at the end, without padded rows."""
 
 import dataclasses
 import json
@@ -79,7 +79,7 @@ def test_clicks_end_with_auc_and_log_loss(logged, tmp_path):
 
 
 def test_translations_end_with_bleu(parallel, tmp_path, monkeypatch):
-    """Of the best translation of every test sentence, with the smoothed loss in training alone."""
+    """BLEU of the best translation of every test sentence; the loss is smoothed only in training."""
     scored = []
 
     def keep(hypotheses, references, **how):
@@ -117,7 +117,7 @@ def test_translations_end_with_bleu(parallel, tmp_path, monkeypatch):
 
 
 def test_bleu_is_of_the_rows_that_are_real_and_in_their_order(parallel):
-    """Translations that are the references themselves have 100, but for padding, which is dropped."""
+    """The references themselves have a BLEU of 100; padded rows are dropped."""
     experiment = dataclasses.replace(EXPERIMENT, **TRANSLATIONS, data_dir=parallel)
     job = SimpleNamespace(task=SimpleNamespace(scores=lambda rows: {"rows": len(rows["right"])}))
     batches = list(eval_batches("iwslt14", global_batch=3, data_dir=parallel))

@@ -26,20 +26,20 @@ from train.loop import train as train_one
 from train.processes import Processes
 
 ROOT = Path(__file__).parents[2]
-# Three steps of the real thing.
+# Three real steps.
 SHORT = ["--steps", "3", "--warmup-steps", "1", "--global-batch", "24", "--eval-every", "3"]
 
 
 @pytest.fixture
 def started(monkeypatch):
-    """JAX has started with the tests' devices, and cannot be given others."""
+    """Keeps JAX's devices: it has started with those of the tests."""
     monkeypatch.setattr(train.__main__, "prepare_jax", lambda devices: None)
     for name in ("JAXCOMM_COORDINATOR", "JAXCOMM_PROCESS_ID", "JAXCOMM_NUM_PROCESSES"):
         monkeypatch.delenv(name, raising=False)
 
 
 def explained(text):
-    """Fields of the classes of a module of configs with their docstrings: {class: {field: docstring}}."""
+    """The fields of a configs module's classes with their docstrings: {class: {field: docstring}}."""
     classes = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.ClassDef):
@@ -52,7 +52,7 @@ def explained(text):
 
 
 def documented(method):
-    """Fields of a method with their help, which its docstring has, or that of a class that it inherits from."""
+    """The fields of a method with their help, from its docstring or from those of its base classes."""
     docs = {}
     for each in reversed(method.__mro__):
         section = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")[2]
@@ -211,7 +211,7 @@ def test_a_pipeline_is_compared_with_one_that_sends_whole_activations(tmp_path):
 
 
 def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys):
-    """The first run is stopped in the baseline: going on finishes that, and then trains the method."""
+    """The first run is stopped in the baseline: resuming finishes that, and then trains the method."""
     argv = [*SHORT, "--out", str(tmp_path)]
     assert run(parse([*argv, "--stop-after", "2", "method:top-k"]), Processes()) == 0
     assert "Stopped and saved after step 2; go on with --resume." in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""From a method's fields to a chain: in order, with the experiment's momentum and decay, for every method."""
+"""Chains from methods' fields: in order, with the experiment's momentum and decay, for every method."""
 
 import dataclasses
 from typing import get_args
@@ -44,7 +44,7 @@ SHAPES = {"w": jax.ShapeDtypeStruct((64, 64), np.float32), "b": jax.ShapeDtypeSt
 @pytest.mark.parametrize("decay", ["decoupled", "l2"])
 @pytest.mark.parametrize("method", METHODS, ids=run_name)
 def test_a_chain_is_in_order_and_sends_no_more_than_dense(method, decay):
-    """Momentum and decay of the experiment are not 0: the order has something to judge."""
+    """The experiment's momentum and decay are not 0, so that their order matters."""
     assert EXPERIMENT.momentum > 0
     assert EXPERIMENT.weight_decay > 0
     tx = make_chain(dataclasses.replace(EXPERIMENT, decay=decay), method)
@@ -63,7 +63,7 @@ def test_a_chain_is_in_order_and_sends_no_more_than_dense(method, decay):
 
 @pytest.mark.parametrize("method", get_args(Method))
 def test_the_name_is_the_factorys(method):
-    """Which is what a user would write."""
+    """Which is the name that a user would write."""
     assert callable(getattr(jc, method.name))
     state = jax.eval_shape(make_exchange(method(), momentum=0.5).init, SHAPES)
     assert state.method.name == (LocalSgd if method is SparseLoco else method).name  # which has its settings
@@ -78,7 +78,7 @@ def test_names():
 
 
 def test_a_boundary_has_a_name_of_its_own():
-    """Or a pipeline of plump_dp would write into the folder of its baseline, whose boundary sends everything."""
+    """Otherwise a pipeline of plump_dp would write into the folder of its baseline, whose boundary sends everything."""
     assert [
         run_name(PlumpDp(), boundary)
         for boundary in (
@@ -140,7 +140,7 @@ def test_slices_use_a_method_between_them(method):
 
 
 def test_adam_is_that_of_the_papers():
-    """One step of a gradient of 1 is the learning rate long, and its decay that of AdamW."""
+    """With a gradient of 1, a step is as long as the learning rate, and decay is AdamW's."""
     experiment = dataclasses.replace(
         EXPERIMENT, optimizer="adam", learning_rate=0.01, warmup_steps=0, schedule="constant", weight_decay=0.5
     )
@@ -158,7 +158,7 @@ def test_adam_is_that_of_the_papers():
 
 
 def first_step(method, gradients, **changes):
-    """Parameters of 2 after one step of these gradients, at learning rate 0.01 with decoupled decay 0.5: by name."""
+    """Parameters that were 2, by name, after one step of these gradients, at rate 0.01 with decoupled decay 0.5."""
     plain = {"learning_rate": 0.01, "warmup_steps": 0, "schedule": "constant", "weight_decay": 0.5}
     tx = make_chain(dataclasses.replace(EXPERIMENT, **plain, **changes), method)
     params = {name: jnp.full(g.shape, 2.0) for name, g in gradients.items()}
@@ -174,7 +174,7 @@ def test_demo_changes_parameters_by_a_sign_of_its_size():
 
 
 def test_muon_changes_matrices_as_much_as_adam_and_others_by_it():
-    """Adam's first step is 1 up or down; Muon's has a root mean square of about 0.2, which Adam's later steps have."""
+    """Adam's first step is +-1; Muon's has a root mean square of about 0.2, like Adam's later steps."""
     gradient = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
     options = {"optimizer": "muon", "nesterov": False}
     after = first_step(PlumpDp(), {"w": gradient, "b": np.full((4,), -7.0)}, **options)
@@ -211,7 +211,7 @@ def test_the_library_checks_the_options(method, options, said):
 
 
 def trained(method, gradient, steps=60, **changes):
-    """A parameter of 1 after some steps of the same gradient, at learning rate 0.01 with decay 0.5: () float."""
+    """A parameter that was 1, after some steps of the same gradient, at rate 0.01 with decay 0.5: () float."""
     plain = {"learning_rate": 0.01, "warmup_steps": 0, "schedule": "constant", "weight_decay": 0.5}
     tx = make_chain(dataclasses.replace(EXPERIMENT, **plain, **changes), method)
     params = {"w": jnp.ones((4,))}
@@ -223,7 +223,7 @@ def trained(method, gradient, steps=60, **changes):
 
 
 def by_hand(gradient, decay, momentum, nesterov, steps=60):
-    """The same, one number after the other, as PyTorch's SGD and as SGDW have it."""
+    """The same by hand, as in PyTorch's SGD and in SGDW."""
     w, u = 1.0, 0.0
     for _ in range(steps):
         g = gradient / 4 + (0.5 * w if decay == "l2" else 0)
@@ -239,7 +239,7 @@ LOCAL = [SlimDp(alpha=0.9, beta=0.9), LocalSgd(steps=2, outer_learning_rate=1.0,
 @pytest.mark.parametrize(("decay", "nesterov"), [("decoupled", True), ("l2", True), ("l2", False)])
 @pytest.mark.parametrize("method", [PlumpDp(), Dgc(), Iwp(), *LOCAL], ids=run_name)
 def test_momentum_and_decay_are_those_of_sgd(method, decay, nesterov):
-    """Decay alone, which L2 makes ten times as strong as decoupled decay; then with a gradient."""
+    """Only decay, which is ten times as strong with L2 as when decoupled; then with a gradient."""
     inside = isinstance(method, Dgc | Iwp)  # their momentum is heavy-ball, whatever the experiment's is
     for gradient in (0.0, -3.0):
         expected = by_hand(gradient, decay, 0.9, nesterov and not inside)
@@ -253,7 +253,7 @@ def test_l2_under_momentum_is_ten_times_as_strong():
 
 
 def test_l2_is_added_once_to_gradients_that_are_already_reduced():
-    """One worker's copy or the mean: parameters are replicated."""
+    """To one worker's copy or to the mean, as parameters are replicated."""
     experiment = dataclasses.replace(EXPERIMENT, decay="l2", weight_decay=0.5, warmup_steps=0)
     x = jnp.asarray([[1.0, 2.0], [3.0, -4.0]])
     params = {"late": jnp.asarray([[0.3, -0.2], [0.5, 0.7]]), "own": jnp.asarray([0.1, 0.2])}
@@ -277,7 +277,7 @@ def test_l2_is_added_once_to_gradients_that_are_already_reduced():
 
 
 def test_thresholds_change_with_the_steps():
-    """Two steps whose importance is between two thresholds: at 0.1 all is sent, at 10 nothing."""
+    """Two steps with an importance between two thresholds: at 0.1 all is sent, at 10 nothing."""
     tx = make_exchange(Iwp(alpha=(0.1, 10.0), change_at=(1,), random_selection=False, density=1.0), momentum=0.0)
     params = {"w": jnp.ones((1024,))}
     state = init_state(params, optax.chain(tx, optax.sgd(0.0)), 2)
@@ -330,7 +330,7 @@ def test_without_momentum_the_optimizer_holds_no_copy_of_the_parameters():
 
 
 def test_what_came_later_is_in_a_record_where_it_is_not_as_before():
-    """So that runs and checkpoints of before go on."""
+    """So that runs and checkpoints from before go on."""
     before = describe(EXPERIMENT, TopK())
     assert not {"pipeline_schedule", "method.residual_dtype", "delay", "fsdp"} & set(before)
     changed = dataclasses.replace(EXPERIMENT, pipeline_schedule="1f1b", delay=1, fsdp=2)

@@ -22,14 +22,14 @@ SMALL = ["digits", "--workers", "2", "--steps", "4", "--eval-every", "4", "--war
 
 
 def main(args):
-    """Does what the command line does, on the devices of this process."""
+    """Runs the command line on the devices of this process."""
     experiment = parse(args)
     check(experiment, 1)
     return run(experiment, Processes())
 
 
 def plan_record(architecture):
-    """A plan that is dense in all but the matrices, for a model of the digits."""
+    """A plan for a model of the digits that compresses only matrices."""
     info = dataset_info("digits", None)
     params = nnx.eval_shape(lambda: split(make_model(architecture, info, "float32", 0)).params)
     tensors = {

@@ -28,7 +28,7 @@ from train.rendezvous import Meeting
 ROOT = Path(__file__).parents[2]
 VARIABLES = ("JAXCOMM_COORDINATOR", "JAXCOMM_PROCESS_ID", "JAXCOMM_NUM_PROCESSES")
 METHOD = ["method:dct-dp", "--method.sparsity", "0.9", "--method.life-span", "3"]
-# The model is in parts on all hosts: step 6 has just chosen a new core.
+# The hosts' models differ: step 6 has just chosen a new core.
 LOCAL = ["method:slim-dp", "--method.q", "3"]
 TWO = ["--coordinator", "127.0.0.1:9777", "--process-id", "0", "--num-processes", "2"]
 FEW = ["digits", "--warmup-steps", "2", "--global-batch", "24"]
@@ -50,7 +50,7 @@ def no_variables(monkeypatch):
 
 @pytest.fixture
 def joined(monkeypatch):
-    """What `jax.distributed.initialize` was called with, in place of waiting for processes that do not come."""
+    """The arguments of `jax.distributed.initialize`, which does not wait for processes that never come."""
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda *arguments, **options: calls.append(arguments))
     monkeypatch.setattr(train.processes, "meet", lambda _, index, count, *options: Meeting(index, count, (), ()))
@@ -58,7 +58,7 @@ def joined(monkeypatch):
 
 
 def environment():
-    """What a process needs that a test starts in another folder."""
+    """The environment of a process that a test starts in another folder."""
     inherited = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([str(ROOT), *([inherited] if inherited else [])])
     return os.environ | {"PYTHONPATH": path}
@@ -69,13 +69,13 @@ def metrics(folder, method):
 
 
 def simulated(argv, out, **changes):
-    """Runs the same with all workers in this process."""
+    """Runs the same with all workers simulated in this process."""
     experiment = dataclasses.replace(parse(argv), out=out, **changes)
     return train_one(experiment, experiment.method, Processes(), Silent())
 
 
 def assert_like_simulated(lines, expected, rtol):
-    """Sums over workers are in another order over Gloo; a coordinate at the threshold may go the other way."""
+    """Gloo sums over workers in another order, so a coordinate at the threshold may be decided differently."""
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     for name in ("loss", "accuracy", "bytes_received"):
         found = [line[name] for line in lines]
@@ -84,7 +84,7 @@ def assert_like_simulated(lines, expected, rtol):
 
 @pytest.mark.slow
 def test_three_hosts_train_like_three_simulated_workers(tmp_path):
-    """In network namespaces as root, on loopback else; the lab says by JAXCOMM_... who is who."""
+    """In network namespaces as root, otherwise on loopback; the lab sets JAXCOMM_... for each."""
     argv = [*FEW, "--workers", "3", "--steps", "6", "--eval-every", "3"]
     command = [sys.executable, "-m", "train", *argv, "--out", str(tmp_path / "hosts"), *LOCAL]
     with Lab(3, None) as lab:
@@ -145,7 +145,7 @@ def test_hosts_that_share_workers_train_on_their_own_like_simulated_ones(hosts, 
 
 @pytest.mark.slow
 def test_two_hosts_that_exchange_beside_their_gradients_train_like_simulated_workers(tmp_path):
-    """There, three programs of two threads make a step; here, one."""
+    """Between hosts, a step is three programs in two threads; here, it is one."""
     argv = [*FEW, "--workers", "2", "--delay", "1", "--steps", "8", "--eval-every", "4", "--no-baseline"]
     command = [sys.executable, "-m", "train", *argv, "--out", str(tmp_path / "hosts"), *METHOD]
     with Lab(2, None) as lab:
@@ -293,7 +293,7 @@ def test_a_variable_that_is_no_number(name, joined, monkeypatch):
 def test_workers_that_the_processes_cannot_share_are_refused_before_waiting(
     workers, batch, said, joined, monkeypatch, tmp_path, capsys
 ):
-    """Or the process would wait minutes for the others to tell it."""
+    """Otherwise the process would wait minutes for the others before it says so."""
     monkeypatch.setattr(train.__main__, "prepare_jax", lambda devices: None)
     monkeypatch.setattr(train.__main__, "run", lambda *_, **__: pytest.fail("started"))
     argv = ["digits", "--workers", workers, "--global-batch", batch, "--out", str(tmp_path / "runs")]
@@ -317,7 +317,7 @@ def test_workers_that_the_processes_cannot_share_are_refused_before_waiting(
     ],
 )
 def test_a_process_simulates_its_share_of_the_workers_and_stages(variables, flags, processes, joined, monkeypatch):
-    """With more devices a process, the mesh of all workers would lie on the first process alone."""
+    """With more devices per process, the mesh of all workers would be on the first process alone."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(jax, "process_index", lambda: 0)
@@ -335,7 +335,7 @@ def test_a_process_simulates_its_share_of_the_workers_and_stages(variables, flag
 
 def test_prepare_jax_enlarges_the_thread_pool_for_several_devices_unless_it_is_set(monkeypatch):
     updates = []
-    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")  # or this process would keep all that the tests free
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "0")  # otherwise this process would keep all memory that the tests free
     monkeypatch.setattr(jax.config, "update", lambda *arguments: updates.append(arguments))
     monkeypatch.setenv("PJRT_NPROC", "3")
     prepare_jax()

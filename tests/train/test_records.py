@@ -1,4 +1,4 @@
-"""Records that are kept: made once, found by a later run, and refused where they are of other settings."""
+"""Records: made once, found by a later run, and refused if they are of other settings."""
 
 import json
 import math

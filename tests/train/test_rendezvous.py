@@ -25,7 +25,7 @@ def address():
 
 
 def together(address, *members, seconds=20.0, **options):
-    """What comes of processes of the given (number, count), each in a thread: a `Meeting`, or the error."""
+    """Runs processes of the given (number, count), each in a thread; returns a `Meeting` or an error for each."""
     found = {}
 
     def take_part(place, index, count):

@@ -1,4 +1,4 @@
-"""`python -m train report`: what is drawn of runs, in a browser too; the numbers are written by hand."""
+"""`python -m train report`: what is drawn of hand-written runs, also in a browser."""
 
 import json
 import math
@@ -59,7 +59,7 @@ def figures(monkeypatch):
 
 
 class Texts(HTMLParser):
-    """The words of a page, by the element that has them, and the elements."""
+    """The text of a page, by the element that has it, and the elements."""
 
     def __init__(self, page):
         super().__init__()
@@ -201,7 +201,7 @@ def test_several_runs_are_told_apart_by_their_folders(folder, tmp_path):
 
 
 def test_lines_without_time_and_settings_are_drawn_over_steps_alone(folder, figures):
-    """Those of a run that was made before they were written."""
+    """As in a run from before these were written."""
     for name in ("plump_dp", "<dct> & dp"):
         (folder / name / "settings.json").unlink()
         path = folder / name / "metrics.jsonl"

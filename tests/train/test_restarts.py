@@ -1,4 +1,4 @@
-"""The supervisor: what it starts again, and what not; and that a killed process costs nothing but its steps."""
+"""The supervisor: what it restarts and what not; a killed process costs only the steps since its checkpoint."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from train.restarts import BEGUN, begun, is_supervised, note_begun, supervise
 
 
 class Starts:
-    """In place of the trainer, processes that do in turn what a shell says."""
+    """Instead of the trainer, starts shell commands, one after another."""
 
     def __init__(self, *scripts):
         self.scripts, self.commands, self.notes = list(scripts), [], []
@@ -68,7 +68,7 @@ def test_a_signal_that_comes_while_the_trainer_is_started_is_not_lost(tmp_path):
         process = subprocess.Popen(["sh", "-c", f"trap 'exit 7' TERM; touch {tmp_path}/there; sleep 20 & wait"])
         while not (tmp_path / "there").exists():
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)  # its handler runs now, before anybody knows the process
+        os.kill(os.getpid(), signal.SIGTERM)  # its handler runs now, before the supervisor knows the process
         return process
 
     assert supervise([], 5, start) == 7

@@ -1,4 +1,4 @@
-"""Runs that are stopped and go on: bit for bit, with another number of workers, or not at all."""
+"""Runs that are stopped and resumed: bit for bit, with another number of workers, or refused."""
 
 import dataclasses
 import json
@@ -66,7 +66,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case, stops, uninter
 
 
 def test_a_delayed_run_resumes_with_the_gradients_that_are_owed(tmp_path):
-    """The last step's, of every worker; a run at once is another run."""
+    """Those of the last step, of every worker. A run without the delay is another run."""
     whole = run(tmp_path / "whole", METHODS["topk"], delay=1)
     run(tmp_path / "part", METHODS["topk"], delay=1, stop_after=5)
     with pytest.raises(ValueError, match=r"settings that it began with.*delay 1 \(now None\)"):
@@ -77,7 +77,7 @@ def test_a_delayed_run_resumes_with_the_gradients_that_are_owed(tmp_path):
 
 
 def test_a_run_depends_on_residuals_and_stale_thresholds(uninterrupted, stopped_at_5):
-    """What the resumed runs are compared on is there to be lost."""
+    """So that the tests of resumed runs could fail: there are residuals and old thresholds to lose."""
     _, whole = uninterrupted("dct_dp")
     _, early = stopped_at_5
     now, then = whole.state.opt_state[0], early.state.opt_state[0]
@@ -93,14 +93,14 @@ def test_a_run_depends_on_residuals_and_stale_thresholds(uninterrupted, stopped_
 
 @pytest.mark.parametrize("case", ["slim_dp", "local_sgd"])
 def test_a_local_run_depends_on_what_is_each_workers_own(case, uninterrupted):
-    """Parameters, momentum and what waits to be sent: a row each, all of them different."""
+    """Parameters, momentum and residual have a row per worker, and all rows differ."""
     _, whole = uninterrupted(case)
     for part in (whole.state.params, whole.state.opt_state[0], whole.state.opt_state[-1]):
         nodes = [node for node in jax.tree.leaves(part, is_leaf=is_per_worker) if is_per_worker(node)]
         rows = [np.asarray(row) for node in nodes for row in jax.tree.leaves(node)]
         assert rows
         assert all(len(row) == 4 for row in rows)
-    # In step 12 all have pulled the core, or the whole model: apart are the others' parameters, and the momentum.
+    # In step 12 all have pulled the core, or the whole model: other parameters and the momentum differ.
     momentum = np.asarray(whole.state.opt_state[0].trace[1]["dense1"]["kernel"].rows)
     assert len({row.tobytes() for row in momentum}) == 4
 
@@ -124,7 +124,7 @@ def test_a_line_that_was_cut_short_is_dropped(stopped, uninterrupted):
 
 
 def test_no_checkpoint_is_ahead_of_the_metrics(monkeypatch, tmp_path):
-    """Or a run that is killed, and resumed from it, would lack lines for good."""
+    """Otherwise a run that is killed, and resumed from it, would lack lines for good."""
     written, save = {}, Checkpoints.save
 
     def spy(self, step, *arguments):
@@ -196,7 +196,7 @@ def test_another_number_of_workers_keeps_the_update_that_is_owed(
     ended = run(out, workers=new)
     assert ended.finished
     assert not ended.state.opt_state[0].memory.due
-    # The same rows in every step: all that differs is what each worker sent of them.
+    # The rows are the same in every step: only what each worker sent of them differs.
     whole = uninterrupted("dct_dp")[1].losses
     assert np.abs(np.subtract(ended.losses, whole[5:])).max() < (max(whole) - min(whole)) / 4
     assert [line["step"] for line in metrics(out)] == list(range(1, 13))
@@ -239,7 +239,7 @@ def test_a_run_is_made_longer(tmp_path):
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path):
-    """And writes the damaged one's step anew."""
+    """And writes the damaged checkpoint's step again."""
     whole = run(tmp_path / "whole")
     run(tmp_path / "run", stop_after=9, checkpoint_every=4)
     folder = tmp_path / "run" / "dct_dp" / "checkpoints"

@@ -1,4 +1,4 @@
-"""Runs of models that are split, or have running statistics, go on bit for bit, or not at all."""
+"""Runs of models that are split, or have running statistics, resume bit for bit, or are refused."""
 
 import dataclasses
 import shutil
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 RESNET = Architecture("resnet", {"layers": (1,), "width": 4, "stem": "cifar"})
 # Of 24 rows two of its three layers multiply late.
 WIDE = Architecture("mlp", {"hidden": (64, 64), "dropout": 0.2})
-# Of what a run is made, and after which of its 6 steps it is stopped. Thresholds are renewed after 0 and 5.
+# What a run is made of, and after which of its 6 steps it is stopped. Thresholds are renewed after 0 and 5.
 CASES = {
-    # What was not sent back over the boundary waits for the row at the same place of the next batch.
+    # The boundary's residual waits for the row at the same place in the next batch.
     "pipeline": (DCT_DP, PIPELINE | {"boundary": BoundaryFields(0.75)}, 3),
     # A projection that is drawn anew in every step.
     "sketch": (PlumpDp(), PIPELINE | {"boundary": BoundaryFields(0.5)}, 3),
@@ -78,7 +78,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case, runs):
 
 
 def test_what_is_compared_is_there_to_be_lost(runs):
-    """Residuals, of the gradients of workers and stages and of the boundary, and statistics."""
+    """There are residuals of the workers' and stages' gradients and of the boundary, and statistics."""
     state = runs("pipeline").stopped.state
     residual = np.asarray(state.opt_state[0].residual.rows)
     assert residual.shape[:2] == (2, 2)  # stages, workers
@@ -130,7 +130,7 @@ def test_another_mesh_is_refused_and_nothing_changed(case, changes, said, runs):
     ],
 )
 def test_a_split_run_goes_on_with_another_number_of_workers(case, changes, runs, tmp_path):
-    """What is still owed, the mean of the workers' residuals, is kept by every stage and share; so is the model."""
+    """Every stage and share keeps the mean of the workers' residuals, and the model stays the same."""
     made = runs(case)
     folder, before, workers = shutil.copytree(made.out / "whole", tmp_path / "copy"), made.whole, changes["workers"]
     told = Told()
@@ -157,7 +157,7 @@ def test_a_split_run_goes_on_with_another_number_of_workers(case, changes, runs,
 
 
 def test_running_statistics_go_on_with_another_number_of_workers(runs, tmp_path):
-    """Of plain workers there is one set of statistics, that of all."""
+    """Plain workers share one set of statistics."""
     case = "running statistics"
     folder, before = shutil.copytree(runs(case).out / "whole", tmp_path / "copy"), runs(case).whole
     resized = six(folder, case, workers=1)  # no step: as the checkpoint was read

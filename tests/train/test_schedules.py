@@ -7,7 +7,7 @@ import pytest
 from tests.train.runs import EXPERIMENT
 from train.schedules import make_schedule
 
-# The step, from 0, and the rate over its peak.
+# Step, from 0: rate over its peak.
 RATES = {
     "constant": ({}, {0: 1, 7: 1, 99: 1}),
     "constant, warmed up": ({"warmup_steps": 10}, {0: 0, 3: 0.3, 9: 0.9, 10: 1, 99: 1}),

@@ -1,4 +1,4 @@
-"""Scores: worked by hand or defined otherwise, and refused where they mean nothing."""
+"""Scores: against values by hand and other definitions, and refused where they mean nothing."""
 
 import numpy as np
 import pytest

@@ -13,7 +13,7 @@ from train.seeds import Stopwatch, train_seeds
 
 @pytest.fixture
 def trained(monkeypatch):
-    """The seeds and methods that were trained, by a stand-in that takes no time."""
+    """The seeds and methods that were trained, in a stand-in for training."""
     runs = []
 
     def train(experiment, method, job):

@@ -1,4 +1,4 @@
-"""Processes that are started differently are told so, all of them, before anything is compiled."""
+"""Processes that are started differently all fail with the difference, before anything is compiled."""
 
 import dataclasses
 import threading
@@ -13,7 +13,7 @@ from train.start import DisagreementError, agree, check_shared, facts_of
 
 
 def each(function, count):
-    """What every process gets of function(process), all at the same time: a result or an error."""
+    """Calls function(process) for every process at the same time; returns a result or an error for each."""
     found = [None] * count
 
     def run(index):

@@ -71,7 +71,7 @@ def test_ties_of_the_top_5_are_those_of_scikit_learn():
     logits = RNG.integers(0, 4, (ROWS, 12)).astype(np.float32)  # nearly every row has several
     rows = make_task(MANY, 0.0).rows(jnp.asarray(logits), BATCH)
     assert np.mean(rows["in_top5"]) == top_k_accuracy(LABELS, logits, 5)
-    # Nobody knows more than chance who says the same of all classes.
+    # A model with equal logits for all classes is no better than chance.
     alike = make_task(MANY, 0.0).rows(jnp.zeros((12, 12)), {"label": jnp.arange(12)})
     assert np.asarray(alike["in_top5"]).tolist() == [False] * 7 + [True] * 5
 
@@ -114,7 +114,7 @@ SENTENCES = (2 * RNG.standard_normal((4, 4, 9))).astype(np.float32)
 
 
 def right_tokens():
-    """The logits, so that the first token of every row is told right, and padding, which is none."""
+    """Logits that are right for the first token of every row, and for padding, which does not count."""
     logits = SENTENCES.copy()
     logits[TARGETS[:, 1:] == 0, 0] = 20
     for row in range(4):
@@ -132,14 +132,14 @@ def test_the_loss_of_translations_leaves_padding_out(smoothing):
     np.testing.assert_allclose(loss, each[real].sum() / 16, rtol=1e-5)  # 4 rows of 4 places
     right = (logits.argmax(axis=-1) == labels)[real]
     np.testing.assert_allclose(scalars["accuracy"], right.sum() / 10)
-    # What is said of padding is not looked at.
+    # Logits of padding are ignored.
     changed = np.where(real[..., None], logits, 100 * RNG.standard_normal(logits.shape).astype(np.float32))
     again, _ = make_task(TRANSLATIONS, smoothing).loss(jnp.asarray(changed), batch)
     np.testing.assert_allclose(again, loss, rtol=1e-6)
 
 
 def test_the_loss_of_translations_does_not_depend_on_the_mesh():
-    """The mean over workers or micro-batches is the loss of all rows, and so are gradients, whatever the padding."""
+    """The mean over workers or micro-batches is the loss of all rows, also for gradients, whatever the padding."""
     task, logits = make_task(TRANSLATIONS, 0.1), jnp.asarray(right_tokens())
 
     def loss(logits, rows):
@@ -155,7 +155,7 @@ def test_the_loss_of_translations_does_not_depend_on_the_mesh():
 
 
 def test_scores_of_translations_are_those_of_a_token():
-    """Not the mean of the rows' means: long sentences count more."""
+    """They are not means of the rows' means: long sentences count more."""
     logits, labels = right_tokens(), TARGETS[:, 1:]
     real, task = labels != 0, make_task(TRANSLATIONS, 0.1)
     rows = jax.device_get(task.rows(jnp.asarray(logits), {"target": jnp.asarray(TARGETS)}))

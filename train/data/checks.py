@@ -1,4 +1,4 @@
-"""Numbers that a model cannot take, found where a batch is made: a device would clamp them, or turn them into NaN."""
+"""Finds numbers that a model cannot take when a batch is made: a device would clamp them, or turn them into NaN."""
 
 import numpy as np
 
@@ -11,10 +11,10 @@ def check_rows(batch: Batch, info: DatasetInfo, numbers: np.ndarray) -> None:
     Args:
       batch: rows of a split.
       info: says what each array may hold, by `limits`.
-      numbers: of the rows in their split, (b,).
+      numbers: the rows' numbers in their split, (b,).
 
     Raises:
-      ValueError: with the array, the row, what it holds and what it may hold.
+      ValueError: naming the array, the row, what it holds and what it may hold.
     """
     for name, limit in info.limits().items():
         array = batch[name]

@@ -1,7 +1,7 @@
-"""Lines of a click log in Criteo's format as rows of numbers, and what is wrong with lines that are none.
+"""Parses lines of a click log in Criteo's format as rows of numbers, and says what is wrong with malformed lines.
 
-A line holds a label (0 or 1), 13 integers and 26 hexadecimal numbers of 32 bits, with tabs between them; any but the
-label may be empty. This is `train.txt` of Criteo's Display Advertising Challenge.
+A line holds a label (0 or 1), 13 integers and 26 hexadecimal numbers of 32 bits, separated by tabs; every field but the
+label may be empty. This is the format of `train.txt` of Criteo's Display Advertising Challenge.
 """
 
 import gzip
@@ -20,9 +20,9 @@ import numpy as np
 from train.data.info import NUM_CATEGORIES, NUM_DENSE
 
 NUM_FIELDS = 1 + NUM_DENSE + NUM_CATEGORIES
-# One row as it is stored: 160 bytes, read by one access. Until they are numbered, categories are the bits of the file.
+# One row as it is stored: 160 bytes, read by one access. Until they have ids, categories are the bits of the file.
 ROW = np.dtype([("dense", "<f4", (NUM_DENSE,)), ("categories", "<i4", (NUM_CATEGORIES,)), ("label", "<f4")])
-DAYS = 7  # that the log is said to span; lines carry no date
+DAYS = 7  # days that the log is said to span; its lines carry no date
 LINES_AT_ONCE = 16_384
 SHOWN = 120  # bytes of a malformed line that are shown
 
@@ -33,21 +33,21 @@ LINE = re.compile(rb"[01](?:\t(?:-?[0-9]{1,18})?){%d}(?:\t(?:[0-9a-fA-F]{1,8})?)
 
 
 def first_test_row(rows: int) -> int:
-    """Returns where the last of seven days begins: days have equally many rows, earlier ones one more if need be.
+    """Returns the first row of the last of seven days. Days have equally many rows, or earlier ones have one more.
 
-    As facebookresearch/dlrm splits the log; there the first half of the last day is the test and the second a
-    validation set, here the whole day is the test.
+    facebookresearch/dlrm splits the log in the same way, but tests on the first half of the last day and validates on
+    the second. Here the whole day is the test split.
     """
     return rows - rows // DAYS
 
 
 @dataclass(frozen=True)
 class Malformed:
-    """A line that is no row.
+    """A line that is not a row.
 
     Attributes:
       line: its number, from 1.
-      reason: one of a few, to be counted.
+      reason: one of a few, so that lines can be counted by reason.
       detail: which field, and what it holds.
     """
 
@@ -58,11 +58,11 @@ class Malformed:
 
 @dataclass
 class Counts:
-    """What was read.
+    """What has been read.
 
     Attributes:
-      lines: of the file.
-      malformed: how many lines of each reason are no rows.
+      lines: lines of the file.
+      malformed: malformed lines, by reason.
     """
 
     lines: int = 0
@@ -86,7 +86,7 @@ def read_log(path: Path, counts: Counts) -> Iterator[tuple[np.ndarray, list[Malf
 
     Args:
       path: the log.
-      counts: grows with every piece.
+      counts: updated with every piece.
 
     Yields:
       The piece's rows (n,) of `ROW`, in the order of the file, and its malformed lines.
@@ -117,15 +117,14 @@ def read_log(path: Path, counts: Counts) -> Iterator[tuple[np.ndarray, list[Malf
 def parse(lines: Iterable[bytes], first: int = 1) -> tuple[np.ndarray, list[Malformed]]:
     """Parses lines.
 
-    Numbers become log(1 + max(x, 0)) as in DLRM, empty ones 0; categories keep their 32 bits, empty ones are 0, as in
-    DLRM as well.
+    As in DLRM, numbers become log(1 + max(x, 0)), categories keep their 32 bits, and empty fields become 0.
 
     Args:
-      lines: with or without their ends.
+      lines: with or without line ends.
       first: the number of the first line.
 
     Returns:
-      The rows (n,) of `ROW`, and the lines that are none.
+      The rows (n,) of `ROW`, and the malformed lines.
     """
     labels, integers, categories, malformed = [], [], [], []
     for number, line in enumerate(lines, first):
@@ -147,7 +146,7 @@ def parse(lines: Iterable[bytes], first: int = 1) -> tuple[np.ndarray, list[Malf
 
 
 def explain(line: bytes) -> tuple[str, str]:
-    """Returns the reason why a line is no row, and the detail."""
+    """Returns the reason why a line is malformed, and the detail."""
     fields = line.split(b"\t")
     if len(fields) != NUM_FIELDS:
         return "wrong number of fields", f"{len(fields)} instead of {NUM_FIELDS}: {_show(line)}"

@@ -1,7 +1,8 @@
-"""Click logs as datasets of TFDS: prepared once, in the order of the log; six days to train on, the seventh to test on.
+"""Click logs as TFDS datasets: prepared once, in the order of the log; six days to train on, the seventh to test on.
 
-Beside the records lie `metadata.json`, with counts, table sizes and how ids are given; `vocabulary.npz`, the categories
-of ids 1, 2, ..., where they are indexed; `malformed.tsv`, line number, reason and detail of every line that is no row.
+Alongside the records are `metadata.json`, with counts, table sizes and how ids are assigned; `vocabulary.npz`, the
+categories of ids 1, 2, ..., if they are indexed; and `malformed.tsv`, with the number, reason and detail of every
+malformed line, if there are any.
 """
 
 import json
@@ -21,7 +22,7 @@ from train.data.info import NUM_CATEGORIES, ClickInfo
 from train.data.placing import preparing
 from train.data.rows import Prepared, write_rows
 
-VERSION = "1.0.0"  # of what is made of a log: other numbers or ids of the same lines need another
+VERSION = "1.0.0"  # of the prepared data: must change when the same lines get other numbers or ids
 SHOWN_LINES = 10
 CHECKED_FROM = 100_000  # lines after which a log with too many malformed ones is given up
 AT_ONCE = 1 << 18  # rows that are indexed together
@@ -43,18 +44,18 @@ def prepare_log(
 ) -> dict[str, Any]:
     """Reads a log, line by line, into the dataset `root/name/VERSION`, which appears when it is whole.
 
-    Until then the rows are also in a scratch file beside it, 160 bytes each: which are of the last day, and what is
-    frequent, is known at the end of the log.
+    Until then the rows are in a scratch file, 160 bytes each: only at the end of the log is it known which rows are of
+    the last day, and which categories are frequent.
 
     Args:
       name: of the dataset.
       log: the file, plain or gzip.
       root: the folder of all datasets.
-      categories: how ids are given.
+      categories: how ids are assigned.
       max_malformed: the largest fraction of the lines that may be malformed.
-      keep_first: whether another process may prepare the same log at the same time; the first one's folder stays.
+      keep_first: whether another process may prepare the same log at the same time; the first one's folder is kept.
       more: further facts of the dataset.
-      say: takes the lines that tell what was found.
+      say: called with each line of output.
 
     Returns:
       The facts in `metadata.json`.
@@ -62,7 +63,7 @@ def prepare_log(
     Raises:
       FileNotFoundError: if there is no log.
       ValueError: if the log is damaged or has fewer rows than days, if more than `max_malformed` of its lines are
-        malformed (then `root/NAME.malformed.tsv` tells which), or if the folder is prepared already.
+        malformed (`root/NAME.malformed.tsv` then lists them), or if the folder is prepared already.
     """
     if not 0 <= max_malformed <= 1:
         raise ValueError(f"the fraction of malformed lines must be in [0, 1]; got {max_malformed}")
@@ -107,9 +108,9 @@ def _read(
     listed: Path,
     say: Callable[[str], None],
 ) -> int:
-    """Writes the rows, with the bits of categories that are yet to be indexed; returns their CRC-32.
+    """Writes the rows to `scratch`, and returns their CRC-32. Categories keep their bits until they are indexed.
 
-    Ends early where too many lines are malformed.
+    Stops early if too many lines are malformed.
     """
     crc32 = 0
     with scratch.open("wb") as rows_file, listed.open("w") as malformed_file:
@@ -133,7 +134,7 @@ def _list(counts: Counts) -> str:
 
 
 def _index(rows: np.ndarray, num_train: int, categories: Indexed, path: Path) -> tuple[int, ...]:
-    """Replaces the bits of all categories by their ids, and keeps which they were; returns the table sizes."""
+    """Replaces the bits of all categories with ids, and saves the vocabulary at `path`; returns the table sizes."""
 
     def pieces(stop: int) -> Iterator[np.ndarray]:
         return (rows[start : min(start + AT_ONCE, stop)]["categories"] for start in range(0, stop, AT_ONCE))
@@ -147,7 +148,7 @@ def _index(rows: np.ndarray, num_train: int, categories: Indexed, path: Path) ->
 
 
 def prepare_generated(root: Path) -> None:
-    """Generates and prepares the clicks that need no file: 70,000 rows, some seconds."""
+    """Generates and prepares the dataset "clicks", which needs no file: 70,000 rows, in some seconds."""
     from train.data.click_teacher import generate  # here, because only the first use of the data needs it
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""From the 32 bits of a category to the number of a row in its embedding table."""
+"""Maps the 32 bits of a category to a row of its embedding table."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,10 +29,10 @@ class Hashed:
 
 @dataclass(frozen=True)
 class Indexed:
-    """Tables of the categories that occur in the training days often enough; every other one has id 0.
+    """Tables of the categories that occur often enough in the training days; all others have id 0.
 
     Attributes:
-      min_count: occurrences in the training days from which a category has a row of its own.
+      min_count: fewest occurrences in the training days for a category to have a row of its own.
     """
 
     min_count: int
@@ -72,7 +72,7 @@ class Vocabulary:
 
     @property
     def table_sizes(self) -> tuple[int, ...]:
-        """Rows of each table, that of id 0 included."""
+        """Rows of each table, including the row of id 0."""
         return tuple(len(column) + 1 for column in self.values)
 
     def look_up(self, bits: np.ndarray) -> np.ndarray:
@@ -93,7 +93,7 @@ def build_vocabulary(pieces: Iterable[np.ndarray], min_count: int, num_categorie
 
     Args:
       pieces: bits (n, num_categories) int32.
-      min_count: occurrences from which a category has a row.
+      min_count: fewest occurrences for a category to have a row.
       num_categories: columns.
 
     Returns:
@@ -112,7 +112,7 @@ def build_vocabulary(pieces: Iterable[np.ndarray], min_count: int, num_categorie
 
 
 class _Counter:
-    """Counts 32-bit values; pieces are merged when there are many, so that merging takes little of the time."""
+    """Counts 32-bit values. Pieces are merged only once many are waiting, so that merging takes little of the time."""
 
     def __init__(self):
         self._values, self._counts = np.zeros(0, np.uint32), np.zeros(0, np.int64)

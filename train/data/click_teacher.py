@@ -1,4 +1,4 @@
-"""A click log in Criteo's format, drawn from a known model: the best that any other model can reach is known as well.
+"""A click log in Criteo's format, drawn from a known model, so that the best reachable score is known as well.
 
 The teacher is a logistic model of a row: an effect of every category and every number, squares of some numbers, and
 for some pairs of columns the inner product of two vectors of four numbers, one for each category. The vectors have mean
@@ -18,7 +18,7 @@ from train.data.info import NUM_CATEGORIES, NUM_DENSE
 from train.data.seeds import mix
 from train.scores import auc, log_loss
 
-VERSION = 1  # of the log: another number of anything below makes other rows, and needs another version
+VERSION = 1  # of the log: changing any number below changes the rows, and needs another version
 ROWS_AT_ONCE = 16_384
 POSITIVE_RATE = 0.256  # of Criteo's log
 
@@ -39,7 +39,7 @@ class Teacher:
 
     Attributes:
       frequencies: of the categories of each column; the sums are 1.
-      bits: of the categories of each column, as they stand in the file; the first is empty in the file.
+      bits: of the categories of each column, as in the file, where the first category is an empty field instead.
       effects: of the categories of each column.
       vectors: of the categories of the columns in `PAIRS`, (categories, 4) each.
       location: mean of log(x) of the 13 numbers.
@@ -65,8 +65,8 @@ class Teacher:
         """Draws 16,384 rows.
 
         Returns:
-          Numbers (n, 13) int64 from -1 on and `EMPTY` for empty ones, categories (n, 26) as ranks from 0, the logit
-          (n,) and the label (n,) bool.
+          Numbers (n, 13) int64, at least -1, or `EMPTY`; categories (n, 26) as ranks from 0; the logit (n,); and the
+          label (n,) bool.
         """
         normal = rng.standard_normal((ROWS_AT_ONCE, NUM_DENSE))
         numbers = np.floor(np.exp(self.location + self.scale * normal)).astype(np.int64) - 1  # (n, 13), from -1
@@ -107,7 +107,7 @@ def make_teacher(seed: int) -> Teacher:
         frequency = np.arange(1, size + 1) ** -EXPONENT
         frequency /= frequency.sum()
         frequencies.append(frequency)
-        # Different words stay different in 64 bits; in 32, two may meet, and are drawn again by the next number.
+        # Different words stay different in 64 bits, but two may have the same upper 32 bits: duplicates are skipped.
         words = mix(np.arange(4 * size, dtype=np.uint64) | np.uint64(column + 1) << np.uint64(32)) >> np.uint64(32)
         _, firsts = np.unique(words, return_index=True)
         bits.append(words[np.sort(firsts)[:size]])
@@ -131,16 +131,16 @@ def make_teacher(seed: int) -> Teacher:
     )
     logit = teacher.draw(np.random.default_rng([seed, VERSION, 1]))[2]
     low, high = -10.0, 10.0
-    for _ in range(40):  # the offset at which the mean of the probabilities is Criteo's
+    for _ in range(40):  # finds the offset at which the mean probability is Criteo's positive rate
         middle = (low + high) / 2
         low, high = (middle, high) if expit(logit + middle).mean() < POSITIVE_RATE else (low, middle)
     return Teacher(**{**vars(teacher), "offset": (low + high) / 2})
 
 
 def generate(rows: int, seed: int, out: Path) -> dict[str, object]:
-    """Writes a log of so many rows, and beside it what the teacher itself reaches: `out` + ".teacher.json".
+    """Writes a log of `rows` rows, and the scores of the teacher itself to `out` + ".teacher.json".
 
-    The first rows are the same whatever their number.
+    A longer log of the same seed begins with the rows of a shorter one.
 
     Args:
       rows: at least 7, a row for each day.
@@ -149,7 +149,7 @@ def generate(rows: int, seed: int, out: Path) -> dict[str, object]:
 
     Returns:
       What is in the JSON file: log loss and AUC of the teacher's own probabilities over all rows, and over those of the
-      last of seven days, which is the test split. No model can expect to be better.
+      last of seven days, which is the test split. No model can be expected to do better.
 
     Raises:
       ValueError: for an argument that breaks the rules above.

@@ -27,11 +27,11 @@ class Prepare:
     out: Path | None = None
     """Folder of all datasets, the trainer's --data-dir; $TFDS_DATA_DIR or ~/tensorflow_datasets if not given."""
     categories: Literal["hashed", "indexed"] = "hashed"
-    """hashed: rows of a table of given size. indexed: a row for each category of the training days, 0 for others."""
+    """hashed: a row by hash, in tables of given size. indexed: a row for each frequent category, row 0 for others."""
     table_size: int | None = None
     """Rows of each of the 26 tables, for hashed categories; 100,000 if not given."""
     min_count: int | None = None
-    """Occurrences in the training days from which an indexed category has its own row; 10 if not given."""
+    """Fewest occurrences in the training days for an indexed category to have its own row; 10 if not given."""
     max_malformed: float = 1e-4
     """Largest fraction of lines that may be malformed; they are left out, and listed in malformed.tsv."""
 
@@ -61,14 +61,14 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Generate:
-    """Write a log in Criteo's format that is drawn from a known model, and beside it what that model reaches."""
+    """Write a log in Criteo's format, drawn from a known model, and the scores that this model reaches."""
 
     out: Path
     """The file; OUT.teacher.json gets log loss and AUC of the teacher, which no model can be expected to beat."""
     rows: int = 200_000
     """Rows of the log."""
     seed: int = 0
-    """Of the teacher and of the rows."""
+    """Seed of the teacher and of the rows."""
 
     def run(self) -> None:
         """Writes the log and prints what the teacher reaches."""

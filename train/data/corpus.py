@@ -24,7 +24,7 @@ class Prepare:
     out: Path | None = None
     """Folder of all datasets, the trainer's --data-dir; $TFDS_DATA_DIR or ~/tensorflow_datasets if not given."""
     megabytes: int = 64
-    """Text of the train split, at most."""
+    """Megabytes of text in the train split, at most."""
 
     def run(self) -> None:
         """Prepares the text and prints what it holds."""

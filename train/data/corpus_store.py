@@ -1,7 +1,7 @@
 """Text as bytes, in windows: the source files of a folder, such as those of Linux, or of Python's standard library.
 
-Which split a file is in, its folder tells: the files of a folder are alike, so that a split by files would test on what
-it has trained on. A token is a byte, of which there are 256; files are joined by a byte 0.
+A file's folder decides its split: the files of a folder are alike, so a split by files would test on what it had
+trained on. A token is a byte, one of 256; a byte 0 follows each file.
 """
 
 import platform
@@ -19,8 +19,8 @@ from train.data.info import TextInfo
 from train.data.placing import preparing
 from train.data.rows import Prepared, write_rows
 
-VERSION = "1.0.0"  # of what is made of the files: other windows of the same files need another
-HELD_OUT = 16  # one folder in so many tests
+VERSION = "1.0.0"  # of the prepared data: must change when the same files give other windows
+HELD_OUT = 16  # one folder in 16 is in the test split
 TEST_WINDOWS = 512  # at most, evenly spread over the held-out text
 LINUX_SUFFIXES = (".c", ".h", ".rst")
 END = b"\0"  # after a file
@@ -31,8 +31,8 @@ class Window:
     """How text becomes rows.
 
     Attributes:
-      length: L, bytes that a row predicts; it has one more before them.
-      train_bytes: of the train split, at most.
+      length: L, bytes that a row predicts; a row has L + 1, as its first byte is not predicted.
+      train_bytes: bytes of text in the train split, at most.
     """
 
     length: int
@@ -44,8 +44,8 @@ def prepare_corpus(
 ) -> dict[str, Any]:
     """Writes the text of files as `folder`, which appears when it is whole.
 
-    A row is L + 1 bytes, and begins with the last byte of the row before it; what is left at the end is dropped. Where
-    there is more text than asked for, the files with the smallest hashes of their paths train.
+    A row is L + 1 bytes, and begins with the last byte of the row before it; what is left at the end is dropped. If
+    there is more text than asked for, the train split takes files in the order of a hash of their paths, if they fit.
 
     Args:
       name: of the dataset.
@@ -92,7 +92,7 @@ def prepare_corpus(
 
 
 def is_held_out(folder: Path) -> bool:
-    """Tells whether the files of a folder test. Those of the source's own folder train."""
+    """Returns whether a folder's files are in the test split. Files directly in the source folder never are."""
     return folder != Path() and crc32(folder.as_posix().encode()) % HELD_OUT == 0
 
 
@@ -104,7 +104,7 @@ def windows(text: bytes, length: int) -> np.ndarray:
 
 
 def _joined(source: Path, files: Sequence[Path], limit: int) -> bytes:
-    """Returns the text of files in the order of their paths; beyond `limit` bytes, of some of them."""
+    """Returns the text of files in the order of their paths; of only some if all exceed `limit` bytes."""
     sizes = {path: path.stat().st_size + len(END) for path in files}
     chosen, total = [], 0
     for path in sorted(files, key=lambda path: crc32(path.relative_to(source).as_posix().encode())):
@@ -115,7 +115,7 @@ def _joined(source: Path, files: Sequence[Path], limit: int) -> bytes:
 
 
 def files_of(source: Path, suffixes: Sequence[str], without: Sequence[str] = ()) -> list[Path]:
-    """Returns the files below a folder that end so, in no folder that is named in `without`; links are left out."""
+    """Returns the files below a folder with one of the suffixes, except links and those in folders named `without`."""
     found = (path for path in source.rglob("*") if path.suffix in suffixes and path.is_file() and not path.is_symlink())
     return sorted(path for path in found if not set(path.relative_to(source).parts[:-1]) & set(without))
 
@@ -128,7 +128,7 @@ def prepare_stdlib(root: Path) -> None:
 
 
 def stdlib_folder() -> Path:
-    """Returns where the standard library is, below the folder of all datasets: that of the Python here."""
+    """Returns the folder of this Python's standard library, below the folder of all datasets."""
     return Path("stdlib", f"python-{platform.python_version()}", VERSION)
 
 

@@ -1,7 +1,7 @@
-"""The datasets by name: what is known of each, and how its splits are opened.
+"""The datasets by name: the info of each, and how its splits are opened.
 
-Nothing is downloaded. What needs no file of the user's is built on first use: digits (in scikit-learn's wheel), clicks
-(generated), catalogs (in Django's wheel) and stdlib (in Python).
+Nothing is downloaded. Datasets that need no file of the user's are built on first use: digits (in scikit-learn's
+wheel), clicks (generated), catalogs (in Django's wheel) and stdlib (in Python).
 """
 
 import os
@@ -23,11 +23,11 @@ class Dataset:
     """A name in `DATASETS`.
 
     Attributes:
-      info: (folder of all datasets) -> what is known of this one.
+      info: (folder of all datasets) -> the info of this one.
       open: (split, folder of all datasets) -> its rows.
-      threads: that prepare batches, at most. Large JPEG files gain from several, as PIL decodes outside the
-        interpreter's lock; what is cached or mapped does not. Each thread prepares a batch, so more threads also take
-        more memory.
+      threads: most threads that prepare batches. Large JPEG files gain from several, as PIL decodes outside the
+        interpreter's lock; cached or mapped data do not. Each thread prepares a batch, so more threads also take more
+        memory.
     """
 
     info: Callable[[Path], DatasetInfo]
@@ -57,11 +57,11 @@ def dataset_info(name: str, data_dir: str | os.PathLike[str] | None = None) -> D
 
     Args:
       name: one of `DATASETS`.
-      data_dir: the folder of all datasets, see `resolve_data_dir`. Images are known without it; of the
-        others it is read there, and what needs no file of the user's is built there.
+      data_dir: the folder of all datasets, see `resolve_data_dir`. The info of images does not need it; that of the
+        others is read there. A dataset that needs no file of the user's is built there.
 
     Raises:
-      ValueError: if there is none of this name.
+      ValueError: if there is no dataset of this name.
       FileNotFoundError: if it is not prepared.
     """
     return _dataset(name).info(resolve_data_dir(data_dir))
@@ -77,8 +77,8 @@ def open_split(name: str, split: str, data_dir: str | os.PathLike[str] | None = 
       mean: what is subtracted from images: the mean of each "channel" or "pixel".
 
     Raises:
-      ValueError: if the name or the split is unknown, the files are not what they should be, or means of pixels are
-        asked of what has none.
+      ValueError: if the name or the split is unknown, the files are not what they should be, or pixel means are asked
+        of a dataset without images.
       FileNotFoundError: if the dataset is not prepared, or its files are not all there.
     """
     dataset, root = _dataset(name), resolve_data_dir(data_dir)
@@ -90,10 +90,10 @@ def open_split(name: str, split: str, data_dir: str | os.PathLike[str] | None = 
 
 
 def open_text(name: str, split: str, data_dir: str | os.PathLike[str] | None = None) -> Text:
-    """Reads the text of a split of a translation, of which BLEU is taken, and what turns numbers into text.
+    """Reads the text of a split of a translation, for BLEU, and the subwords that turn numbers into text.
 
     Raises:
-      ValueError: if the dataset is no translation, or there is none of this name.
+      ValueError: if the dataset is not a translation, or there is none of this name.
     """
     _dataset(name)
     if name not in TRANSLATIONS:

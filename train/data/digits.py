@@ -25,7 +25,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
     The split is a fixed function of scikit-learn's order, free of random numbers (`is_test_image`):
     45 test images of each class, spread evenly over the class. So both splits hold images by the
-    same 13 writers: test accuracy speaks of new images, not of new writers. Within a split the rows
+    same 13 writers: test accuracy is for new images, not for new writers. Within a split the rows
     keep scikit-learn's order.
     """
 
@@ -64,7 +64,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 def is_test_image(labels: np.ndarray) -> np.ndarray:
     """Marks the test images: 45 of each class, evenly spaced.
 
-    Image `i` of the `n` of its class is a test image where `45 * (i + 1) // n > 45 * i // n`.
+    Image `i` of the `n` of its class is a test image if `45 * (i + 1) // n > 45 * i // n`.
 
     Args:
       labels: the classes, (n,) integers, in the order of the file.
@@ -81,9 +81,9 @@ def is_test_image(labels: np.ndarray) -> np.ndarray:
 
 
 def prepare_digits(data_dir: str | os.PathLike[str]) -> tfds.core.DatasetBuilder:
-    """Opens the digits under `data_dir`, after building them (1 s) where they are missing.
+    """Opens the digits under `data_dir`, after building them (1 s) if they are missing.
 
-    Several processes may call this at the same moment: one of the equal builds stays, see `preparing`.
+    Several processes may call this at the same moment: one of the identical builds is kept, see `preparing`.
 
     Args:
       data_dir: the directory of all TFDS datasets; created if missing.

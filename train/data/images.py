@@ -51,7 +51,7 @@ class Preprocessing:
 def decode(encoded: bytes) -> np.ndarray:
     """Decodes a PNG or JPEG file to uint8 (H, W, C).
 
-    By PIL on all machines; TFDS would take OpenCV where it is installed, and other pixels for JPEG.
+    Uses PIL on all machines; TFDS would use OpenCV where it is installed, which decodes JPEG differently.
     """
     pixels = np.asarray(Image.open(io.BytesIO(encoded)))
     return pixels if pixels.ndim == 3 else pixels[..., None]
@@ -61,7 +61,7 @@ def crop_and_flip(example: Example, rng: np.random.Generator) -> Example:
     """CIFAR's augmentation: pads by 4, crops the old size at a random place, flips half the images.
 
     He et al., "Deep Residual Learning for Image Recognition", 2016, section 4.2. The padding is
-    black, as it is put in before the standardisation.
+    black, as it is added before the standardisation.
     """
     image = example["image"]
     height, width, _ = image.shape
@@ -74,7 +74,7 @@ def crop_and_flip(example: Example, rng: np.random.Generator) -> Example:
 
 
 def random_resized_crop(example: Example, rng: np.random.Generator) -> Example:
-    """ImageNet's augmentation: a random box of 8% to 100% of the area to 224x224, half flipped.
+    """ImageNet's augmentation: resizes a random box of 8% to 100% of the area to 224x224, and flips half of them.
 
     Szegedy et al., "Going Deeper with Convolutions", 2015, section 6. As in torchvision's
     `RandomResizedCrop`, ten boxes are tried; if none fits, the largest centred box of an allowed

@@ -1,4 +1,4 @@
-"""What all kinds of datasets share: what is known of one before it is read, and how its rows are read."""
+"""What all kinds of datasets share: the info that is known before one is read, and how its rows are read."""
 
 import os
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ class Limit:
     """What an array of a batch may hold: [0, below).
 
     Attributes:
-      below: one number, or one for each of a row.
-      what: that has so many.
+      below: one number, or one for each entry of a row.
+      what: what has so many members, for the error message.
     """
 
     below: int | tuple[int, ...]
@@ -53,11 +53,11 @@ class DatasetInfo:
         return self.splits()[split]
 
     def row_types(self) -> RowTypes:
-        """Returns shape and type of one row of each array in a batch; "seed" and "mask" come on top."""
+        """Returns the shape and type of one row of each array in a batch, except "seed" and "mask"."""
         raise NotImplementedError
 
     def limits(self) -> dict[str, Limit | None]:
-        """Returns what arrays of a batch may hold, if files could hold something else; None for finite numbers."""
+        """Returns limits for the arrays of a batch in which a file could break them; None: any finite number."""
         raise NotImplementedError
 
 
@@ -81,17 +81,17 @@ class ImageInfo(DatasetInfo):
         return {"image": (self.image_shape, np.dtype(np.float32)), "label": ((), np.dtype(np.int32))}
 
     def limits(self) -> dict[str, Limit | None]:
-        """Returns that of "label"; pixels come from bytes, which are all in range."""
+        """Returns the limit of "label"; pixels come from bytes, which are all in range."""
         return {"label": Limit(self.num_classes, "the classes")}
 
 
 @dataclass(frozen=True)
 class ClickInfo(DatasetInfo):
-    """Clicks and what is learned like them: numbers, categories, clicked or not.
+    """Clicks, and other data that are learned in the same way: numbers, categories and a label of 0 or 1.
 
     Attributes:
-      table_sizes: rows of the embedding table of each category; ids are 0..size - 1. Criteo's format has 26.
-      num_dense: numbers of a row.
+      table_sizes: rows of the embedding table of each category; ids are 0..size - 1. Criteo's format has 26 tables.
+      num_dense: numbers in a row.
     """
 
     table_sizes: tuple[int, ...]
@@ -106,7 +106,7 @@ class ClickInfo(DatasetInfo):
         }
 
     def limits(self) -> dict[str, Limit | None]:
-        """Returns those of "dense", "categories" and "label"."""
+        """Returns the limits of "dense", "categories" and "label"."""
         tables = Limit(self.table_sizes, "the rows of its table")
         return {"dense": None, "categories": tables, "label": Limit(2, "not clicked or clicked")}
 
@@ -118,7 +118,7 @@ class TranslationInfo(DatasetInfo):
     Attributes:
       num_valid: rows in the valid split.
       languages: of source and target, such as ("de", "en").
-      vocabulary_size: subwords of both languages together, the four marks included.
+      vocabulary_size: subwords of both languages together, including these four.
       source_length: S, numbers in a row of the source, padding included.
       target_length: T, numbers in a row of the target; begin, end and padding included.
     """
@@ -139,7 +139,7 @@ class TranslationInfo(DatasetInfo):
         return {"source": ((self.source_length,), int32), "target": ((self.target_length,), int32)}
 
     def limits(self) -> dict[str, Limit | None]:
-        """Returns those of "source" and "target"."""
+        """Returns the limits of "source" and "target"."""
         return dict.fromkeys(("source", "target"), Limit(self.vocabulary_size, "the vocabulary"))
 
 
@@ -148,7 +148,7 @@ class TextInfo(DatasetInfo):
     """Windows of a text; a token is a byte.
 
     Attributes:
-      length: L, bytes that a row predicts; it has one more before them.
+      length: L, bytes that a row predicts; a row has L + 1, as its first byte is not predicted.
     """
 
     length: int
@@ -160,7 +160,7 @@ class TextInfo(DatasetInfo):
         return {"text": ((self.length + 1,), np.dtype(np.uint8))}
 
     def limits(self) -> dict[str, Limit | None]:
-        """Returns none; bytes are all in range."""
+        """Returns no limits: bytes are all in range."""
         return {}
 
 
@@ -169,7 +169,7 @@ class Split(Protocol):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Tells these rows from others of the same name and number: goes into the state of the loader."""
+        """Distinguishes these rows from others of the same name and number; part of the loader's state."""
         ...
 
     def __len__(self) -> int:
@@ -181,7 +181,7 @@ class Split(Protocol):
 
         Args:
           rows: their numbers, (b,) int64.
-          seeds: (b,) uint32, from which each row draws its random changes; None for none, as in evaluation.
+          seeds: (b,) uint32, from which each row draws its random changes; None for no changes, as in evaluation.
 
         Returns:
           One array with b rows for each name in `row_types`.

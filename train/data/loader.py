@@ -46,7 +46,7 @@ def train_batches(
 
     Returns:
       An iterator, with `state` and `restore`, over the arrays of `dataset_info(name).row_types()`, B / P rows each, and
-      "seed", (B / P,) uint32: a random number of each row's own, by its place in the run, for dropout and the like.
+      "seed", (B / P,) uint32: a random number for each row, by its place in the run, for dropout and the like.
 
     Raises:
       ValueError: if an argument breaks the rules above; from the iterator, for rows that no model can take (an id
@@ -90,7 +90,7 @@ def eval_batches(
 
     Returns:
       An iterable, with a length, of the arrays of `dataset_info(name).row_types()`, B / P rows each, and
-      "mask", (B / P,) float32. Keep it for the next pass: it holds the decoded small images.
+      "mask", (B / P,) float32. Keep it for the next pass: it caches small images once decoded.
 
     Raises:
       ValueError: if an argument breaks the rules above.
@@ -154,11 +154,11 @@ class TrainBatches(Iterator[Batch]):
         return batch
 
     def state(self) -> dict[str, Any]:
-        """The position and what it belongs to, as JSON can hold it; the same on every process."""
+        """Returns the position and what it belongs to, as JSON; the same on every process."""
         return {**self._identity, "step": self.step}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes to where `state` was taken, exactly; also in a run of another number of processes.
+        """Goes to exactly where `state` was taken, also with another number of processes.
 
         Raises:
           ValueError: if the state is of another dataset, seed or batch size, or is not a state.

@@ -1,4 +1,4 @@
-"""Folders of datasets, as TFDS lays them out, that appear whole: built under another root, then renamed."""
+"""Dataset folders in TFDS's layout that appear whole: they are built under another root, then renamed."""
 
 import contextlib
 import os
@@ -10,12 +10,12 @@ import tensorflow_datasets as tfds
 
 
 def is_complete(folder: Path) -> bool:
-    """Tells whether a folder holds a dataset, and not only half of a copy."""
+    """Returns whether a folder holds a dataset, and not only half of a copy."""
     return (folder / "dataset_info.json").exists()
 
 
 def check_new(folder: Path) -> None:
-    """Refuses to prepare what is there already; commands ask before they read anything.
+    """Refuses to prepare a dataset that is there already; commands call it before they read anything.
 
     Raises:
       ValueError: if the folder holds a dataset.
@@ -41,10 +41,10 @@ def check_files(builder: tfds.core.DatasetBuilder, split: str) -> None:
 
 @contextlib.contextmanager
 def readable(folder: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Says of a dataset whose description cannot be read which it is, and what to do.
+    """Turns an error in reading a dataset's description into one that names the folder and the remedy.
 
     Raises:
-      ValueError: for errors of these kinds; if there are none, for all, of which TFDS has many.
+      ValueError: for errors of these kinds, or for any error if no kind is given, as TFDS raises many kinds.
     """
     kinds = kinds or (Exception,)
     try:
@@ -58,15 +58,15 @@ def readable(folder: Path, *kinds: type[Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preparing(root: Path, folder: Path, *, keep_first: bool) -> Iterator[Path]:
-    """Gives a root of this process, on the same disk; what is built there as `folder` is in `root` at the end.
+    """Yields a private root on the same disk; what is built there as `folder` is moved to `root` at the end.
 
-    It appears there by one rename. A killed process leaves at most a hidden `.NAME-*` folder behind; a target that is
-    not complete, such as half of a copy, is replaced.
+    It appears there by one rename. A killed process leaves at most a hidden `.NAME-*` folder behind. An incomplete
+    target, such as half of a copy, is replaced.
 
     Args:
       root: the folder of all datasets; created if missing.
       folder: of this dataset, below `root`: NAME/VERSION or NAME/CONFIG/VERSION.
-      keep_first: whether another process may prepare the same at the same time: what is there first stays.
+      keep_first: whether another process may prepare the same folder at the same time; the first one is kept.
 
     Raises:
       ValueError: if the folder is there already, and not `keep_first`.

@@ -1,7 +1,7 @@
-"""Rows of numbers as datasets of TFDS in ArrayRecord. A record is a block of 512 rows, as each record costs 0.1 ms.
+"""Rows of numbers as TFDS datasets in ArrayRecord. A record is a block of 512 rows, as each record costs 0.1 ms.
 
-They are written by TFDS's `SequentialWriter`, one shard after the other: a `GeneratorBasedBuilder` holds a whole split
-in memory, and needs TensorFlow for one of more than 1000 MiB, which Criteo's log has.
+Records are written by TFDS's `SequentialWriter`, one shard after another: a `GeneratorBasedBuilder` holds a whole split
+in memory, and needs TensorFlow for a split of more than 1000 MiB, such as that of Criteo's log.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,11 +34,11 @@ def write_rows(
 
     Args:
       root: the folder of all datasets.
-      folder: of this one, below `root`: NAME/VERSION or NAME/CONFIG/VERSION; what else it holds stays.
-      splits: arrays (n, ...) of each, one row for each of its n; of numbers, or of objects for text.
-      info: what is known of it.
-      identity: tells its rows from others of the same name and number.
-      more: further facts, as JSON can hold them.
+      folder: of this one, below `root`: NAME/VERSION or NAME/CONFIG/VERSION; other files in it are kept.
+      splits: arrays (n, ...) of each split of n rows; numbers, or objects for text.
+      info: of the dataset.
+      identity: distinguishes its rows from others of the same name and number.
+      more: further facts, as JSON.
 
     Returns:
       All facts: the metadata of the dataset.
@@ -64,7 +64,7 @@ def write_records(
     facts: Mapping[str, Any],
     shard: int,
 ) -> None:
-    """Writes the records of each split in their order, `shard` of them a file; see `write_rows`."""
+    """Writes the records of each split in their order, `shard` of them per file; see `write_rows`."""
     name, *config, version = folder.parts
     (root / folder).mkdir(parents=True, exist_ok=True)
     identity = DatasetIdentity(
@@ -93,10 +93,10 @@ class Prepared:
     """A dataset that `write_rows` has written, or is to write.
 
     Attributes:
-      kind: of what is known of it.
+      kind: the class of its info.
       folder: () -> where it is, below the folder of all datasets.
-      how: to prepare it, from files of the user's, with {root} for the folder of all datasets.
-      build: (folder of all datasets) -> None, which prepares what needs no file of the user's.
+      how: how to prepare it from files of the user's; {root} stands for the folder of all datasets.
+      build: (folder of all datasets) -> None, which prepares it; None if that needs files of the user's.
     """
 
     kind: type[DatasetInfo]
@@ -105,11 +105,11 @@ class Prepared:
     build: Callable[[Path], object] | None = None
 
     def info(self, root: Path) -> DatasetInfo:
-        """Returns what is known of it; prepares it where that needs no file of the user's.
+        """Returns its info; first prepares the dataset if that needs no file of the user's.
 
         Raises:
           FileNotFoundError: if the user has yet to prepare it.
-          ValueError: if the folder is not whole.
+          ValueError: if its description cannot be read.
         """
         facts = self._facts(root)
         values = {field.name: facts[field.name] for field in fields(self.kind) if field.name in facts}
@@ -121,7 +121,7 @@ class Prepared:
         return info
 
     def open(self, split: str, root: Path, types: RowTypes | None = None) -> "RowSplit":
-        """Opens a split, for what a batch of it holds or other `types`; see `info` and `RowSplit` for errors."""
+        """Opens a split, to read the arrays of a batch, or those in `types`; see `info` and `RowSplit` for errors."""
         info = self.info(root)
         with readable(root / self.folder(), TypeError, KeyError):
             identity = self._facts(root)["identity"]
@@ -145,12 +145,12 @@ class Prepared:
 
 
 class RowSplit:
-    """Batches of one split; nothing is random about a row. Blocks are kept after first use, as decoded images are.
+    """Batches of one split, without random changes. Blocks are kept after first use, as decoded images are.
 
     Memory grows to one copy of the split: 6.3 GB for Criteo's six days, 10 MB for the generated clicks.
 
     Attributes:
-      identity: tells these rows from others of the same name and number.
+      identity: distinguishes these rows from others of the same name and number.
     """
 
     def __init__(self, folder: Path, split: str, num_rows: int, types: RowTypes, identity: Mapping[str, str]):
@@ -159,7 +159,7 @@ class RowSplit:
         Args:
           folder: of the dataset.
           split: one of its splits.
-          num_rows: that it holds.
+          num_rows: rows in the split.
           types: shape and type of a row of each array that is read; objects for text, which is read as bytes.
           identity: see above.
 
@@ -175,7 +175,7 @@ class RowSplit:
         self._columns = {name: np.empty((num_rows, *shape), dtype) for name, (shape, dtype) in types.items()}
         self._is_read = np.zeros(-(-num_rows // BLOCK), bool)
         shards = builder.info.splits[split].shard_lengths
-        # Of a file that is cut off no block can be read; the last block tells the number of rows.
+        # A block of every file, as none can be read of one that is cut off; and the last, which has the number of rows.
         for number in (*np.cumsum([0, *shards[:-1]]).tolist(), len(self._is_read) - 1):
             self._load(number)
 

@@ -21,7 +21,7 @@ def mix(words: np.ndarray) -> np.ndarray:
 
 
 def row_seeds(seed: int, positions: np.ndarray) -> np.ndarray:
-    """Returns each row's own random number, a function of the run's seed and the row's place alone.
+    """Returns a random number for each row, a function of only the run's seed and the row's place.
 
     Args:
       seed: of the run, in [0, 2**32).
@@ -30,7 +30,7 @@ def row_seeds(seed: int, positions: np.ndarray) -> np.ndarray:
     Returns:
       (b,) uint32.
     """
-    # Words 2 and 3: the first two are the seed of the order. The key of one run is not near that of another.
+    # Words 2 and 3, as the first seeds the order. The keys of two runs are not near each other.
     low, high = np.random.SeedSequence(seed).generate_state(4)[2:].astype(np.uint64)
     key = low | high << np.uint64(32)
     golden = np.uint64(0x9E3779B97F4A7C15)

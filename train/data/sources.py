@@ -22,7 +22,7 @@ from train.data.info import Batch, ImageInfo, check_split, resolve_data_dir
 from train.data.placing import check_files, readable
 
 SPLITS = ("train", "test")
-MEAN_SAMPLE = 10_000  # JPEG files of which the mean of each pixel is taken: all of ImageNet would take an hour
+MEAN_SAMPLE = 10_000  # JPEG files from which pixel means are computed: all of ImageNet would take an hour
 Mean = Literal["channel", "pixel"]
 IMAGES = {
     "digits": ImageInfo("digits", 1_347, 450, (8, 8, 1), 10),
@@ -120,10 +120,10 @@ def open_images(name: str, split: str, root: Path, mean: Mean = "channel") -> Im
 
 @lru_cache(maxsize=1)
 def pixel_mean(name: str, root: Path) -> np.ndarray:
-    """Takes the mean of each pixel of the training images, prepared as in evaluation: (H, W, C) float64.
+    """Computes the mean of each pixel over the training images, prepared as in evaluation: (H, W, C) float64.
 
-    Of the whole split where its images are small; of ImageNet of 10,000, drawn by a fixed seed, the same in every
-    process: a minute, and an error of 0.6 of 255, as a pixel's deviation is about 60.
+    Small images are averaged over the whole split, ImageNet's over 10,000 drawn with a fixed seed, the same in every
+    process: this takes a minute and has a standard error of 0.6 of 255, as a pixel's standard deviation is about 60.
     """
     source, prepare = open_source(name, "train", root), images.PREPROCESSING[name].prepare
     numbers = np.arange(len(source))
@@ -141,7 +141,7 @@ def pixel_mean(name: str, root: Path) -> np.ndarray:
 
 
 def open_source(name: str, split: str, data_dir: str | os.PathLike[str] | None = None) -> EncodedSource | CachedSource:
-    """Opens one split for random access; builds the digits where they are missing.
+    """Opens one split for random access; builds the digits if they are missing.
 
     Warns when the split does not have its published number of examples.
 

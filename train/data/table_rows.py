@@ -1,6 +1,6 @@
-"""What a row of flights and of MovieLens is: numbers and categories that were known before, and what came.
+"""The rows of flights and of MovieLens: numbers and categories that were known beforehand, and the outcome.
 
-Rows are in the order of time, so that the first ones can train and the last ones test.
+Rows are in the order of time, so that a model trains on the first ones and is tested on the last ones.
 """
 
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ class Rows:
     """Rows in the order of time.
 
     Attributes:
-      time: (n,), never falling.
+      time: (n,), non-decreasing.
       dense: (n,) float64 each; NaN where a number is missing.
       categories: (n,) each, of strings or integers.
       label: (n,) bool.
-      left_out: how many rows of the table are not here, by reason.
+      left_out: the number of rows of the table that were left out, by reason.
     """
 
     time: np.ndarray
@@ -38,8 +38,8 @@ class Rows:
 def flight_rows(flights: Table, weather: Table) -> Rows:
     """Makes rows of nycflights13: does a flight arrive more than 15 minutes late?
 
-    What is known before departure: the schedule, the plane, and the weather at the origin in the hour before that of
-    the scheduled departure. No month: that of the last rows is in no row before them.
+    A row holds what is known before departure: the schedule, the plane, and the weather at the origin in the hour
+    before that of the scheduled departure. It has no month, as those of the last rows occur in no earlier row.
     """
     arrived = ~np.isnan(flights["arr_delay"])
     flights = {name: column[arrived] for name, column in flights.items()}
@@ -76,8 +76,8 @@ def flight_rows(flights: Table, weather: Table) -> Rows:
 def rating_rows(ratings: Table) -> Rows:
     """Makes rows of MovieLens: does a user give a film at least 4 stars?
 
-    Beside the user and the film, a row has what was rated earlier than it: how many ratings the user gave, and the film
-    got, and which part of them was at least 4 stars.
+    Besides the user and the film, a row summarises earlier ratings: how many the user gave and how many the film got,
+    and which fraction of each was at least 4 stars.
     """
     order = np.argsort(ratings["timestamp"], kind="stable")
     ratings = {name: column[order] for name, column in ratings.items()}
@@ -105,7 +105,7 @@ def rating_rows(ratings: Table) -> Rows:
 
 
 def earlier(key: np.ndarray, time: np.ndarray, label: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Counts for each row those of its key and a smaller time, and how many of them have the label; (n,) each."""
+    """Counts, for each row, the earlier rows with its key, and how many of these have the label; (n,) each."""
     order = np.lexsort((time, key))
     key, time = key[order], time[order]
     is_key = np.r_[True, key[1:] != key[:-1]]  # begins here

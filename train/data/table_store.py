@@ -1,6 +1,6 @@
-"""Rows of a table as a dataset of TFDS, which a model of clicks can learn: numbers, categories, yes or no.
+"""Rows of a table as a TFDS dataset that a model of clicks can learn: numbers, categories and a label of 0 or 1.
 
-Beside the records lie `metadata.json`, with names, counts and the scale of each number, and `vocabulary.npz`, the
+Alongside the records are `metadata.json`, with names, counts and the scale of each number, and `vocabulary.npz`, the
 categories of ids 1, 2, ... by the names of their columns.
 """
 
@@ -17,27 +17,28 @@ from train.data.placing import preparing
 from train.data.rows import Prepared, write_rows
 from train.data.table_rows import Rows
 
-VERSION = "1.0.0"  # of what is made of a table: other numbers or ids of the same rows need another
+VERSION = "1.0.0"  # of the prepared data: must change when the same rows get other numbers or ids
 
 
 def prepare_table(name: str, rows: Rows, root: Path, categories: Indexed) -> dict[str, Any]:
     """Writes rows as `folder_of(name)`, which appears when it is whole.
 
-    The last seventh tests; rows of one time are in one split. Numbers are standardised by mean and deviation of the
-    train split, and those that are missing are its mean, 0. Other categories have id 0.
+    The last seventh is the test split; rows of the same time are in the same split. Numbers are standardised by the
+    mean and standard deviation of the train split; missing ones become 0, the mean. Rare and unseen categories have
+    id 0.
 
     Args:
       name: of the dataset.
       rows: in the order of time.
       root: the folder of all datasets.
-      categories: which have rows of their own.
+      categories: which ones have rows of their own.
 
     Returns:
       The facts in `metadata.json`.
 
     Raises:
-      ValueError: if all rows are of one time, a number does not differ in the train split, or the folder is prepared
-        already.
+      ValueError: if all rows up to the last seventh have the same time, a number is constant in the train split, or
+        the folder is prepared already.
     """
     num_rows = len(rows.label)
     num_train = int(np.searchsorted(rows.time, rows.time[first_test_row(num_rows)]))

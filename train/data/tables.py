@@ -31,7 +31,7 @@ class Prepare:
     out: Path | None = None
     """Folder of all datasets, the trainer's --data-dir; $TFDS_DATA_DIR or ~/tensorflow_datasets if not given."""
     min_count: int = 3
-    """Rows of the train split from which a category has a row of its own in its table; others share row 0."""
+    """Fewest rows of the train split for a category to have a row of its own in its table; others share row 0."""
 
     def run(self) -> None:
         """Prepares the table and prints what it holds."""

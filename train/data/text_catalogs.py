@@ -9,15 +9,15 @@ from zlib import crc32
 
 from train.data.text_pairs import Pair
 
-HELD_OUT = 10  # one pair in so many goes to valid, and one to test
+HELD_OUT = 10  # one pair in 10 goes to valid, and one to test
 
 
 def catalog_pairs() -> tuple[dict[str, list[Pair]], Counter[str]]:
     """Reads the catalogs of the Django that is installed.
 
     Returns:
-      Pairs (German, English) of "train", "valid" and "test", and how many were left out for which reason. Which split a
-      message is in, a hash of it tells.
+      Pairs (German, English) of "train", "valid" and "test", and the number left out, by reason. A hash of the English
+      message decides its split.
 
     Raises:
       FileNotFoundError: if Django is not installed.
@@ -42,7 +42,7 @@ def catalog_pairs() -> tuple[dict[str, list[Pair]], Counter[str]]:
 
 
 def catalog_version() -> str:
-    """Returns the version of the Django that is installed: another one has other messages."""
+    """Returns the version of the installed Django: another version has other messages."""
     _django()
     return importlib.metadata.version("django")
 
@@ -58,9 +58,9 @@ def _django() -> Path:
 
 
 def _messages(path: Path) -> dict[str, str]:
-    """Returns the messages of a catalog, in one line each; the first form of those with a plural."""
+    """Returns the messages of a catalog, each on one line; of those with a plural, the first form."""
     with path.open("rb") as file:
-        # The standard library reads the format, and has no public way to list what it read.
+        # The standard library reads the format, but has no public way to list what it has read.
         catalog = gettext.GNUTranslations(file)._catalog  # type: ignore[attr-defined]
     messages: dict[str, str] = {}
     for key, translation in sorted(catalog.items(), key=repr):

@@ -27,7 +27,7 @@ def read_parallel(folder: Path, languages: tuple[str, str]) -> dict[str, list[Pa
 
     Args:
       folder: where the six files are.
-      languages: of source and target, the ends of the names.
+      languages: of source and target, the suffixes of the file names.
 
     Returns:
       The pairs of each split, in the order of the files, empty lines included.
@@ -57,7 +57,7 @@ def read_parallel(folder: Path, languages: tuple[str, str]) -> dict[str, list[Pa
 
 
 def _lines(path: Path) -> list[str]:
-    """Splits at line feeds alone: other separators of Unicode stand within sentences."""
+    """Splits at line feeds alone: Unicode's other separators occur within sentences."""
     lines = path.read_bytes().split(b"\n")
     if not lines[-1]:
         lines.pop()  # after the last line feed

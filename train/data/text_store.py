@@ -1,15 +1,16 @@
-"""Translations as datasets of TFDS: every pair is two rows of numbers of fixed length, and its text, for BLEU.
+"""Translations as TFDS datasets: every pair is two rows of numbers of fixed length, and its text, for BLEU.
 
-Beside the records lie `subwords.model`, of sentencepiece: byte pair encoding of both languages together;
-`metadata.json`, with counts, lengths and padding; `dropped.tsv`, split, place and reason of every dropped pair.
+Alongside the records are `subwords.model`, sentencepiece's byte pair encoding of both languages together;
+`metadata.json`, with counts, lengths and padding; and `dropped.tsv`, with the split, place and reason of every dropped
+pair.
 
-Subwords come from sentencepiece: it is trained from a list of sentences to the same model every time, one vocabulary
-for both languages, and gives the text back, spaces and punctuation included, so that BLEU is taken of plain text. It is
-one wheel without dependencies.
+Subwords come from sentencepiece. Trained on the same sentences, it gives the same model every time, with one vocabulary
+for both languages. It gives the text back, spaces and punctuation included, so that BLEU is computed on plain text. It
+is one wheel without dependencies.
 
-All batches have one shape, as every shape is another program to compile: what is shorter is padded, and `metadata.json`
-tells how much of the rows is padding. What is longer is dropped and counted, in every split: BLEU of a test split with
-dropped pairs is not that of the whole one. Lower the lengths to waste less, raise them to drop less.
+All batches have one shape, as every shape is another program to compile. Shorter rows are padded; `metadata.json` has
+the fraction of padding. Longer pairs are dropped and counted, in every split: BLEU of a test split with dropped pairs
+is not that of the whole split. Lower the lengths to waste less, raise them to drop less.
 """
 
 import io
@@ -30,7 +31,7 @@ from train.data.rows import Prepared, write_rows
 from train.data.text_catalogs import catalog_pairs, catalog_version
 from train.data.text_pairs import SPLITS, Pair, texts_of
 
-VERSION = "1.0.0"  # of what is made of text: other numbers of the same pairs need another
+VERSION = "1.0.0"  # of the prepared data: must change when the same pairs get other numbers
 PADDING, BEGIN, END, UNKNOWN = 0, 1, 2, 3
 TEXT_TYPES: RowTypes = dict.fromkeys(("source_text", "target_text"), ((), np.dtype(object)))
 
@@ -40,9 +41,9 @@ class Lengths:
     """The sizes of a prepared translation.
 
     Attributes:
-      vocabulary_size: subwords of both languages together, the four marks included.
-      source: S, of a row of the source.
-      target: T, of a row of the target; begin and end take two of it.
+      vocabulary_size: subwords of both languages together, including padding, begin, end and unknown.
+      source: S, numbers in a row of the source.
+      target: T, numbers in a row of the target; begin and end are two of them.
     """
 
     vocabulary_size: int
@@ -76,9 +77,9 @@ def prepare_pairs(
       languages: of source and target.
       lengths: of rows and vocabulary.
       root: the folder of all datasets.
-      keep_first: whether another process may prepare the same text at the same time; the first one's folder stays.
-      left_out: what was left out of `pairs` already, by reason; for the facts.
-      say: takes the lines that tell what was dropped.
+      keep_first: whether another process may prepare the same text at the same time; the first one's folder is kept.
+      left_out: the number of pairs left out of `pairs` already, by reason; for the facts.
+      say: called with each line about dropped pairs.
 
     Returns:
       The facts in `metadata.json`.
@@ -128,7 +129,7 @@ def train_subwords(texts: list[str], vocabulary_size: int) -> bytes:
     """Learns a joint vocabulary by byte pair encoding; the same texts give the same bytes.
 
     Raises:
-      ValueError: if the text has fewer subwords, or more characters, than the vocabulary is to have.
+      ValueError: if the text has fewer subwords, or more characters, than the vocabulary should have.
     """
     model = io.BytesIO()
     try:
@@ -139,7 +140,7 @@ def train_subwords(texts: list[str], vocabulary_size: int) -> bytes:
             vocab_size=vocabulary_size,
             character_coverage=1.0,
             normalization_rule_name="identity",  # text comes back as it was
-            max_sentence_length=1 << 24,  # bytes; longer lines would be skipped without a word
+            max_sentence_length=1 << 24,  # bytes; longer lines would be skipped silently
             pad_id=PADDING,
             bos_id=BEGIN,
             eos_id=END,
@@ -166,7 +167,7 @@ class Subwords:
         return self._model.encode(texts)
 
     def decode(self, rows: np.ndarray) -> list[str]:
-        """Returns the text of each row (n, length): up to the first end; begin, padding and unknown are no text."""
+        """Returns the text of each row (n, length), up to the first end; begin, padding and unknown are left out."""
         texts = []
         for row in np.asarray(rows).tolist():
             row = row[: row.index(END)] if END in row else row
@@ -208,7 +209,7 @@ def _list(counts: Counter[str]) -> str:
 
 @dataclass(frozen=True)
 class Text:
-    """What BLEU is taken of.
+    """The text that BLEU is computed on.
 
     Attributes:
       subwords: turn rows of numbers into text.
@@ -230,7 +231,7 @@ def translation_text(name: str, split: str, root: Path) -> Text:
 
 
 def folder_of(name: str) -> Path:
-    """Returns where a translation is, below the folder of all datasets; that of "catalogs" is of the Django here."""
+    """Returns a translation's folder, below that of all datasets; "catalogs" has one for each version of Django."""
     return Path(name, f"django-{catalog_version()}", VERSION) if name == "catalogs" else Path(name, VERSION)
 
 

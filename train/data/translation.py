@@ -25,7 +25,7 @@ class Prepare:
     out: Path | None = None
     """Folder of all datasets, the trainer's --data-dir; $TFDS_DATA_DIR or ~/tensorflow_datasets if not given."""
     source: str = "de"
-    """Language to translate from, as the files' names end."""
+    """Language to translate from: the suffix of its files' names."""
     target: str = "en"
     """Language to translate to."""
     vocabulary_size: int = 10_000

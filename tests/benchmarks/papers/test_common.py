@@ -1,4 +1,4 @@
-"""What the papers' modules share: their options and commands, and what is told of claims."""
+"""What the papers' modules share: options, commands, and verdicts on claims."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ def test_an_experiment_is_evaluated_forty_times_and_never_stopped():
     experiment = Config().experiment("digits", steps=200, workers=8)
     assert (experiment.steps, experiment.eval_every, experiment.workers) == (200, 5, 8)
     assert experiment.max_skipped > experiment.steps
-    assert Config(steps=12).experiment("digits", steps=200).steps == 12  # what is asked for comes first
+    assert Config(steps=12).experiment("digits", steps=200).steps == 12  # --steps comes first
     assert Config(steps=12).experiment("digits").warmup_steps == 3
 
 
@@ -44,7 +44,7 @@ def test_differences_are_told_apart_by_two_standard_errors():
     found = Difference.of([3.0, 5.0, 4.0], [1.0, 2.0, 0.0])
     assert (found.mean, found.error) == (3.0, pytest.approx(0.57735, abs=1e-5))
     assert (found.exceeds(), found.exceeds(2.5), found.exceeds(9.0)) == (True, None, False)
-    assert Difference.of([3.0], [1.0]).exceeds() is None  # one seed tells nothing
+    assert Difference.of([3.0], [1.0]).exceeds() is None  # one seed decides nothing
 
 
 def test_a_claim_that_does_not_hold_is_said_not_to(capsys):

@@ -1,4 +1,4 @@
-"""Dynamic communication thresholding: the figures against a second transcription, and what is told of losses."""
+"""Dynamic communication thresholding: the paper's numbers against a second transcription, and verdicts on losses."""
 
 import math
 
@@ -100,7 +100,7 @@ def test_a_row_is_trained_once_with_the_dense_one_beside_it(monkeypatch):
 
 
 def test_every_table_has_the_papers_rows_beside_ours(monkeypatch, capsys):
-    """Dense 0.5; DCT-DP 1% above at 99.5%, which the paper's is 0.2% above, and as dense elsewhere."""
+    """Dense is 0.5; DCT-DP is 1% above at 99.5% (the paper's is 0.2% above), and equal to dense elsewhere."""
 
     def train(setting, config, dense):
         losses = [0.505, 0.504] if setting.sparsity == 0.995 else [0.5, 0.5]

@@ -12,7 +12,7 @@ from benchmarks.papers.iwp_settings import TABLE, THRESHOLDS, TRIALS, Config, pr
 from benchmarks.trace import Trace
 from jaxcomm.collectives.sparse import Accumulated
 
-# Table I of Cheng and Xu, as the text has it, but for its sign of multiplication.
+# Table I of Cheng and Xu as in the text, except for its sign of multiplication.
 TABLE_1 = """
 AlexNet	Baseline	58.17%	1x
 	TernGrad	57.28%	8x
@@ -34,7 +34,7 @@ def test_the_papers_figures_are_the_papers():
 
 
 def test_ratios_are_those_after_the_warm_up():
-    """1,000 parameters; after step 20 it sends 10 and then 30 of them, and gets 4,000 bytes in 20 steps."""
+    """1,000 parameters; after step 20 it sends 10 and then 30 of them, and receives 4,000 bytes in 20 steps."""
     run = {
         "parameters": 1000,
         "steps": [10, 20, 30, 40],
@@ -61,7 +61,7 @@ def test_a_threshold_is_tuned_to_a_ratio():
     tried.clear()
     tune(ratio, 58.8, (58.8 / 3) ** (1 / 1.7))
     assert len(tried) == 1  # a good guess is not tried twice
-    assert tune(lambda alpha: 2.0, 64, 1.0) == 1.0  # what never changes ends, too
+    assert tune(lambda alpha: 2.0, 64, 1.0) == 1.0  # it also ends if the ratio never changes
     tried.clear()
     tune(lambda alpha: tried.append(alpha) or 2.0, 64, 1.0)
     assert len(tried) == TRIALS
@@ -76,7 +76,7 @@ def test_all_tensors_are_compressed_after_a_warm_up_of_four_epochs_of_ninety():
 
 
 def test_training_is_when_the_middle_of_the_bytes_come():
-    """Of 100: 4 come while hosts find each other and compile, 92 in training, 4 at the end."""
+    """Of 100, 4 arrive while hosts connect and compile, 92 in training, 4 at the end."""
     assert active([2.0, 0.0, 2.0, 0.0, 30.0, 0.0, 32.0, 29.0, 0.0, 5.0]) == [30.0, 0.0, 32.0, 29.0, 0.0]
     assert active([0.0, 0.0]) == [0.0]
 
@@ -102,7 +102,7 @@ def test_a_histogram_counts_logarithms_and_loses_none():
 
 
 def test_the_importance_that_is_shown_is_that_of_worker_0():
-    """Of v, the momentum and what was not sent, and K = 2: |v| / 2 / (|w| + 1e-6)."""
+    """With v of momentum and residual, and K = 2: |v| / 2 / (|w| + 1e-6)."""
     rng = np.random.default_rng(0)
     weights = {"a": rng.standard_normal((7, 5)).astype(np.float32), "b": rng.standard_normal(3).astype(np.float32)}
     momenta, residuals = (

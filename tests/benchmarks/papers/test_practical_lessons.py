@@ -1,4 +1,4 @@
-"""Practical lessons: the paper's figures against a second transcription, and what is computed from times."""
+"""Practical lessons: the paper's numbers against a second transcription, and what is computed from times."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from benchmarks.papers import practical_lessons
 from benchmarks.papers.practical_lessons import DENSE, GPUS, ONE_DEVICE, TABLE_1, Config
 from train.records import Records
 
-# The rows of tables 1 to 3 of Yang et al., as the text has them: 1, 2 and 4 GPUs (and 8); speed-ups with their seconds.
+# The rows of tables 1 to 3 of Yang et al. as in the text: 1, 2 and 4 GPUs (and 8); speed-ups with their seconds.
 ETHERNET = "0 894 1287; 0 164 399"
 INFINIBAND = "0 90 185; 0 51 136"
 M40 = {

@@ -1,4 +1,4 @@
-"""Slim-DP: the paper's figures against a second transcription, and what is computed from times and curves."""
+"""Slim-DP: the paper's numbers against a second transcription, and what is computed from times and curves."""
 
 import pytest
 
@@ -20,8 +20,8 @@ from benchmarks.papers.slim_dp_settings import (
 )
 from train.records import Records
 
-# The rows of tables 1 and 2 of Sun et al., as the text has them: K=4 GoogLeNet, VGG-16, K=8 GoogLeNet, VGG-16. In
-# table 1, T_comp stands in the row of Quant-DP alone, for all three.
+# The rows of tables 1 and 2 of Sun et al. as in the text: K=4 GoogLeNet, VGG-16, K=8 GoogLeNet, VGG-16. In table 1,
+# T_comp is only in the row of Quant-DP, for all three.
 TABLE_1 = """
 Plump-DP 0.40 4.09 0.57 5.51
 Quant-DP 2.28 0.20 7.83 1.47 2.32 0.29 7.82 1.93
@@ -64,7 +64,7 @@ def test_an_exchange_is_averaged_over_the_period_of_its_core():
 
 
 def test_speed_a_is_the_time_to_the_accuracy_that_plump_dp_ends_with():
-    """Plump-DP first has its last 90% after 300 steps of 2 s; the other after 200 steps of 1 s: 600 / 200."""
+    """Plump-DP first reaches its final 90% after 300 steps of 2 s, the other after 200 steps of 1 s: 600 / 200."""
     dense = {"steps": [100, 200, 300, 400], "accuracies": [50.0, 80.0, 91.0, 90.0]}
     own = {"steps": [100, 200, 300, 400], "accuracies": [60.0, 90.0, 80.0, 85.0]}
     times = (Times(500.0, 1500.0), Times(500.0, 500.0))

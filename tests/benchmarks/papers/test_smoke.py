@@ -1,7 +1,7 @@
 """Tables and figures of every paper at their smallest size, by the commands of `benchmarks.papers --all --smoke`.
 
-All of them would take longer than CI should. Left out are most of those that are timed on hosts, whose benchmarks have
-tests of their own, and of dynamic communication thresholding those that differ from table 1 in what is trained alone.
+All of them would take too long for CI. Most of those that are timed on hosts are left out, as their benchmarks have
+tests of their own, and so are those of dynamic communication thresholding that only train other settings than table 1.
 """
 
 import os

@@ -31,7 +31,7 @@ def test_no_collective_is_left_and_shapes_are_those_of_all_workers(case):
 
 @pytest.mark.parametrize("tx", [jc.topk(0.9, collective="gather"), jc.dct_dp(0.9, collective="gather")])
 def test_one_computes_alone_what_workers_with_equal_gradients_receive(tx):
-    """A gather returns K copies of the own payload, as it does where all have the same."""
+    """A gather returns K copies of the worker's own payload, as if all had the same."""
     gradient = {"w": jnp.asarray(np.random.default_rng(0).standard_normal((40, 60)).astype(np.float32))}
 
     def first(gradient):
@@ -75,7 +75,7 @@ def test_axes_are_those_of_the_program():
 
 
 def test_no_loop_spans_a_collective():
-    """What is computed before one and after it would take less time than where something is sent between."""
+    """In one loop, the work before and after a collective would take less time than with a transfer in between."""
 
     def fused(function):
         text = jax.jit(function).lower(jax.ShapeDtypeStruct((4096,), np.float32)).compile().as_text()

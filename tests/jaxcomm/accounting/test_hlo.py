@@ -240,7 +240,7 @@ COUNTED_LOOP = """
 
 @pytest.mark.parametrize("first", [0, 3])
 def test_a_loop_of_tpus_runs_from_its_first_value_to_its_limit(first):
-    """Without known_trip_count, as the compiler for TPUs prints it."""
+    """A loop without known_trip_count, as the compiler for TPUs prints it."""
     start = (f"%zero = s32[]{{:T(128)}} constant({first})", "%zero.1 = s32[]{:T(128)} copy(%zero)")
     state = "%state = (f32[64]{0}, /*index=1*/s32[]) tuple(%p, /*index=1*/%zero.1)"
     loop = "%w = (f32[64]{0}, /*index=1*/s32[]) while(%state), condition=%condition, body=%body"
@@ -400,7 +400,7 @@ def test_a_fusion_of_tpus_that_is_a_reduce_scatter():
 
 
 def test_a_collective_of_tpus_that_other_work_overlaps_is_counted_once():
-    """Its start, the work between and its end are fusions, each of which has it."""
+    """Its start, the work in between and its end are fusions, each of which contains it."""
 
     def fused(number, channel):
         groups = GROUPS.replace("channel_id=1", f"channel_id={channel}")
@@ -418,7 +418,7 @@ def test_a_collective_of_tpus_that_other_work_overlaps_is_counted_once():
 
 
 def test_what_arrives_from_other_slices_waits_for_what_was_sent():
-    """A product that feeds the transfer, and one that does not: half of the products can be computed meanwhile."""
+    """One product feeds the transfer, one does not: half of the products can be computed meanwhile."""
     product = "f32[8,8]{1,0} dot(%p, %p), lhs_contracting_dims={0}, rhs_contracting_dims={0}"
     send, receive, done = between_slices("ALL_REDUCE", "f32[1024]", "f32[1024]")
     lines = (f"%before = {product}", send.replace("send(%p", "send(%before"), receive, done, f"%other = {product}")

@@ -1,4 +1,4 @@
-"""Predicted, compiled and proven bytes. That the first two agree for every method is a law, tested with the others."""
+"""Predicted, compiled and verified bytes. That the first two agree for every method is tested with the laws."""
 
 import re
 from dataclasses import replace
@@ -101,7 +101,7 @@ def test_a_whole_step_is_predicted_with_its_losses():
 
 
 def step_with(extra, tx=TX):
-    """A step that does more with the gradients than to exchange them."""
+    """A step that does more with the gradients than exchange them."""
     mesh = jc.make_mesh(data=K)
     state = init_state(PARAMS, tx, mesh)
     specs = jc.state_specs(state.opt_state)
@@ -127,7 +127,7 @@ def test_verify_catches_a_dense_all_reduce_that_is_left_in_the_step():
 
 
 def test_verify_catches_the_trap_of_a_user_who_reduces_before_the_exchange():
-    """By pmean and back: the compressor cannot see it, the wire can."""
+    """With pmean, and back to varying: the compressor cannot see it, but the bytes show it."""
     mesh = jc.make_mesh(data=K)
     state = init_state(PARAMS, TX, mesh)
     specs = jc.state_specs(state.opt_state)
@@ -143,7 +143,7 @@ def test_verify_catches_the_trap_of_a_user_who_reduces_before_the_exchange():
 
 
 def test_verify_catches_a_dense_all_reduce_in_a_rare_branch():
-    """Of a step whose exchange never drains."""
+    """In a step whose exchange never drains."""
 
     def now_and_then(grads):
         rare = lax.psum(grads["b"][0], "data") > 1e9
@@ -155,14 +155,14 @@ def test_verify_catches_a_dense_all_reduce_in_a_rare_branch():
 
 
 def test_verify_catches_a_type_that_xla_widens():
-    """A sum of bfloat16 travels as float32 on a CPU."""
+    """A sum of bfloat16 is sent as float32 on a CPU."""
     step, args = step_with(lambda grads: lax.psum(grads["w"].astype(jnp.bfloat16), "data"))
     with pytest.raises(ValueError, match=r"sends the bytes that were traced, got 18,654 for 9,654: XLA has changed"):
         jc.verify(step, *args, tx=TX, params=PARAMS, workers=K, other_bytes=10**6)
 
 
 class Once:
-    """A step that is traced and compiled once, however often it is asked."""
+    """A step that is traced and compiled only once, however often that is asked."""
 
     def __init__(self, step, args):
         self.traced, self.text = step.trace(*args), step.lower(*args).compile().as_text()
@@ -233,7 +233,7 @@ def test_verify_catches_faults_of_the_reader_itself(step_that_drains, name, valu
 
 
 def test_verify_catches_a_claim_of_another_exchange(step_that_drains):
-    """The step's own is smaller."""
+    """The step's own exchange sends fewer bytes."""
     step, args = step_that_drains
     with pytest.raises(
         ValueError, match=r"A step sends its whole exchange, got .* where the exchange is 18,018, in the"
@@ -319,11 +319,11 @@ def compiled_for_tpus(instruction):
     [
         ("%a = f32[4096]{0:T(1024)} all-gather(%p)", False),
         ("%a = f32[4096]{0} all-gather(%p)", True),  # not of TPUs: the same padding is a fault
-        ("%a = f32[4096]{0:T(1024)} all-reduce(%p)", True),  # what XLA makes of a gather of 1,000 words
+        ("%a = f32[4096]{0:T(1024)} all-reduce(%p)", True),  # XLA's program for a gather of 1,000 words
     ],
 )
 def test_programs_of_tpus_are_held_to_whole_tiles(instruction, is_refused):
-    """A gather of 4,000 bytes is a tile of 4,096, and not an all-reduce of zeros."""
+    """A gather of 4,000 bytes must be a tile of 4,096, and not an all-reduce of zeros."""
     traced = jc.WireReport(4, 1000, Program([Traffic("all_gather", 4000, 4)]))
     text = compiled_for_tpus(instruction)
     if is_refused:
@@ -335,7 +335,7 @@ def test_programs_of_tpus_are_held_to_whole_tiles(instruction, is_refused):
 
 @pytest.mark.parametrize(("layout", "activations"), [("{0:T(1024)}", 1.0), ("{0:T(1024)}", 0.9), ("{0}", 1.0)])
 def test_tpus_may_send_what_layers_multiply_in_16_bits(layout, activations):
-    """And nothing else; on other devices numbers stay as wide as they are."""
+    """And nothing else; on other devices numbers keep their width."""
     traced = jc.WireReport(4, 1000, Program([Traffic("all_gather", 8192, 4)]))
     text = compiled_for_tpus(f"%a = f32[4096]{layout} all-gather(%p)")  # half of the 24,576 bytes received
     given = {"activations": activations * 3 * 8192}
@@ -351,5 +351,5 @@ def test_tpus_may_send_what_layers_multiply_in_16_bits(layout, activations):
     [(4, False, 4096), (4, True, 6 * 4096), (32 * 4096, True, 32 * 4096), (32 * 4096 + 1, True, 36 * 4096)],
 )
 def test_the_most_that_tpus_make_of_an_all_reduce(operand, between, most):
-    """Of four workers, between slices a tile for each; small ones may be summed twice."""
+    """With four workers; between slices a tile for each. Small all-reduces may be summed twice."""
     assert Traffic("all_reduce", operand, 4).in_tiles(between).operand_bytes == most

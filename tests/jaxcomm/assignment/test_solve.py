@@ -44,7 +44,7 @@ def random_problem(seed, S):
 
 
 def cost(problem, stages, options):
-    """Returns the seconds of a step, or None where a limit is broken; written without the library."""
+    """Returns the seconds of a step, or None if a limit is broken; computed without the library."""
     S, M = len(problem.devices), problem.micro_batches
     compute, exchange, memory, used, error = [0] * S, [0] * S, [0] * S, [set() for _ in range(S)], 0
     for stage, block in zip(stages, problem.blocks, strict=True):

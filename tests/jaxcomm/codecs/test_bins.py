@@ -1,4 +1,4 @@
-"""Values in 2 and 4 bits: what is read is what the sender subtracts, empty slots are zeros, and words are few."""
+"""Values in 2 and 4 bits: the receiver decodes what the sender subtracts, empty slots are zeros, and words are few."""
 
 import itertools
 
@@ -23,7 +23,7 @@ KINDS = ("normal", "heavy", "ties", "huge", "zeros")
 
 
 def slots(kind, seed):
-    """Values of the filled slots, the first of each segment, and zeros in the others."""
+    """Values in the filled slots, which come first in each segment, and zeros in the others."""
     rng, values, filled = np.random.default_rng(seed), [], []
     for capacity in CAPACITIES:
         x = rng.normal(size=capacity)
@@ -60,7 +60,7 @@ def test_the_receiver_reads_what_the_sender_subtracts(bits, kind, seed):
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_the_words_are_the_means_and_the_codes(bits):
-    """Of a segment 16 bits for its largest mean and 8 for each of the others, of which there are 2^(b-1) - 1."""
+    """A segment has 16 bits for its largest mean and 8 for each of the 2^(b-1) - 1 others."""
     words, _ = WRITE[bits](*slots("normal", 0))
     segments, n = len(CAPACITIES), sum(CAPACITIES)
     expected = -(-segments // 2) + 8 * -(-segments * (2 ** (bits - 1) - 1) // 32) + bits * -(-n // 32)
@@ -69,7 +69,7 @@ def test_the_words_are_the_means_and_the_codes(bits):
 
 
 def test_bins_leave_little_of_the_energy_of_what_top_k_sends():
-    """Of the largest 64 of 4096 normal numbers, whose magnitudes are from 2.4 up."""
+    """For the largest 64 of 4096 normal numbers, whose magnitudes are at least 2.4."""
     x = np.sort(np.abs(np.random.default_rng(0).normal(size=4096)))[-64:].astype(np.float32)
     for bits, most in ((2, 0.02), (4, 0.001)):
         assert np.sum((quantized(x, bits, 64) - x) ** 2) / np.sum(x**2) < most

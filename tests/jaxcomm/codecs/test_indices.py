@@ -85,7 +85,7 @@ def test_positions_are_read_as_written(codec_name, layout_name, kind, seed):
     np.testing.assert_array_equal(position[filled], np.asarray(selection.slots.position)[filled])
     np.testing.assert_array_equal(kept.slots.position, selection.slots.position)
 
-    # What has no room is counted, and only Rice code may be short of room.
+    # Positions that do not fit are counted; only Rice code may be short of bits.
     lost = int(np.sum(selection.slots.filled)) - int(filled.sum())
     assert int(kept.overflow) == int(selection.overflow) + lost
     assert not np.any(filled & ~np.asarray(selection.slots.filled))
@@ -107,7 +107,7 @@ def decoder_of(codec_name, layout):
 
 
 def damaged(kind, shapes, seed):
-    """Words that no encoder wrote."""
+    """Words that no encoder has written."""
     if kind != "random":
         return {
             name: np.full(like.shape, {"zeros": 0, "ones": 2**32 - 1}[kind], np.uint32) for name, like in shapes.items()
@@ -142,13 +142,13 @@ def test_positions_of_damaged_words_are_in_range(codec_name, layout_name, kind, 
 @hypothesis.given(kind=st.just("random"), seed=st.integers(0, 2**20))
 @hypothesis.example(kind="ones", seed=0)
 def test_positions_of_damaged_words_are_in_range_where_int32_nearly_ends(codec_name, slots, kind, seed):
-    """A shift that leaves int32 is negative."""
+    """A shift that overflows int32 is negative."""
     layout = Layout(((2**31 - 1024,),), (np.dtype(np.float32),), (True,), (slots,))
     assert_in_range(codec_name, layout, kind, seed)
 
 
 def test_what_clusters_too_much_for_rice_code_stays_in_the_residual():
-    """One long gap takes more bits than the budget has, so that the last positions do not fit."""
+    """One long gap takes more bits than the budget, so the last positions do not fit."""
     n = 100_000
     x = np.linspace(1e-3, 1, n, dtype=np.float32)  # the largest tenth is the last
     tx = jc.topk(0.9, index_codec="rice", value_dtype="float32")
@@ -165,7 +165,7 @@ def test_what_clusters_too_much_for_rice_code_stays_in_the_residual():
 @pytest.mark.parametrize("density", [0.001, 0.003, 0.01, 0.03, 0.05, 0.1])
 @pytest.mark.parametrize("n", [2**20, 3_000_000, 10**7])
 def test_auto_is_within_a_tenth_of_entropy(n, density):
-    """Of the flat vector's entropy; the layout is static, so that 10^7 coordinates cost nothing."""
+    """Of the flat vector's entropy; the layout is static, so 10^7 coordinates cost nothing."""
     n = -(-n // 1024) * 1024
     layout = Layout(((n,),), (np.dtype(np.float32),), (True,), (math.ceil(n * density),))
     codec = choose_index_codec(layout)

@@ -1,4 +1,4 @@
-"""Rotated tiles of a few bits: the reference's, exact where they can be, unbiased with a key, NaN never a number."""
+"""Rotated tiles of a few bits: equal to the reference, exact where possible, unbiased with a key, NaN stays NaN."""
 
 import functools
 
@@ -37,7 +37,7 @@ def cross(x, width, key=None, dtype="float32"):
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("n", [1, 64, 200, 5000])
 def test_numbers_arrive_as_the_references(n, width, key):
-    """But for tiles in which a float32 may be on the other side of a level: fewer than a tenth of them."""
+    """Except in tiles in which a float32 may be on the other side of a level: fewer than a tenth of them."""
     for seed in range(3):
         x = np.random.default_rng(seed).normal(size=n).astype(np.float32) * np.float32(10.0 ** (9 * (seed - 1)))
         expected, close = arrive(x, width, key)
@@ -48,7 +48,7 @@ def test_numbers_arrive_as_the_references(n, width, key):
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_what_has_one_magnitude_after_the_rotation_is_exact(width):
-    """Zeros; a constant and a column of the matrix, which rotate into one number; one number, which rotates into 64."""
+    """Zeros; a constant and a column of the matrix, which rotate to one number; one number, which rotates to 64."""
     for tile in (np.zeros(64), np.full(64, -3.0), H[17] * 20, np.eye(64)[5] * 1e30, np.eye(64)[5] * 2.0**-100):
         tile = tile.astype(np.float32).astype(jnp.bfloat16).astype(np.float32)
         np.testing.assert_allclose(cross(tile, width), tile, rtol=1e-6, atol=1e-6 * np.abs(tile).max())
@@ -58,7 +58,7 @@ def test_what_has_one_magnitude_after_the_rotation_is_exact(width):
 @pytest.mark.parametrize("kind", ["heavy", "few", "ties", "normal"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_an_error_is_at_most_half_a_step_of_the_rotated_numbers(kind, width):
-    """With a key a step: 1/255 of the scale at most is due to its bfloat16."""
+    """With a key, at most a step. The scale is at most 1/127 larger for being rounded up to bfloat16."""
     x = np.clip(numbers(np.random.default_rng(3), kind, (40, 64)), -1e25, 1e25)
     step = np.abs(x.astype(float) @ H).max(1, keepdims=True) * (1 + 1 / 127) / (2 ** (width - 1) - 1)
     for key, most in ((None, 0.5), (3, 1.0)):
@@ -68,7 +68,7 @@ def test_an_error_is_at_most_half_a_step_of_the_rotated_numbers(kind, width):
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_with_a_key_it_is_unbiased(width):
-    """The mean over 2,000 keys is within 5.5 standard errors of each of 64 numbers; to nearest it is not."""
+    """The mean over 2,000 keys is within 5.5 standard errors for each of 64 numbers; rounded to nearest, it is not."""
     x = np.random.default_rng(0).normal(size=64).astype(np.float32)
     tiles = Tiles(width)
     draw = jax.jit(jax.vmap(lambda key: tiles.decode(tiles.encode(x, key), 64)))
@@ -82,7 +82,7 @@ def test_with_a_key_it_is_unbiased(width):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_makes_its_tile_nan_and_no_other(bad):
-    """In more elements than those in which a maximum of XLA's CPU loses NaN."""
+    """With more elements than it takes for XLA's maximum on CPUs to lose NaN."""
     x = np.ones(64 * 200, np.float32)
     x[64 * 150 + 3] = bad
     for key in (None, 5):

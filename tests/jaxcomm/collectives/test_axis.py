@@ -1,4 +1,4 @@
-"""The one module that knows a mesh axis from a simulated one."""
+"""The one module that distinguishes a mesh axis from a simulated one."""
 
 import jax
 import jax.numpy as jnp

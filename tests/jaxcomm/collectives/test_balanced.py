@@ -1,4 +1,4 @@
-"""The balanced all-reduce where the laws do not reach: its regions, and when it is chosen."""
+"""The balanced all-reduce beyond the laws: its regions, and when it is chosen."""
 
 import functools
 import math
@@ -41,7 +41,7 @@ def test_regions_are_whole_blocks_with_a_quarter_of_room(sizes, slots, K, size, 
 
 
 def evaluated(out):
-    """What came back, as arrays."""
+    """The results as arrays."""
     return out._replace(total=out.total(jnp.asarray(True)), residual=out.residual())
 
 
@@ -117,7 +117,7 @@ def test_a_step_that_is_not_sound_is_told_to_everyone(bad):
         flags[1] = False
     elif bad == "sum":
         vectors[:, 5] = 3e38
-    else:  # of coordinate 7 the owner has 3e38 left that it did not select, and now drops as much of the other's
+    else:  # the owner has 3e38 of coordinate 7 left, which it did not select, and drops as much of the other's
         vectors[0, [7, 10, 11, 12]] = 3e38, 3.3e38, 3.3e38, 3.3e38
         vectors[1, [7, 8, 9]] = 3e38
         masks[:] = False

@@ -21,7 +21,7 @@ TURN = 0.6
 
 
 def random_masks(K, density, seed):
-    """(K, n) of bool, nothing in the padding."""
+    """(K, n) bool, False in the padding."""
     rng = np.random.default_rng(seed)
     parts = [np.pad(rng.random((K, size)) < density, ((0, 0), (0, -size % 1024))) for size in SIZES]
     return np.concatenate(parts, axis=1)
@@ -35,7 +35,7 @@ def program(r, codec):
 
 
 def united(masks, published, codec):
-    """(the union, the overflow) that the workers agree on."""
+    """The (union, overflow) that the workers agree on."""
     words = np.packbits(masks, axis=1, bitorder="little").view(np.uint32)
     row = [[own.index(w) if w in own else -1 for own in published] for w in range(len(masks))]  # (K, S)
     out, overflow, _ = program(len(published[0]), codec)(words, np.asarray(row, np.int32), np.float32(TURN))
@@ -53,7 +53,7 @@ def united(masks, published, codec):
     ],
 )
 def test_masks_unite(K, published, density):
-    """Every tensor's are those of its own publishers: as bits whole, as positions what fits; the rest is counted."""
+    """Each tensor has its own publishers. Bitmaps arrive whole, of positions those that fit; the rest is counted."""
     masks = random_masks(K, density, K)
     union, overflow = united(masks, published, "bitmap")
     ends = np.cumsum(LAYOUT.blocks) * 1024

@@ -1,4 +1,4 @@
-"""Messages between workers, between two of them by an all-reduce: values, gradients, bytes, whole steps."""
+"""Messages between workers, and with two workers by an all-reduce: values, gradients, bytes, whole steps."""
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def same_bits(got, expected):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("dtype", NUMBERS)
 def test_every_bit_arrives(dtype, check_vma, way):
-    """Of numbers that are NaN, infinite, subnormal or minus zero, too."""
+    """Also of numbers that are NaN, infinite, subnormal or minus zero."""
     x = NUMBERS[dtype]  # a row for each worker
 
     def worker(x):
@@ -69,7 +69,7 @@ def test_every_bit_arrives(dtype, check_vma, way):
 
 
 def test_gathering_promises_that_all_workers_have_the_same(way):
-    """P() with check_vma is the promise; simulated workers get one copy."""
+    """P() with check_vma proves it; simulated workers get one copy."""
     for workers in (2, 4):
         x = np.arange(3 * workers, dtype=np.float32).reshape(workers, 3)
 
@@ -137,7 +137,7 @@ def traced_for(platform, function, shape, dtype=jnp.float32, workers=4):
     [((1000,), jnp.uint32, 1), ((1024,), jnp.uint32, 1), ((3, 1000), jnp.float32, 3), ((4097,), jnp.int8, 2)],
 )
 def test_what_tpus_gather_is_whole_tiles(shape, dtype, tiles):
-    """XLA makes an all-reduce of zeros of a gather of anything else (seen in libtpu 0.0.42)."""
+    """XLA turns a gather of anything else into an all-reduce of zeros (seen in libtpu 0.0.42)."""
     (traffic,) = traced_for("tpu", lambda x: messages.all_gather_same(x, "data"), shape, dtype)
     assert (traffic.op, traffic.operand_bytes) == ("all_gather", tiles * 4096)
     (traffic,) = traced_for("cpu", lambda x: messages.all_gather_same(x, "data"), shape, dtype)
@@ -178,7 +178,7 @@ EXCHANGES = {
     [name if name in ("gather", "two shots") else pytest.param(name, marks=pytest.mark.slow) for name in EXCHANGES],
 )
 def test_whole_steps_have_the_same_bits_and_bytes(name, monkeypatch):
-    """Five steps of two workers in each way; `verify` holds the compiled program to its claim."""
+    """Five steps of two workers in each way; `verify` checks the compiled program against its claim."""
     params = {"a": np.linspace(-1, 1, 2048, dtype=np.float32).reshape(64, 32), "b": np.ones(64, np.float32)}
     rows = np.random.default_rng(0).standard_normal((4, 32)).astype(np.float32)
 
@@ -212,7 +212,7 @@ def test_whole_steps_have_the_same_bits_and_bytes(name, monkeypatch):
 
 
 def test_what_was_gathered_is_replicated_in_foreign_steps(monkeypatch):
-    """`data_parallel` turns JAX's own check off, and looks for itself what differs between workers."""
+    """`data_parallel` turns JAX's own check off, and checks itself what differs between workers."""
     monkeypatch.setattr(messages, "LARGE", 1)
     tx = jc.chain(jc.topk(0.9, dense_below=0), optax.sgd(0.1))
 

@@ -1,4 +1,4 @@
-"""The sums that travel compactly: shared_mask, two_shot, coded_sum. What methods make of them, their laws test."""
+"""The compact sums: shared_mask, two_shot, coded_sum. The laws test how methods use them."""
 
 import math
 
@@ -18,7 +18,7 @@ from tests.reference.shared_sum import sum_slots
 
 
 def over_workers(worker, *rows, same=True):
-    """What every worker gets; `same` says whether it is the same on all."""
+    """The result of every worker; `same` says whether it is the same on all."""
     workers = jax.vmap(worker, axis_name="data", out_axes=None if same else 0)
     out = jax.jit(workers)(*rows)
     return jax.tree.map(np.asarray, out)
@@ -45,7 +45,7 @@ def test_parts_come_to_their_owners_and_back(K):
 @pytest.mark.parametrize(("K", "slots"), [(1, 33), (3, 257), (8, 100)])
 @pytest.mark.parametrize(("name", "dtype"), [("psum", "float32"), ("two_shot", "bfloat16"), ("ring", "bfloat16")])
 def test_compact_sums_lose_nothing_whatever_the_slots(name, dtype, K, slots):
-    """Fewer slots than parts as well, where some owners own nothing."""
+    """Also with fewer slots than parts, so that some owners own nothing."""
     values = np.random.default_rng(slots).normal(size=(K, slots)).astype(np.float32)
 
     def worker(own):
@@ -105,7 +105,7 @@ CODES = {
 @pytest.mark.parametrize("K", [3, 8])
 @pytest.mark.parametrize("code", CODES)
 def test_coded_sums_lose_nothing(code, K, collective):
-    """Fewer blocks than workers as well: eight workers own five blocks."""
+    """Also with fewer blocks than workers: eight workers own five blocks."""
     rng = np.random.default_rng(K)
     vectors = rng.integers(-1, 2, size=(K, N)) if code == "integers" else rng.normal(size=(K, N))
     vectors = (vectors * INSIDE).astype(np.float32)
@@ -127,7 +127,7 @@ def test_coded_sums_lose_nothing(code, K, collective):
 
 @pytest.mark.parametrize("code", CODES)
 def test_codes_take_the_words_that_they_say(code):
-    """By which they are chosen."""
+    """Codes are chosen by these numbers of words."""
     words = jax.eval_shape(lambda x: CODES[code].encode(x, 0), jax.ShapeDtypeStruct((2048,), np.float32))
     assert words.shape == (CODES[code].n_words(2048),)
 
@@ -145,7 +145,7 @@ def test_coded_sums_tell_everyone_that_a_step_is_not_sound(collective):
 
 
 class Bits:
-    """A code of so many bits a value."""
+    """A code of a given number of bits per value."""
 
     def __init__(self, bits):
         self.bits = bits
@@ -171,7 +171,7 @@ def test_the_coded_sum_that_receives_fewer_bytes_is_chosen(K, second):
         return coded_sum(own, jnp.asarray(True), Bits(first), Bits(second), "auto", "data").total(own[0] < 1)
 
     text = str(jax.make_jaxpr(jax.vmap(worker, axis_name="data"))(jnp.zeros((K, n))))
-    # Under vmap an exchange of parts is a transposition, and only the gather writes a flag of every worker's vector.
+    # Under vmap, an exchange of parts is a transposition, and only the gather writes a flag for every worker's vector.
     assert (
         f"u32[{K},{n * first // 32 + 1}]" in text
         if gathered <= two_shots
@@ -205,12 +205,12 @@ def test_ternary_numbers_are_exact_where_nothing_is_random():
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e38, 3.4e38])
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_levels_are_exact_whatever_the_scale(width, scale):
-    """XLA multiplies with inverses, and that of 1e38 would be flushed to zero."""
+    """XLA multiplies by the inverse, and that of 1e38 would be flushed to zero."""
     code = Buckets(width, 32, "max", noise.make_key(0))
     values = np.random.default_rng(0).integers(-code.levels, code.levels + 1, size=1024) / code.levels
     values = (values * scale).astype(np.float32)
     values[::32] = scale
     got = jax.jit(lambda x: code.decode(code.encode(x, 0), 1024, 0))(values)
     level = np.abs(np.asarray(got, np.float64) - values) / scale * code.levels
-    assert np.mean(level > 1e-3) < 0.02  # an exact level is the one below by chance where the product is a bit less
+    assert np.mean(level > 1e-3) < 0.02  # rarely, an exact level becomes the one below, by rounding of the product
     assert level.max() < 1.001

@@ -1,4 +1,4 @@
-"""Activations that cross from one position of a mesh to another, and what any boundary promises of them."""
+"""Activations that cross from one position of a mesh to another, and what every boundary promises about them."""
 
 import functools
 import math
@@ -20,9 +20,8 @@ from tests.reference.dct_mp import n_kept_of_row
 kinds = st.sampled_from(["normal", "heavy", "ties", "zeros", "few", "infinite", "nan"])
 seeds = st.integers(0, 2**20)
 
-# What crosses, the fraction that does not, the positions on the axis, the sender and the receiver: samples of one and
-# of three dimensions; so many of them that a mask is written with a bit for each; from the last position to the first;
-# a tree.
+# Shapes, sparsity, the number of positions on the axis, sender and receiver: samples of one and of three dimensions; so
+# many that a mask is written with one bit for each; from the last position to the first; a tree.
 CROSSINGS = {
     "few": ((3, 5), 0.5, 2, 0, 1),
     "back": ((4, 33), 0.75, 3, 2, 1),
@@ -46,7 +45,7 @@ class Crossing:
 
         def cross(x, gradient, residual, seed):
             def send(x, residual):
-                # One seed for all, though the axis is manual.
+                # The seed is replicated, though the axis is manual.
                 route = {"source": source, "target": target, "boundary": self.boundary}
                 return jc.layers.masked_boundary(x, **route, seed=seed[0], residual=residual)
 
@@ -78,7 +77,7 @@ class Crossing:
         return jax.tree.map(lambda s: jnp.zeros((self.size, *s), self.dtype), self.shapes, is_leaf=is_shape)
 
     def draw(self, kind, seed):
-        """Activations or gradients of every position, as float32 that the type holds."""
+        """Activations or gradients of every position, as float32 values that the type can hold."""
         rng = np.random.default_rng(seed)
         made = jax.tree.map(lambda s: numbers(rng, kind, (self.size, *s)), self.shapes, is_leaf=is_shape)
         return jax.tree.map(lambda leaf: leaf.astype(self.dtype).astype(np.float32), made)
@@ -104,7 +103,7 @@ def numbers(rng, kind, shape):
 
 
 def only_at(position, tree, size):
-    """Arrays for every position: the tree's at one, zeros at the others."""
+    """Arrays for every position: the tree's at one position, zeros at the others."""
     return jax.tree.map(
         lambda leaf: np.stack([leaf if i == position else np.zeros_like(leaf) for i in range(size)]), tree
     )
@@ -124,7 +123,7 @@ def widths(value_dtype):
 
 
 def assert_permutes(make):
-    """With sparsity 0: to the bit, gradients included, in one buffer that has no index."""
+    """With sparsity 0: exact to the bit, gradients included, in one buffer without indices."""
     shapes = {"a": (3, 7), "b": (3, 2, 2)}
     run = Crossing(shapes, 0.0, 3, 0, 2, make=make)
 
@@ -141,7 +140,7 @@ def assert_permutes(make):
 
 
 def bytes_by_hand(shapes, sparsity, value_dtype):
-    """(all values, those that are kept, their positions in whole blocks of 1024), of all arrays."""
+    """Bytes of (all values, kept values, their positions in whole blocks of 1024), over all arrays."""
     total, of_values = np.zeros(3, int), functools.partial(value_words, value_dtype=widths(value_dtype))
     for B, *rest in jax.tree.leaves(shapes, is_leaf=is_shape):
         d = math.prod(rest)

@@ -1,4 +1,4 @@
-"""What crosses where a model is cut: DCT-MP against NumPy, on a mesh, bytes included."""
+"""The boundary where a model is cut: DCT-MP against NumPy, on a mesh, bytes included."""
 
 import math
 
@@ -36,7 +36,7 @@ from tests.reference.tiles import arrive
 @pytest.mark.parametrize("name", CROSSINGS)
 @hypothesis.given(kind=kinds, gradients=kinds, seed=seeds)
 def test_dct_mp_is_the_papers(name, value_dtype, kind, gradients, seed):
-    """Forward and backward, to the bit; NaN and infinity cross; everybody else receives zeros."""
+    """Forward and backward, to the bit; NaN and infinity cross; all other positions receive zeros."""
     run = crossing(name, value_dtype=value_dtype)
     x, gradient = run.draw(kind, seed), run.draw(gradients, seed + 1)
     received, returned, _ = run(x, gradient)
@@ -73,7 +73,7 @@ def test_float16_activations_come_back_as_float16():
 
 
 def test_every_sample_sends_its_own_share_on_its_own_mask():
-    """Of ties the first ones; a large sample does not take room from a small one."""
+    """Of ties, the first are kept; a large sample does not take slots from a small one."""
     run = crossing("few")  # 3 of 5 a sample
     x = np.zeros((2, 3, 5), np.float32)
     x[0] = [[1, -2, 3, -4, 5], [1e-9, -1e-9, 1e-9, 1e-9, 2e-9], [0, 0, 0, 0, 1e9]]
@@ -84,7 +84,7 @@ def test_every_sample_sends_its_own_share_on_its_own_mask():
 
 
 def test_what_bfloat16_does_not_hold_arrives_as_infinity():
-    """And never as a finite number that somebody could go on with."""
+    """And never as a finite number, with which training could go on."""
     run = crossing("few", value_dtype="bfloat16")
     largest = np.finfo(np.float32).max
     x = np.broadcast_to(np.float32([largest, -largest, 1, 1, 1]), (2, 3, 5))
@@ -117,14 +117,14 @@ def test_bytes_are_predicted_compiled_and_those_of_the_formula(name, value_dtype
 
 @pytest.mark.parametrize(("width", "size"), [(3, 16 * 13 * 4), (4, 16 * 17 * 4), (8, 16 * 33 * 4)])
 def test_bytes_of_a_few_bits_by_hand(width, size):
-    """16 rows of 128 numbers are 32 tiles: 16 words of scales, and 2 words a bit and tile, each way."""
+    """16 rows of 128 numbers are 32 tiles: 16 words of scales, and 2 words per bit and tile, each way."""
     assert predicted_bytes(jc.dct_mp(0.0, value_dtype=f"int{width}"), (16, 128)) == (size, size)
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.7])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_of_4_bits_are_those_of_the_tiles_and_their_gradients_are_rounded_at_random(sparsity, dtype):
-    """Of what DCT-MP keeps, in rows of tiles; everybody else receives zeros."""
+    """The values that DCT-MP keeps, in rows of tiles; all other positions receive zeros."""
     shapes = {"a": (6, 5, 40), "b": (6, 200)}
     run = Crossing(shapes, sparsity, 3, 2, 0, dtype=dtype, value_dtype="int4")
     x, gradient = run.draw("normal", 0), run.draw("normal", 1)
@@ -141,12 +141,12 @@ def test_values_of_4_bits_are_those_of_the_tiles_and_their_gradients_are_rounded
             there = got[name][place][kept]
             np.testing.assert_allclose(there[~close], expected[~close], rtol=error, atol=error)
             assert not got[name][place][~kept].any()
-            assert np.abs(expected - values[kept]).max() > 0.1  # it is no copy
+            assert np.abs(expected - values[kept]).max() > 0.1  # it is not a copy
             assert not np.delete(got[name], place, axis=0).any()
 
 
 def test_the_sender_alone_writes_and_the_receiver_alone_reads():
-    """And the other way round for the gradient."""
+    """And vice versa for the gradient."""
     seen = []
 
     def told(hook):
@@ -186,7 +186,7 @@ def test_bytes_of_large_activations_are_those_of_the_formula(sparsity):
 
 
 def test_large_activations_take_the_bits_that_are_documented():
-    """64 samples of 4096 at 5%: 2 + log2(d/k) bits a position, and never more than d bits a sample."""
+    """64 samples of 4096 at 5%: 2 + log2(d/k) bits per position, and never more than d bits per sample."""
     like = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
     for sparsity in (0.5, 0.95, 0.999):
         k = n_kept_of_row(4096, sparsity)

@@ -1,4 +1,4 @@
-"""Late lookup: NumPy's step of a table, on a mesh and simulated; its bytes; what it refuses."""
+"""Late lookup: a table's step equals NumPy's, on a mesh and simulated; its bytes; what it refuses."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def sgd(**options):
 
 @PLACES
 def test_a_step_is_numpys(place):
-    """Row by row of the global batch: the errors of every time that a row was looked up."""
+    """Row by row of the global batch: a table row gets the errors of all its lookups."""
     step, state = make_step(place, late_lookup, sgd(**BUT_TABLE))
     batch, start = make_batch(), parameters()
     state, metrics = step(state, batch)
@@ -80,7 +80,7 @@ def test_bytes_are_predicted_and_no_all_reduce_of_the_table_is_left():
 
 @PLACES
 def test_an_error_that_is_not_finite_changes_nothing(place):
-    """Of one worker's row, whose table and scale both have it; the steps after it go on."""
+    """In one worker's row, where both the table's and the scale's gradient have it; later steps go on."""
     step, state = make_step(place, late_lookup, sgd(**BUT_TABLE))
     bad = make_batch()
     bad["y"][0, 0, 0] = np.inf

@@ -48,7 +48,7 @@ def loss_with(mode, dtype=jnp.float32, axis_name="data"):
 
 
 def but(name, part=""):
-    """Chooses the other leaves than those of a layer."""
+    """Chooses all leaves but those of a layer."""
     return lambda path, leaf: not path.startswith(f"{name}/{part}")
 
 
@@ -72,7 +72,7 @@ def assert_close(one, other, rtol=1e-4, atol=1e-5):
 
 @functools.cache
 def dense(steps, dtype=jnp.float32):
-    """Parameters and losses with a dense exchange, of as many workers as you like."""
+    """Parameters and losses with a dense exchange, for any number of workers."""
     state, losses = run(loss_with("reduce", dtype), sgd(jc.plump_dp()), 4, steps=steps)
     return state.params, losses
 
@@ -89,7 +89,7 @@ def test_ten_steps_are_those_of_a_dense_exchange_with_a_skipped_one_among_them(p
 
 
 def test_a_compressor_of_the_other_leaves_sees_what_it_would_see_anyway():
-    """DCT-DP's thresholds are a tensor's own, so that it takes no notice of what another does."""
+    """DCT-DP has thresholds for each tensor, so other tensors do not matter."""
     options = {"where": but("hidden"), "dense_below": 100, "life_span": 2, "value_dtype": "float32"}
     expected, losses = run(loss_with("reduce"), sgd(jc.dct_dp(0.5, **options, others=jc.plump_dp())), 4, steps=4)
     tx = sgd(jc.dct_dp(0.5, **options))
@@ -124,7 +124,7 @@ def test_bytes_are_predicted_and_no_all_reduce_of_the_kernel_is_left(dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_an_odd_number_of_narrow_numbers_is_read_back_as_it_was(dtype):
-    """And the product of narrow rows is summed up in float32: within float32 of NumPy's on the same rounded numbers."""
+    """And products of narrow rows are summed in float32: equal to NumPy's on the same rounded numbers to float32."""
     K, rows, n, m = 3, 5, 7, 3
     rng = np.random.default_rng(2)
     x = jnp.asarray(rng.normal(size=(K, rows, n)), dtype)
@@ -191,7 +191,7 @@ def test_workers_along_two_axes():
 
 @pytest.mark.parametrize(("rows", "is_late"), [(8, True), (40, True), (48, False), (64, False)])
 def test_auto_takes_what_moves_fewer_bytes(rows, is_late):
-    """2 N M / (N + M) = 48 for 60 x 40, where both move as many bytes."""
+    """For 60 x 40, both move equal bytes at a batch of 2 N M / (N + M) = 48."""
     K = 4
     assert 2 * N * M == 48 * (N + M)
     tx = sgd(jc.plump_dp(where=but("hidden")) if is_late else jc.plump_dp())
@@ -286,7 +286,7 @@ def test_the_proof_works_while_another_mesh_is_in_use():
 
 
 def test_the_trap_is_refused_for_the_leaves_that_are_not_marked():
-    """A user's own shard_map that forgets to make the others each worker's own."""
+    """A user's own shard_map that forgets to make the other leaves vary between workers."""
     tx, mesh = jc.plump_dp(where=but("hidden")), jc.make_mesh(data=2)
     state = init_state(parameters(), tx, mesh).opt_state
 

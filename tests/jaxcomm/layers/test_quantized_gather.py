@@ -65,7 +65,7 @@ def gradients_of(seed, K):
 
 @pytest.mark.parametrize(("K", "bits", "simulated"), [(1, 4, False), (2, 8, False), (4, 4, False), (3, 4, True)])
 def test_three_steps_are_those_of_numpy(K, bits, simulated):
-    """To float32, where no level is decided by a last bit: at most one in 500, by one level."""
+    """To float32 rounding, except where a last bit decides a level: at most one in 500, by one level."""
     from tests.reference.quantized_gather import gather, scatter
 
     run = program(K, bits, simulated)
@@ -106,7 +106,7 @@ def test_what_is_applied_and_what_is_kept_are_what_went_in():
 
 
 def test_what_is_held_follows_the_shards():
-    """Each round leaves at most half a level of the last difference: 1/14 of it."""
+    """Each round leaves at most half a level of the previous difference: 1/14 of it."""
     K, run = 2, program(2, 8)
     shards, held, residuals = inputs(K)
     shards = {name: s + 1 for name, s in shards.items()}
@@ -131,14 +131,14 @@ def test_a_gradient_that_is_not_finite_reaches_all_workers_and_no_residual(value
 
 @pytest.mark.parametrize(("K", "bits"), [(2, 4), (4, 4), (4, 8)])
 def test_the_compiled_program_receives_the_bytes_of_the_formula(K, bits):
-    """Buckets of 128 values at `bits` and a scale of 32 bits, of every worker but the own, forward and backward."""
+    """Buckets of 128 values of `bits` bits and a scale of 32 bits, from every other worker, forward and backward."""
     compiled = program(K, bits).lower(*inputs(K), gradients_of(0, K)).compile()
     buckets = sum(math.ceil(math.prod(shape) / 128) for shape in SHAPES.values())
     assert read_program(compiled.as_text()).received == 2 * (K - 1) * buckets * (128 * bits + 32) / 8
 
 
 def train(gather, K=4, steps=300):
-    """A network of two layers by Adam on each worker's own rows; returns the loss on all of them at the end."""
+    """Trains two layers by Adam on each worker's own rows; returns the final loss over all rows."""
     rng, sizes = np.random.default_rng(0), {"in": (16, 64), "out": (64, 4)}
     truth = [rng.normal(size=(16, 24)) / 4, rng.normal(size=(24, 4)) / 3]
     x = rng.normal(size=(K * 32, 16)).astype(np.float32)

@@ -34,7 +34,7 @@ def on_mesh(function, in_specs, out_specs, workers=K):
 
 
 def cases():
-    """All ways of one layer; a bias in slices, and for outputs in rows a whole one."""
+    """All ways of one layer; the bias is sharded, or, for outputs in rows, also whole."""
     for by, inputs, outputs in itertools.product(SPLITS, PLACES, PLACES):
         for bias in ("slice", "whole") if outputs == "rows" else ("slice",):
             yield by, inputs, outputs, bias
@@ -42,7 +42,7 @@ def cases():
 
 @pytest.mark.parametrize(("by", "inputs", "outputs", "bias"), list(cases()))
 def test_a_layer_is_the_layer_of_one_device_and_its_gradients_are_whole(by, inputs, outputs, bias):
-    """The value, the gradient of x, and those of the slices, which need no exchange."""
+    """The value, the gradient of x, and those of the shards, which need no exchange."""
     x, kernel, b, weights = numbers(B, N), numbers(N, M), numbers(M), numbers(B, M)
 
     def loss(x, kernel, b, weights):
@@ -85,7 +85,7 @@ def test_bytes_forward_and_backward_are_those_of_the_table(by, inputs, outputs):
 
 
 def test_a_row_of_the_plan_costs_what_the_plan_says():
-    """A small row of layers, by the plan's own specs: traced bytes of the whole step are its sum."""
+    """For a few layers with the plan's own specs, the traced bytes of the whole step are the plan's sum."""
     widths, batch = (24, 8, 16, 4), 8
     plan = plan_split_dense(widths, batch, K)
 
@@ -105,7 +105,7 @@ def test_a_row_of_the_plan_costs_what_the_plan_says():
 
 @pytest.mark.parametrize(("widths", "workers"), [((24, 8, 16, 4), 4), ((9216, 4096, 4096, 1000), 8), ((8, 10), 4)])
 def test_no_other_way_is_cheaper_than_the_plan(widths, workers):
-    """All combinations of splits and places, counted anew."""
+    """All combinations of splits and places, counted independently."""
     batch = 16
     cheapest = np.inf
     layers = list(itertools.pairwise(widths))
@@ -143,7 +143,7 @@ def test_rows_to_features_and_back():
 
 
 def one_worker_step(workers):
-    """The loss and the gradients of a dense layer on worker 0, of rows and labels of all."""
+    """The loss and the gradients of a dense layer on worker 0, with the rows and labels of all workers."""
 
     def mean_loss(params, inputs):
         y = jnp.sum(jnp.sin(inputs["x"] @ params["kernel"]), axis=-1) * inputs["label"]
@@ -177,7 +177,7 @@ def test_one_worker_computes_for_all(workers):
 
 
 def test_others_send_rows_get_errors_and_do_not_compute():
-    """Rows and labels go to worker 0, errors of the rows come back; products are in one branch of a conditional."""
+    """Rows and labels go to worker 0, the rows' errors come back; products are in one branch of a conditional."""
     function, args, _ = one_worker_step(K)
     text = function.lower(*args).compile().as_text()
     rows, labels, loss = 4 * B // K * N, 4 * B // K, 4

@@ -1,4 +1,4 @@
-"""What the laws ask of a method. Each is a subclass of `Case` in a file of its own; its settings are the instances."""
+"""What the laws ask of a method. Each method is a subclass of `Case` in its own file; instances are its settings."""
 
 import dataclasses
 import inspect
@@ -20,22 +20,22 @@ class Case:
 
     Attributes:
       options: the factory's arguments.
-      usual: the workers K and the tree that it is tested with by `pytest` alone, where a test has them (`cases.over`);
-        None for a variant of another row, which is slow.
+      usual: the workers K and the tree with which plain `pytest` tests it, if a test has them (`cases.over`); None for
+        a variant of another row, which is slow.
       factory: makes the transformation.
-      compresses: whether there is anything that is not sent densely.
-      residual: whether what is not sent waits in a residual, so that nothing is lost.
-      momentum: whether momentum is sent, and not gradients.
-      sends_largest: whether a coordinate that is far above all others is sent by everyone who has one.
-      is_dyadic: whether nothing is rounded where gradients are small multiples of 1/8, but what the residual keeps.
-      has_scales: whether values are sent relative to a scale, which is a sum, or shared with others.
+      compresses: whether anything is not sent densely.
+      residual: whether what is not sent stays in a residual, so that nothing is lost.
+      momentum: whether momentum is sent instead of gradients.
+      sends_largest: whether a coordinate far above all others is sent by every worker that has one.
+      is_dyadic: whether gradients that are small multiples of 1/8 are exact, except for what the residual keeps.
+      has_scales: whether values are sent relative to a scale that is a sum or is shared.
       rounds_at_random: whether values are rounded at random; `scale_and_level` says how far.
-      can_overflow: whether more may be selected than has slots.
+      can_overflow: whether more may be selected than there are slots.
       has_oracle: whether `reference` knows all that happens.
-      state_error: what a step adds to the distance of the oracle's state, relative to the largest number of a tensor; 0
-        where it is the library's to the bit.
+      state_error: how far a step may move the oracle's state from the library's, relative to a tensor's largest number;
+        0 if they are equal to the bit.
       sends_ones: options under which a gradient of ones is sent at once.
-      recovers: options with which training goes on after a bad step, by what is special about them.
+      recovers: options with which training must go on after a bad step, by what is special about them.
     """
 
     options: dict[str, Any]
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def is_variant(self) -> bool:
-        """Whether the table has another row of the method, which is tested with every number of workers."""
+        """Whether another row of the method is the one that is tested with every number of workers."""
         return self.usual is None
 
     @property
@@ -73,7 +73,7 @@ class Case:
         return self.factory.__name__
 
     def __str__(self) -> str:
-        """Such as topk(0.9,bfloat16): a call, for pytest (`tests/conftest.py` reads it)."""
+        """A call such as topk(0.9,bfloat16), for pytest (`tests/conftest.py` reads it)."""
         written = [value if isinstance(value, str) else f"{name}={value}" for name, value in self.options.items()]
         return f"{self.name}({','.join(written)})"
 
@@ -81,7 +81,7 @@ class Case:
         return self.factory(**{**self.options, **overrides})
 
     def option(self, name: str) -> Any:
-        """The value of an argument, be it given or the factory's default."""
+        """The value of an argument, given or the factory's default."""
         if name in self.options:
             return self.options[name]
         return inspect.signature(self.factory).parameters[name].default
@@ -96,7 +96,7 @@ class Case:
 
     @property
     def sums_numbers(self) -> bool:
-        """Whether all that travels is summed on its way, so that nobody could check it."""
+        """Whether all that is sent is summed on its way, so that no payload could be checked."""
         return False
 
     @property
@@ -110,71 +110,71 @@ class Case:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether payloads go to the owners of regions, which may have no room for all."""
+        """Whether payloads go to the owners of regions, which may not have slots for all."""
         return self.options.get("collective") == "balanced"
 
-    # What a method may know better.
+    # A method may override these.
 
     def all_options(self, K: int) -> dict[str, Any] | None:
-        """The options under which everything is sent; None where everything is rounded."""
+        """The options under which everything is sent; None if everything is rounded."""
         return None
 
     def drains(self, step: int) -> bool:
-        """Whether a step drains, by the rule that the documentation gives."""
+        """Whether a step drains, by the documented rule."""
         return False
 
     def scale_and_level(self, own: list[np.ndarray]) -> tuple[float, float]:
-        """Bounds of a tensor's mean, and of what one level more or less in every rounding changes in it."""
+        """Bounds of a tensor's mean, and of the change in it if every rounding differs by one level."""
         raise NotImplementedError
 
-    # Its oracle: an algorithm of `tests/reference`, on draws by the keys that the transformation documents.
+    # Its oracle: an algorithm of `tests/reference`, with draws by the documented keys.
 
     def reference(self, tree: str, K: int) -> Any:
         raise NotImplementedError
 
     def ask(self, reference: Any, own: list[Tensors], step: int, tree: str) -> StepResult:
-        """Takes a step of the reference with each worker's gradients."""
+        """Does a step of the reference with each worker's gradients."""
         return reference.step(own)
 
     def adopt(self, reference: Any, tree: str, state: Any) -> None:
-        """Lets the reference go on from the library's state."""
+        """Makes the reference go on from the library's state."""
         for attribute, tensors in self.state_rows(tree, state).items():
             K = len(getattr(reference, attribute))
             setattr(reference, attribute, [{name: np.array(u[w]) for name, u in tensors.items()} for w in range(K)])
 
     def check_memory(self, reference: Any, tree: str, state: Any) -> None:
-        """Compares what is no row of `state_rows`."""
+        """Compares the parts of the state that are not in `state_rows`."""
 
     # Its bytes, by hand.
 
     @property
     def sealed(self) -> int:
-        """Words more in every payload for its checksum."""
+        """Additional words in every payload, for its checksum."""
         return int(self.option("checksum"))
 
     def vote(self, K: int) -> Fraction:
-        """The all-reduce by which workers that have checked payloads agree."""
+        """The bytes of the all-reduce by which workers agree after checking payloads."""
         return all_reduce(K, 1) if self.sealed else Fraction(0)
 
     def capacity(self, n: int) -> int:
-        """Slots of a tensor of n elements; the options are decimal numbers, and so is the arithmetic."""
+        """Slots of a tensor of n elements, by decimal arithmetic on the options."""
         raise NotImplementedError
 
     def compressed_bytes(self, s: Sizes) -> Fraction:
-        """What a worker receives of the compressed tensors in a usual step."""
+        """The bytes that a worker receives for compressed tensors in a usual step."""
         raise NotImplementedError
 
     def rare_bytes(self, s: Sizes) -> Fraction:
-        """What a worker receives in a step that is dense now and then."""
+        """The bytes that a worker receives in one of the rare dense steps."""
         return Fraction(0)
 
     def received(self, s: Sizes) -> tuple[Fraction, Fraction]:
-        """(in a usual step, at most), where a tensor is compressed."""
+        """The bytes (in a usual step, at most) if a tensor is compressed."""
         usual = s.dense + self.compressed_bytes(s)
         return usual, max(usual, self.rare_bytes(s))
 
     def received_bytes(self, tree: str, K: int) -> tuple[Fraction, Fraction]:
-        """What a worker receives, (in a usual step, at most)."""
+        """The bytes that a worker receives (in a usual step, at most)."""
         inside = [math.prod(TREES[tree][name]) for name in self.compressed(tree)]
         total = sum(math.prod(shape) for shape in TREES[tree].values())
         s = Sizes(K, total, inside, [self.capacity(size) for size in inside])
@@ -193,7 +193,7 @@ class Case:
         return cut(rows, {name: TREES[tree][name] for name in self.compressed(tree)}, is_padded)
 
     def state_rows(self, tree: str, state: Any) -> dict[str, Tensors]:
-        """What the state keeps of each compressed tensor, (K, *shape), by the reference's name of it."""
+        """The state of each compressed tensor, (K, *shape), by the reference's name for it."""
         return {"residuals": self.unflatten(tree, state.residual.rows)} if self.residual else {}
 
     def owed(self, tree: str, K: int, state: Any) -> Tensors:
@@ -205,11 +205,11 @@ class Case:
         }
 
     def inputs(self, tree: str, grads: Tensors, state: Any) -> tuple[Tensors, Tensors]:
-        """What goes into an exchange, given the state before it, and what its rounding is relative to.
+        """The input of an exchange, given the state before it, and the magnitudes that its rounding is relative to.
 
         Returns:
-          By name (K, *shape) float64: the gradient, or the new momentum; and the magnitudes that were added up for it,
-          the residual's included.
+          By name, (K, *shape) float64: the gradient, or the new momentum; and the sum of the magnitudes that were added
+          for it, including the residual's.
         """
         residual = self.owed(tree, len(next(iter(grads.values()))), state)
         own = {name: gradient.astype(np.float64) for name, gradient in grads.items()}

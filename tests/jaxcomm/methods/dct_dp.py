@@ -22,7 +22,7 @@ class DctDp(Sparse):
 
     @property
     def can_overflow(self) -> bool:
-        """Exact thresholds of every step fit."""
+        """What exact thresholds in every step select fits."""
         return self.is_balanced or self.option("life_span") > 1
 
     def drains(self, step: int) -> bool:

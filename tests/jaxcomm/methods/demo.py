@@ -1,6 +1,6 @@
 """DeMo: its cases and its oracle. Its bytes are those of the sparse methods, its residual is of coefficients.
 
-A decay below 1 and the sign are in `test_demo.py`: here nothing is lost.
+Decays below 1 and the sign are tested in `test_demo.py`: here, nothing is lost.
 """
 
 import math
@@ -27,12 +27,12 @@ class Demo(Sparse):
 
     @property
     def has_oracle(self) -> bool:
-        """A last bit of a coefficient may decide how its bfloat16 is rounded."""
+        """Not in bfloat16: a last bit of a coefficient may decide its rounding."""
         return super().has_oracle and self.option("value_dtype") == "float32" and not self.is_balanced
 
     @property
     def limit(self) -> float:
-        """A coefficient is at least the largest number over the side of its chunk, or another one is."""
+        """Some coefficient is at least the largest number over the side of its chunk."""
         return super().limit * math.isqrt(self.option("chunk"))
 
     def all_options(self, K: int) -> None:
@@ -46,7 +46,7 @@ class Demo(Sparse):
         return WatchedDemo(**self.chosen("k", "chunk", "decay", "dense_below", "value_dtype"))
 
     def state_rows(self, tree: str, state: Any) -> dict[str, Tensors]:
-        """The residual, of which the oracle knows the order alone."""
+        """The residual as flat coefficients, (K, N), in the oracle's order."""
         rows = super().state_rows(tree, state)["residuals"]
         return {"residuals": {name: coefficients.reshape(len(coefficients), -1) for name, coefficients in rows.items()}}
 
@@ -55,7 +55,7 @@ class Demo(Sparse):
         return owed | momenta(super().state_rows(tree, state)["residuals"], self.option("chunk"))
 
     def inputs(self, tree: str, grads: Tensors, state: Any) -> tuple[Tensors, Tensors]:
-        """A coefficient may be as large as the norm of its tensor, and is rounded as such."""
+        """A coefficient may be as large as the norm of its tensor, and its rounding is relative to that."""
         own, sizes = super().inputs(tree, grads, state)
         for name in self.compressed(tree):
             norms = np.sqrt((sizes[name].reshape(len(sizes[name]), -1) ** 2).sum(1))  # (K,)
@@ -64,7 +64,7 @@ class Demo(Sparse):
 
 
 def momenta(coefficients: Tensors, chunk: int) -> Tensors:
-    """Each worker's momentum by name, of its coefficients: (K, *shape)."""
+    """Each worker's momentum by name, from its coefficients: (K, *shape)."""
     return {
         name: np.stack([from_cosines(row, row.shape, chunk) for row in rows]) for name, rows in coefficients.items()
     }

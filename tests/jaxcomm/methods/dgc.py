@@ -1,4 +1,4 @@
-"""DGC: its cases and its oracle. Its bytes are those of the sparse methods, and of those with momentum."""
+"""DGC: its cases and its oracle. Its bytes are those of the sparse methods and of methods with momentum."""
 
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ class Dgc(WithMomentum, Sparse):
 
     @property
     def has_oracle(self) -> bool:
-        """Balanced DGC is DGC's own part and top-k's balanced exchange, which have oracles each."""
+        """Not if it is balanced: that is DGC's own part and top-k's balanced exchange, which have their oracles."""
         return super().has_oracle and not self.is_balanced
 
     def all_options(self, K: int) -> dict[str, Any]:
@@ -45,7 +45,7 @@ CASES = [
     Dgc.variant(
         sparsity=0.99, value_dtype="float32", momentum=0.9, clip=2.0, factor_masking=False, collective="gather"
     ),
-    # The papers' setting. In float32, since a last bit of a momentum may decide how its bfloat16 is rounded.
+    # The paper's setting, but in float32, since a last bit of a momentum may decide how its bfloat16 is rounded.
     Dgc.variant(sparsity=0.9, value_dtype="float32", momentum=0.9, clip=2.0, collective="gather"),
     Dgc.variant(sparsity=0.9, value_dtype="bfloat16", momentum=0.5, index_codec="plain", collective="balanced"),
 ]

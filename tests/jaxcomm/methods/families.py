@@ -1,4 +1,4 @@
-"""What methods have in common, by the families of `jaxcomm/methods`: sparse, shared, coded, and those with momentum."""
+"""What methods have in common, by the families of `jaxcomm/methods`: sparse, shared, coded, and with momentum."""
 
 import math
 from fractions import Fraction
@@ -11,7 +11,7 @@ from tests.jaxcomm.methods.case import Case
 from tests.jaxcomm.trees import TREES, blocks
 from tests.reference.common import Tensors
 
-HEADER_WORDS = 3  # of a gathered payload, and of a region's: sound or overfull, sent, overflow
+HEADER_WORDS = 3  # of a gathered payload or a region's: the status, sent, overflow
 REGION_SLACK = Fraction(5, 4)
 
 
@@ -33,12 +33,12 @@ class Sparse(WithSparsity):
 
     @property
     def can_overflow(self) -> bool:
-        """What is selected exactly fits, unless it goes to regions."""
+        """Only in regions: otherwise the selection fits exactly."""
         return self.is_balanced
 
     @property
     def has_oracle(self) -> bool:
-        """Rice code has room for evenly spread positions; what it leaves out the algorithms know nothing of."""
+        """Not with Rice code: the algorithms do not know which positions do not fit."""
         return self.option("index_codec") != "rice"
 
     def compressed_bytes(self, s: Sizes) -> Fraction:
@@ -53,7 +53,7 @@ class Sparse(WithSparsity):
         return Fraction(4 * (s.K - 1) * self._payload_words(s.n, sum(s.slots)))
 
     def _balanced_bytes(self, s: Sizes) -> Fraction:
-        """A payload to the owner of every region, and one from it, with 5/4 of a region's share of the slots."""
+        """One payload to the owner of every region and one from it, each with 5/4 of a region's share of the slots."""
         region = blocks(math.ceil(s.n / s.K))
         slots = min(region, math.ceil(REGION_SLACK * sum(s.slots) / s.K))
         return Fraction(2 * 4 * (s.K - 1) * self._payload_words(region, slots))
@@ -93,7 +93,7 @@ class Coded(Case):
         return n
 
     def code_words(self, n: int, of_workers: int) -> int:
-        """Words of n numbers, or of the sum of those of some workers."""
+        """Words of n numbers, or of their sums over some workers."""
         raise NotImplementedError
 
     def compressed_bytes(self, s: Sizes) -> Fraction:
@@ -106,7 +106,7 @@ class Coded(Case):
 
 
 class WithMomentum(Case):
-    """Momentum below the compressor, with clipping and a warm-up."""
+    """Momentum before the compressor, with clipping and a warm-up."""
 
     momentum = True
 
@@ -130,7 +130,7 @@ class WithMomentum(Case):
         return {**super().state_rows(tree, state), "velocities": self.unflatten(tree, self._velocity(state).flat)}
 
     def dense_momentum(self, tree: str, state: Any) -> Tensors:
-        """The mean of the workers' momentum of the dense tensors, which is what they receive."""
+        """The mean of the workers' momentum for the dense tensors, which is what they receive."""
         rows = self._dense_velocities(tree, state)
         return {name: u.astype(np.float64).mean(0).astype(np.float32) for name, u in rows.items()}
 
@@ -151,7 +151,7 @@ class WithMomentum(Case):
         K = len(next(iter(own.values())))
         norm = np.sqrt(sum((g.reshape(K, -1) ** 2).sum(1) for g in own.values()))  # (K,)
         factor = np.minimum(1, clip * math.sqrt(K) / np.maximum(norm, 1e-300))
-        with np.errstate(invalid="ignore"):  # of a gradient that is infinite nobody will look at it
+        with np.errstate(invalid="ignore"):  # for an infinite gradient, the result is not used
             return {name: g * factor.reshape(-1, *[1] * (g.ndim - 1)) for name, g in own.items()}
 
     def _velocity(self, state: Any) -> Any:

@@ -26,7 +26,7 @@ class Iwp(WithMomentum, Shared):
     }
 
     def all_options(self, K: int) -> dict[str, Any]:
-        # Publishers publish what is not zero to them: only all together all that is sent.
+        # A publisher publishes its nonzero coordinates: only all publishers together cover what is sent.
         least = {"alpha": 1e-35, "beta": 0.0, "floor": 1e-35, "density": 1.0, "random_selection": False}
         own = {"momentum": 0.0, "clip": None, "life_span": 1, "eps": 1e-3}
         return {"publishers": K, "value_dtype": "float32", **own, **least}
@@ -58,7 +58,7 @@ class Iwp(WithMomentum, Shared):
         return reference.step(own, {name: np.asarray(w, np.float32) for name, w in params_of(tree).items()})
 
     def adopt(self, reference: Any, tree: str, state: Any) -> None:
-        """With the union of the publishers' masks: all of its coordinates, of which the slots take some in turn."""
+        """With the union of the publishers' masks: all of its coordinates, of which those with a slot are sent."""
         super().adopt(reference, tree, state)
         bits = np.unpackbits(np.asarray(state.memory.mask).view(np.uint8), bitorder="little")
         reference.mask = {name: mask.astype(bool) for name, (mask,) in self.unflatten(tree, bits[None]).items()}
@@ -77,9 +77,9 @@ class Iwp(WithMomentum, Shared):
         return usual, rarest + max(values, self.rare_bytes(s))
 
     def _positions(self, s: Sizes) -> Fraction:
-        """A row a publisher in an all-reduce or a row a worker in an all-gather, with counts of slots and overflow.
+        """A row per publisher in an all-reduce or per worker in an all-gather, with counts of slots and overflow.
 
-        Nobody could check what an all-reduce sums.
+        What an all-reduce sums has no checksum.
         """
         slots = sum(s.slots)
         coded = min(index_words(codec, s.n, slots) for codec in ("plain", "elias_fano"))
@@ -110,7 +110,7 @@ class WatchedIwp(Watched, IwpReference):
             self.watch(np.abs(tau - threshold), rounding * threshold)
             if tau <= threshold:
                 bound = tau
-                importance = np.where(importance == tau, np.inf, importance)  # which that is, is no decision
+                importance = np.where(importance == tau, np.inf, importance)  # the tie itself is no decision
         self.watch(np.abs(importance - bound), off + rounding * bound)
         return super()._publisher_mask(name, v, w, K, k, u)
 

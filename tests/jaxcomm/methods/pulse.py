@@ -19,7 +19,7 @@ class Pulse(Sparse):
 
     @property
     def sends_largest(self) -> bool:
-        """Where a change of 1/8 is visible in any weight here."""
+        """If a change of 1/8 is visible in any weight here."""
         return self.option("learning_rate") == 1.0
 
     @property
@@ -27,7 +27,7 @@ class Pulse(Sparse):
         return super().has_oracle and not self.is_balanced
 
     def all_options(self, K: int) -> None:
-        """What is not visible is never sent."""
+        """None: invisible changes are never sent."""
         return None
 
     def reference(self, tree: str, K: int) -> Any:
@@ -39,7 +39,7 @@ class Pulse(Sparse):
 
 
 CASES = [
-    # Of normal gradients and weights about half are visible.
+    # With normal gradients and weights, about half are visible.
     Pulse.row(usual=(8, "odd"), sparsity=0.6, learning_rate=2.0**-8, value_dtype="bfloat16", collective="gather"),
     Pulse.variant(sparsity=0.2, learning_rate=2.0**-8, value_dtype="float32", seed=3, collective="gather"),
     Pulse.variant(sparsity=0.9, value_dtype="float32", dense_below=0, index_codec="plain", collective="gather"),

@@ -43,11 +43,11 @@ class QuantDp(Coded):
 
     @property
     def sends_largest(self) -> bool:
-        """Not where the scale is that of all workers: a worker's own may fall between two levels."""
+        """Not if all workers share the scale: a worker's own largest number may fall between two levels."""
         return not self.sums_numbers
 
     def compressed_bytes(self, s: Sizes) -> Fraction:
-        """By psum the numbers and a flag, and the scales, in all-reduces."""
+        """With psum, all-reduces of the numbers and a flag, and of the scales."""
         if self.option("collective") != "psum":
             return super().compressed_bytes(s)
         return all_reduce(s.K, s.n + 1) * self.option("bits") / 32 + all_reduce(s.K, s.n // self.option("bucket"))

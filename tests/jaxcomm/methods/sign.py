@@ -19,7 +19,7 @@ class Sign(Coded):
     recovers: ClassVar = {"": {"collective": "gather"}, "two_shot": {"collective": "two_shot"}}
 
     def inputs(self, tree: str, grads: Tensors, state: Any) -> tuple[Tensors, Tensors]:
-        """All of a block get its mean magnitude."""
+        """All numbers of a block get its mean magnitude."""
         own, sizes = super().inputs(tree, grads, state)
         for name, size in sizes.items():
             largest = size.reshape(len(size), -1).max(1)  # (K,)

@@ -36,12 +36,12 @@ class TernGrad(Coded):
         return words(n, math.ceil(math.log2(2 * of_workers + 1)))
 
     def compressed_bytes(self, s: Sizes) -> Fraction:
-        """With the scalers in an all-reduce of their own."""
+        """The scalers have an all-reduce of their own."""
         return super().compressed_bytes(s) + all_reduce(s.K, len(s.inside))
 
 
 class FiniteTernGrad(TernGradReference):
-    """With a sigma that is finite where float32's squares are not, as the library's is."""
+    """With a sigma that is finite even where float32's squares are not, like the library's."""
 
     def _clip(self, g: np.ndarray) -> np.ndarray:
         if self.clip is None:

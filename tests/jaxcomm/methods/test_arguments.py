@@ -47,7 +47,7 @@ def test_sparsity_is_a_fraction_below_1(factory, sparsity):
 @pytest.mark.parametrize("factory", SPARSE)
 @pytest.mark.parametrize("number", [np.float64(0.75), np.float32(0.75), 0])
 def test_sparsity_may_be_any_number(factory, number):
-    """As from np.linspace, in a sweep."""
+    """Such as np.linspace returns, in a sweep."""
     layout = jax.eval_shape(factory(number, dense_below=0).init, jnp.zeros(1000))
     assert layout.residual.rows.shape == (1, 1024)
 
@@ -182,7 +182,7 @@ def test_importance_needs_the_parameters():
 
 
 def test_thresholds_may_be_schedules():
-    """As from Optax: of the step, a number of jax."""
+    """Such as Optax's, which take the step as a JAX number."""
     tx = jc.iwp(optax.linear_schedule(1e-3, 2.0, 10), beta=lambda step: 0.1 / (step + 1), density=1.0, momentum=0.0)
     w = jnp.ones(1000)
     np.testing.assert_array_equal(update_of(tx, w, 2, w), w)
@@ -198,7 +198,7 @@ def test_the_axis_is_one_in_scope(factory):
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("case", FIRST, ids=[case.name for case in FIRST])
 def test_16_bits_in_and_out(case, dtype):
-    """Of compressed and dense tensors: ones, that everything is large enough to send at once."""
+    """Of compressed and dense tensors. Gradients are ones, so that everything is large enough to be sent at once."""
     tree = {"a": jnp.ones(700, dtype), "b": jnp.ones(3, dtype), "c": jnp.ones(600)}
     means = update_of(case.factory(**case.sends_ones), tree, 2, tree)
     assert {name: mean.dtype for name, mean in means.items()} == {name: x.dtype for name, x in tree.items()}

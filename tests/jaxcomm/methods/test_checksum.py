@@ -1,4 +1,4 @@
-"""A checksum in every payload: a flipped bit is found by who receives it, and the step is skipped on all workers."""
+"""A checksum in every payload: its receiver finds a flipped bit, and the step is skipped on all workers."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ NOWHERE = np.array([-1, 0, 0])
 
 
 class Flipped:
-    """K workers, of which one receives another bit of one message; which, every step says."""
+    """K workers, one of which receives one message with a flipped bit; every step says which."""
 
     def __init__(self, tx, monkeypatch):
         self.messages, self.where = 0, None
@@ -72,7 +72,7 @@ CHECKED = [type(case)({**case.options, "checksum": True}, case.usual) for case i
 
 @pytest.mark.parametrize("case", first_rows(CHECKED))
 def test_a_flipped_bit_skips_the_step_on_all_workers(case, monkeypatch):
-    """Of whichever message: all means are zero, residuals stay. Or it did not travel, and the step is what it was."""
+    """In any message: all means are zero, residuals stay. If the bit is not sent, the step is unchanged."""
     workers, rng, found = Flipped(case.make(), monkeypatch), np.random.default_rng(0), set()
     state = workers.first
     for seed in range(4):

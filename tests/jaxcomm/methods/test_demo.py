@@ -1,6 +1,6 @@
-"""DeMo against its paper's algorithm, with a momentum that decays and the sign; the basis, and what does not fit.
+"""DeMo against its paper's algorithm, with a decaying momentum and the sign; the basis, and what does not fit.
 
-That nothing is lost, a bad step, bytes, and other numbers of workers are laws of the table: see `demo.py`.
+Nothing lost, bad steps, bytes, and other numbers of workers are tested by the laws: see `demo.py`.
 """
 
 import jax
@@ -47,7 +47,7 @@ def test_the_exchange_is_the_papers(k, decay):
 
 
 def test_parameters_change_by_the_sign():
-    """Of the paper's mean, times the learning rate; so do those whose gradients go dense."""
+    """Of the paper's mean, times the learning rate; also those whose gradients are sent dense."""
     shapes = trees.TREES[TREE]
     params = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
 
@@ -65,7 +65,7 @@ def test_parameters_change_by_the_sign():
         mean = reference.step(owns(given)).mean
         for name in shapes:
             expected[name] -= 0.125 * np.sign(mean[name])
-            is_clear = np.abs(mean[name]) > 1e-5  # of the others rounding decides the sign
+            is_clear = np.abs(mean[name]) > 1e-5  # rounding decides the sign of the others
             assert np.mean(is_clear) > 0.9
             expected[name] = np.where(is_clear, expected[name], step.params(state)[name])
             np.testing.assert_array_equal(step.params(state)[name], expected[name])
@@ -91,7 +91,7 @@ def test_what_is_not_sent_decays_and_nothing_else_is_lost(value_dtype, collectiv
 
 
 def test_a_cosine_is_one_coefficient():
-    """In every chunk another one, which is sent whole: the mean is the gradient, at once."""
+    """Every chunk has a different cosine, which is sent whole: the mean is the gradient at once."""
     place = (np.arange(64) + 0.5) * np.pi / 64
     waves = [[np.outer(np.cos(3 * i * place), np.cos((5 * j + 1) * place)) for j in range(3)] for i in range(2)]
     tx, gradient = jc.demo(1, value_dtype="float32"), np.float32(np.block(waves))

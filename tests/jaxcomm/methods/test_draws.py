@@ -1,8 +1,8 @@
-"""What is drawn at random: who publishes, how workers round, which coordinates are sent.
+"""Random draws: who publishes, how workers round, which coordinates are sent.
 
-Seen from outside, in what comes back from many steps, and held against what the papers draw: publishers and coordinates
-uniformly, every worker's rounding by itself. The oracles draw by the documented keys, and so would repeat a key that is
-a bad one. Numbers are those of fixed seeds; bounds are five standard deviations.
+They are observed from outside, in the results of many steps, and compared with the papers': publishers and coordinates
+are drawn uniformly, and every worker rounds independently. The oracles draw by the documented keys, so they would
+repeat a bad key. Seeds are fixed; bounds are five standard deviations.
 """
 
 import functools
@@ -22,7 +22,7 @@ KEYS = [(0,), (7, 3, 0, 5), (1, 199, 2**31 - 2)]
 
 @pytest.mark.parametrize("key", KEYS)
 def test_numbers_are_the_documented_ones(key):
-    """Which the oracles rest on."""
+    """On which the oracles rely."""
     bounds = np.array([1, 2, 3, 1000, 2**24 + 1, 2**31 - 1], np.int32)
     assert int(noise.make_key(*key)) == documented.make_key(*key)
     np.testing.assert_array_equal(
@@ -34,7 +34,7 @@ def test_numbers_are_the_documented_ones(key):
 
 
 def returned(tx, updates, steps, params=None, counter="step"):
-    """What every worker gets for its updates in step 0, 1, ..., each time from the first state: (K, steps, ...).
+    """Every worker's result for its updates in step 0, 1, ..., each from the first state: (K, steps, ...).
 
     Args:
       counter: the field of the state, or of its memory, from which the step's random numbers are drawn.
@@ -62,7 +62,7 @@ K, R, LAYERS, STEPS = 8, 2, 5, 200
 
 @functools.cache
 def published(seed):
-    """Whether a worker publishes a layer in a step, (STEPS, LAYERS, K): it alone finds its coordinate important."""
+    """Whether a worker publishes a layer in a step, (STEPS, LAYERS, K): each has a coordinate of its own to show it."""
     tx = jc.iwp(
         1e-3, density=1.0, momentum=0.0, publishers=R, random_selection=False, value_dtype="float32", dense_below=0,
         seed=seed,
@@ -102,7 +102,7 @@ def check_overlaps(a, b):
 
 
 def is_uniform(counts, expected, degrees):
-    """Chi-square. Draws without replacement are a little less independent than degrees of freedom count."""
+    """By chi-square; draws without replacement vary a little less than the degrees of freedom say."""
     return abs(np.sum((counts - expected) ** 2 / expected) - degrees) <= 5 * np.sqrt(3 * degrees)
 
 
@@ -112,9 +112,9 @@ N, BITS, BUCKET, WORKERS, DRAWS = 2048, 8, 512, 4, 256
 
 
 def equal_gradients():
-    """The same on all workers, but for the coordinate that sets a bucket's scale: it cancels in the sum.
+    """The same on all workers, except for the coordinate that sets a bucket's scale, which cancels in the sum.
 
-    So the levels of the sum are far finer than those of a worker, and two shots round once that matters.
+    So the levels of the sum are far finer than those of a worker, and with two shots only one rounding matters.
     """
     x = np.random.default_rng(0).uniform(-0.05, 0.05, (1, N)).astype(np.float32).repeat(WORKERS, 0)
     x[:, ::BUCKET] = np.array([1, -1, 1, -1], np.float32)[:, None]
@@ -122,19 +122,19 @@ def equal_gradients():
 
 
 def check_variance(means, of_one_worker, added=0.0):
-    """Errors of K workers that are independent average out: the variance of the mean is 1/K^2 of their sum's.
+    """Independent errors of K workers average out: the variance of the mean is 1/K^2 of their sum's.
 
     Args:
       means: (DRAWS, n).
       of_one_worker: the variance of one worker's rounding, the same on all, (n,).
-      added: what may come on top, relative to that.
+      added: how much more it may be, relative to that.
     """
     ratio = means.var(0, ddof=1).mean() / (of_one_worker.mean() / WORKERS)
     assert 0.9 <= ratio <= 1.1 + added
 
 
 def of_rounding(x, level):
-    """The variance of rounding to a level below or above, at random and unbiased."""
+    """The variance of unbiased random rounding to the level below or above."""
     fraction = np.abs(x) / level % 1
     return level**2 * fraction * (1 - fraction)
 
@@ -149,7 +149,7 @@ def test_quant_dp_rounds_on_every_worker_by_itself(collective):
 
 
 def test_quant_dp_rounds_a_sum_of_equal_gradients_k_times_as_coarsely():
-    """As documented: two shots multiply the variance of the mean by K, as the sum's levels are K times a worker's."""
+    """As documented: two shots multiply the mean's variance by K, as the sum's levels are K times a worker's."""
     x = np.random.default_rng(1).normal(size=(1, N)).astype(np.float32).repeat(WORKERS, 0)
     means = returned(jc.quant_dp(BITS, bucket=BUCKET, collective="two_shot"), x, DRAWS)[0].astype(np.float64)
     scales = np.abs(x[0]).reshape(-1, BUCKET).max(1).repeat(BUCKET).astype(np.float64)
@@ -169,7 +169,7 @@ def test_terngrad_rounds_on_every_worker_by_itself(collective):
 
 @pytest.mark.parametrize(("sizes", "sparsity"), [((1000,), 0.3), ((999, 1500), 0.6), ((2049,), 0.9)], ids=str)
 def test_random_k_draws_every_coordinate_equally_often(sizes, sparsity):
-    """k / N, where k does not divide N: strata are of two widths, but coordinates take turns in being in wider ones."""
+    """k / N, where k does not divide N: strata have two widths, but coordinates alternate between them."""
     steps = 800
     tx = jc.random_k(sparsity, value_dtype="float32", collective="psum", dense_below=0)
     ones = {f"{s}": np.ones((1, n), np.float32) for s, n in enumerate(sizes)}
@@ -183,7 +183,7 @@ def test_random_k_draws_every_coordinate_equally_often(sizes, sparsity):
 
 
 def check_independent(a, b, expected):
-    """Draws of coordinates, (steps, n) each, have as many in common as chance gives them."""
+    """Draws of coordinates, (steps, n) each, have as many in common as expected by chance."""
     common = np.sum(a & b, axis=1)
     assert abs(common.mean() - expected) <= 5 * common.std(ddof=1) / np.sqrt(len(common))
 
@@ -195,7 +195,7 @@ MODEL = 400  # coordinates
 def explored(alpha, beta):
     """Whether a worker explores a coordinate in a communication, (workers, communications, n - core).
 
-    Every worker pushes another power of two, onto zeros at a rate of 2: what a worker pulled is not what it pushed.
+    Every worker pushes a different power of two, onto zeros at a rate of 2: it pulls other numbers than it pushed.
     """
     n, workers, communications = MODEL, WORKERS, 300
     tx = jc.slim_dp(alpha, beta, q=10**9, server_rate=2.0)
@@ -213,7 +213,7 @@ slim_settings = pytest.mark.parametrize(("alpha", "beta"), [(0.8, 0.1), (0.3, 0.
 
 @slim_settings
 def test_explorers_draw_every_coordinate_equally_often(alpha, beta):
-    """Of every owner's part a K-th of (alpha - beta) n, where that does not divide the part."""
+    """A K-th of (alpha - beta) n in every owner's part, where that does not divide the part."""
     drawn = explored(alpha, beta)
     workers, communications, m = drawn.shape
     e = round((alpha - beta) * MODEL / workers)

@@ -70,7 +70,7 @@ def test_dense_across_equals_plump_dp_over_all_workers(sizes):
 
 @pytest.mark.parametrize("name", ["topk", "random_k"])
 def test_compressed_across_equals_the_exchange_of_the_groups_means(name):
-    """With one worker a group has no share to cut: the exchange of K groups, each with the mean of its workers."""
+    """With one worker per group nothing is cut into shares: it is the plain exchange of K workers."""
     tx = optax.chain(jc.hierarchical(EXCHANGES[name]()), optax.sgd(RATE))
     outer = optax.chain(EXCHANGES[name](), optax.sgd(RATE))
     kwargs = {"axis_name": "slice"}
@@ -106,7 +106,7 @@ def test_a_mesh_and_a_simulation_agree_and_bytes_are_those_predicted(name):
 
 
 def test_nothing_is_lost():
-    """Parameters + what the shares still owe is what dense averaging gives."""
+    """Parameters + the shares' residuals are what dense averaging gives."""
     sizes = (2, 4)
     tx = optax.chain(jc.hierarchical(jc.topk(0.9, dense_below=0, axis_name="slice")), optax.sgd(RATE))
     dense = {name: value.astype(np.float64) for name, value in first_params().items()}
@@ -130,7 +130,7 @@ def check_that_it_is_owed(state, dense, sizes):
 
 
 def test_nothing_is_lost_where_groups_come_and_go():
-    """4 groups of 2 workers, then 3, 8, 1 and 4: each share keeps what its groups owe, and the last ones send it."""
+    """4 groups of 2 workers, then 3, 8, 1 and 4: each share keeps its groups' residuals, which the last ones send."""
     tx = optax.chain(jc.hierarchical(jc.dct_dp(0.9, dense_below=0, axis_name="slice")), optax.sgd(RATE))
     step = jc.simulate(loss, tx, (4, 2), axis_name=AXES, donate=False)
     state, dense = step.init(first_params()), first_params()
@@ -190,7 +190,7 @@ print(int(metrics["skipped"]))
 
 @pytest.mark.slow
 def test_a_process_may_be_later_than_gloos_reduce_scatter_waits():
-    """Which is 30 s, whatever time-out is set."""
+    """Gloo's reduce-scatter waits 30 s, whatever time-out is set."""
     with Lab(2, None) as lab:
         results = lab.run([sys.executable, "-c", LATE], env={"PYTHONPATH": str(ROOT)}, timeout=150)
     assert [(result.returncode, result.stdout.splitlines()[-1]) for result in results] == [(0, "0")] * 2, results

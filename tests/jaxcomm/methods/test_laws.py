@@ -41,9 +41,9 @@ def steps_of(case, tree, K, kinds, seed, growth):
 @hypothesis.example(kinds=["largest", "normal", "huge"], seed=0, growth=1.0)
 @hypothesis.example(kinds=["normal", "normal", "normal"], seed=0, growth=3.0)
 def test_nothing_is_lost(case, K, tree, kinds, seed, growth):
-    """mean + pmean(residual') == pmean(input + residual), to the rounding of K + 3 float32 operations.
+    """mean + pmean(residual') == pmean(input + residual), up to the rounding of K + 3 float32 operations.
 
-    The input is the gradient; of methods with momentum, of dense tensors too, it is the new momentum.
+    The input is the gradient; for methods with momentum, it is the new momentum, also for dense tensors.
     """
     for grads, state, out in steps_of(case, tree, K, kinds, seed, growth):
         before, after = case.owed(tree, K, state), case.owed(tree, K, out.state)
@@ -82,7 +82,7 @@ def test_nothing_is_lost(case, K, tree, kinds, seed, growth):
 
 
 def narrow_size(case, size):
-    """What has to fit into 16 bits: the mean, or each worker's momentum where that travels in the gradient's type."""
+    """What has to fit into 16 bits: the mean, or each worker's momentum if that is sent in the gradient's type."""
     return size.max() if case.momentum else size.mean(0).max()
 
 
@@ -106,7 +106,7 @@ def test_nothing_is_lost_to_the_bit_where_numbers_are_dyadic(case, K, tree, seed
 
 @pytest.mark.parametrize("case", cases.first_rows([case for case in CASES if case.can_overflow]))
 def test_a_gradient_that_grows_overflows_and_is_counted(case):
-    """The law above would hold without overflow as well; here is the proof that it saw some."""
+    """The law above would also hold without overflow; this proves that there was some."""
     outs = [out for _, _, out in steps_of(case, "odd", 2, ["normal"] * 8, 0, 3.0)]  # the first refresh their thresholds
     assert any(out.metrics.overflow > 0 for out in outs)
     assert all(out.metrics.sent > 0 for out in outs)
@@ -133,7 +133,7 @@ def test_all_that_a_fresh_threshold_selects_has_a_slot(n, sparsity):
 
 
 def test_a_threshold_found_among_zeros_selects_everything_for_one_step_alone():
-    """And so does one that the gradient has outgrown, however long the life-span is."""
+    """And so does a threshold that the gradient has outgrown, however long the life-span."""
     n, k = 2000, 21
     rng = np.random.default_rng(0)
     gradients = rng.normal(size=(12, n)).astype(np.float32)
@@ -159,7 +159,7 @@ def test_a_threshold_found_among_zeros_selects_everything_for_one_step_alone():
     ids=["dct_dp", "topk"],
 )
 def test_no_coordinate_starves_where_overflow_lasts(factory, on_ring, options, ones, collective):
-    """Equal gradients all reach every threshold; of top-k's all are in the region of one owner."""
+    """Equal gradients all reach every threshold; with top-k, all selected ones are in one owner's region."""
     K, n = 2, 4096
     gradient = np.zeros((K, n), np.float32)
     gradient[:, :ones] = 1
@@ -193,14 +193,14 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_the_next_step_proceed
 
 
 def kept(state):
-    """What a skipped step may not change."""
+    """The parts of the state that a skipped step must not change."""
     memory = state.memory._replace(due=None) if hasattr(state.memory, "due") else state.memory
     return state.residual, memory
 
 
 @cases.over(CASES, [(4, "pair")], [(4, "pair")])
 def test_what_is_owed_survives_other_numbers_of_workers(case, K, tree):
-    """4 -> 3 -> 8 -> 1 -> 4: the mean over the workers of all that a method keeps stays, and the last ones send it."""
+    """4 -> 3 -> 8 -> 1 -> 4: the mean over the workers of all that a method keeps is preserved, and is sent at last."""
     *_, (_, _, out) = steps_of(case, tree, K, ["normal"] * 3, 0, 1.0)
     state, owed = out.state, case.owed(tree, K, out.state)
     for workers in (3, 8, 1, K):
@@ -272,7 +272,7 @@ def test_a_mean_that_its_own_type_cannot_hold_changes_nothing(tx):
 
 @cases.over([case for case in CASES if case.sends_largest], [(4, "pair")], [(2, "odd")])
 def test_the_mean_is_the_mean(case, K, tree):
-    """Of what all workers sent, whatever the method: a coordinate far above all others is sent by everyone at once."""
+    """Of what all workers sent, whatever the method: every worker sends a coordinate far above all others at once."""
     workers = simulated(case, tree, K)
     grads = gradients("zeros", 0, tree, K)
     wide = max(grads, key=lambda name: grads[name].size)
@@ -292,7 +292,7 @@ WITH_ALL = [case for case in CASES if case.all_options(1)]
 
 @cases.over([case for case in WITH_ALL if not case.is_balanced], [(1, "single"), (2, "odd"), (3, "pair")], [(2, "odd")])
 def test_keeping_everything_equals_plump_dp(case, K, tree):
-    """To the bit for small integers, and for one or two workers, whose sum has one order; else to rounding."""
+    """To the bit for small integers, and for one or two workers, whose sum has one order; otherwise to rounding."""
     check_that_it_equals_plump_dp(case, K, tree)
 
 

@@ -126,9 +126,9 @@ CASES = [
     ),
     local("plump_dp-p3", lambda: jc.plump_dp(p=3), 3, dense_bytes, lr=1, momentum=0, nesterov=False),
 ]
-OTHERS = [(1, 1), (4, 3), (5, 1), (6, 3)]  # numbers of cases, each with a number of workers
+OTHERS = [(1, 1), (4, 3), (5, 1), (6, 3)]  # (number of a case, number of workers)
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
-# One of each kind; compiling is what costs.
+# One of each kind, as compiling is expensive.
 few_cases = pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[6]], ids=str)
 
 
@@ -212,7 +212,7 @@ def test_slim_dp_sends_alpha_n_values_and_no_index(alpha, K):
 
 @pytest.mark.parametrize("p", [1, 3])
 def test_slim_dp_with_everything_is_plump_dp(p):
-    """alpha = 1 against model averaging, to the bit, and p = 1 against averaged gradients, to rounding."""
+    """With alpha = 1: equal to model averaging to the bit, and with p = 1 to averaged gradients up to rounding."""
     K = 4
     slim_state, slim_step = _start(jc.slim_dp(alpha=1.0, beta=0.5, p=p), K)
     tx = jc.plump_dp(p=p)
@@ -235,7 +235,7 @@ def _start(tx: Any, K: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("unsent", ["carry", "local"])
 def test_what_is_not_pushed_is_carried_or_lost(unsent):
-    """Law 1: global model + mean of delta is what plain averaging gives, if delta is carried; and not if it is not."""
+    """Law 1: global model + mean of delta is what plain averaging gives if delta is carried, and only then."""
     K = 4
     state, step = _start(jc.slim_dp(0.3, 0.1, q=5, unsent=unsent), K)
     expected = {name: value.astype(np.float64) for name, value in first_params().items()}

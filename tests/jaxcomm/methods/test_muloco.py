@@ -1,4 +1,4 @@
-"""MuLoCo: Muon of Optax before `local_sgd`, against its algorithm; its order, its bytes, and a run that goes on."""
+"""MuLoCo: Optax's Muon before `local_sgd`, against its algorithm; its order, its bytes, and a resumed run."""
 
 import warnings
 
@@ -47,7 +47,7 @@ def step(request):
 
 def started(step):
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the order of the chain is the usual one
+        warnings.simplefilter("error")  # the chain's order raises no warning
         return step.init(first_params())
 
 

@@ -38,7 +38,7 @@ def test_replicated_outputs_are_the_same_on_every_device(case, K, tree):
 
 @cases.over(CASES, [(4, "pair"), (8, "odd")], [])
 def test_a_mesh_and_a_simulation_agree(case, K, tree):
-    """From one state. Residuals to the bit, but where scales are sums; means to the rounding of a sum."""
+    """From one state. Residuals agree to the bit, unless scales are sums; means to the rounding of a sum."""
     mesh, simulation = on_mesh(case, tree, K), simulated(case, tree, K)
     state = mesh.first
     for i, kind in enumerate(["normal", "ties", "heavy", "largest", "normal"]):

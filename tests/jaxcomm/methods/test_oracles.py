@@ -16,13 +16,13 @@ STEPS = 12
 # too low until the next refresh.
 EVENTS = ("normal", "grow", "heavy", "ties", "zeros", "single", "nan", "inf", "sum_overflows")
 
-# Skips at the first refresh, at later ones of life spans 1 to 5, at two in a row, and in between.
+# Skips at the first refresh, at later ones for life-spans of 1 to 5, at two in a row, and in between.
 SKIPS = ["nan", "normal", "grow", "inf", "sum_overflows", "nan", "grow", "normal", "inf", "ties", "nan", "zeros"]
 GROWTH = ["normal", "grow", "grow", "ties", "normal", "heavy", "grow", "nan", "single", "grow", "zeros", "normal"]
-# A threshold that many coordinates equal selects far too many of them, at the steps 0, 1 and 2, which find a new one.
+# A threshold that equals many coordinates selects far too many, at the steps 0, 1 and 2, which find a new one.
 TIES_AT_REFRESHES = ["ties"] * 3 + ["normal"] * 9
 
-# Residuals take numbers below 2^100.
+# Residuals accept numbers below 2^100.
 LIMITS = {"limit": 2.0**100, "below": float(np.nextafter(np.float32(2.0**100), np.float32(0)))}
 AROUND_THE_LIMIT = ["normal", "limit", "limit", "normal", "below", "below", *["normal"] * 6]
 
@@ -50,7 +50,7 @@ def gradient_of(event, scale, seed, tree, K):
 @hypothesis.example(events=TIES_AT_REFRESHES, seed=3)
 @hypothesis.example(events=AROUND_THE_LIMIT, seed=3)
 def test_method_equals_its_oracle(case, K, tree, events, seed):
-    """State and counts to the bit, means to the rounding of a sum; see `Oracle` for the exceptions."""
+    """State and counts to the bit, means up to the rounding of a sum; see `Oracle` for the exceptions."""
     assert oracle_of_steps(case, K, tree, events, seed).adopted <= STEPS // 4
 
 
@@ -60,7 +60,7 @@ OF_THE_PAPERS = [case for case in CASES if case.momentum and case.option("moment
 @pytest.mark.parametrize("case", OF_THE_PAPERS, ids=str)
 @pytest.mark.parametrize("events", [["normal"] * STEPS, ["normal", "grow", "normal", "nan"] * 3], ids=["even", "grows"])
 def test_momentum_equals_the_oracles_over_a_dozen_steps(case, events):
-    """The papers' momentum, which is no power of two, without the library's state in between."""
+    """With the papers' momentum, which is not a power of two, and without adopting the library's state in between."""
     assert oracle_of_steps(case, 2, "odd", events, seed=0).adopted == 0
 
 
@@ -70,7 +70,7 @@ def test_a_number_whose_third_is_nearly_between_two_of_float16():
 
 
 def oracle_of_steps(case, K, tree, events, seed):
-    """Checks every step, and returns the oracle, which adopts the state after a close decision that fell otherwise."""
+    """Checks every step, and returns the oracle; it adopts the state after a close decision that differs."""
     workers, oracle = simulated(case, tree, K), Oracle(case, tree, K)
     state = workers.first
     for i, (grads, own) in enumerate(steps_of(events, seed, tree, K)):
@@ -94,7 +94,7 @@ def oracle_of_steps(case, K, tree, events, seed):
 @hypothesis.example(events=SKIPS, seed=1)
 @hypothesis.example(events=GROWTH, seed=2)
 def test_method_that_rounds_at_random_equals_its_oracle(case, K, tree, events, seed):
-    """To 4e-6 of a scale, but for 1% of the coordinates, where a last bit decides: they may be a level apart."""
+    """To 4e-6 of a scale, except for 1% of the coordinates, where a last bit decides: they may differ by a level."""
     workers, oracle = simulated(case, tree, K), Oracle(case, tree, K)
     state, apart, total = workers.first, 0, 0
     for i, (grads, own) in enumerate(steps_of(events, seed, tree, K)):
@@ -146,7 +146,7 @@ def assert_close(got, mean, dtype, error, is_momentum):
         size = error / EPS if is_momentum else np.abs(mean)
         error = error + float(info.eps) * size + float(info.smallest_subnormal)
     difference = np.abs(got.astype(np.float64) - mean)
-    assert np.all((difference == 0) | (difference <= error))  # the first, where a skipped step's sizes are NaN
+    assert np.all((difference == 0) | (difference <= error))  # the first holds if a skipped step's sizes are NaN
 
 
 def check_state(case, tree, state, oracle, sizes):
@@ -161,7 +161,7 @@ def check_state(case, tree, state, oracle, sizes):
                     assert np.all(error <= oracle.tolerance[name])
     if case.momentum:
         for name, u in case.dense_momentum(tree, state).items():
-            # Relative to the workers' own momentum, of which it is the mean: they may cancel one another.
+            # Relative to the workers' own momenta, of which it is the mean, as they may cancel one another.
             error = np.abs(u.astype(np.float64) - oracle.reference.momentum_dense[name])
             limit = max(8 * len(sizes[name]) * EPS * sizes[name].max(), oracle.tolerance[name])
             assert np.all(error <= limit) or np.isnan(limit)  # a skipped step keeps what was compared before
@@ -170,5 +170,5 @@ def check_state(case, tree, state, oracle, sizes):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.options.get("drain_every")], ids=str)
 def test_a_dozen_steps_have_a_drain_and_a_step_without(case):
-    """What the test above needs to mean something."""
+    """Otherwise the test above would mean little."""
     assert len({case.drains(i) for i in range(STEPS)}) == 2

@@ -23,7 +23,7 @@ from tests.reference.powersgd import PowerSgdReference
 RANK, DENSE_BELOW = 2, 512
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
-# Three matrices of 40 x 30 in tensors of two shapes, between others; "i" has enough elements, and too few rows.
+# Three matrices of 40 x 30 in tensors of two shapes, among others; "i" has enough elements, but too few rows.
 trees.TREES["matrices"] = {
     "a": (40, 30),
     "b": (7,),
@@ -80,7 +80,7 @@ def check_skipped(out, before):
 
 
 def with_mean(singular_values, scale=1.0):
-    """Two workers' gradients of tree "matrix" that differ, each of full rank, with a mean of some singular values."""
+    """Two workers' gradients for tree "matrix": different, of full rank, and with a mean of given singular values."""
     rng = np.random.default_rng(0)
     u, _, v = np.linalg.svd(rng.normal(size=(64, 48)), full_matrices=False)
     r = len(singular_values)
@@ -91,7 +91,7 @@ def with_mean(singular_values, scale=1.0):
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e25])
 @pytest.mark.parametrize("singular_values", [[1], [3, 2], [4, 3, 2, 1], [1, 1e-2, 1e-3, 1e-4]], ids=str)
 def test_a_mean_of_a_rank_that_fits_is_exact(singular_values, scale):
-    """Of any size, and where columns of P are rounding errors or depend on each other but for little."""
+    """Of any scale, also if columns of P are rounding errors or nearly linearly dependent."""
     workers, grads = simulated("matrix", 2, 4), with_mean(singular_values, scale)
     state, exact = workers.first, grads["w"].astype(np.float64)
     for _ in range(12):
@@ -114,7 +114,7 @@ def test_a_warm_start_ends_in_the_best_approximation():
 
 
 def test_what_is_left_is_sent_later():
-    """A gradient, then none: two directions a step leave, until nothing is owed. The matrix has rank 48."""
+    """One gradient, then zeros: two directions are sent per step, until no residual is left. The matrix has rank 48."""
     workers, grads = simulated("matrix", 2), with_mean(np.linspace(2, 1, 48))
     nothing = {"w": np.zeros_like(grads["w"])}
     out = workers.step(grads, workers.first)
@@ -126,14 +126,14 @@ def test_what_is_left_is_sent_later():
 
 
 def test_a_gradient_of_zeros_does_not_end_the_iteration():
-    """As that of a layer behind one that starts from zero."""
+    """Such as that of a layer after one that starts from zero."""
     workers, grads = simulated("matrix", 2, 4), with_mean([3, 2, 1])
     nothing = {"w": np.zeros_like(grads["w"])}
     zeros = workers.step(nothing, workers.first)
     assert zeros.metrics.skipped == zeros.means["w"].any() == 0
     assert same(zeros.state.memory, workers.first.memory)
     once = workers.step(with_mean([1]), zeros.state)
-    assert same(once.state.memory[0][..., 1:], zeros.state.memory[0][..., 1:])  # one direction is all there is
+    assert same(once.state.memory[0][..., 1:], zeros.state.memory[0][..., 1:])  # there is only one direction
     out = workers.step(grads, once.state.replace(residual=zeros.state.residual))
     np.testing.assert_allclose(out.means["w"], grads["w"].mean(0), atol=1e-4)
 
@@ -167,7 +167,7 @@ def test_nothing_is_lost(K, tree):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
 @pytest.mark.parametrize("name", trees.TREES["matrices"])
 def test_what_is_not_finite_changes_nothing_and_the_next_step_proceeds(name, bad):
-    """The last of the four is finite, and its sum over the workers is not."""
+    """The last of the four is finite, but its sum over the workers is not."""
     workers = simulated("matrices", 3)
     first = workers.step(gradients("normal", 0, "matrices", 3), workers.first)
     for where in (0, -1):
@@ -183,7 +183,7 @@ def test_what_is_not_finite_changes_nothing_and_the_next_step_proceeds(name, bad
 @pytest.mark.parametrize("bad", [np.nan, np.inf, FLOAT32_MAX])
 @pytest.mark.parametrize("name", COMPRESSED["matrices"])
 def test_what_is_not_finite_is_seen_where_it_meets_zeros(name, bad):
-    """Zeros in Q hide a column of M from P. On one worker alone."""
+    """Zeros in Q hide a column of M from P. Only on one worker."""
     workers = simulated("matrices", 3)
     grads = gradients("normal", 0, "matrices", 3)
     grads[name].reshape(3, -1)[2, 5] = bad
@@ -208,7 +208,7 @@ def test_the_residual_stays_finite_at_the_end_of_the_range():
 def test_a_mesh_and_a_simulation_agree_and_so_do_the_devices(K, tree):
     mesh, simulation = on_mesh(tree, K), simulated(tree, K)
     state, other = mesh.first, simulation.first
-    for got, want in zip(state.memory, other.memory, strict=True):  # two programs draw the same, and round on their own
+    for got, want in zip(state.memory, other.memory, strict=True):  # two programs with the same draws round differently
         np.testing.assert_allclose(got, want, rtol=1e-6)
     for i, kind in enumerate(["normal", "heavy", "nan", "normal", "single", "zeros", "normal"]):
         grads = gradients("normal" if kind == "nan" else kind, i, tree, K)
@@ -231,7 +231,7 @@ def test_a_mesh_and_a_simulation_agree_and_so_do_the_devices(K, tree):
 
 
 def close(got, want, *gradients_, tolerance=1e-4):
-    """To rounding errors, which an iteration multiplies; 16-bit means to their own."""
+    """Up to rounding errors, which an iteration amplifies; 16-bit means up to those of their type."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     largest = max((np.nanmax(np.abs(g.astype(np.float64)), initial=0) for g in gradients_), default=0)
     if any(g.dtype != np.float32 for g in gradients_):
@@ -311,7 +311,7 @@ def test_the_first_q_is_another_for_every_tensor_and_seed_and_in_the_groups_orde
 
 @pytest.mark.parametrize(("K", "tree"), [(1, "matrices"), (3, "matrices"), (2, "halves")])
 def test_powersgd_equals_its_oracle(K, tree):
-    """A dozen steps with skips, of gradients of full rank and usual size, for which the paper's lines are enough."""
+    """A dozen steps with skips; gradients of full rank and usual scale, for which the paper's lines suffice."""
     names = sorted(trees.TREES[tree])
     workers = simulated(tree, K)
     first = initial_q(trees.zeros_of(tree), RANK, dense_below=DENSE_BELOW)

@@ -1,4 +1,4 @@
-"""PULSELoCo: local steps, and an exchange of what bfloat16 shows of them; the rest waits, and is not lost."""
+"""PULSELoCo: local steps, and an exchange of the changes that bfloat16 shows; the residual keeps the rest."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def loss(params, batch):
 
 
 class OnAnchor(PulseReference):
-    """The exchange of `LocalSgdReference`, whose weights are its anchor."""
+    """The exchange of `LocalSgdReference`, with its anchor as the weights."""
 
     of: LocalSgdReference
 
@@ -54,14 +54,14 @@ def test_local_steps_and_what_is_visible_of_them(sparsity):
 
 
 def test_what_stays_unseen_adds_up_until_it_is_seen():
-    """Each number of 40 on its own."""
+    """Each of 40 numbers by itself."""
     tx = optax.chain(jc.pulse(0.0, value_dtype="float32", dense_below=0), optax.sgd(1.0))
     step = jc.simulate(lambda params, rows: jnp.sum(params * rows.mean(0)), tx, 1)
     state, seen = step.init(jnp.ones(40)), []
     for _ in range(3):
         state, metrics = step(state, jnp.full((1, 40), 2.0**-10))
         seen.append((int(metrics["sent"]), float(state.params[7])))
-    # Below 1 numbers are 2^-8 apart: 2^-10 is a quarter, twice that the tie, which goes to 1, and thrice is seen.
+    # Below 1, numbers are 2^-8 apart: 2^-10 is a quarter of that, two make a tie, which rounds to 1, three are visible.
     assert seen == [(0, 1.0), (0, 1.0), (40, 1 - 3 * 2.0**-10)]
 
 

@@ -1,7 +1,7 @@
 """Law 8: a skip is never permanent. After one bad step and 20 good ones, training goes on, for every method.
 
-Through the public train step, with gradients that the batch gives. More than 4096 elements: a maximum that XLA 0.10
-compiles for a CPU loses NaN from there on.
+Through the public train step, with gradients from the batch. There are more than 4096 elements, as from there on a
+maximum that XLA (JAX 0.10) compiles for a CPU loses NaN.
 """
 
 import itertools

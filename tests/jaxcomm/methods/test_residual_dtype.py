@@ -1,7 +1,7 @@
 """Residuals in bfloat16: half the memory, rounded at random, nothing lost in the mean.
 
-One step is that of float32 with the residual rounded to a neighbour; what a step adds that is far below what is there
-is kept in the mean; rows without a change, of a skipped step or of zeros, stay to the bit.
+A step equals that of float32, with the residual rounded to a neighbour. A small gradient enters a large residual in the
+mean. Unchanged rows, of a skipped step or of zeros, stay the same to the bit.
 """
 
 import jax
@@ -28,7 +28,7 @@ EXCHANGES = {
 
 
 def neighbours(x):
-    """The bfloat16 numbers next to x, (below, above), the same twice where x is one: by halves of the 32 bits."""
+    """The bfloat16 numbers next to x, (below, above), both x if x is one: from the upper half of the 32 bits."""
     words = np.ascontiguousarray(x, np.float32).view(np.uint32)
     toward = (words & np.uint32(0xFFFF0000)).view(np.float32)
     away = ((words & np.uint32(0xFFFF0000)) + np.where(words & 0xFFFF, 0x10000, 0).astype(np.uint32)).view(np.float32)
@@ -51,7 +51,7 @@ def test_rounding_takes_a_neighbour_and_its_mean_is_the_number():
 @pytest.mark.parametrize("name", EXCHANGES)
 @pytest.mark.parametrize("on", [Simulated, pytest.param(OnMesh, marks=pytest.mark.slow)])
 def test_a_step_is_that_of_float32_and_its_residual_a_neighbour(name, on):
-    """The first step has the same gradients and residuals; rows differ between workers, and are rounded apart."""
+    """The first step has the same gradients and residuals; rows of different workers are rounded independently."""
     given = {key: value.copy() for key, value in trees.gradients("normal", 3, TREE, K).items()}
     for value in given.values():
         value[1:] = value[0]  # all workers have the same residual
@@ -67,7 +67,7 @@ def test_a_step_is_that_of_float32_and_its_residual_a_neighbour(name, on):
 
 
 def test_small_gradients_enter_a_large_residual_in_the_mean():
-    """1/2048 a step, for 512 steps, on top of 1, of which the neighbour above is 1.0078: nearest would stay at 1."""
+    """1/2048 per step, for 512 steps, on top of 1: the next number is 1.0078, so rounding to nearest stays at 1."""
     tx = jc.topk(0.9, residual_dtype="bfloat16", dense_below=0)
     workers = Simulated(tx, "blocks", 2)
     first = trees.gradients("zeros", 0, "blocks", 2)

@@ -1,4 +1,4 @@
-"""SparseLoCo against its algorithm, and the parts that it is made of: chunks, values of few bits, decay."""
+"""SparseLoCo against its algorithm, and its parts: chunks, values of few bits, decay."""
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ def test_a_skipped_step_leaves_the_residual_as_it_was():
 
 
 def test_local_steps_and_an_outer_step_without_momentum():
-    """H = 2, chunks of 1024 of which 64 are sent, a residual that decays: the global model of the paper's algorithm."""
+    """With H = 2, 64 sent of each chunk of 1024, and a decaying residual, the global model is the paper's."""
     shapes = {"w": (50, 60), "v": (2049,)}
     rng = np.random.default_rng(0)
     params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -96,7 +96,7 @@ def test_local_steps_and_an_outer_step_without_momentum():
 
 
 def test_a_payload_is_at_least_195_times_smaller_than_the_parameters():
-    """Of 64 in 4096, to one other worker; and at 1% a coordinate costs at most 10.8 bits."""
+    """With 64 of 4096, to one other worker; and at 1%, a coordinate costs at most 10.8 bits."""
     n = sum(leaf.size for leaf in LARGE.values())
     report = jc.wire_report(jc.sparse_loco(), LARGE, workers=2)
     assert report.every == 30

@@ -21,7 +21,7 @@ from tests.reference.streaming import StreamingReference
 from tests.reference.topk import TopKReference
 
 SHAPES = {"a": (7,), "b": (61,), "c": (20, 13), "s": ()}
-# The largest first, each to the fragment with the fewest elements: 260, 61, 7 and 1.
+# Tensors of 260, 61, 7 and 1 elements, the largest first, each go to the fragment with the fewest elements.
 FRAGMENTS = {1: [["a", "b", "c", "s"]], 2: [["c"], ["a", "b", "s"]], 3: [["c"], ["b"], ["a", "s"]]}
 K, H, RATE, STEPS = 3, 6, 0.125, 20
 BAD = {1: np.nan, 4: 1e37, 8: np.inf, 9: np.nan}  # on the last worker, in the steps 2, 5, 9 and 10
@@ -82,7 +82,7 @@ SETTINGS = [
     [pytest.param(*each, marks=() if each in USUAL else pytest.mark.slow) for each in SETTINGS],
 )
 def test_every_step_is_that_of_the_paper(fragments, overlap, mix, exchange):
-    """Every worker's parameters in every step, and the anchors once what was exchanged is merged."""
+    """Every worker's parameters in every step, and the anchors once an exchange is merged."""
     step = step_of(fragments=fragments, overlap=overlap, mix=mix, exchange=exchange)
     state = step.init(first_params())
     make = PlumpDpReference if exchange == DENSE else lambda: TopKReference(0.9, dense_below=60)
@@ -125,7 +125,7 @@ def test_without_fragments_and_delay_it_keeps_the_state_that_it_had():
 def test_nothing_is_lost():
     """Law 1, of each fragment: mean + mean of residuals is the mean of the outer gradients + that of the old residuals.
 
-    The mean is what the outer momentum takes. What is exchanged in a step is not merged in it.
+    The mean is the input of the outer momentum. An exchange is not merged in its own step.
     """
     step = step_of(exchange=TOPK)
     state, checked = step.init(first_params()), 0
@@ -148,7 +148,7 @@ def test_nothing_is_lost():
 
 @pytest.mark.parametrize("overlap", [0, 2, 5])
 def test_what_is_exchanged_is_not_needed_before_it_is_merged(overlap):
-    """Another worker's model at an exchange is of no consequence to this one's until `overlap` steps later."""
+    """Another worker's model at an exchange does not affect this one's until `overlap` steps later."""
     step = step_of(fragments=2, overlap=overlap, mix=0.5)
     states = [step.init(first_params())] * 2
     for i in range(3 + overlap):
@@ -163,7 +163,7 @@ def test_what_is_exchanged_is_not_needed_before_it_is_merged(overlap):
 
 
 def test_a_skipped_exchange_leaves_the_anchor_and_nothing_is_merged():
-    """Each worker keeps what it has learned; the worker with NaN misses its step alone."""
+    """Each worker keeps what it has learned; only the worker with NaN misses its step."""
     step = step_of(exchange=TOPK)
     state = step.init(first_params())
     for i in range(8):
@@ -248,7 +248,7 @@ def all_reduced(numbers, workers=K):
 
 @pytest.mark.parametrize("workers", [1, 2, 16])
 def test_bytes_are_those_of_the_formula(workers):
-    """The largest fragment in a step, and on average all parameters in H steps."""
+    """At most the largest fragment in a step, and on average all parameters in H steps."""
     report = jc.wire_report(streaming(fragments=3, overlap=1), first_params(), workers)
     assert (report.every, report.turns) == (2, 3)
     sizes = [float(each.received) for each in report.exchanges()]
@@ -278,7 +278,7 @@ def test_each_fragments_bytes_are_those_of_the_compiled_program(fragments):
 
 
 def test_a_fragment_that_sends_what_it_does_not_claim_is_refused():
-    """Though the first one, and the largest, are as claimed."""
+    """Though the first and the largest fragment are as claimed."""
     step, more = step_of("mesh"), {**first_params(), "b": np.zeros(70, np.float32)}
     state, given = step.init(first_params()), {"tx": streaming(), "workers": K}
     jc.verify(step, state, batch_of(0), params=first_params(), **given)
@@ -368,7 +368,7 @@ def test_more_fragments_than_tensors_are_refused():
 
 
 def test_the_planner_takes_all_fragments_into_account():
-    """Though there is an exchange in every step, of one of them: all parameters are exchanged in two."""
+    """Though every step exchanges only one of them: two steps exchange all parameters."""
     params = {name: jax.ShapeDtypeStruct((300, 400), np.float32) for name in "ab"}
     settings = {"whole": {}, "parts": {"fragments": 2, "overlap": 1}}
     methods = {name: jc.local_sgd(2, exchange=jc.topk(0.99), **each) for name, each in settings.items()}

@@ -1,7 +1,7 @@
-"""Law 4: what is rounded or selected at random is right on average. That it is drawn as it should is in `test_draws`.
+"""Law 4: random rounding and selection are right on average. `test_draws` tests the draws themselves.
 
-Random numbers are those of fixed seeds. Every bound is five or six standard deviations of the average that is tested:
-single coordinates would show a wrong one, all together a bias of a few thousandths of a level.
+Seeds are fixed. Every bound is five or six standard deviations of the tested average: single coordinates would show an
+error in one of them, all together a bias of a few thousandths of a level.
 """
 
 import jax
@@ -35,7 +35,7 @@ def steps_of(tx, gradients, params=None):
 def check_unbiased(means, level):
     """Means of random roundings that are at most `level` wide, over two shots and all workers."""
     error = means.mean(0) - X.astype(np.float64).mean(0)
-    deviation = level / 2  # at most, of numbers that lie within one level
+    deviation = level / 2  # at most, for numbers within one level
     assert np.abs(error).max() <= 6 * deviation / np.sqrt(STEPS)
     # A bias away from zero, or upwards.
     assert abs(np.mean(error * np.sign(X.mean(0)))) <= 5 * deviation / np.sqrt(STEPS * N)
@@ -78,7 +78,7 @@ def test_terngrad_clips_at_standard_deviations():
 
 
 def test_iwp_selects_with_the_probability_of_the_importance_over_the_threshold():
-    """One worker, who is the publisher, and a slot for everything: what is selected is what arrives."""
+    """With one worker, the publisher, and a slot for everything, what arrives is what was selected."""
     weights = np.abs(np.random.default_rng(1).normal(size=N)).astype(np.float32) + 0.5
     tx = jc.iwp(2.0, density=1.0, momentum=0.0, eps=1e-6, value_dtype="float32")
     selected = steps_of(tx, X[:1], weights) != 0

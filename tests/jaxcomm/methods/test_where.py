@@ -1,4 +1,4 @@
-"""An exchange of some leaves: others bypass it or go to a second exchange, in one vote."""
+"""An exchange of some leaves: others bypass it or go to a second exchange, with one vote for both."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ WHERE = "own|small"
 
 
 def update_of(tx):
-    """An update of K simulated workers, of gradients (K, ...), for `passed` one for all; and the first state."""
+    """An update of K simulated workers, with gradients (K, ...), or one for all of `passed`; and the first state."""
     state = init_state(PARAMS, tx, K).opt_state
     own = jax.tree.map(lambda node: 0 if is_rows(node) else None, state, is_leaf=is_rows)
     axes = {"own": 0, "passed": None, "small": 0}
@@ -162,7 +162,7 @@ def test_a_local_method_takes_all_parameters():
 
 
 def second(bad=None):
-    """The means and the state of one step, the others in a second exchange; a gradient with NaN at `bad`."""
+    """The means and the state of one step with a second exchange; a gradient has NaN at `bad`."""
     tx = jc.topk(0.9, value_dtype="float32", where="own", others=jc.sign(dense_below=2))
     state = tx.init(PARAMS)
     rng = np.random.default_rng(0)

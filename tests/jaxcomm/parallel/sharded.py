@@ -1,4 +1,4 @@
-"""A small network with a convolution and two dense layers, written for each way to train it in slices."""
+"""A small network with a convolution and two dense layers, written for each way to train it sharded."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def batches(count):
 
 
 def bottom(params, image):
-    """A convolution over the whole of an image: (B, 2, 2, 2) to (B, FEATURES)."""
+    """A convolution over the whole image: (B, 2, 2, 2) to (B, FEATURES)."""
     numbers, kernel = ("NHWC", "HWIO", "NHWC"), params["bottom"]["kernel"].reshape(2, 2, 2, FEATURES)
     y = lax.conv_general_dilated(image, kernel, (1, 1), "VALID", dimension_numbers=numbers)
     return jnp.tanh(y).reshape(image.shape[0], FEATURES)
@@ -54,12 +54,12 @@ def error(y, batch):
 
 
 def whole(params, batch):
-    """One device; also for the compiler to partition."""
+    """For one device, or for the compiler to partition."""
     return error(top(params, bottom(params, batch["image"])), batch)
 
 
 def split(params, batch):
-    """Dense layers in slices of the workers' own devices."""
+    """Dense layers sharded over the workers."""
     up, down = params["up"], params["down"]
     features = bottom(params, batch["image"])
     hidden = jnp.tanh(split_dense(features, up["kernel"], up["bias"], outputs="features"))
@@ -67,12 +67,12 @@ def split(params, batch):
 
 
 def split_global(params, batch):
-    """The same, with a loss that is that of all rows on every worker."""
+    """The same, with the loss of all rows on every worker."""
     return lax.pmean(split(params, batch), "data")
 
 
 def on_one(params, batch):
-    """Dense layers on worker 0 alone."""
+    """Dense layers only on worker 0."""
     features = bottom(params, batch["image"])
 
     def loss(dense, inputs):
@@ -83,14 +83,14 @@ def on_one(params, batch):
 
 
 def tensor_parallel(params, batch):
-    """Dense layers in slices of a model axis, by hand."""
+    """Dense layers sharded over a model axis, by hand."""
     up, down = params["up"], params["down"]
     hidden = jnp.tanh(bottom(params, batch["image"]) @ up["kernel"] + up["bias"])
     return error(lax.psum(hidden @ down["kernel"], "model") + down["bias"], batch)
 
 
 def explicit(params, batch):
-    """The same on a mesh of Explicit axes: where arrays lie is in their types; a product, as convolutions are not."""
+    """The same on a mesh of Explicit axes, with shardings in the types; by a product, as convolutions have none."""
 
     def spread(bias, y):
         return jax.reshard(jnp.broadcast_to(bias, y.shape), jax.typeof(y).sharding)
@@ -133,11 +133,11 @@ def partitioned(loss_fn, tx, mesh, specs, **options):
 
 
 def as_given(loss_fn, tx, mesh, specs, **options):
-    """Of parameters that are sharded already, and a loss for one device."""
+    """A step for parameters that are sharded already, and a loss for one device."""
     return jc.make_train_step(loss_fn, tx, mesh, **options)
 
 
-# name: (what makes the step, its loss, specs, mesh)
+# name: (the step's maker, its loss, specs, mesh)
 WAYS = {
     "split": (make, split, OVER_WORKERS, lambda: auto_mesh(4)),
     "split, one loss": (make, split_global, OVER_WORKERS, lambda: auto_mesh(2)),
@@ -150,7 +150,7 @@ WAYS = {
 
 
 def start(name, workers):
-    """The first parameters of a way."""
+    """The initial parameters for a way."""
     if name != "one worker":
         return params()
     first = params()
@@ -158,7 +158,7 @@ def start(name, workers):
 
 
 def trained(name, tx, count):
-    """Takes steps by one way: (state, metrics of the last step). A step's state has to lie as it did before."""
+    """Takes steps in one way: (state, metrics of the last step). A step must not change the state's shardings."""
     make_way, loss_fn, specs, mesh = WAYS[name]
     mesh = mesh()
     state = init_state(start(name, mesh.shape["data"]), tx, mesh, specs=specs)
@@ -181,7 +181,7 @@ def on(mesh, batch):
 
 
 def trained_on_one_device(tx, count):
-    """The parameters after steps of one device with all rows."""
+    """The parameters after steps on one device with all rows."""
     own = params()
     state = tx.init(own)
 

@@ -1,4 +1,4 @@
-"""Several micro-batches for one exchange: in one step, and over several calls. Keys, and what line searches take."""
+"""Several micro-batches per exchange: in one step, and over several calls. Keys, and line searches."""
 
 import functools
 
@@ -34,14 +34,14 @@ def close(a, b, rtol=1e-5, atol=1e-6):
 
 
 def by_worker(batch, count, part):
-    """The rows of a part of each worker's own."""
+    """The rows of one part of each worker's own."""
     own = {name: rows.reshape(K, count, -1, *rows.shape[1:])[:, part] for name, rows in batch.items()}
     return {name: rows.reshape(-1, *rows.shape[2:]) for name, rows in own.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_micro_batches_of_a_step_are_the_step_of_all_rows(kind):
-    """With a model's state, the rows of which are counted in turn."""
+    """With a model's state, which sees the micro-batches one after another."""
 
     def loss(params, model_state, batch):
         seen = 0.5 * model_state["mean"] + 0.5 * batch["x"].mean()
@@ -184,7 +184,7 @@ SEARCHES = {
 
 
 def search(tx):
-    """A script's own step: what is searched is the loss of the rows that it has."""
+    """A script's own step: the search is over the loss of its rows."""
 
     def step(state, batch):
         params, opt_state = state
@@ -215,7 +215,7 @@ def test_a_line_search_is_that_of_one_device(name):
 
 
 def test_the_axis_of_workers_is_said_once():
-    """By the exchange: the step, the reports and the proof take it from there."""
+    """By the exchange: the step, the reports and the verification take it from there."""
     mesh, axes = jc.make_mesh(replica=2, shard=2), ("replica", "shard")
     tx = jc.chain(jc.topk(0.5, dense_below=0, axis_name=axes), optax.sgd(0.1))
     step, plain = jc.make_train_step(loss_fn, tx, mesh), make("mesh", loss_fn, jc.chain(SPARSE, optax.sgd(0.1)))

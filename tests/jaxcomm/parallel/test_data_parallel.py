@@ -1,4 +1,4 @@
-"""Steps of several frameworks, written for one device, on a mesh; and what such a step must not do."""
+"""Steps of several frameworks that were written for one device, on a mesh; and what such a step must not do."""
 
 import functools
 import sys
@@ -44,7 +44,7 @@ def cross_entropy(logits, labels):
 
 
 def plain(tx):
-    """A pair (parameters, optimizer's state) and a function of it."""
+    """A pair (parameters, optimizer's state), and a function of it."""
     params = {"w": jnp.linspace(-0.3, 0.3, FEATURES * CLASSES).reshape(FEATURES, CLASSES), "b": jnp.zeros(CLASSES)}
 
     def step(state, batch):
@@ -63,7 +63,7 @@ class Perceptron(nn.Module):
 
 
 def flax_linen(tx):
-    """Flax's own TrainState, whose step counter begins as a number of Python."""
+    """Flax's own TrainState, whose step counter begins as a Python number."""
     model = Perceptron()
     params = model.init(jax.random.key(0), jnp.zeros((1, FEATURES)))
 
@@ -226,7 +226,7 @@ def test_running_statistics_are_averaged_where_that_is_said():
 
 
 def with_tail(tail):
-    """The plain step, and something of a worker's own that it does with gradients, batch and state."""
+    """The plain step with a `tail`, which does something with a worker's own gradients, batch and state."""
 
     def script(tx):
         _, state, _ = plain(tx)
@@ -344,7 +344,7 @@ def test_replicated_state_that_parted_is_found(place):
     state, _ = own(state, batches(1)[0])
 
     def part(leaf):
-        """Worker 2 has another number in the middle."""
+        """Worker 2 has a different number in the middle."""
         copies = [np.array(leaf) for _ in range(K)]
         copies[2].reshape(-1)[leaf.size // 2] += 1e-3
         devices = mesh().devices.flat
@@ -363,7 +363,7 @@ def test_replicated_state_that_parted_is_found(place):
 
 
 def one_row(state):
-    """As a checkpoint of a state that was taken for replicated has it: worker 0's rows alone."""
+    """As in a checkpoint of a state that was mistaken for replicated: only worker 0's rows."""
     return jax.tree.map(
         lambda node: jax.tree.map(lambda rows: np.asarray(rows)[:1], node) if isinstance(node, jc.PerWorker) else node,
         state,
@@ -390,7 +390,7 @@ def test_rows_of_another_worker_are_refused_and_where_nobody_looks_the_step_is_s
     with pytest.raises(ValueError, match="The rows of dct_dp"):
         theirs(given, batches(1)[0])
 
-    # A script's own pmap-like region, in which nothing is tracked and no host looks at the numbers.
+    # A script's own pmap-like region, in which nothing is tracked and no host checks the numbers.
     blind = jax.shard_map(
         step, mesh=mesh(), in_specs=(jc.state_specs(spread), P("data")), out_specs=P(), check_vma=False
     )
@@ -420,7 +420,7 @@ EXCHANGES = {
 
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_every_exchange_gives_what_is_the_same_on_all_workers(name):
-    """What JAX proves of each method where it tracks, the walk over the program finds where it does not."""
+    """JAX proves this where it tracks variation; where it does not, the walk over the program finds the same."""
     params = {"w": jnp.zeros((64, 40)), "b": jnp.zeros(7)}
     tx = EXCHANGES[name]
 
@@ -480,7 +480,7 @@ def test_it_keeps_the_name_of_the_step():
 
 
 def drawing(tx):
-    """A step that draws for its rows, with a key of the state or one that it is given."""
+    """A step that draws for its rows, with a key from the state or from an argument."""
 
     def step(state, batch, key=None):
         params, opt_state, own = state

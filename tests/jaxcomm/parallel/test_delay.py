@@ -1,4 +1,4 @@
-"""Chains that exchange the gradients of the step before: what they compute, keep, refuse, and leave free to overlap."""
+"""Chains that exchange the gradients of the step before: what they compute, keep, refuse, and allow to overlap."""
 
 import functools
 
@@ -62,7 +62,7 @@ def equal(a, b):
     ],
 )
 def test_every_exchange_is_that_of_the_gradients_before(case, kind):
-    """To the bit the run that gets zeros first, and then the same gradients; and the state has the last ones."""
+    """Equal to the bit to a run that gets zeros first, then the same gradients; the state keeps the last ones."""
     given, zeros = given_gradients(4), {name: np.zeros((K, *shape), np.float32) for name, shape in SHAPES.items()}
     start = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
     delayed = make(kind, linear, jc.chain(case.make(), optax.sgd(0.1, momentum=0.0), delay=1))
@@ -124,7 +124,7 @@ def test_another_number_of_workers_owes_the_same_mean(new):
 
 
 def test_the_programs_of_cpu_hosts_take_the_same_steps(monkeypatch):
-    """Three programs in two threads, as between processes; here on one mesh."""
+    """Three programs in two threads, as with several processes; here on one mesh."""
     tx, key = jc.chain(jc.topk(0.5, dense_below=0), optimizer(), delay=1), jax.random.key(3)
     options = {"has_state": True, "rng": key, "accumulate": 2}
     whole, apart = (jc.make_train_step(loss_fn, tx, jc.make_mesh(data=K), **options) for _ in range(2))
@@ -144,7 +144,7 @@ def test_the_programs_of_cpu_hosts_take_the_same_steps(monkeypatch):
 
 @pytest.mark.parametrize("method", ["plump_dp", "topk", "dct_dp", "sign"])
 def test_the_compiled_exchange_waits_for_nothing_of_its_step(method):
-    """Without a delay, next to nothing can be computed beside it."""
+    """Without a delay, almost nothing can be computed at the same time."""
     exchange = {
         "plump_dp": jc.plump_dp,
         "topk": lambda: jc.topk(0.9),
@@ -164,7 +164,7 @@ def test_the_compiled_exchange_waits_for_nothing_of_its_step(method):
 
 
 def test_a_script_of_its_own_takes_delayed_steps():
-    """`data_parallel` of a chain that is delayed is the step of `make_train_step`."""
+    """`data_parallel` with a delayed chain equals the step of `make_train_step`."""
 
     def loss(params, x):
         return (jnp.tanh(x @ params["w"]) ** 2).mean()

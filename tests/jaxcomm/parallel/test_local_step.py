@@ -1,4 +1,4 @@
-"""Local methods of workers that hold shards on devices of their own: equal to workers that hold all."""
+"""Local methods of workers with shards on several devices: equal to workers that hold everything."""
 
 from collections import Counter
 
@@ -26,7 +26,7 @@ MESHES = {
     "fsdp": (2, {"fsdp": 4}, BY_FSDP, sharded.whole, {"auto": ("fsdp",)}),
     "both": (2, {"fsdp": 2, "model": 2}, BY_BOTH, sharded.whole, {"auto": ("fsdp", "model")}),
 }
-# A worker's optimizer clips by the norm of all its shards. AdamW would magnify the rounding of tiny gradients.
+# A worker's optimizer clips by the norm of all its shards. AdamW would amplify the rounding of tiny gradients.
 LOCAL = jc.chain(optax.clip_by_global_norm(0.5), optax.add_decayed_weights(0.01), optax.sgd(0.3, momentum=0.9))
 METHODS = {
     "diloco": jc.local_sgd(3, exchange=jc.plump_dp()),
@@ -36,7 +36,7 @@ METHODS = {
 
 
 def make(name, tx, **options):
-    """The step, and a mesh on which a worker's rows are spread over its devices."""
+    """The step, and the mesh; a worker's rows are spread over its devices."""
     workers, others, specs, loss, more = MESHES[name]
     mesh = jc.make_mesh(data=workers, **others)
     return jc.make_train_step(loss, tx, mesh, specs=specs, donate=False, **more, **options), mesh
@@ -48,7 +48,7 @@ def spread(mesh, batch):
 
 
 def places(mesh):
-    """Where parameters are on a mesh with an axis "fsdp"."""
+    """The shardings of parameters on a mesh with an axis "fsdp"."""
     tree, specs = sharded.params(), BY_FSDP
     specs = jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, tree, is_leaf=is_spec)
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
@@ -66,7 +66,7 @@ def assert_near(found, expected):
     ("name", "method"), [*((name, "diloco") for name in MESHES), ("both", "averaging"), ("fsdp", "all at once")]
 )
 def test_shards_train_as_whole_workers_do(name, method):
-    """Their own parameters and optimizers, the global model and the losses, of seven steps."""
+    """Local parameters and optimizers, the global model and the losses, over seven steps."""
     tx = jc.chain(LOCAL, METHODS[method])
     step, mesh = make(name, tx)
     alone = jc.simulate(sharded.whole, tx, 2, donate=False)
@@ -90,7 +90,7 @@ def is_rows(node):
 
 @pytest.mark.parametrize("name", ["tensor parallel", "both"])
 def test_everything_is_sharded_like_the_parameters(name):
-    """A device has its shards of its worker's state, and a shape says so before there is a state."""
+    """A device has its shards of its worker's state; `shapes` says so before there is a state."""
     specs = MESHES[name][2]
     step, mesh = make(name, jc.chain(optax.adamw(0.1), jc.local_sgd(2, exchange=jc.topk(0.9, dense_below=0))))
     state, shapes = step.init(sharded.params()), step.shapes(sharded.params())
@@ -113,7 +113,7 @@ def test_everything_is_sharded_like_the_parameters(name):
 @pytest.mark.parametrize("at", [1, 2])
 @pytest.mark.parametrize("name", ["tensor parallel", "both"])
 def test_a_number_that_is_not_finite_does_what_it_does_to_whole_workers(name, at):
-    """In a local step its worker stays; in one that exchanges, all do. Afterwards training goes on."""
+    """In a local step, its worker stays unchanged; in an exchange step, all do. Training then goes on."""
     tx = jc.chain(LOCAL, jc.local_sgd(3, exchange=jc.plump_dp()))
     step, mesh = make(name, tx)
     alone = jc.simulate(sharded.whole, tx, 2, donate=False)
@@ -164,7 +164,7 @@ def test_a_number_that_is_not_finite_in_one_shard_is_known_to_all():
 
 
 def test_the_models_state_is_that_of_whole_workers():
-    """A worker whose gradient is not finite gives the old one."""
+    """A worker whose gradient is not finite contributes the old state."""
     tx = jc.chain(optax.sgd(0.1), jc.local_sgd(3, exchange=jc.plump_dp()))
 
     def with_state(loss):
@@ -198,7 +198,7 @@ EXCHANGES = {
 
 @pytest.mark.parametrize("method", EXCHANGES)
 def test_a_shard_is_exchanged_as_a_model_of_its_own(method):
-    """Of a loss that is a sum over elements: two halves, each alone."""
+    """With a loss that is a sum over elements, each half is exchanged as if alone."""
     tx = jc.chain(optax.sgd(0.1, momentum=0.9), EXCHANGES[method])
     first = {"kernel": np.random.default_rng(0).normal(size=(40, 128)).astype(np.float32)}
     rows = [np.random.default_rng(i).normal(size=(4, 40, 128)).astype(np.float32) for i in range(4)]
@@ -249,7 +249,7 @@ def communication_period(exchange):
 
 @pytest.mark.parametrize("exchange", [jc.plump_dp(), jc.topk(0.9, dense_below=16)], ids=["plump_dp", "topk"])
 def test_over_the_other_axes_moves_what_fsdp_moves(exchange):
-    """The compiled collectives of a worker alone on its four devices; and small ones of what is no shard."""
+    """The compiled collectives of one worker on its four devices, and small ones for what is not sharded."""
     step, mesh = make("fsdp", jc.chain(optax.adamw(0.1), jc.local_sgd(2, exchange=exchange)))
     batch = next(sharded.batches(1))
     text = step.compile(step.shapes(sharded.params()), spread(mesh, batch)).as_text()
@@ -276,7 +276,7 @@ def test_over_the_other_axes_moves_what_fsdp_moves(exchange):
 
 @pytest.mark.parametrize("method", ["diloco", "slim_dp"])
 def test_workers_come_and_go_and_keep_their_mean(method):
-    """Of shards: the global model, the mean of the workers' parameters, and what their exchange owes."""
+    """For shards: the global model, the mean of the workers' parameters, and the residual of their exchange."""
     step, mesh = make("tensor parallel", jc.chain(optax.sgd(0.1, momentum=0.9), (METHODS | EXCHANGES)[method]))
     state = step.init(sharded.params())
     for batch in sharded.batches(3):
@@ -347,6 +347,6 @@ def test_parameters_that_are_sharded_stay_where_they_are_given():
     after, _ = step(state, batch)
     told, _ = make("fsdp", tx)
     assert_near(after.params.rows, told(told.init(sharded.params()), batch)[0].params.rows)
-    again = jc.make_train_step(sharded.whole, tx, mesh, donate=False)  # of a checkpoint, without init
+    again = jc.make_train_step(sharded.whole, tx, mesh, donate=False)  # from a checkpoint, without init
     assert_near(again.params(after), step.params(after))
     assert again.params(after)["up"]["kernel"].sharding.spec == P("fsdp")

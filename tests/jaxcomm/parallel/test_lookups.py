@@ -1,4 +1,4 @@
-"""Tables whose rows the step looks up: they train as on one device, and what no batch touches is not moved."""
+"""Tables whose rows the step looks up: they train as on one device, and untouched rows are not moved."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def start():
 
 
 def batch_of(seed):
-    """Few of the rows, so that workers share some, and a worker has some twice."""
+    """A batch with few rows of the table, so that workers share some, and a worker has some twice."""
     rng = np.random.default_rng(seed)
     return {
         "words": rng.integers(0, 9, (B, F)).astype(np.int32),
@@ -36,7 +36,7 @@ def batch_of(seed):
 
 
 def loss_of(words, places, w, y):
-    """Of vectors (B, F, D) and (B, D)."""
+    """A loss of vectors (B, F, D) and (B, D)."""
     return jnp.mean((jnp.tanh(words.sum(axis=1) * places) @ w - y) ** 2)
 
 
@@ -82,9 +82,9 @@ def test_tables_train_as_on_one_device_and_a_bad_step_changes_nothing(K):
 
 
 def test_bytes_are_those_of_ids_vectors_and_changes_and_do_not_grow_with_the_tables():
-    """Each of two workers receives half of all: ids, and vectors and their changes, half of D by columns; and 16 more.
+    """Each of two workers receives half of all ids, vectors and changes (by columns half of D); and 16 bytes more.
 
-    Beside them the all-reduces: of w, of the loss, and of the four counts.
+    In addition, there are the all-reduces of w, of the loss, and of the four counts.
     """
     step = make(2)
     state, batch = step.init(start()), batch_of(0)
@@ -97,7 +97,7 @@ def test_bytes_are_those_of_ids_vectors_and_changes_and_do_not_grow_with_the_tab
 
 
 def test_a_table_may_be_looked_up_by_the_loss_beside_one_that_the_step_looks_up():
-    """Its gradient is dense then, and all is the same."""
+    """Its gradient is then dense, with the same result."""
 
     def loss(params, batch):
         places = jc.layers.sharded_lookup(params["places"], batch["place"], by="columns")
@@ -119,7 +119,7 @@ def test_a_table_may_be_looked_up_by_the_loss_beside_one_that_the_step_looks_up(
     "after",
     [
         optax.sgd(0.1, momentum=0.9),
-        optax.sgd(0.1, momentum=0.0),  # which has a state for every row all the same
+        optax.sgd(0.1, momentum=0.0),  # which still has state for every row
         optax.adam(0.1),
         optax.chain(optax.add_decayed_weights(0.1), optax.sgd(RATE)),
         optax.chain(optax.clip(0.1), optax.sgd(0.1)),

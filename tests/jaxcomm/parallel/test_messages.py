@@ -1,4 +1,4 @@
-"""What a newcomer does wrong, by hand: each is refused, and what the message says to do instead is done, and trains."""
+"""A newcomer's mistakes: each is refused, and the remedy in the message works, and trains."""
 
 import warnings
 from functools import partial
@@ -42,7 +42,7 @@ def chain(exchange=SPARSE, *more):
 
 
 def train(loss=loss_fn, tx=None, params=None, batch=None, mesh=None, **arguments):
-    """Three steps, whose loss falls; returns step, state and metrics."""
+    """Does three steps with a falling loss; returns step, state and metrics."""
     step = jc.make_train_step(loss, tx or chain(), mesh or jc.make_mesh(data=K), **arguments)
     state = step.init(PARAMS if params is None else params)
     losses = []
@@ -192,7 +192,7 @@ def test_parameters_of_workers_that_train_on_their_own():
 
 
 def test_parameters_that_are_sharded_already():
-    """They stay where they are; over the workers themselves they are refused."""
+    """They keep their sharding, but are refused if it is over the workers."""
     flat, mesh = jc.make_mesh(data=K), jc.make_mesh(data=2, fsdp=2)
     over_workers = PARAMS | {"w": jax.device_put(PARAMS["w"], NamedSharding(flat, P("data")))}
     message = r"sharded over the workers, .*at \"\['w'\]\".*make_mesh\(data=2, fsdp=4\) and P\(\"fsdp\"\)"
@@ -208,7 +208,7 @@ def test_parameters_that_are_sharded_already():
 
 
 def test_parameters_that_are_sharded_within_a_worker():
-    """FSDP: over the axis of the workers themselves the loss gets shards; over one of their own, whole tensors."""
+    """FSDP: over the axis of the workers, the loss gets shards; over another axis, whole tensors."""
     with pytest.raises(TypeError) as error:
         train(specs={"w": P("data"), "b": P()})
     (note,) = [note for note in error.value.__notes__ if "jaxcomm" in note or "specs=" in note]

@@ -21,7 +21,7 @@ LOCAL = {
     "slim_dp": optax.chain(optax.sgd(0.1), jc.slim_dp(0.3, 0.15)),
     "local_sgd": optax.chain(optax.sgd(0.1), jc.local_sgd(3, exchange=jc.plump_dp())),
 }
-WITHOUT_EXCHANGE = {"local_sgd": 1}  # a step in which the other workers go on
+WITHOUT_EXCHANGE = {"local_sgd": 1}  # a step without an exchange, in which the other workers go on
 
 
 def batches(rows=ROWS):
@@ -31,7 +31,7 @@ def batches(rows=ROWS):
 
 
 def loss_fn(params, model_state, batch):
-    """A linear model of what is left when the running mean is taken away."""
+    """A linear model of the input minus the running mean."""
     new = {
         "mean": 0.75 * model_state["mean"] + 0.25 * batch.mean(0),
         "spread": {"largest": jnp.max(batch).astype(jnp.bfloat16)},
@@ -52,7 +52,7 @@ def simulated(tx, workers=K, **options):
 
 
 def eleven(tx, **options):
-    """So many that the mean of the same number eleven times is another number, where it is computed."""
+    """Eleven workers: the computed mean of eleven equal numbers may be a different number."""
     return simulated(tx, 11, **options)
 
 
@@ -125,7 +125,7 @@ def test_bytes_are_predicted_and_travel_with_the_losses(tx):
     assert scalars in predicted.always
     assert predicted.received == compiled.received
     assert predicted.received == jc.wire_report(tx, PARAMS, K).program.received + scalars.received
-    losses = int(Traffic("all_reduce", 4 * 2, K).received)  # the state's numbers are no others to `verify`
+    losses = int(Traffic("all_reduce", 4 * 2, K).received)  # `verify` does not count the state's numbers as others
     jc.verify(step, state, batch, tx=tx, params=PARAMS, workers=K, other_bytes=losses)
     with pytest.raises(ValueError, match="a dense all-reduce is left"):
         jc.verify(step, state, batch, tx=tx, params=PARAMS, workers=K, other_bytes=losses - 1)

@@ -1,4 +1,4 @@
-"""Every rule with a chain that breaks it and the one that its remedy makes."""
+"""Every rule, with a chain that breaks it and the chain that its remedy makes."""
 
 import functools
 import re
@@ -21,7 +21,7 @@ W = {"b": False, "w": True}  # a mask
 
 
 def judge(tx):
-    axes = ("slice", "data")  # those of a hierarchy; others ask about one of them
+    axes = ("slice", "data")  # a hierarchy's; others use one of them
     state = jax.eval_shape(in_axes_of_workers(tx.init, (2, 2), axes), PARAMS)
     return check_chain(tx, state, PARAMS)
 
@@ -32,7 +32,7 @@ def plain(tx):
 
 
 def of_a_user(inner):
-    """A transformation that fails where it is tried: nothing is known of it but its state."""
+    """A transformation that fails when it is tried: only its state is known."""
 
     def update(updates, state, params=None, *, loss):
         return inner.update(updates, state, params)
@@ -88,7 +88,7 @@ INSIDE = (
     r"must be a link of the chain itself; got {} inside a transformation with the state .* Put the exchange before it"
 )
 
-# name: (refused, what is said, accepted). What states alone show is refused in an `optax.chain` too.
+# name: (refused, message, accepted). What states alone show is also refused in an `optax.chain`.
 BY_STATE = {
     "twice": (chain(dct, chain(topk, scale)), TWICE, chain(dct, scale)),
     "twice, locally": (chain(dct, sgd, local), TWICE, chain(sgd, local)),
@@ -179,7 +179,7 @@ RATE = r"A learning rate before .* enters the residual, .*: put it after"
 L2 = r"Weight decay before .* is L2, which the optimizer after it normalises .*: put it after"
 SGDW = r"Weight decay after .* has none of its momentum of 0.9, .*: put optax.add_decayed_weights before"
 
-# name: (unusual, what is said, usual)
+# name: (unusual, message, usual)
 UNUSUAL = {
     "rate": (chain(sgd, dct), RATE, chain(sgd, plump)),
     "rate, scheduled": (
@@ -231,7 +231,7 @@ def test_what_states_show_is_refused_in_a_plain_chain(rule):
     broken, message, remedied = BY_STATE[rule]
     with pytest.raises(ValueError, match=message):
         judge(plain(broken))
-    if "iwp" not in rule:  # momentum of 0 in Adam's state is only seen where it is tried
+    if "iwp" not in rule:  # momentum of 0 in Adam's state is only noticed when it is tried
         assert judge(plain(remedied)) == []
 
 
@@ -254,7 +254,7 @@ def test_what_the_remedy_makes_runs_on_a_mesh(rule):
     mesh, names = jc.make_mesh(**axes), tuple(axes) if len(axes) > 1 else "data"
     state = jax.eval_shape(lambda: init_state(PARAMS, tx, mesh, axis_name=names))
     if "of a user" in rule:
-        return  # it wants arguments that the step does not have
+        return  # it takes arguments that the step does not have
     batch = {"x": np.ones((4, 300), np.float32), "y": np.ones((4, 3), np.float32)}
     new, _ = jax.eval_shape(jc.make_train_step(loss_fn, tx, mesh, axis_name=names), state, batch)
     assert jax.tree.structure(new) == jax.tree.structure(state)
@@ -310,7 +310,7 @@ def test_init_state_refuses_and_warns_where_it_is_called():
     assert [warning.filename for warning in caught] == [__file__]
 
 
-# What the rules rest on.
+# The reasons for the rules.
 
 
 def trained(tx):
@@ -332,7 +332,7 @@ def test_decay_between_an_exchange_and_momentum_is_that_of_dense_sgd():
 
 
 def applied_and_owed(tx, steps=20):
-    """What a worker alone has applied after some gradients of norm 1, and what is in its residual."""
+    """What a single worker has applied after some gradients of norm 1, and its residual."""
     state, applied = tx.init({"w": np.zeros(1024, np.float32)}), 0.0
     step = jax.jit(jax.vmap(tx.update, in_axes=(0, None), out_axes=(0, 0), axis_name="data"))
     for _ in range(steps):
@@ -343,14 +343,14 @@ def applied_and_owed(tx, steps=20):
 
 
 def test_clipping_after_error_feedback_loses_gradients_and_clipping_before_it_does_not():
-    """The clip lets each of the gradients pass; the mean of those that have waited has a larger norm."""
+    """Each gradient passes the clip unchanged, but the mean of accumulated ones has a larger norm."""
     topk = jc.topk(0.9, value_dtype="float32", dense_below=0)
     np.testing.assert_allclose(applied_and_owed(chain(clip, topk)), 20 * 32, rtol=1e-5)
     assert applied_and_owed(chain(topk, clip)) < 0.9 * 20 * 32
 
 
 def test_decay_behind_momentum_correction_is_weaker_than_l2():
-    """A chain with momentum before the exchange, as dgc has it, in one worker: what the constant decay adds up to."""
+    """In one worker, with momentum before the exchange like dgc's: what a constant decay adds up to."""
 
     def total(*links):
         tx, params = chain(*links), jnp.ones(1)

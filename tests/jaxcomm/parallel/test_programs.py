@@ -1,4 +1,4 @@
-"""What a step leaves to the device: it is compiled once, and no later step waits for a number on the host."""
+"""A step leaves its work to the device: it is compiled once, and no later step waits for a number on the host."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -76,7 +76,7 @@ STEPS = {
 
 @contextmanager
 def compilations():
-    """The names of what JAX does meanwhile, for as long as it takes."""
+    """Yields a list that collects the events that JAX times in the block, such as compilations."""
     seen = []
 
     def listen(event, *_, **__):

@@ -1,4 +1,4 @@
-"""Which outputs of a program may differ between workers, found by walking over its equations."""
+"""Outputs of a program that may differ between workers, found by walking over its equations."""
 
 import jax
 import jax.numpy as jnp

@@ -12,7 +12,7 @@ PARAMS = {"b": np.ones(3, np.float32), "w": np.arange(900, dtype=np.float32).res
 
 
 def state_of(K, tx=None):
-    """A state with its own numbers everywhere."""
+    """A state in which all numbers differ."""
     state = init_state(PARAMS, tx or optax.chain(jc.dct_dp(0.9), optax.adam(0.1)), K)
     rng = np.random.default_rng(K)
 
@@ -74,7 +74,7 @@ def test_a_run_goes_on_with_another_number_of_workers():
 
 
 def test_nothing_is_lost_of_sharded_parameters():
-    """Of 4, 8, 1 and 3 workers, each of two devices: parameters + what every shard owes are those of a dense mean."""
+    """4, 8, 1 and 3 workers of two devices each: parameters + residuals of all shards equal those of a dense mean."""
     specs = {"copy": P(), "model": P(None, "model"), "whole": P("data")}
     tx = jc.chain(jc.dct_dp(0.9, dense_below=0), optax.sgd(0.5))
     rng = np.random.default_rng(0)

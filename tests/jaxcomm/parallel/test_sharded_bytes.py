@@ -1,4 +1,4 @@
-"""Bytes of steps for parameters in slices: predicted, traced, and in the compiled text."""
+"""Bytes of steps for sharded parameters: predicted, traced, and in the compiled text."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def program_of(lowered):
 
 
 def wire_of(name, tx, data, model=None):
-    """The compiled program, and the traced one, of a step that is never run."""
+    """The compiled and the traced program of a step that is never run."""
     make, loss_fn, specs, _ = sharded.WAYS[name]
     mesh = sharded.explicit_mesh(data, model) if name == "unreduced" else sharded.auto_mesh(data, model)
     state = state_shapes(sharded.start(name, data), tx, mesh, specs)
@@ -50,14 +50,14 @@ def test_bytes_of_one_worker_are_rows_errors_and_the_exchange_of_the_rest():
     compiled, traced = wire_of("one worker", tx, K)
     assert compiled.received == traced.received
     features, labels = 4 * sharded.ROWS * sharded.FEATURES, 4 * sharded.ROWS * sharded.CLASSES
-    moved = (K - 1) / K * (2 * features + labels)  # all workers together
+    moved = (K - 1) / K * (2 * features + labels)  # over all workers
     scalars = 2 * (K - 1) / K * (4 + 4 + 4 + 16)  # the loss and its derivative, the mean loss, the counts
     exchange = jc.wire_report(jc.plump_dp(), sharded.params()["bottom"], K)
     assert float(traced.received) == moved / K + exchange.received + scalars
 
 
 def slices_over_model():
-    """The shapes that one device holds, on a model axis of 2, by group: those in slices, and the others."""
+    """The shapes on one device, with a model axis of 2, by group: sharded ones, and the others."""
     own, specs = sharded.params(), sharded.OVER_MODEL
     kernel = jax.ShapeDtypeStruct((sharded.FEATURES, sharded.HIDDEN // 2), jnp.float32)
     bias = jax.ShapeDtypeStruct((sharded.HIDDEN // 2,), jnp.float32)
@@ -69,8 +69,8 @@ def slices_over_model():
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["tensor parallel", "partitioned", "unreduced"])
 def test_a_gradient_in_slices_is_not_gathered(name, method):
-    """On 4 x 2 devices, by the number that takes part: what goes over the workers is the slices' exchange, and what
-    goes over the model axis is smaller than the smallest gradient in slices."""
+    """On 4 x 2 devices, by the number of participants: over the workers, only the shards' exchange is sent; over the
+    model axis, only less than the smallest sharded gradient."""
     exchange = METHODS[method]
     compiled, traced = wire_of(name, jc.chain(exchange, SGD), 4, 2)
     over = {K: [t for _, t in compiled.operations() if t.workers == K] for K in (2, 4, 8)}
@@ -89,7 +89,7 @@ def test_a_gradient_in_slices_is_not_gathered(name, method):
 
 
 def test_an_exchange_over_the_workers_alone_gathers_the_gradient():
-    """What the region over all axes is there to avoid, seen by the same count."""
+    """The region over all axes is there to avoid this, as the same count shows."""
     mesh, tx = jc.make_mesh(data=4, model=2), jc.quant_dp(8)
     kernel = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P(None, "model")))
     rows = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=NamedSharding(mesh, P("data")))
@@ -105,7 +105,7 @@ def test_an_exchange_over_the_workers_alone_gathers_the_gradient():
     assert max(t.operand_bytes for t in gathered) >= 4 * 64 * 32
 
 
-# Verification counts what goes over the workers alone.
+# Verification only counts what is sent over the workers.
 
 
 @pytest.mark.parametrize("name", ["split", "one worker", "tensor parallel", "partitioned", "unreduced"])
@@ -115,7 +115,7 @@ def test_a_step_of_shards_is_verified(name):
     step, batch = make(loss_fn, tx, mesh, specs), next(sharded.batches(1))
     state = step.shapes(sharded.start(name, mesh.shape["data"]))
     report = step.verify(state, sharded.on(mesh, batch))
-    loss = 2 * 4 * (mesh.shape["data"] - 1) / mesh.shape["data"]  # its mean, which the compiler makes of a global loss
+    loss = 2 * 4 * (mesh.shape["data"] - 1) / mesh.shape["data"]  # its mean, which the compiler adds for a global loss
     added = loss if name in ("partitioned", "unreduced") else 0
     assert 0 < report.program.received <= step.report(state, batch).program.received + added
 

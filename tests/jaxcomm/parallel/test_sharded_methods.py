@@ -1,4 +1,4 @@
-"""Steps for parameters in slices with compressed exchanges: every way the same."""
+"""Steps for sharded parameters with compressed exchanges: all ways agree."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Steps for parameters in slices: equal to one device, whatever way; bytes; skips; what is refused."""
+"""Steps for sharded parameters: equal to one device in every way; bytes; skips; what is refused."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from tests.jaxcomm.parallel import sharded
 from tests.jaxcomm.steps import init_state, state_shapes
 
 SGD = jc.chain(optax.add_decayed_weights(1e-2), optax.sgd(optax.linear_schedule(0.3, 0.1, 10), momentum=0.9))
-# The whole tensors' norms count: of all slices together, and every block once.
+# The norms are of whole tensors: over all shards, with every block counted once.
 ADAMW = jc.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.03, weight_decay=0.1))
 
 
@@ -45,7 +45,7 @@ def test_what_comes_after_the_exchange_sees_whole_arrays(name):
 
 
 def test_a_part_of_the_parameters_may_decay():
-    """A mask of the parameters' tree, in what comes after the exchange."""
+    """A mask of the parameters' tree, in a transformation after the exchange."""
     mask = jax.tree.map(lambda leaf: leaf.ndim > 1, sharded.params())
     rest = jc.chain(optax.add_decayed_weights(0.1, mask=mask), optax.masked(optax.trace(0.9), mask), optax.sgd(0.1))
     state, _ = sharded.trained("split", jc.chain(jc.plump_dp(), rest), 3)
@@ -127,7 +127,7 @@ def same_place(array, shape):
 
 
 def test_the_first_parameters_say_where_all_are():
-    """Those of `init` or of `shapes`, or those in a state that was restored; the bytes are those of specs."""
+    """The parameters given to `init` or to `shapes`, or in a restored state; bytes are as with specs."""
     tx, mesh = jc.chain(jc.topk(0.5, dense_below=0), optax.adamw(0.1)), jc.make_mesh(data=2, model=2)
     batch = next(sharded.batches(1))
     named = jc.make_train_step(sharded.whole, tx, mesh, specs=sharded.OVER_MODEL, auto=("model",))
@@ -144,7 +144,7 @@ def test_the_first_parameters_say_where_all_are():
 
 
 def by_value():
-    """Descends by what it is given in addition to gradients."""
+    """Descends by an argument that it is given in addition to gradients."""
 
     def update(updates, state, params=None, *, value, grad, value_fn):
         found, slope = jax.value_and_grad(value_fn)(params)
@@ -160,7 +160,7 @@ def by_value():
     + [(name, optax.lbfgs) for name in ("split", "tensor parallel", "partitioned")],
 )
 def test_a_line_search_is_that_of_one_device(name, search):
-    """It evaluates, and differentiates, the mean loss of all rows at whole parameters."""
+    """It evaluates and differentiates the mean loss of all rows at the whole parameters."""
     tx = jc.chain(jc.plump_dp(), search())
     make, loss_fn, specs, mesh = sharded.WAYS[name]
     mesh, batch = mesh(), next(sharded.batches(1))
@@ -177,7 +177,7 @@ def test_a_line_search_is_that_of_one_device(name, search):
 
 
 def test_a_donated_state_leaves_the_callers_parameters_alone():
-    """Even where they lie on the mesh already, as the state's do."""
+    """Even if they are on the mesh already, like the state's."""
     tx, mesh, specs = jc.chain(jc.plump_dp(), SGD), jc.make_mesh(data=4), sharded.OVER_WORKERS
     mine = state_shapes(sharded.params(), tx, mesh, specs).params
     mine = jax.device_put(sharded.params(), jax.tree.map(lambda leaf: leaf.sharding, mine))

@@ -1,4 +1,4 @@
-"""The exchange of slices: each slice as if it were alone; all or nothing; what is refused."""
+"""The exchange of shards: each shard as if it were alone; all or nothing; what is refused."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def numbers(seed, rows=()):
 
 
 def gradients(seed):
-    """Each worker's own (K, ...), or whole."""
+    """Gradients: each worker's own (K, ...), or already reduced."""
     own, whole = numbers(seed, (K,)), numbers(seed + 100)
     return {name: (whole if "data" in str(spec) else own)[name] for name, spec in SPECS.items()}
 
@@ -42,7 +42,7 @@ def exchange_of(tx, mesh=None):
 
 
 def alone(tx, gradients, steps):
-    """The exchange of one group's rows (K, ...) under vmap, by itself."""
+    """The exchange of only one group's rows (K, ...), under vmap."""
     one = tx.init(jax.tree.map(lambda rows: jnp.zeros(rows.shape[1:]), gradients[0]))
     axes = jax.tree.map(lambda n: 0 if isinstance(n, jc.PerWorker) else None, one, is_leaf=is_rows)
     state = jax.tree.map(
@@ -60,7 +60,7 @@ def is_rows(node):
 
 @pytest.mark.parametrize("tx", [jc.topk(0.9), jc.powersgd(2)], ids=["topk", "powersgd"])
 def test_each_slice_is_exchanged_as_if_it_were_alone(tx):
-    """Means, residuals and counts of two steps, against the same transformation on each slice by itself."""
+    """Means, residuals and counts of two steps, against the same transformation on each shard by itself."""
     step, state = exchange_of(tx)
     for seed in (1, 2):
         means, state = step(gradients(seed), state)
@@ -91,7 +91,7 @@ def test_rows_of_slices_have_their_specs():
 
 
 def test_workers_along_two_axes():
-    """A hierarchical exchange, beside a model axis: the mean of all four workers."""
+    """A hierarchical exchange with an additional model axis: the mean of all four workers."""
     mesh = jc.make_mesh(slice=2, data=2, model=2)
     tx = jc.hierarchical(jc.topk(0.0, value_dtype="float32", axis_name="slice"), inside="data", across="slice")
     specs = {"copy": P(), "model": P(None, "model"), "whole": P(("slice", "data"))}
@@ -110,7 +110,7 @@ def test_workers_along_two_axes():
     "where", [("copy", (1, 0, 0)), ("model", (0, 3, 40)), ("whole", (3, 2)), ("whole_too", (0, 5))]
 )
 def test_one_number_that_is_not_finite_skips_everything(where):
-    """In a worker's own copy, in one shard of one worker, in a reduced gradient: zeros everywhere, nothing changes."""
+    """In a worker's own gradient, in one shard of one worker, in a reduced one: zeros everywhere, nothing changes."""
     name, place = where
     step, state = exchange_of(jc.sign(dense_below=16))
     _, state = step(gradients(1), state)
@@ -119,7 +119,7 @@ def test_one_number_that_is_not_finite_skips_everything(where):
     means, skipped = step(bad, state)
     assert int(skipped.metrics.skipped) == 1
     assert float(skipped.metrics.sent) == 0
-    assert jc.exchange_metrics(skipped) is skipped.metrics  # of all groups
+    assert jc.exchange_metrics(skipped) is skipped.metrics  # over all groups
     jax.tree.map(lambda mean: np.testing.assert_array_equal(mean, 0), means)
     jax.tree.map(np.testing.assert_array_equal, skipped.exchanges, state.exchanges)
     means, after = step(gradients(2), skipped)

@@ -13,7 +13,7 @@ from tests.jaxcomm.methods import dct_dp, plump_dp, topk
 from tests.jaxcomm.steps import init_state
 
 K, ROWS = 4, 8
-BAD_STEP = 3  # of 7; a refresh falls on it, and one in between is due with life spans of 2 and 4
+BAD_STEP = 3  # of 7; with a life-span of 3 a refresh is due in it, with 2 it is between two refreshes
 
 
 def params():
@@ -49,7 +49,7 @@ def with_simulate(tx, mesh):
 
 
 def with_own_shard_map(tx, mesh, check_vma=True):
-    """What a user writes without `make_train_step`; what follows the exchange sees means, and skips by itself."""
+    """A user's step without `make_train_step`; transformations after the exchange see means, and skip by themselves."""
     start = init_state(params(), tx, mesh)
     specs = jc.state_specs(start.opt_state)
 
@@ -187,7 +187,7 @@ def test_a_donated_state_leaves_the_callers_parameters_alone():
 
 @pytest.mark.parametrize("case", [method.CASES[0] for method in (plump_dp, topk, dct_dp)], ids=str)
 def test_the_trap_is_refused_with_the_remedy(case):
-    """jax.grad with respect to replicated parameters has inserted a dense all-reduce already."""
+    """jax.grad with respect to replicated parameters has already inserted a dense all-reduce."""
     tx, mesh = case.make(), jc.make_mesh(data=2)
     state = init_state(params(), tx, mesh).opt_state
     specs = jc.state_specs(state)

@@ -11,8 +11,8 @@ import numpy as np
 import jaxcomm as jc
 
 ROWS = 16
-WIDTHS = (5, 7, 4, 6, 3)  # of the input, and of what each of four layers makes
-CUTS = {1: (4,), 2: (2, 4), 3: (1, 3, 4), 4: (1, 2, 3, 4)}  # by the number of stages, where each of them ends
+WIDTHS = (5, 7, 4, 6, 3)  # of the input, and of each of four layers' output
+CUTS = {1: (4,), 2: (2, 4), 3: (1, 3, 4), 4: (1, 2, 3, 4)}  # by number of stages: where each stage ends
 
 
 @jax.custom_vjp
@@ -26,7 +26,7 @@ poisoned.defvjp(lambda bias, trap: (bias, trap), lambda trap, gradient: (gradien
 
 
 def layer(index: int, params: Any, mean: Any, x: Any, batch: Any) -> tuple[jax.Array, Any]:
-    """A dense layer, of what is left when a running mean is taken away; without one if there is none."""
+    """A dense layer of the input minus a running mean, if there is one."""
     x = batch["x"] if index == 0 else x
     if mean is not None:
         x, mean = x - mean, 0.75 * mean + 0.25 * x.mean(0)
@@ -39,7 +39,7 @@ def loss_fn(x: jax.Array, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
 
 
 def params_of(widths: Sequence[int] = WIDTHS) -> list[Any]:
-    """Of every layer."""
+    """The parameters of every layer."""
     rng = np.random.default_rng(0)
     return [
         {
@@ -51,7 +51,7 @@ def params_of(widths: Sequence[int] = WIDTHS) -> list[Any]:
 
 
 def means_of(widths: Sequence[int] = WIDTHS) -> list[np.ndarray]:
-    """The running means before the first step, of every layer."""
+    """The initial running means of every layer."""
     return [np.full(m, 0.1, np.float32) for m in widths[:-1]]
 
 
@@ -82,7 +82,7 @@ def stage_fn(first: int, last: int, has_state: bool) -> Any:
 
 
 def make_pipeline(size: int, *, has_state: bool = False, **options: Any) -> jc.Pipeline:
-    """The four layers in so many stages, of different shapes, depths and widths."""
+    """The four layers in `size` stages, of different shapes, depths and widths."""
     ends = CUTS[size]
     return jc.Pipeline(
         [stage_fn(first, last, has_state) for first, last in zip((0, *ends), ends, strict=False)],
@@ -117,7 +117,7 @@ class Run:
 
 
 def cut(size: int, tx: Any, *, data: int = 1, has_state: bool = False, **options: Any) -> Run:
-    """A run of the four layers in so many stages, on a mesh of data times stage."""
+    """A run of the four layers in `size` stages, on a mesh of data times stage."""
     pipeline = make_pipeline(size, has_state=has_state, **options)
     means = stages_of(means_of(), CUTS[size]) if has_state else None
     return Run(pipeline, stages_of(params_of(), CUTS[size]), tx, means, data=data, stage=size)

@@ -34,8 +34,8 @@ from tests.reference.dct_mp import DctMpReference, TopKGradientReference
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
 DECAYED = optax.chain(optax.add_decayed_weights(0.05), jc.plump_dp(), OPTIMIZER)
 
-# Stages, micro-batches, whether activations are computed again (or with them the schedule), workers, whether there are
-# running means. There are more micro-batches than stages, as many, and fewer; with 1F1B than its ticks of warm-up, too.
+# Stages, micro-batches, remat (or remat and the schedule), workers, whether there are running means. There are more
+# micro-batches than stages, as many, and fewer; with 1F1B also fewer than its ticks of warm-up.
 SETTINGS = [
     (1, 1, True, 1, False),
     (1, 2, False, 2, True),
@@ -110,7 +110,7 @@ def test_a_pipeline_is_one_device(size, count, remat, data, has_state):
 
 @every_setting
 def test_every_boundary_is_crossed_once_each_way_for_each_micro_batch(size, count, remat, data, has_state):
-    """In the trace and in compiled text, though activations are computed again in the backward pass."""
+    """In the trace and in compiled text, although activations are recomputed in the backward pass."""
     run = run_of(size, count, remat, data, has_state)
     traced, compiled = jaxpr_program(run.traced.jaxpr), read_program(run.compiled.as_text())
     expected, times = {}, {}
@@ -157,7 +157,7 @@ loss_and_gradient = jax.jit(jax.value_and_grad(lambda x, batch: loss_fn(x, batch
 
 
 class MaskedReference:
-    """Three stages with a boundary of DCT-MP and one of top-k gradients, by hand: per worker and micro-batch."""
+    """Three stages with a boundary of DCT-MP and one of top-k gradients, by hand, per worker and micro-batch."""
 
     def __init__(self, workers, count):
         self.params, self.parts = stages_of(params_of(), ENDS), workers * count
@@ -186,14 +186,14 @@ class MaskedReference:
                 x = x.astype(jnp.bfloat16).astype(jnp.float32)
         loss, gradient = loss_and_gradient(x, micro)
         third, gradient = pulls[2](gradient)
-        # The gradient of a mean over the parts of one worker: what crosses is its share of it.
+        # Of the gradient of a mean over the parts of one worker, its share crosses.
         second, gradient = pulls[1](2 * topk.backward(gradient / 2))
         first, _ = pulls[0](masked.backward(gradient))
         return float(loss), jax.tree.map(np.asarray, [first, second, third])
 
 
 def test_boundaries_of_dct_mp_and_of_topk_gradients_are_those_of_the_paper():
-    """Three steps; what was not sent back waits for the same row of the next batch."""
+    """Three steps; the residual waits for the same row of the next batch."""
     run, reference, state = masked_run(), MaskedReference(workers=2, count=2), None
     for batch in batches(3):
         expected = reference.step(batch)
@@ -250,7 +250,7 @@ def with_seeds(step, batch):
 
 
 def test_a_1f1b_step_holds_less_than_gpipe_with_many_micro_batches():
-    """What crosses is 1 MB a micro-batch: of 16 are kept 15 fewer, and of twice as many no more."""
+    """What crosses is 1 MB per micro-batch: with 16, 15 fewer are kept, and with twice as many, no more."""
 
     def memory(schedule, count):
         stages = [lambda params, x, batch: batch["x"] @ params, lambda params, x, batch: jnp.tanh(x) @ params]
@@ -271,7 +271,7 @@ def wide_loss(x, batch):
 
 @pytest.mark.parametrize("remat", [True, False])
 def test_gradients_pass_by_positions_that_are_written_as_a_mask(remat):
-    """In the scan over micro-batches; a large part of 2048 positions takes a bit each."""
+    """In the scan over micro-batches; if many of 2048 positions are sent, each takes a bit."""
     width, rows = 128, 64
 
     def first(params, x, batch):
@@ -326,7 +326,7 @@ def test_errors_of_a_plan():
 
 @pytest.mark.parametrize("axis", ["data", "stage"])
 def test_a_stage_with_a_collective_is_refused_before_and_in_the_step(axis):
-    """A branch that some devices do not run, even if it is inside a loop of a stage."""
+    """It would be in a branch that some devices do not run; also if it is inside a loop of a stage."""
 
     def stage(params, x, batch):
         rows, _ = lax.scan(lambda rows, _: (rows + lax.pmean(rows, axis), None), batch["x"] @ params, None, length=2)
@@ -349,7 +349,7 @@ def test_a_stage_with_a_collective_is_refused_before_and_in_the_step(axis):
     ids=["structure", "shape", "type"],
 )
 def test_a_new_model_state_of_another_kind_is_refused(change):
-    """Its slots would have room for less."""
+    """The stacked model state would be too small for it."""
 
     def changed(params, means, x, batch):
         x, new = stage_fn(2, 4, True)(params, means, x, batch)

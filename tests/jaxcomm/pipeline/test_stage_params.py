@@ -1,4 +1,4 @@
-"""Slots: the trees of all stages in one list of arrays, and back."""
+"""Stacked stage parameters: the trees of all stages in one list of arrays, and back."""
 
 import hypothesis
 import jax
@@ -56,7 +56,7 @@ def test_unstack_is_the_inverse_of_stack(specs):
 @hypothesis.settings(max_examples=12)
 @hypothesis.given(specs=stages)
 def test_little_is_padded_and_nothing_where_all_are_alike(specs):
-    """A type's i-th slot is as large as the largest of the i-th largest tensors; no list of slots is smaller."""
+    """A type's i-th array is as large as the largest of the stages' i-th largest tensors; none could be smaller."""
     trees = [tree_of(spec, 0) for spec in specs]
     slots = plan_stacked(trees)
     room = dict.fromkeys(map(str, slots.dtypes), 0)
@@ -82,7 +82,7 @@ def test_shapes_are_kept_where_all_stages_agree_and_flattened_elsewhere():
     assert slots.shapes == ((4, 3), (4,))
     assert slots.stages == ({"b": 1, "w": 0}, {"bias": 1, "kernel": 0})
     assert slots.padding == 2
-    turned = plan_stacked([jnp.ones((4, 3)), jnp.ones((3, 4))])  # as large, and of another shape
+    turned = plan_stacked([jnp.ones((4, 3)), jnp.ones((3, 4))])  # equally large, but of another shape
     assert (turned.shapes, turned.padding) == (((12,),), 0)
 
 

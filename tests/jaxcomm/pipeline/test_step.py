@@ -26,7 +26,7 @@ from tests.jaxcomm.pipeline.stages import (
 K, WIDTH = 2, 24
 SGD = optax.sgd(0.1)
 
-# Whether a method treats each tensor by itself, whatever is beside it; the others treat a stage as a model.
+# Whether a method treats each tensor by itself, whatever the others; otherwise it treats a stage as a model.
 BY_TENSOR = {
     "topk": jc.topk(0.9, value_dtype="float32"),
     "dct_dp": jc.dct_dp(0.9, life_span=2, value_dtype="float32"),
@@ -51,12 +51,12 @@ METHODS = {name: optax.chain(method, SGD) for name, method in (BY_TENSOR | BY_ST
 
 
 def loss_of(x, batch):
-    """Every output counts."""
+    """A loss to which every output contributes."""
     return jnp.mean((x - jnp.roll(batch["x"], 1, axis=1)) ** 2), {}
 
 
 def alike():
-    """Two layers of equal shapes, each a stage."""
+    """Two layers of equal shapes, each of which is a stage."""
     return params_of([WIDTH, WIDTH, WIDTH])
 
 
@@ -80,7 +80,7 @@ def gradients_of(rows, batch):
 
 
 class DataParallel:
-    """K workers who exchange the gradients of a tree by a chain; every worker has parameters of its own."""
+    """K workers that exchange the gradients of a tree by a chain; every worker has its own parameters."""
 
     def __init__(self, tx, params):
         self.init = jax.jit(jax.vmap(tx.init, axis_name="data"))
@@ -99,7 +99,7 @@ class DataParallel:
 
 
 class StageByStage(DataParallel):
-    """Two trees of equal shapes, each exchanged as if it were a model: a list of tensors, the largest first."""
+    """Two trees of equal shapes, each exchanged as if it were a model: as a list of tensors, the largest first."""
 
     def __init__(self, tx, params):
         super().__init__(tx, by_size(params[0]))
@@ -133,7 +133,7 @@ def assert_close(one, other, rtol=1e-4, atol=2e-6):
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "streaming" else ()) for n in METHODS])
 def test_every_method_exchanges_each_stage_as_data_parallel_workers_do(name):
-    """By tensors: as on the whole model. By stages: as on that stage alone, with gradients of the whole model."""
+    """By tensors: as for the whole model. By stages: as for that stage alone, with gradients of the whole model."""
     run, state = run_of(name), None
     reference = (DataParallel if name in BY_TENSOR else StageByStage)(METHODS[name], alike())
     for batch in batches(4, WIDTH):
@@ -180,7 +180,7 @@ def test_the_model_of_a_local_method_is_what_all_workers_have_after_an_exchange(
 
 
 def poison(batch, at, worker, bad=np.nan):
-    """One gradient of one layer of one worker is not finite, and no loss."""
+    """Makes one gradient of one layer of one worker not finite, but no loss."""
     trap = batch["trap"].copy()
     trap[worker * len(trap) // K, at] = bad
     return {**batch, "trap": trap}
@@ -188,7 +188,7 @@ def poison(batch, at, worker, bad=np.nan):
 
 @functools.cache
 def local_run():
-    """Workers on their own for two steps, with running means and a boundary's residual."""
+    """Workers that train on their own for two steps, with running means and a boundary's residual."""
     tx = optax.chain(optax.sgd(0.1, momentum=0.9), jc.local_sgd(2, exchange=jc.plump_dp()))
     boundaries = [TopKGradientBoundary(0.5)]
     return cut(2, tx, data=K, has_state=True, boundaries=boundaries, micro_batches=2)
@@ -207,7 +207,7 @@ def test_with_a_local_method_all_stages_of_a_worker_that_meets_nan_stay_as_they_
         np.testing.assert_array_equal(new[:, 1], old[:, 1])
         np.testing.assert_array_equal(new[:, 0], other[:, 0])
         assert not np.array_equal(new[:, 0], old[:, 0])
-    # Of the means the bad worker gives the old.
+    # The bad worker contributes its old running means.
     contrary, _ = run([poison(third, at, worker=0)], before)
     means = [each.model_state["stages"] for each in (before, state, contrary, good)]
     for old, one, other, both in zip(*as_numpy(means), strict=True):
@@ -219,7 +219,7 @@ def test_with_a_local_method_all_stages_of_a_worker_that_meets_nan_stay_as_they_
 
 
 def own_rows(state):
-    """What every worker has for itself, (2, K, ...): parameters, momentum, and the boundary's residual."""
+    """Every worker's own state, (2, K, ...): parameters, momentum, and the boundary's residual."""
     return jax.tree.leaves(as_numpy((state.params, state.opt_state[0], state.model_state["boundaries"])))
 
 
@@ -236,7 +236,7 @@ def as_numpy(state):
 
 
 def uncounted(state):
-    """Without the steps, which skipped ones count among."""
+    """The state without the number of steps, which includes skipped ones."""
     exchange, *rest = state.opt_state
     return state._replace(step=0, opt_state=(exchange.replace(step=0), *rest))
 
@@ -279,7 +279,7 @@ def test_a_bad_loss_skips_too():
 
 
 def test_a_saved_state_goes_on_bit_for_bit():
-    """Residuals of the boundaries are a part of it."""
+    """The boundaries' residuals are part of it."""
     run, steps = whole_run(), batches(4)
     state, _ = run(steps[:2])
     ((rows,),) = as_numpy(state).model_state["boundaries"].rows
@@ -298,7 +298,7 @@ def test_a_saved_state_goes_on_bit_for_bit():
 
 
 def test_another_number_of_workers_goes_on_with_all_that_the_stages_owe():
-    """The mean of each stage's rows; of a boundary those of a batch that is as large, by their places in it."""
+    """The mean of each stage's rows; a boundary's rows stay at their places in a batch of the same size."""
     run, steps = whole_run(), batches(3)
     state, _ = run(steps[:2])
     resized = state

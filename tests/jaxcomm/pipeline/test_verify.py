@@ -1,4 +1,4 @@
-"""What a pipeline's step sends: predicted, and proved on the compiled step, which nobody has tampered with."""
+"""What a pipeline's step sends: predicted, and verified on the compiled step, so that tampering is found."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ BATCH = batches(1)[0]
 
 
 def test_a_report_in_numbers():
-    """Two workers with 16 rows of 32 features in two micro-batches: 4 samples, of which half, an eighth, all goes."""
+    """Two workers with 16 rows of 32 features in two micro-batches: 4 samples; half, an eighth, or all is sent."""
     stages = [lambda params, x, batch: params * (batch["x"] if x is None else x)] * 4
     boundaries = [jc.dct_mp(0.5), TopKGradientBoundary(0.875, value_dtype="bfloat16"), jc.dct_mp(0.0)]
     pipeline = jc.Pipeline(stages, loss_fn, [np.ones(D)] * 4, boundaries=boundaries, micro_batches=2)
@@ -41,7 +41,7 @@ def test_a_report_in_numbers():
 def test_a_report_in_words_warns_of_a_boundary_that_costs_more_than_none():
     pipeline = make_pipeline(3, boundaries=[jc.dct_mp(0.1), jc.dct_mp(0.0)])
     first, second, rest = str(pipeline.report(TOPK, BATCH, K)).split("\n", 2)
-    # 8 samples of 7 and 6 features: of the 7 all are sent but none, which is floor(0.7).
+    # 8 samples of 7 and 6 features: of the 7, all are sent, as floor(0.7) = 0 are dropped.
     assert first == "stage 0 to 1: 224 bytes forward, 224 back (1.0x fewer than whole activations)"
     assert second == "stage 1 to 2: 192 bytes forward, 192 back (1.0x fewer than whole activations)"
     assert rest.startswith("each stage's gradients: ")
@@ -54,7 +54,7 @@ def test_a_report_in_words_warns_of_a_boundary_that_costs_more_than_none():
 
 
 def test_a_report_of_4_bits_in_numbers_is_what_is_compiled():
-    """Two workers with 16 rows of 32 features: 4 tiles each, 2 words of scales and 8 a tile."""
+    """Two workers with 16 rows of 32 features: 4 tiles each, 2 words of scales and 8 per tile."""
     report = prove(boundary=jc.dct_mp(0.0, value_dtype="int4"))
     assert [(each.forward, each.backward, each.dense) for each in report.boundaries] == [(136, 136, 8 * 32 * 4)]
 
@@ -81,7 +81,7 @@ HALF = jc.dct_mp(0.5)
 
 
 def prove(first=nothing_more, second=nothing_more, outside=None, axes=None, tx=None, boundary=HALF, **options):
-    """verify_pipeline of two stages that may do more than they should with their activations, (8, 32) a worker."""
+    """Verifies two stages that may do more than they should with their activations, (8, 32) per worker."""
 
     def pipeline_of(first, second):
         stages = [
@@ -119,7 +119,7 @@ def test_verify_proves_a_pipeline(axes, tx):
 
 
 def summed(axis):
-    """Something that a careless stage could do: 512 bytes or more that nobody has claimed."""
+    """Something that a careless stage could do: 512 bytes or more that are not claimed."""
     return lambda x: x + lax.psum(x, axis).mean() * 0.1
 
 
@@ -154,7 +154,7 @@ OTHERS = r"boundaries, its exchange and at most 256 bytes more, got .* more in t
     ids=["first", "last", "rarely", "stages", "permute", "boundary", "widened"],
 )
 def test_verify_catches_what_was_tampered_with(tampering, message, monkeypatch):
-    """Stages too: a collective that only their gradients have is not seen where stages are traced."""
+    """In stages, too: a collective only in their gradients is not seen when stages are traced."""
     monkeypatch.setattr("jaxcomm.pipeline.pipeline.jaxpr_communicates", lambda traced: False)
     with pytest.raises(ValueError, match=message):
         prove(**tampering)
@@ -176,7 +176,7 @@ def test_verify_catches_stages_that_pass_one_another_by():
 
 
 def test_a_model_state_counts_among_the_other_bytes():
-    """Its mean over the workers: 8 bytes a number cover it."""
+    """Its mean over the workers takes at most 8 bytes per number."""
     pipeline, tx = make_pipeline(2, has_state=True), optax.chain(jc.plump_dp(), SGD)
     params, means = stages_of(params_of(), CUTS[2]), stages_of(means_of(), CUTS[2])
     mesh = jc.make_mesh(data=K, stage=2)

@@ -1,4 +1,4 @@
-"""The advice: its arithmetic by hand, its verdicts, and what is measured on a mesh."""
+"""The advice: its arithmetic by hand, its verdicts, and its measurements on a mesh."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def rapid(rate, methods=None, **options):
 
 
 def test_a_model_all_of_whose_tensors_are_sent_dense():
-    """Its residual has no elements, which XLA places where it likes."""
+    """Its residual has no elements, and XLA places such arrays where it likes."""
     params = {"w": jnp.ones((16, 4))}
 
     def loss(params, batch):
@@ -85,7 +85,7 @@ def test_at_its_break_even_a_method_is_as_fast_as_dense(table):
 
 
 def test_too_little_to_gain_is_nothing_to_gain(table):
-    """Between 1 and 1.05 times faster, and where the range of dense reaches below the best."""
+    """If it is between 1 and 1.05 times faster, or if the range of dense reaches below the best."""
     assert rapid(1e8, compute=10.0).keeps_dense
     slow, fast = rapid(1e6), rapid(1e12)
     assert (slow.best, fast.keeps_dense) == ("topk", True)
@@ -106,13 +106,13 @@ def test_a_method_without_a_known_cost_is_measured_or_refused(table):
     assert local["local"].every == 10
     assert local["local"].delayed is None
     assert local.predictions[0].method == "local"
-    assert local.best == "topk"  # the fastest trains in another way
+    assert local.best == "topk"  # the fastest method trains differently
     gain = local["topk"].step / local["local"].step
     assert local.verdict.endswith(f"local would be {gain:.2f}x faster than that, but trains in another way.")
 
 
 def test_the_shortest_period_of_a_local_method_by_hand(table):
-    """Its exchange, coding and wire, is then a twentieth of the computing between two of them."""
+    """Its exchange (coding and wire) then takes a twentieth of the computing between two exchanges."""
     methods = {"local": jc.local_sgd(10, exchange=jc.topk(0.99)), "topk": jc.topk(0.99)}
     advice = rapid(1e6, methods, compute=0.1)
     received = jc.wire_report(jc.topk(0.99), PARAMS, K).received
@@ -128,7 +128,7 @@ def test_the_shortest_period_of_a_local_method_by_hand(table):
 
 
 def test_layers_in_a_rapid_estimate_by_hand(table):
-    """All parameters are the layer's; the bias of one that is split is exchanged."""
+    """All parameters are the layer's; the bias of a split layer is exchanged."""
     rows, rate, compute, kernel = 32, 1e8, 0.3, 240 * 400
     params = {"fc": {"kernel": jnp.zeros((240, 400)), "bias": jnp.zeros(400)}}
 
@@ -154,7 +154,7 @@ def test_one_slow_worker_is_as_slow_as_all(table):
 
 
 def test_the_memory_of_a_loss_by_hand():
-    """Of 256 rows a worker 4,096 hidden numbers are kept for the way back, and little else."""
+    """With 256 rows per worker, 4,096 hidden numbers are kept for the backward pass, and little else."""
     bench, width, hidden = Bench(jc.make_mesh(data=2), "data"), 64, 4096
     params, batch = np.ones((width, hidden), np.float32), np.ones((512, width), np.float32)
     loss = loss_of(lambda w, x: ((x @ w) ** 2).mean(), False, False, "data")
@@ -188,7 +188,7 @@ def test_a_thorough_advice_times_everything_or_says_what_it_did_not():
     before = jax.tree.map(np.array, problem()[1])
     advice = advise(*problem(), mesh, optimizer=optax.adam(1e-3), methods=given, seconds=3600.0)
     assert all(row.measured for row in advice.predictions)
-    assert advice.compute >= 0  # of so small a model the difference may vanish
+    assert advice.compute >= 0  # for so small a model, the difference may vanish
     assert advice.link > 0
     assert advice.memory > sum(leaf.nbytes for leaf in jax.tree.leaves(before))
     assert f"{1e-6 * advice.memory:,.1f} MB a worker" in str(advice)

@@ -1,4 +1,4 @@
-"""Dense layers that multiply late or are split: their bytes by hand, and what an advice says of them."""
+"""Dense layers that multiply late or are split: their bytes by hand, and the advice about them."""
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ def layers(params=PARAMS, rows=None, sizes=(K,), axis_name="data"):
 
 
 def test_bytes_by_hand():
-    """Late, the other workers' rows of inputs and errors; split, as the table of `split_dense` says, both ways."""
+    """Late, the other workers' rows of inputs and errors; split, by the table of `split_dense`, both ways."""
     found = layers()
     late, others = (K - 1) * B // K * (N + M) * 4, (K - 1) / K * 4 * 2
     assert found["fc", "late"].program.received == late == found["wide", "late"].program.received
@@ -45,7 +45,7 @@ def test_layers_that_cannot_be_asked_about_are_refused():
 
 
 def test_a_layer_that_is_split_updates_its_shard_alone(monkeypatch):
-    """Where an update takes a second an element of what it updates, and a product takes no time."""
+    """If an update takes a second per element, and a product takes no time."""
     params = {
         name: np.zeros((N, width), np.float32) for name, width in (("a/kernel", M), ("b/kernel", 2 * M), ("c", 5))
     }

@@ -1,4 +1,4 @@
-"""What collectives cost: by hand for a link that is given, and measured on a mesh of simulated devices."""
+"""The cost of collectives: by hand for a given link, and measured on a mesh of simulated devices."""
 
 import sys
 import time
@@ -34,7 +34,7 @@ def test_a_given_link_by_hand():
 
 
 def test_links_that_differ_by_hand():
-    """The slowest link of a ring; in an all-to-all the worker whose messages take longest, one after another."""
+    """In a ring, the slowest link counts; in an all-to-all, the worker with the longest messages, one after another."""
     operand, ring = 4000, [2e6, 1e6, 4e6, 4e6]  # bytes; from each worker to the next
     rates = np.full((K, K), 8e6)
     for worker, bits in enumerate(ring):
@@ -102,7 +102,7 @@ def test_the_collectives_of_programs_are_measured_on_a_mesh():
 
 
 def test_all_reduces_of_few_bytes_a_number_are_measured_by_type():
-    """Gloo adds float16 up in software, of which a link of float32 says nothing; that stands for the unmeasured."""
+    """Gloo sums float16 in software, unlike float32, whose link stands for all types that were not measured."""
     programs = [report(tx, 2).program for tx in (jc.plump_dp(), jc.plump_dp(value_dtype="float16"))]
     links = measure_links(jc.make_mesh(data=2), programs)
     assert set(links.table) == {(kind, ("data",)) for kind in ("all_reduce", "all_reduce of float16")}

@@ -1,4 +1,4 @@
-"""Plans: what is chosen, that it is executed as it says, its file, and what it refuses."""
+"""Plans: what is chosen, that a plan is executed as written, its file, and what it refuses."""
 
 import dataclasses
 import json
@@ -68,7 +68,7 @@ def test_a_plan_is_no_slower_than_any_method_for_all():
 
 
 def test_the_budget_of_errors_is_kept():
-    """On noise the largest hundredth has a tenth of the squared norm, and two of 300 directions about as little."""
+    """On noise, the largest hundredth has a tenth of the squared norm, and two of 300 directions about the same."""
     assert {name for _, name in plan(1e6, error_budget=0.0).tensors.values()} == {"plump_dp"}
     free, half = plan(1e6), plan(1e6, error_budget=0.5)
     assert half.step > free.step
@@ -102,7 +102,7 @@ def test_a_plan_runs_as_it_says_and_in_one_step_for_all():
 
 
 def test_the_step_of_the_page_executes_a_plan(tmp_path, monkeypatch):
-    """It is run as it stands there; then it trains."""
+    """The step is run exactly as on the page; then it trains."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (example,) = [block for block in blocks if "read_plan(" in block]
     monkeypatch.chdir(tmp_path)
@@ -178,16 +178,16 @@ def test_a_layer_multiplies_late_or_is_split_where_that_is_faster():
     assert late.step < free.step
     split = make_plan(with_layers(layer("late", 1e3), layer("split", 1e-6)), PARAMS, methods=METHODS)
     assert split.tensors["fc/kernel"][1] == split.dense_layers == "split"
-    assert split.tensors["fc/bias"][1] in split.exchanges  # copied, so that its gradient is exchanged
+    assert split.tensors["fc/bias"][1] in split.exchanges  # replicated, so its gradient is exchanged
     spared = make_plan(with_layers(layer("split", 1e-6, computing=-0.01)), PARAMS, methods=METHODS)
     assert spared.step == pytest.approx(split.step - 0.01)
-    # All of the gradient that a layer reduces is there, whatever the budget of errors.
+    # A layer that reduces its own gradient has no error, whatever the budget.
     exact = make_plan(with_layers(layer("late", 1e-6)), PARAMS, methods=METHODS, error_budget=0.0)
     assert exact.tensors["fc/kernel"][1] == "late"
 
 
 def test_memory_splits_a_layer():
-    """Three copies of 300 x 400 numbers of 4 bytes, of which each of 4 workers then holds a quarter."""
+    """Of three copies of 300 x 400 numbers of 4 bytes, each of 4 workers then holds a quarter."""
     whole, shard = 4 * 3 * sum(leaf.size for leaf in jax.tree.leaves(PARAMS)), 4 * 300 * 400 * 3 // 4
     costs = with_layers(layer("split", 1e3, memory=shard))
     tight = make_plan(costs, PARAMS, methods={}, devices=[Device(memory=whole - 1)])
@@ -198,7 +198,7 @@ def test_memory_splits_a_layer():
 
 
 def test_a_model_that_is_not_cut_takes_the_memory_that_was_found():
-    """Parameters, gradient and momentum, and of what the loss takes all but its parameters."""
+    """Parameters, gradient and momentum, and the loss's memory without its parameters."""
     held, activations = 4 * sum(leaf.size for leaf in jax.tree.leaves(PARAMS)), 10_000
     found = dataclasses.replace(advice(1e6), memory=held + activations)
     make_plan(found, PARAMS, methods={}, devices=[Device(memory=3 * held + activations + 100)])
@@ -244,7 +244,7 @@ def test_a_plan_with_dense_layers_trains_as_a_dense_one(way):
 
 def test_a_method_that_a_file_cannot_hold_is_refused():
     class Mine(type(jc.planner.costs.method_of(jc.topk(0.9), PARAMS))):
-        """A user's own: its name is that of another."""
+        """A user's own method, with the name of another."""
 
     for tx in (jc.topk(0.9, where="kernel"), jc.topk(0.9, where="kernel", others=jc.sign()), Mine(0.9).transform()):
         methods = {"mine": tx}
@@ -254,7 +254,7 @@ def test_a_method_that_a_file_cannot_hold_is_refused():
 
 
 def advise_of(methods):
-    """An advice about methods whose costs nobody has measured."""
+    """An advice about methods whose costs were not measured."""
     base = advice()
     rows = [dataclasses.replace(base.predictions[0], method=name) for name in methods]
     return dataclasses.replace(base, predictions=base.predictions + rows)
@@ -278,7 +278,7 @@ def test_stages_share_one_exchange_and_are_cut_where_that_is_fastest():
 
 
 def blocks_of(workers):
-    """A global batch that takes one device 0.4 s."""
+    """Blocks with which a global batch takes one device 0.4 s."""
     return [dataclasses.replace(block, seconds=0.2 / workers) for block in BLOCKS]
 
 

@@ -40,7 +40,7 @@ def test_importance_is_relative_to_the_weight_and_finite():
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30, 3e37, 3.4e38])
 @pytest.mark.parametrize("offset", [0.0, 3.0])
 def test_moments_of_numbers_of_any_size(scale, offset):
-    """Squares of the large ones are infinite, inverses of the largest subnormal."""
+    """Squares of the large ones are infinite, and inverses of the largest are subnormal."""
     rng = np.random.default_rng(0)
     parts = [rng.normal(size=size) + offset for size in SIZES]
     parts = [(part / np.abs(part).max() * scale).astype(np.float32) for part in parts]
@@ -111,7 +111,7 @@ def test_every_slot_gets_a_coordinate_of_its_own_segment():
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30, 8.6e37, 3.4e38])
 def test_division_by_a_shared_scale(scale):
-    """x / scale alone gives zeros above 8.5e37: XLA multiplies with the inverse, and flushes that to zero."""
+    """Plain x / scale gives zeros above 8.5e37: XLA multiplies by the inverse, and flushes that to zero."""
     x = (np.linspace(-1, 1, 101) * scale).astype(np.float32)
     rows = np.stack([x, x / 2])
     quotient = jax.jit(lambda x, s: divide(x, s[:, None]))(rows, np.full(2, scale, np.float32))

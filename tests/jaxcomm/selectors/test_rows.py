@@ -1,4 +1,4 @@
-"""The k largest of every row against NumPy: exactly k, ties to the lowest index, whatever the numbers are."""
+"""The k largest of every row against NumPy: exactly k, ties to the lowest index, whatever the numbers."""
 
 import functools
 

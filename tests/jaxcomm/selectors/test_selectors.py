@@ -81,7 +81,7 @@ def test_order_statistic_is_exact(fraction, kind, seed):
     np.testing.assert_array_equal(got, np.asarray(expected, np.float32))
 
 
-LARGE = (300_000, 70_000, 5_000, 1, 200_001)  # with brackets, but for the small ones
+LARGE = (300_000, 70_000, 5_000, 1, 200_001)  # with brackets, except for the small ones
 
 
 @functools.cache
@@ -104,7 +104,7 @@ def test_an_order_statistic_of_large_tensors_is_exact(density, kind, seed):
 
 @pytest.mark.parametrize("misses", ["above", "below"])
 def test_a_bracket_that_a_sample_has_wrong_is_found_out(misses, monkeypatch):
-    """Where the largest are all outside the sample, or all in it, every coordinate is looked at."""
+    """If the largest are all outside the sample, or all in it, every coordinate is checked."""
     layout, seen = large(0.01), []
     x = np.random.default_rng(0).random(layout.n, np.float32)
     place = np.arange(layout.n // 64, dtype=np.uint32)
@@ -124,7 +124,7 @@ def test_a_bracket_that_a_sample_has_wrong_is_found_out(misses, monkeypatch):
 
 
 def test_large_tensors_on_a_mesh_where_some_worker_has_ties():
-    """Each worker finds its own: by its bracket, or, where half of its numbers are the same, among all."""
+    """Each worker finds its own: by its bracket, or, if half of its numbers are equal, among all numbers."""
     layout = large(0.01)
     ranks = np.asarray([size - k + 1 for size, k in zip(LARGE, layout.capacities, strict=True)])
     rows = np.stack([vector_of(segments(kind, 0, LARGE)) for kind in ("normal", "ties")])
@@ -214,7 +214,7 @@ def test_kept_counts_as_the_decimal_number_says(n, sparsity, expected):
 
 @pytest.mark.parametrize("turn", [0.0, 0.3, 0.75, 0.9999999])
 def test_an_overfull_segment_is_begun_where_its_turn_is(turn):
-    """From there on and round, as many as have slots; a segment that is not overfull is whole."""
+    """From a start offset on, wrapping around, as many as there are slots; other segments are sent whole."""
     rng = np.random.default_rng(5)
     parts = [rng.random(size) < density for size, density in zip(SIZES, (1.0, 0.6, 0.05, 0.9), strict=True)]
     words = np.packbits(vector_of(parts), bitorder="little").view(np.uint32)

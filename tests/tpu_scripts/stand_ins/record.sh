@@ -1,9 +1,9 @@
-# Sourced by the stand-ins: writes down how each was called, as a shell would read it, one call a line.
+# Sourced by the stand-ins: records how each was called, quoted for a shell, one call per line.
 # shellcheck shell=bash
 printf -v words '%q ' "${0##*/}" "$@"
 printf '%s\n' "${words% }" >>"$WORLD/calls"
 
-# Runs a command line as sshd does on a host of its own: in its home, without this shell's variables, session and signals.
+# Runs a command line as sshd on another host would: in its home, without this shell's variables, session and signals.
 on_machine() {
   local home=$WORLD/machines/$1
   mkdir -p "$home"
