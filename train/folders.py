@@ -37,7 +37,7 @@ def run_folder(out: Path, name: str, *, resume: bool | Path, runs: Sequence[str]
     with contextlib.ExitStack() as stack:
         number = 0
         if jax.process_index() == 0:
-            if not resume:
+            if not resume and not out.exists():
                 stack.enter_context(_removed_if_empty(out))
             if isinstance(resume, Path):
                 number = next(number for number in itertools.count(1) if _folder(out, name, number) == resume)
@@ -78,12 +78,11 @@ def _folder(out: Path, name: str, number: int) -> Path:
 
 @contextlib.contextmanager
 def _removed_if_empty(folder: Path) -> Iterator[None]:
-    """On an error, removes a folder that holds nothing but this module's files, and held nothing else before."""
-    kept = folder.is_dir() and any(path.name not in (RUNS, LOCK) for path in folder.iterdir())
+    """On an error, removes a new folder that holds nothing but this module's files."""
     try:
         yield
     except BaseException:
-        if not kept and folder.is_dir() and {path.name for path in folder.iterdir()} <= {RUNS, LOCK}:
+        if folder.is_dir() and {path.name for path in folder.iterdir()} <= {RUNS, LOCK}:
             shutil.rmtree(folder)
         raise
 

@@ -110,7 +110,7 @@ def _make(tables: Mapping[str, Table[C]], devices: int, timed: Collection[str], 
             begin = time.perf_counter()
             try:
                 tables[name](config, records)
-            except ValueError as error:
+            except (ValueError, OSError, RuntimeError) as error:
                 failed.append(f"--table {name}: {error}")
             print(f"--table {name}: {time.perf_counter() - begin:.0f} s", flush=True)
     if failed:

@@ -103,3 +103,14 @@ def test_what_fails_before_anything_is_written_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match="full"), run_folder(out, "digits", resume=True):
         raise OSError("full")
     assert (out / "digits" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_after_an_error_only_new_folders_are_removed(is_there, tmp_path):
+    out = tmp_path / "runs"
+    if is_there:
+        out.mkdir()
+    with pytest.raises(RuntimeError, match="early"), run_folder(out, "digits", resume=False):
+        raise RuntimeError("early")
+    assert out.exists() == is_there
+    assert not (out / "digits").exists()
