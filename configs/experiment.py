@@ -225,19 +225,23 @@ def check(experiment: Experiment, num_processes: int) -> None:
             f"A run is a pipeline or has slices, got --stages {experiment.stages} with --slices {experiment.slices}: "
             "leave one of them at 1."
         )
-    alone = {"stages": 1, "slices": 1, "dense_layers": "exchange", "embeddings": "exchange", "compress": ""}
-    others = {name: getattr(experiment, name) for name, value in alone.items() if getattr(experiment, name) != value}
     if experiment.fsdp > 1 and experiment.model_parallel > 1:
         raise ValueError(
             "--fsdp or --model-parallel must be 1, since XLA aborts where it partitions the loss's gather of labels "
             f"along both; got {experiment.fsdp} and {experiment.model_parallel}. Leave one of them out."
         )
+    usual = {"stages": 1, "slices": 1, "dense_layers": "exchange", "embeddings": "exchange", "compress": ""}
     for name in ("model_parallel", "fsdp", "compress"):
-        different = {other: value for other, value in others.items() if other != name}
-        if getattr(experiment, name) not in (1, "") and different:
+        may_go_with = ("slices",) if name != "compress" else ()
+        others = {
+            other: getattr(experiment, other)
+            for other, value in usual.items()
+            if other not in (name, *may_go_with) and getattr(experiment, other) != value
+        }
+        if getattr(experiment, name) not in (1, "") and others:
             raise ValueError(
                 f"{_option(name)} must be the only way in which parameters differ; got it with "
-                f"{', '.join(f'{_option(other)} {value}' for other, value in different.items())}. Leave one out"
+                f"{', '.join(f'{_option(other)} {value}' for other, value in others.items())}. Leave one out"
                 f"{' (--compress takes an empty text)' if experiment.compress else ''}."
             )
     try:

@@ -108,7 +108,7 @@ class Program:
         Raises:
           ValueError: if some collective's axes are not known.
         """
-        if any(not traffic.axes for _, traffic in self.operations()):
+        if any(not traffic.axes and traffic.workers > 1 for _, traffic in self.operations()):
             raise ValueError(
                 f"The axes of collectives are known of traced programs, and of compiled text with a mesh; got neither "
                 f"for {axes}. Ask wire_report or step_report."

@@ -98,7 +98,7 @@ def make_job(
     make = partial(_pipeline, boundary) if experiment.stages > 1 else _sharded if is_sharded else _data_parallel
     everywhere, by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis))
     if experiment.fsdp > 1:
-        by_rows = NamedSharding(mesh, P(("data", "fsdp")))
+        by_rows = NamedSharding(mesh, P(tuple(name for name in ("slice", "data", "fsdp") if name in mesh.shape)))
     batch = {
         name: jax.ShapeDtypeStruct((experiment.global_batch, *shape), dtype, sharding=by_rows)
         for name, (shape, dtype) in (info.row_types() | {"seed": ((), np.dtype(np.uint32))}).items()

@@ -93,7 +93,7 @@ def test_what_works(changes, processes):
         ({"fsdp": 3, "workers": 4}, 1, r"multiple of --workers times --fsdp, got 128 for 4 \* 3: try 132"),
         ({"fsdp": 2, "embeddings": "rows"}, 1, "--fsdp must be the only way .*; got it with --embeddings rows"),
         ({"fsdp": 2, "delay": 1}, 1, "--delay is 0, .* got 1 with --fsdp 2"),
-        ({"model_parallel": 2, "slices": 2}, 1, "--model-parallel must be the only way .*; got it with --slices 2"),
+        ({"compress": "w", "slices": 2}, 1, "--compress must be the only way .*; got it with --slices 2"),
         ({"compress": "w", "embeddings": "columns"}, 1, "--compress must be the only way .* --embeddings columns"),
         ({"compress": "w", "dense_layers": "late"}, 1, "--compress must be the only way .* --dense-layers late"),
         (

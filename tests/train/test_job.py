@@ -94,6 +94,21 @@ def test_workers_of_several_devices_train_like_workers_alone(dense, tmp_path):
     assert local.summary.ratio_to_dense > 1.8
 
 
+@pytest.mark.parametrize("inside", ["fsdp", pytest.param("model_parallel", marks=pytest.mark.slow)])
+def test_workers_of_several_devices_form_slices(inside, dense, tmp_path):
+    """Two slices of one worker, which is two devices: shards are averaged inside a slice, and exchanged across."""
+    _, expected = dense
+    found = run(tmp_path, PlumpDp(), architecture=MLP, workers=2, slices=2, **{inside: 2}, **L2)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
+    assert found.summary.scores == pytest.approx(expected.summary.scores, rel=1e-5)
+    sparse = dataclasses.replace(DCT_DP, dense_below=0)
+    job = make(sparse, architecture=MLP, workers=4, slices=2, **{inside: 2})
+    assert dict(job.mesh.shape) == {"slice": 2, "data": 2, {"fsdp": "fsdp"}.get(inside, "model"): 2}
+    # Of a half of the kernels, half is a worker's share; what crosses slices is a tenth of that, and not all of it.
+    share = 4 * (64 * 32 + 32 * 16 + 16 * 10) / 4
+    assert 0 < job.report.received_over("slice") < share / 3
+
+
 def test_layers_multiply_late_where_that_is_less_than_the_method():
     """24 rows, two workers, layers 64 - 256 - 16 - 10: late, both receive 24 (N + M) numbers together; dense, 2 N M."""
     wide = {"architecture": Architecture("mlp", {"hidden": (256, 16)}), "workers": 2, "dense_layers": "late"}

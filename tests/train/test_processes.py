@@ -144,6 +144,33 @@ def test_hosts_that_share_workers_train_on_their_own_like_simulated_ones(hosts, 
 
 
 @pytest.mark.slow
+def test_hosts_that_are_slices_train_like_simulated_ones(tmp_path):
+    """On each of two hosts, one worker of two devices: shards cross the link between the hosts alone."""
+    argv = [
+        *FEW,
+        "--workers",
+        "2",
+        "--slices",
+        "2",
+        "--fsdp",
+        "2",
+        "--steps",
+        "8",
+        "--eval-every",
+        "4",
+        "--no-baseline",
+    ]
+    command = [sys.executable, "-m", "train", *argv, "--out", str(tmp_path / "hosts"), *METHOD]
+    with Lab(2, None) as lab:
+        results = lab.run(command, env=environment())
+    assert [result.returncode for result in results] == [0, 0], results
+    assert simulated([*argv, *METHOD], tmp_path / "alone").finished
+    found, expected = metrics(tmp_path / "hosts" / "digits", "dct_dp"), metrics(tmp_path / "alone", "dct_dp")
+    assert len(found) == 8
+    assert_like_simulated(found, expected, 1e-3)
+
+
+@pytest.mark.slow
 def test_two_hosts_that_exchange_beside_their_gradients_train_like_simulated_workers(tmp_path):
     """Between hosts, a step is three programs in two threads; here, it is one."""
     argv = [*FEW, "--workers", "2", "--delay", "1", "--steps", "8", "--eval-every", "4", "--no-baseline"]

@@ -31,6 +31,7 @@ CASES = {
     "sketch": (PlumpDp(), PIPELINE | {"boundary": BoundaryFields(0.5)}, 3),
     "running statistics": (DCT_DP, {"architecture": RESNET, "workers": 2, "rows_per_group": 4}, 4),
     "slices": (DCT_DP, {"architecture": MLP, "slices": 2}, 3),
+    "slices of shards": (DCT_DP, {"architecture": MLP, "workers": 4, "slices": 2, "fsdp": 2}, 3),
     "late": (PlumpDp(), {"architecture": WIDE, "workers": 2, "dense_layers": "late"}, 3),
     "shards that train on their own": (LocalSgd(steps=2), {"architecture": MLP, "workers": 2, "fsdp": 2}, 3),
     "layers in slices": (DCT_DP, {"architecture": MLP, "workers": 2, "dense_layers": "split"}, 3),

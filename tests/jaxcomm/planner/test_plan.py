@@ -331,10 +331,20 @@ def test_a_plan_is_optimal_if_no_other_way_can_be_faster(monkeypatch, slowest, i
 
     monkeypatch.setattr(planning, "solve", solved)
     assert made() == dataclasses.replace(usual, optimal=is_proven)
-    placed = place(
-        2, PARAMS, lambda workers: advice(1e6, workers), blocks_of, methods=METHODS, seconds_per_byte=1e-6
-    )  # fmt: skip
-    assert placed.optimal == is_proven
+
+
+@pytest.mark.parametrize(
+    ("refused", "is_proven"), [(NotInTimeError("No time."), False), (ValueError("No room."), True)]
+)
+def test_a_placement_is_optimal_if_every_number_of_stages_is_solved(monkeypatch, refused, is_proven):
+    def solved(problem, **_):
+        if len(problem.devices) == 2:
+            raise refused
+        return solve(problem)
+
+    monkeypatch.setattr(planning, "solve", solved)
+    made = place(2, PARAMS, lambda workers: advice(1e6, workers), blocks_of, methods=METHODS, seconds_per_byte=1e-6)
+    assert (made.workers, made.optimal) == (2, is_proven)
 
 
 def test_blocks_must_have_every_parameter_once():
