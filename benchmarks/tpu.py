@@ -38,6 +38,8 @@ _MACHINE = {
     "JAX_PLATFORMS": "cpu",
 }
 
+_LARGE = {"layers": 8, "width": 512, "heads": 8}  # 25M parameters: dense gradients in four buckets
+
 
 @dataclass(frozen=True)
 class Config:
@@ -159,9 +161,9 @@ def compile_layouts(topology: str) -> list[dict[str, Any]]:
     """Compiles and verifies the trainer's steps of small models on four chips; returns a record for each layout."""
     devices = described(topology, 1).devices.reshape(-1)[:4]
     from configs import CONFIGS
-    from configs.experiment import BoundaryFields
+    from configs.experiment import Architecture, BoundaryFields
     from configs.methods import DctDp, PlumpDp, SparseLoco, TopK
-    from jaxcomm.accounting.hlo import read_program
+    from jaxcomm.accounting.hlo import read_overlap, read_program
     from train.data.info import ClickInfo
     from train.job import make_job
 
@@ -169,6 +171,7 @@ def compile_layouts(topology: str) -> list[dict[str, Any]]:
     few, quarter = BoundaryFields(0.9), BoundaryFields(value_dtype="int4")
     layouts = {
         "whole": ("digits", DctDp(), {}),
+        "whole, dense": ("gpt_stdlib", PlumpDp(), {"architecture": Architecture("gpt", _LARGE)}),
         "FSDP": ("gpt_stdlib", DctDp(), {"workers": 2, "fsdp": 2}),
         "FSDP, local steps": ("gpt_stdlib", SparseLoco(), {"workers": 2, "fsdp": 2}),
         "tensor parallel": ("gpt_stdlib", TopK(), {"workers": 2, "model_parallel": 2}),
@@ -189,7 +192,7 @@ def compile_layouts(topology: str) -> list[dict[str, Any]]:
         job = make_job(experiment, method, info=info, devices=devices)
         begin = time.perf_counter()
         compiled = job.step.compile(*job.inputs)
-        compile_s, held = time.perf_counter() - begin, compiled.memory_analysis()
+        compile_s, held, text = time.perf_counter() - begin, compiled.memory_analysis(), compiled.as_text()
         try:
             job.verify(*job.inputs)
             holds = "yes"
@@ -202,8 +205,9 @@ def compile_layouts(topology: str) -> list[dict[str, Any]]:
                 "layout": name,
                 "model": of,
                 "method": method.name,
-                "bytes": float(read_program(compiled.as_text(), job.mesh).over(*over).received),
+                "bytes": float(read_program(text, job.mesh).over(*over).received),
                 "bytes_traced": job.report.received_in_exchange,
+                "overlap": read_overlap(text),
                 "megabytes_temporary": held.temp_size_in_bytes / 1e6,
                 "compile_s": compile_s,
                 "verified": holds,

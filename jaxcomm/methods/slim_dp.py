@@ -16,7 +16,7 @@ from jaxcomm.checks import check_count, check_range
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import other_axes, to_varying
 from jaxcomm.collectives.messages import all_gather_same, all_to_all, sum_of
-from jaxcomm.exchange import ExchangeState, own_row, transformation, with_due
+from jaxcomm.exchange import ExchangeState, own_row, transformation, with_due, zeros_unless
 from jaxcomm.layout import plan_layout
 from jaxcomm.methods.local_sgd import LocalExchange, local_sgd
 from jaxcomm.methods.plump_dp import plump_dp
@@ -195,13 +195,13 @@ class SlimDp(LocalExchange):
         size, share = self.core_size(n), self.explorer_size(n, workers)
         others, rate = n - size, 1 / workers if self.server_rate is None else self.server_rate
         old_delta = own_row(old.delta, n if self.keeps_delta else 0)  # (1, n), or (1, 0)
-        server = own_row(old.server, others)[0]  # (others,)
+        server = own_row(old.server, others)  # (1, others)
         weights = ravel_pytree(params)[0].astype(jnp.float32)
         delta = own_update + old_delta[0] if self.keeps_delta else own_update
-        core, rest = old.order[:size], old.order[size:]
+        core = old.order[:size]
 
         def explorer(worker: jax.Array, owner: jax.Array) -> jax.Array:
-            """Returns a worker's explorer coordinates in an owner's part, as indices into `rest`: (e,) int32."""
+            """Returns a worker's explorer coordinates in an owner's part, as indices into `server`: (e,) int32."""
             (start, part), key = part_of(others, workers, owner), noise.make_key(seed, old.round, worker)
             uniform = noise.uniform(key, share, owner * share)
             offset = noise.integers(key, part[None], workers * share + owner)[0]
@@ -211,41 +211,43 @@ class SlimDp(LocalExchange):
         asked = jax.vmap(lambda owner: explorer(me, owner))(everyone) if share else jnp.zeros((workers, 0), jnp.int32)
         served = jax.vmap(lambda worker: explorer(worker, me))(everyone) if share else asked  # both (K, e)
 
-        def merge(ok: jax.Array, core_values: jax.Array, pulled: jax.Array) -> jax.Array:
+        def merge(core_values: jax.Array, explored: jax.Array, pulled: jax.Array) -> jax.Array:
             """Returns the update to the global values in the core and where pulled (K, e); elsewhere the local one."""
-            where = jnp.concatenate([core, rest[asked.reshape(-1)]])
-            values = jnp.concatenate([core_values, pulled.reshape(-1)])
-            return jnp.where(ok, own_update.at[where].set(values - weights[where]), 0.0)
+            # The pulled values come last of all: after them XLA can set both where the update is.
+            own = own_update.at[explored].set(pulled - weights[explored], mode="promise_in_bounds")
+            return own.at[core].set(core_values - weights[core], mode="promise_in_bounds")
 
-        def push_set() -> tuple[jax.Array, ExchangeState]:
-            # The sum of `largest` is NaN if any delta is not finite, and infinite if a sum might overflow. A maximum
-            # alone would not do: compiled by XLA for CPUs, it may lose a NaN.
-            largest = jnp.where(jnp.isfinite(delta).all(), jnp.max(jnp.abs(delta)), jnp.nan)
+        def push_set() -> tuple[jax.Array, jax.Array, ExchangeState]:
+            # The sum is not finite if any delta is not, or if the sum over the workers might overflow.
             with jax.named_scope(EXCHANGE):
-                sums = sum_of(jnp.append(delta[core], largest), axis_name)
-            ok = jnp.isfinite(sums).all()
-            core_values, new_server, pulled = old.core + rate * sums[:-1], server, jnp.zeros((workers, 0))
+                sums = sum_of(jnp.append(delta[core], jnp.sum(jnp.abs(delta))), axis_name)
+            ok = jnp.isfinite(jnp.sum(jnp.abs(sums)))
+            explored = old.order[size + asked]  # (K, e), coordinates
+            core_values = old.core + rate * jnp.where(ok, sums[:-1], 0.0)
+            new_server, pulled = server, jnp.zeros((workers, 0))
             if share:
                 with jax.named_scope(EXCHANGE):
-                    arrived = all_to_all(delta[rest[asked]], axis_name)  # (K, e), worker i's in row i
-                new_server = server.at[served.reshape(-1)].add(rate * arrived.reshape(-1))
+                    arrived = all_to_all(delta[explored], axis_name)  # (K, e), worker i's in row i
+                new_server = (
+                    server[0].at[served].add(jnp.where(ok, rate * arrived, 0.0), mode="promise_in_bounds")[None]
+                )
                 with jax.named_scope(EXCHANGE):
-                    pulled = all_to_all(new_server[served], axis_name)  # (K, e), as asked
+                    pulled = all_to_all(new_server[0, served], axis_name)  # (K, e), as asked
             carried = jnp.zeros_like(old_delta)
             if self.unsent == "carry":
-                carried = delta.at[core].set(0.0).at[rest[asked.reshape(-1)]].set(0.0)[None]
+                carried = delta.at[core].set(0.0).at[explored].set(0.0)[None]
             metrics = ExchangeMetrics.of(ok, workers * (size + workers * share))
             memory = old._replace(
-                core=jnp.where(ok, core_values, old.core),
-                server=self.per_worker(jnp.where(ok, new_server, server)[None], "parts"),
+                core=core_values,
+                server=self.per_worker(new_server, "parts"),
                 delta=self.per_worker(jnp.where(ok, carried, old_delta)),
             )
-            return merge(ok, core_values, pulled), state.replace(metrics=metrics, memory=memory)
+            return merge(core_values, explored, pulled), ok, state.replace(metrics=metrics, memory=memory)
 
-        def push_everything() -> tuple[jax.Array, ExchangeState]:
+        def push_everything() -> tuple[jax.Array, jax.Array, ExchangeState]:
             with jax.named_scope(EXCHANGE):
                 sums = sum_of(delta, axis_name)  # (n,)
-            core_values, new_server = old.core + rate * sums[core], server + rate * sums[rest]
+            core_values, new_server = old.core + rate * sums[core], server[0] + rate * sums[old.order[size:]]
             most = -(-others // workers)
             own = lax.dynamic_slice(jnp.pad(new_server, (0, most)), (part_of(others, workers, me)[0],), (most,))
             gathered = all_gather_same(own, axis_name)  # (K, most)
@@ -267,29 +269,34 @@ class SlimDp(LocalExchange):
                 due=~ok,
                 order=jnp.where(ok, order, old.order),
                 core=jnp.where(ok, reordered[:size], old.core),
-                server=self.per_worker(jnp.where(ok, reordered[size:], server)[None], "parts"),
+                server=self.per_worker(jnp.where(ok, reordered[size:], server), "parts"),
                 delta=self.per_worker(jnp.where(ok, 0.0, old_delta)),
             )
-            return merge(ok, core_values, ordered[size:][asked]), state.replace(metrics=metrics, memory=memory)
+            explored, pulled = old.order[size + asked], ordered[size + asked]
+            return merge(core_values, explored, pulled), ok, state.replace(metrics=metrics, memory=memory)
 
-        def settle(own: jax.Array, new_state: ExchangeState) -> tuple[jax.Array, ExchangeState]:
-            return to_varying(own, axis_name), vary_rows(new_state, other_axes(own_update, axis_name))
+        def settle(
+            own: jax.Array, ok: jax.Array, new_state: ExchangeState
+        ) -> tuple[jax.Array, jax.Array, ExchangeState]:
+            return *to_varying((own, ok), axis_name), vary_rows(new_state, other_axes(own_update, axis_name))
 
-        def communicate() -> tuple[jax.Array, ExchangeState]:
+        def communicate() -> tuple[jax.Array, jax.Array, ExchangeState]:
             is_full = old.due | ((old.round + 1) % self.q == 0)
-            own, new_state = lax.cond(is_full, lambda: settle(*push_everything()), lambda: settle(*push_set()))
-            return own, new_state.replace(memory=new_state.memory._replace(round=old.round + 1))
+            *own, new_state = lax.cond(is_full, lambda: settle(*push_everything()), lambda: settle(*push_set()))
+            return *own, new_state.replace(memory=new_state.memory._replace(round=old.round + 1))
 
-        def stay() -> tuple[jax.Array, ExchangeState]:
+        def stay() -> tuple[jax.Array, jax.Array, ExchangeState]:
             ok = is_applicable_tree(own_update) & jnp.isfinite(delta).all()
             kept = jnp.where(ok, delta, old_delta[0])[None]
-            own = jnp.where(ok, own_update, 0.0)
             memory = old._replace(delta=self.per_worker(kept))
-            return settle(own, state.replace(metrics=ExchangeMetrics.zeros(), memory=memory))
+            return settle(own_update, ok, state.replace(metrics=ExchangeMetrics.zeros(), memory=memory))
 
         # The usual branch is the one that communicates: reports give the bytes of an exchange, and its interval.
-        own, new_state = communicate() if self.p == 1 else lax.cond((state.step + 1) % self.p != 0, stay, communicate)
-        return unravel(own.astype(raveled.dtype)), new_state.replace(step=state.step + 1)
+        own, ok, new_state = (
+            communicate() if self.p == 1 else lax.cond((state.step + 1) % self.p != 0, stay, communicate)
+        )
+        own = zeros_unless(ok, unravel(own.astype(raveled.dtype)))
+        return own, new_state.replace(step=state.step + 1)
 
 
 slim_dp = transformation(SlimDp)

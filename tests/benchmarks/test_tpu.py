@@ -60,3 +60,5 @@ def test_every_layout_of_the_trainer_sends_what_was_traced(tmp_path):
     assert [name for name, record in records.items() if record["verified"] != "yes"] == []
     assert records["stages, 4 bits"]["bytes"] < 0.5 * records["stages"]["bytes"]
     assert records["stages, 1F1B"]["megabytes_temporary"] < 0.8 * records["stages, 4 bits"]["megabytes_temporary"]
+    assert records["whole, dense"]["overlap"] > 0.2  # of its buckets, the last layers' can be sent at once
+    assert records["whole"]["overlap"] < 0.01
