@@ -111,6 +111,7 @@ def check_shared(store: Store, processes: Processes, out: Path, seconds: float) 
     Raises:
       DisagreementError: if one does not see a file that process 0 has written.
       OSError: if process 0 cannot write it.
+      TimeoutError: in the others, if process 0 has not written it in time.
     """
     if processes.index == 0:
         out.mkdir(parents=True, exist_ok=True)
@@ -119,7 +120,12 @@ def check_shared(store: Store, processes: Processes, out: Path, seconds: float) 
         path = Path(name)
         store.put("jaxcomm/file", path.name)
     else:
-        path = out / store.get("jaxcomm/file", seconds)
+        try:
+            path = out / store.get("jaxcomm/file", seconds)
+        except TimeoutError:
+            raise TimeoutError(
+                f"process 0 writes a file to --out, got none within {seconds:g} s: look at what it has printed"
+            ) from None
     deadline = time.monotonic() + PATIENCE
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -122,3 +122,12 @@ def test_a_folder_that_is_not_shared_is_refused_on_all(tmp_path, monkeypatch):
     assert all(isinstance(error, DisagreementError) for error in found)
     assert f"({outs[1]}) does not have the file of process 0 in process 1" in str(found[0])
     assert list(outs[0].iterdir()) == []
+
+
+def test_a_folder_that_process_0_cannot_write_is_said_to_the_others(tmp_path):
+    taken = tmp_path / "file"
+    taken.write_text("")
+    store = Memory()
+    first, second = each(lambda own: check_shared(store, own, taken, 0.5), 2)
+    assert isinstance(first, OSError)
+    assert str(second) == "process 0 writes a file to --out, got none within 0.5 s: look at what it has printed"
