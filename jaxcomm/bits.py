@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcomm.platforms import by_platform
+
 WORD = 32  # bits a word
 LANES = 128  # numbers in a row of a TPU
 
@@ -23,12 +25,12 @@ def pack(mask: jax.Array) -> jax.Array:
             f"A mask is packed as one row of whole 32-bit words, got shape {mask.shape}: flatten it and pad it with "
             "False to a multiple of 32."
         )
-    return lax.platform_dependent(mask, tpu=_pack_by_matmul, default=_pack_octets)
+    return by_platform(mask, tpu=_pack_by_matmul, default=_pack_octets)
 
 
 def unpack(words: jax.Array) -> jax.Array:
     """Returns the boolean mask (32 W,) of (W,) uint32 words; the inverse of `pack`."""
-    return lax.platform_dependent(words, tpu=_unpack_by_matmul, default=_unpack_octets)
+    return by_platform(words, tpu=_unpack_by_matmul, default=_unpack_octets)
 
 
 def _pack_octets(mask: jax.Array) -> jax.Array:
@@ -80,7 +82,7 @@ def pack_planes(numbers: jax.Array, width: int) -> jax.Array:
     if width == 0:
         return jnp.zeros(0, jnp.uint32)
     padded = jnp.pad(numbers, (0, -numbers.size % WORD))
-    return lax.platform_dependent(padded, tpu=partial(_each_plane, width=width), default=partial(_planes, width=width))
+    return by_platform(padded, tpu=partial(_each_plane, width=width), default=partial(_planes, width=width))
 
 
 def _planes(numbers: jax.Array, width: int) -> jax.Array:
@@ -98,7 +100,7 @@ def unpack_planes(words: jax.Array, n: int, width: int) -> jax.Array:
     if width == 0:
         return jnp.zeros(n, jnp.int32)
     default, tpu = (partial(way, n=n, width=width) for way in (_numbers, _numbers_by_plane))
-    return lax.platform_dependent(words, tpu=tpu, default=default)
+    return by_platform(words, tpu=tpu, default=default)
 
 
 def _numbers(words: jax.Array, n: int, width: int) -> jax.Array:
@@ -149,7 +151,7 @@ def rank_of_words(words: jax.Array) -> jax.Array:
 
 def running_sum(numbers: jax.Array) -> jax.Array:
     """Returns the cumulative sum of 32-bit numbers (n,), each number included, modulo 2^32."""
-    return lax.platform_dependent(numbers, tpu=_sum_by_matmul, default=jnp.cumsum)
+    return by_platform(numbers, tpu=_sum_by_matmul, default=jnp.cumsum)
 
 
 def _sum_by_matmul(numbers: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ from jax import lax
 
 from jaxcomm.bits import LANES, WORD
 from jaxcomm.numerics import end_to_end
+from jaxcomm.platforms import by_platform
 
 # Segments start at multiples of BLOCK, so that a table of one entry per block says which segment a coordinate is in.
 # The padding is zeros, half a block per tensor on average.
@@ -119,7 +120,7 @@ class Layout:
         if not rows:
             return jnp.zeros(0, jnp.float32)
         # A barrier, since XLA for TPUs would lay the tensors out again for each shape in which the vector is read.
-        return lax.platform_dependent(end_to_end(rows), tpu=lax.optimization_barrier, default=lambda vector: vector)
+        return by_platform(end_to_end(rows), tpu=lax.optimization_barrier, default=lambda vector: vector)
 
     def unflatten(self, vector: jax.Array) -> list[jax.Array]:
         """Cuts a vector (n,) into the compressed tensors, in their shapes but in the vector's dtype."""

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomm import bits, noise
+from jaxcomm.platforms import by_platform
 
 _SHRINK = np.float32(2**-4)
 _INFINITY = np.uint32(0x7F800000)
@@ -111,7 +112,7 @@ def end_to_end(parts: Sequence[jax.Array]) -> jax.Array:
     """
     if not 1 < len(parts) <= _FUSED:
         return jnp.concatenate(parts)
-    return lax.platform_dependent(*parts, cpu=_written, default=lambda *parts: jnp.concatenate(parts))
+    return by_platform(*parts, cpu=_written, default=lambda *parts: jnp.concatenate(parts))
 
 
 def _written(first: jax.Array, *others: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxcomm.accounting.jaxpr import COLLECTIVES, inner_jaxpr, inner_jaxprs
 from jaxcomm.collectives.axis import AxisName, axis_names, check_workers
+from jaxcomm.platforms import by_platform
 
 _ON_THE_SPOT = (*COLLECTIVES, "axis_index", "pvary", "pcast")
 
@@ -98,7 +99,7 @@ def _copied(x: Any, like: Any) -> jax.Array:
         out = jnp.tile(out, like.size // out.size)
     out = out[: like.size].astype(like.dtype)
     if out.size:
-        out = lax.platform_dependent(out, cpu=_in_memory, default=lax.optimization_barrier)
+        out = by_platform(out, cpu=_in_memory, default=lax.optimization_barrier)
     return jnp.reshape(out, like.shape)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 AxisName = str | tuple[str, ...]  # the workers may be along several axes of a mesh
 
@@ -67,16 +67,10 @@ def abstract_mesh(axes: Mapping[str, int], kind: Any = None) -> AbstractMesh:
 
     Args:
       axes: the sizes of its axes, by name.
-      kind: the `AbstractDevice` of the mesh that it stands for, if there is one.
+      kind: the `AbstractDevice` of the mesh that it stands for; by default that of CPU hosts.
     """
-    types = (AxisType.Auto,) * len(axes)
+    types, kind = (AxisType.Auto,) * len(axes), kind or AbstractDevice("cpu", None, "cpu")
     return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types, abstract_device=kind)
-
-
-def traced_platform() -> str | None:
-    """Returns the platform ("cpu", "tpu", ...) that the program is traced for; None if the mesh does not tell."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return None if device is None else device.platform
 
 
 def in_axes_of_workers(function: Callable[..., Any], sizes: tuple[int, ...], axis_name: AxisName) -> Callable[..., Any]:

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm.codecs import value_codec
-from jaxcomm.collectives.axis import AxisName, axis_size, traced_platform
+from jaxcomm.collectives.axis import AxisName, axis_size
 from jaxcomm.collectives.messages import sum_of
 from jaxcomm.collectives.shared_mask import compact_sum
 from jaxcomm.numerics import end_to_end
+from jaxcomm.platforms import traced_platform
 from jaxcomm.scopes import EXCHANGE
 
 DenseDtype = Literal["float32", "bfloat16", "float16"]

@@ -19,7 +19,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jaxcomm.bits import LANES
-from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, is_tracked, traced_platform
+from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, is_tracked
+from jaxcomm.platforms import traced_platform
 from jaxcomm.scopes import EXCHANGE
 from jaxcomm.traffic import SPLIT_FROM, TILE_BYTES
 

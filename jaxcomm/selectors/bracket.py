@@ -12,6 +12,7 @@ from jax import lax
 from jaxcomm import bits, noise
 from jaxcomm.layout import BLOCK, Layout, in_blocks
 from jaxcomm.numerics import magnitude_bits
+from jaxcomm.platforms import by_platform
 from jaxcomm.scopes import SELECT
 from jaxcomm.selectors.selection import count_in_segment, rank_in_segment, slots_of
 
@@ -116,7 +117,7 @@ def _bisect(vector: jax.Array, layout: Layout, k: jax.Array, passes: jax.Array |
 def _count(mask: jax.Array, layout: Layout) -> jax.Array:
     """Counts the coordinates of every segment that a mask in blocks marks: (S,) int32."""
     # As packed bits: XLA for CPUs would store booleans as integers for a sum, 32 times the memory.
-    return lax.platform_dependent(
+    return by_platform(
         mask,
         tpu=lambda mask: layout.per_segment(jnp.sum(mask, axis=(1, 2), dtype=jnp.int32)),
         default=lambda mask: count_in_segment(bits.pack(mask.reshape(-1)), layout),

@@ -1,0 +1,50 @@
+"""The platform of a program: told by its mesh or by JAX_PLATFORMS, and otherwise left to JAX."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+import jaxcomm as jc
+from jaxcomm import platforms
+from jaxcomm.platforms import by_platform, traced_platform
+
+ONE = np.ones(4, np.float32)
+
+
+def ways(traced):
+    def way(name, factor):
+        def function(x):
+            traced.append(name)
+            return factor * x
+
+        return function
+
+    return {"default": way("default", 1), "tpu": way("tpu", 2)}
+
+
+@pytest.mark.parametrize(("platform", "expected"), [("tpu", ["tpu"]), ("cpu", ["default"]), ("gpu", ["default"])])
+def test_a_mesh_tells_the_platform(platform, expected):
+    mesh = AbstractMesh((2,), ("data",), abstract_device=AbstractDevice("some", None, platform))
+    traced = []
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert traced_platform() == platform
+        jax.make_jaxpr(lambda x: by_platform(x, **ways(traced)))(ONE)
+    assert traced == expected
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"), [("cpu", {"default"}), ("cpu,tpu", {"default", "tpu"}), (None, {"default", "tpu"})]
+)
+def test_without_a_mesh_the_setting_of_jax_tells_it_or_all_are_traced(monkeypatch, told, expected):
+    monkeypatch.setattr(platforms, "_setting", lambda: told)
+    traced = []
+    run = jax.jit(lambda x: by_platform(x, **ways(traced)))
+    np.testing.assert_array_equal(run(ONE), ONE)
+    assert set(traced) == expected
+
+
+def test_a_report_is_traced_for_one_platform(monkeypatch):
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *_, **__: pytest.fail("the platform is not known"))
+    monkeypatch.setattr(platforms, "_setting", lambda: None)
+    assert jc.wire_report(jc.topk(0.9), {"w": jax.ShapeDtypeStruct((3000,), np.float32)}, workers=3).received > 0
