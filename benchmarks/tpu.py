@@ -192,8 +192,7 @@ def compile_layouts(topology: str) -> list[dict[str, Any]]:
         info = ClickInfo("flights", 1000, 100, (5000, 300, 40)) if of == "dlrm_flights" else None
         job = make_job(experiment, method, info=info, devices=devices)
         begin = time.perf_counter()
-        options = _APART if name == "whole, dense" else None
-        compiled = job.step.lower(*job.inputs).compile(compiler_options=options)
+        compiled = job.step.lower(*job.inputs).compile(_APART if name == "whole, dense" else None)
         compile_s, held, text = time.perf_counter() - begin, compiled.memory_analysis(), compiled.as_text()
         try:
             job.verify(*job.inputs)

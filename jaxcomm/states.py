@@ -68,10 +68,15 @@ def exchange_turns(state: Any) -> int:
     return next((found.method.turns for found in exchange_states(state)), 1)
 
 
-def applies_step(exchange: ExchangeState) -> jax.Array:
-    """Returns whether a step should change parameters and optimizer: () bool, False if a skipped exchange undoes it."""
-    ok = exchange.metrics.skipped == 0
-    return ok if exchange.method.undoes_skipped else jnp.asarray(True)
+def applies_step(metrics: ExchangeMetrics, undoes_skipped: bool) -> jax.Array:
+    """Returns whether a step should change parameters and optimizer: () bool, False if a skipped exchange undoes it.
+
+    Args:
+      metrics: the exchange's.
+      undoes_skipped: its method's.
+    """
+    ok = metrics.skipped == 0
+    return ok if undoes_skipped else jnp.asarray(True)
 
 
 def keep_states_unless(ok: jax.Array, new: Any, old: Any) -> Any:

@@ -112,7 +112,7 @@ def parse(argv: Sequence[str]) -> Experiment:
 
 
 def run_together(experiment: Experiment, processes: Processes, begin: float) -> int:
-    """Does this process's part of `run`, if all were started alike. If one fails, all end; see `Liveness`."""
+    """Does this process's part of `run`, if the settings of all agree. If one fails, all end; see `Liveness`."""
     from train.liveness import JaxStore, Liveness, is_of_jax
     from train.start import DisagreementError, agree, check_shared, facts_of
 

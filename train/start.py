@@ -1,4 +1,4 @@
-"""Checks, before a run of several processes begins, that they are started alike and write into one folder.
+"""Checks, before a run of several processes begins, that their settings agree and that they write into one folder.
 
 Processes that differ in a setting, or in the library, would train different models to the end, or hang.
 """

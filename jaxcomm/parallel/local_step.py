@@ -15,6 +15,7 @@ from jaxcomm.numerics import is_applicable_tree
 from jaxcomm.parallel.sharded_step import ShardedStep, SplitState, over_axes, specs_like
 from jaxcomm.parallel.sharding import ShardedExchange
 from jaxcomm.parallel.state import TrainState, batch_specs, state_specs
+from jaxcomm.states import applies_step
 from jaxcomm.types import PerWorker, is_per_worker
 
 
@@ -101,7 +102,7 @@ class LocalStep(ShardedStep):
         own_ok &= jax.vmap(is_applicable_tree)(updates)
         updates = jax.vmap(partial(keep_unless, old=jax.tree.map(lambda _: jnp.nan, updates)))(own_ok, updates)
         updates, exchanged = exchange(updates, old.exchange, params)
-        all_ok = (exchanged.metrics.skipped == 0) | (not exchange.chain.undoes_skipped)
+        all_ok = applies_step(exchanged.metrics, exchange.chain.undoes_skipped)
         optimizer = jax.vmap(keep_unless)(own_ok & all_ok, optimizer, old.rest.rows)
         kept = (keep_unless(all_ok, optax.apply_updates(params, updates), params), optimizer)
         own = self._rows(kept, params, exchange)

@@ -51,7 +51,7 @@ def worker_step(
         gradients = keep_unless(own_ok, gradients, jax.tree.map(lambda _: jnp.nan, gradients))
     updates, opt_state = update_with(tx, gradients, old.opt_state, trained(old.params), own_loss, loss_at)
     params, opt_state, exchanged = apply(updates, opt_state, old.params, old.opt_state, own_ok)
-    state_ok = applies_step(get_exchange(opt_state))
+    state_ok = applies_step(exchanged, get_exchange(opt_state).method.undoes_skipped)
     if is_delayed:
         # XLA would merge the two all-reduces, and that of the gradients would wait for the loss. So make the loss wait
         # for the gradients: `skipped` is 0 or 1, but XLA does not know. (An optimization_barrier is removed too early.)
@@ -71,7 +71,7 @@ def apply(
     Unless `ok`, the updates have nothing of this step's gradient, and the optimizer's state stays, too.
     """
     exchange = get_exchange(opt_state)
-    applies = applies_step(exchange)
+    applies = applies_step(exchange.metrics, exchange.method.undoes_skipped)
     params = with_untrained(optax.apply_updates(trained(old_params), updates), old_params)
     kept = keep_states_unless(applies & ok, opt_state, old_opt_state)
     return keep_unless(applies, params, old_params), kept, exchange.metrics

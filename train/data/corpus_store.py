@@ -1,6 +1,6 @@
 """Text as bytes, in windows: the source files of a folder, such as those of Linux, or of Python's standard library.
 
-A file's folder decides its split: the files of a folder are alike, so a split by files would test on what it had
+A file's folder decides its split: the files of a folder are similar, so a split by files would test on what it had
 trained on. A token is a byte, one of 256; a byte 0 follows each file.
 """
 
