@@ -22,8 +22,8 @@ def pack(mask: jax.Array) -> jax.Array:
     """Packs a boolean mask of shape (n,), n a multiple of 32, into (n/32,) uint32 words."""
     if mask.ndim != 1 or mask.shape[0] % WORD:
         raise ValueError(
-            f"A mask is packed as one row of whole 32-bit words, got shape {mask.shape}: flatten it and pad it with "
-            "False to a multiple of 32."
+            f"A mask must have the shape (n,), n a multiple of {WORD}; got shape {mask.shape}. Flatten it, and pad it "
+            "with False."
         )
     return by_platform(mask, tpu=_pack_by_matmul, default=_pack_octets)
 

@@ -168,12 +168,12 @@ class Exchange:
             raise ValueError("others must be the exchange of what where= leaves out; got no where=. Pass both.")
         if self.checksum and self.instead_of_checksum is not None:
             raise ValueError(
-                f"checksum must be False for {self.name} where numbers are summed on their way, and nobody sees those "
-                f"that were sent; got True. {self.instead_of_checksum}."
+                f"checksum must be False for {self.name} with a collective that sums on the way, where no worker "
+                f"receives what was sent; got True. {self.instead_of_checksum}."
             )
         kinds = ("float32", "bfloat16") if self.keeps_residual else ("float32",)
         rule = " or ".join(kinds) + ("" if self.keeps_residual else f" for {self.name}, which keeps no residual itself")
-        remedy = "pass it to the exchange that has one"
+        remedy = "bfloat16 halves its memory" if self.keeps_residual else "pass it to the exchange that has one"
         check_range("residual_dtype", self.residual_dtype, rule, self.residual_dtype in kinds, remedy)
 
     # What the rest of the library asks of a method.
@@ -430,8 +430,9 @@ def get_exchange(state: Any) -> ExchangeState:
         )
     if found is None:
         raise ValueError(
-            "A data-parallel step needs one transformation that averages over the workers, got a chain without: put "
-            "jaxcomm.plump_dp() (dense) or a compressor such as jaxcomm.dct_dp(0.99) first in optax.chain(...)."
+            "A data-parallel step must have an exchange, the transformation that averages over the workers; got a "
+            "chain without. Put jaxcomm.plump_dp() (dense) or a compressor such as jaxcomm.dct_dp(0.99) first in "
+            "optax.chain(...)."
         )
     return found
 
@@ -492,9 +493,9 @@ def own_row(rows: PerWorker, n: int) -> jax.Array:
     """
     if rows.rows.shape != (1, n):
         raise ValueError(
-            f"A worker holds one row of state, (1, {n}) for this gradient, got {rows.rows.shape}: initialise the "
+            f"A worker must hold one row of state, (1, {n}) for this gradient; got {rows.rows.shape}. Initialise the "
             "state with the parameters that are trained, and shard its PerWorker leaves over the axis of workers "
-            "(step.init of jaxcomm.make_train_step does both); a state of another number of workers goes through "
+            "(step.init of jaxcomm.make_train_step does both). A state of another number of workers goes through "
             "jaxcomm.resize_workers."
         )
     return to_varying(rows.rows, rows.axes)

@@ -176,12 +176,12 @@ def plan_layout(
     paths = jax.tree_util.tree_leaves_with_path(tree)
     if not paths:
         raise ValueError(
-            "A gradient needs at least one tensor, got an empty tree: pass the parameters that are trained."
+            "A gradient must have at least one tensor; got an empty tree. Pass the parameters that are trained."
         )
     for path, leaf in paths:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
-                f"Gradients are of a real floating type, got {leaf.dtype} at {jax.tree_util.keystr(path)!r}: keep "
+                f"Gradients must be of a real floating type; got {leaf.dtype} at {jax.tree_util.keystr(path)!r}. Keep "
                 "others out of the parameters, by eqx.filter, nnx.Param or a tree of their own. make_train_step leaves "
                 "integers, booleans and keys out by itself."
             )
@@ -202,7 +202,7 @@ def plan_layout(
     )
     if layout.n >= MAX_ELEMENTS:
         raise ValueError(
-            f"Positions are 31-bit, so one exchange takes fewer than 2^31 elements, got {layout.n}: shard the "
+            f"Positions have 31 bits, so one exchange must have fewer than 2^31 elements; got {layout.n}. Shard the "
             "parameters over a model axis, or give a part of them to a second exchange by where= and others=."
         )
     return layout

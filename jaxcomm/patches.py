@@ -107,7 +107,7 @@ def _bits(tree: Any, dtype: Any) -> np.ndarray:
     """Returns a new array of the bits of all weights, cast: (n,) uint16 or uint32."""
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     kinds = {leaf.dtype.name for leaf in leaves if not jnp.issubdtype(leaf.dtype, jnp.floating)}
-    check_range("The weights", sorted(kinds), "of real floating types", not kinds, "patch others apart")
+    check_range("The weights", sorted(kinds), "of real floating types", not kinds, "leave the others out")
     check_range("The weights", tree, "at least one array", bool(leaves), "pass the parameters of a model")
     unsigned = np.dtype(f"u{dtype.itemsize}")
     return np.concatenate([leaf.astype(dtype, copy=False).reshape(-1).view(unsigned) for leaf in leaves])

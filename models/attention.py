@@ -31,7 +31,8 @@ class Attention(nnx.Module):
         """
         if width % heads:
             raise ValueError(
-                f"Heads share the features evenly, got {width} features for {heads} heads: give a multiple of {heads}."
+                f"width must be a multiple of heads; got {width} features for {heads} heads. Give a multiple of "
+                f"{heads}."
             )
         self.heads = heads
         smaller = nnx.initializers.variance_scaling(0.5, "fan_avg", "uniform")
@@ -82,7 +83,7 @@ def positions(length: int, width: int) -> np.ndarray:
       ValueError: for an odd width.
     """
     if width % 2:
-        raise ValueError(f"Half of the features are sines and half cosines, got {width}: give an even width.")
+        raise ValueError(f"width must be even, half sines and half cosines; got {width}. Give an even width.")
     half = width // 2
     angles = np.arange(length)[:, None] * 10_000.0 ** -(np.arange(half) / half)  # (length, half)
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)

@@ -90,8 +90,8 @@ def beam_search(
     """
     if max_length < 1 or beam < 1 or length_penalty < 0:
         raise ValueError(
-            f"A search has max_length and beam of at least 1 and a length_penalty of at least 0, got {max_length}, "
-            f"{beam} and {length_penalty}: give larger ones."
+            f"max_length and beam must be at least 1, and length_penalty at least 0; got {max_length}, {beam} and "
+            f"{length_penalty}. Give larger ones."
         )
     decoder = _parts(blocks)
     B, K, L = source.shape[0], beam, max_length
@@ -160,8 +160,8 @@ def _parts(blocks: Sequence[Any]) -> Decoder:
         starts = [index for index, block in enumerate(blocks) if isinstance(block, TargetEmbedding)]
         if not isinstance(last, Logits) or not starts:
             raise ValueError(
-                "A search takes all blocks of a transformer, got "
-                f"{', '.join(type(block).__name__ for block in blocks)}: give model.blocks, or merge a graph that is "
+                "A search must get all blocks of a transformer; got "
+                f"{', '.join(type(block).__name__ for block in blocks)}. Give model.blocks, or merge a graph that is "
                 "not cut."
             )
         start = starts[0]

@@ -158,8 +158,8 @@ def pooled(size: int, window: int, stride: int = 2, padding: int = 0) -> int:
     left = (size + 2 * padding - window) // stride + 1
     if left < 1:
         raise ValueError(
-            f"An image is at least as large as a window, got a side of {size} pixels with {padding} of padding for one "
-            f"of {window}: give larger images, or smaller strides, windows or fewer poolings."
+            f"An image must be at least as large as a window; got a side of {size} pixels with {padding} of padding "
+            f"for one of {window}. Give larger images, or use smaller windows or fewer poolings."
         )
     return left
 

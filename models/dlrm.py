@@ -133,8 +133,8 @@ class Interaction(nnx.Module):
     ):
         if not sizes or min(sizes) < 1 or row_multiple < 1:
             raise ValueError(
-                f"There are tables, each with rows, and a multiple of at least 1, got sizes {tuple(sizes)} and "
-                f"row_multiple={row_multiple}: give every feature its number of categories."
+                "sizes must have a number of at least 1 for every table, and row_multiple must be at least 1; got "
+                f"sizes {tuple(sizes)} and row_multiple={row_multiple}. Give every feature its number of categories."
             )
         if embeddings not in get_args(Embeddings):
             raise ValueError(f"embeddings must be one of {get_args(Embeddings)}; got {embeddings!r}. Pass one.")
@@ -162,8 +162,8 @@ class Interaction(nnx.Module):
         sizes = np.asarray(self.sizes)
         if categories.shape[1:] != sizes.shape:
             raise ValueError(
-                f"batch['categories'] has a column for every table, got shape {categories.shape} for {len(sizes)} "
-                "tables: give (B, tables)."
+                f"batch['categories'] must have a column for every table; got shape {categories.shape} for "
+                f"{len(sizes)} tables. Give (B, tables)."
             )
         starts = np.cumsum(sizes) - sizes
         return jnp.where((categories >= 0) & (categories < sizes), categories + starts, -1)

@@ -36,9 +36,7 @@ class Dropout(nnx.Module):
           ValueError: for another rate.
         """
         if not 0 <= rate < 1:
-            raise ValueError(
-                f"A dropout rate is at least 0 and below 1, got {rate}: give the fraction that is dropped."
-            )
+            raise ValueError(f"rate must be at least 0 and below 1; got {rate}. Give the fraction that is dropped.")
         self.rate, self.layer, self.deterministic = rate, layer, False
 
     def __call__(self, x: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
@@ -51,13 +49,13 @@ class Dropout(nnx.Module):
             return x
         if "seed" not in batch:
             raise ValueError(
-                f"Dropout draws from batch['seed'], (B,) uint32, a number for every row, got a batch of "
-                f"{', '.join(sorted(batch))}: add it, or put the model into evaluation mode."
+                f"A batch must have a seed for dropout, (B,) uint32, a number for every row; got a batch of "
+                f"{', '.join(sorted(batch))}. Add batch['seed'], or put the model into evaluation mode."
             )
         if batch["seed"].shape != x.shape[:1]:
             raise ValueError(
-                f"batch['seed'] has a number for every row, got shape {batch['seed'].shape} for {x.shape[0]} rows: "
-                "give (B,)."
+                f"batch['seed'] must have a number for every row; got shape {batch['seed'].shape} for {x.shape[0]} "
+                "rows. Give (B,)."
             )
         n = int(np.prod(x.shape[1:]))
         drawn = jax.vmap(lambda seed: uniform(make_key(seed, self.layer), n))(batch["seed"])  # (B, n)

@@ -68,8 +68,8 @@ def cut(model: Model, cuts: Sequence[int] = ()) -> list[Stage]:
     edges = [0, *cuts, count]
     if any(edges[i] >= edges[i + 1] for i in range(len(edges) - 1)):
         raise ValueError(
-            f"Cuts are rising indices of blocks, from 1 to {count - 1} in this model, so that every stage has a block; "
-            f"got {tuple(cuts)}: leave out what repeats, and sort them."
+            f"cuts must be rising indices of blocks, from 1 to {count - 1} in this model, so that every stage has a "
+            f"block; got {tuple(cuts)}. Leave out what repeats, and sort them."
         )
     return [_stage(model, first, last) for first, last in itertools.pairwise(edges)]
 
@@ -90,8 +90,8 @@ def merge(graph: Graph, params: Variables, stats: Variables, *, training: bool) 
     foreign = sorted((params.keys() | stats.keys()) - set(indices))
     if foreign:
         raise ValueError(
-            f"A stage takes the variables of its own blocks, {indices.start} to {indices.stop - 1}, got some of "
-            f"{', '.join(map(str, foreign))}: give the stage's params and stats."
+            f"A stage must get the variables of its own blocks, {indices.start} to {indices.stop - 1}; got some of "
+            f"{', '.join(map(str, foreign))}. Give the stage's params and stats."
         )
     return [
         nnx.merge(block, params.get(index, {}), stats.get(index, {}), copy=True)
@@ -141,8 +141,8 @@ def apply(
     rows = jax.tree.leaves(batch)[0].shape[0]
     if rows_per_group < 1 or rows % rows_per_group:
         raise ValueError(
-            f"Rows make whole groups, got {rows} rows for groups of {rows_per_group}: give a number of rows per group "
-            "that divides the rows of every worker's micro-batch."
+            f"Rows must make whole groups; got {rows} rows for groups of {rows_per_group}. Give a number of rows per "
+            "group that divides the rows of every worker's micro-batch."
         )
     groups = rows // rows_per_group
     grouped = jax.tree.map(lambda a: a.reshape(groups, rows_per_group, *a.shape[1:]), (batch, x))

@@ -86,8 +86,7 @@ class GoogLeNet(Model):
         count = sum(len(stage) for stage in stages)
         if not set(auxiliary) <= set(range(count)) or len(set(auxiliary)) < len(auxiliary):
             raise ValueError(
-                f"Auxiliary heads read different ones of the {count} modules, which count from 0, got "
-                f"{tuple(auxiliary)}: name others."
+                f"auxiliary must name different modules, from 0 to {count - 1}; got {tuple(auxiliary)}. Name others."
             )
         options: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
         blocks: list[nnx.Module] = [Stem(image_shape[-1], stem, stem_strides, options)]

@@ -74,8 +74,8 @@ class Embedding(nnx.Module):
         text = batch["text"][:, :-1].astype(jnp.int32)
         if text.shape[1] > self.places.shape[0]:
             raise ValueError(
-                f"A text has a place for every token but the last, got {text.shape[1]} of them for "
-                f"{self.places.shape[0]} places: make the model with more, or cut the text."
+                f"A text must have a place for every token but the last; got {text.shape[1]} of them for "
+                f"{self.places.shape[0]} places. Make the model with more, or cut the text."
             )
         return (take_rows(self.table[...], text) + self.places[: text.shape[1]]).astype(self.dtype)
 

@@ -47,7 +47,9 @@ class LateLinear(nnx.Linear):
     def __call__(self, inputs: jax.Array, out_sharding: None = None) -> jax.Array:
         """Returns (..., M) for inputs (..., N); `out_sharding` must be None."""
         if out_sharding is not None:
-            raise ValueError(f"A worker's rows are its own, got out_sharding={out_sharding}: leave it out.")
+            raise ValueError(
+                f"out_sharding must be None, since a worker's rows are its own; got {out_sharding}. Leave it out."
+            )
         x = inputs if self.dtype is None else inputs.astype(self.dtype)
         bias = None if self.bias is None else self.bias[...]
         return jc.late_multiply(x, self.kernel[...], bias, axis_name=self.axis_name, mode=self.mode)

@@ -57,7 +57,9 @@ class ResNet(Model):
           ValueError: for another stem.
         """
         if stem not in ("imagenet", "cifar"):
-            raise ValueError(f"A stem is 'imagenet' or 'cifar', got {stem!r}: take 'cifar' for images below 64 pixels.")
+            raise ValueError(
+                f"stem must be 'imagenet' or 'cifar'; got {stem!r}. Take 'cifar' for images below 64 pixels."
+            )
         blocks: list[nnx.Module] = [Stem(image_shape[-1], width, large=stem == "imagenet", dtype=dtype, rngs=rngs)]
         inputs = width
         for stage, count in enumerate(layers):

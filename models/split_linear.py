@@ -33,7 +33,9 @@ class SplitLinear(nnx.Linear):
     def __call__(self, inputs: jax.Array, out_sharding: None = None) -> jax.Array:
         """Returns (B/K, M) for this worker's rows (B/K, N); `out_sharding` must be None."""
         if out_sharding is not None:
-            raise ValueError(f"A worker's rows are its own, got out_sharding={out_sharding}: leave it out.")
+            raise ValueError(
+                f"out_sharding must be None, since a worker's rows are its own; got {out_sharding}. Leave it out."
+            )
         kernel = self.kernel[...]
         bias = None if self.bias is None else self.bias[...].astype(inputs.dtype)
         return jc.split_dense(inputs, kernel.astype(inputs.dtype), bias, axis_name=self.axis_name)

@@ -105,11 +105,11 @@ class Transformer(Model):
         """
         wrong = [layer for layer in (*encoder, *decoder) if not 1 <= layer <= self.layers]
         if wrong:
-            raise ValueError(f"Layers are numbered from 1 to {self.layers}, got {wrong[0]}: name one of these.")
+            raise ValueError(f"Layers must be numbered from 1 to {self.layers}; got {wrong[0]}. Name one of these.")
         if decoder and self.tied:
             raise ValueError(
-                "A tied model's decoder is one block, because one table is used at both its ends, got cuts in decoder "
-                f"layers {tuple(decoder)}: make the model with tied=False, or cut in the encoder."
+                "A tied model's decoder must not be cut, because one table is used at both its ends; got cuts in "
+                f"decoder layers {tuple(decoder)}. Make the model with tied=False, or cut in the encoder."
             )
         return tuple(sorted([2 * layer for layer in encoder] + [2 * (self.layers + layer) + 1 for layer in decoder]))
 

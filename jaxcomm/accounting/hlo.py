@@ -113,7 +113,10 @@ class _Collectives:
                 program.always.append(_between_slices(op, match.group("shape"), rest, self._mesh))
             return
         if kind in _UNCOUNTED:
-            raise ValueError(f"Bytes of {op!r} cannot be counted here, got: {line.strip()[:200]}")
+            raise ValueError(
+                f"The bytes of a collective must be countable: one of {', '.join(_OPS)}; got {op!r}: "
+                f"{line.strip()[:200]}"
+            )
         if kind in _OPS:
             # On TPUs a collective that overlaps with other work appears in several fusions (its start, its end, and
             # the work between them), with one chain: count it once.
@@ -285,7 +288,9 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
         elif current is not None:
             computations[current].append(line)
     if not entry:
-        raise ValueError("The text of a compiled program has an ENTRY computation, got none: pass compiled.as_text().")
+        raise ValueError(
+            "The text of a compiled program must have an ENTRY computation; got none. Pass compiled.as_text()."
+        )
     return computations, entry
 
 
@@ -310,8 +315,8 @@ def _only(pattern: re.Pattern[str], rest: str, line: str) -> str:
 
 def _uncountable(line: str) -> str:
     return (
-        f"A loop with collectives has a known body and length, got: {line.strip()[:200]}: use lax.scan with a static "
-        "length."
+        f"A loop with collectives must have a known body and length; got: {line.strip()[:200]}. Use lax.scan with a "
+        "static length."
     )
 
 
@@ -413,7 +418,7 @@ def _group_size(rest: str, devices: int, line: str) -> int:
             return math.prod(sizes[axis] for axis in axes)
     if re.search(r"replica_groups=\{\}", rest):
         return devices
-    raise ValueError(f"The groups of a collective are in a known notation, got: {line.strip()[:300]}")
+    raise ValueError(f"The groups of a collective must be in a known notation; got: {line.strip()[:300]}")
 
 
 def _axes(rest: str, traffic: Traffic, devices: int, mesh: Mesh) -> tuple[str, ...]:

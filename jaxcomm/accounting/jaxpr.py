@@ -51,7 +51,10 @@ def _read_jaxpr(jaxpr: Any, axis_sizes: dict[str, int]) -> Program:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in UNCOUNTED:
-            raise ValueError(f"Bytes of {name!r} cannot be predicted: use one of {sorted(COLLECTIVES)}.")
+            raise ValueError(
+                f"A collective must be one of {', '.join(sorted(COLLECTIVES))} for its bytes to be predicted; got "
+                f"{name!r}."
+            )
         if name in COLLECTIVES:
             program.always.append(_traffic(eqn, axis_sizes))
         elif name == "shard_map":
@@ -66,7 +69,7 @@ def _read_jaxpr(jaxpr: Any, axis_sizes: dict[str, int]) -> Program:
             for child in inner_jaxprs(eqn.params):
                 inner.add(_read_jaxpr(child, axis_sizes))
             if name == "while" and inner.communicates:
-                raise ValueError("A loop with collectives has a static length: use lax.scan for it.")
+                raise ValueError("A loop with collectives must have a static length; got a while loop. Use lax.scan.")
             program.add(inner)
     return program
 

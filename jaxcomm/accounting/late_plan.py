@@ -70,7 +70,7 @@ class LatePlan:
             if layer.path == path:
                 return "late" if layer.is_late else "reduce"
         known = ", ".join(layer.path for layer in self.layers)
-        raise ValueError(f"A plan knows the modes of the layers that it was made for, got {path!r}: it has {known}.")
+        raise ValueError(f"path must be that of a layer of this plan; got {path!r}. The plan has {known}.")
 
     def exchanges(self, path: str, leaf: Any) -> bool:
         """Returns whether a parameter's gradient is exchanged: False for kernel and bias of a layer that is late.
@@ -138,14 +138,14 @@ def plan_late_multiply(
     count = math.prod(workers) if isinstance(workers, tuple) else workers
     if count < 1 or global_batch < 1 or global_batch % count:
         raise ValueError(
-            f"The rows of a global batch are a multiple of the number of workers, got {global_batch} rows for "
-            f"{workers} workers: give the rows of all workers together."
+            f"global_batch must be a positive multiple of the number of workers; got {global_batch} rows for {workers} "
+            "workers. Count the rows of all workers together."
         )
     if activation_bytes not in (2, 4):
-        raise ValueError(f"Activations are numbers of 2 or 4 bytes, got {activation_bytes}: 4 is float32.")
+        raise ValueError(f"activation_bytes must be 2 or 4; got {activation_bytes}. Pass 4 for float32.")
     shapes = _kernels(kernels)
     if not shapes:
-        raise ValueError(f"A plan is of at least one kernel, got {list(kernels)}: pass {{path: (N, M)}}.")
+        raise ValueError(f"A plan must have at least one kernel; got none in {list(kernels)}. Pass {{path: (N, M)}}.")
     if late is not None and set(late) - set(shapes):
         raise ValueError(
             f"late must be paths of layers; got {sorted(set(late) - set(shapes))}, where the layers are "
@@ -188,7 +188,9 @@ def _kernels(kernels: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
         if is_shape(node):
             layer = layer if name == "kernel" else joined
             if len(shape) != 2 or min(shape) < 1:
-                raise ValueError(f"A kernel is a matrix (N, M), got {shape} at {joined!r}: leave it out of the plan.")
+                raise ValueError(
+                    f"A kernel must be a matrix (N, M); got {shape} at {joined!r}. Leave it out of the plan."
+                )
         elif name != "kernel" or len(shape) != 2:
             continue
         shapes[layer] = shape

@@ -335,9 +335,10 @@ def check_bytes(
             compiled.received > allowed.received or compiled.received_at_most > allowed.received_at_most
         ):
             raise ValueError(
-                "A compiled step sends the bytes that were traced, got "
-                f"{float(compiled.received):,.0f} for {float(predicted.received):,.0f}: XLA has changed the "
-                f"collectives (a widened type, or a gather over another mesh axis).\n{report}"
+                f"A compiled step must send no more bytes than were traced; got {float(compiled.received):,.0f} "
+                f"(at most {float(compiled.received_at_most):,.0f}) for {float(predicted.received):,.0f} "
+                f"(at most {float(predicted.received_at_most):,.0f}). XLA has changed the collectives (a widened type, "
+                f"or a gather over another mesh axis).\n{report}"
             )
         padding = allowed.received_at_most - predicted.received_at_most
         for when, sent, claim, most in (
@@ -359,14 +360,14 @@ def check_bytes(
                         f"{axis_name!r}, to='varying') before jax.grad"
                     )
                 raise ValueError(
-                    f"A step sends its exchange and at most {float(others):,.0f} bytes more, got {float(sent):,.0f} "
-                    f"where the exchange is {float(claim):,.0f}: {cause}.\n{report}"
+                    f"A step must send its exchange and at most {float(others):,.0f} bytes more; got "
+                    f"{float(sent):,.0f} where the exchange is {float(claim):,.0f}: {cause}.\n{report}"
                 )
             if sent < claim - steps * narrower:
                 raise ValueError(
-                    f"A step sends its whole exchange, got {float(sent):,.0f} bytes where the exchange is "
-                    f"{float(claim):,.0f}, in the {when} step: pass the tx= and the params= of the step; where they "
-                    f"are, bytes of the compiled text were not counted, and read_program has a fault.\n{report}"
+                    f"A step must send its whole exchange; got {float(sent):,.0f} bytes where the exchange is "
+                    f"{float(claim):,.0f}, in the {when} step. Pass the tx= and the params= of this step. If they are, "
+                    f"read_program has a fault: it missed bytes of the compiled text.\n{report}"
                 )
     return report
 

@@ -47,8 +47,8 @@ class Tensor:
         names = [option.name for option in self.options]
         if not names or len(set(names)) < len(names):
             raise ValueError(
-                f"A tensor has at least one option, each with a name of its own, got {names} for tensor "
-                f"{self.name!r}: give it a dense one, and every name once."
+                f"A tensor must have at least one option, and their names must differ; got {names} for tensor "
+                f"{self.name!r}. Give it a dense one, and every name once."
             )
 
 
@@ -124,14 +124,15 @@ class Problem:
         B, S = len(self.blocks), len(self.devices)
         if not B or not 1 <= S <= B:
             raise ValueError(
-                f"A model of at least one block has at least one stage and no stage without a block, got {B} blocks "
-                f"for {S} stages: give a device for every stage, and at most as many as blocks."
+                f"A model must have at least one stage, and at most as many as blocks; got {S} stages for {B} blocks. "
+                "Give one device for each stage."
             )
         for name in ("link_seconds_per_byte", "link_seconds"):
             values = getattr(self, name)
             if len(values) != S - 1:
                 raise ValueError(
-                    f"{name} has a value for every stage but the last, got {len(values)} for {S} stages: give {S - 1}."
+                    f"{name} must have a value for every stage but the last; got {len(values)} for {S} stages. Give "
+                    f"{S - 1}."
                 )
             for value in values:
                 _check_amount(name, value)
@@ -143,7 +144,7 @@ class Problem:
         names = [tensor.name for block in self.blocks for tensor in block.tensors]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"Tensors have names of their own, got {twice!r} twice: put the block's name before it.")
+            raise ValueError(f"The names of tensors must differ; got {twice!r} twice. Put the block's name before it.")
 
     def start(self, option: str) -> float:
         """Returns the seconds that a stage pays once for using an option."""

@@ -144,8 +144,8 @@ def solve(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> A
         raise _no_room_for_errors(problem, excess, time_limit)
     if best is None:
         raise NotInTimeError(
-            f"An assignment must be found within the time limit, got none in {time_limit} seconds: give more time, "
-            "or fewer tensors, by making one of those that are exchanged alike."
+            f"An assignment must be found within the time limit; got none in {time_limit} seconds. Give more time, or "
+            "fewer tensors: merge those that are exchanged in the same way."
         )
     proved = min([proved, best.seconds, *[bound for bound, _, _ in queue[:1]]])
     found = 1 - proved / best.seconds if best.seconds else 0.0
@@ -432,9 +432,9 @@ def _check_memory(problem: Problem, excess: np.ndarray) -> None:
     if over[stage] > 0:
         limit = problem.devices[stage].memory or 0
         raise ValueError(
-            f"Every stage must fit the memory of its device, got {limit:,} bytes for stage {stage}, which needs "
-            f"{limit + int(over[stage]):,} in the assignment that comes closest: give the devices at least "
-            f"{int(over[stage]):,} bytes more, more stages, or options that need less."
+            f"Every stage must fit into the memory of its device; got {limit:,} bytes for stage {stage}, which needs "
+            f"{limit + int(over[stage]):,} in the assignment that comes closest. Give the devices at least "
+            f"{int(over[stage]):,} bytes more, or use more stages, or options that need less."
         )
 
 

@@ -66,7 +66,9 @@ def make_index_codec(name: str, layout: Layout) -> IndexCodec:
     if name == "rice":
         tight = Rice(layout, budget=_RICE_BUDGET * entropy_bits(layout.n, layout.n_slots))
         return tight if tight.is_roomy else Rice(layout, budget=math.inf)
-    raise ValueError(f"An index codec is one of {', '.join(INDEX_CODECS)}, got {name!r}: pass one of them, or 'auto'.")
+    raise ValueError(
+        f"index_codec must be one of {', '.join(INDEX_CODECS)}, got {name!r}: pass one of them, or 'auto'."
+    )
 
 
 def choose_index_codec(layout: Layout, name: str = "auto", among: Sequence[str] = INDEX_CODECS) -> IndexCodec:

@@ -40,9 +40,9 @@ def axis_size(axis_name: AxisName) -> int:
     except NameError:
         axis_name = names[0] if len(names) == 1 else names
         raise ValueError(
-            f"A compressed exchange runs inside a function that has the axis of workers in scope, got no axis "
-            f"{axis_name!r}: call it inside jax.shard_map over that axis, through jaxcomm.make_train_step, or under "
-            f"jax.vmap(..., axis_name={axis_name!r}); or pass the name of your own axis as axis_name=."
+            f"An exchange must run where the axis of workers is in scope; got no axis {axis_name!r}. Call it inside "
+            f"jax.shard_map over that axis, through jaxcomm.make_train_step, or under jax.vmap(..., "
+            f"axis_name={axis_name!r}); or pass the name of your own axis as axis_name=."
         ) from None
 
 
@@ -54,10 +54,11 @@ def check_workers(workers: int | tuple[int, ...], axis_name: AxisName) -> tuple[
     """
     sizes = workers if isinstance(workers, tuple) else (workers,)
     if min(sizes) < 1:
-        raise ValueError(f"A run has at least one worker, got {workers}: pass a mesh or a positive integer.")
+        raise ValueError(f"workers must be at least 1; got {workers}. Pass a mesh or a positive integer.")
     if len(sizes) != len(axis_names(axis_name)):
         raise ValueError(
-            f"Each axis of workers has a number of them, got {workers} for axis_name={axis_name!r}: pass one for each."
+            f"workers must have one number for each axis of workers; got {workers} for axis_name={axis_name!r}. Pass a "
+            "tuple for several axes."
         )
     return sizes
 
@@ -148,9 +149,9 @@ def check_per_worker(gradients: Any, axis_name: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
         if not varies(leaf, axis_name):
             raise ValueError(
-                f"A compressor takes each worker's own gradient, got one at {jax.tree_util.keystr(path)!r} that is "
-                f"already the same on all workers of axis {axis_name!r}: jax.grad with respect to replicated "
-                "parameters has inserted a dense all-reduce (a sum, not a mean). Differentiate with respect to the "
-                f"workers' own copies instead: params = jax.lax.pcast(params, {axis_name!r}, to='varying') before "
-                "jax.grad, or use jaxcomm.make_train_step, which does so."
+                f"A compressor must get each worker's own gradient; got one at {jax.tree_util.keystr(path)!r} that is "
+                f"already reduced over axis {axis_name!r}: jax.grad with respect to replicated parameters has inserted "
+                "a dense all-reduce (a sum, not a mean). Differentiate with respect to the workers' own copies "
+                f"instead: params = jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad, or use "
+                "jaxcomm.make_train_step, which does so."
             )

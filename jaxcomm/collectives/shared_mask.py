@@ -33,11 +33,11 @@ def choose_sum(name: str, values: ValueCodec) -> str:
     if name == "auto":
         return "psum" if values.bits == 32 else "two_shot"
     if name not in SUMS:
-        raise ValueError(f"A sum of compact buffers is one of {', '.join(SUMS)}, got {name!r}: pass one, or 'auto'.")
+        raise ValueError(f"collective must be one of {', '.join(SUMS)}, got {name!r}: pass one, or 'auto'.")
     if name == "psum" and values.bits != 32:
         raise ValueError(
-            f"XLA's all-reduce sends values of {values.bits} bits as 32, got collective='psum': pass "
-            "value_dtype='float32', or collective='two_shot' or 'ring'."
+            f"collective='psum' must have values of 32 bits, since XLA's all-reduce sends narrower ones as 32; got "
+            f"{values.bits}. Pass value_dtype='float32', or collective='two_shot' or 'ring'."
         )
     return name
 

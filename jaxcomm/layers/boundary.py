@@ -60,8 +60,8 @@ class Boundary:
         shape, dtype = tuple(like.shape), jnp.dtype(like.dtype)
         if not jnp.issubdtype(dtype, jnp.floating) or not shape or not math.prod(shape):
             raise ValueError(
-                "What crosses a boundary are real activations with the samples as first dimension, got "
-                f"{dtype}{list(shape)}: let the next stage take integers and masks from its own batch."
+                "What crosses a boundary must be real floating activations with the samples as first dimension; got "
+                f"{dtype}{list(shape)}. Let the next stage take integers and masks from its own batch."
             )
         own = "bfloat16" if dtype == jnp.bfloat16 else "float32"
         values_as = _codec_of(own if self.value_dtype is None else self.value_dtype)

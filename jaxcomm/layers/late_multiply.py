@@ -121,11 +121,13 @@ def _check(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, mode: str) -
     n, m = kernel.shape if kernel.ndim == 2 else (None, None)
     if n is None or x.ndim < 1 or x.shape[-1] != n or (bias is not None and bias.shape != (m,)):
         raise ValueError(
-            "A dense layer multiplies x (..., N) with a kernel (N, M) and adds a bias (M,), got "
-            f"{x.shape}, {kernel.shape} and {None if bias is None else bias.shape}: reshape them."
+            f"A dense layer must have x (..., N), a kernel (N, M) and a bias (M,) or None; got {x.shape}, "
+            f"{kernel.shape} and {None if bias is None else bias.shape}. Reshape them."
         )
     if x.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise ValueError(f"x is of float32, bfloat16 or float16, got {x.dtype}: cast it to the type to compute in.")
+        raise ValueError(
+            f"x must be of float32, bfloat16 or float16; got {x.dtype}. Cast it to the type to compute in."
+        )
 
 
 def check_same(layer: str, leaves: Mapping[str, jax.Array], remedy: str, axis_name: AxisName) -> None:

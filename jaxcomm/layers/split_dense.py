@@ -155,9 +155,9 @@ def on_one_worker(function: Callable[[Any, Any], Any], params_row: Any, inputs: 
     for path, leaf in jax.tree_util.tree_leaves_with_path(params_row):
         if leaf.ndim == 0 or leaf.shape[0] != 1:
             raise ValueError(
-                f"Parameters that one worker uses have a row for each worker, got {leaf.shape} inside of a worker at "
-                f"{jax.tree_util.keystr(path)!r}: make them with rows_of_one_worker(params, K), and give them the "
-                f"spec P({axis_name!r})."
+                f"Parameters that one worker uses must have one row inside a worker; got {leaf.shape} at "
+                f"{jax.tree_util.keystr(path)!r}. Make them with rows_of_one_worker(params, K), and give them the spec "
+                f"P({axis_name!r})."
             )
     own = jax.tree.map(lambda row: row[0], params_row)
     everything = jax.tree.map(lambda rows: _gather_on_first(rows, axis_name), inputs)
@@ -255,12 +255,12 @@ def plan_split_dense(widths: tuple[int, ...], global_batch: int, workers: int, *
     """
     if len(widths) < 2 or min(*widths, global_batch, workers) < 1:
         raise ValueError(
-            f"Layers have widths on both sides, and all numbers are at least 1, got widths {widths}, "
-            f"{global_batch} rows and {workers} workers: (9216, 4096) is one layer."
+            f"widths must have at least two numbers, and all numbers must be at least 1; got widths {widths}, "
+            f"{global_batch} rows and {workers} workers. (9216, 4096) is one layer."
         )
     if global_batch % workers:
         raise ValueError(
-            f"The rows of a batch are a multiple of the number of workers, got {global_batch} for {workers}: use a "
+            f"The rows of a batch must be a multiple of the number of workers; got {global_batch} for {workers}. Use a "
             f"batch size of {max(global_batch // workers, 1) * workers}."
         )
     ways: dict[Place, tuple[SplitLayer, ...]] = {"rows": ()}
@@ -274,8 +274,8 @@ def plan_split_dense(widths: tuple[int, ...], global_batch: int, workers: int, *
         ways = found
     if "rows" not in ways:
         raise ValueError(
-            f"A dimension that is cut is a multiple of the number of workers, got widths {widths} for {workers} "
-            "workers: pad them, or use another number of workers."
+            f"A width that is split must be a multiple of the number of workers; got widths {widths} for {workers} "
+            "workers. Pad them, or use another number of workers."
         )
     return SplitPlan(ways["rows"])
 
@@ -298,19 +298,19 @@ def _widths(x: jax.Array, kernel: jax.Array, workers: int, inputs: Place, output
     """Returns M, and whether the kernel is split by its outputs."""
     if inputs not in _PLACES or outputs not in _PLACES:
         raise ValueError(
-            f"Activations are in 'rows' or in 'features', got inputs={inputs!r} and outputs={outputs!r}: pass one."
+            f"Activations must be in 'rows' or in 'features'; got inputs={inputs!r} and outputs={outputs!r}. Pass one."
         )
     if x.ndim < 2 or kernel.ndim != 2:
         raise ValueError(
-            f"A dense layer takes rows of features and a matrix, got {x.shape} and a kernel {kernel.shape}: flatten "
-            "what comes from convolutions to (rows, features)."
+            f"A dense layer must have rows of features and a matrix; got {x.shape} and a kernel {kernel.shape}. "
+            "Flatten what comes from convolutions to (rows, features)."
         )
     n = x.shape[-1] * (workers if inputs == "features" else 1)
     by_outputs = kernel.shape[0] == n
     if not by_outputs and kernel.shape[0] * workers != n:
         raise ValueError(
-            f"A shard of a kernel has all {n} inputs or 1/{workers} of them, got {kernel.shape} for inputs {x.shape} "
-            f"in {inputs}: give the kernel the spec P(None, axis) or P(axis), and say where x is (inputs=)."
+            f"A shard of a kernel must have all {n} inputs or 1/{workers} of them; got {kernel.shape} for inputs "
+            f"{x.shape} in {inputs}. Give the kernel the spec P(None, axis) or P(axis), and say where x is (inputs=)."
         )
     m = kernel.shape[1] * (workers if by_outputs else 1)
     if outputs == "rows":
@@ -327,14 +327,14 @@ def _check_bias(bias: jax.Array | None, m: int, workers: int, outputs: Place) ->
     if bias.shape == (m,) and outputs == "rows":
         return True
     raise ValueError(
-        f"A bias is a shard ({m}/{workers},), or for outputs in rows all ({m},), got {bias.shape} for outputs in "
-        f"{outputs}: give it the spec P(axis), or P() for outputs in rows."
+        f"A bias must be a shard ({m}/{workers},), or, for outputs in rows, may be whole, ({m},); got {bias.shape} for "
+        f"outputs in {outputs}. Give it the spec P(axis), or P() for outputs in rows."
     )
 
 
 def _check_multiple(what: str, number: int, workers: int) -> None:
     if number % workers:
         raise ValueError(
-            f"What is cut for {workers} workers is a multiple of their number, got {number} {what}: pad them, or use "
-            "another number of workers."
+            f"What is split over {workers} workers must be a multiple of their number; got {number} {what}. Pad them, "
+            "or use another number of workers."
         )

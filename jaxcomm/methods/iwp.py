@@ -138,8 +138,8 @@ class Iwp(MomentumCorrection, SharedExchange):
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, SharedMask]:
         if gradient.params is None:
             raise ValueError(
-                "Importance compares a gradient with its weight, got no parameters: call tx.update(gradients, state, "
-                "params)."
+                "params must be given to iwp, which compares gradients with weights; got none. Call "
+                "tx.update(gradients, state, params)."
             )
         layout, step, old = gradient.layout, state.step, state.memory
         weights = layout.flatten(layout.split(gradient.params)[0])
@@ -189,7 +189,7 @@ class Iwp(MomentumCorrection, SharedExchange):
         workers = axis_size(self.axis_name)
         if self.publishers > workers:
             raise ValueError(
-                f"Publishers are workers, got publishers={self.publishers} of {workers}: pass at most {workers}."
+                f"publishers must be at most the number of workers, {workers}; got {self.publishers}. Pass fewer."
             )
         chosen = draw_publishers(self.seed, step, workers, self.publishers, len(layout.sizes))
         is_own = chosen == lax.axis_index(self.axis_name)  # (S, r)

@@ -153,7 +153,7 @@ class LocalSgd(LocalExchange):
         check_range("steps", steps, f"a multiple of fragments ({P})", steps % P == 0, f"{-(-steps // P) * P} is one")
         check_count("overlap", self.overlap, 0, "0 merges in the step of the exchange")
         rule = f"below steps ({steps}), when a fragment is exchanged again"
-        check_range("overlap", self.overlap, rule, self.overlap < steps, "pass fewer steps")
+        check_range("overlap", self.overlap, rule, self.overlap < steps, "pass a smaller overlap")
         rule = "at least 0 and at most 1 (the share of the own parameters)"
         check_range("mix", mix, rule, isinstance(mix, Real) and 0 <= mix <= 1, "pass 0.5")
 

@@ -194,8 +194,8 @@ def _check_q(q: Sequence[jax.Array], groups: Sequence[_Group], rank: int) -> Non
     expected, got = [(len(group.members), group.m, rank) for group in groups], [stack.shape for stack in q]
     if expected != got:
         raise ValueError(
-            f"A state of powersgd has a Q for every shape of matrices, {expected} for this gradient and rank, got "
-            f"{got}: initialise the state with the parameters and the rank that are trained."
+            f"A state of powersgd must have a Q for every shape of matrices, {expected} for this gradient and rank; "
+            f"got {got}. Initialise the state with the parameters and the rank that are trained."
         )
 
 

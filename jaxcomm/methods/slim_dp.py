@@ -118,8 +118,8 @@ class SlimDp(LocalExchange):
         )
         if alpha == 1 and self.server_rate is not None:
             raise ValueError(
-                f"slim_dp(alpha=1) is Plump-DP, which averages, got server_rate={self.server_rate}: leave it out, or "
-                "use local_sgd with an outer optimizer."
+                "server_rate must be None for slim_dp(alpha=1), which is Plump-DP and averages; got "
+                f"{self.server_rate}. Leave it out, or use local_sgd with an outer optimizer."
             )
 
     def transform(self) -> optax.GradientTransformation:

@@ -60,8 +60,8 @@ def check_agreement(
     if reaches_the_loss(marked):
         wrong = [path for path in sorted(marked) if reaches_the_loss(frozenset([path]))]
         raise ValueError(
-            "A gradient that is already the mean comes from late_lookup or late_multiply alone, got a loss that uses "
-            f"{', '.join(wrong)} in another way, for which JAX would insert a dense all-reduce: pass "
+            "A parameter whose gradient is already reduced must be used by late_lookup or late_multiply alone; got a "
+            f"loss that uses {', '.join(wrong)} in another way, for which JAX would insert a dense all-reduce. Pass "
             "mode=plan.mode(path) to the layer ('auto' compares with a dense exchange, a plan with any), put a penalty "
             "on the weights into the chain (optax.add_decayed_weights), or have the exchange's where= choose the "
             "parameter."

@@ -36,8 +36,8 @@ def loss_of(loss_fn: LossFn, has_aux: bool, has_state: bool, axis_name: AxisName
             args = (*args[:-1], batch.batch, own)
         if not has_state and jax.tree.leaves(model_state):
             raise ValueError(
-                f"A model's state is given to the loss, which returns a new one, got a state of "
-                f"{len(jax.tree.leaves(model_state))} arrays for a loss without: pass has_state=True and "
+                f"A model's state must be given to the loss, which returns a new one; got a state of "
+                f"{len(jax.tree.leaves(model_state))} arrays for a loss without. Pass has_state=True and "
                 "loss_fn(params, model_state, batch), or leave model_state out of init."
             )
         _check_call(loss_fn, args, has_state)
@@ -52,8 +52,7 @@ def loss_of(loss_fn: LossFn, has_aux: bool, has_state: bool, axis_name: AxisName
                 )
             if not hasattr(scalar, "shape") and not isinstance(scalar, bool | int | float):
                 raise ValueError(
-                    f"{name!r} must be a scalar; got {type(scalar).__name__}. Return one dict of scalars, without "
-                    "others inside it."
+                    f"{name!r} must be a scalar; got {type(scalar).__name__}. Return one flat dict of scalars."
                 )
             if jnp.shape(scalar) != ():
                 raise ValueError(f"{name!r} must be a scalar; got shape {jnp.shape(scalar)}. Take its mean.")
@@ -77,7 +76,9 @@ def _parts_of(out: Any, model_state: Any, has_aux: bool, has_state: bool) -> tup
     wanted = "(loss, (dict of scalars, new model_state))" if has_state else "(loss, dict of scalars)"
     flag = "has_state" if has_state else "has_aux"
     if not isinstance(out, tuple | list) or len(out) != 2:
-        raise ValueError(f"A loss_fn must return {wanted} with {flag}=True; got {_kind(out)}. Leave {flag} out, or do.")
+        raise ValueError(
+            f"A loss_fn must return {wanted} with {flag}=True; got {_kind(out)}. Return both, or leave {flag} out."
+        )
     value, scalars = out
     if has_state:
         if not isinstance(scalars, tuple | list) or len(scalars) != 2:

@@ -43,18 +43,20 @@ def make_mesh(**axes: int) -> Mesh:
       ValueError: without axes, for a size below 1, or if there are fewer devices than the mesh needs.
     """
     if not axes:
-        raise ValueError("A mesh needs at least one axis, got none: make_mesh(data=4) makes 4 data-parallel workers.")
+        raise ValueError(
+            "A mesh must have at least one axis; got none. make_mesh(data=4) makes 4 data-parallel workers."
+        )
     for name, size in axes.items():
         if not isinstance(size, int) or size < 1:
-            raise ValueError(f"A mesh axis has at least 1 device, got {name}={size!r}: pass a positive integer.")
+            raise ValueError(f"A mesh axis must have at least 1 device; got {name}={size!r}. Pass a positive integer.")
     need, may_wait = math.prod(axes.values()), _few_threads()
     devices = jax.devices()
     if need > len(devices):
         shape = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise ValueError(
-            f"A mesh has a device for each of its places, got {len(devices)} for ({shape}), which has {need}: start "
-            f"more processes, or, to simulate them on a CPU, call jax.config.update('jax_num_cpu_devices', {need}) "
-            "before anything else of JAX."
+            f"A mesh must have a device for each of its places; got {len(devices)} for ({shape}), which has {need}. "
+            "Start more processes, or, to simulate devices on a CPU, call jax.config.update('jax_num_cpu_devices', "
+            f"{need}) before anything else of JAX."
         )
     if may_wait and devices[0].platform == "cpu" and need // jax.process_count() > (os.cpu_count() or 1):
         warnings.warn(

@@ -185,8 +185,8 @@ def _check_states(exchange: ExchangeState, before: list[Any], after: list[Any]) 
         # Hyperparameters, counters and random keys do not depend on gradients.
         if any(leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(inner)):
             raise ValueError(
-                f"The state of a chain is one for all workers; got {type(node).__name__} before {name}, which would "
-                f"keep each worker's gradients in it. Put it after {name}, or take a method that is made for it: dgc "
+                f"The state of a link before {name} must be replicated; got {type(node).__name__}, which would keep "
+                f"each worker's own gradients in it. Put it after {name}, or take a method that is made for it: dgc "
                 "and iwp correct momentum on every worker, local_sgd and slim_dp come after a whole local optimizer."
             )
     for node in after:

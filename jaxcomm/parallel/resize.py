@@ -36,7 +36,7 @@ def resize_workers(state: Any, workers: int) -> Any:
         the state of a pipeline.
     """
     if workers < 1:
-        raise ValueError(f"A run has at least one worker, got {workers}: pass a positive integer.")
+        raise ValueError(f"workers must be at least 1; got {workers}. Pass a positive integer.")
     nodes = [node for node in jax.tree.leaves(state, is_leaf=is_per_worker) if is_per_worker(node)]
     # State that differs between shards alone has a row for each shard.
     shards = {(): 1} | {node.axes: len(node.rows) for node in nodes if node.shards == len(node.axes)}
@@ -100,8 +100,8 @@ def _batch(rows: Any, shards: int, new: int) -> np.ndarray:
     old, micro, size = rows.shape[:3]
     if old * size % new:
         raise ValueError(
-            f"Workers must divide the {old * size} rows of a micro-batch, of which a boundary keeps residuals; got "
-            f"{new}. Pass a number that does."
+            f"The number of workers must divide the {old * size} rows of a micro-batch, for which a boundary keeps "
+            f"residuals; got {new}. Pass a number that does."
         )
     return (rows * (new / old)).astype(rows.dtype).reshape(new, micro, -1, *rows.shape[3:])
 

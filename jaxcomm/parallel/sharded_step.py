@@ -197,8 +197,8 @@ class ShardedStep(TrainStep):
         if not any(map(spec_axes, exchange.specs)):
             raise ValueError(
                 "On a mesh with other axes than those of the workers, some parameter must be sharded; got "
-                f"{dict(self.mesh.shape)} and parameters of which every device has all. Place them by jax.device_put, "
-                f"or pass specs=; or make the mesh with {', '.join(exchange.names)} alone."
+                f"{dict(self.mesh.shape)} and replicated parameters alone. Place them by jax.device_put, or pass "
+                f"specs=; or make the mesh with {', '.join(exchange.names)} alone."
             )
         self.specs = given
 

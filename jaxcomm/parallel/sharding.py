@@ -275,8 +275,8 @@ def plan_shards(
     missing = [name for name in names if name not in mesh.axis_names]
     if missing:
         raise ValueError(
-            f"The axis of workers is an axis of the mesh, got {missing[0]!r} and a mesh with {mesh.axis_names}: make "
-            f"it with make_mesh({missing[0]}=...), or pass axis_name=."
+            f"axis_name must be an axis of the mesh; got {missing[0]!r} and a mesh with {mesh.axis_names}. Make it "
+            f"with make_mesh({missing[0]}=...), or pass axis_name=."
         )
     flat = _flat_specs(specs, params)
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), flat, strict=True):
@@ -284,8 +284,9 @@ def plan_shards(
     chain = split_chain(tx, params, tuple(mesh.shape[name] for name in names), axis_name)
     if any(spec_axes(spec) for spec in flat) and chain.whole_tensors:
         raise ValueError(
-            f"Up to the exchange a chain must work number by number, since it sees shards; got {chain.whole_tensors}, "
-            "which looks at whole tensors. Clip after the exchange, where a chain sees whole arrays."
+            "Up to the exchange a chain must work element by element, since it sees shards; got "
+            f"{chain.whole_tensors}, which looks at whole tensors. Clip after the exchange, where a chain sees whole "
+            "arrays."
         )
     exchange = ShardedExchange(mesh, axis_name, flat, chain)
     if any(exchange.reduced) and chain.is_local:
@@ -297,8 +298,9 @@ def plan_shards(
         )
     if any(exchange.reduced) and chain.momentum > 0:
         raise ValueError(
-            f"Parameters whose gradients are already reduced bypass the exchange, and would have none of its momentum; "
-            f"got momentum={chain.momentum:g} in it. Use momentum=0, and optax.sgd(momentum=) after it."
+            "The momentum of an exchange must be 0 where parameters bypass it, since their already reduced gradients "
+            f"would have none of it; got momentum={chain.momentum:g}. Use momentum=0, and optax.sgd(momentum=) after "
+            "it."
         )
     return exchange
 
@@ -319,12 +321,14 @@ def _flat_specs(specs: Any, params: Any) -> tuple[P, ...]:
         full = jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, params, is_leaf=is_spec)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"PartitionSpecs are a tree like that of the parameters, or a prefix of it, got another one: {error}"
+            f"PartitionSpecs must be a tree like that of the parameters, or a prefix of it; got another one: {error}"
         ) from None
     flat = jax.tree.leaves(full, is_leaf=is_spec)
     for spec in flat:
         if not is_spec(spec):
-            raise ValueError(f"A parameter has a jax.sharding.PartitionSpec, got {spec!r}: P() is one copy for each.")
+            raise ValueError(
+                f"Each spec must be a jax.sharding.PartitionSpec; got {spec!r}. P() replicates a parameter."
+            )
     return tuple(flat)
 
 
@@ -333,21 +337,21 @@ def _check_spec(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, names: t
     unknown = [name for name in used if name not in mesh.axis_names]
     if unknown or len(spec) > len(shape):
         raise ValueError(
-            f"A PartitionSpec names axes of the mesh, at most one entry for each dimension, got {spec} for {path!r} of "
-            f"shape {shape} on a mesh with {mesh.axis_names}: use P() for a copy on each device."
+            f"A PartitionSpec must name axes of the mesh, at most one entry for each dimension; got {spec} for "
+            f"{path!r} of shape {shape} on a mesh with {mesh.axis_names}. Use P() to replicate it."
         )
     some = [name for name in names if name in used]
     if some and len(some) < len(names):
         raise ValueError(
-            f"A parameter is cut along all of the axes of workers or along none, got {spec} for {path!r} with workers "
-            f"along {names}: use P({names!r}) or P()."
+            f"A parameter must be sharded along all axes of workers or along none; got {spec} for {path!r} with "
+            f"workers along {names}. Use P({names!r}) or P()."
         )
     for size, entry in zip(shape, spec, strict=False):
         cut = math.prod(mesh.shape[name] for name in _names_of(entry))
         if size % cut:
             raise ValueError(
-                f"A dimension is a multiple of the devices that it is cut for, got {size} for {cut} ({spec}, {path!r} "
-                f"of shape {shape}): pad it, or use P()."
+                f"A dimension must be a multiple of the number of its shards; got {size} for {cut} ({spec}, {path!r} "
+                f"of shape {shape}). Pad it, or use P()."
             )
 
 

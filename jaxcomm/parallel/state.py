@@ -83,9 +83,10 @@ def check_model_state(model_state: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise ValueError(
-                "A model's state is averaged over the workers, so its leaves are of a real floating type, got "
-                f"{jnp.result_type(leaf)} at {jax.tree_util.keystr(path)!r}: keep counters and random keys out of it "
-                "(nnx.state(model, nnx.BatchStat) has running statistics alone), or make the leaf a float."
+                "The leaves of a model's state must be of a real floating type, since they are averaged over the "
+                f"workers; got {jnp.result_type(leaf)} at {jax.tree_util.keystr(path)!r}. Keep counters and random "
+                "keys out of it (nnx.state(model, nnx.BatchStat) has running statistics alone), or make the leaf a "
+                "float."
             )
 
 
@@ -161,16 +162,16 @@ def check_axis(mesh: Mesh, axis_name: AxisName) -> None:
     for name in names:
         if name not in sizes:
             raise ValueError(
-                f"The axis of workers is an axis of the mesh, got {name!r} and a mesh with {tuple(sizes)}: make it "
-                f"with make_mesh({name}=...), or pass axis_name=."
+                f"axis_name must be an axis of the mesh; got {name!r} and a mesh with {tuple(sizes)}. Make it with "
+                f"make_mesh({name}=...), or pass axis_name=."
             )
     others = {name: size for name, size in sizes.items() if name not in names and size > 1}
     if others:
         raise ValueError(
-            f"The data-parallel step keeps a whole copy of the parameters on every device, got a mesh with {others} "
-            f"beside {axis_name!r}: make the mesh with {names[0]}= alone, pass specs= to make_train_step if parameters "
-            "are sharded over the others, or call the transformation inside your own jax.shard_map that is manual "
-            "over all axes."
+            "The mesh of a data-parallel step must have the axes of workers alone, since parameters are replicated; "
+            f"got {others} beside {axis_name!r}. Make the mesh with {names[0]}= alone, pass specs= to make_train_step "
+            "if parameters are sharded over the others, or call the transformation inside your own jax.shard_map that "
+            "is manual over all axes."
         )
 
 
@@ -202,6 +203,6 @@ def check_batch(batch: Any, workers: int, micro_batches: int = 1, *, takes_scala
             )
         if rows == 0 or rows % parts:
             raise ValueError(
-                f"The rows of a batch are a multiple of the number of workers, got {rows} rows at {path!r} for {cut}: "
-                f"use a batch size of {max(rows // parts, 1) * parts}, or another number of workers."
+                f"The rows of a batch must be a multiple of the number of workers; got {rows} rows at {path!r} for "
+                f"{cut}. Use a batch size of {max(rows // parts, 1) * parts}, or another number of workers."
             )

@@ -83,9 +83,9 @@ def check_new_state(new: Any, old: Any) -> None:
     kinds = [jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree) for tree in (new, old)]
     if jax.tree.structure(new) != jax.tree.structure(old) or kinds[0] != kinds[1]:
         raise ValueError(
-            "A new model state has the structure, shapes and types of the old, got "
-            f"{jax.tree.map(jax.typeof, new)} for {jax.tree.map(jax.typeof, old)}: return from loss_fn what it was "
-            "given as model_state, with new numbers."
+            "A new model state must have the structure, shapes and types of the old one; got "
+            f"{jax.tree.map(jax.typeof, new)} for {jax.tree.map(jax.typeof, old)}. Return from loss_fn what it was "
+            "given as model_state, with new values."
         )
 
 

@@ -65,24 +65,26 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         if not self.stages:
-            raise ValueError("A pipeline has at least one stage, got none: pass a function for each.")
+            raise ValueError("A pipeline must have at least one stage; got none. Pass a function for each.")
         for name, trees in (("params", self.params), ("model_state", self.model_state)):
             if trees is not None and len(trees) != len(self.stages):
                 raise ValueError(
-                    f"Every stage has its own {name}, got {len(trees)} for {len(self.stages)} stages: pass a tree for "
-                    "each, () for a stage without."
+                    f"{name} must have a tree for every stage; got {len(trees)} for {len(self.stages)} stages. Pass () "
+                    "for a stage without."
                 )
             object.__setattr__(self, name, None if trees is None else [_shapes(tree) for tree in trees])
         if self.micro_batches < 1:
-            raise ValueError(f"A pipeline runs at least 1 micro-batch, got {self.micro_batches}: pass 1 or more.")
+            raise ValueError(
+                f"micro_batches must be at least 1; got {self.micro_batches}. 1 is the whole batch at once."
+            )
         rule = "gpipe or 1f1b, the latter with remat=True"
         holds = self.schedule == "gpipe" or (self.schedule == "1f1b" and self.remat)
         check_range("schedule", self.schedule, rule, holds, "1f1b keeps the inputs of a stage alone")
         cuts = len(self.stages) - 1
         if self.boundaries is not None and len(self.boundaries) != cuts:
             raise ValueError(
-                f"Every stage but the last has a boundary, got {len(self.boundaries)} for {len(self.stages)} stages: "
-                f"pass {cuts}, dct_mp(0.0) where nothing is to be left out."
+                f"boundaries must have one for every stage but the last; got {len(self.boundaries)} for "
+                f"{len(self.stages)} stages. Pass {cuts}, dct_mp(0.0) where nothing is to be left out."
             )
 
     @property
@@ -164,8 +166,8 @@ class Pipeline:
         rows = leaf.shape[0] if leaf.ndim else 0
         if rows == 0 or rows % self.micro_batches:
             raise ValueError(
-                "Each worker's rows are a multiple of the micro-batches, got "
-                f"{rows} rows for {self.micro_batches} micro-batches: use another batch size or micro_batches=."
+                f"Each worker's rows must be a multiple of micro_batches; got {rows} rows for {self.micro_batches} "
+                "micro-batches. Use another batch size, or another micro_batches=."
             )
         return jax.ShapeDtypeStruct((rows // self.micro_batches, *leaf.shape[1:]), leaf.dtype)
 
@@ -177,8 +179,9 @@ def _shapes(tree: Any) -> Any:
 def _trace_stage(stage: int, run: Callable[..., Any], *args: Any) -> Any:
     """Returns the output shapes of a stage; refuses collectives, which in one branch of many would wait for ever."""
     refusal = ValueError(
-        f"Devices of other stages run another branch, where nobody answers, got a collective in stage {stage}: leave "
-        "it out; the step averages losses, gradients and the model state over the workers by itself."
+        f"A stage must not have collectives, since the devices of other stages run another branch and would never "
+        f"answer; got one in stage {stage}. Leave it out: the step averages losses, gradients and the model state over "
+        "the workers by itself."
     )
     try:
         traced, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
@@ -194,8 +197,8 @@ def _trace_stage(stage: int, run: Callable[..., Any], *args: Any) -> Any:
 def _check_new_state(stage: int, new: Any, old: Any) -> None:
     if jax.tree.structure(new) != jax.tree.structure(old) or jax.tree.leaves(new) != jax.tree.leaves(old):
         raise ValueError(
-            f"A stage returns a model state of the structure, shapes and types of the old, got {new} for {old} from "
-            f"stage {stage}: return what it was given, with new numbers."
+            f"A stage must return a model state of the structure, shapes and types of the old one; got {new} for {old} "
+            f"from stage {stage}. Return what it was given, with new values."
         )
 
 

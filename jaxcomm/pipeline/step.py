@@ -75,9 +75,9 @@ class PipelineStep(TrainStep):
         pipeline = self.pipeline
         if (model_state is None) != (pipeline.model_state is None):
             raise ValueError(
-                "A pipeline and its state agree on a model state, got "
+                "model_state must be given to both the Pipeline and its init, or to neither; got "
                 f"{'none' if model_state is None else 'one'} for a pipeline "
-                f"{'without' if pipeline.model_state is None else 'with one'}: pass model_state= to both or to neither."
+                f"{'without' if pipeline.model_state is None else 'with one'}. Pass model_state= to both."
             )
         _check_shapes("params", params, pipeline.params)
         states = [()] * pipeline.size if model_state is None else model_state
@@ -98,8 +98,8 @@ class PipelineStep(TrainStep):
         exchange, slots = get_exchange(shapes.opt_state), jax.eval_shape(lambda: [slot[0] for slot in given[0]])
         if exchange.method.where is not None:
             raise ValueError(
-                "A pipeline must exchange all gradients of a stage, whose stacked parameters have no own paths "
-                "and whose layers cannot gather over the workers; got an exchange with where=. Leave it out."
+                "A pipeline must exchange all gradients of a stage, whose stacked parameters have no paths of their "
+                "own and whose layers cannot gather over the workers; got an exchange with where=. Leave it out."
             )
         check_axes(exchange, self.axis_name)
         for message in check_chain(self.tx, shapes.opt_state, slots):
@@ -220,8 +220,8 @@ def _zero_residuals(pipeline: Pipeline, batch: Any, workers: int) -> list[Any]:
         return []
     if batch is None:
         raise ValueError(
-            "A boundary with a residual has one for every row of a batch, got no batch: pass batch= to init, "
-            "or the shapes of one."
+            "batch must be given to init if a boundary keeps a residual, one for every row of a batch; got none. Pass "
+            "batch=, or the shapes of one."
         )
     count = pipeline.micro_batches
     check_batch(batch, workers, count, takes_scalars=False)
@@ -270,8 +270,8 @@ def _check_shapes(name: str, trees: Sequence[Any], planned: Sequence[Any] | None
     wanted = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in planned or ()]
     if jax.tree.structure(given) != jax.tree.structure(wanted) or given != wanted:
         raise ValueError(
-            f"A pipeline's {name} have the shapes that it was made with, got {given} for {wanted}: make the Pipeline "
-            "with the same trees."
+            f"The {name} must have the shapes that the Pipeline was made with; got {given} for {wanted}. Make the "
+            "Pipeline with the same trees."
         )
 
 
@@ -280,11 +280,11 @@ def _check_mesh(pipeline: Pipeline, mesh: Mesh, axis_name: AxisName, stage_axis:
     others = {name: size for name, size in sizes.items() if name not in wanted and size > 1}
     if others or any(name not in sizes for name in wanted):
         raise ValueError(
-            f"A pipeline runs on a mesh with the axes {wanted}, got {sizes}: make it with "
+            f"The mesh of a pipeline must have the axes {wanted}, and no others; got {sizes}. Make it with "
             f"make_mesh({', '.join(f'{name}=...' for name in wanted)}), 1 for an axis that is not used."
         )
     if sizes[stage_axis] != pipeline.size:
         raise ValueError(
-            f"The axis of stages has a place for each, got {sizes[stage_axis]} for {pipeline.size} stages: make the "
-            f"mesh with {stage_axis}={pipeline.size}, or cut the model into {sizes[stage_axis]}."
+            f"The axis of stages must have a place for each stage; got {sizes[stage_axis]} for {pipeline.size} stages. "
+            f"Make the mesh with {stage_axis}={pipeline.size}, or cut the model into {sizes[stage_axis]}."
         )

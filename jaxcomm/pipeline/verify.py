@@ -64,8 +64,9 @@ def verify_pipeline(
         padding = max(padding, most.received_at_most - wanted.received_at_most)
         if sent.received > most.received or sent.received_at_most > most.received_at_most:
             raise ValueError(
-                f"A compiled step sends the bytes that were traced, got {float(sent.received):,.0f} for "
-                f"{float(wanted.received):,.0f} on average: XLA has changed the collectives."
+                f"A compiled step must send no more bytes than were traced; got {float(sent.received):,.0f} on average "
+                f"(at most {float(sent.received_at_most):,.0f}) for {float(wanted.received):,.0f} (at most "
+                f"{float(wanted.received_at_most):,.0f}). XLA has changed the collectives."
             )
     links = _stage_links(compiled.links(), mesh, stage_axis)
     for stage, each in enumerate(claimed.boundaries):
@@ -76,13 +77,13 @@ def verify_pipeline(
             sent = links.pop(pair, 0)
             if sent != claim * workers:
                 raise ValueError(
-                    f"A boundary sends what it claims, got {sent:,} bytes {way} over {workers} workers between the "
+                    f"A boundary must send what it claims; got {sent:,} bytes {way} over {workers} workers between the "
                     f"stages {pair}, where {claim:,} a worker are claimed."
                 )
     links = {pair: sent for pair, sent in links.items() if pair[0] != pair[1]}  # the rest is between workers
     if links:
         raise ValueError(
-            f"Stages send to their neighbours alone, got bytes from stage to stage of {links}: look for another "
+            f"Stages must send to their neighbours alone; got bytes from stage to stage of {links}. Look for another "
             "permutation in the stages."
         )
     boundaries = Fraction(workers * sum(each.forward + each.backward for each in claimed.boundaries), mesh.size)
@@ -92,15 +93,15 @@ def verify_pipeline(
     ):
         if sent > boundaries + claim + other_bytes + padding:
             raise ValueError(
-                f"A step sends its boundaries, its exchange and at most {other_bytes} bytes more, got "
-                f"{float(sent - boundaries - claim):,.0f} more in the {when} step: raise other_bytes= by 8 bytes a "
-                "number of the model state, or look for another collective in the stages."
+                f"A step must send its boundaries, its exchange and at most {other_bytes} bytes more; got "
+                f"{float(sent - boundaries - claim):,.0f} more in the {when} step. Raise other_bytes= by 8 bytes for "
+                "each number of the model state, or look for another collective in the stages."
             )
         if sent < boundaries + claim:
             raise ValueError(
-                f"A step sends its boundaries and its whole exchange, got {float(boundaries + claim - sent):,.0f} "
-                f"bytes less in the {when} step: pass the pipeline= and the tx= of the step; where they are, bytes of "
-                "the compiled text were not counted, and read_program has a fault."
+                f"A step must send its boundaries and its whole exchange; got {float(boundaries + claim - sent):,.0f} "
+                f"bytes less in the {when} step. Pass the pipeline= and the tx= of this step. If they are, "
+                "read_program has a fault: it missed bytes of the compiled text."
             )
     return claimed
 

@@ -178,7 +178,7 @@ def bits_per_second(rate: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
     bits = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if bits <= 0:
-        raise ValueError(f"--rate is a positive number with its unit, got {rate!r}: write 100mbit, say.")
+        raise ValueError(f"--rate must be a positive number with its unit; got {rate!r}. Write 100mbit, say.")
     return bits
 
 

@@ -140,7 +140,10 @@ def _check_blocks(blocks: Sequence[ModelBlock], leaves: Iterable[str]) -> None:
     listed = [path for block in blocks for path in block.leaves]
     if sorted(listed) != sorted(leaves):
         wrong = sorted(set(listed) ^ set(leaves)) or sorted(path for path in listed if listed.count(path) > 1)
-        raise ValueError(f"Blocks must have every parameter once; got {wrong[:3]} not so. Look at their leaves.")
+        raise ValueError(
+            f"Blocks must have every parameter once; got {wrong[:3]}, which they miss, repeat or make up. Compare "
+            "their leaves with the paths of the parameters."
+        )
 
 
 def _usable(advice: Advice, given: Mapping[str, optax.GradientTransformation], params: Any) -> dict[str, Exchange]:

@@ -48,14 +48,14 @@ def test_segments_start_at_blocks():
 
 
 def test_an_empty_tree_is_refused():
-    with pytest.raises(ValueError, match=r"at least one tensor, got an empty tree: pass the parameters"):
+    with pytest.raises(ValueError, match=r"at least one tensor; got an empty tree. Pass the parameters"):
         plan_layout({}, dense_below=0, capacity=lambda n: n)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "complex64", "bool", "uint8"])
 def test_leaves_that_are_not_real_floats_are_refused(dtype):
     leaves = {"fine": jnp.zeros(3), "odd": jax.ShapeDtypeStruct((3,), dtype)}
-    with pytest.raises(ValueError, match=rf"real floating type, got {dtype} at .*'odd'.*nnx.Param"):
+    with pytest.raises(ValueError, match=rf"real floating type; got {dtype} at .*'odd'.*nnx.Param"):
         plan_layout(leaves, dense_below=0, capacity=lambda n: n)
 
 
@@ -68,7 +68,7 @@ def test_2_to_the_31_elements_are_refused(size, fits):
         assert plan_layout(leaves, dense_below=0, capacity=lambda n: 1).n == size
         return
     padded = -(-size // BLOCK) * BLOCK
-    with pytest.raises(ValueError, match=rf"fewer than 2\^31 elements, got {padded}: shard the parameters"):
+    with pytest.raises(ValueError, match=rf"fewer than 2\^31 elements; got {padded}. Shard the parameters"):
         plan_layout(leaves, dense_below=0, capacity=lambda n: 1)
 
 

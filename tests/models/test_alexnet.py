@@ -41,11 +41,11 @@ def test_what_crosses():
 
 
 def test_images_that_nothing_is_left_of_are_refused():
-    with pytest.raises(ValueError, match=r"An image is at least as large as a window, got a side of \d pixels"):
+    with pytest.raises(ValueError, match=r"An image must be at least as large as a window; got a side of \d pixels"):
         abstract(partial(AlexNet, (32, 32, 3), 10))
     # The smallest images: 63 -> 15 -> 7 -> 3 -> 1.
     abstract(partial(AlexNet, (63, 63, 3), 10))
-    with pytest.raises(ValueError, match="An image is at least as large as a window"):
+    with pytest.raises(ValueError, match="An image must be at least as large as a window"):
         abstract(partial(AlexNet, (63, 62, 3), 10))
 
 

@@ -94,11 +94,11 @@ def test_what_cannot_be_searched_is_refused():
     with pytest.raises(ValueError, match=r"batch\['seed'\].*evaluation mode"):
         beam_search(model.blocks, SOURCE, max_length=L)
     model.eval()
-    with pytest.raises(ValueError, match="all blocks of a transformer, got SourceEmbedding, EncoderAttention"):
+    with pytest.raises(ValueError, match="must get all blocks of a transformer; got SourceEmbedding, EncoderAttention"):
         beam_search(model.blocks[:2], SOURCE, max_length=L)
     second = cut(make("transformer"), (4,))[1]
-    with pytest.raises(ValueError, match="all blocks of a transformer"):
+    with pytest.raises(ValueError, match="must get all blocks of a transformer"):
         beam_search(merge(*second, training=False), SOURCE, max_length=L)
     for options in ({"max_length": 0}, {"max_length": L, "beam": 0}, {"max_length": L, "length_penalty": -1.0}):
-        with pytest.raises(ValueError, match="max_length and beam of at least 1"):
+        with pytest.raises(ValueError, match="max_length and beam must be at least 1"):
             beam_search(model.blocks, SOURCE, **options)

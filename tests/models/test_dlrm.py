@@ -83,10 +83,10 @@ def test_a_category_outside_of_its_table_is_not_anothers():
     for wrong in (5, -1):  # the first table has 5 rows, and another's come after them
         categories = batch["categories"].at[1, 0].set(wrong)
         assert np.isnan(model(batch | {"categories": categories})).tolist() == [False, True, False, False]
-    with pytest.raises(ValueError, match=r"a column for every table, got shape \(4, 2\) for 3 tables"):
+    with pytest.raises(ValueError, match=r"a column for every table; got shape \(4, 2\) for 3 tables"):
         model(batch | {"categories": batch["categories"][:, :2]})
     for options in ({"table_sizes": ()}, {"table_sizes": (3, 0)}, {"table_sizes": (3,), "row_multiple": 0}):
-        with pytest.raises(ValueError, match="There are tables, each with rows, and a multiple of at least 1"):
+        with pytest.raises(ValueError, match=r"sizes must have .* and row_multiple must be at least 1"):
             Dlrm(rngs=nnx.Rngs(0), **options)
     with pytest.raises(ValueError, match=r"embeddings must be one of .* got 'tables'"):
         Dlrm((3,), embeddings="tables", rngs=nnx.Rngs(0))

@@ -46,9 +46,9 @@ def test_nothing_is_dropped_in_evaluation():
 
 def test_what_cannot_be_is_refused():
     for rate in (1.0, -0.1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match="A dropout rate is at least 0 and below 1"):
+        with pytest.raises(ValueError, match="rate must be at least 0 and below 1"):
             Dropout(rate, 0)
     with pytest.raises(ValueError, match=r"batch\['seed'\].*got a batch of image, label.*evaluation mode"):
         Dropout(0.5, 0)(X, {"label": X, "image": X})
-    with pytest.raises(ValueError, match=r"a number for every row, got shape \(7,\) for 8 rows"):
+    with pytest.raises(ValueError, match=r"a number for every row; got shape \(7,\) for 8 rows"):
         Dropout(0.5, 0)(X, {"seed": BATCH["seed"][1:]})

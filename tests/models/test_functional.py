@@ -68,15 +68,15 @@ def test_dropout_is_the_same_in_any_micro_batch():
 def test_what_does_not_fit_is_refused():
     model = make("mlp")
     for cuts in ((0,), (3,), (2, 2), (2, 1), (-1,)):
-        with pytest.raises(ValueError, match=r"Cuts are rising indices of blocks, from 1 to 2 .*got"):
+        with pytest.raises(ValueError, match=r"cuts must be rising indices of blocks, from 1 to 2 .*got"):
             cut(model, cuts)
     graph, params, stats = split(model)
-    with pytest.raises(ValueError, match="Rows make whole groups, got 4 rows for groups of 3"):
+    with pytest.raises(ValueError, match="Rows must make whole groups; got 4 rows for groups of 3"):
         apply(graph, params, stats, make_batch("mlp"), training=True, rows_per_group=3)
-    with pytest.raises(ValueError, match="Rows make whole groups, got 4 rows for groups of 0"):
+    with pytest.raises(ValueError, match="Rows must make whole groups; got 4 rows for groups of 0"):
         apply(graph, params, stats, make_batch("mlp"), training=True, rows_per_group=0)
     second = cut(model, (2,))[1]
-    with pytest.raises(ValueError, match=r"takes the variables of its own blocks, 2 to 2, got some of 0, 1"):
+    with pytest.raises(ValueError, match=r"must get the variables of its own blocks, 2 to 2; got some of 0, 1"):
         merge(second.graph, params, stats, training=True)
     del params[1]
     with pytest.raises(ValueError):  # noqa: PT011 (nnx's own)

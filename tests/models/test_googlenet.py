@@ -45,7 +45,7 @@ def test_heads_are_computed_in_training_alone():
     }
     assert [leaf.shape for leaf in run[True]] == [(4, 5)] * 3
     assert run[False].shape == (4, 5)
-    with pytest.raises(ValueError, match=r"different ones of the 9 modules, which count from 0, got \(2, 9\)"):
+    with pytest.raises(ValueError, match=r"must name different modules, from 0 to 8; got \(2, 9\)"):
         GoogLeNet(*IMAGENET, auxiliary=(2, 9), rngs=nnx.Rngs(0))
 
 

@@ -49,10 +49,10 @@ def test_the_papers_cuts_are_after_the_relu():
         ]
     tied = abstract(partial(small_transformer, layers=6))
     assert tied.cuts_after_relu(encoder=(5,)) == (10,)
-    with pytest.raises(ValueError, match=r"decoder is one block.*got cuts in decoder layers \(5,\): .*tied=False"):
+    with pytest.raises(ValueError, match=r"decoder must not be cut.*got cuts in decoder layers \(5,\). .*tied=False"):
         tied.cuts_after_relu(decoder=(5,))
     for wrong in (0, 7):
-        with pytest.raises(ValueError, match=f"Layers are numbered from 1 to 6, got {wrong}"):
+        with pytest.raises(ValueError, match=f"Layers must be numbered from 1 to 6; got {wrong}"):
             model.cuts_after_relu(encoder=(wrong,))
 
 
@@ -122,7 +122,7 @@ def test_smoothed_losses_are_optaxs_without_padding():
 
 
 def test_heads_share_the_features():
-    with pytest.raises(ValueError, match="got 8 features for 3 heads: give a multiple of 3"):
+    with pytest.raises(ValueError, match=r"got 8 features for 3 heads. Give a multiple of 3"):
         abstract(partial(Transformer, 11, 13, width=8, heads=3))
-    with pytest.raises(ValueError, match="got 9: give an even width"):
+    with pytest.raises(ValueError, match=r"got 9. Give an even width"):
         crossing(partial(Transformer, 11, 13, width=9, heads=3), BATCH)

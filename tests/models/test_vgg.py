@@ -46,5 +46,5 @@ def test_what_crosses():
 
 def test_images_that_nothing_is_left_of_are_refused():
     abstract(partial(Vgg, (32, 32, 3), 10))
-    with pytest.raises(ValueError, match="An image is at least as large as a window, got a side of 1 pixels"):
+    with pytest.raises(ValueError, match="An image must be at least as large as a window; got a side of 1 pixels"):
         abstract(partial(Vgg, (32, 31, 3), 10))

@@ -147,7 +147,7 @@ def test_the_command_line_reaches_the_comparison(monkeypatch, tmp_path):
     ("argv", "said"),
     [
         (["--seeds", "0"], "--seeds is at least 1, got 0"),
-        (["--rate", "fast"], "--rate is a positive number with its unit, got 'fast'"),
+        (["--rate", "fast"], "--rate must be a positive number with its unit; got 'fast'"),
         (["--methods", "topk,none"], "got 'none': name those to train"),
         (["--steps", "10"], "--warmup-steps"),
         (["--steps", "0"], "--steps is at least 1, got 0"),
@@ -183,7 +183,7 @@ def test_rates(rate, bits):
 
 @pytest.mark.parametrize("rate", ["", "100", "0mbit", "-1mbit", "mbit", "100 mbit", "1tbit", "1e3mbit"])
 def test_a_rate_that_is_none_is_refused(rate):
-    with pytest.raises(ValueError, match="write 100mbit, say"):
+    with pytest.raises(ValueError, match="Write 100mbit, say"):
         bits_per_second(rate)
 
 

@@ -214,7 +214,7 @@ def test_between_slices_the_method_is_used_on_shares():
 
 
 def test_groups_of_rows_that_do_not_fit_are_refused_before_training():
-    with pytest.raises(ValueError, match="Rows make whole groups, got 6 rows for groups of 4"):
+    with pytest.raises(ValueError, match="Rows must make whole groups; got 6 rows for groups of 4"):
         make(architecture=MLP, rows_per_group=4)
 
 

@@ -107,14 +107,14 @@ def test_one_worker_receives_nothing_in_either_way():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (({"a": (7, 3)}, 10, 4), "a multiple of the number of workers, got 10 rows for 4 workers"),
+        (({"a": (7, 3)}, 10, 4), "a positive multiple of the number of workers; got 10 rows for 4 workers"),
         (({"a": (7, 3)}, 0, 4), "got 0 rows for 4 workers"),
         (({"a": (7, 3)}, 8, 0), "got 8 rows for 0 workers"),
-        (({"a": (7, 3)}, 8, 4, None, 1), "numbers of 2 or 4 bytes, got 1"),
-        (({}, 8, 4), r"at least one kernel, got \[\]: pass \{path: \(N, M\)\}"),
-        (({"w": zeros((7, 3))}, 8, 4), r"at least one kernel, got \['w'\]"),
-        (({"a": (7, 3, 3)}, 8, 4), r"is a matrix \(N, M\), got \(7, 3, 3\) at 'a'"),
-        (({"a": (7, 0)}, 8, 4), r"is a matrix \(N, M\), got \(7, 0\) at 'a'"),
+        (({"a": (7, 3)}, 8, 4, None, 1), "activation_bytes must be 2 or 4; got 1"),
+        (({}, 8, 4), r"at least one kernel; got none in \[\]. Pass \{path: \(N, M\)\}"),
+        (({"w": zeros((7, 3))}, 8, 4), r"at least one kernel; got none in \['w'\]"),
+        (({"a": (7, 3, 3)}, 8, 4), r"must be a matrix \(N, M\); got \(7, 3, 3\) at 'a'"),
+        (({"a": (7, 0)}, 8, 4), r"must be a matrix \(N, M\); got \(7, 0\) at 'a'"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments, message):

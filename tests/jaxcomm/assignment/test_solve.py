@@ -96,7 +96,7 @@ def test_equals_brute_force(S, gap, monkeypatch):
         problem = random_problem(seed, S)
         best = brute_force(problem)
         if best is None:
-            with pytest.raises(ValueError, match=r"must fit the memory|must stay within the budget"):
+            with pytest.raises(ValueError, match=r"must fit into the memory|must stay within the budget"):
                 solve(problem)
             continue
         found = solve(problem, gap=gap)
@@ -184,14 +184,20 @@ BLOCK = Block("b", 1.0, 10, 8, (TENSOR,))
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Problem(()), r"at least one block .* got 0 blocks for 1 stages: give a device"),
-        (lambda: Problem((BLOCK,), (Device(),) * 2, (0,), (0,)), "no stage without a block, got 1 blocks for 2 stages"),
+        (lambda: Problem(()), r"at most as many as blocks; got 1 stages for 0 blocks. Give one device"),
+        (
+            lambda: Problem((BLOCK,), (Device(),) * 2, (0,), (0,)),
+            "at most as many as blocks; got 2 stages for 1 blocks",
+        ),
         (lambda: Problem((BLOCK,), ()), "at least one stage .* for 0 stages"),
-        (lambda: Tensor("t", ()), "at least one option, .* got .. for tensor 't': give it a dense one"),
-        (lambda: Tensor("t", (Option("a", 1), Option("a", 2))), "a name of its own, got .'a', 'a'. for tensor 't'"),
-        (lambda: Problem((BLOCK, BLOCK)), "Tensors have names of their own, got 't' twice"),
-        (lambda: Problem((BLOCK,), link_seconds=(1.0,)), "link_seconds has a value .* got 1 for 1 stages: give 0"),
-        (lambda: Problem((BLOCK,), link_seconds_per_byte=(1.0,)), "link_seconds_per_byte has a value .* got 1"),
+        (lambda: Tensor("t", ()), "at least one option, .* got .. for tensor 't'. Give it a dense one"),
+        (lambda: Tensor("t", (Option("a", 1), Option("a", 2))), "names must differ; got .'a', 'a'. for tensor 't'"),
+        (lambda: Problem((BLOCK, BLOCK)), "The names of tensors must differ; got 't' twice"),
+        (
+            lambda: Problem((BLOCK,), link_seconds=(1.0,)),
+            "link_seconds must have a value .* got 1 for 1 stages. Give 0",
+        ),
+        (lambda: Problem((BLOCK,), link_seconds_per_byte=(1.0,)), "link_seconds_per_byte must have a value .* got 1"),
         (lambda: Option("a", -1.0), "seconds of option 'a' must be finite and at least 0, got -1.0"),
         (lambda: Option("a", math.nan), "seconds of option 'a' must be .* got nan"),
         (lambda: Option("a", 1.0, math.nan), "error of option 'a' must be .* got nan"),
@@ -251,5 +257,5 @@ def test_memory_and_a_budget_that_cannot_both_be_kept():
 
 
 def test_nothing_found_in_time():
-    with pytest.raises(ValueError, match="must be found within the time limit, got none in 1e-09 seconds: give more"):
+    with pytest.raises(ValueError, match=r"must be found within the time limit; got none in 1e-09 seconds. Give more"):
         solve(large(2), time_limit=1e-9)

@@ -83,7 +83,9 @@ def test_a_sum_is_chosen_by_the_type_that_travels():
     assert [choose_sum(name, value_codec("float32")) for name in SUMS] == list(SUMS)
     with pytest.raises(ValueError, match=r"one of psum, two_shot, ring, got 'gather': pass one, or 'auto'"):
         choose_sum("gather", value_codec("float32"))
-    with pytest.raises(ValueError, match=r"sends values of 16 bits as 32, got collective='psum': pass value_dtype="):
+    with pytest.raises(
+        ValueError, match=r"collective='psum' must have values of 32 bits, .*; got 16. Pass value_dtype="
+    ):
         choose_sum("psum", value_codec("bfloat16"))
 
 
@@ -180,7 +182,7 @@ def test_the_coded_sum_that_receives_fewer_bytes_is_chosen(K, second):
 
 
 def test_other_ways_to_sum_codes_are_refused():
-    with pytest.raises(ValueError, match=r"summed by one of gather, two_shot, got 'ring': or pass 'auto'"):
+    with pytest.raises(ValueError, match=r"collective must be one of gather, two_shot, got 'ring': or pass 'auto'"):
         check_collective("ring")
 
 

@@ -216,12 +216,21 @@ def traced(x=None, size=2, sparsity=0.5, value_dtype=None, **arguments):
         ({"source": 2}, r"source must be a position on the axis of 2, got 2: positions count from 0"),
         ({"target": -1}, r"target must be a position on the axis of 2, got -1: positions count from 0"),
         ({"target": 0}, r"target must be another position than source, got 0: nothing has to move"),
-        ({"axis_name": "stages"}, r"in scope, got no axis 'stages': call it inside jax\.shard_map"),
+        ({"axis_name": "stages"}, r"in scope; got no axis 'stages'. Call it inside jax\.shard_map"),
         ({"residual": np.zeros((2, 6))}, r"where a format keeps one, and nowhere else; got one for \['Largest'\]. Pas"),
-        ({"x": jnp.ones((2, 6), jnp.int32)}, r"real activations .*, got int32\[2, 6\]: let the next stage take integ"),
-        ({"x": jnp.ones((2, 6), jnp.complex64)}, r"real activations with the samples as first .*, got complex64\[2, 6"),
-        ({"x": jnp.ones((0, 6))}, r"real activations with the samples as first dimension, got float32\[0, 6\]: let"),
-        ({"x": jnp.ones(())}, r"real activations with the samples as first dimension, got float32\[\]: let"),
+        (
+            {"x": jnp.ones((2, 6), jnp.int32)},
+            r"real floating activations .*; got int32\[2, 6\]. Let the next stage take integ",
+        ),
+        (
+            {"x": jnp.ones((2, 6), jnp.complex64)},
+            r"real floating activations with the samples as first .*; got complex64\[2, 6",
+        ),
+        (
+            {"x": jnp.ones((0, 6))},
+            r"real floating activations with the samples as first dimension; got float32\[0, 6\]. Let",
+        ),
+        ({"x": jnp.ones(())}, r"real floating activations with the samples as first dimension; got float32\[\]. Let"),
     ],
 )
 def test_errors_name_the_rule_what_came_and_the_remedy(arguments, message):

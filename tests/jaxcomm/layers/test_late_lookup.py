@@ -120,7 +120,7 @@ def test_an_exchange_and_a_lookup_that_do_not_agree_are_refused(place):
     ):
         step.trace(state, make_batch())
     step, state = make_step(place, lambda table, ids: table[ids], sgd(**BUT_TABLE))
-    with pytest.raises(ValueError, match=r"from late_lookup or late_multiply alone, got a loss that uses \['table'\]"):
+    with pytest.raises(ValueError, match=r"by late_lookup or late_multiply alone; got a loss that uses \['table'\]"):
         step.trace(state, make_batch())
 
 

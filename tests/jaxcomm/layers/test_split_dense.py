@@ -196,13 +196,19 @@ def test_others_send_rows_get_errors_and_do_not_compute():
 @pytest.mark.parametrize(
     ("x", "kernel", "bias", "places", "message"),
     [
-        ((2, 12), (12, 5), None, {"inputs": "columns"}, r"are in 'rows' or in 'features', got inputs='columns'"),
-        ((12,), (12, 5), None, {}, r"takes rows of features and a matrix, got \(12,\) and a kernel \(12, 5\)"),
-        ((2, 12), (6, 5), None, {}, r"has all 12 inputs or 1/4 of them, got \(6, 5\) for inputs \(2, 12\) in rows"),
-        ((2, 12), (12, 5), (7,), {}, r"a shard \(20/4,\), or for outputs in rows all \(20,\), got \(7,\)"),
+        ((2, 12), (12, 5), None, {"inputs": "columns"}, r"must be in 'rows' or in 'features'; got inputs='columns'"),
+        ((12,), (12, 5), None, {}, r"must have rows of features and a matrix; got \(12,\) and a kernel \(12, 5\)"),
+        (
+            (2, 12),
+            (6, 5),
+            None,
+            {},
+            r"must have all 12 inputs or 1/4 of them; got \(6, 5\) for inputs \(2, 12\) in rows",
+        ),
+        ((2, 12), (12, 5), (7,), {}, r"a shard \(20/4,\), or, for outputs in rows, may be whole, \(20,\); got \(7,\)"),
         ((2, 12), (12, 5), (20,), {"outputs": "features"}, r"got \(20,\) for outputs in features"),
-        ((2, 12), (3, 5), None, {"outputs": "features"}, r"is a multiple of their number, got 5 outputs"),
-        ((6, 3), (12, 5), None, {"inputs": "features"}, r"is a multiple of their number, got 6 rows"),
+        ((2, 12), (3, 5), None, {"outputs": "features"}, r"must be a multiple of their number; got 5 outputs"),
+        ((6, 3), (12, 5), None, {"inputs": "features"}, r"must be a multiple of their number; got 6 rows"),
     ],
 )
 def test_shards_that_do_not_fit_are_refused(x, kernel, bias, places, message):
@@ -217,10 +223,10 @@ def test_shards_that_do_not_fit_are_refused(x, kernel, bias, places, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (((12,), 8, 4), r"got widths \(12,\), 8 rows and 4 workers: \(9216, 4096\) is one layer"),
-        (((12, 0), 8, 4), "all numbers are at least 1"),
-        (((12, 8), 9, 4), "got 9 for 4: use a batch size of 8"),
-        (((13, 9), 8, 4), r"got widths \(13, 9\) for 4 workers: pad them"),
+        (((12,), 8, 4), r"got widths \(12,\), 8 rows and 4 workers. \(9216, 4096\) is one layer"),
+        (((12, 0), 8, 4), "all numbers must be at least 1"),
+        (((12, 8), 9, 4), "got 9 for 4. Use a batch size of 8"),
+        (((13, 9), 8, 4), r"got widths \(13, 9\) for 4 workers. Pad them"),
     ],
 )
 def test_plans_that_cannot_be_are_refused(arguments, message):
@@ -232,5 +238,5 @@ def test_parameters_of_one_worker_have_a_row_for_each():
     def worker(params, x):
         return on_one_worker(lambda params, x: jnp.sum(x @ params), params, x)
 
-    with pytest.raises(ValueError, match=r"have a row for each worker, got \(12, 20\) inside of a worker"):
+    with pytest.raises(ValueError, match=r"must have one row inside a worker; got \(12, 20\)"):
         jax.eval_shape(on_mesh(worker, (P(), P("data")), P()), numbers(N, M), numbers(B, N))

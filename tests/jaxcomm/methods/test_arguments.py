@@ -114,7 +114,7 @@ def test_collective_is_one_of_a_few_or_auto(factory, ways):
 
 @pytest.mark.parametrize("factory", [jc.random_k, jc.iwp])
 def test_psum_does_not_send_16_bits(factory):
-    message = "sends values of 16 bits as 32, got collective='psum': pass value_dtype='float32', or collective="
+    message = "collective='psum' must have values of 32 bits, .*; got 16. Pass value_dtype='float32', or collective="
     with pytest.raises(ValueError, match=message):
         factory(value_dtype="bfloat16", collective="psum").init(jnp.zeros(1000))
 
@@ -171,12 +171,12 @@ def update_of(tx, tree, K=2, params=None):
 
 def test_there_are_no_more_publishers_than_workers():
     w = jnp.ones(1000)
-    with pytest.raises(ValueError, match="Publishers are workers, got publishers=3 of 2: pass at most 2"):
+    with pytest.raises(ValueError, match=r"publishers must be at most the number of workers, 2; got 3. Pass fewer"):
         update_of(jc.iwp(publishers=3), w, 2, w)
 
 
 def test_importance_needs_the_parameters():
-    message = r"compares a gradient with its weight, got no parameters: call tx.update\(gradients, state, params\)"
+    message = r"params must be given to iwp, .*; got none. Call tx.update\(gradients, state, params\)"
     with pytest.raises(ValueError, match=message):
         update_of(jc.iwp(), jnp.ones(1000))
 
@@ -191,7 +191,7 @@ def test_thresholds_may_be_schedules():
 @pytest.mark.parametrize("factory", taking("axis_name"))
 def test_the_axis_is_one_in_scope(factory):
     w = jnp.ones(1000)
-    with pytest.raises(ValueError, match=r"got no axis 'workers': call it inside jax\.shard_map"):
+    with pytest.raises(ValueError, match=r"got no axis 'workers'. Call it inside jax\.shard_map"):
         update_of(factory(axis_name="workers"), w, 2, w)
 
 
@@ -210,9 +210,9 @@ def test_16_bits_in_and_out(case, dtype):
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({}, "at least one tensor, got an empty tree: pass the parameters"),
-        ({"w": np.zeros(600, np.int32)}, r"real floating type, got int32 at .*'w'.*make_train_step leaves"),
-        ({"w": np.zeros(600, np.complex64)}, r"real floating type, got complex64 at .*'w'"),
+        ({}, "at least one tensor; got an empty tree. Pass the parameters"),
+        ({"w": np.zeros(600, np.int32)}, r"real floating type; got int32 at .*'w'.*make_train_step leaves"),
+        ({"w": np.zeros(600, np.complex64)}, r"real floating type; got complex64 at .*'w'"),
     ],
 )
 def test_trees_that_are_no_gradient_are_refused(case, tree, message):
@@ -229,5 +229,5 @@ def test_trees_that_are_no_gradient_are_refused(case, tree, message):
 @pytest.mark.parametrize("case", [case for case in CASES if case.compresses and not case.is_variant], ids=str)
 def test_2_to_the_31_elements_are_refused(case):
     shapes = {"w": jax.ShapeDtypeStruct((2**31,), np.float32)}
-    with pytest.raises(ValueError, match=r"fewer than 2\^31 elements, got 2147483648: shard the parameters"):
+    with pytest.raises(ValueError, match=r"fewer than 2\^31 elements; got 2147483648. Shard the parameters"):
         jax.eval_shape(case.make().init, shapes)

@@ -110,7 +110,7 @@ def test_a_checksum_costs_a_word_a_payload_and_a_vote(case):
 @pytest.mark.parametrize("case", [case for case in CASES if case.sums_numbers], ids=str)
 def test_what_is_summed_on_its_way_has_no_checksum(case):
     with pytest.raises(
-        ValueError, match=f"checksum must be False for {case.name} where numbers are .* Pass .*(bfloat16|two_shot)"
+        ValueError, match=f"checksum must be False for {case.name} with a collective .* Pass .*(bfloat16|two_shot)"
     ):
         case.make(checksum=True)
 

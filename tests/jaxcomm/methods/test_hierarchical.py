@@ -155,7 +155,7 @@ def test_what_it_refuses():
         with pytest.raises(ValueError, match="axis_name='slice', must be an exchange of gradients; got"):
             jc.wire_report(tx, first_params(), (2, 2), axis_name=AXES)
     tx = jc.hierarchical(EXCHANGES["topk"]())
-    with pytest.raises(ValueError, match="Each axis of workers has a number of them, got 4 for axis_name="):
+    with pytest.raises(ValueError, match="one number for each axis of workers; got 4 for axis_name="):
         init_state(first_params(), tx, 4, axis_name=AXES)
     with pytest.raises(ValueError, match="got no axis 'data'"):
         tx.init(first_params())

@@ -353,7 +353,7 @@ NAN = float("nan")
         (lambda: jc.slim_dp(c=0), "c must be a positive number or None, got 0"),
         (lambda: jc.slim_dp(server_rate=-1), "server_rate must be a positive number or None, got -1"),
         (lambda: jc.slim_dp(unsent="drop"), "unsent must be 'local' or 'carry', got 'drop'"),
-        (lambda: jc.slim_dp(1.0, server_rate=0.5), "is Plump-DP, which averages, got server_rate=0.5: leave it out"),
+        (lambda: jc.slim_dp(1.0, server_rate=0.5), "is Plump-DP and averages; got 0.5. Leave it out"),
         (lambda: jc.local_sgd(0, exchange=jc.plump_dp()), "steps must be an integer of at least 1, got 0"),
         (lambda: jc.plump_dp(p=0), "p must be an integer of at least 1, got 0: 1 averages gradients"),
     ],

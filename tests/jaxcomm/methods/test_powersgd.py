@@ -385,13 +385,13 @@ def test_other_trees_and_states_are_refused():
     grads = jnp.zeros((2, 40, 30))
     with pytest.raises(ValueError, match="got an empty tree"):
         make().init({})
-    with pytest.raises(ValueError, match="real floating type, got int32"):
+    with pytest.raises(ValueError, match="real floating type; got int32"):
         make().init(grads[0].astype(jnp.int32))
 
     def update(state):
         return jax.vmap(lambda g: make().update(g, state), axis_name="data")(grads)
 
-    with pytest.raises(ValueError, match=r"\[\(1, 30, 2\)\] for this gradient and rank, got \[\(1, 30, 3\)\]: initial"):
+    with pytest.raises(ValueError, match=r"\[\(1, 30, 2\)\] for this gradient and rank; got \[\(1, 30, 3\)\]. Initial"):
         update(make(3).init(grads[0]))
     with pytest.raises(ValueError, match="one row of state"):
         update(make().init(jnp.zeros((400, 30))))

@@ -282,10 +282,10 @@ def test_a_fragment_that_sends_what_it_does_not_claim_is_refused():
     step, more = step_of("mesh"), {**first_params(), "b": np.zeros(70, np.float32)}
     state, given = step.init(first_params()), {"tx": streaming(), "workers": K}
     jc.verify(step, state, batch_of(0), params=first_params(), **given)
-    with pytest.raises(ValueError, match=r"sends its whole exchange, got 373 bytes where the exchange is 416"):
+    with pytest.raises(ValueError, match=r"must send its whole exchange; got 373 bytes where the exchange is 416"):
         jc.verify(step, state, batch_of(0), params=more, **given)
     less = {**first_params(), "b": np.zeros(50, np.float32)}
-    with pytest.raises(ValueError, match=r"at most 9 bytes more, got 373 where the exchange is 309"):
+    with pytest.raises(ValueError, match=r"at most 9 bytes more; got 373 where the exchange is 309"):
         jc.verify(step, state, batch_of(0), params=less, other_bytes=9, **given)
 
 
@@ -347,7 +347,7 @@ def test_parameters_of_16_bits():
         ({"overlap": -1}, "overlap must be an integer of at least 0, got -1: 0 merges in the step of the exchange"),
         (
             {"overlap": 6},
-            r"overlap must be below steps \(6\), when a fragment is exchanged again, got 6: pass fewer steps",
+            r"overlap must be below steps \(6\), when a fragment is exchanged again, got 6: pass a smaller overlap",
         ),
         ({"overlap": 1.5}, "overlap must be an integer"),
         ({"mix": 1.5}, r"mix must be at least 0 and at most 1 \(the share of the own parameters\), got 1.5: pass 0.5"),

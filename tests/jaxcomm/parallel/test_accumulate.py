@@ -65,7 +65,7 @@ def test_micro_batches_of_a_step_are_the_step_of_all_rows(kind):
 def test_micro_batches_must_divide_the_rows_of_a_worker():
     step = make("mesh", loss_fn, jc.chain(SPARSE, optax.sgd(0.1)), accumulate=3)
     with pytest.raises(
-        ValueError, match=r"got 32 rows at .* for 4 workers of 3 micro-batches each: use a batch size of 24"
+        ValueError, match=r"got 32 rows at .* for 4 workers of 3 micro-batches each. Use a batch size of 24"
     ):
         step(step.init(PARAMS), batches(1)[0])
     with pytest.raises(ValueError, match="accumulate must be an integer of at least 1, got 0"):

@@ -305,7 +305,7 @@ REFUSED = {
     "outer": (
         jc.local_sgd(2, exchange=jc.plump_dp(), outer=optax.GradientTransformation(lambda _: (), whitened)),
         {},
-        r"must work number by number, since it sees shards; got outer",
+        r"must work element by element, since it sees shards; got outer",
     ),
     "workers": (jc.plump_dp(p=2), {"specs": P("data")}, r"sharded over the workers, .* Shard it along another axis"),
     "explicit": (

@@ -17,13 +17,13 @@ def test_axes_are_in_order_of_type_auto_and_on_the_first_devices():
 
 
 def test_no_axes_are_refused():
-    with pytest.raises(ValueError, match=r"at least one axis, got none: make_mesh\(data=4\)"):
+    with pytest.raises(ValueError, match=r"at least one axis; got none. make_mesh\(data=4\)"):
         jc.make_mesh()
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, None])
 def test_a_size_below_one_is_refused(size):
-    with pytest.raises(ValueError, match=f"at least 1 device, got data={size!r}: pass a positive integer"):
+    with pytest.raises(ValueError, match=f"at least 1 device; got data={size!r}. Pass a positive integer"):
         jc.make_mesh(data=size)
 
 

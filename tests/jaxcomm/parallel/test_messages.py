@@ -79,7 +79,7 @@ AUX = {
     ),
     "a dict in a dict": (
         lambda p, b: {"train": {"accuracy": accuracy(p, b)}},
-        "'train' must be a scalar; got dict. Return one dict of scalars",
+        "'train' must be a scalar; got dict. Return one flat dict of scalars",
         lambda p, b: {"train accuracy": accuracy(p, b)},
     ),
     "the loss": (
@@ -170,7 +170,7 @@ def test_a_state_of_other_workers():
         in_specs=(P(), jc.state_specs(host.opt_state)),
         out_specs=P(),
     )
-    with pytest.raises(ValueError, match=r"holds one row of state, \(1, .*another number of workers goes through"):
+    with pytest.raises(ValueError, match=r"must hold one row of state, \(1, .*another number of workers goes through"):
         own(PARAMS, host.opt_state)
 
 
@@ -200,7 +200,9 @@ def test_parameters_that_are_sharded_already():
         jc.make_train_step(loss_fn, chain(), flat).init(over_workers)
     with pytest.raises(ValueError, match=r"sharded over the workers, .*Shard it along another axis, P\('fsdp'\)"):
         jc.make_train_step(loss_fn, chain(), mesh).init(over_workers)
-    with pytest.raises(ValueError, match=r"some parameter must be sharded; got .*every device has all.*device_put"):
+    with pytest.raises(
+        ValueError, match=r"some parameter must be sharded; got .*replicated parameters alone.*device_put"
+    ):
         jc.make_train_step(loss_fn, chain(), mesh).init(PARAMS)
     params = PARAMS | {"w": jax.device_put(PARAMS["w"], NamedSharding(mesh, P("fsdp")))}
     _, state, _ = train(params=params, mesh=mesh)
@@ -249,7 +251,7 @@ def test_an_exchange_of_some_parameters(wrapper):
 
 def test_integers_among_the_parameters_of_an_exchange():
     params = PARAMS | {"steps": jnp.zeros(3, jnp.int32)}
-    with pytest.raises(ValueError, match=r"got int32 at \"\['steps'\]\": keep others out.*make_train_step leaves"):
+    with pytest.raises(ValueError, match=r"got int32 at \"\['steps'\]\". Keep others out.*make_train_step leaves"):
         SPARSE.init(params)
     _, state, _ = train(params=params)
     np.testing.assert_array_equal(state.params["steps"], 0)

@@ -168,7 +168,9 @@ def test_a_donated_state_leaves_the_callers_statistics_alone():
 
 @pytest.mark.parametrize(("leaf", "dtype"), [(jnp.zeros(3, jnp.int32), "int32"), (jax.random.key(0), r"key<fry>")])
 def test_integers_and_keys_are_refused(leaf, dtype):
-    with pytest.raises(ValueError, match=rf"real floating type, got {dtype} at .*'count'.*: keep counters and random"):
+    with pytest.raises(
+        ValueError, match=rf"real floating type, since they .*; got {dtype} at .*'count'.*\. Keep counters and random"
+    ):
         init_state(PARAMS, GRADIENTS, 2, model_state={"count": leaf})
 
 
@@ -190,11 +192,13 @@ def test_a_new_state_of_another_kind_is_refused(place, change):
     state, _ = place(GRADIENTS)
     workers = jc.make_mesh(data=K) if place is on_mesh else K
     make = jc.make_train_step if place is on_mesh else jc.simulate
-    with pytest.raises(ValueError, match=r"structure, shapes and types of the old, got .*return from loss_fn what it"):
+    with pytest.raises(
+        ValueError, match=r"structure, shapes and types of the old one; got .*Return from loss_fn what it"
+    ):
         make(changed, GRADIENTS, workers, has_state=True)(state, next(batches()))
 
 
 def test_a_loss_that_does_not_take_the_state_is_refused():
     state, _ = simulated(GRADIENTS)
-    with pytest.raises(ValueError, match="got a state of 2 arrays for a loss without: pass has_state=True"):
+    with pytest.raises(ValueError, match=r"got a state of 2 arrays for a loss without. Pass has_state=True"):
         jc.simulate(lambda params, batch: jnp.mean(batch @ params["w"]), GRADIENTS, K)(state, next(batches()))

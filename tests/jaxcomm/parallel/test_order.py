@@ -79,7 +79,7 @@ adaptive, rms, zero = optax.adaptive_grad_clip(0.1), optax.clip_by_block_rms(1.0
 norm = optax.snapshot("norm", optax.tree.norm)
 
 TWICE = r"must average every gradient once; got .* and .* in one chain. Keep one"
-STATE = r"state of a chain is one for all workers; got .* before .*Put it after .*local_sgd and slim_dp come after"
+STATE = r"state of a link before .* must be replicated; got .*Put it after .*local_sgd and slim_dp come after"
 CLIPPED = r"clipped before an exchange with error feedback; got a clip after .* never come back. Put it before"
 MOMENTUM = r"Momentum must be applied once; got an optimizer with momentum after .*momentum=0.9\). Use optax.sgd\("
 ASCENT = r"must come after a whole local optimizer; got no learning rate before it.* Write jaxcomm.chain"

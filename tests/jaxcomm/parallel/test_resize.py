@@ -120,5 +120,5 @@ def test_nothing_is_lost_of_sharded_parameters():
 
 @pytest.mark.parametrize("workers", [0, -1])
 def test_fewer_than_one_worker_is_refused(workers):
-    with pytest.raises(ValueError, match=f"at least one worker, got {workers}: pass a positive integer"):
+    with pytest.raises(ValueError, match=f"workers must be at least 1; got {workers}. Pass a positive integer"):
         jc.resize_workers(state_of(2), workers)

@@ -140,6 +140,6 @@ def test_steps_of_a_scan_are_verified_together():
     options = {"tx": tx, "params": sharded.params(), "workers": 2}
     one = step.verify(state, batch).program.received
     assert jc.verify(scan, state, batches, **options, steps=3).program.received == 3 * one
-    for steps, said in ((2, "a dense all-reduce is left"), (4, "sends its whole exchange")):
+    for steps, said in ((2, "a dense all-reduce is left"), (4, "must send its whole exchange")):
         with pytest.raises(ValueError, match=said):
             jc.verify(scan, state, batches, **options, steps=steps, other_bytes=8)

@@ -207,7 +207,7 @@ def test_a_loss_that_is_not_a_scalar_and_a_lost_model_state_are_refused():
 
     with pytest.raises(ValueError, match=r"'rows' must be a scalar; got shape \(4,\). Take its mean"):
         jc.make_train_step(loss, tx, mesh, specs=P(), has_aux=True).trace(state, batch)
-    with pytest.raises(ValueError, match=r"got a state of 1 arrays for a loss without: pass has_state=True"):
+    with pytest.raises(ValueError, match=r"got a state of 1 arrays for a loss without. Pass has_state=True"):
         jc.make_train_step(sharded.whole, tx, mesh, specs=P()).trace(state._replace(model_state=jnp.ones(3)), batch)
 
 
@@ -229,5 +229,5 @@ def test_another_state_and_a_batch_that_does_not_divide_are_refused():
     with pytest.raises(ValueError, match=r"must be made by the step's init; got an optimizer's state of tuple"):
         step.trace(init_state(sharded.params(), tx, mesh), batch)
     state = state_shapes(sharded.params(), tx, mesh, sharded.OVER_WORKERS)
-    with pytest.raises(ValueError, match=r"got 6 rows at .* for 4 workers: use a batch size of 4"):
+    with pytest.raises(ValueError, match=r"got 6 rows at .* for 4 workers. Use a batch size of 4"):
         step.trace(state, jax.tree.map(lambda x: x[:6], batch))

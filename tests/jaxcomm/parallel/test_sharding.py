@@ -147,7 +147,7 @@ def test_a_chain_is_split_at_its_exchange():
 @pytest.mark.parametrize(
     ("tx", "message"),
     [
-        (optax.sgd(0.1), "needs one transformation that averages over the workers, got a chain without"),
+        (optax.sgd(0.1), "the transformation that averages over the workers; got a chain without"),
         (jc.chain(jc.plump_dp(), jc.plump_dp()), "got plump_dp and plump_dp in one chain"),
         (optax.chain(jc.plump_dp(), optax.sgd(0.1)), "must keep its links; got an optax.chain, .* Write jaxcomm.chain"),
         (
@@ -157,7 +157,7 @@ def test_a_chain_is_split_at_its_exchange():
         (jc.plump_dp(where="copy"), "got an exchange with where= and no others="),
         (jc.chain(optax.clip_by_global_norm(1.0), jc.plump_dp()), "sees shards; got link 0, which looks at whole"),
         (jc.dgc(0.9, momentum=0.0, clip=1.0), "got dgc with clip=, which looks at whole tensors"),
-        (jc.dgc(0.9, momentum=0.9), r"would have none of its momentum; got momentum=0.9 in it"),
+        (jc.dgc(0.9, momentum=0.9), r"would have none of it; got momentum=0.9"),
     ],
 )
 def test_chains_that_do_not_work_on_slices_are_refused(tx, message):
@@ -176,10 +176,10 @@ def test_chains_that_look_at_whole_tensors_are_fine_without_slices():
         (
             P(),
             "workers",
-            r"got 'workers' and a mesh with \('slice', 'data', 'model'\): make it with make_mesh",
+            r"got 'workers' and a mesh with \('slice', 'data', 'model'\). Make it with make_mesh",
         ),
-        ({"copy": P()}, "data", "are a tree like that of the parameters, or a prefix of it, got another one"),
-        ({**SPECS, "copy": "data"}, "data", r"has a jax.sharding.PartitionSpec, got 'data'"),
+        ({"copy": P()}, "data", "must be a tree like that of the parameters, or a prefix of it; got another one"),
+        ({**SPECS, "copy": "data"}, "data", r"must be a jax.sharding.PartitionSpec; got 'data'"),
         ({**SPECS, "copy": P("pipe")}, "data", r"got P.*'pipe',?\) for .*'copy'.* on a mesh with"),
         ({**SPECS, "copy": P(None, None, "model")}, "data", "at most one entry for each dimension"),
         ({**SPECS, "whole": P("slice")}, ("slice", "data"), "along all of the axes of workers or along none"),

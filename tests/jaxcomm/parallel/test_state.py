@@ -63,14 +63,16 @@ def test_no_two_leaves_share_a_buffer(workers):
 
 
 def test_a_chain_without_an_exchange_is_refused():
-    message = r"one transformation that averages over the workers, got a chain without: put jaxcomm.plump_dp\(\)"
+    message = r"the transformation that averages over the workers; got a chain without. Put jaxcomm.plump_dp\(\)"
     with pytest.raises(ValueError, match=message):
         init_state(PARAMS, optax.chain(optax.clip(1.0), optax.adam(0.1)), 2)
 
 
 @pytest.mark.parametrize("workers", [0, -3])
 def test_fewer_than_one_worker_is_refused(workers):
-    with pytest.raises(ValueError, match=f"at least one worker, got {workers}: pass a mesh or a positive integer"):
+    with pytest.raises(
+        ValueError, match=f"workers must be at least 1; got {workers}. Pass a mesh or a positive integer"
+    ):
         init_state(PARAMS, TX, workers)
 
 

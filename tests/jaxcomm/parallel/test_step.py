@@ -197,7 +197,7 @@ def test_the_trap_is_refused_with_the_remedy(case):
         return tx.update(grads, state)
 
     step = jax.shard_map(worker, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
-    with pytest.raises(ValueError, match=r"each worker's own gradient, got one at .*'b'") as error:
+    with pytest.raises(ValueError, match=r"each worker's own gradient; got one at .*'b'") as error:
         jax.jit(step).trace(params(), state, next(batches()))
     assert "params = jax.lax.pcast(params, 'data', to='varying')" in str(error.value)
 
@@ -218,7 +218,7 @@ def test_a_batch_that_does_not_divide_is_refused(maker, rows, got, remedy):
     workers = jc.make_mesh(data=4) if maker is jc.make_train_step else 4
     batch = {"x": np.zeros((rows, 300), np.float32), "y": np.zeros((rows, 3), np.float32)}
     message = (
-        rf"multiple of the number of workers, got {got} rows at .*'x'.* for 4 workers: use a batch size of {remedy},"
+        rf"multiple of the number of workers; got {got} rows at .*'x'.* for 4 workers. Use a batch size of {remedy},"
     )
     with pytest.raises(ValueError, match=message):
         maker(loss_fn, tx, workers)(init_state(params(), tx, workers), batch)
@@ -242,7 +242,7 @@ def test_scalars_and_a_key_in_a_batch_are_the_same_for_all(maker):
 
 def test_a_mesh_without_the_axis_is_refused():
     mesh = jc.make_mesh(workers=2)
-    message = r"got 'data' and a mesh with \('workers',\): make it with make_mesh\(data=...\), or pass axis_name="
+    message = r"got 'data' and a mesh with \('workers',\). Make it with make_mesh\(data=...\), or pass axis_name="
     with pytest.raises(ValueError, match=message):
         jc.make_train_step(loss_fn, jc.plump_dp(), mesh)
 
@@ -257,7 +257,7 @@ def test_a_state_of_other_parameters_is_refused():
     tx = optax.chain(jc.topk(0.9), optax.sgd(0.1))
     state = init_state({"b": jnp.zeros(3), "w": jnp.zeros((3000, 3))}, tx, 2)
     state = state._replace(params=params())
-    message = r"one row of state, \(1, 1024\) for this gradient, got \(1, 9216\): initialise the state with the param"
+    message = r"one row of state, \(1, 1024\) for this gradient; got \(1, 9216\). Initialise the state with the param"
     with pytest.raises(ValueError, match=message):
         jc.simulate(loss_fn, tx, 2)(state, next(batches()))
 

@@ -297,16 +297,22 @@ def test_gradients_pass_by_positions_that_are_written_as_a_mask(remat):
 def test_errors_of_a_pipeline():
     stages, params = [stage_fn(0, 4, False)], [params_of()]
     for arguments, message in (
-        (([], loss_fn, []), r"at least one stage, got none: pass a function for each"),
-        ((stages, loss_fn, params * 2), r"has its own params, got 2 for 1 stages: pass a tree for each, \(\) for a st"),
-        ((stages, loss_fn, params, []), r"has its own model_state, got 0 for 1 stages: pass a tree for each"),
-        ((stages, loss_fn, params, None, None, 0), r"at least 1 micro-batch, got 0: pass 1 or more"),
+        (([], loss_fn, []), r"at least one stage; got none. Pass a function for each"),
+        (
+            (stages, loss_fn, params * 2),
+            r"params must have a tree for every stage; got 2 for 1 stages. Pass \(\) for a st",
+        ),
+        ((stages, loss_fn, params, []), r"model_state must have a tree for every stage; got 0 for 1 stages. Pass"),
+        ((stages, loss_fn, params, None, None, 0), r"micro_batches must be at least 1; got 0. 1 is the whole"),
         (
             (stages, loss_fn, params, None, None, 1, False, "1f1b"),
             r"with remat=True, got '1f1b': 1f1b keeps the inputs",
         ),
         ((stages, loss_fn, params, None, None, 1, True, "zb"), r"schedule must be gpipe or 1f1b, .*, got 'zb'"),
-        ((stages, loss_fn, params, None, MASKED), r"has a boundary, got 2 for 1 stages: pass 0, dct_mp\(0.0\) where"),
+        (
+            (stages, loss_fn, params, None, MASKED),
+            r"one for every stage but the last; got 2 for 1 stages. Pass 0, dct_mp\(0.0\) where",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             jc.Pipeline(*arguments)
@@ -314,13 +320,15 @@ def test_errors_of_a_pipeline():
 
 def test_errors_of_a_plan():
     (batch,) = batches(1)
-    with pytest.raises(ValueError, match=r"multiple of the micro-batches, got 16 rows for 3 micro-batches: use an"):
+    with pytest.raises(ValueError, match=r"multiple of micro_batches; got 16 rows for 3 micro-batches. Use an"):
         make_pipeline(2, micro_batches=3).plan(batch)
     with pytest.raises(ValueError, match=r"got 0 rows for 1 micro-batches"):
         make_pipeline(2).plan({**batch, "y": np.float32(0)})
     stages = [lambda params, x, batch: batch["x"].astype(jnp.int32), lambda params, x, batch: x]
     integers = jc.Pipeline(stages, loss_fn, [(), ()])
-    with pytest.raises(ValueError, match=r"real activations .*, got int32\[16, 5\]: let the next stage take integers"):
+    with pytest.raises(
+        ValueError, match=r"real floating activations .*; got int32\[16, 5\]. Let the next stage take integers"
+    ):
         integers.plan(batch)
 
 
@@ -334,7 +342,7 @@ def test_a_stage_with_a_collective_is_refused_before_and_in_the_step(axis):
 
     params = [np.ones((5, 3), np.float32)]
     pipeline, (batch,) = jc.Pipeline([stage], loss_fn, params), batches(1)
-    message = r"another branch, where nobody answers, got a collective in stage 0: leave it out; the step averages"
+    message = r"another branch and would never answer; got one in stage 0. Leave it out: the step averages"
     with pytest.raises(ValueError, match=message):
         pipeline.plan(batch)
     mesh, tx = jc.make_mesh(data=2, stage=1), optax.chain(jc.plump_dp(), optax.sgd(0.1))
@@ -357,7 +365,9 @@ def test_a_new_model_state_of_another_kind_is_refused(change):
 
     params, means = stages_of(params_of(), CUTS[2]), stages_of(means_of(), CUTS[2])
     pipeline = jc.Pipeline([stage_fn(0, 2, True), changed], loss_fn, params, model_state=means)
-    with pytest.raises(ValueError, match=r"shapes and types of the old, got .* from stage 1: return what it was given"):
+    with pytest.raises(
+        ValueError, match=r"shapes and types of the old one; got .* from stage 1. Return what it was given"
+    ):
         pipeline.plan(batches(1)[0])
 
 

@@ -316,7 +316,7 @@ def test_another_number_of_workers_goes_on_with_all_that_the_stages_owe():
     assert_same(as_numpy(resized.params), as_numpy(state.params))
     _, (metrics,) = run([steps[2]], jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), resized, state))
     assert int(metrics["skipped"]) == 0
-    with pytest.raises(ValueError, match=r"must divide the 8 rows of a micro-batch, of which .*; got 3. Pass"):
+    with pytest.raises(ValueError, match=r"must divide the 8 rows of a micro-batch, for which .*; got 3. Pass"):
         run.step.resize(state, 3)
     with pytest.raises(ValueError, match=r"got stages first in that of topk. Call step.resize\(state, workers\)"):
         jc.resize_workers(state, 4)
@@ -342,12 +342,18 @@ def mesh_of(**axes):
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"data": 2}, r"axes \('data', 'stage'\), got \{'data': 2\}: make it with make_mesh\(data=..., stage=...\), 1"),
-        ({"stage": 2}, r"axes \('data', 'stage'\), got \{'stage': 2\}: make it with make_mesh\(data=..., stage=...\)"),
-        ({"data": 2, "stage": 2, "model": 2}, r"got \{'data': 2, 'stage': 2, 'model': 2\}: make it with make_mesh"),
+        (
+            {"data": 2},
+            r"axes \('data', 'stage'\), and no .*; got \{'data': 2\}. Make it with make_mesh\(data=..., stage=...\)",
+        ),
+        (
+            {"stage": 2},
+            r"axes \('data', 'stage'\), and no .*; got \{'stage': 2\}. Make it with make_mesh\(data=..., stage=...\)",
+        ),
+        ({"data": 2, "stage": 2, "model": 2}, r"got \{'data': 2, 'stage': 2, 'model': 2\}. Make it with make_mesh"),
         (
             {"data": 2, "stage": 4},
-            r"a place for each, got 4 for 2 stages: make the mesh with stage=2, or cut .* in",
+            r"a place for each stage; got 4 for 2 stages. Make the mesh with stage=2, or cut .* in",
         ),
     ],
 )
@@ -362,7 +368,7 @@ def test_errors_of_the_chain():
     wrong_order = optax.chain(optax.adam(0.1), jc.topk(0.9))
     with pytest.raises(ValueError, match=r"one for all workers; got ScaleByAdamState before topk"):
         jc.make_train_step(make_pipeline(2), wrong_order, mesh_of()).init(PARAMS)
-    with pytest.raises(ValueError, match=r"one transformation that averages over the workers, got a chain without: "):
+    with pytest.raises(ValueError, match=r"the transformation that averages over the workers; got a chain without. "):
         jc.make_train_step(make_pipeline(2), optax.sgd(0.1), mesh_of()).init(PARAMS)
     late = jc.topk(0.9, where=lambda path, leaf: leaf.size > 10)
     with pytest.raises(ValueError, match=r"cannot gather over the workers; got an exchange with where=. Leave it"):
@@ -375,21 +381,33 @@ TOPK = [TopKGradientBoundary(0.5)]
 @pytest.mark.parametrize(
     ("options", "given", "message"),
     [
-        ({}, {"params": PARAMS[::-1]}, r"params have the shapes that it was made with, got .*: make the Pipeline with"),
+        (
+            {},
+            {"params": PARAMS[::-1]},
+            r"params must have the shapes that the Pipeline was made with; got .*. Make the Pipeline with",
+        ),
         (
             {},
             {"params": jax.tree.map(jnp.bfloat16, PARAMS)},
-            r"params have the shapes that it was made with, got .*bf",
+            r"params must have the shapes that the Pipeline was made with; got .*bf",
         ),
-        ({}, {"params": PARAMS[:1]}, r"params have the shapes that it was made with"),
+        ({}, {"params": PARAMS[:1]}, r"params must have the shapes that the Pipeline was made with"),
         (
             {},
             {"model_state": MEANS},
-            r"agree on a model state, got one for a pipeline without: pass model_state= to",
+            r"model_state must be given to both .*; got one for a pipeline without. Pass model_state= to",
         ),
-        ({"has_state": True}, {}, r"agree on a model state, got none for a pipeline with one: pass model_state= to"),
-        ({"has_state": True}, {"model_state": MEANS[::-1]}, r"model_state have the shapes that it was made with, got"),
-        ({"boundaries": TOPK}, {}, r"one for every row of a batch, got no batch: pass batch= to init, or the"),
+        (
+            {"has_state": True},
+            {},
+            r"model_state must be given to both .*; got none for a pipeline with one. Pass model_state= to",
+        ),
+        (
+            {"has_state": True},
+            {"model_state": MEANS[::-1]},
+            r"model_state must have the shapes that the Pipeline was made with; got",
+        ),
+        ({"boundaries": TOPK}, {}, r"one for every row of a batch; got none. Pass batch=, or the"),
         (
             {"boundaries": TOPK, "micro_batches": 3},
             {"batch": batches(1)[0]},
@@ -407,7 +425,7 @@ def test_an_integer_in_the_model_state_is_refused():
     counts = [jnp.zeros((), jnp.int32)]
     stage = [lambda params, state, x, batch: (batch["x"], state)]
     pipeline = jc.Pipeline(stage, loss_fn, [()], model_state=counts)
-    with pytest.raises(ValueError, match=r"averaged over the workers, so its leaves are of a real floating type, got "):
+    with pytest.raises(ValueError, match=r"of a real floating type, since they are averaged over the workers; got "):
         jc.make_train_step(pipeline, PLUMP, mesh_of(data=K, stage=1)).init([()], model_state=counts)
 
 
@@ -417,6 +435,6 @@ def test_a_batch_that_does_not_divide_is_refused(rows):
     state = jax.eval_shape(lambda: jc.make_train_step(pipeline, PLUMP, mesh_of()).init(PARAMS))
     batch = {name: np.zeros((rows, *leaf.shape[1:]), np.float32) for name, leaf in batches(1)[0].items()}
     with pytest.raises(
-        ValueError, match=rf"rows of a batch are a multiple of .*, got {rows} rows at .* for 2 workers of 2"
+        ValueError, match=rf"rows of a batch must be a multiple of .*; got {rows} rows at .* for 2 workers of 2"
     ):
         jc.make_train_step(pipeline, PLUMP, mesh_of()).trace(state, batch)

@@ -61,7 +61,7 @@ def test_a_report_of_4_bits_in_numbers_is_what_is_compiled():
 
 def test_a_report_of_a_batch_that_does_not_divide_is_refused():
     batch = {name: rows[:15] for name, rows in BATCH.items()}
-    with pytest.raises(ValueError, match=r"rows of a batch are a multiple of .*, got 15 rows at .* for 2 workers"):
+    with pytest.raises(ValueError, match=r"rows of a batch must be a multiple of .*; got 15 rows at .* for 2 workers"):
         make_pipeline(2).report(TOPK, batch, K)
 
 
@@ -131,7 +131,7 @@ def permuted(axis, pairs):
     return lambda x: x + lax.ppermute(x, axis, pairs)
 
 
-OTHERS = r"boundaries, its exchange and at most 256 bytes more, got .* more in the {} step: raise other_bytes="
+OTHERS = r"boundaries, its exchange and at most 256 bytes more; got .* more in the {} step. Raise other_bytes="
 
 
 @pytest.mark.parametrize(
@@ -144,11 +144,11 @@ OTHERS = r"boundaries, its exchange and at most 256 bytes more, got .* more in t
         ({"first": permuted("data", [(0, 1)])}, OTHERS.format("usual")),
         (
             {"outside": permuted("stage", [(0, 1)])},
-            r"sends what it claims, got 3,232 bytes forward over 2 workers between the stages \(0, 1\), where 592 a ",
+            r"must send what it claims; got 3,232 bytes forward over 2 workers between the stages \(0, 1\), where 592",
         ),
         (
             {"first": lambda x: lax.psum(x.astype(jnp.bfloat16), "data").astype(x.dtype), "other_bytes": 10**6},
-            r"sends the bytes that were traced, got .* on average: XLA has changed the collectives",
+            r"no more bytes than were traced; got .* on average .*XLA has changed the collectives",
         ),
     ],
     ids=["first", "last", "rarely", "stages", "permute", "boundary", "widened"],
@@ -170,7 +170,9 @@ def test_verify_catches_stages_that_pass_one_another_by():
     step = jax.jit(lambda state, batch: (inner(state, batch), passed(batch["y"])))
     params = stages_of(params_of(), CUTS[3])
     state = jax.eval_shape(lambda: jc.make_train_step(pipeline, tx, mesh).init(params))
-    message = r"send to their neighbours alone, got bytes from stage to stage of \{\(0, 2\): 192\}: look for another"
+    message = (
+        r"must send to their neighbours alone; got bytes from stage to stage of \{\(0, 2\): 192\}. Look for another"
+    )
     with pytest.raises(ValueError, match=message):
         verify_pipeline(step, state, BATCH, pipeline=pipeline, tx=tx, mesh=mesh)
 
@@ -183,6 +185,6 @@ def test_a_model_state_counts_among_the_other_bytes():
     step = jc.make_train_step(pipeline, tx, mesh)
     state = jax.eval_shape(lambda: jc.make_train_step(pipeline, tx, mesh).init(params, model_state=means))
     arguments = {"pipeline": pipeline, "tx": tx, "mesh": mesh}
-    with pytest.raises(ValueError, match=r"at most 0 bytes more, got 92 more in the usual step"):
+    with pytest.raises(ValueError, match=r"at most 0 bytes more; got 92 more in the usual step"):
         verify_pipeline(step, state, BATCH, other_bytes=0, **arguments)
     verify_pipeline(step, state, BATCH, other_bytes=92, **arguments)

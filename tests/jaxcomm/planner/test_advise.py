@@ -243,7 +243,7 @@ def test_the_command_line_says_it_by_its_exit_code(tmp_path, capsys):
     for wrong, message in (
         ([here, "--rate", "1gbit/1gbit/1gbit", "--workers", "2"], "--rate must have at most one a worker"),
         ([here, "--rate", "1mbit"], "--workers must be given with --rate"),
-        ([here, "--rate", "fast", "--workers", "2"], "--rate is a positive number with its unit, got 'fast'"),
+        ([here, "--rate", "fast", "--workers", "2"], "--rate must be a positive number with its unit; got 'fast'"),
         ([here, "--compute-ms", "3"], "must go with --rate"),
         ([here, "--copy-gbyte", "3"], "must go with --rate"),
         (["nowhere:problem", "--rate", "1mbit", "--workers", "2"], "must be importable from here"),

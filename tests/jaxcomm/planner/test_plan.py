@@ -203,7 +203,7 @@ def test_a_model_that_is_not_cut_takes_the_memory_that_was_found():
     found = dataclasses.replace(advice(1e6), memory=held + activations)
     make_plan(found, PARAMS, methods={}, devices=[Device(memory=3 * held + activations + 100)])
     with pytest.raises(
-        ValueError, match=r"Every stage must fit the memory of its device, got .*: give the devices at least"
+        ValueError, match=r"Every stage must fit into the memory of its device; got .*. Give the devices at least"
     ):
         make_plan(found, PARAMS, methods={}, devices=[Device(memory=3 * held + activations - 100)])
 
