@@ -169,7 +169,7 @@ class Soaked:
             if self.wait(0.1) or time.monotonic() > deadline:
                 texts = "\n".join(result.stderr[-2000:] for result in self.results)
                 raise RuntimeError(
-                    f"the run trains on after every fault, got none for {PATIENCE:g} s, or its end:\n{texts}"
+                    f"the run must train on after every fault; got no step for {PATIENCE:g} s, or its end:\n{texts}"
                 )
 
     def suffer(self, kind: str, host: int) -> float:
@@ -309,7 +309,7 @@ def soak(lab: Lab, config: Config, out: Path, say: Callable[[str], None]) -> tup
             due = time.monotonic() + chance.expovariate(1 / config.mtbf)
         run.stop()
         if not run.wait(PATIENCE) or any(result.returncode for result in run.results):
-            raise RuntimeError(f"the run saves and ends at SIGTERM, got {run.results}")
+            raise RuntimeError(f"the run must save and end with code 0 at SIGTERM; got {run.results}")
     finally:
         run.stop()
     step = run.step()

@@ -141,7 +141,10 @@ def check(config: Config) -> None:
             f"and {config.batch} rows in {config.micro_batches}: leave --hosts out."
         )
     if config.steps < config.evaluations or config.hosts < 0:
-        raise ValueError("--steps is at least --evaluations, and --hosts at least 0.")
+        raise ValueError(
+            f"--steps must be at least --evaluations, and --hosts at least 0; got {config.steps}, {config.evaluations} "
+            f"and {config.hosts}."
+        )
     if len(check_run(config.rate, config.timed_steps)) > 1:
         raise ValueError(f"--rate is one rate, got {config.rate}: run this once for each.")
     if config.stages == 1 and config.batch % (config.hosts or config.workers):

@@ -64,7 +64,7 @@ def measure(config: Config, steps: int) -> list[dict[str, Any]]:
         patch, changed = pack_patch(held, weights), int((held.view(np.uint16) != new.view(np.uint16)).sum())
         held = apply_patch(held, patch)
         if not np.array_equal(held.view(np.uint16), new.view(np.uint16)):
-            raise RuntimeError(f"The patch of step {step} has not made the new weights of the old ones.")
+            raise RuntimeError(f"The patch of step {step} must turn the old weights into the new ones; got others.")
         rows.append(
             {
                 "step": step,

@@ -204,8 +204,8 @@ def check(experiment: Experiment, num_processes: int) -> None:
     rises = all(before < after for before, after in pairwise(drops))
     if (experiment.schedule == "drops") != bool(experiment.drop_at) or not rises:
         raise ValueError(
-            "--drop-at is some positive steps, each after the one before, with --schedule drops, and none with others, "
-            f"got {experiment.drop_at} with {experiment.schedule}: give --schedule drops --drop-at 300 600, say."
+            "--drop-at must be rising positive steps with --schedule drops, and empty with another schedule; got "
+            f"{experiment.drop_at} with {experiment.schedule}. Give --schedule drops --drop-at 300 600, say."
         )
     if experiment.drop_at and experiment.drop_at[0] <= experiment.warmup_steps:
         raise ValueError(
@@ -216,14 +216,14 @@ def check(experiment: Experiment, num_processes: int) -> None:
         way = getattr(experiment, name)
         if way != "exchange" and (experiment.stages > 1 or experiment.slices > 1):
             raise ValueError(
-                f"{what} are trained in their own way among workers alone, got {_option(name)} {way} with --stages "
-                f"{experiment.stages} and --slices {experiment.slices}: leave both at 1, or give {_option(name)} "
-                "exchange."
+                f"{what} must be trained by exchange where there are stages or slices; got {_option(name)} "
+                f"{way} with --stages {experiment.stages} and --slices {experiment.slices}. Leave both at 1, or give "
+                f"{_option(name)} exchange."
             )
     if experiment.stages > 1 and experiment.slices > 1:
         raise ValueError(
-            f"A run is a pipeline or has slices, got --stages {experiment.stages} with --slices {experiment.slices}: "
-            "leave one of them at 1."
+            f"--stages or --slices must be 1; got --stages {experiment.stages} with --slices {experiment.slices}. "
+            "Leave one of them out."
         )
     if experiment.fsdp > 1 and experiment.model_parallel > 1:
         raise ValueError(
@@ -251,8 +251,8 @@ def check(experiment: Experiment, num_processes: int) -> None:
     has_boundary = experiment.boundary != BoundaryFields() or experiment.pipeline_schedule != "gpipe"
     if experiment.stages == 1 and (experiment.micro_batches > 1 or experiment.cuts or has_boundary):
         raise ValueError(
-            "Only a pipeline has micro-batches, their schedule, cuts and boundaries, got some for one stage: give "
-            "--stages as well."
+            "--micro-batches, --cuts, --pipeline-schedule and --boundary must go with a pipeline; got some of them "
+            "with --stages 1. Give --stages as well."
         )
     if experiment.workers % experiment.slices:
         raise ValueError(
@@ -281,9 +281,10 @@ def check(experiment: Experiment, num_processes: int) -> None:
     rows, devices = experiment.workers * experiment.fsdp, experiment.devices
     if devices % num_processes or (rows % num_processes and num_processes % rows):
         raise ValueError(
-            "--workers (times --stages) is a multiple of the number of processes, got "
-            f"{experiment.workers} workers and {experiment.stages} stages for {num_processes}: every process runs the "
-            "same number of workers, or of stages."
+            f"The number of processes must divide the number of devices, {devices}, and divide --workers times --fsdp "
+            f"or be a multiple of it; got {num_processes} processes for --workers {experiment.workers} --stages "
+            f"{experiment.stages} --fsdp {experiment.fsdp} --model-parallel {experiment.model_parallel}. Give every "
+            "process the same number of workers, or of parts of one worker."
         )
 
 
@@ -315,8 +316,8 @@ def _check_delay(experiment: Experiment) -> None:
     ]
     if experiment.delay not in (0, 1) or (experiment.delay and parts):
         raise ValueError(
-            "--delay is 0, or 1 for workers that hold the whole model each and exchange all of its gradients, got "
-            f"{' with '.join([str(experiment.delay), ', '.join(parts)]) if parts else experiment.delay}: leave one out."
+            "--delay must be 0, or 1 where every worker holds the whole model and exchanges all gradients; got "
+            f"{' with '.join([str(experiment.delay), ', '.join(parts)]) if parts else experiment.delay}. Leave one out."
         )
 
 
@@ -335,8 +336,8 @@ def _check_min_workers(experiment: Experiment) -> None:
     parts += [f"--embeddings {experiment.embeddings}"] * (experiment.embeddings in ("columns", "rows"))
     if parts:
         raise ValueError(
-            "--min-workers is for workers that hold the whole model each; with one that is gone, a part of it is gone; "
-            f"got {', '.join(parts)}: leave --min-workers out."
+            "--min-workers must go with workers that each hold the whole model, since a worker that is gone takes its "
+            f"part along; got {', '.join(parts)}. Leave --min-workers out."
         )
 
 

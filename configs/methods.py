@@ -134,15 +134,15 @@ class Iwp(Trained, methods.Iwp):
         places = (0, *self.change_at)
         if len(values) not in (1, len(places)) or sorted(set(places)) != list(places):
             raise ValueError(
-                f"{name} is one number, or one more than the rising steps of change_at, got {given} with change_at="
-                f"{self.change_at}: give --method.{name} 0.005 0.01 --method.change-at 1000, say."
+                f"{name} must be one number, or one more than change_at has steps, which must rise; got {given} with "
+                f"change_at={self.change_at}. Give --method.{name} 0.005 0.01 --method.change-at 1000, say."
             )
         if len(values) == 1:
             return values[0]
         above = name == "alpha"
         if not all((value > 0 if above else value >= 0) and value < math.inf for value in values):
             raise ValueError(
-                f"{name} is {'above' if above else 'at least'} 0 at all times, got {given}: see jaxcomm.iwp."
+                f"{name} must be {'above' if above else 'at least'} 0 at all times; got {given}. See jaxcomm.iwp."
             )
         return lambda step: jnp.asarray(values)[jnp.searchsorted(jnp.asarray(self.change_at), step, side="right")]
 

@@ -86,8 +86,8 @@ def come_together(experiment: Experiment) -> tuple[Experiment, Processes]:
         workers = ", ".join(str(index * each + worker) for index in processes.missing for worker in range(each))
         print(
             f"train: process {gone} did not come back within {experiment.peer_timeout:g} s; the run goes on with "
-            f"{fewer.workers} of {experiment.workers} workers. Of worker {workers} the residual of the checkpoint is "
-            "kept, averaged with the others' (what it had added since is lost, and so are the steps since).",
+            f"{fewer.workers} of {experiment.workers} workers. The checkpoint's residual of worker {workers} is kept, "
+            "averaged with the others' (what was added since is lost, and so are the steps since).",
             file=sys.stderr,
             flush=True,
         )

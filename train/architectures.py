@@ -56,8 +56,8 @@ def make_model(architecture: Architecture, info: DatasetInfo, dtype: str, seed: 
         case ImageInfo(), name if name not in ("dlrm", "transformer", "gpt"):
             return make(info.image_shape, info.num_classes)
     raise ValueError(
-        f"A model is trained on its kind of data, got {architecture.name!r} and {info.name!r} ({type(info).__name__}): "
-        "dlrm takes clicks, transformer translations, gpt text, and the others images."
+        f"A model must be trained on its kind of data; got {architecture.name!r} and {info.name!r} "
+        f"({type(info).__name__}). dlrm takes clicks, transformer translations, gpt text, and the others images."
     )
 
 

@@ -132,8 +132,8 @@ class Checkpoints:
             return found
         if damaged:
             raise ValueError(
-                f"A run goes on from a checkpoint that can be read, got none in {self.folder} of steps "
-                f"{', '.join(map(str, steps))}: copy them again, or begin anew without --resume."
+                f"--resume must find a checkpoint that can be read; got none in {self.folder} of steps "
+                f"{', '.join(map(str, steps))}. Copy them again, or begin anew without --resume."
             )
         return None
 
@@ -173,8 +173,8 @@ class Checkpoints:
         different = [f"{name} {then.get(name)!r} (now {now.get(name)!r})" for name in names]
         if different:
             raise SettingsError(
-                f"A run goes on with the settings that it began with, got a checkpoint in {self.folder} with "
-                f"{', '.join(different)}: give the same settings, or another --out, or no --resume."
+                f"A run must go on with the settings that it began with; got a checkpoint in {self.folder} with "
+                f"{', '.join(different)}. Give the same settings, or another --out, or no --resume."
             )
         if old == new:
             state = self._read(step, _plain(like))
@@ -206,8 +206,8 @@ class Checkpoints:
         found.pop(CHECKSUMS, None)
         if different := found.keys() ^ _plain(like).keys():
             raise SettingsError(
-                f"A checkpoint has the arrays of the run, got one in {self.folder} that differs in "
-                f"{', '.join(sorted(different)[:3])}: go on with the release of jaxcomm that wrote it."
+                f"A checkpoint must have the arrays of the run; got one in {self.folder} that differs in "
+                f"{', '.join(sorted(different)[:3])}. Go on with the release of jaxcomm that wrote it."
             )
         return {name: np.zeros(array.shape, array.dtype) for name, array in found.items()}
 
@@ -278,7 +278,7 @@ def _placed(array: Any, like: jax.Array) -> jax.Array:
     array = np.asarray(array, like.dtype)
     if array.shape != like.shape:
         raise SettingsError(
-            f"An array keeps its shape on another number of workers, but for their rows, got {array.shape} for "
-            f"{like.shape}: go on with as many workers as before."
+            "With another number of workers, arrays must keep their shapes, except for rows of workers; got "
+            f"{array.shape} for {like.shape}. Go on with as many workers as before."
         )
     return jax.make_array_from_callback(like.shape, like.sharding, lambda index: array[index])

@@ -67,8 +67,8 @@ def check_fresh(folder: Path, checkpoint_every: int) -> None:
     steps = len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
     if steps > checkpoint_every and not any(checkpoints.iterdir() if checkpoints.exists() else ()):
         raise ValueError(
-            f"A run goes on from its last checkpoint, got {steps} steps in {metrics} and nothing in {checkpoints}: put "
-            "the checkpoints back, or begin anew without --resume."
+            f"--resume must find the checkpoints of a run; got {steps} steps in {metrics} and nothing in "
+            f"{checkpoints}. Put the checkpoints back, or begin anew without --resume."
         )
 
 
@@ -117,8 +117,8 @@ def _locked(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"A run's folder is of one run at a time, got {folder}, in which another process trains: wait for it, "
-                "or begin another run without --resume."
+                f"A run's folder must be used by one run at a time; got {folder}, in which another process trains. "
+                "Wait for it, or begin another run without --resume."
             ) from None
         except OSError as error:  # a file system without locks
             if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
@@ -132,7 +132,7 @@ def _check_runs(folder: Path, runs: Sequence[str], resume: bool) -> None:
         before = json.loads(path.read_text())
         if before != list(runs):
             raise ValueError(
-                f"--resume goes on with the runs that were begun, got {', '.join(runs)} for {folder}, which has "
-                f"{', '.join(before)}: give the same method and options, or leave --resume out."
+                f"--resume must go on with the methods that the run began with; got {', '.join(runs)} for {folder}, "
+                f"which has {', '.join(before)}. Give the same method and options, or leave --resume out."
             )
     path.write_text(json.dumps(list(runs)) + "\n")

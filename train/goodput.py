@@ -45,7 +45,7 @@ class Goodput:
             try:
                 self._kept |= json.loads(self._path.read_text())
             except (ValueError, TypeError) as error:
-                raise ValueError(f"{self._path} holds what a run has counted, got {error}: remove it.") from None
+                raise ValueError(f"{self._path} must hold the counts of a run; got {error}. Remove it.") from None
             if restarted:
                 self._kind, self._since = "restarts", min(begin, self._kept["until"])
                 self._kept["restarts"] += 1

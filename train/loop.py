@@ -236,9 +236,9 @@ def check_replicas(job: Job, state: jc.TrainState, name: str, step: int, saved: 
     workers = sorted({_worker(job.mesh, axes, place) for place in places})
     listed = ", ".join([*list(found)[:3], *(["others"] if len(found) > 3 else [])])
     raise ValueError(
-        f"What is replicated is the same on all workers, got other numbers on worker {', '.join(map(str, workers))} at "
-        f"{listed} after step {step} of {name}; {_kept(saved)}: go on with --resume; if it comes "
-        "again, without that machine."
+        "Replicated arrays must be the same on all workers; got other numbers on worker "
+        f"{', '.join(map(str, workers))} at {listed} after step {step} of {name}; {_kept(saved)}. Go on with --resume; "
+        "if it happens again, leave that machine out."
     )
 
 

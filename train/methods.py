@@ -93,20 +93,21 @@ def make_chain(experiment: Experiment, method: Method, where: Where | None = Non
         )
     if experiment.slices > 1 and isinstance(method, PowerSgd):
         raise ValueError(
-            f"Between slices go shares of tensors, which are vectors, got {run_name(method)}, made for matrices, which "
-            "would send all of them dense: leave out --slices, or take another method."
+            f"--slices must be 1 with {run_name(method)}, which compresses matrices: between slices go shares of "
+            f"tensors, which are vectors, and it would send them all dense; got {experiment.slices}. Leave --slices "
+            "out, or take another method."
         )
     for option, way in (("--dense-layers", experiment.dense_layers), ("--embeddings", experiment.embeddings)):
         if way != "exchange" and (has_momentum or is_local):
             raise ValueError(
-                f"Gradients of dense layers or tables pass the exchange by with {option} {way}, got "
-                f"{run_name(method)}, {'whose momentum' if has_momentum else 'whose averaging of models'} they would "
-                "miss: take another method."
+                f"{option} must be exchange with {run_name(method)}, "
+                f"{'whose momentum' if has_momentum else 'whose averaging of models'} gradients that bypass the "
+                f"exchange would miss; got {way}. Take another method."
             )
     if experiment.optimizer != "sgd" and has_momentum:
         raise ValueError(
-            f"{run_name(method)} has momentum inside and goes with plain SGD, got --optimizer "
-            f"{experiment.optimizer}: take another method, or sgd."
+            f"--optimizer must be sgd with {run_name(method)}, which has momentum inside; got {experiment.optimizer}. "
+            "Take another method, or sgd."
         )
     across = "slice" if experiment.slices > 1 else "data"
     inner, others = (where if experiment.slices == 1 else None), None

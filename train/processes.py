@@ -119,8 +119,8 @@ def connect(
         return found
     if coordinator is None or process_id is None or num_processes is None:
         raise ValueError(
-            f"Several processes are started with --coordinator, --process-id and --num-processes (or the variables "
-            f"JAXCOMM_COORDINATOR, JAXCOMM_PROCESS_ID, JAXCOMM_NUM_PROCESSES), got none for {', '.join(missing)}: give "
+            f"Several processes must be started with --coordinator, --process-id and --num-processes (or the variables "
+            f"JAXCOMM_COORDINATOR, JAXCOMM_PROCESS_ID, JAXCOMM_NUM_PROCESSES); got none for {', '.join(missing)}. Give "
             "all three to every process."
         )
     host, _, port = coordinator.rpartition(":")
@@ -179,7 +179,7 @@ def _address(coordinator: str, *, listens: bool) -> tuple[tuple[str, int], bool]
             if error.errno == errno.EADDRNOTAVAIL:
                 return ("::" if family == socket.AF_INET6 else "", int(port)), False
             raise ValueError(
-                f"--coordinator has a port of process 0 that is free, got {coordinator!r}: {error.strerror}. Is "
+                f"--coordinator must have a free port of process 0; got {coordinator!r}: {error.strerror}. Is "
                 "another run there, or two processes with --process-id 0? Take another port."
             ) from None
     return address, True

@@ -114,7 +114,9 @@ def _take(line: socket.socket, came: dict[int, socket.socket], count: int) -> No
     elif other in came or not 0 < other < count:
         reason = f"two processes with --process-id {other}"
     if reason is not None:
-        message = f"Processes have numbers of their own, and one count, got {reason}: start each with its own."
+        message = (
+            f"Processes must have different numbers, and the same count; got {reason}. Start each with its own number."
+        )
         raise ValueError(_end([line, *came.values()], message))
     came[other] = line
 

@@ -49,8 +49,8 @@ class Classification:
         logits = output[0] if isinstance(output, tuple) else output
         if isinstance(output, tuple) and self.label_smoothing:
             raise ValueError(
-                f"Auxiliary heads are learned without smoothing, got --label-smoothing {self.label_smoothing} for "
-                f"{len(output) - 1} of them: leave it at 0, or make the model without."
+                f"--label-smoothing must be 0 for a model with auxiliary heads; got {self.label_smoothing} for "
+                f"{len(output) - 1} of them. Leave it at 0, or make the model without."
             )
         right = jnp.argmax(logits, axis=-1) == batch["label"]
         if isinstance(output, tuple):
@@ -179,6 +179,4 @@ def make_task(info: DatasetInfo, label_smoothing: float) -> Task:
             return Clicks()
         case TextInfo() if not label_smoothing:
             return NextByte()
-    raise ValueError(
-        f"Clicks and text are learned without smoothing, got --label-smoothing {label_smoothing}: leave it at 0."
-    )
+    raise ValueError(f"--label-smoothing must be 0 for clicks and text; got {label_smoothing}. Leave it at 0.")

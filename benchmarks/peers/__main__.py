@@ -122,7 +122,10 @@ def check(config: Config, methods: Sequence[str]) -> None:
     if config.data not in ("noise", "fashion"):
         raise ValueError(f'--data is "noise" or "fashion", got {config.data!r}.')
     if min(config.rows, config.segment, config.rounds, config.steps - 1) < 1:
-        raise ValueError("--rows, --segment and --rounds are at least 1, and --steps at least 2.")
+        raise ValueError(
+            f"--rows, --segment and --rounds must be at least 1, and --steps at least 2; got {config.rows}, "
+            f"{config.segment}, {config.rounds} and {config.steps}."
+        )
 
 
 def read(config: Config) -> dict[str, tuple[np.ndarray, np.ndarray]]:

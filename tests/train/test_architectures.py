@@ -33,7 +33,7 @@ def test_a_model_takes_its_kind_of_data_alone(name):
     for info in (IMAGES, CLICKS, TRANSLATIONS, TEXT):
         if info is own:
             continue
-        with pytest.raises(ValueError, match=f"its kind of data, got {name!r} and {info.name!r}") as raised:
+        with pytest.raises(ValueError, match=f"its kind of data; got {name!r} and {info.name!r}") as raised:
             make(name, info)
         assert "dlrm takes clicks, transformer translations, gpt text, and the others images" in str(raised.value)
 

@@ -98,7 +98,7 @@ def test_settings_that_differ_are_named_with_both_values(checkpoints):
     checkpoints.save(3, state, {"step": 3}, ABOUT)
     checkpoints.wait()
     with pytest.raises(
-        ValueError, match=r"learning_rate 0\.1 \(now 0\.2\), seed None \(now 1\): give the same settings"
+        ValueError, match=r"learning_rate 0\.1 \(now 0\.2\), seed None \(now 1\). Give the same settings"
     ):
         checkpoints.restore(3, state, jc.resize_workers, ABOUT | {"learning_rate": 0.2, "seed": 1})
 

@@ -151,7 +151,7 @@ def test_the_command_line_reaches_the_comparison(monkeypatch, tmp_path):
         (["--methods", "topk,none"], "got 'none': name those to train"),
         (["--steps", "10"], "--warmup-steps"),
         (["--steps", "0"], "--steps is at least 1, got 0"),
-        (["--delay", "2"], "--delay is 0, or 1 for workers that hold the whole model each"),
+        (["--delay", "2"], "--delay must be 0, or 1 where every worker holds the whole model"),
         (["--workers", "3"], "--global-batch is a multiple of --workers"),
         (["mnits"], f"An experiment is one of {', '.join(CONFIGS)}, got 'mnits'"),
     ],

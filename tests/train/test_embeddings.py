@@ -186,8 +186,12 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(way, logged, tmp_pat
             {"workers": 3},
             "a number of --workers that divides the columns of a table; got 3 for 4. Take --emb",
         ),
-        (Dgc(sparsity=0.9), {}, r"with --embeddings columns, got dgc, whose momentum they would miss"),
-        (METHODS["slim_dp"], {"embeddings": "late"}, r"with --embeddings late, got slim_dp, whose averaging of models"),
+        (Dgc(sparsity=0.9), {}, r"--embeddings must be exchange with dgc, whose momentum .*; got columns"),
+        (
+            METHODS["slim_dp"],
+            {"embeddings": "late"},
+            r"--embeddings must be exchange with slim_dp, whose averaging of models .*; got late",
+        ),
     ],
 )
 def test_what_does_not_go_with_tables_of_their_own_kind_is_refused(method, changes, message, logged):

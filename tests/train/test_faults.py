@@ -61,7 +61,7 @@ def patient(monkeypatch):
     [
         (
             "--seed 7 --steps 50",
-            "got --steps: 100000 in process 0, 50 in process 2; --seed: 0 in process 0, 7 in process 2: start all with",
+            "got --steps: 100000 in process 0, 50 in process 2; --seed: 0 in process 0, 7 in process 2. Start all with",
         ),
         ("--out {}/elsewhere", "does not have the file of process 0 in process 2"),
     ],
@@ -103,5 +103,5 @@ def test_a_port_that_is_taken_is_refused_at_once():
         begin = time.monotonic()
         done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 2
-    assert f"has a port of process 0 that is free, got '{address}': Address already in use" in done.stderr
+    assert f"must have a free port of process 0; got '{address}': Address already in use" in done.stderr
     assert time.monotonic() - begin < 60

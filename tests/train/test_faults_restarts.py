@@ -78,7 +78,7 @@ def test_a_run_goes_on_without_a_machine_that_does_not_come_back(tmp_path, run):
     first = " ".join(soaked.results[0].stderr.split())
     assert "no sign of life from process 2" in first
     assert "process 2 did not come back within 8 s; the run goes on with 2 of 3 workers" in first
-    assert "Of worker 2 the residual of the checkpoint is kept" in first
+    assert "The checkpoint's residual of worker 2 is kept" in first
     assert "The checkpoint has 3 workers and the run 2" in " ".join(soaked.results[0].stdout.split())
     assert [line["step"] for line in metrics(soaked.folder, "dct_dp")] == list(range(1, 121))
 
@@ -122,7 +122,7 @@ def test_a_full_disk_loses_nothing_and_two_runs_in_a_folder_do_not_meet(tmp_path
         processes = [start("--resume"), start("--resume")]
         codes, texts = end(processes)
         assert sorted(codes) == [0, 2], texts
-        assert "in which another process trains: wait for it" in texts[codes.index(2)]
+        assert "in which another process trains. Wait for it" in texts[codes.index(2)]
         assert len(metrics(disk / "digits-2", "dct_dp")) == 300
 
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)

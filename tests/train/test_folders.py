@@ -45,7 +45,7 @@ def test_a_run_goes_on_with_the_same_method(tmp_path):
         pass
     with run_folder(tmp_path, "digits", resume=True, runs=["plump_dp", "dct_dp"]):
         pass
-    message = r"got plump_dp, topk for .*digits, which has plump_dp, dct_dp: give the same method"
+    message = r"got plump_dp, topk for .*digits, which has plump_dp, dct_dp. Give the same method"
     with (
         pytest.raises(ValueError, match=message),
         run_folder(tmp_path, "digits", resume=True, runs=["plump_dp", "topk"]),
@@ -56,7 +56,7 @@ def test_a_run_goes_on_with_the_same_method(tmp_path):
 
 def test_a_folder_is_of_one_run_at_a_time_and_free_once_that_has_ended(tmp_path):
     with run_folder(tmp_path, "digits", resume=False, runs=["dct_dp"]):
-        taken = pytest.raises(ValueError, match=r"got .*digits, in which another process trains: wait for it")
+        taken = pytest.raises(ValueError, match=r"got .*digits, in which another process trains. Wait for it")
         with taken, run_folder(tmp_path, "digits", resume=True, runs=["dct_dp"]):
             pass
         # Also locked by another process, but no longer once it is killed.
@@ -83,7 +83,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_by_itself(tmp_path
     check_fresh(tmp_path, 10)  # it was killed before the first
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' * 11)
     (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(ValueError, match=r"got 11 steps in .*metrics\.jsonl and nothing in .*checkpoints: put the"):
+    with pytest.raises(ValueError, match=r"got 11 steps in .*metrics\.jsonl and nothing in .*checkpoints. Put the"):
         check_fresh(tmp_path, 10)
     (tmp_path / "checkpoints" / "10.orbax-checkpoint-tmp").mkdir()
     check_fresh(tmp_path, 10)  # it was killed while it wrote the first

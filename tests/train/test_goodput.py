@@ -75,5 +75,5 @@ def test_the_time_between_a_stop_and_a_resume_by_hand_is_nobodys(tmp_path, clock
 
 def test_a_file_that_is_none_of_ours_is_refused(tmp_path):
     (tmp_path / goodput.FILE).write_text("[1]")
-    with pytest.raises(ValueError, match=r"goodput.json holds what a run has counted, got .*: remove it"):
+    with pytest.raises(ValueError, match=r"goodput.json must hold the counts of a run; got .*. Remove it"):
         Goodput(tmp_path)

@@ -248,7 +248,13 @@ def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys
         (["--workers", "12"], ["got 8 for (data=12)", "jax_num_cpu_devices"]),
         (["--workers", "3", "--stages", "3"], ["got 8 for (data=3, stage=3)"]),
         (["--stages", "2", "--cuts", "2", "3"], ["A pipeline of 2 stages has 1 cuts, got --cuts (2, 3)"]),
-        (["--micro-batches", "2"], ["Only a pipeline has micro-batches", "give --stages as well"]),
+        (
+            ["--micro-batches", "2"],
+            [
+                "--micro-batches, --cuts, --pipeline-schedule and --boundary must go with a pipeline",
+                "Give --stages as well",
+            ],
+        ),
         (["--slices", "3"], ["--workers is a multiple of --slices, got 4 in 3 slices"]),
         (["--schedule", "drops"], ["--drop-at", "got () with drops"]),
         (["--dataset", "iwslt14", "--data-dir", "/nowhere"], ["iwslt14 must be prepared", "/nowhere"]),
@@ -284,7 +290,7 @@ def test_bad_values_are_refused_before_a_folder_is_made(argv, said, started, tmp
         (["method:slim-dp", "--method.beta", "0.4"], ["beta", "at most alpha (0.3)", "got 0.4"]),
         (
             ["method:iwp", "--method.alpha", "1", "2"],
-            ["alpha is one number, or one more than the rising steps", "(1.0, 2.0)"],
+            ["alpha must be one number, or one more than change_at has steps", "(1.0, 2.0)"],
         ),
         (["method:local-sgd", "--method.steps", "0"], ["steps must be an integer of at least 1, got 0"]),
         (["method:quant-dp", "--method.bits", "3"], ["'--method.bits'", "('2', '4', '8', '16')"]),

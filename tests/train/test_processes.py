@@ -273,7 +273,7 @@ def test_flags_go_before_variables(joined, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("127.0.0.1:9777", None, None), "got none for --process-id, --num-processes: give all three"),
+        (("127.0.0.1:9777", None, None), "got none for --process-id, --num-processes. Give all three"),
         ((None, 0, None), "got none for --coordinator, --num-processes"),
         ((None, None, 2), "got none for --coordinator, --process-id"),
         (("127.0.0.1", 0, 2), "--coordinator is HOST:PORT of process 0, got '127.0.0.1': write"),

@@ -90,7 +90,7 @@ def test_too_few_wait_on(address):
 @pytest.mark.parametrize(
     ("members", "said"),
     [
-        ([(0, 3), (1, 3), (1, 3)], "got two processes with --process-id 1: start each with its own"),
+        ([(0, 3), (1, 3), (1, 3)], "got two processes with --process-id 1. Start each with its own"),
         ([(0, 3), (1, 4)], "got --num-processes 3 in process 0 and 4 in process 1"),
     ],
 )

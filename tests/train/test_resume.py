@@ -271,7 +271,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path):
 )
 def test_other_settings_are_refused_by_both_values(method, changes, said, stopped):
     before = files(stopped)
-    with pytest.raises(ValueError, match="A run goes on with the settings that it began with") as raised:
+    with pytest.raises(ValueError, match="A run must go on with the settings that it began with") as raised:
         run(stopped, method, **changes)
     assert said in str(raised.value)
     assert "--out" in str(raised.value)

@@ -103,7 +103,7 @@ def test_what_is_compared_is_there_to_be_lost(runs):
     [
         ("pipeline", {"boundary": jc.dct_mp}, r"with boundary 'TopKGradientBoundary' \(now None\)"),
         ("sketch", {"boundary": TopKGradientBoundary}, r"boundary 'SketchBoundary' \(now 'TopKGradientBoundary'\)"),
-        ("pipeline", {"stages": 3}, r"with stages 2 \(now 3\): give the same settings"),
+        ("pipeline", {"stages": 3}, r"with stages 2 \(now 3\). Give the same settings"),
         ("pipeline", {"micro_batches": 1}, r"with micro_batches 2 \(now 1\)"),
         ("pipeline", {"cuts": (1,)}, r"with cuts None \(now \[1\]\)"),
         ("slices", {"slices": 1}, r"with workers_per_slice 2 \(now None\)"),

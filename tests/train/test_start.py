@@ -40,8 +40,9 @@ def test_what_differs_is_named_on_all_processes():
     facts = [{"--seed": "0", "--steps": "5"}, {"--seed": "0", "--steps": "5"}, {"--seed": "7", "--steps": "5"}]
     found = each(lambda own: agree(store, own, "settings", facts[own.index], 5.0), 3)
     assert all(isinstance(error, DisagreementError) for error in found)
-    message = "all processes of a run are started alike, got --seed: 0 in process 0, 7 in process 2: start all with"
-    assert {str(error) for error in found} == {f"{message} the same."}
+    got = "--seed: 0 in process 0, 7 in process 2"
+    message = f"all processes of a run must be started with the same settings; got {got}. Start all with the same."
+    assert {str(error) for error in found} == {message}
 
 
 def test_many_differences_are_counted():
@@ -49,12 +50,12 @@ def test_many_differences_are_counted():
     facts = [{f"--field{n}": str(own) for n in range(5)} for own in range(2)]
     facts[0]["--only"] = "here"
     found = each(lambda own: agree(store, own, "settings", facts[own.index], 5.0), 2)
-    assert "; and 3 more: start all with the same." in str(found[1])
+    assert "; and 3 more. Start all with the same." in str(found[1])
     assert "--field2: 0 in process 0, 1 in process 1; and" in str(found[0])
 
 
 def test_a_process_that_does_not_come_is_named():
-    with pytest.raises(TimeoutError, match=r"got nothing of process 1 within 0\.1 s"):
+    with pytest.raises(TimeoutError, match=r"got nothing from process 1 within 0\.1 s"):
         agree(Memory(), Processes(0, 2), "settings", {}, 0.1)
 
 
@@ -130,4 +131,4 @@ def test_a_folder_that_process_0_cannot_write_is_said_to_the_others(tmp_path):
     store = Memory()
     first, second = each(lambda own: check_shared(store, own, taken, 0.5), 2)
     assert isinstance(first, OSError)
-    assert str(second) == "process 0 writes a file to --out, got none within 0.5 s: look at what it has printed"
+    assert str(second) == "process 0 must write a file to --out; got none within 0.5 s. Look at what it has printed"

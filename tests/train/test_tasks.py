@@ -47,7 +47,9 @@ def test_auxiliary_heads_count_three_tenths():
     first, second, third = (entropies(head, LABELS).mean() for head in heads)
     np.testing.assert_allclose(loss, first + 0.3 * second + 0.3 * third, rtol=1e-5)
     np.testing.assert_allclose(scalars["accuracy"], np.mean(LOGITS.argmax(axis=1) == LABELS))
-    with pytest.raises(ValueError, match=r"Auxiliary heads are learned without smoothing, got .* 0\.1 for 2 of them"):
+    with pytest.raises(
+        ValueError, match=r"--label-smoothing must be 0 for a model with auxiliary heads; got 0\.1 for 2 of them"
+    ):
         make_task(MANY, 0.1).loss(tuple(map(jnp.asarray, heads)), BATCH)
 
 
@@ -175,7 +177,7 @@ def test_clicks_of_a_model_that_diverged_have_no_score():
 
 def test_clicks_have_no_smoothing():
     assert isinstance(make_task(CLICKS, 0.0), Clicks)
-    with pytest.raises(ValueError, match=r"Clicks and text are learned without smoothing, got --label-smoothing 0\.1"):
+    with pytest.raises(ValueError, match=r"--label-smoothing must be 0 for clicks and text; got 0\.1"):
         make_task(CLICKS, 0.1)
 
 
@@ -193,5 +195,5 @@ def test_the_loss_and_the_scores_of_text():
     assert scores == pytest.approx(
         {"loss": expected.mean(), "accuracy": right.mean(), "bits_per_byte": expected.mean() / np.log(2)}
     )
-    with pytest.raises(ValueError, match="text are learned without smoothing"):
+    with pytest.raises(ValueError, match="--label-smoothing must be 0 for clicks and text"):
         make_task(TEXT, 0.1)

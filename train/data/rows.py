@@ -134,7 +134,7 @@ class Prepared:
         if not is_complete(folder):
             raise FileNotFoundError(
                 f"{self.folder().parts[0]} must be prepared before it is used; looked for {folder}/dataset_info.json. "
-                f"{self.how.format(root=root)}\nIf it lies elsewhere, pass data_dir or set TFDS_DATA_DIR"
+                f"{self.how.format(root=root)}\nIf it is elsewhere, pass data_dir or set TFDS_DATA_DIR"
             )
         with readable(folder):
             facts = tfds.builder_from_directory(folder).info.metadata

@@ -48,7 +48,10 @@ def prepare_table(name: str, rows: Rows, root: Path, categories: Indexed) -> dic
     for column, (feature, values) in enumerate(rows.dense.items()):
         mean, deviation = np.nanmean(values[:num_train]), np.nanstd(values[:num_train])
         if not deviation > 0:
-            raise ValueError(f"a number differs between rows; {feature} of {name} has the deviation {deviation}")
+            raise ValueError(
+                f"a number must differ between the rows of the train split; {feature} of {name} has the deviation "
+                f"{deviation}"
+            )
         missing = np.isnan(values)
         dense[:, column] = np.where(missing, 0, (values - mean) / deviation)
         scales[feature] = {"mean": float(mean), "deviation": float(deviation), "missing": int(missing.sum())}
