@@ -56,7 +56,7 @@ class Ef21(Trained, methods.Ef21):
 
 @dataclass(frozen=True)
 class DctDp(Trained, methods.DctDp):
-    """Coordinates above a threshold that is renewed every life_span steps, with error feedback."""
+    """Coordinates above a threshold that is refreshed every life_span steps, with error feedback."""
 
     sparsity: float = 0.98
     life_span: int = 10

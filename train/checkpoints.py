@@ -190,7 +190,8 @@ class Checkpoints:
         state = jax.tree.map(_placed, resized, like)
         message += (
             f"The checkpoint has {old} workers and the run {new}: their residuals were averaged into {new} rows, which "
-            "keeps the update that they still owe (the mean over the workers); thresholds are renewed in the next step."
+            "keeps the update that they still owe (the mean over the workers); thresholds are refreshed in the next "
+            "step."
         )
         if is_per_worker(like.params):
             message += " The workers' own parameters and optimizers were averaged as well."

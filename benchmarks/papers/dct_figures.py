@@ -189,7 +189,7 @@ def figure_7(config: Config, records: Records) -> None:
         list(rows.values()),
     )
     print(
-        "Thresholds are renewed in the steps 1, 2, 4, 8, ... below the life-span as well, so that of "
+        "Thresholds are refreshed in the steps 1, 2, 4, 8, ... below the life-span as well, so that of "
         f"{experiment.steps} steps the losses of longer life-spans are the same; the times leave these refreshes out."
     )
     _claims_of_figure_7({span: rows[span, 0.95]["time_saved_%"] for span in LIFE_SPANS if (span, 0.95) in rows})

@@ -118,7 +118,7 @@ class Iwp(MomentumCorrection, SharedExchange):
         holds = isinstance(density, Real) and 0 < density <= 1
         check_range("density", density, "above 0 and at most 1", holds, "0.02 leaves room for 2% of the coordinates")
         check_count("publishers", self.publishers, 1, "1 is the least, all workers the most")
-        check_count("life_span", self.life_span, 1, "1 renews the mask in every step")
+        check_count("life_span", self.life_span, 1, "1 refreshes the mask in every step")
         holds = self.mask_codec in (*MASK_CODECS, "auto")
         check_range("mask_codec", self.mask_codec, f"one of {', '.join(MASK_CODECS)}", holds, "or pass 'auto'")
 

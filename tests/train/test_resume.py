@@ -192,7 +192,7 @@ def test_another_number_of_workers_keeps_the_update_that_is_owed(
     assert message.startswith("dct_dp: resumed after step 5. ")
     assert f"{old} workers and the run {new}" in message
     assert "residuals were averaged" in message
-    assert "thresholds are renewed" in message
+    assert "thresholds are refreshed" in message
     ended = run(out, workers=new)
     assert ended.finished
     assert not ended.state.opt_state[0].memory.due

@@ -127,7 +127,7 @@ NUMBERS = {
     "learning_rate": (jc.pulse, [0, -1, NAN, INF, "1"], "a positive number", "1 for local_sgd with sgd(1.0)"),
     "density": (jc.iwp, [0, 1.1, -0.1, NAN, "0.1"], "above 0 and at most 1", "0.02 leaves room for 2%"),
     "publishers": (jc.iwp, [0, 1.5, True, None], "an integer of at least 1", "1 is the least, all workers the most"),
-    "life_span": (jc.iwp, [0, 2.5], "an integer of at least 1", "1 renews the mask in every step"),
+    "life_span": (jc.iwp, [0, 2.5], "an integer of at least 1", "1 refreshes the mask in every step"),
     "alpha": (jc.iwp, [0, -1, NAN, INF, "1"], "a number above 0, or a schedule of the step", "see the docstring"),
     "beta": (jc.iwp, [-0.1, NAN, INF, None], "a number of at least 0, or a schedule of the step", "see the docstring"),
     "floor": (jc.iwp, [0, -1, NAN, INF], "a positive number", "the default is small enough"),
