@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 
 import numpy as np
 
@@ -99,8 +100,10 @@ def solve(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> A
       The pipeline's fill: Huang et al., "GPipe", NeurIPS 2019. The search: A. Land and A. Doig, "An Automatic Method of
       Solving Discrete Programming Problems", Econometrica, 1960.
     """
-    check_range("time_limit", time_limit, "above 0 seconds", time_limit > 0, "10 is enough for most models")
-    check_range("gap", gap, "at least 0 and below 1", 0 <= gap < 1, "1e-4 is a step within 0.01% of the shortest")
+    holds = isinstance(time_limit, Real) and time_limit > 0
+    check_range("time_limit", time_limit, "above 0 seconds", holds, "10 is enough for most models")
+    holds = isinstance(gap, Real) and 0 <= gap < 1
+    check_range("gap", gap, "at least 0 and below 1", holds, "1e-4 is a step within 0.01% of the shortest")
     deadline = time.monotonic() + time_limit
     excess = _excess(problem)
     _check_memory(problem, excess)

@@ -53,7 +53,7 @@ def check_workers(workers: int | tuple[int, ...], axis_name: AxisName) -> tuple[
       ValueError: for fewer than one, or another number of axes.
     """
     sizes = workers if isinstance(workers, tuple) else (workers,)
-    if min(sizes) < 1:
+    if min(sizes, default=1) < 1:
         raise ValueError(f"workers must be at least 1; got {workers}. Pass a mesh or a positive integer.")
     if len(sizes) != len(axis_names(axis_name)):
         raise ValueError(

@@ -3,6 +3,7 @@
 import math
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -90,7 +91,8 @@ class DctDp(SparseExchange):
         super().__post_init__()
         check_sparsity(self.sparsity)
         check_count("life_span", self.life_span, 1, "1 refreshes the thresholds in every step")
-        check_range("slack", self.slack, "at least 1", 1 <= self.slack < math.inf, "1.05 leaves 5% of room")
+        holds = isinstance(self.slack, Real) and 1 <= self.slack < math.inf
+        check_range("slack", self.slack, "at least 1", holds, "1.05 leaves 5% of room")
         if self.drain_every is not None:
             check_count("drain_every", self.drain_every, 1, "None never drains")
 

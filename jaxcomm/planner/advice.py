@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import jax
@@ -197,8 +198,10 @@ def estimate(
       ValueError: for an impossible link or time, and for a method that is not in the table of costs.
     """
     begin = time.perf_counter()
-    check_range("compute", compute, "seconds, 0 or more", compute >= 0 and math.isfinite(compute), "0 if not known")
-    check_range("copy", copy, "seconds a byte, above 0", copy > 0 and math.isfinite(copy), "1e-10 is 10 GB/s")
+    holds = isinstance(compute, Real) and 0 <= compute < math.inf
+    check_range("compute", compute, "seconds, 0 or more", holds, "0 if not known")
+    holds = isinstance(copy, Real) and 0 < copy < math.inf
+    check_range("copy", copy, "seconds a byte, above 0", holds, "1e-10 is 10 GB/s")
     links = given_links(rate, latency)
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
     asked = _ask(methods, like, dense_layers, (workers,), axis_name, [])

@@ -215,7 +215,9 @@ BLOCK = Block("b", 1.0, 10, 8, (TENSOR,))
             "link_seconds_per_byte must be .* got -1.0",
         ),
         (lambda: solve(Problem((BLOCK,)), time_limit=0), "time_limit must be above 0 seconds, got 0"),
+        (lambda: solve(Problem((BLOCK,)), time_limit=None), "time_limit must be above 0 seconds, got None"),  # type: ignore
         (lambda: solve(Problem((BLOCK,)), gap=-1), "gap must be at least 0 and below 1, got -1"),
+        (lambda: solve(Problem((BLOCK,)), gap="1"), "gap must be at least 0 and below 1, got '1'"),  # type: ignore
     ],
 )
 def test_bad_values_are_refused(make, said):

@@ -63,7 +63,7 @@ def test_life_span_is_a_count(life_span):
         jc.dct_dp(life_span=life_span)
 
 
-@pytest.mark.parametrize("slack", [0.5, INF, NAN, -1])
+@pytest.mark.parametrize("slack", [0.5, INF, NAN, -1, None, "1.1"])
 def test_slack_is_at_least_1(slack):
     with pytest.raises(ValueError, match=f"slack must be at least 1, got {slack!r}: 1.05 leaves 5% of room"):
         jc.dct_dp(slack=slack)

@@ -21,7 +21,7 @@ def test_no_axes_are_refused():
         jc.make_mesh()
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.0, None])
+@pytest.mark.parametrize("size", [0, -1, 2.0, None, True])
 def test_a_size_below_one_is_refused(size):
     with pytest.raises(ValueError, match=f"at least 1 device; got data={size!r}. Pass a positive integer"):
         jc.make_mesh(data=size)

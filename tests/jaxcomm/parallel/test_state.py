@@ -76,6 +76,11 @@ def test_fewer_than_one_worker_is_refused(workers):
         init_state(PARAMS, TX, workers)
 
 
+def test_no_number_of_workers_is_refused():
+    with pytest.raises(ValueError, match=r"workers must have one number for each axis of workers; got \(\)"):
+        init_state(PARAMS, TX, ())
+
+
 def test_a_mesh_without_the_axis_is_refused():
     with pytest.raises(ValueError, match=r"got 'data' and a mesh with \('model',\)"):
         init_state(PARAMS, TX, jc.make_mesh(model=2))
