@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import tyro
 
 from benchmarks.netlab import Lab, parse_rate
@@ -129,7 +130,7 @@ def read_records(kind: type[Record], stdout: str) -> list[Record]:
 
 
 def merge_records(hosts: Sequence[list[Any]], isolated: bool, received: str = "bytes_kernel") -> list[Any]:
-    """Takes times from host 0 (a step ends everywhere at once, to a few ms), and merges the bytes received.
+    """Takes times from host 0 (see `Control.timed`), and merges the bytes received.
 
     Args:
       hosts: the records of each host, the same ones in the same order.
@@ -163,14 +164,19 @@ class Control:
         self.folder, self.requests = Path(os.environ[_FOLDER]), 0
 
     def timed(self, function: Callable[[], Any]) -> tuple[float, int, Any]:
-        """Returns the milliseconds of a call, the bytes that the kernel received in it, and its result."""
+        """Returns the milliseconds of a call on the slowest host, the bytes received here, and the result.
+
+        After its last collective a step still computes, and hosts that share cores do not end it together.
+        """
         import jax
+        from jax.experimental import multihost_utils
 
         self.barrier()
         interface = os.environ["NETLAB_INTERFACE"]
         before, begin = received_bytes(interface), time.perf_counter()
         result = jax.block_until_ready(function())
-        return (time.perf_counter() - begin) * 1e3, received_bytes(interface) - before, result
+        ms, received = (time.perf_counter() - begin) * 1e3, received_bytes(interface) - before
+        return float(multihost_utils.process_allgather(np.float32(ms)).max()), received, result
 
     def barrier(self) -> None:
         """Waits until all hosts are here; costs a few hundred bytes."""
