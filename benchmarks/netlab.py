@@ -10,8 +10,8 @@ once share that host's link, as on a real switch. The rate counts Ethernet frame
 
 The hosts share this machine's cores, and run as batch processes (SCHED_BATCH).
 
-Making namespaces takes root and iproute2. If they are missing, the lab says so on stderr and runs
-the same processes on 127.0.0.1, where no rate is obeyed.
+Making namespaces takes root, iproute2 and util-linux. If they are missing, the lab says so on stderr
+and runs the same processes on 127.0.0.1, where no rate is obeyed.
 """
 
 import contextlib
@@ -142,6 +142,7 @@ class Lab:
         self._handled = []
 
     def _build(self) -> None:
+        _tool(*_BATCH, "true")
         names = [self._switch, *self._names]
         _tool("ip", "-batch", "-", lines=[f"netns add {name}" for name in names])
         for name in names:

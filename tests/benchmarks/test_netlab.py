@@ -170,7 +170,7 @@ def test_a_machine_that_cannot_make_namespaces_falls_back_by_name(monkeypatch, c
     monkeypatch.setattr(netlab, "_labs", list)
     with Lab(1, "1mbit") as lab:
         assert not lab.isolated
-    assert "No such file or directory: 'ip'" in capfd.readouterr().err
+    assert "No such file or directory: 'chrt'" in capfd.readouterr().err
 
 
 def test_output_is_kept_apart_by_host_and_may_be_large(lab):
@@ -275,6 +275,11 @@ def test_the_command_writes_its_trace(tmp_path):
     done = command_line("--hosts", "1", "--rate", "none", "--trace", str(tmp_path), "--", "sleep", "0")
     assert done.returncode == 2
     assert "--trace is a file, got the folder" in done.stderr
+
+
+def test_hosts_do_not_interrupt_each_other(lab):
+    results = lab.run([sys.executable, "-c", "import os; print(os.sched_getscheduler(0) == os.SCHED_BATCH)"])
+    assert [result.stdout for result in results] == [f"{lab.isolated}\n"] * 3
 
 
 def test_an_idle_interface_counts_nothing(lab):
