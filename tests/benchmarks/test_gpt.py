@@ -139,7 +139,7 @@ def test_a_small_model_is_trained_and_timed(tmp_path):
     [
         ({"experiment": "digits"}, "--experiment is gpt_linux or gpt_stdlib, got 'digits'"),
         ({"seeds": 0}, "--seeds is at least 1, got 0"),
-        ({"steps": 1}, "--steps is at least --evaluations"),
+        ({"steps": 1}, "--steps must be at least --evaluations, and --hosts at least 0; got 1, 2"),
         ({"batch": 3}, "--batch is a multiple of the workers"),
         ({"hosts": 3}, "--batch is a multiple of the workers"),
         ({"stages": 2, "hosts": 2}, "--stages run on as many hosts"),

@@ -48,7 +48,9 @@ def test_what_cannot_be_is_refused():
     for rate in (1.0, -0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match="rate must be at least 0 and below 1"):
             Dropout(rate, 0)
-    with pytest.raises(ValueError, match=r"batch\['seed'\].*got a batch of image, label.*evaluation mode"):
+    with pytest.raises(
+        ValueError, match=r"seed for dropout.*got a batch of image, label. Add batch\['seed'\].*evaluation mode"
+    ):
         Dropout(0.5, 0)(X, {"label": X, "image": X})
     with pytest.raises(ValueError, match=r"a number for every row; got shape \(7,\) for 8 rows"):
         Dropout(0.5, 0)(X, {"seed": BATCH["seed"][1:]})

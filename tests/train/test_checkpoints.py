@@ -196,7 +196,7 @@ def test_if_none_can_be_read_nothing_is_begun_or_moved(two, checkpoints):
     newest, said = two
     for step in ("5", "9"):
         empty(checkpoints.folder / step)
-    with pytest.raises(ValueError, match=r"got none in .* of steps 9, 5: copy them again, or begin anew"):
+    with pytest.raises(ValueError, match=r"got none in .* of steps 9, 5. Copy them again, or begin anew"):
         newest()
     assert len(said) == 2
     assert not list(checkpoints.folder.parent.glob("damaged*"))

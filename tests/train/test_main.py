@@ -267,8 +267,8 @@ def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys
         (["--warmup-steps", "3"], ["--warmup-steps", "got 3", "--steps"]),
         (["--resume"], ["--resume goes on with a run that has begun", "leave --resume out"]),
         (["--momentum", "1.0", "method:dgc"], ["momentum", "below 1", "got 1.0"]),
-        (["method:iwp", "--method.publishers", "5"], ["publishers=5 of 4"]),
-        (["--optimizer", "adam", "method:dgc"], ["momentum inside", "got --optimizer adam"]),
+        (["method:iwp", "--method.publishers", "5"], ["publishers must be at most the number of workers, 4; got 5"]),
+        (["--optimizer", "adam", "method:dgc"], ["--optimizer must be sgd with dgc", "momentum inside", "got adam"]),
         (["--slices", "2", "method:slim-dp"], ["Slices exchange gradients, got slim_dp", "leave out --slices"]),
     ],
 )

@@ -293,8 +293,8 @@ def test_thresholds_change_with_the_steps():
     ("options", "said"),
     [
         ({"alpha": (1.0, 2.0)}, r"alpha must be one number, or one more than .* got \(1.0, 2.0\) with change_at=\(\)"),
-        ({"alpha": (1.0, 2.0), "change_at": (3, 5)}, "alpha is one number, or one more"),
-        ({"alpha": (1.0, 2.0, 3.0), "change_at": (5, 3)}, "alpha is one number, or one more"),
+        ({"alpha": (1.0, 2.0), "change_at": (3, 5)}, "alpha must be one number, or one more"),
+        ({"alpha": (1.0, 2.0, 3.0), "change_at": (5, 3)}, "alpha must be one number, or one more"),
         ({"alpha": (1.0, 2.0), "change_at": (0,)}, "one more than change_at has steps, which must rise"),
         ({"alpha": (1.0, 0.0), "change_at": (3,)}, r"alpha must be above 0 at all times; got \(1.0, 0.0\)"),
         ({"alpha": (1.0, np.nan), "change_at": (3,)}, "alpha must be above 0 at all times"),

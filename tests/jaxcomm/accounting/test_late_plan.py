@@ -123,5 +123,5 @@ def test_what_cannot_be_planned_is_refused(arguments, message):
 
 
 def test_a_layer_that_the_plan_does_not_know_is_refused():
-    with pytest.raises(ValueError, match="got 'fc9': it has fc6, fc7, fc8"):
+    with pytest.raises(ValueError, match=r"got 'fc9'\. The plan has fc6, fc7, fc8"):
         jc.accounting.plan_late_multiply(ALEXNET, 8, 4).mode("fc9")

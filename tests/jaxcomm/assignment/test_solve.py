@@ -189,7 +189,7 @@ BLOCK = Block("b", 1.0, 10, 8, (TENSOR,))
             lambda: Problem((BLOCK,), (Device(),) * 2, (0,), (0,)),
             "at most as many as blocks; got 2 stages for 1 blocks",
         ),
-        (lambda: Problem((BLOCK,), ()), "at least one stage .* for 0 stages"),
+        (lambda: Problem((BLOCK,), ()), "at least one stage.* got 0 stages"),
         (lambda: Tensor("t", ()), "at least one option, .* got .. for tensor 't'. Give it a dense one"),
         (lambda: Tensor("t", (Option("a", 1), Option("a", 2))), "names must differ; got .'a', 'a'. for tensor 't'"),
         (lambda: Problem((BLOCK, BLOCK)), "The names of tensors must differ; got 't' twice"),

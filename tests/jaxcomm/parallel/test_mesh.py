@@ -28,7 +28,7 @@ def test_a_size_below_one_is_refused(size):
 
 
 def test_too_few_devices_are_refused_with_the_setting_that_simulates_them():
-    with pytest.raises(ValueError, match=r"got 8 for \(data=3, model=4\), which has 12: .*'jax_num_cpu_devices', 12\)"):
+    with pytest.raises(ValueError, match=r"got 8 for \(data=3, model=4\), which has 12. .*'jax_num_cpu_devices', 12\)"):
         jc.make_mesh(data=3, model=4)
 
 

@@ -182,7 +182,7 @@ def test_chains_that_look_at_whole_tensors_are_fine_without_slices():
         ({**SPECS, "copy": "data"}, "data", r"must be a jax.sharding.PartitionSpec; got 'data'"),
         ({**SPECS, "copy": P("pipe")}, "data", r"got P.*'pipe',?\) for .*'copy'.* on a mesh with"),
         ({**SPECS, "copy": P(None, None, "model")}, "data", "at most one entry for each dimension"),
-        ({**SPECS, "whole": P("slice")}, ("slice", "data"), "along all of the axes of workers or along none"),
+        ({**SPECS, "whole": P("slice")}, ("slice", "data"), "along all axes of workers or along none"),
         ({**SPECS, "whole": P(None, ("data", "model"))}, "data", r"got 6 for 4 .*'whole'.* of shape \(4, 6\)"),
     ],
 )

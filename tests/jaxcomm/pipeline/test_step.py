@@ -366,7 +366,7 @@ def test_errors_of_the_mesh(axes, message):
 
 def test_errors_of_the_chain():
     wrong_order = optax.chain(optax.adam(0.1), jc.topk(0.9))
-    with pytest.raises(ValueError, match=r"one for all workers; got ScaleByAdamState before topk"):
+    with pytest.raises(ValueError, match=r"before topk must be replicated; got ScaleByAdamState"):
         jc.make_train_step(make_pipeline(2), wrong_order, mesh_of()).init(PARAMS)
     with pytest.raises(ValueError, match=r"the transformation that averages over the workers; got a chain without. "):
         jc.make_train_step(make_pipeline(2), optax.sgd(0.1), mesh_of()).init(PARAMS)
