@@ -183,7 +183,6 @@ def run_host(config: Config) -> None:
         predicted, period = step.report(state, rows).received, jc.states.communication_period(state) or 1
         control.set_rate(rate)
         times, received = [], []
-
         in_a_row = period * math.ceil(IN_A_ROW / period)
 
         def steps(state: Any) -> Any:
