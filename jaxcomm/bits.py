@@ -4,7 +4,7 @@ A mask over n coordinates is n/32 words of 32 bits, bit i % 32 of word i // 32. 
 32 times fewer than the coordinates, and so costs less than one copy of what the mask selects from.
 """
 
-from functools import partial
+import functools
 from typing import NamedTuple
 
 import jax
@@ -69,50 +69,42 @@ def _unpack_by_matmul(words: jax.Array) -> jax.Array:
     return bits.astype(bool).reshape(-1)[: n_words * WORD]
 
 
-def plane_words(n: int, width: int) -> int:
+def packed_words(n: int, width: int) -> int:
     """Returns the words that n numbers of `width` bits take."""
     return width * -(-n // WORD)
 
 
-def pack_planes(numbers: jax.Array, width: int) -> jax.Array:
-    """Packs the low `width` bits of numbers (C,) int32, plane by plane: (plane_words(C, width),) uint32.
+def pack_numbers(numbers: jax.Array, width: int) -> jax.Array:
+    """Packs the low `width` bits of numbers (C,) int32: (packed_words(C, width),) uint32.
 
-    A plane holds one bit of every number, so that numbers of any width are packed as masks.
+    A width of 5 bits is a field of 1 bit and then one of 4. A field of f bits takes W = f * ceil(C / 32) words. Word i
+    holds the numbers i, W + i, 2 W + i, ..., from the lowest bits on: neighbours are read together, and a number is
+    computed only once.
     """
-    if width == 0:
-        return jnp.zeros(0, jnp.uint32)
-    padded = jnp.pad(numbers, (0, -numbers.size % WORD))
-    return by_platform(padded, tpu=partial(_each_plane, width=width), default=partial(_planes, width=width))
+    padded = jnp.pad(numbers, (0, -numbers.size % WORD)).astype(jnp.uint32)
+    words, first = [], 0
+    for field in _fields(width):
+        parts = (padded >> first & np.uint32((1 << field) - 1)).reshape(WORD // field, -1)
+        words.append(functools.reduce(jnp.bitwise_or, (part << place * field for place, part in enumerate(parts))))
+        first += field
+    return jnp.concatenate(words) if words else jnp.zeros(0, jnp.uint32)
 
 
-def _planes(numbers: jax.Array, width: int) -> jax.Array:
-    planes = (numbers[None, :] >> np.arange(width, dtype=np.int32)[:, None]) & 1  # (width, C')
-    return _pack_octets(planes.reshape(-1).astype(bool))
+def unpack_numbers(words: jax.Array, n: int, width: int) -> jax.Array:
+    """Returns the low `width` bits of the n numbers, (n,) int32; the inverse of `pack_numbers`."""
+    numbers, first = jnp.zeros(n, jnp.int32), 0
+    for field in _fields(width):
+        size = packed_words(n, field)
+        shift = np.arange(0, WORD, field, dtype=np.uint32)[:, None]
+        parts = words[first * size // field :][:size] >> shift & np.uint32((1 << field) - 1)  # (32 / field, size)
+        numbers = numbers | parts.reshape(-1)[:n].astype(jnp.int32) << first
+        first += field
+    return numbers
 
 
-def _each_plane(numbers: jax.Array, width: int) -> jax.Array:
-    """Packs one plane after another: XLA for TPUs would store all planes at once as integers."""
-    return jnp.concatenate([_pack_by_matmul((numbers >> plane & 1).astype(bool)) for plane in range(width)])
-
-
-def unpack_planes(words: jax.Array, n: int, width: int) -> jax.Array:
-    """Returns the low `width` bits of the n numbers, (n,) int32; the inverse of `pack_planes`."""
-    if width == 0:
-        return jnp.zeros(n, jnp.int32)
-    default, tpu = (partial(way, n=n, width=width) for way in (_numbers, _numbers_by_plane))
-    return by_platform(words, tpu=tpu, default=default)
-
-
-def _numbers(words: jax.Array, n: int, width: int) -> jax.Array:
-    planes = _unpack_octets(words).reshape(width, -(-n // WORD) * WORD)[:, :n].astype(jnp.int32)
-    return jnp.sum(planes << np.arange(width, dtype=np.int32)[:, None], axis=0)
-
-
-def _numbers_by_plane(words: jax.Array, n: int, width: int) -> jax.Array:
-    total = jnp.zeros(n, jnp.int32)
-    for plane, row in enumerate(words.reshape(width, -1)):
-        total = total | _unpack_by_matmul(row)[:n].astype(jnp.int32) << plane
-    return total
+def _fields(width: int) -> list[int]:
+    """Returns powers of two that sum to a width, from the smallest on."""
+    return [1 << place for place in range(WORD.bit_length()) if width >> place & 1]
 
 
 def popcount(words: jax.Array) -> jax.Array:

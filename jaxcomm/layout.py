@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 
 from jaxcomm.bits import LANES, WORD
-from jaxcomm.numerics import end_to_end
 from jaxcomm.platforms import by_platform
+from jaxcomm.vectors import end_to_end
 
 # Segments start at multiples of BLOCK, so that a table of one entry per block says which segment a coordinate is in.
 # The padding is zeros, half a block per tensor on average.

@@ -1,4 +1,4 @@
-"""Numbers of any magnitude: tests for finite numbers, and division by their own scale; and concatenation of vectors.
+"""Numbers of any magnitude: tests for finite numbers, and division by their own scale.
 
 Nothing here tests for NaN by a maximum: compiled by XLA for CPUs, a maximum may lose it.
 """
@@ -12,12 +12,10 @@ import numpy as np
 from jax import lax
 
 from jaxcomm import bits, noise
-from jaxcomm.platforms import by_platform
 
 _SHRINK = np.float32(2**-4)
 _INFINITY = np.uint32(0x7F800000)
 _LIMIT = np.float32(2.0**100).view(np.uint32)
-_FUSED = 8  # the most arrays whose concatenation XLA for CPUs makes one loop
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
@@ -102,21 +100,3 @@ def divide(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Returns x / scale, float32, correct even for the largest scales; shapes are broadcast."""
     shrink = shrinkage(scale)
     return (x * shrink) / (scale * shrink)
-
-
-def end_to_end(parts: Sequence[jax.Array]) -> jax.Array:
-    """Concatenates vectors of one type: (n,).
-
-    On CPUs, a few vectors are written one after the other. XLA's loop would read each vector beyond its ends, under a
-    mask. Where a vector happens to border on unmapped memory, that takes a processor 20 times as long.
-    """
-    if not 1 < len(parts) <= _FUSED:
-        return jnp.concatenate(parts)
-    return by_platform(*parts, cpu=_written, default=lambda *parts: jnp.concatenate(parts))
-
-
-def _written(first: jax.Array, *others: jax.Array) -> jax.Array:
-    total, end = jnp.pad(first, (0, sum(part.size for part in others))), first.size
-    for part in others:
-        total, end = lax.dynamic_update_slice(total, part, (end,)), end + part.size
-    return total

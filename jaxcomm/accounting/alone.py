@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxcomm.accounting.jaxpr import COLLECTIVES, inner_jaxpr, inner_jaxprs
 from jaxcomm.collectives.axis import AxisName, axis_names, check_workers
-from jaxcomm.platforms import by_platform
+from jaxcomm.vectors import in_memory
 
 _ON_THE_SPOT = (*COLLECTIVES, "axis_index", "pvary", "pcast")
 
@@ -99,20 +99,5 @@ def _copied(x: Any, like: Any) -> jax.Array:
         out = jnp.tile(out, like.size // out.size)
     out = out[: like.size].astype(like.dtype)
     if out.size:
-        out = by_platform(out, cpu=_in_memory, default=lax.optimization_barrier)
+        out = lax.optimization_barrier(in_memory(out))
     return jnp.reshape(out, like.shape)
-
-
-def _in_memory(vector: jax.Array) -> jax.Array:
-    """Makes XLA write a vector (n,), n > 0, to memory before anything reads it.
-
-    XLA's CPU backend removes barriers before it fuses (in jax 0.10; no longer in 0.12). So a loop, whose length XLA
-    does not know, writes the first element again.
-    """
-    first = vector[:1]
-    times = 1 + (first[0] == 0)
-    return lax.while_loop(
-        lambda carry: carry[0] < times,
-        lambda carry: (carry[0] + 1, lax.dynamic_update_slice(carry[1], first, (0,))),
-        (jnp.zeros_like(times), vector),
-    )[1]

@@ -39,8 +39,8 @@ class BinCodec:
     def _parts(self, layout: Layout) -> tuple[int, int, int]:
         """Returns the words of the largest means, of the others, and of the codes."""
         segments = len(layout.capacities)
-        others = bits.plane_words(segments * (self.bins - 1), 8)
-        return -(-segments // 2), others, bits.plane_words(layout.n_slots, self.bits)
+        others = bits.packed_words(segments * (self.bins - 1), 8)
+        return -(-segments // 2), others, bits.packed_words(layout.n_slots, self.bits)
 
     def n_words(self, layout: Layout) -> int:
         """Returns the words of the values of all slots."""
@@ -73,7 +73,7 @@ class BinCodec:
         parts = means[:, :-1] / jnp.where(largest > 0, largest, 1.0)[:, None]
         others = jnp.clip(jnp.round(_STEPS * parts), 0, _STEPS).astype(jnp.int32)
         code = jnp.where(values < 0, self.bins, 0) + bin_of
-        words = [_LARGEST.encode(largest), bits.pack_planes(others.reshape(-1), 8), bits.pack_planes(code, self.bits)]
+        words = [_LARGEST.encode(largest), bits.pack_numbers(others.reshape(-1), 8), bits.pack_numbers(code, self.bits)]
         return jnp.concatenate(words), self._read(largest, others, code, segment)
 
     def read(self, words: jax.Array, layout: Layout) -> jax.Array:
@@ -81,8 +81,8 @@ class BinCodec:
         n_largest, n_others, _ = self._parts(layout)
         segments = len(layout.capacities)
         largest = _LARGEST.decode(words[:n_largest], segments)
-        others = bits.unpack_planes(words[n_largest : n_largest + n_others], segments * (self.bins - 1), 8)
-        code = bits.unpack_planes(words[n_largest + n_others :], layout.n_slots, self.bits)
+        others = bits.unpack_numbers(words[n_largest : n_largest + n_others], segments * (self.bins - 1), 8)
+        code = bits.unpack_numbers(words[n_largest + n_others :], layout.n_slots, self.bits)
         return self._read(largest, others.reshape(segments, -1), code, _segment_of_slot(layout))
 
     def _means(self, magnitude: jax.Array, filled: jax.Array, group: jax.Array, layout: Layout) -> jax.Array:

@@ -36,7 +36,7 @@ class EliasFano:
         return min(range(31), key=self._words)
 
     def _words(self, low_bits: int) -> int:
-        return self._upper_words(low_bits) + bits.plane_words(self.layout.n_slots, low_bits)
+        return self._upper_words(low_bits) + bits.packed_words(self.layout.n_slots, low_bits)
 
     @property
     def n_words(self) -> int:
@@ -53,7 +53,7 @@ class EliasFano:
         low = position if among is None else jnp.where(among, position, 0)
         payload = {
             "indices_upper": unary.write_unary(position >> self.low_bits, self._upper_words(self.low_bits), among),
-            "indices_low": bits.pack_planes(low, self.low_bits),
+            "indices_low": bits.pack_numbers(low, self.low_bits),
         }
         return payload, selection
 
@@ -62,5 +62,5 @@ class EliasFano:
         n_slots, last = self.layout.n_slots, self.layout.n - 1
         upper, _ = unary.read_unary(payload["indices_upper"], n_slots)
         upper = jnp.clip(upper, 0, last >> self.low_bits)  # before the shift, which may overflow
-        low = bits.unpack_planes(payload["indices_low"], n_slots, self.low_bits)
+        low = bits.unpack_numbers(payload["indices_low"], n_slots, self.low_bits)
         return jnp.minimum((upper << self.low_bits) | low, last)

@@ -15,6 +15,7 @@ from jax import lax
 from jaxcomm import bits, noise
 from jaxcomm.layout import BLOCK, Layout, in_blocks
 from jaxcomm.numerics import shrinkage
+from jaxcomm.vectors import computed_end_to_end, in_memory
 
 
 class PartCodec(Protocol):
@@ -66,13 +67,14 @@ class Buckets:
 
     def n_words(self, m: int) -> int:
         """Returns the words of m values: the scales, and b planes of bits."""
-        return m // self.bucket + bits.plane_words(m, self.width)
+        return m // self.bucket + bits.packed_words(m, self.width)
 
     def encode(self, values: jax.Array, start: jax.Array | int) -> jax.Array:
         """Writes values, m a multiple of the bucket."""
         scale = self.scale(values)
         code = self.draw(values, scale, self.levels, start) + self.levels
-        return jnp.concatenate([_to_words(scale), bits.pack_planes(code.astype(jnp.int32), self.width)])
+        code = in_memory(code.astype(jnp.uint16 if self.width > 8 else jnp.uint8))
+        return computed_end_to_end([_to_words(scale), bits.pack_numbers(code, self.width)])
 
     def scale(self, values: jax.Array) -> jax.Array:
         """Returns the scale of every bucket: (m / bucket,)."""
@@ -106,7 +108,7 @@ class Buckets:
         del start
         n_scales = m // self.bucket
         step = _to_floats(words[:n_scales]) * np.float32(1 / self.levels)
-        code = bits.unpack_planes(words[n_scales:], m, self.width) - self.levels
+        code = bits.unpack_numbers(words[n_scales:], m, self.width) - self.levels
         return (self._in_buckets(code.astype(jnp.float32)) * step[:, None, None]).reshape(-1)
 
 
@@ -134,18 +136,18 @@ class Ternary:
 
     def n_words(self, m: int) -> int:
         """Returns the words of m values."""
-        return bits.plane_words(m, 2)
+        return bits.packed_words(m, 2)
 
     def encode(self, values: jax.Array, start: jax.Array | int) -> jax.Array:
         """Writes values."""
         is_one = noise.uniform(self.key, values.size, start) < jnp.abs(values)
         code = jnp.where(is_one, jnp.where(values < 0, 0, 2), 1)
-        return bits.pack_planes(code, 2)
+        return bits.pack_numbers(code, 2)
 
     def decode(self, words: jax.Array, m: int, start: jax.Array | int) -> jax.Array:
         """Reads values."""
         del start
-        return (bits.unpack_planes(words, m, 2) - 1).astype(jnp.float32)
+        return (bits.unpack_numbers(words, m, 2) - 1).astype(jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -165,17 +167,17 @@ class Integers:
 
     def n_words(self, m: int) -> int:
         """Returns the words of m values."""
-        return bits.plane_words(m, self.width)
+        return bits.packed_words(m, self.width)
 
     def encode(self, values: jax.Array, start: jax.Array | int) -> jax.Array:
         """Writes values."""
         del start
-        return bits.pack_planes(values.astype(jnp.int32) + self.limit, self.width)
+        return bits.pack_numbers(values.astype(jnp.int32) + self.limit, self.width)
 
     def decode(self, words: jax.Array, m: int, start: jax.Array | int) -> jax.Array:
         """Reads values."""
         del start
-        return (bits.unpack_planes(words, m, self.width) - self.limit).astype(jnp.float32)
+        return (bits.unpack_numbers(words, m, self.width) - self.limit).astype(jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ class BlockSigns:
         used = self._used(values.size, start).astype(jnp.float32)
         total = jnp.sum(jnp.abs(values).reshape(-1, BLOCK), axis=1)
         scale = total / jnp.maximum(used, 1.0)
-        return jnp.concatenate([_to_words(scale), bits.pack(values < 0)])
+        return computed_end_to_end([_to_words(scale), bits.pack(values < 0)])
 
     def decode(self, words: jax.Array, m: int, start: jax.Array | int) -> jax.Array:
         """Reads values."""

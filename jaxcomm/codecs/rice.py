@@ -65,7 +65,7 @@ class Rice:
     @property
     def n_words(self) -> int:
         """Words of 32 bits that the indices take."""
-        return self._upper_words + bits.plane_words(self.layout.n_slots, self.low_bits)
+        return self._upper_words + bits.packed_words(self.layout.n_slots, self.low_bits)
 
     @property
     def is_roomy(self) -> bool:
@@ -84,7 +84,7 @@ class Rice:
         upper = bits.running_sum(gap >> self.low_bits)
         payload = {
             "indices_upper": unary.write_unary(upper, self._upper_words),
-            "indices_low": bits.pack_planes(gap, self.low_bits),
+            "indices_low": bits.pack_numbers(gap, self.low_bits),
         }
         slot = jnp.arange(position.size, dtype=jnp.int32)
         fits = upper + slot < self._upper_words * bits.WORD
@@ -96,7 +96,7 @@ class Rice:
         """Reads the positions, (C,) int32; those that did not fit are meaningless, but in range."""
         n_slots = self.layout.n_slots
         upper, _ = unary.read_unary(payload["indices_upper"], n_slots)
-        low = bits.unpack_planes(payload["indices_low"], n_slots, self.low_bits)
+        low = bits.unpack_numbers(payload["indices_low"], n_slots, self.low_bits)
         last = self.layout.n - 1
         upper = jnp.clip(upper, 0, last >> self.low_bits)  # before the shift, which may overflow
         position = (upper << self.low_bits).astype(jnp.uint32) + bits.running_sum(low.astype(jnp.uint32))  # below 2 n

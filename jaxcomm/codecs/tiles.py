@@ -17,6 +17,7 @@ from jax import lax
 from jaxcomm import bits, noise
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.numerics import divide, magnitude_bits
+from jaxcomm.vectors import computed_end_to_end
 
 TILE = 64
 _SCALES = ValueCodec(jnp.dtype("bfloat16"))
@@ -49,7 +50,7 @@ class Tiles:
     def n_words(self, n: int) -> int:
         """Returns the words of n values: the scales, two a word, and b planes of bits."""
         tiles = -(-n // TILE)
-        return -(-tiles // 2) + bits.plane_words(tiles * TILE, self.width)
+        return -(-tiles // 2) + bits.packed_words(tiles * TILE, self.width)
 
     def encode(self, values: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Writes values (n,) as (n_words(n),) uint32.
@@ -67,14 +68,14 @@ class Tiles:
         steps = jnp.where(scale[:, None] > 0, steps, 0.0)
         shift = 0.5 if key is None else noise.uniform(key, steps.size).reshape(steps.shape)
         code = jnp.clip(jnp.floor(steps + shift), -self.levels, self.levels).astype(jnp.int32) + self.levels
-        return jnp.concatenate([_SCALES.encode(scale), bits.pack_planes(code.reshape(-1), self.width)])
+        return computed_end_to_end([_SCALES.encode(scale), bits.pack_numbers(code.reshape(-1), self.width)])
 
     def decode(self, words: jax.Array, n: int) -> jax.Array:
         """Reads n values: (n,) float32."""
         tiles = -(-n // TILE)
         middle = -(-tiles // 2)
         step = _SCALES.decode(words[:middle], tiles) * np.float32(1 / self.levels)
-        code = bits.unpack_planes(words[middle:], tiles * TILE, self.width) - self.levels
+        code = bits.unpack_numbers(words[middle:], tiles * TILE, self.width) - self.levels
         return self._rotate(code.astype(jnp.float32).reshape(-1, TILE) * step[:, None]).reshape(-1)[:n]
 
     def _rotate(self, values: jax.Array) -> jax.Array:

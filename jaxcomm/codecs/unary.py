@@ -1,6 +1,6 @@
 """What Elias-Fano and Rice share: a rising sequence in unary.
 
-Both split a number at bit l. The low l bits travel as they are (`bits.pack_planes`); the rising upper parts
+Both split a number at bit l. The low l bits travel as they are (`bits.pack_numbers`); the rising upper parts
 u_0 <= u_1 <= ... become the set bits u_i + i of a bitmap.
 """
 

@@ -16,7 +16,9 @@ from jaxcomm.collectives.messages import sum_of
 from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.layout import BLOCK
+from jaxcomm.numerics import is_finite
 from jaxcomm.scopes import DECODE, ENCODE, EXCHANGE
+from jaxcomm.vectors import computed_end_to_end, in_memory
 
 COLLECTIVES = ("gather", "two_shot")
 
@@ -52,6 +54,7 @@ def coded_sum(
     collective: str,
     axis_name: str,
     checksum: bool = False,
+    keeps_residual: bool = True,
 ) -> Reduced:
     """Sums each worker's vector over the workers: total + psum(residual) == psum(vector).
 
@@ -66,6 +69,7 @@ def coded_sum(
       collective: "gather", "two_shot", or "auto" for the one that receives fewer bytes (gather if both are equal).
       axis_name: the axis of workers.
       checksum: see `jaxcomm.collectives.checksum`.
+      keeps_residual: whether the workers keep the residual; then `ok` says that it is finite as well.
     """
     k, n = axis_size(axis_name), vector.size
     size = -(-n // (k * BLOCK)) * BLOCK
@@ -76,13 +80,13 @@ def coded_sum(
     if collective == "gather":
         reduced = _gather(vector, flag, first, axis_name, checksum)
     else:
-        reduced = _two_shot(vector, flag, first, second, size, axis_name, checksum)
+        reduced = _two_shot(vector, flag, first, second, size, axis_name, checksum, keeps_residual)
     return agreed(reduced, axis_name, checksum)
 
 
 @jax.named_scope(ENCODE)
 def _with_flag(words: jax.Array, flag: jax.Array) -> jax.Array:
-    return jnp.append(words, flag.astype(jnp.uint32))
+    return computed_end_to_end([words, flag.astype(jnp.uint32)[None]])
 
 
 @jax.named_scope(DECODE)
@@ -92,7 +96,7 @@ def _add_up(rows: jax.Array, codec: PartCodec, m: int, start: jax.Array | int) -
     def add(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
         return total + codec.decode(row[:-1], m, start), None
 
-    total, _ = lax.scan(add, codec.decode(rows[0, :-1], m, start), rows[1:])
+    total, _ = lax.scan(add, codec.decode(rows[0, :-1], m, start), rows[1:], unroll=4)
     return total
 
 
@@ -102,7 +106,7 @@ def _gather(vector: jax.Array, flag: jax.Array, codec: PartCodec, axis_name: str
     own = _with_flag(words, flag)
     rows, is_intact = gather_checked(own, axis_name, checksum)  # (K, words + 1)
     total = _add_up(rows, codec, vector.size, 0)
-    ok = jnp.all(rows[:, -1] == 1) & is_intact & jnp.isfinite(total).all()
+    ok = jnp.all(rows[:, -1] == 1) & is_intact & is_finite(total)
     return Reduced(lambda ok: jnp.where(ok, total, 0.0), lambda: vector - codec.decode(words, vector.size, 0), ok)
 
 
@@ -114,10 +118,11 @@ def _two_shot(
     size: int,
     axis_name: str,
     checksum: bool,
+    keeps_residual: bool,
 ) -> Reduced:
     k, n, me = axis_size(axis_name), vector.size, lax.axis_index(axis_name)
     starts = jnp.arange(k) * size
-    parts = jnp.pad(vector, (0, k * size - n)).reshape(k, size)
+    parts = in_memory(jnp.pad(vector, (0, k * size - n))).reshape(k, size)
     with jax.named_scope(ENCODE):
         words = jax.vmap(first.encode)(parts, starts)
 
@@ -125,10 +130,11 @@ def _two_shot(
         total = _add_up(rows, first, size, me * size)
         with jax.named_scope(ENCODE):
             code = second.encode(total, me * size)
-        dropped = total - second.decode(code, size, me * size)
-        # What this worker keeps of its own and of others' vectors must be finite, or it could never be sent.
-        own = parts[me] - first.decode(words[me], size, me * size)
-        sound = jnp.all(rows[:, -1] == 1) & jnp.isfinite(total).all() & jnp.isfinite(own + dropped).all()
+        dropped = in_memory(total - second.decode(code, size, me * size))
+        kept = dropped
+        if keeps_residual:  # it must be finite, or it could never be sent
+            kept += parts[me] - first.decode(words[me], size, me * size)
+        sound = jnp.all(rows[:, -1] == 1) & is_finite(total) & is_finite(kept)
         return _with_flag(code, sound), dropped
 
     rows = jax.vmap(lambda row: _with_flag(row, flag))(words)
@@ -138,7 +144,8 @@ def _two_shot(
 
     def residual() -> jax.Array:
         kept = parts - jax.vmap(lambda row, start: first.decode(row, size, start))(words, starts)
-        return kept.at[me].add(dropped).reshape(-1)[:n]
+        is_mine = (jnp.arange(k) == me)[:, None]
+        return (kept + jnp.where(is_mine, dropped, 0.0)).reshape(-1)[:n]
 
     ok = jnp.all(code[:, -1] == 1) & is_intact
     return Reduced(lambda ok: jnp.where(ok, total.reshape(-1)[:n], 0.0), residual, ok)

@@ -10,9 +10,9 @@ from jaxcomm.codecs import value_codec
 from jaxcomm.collectives.axis import AxisName, axis_size
 from jaxcomm.collectives.messages import sum_of
 from jaxcomm.collectives.shared_mask import compact_sum
-from jaxcomm.numerics import end_to_end
 from jaxcomm.platforms import traced_platform
 from jaxcomm.scopes import EXCHANGE
+from jaxcomm.vectors import end_to_end
 
 DenseDtype = Literal["float32", "bfloat16", "float16"]
 _BUCKET = 25 << 20  # bytes in float32, as of PyTorch's DDP

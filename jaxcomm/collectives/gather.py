@@ -3,16 +3,16 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxcomm.collectives.axis import AxisName
 from jaxcomm.collectives.messages import all_gather_same
 from jaxcomm.types import Payload
+from jaxcomm.vectors import computed_end_to_end
 
 
 def fuse(payload: Payload) -> jax.Array:
     """Puts the arrays of a payload, all (m,) uint32, end to end in the order of their names."""
-    return jnp.concatenate([payload[name] for name in sorted(payload)])
+    return computed_end_to_end([payload[name] for name in sorted(payload)])
 
 
 def split_words(words: jax.Array, like: dict[str, Any]) -> Payload:

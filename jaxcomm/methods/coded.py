@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcomm.checks import check_count
 from jaxcomm.codecs.quantize import PartCodec
@@ -42,8 +43,8 @@ class CodedExchange(Exchange):
     def instead_of_checksum(self) -> str | None:
         return None
 
-    def summands(self, vector: jax.Array, layout: Layout, step: jax.Array) -> tuple[jax.Array, Any] | None:
-        """Returns integers (n,) for `integer_sum`, and the factor, a scalar or (n,), from their sum to the mean.
+    def summands(self, vector: jax.Array, layout: Layout, step: jax.Array) -> tuple[jax.Array, jax.Array, int] | None:
+        """Returns integers (n,) for `integer_sum`, scales (m,) of n / m numbers each, and the integer that a scale is.
 
         None if the codes are summed by `coded_sum`.
         """
@@ -54,10 +55,10 @@ class CodedExchange(Exchange):
         """Returns the codecs for a worker's vector and for a sum of vectors."""
         raise NotImplementedError
 
-    def scaled(self, vector: jax.Array, layout: Layout) -> tuple[jax.Array, Any]:
-        """Returns the vector (n,) to code, and the factor, a scalar or (n,), from the sum to the mean."""
+    def scaled(self, vector: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
+        """Returns the vector (n,) to code, and scales (m,) of n / m numbers each, for the mean."""
         del layout
-        return vector, 1 / axis_size(self.axis_name)
+        return vector, jnp.ones(1, jnp.float32)
 
     def plan(self, tree: Any) -> Layout:
         return plan_layout(tree, dense_below=self.dense_below, capacity=lambda n: n)
@@ -74,15 +75,19 @@ class CodedExchange(Exchange):
                 accumulated = gradient.accumulated()
                 x, is_ok = accumulated.sum(), accumulated.is_ok()
             if (summands := self.summands(x, layout, state.step)) is not None:
-                codes, factor = summands
+                codes, scales, unit = summands
                 summed = integer_sum(codes, is_ok, self.axis_name)
             else:
-                vector, factor = self.scaled(x, layout)
+                (vector, scales), unit = self.scaled(x, layout), 1
                 codecs, axis_name = self.codecs(layout, state.step), self.axis_name
-                summed = coded_sum(vector, is_ok, *codecs, self.collective, axis_name, self.checksum)
-            mean = summed.total(summed.ok) * factor
+                summed = coded_sum(
+                    vector, is_ok, *codecs, self.collective, axis_name, self.checksum, self.keeps_residual
+                )
+            factors = scales * np.float32(1 / (unit * axis_size(self.axis_name)))
+            mean = (summed.total(summed.ok).reshape(scales.size, -1) * factors[:, None]).reshape(-1)
             compressed = layout.as_leaves(layout.unflatten(mean))
-            ok = ok & summed.ok & jnp.isfinite(mean).all() & is_finite_narrow(compressed)
+            # The means are at most the scales, up to rounding. To test them would take a pass over the vector.
+            ok = ok & summed.ok & jnp.isfinite(2 * scales).all() & is_finite_narrow(compressed)
             means = layout.join(compressed, means)
             if residual is not None:
                 residual = jnp.where(ok, summed.residual()[None], residual)

@@ -2,11 +2,10 @@
 
 import functools
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxcomm import noise
@@ -100,7 +99,7 @@ class QuantDp(CodedExchange):
         adds_up = self.collective == "auto" and self.bits == 8 and workers <= AUTO_WORKERS and not self.checksum
         return "psum" if adds_up or self.bits == 16 else self.collective
 
-    def summands(self, vector: jax.Array, layout: Layout, step: jax.Array) -> tuple[jax.Array, Any] | None:
+    def summands(self, vector: jax.Array, layout: Layout, step: jax.Array) -> tuple[jax.Array, jax.Array, int] | None:
         workers = axis_size(self.axis_name)
         if self.way(workers) != "psum":
             return None
@@ -115,8 +114,7 @@ class QuantDp(CodedExchange):
             scale = lax.pmax(codec.scale(vector), self.axis_name)
         with jax.named_scope(ENCODE):
             codes = codec.draw(vector, scale, levels, 0).astype(jnp.int8 if self.bits == 8 else jnp.int16)
-        factor = jnp.broadcast_to((scale * np.float32(1 / (levels * workers)))[:, None], (scale.size, self.bucket))
-        return codes, factor.reshape(-1)
+        return codes, scale, levels
 
     def codecs(self, layout: Layout, step: jax.Array) -> tuple[Buckets, PartCodec]:
         first, second = rounding_keys(self.seed, step, lax.axis_index(self.axis_name))

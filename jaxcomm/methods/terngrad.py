@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxcomm.methods.coded import CodedExchange
 from jaxcomm.numerics import divide
 from jaxcomm.scopes import EXCHANGE
 from jaxcomm.selectors.importance import moments, segment_max
+from jaxcomm.vectors import in_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class TernGrad(CodedExchange):
         first = Ternary(noise.make_key(self.seed, step, lax.axis_index(self.axis_name)))
         return first, Integers(axis_size(self.axis_name))
 
-    def scaled(self, vector: jax.Array, layout: Layout) -> tuple[jax.Array, Any]:
+    def scaled(self, vector: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
         rows = vector.reshape(-1, BLOCK)
         if self.clip is not None:
             unit, _, variance = moments(vector, layout)
@@ -67,10 +68,9 @@ class TernGrad(CodedExchange):
         largest = segment_max(jnp.abs(rows.reshape(-1)), layout)
         with jax.named_scope(EXCHANGE):
             scaler = lax.pmax(largest, self.axis_name)  # (S,)
-        per_block = layout.per_block(scaler)[:, None]
-        ratio = divide(rows, jnp.where(per_block > 0, per_block, 1.0))
-        factor = jnp.broadcast_to(per_block * np.float32(1 / axis_size(self.axis_name)), ratio.shape)
-        return ratio.reshape(-1), factor.reshape(-1)
+        scales = layout.per_block(scaler)
+        ratio = divide(rows, jnp.where(scales > 0, scales, 1.0)[:, None])
+        return in_memory(ratio.reshape(-1)), scales
 
 
 terngrad = transformation(TernGrad)

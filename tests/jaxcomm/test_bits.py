@@ -48,15 +48,22 @@ def test_what_is_not_a_row_of_whole_words_is_refused(shape):
 
 
 @pytest.mark.parametrize("n", [1, 31, 32, 1000])
-@pytest.mark.parametrize("width", [1, 2, 5, 8, 31])
-def test_planes_hold_the_low_bits_of_numbers(n, width):
+@pytest.mark.parametrize("width", [1, 2, 5, 8, 16, 31])
+def test_numbers_are_packed_in_fields_of_a_power_of_two(n, width):
     numbers = np.random.default_rng(n).integers(0, 2**31, size=n).astype(np.int32)
-    words = np.asarray(bits.pack_planes(jnp.asarray(numbers), width))
-    assert words.shape == (bits.plane_words(n, width),) == (width * -(-n // 32),)
+    words = np.asarray(bits.pack_numbers(jnp.asarray(numbers), width))
+    assert words.shape == (bits.packed_words(n, width),) == (width * -(-n // 32),)
     low = numbers & np.int32(2**width - 1)
-    np.testing.assert_array_equal(bits.unpack_planes(jnp.asarray(words), n, width), low)
-    first = np.packbits(np.pad(low & 1, (0, -n % 32)).astype(bool), bitorder="little").view(np.uint32)
-    np.testing.assert_array_equal(words[: len(first)], first)
+    np.testing.assert_array_equal(bits.unpack_numbers(jnp.asarray(words), n, width), low)
+
+    expected, first = [], 0
+    for field in (f for f in (1, 2, 4, 8, 16) if width & f):
+        size = field * -(-n // 32)
+        field_words = [0] * size
+        for place, number in enumerate(low.tolist()):
+            field_words[place % size] |= (number >> first) % 2**field << place // size * field
+        expected, first = expected + field_words, first + field
+    assert words.tolist() == expected
 
 
 @many
@@ -124,16 +131,8 @@ def test_what_a_tpu_computes_by_matrices_is_the_same(n_words):
     np.testing.assert_array_equal(jax.jit(bits._sum_by_matmul)(words), np.cumsum(words, dtype=np.uint32))
     signed = words.view(np.int32)
     np.testing.assert_array_equal(jax.jit(bits._sum_by_matmul)(signed), np.cumsum(signed, dtype=np.int32))
-    numbers = rng.integers(0, 2**5, 32 * n_words).astype(np.int32)
-    each_plane = jax.jit(bits._each_plane, static_argnums=1)
-    packed = bits.pack_planes(numbers, 5)
-    np.testing.assert_array_equal(each_plane(numbers, 5), packed)
-    some = 32 * n_words - 7
-    np.testing.assert_array_equal(
-        jax.jit(bits._numbers_by_plane, static_argnums=(1, 2))(packed, some, 5), numbers[:some]
-    )
 
 
 def test_numbers_of_no_bits_take_no_words():
-    assert bits.pack_planes(jnp.arange(40), 0).shape == (0,)
-    np.testing.assert_array_equal(bits.unpack_planes(jnp.zeros(0, jnp.uint32), 40, 0), np.zeros(40, np.int32))
+    assert bits.pack_numbers(jnp.arange(40), 0).shape == (0,)
+    np.testing.assert_array_equal(bits.unpack_numbers(jnp.zeros(0, jnp.uint32), 40, 0), np.zeros(40, np.int32))

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm.numerics import digest, end_to_end
+from jaxcomm.numerics import digest
 
 ARRAYS = {
     "float32": np.random.default_rng(0).standard_normal((7, 5, 3)).astype(np.float32),
@@ -66,36 +66,3 @@ def test_a_sharded_array_stays_where_it_is():
         compiled = jax.jit(digest).lower(jax.device_put(array, NamedSharding(mesh, spec))).compile()
         assert int(compiled(jax.device_put(array, NamedSharding(mesh, spec)))) == reference(array)
         assert "all-gather" not in compiled.as_text()
-
-
-@pytest.mark.parametrize("count", [1, 2, 8, 9])
-@pytest.mark.parametrize("dtype", [np.float32, np.uint32])
-def test_vectors_are_laid_end_to_end(count, dtype):
-    rng = np.random.default_rng(count)
-    parts = [rng.integers(0, 1000, size).astype(dtype) for size in rng.integers(1, 50, count)]
-    np.testing.assert_array_equal(jax.jit(end_to_end)(parts), np.concatenate(parts))
-    rows = [np.stack([part, part + 1]) for part in parts]
-    np.testing.assert_array_equal(jax.vmap(end_to_end)(rows), np.concatenate(rows, axis=1))
-
-
-def test_vectors_on_a_mesh_keep_what_differs_between_workers():
-    mesh = jc.make_mesh(data=2)
-    own, same = np.arange(6.0, dtype=np.float32), np.full(3, -1.0, np.float32)
-    run = jax.shard_map(
-        lambda own, same: end_to_end([same, own, same]), mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")
-    )
-    expected = np.concatenate([same, own[:3], same, same, own[3:], same])
-    np.testing.assert_array_equal(jax.jit(run)(own, same), expected)
-
-
-def test_no_few_vectors_are_concatenated_by_xla_for_a_cpu():
-    """For up to 8 arrays, XLA makes a loop that reads beyond their ends."""
-    matrices = [jax.ShapeDtypeStruct((32, 32), np.float32)] * 8
-
-    def flat(matrices):
-        return [matrix.reshape(-1) for matrix in matrices]
-
-    by_xla = jax.jit(lambda matrices: jnp.concatenate(flat(matrices))).lower(matrices).compile().as_text()
-    ours = jax.jit(lambda matrices: end_to_end(flat(matrices))).lower(matrices).compile().as_text()
-    assert " concatenate(" in by_xla
-    assert " concatenate(" not in ours

@@ -1,0 +1,57 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+from jaxcomm.vectors import computed_end_to_end, end_to_end, in_memory
+
+
+@pytest.mark.parametrize("join", [end_to_end, computed_end_to_end])
+@pytest.mark.parametrize("count", [1, 2, 8, 9])
+@pytest.mark.parametrize("dtype", [np.float32, np.uint32])
+def test_vectors_are_laid_end_to_end(join, count, dtype):
+    rng = np.random.default_rng(count)
+    parts = [rng.integers(0, 1000, size).astype(dtype) for size in rng.integers(1, 50, count)]
+    parts.append(np.zeros(0, dtype))
+    np.testing.assert_array_equal(jax.jit(join)(parts), np.concatenate(parts))
+    rows = [np.stack([part, part + 1]) for part in parts]
+    np.testing.assert_array_equal(jax.vmap(join)(rows), np.concatenate(rows, axis=1))
+
+
+@pytest.mark.parametrize("join", [end_to_end, computed_end_to_end])
+def test_vectors_on_a_mesh_keep_what_differs_between_workers(join):
+    mesh = jc.make_mesh(data=2)
+    own, same = np.arange(6.0, dtype=np.float32), np.full(3, -1.0, np.float32)
+    run = jax.shard_map(
+        lambda own, same: join([same, own, same]), mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")
+    )
+    expected = np.concatenate([same, own[:3], same, same, own[3:], same])
+    np.testing.assert_array_equal(jax.jit(run)(own, same), expected)
+
+
+def test_no_few_vectors_are_concatenated_by_xla_for_a_cpu():
+    """For up to 8 arrays, XLA makes a loop that reads beyond their ends."""
+    matrices = [jax.ShapeDtypeStruct((32, 32), np.float32)] * 8
+
+    def flat(matrices):
+        return [matrix.reshape(-1) for matrix in matrices]
+
+    by_xla = jax.jit(lambda matrices: jnp.concatenate(flat(matrices))).lower(matrices).compile().as_text()
+    ours = jax.jit(lambda matrices: end_to_end(flat(matrices))).lower(matrices).compile().as_text()
+    assert " concatenate(" in by_xla
+    assert " concatenate(" not in ours
+
+
+@pytest.mark.parametrize("first", [0.0, 1.0])
+def test_what_is_in_memory_is_read_from_a_loop_that_xla_does_not_look_through(first):
+    x = np.arange(64, dtype=np.float32) + np.float32(first)
+
+    def halves(x):
+        y = in_memory(jnp.square(x))
+        return y[:32] - y[32:]
+
+    compiled = jax.jit(halves).lower(x).compile()
+    assert compiled.as_text().count(" while(") == 1
+    np.testing.assert_array_equal(compiled(x), np.square(x)[:32] - np.square(x)[32:])
