@@ -20,12 +20,18 @@ LANES = 128  # numbers in a row of a TPU
 
 def pack(mask: jax.Array) -> jax.Array:
     """Packs a boolean mask of shape (n,), n a multiple of 32, into (n/32,) uint32 words."""
-    if mask.ndim != 1 or mask.shape[0] % WORD:
-        raise ValueError(
-            f"A mask must have the shape (n,), n a multiple of {WORD}; got shape {mask.shape}. Flatten it, and pad it "
-            "with False."
-        )
-    return by_platform(mask, tpu=_pack_by_matmul, default=_pack_octets)
+    return pack_each(mask)[0]
+
+
+def pack_each(*masks: jax.Array) -> tuple[jax.Array, ...]:
+    """Packs masks of one shape as `pack` does, in one pass over what they are computed from."""
+    for mask in masks:
+        if mask.ndim != 1 or mask.shape[0] % WORD:
+            raise ValueError(
+                f"A mask must have the shape (n,), n a multiple of {WORD}; got shape {mask.shape}. Flatten it, and pad "
+                "it with False."
+            )
+    return by_platform(*masks, tpu=_pack_each_by_matmul, default=_pack_in_one_pass)
 
 
 def unpack(words: jax.Array) -> jax.Array:
@@ -33,14 +39,20 @@ def unpack(words: jax.Array) -> jax.Array:
     return by_platform(words, tpu=_unpack_by_matmul, default=_unpack_octets)
 
 
-def _pack_octets(mask: jax.Array) -> jax.Array:
-    octets = jnp.packbits(mask, bitorder="little")  # (n/8,)
-    return lax.bitcast_convert_type(octets.reshape(-1, 4), jnp.uint32)  # (n/32,)
+def _pack_in_one_pass(*masks: jax.Array) -> tuple[jax.Array, ...]:
+    bit = np.arange(WORD, dtype=np.uint32)
+    rows = [mask.reshape(-1, WORD).astype(jnp.uint32) << bit for mask in masks]
+    zeros = [np.uint32(0)] * len(masks)
+    return tuple(lax.reduce(rows, zeros, lambda xs, ys: [x | y for x, y in zip(xs, ys, strict=True)], [1]))
 
 
 def _unpack_octets(words: jax.Array) -> jax.Array:
     octets = lax.bitcast_convert_type(words, jnp.uint8).reshape(-1)  # (4 W,)
     return jnp.unpackbits(octets, bitorder="little").astype(bool)
+
+
+def _pack_each_by_matmul(*masks: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(_pack_by_matmul(mask) for mask in masks)
 
 
 def _pack_by_matmul(mask: jax.Array) -> jax.Array:

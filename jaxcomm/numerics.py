@@ -51,13 +51,17 @@ def digest(array: jax.Array) -> jax.Array:
     return jnp.sum(noise.mix(array.astype(jnp.uint32) + place * np.uint32(0x9E3779B1)), dtype=jnp.uint32)
 
 
-def is_accumulable(total: jax.Array, added: jax.Array) -> jax.Array:
-    """Returns whether a total (n,), n a multiple of 32, is finite and what was last added is below 2^100: () bool.
+def not_accumulable(total: jax.Array, added: jax.Array) -> jax.Array:
+    """Marks where a total is not finite, or what was last added is 2^100 or more.
 
-    The sums of larger numbers may overflow: in a residual they would make the workers skip every later step.
+    The sums of such numbers may overflow: in a residual they would make the workers skip every later step.
     """
-    broken = (magnitude_bits(total) >= _INFINITY) | (magnitude_bits(added) >= _LIMIT)
-    return ~jnp.any(bits.pack(broken) != 0)
+    return (magnitude_bits(total) >= _INFINITY) | (magnitude_bits(added) >= _LIMIT)
+
+
+def is_accumulable(total: jax.Array, added: jax.Array) -> jax.Array:
+    """Returns whether nothing of a total (n,), n a multiple of 32, is `not_accumulable`: () bool."""
+    return ~jnp.any(bits.pack(not_accumulable(total, added)) != 0)
 
 
 def is_finite_tree(tree: Any) -> jax.Array:

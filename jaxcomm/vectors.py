@@ -1,6 +1,7 @@
-"""Vectors that are laid end to end, and vectors that are written to memory, as fast as XLA for CPUs can."""
+"""Vectors that are laid end to end, that are written to memory, or that are never written, as is fastest on CPUs."""
 
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,37 @@ from jax import lax
 from jaxcomm.platforms import by_platform
 
 _FUSED = 8  # the most arrays whose concatenation XLA for CPUs makes one loop
+
+
+class Vector(Protocol):
+    """A vector (n,) float32, n a multiple of 32, that may be the sum of several: to store it would cost a pass."""
+
+    def sum(self) -> jax.Array:
+        """Returns the vector, to be computed wherever it is read."""
+        ...
+
+    def at(self, position: jax.Array) -> jax.Array:
+        """Returns the numbers at some positions."""
+        ...
+
+    def broken(self) -> jax.Array:
+        """Marks the numbers for which a step must be skipped, such as NaN: (n,) bool."""
+        ...
+
+
+class Stored(NamedTuple):
+    """A vector that is in memory; broken where it is not finite."""
+
+    values: jax.Array
+
+    def sum(self) -> jax.Array:
+        return self.values
+
+    def at(self, position: jax.Array) -> jax.Array:
+        return self.values[position]
+
+    def broken(self) -> jax.Array:
+        return ~jnp.isfinite(self.values)
 
 
 def end_to_end(parts: Sequence[jax.Array]) -> jax.Array:

@@ -24,9 +24,11 @@ from jaxcomm.collectives.reduced import Sent, SparseReduced
 from jaxcomm.collectives.status import read_status, write_status
 from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.layout import BLOCK, Layout
+from jaxcomm.numerics import is_finite
 from jaxcomm.scopes import DECODE, ENCODE
 from jaxcomm.selectors import Selection, compact, compact_rows, select_topk
 from jaxcomm.types import Payload
+from jaxcomm.vectors import Stored
 
 REGION_SLACK = Fraction(5, 4)  # capacity of a region divided by its share of the slots
 
@@ -136,14 +138,14 @@ class Regions:
                 total, _ = lax.scan(add, zeros_varying_as((size,), jnp.float32, received), payloads)
             headers = payloads["header"]  # (K, 3): status, sent, overflow
             sound, overfull = read_status(headers[:, 0])
-            sound = sound & jnp.isfinite(total).all()
+            largest = select_topk(Stored(total), self.region)
             counts = jnp.sum(headers[:, 1:], axis=0)
-            result, selection = self._encode(total, compact(select_topk(total, self.region), self.region), [])
+            result, selection = self._encode(total, compact(largest.words, self.region), [])
             kept = self.values.read(result["values"], self.region)
             dropped = total.at[selection.slots.position].add(-kept, mode="promise_in_bounds")
             # What this worker keeps of its own and of others' coordinates must be finite, or it could never be sent.
             own = by_region[me].at[slots.position[me]].add(-values[me], mode="promise_in_bounds")
-            sound = sound & jnp.isfinite(own + dropped).all()
+            sound = sound & largest.ok & is_finite(own + dropped)
             result["header"] = jnp.stack([write_status(sound, overfull), counts[0], counts[1]])
             return fuse(result), dropped
 

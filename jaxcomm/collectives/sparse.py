@@ -17,7 +17,7 @@ from jaxcomm.collectives.gather import fuse, split_words
 from jaxcomm.collectives.reduced import Sent, SparseReduced
 from jaxcomm.collectives.status import read_status, write_status
 from jaxcomm.layout import Layout
-from jaxcomm.numerics import is_accumulable
+from jaxcomm.numerics import is_accumulable, not_accumulable
 from jaxcomm.scopes import DECODE, ENCODE
 from jaxcomm.selectors import compact
 from jaxcomm.selectors.selection import count_in_segment
@@ -49,6 +49,10 @@ class Accumulated(NamedTuple):
     def is_ok(self) -> jax.Array:
         """Returns whether gradient + residual is finite, and every gradient below 2^100 in magnitude: () bool."""
         return is_accumulable(self.sum(), self.gradient)
+
+    def broken(self) -> jax.Array:
+        """Marks what is not so: (n,) bool."""
+        return not_accumulable(self.sum(), self.gradient)
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ class SparseSum:
         gathered, dense = 4 * (k - 1) * words, 8 * (k - 1) * n / k
         return gathered <= dense / 4 or gathered <= self.regions().received
 
-    def __call__(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> SparseReduced:
+    def __call__(self, vector: Accumulated, mask: jax.Array, ok: jax.Array, start: jax.Array) -> SparseReduced:
         """Sums the selected coordinates of each worker's vector over the workers.
 
         With gather, each worker receives (K-1) payloads; for balanced, see `Regions`.
@@ -100,28 +104,29 @@ class SparseSum:
         Args:
           vector: gradient + residual.
           mask: (n/32,) uint32, the selected coordinates.
+          ok: () bool, whether this worker's vector is ok.
           start: the start offset of those that get slots if there are too few; see `compact`.
         """
-        reduced = (self._gather if self.is_gathered() else self._by_regions)(vector, mask, start)
+        reduced = (self._gather if self.is_gathered() else self._by_regions)(vector, mask, ok, start)
         return agreed(reduced, self.axis_name, self.checksum)
 
-    def status(self, vector: Accumulated, mask: jax.Array) -> jax.Array:
+    def status(self, ok: jax.Array, mask: jax.Array) -> jax.Array:
         """Returns this worker's status: () uint32, from `write_status`."""
         if self.always_fits:
-            return write_status(vector.is_ok())
+            return write_status(ok)
         selected = count_in_segment(mask, self.layout).astype(jnp.uint32)  # (S,)
         overfull = jnp.any(selected > 2 * np.asarray(self.layout.capacities, np.uint32))
-        return write_status(vector.is_ok(), overfull)
+        return write_status(ok, overfull)
 
     @jax.named_scope(ENCODE)
-    def encode(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> tuple[Payload, Sent]:
+    def encode(self, vector: Accumulated, mask: jax.Array, ok: jax.Array, start: jax.Array) -> tuple[Payload, Sent]:
         """Writes the selected coordinates as a payload of uint32 arrays; also returns what the receivers will read."""
         selection = compact(mask, self.layout, None if self.always_fits else start)
         indices, selection = self.indices.encode(selection)
         position, filled = selection.slots
         written, values = self.values.write(jnp.where(filled, vector.at(position), 0.0), filled, self.layout)  # (C,)
         header = [
-            self.status(vector, mask),
+            self.status(ok, mask),
             jnp.sum(filled).astype(jnp.uint32),
             selection.overflow.astype(jnp.uint32),
         ]
@@ -134,8 +139,8 @@ class SparseSum:
         values = self.values.read(payload["values"], self.layout)
         return self.indices.decode(payload), values
 
-    def _gather(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> SparseReduced:
-        payload, sent = self.encode(vector, mask, start)
+    def _gather(self, vector: Accumulated, mask: jax.Array, ok: jax.Array, start: jax.Array) -> SparseReduced:
+        payload, sent = self.encode(vector, mask, ok, start)
         gathered, is_intact = gather_checked(fuse(payload), self.axis_name, self.checksum)  # (K, m)
         gathered = jax.vmap(lambda words: split_words(words, payload))(gathered)
         ok, overfull = read_status(gathered["header"][:, 0])
@@ -159,8 +164,8 @@ class SparseSum:
         ok = ok & is_intact & jnp.isfinite(most)
         return SparseReduced(total, None, ok, sent, jnp.sum(counts, axis=0), overfull)
 
-    def _by_regions(self, vector: Accumulated, mask: jax.Array, start: jax.Array) -> SparseReduced:
-        return self.sum_regions(self.regions(), vector.sum(), mask, start, self.status(vector, mask))
+    def _by_regions(self, vector: Accumulated, mask: jax.Array, ok: jax.Array, start: jax.Array) -> SparseReduced:
+        return self.sum_regions(self.regions(), vector.sum(), mask, start, self.status(ok, mask))
 
     def sum_regions(
         self, regions: Regions, vector: jax.Array, mask: jax.Array, start: jax.Array, status: jax.Array

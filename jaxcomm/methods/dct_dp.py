@@ -115,11 +115,11 @@ class DctDp(SparseExchange):
         refresh = old.due | is_early | (step % self.life_span == 0)
         ranks = [dropped(size, self.sparsity) for size in layout.sizes]
         before = own_row(old.threshold, len(layout.sizes))[0]  # (S,)
-        threshold = lax.cond(refresh, lambda: order_statistic(vector.sum(), layout, ranks), lambda: before)
+        threshold = lax.cond(refresh, lambda: order_statistic(vector, layout, ranks), lambda: before)
 
         def sparse() -> tuple[Exchanged, jax.Array]:
-            mask = select_threshold(vector.sum(), threshold, layout)
-            out, received = self.send(gradient, vector, mask, draw_start(self.seed, step))
+            selected = select_threshold(vector, threshold, layout)
+            out, received = self.send(gradient, vector, selected, draw_start(self.seed, step))
             return out, received.overfull
 
         def dense() -> tuple[Exchanged, jax.Array]:

@@ -11,10 +11,11 @@ import numpy as np
 from jax import lax
 
 from jaxcomm.checks import check_count, check_range
+from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.exchange import transformation
 from jaxcomm.layout import BLOCK, Layout
 from jaxcomm.methods.sparse import SparseExchange
-from jaxcomm.selectors import select_topk
+from jaxcomm.selectors import Selected, select_topk
 
 
 class CosineLayout(Layout):
@@ -102,7 +103,7 @@ class Demo(SparseExchange):
         layout = super().plan(tree)
         return CosineLayout(**{each.name: getattr(layout, each.name) for each in fields(layout)})
 
-    def select(self, vector: jax.Array, layout: Layout) -> jax.Array:
+    def select(self, vector: Accumulated, layout: Layout) -> Selected:
         return select_topk(vector, layout)
 
 

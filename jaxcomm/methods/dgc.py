@@ -12,7 +12,7 @@ from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, transformation
 from jaxcomm.layout import Layout
 from jaxcomm.methods.momentum import MomentumCorrection
 from jaxcomm.methods.sparse import SparseExchange, drain, exchange_densely
-from jaxcomm.selectors import draw_start, select_topk
+from jaxcomm.selectors import Selected, draw_start, select_topk
 from jaxcomm.selectors.topk import kept
 from jaxcomm.types import PerWorker
 
@@ -62,22 +62,22 @@ class Dgc(MomentumCorrection, SparseExchange):
         layout, step = gradient.layout, state.step
         gradient, vector, velocity = self.correct(gradient, state.memory)
 
-        def sparse(mask: jax.Array) -> tuple[Exchanged, jax.Array]:
-            out, received = self.send(gradient, vector, mask, draw_start(0, step))
+        def sparse(selected: Selected) -> tuple[Exchanged, jax.Array]:
+            out, received = self.send(gradient, vector, selected, draw_start(0, step))
             return out, self.masked(velocity.flat, received.sent.position, received.sent.filled)
 
-        def warm_up(mask: jax.Array) -> tuple[Exchanged, jax.Array]:
-            out = exchange_densely(gradient, vector, mask, self.axis_name)
-            return out, self.masked_by(velocity.flat, mask)
+        def warm_up(selected: Selected) -> tuple[Exchanged, jax.Array]:
+            out = exchange_densely(gradient, vector, selected.words, self.axis_name)
+            return out, self.masked_by(velocity.flat, selected.words)
 
         if not layout.sizes:
             out, flat = drain(gradient, vector, self.axis_name), velocity.flat
         elif self.warmup_steps == 0:
-            out, flat = sparse(select_topk(vector.sum(), layout))
+            out, flat = sparse(select_topk(vector, layout))
         else:
             is_warm_up, final = step < self.warmup_steps, jnp.asarray(layout.capacities, jnp.int32)
             counts = jnp.where(is_warm_up, self.warm_counts(step, layout), final)
-            out, flat = lax.cond(is_warm_up, warm_up, sparse, select_topk(vector.sum(), layout, counts))
+            out, flat = lax.cond(is_warm_up, warm_up, sparse, select_topk(vector, layout, counts))
         return out, self.kept(out.ok, velocity, flat, state.memory)
 
 

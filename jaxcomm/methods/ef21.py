@@ -56,8 +56,8 @@ class Ef21(TopK):
         residual, estimate = difference.residual, state.memory
         means, counts = dense_means, jnp.zeros(2)
         if layout.sizes:
-            mask = self.select(difference.sum(), layout)
-            received = self.collective_of(layout)(difference, mask, draw_start(0, state.step))
+            selected = self.select(difference, layout)
+            received = self.collective_of(layout)(difference, *selected, draw_start(0, state.step))
             estimate = estimate + received.total(received.ok) / axis_size(self.axis_name)
             compressed = layout.as_leaves(layout.unflatten(estimate))
             ok = ok & received.ok & jnp.isfinite(estimate).all() & is_finite_narrow(compressed)

@@ -26,6 +26,7 @@ from jaxcomm.selectors import compact, draw_start, order_statistic
 from jaxcomm.selectors.importance import importance, select_important, spread
 from jaxcomm.selectors.threshold import select_threshold
 from jaxcomm.types import PerWorker
+from jaxcomm.vectors import Stored
 
 Schedule = float | Callable[[jax.Array], Any]
 _PUBLISHERS = 2**31 - 2  # takes the place of a worker index in a key, and is none
@@ -219,9 +220,9 @@ class Iwp(MomentumCorrection, SharedExchange):
 
         def at_least() -> jax.Array:
             ranks = jnp.asarray(layout.sizes, jnp.int32) - self.warm_counts(step, layout) + 1
-            tau = order_statistic(values, layout, ranks)
+            tau = order_statistic(Stored(values), layout, ranks)
             lowered = layout.per_block(tau <= threshold)[:, None]
-            most = select_threshold(values, tau, layout).reshape(lowered.shape[0], -1)
+            most = select_threshold(Stored(values), tau, layout).words.reshape(lowered.shape[0], -1)
             return jnp.where(lowered, most, mask.reshape(most.shape)).reshape(-1)
 
         return lax.cond(step < self.warmup_steps, at_least, lambda: mask)

@@ -10,7 +10,7 @@ import numpy as np
 from jaxcomm.checks import check_range, check_sparsity
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, transformation
 from jaxcomm.methods.sparse import SparseExchange, drain
-from jaxcomm.selectors import draw_start
+from jaxcomm.selectors import Selected, draw_start
 from jaxcomm.selectors.topk import kept
 from jaxcomm.selectors.visible import select_visible
 
@@ -67,7 +67,9 @@ class Pulse(SparseExchange):
             return drain(gradient, vector, self.axis_name), state.memory
         weights = layout.flatten(layout.split(gradient.params)[0])
         mask = select_visible(vector.sum() * np.float32(-self.learning_rate), weights)
-        return self.send(gradient, vector, mask, draw_start(self.seed, state.step))[0], state.memory
+        return self.send(gradient, vector, Selected(mask, vector.is_ok()), draw_start(self.seed, state.step))[
+            0
+        ], state.memory
 
 
 pulse = transformation(Pulse)

@@ -26,6 +26,7 @@ from jaxcomm.selectors import select_topk
 from jaxcomm.selectors.strata import pick
 from jaxcomm.states import vary_rows
 from jaxcomm.types import ExchangeMetrics, PerWorker, join_parts, part_of
+from jaxcomm.vectors import Stored
 
 Unsent = Literal["local", "carry"]
 
@@ -162,7 +163,7 @@ class SlimDp(LocalExchange):
         layout = plan_layout(jax.ShapeDtypeStruct((n,), jnp.float32), dense_below=0, capacity=lambda _: size)
         # Zeros are never selected; here they may have to be.
         positive = jnp.maximum(significance, np.finfo(np.float32).tiny)
-        core = select_topk(layout.flatten([positive]), layout)
+        core = select_topk(Stored(layout.flatten([positive])), layout).words
         others = bits.pack(jnp.arange(layout.n) < n) & ~core
         places = [
             bits.positions(words, bits.rank_of_words(words), count).position

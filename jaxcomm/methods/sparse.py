@@ -23,7 +23,7 @@ from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, zeros
 from jaxcomm.layout import BLOCK, Layout, plan_layout
 from jaxcomm.numerics import is_finite_narrow
 from jaxcomm.scopes import EXCHANGE
-from jaxcomm.selectors import draw_start
+from jaxcomm.selectors import Selected, draw_start
 from jaxcomm.types import ExchangeMetrics
 
 
@@ -77,8 +77,8 @@ class SparseExchange(Exchange):
         """Returns the slots of a tensor of n elements in a payload."""
         raise NotImplementedError
 
-    def select(self, vector: jax.Array, layout: Layout) -> jax.Array:
-        """Selects coordinates of a vector (n,): a bit-packed mask (n/32,) uint32."""
+    def select(self, vector: Accumulated, layout: Layout) -> Selected:
+        """Selects coordinates of gradient + residual."""
         raise NotImplementedError
 
     def plan(self, tree: Any) -> Layout:
@@ -97,25 +97,25 @@ class SparseExchange(Exchange):
         vector = gradient.accumulated()
         if not gradient.layout.sizes:
             return drain(gradient, vector, self.axis_name), state.memory
-        mask = self.select(vector.sum(), gradient.layout)
-        return self.send(gradient, vector, mask, draw_start(0, state.step))[0], state.memory
+        selected = self.select(vector, gradient.layout)
+        return self.send(gradient, vector, selected, draw_start(0, state.step))[0], state.memory
 
     def send(
-        self, gradient: Gradient, vector: Accumulated, mask: jax.Array, start: jax.Array
+        self, gradient: Gradient, vector: Accumulated, selected: Selected, start: jax.Array
     ) -> tuple[Exchanged, SparseReduced]:
-        """Sends what the mask selects, and returns the mean of what arrived.
+        """Sends what is selected, and returns the mean of what arrived.
 
         Args:
           gradient: the worker's gradient; only its dense leaves are read.
           vector: gradient + residual of the compressed leaves.
-          mask: (n/32,) uint32.
+          selected: the mask, and whether the vector is ok.
           start: start offset, from `draw_start`, of the coordinates that get slots if there are too many.
 
         Returns:
           The results of the exchange and of the collective.
         """
         layout = gradient.layout
-        received = self.collective_of(layout)(vector, mask, start)
+        received = self.collective_of(layout)(vector, *selected, start)
         dense_means, dense_ok = dense_mean(gradient.dense, self.axis_name)
         ok = received.ok & dense_ok
 

@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import jax
-
 from jaxcomm.checks import check_sparsity
+from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.exchange import transformation
 from jaxcomm.layout import Layout
 from jaxcomm.methods.sparse import SparseExchange
-from jaxcomm.selectors import select_topk
+from jaxcomm.selectors import Selected, select_topk
 from jaxcomm.selectors.topk import kept
 
 
@@ -44,7 +43,7 @@ class TopK(SparseExchange):
     def capacity(self, n: int) -> int:
         return kept(n, self.sparsity)
 
-    def select(self, vector: jax.Array, layout: Layout) -> jax.Array:
+    def select(self, vector: Accumulated, layout: Layout) -> Selected:
         return select_topk(vector, layout)
 
 

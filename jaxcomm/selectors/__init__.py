@@ -1,8 +1,17 @@
 """Which coordinates travel. Selectors look at one worker's vector and never communicate."""
 
 from jaxcomm.selectors.bracket import order_statistic
-from jaxcomm.selectors.selection import Selection, compact, compact_rows, draw_start
+from jaxcomm.selectors.selection import Selected, Selection, compact, compact_rows, draw_start
 from jaxcomm.selectors.threshold import select_threshold
 from jaxcomm.selectors.topk import select_topk
 
-__all__ = ["Selection", "compact", "compact_rows", "draw_start", "order_statistic", "select_threshold", "select_topk"]
+__all__ = [
+    "Selected",
+    "Selection",
+    "compact",
+    "compact_rows",
+    "draw_start",
+    "order_statistic",
+    "select_threshold",
+    "select_topk",
+]

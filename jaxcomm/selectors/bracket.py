@@ -1,8 +1,9 @@
-"""The m-th smallest magnitude of every tensor, exactly, without sorting."""
+"""The k-th largest magnitude of every tensor, exactly, without sorting."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxcomm.numerics import magnitude_bits
 from jaxcomm.platforms import by_platform
 from jaxcomm.scopes import SELECT
 from jaxcomm.selectors.selection import count_in_segment, rank_in_segment, slots_of
+from jaxcomm.vectors import Stored, Vector
 
 _SAMPLED = 64  # one coordinate in this many is in the sample
 _DEVIATIONS = 5.0  # standard deviations of the sample on either side of the rank: one bracket in a million fails
@@ -22,48 +24,93 @@ _FEW = 8  # brackets pay if the vector is at least this many times as long as th
 _BEYOND = np.uint32(1 << 31)  # above the bits of every magnitude
 
 
-@jax.named_scope(SELECT)
-def order_statistic(vector: jax.Array, layout: Layout, ranks: Sequence[int] | jax.Array) -> jax.Array:
-    """Finds the m-th smallest magnitude of every segment, exactly.
+class Bracketed(NamedTuple):
+    """The largest magnitudes, as one pass over a vector found them.
 
-    A sample of one coordinate in 64 gives a bracket around it. Two passes count the magnitudes above the bracket and
-    mark those inside. The few marked candidates are compacted, and bisection on the bits of the float finds the right
+    Attributes:
+      above: (n/32,) uint32, the mask of what is above its segment's bracket.
+      n_above: (S,) int32, its counts.
+      candidates: (C,) float32, what is inside the brackets; zeros in empty slots.
+      position: (C,) int32, where they are, ascending.
+      layout: the segments of the candidates.
+      holds: () bool, whether the k-th largest of every segment is inside its bracket; otherwise the others are useless.
+      ok: () bool, whether no number of the vector is broken.
+    """
+
+    above: jax.Array
+    n_above: jax.Array
+    candidates: jax.Array
+    position: jax.Array
+    layout: Layout
+    holds: jax.Array
+    ok: jax.Array
+
+
+class Found(NamedTuple):
+    """The k-th largest magnitudes.
+
+    Attributes:
+      smallest: (S,) uint32, the bits of the k-th largest of every segment; 0 where fewer are above 0.
+      bracketed: what else is known, unless most tensors are small.
+    """
+
+    smallest: jax.Array
+    bracketed: Bracketed | None
+
+
+@jax.named_scope(SELECT)
+def order_statistic(vector: Vector, layout: Layout, ranks: Sequence[int] | jax.Array) -> jax.Array:
+    """Finds the m-th smallest magnitude of every segment, exactly: (S,) float32; see `find_largest`.
+
+    Args:
+      vector: the flat vector.
+      layout: its segments.
+      ranks: m for every segment, from 1; 0 gives magnitude 0.
+    """
+    k = jnp.asarray(layout.sizes, jnp.int32) - jnp.asarray(ranks, jnp.int32) + 1
+    return lax.bitcast_convert_type(find_largest(vector, layout, k).smallest, jnp.float32)
+
+
+def find_largest(vector: Vector, layout: Layout, k: jax.Array) -> Found:
+    """Finds the k-th largest magnitude of every segment, exactly.
+
+    A sample of one coordinate in 64 gives a bracket around it. One pass marks the magnitudes above the bracket and
+    those inside. The few inside, the candidates, are compacted, and bisection on the bits of the float finds the right
     one among them. If a bracket is wrong or has too many candidates (ties), or if most tensors are small, bisection
     goes over the whole vector instead: 31 counting passes, each as cheap as a sum.
 
     Args:
-      vector: (n,) float32, the flat vector.
+      vector: the flat vector.
       layout: its segments. The room for candidates is planned for a segment's `capacity` largest.
-      ranks: m for every segment, from 1; 0 gives magnitude 0.
-
-    Returns:
-      (S,) float32.
+      k: (S,) int32.
     """
-    k = jnp.asarray(layout.sizes, jnp.int32) - jnp.asarray(ranks, jnp.int32) + 1  # the k-th largest
     # This gives k the vector's type, which on a mesh differs between workers.
-    k = k + (magnitude_bits(vector[0]) * np.uint32(0)).astype(jnp.int32)
+    k = k + (magnitude_bits(vector.at(np.zeros(1, np.int32))[0]) * np.uint32(0)).astype(jnp.int32)
     wide = dataclasses.replace(layout, capacities=_rooms(layout))
     if wide.n_slots * _FEW > layout.n:
-        return _as_float(_bisect(vector, layout, k))
+        return Found(_bisect(vector, layout, k), None)
 
     low, high = _brackets(vector, layout, wide.capacities, k)
-    blocks = in_blocks(magnitude_bits(vector))
-    above = _count(blocks >= layout.per_block(high)[:, None, None], layout)
-    inside = (blocks >= layout.per_block(low)[:, None, None]) & (blocks < layout.per_block(high)[:, None, None])
-    words = bits.pack(inside.reshape(-1))
-    rank, count = rank_in_segment(words, layout)
-    is_zero = (low == 1) & (k > above + count)
+    blocks = in_blocks(magnitude_bits(vector.sum()))
+    is_above = blocks >= layout.per_block(high)[:, None, None]
+    is_inside = (blocks >= layout.per_block(low)[:, None, None]) & ~is_above
+    above, inside, broken = bits.pack_each(is_above.reshape(-1), is_inside.reshape(-1), vector.broken())
+    n_above = count_in_segment(above, layout)
+    rank, count = rank_in_segment(inside, layout)
+    is_zero = (low == 1) & (k > n_above + count)
     fits = count <= np.asarray(wide.capacities, np.int32)
-    is_known = is_zero | ((above < k) & (k <= above + count) & fits)
+    is_known = is_zero | ((n_above < k) & (k <= n_above + count) & fits)
 
-    slots = slots_of(words, rank, wide)
-    candidates = jnp.where(slots.filled, vector[slots.position], 0.0)
+    slots = slots_of(inside, rank, wide)
+    candidates = jnp.where(slots.filled, vector.at(slots.position), 0.0)
     among = dataclasses.replace(
         wide, shapes=tuple((room,) for room in wide.capacities), compressed=(True,) * len(layout.sizes), chunk=None
     )
-    found = jnp.where(is_zero, np.uint32(0), _bisect(candidates, among, k - above))
-    searched = _bisect(vector, layout, k, jnp.where(jnp.all(is_known), 0, 31))
-    return _as_float(jnp.where(is_known, found, searched))
+    found = jnp.where(is_zero, np.uint32(0), _bisect(Stored(candidates), among, k - n_above))
+    holds = jnp.all(is_known)
+    searched = _bisect(vector, layout, k, jnp.where(holds, 0, 31))
+    bracketed = Bracketed(above, n_above, candidates, slots.position, among, holds, ~jnp.any(broken != 0))
+    return Found(jnp.where(is_known, found, searched), bracketed)
 
 
 def _rooms(layout: Layout) -> tuple[int, ...]:
@@ -76,12 +123,12 @@ def _rooms(layout: Layout) -> tuple[int, ...]:
     return tuple(rooms)
 
 
-def _brackets(vector: jax.Array, layout: Layout, rooms: tuple[int, ...], k: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _brackets(vector: Vector, layout: Layout, rooms: tuple[int, ...], k: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns likely bounds of the k-th largest magnitude, inclusive (at least 1) and exclusive: (S,) uint32 each."""
     place = lax.iota(jnp.uint32, layout.n // _SAMPLED)
     # One at random in each 64: a fixed stride would sample some columns of a matrix only.
     place = place * np.uint32(_SAMPLED) + noise.mix(place) % np.uint32(_SAMPLED)
-    sample = magnitude_bits(vector[place.astype(jnp.int32)]).reshape(-1, BLOCK // _SAMPLED)  # (blocks, 16)
+    sample = magnitude_bits(vector.at(place.astype(jnp.int32))).reshape(-1, BLOCK // _SAMPLED)  # (blocks, 16)
     expected = k.astype(jnp.float32) / _SAMPLED
     spread = np.float32(_DEVIATIONS) * jnp.sqrt(expected)
     ends = jnp.stack([jnp.ceil(expected + spread) + 1, jnp.floor(expected - spread)]).astype(jnp.int32)  # (2, S)
@@ -101,14 +148,14 @@ def _brackets(vector: jax.Array, layout: Layout, rooms: tuple[int, ...], k: jax.
     return low, jnp.maximum(low, high)
 
 
-def _bisect(vector: jax.Array, layout: Layout, k: jax.Array, passes: jax.Array | int = 31) -> jax.Array:
-    """Returns the bits of the k-th largest magnitude of a vector (n,), or 0 where fewer are above 0: (S,) uint32."""
+def _bisect(vector: Vector, layout: Layout, k: jax.Array, passes: jax.Array | int = 31) -> jax.Array:
+    """Returns the bits of the k-th largest magnitude, or 0 where fewer are above 0: (S,) uint32."""
 
     def narrow(step: int, known: jax.Array) -> jax.Array:
         candidate = known | lax.shift_left(np.uint32(1), jnp.uint32(30 - step))
         # Takes the bits in each pass: else XLA would store them before the loop, which costs memory and a copy.
         each, _ = lax.optimization_barrier((vector, known))
-        reached = _count(in_blocks(magnitude_bits(each)) >= layout.per_block(candidate)[:, None, None], layout)
+        reached = _count(in_blocks(magnitude_bits(each.sum())) >= layout.per_block(candidate)[:, None, None], layout)
         return jnp.where(reached >= k, candidate, known)
 
     return lax.fori_loop(0, passes, narrow, (k * 0).astype(jnp.uint32))
@@ -122,7 +169,3 @@ def _count(mask: jax.Array, layout: Layout) -> jax.Array:
         tpu=lambda mask: layout.per_segment(jnp.sum(mask, axis=(1, 2), dtype=jnp.int32)),
         default=lambda mask: count_in_segment(bits.pack(mask.reshape(-1)), layout),
     )
-
-
-def _as_float(magnitude: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(magnitude, jnp.float32)

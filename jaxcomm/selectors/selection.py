@@ -16,6 +16,18 @@ from jaxcomm.scopes import SELECT
 _START = 2**31 - 1  # takes the place of a worker index in a key, and is none
 
 
+class Selected(NamedTuple):
+    """What one pass over a vector found.
+
+    Attributes:
+      words: (n/32,) uint32, the bit-packed mask of what is selected.
+      ok: () bool, whether no number of the vector is broken.
+    """
+
+    words: jax.Array
+    ok: jax.Array
+
+
 class Selection(NamedTuple):
     """The coordinates that one worker sends.
 

@@ -9,35 +9,49 @@ import numpy as np
 from jax import lax
 
 from jaxcomm import bits
-from jaxcomm.layout import Layout
+from jaxcomm.layout import Layout, in_blocks
 from jaxcomm.numerics import magnitude_bits
 from jaxcomm.scopes import SELECT
-from jaxcomm.selectors.bracket import order_statistic
-from jaxcomm.selectors.selection import rank_in_segment
-from jaxcomm.selectors.threshold import select_above, select_threshold
+from jaxcomm.selectors.bracket import find_largest
+from jaxcomm.selectors.selection import Selected, count_in_segment, rank_in_segment
+from jaxcomm.vectors import Vector
 
 
 @jax.named_scope(SELECT)
-def select_topk(vector: jax.Array, layout: Layout, k: jax.Array | None = None) -> jax.Array:
-    """Marks, in every segment, the k largest magnitudes.
+def select_topk(vector: Vector, layout: Layout, k: jax.Array | None = None) -> Selected:
+    """Marks, in every segment, the k largest magnitudes: at most k bits of the mask.
 
-    Ties at the smallest of them go to the lowest index. Zeros are never marked.
+    Ties at the smallest of them go to the lowest index. Zeros are never marked. One pass over the vector, unless a
+    bracket fails or most tensors are small; see `jaxcomm.selectors.bracket`.
 
     Args:
-      vector: (n,) float32.
+      vector: the flat vector.
       layout: the segments.
       k: (S,) int32, from 1 to the segment's size; its capacity if not given.
-
-    Returns:
-      (n/32,) uint32, the bit-packed mask, with at most k bits in every segment.
     """
     if k is None:
         k = jnp.asarray(layout.capacities, jnp.int32)
-    smallest = order_statistic(vector, layout, jnp.asarray(layout.sizes, jnp.int32) - k + 1)
-    above = select_above(vector, smallest, layout)
-    tied = select_threshold(vector, smallest, layout) & ~above
-    _, n_above = rank_in_segment(above, layout)
-    room = layout.per_block(k - n_above)
+    found = find_largest(vector, layout, k)
+
+    def among_all() -> jax.Array:
+        return _largest(vector.sum(), found.smallest, layout, k)
+
+    if found.bracketed is None:
+        return Selected(among_all(), ~jnp.any(bits.pack(vector.broken()) != 0))
+    bracket = found.bracketed
+    chosen = bits.unpack(_largest(bracket.candidates, found.smallest, bracket.layout, k - bracket.n_above))
+    place = (bracket.position % bits.WORD).astype(jnp.uint32)
+    bit = jnp.where(chosen, jnp.left_shift(np.uint32(1), place), np.uint32(0))
+    # Each bit is added once, to a word where it is not set.
+    words = bracket.above.at[bracket.position // bits.WORD].add(bit, mode="promise_in_bounds", indices_are_sorted=True)
+    return Selected(lax.cond(bracket.holds, lambda: words, among_all), bracket.ok)
+
+
+def _largest(vector: jax.Array, smallest: jax.Array, layout: Layout, k: jax.Array) -> jax.Array:
+    """Marks, in every segment, the k largest magnitudes, of which the smallest is known by its bits."""
+    blocks, bound = in_blocks(magnitude_bits(vector)), layout.per_block(smallest)[:, None, None]
+    above, tied = bits.pack_each((blocks > bound).reshape(-1), ((blocks == bound) & (bound > 0)).reshape(-1))
+    room = layout.per_block(k - count_in_segment(above, layout))
     rank, _ = rank_in_segment(tied, layout)
     return above | bits.keep_first(tied, (room[:, None] - rank).reshape(-1))
 
