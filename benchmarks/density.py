@@ -138,6 +138,7 @@ def train(config: Config, K: int, kept: float) -> Any:
     import jaxcomm as jc
     from jaxcomm.selectors import select_topk
     from jaxcomm.selectors.importance import importance
+    from jaxcomm.vectors import Stored
     from models.cnn import Cnn
     from models.functional import apply, split
 
@@ -172,7 +173,8 @@ def train(config: Config, K: int, kept: float) -> Any:
         """Returns what every worker selects in this step with `dgc`, and the equally many that `iwp` would select."""
 
         def worker(v: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return select_topk(v, layout), select_topk(importance(v / K, flat(state.params), EPS), layout)
+            important = importance(v / K, flat(state.params), EPS)
+            return select_topk(Stored(v), layout).words, select_topk(Stored(important), layout).words
 
         return jax.vmap(worker)(momenta)
 

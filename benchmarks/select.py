@@ -59,13 +59,14 @@ def time_all(config: Config) -> list[dict[str, Any]]:
     from jaxcomm import bits
     from jaxcomm.codecs import choose_index_codec
     from jaxcomm.selectors import compact, order_statistic, select_threshold, select_topk
+    from jaxcomm.vectors import Stored
 
     layout = _layout(config.n, config.density)
     k = layout.n_slots
     vector = jnp.pad(jax.random.normal(jax.random.key(0), (config.n,)), (0, layout.n - config.n))
     ranks = [config.n - k]
-    threshold = jax.jit(lambda x: order_statistic(x, layout, ranks))(vector)
-    words = jax.jit(lambda x: select_threshold(x, threshold, layout))(vector)
+    threshold = jax.jit(lambda x: order_statistic(Stored(x), layout, ranks))(vector)
+    words = jax.jit(lambda x: select_threshold(Stored(x), threshold, layout).words)(vector)
     selection = jax.jit(lambda w: compact(w, layout))(words)
     codec = choose_index_codec(layout)
     payload = jax.jit(lambda s: codec.encode(s)[0])(selection)
@@ -73,10 +74,13 @@ def time_all(config: Config) -> list[dict[str, Any]]:
 
     operations: dict[str, tuple[Callable[..., Any], Any]] = {
         "copy": (lambda x: x * 1.0000001, vector),
-        "pack mask": (lambda x: select_threshold(x, threshold, layout), vector),
-        "compact (mask and positions)": (lambda x: compact(select_threshold(x, threshold, layout), layout), vector),
-        "exact threshold (every life_span steps)": (lambda x: order_statistic(x, layout, ranks), vector),
-        "exact top-k mask": (lambda x: select_topk(x, layout), vector),
+        "pack mask": (lambda x: select_threshold(Stored(x), threshold, layout).words, vector),
+        "compact (mask and positions)": (
+            lambda x: compact(select_threshold(Stored(x), threshold, layout).words, layout),
+            vector,
+        ),
+        "exact threshold (every life_span steps)": (lambda x: order_statistic(Stored(x), layout, ranks), vector),
+        "exact top-k mask": (lambda x: select_topk(Stored(x), layout).words, vector),
         f"encode indices ({codec.name})": (lambda s: codec.encode(s)[0], selection),
         f"decode indices ({codec.name})": (codec.decode, payload),
         "count bits": (lambda w: bits.popcount(w).sum(), words),

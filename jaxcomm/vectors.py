@@ -29,17 +29,20 @@ class Vector(Protocol):
 
 
 class Stored(NamedTuple):
-    """A vector that is in memory; broken where it is not finite."""
+    """A vector (n,) float32 that is in memory."""
 
     values: jax.Array
 
     def sum(self) -> jax.Array:
+        """Returns the vector itself."""
         return self.values
 
     def at(self, position: jax.Array) -> jax.Array:
+        """Returns its numbers at some positions."""
         return self.values[position]
 
     def broken(self) -> jax.Array:
+        """Marks the numbers that are not finite."""
         return ~jnp.isfinite(self.values)
 
 

@@ -244,7 +244,15 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
         "test_all_of_an_overfull_mask_have_their_turn": (),
     },
     "tests/jaxcomm/test_bits.py": {
-        "test_numbers_are_packed_in_fields_of_a_power_of_two": ("1-32", "2-31", "2-32", "5-31", "5-32", "8-32", "31-32"),
+        "test_numbers_are_packed_in_fields_of_a_power_of_two": (
+            "1-32",
+            "2-31",
+            "2-32",
+            "5-31",
+            "5-32",
+            "8-32",
+            "31-32",
+        ),
     },
     "tests/jaxcomm/test_layout.py": {
         "test_flatten_and_unflatten_are_inverse_and_pad_with_zeros": (

@@ -23,7 +23,7 @@ class TopK(SparseExchange):
       3. send them; the residual is x minus the rounded values that were sent
       4. return the mean over the workers of what was sent
 
-    Selection takes about 4 passes over the gradient, or 33 if most tensors have fewer than a few thousand elements.
+    Selection takes one pass over the gradient, or 32 if most tensors have fewer than a few thousand elements.
     `optax.chain(jc.topk(0.99), optax.sgd(0.1))`.
 
     Source: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018.

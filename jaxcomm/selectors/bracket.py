@@ -85,7 +85,7 @@ def find_largest(vector: Vector, layout: Layout, k: jax.Array) -> Found:
       k: (S,) int32.
     """
     # This gives k the vector's type, which on a mesh differs between workers.
-    k = k + (magnitude_bits(vector.at(np.zeros(1, np.int32))[0]) * np.uint32(0)).astype(jnp.int32)
+    k = k + (magnitude_bits(vector.at(jnp.zeros(1, jnp.int32))[0]) * np.uint32(0)).astype(jnp.int32)
     wide = dataclasses.replace(layout, capacities=_rooms(layout))
     if wide.n_slots * _FEW > layout.n:
         return Found(_bisect(vector, layout, k), None)

@@ -1,5 +1,6 @@
 """Thresholds, top-k and compaction against NumPy, over segments of odd sizes."""
 
+import dataclasses
 import functools
 
 import hypothesis
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.layout import plan_layout
 from jaxcomm.noise import mix
 from jaxcomm.selectors import bracket, compact, order_statistic, select_threshold, select_topk
-from jaxcomm.selectors.threshold import select_above
 from jaxcomm.selectors.topk import dropped, kept
+from jaxcomm.vectors import Stored
 
 SIZES = (1, 2049, 1024, 700)
 seeds = st.integers(0, 2**20)
@@ -60,10 +62,10 @@ def parts_of(vector, sizes=SIZES):
     return [np.asarray(vector)[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
-def masks_of(words):
+def masks_of(words, sizes=SIZES):
     mask = np.unpackbits(np.asarray(words).view(np.uint8), bitorder="little").astype(bool)
-    assert mask.sum() == sum(part.sum() for part in parts_of(mask)), "padding was selected"
-    return parts_of(mask)
+    assert mask.sum() == sum(part.sum() for part in parts_of(mask, sizes)), "padding was selected"
+    return parts_of(mask, sizes)
 
 
 @functools.cache
@@ -76,7 +78,7 @@ def jitted(function, *static):
 def test_order_statistic_is_exact(fraction, kind, seed):
     parts = segments(kind, seed)
     ranks = tuple(int(fraction * size) for size in SIZES)
-    got = jitted(order_statistic, QUARTER, ranks)(vector_of(parts))
+    got = jitted(order_statistic, QUARTER, ranks)(Stored(vector_of(parts)))
     expected = [np.partition(np.abs(x), m - 1)[m - 1] if m else 0 for x, m in zip(parts, ranks, strict=True)]
     np.testing.assert_array_equal(got, np.asarray(expected, np.float32))
 
@@ -97,27 +99,32 @@ def test_an_order_statistic_of_large_tensors_is_exact(density, kind, seed):
     assert not bracket._FEW * sum(bracket._rooms(layout)) > layout.n
     parts = segments(kind, seed, LARGE)
     ranks = np.asarray([size - k + 1 for size, k in zip(LARGE, layout.capacities, strict=True)])
-    got = jitted(order_statistic, layout)(vector_of(parts), ranks=ranks)
+    got = jitted(order_statistic, layout)(Stored(vector_of(parts)), ranks=ranks)
     expected = [np.partition(np.abs(x), m - 1)[m - 1] for x, m in zip(parts, ranks, strict=True)]
     np.testing.assert_array_equal(got, np.asarray(expected, np.float32))
 
 
-@pytest.mark.parametrize("misses", ["above", "below"])
-def test_a_bracket_that_a_sample_has_wrong_is_found_out(misses, monkeypatch):
-    """If the largest are all outside the sample, or all in it, every coordinate is checked."""
-    layout, seen = large(0.01), []
+def unlike_the_sample(misses, layout):
+    """Returns a vector whose largest numbers are all outside of the sample ("above"), or all in it."""
     x = np.random.default_rng(0).random(layout.n, np.float32)
     place = np.arange(layout.n // 64, dtype=np.uint32)
     sampled = np.zeros(layout.n, bool)
     sampled[place * 64 + np.asarray(mix(jnp.asarray(place))) % 64] = True
     largest = np.flatnonzero(~sampled if misses == "above" else sampled)[: 3 * layout.n // 200 :]
     x[largest] += 1
-    parts = parts_of(x, LARGE)
+    return x
+
+
+@pytest.mark.parametrize("misses", ["above", "below"])
+def test_a_bracket_that_a_sample_has_wrong_is_found_out(misses, monkeypatch):
+    """If the largest are all outside the sample, or all in it, every coordinate is checked."""
+    layout, seen = large(0.01), []
+    parts = parts_of(unlike_the_sample(misses, layout), LARGE)
     original = bracket._bisect
     monkeypatch.setattr(bracket, "_bisect", lambda *args: seen.append(args[3:]) or original(*args))
     ranks = np.asarray([size - k + 1 for size, k in zip(LARGE, layout.capacities, strict=True)])
     with jax.disable_jit():
-        got = order_statistic(jnp.asarray(vector_of(parts)), layout, ranks)
+        got = order_statistic(Stored(jnp.asarray(vector_of(parts))), layout, ranks)
     assert seen == [(), (31,)]
     expected = [np.partition(np.abs(p), m - 1)[m - 1] for p, m in zip(parts, ranks, strict=True)]
     np.testing.assert_array_equal(got, np.asarray(expected, np.float32))
@@ -130,7 +137,7 @@ def test_large_tensors_on_a_mesh_where_some_worker_has_ties():
     rows = np.stack([vector_of(segments(kind, 0, LARGE)) for kind in ("normal", "ties")])
     found = jax.jit(
         jax.shard_map(
-            lambda row: order_statistic(row[0], layout, ranks)[None],
+            lambda row: order_statistic(Stored(row[0]), layout, ranks)[None],
             mesh=jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2]),
             in_specs=P("data"),
             out_specs=P("data"),
@@ -143,34 +150,87 @@ def test_large_tensors_on_a_mesh_where_some_worker_has_ties():
 
 
 @hypothesis.given(kind=kinds, seed=seeds)
-def test_thresholds_are_reached_or_passed_and_zeros_never_marked(kind, seed):
+def test_thresholds_are_reached_and_zeros_never_marked(kind, seed):
     parts = segments(kind, seed)
     rng = np.random.default_rng(seed)
     tau = np.asarray([abs(rng.choice(part)) if rng.random() < 0.8 else 0 for part in parts], np.float32)
-    reached = masks_of(jitted(select_threshold_, QUARTER)(vector_of(parts), tau))
-    passed = masks_of(jitted(select_above_, QUARTER)(vector_of(parts), tau))
-    for x, t, at_least, above in zip(parts, tau, reached, passed, strict=True):
-        np.testing.assert_array_equal(at_least, (np.abs(x) >= t) & (x != 0))
-        np.testing.assert_array_equal(above, np.abs(x) > t)
+    selected = jitted(lambda vector, tau: select_threshold(vector, tau, QUARTER))(Stored(vector_of(parts)), tau)
+    for x, t, marked in zip(parts, tau, masks_of(selected.words), strict=True):
+        np.testing.assert_array_equal(marked, (np.abs(x) >= t) & (x != 0))
+    assert selected.ok == all(np.isfinite(x).all() for x in parts)
 
 
-def select_threshold_(vector, tau, layout):
-    return select_threshold(vector, tau, layout)
-
-
-def select_above_(vector, tau, layout):
-    return select_above(vector, tau, layout)
+def check_topk(parts, layout, words):
+    for x, k, mask in zip(parts, layout.capacities, masks_of(words, [len(x) for x in parts]), strict=True):
+        assert mask.sum() == min(k, np.count_nonzero(x))
+        largest = np.argsort(-np.abs(x), kind="stable")[:k]
+        np.testing.assert_array_equal(np.flatnonzero(mask), np.sort(largest[x[largest] != 0]))
 
 
 @pytest.mark.parametrize("layout", [QUARTER, layout_of(lambda n: n), layout_of(lambda n: 1)], ids=["1/4", "all", "one"])
 @hypothesis.given(kind=kinds, seed=seeds)
 def test_topk_marks_exactly_k_with_ties_to_the_lowest_index(layout, kind, seed):
     parts = segments(kind, seed)
-    masks = masks_of(jitted(select_topk, layout)(vector_of(parts)))
-    for x, k, mask in zip(parts, layout.capacities, masks, strict=True):
-        assert mask.sum() == min(k, np.count_nonzero(x))
-        largest = np.argsort(-np.abs(x), kind="stable")[:k]
-        np.testing.assert_array_equal(np.flatnonzero(mask), np.sort(largest[x[largest] != 0]))
+    selected = jitted(select_topk, layout)(Stored(vector_of(parts)))
+    check_topk(parts, layout, selected.words)
+    assert selected.ok == all(np.isfinite(x).all() for x in parts)
+
+
+@pytest.mark.parametrize("density", [0.0005, 0.01, 0.1])
+@hypothesis.given(kind=kinds, seed=seeds)
+def test_topk_of_large_tensors_is_exact(density, kind, seed):
+    layout, parts = large(density), segments(kind, seed, LARGE)
+    selected = jitted(select_topk, layout)(Stored(vector_of(parts)))
+    check_topk(parts, layout, selected.words)
+    assert selected.ok == all(np.isfinite(x).all() for x in parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_topk_of_large_tensors_with_fewer_than_there_are_slots(kind):
+    """Counts of a warm-up, from 1 to the size, have no part in the planned room for candidates."""
+    layout, parts = large(0.01), segments(kind, 3, LARGE)
+    k = np.asarray([1, 20_000, 4_999, 1, 200_001], np.int32)
+    selected = jitted(select_topk, layout)(Stored(vector_of(parts)), k=k)
+    check_topk(parts, dataclasses.replace(layout, capacities=tuple(k.tolist())), selected.words)
+
+
+@pytest.mark.parametrize("misses", ["above", "below"])
+def test_topk_is_exact_where_a_bracket_is_wrong(misses):
+    layout = large(0.01)
+    x = unlike_the_sample(misses, layout)
+    parts = parts_of(x, LARGE)
+    selected = jitted(select_topk, layout)(Stored(vector_of(parts)))
+    check_topk(parts, layout, selected.words)
+
+
+@pytest.mark.parametrize("select", ["topk", "threshold"])
+def test_a_sum_is_selected_from_and_is_ok_if_its_numbers_can_be_accumulated(select):
+    layout = large(0.01)
+    rng = np.random.default_rng(0)
+    gradient, residual = (vector_of([rng.normal(size=n).astype(np.float32) for n in LARGE]) for _ in range(2))
+    tau = np.full(len(LARGE), 3.0, np.float32)
+    run = jax.jit(
+        lambda g, r: (
+            select_topk(Accumulated(g, r), layout)
+            if select == "topk"
+            else select_threshold(Accumulated(g, r), tau, layout)
+        )
+    )
+    stored = (
+        jitted(select_topk, layout)(Stored(gradient + residual))
+        if select == "topk"
+        else jitted(lambda vector: select_threshold(vector, tau, layout))(Stored(gradient + residual))
+    )
+    words, ok = run(gradient, residual[None])
+    np.testing.assert_array_equal(words, stored.words)
+    assert ok
+    for broken in (np.nan, np.inf, 2.0**100):
+        other = gradient.copy()
+        other[70_000] = broken
+        assert not run(other, residual[None]).ok
+        other = residual.copy()
+        other[70_000] = broken
+        assert run(gradient, other[None]).ok == np.isfinite(broken)
 
 
 @hypothesis.given(density=st.sampled_from([0, 0.01, 0.25, 0.3, 1]), seed=seeds)
