@@ -61,11 +61,13 @@ class TernGrad(CodedExchange):
 
     def scaled(self, vector: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
         rows = vector.reshape(-1, BLOCK)
+        largest = segment_max(jnp.abs(vector), layout)  # (S,)
         if self.clip is not None:
             unit, _, variance = moments(vector, layout)
-            bound = layout.per_block(unit * (np.float32(self.clip) * jnp.sqrt(variance)))[:, None]
+            bound = unit * (np.float32(self.clip) * jnp.sqrt(variance))
+            largest = jnp.minimum(largest, bound)
+            bound = layout.per_block(bound)[:, None]
             rows = jnp.clip(rows, -bound, bound)
-        largest = segment_max(jnp.abs(rows.reshape(-1)), layout)
         with jax.named_scope(EXCHANGE):
             scaler = lax.pmax(largest, self.axis_name)  # (S,)
         scales = layout.per_block(scaler)
