@@ -1,5 +1,6 @@
 """Vectors that are laid end to end, that are written to memory, or that are never written, as is fastest on CPUs."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomm.bits import LANES, WORD
 from jaxcomm.platforms import by_platform
 
 _FUSED = 8  # the most arrays whose concatenation XLA for CPUs makes one loop
@@ -93,3 +95,20 @@ def _in_memory(vector: jax.Array) -> jax.Array:
         lambda carry: (carry[0] + 1, lax.dynamic_update_slice(carry[1], first, (0,))),
         (jnp.zeros_like(times), vector),
     )[1]
+
+
+def largest_of_each(numbers: jax.Array, size: int) -> jax.Array:
+    """Returns the largest of every `size` consecutive numbers (n,), a multiple of 32: (n / size,).
+
+    XLA for CPUs computes numbers in the loop that reduces them if it reduces 32 at a time, and stores them for more.
+    """
+    return by_platform(numbers, cpu=functools.partial(_in_two_steps, size=size), default=lambda x: _in_rows(x, size))
+
+
+def _in_two_steps(numbers: jax.Array, size: int) -> jax.Array:
+    return jnp.max(jnp.max(numbers.reshape(-1, WORD), axis=1).reshape(-1, size // WORD), axis=1)
+
+
+def _in_rows(numbers: jax.Array, size: int) -> jax.Array:
+    columns = LANES if size % LANES == 0 else size  # a TPU's rows
+    return jnp.max(numbers.reshape(-1, size // columns, columns), axis=(1, 2))

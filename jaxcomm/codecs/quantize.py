@@ -4,6 +4,7 @@ A codec writes a part of the flat vector as words, and reads it again; `start` i
 element in the vector. The number of words depends only on the number of values, m.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,8 +15,9 @@ from jax import lax
 
 from jaxcomm import bits, noise
 from jaxcomm.layout import BLOCK, Layout, in_blocks
-from jaxcomm.numerics import shrinkage
-from jaxcomm.vectors import computed_end_to_end, in_memory
+from jaxcomm.numerics import is_finite, magnitude_bits, shrinkage
+from jaxcomm.platforms import by_platform
+from jaxcomm.vectors import Stored, Vector, computed_end_to_end, in_memory, largest_of_each
 
 
 class PartCodec(Protocol):
@@ -25,13 +27,27 @@ class PartCodec(Protocol):
         """Returns the words of 32 bits that m values take."""
         ...
 
-    def encode(self, values: jax.Array, start: jax.Array | int) -> jax.Array:
-        """Writes (m,) float32 as (n_words(m),) uint32."""
+    def codes(self, vector: Vector, start: jax.Array | int) -> tuple[list[jax.Array], jax.Array]:
+        """Rounds m values to codes.
+
+        Returns:
+          Arrays with equally many numbers for every block, in the order of the blocks; and whether no value is broken,
+          and what will be read is finite, () bool. `Ternary` and `Integers` do not look.
+        """
+        ...
+
+    def words(self, codes: Sequence[jax.Array]) -> jax.Array:
+        """Writes the codes of m values as (n_words(m),) uint32."""
         ...
 
     def decode(self, words: jax.Array, m: int, start: jax.Array | int) -> jax.Array:
         """Reads the values, as they were rounded: (m,) float32."""
         ...
+
+
+def encode(codec: PartCodec, values: jax.Array, start: jax.Array | int) -> jax.Array:
+    """Writes values (m,) float32 as (n_words(m),) uint32."""
+    return codec.words(codec.codes(Stored(values), start)[0])
 
 
 def _to_words(numbers: jax.Array) -> jax.Array:
@@ -40,6 +56,11 @@ def _to_words(numbers: jax.Array) -> jax.Array:
 
 def _to_floats(words: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(words, jnp.float32)
+
+
+def _has_room(scale: jax.Array) -> jax.Array:
+    """Returns whether all scales are finite, and so is what is read with them, after rounding: () bool."""
+    return jnp.isfinite(2 * scale).all()
 
 
 @dataclass(frozen=True)
@@ -69,19 +90,25 @@ class Buckets:
         """Returns the words of m values: the scales, and b planes of bits."""
         return m // self.bucket + bits.packed_words(m, self.width)
 
-    def encode(self, values: jax.Array, start: jax.Array | int) -> jax.Array:
-        """Writes values, m a multiple of the bucket."""
-        scale = self.scale(values)
+    def codes(self, vector: Vector, start: jax.Array | int) -> tuple[list[jax.Array], jax.Array]:
+        """Rounds values, m a multiple of the bucket: the scales, (m / bucket,) float32, and (m,) of 8 or 16 bits."""
+        values = vector.sum()
+        scale, ok = self.scale(values)
         code = self.draw(values, scale, self.levels, start) + self.levels
-        code = in_memory(code.astype(jnp.uint16 if self.width > 8 else jnp.uint8))
-        return computed_end_to_end([_to_words(scale), bits.pack_numbers(code, self.width)])
+        return [scale, in_memory(code.astype(jnp.uint16 if self.width > 8 else jnp.uint8))], ok
 
-    def scale(self, values: jax.Array) -> jax.Array:
-        """Returns the scale of every bucket: (m / bucket,)."""
-        buckets = self._in_buckets(values)
+    def words(self, codes: Sequence[jax.Array]) -> jax.Array:
+        """Writes the scales and then the numbers."""
+        return computed_end_to_end([_to_words(codes[0]), bits.pack_numbers(codes[1], self.width)])
+
+    def scale(self, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the scale of every bucket, (m / bucket,), and whether all values and scales are finite: () bool."""
         if self.norm == "max":
-            return jnp.max(jnp.abs(buckets), axis=(1, 2))
-        return jnp.sqrt(jnp.sum(jnp.square(values.reshape(-1, self.bucket)), axis=1))
+            # A maximum of the bits as integers, of which NaN is the largest: a maximum of floats may lose it.
+            scale = _to_floats(largest_of_each(magnitude_bits(values), self.bucket))
+            return scale, _has_room(scale)
+        scale = jnp.sqrt(jnp.sum(jnp.square(values.reshape(-1, self.bucket)), axis=1))
+        return scale, is_finite(values) & _has_room(scale)
 
     def _in_buckets(self, values: jax.Array) -> jax.Array:
         """Cuts values (m,) into buckets (m / bucket, rows, columns), with a TPU's columns if they divide a bucket."""
@@ -138,11 +165,16 @@ class Ternary:
         """Returns the words of m values."""
         return bits.packed_words(m, 2)
 
-    def encode(self, values: jax.Array, start: jax.Array | int) -> jax.Array:
-        """Writes values."""
+    def codes(self, vector: Vector, start: jax.Array | int) -> tuple[list[jax.Array], jax.Array]:
+        """Rounds values: (m,) uint8."""
+        values = vector.sum()
         is_one = noise.uniform(self.key, values.size, start) < jnp.abs(values)
         code = jnp.where(is_one, jnp.where(values < 0, 0, 2), 1)
-        return bits.pack_numbers(code, 2)
+        return [in_memory(code.astype(jnp.uint8))], jnp.asarray(True)
+
+    def words(self, codes: Sequence[jax.Array]) -> jax.Array:
+        """Writes the codes."""
+        return bits.pack_numbers(codes[0], 2)
 
     def decode(self, words: jax.Array, m: int, start: jax.Array | int) -> jax.Array:
         """Reads values."""
@@ -169,10 +201,14 @@ class Integers:
         """Returns the words of m values."""
         return bits.packed_words(m, self.width)
 
-    def encode(self, values: jax.Array, start: jax.Array | int) -> jax.Array:
-        """Writes values."""
+    def codes(self, vector: Vector, start: jax.Array | int) -> tuple[list[jax.Array], jax.Array]:
+        """Returns the integers from 0 to twice the limit: (m,) int32."""
         del start
-        return bits.pack_numbers(values.astype(jnp.int32) + self.limit, self.width)
+        return [vector.sum().astype(jnp.int32) + self.limit], jnp.asarray(True)
+
+    def words(self, codes: Sequence[jax.Array]) -> jax.Array:
+        """Writes the codes."""
+        return bits.pack_numbers(codes[0], self.width)
 
     def decode(self, words: jax.Array, m: int, start: jax.Array | int) -> jax.Array:
         """Reads values."""
@@ -206,12 +242,18 @@ class BlockSigns:
         used[sum(self.layout.blocks) :] = 0
         return lax.dynamic_slice(jnp.asarray(used), (jnp.asarray(start) // BLOCK,), (m // BLOCK,))
 
-    def encode(self, values: jax.Array, start: jax.Array | int) -> jax.Array:
-        """Writes values, m a multiple of the block; zeros as positive."""
-        used = self._used(values.size, start).astype(jnp.float32)
-        total = jnp.sum(jnp.abs(values).reshape(-1, BLOCK), axis=1)
-        scale = total / jnp.maximum(used, 1.0)
-        return computed_end_to_end([_to_words(scale), bits.pack(values < 0)])
+    def codes(self, vector: Vector, start: jax.Array | int) -> tuple[list[jax.Array], jax.Array]:
+        """Rounds values: the scales, (m / BLOCK,) float32, and the mask of the negative values, (m/32,) uint32."""
+        x = vector.sum()
+        total, negative, broken = by_platform(
+            x, x < 0, vector.broken(), cpu=_magnitudes_in_one_pass, default=_magnitudes_and_masks
+        )
+        scale = total / jnp.maximum(self._used(x.size, start).astype(jnp.float32), 1.0)
+        return [scale, negative], ~jnp.any(broken != 0) & _has_room(scale)
+
+    def words(self, codes: Sequence[jax.Array]) -> jax.Array:
+        """Writes the scales and then the signs; zeros as positive."""
+        return computed_end_to_end([_to_words(codes[0]), codes[1]])
 
     def decode(self, words: jax.Array, m: int, start: jax.Array | int) -> jax.Array:
         """Reads values."""
@@ -220,3 +262,22 @@ class BlockSigns:
         negative = in_blocks(bits.unpack(words[n_blocks:]))
         is_used = in_blocks(jnp.arange(BLOCK, dtype=jnp.int32)) < self._used(m, start)[:, None, None]
         return jnp.where(is_used, jnp.where(negative, -scale, scale), 0.0).reshape(-1)
+
+
+def _magnitudes_and_masks(values: jax.Array, *masks: jax.Array) -> tuple[jax.Array, ...]:
+    """Sums the magnitudes of every block of values (m,), and packs masks: (m / BLOCK,) float32, (m/32,) uint32 each."""
+    return jnp.sum(jnp.abs(values).reshape(-1, BLOCK), axis=1), *bits.pack_each(*masks)
+
+
+def _magnitudes_in_one_pass(values: jax.Array, *masks: jax.Array) -> tuple[jax.Array, ...]:
+    """Does `_magnitudes_and_masks` in one pass over what its arguments are computed from."""
+    place = np.arange(bits.WORD, dtype=np.uint32)
+    rows = [mask.reshape(-1, bits.WORD).astype(jnp.uint32) << place for mask in masks]
+    zeros = [np.uint32(0)] * len(masks)
+
+    def add(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
+        return [xs[0] + ys[0], *(x | y for x, y in zip(xs[1:], ys[1:], strict=True))]
+
+    magnitudes = jnp.abs(values).reshape(-1, bits.WORD)
+    total, *words = lax.reduce([magnitudes, *rows], [np.float32(0), *zeros], add, [1])
+    return jnp.sum(total.reshape(-1, BLOCK // bits.WORD), axis=1), *words

@@ -18,7 +18,7 @@ from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.layout import BLOCK
 from jaxcomm.numerics import is_finite
 from jaxcomm.scopes import DECODE, ENCODE, EXCHANGE
-from jaxcomm.vectors import computed_end_to_end, in_memory
+from jaxcomm.vectors import Stored, Vector, computed_end_to_end, in_memory
 
 COLLECTIVES = ("gather", "two_shot")
 
@@ -47,14 +47,13 @@ def integer_sum(codes: jax.Array, flag: jax.Array, axis_name: str) -> Reduced:
 
 
 def coded_sum(
-    vector: jax.Array,
+    vector: Vector,
     flag: jax.Array,
     first: PartCodec,
     second: PartCodec,
     collective: str,
     axis_name: str,
     checksum: bool = False,
-    keeps_residual: bool = True,
 ) -> Reduced:
     """Sums each worker's vector over the workers: total + psum(residual) == psum(vector).
 
@@ -63,24 +62,26 @@ def coded_sum(
 
     Args:
       vector: (n,) float32, whole blocks.
-      flag: () bool, whether this worker's step is ok.
+      flag: () bool, whether this worker's step is ok, apart from what the codec finds broken.
       first: the codec of each worker's vector.
       second: the codec of their sum.
       collective: "gather", "two_shot", or "auto" for the one that receives fewer bytes (gather if both are equal).
       axis_name: the axis of workers.
       checksum: see `jaxcomm.collectives.checksum`.
-      keeps_residual: whether the workers keep the residual; then `ok` says that it is finite as well.
     """
-    k, n = axis_size(axis_name), vector.size
+    with jax.named_scope(ENCODE):
+        codes, sound = first.codes(vector, 0)
+    flag = flag & sound
+    k, n = axis_size(axis_name), vector.sum().size
     size = -(-n // (k * BLOCK)) * BLOCK
     if collective == "auto":
         header = 1 + checksum
         two_shots = first.n_words(size) + second.n_words(size) + 2 * header
         collective = "two_shot" if two_shots < first.n_words(n) + header else "gather"
     if collective == "gather":
-        reduced = _gather(vector, flag, first, axis_name, checksum)
+        reduced = _gather(vector, codes, flag, first, axis_name, checksum)
     else:
-        reduced = _two_shot(vector, flag, first, second, size, axis_name, checksum, keeps_residual)
+        reduced = _two_shot(vector, codes, flag, first, second, size, axis_name, checksum)
     return agreed(reduced, axis_name, checksum)
 
 
@@ -100,42 +101,46 @@ def _add_up(rows: jax.Array, codec: PartCodec, m: int, start: jax.Array | int) -
     return total
 
 
-def _gather(vector: jax.Array, flag: jax.Array, codec: PartCodec, axis_name: str, checksum: bool) -> Reduced:
+def _gather(
+    vector: Vector, codes: list[jax.Array], flag: jax.Array, codec: PartCodec, axis_name: str, checksum: bool
+) -> Reduced:
+    n = vector.sum().size
     with jax.named_scope(ENCODE):
-        words = codec.encode(vector, 0)
+        words = codec.words(codes)
     own = _with_flag(words, flag)
     rows, is_intact = gather_checked(own, axis_name, checksum)  # (K, words + 1)
-    total = _add_up(rows, codec, vector.size, 0)
+    total = _add_up(rows, codec, n, 0)
     ok = jnp.all(rows[:, -1] == 1) & is_intact & is_finite(total)
-    return Reduced(lambda ok: jnp.where(ok, total, 0.0), lambda: vector - codec.decode(words, vector.size, 0), ok)
+    return Reduced(lambda ok: jnp.where(ok, total, 0.0), lambda: vector.sum() - codec.decode(words, n, 0), ok)
 
 
 def _two_shot(
-    vector: jax.Array,
+    vector: Vector,
+    codes: list[jax.Array],
     flag: jax.Array,
     first: PartCodec,
     second: PartCodec,
     size: int,
     axis_name: str,
     checksum: bool,
-    keeps_residual: bool,
 ) -> Reduced:
-    k, n, me = axis_size(axis_name), vector.size, lax.axis_index(axis_name)
+    k, n, me = axis_size(axis_name), vector.sum().size, lax.axis_index(axis_name)
     starts = jnp.arange(k) * size
-    parts = in_memory(jnp.pad(vector, (0, k * size - n))).reshape(k, size)
+
+    def in_parts(array: jax.Array) -> jax.Array:
+        """Cuts an array of the whole vector, padded, into those of the parts: (K, ...)."""
+        return jnp.pad(array, (0, array.size * (k * size - n) // n)).reshape(k, -1)
+
     with jax.named_scope(ENCODE):
-        words = jax.vmap(first.encode)(parts, starts)
+        words = jax.vmap(first.words)([in_parts(code) for code in codes])
 
     def at_owner(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         total = _add_up(rows, first, size, me * size)
         with jax.named_scope(ENCODE):
-            code = second.encode(total, me * size)
+            codes, sound = second.codes(Stored(total), me * size)
+            code = second.words(codes)
         dropped = in_memory(total - second.decode(code, size, me * size))
-        kept = dropped
-        if keeps_residual:  # it must be finite, or it could never be sent
-            kept += parts[me] - first.decode(words[me], size, me * size)
-        sound = jnp.all(rows[:, -1] == 1) & is_finite(total) & is_finite(kept)
-        return _with_flag(code, sound), dropped
+        return _with_flag(code, sound & jnp.all(rows[:, -1] == 1)), dropped
 
     rows = jax.vmap(lambda row: _with_flag(row, flag))(words)
     code, dropped, is_intact = two_shot(rows, at_owner, axis_name, checksum)
@@ -143,9 +148,10 @@ def _two_shot(
         total = jax.vmap(lambda row, start: second.decode(row[:-1], size, start))(code, starts)
 
     def residual() -> jax.Array:
-        kept = parts - jax.vmap(lambda row, start: first.decode(row, size, start))(words, starts)
+        sent = jax.vmap(lambda row, start: first.decode(row, size, start))(words, starts)
         is_mine = (jnp.arange(k) == me)[:, None]
-        return (kept + jnp.where(is_mine, dropped, 0.0)).reshape(-1)[:n]
+        again = lax.optimization_barrier(vector)  # else XLA would store its sum for this
+        return again.sum() - sent.reshape(-1)[:n] + jnp.where(is_mine, dropped, 0.0).reshape(-1)[:n]
 
     ok = jnp.all(code[:, -1] == 1) & is_intact
     return Reduced(lambda ok: jnp.where(ok, total.reshape(-1)[:n], 0.0), residual, ok)

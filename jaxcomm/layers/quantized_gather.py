@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomm.checks import check_range
-from jaxcomm.codecs.quantize import Nearest
+from jaxcomm.codecs.quantize import Nearest, encode
 from jaxcomm.collectives.axis import AxisName, axis_size, to_varying
 from jaxcomm.collectives.messages import all_gather_same, all_to_all
 from jaxcomm.numerics import is_accumulable
@@ -85,7 +85,7 @@ def _gather(how, shards, held, residual):
     workers, codec = axis_size(axis_name), _codec(width)
     rows, own = _rows(held, workers), _rows(shards, 1)[0]  # (K, m) and (m,)
     with jax.named_scope(ENCODE):
-        words = codec.encode(own - rows[lax.axis_index(axis_name)], 0)
+        words = encode(codec, own - rows[lax.axis_index(axis_name)], 0)
     received = all_gather_same(words, axis_name)
     with jax.named_scope(DECODE):
         rows = rows + jax.vmap(lambda row: codec.decode(row, own.size, 0))(received)
@@ -104,7 +104,7 @@ def _gather_backward(how, residual, gradients):
     x, m = gradient + old, gradient.shape[1]
     ok = is_accumulable(x.reshape(-1), gradient.reshape(-1))
     with jax.named_scope(ENCODE):
-        words = jax.vmap(lambda row: codec.encode(row, 0))(x)
+        words = jax.vmap(lambda row: encode(codec, row, 0))(x)
         sent = jnp.where(ok | (np.arange(words.shape[1]) >= m // BUCKET), words, _NAN)  # NaN scales tell all workers
     received = all_to_all(sent, axis_name)
     with jax.named_scope(DECODE):

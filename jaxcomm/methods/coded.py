@@ -1,7 +1,7 @@
 """The exchanges that code every coordinate in a few bits: quant_dp, terngrad, sign."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,25 @@ from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.collectives.coded_sum import COLLECTIVES, check_collective, coded_sum, integer_sum
 from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, zeros_unless
 from jaxcomm.layout import Layout, plan_layout
-from jaxcomm.numerics import is_finite, is_finite_narrow
+from jaxcomm.numerics import is_finite_narrow
 from jaxcomm.types import ExchangeMetrics
+from jaxcomm.vectors import Stored, Vector
+
+
+class Summands(NamedTuple):
+    """A worker's small integers, and what they stand for.
+
+    Attributes:
+      codes: (n,) int8 or int16.
+      scales: (m,) float32 of n / m numbers each, the same on all workers.
+      unit: the integer that stands for a scale.
+      ok: () bool, whether the worker's vector is ok, and so will be the mean.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    unit: int
+    ok: jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +60,8 @@ class CodedExchange(Exchange):
     def instead_of_checksum(self) -> str | None:
         return None
 
-    def summands(self, vector: jax.Array, layout: Layout, step: jax.Array) -> tuple[jax.Array, jax.Array, int] | None:
-        """Returns integers (n,) for `integer_sum`, scales (m,) of n / m numbers each, and the integer that a scale is.
-
-        None if the codes are summed by `coded_sum`.
-        """
+    def summands(self, vector: jax.Array, layout: Layout, step: jax.Array) -> Summands | None:
+        """Returns what `integer_sum` adds up; None if the codes are summed by `coded_sum`."""
         del vector, layout, step
         return None
 
@@ -55,10 +69,13 @@ class CodedExchange(Exchange):
         """Returns the codecs for a worker's vector and for a sum of vectors."""
         raise NotImplementedError
 
-    def scaled(self, vector: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
-        """Returns the vector (n,) to code, and scales (m,) of n / m numbers each, for the mean."""
+    def scaled(self, vector: Vector, layout: Layout) -> tuple[Vector, jax.Array, jax.Array]:
+        """Returns what to code, the scales (m,) of n / m numbers each for the mean, and whether the vector is ok.
+
+        The codec may find it broken as well. The mean of what is ok must be finite.
+        """
         del layout
-        return vector, jnp.ones(1, jnp.float32)
+        return vector, jnp.ones(1, jnp.float32), jnp.asarray(True)
 
     def plan(self, tree: Any) -> Layout:
         return plan_layout(tree, dense_below=self.dense_below, capacity=lambda n: n)
@@ -68,26 +85,18 @@ class CodedExchange(Exchange):
         means, ok = dense_mean(gradient.dense, self.axis_name)
         residual = gradient.residual
         if layout.sizes:
-            if residual is None:
-                x = gradient.vector()
-                is_ok = is_finite(x)
+            x: Vector = Stored(gradient.vector()) if residual is None else gradient.accumulated()
+            if (summands := self.summands(x.sum(), layout, state.step)) is not None:
+                scales, unit = summands.scales, summands.unit
+                summed = integer_sum(summands.codes, summands.ok, self.axis_name)
             else:
-                accumulated = gradient.accumulated()
-                x, is_ok = accumulated.sum(), accumulated.is_ok()
-            if (summands := self.summands(x, layout, state.step)) is not None:
-                codes, scales, unit = summands
-                summed = integer_sum(codes, is_ok, self.axis_name)
-            else:
-                (vector, scales), unit = self.scaled(x, layout), 1
-                codecs, axis_name = self.codecs(layout, state.step), self.axis_name
-                summed = coded_sum(
-                    vector, is_ok, *codecs, self.collective, axis_name, self.checksum, self.keeps_residual
-                )
+                vector, scales, is_ok = self.scaled(x, layout)
+                codecs, axis_name, unit = self.codecs(layout, state.step), self.axis_name, 1
+                summed = coded_sum(vector, is_ok, *codecs, self.collective, axis_name, self.checksum)
             factors = scales * np.float32(1 / (unit * axis_size(self.axis_name)))
             mean = (summed.total(summed.ok).reshape(scales.size, -1) * factors[:, None]).reshape(-1)
             compressed = layout.as_leaves(layout.unflatten(mean))
-            # The means are at most the scales, up to rounding. To test them would take a pass over the vector.
-            ok = ok & summed.ok & jnp.isfinite(2 * scales).all() & is_finite_narrow(compressed)
+            ok = ok & summed.ok & is_finite_narrow(compressed)
             means = layout.join(compressed, means)
             if residual is not None:
                 residual = jnp.where(ok, summed.residual()[None], residual)

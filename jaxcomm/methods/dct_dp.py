@@ -52,8 +52,8 @@ class DctDp(SparseExchange):
       - in the step after one in which some worker selected more than twice as many coordinates of some tensor as fit,
         unless that step was itself a refresh. This replaces a tau that was found among zeros and selects every nonzero.
 
-    A refresh costs one more read-only pass over the gradient, or 31 if most tensors have fewer than a few thousand elements.
-    There are about log2(life_span) early refreshes.
+    A refresh costs one more read-only pass over the gradient, or 31 if most tensors have fewer than a few thousand
+    elements. There are about log2(life_span) early refreshes.
 
     Payloads have a fixed capacity: what a refresh selects, N - floor(N * sparsity) + 1 coordinates, times `slack`.
     If more coordinates reach tau, only a window that fits is sent. It begins at a random start offset and wraps around,

@@ -15,7 +15,7 @@ from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.coded_sum import COLLECTIVES
 from jaxcomm.exchange import transformation
 from jaxcomm.layout import BLOCK, Layout
-from jaxcomm.methods.coded import CodedExchange
+from jaxcomm.methods.coded import CodedExchange, Summands
 from jaxcomm.scopes import ENCODE, EXCHANGE
 
 Width = Literal[2, 4, 8, 16]
@@ -99,7 +99,7 @@ class QuantDp(CodedExchange):
         adds_up = self.collective == "auto" and self.bits == 8 and workers <= AUTO_WORKERS and not self.checksum
         return "psum" if adds_up or self.bits == 16 else self.collective
 
-    def summands(self, vector: jax.Array, layout: Layout, step: jax.Array) -> tuple[jax.Array, jax.Array, int] | None:
+    def summands(self, vector: jax.Array, layout: Layout, step: jax.Array) -> Summands | None:
         workers = axis_size(self.axis_name)
         if self.way(workers) != "psum":
             return None
@@ -110,11 +110,12 @@ class QuantDp(CodedExchange):
                 f"collective='psum' must have room for a level of each worker in {self.bits} bits; got {workers} "
                 "workers. Pass collective='two_shot'."
             )
+        own, ok = codec.scale(vector)
         with jax.named_scope(EXCHANGE):
-            scale = lax.pmax(codec.scale(vector), self.axis_name)
+            scale = lax.pmax(own, self.axis_name)
         with jax.named_scope(ENCODE):
             codes = codec.draw(vector, scale, levels, 0).astype(jnp.int8 if self.bits == 8 else jnp.int16)
-        return codes, scale, levels
+        return Summands(codes, scale, levels, ok)
 
     def codecs(self, layout: Layout, step: jax.Array) -> tuple[Buckets, PartCodec]:
         first, second = rounding_keys(self.seed, step, lax.axis_index(self.axis_name))

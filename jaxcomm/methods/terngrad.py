@@ -20,7 +20,7 @@ from jaxcomm.methods.coded import CodedExchange
 from jaxcomm.numerics import divide
 from jaxcomm.scopes import EXCHANGE
 from jaxcomm.selectors.importance import moments, segment_max
-from jaxcomm.vectors import in_memory
+from jaxcomm.vectors import Stored, Vector
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +59,12 @@ class TernGrad(CodedExchange):
         first = Ternary(noise.make_key(self.seed, step, lax.axis_index(self.axis_name)))
         return first, Integers(axis_size(self.axis_name))
 
-    def scaled(self, vector: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
-        rows = vector.reshape(-1, BLOCK)
-        largest = segment_max(jnp.abs(vector), layout)  # (S,)
+    def scaled(self, vector: Vector, layout: Layout) -> tuple[Vector, jax.Array, jax.Array]:
+        values = vector.sum()
+        rows, largest = values.reshape(-1, BLOCK), segment_max(jnp.abs(values), layout)  # (S,)
+        is_ok = jnp.isfinite(2 * largest).all()  # with room for rounding
         if self.clip is not None:
-            unit, _, variance = moments(vector, layout)
+            unit, _, variance = moments(values, layout)
             bound = unit * (np.float32(self.clip) * jnp.sqrt(variance))
             largest = jnp.minimum(largest, bound)
             bound = layout.per_block(bound)[:, None]
@@ -72,7 +73,7 @@ class TernGrad(CodedExchange):
             scaler = lax.pmax(largest, self.axis_name)  # (S,)
         scales = layout.per_block(scaler)
         ratio = divide(rows, jnp.where(scales > 0, scales, 1.0)[:, None])
-        return in_memory(ratio.reshape(-1)), scales
+        return Stored(ratio.reshape(-1)), scales, is_ok
 
 
 terngrad = transformation(TernGrad)

@@ -6,11 +6,13 @@ Source: Cheng and Xu, "Bandwidth Reduction using Importance Weighted Pruning on 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxcomm import bits
 from jaxcomm.layout import BLOCK, Layout, in_blocks
-from jaxcomm.numerics import divide
+from jaxcomm.numerics import divide, magnitude_bits
 from jaxcomm.scopes import SELECT
+from jaxcomm.vectors import largest_of_each
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -22,13 +24,15 @@ def importance(vector: jax.Array, weights: jax.Array, eps: float) -> jax.Array:
 
 
 def segment_max(values: jax.Array, layout: Layout) -> jax.Array:
-    """Returns the largest value of every segment (n,): (S,); values are not negative."""
-    return jax.ops.segment_max(
-        jnp.max(in_blocks(values), axis=(1, 2)),
+    """Returns the largest value of every segment (n,), NaN if it has one: (S,) float32; values are not negative."""
+    # A maximum of the bits as integers, of which NaN is the largest: a maximum of floats may lose it.
+    largest = jax.ops.segment_max(
+        largest_of_each(magnitude_bits(values), BLOCK),
         layout.segment_of_block(),
         num_segments=len(layout.sizes),
         indices_are_sorted=True,
     )
+    return lax.bitcast_convert_type(largest, jnp.float32)
 
 
 def moments(vector: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -41,6 +41,14 @@ def test_bit_i_is_bit_i_modulo_32_of_word_i_over_32():
     assert np.asarray(bits.pack(jnp.asarray(mask))).tolist() == [1, 2, 1 << 31]
 
 
+def test_several_masks_are_packed_in_one_pass():
+    masks = np.random.default_rng(0).random((3, 32 * WORDS)) < [[0.1], [0.5], [1.0]]
+    packed = jax.jit(bits.pack_each)(*masks)
+    for mask, words, by_matrices in zip(masks, packed, bits._pack_each_by_matmul(*masks), strict=True):
+        np.testing.assert_array_equal(words, np.packbits(mask, bitorder="little").view(np.uint32))
+        np.testing.assert_array_equal(by_matrices, words)
+
+
 @pytest.mark.parametrize("shape", [(31,), (33,), (2, 32), ()])
 def test_what_is_not_a_row_of_whole_words_is_refused(shape):
     with pytest.raises(ValueError, match=r"n a multiple of 32; got shape .*. Flatten it, and pad it with False"):

@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm.vectors import computed_end_to_end, end_to_end, in_memory
+from jaxcomm.vectors import _in_rows, computed_end_to_end, end_to_end, in_memory, largest_of_each
 
 
 @pytest.mark.parametrize("join", [end_to_end, computed_end_to_end])
@@ -55,3 +55,11 @@ def test_what_is_in_memory_is_read_from_a_loop_that_xla_does_not_look_through(fi
     compiled = jax.jit(halves).lower(x).compile()
     assert compiled.as_text().count(" while(") == 1
     np.testing.assert_array_equal(compiled(x), np.square(x)[:32] - np.square(x)[32:])
+
+
+@pytest.mark.parametrize("size", [32, 96, 1024])
+def test_the_largest_of_each(size):
+    numbers = np.random.default_rng(size).integers(0, 2**32, 3 * size, dtype=np.uint32)
+    expected = numbers.reshape(3, size).max(1)
+    np.testing.assert_array_equal(jax.jit(largest_of_each, static_argnums=1)(numbers, size), expected)
+    np.testing.assert_array_equal(_in_rows(jnp.asarray(numbers), size), expected)  # on other platforms
