@@ -5,17 +5,21 @@
 Every host of a network lab is a process. All methods run in the same processes, one after another, and each at all
 rates. A step turns one gradient per worker (normal noise) into the workers' mean; the residual is reset between timed
 steps, so that every step selects from the same distribution. The thresholds of dct_dp are those of an earlier step, as
-in all but one of life_span steps; ms_refresh is the time of a step that renews them, or selects a core (slim_dp).
+in all but one of life_span steps; ms_refresh is the time of a step that refreshes them, or selects a core (slim_dp).
 sizes_moved is what the compiled program reads and writes in memory, counting both branches of every conditional, and
 sizes_held the most that it holds: gradient, state, result and temporaries. Both are in sizes of the gradient (4 bytes a
 parameter).
+
+With --rounds, the hosts are started anew that many times. A row then has the median of the rounds' medians, the least
+and the most of all steps, and the median, least and most of times_faster, which compares with the dense exchange of the
+same round.
 """
 
 import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,6 +87,8 @@ class Config:
     """Fraction of coordinates that the sparse methods do not send."""
     steps: int = 5
     """Timed steps of each method and rate."""
+    rounds: int = 1
+    """Runs of all hosts."""
     huge_pages: bool = False
     """Let glibc back large arrays with huge pages (GLIBC_TUNABLES), for all methods."""
     json: Path | None = None
@@ -108,6 +114,8 @@ class Record:
     ms_refresh: float | None
     times_fewer_bytes: float | None = None
     times_faster: float | None = None
+    times_faster_min: float | None = None
+    times_faster_max: float | None = None
 
 
 def main(config: Config) -> None:
@@ -115,11 +123,16 @@ def main(config: Config) -> None:
     chosen(config.method, config.sparsity)
     named(config.shapes)
     rates = check_run(config.rate, config.steps)
-    with Lab(config.hosts, rates[0]) as lab:
-        env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if config.huge_pages else {}
-        outputs = run_hosts(lab, "benchmarks.exchange", env)
-        records = merge_records([read_records(Record, text) for text in outputs], lab.isolated)
-    _compare_with_dense(records)
+    if config.rounds < 1:
+        raise ValueError(f"--rounds is at least 1, got {config.rounds}.")
+    env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if config.huge_pages else {}
+    rounds = []
+    for _ in range(config.rounds):
+        with Lab(config.hosts, rates[0]) as lab:
+            outputs = run_hosts(lab, "benchmarks.exchange", env)
+            rounds.append(merge_records([read_records(Record, text) for text in outputs], lab.isolated))
+        _compare_with_dense(rounds[-1])
+    records = over_rounds(rounds)
     print_table(
         f"Exchange of {count(named(config.shapes)):,} parameters, sparsity {config.sparsity}, {config.hosts} hosts",
         [dataclasses.asdict(record) for record in records],
@@ -134,6 +147,23 @@ def _compare_with_dense(records: list[Record]) -> None:
             record.times_faster = dense.ms_median / record.ms_median
             if record.bytes_compiled:
                 record.times_fewer_bytes = dense.bytes_compiled / record.bytes_compiled
+
+
+def over_rounds(rounds: Sequence[list[Record]]) -> list[Record]:
+    """Returns a record for each of a round's: the median of times, bytes and ratios, and their least and most."""
+    records = []
+    for same in zip(*rounds, strict=True):
+        numbers = {
+            name: statistics.median(values)
+            for name in ("ms_median", "bytes_kernel", "compile_s", "ms_refresh", "times_faster")
+            if None not in (values := [getattr(record, name) for record in same])
+        }
+        numbers |= {"ms_min": min(record.ms_min for record in same), "ms_max": max(record.ms_max for record in same)}
+        if "times_faster" in numbers:
+            ratios = [record.times_faster for record in same]
+            numbers |= {"times_faster_min": min(ratios), "times_faster_max": max(ratios)}
+        records.append(dataclasses.replace(same[0], **numbers))
+    return records
 
 
 def run_host(config: Config) -> None:

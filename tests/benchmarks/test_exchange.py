@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.exchange import Record, over_rounds
+
 ROOT = Path(__file__).parents[2]
 CAN_ISOLATE = (
     all(shutil.which(tool) for tool in ("ip", "tc", "unshare"))
@@ -56,6 +58,19 @@ def test_two_hosts_send_what_is_predicted(tmp_path):
         assert dense["bytes_kernel"] is None
 
 
+def test_rounds_give_medians_and_ratios_within_rounds():
+    def record(method, ms, ratio):
+        return Record(method, 2, "none", ms, ms - 1, ms + 1, None, 8.0, 8.0, 1.0, 1.0, 1.0, None, 1.0, ratio)
+
+    rounds = [
+        [record("plump_dp", ms, 1.0), record("topk", ms / ratio, ratio)] for ms, ratio in ((90, 2), (300, 3), (120, 6))
+    ]
+    dense, topk = over_rounds(rounds)
+    assert (dense.ms_median, dense.ms_min, dense.ms_max, dense.bytes_kernel) == (120, 89, 301, None)
+    assert (topk.ms_median, topk.ms_min, topk.ms_max) == (45, 19, 101)
+    assert (topk.times_faster, topk.times_faster_min, topk.times_faster_max) == (3, 2, 6)
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -65,6 +80,7 @@ def test_two_hosts_send_what_is_predicted(tmp_path):
         (["--rate", "none,fast"], ["rate must be a number with the unit", "got 'fast'"]),
         (["--hosts", "0"], ["hosts must be 1 to 64, got 0"]),
         (["--steps", "0"], ["--steps is at least 1, got 0"]),
+        (["--rounds", "0"], ["--rounds is at least 1, got 0"]),
         (["--sparsity", "1.0"], ["sparsity must be", "got 1.0"]),
     ],
 )
