@@ -58,11 +58,6 @@ def _to_floats(words: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(words, jnp.float32)
 
 
-def _has_room(scale: jax.Array) -> jax.Array:
-    """Returns whether all scales are finite, and so is what is read with them, after rounding: () bool."""
-    return jnp.isfinite(2 * scale).all()
-
-
 @dataclass(frozen=True)
 class Buckets:
     """Random rounding to 2^(b-1) - 1 levels of a bucket's scale, and a sign: b bits a value, 32 a bucket; unbiased.
@@ -106,9 +101,12 @@ class Buckets:
         if self.norm == "max":
             # A maximum of the bits as integers, of which NaN is the largest: a maximum of floats may lose it.
             scale = _to_floats(largest_of_each(magnitude_bits(values), self.bucket))
-            return scale, _has_room(scale)
-        scale = jnp.sqrt(jnp.sum(jnp.square(values.reshape(-1, self.bucket)), axis=1))
-        return scale, is_finite(values) & _has_room(scale)
+            ok = jnp.asarray(True)  # only finite scales are read as finite
+        else:
+            scale = jnp.sqrt(jnp.sum(jnp.square(values.reshape(-1, self.bucket)), axis=1))
+            ok = is_finite(values)
+        most = self.levels * (scale * np.float32(1 / self.levels))  # as it is read
+        return scale, ok & jnp.isfinite(most).all()
 
     def _in_buckets(self, values: jax.Array) -> jax.Array:
         """Cuts values (m,) into buckets (m / bucket, rows, columns), with a TPU's columns if they divide a bucket."""
@@ -249,7 +247,7 @@ class BlockSigns:
             x, x < 0, vector.broken(), cpu=_magnitudes_in_one_pass, default=_magnitudes_and_masks
         )
         scale = total / jnp.maximum(self._used(x.size, start).astype(jnp.float32), 1.0)
-        return [scale, negative], ~jnp.any(broken != 0) & _has_room(scale)
+        return [scale, negative], ~jnp.any(broken != 0) & jnp.isfinite(scale).all()
 
     def words(self, codes: Sequence[jax.Array]) -> jax.Array:
         """Writes the scales and then the signs; zeros as positive."""

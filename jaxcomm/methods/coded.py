@@ -25,7 +25,7 @@ class Summands(NamedTuple):
       codes: (n,) int8 or int16.
       scales: (m,) float32 of n / m numbers each, the same on all workers.
       unit: the integer that stands for a scale.
-      ok: () bool, whether the worker's vector is ok, and so will be the mean.
+      ok: () bool, whether the worker's vector is ok.
     """
 
     codes: jax.Array
@@ -72,7 +72,7 @@ class CodedExchange(Exchange):
     def scaled(self, vector: Vector, layout: Layout) -> tuple[Vector, jax.Array, jax.Array]:
         """Returns what to code, the scales (m,) of n / m numbers each for the mean, and whether the vector is ok.
 
-        The codec may find it broken as well. The mean of what is ok must be finite.
+        The codec may find it broken as well.
         """
         del layout
         return vector, jnp.ones(1, jnp.float32), jnp.asarray(True)
@@ -93,10 +93,11 @@ class CodedExchange(Exchange):
                 vector, scales, is_ok = self.scaled(x, layout)
                 codecs, axis_name, unit = self.codecs(layout, state.step), self.axis_name, 1
                 summed = coded_sum(vector, is_ok, *codecs, self.collective, axis_name, self.checksum)
-            factors = scales * np.float32(1 / (unit * axis_size(self.axis_name)))
+            most = unit * axis_size(self.axis_name)  # that a sum can be, in integers
+            factors = scales * np.float32(1 / most)
             mean = (summed.total(summed.ok).reshape(scales.size, -1) * factors[:, None]).reshape(-1)
             compressed = layout.as_leaves(layout.unflatten(mean))
-            ok = ok & summed.ok & is_finite_narrow(compressed)
+            ok = ok & summed.ok & jnp.isfinite(most * factors).all() & is_finite_narrow(compressed)
             means = layout.join(compressed, means)
             if residual is not None:
                 residual = jnp.where(ok, summed.residual()[None], residual)

@@ -62,7 +62,7 @@ class TernGrad(CodedExchange):
     def scaled(self, vector: Vector, layout: Layout) -> tuple[Vector, jax.Array, jax.Array]:
         values = vector.sum()
         rows, largest = values.reshape(-1, BLOCK), segment_max(jnp.abs(values), layout)  # (S,)
-        is_ok = jnp.isfinite(2 * largest).all()  # with room for rounding
+        is_ok = jnp.isfinite(largest).all()
         if self.clip is not None:
             unit, _, variance = moments(values, layout)
             bound = unit * (np.float32(self.clip) * jnp.sqrt(variance))
