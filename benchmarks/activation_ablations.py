@@ -46,7 +46,7 @@ class TopKGradientBoundary(Boundary):
         """
         if not isinstance(values_as, ValueCodec):
             raise ValueError(
-                f"value_dtype must be float32 or bfloat16 where a residual is kept, got {self.value_dtype!r}: use "
+                f"value_dtype must be float32 or bfloat16 where a residual is kept; got {self.value_dtype!r}. Use "
                 "dct_mp, which keeps none."
             )
         return LargestGradient(shape, dtype, values_as, k)

@@ -69,9 +69,11 @@ def main(config: Config) -> None:
     """Runs the hosts, prints the table, and writes it where asked."""
     rates = check_run(config.rate, config.steps)
     if config.stages not in CUTS:
-        raise ValueError(f"--stages is 2 or 3, where the paper cuts, got {config.stages}.")
+        raise ValueError(f"--stages must be 2 or 3, where the paper cuts; got {config.stages}.")
     if config.batch % config.micro_batches:
-        raise ValueError(f"--batch is a multiple of --micro-batches, got {config.batch} and {config.micro_batches}.")
+        raise ValueError(
+            f"--batch must be a multiple of --micro-batches; got {config.batch} and {config.micro_batches}."
+        )
     _boundaries(config)
     with Lab(config.stages, rates[0]) as lab:
         outputs = [read_records(Record, text) for text in run_hosts(lab, "benchmarks.boundary")]

@@ -77,7 +77,7 @@ def check_run(rate: str, steps: int) -> list[str]:
     for each in itertools.chain.from_iterable(rate.split("/") for rate in rates):
         parse_rate(each)
     if steps < 1:
-        raise ValueError(f"--steps is at least 1, got {steps}.")
+        raise ValueError(f"--steps must be at least 1; got {steps}.")
     return rates
 
 

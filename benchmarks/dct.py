@@ -144,12 +144,14 @@ class Config:
 def main(config: Config) -> None:
     """Trains all settings, prints the table, and writes it where asked."""
     if config.seeds < 1 or config.steps < 1:
-        raise ValueError(f"--seeds and --steps are at least 1, got {config.seeds} and {config.steps}.")
+        raise ValueError(f"--seeds and --steps must be at least 1; got {config.seeds} and {config.steps}.")
     chosen = [
         s for s in SETTINGS if s.system == "dense" or config.system in ("all", *s.system.split(" and "), s.system)
     ]
     if len(chosen) == 1:
-        raise ValueError(f"--system is one of {sorted({s.system for s in SETTINGS})}, or all, got {config.system!r}.")
+        raise ValueError(
+            f"--system must be one of {sorted({s.system for s in SETTINGS})}, or all; got {config.system!r}."
+        )
     from train.processes import prepare_jax
 
     prepare_jax(6)

@@ -78,16 +78,18 @@ def _checked(config: Config) -> tuple[list[int], list[float], list[int]]:
         kept = sorted({float(fraction) for fraction in config.kept.split(",")})
         publishers = sorted({int(r) for r in config.publishers.split(",")})
     except ValueError as error:
-        raise ValueError(f"--workers, --kept and --publishers are numbers separated by commas, got {error}.") from None
+        raise ValueError(
+            f"--workers, --kept and --publishers must be numbers separated by commas; got {error}."
+        ) from None
     if publishers[0] < 1 or publishers[-1] > workers[0] or not all(0 < fraction < 1 for fraction in kept):
         raise ValueError(
-            f"--workers are at least 1, --publishers from 1 to the fewest workers, --kept between 0 and 1, got "
+            "--workers must be at least 1, --publishers from 1 to the fewest workers, and --kept between 0 and 1; got "
             f"{config.workers}, {config.publishers} and {config.kept}."
         )
     if not (1 <= config.samples <= config.steps and config.rows >= 1) or workers[-1] * config.rows > 1347:
         raise ValueError(
-            f"--steps are at least --samples, --samples and --rows at least 1, and 1347 images are enough for all "
-            f"workers, got {config.steps}, {config.samples} and {config.rows} for {workers[-1]} workers."
+            "--steps must be at least --samples, --samples and --rows at least 1, and 1347 images enough for all "
+            f"workers; got {config.steps}, {config.samples} and {config.rows} for {workers[-1]} workers."
         )
     return workers, kept, publishers
 

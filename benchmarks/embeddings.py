@@ -98,10 +98,10 @@ def _checked(config: Config) -> list[int]:
     try:
         workers = [int(K) for K in config.workers.split(",")]
     except ValueError as error:
-        raise ValueError(f"--workers are numbers separated by commas, got {error}.") from None
+        raise ValueError(f"--workers must be numbers separated by commas; got {error}.") from None
     if min(workers) < 1 or config.batch < 1 or any(config.batch % K for K in workers):
         raise ValueError(
-            f"--workers are at least 1 and divide --batch evenly, got {config.workers} and {config.batch}: give others."
+            f"--workers must be at least 1 and divide --batch evenly; got {config.workers} and {config.batch}."
         )
     return workers
 

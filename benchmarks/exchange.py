@@ -5,10 +5,10 @@
 Every host of a network lab is a process. All methods run in the same processes, one after another, and each at all
 rates. A step turns one gradient per worker (normal noise) into the workers' mean; the residual is reset between timed
 steps, so that every step selects from the same distribution. The thresholds of dct_dp are those of an earlier step, as
-in all but one of life_span steps; ms_refresh is the time of a step that refreshes them, or selects a core (slim_dp).
-sizes_moved is what the compiled program reads and writes in memory, counting both branches of every conditional, and
-sizes_held the most that it holds: gradient, state, result and temporaries. Both are in sizes of the gradient (4 bytes a
-parameter).
+in a usual step; ms_refresh is the time of a step that refreshes them, or selects a core (slim_dp).
+sizes_moved is what a usual step of the compiled program reads from memory and writes to it (see
+`benchmarks.memory_traffic`), and sizes_held the most that it holds: gradient, state, result and temporaries. Both are
+in sizes of the gradient (4 bytes a parameter).
 
 With --rounds, the hosts are started anew that many times. A row then has the median of the rounds' medians, the least
 and the most of all steps, and the median, least and most of times_faster, which compares with the dense exchange of the
@@ -68,6 +68,8 @@ METHODS: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "naive": naive_topk,
 }
 
+USUAL_STEP = 65  # neither a power of two nor a multiple of a period: dct_dp refreshes in the steps 0, 1, 2, 4, 8, ...
+
 
 @dataclass(frozen=True)
 class Config:
@@ -124,7 +126,7 @@ def main(config: Config) -> None:
     named(config.shapes)
     rates = check_run(config.rate, config.steps)
     if config.rounds < 1:
-        raise ValueError(f"--rounds is at least 1, got {config.rounds}.")
+        raise ValueError(f"--rounds must be at least 1; got {config.rounds}.")
     env = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if config.huge_pages else {}
     rounds = []
     for _ in range(config.rounds):
@@ -201,7 +203,9 @@ def chosen(given: str, sparsity: float) -> list[str]:
     """
     methods = list(METHODS) if given == "all" else given.split(",")
     if unknown := [method for method in methods if method not in METHODS]:
-        raise ValueError(f"--method takes {', '.join(METHODS)}, got {', '.join(unknown)}: separate them by commas.")
+        raise ValueError(
+            f"--method must be some of {', '.join(METHODS)}; got {', '.join(unknown)}. Separate them by commas."
+        )
     for method in methods:
         METHODS[method](sparsity)
     return methods
@@ -213,6 +217,7 @@ def _time_method(
     import jax
     from jax.sharding import PartitionSpec as P
 
+    from benchmarks.memory_traffic import read_memory_traffic
     from jaxcomm.accounting.hlo import read_program
 
     tx = METHODS[method](config.sparsity)
@@ -234,7 +239,7 @@ def _time_method(
     sharded = jax.shard_map(exchange, mesh=mesh, in_specs=(P("data"), specs, updated), out_specs=(updated, specs))
     state, params = jax.jit(jax.shard_map(start, mesh=mesh, in_specs=P(), out_specs=(specs, updated)))(weights)
     reset = jax.jit(
-        lambda state: jax.tree.map(_zero_residual, state, is_leaf=_has_residual),
+        lambda state: jax.tree.map(make_usual, state, is_leaf=_has_residual),
         donate_argnums=0,
         # As the compiled step wants them: JAX places arrays without elements as it likes.
         out_shardings=jax.tree.map(lambda array: array.sharding, state),
@@ -245,7 +250,8 @@ def _time_method(
     lowered = jax.jit(sharded, donate_argnums=1).lower(gradients, state, params)
     compiled = lowered.compile()
     compile_s = time.perf_counter() - begin
-    compiled_bytes = float(read_program(compiled.as_text()).received)
+    text = compiled.as_text()
+    compiled_bytes = float(read_program(text).received)
     size, held = 4 * count([leaf.shape for leaf in weights]), compiled.memory_analysis()
     whole = held.argument_size_in_bytes + held.temp_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes
     predicted = jc.wire_report(tx, like, config.hosts).received
@@ -282,7 +288,7 @@ def _time_method(
                 bytes_predicted=predicted,
                 bytes_compiled=compiled_bytes,
                 compile_s=compile_s,
-                sizes_moved=compiled.cost_analysis()["bytes accessed"] / size,
+                sizes_moved=read_memory_traffic(text) / size,
                 sizes_held=whole / size,
                 ms_refresh=refresh,
             )
@@ -294,13 +300,14 @@ def _has_residual(node: Any) -> bool:
     return getattr(node, "residual", None) is not None
 
 
-def _zero_residual(node: Any) -> Any:
-    """Sets the residual to zero if the node is a state that has one."""
+def make_usual(node: Any) -> Any:
+    """Makes a state that has a residual that of a usual step: of zeros, and in another than the first steps."""
     import jax
 
     if not _has_residual(node):
         return node
-    return node.replace(residual=jax.tree.map(jax.numpy.zeros_like, node.residual))
+    residual = jax.tree.map(jax.numpy.zeros_like, node.residual)
+    return node.replace(residual=residual, step=jax.numpy.full_like(node.step, USUAL_STEP))
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ class Soaked:
             if self.wait(0.1) or time.monotonic() > deadline:
                 texts = "\n".join(result.stderr[-2000:] for result in self.results)
                 raise RuntimeError(
-                    f"the run must train on after every fault; got no step for {PATIENCE:g} s, or its end:\n{texts}"
+                    f"The run must train on after every fault; got no step for {PATIENCE:g} s, or its end:\n{texts}"
                 )
 
     def suffer(self, kind: str, host: int) -> float:
@@ -309,7 +309,7 @@ def soak(lab: Lab, config: Config, out: Path, say: Callable[[str], None]) -> tup
             due = time.monotonic() + chance.expovariate(1 / config.mtbf)
         run.stop()
         if not run.wait(PATIENCE) or any(result.returncode for result in run.results):
-            raise RuntimeError(f"the run must save and end with code 0 at SIGTERM; got {run.results}")
+            raise RuntimeError(f"The run must save and end with code 0 at SIGTERM; got {run.results}.")
     finally:
         run.stop()
     step = run.step()
@@ -339,9 +339,11 @@ def main(argv: Sequence[str]) -> int:
         check_file("--json", config.json)
         for name in ("minutes", "mtbf", "peer_timeout", "checkpoint_every"):
             if not 0 < getattr(config, name) < float("inf"):
-                raise ValueError(f"--{name.replace('_', '-')} is positive, got {getattr(config, name)}.")
+                raise ValueError(
+                    f"--{name.replace('_', '-')} must be positive and finite; got {getattr(config, name)}."
+                )
         if config.hosts < 2:
-            raise ValueError(f"--hosts is at least 2, got {config.hosts}: a run that survives has others.")
+            raise ValueError(f"--hosts must be at least 2, since a run that survives has others; got {config.hosts}.")
         with tempfile.TemporaryDirectory(prefix="jaxcomm-faults-") as folder, Lab(config.hosts, None) as lab:
             faults, summary = soak(lab, config, Path(folder), lambda line: print(line, flush=True))
     except (ValueError, OSError) as error:

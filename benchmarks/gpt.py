@@ -3,10 +3,11 @@
     python -m benchmarks.gpt --data-dir FOLDER --seeds 3 --json docs/data/gpt.json --figure docs/figures/gpt.png
     python -m benchmarks.gpt --data-dir FOLDER --hosts 4 --rate 100mbit --json docs/data/gpt.json
 
-The first command trains every method with simulated workers. All use Adam with the same settings, except Muon, and
-DeMo, whose updates are signs. Runs of the same seed have the same order of rows and the same initial parameters. What
---json has is not trained again. The text is what `configs/gpt_linux.py` or `gpt_stdlib` reads; the model is smaller
-than gpt_linux's, so that a run takes minutes.
+The first command trains every method with simulated workers; the dense exchange, with which the others are compared,
+is always among them. All use Adam with the same settings, except Muon, and DeMo, whose updates are signs. Runs of the
+same seed have the same order of rows and the same initial parameters. What --json has is not trained again. The text is
+what `configs/gpt_linux.py` or `gpt_stdlib` reads. The model is smaller than gpt_linux's, so that a run takes minutes;
+--layers 8 --width 256 is gpt_linux's.
 
 With --hosts it instead times training steps of the same model and rows on the hosts of `benchmarks.netlab`, and keeps
 the times in the same file. The first command then also shows the seconds of a run: its steps times their mean time.
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.control import Control, check_run, merge_records, print_record, read_records, run, run_hosts
+from benchmarks.control import Control, check_run, choose, merge_records, print_record, read_records, run, run_hosts
 from benchmarks.netlab import Lab
 from benchmarks.papers.report import Difference, draw
 from configs import CONFIGS
@@ -35,21 +36,21 @@ from train.tables import print_table, stdev
 
 METHODS: dict[str, Method] = {
     "dense": PlumpDp(),
-    "dense, bfloat16": PlumpDp(value_dtype="bfloat16"),
-    "topk, 99%": TopK(sparsity=0.99),
-    "dct_dp, 99%": DctDp(sparsity=0.99, life_span=100),
-    "powersgd, rank 4": PowerSgd(rank=4),
-    "local_sgd, H=10": LocalSgd(steps=10),
-    "sparse_loco, H=10": SparseLoco(steps=10),
-    "pulse_loco, H=10": LocalSgd(
+    "bfloat16": PlumpDp(value_dtype="bfloat16"),
+    "topk": TopK(sparsity=0.99),
+    "dct_dp": DctDp(sparsity=0.99, life_span=100),
+    "powersgd": PowerSgd(rank=4),
+    "local_sgd": LocalSgd(steps=10),
+    "sparse_loco": SparseLoco(steps=10),
+    "pulse_loco": LocalSgd(
         steps=10, exchange="pulse", exchange_sparsity=0.5, outer_learning_rate=1.0, outer_momentum=0.0
     ),
-    "dense, Muon": PlumpDp(),
-    "muloco, H=10": LocalSgd(steps=10),
-    "demo, k=32": Demo(k=32, sign_size=1.0),
+    "muon": PlumpDp(),
+    "muloco": LocalSgd(steps=10),
+    "demo": Demo(k=32, sign_size=1.0),
 }
 # The other methods use the experiment's optimizer.
-OPTIMIZERS: dict[str, Literal["sgd", "muon"]] = {"dense, Muon": "muon", "muloco, H=10": "muon", "demo, k=32": "sgd"}
+OPTIMIZERS: dict[str, Literal["sgd", "muon"]] = {"muon": "muon", "muloco": "muon", "demo": "sgd"}
 BOUNDARIES = {
     "dense": BoundaryFields(),
     "dct_mp, 90%": BoundaryFields(0.9),
@@ -64,6 +65,8 @@ class Config:
 
     experiment: str = "gpt_linux"
     """The text: gpt_linux, which you prepare, or gpt_stdlib."""
+    methods: str = ",".join(METHODS)
+    """Methods, separated by commas."""
     layers: int = 2
     """Layers of the model."""
     width: int = 128
@@ -131,14 +134,14 @@ def main(config: Config) -> None:
 def check(config: Config) -> None:
     """Raises ValueError for options that cannot work."""
     if config.experiment not in ("gpt_linux", "gpt_stdlib"):
-        raise ValueError(f"--experiment is gpt_linux or gpt_stdlib, got {config.experiment!r}.")
+        raise ValueError(f"--experiment must be gpt_linux or gpt_stdlib; got {config.experiment!r}.")
     for name in ("layers", "width", "batch", "workers", "evaluations", "seeds", "stages", "micro_batches"):
         if getattr(config, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is at least 1, got {getattr(config, name)}.")
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1; got {getattr(config, name)}.")
     if config.stages > 1 and (config.hosts or config.batch % config.micro_batches):
         raise ValueError(
-            f"--stages run on as many hosts, and --batch is a multiple of --micro-batches, got --hosts {config.hosts} "
-            f"and {config.batch} rows in {config.micro_batches}: leave --hosts out."
+            f"With --stages, --hosts must be 0 and --batch a multiple of --micro-batches; got --hosts {config.hosts} "
+            f"and {config.batch} rows in {config.micro_batches}. Leave --hosts out: stages run on as many hosts."
         )
     if config.steps < config.evaluations or config.hosts < 0:
         raise ValueError(
@@ -146,9 +149,10 @@ def check(config: Config) -> None:
             f"and {config.hosts}."
         )
     if len(check_run(config.rate, config.timed_steps)) > 1:
-        raise ValueError(f"--rate is one rate, got {config.rate}: run this once for each.")
+        raise ValueError(f"--rate must be one rate; got {config.rate}. Run this once for each.")
+    compared(config)
     if config.stages == 1 and config.batch % (config.hosts or config.workers):
-        raise ValueError(f"--batch is a multiple of the workers, or of the hosts, got {config.batch}.")
+        raise ValueError(f"--batch must be a multiple of the workers, or of the hosts; got {config.batch}.")
 
 
 def experiment_of(config: Config, name: str = "dense") -> Experiment:
@@ -175,8 +179,13 @@ def experiment_of(config: Config, name: str = "dense") -> Experiment:
 
 
 def compared(config: Config) -> dict[str, Method]:
-    """Returns the methods; with stages, the dense method for every boundary."""
-    return METHODS if config.stages == 1 else dict.fromkeys(BOUNDARIES, METHODS["dense"])
+    """Returns the methods, the dense one first; with stages, the dense method for every boundary."""
+    if config.stages == 1:
+        names = config.methods.split(",")
+        return choose(METHODS, ["dense", *(name for name in names if name != "dense")])
+    if config.methods != Config.methods:
+        raise ValueError(f"With --stages, --methods must be left out; got {config.methods}. Boundaries are compared.")
+    return dict.fromkeys(BOUNDARIES, METHODS["dense"])
 
 
 def train_methods(config: Config, records: Records) -> None:

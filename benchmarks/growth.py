@@ -82,11 +82,11 @@ def _sweeps(config: Config) -> dict[str, list[tuple[int, int, float]]]:
         hosts = sorted({int(K) for K in config.hosts.split(",")})
         densities = sorted({float(density) for density in config.density.split(",")})
     except ValueError as error:
-        raise ValueError(f"--sizes, --hosts and --density are numbers separated by commas, got {error}.") from None
+        raise ValueError(f"--sizes, --hosts and --density must be numbers separated by commas; got {error}.") from None
     if sizes[0] < 1 or hosts[0] < 2 or config.size < 1 or not 0 < densities[0] <= densities[-1] < 1:
         raise ValueError(
-            f"--sizes and --size are at least 1, --hosts at least 2, --density between 0 and 1, got {config.sizes}, "
-            f"{config.size}, {config.hosts} and {config.density}."
+            "--sizes and --size must be at least 1, --hosts at least 2, and --density between 0 and 1; got "
+            f"{config.sizes}, {config.size}, {config.hosts} and {config.density}."
         )
     size = int(config.size)
     return {

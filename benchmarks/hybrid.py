@@ -113,14 +113,14 @@ def _checked(config: Config) -> list[int]:
     try:
         workers = [int(K) for K in config.devices.split(",")]
     except ValueError as error:
-        raise ValueError(f"--devices are numbers separated by commas, got {error}.") from None
+        raise ValueError(f"--devices must be numbers separated by commas; got {error}.") from None
     if min(workers) < 2 or any(config.batch % K for K in workers) or config.batch < 1:
         raise ValueError(
-            f"--devices are at least 2 and divide --batch evenly, got {config.devices} and {config.batch}: nothing is "
-            "sent by one."
+            f"--devices must be at least 2 and divide --batch evenly; got {config.devices} and {config.batch}. One "
+            "device sends nothing."
         )
     if config.image < 63:
-        raise ValueError(f"--image is at least 63, or AlexNet's poolings leave nothing, got {config.image}.")
+        raise ValueError(f"--image must be at least 63, or AlexNet's poolings leave nothing; got {config.image}.")
     return workers
 
 

@@ -92,11 +92,11 @@ def check(config: Config) -> None:
     import jaxcomm as jc
 
     if len(check_run(config.rate, config.steps)) > 1:
-        raise ValueError(f"--rate is one rate, got {config.rate}: run this once for each.")
+        raise ValueError(f"--rate must be one rate; got {config.rate}. Run this once for each.")
     if config.workers < 2 or config.stages not in CUTS or config.batch < 1 or config.batch % config.workers:
         raise ValueError(
-            "--workers is at least 2 and divides --batch evenly, and --stages is 2 or 3, got "
-            f"{config.workers}, {config.batch} and {config.stages}: 2, 2048 and 2, say."
+            "--workers must be at least 2 and divide --batch evenly, and --stages must be 2 or 3; got "
+            f"{config.workers}, {config.batch} and {config.stages}. Give 2, 2048 and 2, say."
         )
     jc.dct_mp(config.boundary_sparsity)
     jc.dct_dp(config.sparsity)

@@ -55,7 +55,7 @@ def time_layouts(config: "Config", workers: Sequence[int]) -> None:
     """
     records: list[Record] = []
     if len(check_run(config.rate, config.steps)) > 1:
-        raise ValueError(f"--rate is one rate, got {config.rate}: run this once for each.")
+        raise ValueError(f"--rate must be one rate; got {config.rate}. Run this once for each.")
     for K in workers:
         with Lab(K, config.rate) as lab:
             hosts = [read_records(Record, text) for text in run_hosts(lab, "benchmarks.hybrid")]

@@ -127,10 +127,14 @@ def check(config: Config) -> tuple[list[Shape], list[int], list[str]]:
     counts = [_count(text) for text in config.hosts.split(",")]
     rates = check_run(config.rate, config.steps)
     if config.crossover and len(layers) > 1:
-        raise ValueError(f"A crossover is one layer's, got --layers {config.layers}: give one, such as {SMALL}.")
+        raise ValueError(
+            f"--layers must be one layer with --crossover; got {config.layers}. Give one, such as {SMALL}."
+        )
     for count in counts:
         if not config.crossover and (config.batch < count or config.batch % count):
-            raise ValueError(f"--batch is a multiple of the number of hosts, got {config.batch} for {count} hosts.")
+            raise ValueError(
+                f"--batch must be a multiple of the number of hosts; got {config.batch} for {count} hosts."
+            )
     return layers, counts, rates
 
 
@@ -144,7 +148,9 @@ def parse_layers(text: str) -> list[Shape]:
     for part in text.split(","):
         match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part.strip())
         if match is None:
-            raise ValueError(f"--layers is inputs x outputs, separated by commas, got {part!r}: such as {ALEXNET}.")
+            raise ValueError(
+                f"--layers must be inputs x outputs, separated by commas; got {part!r}. Give {ALEXNET}, say."
+            )
         shapes.append((int(match[1]), int(match[2])))
     return shapes
 
@@ -312,7 +318,7 @@ def _name(shape: Shape) -> str:
 
 def _count(text: str) -> int:
     if not text.strip().isdigit() or int(text) < 1:
-        raise ValueError(f"--hosts is integers of at least 1, separated by commas, got {text!r}.")
+        raise ValueError(f"--hosts must be integers of at least 1, separated by commas; got {text!r}.")
     return int(text)
 
 

@@ -70,7 +70,7 @@ def main(config: Config) -> None:
     prepare_jax(8)
     records = []
     if unknown := set(config.twins.split(",")) - set(TWINS):
-        raise ValueError(f"--twins are of {', '.join(TWINS)}, got {', '.join(sorted(unknown))}.")
+        raise ValueError(f"--twins must be some of {', '.join(TWINS)}; got {', '.join(sorted(unknown))}.")
     for twin in config.twins.split(","):
         records.append({"model": twin} | compare(twin, config))
         print(records[-1], file=sys.stderr, flush=True)

@@ -98,7 +98,7 @@ class Lab:
 
     def __init__(self, hosts: int, rate: str | None):
         if not 1 <= hosts <= MAX_HOSTS:
-            raise ValueError(f"hosts must be 1 to {MAX_HOSTS}, got {hosts}; change --hosts")
+            raise ValueError(f"hosts must be 1 to {MAX_HOSTS}; got {hosts}. Change --hosts.")
         self.hosts = hosts
         self.isolated = False
         self._bits = parse_rates(rate, hosts)
@@ -236,11 +236,13 @@ class Lab:
         environment = {**os.environ, **(env or {})}
         if not argv or shutil.which(argv[0], path=environment.get("PATH")) is None:
             raise ValueError(
-                f"the command must name a program, got {' '.join(argv)!r}; write it after `--`, for"
-                " example `python -m benchmarks.netlab --hosts 4 -- python -m train`"
+                f"The command must name a program; got {' '.join(argv)!r}. Write it after `--`, for example `python -m "
+                "benchmarks.netlab --hosts 4 -- python -m train`."
             )
         if not self._open:
-            raise RuntimeError("a lab runs commands while open; write `with Lab(...) as lab:`")
+            raise RuntimeError(
+                "A lab must be open to run commands; got one that is not. Write `with Lab(...) as lab:`."
+            )
         interface = "eth0" if self.isolated else "lo"
         environment |= {
             "JAXCOMM_COORDINATOR": f"{ADDRESSES[0]}:{PORT}" if self.isolated else _free_port(),
@@ -294,8 +296,8 @@ def parse_rate(rate: str | None) -> int | None:
     bits = round(float(match[1]) * _FACTORS[match[2]]) if match else 0
     if not 10**3 <= bits <= 10**11:
         raise ValueError(
-            "rate must be a number with the unit bit, kbit, mbit or gbit, from 1kbit to 100gbit,"
-            f" got {rate!r}; write for example '100mbit', or 'none' for no limit"
+            f"rate must be a number with the unit bit, kbit, mbit or gbit, from 1kbit to 100gbit; got {rate!r}. Write "
+            "for example '100mbit', or 'none' for no limit."
         )
     return bits
 
@@ -304,7 +306,7 @@ def parse_rates(rate: str | None, hosts: int) -> list[int | None]:
     """Returns the bits per second of every host's link; see `Lab`. More rates than hosts raise `ValueError`."""
     bits = [parse_rate(each) for each in ("none" if rate is None else rate).split("/")]
     if len(bits) > hosts:
-        raise ValueError(f"a lab has at most a rate for every host, got {rate!r} for {hosts}; leave some out")
+        raise ValueError(f"rate must name at most one rate for every host; got {rate!r} for {hosts}. Leave some out.")
     return bits + bits[-1:] * (hosts - len(bits))
 
 

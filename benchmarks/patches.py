@@ -37,7 +37,7 @@ def main(config: Config) -> None:
     """Prints the table."""
     shown = [int(step) for step in config.steps.split(",")]
     if config.n < 1 or min(shown) < 1:
-        raise ValueError(f"--n and --steps are at least 1, got {config.n} and {config.steps}.")
+        raise ValueError(f"--n and --steps must be at least 1; got {config.n} and {config.steps}.")
     rows = [row for row in measure(config, max(shown)) if row["step"] in shown]
     print_table(f"{config.n:,} weights, Adam with {config.learning_rate:g}: a patch from the step before", rows)
     write_records(config.json, rows)

@@ -37,8 +37,8 @@ def main(config: Config) -> None:
     """Prints both tables."""
     if not 0 < config.density < 1 or config.n < 1024 or config.repeats < 1:
         raise ValueError(
-            f"--density is between 0 and 1, --n at least 1024, --repeats at least 1, got {config.density}, {config.n}, "
-            f"{config.repeats}."
+            f"--density must be between 0 and 1, --n at least 1024 and --repeats at least 1; got {config.density}, "
+            f"{config.n} and {config.repeats}."
         )
     import jax
 

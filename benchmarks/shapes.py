@@ -110,8 +110,8 @@ def named(name: str) -> list[tuple[int, ...]]:
         size = 0
     if size < 1:
         raise ValueError(
-            f"shapes is one of {', '.join(MODELS)}, or a number of elements of at least 1, got {name!r}: try --shapes "
-            "1e6."
+            f"--shapes must be one of {', '.join(MODELS)}, or a number of elements of at least 1; got {name!r}. Try "
+            "--shapes 1e6."
         )
     return [(size,)]
 

@@ -49,7 +49,7 @@ class Record:
 def main(config: Config) -> None:
     """Prints the table, and writes it where asked."""
     if config.repeats < 2:
-        raise ValueError(f"--repeats is at least 2, got {config.repeats}: the first does not count.")
+        raise ValueError(f"--repeats must be at least 2, since the first does not count; got {config.repeats}.")
     records = [Record(name, **spread(_times(command, config.repeats))) for name, command in COMMANDS.items()]
     with tempfile.TemporaryDirectory() as scratch:
         times = [_ms([*JOB, "--out", f"{scratch}/{number}"]) for number in range(config.repeats)]

@@ -71,7 +71,7 @@ def main(config: Config) -> None:
         return
     methods = chosen(config.method, config.sparsity)
     if config.slices < 1:
-        raise ValueError(f"--slices is at least 1, got {config.slices}.")
+        raise ValueError(f"--slices must be at least 1; got {config.slices}.")
     shapes = named(config.shapes)
     mesh = described(config.topology, config.slices)
     records = []
@@ -103,8 +103,8 @@ def described(topology: str, slices: int) -> Any:
     except (jax.errors.JaxRuntimeError, RuntimeError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[-1]
         raise ValueError(
-            f"TPUs must be known to the compiler of the extra tpu, got {topology!r}: {reason}. Install the extra, "
-            "pip install 'jaxcomm[tpu]', and name a topology such as v5e:2x2."
+            f"TPUs must be known to the compiler of the extra tpu; got {topology!r}: {reason}. Install the extra, pip "
+            "install 'jaxcomm[tpu]', and name a topology such as v5e:2x2."
         ) from error
     devices = np.array(sorted(devices, key=lambda device: (getattr(device, "slice_index", 0), device.id)))
     if slices == 1:

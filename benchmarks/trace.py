@@ -34,8 +34,8 @@ def _counts(interface: str, counters: IO[str] | None = None) -> list[int]:
     counts = {name.strip(): values for name, _, values in (row.partition(":") for row in rows)}
     if interface not in counts:
         raise ValueError(
-            f"interface must be one of {', '.join(sorted(counts))}, got {interface!r}; a lab gives"
-            " its processes theirs as NETLAB_INTERFACE"
+            f"interface must be one of {', '.join(sorted(counts))}; got {interface!r}. A lab gives its processes "
+            "theirs as NETLAB_INTERFACE."
         )
     return [int(value) for value in counts[interface].split()]
 

@@ -64,5 +64,5 @@ def take_config(argv: Sequence[str]) -> tuple[Experiment, list[str]]:
     if name not in CONFIGS:
         close = difflib.get_close_matches(name, CONFIGS, n=1)
         guess = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"An experiment is one of {', '.join(CONFIGS)}, got {name!r}{guess}.")
+        raise ValueError(f"An experiment must be one of {', '.join(CONFIGS)}; got {name!r}{guess}.")
     return CONFIGS[name], args

@@ -189,16 +189,18 @@ def check(experiment: Experiment, num_processes: int) -> None:
     counts = (*counts, "model_parallel", "fsdp")
     for name in (*counts, "beam", "max_skipped"):
         if getattr(experiment, name) < 1:
-            raise ValueError(f"{_option(name)} is at least 1, got {getattr(experiment, name)}: give a positive number.")
+            raise ValueError(f"{_option(name)} must be at least 1; got {getattr(experiment, name)}.")
     if experiment.stop_after is not None and experiment.stop_after < 1:
-        raise ValueError(f"--stop-after is at least 1, got {experiment.stop_after}: give a positive number, or none.")
+        raise ValueError(
+            f"--stop-after must be at least 1; got {experiment.stop_after}. Give a positive number, or none."
+        )
     _check_numbers(experiment)
     _check_min_workers(experiment)
     _check_delay(experiment)
     if experiment.warmup_steps >= experiment.steps:
         raise ValueError(
-            f"--warmup-steps is less than --steps, got {experiment.warmup_steps} of {experiment.steps}: warm up for "
-            "fewer steps, or train for more."
+            f"--warmup-steps must be less than --steps; got {experiment.warmup_steps} of {experiment.steps}. Warm up "
+            "for fewer steps, or train for more."
         )
     drops = (0, *experiment.drop_at)
     rises = all(before < after for before, after in pairwise(drops))
@@ -209,8 +211,8 @@ def check(experiment: Experiment, num_processes: int) -> None:
         )
     if experiment.drop_at and experiment.drop_at[0] <= experiment.warmup_steps:
         raise ValueError(
-            f"The first drop comes after the warm-up, got --drop-at {experiment.drop_at[0]} with --warmup-steps "
-            f"{experiment.warmup_steps}: drop later, or warm up for fewer steps."
+            f"The first drop must come after the warm-up; got --drop-at {experiment.drop_at[0]} with --warmup-steps "
+            f"{experiment.warmup_steps}. Drop later, or warm up for fewer steps."
         )
     for name, what in (("dense_layers", "Dense layers"), ("embeddings", "Embedding tables")):
         way = getattr(experiment, name)
@@ -256,27 +258,27 @@ def check(experiment: Experiment, num_processes: int) -> None:
         )
     if experiment.workers % experiment.slices:
         raise ValueError(
-            f"--workers is a multiple of --slices, got {experiment.workers} in {experiment.slices} slices: every slice "
-            "has the same number of workers."
+            "--workers must be a multiple of --slices, since every slice has the same number of workers; got "
+            f"{experiment.workers} in {experiment.slices} slices."
         )
     rows = experiment.workers * experiment.micro_batches
     if experiment.micro_batches > 1 and experiment.global_batch % rows:
         raise ValueError(
-            f"--global-batch is a multiple of workers and micro-batches, got {experiment.global_batch} for "
-            f"{experiment.workers} * {experiment.micro_batches}: try {-(-experiment.global_batch // rows) * rows}."
+            f"--global-batch must be a multiple of --workers times --micro-batches; got {experiment.global_batch} for "
+            f"{experiment.workers} * {experiment.micro_batches}. Try {-(-experiment.global_batch // rows) * rows}."
         )
     rows = experiment.workers * experiment.fsdp
     if experiment.global_batch % rows:
         times = "" if experiment.fsdp == 1 else f" * {experiment.fsdp}"
         raise ValueError(
-            f"--global-batch is a multiple of --workers{' times --fsdp' if times else ''}, got "
-            f"{experiment.global_batch} for {experiment.workers}{times}: try "
+            f"--global-batch must be a multiple of --workers{' times --fsdp' if times else ''}; got "
+            f"{experiment.global_batch} for {experiment.workers}{times}. Try "
             f"{-(-experiment.global_batch // rows) * rows}."
         )
     if experiment.stages * experiment.model_parallel * experiment.fsdp == 1 and experiment.workers % num_processes:
         raise ValueError(
-            f"--workers is a multiple of the number of processes, got {experiment.workers} for {num_processes}: "
-            "every process runs the same number of workers."
+            "--workers must be a multiple of the number of processes, since every process runs the same number of "
+            f"workers; got {experiment.workers} for {num_processes}."
         )
     rows, devices = experiment.workers * experiment.fsdp, experiment.devices
     if devices % num_processes or (rows % num_processes and num_processes % rows):
@@ -296,11 +298,11 @@ def _check_numbers(experiment: Experiment) -> None:
         ("weight_decay", math.inf, "finite", "0.0001 is usual, 0 is none"),
         ("label_smoothing", 1, "below 1", "0.1 is usual, 0 is none"),
         ("warmup_steps", math.inf, "finite", "0 is no warm-up"),
-        ("seed", 2**32, "below 2**32", "any such number will do"),
+        ("seed", 2**32, "below 2**32", "Any such number will do"),
     ):
         value = getattr(experiment, name)
         if not 0 <= value < below:
-            raise ValueError(f"{_option(name)} is at least 0 and {limit}, got {value}: {remedy}.")
+            raise ValueError(f"{_option(name)} must be at least 0 and {limit}; got {value}. {remedy}.")
 
 
 def _check_delay(experiment: Experiment) -> None:
@@ -327,8 +329,9 @@ def _check_min_workers(experiment: Experiment) -> None:
         return
     if not 1 <= fewest <= experiment.workers or not experiment.restarts:
         raise ValueError(
-            f"--min-workers is at least 1 and at most --workers, and goes with --restarts, got {fewest} of "
-            f"{experiment.workers} with --restarts {experiment.restarts}: give --restarts 10, say, or leave it out."
+            f"--min-workers must be at least 1 and at most --workers, and go with --restarts; got {fewest} of "
+            f"{experiment.workers} with --restarts {experiment.restarts}. Give --restarts 10, say, or leave "
+            "--min-workers out."
         )
     whole = {"stages": 1, "slices": 1, "model_parallel": 1, "fsdp": 1}
     parts = [f"{_option(name)} {getattr(experiment, name)}" for name in whole if getattr(experiment, name) != 1]

@@ -242,7 +242,7 @@ class LocalSgd(_LocalSteps):
         axis, sparsity = self.axis_name, self.exchange_sparsity
         if sparsity is None:
             holds = self.exchange == "topk"
-            check_range("exchange_sparsity", sparsity, "given with exchange='pulse'", holds, "take 0.95, say")
+            check_range("exchange_sparsity", sparsity, "given with exchange='pulse'", holds, "Take 0.95, say")
             inner = methods.plump_dp(axis_name=axis)
         elif self.exchange == "topk":
             inner = methods.topk(sparsity, axis_name=axis)

@@ -4,9 +4,18 @@ from numbers import Real
 
 
 def check_range(name: str, value: object, rule: str, holds: bool, remedy: str) -> None:
-    """Raises a ValueError with the rule, the value and the remedy unless the rule holds."""
+    """Raises a ValueError with the rule, the value and the remedy unless the rule holds.
+
+    Args:
+      name: of the argument.
+      value: the argument.
+      rule: what follows "must be".
+      holds: whether the rule holds.
+      remedy: a sentence of its own, as it is to be read: it begins with a capital letter, or with a value or the name
+        of an argument as it is written in code, and has no full stop at the end.
+    """
     if not holds:
-        raise ValueError(f"{name} must be {rule}, got {value!r}: {remedy}.")
+        raise ValueError(f"{name} must be {rule}; got {value!r}. {remedy}.")
 
 
 def check_sparsity(sparsity: float) -> None:
@@ -16,11 +25,11 @@ def check_sparsity(sparsity: float) -> None:
         sparsity,
         "at least 0 and below 1 (the fraction of coordinates that is not sent)",
         isinstance(sparsity, Real) and 0 <= sparsity < 1,
-        "use 0.99 to send 1%, or plump_dp to send everything",
+        "Use 0.99 to send 1%, or plump_dp to send everything",
     )
 
 
 def check_count(name: str, value: int, least: int, remedy: str) -> None:
-    """Checks an integer that has a least value."""
+    """Checks an integer that has a least value; see `check_range` for the remedy."""
     is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
     check_range(name, value, f"an integer of at least {least}", is_count, remedy)

@@ -173,7 +173,7 @@ class Exchange:
             )
         kinds = ("float32", "bfloat16") if self.keeps_residual else ("float32",)
         rule = " or ".join(kinds) + ("" if self.keeps_residual else f" for {self.name}, which keeps no residual itself")
-        remedy = "bfloat16 halves its memory" if self.keeps_residual else "pass it to the exchange that has one"
+        remedy = "bfloat16 halves its memory" if self.keeps_residual else "Pass it to the exchange that has one"
         check_range("residual_dtype", self.residual_dtype, rule, self.residual_dtype in kinds, remedy)
 
     # What the rest of the library asks of a method.

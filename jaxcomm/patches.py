@@ -48,12 +48,12 @@ def pack_patch(old: Any, new: Any, dtype: Any = jnp.bfloat16) -> bytes:
     """
     dtype = jnp.dtype(dtype)
     holds = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize in (2, 4)
-    check_range("dtype", dtype.name, "a floating type of 16 or 32 bits", holds, "pass jnp.bfloat16")
+    check_range("dtype", dtype.name, "a floating type of 16 or 32 bits", holds, "Pass jnp.bfloat16")
     before, after = _bits(old, dtype), _bits(new, dtype)
     shapes = _fingerprint(old), _fingerprint(new)
     if shapes[0] != shapes[1]:
         raise ValueError(
-            "old and new must have the same tree and shapes, got different ones: pass weights of one model."
+            "old and new must have the same tree and shapes; got different ones. Pass weights of one model."
         )
     body = b""
     for start in range(0, before.size, _LENGTH):
@@ -78,24 +78,24 @@ def apply_patch(old: Any, patch: bytes) -> Any:
     """
     if patch[:4] != _MAGIC or len(patch) < _HEADER.size or zlib.crc32(patch[8:]) != _HEADER.unpack_from(patch)[1]:
         raise ValueError(
-            f"patch must be the whole output of pack_patch, of version {_MAGIC.decode()}, got {len(patch)} bytes that "
-            "are not: fetch it again, with the same version of jaxcomm on both sides."
+            f"patch must be the whole output of pack_patch, of version {_MAGIC.decode()}; got {len(patch)} bytes that "
+            "are not. Fetch it again, with the same version of jaxcomm on both sides."
         )
     _, _, name, fingerprint, digest, new_digest = _HEADER.unpack_from(patch)
     if _fingerprint(old) != fingerprint:
-        raise ValueError("old must have the tree and the shapes of the patch, got others: pass weights of its model.")
+        raise ValueError("old must have the tree and the shapes of the patch; got others. Pass weights of its model.")
     dtype = jnp.dtype(name.rstrip(b"\0").decode())
     words = _bits(old, dtype)
     if _digest(words) != digest:
         raise ValueError(
-            "old must be the weights that the patch was packed against, got others: apply patches in their order, none "
+            "old must be the weights that the patch was packed against; got others. Apply patches in their order, none "
             "twice, or fetch whole weights."
         )
     at = _HEADER.size
     for start in range(0, words.size, _LENGTH):
         at = _apply_part(words[start : start + _LENGTH], patch, at)
     if _digest(words) != new_digest:
-        raise ValueError("The patched weights must be the new ones, got others: fetch whole weights.")
+        raise ValueError("The patched weights must be the new ones; got others. Fetch whole weights.")
     leaves, tree = jax.tree.flatten(old)
     ends = np.cumsum([np.size(leaf) for leaf in leaves])[:-1]
     return tree.unflatten(
@@ -107,8 +107,8 @@ def _bits(tree: Any, dtype: Any) -> np.ndarray:
     """Returns a new array of the bits of all weights, cast: (n,) uint16 or uint32."""
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     kinds = {leaf.dtype.name for leaf in leaves if not jnp.issubdtype(leaf.dtype, jnp.floating)}
-    check_range("The weights", sorted(kinds), "of real floating types", not kinds, "leave the others out")
-    check_range("The weights", tree, "at least one array", bool(leaves), "pass the parameters of a model")
+    check_range("The weights", sorted(kinds), "of real floating types", not kinds, "Leave the others out")
+    check_range("The weights", tree, "at least one array", bool(leaves), "Pass the parameters of a model")
     unsigned = np.dtype(f"u{dtype.itemsize}")
     return np.concatenate([leaf.astype(dtype, copy=False).reshape(-1).view(unsigned) for leaf in leaves])
 

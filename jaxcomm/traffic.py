@@ -110,8 +110,8 @@ class Program:
         """
         if any(not traffic.axes and traffic.workers > 1 for _, traffic in self.operations()):
             raise ValueError(
-                f"The axes of collectives are known of traced programs, and of compiled text with a mesh; got neither "
-                f"for {axes}. Ask wire_report or step_report."
+                "Collectives must be of a traced program, or of compiled text with a mesh, for their axes to be known; "
+                f"got neither for {axes}. Ask wire_report or step_report."
             )
         part = Program([traffic for traffic in self.always if set(axes) & set(traffic.axes)])
         for branches in self.conditionals:

@@ -151,12 +151,12 @@ def make_train_step(
         if specs is not None or auto or lookups or has_aux or has_state or accumulate != 1 or rng is not None:
             raise ValueError(
                 "specs, auto, lookups, has_aux, has_state, accumulate and rng must not be given with a Pipeline, which "
-                "has its own. Pass micro_batches= and the rest to the Pipeline."
+                "has its own; got some of them. Pass micro_batches= and the rest to the Pipeline."
             )
         return PipelineStep(loss_fn, tx, mesh, axis_name, stage_axis, settings)
     loss = loss_of(loss_fn, has_aux, has_state, axis_name)
     if lookups and specs is None:
-        raise ValueError("lookups must go with specs=, which say how the tables are sharded. Give both.")
+        raise ValueError("lookups must go with specs=, which say how the tables are sharded; got no specs=. Give both.")
     if auto and specs is None:
         raise ValueError(f"auto must go with specs=, which say how parameters are sharded along it; got auto={auto}.")
     workers = axis_names(axis_name)

@@ -2,7 +2,7 @@
 # shellcheck shell=bash
 
 if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then
-  echo "${0##*/} needs bash 4.4 or newer, got $BASH_VERSION: run it with a newer one." >&2
+  echo "${0##*/} must run in bash 4.4 or newer; got $BASH_VERSION. Run it with a newer one." >&2
   exit 2
 fi
 shopt -s inherit_errexit # set -e also applies inside $(...)
@@ -43,32 +43,33 @@ act() {
 # Refuses to go on while a variable is empty: need NAME MEANING [NAME MEANING ...].
 need() {
   while [ $# -gt 0 ]; do
-    [ -n "${!1:-}" ] || die "$1 is the $2, and is not set: set it in the environment (docs/launching.md lists all)."
+    [ -n "${!1:-}" ] || die "$1 must be the $2; got nothing. Set it in the environment (docs/launching.md lists all)."
     shift 2
   done
 }
 
 # Refuses a value that is not a whole number of at least 1: need_count NAME.
 need_count() {
-  [[ ${!1} =~ ^[1-9][0-9]*$ ]] || die "$1 is a whole number of at least 1, got '${!1}': set it to 2, say."
+  [[ ${!1} =~ ^[1-9][0-9]*$ ]] || die "$1 must be a whole number of at least 1; got '${!1}'. Set it to 2, say."
 }
 
 # A run's name becomes part of file names on every worker.
 need_run_name() {
   [[ $1 =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] ||
-    die "A run's name is letters, digits, '.', '_' and '-', got '$1': give another with --run."
+    die "A run's name must be letters, digits, '.', '_' and '-'; got '$1'. Give another with --run."
 }
 
 # A TPU's name is an argument of gcloud; if it began with '-', it would be read as an option.
 need_tpu_name() {
+  local rule="be letters, digits and '-', and begin with no '-'"
   [[ $JAXCOMM_TPU_NAME =~ ^[A-Za-z0-9][A-Za-z0-9-]*$ ]] ||
-    die "JAXCOMM_TPU_NAME is letters, digits and '-', and begins with no '-', got '$JAXCOMM_TPU_NAME': choose another."
+    die "JAXCOMM_TPU_NAME must $rule; got '$JAXCOMM_TPU_NAME'. Choose another."
 }
 
 # A folder on the workers is part of remote commands and of scp's destination, which quote differently.
 need_folder() {
   [[ ${!1} =~ ^[A-Za-z0-9._/-]+$ && ${!1} != -* ]] ||
-    die "$1 is a path of letters, digits, '.', '_', '/' and '-', got '${!1}': choose another."
+    die "$1 must be a path of letters, digits, '.', '_', '/' and '-'; got '${!1}'. Choose another."
 }
 
 # Sets `file` to a new, empty file that nobody else could have made, and removes it when the script ends. A dry run
@@ -151,7 +152,7 @@ ssh_options=(-o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=4
 # Reads a file of hosts: sets `hosts`, in ssh's form, and `coordinator`, the address of the first.
 read_hosts() {
   local line words number=0
-  [ -r "$1" ] || die "There is no file of hosts '$1' that can be read."
+  [ -r "$1" ] || die "The file of hosts must be one that can be read; got '$1'."
   hosts=()
   coordinator=
   while IFS= read -r line || [ -n "$line" ]; do
@@ -160,15 +161,15 @@ read_hosts() {
     case ${#words[@]} in
       0) continue ;;
       1 | 2) ;;
-      *) die "Line $number of $1 is a host and the first one's address, got '$line'." ;;
+      *) die "Line $number of $1 must be a host and the first one's address; got '$line'." ;;
     esac
     [[ ${words[0]} =~ ^[A-Za-z0-9_][A-Za-z0-9_.@-]*$ ]] ||
-      die "Line $number of $1 is a host as ssh takes it, got '${words[0]}'."
+      die "Line $number of $1 must be a host as ssh takes it; got '${words[0]}'."
     if [ ${#words[@]} = 2 ] && [ ${#hosts[@]} -gt 0 ]; then
-      die "Only the first host of $1 has an address, got one on line $number."
+      die "Only the first host of $1 must have an address; got one on line $number."
     fi
     [ -n "$coordinator" ] || coordinator=${words[1]:-${words[0]#*@}}
     hosts+=("${words[0]}")
   done <"$1"
-  [ ${#hosts[@]} -gt 0 ] || die "$1 names no host: write one on each line."
+  [ ${#hosts[@]} -gt 0 ] || die "$1 must name a host; got none. Write one on each line."
 }

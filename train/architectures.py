@@ -44,7 +44,7 @@ def make_model(architecture: Architecture, info: DatasetInfo, dtype: str, seed: 
       ValueError: if there is no model of that name, or it is for another kind of data.
     """
     if architecture.name not in MODELS:
-        raise ValueError(f"A model is one of {', '.join(MODELS)}, got {architecture.name!r}.")
+        raise ValueError(f"A model must be one of {', '.join(MODELS)}; got {architecture.name!r}.")
     make = partial(MODELS[architecture.name], dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed), **architecture.options)
     match info, architecture.name:
         case ClickInfo(), "dlrm":
@@ -76,13 +76,14 @@ def choose_cuts(model: Model, stages: int, cuts: tuple[int, ...] | None) -> tupl
     if cuts is not None:
         if len(cuts) != stages - 1:
             raise ValueError(
-                f"A pipeline of {stages} stages has {stages - 1} cuts, got --cuts {cuts}: give a block for each, or "
-                "none."
+                f"A pipeline of {stages} stages must have {stages - 1} cuts; got --cuts {cuts}. Give a block for each, "
+                "or none."
             )
         return cuts
     if stages > count:
         raise ValueError(
-            f"Every stage has a block, got --stages {stages} for a model of {count} blocks: use at most {count} stages."
+            f"Every stage must have a block; got --stages {stages} for a model of {count} blocks. Use at most {count} "
+            "stages."
         )
     if isinstance(model, Dlrm) and count == 9 and stages in _DLRM_CUTS:
         return _DLRM_CUTS[stages]

@@ -80,7 +80,7 @@ def compare(experiment: Experiment, config: Comparison, settings: Sequence[tuple
 
     bits = bits_per_second(config.rate)
     if config.seeds < 1:
-        raise ValueError(f"--seeds is at least 1, got {config.seeds}: give a positive number.")
+        raise ValueError(f"--seeds must be at least 1; got {config.seeds}.")
     # One evaluation and one checkpoint, at the end; a method that diverges is a result.
     steps = experiment.steps
     experiment = dataclasses.replace(experiment, eval_every=steps, checkpoint_every=steps, max_skipped=steps + 1)
@@ -166,7 +166,9 @@ def choose(names: str, settings: dict[tuple[str, str], Method]) -> dict[tuple[st
     plain = {name.replace("_", ""): name for name in known}
     for name in wanted:
         if name.replace("_", "") not in plain:
-            raise ValueError(f"--methods are some of {', '.join(known)}, or all, got {name!r}: name those to train.")
+            raise ValueError(
+                f"--methods must be some of {', '.join(known)}, or all; got {name!r}. Name those to train."
+            )
     names_wanted = {plain[name.replace("_", "")] for name in wanted}
     dense = {key: method for key, method in settings.items() if method == DENSE}
     return dense | {key: method for key, method in settings.items() if key[0] in names_wanted}

@@ -37,8 +37,8 @@ def with_dense(architecture: Architecture, dense: Callable[..., Any]) -> Archite
     can = [name for name, model in MODELS.items() if takes_dense(model)]
     if architecture.name not in can:
         raise ValueError(
-            f"--dense-layers is for models with layers of their own kind, {', '.join(can)}, got {architecture.name!r}: "
-            "leave it out."
+            f"--dense-layers must go with a model that takes the kind of its dense layers, {', '.join(can)}; got "
+            f"{architecture.name!r}. Leave it out."
         )
     return dataclasses.replace(architecture, options={**architecture.options, "dense": dense})
 

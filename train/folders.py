@@ -89,7 +89,7 @@ def _removed_if_empty(folder: Path) -> Iterator[None]:
 
 def _take(out: Path, name: str) -> int:
     if out.exists() and not out.is_dir():
-        raise NotADirectoryError(f"--out is a folder, got the file {out}: name another.")
+        raise NotADirectoryError(f"--out must be a folder; got the file {out}. Name another.")
     out.mkdir(parents=True, exist_ok=True)
     number = 1
     while True:
@@ -106,7 +106,7 @@ def _newest(out: Path, name: str) -> int:
     while _folder(out, name, number + 1).exists():
         number += 1
     if not number:
-        raise ValueError(f"--resume goes on with a run that has begun, got no {out / name}: leave --resume out.")
+        raise ValueError(f"--resume must go on with a run that has begun; got no {out / name}. Leave --resume out.")
     return number
 
 

@@ -255,10 +255,11 @@ def _kept(saved: int | None) -> str:
 def _streak_message(experiment: Experiment, log: Log, name: str, saved: int | None) -> str:
     first = log.last_step - log.streak + 1
     return (
-        f"A run stops after --max-skipped {experiment.max_skipped} skipped steps in a row, got steps {first} to "
-        f"{log.last_step} of {name}, whose gradients were not finite (the last loss before them: {log.last_loss:.4g}); "
-        f"{_kept(saved)}. Most often the model has diverged: lower --learning-rate (now {experiment.learning_rate:g}), "
-        "raise --warmup-steps or clip gradients. If the loss was falling, look at the data; --max-skipped allows more."
+        f"A run must have fewer skipped steps in a row than --max-skipped {experiment.max_skipped}; got steps {first} "
+        f"to {log.last_step} of {name}, whose gradients were not finite (the last loss before them: "
+        f"{log.last_loss:.4g}); {_kept(saved)}. Most often the model has diverged: lower --learning-rate (now "
+        f"{experiment.learning_rate:g}), raise --warmup-steps or clip gradients. If the loss was falling, look at the "
+        "data; --max-skipped allows more."
     )
 
 

@@ -83,13 +83,14 @@ def make_chain(experiment: Experiment, method: Method, where: Where | None = Non
     has_momentum, is_local = isinstance(method, MomentumCorrection | Demo), method.period is not None
     if experiment.delay and is_local:
         raise ValueError(
-            f"Workers that train on their own exchange models, not gradients, got {run_name(method)} with --delay "
-            f"{experiment.delay}: leave --delay out, or take a method before the optimizer."
+            f"With --delay workers must exchange gradients; got {run_name(method)}, whose workers train on their own "
+            f"and exchange models, with --delay {experiment.delay}. Leave --delay out, or take a method before the "
+            "optimizer."
         )
     if experiment.slices > 1 and is_local:
         raise ValueError(
-            f"Slices exchange gradients, got {run_name(method)}, after whose steps the workers' parameters differ: "
-            "leave out --slices, or take a method before the optimizer."
+            f"Slices must exchange gradients; got {run_name(method)}, after whose steps the workers' parameters "
+            "differ. Leave out --slices, or take a method before the optimizer."
         )
     if experiment.slices > 1 and isinstance(method, PowerSgd):
         raise ValueError(

@@ -207,7 +207,9 @@ class Board:
         try:
             from tensorboardX import SummaryWriter
         except ImportError:
-            raise ValueError("--tensorboard needs tensorboardX; got none. pip install tensorboardX.") from None
+            raise ValueError(
+                "tensorboardX must be installed for --tensorboard; got none. Run `pip install tensorboardX`."
+            ) from None
         self._writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None)
 
     def write(self, line: Mapping[str, Any]) -> None:

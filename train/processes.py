@@ -125,11 +125,13 @@ def connect(
         )
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"--coordinator is HOST:PORT of process 0, got {coordinator!r}: write 10.0.0.1:9777, say.")
+        raise ValueError(
+            f"--coordinator must be HOST:PORT of process 0; got {coordinator!r}. Write 10.0.0.1:9777, say."
+        )
     if not 0 <= process_id < num_processes:
         raise ValueError(
-            f"--process-id is at least 0 and below --num-processes, got {process_id} of {num_processes}: number the "
-            "processes from 0."
+            f"--process-id must be at least 0 and below --num-processes; got {process_id} of {num_processes}. Number "
+            "the processes from 0."
         )
     check(num_processes)
     if num_processes == 1:
@@ -166,7 +168,7 @@ def _address(coordinator: str, *, listens: bool) -> tuple[tuple[str, int], bool]
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ValueError(f"--coordinator names a host, got {coordinator!r}: {error}.") from None
+        raise ValueError(f"--coordinator must name a host; got {coordinator!r}: {error}.") from None
     family, kind, protocol, _, place = found[0]
     address = (str(place[0]), int(port))
     if not listens:
@@ -191,7 +193,7 @@ def _integer(value: int | None, variable: str) -> int | None:
     try:
         return int(os.environ[variable])
     except ValueError:
-        raise ValueError(f"{variable} is an integer, got {os.environ[variable]!r}: set it to a number.") from None
+        raise ValueError(f"{variable} must be an integer; got {os.environ[variable]!r}. Set it to a number.") from None
 
 
 # Variables for the number of processes and the number of this one, of Slurm, Open MPI and MPICH.

@@ -23,7 +23,7 @@ def auc(labels: np.ndarray, scores: np.ndarray) -> float:
 
     labels, scores = _check_clicks(labels, scores)
     if labels.min() == labels.max():
-        raise ValueError(f"AUC compares rows of both labels; got {len(labels)} rows of label {labels[0]:g} alone")
+        raise ValueError(f"AUC must be of rows of both labels; got {len(labels)} rows of label {labels[0]:g} alone.")
     return float(roc_auc_score(labels, scores))
 
 
@@ -60,13 +60,13 @@ def top_k_accuracy(labels: np.ndarray, logits: np.ndarray, k: int) -> float:
 
     labels, logits = np.asarray(labels), np.asarray(logits)
     if logits.ndim != 2 or labels.shape != logits.shape[:1] or not len(labels):
-        raise ValueError(f"labels are (n,) and logits (n, classes), n > 0; got {labels.shape} and {logits.shape}")
+        raise ValueError(f"labels must be (n,) and logits (n, classes), n > 0; got {labels.shape} and {logits.shape}.")
     classes = logits.shape[1]
     if not 1 <= k < classes:
-        raise ValueError(f"k must be in [1, {classes}), or every answer would be right; got {k}")
+        raise ValueError(f"k must be in [1, {classes}), or every answer would be right; got {k}.")
     _check_finite(logits)
     if labels.min() < 0 or labels.max() >= classes:
-        raise ValueError(f"labels must be in [0, {classes}); got {labels.min()} to {labels.max()}")
+        raise ValueError(f"labels must be in [0, {classes}); got {labels.min()} to {labels.max()}.")
     if k == 1:
         return float(accuracy_score(labels, logits.argmax(axis=1)))
     return float(top_k_accuracy_score(labels, logits, k=k, labels=np.arange(classes)))
@@ -105,8 +105,8 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], *, lowercase: boo
 
     if len(hypotheses) != len(references) or not hypotheses:
         raise ValueError(
-            "BLEU takes one reference for each translation, at least one; got "
-            f"{len(hypotheses)} translations and {len(references)} references"
+            f"BLEU must have one reference for each translation, at least one; got {len(hypotheses)} translations and "
+            f"{len(references)} references."
         )
     metric = BLEU(lowercase=lowercase)
     score = metric.corpus_score(list(hypotheses), [list(references)])
@@ -116,13 +116,13 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str], *, lowercase: boo
 def _check_clicks(labels: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     labels, scores = np.asarray(labels, np.float64), np.asarray(scores, np.float64)
     if labels.ndim != 1 or labels.shape != scores.shape or not len(labels):
-        raise ValueError(f"labels and scores are (n,), n > 0; got {labels.shape} and {scores.shape}")
+        raise ValueError(f"labels and scores must be (n,), n > 0; got {labels.shape} and {scores.shape}.")
     if not np.isin(labels, (0, 1)).all():
-        raise ValueError(f"labels are 0 or 1; got {labels[~np.isin(labels, (0, 1))][0]:g} among them")
+        raise ValueError(f"labels must be 0 or 1; got {labels[~np.isin(labels, (0, 1))][0]:g} among them.")
     _check_finite(scores)
     return labels, scores
 
 
 def _check_finite(scores: np.ndarray) -> None:
     if not np.isfinite(scores).all():
-        raise ValueError(f"scores must be finite; {np.sum(~np.isfinite(scores))} of {scores.size} are not")
+        raise ValueError(f"scores must be finite; got {np.sum(~np.isfinite(scores))} of {scores.size} that are not.")

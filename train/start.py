@@ -61,8 +61,8 @@ def agree(store: Store, processes: Processes, name: str, facts: Mapping[str, str
             found.append(json.loads(store.get(f"jaxcomm/{name}/{index}", max(deadline - time.monotonic(), 0.001))))
         except TimeoutError:
             raise TimeoutError(
-                f"every process must say how it was started; got nothing from process {index} within {seconds:g} s. "
-                "Look at what it has printed"
+                f"Every process must say how it was started; got nothing from process {index} within {seconds:g} s. "
+                "Look at what it has printed."
             ) from None
     for index, other in enumerate(found):
         keys = [key for key in {**found[0], **other} if found[0].get(key) != other.get(key)]
@@ -73,7 +73,7 @@ def agree(store: Store, processes: Processes, name: str, facts: Mapping[str, str
             )
             more = f"; and {len(keys) - MOST_DIFFERENCES} more" if len(keys) > MOST_DIFFERENCES else ""
             raise DisagreementError(
-                f"all processes of a run must be started with the same settings; got {listed}{more}. Start all with "
+                f"All processes of a run must be started with the same settings; got {listed}{more}. Start all with "
                 "the same."
             )
 
@@ -125,7 +125,7 @@ def check_shared(store: Store, processes: Processes, out: Path, seconds: float) 
             path = out / store.get("jaxcomm/file", seconds)
         except TimeoutError:
             raise TimeoutError(
-                f"process 0 must write a file to --out; got none within {seconds:g} s. Look at what it has printed"
+                f"Process 0 must write a file to --out; got none within {seconds:g} s. Look at what it has printed."
             ) from None
     deadline = time.monotonic() + PATIENCE
     while not path.exists() and time.monotonic() < deadline:

@@ -15,7 +15,7 @@ def print_table(title: str, records: Sequence[Mapping[str, Any]]) -> None:
     """Prints records, all with the same keys, one a row."""
     table = Table(title=title)
     if not records:
-        raise ValueError("A table has at least one record, got none.")
+        raise ValueError("A table must have at least one record; got none.")
     for key in records[0]:
         table.add_column(key, justify="left" if isinstance(records[0][key], str) else "right", no_wrap=True)
     for record in records:
@@ -52,7 +52,7 @@ def check_file(option: str, path: Path | None) -> None:
       ValueError: if the path is a folder.
     """
     if path is not None and path.is_dir():
-        raise ValueError(f"{option} is a file, got the folder {path}: name a file in it.")
+        raise ValueError(f"{option} must be a file; got the folder {path}. Name a file in it.")
 
 
 def plain(record: Mapping[str, Any]) -> dict[str, Any]:

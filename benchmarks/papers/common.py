@@ -87,9 +87,9 @@ def run(
 
 def _make(tables: Mapping[str, Table[C]], devices: int, timed: Collection[str], config: C) -> None:
     if config.table not in (*tables, "all"):
-        raise ValueError(f"--table is one of {', '.join(tables)}, or all, got {config.table!r}.")
+        raise ValueError(f"--table must be one of {', '.join(tables)}, or all; got {config.table!r}.")
     if config.seeds < 1 or (config.steps is not None and config.steps < 2):
-        raise ValueError(f"--seeds is at least 1 and --steps at least 2, got {config.seeds} and {config.steps}.")
+        raise ValueError(f"--seeds must be at least 1 and --steps at least 2; got {config.seeds} and {config.steps}.")
     import jax
 
     from train.processes import prepare_jax

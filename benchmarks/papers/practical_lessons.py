@@ -145,7 +145,7 @@ def iteration_times(table: str, config: Config, records: Records) -> None:
     """Times steps of AlexNet, data-parallel and hybrid, with fake and real data."""
     gpu = GPUS[table]
     if not set(config.hosts) < gpu.fake[DENSE].keys():
-        raise ValueError(f"--hosts are some of the paper's 2, 4 and 8, got {config.hosts}: leave out the others.")
+        raise ValueError(f"--hosts must be some of the paper's 2, 4 and 8; got {config.hosts}. Leave out the others.")
     timed = [each for K in config.hosts for each in _timed(config, records, K)]
     found = {(each["layout"], each["devices"], each["data"]): each for each in reversed(timed)}
     sizes = _sizes(config, records) if table == "2" else {}  # which table 3 does not have

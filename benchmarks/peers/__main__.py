@@ -114,13 +114,17 @@ def check(config: Config, methods: Sequence[str]) -> None:
         peer, _, name = method.partition(":")
         if name not in PEERS.get(peer, ()):
             every = ", ".join(f"{peer}:{name}" for peer, names in PEERS.items() for name in names)
-            raise ValueError(f"--methods are of {every}, got {method!r}.")
+            raise ValueError(f"--methods must be some of {every}; got {method!r}.")
         if peer == "torch" and (config.torch is None or not config.torch.exists()):
-            raise ValueError(f"--torch names the Python of an environment with torch for {method}, got {config.torch}.")
+            raise ValueError(
+                f"--torch must name the Python of an environment with torch for {method}; got {config.torch}."
+            )
     if config.figure is not None and config.data == "noise":
-        raise ValueError("--figure shows test accuracies, got --data noise, which has none: use --data fashion.")
+        raise ValueError(
+            "--figure must have test accuracies to show; got --data noise, which has none. Use --data fashion."
+        )
     if config.data not in ("noise", "fashion"):
-        raise ValueError(f'--data is "noise" or "fashion", got {config.data!r}.')
+        raise ValueError(f"--data must be noise or fashion; got {config.data!r}.")
     if min(config.rows, config.segment, config.rounds, config.steps - 1) < 1:
         raise ValueError(
             f"--rows, --segment and --rounds must be at least 1, and --steps at least 2; got {config.rows}, "

@@ -7,13 +7,24 @@ inserted its own.
 import functools
 import math
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxcomm.traffic import Program, Traffic, count_bytes
+from jaxcomm.accounting.text import (
+    BODY,
+    CALLED,
+    INSTRUCTION,
+    TRIPS,
+    array_bytes,
+    branches_of,
+    dimensions_of,
+    operands_of,
+    read_computations,
+)
+from jaxcomm.traffic import Program, Traffic
 
 _OPS = {
     "all-reduce": "all_reduce",
@@ -35,21 +46,9 @@ _BETWEEN_SLICES = {
 # In programs for TPUs: a fusion that is a reduce-scatter, written as an all-reduce of which one part is used.
 _REDUCE_SCATTER = "all-reduce-scatter"
 
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
-_INSTRUCTION = re.compile(
-    r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<shape>.+?) (?P<op>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
-)
-_NAME = re.compile(r"[\w.\-]+")
 _DIGITS = re.compile(r"\d+")
 _CONTRACTED = re.compile(r'\blhs_contracting_dim(?:ension)?s"?[=:]([{\[][^}\]]*)')
 _KERNEL = re.compile(r"dim_labels=\w+_(\w+)->")
-_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
-_CALLED = re.compile(r"\b(?:calls|to_apply|called_computations)=\{?%?([\w.\-]+)")
-_BODY = re.compile(r"\bbody=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
-_FALSE = re.compile(r"\bfalse_computation=%?([\w.\-]+)")
-_TRUE = re.compile(r"\btrue_computation=%?([\w.\-]+)")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
 _STATE = re.compile(r" while\(%?([\w.\-]+)\)")
 _LIMIT = re.compile(r"ROOT .* compare\(%?([\w.\-]+), %?([\w.\-]+)\), direction=LT")
@@ -74,7 +73,7 @@ def read_program(text: str, mesh: Mesh | None = None) -> Program:
       ValueError: for a collective that cannot be counted: of an unknown kind, over unknown groups, or in a loop of
         unknown length.
     """
-    computations, entry = _computations(text)
+    computations, entry = read_computations(text)
     return _Collectives(computations, _devices(text), mesh).of(entry)
 
 
@@ -99,7 +98,7 @@ class _Collectives:
 
     def add(self, program: Program, line: str) -> None:
         """Adds the collectives of an instruction."""
-        match = _INSTRUCTION.match(line)
+        match = INSTRUCTION.match(line)
         if not match:
             return
         op, rest = match.group("op"), match.group("rest")
@@ -130,15 +129,15 @@ class _Collectives:
             axes = _axes(rest, traffic, self._devices, self._mesh) if self._mesh else ()
             program.always.append(replace(traffic, axes=axes))
         elif op == "while":
-            body = self.of(_only(_BODY, rest, line))
+            body = self.of(_only(BODY, rest, line))
             if body.communicates:
                 if (trips := self.trips(line)) is None:
                     raise ValueError(_uncountable(line))
                 program.add(body, trips)
         elif op == "conditional":
-            program.add_conditional([self.of(name) for name in _branches(rest)])
+            program.add_conditional([self.of(name) for name in branches_of(rest)])
         else:
-            for name in _CALLED.findall(rest):
+            for name in CALLED.findall(rest):
                 program.add(self.of(name))
 
     def trips(self, loop: str) -> int | None:
@@ -146,7 +145,7 @@ class _Collectives:
 
         XLA states it, except for TPUs. There it follows from the counter's first value and its limit.
         """
-        if said := _TRIPS.search(loop):
+        if said := TRIPS.search(loop):
             return int(said[1])
         condition, state = _CONDITION.search(loop), _STATE.search(loop)
         limited = _LIMIT.search("\n".join(self._computations.get(condition[1], ()))) if condition else None
@@ -170,7 +169,7 @@ class _Collectives:
     @functools.cached_property
     def _lines(self) -> dict[str, str]:
         """The instructions by name; names are unique in a program."""
-        matches = (_INSTRUCTION.match(line) for lines in self._computations.values() for line in lines)
+        matches = (INSTRUCTION.match(line) for lines in self._computations.values() for line in lines)
         return {match["name"]: match.string for match in matches if match}
 
 
@@ -187,10 +186,10 @@ def read_overlap(text: str) -> float | None:
     Returns:
       The share, from 0 to 1; None for a program without products, or without collectives.
     """
-    computations, entry = _computations(text)
+    computations, entry = read_computations(text)
     collectives = _Collectives(computations, _devices(text), None)
     matches = {
-        name: [found for found in map(_INSTRUCTION.match, lines) if found] for name, lines in computations.items()
+        name: [found for found in map(INSTRUCTION.match, lines) if found] for name, lines in computations.items()
     }
     done: dict[str, float] = {}
 
@@ -204,7 +203,7 @@ def read_overlap(text: str) -> float | None:
 
     shapes = {match["name"]: match["shape"] for match in matches[entry]}
     own = {match["name"]: _products(match, shapes, products_of, collectives.trips) for match in matches[entry]}
-    feeds = {match["name"]: _operands(match["rest"], own) for match in matches[entry]}
+    feeds = {match["name"]: operands_of(match["rest"], own) for match in matches[entry]}
     sending = [match for match in matches[entry] if match["op"] == "send"]
     sends = {name: match["name"] for match in sending for name in _RENDEZVOUS.findall(match["rest"])}
     for match in matches[entry]:
@@ -236,32 +235,23 @@ def _products(
     A loop of unknown length counts once.
     """
     op, rest = match["op"], match["rest"]
-    operands = _operands(rest, shapes)
+    operands = operands_of(rest, shapes)
     contracted = _CONTRACTED.search(rest)
     if contracted and operands:  # a matrix product, or a library's
-        left = _dims(shapes[operands[0]])
+        left = dimensions_of(shapes[operands[0]])
         return float(
-            math.prod(_dims(match["shape"])) * math.prod(left[int(axis)] for axis in _DIGITS.findall(contracted[1]))
+            math.prod(dimensions_of(match["shape"]))
+            * math.prod(left[int(axis)] for axis in _DIGITS.findall(contracted[1]))
         )
     kernel = _KERNEL.search(rest)
     if op == "convolution" and kernel:
-        sizes = _dims(shapes[operands[1]])
-        return float(math.prod(_dims(match["shape"])) * math.prod(sizes) / sizes[kernel[1].index("o")])
+        sizes = dimensions_of(shapes[operands[1]])
+        return float(math.prod(dimensions_of(match["shape"])) * math.prod(sizes) / sizes[kernel[1].index("o")])
     if op == "while":
-        return products_of(_only(_BODY, rest, match.string)) * (trips_of(match.string) or 1)
+        return products_of(_only(BODY, rest, match.string)) * (trips_of(match.string) or 1)
     if op == "conditional":
-        return max((products_of(name) for name in _branches(rest)), default=0.0)
-    return sum(products_of(name) for name in _CALLED.findall(rest))
-
-
-def _operands(rest: str, names: Container[str]) -> list[str]:
-    """Returns the instructions among `names` that an instruction reads; ignores names in its metadata."""
-    return [each for each in _NAME.findall(re.split(r", (?:metadata|backend_config)=", rest)[0]) if each in names]
-
-
-def _dims(shape: str) -> list[int]:
-    """Returns the dimensions of an array, or of the first array of a tuple."""
-    return [int(size) for size in _ARRAY.findall(shape)[0][1].split(",") if size]
+        return max((products_of(name) for name in branches_of(rest)), default=0.0)
+    return sum(products_of(name) for name in CALLED.findall(rest))
 
 
 def _reached(name: str, edges: Mapping[str, Sequence[str]]) -> set[str]:
@@ -274,36 +264,10 @@ def _reached(name: str, edges: Mapping[str, Sequence[str]]) -> set[str]:
     return reached
 
 
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    computations: dict[str, list[str]] = {}
-    entry, current = "", None
-    for line in text.splitlines():
-        header = _HEADER.match(line)
-        if header:
-            current = header.group(2)
-            computations[current] = []
-            entry = current if header.group(1) else entry
-        elif line.startswith("}"):
-            current = None
-        elif current is not None:
-            computations[current].append(line)
-    if not entry:
-        raise ValueError(
-            "The text of a compiled program must have an ENTRY computation; got none. Pass compiled.as_text()."
-        )
-    return computations, entry
-
-
 def _devices(text: str) -> int:
     header = text.partition("\n")[0]
     counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
     return math.prod(int(count) for count in counts)
-
-
-def _branches(rest: str) -> list[str]:
-    """Returns the branches of a conditional, the false branch first."""
-    listed = _BRANCHES.search(rest)
-    return _NAME.findall(listed.group(1)) if listed else _FALSE.findall(rest) + _TRUE.findall(rest)
 
 
 def _only(pattern: re.Pattern[str], rest: str, line: str) -> str:
@@ -325,7 +289,7 @@ def _traffic(op: str, shape: str, workers: int) -> Traffic:
     kind = _OPS[op.removesuffix("-start")]
     if op.endswith("-start") and kind != "all_reduce":
         shape = _elements(shape)[1]  # (operands, results, contexts...)
-    return _of_result(kind, sum(_array_bytes(shape)), workers)
+    return _of_result(kind, sum(array_bytes(shape)), workers)
 
 
 def _of_result(kind: str, result: int, workers: int) -> Traffic:
@@ -352,7 +316,7 @@ def _between_slices(kind: str, shape: str, rest: str, mesh: Mesh | None) -> Traf
         together = [int(device) for device in _DIGITS.findall(listed.partition("}")[0])]
         workers = len(together)
     ids = [device.id for device in mesh.devices.flat] if mesh else sorted({each for pair in pairs for each in pair})
-    traffic = _of_result(kind, sum(_array_bytes(_elements(shape)[0])), len(ids) if pairs else workers)
+    traffic = _of_result(kind, sum(array_bytes(_elements(shape)[0])), len(ids) if pairs else workers)
     if pairs:
         traffic = replace(traffic, pairs=tuple((ids.index(a), ids.index(b)) for a, b in pairs))
     if mesh is None:
@@ -375,22 +339,6 @@ def _elements(shape: str) -> list[str]:
         if depth == 0:
             break
     return elements
-
-
-def _array_bytes(shape: str) -> Iterator[int]:
-    for dtype, dims in _ARRAY.findall(shape):
-        if dtype == "token":
-            continue
-        yield count_bytes(tuple(int(d) for d in dims.split(",") if d), _itemsize(dtype))
-
-
-def _itemsize(dtype: str) -> int:
-    if dtype == "pred":
-        return 1
-    bits = re.search(r"\d+", dtype)
-    if bits is None:
-        raise ValueError(f"The bytes of type {dtype!r} in a compiled program are not known.")
-    return max(int(bits.group()) // 8, 1)
 
 
 def _pairs(rest: str) -> tuple[tuple[int, int], ...]:

@@ -213,9 +213,9 @@ def step_parts(problem: Problem, stages: Sequence[int], options: Mapping[str, st
 
 def _check_amount(name: str, value: float) -> None:
     holds = isinstance(value, Real) and math.isfinite(value) and value >= 0
-    check_range(name, value, "finite and at least 0", holds, "measure it, or leave the option or the limit out")
+    check_range(name, value, "finite and at least 0", holds, "Measure it, or leave the option or the limit out")
 
 
 def _check_bytes(name: str, value: int) -> None:
     holds = isinstance(value, Integral) and value >= 0
-    check_range(name, value, "a whole number of bytes, at least 0", holds, "round it up")
+    check_range(name, value, "a whole number of bytes, at least 0", holds, "Round it up")

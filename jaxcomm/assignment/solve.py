@@ -445,8 +445,8 @@ def _check_errors(problem: Problem) -> None:
     least = _least_error([tensor for block in problem.blocks for tensor in block.tensors])
     if problem.error_budget is not None and least > problem.error_budget * (1 + _ROUNDING):
         raise ValueError(
-            f"The errors must stay within the budget, got error_budget={problem.error_budget} where the smallest "
-            f"reachable sum is {least}: give at least that, or every tensor a dense option."
+            f"The errors must stay within the budget; got error_budget={problem.error_budget} where the smallest "
+            f"reachable sum is {least}. Give at least that, or every tensor a dense option."
         )
 
 
@@ -461,7 +461,7 @@ def _no_room_for_errors(problem: Problem, excess: np.ndarray, time_limit: float)
             known[i, j, spare] = _choose(problem, stage, (0.0, math.inf), 0.0, time_limit / (S * B), of_errors=True)[1]
         errors[s, i, j] = known[i, j, spare]
     return ValueError(
-        f"The errors must stay within the budget, got error_budget={problem.error_budget} where the smallest sum that "
-        f"the memory of the devices leaves is {to_go(errors, np.add)[0, 0]:.6g}: give at least that, devices with more "
+        f"The errors must stay within the budget; got error_budget={problem.error_budget} where the smallest sum that "
+        f"the memory of the devices leaves is {to_go(errors, np.add)[0, 0]:.6g}. Give at least that, devices with more "
         "memory, or options that need less."
     )

@@ -67,7 +67,7 @@ def make_index_codec(name: str, layout: Layout) -> IndexCodec:
         tight = Rice(layout, budget=_RICE_BUDGET * entropy_bits(layout.n, layout.n_slots))
         return tight if tight.is_roomy else Rice(layout, budget=math.inf)
     raise ValueError(
-        f"index_codec must be one of {', '.join(INDEX_CODECS)}, got {name!r}: pass one of them, or 'auto'."
+        f"index_codec must be one of {', '.join(INDEX_CODECS)}; got {name!r}. Pass one of them, or 'auto'."
     )
 
 

@@ -37,7 +37,7 @@ def slot_codec(name: str) -> SlotCodec:
         return value_codec(name)
     if name not in get_args(SlotDtype):
         raise ValueError(
-            f"value_dtype must be one of {', '.join(get_args(SlotDtype))}, got {name!r}: pass value_dtype='bfloat16', "
+            f"value_dtype must be one of {', '.join(get_args(SlotDtype))}; got {name!r}. Pass value_dtype='bfloat16', "
             "say."
         )
     return BinCodec(int(name[0]))

@@ -90,7 +90,7 @@ def value_codec(dtype: Any) -> ValueCodec:
     name = dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
     if name not in VALUE_DTYPES:
         raise ValueError(
-            f"value_dtype must be one of {', '.join(VALUE_DTYPES)}, got {name!r}: pass value_dtype='bfloat16' or "
+            f"value_dtype must be one of {', '.join(VALUE_DTYPES)}; got {name!r}. Pass value_dtype='bfloat16' or "
             "'float32'."
         )
     return ValueCodec(jnp.dtype(name))

@@ -26,7 +26,7 @@ COLLECTIVES = ("gather", "two_shot")
 def check_collective(name: str, collectives: Sequence[str] = COLLECTIVES) -> None:
     """Raises a ValueError unless the name is one of `collectives`, or "auto"."""
     if name not in (*collectives, "auto"):
-        raise ValueError(f"collective must be one of {', '.join(collectives)}, got {name!r}: or pass 'auto'.")
+        raise ValueError(f"collective must be one of {', '.join(collectives)}; got {name!r}. Or pass 'auto'.")
 
 
 def integer_sum(codes: jax.Array, flag: jax.Array, axis_name: str) -> Reduced:

@@ -33,7 +33,7 @@ def choose_sum(name: str, values: ValueCodec) -> str:
     if name == "auto":
         return "psum" if values.bits == 32 else "two_shot"
     if name not in SUMS:
-        raise ValueError(f"collective must be one of {', '.join(SUMS)}, got {name!r}: pass one, or 'auto'.")
+        raise ValueError(f"collective must be one of {', '.join(SUMS)}; got {name!r}. Pass one, or 'auto'.")
     if name == "psum" and values.bits != 32:
         raise ValueError(
             f"collective='psum' must have values of 32 bits, since XLA's all-reduce sends narrower ones as 32; got "

@@ -72,7 +72,7 @@ class Boundary:
 
 def _codec_of(value_dtype: Any) -> ValueCodec | Tiles:
     name = value_dtype if isinstance(value_dtype, str) else jnp.dtype(value_dtype).name
-    remedy = "pass value_dtype='int4' for the fewest bytes, or None for the type of the activations"
+    remedy = "Pass value_dtype='int4' for the fewest bytes, or None for the type of the activations"
     check_range("value_dtype", name, f"one of {', '.join(_CODECS)}", name in _CODECS, remedy)
     return _CODECS[name]
 
@@ -145,8 +145,8 @@ def masked_boundary(
     size = axis_size(axis_name)
     for name, position in (("source", source), ("target", target)):
         holds = isinstance(position, int) and 0 <= position < size
-        check_range(name, position, f"a position on the axis of {size}", holds, "positions count from 0")
-    check_range("target", target, "another position than source", source != target, "nothing has to move")
+        check_range(name, position, f"a position on the axis of {size}", holds, "Positions count from 0")
+    check_range("target", target, "another position than source", source != target, "Nothing has to move")
     leaves, tree = jax.tree.flatten(x)
     formats = [boundary.plan(leaf) for leaf in leaves]
     residuals = _residuals_of(formats, tree, residual)

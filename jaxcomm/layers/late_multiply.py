@@ -117,7 +117,7 @@ def reduce_traffic(shape: tuple[int, ...], workers: int) -> Traffic:
 
 def _check(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, mode: str) -> None:
     if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}: 'auto' moves the fewest bytes.")
+        raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}. 'auto' moves the fewest bytes.")
     n, m = kernel.shape if kernel.ndim == 2 else (None, None)
     if n is None or x.ndim < 1 or x.shape[-1] != n or (bias is not None and bias.shape != (m,)):
         raise ValueError(

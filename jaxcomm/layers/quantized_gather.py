@@ -68,13 +68,13 @@ def quantized_gather(
     workers, tree = axis_size(axis_name), jax.tree.structure(shards)
     trees = [jax.tree.leaves(each) for each in (shards, held, residual)]
     holds = tree == jax.tree.structure(held) == jax.tree.structure(residual) and bool(trees[0])
-    check_range("held and residual", tree, "trees like shards, of at least one array", holds, "shard the same weights")
+    check_range("held and residual", tree, "trees like shards, of at least one array", holds, "Shard the same weights")
     for own, copy, rest in zip(*trees, strict=True):
         kinds = [f"{each.dtype}{list(each.shape)}" for each in (own, copy, rest)]
         is_float = all(each.dtype == jnp.float32 for each in (own, copy, rest))
         fits = own.ndim > 0 and copy.shape == rest.shape == (workers * own.shape[0], *own.shape[1:])
         rule = f"float32, with {workers} times the rows of a shard in held and residual"
-        check_range("A shard, held and residual", kinds, rule, is_float and fits, "cut the first dimension evenly")
+        check_range("A shard, held and residual", kinds, rule, is_float and fits, "Cut the first dimension evenly")
     return _gather((axis_name, bits), shards, held, to_varying(residual, axis_name))
 
 

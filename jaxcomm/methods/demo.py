@@ -91,10 +91,10 @@ class Demo(SparseExchange):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("k", self.k, 1, "the paper trains with 1 to 32 of 4096")
+        check_count("k", self.k, 1, "The paper trains with 1 to 32 of 4096")
         chunk = self.chunk or 0
         holds = chunk > 0 and math.isqrt(chunk) ** 2 == chunk
-        check_range("chunk", self.chunk, f"a multiple of {BLOCK} and a square", holds, "the paper has 4096, 64 x 64")
+        check_range("chunk", self.chunk, f"a multiple of {BLOCK} and a square", holds, "The paper has 4096, 64 x 64")
 
     def capacity(self, n: int) -> int:
         return min(n, -(-self.k * n // (self.chunk or n)))

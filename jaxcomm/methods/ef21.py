@@ -40,7 +40,7 @@ class Ef21(TopK):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range(
-            "decay", self.decay, "1 for ef21", self.decay == 1, "its residual is an estimate, and does not grow"
+            "decay", self.decay, "1 for ef21", self.decay == 1, "Its residual is an estimate, and does not grow"
         )
 
     @property

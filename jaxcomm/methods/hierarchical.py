@@ -53,7 +53,7 @@ class Hierarchical(Exchange):
 
     def __post_init__(self) -> None:
         other = self.across != self.inside
-        check_range("across", self.across, "another axis than inside", other, "name both axes of the mesh")
+        check_range("across", self.across, "another axis than inside", other, "Name both axes of the mesh")
         super().__post_init__()
 
     @property

@@ -112,7 +112,7 @@ class Iwp(MomentumCorrection, SharedExchange):
         _check_schedule("beta", self.beta, above_zero=False)
         for name, value in (("floor", self.floor), ("eps", self.eps)):
             holds = isinstance(value, Real) and 0 < value < math.inf
-            check_range(name, value, "a positive number", holds, "the default is small enough for most")
+            check_range(name, value, "a positive number", holds, "The default is small enough for most")
         holds = isinstance(self.C, Real) and self.C >= 0
         check_range("C", self.C, "a number of at least 0", holds, "0 always raises the threshold")
         density = self.density
@@ -121,7 +121,7 @@ class Iwp(MomentumCorrection, SharedExchange):
         check_count("publishers", self.publishers, 1, "1 is the least, all workers the most")
         check_count("life_span", self.life_span, 1, "1 refreshes the mask in every step")
         holds = self.mask_codec in (*MASK_CODECS, "auto")
-        check_range("mask_codec", self.mask_codec, f"one of {', '.join(MASK_CODECS)}", holds, "or pass 'auto'")
+        check_range("mask_codec", self.mask_codec, f"one of {', '.join(MASK_CODECS)}", holds, "Or pass 'auto'")
 
     @property
     def final_density(self) -> float:
@@ -254,4 +254,4 @@ def _check_schedule(name: str, value: Any, *, above_zero: bool) -> None:
         return
     holds = isinstance(value, Real) and (float(value) > 0 if above_zero else float(value) >= 0) and value < math.inf
     rule = f"a number {'above' if above_zero else 'of at least'} 0, or a schedule of the step"
-    check_range(name, value, rule, holds, "see the docstring for the paper's")
+    check_range(name, value, rule, holds, "See the docstring for the paper's")

@@ -49,7 +49,7 @@ class LocalExchange(Exchange):
     def __post_init__(self) -> None:
         super().__post_init__()
         holds = self.where is None
-        check_range("where", self.where, f"None for {self.name}", holds, "a local method merges all parameters")
+        check_range("where", self.where, f"None for {self.name}", holds, "A local method merges all parameters")
 
     def check_params(self, params: Any) -> None:
         """Refuses updates without parameters."""
@@ -153,9 +153,9 @@ class LocalSgd(LocalExchange):
         check_range("steps", steps, f"a multiple of fragments ({P})", steps % P == 0, f"{-(-steps // P) * P} is one")
         check_count("overlap", self.overlap, 0, "0 merges in the step of the exchange")
         rule = f"below steps ({steps}), when a fragment is exchanged again"
-        check_range("overlap", self.overlap, rule, self.overlap < steps, "pass a smaller overlap")
+        check_range("overlap", self.overlap, rule, self.overlap < steps, "Pass a smaller overlap")
         rule = "at least 0 and at most 1 (the share of the own parameters)"
-        check_range("mix", mix, rule, isinstance(mix, Real) and 0 <= mix <= 1, "pass 0.5")
+        check_range("mix", mix, rule, isinstance(mix, Real) and 0 <= mix <= 1, "Pass 0.5")
 
     @property
     def streams(self) -> bool:
@@ -279,7 +279,7 @@ def _cut(tree: Any, count: int) -> list[Any]:
     """
     leaves, treedef = jax.tree.flatten(tree)
     rule = f"at most the number of tensors ({len(leaves)}), which are exchanged whole"
-    check_range("fragments", count, rule, count <= len(leaves), "pass fewer")
+    check_range("fragments", count, rule, count <= len(leaves), "Pass fewer")
     places: list[list[int]] = [[] for _ in range(count)]
     for at in sorted(range(len(leaves)), key=lambda at: -leaves[at].size):
         min(places, key=lambda place: (sum(leaves[i].size for i in place), len(place))).append(at)

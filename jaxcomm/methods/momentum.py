@@ -70,7 +70,7 @@ class MomentumCorrection(Exchange):
         holds = clip is None or (isinstance(clip, Real) and 0 < clip < math.inf)
         check_range("clip", clip, "a positive number or None", holds, "None does not clip")
         holds = self.where is None or self.others is not None or m == 0
-        check_range("momentum", m, "0 where some gradients bypass the exchange", holds, "they would have none of it")
+        check_range("momentum", m, "0 where some gradients bypass the exchange", holds, "They would have none of it")
         check_count("warmup_steps", self.warmup_steps, 0, "0 starts with the final sparsity")
 
     @property

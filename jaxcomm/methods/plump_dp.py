@@ -50,7 +50,7 @@ class PlumpDp(Exchange):
             self.value_dtype,
             f"one of {', '.join(known)}",
             self.value_dtype in known,
-            "pass value_dtype='bfloat16' or 'float16' for half the bytes",
+            "Pass value_dtype='bfloat16' or 'float16' for half the bytes",
         )
 
     @property

@@ -61,7 +61,7 @@ class Pulse(SparseExchange):
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Any]:
         if gradient.params is None:
-            raise ValueError("params must be given to pulse, got none: call tx.update(gradients, state, params).")
+            raise ValueError("params must be given to pulse; got none. Call tx.update(gradients, state, params).")
         layout, vector = gradient.layout, gradient.accumulated()
         if not layout.sizes:
             return drain(gradient, vector, self.axis_name), state.memory

@@ -81,11 +81,11 @@ class QuantDp(CodedExchange):
             "bits", self.bits, "2, 4, 8 or 16", self.bits in get_args(Width), "8 is safe, and dct_dp or sign send fewer"
         )
         holds = isinstance(bucket, int) and 32 <= bucket <= BLOCK and bucket & (bucket - 1) == 0
-        check_range("bucket", bucket, f"a power of two from 32 to {BLOCK}", holds, "the paper uses 512")
+        check_range("bucket", bucket, f"a power of two from 32 to {BLOCK}", holds, "The paper uses 512")
         holds = self.collective != "psum" or self.bits >= 8
-        check_range("bits", self.bits, "8 or 16 with collective='psum'", holds, "sums of fewer bits go in two shots")
+        check_range("bits", self.bits, "8 or 16 with collective='psum'", holds, "Sums of fewer bits go in two shots")
         holds = self.bits != 16 or self.collective in ("psum", "auto")
-        check_range("collective", self.collective, "'psum' for 16 bits", holds, "or pass 'auto', or bits=8")
+        check_range("collective", self.collective, "'psum' for 16 bits", holds, "Or pass 'auto', or bits=8")
         check_range("norm", self.norm, "'max' or 'l2'", self.norm in get_args(Norm), "'max' adds less variance")
 
     @property

@@ -63,7 +63,7 @@ class SparseExchange(Exchange):
         super().__post_init__()
         check_count("dense_below", self.dense_below, 0, "0 compresses every tensor")
         holds = self.collective in (*COLLECTIVES, "auto")
-        check_range("collective", self.collective, f"one of {', '.join(COLLECTIVES)}", holds, "or pass 'auto'")
+        check_range("collective", self.collective, f"one of {', '.join(COLLECTIVES)}", holds, "Or pass 'auto'")
         holds = self.chunk is None or (isinstance(self.chunk, int) and self.chunk > 0 and self.chunk % BLOCK == 0)
         check_range("chunk", self.chunk, f"a multiple of {BLOCK}, or None", holds, "SparseLoCo has 4096")
         holds = isinstance(self.decay, Real) and 0 < self.decay <= 1

@@ -51,7 +51,7 @@ def sparse_loco(
       mix: see `local_sgd`.
       axis_name: the axis of workers.
     """
-    check_count("chunk", chunk, BLOCK, f"a multiple of {BLOCK}; the paper has 4096")
+    check_count("chunk", chunk, BLOCK, f"Take a multiple of {BLOCK}; the paper has 4096")
     kept = topk(1 - KEPT / chunk, chunk=chunk, value_dtype="2bit", decay=decay, axis_name=axis_name)
     streaming = {"fragments": fragments, "overlap": overlap, "mix": mix}
     return local_sgd(steps, exchange=kept, outer=optax.sgd(learning_rate), **streaming, axis_name=axis_name)

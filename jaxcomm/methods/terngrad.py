@@ -53,7 +53,7 @@ class TernGrad(CodedExchange):
     def __post_init__(self) -> None:
         super().__post_init__()
         holds = self.clip is None or (isinstance(self.clip, Real) and 0 < self.clip < math.inf)
-        check_range("clip", self.clip, "a positive number of standard deviations, or None", holds, "the paper uses 2.5")
+        check_range("clip", self.clip, "a positive number of standard deviations, or None", holds, "The paper uses 2.5")
 
     def codecs(self, layout: Layout, step: jax.Array) -> tuple[PartCodec, PartCodec]:
         first = Ternary(noise.make_key(self.seed, step, lax.axis_index(self.axis_name)))

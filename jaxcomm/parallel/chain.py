@@ -202,8 +202,8 @@ def _delayed(whole: optax.GradientTransformationExtraArgs) -> optax.GradientTran
             if "keyword-only argument" not in str(error):
                 raise
             raise ValueError(
-                f"delay must be 0 with a link that takes the loss, or the gradient, of its step: {error}. Leave delay "
-                "out, or that link."
+                f"delay must be 0 with a link that takes the loss, or the gradient, of its step; got 1: {error}. Leave "
+                "delay out, or that link."
             ) from error
         inner = keep_states_unless(get_exchange(inner).metrics.skipped == 0, inner, state.inner)
         rows = jax.tree.map(lambda update: update[None], to_varying(updates, axes))
@@ -275,8 +275,8 @@ def split_chain(
         )
     if lets_bypass(exchange):
         raise ValueError(
-            "PartitionSpecs say which gradients are already reduced; got an exchange with where= and no others=. Leave "
-            "where= out."
+            "With PartitionSpecs, which say which gradients are already reduced, an exchange must have others= where "
+            "it has where=; got where= alone. Leave where= out."
         )
     place = next(i for i, node in enumerate(states) if is_exchange_state(node))
     is_local = exchange.method.period is not None

@@ -394,7 +394,7 @@ def data_parallel(
         differs.
     """
     if check_every is not None:
-        check_count("check_every", check_every, 1, "None for never")
+        check_count("check_every", check_every, 1, "None never checks")
     chosen = [batch] if isinstance(batch, int | str) else batch
     return DataParallel(step, mesh, chosen, mean, rng, check_every, donate, compiler_options)
 

@@ -209,9 +209,9 @@ def given_links(rate: float | Sequence[float] | Sequence[Sequence[float]], laten
         )
     links = given[~np.eye(len(given), dtype=bool)] if given.ndim == 2 and len(given) > 1 else given
     holds = bool(np.all((links > 0) & np.isfinite(links)))
-    check_range("rate", rate, "a positive number of bits a second", holds, "write 1e9")
+    check_range("rate", rate, "a positive number of bits a second", holds, "Write 1e9")
     holds = isinstance(latency, Real) and 0 <= latency < math.inf
-    check_range("latency", latency, "seconds, 0 or more", holds, "write 1e-4")
+    check_range("latency", latency, "seconds, 0 or more", holds, "Write 1e-4")
     if given.size == 1:
         return Links({}, given.item(), latency)
     pairs = np.minimum.outer(given, given) if given.ndim == 1 else given

@@ -151,8 +151,8 @@ def test_what_the_embeddings_cost_is_computed():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"seeds": 0}, "--seeds and --steps are at least 1, got 0 and 1000"),
-        ({"system": "DCT"}, "--system is one of .*'DCT-DP and DCT-MP'.*, or all, got 'DCT'"),
+        ({"seeds": 0}, "--seeds and --steps must be at least 1; got 0 and 1000"),
+        ({"system": "DCT"}, "--system must be one of .*'DCT-DP and DCT-MP'.*, or all; got 'DCT'"),
     ],
 )
 def test_errors(trained, fields, message):

@@ -34,7 +34,7 @@ def test_two_hosts_send_what_is_predicted(tmp_path):
     ("argv", "said"),
     [
         (["--methods", "adam"], "--methods must be some of plump_dp, plump_dp(bfloat16), "),
-        (["--steps", "0"], "--steps is at least 1, got 0"),
+        (["--steps", "0"], "--steps must be at least 1; got 0"),
     ],
 )
 def test_bad_values_are_refused_before_a_host_starts(argv, said):

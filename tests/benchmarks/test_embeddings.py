@@ -44,7 +44,10 @@ def test_the_table_is_printed_and_written(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"workers": "two"}, "--workers are numbers .*two"), ({"workers": "3"}, "divide --batch evenly, got 3 and 128")],
+    [
+        ({"workers": "two"}, "--workers must be numbers .*two"),
+        ({"workers": "3"}, "divide --batch evenly; got 3 and 128"),
+    ],
 )
 def test_bad_values_are_refused_before_anything_is_compiled(options, said):
     with pytest.raises(ValueError, match=said):

@@ -7,9 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from benchmarks.exchange import Record, over_rounds
+import jaxcomm as jc
+from benchmarks.exchange import Record, make_usual, over_rounds
+from jaxcomm.accounting.alone import alone
 
 ROOT = Path(__file__).parents[2]
 CAN_ISOLATE = (
@@ -58,6 +63,19 @@ def test_two_hosts_send_what_is_predicted(tmp_path):
         assert dense["bytes_kernel"] is None
 
 
+def test_timed_steps_are_usual_ones():
+    """The first steps refresh thresholds often."""
+    tx, ones = jc.dct_dp(0.9), [jnp.arange(2000.0)]
+    update = jax.jit(alone(tx.update, 2))
+    _, first = update(ones, jax.jit(alone(tx.init, 2))(ones), ones)
+    usual = make_usual(first)
+    _, after = update([3 * ones[0]], usual, ones)
+    np.testing.assert_array_equal(after.memory.threshold.rows, first.memory.threshold.rows)
+    assert not usual.residual.rows.any()
+    _, early = update([3 * ones[0]], first, ones)
+    assert np.all(early.memory.threshold.rows != first.memory.threshold.rows)
+
+
 def test_rounds_give_medians_and_ratios_within_rounds():
     def record(method, ms, ratio):
         return Record(method, 2, "none", ms, ms - 1, ms + 1, None, 8.0, 8.0, 1.0, 1.0, 1.0, None, 1.0, ratio)
@@ -74,13 +92,13 @@ def test_rounds_give_medians_and_ratios_within_rounds():
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--method", "topk,adam"], ["--method takes plump_dp, ", "naive, got adam", "commas"]),
-        (["--shapes", "vgg"], ["shapes is one of resnet50, ", "got 'vgg'"]),
+        (["--method", "topk,adam"], ["--method must be some of plump_dp, ", "naive; got adam", "commas"]),
+        (["--shapes", "vgg"], ["--shapes must be one of resnet50, ", "got 'vgg'"]),
         (["--rate", "fast"], ["rate must be a number with the unit", "got 'fast'"]),
         (["--rate", "none,fast"], ["rate must be a number with the unit", "got 'fast'"]),
-        (["--hosts", "0"], ["hosts must be 1 to 64, got 0"]),
-        (["--steps", "0"], ["--steps is at least 1, got 0"]),
-        (["--rounds", "0"], ["--rounds is at least 1, got 0"]),
+        (["--hosts", "0"], ["hosts must be 1 to 64; got 0"]),
+        (["--steps", "0"], ["--steps must be at least 1; got 0"]),
+        (["--rounds", "0"], ["--rounds must be at least 1; got 0"]),
         (["--sparsity", "1.0"], ["sparsity must be", "got 1.0"]),
     ],
 )

@@ -24,10 +24,10 @@ def test_quarters_are_medians_of_steps_that_were_done():
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--hosts", "1"], "--hosts is at least 2, got 1"),
-        (["--mtbf", "nan"], "--mtbf is positive, got nan"),
-        (["--minutes", "0"], "--minutes is positive, got 0"),
-        (["--json", "/"], "--json is a file, got the folder /"),
+        (["--hosts", "1"], "--hosts must be at least 2, since a run that survives has others; got 1"),
+        (["--mtbf", "nan"], "--mtbf must be positive and finite; got nan"),
+        (["--minutes", "0"], "--minutes must be positive and finite; got 0"),
+        (["--json", "/"], "--json must be a file; got the folder /"),
     ],
 )
 def test_bad_values_are_refused(argv, said, capsys):

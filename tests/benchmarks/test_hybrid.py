@@ -54,10 +54,10 @@ def test_one_layout_compiles_and_is_written(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"devices": "two"}, "--devices are numbers separated by commas, got .*two"),
-        ({"devices": "1,2"}, "at least 2 and divide --batch evenly, got 1,2 and 256"),
-        ({"devices": "2,3"}, "divide --batch evenly, got 2,3 and 256"),
-        ({"image": 32}, "--image is at least 63"),
+        ({"devices": "two"}, "--devices must be numbers separated by commas; got .*two"),
+        ({"devices": "1,2"}, "at least 2 and divide --batch evenly; got 1,2 and 256"),
+        ({"devices": "2,3"}, "divide --batch evenly; got 2,3 and 256"),
+        ({"image": 32}, "--image must be at least 63"),
     ],
 )
 def test_bad_values_are_refused_before_anything_is_compiled(options, said):

@@ -18,10 +18,10 @@ def test_uses_are_of_what_the_link_and_the_cores_could_do(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"workers": 1}, "--workers is at least 2"),
-        ({"stages": 4}, "--stages is 2 or 3, got 2, 2048 and 4"),
-        ({"batch": 7}, "divides --batch evenly"),
-        ({"rate": "1gbit,10gbit"}, "--rate is one rate"),
+        ({"workers": 1}, "--workers must be at least 2"),
+        ({"stages": 4}, "--stages must be 2 or 3; got 2, 2048 and 4"),
+        ({"batch": 7}, "divide --batch evenly"),
+        ({"rate": "1gbit,10gbit"}, "--rate must be one rate"),
         ({"sparsity": 1.0}, "sparsity"),
     ],
 )

@@ -102,15 +102,15 @@ def test_bytes_are_averaged_over_hosts_whose_interfaces_are_their_own():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"layers": "4096"}, r"inputs x outputs, separated by commas, got '4096': such as 9216x4096"),
+        ({"layers": "4096"}, r"inputs x outputs, separated by commas; got '4096'. Give 9216x4096"),
         ({"layers": "0x3"}, "got '0x3'"),
-        ({"hosts": "2,x"}, "--hosts is integers of at least 1, separated by commas, got 'x'"),
-        ({"hosts": "0"}, "--hosts is integers of at least 1"),
+        ({"hosts": "2,x"}, "--hosts must be integers of at least 1, separated by commas; got 'x'"),
+        ({"hosts": "0"}, "--hosts must be integers of at least 1"),
         ({"rate": "fast"}, "rate must be a number with the unit"),
-        ({"steps": 0}, "--steps is at least 1, got 0"),
-        ({"batch": 6}, "a multiple of the number of hosts, got 6 for 4 hosts"),
+        ({"steps": 0}, "--steps must be at least 1; got 0"),
+        ({"batch": 6}, "a multiple of the number of hosts; got 6 for 4 hosts"),
         ({"batch": 0}, "got 0 for 2 hosts"),
-        ({"crossover": True, "layers": "4x4,5x5"}, "one layer's, got --layers 4x4,5x5: give one"),
+        ({"crossover": True, "layers": "4x4,5x5"}, "one layer with --crossover; got 4x4,5x5. Give one"),
     ],
 )
 def test_bad_values_are_refused_before_a_host_starts(fields, message):

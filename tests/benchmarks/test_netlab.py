@@ -114,7 +114,7 @@ def test_rates_are_read_as_tc_reads_them(rate, bits):
 
 @pytest.mark.parametrize("rate", ["", "100", "mbit", "100mbps", "100Mbit", "-1mbit", "0mbit", "1tbit", "1e3bit"])
 def test_a_malformed_rate_is_refused_with_the_rule_and_the_remedy(rate):
-    with pytest.raises(ValueError, match=r"unit bit, kbit.*got '.*'; write for example '100mbit'"):
+    with pytest.raises(ValueError, match=r"unit bit, kbit.*got '.*'. Write for example '100mbit'"):
         Lab(2, rate)
 
 
@@ -122,13 +122,13 @@ def test_hosts_may_have_rates_of_their_own():
     assert parse_rates("100mbit/none/1kbit", 3) == [10**8, None, 10**3]
     assert parse_rates("1mbit/2mbit", 4) == [10**6, 2 * 10**6, 2 * 10**6, 2 * 10**6]
     assert parse_rates(None, 2) == [None, None]
-    with pytest.raises(ValueError, match="at most a rate for every host, got '1mbit/1mbit' for 1"):
+    with pytest.raises(ValueError, match="at most one rate for every host; got '1mbit/1mbit' for 1"):
         Lab(1, "1mbit/1mbit")
 
 
 @pytest.mark.parametrize("hosts", [-1, 0, 65])
 def test_a_number_of_hosts_out_of_range_is_refused(hosts):
-    with pytest.raises(ValueError, match=f"hosts must be 1 to 64, got {hosts}"):
+    with pytest.raises(ValueError, match=f"hosts must be 1 to 64; got {hosts}"):
         Lab(hosts, None)
 
 
@@ -274,7 +274,7 @@ def test_the_command_writes_its_trace(tmp_path):
     assert set(series[0]) == {"seconds", "received", "kB_per_s"}
     done = command_line("--hosts", "1", "--rate", "none", "--trace", str(tmp_path), "--", "sleep", "0")
     assert done.returncode == 2
-    assert "--trace is a file, got the folder" in done.stderr
+    assert "--trace must be a file; got the folder" in done.stderr
 
 
 def test_hosts_do_not_interrupt_each_other(lab):
@@ -398,7 +398,7 @@ def test_the_command_line_prints_host_0_and_reports_failures():
     assert "netlab: host 1 ended with 1\nno 1\n" in bad.stderr
     none = command_line("--hosts", "2")
     assert none.returncode == 2
-    assert "write it after `--`" in none.stderr
+    assert "Write it after `--`" in none.stderr
 
 
 def test_help_needs_neither_root_nor_jax():

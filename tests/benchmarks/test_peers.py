@@ -118,17 +118,17 @@ def test_what_cannot_run_is_refused_with_the_remedy(tmp_path):
         return str(error.value)
 
     assert "got 'dense'" in message(methods="dense")
-    assert "--torch names the Python of an environment with torch for torch:dense, got None" in message(
+    assert "--torch must name the Python of an environment with torch for torch:dense; got None" in message(
         methods="torch:dense"
     )
     assert "got 'mnist'" in message(methods="jaxcomm:dense", data="mnist")
-    assert "--figure shows test accuracies" in message(methods="jaxcomm:dense", figure=tmp_path / "figure.png")
+    assert "--figure must have test accuracies" in message(methods="jaxcomm:dense", figure=tmp_path / "figure.png")
     assert "--steps at least 2" in message(methods="jaxcomm:dense", steps=1)
     assert "jaxcomm:sgd" in message(methods="jaxcomm:sgd")
     command = [sys.executable, "-m", "benchmarks.peers", "--methods", "torch:dense", "--torch", str(tmp_path / "none")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("peers: --torch names the Python")
+    assert done.stderr.startswith("peers: --torch must name the Python")
 
 
 def segment(seconds, accuracy, steps=10, loss=1.0, received=5000.0):

@@ -51,5 +51,5 @@ def test_a_number_is_one_vector(name, size):
 
 @pytest.mark.parametrize("name", ["", "resnet", "0", "0.5", "-3", "nan", "inf", "1e400"])
 def test_other_shapes_are_refused(name):
-    with pytest.raises(ValueError, match=r"shapes is one of resnet50, .*, or a number .* got .*: try --shapes 1e6"):
+    with pytest.raises(ValueError, match=r"--shapes must be one of resnet50, .*, or a number .*. Try --shapes 1e6"):
         named(name)

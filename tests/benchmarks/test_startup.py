@@ -25,4 +25,5 @@ def test_every_command_is_timed(tmp_path):
 
 def test_one_process_is_refused():
     done = startup("--repeats", "1")
-    assert (done.returncode, done.stderr) == (2, "startup: --repeats is at least 2, got 1: the first does not count.\n")
+    said = "startup: --repeats must be at least 2, since the first does not count; got 1.\n"
+    assert (done.returncode, done.stderr) == (2, said)

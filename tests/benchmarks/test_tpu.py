@@ -21,8 +21,8 @@ def tpu(*argv):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--method", "topk,adam"], ["--method takes plump_dp, ", "got adam"]),
-        (["--slices", "0"], ["--slices is at least 1, got 0"]),
+        (["--method", "topk,adam"], ["--method must be some of plump_dp, ", "got adam"]),
+        (["--slices", "0"], ["--slices must be at least 1; got 0"]),
         (["--topology", "v5e:7x5"], ["TPUs must be known to the compiler", "got 'v5e:7x5'", "jaxcomm[tpu]"]),
     ],
 )

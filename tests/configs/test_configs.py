@@ -109,7 +109,7 @@ def test_a_name_is_taken_from_the_arguments():
     for args in ([], ["--steps", "3"], ["method:top-k"]):
         assert take_config(args) == (CONFIGS["digits"], args)
     with pytest.raises(
-        ValueError, match=r"An experiment is one of digits, mnist, .*, got 'mnits' \(did you mean 'mnist'\?\)"
+        ValueError, match=r"An experiment must be one of digits, mnist, .*; got 'mnits' \(did you mean 'mnist'\?\)"
     ):
         take_config(["mnits"])
 

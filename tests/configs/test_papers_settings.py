@@ -175,7 +175,7 @@ def test_an_experiment_has_the_papers_settings(name):
 def test_the_96_nodes_of_the_pruning_paper(name):
     """`--workers 96 --global-batch 288`: 3 rows each, as 256 is no multiple of 96."""
     check(dataclasses.replace(CONFIGS[name], workers=96, global_batch=288), 96)
-    with pytest.raises(ValueError, match="got 256 for 96: try 288"):
+    with pytest.raises(ValueError, match=r"got 256 for 96\. Try 288"):
         check(dataclasses.replace(CONFIGS[name], workers=96), 96)
 
 

@@ -4,10 +4,13 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from jaxcomm import platforms
 from jaxcomm.platforms import by_platform, traced_platform
+from tests.jaxcomm.cases import FIRST
+from tests.jaxcomm.trees import shapes_of
 
 ONE = np.ones(4, np.float32)
 
@@ -48,3 +51,21 @@ def test_a_report_is_traced_for_one_platform(monkeypatch):
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *_, **__: pytest.fail("the platform is not known"))
     monkeypatch.setattr(platforms, "_setting", lambda: None)
     assert jc.wire_report(jc.topk(0.9), {"w": jax.ShapeDtypeStruct((3000,), np.float32)}, workers=3).received > 0
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+@pytest.mark.parametrize(("kind", "platform"), [("gpu", "cuda"), ("tpu", "tpu")])
+def test_every_method_lowers_for_gpus_and_tpus(case, kind, platform):
+    """JAX translates its program without such a device; XLA does not compile it."""
+    mesh = AbstractMesh((4,), ("data",), abstract_device=AbstractDevice("some", None, kind))
+    tx, params = case.make(), shapes_of("pair")
+    gradients = {name: jax.ShapeDtypeStruct((4, *like.shape), like.dtype) for name, like in params.items()}
+    specs = jc.state_specs(jax.eval_shape(tx.init, params))
+    state = jax.eval_shape(jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs), params)
+
+    def exchange(gradients, state, params):
+        return tx.update({name: rows[0] for name, rows in gradients.items()}, state, params)
+
+    step = jax.shard_map(exchange, mesh=mesh, in_specs=(P("data"), specs, P()), out_specs=(P(), specs))
+    lowered = jax.jit(step).trace(gradients, state, params).lower(lowering_platforms=(platform,))
+    assert "stablehlo.all_" in lowered.as_text()

@@ -57,11 +57,11 @@ def test_without_gpus_there_is_a_task_a_node(world):
 @pytest.mark.parametrize(
     ("words", "more", "said"),
     [
-        (["digits"], {"JAXCOMM_SLURM_NODES": ""}, "JAXCOMM_SLURM_NODES is the number of nodes, and is not set"),
-        (["digits"], {"JAXCOMM_SLURM_TIME": ""}, "JAXCOMM_SLURM_TIME is the time limit"),
-        (["digits"], {"JAXCOMM_SLURM_GPUS": "all"}, "JAXCOMM_SLURM_GPUS is a whole number"),
-        (["-p", "gpu", "digits"], {}, "written as --option=value, got -p"),
-        ([], {}, "takes an experiment's name"),
+        (["digits"], {"JAXCOMM_SLURM_NODES": ""}, "JAXCOMM_SLURM_NODES must be the number of nodes; got nothing"),
+        (["digits"], {"JAXCOMM_SLURM_TIME": ""}, "JAXCOMM_SLURM_TIME must be the time limit"),
+        (["digits"], {"JAXCOMM_SLURM_GPUS": "all"}, "JAXCOMM_SLURM_GPUS must be a whole number"),
+        (["-p", "gpu", "digits"], {}, "written as --option=value; got -p"),
+        ([], {}, "must be given an experiment's name"),
     ],
 )
 def test_words_that_cannot_be_used(world, words, more, said):

@@ -88,12 +88,12 @@ def test_setup_brings_every_host_the_tree(world):
 @pytest.mark.parametrize(
     ("text", "words", "said"),
     [
-        ("", ["digits"], "names no host"),
+        ("", ["digits"], "must name a host; got none"),
         ("h0\nh1 10.0.0.6\n", ["digits"], "Only the first host of"),
         ("h0 a b\n", ["digits"], "Line 1 of"),
         ("-oProxyCommand=id\n", ["digits"], "got '-oProxyCommand=id'"),
-        ("h0\n", [], "a file of hosts and an experiment's name"),
-        (None, ["digits"], "There is no file of hosts"),
+        ("h0\n", [], "must be given HOSTS and NAME; got 1 arguments"),
+        (None, ["digits"], "The file of hosts must be one that can be read"),
     ],
 )
 def test_hosts_that_cannot_be_used(world, text, words, said):

@@ -159,21 +159,21 @@ NEEDED |= {"stop": list(TPU)[:3], "delete": list(TPU)[:3]}
 def test_a_missing_variable_is_named_and_nothing_is_called(tpu, verb, name):
     ended = tpu.call(verb, *(["digits"] if verb == "run" else []), **{name: ""})
     assert ended.returncode == 2
-    assert f"{verb}: {name} is the " in ended.stderr
-    assert "set it in the environment (docs/launching.md" in ended.stderr
+    assert f"{verb}: {name} must be the " in ended.stderr
+    assert "Set it in the environment (docs/launching.md" in ended.stderr
     assert tpu.calls() == []
 
 
 @pytest.mark.parametrize(
     ("verb", "words", "more", "said"),
     [
-        ("run", [], {}, "takes an experiment's name, got none"),
-        ("run", ["--steps", "3"], {}, "knows no option --steps before NAME"),
+        ("run", [], {}, "must be given an experiment's name; got none"),
+        ("run", ["--steps", "3"], {}, "Options before NAME must be those of run; got --steps"),
         ("run", ["--run", "a/b", "digits"], {}, "got 'a/b'"),
-        ("run", ["digits"], {"JAXCOMM_TPU_SLICES": "two"}, "JAXCOMM_TPU_SLICES is a whole number"),
-        ("run", ["digits"], {"JAXCOMM_FOLDER": "a b"}, "JAXCOMM_FOLDER is a path"),
+        ("run", ["digits"], {"JAXCOMM_TPU_SLICES": "two"}, "JAXCOMM_TPU_SLICES must be a whole number"),
+        ("run", ["digits"], {"JAXCOMM_FOLDER": "a b"}, "JAXCOMM_FOLDER must be a path"),
         ("logs", ["--run", "../x"], {}, "got '../x'"),
-        ("create", ["spot"], {}, "got 'spot': write --option=value"),
+        ("create", ["spot"], {}, "got 'spot'. Write --option=value"),
         ("setup", ["now"], {}, "got 'now'"),
     ],
 )
@@ -191,8 +191,8 @@ def test_a_name_that_gcloud_or_a_path_would_read_otherwise_is_refused(tpu, verb,
     before = tpu.files()
     ended = tpu.call(verb, *(["digits"] if verb == "run" else []), JAXCOMM_TPU_NAME=name)
     assert (ended.returncode, tpu.calls(), tpu.files()) == (2, [], before)
-    rule = "JAXCOMM_TPU_NAME is letters, digits and '-', and begins with no '-', got"
-    assert f"{verb}: {rule} '{name}': choose another." in ended.stderr
+    rule = "JAXCOMM_TPU_NAME must be letters, digits and '-', and begin with no '-'; got"
+    assert f"{verb}: {rule} '{name}'. Choose another." in ended.stderr
 
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["", "dry"])

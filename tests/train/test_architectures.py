@@ -62,7 +62,7 @@ def test_dtype_and_seed_reach_the_model():
 
 
 def test_another_name_is_refused():
-    with pytest.raises(ValueError, match=r"A model is one of alexnet, cnn, .*, vgg, got 'lenet'"):
+    with pytest.raises(ValueError, match=r"A model must be one of alexnet, cnn, .*, vgg; got 'lenet'"):
         make("lenet", IMAGES)
 
 
@@ -127,9 +127,9 @@ def test_cuts_of_the_experiment_go_first():
 @pytest.mark.parametrize(
     ("stages", "cuts", "said"),
     [
-        (5, None, r"Every stage has a block, got --stages 5 for a model of 4 blocks: use at most 4 stages"),
-        (3, (1,), r"A pipeline of 3 stages has 2 cuts, got --cuts \(1,\)"),
-        (2, (), r"A pipeline of 2 stages has 1 cuts, got --cuts \(\)"),
+        (5, None, r"Every stage must have a block; got --stages 5 for a model of 4 blocks. Use at most 4 stages"),
+        (3, (1,), r"A pipeline of 3 stages must have 2 cuts; got --cuts \(1,\)"),
+        (2, (), r"A pipeline of 2 stages must have 1 cuts; got --cuts \(\)"),
     ],
 )
 def test_cuts_that_cannot_be_are_refused(stages, cuts, said):

@@ -146,14 +146,14 @@ def test_the_command_line_reaches_the_comparison(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--seeds", "0"], "--seeds is at least 1, got 0"),
+        (["--seeds", "0"], "--seeds must be at least 1; got 0"),
         (["--rate", "fast"], "--rate must be a positive number with its unit; got 'fast'"),
-        (["--methods", "topk,none"], "got 'none': name those to train"),
+        (["--methods", "topk,none"], "got 'none'. Name those to train"),
         (["--steps", "10"], "--warmup-steps"),
-        (["--steps", "0"], "--steps is at least 1, got 0"),
+        (["--steps", "0"], "--steps must be at least 1; got 0"),
         (["--delay", "2"], "--delay must be 0, or 1 where every worker holds the whole model"),
-        (["--workers", "3"], "--global-batch is a multiple of --workers"),
-        (["mnits"], f"An experiment is one of {', '.join(CONFIGS)}, got 'mnits'"),
+        (["--workers", "3"], "--global-batch must be a multiple of --workers"),
+        (["mnits"], f"An experiment must be one of {', '.join(CONFIGS)}; got 'mnits'"),
     ],
 )
 def test_bad_values_are_refused_before_anything_is_trained(argv, said, monkeypatch, tmp_path, capsys):

@@ -236,7 +236,7 @@ def test_compressed_and_plain_give_the_same_rows(tmp_path):
 def test_too_many_malformed_lines_are_refused_and_listed(tmp_path):
     lines = [*some_lines(98), b"nothing", line(b"7")]
     with pytest.raises(
-        ValueError, match=r"at most 0.01 of a log's lines .*; 2 of the first 100 of .* are \(1 wr"
+        ValueError, match=r"At most 0.01 of a log's lines .*; got 2 of the first 100 of .* \(1 wr"
     ) as error:
         prepare(tmp_path, lines, max_malformed=0.01)
     listed = tmp_path / "data" / "criteo.malformed.tsv"
@@ -270,14 +270,14 @@ def test_ten_malformed_lines_are_shown_and_all_are_counted(tmp_path, monkeypatch
 def test_a_file_that_is_missing_is_named(tmp_path):
     prepare(tmp_path, some_lines(7))
     (tmp_path / "data" / "criteo" / "1.0.0" / "criteo-test.array_record-00000").unlink()
-    with pytest.raises(FileNotFoundError, match=r"1 of the test split are missing, such as .*criteo-test"):
+    with pytest.raises(FileNotFoundError, match=r"1 of the test split missing, such as .*criteo-test"):
         eval_batches("criteo", global_batch=4, data_dir=tmp_path / "data")
 
 
 def test_errors(tmp_path):
-    with pytest.raises(ValueError, match=r"at least 7 rows, one for each day; .* has 6"):
+    with pytest.raises(ValueError, match=r"at least 7 rows, one for each day; got 6 in"):
         prepare(tmp_path, some_lines(6))
-    with pytest.raises(FileNotFoundError, match="a click log is a file; there is none at"):
+    with pytest.raises(FileNotFoundError, match="A click log must be a file; got none at"):
         click_store.prepare_log("criteo", tmp_path / "no", tmp_path, Hashed(5))
     with pytest.raises(ValueError, match=r"in \[0, 1\]; got 2"):
         prepare(tmp_path, some_lines(7), max_malformed=2)
@@ -287,7 +287,7 @@ def test_errors(tmp_path):
     with pytest.raises(ValueError, match="at least 1; got 0"):
         Indexed(0)
     prepare(tmp_path, some_lines(7))
-    with pytest.raises(ValueError, match=r"criteo/1.0.0 holds some already\. Remove it"):
+    with pytest.raises(ValueError, match=r"criteo/1.0.0, which holds some already\. Remove it"):
         prepare(tmp_path, some_lines(7))
     with pytest.raises(ValueError, match="split must be one of train, test; got 'valid'"):
         eval_batches("criteo", "valid", global_batch=4, data_dir=tmp_path / "data")
@@ -298,7 +298,7 @@ def test_error_when_not_prepared(tmp_path):
         dataset_info("criteo", tmp_path)
     with pytest.raises(FileNotFoundError, match="criteo must be prepared"):
         train_batches("criteo", global_batch=4, seed=0, data_dir=tmp_path)
-    assert f"looked for {tmp_path}/criteo/1.0.0/dataset_info.json" in str(error.value)
+    assert f"got no {tmp_path}/criteo/1.0.0/dataset_info.json" in str(error.value)
     assert f"\n  python -m train.data.clicks prepare --input train.txt --out {tmp_path}\n" in str(error.value)
 
 
@@ -311,7 +311,7 @@ def test_a_log_that_another_command_prepared_meanwhile_is_not_replaced(tmp_path,
         return write_rows(*args)
 
     monkeypatch.setattr(click_store, "write_rows", overtaken)
-    with pytest.raises(ValueError, match=r"criteo/1.0.0 holds some already"):
+    with pytest.raises(ValueError, match=r"criteo/1.0.0, which holds some already"):
         prepare(tmp_path, some_lines(9))
     assert dataset_info("criteo", tmp_path / "data").num_train == 7
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["criteo"]
@@ -352,7 +352,7 @@ def test_command_prepares(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["categories"] == {"kind": "hashed", "table_size": 77}
     assert dataset_info("criteo", tmp_path / "a").table_sizes == (77,) * 26
     assert clicks.main(["prepare", *options]) == 2
-    assert capsys.readouterr().err.startswith("clicks: data is prepared into a new folder")
+    assert capsys.readouterr().err.startswith("clicks: Data must be prepared into a new folder")
     assert clicks.main(["prepare", "--input", str(log), "--out", str(log)]) == 2  # a file
     assert capsys.readouterr().err.startswith("clicks: [Errno 17] File exists")
 
@@ -361,7 +361,7 @@ def test_command_refuses_options_of_the_other_kind(tmp_path, capsys):
     log = write(tmp_path / "train.txt", some_lines(20))
     options = ["prepare", "--input", str(log), "--out", str(tmp_path / "a")]
     assert clicks.main([*options, "--min-count", "3"]) == 2
-    assert "--min-count is for indexed categories; got 3" in capsys.readouterr().err
+    assert "--min-count must go with indexed categories; got 3" in capsys.readouterr().err
     assert clicks.main([*options, "--categories", "indexed", "--table-size", "9"]) == 2
-    assert "--table-size is for hashed categories; got 9" in capsys.readouterr().err
+    assert "--table-size must go with hashed categories; got 9" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()

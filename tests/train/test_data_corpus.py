@@ -81,8 +81,8 @@ def test_a_large_text_is_cut_to_whole_files_and_the_test_split_spread(source, tm
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--input", "nowhere"], "--input is the folder of the unpacked sources, got nowhere, which is none"),
-        (["--input", ".", "--megabytes", "0"], "--megabytes is at least 1, got 0"),
+        (["--input", "nowhere"], "--input must be the folder of the unpacked sources; got nowhere, which is none"),
+        (["--input", ".", "--megabytes", "0"], "--megabytes must be at least 1; got 0"),
     ],
 )
 def test_bad_options_are_refused(options, message, tmp_path, capsys):
@@ -95,7 +95,7 @@ def test_too_little_text_is_refused_and_leaves_nothing(tmp_path, capsys):
     source.mkdir()
     (source / "a.c").write_text("x" * 1000)
     assert corpus.main(["prepare", "--input", str(source), "--out", str(tmp_path / "out")]) == 2
-    assert "test has 0 bytes, of 0 files" in capsys.readouterr().err
+    assert "got 0 bytes in test, of 0 files" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

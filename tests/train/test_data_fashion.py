@@ -51,19 +51,19 @@ IMAGES, LABELS = made("train")
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("images-idx3", idx(IMAGES, 0x0801), "must begin with the magic number 00000803 and 3 sizes; .* begins with"),
+        ("images-idx3", idx(IMAGES, 0x0801), "must begin with the magic number 00000803 and 3 sizes; got .* in"),
         ("labels-idx1", idx(LABELS, 0x0D01), "must begin with the magic number 00000801 and 1 sizes"),
         ("labels-idx1", b"\0\0\x08\x01\0", "must begin with the magic number 00000801"),
         ("images-idx3", idx(IMAGES)[:-1], r"its sizes \(5, 28, 28\) say, 3920; got 3919. Copy it again"),
         ("labels-idx1", idx(LABELS) + b"\0", r"its sizes \(5,\) say, 5; got 6"),
-        ("labels-idx1", idx(LABELS[:4]), "has 5 images and 4 labels"),
+        ("labels-idx1", idx(LABELS[:4]), "got 5 images and 4 labels"),
         (
             "labels-idx1",
             idx(np.arange(8, 13, dtype=np.uint8)),
-            r"labels are in \[0, 10\); label 4 of train .* is 12",
+            r"Labels must be in \[0, 10\); got 12 as label 4 of train",
         ),
-        ("images-idx3", idx(IMAGES[:, :, 1:]), r"have \(28, 28\) pixels; those of train .* have \(28, 27\)"),
-        ("images-idx3", None, "there is no .*train-images-idx3-ubyte.gz. Pass their folder by --input"),
+        ("images-idx3", idx(IMAGES[:, :, 1:]), r"have \(28, 28\) pixels; got \(28, 27\) in those of train"),
+        ("images-idx3", None, "got no .*train-images-idx3-ubyte.gz. Pass their folder by --input"),
     ],
 )
 def test_what_is_no_such_file_is_refused(source, tmp_path, name, content, message):
@@ -77,5 +77,5 @@ def test_what_is_no_such_file_is_refused(source, tmp_path, name, content, messag
 def test_a_file_that_is_cut_off_is_refused(source, tmp_path):
     path = source / "t10k-images-idx3-ubyte.gz"
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"a compressed file must be whole; .*t10k-images-idx3-ubyte.gz is not"):
+    with pytest.raises(ValueError, match=r"A compressed file must be whole; got .*t10k-images-idx3-ubyte.gz, which"):
         fashion.prepare_fashion(source, tmp_path / "out")

@@ -84,7 +84,7 @@ def cut(path, size):
 def test_a_file_that_is_cut_off_is_refused(written, tmp_path, number, change):
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     change(tmp_path / FOLDER / f"sample-train.array_record-0000{number}")
-    message = f"block {2 * number} of train in {tmp_path / FOLDER} is not: .*. Copy the folder again, or remove it"
+    message = f"block {2 * number} of train in {tmp_path / FOLDER}, which is not: .*. Copy the folder again"
     with pytest.raises(ValueError, match=message):
         open_train(tmp_path)
 
@@ -105,13 +105,13 @@ def test_a_missing_file_is_named(written, tmp_path):
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)
     path = tmp_path / FOLDER / "sample-train.array_record-00001"
     path.unlink()
-    with pytest.raises(FileNotFoundError, match=f"1 of the train split are missing, such as {path}. Copy them again"):
+    with pytest.raises(FileNotFoundError, match=f"1 of the train split missing, such as {path}. Copy them again"):
         open_train(tmp_path)
 
 
 @pytest.mark.parametrize("num_rows", [N - 1, N + 1, 52, 3000])
 def test_another_number_of_rows_is_refused(written, num_rows):
-    with pytest.raises(ValueError, match="rows must be as they were prepared; block"):
+    with pytest.raises(ValueError, match="Rows must be as they were prepared; got block"):
         RowSplit(written / FOLDER, "train", num_rows, TYPES, {})
 
 
@@ -152,6 +152,6 @@ def test_what_was_prepared_before_a_field_had_a_default_is_read_on(written, tmp_
 
 
 def test_error_when_not_prepared(tmp_path):
-    message = f"sample must be prepared before it is used; looked for {tmp_path / FOLDER}/.*. Do it in {tmp_path}\n"
+    message = f"sample must be prepared before it is used; got no {tmp_path / FOLDER}/.*. Do it in {tmp_path}\n"
     with pytest.raises(FileNotFoundError, match=message):
         SAMPLE.info(tmp_path)

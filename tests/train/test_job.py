@@ -138,7 +138,7 @@ def test_layers_in_slices_leave_the_method_the_others():
 @pytest.mark.parametrize(
     ("method", "changes", "message"),
     [
-        (PlumpDp(), {"architecture": Architecture("cnn")}, r"their own kind, alexnet, mlp, vgg, got 'cnn': leave it"),
+        (PlumpDp(), {"architecture": Architecture("cnn")}, r"its dense layers, alexnet, mlp, vgg; got 'cnn'. Leave it"),
         (Dgc(sparsity=0.9), {}, r"--dense-layers must be exchange with dgc, whose momentum .*; got late"),
         (METHODS["slim_dp"], {}, r"with slim_dp, whose averaging of models .* would miss; got .*. Take another method"),
     ],
@@ -222,12 +222,12 @@ def test_groups_of_rows_that_do_not_fit_are_refused_before_training():
     ("changes", "method", "said"),
     [
         (PIPELINE | {"stages": 4}, DCT_DP, "got --stages 4 for a model of 3 blocks"),
-        (PIPELINE | {"cuts": (1, 2)}, DCT_DP, "A pipeline of 2 stages has 1 cuts"),
+        (PIPELINE | {"cuts": (1, 2)}, DCT_DP, "A pipeline of 2 stages must have 1 cuts"),
         (PIPELINE | {"cuts": (3,)}, DCT_DP, r"rising indices of blocks, from 1 to 2"),
         (PIPELINE | {"boundary": BoundaryFields(1.0)}, DCT_DP, "sparsity must be .* got 1.0"),
-        ({"slices": 2}, METHODS["slim_dp"], "Slices exchange gradients, got slim_dp"),
-        ({"delay": 1}, PlumpDp(p=2), r"exchange models, not gradients, got plump_dp-p2 with --delay 1: leave --delay"),
-        ({"slices": 2}, PlumpDp(p=2), "Slices exchange gradients, got plump_dp-p2"),
+        ({"slices": 2}, METHODS["slim_dp"], "Slices must exchange gradients; got slim_dp"),
+        ({"delay": 1}, PlumpDp(p=2), r"must exchange gradients; got plump_dp-p2, .*, with --delay 1. Leave --delay"),
+        ({"slices": 2}, PlumpDp(p=2), "Slices must exchange gradients; got plump_dp-p2"),
         ({"optimizer": "adam"}, Dgc(), "must be sgd with dgc, which has momentum inside; got adam"),
         ({"architecture": Architecture("dlrm")}, DCT_DP, "its kind of data; got 'dlrm' and 'digits'"),
         ({"workers": 8, "stages": 2}, DCT_DP, r"got 8 for \(data=8, stage=2\)"),

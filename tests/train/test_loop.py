@@ -67,7 +67,7 @@ def test_a_run_stops_after_some_skipped_steps_in_a_row(damage, tmp_path):
     damage(range(5, 100))
     told = Told()
     with pytest.raises(
-        ValueError, match=r"stops after --max-skipped 4 skipped steps in a row, got steps 5 to 8"
+        ValueError, match=r"fewer skipped steps in a row than --max-skipped 4; got steps 5 to 8"
     ) as error:
         run(tmp_path, told=told, checkpoint_every=2, max_skipped=4)
     assert len(told.updates) == 8
@@ -223,12 +223,12 @@ def test_averaged_models_have_a_folder_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "processes", "said"),
     [
-        ({"workers": 0}, 1, "--workers is at least 1, got 0"),
-        ({"steps": 0}, 1, "--steps is at least 1, got 0"),
-        ({"eval_every": 0}, 1, "--eval-every is at least 1"),
-        ({"checkpoint_every": -1}, 1, "--checkpoint-every is at least 1, got -1"),
-        ({"global_batch": 26}, 1, "--global-batch is a multiple of --workers, got 26 for 4: try 28"),
-        ({}, 3, "--workers is a multiple of the number of processes, got 4 for 3"),
+        ({"workers": 0}, 1, "--workers must be at least 1; got 0"),
+        ({"steps": 0}, 1, "--steps must be at least 1; got 0"),
+        ({"eval_every": 0}, 1, "--eval-every must be at least 1"),
+        ({"checkpoint_every": -1}, 1, "--checkpoint-every must be at least 1; got -1"),
+        ({"global_batch": 26}, 1, "--global-batch must be a multiple of --workers; got 26 for 4. Try 28"),
+        ({}, 3, "a multiple of the number of processes, since every .*; got 4 for 3"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes, processes, said, tmp_path):

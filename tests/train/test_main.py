@@ -113,7 +113,7 @@ def test_methods_are_chosen_on_the_command_line(argv, method):
 def test_a_typo_lists_the_names(name, guess, started, capsys):
     assert main([name, "--steps", "1"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"train: An experiment is one of {', '.join(CONFIGS)}, got ")
+    assert said.startswith(f"train: An experiment must be one of {', '.join(CONFIGS)}; got ")
     assert guess in said
 
 
@@ -242,12 +242,12 @@ def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--workers", "0"], ["--workers is at least 1, got 0", "give a positive number"]),
-        (["--global-batch", "25"], ["--global-batch is a multiple of --workers, got 25 for 4", "try 28"]),
+        (["--workers", "0"], ["--workers must be at least 1; got 0"]),
+        (["--global-batch", "25"], ["--global-batch must be a multiple of --workers; got 25 for 4", "Try 28"]),
         (["--global-batch", "4000"], ["at most the 1347 training examples", "got 4000", "Lower it"]),
         (["--workers", "12"], ["got 8 for (data=12)", "jax_num_cpu_devices"]),
         (["--workers", "3", "--stages", "3"], ["got 8 for (data=3, stage=3)"]),
-        (["--stages", "2", "--cuts", "2", "3"], ["A pipeline of 2 stages has 1 cuts, got --cuts (2, 3)"]),
+        (["--stages", "2", "--cuts", "2", "3"], ["A pipeline of 2 stages must have 1 cuts; got --cuts (2, 3)"]),
         (
             ["--micro-batches", "2"],
             [
@@ -255,21 +255,21 @@ def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys
                 "Give --stages as well",
             ],
         ),
-        (["--slices", "3"], ["--workers is a multiple of --slices, got 4 in 3 slices"]),
+        (["--slices", "3"], ["--workers must be a multiple of --slices", "got 4 in 3 slices"]),
         (["--schedule", "drops"], ["--drop-at", "got () with drops"]),
         (["--dataset", "iwslt14", "--data-dir", "/nowhere"], ["iwslt14 must be prepared", "/nowhere"]),
         (["--dataset", "letters"], ["letters", "digits"]),
         (["--dataset", "mnist", "--data-dir", "/nowhere"], ["/nowhere"]),
-        (["--seed", "-1"], ["--seed is at least 0 and below 2**32", "got -1"]),
-        (["--learning-rate", "nan"], ["--learning-rate is at least 0 and finite", "got nan"]),
-        (["--json", "."], ["--json is a file, got the folder .", "name a file in it"]),
-        (["--out", "/dev/null"], ["--out is a folder, got the file /dev/null"]),
+        (["--seed", "-1"], ["--seed must be at least 0 and below 2**32", "got -1"]),
+        (["--learning-rate", "nan"], ["--learning-rate must be at least 0 and finite", "got nan"]),
+        (["--json", "."], ["--json must be a file; got the folder .", "Name a file in it"]),
+        (["--out", "/dev/null"], ["--out must be a folder; got the file /dev/null"]),
         (["--warmup-steps", "3"], ["--warmup-steps", "got 3", "--steps"]),
-        (["--resume"], ["--resume goes on with a run that has begun", "leave --resume out"]),
+        (["--resume"], ["--resume must go on with a run that has begun", "Leave --resume out"]),
         (["--momentum", "1.0", "method:dgc"], ["momentum", "below 1", "got 1.0"]),
         (["method:iwp", "--method.publishers", "5"], ["publishers must be at most the number of workers, 4; got 5"]),
         (["--optimizer", "adam", "method:dgc"], ["--optimizer must be sgd with dgc", "momentum inside", "got adam"]),
-        (["--slices", "2", "method:slim-dp"], ["Slices exchange gradients, got slim_dp", "leave out --slices"]),
+        (["--slices", "2", "method:slim-dp"], ["Slices must exchange gradients; got slim_dp", "Leave out --slices"]),
     ],
 )
 def test_bad_values_are_refused_before_a_folder_is_made(argv, said, started, tmp_path, capsys):
@@ -285,14 +285,14 @@ def test_bad_values_are_refused_before_a_folder_is_made(argv, said, started, tmp
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["method:dct-dp", "--method.sparsity", "1.0"], ["sparsity must be", "got 1.0", "use 0.99"]),
+        (["method:dct-dp", "--method.sparsity", "1.0"], ["sparsity must be", "got 1.0", "Use 0.99"]),
         (["method:dct-dp", "--method.life-span", "0"], ["life_span", "got 0"]),
         (["method:slim-dp", "--method.beta", "0.4"], ["beta", "at most alpha (0.3)", "got 0.4"]),
         (
             ["method:iwp", "--method.alpha", "1", "2"],
             ["alpha must be one number, or one more than change_at has steps", "(1.0, 2.0)"],
         ),
-        (["method:local-sgd", "--method.steps", "0"], ["steps must be an integer of at least 1, got 0"]),
+        (["method:local-sgd", "--method.steps", "0"], ["steps must be an integer of at least 1; got 0"]),
         (["method:quant-dp", "--method.bits", "3"], ["'--method.bits'", "('2', '4', '8', '16')"]),
     ],
 )
@@ -309,7 +309,7 @@ def test_bad_options_of_a_method_are_refused_as_they_are_read(argv, said, capsys
 def test_a_variable_that_is_no_number_is_named(started, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("JAXCOMM_NUM_PROCESSES", "two")
     assert main([*SHORT, "--out", str(tmp_path / "runs")]) == 2
-    assert "JAXCOMM_NUM_PROCESSES is an integer, got 'two'" in capsys.readouterr().err
+    assert "JAXCOMM_NUM_PROCESSES must be an integer; got 'two'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

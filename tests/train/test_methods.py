@@ -118,7 +118,7 @@ def test_some_parameters_alone_are_compressed():
 def test_slices_use_a_method_between_them(method):
     experiment = dataclasses.replace(EXPERIMENT, slices=2)
     if method.period is not None:
-        with pytest.raises(ValueError, match=f"Slices exchange gradients, got {run_name(method)}, after whose steps"):
+        with pytest.raises(ValueError, match=f"Slices must exchange gradients; got {run_name(method)}, after whose"):
             make_chain(experiment, method)
         return
     if isinstance(method, PowerSgd):

@@ -96,5 +96,5 @@ def test_without_the_option_there_are_no_scalars(tmp_path):
 
 def test_a_missing_writer_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
-    with pytest.raises(ValueError, match="--tensorboard needs tensorboardX; got none"):
+    with pytest.raises(ValueError, match="tensorboardX must be installed for --tensorboard; got none"):
         record(tmp_path, {1: 4.0}, tensorboard=True)

@@ -276,10 +276,10 @@ def test_flags_go_before_variables(joined, monkeypatch):
         (("127.0.0.1:9777", None, None), "got none for --process-id, --num-processes. Give all three"),
         ((None, 0, None), "got none for --coordinator, --num-processes"),
         ((None, None, 2), "got none for --coordinator, --process-id"),
-        (("127.0.0.1", 0, 2), "--coordinator is HOST:PORT of process 0, got '127.0.0.1': write"),
-        ((":9777", 0, 2), "--coordinator is HOST:PORT"),
-        (("host:http", 0, 2), "--coordinator is HOST:PORT of process 0, got 'host:http'"),
-        (("127.0.0.1:9777", 2, 2), "--process-id is at least 0 and below --num-processes, got 2 of 2"),
+        (("127.0.0.1", 0, 2), "--coordinator must be HOST:PORT of process 0; got '127.0.0.1'. Write"),
+        ((":9777", 0, 2), "--coordinator must be HOST:PORT"),
+        (("host:http", 0, 2), "--coordinator must be HOST:PORT of process 0; got 'host:http'"),
+        (("127.0.0.1:9777", 2, 2), "--process-id must be at least 0 and below --num-processes; got 2 of 2"),
         (("127.0.0.1:9777", -1, 2), "got -1 of 2"),
         (("127.0.0.1:9777", 0, 0), "got 0 of 0"),
     ],
@@ -302,20 +302,20 @@ def test_processes_that_have_not_come_back_are_left_out(joined, monkeypatch):
 def test_a_launchers_variable_that_is_no_number(joined, monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS", "abc")
     monkeypatch.setenv("SLURM_PROCID", "0")
-    with pytest.raises(ValueError, match="SLURM_NTASKS is an integer, got 'abc'"):
+    with pytest.raises(ValueError, match="SLURM_NTASKS must be an integer; got 'abc'"):
         connect(None, None, None)
 
 
 @pytest.mark.parametrize("name", VARIABLES[1:])
 def test_a_variable_that_is_no_number(name, joined, monkeypatch):
     monkeypatch.setenv(name, "first")
-    with pytest.raises(ValueError, match=f"{name} is an integer, got 'first'"):
+    with pytest.raises(ValueError, match=f"{name} must be an integer; got 'first'"):
         connect("127.0.0.1:9777", None, None)
 
 
 @pytest.mark.parametrize(
     ("workers", "batch", "said"),
-    [("4", "24", "--workers is a multiple of the number of processes, got 4 for 3"), ("0", "24", "--workers is at")],
+    [("4", "24", "--workers must be a multiple of the number of processes"), ("0", "24", "--workers must be at")],
 )
 def test_workers_that_the_processes_cannot_share_are_refused_before_waiting(
     workers, batch, said, joined, monkeypatch, tmp_path, capsys

@@ -24,7 +24,7 @@ def test_a_record_is_made_once_and_found_by_a_later_run(tmp_path):
     assert later.find({"of": "step", "marks": (1, 3)}) is None
     later.get({"of": "step", "marks": (1, 3)}, make)
     assert [record["marks"] for record in json.loads(path.read_text())] == [[1, 2], [1, 3]]  # nothing is dropped
-    with pytest.raises(ValueError, match=r"--json is a file, got the folder"):
+    with pytest.raises(ValueError, match=r"--json must be a file; got the folder"):
         Records(tmp_path)
 
 

@@ -41,7 +41,7 @@ def test_what_differs_is_named_on_all_processes():
     found = each(lambda own: agree(store, own, "settings", facts[own.index], 5.0), 3)
     assert all(isinstance(error, DisagreementError) for error in found)
     got = "--seed: 0 in process 0, 7 in process 2"
-    message = f"all processes of a run must be started with the same settings; got {got}. Start all with the same."
+    message = f"All processes of a run must be started with the same settings; got {got}. Start all with the same."
     assert {str(error) for error in found} == {message}
 
 
@@ -131,4 +131,4 @@ def test_a_folder_that_process_0_cannot_write_is_said_to_the_others(tmp_path):
     store = Memory()
     first, second = each(lambda own: check_shared(store, own, taken, 0.5), 2)
     assert isinstance(first, OSError)
-    assert str(second) == "process 0 must write a file to --out; got none within 0.5 s. Look at what it has printed"
+    assert str(second) == "Process 0 must write a file to --out; got none within 0.5 s. Look at what it has printed."

@@ -28,5 +28,5 @@ def check_rows(batch: Batch, info: DatasetInfo, numbers: np.ndarray) -> None:
         where = "".join(f"[{index}]" for index in place[1:])
         raise ValueError(
             f"{name}{where} of {info.name} must be {rule}; got {array[place]} in row {numbers[place[0]]} of the split. "
-            "The files are damaged, or not those that were prepared: copy them again, or prepare the dataset anew"
+            "The files are damaged, or not those that were prepared. Copy them again, or prepare the dataset anew."
         )

@@ -96,15 +96,15 @@ def read_log(path: Path, counts: Counts) -> Iterator[tuple[np.ndarray, list[Malf
       ValueError: if a compressed file is damaged or cut off.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"a click log is a file; there is none at {path}. Pass the path of Criteo's train.txt")
+        raise FileNotFoundError(f"A click log must be a file; got none at {path}. Pass the path of Criteo's train.txt.")
     with open_log(path) as file:
         while True:
             try:
                 lines = list(islice(file, LINES_AT_ONCE))
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
                 raise ValueError(
-                    f"a compressed log must be whole; {path} is damaged after line {counts.lines} or within "
-                    f"{LINES_AT_ONCE} lines of it ({error}). Copy it again, or pass it uncompressed"
+                    f"A compressed log must be whole; got {path}, damaged after line {counts.lines} or within "
+                    f"{LINES_AT_ONCE} lines of it ({error}). Copy it again, or pass it uncompressed."
                 ) from error
             if not lines:
                 return
@@ -158,7 +158,7 @@ def explain(line: bytes) -> tuple[str, str]:
     for column, value in enumerate(fields[1 + NUM_DENSE :], 1):
         if not CATEGORY.fullmatch(value):
             return "not a hexadecimal number of at most 8 digits", f"C{column} is {_show(value)}"
-    raise AssertionError(f"a line of fields that are right each must be a row; got {line!r}")
+    raise AssertionError(f"A line of fields that are right each must be a row; got {line!r}.")
 
 
 def _show(value: bytes) -> str:

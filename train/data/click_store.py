@@ -66,7 +66,7 @@ def prepare_log(
         malformed (`root/NAME.malformed.tsv` then lists them), or if the folder is prepared already.
     """
     if not 0 <= max_malformed <= 1:
-        raise ValueError(f"the fraction of malformed lines must be in [0, 1]; got {max_malformed}")
+        raise ValueError(f"The fraction of malformed lines must be in [0, 1]; got {max_malformed}.")
     folder = Path(name, VERSION)
     with preparing(root, folder, keep_first=keep_first) as private:
         scratch, malformed, counts = private / "rows", private / "malformed.tsv", Counts()
@@ -74,13 +74,13 @@ def prepare_log(
         if counts.fraction > max_malformed:
             kept = shutil.move(malformed, root / f"{name}.malformed.tsv")
             raise ValueError(
-                f"at most {max_malformed:g} of a log's lines may be malformed; {counts.malformed.total()} of the first "
-                f"{counts.lines} of {log} are ({_list(counts)}). {kept} lists them; mend the log, or allow more by "
-                "--max-malformed"
+                f"At most {max_malformed:g} of a log's lines must be malformed; got {counts.malformed.total()} of the "
+                f"first {counts.lines} of {log} ({_list(counts)}). {kept} lists them: mend the log, or allow more by "
+                "--max-malformed."
             )
         num_rows = scratch.stat().st_size // ROW.itemsize
         if num_rows < DAYS:
-            raise ValueError(f"a log has at least {DAYS} rows, one for each day; {log} has {num_rows}")
+            raise ValueError(f"A log must have at least {DAYS} rows, one for each day; got {num_rows} in {log}.")
         (private / folder).mkdir(parents=True)
         if counts.malformed:
             say(f"{counts.malformed.total()} of {counts.lines} lines are malformed and left out: {_list(counts)}")

@@ -24,7 +24,7 @@ class Hashed:
 
     def __post_init__(self):
         if not 1 <= self.table_size <= MAX_TABLE_SIZE:
-            raise ValueError(f"the table size must be in [1, 2**31); got {self.table_size}")
+            raise ValueError(f"The table size must be in [1, 2**31); got {self.table_size}.")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Indexed:
 
     def __post_init__(self):
         if self.min_count < 1:
-            raise ValueError(f"the minimum count must be at least 1; got {self.min_count}")
+            raise ValueError(f"The minimum count must be at least 1; got {self.min_count}.")
 
 
 def hash_categories(bits: np.ndarray, table_size: int) -> np.ndarray:

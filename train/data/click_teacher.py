@@ -155,11 +155,11 @@ def generate(rows: int, seed: int, out: Path) -> dict[str, object]:
       ValueError: for an argument that breaks the rules above.
     """
     if rows < 7:
-        raise ValueError(f"a log has at least 7 rows, one for each day; got {rows}. Ask for more")
+        raise ValueError(f"A log must have at least 7 rows, one for each day; got {rows}. Ask for more.")
     if out.exists():
-        raise ValueError(f"a log is written to a new file; {out} exists. Remove it, or pass another")
+        raise ValueError(f"A log must be written to a new file; got {out}, which exists. Remove it, or pass another.")
     if seed < 0:
-        raise ValueError(f"seed must be at least 0; got {seed}")
+        raise ValueError(f"seed must be at least 0; got {seed}.")
     teacher = make_teacher(seed)
     texts = [[b"", *(b"%08x" % bits for bits in column[1:])] for column in teacher.bits]
     logits, labels = [], []

@@ -51,11 +51,13 @@ class Prepare:
         if self.categories == "hashed":
             if self.min_count is not None:
                 raise ValueError(
-                    f"--min-count is for indexed categories; got {self.min_count} for hashed ones. Omit it"
+                    f"--min-count must go with indexed categories; got {self.min_count} for hashed ones. Omit it."
                 )
             return Hashed(100_000 if self.table_size is None else self.table_size)
         if self.table_size is not None:
-            raise ValueError(f"--table-size is for hashed categories; got {self.table_size} for indexed ones. Omit it")
+            raise ValueError(
+                f"--table-size must go with hashed categories; got {self.table_size} for indexed ones. Omit it."
+            )
         return Indexed(10 if self.min_count is None else self.min_count)
 
 

@@ -31,9 +31,9 @@ class Prepare:
         root = resolve_data_dir(self.out)
         check_new(root / LINUX_FOLDER)
         if not self.input.is_dir():
-            raise ValueError(f"--input is the folder of the unpacked sources, got {self.input}, which is none")
+            raise ValueError(f"--input must be the folder of the unpacked sources; got {self.input}, which is none.")
         if self.megabytes < 1:
-            raise ValueError(f"--megabytes is at least 1, got {self.megabytes}")
+            raise ValueError(f"--megabytes must be at least 1; got {self.megabytes}.")
         files, window = files_of(self.input, LINUX_SUFFIXES), Window(256, self.megabytes * 10**6)
         print(
             json.dumps(

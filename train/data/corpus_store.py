@@ -76,8 +76,8 @@ def prepare_corpus(
             rows = rows[np.arange(min(TEST_WINDOWS, len(rows))) * len(rows) // min(TEST_WINDOWS, max(len(rows), 1))]
         if not len(rows):
             raise ValueError(
-                f"every split has a row of {window.length + 1} bytes; {split} has {len(text)} bytes, of "
-                f"{len(names[split])} files in {source}. Pass a folder with more text, in more folders"
+                f"Every split must have a row of {window.length + 1} bytes; got {len(text)} bytes in {split}, of "
+                f"{len(names[split])} files in {source}. Pass a folder with more text, in more folders."
             )
         checksum = crc32(rows.tobytes(), checksum)
         columns[split] = {"text": rows}

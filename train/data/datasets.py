@@ -85,7 +85,7 @@ def open_split(name: str, split: str, data_dir: str | os.PathLike[str] | None = 
     if mean == "channel":
         return dataset.open(split, root)
     if name not in IMAGES:
-        raise ValueError(f"--mean pixel is for images, {', '.join(IMAGES)}; got {name!r}. Leave it out")
+        raise ValueError(f"--mean pixel must go with images, {', '.join(IMAGES)}; got {name!r}. Leave it out.")
     return open_images(name, split, root, mean)
 
 
@@ -97,11 +97,11 @@ def open_text(name: str, split: str, data_dir: str | os.PathLike[str] | None = N
     """
     _dataset(name)
     if name not in TRANSLATIONS:
-        raise ValueError(f"only translations have text; got {name!r}")
+        raise ValueError(f"A dataset must be a translation to have text; got {name!r}.")
     return translation_text(name, split, resolve_data_dir(data_dir))
 
 
 def _dataset(name: str) -> Dataset:
     if name not in DATASETS:
-        raise ValueError(f"dataset must be one of {', '.join(DATASETS)}; got {name!r}")
+        raise ValueError(f"dataset must be one of {', '.join(DATASETS)}; got {name!r}.")
     return DATASETS[name]

@@ -70,18 +70,18 @@ def read_split(source: Path, prefix: str) -> tuple[np.ndarray, np.ndarray]:
     labels = read_idx(source / f"{prefix}-labels-idx1-ubyte.gz", 1)
     if images.shape[1:] != info.image_shape[:2]:
         raise ValueError(
-            f"images of Fashion-MNIST have {info.image_shape[:2]} pixels; those of {prefix} in {source} have "
-            f"{images.shape[1:]}. Pass the folder of its files"
+            f"Images of Fashion-MNIST must have {info.image_shape[:2]} pixels; got {images.shape[1:]} in those of "
+            f"{prefix} in {source}. Pass the folder of its files."
         )
     if len(images) != len(labels) or not len(images):
         raise ValueError(
-            f"every image has a label; {prefix} in {source} has {len(images)} images and {len(labels)} labels. Copy "
-            "both files again"
+            f"Every image must have a label; got {len(images)} images and {len(labels)} labels of {prefix} in "
+            f"{source}. Copy both files again."
         )
     if labels.max() >= info.num_classes:
         raise ValueError(
-            f"labels are in [0, {info.num_classes}); label {labels.argmax()} of {prefix} in {source} is "
-            f"{labels.max()}. Pass the folder of Fashion-MNIST's files"
+            f"Labels must be in [0, {info.num_classes}); got {labels.max()} as label {labels.argmax()} of {prefix} in "
+            f"{source}. Pass the folder of Fashion-MNIST's files."
         )
     return images, labels
 
@@ -98,24 +98,26 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
     """
     if not path.is_file():
         raise FileNotFoundError(
-            f"Fashion-MNIST is four files, compressed as published; there is no {path}. Pass their folder by --input"
+            f"Fashion-MNIST must be four files, compressed as published; got no {path}. Pass their folder by --input."
         )
     try:
         content = gzip.decompress(path.read_bytes())
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"a compressed file must be whole; {path} is not ({error}). Copy it again") from error
+        raise ValueError(
+            f"A compressed file must be whole; got {path}, which is not ({error}). Copy it again."
+        ) from error
     start = 4 * (1 + dimensions)
     magic = bytes([0, 0, UNSIGNED_BYTES, dimensions])
     if content[:4] != magic or len(content) < start:
         raise ValueError(
-            f"{path.name} must begin with the magic number {magic.hex()} and {dimensions} sizes; {path} begins with "
-            f"{content[:start].hex()}. Copy it again"
+            f"{path.name} must begin with the magic number {magic.hex()} and {dimensions} sizes; got "
+            f"{content[:start].hex()} in {path}. Copy it again."
         )
     shape = struct.unpack_from(f">{dimensions}I", content, 4)
     if len(content) - start != math.prod(shape):
         raise ValueError(
             f"{path} must hold as many bytes as its sizes {shape} say, {math.prod(shape)}; got {len(content) - start}. "
-            "Copy it again"
+            "Copy it again."
         )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 

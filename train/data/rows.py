@@ -133,8 +133,8 @@ class Prepared:
             self.build(root)
         if not is_complete(folder):
             raise FileNotFoundError(
-                f"{self.folder().parts[0]} must be prepared before it is used; looked for {folder}/dataset_info.json. "
-                f"{self.how.format(root=root)}\nIf it is elsewhere, pass data_dir or set TFDS_DATA_DIR"
+                f"{self.folder().parts[0]} must be prepared before it is used; got no {folder}/dataset_info.json. "
+                f"{self.how.format(root=root)}\nIf it is elsewhere, pass data_dir or set TFDS_DATA_DIR."
             )
         with readable(folder):
             facts = tfds.builder_from_directory(folder).info.metadata
@@ -199,6 +199,6 @@ class RowSplit:
             self._is_read[number] = True  # last, so that no other thread reads an unfinished block
         except (RuntimeError, ValueError, IndexError) as error:
             raise ValueError(
-                f"rows must be as they were prepared; block {number} of {self._split} in {self._folder} is not: "
-                f"{error}. Copy the folder again, or remove it and prepare it anew"
+                f"Rows must be as they were prepared; got block {number} of {self._split} in {self._folder}, which is "
+                f"not: {error}. Copy the folder again, or remove it and prepare it anew."
             ) from None

@@ -176,8 +176,8 @@ def open_source(name: str, split: str, data_dir: str | os.PathLike[str] | None =
     stored_shape = builder.info.features["image"].shape
     if stored_shape != info.image_shape:
         raise ValueError(
-            f"images of {name} must have the shape {info.image_shape}; {builder.data_path} holds "
-            f"{stored_shape}. Is it another dataset of this name? Pass another data_dir"
+            f"Images of {name} must have the shape {info.image_shape}; got {stored_shape} in {builder.data_path}. Is "
+            "it another dataset of this name? Pass another data_dir."
         )
     return CachedSource(encoded, info.image_shape)
 
@@ -188,16 +188,16 @@ def _open_prepared(name: str, root: Path) -> tfds.core.DatasetBuilder:
     versions = [path.parent for path in infos if tfds.core.Version.is_valid(path.parent.name)]
     if not versions:
         raise FileNotFoundError(
-            f"{name} must be prepared before it is used; looked for "
-            f"{root / name}/<version>/dataset_info.json and found none. " + _how_to_prepare(name, root)
+            f"{name} must be prepared before it is used; got no {root / name}/<version>/dataset_info.json. "
+            + _how_to_prepare(name, root)
         )
     newest = max(versions, key=lambda path: tfds.core.Version(path.name))
     builder = tfds.builder_from_directory(newest)
     stored_as = builder.info.file_format.value
     if stored_as != "array_record":
         raise ValueError(
-            f"random access needs a dataset stored as array_record; {newest} is stored as "
-            f"{stored_as}. Move it away and prepare it anew. {_how_to_prepare(name, root)}"
+            f"A dataset must be stored as array_record, for random access; got {newest}, stored as {stored_as}. Move "
+            f"it away and prepare it anew. {_how_to_prepare(name, root)}"
         )
     return builder
 
@@ -215,5 +215,5 @@ def _how_to_prepare(name: str, root: Path) -> str:
     return (
         "Prepare it by the command below, which needs TensorFlow (`pip install tensorflow`; reading"
         f" what it prepared does not):\n  {command}\n{manual}If the dataset lies elsewhere, pass "
-        "data_dir or set TFDS_DATA_DIR"
+        "data_dir or set TFDS_DATA_DIR."
     )

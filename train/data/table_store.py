@@ -43,14 +43,16 @@ def prepare_table(name: str, rows: Rows, root: Path, categories: Indexed) -> dic
     num_rows = len(rows.label)
     num_train = int(np.searchsorted(rows.time, rows.time[first_test_row(num_rows)]))
     if not num_train:
-        raise ValueError(f"rows are split by time; those of {name} have one time up to the last seventh. Pass others")
+        raise ValueError(
+            f"Rows must be split by time; got those of {name} with one time up to the last seventh. Pass others."
+        )
     dense, scales = np.empty((num_rows, len(rows.dense)), np.float32), {}
     for column, (feature, values) in enumerate(rows.dense.items()):
         mean, deviation = np.nanmean(values[:num_train]), np.nanstd(values[:num_train])
         if not deviation > 0:
             raise ValueError(
-                f"a number must differ between the rows of the train split; {feature} of {name} has the deviation "
-                f"{deviation}"
+                f"A number must differ between the rows of the train split; got {feature} of {name} with the deviation "
+                f"{deviation}."
             )
         missing = np.isnan(values)
         dense[:, column] = np.where(missing, 0, (values - mean) / deviation)

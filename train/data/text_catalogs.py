@@ -51,8 +51,8 @@ def _django() -> Path:
     spec = importlib.util.find_spec("django")  # found, not imported
     if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError(
-            "the dataset catalogs is read from the message catalogs of Django, which is not installed. Run "
-            "`pip install django`, or take another dataset"
+            "Django must be installed for the dataset catalogs, which is read from its message catalogs; got none. Run "
+            "`pip install django`, or take another dataset."
         )
     return Path(spec.submodule_search_locations[0])
 

@@ -40,16 +40,17 @@ def read_parallel(folder: Path, languages: tuple[str, str]) -> dict[str, list[Pa
     missing = [path for both in paths.values() for path in both if not path.is_file()]
     if missing:
         raise FileNotFoundError(
-            "parallel text is six files, SPLIT.LANGUAGE with one sentence a line; there is no "
-            f"{', '.join(map(str, missing))}. Pass the folder by --input and the languages by --source and --target"
+            "Parallel text must be six files, SPLIT.LANGUAGE with one sentence a line; got no "
+            f"{', '.join(map(str, missing))}. Pass the folder by --input and the languages by --source and --target."
         )
     pairs = {}
     for split, (first, second) in paths.items():
         sources, targets = _lines(first), _lines(second)
         if len(sources) != len(targets):
             raise ValueError(
-                f"line i of one file is the translation of line i of the other; {first} has {len(sources)} lines and "
-                f"{second} has {len(targets)}. Align them anew: an empty line keeps the place of a missing sentence"
+                f"Line i of one file must be the translation of line i of the other; got {len(sources)} lines in "
+                f"{first} and {len(targets)} in {second}. Align them anew: an empty line keeps the place of a missing "
+                "sentence."
             )
         both = enumerate(zip(sources, targets, strict=True), 1)
         pairs[split] = [Pair(source, target, f"{first.name}:{line}") for line, (source, target) in both]
@@ -67,7 +68,8 @@ def _lines(path: Path) -> list[str]:
             texts.append(line.decode("utf-8").strip())
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"text must be UTF-8; line {number} of {path} is not ({error.reason} at byte {error.start}). Convert it"
+                f"Text must be UTF-8; got line {number} of {path}, which is not ({error.reason} at byte "
+                f"{error.start}). Convert it."
             ) from None
     return texts
 

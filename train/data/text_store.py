@@ -53,8 +53,8 @@ class Lengths:
     def __post_init__(self):
         if self.source < 1 or self.target < 3:
             raise ValueError(
-                "a source has at least 1 number and a target 3, of which two are begin and end; got "
-                f"{self.source} and {self.target}"
+                "A source must have at least 1 number and a target 3, of which two are begin and end; got "
+                f"{self.source} and {self.target}."
             )
 
 
@@ -100,8 +100,8 @@ def prepare_pairs(
                 rows, kept, counts = _encode(pairs[split], split, subwords, lengths, dropped)
                 if not kept:
                     raise ValueError(
-                        f"every split needs a pair; of the {len(pairs[split])} of {split} all were dropped "
-                        f"({_list(counts)}). Raise the lengths, or look at the text"
+                        f"Every split must have a pair; got all of the {len(pairs[split])} of {split} dropped "
+                        f"({_list(counts)}). Raise the lengths, or look at the text."
                     )
                 checksum = crc32(rows.tobytes(), checksum)
                 columns[split] = {
@@ -150,8 +150,8 @@ def train_subwords(texts: list[str], vocabulary_size: int) -> bytes:
         )
     except (RuntimeError, OSError) as error:
         raise ValueError(
-            f"the text must have enough subwords for a vocabulary of {vocabulary_size}, and no more characters than "
-            f"that; sentencepiece says: {error}. Pass another --vocabulary-size"
+            f"The text must have enough subwords for a vocabulary of {vocabulary_size}, and no more characters than "
+            f"that; got from sentencepiece: {error}. Pass another --vocabulary-size."
         ) from None
     return model.getvalue()
 

@@ -305,7 +305,7 @@ def test_collectives_that_cannot_be_counted_are_refused(op):
 
 
 def test_a_type_of_unknown_size_is_refused():
-    with pytest.raises(ValueError, match="bytes of type 'opaque'"):
+    with pytest.raises(ValueError, match="of known bytes; got 'opaque'"):
         read_program(module(f"%r = opaque[] all-reduce(%p), {GROUPS}"))
 
 

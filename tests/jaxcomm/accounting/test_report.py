@@ -231,7 +231,7 @@ def test_verify_catches_a_reader_that_counts_too_little(step_that_drains, misrea
 def test_verify_catches_faults_of_the_reader_itself(step_that_drains, name, value, monkeypatch):
     """Types at half their size, and conditionals whose branches are not found."""
     step, args = step_that_drains
-    monkeypatch.setattr(f"jaxcomm.accounting.hlo.{name}", value)
+    monkeypatch.setattr(f"jaxcomm.accounting.text.{name}", value)
     with pytest.raises(ValueError, match="A step must send its whole exchange; got"):
         jc.verify(step, *args, tx=DRAINS, params=PARAMS, workers=K)
 

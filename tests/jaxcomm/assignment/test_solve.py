@@ -198,26 +198,26 @@ BLOCK = Block("b", 1.0, 10, 8, (TENSOR,))
             "link_seconds must have a value .* got 1 for 1 stages. Give 0",
         ),
         (lambda: Problem((BLOCK,), link_seconds_per_byte=(1.0,)), "link_seconds_per_byte must have a value .* got 1"),
-        (lambda: Option("a", -1.0), "seconds of option 'a' must be finite and at least 0, got -1.0"),
+        (lambda: Option("a", -1.0), "seconds of option 'a' must be finite and at least 0; got -1.0"),
         (lambda: Option("a", math.nan), "seconds of option 'a' must be .* got nan"),
         (lambda: Option("a", 1.0, math.nan), "error of option 'a' must be .* got nan"),
         (lambda: Option("a", 1.0, 0.0, -1), "memory of option 'a' must be a whole number of bytes, .* got -1"),
         (lambda: Block("b", math.inf), "seconds of block 'b' must be .* got inf"),
         (lambda: Block("b", 1.0, math.nan), "memory of block 'b' must be a whole number of bytes, .* got nan"),  # type: ignore
         (lambda: Block("b", 1.0, 1, -8), "boundary_bytes of block 'b' must be .* got -8"),
-        (lambda: Device(0.0), "speed of a device must be finite and above 0, got 0.0"),
+        (lambda: Device(0.0), "speed of a device must be finite and above 0; got 0.0"),
         (lambda: Device(1.0, -1), "memory of a device must be .* got -1"),
         (lambda: Problem((BLOCK,), starts={"dense": -1.0}), "start of option 'dense' must be .* got -1.0"),
-        (lambda: Problem((BLOCK,), micro_batches=0), "micro_batches must be an integer of at least 1, got 0"),
+        (lambda: Problem((BLOCK,), micro_batches=0), "micro_batches must be an integer of at least 1; got 0"),
         (lambda: Problem((BLOCK,), error_budget=math.nan), "error_budget must be .* got nan"),
         (
             lambda: Problem((Block("a", 1.0),) * 2, (Device(),) * 2, (-1.0,), (0.0,)),
             "link_seconds_per_byte must be .* got -1.0",
         ),
-        (lambda: solve(Problem((BLOCK,)), time_limit=0), "time_limit must be above 0 seconds, got 0"),
-        (lambda: solve(Problem((BLOCK,)), time_limit=None), "time_limit must be above 0 seconds, got None"),  # type: ignore
-        (lambda: solve(Problem((BLOCK,)), gap=-1), "gap must be at least 0 and below 1, got -1"),
-        (lambda: solve(Problem((BLOCK,)), gap="1"), "gap must be at least 0 and below 1, got '1'"),  # type: ignore
+        (lambda: solve(Problem((BLOCK,)), time_limit=0), "time_limit must be above 0 seconds; got 0"),
+        (lambda: solve(Problem((BLOCK,)), time_limit=None), "must be above 0 seconds; got None"),  # type: ignore
+        (lambda: solve(Problem((BLOCK,)), gap=-1), "gap must be at least 0 and below 1; got -1"),
+        (lambda: solve(Problem((BLOCK,)), gap="1"), "gap must be at least 0 and below 1; got '1'"),  # type: ignore
     ],
 )
 def test_bad_values_are_refused(make, said):
@@ -239,7 +239,7 @@ def test_a_budget_that_nothing_keeps():
     blocks = [Block(b, 1.0, tensors=(Tensor(b, (Option("topk", 1.0, 0.25), Option("sign", 0.5, 0.5))),)) for b in "ab"]
     assert solve(Problem(tuple(blocks), error_budget=0.5)).options == {"a": "topk", "b": "topk"}
     with pytest.raises(
-        ValueError, match=r"got error_budget=0.4 where the smallest reachable sum is 0.5: give at least"
+        ValueError, match=r"got error_budget=0.4 where the smallest reachable sum is 0.5. Give at least"
     ):
         solve(Problem(tuple(blocks), error_budget=0.4))
 
@@ -253,7 +253,7 @@ def test_memory_and_a_budget_that_cannot_both_be_kept():
     assert solve(problem).stages == (0, 1, 1)
     problem = dataclasses.replace(problem, error_budget=0.9)
     with pytest.raises(
-        ValueError, match=r"got error_budget=0.9 where the smallest sum that the memory .* leaves is 1: "
+        ValueError, match=r"got error_budget=0.9 where the smallest sum that the memory .* leaves is 1. "
     ):
         solve(problem)
 

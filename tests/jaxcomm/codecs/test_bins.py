@@ -76,5 +76,5 @@ def test_bins_leave_little_of_the_energy_of_what_top_k_sends():
 
 
 def test_other_names_are_refused():
-    with pytest.raises(ValueError, match="one of float32, bfloat16, 4bit, 2bit, got '8bit'"):
+    with pytest.raises(ValueError, match="one of float32, bfloat16, 4bit, 2bit; got '8bit'"):
         slot_codec("8bit")

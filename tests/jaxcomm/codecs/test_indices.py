@@ -210,5 +210,5 @@ def test_entropy_in_bits_an_index(n, k, expected):
 
 
 def test_an_unknown_codec_is_refused():
-    with pytest.raises(ValueError, match=r"one of plain, bitmap, elias_fano, rice, got 'huffman': pass one.*'auto'"):
+    with pytest.raises(ValueError, match=r"one of plain, bitmap, elias_fano, rice; got 'huffman'. Pass one.*'auto'"):
         choose_index_codec(layout_of("one-1%"), "huffman")

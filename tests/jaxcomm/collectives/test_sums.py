@@ -90,7 +90,7 @@ def test_a_sum_is_chosen_by_the_type_that_travels():
     assert choose_sum("auto", value_codec("float32")) == "psum"
     assert choose_sum("auto", value_codec("bfloat16")) == "two_shot"
     assert [choose_sum(name, value_codec("float32")) for name in SUMS] == list(SUMS)
-    with pytest.raises(ValueError, match=r"one of psum, two_shot, ring, got 'gather': pass one, or 'auto'"):
+    with pytest.raises(ValueError, match=r"one of psum, two_shot, ring; got 'gather'. Pass one, or 'auto'"):
         choose_sum("gather", value_codec("float32"))
     with pytest.raises(
         ValueError, match=r"collective='psum' must have values of 32 bits, .*; got 16. Pass value_dtype="
@@ -194,7 +194,7 @@ def test_the_coded_sum_that_receives_fewer_bytes_is_chosen(K, second):
 
 
 def test_other_ways_to_sum_codes_are_refused():
-    with pytest.raises(ValueError, match=r"collective must be one of gather, two_shot, got 'ring': or pass 'auto'"):
+    with pytest.raises(ValueError, match=r"collective must be one of gather, two_shot; got 'ring'. Or pass 'auto'"):
         check_collective("ring")
 
 

@@ -207,15 +207,15 @@ def traced(x=None, size=2, sparsity=0.5, value_dtype=None, **arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sparsity": 1.0}, r"sparsity must be at least 0 and below 1 .*, got 1\.0: use 0\.99"),
-        ({"sparsity": -0.1}, r"sparsity must be at least 0 and below 1 .*, got -0\.1: "),
+        ({"sparsity": 1.0}, r"sparsity must be at least 0 and below 1 .*; got 1\.0. Use 0\.99"),
+        ({"sparsity": -0.1}, r"sparsity must be at least 0 and below 1 .*; got -0\.1\. Use"),
         (
             {"value_dtype": "float16"},
-            r"one of float32, bfloat16, int3, int4, int8, got 'float16': pass value_dtype='int4'",
+            r"one of float32, bfloat16, int3, int4, int8; got 'float16'. Pass value_dtype='int4'",
         ),
-        ({"source": 2}, r"source must be a position on the axis of 2, got 2: positions count from 0"),
-        ({"target": -1}, r"target must be a position on the axis of 2, got -1: positions count from 0"),
-        ({"target": 0}, r"target must be another position than source, got 0: nothing has to move"),
+        ({"source": 2}, r"source must be a position on the axis of 2; got 2. Positions count from 0"),
+        ({"target": -1}, r"target must be a position on the axis of 2; got -1. Positions count from 0"),
+        ({"target": 0}, r"target must be another position than source; got 0. Nothing has to move"),
         ({"axis_name": "stages"}, r"in scope; got no axis 'stages'. Call it inside jax\.shard_map"),
         ({"residual": np.zeros((2, 6))}, r"where a format keeps one, and nowhere else; got one for \['Largest'\]. Pas"),
         (
@@ -239,5 +239,5 @@ def test_errors_name_the_rule_what_came_and_the_remedy(arguments, message):
 
 
 def test_a_float_is_no_position():
-    with pytest.raises(ValueError, match=r"source must be a position on the axis of 2, got 0\.0"):
+    with pytest.raises(ValueError, match=r"source must be a position on the axis of 2; got 0\.0"):
         traced(source=0.0)

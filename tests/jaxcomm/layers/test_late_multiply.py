@@ -311,7 +311,7 @@ def test_shapes_that_do_not_fit_are_refused(x, kernel, bias):
 
 
 def test_an_unknown_mode_and_type_are_refused():
-    with pytest.raises(ValueError, match="mode must be one of auto, late, reduce, got 'early'"):
+    with pytest.raises(ValueError, match="mode must be one of auto, late, reduce; got 'early'"):
         jc.late_multiply(jnp.zeros((2, 3)), jnp.zeros((3, 4)), mode="early")
     with pytest.raises(ValueError, match=r"x must be of float32, bfloat16 or float16; got int32. Cast it"):
         jc.late_multiply(jnp.zeros((2, 3), jnp.int32), jnp.zeros((3, 4)))

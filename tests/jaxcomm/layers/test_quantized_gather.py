@@ -199,14 +199,14 @@ def test_what_does_not_fit_is_refused():
         (half, *good[1:]),
         (np.float32(1), *good[1:]),
     ):
-        with pytest.raises(ValueError, match="float32, with 2 times the rows of a shard in held and residual, got"):
+        with pytest.raises(ValueError, match="float32, with 2 times the rows of a shard in held and residual; got"):
             call(*bad)
     with pytest.raises(ValueError, match="held and residual must be trees like shards, of at least one array"):
         call({"w": good[0]}, good[1], good[2])
     with pytest.raises(ValueError, match="of at least one array"):
         call({}, {}, {})
     for bits in (2, 16, "4", True):
-        with pytest.raises(ValueError, match=f"bits must be 4 or 8, got {bits!r}"):
+        with pytest.raises(ValueError, match=f"bits must be 4 or 8; got {bits!r}"):
             call(*good, bits=bits)
     with pytest.raises(ValueError, match="no axis 'workers'"):
         call(*good, axis_name="workers")

@@ -148,7 +148,7 @@ def test_nothing_is_lost_where_groups_come_and_go():
 
 
 def test_what_it_refuses():
-    with pytest.raises(ValueError, match="across must be another axis than inside, got 'data'"):
+    with pytest.raises(ValueError, match="across must be another axis than inside; got 'data'"):
         jc.hierarchical(jc.plump_dp(), inside="data", across="data")
     for inner in (optax.sgd(0.1), jc.slim_dp(axis_name="slice")):
         tx = jc.hierarchical(inner)

@@ -371,13 +371,13 @@ def test_a_network_trains_with_it(how):
 
 @pytest.mark.parametrize("rank", [0, -1, 2.0, True, None, "4"])
 def test_rank_is_a_count(rank):
-    with pytest.raises(ValueError, match=f"rank must be an integer of at least 1, got {rank!r}: 1 sends least"):
+    with pytest.raises(ValueError, match=f"rank must be an integer of at least 1; got {rank!r}. 1 sends least"):
         jc.powersgd(rank)
 
 
 @pytest.mark.parametrize("dense_below", [-1, 1.5])
 def test_dense_below_is_a_count(dense_below):
-    with pytest.raises(ValueError, match=f"dense_below must be an integer of at least 0, got {dense_below!r}"):
+    with pytest.raises(ValueError, match=f"dense_below must be an integer of at least 0; got {dense_below!r}"):
         jc.powersgd(dense_below=dense_below)
 
 

@@ -81,5 +81,5 @@ def test_the_mask_is_that_of_the_casts():
 def test_pulse_needs_the_parameters():
     tx = jc.pulse()
     state = tx.init(jnp.ones(1000))
-    with pytest.raises(ValueError, match="params must be given to pulse, got none: call"):
+    with pytest.raises(ValueError, match=r"params must be given to pulse; got none\. Call"):
         jax.vmap(lambda g: tx.update(g, state), axis_name="data")(jnp.ones((2, 1000)))

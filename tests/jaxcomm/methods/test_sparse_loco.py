@@ -126,11 +126,11 @@ def test_the_compiled_program_sends_what_is_predicted():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chunk": 1000}, "chunk must be a multiple of 1024, or None, got 1000"),
+        ({"chunk": 1000}, "chunk must be a multiple of 1024, or None; got 1000"),
         ({"chunk": 0}, "chunk must be a multiple of 1024"),
-        ({"decay": 0}, "decay must be above 0 and at most 1, got 0"),
-        ({"decay": 1.5}, "decay must be above 0 and at most 1, got 1.5"),
-        ({"value_dtype": "3bit"}, "one of float32, bfloat16, 4bit, 2bit, got '3bit'"),
+        ({"decay": 0}, "decay must be above 0 and at most 1; got 0"),
+        ({"decay": 1.5}, "decay must be above 0 and at most 1; got 1.5"),
+        ({"value_dtype": "3bit"}, "one of float32, bfloat16, 4bit, 2bit; got '3bit'"),
     ],
 )
 def test_bad_arguments_are_refused(options, message):
@@ -139,5 +139,5 @@ def test_bad_arguments_are_refused(options, message):
 
 
 def test_the_estimate_of_ef21_does_not_decay():
-    with pytest.raises(ValueError, match=r"decay must be 1 for ef21, got 0\.9"):
+    with pytest.raises(ValueError, match=r"decay must be 1 for ef21; got 0\.9"):
         jc.ef21(0.9, decay=0.9)

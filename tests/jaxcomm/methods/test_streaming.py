@@ -342,15 +342,15 @@ def test_parameters_of_16_bits():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fragments": 0}, "fragments must be an integer of at least 1, got 0: 1 exchanges all parameters at once"),
-        ({"fragments": 4}, r"steps must be a multiple of fragments \(4\), got 6: 8 is one"),
-        ({"overlap": -1}, "overlap must be an integer of at least 0, got -1: 0 merges in the step of the exchange"),
+        ({"fragments": 0}, "fragments must be an integer of at least 1; got 0. 1 exchanges all parameters at once"),
+        ({"fragments": 4}, r"steps must be a multiple of fragments \(4\); got 6. 8 is one"),
+        ({"overlap": -1}, "overlap must be an integer of at least 0; got -1. 0 merges in the step of the exchange"),
         (
             {"overlap": 6},
-            r"overlap must be below steps \(6\), when a fragment is exchanged again, got 6: pass a smaller overlap",
+            r"overlap must be below steps \(6\), when a fragment is exchanged again; got 6. Pass a smaller overlap",
         ),
         ({"overlap": 1.5}, "overlap must be an integer"),
-        ({"mix": 1.5}, r"mix must be at least 0 and at most 1 \(the share of the own parameters\), got 1.5: pass 0.5"),
+        ({"mix": 1.5}, r"mix must be at least 0 and at most 1 \(the share of the own parameters\); got 1.5. Pass 0.5"),
         ({"mix": float("nan")}, "mix must be at least 0 and at most 1"),
     ],
 )
@@ -362,7 +362,7 @@ def test_bad_arguments_are_refused(options, message):
 def test_more_fragments_than_tensors_are_refused():
     with pytest.raises(
         ValueError,
-        match=r"fragments must be at most the number of tensors \(4\), which are exchanged whole, got 6: pass",
+        match=r"fragments must be at most the number of tensors \(4\), which are exchanged whole; got 6. Pass",
     ):
         jc.local_sgd(H, exchange=jc.plump_dp(), fragments=6).init(first_params())
 

@@ -131,7 +131,7 @@ def test_the_state_is_placed_resized_and_read_like_any_other():
 
 def test_momentum_inside_is_refused_where_gradients_bypass_it():
     for factory in (jc.dgc, jc.iwp):
-        with pytest.raises(ValueError, match=r"momentum must be 0 where some gradients bypass the exchange, got 0.9"):
+        with pytest.raises(ValueError, match=r"momentum must be 0 where some gradients bypass the exchange; got 0.9"):
             factory(momentum=0.9, where=WHERE)
         factory(momentum=0.9, where=WHERE, others=jc.plump_dp())
 
@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_refused(options, message):
 
 def test_a_local_method_takes_all_parameters():
     for make in (lambda: jc.local_sgd(exchange=jc.plump_dp(), where="own"), lambda: jc.plump_dp(p=2, where="own")):
-        with pytest.raises(ValueError, match="where must be None for local_sgd, got 'own'"):
+        with pytest.raises(ValueError, match="where must be None for local_sgd; got 'own'"):
             make()
     with pytest.raises(ValueError, match=r"exchange of local_sgd must be an exchange of gradients; got .*bypass it"):
         jc.local_sgd(exchange=jc.plump_dp(where=WHERE)).init(PARAMS)

@@ -68,7 +68,7 @@ def test_micro_batches_must_divide_the_rows_of_a_worker():
         ValueError, match=r"got 32 rows at .* for 4 workers of 3 micro-batches each. Use a batch size of 24"
     ):
         step(step.init(PARAMS), batches(1)[0])
-    with pytest.raises(ValueError, match="accumulate must be an integer of at least 1, got 0"):
+    with pytest.raises(ValueError, match="accumulate must be an integer of at least 1; got 0"):
         make("mesh", loss_fn, SPARSE, accumulate=0)
 
 

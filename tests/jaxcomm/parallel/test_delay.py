@@ -193,7 +193,7 @@ def test_what_cannot_be_delayed_is_refused():
     with pytest.raises(ValueError, match="delay must be 0 where gradients bypass topk"):
         jc.chain(jc.topk(0.5, where="v"), delay=1).init(PARAMS)
     for wrong in ({"delay": 2}, {"delay": 1, "accumulate": 2}):
-        with pytest.raises(ValueError, match=r"delay must be 0 or 1, and 0 with accumulate=, got"):
+        with pytest.raises(ValueError, match=r"delay must be 0 or 1, and 0 with accumulate=; got"):
             jc.chain(jc.topk(0.5), **wrong)
     searching = jc.chain(jc.plump_dp(), optax.scale_by_backtracking_linesearch(3), delay=1)
     step = make("mesh", lambda p, x: (x @ p["w"]).var(), searching)

@@ -154,7 +154,7 @@ def test_a_chain_is_split_at_its_exchange():
             jc.chain(optax.sgd(0.1), jc.plump_dp(p=2)),
             "With a local method every worker must hold all parameters, or shards of them",
         ),
-        (jc.plump_dp(where="copy"), "got an exchange with where= and no others="),
+        (jc.plump_dp(where="copy"), "must have others= where it has where=; got where= alone"),
         (jc.chain(optax.clip_by_global_norm(1.0), jc.plump_dp()), "sees shards; got link 0, which looks at whole"),
         (jc.dgc(0.9, momentum=0.0, clip=1.0), "got dgc with clip=, which looks at whole tensors"),
         (jc.dgc(0.9, momentum=0.9), r"would have none of it; got momentum=0.9"),

@@ -306,9 +306,9 @@ def test_errors_of_a_pipeline():
         ((stages, loss_fn, params, None, None, 0), r"micro_batches must be at least 1; got 0. 1 is the whole"),
         (
             (stages, loss_fn, params, None, None, 1, False, "1f1b"),
-            r"with remat=True, got '1f1b': 1f1b keeps the inputs",
+            r"with remat=True; got '1f1b'. 1f1b keeps the inputs",
         ),
-        ((stages, loss_fn, params, None, None, 1, True, "zb"), r"schedule must be gpipe or 1f1b, .*, got 'zb'"),
+        ((stages, loss_fn, params, None, None, 1, True, "zb"), r"schedule must be gpipe or 1f1b, .*; got 'zb'"),
         (
             (stages, loss_fn, params, None, MASKED),
             r"one for every stage but the last; got 2 for 1 stages. Pass 0, dct_mp\(0.0\) where",

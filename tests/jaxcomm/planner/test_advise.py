@@ -225,10 +225,10 @@ def test_input_that_cannot_be_advised_on_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="The loss must be a finite number for every worker; got"):
         advise(lambda p, b: loss(p, b)[0] * jnp.nan, params, batch, mesh)
     for bad in (-1.0, None):
-        with pytest.raises(ValueError, match=f"compute must be seconds, 0 or more, got {bad}"):
+        with pytest.raises(ValueError, match=f"compute must be seconds, 0 or more; got {bad}"):
             rapid(1e8, compute=bad)
     for bad in (0.0, None):
-        with pytest.raises(ValueError, match=f"copy must be seconds a byte, above 0, got {bad}"):
+        with pytest.raises(ValueError, match=f"copy must be seconds a byte, above 0; got {bad}"):
             estimate(PARAMS, K, 1e8, copy=bad)  # type: ignore
 
 

@@ -126,7 +126,7 @@ def test_all_reduces_of_few_bytes_a_number_are_measured_by_type():
         ([[1e9, 1e9], [1e9]], 0.0, "rate must be one, one for every worker, or"),
         ([[1e9] * 3] * 2, 0.0, "rate must be one, one for every worker, or"),
         (1e9, -1.0, "latency must be seconds"),
-        (1e9, None, "latency must be seconds, 0 or more, got None"),
+        (1e9, None, "latency must be seconds, 0 or more; got None"),
     ],
 )
 def test_links_that_cannot_be_are_refused(rate, latency, message):
