@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm.platforms import by_platform
+from jaxcomm.platforms import by_platform, in_memory
 
 WORD = 32  # bits a word
 LANES = 128  # numbers in a row of a TPU
@@ -203,10 +203,11 @@ def positions(words: jax.Array, first_slot: jax.Array, n_slots: int) -> Slots:
     starts = jnp.zeros(n_slots + 1, jnp.int32)
     starts = starts.at[jnp.minimum(first_slot, n_slots)].add(1, mode="promise_in_bounds")
     word = running_sum(starts[:n_slots]) - 1  # (C,)
-    rank = jnp.arange(n_slots, dtype=jnp.int32) - first_slot[word]
-    content = words[word]
+    # Each in a loop of its own: XLA for CPUs vectorizes `select_bit`, but not together with a gather.
+    rank = in_memory(jnp.arange(n_slots, dtype=jnp.int32) - first_slot[word])
+    content = in_memory(words[word])
     filled = rank < popcount(content)
-    bit = jnp.where(filled, select_bit(content, rank), WORD - 1)
+    bit = in_memory(jnp.where(filled, select_bit(content, rank), WORD - 1))
     return Slots(word * WORD + bit, filled)
 
 

@@ -1,9 +1,10 @@
-"""The platform that a program is traced for."""
+"""The platform that a program is traced for, and what only XLA for CPUs has to be told."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 
@@ -34,3 +35,25 @@ def _setting() -> str | None:
     """Returns JAX_PLATFORMS: a name, or several that are separated by commas."""
     config: Any = jax.config  # its attributes have no types
     return config.jax_platforms
+
+
+def in_memory(vector: jax.Array) -> jax.Array:
+    """Makes XLA for CPUs compute a vector (n,) once, and write it to memory, before anything reads it.
+
+    Else it computes the vector again wherever it is read. On other platforms the vector stays as it is.
+    """
+    return by_platform(vector, cpu=_in_memory, default=lambda vector: vector)
+
+
+def _in_memory(vector: jax.Array) -> jax.Array:
+    # XLA removes barriers before it fuses (in jax 0.10; no longer in 0.12). So a loop, whose length XLA does not know,
+    # writes the first element again.
+    if not vector.size:
+        return vector
+    first = vector[:1]
+    times = 1 + (first[0] == 0)
+    return lax.while_loop(
+        lambda carry: carry[0] < times,
+        lambda carry: (carry[0] + 1, lax.dynamic_update_slice(carry[1], first, (0,))),
+        (jnp.zeros_like(times), vector),
+    )[1]

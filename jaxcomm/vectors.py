@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomm.bits import LANES, WORD
-from jaxcomm.platforms import by_platform
+from jaxcomm.platforms import by_platform, in_memory
 
 _FUSED = 8  # the most arrays whose concatenation XLA for CPUs makes one loop
 
@@ -73,28 +73,6 @@ def computed_end_to_end(parts: Sequence[jax.Array]) -> jax.Array:
     chooses the vector of each number by a branch, and computes one number at a time.
     """
     return jnp.concatenate([in_memory(part) for part in parts])
-
-
-def in_memory(vector: jax.Array) -> jax.Array:
-    """Makes XLA for CPUs compute a vector (n,) once, and write it to memory, before anything reads it.
-
-    Else it computes the vector again wherever it is read. On other platforms the vector stays as it is.
-    """
-    return by_platform(vector, cpu=_in_memory, default=lambda vector: vector)
-
-
-def _in_memory(vector: jax.Array) -> jax.Array:
-    # XLA removes barriers before it fuses (in jax 0.10; no longer in 0.12). So a loop, whose length XLA does not know,
-    # writes the first element again.
-    if not vector.size:
-        return vector
-    first = vector[:1]
-    times = 1 + (first[0] == 0)
-    return lax.while_loop(
-        lambda carry: carry[0] < times,
-        lambda carry: (carry[0] + 1, lax.dynamic_update_slice(carry[1], first, (0,))),
-        (jnp.zeros_like(times), vector),
-    )[1]
 
 
 def largest_of_each(numbers: jax.Array, size: int) -> jax.Array:

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxcomm.accounting.jaxpr import COLLECTIVES, inner_jaxpr, inner_jaxprs
 from jaxcomm.collectives.axis import AxisName, axis_names, check_workers
-from jaxcomm.vectors import in_memory
+from jaxcomm.platforms import in_memory
 
 _ON_THE_SPOT = (*COLLECTIVES, "axis_index", "pvary", "pcast")
 

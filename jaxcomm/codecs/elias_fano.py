@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxcomm import bits
 from jaxcomm.codecs import unary
 from jaxcomm.layout import Layout
+from jaxcomm.platforms import in_memory
 from jaxcomm.selectors.selection import Selection
 from jaxcomm.types import Payload
 
@@ -62,5 +63,5 @@ class EliasFano:
         n_slots, last = self.layout.n_slots, self.layout.n - 1
         upper, _ = unary.read_unary(payload["indices_upper"], n_slots)
         upper = jnp.clip(upper, 0, last >> self.low_bits)  # before the shift, which may overflow
-        low = bits.unpack_numbers(payload["indices_low"], n_slots, self.low_bits)
+        low = in_memory(bits.unpack_numbers(payload["indices_low"], n_slots, self.low_bits))
         return jnp.minimum((upper << self.low_bits) | low, last)

@@ -16,8 +16,8 @@ from jax import lax
 from jaxcomm import bits, noise
 from jaxcomm.layout import BLOCK, Layout, in_blocks
 from jaxcomm.numerics import is_finite, magnitude_bits, shrinkage
-from jaxcomm.platforms import by_platform
-from jaxcomm.vectors import Stored, Vector, computed_end_to_end, in_memory, largest_of_each
+from jaxcomm.platforms import by_platform, in_memory
+from jaxcomm.vectors import Stored, Vector, computed_end_to_end, largest_of_each
 
 
 class PartCodec(Protocol):

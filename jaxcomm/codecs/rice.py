@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxcomm import bits
 from jaxcomm.codecs import unary
 from jaxcomm.layout import Layout
+from jaxcomm.platforms import in_memory
 from jaxcomm.selectors.selection import Selection
 from jaxcomm.types import Payload
 
@@ -96,7 +97,7 @@ class Rice:
         """Reads the positions, (C,) int32; those that did not fit are meaningless, but in range."""
         n_slots = self.layout.n_slots
         upper, _ = unary.read_unary(payload["indices_upper"], n_slots)
-        low = bits.unpack_numbers(payload["indices_low"], n_slots, self.low_bits)
+        low = in_memory(bits.unpack_numbers(payload["indices_low"], n_slots, self.low_bits))
         last = self.layout.n - 1
         upper = jnp.clip(upper, 0, last >> self.low_bits)  # before the shift, which may overflow
         position = (upper << self.low_bits).astype(jnp.uint32) + bits.running_sum(low.astype(jnp.uint32))  # below 2 n

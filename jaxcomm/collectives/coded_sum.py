@@ -17,8 +17,9 @@ from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.layout import BLOCK
 from jaxcomm.numerics import is_finite
+from jaxcomm.platforms import in_memory
 from jaxcomm.scopes import DECODE, ENCODE, EXCHANGE
-from jaxcomm.vectors import Stored, Vector, computed_end_to_end, in_memory
+from jaxcomm.vectors import Stored, Vector, computed_end_to_end
 
 COLLECTIVES = ("gather", "two_shot")
 

@@ -1,6 +1,7 @@
-"""The platform of a program: told by its mesh or by JAX_PLATFORMS, and otherwise left to JAX."""
+"""The platform of a program, told by its mesh or by JAX_PLATFORMS, else left to JAX; what only CPUs are told."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
@@ -8,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from jaxcomm import platforms
-from jaxcomm.platforms import by_platform, traced_platform
+from jaxcomm.platforms import by_platform, in_memory, traced_platform
 from tests.jaxcomm.cases import FIRST
 from tests.jaxcomm.trees import shapes_of
 
@@ -69,3 +70,16 @@ def test_every_method_lowers_for_gpus_and_tpus(case, kind, platform):
     step = jax.shard_map(exchange, mesh=mesh, in_specs=(P("data"), specs, P()), out_specs=(P(), specs))
     lowered = jax.jit(step).trace(gradients, state, params).lower(lowering_platforms=(platform,))
     assert "stablehlo.all_" in lowered.as_text()
+
+
+@pytest.mark.parametrize("first", [0.0, 1.0])
+def test_what_is_in_memory_is_read_from_a_loop_that_xla_does_not_look_through(first):
+    x = np.arange(64, dtype=np.float32) + np.float32(first)
+
+    def halves(x):
+        y = in_memory(jnp.square(x))
+        return y[:32] - y[32:]
+
+    compiled = jax.jit(halves).lower(x).compile()
+    assert compiled.as_text().count(" while(") == 1
+    np.testing.assert_array_equal(compiled(x), np.square(x)[:32] - np.square(x)[32:])

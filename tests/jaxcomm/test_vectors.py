@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm.vectors import _in_rows, computed_end_to_end, end_to_end, in_memory, largest_of_each
+from jaxcomm.vectors import _in_rows, computed_end_to_end, end_to_end, largest_of_each
 
 
 @pytest.mark.parametrize("join", [end_to_end, computed_end_to_end])
@@ -42,19 +42,6 @@ def test_no_few_vectors_are_concatenated_by_xla_for_a_cpu():
     ours = jax.jit(lambda matrices: end_to_end(flat(matrices))).lower(matrices).compile().as_text()
     assert " concatenate(" in by_xla
     assert " concatenate(" not in ours
-
-
-@pytest.mark.parametrize("first", [0.0, 1.0])
-def test_what_is_in_memory_is_read_from_a_loop_that_xla_does_not_look_through(first):
-    x = np.arange(64, dtype=np.float32) + np.float32(first)
-
-    def halves(x):
-        y = in_memory(jnp.square(x))
-        return y[:32] - y[32:]
-
-    compiled = jax.jit(halves).lower(x).compile()
-    assert compiled.as_text().count(" while(") == 1
-    np.testing.assert_array_equal(compiled(x), np.square(x)[:32] - np.square(x)[32:])
 
 
 @pytest.mark.parametrize("size", [32, 96, 1024])
