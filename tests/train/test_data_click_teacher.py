@@ -155,7 +155,7 @@ def test_labels_of_some_rows_may_be_all_alike(tmp_path):
     [
         (6, 0, "a", "at least 7 rows, .*; got 6"),
         (7, -1, "a", "at least 0; got -1"),
-        (7, 0, "there", "there exists"),
+        (7, 0, "there", "there, which exists"),
     ],
 )
 def test_errors(tmp_path, rows, seed, name, message):
