@@ -1,11 +1,13 @@
 """Eight simulated CPU devices, the same examples in every run, and programs that are compiled once."""
 
 import atexit
+import itertools
 import os
 import re
 import shutil
 import tempfile
 from importlib.metadata import version
+from pathlib import Path
 
 # Set before JAX starts. jax before 0.12 sizes its thread pool by this, and collectives among more simulated devices
 # than threads wait for each other for ever.
@@ -35,6 +37,9 @@ import pytest
 from tests.tiers import USUAL
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+MOST_MAPS = 40_000  # of a process of tests, looked at after every 20th
+FINISHED = itertools.count(1)
 
 # A function compiles in a second and runs in milliseconds, so a deadline would only measure compiling.
 hypothesis.settings.register_profile("few", deadline=None, max_examples=8)
@@ -73,3 +78,16 @@ def pytest_xdist_make_scheduler(config, log):
             return case[1] if case else nodeid
 
     return ByCase(config, log)
+
+
+@pytest.fixture(autouse=True)
+def room_for_programs():
+    """Frees compiled programs before Linux refuses the process more memory maps, of which each program has dozens.
+
+    The limit, vm.max_map_count, is 65,530, and a process that reaches it crashes. A program that is needed again is
+    read from the cache.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if next(FINISHED) % 20 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
