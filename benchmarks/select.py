@@ -58,15 +58,15 @@ def time_all(config: Config) -> list[dict[str, Any]]:
 
     from jaxcomm import bits
     from jaxcomm.codecs import choose_index_codec
-    from jaxcomm.selectors import compact, order_statistic, select_threshold, select_topk
+    from jaxcomm.selectors import compact, select_threshold, select_topk, select_with_ties
     from jaxcomm.vectors import Stored
 
     layout = _layout(config.n, config.density)
     k = layout.n_slots
     vector = jnp.pad(jax.random.normal(jax.random.key(0), (config.n,)), (0, layout.n - config.n))
-    ranks = [config.n - k]
-    threshold = jax.jit(lambda x: order_statistic(Stored(x), layout, ranks))(vector)
-    words = jax.jit(lambda x: select_threshold(Stored(x), threshold, layout).words)(vector)
+    counts = jnp.full(1, k + 1)
+    selected, threshold = jax.jit(lambda x: select_with_ties(Stored(x), layout, counts))(vector)
+    words = selected.words
     selection = jax.jit(lambda w: compact(w, layout))(words)
     codec = choose_index_codec(layout)
     payload = jax.jit(lambda s: codec.encode(s)[0])(selection)
@@ -79,7 +79,10 @@ def time_all(config: Config) -> list[dict[str, Any]]:
             lambda x: compact(select_threshold(Stored(x), threshold, layout).words, layout),
             vector,
         ),
-        "exact threshold (every life_span steps)": (lambda x: order_statistic(Stored(x), layout, ranks), vector),
+        "exact threshold and its mask (every life_span steps)": (
+            lambda x: select_with_ties(Stored(x), layout, counts),
+            vector,
+        ),
         "exact top-k mask": (lambda x: select_topk(Stored(x), layout).words, vector),
         f"encode indices ({codec.name})": (lambda s: codec.encode(s)[0], selection),
         f"decode indices ({codec.name})": (codec.decode, payload),

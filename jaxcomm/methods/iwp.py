@@ -22,9 +22,8 @@ from jaxcomm.layout import Layout
 from jaxcomm.methods.momentum import MomentumCorrection
 from jaxcomm.methods.shared import SharedExchange
 from jaxcomm.methods.sparse import drain, exchange_densely
-from jaxcomm.selectors import compact, draw_start, order_statistic
+from jaxcomm.selectors import compact, draw_start, select_with_ties
 from jaxcomm.selectors.importance import importance, select_important, spread
-from jaxcomm.selectors.threshold import select_threshold
 from jaxcomm.types import PerWorker
 from jaxcomm.vectors import Stored
 
@@ -219,10 +218,9 @@ class Iwp(MomentumCorrection, SharedExchange):
             return mask
 
         def at_least() -> jax.Array:
-            ranks = jnp.asarray(layout.sizes, jnp.int32) - self.warm_counts(step, layout) + 1
-            tau = order_statistic(Stored(values), layout, ranks)
+            selected, tau = select_with_ties(Stored(values), layout, self.warm_counts(step, layout))
             lowered = layout.per_block(tau <= threshold)[:, None]
-            most = select_threshold(Stored(values), tau, layout).words.reshape(lowered.shape[0], -1)
+            most = selected.words.reshape(lowered.shape[0], -1)
             return jnp.where(lowered, most, mask.reshape(most.shape)).reshape(-1)
 
         return lax.cond(step < self.warmup_steps, at_least, lambda: mask)

@@ -1,9 +1,8 @@
 """Which coordinates travel. Selectors look at one worker's vector and never communicate."""
 
-from jaxcomm.selectors.bracket import order_statistic
 from jaxcomm.selectors.selection import Selected, Selection, compact, compact_rows, draw_start
 from jaxcomm.selectors.threshold import select_threshold
-from jaxcomm.selectors.topk import select_topk
+from jaxcomm.selectors.topk import select_topk, select_with_ties
 
 __all__ = [
     "Selected",
@@ -11,7 +10,7 @@ __all__ = [
     "compact",
     "compact_rows",
     "draw_start",
-    "order_statistic",
     "select_threshold",
     "select_topk",
+    "select_with_ties",
 ]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -33,7 +32,8 @@ class Bracketed(NamedTuple):
       candidates: (C,) float32, what is inside the brackets; zeros in empty slots.
       position: (C,) int32, where they are, ascending.
       layout: the segments of the candidates.
-      holds: () bool, whether the k-th largest of every segment is inside its bracket; otherwise the others are useless.
+      holds: () bool, whether the k-th largest of every segment is inside its bracket, and all candidates have a slot;
+        otherwise the others are useless.
       ok: () bool, whether no number of the vector is broken.
     """
 
@@ -44,6 +44,14 @@ class Bracketed(NamedTuple):
     layout: Layout
     holds: jax.Array
     ok: jax.Array
+
+    def mark(self, chosen: jax.Array) -> jax.Array:
+        """Adds some of the candidates, (C,) bool, to the mask of what is above: (n/32,) uint32."""
+        place = (self.position % bits.WORD).astype(jnp.uint32)
+        bit = jnp.where(chosen, jnp.left_shift(np.uint32(1), place), np.uint32(0))
+        # Each bit is added once, to a word where it is not set.
+        word = self.position // bits.WORD
+        return self.above.at[word].add(bit, mode="promise_in_bounds", indices_are_sorted=True)
 
 
 class Found(NamedTuple):
@@ -59,18 +67,6 @@ class Found(NamedTuple):
 
 
 @jax.named_scope(SELECT)
-def order_statistic(vector: Vector, layout: Layout, ranks: Sequence[int] | jax.Array) -> jax.Array:
-    """Finds the m-th smallest magnitude of every segment, exactly: (S,) float32; see `find_largest`.
-
-    Args:
-      vector: the flat vector.
-      layout: its segments.
-      ranks: m for every segment, from 1; 0 gives magnitude 0.
-    """
-    k = jnp.asarray(layout.sizes, jnp.int32) - jnp.asarray(ranks, jnp.int32) + 1
-    return lax.bitcast_convert_type(find_largest(vector, layout, k).smallest, jnp.float32)
-
-
 def find_largest(vector: Vector, layout: Layout, k: jax.Array) -> Found:
     """Finds the k-th largest magnitude of every segment, exactly.
 
@@ -82,7 +78,7 @@ def find_largest(vector: Vector, layout: Layout, k: jax.Array) -> Found:
     Args:
       vector: the flat vector.
       layout: its segments. The room for candidates is planned for a segment's `capacity` largest.
-      k: (S,) int32.
+      k: (S,) int32, from 1; beyond the segment's size, the k-th largest is 0.
     """
     # This gives k the vector's type, which on a mesh differs between workers.
     k = k + (magnitude_bits(vector.at(jnp.zeros(1, jnp.int32))[0]) * np.uint32(0)).astype(jnp.int32)
@@ -99,7 +95,7 @@ def find_largest(vector: Vector, layout: Layout, k: jax.Array) -> Found:
     rank, count = rank_in_segment(inside, layout)
     is_zero = (low == 1) & (k > n_above + count)
     fits = count <= np.asarray(wide.capacities, np.int32)
-    is_known = is_zero | ((n_above < k) & (k <= n_above + count) & fits)
+    is_known = fits & (is_zero | ((n_above < k) & (k <= n_above + count)))
 
     slots = slots_of(inside, rank, wide)
     candidates = jnp.where(slots.filled, vector.at(slots.position), 0.0)

@@ -14,6 +14,7 @@ from jaxcomm.numerics import magnitude_bits
 from jaxcomm.scopes import SELECT
 from jaxcomm.selectors.bracket import find_largest
 from jaxcomm.selectors.selection import Selected, count_in_segment, rank_in_segment
+from jaxcomm.selectors.threshold import select_threshold
 from jaxcomm.vectors import Vector
 
 
@@ -40,11 +41,41 @@ def select_topk(vector: Vector, layout: Layout, k: jax.Array | None = None) -> S
         return Selected(among_all(), ~jnp.any(bits.pack(vector.broken()) != 0))
     bracket = found.bracketed
     chosen = bits.unpack(_largest(bracket.candidates, found.smallest, bracket.layout, k - bracket.n_above))
-    place = (bracket.position % bits.WORD).astype(jnp.uint32)
-    bit = jnp.where(chosen, jnp.left_shift(np.uint32(1), place), np.uint32(0))
-    # Each bit is added once, to a word where it is not set.
-    words = bracket.above.at[bracket.position // bits.WORD].add(bit, mode="promise_in_bounds", indices_are_sorted=True)
+    words = bracket.mark(chosen)
     return Selected(lax.cond(bracket.holds, lambda: words, among_all), bracket.ok)
+
+
+@jax.named_scope(SELECT)
+def select_with_ties(vector: Vector, layout: Layout, k: jax.Array) -> tuple[Selected, jax.Array]:
+    """Marks, in every segment, the k largest magnitudes and all that equal the smallest of them, but never zeros.
+
+    One pass over the vector, unless a bracket fails or most tensors are small; see `jaxcomm.selectors.bracket`.
+
+    Args:
+      vector: the flat vector.
+      layout: the segments.
+      k: (S,) int32, from 1; beyond the segment's size, all nonzeros are marked.
+
+    Returns:
+      (selected, threshold): the mask, and the k-th largest magnitude of every segment, (S,) float32, 0 if k is beyond
+      its size.
+    """
+    found = find_largest(vector, layout, k)
+    threshold = lax.bitcast_convert_type(found.smallest, jnp.float32)
+
+    def among_all() -> Selected:
+        return select_threshold(vector, threshold, layout)
+
+    if found.bracketed is None:
+        return among_all(), threshold
+    bracket = found.bracketed
+
+    def among_candidates() -> Selected:
+        bound = bracket.layout.per_block(jnp.maximum(found.smallest, np.uint32(1)))[:, None, None]
+        reaches = in_blocks(magnitude_bits(bracket.candidates)) >= bound
+        return Selected(bracket.mark(reaches.reshape(-1)), bracket.ok)
+
+    return lax.cond(bracket.holds, among_candidates, among_all), threshold
 
 
 def _largest(vector: jax.Array, smallest: jax.Array, layout: Layout, k: jax.Array) -> jax.Array:

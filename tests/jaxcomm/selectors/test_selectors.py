@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.layout import plan_layout
 from jaxcomm.noise import mix
-from jaxcomm.selectors import bracket, compact, order_statistic, select_threshold, select_topk
+from jaxcomm.selectors import bracket, compact, select_threshold, select_topk, select_with_ties
 from jaxcomm.selectors.topk import dropped, kept
 from jaxcomm.vectors import Stored
 
@@ -73,14 +73,21 @@ def jitted(function, *static):
     return jax.jit(lambda *arrays, **others: function(*arrays, *static, **others))
 
 
+def check_with_ties(parts, k, selected, threshold):
+    """Compares with a sort: the k-th largest magnitudes, and the mask of what reaches them, without zeros."""
+    tau = [np.sort(np.abs(x))[::-1][m - 1] if m <= x.size else np.float32(0) for x, m in zip(parts, k, strict=True)]
+    np.testing.assert_array_equal(threshold, np.asarray(tau, np.float32))
+    for x, t, marked in zip(parts, tau, masks_of(selected.words, [x.size for x in parts]), strict=True):
+        np.testing.assert_array_equal(marked, (np.abs(x) >= t) & (x != 0))
+    assert selected.ok == all(np.isfinite(x).all() for x in parts)
+
+
 @pytest.mark.parametrize("fraction", [0, 0.3, 0.9, 1])
 @hypothesis.given(kind=kinds, seed=seeds)
-def test_order_statistic_is_exact(fraction, kind, seed):
+def test_the_kth_largest_is_found_and_marked_with_its_ties(fraction, kind, seed):
     parts = segments(kind, seed)
-    ranks = tuple(int(fraction * size) for size in SIZES)
-    got = jitted(order_statistic, QUARTER, ranks)(Stored(vector_of(parts)))
-    expected = [np.partition(np.abs(x), m - 1)[m - 1] if m else 0 for x, m in zip(parts, ranks, strict=True)]
-    np.testing.assert_array_equal(got, np.asarray(expected, np.float32))
+    k = np.asarray([size - int(fraction * size) + 1 for size in SIZES], np.int32)
+    check_with_ties(parts, k, *jitted(select_with_ties, QUARTER)(Stored(vector_of(parts)), k=k))
 
 
 LARGE = (300_000, 70_000, 5_000, 1, 200_001)  # with brackets, except for the small ones
@@ -92,24 +99,30 @@ def large(density):
     return plan_layout(tree, dense_below=0, capacity=lambda n: kept(n, 1 - density))
 
 
+def slots_of(layout):
+    return np.asarray(layout.capacities, np.int32)
+
+
 @pytest.mark.parametrize("density", [0.0005, 0.01, 0.1])
 @hypothesis.given(kind=kinds, seed=seeds)
-def test_an_order_statistic_of_large_tensors_is_exact(density, kind, seed):
+def test_the_kth_largest_of_large_tensors_is_found_and_marked_with_its_ties(density, kind, seed):
     layout = large(density)
     assert not bracket._FEW * sum(bracket._rooms(layout)) > layout.n
-    parts = segments(kind, seed, LARGE)
-    ranks = np.asarray([size - k + 1 for size, k in zip(LARGE, layout.capacities, strict=True)])
-    got = jitted(order_statistic, layout)(Stored(vector_of(parts)), ranks=ranks)
-    expected = [np.partition(np.abs(x), m - 1)[m - 1] for x, m in zip(parts, ranks, strict=True)]
-    np.testing.assert_array_equal(got, np.asarray(expected, np.float32))
+    parts, k = segments(kind, seed, LARGE), slots_of(layout)
+    check_with_ties(parts, k, *jitted(select_with_ties, layout)(Stored(vector_of(parts)), k=k))
+
+
+def is_sampled(n):
+    place = np.arange(n // 64, dtype=np.uint32)
+    sampled = np.zeros(n, bool)
+    sampled[place * 64 + np.asarray(mix(jnp.asarray(place))) % 64] = True
+    return sampled
 
 
 def unlike_the_sample(misses, layout):
     """Returns a vector whose largest numbers are all outside of the sample ("above"), or all in it."""
     x = np.random.default_rng(0).random(layout.n, np.float32)
-    place = np.arange(layout.n // 64, dtype=np.uint32)
-    sampled = np.zeros(layout.n, bool)
-    sampled[place * 64 + np.asarray(mix(jnp.asarray(place))) % 64] = True
+    sampled = is_sampled(layout.n)
     largest = np.flatnonzero(~sampled if misses == "above" else sampled)[: 3 * layout.n // 200 :]
     x[largest] += 1
     return x
@@ -122,31 +135,43 @@ def test_a_bracket_that_a_sample_has_wrong_is_found_out(misses, monkeypatch):
     parts = parts_of(unlike_the_sample(misses, layout), LARGE)
     original = bracket._bisect
     monkeypatch.setattr(bracket, "_bisect", lambda *args: seen.append(args[3:]) or original(*args))
-    ranks = np.asarray([size - k + 1 for size, k in zip(LARGE, layout.capacities, strict=True)])
     with jax.disable_jit():
-        got = order_statistic(Stored(jnp.asarray(vector_of(parts))), layout, ranks)
+        found = select_with_ties(Stored(jnp.asarray(vector_of(parts))), layout, jnp.asarray(slots_of(layout)))
     assert seen == [(), (31,)]
-    expected = [np.partition(np.abs(p), m - 1)[m - 1] for p, m in zip(parts, ranks, strict=True)]
-    np.testing.assert_array_equal(got, np.asarray(expected, np.float32))
+    check_with_ties(parts, slots_of(layout), *found)
+
+
+@pytest.mark.parametrize("select", ["topk", "with ties"])
+def test_fewer_nonzeros_than_k_are_all_marked_even_where_the_bracket_has_no_room_for_them(select):
+    """The sample sees the 300 largest and then zeros; the 19,000 others are between its numbers."""
+    layout = plan_layout([jax.ShapeDtypeStruct((2_000_000,), np.float32)], dense_below=0, capacity=lambda n: 20_000)
+    assert bracket._rooms(layout)[0] < 19_000
+    sampled, x = is_sampled(layout.n), np.zeros(layout.n, np.float32)
+    x[np.flatnonzero(sampled)[:300]] = 2
+    x[np.flatnonzero(~sampled)[: 60 * 19_000 : 60]] = 1
+    parts = parts_of(x, (2_000_000,))
+    if select == "topk":
+        check_topk(parts, layout, jitted(select_topk, layout)(Stored(x)).words)
+    else:
+        check_with_ties(parts, slots_of(layout), *jitted(select_with_ties, layout)(Stored(x), k=slots_of(layout)))
 
 
 def test_large_tensors_on_a_mesh_where_some_worker_has_ties():
     """Each worker finds its own: by its bracket, or, if half of its numbers are equal, among all numbers."""
     layout = large(0.01)
-    ranks = np.asarray([size - k + 1 for size, k in zip(LARGE, layout.capacities, strict=True)])
     rows = np.stack([vector_of(segments(kind, 0, LARGE)) for kind in ("normal", "ties")])
     found = jax.jit(
         jax.shard_map(
-            lambda row: order_statistic(Stored(row[0]), layout, ranks)[None],
+            lambda row: jax.tree.map(
+                lambda x: x[None], select_with_ties(Stored(row[0]), layout, jnp.asarray(slots_of(layout)))
+            ),
             mesh=jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2]),
             in_specs=P("data"),
             out_specs=P("data"),
         )
     )(rows)
-    for got, row in zip(found, rows, strict=True):
-        parts = parts_of(row, LARGE)
-        expected = [np.partition(np.abs(x), m - 1)[m - 1] for x, m in zip(parts, ranks, strict=True)]
-        np.testing.assert_array_equal(got, np.asarray(expected, np.float32))
+    for at, row in enumerate(rows):
+        check_with_ties(parts_of(row, LARGE), slots_of(layout), *jax.tree.map(lambda x, at=at: x[at], found))
 
 
 @hypothesis.given(kind=kinds, seed=seeds)
