@@ -67,12 +67,11 @@ class ValueCodec:
         together. `key` is for codecs that round at random, such as `Tiles`.
         """
         del key
-        wire = values.astype(self.dtype)
+        words = lax.bitcast_convert_type(values, jnp.uint32)
         if self.bits == WORD:
-            return lax.bitcast_convert_type(wire, jnp.uint32)
-        halves = lax.bitcast_convert_type(wire, jnp.uint16).astype(jnp.uint32)
-        low, high = jnp.pad(halves, (0, halves.size % 2)).reshape(2, -1)
-        return high << 16 | low
+            return words
+        low, high = jnp.pad(words, (0, words.size % 2)).reshape(2, -1)
+        return high & _UPPER_HALF | low >> 16
 
     def decode(self, words: jax.Array, n: int) -> jax.Array:
         """Reads the first n values from their words: (n,) float32."""

@@ -10,7 +10,8 @@ from jaxcomm.codecs import value_codec
 from jaxcomm.collectives.axis import AxisName, axis_size
 from jaxcomm.collectives.messages import sum_of
 from jaxcomm.collectives.shared_mask import compact_sum
-from jaxcomm.platforms import traced_platform
+from jaxcomm.numerics import is_finite
+from jaxcomm.platforms import in_memory, traced_platform
 from jaxcomm.scopes import EXCHANGE
 from jaxcomm.vectors import end_to_end
 
@@ -26,8 +27,8 @@ def dense_mean(
     The result is the same on every worker. In float32 it equals `jax.lax.pmean` of every tensor, in one all-reduce. In
     float16 that all-reduce sums what the workers divided by K and rounded, and rounds every partial sum. In bfloat16,
     which XLA's own all-reduce would send as 32 bits on a CPU, every worker owns a part, sums it in float32 in the order
-    of the workers, and rounds the sum once more. Each worker receives 2 (K-1)/K * 4 bytes an element, or half of that
-    in 16 bits.
+    of the workers, and rounds the sum once more; two workers send each other everything, and round once. Each worker
+    receives 2 (K-1)/K * 4 bytes an element, or half of that in 16 bits.
 
     Where collectives are asynchronous (GPU, TPU), tensors travel in buckets of 25 MiB or more, so that gradients of the
     last layers travel while those of the first layers are computed.
@@ -78,17 +79,15 @@ def _mean_at_once(
             mean = sum_of(vector, axis_name)
         mean = mean / axis_size(axis_name)  # (n,)
     else:
-        # Tensor by tensor: to test the vector, XLA would concatenate them once more, element by element.
-        finite = jnp.stack([jnp.isfinite(tensor).all() for tensor in tensors]).all()
-        values = value_codec(value_dtype)
-        summed = compact_sum(vector, finite, "two_shot", values, axis_name, checksum)
+        vector = in_memory(vector)
+        summed = compact_sum(vector, is_finite(vector), "two_shot", value_codec(value_dtype), axis_name, checksum)
         mean = jnp.where(summed.ok, summed.total(summed.ok) / axis_size(axis_name), jnp.nan)
     means, start = [], 0
     for tensor in tensors:
         part = mean[start : start + tensor.size]
         means.append(part.reshape(tensor.shape).astype(tensor.dtype))
         start += tensor.size
-    finite = jnp.isfinite(mean).all()
+    finite = is_finite(mean)
     for part in means:
         if part.dtype.itemsize < 4:  # a mean may be finite, and out of the range of its tensor's own type
             finite = finite & jnp.isfinite(part).all()

@@ -14,7 +14,10 @@ from jaxcomm.collectives.checksum import agreed, gather_checked, move
 from jaxcomm.collectives.messages import sum_of, to_next
 from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.collectives.two_shot import two_shot
+from jaxcomm.numerics import is_finite
+from jaxcomm.platforms import in_memory
 from jaxcomm.scopes import DECODE, ENCODE, EXCHANGE
+from jaxcomm.vectors import computed_end_to_end
 
 SUMS = ("psum", "two_shot", "ring")
 
@@ -49,10 +52,11 @@ def compact_sum(
 
     Equals `lax.psum`, up to the codec's rounding. Every rounding error stays with the worker that rounded: total +
     psum(residual) == psum(values). Each worker receives 2 (K-1)/K * C * codec.bits/8 bytes, and 4 bytes per message to
-    say whether the step is ok.
+    say whether the step is ok. Two workers send each other all values instead of taking two shots: the same bytes, in
+    one message, and each value is rounded once.
 
     Args:
-      values: (C,) float32.
+      values: (C,) float32, in memory.
       flag: () bool, whether this worker's step is ok.
       name: one of `SUMS`.
       codec: the type of a value on the wire.
@@ -65,21 +69,33 @@ def compact_sum(
         ok = jnp.isfinite(sums).all()
         return Reduced(lambda ok: jnp.where(ok, sums[:-1], 0.0), lambda: jnp.zeros_like(values), ok)
     k, n = axis_size(axis_name), values.size
+    if k == 2 and name == "two_shot":
+        return agreed(_by_gather(values, flag, codec, axis_name, checksum), axis_name, checksum)
     width = -(-n // (k * bits.WORD)) * bits.WORD
     parts = jnp.pad(values, (0, k * width - n)).reshape(k, width)
     exchange = _two_shot if name == "two_shot" else _ring
     code, error, is_intact = exchange(parts, flag, codec, axis_name, checksum)  # (K, words + 1), (K, width)
     with jax.named_scope(DECODE):
-        total = jax.vmap(lambda row: codec.decode(row, width))(code[:, :-1])
+        total = in_memory(jax.vmap(lambda row: codec.decode(row, width))(code[:, :-1]).reshape(-1))
     ok = jnp.all(code[:, -1] == 1) & is_intact
-    reduced = Reduced(lambda ok: jnp.where(ok, total.reshape(-1)[:n], 0.0), lambda: error.reshape(-1)[:n], ok)
+    reduced = Reduced(lambda ok: jnp.where(ok, total[:n], 0.0), lambda: error.reshape(-1)[:n], ok)
     return agreed(reduced, axis_name, checksum)
 
 
 @jax.named_scope(ENCODE)
 def _code(values: jax.Array, flag: jax.Array, codec: ValueCodec) -> jax.Array:
     """Writes rounded values, and whether the step is ok, as words."""
-    return jnp.append(codec.encode(values), flag.astype(jnp.uint32))
+    return computed_end_to_end([codec.encode(values), flag.astype(jnp.uint32)[None]])
+
+
+def _by_gather(values: jax.Array, flag: jax.Array, codec: ValueCodec, axis_name: AxisName, checksum: bool) -> Reduced:
+    """Sends all values to the only other worker: the bytes of two shots, in one, and rounded once."""
+    rounded, n = codec.rounded(values), values.size
+    rows, is_intact = gather_checked(_code(rounded, flag, codec), axis_name, checksum)  # (2, words + 1)
+    with jax.named_scope(DECODE):
+        total = in_memory(codec.decode(rows[0, :-1], n) + codec.decode(rows[1, :-1], n))
+    ok = jnp.all(rows[:, -1] == 1) & is_intact & is_finite(total)
+    return Reduced(lambda ok: jnp.where(ok, total, 0.0), lambda: values - rounded, ok)
 
 
 def _two_shot(

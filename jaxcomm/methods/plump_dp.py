@@ -20,7 +20,7 @@ class PlumpDp(Exchange):
 
     One all-reduce of float32: each worker receives 2 (K-1)/K * 4 bytes a parameter; in 16 bits, half of that. float16
     is one all-reduce too. bfloat16 takes two shots, in which every worker owns a part, sums it in float32, and rounds
-    the sum once more.
+    the sum once more; two workers send each other everything, and round once.
 
     With p > 1 it averages models instead of gradients: each worker takes p local steps, and then all continue from the
     mean of their parameters. It then comes after a complete local optimizer, and is `local_sgd` with an outer optimizer

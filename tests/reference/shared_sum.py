@@ -15,6 +15,8 @@ parts; worker j owns part j.
     2:  the owner of a part sums it over the workers:  s = round(v_0) + ... + round(v_(K-1))
     3:  and sends total = round(s) to all; s - round(s) is added to its own error of line 1
 
+With two workers, each sends all of line 1 to the other, and both add up: total = round(v_0) + round(v_1).
+
 "ring": a reduce-scatter along the ring 0 -> 1 -> ... -> K-1 -> 0 (Patarasuk and Yuan, "Bandwidth
 optimal all-reduce algorithms for clusters of workstations", 2009), and an all-gather. Part j starts
 at the worker after j and ends at worker j, after K - 1 hops.
@@ -125,6 +127,9 @@ def _two_shot(values: list[np.ndarray], value_dtype: str) -> tuple[np.ndarray, l
     # 1: each worker rounds its own
     rounded = [round_values(own, value_dtype) for own in values]
     errors = [np.asarray(own - sent, np.float32) for own, sent in zip(values, rounded, strict=True)]
+
+    if len(values) == 2:
+        return sum_over_workers(rounded), errors
 
     # 2, 3: each owner rounds the sum of its part
     total = np.zeros(len(values[0]), np.float32)

@@ -88,7 +88,7 @@ def test_what_runs_several_times_and_what_is_rare():
 
 
 def test_the_collectives_of_programs_are_measured_on_a_mesh():
-    programs = [report(tx, 2).program for tx in (jc.plump_dp(), jc.plump_dp(value_dtype="bfloat16"))]
+    programs = [report(tx, 2).program for tx in (jc.plump_dp(), jc.quant_dp(8, collective="two_shot"))]
     links = measure_links(jc.make_mesh(data=2), programs)
     assert set(links.table) == {(op, ("data",)) for op in ("all_reduce", "all_to_all", "all_gather")}
     for (op, _), link in links.table.items():
