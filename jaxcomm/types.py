@@ -51,7 +51,7 @@ class PerWorker:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AccumulatedState:
-    """State of a chain that exchanges once in several calls: the fields of `optax.MultiStepsState`, and `every`.
+    """State of a chain that exchanges once in several calls: fields of `optax.MultiStepsState`, and `every`.
 
     Attributes:
       mini_step: () int32, gradients since the last exchange.

@@ -43,8 +43,8 @@ def chain(*links: optax.GradientTransformation, accumulate: int = 1, delay: int 
     With `accumulate=G` this is `optax.MultiSteps` around the chain: one exchange in G calls. Every worker keeps the
     mean of its own gradients since the last exchange, 4 bytes a parameter, and hands it to the chain in every G-th
     call. In the other calls nothing is sent and the updates are zero. The state has the fields of
-    `optax.MultiStepsState`. If an exchange is skipped, the other links' states stay as they were, and its G gradients
-    are not applied.
+    `optax.MultiStepsState` but `skip_state`. If an exchange is skipped, the other links' states stay as they were, and
+    its G gradients are not applied.
 
     With `delay=1` the chain takes the gradients of the previous step. The state holds them, one row per worker, 4 bytes
     a parameter more. What is sent then does not depend on this step, so it travels while the loss and its gradient are
