@@ -72,7 +72,8 @@ def computed_end_to_end(parts: Sequence[jax.Array]) -> jax.Array:
     On CPUs, each is computed before it is copied. XLA would compute them in the loop of the concatenation, which
     chooses the vector of each number by a branch, and computes one number at a time.
     """
-    return end_to_end([in_memory(part) for part in parts])
+    # Not by `end_to_end`: with it, a step of `sign` between 4 hosts takes 375 ms instead of 277.
+    return jnp.concatenate([in_memory(part) for part in parts])
 
 
 def largest_of_each(numbers: jax.Array, size: int) -> jax.Array:
