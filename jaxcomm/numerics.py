@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomm import bits, noise
+from jaxcomm.platforms import by_platform
 
 _SHRINK = np.float32(2**-4)
 _INFINITY = np.uint32(0x7F800000)
@@ -24,11 +25,12 @@ def magnitude_bits(x: jax.Array) -> jax.Array:
 
 
 def is_finite(vector: jax.Array) -> jax.Array:
-    """Returns whether every number of a vector (n,) is finite: () bool.
+    """Returns whether every number of a vector (n,) is finite: () bool."""
+    return by_platform(vector, cpu=_is_finite_packed, default=lambda vector: jnp.isfinite(vector).all())
 
-    Computed from a packed mask, which XLA fuses with the sum that made the vector. XLA for CPUs would store
-    `isfinite()` for `all()`.
-    """
+
+def _is_finite_packed(vector: jax.Array) -> jax.Array:
+    # From a packed mask, which XLA for CPUs fuses with the sum that made the vector. It would store `isfinite()`.
     whole = vector.size // bits.WORD * bits.WORD
     broken = bits.pack(magnitude_bits(vector[:whole]) >= _INFINITY)
     return ~jnp.any(broken != 0) & jnp.isfinite(vector[whole:]).all()

@@ -61,15 +61,17 @@ class ValueCodec:
         return self.decode(words, layout.n_slots)
 
     def encode(self, values: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """Writes values (C,), already rounded, as W = ceil(C * bits / 32) words: (W,) uint32.
+        """Writes values (C,), rounded to the nearest, as W = ceil(C * bits / 32) words: (W,) uint32.
 
         With 16 bits, word i has value i in its low half and value W + i in its high half, so that neighbours are read
         together. `key` is for codecs that round at random, such as `Tiles`.
         """
         del key
-        words = lax.bitcast_convert_type(values, jnp.uint32)
+        values = values.astype(jnp.float32)
         if self.bits == WORD:
-            return words
+            return lax.bitcast_convert_type(values, jnp.uint32)
+        info = jnp.finfo(self.dtype)
+        words = lax.bitcast_convert_type(lax.reduce_precision(values, info.nexp, info.nmant), jnp.uint32)
         low, high = jnp.pad(words, (0, words.size % 2)).reshape(2, -1)
         return high & _UPPER_HALF | low >> 16
 

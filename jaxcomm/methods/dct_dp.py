@@ -53,7 +53,7 @@ class DctDp(SparseExchange):
         unless that step was itself a refresh. This replaces a tau that was found among zeros and selects every nonzero.
 
     A refresh selects by one pass over the gradient, as every step does, and costs about as much as a step of `topk`: a
-    fifth more. It takes 32 passes if most tensors have fewer than a few thousand elements. There are about
+    quarter more. It takes 32 passes if most tensors have fewer than a few thousand elements. There are about
     log2(life_span) early refreshes.
 
     Payloads have a fixed capacity: what a refresh selects, N - floor(N * sparsity) + 1 coordinates, times `slack`.
