@@ -58,9 +58,13 @@ class Traffic:
         """Returns the most that XLA may make of it on TPUs, where each message is whole tiles of 4 kB.
 
         Between slices, XLA splits an all-reduce among the devices of a slice, tile by tile. It may sum a small one
-        twice: inside each slice, and then between the slices.
+        twice: inside each slice, and then between the slices. The parts of a reduce-scatter are padded by up to 4 tiles
+        and a 64th, and a permutation then shifts the sums by their padding, which is as much again.
         """
-        messages = self.workers if self.op in ("reduce_scatter", "all_to_all") else 1
+        if self.op == "reduce_scatter":
+            tiles = -(-self.operand_bytes // (self.workers * TILE_BYTES))
+            return replace(self, operand_bytes=(tiles + 2 * (4 + tiles // 64)) * self.workers * TILE_BYTES)
+        messages = self.workers if self.op == "all_to_all" else 1
         summed = 1.0
         if self.op == "all_reduce" and is_between_slices:
             messages = self.workers

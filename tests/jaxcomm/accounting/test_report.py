@@ -355,6 +355,20 @@ def test_tpus_may_send_what_layers_multiply_in_16_bits(layout, activations):
 
 
 @pytest.mark.parametrize(
+    ("tiles", "padded", "workers"),
+    [(61, 64, 4), (1000, 1008, 4), (3000, 3024, 4), (6240, 6272, 4), (12001, 12096, 4), (61, 62, 8), (12001, 12040, 8)],
+)
+def test_the_most_that_tpus_make_of_a_reduce_scatter(tiles, padded, workers):
+    """Padded and shifted as XLA compiled it for two slices of a v5e:2x2, and for a v6e:2x4. Not an all-reduce."""
+    part, shift = 4096 * workers, (workers - 1) * (padded - tiles)
+    pairs = tuple((worker, worker + 1) for worker in range(workers - 1))
+    compiled = Program([Traffic("reduce_scatter", padded * part, workers)])
+    compiled.always.append(Traffic("permute", 4096 * shift, workers, pairs=pairs))
+    most = Traffic("reduce_scatter", tiles * part, workers).in_tiles(True).received
+    assert compiled.received <= most < Traffic("all_reduce", tiles * part, workers).received
+
+
+@pytest.mark.parametrize(
     ("operand", "between", "most"),
     [(4, False, 4096), (4, True, 6 * 4096), (32 * 4096, True, 32 * 4096), (32 * 4096 + 1, True, 36 * 4096)],
 )
