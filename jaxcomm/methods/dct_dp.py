@@ -14,7 +14,8 @@ from jaxcomm.checks import check_count, check_range, check_sparsity
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, own_row, transformation, with_due
 from jaxcomm.layout import Layout
 from jaxcomm.methods.sparse import SparseExchange, drain
-from jaxcomm.selectors import draw_start, select_threshold, select_with_ties
+from jaxcomm.platforms import by_platform
+from jaxcomm.selectors import Selected, draw_start, select_threshold, select_with_ties
 from jaxcomm.selectors.topk import dropped
 from jaxcomm.types import PerWorker
 
@@ -119,11 +120,20 @@ class DctDp(SparseExchange):
         refresh = old.due | is_early | (step % self.life_span == 0)
         k = jnp.asarray([self.n_selected(size) for size in layout.sizes], jnp.int32)
         before = own_row(old.threshold, len(layout.sizes))[0]  # (S,)
-        selected, threshold = lax.cond(
-            refresh,
-            lambda: select_with_ties(vector, layout, k),
-            lambda: (select_threshold(vector, before, layout), before),
-        )
+
+        def at_once() -> tuple[Selected, jax.Array]:
+            return lax.cond(
+                refresh,
+                lambda: select_with_ties(vector, layout, k),
+                lambda: (select_threshold(vector, before, layout), before),
+            )
+
+        def afterwards() -> tuple[Selected, jax.Array]:
+            threshold = lax.cond(refresh, lambda: select_with_ties(vector, layout, k)[1], lambda: before)
+            return select_threshold(vector, threshold, layout), threshold
+
+        # On a TPU, a mask that is made in a conditional takes one gradient of memory more.
+        selected, threshold = by_platform(cpu=at_once, default=afterwards)
 
         def sparse() -> tuple[Exchanged, jax.Array]:
             out, received = self.send(gradient, vector, selected, draw_start(self.seed, step))

@@ -11,7 +11,8 @@ import jaxcomm as jc
 from jaxcomm import platforms
 from jaxcomm.platforms import by_platform, in_memory, traced_platform
 from tests.jaxcomm.cases import FIRST
-from tests.jaxcomm.trees import shapes_of
+from tests.jaxcomm.trees import gradients, shapes_of
+from tests.jaxcomm.workers import Simulated
 
 ONE = np.ones(4, np.float32)
 
@@ -70,6 +71,21 @@ def test_every_method_lowers_for_gpus_and_tpus(case, kind, platform):
     step = jax.shard_map(exchange, mesh=mesh, in_specs=(P("data"), specs, P()), out_specs=(P(), specs))
     lowered = jax.jit(step).trace(gradients, state, params).lower(lowering_platforms=(platform,))
     assert "stablehlo.all_" in lowered.as_text()
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_what_other_platforms_compute_is_what_a_cpu_computes(case, monkeypatch):
+    """To the last bit but one: three steps of the programs for GPUs, on a CPU."""
+    found = []
+    for platform in ("cpu", "gpu"):
+        monkeypatch.setattr(platforms, "_setting", lambda platform=platform: platform)
+        workers = Simulated(case.make(), "pair", 4)
+        outcome = workers.step(gradients("normal", 0, "pair", 4), workers.first)
+        for seed in (1, 2):
+            outcome = workers.step(gradients("normal", seed, "pair", 4), outcome.state)
+        found.append((outcome.means, outcome.residual))
+    for cpu, gpu in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(cpu, gpu, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("first", [0.0, 1.0])

@@ -13,9 +13,9 @@ class PlumpDpReference:
 
     Args:
         value_dtype: the type in which values are sent. In bfloat16 each worker rounds its own, the owner of a
-            coordinate sums them in float32 in the order of the workers, and rounds the sum. In float16 each worker
-            divides its own by K and rounds it, and the network sums them: here every partial sum is rounded, in the
-            order of the workers.
+            coordinate sums them in float32 in the order of the workers, and rounds the sum; of two workers, each sums
+            them, and does not round the sum. In float16 each worker divides its own by K and rounds it, and the network
+            sums them: here every partial sum is rounded, in the order of the workers.
     """
 
     def __init__(self, value_dtype: str = "float32") -> None:
@@ -61,4 +61,6 @@ class PlumpDpReference:
         with np.errstate(over="ignore", invalid="ignore"):  # the caller looks for inf, nan
             for row in rows:
                 total = total + row.astype(self.dtype).astype(np.float32)
-            return total.astype(self.dtype).astype(np.float32) / np.float32(len(rows))
+            if len(rows) != 2:
+                total = total.astype(self.dtype).astype(np.float32)
+            return total / np.float32(len(rows))

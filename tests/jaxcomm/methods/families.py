@@ -78,6 +78,8 @@ class Shared(Case):
         slots, bits = sum(s.slots), BITS[self.option("value_dtype")]
         if self.sums_numbers:
             return all_reduce(s.K, slots + 1)
+        if s.K == 2 and self.option("collective") != "ring":  # one message to the only other worker
+            return Fraction(4 * (words(slots, bits) + 1 + self.sealed)) + self.vote(2)
         part = math.ceil(slots / (s.K * 32)) * 32  # slots
         # Two shots: all-to-all, then all-gather. Ring: K-1 hops, then all-gather.
         return Fraction(2 * 4 * (s.K - 1) * (words(part, bits) + 1 + self.sealed)) + self.vote(s.K)

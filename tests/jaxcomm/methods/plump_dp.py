@@ -35,8 +35,9 @@ class PlumpDp(Case):
             half = Fraction(2 * (K - 1), K) * 2 * numbers
             return half, half
         part = math.ceil(numbers / (K * 32)) * 32
-        # An all-to-all and an all-gather, with a flag in each message.
-        both = Fraction(2 * 4 * (K - 1) * (words(part, 16) + 1 + self.sealed)) + self.vote(K)
+        # An all-to-all and an all-gather, or one message to the only other worker, with a flag in each message.
+        sent = words(numbers, 16) + 1 + self.sealed if K == 2 else 2 * (K - 1) * (words(part, 16) + 1 + self.sealed)
+        both = Fraction(4 * sent) + self.vote(K)
         return both, both
 
 
