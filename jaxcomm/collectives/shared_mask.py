@@ -56,7 +56,7 @@ def compact_sum(
     one message, and each value is rounded once.
 
     Args:
-      values: (C,) float32, in memory.
+      values: (C,) float32.
       flag: () bool, whether this worker's step is ok.
       name: one of `SUMS`.
       codec: the type of a value on the wire.
@@ -66,7 +66,7 @@ def compact_sum(
     if name == "psum":
         with jax.named_scope(EXCHANGE):
             sums = sum_of(jnp.append(values, jnp.where(flag, 0.0, jnp.nan)), axis_name)  # (C + 1,)
-        ok = jnp.isfinite(sums).all()
+        ok = is_finite(sums)
         return Reduced(lambda ok: jnp.where(ok, sums[:-1], 0.0), lambda: jnp.zeros_like(values), ok)
     k, n = axis_size(axis_name), values.size
     if k == 2 and name == "two_shot":
@@ -110,7 +110,7 @@ def _two_shot(
         # In the order of the workers, and so the same bits wherever it is compiled.
         with jax.named_scope(DECODE):
             total, _ = lax.scan(add, codec.decode(received[0, :-1], width), received[1:])  # (width,)
-        sound = jnp.all(received[:, -1] == 1) & jnp.isfinite(total).all()
+        sound = jnp.all(received[:, -1] == 1) & is_finite(total)
         result = codec.rounded(total)
         return _code(result, sound, codec), total - result
 
@@ -129,7 +129,7 @@ def _ring(
     def add_own(arrived: jax.Array, sound: jax.Array, hop: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
         part = (me - 1 - hop) % k
         total = arrived + parts[part]
-        sound = sound & flag & jnp.isfinite(total).all()
+        sound = sound & flag & is_finite(total)
         result = codec.rounded(total)
         return _code(result, sound, codec), total - result, part
 

@@ -53,9 +53,9 @@ class DctDp(SparseExchange):
       - in the step after one in which some worker selected more than twice as many coordinates of some tensor as fit,
         unless that step was itself a refresh. This replaces a tau that was found among zeros and selects every nonzero.
 
-    A refresh selects by one pass over the gradient, as every step does, and costs about as much as a step of `topk`: a
-    quarter more. It takes 32 passes if most tensors have fewer than a few thousand elements. There are about
-    log2(life_span) early refreshes.
+    On CPUs a refresh selects in the pass over the gradient that finds its thresholds, and costs about as much as a step
+    of `topk`: a quarter more. Elsewhere it takes a pass for each. If most tensors have fewer than a few thousand
+    elements, it takes 32. There are about log2(life_span) early refreshes.
 
     Payloads have a fixed capacity: what a refresh selects, N - floor(N * sparsity) + 1 coordinates, times `slack`.
     If more coordinates reach tau, only a window that fits is sent. It begins at a random start offset and wraps around,

@@ -15,7 +15,7 @@ from jaxcomm.scopes import SELECT
 from jaxcomm.selectors.bracket import find_largest
 from jaxcomm.selectors.selection import Selected, count_in_segment, rank_in_segment
 from jaxcomm.selectors.threshold import select_threshold
-from jaxcomm.vectors import Vector
+from jaxcomm.vectors import Stored, Vector
 
 
 @jax.named_scope(SELECT)
@@ -71,9 +71,8 @@ def select_with_ties(vector: Vector, layout: Layout, k: jax.Array) -> tuple[Sele
     bracket = found.bracketed
 
     def among_candidates() -> Selected:
-        bound = bracket.layout.per_block(jnp.maximum(found.smallest, np.uint32(1)))[:, None, None]
-        reaches = in_blocks(magnitude_bits(bracket.candidates)) >= bound
-        return Selected(bracket.mark(reaches.reshape(-1)), bracket.ok)
+        chosen = select_threshold(Stored(bracket.candidates), threshold, bracket.layout)
+        return Selected(bracket.mark(bits.unpack(chosen.words)), bracket.ok)
 
     return lax.cond(bracket.holds, among_candidates, among_all), threshold
 
