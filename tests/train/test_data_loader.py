@@ -92,6 +92,7 @@ def test_process_reads_its_own_rows_only(batches, monkeypatch):
             return super().__getitem__(index)
 
     monkeypatch.setattr(sources, "CachedSource", Recording)
+    sources.cached_source.cache_clear()
     take(batches(400, process_index=1, process_count=4), 2)
     assert 200 <= len(read) <= 100 * (2 + 3)  # at most three batches ahead
 

@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -285,6 +286,29 @@ def test_newest_version_is_read(tmp_path):
     for cls in (NewMnist, OldMnist):
         cls(data_dir=tmp_path, file_format="array_record").download_and_prepare()
     assert len(sources.open_source("mnist", "train", tmp_path)) == 30
+
+
+@SMALL
+def test_images_are_decoded_once_until_they_are_prepared_again(tmp_path, monkeypatch):
+    decoded, decode = [], sources.images.decode
+
+    def counting(encoded):
+        decoded.append(encoded)
+        return decode(encoded)
+
+    monkeypatch.setattr(sources.images, "decode", counting)
+    builder = prepare("mnist", tmp_path)
+    for _ in range(2):  # two runs of a comparison
+        source = sources.open_source("mnist", "test", tmp_path)
+        read = [source[index]["image"].copy() for index in range(10)]
+    assert len(decoded) == 10
+    shutil.rmtree(builder.data_path)
+    monkeypatch.setattr(Mnist, "SIZES", {"train": 25, "test": 11})  # other random images
+    prepare("mnist", tmp_path)
+    again = sources.open_source("mnist", "test", tmp_path)
+    assert len(again) == 11
+    assert any([(again[index]["image"] != read[index]).any() for index in range(10)])  # reads all ten
+    assert len(decoded) == 20
 
 
 @pytest.mark.parametrize("name", BUILDERS)

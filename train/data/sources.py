@@ -164,22 +164,37 @@ def open_source(name: str, split: str, data_dir: str | os.PathLike[str] | None =
         builder = digits.prepare_digits(root) if name == "digits" else _open_prepared(name, root)
     stored_split = "validation" if (name, split) == ("imagenet2012", "test") else split
     check_files(builder, stored_split)
-    encoded = EncodedSource(builder, stored_split)
-    if len(encoded) != info.num_examples(split):
+    if name == "imagenet2012":
+        source = EncodedSource(builder, stored_split)
+    else:
+        stored_shape = builder.info.features["image"].shape
+        if stored_shape != info.image_shape:
+            raise ValueError(
+                f"Images of {name} must have the shape {info.image_shape}; got {stored_shape} in {builder.data_path}. "
+                "Is it another dataset of this name? Pass another data_dir."
+            )
+        prepared = (Path(builder.data_path) / "dataset_info.json").stat().st_mtime_ns
+        source = cached_source(str(builder.data_path), prepared, stored_split, info.image_shape)
+    if len(source) != info.num_examples(split):
         warnings.warn(
             f"the {split} split of {name} has {info.num_examples(split)} examples, "
-            f"but {builder.data_path} holds {len(encoded)} of them; all of these are used",
+            f"but {builder.data_path} holds {len(source)} of them; all of these are used",
             stacklevel=2,
         )
-    if name == "imagenet2012":
-        return encoded
-    stored_shape = builder.info.features["image"].shape
-    if stored_shape != info.image_shape:
-        raise ValueError(
-            f"Images of {name} must have the shape {info.image_shape}; got {stored_shape} in {builder.data_path}. Is "
-            "it another dataset of this name? Pass another data_dir."
-        )
-    return CachedSource(encoded, info.image_shape)
+    return source
+
+
+@lru_cache(maxsize=2)  # the two splits of one dataset
+def cached_source(folder: str, prepared: int, split: str, image_shape: tuple[int, int, int]) -> CachedSource:
+    """Opens a split that a process has not opened yet: all runs of a comparison share the decoded images.
+
+    Args:
+      folder: of the prepared dataset.
+      prepared: when it was prepared, so that other contents of the same folder are read anew.
+      split: as it is stored.
+      image_shape: (H, W, C).
+    """
+    return CachedSource(EncodedSource(tfds.builder_from_directory(folder), split), image_shape)
 
 
 def _open_prepared(name: str, root: Path) -> tfds.core.DatasetBuilder:
