@@ -23,6 +23,9 @@ def source(tmp_path):
     (root / "b.h").write_bytes(b"b" * 300)
     (root / "part0" / "picture.png").write_bytes(b"\x89" * 5000)
     (root / "part1" / "link.c").symlink_to(root / "b.h")
+    for name in ("part0", HELD_OUT[0]):
+        (root / name / "asic_reg").mkdir()
+        (root / name / "asic_reg" / "registers.h").write_bytes(b"\x89" * 5000)
     return root
 
 
@@ -54,6 +57,7 @@ def test_splits_hold_the_text_of_their_folders(source, tmp_path, capsys):
         assert (rows[split].shape, rows[split].dtype) == ((size, 257), np.uint8)
         np.testing.assert_array_equal(rows[split][1:, 0], rows[split][:-1, -1])
     assert 0x89 not in rows["train"]
+    assert 0x89 not in rows["test"]
     # They are in the order of their paths, and a byte 0 ends each.
     text = b"".join((source / name / "a.c").read_bytes() + b"\0" for name in sorted(HELD_OUT))
     got = rows["test"][0].tobytes() + rows["test"][1:, 1:].tobytes()
