@@ -23,6 +23,7 @@ from train.records import Record, Records
 
 SMOKE_STEPS = 4  # of training, with --smoke
 EVALUATIONS = 40  # in a run
+LONGER = 4  # times as many steps, to see whether a claim fails only because a run is short
 
 _FIGURES = Path(__file__).parents[2] / "docs" / "figures"
 
@@ -64,6 +65,10 @@ class Config:
             checkpoint_every=steps,
             max_skipped=steps + 1,  # a method that diverges is a result
         )
+
+    def longer(self, steps: int) -> Self:
+        """Returns the options of runs `LONGER` times as long as `steps`."""
+        return dataclasses.replace(self, steps=LONGER * steps)
 
 
 C = TypeVar("C", bound=Config)

@@ -8,6 +8,8 @@ Table I, figures 5 and 6: the small twins of AlexNet and ResNet-50, with heavy-b
 clipping, all tensors compressed. Each threshold is tuned until the values that a worker sends have the paper's ratio;
 the ratio of all bytes on the wire, with masks and empty slots, is also shown. Ratios are those after the warm-up.
 
+"why" trains the row of table I that loses most four times as long, with the same threshold.
+
 "thresholds" tries the paper's four thresholds, with slots for every coordinate; "nodes" does so with 96 simulated
 workers. Figures 2 to 4 are made by `benchmarks.importance`. Figures 7 and 8 show what a host's interface receives in a
 run on the hosts of `benchmarks.netlab`.
@@ -19,8 +21,8 @@ from collections.abc import Sequence
 from benchmarks.papers import common
 from benchmarks.papers.common import last_accuracies
 from benchmarks.papers.iwp_figures import importance_figures, network
-from benchmarks.papers.iwp_settings import NODES, ROOM, TABLE, THRESHOLDS, Config, Row, pruning, steady, tune
-from benchmarks.papers.report import Difference, draw, print_claim
+from benchmarks.papers.iwp_settings import NODES, ROOM, TABLE, THRESHOLDS, Config, Row, fixed_row, pruning, steady, tune
+from benchmarks.papers.report import Difference, draw, print_cause, print_claim
 from configs.experiment import Experiment
 from configs.methods import Iwp, Method, PlumpDp, TernGrad
 from train.records import Record, Records
@@ -106,6 +108,46 @@ def table_1(config: Config, records: Records) -> None:
     )
 
 
+def why(config: Config, records: Records) -> None:
+    """Trains the row of table I that loses most, and its baseline, for longer."""
+    row = fixed_row("AlexNet")
+    experiment = config.twin(row.twin)
+    method = _method_of(config, records, row, experiment)
+    assert isinstance(method, Iwp)
+    rows, differences = [], {}
+    for length in (experiment, config.longer(experiment.steps).twin(row.twin)):
+        own = pruning(length, method.alpha, method.beta, method.density)
+        runs = train_seeds(records, length, own, config.seeds)
+        base = train_seeds(records, length, PlumpDp(), config.seeds)
+        gain = Difference.of(last_accuracies(runs), last_accuracies(base))
+        values = _ratios(own, runs)["values_ratio"]
+        assert values is not None
+        rows.append(
+            {
+                "steps": length.steps,
+                "alpha": method.alpha,
+                "top1": statistics.fmean(last_accuracies(runs)),
+                "stdev": stdev(last_accuracies(runs)),
+                "base_top1": statistics.fmean(last_accuracies(base)),
+                "minus_base": gain.mean,
+                "standard_error": gain.error,
+                "values_ratio": values,
+                "values_sent_in_the_run": length.steps / values,
+            }
+        )
+        differences[f"{length.steps} steps"] = gain
+    print_table(
+        f"{row.model}'s twin with the fixed threshold, K={config.workers}, {config.seeds} seeds; how often a value is "
+        "sent in the run, on average",
+        rows,
+    )
+    print_cause(
+        f"{row.model}'s twin loses accuracy since a value is sent only {rows[0]['values_sent_in_the_run']:.2g} times "
+        "in the run",
+        differences,
+    )
+
+
 def _try_thresholds(config: Config, records: Records, experiment: Experiment, title: str) -> None:
     base = train_seeds(records, experiment, PlumpDp(), config.seeds)
     rows: list[Record] = []
@@ -177,6 +219,7 @@ def curves(config: Config, records: Records) -> None:
 
 TABLES = {
     "1": table_1,
+    "why": why,
     "thresholds": thresholds,
     **dict.fromkeys(("fig2", "fig3", "fig4"), importance_figures),
     **dict.fromkeys(("fig5", "fig6"), curves),
