@@ -7,22 +7,36 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+Initializer = Callable[..., jax.Array]
+
 _xavier = nnx.initializers.glorot_uniform()
+_smaller = nnx.initializers.variance_scaling(0.5, "fan_avg", "uniform")
 
 
 class Attention(nnx.Module):
     """Scaled dot-product attention with several heads.
 
-    Source: Vaswani et al., "Attention Is All You Need", NeurIPS 2017. Initial values are Xavier's, with half the
-    variance for queries, keys and values, as in fairseq.
+    Source: Vaswani et al., "Attention Is All You Need", NeurIPS 2017.
     """
 
-    def __init__(self, width: int, heads: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        kernel_init: Initializer = _smaller,
+        out_init: Initializer = _xavier,
+    ):
         """Makes the layers.
 
         Args:
           width: features of the inputs, and of all heads together.
           heads: number of heads.
+          kernel_init: initial values for queries, keys and values; Xavier's with half the variance if not given, as in
+            fairseq.
+          out_init: initial values of the last layer; Xavier's if not given.
           dtype: the type to compute in; the parameters are float32.
           rngs: the source of the initial parameters.
 
@@ -35,9 +49,8 @@ class Attention(nnx.Module):
                 f"{heads}."
             )
         self.heads = heads
-        smaller = nnx.initializers.variance_scaling(0.5, "fan_avg", "uniform")
-        self.query, self.key, self.value = (linear(width, width, dtype, rngs, smaller) for _ in range(3))
-        self.out = linear(width, width, dtype, rngs)
+        self.query, self.key, self.value = (linear(width, width, dtype, rngs, kernel_init) for _ in range(3))
+        self.out = linear(width, width, dtype, rngs, out_init)
 
     def keys_values(self, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns keys and values (B, S, heads, width / heads) of a memory (B, S, width)."""
@@ -67,9 +80,9 @@ def linear(
     outputs: int,
     dtype: DTypeLike,
     rngs: nnx.Rngs,
-    kernel_init: Callable[..., jax.Array] = _xavier,
+    kernel_init: Initializer = _xavier,
 ) -> nnx.Linear:
-    """Makes a dense layer with Xavier's initial values."""
+    """Makes a dense layer, with Xavier's initial values if none are given."""
     return nnx.Linear(inputs, outputs, kernel_init=kernel_init, dtype=dtype, rngs=rngs)
 
 

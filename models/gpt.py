@@ -15,8 +15,9 @@ _small = nnx.initializers.normal(0.02)
 class Gpt(Model):
     """Layers of causal attention and a feed-forward part, each with a normalisation before it and a residual sum.
 
-    Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019, without dropout, and with
-    untied input and output tables. With 256 tokens, 256 places, 8 layers and 256 features: 6,515,200 parameters.
+    Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), 2019, with its initial values, but
+    without dropout, and with untied input and output tables. With 256 tokens, 256 places, 8 layers and 256 features:
+    6,515,200 parameters.
 
     The batch has "text" (B, places + 1), integers. The model returns logits (B, places, tokens) of text[:, 1:], each
     given the tokens before it. Block 0 is the embedding, blocks 1 to n are the layers, block n + 1 the logits. The
@@ -84,11 +85,12 @@ class Layer(nnx.Module):
     """Attention and a feed-forward part."""
 
     def __init__(self, width: int, heads: int, layers: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.attention = Attention(width, heads, dtype=dtype, rngs=rngs)
-        self.norms = nnx.List(nnx.LayerNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
-        self.expand = linear(width, 4 * width, dtype, rngs)
         # The residual sum has 2 * layers terms, so they start smaller the more there are.
-        self.contract = linear(4 * width, width, dtype, rngs, nnx.initializers.normal(0.02 / np.sqrt(2 * layers)))
+        term = nnx.initializers.normal(0.02 / np.sqrt(2 * layers))
+        self.attention = Attention(width, heads, dtype=dtype, rngs=rngs, kernel_init=_small, out_init=term)
+        self.norms = nnx.List(nnx.LayerNorm(width, dtype=dtype, rngs=rngs) for _ in range(2))
+        self.expand = linear(width, 4 * width, dtype, rngs, _small)
+        self.contract = linear(4 * width, width, dtype, rngs, term)
 
     def __call__(self, x: jax.Array, batch: Batch) -> jax.Array:
         """Returns (B, places, width)."""
