@@ -1,8 +1,10 @@
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from models.gpt import Gpt
 from tests.models.twins import TWINS, count, crossing, make
@@ -14,6 +16,20 @@ def test_parameters():
     attention, expand, contract, norms = 4 * (256 + 1) * 256, 257 * 1024, 1025 * 256, 4 * 256
     layer = attention + expand + contract + norms
     assert count(PAPERS) == 8 * layer + 2 * 256 * 256 + 2 * 256 + 256 * 256 == 6_515_200
+
+
+def test_initial_values_are_those_of_gpt_2():
+    """Radford et al. (2019) and their code: normal, 0.02; in residual sums by the root of their number, 2 * layers."""
+    blocks = Gpt(256, 64, layers=3, width=64, heads=4, rngs=nnx.Rngs(0)).blocks
+    found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(blocks))}
+    assert len(found) == 2 + 3 * (4 * 2 + 2 * 2 + 2 * 2) + 2 + 1
+    for path, leaf in found.items():
+        if "scale" in path or "bias" in path:
+            assert np.ptp(leaf) == 0
+        else:
+            term = any(name in path for name in ("contract", "'out'"))
+            expected = 0.02 / np.sqrt(6) if term else 0.02
+            np.testing.assert_allclose(np.std(leaf), expected, rtol=0.05, err_msg=path)
 
 
 def test_what_crosses():
