@@ -52,7 +52,7 @@ def trained(monkeypatch):
             "accuracy": 76.0,
             "auc": 0.74,
         }
-        same = {"seeds": config.seeds, "steps": config.steps, "life_span": config.life_span}
+        same = {name: getattr(config, name) for name in ("experiment", "seeds", "steps", "life_span")}
         return {**dict(zip(names, settings[-1], strict=True)), **scores, "losses": [0.5], **same}
 
     monkeypatch.setattr(dct, "train_setting", train)
@@ -77,7 +77,29 @@ def test_a_table_goes_on_where_it_was_stopped_and_loses_no_row(trained, tmp_path
     assert sorted(trained) == sorted(all_rows)  # each once
 
 
+def test_sparsities_choose_settings_of_every_system(trained):
+    dct.main(dct.Config(system="DCT-MP", sparsities=(0.9, 0.98)))
+    names = ("DCT-MP", "DCT-DP and DCT-MP")
+    assert trained[0] == ("dense", 1, 0.0)
+    assert set(trained[1:]) == {(names[0], 2, 0.9), (names[0], 2, 0.98), (names[0], 3, 0.9), (names[1], 3, 0.9)}
+    with pytest.raises(ValueError, match=r"--sparsities those of its settings, or none; got 'DCT-MP' and \(0\.5,\)"):
+        dct.main(dct.Config(system="DCT-MP", sparsities=(0.5,)))
+
+
+def test_real_rows_have_the_rate_of_their_experiment():
+    clicks, flights = (
+        dct.experiment_of(dct.SETTINGS[3], dct.Config(experiment=name))[0] for name in ("dlrm_clicks", "dlrm_flights")
+    )
+    assert (clicks.dataset, clicks.learning_rate, clicks.stages) == ("clicks", 1.0, 2)
+    assert (flights.dataset, flights.learning_rate, flights.stages) == ("flights", 0.1, 2)
+    assert flights.boundary.sparsity == 0.95
+
+
 def test_a_file_of_other_settings_is_refused(trained, tmp_path):
+    with_rows = tmp_path / "rows.json"
+    dct.main(dct.Config(system="DCT-MP", json=with_rows))
+    with pytest.raises(ValueError, match=r"where experiment is 'dlrm_clicks' and not 'dlrm_flights'"):
+        dct.main(dct.Config(system="DCT-MP", experiment="dlrm_flights", json=with_rows))
     path = tmp_path / "table.json"
     dct.main(dct.Config(system="DCT-MP", json=path))
     before, kept = len(trained), path.read_text()
@@ -152,7 +174,7 @@ def test_what_the_embeddings_cost_is_computed():
     ("fields", "message"),
     [
         ({"seeds": 0}, "--seeds and --steps must be at least 1; got 0 and 1000"),
-        ({"system": "DCT"}, "--system must be one of .*'DCT-DP and DCT-MP'.*, or all; got 'DCT'"),
+        ({"system": "DCT"}, "--system must be one of .*'DCT-DP and DCT-MP'.*, or all, and --sparsities .*; got 'DCT'"),
     ],
 )
 def test_errors(trained, fields, message):
