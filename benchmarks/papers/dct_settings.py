@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from benchmarks import dct
@@ -11,6 +13,7 @@ from benchmarks.papers import common
 from benchmarks.papers.report import Difference
 from configs.experiment import Experiment
 from configs.methods import DctDp
+from train.data.click_store import GENERATED_ROWS, prepare_generated
 from train.records import Record, Records
 
 STEPS = 1000  # of a DLRM, unless --steps says otherwise
@@ -86,17 +89,36 @@ class Config(common.Config):
         return self.experiment("dlrm_clicks", **({} if self.steps else {"steps": STEPS}) | changes)
 
 
-def trained(config: Config, records: Records, setting: dct.Setting) -> Record:
-    """Returns a row of `benchmarks.dct`, which is trained with all seeds if it is missing."""
+def trained(config: Config, records: Records, setting: dct.Setting, times_rows: int = 1) -> Record:
+    """Returns a row of `benchmarks.dct`, which is trained with all seeds if it is missing.
+
+    Args:
+      config: of the run.
+      records: of all runs.
+      setting: the row.
+      times_rows: how many times as many clicks are generated, for train and test.
+    """
     steps = config.steps or STEPS
-    of = {"of": "dct", "system": setting.system, "stages": setting.stages, "sparsity": setting.sparsity}
-    key = of | {"learning_rate": setting.learning_rate, "seeds": config.seeds, "steps": steps}
-    key["life_span"] = config.life_span
+    key = {
+        "of": "dct" if times_rows == 1 else f"dct, {times_rows} times the rows",
+        "system": setting.system,
+        "stages": setting.stages,
+        "sparsity": setting.sparsity,
+        "learning_rate": setting.learning_rate,
+        "seeds": config.seeds,
+        "steps": steps,
+        "life_span": config.life_span,
+    }
 
     def make() -> Record:
-        given = dct.Config(seeds=config.seeds, steps=steps, life_span=config.life_span, data_dir=config.data_dir)
-        dense = None if setting.system == "dense" else trained(config, records, dct.SETTINGS[0])
-        row = dct.train_setting(setting, given, dense)
+        dense = None if setting.system == "dense" else trained(config, records, dct.SETTINGS[0], times_rows)
+        with tempfile.TemporaryDirectory() as folder:
+            data_dir = config.data_dir
+            if times_rows > 1:
+                data_dir = Path(folder)
+                prepare_generated(data_dir, times_rows * GENERATED_ROWS)
+            given = dct.Config(seeds=config.seeds, steps=steps, life_span=config.life_span, data_dir=data_dir)
+            row = dct.train_setting(setting, given, dense)
         print(f"{setting.system} {setting.stages} {setting.sparsity}: test loss {row['test_loss']:.4f}", flush=True)
         return row
 

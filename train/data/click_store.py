@@ -147,13 +147,16 @@ def _index(rows: np.ndarray, num_train: int, categories: Indexed, path: Path) ->
     return vocabulary.table_sizes
 
 
-def prepare_generated(root: Path) -> None:
-    """Generates and prepares the dataset "clicks", which needs no file: 70,000 rows, in some seconds."""
+def prepare_generated(root: Path, rows: int = GENERATED_ROWS) -> None:
+    """Generates and prepares the dataset "clicks", which needs no file: 70,000 rows, in some seconds.
+
+    With another number of `rows`, of which the last seventh is the test split, use a folder of their own.
+    """
     from train.data.click_teacher import generate  # here, because only the first use of the data needs it
 
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.tsv")
-        teacher = generate(GENERATED_ROWS, GENERATED_SEED, log)
+        teacher = generate(rows, GENERATED_SEED, log)
         prepare_log("clicks", log, root, GENERATED_CATEGORIES, keep_first=True, more={"teacher": teacher})
 
 

@@ -19,6 +19,7 @@ from benchmarks.papers.dct_settings import (
     trained,
 )
 from benchmarks.papers.report import Difference
+from train.data import dataset_info
 from train.records import Records
 
 # Tables 4 and 5 of Gupta et al., as the text has them; tables 1 to 3, 6 and 7 are in tests/benchmarks/test_dct.py.
@@ -97,6 +98,21 @@ def test_a_row_is_trained_once_with_the_dense_one_beside_it(monkeypatch):
     assert made == [("dense", 7, None), ("DCT-MP", 7, [0.5])]
     trained(Config(steps=7, seeds=2), records, table.SETTINGS[0])
     assert len(made) == 3
+
+
+def test_more_rows_are_other_runs_of_other_clicks(monkeypatch):
+    sizes = []
+
+    def train(setting, config, dense):
+        sizes.append((setting.system, dataset_info("clicks", config.data_dir).num_train))
+        return {"test_loss": 0.5, "losses": [0.5]}
+
+    monkeypatch.setattr(table, "train_setting", train)
+    monkeypatch.setattr(dct_settings, "GENERATED_ROWS", 700)
+    records, config = Records(None), Config(steps=7, seeds=1)
+    for times in (3, 1, 3):
+        trained(config, records, table.SETTINGS[1], times)
+    assert sizes == [("dense", 1800), ("DCT-MP", 1800), ("dense", 60_000), ("DCT-MP", 60_000)]
 
 
 def test_every_table_has_the_papers_rows_beside_ours(monkeypatch, capsys):
