@@ -8,9 +8,8 @@ Source: Gupta et al., "Training Recommender Systems at Scale: Communication-Effi
 Tables 1 to 3, 6 and 7: the DLRM with the paper's MLPs on generated clicks, by `benchmarks.dct`; compare losses relative
 to the dense run's. Table 4: the small transformer on Django's messages. Table 5: losses from table 1 and the time of a
 step in stages, by `benchmarks.boundary`. Figures 2 and 5: thresholds while the DLRM trains, by `benchmarks.thresholds`.
-"why": the setting of table 1 that fails first, on four times as many rows.
 Figure 7: losses of the DLRM, and times by `benchmarks.exchange`. "hybrid": a step of workers with stages on hosts, by
-`benchmarks.hybrid_dct`.
+`benchmarks.hybrid_dct`. "why": the setting of table 1 that fails first, on four times as many rows.
 """
 
 import statistics

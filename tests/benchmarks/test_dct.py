@@ -174,7 +174,11 @@ def test_what_the_embeddings_cost_is_computed():
     ("fields", "message"),
     [
         ({"seeds": 0}, "--seeds and --steps must be at least 1; got 0 and 1000"),
-        ({"system": "DCT"}, "--system must be one of .*'DCT-DP and DCT-MP'.*, or all, and --sparsities .*; got 'DCT'"),
+        (
+            {"system": "DCT"},
+            r"--system must be one of .*'DCT-DP and DCT-MP'.*, or all, and --sparsities those of its settings, or "
+            r"none; got 'DCT' and \(\)",
+        ),
     ],
 )
 def test_errors(trained, fields, message):
