@@ -36,11 +36,25 @@ from benchmarks.control import (
 )
 from benchmarks.netlab import Lab
 from benchmarks.shapes import named
+from configs import CONFIGS
+from configs.methods import DctDp, LocalSgd, Method, PlumpDp, PowerSgd, QuantDp, RandomK, Sign, TopK
 from jaxcomm.planner.advice import DENSE, candidates
+from jaxcomm.planner.prediction import AS_DENSE
+from train.compare import summarise
 from train.tables import print_table, write_records
 
 COSTS = Path(__file__).parents[1] / "jaxcomm" / "planner" / "costs.json"
-ACCURACY = Path(__file__).parents[1] / "docs" / "data" / "accuracy.json"
+ACCURACY = Path(__file__).parents[1] / "docs" / "data" / "compare_fashion.json"
+# The candidates whose accuracy is known, as the trainer's methods, with the defaults of the library.
+MEASURED: dict[str, Method] = {
+    "dct_dp(0.99)": DctDp(sparsity=0.99, life_span=1000),
+    "topk(0.99)": TopK(sparsity=0.99),
+    "random_k(0.9)": RandomK(sparsity=0.9),
+    "powersgd(4)": PowerSgd(rank=4),
+    "quant_dp(8)": QuantDp(bits=8),
+    "sign": Sign(),
+    "local_sgd(10)": LocalSgd(steps=10, outer_momentum=0.9),
+}
 REGIONS = Path(__file__).parents[1] / "docs" / "figures" / "regions.png"
 WIDTH, LAYERS, CLASSES, ROWS = 1024, 3, 10, 64  # of the MLP
 COMPUTED = {"alexnet": 3, "vgg16": 3}  # the number of dense layers, which end the model
@@ -403,24 +417,28 @@ def calibrate(config: Config) -> None:
 
 
 def accuracy() -> dict[str, str]:
-    """Returns what docs/data/accuracy.json has about the candidates."""
-    known = {}
-    called = {
-        "plump_dp": ("plump_dp", ""),
-        "dct_dp(0.99)": ("dct_dp", "99%"),
-        "topk(0.99)": ("topk", "99%"),
-        "random_k(0.9)": ("random_k", "90%"),
-        "powersgd(4)": ("powersgd", "rank 4"),
-        "quant_dp(8)": ("quant_dp", "8 bits"),
-        "sign": ("sign", ""),
-        "local_sgd(10)": ("local_sgd", "H=10"),
-    }
-    records = {(r["method"], r["setting"]): r for r in json.loads(ACCURACY.read_text())}
-    for name, key in called.items():
-        record = records[key]
-        points = -record["points_below_dense"]
-        known[name] = f"{points:+.2f} points (spread {record['accuracy_stdev']:.2f}), digits, {record['seeds']} seeds"
+    """Returns what docs/data/compare_fashion.json has about the candidates: points above dense, and their interval."""
+    records = json.loads(ACCURACY.read_text())
+    dense, known = [100 * run["scores"]["accuracy"] for run in _runs_of(records, PlumpDp())], {"plump_dp": AS_DENSE}
+    for name, method in MEASURED.items():
+        runs = _runs_of(records, method)
+        row = summarise(runs, dense=dense, margin=0.0)
+        known[name] = (
+            f"{-row['points_below_dense']:+.2f} points (95%: {-row['below_high']:+.2f} to {-row['below_low']:+.2f}), "
+            f"Fashion-MNIST, {runs[0]['about']['steps']:,} steps, {row['seeds']} seeds"
+        )
     return known
+
+
+def _runs_of(records: list[dict[str, Any]], method: Method) -> list[dict[str, Any]]:
+    from train.loop import describe
+
+    own = _options(describe(CONFIGS["fashion"], method))
+    return sorted((r for r in records if _options(r["about"]) == own), key=lambda r: r["about"]["seed"])
+
+
+def _options(about: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in about.items() if name.startswith("method")}
 
 
 if __name__ == "__main__":

@@ -52,19 +52,20 @@ def print_claim(claim: str, holds: bool | None, found: str) -> None:
     print(f"The paper: {claim}. That {_VERDICTS[holds]}: {found}.")
 
 
-def print_cause(cause: str, differences: Mapping[str, Difference]) -> None:
+def print_cause(cause: str, differences: Mapping[str, Difference], to: str = "dense") -> None:
     """Prints what an experiment says about why a claim does not hold here.
 
     Args:
       cause: what is supposed, and varied.
-      differences: to dense, by what was varied; the first is the one to explain.
+      differences: by what was varied; the first is the one to explain.
+      to: what they are differences to.
     """
     (first, before), *_, (last, after) = differences.items()
     closer = abs(before.mean) - abs(after.mean)
     error = None if before.error is None or after.error is None else math.hypot(before.error, after.error)
     holds = Difference(closer, error).exceeds()
     print(
-        f"Supposed: {cause}. That {_VERDICTS[holds]}: the difference to dense is {before} with {first}, and {after} "
+        f"Supposed: {cause}. That {_VERDICTS[holds]}: the difference to {to} is {before} with {first}, and {after} "
         f"with {last}."
     )
 

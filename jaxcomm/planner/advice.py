@@ -35,7 +35,7 @@ from jaxcomm.planner.costs import (
 )
 from jaxcomm.planner.dense_layers import WAYS, Layer, LayerCost, layer_cost, layers_of, measure_layers, modelled_layer
 from jaxcomm.planner.links import Links, agreed, given_links, measure_links
-from jaxcomm.planner.prediction import ALL_DENSE, CLOSE, DENSE, Advice, Prediction, break_even, verdict_of
+from jaxcomm.planner.prediction import ALL_DENSE, AS_DENSE, CLOSE, DENSE, Advice, Prediction, break_even, verdict_of
 from jaxcomm.traffic import Program, Traffic
 
 _TYPICAL_COPY = 1 / 10e9  # seconds a byte, for a device that was not measured
@@ -321,7 +321,7 @@ def _advice(
                 memory=state_bytes(tx, asked.params, asked.sizes, asked.axis_name),
                 faster=dense / step,
                 break_even=break_even(fixed(name), wire, fixed(DENSE), wires[DENSE], link.bits_per_second),
-                accuracy="as dense" if name in WAYS else known_accuracy(name),
+                accuracy=AS_DENSE if name in WAYS else known_accuracy(name),
             )
         )
     rows.sort(key=lambda row: row.step)

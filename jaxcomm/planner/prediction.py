@@ -11,6 +11,7 @@ from jaxcomm.planner.links import Wire
 
 DENSE = "plump_dp(bfloat16)"  # the method that all are compared with
 ALL_DENSE: tuple[str, ...] = ("plump_dp", DENSE, "plump_dp(float16)")  # the methods that "keep dense" may mean
+AS_DENSE = "as dense"  # the accuracy of an exact exchange
 CLOSE = 0.05  # a local method's step is close to its computing if it is at most this much longer, relatively
 _WORTHWHILE = 1.05  # times faster than dense; less counts as equally fast
 
@@ -38,7 +39,8 @@ class Prediction:
       faster: how many times faster than dense in bfloat16.
       break_even: the link's bits a second above which dense in bfloat16 is as fast; 0 if it always is, infinite if
         never. If links differ, this is the rate of the slowest, with the others in proportion.
-      accuracy: what is known about its accuracy, and from which table.
+      accuracy: what was measured of its accuracy: points above dense with their 95% interval, and on which data;
+        `AS_DENSE` if it computes what dense does; a dash if nothing is known.
     """
 
     method: str
@@ -197,4 +199,5 @@ def _verdict_of_exchanges(rows: list[Prediction]) -> tuple[str, str]:
     return best.method, (
         f"{best.method}: {dense.step / best.step:.2f}x faster than {dense.method} (between "
         f"{dense.low / best.high:.2f}x and {dense.high / max(best.low, 1e-9):.2f}x). {_until(best.break_even)}"
+        + ("" if best.accuracy in ("-", AS_DENSE) else f" Its accuracy against dense: {best.accuracy}.")
     )

@@ -4,9 +4,12 @@ import json
 
 import pytest
 
-from benchmarks.planner import COMPUTED, COSTS, Record, accuracy, problem, summary
+from benchmarks.planner import COMPUTED, COSTS, MEASURED, Record, accuracy, problem, summary
 from benchmarks.shapes import MODELS, with_biases
+from configs import CONFIGS
+from configs.methods import PlumpDp, TopK
 from jaxcomm.planner.advice import DENSE
+from train.loop import describe
 
 
 def record(method, predicted, median, faster_predicted, faster_measured):
@@ -31,8 +34,30 @@ def test_cells_are_counted():
     )
 
 
-def test_what_is_known_of_accuracy_is_that_of_the_table():
+def test_what_is_known_of_accuracy_is_that_of_the_records():
     assert json.loads(COSTS.read_text())["accuracy"] == accuracy()
+
+
+def test_accuracy_is_given_with_the_interval_of_its_difference_to_dense(tmp_path, monkeypatch):
+    """Points below dense of 1, 2 and 3: the mean is 2, its standard error 1/sqrt(3), and Student's t 4.303."""
+
+    def runs(method, *accuracies):
+        about = describe(CONFIGS["fashion"], method)
+        for seed, each in enumerate(accuracies):
+            yield {
+                "of": "run",
+                "about": about | {"seed": seed, "steps": 2000},
+                "scores": {"accuracy": each / 100, "loss": 1.0},
+            }
+
+    others = TopK(sparsity=0.99, residual_dtype="bfloat16"), TopK(sparsity=0.98), PlumpDp(p=10)
+    records = [*runs(PlumpDp(), 90, 91, 92), *(run for method in others for run in runs(method, 0, 0, 0))]
+    records += [run for method in MEASURED.values() for run in reversed([*runs(method, 89, 89, 89)])]
+    monkeypatch.setattr("benchmarks.planner.ACCURACY", tmp_path / "runs.json")
+    fields = {"bytes_per_step": 1.0, "dense_bytes": 1.0, "overflow_per_step": 0.0, "skipped": 0, "parameters": 1}
+    (tmp_path / "runs.json").write_text(json.dumps([record | fields for record in records]))
+    wanted = "-2.00 points (95%: -4.48 to +0.48), Fashion-MNIST, 2,000 steps, 3 seeds"
+    assert accuracy() == {"plump_dp": "as dense", **dict.fromkeys(MEASURED, wanted)}
 
 
 @pytest.mark.parametrize("shapes", ["mlp", "1000", "twin"])

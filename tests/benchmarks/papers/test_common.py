@@ -67,6 +67,8 @@ def test_a_cause_is_told_from_chance_by_the_errors_of_both_differences(capsys):
             f"Supposed: it is short. That {said}: the difference to dense is {short} with 9 steps, and {last} with 36 "
             "steps.\n"
         )
+    print_cause("it is short", {"9 steps": short, "36 steps": tuned}, to="the paper's ratio")
+    assert "the difference to the paper's ratio is -5.00" in capsys.readouterr().out
 
 
 def test_the_first_evaluation_with_an_accuracy_is_found():

@@ -91,6 +91,7 @@ def test_too_little_to_gain_is_nothing_to_gain(table):
     assert (slow.best, fast.keeps_dense) == ("topk", True)
     text = str(slow)
     assert "verdict: topk: " in text
+    assert text.endswith(". Its accuracy against dense: as good as dense, by a table.")
     assert "~ from the table of costs" in text
     record = json.loads(slow.json())
     assert record["best"] == "topk"
