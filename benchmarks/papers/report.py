@@ -53,7 +53,7 @@ def print_claim(claim: str, holds: bool | None, found: str) -> None:
 
 
 def print_cause(cause: str, differences: Mapping[str, Difference], to: str = "dense") -> None:
-    """Prints what an experiment says about why a claim does not hold here.
+    """Prints what an experiment says about why a claim does not hold here: a cause explains more than half of it.
 
     Args:
       cause: what is supposed, and varied.
@@ -61,9 +61,9 @@ def print_cause(cause: str, differences: Mapping[str, Difference], to: str = "de
       to: what they are differences to.
     """
     (first, before), *_, (last, after) = differences.items()
-    closer = abs(before.mean) - abs(after.mean)
-    error = None if before.error is None or after.error is None else math.hypot(before.error, after.error)
-    holds = Difference(closer, error).exceeds()
+    explained = abs(before.mean) / 2 - abs(after.mean)
+    error = None if before.error is None or after.error is None else math.hypot(before.error / 2, after.error)
+    holds = Difference(explained, error).exceeds()
     print(
         f"Supposed: {cause}. That {_VERDICTS[holds]}: the difference to {to} is {before} with {first}, and {after} "
         f"with {last}."

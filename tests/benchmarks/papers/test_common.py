@@ -53,14 +53,16 @@ def test_a_claim_that_does_not_hold_is_said_not_to(capsys):
         assert capsys.readouterr().out == f"The paper: it is faster. That {said}: 2 ms.\n"
 
 
-def test_a_cause_is_told_from_chance_by_the_errors_of_both_differences(capsys):
-    """From -5 (1) to -1 (1.5): 4 closer, with a standard error of the root of 3.25, 1.8."""
-    short, tuned = Difference(-5.0, 1.0), Difference(-1.0, 1.5)
+def test_a_cause_explains_more_than_half_of_a_difference(capsys):
+    """Half of -5 (1) is 2.5 (0.5). A cause holds if what is left is smaller by two standard errors."""
+    short, tuned = Difference(-5.0, 1.0), Difference(0.0, 0.5)
     for last, said in (
         (tuned, "holds here"),
+        (Difference(-4.0, 0.5), "does NOT hold here"),  # closer, but not by half
         (Difference(-9.0, 1.0), "does NOT hold here"),
+        (Difference(-1.0, 1.5), "is not told apart here"),
         (Difference(4.5, 1.0), "is not told apart here"),  # the size counts, not the sign
-        (Difference(-1.0, None), "is not told apart here"),
+        (Difference(0.0, None), "is not told apart here"),
     ):
         print_cause("it is short", {"9 steps": short, "20 steps": Difference(0.0, 0.1), "36 steps": last})
         assert capsys.readouterr().out == (
