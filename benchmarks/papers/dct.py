@@ -131,17 +131,17 @@ def _why_translation(config: Config, records: Records) -> None:
         ("all of them in 4 bits", BoundaryFields(value_dtype="int4")),
     ):
         own = _translate(config, records, 2, boundary)
-        blue = [run["scores"]["bleu_lower"] for run in own]
+        bleu = [run["scores"]["bleu_lower"] for run in own]
         gain = percent_of([run["losses"][-1] for run in own], [run["losses"][-1] for run in dense])
-        differences[name] = Difference.of(blue, base)
+        differences[name] = Difference.of(bleu, base)
         rows.append(
             {
                 "activations": name,
                 "test_loss": statistics.fmean(run["losses"][-1] for run in own),
                 "over_dense_%": gain.mean,
                 "standard_error": gain.error,
-                "bleu_lower": statistics.fmean(blue),
-                "stdev": stdev(blue),
+                "bleu_lower": statistics.fmean(bleu),
+                "stdev": stdev(bleu),
                 "bleu_lower_minus_dense": differences[name].mean,
                 "bytes_per_step": own[0]["bytes_per_step"],
             }
@@ -158,8 +158,8 @@ def table_4(config: Config, records: Records) -> None:
     base, rows = runs[table[0]], []
     for row, own in runs.items():
         gain = percent_of([run["losses"][-1] for run in own], [run["losses"][-1] for run in base])
-        blue, blue_base = ([run["scores"]["bleu_lower"] for run in each] for each in (own, base))
-        better = Difference.of(blue, blue_base)
+        bleu, bleu_base = ([run["scores"]["bleu_lower"] for run in each] for each in (own, base))
+        better = Difference.of(bleu, bleu_base)
         theirs = 100 * (row.test_loss / table[0].test_loss - 1)
         rows.append(
             {
@@ -173,8 +173,8 @@ def table_4(config: Config, records: Records) -> None:
                 "standard_error": gain.error,
                 "paper_over_dense_%": theirs,
                 "bleu": statistics.fmean(run["scores"]["bleu"] for run in own),
-                "bleu_lower": statistics.fmean(blue),
-                "stdev": stdev(blue),
+                "bleu_lower": statistics.fmean(bleu),
+                "stdev": stdev(bleu),
                 "paper_bleu": row.bleu,
                 "bleu_lower_minus_dense": better.mean,
                 "bytes_per_step": own[0]["bytes_per_step"],

@@ -160,7 +160,7 @@ def _why_ratio(config: Config, records: Records) -> None:
     """Trains ResNet-50's twin with the paper's largest threshold, as it is and twice as wide."""
     row, alpha = fixed_row("ResNet-50"), max(THRESHOLDS)
     rows, differences = [], {}
-    for times in (1, 2):
+    for name, times in (("its own width", 1), ("twice that width", 2)):
         experiment = _widened(config.twin(row.twin), times)
         method = pruning(experiment, alpha)
         runs = train_seeds(records, experiment, method, config.seeds)
@@ -173,7 +173,7 @@ def _why_ratio(config: Config, records: Records) -> None:
                 "paper_ratio": row.ratio,
             }
         )
-        differences[f"{runs[0]['parameters']:,} parameters"] = Difference.of(ratios, [row.ratio] * config.seeds)
+        differences[name] = Difference.of(ratios, [row.ratio] * config.seeds)
     print_table(
         f"{row.model}'s twin with a threshold of {alpha:g}, K={config.workers}, {config.seeds} seeds; times fewer "
         "values sent",
