@@ -29,21 +29,24 @@ def train_seeds(records: Records, experiment: Experiment, method: Method, seeds:
       since the evaluation before; and in "received", bytes of a worker until then. A loss that is not finite is None.
       Of the whole run it has "scores" on the test split at its end, "parameters", "bytes_per_step" that a worker
       receives, "dense_bytes" that it would receive uncompressed, "overflow_per_step" of all workers, "skipped" steps,
-      and "seconds_per_step", the median on this machine, whose workers are simulated.
+      and "seconds_per_step", the median on this machine, whose workers are simulated; and in "rows" what distinguishes
+      the rows that it was trained on.
 
     Raises:
+      ValueError: before a run is trained, if a recorded run of the dataset had other rows, as of another version.
       SystemExit: if SIGTERM stops a run; the runs that were done are recorded.
     """
     from train.job import make_job
 
-    job, found = None, []
+    rows, job, found = None, None, []
     for seed in range(seeds):
         seeded = dataclasses.replace(experiment, seed=seed)
         key = {"of": "run", "experiment": experiment.name, "about": settings_of(seeded, method)}
         record = records.find(key)
         if record is None:
+            rows = rows or _same_rows(records, experiment)
             job = job or make_job(experiment, method)
-            record = records.add(key | _train(seeded, method, job))
+            record = records.add(key | _train(seeded, method, job) | {"rows": rows})
         print(
             f"{experiment.name} {label(method)}, K={experiment.workers}, seed {seed}: "
             f"{record['accuracies'][-1]:.2f}%, {record['bytes_per_step']:,.0f} bytes a step",
@@ -58,6 +61,22 @@ def settings_of(experiment: Experiment, method: Method) -> Record:
     from train.loop import describe
 
     return describe(experiment, method) | {"eval_every": experiment.eval_every}
+
+
+def _same_rows(records: Records, experiment: Experiment) -> Record:
+    """Returns what distinguishes the rows to train on; refuses records of runs that had others."""
+    from train.data.datasets import open_split
+
+    split = open_split(experiment.dataset, "train", experiment.data_dir)
+    rows = {"examples": len(split), **split.identity}
+
+    def rows_of(record: Record) -> Record:
+        if record.get("about", {}).get("dataset") != experiment.dataset:
+            return {"rows": rows}
+        return {"rows": record.get("rows", rows)}  # records of before 2026-11-26 do not say
+
+    records.check_same({"rows": rows}, rows_of)
+    return rows
 
 
 def _train(experiment: Experiment, method: Method, job: Any) -> Record:

@@ -1,6 +1,8 @@
 """Several seeds of one setting: those that are recorded are not trained again."""
 
 import dataclasses
+import json
+from types import MappingProxyType
 
 import pytest
 
@@ -22,7 +24,17 @@ def trained(monkeypatch):
 
     monkeypatch.setattr(seeds, "_train", train)
     monkeypatch.setattr("train.job.make_job", lambda experiment, method: None)
+    set_rows(monkeypatch, "1.0.0")
     return runs
+
+
+def set_rows(monkeypatch, version):
+    """Puts 6 rows of a version in place of those of every dataset."""
+
+    class Rows(list):
+        identity = MappingProxyType({"version": version})
+
+    monkeypatch.setattr("train.data.datasets.open_split", lambda name, split, data_dir: Rows(range(6)))
 
 
 def test_seeds_that_are_recorded_are_not_trained_again_and_other_settings_are(trained, tmp_path):
@@ -35,6 +47,23 @@ def test_seeds_that_are_recorded_are_not_trained_again_and_other_settings_are(tr
     train_seeds(Records(path), dataclasses.replace(EXPERIMENT, steps=8), PlumpDp(), 1)
     train_seeds(Records(path), dataclasses.replace(EXPERIMENT, eval_every=4), PlumpDp(), 1)  # another curve
     assert len(trained) == 7
+
+
+def test_runs_on_other_rows_are_not_mixed(trained, tmp_path, monkeypatch):
+    path = tmp_path / "records.json"
+    (first,) = train_seeds(Records(path), EXPERIMENT, PlumpDp(), 1)
+    assert first["rows"] == {"examples": 6, "version": "1.0.0"}
+    set_rows(monkeypatch, "2.0.0")
+    assert train_seeds(Records(path), EXPERIMENT, PlumpDp(), 1) == [first]  # a table needs no data
+    with pytest.raises(
+        ValueError, match=r"records\.json, where rows is \{.*'1\.0\.0'\} and not \{.*'2\.0\.0'\}\. Name"
+    ):
+        train_seeds(Records(path), EXPERIMENT, PlumpDp(), 2)
+    assert [seed for seed, _ in trained] == [0]
+    train_seeds(Records(path), dataclasses.replace(EXPERIMENT, dataset="mnist"), PlumpDp(), 1)  # other data
+    path.write_text(json.dumps([{name: value for name, value in first.items() if name != "rows"}]))
+    train_seeds(Records(path), EXPERIMENT, PlumpDp(), 2)  # an early record
+    assert len(trained) == 3
 
 
 def test_the_first_step_of_a_run_is_no_steps_time(monkeypatch):
