@@ -125,23 +125,21 @@ def _why_rows(config: Config, records: Records) -> None:
 def _why_translation(config: Config, records: Records) -> None:
     """Trains the small transformer in 2 stages, which send the largest activations, or all of them in 4 bits."""
     dense = _translate(config, records, 1, BoundaryFields())
-    base, rows, differences = [run["scores"]["bleu_lower"] for run in dense], [], {}
+    rows, differences = [], {}
     for name, boundary in (
         ("the largest 10%", BoundaryFields(0.9)),
         ("all of them in 4 bits", BoundaryFields(value_dtype="int4")),
     ):
         own = _translate(config, records, 2, boundary)
-        bleu = [run["scores"]["bleu_lower"] for run in own]
-        gain = percent_of([run["losses"][-1] for run in own], [run["losses"][-1] for run in dense])
-        differences[name] = Difference.of(bleu, base)
+        gain, differences[name] = _against(own, dense)
         rows.append(
             {
                 "activations": name,
                 "test_loss": statistics.fmean(run["losses"][-1] for run in own),
                 "over_dense_%": gain.mean,
                 "standard_error": gain.error,
-                "bleu_lower": statistics.fmean(bleu),
-                "stdev": stdev(bleu),
+                "bleu_lower": statistics.fmean(_bleu(own)),
+                "stdev": stdev(_bleu(own)),
                 "bleu_lower_minus_dense": differences[name].mean,
                 "bytes_per_step": own[0]["bytes_per_step"],
             }
@@ -157,9 +155,7 @@ def table_4(config: Config, records: Records) -> None:
     runs = {row: _translate(config, records, row.stages, BoundaryFields(row.sparsity)) for row in table}
     base, rows = runs[table[0]], []
     for row, own in runs.items():
-        gain = percent_of([run["losses"][-1] for run in own], [run["losses"][-1] for run in base])
-        bleu, bleu_base = ([run["scores"]["bleu_lower"] for run in each] for each in (own, base))
-        better = Difference.of(bleu, bleu_base)
+        gain, better = _against(own, base)
         theirs = 100 * (row.test_loss / table[0].test_loss - 1)
         rows.append(
             {
@@ -173,8 +169,8 @@ def table_4(config: Config, records: Records) -> None:
                 "standard_error": gain.error,
                 "paper_over_dense_%": theirs,
                 "bleu": statistics.fmean(run["scores"]["bleu"] for run in own),
-                "bleu_lower": statistics.fmean(bleu),
-                "stdev": stdev(bleu),
+                "bleu_lower": statistics.fmean(_bleu(own)),
+                "stdev": stdev(_bleu(own)),
                 "paper_bleu": row.bleu,
                 "bleu_lower_minus_dense": better.mean,
                 "bytes_per_step": own[0]["bytes_per_step"],
@@ -202,6 +198,16 @@ def _translate(config: Config, records: Records, stages: int, boundary: Boundary
     steps = {} if config.steps else {"steps": 300}
     experiment = config.experiment("transformer_catalogs", workers=1, stages=stages, boundary=boundary, **steps)
     return train_seeds(records, experiment, PlumpDp(), config.seeds)
+
+
+def _bleu(runs: list[Record]) -> list[float]:
+    return [run["scores"]["bleu_lower"] for run in runs]
+
+
+def _against(own: list[Record], dense: list[Record]) -> tuple[Difference, Difference]:
+    """Returns how much larger the test loss is than the dense runs', in %, and how much larger BLEU is."""
+    gain = percent_of([run["losses"][-1] for run in own], [run["losses"][-1] for run in dense])
+    return gain, Difference.of(_bleu(own), _bleu(dense))
 
 
 def table_5(config: Config, records: Records) -> None:
