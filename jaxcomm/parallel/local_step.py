@@ -114,7 +114,7 @@ class LocalStep(ShardedStep):
         """Returns scalars, the model's state, gradients, losses (K,), and which workers can apply theirs (K,)."""
         specs = [over_axes(spec, self.manual) for spec in _row_specs(exchange)]
         rows, own = jax.tree.structure(params).unflatten(specs), P(exchange.names)
-        worker = jax.shard_map(
+        worker = self._shard_map(exchange)(
             partial(self._worker, exchange),
             mesh=self.mesh,
             axis_names=set(self.manual),

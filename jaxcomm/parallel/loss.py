@@ -117,15 +117,19 @@ def _check_call(loss_fn: LossFn, args: tuple[Any, ...], has_state: bool) -> None
         ) from None
 
 
-def gradients_of(loss: LossFn) -> GradientsFn:
+def gradients_of(loss: LossFn, axis_name: AxisName) -> GradientsFn:
     """Returns (params, model_state, batch) -> ((loss, (scalars, new model_state)), gradients) for a loss of `loss_of`.
 
-    Integers, booleans and keys among the parameters have no gradients: their gradient is None.
+    The gradient is that of the sum of all workers' losses with respect to this worker's copy of the parameters. It has
+    the parts that reach other workers' losses by collectives in the loss (SyncBN, a contrastive loss). Integers,
+    booleans and keys among the parameters have no gradients: their gradient is None.
     """
 
     def gradients(params: Any, model_state: Any, batch: Any) -> Any:
         def own_loss(own: Any) -> Any:
-            return loss(with_untrained(own, params), model_state, batch)
+            value, more = loss(with_untrained(own, params), model_state, batch)
+            # A loss that is averaged already is one of each worker, too; else its gradient would lack a factor of K.
+            return to_varying(value, axis_name), more
 
         return jax.value_and_grad(own_loss, has_aux=True)(trained(params))
 

@@ -21,6 +21,7 @@ from jaxcomm.collectives.axis import AxisName, to_varying
 from jaxcomm.exchange import keep_unless
 from jaxcomm.numerics import is_finite_tree
 from jaxcomm.parallel.loss import GradientsFn
+from jaxcomm.parallel.replication import over_workers
 from jaxcomm.parallel.state import TrainState, batch_specs, state_specs
 from jaxcomm.parallel.worker import apply, check_new_state, mean_over_workers
 from jaxcomm.states import trained
@@ -64,7 +65,7 @@ class Apart:
 
             batch = keyed(step, batch)
             in_specs = (P(), P(), batch_specs(batch, axis_name))
-            return on_mesh(own, in_specs=in_specs, out_specs=rows)(params, model_state, batch)
+            return over_workers(own, mesh=mesh, in_specs=in_specs, out_specs=rows)(params, model_state, batch)
 
         def update(params: Any, opt_state: Any) -> Any:
             def own(params: Any, opt_state: Any) -> Any:

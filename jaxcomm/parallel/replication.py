@@ -1,20 +1,70 @@
 """Which outputs of a traced program differ between workers, where JAX does not track it.
 
-With `check_vma=False`, which a foreign step needs, JAX trusts `out_specs`. This walk over the traced program finds, for
+With `check_vma=False`, which foreign code needs, JAX trusts `out_specs`. This walk over the traced program finds, for
 every output, the mesh axes along which it may differ. It is conservative: an output that it calls replicated is
 replicated.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
+from jax.sharding import Mesh
 
 from jaxcomm.accounting.jaxpr import COLLECTIVES, UNCOUNTED, equation_axes, inner_jaxpr, inner_jaxprs
 from jaxcomm.collectives.messages import SAME
+from jaxcomm.parallel.sharding import spec_axes
 
 Axes = frozenset[str]
 
 # Collectives whose result is replicated; the results of the others differ.
 _REPLICATING = frozenset(name for name, op in COLLECTIVES.items() if op in ("all_reduce", "all_gather"))
+
+
+def over_workers(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, **more: Any) -> Any:
+    """Returns `jax.shard_map` of a function that has a user's loss or optimizer in it.
+
+    JAX tracks what differs between workers, and so refuses a loop that begins with a constant, or a branch that returns
+    one, in code that was written for one device. Such a function is traced again without tracking. The walk of this
+    module then proves what JAX would have proven.
+
+    Args:
+      function: a worker's function. No gradient in it may be taken with respect to anything replicated.
+      mesh: the devices.
+      in_specs: as for `jax.shard_map`.
+      out_specs: as for `jax.shard_map`.
+      **more: other arguments of `jax.shard_map`.
+
+    Raises:
+      ValueError: if an output that `out_specs` calls replicated may differ between workers.
+    """
+
+    def call(*args: Any) -> Any:
+        try:
+            return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **more)(*args)
+        except (TypeError, ValueError) as error:
+            if not re.search("manual ax(is|es)", str(error)):
+                raise
+        once = jax.jit(function)  # traced once, for the proof and for the program
+        untracked = jax.shard_map(once, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False, **more)
+        traced, out = jax.make_jaxpr(untracked, return_shape=True)(*args)
+        (eqn,) = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "shard_map"]
+        inputs, claimed = (
+            [frozenset(spec_axes(spec)) for spec in eqn.params[name]] for name in ("in_specs", "out_specs")
+        )
+        varying = varying_axes(eqn.params["jaxpr"], inputs)
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
+        wrong = [path for path, axes, spec in zip(paths, varying, claimed, strict=True) if axes - spec]
+        if wrong:
+            raise ValueError(
+                "Replicated outputs must be the same on all workers; got others at "
+                f"{', '.join(wrong[:8])}, computed from a worker's own rows or its place. Average them over the "
+                "workers, or leave them out."
+            )
+        return untracked(*args)
+
+    return call
 
 
 def varying_axes(jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:

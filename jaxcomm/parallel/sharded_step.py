@@ -20,6 +20,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
 from jaxcomm.exchange import keep_unless
 from jaxcomm.parallel.lookups import Lookups, check_additive, tables_of
 from jaxcomm.parallel.loss import LossFn, as_float32, in_turns
+from jaxcomm.parallel.replication import over_workers
 from jaxcomm.parallel.sharding import ShardedExchange, ShardedState, plan_shards, spec_axes
 from jaxcomm.parallel.state import TrainState, batch_specs, check_model_state, shapes_on, state_specs
 from jaxcomm.parallel.step import StepSettings, TrainStep
@@ -261,7 +262,7 @@ class ShardedStep(TrainStep):
             spec if is_reduced else P(exchange.names, *spec)
             for spec, is_reduced in zip(inside, exchange.reduced, strict=True)
         ]
-        worker = jax.shard_map(
+        worker = self._shard_map(exchange)(
             partial(self._worker, exchange),
             mesh=self.mesh,
             axis_names=set(self.manual),
@@ -269,6 +270,11 @@ class ShardedStep(TrainStep):
             out_specs=(P(), P(), treedef.unflatten(rows)),
         )
         return worker(params, model_state, batch)
+
+    def _shard_map(self, exchange: ShardedExchange) -> Any:
+        """Returns `over_workers` where every gradient is exchanged; else JAX must track what differs."""
+        is_exchanged = not any(exchange.reduced) and set(self.manual) == set(exchange.names)
+        return over_workers if is_exchanged else jax.shard_map
 
     def _worker(
         self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Any

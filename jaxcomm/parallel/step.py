@@ -22,6 +22,7 @@ from jaxcomm.parallel.agreement import check_agreement, trace_on
 from jaxcomm.parallel.loss import GradientsFn, KeyedBatch, LossFn, gradients_of, in_turns
 from jaxcomm.parallel.order import check_chain
 from jaxcomm.parallel.overlap import Apart, runs_apart
+from jaxcomm.parallel.replication import over_workers
 from jaxcomm.parallel.resize import resize_workers
 from jaxcomm.parallel.state import (
     TrainState,
@@ -284,11 +285,11 @@ class WorkersStep(TrainStep):
         if AxisType.Explicit in self.mesh.axis_types:  # the batch's types may have other shardings
             batch = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), batch, rows)
         own_step = partial(worker_step, self._gradients_fn(), self.tx, self.axis_name)
-        in_specs, out_specs = (specs, rows), (specs, P())
-        return jax.shard_map(own_step, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)(state, batch)
+        shard_map = jax.shard_map if bypassing(state.opt_state, trained(state.params)) else over_workers
+        return shard_map(own_step, mesh=self.mesh, in_specs=(specs, rows), out_specs=(specs, P()))(state, batch)
 
     def _gradients_fn(self) -> GradientsFn:
-        return in_turns(gradients_of(self._loss), self._settings.accumulate, self.axis_name)
+        return in_turns(gradients_of(self._loss, self.axis_name), self._settings.accumulate, self.axis_name)
 
 
 class SimulatedStep(TrainStep):
@@ -332,7 +333,7 @@ class SimulatedStep(TrainStep):
         _check_state(state, self._by_name)
         check_axes(get_exchange(state.opt_state), self.axis_name)
         batch = self._keyed(state.step, batch)
-        gradients = in_turns(gradients_of(self._loss), self._settings.accumulate, self.axis_name)
+        gradients = in_turns(gradients_of(self._loss, self.axis_name), self._settings.accumulate, self.axis_name)
         own_step = partial(worker_step, gradients, self.tx, self.axis_name)
         if bypassing(state.opt_state, trained(state.params)):
             # JAX tracks nothing under vmap: trace on an abstract mesh to find what differs between workers.

@@ -19,6 +19,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers
 from jaxcomm.exchange import get_exchange
 from jaxcomm.numerics import is_finite_tree
 from jaxcomm.parallel.order import check_chain
+from jaxcomm.parallel.replication import over_workers
 from jaxcomm.parallel.resize import resize_workers
 from jaxcomm.parallel.state import (
     TrainState,
@@ -169,7 +170,7 @@ class PipelineStep(TrainStep):
         check_batch(batch, self.workers, self.pipeline.micro_batches, takes_scalars=False)
         specs = _staged_specs(state, self.stage_axis)
         in_specs, out_specs = (specs, P(self.axis_name)), (specs, P())
-        return jax.shard_map(self._device_step, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)(state, batch)
+        return over_workers(self._device_step, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)(state, batch)
 
     def _device_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         gradients = partial(_gradients, self.pipeline, self.axis_name, self.stage_axis, state.step)
