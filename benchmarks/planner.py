@@ -221,7 +221,7 @@ def run_host(config: Config) -> None:
         advice = jc.planner.advise(
             partial(loss_fn, ways={}),
             params,
-            batch,
+            rows,
             mesh,
             optimizer=optimizer,
             methods=others,

@@ -28,6 +28,7 @@ def make_train_step(
     has_aux: bool = False,
     has_state: bool = False,
     accumulate: int = 1,
+    batch_axis: Any = 0,
     rng: jax.Array | None = None,
     axis_name: AxisName | None = None,
     stage_axis: str = "stage",
@@ -121,6 +122,8 @@ def make_train_step(
         of the old.
       accumulate: micro-batches that a worker takes one after another, with one exchange of their mean gradient, and
         memory for the activations of one. Each starts with the model state left by the previous one.
+      batch_axis: the axis of a batch's arrays that has the rows; or a tree of axes, a prefix of the batch, with None
+        for what is replicated: {"tokens": 1, "label": 0, "class_weights": None}.
       rng: a random key, folded with the step, the micro-batch and the worker, for a `loss_fn` that takes a key after
         the batch.
       axis_name: the axis of workers, or the axes, outermost first; None for that of the exchange in `tx` if it is known
@@ -132,26 +135,34 @@ def make_train_step(
 
     Returns:
       A `TrainStep`: state = step.init(params); state, metrics = step(state, batch). All arrays of the batch have the
-      global batch as first dimension, a multiple of K (times the micro-batches); scalars in it, such as a key of
-      `jax.random.key`, are replicated. Metrics, replicated: loss, the scalars of `loss_fn`, and those of the exchange
-      (see `ExchangeMetrics`). On the wire: what `tx` costs, and one all-reduce of 4 bytes per scalar and per number of
-      the model state; with `specs` also what the loss moves, and an all-reduce of 16 bytes; with stages also the
-      boundaries, and two all-reduces over the stages, of 4 bytes and of 4 bytes per metric.
+      same number of rows along `batch_axis`, a multiple of K (times the micro-batches); scalars in it, such as a key of
+      `jax.random.key`, are replicated. With several processes they are global arrays. Metrics, replicated: loss, the
+      scalars of `loss_fn`, and those of the exchange (see `ExchangeMetrics`). On the wire: what `tx` costs, and one
+      all-reduce of 4 bytes per scalar and per number of the model state; with `specs` also what the loss moves, and an
+      all-reduce of 16 bytes; with stages also the boundaries, and two all-reduces over the stages, of 4 bytes and of 4
+      bytes per metric.
 
     Raises:
       ValueError: if the mesh lacks an axis, or has others over which no parameter is sharded; for specs that do not fit
         the parameters or the mesh; for lookups of anything but a sharded table, or with an optimizer whose updates of a
-        row do not add up; at trace time, if the batch does not divide; for a model state that `loss_fn` does not take,
-        returns in another shape, or that is not of floats; for a loss that differs along other axes; and if the loss
-        uses a parameter whose gradient bypasses the exchange other than by `late_multiply` or `layers.late_lookup`.
+        row do not add up; for a process's own arrays in a batch, where there are several processes; at trace time, if
+        the batch does not divide, or its arrays have different numbers of rows; for a model state that `loss_fn` does
+        not take, returns in another shape, or that is not of floats; for a loss that differs along other axes; and if
+        the loss uses a parameter whose gradient bypasses the exchange other than by `late_multiply` or
+        `layers.late_lookup`.
     """
     axis_name = axis_name_of(tx) if axis_name is None else axis_name
-    settings = StepSettings(donate, accumulate, rng, compiler_options)
+    settings = StepSettings(donate, accumulate, rng, compiler_options, batch_axis)
     if isinstance(loss_fn, Pipeline):
         if specs is not None or auto or lookups or has_aux or has_state or accumulate != 1 or rng is not None:
             raise ValueError(
                 "specs, auto, lookups, has_aux, has_state, accumulate and rng must not be given with a Pipeline, which "
                 "has its own; got some of them. Pass micro_batches= and the rest to the Pipeline."
+            )
+        if batch_axis != 0:
+            raise ValueError(
+                f"batch_axis must be 0 with a Pipeline, whose micro-batches are rows of every array; got {batch_axis}. "
+                "Put the rows first, and repeat for every row what has none."
             )
         return PipelineStep(loss_fn, tx, mesh, axis_name, stage_axis, settings)
     loss = loss_of(loss_fn, has_aux, has_state, axis_name)
@@ -176,6 +187,7 @@ def simulate(
     has_aux: bool = False,
     has_state: bool = False,
     accumulate: int = 1,
+    batch_axis: Any = 0,
     rng: jax.Array | None = None,
     axis_name: AxisName | None = None,
     donate: bool = True,
@@ -191,10 +203,11 @@ def simulate(
       has_aux: as in `make_train_step`.
       has_state: as in `make_train_step`.
       accumulate: as in `make_train_step`.
+      batch_axis: as in `make_train_step`.
       rng: as in `make_train_step`.
       axis_name: as in `make_train_step`.
       donate: as in `make_train_step`.
     """
     axis_name = axis_name_of(tx) if axis_name is None else axis_name
     loss = loss_of(loss_fn, has_aux, has_state, axis_name)
-    return SimulatedStep(loss, tx, workers, axis_name, StepSettings(donate, accumulate, rng))
+    return SimulatedStep(loss, tx, workers, axis_name, StepSettings(donate, accumulate, rng, batch_axis=batch_axis))

@@ -4,6 +4,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from configs.experiment import Experiment
@@ -61,11 +63,13 @@ def advise_experiment(experiment: Experiment, seconds: float = 60.0) -> tuple[Ad
         return task.loss(output, batch)[0]
 
     mesh = jc.make_mesh(data=experiment.workers)
+    by_rows = NamedSharding(mesh, P("data"))
+    rows = {name: jax.make_array_from_callback(x.shape, by_rows, x.__getitem__) for name, x in batch.items()}
     own = make_exchange(experiment.method, momentum=experiment.momentum)
     advice = advise(
         loss_fn,
         whole.params,
-        batch,
+        rows,
         mesh,
         optimizer=make_optimizer(experiment),
         methods=candidates() | {f"--method {run_name(experiment.method)}": own},

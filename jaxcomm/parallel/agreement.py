@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.axis import OTHER_USES, AxisName, abstract_mesh, to_varying, varies
-from jaxcomm.parallel.state import TrainState, batch_specs, state_specs
+from jaxcomm.parallel.state import Batch, TrainState, state_specs
 from jaxcomm.states import bypassing, trained, vary_exchanged
 
 
 def check_agreement(
-    loss_fn: Callable[..., Any], state: TrainState, batch: Any, axes: Mapping[str, int], axis_name: AxisName
+    loss_fn: Callable[..., Any], state: TrainState, batch: Batch, axes: Mapping[str, int], axis_name: AxisName
 ) -> None:
     """Refuses parameters that bypass the exchange if anything but a late layer uses them. Nothing is computed.
 
@@ -28,7 +28,7 @@ def check_agreement(
     Args:
       loss_fn: (params, model_state, batch) -> (loss, auxiliary).
       state: the train state.
-      batch: the global batch.
+      batch: the global batch, taken apart.
       axes: the sizes of the mesh's axes by their names.
       axis_name: the axis of workers, or the axes.
 
@@ -73,13 +73,13 @@ def trace_on(
     axes: Mapping[str, int],
     axis_name: AxisName,
     state: TrainState,
-    batch: Any,
+    batch: Batch,
     *,
     out_specs: Any,
 ) -> None:
     """Traces a worker's function on a mesh without devices, on which JAX tracks what differs between workers."""
     mesh = abstract_mesh(axes)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), (state, batch))
-    in_specs = (state_specs(state), batch_specs(batch, axis_name))
+    in_specs = (state_specs(state), batch.like(P(axis_name), P()))
     with jax.sharding.use_abstract_mesh(mesh):  # else JAX requires any mesh in use to be this one
         jax.eval_shape(jax.shard_map(worker, mesh=mesh, in_specs=in_specs, out_specs=out_specs), *shapes)

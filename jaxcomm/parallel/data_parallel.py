@@ -25,7 +25,7 @@ from jaxcomm.parallel.keys import is_key, own_keys, shared_keys
 from jaxcomm.parallel.replicas import differing_replicas
 from jaxcomm.parallel.replication import Axes, collectives_outside, varying_axes
 from jaxcomm.parallel.sharding import spec_axes
-from jaxcomm.parallel.state import check_axis, check_batch
+from jaxcomm.parallel.state import check_axis, check_batch, check_global, row_axes
 from jaxcomm.states import check_rows
 from jaxcomm.traffic import count_bytes
 from jaxcomm.types import is_per_worker
@@ -114,6 +114,7 @@ class DataParallel:
         step: Callable[..., Any],
         mesh: Mesh,
         batch: Sequence[int | str],
+        batch_axis: Any,
         mean: str | None,
         rng: str | None,
         check_every: int | None,
@@ -123,7 +124,7 @@ class DataParallel:
         """See `data_parallel`."""
         functools.update_wrapper(self, step)
         self.mesh, self._step, self._mean, self._rng, self._every = mesh, step, mean, rng, check_every
-        self._names = _parameters(step)
+        self._names, self._batch_axis = _parameters(step), batch_axis
         self._batch = frozenset(self._argument(each) if isinstance(each, int) else each for each in batch)
         donated = 0 if donate else ()
         self._jitted = jax.jit(self._on_mesh, donate_argnums=donated, compiler_options=compiler_options)
@@ -172,10 +173,8 @@ class DataParallel:
             if not self._calls:
                 check_rows(state, workers)
             packed = self._placed(_Packed.of(_spread(state, workers), packed.sharing), _specs)
-        check_batch(batch, math.prod(self.mesh.shape[name] for name in self._axes))
-        rows = _Packed.of(batch)
-        _check_global(rows.arrays)
-        rows = self._placed(rows, partial(_row_specs, self._axes))
+        self._check_batch(batch, math.prod(self.mesh.shape[name] for name in self._axes))
+        rows = self._placed(_Packed.of(batch), partial(self._row_specs, self._axes))
         out = self._jitted(packed, rows)
         self._returned = {id(leaf) for leaf in out.arrays}
         self._calls += 1
@@ -235,6 +234,15 @@ class DataParallel:
         check_axis(self.mesh, axes)
         return axes, math.prod(self.mesh.shape[name] for name in axes)
 
+    def _check_batch(self, batch: dict[str, Any], workers: int) -> None:
+        check_batch(_alone(batch), workers, batch_axis=self._batch_axis)
+        check_global(_alone(batch), self._batch_axis)
+
+    def _row_specs(self, axes: tuple[str, ...], batch: dict[str, Any]) -> list[P]:
+        """Returns the PartitionSpec of every leaf of a batch."""
+        rows = row_axes(_alone(batch), self._batch_axis)
+        return [P() if axis is None else P(*[None] * axis, axes) for axis in rows]
+
     def _placed(self, packed: _Packed, specs: Callable[[Any], list[P]]) -> _Packed:
         shardings = [NamedSharding(self.mesh, spec) for spec in packed.pick(specs(packed.tree()))]
         return packed.replace(jax.device_put(packed.arrays, shardings))
@@ -242,10 +250,10 @@ class DataParallel:
     def _on_mesh(self, state: _Packed, batch: _Packed) -> _Packed:
         """The function that is compiled."""
         axes, workers = self._workers(state.tree())
-        check_batch(batch.tree(), workers)
+        self._check_batch(batch.tree(), workers)
         whole = _spread(state.tree(), workers)
         state = _Packed.of(whole, state.sharing)
-        specs = state.pick(_specs(whole)), batch.pick(_row_specs(axes, batch.tree()))
+        specs = state.pick(_specs(whole)), batch.pick(self._row_specs(axes, batch.tree()))
         graph = objects.graph_in(whole)
         names = state.pick(objects.names(whole))
         about: list[_Leaf] = []  # the outputs; noted while tracing, as some trees can only be built from arrays
@@ -339,6 +347,7 @@ def data_parallel(
     mesh: Mesh,
     *,
     batch: int | str | Sequence[int | str] = 1,
+    batch_axis: Any = 0,
     mean: str | None = None,
     rng: str | None = None,
     check_every: int | None = None,
@@ -369,8 +378,10 @@ def data_parallel(
       step: a function of the optimizer's state and a batch, among other arguments, that returns new state and metrics
         in any order. Arguments may be any pytrees; leaves that are not arrays, such as a model's functions, are static.
       mesh: a mesh whose only axes are those of workers.
-      batch: the arguments that are batches: positions or names. The first dimension of their arrays is the global
-        batch, a multiple of K. Scalars in them, including a key of `jax.random.key`, are replicated.
+      batch: the arguments that are batches: positions or names. All their arrays have the same number of rows, a
+        multiple of K. Scalars in them, including a key of `jax.random.key`, are replicated.
+      batch_axis: the axis of the rows; or a tree of axes, a prefix of the batch, None for what is replicated; see
+        `make_train_step`. Of several batches, a tree by the names of the arguments.
       mean: a regular expression of paths in the outputs, for state that each worker computes from its own rows and that
         is to be averaged: "batch_stats" for the running statistics of Flax, "BatchStat|Metric" for the running
         statistics and metrics of NNX.
@@ -396,7 +407,7 @@ def data_parallel(
     if check_every is not None:
         check_count("check_every", check_every, 1, "None never checks")
     chosen = [batch] if isinstance(batch, int | str) else batch
-    return DataParallel(step, mesh, chosen, mean, rng, check_every, donate, compiler_options)
+    return DataParallel(step, mesh, chosen, batch_axis, mean, rng, check_every, donate, compiler_options)
 
 
 def _parameters(step: Callable[..., Any]) -> list[str]:
@@ -434,21 +445,9 @@ def _specs(tree: Any) -> list[P]:
     return found
 
 
-def _row_specs(axes: tuple[str, ...], batch: Any) -> list[P]:
-    """Returns the PartitionSpec of every leaf of a batch."""
-    return [P(axes) if _is_array(leaf) and jnp.ndim(leaf) else P() for leaf in jax.tree.leaves(batch)]
-
-
-def _check_global(rows: list[Any]) -> None:
-    """Refuses process-local rows where there are several processes: JAX would compare them over the network."""
-    if jax.process_count() == 1:
-        return
-    if any(jnp.ndim(leaf) and (not isinstance(leaf, jax.Array) or leaf.is_fully_addressable) for leaf in rows):
-        raise ValueError(
-            f"A batch must be of global arrays where there are several processes; got arrays of this one of "
-            f"{jax.process_count()}. Make it by jax.make_array_from_process_local_data(NamedSharding(mesh, "
-            'P("data")), own_rows).'
-        )
+def _alone(batch: dict[str, Any]) -> Any:
+    """Returns the one argument that is a batch; all of them by name if there are several."""
+    return next(iter(batch.values())) if len(batch) == 1 else batch
 
 
 def _spread(state: Any, workers: int) -> Any:

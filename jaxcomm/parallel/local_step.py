@@ -14,7 +14,7 @@ from jaxcomm.exchange import keep_unless
 from jaxcomm.numerics import is_applicable_tree
 from jaxcomm.parallel.sharded_step import ShardedStep, SplitState, over_axes, specs_like
 from jaxcomm.parallel.sharding import ShardedExchange
-from jaxcomm.parallel.state import TrainState, batch_specs, state_specs
+from jaxcomm.parallel.state import Batch, TrainState, state_specs
 from jaxcomm.states import applies_step
 from jaxcomm.types import PerWorker, is_per_worker
 
@@ -110,7 +110,7 @@ class LocalStep(ShardedStep):
         new_state = TrainState(own[0], SplitState(exchanged, own[1]), state.step + 1, model_state)
         return new_state, {**scalars, **exchanged.metrics._asdict()}
 
-    def _by_workers(self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Any) -> Any:
+    def _by_workers(self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Batch) -> Any:
         """Returns scalars, the model's state, gradients, losses (K,), and which workers can apply theirs (K,)."""
         specs = [over_axes(spec, self.manual) for spec in _row_specs(exchange)]
         rows, own = jax.tree.structure(params).unflatten(specs), P(exchange.names)
@@ -118,12 +118,12 @@ class LocalStep(ShardedStep):
             partial(self._worker, exchange),
             mesh=self.mesh,
             axis_names=set(self.manual),
-            in_specs=(rows, P(), batch_specs(batch, exchange.names)),
+            in_specs=(rows, P(), batch.like(P(exchange.names), P())),
             out_specs=(P(), P(), rows, own, own),
         )
         return worker(params, model_state, batch)
 
-    def _worker(self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Any) -> Any:
+    def _worker(self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Batch) -> Any:
         own = jax.tree.map(lambda row: row[0], params)
         (loss, (scalars, new_state)), gradients = self._differentiate(exchange, own, model_state, batch)
         ok, others = is_applicable_tree(gradients), tuple(name for name in self.manual if name in exchange.others)

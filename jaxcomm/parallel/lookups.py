@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomm.exchange import leaf_name
 from jaxcomm.layers.sharded_lookup import add_to_rows, gather_ids, send_rows
 from jaxcomm.parallel.sharding import ShardedExchange, spec_axes
-from jaxcomm.parallel.state import batch_specs
+from jaxcomm.parallel.state import Batch
 
 Lookups = Mapping[str, Callable[[Any], jax.Array]]
 _STEPS = 3  # for which an optimizer is tried; a learning rate may start at 0
@@ -32,18 +32,18 @@ class Tables:
     by: tuple[str | None, ...]
     ids: tuple[Callable[[Any], jax.Array], ...]
 
-    def look_up(self, params: Any, batch: Any) -> tuple[Any, list[jax.Array]]:
+    def look_up(self, params: Any, batch: Batch) -> tuple[Any, list[jax.Array]]:
         """Returns the parameters with vectors in place of the tables, and every table's ids of all workers."""
         leaves, treedef = jax.tree.flatten(params)
         axis = self.exchange.axis_name
 
-        def worker(tables: list[jax.Array], batch: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-            everyones = [gather_ids(_checked(ids(batch)), axis) for ids in self.ids]
+        def worker(tables: list[jax.Array], batch: Batch) -> tuple[list[jax.Array], list[jax.Array]]:
+            everyones = [gather_ids(_checked(ids(batch.tree())), axis) for ids in self.ids]
             rows = zip(tables, everyones, self._ways, strict=True)
             return [send_rows(table, ids, by, axis) for table, ids, by in rows], everyones
 
         by_rows = P(self.exchange.names)
-        in_specs = (self._specs, batch_specs(batch, self.exchange.names))
+        in_specs = (self._specs, batch.like(P(self.exchange.names), P()))
         run = jax.shard_map(worker, mesh=self.exchange.mesh, in_specs=in_specs, out_specs=(by_rows, by_rows))
         vectors, everyones = run(self._tables(leaves), batch)
         found = iter(vectors)

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomm.collectives.axis import AxisName, to_varying, zeros_of
+from jaxcomm.parallel.state import Batch
 from jaxcomm.states import trained, with_untrained
 from jaxcomm.types import ExchangeMetrics
 
@@ -17,23 +18,14 @@ LossFn = Callable[..., Any]
 GradientsFn = Callable[[Any, Any, Any], tuple[tuple[Any, tuple[dict[str, Any], Any]], Any]]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class KeyedBatch:
-    """A batch, and the random key of its step, which is replicated."""
-
-    batch: Any
-    key: jax.Array
-
-
 def loss_of(loss_fn: LossFn, has_aux: bool, has_state: bool, axis_name: AxisName) -> LossFn:
     """Wraps any loss as (params, model_state, batch) -> (loss, (scalars, new model_state))."""
 
     def loss(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
         args = (params, model_state, batch) if has_state else (params, batch)
-        if isinstance(batch, KeyedBatch):
-            own = jax.random.fold_in(batch.key, lax.axis_index(axis_name))
-            args = (*args[:-1], batch.batch, own)
+        if isinstance(batch, Batch):
+            keys = () if batch.key is None else (jax.random.fold_in(batch.key, lax.axis_index(axis_name)),)
+            args = (*args[:-1], batch.tree(), *keys)
         if not has_state and jax.tree.leaves(model_state):
             raise ValueError(
                 f"A model's state must be given to the loss, which returns a new one; got a state of "
@@ -145,15 +137,13 @@ def in_turns(gradients_fn: GradientsFn, micro_batches: int, axis_name: AxisName)
     if micro_batches == 1:
         return gradients_fn
 
-    def gradients(params: Any, model_state: Any, batch: Any) -> Any:
-        is_keyed = isinstance(batch, KeyedBatch)
-        leaves, treedef = jax.tree.flatten(batch.batch if is_keyed else batch)
-        rows = [leaf.reshape(micro_batches, -1, *leaf.shape[1:]) if jnp.ndim(leaf) else None for leaf in leaves]
+    def gradients(params: Any, model_state: Any, batch: Batch) -> Any:
+        rows = [leaf.reshape(micro_batches, -1, *leaf.shape[1:]) for leaf in batch.rows]
 
         def one(state: Any, turn: Any) -> Any:
             number, own = turn
-            part = treedef.unflatten([leaf if x is None else x for leaf, x in zip(leaves, own, strict=True)])
-            part = KeyedBatch(part, jax.random.fold_in(batch.key, number)) if is_keyed else part
+            key = None if batch.key is None else jax.random.fold_in(batch.key, number)
+            part = replace(batch, rows=own, key=key)
             (value, (scalars, new_state)), found = gradients_fn(params, state, part)
             return as_float32(((value, scalars), found)), to_varying(new_state, axis_name)
 

@@ -22,7 +22,7 @@ from jaxcomm.exchange import keep_unless
 from jaxcomm.numerics import is_finite_tree
 from jaxcomm.parallel.loss import GradientsFn
 from jaxcomm.parallel.replication import over_workers
-from jaxcomm.parallel.state import TrainState, batch_specs, state_specs
+from jaxcomm.parallel.state import Batch, TrainState, state_specs
 from jaxcomm.parallel.worker import apply, check_new_state, mean_over_workers
 from jaxcomm.states import trained
 from jaxcomm.types import DelayedState, PerWorker, is_per_worker
@@ -48,7 +48,7 @@ class Apart:
         tx: optax.GradientTransformation,
         mesh: Mesh,
         axis_name: AxisName,
-        keyed: Callable[[jax.Array, Any], Any],
+        keyed: Callable[[jax.Array, Any], Batch],
         jit: Callable[..., Any],
         donate: bool,
     ):
@@ -64,7 +64,7 @@ class Apart:
                 return jax.tree.map(lambda x: to_varying(jnp.asarray(x), axis_name)[None], out)
 
             batch = keyed(step, batch)
-            in_specs = (P(), P(), batch_specs(batch, axis_name))
+            in_specs = (P(), P(), batch.like(P(axis_name), P()))
             return over_workers(own, mesh=mesh, in_specs=in_specs, out_specs=rows)(params, model_state, batch)
 
         def update(params: Any, opt_state: Any) -> Any:

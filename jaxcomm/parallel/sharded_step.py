@@ -22,7 +22,7 @@ from jaxcomm.parallel.lookups import Lookups, check_additive, tables_of
 from jaxcomm.parallel.loss import LossFn, as_float32, in_turns
 from jaxcomm.parallel.replication import over_workers
 from jaxcomm.parallel.sharding import ShardedExchange, ShardedState, plan_shards, spec_axes
-from jaxcomm.parallel.state import TrainState, batch_specs, check_model_state, shapes_on, state_specs
+from jaxcomm.parallel.state import Batch, TrainState, check_model_state, shapes_on, state_specs
 from jaxcomm.parallel.step import StepSettings, TrainStep
 from jaxcomm.traffic import Program, Traffic
 
@@ -129,6 +129,9 @@ class ShardedStep(TrainStep):
         state = jax.eval_shape(partial(self._init, exchange), params, model_state)
         return shapes_on(self.mesh, state, self._specs_of(state, exchange))
 
+    def _specs(self, state: TrainState) -> TrainState:
+        return self._specs_of(state, self._plan(self._like(state)))
+
     def _specs_of(self, state: TrainState, exchange: ShardedExchange) -> TrainState:
         """Returns the PartitionSpec of every array in a state."""
         own, rest = state.opt_state
@@ -145,11 +148,12 @@ class ShardedStep(TrainStep):
         """
         params = self._like(state)
         claimed, of_layers, exchange = Program(), Program(list(beside)), self._plan(params)
+        keyed = jax.eval_shape(self._keyed, state.step, batch)
         if self.lookups:
             tables = tables_of(self.lookups, params, exchange)
-            taken, ids = jax.eval_shape(tables.look_up, params, batch)
+            taken, ids = jax.eval_shape(tables.look_up, params, keyed)
             for program in (
-                traced_program(tables.look_up, params, batch),
+                traced_program(tables.look_up, params, keyed),
                 traced_program(tables.add, params, taken, taken, ids),
             ):
                 of_layers.add(program.over(*exchange.names))
@@ -159,7 +163,6 @@ class ShardedStep(TrainStep):
             claimed.add(exchange_report(exchange.chain.exchange, shapes, self.sizes, (), self.axis_name, kind).program)
         if any(exchange.reduced) and not self.is_explicit:
             gradients = partial(self._by_workers, exchange)
-            keyed = jax.eval_shape(self._keyed, state, batch)
             of_layers.add(traced_program(gradients, params, state.model_state, keyed).over(*exchange.names))
         claimed.add(of_layers)
         others = other_bytes + model_state_bytes(state, self.workers)
@@ -232,7 +235,7 @@ class ShardedStep(TrainStep):
         params, ids = state.params, []
         if tables is not None:
             exchange = tables.exchange
-            params, ids = tables.look_up(params, batch)
+            params, ids = tables.look_up(params, keyed)
         gradients = self._unreduced if self.is_explicit else self._by_workers
         scalars, model_state, found = gradients(exchange, params, state.model_state, keyed)
         means, exchanged = exchange(found, old.exchange, params)
@@ -253,7 +256,7 @@ class ShardedStep(TrainStep):
         return new_state, {**scalars, **exchanged.metrics._asdict()}
 
     def _by_workers(
-        self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Any
+        self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Batch
     ) -> tuple[dict[str, jax.Array], Any, Any]:
         """Computes each worker's gradient in a `jax.shard_map` that is manual over all axes but those in `auto`."""
         treedef = jax.tree.structure(params)
@@ -266,7 +269,7 @@ class ShardedStep(TrainStep):
             partial(self._worker, exchange),
             mesh=self.mesh,
             axis_names=set(self.manual),
-            in_specs=(treedef.unflatten(inside), P(), batch_specs(batch, exchange.names)),
+            in_specs=(treedef.unflatten(inside), P(), batch.like(P(exchange.names), P())),
             out_specs=(P(), P(), treedef.unflatten(rows)),
         )
         return worker(params, model_state, batch)
@@ -277,7 +280,7 @@ class ShardedStep(TrainStep):
         return over_workers if is_exchanged else jax.shard_map
 
     def _worker(
-        self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Any
+        self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Batch
     ) -> tuple[dict[str, jax.Array], Any, Any]:
         """Differentiates the sum of the workers' losses with respect to the worker's own copies, or its shards."""
         leaves, treedef = jax.tree.flatten(params)
@@ -290,10 +293,10 @@ class ShardedStep(TrainStep):
         rows = [gradient / self.workers if is_reduced else gradient[None] for gradient, is_reduced in pairs]
         return *self._mean({"loss": loss, **scalars}, new_state), treedef.unflatten(rows)
 
-    def _differentiate(self, exchange: ShardedExchange, own: Any, model_state: Any, batch: Any) -> Any:
+    def _differentiate(self, exchange: ShardedExchange, own: Any, model_state: Any, batch: Batch) -> Any:
         """Returns ((loss, (scalars, new model_state)), gradients) for a worker's own rows."""
 
-        def whole(params: Any, model_state: Any, batch: Any) -> Any:
+        def whole(params: Any, model_state: Any, batch: Batch) -> Any:
             def objective(params: Any) -> tuple[jax.Array, Any]:
                 loss, (scalars, new_state) = self._noted_loss(params, model_state, batch)
                 _check_same_along_others(({"loss": loss, **scalars}, new_state), exchange)
@@ -309,7 +312,7 @@ class ShardedStep(TrainStep):
         vector, back = ravel_pytree((as_float32(scalars), model_state))
         return back(lax.psum(to_varying(vector, self.axis_name), self.axis_name) / self.workers)
 
-    def _noted_loss(self, params: Any, model_state: Any, batch: Any) -> Any:
+    def _noted_loss(self, params: Any, model_state: Any, batch: Batch) -> Any:
         """Calls the loss; adds to an error of JAX a note on what a loss gets with `specs`."""
         try:
             return self._loss(params, model_state, batch)
@@ -322,15 +325,15 @@ class ShardedStep(TrainStep):
             )
             raise
 
-    def _mean_loss(self, exchange: ShardedExchange, model_state: Any, batch: Any) -> Callable[[Any], jax.Array]:
+    def _mean_loss(self, exchange: ShardedExchange, model_state: Any, batch: Batch) -> Callable[[Any], jax.Array]:
         """Returns params -> the mean loss of all rows, which a line search evaluates and differentiates."""
 
-        def of_worker(params: Any, model_state: Any, batch: Any) -> jax.Array:
+        def of_worker(params: Any, model_state: Any, batch: Batch) -> jax.Array:
             loss, _ = self._noted_loss(params, model_state, batch)
             return lax.pmean(to_varying(loss, self.axis_name), self.axis_name)
 
         def mean_loss(params: Any) -> jax.Array:
-            rows = batch_specs(batch, exchange.names)
+            rows = batch.like(P(exchange.names), P())
             if self.is_explicit:
                 placed = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), batch, rows)
                 with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
@@ -347,7 +350,7 @@ class ShardedStep(TrainStep):
         return mean_loss
 
     def _unreduced(
-        self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Any
+        self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Batch
     ) -> tuple[dict[str, jax.Array], Any, Any]:
         """Computes each worker's gradient by JAX's `unreduced` type, on a mesh of Explicit axes.
 
@@ -357,7 +360,7 @@ class ShardedStep(TrainStep):
         leaves, treedef = jax.tree.flatten(params)
         triples = list(zip(leaves, exchange.specs, exchange.reduced, strict=True))
         names = frozenset(exchange.names)
-        places = batch_specs(batch, exchange.names)
+        places = batch.like(P(exchange.names), P())
         rows = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), batch, places)
 
         def objective(params: Any) -> Any:

@@ -4,7 +4,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,21 +19,23 @@ from jaxcomm.checks import check_count
 from jaxcomm.collectives.axis import ALL_EXCHANGED, AxisName, axis_names, check_workers, in_axes_of_workers
 from jaxcomm.exchange import get_exchange
 from jaxcomm.parallel.agreement import check_agreement, trace_on
-from jaxcomm.parallel.loss import GradientsFn, KeyedBatch, LossFn, gradients_of, in_turns
+from jaxcomm.parallel.loss import GradientsFn, LossFn, gradients_of, in_turns
 from jaxcomm.parallel.order import check_chain
 from jaxcomm.parallel.overlap import Apart, runs_apart
 from jaxcomm.parallel.replication import over_workers
 from jaxcomm.parallel.resize import resize_workers
 from jaxcomm.parallel.state import (
+    Batch,
     TrainState,
-    batch_specs,
     check_axes,
     check_axis,
     check_batch,
+    check_global,
     check_model_state,
     global_params,
     make_local,
-    state_shardings,
+    row_axes,
+    shapes_on,
     state_specs,
 )
 from jaxcomm.parallel.worker import worker_step
@@ -54,6 +56,7 @@ class StepSettings:
     accumulate: int = 1
     rng: jax.Array | None = None
     compiler_options: dict[str, Any] | None = None
+    batch_axis: Any = 0
 
     @property
     def jit(self) -> Callable[..., Any]:
@@ -71,7 +74,10 @@ class TrainStep(ABC):
       tx: the chain, with one exchange of this library.
       axis_name: the axis of workers, or the axes, outermost first.
       sizes: the number of workers along each axis.
+      mesh: the mesh; a simulated step has none.
     """
+
+    mesh: Mesh
 
     def __init__(
         self,
@@ -102,7 +108,13 @@ class TrainStep(ABC):
             _check_state(state, {})
             check_rows(state, self.workers)
             self._is_checked = True
-        return self._run(state, batch)
+        check_global(batch, self._settings.batch_axis)
+        try:
+            return self._run(state, batch)
+        except ValueError as error:
+            if "incompatible devices" not in str(error):
+                raise
+            return self._run(*self._placed(state, batch))  # from one device, or from a mesh of another order
 
     def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         if self._executable is not None:
@@ -197,14 +209,28 @@ class TrainStep(ABC):
             text=self.compile(state, batch).as_text(),
         )
 
+    def _placed(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        """Places a state and a batch from other devices on the mesh."""
+        leaves, treedef = jax.tree.flatten(batch)
+        axes, on_mesh = row_axes(batch, self._settings.batch_axis), partial(NamedSharding, self.mesh)
+        rows = [P() if axis is None else P(*[None] * axis, self.axis_name) for axis in axes]
+        specs = jax.tree.leaves(self._specs(state), is_leaf=lambda x: isinstance(x, P))
+        shardings = jax.tree.unflatten(jax.tree.structure(state), map(on_mesh, specs))
+        return jax.device_put(state, shardings), treedef.unflatten(jax.device_put(leaves, list(map(on_mesh, rows))))
+
+    def _specs(self, state: TrainState) -> TrainState:
+        """Returns the PartitionSpec of every leaf of a state."""
+        return state_specs(state)
+
     @abstractmethod
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """The function that is compiled."""
 
-    def _keyed(self, step: jax.Array, batch: Any) -> Any:
-        """Adds the key of the step to a batch, if there is one; checks that the batch divides."""
-        check_batch(batch, self.workers, self._settings.accumulate)
-        return batch if self._rng is None else KeyedBatch(batch, jax.random.fold_in(self._rng, step))
+    def _keyed(self, step: jax.Array, batch: Any) -> Batch:
+        """Checks that a batch divides, and takes it apart; adds the key of the step, if there is one."""
+        axes = self._settings.batch_axis
+        check_batch(batch, self.workers, self._settings.accumulate, axes)
+        return Batch.of(batch, axes, None if self._rng is None else jax.random.fold_in(self._rng, step))
 
     def _like(self, state: Any) -> Any:
         """Returns the shapes of one worker's parameters."""
@@ -261,11 +287,7 @@ class WorkersStep(TrainStep):
     def shapes(self, params: Any, model_state: Any = ()) -> TrainState:
         """Returns the shapes of what `init` makes; see `TrainStep.shapes`."""
         shapes = jax.eval_shape(self.init, params, model_state)
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            shapes,
-            state_shardings(shapes, self.mesh),
-        )
+        return shapes_on(self.mesh, shapes, state_specs(shapes))
 
     def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         if not runs_apart(state, self.mesh):
@@ -281,7 +303,7 @@ class WorkersStep(TrainStep):
         check_axes(get_exchange(state.opt_state), self.axis_name)
         batch = self._keyed(state.step, batch)
         check_agreement(self._loss, state, batch, dict(self.mesh.shape), self.axis_name)
-        specs, rows = state_specs(state), batch_specs(batch, self.axis_name)
+        specs, rows = state_specs(state), batch.like(P(self.axis_name), P())
         if AxisType.Explicit in self.mesh.axis_types:  # the batch's types may have other shardings
             batch = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), batch, rows)
         own_step = partial(worker_step, self._gradients_fn(), self.tx, self.axis_name)
@@ -329,6 +351,10 @@ class SimulatedStep(TrainStep):
         """Refuses: nothing crosses a wire where workers are simulated."""
         raise ValueError("A step must run on a mesh to be reported; got simulated workers. Use jaxcomm.wire_report.")
 
+    def _placed(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        """Places a batch where the state is."""
+        return state, jax.device_put(batch, next(iter(state.step.devices())))
+
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state, self._by_name)
         check_axes(get_exchange(state.opt_state), self.axis_name)
@@ -342,8 +368,8 @@ class SimulatedStep(TrainStep):
             function = own_step
         else:
             function = in_axes_of_workers(own_step, (1,), ALL_EXCHANGED)
-        parts = jax.tree.map(lambda x: x.reshape(*self.sizes, -1, *x.shape[1:]) if jnp.ndim(x) else x, batch)
-        rows = jax.tree.map(lambda x: 0 if jnp.ndim(x) else None, batch)
+        parts = replace(batch, rows=[rows.reshape(*self.sizes, -1, *rows.shape[1:]) for rows in batch.rows])
+        rows = batch.like(0, None)
         state = jax.tree.map(self._rows_apart, state, is_leaf=is_per_worker)
         for name in reversed(self._by_name):
             own = _axes_of(state, name)

@@ -27,7 +27,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names, to_varying, zeros_of
 from jaxcomm.collectives.boundary import Encoded, send
 from jaxcomm.layers.activations import Whole
 from jaxcomm.layers.boundary import Boundary, dct_mp
-from jaxcomm.parallel.state import check_batch
+from jaxcomm.parallel.state import check_batch, check_has_rows
 from jaxcomm.pipeline.stage_params import StackedParams, plan_stacked
 
 StageFn = Callable[..., Any]
@@ -147,7 +147,8 @@ class Pipeline:
         Raises:
           ValueError: if the batch does not divide.
         """
-        check_batch(batch, workers, self.micro_batches, takes_scalars=False)
+        check_has_rows(batch)
+        check_batch(batch, workers, self.micro_batches)
         own = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // workers, *leaf.shape[1:]), leaf.dtype), batch
         )

@@ -25,6 +25,7 @@ from jaxcomm.parallel.state import (
     TrainState,
     check_axes,
     check_batch,
+    check_has_rows,
     check_model_state,
     global_params,
     make_local,
@@ -167,10 +168,14 @@ class PipelineStep(TrainStep):
         )
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        check_batch(batch, self.workers, self.pipeline.micro_batches, takes_scalars=False)
-        specs = _staged_specs(state, self.stage_axis)
+        check_has_rows(batch)
+        check_batch(batch, self.workers, self.pipeline.micro_batches)
+        specs = self._specs(state)
         in_specs, out_specs = (specs, P(self.axis_name)), (specs, P())
         return over_workers(self._device_step, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)(state, batch)
+
+    def _specs(self, state: TrainState) -> TrainState:
+        return _staged_specs(state, self.stage_axis)
 
     def _device_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         gradients = partial(_gradients, self.pipeline, self.axis_name, self.stage_axis, state.step)
@@ -225,7 +230,8 @@ def _zero_residuals(pipeline: Pipeline, batch: Any, workers: int) -> list[Any]:
             "batch=, or the shapes of one."
         )
     count = pipeline.micro_batches
-    check_batch(batch, workers, count, takes_scalars=False)
+    check_has_rows(batch)
+    check_batch(batch, workers, count)
     plan = pipeline.plan(
         jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // workers, *leaf.shape[1:]), leaf.dtype), batch)
     )

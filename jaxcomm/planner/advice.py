@@ -21,6 +21,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import leaf_name
 from jaxcomm.parallel.loss import gradients_of as gradients_fn_of
 from jaxcomm.parallel.loss import loss_of
+from jaxcomm.parallel.state import Batch, check_batch, check_global
 from jaxcomm.planner.costs import (
     Bench,
     Cost,
@@ -78,6 +79,7 @@ def advise(
     dense_layers: Mapping[str, int] | None = None,
     seconds: float = 60.0,
     axis_name: AxisName = "data",
+    batch_axis: Any = 0,
 ) -> Advice:
     """Predicts whether compression will help, from measurements of this mesh. The advice is "thorough".
 
@@ -91,7 +93,8 @@ def advise(
     Args:
       loss_fn: (params, batch) -> the loss, or a tuple that starts with the loss; without collectives.
       params: the parameters: a tree of arrays.
-      batch: a global batch, its rows a multiple of the workers.
+      batch: a global batch as a train step takes it: its rows a multiple of the workers, and of global arrays where
+        there are several processes.
       mesh: a mesh with at least two workers.
       optimizer: the transformation after the exchange, so that its time counts.
       methods: exchanges or local methods by name; by default those of `candidates`. The dense ones are always compared.
@@ -100,12 +103,13 @@ def advise(
         "split", which exchange all other gradients densely in bfloat16.
       seconds: the time after which no further method is timed.
       axis_name: the axis of workers, or the axes.
+      batch_axis: as in `make_train_step`.
 
     Returns:
       The advice. `print` shows it as a table.
 
     Raises:
-      ValueError: for a mesh without the axis of workers or with one worker, a batch that does not divide, or a loss
+      ValueError: for a mesh without the axis of workers or with one worker, a batch that a step would refuse, or a loss
         that fails or is not finite.
     """
     begin = time.perf_counter()
@@ -120,12 +124,15 @@ def advise(
     metrics = Traffic("all_reduce", 4, workers, axes=axis_names(axis_name))
     asked = _ask(methods, params, dense_layers, bench.sizes, axis_name, [metrics])
     loss = loss_of(lambda params, batch: _scalar(loss_fn(params, batch)), False, False, axis_name)
-    check_loss(loss, params, batch, workers)
-    rows, own = bench.shards(batch), bench.spread(params)
+    check_batch(batch, workers, batch_axis=batch_axis)
+    check_global(batch, batch_axis)
+    taken = Batch.of(batch, batch_axis)
+    check_loss(loss, params, taken, workers)
+    rows, own = bench.shards(taken), bench.spread(params)
     gradients, memory = gradients_of(bench, loss, own, rows)
     optimizer = optimizer or optax.identity()
     links = measure_links(mesh, [report.program for report in asked.reports.values()])
-    whole_step = gradients_fn_of(loss)
+    whole_step = gradients_fn_of(loss, axis_name)
 
     def coding_of(name: str) -> Cost:
         tx = asked.chosen[name]

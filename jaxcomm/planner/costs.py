@@ -5,7 +5,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib import resources
 from typing import Any
@@ -22,7 +22,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import Exchange, ExchangeState, exchange_states, is_exchange_state
 from jaxcomm.methods.quant_dp import QuantDp
 from jaxcomm.parallel.loss import GradientsFn, LossFn
-from jaxcomm.parallel.state import TrainState, make_local
+from jaxcomm.parallel.state import Batch, TrainState, make_local
 from jaxcomm.parallel.worker import worker_step
 from jaxcomm.planner.links import agreed, all_agreed, check_axes, time_calls
 from jaxcomm.states import communication_period, exchange_turns
@@ -120,50 +120,44 @@ class Bench:
 
         return jax.tree.map(rows, tree)
 
-    def shards(self, batch: Any) -> Any:
-        """Gives every device its worker's rows of a global batch; this process has the whole batch.
+    def shards(self, batch: Batch) -> Batch:
+        """Gives every device its worker's rows of a global batch, and what is replicated.
 
         Call `check_loss` first.
         """
-        workers = int(np.prod(self.sizes))
-        axes = axis_names(self.axis_name)
-        places = dict(zip(self.mesh.axis_names, np.indices(self.mesh.devices.shape), strict=True))
-        numbers = np.zeros(self.mesh.devices.shape, np.int64)  # the index of each device's worker
-        for name, size in zip(axes, self.sizes, strict=True):
-            numbers = numbers * size + places[name]
-        numbers = numbers.reshape(-1)
+        by_worker = NamedSharding(self.mesh, P(self.axis_name))
+        own = {device.id: place for place, device in enumerate(self.devices.devices.flat)}
 
         def rows(leaf: Any) -> jax.Array:
-            array = np.asarray(leaf)
-            parts = array.reshape(workers, -1, *array.shape[1:])[numbers]
-            return jax.make_array_from_callback(parts.shape, self.by_device, lambda index: parts[index])
+            shards = sorted(jax.device_put(leaf, by_worker).addressable_shards, key=lambda shard: own[shard.device.id])
+            shape = (len(own), *shards[0].data.shape)
+            return jax.make_array_from_single_device_arrays(
+                shape, self.by_device, [shard.data[None] for shard in shards]
+            )
 
-        return jax.tree.map(rows, batch)
+        def copies(leaf: Any) -> jax.Array:
+            return jax.device_put(jnp.broadcast_to(leaf, (len(own), *jnp.shape(leaf))), self.by_device)
+
+        return replace(batch, rows=list(map(rows, batch.rows)), replicated=list(map(copies, batch.replicated)))
 
 
-def check_loss(loss_fn: LossFn, params: Any, batch: Any, workers: int) -> None:
-    """Refuses, from shapes alone, a batch that does not divide by K, and a loss that fails on one worker's rows.
+def check_loss(loss_fn: LossFn, params: Any, batch: Batch, workers: int) -> None:
+    """Refuses, from shapes alone, a loss that fails on one worker's rows.
 
     Args:
       loss_fn: a loss from `loss_of`.
       params: the parameters.
-      batch: a global batch.
+      batch: a global batch, which divides by K.
       workers: K.
 
     Raises:
-      ValueError: naming the array that does not divide, or with the error of the loss.
+      ValueError: with the error of the loss.
     """
 
     def rows(leaf: Any) -> jax.ShapeDtypeStruct:
-        shape = jnp.shape(leaf)
-        if not shape or shape[0] % workers:
-            raise ValueError(
-                f"A batch must have rows for every worker; got an array of shape {shape} for {workers} workers. Pass "
-                "the global batch, its rows a multiple of the workers."
-            )
-        return jax.ShapeDtypeStruct((shape[0] // workers, *shape[1:]), jnp.result_type(leaf))
+        return jax.ShapeDtypeStruct((leaf.shape[0] // workers, *leaf.shape[1:]), leaf.dtype)
 
-    like = jax.tree.map(rows, batch)
+    like = replace(batch, rows=list(map(rows, map(jax.typeof, batch.rows))))
     try:
         jax.eval_shape(jax.value_and_grad(loss_fn, has_aux=True), params, (), like)
     except Exception as error:

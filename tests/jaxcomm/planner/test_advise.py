@@ -12,6 +12,7 @@ import pytest
 
 import jaxcomm as jc
 from jaxcomm.parallel.loss import loss_of
+from jaxcomm.parallel.state import Batch
 from jaxcomm.planner import COPY_BYTES, advise, candidates, costs, estimate, make_plan
 from jaxcomm.planner.__main__ import KEEP_DENSE, main
 from jaxcomm.planner.costs import Bench
@@ -159,7 +160,7 @@ def test_the_memory_of_a_loss_by_hand():
     bench, width, hidden = Bench(jc.make_mesh(data=2), "data"), 64, 4096
     params, batch = np.ones((width, hidden), np.float32), np.ones((512, width), np.float32)
     loss = loss_of(lambda w, x: ((x @ w) ** 2).mean(), False, False, "data")
-    _, memory = costs.gradients_of(bench, loss, bench.spread(params), bench.shards(batch))
+    _, memory = costs.gradients_of(bench, loss, bench.spread(params), bench.shards(Batch.of(batch)))
     wanted = 4 * (width * hidden + 256 * width + 256 * hidden)
     assert wanted <= memory < 2 * wanted
 
@@ -219,7 +220,9 @@ def test_input_that_cannot_be_advised_on_is_refused(monkeypatch):
             ValueError, match=r"must have a gradient on one worker's rows.*got TypeError: .*Call jax\.grad"
         ):
             advise(lambda p, b: loss(p, b)[0] + p["w"] @ b["y"], params, batch, mesh)
-        with pytest.raises(ValueError, match="must have rows for every worker; got an array of shape"):
+        with pytest.raises(
+            ValueError, match=r"must be a multiple of the number of workers; got 7 rows at \"\['x'\]\" for 2 workers"
+        ):
             advise(loss, params, problem(rows=7)[2], mesh)
         with pytest.raises(ValueError, match=r"must have the axes of the workers; got \{'other': 2\}"):
             advise(loss, params, batch, jc.make_mesh(other=2))
