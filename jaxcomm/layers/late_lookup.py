@@ -13,6 +13,7 @@ from jax import lax
 from jaxcomm.collectives.axis import OTHER_USES, AxisName, axis_names, axis_size, is_in_scope, to_varying, varies
 from jaxcomm.collectives.gather import fuse, gather_words, split_words
 from jaxcomm.layers.late_multiply import check_same
+from jaxcomm.layers.sharded_lookup import from_start, in_table
 from jaxcomm.traffic import Traffic
 
 _REMEDY = (
@@ -46,7 +47,8 @@ def late_lookup(table: jax.Array, ids: jax.Array, *, axis_name: AxisName = "data
         is the plain lookup with its plain gradient.
 
     Returns:
-      (..., D) float32, each worker's own. An id that is not in the table gives NaN, and no gradient.
+      (..., D) float32, each worker's own. An id that is not in the table is taken as by plain indexing: one below 0
+      counts from the end; another is that of the nearest row, and has no gradient.
 
     Raises:
       ValueError: for a table or ids of another shape or type, and if the table differs between workers.
@@ -56,17 +58,12 @@ def late_lookup(table: jax.Array, ids: jax.Array, *, axis_name: AxisName = "data
             "A table must be (R, D) of float32, and ids of int32; got "
             f"{table.shape} of {table.dtype} and ids of {ids.dtype}. Cast them."
         )
-    there = (ids >= 0) & (ids < table.shape[0])
-    flat = jnp.where(there, ids, 0).reshape(-1)
-    rows: jax.Array
     if not is_in_scope(axis_name):
-        rows = table[flat]
-    elif varies(table, OTHER_USES):
-        rows = jnp.zeros(table.shape, table.dtype)[flat]  # the train step is looking for other uses only
-    else:
-        check_same("late_lookup", {"table": table}, _REMEDY, axis_name)
-        rows = _late(axis_name, table, flat)
-    return jnp.where(there[..., None], rows.reshape(*ids.shape, -1), jnp.nan)
+        return table[ids]
+    if varies(table, OTHER_USES):
+        return jnp.zeros(table.shape, table.dtype)[ids]  # the train step is looking for other uses only
+    check_same("late_lookup", {"table": table}, _REMEDY, axis_name)
+    return _late(axis_name, table, ids.reshape(-1)).reshape(*ids.shape, -1)
 
 
 def late_lookup_traffic(ids: int, dim: int, workers: int, *, axis_name: AxisName = "data") -> Traffic:
@@ -96,6 +93,8 @@ def _late_forward(
 
 def _late_backward(axis_name: AxisName, kept: tuple[jax.Array, jax.Array], errors: jax.Array) -> tuple[jax.Array, None]:
     table, ids = kept
+    ids = from_start(ids, len(table))
+    ids = jnp.where(in_table(ids, len(table)), ids, len(table))
     touched, slot = jnp.unique(ids, return_inverse=True, size=ids.size, fill_value=table.shape[0])  # (n,), empty last
     own = jnp.zeros_like(errors).at[slot].add(errors / axis_size(axis_name))  # (n, D)
     payload = {"ids": touched.astype(jnp.uint32), "rows": lax.bitcast_convert_type(own, jnp.uint32).reshape(-1)}

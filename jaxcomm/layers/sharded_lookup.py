@@ -20,9 +20,23 @@ def sharded_lookup(table: jax.Array, ids: jax.Array, *, by: str, axis_name: Axis
       axis_name: the axis of workers, or the axes.
 
     Returns:
-      (B / K, ..., D), a worker's own. An id that is not in the table gives NaN, and no gradient.
+      (B / K, ..., D), a worker's own. An id that is not in the table is taken as by plain indexing; see
+      `from_start`.
     """
     return send_rows(table, gather_ids(ids, axis_name), by, axis_name)
+
+
+def from_start(ids: jax.Array, rows: int) -> jax.Array:
+    """Returns ids that count from the start of a table, as plain indexing does: -1 is its last row.
+
+    One that is still outside is that of the nearest row, and has no gradient.
+    """
+    return jnp.where(ids < 0, ids + rows, ids)
+
+
+def in_table(ids: jax.Array, rows: int) -> jax.Array:
+    """Returns whether ids are in a table of R rows."""
+    return (ids >= 0) & (ids < rows)
 
 
 def gather_ids(ids: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -40,16 +54,17 @@ def send_rows(table: jax.Array, everyones: jax.Array, by: str, axis_name: AxisNa
       axis_name: the axis of workers, or the axes.
     """
     workers = axis_size(axis_name)
-    vectors = table.at[_places(table, everyones, by, axis_name)].get(mode="fill", fill_value=0)  # (B, ..., D or D / K)
+    rows = table.shape[0] * (workers if by == "rows" else 1)
+    everyones = from_start(everyones, rows)
+    nearest = _places(table, jnp.clip(everyones, 0, rows - 1), by, axis_name)
+    vectors = table.at[nearest].get(mode="fill", fill_value=0)  # (B, ..., D or D / K)
     if by == "columns":
         own = lax.all_to_all(vectors, axis_name, split_axis=0, concat_axis=vectors.ndim - 1, tiled=True)
-        rows = table.shape[0]
     else:
         parts = vectors.reshape(workers, -1, *vectors.shape[1:])
         own = lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0).sum(axis=0)  # one of K is not zero
-        rows = table.shape[0] * workers
     ids = lax.dynamic_slice_in_dim(everyones, lax.axis_index(axis_name) * own.shape[0], own.shape[0])
-    return jnp.where(((ids >= 0) & (ids < rows))[..., None], own, jnp.nan)
+    return jnp.where(in_table(ids, rows)[..., None], own, lax.stop_gradient(own))
 
 
 def add_to_rows(table: jax.Array, everyones: jax.Array, changes: jax.Array, by: str, axis_name: AxisName) -> jax.Array:
@@ -71,11 +86,12 @@ def add_to_rows(table: jax.Array, everyones: jax.Array, changes: jax.Array, by: 
         owned = lax.all_to_all(changes, axis_name, split_axis=changes.ndim - 1, concat_axis=0, tiled=True)
     else:
         owned = lax.all_gather(changes, axis_name, tiled=True)
-    return table.at[_places(table, everyones, by, axis_name)].add(owned, mode="drop")
+    rows = table.shape[0] * (axis_size(axis_name) if by == "rows" else 1)
+    return table.at[_places(table, from_start(everyones, rows), by, axis_name)].add(owned, mode="drop")
 
 
 def _places(table: jax.Array, everyones: jax.Array, by: str, axis_name: AxisName) -> jax.Array:
     """Returns the ids' row indices in a shard; its number of rows for ids that are not in it."""
     first = lax.axis_index(axis_name) * table.shape[0] if by == "rows" else 0
     own = everyones - first
-    return jnp.where((own >= 0) & (own < table.shape[0]), own, table.shape[0])
+    return jnp.where(in_table(own, table.shape[0]), own, table.shape[0])

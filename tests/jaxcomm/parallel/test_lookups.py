@@ -71,14 +71,35 @@ def test_tables_train_as_on_one_device_and_a_bad_step_changes_nothing(K):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(found[9:], first[9:])  # rows that no batch touched
     kept = jax.tree.map(np.asarray, state.params)
-    for bad in (batch_of(9) | {"y": np.full(B, np.nan, np.float32)}, batch_of(9)):
-        if not np.isnan(bad["y"]).any():
-            bad["words"][0, 0] = ROWS  # which is in no table
-        state, metrics = step(state, bad)
-        assert metrics["skipped"] == 1
-        jax.tree.map(np.testing.assert_array_equal, state.params, kept)
+    state, metrics = step(state, batch_of(9) | {"y": np.full(B, np.nan, np.float32)})
+    assert metrics["skipped"] == 1
+    jax.tree.map(np.testing.assert_array_equal, state.params, kept)
     _, metrics = step(state, batch_of(5))
     assert metrics["skipped"] == 0
+
+
+@pytest.mark.parametrize("way", ["by the step", "by the loss"])
+@pytest.mark.parametrize("outside", [-1, -ROWS, -ROWS - 1, ROWS, 2**31 - 1])
+def test_an_id_outside_of_a_table_is_that_of_plain_indexing(outside, way):
+    batch = batch_of(0)
+    batch["words"][::2, -1], batch["place"][-1] = outside, max(-10, min(outside, 2**20))
+
+    def whole(params, batch):
+        taken = params["words"]["table"][batch["words"]], params["places"][batch["place"]]
+        return loss_of(*taken, params["w"], batch["y"])
+
+    def by_the_loss(params, batch):
+        words = jc.layers.sharded_lookup(params["words"]["table"], batch["words"], by="rows")
+        places = jc.layers.sharded_lookup(params["places"], batch["place"], by="columns")
+        return loss_of(words, places, params["w"], batch["y"])
+
+    tx, mesh = jc.chain(jc.plump_dp(), optax.sgd(1.0)), jc.make_mesh(data=2)
+    step = make(2, tx) if way == "by the step" else jc.make_train_step(by_the_loss, tx, mesh, specs=SPECS)
+    state, metrics = step(step.init(start()), batch)
+    value, right = jax.value_and_grad(whole)(start(), batch)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    got = jax.tree.map(lambda old, new: old - np.asarray(new), start(), state.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, right)
 
 
 def test_bytes_are_those_of_ids_vectors_and_changes_and_do_not_grow_with_the_tables():
