@@ -26,6 +26,7 @@ from jaxcomm.serialization import has_lost_types, register_with_flax
 from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, PerWorker, is_per_worker
 
 P = ParamSpec("P")
+_INDEX_BITS = 16  # of the number that says of which worker a row is
 SCOPE = "jaxcomm.update"  # the `jax.named_scope` of a whole exchange, with all of its collectives
 # Chooses leaves: a regular expression that is searched for in a leaf's path ("encoder/kernel"), or a function of the
 # path and the leaf, which may read the leaf's shape and dtype.
@@ -43,8 +44,8 @@ class ExchangeState:
       residual: (K, n), what was not sent yet, a row per worker, in `residual_dtype`; None for methods without one.
       memory: what else the method keeps; see the method's `start`.
       others: the state of the second exchange, for the leaves that `where` leaves out; None without one.
-      worker: (K, 1) int32, the index of each row's worker, -1 before the first update; None for methods without rows.
-        If a row is on another worker, all workers skip the step.
+      worker: (K, 1) int32, which worker of how many each row is of, see `worker_of`; -1 before the first update. None
+        for methods without rows. If a row is on another worker, or of another number of workers, all skip the step.
       method: the method that made this state. Static.
     """
 
@@ -285,14 +286,16 @@ class Exchange:
         if not isinstance(state, ExchangeState) or type(state.method) is not type(self):
             got = state.method.name if isinstance(state, ExchangeState) else type(state).__name__
             raise ValueError(f"The state must be that of {self.name}; got that of {got}. Initialise it with this tx.")
-        axis_size(self.axes)  # its error comes before any work
+        workers = axis_size(self.axes)  # its error comes before any work
         with jax.named_scope(SCOPE):
             if state.worker is None:
                 return self._update(updates, state, params, True)
             here, row = lax.axis_index(self.axes), own_row(state.worker, 1)
-            is_own = (row[0, 0] < 0) | (row[0, 0] == here)
+            index, of = worker_of(row[0, 0])
+            is_own = (row[0, 0] < 0) | ((index == here) & ((of == workers) | (of == 0)))
             updates, state = self._update(updates, state, params, is_own)
-            return updates, state.replace(worker=self.per_worker(jnp.where(row < 0, here, row)))
+            own = here + (workers << _INDEX_BITS if workers < 1 << (31 - _INDEX_BITS) else 0)
+            return updates, state.replace(worker=self.per_worker(jnp.where(row < 0, own, row)))
 
     def _update(self, updates: Any, state: ExchangeState, params: Any, is_own: Any) -> tuple[Any, ExchangeState]:
         """Does `update`; all workers skip the exchange unless `is_own` holds on each."""
@@ -483,6 +486,14 @@ def _freezes(others: optax.GradientTransformation) -> bool:
             return not jax.tree.leaves(state) and not any(leaf.any() for leaf in jax.tree.leaves(zeros))
     except Exception:  # an exchange, outside the axis of workers
         return False
+
+
+def worker_of(row: Any) -> tuple[Any, Any]:
+    """Returns the index of a row's worker, and the number of workers, from `ExchangeState.worker`.
+
+    The number is 0 if it is not known: with 2^15 workers or more, and in checkpoints of earlier versions.
+    """
+    return row & ((1 << _INDEX_BITS) - 1), row >> _INDEX_BITS
 
 
 def own_row(rows: PerWorker, n: int) -> jax.Array:

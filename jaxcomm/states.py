@@ -10,7 +10,7 @@ import optax
 from jax.core import Tracer
 
 from jaxcomm.collectives.axis import AxisName, to_varying
-from jaxcomm.exchange import ExchangeState, bypasses, exchange_states, is_exchange_state, keep_unless
+from jaxcomm.exchange import ExchangeState, bypasses, exchange_states, is_exchange_state, keep_unless, worker_of
 from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, is_per_worker
 
 
@@ -29,10 +29,18 @@ def check_rows(state: Any, workers: int) -> None:
         rows = None if found.worker is None or found.worker.shards else jax.tree.leaves(found.worker)[0]
         if isinstance(rows, Tracer) or not isinstance(rows, jax.Array | np.ndarray):
             continue
-        for shard in jnp.asarray(rows).addressable_shards:
-            got = np.asarray(shard.data)[:, 0]
-            wanted = np.arange(len(got)) + (shard.index[0].start or 0)
-            if ((got >= 0) & (got != wanted)).any() or (len(rows) == 1 < workers and got[0] >= 0):
+        for shard in jnp.asarray(rows).addressable_shards:  # (K, 1), of a pipeline (stages, K, 1)
+            row = np.asarray(shard.data)[..., 0]
+            got, of = worker_of(row)
+            wanted = np.arange(got.shape[-1]) + (shard.index[-2].start or 0)
+            if ((row >= 0) & (of != 0) & (of != workers)).any():
+                raise ValueError(
+                    f"The rows of {found.method.name} must be those of {workers} workers; got rows of {of.max()}, some "
+                    "cut off or padded with zeros (strict=False of a checkpoint's restore), and with them gradients "
+                    f"that were not sent yet. Restore with the state of {of.max()} workers as the target, and convert "
+                    f"it: step.resize(state, {workers}), or jaxcomm.resize_workers."
+                )
+            if ((row >= 0) & (got != wanted)).any() or (rows.shape[-2] == 1 < workers and (row >= 0).any()):
                 raise ValueError(
                     f"The rows of {found.method.name} must be those of their {workers} workers; got those of workers "
                     f"{got.tolist()}. The state was kept as if it were replicated (pmap with out_axes=None, "

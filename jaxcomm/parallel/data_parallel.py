@@ -235,13 +235,20 @@ class DataParallel:
         return axes, math.prod(self.mesh.shape[name] for name in axes)
 
     def _check_batch(self, batch: dict[str, Any], workers: int) -> None:
-        check_batch(_alone(batch), workers, batch_axis=self._batch_axis)
-        check_global(_alone(batch), self._batch_axis)
+        axes = self._axes_in(batch)
+        check_batch(batch, workers, batch_axis=axes)
+        check_global(batch, axes)
 
     def _row_specs(self, axes: tuple[str, ...], batch: dict[str, Any]) -> list[P]:
         """Returns the PartitionSpec of every leaf of a batch."""
-        rows = row_axes(_alone(batch), self._batch_axis)
+        rows = row_axes(batch, self._axes_in(batch))
         return [P() if axis is None else P(*[None] * axis, axes) for axis in rows]
+
+    def _axes_in(self, batch: dict[str, Any]) -> Any:
+        """Returns `batch_axis` for the batches by name; given for the one argument, it may leave out the name."""
+        axis = self._batch_axis
+        is_whole = axis is None or isinstance(axis, int) or (isinstance(axis, dict) and axis.keys() == batch.keys())
+        return axis if is_whole or len(batch) > 1 else dict.fromkeys(batch, axis)
 
     def _placed(self, packed: _Packed, specs: Callable[[Any], list[P]]) -> _Packed:
         shardings = [NamedSharding(self.mesh, spec) for spec in packed.pick(specs(packed.tree()))]
@@ -443,11 +450,6 @@ def _specs(tree: Any) -> list[P]:
         spec = P(node.axes[0] if len(node.axes) == 1 else node.axes) if is_per_worker(node) else P()
         found += [spec] * len(jax.tree.leaves(node))
     return found
-
-
-def _alone(batch: dict[str, Any]) -> Any:
-    """Returns the one argument that is a batch; all of them by name if there are several."""
-    return next(iter(batch.values())) if len(batch) == 1 else batch
 
 
 def _spread(state: Any, workers: int) -> Any:

@@ -22,7 +22,7 @@ from jaxcomm.parallel.lookups import Lookups, check_additive, tables_of
 from jaxcomm.parallel.loss import LossFn, as_float32, in_turns
 from jaxcomm.parallel.replication import over_workers
 from jaxcomm.parallel.sharding import ShardedExchange, ShardedState, plan_shards, spec_axes
-from jaxcomm.parallel.state import Batch, TrainState, check_model_state, shapes_on, state_specs
+from jaxcomm.parallel.state import Batch, TrainState, check_apart, check_model_state, shapes_on, state_specs
 from jaxcomm.parallel.step import StepSettings, TrainStep
 from jaxcomm.traffic import Program, Traffic
 
@@ -110,6 +110,7 @@ class ShardedStep(TrainStep):
 
     def init(self, params: Any, model_state: Any = ()) -> TrainState:
         """Makes the state on the mesh; see `TrainStep.init`."""
+        check_apart(params)
         exchange = self._plan(params)
         if self.lookups:
             check_additive(exchange, params, tables_of(self.lookups, params, exchange))

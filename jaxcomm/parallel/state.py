@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -89,6 +90,25 @@ def check_model_state(model_state: Any) -> None:
                 f"workers; got {jnp.result_type(leaf)} at {jax.tree_util.keystr(path)!r}. Keep counters and random "
                 "keys out of it (nnx.state(model, nnx.BatchStat) has running statistics alone), or make the leaf a "
                 "float."
+            )
+
+
+def check_apart(params: Any) -> None:
+    """Refuses an array at two places of the parameters, whose copies would be trained apart.
+
+    Raises:
+      ValueError: naming both places.
+    """
+    places: dict[int, str] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray) or not leaf.size:
+            continue
+        name = jax.tree_util.keystr(path)
+        if (first := places.setdefault(id(leaf), name)) != name:
+            raise ValueError(
+                f"An array must be at one place of the parameters; got one at {first!r} and at {name!r}, of which a "
+                "step would make two parameters. If they are tied, keep one, and have the loss use it twice (of a "
+                "pipeline, in one stage); if they only start equal, pass a copy: jax.numpy.copy."
             )
 
 

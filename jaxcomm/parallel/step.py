@@ -27,6 +27,7 @@ from jaxcomm.parallel.resize import resize_workers
 from jaxcomm.parallel.state import (
     Batch,
     TrainState,
+    check_apart,
     check_axes,
     check_axis,
     check_batch,
@@ -243,6 +244,7 @@ class TrainStep(ABC):
 
     def _checked_shapes(self, params: Any, model_state: Any) -> TrainState:
         """Returns the shapes of one worker's state; refuses a state or chain that cannot be trained, and warns."""
+        check_apart(params)
         check_model_state(model_state)
         init = in_axes_of_workers(self._worker_state, self.sizes, self.axis_name)
         shapes = jax.eval_shape(init, params, model_state)

@@ -23,6 +23,7 @@ from jaxcomm.parallel.replication import over_workers
 from jaxcomm.parallel.resize import resize_workers
 from jaxcomm.parallel.state import (
     TrainState,
+    check_apart,
     check_axes,
     check_batch,
     check_has_rows,
@@ -82,6 +83,7 @@ class PipelineStep(TrainStep):
                 f"{'without' if pipeline.model_state is None else 'with one'}. Pass model_state= to both."
             )
         _check_shapes("params", params, pipeline.params)
+        check_apart(params)
         states = [()] * pipeline.size if model_state is None else model_state
         if pipeline.model_state is not None:
             _check_shapes("model_state", states, pipeline.model_state)

@@ -396,18 +396,18 @@ def test_rows_of_another_worker_are_refused_and_where_nobody_looks_the_step_is_s
     )
     (_, opt_state), _ = jax.jit(blind)(spread, batches(1)[0])
     assert jc.exchange_metrics(opt_state).skipped == 1
-    jax.tree.map(np.testing.assert_array_equal, get_exchange(opt_state).worker.rows[0, 0], 0)
+    jax.tree.map(np.testing.assert_array_equal, get_exchange(opt_state).worker.rows[0, 0], 4 << 16)
 
 
 def test_rows_are_numbered_by_the_first_step_and_a_resized_state_anew():
     step, state, _ = plain(chain(SPARSE))
     assert np.asarray(get_exchange(state[1]).worker.rows).tolist() == [[-1]]
     state, _ = run(jc.data_parallel(step, mesh()), state, batches(1))
-    assert np.asarray(get_exchange(state[1]).worker.rows).tolist() == [[0], [1], [2], [3]]
+    assert np.asarray(get_exchange(state[1]).worker.rows).tolist() == [[i + (4 << 16)] for i in range(4)]
     resized = jc.resize_workers(state, 2)
     assert np.asarray(get_exchange(resized[1]).worker.rows).tolist() == [[-1], [-1]]
     state, _ = run(jc.data_parallel(step, jc.make_mesh(data=2)), resized, batches(1))
-    assert np.asarray(get_exchange(state[1]).worker.rows).tolist() == [[0], [1]]
+    assert np.asarray(get_exchange(state[1]).worker.rows).tolist() == [[2 << 16], [1 + (2 << 16)]]
 
 
 EXCHANGES = {

@@ -1,4 +1,5 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -90,3 +91,90 @@ def test_metrics_are_found_in_a_chain_and_missed_where_there_are_none():
     state = init_state(PARAMS, TX, 2)
     assert jc.exchange_metrics(state.opt_state) is state.opt_state[0].metrics
     assert jc.exchange_metrics(optax.adam(0.1).init(PARAMS)) is None
+
+
+@pytest.mark.parametrize("layout", ["workers", "simulated", "shards", "stages"])
+def test_an_array_at_two_places_of_the_parameters_is_refused(layout):
+    tied = jnp.ones((8, 8))
+    tx = jc.chain(jc.plump_dp(), optax.sgd(0.1))
+    stages = jc.Pipeline([lambda p, x, b: b @ p, lambda p, x, b: x @ p], lambda x, b: (jnp.mean(x), {}), [tied, tied])
+
+    def loss_fn(params, batch):
+        return jnp.mean(batch @ params[0] @ params[1])
+
+    step = {
+        "workers": lambda: jc.make_train_step(loss_fn, tx, jc.make_mesh(data=2)),
+        "simulated": lambda: jc.simulate(loss_fn, tx, 2),
+        "shards": lambda: jc.make_train_step(
+            loss_fn, tx, jc.make_mesh(data=2, fsdp=2), specs=P("fsdp"), auto=("fsdp",)
+        ),
+        "stages": lambda: jc.make_train_step(stages, tx, jc.make_mesh(data=2, stage=2)),
+    }[layout]()
+    with pytest.raises(
+        ValueError, match=r"must be at one place of the parameters; got one at '\[0\]' and at '\[1\]'.*copy"
+    ):
+        step.init([tied, tied])
+    step(step.init([tied, jnp.copy(tied)]), np.ones((4, 8), np.float32))
+
+
+def cut(rows, workers):
+    """What Orbax restores with `strict=False`: rows are cut off, or padded with zeros."""
+    padded = np.concatenate([np.asarray(rows), np.zeros_like(rows, shape=(workers, *rows.shape[1:]))])
+    return padded[:workers]
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+@pytest.mark.parametrize("layout", ["workers", "one line", "simulated"])
+def test_rows_of_another_number_of_workers_are_refused_and_the_remedy_works(layout, workers):
+    tx = jc.chain(jc.topk(0.9), optax.sgd(0.1))
+
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ params["w"] + params["b"]) ** 2)
+
+    def train_step(state, batch):
+        params, opt_state, step = state
+        _, gradients = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return jc.TrainState(optax.apply_updates(params, updates), opt_state, step + 1), {}
+
+    def make(workers):
+        mesh = jc.make_mesh(data=workers)
+        return {
+            "workers": lambda: jc.make_train_step(loss_fn, tx, mesh),
+            "one line": lambda: jc.data_parallel(lambda s, b: train_step(s[:3], b), mesh),
+            "simulated": lambda: jc.simulate(loss_fn, tx, workers),
+        }[layout]()
+
+    batch = np.random.default_rng(0).normal(size=(8, 300)).astype(np.float32)
+    start = init_state(PARAMS, tx, jc.make_mesh(data=4))
+    state, _ = make(4)(start, batch)
+    host = jax.device_get(state)
+    wrong = jax.tree.map(
+        lambda node: jax.tree.map(lambda rows: cut(rows, workers), node) if isinstance(node, jc.PerWorker) else node,
+        host,
+        is_leaf=lambda node: isinstance(node, jc.PerWorker),
+    )
+    message = rf"rows of topk must be those of {workers} workers; got rows of 4, .*strict=False.*resize_workers"
+    with pytest.raises(ValueError, match=message):
+        make(workers)(wrong, batch)
+    new, _ = make(workers)(jc.resize_workers(host, workers), batch)
+    assert int(jc.exchange_metrics(new.opt_state).skipped) == 0
+
+
+def test_rows_without_a_number_of_workers_are_taken():
+    """Checkpoints of earlier versions have the index alone."""
+    tx = jc.chain(jc.topk(0.9), optax.sgd(0.1))
+
+    def make():
+        mesh = jc.make_mesh(data=4)
+        return jc.make_train_step(lambda p, b: jnp.mean((b @ p["w"] + p["b"]) ** 2), tx, mesh, donate=False)
+
+    step = make()
+    batch = np.random.default_rng(0).normal(size=(8, 300)).astype(np.float32)
+    state, _ = step(step.init(PARAMS), batch)
+    exchange = state.opt_state[0]
+    old = exchange.replace(worker=jax.tree.map(lambda rows: rows & 0xFFFF, exchange.worker))
+    got, metrics = make()(state._replace(opt_state=(old, *state.opt_state[1:])), batch)
+    right, _ = step(state, batch)
+    assert int(metrics["skipped"]) == 0
+    jax.tree.map(np.testing.assert_array_equal, got.params, right.params)

@@ -438,3 +438,20 @@ def test_a_batch_that_does_not_divide_is_refused(rows):
         ValueError, match=rf"rows of a batch must be a multiple of .*; got {rows} rows at .* for 2 workers of 2"
     ):
         jc.make_train_step(pipeline, PLUMP, mesh_of()).trace(state, batch)
+
+
+@pytest.mark.parametrize("name", ["topk", "powersgd", "local_sgd"])
+def test_a_step_made_anew_takes_the_state_of_another(name):
+    """As a new process does that resumes a run."""
+
+    def make():
+        stages = [lambda params, x, batch, at=at: layer(at, params, None, x, batch)[0] for at in (0, 1)]
+        pipeline = jc.Pipeline(stages, loss_of, alike(), remat=False)
+        return jc.make_train_step(pipeline, METHODS[name], jc.make_mesh(data=K, stage=2), donate=False)
+
+    batch, step = batches(1, WIDTH)[0], make()
+    state, _ = step(step.init(alike()), batch)
+    right, _ = step(state, batch)
+    got, metrics = make()(jax.tree.map(jnp.asarray, jax.device_get(state)), batch)
+    assert int(metrics["skipped"]) == 0
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(right))
