@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.hlo import read_overlap, read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program, traced_program
-from jaxcomm.collectives.axis import AxisName, abstract_mesh, axis_names, check_workers
+from jaxcomm.collectives.axis import AxisName, abstract_mesh, axis_names, check_workers, use_mesh
 from jaxcomm.exchange import axis_name_of
 from jaxcomm.states import exchange_interval, exchange_turns, trained, update_with, vary_exchanged
 from jaxcomm.traffic import Program, Traffic
@@ -218,7 +218,8 @@ def exchange_report(
         return jax.tree.map(lambda update: update[None], updates)
 
     exchange = jax.shard_map(worker, mesh=mesh, in_specs=P(), out_specs=P(axis_name))
-    program = traced_program(exchange, params, params)
+    with use_mesh(mesh):
+        program = traced_program(exchange, params, params)
     program.always += beside
     n = sum(leaf.size for leaf in jax.tree.leaves(params))
     return WireReport(math.prod(sizes), n, program, interval, turns=turns)

@@ -5,14 +5,17 @@ Under `vmap` nothing is tracked, and the functions that make such promises raise
 nothing else asks on which of the two it runs.
 """
 
+import contextlib
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 AxisName = str | tuple[str, ...]  # the workers may be along several axes of a mesh
 
@@ -72,6 +75,35 @@ def abstract_mesh(axes: Mapping[str, int], kind: Any = None) -> AbstractMesh:
     """
     types, kind = (AxisType.Auto,) * len(axes), kind or AbstractDevice("cpu", None, "cpu")
     return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types, abstract_device=kind)
+
+
+@contextlib.contextmanager
+def use_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
+    """Makes a mesh the one in use while something is traced; outside of a trace no mesh is.
+
+    So a script may have set any mesh by `jax.set_mesh`: JAX requires that one, if there is one, to be that of each
+    `jax.shard_map`.
+    """
+    try:
+        outside = jax.set_mesh(Mesh(np.empty((), object), ()))
+    except ValueError:  # inside of a trace
+        nothing = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))  # one mesh cannot replace one of another size
+        with nothing, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            yield
+        return
+    with outside:
+        yield
+
+
+def on_own_mesh(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes `self.mesh`, if there is one, the mesh in use while a method runs; see `use_mesh`."""
+
+    @functools.wraps(method)
+    def on_mesh(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.nullcontext() if self.mesh is None else use_mesh(self.mesh):
+            return method(self, *args, **kwargs)
+
+    return on_mesh
 
 
 def in_axes_of_workers(function: Callable[..., Any], sizes: tuple[int, ...], axis_name: AxisName) -> Callable[..., Any]:

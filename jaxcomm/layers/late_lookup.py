@@ -63,7 +63,8 @@ def late_lookup(table: jax.Array, ids: jax.Array, *, axis_name: AxisName = "data
     if varies(table, OTHER_USES):
         return jnp.zeros(table.shape, table.dtype)[ids]  # the train step is looking for other uses only
     check_same("late_lookup", {"table": table}, _REMEDY, axis_name)
-    return _late(axis_name, table, ids.reshape(-1)).reshape(*ids.shape, -1)
+    rows: jax.Array = _late(axis_name, table, ids.reshape(-1))
+    return rows.reshape(*ids.shape, -1)
 
 
 def late_lookup_traffic(ids: int, dim: int, workers: int, *, axis_name: AxisName = "data") -> Traffic:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.collectives.axis import OTHER_USES, AxisName, abstract_mesh, to_varying, varies
+from jaxcomm.collectives.axis import OTHER_USES, AxisName, abstract_mesh, to_varying, use_mesh, varies
 from jaxcomm.parallel.state import Batch, TrainState, state_specs
 from jaxcomm.states import bypassing, trained, vary_exchanged
 
@@ -81,5 +81,5 @@ def trace_on(
     mesh = abstract_mesh(axes)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), (state, batch))
     in_specs = (state_specs(state), batch.like(P(axis_name), P()))
-    with jax.sharding.use_abstract_mesh(mesh):  # else JAX requires any mesh in use to be this one
+    with use_mesh(mesh):
         jax.eval_shape(jax.shard_map(worker, mesh=mesh, in_specs=in_specs, out_specs=out_specs), *shapes)

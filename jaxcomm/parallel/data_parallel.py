@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.checks import check_count
 from jaxcomm.collectives import dense_mean
+from jaxcomm.collectives.axis import on_own_mesh
 from jaxcomm.exchange import SCOPE, exchange_states, lets_bypass
 from jaxcomm.parallel import objects
 from jaxcomm.parallel.keys import is_key, own_keys, shared_keys
@@ -132,6 +133,7 @@ class DataParallel:
         self._axes: tuple[str, ...] = ()
         self._returned: set[int] = set()  # ids of the arrays that the last call returned
 
+    @on_own_mesh
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Takes a step, with the arguments of the wrapped step; objects of Flax NNX are changed in place."""
         given = self._given(args, kwargs)
@@ -141,6 +143,7 @@ class DataParallel:
             objects.update(given[name], new)
         return objects.split_states(out.returned)
 
+    @on_own_mesh
     def place(self, state: Any) -> Any:
         """Gives a state that is fresh from `tx.init` a row for each worker, and places it on the mesh.
 
@@ -150,6 +153,7 @@ class DataParallel:
         self._axes, workers = self._workers(state)
         return self._placed(_Packed.of(_spread(state, workers)), _specs).tree()
 
+    @on_own_mesh
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Traces the step for arrays or shapes, as `jax.jit(...).trace` does."""
         state, batch = self._parted(self._given(args, kwargs))
@@ -254,6 +258,7 @@ class DataParallel:
         shardings = [NamedSharding(self.mesh, spec) for spec in packed.pick(specs(packed.tree()))]
         return packed.replace(jax.device_put(packed.arrays, shardings))
 
+    @on_own_mesh
     def _on_mesh(self, state: _Packed, batch: _Packed) -> _Packed:
         """The function that is compiled."""
         axes, workers = self._workers(state.tree())

@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxcomm.collectives.axis import on_own_mesh
 from jaxcomm.exchange import keep_unless
 from jaxcomm.numerics import is_applicable_tree
 from jaxcomm.parallel.sharded_step import ShardedStep, SplitState, over_axes, specs_like
@@ -39,11 +40,13 @@ class LocalStep(ShardedStep):
                 f"own; got {self.mesh.axis_types}. Make the mesh with jaxcomm.make_mesh."
             )
 
+    @on_own_mesh
     def params(self, state: TrainState) -> Any:
         """Returns the global model, placed as `specs` say; see `TrainStep.params`."""
         self._locate_once(state)
         return self._jitted_model(state)
 
+    @on_own_mesh
     def _model(self, state: TrainState) -> Any:
         like = self._like(state)
         return self._plan(like).global_model(self._split(state).exchange, like)
@@ -79,6 +82,7 @@ class LocalStep(ShardedStep):
         placed = jax.tree.map(self._lay, trees, specs)
         return tuple(PerWorker(tree, exchange.names, is_local=True) for tree in placed)
 
+    @on_own_mesh
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         old = self._split(state)
         exchange, params = self._plan(self._like(state)), state.params.rows

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.jaxpr import traced_program
 from jaxcomm.accounting.report import WireReport, check_bytes, exchange_report, kind_of_device, model_state_bytes
-from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
+from jaxcomm.collectives.axis import AxisName, axis_names, on_own_mesh, to_varying
 from jaxcomm.exchange import keep_unless
 from jaxcomm.parallel.lookups import Lookups, check_additive, tables_of
 from jaxcomm.parallel.loss import LossFn, as_float32, in_turns
@@ -93,21 +93,25 @@ class ShardedStep(TrainStep):
                 "Make it with jaxcomm.make_mesh, and leave auto out."
             )
 
+    @on_own_mesh
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Takes a step; see `TrainStep.__call__`."""
         self._locate_once(state)
         return super().__call__(state, batch)
 
+    @on_own_mesh
     def trace(self, state: Any, batch: Any) -> Any:
         """Traces the step; see `TrainStep.trace`."""
         self._locate_once(state)
         return super().trace(state, batch)
 
+    @on_own_mesh
     def lower(self, state: Any, batch: Any) -> Any:
         """Lowers the step; see `TrainStep.lower`."""
         self._locate_once(state)
         return super().lower(state, batch)
 
+    @on_own_mesh
     def init(self, params: Any, model_state: Any = ()) -> TrainState:
         """Makes the state on the mesh; see `TrainStep.init`."""
         check_apart(params)
@@ -122,6 +126,7 @@ class ShardedStep(TrainStep):
         model_state = jax.device_put(jax.tree.map(jnp.asarray, model_state), NamedSharding(self.mesh, P()))
         return jax.jit(partial(self._init, exchange))(params, model_state)  # the jit copies
 
+    @on_own_mesh
     def shapes(self, params: Any, model_state: Any = ()) -> TrainState:
         """Returns the shapes of what `init` makes; see `TrainStep.shapes`."""
         exchange = self._plan(params)
@@ -141,6 +146,7 @@ class ShardedStep(TrainStep):
         rest = specs_like(rest, state.params, exchange.specs)
         return specs._replace(params=params, opt_state=SplitState(state_specs(own), rest))
 
+    @on_own_mesh
     def verify(self, state: Any, batch: Any, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()) -> WireReport:
         """Proves that the step sends over the workers' axes what its exchange and its loss claim.
 
@@ -229,6 +235,7 @@ class ShardedStep(TrainStep):
             )
         return state.opt_state
 
+    @on_own_mesh
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         exchange, old = self._plan(state.params), self._split(state)
         keyed = self._keyed(state.step, batch)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.report import PipelineReport, WireReport, step_report, verify
 from jaxcomm.checks import check_count
-from jaxcomm.collectives.axis import ALL_EXCHANGED, AxisName, axis_names, check_workers, in_axes_of_workers
+from jaxcomm.collectives.axis import ALL_EXCHANGED, AxisName, axis_names, check_workers, in_axes_of_workers, on_own_mesh
 from jaxcomm.exchange import get_exchange
 from jaxcomm.parallel.agreement import check_agreement, trace_on
 from jaxcomm.parallel.loss import GradientsFn, LossFn, gradients_of, in_turns
@@ -75,10 +75,10 @@ class TrainStep(ABC):
       tx: the chain, with one exchange of this library.
       axis_name: the axis of workers, or the axes, outermost first.
       sizes: the number of workers along each axis.
-      mesh: the mesh; a simulated step has none.
+      mesh: the mesh; None for a simulated step.
     """
 
-    mesh: Mesh
+    mesh: Any = None
 
     def __init__(
         self,
@@ -103,6 +103,7 @@ class TrainStep(ABC):
         """K, the number of workers."""
         return math.prod(self.sizes)
 
+    @on_own_mesh
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Takes a step; returns the new state and the metrics. The first call checks the state's rows."""
         if not self._is_checked:
@@ -125,10 +126,12 @@ class TrainStep(ABC):
                 self._executable = None
         return self._jitted(state, batch)
 
+    @on_own_mesh
     def trace(self, state: Any, batch: Any) -> Any:
         """Traces the step for arrays or shapes, as `jax.jit(...).trace` does."""
         return self._jitted.trace(state, batch)
 
+    @on_own_mesh
     def lower(self, state: Any, batch: Any) -> Any:
         """Lowers the step for arrays or shapes, as `jax.jit(...).lower` does."""
         return self._jitted.lower(state, batch)
@@ -179,6 +182,7 @@ class TrainStep(ABC):
         """Predicts the bytes of a whole step, losses and metrics included, by tracing it. Shapes are enough."""
         return step_report(self, state, batch, params=self._like(state), workers=self.workers)
 
+    @on_own_mesh
     def verify(
         self, state: Any, batch: Any, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()
     ) -> WireReport | PipelineReport:
@@ -271,6 +275,7 @@ class WorkersStep(TrainStep):
         self.mesh, self._loss = mesh, loss
         self._apart: Apart | None = None
 
+    @on_own_mesh
     def init(self, params: Any, model_state: Any = ()) -> TrainState:
         """Makes the state on the mesh; see `TrainStep.init`."""
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -300,6 +305,7 @@ class WorkersStep(TrainStep):
             self._apart = Apart(*own, self._keyed, self._settings.jit, self._settings.donate)
         return self._apart(state, batch)
 
+    @on_own_mesh
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state, self.mesh.shape)
         check_axes(get_exchange(state.opt_state), self.axis_name)

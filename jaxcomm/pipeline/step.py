@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.report import PipelineReport
-from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers
+from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers, on_own_mesh
 from jaxcomm.exchange import get_exchange
 from jaxcomm.numerics import is_finite_tree
 from jaxcomm.parallel.order import check_chain
@@ -63,6 +63,7 @@ class PipelineStep(TrainStep):
         super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in axis_names(axis_name)), settings)
         self.pipeline, self.mesh, self.stage_axis = pipeline, mesh, stage_axis
 
+    @on_own_mesh
     def init(self, params: Sequence[Any], model_state: Sequence[Any] | None = None, *, batch: Any = None) -> TrainState:
         """Makes the first state of a run, each stage's part on that stage's devices.
 
@@ -112,6 +113,7 @@ class PipelineStep(TrainStep):
         on_devices = jax.shard_map(device_state, mesh=self.mesh, in_specs=P(self.stage_axis), out_specs=specs)
         return jax.jit(on_devices)(*jax.device_put(given, NamedSharding(self.mesh, P(self.stage_axis))))
 
+    @on_own_mesh
     def shapes(
         self, params: Sequence[Any], model_state: Sequence[Any] | None = None, *, batch: Any = None
     ) -> TrainState:
@@ -119,6 +121,7 @@ class PipelineStep(TrainStep):
         shapes = jax.eval_shape(partial(self.init, batch=batch), params, model_state)
         return shapes_on(self.mesh, shapes, _staged_specs(shapes, self.stage_axis))
 
+    @on_own_mesh
     def params(self, state: TrainState) -> list[Any]:
         """Returns the parameters of every stage; with a local method, those of the global model."""
         slots = self.pipeline.param_slots
@@ -146,6 +149,7 @@ class PipelineStep(TrainStep):
         ]
         return jax.tree.map(lambda *rows: np.stack(rows), *of_stages)._replace(step=state.step)
 
+    @on_own_mesh
     def verify(
         self, state: Any, batch: Any, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()
     ) -> PipelineReport:
@@ -169,6 +173,7 @@ class PipelineStep(TrainStep):
             text=self.compile(state, batch).as_text(),
         )
 
+    @on_own_mesh
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         check_has_rows(batch)
         check_batch(batch, self.workers, self.pipeline.micro_batches)

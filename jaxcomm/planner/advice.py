@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxcomm import methods
 from jaxcomm.accounting.report import WireReport, wire_report
 from jaxcomm.checks import check_range
-from jaxcomm.collectives.axis import AxisName, axis_names
+from jaxcomm.collectives.axis import AxisName, axis_names, use_mesh
 from jaxcomm.exchange import leaf_name
 from jaxcomm.parallel.loss import gradients_of as gradients_fn_of
 from jaxcomm.parallel.loss import loss_of
@@ -112,6 +112,23 @@ def advise(
       ValueError: for a mesh without the axis of workers or with one worker, a batch that a step would refuse, or a loss
         that fails or is not finite.
     """
+    with use_mesh(mesh):
+        return _measured(loss_fn, params, batch, mesh, optimizer, methods, dense_layers, seconds, axis_name, batch_axis)
+
+
+def _measured(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    mesh: Mesh,
+    optimizer: optax.GradientTransformation | None,
+    methods: Mapping[str, optax.GradientTransformation] | None,
+    dense_layers: Mapping[str, int] | None,
+    seconds: float,
+    axis_name: AxisName,
+    batch_axis: Any,
+) -> Advice:
+    """Does `advise`."""
     begin = time.perf_counter()
     bench = Bench(mesh, axis_name)
     workers = math.prod(bench.sizes)

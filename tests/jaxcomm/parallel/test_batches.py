@@ -204,3 +204,24 @@ def test_a_processes_own_arrays_are_refused_where_there_are_several(monkeypatch)
     with pytest.raises(ValueError, match=message):
         check_global({"weights": np.ones(3), "scale": 2.0, "y": arrays()["y"]}, {"weights": None, "scale": 0, "y": 0})
     check_global({"weights": np.ones(3), "scale": 2.0}, {"weights": None, "scale": 0})
+
+
+# A mesh that the script has set.
+
+
+@pytest.mark.parametrize("make", STEPS)
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "model": 2}, {"rows": 8}, {"rows": 2}], ids=str)
+def test_a_script_may_have_set_any_mesh(make, axes):
+    def loss(params, batch):
+        return jnp.mean((batch @ params["w"] @ params["u"]) ** 2)
+
+    batch, step = arrays()["x"][0], STEPS[make](loss)
+    right, _ = step(step.init(params()), batch)
+    with jax.set_mesh(jax.make_mesh(tuple(axes.values()), tuple(axes))):  # of type Explicit
+        step = STEPS[make](loss)
+        got, metrics = step(step.init(params()), batch)
+        assert jc.wire_report(TX, params(), workers=K).received == 3 * 2 * 4 * WIDTH * (WIDTH + CLASSES) // K
+        if make in ("workers", "fsdp"):
+            step.verify(got, batch)
+    np.testing.assert_allclose(metrics["loss"], loss(params(), batch), rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), step.params(got), step.params(right))
