@@ -78,29 +78,28 @@ def abstract_mesh(axes: Mapping[str, int], kind: Any = None) -> AbstractMesh:
 
 
 @contextlib.contextmanager
-def use_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
-    """Makes a mesh the one in use while something is traced; outside of a trace no mesh is.
+def use_mesh(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
+    """Makes a mesh, or none, the one in use while something is traced; outside of a trace none is.
 
     So a script may have set any mesh by `jax.set_mesh`: JAX requires that one, if there is one, to be that of each
     `jax.shard_map`.
     """
-    try:
-        outside = jax.set_mesh(Mesh(np.empty((), object), ()))
-    except ValueError:  # inside of a trace
-        nothing = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))  # one mesh cannot replace one of another size
-        with nothing, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            yield
-        return
-    with outside:
+    nothing = AbstractMesh((), ())  # first, since one mesh cannot replace another of another size
+    with contextlib.ExitStack() as contexts:
+        try:
+            contexts.enter_context(jax.set_mesh(Mesh(np.empty((), object), ())))
+        except ValueError:  # inside of a trace
+            for each in (nothing, nothing if mesh is None else mesh.abstract_mesh):
+                contexts.enter_context(jax.sharding.use_abstract_mesh(each))
         yield
 
 
 def on_own_mesh(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `self.mesh`, if there is one, the mesh in use while a method runs; see `use_mesh`."""
+    """Makes `self.mesh` the mesh in use while a method runs; see `use_mesh`."""
 
     @functools.wraps(method)
     def on_mesh(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.nullcontext() if self.mesh is None else use_mesh(self.mesh):
+        with use_mesh(self.mesh):
             return method(self, *args, **kwargs)
 
     return on_mesh

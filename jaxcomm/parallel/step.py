@@ -338,8 +338,10 @@ class SimulatedStep(TrainStep):
         self._loss = loss
         self._by_name = dict(zip(axis_names(axis_name), self.sizes, strict=True))
 
+    @on_own_mesh
     def init(self, params: Any, model_state: Any = ()) -> TrainState:
         """Makes the state, on one device; see `TrainStep.init`."""
+        params, model_state = _without_mesh((params, model_state))
         self._checked_shapes(params, model_state)
 
         def rows(node: Any) -> Any:
@@ -350,6 +352,9 @@ class SimulatedStep(TrainStep):
 
         init = in_axes_of_workers(self._worker_state, self.sizes, self.axis_name)
         return jax.tree.map(rows, jax.jit(init)(params, model_state), is_leaf=is_per_worker)
+
+    def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        return super()._run(state, _without_mesh(batch))
 
     def verify(self, state: Any, batch: Any, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()) -> WireReport:
         """Refuses: nothing crosses a wire where workers are simulated."""
@@ -363,6 +368,7 @@ class SimulatedStep(TrainStep):
         """Places a batch where the state is."""
         return state, jax.device_put(batch, next(iter(state.step.devices())))
 
+    @on_own_mesh
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state, self._by_name)
         check_axes(get_exchange(state.opt_state), self.axis_name)
@@ -414,6 +420,18 @@ def _check_state(state: Any, sizes: Mapping[str, int]) -> None:
                 f"A state must have a row for each worker; got {got.pop()} rows for {wanted}. Make it by "
                 "step.init(params); jaxcomm.resize_workers carries one over to another number of workers."
             )
+
+
+def _without_mesh(tree: Any) -> Any:
+    """Moves arrays whose types have a mesh of Explicit axes to one device, where such types do not fit a `jax.vmap`."""
+
+    def moved(leaf: Any) -> Any:
+        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+        if not isinstance(mesh, Mesh) or AxisType.Explicit not in mesh.axis_types:
+            return leaf
+        return jax.device_put(leaf, mesh.devices.flat[0])
+
+    return jax.tree.map(moved, tree)
 
 
 def _rows_together(node: Any) -> Any:

@@ -23,7 +23,7 @@ def test_a_report_in_numbers():
     """Two workers with 16 rows of 32 features in two micro-batches: 4 samples; half, an eighth, or all is sent."""
     stages = [lambda params, x, batch: params * (batch["x"] if x is None else x)] * 4
     boundaries = [jc.dct_mp(0.5), TopKGradientBoundary(0.875, value_dtype="bfloat16"), jc.dct_mp(0.0)]
-    pipeline = jc.Pipeline(stages, loss_fn, [np.ones(D)] * 4, boundaries=boundaries, micro_batches=2)
+    pipeline = jc.Pipeline(stages, loss_fn, [np.ones(D) for _ in range(4)], boundaries=boundaries, micro_batches=2)
     batch = {"x": jax.ShapeDtypeStruct((ROWS, D), np.float32), "y": jax.ShapeDtypeStruct((ROWS, 3), np.float32)}
     report = pipeline.report(TOPK, batch, K)
     whole = 2 * 4 * 32 * 4
@@ -65,7 +65,7 @@ def test_a_report_of_a_batch_that_does_not_divide_is_refused():
         make_pipeline(2).report(TOPK, batch, K)
 
 
-PARAMS = [np.eye(D, dtype=np.float32)] * 2
+PARAMS = [np.eye(D, dtype=np.float32) for _ in range(2)]
 X = {"x": np.ones((ROWS, D), np.float32)}
 
 
