@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 from jaxcomm.checks import check_count
 from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.axis import on_own_mesh
-from jaxcomm.exchange import SCOPE, exchange_states, lets_bypass
+from jaxcomm.exchange import SCOPE, exchange_states, is_exchange_state, lets_bypass
 from jaxcomm.parallel import objects
 from jaxcomm.parallel.keys import is_key, own_keys, shared_keys
 from jaxcomm.parallel.replicas import differing_replicas
-from jaxcomm.parallel.replication import Axes, collectives_outside, varying_axes
+from jaxcomm.parallel.replication import LINEAR, OTHER, Axes, by_scope, varying_axes
 from jaxcomm.parallel.sharding import spec_axes
 from jaxcomm.parallel.state import check_axis, check_batch, check_global, row_axes
 from jaxcomm.states import check_rows
@@ -44,36 +44,70 @@ class _Out:
         """Returns the path of every leaf."""
         return objects.names(self.returned) + objects.names(self.changed)
 
-    def origins(self, state: dict[str, Any]) -> list[str]:
-        """Returns, for every leaf that is state, its path in the arguments, and "" for the others.
+    def origins(self, args: dict[str, Any]) -> list[str]:
+        """Returns, for every leaf that continues an argument, its path in the arguments, and "" for the others.
 
-        An output is state if it has the structure of an argument.
+        An output continues an argument of its structure and shapes; several of one kind, in their order. A bare scalar
+        continues none.
+
+        Args:
+          args: a worker's arguments by name.
         """
-        kinds = {jax.tree.structure(arg): name for name, arg in reversed(state.items()) if not _is_array(arg)}
-        bare = {
-            (jnp.shape(arg), jnp.result_type(arg)): name
-            for name, arg in reversed(state.items())
-            if _is_array(arg) and (jnp.ndim(arg) or is_key(arg))
-        }
-
-        def origin(node: Any) -> str | None:
-            if _is_array(node):
-                return bare.get((jnp.shape(node), jnp.result_type(node)))
-            return kinds.get(jax.tree.structure(node))
-
+        kinds: dict[Any, list[str]] = {}
+        for name, arg in args.items():
+            kinds.setdefault(_kind(arg), []).append(name)
+        kinds.pop(None, None)
         found: list[str] = []
-        for node in jax.tree.leaves(self.returned, is_leaf=lambda node: origin(node) is not None):
-            name = origin(node)
-            found += [""] * len(jax.tree.leaves(node)) if name is None else objects.names({name: node})
+        for node in jax.tree.leaves(self.returned, is_leaf=lambda node: _kind(node) in kinds):
+            names = kinds.get(_kind(node))
+            if names is None:
+                found += [""] * len(jax.tree.leaves(node))
+                continue
+            found += objects.names({names[0]: node})
+            kinds[_kind(node)] = names[1:] or names
         return found + objects.names(self.changed)
 
 
+def _kind(node: Any) -> Any:
+    """Returns the structure and the shapes of a tree, None for a bare scalar."""
+    if not _is_array(node):
+        shapes = tuple(jnp.shape(leaf) if _is_array(leaf) else None for leaf in jax.tree.leaves(node))
+        return jax.tree.structure(node), shapes
+    return (jnp.shape(node), jnp.result_type(node)) if jnp.ndim(node) or is_key(node) else None
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Static:
+    """An argument that is static, though it could be traced."""
+
+    value: Any
+    type: type  # True is equal to 1
+
+
 class _Leaf(NamedTuple):
-    """An output array of a step: its path, its PartitionSpec, and its origin, see `_Out.origins`."""
+    """An output array of a step: its path, its PartitionSpec, its origin (see `_Out.origins`), and what is said of it.
+
+    `said` is "mean", "sum" or "max", and "" if nothing is.
+    """
 
     name: str
     spec: P
     origin: str
+    said: str
+
+    def is_loss(self, axes: Axes, scalars: set[str]) -> bool:
+        """Returns whether it only has the place of a scalar in one of the arguments of scalars alone.
+
+        Then it does not follow from that scalar.
+        """
+        is_alone = self.origin.split("/")[0] in scalars and self.name != self.origin
+        return is_alone and _follows(self.origin) not in axes
+
+
+def _follows(name: str) -> str:
+    """Returns the mark, in the walk, of what follows from a scalar argument."""
+    return f"(from {name})"
 
 
 @jax.tree_util.register_dataclass
@@ -116,7 +150,8 @@ class DataParallel:
         mesh: Mesh,
         batch: Sequence[int | str],
         batch_axis: Any,
-        mean: str | None,
+        said: dict[str, str | None],
+        static: Sequence[int | str],
         rng: str | None,
         check_every: int | None,
         donate: bool,
@@ -124,9 +159,12 @@ class DataParallel:
     ):
         """See `data_parallel`."""
         functools.update_wrapper(self, step)
-        self.mesh, self._step, self._mean, self._rng, self._every = mesh, step, mean, rng, check_every
-        self._names, self._batch_axis = _parameters(step), batch_axis
-        self._batch = frozenset(self._argument(each) if isinstance(each, int) else each for each in batch)
+        self.mesh, self._step, self._said, self._rng, self._every = mesh, step, said, rng, check_every
+        self._names, self._batch_axis, self._donates = _parameters(step), batch_axis, donate
+        self._batch, self._static = (
+            frozenset(self._argument(each) if isinstance(each, int) else each for each in chosen)
+            for chosen in (batch, static)
+        )
         donated = 0 if donate else ()
         self._jitted = jax.jit(self._on_mesh, donate_argnums=donated, compiler_options=compiler_options)
         self._calls = 0
@@ -151,7 +189,7 @@ class DataParallel:
         checkpoint is restored into: both must have their rows from the start.
         """
         self._axes, workers = self._workers(state)
-        return self._placed(_Packed.of(_spread(state, workers)), _specs).tree()
+        return self._placed(_Packed.of(_spread(state, workers)), self._state_specs).tree()
 
     @on_own_mesh
     def trace(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +214,12 @@ class DataParallel:
             self._axes, workers = self._workers(state)
             if not self._calls:
                 check_rows(state, workers)
-            packed = self._placed(_Packed.of(_spread(state, workers), packed.sharing), _specs)
+            packed = _Packed.of(_spread(state, workers), packed.sharing)
+            if self._donates:
+                packed = packed.replace(_distinct(packed.arrays, batch, _buffers))
+            packed = self._placed(packed, self._state_specs)
+        elif self._donates:
+            packed = packed.replace(_distinct(packed.arrays, batch, id))
         self._check_batch(batch, math.prod(self.mesh.shape[name] for name in self._axes))
         rows = self._placed(_Packed.of(batch), partial(self._row_specs, self._axes))
         out = self._jitted(packed, rows)
@@ -199,7 +242,24 @@ class DataParallel:
 
     def _parted(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the arguments that are state, and those that are batches, by name."""
+        for name in self._batch:
+            if next(exchange_states(given[name]), None) is not None:
+                place = f"{self._names.index(name)}, " if name in self._names else ""
+                others = [each for each in given if each not in self._batch]
+                raise ValueError(
+                    f"batch must name the arguments that have rows; got argument {place}{name!r}, which holds an "
+                    f"exchange's state. Pass batch= with the position or the name of the batch, as one of {others}."
+                )
         state = {name: arg for name, arg in given.items() if name not in self._batch}
+        for name in self._static & state.keys():
+            try:
+                hash(state[name])
+            except TypeError:
+                raise ValueError(
+                    f"static must name arguments that can be hashed; got {name!r}, a {type(state[name]).__name__}. "
+                    "Make it a frozen dataclass, or bind it by functools.partial."
+                ) from None
+            state[name] = _Static(state[name], type(state[name]))
         return objects.merge_states(state, objects.graph_in(state)), {name: given[name] for name in sorted(self._batch)}
 
     def _argument(self, place: int) -> str:
@@ -238,6 +298,40 @@ class DataParallel:
         check_axis(self.mesh, axes)
         return axes, math.prod(self.mesh.shape[name] for name in axes)
 
+    def _state_specs(self, state: Any) -> list[P]:
+        """Returns the PartitionSpec of every leaf of the arguments that are not batches."""
+        specs, rows = _specs(state), self._said["rows"]
+        if rows is None:
+            return specs
+        workers = math.prod(self.mesh.shape[name] for name in self._axes)
+        for i, (name, leaf) in enumerate(zip(objects.names(state), jax.tree.leaves(state), strict=True)):
+            if specs[i] == P() and _is_array(leaf) and jnp.ndim(leaf) and re.search(rows, name):
+                specs[i] = P(self._axes)
+                if jnp.shape(leaf)[0] % workers:
+                    raise ValueError(
+                        f"The rows of what rows= names must be a multiple of the number of workers; got "
+                        f"{jnp.shape(leaf)[0]} rows at {name!r} for {workers} workers. Give it the rows of all "
+                        "workers, in the order of the workers."
+                    )
+        return specs
+
+    def _about(self, out: _Out, args: dict[str, Any], specs: dict[str, P]) -> list[list[Any]]:
+        """Returns names, PartitionSpecs, origins, and what is said of them, of the leaves of an output."""
+        names, origins, said = out.names(), out.origins(args), []
+        found = _specs(out)
+        for i, (name, origin) in enumerate(zip(names, origins, strict=True)):
+            patterns = {how: pattern for how, pattern in self._said.items() if pattern is not None}
+            hows = [how for how, each in patterns.items() if re.search(each, name) or re.search(each, origin or name)]
+            if len(hows) > 1:
+                raise ValueError(
+                    f"One of mean, sum, max and rows must match an output; got {' and '.join(hows)} for {name!r}"
+                    f"{f', which continues {origin!r}' if origin else ''}. Narrow the patterns, {patterns}."
+                )
+            if found[i] == P() and (hows == ["rows"] or not hows):
+                found[i] = specs.get(origin, P(self._axes) if hows else P())
+            said.append("" if hows == ["rows"] else "".join(hows))
+        return [names, found, origins, said]
+
     def _check_batch(self, batch: dict[str, Any], workers: int) -> None:
         axes = self._axes_in(batch)
         check_batch(batch, workers, batch_axis=axes)
@@ -261,13 +355,15 @@ class DataParallel:
     @on_own_mesh
     def _on_mesh(self, state: _Packed, batch: _Packed) -> _Packed:
         """The function that is compiled."""
-        axes, workers = self._workers(state.tree())
+        self._axes, workers = axes, _ = self._workers(state.tree())
         self._check_batch(batch.tree(), workers)
         whole = _spread(state.tree(), workers)
         state = _Packed.of(whole, state.sharing)
-        specs = state.pick(_specs(whole)), batch.pick(self._row_specs(axes, batch.tree()))
+        specs = state.pick(self._state_specs(whole)), batch.pick(self._row_specs(axes, batch.tree()))
         graph = objects.graph_in(whole)
         names = state.pick(objects.names(whole))
+        row_names = [*names, *batch.pick(objects.names(batch.tree()))]
+        specs_of = {name: spec for name, spec in zip(row_names, [*specs[0], *specs[1]], strict=True) if spec != P()}
         about: list[_Leaf] = []  # the outputs; noted while tracing, as some trees can only be built from arrays
 
         @jax.jit  # traced once, for the check and for the step
@@ -277,13 +373,27 @@ class DataParallel:
                 own = own_keys(self._rng, names, own_state, jax.lax.axis_index(axes))
             changed = objects.shared(state.tree(own), state.sharing)
             given = objects.split_states(changed) | batch.tree(own_batch)
+            given = {name: arg.value if isinstance(arg, _Static) else arg for name, arg in given.items()}
             args: list[Any] = []
             while (name := self._argument(len(args))) in given:
                 args.append(given.pop(name))
-            returned = objects.merge_states(self._step(*args, **given), graph)
+            try:
+                returned = objects.merge_states(self._step(*args, **given), graph)
+            except ValueError as error:
+                if "Non-hashable static" not in str(error):
+                    raise
+                raise ValueError(
+                    "Static arguments of a step's own jax.jit must be named for data_parallel, too; got a traced one. "
+                    "Pass static= with their names or positions, or bind them by functools.partial."
+                ) from error
             out = _Out(returned, {name: arg for name, arg in changed.items() if objects.is_changed(arg)})
             packed = _Packed.of(out)
-            about[:] = map(_Leaf, *map(packed.pick, (out.names(), _specs(out), out.origins(whole))))
+            known = state.tree(own_state) | {
+                name: arg
+                for name, arg in batch.tree(own_batch).items()
+                if not _is_array(arg) or self._is_rows(name)  # a bare array of such a shape may be anything
+            }
+            about[:] = map(_Leaf, *map(packed.pick, self._about(out, known, specs_of)))
             if self._rng is None:
                 return packed
             pairs = {
@@ -301,50 +411,84 @@ class DataParallel:
         if AxisType.Explicit in self.mesh.axis_types:  # the arrays' types may have other shardings
             arrays = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), arrays, specs)
         traced, out = jax.make_jaxpr(on_workers(own_step, P()), return_shape=True)(*arrays)
-        varying = _varying_outputs(
-            traced.jaxpr, [frozenset(spec_axes(spec)) for spec in (*specs[0], *specs[1])], frozenset(axes)
-        )
-        is_averaged = self._averaged(about, out.arrays, varying)
+        inputs = [frozenset(spec_axes(spec)) for spec in (*specs[0], *specs[1])]
+        scalars = {name for name, arg in state.tree().items() if _has_scalars_alone(arg)}
+        for i, (name, is_exchange) in enumerate(zip(names, state.pick(_is_of_exchange(whole)), strict=True)):
+            if is_exchange or name.split("/")[0] in scalars:
+                inputs[i] |= {GIVEN if is_exchange else _follows(name)}
+        varying = _varying_outputs(traced.jaxpr, inputs, frozenset(axes))
+        is_summed = [False] * len(names)
+        if (pattern := self._said["sum"]) is not None:
+            differs = {leaf.origin: not each.isdisjoint(axes) for leaf, each in zip(about, varying, strict=True)}
+            sums = {leaf.origin for leaf in about if leaf.said == "sum"}
+            for i, (name, spec) in enumerate(zip(names, specs[0], strict=True)):
+                is_named = name in sums or re.search(pattern, name) is not None
+                is_summed[i] = spec == P() and is_named and differs.get(name, True)  # a counter needs no sum
+                inputs[i] |= {LINEAR} if is_summed[i] else set()
+            varying = _varying_outputs(traced.jaxpr, inputs, frozenset(axes))
+        hows = self._hows(about, out.arrays, varying, scalars)
         out_specs = [leaf.spec for leaf in about]
 
-        def averaged_step(own_state: list[Any], own_batch: list[Any]) -> list[Any]:
+        def whole_step(own_state: list[Any], own_batch: list[Any]) -> list[Any]:
             arrays = own_step(own_state, own_batch).arrays
-            local = [leaf for leaf, is_one in zip(arrays, is_averaged, strict=True) if is_one]
-            means = iter(dense_mean(local, axes)[0])
-            return [next(means) if is_one else leaf for leaf, is_one in zip(arrays, is_averaged, strict=True)]
+            if any(LINEAR in marks for marks, how in zip(varying, hows, strict=True) if how == "sum"):
+                # Of a sum that goes on, such as 0.9 * old + new, each worker has the whole old part: take a Kth of it.
+                begun = [jnp.zeros_like(x) if one else x for x, one in zip(own_state, is_summed, strict=True)]
+                added = own_step(begun, own_batch).arrays
+            else:
+                added = arrays
+            return _combined(arrays, added, hows, axes)
 
-        return out.replace(on_workers(averaged_step, out_specs)(*arrays))
+        return out.replace(on_workers(whole_step, out_specs)(*arrays))
 
-    def _averaged(self, about: list["_Leaf"], arrays: list[Any], varying: list[Axes]) -> list[bool]:
-        """Returns whether each output is averaged; refuses outputs that must not differ.
+    def _is_rows(self, name: str) -> bool:
+        rows = self._said["rows"]
+        return rows is not None and re.search(rows, name) is not None
+
+    def _hows(self, about: list["_Leaf"], arrays: list[Any], varying: list[Axes], scalars: set[str]) -> list[str]:
+        """Returns how the workers' values of each output become one: "mean", "sum", "max", and "" for one as it is.
 
         Raises:
-          ValueError: naming the outputs that differ between workers and cannot be averaged.
+          ValueError: naming the outputs that differ between workers and of which nothing is said.
         """
-        refused, is_averaged = [], []
-        for leaf, array, axes in zip(about, arrays, varying, strict=True):
-            is_named = self._mean is not None and re.search(self._mean, leaf.name) is not None
-            may_be = is_named if leaf.origin else array.shape == ()
-            differs = bool(axes) and leaf.spec == P()
-            is_averaged.append(differs and may_be and jnp.issubdtype(array.dtype, jnp.floating))
-            if differs and not is_averaged[-1]:
-                refused.append(f"{leaf.name!r} {array.dtype}{list(array.shape)}{' (state)' if leaf.origin else ''}")
+        hows: list[str] = []
+        refused: list[tuple[str, _Leaf, bool]] = []
+        for leaf, array, found in zip(about, arrays, varying, strict=True):
+            is_float, is_bool = (jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.bool_))
+            is_state = bool(leaf.origin) and not leaf.is_loss(found, scalars)
+            usual = "mean" if array.shape == () and not is_state else ""
+            differs = not found.isdisjoint(self.mesh.axis_names) and leaf.spec == P()
+            how = leaf.said or usual
+            if differs and how == "sum" and OTHER in found:
+                raise ValueError(
+                    f"sum= must name sums over rows; got {leaf.name!r}, in which the old value, too, goes through "
+                    "something else than sums and constant factors. Leave it out of the state and compute it from the "
+                    "sums where it is used; or sum over the workers inside the step, by jax.lax.psum."
+                )
+            takes = {"mean": is_float, "sum": not is_bool, "max": True, "": False}[how]
+            hows.append(how if differs else "")
+            if differs and not takes:
+                shown = f"{leaf.name!r} {array.dtype}{list(array.shape)}{' (state)' if is_state else ''}"
+                refused.append((shown, leaf, bool(is_float)))
         if refused:
+            pattern = "|".join(dict.fromkeys(_pattern(leaf) for _, leaf, _ in refused))
+            means = f"mean={pattern!r} for means over the rows (running statistics), "
             raise ValueError(
                 "What a step returns must be the same on all workers, or a scalar of floats, which is averaged; got "
-                f"{', '.join(refused[:8])}{' and others' if refused[8:] else ''}, computed from each worker's own rows "
-                "or gradients and not exchanged. Pass mean='batch_stats' for running statistics (a regular expression "
-                "of paths); decide by jaxcomm.exchange_metrics(opt_state).skipped, not by the local gradients; return "
-                "the mean of a metric."
+                f"{', '.join(shown for shown, *_ in refused[:8])}{' and others' if refused[8:] else ''}, computed from "
+                f"each worker's own rows or gradients and not exchanged. Pass "
+                f"{means if any(is_float for *_, is_float in refused) else ''}sum={pattern!r} for sums and counts, "
+                f"max={pattern!r} for maxima, rows={pattern!r} for what each row has of its own (regular expressions "
+                "of paths); decide by jaxcomm.exchange_metrics(opt_state).skipped, not by the local gradients."
             )
-        return is_averaged
+        return hows
 
     def _check(self, out: "_Out") -> None:
         """Compares replicated arrays across the devices, and checks that every row is its worker's own."""
         check_rows(out, math.prod(self.mesh.shape.values()))
         packed = _Packed.of(out)
         about = zip(packed.pick(out.names()), packed.pick(_specs(out)), packed.arrays, strict=True)
-        named = {name: array for name, spec, array in about if spec == P()}
+        named = {name: array for name, spec, array in about if spec == P() and array.is_fully_replicated}
         if found := differing_replicas(self.mesh, named):
             names = [f"{name} (on device {', '.join(map(str, places))})" for name, places in found.items()]
             raise ValueError(
@@ -361,6 +505,10 @@ def data_parallel(
     batch: int | str | Sequence[int | str] = 1,
     batch_axis: Any = 0,
     mean: str | None = None,
+    sum: str | None = None,
+    max: str | None = None,
+    rows: str | None = None,
+    static: int | str | Sequence[int | str] = (),
     rng: str | None = None,
     check_every: int | None = None,
     donate: bool = False,
@@ -380,7 +528,9 @@ def data_parallel(
 
     Values that a step computes from its gradients before the exchange (a norm, whether they are finite) are those of
     one worker. At trace time, every output is traced back to the inputs. State that would differ between workers is
-    refused by name, and so is any collective over the workers outside the exchange, such as a `pmean` left in the step.
+    refused by name, and so is a `pmean` or `psum` of gradients or updates that was left in the step. Collectives inside
+    a loss may stay (SyncBN, a contrastive loss, counts of valid tokens): the gradient is that of the mean of the
+    workers' losses, to which each contributes its own.
 
     Objects of Flax NNX (a model, an `nnx.Optimizer`, metrics) are changed in place, as by `nnx.jit`; pass a state of
     `nnx.split` together with its graph. On the wire: the bytes of `tx`, and one all-reduce of 4 bytes for each number
@@ -394,9 +544,19 @@ def data_parallel(
         multiple of K. Scalars in them, including a key of `jax.random.key`, are replicated.
       batch_axis: the axis of the rows; or a tree of axes, a prefix of the batch, None for what is replicated; see
         `make_train_step`. Of several batches, a tree by the names of the arguments.
-      mean: a regular expression of paths in the outputs, for state that each worker computes from its own rows and that
-        is to be averaged: "batch_stats" for the running statistics of Flax, "BatchStat|Metric" for the running
-        statistics and metrics of NNX.
+      mean: a regular expression of paths, for outputs that each worker computes from its own rows and that are to be
+        averaged: "batch_stats" for the running statistics of Flax, "BatchStat|Metric" for the running statistics and
+        metrics of NNX. An output has two paths: its own ("2/center"), and that of the argument that it continues, by
+        the argument's name ("state/center"), which is one of the same structure and shapes.
+      sum: the same, for sums over rows: counts, histograms, integers. State of sums may decay: with a state s of which
+        a step makes a * s + b, a replicated and b of a worker's rows, the new state is a * s + the sum of all b.
+      max: the same, for maxima; of booleans, whether any is true.
+      rows: the same, for what has rows of its own in the order of the workers, in arguments and outputs: environments,
+        recurrent state, logits, losses of rows. The first dimension is cut over the workers, as that of a batch. So is
+        an output that continues a batch that is a tree. What has one item for each worker may also be a `PerWorker` of
+        (K, ...): the step gets and returns (1, ...).
+      static: arguments that are Python values in the step, positions or names: a flag, a number of layers. They must be
+        named here, too, if they are static in a `jax.jit` of the step's own. (Strings and functions always are.)
       rng: a regular expression of paths in the arguments that are not batches, for random keys of which each worker
         gets its own: "key" for an argument of that name, "RngKey" for the keys of NNX. A key that is returned in the
         state is replicated. Without `rng`, all workers draw the same numbers, each for its own rows.
@@ -412,14 +572,16 @@ def data_parallel(
     Raises:
       ValueError: at trace time, if there is no exchange in the state; for a local method, or gradients that bypass the
         exchange; for a batch that does not divide, or that has local arrays where there are several processes; for
-        outputs that differ between workers and cannot be averaged; for collectives outside the exchange. At the first
+        outputs that differ between workers and of which nothing is said; for collectives of gradients or updates
+        outside the exchange; for a static argument that cannot be hashed. At the first
         call and at every check, for rows that are not those of their workers; at a check, for replicated state that
         differs.
     """
     if check_every is not None:
         check_count("check_every", check_every, 1, "None never checks")
-    chosen = [batch] if isinstance(batch, int | str) else batch
-    return DataParallel(step, mesh, chosen, batch_axis, mean, rng, check_every, donate, compiler_options)
+    chosen, fixed = ([each] if isinstance(each, int | str) else each for each in (batch, static))
+    said = {"mean": mean, "sum": sum, "max": max, "rows": rows}
+    return DataParallel(step, mesh, chosen, batch_axis, said, fixed, rng, check_every, donate, compiler_options)
 
 
 def _parameters(step: Callable[..., Any]) -> list[str]:
@@ -475,21 +637,129 @@ def _spread(state: Any, workers: int) -> Any:
     )
 
 
+def _pattern(leaf: _Leaf) -> str:
+    """Returns a regular expression, as short as a name, that finds an output."""
+    path = leaf.origin or leaf.name
+    if ":" in path:
+        return path.rsplit(":", 1)[1]  # the type of a variable of NNX
+    parts = path.split("/")
+    words = [part for part in parts if len(part) > 2 and not part.isdigit()]
+    if "batch_stats" in words:
+        return "batch_stats"
+    return re.escape(words[-1]) if words else f"^{re.escape(path)}$"
+
+
+def _buffers(array: Any) -> Any:
+    """Returns something that is equal for two arrays in the same memory."""
+    if not isinstance(array, jax.Array) or not array.size or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return id(array)
+    return array.addressable_shards[0].data.unsafe_buffer_pointer() if array.addressable_shards else id(array)
+
+
+def _distinct(arrays: list[Any], batch: Any, key: Callable[[Any], Any]) -> list[Any]:
+    """Copies the arrays that are there twice, or in the batch, too: one buffer cannot be donated twice."""
+    seen = {key(leaf) for leaf in jax.tree.leaves(batch)}
+    found = []
+    for array in arrays:
+        is_new = key(array) not in seen
+        seen.add(key(array))
+        found.append(array if is_new or not isinstance(array, jax.Array) else jnp.copy(array))
+    return found
+
+
+def _combined(arrays: list[Any], added: list[Any], hows: list[str], axes: tuple[str, ...]) -> list[Any]:
+    """Combines the workers' values; `added` has the outputs without the old part of their sums."""
+    workers = jax.lax.axis_size(axes)
+    means = iter(dense_mean([x for x, how in zip(arrays, hows, strict=True) if how == "mean"], axes)[0])
+
+    def total(x: jax.Array, new: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x - new + jax.lax.psum(new, axes)
+        # One sum, that all workers may get the same bits.
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        x, new = x.astype(wide), new.astype(wide)
+        return jax.lax.psum(new + (x - new) / workers, axes)
+
+    def largest(x: jax.Array) -> jax.Array:
+        return jax.lax.pmax(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x, axes)
+
+    def one(x: jax.Array, new: jax.Array, how: str) -> jax.Array:
+        if how == "mean":
+            return next(means)
+        if how == "sum":
+            return total(x, new).astype(x.dtype)
+        return largest(x).astype(x.dtype) if how == "max" else x
+
+    return [one(*each) for each in zip(arrays, added, hows, strict=True)]
+
+
+def _has_scalars_alone(arg: Any) -> bool:
+    """Returns whether an argument is a tree of scalars."""
+    leaves = jax.tree.leaves(arg)
+    return (
+        bool(leaves) and not _is_array(arg) and all(_is_array(x) and not jnp.ndim(x) and not is_key(x) for x in leaves)
+    )
+
+
+def _is_of_exchange(tree: Any) -> list[bool]:
+    """Returns, for every leaf of a tree, whether it is in the state of an exchange."""
+    found: list[bool] = []
+    for node in jax.tree.leaves(tree, is_leaf=is_exchange_state):
+        found += [is_exchange_state(node)] * len(jax.tree.leaves(node))
+    return found
+
+
+# What the walk notes of a state that was given to an exchange, and of what an exchange returned.
+GIVEN, EXCHANGED = "(given to an exchange)", "(exchanged)"
+
+
 def _varying_outputs(jaxpr: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
-    """Returns the axes along which the outputs of a traced `shard_map` may differ.
+    """Returns the axes, and marks, of the outputs of a traced `shard_map`.
+
+    Collectives inside a loss (SyncBN, a contrastive loss, counts of valid tokens) are right: untracked, the gradient is
+    that of the sum of the workers' losses, and its mean that of their mean. A gradient that they have reduced, or an
+    update that they reduce again, is a dense exchange beside the exchange.
 
     Raises:
-      ValueError: for collectives outside the exchange.
+      ValueError: for collectives that reduce gradients before the exchange, or what it returned.
     """
     (eqn,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
     body, known = eqn.params["jaxpr"], dict(zip(jaxpr.invars, inputs, strict=True))
-    if found := collectives_outside(body, SCOPE, axes):
-        first = found[0]
+    outside, inside = by_scope(body, SCOPE, axes)
+    own, entered = {f"#{i}": each for i, each in enumerate(outside)}, set(map(id, inside))
+    marks = {id(each): mark for mark, each in own.items()}
+    sizes: dict[int, tuple[int, Axes]] = {}  # of the gradients: arrays that enter an exchange and are not its state
+    made: set[int] = set()
+    again: dict[int, Any] = {}
+
+    def see(eqn: Any, given: list[Axes], out: list[Axes]) -> list[Axes]:
+        if id(eqn) in entered:
+            for variable, found in zip(eqn.invars, given, strict=True):
+                is_gradient = not hasattr(variable, "val") and jnp.issubdtype(variable.aval.dtype, jnp.floating)
+                if is_gradient and id(variable) not in made and GIVEN not in found:
+                    sizes[id(variable)] = math.prod(variable.aval.shape), found
+            made.update(map(id, eqn.outvars))
+            return [each - own.keys() - {GIVEN} | {EXCHANGED} for each in out]
+        if id(eqn) not in marks:
+            return out
+        for variable, found in zip(eqn.invars, given, strict=True):
+            if EXCHANGED in found and not found & axes and math.prod(variable.aval.shape) > 1:
+                again[id(eqn)] = eqn
+        return [each | {marks[id(eqn)]} for each in out]
+
+    found = varying_axes(body, [known.get(v, frozenset()) for v in eqn.invars], see)
+    differ = sum(size for size, each in sizes.values() if each & axes)
+    reduced = [(size, each & own.keys()) for size, each in sizes.values() if each & own.keys() and not each & axes]
+    if sum(size for size, _ in reduced) > differ:
+        of_gradients = frozenset[str]().union(*(each for _, each in reduced))
+        again |= {id(own[mark]): own[mark] for mark in sorted(of_gradients)}
+    if again:
+        first = next(iter(again.values()))
         shapes = ", ".join(str(v.aval) for v in first.invars)
-        size = sum(count_bytes(v.aval.shape, v.aval.dtype.itemsize) for eqn in found for v in eqn.invars)
+        size = sum(count_bytes(v.aval.shape, v.aval.dtype.itemsize) for eqn in again.values() for v in eqn.invars)
         raise ValueError(
-            f"A step must leave all communication between workers to its exchange; got {len(found)} collectives of its "
-            f"own over {size:,} bytes, the first a {first.primitive.name} of {shapes}. Delete lax.pmean and lax.psum: "
-            "gradients are averaged by the exchange, scalars by data_parallel, running statistics by mean=."
+            f"A step must leave the mean of its gradients to its exchange; got gradients or updates reduced by "
+            f"{len(again)} collectives of its own over {size:,} bytes, the first a {first.primitive.name} of {shapes}. "
+            "Delete lax.pmean and lax.psum of gradients, updates and parameters; those inside of a loss may stay."
         )
-    return varying_axes(body, [known.get(v, frozenset()) for v in eqn.invars])
+    return found

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxcomm.accounting.jaxpr import COLLECTIVES, UNCOUNTED, equation_axes, inner_jaxpr, inner_jaxprs
@@ -17,6 +18,7 @@ from jaxcomm.collectives.messages import SAME
 from jaxcomm.parallel.sharding import spec_axes
 
 Axes = frozenset[str]
+See = Callable[[Any, list[Axes], list[Axes]], list[Axes]]
 
 # Collectives whose result is replicated; the results of the others differ.
 _REPLICATING = frozenset(name for name, op in COLLECTIVES.items() if op in ("all_reduce", "all_gather"))
@@ -67,60 +69,168 @@ def over_workers(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_sp
     return call
 
 
-def varying_axes(jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:
+# What the walk notes beside axes. LINEAR: a function of the marked inputs that adds up: their multiples by replicated
+# numbers, plus what is not marked. OTHER: any other function of them.
+LINEAR, OTHER = "(linear)", "(other)"
+
+
+def varying_axes(jaxpr: Any, inputs: Sequence[Axes], see: See | None = None) -> list[Axes]:
     """Returns the axes along which each output of a traced program may differ.
+
+    A mutable reference differs from its first write of a value that differs on. References of one type may be the same.
 
     Args:
       jaxpr: the program that a worker runs.
-      inputs: the axes along which each input differs.
+      inputs: the axes along which each input differs. LINEAR among them is followed as well.
+      see: is given every equation, the axes of its inputs and those of its outputs, and returns the latter.
     """
-    known: dict[Any, Axes] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def of(variables: Sequence[Any]) -> list[Axes]:
-        return [known.get(v, frozenset()) if not hasattr(v, "val") else frozenset() for v in variables]
-
-    for eqn in jaxpr.eqns:
-        known |= zip(eqn.outvars, _outputs(eqn, of(eqn.invars)), strict=True)
-    return of(jaxpr.outvars)
+    walk = _Walk(see)
+    while True:  # a reference may be read before the turn of a loop that writes to it
+        before = dict(walk.memory)
+        found = walk.axes_of(jaxpr, inputs)
+        if walk.memory == before:
+            return found
 
 
-def _outputs(eqn: Any, given: list[Axes]) -> list[Axes]:
-    name, params, count = eqn.primitive.name, eqn.params, len(eqn.outvars)
-    anywhere = frozenset[str]().union(*given)
-    if name in (*COLLECTIVES, *UNCOUNTED, "axis_index"):
-        axes = frozenset(equation_axes(eqn))
-        is_whole = name in _REPLICATING and params.get("axis_index_groups") is None
-        return [each - axes if is_whole else each | axes for each in (given if len(given) == count else [anywhere])]
-    if name == SAME:
-        return [given[1]]
-    if name == "cond":
-        index, operands = given[0], given[1:]
-        branches = [varying_axes(inner_jaxpr(branch), operands) for branch in params["branches"]]
-        return [index.union(*each) for each in zip(*branches, strict=True)]
-    if name == "scan":
-        # By ranks: scanned arrays have one more dimension outside (JAX releases differ in the names of the counts).
-        body = inner_jaxpr(params["jaxpr"])
-        carry = sum(out.aval.ndim == own.aval.ndim for out, own in zip(eqn.outvars, body.outvars, strict=True))
-        consts = sum(out.aval.ndim == own.aval.ndim for out, own in zip(eqn.invars, body.invars, strict=True)) - carry
-        start, xs = given[consts : consts + carry], given[consts + carry :]
-        start = _fixpoint(lambda now: varying_axes(body, [*given[:consts], *now, *xs])[:carry], start)
-        return varying_axes(body, [*given[:consts], *start, *xs])
-    if name == "while":
-        first = params["cond_nconsts"]
-        second = first + params["body_nconsts"]
-        test, body = inner_jaxpr(params["cond_jaxpr"]), inner_jaxpr(params["body_jaxpr"])
+class _Walk:
+    """The walk of `varying_axes`: what is known of references, and along which axes the present branch differs."""
 
-        def turn(now: list[Axes]) -> list[Axes]:
-            (goes_on,) = varying_axes(test, [*given[:first], *now])  # workers may leave the loop at different times
-            return [each | goes_on for each in varying_axes(body, [*given[first:second], *now])]
+    def __init__(self, see: See | None = None):
+        self.memory: dict[str, Axes] = {}
+        self.branch = frozenset[str]()
+        self.see = see
 
-        return _fixpoint(turn, given[second:])
-    inner = inner_jaxprs(params)
-    if len(inner) == 1 and len(inner[0].invars) == len(given) and len(inner[0].outvars) == count:  # jit, remat, ...
-        return varying_axes(inner[0], given)
-    for each in inner:  # unknown: every input may reach every output
-        anywhere = anywhere.union(*varying_axes(each, [anywhere] * len(each.invars)))
-    return [anywhere] * count
+    def axes_of(self, jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:
+        known: dict[Any, Axes] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def of(variables: Sequence[Any]) -> list[Axes]:
+            return [known.get(v, frozenset()) if not hasattr(v, "val") else frozenset() for v in variables]
+
+        for eqn in jaxpr.eqns:
+            given = of(eqn.invars)
+            out = self._written(eqn, given, self._outputs(eqn, given))
+            known |= zip(eqn.outvars, out if self.see is None else self.see(eqn, given, out), strict=True)
+        return of(jaxpr.outvars)
+
+    def _written(self, eqn: Any, given: list[Axes], out: list[Axes]) -> list[Axes]:
+        """Notes what an equation writes to references, and adds what it may read from them."""
+        kinds = {kind for v in (*eqn.invars, *eqn.outvars) if (kind := _reference(v))}
+        if not kinds or _bodies(eqn):
+            return out
+        anywhere = self.branch.union(*given)
+        for kind in kinds:
+            if eqn.primitive.name not in ("get", "freeze"):
+                self.memory[kind] = self.memory.get(kind, frozenset()) | anywhere
+            anywhere |= self.memory.get(kind, frozenset())
+        return [each | anywhere for each in out]
+
+    def _inside(self, differs: Axes, jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:
+        """Walks over a branch that is taken along different axes."""
+        before, self.branch = self.branch, self.branch | differs
+        found = self.axes_of(jaxpr, inputs)
+        self.branch = before
+        return found
+
+    def _outputs(self, eqn: Any, given: list[Axes]) -> list[Axes]:
+        name, params, count = eqn.primitive.name, eqn.params, len(eqn.outvars)
+        anywhere = frozenset[str]().union(*given)
+        if name in (*COLLECTIVES, *UNCOUNTED, "axis_index"):
+            axes = frozenset(equation_axes(eqn))
+            is_whole = name in _REPLICATING and params.get("axis_index_groups") is None
+            each = given if len(given) == count else [anywhere]
+            each = each if is_whole and name.startswith("psum") else [_nonlinear(axes) for axes in each]
+            return [one - axes if is_whole else one | axes for one in each]
+        if name == SAME:
+            return [given[1]]
+        if name == "cond":
+            index, operands = given[0], given[1:]
+            branches = [self._inside(index, inner_jaxpr(branch), operands) for branch in params["branches"]]
+            return [_chosen(index, *each) for each in zip(*branches, strict=True)]
+        if name == "scan":
+            # By ranks: scanned arrays have one more dimension outside (JAX releases differ in the names of the counts).
+            body = inner_jaxpr(params["jaxpr"])
+            carry = sum(out.aval.ndim == own.aval.ndim for out, own in zip(eqn.outvars, body.outvars, strict=True))
+            consts = sum(out.aval.ndim == own.aval.ndim for out, own in zip(eqn.invars, body.invars, strict=True))
+            consts -= carry
+            start, xs = given[consts : consts + carry], given[consts + carry :]
+            start = _fixpoint(lambda now: self.axes_of(body, [*given[:consts], *now, *xs])[:carry], start)
+            return self.axes_of(body, [*given[:consts], *start, *xs])
+        if name == "while":
+            first = params["cond_nconsts"]
+            second = first + params["body_nconsts"]
+            test, body = inner_jaxpr(params["cond_jaxpr"]), inner_jaxpr(params["body_jaxpr"])
+
+            def turn(now: list[Axes]) -> list[Axes]:
+                (goes_on,) = self.axes_of(test, [*given[:first], *now])  # workers may leave the loop at different times
+                each = self._inside(goes_on, body, [*given[first:second], *now])
+                return [_chosen(goes_on, one) for one in each]
+
+            return _fixpoint(turn, given[second:])
+        if len(inner := _bodies(eqn)) == 1:
+            return self.axes_of(inner[0], given)
+        for each in inner_jaxprs(params):  # unknown: every input may reach every output; its references are its own
+            anywhere = anywhere.union(*_Walk().axes_of(each, [anywhere] * len(each.invars)))
+        return [anywhere if _adds_up(eqn, given) else _nonlinear(anywhere)] * count
+
+
+def _bodies(eqn: Any) -> list[Any]:
+    """Returns the programs in an equation to which its inputs are passed as they are: loops, branches, jit, remat."""
+    inner = inner_jaxprs(eqn.params)
+    if eqn.primitive.name in ("cond", "scan", "while"):
+        return inner
+    is_call = len(inner) == 1 and len(inner[0].invars) == len(eqn.invars) and len(inner[0].outvars) == len(eqn.outvars)
+    return inner if is_call else []
+
+
+def _reference(variable: Any) -> str:
+    """Returns the type of a mutable reference, "" for a value."""
+    inner = getattr(variable.aval, "inner_aval", None)
+    return "" if inner is None else inner.str_short()
+
+
+def _nonlinear(axes: Axes) -> Axes:
+    return axes - {LINEAR} | {OTHER} if LINEAR in axes else axes
+
+
+def _chosen(by: Axes, *each: Axes) -> Axes:
+    """Returns the axes of what is chosen by a condition."""
+    found = by.union(*each)
+    return _nonlinear(found) if by else found
+
+
+# Primitives whose outputs are linear in each of their inputs, and those that only their first input may be linear in.
+_LINEAR = {
+    "add",
+    "add_any",
+    "sub",
+    "neg",
+    "reshape",
+    "transpose",
+    "broadcast_in_dim",
+    "slice",
+    "squeeze",
+    "expand_dims",
+}
+_LINEAR |= {"reduce_sum", "concatenate", "pad", "copy", "copy_p", "rev", "convert_element_type"}
+_LINEAR_IN_FIRST = {"div", "dynamic_slice", "gather"}
+
+
+def _adds_up(eqn: Any, given: list[Axes]) -> bool:
+    """Returns whether an equation makes LINEAR outputs of LINEAR inputs."""
+    name, is_marked = eqn.primitive.name, [LINEAR in axes or OTHER in axes for axes in given]
+    if OTHER in frozenset[str]().union(*given):
+        return False
+    if name in _LINEAR:
+        kinds = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (*eqn.invars, *eqn.outvars)]
+        return name != "convert_element_type" or kinds[0] <= kinds[1]  # rounding to integers is not linear
+    if name in ("mul", "dot_general"):
+        return sum(is_marked) <= 1 and not any(axes for axes, one in zip(given, is_marked, strict=True) if not one)
+    if name in _LINEAR_IN_FIRST:
+        is_integer = name == "div" and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
+        return not is_integer and not any(given[1:])
+    if name == "scatter-add":  # wherever a worker adds to it
+        return not any(is_marked[1:])
+    return name == "select_n" and not given[0]
 
 
 def _fixpoint(turn: Any, now: list[Axes]) -> list[Axes]:
@@ -132,20 +242,23 @@ def _fixpoint(turn: Any, now: list[Axes]) -> list[Axes]:
         now = after
 
 
-def collectives_outside(jaxpr: Any, scope: str, axes: Axes) -> list[Any]:
-    """Returns the collectives over any of the axes that are outside a `jax.named_scope`, in any loop or branch.
+def by_scope(jaxpr: Any, scope: str, axes: Axes) -> tuple[list[Any], list[Any]]:
+    """Returns the collectives over any of the axes outside a `jax.named_scope`, and the equations of the scope.
 
     Args:
-      jaxpr: the program that a worker runs.
+      jaxpr: the program that a worker runs; its loops and branches are looked into, those of the scope are not.
       scope: the name of the scope, or a part of it.
       axes: the axes.
     """
-    found = []
+    outside, inside = [], []
     for eqn in jaxpr.eqns:
         if scope in str(eqn.source_info.name_stack):
+            inside.append(eqn)
             continue
         if eqn.primitive.name in (*COLLECTIVES, *UNCOUNTED) and axes & set(equation_axes(eqn)):
-            found.append(eqn)
+            outside.append(eqn)
         for each in inner_jaxprs(eqn.params):
-            found += collectives_outside(each, scope, axes)
-    return found
+            found = by_scope(each, scope, axes)
+            outside += found[0]
+            inside += found[1]
+    return outside, inside
