@@ -29,13 +29,13 @@ def traced_program(function: Callable[..., Any], *args: Any) -> Program:
     return jaxpr_program(jax.make_jaxpr(function)(*args))
 
 
-def jaxpr_program(closed: Any) -> Program:
-    """Returns the collectives of a traced program.
+def jaxpr_program(closed: Any, outside: str | None = None) -> Program:
+    """Returns the collectives of a traced program; with `outside`, those outside the `jax.named_scope` of that name.
 
     Raises:
       ValueError: for a collective that cannot be counted: of an unknown kind, or in a loop of unknown length.
     """
-    return _read_jaxpr(closed.jaxpr, {})
+    return _read_jaxpr(closed.jaxpr, {}, outside)
 
 
 def jaxpr_communicates(closed: Any) -> bool:
@@ -46,10 +46,12 @@ def jaxpr_communicates(closed: Any) -> bool:
     return any(jaxpr_communicates(child) for eqn in equations for child in inner_jaxprs(eqn.params))
 
 
-def _read_jaxpr(jaxpr: Any, axis_sizes: dict[str, int]) -> Program:
+def _read_jaxpr(jaxpr: Any, axis_sizes: dict[str, int], outside: str | None) -> Program:
     program = Program()
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
+        if outside is not None and outside in str(eqn.source_info.name_stack):
+            continue
         if name in UNCOUNTED:
             raise ValueError(
                 f"A collective must be one of {', '.join(sorted(COLLECTIVES))} for its bytes to be predicted; got "
@@ -59,15 +61,15 @@ def _read_jaxpr(jaxpr: Any, axis_sizes: dict[str, int]) -> Program:
             program.always.append(_traffic(eqn, axis_sizes))
         elif name == "shard_map":
             sizes = {**axis_sizes, **dict(eqn.params["mesh"].shape)}
-            program.add(_read_jaxpr(inner_jaxpr(eqn.params["jaxpr"]), sizes))
+            program.add(_read_jaxpr(inner_jaxpr(eqn.params["jaxpr"]), sizes, outside))
         elif name == "scan":
-            program.add(_read_jaxpr(inner_jaxpr(eqn.params["jaxpr"]), axis_sizes), eqn.params["length"])
+            program.add(_read_jaxpr(inner_jaxpr(eqn.params["jaxpr"]), axis_sizes, outside), eqn.params["length"])
         elif name == "cond":
-            program.add_conditional([_read_jaxpr(inner_jaxpr(b), axis_sizes) for b in eqn.params["branches"]])
+            program.add_conditional([_read_jaxpr(inner_jaxpr(b), axis_sizes, outside) for b in eqn.params["branches"]])
         else:
             inner = Program()
             for child in inner_jaxprs(eqn.params):
-                inner.add(_read_jaxpr(child, axis_sizes))
+                inner.add(_read_jaxpr(child, axis_sizes, outside))
             if name == "while" and inner.communicates:
                 raise ValueError("A loop with collectives must have a static length; got a while loop. Use lax.scan.")
             program.add(inner)

@@ -264,7 +264,8 @@ def verify(
       params: the parameters, or their shapes.
       workers: K, or the number along each axis.
       other_bytes: bytes that the step may receive in addition to the exchange (losses and metrics). The bytes of a
-        model's state in a `TrainState` among the arguments are added.
+        model's state in a `TrainState` among the arguments are added; and, of a step of this library, those of the
+        loss's own collectives (SyncBN, a contrastive loss).
       beside: as in `wire_report`.
       axis_name: the axis of workers, or the axes, outermost first; None as in `make_train_step`.
       mesh: the mesh of the step, if it has axes other than the workers': collectives over these alone do not count.
@@ -283,6 +284,9 @@ def verify(
     claimed = exchange_report(tx, params, workers, beside, axis_name, kind_of_device(args)).program
     count = math.prod(check_workers(workers, axis_name))
     others = other_bytes + sum(model_state_bytes(arg, count) for arg in args)
+    if hasattr(step, "loss_program"):  # a step of this library
+        loss, counted = step.loss_program(*args).received_at_most, Program(list(beside)).received
+        others += max(0.0, float(loss) - float(counted))
     traced = step_report(step, *args, params=params, workers=count)
     program: Any = step.lower(*args).compile().as_text() if text is None else text
     return check_bytes(program, traced, claimed, others, axis_name, mesh, steps)
@@ -358,7 +362,8 @@ def check_bytes(
                 else:
                     cause = (
                         f"a dense all-reduce is left in the {when} step. Take params = jax.lax.pcast(params, "
-                        f"{axis_name!r}, to='varying') before jax.grad"
+                        f"{axis_name!r}, to='varying') before jax.grad; or give other_bytes= room for the collectives "
+                        "of the loss itself"
                     )
                 raise ValueError(
                     f"A step must send its exchange and at most {float(others):,.0f} bytes more; got "

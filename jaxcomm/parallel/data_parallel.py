@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxcomm.accounting.jaxpr import jaxpr_program
 from jaxcomm.checks import check_count
 from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.axis import on_own_mesh
@@ -28,7 +29,7 @@ from jaxcomm.parallel.replication import LINEAR, OTHER, Axes, by_scope, varying_
 from jaxcomm.parallel.sharding import spec_axes
 from jaxcomm.parallel.state import check_axis, check_batch, check_global, row_axes
 from jaxcomm.states import check_rows
-from jaxcomm.traffic import count_bytes
+from jaxcomm.traffic import Program, count_bytes
 from jaxcomm.types import is_per_worker
 
 
@@ -200,6 +201,10 @@ class DataParallel:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lowers the step for arrays or shapes, as `jax.jit(...).lower` does."""
         return self.trace(*args, **kwargs).lower()
+
+    def loss_program(self, *args: Any, **kwargs: Any) -> Program:
+        """Returns the collectives that the step has beside its exchange, as those of its loss, for `verify`."""
+        return jaxpr_program(self.trace(*args, **kwargs).jaxpr, outside=SCOPE)
 
     def _take(self, state: dict[str, Any], batch: dict[str, Any]) -> "_Out":
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
@@ -628,7 +633,8 @@ def _spread(state: Any, workers: int) -> Any:
         if leaf.shape[0] != 1:
             raise ValueError(
                 f"A state must have a row for each worker; got {leaf.shape[0]} rows for {workers} workers. Use "
-                "jaxcomm.resize_workers to continue with another number of them."
+                "jaxcomm.resize_workers to continue with another number of them; an array with several rows for each "
+                "worker is no PerWorker: name it by rows=."
             )
         return jnp.repeat(jnp.asarray(leaf), workers, axis=0)
 
@@ -643,10 +649,10 @@ def _pattern(leaf: _Leaf) -> str:
     if ":" in path:
         return path.rsplit(":", 1)[1]  # the type of a variable of NNX
     parts = path.split("/")
-    words = [part for part in parts if len(part) > 2 and not part.isdigit()]
-    if "batch_stats" in words:
+    if "batch_stats" in parts:
         return "batch_stats"
-    return re.escape(words[-1]) if words else f"^{re.escape(path)}$"
+    is_word = len(parts[-1]) > 2 and not parts[-1].isdigit()
+    return re.escape(parts[-1]) if is_word else f"^{re.escape(path)}$"
 
 
 def _buffers(array: Any) -> Any:

@@ -14,9 +14,18 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxcomm.accounting.jaxpr import traced_program
 from jaxcomm.accounting.report import PipelineReport, WireReport, step_report, verify
 from jaxcomm.checks import check_count
-from jaxcomm.collectives.axis import ALL_EXCHANGED, AxisName, axis_names, check_workers, in_axes_of_workers, on_own_mesh
+from jaxcomm.collectives.axis import (
+    ALL_EXCHANGED,
+    AxisName,
+    axis_names,
+    check_workers,
+    in_axes_of_workers,
+    on_own_mesh,
+    to_varying,
+)
 from jaxcomm.exchange import get_exchange
 from jaxcomm.parallel.agreement import check_agreement, trace_on
 from jaxcomm.parallel.loss import GradientsFn, LossFn, gradients_of, in_turns
@@ -38,14 +47,16 @@ from jaxcomm.parallel.state import (
     row_axes,
     shapes_on,
     state_specs,
+    without_rows,
 )
 from jaxcomm.parallel.worker import worker_step
 from jaxcomm.states import (
     bypassing,
     check_rows,
     trained,
+    vary_exchanged,
 )
-from jaxcomm.traffic import Traffic
+from jaxcomm.traffic import Program, Traffic
 from jaxcomm.types import is_per_worker
 
 
@@ -192,7 +203,7 @@ class TrainStep(ABC):
           state: the state, or its shapes.
           batch: the batch, or its shapes.
           other_bytes: bytes that the step may receive in addition to the exchange (losses and metrics). The bytes of
-            the model's state are added.
+            the model's state, and of the loss's own collectives, are added.
           beside: collectives of gradients in addition to the exchange: `plan.traffic` of `plan_late_multiply`.
 
         Returns:
@@ -226,6 +237,11 @@ class TrainStep(ABC):
     def _specs(self, state: TrainState) -> TrainState:
         """Returns the PartitionSpec of every leaf of a state."""
         return state_specs(state)
+
+    def loss_program(self, state: Any, batch: Any) -> Program:
+        """Returns the collectives of the loss and of its gradient, unless `verify` counts them by itself."""
+        del state, batch
+        return Program()
 
     @abstractmethod
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -317,6 +333,21 @@ class WorkersStep(TrainStep):
         own_step = partial(worker_step, self._gradients_fn(), self.tx, self.axis_name)
         shard_map = jax.shard_map if bypassing(state.opt_state, trained(state.params)) else over_workers
         return shard_map(own_step, mesh=self.mesh, in_specs=(specs, rows), out_specs=(specs, P()))(state, batch)
+
+    def loss_program(self, state: Any, batch: Any) -> Program:
+        """Returns the collectives of the loss; see `TrainStep`."""
+        if bypassing(state.opt_state, trained(self._like(state))):
+            return Program()  # `beside` has them
+
+        def gradients(state: TrainState, batch: Batch) -> Any:
+            old = without_rows(state)
+            params = vary_exchanged(old.params, old.opt_state, self.axis_name)
+            found = self._gradients_fn()(params, old.model_state, batch)
+            return jax.tree.map(lambda x: x[None], to_varying(found, self.axis_name))
+
+        keyed = jax.eval_shape(self._keyed, state.step, batch)
+        specs = state_specs(state), keyed.like(P(self.axis_name), P())
+        return traced_program(over_workers(gradients, self.mesh, specs, P(self.axis_name)), state, keyed)
 
     def _gradients_fn(self) -> GradientsFn:
         return in_turns(gradients_of(self._loss, self.axis_name), self._settings.accumulate, self.axis_name)

@@ -791,3 +791,99 @@ def test_an_array_at_two_places_is_donated_once(where):
         state = jax.tree.map(lambda x: x, state)
     state, _ = wrapped(state, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state["ema"], expected["ema"])
+
+
+def synchronized(params, batch, axis):
+    """Batch normalisation over the rows of all workers."""
+    x = batch["x"] @ params["w"]
+    mean, square = x.mean(0), (x**2).mean(0)
+    if axis is not None:
+        mean, square = lax.pmean((mean, square), axis)
+    return cross_entropy(2 * (x - mean) / jnp.sqrt(square - mean**2 + 1e-3) + params["b"], batch["y"])
+
+
+def contrastive(params, batch, axis):
+    """Each row against the rows of all workers, at a temperature."""
+    x = batch["x"] @ params["w"]
+    every = x if axis is None else lax.all_gather(x, axis, tiled=True)
+    labels = jnp.arange(len(x)) + (0 if axis is None else lax.axis_index(axis) * len(x))
+    return cross_entropy(jnp.exp(params["b"][0]) * jnp.sin(x) @ every.T, labels)
+
+
+def gathered_whole(params, batch, axis):
+    """The whole loss on every worker: the temperature's gradient is replicated."""
+    x = batch["x"] @ params["w"]
+    every = x if axis is None else lax.all_gather(x, axis, tiled=True)
+    return cross_entropy(jnp.exp(params["b"][0]) * jnp.sin(every) @ every.T, jnp.arange(len(every)))
+
+
+def by_tokens(params, batch, axis):
+    """A mean over the rows of some classes, of which the workers have different numbers."""
+    logits, valid = batch["x"] @ params["w"] + params["b"], batch["y"] < 2
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    total = valid.sum() if axis is None else lax.psum(valid.sum(), axis) / K
+    return (each * valid).sum() / total
+
+
+def decorrelated(params, batch, axis):
+    """A loss of a covariance over all rows, which is replicated."""
+    x = batch["x"] @ params["w"] + params["b"]
+    moments = x.T @ x / len(x)
+    moments = moments if axis is None else lax.pmean(moments, axis)
+    return (moments**2).mean()
+
+
+@pytest.mark.parametrize("loss", [synchronized, contrastive, gathered_whole, by_tokens, decorrelated])
+def test_collectives_inside_a_loss_give_the_step_of_one_device_and_are_verified(loss):
+    def script(tx, axis):
+        params, opt_state = plain(tx)[1]
+
+        def step(state, batch):
+            params, opt_state = state
+            value, grads = jax.value_and_grad(loss)(params, batch, axis)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), value
+
+        return step, (params, opt_state)
+
+    given, sgd = batches(1)[0], optax.sgd(0.1)
+    step, state = script(sgd, None)
+    expected, value = step(state, given)
+    tx = jc.chain(DENSE, sgd)
+    step, state = script(tx, "data")
+    wrapped = jc.data_parallel(step, mesh(), check_every=1)
+    found, mean = wrapped(state, given)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found[0], jax.device_get(expected[0])
+    )
+    np.testing.assert_allclose(mean, value, rtol=1e-5)
+    jc.verify(wrapped, found, given, tx=tx, params=state[0], workers=K)
+    made = jc.make_train_step(lambda params, batch: loss(params, batch, "data"), tx, mesh())
+    made.verify(made.init(state[0]), given)
+
+
+def written(index, value):
+    """A tail that writes to a reference, in a loop and a jit, and returns what it has then."""
+
+    def tail(state, batch):
+        reference = jax.new_ref(jnp.zeros(3))
+        read_before = jax.new_ref(state)
+
+        def turn(carry, x):
+            carry = carry + read_before[0]
+            jax.jit(lambda r: r.__setitem__(index, value(batch) * x))(reference)
+            read_before[...] = state + reference[0]
+            return carry, None
+
+        carry, _ = lax.scan(turn, 0.0, jnp.ones(2))
+        return carry + reference[...], {}
+
+    return tail
+
+
+def test_writes_to_references_are_followed():
+    for index in (0, 1):
+        with pytest.raises(ValueError, match=r"got '2' float32\[3\] \(state\).*sum='state'"):
+            tailed(written(index, lambda batch: batch["x"].sum()))[0](jnp.zeros(3))
+    outputs, expected = tailed(written(0, lambda batch: 2.0))
+    np.testing.assert_array_equal(outputs(jnp.ones(3))[0], expected(jnp.ones(3))[0])
