@@ -10,7 +10,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import axis_name_of, is_local
 from jaxcomm.parallel.local_step import LocalStep
 from jaxcomm.parallel.lookups import Lookups
-from jaxcomm.parallel.loss import LossFn, loss_of
+from jaxcomm.parallel.loss import LossFn, Scalars, loss_of
 from jaxcomm.parallel.sharded_step import ShardedStep
 from jaxcomm.parallel.step import SimulatedStep, StepSettings, TrainStep, WorkersStep
 from jaxcomm.pipeline.pipeline import Pipeline
@@ -27,6 +27,8 @@ def make_train_step(
     lookups: Lookups | None = None,
     has_aux: bool = False,
     has_state: bool = False,
+    sum: str | None = None,
+    max: str | None = None,
     accumulate: int = 1,
     batch_axis: Any = 0,
     rng: jax.Array | None = None,
@@ -116,10 +118,14 @@ def make_train_step(
         `shapes` gets first, and the other axes are left to XLA.
       auto: axes that are left to XLA, with `specs`.
       lookups: by path ("embeddings/table"), (batch) -> ids int32, for tables whose rows the step looks up.
-      has_aux: whether `loss_fn` also returns a dict of scalars; they are averaged over the workers.
+      has_aux: whether `loss_fn` also returns a dict of scalars of each worker's own rows; floats are averaged over the
+        workers, unless `sum` or `max` name them.
       has_state: whether `loss_fn` takes and returns `state.model_state` (which `init` is given). It then also returns a
         dict of scalars, which may be empty, whatever `has_aux` says. The new state has the structure, shapes and types
         of the old.
+      sum: a regular expression of the names of scalars that are sums over rows (right answers, counts): the metric is
+        the sum over all workers and micro-batches, as float32.
+      max: the same for maxima, with accumulate=1 and a method that exchanges gradients; each is an all-reduce.
       accumulate: micro-batches that a worker takes one after another, with one exchange of their mean gradient, and
         memory for the activations of one. Each starts with the model state left by the previous one.
       batch_axis: the axis of a batch's arrays that has the rows; or a tree of axes, a prefix of the batch, with None
@@ -154,10 +160,20 @@ def make_train_step(
     axis_name = axis_name_of(tx) if axis_name is None else axis_name
     settings = StepSettings(donate, accumulate, rng, compiler_options, batch_axis)
     if isinstance(loss_fn, Pipeline):
-        if specs is not None or auto or lookups or has_aux or has_state or accumulate != 1 or rng is not None:
+        if (
+            specs is not None
+            or auto
+            or lookups
+            or has_aux
+            or has_state
+            or sum
+            or max
+            or accumulate != 1
+            or rng is not None
+        ):
             raise ValueError(
-                "specs, auto, lookups, has_aux, has_state, accumulate and rng must not be given with a Pipeline, which "
-                "has its own; got some of them. Pass micro_batches= and the rest to the Pipeline."
+                "specs, auto, lookups, has_aux, has_state, sum, max, accumulate and rng must not be given with a "
+                "Pipeline, which has its own; got some of them. Pass micro_batches= and the rest to the Pipeline."
             )
         if batch_axis != 0:
             raise ValueError(
@@ -165,7 +181,7 @@ def make_train_step(
                 "Put the rows first, and repeat for every row what has none."
             )
         return PipelineStep(loss_fn, tx, mesh, axis_name, stage_axis, settings)
-    loss = loss_of(loss_fn, has_aux, has_state, axis_name)
+    loss = loss_of(loss_fn, has_aux, has_state, axis_name, _scalars(tx, sum, max, accumulate))
     if lookups and specs is None:
         raise ValueError("lookups must go with specs=, which say how the tables are sharded; got no specs=. Give both.")
     if auto and specs is None:
@@ -186,6 +202,8 @@ def simulate(
     *,
     has_aux: bool = False,
     has_state: bool = False,
+    sum: str | None = None,
+    max: str | None = None,
     accumulate: int = 1,
     batch_axis: Any = 0,
     rng: jax.Array | None = None,
@@ -202,6 +220,8 @@ def simulate(
       workers: K, any number (96, say), or one number per axis. Memory grows with K; the decoded mean is held once.
       has_aux: as in `make_train_step`.
       has_state: as in `make_train_step`.
+      sum: as in `make_train_step`.
+      max: as in `make_train_step`.
       accumulate: as in `make_train_step`.
       batch_axis: as in `make_train_step`.
       rng: as in `make_train_step`.
@@ -209,5 +229,14 @@ def simulate(
       donate: as in `make_train_step`.
     """
     axis_name = axis_name_of(tx) if axis_name is None else axis_name
-    loss = loss_of(loss_fn, has_aux, has_state, axis_name)
+    loss = loss_of(loss_fn, has_aux, has_state, axis_name, _scalars(tx, sum, max, accumulate))
     return SimulatedStep(loss, tx, workers, axis_name, StepSettings(donate, accumulate, rng, batch_axis=batch_axis))
+
+
+def _scalars(tx: optax.GradientTransformation, sums: str | None, maxima: str | None, accumulate: int) -> Scalars:
+    if maxima is not None and (accumulate != 1 or is_local(tx)):
+        raise ValueError(
+            f"max must go with accumulate=1 and a method that exchanges gradients; got {maxima!r} with "
+            f"{'a local method' if is_local(tx) else f'accumulate={accumulate}'}. Return a mean or a sum."
+        )
+    return Scalars(sums, maxima, accumulate)

@@ -1,15 +1,16 @@
 """The loss of a step: its arguments and results, its keys, its gradients, and its micro-batches."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomm.collectives.axis import AxisName, to_varying, zeros_of
+from jaxcomm.collectives.axis import AxisName, axis_names, is_bound, to_varying, zeros_of
 from jaxcomm.parallel.state import Batch
 from jaxcomm.states import trained, with_untrained
 from jaxcomm.types import ExchangeMetrics
@@ -18,8 +19,50 @@ LossFn = Callable[..., Any]
 GradientsFn = Callable[[Any, Any, Any], tuple[tuple[Any, tuple[dict[str, Any], Any]], Any]]
 
 
-def loss_of(loss_fn: LossFn, has_aux: bool, has_state: bool, axis_name: AxisName) -> LossFn:
+class Scalars(NamedTuple):
+    """How the scalars of a loss become one over the workers; see `make_train_step`.
+
+    Attributes:
+      sum: a regular expression of the names of sums over rows.
+      max: of the names of maxima.
+      micro_batches: micro-batches of a worker in a step.
+    """
+
+    sum: str | None = None
+    max: str | None = None
+    micro_batches: int = 1
+
+    def of_all(self, name: str, value: Any, axis_name: AxisName) -> jax.Array:
+        """Returns what, averaged over micro-batches and workers, is the sum, the maximum or the mean.
+
+        Raises:
+          ValueError: for an integer or a boolean that is to be averaged; for both patterns.
+        """
+        is_sum, is_max = (each is not None and re.search(each, name) is not None for each in (self.sum, self.max))
+        if is_sum and is_max:
+            raise ValueError(
+                f"One of sum and max must match a scalar; got both for {name!r}. Narrow the patterns, {self.sum!r} and "
+                f"{self.max!r}."
+            )
+        is_known = isinstance(value, bool | int) or jnp.issubdtype(jnp.result_type(value), jnp.floating)
+        if not (is_sum or is_max or is_known):  # a number of Python's is the same on all workers
+            raise ValueError(
+                f"A scalar that is averaged over the workers must be a float; got {jnp.result_type(value)} for "
+                f"{name!r}. Pass sum={re.escape(name)!r} for a sum or a count, max={re.escape(name)!r} for a maximum "
+                "(regular expressions of names), or take its mean as a float."
+            )
+        number = jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
+        names = [each for each in axis_names(axis_name) if is_bound(each)]  # a loss of all rows is in no such axis
+        if is_max and names:
+            return lax.pmax(lax.stop_gradient(number), tuple(names))
+        return number * (self.micro_batches * lax.axis_size(tuple(names))) if is_sum and names else number
+
+
+def loss_of(
+    loss_fn: LossFn, has_aux: bool, has_state: bool, axis_name: AxisName, kinds: Scalars | None = None
+) -> LossFn:
     """Wraps any loss as (params, model_state, batch) -> (loss, (scalars, new model_state))."""
+    kinds = Scalars() if kinds is None else kinds
 
     def loss(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
         args = (params, model_state, batch) if has_state else (params, batch)
@@ -47,7 +90,12 @@ def loss_of(loss_fn: LossFn, has_aux: bool, has_state: bool, axis_name: AxisName
                     f"{name!r} must be a scalar; got {type(scalar).__name__}. Return one flat dict of scalars."
                 )
             if jnp.shape(scalar) != ():
-                raise ValueError(f"{name!r} must be a scalar; got shape {jnp.shape(scalar)}. Take its mean.")
+                raise ValueError(
+                    f"{name!r} must be a scalar; got shape {jnp.shape(scalar)}. Take its mean; or take "
+                    "numbers of rows (logits, losses of rows) out of a step of your own, by "
+                    "jaxcomm.data_parallel(rows=)."
+                )
+        scalars = {name: kinds.of_all(name, scalar, axis_name) for name, scalar in scalars.items()}
         return value, (scalars, model_state)
 
     return loss

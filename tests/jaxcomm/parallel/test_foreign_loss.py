@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
+from jaxcomm.exchange import is_local
 
 K, ROWS, TIME, WIDTH = 4, 16, 3, 8
 
@@ -274,3 +275,43 @@ def test_a_loss_with_collectives_has_the_gradient_of_one_device(case, make):
     got, metrics = change_of(STEPS[make](loss, SGD))
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, right)
+
+
+def counted(params, batch):
+    each = ((batch["x"] @ params["w"]) ** 2).mean((1, 2))
+    return each.mean(), {"right": (each < 1).sum(), "most": each.max(), "any": (each > 2).any(), "mean": each.mean()}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("workers", ["mesh", "simulated"])
+@pytest.mark.parametrize("method", [jc.plump_dp(), jc.plump_dp(p=2)])
+def test_sums_and_maxima_of_scalars_are_those_of_all_rows(workers, accumulate, method):
+    expected = counted(params(), batch())[1]
+    tx = jc.chain(optax.sgd(0.0), method) if is_local(method) else jc.chain(method, optax.sgd(0.0))
+    has_max = accumulate == 1 and not is_local(method)
+    options = {"has_aux": True, "sum": "right|any" if not has_max else "right", "accumulate": accumulate}
+    options |= {"max": "most|any"} if has_max else {}
+    if workers == "mesh":
+        step = jc.make_train_step(counted, tx, jc.make_mesh(data=K), **options)
+    else:
+        step = jc.simulate(counted, tx, workers=K, **options)
+    _, metrics = step(step.init(params()), batch())
+    for name in ("right", "mean", *["most", "any"] * has_max):
+        np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5)
+
+
+def test_what_cannot_be_averaged_is_refused_with_a_pattern():
+    tx, mesh = jc.chain(jc.plump_dp(), optax.sgd(0.1)), jc.make_mesh(data=K)
+
+    def run(**options):
+        step = jc.make_train_step(counted, tx, mesh, has_aux=True, **options)
+        step(step.init(params()), batch())
+
+    with pytest.raises(ValueError, match=r"must be a float; got int32 for 'right'\. Pass sum='right'.*max='right'"):
+        run(max="any")
+    with pytest.raises(ValueError, match=r"One of sum and max must match a scalar; got both for 'any'\. Narrow"):
+        run(sum="right|any", max="any")
+    with pytest.raises(
+        ValueError, match=r"max must go with accumulate=1.*got 'most' with accumulate=2\. Return a mean"
+    ):
+        run(sum="right|any", max="most", accumulate=2)
