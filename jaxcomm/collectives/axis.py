@@ -44,8 +44,9 @@ def axis_size(axis_name: AxisName) -> int:
         axis_name = names[0] if len(names) == 1 else names
         raise ValueError(
             f"An exchange must run where the axis of workers is in scope; got no axis {axis_name!r}. Call it inside "
-            f"jax.shard_map over that axis, through jaxcomm.make_train_step, or under jax.vmap(..., "
-            f"axis_name={axis_name!r}); or pass the name of your own axis as axis_name=."
+            f"jax.shard_map over that axis, or under jax.vmap(..., axis_name={axis_name!r}); wrap a step that was "
+            "written for one device by jaxcomm.data_parallel(step, mesh), or a loss by jaxcomm.make_train_step; or "
+            "pass the name of your own axis as axis_name=."
         ) from None
 
 
