@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeGuard
+from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
@@ -140,7 +140,8 @@ class Exchange:
       where: the leaves that are exchanged; None for all. The gradients of the others are already reduced and bypass
         the exchange, or go to `others`. A step applies both parts or neither: if one part skips, both do.
       others: a second exchange, for the leaves that `where` leaves out. It may have its own `where`. Or
-        `optax.set_to_zero()`, for frozen leaves: they are not sent.
+        `optax.set_to_zero()`, for frozen leaves: they are not sent, and a `jaxcomm.chain` and every step keep them
+        as they are, even with weight decay behind the exchange.
       axis_name: the axis of workers, of a mesh or of a `jax.vmap`.
       checksum: whether every payload has one more word, a digest of the rest. If a worker finds a flipped bit in what
         it received, all workers skip the exchange. Costs 4 bytes a payload, an all-reduce of 4 bytes, and a pass over
@@ -249,7 +250,14 @@ class Exchange:
         return made
 
     def init(self, params: Any) -> ExchangeState:
-        """Returns the state of one worker before the first step: rows are (1, ...)."""
+        """Returns the state of one worker before the first step: rows are (1, ...).
+
+        `optax.tree_map_params` gives a placeholder for the parameters, which is no tensor and no container. It gets the
+        method, one leaf in the place of the whole state, none of which has the shape of the parameters.
+        """
+        node = jax.tree.structure(params)
+        if node.num_leaves == 0 and node.num_nodes == 1 and not isinstance(params, dict | list | tuple | None):
+            return cast(ExchangeState, self)
         if self.where is None:
             return self.init_chosen(params)
         chosen, rest, others = self._part(params, True), self._part(params, False), None
@@ -435,7 +443,7 @@ def get_exchange(state: Any) -> ExchangeState:
         raise ValueError(
             "A data-parallel step must have an exchange, the transformation that averages over the workers; got a "
             "chain without. Put jaxcomm.plump_dp() (dense) or a compressor such as jaxcomm.dct_dp(0.99) first in "
-            "optax.chain(...)."
+            "jaxcomm.chain(...)."
         )
     return found
 
@@ -454,6 +462,26 @@ def bypasses(state: ExchangeState, path: Any, leaf: Any) -> bool:
     if method.where is None or method.chooses(path, leaf):
         return False
     return method.others is None or any(bypasses(found, path, leaf) for found in exchange_states(state.others))
+
+
+def is_frozen(state: ExchangeState, path: Any, leaf: Any) -> bool:
+    """Returns whether a leaf is frozen: left to `others=optax.set_to_zero()`."""
+    method = state.method
+    if method.others is None or method.chooses(path, leaf):
+        return False
+    others = list(exchange_states(state.others))
+    return not others or any(is_frozen(found, path, leaf) for found in others)
+
+
+def without_frozen(updates: Any, state: ExchangeState) -> Any:
+    """Returns updates with zeros for frozen leaves, whatever a weight decay behind the exchange has made of them."""
+    if state.method.others is None:
+        return updates
+
+    def zero(path: Any, leaf: Any) -> Any:
+        return jnp.zeros_like(leaf) if is_frozen(state, path, leaf) else leaf
+
+    return jax.tree_util.tree_map_with_path(zero, updates)
 
 
 def check_exchange(state: Any, name: str, *, of_all: bool = True) -> ExchangeState:

@@ -116,7 +116,7 @@ def update_with(
     if hasattr(tx, "links"):
         more |= {"grad": gradients, "value_fn": value_fn}
     try:
-        return optax.with_extra_args_support(tx).update(gradients, state, params, **more)
+        return update_with_more(tx, gradients, state, params, more)
     except TypeError as error:
         if "keyword-only argument" in str(error):
             error.add_note(
@@ -124,6 +124,23 @@ def update_with(
                 "alone. Write jaxcomm.chain in the place of optax.chain. A pipeline gives none of them."
             )
         raise
+
+
+def update_with_more(
+    tx: optax.GradientTransformation, updates: Any, state: Any, params: Any, more: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Calls `tx.update` with further arguments, or without them if it only says that it takes any (PSGD's Kron)."""
+
+    def call() -> tuple[Any, Any]:
+        return optax.with_extra_args_support(tx).update(updates, state, params, **more)
+
+    try:
+        # Traced by itself: of a call that fails, no collective is left in the step. A jaxcomm.chain does not fail so.
+        return call() if hasattr(tx, "links") or not more else jax.jit(call, inline=True)()
+    except TypeError as error:
+        if not more or "unexpected keyword argument" not in str(error):
+            raise
+    return tx.update(updates, state, params)
 
 
 def trained(params: Any) -> Any:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomm.accounting.hlo import read_overlap, read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program, traced_program
 from jaxcomm.collectives.axis import AxisName, abstract_mesh, axis_names, check_workers, use_mesh
-from jaxcomm.exchange import axis_name_of
+from jaxcomm.exchange import axis_name_of, get_exchange
 from jaxcomm.states import exchange_interval, exchange_turns, trained, update_with, vary_exchanged
 from jaxcomm.traffic import Program, Traffic
 
@@ -190,6 +190,9 @@ def wire_report(
       beside: collectives of gradients in addition to the exchange: `plan.traffic` of `plan_late_multiply`.
       axis_name: the axis of workers that `tx` was made for, or the axes, outermost first; None as in
         `make_train_step`.
+
+    Raises:
+      ValueError: for a chain without an exchange.
     """
     return exchange_report(tx, params, workers, beside, axis_name)
 
@@ -212,6 +215,7 @@ def exchange_report(
     def worker(gradients: Any, params: Any) -> Any:
         nonlocal interval, turns
         state = tx.init(params)
+        get_exchange(state)
         gradients, loss = vary_exchanged(gradients, state, axis_name), jnp.zeros(())
         updates, state = update_with(tx, gradients, state, params, loss, lambda _: loss)
         interval, turns = exchange_interval(state), exchange_turns(state)

@@ -62,7 +62,7 @@ class DctDp(SparseExchange):
     so that none is starved. The others stay in the residual and are counted in `metrics.overflow`. A lasting overflow
     means that the gradient has grown since the last refresh and `life_span` is too long.
 
-    `optax.chain(jc.dct_dp(0.99), optax.adamw(3e-4))`.
+    `jc.chain(jc.dct_dp(0.99), optax.adamw(3e-4))`.
 
     Source: Gupta et al., "Training Recommender Systems at Scale: Communication-Efficient Model and Data Parallelism",
     KDD 2021, https://doi.org/10.1145/3447548.3467080, Algorithm 1.

@@ -30,7 +30,7 @@ class Dgc(MomentumCorrection, SparseExchange):
       5. u = 0 where v was sent (momentum factor masking)
       6. return the mean over the workers of what was sent
 
-    Momentum is applied inside: `optax.chain(jc.dgc(0.999), optax.sgd(0.1))`, without momentum after it. Dense tensors
+    Momentum is applied inside: `jc.chain(jc.dgc(0.999), optax.sgd(0.1))`, without momentum after it. Dense tensors
     get the same momentum. The memory is the momentum u, a row per worker; see `Velocity`.
 
     Source: Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training", ICLR

@@ -29,7 +29,7 @@ class Ef21(TopK):
 
     Unlike error feedback, nothing accumulates: a coordinate that is not sent keeps its old estimate until it is sent.
     The state's residual is -g_k, so that it is resized like any residual. The memory is g, (n,) float32, replicated.
-    Memory: 8 bytes a parameter. `optax.chain(jc.ef21(0.99), optax.sgd(0.1))`.
+    Memory: 8 bytes a parameter. `jc.chain(jc.ef21(0.99), optax.sgd(0.1))`.
 
     Source: Richtarik, Sokolov and Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error
     Feedback", NeurIPS 2021, https://arxiv.org/abs/2106.05203, Algorithm 2.

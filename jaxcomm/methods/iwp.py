@@ -68,7 +68,7 @@ class Iwp(MomentumCorrection, SharedExchange):
     is sent. It begins at a random start offset and wraps around, so that none is starved. The others stay in v on every
     worker, and are counted in `metrics.overflow`. The warm-up sends at least a fraction that falls to `density`.
 
-    Momentum is applied inside: `optax.chain(jc.iwp(0.01), optax.sgd(0.1))`, without momentum after it. `update` needs
+    Momentum is applied inside: `jc.chain(jc.iwp(0.01), optax.sgd(0.1))`, without momentum after it. `update` needs
     the parameters. Each worker also receives a mask every `life_span` steps; with life_span > 1, `wire_report`'s usual
     step is one without a new mask.
 

@@ -106,7 +106,7 @@ class LocalSgd(LocalExchange):
     `global_params(state)` returns the anchor, which is the model to evaluate. If the exchange is skipped, the anchor
     and the outer optimizer's state stay, and training continues to the next exchange.
 
-    `optax.chain(optax.adamw(3e-4), jc.local_sgd(100, exchange=jc.plump_dp()))`. On the wire: the exchange, once in H
+    `jc.chain(optax.adamw(3e-4), jc.local_sgd(100, exchange=jc.plump_dp()))`. On the wire: the exchange, once in H
     steps. Memory: 4 bytes a parameter, and what the exchange and the outer optimizer keep.
 
     With `fragments`, `overlap` or `mix` it is Streaming DiLoCo. Every H/P steps the next of P fragments goes through

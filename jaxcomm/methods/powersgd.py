@@ -73,7 +73,7 @@ class PowerSgd(Exchange):
     Two ring all-reduces of float32, one of every P and the dense tensors, one of every Q: each worker receives 2
     (K-1)/K * 4 (sum of r (n + m) + dense elements) bytes; `metrics.sent` counts the numbers of P and Q. Memory: 4 bytes
     a parameter, and Q: for every group of matrices of one shape, (matrices, m, r) float32, replicated.
-    `optax.chain(jc.powersgd(4), optax.sgd(0.1))`.
+    `jc.chain(jc.powersgd(4), optax.sgd(0.1))`.
 
     Source: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS
     2019, https://arxiv.org/abs/1905.13727, Algorithms 1 and 2. PyTorch's `powerSGD_hook` differs: it sends everything

@@ -51,7 +51,7 @@ class QuantDp(CodedExchange):
     for uniform gradients, 3.5 where workers share half of the variance (K = 16: 9.7), 4.0 where they share all of it
     (K = 16: 16). With 4 bits these factors differ by at most 0.13; with 2 bits the factor is 3.2 for normal gradients.
 
-    `optax.chain(jc.quant_dp(8), optax.sgd(0.1))`.
+    `jc.chain(jc.quant_dp(8), optax.sgd(0.1))`.
 
     Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017;
     Sun et al., "Slim-DP: A Light Communication Data Parallelism for DNN", AAAI 2018, calls it Quant-DP (8 bits, bucket

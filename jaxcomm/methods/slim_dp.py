@@ -71,7 +71,7 @@ class SlimDp(LocalExchange):
     coordinates from the seed, so that no index is sent. The first core is the largest |w|. If some delta is not finite,
     all workers skip the communication.
 
-    `optax.chain(optax.sgd(0.1, momentum=0.9), jc.slim_dp())`. Each worker receives 2 (K-1)/K * 4 alpha n bytes in a
+    `jc.chain(optax.sgd(0.1, momentum=0.9), jc.slim_dp())`. Each worker receives 2 (K-1)/K * 4 alpha n bytes in a
     communication. Memory: 8 bytes a parameter, 12 with p > 1 or "carry".
 
     Source: Sun et al., "Slim-DP: A Light Communication Data Parallelism for DNN", AAAI 2018, Algorithm 1.

@@ -35,7 +35,7 @@ class TernGrad(CodedExchange):
       4. the sum over the workers is an integer from -K to K; return s / K times this sum
 
     The sums are exact, so both collectives return the same; in two shots the sums take ceil(log2(2K+1)) bits.
-    `optax.chain(jc.terngrad(), optax.sgd(0.1))`.
+    `jc.chain(jc.terngrad(), optax.sgd(0.1))`.
 
     Source: Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", NeurIPS
     2017.

@@ -24,7 +24,7 @@ class TopK(SparseExchange):
       4. return the mean over the workers of what was sent
 
     Selection takes one pass over the gradient, or 32 if most tensors have fewer than a few thousand elements.
-    `optax.chain(jc.topk(0.99), optax.sgd(0.1))`.
+    `jc.chain(jc.topk(0.99), optax.sgd(0.1))`.
 
     Source: Stich et al., "Sparsified SGD with Memory", NeurIPS 2018.
 

@@ -3,6 +3,8 @@
 The rules for the order of its links are in `order`.
 """
 
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,9 +16,9 @@ from jax import lax
 from jaxcomm.checks import check_count, check_range
 from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.axis import AxisName, in_axes_of_workers, is_tracked, to_varying, varies, zeros_of
-from jaxcomm.exchange import SCOPE, get_exchange, is_exchange_state, lets_bypass
+from jaxcomm.exchange import SCOPE, get_exchange, is_exchange_state, lets_bypass, without_frozen
 from jaxcomm.parallel.order import check_chain, methods_in, momentum_inside, try_link
-from jaxcomm.states import keep_states_unless, vary_rows
+from jaxcomm.states import keep_states_unless, trained, update_with_more, vary_rows
 from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, PerWorker
 
 
@@ -37,6 +39,8 @@ class Chain(optax.GradientTransformationExtraArgs):
 def chain(*links: optax.GradientTransformation, accumulate: int = 1, delay: int = 0) -> Chain:
     """Equals `optax.chain`, but keeps its links: a chain is split at its exchange by them, and its order checked.
 
+    `init` checks the order of the links, wherever the chain is used. Leaves that the exchange freezes get no updates.
+
     A link after an exchange of gradients may take more than gradients (a line search, `reduce_on_plateau`). It gets
     arguments of all workers: `value` and `value_fn` are means over the workers, and `grad` is the mean gradient.
 
@@ -56,10 +60,13 @@ def chain(*links: optax.GradientTransformation, accumulate: int = 1, delay: int 
       accumulate: G, calls of `update` from one exchange to the next.
       delay: steps from a gradient to its exchange, 0 or 1.
 
+    Warns:
+      UserWarning: in `init`, for an unusual order, with the remedy.
+
     Raises:
       ValueError: if `accumulate` is below 1, or `delay` is not 0 or 1; if both are used; if either is used with a local
-        method, which has steps of its own; for a delay where gradients bypass the exchange; and in a step, for a delay
-        with a link that takes the loss.
+        method, which has steps of its own; for a delay where gradients bypass the exchange; in `init`, for an order
+        that is refused (see the guide); and in a step, for a delay with a link that takes the loss.
     """
     check_count("accumulate", accumulate, 1, "1 exchanges in every step")
     alone = accumulate == 1 or delay == 0
@@ -70,14 +77,35 @@ def chain(*links: optax.GradientTransformation, accumulate: int = 1, delay: int 
     whole = _chained(flat)
     if accumulate > 1:
         whole = _accumulated(whole, accumulate)
-    made = Chain(*(_delayed(whole) if delay else whole))
+    whole = _delayed(whole) if delay else whole
+    warned: set[str] = set()
+
+    def init(params: Any) -> Any:
+        state = whole.init(params)
+        for message in check_chain(made, state, trained(params)):
+            if message not in warned:
+                warned.add(message)
+                _warn(message)
+        return state
+
+    made = Chain(init, whole.update)
     made.links, made.accumulate, made.delay = tuple(flat), accumulate, delay
     return made
 
 
+def _warn(message: str) -> None:
+    """Warns at the line of the user, who may call `init` through a step or another library."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+_BETWEEN = ("jaxcomm", "jax", "optax", "flax", "equinox", "functools", "contextlib")
+
+
 def _chained(links: list[optax.GradientTransformation]) -> optax.GradientTransformationExtraArgs:
     """Returns `optax.chain`, but gives the links after the exchange the arguments of all workers."""
-    takes_more = [optax.with_extra_args_support(link) for link in links]
 
     def init(params: Any) -> Any:
         return tuple(link.init(params) for link in links)
@@ -89,11 +117,13 @@ def _chained(links: list[optax.GradientTransformation]) -> optax.GradientTransfo
                 "this chain."
             )
         new = []
-        for link, old in zip(takes_more, state, strict=True):
-            updates, own = link.update(updates, old, params, **more)
+        for link, old in zip(links, state, strict=True):
+            updates, own = update_with_more(link, updates, old, params, more)
             new.append(own)
             if more and is_exchange_state(own) and own.method.period is None:
                 more = _of_all(more, updates, own.method.axes)
+        for own in filter(is_exchange_state, new):
+            updates = without_frozen(updates, own)
         return updates, tuple(new)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -222,7 +252,6 @@ class SplitChain(NamedTuple):
       after: the links after the exchange.
       is_local: whether the exchange is a local method, whose workers have their own parameters.
       undoes_skipped: that of the exchange's method.
-      warnings: those of `check_chain`.
       momentum: the momentum that the exchange applies before it compresses.
       whole_tensors: the parts of `exchange` that look at whole tensors, named for messages; empty if none does.
     """
@@ -232,7 +261,6 @@ class SplitChain(NamedTuple):
     after: optax.GradientTransformation
     is_local: bool
     undoes_skipped: bool
-    warnings: tuple[str, ...]
     momentum: float
     whole_tensors: str
 
@@ -266,7 +294,7 @@ def split_chain(
             "delay must be 0 in a chain that is split at its exchange, of a step with shards or stages; got 1. Leave "
             "it out."
         )
-    warnings = check_chain(tx, state, params)
+    check_chain(tx, state, params)
     states = state if len(links) > 1 or isinstance(tx, Chain) else (state,)
     if not any(is_exchange_state(node) for node in states):
         raise ValueError(
@@ -286,11 +314,18 @@ def split_chain(
     whole = [name for name, link in on_shards if (tried := try_link(link, params)) and tried.mixes]
     whole += [f"{m.name} with clip=" for m in methods_in(exchange) if m.reads_whole_tensors]
     parts = (links[:place], links[place if is_local else 0 : place + 1], links[place + 1 :])
+    before, own, after = (optax.chain(*part) if part else optax.identity() for part in parts)
+
+    def update(updates: Any, state: Any, params: Any = None, **more: Any) -> tuple[Any, Any]:
+        updates, state = optax.with_extra_args_support(after).update(updates, state, params, **more)
+        return without_frozen(updates, exchange), state
+
     return SplitChain(
-        *(optax.chain(*part) if part else optax.identity() for part in parts),
+        before,
+        own,
+        optax.GradientTransformationExtraArgs(after.init, update),
         is_local=is_local,
         undoes_skipped=exchange.method.undoes_skipped,
-        warnings=tuple(warnings),
         momentum=momentum_inside(exchange),
         whole_tensors=" and ".join(whole),
     )

@@ -5,6 +5,7 @@ import inspect
 import math
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +25,7 @@ from jaxcomm.collectives.axis import on_own_mesh
 from jaxcomm.exchange import SCOPE, exchange_states, is_exchange_state, lets_bypass
 from jaxcomm.parallel import objects
 from jaxcomm.parallel.keys import is_key, own_keys, shared_keys
+from jaxcomm.parallel.order import check_states
 from jaxcomm.parallel.replicas import differing_replicas
 from jaxcomm.parallel.replication import LINEAR, OTHER, Axes, by_scope, varying_axes
 from jaxcomm.parallel.sharding import spec_axes
@@ -361,6 +363,8 @@ class DataParallel:
     def _on_mesh(self, state: _Packed, batch: _Packed) -> _Packed:
         """The function that is compiled."""
         self._axes, workers = axes, _ = self._workers(state.tree())
+        for message in check_states(state.tree()):
+            warnings.warn(message, stacklevel=2)
         self._check_batch(batch.tree(), workers)
         whole = _spread(state.tree(), workers)
         state = _Packed.of(whole, state.sharing)
@@ -576,7 +580,8 @@ def data_parallel(
 
     Raises:
       ValueError: at trace time, if there is no exchange in the state; for a local method, or gradients that bypass the
-        exchange; for a batch that does not divide, or that has local arrays where there are several processes; for
+        exchange; for a chain whose states show an order that is refused (`jaxcomm.chain` checks all rules in `init`);
+        for a batch that does not divide, or that has local arrays where there are several processes; for
         outputs that differ between workers and of which nothing is said; for collectives of gradients or updates
         outside the exchange; for a static argument that cannot be hashed. At the first
         call and at every check, for rows that are not those of their workers; at a check, for replicated state that

@@ -1,37 +1,44 @@
 """The rules of order in an Optax chain: checked by the states of its links, and by what the links do to small arrays.
 
 The state of `optax.chain` is a tuple in the order of its links, and the state of an exchange names its method. A plain
-chain is checked by its states alone. A `jaxcomm.chain` also keeps its links: each is tried on arrays of a few numbers,
-which shows whether it clips, decays, descends or has momentum.
+chain is checked by its states alone. A `jaxcomm.chain` also keeps its links: each is traced once and tried on arrays of
+a few numbers, which shows whether it clips, decays, descends or has momentum.
 """
 
 import functools
+from collections import OrderedDict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomm.exchange import Exchange, ExchangeState, exchange_states, is_exchange_state
+from jaxcomm.accounting.jaxpr import inner_jaxpr, inner_jaxprs
+from jaxcomm.exchange import Exchange, ExchangeState, ExchangeTransformation, exchange_states, is_exchange_state
 from jaxcomm.types import AccumulatedState, DelayedState
 
 _SMALL, _LARGE = np.float32(2.0**-13), np.float32(2.0**40)
 _TRIED = 16
+_PASSED = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
 
 
 class Effects(NamedTuple):
     """The effects of a link on updates, each as the paths of the leaves that have it.
 
     Attributes:
-      cuts: clips: small updates pass, large ones are bounded.
+      cuts: clips: small updates pass, large ones are bounded; or they are bounded before they enter its state, as in a
+        chain of a clip and Adam.
       forgets_size: the output does not scale with the gradient (Adam and its kind).
       has_momentum: updates continue after the gradient has become zero.
       decays: adds a multiple of the parameter.
       descends: turns gradients into descent steps: has a learning rate.
       changes: is not the identity.
       mixes: an element of the output depends on other elements of the gradient.
+      adds: adds what depends neither on gradients nor on parameters: noise.
     """
 
     cuts: frozenset[str]
@@ -41,6 +48,7 @@ class Effects(NamedTuple):
     descends: frozenset[str]
     changes: frozenset[str]
     mixes: frozenset[str]
+    adds: frozenset[str]
 
 
 def try_link(link: optax.GradientTransformation, params: Any) -> Effects | None:
@@ -59,9 +67,9 @@ def try_link(link: optax.GradientTransformation, params: Any) -> Effects | None:
 def _try_link(link: optax.GradientTransformation, structure: Any, ndims: tuple[int, ...]) -> Effects | None:
     some = {round(i) for i in np.linspace(0, len(ndims) - 1, min(len(ndims), _TRIED))}
     for chosen in (some, set(range(len(ndims)))):  # all, for a link with a mask of the parameters' structure
-        try:
-            with jax.ensure_compile_time_eval():
-                return _effects(link, structure, ndims, chosen, some)
+        try:  # in a thread of its own, which is in no trace and no mesh: small arrays are not a worker's
+            with ThreadPoolExecutor(1) as thread:
+                return thread.submit(_effects, link, structure, ndims, chosen, some).result()
         except Exception:  # it may want other arguments, or another tree: its effects are then unknown
             continue
     return None
@@ -78,24 +86,51 @@ def _effects(
     wave = [np.cos(np.arange(np.prod(shape), dtype=np.float32) + i).reshape(shape) for i, shape in enumerate(shapes)]
 
     def tree(arrays: Any) -> Any:
-        by_place = dict(zip(places, map(jnp.asarray, arrays), strict=True))
+        by_place = dict(zip(places, arrays, strict=True))
         return structure.unflatten([by_place.get(place, optax.MaskedNode()) for place in range(len(pairs))])
 
-    def run(first: Any, then: Any, scale: float = 1.0, weights: float = 1.0) -> list[np.ndarray]:
-        """Returns the second of two updates."""
-        own = tree([np.full(shape, weights, np.float32) for shape in shapes])
-        state = link.init(own)
-        out: Any = None
+    own = tree([np.ones(shape, np.float32) for shape in shapes])
+    init, state = _traced(link.init, own)
+    update, (outs, new_state) = _traced(link.update, own, state, own)
+    if jax.tree.structure(new_state) != jax.tree.structure(state):
+        return None
+    state_paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    count = len(jax.tree.leaves(outs))
+
+    def run(first: Any, then: Any, scale: float = 1.0, weights: float = 1.0) -> tuple[list[np.ndarray], list[Any]]:
+        """Returns the second of two updates, and the state after it."""
+        own = [np.full(shape, weights, np.float32) for shape in shapes]
+        state, out = init(*own), []
         for updates in (first, then):
-            out, state = link.update(tree([scale * _SMALL * x for x in updates]), state, own)
-        return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(out)]
+            results = update(*(scale * _SMALL * x for x in updates), *state, *own)
+            out, state = results[:count], results[count:]
+        return [np.asarray(leaf, np.float64) for leaf in out], state
 
     nothing, other = [0 * x for x in wave], [x + (np.arange(x.size).reshape(x.shape) == 1) for x in wave]
-    rest, rest2 = run(nothing, nothing), run(nothing, nothing, weights=2.0)
-    once, twice, huge = run(wave, wave), run(wave, wave, 2.0), run(wave, wave, float(_LARGE))
-    after, another = run(wave, nothing), run(other, other, float(_LARGE))
+    (rest, rest_state), (rest2, _) = run(nothing, nothing), run(nothing, nothing, weights=2.0)
+    (once, once_state), (twice, _) = run(wave, wave), run(wave, wave, 2.0)
+    (huge, huge_state), (_, huger_state) = (run(wave, wave, float(size * _LARGE)) for size in (1, 2))
+    (after, _), (another, _) = run(wave, nothing), run(other, other, float(_LARGE))
     if not any(out.any() for out in (*once, *huge)):  # it may accumulate
         return None
+
+    # What of the state follows the gradients of each leaf: floats that are not the same for all sizes.
+    bounded: dict[int, list[bool]] = {i: [] for i in range(len(paths))}
+    adapts: set[int] = set()
+    for path, *leaves in zip(state_paths, rest_state, once_state, huge_state, huger_state, strict=True):
+        if not jnp.issubdtype(jnp.result_type(leaves[0]), jnp.floating):
+            continue
+        none, small, large, larger = (np.asarray(leaf, np.float64) for leaf in leaves)
+        if np.allclose(small, large, rtol=1e-3, atol=0):
+            continue
+        owners = [i for i, leaf in enumerate(paths) if path.endswith(leaf)]
+        longest = max((len(paths[i]) for i in owners), default=0)
+        owners = [i for i in owners if len(paths[i]) == longest] or list(range(len(paths)))
+        follows = np.allclose(large - none, float(_LARGE) * (small - none), rtol=1e-3, atol=0)
+        for i in owners:
+            bounded[i].append(np.allclose(large, larger, rtol=1e-3, atol=0))
+            if not follows:
+                adapts.add(i)
 
     def where(holds: Any) -> frozenset[str]:
         return frozenset(path for i, path in enumerate(paths) if places[i] in some and holds(i))
@@ -103,15 +138,61 @@ def _effects(
     def is_linear(i: int, out: list[np.ndarray], factor: float) -> bool:
         return np.allclose(out[i] - rest[i], factor * (once[i] - rest[i]), rtol=1e-3, atol=0)
 
+    def cuts(i: int) -> bool:
+        if bounded[i] and all(bounded[i]):
+            return True
+        # An optimizer that adapts to the size of gradients may be linear in its first steps.
+        return i not in adapts and is_linear(i, twice, 2) and not is_linear(i, huge, float(_LARGE))
+
+    def decays(i: int) -> bool:
+        return bool(rest[i].any()) and np.allclose(rest2[i], 2 * rest[i], rtol=1e-3)
+
     return Effects(
-        cuts=where(lambda i: is_linear(i, twice, 2) and not is_linear(i, huge, float(_LARGE))),
+        cuts=where(cuts),
         forgets_size=where(lambda i: not is_linear(i, twice, 2)),
         has_momentum=where(lambda i: not np.allclose(after[i], rest[i], rtol=1e-3, atol=0)),
-        decays=where(lambda i: rest[i].any() and np.allclose(rest2[i], 2 * rest[i], rtol=1e-3)),
-        descends=where(lambda i: np.sum((once[i] - rest[i]) * wave[i]) < 0),
+        decays=where(decays),
+        descends=where(lambda i: not np.sum((once[i] - rest[i]) * wave[i]) >= 0),  # or cannot tell: NaN at rest
         changes=where(lambda i: not np.array_equal(once[i], np.float64(_SMALL * wave[i])) or rest[i].any()),
         mixes=where(lambda i: another[i].reshape(-1)[0] != huge[i].reshape(-1)[0]),
+        adds=where(lambda i: rest[i].any() and np.array_equal(rest2[i], rest[i])),
     )
+
+
+def _traced(function: Any, *args: Any) -> tuple[Any, Any]:
+    """Traces a function once; returns it as a function of its flat arguments, and the shapes of its output.
+
+    What only reports (`jax.debug.callback`, `jax.debug.print`) is left out.
+
+    Raises:
+      ValueError: for other calls of the host, which may have side effects.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    silent = closed.replace(jaxpr=_without_reports(closed.jaxpr))
+    return jax.extend.core.jaxpr_as_fun(silent), shapes
+
+
+def _without_reports(jaxpr: Any) -> Any:
+    equations = []
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name.startswith("debug_"):
+            continue
+        if "callback" in name:
+            raise ValueError(f"A link must be tried without calling the host; got {name}.")
+        if name in ("jit", "pjit"):
+            inner = eqn.params["jaxpr"]
+            silent = inner.replace(jaxpr=_without_reports(inner.jaxpr))
+            eqn = eqn.replace(params=eqn.params | {"jaxpr": silent}, effects=silent.effects)
+        elif any(inner_jaxpr(child).effects or _calls_host(child) for child in inner_jaxprs(eqn.params)):
+            raise ValueError(f"A link must be tried without calling the host; got {name}.")
+        equations.append(eqn)
+    return jaxpr.replace(eqns=equations, effects=frozenset(e for eqn in equations for e in eqn.effects))
+
+
+def _calls_host(jaxpr: Any) -> bool:
+    equations = inner_jaxpr(jaxpr).eqns
+    return any("callback" in eqn.primitive.name or any(map(_calls_host, inner_jaxprs(eqn.params))) for eqn in equations)
 
 
 def check_chain(tx: optax.GradientTransformation, state: Any, params: Any) -> list[str]:
@@ -120,7 +201,8 @@ def check_chain(tx: optax.GradientTransformation, state: Any, params: Any) -> li
     A gradient exchange takes each worker's gradient and returns the mean; the optimizer comes after it. A local
     exchange (`slim_dp`, `local_sgd`, `plump_dp` with p above 1) comes after a whole local optimizer and takes its
     updates. An order is refused if it loses gradients, counts them twice, or makes replicated state differ. An unusual
-    order causes a warning. The rules are in docs/guide.md; those marked (*) are checked for a `jaxcomm.chain` alone.
+    order causes a warning. The rules are in docs/guide.md; those marked (*) are checked for a `jaxcomm.chain` alone,
+    which calls this in its `init`: the rules hold wherever it is used.
 
     Args:
       tx: a transformation or a chain.
@@ -146,6 +228,12 @@ def check_chain(tx: optax.GradientTransformation, state: Any, params: Any) -> li
             "where= and others=, if each is for a part of the parameters."
         )
     for node in states:
+        if isinstance(node, optax.contrib.SplitRealAndImaginaryState) and next(exchange_states(node), None):
+            raise ValueError(
+                "Parameters must be real in a step that differentiates by itself; got split_real_and_imaginary around "
+                "an exchange, whose gradients JAX gives conjugated. Conjugate them in a step of your own, under "
+                "jaxcomm.data_parallel."
+            )
         if not is_exchange_state(node) and next(exchange_states(node), None) and _is_optax(node):
             raise ValueError(
                 f"An exchange must be a link of the chain itself; got {next(exchange_states(node)).method.name} inside "
@@ -159,8 +247,7 @@ def check_chain(tx: optax.GradientTransformation, state: Any, params: Any) -> li
     exchange, before, after = states[at[0]], states[: at[0]], states[at[0] + 1 :]
     links = getattr(tx, "links", None)
     if links is None:
-        _check_states(exchange, before, after)
-        return []
+        return _check_states(exchange, before, after)
     place = next((i for i, node in enumerate(state) if node is exchange), None)
     if place is None:
         raise ValueError(
@@ -171,15 +258,63 @@ def check_chain(tx: optax.GradientTransformation, state: Any, params: Any) -> li
     if exchange.method.period is not None:
         _check_local(exchange, tried[:place], tried[place + 1 :])
         return []
-    _check_states(exchange, before, [])
-    return list(_judge(exchange, [link for link in tried[:place] if link], [link for link in tried[place:] if link]))
+    warned = _check_states(exchange, before, [])
+    warned += _judge(exchange, [link for link in tried[:place] if link], [link for link in tried[place:] if link])
+    return list(dict.fromkeys(warned))
 
 
-def _check_states(exchange: ExchangeState, before: list[Any], after: list[Any]) -> None:
-    """Checks a gradient exchange by the states around it."""
-    name = exchange.method.name
-    if exchange.method.period is not None:
+def check_descent(tx: optax.GradientTransformation, params: Any) -> None:
+    """Checks that a step which applies updates gets descent steps from a gradient exchange.
+
+    A loop of one's own may apply the mean gradient by itself, so `check_chain` does not ask for a learning rate.
+
+    Args:
+      tx: a transformation or a chain.
+      params: the parameters, or their shapes.
+
+    Raises:
+      ValueError: for an exchange alone, or a `jaxcomm.chain` of links that are all known and none of which descends.
+    """
+    links = getattr(tx, "links", (tx,))
+    methods = [link.method for link in links if isinstance(link, ExchangeTransformation)]
+    if not methods or methods[0].period is not None:
         return
+    tried = [try_link(link, params) for link in links if not isinstance(link, ExchangeTransformation)]
+    if all(link is not None and not link.descends for link in tried):
+        name = methods[0].name
+        raise ValueError(
+            f"A step must get descent steps from its chain; got {name} and no learning rate: gradients would be added "
+            f"to the parameters. Write jaxcomm.chain({name}(...), optax.sgd(0.1)). To maximise, negate the loss."
+        )
+
+
+def check_states(tree: Any) -> list[str]:
+    """Checks the chains whose states are somewhere in a tree, by these states alone, as `check_chain` does.
+
+    A tuple with the state of an exchange counts as that of a chain if all others in it are of Optax's transformations.
+
+    Returns:
+      The warnings.
+
+    Raises:
+      ValueError: as `check_chain`.
+    """
+
+    def is_chain(node: Any) -> bool:
+        if type(node) is not tuple or not any(map(is_exchange_state, node)):
+            return False
+        links = [state for state in _flat(node) if not is_exchange_state(state)]
+        return bool(links) and all(_is_optax(state) and not isinstance(state, dict) for state in links)
+
+    chains = [node for node in jax.tree.leaves(tree, is_leaf=is_chain) if is_chain(node)]
+    return [message for state in chains for message in check_chain(optax.identity(), state, None)]
+
+
+def _check_states(exchange: ExchangeState, before: list[Any], after: list[Any]) -> list[str]:
+    """Checks a gradient exchange by the states around it; returns warnings."""
+    name, warned = exchange.method.name, []
+    if exchange.method.period is not None:
+        return []
     for node in before:
         inner = node.inner_state if hasattr(node, "hyperparams") else node
         # Hyperparameters, counters and random keys do not depend on gradients.
@@ -189,9 +324,25 @@ def _check_states(exchange: ExchangeState, before: list[Any], after: list[Any]) 
                 f"each worker's own gradients in it. Put it after {name}, or take a method that is made for it: dgc "
                 "and iwp correct momentum on every worker, local_sgd and slim_dp come after a whole local optimizer."
             )
+        if any(map(_is_key, jax.tree.leaves(inner))):
+            warned.append(_shared_noise(name))
     for node in after:
         if momentum_inside(exchange) and any(hasattr(node, field) for field in ("trace", "mu", "ema")):
             _refuse_momentum(exchange)
+    return warned
+
+
+def _is_key(leaf: Any) -> bool:
+    is_raw = leaf.dtype == jnp.uint32 and leaf.shape[-1:] in ((2,), (4,))
+    return is_raw or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _shared_noise(name: str) -> str:
+    return (
+        f"Noise before {name} is the same on all workers, since its key is replicated: the variance of the mean does "
+        f"not fall with the number of workers K. Put optax.add_noise after {name}, with its variance divided by K; "
+        "optax.contrib.differentially_private_aggregate goes before it with noise_multiplier=0."
+    )
 
 
 def _judge(exchange: ExchangeState, before: list[Effects], after: list[Effects]) -> Iterator[str]:
@@ -213,6 +364,8 @@ def _judge(exchange: ExchangeState, before: list[Effects], after: list[Effects])
                 f"momentum: put optax.add_decayed_weights before {name}."
             )
         forgotten = forgotten | link.forgets_size
+    if any(link.adds for link in before):
+        yield _shared_noise(name)
     if any(link.descends for link in before) and has_error_feedback(exchange):
         yield (
             f"A learning rate before {name} enters the residual, which then mixes the rates of several steps: put it "
@@ -264,10 +417,15 @@ def has_error_feedback(exchange: ExchangeState) -> bool:
 
 
 def _flat(state: Any) -> Iterator[Any]:
-    """Yields the states of the links of nested chains, in order."""
-    if type(state) is tuple:
-        for part in state:
+    """Yields the states of the links of nested chains, in order.
+
+    A wrapper that passes every update through the chain in it, and keeps nothing of gradients itself, counts as it.
+    """
+    if type(state) is tuple or isinstance(state, OrderedDict):  # of optax.named_chain
+        for part in state.values() if isinstance(state, OrderedDict) else state:
             yield from _flat(part)
+    elif isinstance(state, _PASSED) and next(exchange_states(state), None):
+        yield from _flat(state.inner_state)
     else:
         yield state
 

@@ -1,7 +1,6 @@
 """The train step of workers whose parameters are sharded: over the workers themselves, or over other mesh axes."""
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names, on_own_mesh, to_varyi
 from jaxcomm.exchange import keep_unless
 from jaxcomm.parallel.lookups import Lookups, check_additive, tables_of
 from jaxcomm.parallel.loss import LossFn, as_float32, in_turns
+from jaxcomm.parallel.order import check_descent
 from jaxcomm.parallel.replication import over_workers
 from jaxcomm.parallel.sharding import ShardedExchange, ShardedState, plan_shards, spec_axes
 from jaxcomm.parallel.state import Batch, TrainState, check_apart, check_model_state, shapes_on, state_specs
@@ -118,8 +118,6 @@ class ShardedStep(TrainStep):
         exchange = self._plan(params)
         if self.lookups:
             check_additive(exchange, params, tables_of(self.lookups, params, exchange))
-        for message in exchange.chain.warnings:
-            warnings.warn(message, stacklevel=2)
         check_model_state(model_state)
         specs = jax.tree.structure(params).unflatten(exchange.specs)
         params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(self.mesh, spec)), params, specs)
@@ -238,6 +236,7 @@ class ShardedStep(TrainStep):
     @on_own_mesh
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         exchange, old = self._plan(state.params), self._split(state)
+        check_descent(self.tx, state.params)
         keyed = self._keyed(state.step, batch)
         tables = tables_of(self.lookups, state.params, exchange) if self.lookups else None
         params, ids = state.params, []

@@ -29,7 +29,7 @@ from jaxcomm.collectives.axis import (
 from jaxcomm.exchange import get_exchange
 from jaxcomm.parallel.agreement import check_agreement, trace_on
 from jaxcomm.parallel.loss import GradientsFn, LossFn, gradients_of, in_turns
-from jaxcomm.parallel.order import check_chain
+from jaxcomm.parallel.order import check_chain, check_descent
 from jaxcomm.parallel.overlap import Apart, runs_apart
 from jaxcomm.parallel.replication import over_workers
 from jaxcomm.parallel.resize import resize_workers
@@ -269,8 +269,9 @@ class TrainStep(ABC):
         init = in_axes_of_workers(self._worker_state, self.sizes, self.axis_name)
         shapes = jax.eval_shape(init, params, model_state)
         check_axes(get_exchange(shapes.opt_state), self.axis_name)
-        for message in check_chain(self.tx, shapes.opt_state, trained(params)):
-            warnings.warn(message, stacklevel=3)
+        if not hasattr(self.tx, "links"):  # a jaxcomm.chain has checked itself
+            for message in check_chain(self.tx, shapes.opt_state, None):
+                warnings.warn(message, stacklevel=3)
         return shapes
 
 
@@ -325,6 +326,7 @@ class WorkersStep(TrainStep):
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state, self.mesh.shape)
         check_axes(get_exchange(state.opt_state), self.axis_name)
+        check_descent(self.tx, trained(state.params))
         batch = self._keyed(state.step, batch)
         check_agreement(self._loss, state, batch, dict(self.mesh.shape), self.axis_name)
         specs, rows = state_specs(state), batch.like(P(self.axis_name), P())
@@ -403,6 +405,7 @@ class SimulatedStep(TrainStep):
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state, self._by_name)
         check_axes(get_exchange(state.opt_state), self.axis_name)
+        check_descent(self.tx, trained(state.params))
         batch = self._keyed(state.step, batch)
         gradients = in_turns(gradients_of(self._loss, self.axis_name), self._settings.accumulate, self.axis_name)
         own_step = partial(worker_step, gradients, self.tx, self.axis_name)

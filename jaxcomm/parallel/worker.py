@@ -8,7 +8,7 @@ import optax
 
 from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.axis import AxisName
-from jaxcomm.exchange import get_exchange, keep_unless
+from jaxcomm.exchange import get_exchange, keep_unless, without_frozen
 from jaxcomm.numerics import is_applicable_tree, is_finite_tree
 from jaxcomm.parallel.loss import GradientsFn
 from jaxcomm.parallel.state import TrainState, check_model_state, make_local, without_rows
@@ -72,6 +72,7 @@ def apply(
     """
     exchange = get_exchange(opt_state)
     applies = applies_step(exchange.metrics, exchange.method.undoes_skipped)
+    updates = without_frozen(updates, exchange)
     params = with_untrained(optax.apply_updates(trained(old_params), updates), old_params)
     kept = keep_states_unless(applies & ok, opt_state, old_opt_state)
     return keep_unless(applies, params, old_params), kept, exchange.metrics

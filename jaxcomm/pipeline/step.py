@@ -18,7 +18,7 @@ from jaxcomm.accounting.report import PipelineReport
 from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers, on_own_mesh
 from jaxcomm.exchange import get_exchange
 from jaxcomm.numerics import is_finite_tree
-from jaxcomm.parallel.order import check_chain
+from jaxcomm.parallel.order import check_chain, check_descent
 from jaxcomm.parallel.replication import over_workers
 from jaxcomm.parallel.resize import resize_workers
 from jaxcomm.parallel.state import (
@@ -100,15 +100,16 @@ class PipelineStep(TrainStep):
         given = (pipeline.param_slots.stack(params), pipeline.state_slots.stack(states))
         one_stage = jax.eval_shape(lambda: jax.tree.map(lambda slot: slot[:1], given))
         shapes = jax.eval_shape(in_axes_of_workers(device_state, self.sizes, self.axis_name), *one_stage)
-        exchange, slots = get_exchange(shapes.opt_state), jax.eval_shape(lambda: [slot[0] for slot in given[0]])
+        exchange = get_exchange(shapes.opt_state)
         if exchange.method.where is not None:
             raise ValueError(
                 "A pipeline must exchange all gradients of a stage, whose stacked parameters have no paths of their "
                 "own and whose layers cannot gather over the workers; got an exchange with where=. Leave it out."
             )
         check_axes(exchange, self.axis_name)
-        for message in check_chain(self.tx, shapes.opt_state, slots):
-            warnings.warn(message, stacklevel=2)
+        if not hasattr(self.tx, "links"):  # a jaxcomm.chain has checked itself
+            for message in check_chain(self.tx, shapes.opt_state, None):
+                warnings.warn(message, stacklevel=2)
         specs = _staged_specs(shapes, self.stage_axis)
         on_devices = jax.shard_map(device_state, mesh=self.mesh, in_specs=P(self.stage_axis), out_specs=specs)
         return jax.jit(on_devices)(*jax.device_put(given, NamedSharding(self.mesh, P(self.stage_axis))))
@@ -177,6 +178,7 @@ class PipelineStep(TrainStep):
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         check_has_rows(batch)
         check_batch(batch, self.workers, self.pipeline.micro_batches)
+        check_descent(self.tx, state.params)
         specs = self._specs(state)
         in_specs, out_specs = (specs, P(self.axis_name)), (specs, P())
         return over_workers(self._device_step, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)(state, batch)

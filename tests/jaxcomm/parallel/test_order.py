@@ -2,28 +2,40 @@
 
 import functools
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from optax import masked
 
 import jaxcomm as jc
 from jaxcomm import chain
 from jaxcomm.collectives.axis import in_axes_of_workers
-from jaxcomm.parallel.order import check_chain, try_link
+from jaxcomm.parallel.order import check_chain, check_descent, check_states, try_link
 from tests.jaxcomm.steps import init_state
 
 PARAMS = {"b": np.ones(3, np.float32), "w": np.arange(900, dtype=np.float32).reshape(300, 3)}
 W = {"b": False, "w": True}  # a mask
 
 
+warned = {}
+
+
 def judge(tx):
+    """The warnings; a jaxcomm.chain gives them in its first init."""
     axes = ("slice", "data")  # a hierarchy's; others use one of them
-    state = jax.eval_shape(in_axes_of_workers(tx.init, (2, 2), axes), PARAMS)
-    return check_chain(tx, state, PARAMS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = jax.eval_shape(in_axes_of_workers(tx.init, (2, 2), axes), PARAMS)
+    found = check_chain(tx, state, PARAMS)
+    if hasattr(tx, "links"):
+        warned.setdefault(tx, [str(each.message) for each in caught])
+        assert warned[tx] == found
+    return found
 
 
 def plain(tx):
@@ -40,8 +52,32 @@ def of_a_user(inner):
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
+def reporting(inner):
+    def update(updates, state, params=None):
+        jax.debug.callback(reported.append, optax.tree.norm(updates))
+        return inner.update(updates, state, params)
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+reported = []
+
+
 def multi_steps(tx):
     return optax.MultiSteps(tx, 4).gradient_transformation()
+
+
+def _whiten(updates, state, params=None):
+    """As Kron does in its first steps: a preconditioner of 1 moves a little with each gradient, whatever its size."""
+    momentum, scale = state
+    momentum = jax.tree.map(lambda m, u: 0.9 * m + 0.1 * u, momentum, updates)
+    scale = jax.tree.map(lambda s, u: s - 0.1 * s * (s * s * u * u - 1) / (s * s * u * u + 1), scale, updates)
+    return jax.tree.map(lambda m, s: jnp.clip(s * s * m, -1.1, 1.1), momentum, scale), (momentum, scale)
+
+
+whitening = optax.GradientTransformation(
+    lambda params: (jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.ones_like, params)), _whiten
+)
 
 
 def parts(large, small):
@@ -50,6 +86,10 @@ def parts(large, small):
 
 def some_steps(tx):
     return optax.conditionally_transform(tx, lambda step: step > 3)
+
+
+def noise(leaf):
+    return jax.random.normal(jax.random.key(0), leaf.shape)
 
 
 def dgc(momentum):
@@ -62,6 +102,10 @@ def iwp(momentum):
 
 def hierarchical(method, *args, **options):
     return jc.hierarchical(method(*args, **options, axis_name="slice"))
+
+
+def injected(make):
+    return optax.inject_hyperparams(make)(rate=0.1)
 
 
 def injected_sgd(**options):
@@ -111,10 +155,15 @@ BY_STATE = {
         MOMENTUM,
         chain(hierarchical(jc.dgc, momentum=0.0), heavy),
     ),
-    "in a named chain": (
-        optax.named_chain(("mean", dct), ("sgd", sgd)),
-        INSIDE.format("dct_dp"),
-        chain(dct, sgd),
+    "momentum in a named chain": (
+        optax.named_chain(("mean", dgc(0.9)), ("sgd", heavy)),
+        MOMENTUM,
+        optax.named_chain(("sgd", dgc(0.9)), ("mean", sgd)),
+    ),
+    "state before an injected chain": (
+        optax.chain(optax.trace(0.9), injected(lambda rate: optax.chain(dct, optax.sgd(rate)))),
+        STATE,
+        injected(lambda rate: optax.chain(dct, optax.sgd(rate, momentum=0.9))),
     ),
     "in a mask": (
         chain(plump, masked(dct, W), sgd),
@@ -156,6 +205,41 @@ BY_EFFECT = {
         CLIPPED,
         chain(dct, parts(sgd, adam), parts(scale, clip)),
     ),
+    "clip and Adam in a chain": (
+        chain(dct, optax.chain(clip, optax.adamw(0.1))),
+        CLIPPED,
+        chain(optax.chain(clip), dct, optax.chain(optax.adamw(0.1), clip)),
+    ),
+    "clip and a schedule in a chain": (
+        chain(sign, optax.chain(optax.clip(1.0), optax.lion(optax.linear_schedule(0.0, 1.0, 10)))),
+        CLIPPED,
+        chain(optax.clip(1.0), sign, optax.chain(optax.lion(optax.linear_schedule(0.0, 1.0, 10)))),
+    ),
+    "clip and Adagrad in a named chain": (
+        chain(topk, optax.named_chain(("clip", rms), ("adagrad", optax.adagrad(0.1)))),
+        CLIPPED,
+        chain(topk, optax.named_chain(("adagrad", optax.adagrad(0.1)), ("clip", rms))),
+    ),
+    "clip and Adam, injected": (
+        chain(topk, injected(lambda rate: optax.chain(clip, optax.adam(rate)))),
+        CLIPPED,
+        chain(clip, topk, injected(lambda rate: optax.adam(rate))),
+    ),
+    "momentum and clip in a chain": (
+        chain(topk, optax.chain(heavy, optax.clip(1.0))),
+        CLIPPED,
+        chain(optax.clip(1.0), topk, optax.chain(heavy)),
+    ),
+    "clip of a part, with Adam": (
+        chain(dct, parts(optax.chain(clip, adam), adam)),
+        CLIPPED,
+        chain(parts(clip, optax.identity()), dct, parts(adam, adam)),
+    ),
+    "clip, by a user who reports": (
+        chain(dct, reporting(clip), sgd),
+        CLIPPED,
+        chain(reporting(clip), dct, reporting(optax.identity()), sgd),
+    ),
     "clip, by a user": (
         chain(dct, optax.stateless(lambda updates, _: jax.tree.map(lambda u: u.clip(-1, 1), updates)), sgd),
         CLIPPED,
@@ -175,6 +259,7 @@ BY_EFFECT = {
 }
 REFUSED = BY_STATE | BY_EFFECT
 
+NOISE = r"Noise before .* is the same on all workers, .* Put optax.add_noise after .* divided by K"
 RATE = r"A learning rate before .* enters the residual, .*: put it after"
 L2 = r"Weight decay before .* is L2, which the optimizer after it normalises .*: put it after"
 SGDW = r"Weight decay after .* has none of its momentum of 0.9, .*: put optax.add_decayed_weights before"
@@ -194,6 +279,22 @@ UNUSUAL = {
     ),
     "rate, injected": (chain(injected_sgd(), topk), RATE, chain(topk, injected_sgd())),
     "rate in a hierarchy": (chain(sgd, hierarchical(jc.topk)), RATE, chain(sgd, hierarchical(jc.quant_dp))),
+    "noise": (chain(optax.add_noise(0.1, 0.5, 0), dct, sgd), NOISE, chain(dct, optax.add_noise(0.1, 0.5, 0), sgd)),
+    "noise in a plain chain": (
+        optax.chain(optax.add_noise(0.1, 0.5, 0), plump, sgd),
+        NOISE,
+        optax.chain(plump, optax.add_noise(0.1, 0.5, 0), sgd),
+    ),
+    "noise for privacy": (
+        chain(optax.contrib.differentially_private_aggregate(1.0, 0.1, 0), plump, sgd),
+        NOISE,
+        chain(plump, optax.noisy_sgd(0.1)),
+    ),
+    "noise of a user": (
+        chain(optax.stateless(lambda updates, _: jax.tree.map(lambda u: u + noise(u), updates)), plump, sgd),
+        NOISE,
+        chain(plump, optax.stateless(lambda updates, _: jax.tree.map(lambda u: u + noise(u), updates)), sgd),
+    ),
     "L2 and Adam": (chain(decay, plump, adam), L2, chain(plump, optax.adamw(0.1))),
     "L2 and SGD": (chain(decay, dct, optax.rmsprop(0.1)), L2, chain(decay, dct, heavy)),
     "L2 of a part": (
@@ -211,7 +312,13 @@ FINE = {
     "nothing": optax.identity(),
     "no exchange": chain(clip, adam),
     "an exchange alone": dct,
-    "what belongs to a local gradient": chain(decay, clip, optax.add_noise(0.1, 0.5, 0), optax.scale(0.5), dct, sgd),
+    "what belongs to a local gradient": chain(decay, clip, optax.scale(0.5), dct, sgd),
+    "optimizers that are linear in tiny gradients": chain(topk, optax.adagrad(0.1)),
+    "another": chain(topk, optax.adadelta(0.1)),
+    "an optimizer with a large epsilon": chain(topk, optax.adam(0.1, eps=1.0)),
+    "an optimizer that clips what it has whitened": chain(topk, whitening, sgd),
+    "a named chain": optax.named_chain(("mean", dct), ("adam", adam)),
+    "hyperparameters around a chain": injected(lambda rate: chain(dct, optax.adam(rate))),
     "what may be a local optimizer": chain(of_a_user(sgd), slim),
     "what may not change updates": chain(sgd, slim, of_a_user(optax.identity())),
     "clip, by a user who is not understood": chain(dct, of_a_user(clip), sgd),
@@ -265,6 +372,92 @@ def test_what_is_in_order_or_not_known_is_left_alone(case):
     assert judge(FINE[case]) == []
 
 
+def own_step(tx):
+    """A step as written for one device."""
+
+    def step(params, state, batch):
+        loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+@pytest.mark.parametrize("rule", ["twice", "state of momentum", "momentum of dgc"])
+def test_a_foreign_step_refuses_what_states_show(rule):
+    broken, message, remedied = BY_STATE[rule]
+    mesh, batch = jc.make_mesh(data=2), {"x": np.ones((4, 300), np.float32), "y": np.ones((4, 3), np.float32)}
+    for tx in (plain(remedied), plain(broken)):
+        state = jax.eval_shape(tx.init, PARAMS)
+        trace = functools.partial(jc.data_parallel(own_step(tx), mesh, batch=2).trace, PARAMS, state, batch)
+        if tx is plain(remedied):
+            trace()
+    with pytest.raises(ValueError, match=message):
+        trace()
+
+
+def test_the_init_of_a_chain_warns_once_and_refuses_wherever_it_runs():
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    tx = chain(scale, dct)
+    with pytest.warns(UserWarning, match=RATE) as caught:
+        tx.init(params)
+    assert [warning.filename for warning in caught] == [__file__]
+    tx.init(params)
+    mesh = jc.make_mesh(data=2)
+    for init in (jax.jit, jax.vmap, lambda f: jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P())):
+        members = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), params)
+        with pytest.raises(ValueError, match=CLIPPED):
+            init(chain(dct, optax.chain(optax.clip_by_global_norm(0.5 + len(caught)), adam)).init)(members)
+
+
+def test_reports_of_a_link_are_left_out_where_it_is_tried():
+    reported.clear()
+    tx = chain(reporting(clip), dct, sgd)
+    tx.init(jax.tree.map(jnp.asarray, PARAMS))
+    jax.effects_barrier()
+    assert not reported
+    assert try_link(reporting(clip), PARAMS) == try_link(clip, PARAMS)
+
+
+def test_links_that_call_the_host_are_not_tried():
+    calls = []
+
+    def update(updates, state, params=None):
+        rate = jax.pure_callback(lambda: calls.append(1) or np.float32(0.1), jax.ShapeDtypeStruct((), jnp.float32))
+        return jax.tree.map(lambda u: -rate * u, updates), state
+
+    assert try_link(optax.GradientTransformation(sgd.init, update), PARAMS) is None
+    assert not calls
+
+
+@pytest.mark.parametrize("tx", [dct, chain(topk), chain(clip, topk), chain(topk, optax.scale_by_adam())], ids=str)
+def test_a_step_that_would_climb_is_refused(tx):
+    mesh = jc.make_mesh(data=2)
+    steps = [jc.simulate(loss_fn, tx, 2), jc.make_train_step(loss_fn, tx, mesh)]
+    steps += [jc.make_train_step(loss_fn, tx, mesh, specs=P())] if tx.init is dct.init or len(tx.links) == 1 else []
+    for step in steps:
+        state = step.shapes(PARAMS)
+        with pytest.raises(ValueError, match=r"got .* and no learning rate: .* Write jaxcomm.chain\(.*optax.sgd"):
+            jax.eval_shape(step, state, BATCH)
+    jax.eval_shape(jax.vmap(tx.init), jax.tree.map(lambda leaf: leaf[None], PARAMS))  # of a loop of one's own
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        optax.scale_by_learning_rate(optax.join_schedules([lambda step: 0.0, lambda step: 0.1], [100])),
+        injected_sgd(),
+        optax.inject_hyperparams(optax.sgd)(0.0),
+        optax.chain(optax.scale(-1.0), optax.scale_by_schedule(schedule)),
+        optax.contrib.sam(sgd, optax.chain(optax.contrib.normalize(), sgd), sync_period=2),
+        of_a_user(sgd),
+    ],
+    ids=["zeros", "warm-up", "set later", "scales", "sam", "unknown"],
+)
+def test_a_step_that_may_descend_is_not_refused(last):
+    check_descent(chain(topk, last), PARAMS)
+
+
 def test_a_chain_is_optaxs_and_keeps_its_links():
     tx = chain(clip, chain(dct, adam))
     assert tx.links == (clip, dct, adam)
@@ -308,6 +501,74 @@ def test_init_state_refuses_and_warns_where_it_is_called():
     with pytest.warns(UserWarning, match=RATE) as caught:
         jc.simulate(loss_fn, chain(scale, dct), 2).init(PARAMS)
     assert [warning.filename for warning in caught] == [__file__]
+
+
+FROZEN = jc.topk(0.5, where="w", others=optax.set_to_zero())
+BATCH = {"x": np.ones((4, 300), np.float32), "y": np.ones((4, 3), np.float32)}
+
+
+@pytest.mark.parametrize("make", [chain, optax.chain], ids=["jaxcomm.chain", "optax.chain"])
+def test_frozen_parameters_stay_with_weight_decay_in_every_step(make):
+    tx = make(FROZEN, optax.adamw(0.1, weight_decay=0.5))
+    step = jc.simulate(loss_fn, tx, 2)
+    state, _ = step(step.init(PARAMS), BATCH)
+    np.testing.assert_array_equal(state.params["b"], PARAMS["b"])
+    assert not np.array_equal(state.params["w"], PARAMS["w"])
+
+
+def test_frozen_parameters_stay_with_weight_decay_in_a_foreign_step_and_with_shards():
+    tx, mesh = chain(FROZEN, optax.adamw(0.1, weight_decay=0.5)), jc.make_mesh(data=2)
+    new, _, _ = jc.data_parallel(own_step(tx), mesh, batch=2)(PARAMS, tx.init(PARAMS), BATCH)
+    sharded = jc.make_train_step(loss_fn, tx, jc.make_mesh(data=2, model=3), specs=P("model"), auto=("model",))
+    state, _ = sharded(sharded.init(PARAMS), BATCH)
+    for params in (new, state.params):
+        np.testing.assert_array_equal(params["b"], PARAMS["b"])
+        assert not np.array_equal(params["w"], PARAMS["w"])
+
+
+def test_links_that_only_say_that_they_take_arguments_get_none_and_nothing_is_sent_twice():
+    sloppy = optax.GradientTransformationExtraArgs(sgd.init, lambda updates, state, params=None: (updates, state))
+    for make in (chain, optax.chain):
+        step, plain_step = (
+            jc.make_train_step(loss_fn, tx, jc.make_mesh(data=2)) for tx in (make(topk, sloppy, sgd), make(topk, sgd))
+        )
+        got, expected = (each.report(each.shapes(PARAMS), BATCH).received for each in (step, plain_step))
+        assert got == expected
+
+
+@pytest.mark.parametrize("make", [chain, optax.chain], ids=["jaxcomm.chain", "optax.chain"])
+def test_optax_maps_the_parameters_of_a_chain_and_leaves_the_exchange(make):
+    tx = make(FROZEN, adam)
+    state = tx.init(PARAMS)
+    mapped = optax.tree_map_params(tx, lambda leaf: leaf + 5, state)
+    assert jax.tree.structure(mapped) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, mapped[0], state[0])
+    jax.tree.map(lambda leaf: np.testing.assert_array_equal(leaf, 5), (mapped[1][0].mu, mapped[1][0].nu))
+
+
+def test_complex_parameters_are_told_to_take_a_step_that_conjugates():
+    tx = optax.contrib.split_real_and_imaginary(chain(plump, sgd))
+    params = {"w": np.arange(8, dtype=np.complex64) * 1j}
+
+    def loss(params, batch):
+        return jnp.mean(jnp.abs(batch @ params["w"] - 1) ** 2)
+
+    def step(params, state, batch):
+        gradients = jax.tree.map(jnp.conj, jax.grad(loss)(params, batch))
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    batch = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
+    with pytest.raises(ValueError, match=r"must be real .* got split_real_and_imaginary .* jaxcomm.data_parallel"):
+        jc.simulate(loss, tx, 2).init(params)
+    new, _ = jc.data_parallel(step, jc.make_mesh(data=2), batch=2)(params, tx.init(params), batch)
+    expected = params["w"] - 0.1 * np.conj(jax.grad(loss)(params, batch)["w"])
+    np.testing.assert_allclose(new["w"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_two_chains_in_one_state_are_two_chains():
+    two = {"each": (optax.chain(topk, sgd).init(PARAMS), optax.chain(dct, adam).init(PARAMS))}
+    assert check_states((PARAMS, topk.init(PARAMS), two)) == []
 
 
 # The reasons for the rules.
