@@ -155,7 +155,7 @@ def rank_of_words(words: jax.Array) -> jax.Array:
 
 def running_sum(numbers: jax.Array) -> jax.Array:
     """Returns the cumulative sum of 32-bit numbers (n,), each number included, modulo 2^32."""
-    return by_platform(numbers, tpu=_sum_by_matmul, default=jnp.cumsum)
+    return by_platform(numbers, tpu=_sum_by_matmul, default=lambda numbers: jnp.cumsum(numbers, dtype=numbers.dtype))
 
 
 def _sum_by_matmul(numbers: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """Checks of arguments, with one form of error: the rule, the value, the remedy."""
 
-from numbers import Real
+from numbers import Integral, Real
 
 
 def check_range(name: str, value: object, rule: str, holds: bool, remedy: str) -> None:
@@ -31,5 +31,5 @@ def check_sparsity(sparsity: float) -> None:
 
 def check_count(name: str, value: int, least: int, remedy: str) -> None:
     """Checks an integer that has a least value; see `check_range` for the remedy."""
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    is_count = isinstance(value, Integral) and not isinstance(value, bool) and value >= least
     check_range(name, value, f"an integer of at least {least}", is_count, remedy)

@@ -6,13 +6,15 @@ ask the method itself what it keeps and does.
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
@@ -20,8 +22,8 @@ from jaxcomm import noise
 from jaxcomm.checks import check_range
 from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, check_per_worker, is_tracked, to_varying, varies
 from jaxcomm.collectives.sparse import Accumulated
-from jaxcomm.layout import Layout
-from jaxcomm.numerics import is_finite_tree
+from jaxcomm.layout import BLOCK, MAX_ELEMENTS, Layout
+from jaxcomm.numerics import is_finite_tree, promotes
 from jaxcomm.serialization import has_lost_types, register_with_flax
 from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, PerWorker, is_per_worker
 
@@ -60,6 +62,18 @@ class ExchangeState:
     def replace(self, **changes: Any) -> "ExchangeState":
         """Returns a copy with other attributes."""
         return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Chooses the leaves of some paths, as `where`."""
+
+    names: frozenset[str]
+
+    def __call__(self, name: str, leaf: Any) -> bool:
+        """Returns whether a leaf's path is one of them."""
+        del leaf
+        return name in self.names
 
 
 class Gradient(NamedTuple):
@@ -164,8 +178,12 @@ class Exchange:
 
     name: ClassVar[str] = "exchange"  # in messages and tables
     keeps_residual: ClassVar[bool] = True
+    has_positions: ClassVar[bool] = True  # in one vector of all tensors; they have 31 bits
 
     def __post_init__(self) -> None:
+        for each in fields(self):  # a NumPy number has a type of its own, to which it would convert what it multiplies
+            if isinstance(value := getattr(self, each.name), np.generic):
+                object.__setattr__(self, each.name, value.item())
         if self.where is None and self.others is not None:
             raise ValueError("others must be the exchange of what where= leaves out; got no where=. Pass both.")
         if self.checksum and self.instead_of_checksum is not None:
@@ -243,8 +261,8 @@ class Exchange:
 
     def transform(self) -> optax.GradientTransformation:
         """Returns the Optax transformation."""
-        init: Any = self.init
-        update: Any = self.update
+        init: Any = promotes(self.init)
+        update: Any = promotes(self.update)
         made = ExchangeTransformation(init, update)
         made.method = self
         return made
@@ -258,6 +276,8 @@ class Exchange:
         node = jax.tree.structure(params)
         if node.num_leaves == 0 and node.num_nodes == 1 and not isinstance(params, dict | list | tuple | None):
             return cast(ExchangeState, self)
+        if (parts := self._in_parts(params)) is not self:
+            return parts.init(params).replace(method=self)
         if self.where is None:
             return self.init_chosen(params)
         chosen, rest, others = self._part(params, True), self._part(params, False), None
@@ -273,6 +293,29 @@ class Exchange:
                 f"{leaf_name(jax.tree_util.tree_leaves_with_path(params)[0][0])!r}."
             )
         return self.first_state()
+
+    def _in_parts(self, tree: Any) -> "Exchange":
+        """Returns the exchange of a part of the tree, with those of the other parts as `others` of each other.
+
+        A part has fewer than 2^31 elements. One that has as few is exchanged by the method itself.
+        """
+        parts: list[set[str]] = [set()]
+        size = 0
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if self.has_positions else ():
+            if self.chooses(path, leaf):
+                length = -(-math.prod(jnp.shape(leaf)) // BLOCK) * BLOCK
+                if size and size + length >= MAX_ELEMENTS:
+                    parts.append(set())
+                    size = 0
+                parts[-1].add(leaf_name(path))
+                size += length
+        if len(parts) == 1:
+            return self
+        last = parts.pop()
+        method = self if self.where is None else replace(self, where=Paths(frozenset(last)))
+        for names in reversed(parts):
+            method = replace(self, where=Paths(frozenset(names)), others=method.transform())
+        return method
 
     def init_chosen(self, params: Any) -> ExchangeState:
         """Does `init` for the leaves that `where` chooses."""
@@ -295,6 +338,8 @@ class Exchange:
             got = state.method.name if isinstance(state, ExchangeState) else type(state).__name__
             raise ValueError(f"The state must be that of {self.name}; got that of {got}. Initialise it with this tx.")
         workers = axis_size(self.axes)  # its error comes before any work
+        if (parts := self._in_parts(updates)) is not self:
+            return parts.update(updates, state, params)
         with jax.named_scope(SCOPE):
             if state.worker is None:
                 return self._update(updates, state, params, True)
@@ -320,10 +365,11 @@ class Exchange:
             rest, others = self.others.update(rest, state.others, own)
             second = next((found.metrics for found in exchange_states(others)), ExchangeMetrics.zeros())
             ok = second.skipped == 0
-        if jax.tree.leaves(chosen):
+        if any(jnp.size(leaf) for leaf in jax.tree.leaves(chosen)):  # else no number could tell that the rest is not ok
             own = None if params is None else self._part(params, True)
             chosen, state = self.update_chosen(self._checked(chosen, ok & is_own), state, own)
         else:
+            chosen = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), chosen)  # nothing, replicated
             state = state.replace(step=state.step + 1, metrics=ExchangeMetrics.of(ok, sent=0))
         ok = state.metrics.skipped == 0
         rest = zeros_unless(ok, rest)

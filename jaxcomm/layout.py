@@ -148,7 +148,7 @@ def segment_sizes(sizes: Sequence[int], chunk: int | None) -> tuple[int, ...]:
 def segment_sum(values: jax.Array, segments: np.ndarray, count: int) -> jax.Array:
     """Sums values (m,) by their segments' indices, which never descend: (count,)."""
     if count == 1:  # XLA 0.10.2 on a CPU drops integers of m values under a vmap of as many rows
-        return jnp.sum(values, axis=0, keepdims=True)
+        return jnp.sum(values, axis=0, keepdims=True, dtype=values.dtype)
     return jax.ops.segment_sum(values, segments, num_segments=count, indices_are_sorted=True)
 
 
@@ -171,7 +171,8 @@ def plan_layout(
       chunk: elements of a segment, a multiple of `BLOCK`; None for one segment per tensor.
 
     Raises:
-      ValueError: if the tree is empty, a leaf is not of a real floating type, or there are 2^31 elements or more.
+      ValueError: if the tree is empty, a leaf is not of a real floating type, a compressed one is of float64, or there
+        are 2^31 elements or more to compress.
     """
     paths = jax.tree_util.tree_leaves_with_path(tree)
     if not paths:
@@ -179,21 +180,29 @@ def plan_layout(
             "A gradient must have at least one tensor; got an empty tree. Pass the parameters that are trained."
         )
     for path, leaf in paths:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if not jnp.issubdtype(dtype := jnp.result_type(leaf), jnp.floating):
             raise ValueError(
-                f"Gradients must be of a real floating type; got {leaf.dtype} at {jax.tree_util.keystr(path)!r}. Keep "
+                f"Gradients must be of a real floating type; got {dtype} at {jax.tree_util.keystr(path)!r}. Keep "
                 "others out of the parameters, by eqx.filter, nnx.Param or a tree of their own. make_train_step leaves "
                 "integers, booleans and keys out by itself."
             )
-    shapes = tuple(tuple(leaf.shape) for _, leaf in paths)
+    shapes = tuple(jnp.shape(leaf) for _, leaf in paths)
     sizes = [math.prod(shape) for shape in shapes]
     compressed = tuple(
         size >= max(dense_below, 1) and (compress is None or compress(shape))
         for size, shape in zip(sizes, shapes, strict=True)
     )
+    dtypes = tuple(jnp.dtype(jnp.result_type(leaf)) for _, leaf in paths)
+    for (path, _), dtype, is_in in zip(paths, dtypes, compressed, strict=True):
+        if is_in and dtype.itemsize > 4:
+            raise ValueError(
+                f"Compressed gradients must have at most 32 bits; got {dtype} at {jax.tree_util.keystr(path)!r}, of "
+                "which float32 payloads and residuals would lose a part. Keep these parameters in float32, or exchange "
+                "them by plump_dp(), which sends float64: alone, or as others= of what where= leaves out."
+            )
     layout = Layout(
         shapes=shapes,
-        dtypes=tuple(jnp.dtype(leaf.dtype) for _, leaf in paths),
+        dtypes=dtypes,
         compressed=compressed,
         capacities=tuple(
             map(capacity, segment_sizes([n for n, is_in in zip(sizes, compressed, strict=True) if is_in], chunk))
@@ -202,7 +211,7 @@ def plan_layout(
     )
     if layout.n >= MAX_ELEMENTS:
         raise ValueError(
-            f"Positions have 31 bits, so one exchange must have fewer than 2^31 elements; got {layout.n}. Shard the "
-            "parameters over a model axis, or give a part of them to a second exchange by where= and others=."
+            f"Positions have 31 bits, so what is compressed at once must have fewer than 2^31 elements; got "
+            f"{layout.n}. Shard the parameters over a model axis, or split a tensor of that size."
         )
     return layout

@@ -1,10 +1,11 @@
-"""Numbers of any magnitude: tests for finite numbers, and division by their own scale.
+"""Numbers of any magnitude and type: tests for finite numbers, division by their own scale, and types of sums.
 
 Nothing here tests for NaN by a maximum: compiled by XLA for CPUs, a maximum may lose it.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,36 @@ from jax import lax
 from jaxcomm import bits, noise
 from jaxcomm.platforms import by_platform
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _SHRINK = np.float32(2**-4)
 _INFINITY = np.uint32(0x7F800000)
 _LIMIT = np.float32(2.0**100).view(np.uint32)
+
+
+def promotes(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes a function of this library run under JAX's default promotion of types and ranks.
+
+    A user's jax_numpy_dtype_promotion="strict" and jax_numpy_rank_promotion="raise" are about the user's own code.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def wide_type(*dtypes: Any) -> Any:
+    """Returns the type in which numbers of some types are summed: float64 if one of them is, else float32."""
+    return jnp.dtype(jnp.float64 if jnp.dtype(jnp.float64) in map(jnp.dtype, dtypes) else jnp.float32)
+
+
+def widened(tree: Any) -> Any:
+    """Converts the numbers of a tree to the type in which they are summed: float64 stays, others become float32."""
+    return jax.tree.map(lambda number: jnp.asarray(number, wide_type(jnp.result_type(number))), tree)
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
@@ -25,7 +53,9 @@ def magnitude_bits(x: jax.Array) -> jax.Array:
 
 
 def is_finite(vector: jax.Array) -> jax.Array:
-    """Returns whether every number of a vector (n,) is finite: () bool."""
+    """Returns whether every number of a vector (n,) of any floating type is finite: () bool."""
+    if vector.dtype.itemsize != 4:
+        return jnp.isfinite(vector).all()
     return by_platform(vector, cpu=_is_finite_packed, default=lambda vector: jnp.isfinite(vector).all())
 
 

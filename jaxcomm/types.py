@@ -57,7 +57,8 @@ class AccumulatedState:
       mini_step: () int32, gradients since the last exchange.
       gradient_step: () int32, exchanges so far.
       inner_opt_state: the state of the chain.
-      acc_grads: the mean of a worker's own gradients since the last exchange, float32.
+      acc_grads: the mean of a worker's own gradients since the last exchange, float32, or float64 for
+        parameters of float64.
       every: calls from one exchange to the next. Static.
     """
 
@@ -92,7 +93,7 @@ def part_of(n: int, workers: Any, worker: Any) -> tuple[Any, Any]:
     size, longer = n // workers, n % workers
     if isinstance(worker, int):
         return worker * size + min(worker, longer), size + (worker < longer)
-    return worker * size + jnp.minimum(worker, longer), size + (worker < longer)
+    return worker * size + jnp.minimum(worker, longer), size + (worker < longer).astype(jnp.int32)
 
 
 def join_parts(rows: jax.Array) -> jax.Array:

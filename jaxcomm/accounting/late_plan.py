@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -179,7 +180,7 @@ def _kernels(kernels: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Returns the shapes (N, M) of layers by path, from either form."""
 
     def is_shape(node: Any) -> bool:
-        return isinstance(node, tuple) and all(isinstance(size, int) for size in node)
+        return isinstance(node, tuple) and all(isinstance(size, Integral) for size in node)
 
     shapes = {}
     for path, node in jax.tree_util.tree_leaves_with_path(kernels, is_leaf=is_shape):

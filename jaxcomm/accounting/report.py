@@ -19,8 +19,9 @@ from jaxcomm.accounting.hlo import read_overlap, read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program, traced_program
 from jaxcomm.collectives.axis import AxisName, abstract_mesh, axis_names, check_workers, use_mesh
 from jaxcomm.exchange import axis_name_of, get_exchange
+from jaxcomm.numerics import wide_type
 from jaxcomm.states import exchange_interval, exchange_turns, trained, update_with, vary_exchanged
-from jaxcomm.traffic import Program, Traffic
+from jaxcomm.traffic import Program, Traffic, count_bytes
 
 
 @dataclass(frozen=True)
@@ -402,5 +403,5 @@ def _counted(program: Program) -> Counter[tuple[str, int]]:
 def model_state_bytes(arg: Any, workers: int) -> float:
     """Returns the bytes that a worker receives for the mean of a model's state, 0 if an argument has none."""
     leaves = jax.tree.leaves(getattr(arg, "model_state", ()))
-    averaged = 4 * sum(math.prod(jnp.shape(leaf)) for leaf in leaves)
+    averaged = sum(count_bytes(jnp.shape(leaf), wide_type(jnp.result_type(leaf)).itemsize) for leaf in leaves)
     return float(Traffic("all_reduce", averaged, workers).received)

@@ -139,7 +139,7 @@ class Regions:
             headers = payloads["header"]  # (K, 3): status, sent, overflow
             sound, overfull = read_status(headers[:, 0])
             largest = select_topk(Stored(total), self.region)
-            counts = jnp.sum(headers[:, 1:], axis=0)
+            counts = jnp.sum(headers[:, 1:], axis=0, dtype=jnp.uint32)
             result, selection = self._encode(total, compact(largest.words, self.region), [])
             kept = self.values.read(result["values"], self.region)
             dropped = total.at[selection.slots.position].add(-kept, mode="promise_in_bounds")

@@ -1,7 +1,7 @@
 """The dense all-reduce, with which everything else is compared."""
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,8 @@ from jaxcomm.codecs import value_codec
 from jaxcomm.collectives.axis import AxisName, axis_size
 from jaxcomm.collectives.messages import sum_of
 from jaxcomm.collectives.shared_mask import compact_sum
-from jaxcomm.numerics import is_finite
+from jaxcomm.layout import MAX_ELEMENTS
+from jaxcomm.numerics import is_finite, promotes, wide_type
 from jaxcomm.platforms import in_memory, traced_platform
 from jaxcomm.scopes import EXCHANGE
 from jaxcomm.vectors import end_to_end
@@ -19,16 +20,18 @@ DenseDtype = Literal["float32", "bfloat16", "float16"]
 _BUCKET = 25 << 20  # bytes in float32, as of PyTorch's DDP
 
 
+@promotes
 def dense_mean(
     tensors: Sequence[jax.Array], axis_name: AxisName, value_dtype: DenseDtype = "float32", checksum: bool = False
 ) -> tuple[list[jax.Array], jax.Array]:
     """Averages tensors over the workers.
 
-    The result is the same on every worker. In float32 it equals `jax.lax.pmean` of every tensor, in one all-reduce. In
-    float16 that all-reduce sums what the workers divided by K and rounded, and rounds every partial sum. In bfloat16,
-    which XLA's own all-reduce would send as 32 bits on a CPU, every worker owns a part, sums it in float32 in the order
-    of the workers, and rounds the sum once more; two workers send each other everything, and round once. Each worker
-    receives 2 (K-1)/K * 4 bytes an element, or half of that in 16 bits.
+    The result is the same on every worker. In float32 it equals `jax.lax.pmean` of every tensor, in one all-reduce;
+    float64 tensors travel in one of their own. In float16 that all-reduce sums what the workers divided by K and
+    rounded, and rounds every partial sum. In bfloat16, which XLA's own all-reduce would send as 32 bits on a CPU, every
+    worker owns a part, sums it in float32 in the order of the workers, and rounds the sum once more; two workers send
+    each other everything, and round once. Each worker receives 2 (K-1)/K * 4 bytes an element, twice that in float64
+    and half of it in 16 bits. Tensors of 2^31 elements and more together travel one part after the other.
 
     Where collectives are asynchronous (GPU, TPU), tensors travel in buckets of 25 MiB or more, so that gradients of the
     last layers travel while those of the first layers are computed.
@@ -36,7 +39,8 @@ def dense_mean(
     Args:
       tensors: each worker's own, of any floating dtype and shape; may be empty.
       axis_name: the axis of workers, or the axes.
-      value_dtype: the type on the wire, "float32", "bfloat16" or "float16"; see `PlumpDp` for their ranges.
+      value_dtype: the type on the wire, "float32" (float64 for tensors of float64), "bfloat16" or "float16"; see
+        `PlumpDp` for their ranges.
       checksum: see `jaxcomm.collectives.checksum`; only in bfloat16.
 
     Returns:
@@ -45,30 +49,38 @@ def dense_mean(
     """
     if not tensors:
         return [], jnp.asarray(True)
-    means, finite = [], []
-    for bucket in _buckets(tensors):
-        own, ok = _mean_at_once(bucket, axis_name, value_dtype, checksum)
-        means, finite = own + means, [ok, *finite]
+    places: dict[Any, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        wide = wide_type(tensor.dtype) if value_dtype == "float32" else None
+        places.setdefault(wide, []).append(place)
+    means, finite = {}, []
+    for group in places.values():
+        for bucket in _buckets(group, tensors):
+            own, ok = _mean_at_once([tensors[place] for place in bucket], axis_name, value_dtype, checksum)
+            means |= dict(zip(bucket, own, strict=True))
+            finite = [ok, *finite]
+    means = [means[place] for place in range(len(tensors))]
     return means, finite[0] if len(finite) == 1 else jnp.stack(finite).all()
 
 
-def _buckets(tensors: Sequence[jax.Array]) -> Iterator[Sequence[jax.Array]]:
-    """Yields the tensors that travel together, the last ones first: backpropagation has their gradients first."""
-    end = len(tensors)
-    if traced_platform() not in (None, "cpu"):
-        size = 0
-        for place in reversed(range(1, len(tensors))):
-            size += 4 * tensors[place].size
-            if size >= _BUCKET:
-                yield tensors[place:end]
-                end, size = place, 0
-    yield tensors[:end]
+def _buckets(places: Sequence[int], tensors: Sequence[jax.Array]) -> Iterator[Sequence[int]]:
+    """Yields the places of tensors that travel together, the last ones first: their gradients are computed first."""
+    least = MAX_ELEMENTS if traced_platform() in (None, "cpu") else _BUCKET // 4
+    end, size = len(places), 0
+    for start in reversed(range(1, len(places))):
+        size += tensors[places[start]].size
+        # Indices have 31 bits.
+        if size >= least or size + tensors[places[start - 1]].size >= MAX_ELEMENTS:
+            yield places[start:end]
+            end, size = start, 0
+    yield places[:end]
 
 
 def _mean_at_once(
     tensors: Sequence[jax.Array], axis_name: AxisName, value_dtype: DenseDtype, checksum: bool
 ) -> tuple[list[jax.Array], jax.Array]:
-    vector = end_to_end([tensor.reshape(-1).astype(jnp.float32) for tensor in tensors])
+    wide = wide_type(tensors[0].dtype) if value_dtype == "float32" else jnp.float32
+    vector = end_to_end([tensor.reshape(-1).astype(wide) for tensor in tensors])
     if value_dtype == "float16":
         part = (vector / axis_size(axis_name)).astype(jnp.float16)
         with jax.named_scope(EXCHANGE):

@@ -6,6 +6,7 @@ Source: Gupta et al., "Training Recommender Systems at Scale: Communication-Effi
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -144,7 +145,7 @@ def masked_boundary(
     """
     size = axis_size(axis_name)
     for name, position in (("source", source), ("target", target)):
-        holds = isinstance(position, int) and 0 <= position < size
+        holds = isinstance(position, Integral) and 0 <= position < size
         check_range(name, position, f"a position on the axis of {size}", holds, "Positions count from 0")
     check_range("target", target, "another position than source", source != target, "Nothing has to move")
     leaves, tree = jax.tree.flatten(x)

@@ -146,7 +146,7 @@ class DctDp(SparseExchange):
         if self.drain_every is None:
             out, overfull = sparse()
         else:
-            chance = jax.random.uniform(jax.random.fold_in(jax.random.key(self.seed), step))
+            chance = jax.random.uniform(jax.random.fold_in(jax.random.key(self.seed), step), dtype=jnp.float32)
             out, overfull = lax.cond(chance < 1 / self.drain_every, dense, sparse)
         due = jnp.where(out.ok, overfull & ~refresh, refresh)
         rows = keep_unless(out.ok, threshold, before)[None]

@@ -54,7 +54,7 @@ class Ef21(TopK):
         layout, difference = gradient.layout, gradient.accumulated()
         dense_means, ok = dense_mean(gradient.dense, self.axis_name)
         residual, estimate = difference.residual, state.memory
-        means, counts = dense_means, jnp.zeros(2)
+        means, counts = dense_means, jnp.zeros(2, jnp.float32)
         if layout.sizes:
             selected = self.select(difference, layout)
             received = self.collective_of(layout)(difference, *selected, draw_start(0, state.step))

@@ -13,6 +13,7 @@ from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import to_varying
 from jaxcomm.collectives.messages import all_gather_same, sum_scatter
 from jaxcomm.exchange import Exchange, ExchangeState, check_exchange, get_exchange, keep_unless, transformation
+from jaxcomm.numerics import wide_type
 from jaxcomm.scopes import EXCHANGE
 from jaxcomm.types import ExchangeMetrics, PerWorker, is_per_worker
 
@@ -50,6 +51,7 @@ class Hierarchical(Exchange):
 
     name: ClassVar[str] = "hierarchical"
     keeps_residual: ClassVar[bool] = False
+    has_positions: ClassVar[bool] = False  # the exchange of the shares has them
 
     def __post_init__(self) -> None:
         other = self.across != self.inside
@@ -66,8 +68,8 @@ class Hierarchical(Exchange):
 
     def init_chosen(self, params: Any) -> ExchangeState:
         # Zeros of a share's shape are enough: gradient exchanges do not read the parameters' values in `init`.
-        _, sizes = self._shares(params)
-        inner = self.exchange.init(jax.tree.map(lambda size: jnp.zeros(size, jnp.float32), sizes))
+        rows, sizes = self._shares(params)
+        inner = self.exchange.init(jax.tree.map(lambda size: jnp.zeros(size, rows.dtype), sizes))
         check_exchange(inner, f"exchange of hierarchical, over axis_name={self.across!r},")
         return self.first_state(self._pack(inner))
 
@@ -105,11 +107,15 @@ class Hierarchical(Exchange):
         return jax.tree.map(lambda update: jnp.where(are_here, update, 0), updates)
 
     def _shares(self, tree: Any) -> tuple[jax.Array, Any]:
-        """Returns a tree as (I, T) float32, row i being share i, and the size of a share of each leaf."""
+        """Returns a tree as (I, T), row i being share i, and the size of a share of each leaf.
+
+        It is float32, or float64 for a tree with float64 in it.
+        """
         size = axis_size(self.inside)
+        dtype = wide_type(*(jnp.result_type(leaf) for leaf in jax.tree.leaves(tree)))
         rows = []
         for leaf in jax.tree.leaves(tree):
-            flat = leaf.reshape(-1).astype(jnp.float32)
+            flat = leaf.reshape(-1).astype(dtype)
             rows.append(jnp.pad(flat, (0, -flat.size % size)).reshape(size, -1))
         return jnp.concatenate(rows, axis=1), jax.tree.map(lambda leaf: -(-leaf.size // size), tree)
 

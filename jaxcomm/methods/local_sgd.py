@@ -25,7 +25,7 @@ from jaxcomm.exchange import (
     zeros_unless,
 )
 from jaxcomm.layout import plan_layout
-from jaxcomm.numerics import is_applicable_tree
+from jaxcomm.numerics import is_applicable_tree, widened
 from jaxcomm.states import vary_rows
 from jaxcomm.types import ExchangeMetrics
 
@@ -64,7 +64,7 @@ class Anchored(NamedTuple):
     """Memory of `local_sgd`.
 
     Attributes:
-      anchor: the global model, float32, in the tree of the parameters; replicated.
+      anchor: the global model, float32 (float64 for parameters of float64), in their tree; replicated.
       exchange: the state of the exchange, including its rows per worker.
       outer: the state of the outer optimizer; replicated.
     """
@@ -144,6 +144,7 @@ class LocalSgd(LocalExchange):
     mix: float = 0.0
 
     name: ClassVar[str] = "local_sgd"
+    has_positions: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -184,8 +185,8 @@ class LocalSgd(LocalExchange):
         return jax.tree.map(lambda anchor, leaf: anchor.astype(leaf.dtype), whole, like)
 
     def init_chosen(self, params: Any) -> ExchangeState:
-        plan_layout(params, dense_below=0, capacity=lambda n: n)  # for its errors
-        anchor = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
+        plan_layout(params, dense_below=0, capacity=lambda n: n, compress=lambda _: False)  # for its errors
+        anchor = widened(params)
         if not self.streams:
             return self.first_state(self._first(anchor))
         parts = _cut(anchor, self.fragments)
@@ -207,11 +208,11 @@ class LocalSgd(LocalExchange):
             return own, vary_rows(state.replace(metrics=ExchangeMetrics.zeros()), others)
 
         def communicate() -> tuple[Any, ExchangeState]:
-            gradient = jax.tree.map(lambda a, p, u: a - (_wide(p) + _wide(u)), old.anchor, params, updates)
+            gradient = jax.tree.map(lambda a, p, u: a - (widened(p) + widened(u)), old.anchor, params, updates)
             memory, metrics = self._outer_step(gradient, old)
             to_anchor = jax.tree.map(
                 lambda a, p: to_varying(
-                    jnp.where(metrics.skipped == 0, a - _wide(p), 0.0).astype(p.dtype), self.axis_name
+                    jnp.where(metrics.skipped == 0, a - widened(p), 0.0).astype(p.dtype), self.axis_name
                 ),
                 memory.anchor,
                 params,
@@ -244,7 +245,7 @@ class LocalSgd(LocalExchange):
 
         def exchange(turn: int) -> Any:
             def outer_gradient(a: Any, p: jax.Array, u: jax.Array) -> Any:
-                return a if is_masked(a) else jnp.where(ok, a - (_wide(p) + _wide(u)), jnp.nan)
+                return a if is_masked(a) else jnp.where(ok, a - (widened(p) + widened(u)), jnp.nan)
 
             held, merged_at = old[turn]
             gradient = jax.tree.map(outer_gradient, held.anchor, params, own, is_leaf=is_masked)
@@ -256,7 +257,7 @@ class LocalSgd(LocalExchange):
             def merged(a: Any, p: jax.Array, u: jax.Array) -> jax.Array:
                 if is_masked(a):
                     return u
-                change = a + self.mix * (_wide(p) + _wide(u) - a) - _wide(p)
+                change = a + self.mix * (widened(p) + widened(u) - a) - widened(p)
                 return jnp.where(merged_at == step, change.astype(u.dtype), u)
 
             held, merged_at = memory[turn]
@@ -285,10 +286,6 @@ def _cut(tree: Any, count: int) -> list[Any]:
         min(places, key=lambda place: (sum(leaves[i].size for i in place), len(place))).append(at)
     masked = [[leaf if at in place else optax.MaskedNode() for at, leaf in enumerate(leaves)] for place in places]
     return [treedef.unflatten(each) for each in masked]
-
-
-def _wide(leaf: jax.Array) -> jax.Array:
-    return leaf.astype(jnp.float32)
 
 
 local_sgd = transformation(LocalSgd)

@@ -25,7 +25,7 @@ from jaxcomm.collectives.axis import to_varying
 from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.exchange import Exchange, Gradient, keep_unless, own_row
 from jaxcomm.layout import Layout
-from jaxcomm.numerics import divide
+from jaxcomm.numerics import divide, wide_type, widened
 from jaxcomm.types import PerWorker
 
 
@@ -34,7 +34,7 @@ class Velocity(NamedTuple):
 
     Attributes:
       flat: (1, n) float32, of the compressed tensors, laid out like the residual.
-      dense: (1, *shape) float32 for every dense tensor.
+      dense: (1, *shape) float32 for every dense tensor, float64 for one of float64.
     """
 
     flat: jax.Array
@@ -88,8 +88,8 @@ class MomentumCorrection(Exchange):
 
     def zero_velocity(self, layout: Layout) -> PerWorker:
         """Returns the momentum that a worker starts with."""
-        _, dense = layout.split(layout.shapes)
-        rows = [jnp.zeros((1, *shape), jnp.float32) for shape in dense]
+        _, dense = layout.split(list(zip(layout.shapes, layout.dtypes, strict=True)))
+        rows = [jnp.zeros((1, *shape), wide_type(dtype)) for shape, dtype in dense]
         return self.per_worker(Velocity(jnp.zeros((1, layout.n), jnp.float32), rows))
 
     def correct(self, gradient: Gradient, velocity: PerWorker) -> tuple[Gradient, Accumulated, Velocity]:
@@ -112,20 +112,21 @@ class MomentumCorrection(Exchange):
         return gradient._replace(leaves=layout.join(compressed, sends)), vector, Velocity(new_flat[None], new_dense)
 
     def clipped(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """Scales a worker's gradient down to a norm of at most clip * sqrt(K): float32 leaves.
+        """Scales a worker's gradient down to a norm of at most clip * sqrt(K): float32 leaves; float64 ones stay.
 
         The mean of K independent gradients has K^-1/2 of their norm, so that its norm is then at most about `clip`.
         """
-        leaves = [leaf.astype(jnp.float32) for leaf in leaves]
+        leaves = list(map(widened, leaves))
         if self.clip is None:
             return leaves
         # In units of the largest magnitude: squares of large finite numbers overflow, and even the norm may.
-        largest = jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in leaves]).max()
+        largest = jnp.stack([jnp.max(jnp.abs(leaf), initial=0.0) for leaf in leaves]).max()
         unit = jnp.where(largest > 0, largest, 1.0)
         scaled = [divide(leaf, unit) for leaf in leaves]
         squares = jnp.stack([jnp.sum(jnp.square(leaf)) for leaf in scaled]).sum()  # at least 1, or all are zeros
         bound = self.clip * math.sqrt(axis_size(self.axis_name)) / jnp.sqrt(jnp.maximum(squares, 1.0))
-        return [jnp.where(unit > bound, part * bound, leaf) for part, leaf in zip(scaled, leaves, strict=True)]
+        pairs = zip(scaled, leaves, strict=True)
+        return [jnp.where(unit > bound, (part * bound).astype(leaf.dtype), leaf) for part, leaf in pairs]
 
     def masked(self, velocity: jax.Array, position: jax.Array, filled: jax.Array) -> jax.Array:
         """Sets the momentum (1, n) to zero at the coordinates that were sent."""
@@ -150,4 +151,5 @@ class MomentumCorrection(Exchange):
         table = np.power(np.float64(self.final_density), steps).astype(np.float32)
         fraction = jnp.asarray(table)[jnp.minimum(step, self.warmup_steps - 1)]
         share = fraction * np.asarray(layout.sizes, np.float32)
-        return jnp.clip(share.astype(jnp.int32), np.asarray(layout.capacities), np.asarray(layout.sizes))
+        least, most = (np.asarray(counts, np.int32) for counts in (layout.capacities, layout.sizes))
+        return jnp.clip(share.astype(jnp.int32), least, most)

@@ -40,6 +40,7 @@ class PlumpDp(Exchange):
 
     name: ClassVar[str] = "plump_dp"
     keeps_residual: ClassVar[bool] = False
+    has_positions: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -271,7 +271,7 @@ def _orthonormal(p: jax.Array) -> jax.Array:
     least = _DEPENDENT * jnp.max(_lengths(p), axis=2, keepdims=True)  # (matrices, 1, 1)
 
     def project(i: jax.Array, p: jax.Array) -> jax.Array:
-        is_before = jnp.arange(p.shape[2]) < i
+        is_before = jnp.arange(p.shape[2], dtype=jnp.int32) < i
         column = lax.dynamic_slice_in_dim(p, i, 1, axis=2)  # (matrices, n, 1)
         for _ in range(2):
             overlap = jnp.sum(jnp.where(is_before, p * column, 0.0), axis=1, keepdims=True)  # (matrices, 1, r)

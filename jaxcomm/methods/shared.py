@@ -82,5 +82,5 @@ class SharedExchange(Exchange):
         residual = residual.at[0, position].multiply(~(ok & slots.filled), mode="promise_in_bounds")
         error = jnp.where(ok & slots.filled, summed.residual(), 0.0)
         residual = residual.at[0, position].add(error, mode="promise_in_bounds")
-        metrics = ExchangeMetrics.of(ok, workers * jnp.sum(slots.filled), workers * overflow)
+        metrics = ExchangeMetrics.of(ok, workers * jnp.sum(slots.filled, dtype=jnp.float32), workers * overflow)
         return Exchanged(zeros_unless(ok, means), residual, metrics)

@@ -101,6 +101,7 @@ class SlimDp(LocalExchange):
     seed: int = 0
 
     name: ClassVar[str] = "slim_dp"
+    has_positions: ClassVar[bool] = False  # in parts: one vector has all parameters
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -164,7 +165,7 @@ class SlimDp(LocalExchange):
         # Zeros are never selected; here they may have to be.
         positive = jnp.maximum(significance, np.finfo(np.float32).tiny)
         core = select_topk(Stored(layout.flatten([positive])), layout).words
-        others = bits.pack(jnp.arange(layout.n) < n) & ~core
+        others = bits.pack(jnp.arange(layout.n, dtype=jnp.int32) < n) & ~core
         places = [
             bits.positions(words, bits.rank_of_words(words), count).position
             for words, count in ((core, size), (others, n - size))
@@ -208,7 +209,7 @@ class SlimDp(LocalExchange):
             offset = noise.integers(key, part[None], workers * share + owner)[0]
             return start + pick(uniform, jnp.arange(share, dtype=jnp.int32), part, share, offset)
 
-        everyone = jnp.arange(workers)
+        everyone = jnp.arange(workers, dtype=jnp.int32)
         asked = jax.vmap(lambda owner: explorer(me, owner))(everyone) if share else jnp.zeros((workers, 0), jnp.int32)
         served = jax.vmap(lambda worker: explorer(worker, me))(everyone) if share else asked  # both (K, e)
 
@@ -225,7 +226,7 @@ class SlimDp(LocalExchange):
             ok = jnp.isfinite(jnp.sum(jnp.abs(sums)))
             explored = old.order[size + asked]  # (K, e), coordinates
             core_values = old.core + rate * jnp.where(ok, sums[:-1], 0.0)
-            new_server, pulled = server, jnp.zeros((workers, 0))
+            new_server, pulled = server, jnp.zeros((workers, 0), jnp.float32)
             if share:
                 with jax.named_scope(EXCHANGE):
                     arrived = all_to_all(delta[explored], axis_name)  # (K, e), worker i's in row i

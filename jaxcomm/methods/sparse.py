@@ -162,9 +162,9 @@ def exchange_densely(gradient: Gradient, vector: Accumulated, mask: jax.Array | 
         n_sent = sum(layout.sizes) * axis_size(axis_name)
     else:
         with jax.named_scope(EXCHANGE):
-            n_sent = lax.psum(jnp.sum(popcount(mask)), axis_name)
+            n_sent = lax.psum(jnp.sum(popcount(mask), dtype=jnp.float32), axis_name)
     # One more element, since the number that is not finite may be one that is not sent.
-    flag = [] if mask is None else [jnp.where(vector.is_ok(), 0.0, jnp.nan)]
+    flag = [] if mask is None else [jnp.where(vector.is_ok(), np.float32(0), np.float32(np.nan))]
     dense = gradient.dense
     means, ok = dense_mean([*layout.unflatten(sends), *dense, *flag], axis_name)
     n = len(layout.tensor_sizes)

@@ -17,6 +17,7 @@ from jaxcomm.checks import check_count, check_range
 from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.axis import AxisName, in_axes_of_workers, is_tracked, to_varying, varies, zeros_of
 from jaxcomm.exchange import SCOPE, get_exchange, is_exchange_state, lets_bypass, without_frozen
+from jaxcomm.numerics import wide_type
 from jaxcomm.parallel.order import check_chain, methods_in, momentum_inside, try_link
 from jaxcomm.states import keep_states_unless, trained, update_with_more, vary_rows
 from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, PerWorker
@@ -169,7 +170,7 @@ def _accumulated(whole: optax.GradientTransformationExtraArgs, count: int) -> op
                 f"accumulate must be 1 for {exchange.method.name}, which exchanges once in several steps by itself; "
                 f"got {count}. Pass it more steps."
             )
-        zeros = jax.tree.map(lambda leaf: jnp.zeros((1, *jnp.shape(leaf)), jnp.float32), params)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros((1, *jnp.shape(leaf)), wide_type(jnp.result_type(leaf))), params)
         step = jnp.zeros((), jnp.int32)
         rows = PerWorker(zeros, exchange.method.axes)
         return AccumulatedState(step, jnp.zeros((), jnp.int32), inner, rows, count)
@@ -179,7 +180,7 @@ def _accumulated(whole: optax.GradientTransformationExtraArgs, count: int) -> op
         inner = vary_rows(state.inner_opt_state, ())
 
         def add(row: jax.Array, update: jax.Array) -> jax.Array:
-            return row[0] + (update.astype(jnp.float32) - row[0]) / (state.mini_step + 1)
+            return row[0] + (update.astype(row.dtype) - row[0]) / (state.mini_step + 1).astype(row.dtype)
 
         total = jax.tree.map(add, state.acc_grads.rows, to_varying(updates, axes))
 

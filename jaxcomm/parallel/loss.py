@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomm.collectives.axis import AxisName, axis_names, is_bound, to_varying, zeros_of
+from jaxcomm.numerics import widened
 from jaxcomm.parallel.state import Batch
 from jaxcomm.states import trained, with_untrained
 from jaxcomm.types import ExchangeMetrics
@@ -179,8 +180,8 @@ def gradients_of(loss: LossFn, axis_name: AxisName) -> GradientsFn:
 def in_turns(gradients_fn: GradientsFn, micro_batches: int, axis_name: AxisName) -> GradientsFn:
     """Returns a function like the given one that splits a batch into micro-batches and takes one after another.
 
-    Loss, scalars and gradients are means over the micro-batches, summed in float32. Each micro-batch gets the model's
-    state of the previous one. Memory: the activations of one micro-batch, and 4 bytes a parameter.
+    Loss, scalars and gradients are means over the micro-batches, summed in float32 (float64 stays). Each micro-batch
+    gets the model's state of the previous one. Memory: the activations of one micro-batch, and 4 bytes a parameter.
     """
     if micro_batches == 1:
         return gradients_fn
@@ -193,7 +194,7 @@ def in_turns(gradients_fn: GradientsFn, micro_batches: int, axis_name: AxisName)
             key = None if batch.key is None else jax.random.fold_in(batch.key, number)
             part = replace(batch, rows=own, key=key)
             (value, (scalars, new_state)), found = gradients_fn(params, state, part)
-            return as_float32(((value, scalars), found)), to_varying(new_state, axis_name)
+            return widened(((value, scalars), found)), to_varying(new_state, axis_name)
 
         def add(carry: Any, turn: Any) -> Any:
             sums, state = carry
@@ -208,8 +209,3 @@ def in_turns(gradients_fn: GradientsFn, micro_batches: int, axis_name: AxisName)
         return (value, (scalars, state)), means
 
     return gradients
-
-
-def as_float32(tree: Any) -> Any:
-    """Converts the numbers of a tree to float32."""
-    return jax.tree.map(lambda number: jnp.asarray(number, jnp.float32), tree)

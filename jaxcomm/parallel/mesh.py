@@ -3,6 +3,7 @@
 import math
 import os
 import warnings
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -47,7 +48,7 @@ def make_mesh(**axes: int) -> Mesh:
             "A mesh must have at least one axis; got none. make_mesh(data=4) makes 4 data-parallel workers."
         )
     for name, size in axes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
             raise ValueError(f"A mesh axis must have at least 1 device; got {name}={size!r}. Pass a positive integer.")
     need, may_wait = math.prod(axes.values()), _few_threads()
     devices = jax.devices()

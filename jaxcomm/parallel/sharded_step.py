@@ -17,8 +17,9 @@ from jaxcomm.accounting.jaxpr import traced_program
 from jaxcomm.accounting.report import WireReport, check_bytes, exchange_report, kind_of_device, model_state_bytes
 from jaxcomm.collectives.axis import AxisName, axis_names, on_own_mesh, to_varying
 from jaxcomm.exchange import keep_unless
+from jaxcomm.numerics import widened
 from jaxcomm.parallel.lookups import Lookups, check_additive, tables_of
-from jaxcomm.parallel.loss import LossFn, as_float32, in_turns
+from jaxcomm.parallel.loss import LossFn, in_turns
 from jaxcomm.parallel.order import check_descent
 from jaxcomm.parallel.replication import over_workers
 from jaxcomm.parallel.sharding import ShardedExchange, ShardedState, plan_shards, spec_axes
@@ -316,7 +317,7 @@ class ShardedStep(TrainStep):
 
     def _mean(self, scalars: dict[str, Any], model_state: Any) -> tuple[dict[str, jax.Array], Any]:
         """Averages scalars and the model's state over the workers, in one all-reduce."""
-        vector, back = ravel_pytree((as_float32(scalars), model_state))
+        vector, back = ravel_pytree((widened(scalars), model_state))
         return back(lax.psum(to_varying(vector, self.axis_name), self.axis_name) / self.workers)
 
     def _noted_loss(self, params: Any, model_state: Any, batch: Batch) -> Any:
@@ -373,7 +374,7 @@ class ShardedStep(TrainStep):
         def objective(params: Any) -> Any:
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 loss, (scalars, new_state) = self._loss(params, model_state, rows)
-                return loss, (as_float32({"loss": loss, **scalars}), new_state)
+                return loss, (widened({"loss": loss, **scalars}), new_state)
 
         marked = [
             leaf if is_reduced else jax.reshard(leaf, NamedSharding(self.mesh, P(*spec, reduced=names)))

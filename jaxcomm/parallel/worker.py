@@ -9,7 +9,7 @@ import optax
 from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.axis import AxisName
 from jaxcomm.exchange import get_exchange, keep_unless, without_frozen
-from jaxcomm.numerics import is_applicable_tree, is_finite_tree
+from jaxcomm.numerics import is_applicable_tree, is_finite_tree, widened
 from jaxcomm.parallel.loss import GradientsFn
 from jaxcomm.parallel.state import TrainState, check_model_state, make_local, without_rows
 from jaxcomm.states import (
@@ -93,13 +93,13 @@ def check_new_state(new: Any, old: Any) -> None:
 def mean_over_workers(
     scalars: dict[str, jax.Array], tree: Any, axis_name: AxisName
 ) -> tuple[dict[str, jax.Array], Any]:
-    """Averages scalars, and the leaves of a tree, over the workers in one all-reduce of float32.
+    """Averages scalars, and the leaves of a tree, over the workers in one all-reduce of float32; float64 has its own.
 
     `PerWorker` nodes of the tree are not averaged.
     """
     nodes, treedef = jax.tree.flatten(tree, is_leaf=is_per_worker)
     leaves = [node for node in nodes if not is_per_worker(node)]
-    values = [jnp.asarray(value, jnp.float32) for value in scalars.values()]
+    values = list(widened(scalars).values())
     means, _ = dense_mean([*values, *leaves], axis_name)
     averaged = iter(means[len(values) :])
     nodes = [node if is_per_worker(node) else next(averaged) for node in nodes]

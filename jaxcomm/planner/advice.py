@@ -37,6 +37,7 @@ from jaxcomm.planner.costs import (
 from jaxcomm.planner.dense_layers import WAYS, Layer, LayerCost, layer_cost, layers_of, measure_layers, modelled_layer
 from jaxcomm.planner.links import Links, agreed, given_links, measure_links
 from jaxcomm.planner.prediction import ALL_DENSE, AS_DENSE, CLOSE, DENSE, Advice, Prediction, break_even, verdict_of
+from jaxcomm.states import trained
 from jaxcomm.traffic import Program, Traffic
 
 _TYPICAL_COPY = 1 / 10e9  # seconds a byte, for a device that was not measured
@@ -227,7 +228,7 @@ def estimate(
     holds = isinstance(copy, Real) and 0 < copy < math.inf
     check_range("copy", copy, "seconds a byte, above 0", holds, "1e-10 is 10 GB/s")
     links = given_links(rate, latency)
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), trained(params))
     asked = _ask(methods, like, dense_layers, (workers,), axis_name, [])
     coding = {name: modelled_coding(tx, like, workers, copy) for name, tx in asked.chosen.items()}
     unknown = [name for name, cost in coding.items() if cost is None]

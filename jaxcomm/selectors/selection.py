@@ -57,14 +57,14 @@ def rank_in_segment(words: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Ar
 
 def count_in_segment(words: jax.Array, layout: Layout) -> jax.Array:
     """Counts the set bits of every segment: (S,) int32."""
-    return layout.per_segment(bits.popcount(words).reshape(-1, BLOCK_WORDS).sum(1))
+    return layout.per_segment(bits.popcount(words).reshape(-1, BLOCK_WORDS).sum(1, dtype=jnp.int32))
 
 
 def slots_of(words: jax.Array, rank: jax.Array, layout: Layout) -> bits.Slots:
     """Gives the r-th set bit of every segment the segment's r-th slot."""
     capacity = np.asarray(layout.capacities, np.int32)
     # A bit beyond its segment's capacity points at the next segment's first slot, whose own word comes later and wins.
-    first = layout.per_block(jnp.asarray(np.cumsum(capacity) - capacity))[:, None]
+    first = layout.per_block(jnp.asarray(np.cumsum(capacity) - capacity, jnp.int32))[:, None]
     first_slot = first + jnp.minimum(rank, layout.per_block(jnp.asarray(capacity))[:, None])
     return bits.positions(words, first_slot.reshape(-1), layout.n_slots)
 
@@ -130,5 +130,5 @@ def _with_slots(words: jax.Array, rank: jax.Array, count: jax.Array, layout: Lay
     return Selection(
         words=bits.keep_first(words, room.reshape(-1)),
         slots=slots_of(words, rank, layout),
-        overflow=jnp.sum(jnp.maximum(count - capacity, 0)),
+        overflow=jnp.sum(jnp.maximum(count - capacity, 0), dtype=jnp.int32),
     )
