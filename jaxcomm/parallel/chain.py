@@ -199,9 +199,8 @@ def _accumulated(whole: optax.GradientTransformationExtraArgs, count: int) -> op
         is_due = state.mini_step == count - 1
         out, inner = lax.cond(~is_due, wait, exchange, total, inner)  # reports count the false branch as the usual one
         rows = jax.tree.map(lambda mean: jnp.where(is_due, 0, mean)[None], total)
-        new = AccumulatedState(
-            (state.mini_step + 1) % count, state.gradient_step + is_due, inner, PerWorker(rows, axes), count
-        )
+        gradient_step = state.gradient_step + is_due.astype(jnp.int32)
+        new = AccumulatedState((state.mini_step + 1) % count, gradient_step, inner, PerWorker(rows, axes), count)
         return out, new
 
     typed: tuple[Any, Any] = init, update

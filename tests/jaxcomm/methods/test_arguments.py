@@ -229,5 +229,80 @@ def test_trees_that_are_no_gradient_are_refused(case, tree, message):
 @pytest.mark.parametrize("case", [case for case in CASES if case.compresses and not case.is_variant], ids=str)
 def test_2_to_the_31_elements_are_refused(case):
     shapes = {"w": jax.ShapeDtypeStruct((2**31,), np.float32)}
-    with pytest.raises(ValueError, match=r"fewer than 2\^31 elements; got 2147483648. Shard the parameters"):
+    with pytest.raises(ValueError, match=r"fewer than 2\^31 elements; got 2147483648\. Shard the parameters"):
         jax.eval_shape(case.make().init, shapes)
+
+
+@pytest.mark.parametrize("number", [np.int64, np.int32])
+def test_numpy_numbers_are_numbers(number):
+    """They do not give their type to what they multiply, as in a sweep over np.arange."""
+    assert jc.local_sgd(number(2), exchange=jc.plump_dp()).method.steps == 2
+    made = jc.dgc(np.float64(0.9), momentum=np.float64(0.5), dense_below=number(7), chunk=number(1024)).method
+    assert {type(each) for each in (made.sparsity, made.momentum, made.dense_below, made.chunk)} == {int, float}
+    assert jc.quant_dp(number(4), bucket=number(64)).method == jc.quant_dp(4, bucket=64).method
+    assert jc.chain(jc.plump_dp(), accumulate=number(2)).accumulate == 2
+    assert (
+        jc.wire_report(jc.sparse_loco(number(2), chunk=number(1024)), {"w": np.zeros(5000, np.float32)}, 2).steps == 2
+    )
+
+
+def test_an_estimate_leaves_integers_out_as_a_report_does():
+    own = {"w": np.zeros((40, 50), np.float32)}
+    estimates = [jc.planner.estimate(tree, 4, 1e9) for tree in (own, {**own, "n": np.int32(1)})]
+    assert estimates[0].parameters == estimates[1].parameters == 2000
+
+
+LLAMA = {
+    f"layer{i}": {
+        "q": jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16),
+        "w": jax.ShapeDtypeStruct((4096, 57344), jnp.bfloat16),
+    }
+    for i in range(10)
+}  # 2.5 billion elements, as of a language model's layers
+N = 10 * 4096 * (4096 + 57344)
+
+
+@pytest.mark.parametrize(
+    ("tx", "received"),
+    [
+        (jc.plump_dp(), 2 * 3 / 4 * 4 * N),
+        (jc.local_sgd(5, exchange=jc.plump_dp()), 2 * 3 / 4 * 4 * N),
+        (jc.plump_dp(p=5), 2 * 3 / 4 * 4 * N),
+        (jc.powersgd(4), 2 * 3 / 4 * 4 * 4 * 10 * (4096 + 4096 + 4096 + 57344)),
+        (jc.topk(0.5, index_codec="bitmap", collective="gather"), 3 * (N / 8 + N + 2 * 12)),
+        (jc.random_k(0.5, value_dtype="float32", collective="psum"), 2 * 3 / 4 * (4 * N / 2 + 2 * 4)),
+    ],
+)
+def test_more_than_2_to_the_31_elements_are_exchanged_in_parts(tx, received):
+    """By shapes alone; two parts, with a header each."""
+    assert jc.wire_report(tx, LLAMA, 4).received_in_exchange == received
+
+
+def test_parts_are_exchanged_as_one_and_skip_together(monkeypatch):
+    monkeypatch.setattr("jaxcomm.exchange.MAX_ELEMENTS", 4096)
+    rng = np.random.default_rng(0)
+    params = {name: np.zeros(2000, np.float32) for name in "abcd"}
+    tx = jc.topk(0.9, value_dtype="float32")
+    step = jc.simulate(
+        lambda p, b: sum(jnp.vdot(p[name], b[name].mean(0)) for name in p), jc.chain(tx, optax.sgd(1.0)), 2
+    )
+    first = step.init(params)
+    assert (
+        sum(
+            isinstance(node, jc.PerWorker)
+            for node in jax.tree.leaves(first, is_leaf=lambda x: isinstance(x, jc.PerWorker))
+        )
+        == 8
+    )
+    batch = {name: rng.normal(size=(2, 2000)).astype(np.float32) for name in params}
+    kept = {name: np.where(np.abs(x) >= np.sort(np.abs(x))[:, -200:-199], x, 0) for name, x in batch.items()}
+    state, metrics = step(step.init(params), batch)
+    for name, value in step.params(state).items():
+        np.testing.assert_allclose(value, -kept[name].mean(0), rtol=1e-6)
+    assert int(metrics["sent"]) == 2 * 4 * 200
+    batch["a"][1, 3] = np.nan
+    before = jax.tree.map(np.asarray, state)
+    after, metrics = step(state, batch)
+    assert int(metrics["skipped"]) == 1
+    np.testing.assert_array_equal(step.params(after)["d"], before.params["d"])
+    assert step.resize(after, 3).step == 2

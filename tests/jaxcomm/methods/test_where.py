@@ -251,3 +251,40 @@ def test_a_marked_gradient_that_differs_between_workers_is_refused():
     step = jax.shard_map(worker, mesh=mesh, in_specs=P(), out_specs=P())
     with pytest.raises(ValueError, match=r"must be already reduced; got one at .*'passed'.* differs along 'data'"):
         jax.jit(step).trace(PARAMS)
+
+
+def test_a_nan_beside_leaves_without_elements_is_skipped():
+    """No number of theirs could carry it to the other workers; the rest is the same on all."""
+    params = {"empty": np.zeros((0, 4), np.float32), "full": np.ones(3, np.float32)}
+    tx = jc.topk(0.9, where="empty")
+    state = init_state(params, tx, K).opt_state
+    own = jax.tree.map(lambda node: 0 if is_rows(node) else None, state, is_leaf=is_rows)
+
+    def worker(gradient, state):
+        state = jax.tree.map(
+            lambda n: jax.tree.map(lambda row: row[None], n) if is_rows(n) else n, state, is_leaf=is_rows
+        )
+        return tx.update(gradient, state, params)
+
+    update = jax.vmap(worker, in_axes=({"empty": 0, "full": None}, own), out_axes=(None, own), axis_name="data")
+    for last, skips in ((np.nan, 1), (2.0, 0)):
+        gradient = {"empty": np.zeros((K, 0, 4), np.float32), "full": np.array([0, 1, last], np.float32)}
+        out, new = update(gradient, state)
+        assert int(jc.exchange_metrics(new).skipped) == skips
+        np.testing.assert_array_equal(out["full"], 0 if skips else gradient["full"])
+        assert out["empty"].shape == (0, 4)
+
+
+def test_a_nan_beside_leaves_without_elements_is_skipped_by_the_second_exchange_too():
+    params = {"empty": np.zeros((0, 4), np.float32), "full": np.ones(600, np.float32)}
+
+    def loss_fn(params, batch):
+        return jnp.vdot(params["full"], batch.mean(0)) + params["empty"].sum()
+
+    step = jc.simulate(loss_fn, jc.chain(jc.topk(0.9, where="empty", others=jc.plump_dp()), optax.sgd(1.0)), K)
+    batch = np.ones((K, 600), np.float32)
+    state, metrics = step(step.init(params), batch)
+    batch[1, 5] = np.nan
+    state, metrics = step(state, batch)
+    assert int(metrics["skipped"]) == 1
+    np.testing.assert_array_equal(step.params(state)["full"], 0)
