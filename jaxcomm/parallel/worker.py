@@ -99,7 +99,7 @@ def mean_over_workers(
     """
     nodes, treedef = jax.tree.flatten(tree, is_leaf=is_per_worker)
     leaves = [node for node in nodes if not is_per_worker(node)]
-    values = list(widened(scalars).values())
+    values = [widened(value) for value in scalars.values()]
     means, _ = dense_mean([*values, *leaves], axis_name)
     averaged = iter(means[len(values) :])
     nodes = [node if is_per_worker(node) else next(averaged) for node in nodes]
