@@ -165,8 +165,8 @@ class Exchange:
         error is up to 1/128 of the residual.
 
     Raises:
-      ValueError: for arguments out of range; at trace time for an empty tree, leaves that are not real floats, float64 or
-        2^31 elements in a tensor that is compressed, gradients that were already reduced, a state of another method,
+      ValueError: for arguments out of range; at trace time for an empty tree, leaves that are not real floats, float64
+        or 2^31 elements in a tensor that is compressed, gradients that were already reduced, a state of another method,
         and outside the axis of workers.
     """
 

@@ -53,27 +53,26 @@ def dense_mean(
     for place, tensor in enumerate(tensors):
         wide = wide_type(tensor.dtype) if value_dtype == "float32" else None
         places.setdefault(wide, []).append(place)
-    means, finite = {}, []
+    found, finite = dict[int, jax.Array](), []
     for group in places.values():
-        for bucket in _buckets(group, tensors):
-            own, ok = _mean_at_once([tensors[place] for place in bucket], axis_name, value_dtype, checksum)
-            means |= dict(zip(bucket, own, strict=True))
-            finite = [ok, *finite]
-    means = [means[place] for place in range(len(tensors))]
-    return means, finite[0] if len(finite) == 1 else jnp.stack(finite).all()
+        means: list[jax.Array] = []
+        for bucket in _buckets([tensors[place] for place in group]):
+            own, ok = _mean_at_once(bucket, axis_name, value_dtype, checksum)
+            means, finite = own + means, [ok, *finite]
+        found |= dict(zip(group, means, strict=True))
+    return [found[place] for place in range(len(tensors))], finite[0] if len(finite) == 1 else jnp.stack(finite).all()
 
 
-def _buckets(places: Sequence[int], tensors: Sequence[jax.Array]) -> Iterator[Sequence[int]]:
-    """Yields the places of tensors that travel together, the last ones first: their gradients are computed first."""
+def _buckets(tensors: Sequence[jax.Array]) -> Iterator[Sequence[jax.Array]]:
+    """Yields the tensors that travel together, the last ones first: backpropagation has their gradients first."""
     least = MAX_ELEMENTS if traced_platform() in (None, "cpu") else _BUCKET // 4
-    end, size = len(places), 0
-    for start in reversed(range(1, len(places))):
-        size += tensors[places[start]].size
-        # Indices have 31 bits.
-        if size >= least or size + tensors[places[start - 1]].size >= MAX_ELEMENTS:
-            yield places[start:end]
-            end, size = start, 0
-    yield places[:end]
+    end, size = len(tensors), 0
+    for place in reversed(range(1, len(tensors))):
+        size += tensors[place].size
+        if size >= least or size + tensors[place - 1].size >= MAX_ELEMENTS:  # indices have 31 bits
+            yield tensors[place:end]
+            end, size = place, 0
+    yield tensors[:end]
 
 
 def _mean_at_once(

@@ -30,9 +30,9 @@ class PlumpDp(Exchange):
 
     Attributes:
       p: local steps from one communication to the next.
-      value_dtype: "float32" (float64 stays), "bfloat16" or "float16". There is no residual for rounding errors. bfloat16
-        has the range of float32 and 8 bits of precision. float16 has 11 bits and a smaller range: a gradient divided by
-        K is zero below 3e-8, and infinite above 65,519, which skips the step: scale the loss.
+      value_dtype: "float32" (float64 stays), "bfloat16" or "float16". There is no residual for rounding errors.
+        bfloat16 has the range of float32 and 8 bits of precision. float16 has 11 bits and a smaller range: a gradient
+        divided by K is zero below 3e-8, and infinite above 65,519, which skips the step: scale the loss.
     """
 
     p: int = 1
