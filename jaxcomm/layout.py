@@ -4,6 +4,7 @@ All layouts are static: they depend on shapes alone. One flat vector with a segm
 program as small for 161 tensors as for one.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from jax import lax
 
 from jaxcomm.bits import LANES, WORD
 from jaxcomm.platforms import by_platform
-from jaxcomm.vectors import end_to_end
+from jaxcomm.vectors import cut_apart, end_to_end
 
 # Segments start at multiples of BLOCK, so that a table of one entry per block says which segment a coordinate is in.
 # The padding is zeros, half a block per tensor on average.
@@ -63,6 +64,12 @@ class Layout:
     def blocks(self) -> tuple[int, ...]:
         """Blocks of every segment."""
         return tuple(-(-size // BLOCK) for size in self.sizes)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where every compressed leaf starts in the flat vector."""
+        ends = itertools.accumulate(-(-size // BLOCK) * BLOCK for size in self.tensor_sizes)
+        return (0, *ends)[: len(self.tensor_sizes)]
 
     @property
     def n(self) -> int:
@@ -125,11 +132,7 @@ class Layout:
     def unflatten(self, vector: jax.Array) -> list[jax.Array]:
         """Cuts a vector (n,) into the compressed tensors, in their shapes but in the vector's dtype."""
         shapes, _ = self.split(self.shapes)
-        tensors, start = [], 0
-        for shape, size in zip(shapes, self.tensor_sizes, strict=True):
-            tensors.append(vector[start : start + size].reshape(shape))
-            start += -(-size // BLOCK) * BLOCK
-        return tensors
+        return cut_apart(vector, shapes, self.starts)
 
     def as_leaves(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
         """Casts the compressed tensors to the dtypes of their leaves."""

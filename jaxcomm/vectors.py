@@ -1,6 +1,7 @@
 """Vectors that are laid end to end, that are written to memory, or that are never written, as is fastest on CPUs."""
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -64,6 +65,44 @@ def _written(first: jax.Array, *others: jax.Array) -> jax.Array:
     for part in others:
         total, end = lax.dynamic_update_slice(total, part, (end,)), end + part.size
     return total
+
+
+def cut_apart(vector: jax.Array, shapes: Sequence[tuple[int, ...]], starts: Sequence[int]) -> list[jax.Array]:
+    """Cuts arrays out of a vector (n,), each from its start on; the inverse of `end_to_end`.
+
+    On CPUs, XLA compiles a loop for every array that it reads from another place, but only one for all arrays of a
+    shape if the place is an operand. So where there are many arrays, the program does not know where they start.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
+    # A start has 31 bits: in a longer vector, it counts rows.
+    columns = 1 if vector.size < 2**31 else math.gcd(vector.size, *sizes, *starts)
+
+    def unknown(vector: jax.Array) -> list[jax.Array]:
+        rows, at = vector.reshape(-1, columns), _hidden([start // columns for start in starts], vector)
+        parts = [
+            lax.dynamic_slice(rows, (start, 0), (size // columns, columns), allow_negative_indices=False)
+            for start, size in zip(at, sizes, strict=True)
+        ]
+        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def known(vector: jax.Array) -> list[jax.Array]:
+        parts = [vector[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    if len(shapes) <= _FUSED or not vector.size or vector.size // columns >= 2**31:
+        return known(vector)
+    return by_platform(vector, cpu=unknown, default=known)
+
+
+def _hidden(numbers: Sequence[int], vector: jax.Array) -> list[jax.Array]:
+    """Returns numbers as () int32 that XLA does not know: it does not know how often the loop sets them."""
+    times = 1 + (vector[0] == 0).astype(jnp.int32)
+    none = jnp.zeros_like(times)  # differs between workers where the vector does
+    return lax.while_loop(
+        lambda carry: carry[0] < times,
+        lambda carry: (carry[0] + 1, [jnp.full_like(none, number) for number in numbers]),
+        (none, [none] * len(numbers)),
+    )[1]
 
 
 def computed_end_to_end(parts: Sequence[jax.Array]) -> jax.Array:

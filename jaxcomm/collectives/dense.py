@@ -1,5 +1,6 @@
 """The dense all-reduce, with which everything else is compared."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from jaxcomm.layout import MAX_ELEMENTS
 from jaxcomm.numerics import is_finite, promotes, wide_type
 from jaxcomm.platforms import in_memory, traced_platform
 from jaxcomm.scopes import EXCHANGE
-from jaxcomm.vectors import end_to_end
+from jaxcomm.vectors import cut_apart, end_to_end
 
 DenseDtype = Literal["float32", "bfloat16", "float16"]
 _BUCKET = 25 << 20  # bytes in float32, as of PyTorch's DDP
@@ -93,11 +94,9 @@ def _mean_at_once(
         vector = in_memory(vector)
         summed = compact_sum(vector, is_finite(vector), "two_shot", value_codec(value_dtype), axis_name, checksum)
         mean = jnp.where(summed.ok, summed.total(summed.ok) / axis_size(axis_name), jnp.nan)
-    means, start = [], 0
-    for tensor in tensors:
-        part = mean[start : start + tensor.size]
-        means.append(part.reshape(tensor.shape).astype(tensor.dtype))
-        start += tensor.size
+    starts = itertools.accumulate((tensor.size for tensor in tensors[:-1]), initial=0)
+    parts = cut_apart(mean, [tensor.shape for tensor in tensors], list(starts))
+    means = [part.astype(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
     finite = is_finite(mean)
     for part in means:
         if part.dtype.itemsize < 4:  # a mean may be finite, and out of the range of its tensor's own type
