@@ -17,6 +17,7 @@ from jaxcomm.layout import Layout, plan_layout
 from jaxcomm.numerics import is_finite_narrow
 from jaxcomm.scopes import DECODE, ENCODE
 from jaxcomm.types import ExchangeMetrics
+from jaxcomm.vectors import cut_apart
 
 # A column of P, less its projection on the columns before it, is a rounding error and not a direction if it is shorter
 # than this fraction of the longest column. In float32, matrices of rank below r leave 2e-7 to 4e-6.
@@ -206,9 +207,11 @@ def _stack(tensors: Sequence[jax.Array], groups: Sequence[_Group]) -> list[jax.A
 
 def _unstack(stacks: Sequence[jax.Array], groups: Sequence[_Group]) -> list[jax.Array]:
     """Puts the matrices of all stacks into the order of the compressed tensors; the inverse of `_stack`."""
-    matrices = {
-        place: stack[i] for stack, group in zip(stacks, groups, strict=True) for i, place in enumerate(group.members)
-    }
+    matrices = {}
+    for stack, group in zip(stacks, groups, strict=True):
+        count, size = len(group.members), group.n * group.m
+        parts = cut_apart(stack.reshape(-1), [(group.n, group.m)] * count, range(0, count * size, size))
+        matrices |= zip(group.members, parts, strict=True)
     return [matrices[place] for place in range(len(matrices))]
 
 
