@@ -1,5 +1,6 @@
 """PowerSGD: low-rank exchange with error feedback."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -108,8 +109,7 @@ class PowerSgd(Exchange):
         return plan_layout(tree, dense_below=self.dense_below, capacity=lambda n: n, compress=pays)
 
     def start(self, params: Any, layout: Layout) -> tuple[jax.Array, ...]:
-        first = initial_q(params, self.rank, dense_below=self.dense_below, seed=self.seed)
-        return tuple(jnp.stack([first[leaf] for leaf in group.leaves]) for group in _groups(layout))
+        return tuple(_first_stacks(_groups(layout), self.rank, self.seed))
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, tuple[jax.Array, ...]]:
         layout, residual, old_q = gradient.layout, gradient.residual, state.memory
@@ -167,13 +167,23 @@ def initial_q(params: Any, rank: int = 4, *, dense_below: int = 512, seed: int =
       (m, r) float32 for every compressed tensor, by its index in `jax.tree.leaves(params)`.
     """
     groups = _groups(PowerSgd(rank, dense_below=dense_below).plan(params))
+    pairs = zip(groups, _first_stacks(groups, rank, seed), strict=True)
+    return {leaf: stack[i] for group, stack in pairs for i, leaf in enumerate(group.leaves)}
+
+
+def _first_stacks(groups: Sequence[_Group], rank: int, seed: int) -> list[jax.Array]:
+    """Returns the Q of every group's matrices, from which their power iteration starts: (matrices, m, r) each."""
     columns = sorted((leaf, group.m) for group in groups for leaf in group.leaves)
+    ends = itertools.accumulate((rank * m for _, m in columns), initial=0)
+    starts = dict(zip((leaf for leaf, _ in columns), ends, strict=False))
     numbers = jax.random.normal(jax.random.key(seed), (rank * sum(m for _, m in columns),), jnp.float32)
-    first, start = {}, 0
-    for leaf, m in columns:
-        first[leaf] = numbers[start : start + m * rank].reshape(m, rank)
-        start += m * rank
-    return first
+
+    def stack(group: _Group) -> jax.Array:
+        at = np.array([starts[leaf] for leaf in group.leaves], np.int32)
+        rows = jax.vmap(lambda start: lax.dynamic_slice(numbers, (start,), (group.m * rank,)))(at)
+        return rows.reshape(-1, group.m, rank)
+
+    return [stack(group) for group in groups]
 
 
 def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -262,6 +262,19 @@ class TrainStep(ABC):
         state = TrainState(params, self.tx.init(trained(params)), jnp.zeros((), jnp.int32), model_state)
         return make_local(state, self.axis_name)
 
+    def _first_state(self, params: Any, model_state: Any) -> TrainState:
+        """Returns the state of all workers before the first step, with the same row for each."""
+        by_name = dict(zip(axis_names(self.axis_name), self.sizes, strict=True))
+
+        def rows(node: Any) -> Any:
+            if not is_per_worker(node):
+                return node
+            count = math.prod(by_name[name] for name in node.axes)
+            return jax.tree.map(lambda row: jnp.broadcast_to(row, (count, *row.shape[1:])), node)
+
+        state = in_axes_of_workers(self._worker_state, self.sizes, self.axis_name)(params, model_state)
+        return jax.tree.map(rows, state, is_leaf=is_per_worker)
+
     def _checked_shapes(self, params: Any, model_state: Any) -> TrainState:
         """Returns the shapes of one worker's state; refuses a state or chain that cannot be trained, and warns."""
         check_apart(params)
@@ -303,10 +316,12 @@ class WorkersStep(TrainStep):
                     f"sharded over the workers, {sharding.spec} at {jax.tree_util.keystr(path)!r}. Shard it over an "
                     'axis of its own, make_mesh(data=2, fsdp=4) and P("fsdp"); or copy it to all devices.'
                 )
-        specs = state_specs(self._checked_shapes(params, model_state))
-        on_worker = jax.shard_map(self._worker_state, mesh=self.mesh, in_specs=P(), out_specs=specs)
+        shapes, on_mesh = self._checked_shapes(params, model_state), partial(NamedSharding, self.mesh)
+        # A program returns empty arrays as replicated, so they begin so.
+        shardings = jax.tree.map(lambda leaf, spec: on_mesh(spec if leaf.size else P()), shapes, state_specs(shapes))
         given = jax.tree.map(jnp.asarray, (params, model_state))
-        return jax.jit(on_worker)(*jax.device_put(given, NamedSharding(self.mesh, P())))
+        # Not in a jax.shard_map, which takes XLA four times as long to compile where there are many tensors.
+        return jax.jit(self._first_state, out_shardings=shardings)(*jax.device_put(given, on_mesh(P())))
 
     def shapes(self, params: Any, model_state: Any = ()) -> TrainState:
         """Returns the shapes of what `init` makes; see `TrainStep.shapes`."""
@@ -376,15 +391,7 @@ class SimulatedStep(TrainStep):
         """Makes the state, on one device; see `TrainStep.init`."""
         params, model_state = _without_mesh((params, model_state))
         self._checked_shapes(params, model_state)
-
-        def rows(node: Any) -> Any:
-            if not is_per_worker(node):
-                return node
-            count = math.prod(self._by_name[name] for name in node.axes)
-            return jax.tree.map(lambda row: jnp.repeat(row, count, axis=0), node)
-
-        init = in_axes_of_workers(self._worker_state, self.sizes, self.axis_name)
-        return jax.tree.map(rows, jax.jit(init)(params, model_state), is_leaf=is_per_worker)
+        return jax.jit(self._first_state)(params, model_state)
 
     def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         return super()._run(state, _without_mesh(batch))
