@@ -430,7 +430,15 @@ def test_links_that_call_the_host_are_not_tried():
     assert not calls
 
 
-@pytest.mark.parametrize("tx", [dct, chain(topk), chain(clip, topk), chain(topk, optax.scale_by_adam())], ids=str)
+CLIMBING = {
+    "an exchange alone": dct,
+    "a chain of an exchange": chain(topk),
+    "a clip": chain(clip, topk),
+    "no learning rate": chain(topk, optax.scale_by_adam()),
+}
+
+
+@pytest.mark.parametrize("tx", CLIMBING.values(), ids=CLIMBING)
 def test_a_step_that_would_climb_is_refused(tx):
     mesh = jc.make_mesh(data=2)
     steps = [jc.simulate(loss_fn, tx, 2), jc.make_train_step(loss_fn, tx, mesh)]
