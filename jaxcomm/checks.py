@@ -18,6 +18,15 @@ def check_range(name: str, value: object, rule: str, holds: bool, remedy: str) -
         raise ValueError(f"{name} must be {rule}; got {value!r}. {remedy}.")
 
 
+def check_transformation(name: str, tx: object) -> None:
+    """Refuses what is no Optax transformation: an argument in its place, or a factory that was not called."""
+    is_one = callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
+    got = getattr(tx, "__name__", type(tx).__name__)
+    remedy = f"Call it: {got}(...)" if callable(tx) else "Pass jaxcomm.chain(jaxcomm.topk(0.99), optax.adam(1e-3)), say"
+    if not is_one:
+        raise ValueError(f"{name} must be a transformation, with init and update; got {got}. {remedy}.")
+
+
 def check_sparsity(sparsity: float) -> None:
     """Checks the fraction of coordinates that is not sent."""
     check_range(

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Number
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.hlo import read_overlap, read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program, traced_program
+from jaxcomm.checks import check_transformation
 from jaxcomm.collectives.axis import AxisName, abstract_mesh, axis_names, check_workers, use_mesh
 from jaxcomm.exchange import axis_name_of, get_exchange
 from jaxcomm.numerics import wide_type
@@ -186,7 +188,8 @@ def wire_report(
 
     Args:
       tx: a transformation or chain with an exchange.
-      params: the parameters, or `jax.ShapeDtypeStruct`s of their shapes.
+      params: the parameters, or `jax.ShapeDtypeStruct`s of their shapes. Of a model that also has other arrays
+        (running statistics), pass what is trained alone.
       workers: K, or the number along each axis.
       beside: collectives of gradients in addition to the exchange: `plan.traffic` of `plan_late_multiply`.
       axis_name: the axis of workers that `tx` was made for, or the axes, outermost first; None as in
@@ -207,6 +210,14 @@ def exchange_report(
     kind: Any = None,
 ) -> WireReport:
     """Predicts the bytes of one exchange between devices of one kind (an `AbstractDevice`); see `wire_report`."""
+    check_transformation("tx", tx)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, Number):
+            raise ValueError(
+                f"params must be a tree of arrays or their shapes; got a {type(leaf).__name__} at "
+                f"{jax.tree_util.keystr(path)!r}. Pass what is trained: eqx.filter(model, eqx.is_inexact_array), "
+                "nnx.state(model, nnx.Param), or variables['params']."
+            )
     axis_name = axis_name_of(tx) if axis_name is None else axis_name
     sizes = check_workers(workers, axis_name)
     mesh = abstract_mesh(dict(zip(axis_names(axis_name), sizes, strict=True)), kind)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomm.checks import check_count, check_range
+from jaxcomm.checks import check_count, check_range, check_transformation
 from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.axis import AxisName, in_axes_of_workers, is_tracked, to_varying, varies, zeros_of
 from jaxcomm.exchange import SCOPE, get_exchange, is_exchange_state, lets_bypass, without_frozen
@@ -74,6 +74,7 @@ def chain(*links: optax.GradientTransformation, accumulate: int = 1, delay: int 
     check_range("delay", delay, "0 or 1, and 0 with accumulate=", delay in (0, 1) and alone, "0 exchanges at once")
     flat: list[optax.GradientTransformation] = []
     for link in links:
+        check_transformation("A link of a chain", link)
         flat += link.links if isinstance(link, Chain) and (link.accumulate, link.delay) == (1, 0) else [link]
     whole = _chained(flat)
     if accumulate > 1:

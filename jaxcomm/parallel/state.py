@@ -185,7 +185,8 @@ def check_axis(mesh: Mesh, axis_name: AxisName) -> None:
         if name not in sizes:
             raise ValueError(
                 f"axis_name must be an axis of the mesh; got {name!r} and a mesh with {tuple(sizes)}. Make it with "
-                f"make_mesh({name}=...), or pass axis_name=."
+                f"make_mesh({name}=...), or pass axis_name= to the exchange and to make_train_step (with "
+                "data_parallel, to the exchange alone)."
             )
     others = {name: size for name, size in sizes.items() if name not in names and size > 1}
     if others:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -117,6 +118,8 @@ class TrainStep(ABC):
     @on_own_mesh
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Takes a step; returns the new state and the metrics. The first call checks the state's rows."""
+        if isinstance(state, TrainState) and _is_deleted(state.step):  # JAX would end in a RuntimeError, or crash
+            _check_kept(state)
         if not self._is_checked:
             _check_state(state, {})
             check_rows(state, self.workers)
@@ -175,7 +178,11 @@ class TrainStep(ABC):
         return jax.eval_shape(self.init, params, model_state)
 
     def params(self, state: TrainState) -> Any:
-        """Returns the model to evaluate and to save: one set of parameters; with a local method, the global model."""
+        """Returns the model to evaluate and to save: one set of parameters; with a local method, the global model.
+
+        It shares the memory of the state, which the next step donates. To keep it longer, copy it: `jax.tree.map(
+        jnp.copy, step.params(state))`.
+        """
         return global_params(state)
 
     def model_state(self, state: TrainState) -> Any:
@@ -255,6 +262,7 @@ class TrainStep(ABC):
 
     def _like(self, state: Any) -> Any:
         """Returns the shapes of one worker's parameters."""
+        _check_state(state, {})
         own = state.params
         return jax.eval_shape(lambda rows: jax.tree.map(lambda x: x[0], rows), own.rows) if is_per_worker(own) else own
 
@@ -473,6 +481,26 @@ def _without_mesh(tree: Any) -> Any:
         return jax.device_put(leaf, mesh.devices.flat[0])
 
     return jax.tree.map(moved, tree)
+
+
+def _check_kept(state: Any) -> None:
+    """Refuses a state whose memory was donated.
+
+    Raises:
+      ValueError: naming the first array.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if _is_deleted(leaf):
+            raise ValueError(
+                "A state must be one that no step has taken yet, since a step donates its memory; got one that was "
+                f"passed to a step before, deleted at {jax.tree_util.keystr(path)!r}. Pass the state that the step "
+                "returned, copy what you keep (jax.tree.map(jnp.copy, step.params(state))), or make the step with "
+                "donate=False."
+            )
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
 def _rows_together(node: Any) -> Any:

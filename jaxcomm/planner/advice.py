@@ -194,7 +194,7 @@ def _measured(
 def estimate(
     params: Any,
     workers: int,
-    rate: float | Sequence[float] | Sequence[Sequence[float]],
+    rate: float | str | Sequence[float] | Sequence[Sequence[float]],
     *,
     latency: float = 0.0,
     compute: float = 0.0,
@@ -210,8 +210,8 @@ def estimate(
     Args:
       params: the parameters, or their shapes.
       workers: K.
-      rate: bits a second that each worker receives; where links differ, one rate for every worker, or one from every
-        worker to every other, see `given_links`.
+      rate: bits a second that each worker receives, or with its unit, "100mbit"; where links differ, one rate for every
+        worker, or one from every worker to every other, see `given_links`.
       latency: seconds from one worker to another.
       compute: seconds of a step without an exchange; with 0, exchanges alone are compared.
       copy: seconds per byte of a copy in a worker's memory; the default is 10 GB/s.

@@ -170,7 +170,7 @@ def _slowest(pairs: tuple[tuple[float, ...], ...], traffic: Traffic) -> float:
     return min(float(rates[hop]) for hop in hops)
 
 
-def bits_per_second(rate: str) -> float:
+def bits_per_second(rate: str, name: str = "--rate") -> float:
     """Parses the rate of a link: "100mbit", "1gbit".
 
     Raises:
@@ -179,11 +179,11 @@ def bits_per_second(rate: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
     bits = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if bits <= 0:
-        raise ValueError(f"--rate must be a positive number with its unit; got {rate!r}. Write 100mbit, say.")
+        raise ValueError(f"{name} must be a positive number with its unit; got {rate!r}. Write 100mbit, say.")
     return bits
 
 
-def given_links(rate: float | Sequence[float] | Sequence[Sequence[float]], latency: float = 0.0) -> Links:
+def given_links(rate: float | str | Sequence[float] | Sequence[Sequence[float]], latency: float = 0.0) -> Links:
     """Makes the costs of collectives from given rates, without a measurement.
 
     If links differ, a collective takes as long as its slowest part. For a ring (all-reduce, all-gather, reduce-scatter)
@@ -191,14 +191,15 @@ def given_links(rate: float | Sequence[float] | Sequence[Sequence[float]], laten
     received messages, one after another, take longest. For a permutation it is the slowest pair.
 
     Args:
-      rate: bits a second: one number that each worker receives; or one for every worker's link, (K,), where a message
-        has the rate of the slower end; or one from every worker (row) to every other (column), (K, K), whose diagonal
-        is ignored.
+      rate: bits a second: one number that each worker receives, or with its unit, "100mbit"; or one for every worker's
+        link, (K,), where a message has the rate of the slower end; or one from every worker (row) to every other
+        (column), (K, K), whose diagonal is ignored.
       latency: seconds from one worker to another.
 
     Raises:
       ValueError: for an impossible rate or latency, and for rows that do not have a rate for every worker.
     """
+    rate = bits_per_second(rate, "rate") if isinstance(rate, str) else rate
     try:
         given = np.array(rate, float)
     except (TypeError, ValueError):  # rows of different lengths

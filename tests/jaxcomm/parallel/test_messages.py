@@ -282,3 +282,53 @@ def test_threads_for_simulated_devices(monkeypatch):
         jc.make_mesh(data=2)
         monkeypatch.setattr(meshes.jax, "__version_info__", (0, 12, 0))
         jc.make_mesh(data=4)
+
+
+# A state that a step has taken, and arguments in the wrong place.
+
+
+def test_a_state_that_was_passed_to_a_step_before_is_named_and_the_remedies_work():
+    step = jc.make_train_step(loss_fn, chain(), jc.make_mesh(data=K))
+    first = step.init(PARAMS)
+    best = jax.tree.map(jnp.copy, step.params(first))
+    second, _ = step(first, BATCH)
+    with pytest.raises(
+        ValueError, match=r"passed to a step before, deleted at \"\.params\['b'\]\".*or make the step with"
+    ):
+        step(first, BATCH)
+    step(second, BATCH)
+    jax.tree.map(np.testing.assert_array_equal, best, PARAMS)
+    keeps = jc.make_train_step(loss_fn, chain(), jc.make_mesh(data=K), donate=False)
+    state = keeps.init(PARAMS)
+    jax.tree.map(np.testing.assert_array_equal, keeps(state, BATCH)[0], keeps(state, BATCH)[0])
+
+
+def test_parameters_in_the_place_of_a_state_are_refused():
+    step = jc.make_train_step(loss_fn, chain(), jc.make_mesh(data=K))
+    for call in (step, step.verify, step.report):
+        with pytest.raises(
+            ValueError, match=r"must be a jaxcomm\.TrainState; got dict\. Make it by step\.init\(params\)"
+        ):
+            call(PARAMS, BATCH)
+
+
+def test_what_is_no_transformation_is_refused():
+    with pytest.raises(
+        ValueError, match=r"A link of a chain must be a transformation.*got topk\. Call it: topk\(\.\.\.\)"
+    ):
+        jc.chain(jc.topk, optax.sgd(0.1))
+    with pytest.raises(
+        ValueError, match=r"tx must be a transformation, with init and update; got dict\. Pass jaxcomm\.ch"
+    ):
+        jc.wire_report(PARAMS, chain(), workers=4)
+    with pytest.raises(
+        ValueError, match=r"params must be a tree of arrays.*got a custom_jvp at \"\['act'\]\"\. Pass what is"
+    ):
+        jc.wire_report(chain(), PARAMS | {"act": jax.nn.relu}, workers=4)
+
+
+def test_a_rate_may_have_its_unit():
+    one, other = (jc.planner.estimate(PARAMS, workers=4, rate=rate) for rate in ("100mbit", 1e8))
+    assert [each.step for each in one.predictions] == [each.step for each in other.predictions]
+    with pytest.raises(ValueError, match=r"^rate must be a positive number with its unit; got 'fast'\. Write 100mbit"):
+        jc.planner.estimate(PARAMS, workers=4, rate="fast")
