@@ -1,15 +1,20 @@
-"""How long the library takes before it does anything: imports, --help, and the first step of the main job.
+"""How long the library takes before it does anything: imports, --help, the first step of the main job, and compiling.
 
     python -m benchmarks.startup --json docs/data/startup.json
+    python -m benchmarks.startup --tensors 100,400,1200
 
-A time is that of a whole process, from its start to its end.
+A time is that of a whole process, from its start to its end. With `--tensors`, it is the processor time, of all
+threads, in which a step with Adam and so many tensors of 64 x 64 is traced and compiled on 4 simulated devices, beside
+that of the same step under plain `jax.jit` on one; each in a process of its own, so that nothing is compiled before.
 """
 
 import dataclasses
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +28,38 @@ COMMANDS = {
     "import jaxcomm": ["-c", "import jaxcomm"],
     "python -m train --help": ["-m", "train", "--help"],
 }
+EXCHANGES = {
+    "plain jit": "",
+    "plump_dp": "jc.plump_dp()",
+    "topk 99%": "jc.topk(0.99)",
+    "powersgd 4": "jc.powersgd(4)",
+}
+COMPILE = """
+import sys, time
+import jax, jax.numpy as jnp, numpy as np, optax
+jax.config.update("jax_num_cpu_devices", 4)
+import jaxcomm as jc
+exchange = eval(sys.argv[1] or "None")
+params = {f"layer{i}": np.zeros((64, 64), np.float32) for i in range(int(sys.argv[2]))}
+def loss_fn(params, batch):
+    for matrix in params.values():
+        batch = jnp.tanh(batch @ matrix)
+    return jnp.mean(batch**2)
+adam, batch = optax.adam(1e-3), jax.ShapeDtypeStruct((16, 64), np.float32)
+def train_step(state, batch):
+    loss, gradients = jax.value_and_grad(loss_fn)(state[0], batch)
+    updates, new = adam.update(gradients, state[1], state[0])
+    return (optax.apply_updates(state[0], updates), new), loss
+begin = time.process_time()
+if exchange is None:
+    step, state = jax.jit(train_step, donate_argnums=0), (params, adam.init(params))
+else:
+    step = jc.make_train_step(loss_fn, jc.chain(exchange, adam), jc.make_mesh(data=4))
+    state = step.init(params)
+middle = time.process_time()
+step.lower(state, batch).compile()
+print(middle - begin, time.process_time() - middle)
+"""
 JOB = ["-m", "train", "digits", "--no-baseline", "--steps", "1", "--warmup-steps", "0", "--eval-every", "1"]
 
 
@@ -32,6 +69,8 @@ class Config:
 
     repeats: int = 5
     """Processes of each command. The first does not count, as its files are read from disk."""
+    tensors: str = ""
+    """Compile steps of so many tensors; several numbers, separated by commas."""
     json: Path | None = None
     """File for the table, as a list of records."""
 
@@ -46,8 +85,24 @@ class Record:
     ms_max: float
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """A step of many tensors, seconds of processor time."""
+
+    exchange: str
+    tensors: int
+    s_init: float
+    s_compile: float
+    ratio_to_plain_jit: float
+
+
 def main(config: Config) -> None:
-    """Prints the table, and writes it where asked."""
+    """Prints the tables, and writes one where asked."""
+    if config.tensors:
+        rows = [dataclasses.asdict(record) for record in _compiled([int(n) for n in config.tensors.split(",")])]
+        print_table("Seconds of processor time to make a state, and to trace and compile a step", rows)
+        write_records(config.json, rows)
+        return
     if config.repeats < 2:
         raise ValueError(f"--repeats must be at least 2, since the first does not count; got {config.repeats}.")
     records = [Record(name, **spread(_times(command, config.repeats))) for name, command in COMMANDS.items()]
@@ -62,16 +117,32 @@ def main(config: Config) -> None:
     write_records(config.json, rows)
 
 
+def _compiled(numbers: Sequence[int]) -> Iterator[Compiled]:
+    for tensors in numbers:
+        plain = 0.0
+        for name, exchange in EXCHANGES.items():
+            out = _run(["-c", COMPILE, exchange, str(tensors)], JAX_ENABLE_COMPILATION_CACHE="false")
+            init, compiling = map(float, out.split())
+            plain = plain or compiling
+            yield Compiled(name, tensors, init, compiling, compiling / plain)
+
+
 def _times(command: list[str], repeats: int) -> list[float]:
     return [_ms(command) for _ in range(repeats)][1:]
 
 
 def _ms(command: list[str]) -> float:
     begin = time.perf_counter()
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+    _run(command)
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def _run(command: list[str], **environment: str) -> str:
+    """Runs Python, and returns what it prints."""
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=os.environ | environment)
     if done.returncode:
         raise ValueError(f"{' '.join(command)} must end with code 0; got {done.returncode}: {done.stderr[-500:]}")
-    return 1e3 * (time.perf_counter() - begin)
+    return done.stdout
 
 
 if __name__ == "__main__":
