@@ -172,9 +172,11 @@ class Interaction(nnx.Module):
         """Returns the embeddings (B, features, dim) of categories (B, features)."""
         table, axis, ids = self.table[...], self.axis_name, self.ids(categories)
         if table.ndim == 3:  # the train step has looked the embeddings up
-            return table
-        if self.embeddings == "exchange":
-            return take_rows(table, ids)
-        if self.embeddings == "late":
-            return late_lookup(table, ids, axis_name=axis)
-        return sharded_lookup(table, ids, by=self.embeddings, axis_name=axis)
+            rows = table
+        elif self.embeddings == "exchange":
+            rows = take_rows(table, ids)
+        elif self.embeddings == "late":
+            rows = late_lookup(table, ids, axis_name=axis)
+        else:
+            rows = sharded_lookup(table, ids, by=self.embeddings, axis_name=axis)
+        return jnp.where(ids[..., None] >= 0, rows, jnp.nan)  # other lookups count from the end

@@ -72,7 +72,7 @@ def test_it_trains_as_the_linear_layer_does():
 def test_its_mode_and_axis_are_those_of_late_multiply(mode):
     dense = partial(LateLinear, mode=mode, axis_name="workers")
     graph, params = split(dense)
-    tx, mesh = jc.plump_dp(axis_name="workers"), jc.make_mesh(workers=K)
+    tx, mesh = jc.chain(jc.plump_dp(axis_name="workers"), optax.sgd(0.1)), jc.make_mesh(workers=K)
     step = jc.make_train_step(
         lambda params, x: jnp.mean(nnx.merge(graph, params, copy=True)(x)), tx, mesh, axis_name="workers"
     )
