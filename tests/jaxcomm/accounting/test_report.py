@@ -81,7 +81,9 @@ def test_draining_a_large_model_on_many_workers_can_be_asked_about():
 
 
 @pytest.mark.parametrize(
-    "tx", [TX, optax.chain(jc.plump_dp(), optax.adam(0.1)), jc.topk(0.9)], ids=["dct_dp", "plump", "topk"]
+    "tx",
+    [TX, optax.chain(jc.plump_dp(), optax.adam(0.1)), jc.chain(jc.topk(0.9), optax.sgd(0.1))],
+    ids=["dct_dp", "plump", "topk"],
 )
 def test_verify_proves_a_train_step(tx):
     mesh = jc.make_mesh(data=K)

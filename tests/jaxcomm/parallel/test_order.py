@@ -615,7 +615,7 @@ def test_clipping_after_error_feedback_loses_gradients_and_clipping_before_it_do
     """Each gradient passes the clip unchanged, but the mean of accumulated ones has a larger norm."""
     topk = jc.topk(0.9, value_dtype="float32", dense_below=0)
     np.testing.assert_allclose(applied_and_owed(chain(clip, topk)), 20 * 32, rtol=1e-5)
-    assert applied_and_owed(chain(topk, clip)) < 0.9 * 20 * 32
+    assert applied_and_owed(optax.chain(topk, clip)) < 0.9 * 20 * 32  # a jaxcomm.chain refuses it
 
 
 def test_decay_behind_momentum_correction_is_weaker_than_l2():
