@@ -61,6 +61,14 @@ def communication_period(state: Any) -> int | None:
     return next((found.method.period for found in exchange_states(state)), None)
 
 
+def works_alone(state: Any) -> bool:
+    """Returns whether the state is of a local method that does not exchange in every step.
+
+    In the other steps no worker waits for another, so their scalars and model states are their own.
+    """
+    return (communication_period(state) or 1) > 1
+
+
 def exchange_interval(state: Any) -> int:
     """Finds the steps from one exchange to the next, of a local method or of a chain that accumulates; else 1.
 

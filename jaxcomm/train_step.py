@@ -148,6 +148,10 @@ def make_train_step(
       all-reduce of 16 bytes; with stages also the boundaries, and two all-reduces over the stages, of 4 bytes and of 4
       bytes per metric.
 
+      With a local method, a step that does not exchange sends nothing between workers. The loss and the scalars are
+      then those of this process's workers (of all processes by `jax.experimental.multihost_utils.process_allgather`),
+      and `step.model_state(state)` is the mean over the workers.
+
     Raises:
       ValueError: if the mesh lacks an axis, or has others over which no parameter is sharded; for specs that do not fit
         the parameters or the mesh; for lookups of anything but a sharded table, or with an optimizer whose updates of a
@@ -157,8 +161,8 @@ def make_train_step(
         the loss uses a parameter whose gradient bypasses the exchange other than by `late_multiply` or
         `layers.late_lookup`.
     """
-    axis_name = axis_name_of(tx) if axis_name is None else axis_name
-    settings = StepSettings(donate, accumulate, rng, compiler_options, batch_axis)
+    axis_name, kinds = axis_name_of(tx) if axis_name is None else axis_name, _scalars(tx, sum, max, accumulate)
+    settings = StepSettings(donate, accumulate, rng, compiler_options, batch_axis, kinds)
     if isinstance(loss_fn, Pipeline):
         if (
             specs is not None
@@ -181,7 +185,7 @@ def make_train_step(
                 "Put the rows first, and repeat for every row what has none."
             )
         return PipelineStep(loss_fn, tx, mesh, axis_name, stage_axis, settings)
-    loss = loss_of(loss_fn, has_aux, has_state, axis_name, _scalars(tx, sum, max, accumulate))
+    loss = loss_of(loss_fn, has_aux, has_state, axis_name, kinds)
     if lookups and specs is None:
         raise ValueError("lookups must go with specs=, which say how the tables are sharded; got no specs=. Give both.")
     if auto and specs is None:
@@ -228,9 +232,9 @@ def simulate(
       axis_name: as in `make_train_step`.
       donate: as in `make_train_step`.
     """
-    axis_name = axis_name_of(tx) if axis_name is None else axis_name
-    loss = loss_of(loss_fn, has_aux, has_state, axis_name, _scalars(tx, sum, max, accumulate))
-    return SimulatedStep(loss, tx, workers, axis_name, StepSettings(donate, accumulate, rng, batch_axis=batch_axis))
+    axis_name, kinds = axis_name_of(tx) if axis_name is None else axis_name, _scalars(tx, sum, max, accumulate)
+    settings = StepSettings(donate, accumulate, rng, batch_axis=batch_axis, kinds=kinds)
+    return SimulatedStep(loss_of(loss_fn, has_aux, has_state, axis_name, kinds), tx, workers, axis_name, settings)
 
 
 def _scalars(tx: optax.GradientTransformation, sums: str | None, maxima: str | None, accumulate: int) -> Scalars:

@@ -12,7 +12,10 @@ Payload = dict[str, jax.Array]
 
 
 _NOT_A_MODEL = "A PerWorker must be asked for its rows, one for each worker"
-_MODEL = "The model of a local method is step.params(state), or jaxcomm.global_params(state)."
+_MODEL = (
+    "The model of a local method is step.params(state), or jaxcomm.global_params(state), and its running statistics "
+    "step.model_state(state)."
+)
 
 
 @jax.tree_util.register_dataclass
@@ -28,8 +31,8 @@ class PerWorker:
         rows is kept. "parts": rows (K, n) form one vector, of which worker k holds the k-th of K consecutive parts; the
         rest of its row is not valid. "batch": rows (K, M, b, ...) belong to a batch of K M b samples, whose size stays;
         their sum divided by K is kept.
-      is_local: whether rows are the parameters or the optimizer state of workers that train on their own between two
-        exchanges. Static.
+      is_local: whether rows are the parameters, the optimizer's or the model's state, or the scalars, of workers that
+        train on their own between two exchanges. Static.
       shards: how many of the last axes divide state into shards: the inside axis of `hierarchical`, and the axes along
         which parameters are sharded. The number of workers may change along the other axes only. Static.
     """

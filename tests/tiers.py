@@ -192,7 +192,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_checkpoint_and_another_number_of_workers_keep_it": ("4",),
         "test_a_skipped_step_keeps_the_old_state": ("on_mesh",),
         "test_bytes_are_predicted_and_travel_with_the_losses": ("local_sgd", "dct_dp"),
-        "test_local_methods_average_in_every_step_and_a_bad_worker_gives_the_old": ("local_sgd-on_mesh",),
+        "test_with_local_methods_it_is_the_mean_over_workers_and_a_bad_worker_keeps_the_old": ("local_sgd-on_mesh",),
     },
     "tests/jaxcomm/pipeline/test_pipeline.py": {
         "test_a_pipeline_is_one_device": ("2-1-False-2-False", "3-8-1f1b-1-True"),

@@ -177,7 +177,7 @@ class Log:
             self.streak, self.last_loss = 0, line["loss"]
 
     def _bytes_of(self, step: int, *, is_rare: bool) -> float:
-        program = self._report.of_step(step)  # between two exchanges of a local method: loss and metrics alone
+        program = self._report.of_step(step)  # between two exchanges of a local method: nothing
         return float(program.received_at_most if is_rare else program.received)
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from numbers import Number
 from typing import Any
 
@@ -24,6 +25,7 @@ from jaxcomm.exchange import axis_name_of, get_exchange
 from jaxcomm.numerics import wide_type
 from jaxcomm.states import exchange_interval, exchange_turns, trained, update_with, vary_exchanged
 from jaxcomm.traffic import Program, Traffic, count_bytes
+from jaxcomm.types import is_per_worker
 
 
 @dataclass(frozen=True)
@@ -351,7 +353,7 @@ def check_bytes(
     for turn in range(turns):  # each fragment of a local method by itself
         predicted, compiled, claimed = (each.in_turn(turn, turns) for each in programs)
         allowed, wanted = (as_compiled(each, text) for each in (predicted, claimed))
-        narrower = activations / 2 if _is_of_tpus(text) else 0.0
+        narrower = Fraction(activations) / 2 if _is_of_tpus(text) else 0
         if not is_partitioned and (
             compiled.received > allowed.received or compiled.received_at_most > allowed.received_at_most
         ):
@@ -412,7 +414,8 @@ def _counted(program: Program) -> Counter[tuple[str, int]]:
 
 
 def model_state_bytes(arg: Any, workers: int) -> float:
-    """Returns the bytes that a worker receives for the mean of a model's state, 0 if an argument has none."""
-    leaves = jax.tree.leaves(getattr(arg, "model_state", ()))
+    """Returns the bytes that a worker receives for the mean of a model's state; rows are not averaged."""
+    nodes = jax.tree.leaves(getattr(arg, "model_state", ()), is_leaf=is_per_worker)
+    leaves = [node for node in nodes if not is_per_worker(node)]
     averaged = sum(count_bytes(jnp.shape(leaf), wide_type(jnp.result_type(leaf)).itemsize) for leaf in leaves)
     return float(Traffic("all_reduce", averaged, workers).received)

@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.axis import on_own_mesh
 from jaxcomm.exchange import keep_unless
-from jaxcomm.numerics import is_applicable_tree
+from jaxcomm.numerics import is_applicable_tree, widened
 from jaxcomm.parallel.sharded_step import ShardedStep, SplitState, over_axes, specs_like
 from jaxcomm.parallel.sharding import ShardedExchange
 from jaxcomm.parallel.state import Batch, TrainState, state_specs
-from jaxcomm.states import applies_step
+from jaxcomm.states import applies_step, works_alone
 from jaxcomm.types import PerWorker, is_per_worker
 
 
@@ -66,14 +66,24 @@ class LocalStep(ShardedStep):
     def _init(self, exchange: ShardedExchange, params: Any, model_state: Any) -> TrainState:
         rows = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.workers, *leaf.shape)), params)
         own = self._rows((rows, jax.vmap(exchange.chain.before.init)(rows)), rows, exchange)
-        step = jax.tree.map(lambda leaf: self._lay(leaf, P()), (jnp.zeros((), jnp.int32), model_state))
-        return TrainState(own[0], SplitState(exchange.init(params), own[1]), *step)
+        first = exchange.init(params)
+        if works_alone(first):
+            model_state = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.workers, *leaf.shape)), model_state)
+        step = self._lay(jnp.zeros((), jnp.int32), P())
+        return TrainState(own[0], SplitState(first, own[1]), step, self._reported(model_state, first, exchange))
+
+    def _reported(self, tree: Any, state: Any, exchange: ShardedExchange) -> Any:
+        """Places scalars, or the model's state: rows (K, ...), marked as such, if the workers work alone."""
+        if not works_alone(state):
+            return jax.tree.map(lambda leaf: self._lay(leaf, P()), tree)
+        own = P(exchange.names)
+        return jax.tree.map(lambda rows: PerWorker(self._lay(rows, own), exchange.names, is_local=True), tree)
 
     def _specs_of(self, state: TrainState, exchange: ShardedExchange) -> TrainState:
         own, rest = state.opt_state
         rows = {"params": state.params, "rest": rest}
         rows = specs_like(rows, state.params.rows, _row_specs(exchange), P(exchange.names))
-        specs = jax.tree.map(lambda _: P(), state)
+        specs = jax.tree.map(lambda _: P(), state)._replace(model_state=state_specs(state.model_state))
         return specs._replace(params=rows["params"], opt_state=SplitState(state_specs(own), rows["rest"]))
 
     def _rows(self, trees: Any, params: Any, exchange: ShardedExchange) -> Any:
@@ -87,7 +97,9 @@ class LocalStep(ShardedStep):
         old = self._split(state)
         exchange, params = self._plan(self._like(state)), state.params.rows
         keyed = self._keyed(state.step, batch)
-        scalars, model_state, gradients, losses, own_ok = self._by_workers(exchange, params, state.model_state, keyed)
+        old_state = jax.tree.map(_rows_alone, state.model_state, is_leaf=is_per_worker)
+        by_workers = partial(self._by_workers, is_alone=works_alone(old.exchange))
+        scalars, model_state, gradients, losses, own_ok = by_workers(exchange, params, old_state, keyed)
         local = optax.with_extra_args_support(exchange.chain.before)
 
         def optimize(gradients: Any, own: Any, params: Any, loss: jax.Array) -> Any:
@@ -110,32 +122,47 @@ class LocalStep(ShardedStep):
         optimizer = jax.vmap(keep_unless)(own_ok & all_ok, optimizer, old.rest.rows)
         kept = (keep_unless(all_ok, optax.apply_updates(params, updates), params), optimizer)
         own = self._rows(kept, params, exchange)
-        model_state = keep_unless(all_ok, model_state, state.model_state)
+        model_state = self._reported(keep_unless(all_ok, model_state, old_state), old.exchange, exchange)
         new_state = TrainState(own[0], SplitState(exchanged, own[1]), state.step + 1, model_state)
-        return new_state, {**scalars, **exchanged.metrics._asdict()}
+        return new_state, {**self._reported(scalars, old.exchange, exchange), **exchanged.metrics._asdict()}
 
-    def _by_workers(self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Batch) -> Any:
+    def _by_workers(
+        self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Batch, is_alone: bool = False
+    ) -> Any:
         """Returns scalars, the model's state, gradients, losses (K,), and which workers can apply theirs (K,)."""
         specs = [over_axes(spec, self.manual) for spec in _row_specs(exchange)]
         rows, own = jax.tree.structure(params).unflatten(specs), P(exchange.names)
         worker = self._shard_map(exchange)(
-            partial(self._worker, exchange),
+            partial(self._worker, exchange, is_alone=is_alone),
             mesh=self.mesh,
             axis_names=set(self.manual),
-            in_specs=(rows, P(), batch.like(P(exchange.names), P())),
-            out_specs=(P(), P(), rows, own, own),
+            in_specs=(rows, own if is_alone else P(), batch.like(own, P())),
+            out_specs=(own if is_alone else P(), own if is_alone else P(), rows, own, own),
         )
         return worker(params, model_state, batch)
 
-    def _worker(self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Batch) -> Any:
+    def _worker(
+        self, exchange: ShardedExchange, params: Any, model_state: Any, batch: Batch, is_alone: bool = False
+    ) -> Any:
         own = jax.tree.map(lambda row: row[0], params)
+        model_state = jax.tree.map(lambda row: row[0], model_state) if is_alone else model_state
         (loss, (scalars, new_state)), gradients = self._differentiate(exchange, own, model_state, batch)
         ok, others = is_applicable_tree(gradients), tuple(name for name in self.manual if name in exchange.others)
         if others:
             ok = lax.pmin(ok.astype(jnp.int32), others) > 0
         new_state = keep_unless(ok, new_state, model_state)
-        scalars, new_state = self._mean({"loss": loss, **scalars}, new_state)
-        return scalars, new_state, jax.tree.map(lambda x: x[None], gradients), loss[None], ok[None]
+        reported = widened({"loss": jnp.asarray(loss), **scalars}), new_state
+        reported = _as_row(reported) if is_alone else self._mean({"loss": loss, **scalars}, new_state)
+        return *reported, *_as_row((gradients, loss, ok))
+
+
+def _as_row(tree: Any) -> Any:
+    """Returns a worker's own arrays as its rows (1, ...)."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], tree)
+
+
+def _rows_alone(node: Any) -> Any:
+    return node.rows if is_per_worker(node) else node
 
 
 def _row_specs(exchange: ShardedExchange) -> list[P]:

@@ -33,6 +33,14 @@ class Scalars(NamedTuple):
     max: str | None = None
     micro_batches: int = 1
 
+    def of_own(self, rows: dict[str, jax.Array], workers: int) -> dict[str, jax.Array]:
+        """Returns the sum or the mean over some of K workers, of rows (n,) that `of_all` has made."""
+
+        def together(name: str, own: jax.Array) -> jax.Array:
+            return own.sum() / workers if self.sum is not None and re.search(self.sum, name) else own.mean()
+
+        return {name: together(name, own) for name, own in rows.items()}
+
     def of_all(self, name: str, value: Any, axis_name: AxisName) -> jax.Array:
         """Returns what, averaged over micro-batches and workers, is the sum, the maximum or the mean.
 

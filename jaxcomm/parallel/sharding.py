@@ -23,6 +23,7 @@ from jaxcomm.methods.local_sgd import LocalExchange
 from jaxcomm.numerics import is_finite_tree
 from jaxcomm.parallel.chain import SplitChain, split_chain
 from jaxcomm.parallel.state import state_specs
+from jaxcomm.states import communication_period
 from jaxcomm.types import ExchangeMetrics, PerWorker, is_per_worker
 
 
@@ -206,18 +207,27 @@ class ShardedExchange:
             part, new_reduced = self.chain.before.update(part, state.reduced, _part(params, self.reduced))
             parts.append(part)
         votes = to_varying(jnp.zeros(4).at[0].set(is_bad), self._all)
-        exchanges = []
+        exchanges, last = [], None
         for (axes, chosen), packed in zip(self.groups.items(), state.exchanges, strict=True):
             part, own = _part(gradients, chosen), _unpack(packed, axes)
             part, own = self.chain.exchange.update(part, own, _part(params, chosen))
-            counts = get_exchange(own).metrics
+            last = get_exchange(own)
+            counts = last.metrics
             is_counted = self._is_first(axes)  # devices with the same shard have the same counts: one of them votes
             counts = jnp.stack([counts.skipped, counts.sent, counts.overflow, counts.drained]).astype(jnp.float32)
             votes = votes + jnp.where(is_counted, counts, 0.0)
             parts.append(part)
             exchanges.append(_pack(own, axes))
 
-        skipped, sent, overflow, drained = lax.psum(votes, self._all)
+        def count() -> jax.Array:
+            return lax.psum(votes, self._all)
+
+        period = communication_period(state) or 1
+        if last is None or period == 1:
+            counted = count()
+        else:  # there is nothing to count between two exchanges
+            counted = lax.cond(last.step % period != 0, lambda: jnp.zeros(4), count)
+        skipped, sent, overflow, drained = counted
         ok = skipped == 0
         metrics = ExchangeMetrics.of(ok, sent, overflow, drained=drained > 0)
         means, kept = _join(parts, treedef), tuple(exchanges)

@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import ExchangeState, get_exchange, is_exchange_state
 from jaxcomm.methods.local_sgd import LocalExchange
+from jaxcomm.numerics import widened
 from jaxcomm.serialization import has_lost_types
-from jaxcomm.states import communication_period, trained, with_untrained
+from jaxcomm.states import communication_period, trained, with_untrained, works_alone
 from jaxcomm.types import PerWorker, is_per_worker
 
 
@@ -27,7 +28,8 @@ class TrainState(NamedTuple):
       opt_state: the optimizer's state. Its `PerWorker` leaves have a row for each worker; the rest is replicated.
       step: () int32, steps so far, skipped ones included.
       model_state: arrays that the model changes without a gradient, such as the running statistics of batch
-        normalisation: floats, replicated. Empty for most models.
+        normalisation: floats, replicated; a row for each worker with a local method that does not exchange in every
+        step. Empty for most models.
     """
 
     params: Any
@@ -127,17 +129,32 @@ def check_axes(exchange: ExchangeState, axis_name: AxisName) -> None:
 
 
 def make_local(state: TrainState, axis_name: AxisName) -> TrainState:
-    """With a local method, makes a worker's parameters and its optimizer's state a row of `PerWorker`s."""
+    """With a local method, makes a worker's parameters, optimizer and model state a row of `PerWorker`s."""
     if communication_period(state.opt_state) is None:
         return state
     axes = axis_names(axis_name)
 
-    def row(node: Any) -> Any:
-        return node if is_exchange_state(node) else PerWorker(node[None], axes, is_local=True)
+    def is_kept(node: Any) -> bool:
+        return is_exchange_state(node) or is_per_worker(node)
 
-    opt_state = jax.tree.map(row, state.opt_state, is_leaf=is_exchange_state)
+    def row(node: Any) -> Any:
+        return node if is_kept(node) else PerWorker(node[None], axes, is_local=True)
+
+    opt_state, model_state = jax.tree.map(row, (state.opt_state, state.model_state), is_leaf=is_kept)
+    model_state = model_state if works_alone(state.opt_state) else state.model_state
     params = PerWorker(jax.tree.map(lambda leaf: leaf[None], state.params), axes, is_local=True)
-    return state._replace(params=params, opt_state=opt_state)
+    return state._replace(params=params, opt_state=opt_state, model_state=model_state)
+
+
+def mean_model_state(model_state: Any, axis: int = 0) -> Any:
+    """Returns a model's state with the mean over the workers in place of rows, which a local method has."""
+
+    def mean(node: Any) -> Any:
+        if not (is_per_worker(node) and node.is_local):
+            return node
+        return jax.tree.map(lambda rows: widened(rows).mean(axis).astype(rows.dtype), node.rows)
+
+    return jax.tree.map(mean, model_state, is_leaf=is_per_worker)
 
 
 def without_rows(state: TrainState) -> TrainState:

@@ -4,7 +4,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from jaxcomm.collectives.axis import (
 )
 from jaxcomm.exchange import get_exchange
 from jaxcomm.parallel.agreement import check_agreement, trace_on
-from jaxcomm.parallel.loss import GradientsFn, LossFn, gradients_of, in_turns
+from jaxcomm.parallel.loss import GradientsFn, LossFn, Scalars, gradients_of, in_turns
 from jaxcomm.parallel.order import check_chain, check_descent
 from jaxcomm.parallel.overlap import Apart, runs_apart
 from jaxcomm.parallel.replication import over_workers
@@ -45,6 +45,7 @@ from jaxcomm.parallel.state import (
     check_model_state,
     global_params,
     make_local,
+    mean_model_state,
     row_axes,
     shapes_on,
     state_specs,
@@ -56,6 +57,7 @@ from jaxcomm.states import (
     check_rows,
     trained,
     vary_exchanged,
+    works_alone,
 )
 from jaxcomm.traffic import Program, Traffic
 from jaxcomm.types import is_per_worker
@@ -70,6 +72,7 @@ class StepSettings:
     rng: jax.Array | None = None
     compiler_options: dict[str, Any] | None = None
     batch_axis: Any = 0
+    kinds: Scalars = field(default_factory=Scalars)
 
     @property
     def jit(self) -> Callable[..., Any]:
@@ -107,6 +110,7 @@ class TrainStep(ABC):
             rng = jax.random.wrap_key_data(rng)
         self._rng = rng
         self._jitted = settings.jit(self._step, donate_argnums=0 if settings.donate else ())
+        self._of_own = jax.jit(partial(settings.kinds.of_own, workers=self.workers))
         self._executable: Any = None
         self._is_checked = False
 
@@ -126,13 +130,15 @@ class TrainStep(ABC):
             self._is_checked = True
         check_global(batch, self._settings.batch_axis)
         try:
-            return self._run(state, batch)
+            state, metrics = self._run(state, batch)
         except ValueError as error:
             if "incompatible devices" not in str(error):
                 raise
-            return self._run(*self._placed(state, batch))  # from one device, or from a mesh of another order
+            state, metrics = self._run(*self._placed(state, batch))  # from one device, or from a mesh of another order
+        own = {name: _own_rows(node.rows) for name, node in metrics.items() if is_per_worker(node)}
+        return state, metrics | self._of_own(own) if own else metrics
 
-    def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         if self._executable is not None:
             try:
                 return self._executable(state, batch)
@@ -186,8 +192,8 @@ class TrainStep(ABC):
         return global_params(state)
 
     def model_state(self, state: TrainState) -> Any:
-        """Returns the model's state besides its parameters."""
-        return state.model_state
+        """Returns the model's state besides its parameters; with a local method, the mean over the workers."""
+        return mean_model_state(state.model_state)
 
     def resize(self, state: TrainState, workers: int) -> TrainState:
         """Converts a state to another number of workers; see `resize_workers`. Returns NumPy rows, on one host.
@@ -357,7 +363,11 @@ class WorkersStep(TrainStep):
             batch = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), batch, rows)
         own_step = partial(worker_step, self._gradients_fn(), self.tx, self.axis_name)
         shard_map = jax.shard_map if bypassing(state.opt_state, trained(state.params)) else over_workers
-        return shard_map(own_step, mesh=self.mesh, in_specs=(specs, rows), out_specs=(specs, P()))(state, batch)
+        out_specs = (specs, (P(self.axis_name) if works_alone(state.opt_state) else P(), P()))
+        state, (scalars, exchanged) = shard_map(own_step, mesh=self.mesh, in_specs=(specs, rows), out_specs=out_specs)(
+            state, batch
+        )
+        return state, {**scalars, **exchanged}
 
     def loss_program(self, state: Any, batch: Any) -> Program:
         """Returns the collectives of the loss; see `TrainStep`."""
@@ -427,18 +437,21 @@ class SimulatedStep(TrainStep):
         if bypassing(state.opt_state, trained(state.params)):
             # JAX tracks nothing under vmap: trace on an abstract mesh to find what differs between workers.
             check_agreement(self._loss, state, batch, self._by_name, self.axis_name)
-            trace_on(own_step, self._by_name, self.axis_name, state, batch, out_specs=(state_specs(state), P()))
+            out_specs = (state_specs(state), (P(self.axis_name) if works_alone(state.opt_state) else P(), P()))
+            trace_on(own_step, self._by_name, self.axis_name, state, batch, out_specs=out_specs)
             function = own_step
         else:
             function = in_axes_of_workers(own_step, (1,), ALL_EXCHANGED)
         parts = replace(batch, rows=[rows.reshape(*self.sizes, -1, *rows.shape[1:]) for rows in batch.rows])
         rows = batch.like(0, None)
         state = jax.tree.map(self._rows_apart, state, is_leaf=is_per_worker)
+        of_scalars = 0 if works_alone(state.opt_state) else None
         for name in reversed(self._by_name):
             own = _axes_of(state, name)
-            function = jax.vmap(function, in_axes=(own, rows), out_axes=(own, None), axis_name=name)
-        state, metrics = function(state, parts)
-        return jax.tree.map(_rows_together, state, is_leaf=is_per_worker), metrics
+            out_axes = (own, (of_scalars, None))
+            function = jax.vmap(function, in_axes=(own, rows), out_axes=out_axes, axis_name=name)
+        state, (scalars, exchanged) = jax.tree.map(_rows_together, function(state, parts), is_leaf=is_per_worker)
+        return state, {**scalars, **exchanged}
 
     def _rows_apart(self, node: Any) -> Any:
         """Reshapes rows (K, ...) to (*sizes, 1, ...): each worker sees its row as (1, ...), as on a mesh."""
@@ -469,6 +482,14 @@ def _check_state(state: Any, sizes: Mapping[str, int]) -> None:
                 f"A state must have a row for each worker; got {got.pop()} rows for {wanted}. Make it by "
                 "step.init(params); jaxcomm.resize_workers carries one over to another number of workers."
             )
+
+
+def _own_rows(rows: jax.Array) -> jax.Array:
+    """Returns the rows (K,) of scalars, or those on this process's devices if others hold some: (n,), on one device."""
+    if isinstance(rows, Tracer) or rows.is_fully_addressable:
+        return rows
+    shards = {shard.index[0].start: shard.data for shard in rows.addressable_shards}
+    return jnp.concatenate(jax.device_put(list(shards.values()), next(iter(shards.values())).device))
 
 
 def _without_mesh(tree: Any) -> Any:

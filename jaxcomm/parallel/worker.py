@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomm.collectives import dense_mean
-from jaxcomm.collectives.axis import AxisName
+from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import get_exchange, keep_unless, without_frozen
 from jaxcomm.numerics import is_applicable_tree, is_finite_tree, widened
 from jaxcomm.parallel.loss import GradientsFn
@@ -20,8 +20,9 @@ from jaxcomm.states import (
     update_with,
     vary_exchanged,
     with_untrained,
+    works_alone,
 )
-from jaxcomm.types import DelayedState, ExchangeMetrics, is_per_worker
+from jaxcomm.types import DelayedState, ExchangeMetrics, PerWorker, is_per_worker
 
 
 def worker_step(
@@ -30,17 +31,22 @@ def worker_step(
     axis_name: AxisName,
     state: TrainState,
     batch: Any,
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Takes one worker's step; runs inside the axis of workers."""
+) -> tuple[TrainState, tuple[dict[str, Any], dict[str, jax.Array]]]:
+    """Takes one worker's step; runs inside the axis of workers.
+
+    Returns:
+      The new state, the loss with its scalars, and the metrics of the exchange. If it `works_alone`, its scalars and
+      the model's state are the worker's own, rows of `PerWorker`s.
+    """
     old = without_rows(state)
-    is_local = communication_period(state.opt_state) is not None
+    is_local, is_alone = communication_period(state.opt_state) is not None, works_alone(state.opt_state)
     params = vary_exchanged(old.params, old.opt_state, axis_name)
     (loss, (scalars, model_state)), gradients = gradients_fn(params, old.model_state, batch)
     check_new_state(model_state, old.model_state)
     own_ok = is_applicable_tree(gradients) if is_local else jnp.asarray(True)  # local workers decide on their own
     own_state = keep_unless(own_ok, model_state, old.model_state) if is_local else model_state
     is_delayed, reported = isinstance(old.opt_state, DelayedState), ({"loss": loss, **scalars}, own_state)
-    averaged, mean_state = reported if is_delayed else mean_over_workers(*reported, axis_name)
+    averaged, mean_state = reported if is_delayed or is_alone else mean_over_workers(*reported, axis_name)
 
     def loss_at(own: Any) -> jax.Array:
         params = vary_exchanged(with_untrained(own, old.params), old.opt_state, axis_name)
@@ -60,7 +66,14 @@ def worker_step(
         state_ok = is_finite_tree(mean_state)  # a skip of the exchange says nothing about this step
     model_state = keep_unless(state_ok, mean_state, old.model_state)
     new = TrainState(params, opt_state, state.step + 1, model_state)
-    return make_local(new, axis_name), {**averaged, **exchanged._asdict()}
+    scalars = rows_of(averaged, axis_name) if is_alone else averaged
+    return make_local(new, axis_name), (scalars, exchanged._asdict())
+
+
+def rows_of(scalars: dict[str, Any], axis_name: AxisName) -> dict[str, PerWorker]:
+    """Returns a worker's own scalars as its rows (1,)."""
+    rows = {name: widened(jnp.asarray(value))[None] for name, value in scalars.items()}
+    return {name: PerWorker(row, axis_names(axis_name), is_local=True) for name, row in rows.items()}
 
 
 def apply(

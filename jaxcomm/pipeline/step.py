@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -30,6 +31,7 @@ from jaxcomm.parallel.state import (
     check_model_state,
     global_params,
     make_local,
+    mean_model_state,
     shapes_on,
     state_specs,
 )
@@ -38,6 +40,7 @@ from jaxcomm.parallel.worker import worker_step
 from jaxcomm.pipeline.one_forward_one_backward import OneForwardOneBackward
 from jaxcomm.pipeline.pipeline import Pipeline, Schedule
 from jaxcomm.pipeline.verify import verify_pipeline
+from jaxcomm.states import works_alone
 from jaxcomm.traffic import Traffic
 from jaxcomm.types import PerWorker, is_per_worker
 
@@ -136,8 +139,8 @@ class PipelineStep(TrainStep):
         return of_stages
 
     def model_state(self, state: TrainState) -> list[Any]:
-        """Returns the model state of every stage."""
-        return self.pipeline.state_slots.unstack(state.model_state["stages"])
+        """Returns the model state of every stage; with a local method, the mean over the workers."""
+        return self.pipeline.state_slots.unstack(mean_model_state(state.model_state["stages"], axis=1))
 
     def resize(self, state: TrainState, workers: int) -> TrainState:
         """Converts every stage's rows to another number of workers; see `TrainStep.resize`.
@@ -180,13 +183,16 @@ class PipelineStep(TrainStep):
         check_batch(batch, self.workers, self.pipeline.micro_batches)
         check_descent(self.tx, state.params)
         specs = self._specs(state)
-        in_specs, out_specs = (specs, P(self.axis_name)), (specs, P())
-        return over_workers(self._device_step, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)(state, batch)
+        own = P(self.axis_name) if works_alone(state.opt_state) else P()
+        in_specs, out_specs = (specs, P(self.axis_name)), (specs, (own, P()))
+        step = over_workers(self._device_step, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+        state, (scalars, exchanged) = step(state, batch)
+        return state, {**scalars, **exchanged}
 
     def _specs(self, state: TrainState) -> TrainState:
         return _staged_specs(state, self.stage_axis)
 
-    def _device_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    def _device_step(self, state: TrainState, batch: Any) -> tuple[TrainState, tuple[dict[str, Any], dict[str, Any]]]:
         gradients = partial(_gradients, self.pipeline, self.axis_name, self.stage_axis, state.step)
         # Only the last stage has the loss, so a chain that takes it (reduce_on_plateau, a line search) must fail.
         update: Any = partial(_update, self.tx)
@@ -272,13 +278,18 @@ def _broken_together(gradients: Any, stage_axis: str) -> Any:
     return jax.tree.map(lambda leaf: jnp.where(broken, jnp.full_like(leaf, jnp.nan), leaf), gradients)
 
 
-def _over_stages(metrics: dict[str, jax.Array], stage_axis: str) -> dict[str, jax.Array]:
-    """Combines the metrics of all stages: sums; `skipped` and `drained` are 1 if they are in any stage."""
-    total = lax.psum(jnp.stack([value.astype(jnp.float32) for value in metrics.values()]), stage_axis)
-    together = dict(zip(metrics, total, strict=True))
+def _over_stages(metrics: Any, stage_axis: str) -> Any:
+    """Combines the scalars, and the exchange's metrics, of all stages: sums; 1 if a stage has skipped, or drained."""
+
+    def total(tree: Any) -> Any:
+        vector, back = ravel_pytree(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree))
+        return back(lax.psum(vector, stage_axis))
+
+    is_local = any(map(is_per_worker, metrics[0].values()))  # then the scalars differ between workers
+    scalars, exchanged = map(total, metrics) if is_local else total(metrics)
     for name in ("skipped", "drained"):
-        together[name] = (together[name] > 0).astype(jnp.int32)
-    return together
+        exchanged[name] = (exchanged[name] > 0).astype(jnp.int32)
+    return scalars, exchanged
 
 
 def _check_shapes(name: str, trees: Sequence[Any], planned: Sequence[Any] | None) -> None:

@@ -1,8 +1,10 @@
 """Methods whose workers train on their own parameters: Slim-DP, local SGD, Plump-DP with local steps."""
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import optax
 import pytest
 
 import jaxcomm as jc
+from benchmarks.netlab import Lab
 from tests.jaxcomm.steps import init_state
 from tests.reference import noise
 from tests.reference.local_sgd import LocalSgdReference
@@ -22,6 +25,7 @@ from tests.reference.topk import TopKReference
 SHAPES = {"a": (7,), "b": (61,), "c": (20, 13), "s": ()}
 N = 329
 RATE = 0.125
+ROOT = Path(__file__).parents[3]
 STEPS = 14
 BAD = {3: np.nan, 8: np.inf, 9: np.nan}  # on one worker; one of every three is a step with an exchange
 
@@ -195,7 +199,7 @@ def test_bytes_are_those_of_the_formula(case):
         assert report.received == pytest.approx(case.usual(workers) / case.every, rel=1e-12)
     state, step = on_mesh(case, K)
     compiled = jc.verify(step, state, batch_of(0, K), tx=tx, params=first_params(), workers=K)
-    losses = 2 * (K - 1) / K * 4
+    losses = 2 * (K - 1) / K * 4 if case.every == 1 else 0  # of workers that train alone, each reports its own
     assert compiled.received_in_exchange == pytest.approx(case.usual(K) + losses, rel=1e-12)
     assert compiled.received == pytest.approx(case.usual(K) / case.every + losses, rel=1e-12)
 
@@ -385,3 +389,46 @@ def test_local_methods_need_the_parameters(make):
 def test_trees_that_cannot_be_trained_are_refused(make, tree, message):
     with pytest.raises(ValueError, match=message):
         make().init(tree)
+
+
+ALONE = """
+import sys, time
+from pathlib import Path
+from train.processes import connect, prepare_jax
+prepare_jax()
+processes = connect(None, None, None)
+import jax, numpy as np, optax
+import jaxcomm as jc
+from benchmarks.netlab import Lab
+from jax.experimental.multihost_utils import process_allgather
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh, first_is_ahead = jc.make_mesh(data=2), Path(sys.argv[1])
+tx = jc.chain(optax.sgd(0.1), jc.local_sgd(4, exchange=jc.plump_dp()))
+step = jc.make_train_step(lambda w, rows: (w * rows).mean(), tx, mesh)
+state = step.init(np.ones(1, np.float32))
+rows = jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), np.full(1, 1.0 + processes.index, "f"))
+if processes.index:
+    while not first_is_ahead.exists():
+        time.sleep(0.1)
+for _ in range(3):
+    state, metrics = step(state, rows)
+own = float(metrics["loss"])
+if processes.index == 0:
+    first_is_ahead.touch()
+state, metrics = step(state, rows)
+print(own, *process_allgather(metrics["loss"]), *np.asarray(step.params(state)))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_waits_for_no_other_between_two_exchanges(tmp_path):
+    """The second begins when the first has taken all steps before the exchange, and each reports its own loss."""
+    command = [sys.executable, "-c", ALONE, str(tmp_path / "ahead")]
+    with Lab(2, None) as lab:
+        results = lab.run(command, env={"PYTHONPATH": str(ROOT)}, timeout=100)
+    assert [result.returncode for result in results] == [0, 0], results
+    found = np.asarray([result.stdout.split()[-4:] for result in results], float)
+    own = [1 - 0.2, 2 * (1 - 0.4)]  # worker k moves by 0.1 (k + 1) a step
+    np.testing.assert_allclose(found[:, 0], own, rtol=1e-6)
+    np.testing.assert_allclose(found[:, 1:3], [[1 - 0.3, 2 * (1 - 0.6)]] * 2, rtol=1e-6)
+    assert found[0, 3] == found[1, 3]

@@ -1,4 +1,4 @@
-"""The model's own state in the train step: averaged with the losses, kept in skipped steps, refused without a mean."""
+"""The model's own state in the train step: averaged with the losses, or a row of each worker; kept in skipped steps."""
 
 import jax
 import jax.numpy as jnp
@@ -100,19 +100,22 @@ def test_a_skipped_step_keeps_the_old_state(place):
 
 @pytest.mark.parametrize("place", [on_mesh, simulated])
 @pytest.mark.parametrize("name", LOCAL)
-def test_local_methods_average_in_every_step_and_a_bad_worker_gives_the_old(name, place):
+def test_with_local_methods_it_is_the_mean_over_workers_and_a_bad_worker_keeps_the_old(name, place):
     state, step = place(LOCAL[name])
-    mean = np.zeros(5)
+    own = [np.zeros(5)] * K
     for index, batch in enumerate(batches()):
-        means = [0.75 * mean + 0.25 * part.mean(0, dtype=np.float64) for part in np.split(batch, K)]
+        last = own[-1]
+        own = [
+            0.75 * old + 0.25 * part.mean(0, dtype=np.float64)
+            for old, part in zip(own, np.split(batch, K), strict=True)
+        ]
         if index == WITHOUT_EXCHANGE.get(name):
-            batch[-1], means[-1] = np.inf, mean
-        mean = np.mean(means, axis=0)
+            batch[-1], own[-1] = np.inf, last
         state, metrics = step(state, batch)
         assert int(metrics["skipped"]) == 0
-        np.testing.assert_allclose(state.model_state["mean"], mean, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(step.model_state(state)["mean"], np.mean(own, axis=0), rtol=1e-5, atol=1e-6)
     assert is_per_worker(state.params)
-    assert not any(map(is_per_worker, jax.tree.leaves(state.model_state, is_leaf=is_per_worker)))
+    assert is_per_worker(state.model_state["mean"]) == (name == "local_sgd")  # slim_dp exchanges in every step
 
 
 @pytest.mark.parametrize("tx", [GRADIENTS, *LOCAL.values()], ids=["dct_dp", *LOCAL])
@@ -122,6 +125,11 @@ def test_bytes_are_predicted_and_travel_with_the_losses(tx):
     predicted = jc.accounting.step_report(step, state, batch, params=PARAMS, workers=K).program
     compiled = read_program(step.lower(state, batch).compile().as_text())
     scalars = Traffic("all_reduce", 4 * (2 + 5 + 1), K)  # loss, largest; mean, largest
+    if tx is LOCAL["local_sgd"]:
+        assert not predicted.always
+        assert predicted.received == compiled.received == jc.wire_report(tx, PARAMS, K).program.received
+        jc.verify(step, state, batch, tx=tx, params=PARAMS, workers=K, other_bytes=0)
+        return
     assert scalars in predicted.always
     assert predicted.received == compiled.received
     assert predicted.received == jc.wire_report(tx, PARAMS, K).program.received + scalars.received
