@@ -1,11 +1,12 @@
 """The rules of order in an Optax chain: checked by the states of its links, and by what the links do to small arrays.
 
-The state of `optax.chain` is a tuple in the order of its links, and the state of an exchange names its method. A plain
-chain is checked by its states alone. A `jaxcomm.chain` also keeps its links: each is traced once and tried on arrays of
-a few numbers, which shows whether it clips, decays, descends or has momentum.
+The state of `optax.chain` is a tuple in the order of its links, and the state of an exchange names its method. Each
+link is traced once and tried on arrays of a few numbers, which shows whether it clips, decays, descends or has
+momentum. Where only a state is at hand, it is checked alone.
 """
 
 import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -201,8 +202,8 @@ def check_chain(tx: optax.GradientTransformation, state: Any, params: Any) -> li
     A gradient exchange takes each worker's gradient and returns the mean; the optimizer comes after it. A local
     exchange (`slim_dp`, `local_sgd`, `plump_dp` with p above 1) comes after a whole local optimizer and takes its
     updates. An order is refused if it loses gradients, counts them twice, or makes replicated state differ. An unusual
-    order causes a warning. The rules are in docs/guide.md; those marked (*) are checked for a `jaxcomm.chain` alone,
-    which calls this in its `init`: the rules hold wherever it is used.
+    order causes a warning. The rules are in docs/guide.md; those marked (*) need the links. A `jaxcomm.chain` calls
+    this in its `init`, so that the rules hold wherever it is used.
 
     Args:
       tx: a transformation or a chain.
@@ -245,10 +246,10 @@ def check_chain(tx: optax.GradientTransformation, state: Any, params: Any) -> li
     if not at:
         return []
     exchange, before, after = states[at[0]], states[: at[0]], states[at[0] + 1 :]
-    links = getattr(tx, "links", None)
-    if links is None:
+    links, of_links = _with_states(tx, state)
+    place = next((i for i, node in enumerate(of_links) if node is exchange), None)
+    if place is None and not hasattr(tx, "links"):
         return _check_states(exchange, before, after)
-    place = next((i for i, node in enumerate(state) if node is exchange), None)
     if place is None:
         raise ValueError(
             f"Chains in a jaxcomm.chain must keep their links too; got {exchange.method.name} in an optax.chain inside "
@@ -263,23 +264,48 @@ def check_chain(tx: optax.GradientTransformation, state: Any, params: Any) -> li
     return list(dict.fromkeys(warned))
 
 
-def check_descent(tx: optax.GradientTransformation, params: Any) -> None:
+def _with_states(tx: Any, state: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the links of a `jaxcomm.chain`, or of an `optax.chain`, whose functions hold them, and their states.
+
+    Chains that have an exchange inside an `optax.chain` are taken apart, too.
+    """
+    if hasattr(tx, "links"):
+        return list(tx.links), list(state)
+    inits, updates = (
+        inspect.getclosurevars(function).nonlocals.get(name) if inspect.isfunction(function) else None
+        for function, name in ((tx.init, "init_fns"), (tx.update, "update_fns"))
+    )
+    if not (isinstance(inits, tuple) and isinstance(updates, tuple) and len(inits) == len(updates) == len(state)):
+        return [tx], [state]
+    links, states = [], []
+    for init, update, own in zip(inits, updates, state, strict=True):
+        link, has_exchange = optax.GradientTransformationExtraArgs(init, update), next(exchange_states(own), None)
+        parts = _with_states(link, own) if has_exchange is not None else ([link], [own])
+        links += parts[0]
+        states += parts[1]
+    return links, states
+
+
+def check_descent(tx: optax.GradientTransformation, state: Any, params: Any) -> None:
     """Checks that a step which applies updates gets descent steps from a gradient exchange.
 
     A loop of one's own may apply the mean gradient by itself, so `check_chain` does not ask for a learning rate.
 
     Args:
       tx: a transformation or a chain.
+      state: its state, or the shapes of it.
       params: the parameters, or their shapes.
 
     Raises:
-      ValueError: for an exchange alone, or a `jaxcomm.chain` of links that are all known and none of which descends.
+      ValueError: for an exchange alone, or a chain of links that are all known and none of which descends.
     """
-    links = getattr(tx, "links", (tx,))
-    methods = [link.method for link in links if isinstance(link, ExchangeTransformation)]
+    links: Any = getattr(tx, "links", (tx,) if isinstance(tx, ExchangeTransformation) else None)
+    links, states = (links, links) if links else _with_states(tx, state)
+    methods = [own.method for own in states if isinstance(own, ExchangeTransformation | ExchangeState)]
     if not methods or methods[0].period is not None:
         return
-    tried = [try_link(link, params) for link in links if not isinstance(link, ExchangeTransformation)]
+    others = [link for link, own in zip(links, states, strict=True) if getattr(own, "method", None) is not methods[0]]
+    tried = [try_link(link, params) for link in others]
     if all(link is not None and not link.descends for link in tried):
         name = methods[0].name
         raise ValueError(

@@ -237,7 +237,7 @@ class ShardedStep(TrainStep):
     @on_own_mesh
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         exchange, old = self._plan(state.params), self._split(state)
-        check_descent(self.tx, state.params)
+        check_descent(self.tx, state.opt_state, state.params)
         keyed = self._keyed(state.step, batch)
         tables = tables_of(self.lookups, state.params, exchange) if self.lookups else None
         params, ids = state.params, []

@@ -297,7 +297,7 @@ class TrainStep(ABC):
         shapes = jax.eval_shape(init, params, model_state)
         check_axes(get_exchange(shapes.opt_state), self.axis_name)
         if not hasattr(self.tx, "links"):  # a jaxcomm.chain has checked itself
-            for message in check_chain(self.tx, shapes.opt_state, None):
+            for message in check_chain(self.tx, shapes.opt_state, trained(params)):
                 warnings.warn(message, stacklevel=3)
         return shapes
 
@@ -355,7 +355,7 @@ class WorkersStep(TrainStep):
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state, self.mesh.shape)
         check_axes(get_exchange(state.opt_state), self.axis_name)
-        check_descent(self.tx, trained(state.params))
+        check_descent(self.tx, state.opt_state, trained(state.params))
         batch = self._keyed(state.step, batch)
         check_agreement(self._loss, state, batch, dict(self.mesh.shape), self.axis_name)
         specs, rows = state_specs(state), batch.like(P(self.axis_name), P())
@@ -430,7 +430,7 @@ class SimulatedStep(TrainStep):
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state, self._by_name)
         check_axes(get_exchange(state.opt_state), self.axis_name)
-        check_descent(self.tx, trained(state.params))
+        check_descent(self.tx, state.opt_state, trained(state.params))
         batch = self._keyed(state.step, batch)
         gradients = in_turns(gradients_of(self._loss, self.axis_name), self._settings.accumulate, self.axis_name)
         own_step = partial(worker_step, gradients, self.tx, self.axis_name)

@@ -111,7 +111,8 @@ class PipelineStep(TrainStep):
             )
         check_axes(exchange, self.axis_name)
         if not hasattr(self.tx, "links"):  # a jaxcomm.chain has checked itself
-            for message in check_chain(self.tx, shapes.opt_state, None):
+            own = jax.eval_shape(lambda: [slot[0] for slot in given[0]])
+            for message in check_chain(self.tx, shapes.opt_state, own):
                 warnings.warn(message, stacklevel=2)
         specs = _staged_specs(shapes, self.stage_axis)
         on_devices = jax.shard_map(device_state, mesh=self.mesh, in_specs=P(self.stage_axis), out_specs=specs)
@@ -181,7 +182,7 @@ class PipelineStep(TrainStep):
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         check_has_rows(batch)
         check_batch(batch, self.workers, self.pipeline.micro_batches)
-        check_descent(self.tx, state.params)
+        check_descent(self.tx, state.opt_state, state.params)
         specs = self._specs(state)
         own = P(self.axis_name) if works_alone(state.opt_state) else P()
         in_specs, out_specs = (specs, P(self.axis_name)), (specs, (own, P()))
