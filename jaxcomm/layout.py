@@ -186,8 +186,8 @@ def plan_layout(
         if not jnp.issubdtype(dtype := jnp.result_type(leaf), jnp.floating):
             raise ValueError(
                 f"Gradients must be of a real floating type; got {dtype} at {jax.tree_util.keystr(path)!r}. Keep "
-                "others out of the parameters, by eqx.filter, nnx.Param or a tree of their own. make_train_step leaves "
-                "integers, booleans and keys out by itself."
+                "others out of the parameters, by eqx.filter, nnx.Param or a tree of their own. Without specs= and "
+                "stages, make_train_step leaves integers, booleans and keys out by itself."
             )
     shapes = tuple(jnp.shape(leaf) for _, leaf in paths)
     sizes = [math.prod(shape) for shape in shapes]

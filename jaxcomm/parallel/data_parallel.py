@@ -27,7 +27,7 @@ from jaxcomm.parallel import objects
 from jaxcomm.parallel.keys import is_key, own_keys, shared_keys
 from jaxcomm.parallel.order import check_states
 from jaxcomm.parallel.replicas import differing_replicas
-from jaxcomm.parallel.replication import LINEAR, OTHER, Axes, by_scope, varying_axes
+from jaxcomm.parallel.replication import LINEAR, OTHER, Axes, by_scope, naming_axes, varying_axes
 from jaxcomm.parallel.sharding import spec_axes
 from jaxcomm.parallel.state import check_axis, check_batch, check_global, row_axes
 from jaxcomm.states import check_rows
@@ -419,7 +419,8 @@ class DataParallel:
         arrays = state.arrays, batch.arrays
         if AxisType.Explicit in self.mesh.axis_types:  # the arrays' types may have other shardings
             arrays = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), arrays, specs)
-        traced, out = jax.make_jaxpr(on_workers(own_step, P()), return_shape=True)(*arrays)
+        with naming_axes(self.mesh):
+            traced, out = jax.make_jaxpr(on_workers(own_step, P()), return_shape=True)(*arrays)
         inputs = [frozenset(spec_axes(spec)) for spec in (*specs[0], *specs[1])]
         scalars = {name for name, arg in state.tree().items() if _has_scalars_alone(arg)}
         for i, (name, is_exchange) in enumerate(zip(names, state.pick(_is_of_exchange(whole)), strict=True)):

@@ -6,7 +6,8 @@ replicated.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -44,7 +45,8 @@ def over_workers(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_sp
 
     def call(*args: Any) -> Any:
         try:
-            return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **more)(*args)
+            with naming_axes(mesh):
+                return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **more)(*args)
         except (TypeError, ValueError) as error:
             if not re.search("manual ax(is|es)", str(error)):
                 raise
@@ -67,6 +69,19 @@ def over_workers(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_sp
         return untracked(*args)
 
     return call
+
+
+@contextmanager
+def naming_axes(mesh: Mesh) -> Iterator[None]:
+    """Adds a note with the axes of the mesh to what JAX raises for a collective over an axis that is not there."""
+    try:
+        yield
+    except (AssertionError, NameError) as error:
+        error.add_note(
+            f"If this is from a collective such as jax.lax.pmean, its axis must be one of the mesh, {mesh.axis_names}. "
+            "The exchange averages gradients, and the step the loss: leave out a collective that does no more."
+        )
+        raise
 
 
 # What the walk notes beside axes. LINEAR: a function of the marked inputs that adds up: their multiples by replicated

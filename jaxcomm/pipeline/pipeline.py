@@ -117,7 +117,7 @@ class Pipeline:
 
         Raises:
           ValueError: if the rows are not a multiple of the micro-batches, if a boundary cannot send an activation, if a
-            stage changes the shape of its model state, or if it has collectives of its own.
+            stage changes the shape of its model state, has float64, or has collectives of its own.
         """
         micro = jax.tree.map(self._micro_struct, batch)
         cuts, x = [], None
@@ -127,6 +127,7 @@ class Pipeline:
                 stage, lambda *args, at=stage: self.run_stage(at, *args), self.params[stage], states[stage], x, micro
             )
             _check_new_state(stage, _shapes(new), states[stage])
+            _check_32_bits((self.params[stage], states[stage], x), stage)
             if stage < self.size - 1:
                 leaves, tree = jax.tree.flatten(x)
                 cuts.append(Cut([self.boundary(stage).plan(leaf) for leaf in leaves], tree))
@@ -175,6 +176,16 @@ class Pipeline:
 
 def _shapes(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), tree)
+
+
+def _check_32_bits(trees: Any, stage: int) -> None:
+    """Refuses float64, which would cross the boundaries as float32."""
+    wide = [leaf.dtype for leaf in jax.tree.leaves(trees) if jnp.dtype(leaf.dtype) == jnp.float64]
+    if wide:
+        raise ValueError(
+            "The parameters, states and outputs of a stage must have at most 32 bits a number, since boundaries send "
+            f"no more; got float64 in stage {stage}. Cast them to float32, or train without stages."
+        )
 
 
 def _trace_stage(stage: int, run: Callable[..., Any], *args: Any) -> Any:

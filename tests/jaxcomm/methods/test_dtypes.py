@@ -190,3 +190,19 @@ def test_steps_trace_under_strict_promotion(tx, steps):
         for _ in range(steps):
             state, metrics = jax.eval_shape(step, state, ROWS.astype(np.float32))
     assert metrics["loss"].dtype == np.float32
+
+
+@pytest.mark.parametrize("wide", ["parameters", "activations"])
+def test_a_pipeline_refuses_float64_which_would_cross_as_float32(wide):
+    with jax.enable_x64(True):
+        params = [{"w": jnp.ones((5, 5), jnp.float64 if wide == "parameters" else jnp.float32)}] * 2
+
+        def stage(params, x, batch):
+            rows = batch.astype(jnp.float64 if wide == "activations" else jnp.float32) if x is None else x
+            return rows @ params["w"]
+
+        pipe = jc.Pipeline([stage, stage], lambda x, batch: (jnp.mean(x), {}), params)
+        with pytest.raises(
+            ValueError, match=r"at most 32 bits a number.*got float64 in stage 0\. Cast them to"
+        ):
+            pipe.report(jc.chain(jc.plump_dp(), optax.sgd(RATE)), jax.ShapeDtypeStruct((4, 5), np.float32), 2)

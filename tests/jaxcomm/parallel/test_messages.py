@@ -332,3 +332,26 @@ def test_a_rate_may_have_its_unit():
     assert [each.step for each in one.predictions] == [each.step for each in other.predictions]
     with pytest.raises(ValueError, match=r"^rate must be a positive number with its unit; got 'fast'\. Write 100mbit"):
         jc.planner.estimate(PARAMS, workers=4, rate="fast")
+
+
+def test_a_collective_over_an_axis_that_is_not_there_is_told_the_axes():
+    mesh, tx = jc.make_mesh(data=K), chain()
+    step = jc.make_train_step(lambda params, batch: jax.lax.pmean(loss_fn(params, batch), "batch"), tx, mesh)
+
+    def own_step(params, state, batch):
+        gradients = jax.lax.pmean(jax.grad(loss_fn)(params, batch), "batch")
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    foreign = partial(jc.data_parallel(own_step, mesh, batch=2), PARAMS, tx.init(PARAMS), BATCH)
+    for call in (partial(step, step.init(PARAMS), BATCH), foreign):
+        with pytest.raises((AssertionError, NameError)) as caught:
+            call()
+        assert "its axis must be one of the mesh, ('data',)" in "".join(caught.value.__notes__)
+
+
+def test_hyperparameters_that_are_injected_into_an_exchange_are_told_where_they_may_be():
+    with pytest.raises(ValueError, match=r"got Array.*put optax\.inject_hyperparams around the optimizer alone"):
+        optax.inject_hyperparams(jc.topk)(sparsity=0.9).init(PARAMS)
+    tx = jc.chain(jc.topk(0.9), optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
+    assert jc.simulate(loss_fn, tx, K).init(PARAMS)
