@@ -104,14 +104,14 @@ class Run:
         self.step: Any = jc.make_train_step(pipeline, tx, self.mesh, donate=False, **options)
         self.start = self.step.init(params, model_state=model_state, batch=self.batch)
         self.traced = self.step.trace(self.start, self.batch)
-        self.compiled = self.traced.lower().compile()
+        self.compiled = self.step.compile(self.start, self.batch)
 
     def __call__(self, steps: list[Any], state: Any = None) -> tuple[Any, list[dict[str, np.ndarray]]]:
         """Runs batches: (state, metrics of every step)."""
         metrics = []
         state = self.start if state is None else state
         for batch in steps:
-            state, new = self.compiled(state, batch)
+            state, new = self.step(state, batch)
             metrics.append(jax.tree.map(np.asarray, new))
         return state, metrics
 

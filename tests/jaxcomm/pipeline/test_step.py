@@ -207,9 +207,9 @@ def test_with_a_local_method_all_stages_of_a_worker_that_meets_nan_stay_as_they_
         np.testing.assert_array_equal(new[:, 1], old[:, 1])
         np.testing.assert_array_equal(new[:, 0], other[:, 0])
         assert not np.array_equal(new[:, 0], old[:, 0])
-    # The bad worker contributes its old running means.
+    # To the mean, the bad worker contributes its old running means.
     contrary, _ = run([poison(third, at, worker=0)], before)
-    means = [each.model_state["stages"] for each in (before, state, contrary, good)]
+    means = [jax.tree.leaves(run.step.model_state(each)) for each in (before, state, contrary, good)]
     for old, one, other, both in zip(*as_numpy(means), strict=True):
         np.testing.assert_allclose(one + other - old, both, rtol=1e-5, atol=1e-6)
         assert np.abs(one - both).max() > 1e-3
