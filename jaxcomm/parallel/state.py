@@ -1,7 +1,6 @@
 """The state of a training run, and where each part of it is placed."""
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -62,12 +61,6 @@ def state_specs(state: Any) -> Any:
         return jax.tree.map(lambda _: rows, node)
 
     return jax.tree.map(spec, state, is_leaf=is_per_worker)
-
-
-def state_shardings(state: Any, mesh: Mesh) -> Any:
-    """Returns the NamedSharding of every leaf on a mesh; see `state_specs`."""
-    specs = state_specs(state)
-    return jax.tree.map(partial(NamedSharding, mesh), specs, is_leaf=lambda x: isinstance(x, P))
 
 
 def shapes_on(mesh: Mesh, tree: Any, specs: Any) -> Any:
@@ -294,7 +287,9 @@ def row_axes(batch: Any, batch_axis: Any = 0) -> list[int | None]:
     return axes
 
 
-def check_batch(batch: Any, workers: int, micro_batches: int = 1, batch_axis: Any = 0) -> None:
+def check_batch(
+    batch: Any, workers: int, micro_batches: int = 1, batch_axis: Any = 0, *, takes_scalars: bool = True
+) -> None:
     """Refuses a batch that does not divide evenly, or whose arrays have different numbers of rows.
 
     Scalars, including a typed random key, have no rows.
@@ -304,10 +299,12 @@ def check_batch(batch: Any, workers: int, micro_batches: int = 1, batch_axis: An
       workers: K.
       micro_batches: micro-batches of a worker.
       batch_axis: see `row_axes`.
+      takes_scalars: whether a batch may have scalars; in a pipeline each array is cut into micro-batches.
 
     Raises:
-      ValueError: if the rows of an array are not a multiple of K times the micro-batches; if arrays have different
-        numbers of rows; for the two words of an untyped random key among arrays of other sizes.
+      ValueError: for a scalar that is not taken; if the rows of an array are not a multiple of K times the
+        micro-batches; if arrays have different numbers of rows; for the two words of an untyped random key among arrays
+        of other sizes.
     """
     parts = workers * micro_batches
     cut = f"{workers} workers" + (f" of {micro_batches} micro-batches each" if micro_batches > 1 else "")
@@ -315,6 +312,10 @@ def check_batch(batch: Any, workers: int, micro_batches: int = 1, batch_axis: An
     pairs = [(jax.tree_util.keystr(path), leaf, axis) for (path, leaf), axis in zip(leaves, axes, strict=True)]
     arrays = [(path, leaf, jnp.shape(leaf)[axis]) for path, leaf, axis in pairs if axis is not None]
     counts = [rows for *_, rows in arrays]
+    if scalars := [path for path, leaf, _ in pairs if not jnp.ndim(leaf) and not takes_scalars]:
+        raise ValueError(
+            f"Each array in the batch of a pipeline must have rows; got a scalar at {scalars[0]!r}. Repeat it."
+        )
     for path, leaf, _ in arrays:
         if jnp.shape(leaf) == (2,) and jnp.result_type(leaf) == jnp.uint32 and any(count != 2 for count in counts):
             raise ValueError(
@@ -336,20 +337,6 @@ def check_batch(batch: Any, workers: int, micro_batches: int = 1, batch_axis: An
             raise ValueError(
                 f"The rows of a batch must be a multiple of the number of workers; got {rows} rows at {path!r} for "
                 f"{cut}. Use a batch size of {max(rows // parts, 1) * parts}, or another number of workers."
-            )
-
-
-def check_has_rows(batch: Any) -> None:
-    """Refuses scalars in the batch of a pipeline, each array of which is cut into micro-batches.
-
-    Raises:
-      ValueError: naming the scalar.
-    """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if not jnp.ndim(leaf):
-            raise ValueError(
-                "Each array in the batch of a pipeline must have rows; got a scalar at "
-                f"{jax.tree_util.keystr(path)!r}. Repeat it."
             )
 
 

@@ -27,7 +27,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names, to_varying, zeros_of
 from jaxcomm.collectives.boundary import Encoded, send
 from jaxcomm.layers.activations import Whole
 from jaxcomm.layers.boundary import Boundary, dct_mp
-from jaxcomm.parallel.state import check_batch, check_has_rows
+from jaxcomm.parallel.state import check_batch
 from jaxcomm.pipeline.stage_params import StackedParams, plan_stacked
 
 StageFn = Callable[..., Any]
@@ -148,8 +148,7 @@ class Pipeline:
         Raises:
           ValueError: if the batch does not divide.
         """
-        check_has_rows(batch)
-        check_batch(batch, workers, self.micro_batches)
+        check_batch(batch, workers, self.micro_batches, takes_scalars=False)
         own = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // workers, *leaf.shape[1:]), leaf.dtype), batch
         )

@@ -27,7 +27,6 @@ from jaxcomm.parallel.state import (
     check_apart,
     check_axes,
     check_batch,
-    check_has_rows,
     check_model_state,
     global_params,
     make_local,
@@ -180,8 +179,7 @@ class PipelineStep(TrainStep):
 
     @on_own_mesh
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        check_has_rows(batch)
-        check_batch(batch, self.workers, self.pipeline.micro_batches)
+        check_batch(batch, self.workers, self.pipeline.micro_batches, takes_scalars=False)
         check_descent(self.tx, state.opt_state, state.params)
         specs = self._specs(state)
         own = P(self.axis_name) if works_alone(state.opt_state) else P()
@@ -246,8 +244,7 @@ def _zero_residuals(pipeline: Pipeline, batch: Any, workers: int) -> list[Any]:
             "batch=, or the shapes of one."
         )
     count = pipeline.micro_batches
-    check_has_rows(batch)
-    check_batch(batch, workers, count)
+    check_batch(batch, workers, count, takes_scalars=False)
     plan = pipeline.plan(
         jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // workers, *leaf.shape[1:]), leaf.dtype), batch)
     )

@@ -202,7 +202,5 @@ def test_a_pipeline_refuses_float64_which_would_cross_as_float32(wide):
             return rows @ params["w"]
 
         pipe = jc.Pipeline([stage, stage], lambda x, batch: (jnp.mean(x), {}), params)
-        with pytest.raises(
-            ValueError, match=r"at most 32 bits a number.*got float64 in stage 0\. Cast them to"
-        ):
+        with pytest.raises(ValueError, match=r"at most 32 bits a number.*got float64 in stage 0\. Cast them to"):
             pipe.report(jc.chain(jc.plump_dp(), optax.sgd(RATE)), jax.ShapeDtypeStruct((4, 5), np.float32), 2)

@@ -7,7 +7,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm.parallel.state import state_shardings
 from tests.jaxcomm.steps import init_state
 
 PARAMS = {"b": np.ones(3, np.float32), "w": np.arange(900, dtype=np.float32).reshape(300, 3)}
@@ -17,14 +16,13 @@ TX = optax.chain(jc.dct_dp(0.9), optax.adam(0.1))
 def test_rows_of_workers_are_sharded_and_the_rest_is_replicated():
     mesh = jc.make_mesh(data=4)
     state = init_state(PARAMS, TX, mesh)
-    specs, shardings = jc.state_specs(state), state_shardings(state, mesh)
+    specs = jc.state_specs(state)
     exchange = specs.opt_state[0]
     assert exchange.residual.rows == exchange.memory.threshold.rows == P("data")
     assert {exchange.step, exchange.memory.due, *exchange.metrics, specs.step, *specs.params.values()} == {P()}
     assert specs.opt_state[1][0].mu == {"b": P(), "w": P()}
-    for array, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
-        assert sharding.mesh == mesh
-        assert array.sharding.is_equivalent_to(sharding, array.ndim)
+    for array, spec in zip(jax.tree.leaves(state), jax.tree.leaves(specs), strict=True):
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim)
     rows = state.opt_state[0].residual.rows
     assert rows.shape == (4, 1024)
     assert [shard.data.shape for shard in rows.addressable_shards] == [(1, 1024)] * 4
