@@ -77,10 +77,13 @@ def _read_jaxpr(jaxpr: Any, axis_sizes: dict[str, int], outside: str | None) -> 
 
 
 def _traffic(eqn: Any, axis_sizes: dict[str, int]) -> Traffic:
-    axes = equation_axes(eqn)
+    # An axis of jax.vmap is an integer here: a dimension that is reduced before anything is sent.
+    axes, dims = equation_axes(eqn), {axis for axis in equation_axes(eqn) if isinstance(axis, int)}
+    axes = tuple(axis for axis in axes if axis not in dims)
     groups = eqn.params.get("axis_index_groups")
     workers = len(groups[0]) if groups else math.prod(axis_sizes[axis] for axis in axes)
-    size = sum(count_bytes(v.aval.shape, v.aval.dtype.itemsize) for v in eqn.invars)
+    sent = [(tuple(n for dim, n in enumerate(v.aval.shape) if dim not in dims), v.aval.dtype) for v in eqn.invars]
+    size = sum(count_bytes(shape, dtype.itemsize) for shape, dtype in sent)
     pairs = tuple((int(a), int(b)) for a, b in eqn.params["perm"]) if eqn.primitive.name == "ppermute" else None
     op, (dtype, *others) = COLLECTIVES[eqn.primitive.name], {v.aval.dtype for v in eqn.invars}
     is_narrow = op == "all_reduce" and not others and dtype.itemsize != 4

@@ -269,6 +269,10 @@ X = np.ones((K * 8, 8), np.float32)  # 256 bytes a worker
         (lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True), Traffic("all_to_all", 256, K)),
         (lambda x: lax.ppermute(x, "data", [(i, (i + 1) % K) for i in range(K)]), Traffic("permute", 256, K)),
         (lambda x: lax.psum(x, "data", axis_index_groups=[[0, 1], [2, 3]]), Traffic("all_reduce", 256, 2)),
+        (  # of the rows, then of the workers, as batch normalisation of Equinox
+            lambda x: jax.vmap(lambda row: row - lax.pmean(row, ("rows", "data")), axis_name="rows")(x),
+            Traffic("all_reduce", 32, K),
+        ),
         (lambda x: jax.jit(lambda y: lax.psum(y, "data"))(x), Traffic("all_reduce", 256, K)),
         (lambda x: jax.checkpoint(lambda y: lax.psum(jnp.sin(y), "data"))(x), Traffic("all_reduce", 256, K)),
         (
