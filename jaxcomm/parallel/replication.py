@@ -25,12 +25,17 @@ See = Callable[[Any, list[Axes], list[Axes]], list[Axes]]
 _REPLICATING = frozenset(name for name, op in COLLECTIVES.items() if op in ("all_reduce", "all_gather"))
 
 
+# Messages of JAX where its tracking ends: loops and branches; a collective over workers and an axis of `jax.vmap`.
+_NOT_TRACKED = "manual ax(is|es)|can only accept axis_name which corresponds to one of"
+
+
 def over_workers(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, **more: Any) -> Any:
     """Returns `jax.shard_map` of a function that has a user's loss or optimizer in it.
 
     JAX tracks what differs between workers, and so refuses a loop that begins with a constant, or a branch that returns
-    one, in code that was written for one device. Such a function is traced again without tracking. The walk of this
-    module then proves what JAX would have proven.
+    one, in code that was written for one device; and a mean over rows and workers at once, as of Equinox's batch
+    normalisation. Such a function is traced again without tracking. The walk of this module then proves what JAX would
+    have proven.
 
     Args:
       function: a worker's function. No gradient in it may be taken with respect to anything replicated.
@@ -48,7 +53,7 @@ def over_workers(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_sp
             with naming_axes(mesh):
                 return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **more)(*args)
         except (TypeError, ValueError) as error:
-            if not re.search("manual ax(is|es)", str(error)):
+            if not re.search(_NOT_TRACKED, str(error)):
                 raise
         once = jax.jit(function)  # traced once, for the proof and for the program
         untracked = jax.shard_map(once, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False, **more)
