@@ -550,8 +550,8 @@ def data_parallel(
       step: a function of the optimizer's state and a batch, among other arguments, that returns new state and metrics
         in any order. Arguments may be any pytrees; leaves that are not arrays, such as a model's functions, are static.
       mesh: a mesh whose only axes are those of workers.
-      batch: the arguments that are batches: positions or names. All their arrays have the same number of rows, a
-        multiple of K. Scalars in them, including a key of `jax.random.key`, are replicated.
+      batch: the arguments that are batches: positions or names; () for none. All their arrays have the same number of
+        rows, a multiple of K. Scalars in them, including a key of `jax.random.key`, are replicated.
       batch_axis: the axis of the rows; or a tree of axes, a prefix of the batch, None for what is replicated; see
         `make_train_step`. Of several batches, a tree by the names of the arguments.
       mean: a regular expression of paths, for outputs that each worker computes from its own rows and that are to be

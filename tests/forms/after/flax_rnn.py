@@ -1,0 +1,38 @@
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+
+import jaxcomm as jc
+from tests.forms.data import CLASSES, FEATURES, TIMES, sequences
+
+
+class Tagger(nn.Module):
+    @nn.compact
+    def __call__(self, x, lengths):
+        return nn.Dense(CLASSES)(nn.RNN(nn.LSTMCell(32))(x, seq_lengths=lengths))
+
+
+@jax.jit
+def train_step(state, batch):
+    def loss_fn(params):
+        logits = state.apply_fn(params, batch["x"], batch["lengths"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        mask = jnp.arange(TIMES) < batch["lengths"][:, None]
+        count = jax.lax.pmean(mask.sum(), "data")
+        return (mask * losses).sum() / count
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+model = Tagger()
+params = model.init(jax.random.key(0), jnp.zeros((1, TIMES, FEATURES)), jnp.array([TIMES]))
+tx = jc.chain(jc.topk(0.9), optax.adam(2e-2))
+state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+train_step = jc.data_parallel(train_step, jc.make_mesh(data=jax.device_count()))
+losses = []
+for batch in sequences():
+    state, loss = train_step(state, batch)
+    losses.append(float(loss))
