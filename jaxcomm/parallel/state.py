@@ -332,11 +332,12 @@ def check_batch(
             f"class weights and masks: batch_axis={jax.tree.unflatten(jax.tree.structure(batch), example)}. Pad what "
             "has several items for a row, as labels of sequences and edges of graphs, to an array of rows."
         )
-    for path, _, rows in arrays:
+    for path, leaf, rows in arrays:
         if rows == 0 or rows % parts:
             raise ValueError(
                 f"The rows of a batch must be a multiple of the number of workers; got {rows} rows at {path!r} for "
                 f"{cut}. Use a batch size of {max(rows // parts, 1) * parts}, or another number of workers."
+                f"{' If the rows are along another axis (time first), pass batch_axis=.' * (jnp.ndim(leaf) > 1)}"
             )
 
 

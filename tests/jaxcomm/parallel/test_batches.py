@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm.parallel.state import check_global
+from jaxcomm.parallel.state import check_batch, check_global
 
 K, ROWS, TIME, WIDTH, CLASSES = 4, 16, 8, 4, 8
 TX = jc.chain(jc.plump_dp(), optax.sgd(1.0))
@@ -138,6 +138,12 @@ def test_axes_that_do_not_fit_are_refused(make, axes, message):
     step = STEPS[make](loss_fn, batch_axis=axes)
     with pytest.raises(ValueError, match=message):
         step(step.init(params()), arrays())
+
+
+def test_times_that_do_not_divide_are_refused_with_the_axis_as_a_remedy():
+    with pytest.raises(ValueError, match=r"got 6 rows at .*'x'.* along another axis \(time first\), pass batch_axis="):
+        check_batch({"x": np.ones((6, ROWS, WIDTH)), "y": np.ones(6)}, K)
+    check_batch({"x": np.ones((6, ROWS, WIDTH))}, K, batch_axis=1)
 
 
 def test_a_pipeline_refuses_a_batch_axis_and_arrays_without_rows():
