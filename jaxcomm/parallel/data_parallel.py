@@ -388,8 +388,9 @@ class DataParallel:
                 args.append(given.pop(name))
             try:
                 returned = objects.merge_states(self._step(*args, **given), graph)
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 if "Non-hashable static" not in str(error):
+                    _note_rows(error, workers, batch, specs[1], zip(names, state.arrays, specs[0], strict=True))
                     raise
                 raise ValueError(
                     "Static arguments of a step's own jax.jit must be named for data_parallel, too; got a traced one. "
@@ -481,12 +482,14 @@ class DataParallel:
                 shown = f"{leaf.name!r} {array.dtype}{list(array.shape)}{' (state)' if is_state else ''}"
                 refused.append((shown, leaf, bool(is_float)))
         if refused:
+            is_trained = any(is_float and leaf.origin for _, leaf, is_float in refused)
             pattern = "|".join(dict.fromkeys(_pattern(leaf) for _, leaf, _ in refused))
             means = f"mean={pattern!r} for means over the rows (running statistics), "
+            chains = "Put an exchange into the chain of what trains them, if they are parameters or optimizer states. "
             raise ValueError(
                 "What a step returns must be the same on all workers, or a scalar of floats, which is averaged; got "
                 f"{', '.join(shown for shown, *_ in refused[:8])}{' and others' if refused[8:] else ''}, computed from "
-                f"each worker's own rows or gradients and not exchanged. Pass "
+                f"each worker's own rows or gradients and not exchanged. {chains * is_trained}Pass "
                 f"{means if any(is_float for *_, is_float in refused) else ''}sum={pattern!r} for sums and counts, "
                 f"max={pattern!r} for maxima, rows={pattern!r} for what each row has of its own (regular expressions "
                 "of paths); decide by jaxcomm.exchange_metrics(opt_state).skipped, not by the local gradients."
@@ -582,11 +585,10 @@ def data_parallel(
     Raises:
       ValueError: at trace time, if there is no exchange in the state; for a local method, or gradients that bypass the
         exchange; for a chain whose states show an order that is refused (`jaxcomm.chain` checks all rules in `init`);
-        for a batch that does not divide, or that has local arrays where there are several processes; for
-        outputs that differ between workers and of which nothing is said; for collectives of gradients or updates
-        outside the exchange; for a static argument that cannot be hashed. At the first
-        call and at every check, for rows that are not those of their workers; at a check, for replicated state that
-        differs.
+        for a batch that does not divide, or that has local arrays where there are several processes; for outputs that
+        differ between workers and of which nothing is said; for gradients that do not differ; for collectives of
+        gradients or updates outside the exchange; for a static argument that cannot be hashed. At the first call and at
+        every check, for rows that are not those of their workers; at a check, for replicated state that differs.
     """
     if check_every is not None:
         check_count("check_every", check_every, 1, "None never checks")
@@ -646,6 +648,29 @@ def _spread(state: Any, workers: int) -> Any:
 
     return jax.tree.map(
         lambda node: jax.tree.map(rows, node) if is_per_worker(node) else node, state, is_leaf=is_per_worker
+    )
+
+
+def _note_rows(error: Exception, workers: int, batch: _Packed, cut: list[P], others: Iterable[Any]) -> None:
+    """Notes at an error about shapes which arguments are cut over the workers, and which have as many rows and are not.
+
+    Args:
+      error: the error.
+      workers: K.
+      batch: the batches by name.
+      cut: the PartitionSpec of each of their arrays.
+      others: path, array and PartitionSpec of everything else.
+    """
+    if not re.search("shape|broadcast|dimension", str(error)):
+        return
+    counts = {jnp.shape(x)[len(spec) - 1] for x, spec in zip(batch.arrays, cut, strict=True) if spec != P()}
+    whole = [
+        f"{name!r} {tuple(x.shape)}" for name, x, spec in others if spec == P() and x.ndim and x.shape[0] in counts
+    ]
+    error.add_note(
+        f"data_parallel gives each of {workers} workers its part of the rows of {sorted(batch.tree())} (batch=); whole "
+        f"are, with as many rows, {', '.join(whole[:8]) or 'none'}. Name by batch= the arguments that are batches, by "
+        "rows= state that has the rows of a batch, by batch_axis= another axis than the first."
     )
 
 
@@ -733,7 +758,8 @@ def _varying_outputs(jaxpr: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
     update that they reduce again, is a dense exchange beside the exchange.
 
     Raises:
-      ValueError: for collectives that reduce gradients before the exchange, or what it returned.
+      ValueError: for collectives that reduce gradients before the exchange, or what it returned; for gradients of which
+        none differs between workers.
     """
     (eqn,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
     body, known = eqn.params["jaxpr"], dict(zip(jaxpr.invars, inputs, strict=True))
@@ -757,7 +783,8 @@ def _varying_outputs(jaxpr: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
         for variable, found in zip(eqn.invars, given, strict=True):
             if EXCHANGED in found and not found & axes and math.prod(variable.aval.shape) > 1:
                 again[id(eqn)] = eqn
-        return [each | {marks[id(eqn)]} for each in out]
+        reduces = any(each & axes for each in given)  # not what is the same on all workers
+        return [each | {marks[id(eqn)]} for each in out] if reduces else out
 
     found = varying_axes(body, [known.get(v, frozenset()) for v in eqn.invars], see)
     differ = sum(size for size, each in sizes.values() if each & axes)
@@ -773,5 +800,12 @@ def _varying_outputs(jaxpr: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
             f"A step must leave the mean of its gradients to its exchange; got gradients or updates reduced by "
             f"{len(again)} collectives of its own over {size:,} bytes, the first a {first.primitive.name} of {shapes}. "
             "Delete lax.pmean and lax.psum of gradients, updates and parameters; those inside of a loss may stay."
+        )
+    workers = math.prod(eqn.params["mesh"].shape[axis] for axis in axes)
+    if sizes and not differ and workers > 1:
+        raise ValueError(
+            f"Each worker must have rows of its own; got a step whose gradients are the same on all {workers} workers. "
+            "Name by batch= the arguments that are batches, by rows= state that has rows, by rng= keys of which each "
+            "worker is to draw its own examples. Data in the closure of a step is whole on every worker: pass it."
         )
     return found

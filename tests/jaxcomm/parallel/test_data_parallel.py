@@ -248,7 +248,10 @@ def keeps_finite(grads, batch, old, new):
 
 
 LOCAL = {
-    "finite by the local gradients": (keeps_finite, r"must be the same on all workers.*'0/0/b' float32\[5\] \(state\)"),
+    "finite by the local gradients": (
+        keeps_finite,
+        r"must be the same on all workers.*'0/0/b' float32\[5\] \(state\).*Put an exchange into the chain",
+    ),
     "a count": (lambda g, b, old, new: (new, {"right": (b["y"] == 0).sum()}), r"got '1/right' int32\[\], computed"),
     "logits": (lambda g, b, old, new: (new, {"rows": b["x"][:, 0]}), r"'1/rows' float32\[6\]"),
 }
@@ -290,6 +293,44 @@ def test_gradients_and_updates_that_the_step_reduces_itself_are_refused(what):
         ValueError, match=r"must leave the mean.*collectives of its own.*first a psum of.*Delete lax\.p"
     ):
         jc.data_parallel(step, mesh())(state, batches(1)[0])
+
+
+def test_gradients_that_are_the_same_on_all_workers_are_refused():
+    """A step that draws its examples, and has no batch."""
+    tx = chain(DENSE)
+    _, state, _ = plain(tx)
+
+    def step(state, key):
+        params, opt_state = state
+        x = jax.random.normal(key, (24, 12))
+        grads = jax.grad(lambda p: jnp.square(x @ p["w"] + p["b"] - lax.pmean(x.mean(), "data")).mean())(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state)
+
+    key = jax.random.key(0)
+    with pytest.raises(ValueError, match=r"the same on all 4 workers\. Name by batch= .* by rng= keys of which"):
+        jc.data_parallel(step, mesh(), batch=())(state, key)
+    jc.data_parallel(step, mesh(), batch=(), rng="key")(state, key)
+    jc.data_parallel(step, jc.make_mesh(data=1), batch=())(state, key)
+
+
+def test_an_error_about_shapes_says_what_has_its_rows_on_each_worker():
+    tx = chain(DENSE)
+    _, state, _ = plain(tx)
+
+    def step(state, memory, batch):
+        params, opt_state = state
+        grads = jax.grad(lambda p: jnp.square(batch["x"] @ p["w"] + p["b"] - memory).mean())(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), memory
+
+    args = state, jnp.zeros((24, 5)), batches(1)[0]
+    with pytest.raises(TypeError, match="incompatible shapes") as caught:
+        jc.data_parallel(step, mesh(), batch=2)(*args)
+    (note,) = [note for note in caught.value.__notes__ if "data_parallel" in note]
+    assert "rows of ['batch'] (batch=); whole are, with as many rows, 'memory' (24, 5)" in note
+    assert "rows= state" in note
+    jc.data_parallel(step, mesh(), batch=2, rows="memory")(*args)
 
 
 def test_what_follows_from_the_exchange_alone_is_not_refused():
