@@ -482,6 +482,7 @@ class DataParallel:
                 shown = f"{leaf.name!r} {array.dtype}{list(array.shape)}{' (state)' if is_state else ''}"
                 refused.append((shown, leaf, bool(is_float)))
         if refused:
+            of = self._axes[0] if len(self._axes) == 1 else self._axes
             is_trained = any(is_float and leaf.origin for _, leaf, is_float in refused)
             pattern = "|".join(dict.fromkeys(_pattern(leaf) for _, leaf, _ in refused))
             means = f"mean={pattern!r} for means over the rows (running statistics), "
@@ -492,7 +493,9 @@ class DataParallel:
                 f"each worker's own rows or gradients and not exchanged. {chains * is_trained}Pass "
                 f"{means if any(is_float for *_, is_float in refused) else ''}sum={pattern!r} for sums and counts, "
                 f"max={pattern!r} for maxima, rows={pattern!r} for what each row has of its own (regular expressions "
-                "of paths); decide by jaxcomm.exchange_metrics(opt_state).skipped, not by the local gradients."
+                f"of paths). For anything else, as a least loss or a queue of embeddings, let the step communicate: "
+                f"jax.lax.pmean(loss, {of!r}), jax.lax.all_gather(rows, {of!r}, tiled=True). Decide by "
+                "jaxcomm.exchange_metrics(opt_state).skipped, not by the local gradients."
             )
         return hows
 

@@ -344,6 +344,35 @@ def test_what_follows_from_the_exchange_alone_is_not_refused():
     assert metrics["steps"] == 6
 
 
+def test_a_queue_and_a_least_loss_are_refused_and_the_collectives_that_are_offered_make_those_of_one_device():
+    def script(tx, all_rows, mean):
+        _, state, _ = plain(tx)
+
+        def step(state, memory, batch):
+            params, opt_state = state
+            loss, grads = jax.value_and_grad(lambda p: cross_entropy(batch["x"] @ p["w"] + p["b"], batch["y"]))(params)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            queue = jnp.concatenate([all_rows(batch["x"]), memory["queue"]])[:36]
+            memory = {"queue": queue, "least": jnp.minimum(memory["least"], mean(loss))}
+            return (optax.apply_updates(params, updates), opt_state), memory
+
+        return step, state
+
+    def train(step, state):
+        memory = {"queue": jnp.zeros((36, 12)), "least": jnp.inf}
+        for batch in batches(3):
+            state, memory = step(state, memory, batch)
+        return memory
+
+    step, state = script(chain(DENSE), lambda x: x, lambda x: x)
+    with pytest.raises(ValueError, match=r"pmean\(loss, 'data'\), jax\.lax\.all_gather\(rows, 'data', tiled=True\)"):
+        train(jc.data_parallel(step, mesh(), batch=2), state)
+    expected = train(*script(optax.adam(1e-2), lambda x: x, lambda x: x))
+    step, state = script(chain(DENSE), lambda x: lax.all_gather(x, "data", tiled=True), lambda x: lax.pmean(x, "data"))
+    got = train(jc.data_parallel(step, mesh(), batch=2), state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, expected)
+
+
 def test_statistics_that_nobody_averages_are_refused():
     step, state = normalized(chain(DENSE))
     with pytest.raises(ValueError, match=r"'0/2/batch_stats/mean' float32\[12\] \(state\).*Pass mean='batch_stats'"):
