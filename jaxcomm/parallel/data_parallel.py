@@ -326,6 +326,15 @@ class DataParallel:
         """Returns names, PartitionSpecs, origins, and what is said of them, of the leaves of an output."""
         names, origins, said = out.names(), out.origins(args), []
         found = _specs(out)
+        for how, pattern in self._said.items():
+            places = [*names, *origins, *(specs if how == "rows" else ())]
+            if pattern is not None and not any(re.search(pattern, place) for place in places if place):
+                pairs = sorted(zip(origins, names, strict=True), key=lambda pair: bool(pair[0]))
+                raise ValueError(
+                    f"{how}= must be a regular expression that finds an output; got {pattern!r} for "
+                    f"{[origin or name for origin, name in pairs[:12]]}{' and others' if pairs[12:] else ''}. Leave it "
+                    "out, or take the path of an output, or of the argument that it continues."
+                )
         for i, (name, origin) in enumerate(zip(names, origins, strict=True)):
             patterns = {how: pattern for how, pattern in self._said.items() if pattern is not None}
             hows = [how for how, each in patterns.items() if re.search(each, name) or re.search(each, origin or name)]
@@ -589,9 +598,10 @@ def data_parallel(
       ValueError: at trace time, if there is no exchange in the state; for a local method, or gradients that bypass the
         exchange; for a chain whose states show an order that is refused (`jaxcomm.chain` checks all rules in `init`);
         for a batch that does not divide, or that has local arrays where there are several processes; for outputs that
-        differ between workers and of which nothing is said; for gradients that do not differ; for collectives of
-        gradients or updates outside the exchange; for a static argument that cannot be hashed. At the first call and at
-        every check, for rows that are not those of their workers; at a check, for replicated state that differs.
+        differ between workers and of which nothing is said; for a pattern that finds nothing; for gradients that do not
+        differ; for collectives of gradients or updates outside the exchange; for a static argument that cannot be
+        hashed. At the first call and at every check, for rows that are not those of their workers; at a check, for
+        replicated state that differs.
     """
     if check_every is not None:
         check_count("check_every", check_every, 1, "None never checks")

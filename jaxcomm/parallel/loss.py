@@ -41,6 +41,19 @@ class Scalars(NamedTuple):
 
         return {name: together(name, own) for name, own in rows.items()}
 
+    def check(self, scalars: Mapping[str, Any]) -> None:
+        """Refuses a pattern that finds no scalar.
+
+        Raises:
+          ValueError: naming the scalars.
+        """
+        for how, pattern in (("sum", self.sum), ("max", self.max)):
+            if pattern is not None and not any(re.search(pattern, name) for name in scalars):
+                raise ValueError(
+                    f"{how}= must be a regular expression that finds a scalar of the loss; got {pattern!r} for "
+                    f"{list(scalars)}. Leave it out, or return the scalar beside the loss, with has_aux=True."
+                )
+
     def of_all(self, name: str, value: Any, axis_name: AxisName) -> jax.Array:
         """Returns what, averaged over micro-batches and workers, is the sum, the maximum or the mean.
 
@@ -104,6 +117,7 @@ def loss_of(
                     "numbers of rows (logits, losses of rows) out of a step of your own, by "
                     "jaxcomm.data_parallel(rows=)."
                 )
+        kinds.check(scalars)
         scalars = {name: kinds.of_all(name, scalar, axis_name) for name, scalar in scalars.items()}
         return value, (scalars, model_state)
 

@@ -84,7 +84,7 @@ def check_model_state(model_state: Any) -> None:
                 "The leaves of a model's state must be of a real floating type, since they are averaged over the "
                 f"workers; got {jnp.result_type(leaf)} at {jax.tree_util.keystr(path)!r}. Keep counters and random "
                 "keys out of it (nnx.state(model, nnx.BatchStat) has running statistics alone), or make the leaf a "
-                "float."
+                "float. A step of your own takes them as they are: jaxcomm.data_parallel."
             )
 
 

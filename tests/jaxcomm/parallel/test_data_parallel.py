@@ -752,6 +752,13 @@ def test_what_is_no_sum_or_is_said_twice_is_refused():
         counts(jnp.arange(CLASSES))
 
 
+@pytest.mark.parametrize("how", ["mean", "sum", "max", "rows"])
+def test_a_pattern_that_finds_nothing_is_refused(how):
+    step, state, _ = plain(chain(DENSE))
+    with pytest.raises(ValueError, match=rf"{how}= must be .* finds an output; got 'typo' for \['1/loss', 'state/0/b'"):
+        jc.data_parallel(step, mesh(), **{how: "typo"})(state, batches(1)[0])
+
+
 def test_the_pattern_that_is_offered_is_taken():
     tail, state, _ = COMBINED["sums that decay"]
     with pytest.raises(

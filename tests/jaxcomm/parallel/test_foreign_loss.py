@@ -320,6 +320,8 @@ def test_what_cannot_be_averaged_is_refused_with_a_pattern():
 
     with pytest.raises(ValueError, match=r"must be a float; got int32 for 'right'\. Pass sum='right'.*max='right'"):
         run(max="any")
+    with pytest.raises(ValueError, match=r"max= must .* finds a scalar of the loss; got 'typo' for \['right', 'most',"):
+        run(sum="right|any", max="typo")
     with pytest.raises(ValueError, match=r"One of sum and max must match a scalar; got both for 'any'\. Narrow"):
         run(sum="right|any", max="any")
     with pytest.raises(
