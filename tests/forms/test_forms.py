@@ -15,7 +15,7 @@ from tests.forms import data
 HERE = Path(__file__).parent
 GUIDE = HERE.parents[1] / "docs/guide.md"
 K = 8
-USUAL = ("flax_nnx", "haiku_gru", "class_weights", "equinox_batch_norm")
+USUAL = ("flax_nnx", "class_weights", "counts", "equinox_batch_norm")
 NAMED = (
     "flax_rnn",
     "class_weights",

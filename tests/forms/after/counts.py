@@ -37,7 +37,7 @@ def train_step(state, batch, key):
 
 model = Mlp()
 key = jax.random.key(0)
-params = model.init({"params": key, "dropout": key}, jnp.zeros((1, FEATURES)))
+params = jax.jit(model.init)({"params": key, "dropout": key}, jnp.zeros((1, FEATURES)))
 tx = jc.chain(jc.topk(0.9), optax.adam(1e-2))
 state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 train_step = jc.data_parallel(train_step, jc.make_mesh(data=jax.device_count()), sum="right", max="worst", rng="key")

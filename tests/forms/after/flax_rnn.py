@@ -28,7 +28,7 @@ def train_step(state, batch):
 
 
 model = Tagger()
-params = model.init(jax.random.key(0), jnp.zeros((1, TIMES, FEATURES)), jnp.array([TIMES]))
+params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, TIMES, FEATURES)), jnp.array([TIMES]))
 tx = jc.chain(jc.topk(0.9), optax.adam(2e-2))
 state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 train_step = jc.data_parallel(train_step, jc.make_mesh(data=jax.device_count()))

@@ -44,8 +44,8 @@ def train_step(state, batch):
 
 
 z = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
-params = generator.init(jax.random.key(0), z)
-critic_params = critic.init(jax.random.key(1), jnp.zeros((1, FEATURES)))
+params = jax.jit(generator.init)(jax.random.key(0), z)
+critic_params = jax.jit(critic.init)(jax.random.key(1), jnp.zeros((1, FEATURES)))
 state = State(params, params, critic_params, generator_tx.init(params), critic_tx.init(critic_params))
 train_step = jc.data_parallel(train_step, jc.make_mesh(data=jax.device_count()))
 losses = []

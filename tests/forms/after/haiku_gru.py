@@ -36,7 +36,7 @@ def train_step(state, batch):
 
 
 memory = jnp.zeros((ROWS, 32))
-params = network.init(jax.random.key(0), jnp.zeros((1, ROWS, FEATURES)), memory)
+params = jax.jit(network.init)(jax.random.key(0), jnp.zeros((1, ROWS, FEATURES)), memory)
 state = State(params, tx.init(params), memory)
 train_step = jc.data_parallel(train_step, jc.make_mesh(data=jax.device_count()), batch_axis=1, rows="memory")
 losses = []

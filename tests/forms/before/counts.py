@@ -36,7 +36,7 @@ def train_step(state, batch, key):
 
 model = Mlp()
 key = jax.random.key(0)
-params = model.init({"params": key, "dropout": key}, jnp.zeros((1, FEATURES)))
+params = jax.jit(model.init)({"params": key, "dropout": key}, jnp.zeros((1, FEATURES)))
 tx = optax.adam(1e-2)
 state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 losses, others = [], []

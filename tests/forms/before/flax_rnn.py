@@ -27,7 +27,7 @@ def train_step(state, batch):
 
 
 model = Tagger()
-params = model.init(jax.random.key(0), jnp.zeros((1, TIMES, FEATURES)), jnp.array([TIMES]))
+params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, TIMES, FEATURES)), jnp.array([TIMES]))
 tx = optax.adam(2e-2)
 state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 losses = []

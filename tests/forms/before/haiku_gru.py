@@ -35,7 +35,7 @@ def train_step(state, batch):
 
 
 memory = jnp.zeros((ROWS, 32))
-params = network.init(jax.random.key(0), jnp.zeros((1, ROWS, FEATURES)), memory)
+params = jax.jit(network.init)(jax.random.key(0), jnp.zeros((1, ROWS, FEATURES)), memory)
 state = State(params, tx.init(params), memory)
 losses = []
 for batch in sequences():

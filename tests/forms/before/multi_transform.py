@@ -26,7 +26,7 @@ def train_step(state, batch):
 
 
 model = Mlp()
-params = model.init(jax.random.key(0), jnp.zeros((1, FEATURES)))["params"]
+params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, FEATURES)))["params"]
 parts = {"frozen": optax.set_to_zero(), "slow": optax.adamw(3e-3), "fast": optax.adam(1e-2)}
 labels = {"pretrained": "frozen", "body": "slow", "head": "fast"}
 tx = optax.multi_transform(parts, labels)

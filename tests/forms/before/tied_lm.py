@@ -31,7 +31,7 @@ def train_step(state, batch):
 
 
 model = Lm()
-params = model.init(jax.random.key(0), jnp.zeros((1, 4), int))
+params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 4), int))
 adamw = optax.inject_hyperparams(optax.adamw)(optax.warmup_cosine_decay_schedule(0.0, 2e-2, 5, STEPS))
 tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
 state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
