@@ -1,11 +1,14 @@
 """Several processes: how this one finds the others, and what must be set before JAX starts."""
 
+import contextlib
 import ctypes
 import errno
 import os
 import socket
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import jax
 
@@ -113,6 +116,7 @@ def connect(
         if found is not None:
             check(found.count)
         jax.distributed.initialize(initialization_timeout=seconds, **_TIMEOUTS)
+        outlast(patience)
         if found is None:
             found = Processes(jax.process_index(), jax.process_count(), has_devices=True)
             check(found.count)
@@ -147,8 +151,24 @@ def connect(
             coordinator_bind_address=written(place) if process_id == 0 and is_own else None,
             **_TIMEOUTS,
         )
+        outlast(patience)
     _OPEN.extend(met.lines)
     return Processes(met.index, met.count, missing=met.missing, lines=met.lines)
+
+
+def outlast(seconds: float) -> None:
+    """Keeps connections for twice `seconds` without an answer, so that `Liveness` is the first to give up.
+
+    gRPC ends JAX's after 20 s and has no option for it, and JAX aborts a process whose connection has ended, though the
+    link is back.
+    """
+    place = Path("/proc/self/fd")  # on Linux
+    for number in [int(path.name) for path in place.iterdir()] if place.exists() else ():
+        with contextlib.suppress(OSError):  # closed meanwhile, or not of TCP
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                with socket.socket(fileno=os.dup(number)) as line:
+                    milliseconds = min(int(2000 * seconds), 2**31 - 1)
+                    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
 def is_addressed(coordinator: str | None) -> bool:

@@ -290,6 +290,18 @@ def test_flags_that_contradict_each_other(given, said, joined):
     assert joined == []
 
 
+def test_a_connection_outlasts_a_link_that_is_cut_for_less_than_the_peer_timeout(joined):
+    """gRPC ends one after 20 s, whatever JAX is told."""
+    before = len(os.listdir("/proc/self/fd"))
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as line:
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
+        for seconds, milliseconds in ((60.0, 120_000), (1e9, 2**31 - 1)):
+            connect("127.0.0.1:9777", 1, 2, patience=seconds)
+            assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == milliseconds
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(joined) == 2
+
+
 def test_processes_that_have_not_come_back_are_left_out(joined, monkeypatch):
     monkeypatch.setattr(train.processes, "meet", lambda *_: Meeting(1, 2, (1,), ()))
     assert connect("127.0.0.1:9777", 2, 3) == Processes(1, 2, missing=(1,))
