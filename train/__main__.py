@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
             return report(argv[1:])
         experiment = parse(argv)
-        if experiment.restarts and not is_supervised():
+        if experiment.restarts > 0 and not is_supervised():
             pause = None if is_addressed(experiment.coordinator) else LONG_PAUSE
             return supervise(argv, experiment.restarts, pause=pause)
         experiment, processes = come_together(experiment)

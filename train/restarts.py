@@ -17,7 +17,8 @@ from types import FrameType
 
 from train.goodput import FILE, Goodput
 
-BEGUN = "JAXCOMM_BEGUN"  # variable with the path of a file, which names the folder of the run once it has begun
+# Variable with the descriptor of an open file without a name, which holds the folder of the run once it has begun.
+BEGUN = "JAXCOMM_BEGUN"
 FINAL = (0, 2, 3, 130)  # exit codes after which there is no restart: done, bad input, dense advised, Ctrl-C
 PAUSE = 1.0  # seconds before a restart
 # If JAX asks the cluster who is there: the other processes need time to end, as JAX aborts those that are still up when
@@ -32,14 +33,18 @@ def is_supervised() -> bool:
 
 def begun() -> Path | None:
     """Returns the folder of the run that an earlier start of this process has begun; None if none has."""
-    text = Path(os.environ[BEGUN]).read_text() if is_supervised() else ""
-    return Path(text) if text else None
+    return _read(int(os.environ[BEGUN])) if is_supervised() else None
 
 
 def note_begun(folder: Path) -> None:
     """Notes the folder of the run, for later restarts."""
     if is_supervised():
-        Path(os.environ[BEGUN]).write_text(str(folder))
+        os.pwrite(int(os.environ[BEGUN]), os.fsencode(folder), 0)
+
+
+def _read(note: int) -> Path | None:
+    text = os.pread(note, 1 << 16, 0)
+    return Path(os.fsdecode(text)) if text else None
 
 
 def supervise(
@@ -50,7 +55,7 @@ def supervise(
 ) -> int:
     """Runs `python -m train`, and restarts it after a fault at most `restarts` times; returns its last exit code.
 
-    SIGTERM and SIGINT are passed to the trainer, which then ends as it does without a supervisor, and is not restarted.
+    After SIGTERM, SIGINT or SIGHUP the trainer gets SIGTERM, saves and ends, and is not restarted.
 
     Args:
       argv: of the trainer.
@@ -59,44 +64,45 @@ def supervise(
       pause: seconds before each restart; PAUSE if not given.
     """
     process: subprocess.Popen[bytes] | None = None
-    asked: signal.Signals | None = None
+    asked = False
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         nonlocal asked
-        asked = signal.Signals(number)
+        asked = True
         if process is not None:
-            process.send_signal(number)
+            process.terminate()  # also for Ctrl-C, as the terminal sends that to the trainer itself
 
-    with tempfile.TemporaryDirectory(prefix="jaxcomm-") as folder, _handled(hand_on):
-        note = Path(folder, "begun")
-        note.touch()
-        code = 0
+    with tempfile.TemporaryFile() as file, _handled(hand_on):
+        note, code = file.fileno(), 0
         for number in range(restarts + 1):
             if number:
                 print(
                     f"train: ended with {code}; start {number + 1} of {restarts + 1} "
-                    + ("goes on from the last checkpoint" if note.read_text() else "begins anew"),
+                    + ("goes on from the last checkpoint" if _read(note) else "begins anew"),
                     file=sys.stderr,
                     flush=True,
                 )
                 time.sleep(PAUSE if pause is None else pause)
-            if asked is not None:
+            if asked:
                 break
-            process = start([sys.executable, "-m", "train", *argv], env={**os.environ, BEGUN: str(note)})
-            if asked is not None:  # the signal came before the process was known
-                process.send_signal(asked)
+            process = start(
+                [sys.executable, "-m", "train", *argv], env={**os.environ, BEGUN: str(note)}, pass_fds=[note]
+            )
+            if asked:  # the signal came before the process was known
+                process.terminate()
             code = process.wait()
-            if asked is not None or code in FINAL:
+            if asked or code in FINAL:
                 break
-        if code not in FINAL and Path(note.read_text(), FILE).exists():
-            print(f"train: {Goodput(Path(note.read_text())).line()}", file=sys.stderr)
+        if code not in FINAL and (folder := _read(note)) is not None and (folder / FILE).exists():
+            print(f"train: {Goodput(folder).line()}", file=sys.stderr)
         return code if code >= 0 else 128 - code
 
 
 @contextlib.contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Passes SIGTERM and SIGINT to a handler while the block runs."""
-    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    """Passes the signals that end a process to a handler while the block runs, except those that nohup ignores."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {each: signal.signal(each, handler) for each in numbers if signal.getsignal(each) != signal.SIG_IGN}
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -19,11 +20,10 @@ class Starts:
     def __init__(self, *scripts):
         self.scripts, self.commands, self.notes = list(scripts), [], []
 
-    def __call__(self, command, env):
+    def __call__(self, command, env, pass_fds):
         self.commands.append(command)
-        with open(env[BEGUN]) as note:
-            self.notes.append(note.read())
-        return subprocess.Popen(["sh", "-c", self.scripts[len(self.commands) - 1]], env=env)
+        self.notes.append(os.pread(int(env[BEGUN]), 100, 0).decode())
+        return subprocess.Popen(["sh", "-c", self.scripts[len(self.commands) - 1]], env=env, pass_fds=pass_fds)
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +38,14 @@ def test_an_end_by_itself_is_the_end(code):
     assert starts.commands == [[sys.executable, "-m", "train", "digits"]]
 
 
-def test_a_fault_is_started_again_and_goes_on_with_its_folder(capsys):
-    starts = Starts("exit 1", f"printf runs/digits > ${BEGUN}; kill -9 $$", "exit 0")
+def test_a_fault_is_started_again_and_goes_on_with_its_folder(capsys, monkeypatch, tmp_path):
+    """Nothing of it has a name in the folder of temporary files, from which old files are removed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("train.restarts.time.sleep", lambda seconds: names.extend(tmp_path.iterdir()))
+    names = []
+    starts = Starts("exit 1", f"printf runs/digits > /proc/self/fd/${BEGUN}; kill -9 $$", "exit 0")
     assert supervise(["digits"], 5, starts) == 0
-    assert starts.notes == ["", "", "runs/digits"]
+    assert (starts.notes, names) == (["", "", "runs/digits"], [])
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
         "train: ended with 1; start 2 of 6 begins anew",
@@ -55,16 +59,26 @@ def test_it_is_started_so_often_and_no_more():
     assert len(starts.commands) == 3
 
 
-def test_a_signal_goes_on_to_the_trainer_and_is_the_end():
-    starts = Starts(f"trap 'exit 7' TERM; kill -TERM {os.getpid()}; sleep 20 & wait")
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_goes_on_to_the_trainer_as_sigterm_and_is_the_end(number):
+    starts = Starts(f"trap 'exit 7' TERM; kill -{int(number)} {os.getpid()}; sleep 20 & wait")
+    before = signal.getsignal(number)
     assert supervise([], 5, starts) == 7
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
     assert len(starts.commands) == 1
 
 
+def test_a_hangup_that_nohup_ignores_is_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert supervise([], 5, Starts(f"kill -HUP {os.getpid()}; exit 0")) == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_signal_that_comes_while_the_trainer_is_started_is_not_lost(tmp_path):
-    def start(command, env):
+    def start(command, env, pass_fds):
         process = subprocess.Popen(["sh", "-c", f"trap 'exit 7' TERM; touch {tmp_path}/there; sleep 20 & wait"])
         while not (tmp_path / "there").exists():
             time.sleep(0.01)
@@ -85,11 +99,11 @@ def test_a_trainer_without_a_supervisor_notes_nothing(monkeypatch, tmp_path):
     monkeypatch.delenv(BEGUN, raising=False)
     note_begun(tmp_path)
     assert (is_supervised(), begun()) == (False, None)
-    monkeypatch.setenv(BEGUN, str(tmp_path / "note"))
-    (tmp_path / "note").touch()
-    assert (is_supervised(), begun()) == (True, None)
-    note_begun(tmp_path / "runs")
-    assert begun() == tmp_path / "runs"
+    with tempfile.TemporaryFile() as file:
+        monkeypatch.setenv(BEGUN, str(file.fileno()))
+        assert (is_supervised(), begun()) == (True, None)
+        note_begun(tmp_path / "runs")
+        assert begun() == tmp_path / "runs"
 
 
 @pytest.mark.slow
