@@ -1,6 +1,5 @@
 """The fields of an experiment. Each is an option of `python -m train NAME`, except `architecture`."""
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -185,14 +184,10 @@ def check(experiment: Experiment, num_processes: int) -> None:
     Raises:
       ValueError: with the rule, the value and the remedy.
     """
-    counts = ("steps", "workers", "global_batch", "eval_every", "checkpoint_every", "stages", "micro_batches", "slices")
-    counts = (*counts, "model_parallel", "fsdp")
-    for name in (*counts, "beam", "max_skipped"):
-        if getattr(experiment, name) < 1:
-            raise ValueError(f"{_option(name)} must be at least 1; got {getattr(experiment, name)}.")
-    if experiment.stop_after is not None and experiment.stop_after < 1:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", experiment.name):
         raise ValueError(
-            f"--stop-after must be at least 1; got {experiment.stop_after}. Give a positive number, or none."
+            "--name must be letters, digits, '.', '_' and '-', at most 100, the first a letter or a digit, since it "
+            f"names a folder; got {experiment.name!r}. Choose another."
         )
     _check_numbers(experiment)
     _check_min_workers(experiment)
@@ -202,7 +197,7 @@ def check(experiment: Experiment, num_processes: int) -> None:
             f"--warmup-steps must be less than --steps; got {experiment.warmup_steps} of {experiment.steps}. Warm up "
             "for fewer steps, or train for more."
         )
-    drops = (0, *experiment.drop_at)
+    drops = (0, *experiment.drop_at, 2**31)
     rises = all(before < after for before, after in pairwise(drops))
     if (experiment.schedule == "drops") != bool(experiment.drop_at) or not rises:
         raise ValueError(
@@ -292,17 +287,29 @@ def check(experiment: Experiment, num_processes: int) -> None:
 
 def _check_numbers(experiment: Experiment) -> None:
     """Refuses numbers that are out of range; NaN always is."""
-    for name, below, limit, remedy in (
-        ("learning_rate", math.inf, "finite", "0.1 is usual for SGD, and 0.0005 for Adam"),
-        ("momentum", 1, "below 1", "0.9 is usual, 0 is none"),
-        ("weight_decay", math.inf, "finite", "0.0001 is usual, 0 is none"),
-        ("label_smoothing", 1, "below 1", "0.1 is usual, 0 is none"),
-        ("warmup_steps", math.inf, "finite", "0 is no warm-up"),
-        ("seed", 2**32, "below 2**32", "Any such number will do"),
-    ):
+    counts = ("steps", "workers", "global_batch", "eval_every", "checkpoint_every", "stages", "micro_batches", "slices")
+    counts = (*counts, "model_parallel", "fsdp", "beam", "max_skipped", "stop_after", "rows_per_group")
+    ranges = {
+        **dict.fromkeys(counts, (1, 2**31, "Give such a number")),
+        "learning_rate": (0, 1e38, "0.1 is usual for SGD, and 0.0005 for Adam"),
+        "momentum": (0, 1, "0.9 is usual, 0 is none"),
+        "weight_decay": (0, 1e38, "0.0001 is usual, 0 is none"),
+        "label_smoothing": (0, 1, "0.1 is usual, 0 is none"),
+        "warmup_steps": (0, 2**31, "0 is no warm-up"),
+        "seed": (0, 2**32, "Any such number will do"),
+        "error_budget": (0, 1e38, "0.1 is a tenth of the gradient's squared norm"),
+        "restarts": (0, 2**31, "0 is none"),
+        "connect_timeout": (1, 10**7, "300 s are usual"),
+        "peer_timeout": (2, 10**7, "60 s are usual; signs of life come once a second"),
+        "step_timeout": (1, 10**7, "1800 s are usual"),
+    }
+    limits = {2**31: "2**31", 2**32: "2**32", 10**7: "10**7"}
+    for name, (low, limit, remedy) in ranges.items():
         value = getattr(experiment, name)
-        if not 0 <= value < below:
-            raise ValueError(f"{_option(name)} must be at least 0 and {limit}; got {value}. {remedy}.")
+        if value is not None and not low <= value < limit:
+            raise ValueError(
+                f"{_option(name)} must be at least {low} and below {limits.get(limit, limit)}; got {value}. {remedy}."
+            )
 
 
 def _check_delay(experiment: Experiment) -> None:

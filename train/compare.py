@@ -57,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
         workers=experiment.workers if config.workers is None else config.workers,
         data_dir=config.data_dir,
     )
+    check(experiment, 1)
     prepare_jax(experiment.devices)
     compare(experiment, config)
     return 0
@@ -81,6 +82,8 @@ def compare(experiment: Experiment, config: Comparison, settings: Sequence[tuple
     bits = bits_per_second(config.rate)
     if config.seeds < 1:
         raise ValueError(f"--seeds must be at least 1; got {config.seeds}.")
+    if not 0 <= config.margin < math.inf:
+        raise ValueError(f"--margin must be at least 0 and finite; got {config.margin}. 0.5 is half a point, say.")
     # One evaluation and one checkpoint, at the end; a method that diverges is a result.
     steps = experiment.steps
     experiment = dataclasses.replace(experiment, eval_every=steps, checkpoint_every=steps, max_skipped=steps + 1)

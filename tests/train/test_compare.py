@@ -148,9 +148,11 @@ def test_the_command_line_reaches_the_comparison(monkeypatch, tmp_path):
     [
         (["--seeds", "0"], "--seeds must be at least 1; got 0"),
         (["--rate", "fast"], "--rate must be a positive number with its unit; got 'fast'"),
+        (["--margin", "nan"], "--margin must be at least 0 and finite; got nan. 0.5 is half"),
+        (["--workers", "1" + "0" * 20], "--workers must be at least 1 and below 2**31; got 1"),
         (["--methods", "topk,none"], "got 'none'. Name those to train"),
         (["--steps", "10"], "--warmup-steps"),
-        (["--steps", "0"], "--steps must be at least 1; got 0"),
+        (["--steps", "0"], "--steps must be at least 1 and below 2**31; got 0"),
         (["--delay", "2"], "--delay must be 0, or 1 where every worker holds the whole model"),
         (["--workers", "3"], "--global-batch must be a multiple of --workers"),
         (["mnits"], f"An experiment must be one of {', '.join(CONFIGS)}; got 'mnits'"),

@@ -223,10 +223,10 @@ def test_averaged_models_have_a_folder_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "processes", "said"),
     [
-        ({"workers": 0}, 1, "--workers must be at least 1; got 0"),
-        ({"steps": 0}, 1, "--steps must be at least 1; got 0"),
+        ({"workers": 0}, 1, "--workers must be at least 1 and below .*; got 0"),
+        ({"steps": 0}, 1, "--steps must be at least 1 and below .*; got 0"),
         ({"eval_every": 0}, 1, "--eval-every must be at least 1"),
-        ({"checkpoint_every": -1}, 1, "--checkpoint-every must be at least 1; got -1"),
+        ({"checkpoint_every": -1}, 1, "--checkpoint-every must be at least 1 and below .*; got -1"),
         ({"global_batch": 26}, 1, "--global-batch must be a multiple of --workers; got 26 for 4. Try 28"),
         ({}, 3, "a multiple of the number of processes, since every .*; got 4 for 3"),
     ],

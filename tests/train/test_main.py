@@ -242,7 +242,7 @@ def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--workers", "0"], ["--workers must be at least 1; got 0"]),
+        (["--workers", "0"], ["--workers must be at least 1 and below 2**31; got 0"]),
         (["--global-batch", "25"], ["--global-batch must be a multiple of --workers; got 25 for 4", "Try 28"]),
         (["--global-batch", "4000"], ["at most the 1347 training examples", "got 4000", "Lower it"]),
         (["--workers", "12"], ["got 8 for (data=12)", "jax_num_cpu_devices"]),
@@ -261,7 +261,8 @@ def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys
         (["--dataset", "letters"], ["letters", "digits"]),
         (["--dataset", "mnist", "--data-dir", "/nowhere"], ["/nowhere"]),
         (["--seed", "-1"], ["--seed must be at least 0 and below 2**32", "got -1"]),
-        (["--learning-rate", "nan"], ["--learning-rate must be at least 0 and finite", "got nan"]),
+        (["--learning-rate", "nan"], ["--learning-rate must be at least 0 and below 1e+38", "got nan"]),
+        (["--restarts", "-1"], ["--restarts must be at least 0", "got -1"]),
         (["--json", "."], ["--json must be a file; got the folder .", "Name a file in it"]),
         (["--out", "/dev/null"], ["--out must be a folder; got the file /dev/null"]),
         (["--warmup-steps", "3"], ["--warmup-steps", "got 3", "--steps"]),
