@@ -2,7 +2,10 @@
 
 JAX's coordination service cannot say who is there before all are. So process 0 listens at its port first; when all have
 come, it closes that socket, and JAX's service takes the port. The connections stay open: when they end, the others know
-that process 0 is gone. Messages are lines of JSON.
+that process 0 is gone.
+
+Messages are lines of JSON. A process says its number and the count, and repeats that whenever process 0 sends "wait": a
+connection that does not answer is no process, or one whose host is gone, and another may take its number.
 """
 
 import contextlib
@@ -19,7 +22,9 @@ SAY = 5.0  # seconds between two lines that say who is missing; the first comes 
 FIRST = 2.0
 PAUSE = 0.3  # seconds between two attempts to reach process 0
 LATE = 15.0  # seconds that the others wait longer than process 0, so that it can name who is missing
-LONGEST = 4096  # bytes of a line
+ANSWER = 10.0  # seconds within which a connection must show that a process is there
+LONGEST = 1 << 16  # bytes of a message
+MOST = 100  # connections at a time that have not shown it yet
 
 
 @dataclass(frozen=True)
@@ -69,67 +74,135 @@ def meet(
         return _lead(listener, count, seconds, fits, patience)
 
 
+class _Line:
+    """A connection, read without waiting."""
+
+    def __init__(self, connection: socket.socket):
+        connection.setblocking(False)
+        self.connection, self._text = connection, b""
+        self.hello: dict[str, Any] | None = None  # what the process has said that it is
+        self.asked: float | None = time.monotonic()  # since when it owes an answer
+        self.is_contested = False  # another connection has its number
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # a process that is gone is noticed by its closed connection
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """Returns the messages that are there; None at the end of the connection, or for anything else."""
+        try:
+            text = self.connection.recv(LONGEST)
+            *lines, self._text = (self._text + text).split(b"\n")
+            found = [json.loads(line) for line in lines]
+        except BlockingIOError:
+            return []
+        except (OSError, ValueError, RecursionError):
+            return None
+        if not text or len(self._text) > LONGEST or not all(isinstance(each, dict) for each in found):
+            return None
+        return found
+
+    def ask(self, text: str = "") -> None:
+        """Asks a process whether it is still there."""
+        self.asked = self.asked or time.monotonic()
+        self.send({"wait": text})
+
+    def hears(self) -> bool:
+        """Takes in what a process has sent; returns whether it is one."""
+        for message in (messages := self.receive()) or ():
+            if message.keys() != {"process", "count"} or not all(type(each) is int for each in message.values()):
+                return False
+            if self.hello is None:
+                self.hello = message
+                self.ask()
+            elif message == self.hello:
+                self.asked = None
+        return messages is not None
+
+    def is_gone(self, ready: Sequence[Any]) -> bool:
+        """Returns whether the connection has ended, is no process's, or owes an answer for too long; then closes it."""
+        owes = self.asked is not None and time.monotonic() > self.asked + ANSWER
+        is_gone = (self in ready and not self.hears()) or owes
+        if is_gone:
+            self.connection.close()
+        return is_gone
+
+
 def _lead(
     listener: socket.socket, count: int, seconds: float, fits: Callable[[int], bool] | None, patience: float
 ) -> Meeting:
-    came: dict[int, socket.socket] = {}
-    begin, said = time.monotonic(), time.monotonic() + FIRST - SAY
+    came: dict[int, _Line] = {}
+    others: list[_Line] = []  # that have not yet shown to be processes, or whose number another one has
+    begin, said, all_came = time.monotonic(), time.monotonic() + FIRST - SAY, False
     place = written(listener.getsockname()[:2])
-    while missing := [other for other in range(1, count) if other not in came]:
-        now = time.monotonic()
+    while True:
+        missing, now = [other for other in range(1, count) if other not in came], time.monotonic()
+        if not missing and all_came and all(line.asked is None for line in came.values()):
+            return _go(came, count, count)
+        if not missing and not all_came:
+            for line in came.values():  # one may have gone since it came
+                line.ask()
+        all_came = not missing
         if fits is not None and now >= begin + patience:
             most = max(filter(fits, range(1, len(came) + 2)), default=0)
             if most:
                 return _go(came, count, most)
-        if now >= begin + seconds:
+        if missing and now >= begin + seconds:
             message = f"{_named(missing)} did not come to {place} within {seconds:g} s: look at what they have printed"
-            raise TimeoutError(_end(came.values(), message, is_late=True))
-        if now >= said + SAY:
+            raise TimeoutError(_end([*came.values(), *others], message, is_late=True))
+        if missing and now >= said + SAY:
             said, waiting = now, f"waiting for {_named(missing)} at {place}"
             _say(waiting)
             for line in came.values():
-                _send(line, {"wait": waiting})
-        ready, _, _ = select.select([listener, *came.values()], [], [], 0.2)
-        for other in [other for other, line in came.items() if line in ready]:
-            came.pop(other).close()  # a waiting process sends nothing: this one has ended
+                line.ask(waiting)
+        listens = [listener] if len(others) < MOST else []
+        ready, _, _ = select.select([*listens, *came.values(), *others], [], [], 0.2)
+        came = {other: line for other, line in came.items() if not line.is_gone(ready)}
+        others = [line for line in others if not line.is_gone(ready)]
         if listener in ready:
-            _take(listener.accept()[0], came, count)
-    return _go(came, count, count)
+            others.append(_Line(listener.accept()[0]))
+        for line in [line for line in others if line.asked is None]:
+            _take(line, came, others, count)
 
 
-def _take(line: socket.socket, came: dict[int, socket.socket], count: int) -> None:
-    """Takes in a process that has come; closes the connection if it is not one.
+def _take(line: _Line, came: dict[int, _Line], others: list[_Line], count: int) -> None:
+    """Takes in a process that has come. If another has its number, that one must answer first, or lose it.
 
     Raises:
       ValueError: if its count differs, or its number is another's or out of range.
     """
-    line.settimeout(2.0)
-    hello = _receive(line)
-    if hello is None or not all(isinstance(hello.get(key), int) for key in ("process", "count")):
-        line.close()
-        return
-    other, reason = hello["process"], None
-    if hello["count"] != count:
-        reason = f"--num-processes {count} in process 0 and {hello['count']} in process {other}"
-    elif other in came or not 0 < other < count:
+    assert line.hello is not None
+    other, reason = line.hello["process"], None
+    if line.hello["count"] != count:
+        reason = f"--num-processes {count} in process 0 and {line.hello['count']} in process {other}"
+    elif not 0 < other < count or (line.is_contested and other in came and came[other].asked is None):
         reason = f"two processes with --process-id {other}"
     if reason is not None:
         message = (
             f"Processes must have different numbers, and the same count; got {reason}. Start each with its own number."
         )
-        raise ValueError(_end([line, *came.values()], message))
-    came[other] = line
+        raise ValueError(_end([*came.values(), *others], message))
+    if other not in came:
+        came[other] = line
+        others.remove(line)
+    elif not line.is_contested:
+        line.is_contested = True
+        came[other].ask()
 
 
-def _go(came: dict[int, socket.socket], count: int, most: int) -> Meeting:
+def _go(came: dict[int, _Line], count: int, most: int) -> Meeting:
     """Tells the first `most` of those that have come how many they are from now on, and the rest to end."""
     present = [0, *sorted(came)]
     missing = tuple(other for other in range(count) if other not in present[:most])
     for other in present[most:]:
         _end([came[other]], f"the others go on as {most} processes, and without process {other}")
     for place, other in enumerate(present[1:most], 1):
-        _send(came[other], {"go": [place, most, missing]})
-    return Meeting(0, most, missing, tuple(came[other] for other in present[1:most]))
+        came[other].send({"go": [place, most, missing]})
+        came[other].connection.settimeout(None)
+    return Meeting(0, most, missing, tuple(came[other].connection for other in present[1:most]))
 
 
 def _follow(address: tuple[str, int], index: int, count: int, seconds: float) -> Meeting:
@@ -137,20 +210,21 @@ def _follow(address: tuple[str, int], index: int, count: int, seconds: float) ->
     said, reason = begin + FIRST - SAY, ""
     while (now := time.monotonic()) < begin + seconds:
         try:
-            line = socket.create_connection(address, timeout=SAY)
-            _send(line, {"process": index, "count": count})
-            answer = _answer(line)
+            line = _Line(socket.create_connection(address, timeout=SAY))
+            answer = _answer(line, {"process": index, "count": count}, begin + seconds)
         except OSError as error:
             answer, reason = None, error.strerror or str(error)
         else:
             reason = "another run, or one before this, is there"
-        if answer and "go" in answer:
-            line.settimeout(None)
-            place, found, missing = answer["go"]
-            return Meeting(place, found, tuple(missing), (line,))
-        if answer:
-            line.close()
-            raise (TimeoutError if answer["is_late"] else ValueError)(answer["end"])
+        match answer:
+            case {"go": [int(place), int(found), [*missing]]} if 0 < place < found <= count and all(
+                isinstance(each, int) for each in missing
+            ):
+                line.connection.settimeout(None)
+                return Meeting(place, found, tuple(missing), (line.connection,))
+            case {"end": str(text), "is_late": bool(is_late)} if text.isprintable():
+                line.connection.close()
+                raise (TimeoutError if is_late else ValueError)(text)
         if now >= said + SAY:
             said = now
             _say(f"waiting for process 0 at {written(address)} ({reason})")
@@ -158,42 +232,32 @@ def _follow(address: tuple[str, int], index: int, count: int, seconds: float) ->
     raise TimeoutError(f"process 0 did not come to {written(address)} within {seconds:g} s: {reason}")
 
 
-def _answer(line: socket.socket) -> dict[str, Any] | None:
+def _answer(line: _Line, hello: dict[str, Any], deadline: float) -> dict[str, Any] | None:
     """Waits for process 0's decision and returns it; None if something else answers."""
-    line.settimeout(3 * SAY)
-    while answer := _receive(line):
-        if "wait" not in answer:
-            return answer if answer.keys() in ({"go"}, {"end", "is_late"}) else None
-        _say(answer["wait"])
-    line.close()
+    line.send(hello)
+    until = time.monotonic() + 3 * SAY
+    while select.select([line], [], [], max(min(until, deadline) - time.monotonic(), 0))[0]:
+        messages = line.receive()
+        if messages is None:
+            break
+        for message in messages:
+            match message:
+                case {"wait": str(text)} if text.isprintable():
+                    if text:
+                        _say(text)
+                    line.send(hello)
+                    until = time.monotonic() + 3 * SAY
+                case _:
+                    return message
+    line.connection.close()
     return None
 
 
-def _end(lines: Iterable[socket.socket], message: str, *, is_late: bool = False) -> str:
+def _end(lines: Iterable[_Line], message: str, *, is_late: bool = False) -> str:
     """Tells processes why they must end; returns the message."""
     for line in lines:
-        _send(line, {"end": message, "is_late": is_late})
+        line.send({"end": message, "is_late": is_late})
     return message
-
-
-def _send(line: socket.socket, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # a process that is gone is noticed by its closed connection
-        line.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _receive(line: socket.socket) -> dict[str, Any] | None:
-    """Returns the next message; None at the end of the connection, or for anything else."""
-    text = b""
-    try:
-        while not text.endswith(b"\n"):  # byte by byte: what follows is not part of this message
-            byte = line.recv(1)
-            if not byte or len(text) >= LONGEST:
-                return None
-            text += byte
-        found = json.loads(text)
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _named(numbers: Sequence[int]) -> str:

@@ -100,20 +100,86 @@ def test_what_contradicts_itself_ends_all(members, said, address):
         assert said in str(error)
 
 
+HELLO = b'{"process": 1, "count": 2}\n'
+
+
 def test_a_process_that_ends_while_it_waits_may_come_again_and_strangers_do_not_count(address):
-    found = []
+    found, held, is_over = [], [], threading.Event()
     thread = threading.Thread(target=lambda: found.extend(together(address, (0, 2))))
     thread.start()
-    for text in (b"PRI * HTTP/2.0\r\n\r\n", b'{"process": "x", "count": 2}\n', b"[]\n"):
-        with connected(address) as line:
+    for text in (
+        b"PRI * HTTP/2.0\r\n\r\n",
+        b'{"process": "x", "count": 2}\n',
+        b'{"process": true, "count": 2}\n',
+        b"[]\n",
+        b"[" * 4000 + b"\n",
+        b"\xff\n",
+        HELLO + b"5\n",
+        b"x" * (2 * rendezvous.LONGEST),
+    ):
+        with connected(address) as line, contextlib.suppress(ConnectionError):
             line.sendall(text)
-            with contextlib.suppress(ConnectionResetError):
-                assert line.recv(1) == b""
+            while line.recv(100):
+                pass
     with connected(address) as line:
-        line.sendall(b'{"process": 1, "count": 2}')  # and ends before the line does
+        line.sendall(HELLO[:-1])  # and ends before the line does
+    held = [connected(address) for _ in range(3)]  # one says nothing, one says its name alone, one a byte now and then
+    held[1].sendall(HELLO)
+    drips = threading.Thread(target=lambda: [held[2].send(b"x") for _ in range(100) if not is_over.wait(0.05)])
+    drips.start()
     assert [meeting.count for meeting in together(address, (1, 2))] == [2]
     thread.join(20)
+    is_over.set()
+    drips.join()
+    for line in held:
+        line.close()
     assert [meeting.count for meeting in found] == [2]
+
+
+@pytest.mark.parametrize("hello", [HELLO, HELLO + HELLO])
+def test_a_number_whose_host_is_gone_is_taken_by_who_comes_again(hello, address, monkeypatch):
+    """The connection of a host without power stays open, whether or not it has answered once."""
+    monkeypatch.setattr(rendezvous, "ANSWER", 0.5)
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(together(address, (0, 3))))
+    thread.start()
+    with connected(address) as line:
+        line.sendall(hello.replace(b"2", b"3"))
+        line.recv(1)  # "wait": it is known
+        others = together(address, (1, 3), (2, 3))
+    thread.join(20)
+    assert [(meeting.index, meeting.count) for meeting in [*found, *others]] == [(0, 3), (1, 3), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"go": 5}',
+        b'{"go": [1]}',
+        b'{"go": [null, null, null]}',
+        b'{"go": [1, 2, ["x"]]}',
+        b'{"go": [5, 9, []]}',
+        b'{"end": 5, "is_late": false}',
+        b'{"end": "\\u001b[31mred", "is_late": false}',
+        b'{"wait": 5}',
+        b"[" * 4000,
+    ],
+)
+def test_what_is_no_process_0_is_not_believed(text, address, monkeypatch):
+    monkeypatch.setattr(rendezvous, "LATE", 0.0)
+    with socket.create_server(address) as server:
+
+        def answer():
+            with contextlib.suppress(OSError):
+                while True:
+                    with server.accept()[0] as line:
+                        line.sendall(text + b"\n")
+                        line.recv(100)
+
+        threading.Thread(target=answer, daemon=True).start()
+        (error,) = together(address, (1, 2), seconds=0.3)
+    assert isinstance(error, TimeoutError)
+    assert "another run, or one before this, is there" in str(error)
 
 
 def connected(address):
