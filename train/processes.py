@@ -6,13 +6,14 @@ import errno
 import os
 import socket
 import stat
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
 
-from train.rendezvous import meet, written
+from train.rendezvous import SAY, meet, say, written
 
 # Seconds after which JAX itself gives up on a process, with many lines, none of which names the one that failed. The
 # trainer's own signs of life tell earlier.
@@ -99,8 +100,8 @@ def connect(
 
     Raises:
       ValueError: if only some of the three are given, they contradict each other or those of other processes, or the
-        address's host is unknown; if the others go on without this process.
-      TimeoutError: if not all have come.
+        address is none; if the others go on without this process.
+      TimeoutError: if not all have come, or the address's host is not known by then.
     """
     coordinator = coordinator or os.environ.get("JAXCOMM_COORDINATOR")
     process_id = _integer(process_id, "JAXCOMM_PROCESS_ID")
@@ -132,6 +133,10 @@ def connect(
         raise ValueError(
             f"--coordinator must be HOST:PORT of process 0; got {coordinator!r}. Write 10.0.0.1:9777, say."
         )
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ValueError(
+            f"--coordinator must have brackets around an IPv6 address; got {coordinator!r}. Write [{host}]:{port}."
+        )
     if not 0 <= process_id < num_processes:
         raise ValueError(
             f"--process-id must be at least 0 and below --num-processes; got {process_id} of {num_processes}. Number "
@@ -140,7 +145,7 @@ def connect(
     check(num_processes)
     if num_processes == 1:
         return Processes()
-    place, is_own = _address(coordinator, listens=process_id == 0)
+    place, is_own = _address(coordinator, seconds, listens=process_id == 0)
     met = meet(place, process_id, num_processes, seconds, fits, patience)
     if met.count > 1:
         jax.distributed.initialize(
@@ -176,19 +181,30 @@ def is_addressed(coordinator: str | None) -> bool:
     return coordinator is not None or "JAXCOMM_COORDINATOR" in os.environ
 
 
-def _address(coordinator: str, *, listens: bool) -> tuple[tuple[str, int], bool]:
+def _address(coordinator: str, seconds: float, *, listens: bool) -> tuple[tuple[str, int], bool]:
     """Returns the address and port of process 0, and whether it `listens` at that address alone.
 
     It listens at all addresses if that one is not this host's (behind address translation).
 
     Raises:
-      ValueError: if the port is taken, or the host is not known.
+      ValueError: if the port is taken, or the host's name is none.
+      TimeoutError: if the name is not known within `seconds`, as that of a pod that is not there yet.
     """
     host, _, port = coordinator.rpartition(":")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ValueError(f"--coordinator must name a host; got {coordinator!r}: {error}.") from None
+    deadline, found = time.monotonic() + seconds, []
+    while not found:
+        try:
+            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        except UnicodeError as error:
+            raise ValueError(f"--coordinator must name a host; got {coordinator!r}: {error}. Correct it.") from None
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"--coordinator must name a host within --connect-timeout; got {coordinator!r} for {seconds:g} s: "
+                    f"{error}. Is the name right?"
+                ) from None
+            say(f"waiting for the address of {coordinator} ({error})")
+            time.sleep(min(SAY, max(deadline - time.monotonic(), 0.1)))
     family, kind, protocol, _, place = found[0]
     address = (str(place[0]), int(port))
     if not listens:

@@ -155,7 +155,7 @@ def _lead(
             raise TimeoutError(_end([*came.values(), *others], message, is_late=True))
         if missing and now >= said + SAY:
             said, waiting = now, f"waiting for {_named(missing)} at {place}"
-            _say(waiting)
+            say(waiting)
             for line in came.values():
                 line.ask(waiting)
         listens = [listener] if len(others) < MOST else []
@@ -227,7 +227,7 @@ def _follow(address: tuple[str, int], index: int, count: int, seconds: float) ->
                 raise (TimeoutError if is_late else ValueError)(text)
         if now >= said + SAY:
             said = now
-            _say(f"waiting for process 0 at {written(address)} ({reason})")
+            say(f"waiting for process 0 at {written(address)} ({reason})")
         time.sleep(PAUSE)
     raise TimeoutError(f"process 0 did not come to {written(address)} within {seconds:g} s: {reason}")
 
@@ -244,7 +244,7 @@ def _answer(line: _Line, hello: dict[str, Any], deadline: float) -> dict[str, An
             match message:
                 case {"wait": str(text)} if text.isprintable():
                     if text:
-                        _say(text)
+                        say(text)
                     line.send(hello)
                     until = time.monotonic() + 3 * SAY
                 case _:
@@ -269,5 +269,6 @@ def written(address: tuple[str, int]) -> str:
     return f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Prints what a process waits for."""
     print(f"train: {line}", file=sys.stderr, flush=True)

@@ -278,6 +278,8 @@ def test_flags_go_before_variables(joined, monkeypatch):
         ((None, None, 2), "got none for --coordinator, --process-id"),
         (("127.0.0.1", 0, 2), "--coordinator must be HOST:PORT of process 0; got '127.0.0.1'. Write"),
         ((":9777", 0, 2), "--coordinator must be HOST:PORT"),
+        (("::1:9777", 0, 2), "must have brackets around an IPv6 address; got '::1:9777'. Write [::1]:9777."),
+        (("h" * 99 + ":9777", 0, 2), "--coordinator must name a host; got 'hhh"),
         (("host:http", 0, 2), "--coordinator must be HOST:PORT of process 0; got 'host:http'"),
         (("127.0.0.1:9777", 2, 2), "--process-id must be at least 0 and below --num-processes; got 2 of 2"),
         (("127.0.0.1:9777", -1, 2), "got -1 of 2"),
@@ -288,6 +290,27 @@ def test_flags_that_contradict_each_other(given, said, joined):
     with pytest.raises(ValueError, match=re.escape(said)):
         connect(*given)
     assert joined == []
+
+
+def test_a_name_that_is_not_known_yet_is_waited_for(joined, monkeypatch, capsys):
+    """Those of pods appear late."""
+    find, failures = socket.getaddrinfo, [socket.gaierror(-2, "Name or service not known")] * 2
+
+    def find_late(host, *args, **options):
+        if failures:
+            raise failures.pop()
+        return find("::1", *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", find_late)
+    monkeypatch.setattr(train.processes, "SAY", 0.01)
+    assert connect("pod-0.pods:9777", 1, 2) == Processes(1, 2)
+    said = "train: waiting for the address of pod-0.pods:9777 ([Errno -2] Name or service not known)\n"
+    assert capsys.readouterr().err == said * 2
+    failures += [socket.gaierror(-2, "Name or service not known")] * 99
+    message = "must name a host within --connect-timeout; got 'pod-0.pods:9777' for 0 s: .*not known. Is the name right"
+    with pytest.raises(TimeoutError, match=message):
+        connect("pod-0.pods:9777", 1, 2, seconds=0)
+    assert len(joined) == 1
 
 
 def test_a_connection_outlasts_a_link_that_is_cut_for_less_than_the_peer_timeout(joined):
