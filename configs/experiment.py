@@ -140,7 +140,7 @@ class Experiment:
     error_budget: float | None = None
     """With --advise and --plan: the largest part of the gradient's squared norm that one step may leave out."""
     resume: bool = False
-    """Continue the newest run of this name under --out, from its last checkpoint."""
+    """Continue the run of this name under --out that was written last, from its last checkpoint."""
     restarts: int = 0
     """How often the run is restarted from its last checkpoint after a fault, such as a killed process or a broken link.
     Give it to every process."""

@@ -5,13 +5,17 @@ import errno
 import fcntl
 import itertools
 import json
+import re
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from train.goodput import FILE
 
 RUNS, LOCK = "runs.json", "lock"  # files of a run's folder
 METRICS, SETTINGS = "metrics.jsonl", "settings.json"  # files of a method's folder in it
@@ -27,7 +31,8 @@ def run_folder(out: Path, name: str, *, resume: bool | Path, runs: Sequence[str]
     Args:
       out: the folder of all runs.
       name: the experiment's name.
-      resume: the folder to take; True for the newest existing one, False for the first free one.
+      resume: the folder to take; True for the one that was written last, which is printed; False for the first free
+        one.
       runs: the names of what is trained, in order; a resumed run must have the same.
 
     Raises:
@@ -42,7 +47,7 @@ def run_folder(out: Path, name: str, *, resume: bool | Path, runs: Sequence[str]
             if isinstance(resume, Path):
                 number = next(number for number in itertools.count(1) if _folder(out, name, number) == resume)
             else:
-                number = _newest(out, name) if resume else _take(out, name)
+                number = _last(out, name) if resume else _take(out, name)
             folder = _folder(out, name, number)
             if not resume:
                 stack.enter_context(_removed_if_empty(folder))
@@ -101,13 +106,25 @@ def _take(out: Path, name: str) -> int:
             return number
 
 
-def _newest(out: Path, name: str) -> int:
-    number = 0
-    while _folder(out, name, number + 1).exists():
-        number += 1
-    if not number:
+def _last(out: Path, name: str) -> int:
+    """Returns the number of the run that wrote last: the one that was stopped last, whatever its number."""
+    names = [path.name for path in out.iterdir() if path.is_dir()] if out.is_dir() else []
+    pattern = re.compile(rf"{re.escape(name)}(?:-([2-9]|[1-9]\d+))?")
+    numbers = [int(found[1] or 1) for each in names if (found := pattern.fullmatch(each))]
+    if not numbers:
         raise ValueError(f"--resume must go on with a run that has begun; got no {out / name}. Leave --resume out.")
-    return number
+    last = max(numbers, key=lambda number: (_written(_folder(out, name, number)), number))
+    print(
+        f"train: --resume goes on with {_folder(out, name, last)}"
+        + (f", which was written last of {len(numbers)} runs" if len(numbers) > 1 else ""),
+        file=sys.stderr,
+    )
+    return last
+
+
+def _written(folder: Path) -> float:
+    files = [folder / file for file in (RUNS, FILE)]
+    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
 
 @contextlib.contextmanager

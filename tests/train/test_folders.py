@@ -1,4 +1,6 @@
 import json
+import os
+import shutil
 import subprocess
 import sys
 
@@ -22,12 +24,22 @@ def test_runs_that_begin_together_take_folders_of_their_own(tmp_path):
         assert (one.name, other.name) == ("digits", "digits-2")
 
 
-def test_resume_takes_the_newest(tmp_path):
-    for name in ("digits", "digits-2", "mnist", "digits-old"):
+def test_resume_takes_the_run_that_was_written_last_whatever_its_number_and_says_so(tmp_path, capsys):
+    for name in ("digits", "digits-2", "digits-3", "mnist", "digits-old", "digits-02"):
         (tmp_path / name).mkdir()
-    for name, newest in (("digits", "digits-2"), ("mnist", "mnist")):
+    for name, last, of in (("digits", "digits-3", " of 3 runs"), ("mnist", "mnist", "")):
         with run_folder(tmp_path, name, resume=True) as folder:
-            assert folder == tmp_path / newest
+            assert folder == tmp_path / last
+        said = capsys.readouterr().err
+        assert said == f"train: --resume goes on with {folder}{of and ', which was written last'}{of}\n"
+    for number, last in enumerate(("digits", "digits-2", "digits-3", "digits-2"), 1):
+        (tmp_path / last / "goodput.json").touch()
+        os.utime(tmp_path / last / "goodput.json", (2e9 + number,) * 2)
+        with run_folder(tmp_path, "digits", resume=True) as folder:
+            assert folder.name == last
+    shutil.rmtree(tmp_path / "digits-2")  # a gap hides nothing
+    with run_folder(tmp_path, "digits", resume=True) as folder:
+        assert folder.name == "digits-3"
 
 
 @pytest.mark.parametrize("others", [[], ["mnist"]])
