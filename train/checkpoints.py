@@ -1,6 +1,7 @@
 """Checkpoints: the whole state of a run, including the compressor's, which has one row per worker."""
 
 import contextlib
+import json
 import logging
 import sys
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ import jaxcomm as jc
 from jaxcomm.numerics import digest
 from jaxcomm.types import is_per_worker
 
-CHECKSUMS = "checksums"  # the key of the digests, alongside the arrays of a state
+CHECKSUMS = "checksums"  # the key of the digests, alongside the arrays of a state, and of that of a JSON object
 Resize = Callable[[jc.TrainState, int], jc.TrainState]
 
 
@@ -82,8 +84,8 @@ class Checkpoints:
             step,
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(_with_checksums(_plain(state))),
-                data=ocp.args.JsonSave(data),
-                about=ocp.args.JsonSave(about),
+                data=ocp.args.JsonSave(data | {CHECKSUMS: _crc32(data)}),
+                about=ocp.args.JsonSave(about | {CHECKSUMS: _crc32(about)}),
             ),
         )
 
@@ -156,11 +158,14 @@ class Checkpoints:
 
         Raises:
           SettingsError: if the checkpoint is of another experiment, or its number of workers cannot become the run's.
-          ValueError: if an array or the position of the data is not what was saved.
+          ValueError: if an array, a setting or the position of the data is not what was saved.
         """
         head = self._manager.restore(
             step, args=ocp.args.Composite(data=ocp.args.JsonRestore(), about=ocp.args.JsonRestore())
         )
+        for name in ("about", "data"):
+            if head[name].pop(CHECKSUMS, None) != _crc32(head[name]):
+                raise ValueError(f"{name}/metadata is not what was saved: its checksum differs")
         if head["data"]["step"] != step:
             raise ValueError(f"its data are at step {head['data']['step']}")
         then, message = dict(head["about"]), ""
@@ -244,6 +249,10 @@ def _say_unless_closed(before: Callable[[Any], object], unraisable: Any) -> None
 def _digests(plain: dict[str, Any]) -> jax.Array:
     """Returns the digest of every array, in the order of their names: (n,) uint32."""
     return jnp.stack([digest(jnp.asarray(plain[name])) for name in sorted(plain)])
+
+
+def _crc32(record: dict[str, Any]) -> int:
+    return crc32(json.dumps(record, sort_keys=True).encode())
 
 
 def _with_checksums(plain: dict[str, Any]) -> dict[str, Any]:

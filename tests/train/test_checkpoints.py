@@ -171,7 +171,14 @@ def empty(folder):
     folder.mkdir()
 
 
+def flip_setting(folder):
+    """Flips the lowest bit of a digit: the learning rate 0.1 becomes 0.0."""
+    path = folder / "about" / "metadata"
+    path.write_text(path.read_text().replace("0.1", "0.0"))
+
+
 DAMAGES = {
+    "a setting with another bit": flip_setting,
     "the largest file is gone": remove_largest,
     "no state": lambda folder: shutil.rmtree(folder / "state"),
     "no settings": lambda folder: shutil.rmtree(folder / "about"),
