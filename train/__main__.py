@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     The code is 0; 1 if not all processes came; 2 for input that cannot be used; 3 if `--advise` advises a dense method;
     or, with `--restarts`, that of the last start.
     """
-    begin = time.time()
+    begin = time.monotonic()
     try:
         if argv and argv[0] == "compare":
             from train.compare import main as compare
@@ -146,7 +146,7 @@ def run(
       experiment: the fields.
       processes: this process among the others.
       doing: called with what this process is about to do.
-      begin: `time.time()` at the start of this process; now if not given.
+      begin: `time.monotonic()` at the start of this process; now if not given.
     """
     if experiment.advise:
         return advise(experiment, processes)

@@ -10,6 +10,8 @@ from typing import Any
 
 from train.metrics import Evaluation
 
+HUGE = 1e100  # a value that no axis can show
+
 
 def draw_accuracy(path: Path, curves: dict[str, Sequence[Evaluation]]) -> None:
     """Draws test accuracy against bytes received per worker, one curve a method, as a PNG file."""
@@ -106,7 +108,7 @@ class Line:
 
     Attributes:
       x: ascending.
-      y: as many values; NaN leaves a gap.
+      y: as many values; NaN and what is above HUGE leave a gap.
       label: of its run.
       number: of its run, which has the same colour in all panels.
       style: "line", "thin" or "marks".
@@ -146,14 +148,15 @@ def draw_panels(panels: Mapping[str, Sequence[Line]], label: str, *, logarithmic
         "thin": {"linewidth": 0.7, "alpha": 0.45},
         "marks": {"linewidth": 1.4, "marker": "o", "markersize": 3.5},
     }
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": "sans-serif"}):
+    settings = {"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": "sans-serif", "text.parse_math": False}
+    with matplotlib.rc_context(settings):
         figure, axes = plt.subplots(1, len(panels), figsize=(11, 3.2), sharey=True, layout="constrained", squeeze=False)
         drawn = [y for lines in panels.values() for line in lines for y in line.y]
         is_logarithmic = logarithmic and any(y > 0 for y in drawn)
         for panel, (name, lines) in zip(axes[0], panels.items(), strict=True):
             labelled = set()
             for line in sorted(lines, key=lambda line: line.style == "thin"):  # the legend shows the bold ones
-                y = [value if value > 0 or not is_logarithmic else math.nan for value in line.y]
+                y = [y if abs(y) < HUGE and (y > 0 or not is_logarithmic) else math.nan for y in line.y]
                 own = None if line.label in labelled else line.label
                 labelled.add(line.label)
                 panel.plot(line.x, y, label=own, color=Line.colour(line.number), **styles[line.style])

@@ -5,20 +5,24 @@ import errno
 import fcntl
 import itertools
 import json
+import math
 import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from train.goodput import FILE
+from train.tables import reading
 
 RUNS, LOCK = "runs.json", "lock"  # files of a run's folder
 METRICS, SETTINGS = "metrics.jsonl", "settings.json"  # files of a method's folder in it
+LINE = {"step", "loss", "overflow", "skipped", "bytes_received"}  # what every line of METRICS has
 
 
 @contextlib.contextmanager
@@ -143,13 +147,50 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _check_runs(folder: Path, runs: Sequence[str], resume: bool) -> None:
+def read_runs(folder: Path) -> list[str] | None:
+    """Returns the names of a run's methods, which are folders in its own; None if it has not noted them.
+
+    Raises:
+      ValueError: if the file holds something else.
+    """
     path = folder / RUNS
-    if resume and path.exists():
-        before = json.loads(path.read_text())
-        if before != list(runs):
-            raise ValueError(
-                f"--resume must go on with the methods that the run began with; got {', '.join(runs)} for {folder}, "
-                f"which has {', '.join(before)}. Give the same method and options, or leave --resume out."
-            )
-    path.write_text(json.dumps(list(runs)) + "\n")
+    if not path.exists():
+        return None
+    with reading(path, "the names of a run's methods", "Remove it."):
+        names = json.loads(path.read_text())
+        if not isinstance(names, list) or any(Path(name).name != name for name in names):
+            raise ValueError(names)
+    return names
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Returns the lines of a method's metrics, one a step, with NaN for null.
+
+    A half line at the end is left out: a run is writing it, or was killed.
+
+    Raises:
+      ValueError: naming the line that is not one of a step.
+    """
+    found = []
+    with path.open(newline="\n", errors="replace") as file:
+        for number, text in enumerate(file, 1):
+            if not text.endswith("\n"):
+                continue
+            with reading(path, "a JSON object of numbers a line", f"Remove line {number}, and those after it."):
+                line = {name: math.nan if value is None else value for name, value in json.loads(text).items()}
+                if not all(isinstance(value, int | float) for value in line.values()):
+                    raise ValueError(line)
+                if not isinstance(line["step"], int) or line["step"] < 1 or not line.keys() >= LINE:
+                    raise ValueError(line)
+            found.append(line)
+    return found
+
+
+def _check_runs(folder: Path, runs: Sequence[str], resume: bool) -> None:
+    before = read_runs(folder) if resume else None
+    if before is not None and before != list(runs):
+        raise ValueError(
+            f"--resume must go on with the methods that the run began with; got {', '.join(runs)} for {folder}, "
+            f"which has {', '.join(before)}. Give the same method and options, or leave --resume out."
+        )
+    (folder / RUNS).write_text(json.dumps(list(runs)) + "\n")

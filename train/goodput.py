@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from train.tables import reading
+
 FILE = "goodput.json"  # in a run's folder
 EVERY = 1.0  # seconds between two writes: what a killed run has not written counts as a restart
 _REST = {  # what takes the rest, and its name in `line`
@@ -33,22 +35,21 @@ class Goodput:
 
         Args:
           folder: of the run; None keeps nothing.
-          begin: `time.time()` at the start of this process; now if not given.
+          begin: `time.monotonic()` at the start of this process; now if not given.
           restarted: whether this is a restart after a fault.
         """
         self._path = None if folder is None else folder / FILE
-        begin = time.time() if begin is None else begin
-        self._kept: dict[str, Any] = {"seconds": {}, "restarts": 0, "lost": 0, "runs": {}, "until": begin}
-        self._kind, self._since, self._written = "start", begin, 0.0
+        self._kind, self._since, self._written = "start", time.monotonic() if begin is None else begin, 0.0
+        self._kept: dict[str, Any] = {"seconds": {}, "restarts": 0, "lost": 0, "runs": {}, "until": time.time()}
         self._name: str | None = None
         if self._path is not None and self._path.exists():
-            try:
-                self._kept |= json.loads(self._path.read_text())
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"{self._path} must hold the counts of a run; got {error}. Remove it.") from None
+            with reading(self._path, "the counts of a run", "Remove it."):
+                self._kept = _counts(self._kept | json.loads(self._path.read_text()))
             if restarted:
-                self._kind, self._since = "restarts", min(begin, self._kept["until"])
+                self._kind = "restarts"
                 self._kept["restarts"] += 1
+                # Only here do two processes meet: the wall clock may jump, and counts nothing else.
+                self._add("restarts", max(time.time() - self._kept["until"] - (time.monotonic() - self._since), 0.0))
 
     @contextmanager
     def on(self, kind: str) -> Iterator[None]:
@@ -78,7 +79,7 @@ class Goodput:
         """Notes that a step is done; the first one compiles, and the steps that count begin after it."""
         if self._kind in ("start", "restarts"):
             self._begin("steps")
-        if self._path is not None and time.time() >= self._written + EVERY:
+        if self._path is not None and time.monotonic() >= self._written + EVERY:
             self.write()
 
     def saved(self, step: int) -> None:
@@ -92,7 +93,7 @@ class Goodput:
         """Writes what has been counted so far."""
         self._count()
         if self._path is not None:
-            self._written = time.time()
+            self._written, self._kept["until"] = time.monotonic(), time.time()
             draft = self._path.with_suffix(".draft")
             draft.write_text(json.dumps(self._kept) + "\n")
             draft.replace(self._path)
@@ -125,15 +126,26 @@ class Goodput:
         self._kind = kind
 
     def _count(self) -> None:
-        now = time.time()
-        seconds = max(now - self._since, 0.0)
+        now = time.monotonic()
+        seconds = now - self._since
         self._add(self._kind, seconds)
         if self._kind == "steps":
             self._run()["steps"] += seconds
-        self._since = self._kept["until"] = now
+        self._since = now
 
     def _add(self, kind: str, seconds: float) -> None:
         self._kept["seconds"][kind] = self._kept["seconds"].get(kind, 0.0) + seconds
 
     def _run(self) -> dict[str, Any]:
         return self._kept["runs"].setdefault(self._name, {"steps": 0.0, "marks": {}})
+
+
+def _counts(kept: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a file has kept, its numbers as numbers; raises an error of any kind if it is something else."""
+    runs = {
+        name: {"steps": float(run["steps"]), "marks": {str(int(at)): float(s) for at, s in run["marks"].items()}}
+        for name, run in kept["runs"].items()
+    }
+    seconds = {kind: float(kept["seconds"][kind]) for kind in kept["seconds"]}
+    counts = {"restarts": int(kept["restarts"]), "lost": int(kept["lost"])}
+    return {"seconds": seconds, **counts, "runs": runs, "until": float(kept["until"])}

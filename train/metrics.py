@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import jaxcomm as jc
+from train.folders import read_lines
 from train.tables import plain
 
 EXCHANGE = ("sent", "overflow", "skipped", "drained", "bytes_received")  # metrics that are not the loss function's
@@ -116,9 +117,8 @@ class Log:
           writes: False for all processes but one.
           tensorboard: whether to write scalars for TensorBoard as well, in the same folder.
         """
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        records = [json.loads(line) for line in lines if line.endswith("\n")]  # a killed run may leave half a line
-        kept = [_numbers(record) for record in records if record["step"] <= after]
+        records = read_lines(path) if path.exists() else []
+        kept = [record for record in records if record["step"] <= after]
         self.dropped, records = len(records) - len(kept), kept
         self.evaluations = [_evaluation(record) for record in records if "test_accuracy" in record]
         self.losses: list[float] = []
@@ -227,11 +227,6 @@ def _tag(name: str) -> str:
     if name.startswith("test_"):
         return f"test/{name.removeprefix('test_')}"
     return f"{'exchange' if name in EXCHANGE else 'train'}/{name}"
-
-
-def _numbers(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns a line that was read, with NaN where null was written."""
-    return {name: math.nan if value is None else value for name, value in record.items()}
 
 
 def _evaluation(record: dict[str, Any]) -> Evaluation:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from train.tables import check_file, plain
+from train.tables import check_file, plain, reading
 
 Record = dict[str, Any]
 
@@ -20,11 +20,16 @@ class Records:
           path: the file, a JSON list of records; None keeps nothing.
 
         Raises:
-          ValueError: for a folder.
+          ValueError: for a folder, or a file of something else.
         """
         check_file("--json", path)
         self._path = path
-        self._records: list[Record] = json.loads(path.read_text()) if path is not None and path.exists() else []
+        self._records: list[Record] = []
+        if path is not None and path.exists():
+            with reading(path, "a list of records, since --json goes on with it", "Name another file."):
+                self._records = json.loads(path.read_text())
+                if not isinstance(self._records, list) or not all(isinstance(each, dict) for each in self._records):
+                    raise ValueError(self._records)
 
     def check_same(self, expected: Mapping[str, Any], settings: Callable[[Record], Mapping[str, Any]]) -> None:
         """Refuses a file with a record of other settings than those of this call.

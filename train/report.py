@@ -2,7 +2,6 @@
 
 import html
 import json
-import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -13,8 +12,9 @@ from typing import Any
 import tyro
 
 from train.figures import Line, draw_panels
-from train.folders import METRICS, RUNS, SETTINGS
-from train.tables import format_cell
+from train.folders import METRICS, SETTINGS, read_lines
+from train.folders import read_runs as run_names
+from train.tables import format_cell, reading
 
 POINTS = 400  # of a line at most; more steps are averaged
 
@@ -102,8 +102,7 @@ def read_runs(folders: Sequence[Path]) -> list[Curve]:
 
 def _methods_of(folder: Path) -> list[Path]:
     """Returns the files of a run's methods, in the order in which they were trained."""
-    runs = json.loads((folder / RUNS).read_text()) if (folder / RUNS).exists() else []
-    first = [folder / name / METRICS for name in runs]
+    first = [folder / name / METRICS for name in run_names(folder) or ()]
     others = sorted(set(folder.glob(f"*/{METRICS}")) - set(first))
     return [file for file in [*first, *others] if file.exists()]
 
@@ -118,21 +117,17 @@ def _labels(files: Sequence[Path]) -> list[str]:
 
 
 def _read(file: Path, label: str) -> Curve:
-    lines = []
-    for number, text in enumerate(file.read_text().splitlines(keepends=True), 1):
-        if not text.endswith("\n"):  # the run is still writing it
-            continue
-        try:
-            record = json.loads(text)
-        except ValueError:
-            raise ValueError(f"{file} must have a JSON object a line; got none in line {number}.") from None
-        lines.append({name: math.nan if value is None else value for name, value in record.items()})
+    lines = read_lines(file)
     if not lines:
         raise ValueError(
             f"A run must have taken a step before it is drawn; got none in {file}. Wait for the first one."
         )
-    settings = file.parent / SETTINGS
-    return Curve(label, lines, json.loads(settings.read_text()) if settings.exists() else {})
+    path, settings = file.parent / SETTINGS, {}
+    if path.exists():
+        with reading(path, "the settings of a run", "Remove it."):
+            settings = json.loads(path.read_text())
+            _ = 1.0 * settings.get("workers", 1) * settings.get("dense_bytes", 0)
+    return Curve(label, lines, settings)
 
 
 # The lines of a curve in a figure: places, values and style of each.
@@ -267,7 +262,7 @@ def _summary(curves: Sequence[Curve]) -> str:
                 "workers": settings.get("workers"),
                 "steps": last["step"],
                 "test accuracy, %": 100 * tests[-1]["test_accuracy"] if tests else None,
-                "test loss": tests[-1]["test_loss"] if tests else None,
+                "test loss": tests[-1].get("test_loss") if tests else None,
                 "bytes a step": per_step,
                 "times fewer than dense": dense / per_step if dense and per_step else None,
                 "skipped": int(sum(line["skipped"] for line in curve.lines)),

@@ -3,7 +3,8 @@
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,21 @@ def check_file(option: str, path: Path | None) -> None:
     """
     if path is not None and path.is_dir():
         raise ValueError(f"{option} must be a file; got the folder {path}. Name a file in it.")
+
+
+@contextmanager
+def reading(path: Path, what: str, remedy: str) -> Iterator[None]:
+    """Names the file in every error of a block that reads it, since what is damaged may raise any.
+
+    Raises:
+      ValueError: in place of an error of the block; errors of the system pass.
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{path} must hold {what}; got {error!r}. {remedy}") from None
 
 
 def plain(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def read_plan(path: Path) -> Plan:
     """Reads a plan from a file.
 
     Raises:
-      ValueError: for a file that is missing, is not a plan, or has another format.
+      ValueError: for a file that is missing, is not a plan, or has another format; it names the file.
     """
     try:
         record = json.loads(path.read_text())
@@ -145,9 +145,17 @@ def read_plan(path: Path) -> Plan:
         record["tensors"] = {name: (tuple(shape), way) for name, (shape, way) in record["tensors"].items()}
         record["cuts"] = tuple(record["cuts"])
         plan = Plan(**record)
+        sizes = [
+            plan.workers,
+            plan.micro_batches,
+            *plan.cuts,
+            *(n for shape, _ in plan.tensors.values() for n in shape),
+        ]
+        if not all(type(n) is int and n >= 0 for n in sizes) or not math.isfinite(plan.step):
+            raise ValueError("a number that is none, or negative")
         plan.transformation()
         return plan
-    except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # a damaged file may raise any
         raise ValueError(
             f"A plan must be a file that `Plan.write` made, of format {FORMAT}; got {path}: {error!r}. Make it again."
         ) from None

@@ -9,10 +9,13 @@ def clock(monkeypatch):
     """A clock that only moves when it is told to."""
 
     class Clock:
-        now = 1000.0
+        now, jump = 1000.0, 0.0
+
+        def monotonic(self):
+            return self.now
 
         def time(self):
-            return self.now
+            return self.now + self.jump
 
     clock = Clock()
     monkeypatch.setattr(goodput, "time", clock)
@@ -30,6 +33,7 @@ def test_every_second_is_of_one_kind_over_restarts(tmp_path, clock):
     counted = Goodput(tmp_path)
     clock.now += 3  # connecting
     counted.take("dct_dp", 0)
+    clock.jump = 86400.0  # the wall clock is set, and counts nothing
     train(counted, clock, 11)
     with counted.on("checkpoints"):
         clock.now += 2
@@ -73,7 +77,23 @@ def test_the_time_between_a_stop_and_a_resume_by_hand_is_nobodys(tmp_path, clock
     assert counted.record()["seconds"] == 5 + 2 + 5 + 1
 
 
-def test_a_file_that_is_none_of_ours_is_refused(tmp_path):
-    (tmp_path / goodput.FILE).write_text("[1]")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1]",
+        "{",
+        "null",
+        "[" * 9999,
+        '{"seconds": 5}',
+        '{"runs": 5}',
+        '{"until": "x"}',
+        '{"restarts": "x"}',
+        '{"runs": {"a": {}}}',
+        '{"runs": {"a": 5}}',
+        '{"lost": null}',
+    ],
+)
+def test_a_file_that_is_none_of_ours_is_refused(text, tmp_path):
+    (tmp_path / goodput.FILE).write_text(text)
     with pytest.raises(ValueError, match=r"goodput.json must hold the counts of a run; got .*. Remove it"):
         Goodput(tmp_path)

@@ -26,6 +26,10 @@ def test_a_record_is_made_once_and_found_by_a_later_run(tmp_path):
     assert [record["marks"] for record in json.loads(path.read_text())] == [[1, 2], [1, 3]]  # nothing is dropped
     with pytest.raises(ValueError, match=r"--json must be a file; got the folder"):
         Records(tmp_path)
+    for text in ("{", "5", "[1]", '{"a": 1}', "[" * 9999):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"records.json must hold a list of records, since .* Name another file"):
+            Records(path)
 
 
 def test_a_file_of_other_settings_is_refused_by_the_setting(tmp_path):

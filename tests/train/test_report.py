@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from html.parser import HTMLParser
 
 import matplotlib.colors
@@ -196,7 +197,11 @@ def test_several_runs_are_told_apart_by_their_folders(folder, tmp_path):
     curves = read_runs([folder, other])
     assert [curve.label for curve in curves] == ["digits/plump_dp", "digits/<dct> & dp", "digits-2/plump_dp"]
     assert [len(curve.lines) for curve in curves] == [2, 3, 1]
-    assert main(["report", str(folder), str(other), "--out", str(tmp_path / "new" / "page.html")]) == 0
+    odd = tmp_path / "digits-2" / r"$\frac{$"  # no mathematics
+    shutil.copytree(other, odd)
+    (odd / "metrics.jsonl").write_text(json.dumps(line(1, 1e308, 0.0)) + "\n" + json.dumps(line(2, -1e308, 0.0)) + "\n")
+    runs = [str(folder), str(other), str(odd)]
+    assert main(["report", *runs, "--out", str(tmp_path / "new" / "page.html")]) == 0
     assert "digits-2/plump_dp" in (tmp_path / "new" / "page.html").read_text()
 
 
@@ -211,12 +216,50 @@ def test_lines_without_time_and_settings_are_drawn_over_steps_alone(folder, figu
         assert [len(axes.lines) > 0 for axes in figure.axes] == [title != "Density", False]
 
 
+METRICS = "metrics.jsonl"
+LINE = '{"step": 1, "loss": 1.0, "overflow": 0, "skipped": 0, "bytes_received": 100.0}\n'
+
+
+def damage(path, name, text):
+    (path / "dct_dp").mkdir()
+    (path / "dct_dp" / METRICS).write_text(LINE)
+    place = path if name == "runs.json" else path / "dct_dp"
+    (place / name).write_text(text, errors="surrogateescape")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda path: None, "RUN must be the folder of a run, with metrics.jsonl in it or in its methods' folders"),
         (lambda path: (path / "metrics.jsonl").write_text(""), "A run must have taken a step before it is drawn"),
-        (lambda path: (path / "metrics.jsonl").write_text("{}\nno\n"), "a JSON object a line; got none in line 2"),
+        *(
+            (
+                lambda path, text=text: damage(path, METRICS, LINE + text),
+                "a JSON object of numbers a line; got .* line 2",
+            )
+            for text in ("no\n", "[1]\n", "5\n", "{}\n", "\0\0\n", "[" * 9999 + "\n", "\udcff\n", '{"step": 2}\n')
+        ),
+        *(
+            (
+                lambda path, text=text: damage(path, METRICS, LINE.replace("1", text, 1)),
+                "got ValueError.* Remove line 1",
+            )
+            for text in ('"one"', "0", "1e300", '1, "note": "x"')
+        ),
+        *(
+            (
+                lambda path, text=text: damage(path, "settings.json", text),
+                "settings.json must hold the settings of a run",
+            )
+            for text in ("[]", "{", '{"workers": "two"}', '{"dense_bytes": "x"}')
+        ),
+        *(
+            (
+                lambda path, text=text: damage(path, "runs.json", text),
+                "runs.json must hold the names of a run's methods",
+            )
+            for text in ("5", "{", "[1, 2]", '{"a": 1}', '["../other"]')
+        ),
     ],
 )
 def test_what_is_no_run_is_refused(make, message, tmp_path, capsys):
@@ -224,5 +267,6 @@ def test_what_is_no_run_is_refused(make, message, tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("train report: ")
-    assert message in said
+    assert re.search(message, said)
+    assert len(said.splitlines()) == 1
     assert not (tmp_path / "report.html").exists()

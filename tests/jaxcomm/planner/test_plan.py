@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 
@@ -133,12 +134,16 @@ def test_a_file_comes_back_as_it_was(tmp_path):
     assert read_plan(file).tensors == made.tensors
     assert "plan for 4 workers: " in str(made)
     record = json.loads(file.read_text())
-    for change in ({"format": 0}, {"tensors": 3}, {"exchanges": {}}, {"more": 1}):
+    (name, (_, way)), *_ = record["tensors"].items()
+    changes = [{"format": 0}, {"tensors": 3}, {"exchanges": {}}, {"more": 1}, {"compute": math.nan}, {"compute": "x"}]
+    changes += [{"workers": "x"}, {"tensors": {name: [[-1], way]}}, {"tensors": {name: ["44", way]}}]
+    changes += [{"exchanges": {way: {"method": "topk", "options": {"sparsity": 0.9, "where": "("}}}}]
+    for change in changes:
         file.write_text(json.dumps(record | change))
         with pytest.raises(ValueError, match=r"A plan must be a file that `Plan\.write` made, of format 1; got"):
             read_plan(file)
-    for text in ("", "[]", "{}"):
-        file.write_text(text)
+    for text in (b"", b"[]", b"{}", b"[" * 9999, b"\xff\xfe"):
+        file.write_bytes(text)
         with pytest.raises(ValueError, match="A plan must be a file"):
             read_plan(file)
     with pytest.raises(ValueError, match="A plan must be a file"):
