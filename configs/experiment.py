@@ -126,8 +126,8 @@ class Experiment:
     eval_every: int = 50
     """Steps between two evaluations on the test split."""
     checkpoint_every: int = 100
-    """Steps between two checkpoints; one more is written at the end and on SIGTERM. A checkpoint that is due at a
-    skipped step is written at the next step that is not skipped."""
+    """Steps between two checkpoints; one more is written at the end, on SIGTERM and on Ctrl-C. A checkpoint that is due
+    at a skipped step is written at the next step that is not skipped."""
     max_skipped: int = 50
     """Skipped steps in a row after which a run stops with an error."""
     stop_after: int | None = None

@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command line and returns its exit code.
 
     The code is 0; 1 if not all processes came; 2 for input that cannot be used; 3 if `--advise` advises a dense method;
-    or, with `--restarts`, that of the last start.
+    130 if Ctrl-C ended it before it could save; or, with `--restarts`, that of the last start.
     """
     begin = time.monotonic()
     try:
@@ -53,6 +53,9 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"train: {error}", file=sys.stderr)
         return 1 if isinstance(error, TimeoutError) else 2
+    except KeyboardInterrupt:
+        print("train: interrupted; what was saved is kept", file=sys.stderr)
+        return 130
 
 
 def come_together(experiment: Experiment) -> tuple[Experiment, Processes]:
@@ -239,7 +242,7 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     # The error has been printed in one line; the threads of a failed write would print their stacks below it.
     # With several processes, the others may be communicating through this one: it then ends in the ordinary way.
-    if code in (1, 2) and not jax.distributed.is_initialized():
+    if code in (1, 2, 130) and not jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -74,7 +74,7 @@ def compare(experiment: Experiment, config: Comparison, settings: Sequence[tuple
     Raises:
       ValueError: for an unknown method, an invalid rate, fewer than one seed, settings of the experiment that cannot
         work, or a --json file of other settings.
-      SystemExit: if SIGTERM stops it.
+      SystemExit: if a signal stops it.
     """
     from train.folders import run_folder
     from train.methods import make_chain

@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any, Protocol
 
 import jax
@@ -55,7 +58,7 @@ class Run:
       evaluations: on the test split, in order.
       losses: of every step since the start or the resume.
       state: the train state.
-      finished: False if it was stopped, by SIGTERM or `stop_after`.
+      finished: False if it was stopped, by a signal or `stop_after`.
     """
 
     summary: Summary
@@ -159,7 +162,7 @@ def train(
 
     last = experiment.steps if experiment.stop_after is None else min(experiment.stop_after, experiment.steps)
     step, pending, is_due, watch = done, None, False, Watch(method)
-    with _sigterm(processes) as stopping, checkpoints:
+    with _stopping(processes) as stopping, checkpoints:
         while step < last:
             doing(f"{name}: reading rows of step {step + 1}")
             batch = _to_mesh(next(batches), job)
@@ -345,17 +348,30 @@ def _to_mesh(batch: dict[str, np.ndarray], job: Job) -> dict[str, jax.Array]:
 
 
 @contextmanager
-def _sigterm(processes: Processes) -> Iterator[threading.Event]:
-    """Turns SIGTERM into an event, while the block runs.
+def _stopping(processes: Processes) -> Iterator[threading.Event]:
+    """Turns SIGTERM, SIGHUP and the first Ctrl-C into an event, while the block runs.
 
-    With several processes, JAX's own handler stays: it has them agree on a step at which to stop.
+    With several processes, they become SIGTERM, whose handler is JAX's: it has them agree on a step at which to stop.
     """
     asked = threading.Event()
-    if processes.count > 1 or threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+
+    def stop(number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            os.write(sys.stderr.fileno(), b"train: saves after this step, and ends; another Ctrl-C ends at once\n")
+            signal.signal(number, signal.default_int_handler)
+        if processes.count > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        asked.set()
+
+    numbers = (signal.SIGINT, signal.SIGHUP) if processes.count > 1 else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
+    before = {each: signal.getsignal(each) for each in numbers}
+    before = {each: handler for each, handler in before.items() if handler not in (None, signal.SIG_IGN)}  # by nohup
     try:
+        for number in before:
+            signal.signal(number, stop)
         yield asked
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -34,7 +34,7 @@ def train_seeds(records: Records, experiment: Experiment, method: Method, seeds:
 
     Raises:
       ValueError: before a run is trained, if a recorded run of the dataset had other rows, as of another version.
-      SystemExit: if SIGTERM stops a run; the runs that were done are recorded.
+      SystemExit: if a signal stops a run; the runs that were done are recorded.
     """
     from train.job import make_job
 
@@ -91,7 +91,7 @@ def _train(experiment: Experiment, method: Method, job: Any) -> Record:
         (path,) = Path(scratch).glob("*/metrics.jsonl")
         lines = [json.loads(line) for line in path.read_text().splitlines()]
     if not ended.finished:
-        raise SystemExit("Stopped by SIGTERM; --json has the runs that were done.")
+        raise SystemExit("Stopped; --json has the runs that were done.")
     marks = [each.step for each in ended.evaluations]
     between = list(zip([0, *marks[:-1]], marks, strict=True))
     sent = [line["sent"] / experiment.workers for line in lines]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import signal
 
 import jax
 import numpy as np
@@ -29,6 +30,27 @@ def stopped_at_5(tmp_path_factory):
 def stopped(stopped_at_5, tmp_path):
     """A copy of the folder of `stopped_at_5`."""
     return shutil.copytree(stopped_at_5[0], tmp_path / "copy")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_saves_after_the_step_and_a_second_ctrl_c_interrupts(number, tmp_path, capfd):
+    class Signalled(Told):
+        def update(self, step, *values):
+            if step == 3:
+                signal.raise_signal(number)
+            if step == at_once:
+                signal.raise_signal(number)
+
+    before, at_once = signal.getsignal(number), None
+    assert run(tmp_path, told=Signalled()).finished is False
+    assert len(metrics(tmp_path)) == 4 == Checkpoints(tmp_path / "dct_dp" / "checkpoints").last()
+    assert signal.getsignal(number) is before
+    if number == signal.SIGINT:
+        assert capfd.readouterr().err == "train: saves after this step, and ends; another Ctrl-C ends at once\n"
+        at_once = 3
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "again", told=Signalled())
+        assert signal.getsignal(number) is before
 
 
 @pytest.mark.parametrize(
