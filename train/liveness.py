@@ -185,6 +185,8 @@ class Liveness:
         if is_of_jax(error):
             self._broken.set()
             if self._closed.wait(SILENCE + 3 * PERIOD):
+                for thread in self._threads:  # one has named the cause, and ends this process: nothing more is printed
+                    thread.join()
                 return
         if code == 1 and error.__traceback__ is not None and not isinstance(error, TimeoutError):
             traceback.print_exception(error)
