@@ -100,7 +100,7 @@ def connect(
 
     Raises:
       ValueError: if only some of the three are given, they contradict each other or those of other processes, or the
-        address is none; if the others go on without this process.
+        address is none; if this host's own name has no address; if the others go on without this process.
       TimeoutError: if not all have come, or the address's host is not known by then.
     """
     coordinator = coordinator or os.environ.get("JAXCOMM_COORDINATOR")
@@ -116,6 +116,7 @@ def connect(
         found = _launched()
         if found is not None:
             check(found.count)
+        _check_own_name()
         jax.distributed.initialize(initialization_timeout=seconds, **_TIMEOUTS)
         outlast(patience)
         if found is None:
@@ -145,6 +146,7 @@ def connect(
     check(num_processes)
     if num_processes == 1:
         return Processes()
+    _check_own_name()
     place, is_own = _address(coordinator, seconds, listens=process_id == 0)
     met = meet(place, process_id, num_processes, seconds, fits, patience)
     if met.count > 1:
@@ -221,6 +223,20 @@ def _address(coordinator: str, seconds: float, *, listens: bool) -> tuple[tuple[
                 "another run there, or two processes with --process-id 0? Take another port."
             ) from None
     return address, True
+
+
+def _check_own_name() -> None:
+    """Refuses a host that does not know its own name, at whose address Gloo listens: JAX would end with its stack."""
+    name, platforms = socket.gethostname(), jax.config.jax_platforms
+    if "cpu" not in (platforms or "cpu"):
+        return
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        raise ValueError(
+            f"A host's own name must have an address, at which Gloo listens; got {name!r}: {error}. Write it into "
+            "/etc/hosts, with the address that the other hosts reach."
+        ) from None
 
 
 def _integer(value: int | None, variable: str) -> int | None:

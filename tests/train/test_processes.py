@@ -294,6 +294,7 @@ def test_flags_that_contradict_each_other(given, said, joined):
 
 def test_a_name_that_is_not_known_yet_is_waited_for(joined, monkeypatch, capsys):
     """Those of pods appear late."""
+    monkeypatch.setattr(train.processes, "_check_own_name", lambda: None)
     find, failures = socket.getaddrinfo, [socket.gaierror(-2, "Name or service not known")] * 2
 
     def find_late(host, *args, **options):
@@ -311,6 +312,17 @@ def test_a_name_that_is_not_known_yet_is_waited_for(joined, monkeypatch, capsys)
     with pytest.raises(TimeoutError, match=message):
         connect("pod-0.pods:9777", 1, 2, seconds=0)
     assert len(joined) == 1
+
+
+def test_a_host_that_does_not_know_its_own_name_is_refused(joined, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-name.invalid")
+    said = "own name must have an address, .* got 'no-such-name.invalid': .* Write it into /etc/hosts, with the address"
+    with pytest.raises(ValueError, match=said):
+        connect("127.0.0.1:9777", 0, 2)
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    with pytest.raises(ValueError, match=said):
+        connect(None, None, None)
+    assert joined == []
 
 
 def test_a_connection_outlasts_a_link_that_is_cut_for_less_than_the_peer_timeout(joined):
