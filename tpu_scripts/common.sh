@@ -48,9 +48,10 @@ need() {
   done
 }
 
-# Refuses a value that is not a whole number of at least 1: need_count NAME.
+# Refuses a value that is not a whole number of at least 1, before arithmetic runs what is in it: need_count NAME [MOST].
 need_count() {
-  [[ ${!1} =~ ^[1-9][0-9]*$ ]] || die "$1 must be a whole number of at least 1; got '${!1}'. Set it to 2, say."
+  [[ ${!1} =~ ^[1-9][0-9]{0,17}$ && ${!1} -le ${2:-999999999999999999} ]] ||
+    die "$1 must be a whole number of at least 1${2:+ and at most $2}; got '${!1}'. Set it to 2, say."
 }
 
 # A run's name becomes part of file names on every worker.

@@ -84,6 +84,12 @@ def test_the_job_tells_its_tasks_who_they_are(job):
     assert not any("requeue" in call for call in job.calls())
 
 
+def test_a_job_whose_number_is_none_runs_nothing_of_it(job):
+    ended = job.call("slurm_job", "digits", SLURM_JOB_ID="x[$(touch run)]")
+    assert (ended.returncode, (job.checkout / "run").exists()) == (2, False)
+    assert "SLURM_JOB_ID must be a whole number of at least 1; got 'x[$(touch run)]'" in ended.stderr
+
+
 @pytest.mark.parametrize("given", [["--out", "a b"], ["--out=a b"]])
 @pytest.mark.parametrize(("restarts", "begun", "resumes"), [("1", True, True), ("1", False, False), ("0", True, False)])
 def test_a_job_that_was_queued_again_goes_on_with_what_it_has_begun(job, given, restarts, begun, resumes):

@@ -104,6 +104,14 @@ def test_hosts_that_cannot_be_used(world, text, words, said):
     assert said in ended.stderr
 
 
+def test_a_port_that_is_none(world):
+    (world.folder / "hosts").write_text("h0\n")
+    for port in ("99999", "http", "1" * 20):
+        ended = world.call("ssh_run", hosts(world), "digits", JAXCOMM_PORT=port)
+        assert (ended.returncode, world.calls()) == (2, [])
+        assert f"JAXCOMM_PORT must be a whole number of at least 1 and at most 65535; got '{port}'" in ended.stderr
+
+
 @pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["launcher", "terminal"])
 @pytest.mark.parametrize(
     ("number", "behaviour", "code"),

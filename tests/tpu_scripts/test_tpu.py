@@ -315,6 +315,15 @@ def test_run_numbers_the_processes_of_several_slices_and_passes_slices(ready):
     assert all("queued-resources ssh my-tpu" in call and "--node=all --worker=all" in call for call in calls)
 
 
+def test_a_worker_whose_number_is_none_runs_nothing_of_it(ready):
+    give_metadata(ready)
+    (ready.folder / "machines" / "w0" / "metadata" / "agent-worker-number").write_text("x[$(touch touched)]")
+    ended = ready.call("run", "digits")
+    assert ended.returncode == 2
+    assert "must number its workers and slices; got 'x[$(touch touched)]', '' and ''" in ended.stderr
+    assert not [*ready.folder.rglob("touched")]
+
+
 def test_a_second_run_is_refused_on_all_while_one_worker_is_busy_and_stop_saves(ready):
     ready.behave("w1", LONG)
     assert ready.call("run", "digits").returncode == 0
