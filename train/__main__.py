@@ -140,7 +140,7 @@ def run_together(experiment: Experiment, processes: Processes, begin: float) -> 
 def run(
     experiment: Experiment,
     processes: Processes,
-    doing: Callable[[str], None] = lambda what: None,
+    doing: Callable[..., None] = lambda *what: None,
     begin: float | None = None,
 ) -> int:
     """Trains the baseline and the method, prints the table, and draws the figure; or advises.
@@ -148,7 +148,7 @@ def run(
     Args:
       experiment: the fields.
       processes: this process among the others.
-      doing: called with what this process is about to do.
+      doing: see `train.loop.train`.
       begin: `time.monotonic()` at the start of this process; now if not given.
     """
     if experiment.advise:
@@ -186,7 +186,7 @@ def train_each(
     runs: Sequence[tuple[Experiment, Any, Any, str]],
     out: Path,
     processes: Processes,
-    doing: Callable[[str], None],
+    doing: Callable[..., None],
     goodput: Goodput,
 ) -> int:
     """Trains one run after another in the folder `out`, and shows the results; see `run`."""

@@ -14,10 +14,11 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 
+from train.pace import Pace, slowest
 from train.processes import Processes
 
 # If a program fails, JAX raises JaxRuntimeError, or sometimes a ValueError whose text begins with one of these.
@@ -148,6 +149,7 @@ class Liveness:
         self._store, self._processes, self._exit = store, processes, exit_process
         self._timeout, self._deadline = timeout, deadline
         self._doing, self._number = "starting", 0
+        self._pace, self._slow = Pace(), set[int]()
         self._closed, self._broken = threading.Event(), threading.Event()
         self._answered = time.monotonic()
         watches = (self._watch, self._guard, *([self._listen] if processes.index and processes.lines else []))
@@ -168,9 +170,18 @@ class Liveness:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._give_sign()
 
-    def doing(self, what: str) -> None:
-        """Tells the others what this process does from now on; costs nothing."""
+    def doing(self, what: str, step: int = 0, ready: Any = None) -> None:
+        """Tells the others what this process does from now on; costs nothing, but for a measurement now and then.
+
+        Args:
+          what: it does.
+          step: that is next, if this is between two steps.
+          ready: arrays of the step before: see `Pace`.
+        """
         self._doing = what
+        seconds = None if ready is None else self._pace.measure(step, ready)
+        if seconds is not None:
+            self._store.put(f"jaxcomm/pace/{self._processes.index}", repr(seconds))
 
     def fail(self, error: BaseException, code: int) -> None:
         """Ends all processes because of an error in this one.
@@ -201,6 +212,8 @@ class Liveness:
                 self._give_sign()
                 ended = self._store.under("jaxcomm/ended")
                 signs.update(self._store.under("jaxcomm/alive"), time.monotonic())
+                if self._processes.index == 0:
+                    self._name_slow(self._store.under("jaxcomm/pace"))
             except jax.errors.JaxRuntimeError:
                 self._end("process 0, through which the others speak, is gone", 1)
                 return
@@ -210,6 +223,17 @@ class Liveness:
             if found or "first" in ended:
                 self._end(found or "", 1)
                 return
+
+    def _name_slow(self, paces: Mapping[str, str]) -> None:
+        """Names a process once for which the others wait in every step."""
+        found = slowest({int(index): float(seconds) for index, seconds in paces.items()})
+        if found is not None and found[0] not in self._slow and len(paces) == self._processes.count:
+            index, ratio = found
+            self._slow.add(index)
+            self._say(
+                f"process {index} takes {ratio:.1f} times as long as the others for the same work: these wait for it "
+                f"for about {1 - 1 / ratio:.0%} of the time that a step computes"
+            )
 
     def _guard(self) -> None:
         """Ends this process if the store does not answer: a call to it may wait for ever."""

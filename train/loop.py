@@ -74,7 +74,7 @@ def train(
     processes: Processes,
     progress: Progress,
     job: Job | None = None,
-    doing: Callable[[str], None] = lambda what: None,
+    doing: Callable[..., None] = lambda *what: None,
     goodput: Goodput | None = None,
 ) -> Run:
     """Trains one model with one method, from the start or from the last checkpoint.
@@ -85,7 +85,7 @@ def train(
       processes: this process among the others.
       progress: where to show progress.
       job: of the same method and of an experiment that differs only in its seed; made here if not given.
-      doing: called with what this process is about to do.
+      doing: called with what this process is about to do, and between steps with the arguments of `Liveness.doing`.
       goodput: counts where the time goes.
 
     Raises:
@@ -164,7 +164,7 @@ def train(
     step, pending, is_due, watch = done, None, False, Watch(method)
     with _stopping(processes) as stopping, checkpoints:
         while step < last:
-            doing(f"{name}: reading rows of step {step + 1}")
+            doing(f"{name}: reading rows of step {step + 1}", step + 1, None if pending is None else pending[1])
             batch = _to_mesh(next(batches), job)
             doing(f"{name}: step {step + 1}")
             if step == done:

@@ -2,12 +2,14 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from train import liveness
 from train.liveness import Liveness, Signs
+from train.pace import slowest
 from train.processes import Processes
 
 
@@ -190,3 +192,42 @@ def test_a_run_that_stands_still_is_ended(capsys):
         assert (ended.wait(), also.wait()) == ([1], [1])
     said = "train: no process has gone on for 2 s (process 0: step 29, process 1: reading rows of step 7)"
     assert set(capsys.readouterr().err.splitlines()) == {said}
+
+
+def test_a_process_that_all_wait_for_is_named_once(capsys):
+    store = Memory()
+    one, _ = member(store, 0)
+    store.values |= {f"jaxcomm/alive/{index}": f"{index} done" for index in (1, 2)}
+    store.values |= {"jaxcomm/pace/0": "0.001", "jaxcomm/pace/2": "0.0031"}
+    with one:
+        time.sleep(0.2)
+        assert capsys.readouterr().err == ""  # nobody knows yet how fast process 1 is
+        store.values["jaxcomm/pace/1"] = "0.001"
+        time.sleep(1.0)
+    assert capsys.readouterr().err == (
+        "train: process 2 takes 3.1 times as long as the others for the same work: these wait for it for about 68% of "
+        "the time that a step computes\n"
+    )
+
+
+def test_a_slow_process_is_told_from_others():
+    assert slowest({0: 1.0, 1: 1.9, 2: 1.0}) is None
+    assert slowest({0: 1.0, 1: 2.0, 2: 1.0, 3: 1.1}) == (1, 2.0)
+    assert slowest({0: 3.0, 1: 1.0}) == (0, 3.0)
+    assert slowest({0: 3.0}) is None
+
+
+def test_a_process_measures_at_the_steps_of_all_and_says_so_after_some(monkeypatch):
+    monkeypatch.setattr("train.pace.COUNT", 2)
+    clock = iter([10.0, 10.1, 12.0, 12.3, 13.0, 13.1])  # before and after each measurement
+    monkeypatch.setattr("train.pace.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    store, ready = Memory(), jax.numpy.zeros(3)
+    one, _ = member(store, 0, count=1)
+    one.doing("test batch 8")
+    for step in (7, 8, 9, 16):  # eight steps take two seconds: every eighth is next
+        assert store.values == {}
+        one.doing(f"reading rows of step {step}", step, ready)
+    assert float(store.values["jaxcomm/pace/0"]) == pytest.approx(0.2)
+    for step in (17, 20, 23, 24):
+        one.doing(f"reading rows of step {step}", step, ready)
+    assert not list(clock)
