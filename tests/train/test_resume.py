@@ -32,7 +32,7 @@ def stopped(stopped_at_5, tmp_path):
     return shutil.copytree(stopped_at_5[0], tmp_path / "copy")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])  # SIGTERM: tests/train/test_main.py
 def test_a_signal_saves_after_the_step_and_a_second_ctrl_c_interrupts(number, tmp_path, capfd):
     class Signalled(Told):
         def update(self, step, *values):
