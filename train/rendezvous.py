@@ -163,7 +163,8 @@ def _lead(
         came = {other: line for other, line in came.items() if not line.is_gone(ready)}
         others = [line for line in others if not line.is_gone(ready)]
         if listener in ready:
-            others.append(_Line(listener.accept()[0]))
+            with contextlib.suppress(OSError):  # it has gone again
+                others.append(_Line(listener.accept()[0]))
         for line in [line for line in others if line.asked is None]:
             _take(line, came, others, count)
 
