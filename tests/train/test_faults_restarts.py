@@ -1,10 +1,12 @@
 """Runs with `--restarts` under faults: they go on, and end with the bits of an undisturbed run."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -123,7 +125,9 @@ def test_a_full_disk_loses_nothing_and_two_runs_in_a_folder_do_not_meet(tmp_path
         codes, texts = end(processes)
         assert sorted(codes) == [0, 2], texts
         assert "in which another process trains. Wait for it" in texts[codes.index(2)]
-        assert len(metrics(disk / "digits-2", "dct_dp")) == 300
+        resumed = re.search(r"--resume goes on with (\S+), which was written last of 2 runs", texts[codes.index(0)])
+        assert resumed is not None
+        assert len(metrics(Path(resumed[1]), "dct_dp")) == 300
 
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         codes, texts = end([start()])
