@@ -334,8 +334,10 @@ def describe(experiment: Experiment, method: Method) -> dict[str, Any]:
     fields["architecture"] = f"{experiment.architecture.name} {dict(experiment.architecture.options)}"
     fields["cuts"] = experiment.cuts
     fields |= {f"boundary.{name}": value for name, value in dataclasses.asdict(experiment.boundary).items()}
+    if str(experiment.boundary.value_dtype).startswith("int"):
+        fields["boundary.format"] = 2  # runs of before 2026-11-26 had no zero points, and gradients in as few bits
     options = method.options()
-    for name, usual in (("residual_dtype", "float32"), ("exchange", "topk")):
+    for name, usual in (("residual_dtype", "float32"), ("exchange", "topk"), ("early", True)):
         if options.get(name) == usual:
             del options[name]
     about = fields | {"method": method.name} | {f"method.{name}": value for name, value in options.items()}

@@ -1,8 +1,9 @@
-"""Activations in a few bits: tiles of numbers, rotated, with a scale each.
+"""Activations in a few bits, in tiles with a zero point each; and their gradients, in buckets of levels.
 
 After He et al., "TAH-QUANT: Effective Activation Quantization in Pipeline Parallelism over Slow Network", arXiv
-2506.01352, 2025, from its abstract: tiles, a Hadamard transform, 3 to 4 bits, no state. Its choice of bits by a tile's
-entropy and its pivot swap are not implemented; the tile size, the scale and the rounding of gradients are our own.
+2506.01352, 2025, and its published code (heguangxin/TAH-Quant): tiles of 64, of which those with an outlier are
+rotated, a zero point, 3 or 4 bits, no state; gradients in 6 bits, in buckets of 32. Its choice between 3 and 4 bits by
+a token's entropy is not implemented. Its zero points and steps are float16; the form of the words here is our own.
 """
 
 from dataclasses import dataclass
@@ -14,73 +15,89 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm import bits, noise
-from jaxcomm.codecs.values import ValueCodec
+from jaxcomm import bits
+from jaxcomm.codecs.quantize import Buckets, encode
 from jaxcomm.numerics import divide, magnitude_bits
-from jaxcomm.vectors import computed_end_to_end
 
 TILE = 64
-_SCALES = ValueCodec(jnp.dtype("bfloat16"))
-_LARGEST = np.uint32(0x7FFF)  # the upper half of a NaN
+_PIVOT_BITS = 6
+_FINENESS = 8  # offsets per step
+_MOST_STEPS = 4095  # from zero to the smallest number of a tile: what 16 bits of offset hold
+_INFINITY = np.uint32(0x7F800000)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Writes values as integers of b bits: in tiles of 64, rotated by a Walsh-Hadamard matrix, with a scale per tile.
+    """Writes values as integers of b bits: tiles of 64 with a step and a zero point each, rotated if one number is big.
 
-    The scale is the largest magnitude of the rotated tile, rounded up to bfloat16. Each number takes the nearest of
-    2^b - 1 levels or, with a key, one of its two neighbours at random, unbiased. A tile's squared error is that of the
-    rotated numbers, each off by at most half a step, or one step with a key. A tile with a number that is not finite
-    arrives as NaN, as may a tile with numbers above 2^120. A tile of zeros arrives as zeros.
+    A tile whose largest magnitude is at least twice the second has it swapped to the front, and is rotated by a
+    Walsh-Hadamard matrix: the zero point then holds most of it. Each number takes the nearest of 2^b levels from the
+    tile's smallest number to its largest, and is off by at most half a step: the span over 2^b - 1, rounded up to
+    bfloat16. The zero point is a multiple of an eighth of a step, 0 where the smallest number is 0, and at most 4,095
+    steps from 0: a tile that varies less than that has a step of 1/4095 of its smallest number. Zeros arrive as zeros
+    if the tile has no negative numbers and is not rotated. A tile with a number that is not finite arrives as NaN, as
+    may a tile with numbers above 2^120.
 
     All values form one row, and the last tile is padded with zeros. If the size of a sample is not a multiple of 64, a
     tile may have numbers of two samples.
 
     Attributes:
-      width: b, bits a value, in addition to 16 bits a tile.
+      width: b, bits a value, in addition to 38 bits a tile.
     """
 
     width: int
 
     @property
     def levels(self) -> int:
-        """Levels above zero."""
-        return 2 ** (self.width - 1) - 1
+        """Levels above the lowest."""
+        return 2**self.width - 1
 
     def n_words(self, n: int) -> int:
-        """Returns the words of n values: the scales, two a word, and b planes of bits."""
+        """Returns the words of n values: one a tile, 6 planes of the places of the largest, and b planes of bits."""
         tiles = -(-n // TILE)
-        return -(-tiles // 2) + bits.packed_words(tiles * TILE, self.width)
+        return tiles + bits.packed_words(tiles, _PIVOT_BITS) + bits.packed_words(tiles * TILE, self.width)
 
-    def encode(self, values: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """Writes values (n,) as (n_words(n),) uint32.
-
-        Args:
-          values: of any floating type.
-          key: () uint32, of random rounding; None rounds to nearest.
-        """
-        rotated = self._rotate(jnp.pad(values.astype(jnp.float32), (0, -values.size % TILE)))  # (tiles, 64)
-        # A maximum of the bits as integers, of which NaN is the largest: a maximum of floats may lose it.
-        largest = jnp.max(magnitude_bits(rotated), axis=1)  # (tiles,)
-        upper = jnp.minimum((largest >> 16) + (largest & np.uint32(0xFFFF) != 0), _LARGEST)
-        scale = lax.bitcast_convert_type(upper << 16, jnp.float32)
-        steps = divide(rotated, scale[:, None]) * np.float32(self.levels)
-        steps = jnp.where(scale[:, None] > 0, steps, 0.0)
-        shift = 0.5 if key is None else noise.uniform(key, steps.size).reshape(steps.shape)
-        code = jnp.clip(jnp.floor(steps + shift), -self.levels, self.levels).astype(jnp.int32) + self.levels
-        return computed_end_to_end([_SCALES.encode(scale), bits.pack_numbers(code.reshape(-1), self.width)])
+    def encode(self, values: jax.Array) -> jax.Array:
+        """Writes values (n,), of any floating type, as (n_words(n),) uint32."""
+        plain = jnp.pad(values.astype(jnp.float32), (0, -values.size % TILE)).reshape(-1, TILE)  # (tiles, 64)
+        magnitude = magnitude_bits(plain)  # as integers, of which NaN is the largest: a maximum of floats may lose it
+        pivot = jnp.argmax(magnitude, axis=1).astype(jnp.int32)  # (tiles,)
+        is_pivot = np.arange(TILE, dtype=np.int32) == pivot[:, None]
+        largest = jnp.max(magnitude, axis=1)
+        second = jnp.max(jnp.where(is_pivot, np.uint32(0), magnitude), axis=1)
+        is_rotated = _as_float(largest) >= 2 * _as_float(second)
+        tiles = jnp.where(is_rotated[:, None], self._rotate(_swap(plain, pivot)), plain)
+        low = jnp.min(tiles, axis=1)
+        # Each of the two is divided on its own: the difference of the largest numbers would not be finite.
+        span = jnp.max(tiles, axis=1) / np.float32(self.levels) - low / np.float32(self.levels)
+        step = jnp.maximum(span, jnp.abs(low) / np.float32(_MOST_STEPS))
+        step_bits = magnitude_bits(jnp.where(largest >= _INFINITY, jnp.nan, step))
+        upper = (step_bits >> 16) + (step_bits & np.uint32(0xFFFF) != 0)
+        step = _as_float(upper << 16)
+        offset = jnp.floor(_in_steps(low, step) * _FINENESS + 0.5).astype(jnp.int32)  # (tiles,)
+        level = _in_steps(tiles, step[:, None]) - offset.astype(jnp.float32)[:, None] / _FINENESS
+        code = jnp.clip(jnp.floor(level + 0.5), 0, self.levels).astype(jnp.int32)
+        heads = is_rotated.astype(jnp.uint32) << 31 | upper << 16 | offset.astype(jnp.uint32) & np.uint32(0xFFFF)
+        parts = [heads, bits.pack_numbers(pivot, _PIVOT_BITS), bits.pack_numbers(code.reshape(-1), self.width)]
+        return jnp.concatenate(parts)
 
     def decode(self, words: jax.Array, n: int) -> jax.Array:
         """Reads n values: (n,) float32."""
-        tiles = -(-n // TILE)
-        middle = -(-tiles // 2)
-        step = _SCALES.decode(words[:middle], tiles) * np.float32(1 / self.levels)
-        code = bits.unpack_numbers(words[middle:], tiles * TILE, self.width) - self.levels
-        return self._rotate(code.astype(jnp.float32).reshape(-1, TILE) * step[:, None]).reshape(-1)[:n]
+        count = -(-n // TILE)
+        start = count + bits.packed_words(count, _PIVOT_BITS)
+        heads = words[:count]
+        step = _as_float((heads >> 16 & np.uint32(0x7FFF)) << 16)
+        offset = lax.shift_right_arithmetic(lax.bitcast_convert_type(heads << 16, jnp.int32), 16)
+        pivot = bits.unpack_numbers(words[count:start], count, _PIVOT_BITS)
+        code = bits.unpack_numbers(words[start:], count * TILE, self.width).reshape(-1, TILE)
+        level = code.astype(jnp.float32) + offset.astype(jnp.float32)[:, None] / _FINENESS
+        tiles = level * step[:, None]  # (tiles, 64)
+        is_rotated = (heads >> 31 != 0)[:, None]
+        return jnp.where(is_rotated, _swap(self._rotate(tiles), pivot), tiles).reshape(-1)[:n]
 
-    def _rotate(self, values: jax.Array) -> jax.Array:
+    def _rotate(self, tiles: jax.Array) -> jax.Array:
         """Rotates every tile, (tiles, 64); its own inverse."""
-        return jnp.matmul(values.reshape(-1, TILE), self._hadamard, precision=lax.Precision.HIGHEST)
+        return jnp.matmul(tiles, self._hadamard, precision=lax.Precision.HIGHEST)
 
     @cached_property
     def _hadamard(self) -> np.ndarray:
@@ -89,3 +106,44 @@ class Tiles:
         while len(matrix) < TILE:
             matrix = np.block([[matrix, matrix], [matrix, -matrix]])
         return matrix / np.float32(TILE**0.5)
+
+
+@dataclass(frozen=True)
+class GradientLevels:
+    """Writes the gradient of what `Tiles` wrote: buckets of 32, rounded stochastically, unbiased; see `Buckets`.
+
+    Attributes:
+      width: bits a value, in addition to 32 bits a bucket.
+      key: () uint32, of the random rounding.
+    """
+
+    width: int
+    key: Any
+
+    @property
+    def _buckets(self) -> Buckets:
+        return Buckets(self.width, bits.WORD, "max", self.key)
+
+    def encode(self, values: jax.Array) -> jax.Array:
+        """Writes values (n,), of any floating type, as (1 + width) ceil(n / 32) words: uint32."""
+        return encode(self._buckets, jnp.pad(values.astype(jnp.float32), (0, -values.size % bits.WORD)), 0)
+
+    def decode(self, words: jax.Array, n: int) -> jax.Array:
+        """Reads n values: (n,) float32."""
+        return self._buckets.decode(words, n + -n % bits.WORD, 0)[:n]
+
+
+def _as_float(words: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(words, jnp.float32)
+
+
+def _in_steps(values: jax.Array, step: jax.Array) -> jax.Array:
+    """Returns values / step, or 0 for a step of 0."""
+    return jnp.where(step == 0, 0.0, divide(values, step))
+
+
+def _swap(tiles: jax.Array, pivot: jax.Array) -> jax.Array:
+    """Swaps the first number of every tile (tiles, 64) with the one at its pivot (tiles,); its own inverse."""
+    place = np.arange(TILE, dtype=np.int32)
+    at_pivot = jnp.take_along_axis(tiles, pivot[:, None], axis=1)  # (tiles, 1)
+    return jnp.where(place == 0, at_pivot, jnp.where(place == pivot[:, None], tiles[:, :1], tiles))

@@ -60,13 +60,12 @@ class ValueCodec:
         """Reads the values of all slots: (C,) float32."""
         return self.decode(words, layout.n_slots)
 
-    def encode(self, values: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    def encode(self, values: jax.Array) -> jax.Array:
         """Writes values (C,), rounded to the nearest, as W = ceil(C * bits / 32) words: (W,) uint32.
 
         With 16 bits, word i has value i in its low half and value W + i in its high half, so that neighbours are read
-        together. `key` is for codecs that round at random, such as `Tiles`.
+        together.
         """
-        del key
         values = values.astype(jnp.float32)
         if self.bits == WORD:
             return lax.bitcast_convert_type(values, jnp.uint32)

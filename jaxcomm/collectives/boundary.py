@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomm import noise
-from jaxcomm.codecs.tiles import Tiles
+from jaxcomm.codecs.tiles import GradientLevels, Tiles
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import AxisName, to_varying, zeros_of
 from jaxcomm.scopes import DECODE, ENCODE, EXCHANGE
@@ -40,7 +40,11 @@ class Format(Protocol):
 
     @property
     def values_as(self) -> ValueCodec | Tiles:
-        """The codec of a value. `Tiles` round to nearest forward, and at random backward."""
+        """The codec of a value on its way forward."""
+        ...
+
+    def gradients_as(self, key: jax.Array) -> ValueCodec | GradientLevels:
+        """Returns the codec of a gradient; `key` () uint32 is that of random rounding."""
         ...
 
     def forward(self, values: jax.Array, key: jax.Array) -> jax.Array:
@@ -121,7 +125,7 @@ def send_forward(formats: Sequence[Format], route: Route, encoded: list[Encoded]
     def read(arrived: list[Encoded]) -> list[Encoded]:
         return [e._replace(values=f.forwarded(e.values, key)) for f, e in zip(formats, arrived, strict=True)]
 
-    return _permute(formats, route, write, read, None)[0]
+    return _permute([each.values_as for each in formats], route, write, read)[0]
 
 
 def send_backward(
@@ -141,17 +145,18 @@ def send_backward(
         return [f.returned(each) for f, each in zip(formats, arrived, strict=True)]
 
     back = Route(route.axis_name, route.target, route.source)
-    return _permute(formats, back, write, read, noise.make_key(key, 1))
+    own = noise.make_key(key, 1)
+    codecs = [each.gradients_as(noise.make_key(own, number)) for number, each in enumerate(formats)]
+    return _permute(codecs, back, write, read)
 
 
 def _permute(
-    formats: Sequence[Format],
+    codecs: Sequence[ValueCodec | Tiles | GradientLevels],
     route: Route,
     write: Callable[[], tuple[list[Encoded], Any]],
     read: Callable[[list[Encoded]], Any],
-    key: jax.Array | None,
 ) -> tuple[Any, Any]:
-    """Moves the values and positions of all arrays as one buffer of 32-bit words; `key` is that of random rounding.
+    """Moves the values and positions of all arrays as one buffer of 32-bit words, each with its codec of values.
 
     Returns:
       What the receiver reads, and the rest of what the sender's `write` returns; zeros elsewhere, where neither runs.
@@ -162,17 +167,16 @@ def _permute(
         encoded, rest = write()
         parts = []
         with jax.named_scope(ENCODE):
-            for number, (f, each) in enumerate(zip(formats, encoded, strict=True)):
-                own = None if key is None else noise.make_key(key, number)
-                parts += [f.values_as.encode(each.values, own), each.words]
+            for codec, each in zip(codecs, encoded, strict=True):
+                parts += [codec.encode(each.values), each.words]
             return jnp.concatenate(parts), rest
 
     def from_buffer(buffer: jax.Array) -> Any:
         arrived, start = [], 0
         with jax.named_scope(DECODE):
-            for f, kind in zip(formats, kinds, strict=True):
-                middle = start + jax.eval_shape(f.values_as.encode, kind.values).size
-                values = f.values_as.decode(buffer[start:middle], kind.values.size).astype(kind.values.dtype)
+            for codec, kind in zip(codecs, kinds, strict=True):
+                middle = start + jax.eval_shape(codec.encode, kind.values).size
+                values = codec.decode(buffer[start:middle], kind.values.size).astype(kind.values.dtype)
                 start = middle + kind.words.size
                 arrived.append(Encoded(values, buffer[middle:start]))
         return read(arrived)

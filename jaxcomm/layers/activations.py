@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxcomm import bits
 from jaxcomm.codecs.indices import IndexCodec, choose_index_codec
-from jaxcomm.codecs.tiles import Tiles
+from jaxcomm.codecs.tiles import GradientLevels, Tiles
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import zeros_varying_as
 from jaxcomm.collectives.boundary import Encoded
@@ -47,12 +47,18 @@ class Whole:
     Attributes:
       shape: of the activations, samples first.
       dtype: of the activations.
-      values_as: the type of a value on the wire.
+      values_as: the type of a value on its way forward.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     values_as: ValueCodec | Tiles
+
+    def gradients_as(self, key: jax.Array) -> ValueCodec | GradientLevels:
+        """Returns the type of a gradient: that of a value, but at least 6 bits, of which `key` draws the rounding."""
+        if isinstance(self.values_as, ValueCodec):
+            return self.values_as
+        return GradientLevels(max(self.values_as.width, 6), key)
 
     @property
     def features(self) -> int:

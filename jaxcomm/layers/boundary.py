@@ -86,15 +86,16 @@ def dct_mp(sparsity: float, *, value_dtype: Any = None) -> Boundary:
     2. Their values and their coded positions travel forward; the next stage sees zeros elsewhere.
     3. In the backward pass, only the gradient's values at these positions travel back: both sides know the mask.
 
-    With sparsity 0 everything is sent. Values of 3, 4 or 8 bits are rounded in rotated tiles of 64, each with a scale
-    (`codecs.tiles`, after TAH-Quant, arXiv 2506.01352): forward to nearest, gradients at random, unbiased. There is no
-    residual of rounding errors. `dct_mp(0.0, value_dtype="int4")` is the boundary for activations that are not sparse,
-    as between the layers of a transformer.
+    With sparsity 0 everything is sent. Activations of 3, 4 or 8 bits are rounded to nearest in tiles of 64 with a zero
+    point each, of which those with an outlier are rotated; gradients have at least 6 bits, in buckets of 32, and are
+    rounded stochastically, unbiased (`codecs.tiles`, after TAH-Quant, arXiv 2506.01352). There is no residual of
+    rounding errors. `dct_mp(0.0, value_dtype="int4")` is the boundary for activations that are not sparse, as between
+    the layers of a transformer.
 
     Args:
       sparsity: eta, the fraction of a sample's activations that is not sent, at least 0 and below 1.
-      value_dtype: "float32", "bfloat16", "int8", "int4" or "int3", the type of a value on the wire in both directions;
-        None for that of the activations (float32 for float16).
+      value_dtype: "float32", "bfloat16", "int8", "int4" or "int3", the type of a value on the wire; None for that of
+        the activations (float32 for float16). With "int4" and "int3", gradients have 6 bits.
 
     Returns:
       A boundary for `Pipeline` or `masked_boundary`.
@@ -103,8 +104,9 @@ def dct_mp(sparsity: float, *, value_dtype: Any = None) -> Boundary:
       ValueError: for an argument out of range.
 
     On the wire, for B samples of d activations of which k are sent: forward 4 or 2 bytes for each of B k values, or
-    2 + 8 b bytes for 64 values of b bits, and positions (a bit for each of B d activations, in whole blocks of 1024, or
-    2 + log2(d/k) bits per value if that is less; none if k is d); backward the values' bytes again.
+    4.75 + 8 b bytes for 64 values of b bits (int4: 4.6 bits a value), and positions (a bit for each of B d activations,
+    in whole blocks of 1024, or 2 + log2(d/k) bits per value if that is less; none if k is d); backward the values'
+    bytes again, or 4 + 4 max(b, 6) bytes for 32 values (int4: 7 bits a value).
     """
     return Boundary(sparsity, value_dtype)
 

@@ -21,8 +21,6 @@ from jaxcomm import noise
 from jaxcomm.accounting.jaxpr import jaxpr_communicates
 from jaxcomm.accounting.report import BoundaryBytes, PipelineReport, wire_report
 from jaxcomm.checks import check_range
-from jaxcomm.codecs.tiles import Tiles
-from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import AxisName, axis_names, to_varying, zeros_of
 from jaxcomm.collectives.boundary import Encoded, send
 from jaxcomm.layers.activations import Whole
@@ -242,20 +240,17 @@ class Cut(NamedTuple):
 
     def bytes_each_way(self) -> tuple[int, int]:
         """Returns the bytes that cross forward and backward for one micro-batch."""
-
-        def written(values: jax.Array, words: jax.Array, codec: ValueCodec | Tiles) -> int:
-            return 4 * (jax.eval_shape(codec.encode, values).size + words.size)
-
         forward = backward = 0
         key = jax.ShapeDtypeStruct((), jnp.uint32)
         for each in self.formats:
             x = jax.ShapeDtypeStruct(each.shape, each.dtype)
             encoded = jax.eval_shape(each.encode, x)
-            residual = x if each.has_residual else None
-            back, _ = jax.eval_shape(each.backward, encoded.values, residual)
             travelling = jax.eval_shape(each.forward, encoded.values, key)
-            forward += written(travelling, encoded.words, each.values_as)
-            backward += written(back.values, back.words, each.values_as)
+            written = jax.eval_shape(each.values_as.encode, travelling)
+            forward += 4 * (written.size + encoded.words.size)
+            back, _ = jax.eval_shape(each.backward, encoded.values, x if each.has_residual else None)
+            written = jax.eval_shape(each.gradients_as(noise.make_key()).encode, back.values)
+            backward += 4 * (written.size + back.words.size)
         return forward, backward
 
     @property

@@ -30,8 +30,8 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 # (forward, backward) bytes, given those of all values, of the kept values, and of positions.
 DOCUMENTED = {
-    SketchBoundary: lambda whole, chosen, positions: (chosen, whole),
-    TopKGradientBoundary: lambda whole, chosen, positions: (whole, chosen + positions),
+    SketchBoundary: lambda whole, chosen, positions, gradients: (chosen, whole),
+    TopKGradientBoundary: lambda whole, chosen, positions, gradients: (whole, gradients + positions),
 }
 every_boundary = pytest.mark.parametrize("make", DOCUMENTED)
 

@@ -337,3 +337,10 @@ def test_what_came_later_is_in_a_record_where_it_is_not_as_before():
     after = describe(changed, TopK(residual_dtype="bfloat16"))
     added = {"pipeline_schedule": "1f1b", "delay": 1, "fsdp": 2, "method.residual_dtype": "bfloat16"}
     assert after == before | added
+
+
+def test_a_record_of_few_bits_is_of_its_format():
+    """Records of before tiles had zero points are of another codec, and are not taken for this one's."""
+    few = dataclasses.replace(EXPERIMENT, boundary=BoundaryFields(value_dtype="int4"))
+    before, after = (describe(each, TopK()) for each in (EXPERIMENT, few))
+    assert after == before | {"boundary.value_dtype": "int4", "boundary.format": 2}

@@ -140,22 +140,24 @@ def assert_permutes(make):
 
 
 def bytes_by_hand(shapes, sparsity, value_dtype):
-    """Bytes of (all values, kept values, their positions in whole blocks of 1024), over all arrays."""
-    total, of_values = np.zeros(3, int), functools.partial(value_words, value_dtype=widths(value_dtype))
+    """Bytes of (all values, kept values, their positions in whole blocks of 1024, their gradients), over all arrays."""
+    total, of_values = np.zeros(4, int), functools.partial(value_words, value_dtype=widths(value_dtype))
     for B, *rest in jax.tree.leaves(shapes, is_leaf=is_shape):
         d = math.prod(rest)
         k = n_kept_of_row(d, sparsity)
         n = math.ceil(B * d / 1024) * 1024
         positions = min(index_words(codec, n, B * k) for codec in ("plain", "bitmap", "elias_fano")) if k < d else 0
-        total += [of_values(B * d), of_values(B * k), positions]
+        total += [of_values(B * d), of_values(B * k), positions, of_values(B * k, gradients=True)]
     return 4 * total
 
 
-def value_words(n, value_dtype):
+def value_words(n, value_dtype, gradients=False):
     if not value_dtype.startswith("int"):
         return words(n, BITS[value_dtype])
-    tiles = math.ceil(n / 64)
-    return math.ceil(tiles / 2) + 2 * tiles * int(value_dtype[3:])
+    width, tiles = int(value_dtype[3:]), math.ceil(n / 64)
+    if gradients:
+        return math.ceil(n / 32) * (1 + max(width, 6))
+    return tiles + 6 * math.ceil(tiles / 32) + 2 * tiles * width
 
 
 def predicted_bytes(boundary, shapes):

@@ -54,9 +54,9 @@ def test_a_report_in_words_warns_of_a_boundary_that_costs_more_than_none():
 
 
 def test_a_report_of_4_bits_in_numbers_is_what_is_compiled():
-    """Two workers with 16 rows of 32 features: 4 tiles each, 2 words of scales and 8 per tile."""
+    """Two workers with 8 rows of 32 features: 4 tiles of 9 words and 6 of pivots; back, 8 buckets of 7 words."""
     report = prove(boundary=jc.dct_mp(0.0, value_dtype="int4"))
-    assert [(each.forward, each.backward, each.dense) for each in report.boundaries] == [(136, 136, 8 * 32 * 4)]
+    assert [(each.forward, each.backward, each.dense) for each in report.boundaries] == [(4 * 42, 4 * 56, 8 * 32 * 4)]
 
 
 def test_a_report_of_a_batch_that_does_not_divide_is_refused():
