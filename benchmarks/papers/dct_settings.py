@@ -153,6 +153,6 @@ def agrees(gain: Difference, paper: float) -> bool | None:
 
 
 def methods_of_figure_7() -> dict[tuple[int, float], DctDp]:
-    """Returns the methods by life-span and sparsity."""
+    """Returns the methods by life-span and sparsity: one refresh in each life-span, as in Algorithm 1."""
     settings = [(span, 0.95) for span in LIFE_SPANS] + [(LIFE_SPAN, sparsity) for sparsity in SPARSITIES]
-    return {each: DctDp(life_span=each[0], sparsity=each[1]) for each in dict.fromkeys(settings)}
+    return {each: DctDp(life_span=each[0], sparsity=each[1], early=False) for each in dict.fromkeys(settings)}

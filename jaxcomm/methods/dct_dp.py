@@ -47,7 +47,7 @@ class DctDp(SparseExchange):
       11. the residual is x minus the rounded values that were sent
       12. return the mean over the workers of what was sent
 
-    Thresholds are refreshed in steps divisible by `life_span` (as in the paper), and also:
+    Thresholds are refreshed in steps divisible by `life_span`, as in the paper, and also, unless `early` is False:
 
       - in steps 1, 2, 4, 8, ... below `life_span`, since gradients change fastest at the start;
       - in the step after one in which some worker selected more than twice as many coordinates of some tensor as fit,
@@ -71,6 +71,8 @@ class DctDp(SparseExchange):
       sparsity: eta, the fraction of coordinates that is not sent, 0 <= sparsity < 1.
       life_span: L, steps between refreshes of the thresholds. The paper trains with 1000, for days. With 10, refreshes
         add some 3% to the time of exchanges.
+      early: whether thresholds are refreshed earlier than after `life_span` steps where that is needed. False is
+        Algorithm 1 as printed, but for the capacity: one refresh in L steps, whatever a threshold selects.
       slack: payload capacity divided by what a refresh selects, at least 1. More makes overflow rarer and payloads
         larger.
       drain_every: N, to send everything densely in each step with probability 1/N, at once on all workers. That empties
@@ -82,6 +84,7 @@ class DctDp(SparseExchange):
     sparsity: float = 0.99
     _: KW_ONLY
     life_span: int = 1000
+    early: bool = True
     slack: float = 1.05
     drain_every: int | None = None
     seed: int = 0
@@ -116,8 +119,9 @@ class DctDp(SparseExchange):
         layout, vector, step, old = gradient.layout, gradient.accumulated(), state.step, state.memory
         if not layout.sizes:
             return drain(gradient, vector, self.axis_name), old
-        is_early = (step < self.life_span) & (step & (step - 1) == 0)  # 0, 1, 2, 4, 8, ...
-        refresh = old.due | is_early | (step % self.life_span == 0)
+        refresh = old.due | (step % self.life_span == 0)
+        if self.early:
+            refresh |= (step < self.life_span) & (step & (step - 1) == 0)  # 0, 1, 2, 4, 8, ...
         k = jnp.asarray([self.n_selected(size) for size in layout.sizes], jnp.int32)
         before = own_row(old.threshold, len(layout.sizes))[0]  # (S,)
 
@@ -148,7 +152,7 @@ class DctDp(SparseExchange):
         else:
             chance = jax.random.uniform(jax.random.fold_in(jax.random.key(self.seed), step), dtype=jnp.float32)
             out, overfull = lax.cond(chance < 1 / self.drain_every, dense, sparse)
-        due = jnp.where(out.ok, overfull & ~refresh, refresh)
+        due = jnp.where(out.ok, overfull & ~refresh & self.early, refresh)
         rows = keep_unless(out.ok, threshold, before)[None]
         return out, Thresholds(due, self.per_worker(rows))
 

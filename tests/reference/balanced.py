@@ -52,6 +52,7 @@ Where this differs, since a payload has a fixed capacity and a residual must los
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -117,38 +118,16 @@ class BalancedDctDpReference(DctDpReference):
     """K synchronous workers which exchange their gradients by DCT-DP and the balanced all-reduce.
 
     Args:
-        sparsity: the fraction of the coordinates which is dropped.
         region_slack: the slots of a region over its share of the slots.
-        life_span: of a threshold, in steps.
-        slack: the slots over the N - floor(N * sparsity) + 1 coordinates which a new threshold selects.
-        dense_below: tensors with fewer elements than this are sent dense.
-        value_dtype: the type in which values travel, "float32" or "bfloat16".
-        turn: a function of the step: a number in [0, 1), which coordinates of a region with too many are sent.
+        options: those of `DctDpReference`; the turn decides which coordinates of a region with too many are sent.
 
     Attributes:
         residuals: per worker, what was not applied and it has to send, by name; compressed tensors only.
         thresholds: per worker, tau by name; compressed tensors only. 0 before the first refresh.
     """
 
-    def __init__(
-        self,
-        *,
-        sparsity: float,
-        turn: Turn,
-        region_slack: float = 1.25,
-        life_span: int = 1000,
-        slack: float = 1.05,
-        dense_below: int = 512,
-        value_dtype: str = "float32",
-    ):
-        super().__init__(
-            sparsity=sparsity,
-            turn=turn,
-            life_span=life_span,
-            slack=slack,
-            dense_below=dense_below,
-            value_dtype=value_dtype,
-        )
+    def __init__(self, *, region_slack: float = 1.25, **options: Any):
+        super().__init__(**options)
         self.region_slack = region_slack
 
     def _send(self, all_x: list[Tensors], compressed: list[str], select: Select) -> tuple[list[Tensors], StepResult]:

@@ -27,10 +27,10 @@ Where the paper is silent:
   fixed capacity: ceil(slack * (N - m + 1)), at most N. If more coordinates are selected, M of them, as
   many as fit are sent: in C order, from number floor(turn * M) on, wrapping around, with a
   random turn in [0, 1) for each step. The rest, the overflow, stay in the residual.
-- Line 3, jaxcomm's additions: tau is renewed in more steps than the paper's. While k < L, where
-  gradients change fastest, also at the powers of two, 1, 2, 4, ...; and at the step after one which was
-  overfull, that is one with an old tau in which some worker selected in some tensor more than twice as
-  many coordinates as the capacity. All workers and tensors are renewed at once.
+- Line 3, jaxcomm's additions, unless `early` is False: tau is renewed in more steps than the paper's.
+  While k < L, where gradients change fastest, also at the powers of two, 1, 2, 4, ...; and at the step
+  after one which was overfull, that is one with an old tau in which some worker selected in some tensor
+  more than twice as many coordinates as the capacity. All workers and tensors are renewed at once.
 - Line 10: the values are rounded to the payload's type before line 11, so that the residual holds
   the rounding error too. A finite value stays finite: what rounding would make infinite is sent as
   the largest finite number of the type.
@@ -68,12 +68,38 @@ from .common import (
 POWERS_OF_TWO = [2**i for i in range(31)]
 
 
+def algorithm_1(gradients: np.ndarray, eta: float, L: int) -> tuple[np.ndarray, np.ndarray]:
+    """Algorithm 1 as printed, for one tensor of N elements, without what is written above about its silence.
+
+    Args:
+        gradients: (steps, K, N).
+        eta: the sparsity.
+        L: the threshold life-span.
+
+    Returns:
+        What the K workers receive in each step, (steps, N), and their residuals at the end, (K, N).
+    """
+    steps, K, N = gradients.shape
+    residual, tau, received = np.zeros((K, N)), np.zeros(K), np.zeros((steps, N))
+    for k in range(steps):
+        for w in range(K):
+            x = gradients[k, w] + residual[w]  # 2
+            if k % L == 0:  # 3
+                tau[w] = np.sort(np.abs(x))[int(N * eta) - 1]  # 4, 5
+            mask = np.abs(x) >= tau[w]  # 9
+            sent = x * mask  # 10
+            residual[w] = x - sent  # 11
+            received[k] += sent / K  # 12
+    return received, residual
+
+
 class DctDpReference:
     """K synchronous workers which exchange their gradients by DCT-DP; K is that of the first step.
 
     Args:
         sparsity: the paper's eta, the fraction of the coordinates which is dropped.
         life_span: the paper's L, in steps.
+        early: whether tau is also renewed in jaxcomm's additional steps.
         slack: the capacity over the N - floor(N * eta) + 1 coordinates which a new tau selects.
         dense_below: tensors with fewer elements than this are sent dense.
         value_dtype: the type in which the sent values travel, "float32" or "bfloat16".
@@ -90,6 +116,7 @@ class DctDpReference:
         sparsity: float,
         turn: Turn,
         life_span: int = 1000,
+        early: bool = True,
         slack: float = 1.05,
         dense_below: int = 512,
         value_dtype: str = "float32",
@@ -97,6 +124,7 @@ class DctDpReference:
         check_value_dtype(value_dtype)
         self.sparsity = sparsity
         self.life_span = life_span
+        self.early = early
         self.slack = slack
         self.dense_below = dense_below
         self.value_dtype = value_dtype
@@ -118,7 +146,7 @@ class DctDpReference:
         all_x = add_residuals(gradients, self.residuals)
 
         # 3: does L divide k, is it a power of two below L, or is a refresh still owed?
-        is_early = self.k < self.life_span and self.k in POWERS_OF_TWO
+        is_early = self.early and self.k < self.life_span and self.k in POWERS_OF_TWO
         if self.k % self.life_span == 0 or is_early:
             self.refresh_due = True
         self.k += 1
@@ -147,7 +175,7 @@ class DctDpReference:
                     overfull = overfull or len(selected) > 2 * self._capacity(x[name].size)
         if not result.skipped:
             self.residuals, self.thresholds = residuals, thresholds
-            self.refresh_due = overfull and not self.refresh_due
+            self.refresh_due = overfull and not self.refresh_due and self.early
         return result
 
     def _send(self, all_x: list[Tensors], compressed: list[str], select: Select) -> tuple[list[Tensors], StepResult]:

@@ -57,6 +57,22 @@ def test_figure_7_has_the_life_spans_and_sparsities_of_the_text():
     assert {(span, 0.95) for span in (1, 10, 100, 1000, 10_000)} <= set(methods)
     assert {(1000, 0.95), (1000, 0.995)} <= set(methods)
     assert all((method.life_span, method.sparsity) == key for key, method in methods.items())
+    assert not any(method.early for method in methods.values())  # or 1000 and 10,000 are one run
+
+
+def test_figure_7_trains_longer_than_a_life_span_of_1000(monkeypatch):
+    """So that this one refreshes its thresholds once more, and one of 10,000 does not."""
+
+    class SeenError(Exception):
+        pass
+
+    def train_seeds(_records, experiment, *_):
+        raise SeenError(experiment.steps)
+
+    monkeypatch.setattr(dct_figures, "train_seeds", train_seeds)
+    for config, steps in ((Config(), 2000), (Config(steps=4), 4)):
+        with pytest.raises(SeenError, match=f"^{steps}$"):
+            dct_figures.figure_7(config, Records(None))
 
 
 def test_losses_are_compared_in_percent_of_the_dense_run_of_the_same_seed():

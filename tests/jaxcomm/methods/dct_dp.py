@@ -35,7 +35,7 @@ class DctDp(Sparse):
     def reference(self, tree: str, K: int) -> Any:
         return (BalancedDctDpReference if self.is_balanced else DctDpReference)(
             turn=turn(self.option("seed")),
-            **self.chosen("sparsity", "life_span", "slack", "dense_below", "value_dtype"),
+            **self.chosen("sparsity", "life_span", "early", "slack", "dense_below", "value_dtype"),
         )
 
     def ask(self, reference: Any, own: list[Tensors], step: int, tree: str) -> StepResult:
@@ -78,4 +78,5 @@ CASES = [
         sparsity=0.9, value_dtype="bfloat16", index_codec="rice", life_span=2, slack=1.5, collective="gather"
     ),
     DctDp.variant(sparsity=0.9, value_dtype="float32", life_span=4, slack=1.0, collective="balanced"),
+    DctDp.variant(sparsity=0.9, value_dtype="float32", life_span=4, early=False, collective="gather"),
 ]  # fmt: skip

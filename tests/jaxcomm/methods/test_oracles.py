@@ -5,10 +5,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+import jaxcomm as jc
 from tests.jaxcomm import cases, trees
 from tests.jaxcomm.cases import CASES, FEW, SETTINGS, simulated
 from tests.jaxcomm.oracles import Oracle
 from tests.jaxcomm.trees import EPS, gradients
+from tests.jaxcomm.workers import Simulated
+from tests.reference.dct_dp import algorithm_1
 
 STEPS = 12
 
@@ -62,6 +65,27 @@ OF_THE_PAPERS = [case for case in CASES if case.momentum and case.option("moment
 def test_momentum_equals_the_oracles_over_a_dozen_steps(case, events):
     """With the papers' momentum, which is not a power of two, and without adopting the library's state in between."""
     assert oracle_of_steps(case, 2, "odd", events, seed=0).adopted == 0
+
+
+@pytest.mark.parametrize("life_span", [4, 5])
+def test_dct_dp_without_early_refreshes_is_algorithm_1_as_printed(life_span):
+    """With slots for all that a threshold selects; with the early refreshes, the first ones differ in step 1."""
+    grads = np.random.default_rng(0).normal(size=(STEPS, 2, 5, 823)).astype(np.float32)
+    expected, residual = algorithm_1(grads.reshape(STEPS, 2, -1).astype(np.float64), 0.9, life_span)
+    options = {"life_span": life_span, "slack": 10.0, "value_dtype": "float32", "collective": "gather"}
+    workers = Simulated(jc.dct_dp(0.9, early=False, **options), "pair", 2)
+    state = workers.first
+    for grad, mean in zip(grads, expected, strict=True):
+        out = workers.step({"b": np.zeros((2, 7), np.float32), "w": grad}, state)
+        state = out.state
+        assert_similar(out.means["w"].reshape(-1), mean)
+        assert out.metrics.overflow == 0
+    assert_similar(trees.cut(out.residual, {"w": (4115,)})["w"], residual)
+
+
+def assert_similar(got, expected):
+    """Equal, except where a float32 may be on the other side of a threshold: in one of a thousand coordinates."""
+    assert np.mean(np.abs(got - expected) > 1e-5 * np.abs(expected).max()) < 1e-3
 
 
 def test_a_number_whose_third_is_nearly_between_two_of_float16():
