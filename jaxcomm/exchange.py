@@ -412,10 +412,7 @@ class Exchange:
 
     def chooses(self, path: Any, leaf: Any) -> bool:
         """Returns whether `where` chooses a leaf, by its path."""
-        if self.where is None:
-            return True
-        name = leaf_name(path)
-        return re.search(self.where, name) is not None if isinstance(self.where, str) else bool(self.where(name, leaf))
+        return self.where is None or is_chosen(self.where, path, leaf)
 
     def _part(self, tree: Any, chosen: bool) -> Any:
         """Returns the part of a tree that `where` chooses, or the rest, with empty nodes for all other leaves."""
@@ -595,6 +592,12 @@ def _check_reduced(tree: Any, axes: tuple[str, ...]) -> None:
                     f"{jax.tree_util.keystr(path)!r} that differs along {name!r}. Differentiate with respect to a "
                     "replicated parameter (make_train_step does), choose the leaf by where=, or pass others=."
                 )
+
+
+def is_chosen(where: Where, path: Any, leaf: Any) -> bool:
+    """Returns whether a pattern or a function chooses a leaf, by its path."""
+    name = leaf_name(path)
+    return re.search(where, name) is not None if isinstance(where, str) else bool(where(name, leaf))
 
 
 def leaf_name(path: Any) -> str:

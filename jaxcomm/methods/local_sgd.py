@@ -1,10 +1,10 @@
 """Local steps, and an outer optimizer on their change: DiLoCo, with any compressor, whole or in fragments."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,14 @@ from jaxcomm.collectives.axis import other_axes, to_varying
 from jaxcomm.exchange import (
     Exchange,
     ExchangeState,
+    Where,
     check_exchange,
     get_exchange,
+    is_chosen,
     is_masked,
     join_trees,
     keep_unless,
+    leaf_name,
     transformation,
     zeros_unless,
 )
@@ -115,11 +118,14 @@ class LocalSgd(LocalExchange):
     However, a program returns only when its exchange is done, and on no backend does this library compute the next
     steps meanwhile. The gain is a peak of one fragment's bytes, and a global model that changes every H/P steps.
 
-    A fragment holds whole tensors. They are assigned from the largest to the smallest, each to the fragment with the
-    fewest elements, then the fewest tensors, then the lowest index. So layers of equal shapes are dealt out in turn,
-    the paper's strided pattern. If a fragment's exchange is skipped, its anchor and outer optimizer's state stay, and
-    nothing is merged. A worker whose local update is not finite, or has a number of 2^90 or more, does not apply it
-    but merges what is due, and an exchange in that step is skipped; the other workers apply their local updates.
+    A fragment holds whole tensors. Given their number alone, tensors are assigned from the largest to the smallest,
+    each to the fragment with the fewest elements, then the fewest tensors, then the lowest index: fragments are of
+    about equal size, but the tensors of one layer may be in several. The paper's fragments are whole blocks, every P-th
+    in one fragment ("strided"): pass a pattern or a function for each.
+
+    If a fragment's exchange is skipped, its anchor and outer optimizer's state stay, and nothing is merged. A worker
+    whose local update is not finite, or has a number of 2^90 or more, does not apply it but merges what is due, and an
+    exchange in that step is skipped; the other workers apply their local updates.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; "Streaming
     DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025, https://arxiv.org/abs/2501.18512.
@@ -129,7 +135,9 @@ class LocalSgd(LocalExchange):
       exchange: averages the outer gradients: `plump_dp()` (DiLoCo), or any compressor over the same axis; its residual
         carries over to the next exchange. `sparse_loco` has the settings of SparseLoCo.
       outer: an optimizer for the outer gradients; by default SGD with learning rate 0.7 and Nesterov momentum 0.9.
-      fragments: P, a divisor of H and at most the number of tensors. The paper: one for every 3 layers.
+      fragments: P, a divisor of H and at most the number of tensors. The paper: one for every 3 layers. Or P patterns
+        or functions (path, leaf) -> bool as in `where`, in the order of their turns; a tensor belongs to the first that
+        chooses it, and each must belong to one.
       overlap: steps from an exchange to its merge, below H; 0 merges in the same step. The paper: 5.
       mix: weight of a worker's own parameters when they are merged with the anchor, 0 to 1. The paper: 0.5. With 0, the
         updates of the `overlap` steps between exchange and merge are discarded.
@@ -139,7 +147,7 @@ class LocalSgd(LocalExchange):
     _: KW_ONLY
     exchange: optax.GradientTransformation = field(compare=False)
     outer: optax.GradientTransformation | None = field(default=None, compare=False)
-    fragments: int = 1
+    fragments: int | Sequence[Where] = 1
     overlap: int = 0
     mix: float = 0.0
 
@@ -148,7 +156,9 @@ class LocalSgd(LocalExchange):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        steps, P, mix = self.steps, self.fragments, self.mix
+        if isinstance(self.fragments, list):
+            object.__setattr__(self, "fragments", tuple(self.fragments))  # what is static is hashed
+        steps, P, mix = self.steps, self.turns, self.mix
         check_count("steps", steps, 1, "1 exchanges in every step")
         check_count("fragments", P, 1, "1 exchanges all parameters at once")
         check_range("steps", steps, f"a multiple of fragments ({P})", steps % P == 0, f"{-(-steps // P) * P} is one")
@@ -161,15 +171,15 @@ class LocalSgd(LocalExchange):
     @property
     def streams(self) -> bool:
         """Whether it exchanges in fragments, merges later, or mixes, unlike plain DiLoCo."""
-        return self.fragments > 1 or self.overlap > 0 or self.mix > 0
+        return self.turns > 1 or self.overlap > 0 or self.mix > 0
 
     @property
     def period(self) -> int:
-        return self.steps // self.fragments
+        return self.steps // self.turns
 
     @property
     def turns(self) -> int:
-        return self.fragments
+        return len(self.fragments) if isinstance(self.fragments, tuple) else cast(int, self.fragments)
 
     @property
     def undoes_skipped(self) -> bool:
@@ -273,19 +283,38 @@ class LocalSgd(LocalExchange):
         return own, state.replace(step=step, metrics=metrics, memory=memory)
 
 
-def _cut(tree: Any, count: int) -> list[Any]:
-    """Splits a tree into trees of about equal size; each has some of the tensors, and the others masked.
+def _cut(tree: Any, fragments: int | Sequence[Where]) -> list[Any]:
+    """Splits a tree into a tree for each fragment, which has some of the tensors, and the others masked.
 
     Tensors are assigned as in `LocalSgd`.
     """
     leaves, treedef = jax.tree.flatten(tree)
+    places = _by_size(leaves, fragments) if isinstance(fragments, int) else _by_path(tree, fragments)
+    masked = [[leaf if at in place else optax.MaskedNode() for at, leaf in enumerate(leaves)] for place in places]
+    return [treedef.unflatten(each) for each in masked]
+
+
+def _by_size(leaves: list[Any], count: int) -> list[list[int]]:
+    """Returns the indices of every fragment's tensors: fragments of about equal size."""
     rule = f"at most the number of tensors ({len(leaves)}), which are exchanged whole"
     check_range("fragments", count, rule, count <= len(leaves), "Pass fewer")
     places: list[list[int]] = [[] for _ in range(count)]
     for at in sorted(range(len(leaves)), key=lambda at: -leaves[at].size):
         min(places, key=lambda place: (sum(leaves[i].size for i in place), len(place))).append(at)
-    masked = [[leaf if at in place else optax.MaskedNode() for at, leaf in enumerate(leaves)] for place in places]
-    return [treedef.unflatten(each) for each in masked]
+    return places
+
+
+def _by_path(tree: Any, fragments: Sequence[Where]) -> list[list[int]]:
+    """Returns the indices of every fragment's tensors: those that its pattern is the first to choose."""
+    places: list[list[int]] = [[] for _ in fragments]
+    for at, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
+        first = next((turn for turn, where in enumerate(fragments) if is_chosen(where, path, leaf)), None)
+        rule = f"patterns that choose every parameter, {leaf_name(path)!r} too"
+        check_range("fragments", fragments, rule, first is not None, "Let the last one be '', for the others")
+        places[cast(int, first)].append(at)
+    rule = "patterns that each choose a parameter which none before chooses"
+    check_range("fragments", fragments, rule, all(places), "Leave the others out")
+    return places
 
 
 local_sgd = transformation(LocalSgd)

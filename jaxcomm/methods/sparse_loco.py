@@ -1,9 +1,13 @@
 """SparseLoCo: local steps, of which the largest changes are sent in two bits a value."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import optax
 
 from jaxcomm.checks import check_count
 from jaxcomm.collectives.axis import AxisName
+from jaxcomm.exchange import Where
 from jaxcomm.layout import BLOCK
 from jaxcomm.methods.local_sgd import local_sgd
 from jaxcomm.methods.topk import topk
@@ -17,7 +21,7 @@ def sparse_loco(
     chunk: int = 4096,
     decay: float = 0.95,
     learning_rate: float = 1.0,
-    fragments: int = 1,
+    fragments: int | Sequence[Where] = 1,
     overlap: int = 0,
     mix: float = 0.0,
     axis_name: AxisName = "data",
@@ -53,5 +57,5 @@ def sparse_loco(
     """
     check_count("chunk", chunk, BLOCK, f"Take a multiple of {BLOCK}; the paper has 4096")
     kept = topk(1 - KEPT / chunk, chunk=chunk, value_dtype="2bit", decay=decay, axis_name=axis_name)
-    streaming = {"fragments": fragments, "overlap": overlap, "mix": mix}
+    streaming: dict[str, Any] = {"fragments": fragments, "overlap": overlap, "mix": mix}
     return local_sgd(steps, exchange=kept, outer=optax.sgd(learning_rate), **streaming, axis_name=axis_name)

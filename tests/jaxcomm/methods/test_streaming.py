@@ -23,6 +23,7 @@ from tests.reference.topk import TopKReference
 SHAPES = {"a": (7,), "b": (61,), "c": (20, 13), "s": ()}
 # Tensors of 260, 61, 7 and 1 elements, the largest first, each go to the fragment with the fewest elements.
 FRAGMENTS = {1: [["a", "b", "c", "s"]], 2: [["c"], ["a", "b", "s"]], 3: [["c"], ["b"], ["a", "s"]]}
+FRAGMENTS[GIVEN := ("a|s", "")] = [["a", "s"], ["b", "c"]]
 K, H, RATE, STEPS = 3, 6, 0.125, 20
 BAD = {1: np.nan, 4: 1e37, 8: np.inf, 9: np.nan}  # on the last worker, in the steps 2, 5, 9 and 10
 DENSE, TOPK = "dense", "topk"
@@ -74,6 +75,7 @@ SETTINGS = [
     (3, 5, 0.25, DENSE),
     (3, 5, 0.25, TOPK),
     (2, 2, 1.0, DENSE),
+    (GIVEN, 2, 0.5, DENSE),
 ]
 
 
@@ -101,7 +103,9 @@ def test_every_step_is_that_of_the_paper(fragments, overlap, mix, exchange):
             if not reference.on_its_way:
                 model = step.params(state)[name]
                 np.testing.assert_allclose(model, reference.global_model[name], rtol=3e-6, atol=3e-6)
-    assert skips == {1: 0, 2: 1, 3: 2}[fragments]  # step 9 of each third, and 2 and 10 of each second step
+    assert (
+        skips == {1: 0, 2: 1, 3: 2}[len(FRAGMENTS[fragments])]
+    )  # step 9 of each third, and 2 and 10 of each second step
 
 
 def test_fragments_of_equal_layers_are_strided_and_the_largest_is_small():
@@ -114,6 +118,46 @@ def test_fragments_of_equal_layers_are_strided_and_the_largest_is_small():
     assert sizes == [4 * 20] * 3
     assert [part.held.outer[0].trace["00"]["bias"].shape for part in parts[:1]] == [(4,)]
     assert len(jax.tree.leaves(parts[1].held.outer)) == len(jax.tree.leaves(parts[1].held.anchor))
+
+
+def blocks(number, of=4, layers=12):
+    """The paper's strided pattern: every of-th block, as a pattern of its tensors' paths."""
+    return "^layer({})/".format("|".join(f"{i:02}" for i in range(number, layers, of)))
+
+
+@pytest.mark.parametrize(
+    "fragments",
+    [[blocks(p) for p in range(4)], tuple(lambda path, leaf, p=p: int(path[5:7]) % 4 == p for p in range(4))],
+    ids=["patterns", "functions"],
+)
+def test_given_fragments_are_whole_blocks(fragments):
+    """Of layers of several tensors, which are divided if only their number is given; 12 local steps, one in 3."""
+    shapes = {"attention": (6, 18), "out": (6, 6), "up": (6, 24), "down": (24, 6)}
+    layers = {f"layer{i:02}": {name: np.zeros(shape) for name, shape in shapes.items()} for i in range(12)}
+
+    def blocks_of(fragments):
+        tx = jc.local_sgd(12, exchange=jc.plump_dp(), fragments=fragments)
+        report = jc.wire_report(tx, layers, workers=2)
+        assert (report.every, report.turns) == (3, 4)
+        parts = [jax.tree_util.tree_leaves_with_path(part.held.anchor) for part in tx.init(layers).memory]
+        return [{path[0].key for path, _ in part} for part in parts], [len(part) for part in parts]
+
+    assert blocks_of(fragments) == ([{f"layer{i:02}" for i in range(p, 12, 4)} for p in range(4)], [12] * 4)
+    assert max(map(len, blocks_of(4)[0])) > 3
+
+
+@pytest.mark.parametrize(
+    ("fragments", "message"),
+    [
+        (["a", "b"], r"fragments must be patterns that choose every parameter, 'c' too; got .*Let the last one be ''"),
+        (["a", "[a-c]", "b", ""], "fragments must be patterns that each choose a parameter which none before chooses"),
+        ([], "fragments must be an integer of at least 1; got 0"),
+        ("ab", "fragments must be an integer of at least 1; got 'ab'"),
+    ],
+)
+def test_fragments_that_leave_out_parameters_or_are_empty_are_refused(fragments, message):
+    with pytest.raises(ValueError, match=message):
+        jc.local_sgd(12, exchange=jc.plump_dp(), fragments=fragments).init(first_params())
 
 
 def test_without_fragments_and_delay_it_keeps_the_state_that_it_had():
