@@ -40,6 +40,7 @@ METHODS: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "plump_dp_bfloat16": lambda _: jc.plump_dp(value_dtype="bfloat16"),
     "quant_dp": lambda _: jc.quant_dp(),
     "quant_dp_16": lambda _: jc.quant_dp(16),
+    "quant_dp_gather": lambda _: jc.quant_dp(collective="gather"),
     "quant_dp_two_shot": lambda _: jc.quant_dp(collective="two_shot"),
     "quant_dp_4": lambda _: jc.quant_dp(4),
     "quant_dp_2": lambda _: jc.quant_dp(2),

@@ -4,7 +4,9 @@
 
 Table 1 and times: one exchange of gradients of the published shapes, on the hosts of `benchmarks.netlab`; for VGG-16,
 of an eighth of the elements, times 8, unless --part says otherwise. Slim-DP's time is the mean over its period q, in
-which one exchange selects a core. T_comp is timed with one worker alone on this machine, and used for every K.
+which one exchange selects a core. Quant-DP is its paper's: one shot, whose sums are not rounded again. Every worker
+receives K - 1 payloads of it, with 8 workers as many bytes as dense. T_comp is timed with one worker alone on this
+machine, and used for every K.
 
 Table 2 and figures 3 and 4: the small twins of `configs/` on a dataset of 10 classes, so accuracy is top-1: the paper's
 top-5 has no meaning there. As in the paper, the mean of each pixel is subtracted from images, which are not augmented,
@@ -47,6 +49,8 @@ from train.records import Record, Records
 from train.seeds import train_seeds
 from train.tables import print_table, stdev
 
+_QUANT = 'Quant-DP in one shot (collective="gather"), whose sums are not rounded again'
+
 
 def table_1(config: Config, records: Records) -> None:
     """Times 10,000 mini-batches of every method."""
@@ -82,8 +86,8 @@ def table_1(config: Config, records: Records) -> None:
                     }
                 )
     print_table(
-        f"Table 1: hours for 10,000 mini-batches; T_comm at {config.rate}, medians of {config.timed_steps}; T_comp of "
-        f"{', '.join(f'{model.rows} rows ({model.name})' for model in config.models)} a worker, alone on this machine",
+        f"Table 1: hours for 10,000 mini-batches; T_comm at {config.rate}, medians of {config.timed_steps}; {_QUANT}; "
+        f"T_comp of {', '.join(f'{model.rows} rows ({model.name})' for model in config.models)} a worker, alone on this machine",
         rows,
     )
     for model in config.models:
@@ -146,8 +150,8 @@ def table_2(config: Config, records: Records) -> None:
                         f"{mean:.2f} and {rows[-1]['speed_d']:.2f} times",
                     )
     print_table(
-        f"Table 2: top-1 accuracy in % of the twins on {config.dataset}, mean over {config.seeds} seeds; seconds from "
-        "table 1; speed_a over the seeds that reached Plump-DP's last accuracy",
+        f"Table 2: top-1 accuracy in % of the twins on {config.dataset}, mean over {config.seeds} seeds; {_QUANT}; "
+        "seconds from table 1; speed_a over the seeds that reached Plump-DP's last accuracy",
         rows,
     )
     print("The paper's accuracy is top-5 of 1,000 classes; of 10 classes top-5 has no meaning, and ours is top-1.")

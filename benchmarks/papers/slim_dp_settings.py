@@ -52,7 +52,7 @@ class Model:
     @property
     def exchanges(self) -> dict[str, str]:
         """Each method's entry in `benchmarks.exchange`."""
-        return {"plump_dp": "plump_dp", "quant_dp": "quant_dp", "slim_dp": self.exchange}
+        return {"plump_dp": "plump_dp", "quant_dp": "quant_dp_gather", "slim_dp": self.exchange}
 
 
 _GOOGLENET, _VGG = "googlenet_imagenet", "vgg16_imagenet"
@@ -223,7 +223,8 @@ def period_of(model: Model, steps: int) -> int:
 def methods_of(model: Model, steps: int) -> dict[str, Method]:
     """Returns the three methods of the tables, for a run of a twin."""
     slim = dataclasses.replace(model.slim, q=period_of(model, steps))
-    return dict(zip(METHODS, (PlumpDp(), QuantDp(bits=8, bucket=512), slim), strict=True))
+    quant = QuantDp(bits=8, bucket=512, collective="gather")  # the paper's at every K: sums are not rounded again
+    return dict(zip(METHODS, (PlumpDp(), quant, slim), strict=True))
 
 
 def train_all(config: Config, records: Records, model: Model, K: int) -> dict[str, list[Record]]:

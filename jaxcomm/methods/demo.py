@@ -73,8 +73,10 @@ class Demo(SparseExchange):
     Source: Peng et al., "DeMo: Decoupled Momentum Optimization", ICLR 2026, https://arxiv.org/abs/2411.19870. The paper
     cuts tensors into cubes whose side divides every dimension. Here a tensor is a matrix, see `CosineLayout`. Where 64
     does not divide a dimension, the chunk's side is that dimension's largest divisor below 64, and k coefficients are
-    sent of every 4096, which then span several chunks. A coefficient's mean is over all workers, including those that
-    do not send it.
+    sent of every 4096, which then span several chunks; of a vector of 8192, 64 are sent, where the published code cuts
+    it into chunks of 64 and sends k of each. A coefficient's mean is over all workers, including those that do not send
+    it; the published code divides by those that do, so that some signs differ. It also sums learning rate * gradient in
+    m, where this sums gradients: the same signs only while the learning rate is constant.
 
     Attributes:
       k: coefficients sent per chunk. The paper trains with 1 to 32.

@@ -32,9 +32,14 @@ class Pulse(SparseExchange):
     needs the parameters.
 
     PULSELoCo is this exchange inside `local_sgd`, where w is the anchor and the gradient is what the local steps
-    changed: `jc.chain(optax.adamw(1e-6), jc.local_sgd(8, exchange=jc.pulse(0.95), outer=optax.sgd(1.0)))`.
+    changed, both in float32:
 
-    Source: "PULSE", 2026, https://arxiv.org/abs/2602.03839, after its abstract; the capacity is this library's own.
+        exchange = jc.pulse(0.95, value_dtype="float32")
+        jc.chain(optax.adamw(1e-6), jc.local_sgd(8, exchange=exchange, outer=optax.sgd(1.0)))
+
+    Source: "PULSE", 2026, https://arxiv.org/abs/2602.03839, after its abstract, whose values are float32, 4 bytes each.
+    Here they are bfloat16 by default, 2 bytes each, as in every sparse method: what is rounded off stays in the
+    residual. The capacity is this library's own.
 
     Attributes:
       sparsity: the fraction of coordinates that a payload has no room for, 0 <= sparsity < 1.

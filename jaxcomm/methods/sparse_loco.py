@@ -43,7 +43,10 @@ def sparse_loco(
 
     Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025,
     https://arxiv.org/abs/2508.15706; the settings are those of the Covenant-72B run, 2026,
-    https://arxiv.org/abs/2603.08163. Their 2 bits are four bins of equal width, each with a mean.
+    https://arxiv.org/abs/2603.08163. Three things differ. Their chunks are 64 x 64 tiles of a matrix, here 4096
+    consecutive elements. Their 2 bits are four bins of equal width, with a mean each over a whole tensor; here a sign
+    and one of two magnitudes, whose means are a chunk's. Their published code divides the sum of a coordinate by the
+    workers that sent it, where the paper's Algorithm 1 divides by all workers, as here.
 
     Args:
       steps: H, local steps from one exchange to the next.

@@ -1,6 +1,6 @@
 """Slim-DP in NumPy: an oracle of the tests.
 
-Algorithm 1 of Sun et al., "Slim-DP: A Light Communication Data Parallelism for DNN" (AAMAS 2018),
+Algorithm 1 of Sun et al., "Slim-DP: A Light Communication Data Parallelism for DNN" (AAAI 2018),
 sections 3.2 and 3.3. The model has n coordinates. The core, the beta * n most significant ones, is the
 same for all; the explorer of a worker is some (alpha - beta) * n others. The paper's lines are not
 numbered; in its order they are, for worker k and communication t = 0, 1, ...:

@@ -13,11 +13,13 @@ from benchmarks.papers.slim_dp_settings import (
     averaged,
     communication,
     exchange_times,
+    methods_of,
     period_of,
     speed_a,
     speed_d,
     times_of,
 )
+from configs.methods import QuantDp
 from train.records import Records
 
 # The rows of tables 1 and 2 of Sun et al. as in the text: K=4 GoogLeNet, VGG-16, K=8 GoogLeNet, VGG-16. In table 1,
@@ -88,7 +90,7 @@ def timed(method, ms, refresh=None):
 def test_table_1_is_made_of_the_times(monkeypatch, capsys):
     """A step of 360 ms, 8 times 45, is an hour for 10,000; 2.5 s for a core, once in 20,000, add 0.125 ms to each."""
     vgg, records = MODELS[1], Records(None)
-    for record in (timed("plump_dp", 45.0), timed("quant_dp", 22.5), timed("slim_dp", 11.125, 2_511.125)):
+    for record in (timed("plump_dp", 45.0), timed("quant_dp_gather", 22.5), timed("slim_dp", 11.125, 2_511.125)):
         records.add(record)
     records.add({"of": "compute", "experiment": "vgg16_imagenet", "rows": 8, "timed_steps": 5, "ms_median": 720.0})
     config = Config(workers=(4,))
@@ -99,6 +101,9 @@ def test_table_1_is_made_of_the_times(monkeypatch, capsys):
     monkeypatch.setattr(slim_dp, "print_table", lambda title, rows: tables.append(rows))
     slim_dp.table_1(config, records)
     (rows,) = tables
+    quant = methods_of(vgg, 400)["quant_dp"]
+    assert isinstance(quant, QuantDp)
+    assert quant.collective == "gather"  # the paper's rounds no sum again
     assert [row["T_comm"] for row in rows] == pytest.approx([1.0, 0.5, 0.25])
     assert [row["T_comp"] for row in rows] == pytest.approx([2.0] * 3)
     assert [row["of_plump"] for row in rows] == pytest.approx([1.0, 0.5, 0.25])
@@ -128,7 +133,7 @@ def test_the_settings_of_figure_4_are_timed_where_it_is_trained(monkeypatch):
         for K in (4, 8):
             exchange_times(Config(), Records(None), model, K)
     assert set(TRADE_OFFS.values()) <= set(asked[0])
-    assert all(methods == ["plump_dp", "quant_dp", model] for methods, model in zip(
+    assert all(methods == ["plump_dp", "quant_dp_gather", model] for methods, model in zip(
         asked[1:], ("slim_dp_30_15", "slim_dp", "slim_dp"), strict=True))  # fmt: skip
 
 

@@ -103,9 +103,8 @@ def test_every_step_is_that_of_the_paper(fragments, overlap, mix, exchange):
             if not reference.on_its_way:
                 model = step.params(state)[name]
                 np.testing.assert_allclose(model, reference.global_model[name], rtol=3e-6, atol=3e-6)
-    assert (
-        skips == {1: 0, 2: 1, 3: 2}[len(FRAGMENTS[fragments])]
-    )  # step 9 of each third, and 2 and 10 of each second step
+    count = len(FRAGMENTS[fragments])
+    assert skips == {1: 0, 2: 1, 3: 2}[count]  # step 9 of each third, and 2 and 10 of each second step
 
 
 def test_fragments_of_equal_layers_are_strided_and_the_largest_is_small():
