@@ -28,6 +28,7 @@ FIG_2 = (0.75, 0.9, 0.95, 0.99)  # sparsities; the paper's text names only 95%
 DEVIATION = 26.0  # % of the running mean, at most, at 95%
 FIG_5 = (0.75, 0.9, 0.95)
 LIFE_SPANS = (1, 10, 100, 1000, 10_000)  # figure 7a and b, at 95%
+SAME = 1.0  # % of a loss, or BLEU, up to which two runs have the same
 LIFE_SPAN = 1000  # of figure 7c and d
 SPARSITIES = (0.75, 0.9, 0.95, 0.98, 0.995)
 # Only the text has numbers for figure 7: training time saved over the baseline, in %, by life-span.
@@ -135,21 +136,6 @@ def percent_of(own: Sequence[float | None], dense: Sequence[float]) -> Differenc
         return Difference(math.inf, 0.0)
     above = [100 * (mine / other - 1) for mine, other in zip(finite, dense, strict=True)]
     return Difference.of(above, [0.0] * len(above))
-
-
-def agrees(gain: Difference, paper: float) -> bool | None:
-    """Returns whether our loss is above dense exactly if the paper's is.
-
-    Args:
-      gain: our loss over dense.
-      paper: the paper's loss over dense.
-
-    Returns:
-      None for a single seed. Within two standard errors of dense: None if the paper's is above dense, otherwise True.
-    """
-    if paper > 0 or gain.error is None:
-        return gain.exceeds()
-    return gain.exceeds() is not True
 
 
 def methods_of_figure_7() -> dict[tuple[int, float], DctDp]:

@@ -34,6 +34,29 @@ class Difference:
             return None
         return self.mean > least
 
+    def agrees(self, paper: float, none: float = 0.0, *, or_more: bool = False) -> bool | None:
+        """Returns whether the difference has the size of the paper's: its sign, and half to one and a half times it.
+
+        Args:
+          paper: the paper's difference.
+          none: what counts as no difference; if more than half of the paper's, ours may be off by as much.
+          or_more: whether more than the paper's, in its direction, counts as well, as with a gain in time.
+
+        Returns:
+          True if all within two standard errors of the mean has that size; False if nothing has; None if only some has,
+          so that the measurements do not tell, or for a single pair.
+        """
+        if self.error is None:
+            return None
+        room = max(none, abs(paper) / 2)
+        least, most = paper - room, paper + room
+        if or_more:
+            least, most = (least, math.inf) if paper > 0 else (-math.inf, most)
+        low, high = self.mean - 2 * self.error, self.mean + 2 * self.error
+        if high < least or low > most:
+            return False
+        return True if least <= low and high <= most else None
+
     def __str__(self) -> str:
         return f"{self.mean:+.2f}" + ("" if self.error is None else f" (standard error {self.error:.2f})")
 
@@ -41,12 +64,18 @@ class Difference:
 _VERDICTS = {True: "holds here", False: "does NOT hold here", None: "is not told apart here"}
 
 
+def all_hold(*verdicts: bool | None) -> bool | None:
+    """Returns the verdict on a claim of several parts: False if one does not hold, None if one is not told apart."""
+    return False if False in verdicts else None if None in verdicts else True
+
+
 def print_claim(claim: str, holds: bool | None, found: str) -> None:
     """Prints whether a claim of the paper holds at our size.
 
     Args:
       claim: what the paper says.
-      holds: None if the measurements do not tell.
+      holds: whether it was shown: by `Difference.agrees` if the claim has a size, by `Difference.exceeds` if it is an
+        order alone; None if the measurements do not tell.
       found: what was measured.
     """
     print(f"The paper: {claim}. That {_VERDICTS[holds]}: {found}.")

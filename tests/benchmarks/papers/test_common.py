@@ -1,6 +1,7 @@
 """What the papers' modules share: options, commands, and verdicts on claims."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers import common, timing
 from benchmarks.papers.common import Config, first_reaching
-from benchmarks.papers.report import Difference, draw, print_cause, print_claim
+from benchmarks.papers.report import Difference, all_hold, draw, print_cause, print_claim
 from train.records import Records
 
 
@@ -45,6 +46,35 @@ def test_differences_are_told_apart_by_two_standard_errors():
     assert (found.mean, found.error) == (3.0, pytest.approx(0.57735, abs=1e-5))
     assert (found.exceeds(), found.exceeds(2.5), found.exceeds(9.0)) == (True, None, False)
     assert Difference.of([3.0], [1.0]).exceeds() is None  # one seed decides nothing
+
+
+@pytest.mark.parametrize(
+    ("ours", "paper", "none", "verdict"),
+    [
+        ((24.13, 5.0), 0.18, 1.0, False),  # DCT's table 4: the sign alone agrees
+        ((8.0, 7.34), 0.0, 1.0, None),  # Slim-DP's figure 4: so wide that it shows nothing
+        ((0.4, 0.2), 0.0, 1.0, True),
+        ((-1.5, 0.2), 0.0, 1.0, False),  # the same means neither above nor below
+        ((1.1, 0.2), 0.1, 1.0, None),
+        ((20.0, 2.0), 23.0, 0.0, True),
+        ((10.0, 0.0), 23.0, 0.0, False),  # of a gain of 23, less than half
+        ((84.0, 0.0), 23.0, 0.0, False),
+        ((-20.0, 2.0), 23.0, 0.0, False),
+        ((-20.0, 2.0), -23.0, 0.0, True),
+        ((0.1, None), 0.1, 1.0, None),  # one seed decides nothing
+        ((math.inf, 0.0), 0.1, 1.0, False),
+    ],
+)
+def test_a_claim_holds_by_its_size_and_not_by_its_sign(ours, paper, none, verdict):
+    assert Difference(*ours).agrees(paper, none) is verdict
+
+
+def test_more_than_the_papers_gain_counts_where_that_is_said():
+    assert Difference(84.0, 1.0).agrees(23.0, or_more=True) is True
+    assert Difference(-84.0, 1.0).agrees(-23.0, or_more=True) is True
+    assert Difference(12.0, 1.0).agrees(23.0, or_more=True) is None
+    assert Difference(-84.0, 1.0).agrees(23.0, or_more=True) is False
+    assert [all_hold(True, None), all_hold(None, False), all_hold(True, True)] == [None, False, True]
 
 
 def test_a_claim_that_does_not_hold_is_said_not_to(capsys):
