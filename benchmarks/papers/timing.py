@@ -1,6 +1,7 @@
 """Timed exchanges and steps for the papers' tables, kept among their records."""
 
 import dataclasses
+import hashlib
 import json
 import subprocess
 import sys
@@ -42,9 +43,10 @@ def run_benchmark(module: str, options: Mapping[str, Any]) -> list[Record]:
         return json.loads(path.read_text())
 
 
-def time_benchmark(records: Records, module: str, **options: Any) -> list[Record]:
-    """Returns the records of a benchmark's table; runs it if they are missing."""
-    key = {"of": module, "options": options}
+def time_benchmark(records: Records, module: str, *, inputs: Sequence[Path] = (), **options: Any) -> list[Record]:
+    """Returns the records of a benchmark's table; runs it if they are missing, or of other contents of its `inputs`."""
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in inputs}
+    key = {"of": module, "options": options} | ({"inputs": digests} if inputs else {})
     return records.get(key, lambda: {"table": run_benchmark(module, options)})["table"]
 
 

@@ -40,6 +40,20 @@ def test_methods_that_are_recorded_are_not_timed_again(monkeypatch, tmp_path):
     assert [command[command.index("--method") + 1] for command in commands] == ["topk,sign", "slim_dp"]
 
 
+def test_a_table_is_made_again_if_what_it_reads_has_changed(monkeypatch, tmp_path):
+    """As the planner's costs, of which the plans of `placement` are made; records of before do not say."""
+    made, costs = [], tmp_path / "costs.json"
+    monkeypatch.setattr(timing, "run_benchmark", lambda module, options: made.append(options) or [{"ms": len(made)}])
+    records = Records(None)
+    records.add({"of": "placement", "options": {"rate": "1gbit"}, "table": [{"ms": 0}]})
+    found = []
+    for text in ("a", "a", "b", "a"):
+        costs.write_text(text)
+        found += timing.time_benchmark(records, "placement", inputs=[costs], rate="1gbit")
+    assert found == [{"ms": 1}, {"ms": 1}, {"ms": 2}, {"ms": 1}]
+    assert made == [{"rate": "1gbit"}] * 2
+
+
 def test_differences_are_told_apart_by_two_standard_errors():
     """Of 2, 3 and 4: mean 3, standard deviation 1, standard error 1 / sqrt(3) = 0.577."""
     found = Difference.of([3.0, 5.0, 4.0], [1.0, 2.0, 0.0])
