@@ -18,11 +18,14 @@ from jax import lax
 from jaxcomm import bits
 from jaxcomm.codecs.quantize import Buckets, encode
 from jaxcomm.numerics import divide, magnitude_bits
+from jaxcomm.platforms import in_memory
+from jaxcomm.vectors import computed_end_to_end
 
 TILE = 64
 _PIVOT_BITS = 6
 _FINENESS = 8  # offsets per step
 _MOST_STEPS = 4095  # from zero to the smallest number of a tile: what 16 bits of offset hold
+_PLACE = np.arange(TILE, dtype=np.int32)
 _INFINITY = np.uint32(0x7F800000)
 
 
@@ -61,12 +64,12 @@ class Tiles:
         """Writes values (n,), of any floating type, as (n_words(n),) uint32."""
         plain = jnp.pad(values.astype(jnp.float32), (0, -values.size % TILE)).reshape(-1, TILE)  # (tiles, 64)
         magnitude = magnitude_bits(plain)  # as integers, of which NaN is the largest: a maximum of floats may lose it
-        pivot = jnp.argmax(magnitude, axis=1).astype(jnp.int32)  # (tiles,)
-        is_pivot = np.arange(TILE, dtype=np.int32) == pivot[:, None]
-        largest = jnp.max(magnitude, axis=1)
-        second = jnp.max(jnp.where(is_pivot, np.uint32(0), magnitude), axis=1)
+        largest = jnp.max(magnitude, axis=1)  # (tiles,)
+        pivot = jnp.min(jnp.where(magnitude == largest[:, None], _PLACE, TILE), axis=1)  # the first of equals
+        second = jnp.max(jnp.where(pivot[:, None] == _PLACE, np.uint32(0), magnitude), axis=1)
         is_rotated = _as_float(largest) >= 2 * _as_float(second)
         tiles = jnp.where(is_rotated[:, None], self._rotate(_swap(plain, pivot)), plain)
+        tiles = in_memory(tiles.reshape(-1)).reshape(-1, TILE)  # read three times
         low = jnp.min(tiles, axis=1)
         # Each of the two is divided on its own: the difference of the largest numbers would not be finite.
         span = jnp.max(tiles, axis=1) / np.float32(self.levels) - low / np.float32(self.levels)
@@ -76,10 +79,10 @@ class Tiles:
         step = _as_float(upper << 16)
         offset = jnp.floor(_in_steps(low, step) * _FINENESS + 0.5).astype(jnp.int32)  # (tiles,)
         level = _in_steps(tiles, step[:, None]) - offset.astype(jnp.float32)[:, None] / _FINENESS
-        code = jnp.clip(jnp.floor(level + 0.5), 0, self.levels).astype(jnp.int32)
+        code = in_memory(jnp.clip(jnp.floor(level + 0.5), 0, self.levels).astype(jnp.int32).reshape(-1))
         heads = is_rotated.astype(jnp.uint32) << 31 | upper << 16 | offset.astype(jnp.uint32) & np.uint32(0xFFFF)
-        parts = [heads, bits.pack_numbers(pivot, _PIVOT_BITS), bits.pack_numbers(code.reshape(-1), self.width)]
-        return jnp.concatenate(parts)
+        parts = [heads, bits.pack_numbers(pivot, _PIVOT_BITS), bits.pack_numbers(code, self.width)]
+        return computed_end_to_end(parts)
 
     def decode(self, words: jax.Array, n: int) -> jax.Array:
         """Reads n values: (n,) float32."""
@@ -144,6 +147,6 @@ def _in_steps(values: jax.Array, step: jax.Array) -> jax.Array:
 
 def _swap(tiles: jax.Array, pivot: jax.Array) -> jax.Array:
     """Swaps the first number of every tile (tiles, 64) with the one at its pivot (tiles,); its own inverse."""
-    place = np.arange(TILE, dtype=np.int32)
-    at_pivot = jnp.take_along_axis(tiles, pivot[:, None], axis=1)  # (tiles, 1)
-    return jnp.where(place == 0, at_pivot, jnp.where(place == pivot[:, None], tiles[:, :1], tiles))
+    is_pivot = pivot[:, None] == _PLACE
+    at_pivot = jnp.sum(jnp.where(is_pivot, tiles, 0.0), axis=1, keepdims=True)
+    return jnp.where(_PLACE == 0, at_pivot, jnp.where(is_pivot, tiles[:, :1], tiles))
