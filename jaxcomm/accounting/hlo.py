@@ -287,8 +287,9 @@ def _uncountable(line: str) -> str:
 def _traffic(op: str, shape: str, workers: int) -> Traffic:
     """Makes the record of one collective from its result's shape."""
     kind = _OPS[op.removesuffix("-start")]
-    if op.endswith("-start") and kind != "all_reduce":
-        shape = _elements(shape)[1]  # (operands, results, contexts...)
+    # (operands, results, contexts...); XLA before JAX 0.11.1 wrote an all-reduce as its results alone, maybe several.
+    if op.endswith("-start") and (kind != "all_reduce" or shape.startswith("((")):
+        shape = _elements(shape)[1]
     return _of_result(kind, sum(array_bytes(shape)), workers)
 
 

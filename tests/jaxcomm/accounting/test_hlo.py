@@ -109,6 +109,53 @@ def test_operations(line, expected):
     assert only(module(line)) == expected
 
 
+# As XLA of JAX 0.10.2 and of 0.12 wrote them for four H100, started early enough to overlap with products.
+OLD, NEW = "replica_groups={{0,1,2,3}}, use_global_device_ids=true", "replica_groups=mesh['data'=4] {'data'}"
+ALIAS = ", use_global_device_ids=true, to_apply=%sum, output_to_operand_aliasing={{1}: (0, {})}"
+RING = "source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (f"f32[64]{{0}} all-reduce-start(%p), channel_id=1, {OLD}, to_apply=%sum", ("all_reduce", 256)),
+        (f"((f32[64]{{0}}), f32[64]{{0}}) all-reduce-start(%p), channel_id=1, {NEW}{ALIAS}", ("all_reduce", 256)),
+        (f"bf16[64]{{0}} all-reduce-start(%p), channel_id=1, {OLD}, to_apply=%sum", ("all_reduce", 128)),
+        (f"((bf16[64]{{0}}), bf16[64]{{0}}) all-reduce-start(%p), channel_id=1, {NEW}{ALIAS}", ("all_reduce", 128)),
+        (f"((s8[64]{{0}}), s8[64]{{0}}) all-reduce-start(%p), channel_id=1, {NEW}{ALIAS}", ("all_reduce", 64)),
+        (
+            f"((f32[64]{{0}}, s8[8]{{0}}), (f32[64]{{0}}, s8[8]{{0}})) all-reduce-start(%p, %q), {NEW}{ALIAS}",
+            ("all_reduce", 264),
+        ),
+        (
+            f"(u32[1,64]{{1,0}}, u32[4,64]{{1,0}}) all-gather-start(%p), channel_id=1, {OLD}, dimensions={{0}}",
+            ("all_gather", 256),
+        ),
+        (
+            f"((u32[1,64]{{1,0}}), u32[4,64]{{1,0}}) all-gather-start(%p), channel_id=1, {NEW}, dimensions={{0}}",
+            ("all_gather", 256),
+        ),
+        (
+            f"((bf16[1,64]{{1,0}}), bf16[4,64]{{1,0}}) all-gather-start(%p), channel_id=1, {NEW}, dimensions={{0}}",
+            ("all_gather", 128),
+        ),
+        (
+            f"((bf16[64]{{0}}), bf16[16]{{0}}) reduce-scatter-start(%p), channel_id=1, {NEW}, dimensions={{0}}",
+            ("reduce_scatter", 128),
+        ),
+        (
+            f"((u32[4,16]{{1,0}}), u32[4,16]{{1,0}}) all-to-all-start(%p), channel_id=1, {NEW}, dimensions={{0}}",
+            ("all_to_all", 256),
+        ),
+        (f"(u32[64]{{0}}, u32[64]{{0}}) collective-permute-start(%p), channel_id=1, {RING}", ("permute", 256)),
+        (f"((u32[64]{{0}}), u32[64]{{0}}) collective-permute-start(%p), channel_id=1, {RING}", ("permute", 256)),
+    ],
+)
+def test_operations_of_gpus(line, expected):
+    found = only(module(f"%s = {line}"))
+    assert (found.op, found.operand_bytes, found.workers) == (*expected, 4)
+
+
 @pytest.mark.parametrize(
     ("start", "done", "expected"),
     [
