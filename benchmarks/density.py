@@ -291,7 +291,7 @@ def bytes_of(K: int, kept: float, publishers: Sequence[int], hops: Sequence[dict
     *between, last = [least(hop["ring"]) for hop in hops]
     shared = {}
     for r in publishers:
-        room = min(1.0, float(REGION_SLACK) * hops[0][f"shared_{r}"])
+        room = min(1.0, REGION_SLACK * hops[0][f"shared_{r}"])
         shared[f"shared_{r}_bytes"] = jc.wire_report(jc.iwp(density=room, publishers=r), params, K).received
     return {
         "workers": K,

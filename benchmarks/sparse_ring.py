@@ -121,7 +121,7 @@ def ring_sum(
     Region j starts at worker j+1 and passes from neighbour to neighbour: each decodes what arrives, adds its own
     coordinates, and sends the union on, until the owner j sends the sum to all. A message after h workers has the
     capacity for the coordinates of all of them: what was accepted is never dropped. Each worker rounds once per region,
-    and keeps the error in its residual: total + psum(residual) == psum(what was sent).
+    and keeps the error in its residual: total + psum(errors) == psum(sent).
 
     Equals `lax.psum` of the masked vectors, up to the rounding of the values. Each worker receives a message of every
     hop h < K, K-1 messages of the last hop with a flag (`received_on_ring`), and an all-reduce of K + 2 numbers of 4
@@ -141,8 +141,8 @@ def ring_sum(
 
     Returns:
       The sum, and the number of nonzero coordinates after every hop, over all regions: (K,) float32, the same on every
-      worker. Unlike in a balanced exchange, the values sent are not rounded (sums are), and the residual is nonzero
-      wherever this worker has rounded.
+      worker. Unlike in a balanced exchange, the values sent are not rounded (sums are), and errors are nonzero wherever
+      this worker has rounded.
     """
     k = regions.workers
     by_region, words = regions.cut(vector, mask)  # (K, size), (K, size/32)
@@ -181,7 +181,7 @@ def ring_sum(
     total = jax.vmap(last.decode)(payloads).reshape(-1)[: vector.size]
     result = SparseReduced(
         lambda ok: jnp.where(ok, total, 0.0),
-        lambda: errors_in_order.reshape(-1)[: vector.size],
+        (jnp.arange(vector.size, dtype=jnp.int32), errors_in_order.reshape(-1)[: vector.size]),
         finite,
         Sent(regions.place(selection.slots.position), selection.slots.filled.reshape(-1), values.reshape(-1)),
         counted[:2],

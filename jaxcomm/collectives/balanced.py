@@ -1,15 +1,16 @@
-"""The balanced sparse all-reduce: each worker owns a region, sums it, and keeps the sums that it does not send.
+"""The balanced sparse all-reduce: each worker owns a region, sums it, and sends its largest sums to all.
 
 The bytes of gathered payloads grow with K. Here, a worker's coordinates go to the owners of their regions, and each
-owner sends its largest sums, as many as fit, to all workers: about two payloads, whatever K is. The sums that an owner
-does not send go into its own residual, and are sent when they are large enough.
+owner sends its largest sums, as many as fit, to all workers: about two payloads, whatever K is. A coordinate whose sum
+has no slot stays in the residual of every worker that sent it. (If the owner kept the sums instead, the largest numbers
+of its residual would all be in its own region, which would overflow for good.)
 
 Source: Li and Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning" (Ok-Topk), PPoPP 2022.
 """
 
 import math
 from dataclasses import dataclass
-from fractions import Fraction
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,9 @@ from jaxcomm.selectors import Selection, compact, compact_rows, select_topk
 from jaxcomm.types import Payload
 from jaxcomm.vectors import Stored
 
-REGION_SLACK = Fraction(5, 4)  # capacity of a region divided by its share of the slots
+REGION_SLACK = 5 / 4  # capacity of a region divided by its share of the slots
+_HAS_ROOM = 31  # the bit of an owner's overflow that says that it had a slot for every sum
+_DEVIATIONS = 5  # standard deviations of a random selection that a region has room for, if that is more
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,21 @@ class Regions:
         """Elements of a region; the last regions may end, or even start, beyond n."""
         return -(-self.layout.n // (self.workers * BLOCK)) * BLOCK
 
-    @property
+    @cached_property
     def region(self) -> Layout:
-        """The layout of one region, with R slots."""
-        capacity = min(self.size, math.ceil(REGION_SLACK * self.layout.n_slots / self.workers))
+        """The layout of one region, with R slots: the share of the fullest region, and room to spare."""
+        share = self._largest_share()
+        room = math.ceil(round(max(REGION_SLACK * share, share + _DEVIATIONS * math.sqrt(share)), 6))
+        capacity = min(self.size, self.layout.n_slots, room)
         return Layout(((self.size,),), (jnp.dtype(jnp.float32),), (True,), (capacity,))
+
+    def _largest_share(self) -> float:
+        """Returns how many of a payload's slots a region takes if segments are selected evenly, the most of any."""
+        layout, blocks = self.layout, np.asarray(self.layout.blocks)
+        elements = np.full(blocks.sum(), BLOCK)  # of every block, without padding
+        elements[np.cumsum(blocks) - 1] -= layout.padding()
+        shares = elements * np.repeat(np.asarray(layout.capacities) / np.asarray(layout.sizes), blocks)
+        return max(np.add.reduceat(shares, np.arange(0, len(shares), self.size // BLOCK)))
 
     @property
     def indices(self) -> IndexCodec:
@@ -105,7 +118,8 @@ class Regions:
     ) -> SparseReduced:
         """Sums the selected coordinates over the workers, and returns as many of the largest sums as there are slots.
 
-        total + psum(residual) == psum(what was sent). Each worker receives 2 (K-1) payloads of a region.
+        total + psum(errors) == psum(sent), where `sent` has only the coordinates of these sums; the others stay with
+        their workers. Each worker receives 2 (K-1) payloads of a region.
 
         Args:
           vector: (n,) float32.
@@ -127,7 +141,7 @@ class Regions:
         like = jax.tree.map(lambda rows: jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), payload)
         values = jax.vmap(lambda row: self.values.read(row, self.region))(payload["values"])  # (K, R)
 
-        def at_owner(received: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def at_owner(received: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             payloads = jax.vmap(lambda row: split_words(row, like))(received)
 
             def add(total: jax.Array, one: Payload) -> tuple[jax.Array, None]:
@@ -140,34 +154,34 @@ class Regions:
             sound, overfull = read_status(headers[:, 0])
             largest = select_topk(Stored(total), self.region)
             counts = jnp.sum(headers[:, 1:], axis=0, dtype=jnp.uint32)
-            result, selection = self._encode(total, compact(largest.words, self.region), [])
-            kept = self.values.read(result["values"], self.region)
-            dropped = total.at[selection.slots.position].add(-kept, mode="promise_in_bounds")
-            # What this worker keeps of its own and of others' coordinates must be finite, or it could never be sent.
+            selection = compact(largest.words, self.region)
+            result, _ = self._encode(total, selection, [])
+            (position, filled), has_room = selection.slots, ~jnp.all(selection.slots.filled)
+            rounded = self.values.read(result["values"], self.region)
+            error = jnp.where(filled & (has_room | (rounded != 0)), total[position] - rounded, 0.0)  # (R,)
+            # What this worker keeps of its own and of the sums' rounding must be finite, or it could never be sent.
             own = by_region[me].at[slots.position[me]].add(-values[me], mode="promise_in_bounds")
-            sound = sound & largest.ok & is_finite(own + dropped)
-            result["header"] = jnp.stack([write_status(sound, overfull), counts[0], counts[1]])
-            return fuse(result), dropped
+            sound = sound & largest.ok & is_finite(own[position] + error)
+            overflow = counts[1] | (has_room.astype(jnp.uint32) << _HAS_ROOM)
+            result["header"] = jnp.stack([write_status(sound, overfull), counts[0], overflow])
+            return fuse(result), (position, error)
 
-        code, dropped, is_intact = two_shot(jax.vmap(fuse)(payload), at_owner, axis_name, self.checksum)
+        code, (own_position, error), is_intact = two_shot(jax.vmap(fuse)(payload), at_owner, axis_name, self.checksum)
         results = jax.vmap(lambda row: split_words(row, like))(code)
         first = np.arange(k, dtype=np.int32)[:, None] * size
         with jax.named_scope(DECODE):
             position, sums = jax.vmap(self._decode)(results)  # (K, R) each
             total = jnp.zeros(k * size, jnp.float32)
             total = total.at[(position + first).reshape(-1)].add(sums.reshape(-1), mode="promise_in_bounds")
-        headers = results["header"]
+        headers = results["header"]  # (K, 3)
         finite, overfull = read_status(headers[:, 0])
+        has_room, counts = headers[:, 2:] >> _HAS_ROOM != 0, headers[:, 1:] & ((1 << _HAS_ROOM) - 1)
+        is_taken = slots.filled & (has_room | (total[slots.position + first] != 0))  # (K, R); sums may cancel to 0
         return SparseReduced(
             lambda ok: jnp.where(ok, total[:n], 0.0),
-            lambda: self._in_place(dropped, me),
+            (jnp.minimum(own_position + me * size, n - 1), error),
             finite & is_intact & jnp.isfinite(jnp.sum(jnp.abs(sums))),  # no number of the total is larger
-            Sent(self.place(slots.position), slots.filled.reshape(-1), values.reshape(-1)),
-            jnp.sum(headers[:, 1:].astype(jnp.float32), axis=0),
+            Sent(self.place(slots.position), is_taken.reshape(-1), jnp.where(is_taken, values, 0.0).reshape(-1)),
+            jnp.sum(counts.astype(jnp.float32), axis=0),
             overfull,
         )
-
-    def _in_place(self, dropped: jax.Array, me: jax.Array) -> jax.Array:
-        """Puts an owner's region (size,) at its place in a vector of zeros (n,)."""
-        zeros = jnp.zeros(self.workers * self.size, jnp.float32)
-        return lax.dynamic_update_slice(zeros, dropped, (me * self.size,))[: self.layout.n]

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 
 class Sent(NamedTuple):
-    """Coordinates as a worker sends them.
+    """Coordinates that left a worker: those that it sent, and that are part of the sum.
 
     Attributes:
       position: (C,) int32 in the flat vector; in range for empty slots as well.
@@ -35,12 +37,12 @@ class Reduced(NamedTuple):
 
 
 class SparseReduced(NamedTuple):
-    """A sum of the coordinates that workers sent: total + psum(residual) == psum(what was sent).
+    """A sum of the coordinates that workers sent: total + psum(errors) == psum(sent).
 
     Attributes:
       total: as in `Reduced`.
-      residual: () -> (n,) float32, what this worker rounded off or left out of the sums that it owns; None if workers
-        own no sums.
+      errors: (positions, values), (R,) int32 in range and (R,) float32: what this worker rounded off sums of others'
+        coordinates too; None if workers round only their own.
       ok: as in `Reduced`.
       sent: this worker's own coordinates.
       counts: (2,) float32, coordinates sent and overflow, all workers together.
@@ -49,8 +51,19 @@ class SparseReduced(NamedTuple):
     """
 
     total: Callable[[jax.Array], jax.Array]
-    residual: Callable[[], jax.Array] | None
+    errors: tuple[jax.Array, jax.Array] | None
     ok: jax.Array
     sent: Sent
     counts: jax.Array
     overfull: jax.Array
+
+    def kept(self, row: jax.Array, ok: jax.Array, decay: float = 1.0) -> jax.Array:
+        """Turns a worker's vector (1, n) into its residual, in place, if `ok`: without what was sent, with its errors.
+
+        The row is already multiplied by `decay`.
+        """
+        changes = [(self.sent.position, -self.sent.values), *([] if self.errors is None else [self.errors])]
+        for position, values in changes:
+            added = jnp.where(ok, np.float32(decay) * values, 0.0)
+            row = row.at[0, position].add(added, mode="promise_in_bounds")
+        return row

@@ -62,10 +62,7 @@ class Ef21(TopK):
             compressed = layout.as_leaves(layout.unflatten(estimate))
             ok = ok & received.ok & jnp.isfinite(estimate).all() & is_finite_narrow(compressed)
             estimate = jnp.where(ok, estimate, state.memory)
-            sent, counts = received.sent, received.counts
-            residual = residual.at[0, sent.position].add(jnp.where(ok, -sent.values, 0.0), mode="promise_in_bounds")
-            if received.residual is not None:
-                residual = residual + jnp.where(ok, received.residual(), 0.0)[None]
+            residual, counts = received.kept(residual, ok), received.counts
             means = layout.join(compressed, dense_means)
         return Exchanged(zeros_unless(ok, means), residual, ExchangeMetrics.of(ok, *counts)), estimate
 

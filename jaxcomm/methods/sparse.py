@@ -41,9 +41,9 @@ class SparseExchange(Exchange):
       value_dtype: "bfloat16" (16 bits a value), "float32", or "4bit" or "2bit": a sign and a magnitude bin per value,
         and the bins' means per segment, see `jaxcomm.codecs.bins`.
       index_codec: "plain", "bitmap", "elias_fano", "rice", or "auto" for the smallest at this density.
-      collective: "gather" (every worker receives the K-1 other payloads), "balanced" (owners of regions sum, send on
-        the largest sums, and keep the rest: about 2 payloads whatever K is), or "auto": gather if that receives at most
-        a quarter of the dense bytes, else whichever of the two receives fewer.
+      collective: "gather" (every worker receives the K-1 other payloads), "balanced" (owners of regions sum, and send
+        the largest sums to all; the other coordinates stay with their senders: about 2 payloads whatever K is), or
+        "auto": gather if that receives at most a quarter of the dense bytes, else whichever of the two receives fewer.
       chunk: elements of a segment, a multiple of 1024: coordinates are selected, and values binned, in each chunk of a
         tensor. None for whole tensors.
       decay: factor on the residual in each step, above 0 and at most 1. Below 1, gradients that wait are gradually
@@ -123,19 +123,11 @@ class SparseExchange(Exchange):
         means = layout.as_leaves(layout.unflatten(mean))
         ok, means = ok & is_finite_narrow(means), layout.join(means, dense_means)
 
-        sent, decay = received.sent, np.float32(self.decay)
-        if received.residual is None:
-            # One pass, then the few coordinates that were sent: the old residual's buffer is reused for the new one.
-            residual = vector.residual + jnp.where(ok, vector.gradient, 0.0)[None]
-            if self.decay < 1:
-                residual = residual * jnp.where(ok, decay, 1.0)
-            residual = residual.at[0, sent.position].add(
-                jnp.where(ok, -decay * sent.values, 0.0), mode="promise_in_bounds"
-            )
-        else:
-            # Not in place here: XLA would add the owner's part first, and large numbers would overflow on the way.
-            taken = jnp.zeros(layout.n, jnp.float32).at[sent.position].add(sent.values, mode="promise_in_bounds")
-            residual = jnp.where(ok, decay * (vector.sum() - taken + received.residual()), vector.residual)
+        # One pass, then the few coordinates that were sent: the old residual's buffer is reused for the new one.
+        residual = vector.residual + jnp.where(ok, vector.gradient, 0.0)[None]
+        if self.decay < 1:
+            residual = residual * jnp.where(ok, np.float32(self.decay), 1.0)
+        residual = received.kept(residual, ok, self.decay)
         return Exchanged(zeros_unless(ok, means), residual, ExchangeMetrics.of(ok, *received.counts)), received
 
 

@@ -35,14 +35,15 @@ Where this differs, since a payload has a fixed capacity and a residual must los
   with zeros to whole blocks of 1024, are one vector of B blocks; a region has ceil(B / K) of them, the last ones
   shorter or empty.
 - Line 8: a worker selects M coordinates of a region. It sends all of them if M <= R; otherwise R of them, from number
-  floor(turn * M) on, wrapping around, with a random turn in [0, 1) for each step. R is ceil(region_slack * C / K), at
-  most the ceil(B / K) * 1024 coordinates of a region; C is the slots of the payload of the method without this (the sum
-  of k, or of the capacities, over the tensors). The rest, the overflow, stays in the residual. Values are rounded to
+  floor(turn * M) on, wrapping around, with a random turn in [0, 1) for each step. The slots of the payload of the
+  method without this (k, or the capacity, of every tensor; C in all) are spread evenly over the coordinates of their
+  tensors; m is the largest sum over a region. R is ceil(max(region_slack * m, m + 5 sqrt(m))), at most C, and at most
+  the ceil(B / K) * 1024 coordinates of a region. The rest, the overflow, stays in the residual. Values are rounded to
   the payload's type; the rounding error stays too. The owner sums in float32, in the order of the workers.
 - Lines 9 to 13: an owner sends the R largest |sum| of its region, rounded to the payload's type; of equal ones those of
   the lowest index; never a zero.
-- Line 14: in the paper, what a worker sent but is not in u stays on the worker. Here the owner adds all of it to its
-  own residual: the sums which it does not send, and the rounding errors of those which it sends.
+- Line 14: what a worker sent but is not in u stays on the worker, as in the paper; so does what is 0 in u, unless the
+  owner has a slot left. The owner adds the rounding errors of the other sums to its own residual.
 - `sent` and `overflow` count line 8.
 - Small tensors go dense, and a drain is one, as in `topk` and `dct_dp`. If any worker's gradient or x, a sum, or a new
   residual holds a non-finite number, or a gradient one of 2^100 or more, all workers skip the step, with the same
@@ -51,7 +52,6 @@ Where this differs, since a payload has a fixed capacity and a residual must los
 
 import math
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -151,6 +151,13 @@ class Regions:
             blocks += math.ceil(sizes[name] / BLOCK)
         self.size = math.ceil(blocks / K) * BLOCK
 
+    def largest_share(self, sizes: dict[str, int], capacity: Callable[[int], int], K: int) -> float:
+        """The slots of a region, if those of every tensor are spread evenly over it, in the region that has most."""
+        shares = np.zeros(K)
+        for name, n in sizes.items():
+            shares += np.bincount(self.owners(name, np.arange(n)), minlength=K) * (capacity(n) / n)
+        return max(shares)
+
     def owners(self, name: str, indices: np.ndarray) -> np.ndarray:
         """The workers which own coordinates of a tensor, given as flat indices."""
         return (self.offsets[name] + indices) // self.size
@@ -183,29 +190,38 @@ def balanced_step(
     sizes = {name: all_x[0][name].size for name in compressed}
     regions = Regions(sizes, K)
     total_slots = sum(capacity(n) for n in sizes.values())
-    R = min(regions.size, math.ceil(Fraction(repr(region_slack)) * total_slots / K))
+    m = regions.largest_share(sizes, capacity, K)
+    R = min(regions.size, total_slots, math.ceil(max(region_slack * m, m + 5 * math.sqrt(m))))
 
     # 8: each worker sends to the owners
-    all_sent, residuals, sent_counts, overflow_counts = [], [], [], []
+    all_sent, sent_counts, overflow_counts = [], [], []
     for w, x in enumerate(all_x):
         selected = {name: select(w, name, x[name].reshape(-1)) for name in regions.offsets}
         chosen = in_turn_of_each_region(selected, regions, K, R, turn)
-        sent, residual = send_chosen(x, chosen, value_dtype)
+        sent, _ = send_chosen(x, chosen, value_dtype)
         all_sent.append(sent)
-        residuals.append(residual)
         sent_counts.append(sum(len(indices) for indices in chosen.values()))
         overflow_counts.append(sum(len(indices) for indices in selected.values()) - sent_counts[w])
     sums = {name: sum_over_workers([sent[name] for sent in all_sent]) for name in compressed}
     if not all_finite([sums]):
-        return residuals, skipped_step(all_x)
+        return all_x, skipped_step(all_x)
 
-    # 9 to 14: the owners send to everybody, and keep what they do not send
+    # 9 to 14: the owners send to everybody; workers keep what is not in it, and owners what they round off
     results = largest_of_each_region(sums, regions, K, R, value_dtype)
-    for j, residual in enumerate(residuals):
+    nonzeros = np.zeros(K, int)
+    for name in compressed:
+        nonzeros += np.bincount(regions.owners(name, np.flatnonzero(sums[name])), minlength=K)
+    has_room, residuals = nonzeros < R, []
+    for j, (x, sent) in enumerate(zip(all_x, all_sent, strict=True)):
+        residual = {}
         for name in compressed:
-            is_mine = regions.owners(name, np.arange(sizes[name])).reshape(sums[name].shape) == j
+            owners = regions.owners(name, np.arange(sizes[name])).reshape(x[name].shape)
+            is_in = (results[name] != 0) | has_room[owners]
+            is_mine = is_in & (owners == j)
             with np.errstate(over="ignore"):  # looked for below
-                residual[name] = residual[name] + np.where(is_mine, sums[name] - results[name], np.float32(0))
+                left = x[name] - np.where(is_in, sent[name], np.float32(0))
+                residual[name] = left + np.where(is_mine, sums[name] - results[name], np.float32(0))
+        residuals.append(residual)
 
     mean = mean_of_sums(all_x, results)
     if not all_finite([mean]) or not all_finite(residuals):

@@ -25,15 +25,16 @@ def regions_of(sizes, slots, K, dtype="float32"):
 @pytest.mark.parametrize(
     ("sizes", "slots", "K", "size", "capacity"),
     [
-        ((5000,), 1000, 1, 5120, 1250),
-        ((5000,), 1000, 2, 3072, 625),
-        ((5000,), 1000, 8, 1024, 157),  # 156.25, rounded up
-        ((5000,), 5000, 8, 1024, 782),
-        ((1024, 10), 1000, 2, 1024, 632),
-        ((4096,), 4096, 4, 1024, 1024),  # never more than there are
+        ((5000,), 1000, 1, 5120, 1000),  # never more than a payload has
+        ((5000,), 1000, 2, 3072, 768),  # 5/4 of 1000 * 3072 / 5000, which is 614.4
+        ((5000,), 1000, 8, 1024, 277),  # 204.8 and five standard deviations, 276.4, rounded up
+        ((5000,), 5000, 8, 1024, 1024),  # never more than there are
+        ((1024, 10), 1000, 2, 1024, 1010),  # the second region has ten alone
+        ((4096, 1000), 500, 3, 2048, 625),  # of 250, 250 and 500
+        ((4097,), 205, 4, 2048, 154),  # 102.5 and 50.6 in two regions each, one number in the third
     ],
 )
-def test_regions_are_whole_blocks_with_a_quarter_of_room(sizes, slots, K, size, capacity):
+def test_regions_are_whole_blocks_with_room_for_the_fullest(sizes, slots, K, size, capacity):
     regions = regions_of(sizes, slots, K)
     assert regions.size == size
     assert regions.region.n_slots == capacity
@@ -42,7 +43,7 @@ def test_regions_are_whole_blocks_with_a_quarter_of_room(sizes, slots, K, size, 
 
 def evaluated(out):
     """The results as arrays."""
-    return out._replace(total=out.total(jnp.asarray(True)), residual=out.residual())
+    return out._replace(total=out.total(jnp.asarray(True)))
 
 
 @functools.cache
@@ -70,46 +71,54 @@ def test_nothing_is_lost_between_workers_and_owners(K):
     vectors = np.pad(rng.normal(size=(K, 5000)), ((0, 0), (0, 120))).astype(np.float32)
     masks = np.abs(vectors) > 1.0
     out = exchange(regions, vectors, masks)
-    sent = np.zeros((K, 5120))
+    total, sent, errors = out.total[0], np.zeros((K, 5120)), np.zeros((K, 5120))
     for w in range(K):
-        np.add.at(sent[w], np.asarray(out.sent.position[w]), np.asarray(out.sent.values[w], np.float64))
-        owned = slice(w * regions.size, (w + 1) * regions.size)
-        outside = np.ones(5120, bool)
-        outside[owned] = False
-        assert not out.residual[w][outside].any()
-    np.testing.assert_allclose(out.total[0] + out.residual.astype(np.float64).sum(0), sent.sum(0), atol=K * 1e-6)
-    n_sent = np.asarray(out.sent.filled).sum()
+        np.add.at(sent[w], out.sent.position[w], np.asarray(out.sent.values[w], np.float64))
+        np.add.at(errors[w], out.errors[0][w], np.asarray(out.errors[1][w], np.float64))
+        assert not errors[w, : w * regions.size].any()
+        assert not errors[w, (w + 1) * regions.size :].any()
+        # What an owner has no slot for stays with its senders.
+        assert not sent[w, total == 0].any()
+        assert out.sent.filled[w].sum() == np.count_nonzero(sent[w])
+    np.testing.assert_allclose(total + errors.sum(0), sent.sum(0), atol=K * 1e-6)
+    room, starts = regions.region.n_slots, np.arange(0, 5120, regions.size)
+    n_sent = np.minimum(np.add.reduceat(masks, starts, axis=1, dtype=int), room).sum()
     assert out.counts[0].tolist() == [n_sent, masks.sum() - n_sent]
-    per_region = np.add.reduceat(np.asarray(out.total[0]) != 0, np.arange(0, 5120, regions.size))
-    assert per_region.max() <= regions.region.n_slots
+    assert np.add.reduceat(total != 0, starts, dtype=int).max() <= room
 
 
-def test_an_owner_keeps_the_largest_sums_and_of_equal_ones_the_first():
-    regions = regions_of((1024,), 4, 1)  # five slots
+def test_an_owner_sends_the_largest_sums_and_of_equal_ones_the_first():
+    regions = regions_of((1024,), 4, 1)
     vector = np.zeros((1, 1024), np.float32)
-    vector[0, [3, 10, 20, 30, 40]] = [1, -5, 2, 2, 9]
-    mask = vector != 0
-    out = exchange(regions, vector, mask)
+    vector[0, [3, 10, 20, 40]] = [1, -5, 2, 9]
+    out = exchange(regions, vector, vector != 0)
     np.testing.assert_array_equal(out.total, vector)
     vector[0, 50] = 2
     out = exchange(regions, vector, vector != 0)
-    assert np.flatnonzero(out.total[0]).tolist() == [3, 10, 20, 30, 40]
-    assert out.counts[0].tolist() == [5, 1]
+    assert np.flatnonzero(out.total[0]).tolist() == [3, 10, 20, 40]
+    assert out.counts[0].tolist() == [4, 1]
 
-    regions = regions_of((1024,), 4, 2)  # three slots, which two workers fill with different coordinates
+    regions = regions_of((1024,), 4, 2)  # four slots, which two workers fill with different coordinates
     vectors = np.zeros((2, 1024), np.float32)
     vectors[0, [3, 10, 20]] = [1, -5, 2]
-    vectors[1, [3, 30, 40]] = [1, 2, 2]
+    vectors[1, [3, 30, 40, 50]] = [1, 2, 2, 2]
     out = exchange(regions, vectors, vectors != 0)
-    assert np.flatnonzero(out.total[0]).tolist() == [3, 10, 20]
-    assert out.total[0, [3, 10, 20]].tolist() == [2, -5, 2]
-    assert np.flatnonzero(out.residual[0]).tolist() == [30, 40]
+    assert np.flatnonzero(out.total[0]).tolist() == [3, 10, 20, 30]
+    assert out.total[0, [3, 10, 20, 30]].tolist() == [2, -5, 2, 2]
+
+    def taken(out):
+        return [row[is_sent].tolist() for row, is_sent in zip(out.sent.position, out.sent.filled, strict=True)]
+
+    assert taken(out) == [[3, 10, 20], [3, 30]]
+    assert out.counts[0].tolist() == [7, 0]
+    vectors[1, [10, 40, 50]] = 5, 0, 0  # a sum of 0 takes no slot
+    assert taken(exchange(regions, vectors, vectors != 0)) == [[3, 10, 20], [3, 10, 30]]
 
 
 @pytest.mark.parametrize("bad", ["flag", "sum", "residual"])
 def test_a_step_that_is_not_sound_is_told_to_everyone(bad):
-    regions = regions_of((2048,), 4, 2)  # three slots
-    vectors, flags = np.zeros((2, 2048), np.float32), np.ones(2, bool)
+    regions = regions_of((2048,), 4, 3, "bfloat16")
+    vectors, flags = np.zeros((3, 2048), np.float32), np.ones(3, bool)
     vectors[:, 5] = 1
     masks = vectors != 0
     assert exchange(regions, vectors, masks, flags).ok.all()
@@ -117,12 +126,30 @@ def test_a_step_that_is_not_sound_is_told_to_everyone(bad):
         flags[1] = False
     elif bad == "sum":
         vectors[:, 5] = 3e38
-    else:  # the owner has 3e38 of coordinate 7 left, which it did not select, and drops as much of the other's
-        vectors[0, [7, 10, 11, 12]] = 3e38, 3.3e38, 3.3e38, 3.3e38
-        vectors[1, [7, 8, 9]] = 3e38
-        masks[:] = False
-        masks[0, [10, 11, 12]] = masks[1, [7, 8, 9]] = True
+    else:  # the owner has the largest float32 left, which it did not select, and rounds off some of the others' sum
+        vectors[:, 5] = np.finfo(np.float32).max, 2.0**127, 2.0**118
+        masks[0] = False
     assert not exchange(regions, vectors, masks, flags).ok.any()
+
+
+@pytest.mark.parametrize(
+    ("tx", "n", "K", "steps"),
+    [
+        (jc.topk(0.8, collective="balanced"), 6000, 4, 1),  # six blocks, of which the first two workers own two
+        (jc.topk(0.99, collective="balanced"), 4097, 4, 24),  # one number in the third region, none in the fourth
+        (jc.topk(0.99, collective="balanced"), 32_768, 8, 24),
+        (jc.pulse(0.0, collective="balanced"), 9000, 4, 1),  # everything fits
+    ],
+    ids=["6000", "4097", "32768", "pulse"],
+)
+def test_no_normal_gradient_overflows_a_region_nor_does_what_accumulates(tx, n, K, steps):
+    params, rng = {"w": jnp.zeros(n)}, np.random.default_rng(0)
+    state = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (K, *leaf.shape)), tx.init(params))
+    step = jax.jit(jax.vmap(lambda gradient, state: tx.update({"w": gradient}, state, params)[1], axis_name="data"))
+    for _ in range(steps):
+        state = step((rng.normal(size=n) + rng.normal(size=(K, n))).astype(np.float32), state)
+        assert state.metrics.sent[0] > 0
+        assert not state.metrics.overflow.any()
 
 
 SHAPES = {"w": jax.ShapeDtypeStruct((100_000,), np.float32)}

@@ -23,7 +23,7 @@ class DctDp(Sparse):
     @property
     def can_overflow(self) -> bool:
         """What exact thresholds in every step select fits."""
-        return self.is_balanced or self.option("life_span") > 1
+        return self.option("life_span") > 1
 
     def drains(self, step: int) -> bool:
         drain_every = self.option("drain_every")

@@ -12,7 +12,6 @@ from tests.jaxcomm.trees import TREES, blocks
 from tests.reference.common import Tensors
 
 HEADER_WORDS = 3  # of a gathered payload or a region's: the status, sent, overflow
-REGION_SLACK = Fraction(5, 4)
 
 
 class WithSparsity(Case):
@@ -32,11 +31,6 @@ class Sparse(WithSparsity):
     """A payload of each worker's own coordinates."""
 
     @property
-    def can_overflow(self) -> bool:
-        """Only in regions: otherwise the selection fits exactly."""
-        return self.is_balanced
-
-    @property
     def has_oracle(self) -> bool:
         """Not with Rice code: the algorithms do not know which positions do not fit."""
         return self.option("index_codec") != "rice"
@@ -53,9 +47,16 @@ class Sparse(WithSparsity):
         return Fraction(4 * (s.K - 1) * self._payload_words(s.n, sum(s.slots)))
 
     def _balanced_bytes(self, s: Sizes) -> Fraction:
-        """One payload to the owner of every region and one from it, each with 5/4 of a region's share of the slots."""
+        """One payload to the owner of every region and one from it, each with 5/4 of the fullest region's slots.
+
+        Or with five standard deviations more than its slots, if that is more.
+        """
         region = blocks(math.ceil(s.n / s.K))
-        slots = min(region, math.ceil(REGION_SLACK * sum(s.slots) / s.K))
+        pairs = zip(s.inside, s.slots, strict=True)
+        even = np.concatenate([np.pad(np.full(n, slots / n), (0, -n % 1024)) for n, slots in pairs])
+        share = max(even[start : start + region].sum() for start in range(0, s.n, region))
+        room = math.ceil(round(max(5 / 4 * share, share + 5 * math.sqrt(share)), 6))
+        slots = min(region, sum(s.slots), room)
         return Fraction(2 * 4 * (s.K - 1) * self._payload_words(region, slots))
 
     def _payload_words(self, n: int, slots: int) -> int:
