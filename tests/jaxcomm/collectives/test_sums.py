@@ -253,3 +253,19 @@ def test_magnitudes_and_masks_of_one_pass_are_those_of_several():
     np.testing.assert_allclose(total, np.abs(values).astype(np.float64).reshape(-1, 1024).sum(1), rtol=1e-6)
     np.testing.assert_allclose(total, expected, rtol=1e-6)
     np.testing.assert_array_equal(words, others)
+
+
+class Highest(Buckets):
+    """Draws the largest float32 below 1 for every value."""
+
+    def uniform(self, m, start):
+        return jnp.full(m, 1 - 2.0**-24, jnp.float32)
+
+
+@pytest.mark.parametrize(("width", "levels"), [(8, 31), (8, 127), (4, 7)])
+def test_no_level_is_above_the_highest_whatever_is_drawn(width, levels):
+    """With 31 levels, four workers' largest values just fit an int8."""
+    code = Highest(width, 64, "max", noise.make_key(0))
+    x = np.repeat(np.linspace(1, 2, 100, dtype=np.float32), 64)
+    drawn = code.draw(x, code.scale(x)[0], levels, 0)
+    assert (drawn.min(), drawn.max()) == (levels, levels)

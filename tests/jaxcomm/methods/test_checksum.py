@@ -13,7 +13,7 @@ from tests.jaxcomm.trees import gradients, params_of, shapes_of, zeros_of
 from tests.jaxcomm.workers import is_per_worker, state_of_workers
 
 K, VICTIM, TREE = 3, 1, "half"
-NOWHERE = np.array([-1, 0, 0])
+NOWHERE = np.array([-1, 0, 0, VICTIM])
 
 
 class Flipped:
@@ -39,8 +39,8 @@ class Flipped:
             arrived = collective(words, axis_name, *args, **options)
             if arrived.dtype != jnp.uint32 or arrived.ndim == 0:
                 return arrived
-            number, word, bit = self.where
-            is_hit = (number == self.messages) & (lax.axis_index(axis_name) == VICTIM)
+            number, word, bit, victim = self.where
+            is_hit = (number == self.messages) & (lax.axis_index(axis_name) == victim)
             self.messages += 1
             rows = arrived.reshape(-1, arrived.shape[-1])  # a message each, the last from another worker
             changed = rows.at[-1, word % rows.shape[1]].set(
@@ -79,7 +79,8 @@ def test_a_flipped_bit_skips_the_step_on_all_workers(case, monkeypatch):
         means, after, skipped = workers.step(seed, state)
         assert skipped == [0] * K
         for number in range(workers.messages):
-            damaged, other, skipped = workers.step(seed, state, [number, rng.integers(2**20), rng.integers(32)])
+            hit = [number, rng.integers(2**20), rng.integers(32), seed % 2]  # the first worker and the second
+            damaged, other, skipped = workers.step(seed, state, hit)
             if skipped == [1] * K:
                 found.add(number)
                 assert not any(mean.any() for mean in damaged.values())
@@ -94,7 +95,7 @@ def test_a_flipped_bit_skips_the_step_on_all_workers(case, monkeypatch):
 def test_without_a_checksum_one_worker_goes_on_with_another_mean(monkeypatch):
     workers = Flipped(jc.topk(0.9, value_dtype="float32", collective="gather"), monkeypatch)
     clean, _, _ = workers.step(0, workers.first)
-    means, _, skipped = workers.step(0, workers.first, [0, -1, 3])  # the last value
+    means, _, skipped = workers.step(0, workers.first, [0, -1, 3, VICTIM])  # the last value
     assert skipped == [0] * K
     for worker in range(K):
         is_same = all(np.array_equal(means[name][worker], clean[name][worker]) for name in means)

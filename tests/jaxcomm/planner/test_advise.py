@@ -1,5 +1,6 @@
 """The advice: its arithmetic by hand, its verdicts, and its measurements on a mesh."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -16,6 +17,7 @@ from jaxcomm.parallel.state import Batch
 from jaxcomm.planner import COPY_BYTES, advise, candidates, costs, estimate, make_plan
 from jaxcomm.planner.__main__ import KEEP_DENSE, main
 from jaxcomm.planner.costs import Bench
+from jaxcomm.planner.prediction import _verdict_of_exchanges
 
 N, K, COPY = 100_000, 4, 1e-9
 PARAMS = {"w": jax.ShapeDtypeStruct((250, 400), jnp.float32)}
@@ -62,7 +64,9 @@ def test_a_rapid_estimate_by_hand(table):
     report = jc.wire_report(jc.topk(0.99), PARAMS, K)
     assert topk.bytes == report.received
     assert topk.step == pytest.approx(0.2 + (10 + K) * unit + 3 * 1e-3 + report.received * 8 / 1e8)
-    assert topk.delayed == pytest.approx(max(0.2, topk.step - 0.2))
+    exchange = (10 + K) * unit + 3 * 1e-3 + report.received * 8 / 1e8
+    assert topk.delayed == pytest.approx(0.2)
+    assert rapid(1e8, latency=1e-3, compute=exchange - unit)["topk"].delayed == pytest.approx(exchange)
     assert topk.latency == pytest.approx(3e-3)
     assert topk.faster == pytest.approx(narrow.step / topk.step)
     assert not topk.measured
@@ -98,6 +102,14 @@ def test_too_little_to_gain_is_nothing_to_gain(table):
     assert record["best"] == "topk"
     assert record["keeps_dense"] is False
     assert len(record["predictions"]) == 4
+
+
+@pytest.mark.parametrize(("low", "keeps_dense"), [(0.99, True), (1.01, False)])
+def test_a_gain_within_the_range_of_dense_is_too_uncertain(table, low, keeps_dense):
+    best, *others = rapid(1e6).predictions
+    assert min(row.step for row in others) > 1.5 * best.step
+    rows = [best, *(dataclasses.replace(row, low=low * best.step) for row in others)]
+    assert _verdict_of_exchanges(rows)[1].startswith("keep dense") == keeps_dense
 
 
 def test_a_method_without_a_known_cost_is_measured_or_refused(table):
