@@ -4,9 +4,11 @@ All layouts are static: they depend on shapes alone. One flat vector with a segm
 program as small for 161 tensors as for one.
 """
 
+import contextlib
+import contextvars
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,11 +27,53 @@ from jaxcomm.vectors import cut_apart, end_to_end
 BLOCK = 1024
 BLOCK_WORDS = BLOCK // WORD  # words of a packed mask over one block
 MAX_ELEMENTS = 2**31
+# Of stacked stage parameters: the elements of every stage's tensor, by the path of its slot, and the axis of stages.
+_STACKED: contextvars.ContextVar[tuple[Mapping[str, tuple[int, ...]], str | None]] = contextvars.ContextVar(
+    "stacked", default=({}, None)
+)
+
+
+@contextlib.contextmanager
+def stacked(sizes: Mapping[str, tuple[int, ...]], axis_name: str | None) -> Iterator[None]:
+    """Makes the layouts that are planned inside count every stage's own elements of stacked stage parameters.
+
+    Args:
+      sizes: by `jax.tree_util.keystr` of a slot's path, the elements of every stage's tensor in it.
+      axis_name: the axis of stages; None where it is not bound, for shapes and bytes, which are those of any stage.
+    """
+    token = _STACKED.set((sizes, axis_name))
+    try:
+        yield
+    finally:
+        _STACKED.reset(token)
 
 
 def in_blocks(vector: jax.Array) -> jax.Array:
     """Cuts a vector (n,) into its blocks: (n/1024, 8, 128), as a TPU stores them."""
     return vector.reshape(-1, BLOCK // LANES, LANES)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What the segments of stacked stage parameters are to every stage.
+
+    Attributes:
+      axis_name: the axis of stages, or None if it is not bound.
+      sizes: for every segment, each stage's elements of it; the rest of the segment is padding.
+      capacities: for every segment, how many of its slots each stage uses. A tensor with fewer than `dense_below`
+        elements has a slot for each.
+      is_whole: for every segment, whether each stage's tensor has so few elements.
+    """
+
+    axis_name: str | None
+    sizes: tuple[tuple[int, ...], ...]
+    capacities: tuple[tuple[int, ...], ...]
+    is_whole: tuple[tuple[bool, ...], ...]
+
+    def own(self, table: Any) -> Any:
+        """Returns this device's stage's column of a table (S, stages): (S,)."""
+        table = np.asarray(table, np.int32)
+        return table[:, 0] if self.axis_name is None else jnp.asarray(table)[:, lax.axis_index(self.axis_name)]
 
 
 @dataclass(frozen=True)
@@ -42,6 +86,7 @@ class Layout:
       compressed: for every leaf, whether it is part of the flat vector.
       capacities: for every segment, its slots in a payload. A segment is a compressed leaf, or a chunk of one.
       chunk: elements of a chunk, whole blocks; the last chunk of a leaf may have fewer. None for whole leaves.
+      stages: for stacked stage parameters, where stages differ; else None.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -49,6 +94,7 @@ class Layout:
     compressed: tuple[bool, ...]
     capacities: tuple[int, ...]
     chunk: int | None = None
+    stages: Stages | None = None
 
     @cached_property
     def tensor_sizes(self) -> tuple[int, ...]:
@@ -91,6 +137,40 @@ class Layout:
         """Slots of a payload, C."""
         return sum(self.capacities)
 
+    # What is counted by segment; in a pipeline, by this device's stage: then a traced array.
+
+    def elements(self) -> Any:
+        """Returns the elements of every segment without padding: (S,) int32."""
+        return np.asarray(self.sizes, np.int32) if self.stages is None else self.stages.own(self.stages.sizes)
+
+    def rooms(self) -> Any:
+        """Returns how many slots of every segment may be used: (S,) int32."""
+        return np.asarray(self.capacities, np.int32) if self.stages is None else self.stages.own(self.stages.capacities)
+
+    def of_stages(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns the elements of every segment and the slots that may be used, (S,) each, for every stage."""
+        if self.stages is None:
+            return [(self.elements(), self.rooms())]
+        tables = (np.asarray(table).T for table in (self.stages.sizes, self.stages.capacities))
+        return list(zip(*tables, strict=True))
+
+    def counts(self, of: Callable[[int], int]) -> Any:
+        """Returns `of` the elements of every segment: (S,) int32.
+
+        For a stage's tensor with fewer than `dense_below` elements, the size of the segment: all of it is selected.
+        """
+        if self.stages is None:
+            return np.asarray([of(size) for size in self.sizes], np.int32)
+        rows = zip(self.sizes, self.stages.sizes, self.stages.is_whole, strict=True)
+        return self.stages.own(
+            [[size if all_ else of(n) for n, all_ in zip(own, whole, strict=True)] for size, own, whole in rows]
+        )
+
+    def used(self, elements: Any) -> Any:
+        """Returns how many elements of every block are not padding, from those of every segment: (blocks,) int32."""
+        first = np.concatenate([np.arange(count, dtype=np.int32) * BLOCK for count in self.blocks or (0,)])
+        return (elements[self.segment_of_block()] - first).clip(0, BLOCK)
+
     def segment_of_block(self) -> np.ndarray:
         """Returns the index of every block's segment: (blocks,) int32."""
         return np.repeat(np.arange(len(self.blocks), dtype=np.int32), self.blocks)
@@ -103,9 +183,9 @@ class Layout:
         """Sums values per block (blocks,) over the blocks of each segment: (S,)."""
         return segment_sum(per_block, self.segment_of_block(), len(self.blocks))
 
-    def padding(self) -> np.ndarray:
+    def padding(self) -> Any:
         """Returns the number of padding elements of every segment: (S,) int32."""
-        return np.asarray(self.blocks, np.int32) * BLOCK - np.asarray(self.sizes, np.int32)
+        return np.asarray(self.blocks, np.int32) * BLOCK - self.elements()
 
     def split(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Parts the leaves of a tree into (compressed, dense)."""
@@ -203,18 +283,39 @@ def plan_layout(
                 "which float32 payloads and residuals would lose a part. Keep these parameters in float32, or exchange "
                 "them by plump_dp(), which sends float64: alone, or as others= of what where= leaves out."
             )
-    layout = Layout(
-        shapes=shapes,
-        dtypes=dtypes,
-        compressed=compressed,
-        capacities=tuple(
-            map(capacity, segment_sizes([n for n, is_in in zip(sizes, compressed, strict=True) if is_in], chunk))
-        ),
-        chunk=chunk,
-    )
+    inside = [(path, n) for (path, _), n, is_in in zip(paths, sizes, compressed, strict=True) if is_in]
+    capacities = tuple(map(capacity, segment_sizes([n for _, n in inside], chunk)))
+    stages = _plan_stages(inside, dense_below, capacity, chunk)
+    if stages is not None:
+        capacities = tuple(map(max, stages.capacities))
+    layout = Layout(shapes, dtypes, compressed, capacities, chunk, stages)
     if layout.n >= MAX_ELEMENTS:
         raise ValueError(
             f"Positions have 31 bits, so what is compressed at once must have fewer than 2^31 elements; got "
             f"{layout.n}. Shard the parameters over a model axis, or split a tensor of that size."
         )
     return layout
+
+
+def _plan_stages(
+    slots: Sequence[tuple[Any, int]], dense_below: int, capacity: Callable[[int], int], chunk: int | None
+) -> Stages | None:
+    """Plans what the stages differ in, from the paths and sizes of the slots; None if they do not."""
+    known, axis_name = _STACKED.get()
+    tensors = [known.get(jax.tree_util.keystr(path), ()) for path, _ in slots]
+    tensors = [own if own and max(own) == size else () for own, (_, size) in zip(tensors, slots, strict=True)]
+    count = max(map(len, tensors), default=0)
+    tensors = [own or (size,) * count for own, (_, size) in zip(tensors, slots, strict=True)]
+    if all(len(set(own)) < 2 for own in tensors):
+        return None
+    sizes, capacities, is_whole = [], [], []
+    for own, (_, size) in zip(tensors, slots, strict=True):
+        whole = tuple(n < dense_below for n in own)
+        start = 0
+        for length in segment_sizes([size], chunk):
+            parts = tuple(min(max(n - start, 0), length) for n in own)
+            sizes.append(parts)
+            capacities.append(tuple(n if all_ else capacity(n) for n, all_ in zip(parts, whole, strict=True)))
+            is_whole.append(whole)
+            start += length
+    return Stages(axis_name, tuple(sizes), tuple(capacities), tuple(is_whole))

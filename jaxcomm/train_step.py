@@ -103,9 +103,9 @@ def make_train_step(
     **Stages.** With a `Pipeline` in place of the loss, each device of the mesh holds the parameters and the optimizer
     state of one stage. In one compiled program, the micro-batches go forward and backward through the stages, across
     the pipeline's boundaries; then the workers of each stage exchange that stage's gradients. `tx` sees stacked stage
-    parameters, see `StackedParams`: thresholds, ranks and layer-wise norms are per stacked tensor, and a norm over all
-    parameters is per stage. If a gradient is not finite in any stage of any worker, all stages of all workers skip the
-    step.
+    parameters, see `StackedParams`. What a method counts by tensor is counted from the stage's own tensor; ranks and
+    layer-wise norms are per stacked tensor, and a norm over all parameters is per stage. If a gradient is not finite in
+    any stage of any worker, all stages of all workers skip the step.
 
     Args:
       loss_fn: (params, batch) -> the mean loss of the rows given, a scalar; or (loss, dict of scalars) with `has_aux`;

@@ -154,8 +154,8 @@ class PipelineReport:
 
     Attributes:
       boundaries: the bytes of the boundary after every stage but the last.
-      exchange: the exchange of one stage's gradients over the workers. Every stage costs the same: that of the stacked
-        stage parameters, which have the size of the largest tensors of any stage.
+      exchange: the exchange of one stage's gradients over the workers. Every stage costs the same: dense tensors have
+        the size of the largest of any stage, and payloads have room for the stage that sends most of each.
     """
 
     boundaries: list[BoundaryBytes]

@@ -233,12 +233,8 @@ class BlockSigns:
 
     def _used(self, m: int, start: jax.Array | int) -> jax.Array:
         """Returns how many elements of every block of a part are not padding: (m / BLOCK,) int32."""
-        sizes = np.asarray(self.layout.sizes)
-        used = np.full(sum(self.layout.blocks) + m // BLOCK, BLOCK, np.int32)
-        last = np.cumsum(self.layout.blocks) - 1
-        used[last] = sizes - (np.asarray(self.layout.blocks) - 1) * BLOCK
-        used[sum(self.layout.blocks) :] = 0
-        return lax.dynamic_slice(jnp.asarray(used), (jnp.asarray(start) // BLOCK,), (m // BLOCK,))
+        used = jnp.pad(jnp.asarray(self.layout.used(self.layout.elements())), (0, m // BLOCK))
+        return lax.dynamic_slice(used, (jnp.asarray(start) // BLOCK,), (m // BLOCK,))
 
     def codes(self, vector: Vector, start: jax.Array | int) -> tuple[list[jax.Array], jax.Array]:
         """Rounds values: the scales, (m / BLOCK,) float32, and the mask of the negative values, (m/32,) uint32."""

@@ -69,11 +69,11 @@ class Regions:
 
     def _largest_share(self) -> float:
         """Returns how many of a payload's slots a region takes if segments are selected evenly, the most of any."""
-        layout, blocks = self.layout, np.asarray(self.layout.blocks)
-        elements = np.full(blocks.sum(), BLOCK)  # of every block, without padding
-        elements[np.cumsum(blocks) - 1] -= layout.padding()
-        shares = elements * np.repeat(np.asarray(layout.capacities) / np.asarray(layout.sizes), blocks)
-        return max(np.add.reduceat(shares, np.arange(0, len(shares), self.size // BLOCK)))
+        layout, shares = self.layout, []
+        for sizes, slots in layout.of_stages():
+            by_block = layout.used(sizes) * (slots / np.maximum(sizes, 1))[layout.segment_of_block()]
+            shares.append(np.add.reduceat(by_block, np.arange(0, len(by_block), self.size // BLOCK)).max())
+        return max(shares)
 
     @property
     def indices(self) -> IndexCodec:

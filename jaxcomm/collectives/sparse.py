@@ -115,7 +115,7 @@ class SparseSum:
         if self.always_fits:
             return write_status(ok)
         selected = count_in_segment(mask, self.layout).astype(jnp.uint32)  # (S,)
-        overfull = jnp.any(selected > 2 * np.asarray(self.layout.capacities, np.uint32))
+        overfull = jnp.any(selected > 2 * self.layout.rooms().astype(np.uint32))
         return write_status(ok, overfull)
 
     @jax.named_scope(ENCODE)

@@ -122,7 +122,7 @@ class DctDp(SparseExchange):
         refresh = old.due | (step % self.life_span == 0)
         if self.early:
             refresh |= (step < self.life_span) & (step & (step - 1) == 0)  # 0, 1, 2, 4, 8, ...
-        k = jnp.asarray([self.n_selected(size) for size in layout.sizes], jnp.int32)
+        k = jnp.asarray(layout.counts(self.n_selected))
         before = own_row(old.threshold, len(layout.sizes))[0]  # (S,)
 
         def at_once() -> tuple[Selected, jax.Array]:

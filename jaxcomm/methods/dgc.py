@@ -75,7 +75,7 @@ class Dgc(MomentumCorrection, SparseExchange):
         elif self.warmup_steps == 0:
             out, flat = sparse(select_topk(vector, layout))
         else:
-            is_warm_up, final = step < self.warmup_steps, jnp.asarray(layout.capacities, jnp.int32)
+            is_warm_up, final = step < self.warmup_steps, jnp.asarray(layout.rooms())
             counts = jnp.where(is_warm_up, self.warm_counts(step, layout), final)
             out, flat = lax.cond(is_warm_up, warm_up, sparse, select_topk(vector, layout, counts))
         return out, self.kept(out.ok, velocity, flat, state.memory)

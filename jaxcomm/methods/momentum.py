@@ -150,6 +150,5 @@ class MomentumCorrection(Exchange):
         steps = np.arange(1, self.warmup_steps + 1) / (self.warmup_steps + 1)
         table = np.power(np.float64(self.final_density), steps).astype(np.float32)
         fraction = jnp.asarray(table)[jnp.minimum(step, self.warmup_steps - 1)]
-        share = fraction * np.asarray(layout.sizes, np.float32)
-        least, most = (np.asarray(counts, np.int32) for counts in (layout.capacities, layout.sizes))
-        return jnp.clip(share.astype(jnp.int32), least, most)
+        share = fraction * layout.elements().astype(np.float32)
+        return jnp.clip(share.astype(jnp.int32), layout.rooms(), layout.elements())

@@ -7,6 +7,7 @@ boundaries are those of Gupta et al., KDD 2021.
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from jaxcomm.collectives.axis import AxisName, axis_names, to_varying, zeros_of
 from jaxcomm.collectives.boundary import Encoded, send
 from jaxcomm.layers.activations import Whole
 from jaxcomm.layers.boundary import Boundary, dct_mp
+from jaxcomm.layout import stacked
 from jaxcomm.parallel.state import check_batch
 from jaxcomm.pipeline.stage_params import StackedParams, plan_stacked
 
@@ -154,7 +156,12 @@ class Pipeline:
         for cut in self.plan(own).cuts:
             forward, backward = cut.bytes_each_way()
             boundaries.append(BoundaryBytes(count * forward, count * backward, count * cut.dense_bytes))
-        return PipelineReport(boundaries, wire_report(tx, self.exchanged_shapes(), workers, axis_name=axis_name))
+        with self.exchanging():
+            return PipelineReport(boundaries, wire_report(tx, self.exchanged_shapes(), workers, axis_name=axis_name))
+
+    def exchanging(self, stage_axis: str | None = None) -> AbstractContextManager[None]:
+        """Makes exchanges inside count each stage's own elements; without the axis of stages, for shapes and bytes."""
+        return stacked(self.param_slots.sizes(), stage_axis)
 
     def exchanged_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes of the gradients that every stage exchanges: those of the stacked parameters."""

@@ -55,6 +55,14 @@ class StackedParams:
         """Returns the tree of every stage; the inverse of `stack`."""
         return [self.of_stage(stage, [slot[stage] for slot in slots]) for stage in range(len(self.stages))]
 
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the elements of every stage's tensor in a slot, by the slot's path in a list; 0 for no tensor."""
+        rows = [[0] * len(self.stages) for _ in self.shapes]
+        for stage, (tree, tensors) in enumerate(zip(self.stages, self.tensors, strict=True)):
+            for n, shape in zip(jax.tree.leaves(tree), tensors, strict=True):
+                rows[n][stage] = math.prod(shape)
+        return {f"[{n}]": tuple(row) for n, row in enumerate(rows)}
+
     @property
     def padding(self) -> int:
         """The number of elements of padding, over all stages."""

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,8 @@ class PipelineStep(TrainStep):
         def device_state(params: list[jax.Array], states: list[jax.Array]) -> TrainState:
             own = [slot[0] for slot in params]
             kept = {"stages": [slot[0] for slot in states], "boundaries": residuals}
-            state = TrainState(own, self.tx.init(own), jnp.zeros((), jnp.int32), kept)
+            with self.pipeline.exchanging():
+                state = TrainState(own, self.tx.init(own), jnp.zeros((), jnp.int32), kept)
             return _of_mesh(make_local(state, self.axis_name))
 
         given = (pipeline.param_slots.stack(params), pipeline.state_slots.stack(states))
@@ -193,15 +194,15 @@ class PipelineStep(TrainStep):
 
     def _device_step(self, state: TrainState, batch: Any) -> tuple[TrainState, tuple[dict[str, Any], dict[str, Any]]]:
         gradients = partial(_gradients, self.pipeline, self.axis_name, self.stage_axis, state.step)
+
         # Only the last stage has the loss, so a chain that takes it (reduce_on_plateau, a line search) must fail.
-        update: Any = partial(_update, self.tx)
-        tx = optax.GradientTransformation(self.tx.init, update)
+        def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+            with self.pipeline.exchanging(self.stage_axis):
+                return self.tx.update(updates, state, params)
+
+        tx = optax.GradientTransformation(self.tx.init, cast(Any, update))
         new, metrics = worker_step(gradients, tx, self.axis_name, _of_device(state), batch)
         return _of_mesh(new), _over_stages(metrics, self.stage_axis)
-
-
-def _update(tx: optax.GradientTransformation, updates: Any, state: Any, params: Any) -> Any:
-    return tx.update(updates, state, params)
 
 
 def _staged_specs(state: TrainState, stage_axis: str) -> TrainState:

@@ -55,8 +55,9 @@ def verify_pipeline(
     traced = jaxpr_program(step.trace(state, batch).jaxpr)
     program: Any = step.lower(state, batch).compile().as_text() if text is None else text
     compiled, turns = read_program(program), claimed.exchange.turns
-    shapes = pipeline.exchanged_shapes()
-    exchange = exchange_report(tx, shapes, sizes, (), axis_name, kind_of_device(state)).program
+    with pipeline.exchanging():
+        shapes = pipeline.exchanged_shapes()
+        exchange = exchange_report(tx, shapes, sizes, (), axis_name, kind_of_device(state)).program
     steps = [[each.in_turn(turn, turns) for each in (compiled, traced, exchange)] for turn in range(turns)]
     padding = Fraction(0)
     for sent, wanted, _ in steps:

@@ -45,7 +45,7 @@ def moments(vector: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array, ja
     unit = jnp.where(largest > 0, largest, 1.0)
     # In rows, which XLA for CPUs sums in several parts at once: with blocks of 8 x 128 the last bits would be lost.
     rows = divide(vector.reshape(-1, BLOCK), layout.per_block(unit)[:, None])
-    sizes = np.asarray(layout.sizes, np.float32)
+    sizes = layout.elements().clip(1).astype(np.float32)
     mean = layout.per_segment(jnp.sum(rows, axis=1)) / sizes
     squares = layout.per_segment(jnp.sum(jnp.square(rows - layout.per_block(mean)[:, None]), axis=1))
     squares = squares - layout.padding().astype(np.float32) * jnp.square(mean)  # the padding's zeros

@@ -101,7 +101,7 @@ def _compact(words: jax.Array, layout: Layout, start: jax.Array | None, each: Ca
     rank, count = each(partial(rank_in_segment, layout=layout))(words)
     if start is not None:
         words, rank = lax.cond(
-            jnp.any(count > np.asarray(layout.capacities, np.int32)),
+            jnp.any(count > layout.rooms()),
             lambda: each(partial(_wrap_around, start=start, layout=layout))(words, rank, count),
             lambda: (words, rank),
         )
@@ -112,7 +112,7 @@ def _wrap_around(
     words: jax.Array, rank: jax.Array, count: jax.Array, start: jax.Array, layout: Layout
 ) -> tuple[jax.Array, jax.Array]:
     """Keeps only as many set bits of every segment as fit, from the start offset on; also returns their ranks."""
-    capacity = jnp.asarray(layout.capacities, jnp.int32)
+    capacity = jnp.asarray(layout.rooms())
     first = jnp.minimum((start * count.astype(jnp.float32)).astype(jnp.int32), count - 1)
     first = jnp.where(count > capacity, first, 0)
 
@@ -125,7 +125,7 @@ def _wrap_around(
 
 def _with_slots(words: jax.Array, rank: jax.Array, count: jax.Array, layout: Layout) -> Selection:
     """Gives slots to the first set bits of every segment, of which `count` were selected."""
-    capacity = np.asarray(layout.capacities, np.int32)
+    capacity = layout.rooms()
     room = layout.per_block(jnp.asarray(capacity))[:, None] - rank
     return Selection(
         words=bits.keep_first(words, room.reshape(-1)),

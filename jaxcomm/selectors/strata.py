@@ -54,16 +54,18 @@ def select_strata(key: jax.Array, layout: Layout) -> Slots:
       layout: the segments; a segment's capacity is the number of its strata.
 
     Returns:
-      The slots of each segment together, all filled; they do not ascend where the strata wrap around.
+      The slots of each segment together, all filled (in a pipeline, those that the stage uses); they do not ascend
+      where the strata wrap around.
     """
     n_slots = layout.n_slots
     first_slot = np.cumsum((0, *layout.capacities[:-1]))
     # The barrier keeps XLA from summing this constant at compile time, which would take longer than all the rest.
     zeros = lax.optimization_barrier(jnp.zeros(n_slots, jnp.int32))
     segment = bits.running_sum(zeros.at[first_slot].add(1)) - 1  # (C,)
-    table = np.stack([first_slot, layout.sizes, layout.capacities, np.cumsum((0, *layout.blocks[:-1])) * BLOCK])
-    first, size, strata, start = jnp.asarray(table, jnp.int32)[:, segment]
-    offset = noise.integers(key, jnp.asarray(layout.sizes, jnp.int32), n_slots)[segment]
+    sizes, rooms = jnp.maximum(layout.elements(), 1), jnp.maximum(layout.rooms(), 1)
+    table = [first_slot, sizes, rooms, np.cumsum((0, *layout.blocks[:-1])) * BLOCK]
+    first, size, strata, start = jnp.stack([jnp.asarray(column, jnp.int32) for column in table])[:, segment]
+    offset = noise.integers(key, sizes, n_slots)[segment]
     stratum = jnp.arange(n_slots, dtype=jnp.int32) - first
-    position = start + pick(noise.uniform(key, n_slots), stratum, size, strata, offset)
-    return Slots(position, jnp.ones(n_slots, bool))
+    position = start + pick(noise.uniform(key, n_slots), jnp.minimum(stratum, strata - 1), size, strata, offset)
+    return Slots(position, jnp.ones(n_slots, bool) if layout.stages is None else stratum < strata)

@@ -28,10 +28,10 @@ def select_topk(vector: Vector, layout: Layout, k: jax.Array | None = None) -> S
     Args:
       vector: the flat vector.
       layout: the segments.
-      k: (S,) int32, from 1 to the segment's size; its capacity if not given.
+      k: (S,) int32, up to the segment's size; its slots if not given.
     """
     if k is None:
-        k = jnp.asarray(layout.capacities, jnp.int32)
+        k = jnp.asarray(layout.rooms())
     found = find_largest(vector, layout, k)
 
     def among_all() -> jax.Array:

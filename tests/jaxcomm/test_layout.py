@@ -4,7 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxcomm.layout import BLOCK, plan_layout
+from jaxcomm import noise
+from jaxcomm.layout import BLOCK, plan_layout, stacked
+from jaxcomm.selectors.strata import select_strata
 
 SHAPES = {"a": (3, 700), "b": (5,), "c": (), "d": (1024,), "e": (0, 4), "f": (1025,)}
 
@@ -45,6 +47,43 @@ def test_segments_start_at_blocks():
     assert layout.n_words == layout.n // 32
     np.testing.assert_array_equal(layout.per_block(jnp.asarray([7, 8, 9])), [7, 7, 7, 8, 9, 9])
     np.testing.assert_array_equal(layout.per_segment(jnp.arange(6)), [0 + 1 + 2, 3, 4 + 5])
+
+
+def planned(tree, sizes, axis_name, **options):
+    with stacked(sizes, axis_name):
+        return plan_layout(tree, dense_below=200, capacity=lambda n: n // 2, **options)
+
+
+def test_every_stage_counts_its_own_elements_of_stacked_parameters():
+    tree = [jax.ShapeDtypeStruct((n,), np.float32) for n in (2100, 600, 100)]
+    sizes = {"[0]": (100, 2100, 0), "[1]": (600, 600, 600), "[2]": (100, 50, 0)}
+    layout = planned(tree, sizes, "stage", chunk=1024)
+    assert layout.capacities == (512, 512, 26, 300)
+
+    def of_stage(_):
+        elements = jnp.asarray(layout.elements())
+        counts = jnp.asarray(layout.counts(lambda n: n + 1))
+        return elements, jnp.asarray(layout.rooms()), counts, layout.padding(), layout.used(elements)
+
+    elements, rooms, counts, padding, used = jax.vmap(of_stage, axis_name="stage")(jnp.zeros(3))
+    assert elements.tolist() == [[100, 0, 0, 600], [1024, 1024, 52, 600], [0, 0, 0, 600]]
+    assert rooms.tolist() == [[100, 0, 0, 300], [512, 512, 26, 300], [0, 0, 0, 300]]  # 100 elements are sent whole
+    assert counts.tolist() == [[1024, 1024, 52, 601], [1025, 1025, 53, 601], [1024, 1024, 52, 601]]
+    assert padding.tolist() == [[924, 1024, 1024, 424], [0, 0, 972, 424], [1024, 1024, 1024, 424]]
+    assert used.tolist() == elements.tolist()  # a block each
+    assert planned(tree, sizes, None, chunk=1024).rooms().tolist() == rooms[0].tolist()
+    alike = {"[0]": (2100,) * 2, "[1]": (600,) * 2}
+    assert planned(tree, alike, "stage") == planned(tree, {}, None)
+
+
+def test_strata_are_of_a_stages_own_elements():
+    layout = planned([jax.ShapeDtypeStruct((3000,), np.float32)], {"[0]": (3000, 250)}, "stage")
+    stages = jax.vmap(lambda _: select_strata(noise.make_key(5), layout), axis_name="stage")(jnp.zeros(2))
+    for position, filled, n in zip(*stages, (3000, 250), strict=True):
+        chosen = np.asarray(position[filled])
+        assert len(chosen) == len(set(chosen.tolist())) == n // 2
+        assert 0 <= position.min() <= position.max() < 3000
+        assert chosen.max() < n
 
 
 def test_an_empty_tree_is_refused():

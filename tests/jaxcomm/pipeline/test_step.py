@@ -60,20 +60,29 @@ def alike():
     return params_of([WIDTH, WIDTH, WIDTH])
 
 
+def square(x, batch):
+    """A loss for outputs of any width."""
+    return jnp.mean((x - 0.1) ** 2), {}
+
+
 @functools.cache
 def run_of(name, **axes):
+    return make_run(METHODS.get(name, name), alike(), loss_of, **axes)
+
+
+def make_run(tx, params, loss_fn, **axes):
     stages = [lambda params, x, batch, at=at: layer(at, params, None, x, batch)[0] for at in (0, 1)]
-    pipeline = jc.Pipeline(stages, loss_of, alike(), remat=False)
-    batch, axes = batches(1, WIDTH)[0], axes or {"data": K, "stage": 2}
-    return Run(pipeline, alike(), METHODS.get(name, name), batch=batch, **axes)
+    pipeline = jc.Pipeline(stages, loss_fn, params, remat=False)
+    batch, axes = batches(1, len(params[0]["w"]))[0], axes or {"data": K, "stage": 2}
+    return Run(pipeline, params, tx, batch=batch, **axes)
 
 
-@jax.jit
-def gradients_of(rows, batch):
+@functools.partial(jax.jit, static_argnames="loss_fn")
+def gradients_of(rows, batch, loss_fn=loss_of):
     """Each worker's own gradients of the whole model, at its own parameters."""
 
     def loss(params, batch):
-        return loss_of(layer(1, params[1], None, layer(0, params[0], None, None, batch)[0], batch)[0], batch)[0]
+        return loss_fn(layer(1, params[1], None, layer(0, params[0], None, None, batch)[0], batch)[0], batch)[0]
 
     parts = jax.tree.map(lambda leaf: leaf.reshape(K, -1, *leaf.shape[1:]), batch)
     return jax.vmap(jax.grad(loss))(rows, parts)
@@ -147,6 +156,42 @@ def test_every_method_exchanges_each_stage_as_data_parallel_workers_do(name):
         assert float(metrics["overflow"]) == float(counts.overflow[0])
     moved = [np.abs(new["w"] - old["w"]).max() for new, old in zip(reference.rows, alike(), strict=True)]
     assert min(moved) > 1e-3
+
+
+UNLIKE = {
+    "dct_dp": lambda **options: jc.dct_dp(0.9, life_span=3, slack=1.0, value_dtype="float32", **options),
+    "topk": lambda **options: jc.topk(0.9, value_dtype="float32", **options),
+    "dgc": lambda **options: jc.dgc(0.9, momentum=0.5, clip=None, value_dtype="float32", **options),
+    "ef21": lambda **options: jc.ef21(0.9, value_dtype="float32", **options),
+    "sign": lambda **options: jc.sign(**options),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dense_below"),
+    [
+        ("dct_dp", 100),
+        ("topk", 200),  # the 160 weights of the first stage are sent whole
+        *(pytest.param(name, 100, marks=pytest.mark.slow) for name in UNLIKE if name != "dct_dp"),
+        pytest.param("dct_dp", 200, marks=pytest.mark.slow),
+    ],
+)
+def test_a_stage_counts_its_own_elements_where_stages_differ_in_shape(name, dense_below):
+    """Layers of 20 x 8 and 8 x 60 share a slot of 480, and are exchanged as data-parallel workers exchange them."""
+    params, tx = params_of([20, 8, 60]), jc.chain(UNLIKE[name](dense_below=dense_below), SGD)
+    run, state, reference = make_run(tx, params, square), None, DataParallel(tx, params)
+    for step, batch in enumerate(batches(6, 20)):
+        reference.step(gradients_of(reference.rows, batch, square))
+        state, (metrics,) = run([batch], state)
+        if step == 0 and name in ("dct_dp", "topk") and dense_below < 160:
+            moved = [
+                np.count_nonzero(new["w"] - old["w"]) for new, old in zip(run.step.params(state), params, strict=True)
+            ]
+            assert moved[0] <= K * (160 - 144 + 1)
+            assert moved[1] <= K * (480 - 432 + 1)
+    assert_close(run.step.params(state), jax.tree.map(lambda leaf: leaf[0], reference.rows))
+    assert int(metrics["skipped"]) == 0
+    run.step.verify(state, batch)
 
 
 @pytest.mark.slow
