@@ -168,8 +168,9 @@ class Layout:
 
     def used(self, elements: Any) -> Any:
         """Returns how many elements of every block are not padding, from those of every segment: (blocks,) int32."""
-        first = np.concatenate([np.arange(count, dtype=np.int32) * BLOCK for count in self.blocks or (0,)])
-        return (elements[self.segment_of_block()] - first).clip(0, BLOCK)
+        blocks = np.asarray(self.blocks, np.int32)
+        before = np.arange(sum(self.blocks), dtype=np.int32) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+        return (elements[self.segment_of_block()] - before.astype(np.int32) * BLOCK).clip(0, BLOCK)
 
     def segment_of_block(self) -> np.ndarray:
         """Returns the index of every block's segment: (blocks,) int32."""
