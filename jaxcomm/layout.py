@@ -143,6 +143,10 @@ class Layout:
         """Returns the elements of every segment without padding: (S,) int32."""
         return np.asarray(self.sizes, np.int32) if self.stages is None else self.stages.own(self.stages.sizes)
 
+    def n_elements(self) -> Any:
+        """Returns the elements of all segments, for counts: an int, or () float32."""
+        return sum(self.sizes) if self.stages is None else jnp.sum(self.elements().astype(np.float32))
+
     def rooms(self) -> Any:
         """Returns how many slots of every segment may be used: (S,) int32."""
         return np.asarray(self.capacities, np.int32) if self.stages is None else self.stages.own(self.stages.capacities)

@@ -101,5 +101,5 @@ class CodedExchange(Exchange):
             means = layout.join(compressed, means)
             if residual is not None:
                 residual = jnp.where(ok, summed.residual()[None], residual)
-        metrics = ExchangeMetrics.of(ok, axis_size(self.axis_name) * sum(layout.sizes))
+        metrics = ExchangeMetrics.of(ok, axis_size(self.axis_name) * layout.n_elements())
         return Exchanged(zeros_unless(ok, means), residual, metrics), state.memory

@@ -151,7 +151,7 @@ def exchange_densely(gradient: Gradient, vector: Accumulated, mask: jax.Array | 
     layout, x = gradient.layout, vector.sum()
     sends = x if mask is None else jnp.where(unpack(mask), x, 0.0)
     if mask is None:
-        n_sent = sum(layout.sizes) * axis_size(axis_name)
+        n_sent = layout.n_elements() * axis_size(axis_name)
     else:
         with jax.named_scope(EXCHANGE):
             n_sent = lax.psum(jnp.sum(popcount(mask), dtype=jnp.float32), axis_name)

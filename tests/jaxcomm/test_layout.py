@@ -5,8 +5,11 @@ import numpy as np
 import pytest
 
 from jaxcomm import noise
+from jaxcomm.codecs.quantize import BlockSigns
 from jaxcomm.layout import BLOCK, plan_layout, stacked
+from jaxcomm.selectors.importance import moments
 from jaxcomm.selectors.strata import select_strata
+from jaxcomm.vectors import Stored
 
 SHAPES = {"a": (3, 700), "b": (5,), "c": (), "d": (1024,), "e": (0, 4), "f": (1025,)}
 
@@ -84,6 +87,24 @@ def test_strata_are_of_a_stages_own_elements():
         assert len(chosen) == len(set(chosen.tolist())) == n // 2
         assert 0 <= position.min() <= position.max() < 3000
         assert chosen.max() < n
+
+
+def test_means_are_of_a_stages_own_elements():
+    layout = planned([jax.ShapeDtypeStruct((3000,), np.float32)], {"[0]": (3000, 1250)}, "stage")
+    values = np.zeros((2, layout.n), np.float32)
+    for row, n in zip(values, (3000, 1250), strict=True):
+        row[:n] = np.random.default_rng(n).normal(1, 2, size=n)
+
+    def of_stage(row):
+        return *moments(row, layout), BlockSigns(layout).codes(Stored(row), 0)[0][0]
+
+    units, means, variances, scales = jax.vmap(of_stage, axis_name="stage")(values)
+    for row, n, unit, mean, variance, scale in zip(values, (3000, 1250), units, means, variances, scales, strict=True):
+        np.testing.assert_allclose(unit * mean, row[:n].mean(), rtol=1e-5)
+        np.testing.assert_allclose(unit**2 * variance, row[:n].var(), rtol=1e-5)
+        blocks = [row[start : min(start + BLOCK, n)] for start in range(0, layout.n, BLOCK)]
+        expected = [np.abs(block).mean() if len(block) else 0 for block in blocks]
+        np.testing.assert_allclose(scale, expected, rtol=1e-5)
 
 
 def test_an_empty_tree_is_refused():

@@ -195,6 +195,31 @@ def test_a_stage_counts_its_own_elements_where_stages_differ_in_shape(name, dens
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "method",
+    [
+        jc.random_k(0.5, dense_below=100),
+        jc.iwp(0.01, beta=0.1, density=0.1, momentum=0.5, warmup_steps=1, life_span=2, dense_below=100),
+        jc.terngrad(dense_below=100),
+        jc.demo(chunk=1024, dense_below=100),
+        jc.pulse(0.5, dense_below=100),
+        jc.topk(0.9, collective="balanced", dense_below=100),
+        jc.dgc(0.9, momentum=0.5, warmup_steps=1, dense_below=100),
+    ],
+    ids=lambda tx: tx.method.name,
+)
+def test_every_method_sends_what_it_claims_where_stages_differ_in_shape(method):
+    params, tx = params_of([20, 8, 60]), jc.chain(method, SGD)
+    run, state = make_run(tx, params, square), None
+    for batch in batches(3, 20):
+        state, (metrics,) = run([batch], state)
+    assert int(metrics["skipped"]) == 0
+    assert 0 < int(metrics["sent"]) <= K * (160 + 480)
+    assert all(np.any(new["w"] != old["w"]) for new, old in zip(run.step.params(state), params, strict=True))
+    run.step.verify(state, batch)
+
+
+@pytest.mark.slow
 def test_each_fragment_of_a_stage_is_proved():
     run, (batch,) = run_of("streaming"), batches(1, WIDTH)
     exchange = run.step.verify(run([batch])[0], batch).exchange
