@@ -27,6 +27,7 @@ Shapes = Mapping[str, tuple[int, ...]]  # of the parameters, by path
 
 _PROBES = ((512, 512), (2048, 2048))  # shapes that show whether a method's bytes are proportional to elements
 _NOISE = (256, 64)  # the shape of the noise that errors are measured on
+_PARAMETER_COPIES = 3  # of 4 bytes a parameter, that a device keeps in addition to the exchange's state
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,6 @@ def make_plan(
     link_seconds_per_byte: Sequence[float] = (),
     link_seconds: Sequence[float] = (),
     micro_batches: int = 1,
-    parameter_copies: int = 3,
     time_limit: float = 10.0,
 ) -> Plan:
     """Finds the exchange of every tensor, and the stage of every block, with the shortest predicted step.
@@ -83,12 +83,11 @@ def make_plan(
       gradient: one worker's gradient, to measure the error on; by default normal noise, of which a low-rank method
         catches much less.
       blocks: the blocks of the model, in order; None for a single block, with the advice's computing and memory.
-      devices: the device of every stage: its speed and its memory.
+      devices: the device of every stage: its speed and its memory. Of every parameter, a device keeps 12 bytes (the
+        parameter, its gradient and momentum) in addition to the exchange's state.
       link_seconds_per_byte: for the link between every stage and the next.
       link_seconds: latency of a message on each of these links.
       micro_batches: M.
-      parameter_copies: the copies of 4 bytes a parameter that a device keeps in addition to the exchange's state:
-        parameters, gradient, momentum.
       time_limit: seconds to search for.
 
     Raises:
@@ -101,8 +100,8 @@ def make_plan(
     usable = _usable(advice, candidates() | dict(methods or {}), params)
     specs = {name: _spec(name, method, params) for name, method in usable.items()}
     errors = {name: _errors(method, shapes, error_budget, gradient) for name, method in usable.items()}
-    options = _options(advice, usable, shapes, errors, parameter_copies)
-    groupings = _groupings(options, advice.layers, len(devices), parameter_copies)
+    options = _options(advice, usable, shapes, errors)
+    groupings = _groupings(options, advice.layers, len(devices))
     problems = [
         Problem(
             blocks=tuple(grouping.block(block) for block in blocks),
@@ -158,7 +157,6 @@ def _options(
     usable: Mapping[str, Exchange],
     shapes: Shapes,
     errors: Mapping[str, Mapping[str, float]],
-    parameter_copies: int,
 ) -> dict[str, list[Option]]:
     """Returns the options to exchange every tensor, by path; each costs the tensor's share of the method's total."""
     sizes = {path: math.prod(shape) for path, shape in shapes.items()}
@@ -169,7 +167,7 @@ def _options(
         for path, size in sizes.items():
             part = size / total
             seconds = row.coding * part + (row.wire - row.latency) * of_bytes[path]
-            memory = 4 * parameter_copies * size + math.ceil(row.memory * part)
+            memory = 4 * _PARAMETER_COPIES * size + math.ceil(row.memory * part)
             options[path].append(Option(name, seconds, errors[name][path], memory))
     return options
 
@@ -196,19 +194,17 @@ class _Grouping:
         return Block(block.name, seconds, block.memory, block.boundary_bytes, tensors)
 
 
-def _groupings(
-    options: Mapping[str, Sequence[Option]], layers: Sequence[LayerCost], stages: int, parameter_copies: int
-) -> list[_Grouping]:
+def _groupings(options: Mapping[str, Sequence[Option]], layers: Sequence[LayerCost], stages: int) -> list[_Grouping]:
     """Returns the possible groupings: each is a problem, and the fastest of their solutions is the plan."""
     if stages > 1:  # their parameters are stacked, tensor on tensor: they share one exchange
         (several, *_) = options.values()
         only = [{path: (found[at],) for path, found in options.items()} for at in range(len(several))]
-        return [_grouped(each, (), parameter_copies) for each in only]
+        return [_grouped(each, ()) for each in only]
     in_way = [[layer for layer in layers if layer.way == way] for way in WAYS]
-    return [_grouped(options, together, parameter_copies) for together in ([], *filter(None, in_way))]
+    return [_grouped(options, together) for together in ([], *filter(None, in_way))]
 
 
-def _grouped(options: Mapping[str, Sequence[Option]], layers: Sequence[LayerCost], parameter_copies: int) -> _Grouping:
+def _grouped(options: Mapping[str, Sequence[Option]], layers: Sequence[LayerCost]) -> _Grouping:
     """Groups parameters for layers that are all computed in one way, late or split.
 
     The parameters of a layer form a group. A layer that can multiply late may also be exchanged; one that can be split
@@ -226,7 +222,7 @@ def _grouped(options: Mapping[str, Sequence[Option]], layers: Sequence[LayerCost
             )
             for same in zip(*(options[path] for path in layer.tensors), strict=True)
         ]
-        memory = min(option.memory for option in together) - parameter_copies * layer.memory
+        memory = min(option.memory for option in together) - _PARAMETER_COPIES * layer.memory
         own = Option(layer.way, layer.wire + max(0.0, layer.computing), 0.0, memory)
         tensors[layer.path] = Tensor(layer.path, (own,) if layer.way == "split" else (*together, own))
     return _Grouping(tensors, group_of, spared=-sum(min(0.0, layer.computing) for layer in layers))
