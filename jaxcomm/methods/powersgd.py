@@ -87,7 +87,8 @@ class PowerSgd(Exchange):
     Attributes:
       rank: r, columns of P and Q. The paper trains with 1, 2 and 4.
       dense_below: tensors with fewer elements are sent dense, as float32.
-      seed: seed of the first Q, see `initial_q`.
+      seed: seed of the first Q: one draw of standard normal numbers, `jax.random.normal(jax.random.key(seed), ...)`, is
+        divided among the matrices in tree order. It is the same on every worker and in every process.
     """
 
     rank: int = 4
@@ -149,26 +150,6 @@ class PowerSgd(Exchange):
 
 
 powersgd = transformation(PowerSgd)
-
-
-def initial_q(params: Any, rank: int = 4, *, dense_below: int = 512, seed: int = 0) -> dict[int, jax.Array]:
-    """Returns the Q from which the power iteration of every matrix starts.
-
-    One draw of standard normal numbers by `jax.random.normal(jax.random.key(seed), ...)` is divided among the matrices
-    in tree order. It is the same on every worker and in every process.
-
-    Args:
-      params: the parameters, or their shapes.
-      rank: as for `powersgd`.
-      dense_below: as for `powersgd`.
-      seed: as for `powersgd`.
-
-    Returns:
-      (m, r) float32 for every compressed tensor, by its index in `jax.tree.leaves(params)`.
-    """
-    groups = _groups(PowerSgd(rank, dense_below=dense_below).plan(params))
-    pairs = zip(groups, _first_stacks(groups, rank, seed), strict=True)
-    return {leaf: stack[i] for group, stack in pairs for i, leaf in enumerate(group.leaves)}
 
 
 def _first_stacks(groups: Sequence[_Group], rank: int, seed: int) -> list[jax.Array]:

@@ -13,7 +13,6 @@ import pytest
 
 import jaxcomm as jc
 from jaxcomm.accounting.hlo import read_program
-from jaxcomm.methods.powersgd import initial_q
 from tests.jaxcomm import trees
 from tests.jaxcomm.steps import init_state
 from tests.jaxcomm.trees import EPS, gradients
@@ -46,6 +45,14 @@ GROUPS = {"matrices": [["a", "d", "f"], ["c"], ["g"]], "halves": [["a", "b"]], "
 
 def make(rank=RANK, **options):
     return jc.powersgd(rank, dense_below=DENSE_BELOW, **options)
+
+
+def first_q(tree, seed=0):
+    """The first Q of every compressed tensor, (m, r): one draw, divided in tree order."""
+    columns = [trees.TREES[tree][name][-1] for name in COMPRESSED[tree]]
+    numbers = jax.random.normal(jax.random.key(seed), (RANK * sum(columns),))
+    parts = np.split(np.asarray(numbers), RANK * np.cumsum(columns)[:-1])
+    return {name: part.reshape(-1, RANK) for name, part in zip(COMPRESSED[tree], parts, strict=True)}
 
 
 @functools.cache
@@ -266,7 +273,7 @@ def test_matrices_of_one_shape_are_one_product():
 
 def test_what_two_thin_matrices_would_not_make_smaller_is_dense():
     tree = [np.zeros(shape, np.float32) for shape in [(3, 300), (2, 300), (300, 3), (4, 4), (3, 1, 7), (900,), (0, 9)]]
-    assert list(initial_q(tree, 2, dense_below=0)) == [0, 2, 4]
+    assert [q.shape for q in jc.powersgd(2, dense_below=0).init(tree).memory] == [(1, m, 2) for m in (300, 3, 7)]
 
 
 def test_vectors_alone_are_exchanged_densely():
@@ -295,18 +302,16 @@ def test_a_mean_that_float16_cannot_hold_changes_nothing():
         np.testing.assert_allclose(new.residual.rows[:, 0, :1200], owed, atol=1)
 
 
-def test_the_first_q_is_another_for_every_tensor_and_seed_and_in_the_groups_order():
-    params = trees.zeros_of("matrices")
-    qs = initial_q(params, RANK, dense_below=DENSE_BELOW)
-    by_name = {sorted(params)[leaf]: q for leaf, q in qs.items()}
-    assert sorted(by_name) == COMPRESSED["matrices"]
-    for stack, names in zip(make().init(params).memory, GROUPS["matrices"], strict=True):
-        np.testing.assert_array_equal(stack, np.stack([by_name[name] for name in names]))
-    values = np.concatenate([np.asarray(q).reshape(-1) for q in qs.values()])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_first_q_is_another_for_every_tensor_and_seed_and_in_the_groups_order(seed):
+    qs = first_q("matrices", seed)
+    stacks = make(seed=seed).init(trees.zeros_of("matrices")).memory
+    for stack, names in zip(stacks, GROUPS["matrices"], strict=True):
+        np.testing.assert_array_equal(stack, np.stack([qs[name] for name in names]))
+    values = np.concatenate([q.reshape(-1) for q in qs.values()])
     assert len(np.unique(values)) == values.size
-    other = initial_q(params, RANK, dense_below=DENSE_BELOW, seed=1)
-    assert not any(np.any(qs[leaf] == other[leaf]) for leaf in qs)
-    assert same(make(seed=1).init(params).memory[1][0], other[2])
+    other = first_q("matrices", 1 - seed)
+    assert not any(np.any(qs[name] == other[name]) for name in qs)
 
 
 @pytest.mark.parametrize(("K", "tree"), [(1, "matrices"), (3, "matrices"), (2, "halves")])
@@ -314,10 +319,8 @@ def test_powersgd_equals_its_oracle(K, tree):
     """A dozen steps with skips; gradients of full rank and usual scale, for which the paper's lines suffice."""
     names = sorted(trees.TREES[tree])
     workers = simulated(tree, K)
-    first = initial_q(trees.zeros_of(tree), RANK, dense_below=DENSE_BELOW)
-    oracle = PowerSgdReference(
-        rank=RANK, dense_below=DENSE_BELOW, initial_q=lambda name, m, r: np.asarray(first[names.index(name)])
-    )
+    first = first_q(tree)
+    oracle = PowerSgdReference(rank=RANK, dense_below=DENSE_BELOW, initial_q=lambda name, m, r: first[name])
     events = ["nan", "normal", "heavy", "inf", "ties", "normal", "sum", "normal", "nan", "inf", "grow", "normal"]
     state, skips = workers.first, 0
     for i, event in enumerate(events):
