@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from train.metrics import Evaluation
+from train.tables import shown
 
 HUGE = 1e100  # a value that no axis can show
+BYTES = "bytes received by each worker"
 
 
 def draw_accuracy(path: Path, curves: dict[str, Sequence[Evaluation]]) -> None:
@@ -50,8 +52,8 @@ def draw_comparison(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(16, 8), sharey=True)
     figure.subplots_adjust(left=0.05, right=0.99, bottom=0.08, top=0.98, wspace=0.03)
     for panel, (column, title) in zip(axes, panels.items(), strict=True):
-        shown = [record for record in records if record[column] > 0]
-        for record in shown:
+        drawn = [record for record in records if record[column] > 0]
+        for record in drawn:
             x, y, colour = record[column], record["accuracy_mean"], colours[record["method"]]
             panel.errorbar(x, y, yerr=record["accuracy_stdev"] or 0.0, elinewidth=0.8, alpha=0.35, color=colour)
             panel.plot(x, y, "o", markersize=5, color=colour)
@@ -65,10 +67,10 @@ def draw_comparison(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     axes[0].set_ylabel(f"test accuracy, % (mean and standard deviation, {records[0]['seeds']} seeds)")
     figure.canvas.draw()  # fixes where the points are, before labels are placed
     for panel, column in zip(axes, panels, strict=True):
-        shown = [record for record in records if record[column] > 0]
-        points = [(record[column], record["accuracy_mean"]) for record in shown]
-        texts = [f"{record['method']} {record['setting']}".rstrip() for record in shown]
-        label_points(panel, points, texts, [colours[record["method"]] for record in shown])
+        drawn = [record for record in records if record[column] > 0]
+        points = [(record[column], record["accuracy_mean"]) for record in drawn]
+        texts = [f"{shown(record['method'])} {record['setting']}".rstrip() for record in drawn]
+        label_points(panel, points, texts, [colours[record["method"]] for record in drawn])
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -130,13 +132,13 @@ class Line:
 
 
 def draw_panels(panels: Mapping[str, Sequence[Line]], label: str, *, logarithmic: bool, salt: str) -> str:
-    """Draws lines in panels side by side, each with its own x axis, and returns them as an SVG element.
+    """Draws lines in panels, each with its own x axis, and returns an SVG element for each.
 
     Args:
-      panels: by the label of the x axis.
-      label: of the y axis, which all share.
+      panels: by the label of the x axis; that of bytes is logarithmic.
+      label: of the y axis, whose range all share.
       logarithmic: whether the y axis is. Zeros are then left out; if there is nothing else, the axis is linear.
-      salt: makes the ids inside the element different from those of other elements on the page.
+      salt: makes the ids inside the elements different from those of other elements on the page.
     """
     import matplotlib
 
@@ -148,27 +150,33 @@ def draw_panels(panels: Mapping[str, Sequence[Line]], label: str, *, logarithmic
         "thin": {"linewidth": 0.7, "alpha": 0.45},
         "marks": {"linewidth": 1.4, "marker": "o", "markersize": 3.5},
     }
-    settings = {"svg.fonttype": "none", "svg.hashsalt": salt, "font.family": "sans-serif", "text.parse_math": False}
-    with matplotlib.rc_context(settings):
-        figure, axes = plt.subplots(1, len(panels), figsize=(11, 3.2), sharey=True, layout="constrained", squeeze=False)
-        drawn = [y for lines in panels.values() for line in lines for y in line.y]
-        is_logarithmic = logarithmic and any(y > 0 for y in drawn)
-        for panel, (name, lines) in zip(axes[0], panels.items(), strict=True):
+    settings = {"svg.fonttype": "none", "font.family": "sans-serif", "text.parse_math": False}
+    drawn = [y for lines in panels.values() for line in lines for y in line.y]
+    is_logarithmic = logarithmic and any(y > 0 for y in drawn)
+    found, limits = [], None
+    for name, lines in panels.items():
+        with matplotlib.rc_context(settings | {"svg.hashsalt": f"{salt} {name}"}):
+            figure, panel = plt.subplots(figsize=(5.5, 3.2), layout="constrained")
             labelled = set()
             for line in sorted(lines, key=lambda line: line.style == "thin"):  # the legend shows the bold ones
                 y = [y if abs(y) < HUGE and (y > 0 or not is_logarithmic) else math.nan for y in line.y]
                 own = None if line.label in labelled else line.label
                 labelled.add(line.label)
                 panel.plot(line.x, y, label=own, color=Line.colour(line.number), **styles[line.style])
-            panel.set(xlabel=name, yscale="log" if is_logarithmic else "linear")
+            has_bytes = name == BYTES and any(x > 0 for line in lines for x in line.x)
+            panel.set(xlabel=name, ylabel=label, yscale="log" if is_logarithmic else "linear")
+            panel.set(xscale="log" if has_bytes else "linear")
+            if limits is not None and panel.lines:
+                panel.set_ylim(limits)
+            limits = panel.get_ylim() if panel.lines else limits
             panel.grid(alpha=0.3)
-        axes[0][0].set_ylabel(label)
-        if axes[0][0].lines:
-            axes[0][0].legend(fontsize="small")
-        file = io.StringIO()
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-        plt.close(figure)
-    svg = file.getvalue()
-    svg = svg[svg.index("<svg") :]  # without the XML declaration, which an HTML page does not have
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    return re.sub(r' id="[\w.]+_\d+"', "", svg)  # figure_1, axes_1, ...: the same in every element
+            if panel.lines:
+                panel.legend(fontsize="small")
+            file = io.StringIO()
+            figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+            plt.close(figure)
+        svg = file.getvalue()
+        svg = svg[svg.index("<svg") :]  # without the XML declaration, which an HTML page does not have
+        svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+        found.append(re.sub(r' id="[\w.]+_\d+"', "", svg))  # figure_1, axes_1, ...: the same in every element
+    return "".join(found)

@@ -1,41 +1,49 @@
 """Figures of runs as one HTML file: `python -m train report RUN [RUN ...]`."""
 
+import datetime
 import html
 import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import tyro
 
-from train.figures import Line, draw_panels
+from train.figures import BYTES, Line, draw_panels
 from train.folders import METRICS, SETTINGS, read_lines
 from train.folders import read_runs as run_names
-from train.tables import format_cell, reading
+from train.tables import format_cell, reading, shown
 
 POINTS = 400  # of a line at most; more steps are averaged
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 66rem; padding: 0 1rem; }
-body { color: #222; background: #fff; }
+body { color: #222; background: #fff; color-scheme: light dark; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2rem 0 0; }
 p { margin: .3rem 0; color: #555; }
-figure { margin: 0; overflow-x: auto; } svg { max-width: 100%; height: auto; }
+figure { margin: 0; display: flex; flex-wrap: wrap; background: #fff; } svg { height: auto; }
+svg { flex: 1 1 22rem; max-width: min(100%, 36rem); }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 .key { display: inline-block; width: .8em; height: .8em; margin-right: .5em; border-radius: 2px; }
 .differs { background: #fff6d5; }
+summary { cursor: pointer; margin: 1rem 0 0; }
+@media (prefers-color-scheme: dark) {
+  body { color: #ddd; background: #1a1a1a; } p { color: #aaa; } th, td { border-color: #444; }
+  .differs { background: #4a4020; } figure { border-radius: 6px; }
+}
 """
 
 
 @dataclass(frozen=True)
 class Report:
-    """Draw loss, accuracy, bytes, density, overflow and skipped steps of runs over steps and over time."""
+    """Draw accuracy against bytes, and loss, bytes, density, overflow and skipped steps over steps and over time."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Folders of runs (runs/digits), or of one method in a run (runs/digits/dct_dp). All share the same figures."""
@@ -49,11 +57,13 @@ class Curve:
 
     Attributes:
       label: what figures and tables call it.
+      run: the name of the run's folder.
       lines: of `metrics.jsonl`, one a step; a number that was not finite is NaN.
       settings: of `settings.json`; empty if the run was made before there was such a file.
     """
 
     label: str
+    run: str
     lines: Sequence[dict[str, Any]]
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -72,7 +82,8 @@ def main(argv: Sequence[str]) -> int:
         if out.is_dir():
             raise ValueError(f"--out must be a file; got the folder {out}. Name a file in it.")
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page(curves), encoding="utf-8")
+        made = f"Made on {datetime.date.today()} by jaxcomm {metadata.version('jaxcomm')}."
+        out.write_text(page(curves, made), encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"train report: {error}", file=sys.stderr)
         return 2
@@ -113,7 +124,7 @@ def _labels(files: Sequence[Path]) -> list[str]:
     depth = 1
     while depth < max(map(len, parts)) and len({each[-depth:] for each in parts}) < len(set(parts)):
         depth += 1
-    return ["/".join(each[-depth:]) for each in parts]
+    return ["/".join([*each[-depth:-1], shown(each[-1])]) for each in parts]
 
 
 def _read(file: Path, label: str) -> Curve:
@@ -127,7 +138,7 @@ def _read(file: Path, label: str) -> Curve:
         with reading(path, "the settings of a run", "Remove it."):
             settings = json.loads(path.read_text())
             _ = 1.0 * settings.get("workers", 1) * settings.get("dense_bytes", 0)
-    return Curve(label, lines, settings)
+    return Curve(label, file.resolve().parent.parent.name, lines, settings)
 
 
 # The lines of a curve in a figure: places, values and style of each.
@@ -168,8 +179,19 @@ def _skipped(curve: Curve) -> list[tuple[list[int], list[float], str]]:
     return [(places, sums, "line")]
 
 
+AGAINST_BYTES = "Accuracy against bytes"
+# The x axes of the first panel, and of the others: the label, and the name in a line.
+X_AXES = {BYTES: "bytes_received"}, {"step": "step", "seconds": "seconds"}
+
 # Title, caption, label of the y axis, whether that axis is logarithmic, and what is drawn.
 PANELS: tuple[tuple[str, str, str, bool, Drawn], ...] = (
+    (
+        AGAINST_BYTES,
+        "On the test split, over the bytes that each worker has received.",
+        "test accuracy, %",
+        False,
+        _column("test_accuracy", 100.0, "marks"),
+    ),
     (
         "Loss",
         "Thin: of each training batch, before its update. With marks: on the test split.",
@@ -210,15 +232,17 @@ PANELS: tuple[tuple[str, str, str, bool, Drawn], ...] = (
 )
 
 
-def page(curves: Sequence[Curve]) -> str:
-    """Returns the report as one HTML document that loads nothing else."""
+def page(curves: Sequence[Curve], made: str) -> str:
+    """Returns the report as one HTML document that loads nothing else; `made` says when and by what."""
     sections = []
     for title, caption, label, logarithmic, drawn in PANELS:
-        panels: dict[str, list[Line]] = {"step": [], "seconds": []}
+        axes = X_AXES[title != AGAINST_BYTES]
+        panels: dict[str, list[Line]] = {label: [] for label in axes}
         averaged = 1
         for number, curve in enumerate(curves):
             for places, values, style in drawn(curve):
-                for axis, lines in panels.items():
+                for name, lines in panels.items():
+                    axis = axes[name]
                     if not all(axis in curve.lines[place] for place in places):
                         continue  # the run was made before lines had their time
                     at = [float(curve.lines[place][axis]) for place in places]
@@ -232,8 +256,10 @@ def page(curves: Sequence[Curve]) -> str:
         sections.append(
             f'<h2>{name}</h2>\n<p>{html.escape(caption)}</p>\n<figure role="img" aria-label="{name}">{svg}</figure>'
         )
-    title = ", ".join(curve.label for curve in curves)
-    body = [f"<h1>{html.escape(title)}</h1>", _summary(curves), *sections, _settings(curves)]
+    runs = ", ".join(dict.fromkeys(curve.run for curve in curves))
+    title = f"{runs}: {', '.join(curve.label for curve in curves)}"
+    heading = [f"<h1>{html.escape(title)}</h1>", f"<p>{html.escape(made)}</p>"]
+    body = [*heading, _summary(curves), *sections, _settings(curves)]
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
     )
@@ -278,20 +304,32 @@ def _summary(curves: Sequence[Curve]) -> str:
     return f'<div class="scroll"><table><tr>{head}</tr>\n' + "\n".join(lines) + "</table></div>"
 
 
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def _settings(curves: Sequence[Curve]) -> str:
-    """Returns the table of settings, one column per run; settings that differ are marked, and come first."""
+    """Returns the table of settings, one column per run; those that are the same in all are folded."""
     names = list(dict.fromkeys(name for curve in curves for name in curve.settings))
     if not names:
         return ""
     texts = {
-        name: [json.dumps(curve.settings[name]) if name in curve.settings else "" for curve in curves] for name in names
+        name: [_text(curve.settings[name]) if name in curve.settings else "" for curve in curves] for name in names
     }
     names.sort(key=lambda name: len(set(texts[name])) == 1)
     head = "".join(f"<th>{html.escape(curve.label)}</th>" for curve in curves)
-    lines = []
+    differing, equal = [], []
     for name in names:
-        marked = ' class="differs"' if len(set(texts[name])) > 1 else ""
+        differs = len(set(texts[name])) > 1
+        marked = ' class="differs"' if differs else ""
         cells = "".join(f"<td>{html.escape(text)}</td>" for text in texts[name])
-        lines.append(f"<tr{marked}><td>{html.escape(name)}</td>{cells}</tr>")
-    table = f'<div class="scroll"><table><tr><th>setting</th>{head}</tr>\n' + "\n".join(lines) + "</table></div>"
-    return f"<h2>Settings</h2>\n{table}"
+        (differing if differs else equal).append(f"<tr{marked}><td>{html.escape(name)}</td>{cells}</tr>")
+
+    def table(lines: Sequence[str]) -> str:
+        return f'<div class="scroll"><table><tr><th>setting</th>{head}</tr>\n' + "\n".join(lines) + "</table></div>"
+
+    parts = ["<h2>Settings</h2>"]
+    parts += [table(differing)] if differing else []
+    if equal:
+        parts.append(f"<details><summary>The same in all runs: {len(equal)}</summary>{table(equal)}</details>")
+    return "\n".join(parts)

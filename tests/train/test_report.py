@@ -1,5 +1,6 @@
 """`python -m train report`: what is drawn of hand-written runs, also in a browser."""
 
+import datetime
 import json
 import math
 import re
@@ -16,7 +17,7 @@ from tests.browser import browse, screenshot
 from train.__main__ import main
 from train.report import POINTS, read_runs, thinned
 
-TITLES = ["Loss", "Accuracy", "Bytes received", "Density", "Overflow", "Skipped steps"]
+TITLES = ["Accuracy against bytes", "Loss", "Accuracy", "Bytes received", "Density", "Overflow", "Skipped steps"]
 
 
 def line(step, loss, sent, overflow=0.0, skipped=0, **more):
@@ -97,24 +98,28 @@ def test_a_browser_shows_every_figure_and_number_of_a_run(folder, tmp_path, caps
     shown = Texts(browse(page, "--dump-dom"))
     assert [text for text in shown.of("h2") if text != "Settings"] == TITLES
     assert [attrs["aria-label"] for tag, attrs in shown.tags if tag == "figure"] == TITLES
-    assert len([tag for tag, _ in shown.tags if tag == "svg"]) == 6
+    assert len([tag for tag, _ in shown.tags if tag == "svg"]) == 13
     texts = shown.of("text")
     assert texts.count("step") == texts.count("seconds") == 6
-    assert texts.count("plump_dp") == texts.count("<dct> & dp") >= 6
+    assert texts.count("dense (plump_dp)") == texts.count("<dct> & dp") >= 7
+    (title,) = shown.of("title")
+    assert title == "digits: dense (plump_dp), <dct> & dp" == shown.of("h1")[0]
+    assert shown.of("p")[0].startswith(f"Made on {datetime.date.today()} by jaxcomm ")
+    assert shown.of("summary") == ["The same in all runs: 3"]
     cells = shown.of("td")
     # Steps, test accuracy and loss, bytes a step, times fewer than dense, skipped, seconds.
-    first = ["plump_dp", "2", "2", "75", "1.5", "1000", "4", "0", "1"]
+    first = ["dense (plump_dp)", "2", "2", "75", "1.5", "1000", "4", "0", "1"]
     second = ["<dct> & dp", "2", "3", "50", "2.5", "1000", "4", "1", "1.5"]
     assert cells[:18] == first + second
     settings = cells[18:]  # what differs comes first
     assert settings[:3] == ["seed", "0", "1"]
     assert settings[3:] == ["workers", "2", "2", "parameters", "500", "500", "dense_bytes", "4000.0", "4000.0"]
 
-    pixels = matplotlib.image.imread(screenshot(page, tmp_path / "page.png", height=2600))[..., :3]
+    pixels = matplotlib.image.imread(screenshot(page, tmp_path / "page.png", height=3000))[..., :3]
     for colour in ("tab:blue", "tab:orange"):
         near = np.abs(pixels - matplotlib.colors.to_rgb(colour)).max(axis=-1) < 0.02
         rows = np.flatnonzero(near.any(axis=1))
-        assert rows.min() < 200  # the key in the table
+        assert rows.min() < 260  # the key in the table
         assert rows.max() > 1600  # and lines in the last figures
 
 
@@ -137,6 +142,10 @@ def test_the_page_loads_nothing_and_no_name_is_there_twice(folder):
 def test_every_line_is_the_runs_over_steps_and_over_time(folder, figures):
     main(["report", str(folder)])
     blue, orange = (matplotlib.colors.to_hex(name) for name in ("tab:blue", "tab:orange"))
+    against = figures.pop(0).axes[0]
+    assert drawn(against) == [(blue, True, [[2000.0, 75.0]]), (orange, True, [[3000.0, 50.0]])]
+    assert (against.get_xlabel(), against.get_xscale()) == ("bytes received by each worker", "log")
+    assert against.get_ylabel() == "test accuracy, %"
     expected = {  # over steps, as numbers of the two runs; one step is half a second
         "Loss": [
             (blue, True, [(2, 1.5)]),
@@ -162,9 +171,10 @@ def test_every_line_is_the_runs_over_steps_and_over_time(folder, figures):
         "Overflow": [(blue, False, [(1, 0.0), (2, 0.0)]), (orange, False, [(1, 0.0), (2, 0.0), (3, 25.0)])],
         "Skipped steps": [(blue, False, [(1, 0.0), (2, 0.0)]), (orange, False, [(1, 0.0), (2, 1.0), (3, 1.0)])],
     }
-    assert len(figures) == 6
-    for figure, (title, lines) in zip(figures, expected.items(), strict=True):
-        over_steps, over_time = figure.axes
+    assert len(figures) == 12
+    for pair, (title, lines) in zip(zip(figures[::2], figures[1::2], strict=True), expected.items(), strict=True):
+        (over_steps,), (over_time,) = (figure.axes for figure in pair)
+        assert over_steps.get_ylim() == over_time.get_ylim()
         for axes, unit in ((over_steps, 1.0), (over_time, 0.5)):
             found = drawn(axes)
             assert [each[:2] for each in found] == [each[:2] for each in lines], title
@@ -195,14 +205,18 @@ def test_several_runs_are_told_apart_by_their_folders(folder, tmp_path):
     other.mkdir(parents=True)
     (other / "metrics.jsonl").write_text(json.dumps(line(1, 1.0, 0.0)) + '\n{"step": 2, "lo')  # it is writing
     curves = read_runs([folder, other])
-    assert [curve.label for curve in curves] == ["digits/plump_dp", "digits/<dct> & dp", "digits-2/plump_dp"]
+    assert [curve.label for curve in curves] == [
+        "digits/dense (plump_dp)",
+        "digits/<dct> & dp",
+        "digits-2/dense (plump_dp)",
+    ]
     assert [len(curve.lines) for curve in curves] == [2, 3, 1]
     odd = tmp_path / "digits-2" / r"$\frac{$"  # no mathematics
     shutil.copytree(other, odd)
     (odd / "metrics.jsonl").write_text(json.dumps(line(1, 1e308, 0.0)) + "\n" + json.dumps(line(2, -1e308, 0.0)) + "\n")
     runs = [str(folder), str(other), str(odd)]
     assert main(["report", *runs, "--out", str(tmp_path / "new" / "page.html")]) == 0
-    assert "digits-2/plump_dp" in (tmp_path / "new" / "page.html").read_text()
+    assert "digits-2/dense (plump_dp)" in (tmp_path / "new" / "page.html").read_text()
 
 
 def test_lines_without_time_and_settings_are_drawn_over_steps_alone(folder, figures):
@@ -212,8 +226,8 @@ def test_lines_without_time_and_settings_are_drawn_over_steps_alone(folder, figu
         path = folder / name / "metrics.jsonl"
         path.write_text(re.sub(r', "seconds": [\d.]+', "", path.read_text()))
     assert main(["report", str(folder)]) == 0
-    for title, figure in zip(TITLES, figures, strict=True):
-        assert [len(axes.lines) > 0 for axes in figure.axes] == [title != "Density", False]
+    has_lines = [len(figure.axes[0].lines) > 0 for figure in figures]
+    assert has_lines == [True] + [has for title in TITLES[1:] for has in (title != "Density", False)]
 
 
 METRICS = "metrics.jsonl"
