@@ -11,6 +11,7 @@ includes neither a method's own computation nor the latency of the link.
 import dataclasses
 import math
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,25 +27,9 @@ from jaxcomm.planner.links import bits_per_second
 from train.processes import prepare_jax
 from train.records import Record, Records
 from train.seeds import settings_of, train_seeds
-from train.tables import print_table, stdev, write_records
+from train.tables import WIDTH, print_table, shown, stdev, write_records
 
 CONFIDENCE = 0.95
-COLUMNS = (
-    "method",
-    "setting",
-    "accuracy_mean",
-    "accuracy_stdev",
-    "accuracy_min",
-    "accuracy_max",
-    "points_below_dense",
-    "below_low",
-    "below_high",
-    "loss_mean",
-    "bytes_per_step",
-    "ratio_to_dense",
-    "seconds_to_finish",
-    "verdict",
-)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -112,10 +97,12 @@ def _compare_in(
 ) -> None:
     from train.figures import draw_comparison
 
-    compute, rows = 0.0, []
+    compute, rows, begin = 0.0, [], time.monotonic()
+    seeds = f"{config.seeds} seed{'s' * (config.seeds > 1)}"
+    print(f"{len(chosen)} settings with {seeds} each; --methods topk,powersgd trains fewer", flush=True)
     for (name, label), method in chosen.items():
         delay = config.delay if rows else 0  # dense comes first, without delay
-        runs = train_seeds(records, dataclasses.replace(experiment, delay=delay), method, config.seeds)
+        runs = train_seeds(records, dataclasses.replace(experiment, delay=delay), method, config.seeds, prints=False)
         seconds = statistics.median(run["seconds_per_step"] for run in runs)
         compute = compute or seconds
         row = summarise(runs, dense=rows[0]["accuracies"] if rows else None, margin=config.margin)
@@ -132,20 +119,41 @@ def _compare_in(
             "fields": method.options(),
         }
         rows.append(row)
+        left = (time.monotonic() - begin) / len(rows) * (len(chosen) - len(rows)) / 60
         print(
-            f"{len(rows)}/{len(chosen)} {name} {label}: {row['accuracy_mean']:.2f}%, "
-            f"{row['bytes_per_step']:,.0f} bytes a step",
+            f"{len(rows)}/{len(chosen)} {setting_of(row)}: {row['accuracy_mean']:.2f}%, "
+            f"{row['bytes_per_step']:,.0f} bytes a step{f'; {left:.0f} minutes left' if left >= 0.5 else ''}",
             flush=True,
         )
         write_records(folder / "comparison.json", rows)  # keeps what is done so far
     print_table(
-        f"{experiment.name}: test accuracy in % over {config.seeds} seeds; points below dense, paired by seed, with "
+        f"{experiment.name}: test accuracy in % over {seeds}; points below dense, paired by seed, with "
         f"their 95% interval (worse: by more than {config.margin:g}); bytes received per worker and step; seconds "
         f"to finish at {config.rate}, modelled as steps * ({1000 * compute:.2f} ms + bytes / rate)",
-        [{name: row[name] for name in COLUMNS} for row in rows],
+        [_columns(row) for row in rows],
+        width=WIDTH,
     )
     draw_comparison(folder / "comparison.png", rows)
     print(f"comparison.json and comparison.png are in {folder}")
+
+
+def setting_of(row: Mapping[str, Any]) -> str:
+    """Returns what a setting is called: the method, and what distinguishes it from the method's other settings."""
+    return f"{shown(row['method'])} {row['setting']}".rstrip()
+
+
+def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the columns of the table, which fits a terminal; comparison.json has the other numbers."""
+    high, below = row["below_high"], row["points_below_dense"]
+    return {
+        "method": setting_of(row),
+        "accuracy, %": f"{row['accuracy_mean']:.2f}",
+        "below dense": f"{below:.2f}" + (f" ± {high - below:.2f}" if high is not None else ""),
+        "bytes a step": row["bytes_per_step"],
+        "times fewer": row["ratio_to_dense"],
+        "s to finish": row["seconds_to_finish"],
+        "verdict": row["verdict"],
+    }
 
 
 def _shared(about: Mapping[str, Any]) -> Record:

@@ -14,7 +14,9 @@ from configs.methods import Method
 from train.records import Record, Records
 
 
-def train_seeds(records: Records, experiment: Experiment, method: Method, seeds: int) -> list[Record]:
+def train_seeds(
+    records: Records, experiment: Experiment, method: Method, seeds: int, *, prints: bool = True
+) -> list[Record]:
     """Trains one setting with the seeds 0, 1, ..., except those that are already recorded.
 
     Args:
@@ -22,6 +24,7 @@ def train_seeds(records: Records, experiment: Experiment, method: Method, seeds:
       experiment: what is trained; its seed is ignored.
       method: how gradients are exchanged.
       seeds: how many.
+      prints: whether to print a line for each.
 
     Returns:
       A record for each seed. It has an entry per evaluation in "steps"; in "accuracies" (%) and "losses" on the test
@@ -47,11 +50,12 @@ def train_seeds(records: Records, experiment: Experiment, method: Method, seeds:
             rows = rows or _same_rows(records, experiment)
             job = job or make_job(experiment, method)
             record = records.add(key | _train(seeded, method, job) | {"rows": rows})
-        print(
-            f"{experiment.name} {label(method)}, K={experiment.workers}, seed {seed}: "
-            f"{record['accuracies'][-1]:.2f}%, {record['bytes_per_step']:,.0f} bytes a step",
-            flush=True,
-        )
+        if prints:
+            print(
+                f"{experiment.name} {label(method)}, K={experiment.workers}, seed {seed}: "
+                f"{record['accuracies'][-1]:.2f}%, {record['bytes_per_step']:,.0f} bytes a step",
+                flush=True,
+            )
         found.append(record)
     return found
 

@@ -55,7 +55,12 @@ def test_a_comparison_trains_every_setting_with_every_seed(tmp_path, capsys):
     for row in rows:
         assert (row["workers"], row["steps"]) == (FEW.workers, 3)
         assert row["seconds_to_finish"] == pytest.approx(3 * (compute + 8 * row["bytes_per_step"] / 1e6))
-    said = " ".join(capsys.readouterr().out.split())
+    said = capsys.readouterr().out
+    assert max(len(line) for line in said.splitlines() if tmp_path.name not in line) <= 80
+    said = " ".join(said.split())
+    assert said.startswith("2 settings with 2 seeds each; --methods")
+    assert said.count("topk 90%") == 2  # while it trains, and in the table
+    assert "dense (plump_dp): " in said
     assert "test accuracy in % over 2 seeds" in said
     assert "at 1mbit, modelled as steps * (" in said
     assert "2/2 topk 90%: " in said
@@ -134,10 +139,10 @@ def test_the_command_line_reaches_the_comparison(monkeypatch, tmp_path):
     monkeypatch.setattr(train.compare, "compare", lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(train.compare, "prepare_jax", devices.append)
     argv = ["compare", "digits", "--seeds", "3", "--methods", "slim-dp,topk", "--rate", "1gbit", "--workers", "2"]
-    assert train.__main__.main([*argv, "--steps", "7", "--out", str(tmp_path)]) == 0
+    assert train.__main__.main([*argv, "--steps", "70", "--out", str(tmp_path)]) == 0
     ((experiment, config),) = calls
-    assert experiment == dataclasses.replace(CONFIGS["digits"], steps=7, workers=2)
-    assert config == Comparison("slim-dp,topk", 3, "1gbit", 7, 2, tmp_path)
+    assert experiment == dataclasses.replace(CONFIGS["digits"], steps=70, workers=2)
+    assert config == Comparison("slim-dp,topk", 3, "1gbit", 70, 2, tmp_path)
     assert devices == [2]
     assert train.__main__.main(["compare"]) == 0
     assert calls[1] == (CONFIGS["digits"], Comparison())
