@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import tyro
@@ -22,6 +22,10 @@ from configs.methods import PlumpDp
 from train.goodput import Goodput
 from train.processes import Processes, connect, is_addressed, prepare_jax
 from train.restarts import LONG_PAUSE, begun, is_supervised, note_begun, supervise
+
+if TYPE_CHECKING:
+    import jaxcomm as jc
+    from train.metrics import Summary
 
 
 def main(argv: Sequence[str]) -> int:
@@ -193,31 +197,38 @@ def train_each(
     from train.figures import draw_accuracy
     from train.loop import train
     from train.progress import Bar
-    from train.tables import print_table, write_records
+    from train.results import print_results
+    from train.tables import shown, write_records
 
     shows = processes.index == 0
-    rows: list[dict[str, Any]] = []
+    ends: list[tuple[Summary, jc.WireReport]] = []
     curves = {}
     for each, method, job, name in runs:
         if job.late is not None and shows:
             print(job.late)
-        with Bar(name, experiment.steps, shows=shows) as bar:
+        with Bar(shown(name), experiment.steps, shows=shows) as bar:
             ended = train(each, method, processes, bar, job, doing, goodput)
-        rows.append(ended.summary.record())
-        curves[name] = ended.evaluations
+        ends.append((ended.summary, job.report))
+        curves[shown(name)] = ended.evaluations
         if not ended.finished:
             if shows:
                 print(f"Stopped and saved after step {ended.summary.steps}; go on with --resume.")
-                print(goodput.line())
+                say_goodput(goodput)
             return 0
     if shows:
-        print_table(f"{experiment.name}: accuracy, and bytes received per worker and step", rows)
-        write_records(experiment.json, rows)
+        print_results(experiment, ends, on_a_link=processes.count > 1)
+        write_records(experiment.json, [summary.record() for summary, _ in ends])
         figure = out / "accuracy_against_bytes.png"
         draw_accuracy(figure, curves)
         print(f"Metrics, checkpoints and {figure.name} are in {out}")
-        print(goodput.line())
+        say_goodput(goodput)
     return 0
+
+
+def say_goodput(goodput: Goodput) -> None:
+    """Prints where the time of a run went, if that says anything."""
+    if line := goodput.line():
+        print(line)
 
 
 def advise(experiment: Experiment, processes: Processes) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from train.tables import reading
 
 FILE = "goodput.json"  # in a run's folder
+LONG = 1800.0  # seconds from which on a run's goodput is printed: a short one mostly starts and compiles
 EVERY = 1.0  # seconds between two writes: what a killed run has not written counts as a restart
 _REST = {  # what takes the rest, and its name in `line`
     "start": "start and compiling",
@@ -106,8 +107,10 @@ class Goodput:
         return {"goodput": kinds["s_steps"] / total if total else 0.0, "seconds": total, **kinds, **counts}
 
     def line(self) -> str:
-        """Returns the record as one line of text."""
+        """Returns the record as one line of text; nothing for a short run that was never restarted."""
         found = self.record()
+        if found["seconds"] < LONG and not found["n_restarts"] and not found["n_lost_steps"]:
+            return ""
         counts = {"restarts": ("restart", found["n_restarts"]), "lost": ("lost step", found["n_lost_steps"])}
         rest = []
         for kind, what in _REST.items():

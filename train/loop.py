@@ -32,7 +32,9 @@ from train.methods import is_rare, run_name
 from train.metrics import Evaluation, Log, Summary
 from train.plans import Watch
 from train.processes import Processes
+from train.schedules import make_schedule
 from train.scores import bleu
+from train.tables import shown
 
 STATE_FORMAT = 5  # of a checkpoint's state; another number is refused
 
@@ -111,23 +113,29 @@ def train(
         about["late"] = [layer.path for layer in job.late.layers if layer.is_late]
 
     name = run_name(method, experiment.boundary, experiment.dense_layers, experiment.embeddings)
+    label = shown(name)
     folder = experiment.out / name
     checkpoints = Checkpoints(folder / "checkpoints")
     done, state = 0, job.start(experiment.seed)
-    restored = checkpoints.newest(state, job.step.resize, about, lambda line: progress.say(f"{name}: {line}"))
+    restored = checkpoints.newest(state, job.step.resize, about, lambda line: progress.say(f"{label}: {line}"))
     if restored is None:
         check_fresh(folder, experiment.checkpoint_every)
     else:
         done, state = restored.step, restored.state
         batches.restore(restored.data)
-        progress.say(f"{name}: resumed after step {done}. {restored.message}".rstrip())
+        progress.say(f"{label}: resumed after step {done}. {restored.message}".rstrip())
     rare = partial(is_rare, method)
     shows = processes.index == 0
-    log = Log(folder / METRICS, job.report, rare, after=done, writes=shows, tensorboard=experiment.tensorboard)
+    schedule, board = make_schedule(experiment), experiment.tensorboard
+    log = Log(folder / METRICS, job.report, rare, after=done, writes=shows, tensorboard=board, schedule=schedule)
     if shows:
         sizes = {"parameters": job.report.parameters, "dense_bytes": job.dense}
         (folder / SETTINGS).write_text(json.dumps(about | sizes, indent=2) + "\n")
     goodput.take(name, done, log.dropped)
+    if log.last:
+        progress.update(done, log.last["loss"], log.last["accuracy"], job.report.received)
+    if done >= experiment.steps:
+        progress.say(f"{label}: nothing is left to do; --steps {2 * experiment.steps} goes on from here.")
 
     def evaluate(state: jc.TrainState, *, at_end: bool) -> dict[str, float]:
         jax.block_until_ready(state)
@@ -168,10 +176,10 @@ def train(
             batch = _to_mesh(next(batches), job)
             doing(f"{name}: step {step + 1}")
             if step == done:
-                progress.say(f"{name}: {job.verify(state, batch)}")
+                progress.say(f"{label}: {job.verify(state, batch)}")
             (state, metrics), line = watch.run(partial(job.step, state, batch))
             if line is not None:
-                progress.say(f"{name}: {line}")
+                progress.say(f"{label}: {line}")
             if step == done:
                 jax.block_until_ready(metrics)
             step += 1
@@ -213,6 +221,7 @@ def train(
         ratio_to_bfloat16=job.dense / 2 / per_step if per_step else None,
         overflow_per_step=log.overflow / max(step, 1),
         skipped=log.skipped,
+        seconds_per_step=log.seconds_per_step,
         seconds=time.perf_counter() - begin,
     )
     goodput.write()

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ class Summary:
       ratio_to_bfloat16: how many times fewer bytes than a dense exchange of two bytes a parameter.
       overflow_per_step: mean number of selected coordinates that did not fit, all workers together.
       skipped: steps skipped for a non-finite gradient.
+      seconds_per_step: the median of all steps; None for a single step.
       seconds: of this process, compilation included.
     """
 
@@ -65,6 +67,7 @@ class Summary:
     ratio_to_bfloat16: float | None
     overflow_per_step: float
     skipped: int
+    seconds_per_step: float | None
     seconds: float
 
     @property
@@ -95,6 +98,7 @@ class Log:
       last_loss: of the last step that was not skipped, NaN if there is none.
       dropped: steps of the file that were done after the checkpoint, and are dropped.
       bytes_received: of all steps, including those before the resume.
+      last: the last line, empty if there is none.
     """
 
     def __init__(
@@ -106,6 +110,7 @@ class Log:
         after: int,
         writes: bool,
         tensorboard: bool = False,
+        schedule: Callable[[int], Any] | None = None,
     ):
         """Opens the file.
 
@@ -116,6 +121,7 @@ class Log:
           after: the step of the checkpoint that the run goes on from, 0 at the start. Lines of later steps are dropped.
           writes: False for all processes but one.
           tensorboard: whether to write scalars for TensorBoard as well, in the same folder.
+          schedule: steps done -> the learning rate, which TensorBoard shows.
         """
         records = read_lines(path) if path.exists() else []
         kept = [record for record in records if record["step"] <= after]
@@ -125,7 +131,9 @@ class Log:
         self.overflow = sum(record["overflow"] for record in records)
         self.skipped = sum(record["skipped"] for record in records)
         self.streak, self.last_step, self.last_loss = 0, 0, math.nan
-        self._report, self._is_rare = report, is_rare
+        self._report, self._is_rare, self._schedule = report, is_rare, schedule
+        self.last: Mapping[str, Any] = {}
+        self._times: list[float] = []  # between one line and the next
         for record in records:
             self._count(record)
         self.bytes_received = records[-1]["bytes_received"] if records else 0.0
@@ -165,12 +173,22 @@ class Log:
             self._file.write(json.dumps(plain(line)) + "\n")
             self._file.flush()
         if self._board is not None:
-            self._board.write(line)
+            more = {} if self._schedule is None else {"learning_rate": float(self._schedule(step - 1))}
+            if "seconds" in self.last:
+                more["seconds_per_step"] = seconds - self.last["seconds"]
+            self._board.write(line | more)
         self._count(line)
         return line
 
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Median time between two lines, including those before the resume; None if there is at most one line."""
+        return statistics.median(self._times) if self._times else None
+
     def _count(self, line: dict[str, Any]) -> None:
-        self.last_step = line["step"]
+        if "seconds" in self.last and "seconds" in line:
+            self._times.append(line["seconds"] - self.last["seconds"])
+        self.last, self.last_step = line, line["step"]
         if line["skipped"]:
             self.streak += 1
         elif line["step"] % self._report.every == 0:

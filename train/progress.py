@@ -9,21 +9,22 @@ class Bar:
     def __init__(self, name: str, steps: int, *, shows: bool):
         """Makes the bar of one run."""
         self._progress = Progress(
-            TextColumn("{task.description:>10}"),
+            TextColumn("{task.description:>16}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}  accuracy {task.fields[accuracy]:.3f}"),
-            TextColumn("{task.fields[bytes_per_step]:,.0f} bytes/step"),
+            TextColumn("{task.fields[scores]}"),
             TimeElapsedColumn(),
             disable=not shows,
         )
-        self._task = self._progress.add_task(name, total=steps, loss=float("nan"), accuracy=0.0, bytes_per_step=0.0)
+        self._task = self._progress.add_task(name, total=steps, scores="compiling")
+        self._has_step = False
 
     def __enter__(self) -> "Bar":
         self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._progress.update(self._task, visible=self._has_step)  # no bar of a run that could not start
         self._progress.stop()
 
     def say(self, message: str) -> None:
@@ -32,4 +33,6 @@ class Bar:
 
     def update(self, step: int, loss: float, accuracy: float, bytes_per_step: float) -> None:
         """Shows the state after a step; loss and accuracy are those of the step's batch."""
-        self._progress.update(self._task, completed=step, loss=loss, accuracy=accuracy, bytes_per_step=bytes_per_step)
+        self._has_step = True
+        scores = f"loss {loss:.3f} accuracy {accuracy:.3f} {bytes_per_step:,.0f} B/step"
+        self._progress.update(self._task, completed=step, scores=scores)

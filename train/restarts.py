@@ -93,8 +93,10 @@ def supervise(
             code = process.wait()
             if asked or code in FINAL:
                 break
-        if code not in FINAL and (folder := _read(note)) is not None and (folder / FILE).exists():
-            print(f"train: {Goodput(folder).line()}", file=sys.stderr)
+        folder = _read(note)
+        counted = Goodput(folder).line() if code not in FINAL and folder and (folder / FILE).exists() else ""
+        if counted:
+            print(f"train: {counted}", file=sys.stderr)
         return code if code >= 0 else 128 - code
 
 

@@ -3,26 +3,51 @@
 import json
 import math
 import statistics
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.box import HEAVY_HEAD, SIMPLE_HEAVY
 from rich.console import Console
 from rich.table import Table
 
+WIDTH = 80  # of a terminal that has not been made wider
+_CELL = 12  # characters of a text in a table of a given width, before it is broken at a space
 
-def print_table(title: str, records: Sequence[Mapping[str, Any]]) -> None:
-    """Prints records, all with the same keys, one a row."""
-    table = Table(title=title)
+
+def shown(method: str) -> str:
+    """Returns what tables, figures and logs call a method."""
+    return f"dense ({method})" if method == "plump_dp" else method
+
+
+def print_table(title: str, records: Sequence[Mapping[str, Any]], width: int | None = None) -> None:
+    """Prints records, all with the same keys, one a row.
+
+    Args:
+      title: above the table.
+      records: the rows.
+      width: in characters, into which headers, long texts and the first column are broken at their spaces. None takes
+        what the table needs.
+    """
+    table = Table(title=title, box=HEAVY_HEAD if width is None else SIMPLE_HEAVY)
     if not records:
         raise ValueError("A table must have at least one record; got none.")
-    for key in records[0]:
-        table.add_column(key, justify="left" if isinstance(records[0][key], str) else "right", no_wrap=True)
-    for record in records:
-        table.add_row(*(format_cell(value) for value in record.values()))
-    # A narrow terminal (or a pipe) would break numbers apart; the table takes only the width that it needs.
-    Console(width=1000).print(table, crop=False)
+    rows = [[format_cell(value) for value in record.values()] for record in records]
+    columns = [[str(key), *cells] for key, *cells in zip(records[0], *rows, strict=True)]
+    for number, value in enumerate(records[0].values()):
+        can_wrap = width is not None and number == 0
+        if width is not None and number:
+            words = [word for cell in columns[number] for word in cell.split()]
+            most = max(max(map(len, words)), min(_CELL, max(map(len, columns[number][1:]))))
+            columns[number] = [textwrap.fill(cell, most) for cell in columns[number]]
+        justify = "left" if isinstance(value, str) else "right"
+        table.add_column(columns[number][0], justify=justify, no_wrap=not can_wrap, overflow="fold")
+    for row in zip(*(cells[1:] for cells in columns), strict=True):
+        table.add_row(*row)
+    # A narrow terminal (or a pipe) would break numbers apart; without a width the table takes what it needs.
+    Console(width=width or 1000).print(table, crop=False)
 
 
 def stdev(numbers: Sequence[float]) -> float | None:

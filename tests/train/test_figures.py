@@ -10,6 +10,7 @@ import pytest
 
 from train.figures import draw_accuracy, draw_comparison
 from train.metrics import Evaluation
+from train.tables import shown as called
 
 CURVE = [Evaluation(step, step * 1e5, {"loss": 1.0, "accuracy": step / 100}) for step in (10, 20)]
 OTHER = [Evaluation(step, step * 1e3, {"loss": 2.0, "accuracy": step / 200}) for step in (10, 20, 30)]
@@ -77,7 +78,7 @@ def test_a_comparison_draws_accuracy_and_its_spread_against_bytes_and_time(saved
     draw_comparison(tmp_path / "figure.png", RECORDS)
     ((left, right),) = [figure.axes for figure in saved]
     for panel, column, shown in ((left, "bytes_per_step", RECORDS[:3]), (right, "seconds_to_finish", RECORDS)):
-        at = {f"{r['method']} {r['setting']}".rstrip(): (r[column], r["accuracy_mean"]) for r in shown}
+        at = {f"{called(r['method'])} {r['setting']}".rstrip(): (r[column], r["accuracy_mean"]) for r in shown}
         points = [line for line in panel.lines if line.get_marker() == "o"]
         assert [tuple(line.get_xydata()[0]) for line in points] == list(at.values())
         assert {text.get_text(): text.xy for text in panel.texts} == at

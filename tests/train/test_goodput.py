@@ -77,6 +77,16 @@ def test_the_time_between_a_stop_and_a_resume_by_hand_is_nobodys(tmp_path, clock
     assert counted.record()["seconds"] == 5 + 2 + 5 + 1
 
 
+def test_only_a_long_run_or_one_with_restarts_says_its_goodput(tmp_path, clock):
+    counted = Goodput(tmp_path)
+    counted.take("dct_dp", 0)
+    train(counted, clock, 3)
+    assert counted.line() == ""
+    clock.now += goodput.LONG
+    counted.write()
+    assert counted.line().startswith("Goodput ")
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -190,8 +190,8 @@ def test_progress_is_told_of_every_step(tmp_path):
     told = Told()
     ended = run(tmp_path, PlumpDp(), told, stop_after=3)
     assert told.messages == []
-    said = f"plump_dp: {ended.summary.bytes_per_step:,.0f} bytes a step predicted; the compiled program sends them"
-    assert told.proved == [f"{said}, and no more."]
+    said = f"{ended.summary.bytes_per_step:,.0f} bytes a step predicted; the compiled program sends them, and no more."
+    assert told.proved == [f"dense (plump_dp): {said}"]
     assert told.updates == [
         (line["step"], line["loss"], line["accuracy"], ended.summary.bytes_per_step)
         for line in metrics(tmp_path, PlumpDp())

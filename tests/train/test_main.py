@@ -190,7 +190,9 @@ def test_a_run_leaves_table_records_metrics_and_figure(tmp_path, capsys):
     assert main(["report", str(folder)]) == 0
     assert "<td>4</td>" in (folder / "report.html").read_text()
     said = capsys.readouterr().out
-    assert "accuracy, and bytes received per worker and step" in said
+    assert "digits: 4 workers, 3 steps, seed 0; bytes received by each worker" in said
+    assert "Goodput" not in said
+    assert "At 100 Mbit/s a step would take" in said
     assert f"are in {folder}" in "".join(said.splitlines())
 
 
@@ -228,7 +230,7 @@ def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys
     second.rename(tmp_path / "elsewhere")
     capsys.readouterr()
     assert run(parse([*argv, "--resume", "--json", str(table), "method:top-k"]), Processes()) == 0
-    assert "plump_dp: resumed after step 2." in capsys.readouterr().out
+    assert "dense (plump_dp): resumed after step 2." in capsys.readouterr().out
     assert not second.exists()
     assert [(record["method"], record["steps"]) for record in json.loads(table.read_text())] == [
         ("plump_dp", 3),

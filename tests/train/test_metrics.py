@@ -61,14 +61,17 @@ def test_lines_of_before_there_were_seconds_are_gone_on_from(tmp_path):
 
 
 def test_tensorboard_reads_every_number_of_every_step(tmp_path):
-    record(tmp_path, {1: 4.0, 2: math.nan}, tensorboard=True)
+    record(tmp_path, {1: 4.0, 2: math.nan}, tensorboard=True, schedule=lambda done: 0.5**done)
     (path,) = tmp_path.glob("events.out.tfevents.*")
     found = scalars(read_events(path))
     expected = {("train/loss", 1): 4.0, ("train/accuracy", 1): 0.5, ("exchange/sent", 1): 3.0}
     expected |= {("exchange/overflow", 1): 1.0, ("exchange/skipped", 1): 0.0, ("exchange/drained", 1): 0.0}
     expected |= {("exchange/bytes_received", 1): 400.0}
+    expected |= {("train/learning_rate", 1): 1.0}
     second = {(tag, 2): value for (tag, _), value in expected.items()}
     second |= {("exchange/bytes_received", 2): 800.0, ("test/loss", 2): 9.0, ("test/accuracy", 2): 0.25}
+    second |= {("train/learning_rate", 2): 0.5}
+    assert found.pop(("train/seconds_per_step", 2)) >= 0
     assert math.isnan(found.pop(("train/loss", 2)))
     del second["train/loss", 2]
     assert found == expected | second

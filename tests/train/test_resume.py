@@ -15,6 +15,7 @@ from jaxcomm.parallel.state import is_per_worker
 from tests.train.runs import DCT_DP, METHODS, Told, assert_same_bits, files, metrics, run
 from train.checkpoints import Checkpoints
 from train.methods import run_name
+from train.tables import shown
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -84,7 +85,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case, stops, uninter
     assert resumed.losses == whole.losses[stops[-1] :]
     assert resumed.evaluations == whole.evaluations
     assert metrics(tmp_path, method) == metrics(folder, method)
-    assert told.messages == [f"{run_name(method)}: resumed after step {stops[-1]}."]
+    assert told.messages == [f"{shown(run_name(method))}: resumed after step {stops[-1]}."]
 
 
 def test_a_delayed_run_resumes_with_the_gradients_that_are_owed(tmp_path):
@@ -173,8 +174,11 @@ def test_a_finished_run_is_only_read(tmp_path, uninterrupted):
     folder, whole = uninterrupted("dct_dp")
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     before = files(tmp_path)
-    again = run(tmp_path, resume=True)
+    told = Told()
+    again = run(tmp_path, told=told, resume=True)
     assert again.finished
+    assert told.messages[1] == "dct_dp: nothing is left to do; --steps 24 goes on from here."
+    assert told.updates[0][:2] == (12, whole.losses[-1])
     assert again.losses == []
     assert again.evaluations == whole.evaluations
     assert (again.summary.steps, again.summary.accuracy) == (12, whole.summary.accuracy)
@@ -194,7 +198,8 @@ def test_the_summary_of_a_resumed_run_is_that_of_the_whole_run(case, uninterrupt
     run(tmp_path, METHODS[case], stop_after=7)
     summary = run(tmp_path, METHODS[case], resume=True).summary
     expected = uninterrupted(case)[1].summary
-    assert dataclasses.replace(summary, seconds=0.0) == dataclasses.replace(expected, seconds=0.0)
+    timeless = {"seconds": 0.0, "seconds_per_step": None}
+    assert dataclasses.replace(summary, **timeless) == dataclasses.replace(expected, **timeless)
 
 
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4), (4, 3)])
