@@ -79,7 +79,7 @@ each = jnp.mean((jax.nn.relu(batch["x"] @ params["up"]) @ params["down"] - batch
 np.testing.assert_allclose(metrics["loss"], each[:11].mean(), rtol=1e-5)
 """,
     ),
-    "jc.dct_dp(sparsity=0.99)": ("workers = 8", LEARNS),
+    "jc.powersgd(rank=4)": ("workers = 8", LEARNS),
     "jc.data_parallel(train_step, mesh)": (
         """
 def train_step(state, batch):
@@ -90,14 +90,6 @@ def train_step(state, batch):
 """,
         "state = params, tx.init(params)" + LEARNS,
     ),
-    'tx = jc.chain(jc.dct_dp(0.99, where="top_mlp|bottom_mlp"': (
-        "",
-        """
-names = {"top_mlp": params["up"], "table": params["down"]}
-assert jc.wire_report(tx, names, 4).received > jc.wire_report(jc.plump_dp(), params["down"], 4).received
-""",
-    ),
-    "jc.Pipeline(stages": (STAGES, LEARNS),
     "their gradients must be already reduced": ("plan = jc.accounting.plan_late_multiply({'up': (16, 32)}, 16, 4)", ""),
     "opt_state = jax.jit(jax.shard_map(tx.init": ("", "jc.states.check_rows(opt_state, 4)"),
     "params = [bottom_params": (STAGES, LEARNS),
