@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomm as jc
 from jaxcomm import platforms
 from jaxcomm.platforms import by_platform, in_memory, traced_platform
-from tests.jaxcomm.cases import FIRST
+from tests.jaxcomm.cases import FIRST, simulated
 from tests.jaxcomm.trees import gradients, shapes_of
 from tests.jaxcomm.workers import Simulated
 
@@ -76,15 +76,17 @@ def test_every_method_lowers_for_gpus_and_tpus(case, kind, platform):
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_what_other_platforms_compute_is_what_a_cpu_computes(case, monkeypatch):
     """To rounding: four steps of the programs for GPUs, on a CPU."""
-    found = []
-    for platform in ("cpu", "gpu"):
-        monkeypatch.setattr(platforms, "_setting", lambda platform=platform: platform)
-        workers = Simulated(case.make(), "pair", 4)
-        outcome = workers.step(gradients("normal", 0, "pair", 4), workers.first)
-        for seed in (1, 2, 3):
-            outcome = workers.step(gradients("normal", seed, "pair", 4), outcome.state)
-        found.append((outcome.means, outcome.residual))
-    for cpu, gpu in zip(*map(jax.tree.leaves, found), strict=True):
+
+    def results(workers):
+        state = workers.first
+        for seed in range(4):
+            outcome = workers.step(gradients("normal", seed, "pair", 4), state)
+            state = outcome.state
+        return jax.tree.leaves((outcome.means, outcome.residual))
+
+    on_cpu = results(simulated(case, "pair", 4))
+    monkeypatch.setattr(platforms, "_setting", lambda: "gpu")
+    for cpu, gpu in zip(on_cpu, results(Simulated(case.make(), "pair", 4)), strict=True):
         np.testing.assert_allclose(cpu, gpu, rtol=1e-5, atol=1e-5)  # sums are made in another order
 
 

@@ -9,6 +9,7 @@ from jax import lax
 
 import jaxcomm as jc
 from tests.jaxcomm.cases import CASES, first_rows
+from tests.jaxcomm.methods.families import Coded, Shared, Sparse
 from tests.jaxcomm.trees import gradients, params_of, shapes_of, zeros_of
 from tests.jaxcomm.workers import is_per_worker, state_of_workers
 
@@ -70,7 +71,17 @@ def kept(state):
 CHECKED = [type(case)({**case.options, "checksum": True}, case.usual) for case in CASES if not case.sums_numbers]
 
 
-@pytest.mark.parametrize("case", first_rows(CHECKED))
+def kind_of_messages(case):
+    """What decides who seals and reads payloads: the family and the collective; and whether momentum must stay."""
+    family = next((each for each in (Sparse, Shared, Coded) if isinstance(case, each)), None)
+    return family, case.options.get("collective"), case.momentum
+
+
+# The first of each kind.
+KINDS = list({kind_of_messages(case): case for case in reversed(CHECKED)}.values())[::-1]
+
+
+@pytest.mark.parametrize("case", first_rows(KINDS))
 def test_a_flipped_bit_skips_the_step_on_all_workers(case, monkeypatch):
     """In any message: all means are zero, residuals stay. If the bit is not sent, the step is unchanged."""
     workers, rng, found = Flipped(case.make(), monkeypatch), np.random.default_rng(0), set()

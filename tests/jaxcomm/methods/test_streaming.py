@@ -53,10 +53,14 @@ def streaming(fragments=2, overlap=2, mix=0.5, *, exchange=DENSE):
     return jc.chain(optax.sgd(RATE), tx)
 
 
-@functools.cache
-def step_of(kind="simulated", **options):
+def step_of(kind="simulated", fragments=2, overlap=2, mix=0.5, exchange=DENSE):
     """A step, compiled once for all tests; K workers."""
-    return make_step(kind, loss, streaming(**options), workers=K, donate=False)
+    return _step_of(kind, fragments, overlap, mix, exchange)
+
+
+@functools.cache
+def _step_of(kind, fragments, overlap, mix, exchange):
+    return make_step(kind, loss, streaming(fragments, overlap, mix, exchange=exchange), workers=K, donate=False)
 
 
 def memory(state):
@@ -69,10 +73,11 @@ def rows(state, name):
 
 USUAL = [(1, 2, 0.25, DENSE), (2, 2, 0.5, TOPK), (3, 5, 0.25, DENSE)]  # in the last two fragments are on their way
 SETTINGS = [
-    *((P, tau, alpha, DENSE) for P in (1, 2, 3) for tau in (0, 2) for alpha in (0.0, 0.5) if P > 1 or tau or alpha),
-    *((P, 2, alpha, TOPK) for P in (1, 2, 3) for alpha in (0.0, 0.5)),
-    (1, 2, 0.25, DENSE),
-    (3, 5, 0.25, DENSE),
+    *USUAL,
+    (1, 0, 0.5, DENSE),
+    (2, 0, 0.5, DENSE),
+    (3, 0, 0.0, DENSE),
+    (1, 2, 0.0, TOPK),
     (3, 5, 0.25, TOPK),
     (2, 2, 1.0, DENSE),
     (GIVEN, 2, 0.5, DENSE),
@@ -271,9 +276,8 @@ def test_after_a_bad_step_training_goes_on():
         assert all((np.asarray(leaf) < -5).any() for leaf in jax.tree.leaves(step.params(state)))
 
 
-@pytest.mark.parametrize("exchange", [DENSE, pytest.param(TOPK, marks=pytest.mark.slow)])
-def test_a_mesh_and_a_simulation_agree_and_all_workers_have_the_same_anchors(exchange):
-    mesh, simulated = step_of("mesh", exchange=exchange), step_of(exchange=exchange)
+def test_a_mesh_and_a_simulation_agree_and_all_workers_have_the_same_anchors():
+    mesh, simulated = step_of("mesh"), step_of()
     ours, theirs = mesh.init(first_params()), simulated.init(first_params())
     for i in range(12):
         ours, metrics = mesh(ours, batch_of(i, BAD.get(i)))
@@ -305,9 +309,8 @@ def test_bytes_are_those_of_the_formula(workers):
     assert second.received_in_exchange == second.received_over("data") == pytest.approx(all_reduced(80, workers))
 
 
-@pytest.mark.parametrize("fragments", [pytest.param(3, marks=pytest.mark.slow), 2])
-def test_each_fragments_bytes_are_those_of_the_compiled_program(fragments):
-    step = step_of("mesh", fragments=fragments)
+def test_each_fragments_bytes_are_those_of_the_compiled_program():
+    fragments, step = 2, step_of("mesh")
     state = step.init(first_params())
     report = step.verify(state, batch_of(0))
     sizes = [sum(int(np.prod(SHAPES[name])) for name in names) for names in FRAGMENTS[fragments]]
