@@ -145,7 +145,6 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_state_of_other_workers": (),
         "test_an_exchange_of_some_parameters": ("partition",),
         "test_parameters_that_are_sharded_within_a_worker": (),
-        "test_what_comes_beside_the_loss": ("logits", "the loss"),
     },
     "tests/jaxcomm/test_serialization.py": {
         "test_flax_writes_and_reads_every_row": ("topk",),
@@ -284,7 +283,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
         "test_the_others_are_exchanged_as_without_the_passed": (),
     },
     "tests/jaxcomm/methods/test_arguments.py": {
-        "test_16_bits_in_and_out": ("plump_dp-bfloat16",),
+        "test_16_bits_in_and_out": ("plump_dp",),
     },
     "tests/jaxcomm/methods/test_draws.py": {
         "test_as_many_workers_as_asked_publish_a_layer_and_all_of_them_equally_often": ("1",),
@@ -294,8 +293,6 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "tests/jaxcomm/methods/test_hierarchical.py": {
         "test_a_mesh_and_a_simulation_agree_and_bytes_are_those_predicted": ("plump_dp",),
-        "test_compressed_across_equals_the_exchange_of_the_groups_means": ("random_k",),
-        "test_dense_across_equals_plump_dp_over_all_workers": ("sizes1",),
         "test_nothing_is_lost": (),
     },
     "tests/jaxcomm/methods/test_local.py": {
@@ -364,8 +361,8 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
         "test_another_number_of_workers_goes_on_from_the_merged_model": ("simulated",),
     },
     "tests/jaxcomm/methods/test_sparse_loco.py": {
-        "test_nothing_is_lost_by_few_bits": ("topk-gather-2bit", "dct_dp-balanced-4bit"),
-        "test_the_exchange_is_the_papers": ("2-0.95-gather",),
+        "test_nothing_is_lost_by_few_bits": ("topk", "dct_dp balanced"),
+        "test_the_exchange_is_the_papers": ("2-0.95",),
     },
     "tests/jaxcomm/methods/test_recovery.py": {
         "test_after_a_bad_step_training_goes_on": ("plump_dp()",),

@@ -41,7 +41,6 @@ def operations(text):
         pytest.param(jc.iwp(0.01, density=0.1, mask_codec="coded"), ALL, id="iwp", marks=SLOW),
         pytest.param(jc.dgc(0.9, warmup_steps=2), ALL, id="dgc", marks=SLOW),
         pytest.param(jc.quant_dp(8), ALL - {"select"}, id="quant_dp", marks=SLOW),
-        pytest.param(jc.terngrad(), ALL - {"select"}, id="terngrad", marks=SLOW),
         pytest.param(jc.powersgd(2), ALL - {"select"}, id="powersgd", marks=SLOW),
     ],
 )
