@@ -106,7 +106,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_compressor_of_the_other_leaves_sees_what_it_would_see_anyway": (),
         "test_auto_takes_what_moves_fewer_bytes": ("64-False",),
         "test_bytes_are_predicted_and_no_all_reduce_of_the_kernel_is_left": ("float32",),
-        "test_ten_steps_are_those_of_a_dense_exchange_with_a_skipped_one_among_them": ("mesh of 4",),
+        "test_ten_steps_are_those_of_a_dense_exchange_with_a_skipped_one_among_them": ("mesh",),
     },
     "tests/jaxcomm/layers/test_split_dense.py": {
         "test_a_layer_is_the_layer_of_one_device_and_its_gradients_are_whole": (
@@ -130,11 +130,10 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
         "test_the_axis_of_workers_is_said_once": (),
     },
     "tests/jaxcomm/parallel/test_local_step.py": {
-        "test_a_number_that_is_not_finite_does_what_it_does_to_whole_workers": ("tensor parallel-2",),
+        "test_a_number_that_is_not_finite_does_what_it_does_to_whole_workers": ("tensor parallel",),
         "test_a_shard_is_exchanged_as_a_model_of_its_own": ("powersgd",),
         "test_bytes_over_the_workers_are_those_of_the_shards": ("diloco",),
         "test_everything_is_sharded_like_the_parameters": ("both",),
-        "test_over_the_other_axes_moves_what_fsdp_moves": ("plump_dp",),
         "test_shards_train_as_whole_workers_do": ("fsdp-diloco",),
         "test_the_models_state_is_that_of_whole_workers": (),
         "test_workers_come_and_go_and_keep_their_mean": ("diloco",),
@@ -152,31 +151,11 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/jaxcomm/parallel/test_order.py": {
         "test_clipping_after_error_feedback_loses_gradients_and_clipping_before_it_does_not": (),
         "test_decay_between_an_exchange_and_momentum_is_that_of_dense_sgd": (),
-        "test_what_the_remedy_makes_runs_on_a_mesh": (
-            "clip updates",
-            "momentum in a hierarchy",
-            "in apply_if_finite",
-            "L2 and Adam",
-            "SGDW, no momentum",
-            "in a mask",
-            "state of Adam",
-            "state under a mask",
-            "state of a wrapper",
-            "state of steps",
-            "clip in a hierarchy",
-            "momentum of 0 in Adam",
-            "ascent of models",
-            "rate",
-            "rate, an array",
-            "rate, injected",
-            "rate in a hierarchy",
-        ),
     },
     "tests/jaxcomm/parallel/test_sharded_step.py": {
         "test_a_step_that_is_not_finite_is_skipped_by_all": ("split",),
         "test_scalars_and_running_statistics": ("split",),
         "test_ten_steps_equal_one_device": ("unreduced",),
-        "test_weight_decay_before_the_exchange_is_that_of_one_device": ("split",),
         "test_what_comes_after_the_exchange_sees_whole_arrays": ("tensor parallel",),
     },
     "tests/jaxcomm/parallel/test_sharded_methods.py": {

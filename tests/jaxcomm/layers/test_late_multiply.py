@@ -77,10 +77,10 @@ def dense(steps, dtype=jnp.float32):
     return state.params, losses
 
 
-@pytest.mark.parametrize("place", ["mesh of 2", "mesh of 4", "4 simulated"])
+@pytest.mark.parametrize("place", ["mesh", "simulated"])
 def test_ten_steps_are_those_of_a_dense_exchange_with_a_skipped_one_among_them(place):
     expected, losses = dense(10)
-    workers = 4 if place == "4 simulated" else jc.make_mesh(data=int(place[-1]))
+    workers = 4 if place == "simulated" else jc.make_mesh(data=4)
     state, others = run(loss_with("late"), sgd(jc.plump_dp(where=but("hidden"))), workers)
     assert_close(state.params, expected)
     assert_close(others, losses)
@@ -100,7 +100,7 @@ def test_a_compressor_of_the_other_leaves_sees_what_it_would_see_anyway():
     assert np.any(state.opt_state[0].residual.rows)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_bytes_are_predicted_and_no_all_reduce_of_the_kernel_is_left(dtype):
     K, rows = 4, 8 * ROWS
     mesh, tx = jc.make_mesh(data=K), sgd(jc.plump_dp(where=but("hidden")))

@@ -63,7 +63,8 @@ def assert_near(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [*((name, "diloco") for name in MESHES), ("both", "averaging"), ("fsdp", "all at once")]
+    ("name", "method"),
+    [("fsdp", "diloco"), ("partitioned", "diloco"), ("both", "averaging"), ("fsdp", "all at once")],
 )
 def test_shards_train_as_whole_workers_do(name, method):
     """Local parameters and optimizers, the global model and the losses, over seven steps."""
@@ -110,22 +111,21 @@ def test_everything_is_sharded_like_the_parameters(name):
     assert jax.tree.map(lambda a: a.sharding, again) == jax.tree.map(lambda a: a.sharding, state)
 
 
-@pytest.mark.parametrize("at", [1, 2])
 @pytest.mark.parametrize("name", ["tensor parallel", "both"])
-def test_a_number_that_is_not_finite_does_what_it_does_to_whole_workers(name, at):
+def test_a_number_that_is_not_finite_does_what_it_does_to_whole_workers(name):
     """In a local step, its worker stays unchanged; in an exchange step, all do. Training then goes on."""
     tx = jc.chain(LOCAL, jc.local_sgd(3, exchange=jc.plump_dp()))
     step, mesh = make(name, tx)
     alone = jc.simulate(sharded.whole, tx, 2, donate=False)
     state, expected = step.init(sharded.params()), alone.init(sharded.params())
-    for i, batch in enumerate(sharded.batches(6)):
-        if i == at:
+    for i, batch in enumerate(sharded.batches(8)):
+        if i in (1, 5):
             batch["label"][-1, -1] = np.inf  # of the last worker
         before = state
         state, metrics = step(state, spread(mesh, batch))
         expected, others = alone(expected, batch)
-        assert int(metrics["skipped"]) == int(others["skipped"]) == (i == at == 2)
-        if i == at == 1:
+        assert int(metrics["skipped"]) == int(others["skipped"]) == (i == 5)
+        if i == 1:
             own = [np.asarray(x["up"]["kernel"]) for x in (state.params.rows, before.params.rows)]
             assert np.abs(own[0][0] - own[1][0]).max() > 1e-4
             np.testing.assert_array_equal(own[0][1], own[1][1])
@@ -146,8 +146,9 @@ def test_a_number_that_is_not_finite_in_one_shard_is_known_to_all(bad):
     step = jc.make_train_step(loss, tx, mesh, specs=P("fsdp"), auto=("fsdp",), donate=False)
     batch = np.ones((2, 8), np.float32)
     first, _ = step(step.init(np.zeros(8, np.float32)), batch)
-    batch[1, 0] = bad
-    second, metrics = step(first, batch)
+    spoiled = batch.copy()  # the first step may still be reading the other
+    spoiled[1, 0] = bad
+    second, metrics = step(first, spoiled)
     assert int(metrics["skipped"]) == 0
 
     def own(state):
@@ -159,7 +160,7 @@ def test_a_number_that_is_not_finite_in_one_shard_is_known_to_all(bad):
     for before, after in zip(own(first), own(second), strict=True):
         np.testing.assert_array_equal(after[1], before[1])
         assert (after[0] != before[0]).all()
-    third, metrics = step(second, batch)  # a communication, which all skip
+    third, metrics = step(second, bad)  # a communication, which all skip
     assert int(metrics["skipped"]) == 1
     for before, after in zip(own(second), own(third), strict=True):
         np.testing.assert_array_equal(after, before)
@@ -192,7 +193,6 @@ def test_the_models_state_is_that_of_whole_workers():
 
 EXCHANGES = {
     "sparse_loco": jc.sparse_loco(2, chunk=1024),
-    "dct_dp": jc.local_sgd(2, exchange=jc.dct_dp(0.9, life_span=2, dense_below=16)),
     "powersgd": jc.local_sgd(2, exchange=jc.powersgd(2)),
     "slim_dp": jc.slim_dp(0.5, 0.2, p=2, q=2),
 }
@@ -250,10 +250,9 @@ def communication_period(exchange):
     return exchange.init({"w": jnp.zeros(2048)}).method.period
 
 
-@pytest.mark.parametrize("exchange", [jc.plump_dp(), jc.topk(0.9, dense_below=16)], ids=["plump_dp", "topk"])
-def test_over_the_other_axes_moves_what_fsdp_moves(exchange):
+def test_over_the_other_axes_moves_what_fsdp_moves():
     """The compiled collectives of one worker on its four devices, and small ones for what is not sharded."""
-    step, mesh = make("fsdp", jc.chain(optax.adamw(0.1), jc.local_sgd(2, exchange=exchange)))
+    step, mesh = make("fsdp", jc.chain(optax.adamw(0.1), jc.local_sgd(2, exchange=jc.plump_dp())))
     batch = next(sharded.batches(1))
     text = step.compile(step.shapes(sharded.params()), spread(mesh, batch)).as_text()
     found = Counter((t.op, t.operand_bytes) for _, t in read_program(text, mesh).operations() if "data" not in t.axes)

@@ -91,13 +91,12 @@ def run(step, state):
 
 METHODS = {
     "plump_dp": jc.plump_dp(),
-    "topk": jc.topk(0.9, value_dtype="float32"),
     "dct_dp": jc.dct_dp(0.9, life_span=3),
     "dct_dp-drain": jc.dct_dp(0.95, life_span=2, drain_every=3, seed=1),
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["plump_dp", "dct_dp-drain"])
 def test_three_ways_agree(name):
     """Losses and parameters to float tolerance, with a skipped step among them."""
     tx, mesh = optax.chain(METHODS[name], optax.adam(0.01)), jc.make_mesh(data=K)
