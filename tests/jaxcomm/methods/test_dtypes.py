@@ -70,14 +70,13 @@ def traced(tx, params):
     return found
 
 
-@pytest.mark.parametrize("x64", [True, False])
 @pytest.mark.parametrize(
     "setting", [pytest.param(name, marks=pytest.mark.slow if name in VARIANTS else ()) for name in SETTINGS]
 )
-def test_every_method_traces_under_x64_and_strict_promotion(setting, x64, monkeypatch):
+def test_every_method_traces_under_x64_and_strict_promotion(setting, monkeypatch):
     """Types of updates and state stay; traced for every platform, as without JAX_PLATFORMS."""
     monkeypatch.setattr(platforms, "_setting", lambda: "")
-    with strictly(x64):
+    with strictly(True):
         updates, before, after = traced(
             SETTINGS[setting](), {name: jnp.ones(shape, jnp.float32) for name, shape in SHAPES.items()}
         )

@@ -4,8 +4,6 @@ Through the public train step, with gradients from the batch. There are more tha
 maximum that XLA (JAX 0.10) compiles for a CPU loses NaN.
 """
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +48,13 @@ FAULTS = {
     "1e30 in one coordinate": ("m", 5, 1e30),
 }
 SKIPS_FOR_SURE = ("NaN", "infinity")
+# On one worker; what is finite, whose sum may not be, also on all.
+EVENTS = [
+    (fault, workers)
+    for fault in FAULTS
+    for workers in ([K - 1], range(K))
+    if workers == [K - 1] or not fault.startswith(SKIPS_FOR_SURE)
+]
 GOOD = 20
 
 
@@ -82,7 +87,7 @@ def bad_rows(fault, workers):
 )
 def test_after_a_bad_step_training_goes_on(name):
     start, step = program(name)
-    for fault, workers in itertools.product(FAULTS, [[K - 1], range(K)]):
+    for fault, workers in EVENTS:
         state, skipped = jax.tree.map(jnp.array, start), []  # the step donates what it is given
         for i, rows in enumerate(GOOD_ROWS):
             state, metrics = step(state, bad_rows(fault, workers) if i == 3 else rows)
