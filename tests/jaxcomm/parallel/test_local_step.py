@@ -160,7 +160,7 @@ def test_a_number_that_is_not_finite_in_one_shard_is_known_to_all(bad):
     for before, after in zip(own(first), own(second), strict=True):
         np.testing.assert_array_equal(after[1], before[1])
         assert (after[0] != before[0]).all()
-    third, metrics = step(second, bad)  # a communication, which all skip
+    third, metrics = step(second, spoiled)  # a communication, which all skip
     assert int(metrics["skipped"]) == 1
     for before, after in zip(own(second), own(third), strict=True):
         np.testing.assert_array_equal(after, before)
