@@ -199,6 +199,7 @@ def train_methods(config: Config, records: Records) -> None:
     dense, rows = runs["dense"], []
     for name, own in runs.items():
         losses, timed = [run["scores"]["loss"] for run in own], times[name]
+        received = own[0]["bytes_per_step"]  # 0 if no exchange was due
         gain = Difference.of(losses, [run["scores"]["loss"] for run in dense])
         rows.append(
             {
@@ -208,8 +209,8 @@ def train_methods(config: Config, records: Records) -> None:
                 "minus_dense": gain.mean,
                 "standard_error": gain.error,
                 "bits_per_byte": statistics.fmean(run["scores"]["bits_per_byte"] for run in own),
-                "bytes_per_step": own[0]["bytes_per_step"],
-                "fewer_than_dense": own[0]["dense_bytes"] / own[0]["bytes_per_step"],
+                "bytes_per_step": received,
+                "fewer_than_dense": own[0]["dense_bytes"] / received if received else None,
                 "ms_per_step": timed and timed["ms_mean"],
                 "seconds": timed and experiment.steps * timed["ms_mean"] / 1e3,
             }
