@@ -190,7 +190,7 @@ def test_a_run_leaves_table_records_metrics_and_figure(tmp_path, capsys):
     assert main(["report", str(folder)]) == 0
     assert "<td>4</td>" in (folder / "report.html").read_text()
     said = capsys.readouterr().out
-    assert "digits: 4 workers, 3 steps, seed 0; bytes received by each worker" in said
+    assert "digits: 4 workers, 3 steps, seed 0; bytes received by each worker" in " ".join(said.split())
     assert "Goodput" not in said
     assert "At 100 Mbit/s a step would take" in said
     assert f"are in {folder}" in "".join(said.splitlines())
