@@ -7,18 +7,19 @@ of runs on an HTML page; both have a `--help` too.
 
 import dataclasses
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import jax
 import tyro
 
 from configs import CONFIGS, take_config
 from configs.experiment import BoundaryFields, Experiment, check, with_fewer
-from configs.methods import PlumpDp
+from configs.methods import Method, PlumpDp
 from train.goodput import Goodput
 from train.processes import Processes, connect, is_addressed, prepare_jax
 from train.restarts import LONG_PAUSE, begun, is_supervised, note_begun, supervise
@@ -104,11 +105,17 @@ def come_together(experiment: Experiment) -> tuple[Experiment, Processes]:
 def parse(argv: Sequence[str]) -> Experiment:
     """Reads an experiment's name and the options that change its fields.
 
+    A method's subcommand may also have the library's name: "method:topk" is "method:top-k".
+
     Raises:
       ValueError: if there is no experiment of that name.
     """
     default, args = take_config(argv)
-    name = default.name
+    subcommands = {
+        f"method:{each.name}": "method:" + re.sub("(?<=[a-z])(?=[A-Z])", "-", each.__name__).lower()
+        for each in get_args(Method)
+    }
+    args, name = [subcommands.get(each, each) for each in args], default.name
     return tyro.cli(
         Experiment,
         default=default,

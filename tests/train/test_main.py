@@ -85,6 +85,7 @@ def test_digits_is_the_default(argv, name):
         (["method:dct-dp", "--method.sparsity", "0.99"], dataclasses.replace(CONFIGS["digits"].method, sparsity=0.99)),
         (["method:dct-dp", "--method.drain-every", "7"], dataclasses.replace(CONFIGS["digits"].method, drain_every=7)),
         (["method:top-k"], TopK()),
+        *[([f"method:{each.name}"], each()) for each in get_args(Method)],  # the library's names
         (["method:top-k", "--method.value-dtype", "float32"], TopK(value_dtype="float32")),
         (["method:plump-dp"], PlumpDp()),
         (["method:plump-dp", "--method.p", "4"], PlumpDp(p=4)),
