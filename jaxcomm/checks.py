@@ -2,8 +2,6 @@
 
 from numbers import Integral, Real
 
-import jax
-
 
 def check_range(name: str, value: object, rule: str, holds: bool, remedy: str) -> None:
     """Raises a ValueError with the rule, the value and the remedy unless the rule holds.
@@ -16,11 +14,6 @@ def check_range(name: str, value: object, rule: str, holds: bool, remedy: str) -
       remedy: a sentence of its own, as it is to be read: it begins with a capital letter, or with a value or the name
         of an argument as it is written in code, and has no full stop at the end.
     """
-    if not holds and isinstance(value, jax.Array):
-        remedy = (
-            "Settings decide the sizes of messages: pass Python's numbers, and put optax.inject_hyperparams around the "
-            "optimizer alone"
-        )
     if not holds:
         raise ValueError(f"{name} must be {rule}; got {value!r}. {remedy}.")
 

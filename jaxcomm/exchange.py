@@ -184,6 +184,8 @@ class Exchange:
         for each in fields(self):  # a NumPy number has a type of its own, to which it would convert what it multiplies
             if isinstance(value := getattr(self, each.name), np.generic):
                 object.__setattr__(self, each.name, value.item())
+            remedy = "It decides the sizes of messages: put optax.inject_hyperparams around the optimizer alone"
+            check_range(each.name, value, "no array of JAX's", not isinstance(value, jax.Array), remedy)
         if self.where is None and self.others is not None:
             raise ValueError("others must be the exchange of what where= leaves out; got no where=. Pass both.")
         if self.checksum and self.instead_of_checksum is not None:

@@ -78,8 +78,9 @@ def _read_jaxpr(jaxpr: Any, axis_sizes: dict[str, int], outside: str | None) -> 
 
 def _traffic(eqn: Any, axis_sizes: dict[str, int]) -> Traffic:
     # An axis of jax.vmap is an integer here: a dimension that is reduced before anything is sent.
-    axes, dims = equation_axes(eqn), {axis for axis in equation_axes(eqn) if isinstance(axis, int)}
-    axes = tuple(axis for axis in axes if axis not in dims)
+    named = equation_axes(eqn)
+    dims = {axis for axis in named if isinstance(axis, int)}
+    axes = tuple(axis for axis in named if axis not in dims)
     groups = eqn.params.get("axis_index_groups")
     workers = len(groups[0]) if groups else math.prod(axis_sizes[axis] for axis in axes)
     sent = [(tuple(n for dim, n in enumerate(v.aval.shape) if dim not in dims), v.aval.dtype) for v in eqn.invars]

@@ -251,6 +251,10 @@ class TrainStep(ABC):
         """Returns the PartitionSpec of every leaf of a state."""
         return state_specs(state)
 
+    def _of_scalars(self, state: TrainState) -> P:
+        """Returns the PartitionSpec of the scalars of `worker_step`."""
+        return P(self.axis_name) if works_alone(state.opt_state) else P()
+
     def loss_program(self, state: Any, batch: Any) -> Program:
         """Returns the collectives of the loss and of its gradient, unless `verify` counts them by itself."""
         del state, batch
@@ -363,7 +367,7 @@ class WorkersStep(TrainStep):
             batch = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), batch, rows)
         own_step = partial(worker_step, self._gradients_fn(), self.tx, self.axis_name)
         shard_map = jax.shard_map if bypassing(state.opt_state, trained(state.params)) else over_workers
-        out_specs = (specs, (P(self.axis_name) if works_alone(state.opt_state) else P(), P()))
+        out_specs = (specs, (self._of_scalars(state), P()))
         state, (scalars, exchanged) = shard_map(own_step, mesh=self.mesh, in_specs=(specs, rows), out_specs=out_specs)(
             state, batch
         )
@@ -437,7 +441,7 @@ class SimulatedStep(TrainStep):
         if bypassing(state.opt_state, trained(state.params)):
             # JAX tracks nothing under vmap: trace on an abstract mesh to find what differs between workers.
             check_agreement(self._loss, state, batch, self._by_name, self.axis_name)
-            out_specs = (state_specs(state), (P(self.axis_name) if works_alone(state.opt_state) else P(), P()))
+            out_specs = (state_specs(state), (self._of_scalars(state), P()))
             trace_on(own_step, self._by_name, self.axis_name, state, batch, out_specs=out_specs)
             function = own_step
         else:

@@ -39,7 +39,6 @@ from jaxcomm.parallel.worker import worker_step
 from jaxcomm.pipeline.one_forward_one_backward import OneForwardOneBackward
 from jaxcomm.pipeline.pipeline import Pipeline, Schedule
 from jaxcomm.pipeline.verify import verify_pipeline
-from jaxcomm.states import works_alone
 from jaxcomm.traffic import Traffic
 from jaxcomm.types import PerWorker, is_per_worker
 
@@ -183,8 +182,7 @@ class PipelineStep(TrainStep):
         check_batch(batch, self.workers, self.pipeline.micro_batches, takes_scalars=False)
         check_descent(self.tx, state.opt_state, state.params)
         specs = self._specs(state)
-        own = P(self.axis_name) if works_alone(state.opt_state) else P()
-        in_specs, out_specs = (specs, P(self.axis_name)), (specs, (own, P()))
+        in_specs, out_specs = (specs, P(self.axis_name)), (specs, (self._of_scalars(state), P()))
         step = over_workers(self._device_step, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
         state, (scalars, exchanged) = step(state, batch)
         return state, {**scalars, **exchanged}
