@@ -27,7 +27,7 @@ from jaxcomm.planner.links import bits_per_second
 from train.processes import prepare_jax
 from train.records import Record, Records
 from train.seeds import settings_of, train_seeds
-from train.tables import WIDTH, print_table, shown, stdev, write_records
+from train.tables import WIDTH, print_table, setting_of, stdev, write_records
 
 CONFIDENCE = 0.95
 
@@ -135,11 +135,6 @@ def _compare_in(
     )
     draw_comparison(folder / "comparison.png", rows)
     print(f"comparison.json and comparison.png are in {folder}")
-
-
-def setting_of(row: Mapping[str, Any]) -> str:
-    """Returns what a setting is called: the method, and what distinguishes it from the method's other settings."""
-    return f"{shown(row['method'])} {row['setting']}".rstrip()
 
 
 def _columns(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from train.metrics import Evaluation
-from train.tables import shown
+from train.tables import setting_of
 
 HUGE = 1e100  # a value that no axis can show
 BYTES = "bytes received by each worker"
@@ -69,7 +69,7 @@ def draw_comparison(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     for panel, column in zip(axes, panels, strict=True):
         drawn = [record for record in records if record[column] > 0]
         points = [(record[column], record["accuracy_mean"]) for record in drawn]
-        texts = [f"{shown(record['method'])} {record['setting']}".rstrip() for record in drawn]
+        texts = [setting_of(record) for record in drawn]
         label_points(panel, points, texts, [colours[record["method"]] for record in drawn])
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -1,7 +1,6 @@
 """One setting trained with several seeds, which share one program; each seed has a record."""
 
 import dataclasses
-import json
 import math
 import statistics
 import tempfile
@@ -86,6 +85,7 @@ def _same_rows(records: Records, experiment: Experiment) -> Record:
 def _train(experiment: Experiment, method: Method, job: Any) -> Record:
     import jax
 
+    from train.folders import read_lines
     from train.loop import train
     from train.processes import Processes
 
@@ -93,7 +93,7 @@ def _train(experiment: Experiment, method: Method, job: Any) -> Record:
     with tempfile.TemporaryDirectory() as scratch:
         ended = train(dataclasses.replace(experiment, out=Path(scratch)), method, Processes(), stopwatch, job)
         (path,) = Path(scratch).glob("*/metrics.jsonl")
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = read_lines(path)
     if not ended.finished:
         raise SystemExit("Stopped; --json has the runs that were done.")
     marks = [each.step for each in ended.evaluations]

@@ -22,6 +22,11 @@ def shown(method: str) -> str:
     return f"dense ({method})" if method == "plump_dp" else method
 
 
+def setting_of(row: Mapping[str, Any]) -> str:
+    """Returns what a setting is called: the method, and what distinguishes it from the method's other settings."""
+    return f"{shown(row['method'])} {row['setting']}".rstrip()
+
+
 def print_table(title: str, records: Sequence[Mapping[str, Any]], width: int | None = None) -> None:
     """Prints records, all with the same keys, one a row.
 
