@@ -138,9 +138,9 @@ def train(config: Config, K: int, kept: float) -> Any:
     from flax import nnx
 
     import jaxcomm as jc
+    from jaxcomm.kernels.vectors import Stored
     from jaxcomm.selectors import select_topk
     from jaxcomm.selectors.importance import importance
-    from jaxcomm.vectors import Stored
     from models.cnn import Cnn
     from models.functional import apply, split
 
@@ -255,7 +255,7 @@ def hop_counts(masks: Any) -> Any:
     import numpy as np
     from jax import lax
 
-    from jaxcomm.bits import popcount
+    from jaxcomm.kernels.bits import popcount
 
     K, region = len(masks), np.arange(len(masks))
 

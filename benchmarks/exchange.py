@@ -226,7 +226,7 @@ def _time_method(
     state_like = jax.eval_shape(tx.init, like)
     specs = jc.state_specs(state_like)
 
-    is_local = jc.states.communication_period(state_like) is not None
+    is_local = jc.state.communication_period(state_like) is not None
     updated = P("data") if is_local else P()
 
     def exchange(gradients: Any, state: Any, params: Any) -> Any:

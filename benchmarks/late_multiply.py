@@ -214,7 +214,7 @@ def compile_step(layers: Sequence[Shape], mesh: Any, mode: str, batch: int) -> t
 
     import jaxcomm as jc
     from jaxcomm.accounting.hlo import read_program
-    from jaxcomm.states import vary_exchanged
+    from jaxcomm.state import vary_exchanged
 
     tx = jc.plump_dp(where=lambda path, leaf: mode != "late")
 
@@ -263,7 +263,7 @@ class _Host:
             compile_s = time.perf_counter() - begin
             alone = self._communication(mode, rows, kernels)
             whole = functools.partial(step, *rows)
-            plan = jc.accounting.plan_late_multiply({_name(shape): shape for shape in self.layers}, batch, self.count)
+            plan = jc.planner.plan_late_multiply({_name(shape): shape for shape in self.layers}, batch, self.count)
             exact = {"late": sum(x.bytes_late for x in plan.layers), "reduce": sum(x.bytes_reduce for x in plan.layers)}
             jax.block_until_ready((whole(), alone()))  # Gloo's connections
             for rate in rates:

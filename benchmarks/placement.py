@@ -112,7 +112,7 @@ def plans(config: Config, model: str, counts: list[int], rate: float) -> list[Re
 
     def plan(devices: int) -> Record:
         begin = time.perf_counter()
-        found = jc.planner.place(
+        found = jc.placement.place(
             devices,
             params,
             advice_of,
@@ -154,7 +154,7 @@ def blocks(config: Config, model: str, shapes: list[tuple[int, ...]], workers: i
     size = -(-len(parts) // BLOCKS)
     groups = [parts[start : start + size] for start in range(0, len(parts), size)]
     return [
-        jc.planner.ModelBlock(
+        jc.placement.ModelBlock(
             name=f"block {number}",
             leaves=tuple(f"{leaf:03}" for leaves, _, _ in group for leaf in leaves),
             seconds=sum(seconds for _, seconds, _ in group),

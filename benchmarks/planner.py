@@ -179,7 +179,7 @@ def run_host(config: Config) -> None:
 
     def step_of(tx: Any, ways: dict[str, str]) -> Any:
         """Makes a train step whose dense layers are computed in the given ways, by name."""
-        is_local = jc.states.communication_period(jax.eval_shape(tx.init, params)) is not None
+        is_local = jc.state.communication_period(jax.eval_shape(tx.init, params)) is not None
         chain = jc.chain(optimizer, tx) if is_local else jc.chain(tx, optimizer)
         specs = None
         if "split" in ways.values():
@@ -194,7 +194,7 @@ def run_host(config: Config) -> None:
         state = jax.jit(step.init)(params)
         for _ in range(WARM_UP):
             state, _ = step(state, rows)
-        predicted, period = step.report(state, rows).received, jc.states.communication_period(state) or 1
+        predicted, period = step.report(state, rows).received, jc.state.communication_period(state) or 1
         control.set_rate(rate)
         times, received = [], []
         in_a_row = period * math.ceil(IN_A_ROW / period)
@@ -255,7 +255,7 @@ def run_host(config: Config) -> None:
             )
 
 
-def _ways(plan: jc.planner.Plan) -> dict[str, str]:
+def _ways(plan: jc.placement.Plan) -> dict[str, str]:
     return {layer: way for way in ("late", "split") for layer in plan.computed(way)}
 
 
@@ -264,12 +264,12 @@ def _shared_plan(control: Control, advice: Any, params: Any, methods: dict[str, 
     control.requests += 1
     file = control.folder / f"{control.requests}.plan"
     if control.host == 0:
-        plan = jc.planner.make_plan(advice, params, methods=methods)
+        plan = jc.placement.make_plan(advice, params, methods=methods)
         print(plan, flush=True)
         plan.write(file.with_suffix(".draft"))
         file.with_suffix(".draft").rename(file)
     control.barrier()
-    return jc.planner.read_plan(file)
+    return jc.placement.read_plan(file)
 
 
 def draw_regions(config: Config) -> None:

@@ -56,10 +56,10 @@ def time_all(config: Config) -> list[dict[str, Any]]:
     import jax.numpy as jnp
     from jax import lax
 
-    from jaxcomm import bits
     from jaxcomm.codecs import choose_index_codec
+    from jaxcomm.kernels import bits
+    from jaxcomm.kernels.vectors import Stored
     from jaxcomm.selectors import compact, select_threshold, select_topk, select_with_ties
-    from jaxcomm.vectors import Stored
 
     layout = _layout(config.n, config.density)
     k = layout.n_slots

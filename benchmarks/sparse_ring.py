@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm import bits
 from jaxcomm.codecs import IndexCodec, ValueCodec
 from jaxcomm.codecs.indices import INDEX_CODECS, make_index_codec
 from jaxcomm.codecs.rice import Rice
@@ -28,12 +27,13 @@ from jaxcomm.collectives.reduced import Sent, SparseReduced
 from jaxcomm.collectives.sparse import SparseSum
 from jaxcomm.collectives.status import read_status, write_status
 from jaxcomm.exchange import transformation
+from jaxcomm.kernels import bits
+from jaxcomm.kernels.numerics import magnitude_bits
 from jaxcomm.layout import Layout
 from jaxcomm.methods.dct_dp import DctDp
 from jaxcomm.methods.dgc import Dgc
 from jaxcomm.methods.sparse import SparseExchange
 from jaxcomm.methods.topk import TopK
-from jaxcomm.numerics import magnitude_bits
 from jaxcomm.selectors import compact, compact_rows
 from jaxcomm.types import Payload
 

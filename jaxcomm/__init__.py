@@ -1,10 +1,12 @@
 """Communication-efficient distributed training for JAX: compressed gradients as Optax transformations.
 
 Less common names are one level down: `jaxcomm.methods` (the dataclasses), `jaxcomm.layers`, `jaxcomm.accounting`,
-`jaxcomm.planner`, `jaxcomm.parallel`, and `jaxcomm.exchange` to write your own method.
+`jaxcomm.planner`, `jaxcomm.steps`, and `jaxcomm.exchange` to write your own method.
 """
 
 from jaxcomm.accounting import WireReport, verify, wire_report
+from jaxcomm.chain import chain
+from jaxcomm.foreign import data_parallel
 from jaxcomm.layers import dct_mp, late_multiply, split_dense
 from jaxcomm.methods import (
     dct_dp,
@@ -25,20 +27,9 @@ from jaxcomm.methods import (
     terngrad,
     topk,
 )
-from jaxcomm.parallel import (
-    TrainState,
-    TrainStep,
-    chain,
-    data_parallel,
-    global_params,
-    make_mesh,
-    resize_workers,
-    state_specs,
-)
-from jaxcomm.pipeline import Pipeline
 from jaxcomm.planner import advise
-from jaxcomm.states import exchange_metrics
-from jaxcomm.train_step import make_train_step, simulate
+from jaxcomm.state import TrainState, exchange_metrics, global_params, resize_workers, state_specs
+from jaxcomm.steps import Pipeline, TrainStep, make_mesh, make_train_step, simulate
 from jaxcomm.types import ExchangeMetrics, PerWorker
 
 __all__ = [

@@ -18,12 +18,12 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxcomm import noise
 from jaxcomm.checks import check_range
 from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, check_per_worker, is_tracked, to_varying, varies
 from jaxcomm.collectives.sparse import Accumulated
+from jaxcomm.kernels import noise
+from jaxcomm.kernels.numerics import is_finite_tree, promotes
 from jaxcomm.layout import BLOCK, MAX_ELEMENTS, Layout
-from jaxcomm.numerics import is_finite_tree, promotes
 from jaxcomm.serialization import has_lost_types, register_with_flax
 from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, PerWorker, is_per_worker
 
@@ -253,6 +253,10 @@ class Exchange:
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Any]:
         """Averages one worker's gradient over the workers; returns the result and the new memory."""
+        raise NotImplementedError
+
+    def global_model(self, state: ExchangeState, like: Any) -> Any:
+        """Returns a local method's model to evaluate, in the shapes and types of the parameters `like`."""
         raise NotImplementedError
 
     def resized(self, state: ExchangeState) -> ExchangeState:

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm.bits import LANES, WORD
-from jaxcomm.platforms import by_platform
-from jaxcomm.vectors import cut_apart, end_to_end
+from jaxcomm.kernels.bits import LANES, WORD
+from jaxcomm.kernels.platforms import by_platform
+from jaxcomm.kernels.vectors import cut_apart, end_to_end
 
 # Segments start at multiples of BLOCK, so that a table of one entry per block says which segment a coordinate is in.
 # The padding is zeros, half a block per tensor on average.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxcomm.noise import make_key, uniform
+from jaxcomm.kernels.noise import make_key, uniform
 
 
 class Dropout(nnx.Module):

@@ -34,7 +34,7 @@ class LateLinear(nnx.Linear):
           in_features: N.
           out_features: M.
           mode: "late", "reduce" or "auto", as in `jc.late_multiply`; `plan.mode(path)` of
-            `jc.accounting.plan_late_multiply` for an exchange that is not dense.
+            `jc.planner.plan_late_multiply` for an exchange that is not dense.
           use_bias: whether there is a bias.
           axis_name: the axis of workers, or the axes.
           dtype: the type to compute in and to send; that of the inputs if not given. The parameters are float32.

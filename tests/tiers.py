@@ -118,7 +118,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
             "inputs-rows-rows-whole",
         ),
     },
-    "tests/jaxcomm/parallel/test_accumulate.py": {
+    "tests/jaxcomm/steps/test_accumulate.py": {
         "test_a_chain_that_accumulates_is_that_of_the_mean_gradient": ("mesh",),
         "test_a_dense_chain_that_accumulates_is_multi_steps": (),
         "test_a_line_search_is_that_of_one_device": ("polyak",),
@@ -129,7 +129,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
         "test_micro_batches_of_sharded_parameters": (),
         "test_the_axis_of_workers_is_said_once": (),
     },
-    "tests/jaxcomm/parallel/test_local_step.py": {
+    "tests/jaxcomm/steps/test_local_step.py": {
         "test_a_number_that_is_not_finite_does_what_it_does_to_whole_workers": ("tensor parallel",),
         "test_a_shard_is_exchanged_as_a_model_of_its_own": ("powersgd",),
         "test_bytes_over_the_workers_are_those_of_the_shards": ("diloco",),
@@ -138,7 +138,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
         "test_the_models_state_is_that_of_whole_workers": (),
         "test_workers_come_and_go_and_keep_their_mean": ("diloco",),
     },
-    "tests/jaxcomm/parallel/test_messages.py": {
+    "tests/jaxcomm/steps/test_messages.py": {
         "test_a_line_search_in_another_chain": (),
         "test_a_loop_of_steps_is_verified_as_such": (),
         "test_a_state_of_other_workers": (),
@@ -148,31 +148,31 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/jaxcomm/test_serialization.py": {
         "test_flax_writes_and_reads_every_row": ("topk",),
     },
-    "tests/jaxcomm/parallel/test_order.py": {
+    "tests/jaxcomm/test_order.py": {
         "test_clipping_after_error_feedback_loses_gradients_and_clipping_before_it_does_not": (),
         "test_decay_between_an_exchange_and_momentum_is_that_of_dense_sgd": (),
     },
-    "tests/jaxcomm/parallel/test_sharded_step.py": {
+    "tests/jaxcomm/steps/test_sharded_step.py": {
         "test_a_step_that_is_not_finite_is_skipped_by_all": ("split",),
         "test_scalars_and_running_statistics": ("split",),
         "test_ten_steps_equal_one_device": ("unreduced",),
         "test_what_comes_after_the_exchange_sees_whole_arrays": ("tensor parallel",),
     },
-    "tests/jaxcomm/parallel/test_sharded_methods.py": {
+    "tests/jaxcomm/steps/test_sharded_methods.py": {
         "test_ways_agree_with_compression": ("quant_dp-ways2",),
         "test_without_slices_it_is_the_data_parallel_step": (),
     },
-    "tests/jaxcomm/parallel/test_sharded_bytes.py": {
+    "tests/jaxcomm/steps/test_sharded_bytes.py": {
         "test_a_gradient_in_slices_is_not_gathered": ("unreduced-plump_dp",),
         "test_a_step_of_shards_is_verified": ("split", "one worker", "tensor parallel", "unreduced"),
     },
-    "tests/jaxcomm/parallel/test_model_state.py": {
+    "tests/jaxcomm/steps/test_model_state.py": {
         "test_a_checkpoint_and_another_number_of_workers_keep_it": ("4",),
         "test_a_skipped_step_keeps_the_old_state": ("on_mesh",),
         "test_bytes_are_predicted_and_travel_with_the_losses": ("local_sgd", "dct_dp"),
         "test_with_local_methods_it_is_the_mean_over_workers_and_a_bad_worker_keeps_the_old": ("local_sgd-on_mesh",),
     },
-    "tests/jaxcomm/pipeline/test_pipeline.py": {
+    "tests/jaxcomm/steps/pipeline/test_pipeline.py": {
         "test_a_pipeline_is_one_device": ("2-1-False-2-False", "3-8-1f1b-1-True"),
         "test_boundaries_of_dct_mp_and_of_topk_gradients_are_those_of_the_paper": (),
         "test_every_boundary_is_crossed_once_each_way_for_each_micro_batch": (
@@ -188,7 +188,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
         "test_both_schedules_make_the_same_steps": ("residual", "4 bits"),
         "test_gradients_pass_by_positions_that_are_written_as_a_mask": ("False",),
     },
-    "tests/jaxcomm/pipeline/test_step.py": {
+    "tests/jaxcomm/steps/pipeline/test_step.py": {
         "test_every_method_exchanges_each_stage_as_data_parallel_workers_do": ("quant_dp",),
         "test_one_bad_gradient_in_one_stage_of_one_worker_skips_the_step_for_all": (),
         "test_with_a_local_method_all_stages_of_a_worker_that_meets_nan_stay_as_they_were": ("0",),
@@ -202,13 +202,13 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
             "sign(two_shot,checksum=True)",
         ),
     },
-    "tests/jaxcomm/parallel/test_resize.py": {
+    "tests/jaxcomm/test_resize.py": {
         "test_a_run_goes_on_with_another_number_of_workers": (),
     },
-    "tests/jaxcomm/parallel/test_sharding.py": {
+    "tests/jaxcomm/steps/test_sharding.py": {
         "test_each_slice_is_exchanged_as_if_it_were_alone": ("powersgd",),
     },
-    "tests/jaxcomm/parallel/test_step.py": {
+    "tests/jaxcomm/steps/test_step.py": {
         "test_a_donated_state_leaves_the_callers_parameters_alone": (),
         "test_a_skipped_step_leaves_the_optimizer_and_the_residual_alone": ("plump_dp",),
         "test_another_axis_name_works_everywhere": (),
@@ -221,7 +221,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/jaxcomm/selectors/test_selectors.py": {
         "test_all_of_an_overfull_mask_have_their_turn": (),
     },
-    "tests/jaxcomm/test_bits.py": {
+    "tests/jaxcomm/kernels/test_bits.py": {
         "test_numbers_are_packed_in_fields_of_a_power_of_two": (
             "1-32",
             "2-31",
@@ -244,7 +244,7 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
             "1000000-bfloat16",
         ),
     },
-    "tests/jaxcomm/pipeline/test_verify.py": {
+    "tests/jaxcomm/steps/pipeline/test_verify.py": {
         "test_verify_catches_what_was_tampered_with": ("last",),
         "test_verify_proves_a_pipeline": ("topk",),
     },
@@ -458,11 +458,11 @@ USUAL: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/models/test_dlrm.py": {
         "test_tables_that_are_not_exchanged_have_the_gradients_of_one_device": ("late",),
     },
-    "tests/jaxcomm/parallel/test_lookups.py": {
+    "tests/jaxcomm/steps/test_lookups.py": {
         "test_a_table_may_be_looked_up_by_the_loss_beside_one_that_the_step_looks_up": (),
         "test_tables_train_as_on_one_device_and_a_bad_step_changes_nothing": ("2",),
     },
-    "tests/jaxcomm/parallel/test_data_parallel.py": {
+    "tests/jaxcomm/foreign/test_data_parallel.py": {
         "test_objects_of_nnx_change_in_place_and_share_what_they_shared": ("nnx.jit",),
         "test_a_mesh_of_explicit_axes_and_batches_of_numpy": (),
     },

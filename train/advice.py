@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from configs.experiment import Experiment
-from jaxcomm.planner import Advice, Plan, advise, candidates, make_plan
+from jaxcomm.placement import Plan, make_plan
+from jaxcomm.planner import Advice, advise, candidates
 from models.functional import apply, split
 from train.architectures import make_model
 from train.data import dataset_info, train_batches

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 import jaxcomm as jc
-from jaxcomm.numerics import digest
+from jaxcomm.kernels.numerics import digest
 from jaxcomm.types import is_per_worker
 
 CHECKSUMS = "checksums"  # the key of the digests, alongside the arrays of a state, and of that of a JSON object

@@ -43,7 +43,7 @@ def with_dense(architecture: Architecture, dense: Callable[..., Any]) -> Archite
     return dataclasses.replace(architecture, options={**architecture.options, "dense": dense})
 
 
-def multiply_late(model: Model, experiment: Experiment, method: Method) -> jc.accounting.LatePlan:
+def multiply_late(model: Model, experiment: Experiment, method: Method) -> jc.planner.LatePlan:
     """Sets dense layers to multiply late where that moves fewer bytes than the method, or where a plan says so.
 
     Args:
@@ -52,7 +52,7 @@ def multiply_late(model: Model, experiment: Experiment, method: Method) -> jc.ac
       method: how the other gradients are exchanged.
     """
     planned = method.contents if isinstance(method, Planned) else None
-    plan = jc.accounting.plan_late_multiply(
+    plan = jc.planner.plan_late_multiply(
         split(model).params,
         experiment.global_batch,
         experiment.workers,

@@ -10,7 +10,7 @@ from configs.experiment import Architecture, Experiment
 from jaxcomm.accounting import Traffic
 from jaxcomm.exchange import leaf_name
 from jaxcomm.layers import late_lookup_traffic
-from jaxcomm.parallel.lookups import Lookups
+from jaxcomm.steps.lookups import Lookups
 from models.blocks import Model
 from models.dlrm import Interaction
 

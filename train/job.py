@@ -68,7 +68,7 @@ class Job:
     translate: Callable[[Model, Any], jax.Array] | None
     report: jc.WireReport
     dense: float
-    late: jc.accounting.LatePlan | None
+    late: jc.planner.LatePlan | None
     boundary: Callable[..., jc.layers.Boundary]
 
 
@@ -152,7 +152,7 @@ class _Parts(NamedTuple):
     whole: Callable[[Any], Any] = lambda part: part
     init: Callable[..., jc.TrainState] | None = None
     dense: float | None = None
-    late: jc.accounting.LatePlan | None = None
+    late: jc.planner.LatePlan | None = None
     beside: Sequence[jc.accounting.Traffic] = ()
     shapes: jc.TrainState | None = None
     places: Any = None

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 import jaxcomm as jc
 from configs.experiment import Experiment, check
 from configs.methods import Method
-from jaxcomm.parallel.replicas import differing_replicas
+from jaxcomm.steps.replicas import differing_replicas
 from jaxcomm.types import is_per_worker
 from train.checkpoints import Checkpoints
 from train.data import eval_batches, open_text, train_batches

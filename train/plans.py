@@ -13,7 +13,7 @@ import optax
 
 from configs.experiment import Experiment
 from jaxcomm.exchange import Exchange
-from jaxcomm.planner import Plan, read_plan
+from jaxcomm.placement import Plan, read_plan
 
 FAR = 0.2  # how far a step may be from its prediction before a run says so
 _FIRST, _LAST = 6, 20  # the steps that are timed

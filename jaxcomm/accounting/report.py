@@ -22,8 +22,8 @@ from jaxcomm.accounting.jaxpr import jaxpr_program, traced_program
 from jaxcomm.checks import check_transformation
 from jaxcomm.collectives.axis import AxisName, abstract_mesh, axis_names, check_workers, use_mesh
 from jaxcomm.exchange import axis_name_of, get_exchange
-from jaxcomm.numerics import wide_type
-from jaxcomm.states import exchange_interval, exchange_turns, trained, update_with, vary_exchanged
+from jaxcomm.kernels.numerics import wide_type
+from jaxcomm.state import exchange_interval, exchange_turns, trained, update_with, vary_exchanged
 from jaxcomm.traffic import Program, Traffic, count_bytes
 from jaxcomm.types import is_per_worker
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomm import bits
 from jaxcomm.codecs.values import ValueCodec
+from jaxcomm.kernels import bits
 from jaxcomm.layout import Layout
 
 _LARGEST = ValueCodec(jnp.dtype("bfloat16"))

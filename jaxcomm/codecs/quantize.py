@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm import bits, noise
+from jaxcomm.kernels import bits, noise
+from jaxcomm.kernels.numerics import is_finite, magnitude_bits, shrinkage
+from jaxcomm.kernels.platforms import by_platform, in_memory
+from jaxcomm.kernels.vectors import Stored, Vector, computed_end_to_end, largest_of_each
 from jaxcomm.layout import BLOCK, Layout, in_blocks
-from jaxcomm.numerics import is_finite, magnitude_bits, shrinkage
-from jaxcomm.platforms import by_platform, in_memory
-from jaxcomm.vectors import Stored, Vector, computed_end_to_end, largest_of_each
 
 
 class PartCodec(Protocol):

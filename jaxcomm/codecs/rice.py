@@ -10,10 +10,10 @@ from functools import cached_property
 import jax
 import jax.numpy as jnp
 
-from jaxcomm import bits
 from jaxcomm.codecs import unary
+from jaxcomm.kernels import bits
+from jaxcomm.kernels.platforms import in_memory
 from jaxcomm.layout import Layout
-from jaxcomm.platforms import in_memory
 from jaxcomm.selectors.selection import Selection
 from jaxcomm.types import Payload
 

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm import bits
 from jaxcomm.codecs.quantize import Buckets, encode
-from jaxcomm.numerics import divide, magnitude_bits
-from jaxcomm.platforms import in_memory
-from jaxcomm.vectors import computed_end_to_end
+from jaxcomm.kernels import bits
+from jaxcomm.kernels.numerics import divide, magnitude_bits
+from jaxcomm.kernels.platforms import in_memory
+from jaxcomm.kernels.vectors import computed_end_to_end
 
 TILE = 64
 _PIVOT_BITS = 6

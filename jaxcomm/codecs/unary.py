@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomm import bits
+from jaxcomm.kernels import bits
 
 
 def write_unary(upper: jax.Array, n_words: int, among: jax.Array | None = None) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm.bits import WORD
+from jaxcomm.kernels.bits import WORD
 from jaxcomm.layout import Layout
 
 _UPPER_HALF = np.uint32(0xFFFF0000)

@@ -20,7 +20,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 AxisName = str | tuple[str, ...]  # the workers may be along several axes of a mesh
 
 # An axis of size 1, along which parameters are made to differ to see what depends on them: JAX tracks it like any other
-# axis (see parallel/agreement.py).
+# axis (see steps/agreement.py).
 OTHER_USES = "uses other than a late layer"
 # An axis of size 1 that is in scope where all gradients are exchanged and nothing is tracked.
 ALL_EXCHANGED = "all gradients are exchanged"

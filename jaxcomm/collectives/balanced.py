@@ -17,19 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm import bits
 from jaxcomm.codecs import IndexCodec, SlotCodec, choose_index_codec
 from jaxcomm.collectives.axis import zeros_varying_as
 from jaxcomm.collectives.gather import fuse, split_words
 from jaxcomm.collectives.reduced import Sent, SparseReduced
 from jaxcomm.collectives.status import read_status, write_status
 from jaxcomm.collectives.two_shot import two_shot
+from jaxcomm.kernels import bits
+from jaxcomm.kernels.numerics import is_finite
+from jaxcomm.kernels.scopes import DECODE, ENCODE
+from jaxcomm.kernels.vectors import Stored
 from jaxcomm.layout import BLOCK, Layout
-from jaxcomm.numerics import is_finite
-from jaxcomm.scopes import DECODE, ENCODE
 from jaxcomm.selectors import Selection, compact, compact_rows, select_topk
 from jaxcomm.types import Payload
-from jaxcomm.vectors import Stored
 
 REGION_SLACK = 5 / 4  # capacity of a region divided by its share of the slots
 _HAS_ROOM = 31  # the bit of an owner's overflow that says that it had a slot for every sum

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomm import noise
 from jaxcomm.codecs.tiles import GradientLevels, Tiles
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import AxisName, to_varying, zeros_of
-from jaxcomm.scopes import DECODE, ENCODE, EXCHANGE
+from jaxcomm.kernels import noise
+from jaxcomm.kernels.scopes import DECODE, ENCODE, EXCHANGE
 
 
 class Encoded(NamedTuple):

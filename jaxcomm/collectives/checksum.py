@@ -14,8 +14,8 @@ from jax import lax
 from jaxcomm.collectives.axis import AxisName
 from jaxcomm.collectives.gather import gather_words
 from jaxcomm.collectives.reduced import Reduced, SparseReduced
-from jaxcomm.numerics import digest
-from jaxcomm.scopes import EXCHANGE
+from jaxcomm.kernels.numerics import digest
+from jaxcomm.kernels.scopes import EXCHANGE
 
 Sum = TypeVar("Sum", Reduced, SparseReduced)
 

@@ -15,11 +15,11 @@ from jaxcomm.collectives.checksum import agreed, gather_checked
 from jaxcomm.collectives.messages import sum_of
 from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.collectives.two_shot import two_shot
+from jaxcomm.kernels.numerics import is_finite
+from jaxcomm.kernels.platforms import in_memory
+from jaxcomm.kernels.scopes import DECODE, ENCODE, EXCHANGE
+from jaxcomm.kernels.vectors import Stored, Vector, computed_end_to_end
 from jaxcomm.layout import BLOCK
-from jaxcomm.numerics import is_finite
-from jaxcomm.platforms import in_memory
-from jaxcomm.scopes import DECODE, ENCODE, EXCHANGE
-from jaxcomm.vectors import Stored, Vector, computed_end_to_end
 
 COLLECTIVES = ("gather", "two_shot")
 

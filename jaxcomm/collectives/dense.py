@@ -11,11 +11,11 @@ from jaxcomm.codecs import value_codec
 from jaxcomm.collectives.axis import AxisName, axis_size
 from jaxcomm.collectives.messages import sum_of
 from jaxcomm.collectives.shared_mask import compact_sum
+from jaxcomm.kernels.numerics import is_finite, promotes, wide_type
+from jaxcomm.kernels.platforms import in_memory, traced_platform
+from jaxcomm.kernels.scopes import EXCHANGE
+from jaxcomm.kernels.vectors import cut_apart, end_to_end
 from jaxcomm.layout import MAX_ELEMENTS
-from jaxcomm.numerics import is_finite, promotes, wide_type
-from jaxcomm.platforms import in_memory, traced_platform
-from jaxcomm.scopes import EXCHANGE
-from jaxcomm.vectors import cut_apart, end_to_end
 
 DenseDtype = Literal["float32", "bfloat16", "float16"]
 _BUCKET = 25 << 20  # bytes in float32, as of PyTorch's DDP

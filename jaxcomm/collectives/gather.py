@@ -6,8 +6,8 @@ import jax
 
 from jaxcomm.collectives.axis import AxisName
 from jaxcomm.collectives.messages import all_gather_same
+from jaxcomm.kernels.vectors import computed_end_to_end
 from jaxcomm.types import Payload
-from jaxcomm.vectors import computed_end_to_end
 
 
 def fuse(payload: Payload) -> jax.Array:

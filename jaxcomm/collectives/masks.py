@@ -12,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm import bits
 from jaxcomm.codecs.elias_fano import EliasFano
 from jaxcomm.codecs.plain import Plain
 from jaxcomm.collectives.axis import axis_size, zeros_varying_as
 from jaxcomm.collectives.checksum import gather_checked
 from jaxcomm.collectives.gather import fuse, split_words
 from jaxcomm.collectives.two_shot import two_shot
+from jaxcomm.kernels import bits
+from jaxcomm.kernels.scopes import DECODE, ENCODE, EXCHANGE
 from jaxcomm.layout import BLOCK_WORDS, Layout, segment_sum
-from jaxcomm.scopes import DECODE, ENCODE, EXCHANGE
 from jaxcomm.selectors import compact
 
 MASK_CODECS = ("bitmap", "coded")

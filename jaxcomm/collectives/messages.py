@@ -18,10 +18,10 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxcomm.bits import LANES
 from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, is_tracked
-from jaxcomm.platforms import traced_platform
-from jaxcomm.scopes import EXCHANGE
+from jaxcomm.kernels.bits import LANES
+from jaxcomm.kernels.platforms import traced_platform
+from jaxcomm.kernels.scopes import EXCHANGE
 from jaxcomm.traffic import SPLIT_FROM, TILE_BYTES
 
 LARGE = 1 << 18  # bytes of a message from which both directions at once are worth a second network round trip

@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomm import bits
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import AxisName, axis_size, zeros_varying_as
 from jaxcomm.collectives.checksum import agreed, gather_checked, move
 from jaxcomm.collectives.messages import sum_of, to_next
 from jaxcomm.collectives.reduced import Reduced
 from jaxcomm.collectives.two_shot import two_shot
-from jaxcomm.numerics import is_finite
-from jaxcomm.platforms import in_memory
-from jaxcomm.scopes import DECODE, ENCODE, EXCHANGE
-from jaxcomm.vectors import computed_end_to_end
+from jaxcomm.kernels import bits
+from jaxcomm.kernels.numerics import is_finite
+from jaxcomm.kernels.platforms import in_memory
+from jaxcomm.kernels.scopes import DECODE, ENCODE, EXCHANGE
+from jaxcomm.kernels.vectors import computed_end_to_end
 
 SUMS = ("psum", "two_shot", "ring")
 

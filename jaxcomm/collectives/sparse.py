@@ -16,9 +16,9 @@ from jaxcomm.collectives.checksum import agreed, gather_checked
 from jaxcomm.collectives.gather import fuse, split_words
 from jaxcomm.collectives.reduced import Sent, SparseReduced
 from jaxcomm.collectives.status import read_status, write_status
+from jaxcomm.kernels.numerics import is_accumulable, not_accumulable
+from jaxcomm.kernels.scopes import DECODE, ENCODE
 from jaxcomm.layout import Layout
-from jaxcomm.numerics import is_accumulable, not_accumulable
-from jaxcomm.scopes import DECODE, ENCODE
 from jaxcomm.selectors import compact
 from jaxcomm.selectors.selection import count_in_segment
 from jaxcomm.types import Payload

@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomm import bits
 from jaxcomm.codecs.indices import IndexCodec, choose_index_codec
 from jaxcomm.codecs.tiles import GradientLevels, Tiles
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import zeros_varying_as
 from jaxcomm.collectives.boundary import Encoded
 from jaxcomm.collectives.gather import fuse, split_words
+from jaxcomm.kernels import bits
+from jaxcomm.kernels.scopes import DECODE, ENCODE
 from jaxcomm.layout import Layout, plan_layout
-from jaxcomm.scopes import DECODE, ENCODE
 from jaxcomm.selectors.selection import compact
 from jaxcomm.selectors.topk import select_rows
 from jaxcomm.types import Payload

@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomm import noise
 from jaxcomm.checks import check_range, check_sparsity
 from jaxcomm.codecs.tiles import Tiles
 from jaxcomm.codecs.values import VALUE_DTYPES, ValueCodec, value_codec
 from jaxcomm.collectives.axis import AxisName, axis_size
 from jaxcomm.collectives.boundary import send
+from jaxcomm.kernels import noise
 from jaxcomm.layers.activations import Largest, Whole
 from jaxcomm.selectors.topk import kept
 

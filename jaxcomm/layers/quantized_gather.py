@@ -12,8 +12,8 @@ from jaxcomm.checks import check_range
 from jaxcomm.codecs.quantize import Nearest, encode
 from jaxcomm.collectives.axis import AxisName, axis_size, to_varying
 from jaxcomm.collectives.messages import all_gather_same, all_to_all
-from jaxcomm.numerics import is_accumulable
-from jaxcomm.scopes import DECODE, ENCODE
+from jaxcomm.kernels.numerics import is_accumulable
+from jaxcomm.kernels.scopes import DECODE, ENCODE
 
 BUCKET = 128  # values that share a scale: a quarter of a bit each
 _NAN = np.uint32(0x7FC00000)

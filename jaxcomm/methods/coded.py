@@ -12,10 +12,10 @@ from jaxcomm.codecs.quantize import PartCodec
 from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.collectives.coded_sum import COLLECTIVES, check_collective, coded_sum, integer_sum
 from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, zeros_unless
+from jaxcomm.kernels.numerics import is_finite_narrow
+from jaxcomm.kernels.vectors import Stored, Vector
 from jaxcomm.layout import Layout, plan_layout
-from jaxcomm.numerics import is_finite_narrow
 from jaxcomm.types import ExchangeMetrics
-from jaxcomm.vectors import Stored, Vector
 
 
 class Summands(NamedTuple):

@@ -12,9 +12,9 @@ from jax import lax
 
 from jaxcomm.checks import check_count, check_range, check_sparsity
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, own_row, transformation, with_due
+from jaxcomm.kernels.platforms import by_platform
 from jaxcomm.layout import Layout
 from jaxcomm.methods.sparse import SparseExchange, drain
-from jaxcomm.platforms import by_platform
 from jaxcomm.selectors import Selected, draw_start, select_threshold, select_with_ties
 from jaxcomm.selectors.topk import dropped
 from jaxcomm.types import PerWorker

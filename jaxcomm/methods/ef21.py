@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxcomm.checks import check_range
 from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, transformation, zeros_unless
+from jaxcomm.kernels.numerics import is_finite_narrow
 from jaxcomm.layout import Layout
 from jaxcomm.methods.topk import TopK
-from jaxcomm.numerics import is_finite_narrow
 from jaxcomm.selectors import draw_start
 from jaxcomm.types import ExchangeMetrics
 

@@ -13,8 +13,8 @@ from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import to_varying
 from jaxcomm.collectives.messages import all_gather_same, sum_scatter
 from jaxcomm.exchange import Exchange, ExchangeState, check_exchange, get_exchange, keep_unless, transformation
-from jaxcomm.numerics import wide_type
-from jaxcomm.scopes import EXCHANGE
+from jaxcomm.kernels.numerics import wide_type
+from jaxcomm.kernels.scopes import EXCHANGE
 from jaxcomm.types import ExchangeMetrics, PerWorker, is_per_worker
 
 

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomm import noise
 from jaxcomm.checks import check_count, check_range
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import to_varying
 from jaxcomm.collectives.masks import MASK_CODECS, MaskUnion
 from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, transformation, with_due
+from jaxcomm.kernels import noise
+from jaxcomm.kernels.vectors import Stored
 from jaxcomm.layout import Layout
 from jaxcomm.methods.momentum import MomentumCorrection
 from jaxcomm.methods.shared import SharedExchange
@@ -25,7 +26,6 @@ from jaxcomm.methods.sparse import drain, exchange_densely
 from jaxcomm.selectors import compact, draw_start, select_with_ties
 from jaxcomm.selectors.importance import importance, select_important, spread
 from jaxcomm.types import PerWorker
-from jaxcomm.vectors import Stored
 
 Schedule = float | Callable[[jax.Array], Any]
 _PUBLISHERS = 2**31 - 2  # takes the place of a worker index in a key, and is none

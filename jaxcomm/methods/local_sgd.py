@@ -27,9 +27,9 @@ from jaxcomm.exchange import (
     transformation,
     zeros_unless,
 )
+from jaxcomm.kernels.numerics import is_applicable_tree, widened
 from jaxcomm.layout import plan_layout
-from jaxcomm.numerics import is_applicable_tree, widened
-from jaxcomm.states import vary_rows
+from jaxcomm.state import vary_rows
 from jaxcomm.types import ExchangeMetrics
 
 
@@ -44,10 +44,6 @@ class LocalExchange(Exchange):
     """
 
     keeps_residual: ClassVar[bool] = False
-
-    def global_model(self, state: ExchangeState, like: Any) -> Any:
-        """Returns the model to evaluate, in the shapes and types of the parameters `like`."""
-        raise NotImplementedError
 
     def __post_init__(self) -> None:
         super().__post_init__()

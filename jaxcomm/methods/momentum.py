@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomm.bits import unpack
 from jaxcomm.checks import check_count, check_range
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import to_varying
 from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.exchange import Exchange, Gradient, keep_unless, own_row
+from jaxcomm.kernels.bits import unpack
+from jaxcomm.kernels.numerics import divide, wide_type, widened
 from jaxcomm.layout import Layout
-from jaxcomm.numerics import divide, wide_type, widened
 from jaxcomm.types import PerWorker
 
 

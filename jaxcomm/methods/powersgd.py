@@ -14,11 +14,11 @@ from jax import lax
 from jaxcomm.checks import check_count
 from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, transformation, zeros_unless
+from jaxcomm.kernels.numerics import is_finite_narrow
+from jaxcomm.kernels.scopes import DECODE, ENCODE
+from jaxcomm.kernels.vectors import cut_apart
 from jaxcomm.layout import Layout, plan_layout
-from jaxcomm.numerics import is_finite_narrow
-from jaxcomm.scopes import DECODE, ENCODE
 from jaxcomm.types import ExchangeMetrics
-from jaxcomm.vectors import cut_apart
 
 # A column of P, less its projection on the columns before it, is a rounding error and not a direction if it is shorter
 # than this fraction of the longest column. In float32, matrices of rank below r leave 2e-7 to 4e-6.

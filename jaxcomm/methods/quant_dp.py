@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomm import noise
 from jaxcomm.checks import check_range
 from jaxcomm.codecs.quantize import Buckets, PartCodec
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.coded_sum import COLLECTIVES
 from jaxcomm.exchange import transformation
+from jaxcomm.kernels import noise
+from jaxcomm.kernels.scopes import ENCODE, EXCHANGE
 from jaxcomm.layout import BLOCK, Layout
 from jaxcomm.methods.coded import CodedExchange, Summands
-from jaxcomm.scopes import ENCODE, EXCHANGE
 
 Width = Literal[2, 4, 8, 16]
 Norm = Literal["max", "l2"]

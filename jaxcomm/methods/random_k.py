@@ -3,9 +3,9 @@
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
-from jaxcomm import noise
 from jaxcomm.checks import check_sparsity
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, transformation
+from jaxcomm.kernels import noise
 from jaxcomm.methods.shared import SharedExchange
 from jaxcomm.methods.sparse import drain
 from jaxcomm.selectors.strata import select_strata

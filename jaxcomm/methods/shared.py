@@ -9,15 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.bits import Slots
 from jaxcomm.checks import check_count
 from jaxcomm.codecs import ValueDtype, value_codec
 from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.collectives.shared_mask import choose_sum, compact_sum
 from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.exchange import Exchange, Exchanged, Gradient, zeros_unless
+from jaxcomm.kernels.bits import Slots
+from jaxcomm.kernels.numerics import is_finite_narrow
 from jaxcomm.layout import Layout, plan_layout
-from jaxcomm.numerics import is_finite_narrow
 from jaxcomm.types import ExchangeMetrics
 
 

@@ -11,22 +11,22 @@ import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from jaxcomm import bits, noise
 from jaxcomm.checks import check_count, check_range
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import other_axes, to_varying
 from jaxcomm.collectives.messages import all_gather_same, all_to_all, sum_of
 from jaxcomm.exchange import ExchangeState, own_row, transformation, with_due, zeros_unless
+from jaxcomm.kernels import bits, noise
+from jaxcomm.kernels.numerics import is_applicable_tree
+from jaxcomm.kernels.scopes import EXCHANGE
+from jaxcomm.kernels.vectors import Stored
 from jaxcomm.layout import plan_layout
 from jaxcomm.methods.local_sgd import LocalExchange, local_sgd
 from jaxcomm.methods.plump_dp import plump_dp
-from jaxcomm.numerics import is_applicable_tree
-from jaxcomm.scopes import EXCHANGE
 from jaxcomm.selectors import select_topk
 from jaxcomm.selectors.strata import pick
-from jaxcomm.states import vary_rows
+from jaxcomm.state import vary_rows
 from jaxcomm.types import ExchangeMetrics, PerWorker, join_parts, part_of
-from jaxcomm.vectors import Stored
 
 Unsent = Literal["local", "carry"]
 

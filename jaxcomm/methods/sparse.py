@@ -13,16 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm.bits import popcount, unpack
 from jaxcomm.checks import check_count, check_range
 from jaxcomm.codecs import SlotDtype, slot_codec
 from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.collectives.reduced import SparseReduced
 from jaxcomm.collectives.sparse import COLLECTIVES, Accumulated, SparseSum
 from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, zeros_unless
+from jaxcomm.kernels.bits import popcount, unpack
+from jaxcomm.kernels.numerics import is_finite_narrow
+from jaxcomm.kernels.scopes import EXCHANGE
 from jaxcomm.layout import BLOCK, Layout, plan_layout
-from jaxcomm.numerics import is_finite_narrow
-from jaxcomm.scopes import EXCHANGE
 from jaxcomm.selectors import Selected, draw_start
 from jaxcomm.types import ExchangeMetrics
 

@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm import noise
 from jaxcomm.checks import check_range
 from jaxcomm.codecs.quantize import Integers, PartCodec, Ternary
 from jaxcomm.collectives import axis_size
 from jaxcomm.exchange import transformation
+from jaxcomm.kernels import noise
+from jaxcomm.kernels.numerics import divide
+from jaxcomm.kernels.scopes import EXCHANGE
+from jaxcomm.kernels.vectors import Stored, Vector
 from jaxcomm.layout import BLOCK, Layout
 from jaxcomm.methods.coded import CodedExchange
-from jaxcomm.numerics import divide
-from jaxcomm.scopes import EXCHANGE
 from jaxcomm.selectors.importance import moments, segment_max
-from jaxcomm.vectors import Stored, Vector
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,9 +20,9 @@ from typing import Any
 
 import jax
 
-from jaxcomm.parallel.mesh import make_mesh
 from jaxcomm.planner.advice import Advice, advise, estimate
 from jaxcomm.planner.links import bits_per_second
+from jaxcomm.steps.mesh import make_mesh
 
 KEEP_DENSE = 3  # exit code
 

@@ -19,9 +19,6 @@ from jaxcomm.accounting.report import WireReport, wire_report
 from jaxcomm.checks import check_range
 from jaxcomm.collectives.axis import AxisName, axis_names, use_mesh
 from jaxcomm.exchange import leaf_name
-from jaxcomm.parallel.loss import gradients_of as gradients_fn_of
-from jaxcomm.parallel.loss import loss_of
-from jaxcomm.parallel.state import Batch, check_batch, check_global
 from jaxcomm.planner.costs import (
     Bench,
     Cost,
@@ -37,7 +34,10 @@ from jaxcomm.planner.costs import (
 from jaxcomm.planner.dense_layers import WAYS, Layer, LayerCost, layer_cost, layers_of, measure_layers, modelled_layer
 from jaxcomm.planner.links import Links, agreed, given_links, measure_links
 from jaxcomm.planner.prediction import ALL_DENSE, AS_DENSE, CLOSE, DENSE, Advice, Prediction, break_even, verdict_of
-from jaxcomm.states import trained
+from jaxcomm.state import trained
+from jaxcomm.steps.batch import Batch, check_batch, check_global
+from jaxcomm.steps.loss import gradients_of as gradients_fn_of
+from jaxcomm.steps.loss import loss_of
 from jaxcomm.traffic import Program, Traffic
 
 _TYPICAL_COPY = 1 / 10e9  # seconds a byte, for a device that was not measured

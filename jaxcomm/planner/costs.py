@@ -17,15 +17,15 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.accounting.alone import alone
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import Exchange, ExchangeState, exchange_states, is_exchange_state
 from jaxcomm.methods.quant_dp import QuantDp
-from jaxcomm.parallel.loss import GradientsFn, LossFn
-from jaxcomm.parallel.state import Batch, TrainState, make_local
-from jaxcomm.parallel.worker import worker_step
+from jaxcomm.planner.alone import alone
 from jaxcomm.planner.links import agreed, all_agreed, check_axes, time_calls
-from jaxcomm.states import communication_period, exchange_turns
+from jaxcomm.state import TrainState, communication_period, exchange_turns, make_local
+from jaxcomm.steps.batch import Batch
+from jaxcomm.steps.engine import worker_step
+from jaxcomm.steps.loss import GradientsFn, LossFn
 
 _REPEATS = 5  # repetitions at least; more until _SHORT seconds have passed, up to _MOST
 _SHORT = 1.0

@@ -12,12 +12,12 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from jaxcomm.accounting.alone import alone
 from jaxcomm.accounting.jaxpr import traced_program
 from jaxcomm.collectives.axis import AxisName, abstract_mesh, axis_names
 from jaxcomm.exchange import leaf_name
 from jaxcomm.layers.late_multiply import late_multiply
 from jaxcomm.layers.split_dense import narrowing_spec, split_dense
+from jaxcomm.planner.alone import alone
 from jaxcomm.planner.costs import Bench, Cost, given_gradients, lower_step, time_program
 from jaxcomm.planner.links import Links
 from jaxcomm.traffic import Program

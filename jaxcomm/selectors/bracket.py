@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm import bits, noise
+from jaxcomm.kernels import bits, noise
+from jaxcomm.kernels.numerics import magnitude_bits
+from jaxcomm.kernels.platforms import by_platform
+from jaxcomm.kernels.scopes import SELECT
+from jaxcomm.kernels.vectors import Stored, Vector
 from jaxcomm.layout import BLOCK, Layout, in_blocks
-from jaxcomm.numerics import magnitude_bits
-from jaxcomm.platforms import by_platform
-from jaxcomm.scopes import SELECT
 from jaxcomm.selectors.selection import count_in_segment, rank_in_segment, slots_of
-from jaxcomm.vectors import Stored, Vector
 
 _SAMPLED = 64  # one coordinate in this many is in the sample
 _DEVIATIONS = 5.0  # standard deviations of the sample on either side of the rank: one bracket in a million fails

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm import bits
+from jaxcomm.kernels import bits
+from jaxcomm.kernels.numerics import divide, magnitude_bits
+from jaxcomm.kernels.scopes import SELECT
+from jaxcomm.kernels.vectors import largest_of_each
 from jaxcomm.layout import BLOCK, Layout, in_blocks
-from jaxcomm.numerics import divide, magnitude_bits
-from jaxcomm.scopes import SELECT
-from jaxcomm.vectors import largest_of_each
 
 _LARGEST = float(np.finfo(np.float32).max)
 

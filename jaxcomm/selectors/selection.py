@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm import bits, noise
+from jaxcomm.kernels import bits, noise
+from jaxcomm.kernels.scopes import SELECT
 from jaxcomm.layout import BLOCK_WORDS, Layout
-from jaxcomm.scopes import SELECT
 
 _START = 2**31 - 1  # takes the place of a worker index in a key, and is none
 

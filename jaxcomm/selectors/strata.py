@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm import bits, noise
-from jaxcomm.bits import Slots
+from jaxcomm.kernels import bits, noise
+from jaxcomm.kernels.bits import Slots
+from jaxcomm.kernels.scopes import SELECT
 from jaxcomm.layout import BLOCK, Layout
-from jaxcomm.scopes import SELECT
 
 
 def pick(

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomm import bits
+from jaxcomm.kernels import bits
+from jaxcomm.kernels.numerics import magnitude_bits
+from jaxcomm.kernels.scopes import SELECT
+from jaxcomm.kernels.vectors import Vector
 from jaxcomm.layout import Layout, in_blocks
-from jaxcomm.numerics import magnitude_bits
-from jaxcomm.scopes import SELECT
 from jaxcomm.selectors.selection import Selected
-from jaxcomm.vectors import Vector
 
 
 @jax.named_scope(SELECT)

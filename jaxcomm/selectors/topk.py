@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm import bits
+from jaxcomm.kernels import bits
+from jaxcomm.kernels.numerics import magnitude_bits
+from jaxcomm.kernels.scopes import SELECT
+from jaxcomm.kernels.vectors import Stored, Vector
 from jaxcomm.layout import Layout, in_blocks
-from jaxcomm.numerics import magnitude_bits
-from jaxcomm.scopes import SELECT
 from jaxcomm.selectors.bracket import find_largest
 from jaxcomm.selectors.selection import Selected, count_in_segment, rank_in_segment
 from jaxcomm.selectors.threshold import select_threshold
-from jaxcomm.vectors import Stored, Vector
 
 
 @jax.named_scope(SELECT)

@@ -3,8 +3,8 @@
 import jax
 from jax import lax
 
-from jaxcomm import bits
-from jaxcomm.scopes import SELECT
+from jaxcomm.kernels import bits
+from jaxcomm.kernels.scopes import SELECT
 
 
 @jax.named_scope(SELECT)

@@ -23,7 +23,7 @@ from tests.jaxcomm.layers.crossing import (
     seeds,
     widths,
 )
-from tests.jaxcomm.pipeline.stages import batches, cut
+from tests.jaxcomm.steps.pipeline.stages import batches, cut
 from tests.reference.dct_mp import GaussianSketchReference, TopKGradientReference, n_kept_of_row
 
 pytestmark = pytest.mark.filterwarnings("error")

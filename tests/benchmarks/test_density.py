@@ -11,7 +11,7 @@ import jaxcomm as jc
 from benchmarks import density
 from benchmarks.density import Config, accepted, cut, hop_counts, main, regions_of, shapes
 from benchmarks.sparse_ring import ring_dgc, ring_sum
-from jaxcomm.bits import unpack
+from jaxcomm.kernels.bits import unpack
 
 
 def unpacked(words):

@@ -14,7 +14,7 @@ import pytest
 
 import jaxcomm as jc
 from benchmarks.exchange import Record, make_usual, over_rounds
-from jaxcomm.accounting.alone import alone
+from jaxcomm.planner.alone import alone
 
 ROOT = Path(__file__).parents[2]
 CAN_ISOLATE = (

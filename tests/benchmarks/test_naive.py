@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from benchmarks.naive import naive_topk
-from tests.jaxcomm.steps import init_state
+from tests.jaxcomm.train_steps import init_state
 from tests.reference.topk import TopKReference
 
 

@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 import jaxcomm as jc
 from benchmarks.sparse_ring import hops_of, received_on_ring, ring_dct_dp, ring_dgc, ring_sum, ring_topk
 from jaxcomm.accounting.hlo import read_program
-from jaxcomm.bits import pack
 from jaxcomm.codecs import value_codec
 from jaxcomm.codecs.indices import INDEX_CODECS
 from jaxcomm.collectives.balanced import Regions
 from jaxcomm.collectives.reduced import SparseReduced
+from jaxcomm.kernels.bits import pack
 from jaxcomm.layout import plan_layout
-from tests.jaxcomm.steps import init_state
+from tests.jaxcomm.train_steps import init_state
 
 EPS = 2.0**-23
 # K: (blocks, the fraction that is kept). There are regions of one block and of two, one half beyond the vector (K = 3),

@@ -13,7 +13,7 @@ from configs.comparison import DENSE, SETTINGS
 from configs.experiment import Experiment, check
 from configs.methods import Dgc, Iwp, Method
 from models.functional import apply, cut
-from tests.jaxcomm.steps import warnings_of
+from tests.jaxcomm.train_steps import warnings_of
 from train.architectures import choose_cuts, make_model
 from train.data import DATASETS, ClickInfo, TextInfo, TranslationInfo, dataset_info
 from train.methods import make_chain

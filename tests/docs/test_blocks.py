@@ -90,8 +90,8 @@ def train_step(state, batch):
 """,
         "state = params, tx.init(params)" + LEARNS,
     ),
-    "their gradients must be already reduced": ("plan = jc.accounting.plan_late_multiply({'up': (16, 32)}, 16, 4)", ""),
-    "opt_state = jax.jit(jax.shard_map(tx.init": ("", "jc.states.check_rows(opt_state, 4)"),
+    "their gradients must be already reduced": ("plan = jc.planner.plan_late_multiply({'up': (16, 32)}, 16, 4)", ""),
+    "opt_state = jax.jit(jax.shard_map(tx.init": ("", "jc.state.check_rows(opt_state, 4)"),
     "params = [bottom_params": (STAGES, LEARNS),
     "def move(x)": (
         "",
@@ -141,10 +141,10 @@ def loss_fn(params, batch):
     "# measures; every process calls it": ("", ""),
     "plan.write(": (
         "gradient = jax.grad(loss_fn)(params, batch)",
-        'assert jc.planner.read_plan(Path("plan.json")).step == plan.step',
+        'assert jc.placement.read_plan(Path("plan.json")).step == plan.step',
     ),
-    "jc.planner.read_plan": (
-        "jc.planner.make_plan(jc.planner.estimate(params, 4, 1e8), params).write(Path('plan.json'))",
+    "jc.placement.read_plan": (
+        "jc.placement.make_plan(jc.planner.estimate(params, 4, 1e8), params).write(Path('plan.json'))",
         LEARNS,
     ),
     '"fc/0" in plan.computed': (

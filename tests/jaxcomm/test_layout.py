@@ -4,12 +4,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxcomm import noise
 from jaxcomm.codecs.quantize import BlockSigns
+from jaxcomm.kernels import noise
+from jaxcomm.kernels.vectors import Stored
 from jaxcomm.layout import BLOCK, plan_layout, stacked
 from jaxcomm.selectors.importance import moments
 from jaxcomm.selectors.strata import select_strata
-from jaxcomm.vectors import Stored
 
 SHAPES = {"a": (3, 700), "b": (5,), "c": (), "d": (1024,), "e": (0, 4), "f": (1025,)}
 

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from tests.jaxcomm.steps import init_state
+from tests.jaxcomm.train_steps import init_state
 from tests.jaxcomm.trees import params_of, shapes_of, zeros_of
 
 AXIS = "data"

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jaxcomm as jc
 from models.late_linear import LateLinear
-from tests.jaxcomm.steps import init_state
+from tests.jaxcomm.train_steps import init_state
 
 ROWS, K = 8, 2
 
@@ -59,7 +59,7 @@ def test_outside_of_the_axis_it_is_the_linear_layer(use_bias, dtype):
 
 
 def test_it_trains_as_the_linear_layer_does():
-    plan = jc.accounting.plan_late_multiply(split(nnx.Linear)[1], ROWS, K)
+    plan = jc.planner.plan_late_multiply(split(nnx.Linear)[1], ROWS, K)
     assert [plan.mode(f"blocks/{index}") for index in range(2)] == ["late", "reduce"]
     expected = train(nnx.Linear, jc.plump_dp(), K, jc.simulate)
     for workers, make in ((jc.make_mesh(data=K), jc.make_train_step), (K, jc.simulate)):

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxcomm as jc
-from tests.jaxcomm.steps import init_state
+from tests.jaxcomm.train_steps import init_state
 from train.checkpoints import Checkpoints, SettingsError
 
 ABOUT = {"workers": 4, "learning_rate": 0.1}

@@ -25,8 +25,8 @@ from configs.methods import (
     SparseLoco,
     TopK,
 )
-from jaxcomm.states import communication_period
-from tests.jaxcomm.steps import init_state, warnings_of
+from jaxcomm.state import communication_period
+from tests.jaxcomm.train_steps import init_state, warnings_of
 from tests.train.runs import EXPERIMENT
 from train.loop import describe
 from train.methods import is_rare, make_chain, make_exchange, run_name

@@ -11,7 +11,7 @@ import pytest
 
 import jaxcomm as jc
 from configs.methods import PlumpDp
-from jaxcomm.parallel.state import is_per_worker
+from jaxcomm.state import is_per_worker
 from tests.train.runs import DCT_DP, METHODS, Told, assert_same_bits, files, metrics, run
 from train.checkpoints import Checkpoints
 from train.methods import run_name

@@ -17,7 +17,7 @@ from jaxcomm.accounting.hlo import read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program, traced_program
 from jaxcomm.accounting.report import check_bytes
 from jaxcomm.traffic import Program, Traffic
-from tests.jaxcomm.steps import init_state
+from tests.jaxcomm.train_steps import init_state
 
 K = 4
 PARAMS = {"b": jnp.zeros(3), "w": jnp.zeros((1000, 3))}

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import jaxcomm as jc
-from jaxcomm import bits
 from jaxcomm.codecs import value_codec
 from jaxcomm.collectives.balanced import Regions
+from jaxcomm.kernels import bits
 from jaxcomm.layout import plan_layout
 
 

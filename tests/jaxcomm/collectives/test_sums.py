@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcomm import noise
 from jaxcomm.codecs import value_codec
 from jaxcomm.codecs.quantize import (
     BlockSigns,
@@ -21,8 +20,9 @@ from jaxcomm.codecs.quantize import (
 from jaxcomm.collectives.coded_sum import check_collective, coded_sum
 from jaxcomm.collectives.shared_mask import SUMS, choose_sum, compact_sum
 from jaxcomm.collectives.two_shot import two_shot
+from jaxcomm.kernels import noise
+from jaxcomm.kernels.vectors import Stored
 from jaxcomm.layout import plan_layout
-from jaxcomm.vectors import Stored
 from tests.reference.shared_sum import sum_slots
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomm as jc
 from jaxcomm.accounting.hlo import read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program
-from jaxcomm.pipeline.pipeline import Cut
+from jaxcomm.steps.pipeline.pipeline import Cut
 from tests.jaxcomm.formulas import BITS, index_words, words
 from tests.reference.dct_mp import n_kept_of_row
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import jaxcomm as jc
 from jaxcomm.layers import Whole
-from jaxcomm.pipeline.pipeline import Cut
+from jaxcomm.steps.pipeline.pipeline import Cut
 from tests.jaxcomm.layers.crossing import (
     CROSSINGS,
     Crossing,

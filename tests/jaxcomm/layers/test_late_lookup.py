@@ -9,7 +9,7 @@ import pytest
 import jaxcomm as jc
 from jaxcomm.accounting.hlo import read_program
 from jaxcomm.layers import late_lookup, late_lookup_traffic
-from tests.jaxcomm.steps import init_state
+from tests.jaxcomm.train_steps import init_state
 
 R, D, K, N, RATE = 11, 3, 4, 6, 0.5  # rows, columns, workers, ids of a worker, learning rate
 BUT_TABLE = {"where": "scale"}

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from jaxcomm.accounting.hlo import read_program
-from tests.jaxcomm.steps import init_state
+from tests.jaxcomm.train_steps import init_state
 
 ROWS, N, M, OUT = 8, 60, 40, 3
 BAD_STEP = 4
@@ -109,7 +109,7 @@ def test_bytes_are_predicted_and_no_all_reduce_of_the_kernel_is_left(dtype):
     traced = jc.accounting.step_report(step, state, batch, params=parameters(), workers=K)
     compiled = read_program(step.lower(state, batch).compile().as_text())
     assert traced.program.received == compiled.received
-    plan = jc.accounting.plan_late_multiply({"hidden": (N, M)}, rows, K, activation_bytes=itemsize)
+    plan = jc.planner.plan_late_multiply({"hidden": (N, M)}, rows, K, activation_bytes=itemsize)
     gathered = [traffic for traffic in compiled.always if traffic.op == "all_gather"]
     assert sorted(t.operand_bytes for t in gathered) == [rows // K * m * itemsize for m in (M, N)]
     assert sorted(plan.layers[0].late, key=lambda t: t.operand_bytes) == sorted(gathered, key=lambda t: t.operand_bytes)
@@ -199,7 +199,7 @@ def test_auto_takes_what_moves_fewer_bytes(rows, is_late):
     state, step = init_state(parameters(), tx, mesh), jc.make_train_step(loss_with("auto"), tx, mesh)
     program = jc.accounting.step_report(step, state, next(batches(rows=rows)), params=parameters(), workers=K).program
     assert any(traffic.op == "all_gather" for traffic in program.always) == is_late
-    plan = jc.accounting.plan_late_multiply({"hidden": (N, M)}, rows, K)
+    plan = jc.planner.plan_late_multiply({"hidden": (N, M)}, rows, K)
     assert plan.mode("hidden") == ("late" if is_late else "reduce")
     assert (plan.layers[0].bytes_late == plan.layers[0].bytes_reduce) == (rows == 48)
     alone, mesh = sgd(jc.plump_dp()), jc.make_mesh(data=1)  # one worker receives nothing in either way

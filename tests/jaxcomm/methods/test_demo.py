@@ -12,7 +12,7 @@ import pytest
 import jaxcomm as jc
 from tests.jaxcomm import trees
 from tests.jaxcomm.methods.demo import momenta
-from tests.jaxcomm.steps import warnings_of
+from tests.jaxcomm.train_steps import warnings_of
 from tests.jaxcomm.workers import Simulated
 from tests.reference.demo import DemoReference
 

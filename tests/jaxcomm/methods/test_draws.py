@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxcomm as jc
-from jaxcomm import noise
+from jaxcomm.kernels import noise
 from tests.reference import noise as documented
 
 KEYS = [(0,), (7, 3, 0, 5), (1, 199, 2**31 - 2)]

@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm import platforms
 from jaxcomm.exchange import is_local
+from jaxcomm.kernels import platforms
 from tests.jaxcomm.cases import CASES
 
 K = 3

@@ -8,7 +8,7 @@ import pytest
 
 import jaxcomm as jc
 from tests.jaxcomm import trees
-from tests.jaxcomm.steps import init_state
+from tests.jaxcomm.train_steps import init_state
 from tests.jaxcomm.workers import Simulated
 from tests.reference.ef21 import Ef21Reference
 

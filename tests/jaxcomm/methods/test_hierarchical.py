@@ -11,7 +11,7 @@ import pytest
 
 import jaxcomm as jc
 from benchmarks.netlab import Lab
-from tests.jaxcomm.steps import init_state
+from tests.jaxcomm.train_steps import init_state
 
 ROOT = Path(__file__).parents[3]
 SHAPES = {"a": (7,), "b": (601,), "c": (40, 60), "s": ()}

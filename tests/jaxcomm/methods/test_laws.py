@@ -13,7 +13,7 @@ from benchmarks.sparse_ring import ring_dct_dp, ring_topk
 from tests.jaxcomm import cases, trees
 from tests.jaxcomm.cases import CASES, FEW, SETTINGS, simulated
 from tests.jaxcomm.methods import plump_dp
-from tests.jaxcomm.steps import init_state
+from tests.jaxcomm.train_steps import init_state
 from tests.jaxcomm.trees import EPS, gradients
 from tests.jaxcomm.workers import Simulated
 

@@ -15,7 +15,7 @@ import pytest
 
 import jaxcomm as jc
 from benchmarks.netlab import Lab
-from tests.jaxcomm.steps import init_state
+from tests.jaxcomm.train_steps import init_state
 from tests.reference import noise
 from tests.reference.local_sgd import LocalSgdReference
 from tests.reference.plump_dp import PlumpDpReference

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxcomm as jc
-from tests.jaxcomm.steps import KINDS, make_step
+from tests.jaxcomm.train_steps import KINDS, make_step
 from tests.reference.local_sgd import LocalSgdReference
 from tests.reference.muon import MuonReference
 from tests.reference.plump_dp import PlumpDpReference

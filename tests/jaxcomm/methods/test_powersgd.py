@@ -14,7 +14,7 @@ import pytest
 import jaxcomm as jc
 from jaxcomm.accounting.hlo import read_program
 from tests.jaxcomm import trees
-from tests.jaxcomm.steps import init_state
+from tests.jaxcomm.train_steps import init_state
 from tests.jaxcomm.trees import EPS, gradients
 from tests.jaxcomm.workers import OnMesh, Simulated
 from tests.reference.powersgd import PowerSgdReference

@@ -13,7 +13,7 @@ import pytest
 import jaxcomm as jc
 from benchmarks.sparse_ring import ring_dct_dp
 from tests.jaxcomm.cases import FIRST
-from tests.jaxcomm.steps import init_state
+from tests.jaxcomm.train_steps import init_state
 
 K, SHAPES = 4, {"b": (10,), "m": (64, 70), "w": (4106,)}
 SGD = optax.sgd(0.1)

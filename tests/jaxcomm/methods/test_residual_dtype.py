@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jaxcomm as jc
-from jaxcomm import noise
+from jaxcomm.kernels import noise
 from tests.jaxcomm import trees
 from tests.jaxcomm.workers import OnMesh, Simulated
 

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from jaxcomm.accounting.hlo import read_program
+from jaxcomm.kernels.numerics import is_finite_tree
 from jaxcomm.methods.local_sgd import Anchored
-from jaxcomm.numerics import is_finite_tree
-from tests.jaxcomm.steps import make_step
+from tests.jaxcomm.train_steps import make_step
 from tests.reference.plump_dp import PlumpDpReference
 from tests.reference.streaming import StreamingReference
 from tests.reference.topk import TopKReference

@@ -8,9 +8,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm.states import bypassing
+from jaxcomm.state import bypassing
 from tests.jaxcomm.cases import FIRST
-from tests.jaxcomm.steps import init_state
+from tests.jaxcomm.train_steps import init_state
 
 K = 2
 PARAMS = {

@@ -12,12 +12,13 @@ import optax
 import pytest
 
 import jaxcomm as jc
-from jaxcomm.parallel.loss import loss_of
-from jaxcomm.parallel.state import Batch
-from jaxcomm.planner import COPY_BYTES, advise, candidates, costs, estimate, make_plan
+from jaxcomm.placement import make_plan
+from jaxcomm.planner import COPY_BYTES, advise, candidates, costs, estimate
 from jaxcomm.planner.__main__ import KEEP_DENSE, main
 from jaxcomm.planner.costs import Bench
 from jaxcomm.planner.prediction import _verdict_of_exchanges
+from jaxcomm.steps.batch import Batch
+from jaxcomm.steps.loss import loss_of
 
 N, K, COPY = 100_000, 4, 1e-9
 PARAMS = {"w": jax.ShapeDtypeStruct((250, 400), jnp.float32)}

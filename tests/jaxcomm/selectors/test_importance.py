@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxcomm import noise
+from jaxcomm.kernels import noise
+from jaxcomm.kernels.numerics import divide
 from jaxcomm.layout import plan_layout
-from jaxcomm.numerics import divide
 from jaxcomm.selectors.importance import importance, moments, segment_max, select_important, spread
 from jaxcomm.selectors.strata import pick, select_strata
 

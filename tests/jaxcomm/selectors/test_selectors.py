@@ -13,11 +13,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.collectives.sparse import Accumulated
+from jaxcomm.kernels.noise import mix
+from jaxcomm.kernels.vectors import Stored
 from jaxcomm.layout import plan_layout
-from jaxcomm.noise import mix
 from jaxcomm.selectors import bracket, compact, select_threshold, select_topk, select_with_ties
 from jaxcomm.selectors.topk import dropped, kept
-from jaxcomm.vectors import Stored
 
 SIZES = (1, 2049, 1024, 700)
 seeds = st.integers(0, 2**20)

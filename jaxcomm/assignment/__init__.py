@@ -1,1 +1,0 @@
-"""Which stage has which block, and how each tensor is exchanged, as a mixed integer program."""

@@ -1,0 +1,825 @@
+"""A train step that was written for one device, run by the workers of a mesh."""
+
+import functools
+import inspect
+import math
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxcomm.accounting.jaxpr import jaxpr_program
+from jaxcomm.checks import check_count
+from jaxcomm.collectives import dense_mean
+from jaxcomm.collectives.axis import on_own_mesh
+from jaxcomm.exchange import SCOPE, exchange_states, is_exchange_state, lets_bypass
+from jaxcomm.foreign import nnx
+from jaxcomm.foreign.keys import is_key, own_keys, shared_keys
+from jaxcomm.order import check_states
+from jaxcomm.state import check_rows
+from jaxcomm.steps.batch import check_batch, check_global, row_axes
+from jaxcomm.steps.mesh import check_axis
+from jaxcomm.steps.replicas import differing_replicas
+from jaxcomm.steps.replication import LINEAR, OTHER, Axes, by_scope, naming_axes, varying_axes
+from jaxcomm.steps.sharding import spec_axes
+from jaxcomm.traffic import Program, count_bytes
+from jaxcomm.types import is_per_worker
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Out:
+    """The output of a step: what it returned, and those of its arguments that are objects, as it changed them."""
+
+    returned: Any
+    changed: dict[str, Any]
+
+    def names(self) -> list[str]:
+        """Returns the path of every leaf."""
+        return nnx.names(self.returned) + nnx.names(self.changed)
+
+    def origins(self, args: dict[str, Any]) -> list[str]:
+        """Returns, for every leaf that continues an argument, its path in the arguments, and "" for the others.
+
+        An output continues an argument of its structure and shapes; several of one kind, in their order. A bare scalar
+        continues none.
+
+        Args:
+          args: a worker's arguments by name.
+        """
+        kinds: dict[Any, list[str]] = {}
+        for name, arg in args.items():
+            kinds.setdefault(_kind(arg), []).append(name)
+        kinds.pop(None, None)
+        found: list[str] = []
+        for node in jax.tree.leaves(self.returned, is_leaf=lambda node: _kind(node) in kinds):
+            names = kinds.get(_kind(node))
+            if names is None:
+                found += [""] * len(jax.tree.leaves(node))
+                continue
+            found += nnx.names({names[0]: node})
+            kinds[_kind(node)] = names[1:] or names
+        return found + nnx.names(self.changed)
+
+
+def _kind(node: Any) -> Any:
+    """Returns the structure and the shapes of a tree, None for a bare scalar."""
+    if not _is_array(node):
+        shapes = tuple(jnp.shape(leaf) if _is_array(leaf) else None for leaf in jax.tree.leaves(node))
+        return jax.tree.structure(node), shapes
+    return (jnp.shape(node), jnp.result_type(node)) if jnp.ndim(node) or is_key(node) else None
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Static:
+    """An argument that is static, though it could be traced."""
+
+    value: Any
+    type: type  # True is equal to 1
+
+
+class _Leaf(NamedTuple):
+    """An output array of a step: its path, its PartitionSpec, its origin (see `_Out.origins`), and what is said of it.
+
+    `said` is "mean", "sum" or "max", and "" if nothing is.
+    """
+
+    name: str
+    spec: P
+    origin: str
+    said: str
+
+    def is_loss(self, axes: Axes, scalars: set[str]) -> bool:
+        """Returns whether it only has the place of a scalar in one of the arguments of scalars alone.
+
+        Then it does not follow from that scalar.
+        """
+        is_alone = self.origin.split("/")[0] in scalars and self.name != self.origin
+        return is_alone and _follows(self.origin) not in axes
+
+
+def _follows(name: str) -> str:
+    """Returns the mark, in the walk, of what follows from a scalar argument."""
+    return f"(from {name})"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Packed:
+    """A tree as the list of its arrays. Its other leaves, such as the functions in a model, are static."""
+
+    arrays: list[Any]
+    treedef: Any = field(metadata={"static": True})
+    others: tuple[Any, ...] = field(metadata={"static": True})  # None in place of an array
+    sharing: Any = field(default=None, metadata={"static": True})  # see `nnx.sharing`
+
+    @classmethod
+    def of(cls, tree: Any, sharing: Any = None) -> "_Packed":
+        leaves, treedef = jax.tree.flatten(tree)
+        others = tuple(None if is_traced else leaf for leaf, is_traced in zip(leaves, _traced(tree), strict=True))
+        arrays = [leaf for leaf, other in zip(leaves, others, strict=True) if other is None]
+        return cls(arrays, treedef, others, sharing)
+
+    def replace(self, arrays: list[Any]) -> "_Packed":
+        """Returns this tree with other arrays, still packed."""
+        return replace(self, arrays=arrays)
+
+    def tree(self, arrays: Iterable[Any] | None = None) -> Any:
+        """Returns the tree, with other arrays if they are given."""
+        each = iter(self.arrays if arrays is None else arrays)
+        return self.treedef.unflatten([next(each) if other is None else other for other in self.others])
+
+    def pick(self, of_leaves: list[Any]) -> list[Any]:
+        """Returns, of a list with an item for each leaf, the items of the arrays."""
+        return [leaf for leaf, other in zip(of_leaves, self.others, strict=True) if other is None]
+
+
+class DataParallel:
+    """A step made by `data_parallel`: call it, or pass it to `jaxcomm.verify`."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        mesh: Mesh,
+        batch: Sequence[int | str],
+        batch_axis: Any,
+        said: dict[str, str | None],
+        static: Sequence[int | str],
+        rng: str | None,
+        check_every: int | None,
+        donate: bool,
+        compiler_options: dict[str, Any] | None,
+    ):
+        """See `data_parallel`."""
+        functools.update_wrapper(self, step)
+        self.mesh, self._step, self._said, self._rng, self._every = mesh, step, said, rng, check_every
+        self._names, self._batch_axis, self._donates = _parameters(step), batch_axis, donate
+        self._batch, self._static = (
+            frozenset(self._argument(each) if isinstance(each, int) else each for each in chosen)
+            for chosen in (batch, static)
+        )
+        donated = 0 if donate else ()
+        self._jitted = jax.jit(self._on_mesh, donate_argnums=donated, compiler_options=compiler_options)
+        self._calls = 0
+        self._axes: tuple[str, ...] = ()
+        self._returned: set[int] = set()  # ids of the arrays that the last call returned
+
+    @on_own_mesh
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes a step, with the arguments of the wrapped step; objects of Flax NNX are changed in place."""
+        given = self._given(args, kwargs)
+        state, batch = self._parted(given)
+        out = self._take(state, batch)
+        for name, new in out.changed.items():
+            nnx.update(given[name], new)
+        return nnx.split_states(out.returned)
+
+    @on_own_mesh
+    def place(self, state: Any) -> Any:
+        """Gives a state that is fresh from `tx.init` a row for each worker, and places it on the mesh.
+
+        A call of the step does this itself. Call it for the carry of a `jax.lax.scan`, and for the target that a
+        checkpoint is restored into: both must have their rows from the start.
+        """
+        self._axes, workers = self._workers(state)
+        return self._placed(_Packed.of(_spread(state, workers)), self._state_specs).tree()
+
+    @on_own_mesh
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Traces the step for arrays or shapes, as `jax.jit(...).trace` does."""
+        state, batch = self._parted(self._given(args, kwargs))
+        return self._jitted.trace(_Packed.of(state, nnx.sharing(state)), _Packed.of(batch))
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lowers the step for arrays or shapes, as `jax.jit(...).lower` does."""
+        return self.trace(*args, **kwargs).lower()
+
+    def loss_program(self, *args: Any, **kwargs: Any) -> Program:
+        """Returns the collectives that the step has beside its exchange, as those of its loss, for `verify`."""
+        return jaxpr_program(self.trace(*args, **kwargs).jaxpr, outside=SCOPE)
+
+    def _take(self, state: dict[str, Any], batch: dict[str, Any]) -> "_Out":
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
+            if self._every is not None:
+                raise ValueError(
+                    f"check_every must be None inside jax.jit, which cannot report; got {self._every}. Call the step "
+                    "as it is: it is compiled."
+                )
+            return self._on_mesh(_Packed.of(state, nnx.sharing(state)), _Packed.of(batch)).tree()
+        packed = _Packed.of(state, nnx.sharing(state))
+        if not all(id(leaf) in self._returned for leaf in packed.arrays):  # else it is placed already
+            self._axes, workers = self._workers(state)
+            if not self._calls:
+                check_rows(state, workers)
+            packed = _Packed.of(_spread(state, workers), packed.sharing)
+            if self._donates:
+                packed = packed.replace(_distinct(packed.arrays, batch, _buffers))
+            packed = self._placed(packed, self._state_specs)
+        elif self._donates:
+            packed = packed.replace(_distinct(packed.arrays, batch, id))
+        self._check_batch(batch, math.prod(self.mesh.shape[name] for name in self._axes))
+        rows = self._placed(_Packed.of(batch), partial(self._row_specs, self._axes))
+        out = self._jitted(packed, rows)
+        self._returned = {id(leaf) for leaf in out.arrays}
+        self._calls += 1
+        returned = out.tree()
+        if self._every is not None and self._calls % self._every == 0:
+            self._check(returned)
+        return returned
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments by name."""
+        given = {self._argument(place): arg for place, arg in enumerate(args)} | kwargs
+        if not self._batch <= given.keys():
+            raise ValueError(
+                f"batch must name arguments of the call; got {sorted(self._batch)} for {sorted(given)}. Pass the "
+                "position, or the name, of an argument."
+            )
+        return given
+
+    def _parted(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the arguments that are state, and those that are batches, by name."""
+        for name in self._batch:
+            if next(exchange_states(given[name]), None) is not None:
+                place = f"{self._names.index(name)}, " if name in self._names else ""
+                others = [each for each in given if each not in self._batch]
+                raise ValueError(
+                    f"batch must name the arguments that have rows; got argument {place}{name!r}, which holds an "
+                    f"exchange's state. Pass batch= with the position or the name of the batch, as one of {others}."
+                )
+        state = {name: arg for name, arg in given.items() if name not in self._batch}
+        for name in self._static & state.keys():
+            try:
+                hash(state[name])
+            except TypeError:
+                raise ValueError(
+                    f"static must name arguments that can be hashed; got {name!r}, a {type(state[name]).__name__}. "
+                    "Make it a frozen dataclass, or bind it by functools.partial."
+                ) from None
+            state[name] = _Static(state[name], type(state[name]))
+        return nnx.merge_states(state, nnx.graph_in(state)), {name: given[name] for name in sorted(self._batch)}
+
+    def _argument(self, place: int) -> str:
+        """Returns the name of a positional argument."""
+        return self._names[place] if place < len(self._names) else f"args[{place}]"
+
+    def _workers(self, state: Any) -> tuple[tuple[str, ...], int]:
+        """Returns the axes of workers and their number.
+
+        Raises:
+          ValueError: without an exchange in the state, or with one that the step cannot run.
+        """
+        states = list(exchange_states(state))
+        if not states:
+            raise ValueError(
+                "A data-parallel step must get the state of an exchange in an argument that is not a batch; got none. "
+                "Put jaxcomm.plump_dp() (dense) or a compressor first in jaxcomm.chain(...), and pass the state of "
+                "tx.init as it is: restore a checkpoint into it as the target, and pass the graph of nnx.split as an "
+                "argument too."
+            )
+        wrappers = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.MultiStepsState))
+        if any(isinstance(node, optax.MultiStepsState) and next(exchange_states(node), None) for node in wrappers):
+            raise ValueError(
+                f"An exchange must not be inside optax.MultiSteps, whose gradients are each worker's own; got "
+                f"{states[0].method.name} there. Write jaxcomm.chain(exchange, optimizer, accumulate=G) in its place."
+            )
+        for found in states:
+            method = found.method
+            if method.period is not None or lets_bypass(found):
+                what = "whose workers train on their own" if method.period is not None else "that gradients bypass"
+                raise ValueError(
+                    f"The exchange of a foreign step must average all gradients; got {method.name}, {what}. Use "
+                    "jaxcomm.make_train_step, or pass others= beside where=."
+                )
+        axes = states[0].method.axes
+        check_axis(self.mesh, axes)
+        return axes, math.prod(self.mesh.shape[name] for name in axes)
+
+    def _state_specs(self, state: Any) -> list[P]:
+        """Returns the PartitionSpec of every leaf of the arguments that are not batches."""
+        specs, rows = _specs(state), self._said["rows"]
+        if rows is None:
+            return specs
+        workers = math.prod(self.mesh.shape[name] for name in self._axes)
+        for i, (name, leaf) in enumerate(zip(nnx.names(state), jax.tree.leaves(state), strict=True)):
+            if specs[i] == P() and _is_array(leaf) and jnp.ndim(leaf) and re.search(rows, name):
+                specs[i] = P(self._axes)
+                if jnp.shape(leaf)[0] % workers:
+                    raise ValueError(
+                        f"The rows of what rows= names must be a multiple of the number of workers; got "
+                        f"{jnp.shape(leaf)[0]} rows at {name!r} for {workers} workers. Give it the rows of all "
+                        "workers, in the order of the workers."
+                    )
+        return specs
+
+    def _about(self, out: _Out, args: dict[str, Any], specs: dict[str, P]) -> list[list[Any]]:
+        """Returns names, PartitionSpecs, origins, and what is said of them, of the leaves of an output."""
+        names, origins, said = out.names(), out.origins(args), []
+        found = _specs(out)
+        for how, pattern in self._said.items():
+            places = [*names, *origins, *(specs if how == "rows" else ())]
+            if pattern is not None and not any(re.search(pattern, place) for place in places if place):
+                pairs = sorted(zip(origins, names, strict=True), key=lambda pair: bool(pair[0]))
+                raise ValueError(
+                    f"{how}= must be a regular expression that finds an output; got {pattern!r} for "
+                    f"{[origin or name for origin, name in pairs[:12]]}{' and others' if pairs[12:] else ''}. Leave it "
+                    "out, or take the path of an output, or of the argument that it continues."
+                )
+        for i, (name, origin) in enumerate(zip(names, origins, strict=True)):
+            patterns = {how: pattern for how, pattern in self._said.items() if pattern is not None}
+            hows = [how for how, each in patterns.items() if re.search(each, name) or re.search(each, origin or name)]
+            if len(hows) > 1:
+                raise ValueError(
+                    f"One of mean, sum, max and rows must match an output; got {' and '.join(hows)} for {name!r}"
+                    f"{f', which continues {origin!r}' if origin else ''}. Narrow the patterns, {patterns}."
+                )
+            if found[i] == P() and (hows == ["rows"] or not hows):
+                found[i] = specs.get(origin, P(self._axes) if hows else P())
+            said.append("" if hows == ["rows"] else "".join(hows))
+        return [names, found, origins, said]
+
+    def _check_batch(self, batch: dict[str, Any], workers: int) -> None:
+        axes = self._axes_in(batch)
+        check_batch(batch, workers, batch_axis=axes)
+        check_global(batch, axes)
+
+    def _row_specs(self, axes: tuple[str, ...], batch: dict[str, Any]) -> list[P]:
+        """Returns the PartitionSpec of every leaf of a batch."""
+        rows = row_axes(batch, self._axes_in(batch))
+        return [P() if axis is None else P(*[None] * axis, axes) for axis in rows]
+
+    def _axes_in(self, batch: dict[str, Any]) -> Any:
+        """Returns `batch_axis` for the batches by name; given for the one argument, it may leave out the name."""
+        axis = self._batch_axis
+        is_whole = axis is None or isinstance(axis, int) or (isinstance(axis, dict) and axis.keys() == batch.keys())
+        return axis if is_whole or len(batch) > 1 else dict.fromkeys(batch, axis)
+
+    def _placed(self, packed: _Packed, specs: Callable[[Any], list[P]]) -> _Packed:
+        shardings = [NamedSharding(self.mesh, spec) for spec in packed.pick(specs(packed.tree()))]
+        return packed.replace(jax.device_put(packed.arrays, shardings))
+
+    @on_own_mesh
+    def _on_mesh(self, state: _Packed, batch: _Packed) -> _Packed:
+        """The function that is compiled."""
+        self._axes, workers = axes, _ = self._workers(state.tree())
+        for message in check_states(state.tree()):
+            warnings.warn(message, stacklevel=2)
+        self._check_batch(batch.tree(), workers)
+        whole = _spread(state.tree(), workers)
+        state = _Packed.of(whole, state.sharing)
+        specs = state.pick(self._state_specs(whole)), batch.pick(self._row_specs(axes, batch.tree()))
+        graph = nnx.graph_in(whole)
+        names = state.pick(nnx.names(whole))
+        row_names = [*names, *batch.pick(nnx.names(batch.tree()))]
+        specs_of = {name: spec for name, spec in zip(row_names, [*specs[0], *specs[1]], strict=True) if spec != P()}
+        about: list[_Leaf] = []  # the outputs; noted while tracing, as some trees can only be built from arrays
+
+        @jax.jit  # traced once, for the check and for the step
+        def own_step(own_state: list[Any], own_batch: list[Any]) -> _Packed:
+            own = own_state
+            if self._rng is not None:
+                own = own_keys(self._rng, names, own_state, jax.lax.axis_index(axes))
+            changed = nnx.shared(state.tree(own), state.sharing)
+            given = nnx.split_states(changed) | batch.tree(own_batch)
+            given = {name: arg.value if isinstance(arg, _Static) else arg for name, arg in given.items()}
+            args: list[Any] = []
+            while (name := self._argument(len(args))) in given:
+                args.append(given.pop(name))
+            try:
+                returned = nnx.merge_states(self._step(*args, **given), graph)
+            except (TypeError, ValueError) as error:
+                if "Non-hashable static" not in str(error):
+                    _note_rows(error, workers, batch, specs[1], zip(names, state.arrays, specs[0], strict=True))
+                    raise
+                raise ValueError(
+                    "Static arguments of a step's own jax.jit must be named for data_parallel, too; got a traced one. "
+                    "Pass static= with their names or positions, or bind them by functools.partial."
+                ) from error
+            out = _Out(returned, {name: arg for name, arg in changed.items() if nnx.is_changed(arg)})
+            packed = _Packed.of(out)
+            known = state.tree(own_state) | {
+                name: arg
+                for name, arg in batch.tree(own_batch).items()
+                if not _is_array(arg) or self._is_rows(name)  # a bare array of such a shape may be anything
+            }
+            about[:] = map(_Leaf, *map(packed.pick, self._about(out, known, specs_of)))
+            if self._rng is None:
+                return packed
+            pairs = {
+                name: (key, mine) for name, key, mine in zip(names, own_state, own, strict=True) if mine is not key
+            }
+            arrays = shared_keys(pairs, [leaf.origin for leaf in about], packed.arrays)
+            return packed.replace(arrays)
+
+        def on_workers(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+            # check_vma is off: with it, jax.grad of replicated parameters would insert a dense all-reduce. `_averaged`
+            # checks what it would have proven.
+            return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+
+        arrays = state.arrays, batch.arrays
+        if AxisType.Explicit in self.mesh.axis_types:  # the arrays' types may have other shardings
+            arrays = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), arrays, specs)
+        with naming_axes(self.mesh):
+            traced, out = jax.make_jaxpr(on_workers(own_step, P()), return_shape=True)(*arrays)
+        inputs = [frozenset(spec_axes(spec)) for spec in (*specs[0], *specs[1])]
+        scalars = {name for name, arg in state.tree().items() if _has_scalars_alone(arg)}
+        for i, (name, is_exchange) in enumerate(zip(names, state.pick(_is_of_exchange(whole)), strict=True)):
+            if is_exchange or name.split("/")[0] in scalars:
+                inputs[i] |= {GIVEN if is_exchange else _follows(name)}
+        varying = _varying_outputs(traced.jaxpr, inputs, frozenset(axes))
+        is_summed = [False] * len(names)
+        if (pattern := self._said["sum"]) is not None:
+            differs = {leaf.origin: not each.isdisjoint(axes) for leaf, each in zip(about, varying, strict=True)}
+            sums = {leaf.origin for leaf in about if leaf.said == "sum"}
+            for i, (name, spec) in enumerate(zip(names, specs[0], strict=True)):
+                is_named = name in sums or re.search(pattern, name) is not None
+                is_summed[i] = spec == P() and is_named and differs.get(name, True)  # a counter needs no sum
+                inputs[i] |= {LINEAR} if is_summed[i] else set()
+            varying = _varying_outputs(traced.jaxpr, inputs, frozenset(axes))
+        hows = self._hows(about, out.arrays, varying, scalars)
+        out_specs = [leaf.spec for leaf in about]
+
+        def whole_step(own_state: list[Any], own_batch: list[Any]) -> list[Any]:
+            arrays = own_step(own_state, own_batch).arrays
+            if any(LINEAR in marks for marks, how in zip(varying, hows, strict=True) if how == "sum"):
+                # Of a sum that goes on, such as 0.9 * old + new, each worker has the whole old part: take a Kth of it.
+                begun = [jnp.zeros_like(x) if one else x for x, one in zip(own_state, is_summed, strict=True)]
+                added = own_step(begun, own_batch).arrays
+            else:
+                added = arrays
+            return _combined(arrays, added, hows, axes)
+
+        return out.replace(on_workers(whole_step, out_specs)(*arrays))
+
+    def _is_rows(self, name: str) -> bool:
+        rows = self._said["rows"]
+        return rows is not None and re.search(rows, name) is not None
+
+    def _hows(self, about: list["_Leaf"], arrays: list[Any], varying: list[Axes], scalars: set[str]) -> list[str]:
+        """Returns how the workers' values of each output become one: "mean", "sum", "max", and "" for one as it is.
+
+        Raises:
+          ValueError: naming the outputs that differ between workers and of which nothing is said.
+        """
+        hows: list[str] = []
+        refused: list[tuple[str, _Leaf, bool]] = []
+        for leaf, array, found in zip(about, arrays, varying, strict=True):
+            is_float, is_bool = (jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.bool_))
+            is_state = bool(leaf.origin) and not leaf.is_loss(found, scalars)
+            usual = "mean" if array.shape == () and not is_state else ""
+            differs = not found.isdisjoint(self.mesh.axis_names) and leaf.spec == P()
+            how = leaf.said or usual
+            if differs and how == "sum" and OTHER in found:
+                raise ValueError(
+                    f"sum= must name sums over rows; got {leaf.name!r}, in which the old value, too, goes through "
+                    "something else than sums and constant factors. Leave it out of the state and compute it from the "
+                    "sums where it is used; or sum over the workers inside the step, by jax.lax.psum."
+                )
+            takes = {"mean": is_float, "sum": not is_bool, "max": True, "": False}[how]
+            hows.append(how if differs else "")
+            if differs and not takes:
+                shown = f"{leaf.name!r} {array.dtype}{list(array.shape)}{' (state)' if is_state else ''}"
+                refused.append((shown, leaf, bool(is_float)))
+        if refused:
+            of = self._axes[0] if len(self._axes) == 1 else self._axes
+            is_trained = any(is_float and leaf.origin for _, leaf, is_float in refused)
+            pattern = "|".join(dict.fromkeys(_pattern(leaf) for _, leaf, _ in refused))
+            means = f"mean={pattern!r} for means over the rows (running statistics), "
+            chains = "Put an exchange into the chain of what trains them, if they are parameters or optimizer states. "
+            raise ValueError(
+                "What a step returns must be the same on all workers, or a scalar of floats, which is averaged; got "
+                f"{', '.join(shown for shown, *_ in refused[:8])}{' and others' if refused[8:] else ''}, computed from "
+                f"each worker's own rows or gradients and not exchanged. {chains * is_trained}Pass "
+                f"{means if any(is_float for *_, is_float in refused) else ''}sum={pattern!r} for sums and counts, "
+                f"max={pattern!r} for maxima, rows={pattern!r} for what each row has of its own (regular expressions "
+                f"of paths). For anything else, as a least loss or a queue of embeddings, let the step communicate: "
+                f"jax.lax.pmean(loss, {of!r}), jax.lax.all_gather(rows, {of!r}, tiled=True). Decide by "
+                "jaxcomm.exchange_metrics(opt_state).skipped, not by the local gradients."
+            )
+        return hows
+
+    def _check(self, out: "_Out") -> None:
+        """Compares replicated arrays across the devices, and checks that every row is its worker's own."""
+        check_rows(out, math.prod(self.mesh.shape.values()))
+        packed = _Packed.of(out)
+        about = zip(packed.pick(out.names()), packed.pick(_specs(out)), packed.arrays, strict=True)
+        named = {name: array for name, spec, array in about if spec == P() and array.is_fully_replicated}
+        if found := differing_replicas(self.mesh, named):
+            names = [f"{name} (on device {', '.join(map(str, places))})" for name, places in found.items()]
+            raise ValueError(
+                f"What is replicated must be the same on all workers; got other numbers at {', '.join(names[:8])}"
+                f"{' and others' if names[8:] else ''} after {self._calls} steps. Start all processes with the same "
+                "parameters and seeds, and look for callbacks and kernels whose result is not determined."
+            )
+
+
+def data_parallel(
+    step: Callable[..., Any],
+    mesh: Mesh,
+    *,
+    batch: int | str | Sequence[int | str] = 1,
+    batch_axis: Any = 0,
+    mean: str | None = None,
+    sum: str | None = None,
+    max: str | None = None,
+    rows: str | None = None,
+    static: int | str | Sequence[int | str] = (),
+    rng: str | None = None,
+    check_every: int | None = None,
+    donate: bool = False,
+    compiler_options: dict[str, Any] | None = None,
+) -> DataParallel:
+    """Runs a train step written for one device on the workers of a mesh.
+
+        tx = jc.chain(jc.dct_dp(0.99), optax.adamw(3e-4))
+        step = jc.data_parallel(train_step, mesh)  # train_step(state, batch), as it was under jax.jit
+        state, metrics = step(state, batch)
+
+    The step may use Flax (`TrainState.apply_gradients`), Equinox, Haiku or plain JAX; it is compiled here, and may be
+    under `jax.jit` already. On each worker it gets that worker's rows of the batch. Its `jax.grad` gives the worker's
+    own gradient, which the exchange in its optimizer averages. All other arguments are placed by type: `PerWorker` rows
+    over the workers (a state fresh from `tx.init` gets a row for each), the rest replicated. Scalar outputs that differ
+    between workers, such as a loss, are averaged.
+
+    Values that a step computes from its gradients before the exchange (a norm, whether they are finite) are those of
+    one worker. At trace time, every output is traced back to the inputs. State that would differ between workers is
+    refused by name, and so is a `pmean` or `psum` of gradients or updates that was left in the step. Collectives inside
+    a loss may stay (SyncBN, a contrastive loss, counts of valid tokens): the gradient is that of the mean of the
+    workers' losses, to which each contributes its own.
+
+    Objects of Flax NNX (a model, an `nnx.Optimizer`, metrics) are changed in place, as by `nnx.jit`; pass a state of
+    `nnx.split` together with its graph. On the wire: the bytes of `tx`, and one all-reduce of 4 bytes for each number
+    that is averaged.
+
+    Args:
+      step: a function of the optimizer's state and a batch, among other arguments, that returns new state and metrics
+        in any order. Arguments may be any pytrees; leaves that are not arrays, such as a model's functions, are static.
+      mesh: a mesh whose only axes are those of workers.
+      batch: the arguments that are batches: positions or names; () for none. All their arrays have the same number of
+        rows, a multiple of K. Scalars in them, including a key of `jax.random.key`, are replicated.
+      batch_axis: the axis of the rows; or a tree of axes, a prefix of the batch, None for what is replicated; see
+        `make_train_step`. Of several batches, a tree by the names of the arguments.
+      mean: a regular expression of paths, for outputs that each worker computes from its own rows and that are to be
+        averaged: "batch_stats" for the running statistics of Flax, "BatchStat|Metric" for the running statistics and
+        metrics of NNX. An output has two paths: its own ("2/center"), and that of the argument that it continues, by
+        the argument's name ("state/center"), which is one of the same structure and shapes.
+      sum: the same, for sums over rows: counts, histograms, integers. State of sums may decay: with a state s of which
+        a step makes a * s + b, a replicated and b of a worker's rows, the new state is a * s + the sum of all b.
+      max: the same, for maxima; of booleans, whether any is true.
+      rows: the same, for what has rows of its own in the order of the workers, in arguments and outputs: environments,
+        recurrent state, logits, losses of rows. The first dimension is cut over the workers, as that of a batch. So is
+        an output that continues a batch that is a tree. What has one item for each worker may also be a `PerWorker` of
+        (K, ...): the step gets and returns (1, ...).
+      static: arguments that are Python values in the step, positions or names: a flag, a number of layers. They must be
+        named here, too, if they are static in a `jax.jit` of the step's own. (Strings and functions always are.)
+      rng: a regular expression of paths in the arguments that are not batches, for random keys of which each worker
+        gets its own: "key" for an argument of that name, "RngKey" for the keys of NNX. A key that is returned in the
+        state is replicated. Without `rng`, all workers draw the same numbers, each for its own rows.
+      check_every: calls from one comparison of all replicated state across the devices to the next; None for never. It
+        waits for the step, and each device receives 4 bytes an array from every other. It finds what no trace can
+        show: processes that started with other parameters, kernels that are not deterministic.
+      donate: reuse the buffers of the arguments that are not batches. The old state cannot be read afterwards.
+      compiler_options: see `make_train_step`. JAX refuses them where the step is part of another `jax.jit`.
+
+    Returns:
+      A callable like `step`, for global arrays; `jaxcomm.verify` takes it as its step.
+
+    Raises:
+      ValueError: at trace time, if there is no exchange in the state; for a local method, or gradients that bypass the
+        exchange; for a chain whose states show an order that is refused (`jaxcomm.chain` checks all rules in `init`);
+        for a batch that does not divide, or that has local arrays where there are several processes; for outputs that
+        differ between workers and of which nothing is said; for a pattern that finds nothing; for gradients that do not
+        differ; for collectives of gradients or updates outside the exchange; for a static argument that cannot be
+        hashed. At the first call and at every check, for rows that are not those of their workers; at a check, for
+        replicated state that differs.
+    """
+    if check_every is not None:
+        check_count("check_every", check_every, 1, "None never checks")
+    chosen, fixed = ([each] if isinstance(each, int | str) else each for each in (batch, static))
+    said = {"mean": mean, "sum": sum, "max": max, "rows": rows}
+    return DataParallel(step, mesh, chosen, batch_axis, said, fixed, rng, check_every, donate, compiler_options)
+
+
+def _parameters(step: Callable[..., Any]) -> list[str]:
+    """Returns the names of a function's positional parameters, as far as they are known."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, bool | int | float | complex) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+
+
+def _traced(tree: Any) -> list[bool]:
+    """Returns, for every leaf of a tree, whether it is traced. A Python number in an Equinox module is static."""
+    equinox = sys.modules.get("equinox")
+
+    def is_module(node: Any) -> bool:
+        return equinox is not None and isinstance(node, equinox.Module)
+
+    found: list[bool] = []
+    for node in jax.tree.leaves(tree, is_leaf=is_module):
+        found += [hasattr(leaf, "dtype") for leaf in jax.tree.leaves(node)] if is_module(node) else [_is_array(node)]
+    return found
+
+
+def _specs(tree: Any) -> list[P]:
+    """Returns the PartitionSpec of every leaf: `state_specs` as a list, since not every tree can hold them."""
+    found: list[P] = []
+    for node in jax.tree.leaves(tree, is_leaf=is_per_worker):
+        spec = P(node.axes[0] if len(node.axes) == 1 else node.axes) if is_per_worker(node) else P()
+        found += [spec] * len(jax.tree.leaves(node))
+    return found
+
+
+def _spread(state: Any, workers: int) -> Any:
+    """Gives a state that is fresh from `tx.init` a row for each worker."""
+
+    def rows(leaf: Any) -> Any:
+        if leaf.shape[0] == workers or isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        if leaf.shape[0] != 1:
+            raise ValueError(
+                f"A state must have a row for each worker; got {leaf.shape[0]} rows for {workers} workers. Use "
+                "jaxcomm.resize_workers to continue with another number of them; an array with several rows for each "
+                "worker is no PerWorker: name it by rows=."
+            )
+        return jnp.repeat(jnp.asarray(leaf), workers, axis=0)
+
+    return jax.tree.map(
+        lambda node: jax.tree.map(rows, node) if is_per_worker(node) else node, state, is_leaf=is_per_worker
+    )
+
+
+def _note_rows(error: Exception, workers: int, batch: _Packed, cut: list[P], others: Iterable[Any]) -> None:
+    """Notes at an error about shapes which arguments are cut over the workers, and which have as many rows and are not.
+
+    Args:
+      error: the error.
+      workers: K.
+      batch: the batches by name.
+      cut: the PartitionSpec of each of their arrays.
+      others: path, array and PartitionSpec of everything else.
+    """
+    if not re.search("shape|broadcast|dimension", str(error)):
+        return
+    counts = {jnp.shape(x)[len(spec) - 1] for x, spec in zip(batch.arrays, cut, strict=True) if spec != P()}
+    whole = [
+        f"{name!r} {tuple(x.shape)}" for name, x, spec in others if spec == P() and x.ndim and x.shape[0] in counts
+    ]
+    error.add_note(
+        f"data_parallel gives each of {workers} workers its part of the rows of {sorted(batch.tree())} (batch=); whole "
+        f"are, with as many rows, {', '.join(whole[:8]) or 'none'}. Name by batch= the arguments that are batches, by "
+        "rows= state that has the rows of a batch, by batch_axis= another axis than the first."
+    )
+
+
+def _pattern(leaf: _Leaf) -> str:
+    """Returns a regular expression, as short as a name, that finds an output."""
+    path = leaf.origin or leaf.name
+    if ":" in path:
+        return path.rsplit(":", 1)[1]  # the type of a variable of NNX
+    parts = path.split("/")
+    if "batch_stats" in parts:
+        return "batch_stats"
+    is_word = len(parts[-1]) > 2 and not parts[-1].isdigit()
+    return re.escape(parts[-1]) if is_word else f"^{re.escape(path)}$"
+
+
+def _buffers(array: Any) -> Any:
+    """Returns something that is equal for two arrays in the same memory."""
+    if not isinstance(array, jax.Array) or not array.size or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return id(array)
+    return array.addressable_shards[0].data.unsafe_buffer_pointer() if array.addressable_shards else id(array)
+
+
+def _distinct(arrays: list[Any], batch: Any, key: Callable[[Any], Any]) -> list[Any]:
+    """Copies the arrays that are there twice, or in the batch, too: one buffer cannot be donated twice."""
+    seen = {key(leaf) for leaf in jax.tree.leaves(batch)}
+    found = []
+    for array in arrays:
+        is_new = key(array) not in seen
+        seen.add(key(array))
+        found.append(array if is_new or not isinstance(array, jax.Array) else jnp.copy(array))
+    return found
+
+
+def _combined(arrays: list[Any], added: list[Any], hows: list[str], axes: tuple[str, ...]) -> list[Any]:
+    """Combines the workers' values; `added` has the outputs without the old part of their sums."""
+    workers = jax.lax.axis_size(axes)
+    means = iter(dense_mean([x for x, how in zip(arrays, hows, strict=True) if how == "mean"], axes)[0])
+
+    def total(x: jax.Array, new: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x - new + jax.lax.psum(new, axes)
+        # One sum, that all workers may get the same bits.
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        x, new = x.astype(wide), new.astype(wide)
+        return jax.lax.psum(new + (x - new) / workers, axes)
+
+    def largest(x: jax.Array) -> jax.Array:
+        return jax.lax.pmax(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x, axes)
+
+    def one(x: jax.Array, new: jax.Array, how: str) -> jax.Array:
+        if how == "mean":
+            return next(means)
+        if how == "sum":
+            return total(x, new).astype(x.dtype)
+        return largest(x).astype(x.dtype) if how == "max" else x
+
+    return [one(*each) for each in zip(arrays, added, hows, strict=True)]
+
+
+def _has_scalars_alone(arg: Any) -> bool:
+    """Returns whether an argument is a tree of scalars."""
+    leaves = jax.tree.leaves(arg)
+    return (
+        bool(leaves) and not _is_array(arg) and all(_is_array(x) and not jnp.ndim(x) and not is_key(x) for x in leaves)
+    )
+
+
+def _is_of_exchange(tree: Any) -> list[bool]:
+    """Returns, for every leaf of a tree, whether it is in the state of an exchange."""
+    found: list[bool] = []
+    for node in jax.tree.leaves(tree, is_leaf=is_exchange_state):
+        found += [is_exchange_state(node)] * len(jax.tree.leaves(node))
+    return found
+
+
+# What the walk notes of a state that was given to an exchange, and of what an exchange returned.
+GIVEN, EXCHANGED = "(given to an exchange)", "(exchanged)"
+
+
+def _varying_outputs(jaxpr: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
+    """Returns the axes, and marks, of the outputs of a traced `shard_map`.
+
+    Collectives inside a loss (SyncBN, a contrastive loss, counts of valid tokens) are right: untracked, the gradient is
+    that of the sum of the workers' losses, and its mean that of their mean. A gradient that they have reduced, or an
+    update that they reduce again, is a dense exchange beside the exchange.
+
+    Raises:
+      ValueError: for collectives that reduce gradients before the exchange, or what it returned; for gradients of which
+        none differs between workers.
+    """
+    (eqn,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    body, known = eqn.params["jaxpr"], dict(zip(jaxpr.invars, inputs, strict=True))
+    outside, inside = by_scope(body, SCOPE, axes)
+    own, entered = {f"#{i}": each for i, each in enumerate(outside)}, set(map(id, inside))
+    marks = {id(each): mark for mark, each in own.items()}
+    sizes: dict[int, tuple[int, Axes]] = {}  # of the gradients: arrays that enter an exchange and are not its state
+    made: set[int] = set()
+    again: dict[int, Any] = {}
+
+    def see(eqn: Any, given: list[Axes], out: list[Axes]) -> list[Axes]:
+        if id(eqn) in entered:
+            for variable, found in zip(eqn.invars, given, strict=True):
+                is_gradient = not hasattr(variable, "val") and jnp.issubdtype(variable.aval.dtype, jnp.floating)
+                if is_gradient and id(variable) not in made and GIVEN not in found:
+                    sizes[id(variable)] = math.prod(variable.aval.shape), found
+            made.update(map(id, eqn.outvars))
+            return [each - own.keys() - {GIVEN} | {EXCHANGED} for each in out]
+        if id(eqn) not in marks:
+            return out
+        for variable, found in zip(eqn.invars, given, strict=True):
+            if EXCHANGED in found and not found & axes and math.prod(variable.aval.shape) > 1:
+                again[id(eqn)] = eqn
+        reduces = any(each & axes for each in given)  # not what is the same on all workers
+        return [each | {marks[id(eqn)]} for each in out] if reduces else out
+
+    found = varying_axes(body, [known.get(v, frozenset()) for v in eqn.invars], see)
+    differ = sum(size for size, each in sizes.values() if each & axes)
+    reduced = [(size, each & own.keys()) for size, each in sizes.values() if each & own.keys() and not each & axes]
+    if sum(size for size, _ in reduced) > differ:
+        of_gradients = frozenset[str]().union(*(each for _, each in reduced))
+        again |= {id(own[mark]): own[mark] for mark in sorted(of_gradients)}
+    if again:
+        first = next(iter(again.values()))
+        shapes = ", ".join(str(v.aval) for v in first.invars)
+        size = sum(count_bytes(v.aval.shape, v.aval.dtype.itemsize) for eqn in again.values() for v in eqn.invars)
+        raise ValueError(
+            f"A step must leave the mean of its gradients to its exchange; got gradients or updates reduced by "
+            f"{len(again)} collectives of its own over {size:,} bytes, the first a {first.primitive.name} of {shapes}. "
+            "Delete lax.pmean and lax.psum of gradients, updates and parameters; those inside of a loss may stay."
+        )
+    workers = math.prod(eqn.params["mesh"].shape[axis] for axis in axes)
+    if sizes and not differ and workers > 1:
+        raise ValueError(
+            f"Each worker must have rows of its own; got a step whose gradients are the same on all {workers} workers. "
+            "Name by batch= the arguments that are batches, by rows= state that has rows, by rng= keys of which each "
+            "worker is to draw its own examples. Data in the closure of a step is whole on every worker: pass it."
+        )
+    return found

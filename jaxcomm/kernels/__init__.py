@@ -1,0 +1,1 @@
+"""What a backend must be told: platforms, bits, vectors, numerics, noise. Nothing above names a platform."""

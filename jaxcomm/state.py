@@ -1,0 +1,502 @@
+"""The state of a training run: where its parts are placed, what an exchange's state says, and resizing.
+
+What an exchange keeps is found by its type, `ExchangeState`, wherever it is in an optimizer's state.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+from jax.sharding import PartitionSpec as P
+
+from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
+from jaxcomm.exchange import (
+    ExchangeState,
+    bypasses,
+    exchange_states,
+    get_exchange,
+    is_exchange_state,
+    keep_unless,
+    worker_of,
+)
+from jaxcomm.kernels.numerics import widened
+from jaxcomm.serialization import has_lost_types
+from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, PerWorker, is_per_worker, join_parts
+
+
+class TrainState(NamedTuple):
+    """The state that a train step takes and returns.
+
+    Attributes:
+      params: the parameters, replicated; with a local method a row for each worker, see `global_params`.
+      opt_state: the optimizer's state. Its `PerWorker` leaves have a row for each worker; the rest is replicated.
+      step: () int32, steps so far, skipped ones included.
+      model_state: arrays that the model changes without a gradient, such as the running statistics of batch
+        normalisation: floats, replicated; a row for each worker with a local method that does not exchange in every
+        step. Empty for most models.
+    """
+
+    params: Any
+    opt_state: Any
+    step: jax.Array
+    model_state: Any = ()
+
+
+def state_specs(state: Any) -> Any:
+    """Returns the PartitionSpec of every leaf: rows of workers over their axes, the rest replicated.
+
+    Args:
+      state: an optimizer's state or a `TrainState`, of arrays or of `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      A tree of the state's structure, for the `in_specs` and `out_specs` of `jax.shard_map`.
+
+    Raises:
+      ValueError: for a state that has lost its types.
+    """
+    if has_lost_types(state):
+        raise ValueError(
+            "A state must have its types to say where its rows are; got rows in dicts, of nnx.split, nnx.state or a "
+            "checkpoint that was restored without a target. Pass optimizer.opt_state as it is, or restore into the "
+            "state of tx.init."
+        )
+
+    def spec(node: Any) -> Any:
+        rows = P(node.axes[0] if len(node.axes) == 1 else node.axes) if is_per_worker(node) else P()
+        return jax.tree.map(lambda _: rows, node)
+
+    return jax.tree.map(spec, state, is_leaf=is_per_worker)
+
+
+def check_rows(state: Any, workers: int) -> None:
+    """Refuses a state whose rows are on other workers than their own, as far as this process can read them.
+
+    Args:
+      state: any tree with an optimizer's state in it.
+      workers: K.
+
+    Raises:
+      ValueError: naming the exchange and the workers.
+    """
+    for found in exchange_states(state):
+        check_rows((found.memory, found.others), workers)
+        rows = None if found.worker is None or found.worker.shards else jax.tree.leaves(found.worker)[0]
+        if isinstance(rows, Tracer) or not isinstance(rows, jax.Array | np.ndarray):
+            continue
+        for shard in jnp.asarray(rows).addressable_shards:  # (K, 1), of a pipeline (stages, K, 1)
+            row = np.asarray(shard.data)[..., 0]
+            got, of = worker_of(row)
+            wanted = np.arange(got.shape[-1]) + (shard.index[-2].start or 0)
+            if rows.shape[-2] == workers and ((row >= 0) & (of != 0) & (of != workers)).any():
+                raise ValueError(
+                    f"The rows of {found.method.name} must be those of {workers} workers; got rows of {of.max()}, some "
+                    "cut off or padded with zeros (strict=False of a checkpoint's restore), and with them gradients "
+                    f"that were not sent yet. Restore with the state of {of.max()} workers as the target, and convert "
+                    f"it: step.resize(state, {workers}), or jaxcomm.resize_workers."
+                )
+            if ((row >= 0) & (got != wanted)).any() or (rows.shape[-2] == 1 < workers and (row >= 0).any()):
+                raise ValueError(
+                    f"The rows of {found.method.name} must be those of their {workers} workers; got those of workers "
+                    f"{got.tolist()}. The state was kept as if it were replicated (pmap with out_axes=None, "
+                    "shard_map with P(), nnx.split), and the other workers' residuals are gone: place PerWorker "
+                    "leaves by jaxcomm.state_specs, and begin with the state of tx.init."
+                )
+
+
+def communication_period(state: Any) -> int | None:
+    """Finds how many steps a local method takes between two exchanges.
+
+    Args:
+      state: the state of one transformation or of an Optax chain.
+
+    Returns:
+      The number of steps; None for methods that exchange gradients, whose parameters are replicated.
+    """
+    return next((found.method.period for found in exchange_states(state)), None)
+
+
+def works_alone(state: Any) -> bool:
+    """Returns whether the state is of a local method that does not exchange in every step.
+
+    In the other steps no worker waits for another, so their scalars and model states are their own.
+    """
+    return (communication_period(state) or 1) > 1
+
+
+def exchange_interval(state: Any) -> int:
+    """Finds the steps from one exchange to the next, of a local method or of a chain that accumulates; else 1.
+
+    Args:
+      state: the state of one transformation or of a chain, or a tree that contains it.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, AccumulatedState))
+    return next((node.every for node in nodes if isinstance(node, AccumulatedState)), communication_period(state) or 1)
+
+
+def exchange_turns(state: Any) -> int:
+    """Finds how many exchanges a local method takes to exchange all parameters once; 1 for other methods."""
+    return next((found.method.turns for found in exchange_states(state)), 1)
+
+
+def applies_step(metrics: ExchangeMetrics, undoes_skipped: bool) -> jax.Array:
+    """Returns whether a step should change parameters and optimizer: () bool, False if a skipped exchange undoes it.
+
+    Args:
+      metrics: the exchange's.
+      undoes_skipped: its method's.
+    """
+    ok = metrics.skipped == 0
+    return ok if undoes_skipped else jnp.asarray(True)
+
+
+def keep_states_unless(ok: jax.Array, new: Any, old: Any) -> Any:
+    """Returns the new state if `ok`, else the old one; states of exchanges, and of chains around them, are always new.
+
+    These have already kept what they must.
+    """
+
+    def is_kept(node: Any) -> bool:
+        return is_exchange_state(node) or isinstance(node, AccumulatedState | DelayedState)
+
+    return jax.tree.map(lambda n, o: n if is_kept(n) else keep_unless(ok, n, o), new, old, is_leaf=is_kept)
+
+
+def update_with(
+    tx: optax.GradientTransformation, gradients: Any, state: Any, params: Any, value: Any, value_fn: Callable[..., Any]
+) -> tuple[Any, Any]:
+    """Calls `tx.update` with the further arguments of a line search and of `reduce_on_plateau`.
+
+    Args:
+      tx: the chain; only a `jaxcomm.chain` gets `value_fn` and `grad`, and averages them over the workers.
+      gradients: each worker's own.
+      state: the chain's state.
+      params: the parameters.
+      value: the loss, the mean over all workers.
+      value_fn: params -> each worker's own loss.
+    """
+    more: dict[str, Any] = {"value": value}
+    if hasattr(tx, "links"):
+        more |= {"grad": gradients, "value_fn": value_fn}
+    try:
+        return update_with_more(tx, gradients, state, params, more)
+    except TypeError as error:
+        if "keyword-only argument" in str(error):
+            error.add_note(
+                "A train step gives a jaxcomm.chain value=, grad= and value_fn=, and another transformation value= "
+                "alone. Write jaxcomm.chain in the place of optax.chain. A pipeline gives none of them."
+            )
+        raise
+
+
+def update_with_more(
+    tx: optax.GradientTransformation, updates: Any, state: Any, params: Any, more: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Calls `tx.update` with further arguments, or without them if it only says that it takes any (PSGD's Kron)."""
+
+    def call() -> tuple[Any, Any]:
+        return optax.with_extra_args_support(tx).update(updates, state, params, **more)
+
+    try:
+        # Traced by itself: of a call that fails, no collective is left in the step. A jaxcomm.chain does not fail so.
+        return call() if hasattr(tx, "links") or not more else jax.jit(call, inline=True)()
+    except TypeError as error:
+        if not more or "unexpected keyword argument" not in str(error):
+            raise
+    return tx.update(updates, state, params)
+
+
+def trained(params: Any) -> Any:
+    """Returns the parameters that have gradients: the tree with None in place of integers, booleans and keys."""
+
+    def is_trained(leaf: Any) -> bool:
+        dtype = jnp.result_type(leaf)
+        is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        return not (is_key or dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.integer))
+
+    return jax.tree.map(lambda leaf: leaf if is_trained(leaf) else None, params)
+
+
+def with_untrained(own: Any, params: Any) -> Any:
+    """Returns trained parameters together with the untrained ones of `params`; the inverse of `trained`."""
+    return jax.tree.map(lambda new, old: old if new is None else new, own, params, is_leaf=lambda leaf: leaf is None)
+
+
+def exchange_metrics(state: Any) -> ExchangeMetrics | None:
+    """Finds the metrics of the exchange in an optimizer's state.
+
+    Args:
+      state: the state of one transformation or of an Optax chain.
+
+    Returns:
+      The metrics of the first exchange (with sharded parameters, of all groups together), or None if the state has no
+      exchange of this library.
+    """
+
+    def is_found(node: Any) -> bool:
+        return isinstance(node, ExchangeMetrics | ExchangeState)
+
+    found = next((node for node in jax.tree.leaves(state, is_leaf=is_found) if is_found(node)), None)
+    return found.metrics if isinstance(found, ExchangeState) else found
+
+
+def bypassing(state: Any, tree: Any) -> frozenset[str]:
+    """Returns the paths of the leaves whose gradients bypass the exchange, as `jax.tree_util.keystr` writes them.
+
+    Args:
+      state: an optimizer's state.
+      tree: the parameters, or another tree of their structure.
+    """
+    found = list(exchange_states(state))
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return frozenset(
+        jax.tree_util.keystr(path) for path, leaf in leaves if any(bypasses(each, path, leaf) for each in found)
+    )
+
+
+def vary_exchanged(tree: Any, state: Any, axis_name: AxisName) -> Any:
+    """Marks parameters as varying between workers, except those whose gradients bypass the exchange. Moves no bytes.
+
+    Args:
+      tree: the parameters, or another tree of their structure.
+      state: the optimizer's state.
+      axis_name: the axis of workers, or the axes.
+    """
+    paths = bypassing(state, trained(tree))
+
+    def vary(path: Any, leaf: jax.Array) -> jax.Array:
+        return leaf if jax.tree_util.keystr(path) in paths else to_varying(leaf, axis_name)
+
+    return jax.tree_util.tree_map_with_path(vary, tree)
+
+
+def vary_rows(state: Any, others: tuple[str, ...]) -> Any:
+    """Marks as varying what may differ in a state, since the branches of a conditional must agree on it.
+
+    Rows differ along their axes, and everything along `others`, the axes of sharded parameters.
+    """
+
+    def vary(node: Any) -> Any:
+        return to_varying(node, (*node.axes, *others) if is_per_worker(node) else others)
+
+    return jax.tree.map(vary, state, is_leaf=is_per_worker)
+
+
+def check_model_state(model_state: Any) -> None:
+    """Refuses a model's state that cannot be averaged over the workers.
+
+    Raises:
+      ValueError: for a leaf that is not of a real floating type.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise ValueError(
+                "The leaves of a model's state must be of a real floating type, since they are averaged over the "
+                f"workers; got {jnp.result_type(leaf)} at {jax.tree_util.keystr(path)!r}. Keep counters and random "
+                "keys out of it (nnx.state(model, nnx.BatchStat) has running statistics alone), or make the leaf a "
+                "float. A step of your own takes them as they are: jaxcomm.data_parallel."
+            )
+
+
+def check_axes(exchange: ExchangeState, axis_name: AxisName) -> None:
+    """Refuses an exchange over other axes than those of the workers.
+
+    Raises:
+      ValueError: naming the axes of both.
+    """
+    wanted, got = set(axis_names(axis_name)), set(exchange.method.axes)
+    if got != wanted:
+        raise ValueError(
+            f"{exchange.method.name} must average over all axes of workers, {axis_name!r}; got {exchange.method.axes}. "
+            "Pass axis_name= to both."
+        )
+
+
+def make_local(state: TrainState, axis_name: AxisName) -> TrainState:
+    """With a local method, makes a worker's parameters, optimizer and model state a row of `PerWorker`s."""
+    if communication_period(state.opt_state) is None:
+        return state
+    axes = axis_names(axis_name)
+
+    def is_kept(node: Any) -> bool:
+        return is_exchange_state(node) or is_per_worker(node)
+
+    def row(node: Any) -> Any:
+        return node if is_kept(node) else PerWorker(node[None], axes, is_local=True)
+
+    opt_state, model_state = jax.tree.map(row, (state.opt_state, state.model_state), is_leaf=is_kept)
+    model_state = model_state if works_alone(state.opt_state) else state.model_state
+    params = PerWorker(jax.tree.map(lambda leaf: leaf[None], state.params), axes, is_local=True)
+    return state._replace(params=params, opt_state=opt_state, model_state=model_state)
+
+
+def mean_model_state(model_state: Any, axis: int = 0) -> Any:
+    """Returns a model's state with the mean over the workers in place of rows, which a local method has."""
+
+    def mean(node: Any) -> Any:
+        if not (is_per_worker(node) and node.is_local):
+            return node
+        return jax.tree.map(lambda rows: widened(rows).mean(axis).astype(rows.dtype), node.rows)
+
+    return jax.tree.map(mean, model_state, is_leaf=is_per_worker)
+
+
+def without_rows(state: TrainState) -> TrainState:
+    """Returns the state with a local worker's own arrays, without the row dimension; the inverse of `make_local`."""
+
+    def own(node: Any) -> Any:
+        is_row = is_per_worker(node) and node.is_local
+        return jax.tree.map(lambda row: row[0], node.rows) if is_row else node
+
+    return jax.tree.map(own, state, is_leaf=is_per_worker)
+
+
+def global_params(state: TrainState) -> Any:
+    """Returns the model to evaluate and to save: one set of parameters.
+
+    For a method that exchanges gradients these are the parameters themselves. The workers of a local method have their
+    own parameters, and the global model is built from the method's state. Call it under `jax.jit` where several
+    processes share that state.
+
+    Raises:
+      ValueError: if the parameters have rows and the state has no exchange, or has shards.
+    """
+    if not isinstance(state.params, PerWorker):
+        return state.params
+    if any(is_per_worker(node) and node.shards for node in jax.tree.leaves(state, is_leaf=is_per_worker)):
+        raise ValueError(
+            "The model of workers that hold shards must be put together by their step; got such a state. Call "
+            "step.params(state)."
+        )
+    like = jax.tree.map(lambda rows: rows[0], state.params.rows)
+    exchange = get_exchange(state.opt_state)
+    return with_untrained(exchange.method.global_model(exchange, trained(like)), like)
+
+
+def resize_workers(state: Any, workers: int) -> Any:
+    """Changes the number of rows of every `PerWorker` array, and keeps the mean over the rows.
+
+    A residual is a gradient that was not applied yet, and reaches the parameters divided by the number of workers. So
+    the mean of the rows (the update that is still owed) must be preserved, not their sum. The rows are spread over the
+    new workers in order: a new worker's row is the average of the old rows it covers. Momenta and thresholds are
+    averaged too, and so are the parameters of a local method's workers. A vector that the workers hold together
+    (`resizing="parts"`) is joined and divided again. A method may mark a refresh as due (`Exchange.resized`).
+
+    An array that is sharded over other axes of the mesh keeps its shards, each with a row for every new worker. Under
+    `hierarchical`, workers are added and removed in whole groups: each share keeps the mean of the groups' rows.
+
+    Args:
+      state: an optimizer's state or a `TrainState`, on one host (NumPy or addressable arrays). For the state of a
+        pipeline, whose first dimension is that of the stages, call `step.resize`.
+      workers: the new K; under `hierarchical`, the workers of all groups.
+
+    Returns:
+      The state with (K, ...) NumPy rows.
+
+    Raises:
+      ValueError: for fewer than one worker, for a number of workers that is not a multiple of the group size, and for
+        the state of a pipeline.
+    """
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1; got {workers}. Pass a positive integer.")
+    nodes = [node for node in jax.tree.leaves(state, is_leaf=is_per_worker) if is_per_worker(node)]
+    # State that differs between shards alone has a row for each shard.
+    shards = {(): 1} | {node.axes: len(node.rows) for node in nodes if node.shards == len(node.axes)}
+
+    def fold(node: PerWorker, axes: tuple[str, ...]) -> PerWorker:
+        own = node.axes[len(node.axes) - node.shards :]
+        if own == node.axes:
+            return node
+        inside = shards[own] // shards[tuple(name for name in own if name not in axes)]  # workers in a group
+        if workers % inside:
+            raise ValueError(
+                f"Workers must make whole groups of {inside}, the number along {own[0]!r}; got {workers}. Pass a "
+                f"multiple of {inside}."
+            )
+        new = workers // inside
+        return replace(node, rows=jax.tree.map(lambda rows: _FOLDS[node.resizing](rows, shards[own], new), node.rows))
+
+    def walk(tree: Any, axes: tuple[str, ...] | None) -> Any:
+        """Resizes a tree, from the state of an exchange over these axes; None for a tree outside of any exchange."""
+
+        def resize(node: Any) -> Any:
+            if is_per_worker(node):
+                return fold(node, node.axes if axes is None else axes)
+            if not isinstance(node, ExchangeState):
+                return node
+            if np.ndim(node.step):
+                raise ValueError(
+                    f"A state must have the workers first to be resized; got stages first in that of "
+                    f"{node.method.name}. Call step.resize(state, workers) of the pipeline's step."
+                )
+            over = node.method.axes if axes is None else axes
+            parts = {name: walk(getattr(node, name), over) for name in ("residual", "memory", "others", "worker")}
+            worker = jax.tree.map(lambda rows: np.full_like(rows, -1), parts.pop("worker"))
+            return node.method.resized(node.replace(worker=worker, **parts))
+
+        return jax.tree.map(resize, tree, is_leaf=lambda node: is_per_worker(node) or isinstance(node, ExchangeState))
+
+    return walk(state, None)
+
+
+def _mean(rows: Any, shards: int, new: int) -> np.ndarray:
+    """Averages rows (K * shards, ...), workers first, to (new * shards, ...): every shard keeps its mean."""
+    rows = np.asarray(rows)
+    old = len(rows) // shards
+    flat = _overlap(old, new) @ rows.reshape(old, -1).astype(np.float64)
+    flat = flat if jnp.issubdtype(rows.dtype, jnp.inexact) else np.rint(flat)  # counts, equal in every row
+    return flat.astype(rows.dtype).reshape(new * shards, *rows.shape[1:])
+
+
+def _parts(rows: Any, shards: int, new: int) -> np.ndarray:
+    """Joins each shard's vector, of which every row holds its worker's part, and gives it to all new rows."""
+    rows = np.asarray(rows).reshape(-1, shards, np.shape(rows)[-1])
+    whole = [np.asarray(join_parts(rows[:, shard])) for shard in range(shards)]
+    return np.concatenate([np.stack(whole)] * new)
+
+
+def _batch(rows: Any, shards: int, new: int) -> np.ndarray:
+    """Redistributes the rows of a batch (K, M, b, ...), scaled as each worker's loss is a mean over more or fewer."""
+    del shards  # a boundary is between stages
+    rows = np.asarray(rows)
+    old, micro, size = rows.shape[:3]
+    if old * size % new:
+        raise ValueError(
+            f"The number of workers must divide the {old * size} rows of a micro-batch, for which a boundary keeps "
+            f"residuals; got {new}. Pass a number that does."
+        )
+    return (rows * (new / old)).astype(rows.dtype).reshape(new, micro, -1, *rows.shape[3:])
+
+
+_FOLDS = {"mean": _mean, "parts": _parts, "batch": _batch}
+
+
+def _overlap(old: int, new: int) -> np.ndarray:
+    """Returns the weight of each old row in each new row: (new, old); rows sum to 1, columns to new/old."""
+    edge_old, edge_new = np.arange(old + 1) / old, np.arange(new + 1) / new
+    low = np.maximum(edge_new[:-1, None], edge_old[None, :-1])
+    high = np.minimum(edge_new[1:, None], edge_old[None, 1:])
+    return np.maximum(high - low, 0) * new
+
+
+def check_apart(params: Any) -> None:
+    """Refuses an array at two places of the parameters, whose copies would be trained apart.
+
+    Raises:
+      ValueError: naming both places.
+    """
+    places: dict[int, str] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray) or not leaf.size:
+            continue
+        name = jax.tree_util.keystr(path)
+        if (first := places.setdefault(id(leaf), name)) != name:
+            raise ValueError(
+                f"An array must be at one place of the parameters; got one at {first!r} and at {name!r}, of which a "
+                "step would make two parameters. If they are tied, keep one, and have the loss use it twice (of a "
+                "pipeline, in one stage); if they only start equal, pass a copy: jax.numpy.copy."
+            )

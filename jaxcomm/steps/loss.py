@@ -1,0 +1,233 @@
+"""The loss of a step: its arguments and results, its keys, its gradients, and its micro-batches."""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomm.collectives.axis import AxisName, axis_names, is_bound, to_varying, zeros_of
+from jaxcomm.kernels.numerics import widened
+from jaxcomm.state import trained, with_untrained
+from jaxcomm.steps.batch import Batch
+from jaxcomm.types import ExchangeMetrics
+
+LossFn = Callable[..., Any]
+GradientsFn = Callable[[Any, Any, Any], tuple[tuple[Any, tuple[dict[str, Any], Any]], Any]]
+
+
+class Scalars(NamedTuple):
+    """How the scalars of a loss become one over the workers; see `make_train_step`.
+
+    Attributes:
+      sum: a regular expression of the names of sums over rows.
+      max: of the names of maxima.
+      micro_batches: micro-batches of a worker in a step.
+    """
+
+    sum: str | None = None
+    max: str | None = None
+    micro_batches: int = 1
+
+    def of_own(self, rows: dict[str, jax.Array], workers: int) -> dict[str, jax.Array]:
+        """Returns the sum or the mean over some of K workers, of rows (n,) that `of_all` has made."""
+
+        def together(name: str, own: jax.Array) -> jax.Array:
+            return own.sum() / workers if self.sum is not None and re.search(self.sum, name) else own.mean()
+
+        return {name: together(name, own) for name, own in rows.items()}
+
+    def check(self, scalars: Mapping[str, Any]) -> None:
+        """Refuses a pattern that finds no scalar.
+
+        Raises:
+          ValueError: naming the scalars.
+        """
+        for how, pattern in (("sum", self.sum), ("max", self.max)):
+            if pattern is not None and not any(re.search(pattern, name) for name in scalars):
+                raise ValueError(
+                    f"{how}= must be a regular expression that finds a scalar of the loss; got {pattern!r} for "
+                    f"{list(scalars)}. Leave it out, or return the scalar beside the loss, with has_aux=True."
+                )
+
+    def of_all(self, name: str, value: Any, axis_name: AxisName) -> jax.Array:
+        """Returns what, averaged over micro-batches and workers, is the sum, the maximum or the mean.
+
+        Raises:
+          ValueError: for an integer or a boolean that is to be averaged; for both patterns.
+        """
+        is_sum, is_max = (each is not None and re.search(each, name) is not None for each in (self.sum, self.max))
+        if is_sum and is_max:
+            raise ValueError(
+                f"One of sum and max must match a scalar; got both for {name!r}. Narrow the patterns, {self.sum!r} and "
+                f"{self.max!r}."
+            )
+        is_known = isinstance(value, bool | int) or jnp.issubdtype(jnp.result_type(value), jnp.floating)
+        if not (is_sum or is_max or is_known):  # a number of Python's is the same on all workers
+            raise ValueError(
+                f"A scalar that is averaged over the workers must be a float; got {jnp.result_type(value)} for "
+                f"{name!r}. Pass sum={re.escape(name)!r} for a sum or a count, max={re.escape(name)!r} for a maximum "
+                "(regular expressions of names), or take its mean as a float."
+            )
+        number = jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
+        names = [each for each in axis_names(axis_name) if is_bound(each)]  # a loss of all rows is in no such axis
+        if is_max and names:
+            return lax.pmax(lax.stop_gradient(number), tuple(names))
+        return number * (self.micro_batches * lax.axis_size(tuple(names))) if is_sum and names else number
+
+
+def loss_of(
+    loss_fn: LossFn, has_aux: bool, has_state: bool, axis_name: AxisName, kinds: Scalars | None = None
+) -> LossFn:
+    """Wraps any loss as (params, model_state, batch) -> (loss, (scalars, new model_state))."""
+    kinds = Scalars() if kinds is None else kinds
+
+    def loss(params: Any, model_state: Any, batch: Any) -> tuple[jax.Array, tuple[dict[str, jax.Array], Any]]:
+        args = (params, model_state, batch) if has_state else (params, batch)
+        if isinstance(batch, Batch):
+            keys = () if batch.key is None else (jax.random.fold_in(batch.key, lax.axis_index(axis_name)),)
+            args = (*args[:-1], batch.tree(), *keys)
+        if not has_state and jax.tree.leaves(model_state):
+            raise ValueError(
+                f"A model's state must be given to the loss, which returns a new one; got a state of "
+                f"{len(jax.tree.leaves(model_state))} arrays for a loss without. Pass has_state=True and "
+                "loss_fn(params, model_state, batch), or leave model_state out of init."
+            )
+        _check_call(loss_fn, args, has_state)
+        value, scalars, model_state = _parts_of(loss_fn(*args), model_state, has_aux, has_state)
+        if jnp.shape(value) != ():
+            raise ValueError(f"A loss must be a scalar; got shape {jnp.shape(value)}. Take its mean.")
+        for name, scalar in scalars.items():
+            if name in _RESERVED:
+                raise ValueError(
+                    f"The names of scalars must not be those of a step's own metrics, {', '.join(_RESERVED)}; got "
+                    f"{name!r}. Give it another name; the loss is in the metrics without it."
+                )
+            if not hasattr(scalar, "shape") and not isinstance(scalar, bool | int | float):
+                raise ValueError(
+                    f"{name!r} must be a scalar; got {type(scalar).__name__}. Return one flat dict of scalars."
+                )
+            if jnp.shape(scalar) != ():
+                raise ValueError(
+                    f"{name!r} must be a scalar; got shape {jnp.shape(scalar)}. Take its mean; or take "
+                    "numbers of rows (logits, losses of rows) out of a step of your own, by "
+                    "jaxcomm.data_parallel(rows=)."
+                )
+        kinds.check(scalars)
+        scalars = {name: kinds.of_all(name, scalar, axis_name) for name, scalar in scalars.items()}
+        return value, (scalars, model_state)
+
+    return loss
+
+
+_RESERVED = ("loss", *ExchangeMetrics._fields)
+
+
+def _parts_of(out: Any, model_state: Any, has_aux: bool, has_state: bool) -> tuple[Any, dict[str, Any], Any]:
+    """Splits the output of a loss_fn into the loss, the scalars and the model's new state."""
+    if not has_aux and not has_state:
+        if isinstance(out, tuple | list):
+            raise ValueError(
+                f"A loss must be a scalar; got a {type(out).__name__} of {len(out)}. Pass has_aux=True for a loss_fn "
+                "that returns the loss and a dict of scalars."
+            )
+        return out, {}, model_state
+    wanted = "(loss, (dict of scalars, new model_state))" if has_state else "(loss, dict of scalars)"
+    flag = "has_state" if has_state else "has_aux"
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise ValueError(
+            f"A loss_fn must return {wanted} with {flag}=True; got {_kind(out)}. Return both, or leave {flag} out."
+        )
+    value, scalars = out
+    if has_state:
+        if not isinstance(scalars, tuple | list) or len(scalars) != 2:
+            raise ValueError(
+                f"A loss_fn must return {wanted} with has_state=True; got {_kind(scalars)} beside the loss. "
+                "Return {} where there are no scalars."
+            )
+        scalars, model_state = scalars
+    if not isinstance(scalars, Mapping):
+        raise ValueError(
+            f"What a loss_fn returns beside the loss must be a dict of scalars; got {_kind(scalars)}. Return "
+            '{"accuracy": accuracy}.'
+        )
+    return value, dict(scalars), model_state
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"an array of shape {jnp.shape(value)}" if hasattr(value, "shape") else f"a {type(value).__name__}"
+
+
+def _check_call(loss_fn: LossFn, args: tuple[Any, ...], has_state: bool) -> None:
+    """Refuses a loss that does not take the arguments it would get."""
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        names = ["params", *["model_state"] * has_state, "batch", *["key"] * (len(args) > 2 + has_state)]
+        raise ValueError(
+            f"A loss_fn must take ({', '.join(names)}); got one of {signature}: {error}. Put several arrays into one "
+            'batch, {"x": x, "y": y}; pass has_state=True for a model_state, and rng= for a key.'
+        ) from None
+
+
+def gradients_of(loss: LossFn, axis_name: AxisName) -> GradientsFn:
+    """Returns (params, model_state, batch) -> ((loss, (scalars, new model_state)), gradients) for a loss of `loss_of`.
+
+    The gradient is that of the sum of all workers' losses with respect to this worker's copy of the parameters. It has
+    the parts that reach other workers' losses by collectives in the loss (SyncBN, a contrastive loss). Integers,
+    booleans and keys among the parameters have no gradients: their gradient is None.
+    """
+
+    def gradients(params: Any, model_state: Any, batch: Any) -> Any:
+        def own_loss(own: Any) -> Any:
+            value, more = loss(with_untrained(own, params), model_state, batch)
+            # A loss that is averaged already is one of each worker, too; else its gradient would lack a factor of K.
+            return to_varying(value, axis_name), more
+
+        return jax.value_and_grad(own_loss, has_aux=True)(trained(params))
+
+    return gradients
+
+
+def in_turns(gradients_fn: GradientsFn, micro_batches: int, axis_name: AxisName) -> GradientsFn:
+    """Returns a function like the given one that splits a batch into micro-batches and takes one after another.
+
+    Loss, scalars and gradients are means over the micro-batches, summed in float32 (float64 stays). Each micro-batch
+    gets the model's state of the previous one. Memory: the activations of one micro-batch, and 4 bytes a parameter.
+    """
+    if micro_batches == 1:
+        return gradients_fn
+
+    def gradients(params: Any, model_state: Any, batch: Batch) -> Any:
+        rows = [leaf.reshape(micro_batches, -1, *leaf.shape[1:]) for leaf in batch.rows]
+
+        def one(state: Any, turn: Any) -> Any:
+            number, own = turn
+            key = None if batch.key is None else jax.random.fold_in(batch.key, number)
+            part = replace(batch, rows=own, key=key)
+            (value, (scalars, new_state)), found = gradients_fn(params, state, part)
+            return widened(((value, scalars), found)), to_varying(new_state, axis_name)
+
+        def add(carry: Any, turn: Any) -> Any:
+            sums, state = carry
+            added, state = one(state, turn)
+            return (jax.tree.map(jnp.add, sums, added), state), None
+
+        turns, state = (jnp.arange(micro_batches), rows), to_varying(model_state, axis_name)
+        kinds, _ = jax.eval_shape(one, state, jax.tree.map(lambda leaf: leaf[0], turns))
+        (sums, state), _ = lax.scan(add, (jax.tree.map(zeros_of, kinds), state), turns)
+        (value, scalars), means = jax.tree.map(lambda total: total / micro_batches, sums)
+        means = jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), means, trained(params))
+        return (value, (scalars, state)), means
+
+    return gradients

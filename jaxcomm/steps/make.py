@@ -1,0 +1,246 @@
+"""The train step for every kind of parallelism, and its simulation."""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxcomm.collectives.axis import AxisName, axis_names
+from jaxcomm.exchange import axis_name_of, is_local
+from jaxcomm.steps.local import LocalStep
+from jaxcomm.steps.lookups import Lookups
+from jaxcomm.steps.loss import LossFn, Scalars, loss_of
+from jaxcomm.steps.pipeline.pipeline import Pipeline
+from jaxcomm.steps.pipeline.step import PipelineStep
+from jaxcomm.steps.sharded import ShardedStep
+from jaxcomm.steps.workers import SimulatedStep, StepSettings, TrainStep, WorkersStep
+
+
+def make_train_step(
+    loss_fn: LossFn | Pipeline,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    specs: Any = None,
+    auto: tuple[str, ...] = (),
+    lookups: Lookups | None = None,
+    has_aux: bool = False,
+    has_state: bool = False,
+    sum: str | None = None,
+    max: str | None = None,
+    accumulate: int = 1,
+    batch_axis: Any = 0,
+    rng: jax.Array | None = None,
+    axis_name: AxisName | None = None,
+    stage_axis: str = "stage",
+    donate: bool = True,
+    compiler_options: dict[str, Any] | None = None,
+) -> TrainStep:
+    """Makes a train step whose gradients are exchanged by `tx`.
+
+    Every worker differentiates the loss of its own rows of the batch with respect to its own copy of the parameters (no
+    reduction is inserted), `tx` exchanges the gradients and makes the update, and all workers apply it. If the exchange
+    was skipped (a gradient is not finite on some worker), parameters and optimizer state stay as they were, except the
+    exchange's own counts.
+
+    Integers, booleans and keys among the parameters have no gradients, and stay as they are. A chain that takes more
+    than gradients gets the mean loss as `value`; see `chain` for line searches.
+
+    With a local method (`slim_dp`, `local_sgd`, `plump_dp(p=...)`) every worker has its own parameters and optimizer
+    state. A worker whose gradient is not finite, or has a number of 2^90 or more, leaves both as they were.
+    `step.params(state)` is the model. With `specs`, the local optimizer sees its worker's whole tensors, and the
+    exchange sees shards.
+
+    A model with running statistics (batch normalisation) keeps them in `state.model_state`. In every step, also with
+    local methods, each worker computes new statistics from its own rows, and all continue from their mean. They stay as
+    they were if the step is skipped; with a local method, a worker whose gradient is not finite contributes its old
+    ones.
+
+    **Sharded parameters.** With `specs`, a parameter's PartitionSpec says how its gradient is treated:
+
+    - P(): data-parallel. Each worker's own gradient, exchanged by `tx` over `axis_name`.
+    - with `axis_name` in it, P(None, "data"): model-parallel over the workers themselves, as `split_dense` takes it.
+      The gradient is already reduced, to that of the mean over all rows. It bypasses the exchange, and goes through the
+      rest of the chain.
+    - with other axes, P(None, "model"): model-parallel over other devices. Each worker's gradient, exchanged shard by
+      shard over `axis_name` alone.
+
+    The exchange, and what comes before it in the chain, work on shards: thresholds, ranks and capacities belong to a
+    device's shard of a tensor. What comes after it sees whole arrays, as under plain `jax.jit`: a global norm is over
+    all parameters. So, with `plump_dp`, a step equals that of one device with all rows, momentum and weight decay
+    included, to float rounding. `tx` is one exchange, or a `jaxcomm.chain`.
+
+    The loss runs in a region that is manual over all mesh axes except those in `auto`: it gets a worker's own rows and
+    a device's own shards, and its code does all communication between the devices. Along an axis in `auto`, it gets
+    whole tensors, is written as for one device, and XLA partitions it; gradients are not gathered. On a mesh whose axes
+    are all of type Explicit, the loss gets all rows and whole tensors, whose types carry their sharding; there, JAX
+    refuses convolutions, and a bias that is added without a reshard (see the guide).
+
+        specs = {"convolutions": P(), "kernel": P(None, "data"), "bias": P("data")}
+
+        def loss_fn(params, batch):  # on one worker: its own rows, its own shards
+            features = convolutions(params["convolutions"], batch["image"])  # (B/K, 9216)
+            logits = jc.split_dense(features, params["kernel"], params["bias"])  # (B/K, 4096)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+        tx = jc.chain(jc.dct_dp(0.99), optax.add_decayed_weights(5e-4), optax.sgd(0.01, momentum=0.9))
+        step = jc.make_train_step(loss_fn, tx, mesh, specs=specs)
+
+    Nothing is left for the user to scale. Krizhevsky ("One weird trick for parallelizing convolutional neural
+    networks", 2014) sums instead of averaging, and divides the weight decay of the copied part by its number of copies;
+    in the paper's units, that is the scaling done here.
+
+    **Tables of which a batch touches few rows.** The gradient of a sharded table is a dense array of the shard's size,
+    and so is its update. With `lookups`, the step itself looks up rows of tables with spec P("data") (rows) or P(None,
+    "data") (columns). In place of the table, the loss gets the vectors (B/K, ..., D) of its ids. The optimizer's update
+    of each vector is added to its row, on the worker that holds it; no other row is read or written. That equals the
+    dense update for an optimizer whose update of a row is a sum over its gradients: SGD with any learning rate, without
+    momentum and decay. Others are refused.
+
+        lookups = {"table": lambda batch: batch["categories"]}  # ids (B/K, ...), int32, of a worker's own rows
+
+    **Stages.** With a `Pipeline` in place of the loss, each device of the mesh holds the parameters and the optimizer
+    state of one stage. In one compiled program, the micro-batches go forward and backward through the stages, across
+    the pipeline's boundaries; then the workers of each stage exchange that stage's gradients. `tx` sees stacked stage
+    parameters, see `StackedParams`. What a method counts by tensor is counted from the stage's own tensor; ranks and
+    layer-wise norms are per stacked tensor, and a norm over all parameters is per stage. If a gradient is not finite in
+    any stage of any worker, all stages of all workers skip the step.
+
+    Args:
+      loss_fn: (params, batch) -> the mean loss of the rows given, a scalar; or (loss, dict of scalars) with `has_aux`;
+        or (params, model_state, batch) -> (loss, (dict of scalars, new model_state)) with `has_state`. Or a `Pipeline`.
+      tx: a chain with one exchange of this library in it.
+      mesh: a mesh with the axis of workers.
+      specs: the PartitionSpec or NamedSharding of every parameter, in a tree like theirs or a prefix of it. None if
+        every worker holds the whole model. On a mesh with other axes, None is for parameters that are already sharded
+        over these axes, and a loss that is written for one device: parameters keep the sharding of those that `init` or
+        `shapes` gets first, and the other axes are left to XLA.
+      auto: axes that are left to XLA, with `specs`.
+      lookups: by path ("embeddings/table"), (batch) -> ids int32, for tables whose rows the step looks up.
+      has_aux: whether `loss_fn` also returns a dict of scalars of each worker's own rows; floats are averaged over the
+        workers, unless `sum` or `max` name them.
+      has_state: whether `loss_fn` takes and returns `state.model_state` (which `init` is given). It then also returns a
+        dict of scalars, which may be empty, whatever `has_aux` says. The new state has the structure, shapes and types
+        of the old.
+      sum: a regular expression of the names of scalars that are sums over rows (right answers, counts): the metric is
+        the sum over all workers and micro-batches, as float32.
+      max: the same for maxima, with accumulate=1 and a method that exchanges gradients; each is an all-reduce.
+      accumulate: micro-batches that a worker takes one after another, with one exchange of their mean gradient, and
+        memory for the activations of one. Each starts with the model state left by the previous one.
+      batch_axis: the axis of a batch's arrays that has the rows; or a tree of axes, a prefix of the batch, with None
+        for what is replicated: {"tokens": 1, "label": 0, "class_weights": None}.
+      rng: a random key, folded with the step, the micro-batch and the worker, for a `loss_fn` that takes a key after
+        the batch.
+      axis_name: the axis of workers, or the axes, outermost first; None for that of the exchange in `tx` if it is known
+        (for a `jaxcomm.chain` or an exchange alone), else "data".
+      stage_axis: the axis of stages, for a pipeline.
+      donate: reuse the state's buffers for the new state. The old state cannot be read afterwards.
+      compiler_options: XLA's options by name, as in `jax.jit`, for every compilation of the step, to run or to verify
+        it. XLA refuses names that it does not know.
+
+    Returns:
+      A `TrainStep`: state = step.init(params); state, metrics = step(state, batch). All arrays of the batch have the
+      same number of rows along `batch_axis`, a multiple of K (times the micro-batches); scalars in it, such as a key of
+      `jax.random.key`, are replicated. With several processes they are global arrays. Metrics, replicated: loss, the
+      scalars of `loss_fn`, and those of the exchange (see `ExchangeMetrics`). On the wire: what `tx` costs, and one
+      all-reduce of 4 bytes per scalar and per number of the model state; with `specs` also what the loss moves, and an
+      all-reduce of 16 bytes; with stages also the boundaries, and two all-reduces over the stages, of 4 bytes and of 4
+      bytes per metric.
+
+      With a local method, a step that does not exchange sends nothing between workers. The loss and the scalars are
+      then those of this process's workers (of all processes by `jax.experimental.multihost_utils.process_allgather`),
+      and `step.model_state(state)` is the mean over the workers.
+
+    Raises:
+      ValueError: if the mesh lacks an axis, or has others over which no parameter is sharded; for specs that do not fit
+        the parameters or the mesh; for lookups of anything but a sharded table, or with an optimizer whose updates of a
+        row do not add up; for a process's own arrays in a batch, where there are several processes; at trace time, if
+        the batch does not divide, or its arrays have different numbers of rows; for a model state that `loss_fn` does
+        not take, returns in another shape, or that is not of floats; for a loss that differs along other axes; and if
+        the loss uses a parameter whose gradient bypasses the exchange other than by `late_multiply` or
+        `layers.late_lookup`.
+    """
+    axis_name, kinds = axis_name_of(tx) if axis_name is None else axis_name, _scalars(tx, sum, max, accumulate)
+    settings = StepSettings(donate, accumulate, rng, compiler_options, batch_axis, kinds)
+    if isinstance(loss_fn, Pipeline):
+        if (
+            specs is not None
+            or auto
+            or lookups
+            or has_aux
+            or has_state
+            or sum
+            or max
+            or accumulate != 1
+            or rng is not None
+        ):
+            raise ValueError(
+                "specs, auto, lookups, has_aux, has_state, sum, max, accumulate and rng must not be given with a "
+                "Pipeline, which has its own; got some of them. Pass micro_batches= and the rest to the Pipeline."
+            )
+        if batch_axis != 0:
+            raise ValueError(
+                f"batch_axis must be 0 with a Pipeline, whose micro-batches are rows of every array; got {batch_axis}. "
+                "Put the rows first, and repeat for every row what has none."
+            )
+        return PipelineStep(loss_fn, tx, mesh, axis_name, stage_axis, settings)
+    loss = loss_of(loss_fn, has_aux, has_state, axis_name, kinds)
+    if lookups and specs is None:
+        raise ValueError("lookups must go with specs=, which say how the tables are sharded; got no specs=. Give both.")
+    if auto and specs is None:
+        raise ValueError(f"auto must go with specs=, which say how parameters are sharded along it; got auto={auto}.")
+    workers = axis_names(axis_name)
+    others = tuple(name for name, size in mesh.shape.items() if name not in workers and size > 1)
+    if specs is None and not (others and set(workers) <= mesh.shape.keys()):
+        return WorkersStep(loss, tx, mesh, axis_name, settings)
+    auto = others if specs is None else tuple(auto)
+    make = LocalStep if is_local(tx) else ShardedStep
+    return make(loss, tx, mesh, specs, auto, axis_name, settings, lookups)
+
+
+def simulate(
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    workers: int | tuple[int, ...],
+    *,
+    has_aux: bool = False,
+    has_state: bool = False,
+    sum: str | None = None,
+    max: str | None = None,
+    accumulate: int = 1,
+    batch_axis: Any = 0,
+    rng: jax.Array | None = None,
+    axis_name: AxisName | None = None,
+    donate: bool = True,
+) -> TrainStep:
+    """Makes the step of `make_train_step` for K workers that share one device, under `jax.vmap`.
+
+    The same arguments, results and errors; nothing crosses a wire.
+
+    Args:
+      loss_fn: as in `make_train_step`.
+      tx: as in `make_train_step`.
+      workers: K, any number (96, say), or one number per axis. Memory grows with K; the decoded mean is held once.
+      has_aux: as in `make_train_step`.
+      has_state: as in `make_train_step`.
+      sum: as in `make_train_step`.
+      max: as in `make_train_step`.
+      accumulate: as in `make_train_step`.
+      batch_axis: as in `make_train_step`.
+      rng: as in `make_train_step`.
+      axis_name: as in `make_train_step`.
+      donate: as in `make_train_step`.
+    """
+    axis_name, kinds = axis_name_of(tx) if axis_name is None else axis_name, _scalars(tx, sum, max, accumulate)
+    settings = StepSettings(donate, accumulate, rng, batch_axis=batch_axis, kinds=kinds)
+    return SimulatedStep(loss_of(loss_fn, has_aux, has_state, axis_name, kinds), tx, workers, axis_name, settings)
+
+
+def _scalars(tx: optax.GradientTransformation, sums: str | None, maxima: str | None, accumulate: int) -> Scalars:
+    if maxima is not None and (accumulate != 1 or is_local(tx)):
+        raise ValueError(
+            f"max must go with accumulate=1 and a method that exchanges gradients; got {maxima!r} with "
+            f"{'a local method' if is_local(tx) else f'accumulate={accumulate}'}. Return a mean or a sum."
+        )
+    return Scalars(sums, maxima, accumulate)

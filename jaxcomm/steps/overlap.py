@@ -1,0 +1,101 @@
+"""A delayed step between CPU hosts: exchanges the last gradients while it computes the next.
+
+XLA's CPU backend runs the collectives and the arithmetic of one program one after the other. It runs two programs at
+the same time only if two threads start them. So the step is split into three programs: the loss and its gradient,
+without collectives, from a second thread; the exchange and the update; and the means of what is reported. On GPU and
+TPU one program is enough: its collectives do not depend on anything that the step computes.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxcomm.collectives.axis import AxisName, to_varying
+from jaxcomm.exchange import keep_unless
+from jaxcomm.kernels.numerics import is_finite_tree
+from jaxcomm.state import TrainState, state_specs, trained
+from jaxcomm.steps.batch import Batch
+from jaxcomm.steps.engine import apply, check_new_state, mean_over_workers
+from jaxcomm.steps.loss import GradientsFn
+from jaxcomm.steps.replication import over_workers
+from jaxcomm.types import DelayedState, PerWorker, is_per_worker
+
+
+def runs_apart(state: Any, mesh: Mesh) -> bool:
+    """Returns whether the step of this state is split: a delayed step, on CPU devices of several processes."""
+    return (
+        isinstance(getattr(state, "opt_state", None), DelayedState)
+        and mesh.devices.flat[0].platform == "cpu"
+        and mesh.is_multi_process
+        and AxisType.Explicit not in mesh.axis_types
+        and not any(map(is_per_worker, jax.tree.leaves(state.model_state, is_leaf=is_per_worker)))
+    )
+
+
+class Apart:
+    """The programs of a delayed step, each compiled when it is first called."""
+
+    def __init__(
+        self,
+        gradients_fn: GradientsFn,
+        tx: optax.GradientTransformation,
+        mesh: Mesh,
+        axis_name: AxisName,
+        keyed: Callable[[jax.Array, Any], Batch],
+        jit: Callable[..., Any],
+        donate: bool,
+    ):
+        """Takes the parts of a step; `keyed` gives a batch the key of its step, and `jit` compiles."""
+        rows, on_mesh = P(axis_name), partial(jax.shard_map, mesh=mesh)
+
+        def gradients(params: Any, model_state: Any, step: jax.Array, batch: Any) -> Any:
+            def own(params: Any, model_state: Any, batch: Any) -> Any:
+                varying = to_varying(params, axis_name)
+                (loss, (scalars, new_state)), found = gradients_fn(varying, model_state, batch)
+                check_new_state(new_state, model_state)
+                out = ({"loss": loss, **scalars}, new_state, found)
+                return jax.tree.map(lambda x: to_varying(jnp.asarray(x), axis_name)[None], out)
+
+            batch = keyed(step, batch)
+            in_specs = (P(), P(), batch.like(P(axis_name), P()))
+            return over_workers(own, mesh=mesh, in_specs=in_specs, out_specs=rows)(params, model_state, batch)
+
+        def update(params: Any, opt_state: Any) -> Any:
+            def own(params: Any, opt_state: Any) -> Any:
+                last = jax.tree.map(lambda row: row[0], opt_state.gradients.rows)  # in place of this step's gradients
+                updates, new = tx.update(last, opt_state, trained(params))
+                params, new, metrics = apply(updates, new, params, opt_state)
+                return params, new.inner, metrics
+
+            specs = state_specs(opt_state)
+            return on_mesh(own, in_specs=(P(), specs), out_specs=(P(), specs.inner, P()))(params, opt_state)
+
+        def means(scalars: Any, new_state: Any, old_state: Any, step: jax.Array) -> Any:
+            def own(scalars: Any, new_state: Any, old_state: Any) -> Any:
+                scalars, new_state = jax.tree.map(lambda row: row[0], (scalars, new_state))
+                averaged, mean_state = mean_over_workers(scalars, new_state, axis_name)
+                return averaged, keep_unless(is_finite_tree(mean_state), mean_state, old_state)
+
+            averaged, state = on_mesh(own, in_specs=(rows, rows, P()), out_specs=P())(scalars, new_state, old_state)
+            return averaged, state, step + 1
+
+        self._gradients, self._means = jit(gradients), jit(means)
+        self._update = jit(update, donate_argnums=1 if donate else ())
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxcomm-gradients")
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Takes a step: starts its programs without waiting for their results."""
+        # All collectives start in the caller's thread, in order: Gloo would mix the messages of two programs.
+        own = self._thread.submit(self._gradients, state.params, state.model_state, state.step, batch)
+        params, inner, metrics = self._update(state.params, state.opt_state)
+        scalars, new_state, gradients = own.result()
+        averaged, model_state, step = self._means(scalars, new_state, state.model_state, state.step)
+        delayed = DelayedState(inner, PerWorker(gradients, state.opt_state.gradients.axes))
+        return TrainState(params, delayed, step, model_state), {**averaged, **metrics._asdict()}

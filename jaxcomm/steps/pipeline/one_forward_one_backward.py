@@ -1,0 +1,108 @@
+"""A pipeline whose backward passes start as early as possible.
+
+Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019 (1F1B), but with the
+gradients summed over the micro-batches of a step.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomm.collectives.boundary import Encoded, Route, send_backward, send_forward
+from jaxcomm.steps.pipeline.pipeline import Schedule, at, run_ticks
+
+
+class OneForwardOneBackward(Schedule):
+    """In every tick a stage runs forward on one micro-batch and backward on another.
+
+    Of S stages, stage s runs micro-batch m forward in tick m + s and backward in tick m + 2 (S - 1) - s, where it
+    recomputes its activations. The last stage does both in the same tick. The first S - 1 ticks have no backward pass
+    and the last S - 1 no forward pass, so M micro-batches take the time of M + S - 1 passes each way, as with GPipe.
+
+    Between the two passes stage s keeps its inputs, for 2 (S - s) - 1 micro-batches instead of M. All devices run one
+    program, so each has room for the inputs of every stage: (S - 1)^2 micro-batches instead of M (S - 1).
+    """
+
+    def gradients(self, params: list[jax.Array], model_state: list[jax.Array], residuals: list[Any]) -> Any:
+        """Returns the totals, the gradients of this stage's stacked parameters, and the new residuals."""
+        size, count, cuts = self.pipeline.size, self.pipeline.micro_batches, self.plan.cuts
+        nothing, totals = self._nothing(model_state)
+        waiting = [
+            jax.tree.map(lambda x, n=2 * (size - stage) - 3: jnp.zeros((n, *x.shape), x.dtype), boxes)
+            for stage, boxes in enumerate(nothing)
+        ]
+        carry = self._vary((waiting, _values(nothing), residuals, jax.tree.map(jnp.zeros_like, params), totals))
+
+        def inboxes(stage: int, micro_batch: Any, waiting: list[Any]) -> list[Any]:
+            """Returns a micro-batch's inputs of this stage, and zeros for the other stages."""
+            boxes = list(nothing)
+            if stage:
+                kept = waiting[stage - 1]
+                boxes[stage - 1] = jax.tree.map(lambda x: at(x, micro_batch % len(x)), kept)
+            return self._vary(boxes)
+
+        def ahead(stage: int, micro_batch: Any, params: Any, waiting: Any) -> Any:
+            return self._branch(stage, model_state, micro_batch)(params, inboxes(stage, micro_batch, waiting))[0]
+
+        def back(stage: int, micro_batch: Any, params: Any, waiting: Any, arrived: Any) -> Any:
+            """Returns the gradients of the stage's inputs, those of the parameters, and the totals."""
+            boxes = inboxes(stage, micro_batch, waiting)
+
+            def run(values: list[list[jax.Array]], params: list[jax.Array]) -> Any:
+                given = [
+                    [box._replace(values=own) for box, own in zip(*pair, strict=True)]
+                    for pair in zip(boxes, values, strict=True)
+                ]
+                outboxes, totals = self._branch(stage, model_state, micro_batch)(params, given)
+                return self._vary((_values(outboxes), totals.loss)), totals
+
+            _, pull, totals = jax.vjp(run, _values(boxes), params, has_aux=True)
+            return *pull(self._vary((arrived, jnp.float32(1 / count)))), totals
+
+        def tick(carry: Any, time: Any, active: tuple[list[int], list[int]], in_loop: bool) -> Any:
+            del in_loop
+            waiting, arrived, residuals, sums, totals = carry
+            forward = {stage: time - stage for stage in active[0]}  # their micro-batches
+            backward = {stage: time - 2 * (size - 1) + stage for stage in active[1]}
+            sent, returned = nothing, arrived
+            if forward:
+                branches = {stage: partial(ahead, stage, micro) for stage, micro in forward.items()}
+                sent = self._switch(branches, params, waiting)
+            if backward:
+                branches = {stage: partial(back, stage, micro) for stage, micro in backward.items()}
+                returned, *added = self._switch(branches, params, waiting, arrived)
+                sums, totals = jax.tree.map(jnp.add, (sums, totals), tuple(added))
+            waiting, arrived, residuals = list(waiting), list(arrived), list(residuals)
+            for stage, micro in forward.items():
+                route, key = Route(self.stage_axis, stage, stage + 1), self._key(stage, micro)
+                new = send_forward(cuts[stage].formats, route, sent[stage], key)
+                waiting[stage] = jax.tree.map(partial(_put, micro), waiting[stage], new)
+            for stage, micro in ((stage - 1, micro) for stage, micro in backward.items() if stage):
+                route, key = Route(self.stage_axis, stage, stage + 1), self._key(stage, micro)
+                own = self._residuals_of(stage, micro, residuals)
+                arrived[stage], new = send_backward(cuts[stage].formats, route, returned[stage], key, own)
+                if cuts[stage].has_residual:
+                    residuals[stage] = jax.tree.map(partial(_put, micro), residuals[stage], new)
+            return waiting, arrived, residuals, sums, totals
+
+        def active_at(time: int) -> tuple[list[int], list[int]]:
+            """Returns the stages that run forward, without the last, and those that run backward."""
+            return (
+                [stage for stage in range(size - 1) if 0 <= time - stage < count],
+                [stage for stage in range(size) if 0 <= time - 2 * (size - 1) + stage < count],
+            )
+
+        *_, residuals, sums, totals = run_ticks(tick, carry, active_at, count + 2 * (size - 1))
+        return jax.tree.map(lambda total: total / count, totals), sums, residuals
+
+
+def _values(boxes: list[list[Encoded]]) -> list[list[jax.Array]]:
+    return [[box.values for box in own] for own in boxes]
+
+
+def _put(micro_batch: Any, kept: jax.Array, new: jax.Array) -> jax.Array:
+    """Overwrites the oldest micro-batch that is kept."""
+    return lax.dynamic_update_index_in_dim(kept, new, micro_batch % len(kept), 0)

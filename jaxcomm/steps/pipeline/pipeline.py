@@ -1,0 +1,433 @@
+"""A model cut into stages along a mesh axis: the schedule of its micro-batches, and its gradients.
+
+Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS 2019. The
+boundaries are those of Gupta et al., KDD 2021.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jaxcomm.accounting.jaxpr import jaxpr_communicates
+from jaxcomm.accounting.report import BoundaryBytes, PipelineReport, wire_report
+from jaxcomm.checks import check_range
+from jaxcomm.collectives.axis import AxisName, axis_names, to_varying, zeros_of
+from jaxcomm.collectives.boundary import Encoded, send
+from jaxcomm.kernels import noise
+from jaxcomm.layers.activations import Whole
+from jaxcomm.layers.boundary import Boundary, dct_mp
+from jaxcomm.layout import stacked
+from jaxcomm.steps.batch import check_batch
+from jaxcomm.steps.pipeline.stage_params import StackedParams, plan_stacked
+
+StageFn = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A model in S stages, and the way they are run.
+
+    Attributes:
+      stages: a function for every stage, (params, x, batch) -> x: of its own parameters, the output of the stage before
+        (a pytree of arrays with the samples first; None for the first stage), and a micro-batch. With a `model_state`:
+        (params, model_state, x, batch) -> (x, new model state). The shapes of different stages need not agree.
+      loss_fn: (output of the last stage, micro-batch) -> (mean loss, dict of scalars).
+      params: the parameters of every stage, or `jax.ShapeDtypeStruct`s; only their shapes are kept.
+      model_state: the model state of every stage, or shapes; None without one. Every micro-batch starts from the same
+        state, and the mean of their new states is kept.
+      boundaries: the boundary after every stage but the last, S-1 of them; by default they send whole activations.
+      micro_batches: M, into which each worker's rows are divided. A step has M + S - 1 ticks; a stage is busy in M.
+      remat: recompute a stage's activations in the backward pass instead of keeping them, as GPipe does. Memory: the
+        activations of one tick and the inputs of the stages; time: one more forward pass.
+      schedule: "gpipe", all micro-batches forward and then all backward; or "1f1b", each backward as early as possible.
+        The gradients are equal up to the order of their sum; "1f1b" keeps the inputs of at most 2 S - 3 micro-batches
+        instead of M (see `OneForwardOneBackward`).
+    """
+
+    stages: Sequence[StageFn]
+    loss_fn: Callable[[Any, Any], tuple[jax.Array, dict[str, jax.Array]]]
+    params: Sequence[Any]
+    model_state: Sequence[Any] | None = None
+    boundaries: Sequence[Boundary] | None = None
+    micro_batches: int = 1
+    remat: bool = True
+    schedule: str = "gpipe"
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("A pipeline must have at least one stage; got none. Pass a function for each.")
+        for name, trees in (("params", self.params), ("model_state", self.model_state)):
+            if trees is not None and len(trees) != len(self.stages):
+                raise ValueError(
+                    f"{name} must have a tree for every stage; got {len(trees)} for {len(self.stages)} stages. Pass () "
+                    "for a stage without."
+                )
+            object.__setattr__(self, name, None if trees is None else [_shapes(tree) for tree in trees])
+        if self.micro_batches < 1:
+            raise ValueError(
+                f"micro_batches must be at least 1; got {self.micro_batches}. 1 is the whole batch at once."
+            )
+        rule = "gpipe or 1f1b, the latter with remat=True"
+        holds = self.schedule == "gpipe" or (self.schedule == "1f1b" and self.remat)
+        check_range("schedule", self.schedule, rule, holds, "1f1b keeps the inputs of a stage alone")
+        cuts = len(self.stages) - 1
+        if self.boundaries is not None and len(self.boundaries) != cuts:
+            raise ValueError(
+                f"boundaries must have one for every stage but the last; got {len(self.boundaries)} for "
+                f"{len(self.stages)} stages. Pass {cuts}, dct_mp(0.0) where nothing is to be left out."
+            )
+
+    @property
+    def size(self) -> int:
+        """S, the number of stages."""
+        return len(self.stages)
+
+    @cached_property
+    def param_slots(self) -> StackedParams:
+        """The layout of the stacked stage parameters in the state of a run."""
+        return plan_stacked(self.params)
+
+    @cached_property
+    def state_slots(self) -> StackedParams:
+        """The layout of the stages' stacked model state."""
+        return plan_stacked([()] * self.size if self.model_state is None else self.model_state)
+
+    def boundary(self, stage: int) -> Boundary:
+        """Returns the boundary after a stage."""
+        return dct_mp(0.0) if self.boundaries is None else self.boundaries[stage]
+
+    def run_stage(self, stage: int, params: Any, model_state: Any, x: Any, batch: Any) -> tuple[Any, Any]:
+        """Runs one stage on one micro-batch; returns (x, model state)."""
+        if self.model_state is not None:
+            return self.stages[stage](params, model_state, x, batch)
+        return self.stages[stage](params, x, batch), model_state
+
+    def plan(self, batch: Any) -> "Plan":
+        """Finds the shapes of the activations that cross, from the shapes of one worker's batch.
+
+        Raises:
+          ValueError: if the rows are not a multiple of the micro-batches, if a boundary cannot send an activation, if a
+            stage changes the shape of its model state, has float64, or has collectives of its own.
+        """
+        micro = jax.tree.map(self._micro_struct, batch)
+        cuts, x = [], None
+        states = [()] * self.size if self.model_state is None else self.model_state
+        for stage in range(self.size):
+            x, new = _trace_stage(
+                stage, lambda *args, at=stage: self.run_stage(at, *args), self.params[stage], states[stage], x, micro
+            )
+            _check_new_state(stage, _shapes(new), states[stage])
+            _check_32_bits((self.params[stage], states[stage], x), stage)
+            if stage < self.size - 1:
+                leaves, tree = jax.tree.flatten(x)
+                cuts.append(Cut([self.boundary(stage).plan(leaf) for leaf in leaves], tree))
+        _, scalars = jax.eval_shape(self.loss_fn, x, micro)
+        return Plan(cuts, tuple(scalars))
+
+    def report(
+        self, tx: optax.GradientTransformation, batch: Any, workers: int, *, axis_name: AxisName = "data"
+    ) -> PipelineReport:
+        """Predicts the bytes of a step from shapes alone; no devices are needed.
+
+        Args:
+          tx: a chain with an exchange.
+          batch: a global batch, or the shapes of one.
+          workers: K, data-parallel workers.
+          axis_name: the axis of workers.
+
+        Raises:
+          ValueError: if the batch does not divide.
+        """
+        check_batch(batch, workers, self.micro_batches, takes_scalars=False)
+        own = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // workers, *leaf.shape[1:]), leaf.dtype), batch
+        )
+        count, boundaries = self.micro_batches, []
+        for cut in self.plan(own).cuts:
+            forward, backward = cut.bytes_each_way()
+            boundaries.append(BoundaryBytes(count * forward, count * backward, count * cut.dense_bytes))
+        with self.exchanging():
+            return PipelineReport(boundaries, wire_report(tx, self.exchanged_shapes(), workers, axis_name=axis_name))
+
+    def exchanging(self, stage_axis: str | None = None) -> AbstractContextManager[None]:
+        """Makes exchanges inside count each stage's own elements; without the axis of stages, for shapes and bytes."""
+        return stacked(self.param_slots.sizes(), stage_axis)
+
+    def exchanged_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes of the gradients that every stage exchanges: those of the stacked parameters."""
+        slots = self.param_slots
+        return [jax.ShapeDtypeStruct(*pair) for pair in zip(slots.shapes, slots.dtypes, strict=True)]
+
+    def _micro_struct(self, leaf: Any) -> jax.ShapeDtypeStruct:
+        rows = leaf.shape[0] if leaf.ndim else 0
+        if rows == 0 or rows % self.micro_batches:
+            raise ValueError(
+                f"Each worker's rows must be a multiple of micro_batches; got {rows} rows for {self.micro_batches} "
+                "micro-batches. Use another batch size, or another micro_batches=."
+            )
+        return jax.ShapeDtypeStruct((rows // self.micro_batches, *leaf.shape[1:]), leaf.dtype)
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), tree)
+
+
+def _check_32_bits(trees: Any, stage: int) -> None:
+    """Refuses float64, which would cross the boundaries as float32."""
+    wide = [leaf.dtype for leaf in jax.tree.leaves(trees) if jnp.dtype(leaf.dtype) == jnp.float64]
+    if wide:
+        raise ValueError(
+            "The parameters, states and outputs of a stage must have at most 32 bits a number, since boundaries send "
+            f"no more; got float64 in stage {stage}. Cast them to float32, or train without stages."
+        )
+
+
+def _trace_stage(stage: int, run: Callable[..., Any], *args: Any) -> Any:
+    """Returns the output shapes of a stage; refuses collectives, which in one branch of many would wait for ever."""
+    refusal = ValueError(
+        f"A stage must not have collectives, since the devices of other stages run another branch and would never "
+        f"answer; got one in stage {stage}. Leave it out: the step averages losses, gradients and the model state over "
+        "the workers by itself."
+    )
+    try:
+        traced, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
+    except NameError as error:
+        if "unbound axis name" in str(error):  # in a report there are no axes
+            raise refusal from error
+        raise
+    if jaxpr_communicates(traced):
+        raise refusal
+    return shapes
+
+
+def _check_new_state(stage: int, new: Any, old: Any) -> None:
+    if jax.tree.structure(new) != jax.tree.structure(old) or jax.tree.leaves(new) != jax.tree.leaves(old):
+        raise ValueError(
+            f"A stage must return a model state of the structure, shapes and types of the old one; got {new} for {old} "
+            f"from stage {stage}. Return what it was given, with new values."
+        )
+
+
+class Cut(NamedTuple):
+    """The arrays that cross one boundary, for one micro-batch.
+
+    Attributes:
+      formats: the format of every array.
+      tree: the structure of the arrays.
+    """
+
+    formats: list[Whole]
+    tree: Any
+
+    def encode(self, x: Any) -> list[Encoded]:
+        """Encodes the output of a stage."""
+        return [each.encode(leaf) for each, leaf in zip(self.formats, jax.tree.leaves(x), strict=True)]
+
+    def decode(self, encoded: list[Encoded]) -> Any:
+        """Decodes the input of the next stage."""
+        return self.tree.unflatten([each.decode(one) for each, one in zip(self.formats, encoded, strict=True)])
+
+    def nothing(self) -> list[Encoded]:
+        """Returns encoded arrays of zeros."""
+
+        def shapes() -> list[Encoded]:
+            return [each.encode(jnp.zeros(each.shape, each.dtype)) for each in self.formats]
+
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(shapes))
+
+    def bytes_each_way(self) -> tuple[int, int]:
+        """Returns the bytes that cross forward and backward for one micro-batch."""
+        forward = backward = 0
+        key = jax.ShapeDtypeStruct((), jnp.uint32)
+        for each in self.formats:
+            x = jax.ShapeDtypeStruct(each.shape, each.dtype)
+            encoded = jax.eval_shape(each.encode, x)
+            travelling = jax.eval_shape(each.forward, encoded.values, key)
+            written = jax.eval_shape(each.values_as.encode, travelling)
+            forward += 4 * (written.size + encoded.words.size)
+            back, _ = jax.eval_shape(each.backward, encoded.values, x if each.has_residual else None)
+            written = jax.eval_shape(each.gradients_as(noise.make_key()).encode, back.values)
+            backward += 4 * (written.size + back.words.size)
+        return forward, backward
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of one micro-batch's whole activations, in one direction."""
+        return sum(math.prod(each.shape) * jnp.dtype(each.dtype).itemsize for each in self.formats)
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether the boundary has a residual, of the gradients that are not sent back."""
+        return any(each.has_residual for each in self.formats)
+
+
+class Plan(NamedTuple):
+    """The shapes of a pipeline.
+
+    Attributes:
+      cuts: the arrays that cross after every stage but the last.
+      scalars: the names of the loss function's scalars.
+    """
+
+    cuts: list[Cut]
+    scalars: tuple[str, ...]
+
+
+class _Totals(NamedTuple):
+    """Sums over the micro-batches. Loss and scalars are zero except in the last stage; each has its model state."""
+
+    loss: jax.Array
+    scalars: dict[str, jax.Array]
+    model_state: list[jax.Array]
+
+
+class Schedule:
+    """One worker's run of all micro-batches through all stages (GPipe), inside a manual region of the mesh."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        axis_name: AxisName,
+        stage_axis: str,
+        batch: Any,
+        seed: jax.Array,
+    ):
+        """Prepares a batch of one worker's rows; `seed` is for random boundaries, and differs between steps."""
+        self.pipeline, self.plan = pipeline, pipeline.plan(batch)
+        self.all_axes, self.stage_axis = (*axis_names(axis_name), stage_axis), stage_axis
+        count = pipeline.micro_batches
+        self.batch = jax.tree.map(lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]), self._vary(batch))
+        self.seed = seed
+
+    def gradients(self, params: list[jax.Array], model_state: list[jax.Array], residuals: list[Any]) -> Any:
+        """Returns the totals of `run`, the gradients of this stage's stacked parameters, and the new residuals."""
+
+        def loss_fn(params: list[jax.Array], residuals: list[Any]) -> tuple[jax.Array, _Totals]:
+            totals = self.run(params, model_state, residuals)
+            return totals.loss, totals
+
+        (_, totals), gradients = jax.value_and_grad(loss_fn, (0, 1), has_aux=True)(params, residuals)
+        return totals, *gradients
+
+    def run(self, params: list[jax.Array], model_state: list[jax.Array], residuals: list[Any]) -> _Totals:
+        """Returns the loss, the scalars and the new model state of this device's stage.
+
+        Differentiable with respect to the stacked parameters and to the residuals; the gradients of the residuals are
+        the new residuals. The loss is zero except in the last stage.
+        """
+        pipeline, size, count = self.pipeline, self.pipeline.size, self.pipeline.micro_batches
+        carry = self._vary(self._nothing(model_state))
+
+        def tick(carry: Any, time: Any, active: list[int], in_loop: bool) -> Any:
+            inboxes, totals = carry
+
+            def compute(params: Any, inboxes: Any) -> Any:
+                branches = {stage: self._branch(stage, model_state, time - stage) for stage in active}
+                return self._switch(branches, params, inboxes)
+
+            if pipeline.remat:
+                compute = jax.checkpoint(compute, prevent_cse=not in_loop)
+            outboxes, new = compute(params, inboxes)
+            inboxes = list(inboxes)
+            for stage in active:
+                if stage < size - 1:
+                    inboxes[stage] = self._send(stage, outboxes[stage], time - stage, residuals)
+            return inboxes, jax.tree.map(jnp.add, totals, new)
+
+        def active_at(time: int) -> list[int]:
+            return [stage for stage in range(size) if 0 <= time - stage < count]
+
+        _, totals = run_ticks(tick, carry, active_at, count + size - 1)
+        return jax.tree.map(lambda total: total / count, totals)
+
+    def _switch(self, branches: dict[int, Callable[..., Any]], *args: Any) -> Any:
+        """Runs the branch of this device's stage, if it is active; otherwise returns zeros."""
+        size = self.pipeline.size
+        functions: list[Callable[..., Any]] = [
+            lambda *args, own=own: self._vary(own(*args)) for own in branches.values()
+        ]
+        if len(functions) == size == 1:
+            return functions[0](*args)
+        which = np.full(size, len(functions), np.int32)
+        which[list(branches)] = np.arange(len(functions))
+        if len(functions) < size:
+            kinds = jax.eval_shape(functions[0], *args)
+            functions.append(lambda *args: jax.tree.map(zeros_of, kinds))
+        return lax.switch(jnp.asarray(which)[lax.axis_index(self.stage_axis)], functions, *args)
+
+    def _branch(self, stage: int, model_state: list[jax.Array], micro_batch: Any) -> Callable[..., Any]:
+        pipeline, cuts, last = self.pipeline, self.plan.cuts, self.pipeline.size - 1
+
+        def branch(slots: list[jax.Array], inboxes: list[list[Encoded]]) -> Any:
+            micro = jax.tree.map(lambda leaf: at(leaf, micro_batch), self.batch)
+            params = pipeline.param_slots.of_stage(stage, slots)
+            own_state = pipeline.state_slots.of_stage(stage, model_state)
+            x = cuts[stage - 1].decode(inboxes[stage - 1]) if stage else None
+            x, new_state = pipeline.run_stage(stage, params, own_state, x, micro)
+            outboxes, totals = self._nothing(model_state)
+            if stage == last:
+                loss, scalars = pipeline.loss_fn(x, micro)
+                scalars = {name: jnp.asarray(scalars[name], jnp.float32) for name in self.plan.scalars}
+                totals = totals._replace(loss=jnp.asarray(loss, jnp.float32), scalars=scalars)
+            else:
+                outboxes[stage] = cuts[stage].encode(x)
+            totals = totals._replace(model_state=pipeline.state_slots.to_slots(stage, new_state))
+            return outboxes, totals
+
+        return branch
+
+    def _nothing(self, model_state: list[jax.Array]) -> tuple[list[list[Encoded]], _Totals]:
+        zero = jnp.zeros((), jnp.float32)
+        totals = _Totals(zero, dict.fromkeys(self.plan.scalars, zero), [jnp.zeros_like(slot) for slot in model_state])
+        return [cut.nothing() for cut in self.plan.cuts], totals
+
+    def _send(self, stage: int, outbox: list[Encoded], micro_batch: Any, residuals: list[Any]) -> list[Encoded]:
+        own, key = self._residuals_of(stage, micro_batch, residuals), self._key(stage, micro_batch)
+        return send(self.plan.cuts[stage].formats, outbox, self.stage_axis, stage, key, own)
+
+    def _key(self, stage: int, micro_batch: Any) -> jax.Array:
+        return noise.make_key(self.seed, stage, micro_batch)
+
+    def _residuals_of(self, stage: int, micro_batch: Any, residuals: list[Any]) -> list[Any]:
+        """Returns one micro-batch's residuals, from arrays (M, b, ...)."""
+        cut = self.plan.cuts[stage]
+        if not cut.has_residual:
+            return [None] * len(cut.formats)
+        return [None if each is None else at(each, micro_batch) for each in residuals[stage]]
+
+    def _vary(self, tree: Any) -> Any:
+        return to_varying(tree, self.all_axes)
+
+
+def at(array: jax.Array, index: Any) -> jax.Array:
+    """Returns the row at an index, which may be traced."""
+    return lax.dynamic_index_in_dim(array, index, keepdims=False)
+
+
+def run_ticks(tick: Callable[..., Any], carry: Any, active_at: Callable[[int], Any], count: int) -> Any:
+    """Runs ticks in order; successive ticks with the same active stages become one loop.
+
+    Args:
+      tick: (carry, time, active stages, whether it is in a loop) -> carry.
+      carry: the carry before the first tick.
+      active_at: time -> active stages.
+      count: the number of ticks.
+    """
+    for active, times in itertools.groupby(range(count), active_at):
+        first, *more = times
+        if more:
+            times = jnp.arange(first, more[-1] + 1)
+            carry, _ = lax.scan(lambda carry, time, at=active: (tick(carry, time, at, True), None), carry, times)
+        else:
+            carry = tick(carry, first, active, False)
+    return carry

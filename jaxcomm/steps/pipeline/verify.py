@@ -1,0 +1,120 @@
+"""Proof of the bytes that a pipeline's compiled step sends."""
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import optax
+from jax.sharding import Mesh
+
+from jaxcomm.accounting.hlo import read_program
+from jaxcomm.accounting.jaxpr import jaxpr_program
+from jaxcomm.accounting.report import PipelineReport, as_compiled, exchange_report, kind_of_device
+from jaxcomm.collectives.axis import AxisName, axis_names
+from jaxcomm.steps.pipeline.pipeline import Pipeline
+
+
+def verify_pipeline(
+    step: Any,
+    state: Any,
+    batch: Any,
+    *,
+    pipeline: Pipeline,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    other_bytes: int = 256,
+    axis_name: AxisName = "data",
+    stage_axis: str = "stage",
+    text: str | None = None,
+) -> PipelineReport:
+    """Proves from the compiled text of a pipeline's step that it sends what `Pipeline.report` claims, and no more.
+
+    Args:
+      step: a function under `jax.jit` that holds the whole step.
+      state: its state, or the shapes of one.
+      batch: a global batch, or the shapes of one.
+      pipeline: the stages.
+      tx: the chain of the step.
+      mesh: its mesh.
+      other_bytes: bytes that a device may receive in addition to boundaries and exchange: losses, metrics, model state.
+      axis_name: the axis of workers.
+      stage_axis: the axis of stages.
+      text: the text of the compiled step, if it is at hand.
+
+    Returns:
+      The report of `Pipeline.report`.
+
+    Raises:
+      ValueError: if a boundary's bytes differ from the claim, if stages that are not neighbours communicate, if XLA
+        sends more than was traced, or if a step sends more than boundaries, exchange and `other_bytes`, or less than
+        boundaries and exchange.
+    """
+    sizes = tuple(mesh.shape[name] for name in axis_names(axis_name))
+    workers = math.prod(sizes)
+    claimed = pipeline.report(tx, batch, workers, axis_name=axis_name)
+    traced = jaxpr_program(step.trace(state, batch).jaxpr)
+    program: Any = step.lower(state, batch).compile().as_text() if text is None else text
+    compiled, turns = read_program(program), claimed.exchange.turns
+    with pipeline.exchanging():
+        shapes = pipeline.exchanged_shapes()
+        exchange = exchange_report(tx, shapes, sizes, (), axis_name, kind_of_device(state)).program
+    steps = [[each.in_turn(turn, turns) for each in (compiled, traced, exchange)] for turn in range(turns)]
+    padding = Fraction(0)
+    for sent, wanted, _ in steps:
+        most = as_compiled(wanted, program)
+        padding = max(padding, most.received_at_most - wanted.received_at_most)
+        if sent.received > most.received or sent.received_at_most > most.received_at_most:
+            raise ValueError(
+                f"A compiled step must send no more bytes than were traced; got {float(sent.received):,.0f} on average "
+                f"(at most {float(sent.received_at_most):,.0f}) for {float(wanted.received):,.0f} (at most "
+                f"{float(wanted.received_at_most):,.0f}). XLA has changed the collectives."
+            )
+    links = _stage_links(compiled.links(), mesh, stage_axis)
+    for stage, each in enumerate(claimed.boundaries):
+        for way, pair, claim in (
+            ("forward", (stage, stage + 1), each.forward),
+            ("backward", (stage + 1, stage), each.backward),
+        ):
+            sent = links.pop(pair, 0)
+            if sent != claim * workers:
+                raise ValueError(
+                    f"A boundary must send what it claims; got {sent:,} bytes {way} over {workers} workers between the "
+                    f"stages {pair}, where {claim:,} a worker are claimed."
+                )
+    links = {pair: sent for pair, sent in links.items() if pair[0] != pair[1]}  # the rest is between workers
+    if links:
+        raise ValueError(
+            f"Stages must send to their neighbours alone; got bytes from stage to stage of {links}. Look for another "
+            "permutation in the stages."
+        )
+    boundaries = Fraction(workers * sum(each.forward + each.backward for each in claimed.boundaries), mesh.size)
+    for when, sent, claim in (
+        *(("usual", found.received, exchange.received) for found, _, exchange in steps),
+        *(("most expensive", found.received_at_most, exchange.received_at_most) for found, _, exchange in steps),
+    ):
+        if sent > boundaries + claim + other_bytes + padding:
+            raise ValueError(
+                f"A step must send its boundaries, its exchange and at most {other_bytes} bytes more; got "
+                f"{float(sent - boundaries - claim):,.0f} more in the {when} step. Raise other_bytes= by 8 bytes for "
+                "each number of the model state, or look for another collective in the stages."
+            )
+        if sent < boundaries + claim:
+            raise ValueError(
+                f"A step must send its boundaries and its whole exchange; got {float(boundaries + claim - sent):,.0f} "
+                f"bytes less in the {when} step. Pass the pipeline= and the tx= of this step. If they are, "
+                "read_program has a fault: it missed bytes of the compiled text."
+            )
+    return claimed
+
+
+def _stage_links(links: dict[tuple[int, int], int], mesh: Mesh, stage_axis: str) -> dict[tuple[int, int], int]:
+    """Sums the bytes between devices, given by their positions in the mesh, to bytes between stages."""
+    place = mesh.axis_names.index(stage_axis)
+    inner = 1
+    for name in mesh.axis_names[place + 1 :]:
+        inner *= mesh.shape[name]
+    size, stages = mesh.shape[stage_axis], {}
+    for (source, target), count in links.items():
+        pair = (source // inner % size, target // inner % size)
+        stages[pair] = stages.get(pair, 0) + count
+    return stages

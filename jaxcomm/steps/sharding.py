@@ -1,0 +1,408 @@
+"""The exchange of sharded parameters, or of their gradients, in a region that is manual over all axes of the mesh.
+
+An exchange flattens the tensors that it gets into one vector. In a region that is manual over the axis of workers
+alone, XLA would first gather each gradient over the other axes. Here every device flattens its own shards, and
+exchanges them with the devices that hold the same shards of other workers' gradients.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from jaxcomm.chain import SplitChain, split_chain
+from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers, to_varying
+from jaxcomm.exchange import get_exchange, is_exchange_state, keep_unless, zeros_unless
+from jaxcomm.kernels.numerics import is_finite_tree
+from jaxcomm.state import communication_period, state_specs
+from jaxcomm.types import ExchangeMetrics, PerWorker, is_per_worker
+
+
+class ShardedState(NamedTuple):
+    """State of the exchange of sharded parameters.
+
+    Attributes:
+      metrics: counts of the last exchange, over all shards.
+      exchanges: the state of each group's exchange; a group is the parameters that are sharded along the same axes.
+      reduced: the state of the links before the exchange, for parameters whose gradients are already reduced.
+    """
+
+    metrics: ExchangeMetrics
+    exchanges: tuple[Any, ...]
+    reduced: Any
+
+
+@dataclass(frozen=True)
+class ShardedExchange:
+    """The exchange of a chain, for sharded parameters.
+
+    A parameter's PartitionSpec decides how its gradient is reduced:
+
+    - The spec has none of the workers' axes: each worker has its own gradient, which is exchanged shard by shard.
+      Parameters that are sharded along the same axes form a group, with an exchange of its own. So shards that differ
+      along an axis are in one vector, and those that are replicated along it in another, and stay replicated.
+    - The spec has all of the workers' axes: the gradient is already reduced, and bypasses the exchange.
+
+    With a local method, the parameters, the updates that go in, and those that come out all have a row for each worker,
+    (K, *shape).
+
+    Attributes:
+      mesh: the mesh.
+      axis_name: the axis of workers, or the axes, outermost first.
+      specs: the PartitionSpec of every parameter, in tree order.
+      chain: the chain, split at its exchange.
+    """
+
+    mesh: Mesh
+    axis_name: AxisName
+    specs: tuple[P, ...]
+    chain: SplitChain
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axes of workers."""
+        return axis_names(self.axis_name)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of workers along each of their axes."""
+        return tuple(self.mesh.shape[name] for name in self.names)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The other axes of the mesh."""
+        return tuple(name for name in self.mesh.axis_names if name not in self.names)
+
+    @property
+    def reduced(self) -> tuple[bool, ...]:
+        """For every parameter, whether its gradient is already reduced."""
+        return tuple(self.names[0] in spec_axes(spec) for spec in self.specs)
+
+    @cached_property
+    def groups(self) -> dict[tuple[str, ...], tuple[bool, ...]]:
+        """The groups: for every set of axes of shards, whether each parameter is in its group."""
+        axes = [tuple(name for name in self.others if name in spec_axes(spec)) for spec in self.specs]
+        pairs = list(zip(axes, self.reduced, strict=True))
+        found = sorted({shards for shards, is_reduced in pairs if not is_reduced})
+        return {group: tuple(shards == group and not is_reduced for shards, is_reduced in pairs) for group in found}
+
+    def gradient_specs(self, treedef: Any) -> Any:
+        """Returns the PartitionSpecs of the gradients: (K, *shape), a row for each worker, unless already reduced."""
+        pairs = zip(self.specs, self.reduced, strict=True)
+        return treedef.unflatten([spec if is_reduced else P(self.names, *spec) for spec, is_reduced in pairs])
+
+    def init(self, params: Any) -> ShardedState:
+        """Makes the first state; `params` are placed by their specs, and have no rows."""
+        local, treedef = self._local(params), jax.tree.structure(params)
+        shapes = jax.eval_shape(in_axes_of_workers(self._init, self.sizes, self.axis_name), local)
+        init = jax.shard_map(
+            self._init,
+            mesh=self.mesh,
+            in_specs=(treedef.unflatten(self.specs),),
+            out_specs=state_specs(shapes),
+        )
+        return init(params)
+
+    def shard_shapes(self, params: Any) -> list[Any]:
+        """Returns the shapes that each group's exchange gets on a device, as trees without the other leaves."""
+        local = self._local(params)
+        return [_part(local, chosen) for chosen in self.groups.values()]
+
+    def __call__(self, gradients: Any, state: ShardedState, params: Any) -> tuple[Any, ShardedState]:
+        """Exchanges the gradients, all of them or none.
+
+        If a group's exchange is skipped, or an already reduced gradient is not finite, all means are zeros, and nothing
+        in the state changes but `metrics` and the step counts of a local method. One all-reduce of 16 bytes decides it.
+        A method whose `undoes_skipped` is False handles a skip itself, group by group.
+
+        Args:
+          gradients: placed as in `gradient_specs`.
+          state: the state.
+          params: the parameters.
+
+        Returns:
+          The means, placed as the parameters are, and the new state.
+        """
+        treedef = jax.tree.structure(params)
+        given, own = self.gradient_specs(treedef), state_specs(state)
+        specs = given if self.chain.is_local else treedef.unflatten(self.specs)
+        update = jax.shard_map(self._update, mesh=self.mesh, in_specs=(given, own, specs), out_specs=(specs, own))
+        return update(gradients, state, params)
+
+    def global_model(self, state: ShardedState, like: Any) -> Any:
+        """Returns the global model of a local method, placed by `specs`. Call it under `jax.jit`.
+
+        Args:
+          state: the state.
+          like: shapes and types of one worker's parameters.
+        """
+        treedef = jax.tree.structure(like)
+
+        def apart(node: Any) -> Any:
+            """Reshapes rows of workers and shards (K S, ...) to (K, S, ...)."""
+            if not is_per_worker(node) or node.shards == len(node.axes):
+                return node
+            workers = math.prod(self.sizes)
+            return replace(
+                node, rows=jax.tree.map(lambda x: x.reshape(workers, len(x) // workers, *x.shape[1:]), node.rows)
+            )
+
+        def spec_of(node: Any) -> Any:
+            if not is_per_worker(node):
+                return P()
+            shards = node.axes[len(node.axes) - node.shards :] or None
+            spec = P(shards) if node.shards == len(node.axes) else P(None, shards)
+            return jax.tree.map(lambda _: spec, node)
+
+        def of_shard(node: Any) -> Any:
+            """Returns this shard's rows of all workers, as a method's `global_model` takes them."""
+            if not is_per_worker(node):
+                return node
+            if node.shards == len(node.axes):
+                return node.rows[0]
+            return replace(node, rows=jax.tree.map(lambda x: x[:, 0], node.rows))
+
+        def model(exchanges: Any) -> Any:
+            shards = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), self._local(like))
+            parts = []
+            for chosen, packed in zip(self.groups.values(), exchanges, strict=True):
+                exchange = get_exchange(jax.tree.map(of_shard, packed, is_leaf=is_per_worker))
+                parts.append(exchange.method.global_model(exchange, _part(shards, chosen)))
+            return _join(parts, treedef)
+
+        exchanges = jax.tree.map(apart, state.exchanges, is_leaf=is_per_worker)
+        specs = jax.tree.map(spec_of, exchanges, is_leaf=is_per_worker)
+        out_specs = treedef.unflatten(self.specs)
+        return jax.shard_map(model, mesh=self.mesh, in_specs=(specs,), out_specs=out_specs)(exchanges)
+
+    def _init(self, params: Any) -> ShardedState:
+        exchanges = tuple(
+            _pack(self.chain.exchange.init(_part(params, chosen)), axes) for axes, chosen in self.groups.items()
+        )
+        reduced = () if self.chain.is_local else self.chain.before.init(_part(params, self.reduced))
+        return ShardedState(ExchangeMetrics.zeros(), exchanges, reduced)
+
+    def _update(self, gradients: Any, state: ShardedState, params: Any) -> tuple[Any, ShardedState]:
+        """Exchanges one device's gradients."""
+        leaves, treedef = jax.tree.flatten(gradients)
+        pairs = zip(leaves, self.reduced, strict=True)
+        gradients = treedef.unflatten([leaf if is_reduced else leaf[0] for leaf, is_reduced in pairs])
+        if self.chain.is_local:
+            params = jax.tree.map(lambda row: row[0], params)
+
+        parts, new_reduced, is_bad = [], state.reduced, jnp.asarray(False)
+        if any(self.reduced):
+            part = _part(gradients, self.reduced)
+            is_bad = ~is_finite_tree(part)  # of this device's shards
+            part, new_reduced = self.chain.before.update(part, state.reduced, _part(params, self.reduced))
+            parts.append(part)
+        votes = to_varying(jnp.zeros(4).at[0].set(is_bad), self._all)
+        exchanges, last = [], None
+        for (axes, chosen), packed in zip(self.groups.items(), state.exchanges, strict=True):
+            part, own = _part(gradients, chosen), _unpack(packed, axes)
+            part, own = self.chain.exchange.update(part, own, _part(params, chosen))
+            last = get_exchange(own)
+            counts = last.metrics
+            is_counted = self._is_first(axes)  # devices with the same shard have the same counts: one of them votes
+            counts = jnp.stack([counts.skipped, counts.sent, counts.overflow, counts.drained]).astype(jnp.float32)
+            votes = votes + jnp.where(is_counted, counts, 0.0)
+            parts.append(part)
+            exchanges.append(_pack(own, axes))
+
+        def count() -> jax.Array:
+            return lax.psum(votes, self._all)
+
+        period = communication_period(state) or 1
+        if last is None or period == 1:
+            counted = count()
+        else:  # there is nothing to count between two exchanges
+            counted = lax.cond(last.step % period != 0, lambda: jnp.zeros(4), count)
+        skipped, sent, overflow, drained = counted
+        ok = skipped == 0
+        metrics = ExchangeMetrics.of(ok, sent, overflow, drained=drained > 0)
+        means, kept = _join(parts, treedef), tuple(exchanges)
+        reduced = keep_unless(ok, new_reduced, state.reduced)
+        if self.chain.undoes_skipped:
+            means, kept = zeros_unless(ok, means), keep_unless(ok, kept, state.exchanges)
+        if self.chain.is_local:  # its step count goes on after a skip, or it would exchange again at once
+            means = jax.tree.map(lambda row: row[None], means)
+            kept = jax.tree.map(
+                lambda own, new: own.replace(step=new.step), kept, tuple(exchanges), is_leaf=is_exchange_state
+            )
+        return means, ShardedState(metrics, kept, reduced)
+
+    @property
+    def _all(self) -> tuple[str, ...]:
+        return tuple(self.mesh.axis_names)
+
+    def _is_first(self, axes: tuple[str, ...]) -> jax.Array:
+        """Returns whether this device is the first of the devices that hold the same shard: () bool."""
+        first = [lax.axis_index(name) == 0 for name in self._all if name not in axes]
+        return jnp.stack(first).all()
+
+    def _local(self, params: Any) -> Any:
+        """Returns the shapes of a device's shards, in a tree like the parameters'."""
+        leaves, treedef = jax.tree.flatten(params)
+        pairs = zip(leaves, self.specs, strict=True)
+        return treedef.unflatten([jax.ShapeDtypeStruct(self._shard(leaf, spec), leaf.dtype) for leaf, spec in pairs])
+
+    def _shard(self, leaf: Any, spec: P) -> tuple[int, ...]:
+        """Returns the shape of a device's shard."""
+        cuts = [math.prod(self.mesh.shape[name] for name in _names_of(entry)) for entry in spec]
+        return tuple(size // cut for size, cut in zip(leaf.shape, cuts + [1] * (leaf.ndim - len(cuts)), strict=True))
+
+
+def plan_shards(
+    tx: optax.GradientTransformation, mesh: Mesh, specs: Any, params: Any, axis_name: AxisName
+) -> ShardedExchange:
+    """Splits a chain at its exchange, and checks the PartitionSpecs.
+
+    Args:
+      tx: a chain with one exchange.
+      mesh: the mesh.
+      specs: PartitionSpecs or NamedShardings, a tree like that of the parameters or a prefix of it. A sharding that
+        replicates counts as P().
+      params: the parameters, or their shapes.
+      axis_name: the axis of workers, or the axes.
+
+    Raises:
+      ValueError: if the mesh lacks an axis of workers; for specs whose tree does not match the parameters, that name
+        axes the mesh lacks, that have some of the workers' axes but not all, or that do not divide a dimension; for a
+        chain as in `split_chain`; with sharded parameters, for a chain that looks at whole tensors before or in the
+        exchange; and where gradients bypass the exchange, for momentum in it, or a local method.
+    """
+    names = axis_names(axis_name)
+    missing = [name for name in names if name not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"axis_name must be an axis of the mesh; got {missing[0]!r} and a mesh with {mesh.axis_names}. Make it "
+            f"with make_mesh({missing[0]}=...), or pass axis_name=."
+        )
+    flat = _flat_specs(specs, params)
+    for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), flat, strict=True):
+        _check_spec(jax.tree_util.keystr(path), tuple(jnp.shape(leaf)), spec, mesh, names)
+    chain = split_chain(tx, params, tuple(mesh.shape[name] for name in names), axis_name)
+    if any(spec_axes(spec) for spec in flat) and chain.whole_tensors:
+        raise ValueError(
+            "Up to the exchange a chain must work element by element, since it sees shards; got "
+            f"{chain.whole_tensors}, which looks at whole tensors. Clip after the exchange, where a chain sees whole "
+            "arrays."
+        )
+    exchange = ShardedExchange(mesh, axis_name, flat, chain)
+    if any(exchange.reduced) and chain.is_local:
+        spec = flat[exchange.reduced.index(True)]
+        raise ValueError(
+            "With a local method every worker must hold all parameters, or shards of them on devices of its own; got "
+            f"one that is sharded over the workers, {spec}. Shard it along another axis: make_mesh(data=2, fsdp=4) and "
+            'P("fsdp").'
+        )
+    if any(exchange.reduced) and chain.momentum > 0:
+        raise ValueError(
+            "The momentum of an exchange must be 0 where parameters bypass it, since their already reduced gradients "
+            f"would have none of it; got momentum={chain.momentum:g}. Use momentum=0, and optax.sgd(momentum=) after "
+            "it."
+        )
+    return exchange
+
+
+def _flat_specs(specs: Any, params: Any) -> tuple[P, ...]:
+    """Returns the PartitionSpec of every parameter, from a tree of specs or a prefix of it."""
+
+    def is_spec(node: Any) -> bool:
+        return isinstance(node, P)
+
+    def spec_of(node: Any) -> Any:
+        if isinstance(node, Sharding) and node.is_fully_replicated:
+            return P()
+        return node.spec if isinstance(node, NamedSharding) else node
+
+    specs = jax.tree.map(spec_of, specs, is_leaf=lambda node: isinstance(node, P | Sharding))
+    try:
+        full = jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), specs, params, is_leaf=is_spec)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"PartitionSpecs must be a tree like that of the parameters, or a prefix of it; got another one: {error}"
+        ) from None
+    flat = jax.tree.leaves(full, is_leaf=is_spec)
+    for spec in flat:
+        if not is_spec(spec):
+            raise ValueError(
+                f"Each spec must be a jax.sharding.PartitionSpec; got {spec!r}. P() replicates a parameter."
+            )
+    return tuple(flat)
+
+
+def _check_spec(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, names: tuple[str, ...]) -> None:
+    used = spec_axes(spec)
+    unknown = [name for name in used if name not in mesh.axis_names]
+    if unknown or len(spec) > len(shape):
+        raise ValueError(
+            f"A PartitionSpec must name axes of the mesh, at most one entry for each dimension; got {spec} for "
+            f"{path!r} of shape {shape} on a mesh with {mesh.axis_names}. Use P() to replicate it."
+        )
+    some = [name for name in names if name in used]
+    if some and len(some) < len(names):
+        raise ValueError(
+            f"A parameter must be sharded along all axes of workers or along none; got {spec} for {path!r} with "
+            f"workers along {names}. Use P({names!r}) or P()."
+        )
+    for size, entry in zip(shape, spec, strict=False):
+        cut = math.prod(mesh.shape[name] for name in _names_of(entry))
+        if size % cut:
+            raise ValueError(
+                f"A dimension must be a multiple of the number of its shards; got {size} for {cut} ({spec}, {path!r} "
+                f"of shape {shape}). Pad it, or use P()."
+            )
+
+
+def _names_of(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def spec_axes(spec: P) -> tuple[str, ...]:
+    """Returns the axes that a PartitionSpec names."""
+    return tuple(name for entry in spec for name in _names_of(entry))
+
+
+def _part(tree: Any, chosen: tuple[bool, ...]) -> Any:
+    """Returns the tree with only the chosen leaves; their paths are unchanged."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten([leaf if is_in else None for leaf, is_in in zip(leaves, chosen, strict=True)])
+
+
+def _join(parts: list[Any], treedef: Any) -> Any:
+    """Joins parts of a tree; the inverse of `_part`."""
+    rows = zip(*(treedef.flatten_up_to(part) for part in parts), strict=True)
+    return treedef.unflatten([next(leaf for leaf in row if leaf is not None) for row in rows])
+
+
+def _pack(state: Any, axes: tuple[str, ...]) -> Any:
+    """Gives the state of a group's exchange a row for each shard, in addition to the rows of workers."""
+    if not axes:
+        return state
+
+    def row(node: Any) -> PerWorker:
+        if is_per_worker(node):
+            return replace(node, axes=(*node.axes, *axes), shards=node.shards + len(axes))
+        return PerWorker(node[None], axes, shards=len(axes))
+
+    return jax.tree.map(row, state, is_leaf=is_per_worker)
+
+
+def _unpack(state: Any, axes: tuple[str, ...]) -> Any:
+    """Returns the state that a device's exchange takes; the inverse of `_pack`."""
+
+    def own(node: Any) -> Any:
+        if not axes or not is_per_worker(node):
+            return node
+        workers = node.axes[: len(node.axes) - len(axes)]
+        return replace(node, axes=workers, shards=node.shards - len(axes)) if workers else node.rows[0]
+
+    return jax.tree.map(own, state, is_leaf=is_per_worker)

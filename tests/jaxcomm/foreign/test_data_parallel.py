@@ -1,0 +1,966 @@
+"""Steps of several frameworks that were written for one device, on a mesh; and what such a step must not do."""
+
+import functools
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+from benchmarks.netlab import Lab
+from jaxcomm.exchange import get_exchange
+from jaxcomm.state import check_rows
+from tests.jaxcomm.cases import CASES
+
+ROOT = Path(__file__).parents[3]
+K, ROWS, FEATURES, CLASSES = 4, 24, 12, 5
+DENSE, SPARSE = jc.plump_dp(), jc.dct_dp(0.5, life_span=4, dense_below=0)
+
+
+def mesh():
+    return jc.make_mesh(data=K)
+
+
+def batches(count=6):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(count, ROWS, FEATURES)).astype(np.float32)
+    return [{"x": jnp.asarray(x[i]), "y": jnp.asarray(random.integers(0, CLASSES, ROWS))} for i in range(count)]
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def plain(tx):
+    """A pair (parameters, optimizer's state), and a function of it."""
+    params = {"w": jnp.linspace(-0.3, 0.3, FEATURES * CLASSES).reshape(FEATURES, CLASSES), "b": jnp.zeros(CLASSES)}
+
+    def step(state, batch):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(lambda p: cross_entropy(batch["x"] @ p["w"] + p["b"], batch["y"]))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+    return step, (params, tx.init(params)), lambda state: state[0]
+
+
+class Perceptron(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(CLASSES)(nn.relu(nn.Dense(16)(x)))
+
+
+def flax_linen(tx):
+    """Flax's own TrainState, whose step counter begins as a Python number."""
+    model = Perceptron()
+    params = model.init(jax.random.key(0), jnp.zeros((1, FEATURES)))
+
+    @jax.jit
+    def step(state, batch):
+        def loss_fn(params):
+            logits = state.apply_fn(params, batch["x"])
+            return cross_entropy(logits, batch["y"]), logits
+
+        (loss, logits), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        accuracy = (logits.argmax(-1) == batch["y"]).mean()
+        return state.apply_gradients(grads=grads), {"loss": loss, "accuracy": accuracy}
+
+    return step, TrainState.create(apply_fn=model.apply, params=params, tx=tx), lambda state: state.params
+
+
+def flax_nnx(tx):
+    """A module that is merged in the step."""
+    model = nnx.Sequential(
+        nnx.Linear(FEATURES, 16, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(16, CLASSES, rngs=nnx.Rngs(1))
+    )
+    graph, params = nnx.split(model)
+
+    def step(state, batch):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(lambda p: cross_entropy(nnx.merge(graph, p)(batch["x"]), batch["y"]))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+
+    return step, (params, tx.init(params)), lambda state: state[0]
+
+
+def equinox(tx):
+    """A model with functions among its leaves, in an argument of its own."""
+    model = eqx.nn.MLP(FEATURES, CLASSES, 16, 1, key=jax.random.key(0))
+
+    def step(state, batch):
+        model, opt_state = state
+        loss, grads = eqx.filter_value_and_grad(lambda m: cross_entropy(jax.vmap(m)(batch["x"]), batch["y"]))(model)
+        updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_array))
+        return (eqx.apply_updates(model, updates), opt_state), {"loss": loss}
+
+    return step, (model, tx.init(eqx.filter(model, eqx.is_array))), lambda state: eqx.filter(state[0], eqx.is_array)
+
+
+def haiku(tx):
+    """A NamedTuple with a moving average of the parameters."""
+    model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([16, CLASSES])(x)))
+    params = model.init(jax.random.key(0), jnp.zeros((1, FEATURES)))
+
+    def step(state, batch):
+        params, average, opt_state = state
+        loss, grads = jax.value_and_grad(lambda p: cross_entropy(model.apply(p, batch["x"]), batch["y"]))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, optax.incremental_update(params, average, 0.1), opt_state), {"loss": loss}
+
+    return step, (params, params, tx.init(params)), lambda state: state[:2]
+
+
+def chain(exchange):
+    return jc.chain(exchange, optax.adam(1e-2))
+
+
+def run(step, state, given=None):
+    for batch in given or batches():
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+@pytest.mark.parametrize("script", [plain, flax_linen, flax_nnx, equinox, haiku])
+def test_a_dense_exchange_is_the_step_of_one_device(script):
+    step, state, params_of = script(optax.adam(1e-2))
+    alone, loss = run(eqx.filter_jit(step), state)
+    step, state, _ = script(chain(DENSE))
+    together, metrics = run(jc.data_parallel(step, mesh(), check_every=2), state)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), params_of(alone), params_of(together)
+    )
+    assert metrics.keys() == loss.keys()
+    for name in loss:
+        np.testing.assert_allclose(metrics[name], loss[name], rtol=1e-4)
+
+
+def test_a_compressed_exchange_is_that_of_make_train_step_and_its_bytes_are_verified():
+    tx = chain(SPARSE)
+    step, state, _ = plain(tx)
+    own = jc.data_parallel(step, mesh())
+    theirs = jc.make_train_step(lambda p, b: cross_entropy(b["x"] @ p["w"] + p["b"], b["y"]), tx, mesh())
+    params, reference = state[0], theirs.init(state[0])
+    for batch in batches():
+        state, metrics = own(state, batch)
+        reference, expected = theirs(reference, batch)
+        np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), state[0], reference.params)
+    residual = get_exchange(state[1]).residual.rows
+    assert residual.sharding.is_equivalent_to(NamedSharding(mesh(), P("data")), 2)
+    np.testing.assert_allclose(residual, get_exchange(reference.opt_state).residual.rows, rtol=1e-4, atol=1e-6)
+    report = jc.verify(own, state, batch, tx=tx, params=params, workers=K, other_bytes=8)
+    assert report.received == theirs.report(reference, batch).received
+
+
+def test_under_jit_and_in_a_scan_it_is_the_same_step():
+    step, state, _ = plain(chain(SPARSE))
+    own = jc.data_parallel(step, mesh())
+    expected, _ = run(own, state)
+    under_jit, _ = run(jax.jit(own), state)
+    first, _ = own(state, batches()[0])  # a loop's state has its rows from the start
+    rest = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches()[1:])
+    scanned, losses = jax.jit(lambda state: lax.scan(own, state, rest))(first)
+    assert losses["loss"].shape == (5,)
+    for other in (under_jit, scanned):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, other)
+
+
+def test_batches_are_chosen_by_position_and_by_name_and_scalars_in_them_are_for_all():
+    step, state, _ = plain(chain(DENSE))
+
+    def by_name(images, *, state, labels, scale):
+        state, metrics = step(state, {"x": images * labels["scale"] * scale, "y": labels["y"]})
+        return metrics, state
+
+    own = jc.data_parallel(by_name, mesh(), batch=(0, "labels"))
+    for batch in batches():
+        labels = {"y": batch["y"], "scale": 1.0}
+        metrics, changed = own(batch["x"], state=state, labels=labels, scale=1.0)
+        expected, other = jc.data_parallel(step, mesh())(state, batch)
+        jax.tree.map(np.testing.assert_array_equal, (changed, metrics), (expected, other))
+        state = changed
+
+
+def test_a_mesh_of_explicit_axes_and_batches_of_numpy():
+    step, state, _ = plain(chain(SPARSE))
+    explicit = jax.make_mesh((K,), ("data",), axis_types=(AxisType.Explicit,))
+    given = [jax.tree.map(np.asarray, batch) for batch in batches()]
+    state, metrics = run(jc.data_parallel(step, explicit), state, given)
+    expected, others = run(jc.data_parallel(step, mesh()), plain(chain(SPARSE))[1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), (state, metrics), (expected, others))
+
+
+def normalized(tx):
+    """A model with running statistics in the state."""
+    state = (*plain(tx)[1], {"batch_stats": {"mean": jnp.zeros(FEATURES)}})
+
+    def step(state, batch):
+        params, opt_state, stats = state
+        mean = batch["x"].mean(0)  # of the rows that are there
+        new = {"batch_stats": {"mean": 0.9 * stats["batch_stats"]["mean"] + 0.1 * mean}}
+        grads = jax.grad(lambda p: cross_entropy((batch["x"] - mean) @ p["w"] + p["b"], batch["y"]))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, new), {}
+
+    return step, state
+
+
+def test_running_statistics_are_averaged_where_that_is_said():
+    step, state = normalized(chain(DENSE))
+    (_, _, stats), _ = run(jc.data_parallel(step, mesh(), mean="batch_stats", check_every=1), state, batches(1))
+    np.testing.assert_allclose(stats["batch_stats"]["mean"], 0.1 * batches(1)[0]["x"].mean(0), rtol=1e-5, atol=1e-7)
+
+
+def with_tail(tail):
+    """The plain step with a `tail`, which does something with a worker's own gradients, batch and state."""
+
+    def script(tx):
+        _, state, _ = plain(tx)
+
+        def step(state, batch):
+            params, opt_state = state
+            grads = jax.grad(lambda p: cross_entropy(batch["x"] @ p["w"] + p["b"], batch["y"]))(params)
+            updates, new = tx.update(grads, opt_state, params)
+            return tail(grads, batch, state, (optax.apply_updates(params, updates), new))
+
+        return step, state
+
+    return script
+
+
+def keeps_finite(grads, batch, old, new):
+    ok = jnp.isfinite(optax.tree.norm(grads))
+    return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old), {}
+
+
+LOCAL = {
+    "finite by the local gradients": (
+        keeps_finite,
+        r"must be the same on all workers.*'0/0/b' float32\[5\] \(state\).*Put an exchange into the chain",
+    ),
+    "a count": (lambda g, b, old, new: (new, {"right": (b["y"] == 0).sum()}), r"got '1/right' int32\[\], computed"),
+    "logits": (lambda g, b, old, new: (new, {"rows": b["x"][:, 0]}), r"'1/rows' float32\[6\]"),
+}
+
+
+@pytest.mark.parametrize("what", LOCAL)
+def test_what_only_a_worker_knows_is_refused_by_name(what):
+    tail, message = LOCAL[what]
+    step, state = with_tail(tail)(chain(SPARSE))
+    with pytest.raises(ValueError, match=message):
+        jc.data_parallel(step, mesh())(state, batches(1)[0])
+
+
+REDUCED = {
+    "a pmean of gradients": (lambda g: lax.pmean(g, "data"), lambda u: u),
+    "a pmean, and a clip": (
+        lambda g: jax.tree.map(lambda x: x / optax.tree.norm(lax.pmean(g, "data")), lax.pmean(g, "data")),
+        lambda u: u,
+    ),
+    "a psum in a loop": (lambda g: lax.scan(lambda c, _: (lax.psum(c, "data"), None), g, length=2)[0], lambda u: u),
+    "the largest tensor alone": (lambda g: g | {"w": lax.pmean(g["w"], "data")}, lambda u: u),
+    "a pmean of updates": (lambda g: g, lambda u: lax.pmean(u, "data")),
+}
+
+
+@pytest.mark.parametrize("what", REDUCED)
+def test_gradients_and_updates_that_the_step_reduces_itself_are_refused(what):
+    before, after = REDUCED[what]
+    tx = chain(SPARSE)
+    _, state, _ = plain(tx)
+
+    def step(state, batch):
+        params, opt_state = state
+        grads = jax.grad(lambda p: cross_entropy(batch["x"] @ p["w"] + p["b"], batch["y"]))(params)
+        updates, opt_state = tx.update(before(grads), opt_state, params)
+        return (optax.apply_updates(params, after(updates)), opt_state), {}
+
+    with pytest.raises(
+        ValueError, match=r"must leave the mean.*collectives of its own.*first a psum of.*Delete lax\.p"
+    ):
+        jc.data_parallel(step, mesh())(state, batches(1)[0])
+
+
+def test_gradients_that_are_the_same_on_all_workers_are_refused():
+    """A step that draws its examples, and has no batch."""
+    tx = chain(DENSE)
+    _, state, _ = plain(tx)
+
+    def step(state, key):
+        params, opt_state = state
+        x = jax.random.normal(key, (24, 12))
+        grads = jax.grad(lambda p: jnp.square(x @ p["w"] + p["b"] - lax.pmean(x.mean(), "data")).mean())(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state)
+
+    key = jax.random.key(0)
+    with pytest.raises(ValueError, match=r"the same on all 4 workers\. Name by batch= .* by rng= keys of which"):
+        jc.data_parallel(step, mesh(), batch=())(state, key)
+    jc.data_parallel(step, mesh(), batch=(), rng="key")(state, key)
+    jc.data_parallel(step, jc.make_mesh(data=1), batch=())(state, key)
+
+
+def test_an_error_about_shapes_says_what_has_its_rows_on_each_worker():
+    tx = chain(DENSE)
+    _, state, _ = plain(tx)
+
+    def step(state, memory, batch):
+        params, opt_state = state
+        grads = jax.grad(lambda p: jnp.square(batch["x"] @ p["w"] + p["b"] - memory).mean())(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), memory
+
+    args = state, jnp.zeros((24, 5)), batches(1)[0]
+    with pytest.raises(TypeError, match="incompatible shapes") as caught:
+        jc.data_parallel(step, mesh(), batch=2)(*args)
+    (note,) = [note for note in caught.value.__notes__ if "data_parallel" in note]
+    assert "rows of ['batch'] (batch=); whole are, with as many rows, 'memory' (24, 5)" in note
+    assert "rows= state" in note
+    jc.data_parallel(step, mesh(), batch=2, rows="memory")(*args)
+
+
+def test_what_follows_from_the_exchange_alone_is_not_refused():
+    def by_the_exchange(grads, batch, old, new):
+        ok = jc.exchange_metrics(new[1]).skipped == 0
+        norm = optax.tree.norm(jax.tree.map(jnp.subtract, new[0], old[0]))
+        return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old), {"norm": norm, "steps": new[1][0].step}
+
+    step, state = with_tail(by_the_exchange)(chain(SPARSE))
+    _, metrics = run(jc.data_parallel(step, mesh(), check_every=1), state)
+    assert metrics["steps"] == 6
+
+
+def test_a_queue_and_a_least_loss_are_refused_and_the_collectives_that_are_offered_make_those_of_one_device():
+    def script(tx, all_rows, mean):
+        _, state, _ = plain(tx)
+
+        def step(state, memory, batch):
+            params, opt_state = state
+            loss, grads = jax.value_and_grad(lambda p: cross_entropy(batch["x"] @ p["w"] + p["b"], batch["y"]))(params)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            queue = jnp.concatenate([all_rows(batch["x"]), memory["queue"]])[:36]
+            memory = {"queue": queue, "least": jnp.minimum(memory["least"], mean(loss))}
+            return (optax.apply_updates(params, updates), opt_state), memory
+
+        return step, state
+
+    def train(step, state):
+        memory = {"queue": jnp.zeros((36, 12)), "least": jnp.inf}
+        for batch in batches(3):
+            state, memory = step(state, memory, batch)
+        return memory
+
+    step, state = script(chain(DENSE), lambda x: x, lambda x: x)
+    with pytest.raises(ValueError, match=r"pmean\(loss, 'data'\), jax\.lax\.all_gather\(rows, 'data', tiled=True\)"):
+        train(jc.data_parallel(step, mesh(), batch=2), state)
+    expected = train(*script(optax.adam(1e-2), lambda x: x, lambda x: x))
+    step, state = script(chain(DENSE), lambda x: lax.all_gather(x, "data", tiled=True), lambda x: lax.pmean(x, "data"))
+    got = train(jc.data_parallel(step, mesh(), batch=2), state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, expected)
+
+
+def test_statistics_that_nobody_averages_are_refused():
+    step, state = normalized(chain(DENSE))
+    with pytest.raises(ValueError, match=r"'0/2/batch_stats/mean' float32\[12\] \(state\).*Pass mean='batch_stats'"):
+        jc.data_parallel(step, mesh())(state, batches(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("exchange", "arguments", "message"),
+    [
+        (SPARSE, {"batch": 2}, r"batch must name arguments of the call; got \['args\[2\]'\]"),
+        (SPARSE, {"batch": "rows"}, r"got \['rows'\] for \['batch', 'state'\]"),
+        (SPARSE, {"check_every": 0}, "check_every"),
+        (jc.dct_dp(0.5, where="w"), {}, "must average all gradients; got dct_dp, that gradients bypass"),
+        (jc.dct_dp(0.5, axis_name="workers"), {}, "got 'workers' and a mesh with"),
+    ],
+)
+def test_bad_arguments_are_refused(exchange, arguments, message):
+    step, state, _ = plain(chain(exchange))
+    with pytest.raises(ValueError, match=message):
+        jc.data_parallel(step, mesh(), **arguments)(state, batches(1)[0])
+
+
+def test_other_states_and_batches_are_refused():
+    own = jc.data_parallel(plain(chain(SPARSE))[0], mesh())
+    _, state, _ = plain(chain(SPARSE))
+    with pytest.raises(ValueError, match=r"got 22 rows at \"\['batch'\]\['x'\]\" for 4 workers"):
+        own(state, jax.tree.map(lambda x: x[:22], batches(1)[0]))
+    with pytest.raises(ValueError, match="must get the state of an exchange"):
+        own(plain(optax.adam(1e-2))[1], batches(1)[0])
+    with pytest.raises(ValueError, match=r"got local_sgd, whose workers train on their own"):
+        own((state[0], jc.local_sgd(2, exchange=DENSE).init(state[0])), batches(1)[0])
+    with pytest.raises(ValueError, match=r"check_every must be None inside jax\.jit"):
+        jax.jit(jc.data_parallel(plain(chain(SPARSE))[0], mesh(), check_every=1))(state, batches(1)[0])
+    steps = optax.MultiSteps(chain(SPARSE), 2)
+    with pytest.raises(ValueError, match=r"not be inside optax\.MultiSteps.*dct_dp there\. Write jaxcomm\.chain\("):
+        own((state[0], steps.init(state[0])), batches(1)[0])
+    three = jax.tree.map(lambda n: n, jc.resize_workers(run(own, state)[0], 3))
+    with pytest.raises(ValueError, match="got 3 rows for 4 workers"):
+        own(three, batches(1)[0])
+
+
+def test_an_optimizer_that_nnx_has_split_is_refused():
+    model = nnx.Linear(FEATURES, CLASSES, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, chain(SPARSE), wrt=nnx.Param)
+    graph, state = nnx.split((model, optimizer))
+
+    def step(state, batch):
+        model, optimizer = nnx.merge(graph, state)
+        grads = nnx.grad(lambda m: cross_entropy(m(batch["x"]), batch["y"]))(model)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), {}
+
+    with pytest.raises(ValueError, match=r"must get the state of an exchange.*nnx\.split"):
+        jc.data_parallel(step, mesh())(state, batches(1)[0])
+
+
+@pytest.mark.parametrize("place", ["params", "momentum"])
+def test_replicated_state_that_parted_is_found(place):
+    step, state, _ = plain(jc.chain(SPARSE, optax.sgd(0.1, momentum=0.9)))
+    own = jc.data_parallel(step, mesh(), check_every=2)
+    state, _ = own(state, batches(1)[0])
+
+    def part(leaf):
+        """Worker 2 has a different number in the middle."""
+        copies = [np.array(leaf) for _ in range(K)]
+        copies[2].reshape(-1)[leaf.size // 2] += 1e-3
+        devices = mesh().devices.flat
+        arrays = [jax.device_put(copy, device) for copy, device in zip(copies, devices, strict=True)]
+        return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(mesh(), P()), arrays)
+
+    params, opt_state = state
+    if place == "params":
+        params = params | {"w": part(params["w"])}
+    else:
+        trace = opt_state[1][0].trace
+        opt_state = (opt_state[0], (optax.TraceState(trace | {"b": part(trace["b"])}), opt_state[1][1]))
+    name = {"params": "0/0/w", "momentum": "0/1/1/0/trace/b"}[place]
+    with pytest.raises(ValueError, match=rf"got other numbers at .*{name}.* after 2 steps"):
+        own((params, opt_state), batches(1)[0])
+
+
+def one_row(state):
+    """As in a checkpoint of a state that was mistaken for replicated: only worker 0's rows."""
+    return jax.tree.map(
+        lambda node: jax.tree.map(lambda rows: np.asarray(rows)[:1], node) if isinstance(node, jc.PerWorker) else node,
+        state,
+        is_leaf=lambda node: isinstance(node, jc.PerWorker),
+    )
+
+
+def test_rows_of_another_worker_are_refused_and_where_nobody_looks_the_step_is_skipped():
+    tx = chain(SPARSE)
+    step, state, _ = plain(tx)
+    state, _ = run(jc.data_parallel(step, mesh()), state)
+    lost = one_row(state)
+    with pytest.raises(ValueError, match=r"The rows of dct_dp must be those of their 4 workers; got .*\[0\]"):
+        jc.data_parallel(step, mesh())(lost, batches(1)[0])
+    spread = jax.tree.map(
+        lambda node: jax.tree.map(lambda rows: np.repeat(rows, K, 0), node) if isinstance(node, jc.PerWorker) else node,
+        lost,
+        is_leaf=lambda node: isinstance(node, jc.PerWorker),
+    )
+    with pytest.raises(ValueError, match=r"got those of workers \[0, 0, 0, 0\]"):
+        check_rows(spread, K)
+    theirs = jc.make_train_step(lambda p, b: cross_entropy(b["x"] @ p["w"] + p["b"], b["y"]), tx, mesh())
+    given = jc.TrainState(spread[0], spread[1], jnp.zeros((), jnp.int32))
+    with pytest.raises(ValueError, match="The rows of dct_dp"):
+        theirs(given, batches(1)[0])
+
+    # A script's own pmap-like region, in which nothing is tracked and no host checks the numbers.
+    blind = jax.shard_map(
+        step, mesh=mesh(), in_specs=(jc.state_specs(spread), P("data")), out_specs=P(), check_vma=False
+    )
+    (_, opt_state), _ = jax.jit(blind)(spread, batches(1)[0])
+    assert jc.exchange_metrics(opt_state).skipped == 1
+    jax.tree.map(np.testing.assert_array_equal, get_exchange(opt_state).worker.rows[0, 0], 4 << 16)
+
+
+def test_rows_are_numbered_by_the_first_step_and_a_resized_state_anew():
+    step, state, _ = plain(chain(SPARSE))
+    assert np.asarray(get_exchange(state[1]).worker.rows).tolist() == [[-1]]
+    state, _ = run(jc.data_parallel(step, mesh()), state, batches(1))
+    assert np.asarray(get_exchange(state[1]).worker.rows).tolist() == [[i + (4 << 16)] for i in range(4)]
+    resized = jc.resize_workers(state, 2)
+    assert np.asarray(get_exchange(resized[1]).worker.rows).tolist() == [[-1], [-1]]
+    state, _ = run(jc.data_parallel(step, jc.make_mesh(data=2)), resized, batches(1))
+    assert np.asarray(get_exchange(state[1]).worker.rows).tolist() == [[2 << 16], [1 + (2 << 16)]]
+
+
+EXCHANGES = {
+    **{str(case): case.make() for case in CASES if not case.is_variant},
+    "powersgd": jc.powersgd(2),
+    "ef21": jc.ef21(0.9),
+    "two parts": jc.dct_dp(0.9, where="w", others=jc.powersgd(1)),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_every_exchange_gives_what_is_the_same_on_all_workers(name):
+    """JAX proves this where it tracks variation; where it does not, the walk over the program finds the same."""
+    params = {"w": jnp.zeros((64, 40)), "b": jnp.zeros(7)}
+    tx = EXCHANGES[name]
+
+    def step(state, batch):
+        grads = jax.grad(lambda p: ((batch @ p["w"]).sum(-1) * p["b"].sum()).mean())(state[0])
+        updates, opt_state = tx.update(grads, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), opt_state), {}
+
+    jc.data_parallel(step, mesh()).trace((params, tx.init(params)), jnp.ones((8, 64)))
+
+
+PROCESSES = """
+import sys
+from train.processes import connect, prepare_jax
+prepare_jax()
+processes = connect(None, None, None)
+import jax, numpy as np
+import jaxcomm as jc
+from jax.sharding import NamedSharding, PartitionSpec as P
+from tests.jaxcomm.foreign.test_data_parallel import SPARSE, batches, chain, plain
+mesh = jc.make_mesh(data=2)
+step, state, _ = plain(chain(SPARSE))
+own = jc.data_parallel(step, mesh, check_every=2)
+whole = [jax.tree.map(np.asarray, batch) for batch in batches()]
+try:
+    own(state, whole[0])
+except ValueError as error:
+    assert "must be of global arrays" in str(error), error
+else:
+    raise AssertionError("a batch of one process was taken")
+for batch in whole:
+    half = jax.tree.map(lambda rows: rows[12 * processes.index : 12 * (processes.index + 1)], batch)
+    rows = jax.tree.map(lambda rows: jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), rows), half)
+    state, metrics = own(state, rows)
+print(*[repr(float(x)) for x in (metrics["loss"], np.abs(state[0]["w"]).sum())])
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_steps_of_two_workers_of_one():
+    with Lab(2, None) as lab:
+        results = lab.run([sys.executable, "-c", PROCESSES], env={"PYTHONPATH": str(ROOT)}, timeout=120)
+    assert [result.returncode for result in results] == [0, 0], results
+    step, state, _ = plain(chain(SPARSE))
+    (params, _), metrics = run(jc.data_parallel(step, jc.make_mesh(data=2)), state)
+    expected = [float(metrics["loss"]), float(np.abs(params["w"]).sum())]
+    for result in results:
+        np.testing.assert_allclose(
+            [float(text) for text in result.stdout.splitlines()[-1].split()], expected, rtol=1e-5
+        )
+
+
+def test_it_keeps_the_name_of_the_step():
+    step, _, _ = plain(chain(DENSE))
+    assert jc.data_parallel(step, mesh()).__name__ == "step"
+    assert functools.partial(jc.data_parallel, mesh=mesh())(step).__name__ == "step"
+
+
+def drawing(tx):
+    """A step that draws for its rows, with a key from the state or from an argument."""
+
+    def step(state, batch, key=None):
+        params, opt_state, own = state
+        own, key = jax.random.split(own) if key is None else (own, key)
+        grads = jax.grad(lambda p: cross_entropy(batch["x"] @ p["w"] + p["b"], batch["y"]))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        draw = jax.random.uniform(key)
+        return (optax.apply_updates(params, updates), opt_state, own), {"draw": draw, "square": draw**2}
+
+    _, (params, opt_state), _ = plain(tx)
+    return step, (params, opt_state, jax.random.key(5))
+
+
+def test_each_worker_draws_with_a_key_of_its_own_if_that_is_said():
+    step, state = drawing(chain(DENSE))
+    key = jax.random.key(9)
+    _, metrics = jc.data_parallel(step, mesh())(state, batches(1)[0], key)
+    assert metrics["square"] == pytest.approx(float(metrics["draw"]) ** 2)  # the same draw on all
+    _, metrics = jc.data_parallel(step, mesh(), rng="^key$")(state, batches(1)[0], key)
+    own = [jax.random.fold_in(jax.random.fold_in(key, 1), worker) for worker in range(K)]
+    draws = np.array([jax.random.uniform(each) for each in own])
+    assert len(set(draws.tolist())) == K
+    assert metrics["draw"] == pytest.approx(draws.mean(), rel=1e-5)
+    assert metrics["square"] == pytest.approx((draws**2).mean(), rel=1e-5)
+    with pytest.raises(
+        ValueError, match=r"finds a random key among the arguments; got 'dropout' for keys at \['key', 'state/2'\]"
+    ):
+        jc.data_parallel(step, mesh(), rng="dropout")(state, batches(1)[0], key)
+
+
+def test_a_key_of_the_state_is_the_same_on_all_workers_and_another_in_every_step():
+    step, state = drawing(chain(DENSE))
+    own = jc.data_parallel(step, mesh(), rng="state/2", check_every=1)
+    keys, draws = [state[2]], []
+    for batch in batches(3):
+        state, metrics = own(state, batch)
+        keys.append(state[2])
+        draws.append(float(metrics["draw"]))
+        assert abs(metrics["square"] - metrics["draw"] ** 2) > 1e-4
+    assert len({jax.random.key_data(key).tobytes() for key in keys}) == 4
+    assert len(set(draws)) == 3
+
+
+class Tied(nnx.Module):
+    """Two names for one variable, and a module that is in two places."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
+        self.second = self.first
+        self.last = nnx.Linear(FEATURES, CLASSES, rngs=rngs)
+        self.bias = self.last.bias
+
+    def __call__(self, x):
+        return self.last(nnx.relu(self.second(nnx.relu(self.first(x))))) + self.bias
+
+
+def nnx_script(tx, transform=lambda step: step):
+    model = Tied(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @transform
+    def step(model, optimizer, batch):
+        loss, grads = nnx.value_and_grad(lambda m: cross_entropy(m(batch["x"]), batch["y"]))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    return step, model, optimizer
+
+
+@pytest.mark.parametrize("transform", [lambda step: step, nnx.jit], ids=["plain", "nnx.jit"])
+def test_objects_of_nnx_change_in_place_and_share_what_they_shared(transform):
+    step, model, optimizer = nnx_script(optax.adam(1e-2), nnx.jit)
+    own, ours, theirs = nnx_script(chain(DENSE), transform)
+    own = jc.data_parallel(own, mesh(), batch="batch", check_every=1)
+    for batch in batches(3):
+        np.testing.assert_allclose(own(ours, theirs, batch), step(model, optimizer, batch), rtol=1e-4)
+    assert ours.first is ours.second
+    assert ours.bias is ours.last.bias
+    assert theirs.step == 3
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5),
+        nnx.to_pure_dict(nnx.state(ours)),
+        nnx.to_pure_dict(nnx.state(model)),
+    )
+
+
+def test_a_state_is_placed_with_a_row_for_each_worker():
+    step, state, _ = plain(chain(SPARSE))
+    own = jc.data_parallel(step, mesh())
+    placed = own.place(state)
+    assert get_exchange(placed[1]).residual.rows.shape[0] == K
+    assert get_exchange(placed[1]).residual.rows.sharding.spec == P("data")
+    jax.tree.map(np.testing.assert_array_equal, run(own, placed), run(own, state))
+
+
+def tailed(tail, **options):
+    """A step (params, opt_state, batch, state) whose tail makes new state and metrics of the batch, and its outputs."""
+    tx = chain(DENSE)
+    params, opt_state = plain(tx)[1]
+
+    def step(params, opt_state, batch, state):
+        grads = jax.grad(lambda p: cross_entropy(batch["x"] @ p["w"] + p["b"], batch["y"]))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, *tail(state, batch)
+
+    wrapped = jc.data_parallel(step, mesh(), batch=2, **options)
+
+    def outputs(state, steps=3):
+        found = params, opt_state
+        for batch in batches(steps):
+            *found, state, metrics = wrapped(*found, batch, state)
+        return state, metrics
+
+    def expected(state, steps=3):
+        for batch in batches(steps):
+            state, metrics = tail(state, batch)
+        return state, metrics
+
+    return outputs, expected
+
+
+def decayed(state, batch):
+    """Sums as of a codebook: decayed, then corrected for their start; a counter; a bias."""
+    seen = jnp.zeros(CLASSES).at[batch["y"]].add(1.0)
+    hidden = 0.9 * state["hidden"] + 0.1 * seen
+    count = state["count"] + 1
+    average = hidden / (1 - 0.9**count)
+    return {"hidden": hidden, "average": average, "count": count}, {"total": (batch["y"] == 1).sum()}
+
+
+def counted(state, batch):
+    return state.at[batch["y"]].add(1), {"total": state.sum() + batch["y"].sum(), "last": batch["x"].sum(0)}
+
+
+def furthest(state, batch):
+    state = jnp.maximum(state, batch["x"].max(0))
+    return state, {"large": (batch["x"] > 2.2).any(), "most": batch["y"].max()}
+
+
+def replaced(state, batch):
+    return batch["x"].sum(0), {"rows": jnp.float32(1) * (batch["y"] >= 0).sum()}
+
+
+COMBINED = {
+    "sums that decay": (
+        decayed,
+        {"hidden": jnp.ones(CLASSES), "average": jnp.zeros(CLASSES), "count": jnp.zeros(())},
+        {"sum": "state|total"},
+    ),
+    "integers that count": (counted, jnp.arange(CLASSES), {"sum": "state|total|last"}),
+    "maxima": (furthest, jnp.zeros(FEATURES), {"max": "^state$|large|most"}),
+    "a sum of this step alone": (replaced, jnp.ones(FEATURES), {"sum": "^state$|rows"}),
+}
+
+
+@pytest.mark.parametrize("what", COMBINED)
+def test_sums_and_maxima_are_those_of_one_device(what):
+    tail, state, options = COMBINED[what]
+    outputs, expected = tailed(tail, **options, check_every=1)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
+        outputs(state),
+        jax.device_get(expected(state)),
+    )
+    assert jax.tree.map(jnp.result_type, outputs(state)) == jax.tree.map(jnp.result_type, expected(state))
+
+
+def test_what_is_no_sum_or_is_said_twice_is_refused():
+    with pytest.raises(ValueError, match=r"sum= must name sums over rows; got '2'.*jax\.lax\.psum"):
+        tailed(lambda s, b: (jnp.sqrt(s + b["x"].sum(0) ** 2), {}), sum="state")[0](jnp.ones(FEATURES))
+    with pytest.raises(ValueError, match=r"got mean and sum for '2', which continues 'state'.*Narrow the patterns"):
+        tailed(lambda s, b: (s + b["x"].sum(0), {}), sum="state", mean="^2$")[0](jnp.ones(FEATURES))
+    counts = tailed(counted, mean="state|last|total")[0]
+    with pytest.raises(
+        ValueError, match=r"'2' int32\[5\] \(state\), '3/total' int32\[\], c.*Pass sum='state\|total' for s"
+    ):
+        counts(jnp.arange(CLASSES))
+
+
+@pytest.mark.parametrize("how", ["mean", "sum", "max", "rows"])
+def test_a_pattern_that_finds_nothing_is_refused(how):
+    step, state, _ = plain(chain(DENSE))
+    with pytest.raises(ValueError, match=rf"{how}= must be .* finds an output; got 'typo' for \['1/loss', 'state/0/b'"):
+        jc.data_parallel(step, mesh(), **{how: "typo"})(state, batches(1)[0])
+
+
+def test_the_pattern_that_is_offered_is_taken():
+    tail, state, _ = COMBINED["sums that decay"]
+    with pytest.raises(
+        ValueError, match=r"Pass mean='average\\|hidden\\|total' for means.*sum='average\\|hidden\\|total'"
+    ):
+        tailed(tail)[0](state)
+    outputs, expected = tailed(tail, sum="average|hidden|total")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), outputs(state), jax.device_get(expected(state))
+    )
+
+
+def test_a_dict_of_losses_with_the_keys_of_an_argument_is_averaged():
+    def losses(state, batch):
+        return state, {"a": (batch["x"] ** 2).mean(), "b": batch["x"].mean()}
+
+    outputs, expected = tailed(losses)
+    weights = {"a": jnp.float32(0.5), "b": jnp.float32(2)}
+    np.testing.assert_allclose(outputs(weights)[1]["a"], expected(weights)[1]["a"], rtol=1e-5)
+    params = {"a": jnp.ones(3), "b": jnp.ones((2, 2))}
+    np.testing.assert_allclose(outputs(params)[1]["b"], expected(params)[1]["b"], rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match=r"'2/a' float32\[\] \(state\)"):  # it goes on from step to step
+        tailed(lambda s, b: (s | {"a": s["a"] + b["x"].sum()}, {}))[0](weights)
+
+
+def test_rows_go_in_and_come_out_of_their_workers():
+    """Recurrent state (rows, 2), losses of rows, and logits; the batch that is returned."""
+
+    def recurrent(state, batch):
+        own = 0.5 * state["h"] + batch["x"][:, :2]
+        return {"h": own, "n": state["n"] + 1}, {"each": own.sum(1), "batch": jax.tree.map(lambda x: x + 1, batch)}
+
+    outputs, expected = tailed(recurrent, rows="state/h|each", check_every=2)
+    state = {"h": jnp.arange(2.0 * ROWS).reshape(ROWS, 2), "n": jnp.zeros(())}
+    found = outputs(state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, jax.device_get(expected(state)))
+    assert found[0]["h"].sharding.spec == P("data")
+    with pytest.raises(ValueError, match=r"multiple of the number of workers; got 22 rows at 'state/h' for 4 workers"):
+        outputs(state | {"h": state["h"][:22]})
+    with pytest.raises(ValueError, match=r"'3/each' float32\[6\].*rows='each' for what each row has"):
+        tailed(recurrent, rows="state/h")[0](state)
+
+
+def test_items_of_each_worker_go_in_and_come_out():
+    def own(state, batch):
+        return jc.PerWorker(state.rows + batch["y"].sum(), state.axes), {}
+
+    state = tailed(own)[0](jc.PerWorker(jnp.zeros(K, jnp.int32), ("data",)), steps=1)[0]
+    np.testing.assert_array_equal(state.rows, batches(1)[0]["y"].reshape(K, -1).sum(1))
+
+
+def test_a_batch_that_holds_the_optimizers_state_is_named():
+    step, state, _ = plain(chain(SPARSE))
+    with pytest.raises(
+        ValueError, match=r"got argument 0, 'state', which holds an exchange's state. Pass batch=.*batch'"
+    ):
+        jc.data_parallel(step, mesh(), batch=0)(state, batches(1)[0])
+
+
+@pytest.mark.parametrize("static", ["flag", 2, ("flag", "layers")])
+def test_static_arguments_are_python_values(static):
+    step, state, _ = plain(chain(DENSE))
+    names = ("flag", "layers") if isinstance(static, tuple) else ("flag",)
+
+    @functools.partial(jax.jit, static_argnames=names)
+    def flagged(state, batch, flag=False, layers=1):
+        state, metrics = step(state, batch)
+        return state, metrics | {"layers": jnp.float32(layers)} if flag else metrics
+
+    wrapped = jc.data_parallel(flagged, mesh(), static=static)
+    assert wrapped(state, batches(1)[0], True, layers=2)[1].keys() == {"loss", "layers"}
+    assert wrapped(state, batches(1)[0], False, layers=2)[1].keys() == {"loss"}
+    assert wrapped(state, batches(1)[0])[1].keys() == {"loss"}
+    with pytest.raises(
+        ValueError, match=r"Pass static= with their names or positions, or bind them by functools\.partial"
+    ):
+        jc.data_parallel(flagged, mesh())(state, batches(1)[0], True)
+    with pytest.raises(ValueError, match=r"static must name arguments that can be hashed; got 'flag', a list. Make it"):
+        wrapped(state, batches(1)[0], [])
+
+
+@pytest.mark.parametrize("where", ["fresh", "placed", "returned", "shared with the batch"])
+def test_an_array_at_two_places_is_donated_once(where):
+    step, (params, opt_state), _ = plain(chain(DENSE))
+
+    def averaged(state, batch):
+        (params, opt_state), metrics = step((state["params"], state["opt_state"]), batch)
+        return {
+            "params": params,
+            "opt_state": opt_state,
+            "ema": optax.incremental_update(params, state["ema"], 0.1),
+        }, metrics
+
+    wrapped, plain_step = jc.data_parallel(averaged, mesh(), donate=True), jc.data_parallel(averaged, mesh())
+    batch, state = batches(1)[0], {"params": params, "opt_state": opt_state, "ema": params}
+    expected = plain_step(plain_step(state, batch)[0], batch)[0]
+    if where == "shared with the batch":
+        state, batch = state | {"ema": {"w": batch["x"], "b": params["b"]}}, batch
+        averaged_x = jc.data_parallel(lambda s, b: averaged(s | {"ema": s["params"]}, b), mesh(), donate=True)
+        averaged_x(state, batch)
+        assert np.isfinite(np.asarray(batch["x"])).all()
+        return
+    state = wrapped.place(state) if where == "placed" else state
+    state, _ = wrapped(state, batch)
+    if where == "returned":
+        state, expected = state | {"ema": state["params"]}, plain_step(state | {"ema": state["params"]}, batch)[0]
+        state = jax.tree.map(lambda x: x, state)
+    state, _ = wrapped(state, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state["ema"], expected["ema"])
+
+
+def synchronized(params, batch, axis):
+    """Batch normalisation over the rows of all workers."""
+    x = batch["x"] @ params["w"]
+    mean, square = x.mean(0), (x**2).mean(0)
+    if axis is not None:
+        mean, square = lax.pmean((mean, square), axis)
+    return cross_entropy(2 * (x - mean) / jnp.sqrt(square - mean**2 + 1e-3) + params["b"], batch["y"])
+
+
+def contrastive(params, batch, axis):
+    """Each row against the rows of all workers, at a temperature."""
+    x = batch["x"] @ params["w"]
+    every = x if axis is None else lax.all_gather(x, axis, tiled=True)
+    labels = jnp.arange(len(x)) + (0 if axis is None else lax.axis_index(axis) * len(x))
+    return cross_entropy(jnp.exp(params["b"][0]) * jnp.sin(x) @ every.T, labels)
+
+
+def gathered_whole(params, batch, axis):
+    """The whole loss on every worker: the temperature's gradient is replicated."""
+    x = batch["x"] @ params["w"]
+    every = x if axis is None else lax.all_gather(x, axis, tiled=True)
+    return cross_entropy(jnp.exp(params["b"][0]) * jnp.sin(every) @ every.T, jnp.arange(len(every)))
+
+
+def by_tokens(params, batch, axis):
+    """A mean over the rows of some classes, of which the workers have different numbers."""
+    logits, valid = batch["x"] @ params["w"] + params["b"], batch["y"] < 2
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    total = valid.sum() if axis is None else lax.psum(valid.sum(), axis) / K
+    return (each * valid).sum() / total
+
+
+def decorrelated(params, batch, axis):
+    """A loss of a covariance over all rows, which is replicated."""
+    x = batch["x"] @ params["w"] + params["b"]
+    moments = x.T @ x / len(x)
+    moments = moments if axis is None else lax.pmean(moments, axis)
+    return (moments**2).mean()
+
+
+@pytest.mark.parametrize("loss", [synchronized, contrastive, gathered_whole, by_tokens, decorrelated])
+def test_collectives_inside_a_loss_give_the_step_of_one_device_and_are_verified(loss):
+    def script(tx, axis):
+        params, opt_state = plain(tx)[1]
+
+        def step(state, batch):
+            params, opt_state = state
+            value, grads = jax.value_and_grad(loss)(params, batch, axis)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), value
+
+        return step, (params, opt_state)
+
+    given, sgd = batches(1)[0], optax.sgd(0.1)
+    step, state = script(sgd, None)
+    expected, value = step(state, given)
+    tx = jc.chain(DENSE, sgd)
+    step, state = script(tx, "data")
+    wrapped = jc.data_parallel(step, mesh(), check_every=1)
+    found, mean = wrapped(state, given)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found[0], jax.device_get(expected[0])
+    )
+    np.testing.assert_allclose(mean, value, rtol=1e-5)
+    jc.verify(wrapped, found, given, tx=tx, params=state[0], workers=K)
+    made = jc.make_train_step(lambda params, batch: loss(params, batch, "data"), tx, mesh())
+    made.verify(made.init(state[0]), given)
+
+
+def written(index, value):
+    """A tail that writes to a reference, in a loop and a jit, and returns what it has then."""
+
+    def tail(state, batch):
+        reference = jax.new_ref(jnp.zeros(3))
+        read_before = jax.new_ref(state)
+
+        def turn(carry, x):
+            carry = carry + read_before[0]
+            jax.jit(lambda r: r.__setitem__(index, value(batch) * x))(reference)
+            read_before[...] = state + reference[0]
+            return carry, None
+
+        carry, _ = lax.scan(turn, 0.0, jnp.ones(2))
+        return carry + reference[...], {}
+
+    return tail
+
+
+def test_writes_to_references_are_followed():
+    for index in (0, 1):
+        with pytest.raises(ValueError, match=r"got '2' float32\[3\] \(state\).*sum='state'"):
+            tailed(written(index, lambda batch: batch["x"].sum()))[0](jnp.zeros(3))
+    outputs, expected = tailed(written(0, lambda batch: 2.0))
+    np.testing.assert_array_equal(outputs(jnp.ones(3))[0], expected(jnp.ones(3))[0])

@@ -1,0 +1,68 @@
+"""The digest of an array, in which every word counts, whatever the sharding; and concatenation without XLA's loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+from jaxcomm.kernels.numerics import digest
+
+ARRAYS = {
+    "float32": np.random.default_rng(0).standard_normal((7, 5, 3)).astype(np.float32),
+    "int8": np.arange(-60, 60, dtype=np.int8),
+    "float16": np.random.default_rng(0).standard_normal((9, 4)).astype(np.float16),
+    "bool": np.random.default_rng(0).random((33, 2)) < 0.5,
+    "a scalar": np.float32(2.5),
+}
+
+
+def reference(array):
+    array = np.asarray(array)
+    words = array.astype(np.uint8) if array.dtype == bool else array.view(f"u{array.itemsize}")
+    return sum(lowbias32(word + place * 0x9E3779B1) for place, word in enumerate(words.ravel().tolist())) % 2**32
+
+
+def lowbias32(x):
+    """Wellons's hash, in Python integers."""
+    x = (x ^ x % 2**32 >> 16) * 0x7FEB352D % 2**32
+    x = (x ^ x >> 15) * 0x846CA68B % 2**32
+    return x ^ x >> 16
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_the_digest_is_the_sum_of_words_hashed_with_their_places(name):
+    assert int(jax.jit(digest)(ARRAYS[name])) == reference(ARRAYS[name])
+
+
+def test_every_bit_changes_it():
+    array = ARRAYS["float32"]
+    before = int(digest(jnp.asarray(array)))
+    for word in (0, 50, 104):
+        for bit in range(32):
+            changed = array.copy()
+            changed.reshape(-1).view(np.uint32)[word] ^= np.uint32(1 << bit)
+            assert reference(changed) != before
+
+
+def test_two_words_in_each_others_places_change_it():
+    """Also words that differ in only one bit, such as a number's sign, and at any distance."""
+    words = np.random.default_rng(2).integers(2**32, size=4096, dtype=np.uint32)
+    of_all = jax.jit(jax.vmap(digest))
+    for distance in 2 ** np.arange(12):
+        changed = np.tile(words, (32, 1))
+        changed[:, distance] = words[0] ^ (1 << np.arange(32, dtype=np.uint32))
+        swapped = changed.copy()
+        swapped[:, [0, distance]] = changed[:, [distance, 0]]
+        assert np.all(of_all(changed) != of_all(swapped))
+
+
+def test_a_sharded_array_stays_where_it_is():
+    mesh = jc.make_mesh(data=4)
+    array = np.random.default_rng(1).standard_normal((8, 1000)).astype(np.float32)
+    for spec in (P("data"), P(None, "data")):
+        compiled = jax.jit(digest).lower(jax.device_put(array, NamedSharding(mesh, spec))).compile()
+        assert int(compiled(jax.device_put(array, NamedSharding(mesh, spec)))) == reference(array)
+        assert "all-gather" not in compiled.as_text()

@@ -1,0 +1,381 @@
+"""A model in stages is the model: against one device, against DCT-MP in NumPy, and what crosses the boundaries."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jaxcomm as jc
+from benchmarks.activation_ablations import TopKGradientBoundary
+from jaxcomm.accounting.hlo import read_program
+from jaxcomm.accounting.jaxpr import jaxpr_program
+from tests.jaxcomm.steps.pipeline.stages import (
+    CUTS,
+    ROWS,
+    WIDTHS,
+    Run,
+    batches,
+    cut,
+    layer,
+    loss_fn,
+    make_pipeline,
+    means_of,
+    params_of,
+    stage_fn,
+    stages_of,
+)
+from tests.reference.dct_mp import DctMpReference, TopKGradientReference
+
+OPTIMIZER = optax.sgd(0.1, momentum=0.9)
+DECAYED = optax.chain(optax.add_decayed_weights(0.05), jc.plump_dp(), OPTIMIZER)
+
+# Stages, micro-batches, remat (or remat and the schedule), workers, whether there are running means. There are more
+# micro-batches than stages, as many, and fewer; with 1F1B also fewer than its ticks of warm-up.
+SETTINGS = [
+    (1, 1, True, 1, False),
+    (1, 2, False, 2, True),
+    (2, 1, False, 2, False),
+    (2, 4, True, 2, True),
+    (3, 4, False, 1, True),
+    (3, 2, True, 2, False),
+    (4, 4, True, 2, False),
+    (1, 2, "1f1b", 1, True),
+    (2, 4, "1f1b", 2, True),
+    (3, 8, "1f1b", 1, True),
+    (3, 2, "1f1b", 2, False),
+    (4, 4, "1f1b", 1, False),
+]
+every_setting = pytest.mark.parametrize(("size", "count", "remat", "data", "has_state"), SETTINGS)
+
+
+@functools.cache
+def run_of(size, count, remat, data, has_state):
+    options = {"schedule": remat} if remat == "1f1b" else {"remat": remat}
+    return cut(size, DECAYED, data=data, has_state=has_state, micro_batches=count, **options)
+
+
+@functools.cache
+def on_one_device(has_state, steps=10):
+    """(parameters, means, metrics) of every step with the whole batch."""
+    tx = optax.chain(optax.add_decayed_weights(0.05), OPTIMIZER)
+
+    def loss(params, means, batch):
+        x, new = None, []
+        for index, own in enumerate(params):
+            x, mean = layer(index, own, means[index] if has_state else None, x, batch)
+            new.append(mean)
+        value, scalars = loss_fn(x, batch)
+        return value, (scalars, new)
+
+    @jax.jit
+    def step(params, means, opt_state, batch):
+        (value, (scalars, new)), gradients = jax.value_and_grad(loss, has_aux=True)(params, means, batch)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), new, opt_state, {"loss": value, **scalars}
+
+    params, means, trace = params_of(), means_of(), []
+    opt_state = tx.init(params)
+    for batch in batches(steps):
+        params, means, opt_state, metrics = step(params, means, opt_state, batch)
+        trace.append((params, means, metrics))
+    return jax.tree.map(np.asarray, trace)
+
+
+def assert_close(one, other, rtol=2e-5, atol=2e-6):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), one, other)
+
+
+@every_setting
+def test_a_pipeline_is_one_device(size, count, remat, data, has_state):
+    """Ten steps with momentum and weight decay: losses, scalars, parameters, and the running means after each."""
+    run, state = run_of(size, count, remat, data, has_state), None
+    for batch, (params, means, expected) in zip(batches(10), on_one_device(has_state), strict=True):
+        state, (metrics,) = run([batch], state)
+        host = jax.tree.map(np.asarray, state)
+        assert_close(run.step.params(host), stages_of(params, CUTS[size]))
+        if has_state:
+            assert_close(run.step.model_state(host), stages_of(means, CUTS[size]))
+        assert_close([metrics["loss"], metrics["error"]], [expected["loss"], expected["error"]])
+        assert float(metrics["rows"]) == ROWS / data / count
+        assert int(metrics["skipped"]) == 0
+    assert sorted(metrics) == sorted(["loss", "error", "rows", *jc.ExchangeMetrics._fields])
+    assert int(state.step) == 10
+    assert all(np.abs(new["w"] - old["w"]).max() > 0.05 for new, old in zip(params, params_of(), strict=True))
+
+
+@every_setting
+def test_every_boundary_is_crossed_once_each_way_for_each_micro_batch(size, count, remat, data, has_state):
+    """In the trace and in compiled text, although activations are recomputed in the backward pass."""
+    run = run_of(size, count, remat, data, has_state)
+    traced, compiled = jaxpr_program(run.traced.jaxpr), read_program(run.compiled.as_text())
+    expected, times = {}, {}
+    for stage, end in enumerate(CUTS[size][:-1]):
+        for pair in ((stage, stage + 1), (stage + 1, stage)):
+            expected[pair] = count * (ROWS // data // count) * WIDTHS[end] * 4
+            times[pair] = count
+    assert traced.links() == expected
+    places = {
+        (worker * size + a, worker * size + b): moved for (a, b), moved in expected.items() for worker in range(data)
+    }
+    assert compiled.links() == places
+    crossings = {}
+    for when, traffic in traced.operations():
+        if traffic.op == "permute":
+            assert when == "always"
+            (pair,) = traffic.pairs
+            crossings[pair] = crossings.get(pair, 0) + traffic.times
+    assert crossings == times
+    assert compiled.received == traced.received
+
+
+def test_each_device_holds_its_own_stage_alone():
+    run = run_of(2, 4, True, 2, True)
+    for leaf in jax.tree.leaves((run.start.params, run.start.opt_state, run.start.model_state["stages"])):
+        assert leaf.shape[0] == 2
+        assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {1}
+        for shard in leaf.addressable_shards:
+            place = np.argwhere(run.mesh.devices == shard.device)[0]
+            assert shard.index[0].start == place[1]
+
+
+MASKED = [jc.dct_mp(0.5), TopKGradientBoundary(0.6, value_dtype="bfloat16")]
+ENDS = CUTS[3]
+
+
+@functools.cache
+def masked_run():
+    tx = optax.chain(jc.plump_dp(), optax.sgd(0.1))
+    return cut(3, tx, data=2, boundaries=MASKED, micro_batches=2)
+
+
+loss_and_gradient = jax.jit(jax.value_and_grad(lambda x, batch: loss_fn(x, batch)[0]))
+
+
+class MaskedReference:
+    """Three stages with a boundary of DCT-MP and one of top-k gradients, by hand, per worker and micro-batch."""
+
+    def __init__(self, workers, count):
+        self.params, self.parts = stages_of(params_of(), ENDS), workers * count
+        self.stages = [jax.jit(stage_fn(first, last, False)) for first, last in zip((0, *ENDS), ENDS, strict=False)]
+        self.last = [TopKGradientReference(0.6, "bfloat16") for _ in range(self.parts)]  # one for each row of a batch
+
+    def step(self, batch):
+        """The mean loss."""
+        losses, total = [], None
+        for part in range(self.parts):
+            micro = {name: np.split(rows, self.parts)[part] for name, rows in batch.items()}
+            loss, gradients = self._part(micro, DctMpReference(0.5), self.last[part])
+            losses.append(loss)
+            total = gradients if total is None else jax.tree.map(np.add, total, gradients)
+        self.params = jax.tree.map(lambda p, g: p - 0.1 * g / self.parts, self.params, total)
+        return np.mean(losses)
+
+    def _part(self, micro, masked, topk):
+        x, pulls = None, []
+        for stage, function in enumerate(self.stages):
+            x, pull = jax.vjp(functools.partial(function, batch=micro), self.params[stage], x)
+            pulls.append(pull)
+            if stage == 0:
+                x = jnp.asarray(masked.forward(x))
+            if stage == 1:  # activations travel as bfloat16 too
+                x = x.astype(jnp.bfloat16).astype(jnp.float32)
+        loss, gradient = loss_and_gradient(x, micro)
+        third, gradient = pulls[2](gradient)
+        # Of the gradient of a mean over the parts of one worker, its share crosses.
+        second, gradient = pulls[1](2 * topk.backward(gradient / 2))
+        first, _ = pulls[0](masked.backward(gradient))
+        return float(loss), jax.tree.map(np.asarray, [first, second, third])
+
+
+def test_boundaries_of_dct_mp_and_of_topk_gradients_are_those_of_the_paper():
+    """Three steps; the residual waits for the same row of the next batch."""
+    run, reference, state = masked_run(), MaskedReference(workers=2, count=2), None
+    for batch in batches(3):
+        expected = reference.step(batch)
+        state, (metrics,) = run([batch], state)
+        assert_close(metrics["loss"], expected, rtol=1e-4)
+        assert_close(run.step.params(state), reference.params, rtol=1e-3, atol=1e-5)
+        ((_,), (rows,)) = state.model_state["boundaries"].rows
+        assert rows.shape == (3, 2, 2, 4, WIDTHS[ENDS[1]])  # stages, workers, micro-batches, samples, features
+        kept = np.asarray(rows)[2].reshape(4, 4, -1)  # the receiver's
+        waiting = np.stack([each.residual for each in reference.last])
+        assert_close(kept, waiting, rtol=1e-3, atol=1e-5)
+        assert np.abs(waiting).max() > 1e-3
+        assert not np.asarray(rows)[:2].any()
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "boundaries"),
+    [
+        (2, 8, [jc.dct_mp(0.0)]),
+        (2, 4, [jc.dct_mp(0.5)]),
+        (3, 4, MASKED),
+        (3, 8, [jc.dct_mp(0.0, value_dtype="int4"), jc.dct_mp(0.4, value_dtype="int4")]),
+    ],
+    ids=["dense", "dct_mp", "residual", "4 bits"],
+)
+def test_both_schedules_make_the_same_steps(size, count, boundaries):
+    """Parameters, running means, residuals and metrics of three steps, with dropout; a bad step is skipped by both."""
+    tx = optax.chain(jc.plump_dp(), OPTIMIZER)
+
+    def dropped(stage):
+        def run(params, means, x, batch):
+            x, means = stage(params, means, x, batch)
+            masks = jax.vmap(lambda seed, row: jax.random.bernoulli(jax.random.key(seed), 0.8, row.shape))
+            return jnp.where(masks(batch["seed"], x), x / 0.8, 0.0), means
+
+        return run
+
+    def run_of(schedule):
+        pipeline = make_pipeline(size, has_state=True, boundaries=boundaries, micro_batches=count, schedule=schedule)
+        pipeline = dataclasses.replace(pipeline, stages=[dropped(stage) for stage in pipeline.stages])
+        parts = [stages_of(each(), CUTS[size]) for each in (params_of, means_of)]
+        return Run(pipeline, parts[0], tx, parts[1], with_seeds(0, batches(1)[0]), data=1, stage=size)
+
+    given = [with_seeds(step, batch) for step, batch in enumerate(batches(4))]
+    given[2]["trap"][3] = np.nan
+    (one, expected), (other, found) = (run_of(schedule)(given) for schedule in ("gpipe", "1f1b"))
+    assert_close(other, one, rtol=1e-4, atol=1e-5)
+    assert_close(found, expected, rtol=1e-4)
+    assert [int(each["skipped"]) for each in found] == [0, 0, 1, 0]
+
+
+def with_seeds(step, batch):
+    return {**batch, "seed": np.arange(ROWS, dtype=np.uint32) + ROWS * step}
+
+
+def test_a_1f1b_step_holds_less_than_gpipe_with_many_micro_batches():
+    """What crosses is 1 MB per micro-batch: with 16, 15 fewer are kept, and with twice as many, no more."""
+
+    def memory(schedule, count):
+        stages = [lambda params, x, batch: batch["x"] @ params, lambda params, x, batch: jnp.tanh(x) @ params]
+        params = [np.ones((1, 2**11), np.float32), np.ones((2**11, 1), np.float32)]
+        pipeline = jc.Pipeline(stages, wide_loss, params, micro_batches=count, schedule=schedule)
+        step = jc.make_train_step(pipeline, optax.chain(jc.plump_dp(), OPTIMIZER), jc.make_mesh(data=1, stage=2))
+        batch = {"x": jax.ShapeDtypeStruct((128 * count, 1), np.float32)}
+        state = jax.eval_shape(lambda: step.init(params))
+        return step.compile(state, batch).memory_analysis().temp_size_in_bytes / 2**20
+
+    assert memory("1f1b", 16) < memory("gpipe", 16) - 12
+    assert memory("1f1b", 32) < memory("1f1b", 16) + 1
+
+
+def wide_loss(x, batch):
+    return jnp.mean(x**2), {}
+
+
+@pytest.mark.parametrize("remat", [True, False])
+def test_gradients_pass_by_positions_that_are_written_as_a_mask(remat):
+    """In the scan over micro-batches; if many of 2048 positions are sent, each takes a bit."""
+    width, rows = 128, 64
+
+    def first(params, x, batch):
+        return batch["x"] @ params
+
+    def second(params, x, batch):
+        return x @ params
+
+    def loss(x, batch):
+        return jnp.mean(x**2), {}
+
+    params = [np.eye(4, width, dtype=np.float32), np.ones((width, 2), np.float32)]
+    options = {"boundaries": [jc.dct_mp(0.3)], "micro_batches": 4, "remat": remat}
+    pipeline = jc.Pipeline([first, second], loss, params, **options)
+    mesh, tx = jc.make_mesh(data=1, stage=2), optax.chain(jc.plump_dp(), optax.sgd(0.1))
+    step = jc.make_train_step(pipeline, tx, mesh)
+    shapes = jax.eval_shape(lambda: jc.make_train_step(pipeline, tx, mesh).init(params))
+    program = jaxpr_program(step.trace(shapes, {"x": jax.ShapeDtypeStruct((rows, 4), np.float32)}).jaxpr)
+    values = 4 * 16 * 90 * 4  # of four micro-batches
+    assert program.links() == {(0, 1): values + 4 * 2048 // 8, (1, 0): values}
+
+
+def test_errors_of_a_pipeline():
+    stages, params = [stage_fn(0, 4, False)], [params_of()]
+    for arguments, message in (
+        (([], loss_fn, []), r"at least one stage; got none. Pass a function for each"),
+        (
+            (stages, loss_fn, params * 2),
+            r"params must have a tree for every stage; got 2 for 1 stages. Pass \(\) for a st",
+        ),
+        ((stages, loss_fn, params, []), r"model_state must have a tree for every stage; got 0 for 1 stages. Pass"),
+        ((stages, loss_fn, params, None, None, 0), r"micro_batches must be at least 1; got 0. 1 is the whole"),
+        (
+            (stages, loss_fn, params, None, None, 1, False, "1f1b"),
+            r"with remat=True; got '1f1b'. 1f1b keeps the inputs",
+        ),
+        ((stages, loss_fn, params, None, None, 1, True, "zb"), r"schedule must be gpipe or 1f1b, .*; got 'zb'"),
+        (
+            (stages, loss_fn, params, None, MASKED),
+            r"one for every stage but the last; got 2 for 1 stages. Pass 0, dct_mp\(0.0\) where",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jc.Pipeline(*arguments)
+
+
+def test_errors_of_a_plan():
+    (batch,) = batches(1)
+    with pytest.raises(ValueError, match=r"multiple of micro_batches; got 16 rows for 3 micro-batches. Use an"):
+        make_pipeline(2, micro_batches=3).plan(batch)
+    with pytest.raises(ValueError, match=r"got 0 rows for 1 micro-batches"):
+        make_pipeline(2).plan({**batch, "y": np.float32(0)})
+    stages = [lambda params, x, batch: batch["x"].astype(jnp.int32), lambda params, x, batch: x]
+    integers = jc.Pipeline(stages, loss_fn, [(), ()])
+    with pytest.raises(
+        ValueError, match=r"real floating activations .*; got int32\[16, 5\]. Let the next stage take integers"
+    ):
+        integers.plan(batch)
+
+
+@pytest.mark.parametrize("axis", ["data", "stage"])
+def test_a_stage_with_a_collective_is_refused_before_and_in_the_step(axis):
+    """It would be in a branch that some devices do not run; also if it is inside a loop of a stage."""
+
+    def stage(params, x, batch):
+        rows, _ = lax.scan(lambda rows, _: (rows + lax.pmean(rows, axis), None), batch["x"] @ params, None, length=2)
+        return rows
+
+    params = [np.ones((5, 3), np.float32)]
+    pipeline, (batch,) = jc.Pipeline([stage], loss_fn, params), batches(1)
+    message = r"another branch and would never answer; got one in stage 0. Leave it out: the step averages"
+    with pytest.raises(ValueError, match=message):
+        pipeline.plan(batch)
+    mesh, tx = jc.make_mesh(data=2, stage=1), optax.chain(jc.plump_dp(), optax.sgd(0.1))
+    state = jc.make_train_step(pipeline, tx, mesh).init(params)
+    with pytest.raises(ValueError, match=message):
+        jc.make_train_step(pipeline, tx, mesh).trace(state, batch)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda new: new[:1], lambda new: [new[0], new[1][:3]], lambda new: [new[0], new[1].astype(jnp.bfloat16)]],
+    ids=["structure", "shape", "type"],
+)
+def test_a_new_model_state_of_another_kind_is_refused(change):
+    """The stacked model state would be too small for it."""
+
+    def changed(params, means, x, batch):
+        x, new = stage_fn(2, 4, True)(params, means, x, batch)
+        return x, change(new)
+
+    params, means = stages_of(params_of(), CUTS[2]), stages_of(means_of(), CUTS[2])
+    pipeline = jc.Pipeline([stage_fn(0, 2, True), changed], loss_fn, params, model_state=means)
+    with pytest.raises(
+        ValueError, match=r"shapes and types of the old one; got .* from stage 1. Return what it was given"
+    ):
+        pipeline.plan(batches(1)[0])
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_shapes_are_those_of_a_state(has_state):
+    run = run_of(2, 4, True, 2, True) if has_state else run_of(2, 1, False, 2, False)
+    params, means = stages_of(params_of(), CUTS[2]), stages_of(means_of(), CUTS[2])
+    shapes = run.step.shapes(params, means) if has_state else run.step.shapes(params)
+    assert jax.tree.structure(shapes) == jax.tree.structure(run.start)
+    for expected, made in zip(jax.tree.leaves(run.start), jax.tree.leaves(shapes), strict=True):
+        assert (made.shape, made.dtype, made.sharding) == (expected.shape, expected.dtype, expected.sharding)

@@ -1,0 +1,115 @@
+"""Stacked stage parameters: the trees of all stages in one list of arrays, and back."""
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+from jaxcomm.steps.pipeline.stage_params import plan_stacked
+
+shapes = st.sampled_from([(), (0,), (1,), (3,), (6,), (2, 3), (3, 2), (2, 2, 2)])
+tensors = st.tuples(shapes, st.sampled_from(["float32", "bfloat16", "int32"]))
+stages = st.lists(st.dictionaries(st.sampled_from("abcde"), tensors, max_size=4), min_size=1, max_size=4)
+
+
+def tree_of(spec, seed):
+    """Numbers that are not zero, in a nested tree."""
+    rng = np.random.default_rng(seed)
+    made = {name: np.asarray(rng.integers(1, 100, size=s), jnp.dtype(dtype)) for name, (s, dtype) in spec.items()}
+    return {"inside": made, "beside": [made.pop("a")] if "a" in made else ()}
+
+
+def assert_same(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_array_equal(a, b)
+
+
+@hypothesis.settings(max_examples=12)
+@hypothesis.given(specs=stages)
+def test_unstack_is_the_inverse_of_stack(specs):
+    trees = [tree_of(spec, seed) for seed, spec in enumerate(specs)]
+    slots = plan_stacked(trees)
+
+    @jax.jit
+    def there_and_back(trees):
+        own = [slots.to_slots(stage, tree) for stage, tree in enumerate(trees)]
+        back = [slots.of_stage(stage, each) for stage, each in enumerate(own)]
+        stacked = slots.stack(trees)
+        return stacked, slots.unstack(stacked), own, back
+
+    stacked, unstacked, own, back = there_and_back(trees)
+    assert_same(unstacked, trees)
+    assert_same(back, trees)
+    for stage, each in enumerate(own):
+        assert_same(each, [slot[stage] for slot in stacked])
+    wanted = [((len(trees), *shape), dtype) for shape, dtype in zip(slots.shapes, slots.dtypes, strict=True)]
+    assert [(each.shape, each.dtype) for each in stacked] == wanted
+    filled = sum(leaf.size for leaf in jax.tree.leaves(trees))
+    assert slots.padding == sum(each.size for each in stacked) - filled
+    assert slots.padding == sum(np.count_nonzero(np.asarray(each) == 0) for each in stacked)
+
+
+@hypothesis.settings(max_examples=12)
+@hypothesis.given(specs=stages)
+def test_little_is_padded_and_nothing_where_all_are_alike(specs):
+    """A type's i-th array is as large as the largest of the stages' i-th largest tensors; none could be smaller."""
+    trees = [tree_of(spec, 0) for spec in specs]
+    slots = plan_stacked(trees)
+    room = dict.fromkeys(map(str, slots.dtypes), 0)
+    for shape, dtype in zip(slots.shapes, slots.dtypes, strict=True):
+        room[str(dtype)] += int(np.prod(shape))
+    for dtype in room:
+        sizes = [sorted((x.size for x in jax.tree.leaves(t) if str(x.dtype) == dtype), reverse=True) for t in trees]
+        most = max(map(len, sizes))
+        padded = [own + [0] * (most - len(own)) for own in sizes]
+        assert room[dtype] == sum(map(max, zip(*padded, strict=True)))
+    alike = plan_stacked([trees[0]] * 3)
+    assert alike.padding == 0
+    assert len(alike.shapes) == len(jax.tree.leaves(trees[0]))
+
+
+def test_shapes_are_kept_where_all_stages_agree_and_flattened_elsewhere():
+    slots = plan_stacked(
+        [
+            {"b": jnp.ones(4), "w": jnp.ones((4, 3))},
+            {"bias": jnp.ones(2), "kernel": jnp.ones((4, 3))},
+        ]
+    )
+    assert slots.shapes == ((4, 3), (4,))
+    assert slots.stages == ({"b": 1, "w": 0}, {"bias": 1, "kernel": 0})
+    assert slots.padding == 2
+    turned = plan_stacked([jnp.ones((4, 3)), jnp.ones((3, 4))])  # equally large, but of another shape
+    assert (turned.shapes, turned.padding) == (((12,),), 0)
+
+
+def test_a_stage_that_has_fewer_tensors_leaves_slots_empty():
+    slots = plan_stacked([(), {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}, {"w": jnp.ones(5)}])
+    assert slots.shapes == ((6,), (3,))
+    stacked = slots.stack([(), {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}, {"w": jnp.ones(5)}])
+    np.testing.assert_array_equal(stacked[0], [[0] * 6, [1] * 6, [1] * 5 + [0]])
+    np.testing.assert_array_equal(stacked[1], [[0] * 3, [1] * 3, [0] * 3])
+
+
+def test_types_do_not_share_a_slot():
+    slots = plan_stacked([{"a": jnp.ones(6, jnp.bfloat16)}, {"a": jnp.ones(6)}, {"a": jnp.ones(2, jnp.bfloat16)}])
+    assert sorted(zip(map(str, slots.dtypes), slots.shapes, strict=True)) == [("bfloat16", (6,)), ("float32", (6,))]
+
+
+def test_shapes_alone_plan_alike_and_a_slot_may_be_traced():
+    trees = [{"w": jnp.arange(6.0).reshape(2, 3)}, {"w": jnp.arange(4.0)}]
+    slots = plan_stacked(trees)
+    assert plan_stacked(jax.eval_shape(lambda: trees)) == slots
+    assert_same(jax.jit(lambda trees: slots.unstack(slots.stack(trees)))(trees), trees)
+
+
+def test_a_gradient_goes_through_the_slots_and_is_zero_where_nothing_lies():
+    trees = [{"w": jnp.arange(6.0).reshape(2, 3)}, {"w": jnp.arange(4.0)}]
+    slots = plan_stacked(trees)
+    (gradient,) = jax.grad(lambda own: jnp.sum(slots.of_stage(1, own)["w"] ** 2))(
+        [slot[1] for slot in slots.stack(trees)]
+    )
+    np.testing.assert_array_equal(gradient, [0, 2, 4, 6, 0, 0])

@@ -1,0 +1,48 @@
+"""Steps for sharded parameters with compressed exchanges: all ways agree."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm as jc
+from tests.jaxcomm.steps import sharded
+from tests.jaxcomm.train_steps import init_state
+
+METHODS = {"dct_dp": jc.dct_dp(0.9, life_span=2), "powersgd": jc.powersgd(2), "quant_dp": jc.quant_dp(8)}
+LEVEL = {"quant_dp": 2e-3}  # a number between two levels may fall to either side
+
+
+@pytest.mark.parametrize(
+    ("method", "ways"),
+    [("dct_dp", ["partitioned"]), ("powersgd", ["partitioned"]), ("quant_dp", ["unreduced"])],
+)
+def test_ways_agree_with_compression(method, ways):
+    """By hand, by the compiler, and on a mesh of Explicit axes."""
+    tx = jc.chain(METHODS[method], optax.sgd(0.1, momentum=0.9))
+    by_hand, metrics = sharded.trained("tensor parallel", tx, 3)
+    dense = sharded.trained_on_one_device(optax.sgd(0.1, momentum=0.9), 3)
+    assert 1e-6 < np.abs(np.asarray(by_hand.params["up"]["kernel"]) - dense["up"]["kernel"]).max() < 0.1
+    near = {"rtol": 1e-3, "atol": LEVEL.get(method, 1e-4)}
+    for name in ways:
+        other, others = sharded.trained(name, tx, 3)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **near), by_hand.params, other.params)
+        for count in jc.ExchangeMetrics._fields:
+            assert int(metrics[count]) == int(others[count])
+
+
+def test_without_slices_it_is_the_data_parallel_step():
+    tx, mesh = jc.chain(jc.sign(), optax.sgd(0.1, momentum=0.9)), jc.make_mesh(data=4)
+    state, other = init_state(sharded.params(), tx, mesh, specs=P()), init_state(sharded.params(), tx, mesh)
+    step = sharded.compiled(jc.make_train_step(sharded.whole, tx, mesh, specs=P()), state)
+    expected = sharded.compiled(jc.make_train_step(sharded.whole, tx, mesh), other)
+    for batch in sharded.batches(3):
+        batch = sharded.on(mesh, batch)
+        (state, metrics), (other, others) = step(state, batch), expected(other, batch)
+        assert metrics.keys() == others.keys()
+        for name, value in metrics.items():
+            np.testing.assert_allclose(value, others[name], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.params, other.params)
+    (mine,), theirs = state.opt_state.exchange.exchanges[0], other.opt_state[0]
+    np.testing.assert_allclose(mine.residual.rows, theirs.residual.rows, rtol=1e-4, atol=1e-6)
