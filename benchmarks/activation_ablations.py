@@ -1,118 +1,173 @@
-"""Two boundaries of a pipeline that lose accuracy according to the paper of DCT-MP; to show that they do.
+"""Two ways to cut a model that lose accuracy according to the paper of DCT-MP; to show that they do.
 
-They are made of the hooks of `jaxcomm.layers.Boundary` and of its formats. `benchmarks.dct` trains them.
+One device plays both stages: a scheme is a function between them, and what would cross is computed. `benchmarks.dct`
+trains them.
 
 Source: Gupta et al., "Training Recommender Systems at Scale: Communication-Efficient Model and Data Parallelism", KDD
 2021, appendix A, "Schemes That Do Not Work".
 """
 
+import dataclasses
 import math
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from flax import nnx
 
-from jaxcomm.codecs import ValueCodec
-from jaxcomm.layers import Boundary, Encoded, Rows, Whole
+import jaxcomm as jc
+from configs.experiment import BoundaryFields, Experiment
+from configs.methods import Method
+from jaxcomm.kernels.noise import make_key
+from jaxcomm.selectors.topk import kept, select_rows
+from jaxcomm.steps.engine import worker_step
+from jaxcomm.traffic import Program, Traffic
+from models.functional import apply, cut
+from train.architectures import choose_cuts, make_model
+from train.data import dataset_info
+from train.job import Job, make_job
+from train.methods import make_chain
+from train.tasks import Task
+
+# (activations (B, ...), residual like them, sparsity, key () uint32) -> what the second stage works with. The gradient
+# with respect to the residual is the new residual.
+Scheme = Callable[[jax.Array, jax.Array, float, jax.Array], jax.Array]
 
 
-class SketchBoundary(Boundary):
-    """A random projection of every sample to (1 - sparsity) d numbers forward, and the whole gradient backward."""
+def sketch(x: jax.Array, residual: jax.Array, sparsity: float, key: jax.Array) -> jax.Array:
+    """Returns x S S^T, which is x on average: of every sample a random projection to k = (1 - sparsity) d numbers.
 
-    def format(self, shape: tuple[int, ...], dtype: Any, values_as: Any, k: int) -> Whole:
-        """Returns a `Sketch`."""
-        return Sketch(shape, dtype, values_as, k)
-
-
-class TopKGradientBoundary(Boundary):
-    """Whole activations forward; the largest gradients of every sample and their positions backward, with a residual.
-
-    The residual is added to the gradient of whichever sample has the same row in the next step.
+    The entries of S (d, k) are normal with variance 1/k. The gradient goes back as if nothing had been lost.
     """
+    d = math.prod(x.shape[1:])
+    k = kept(d, sparsity)
 
-    @property
-    def keeps_residual(self) -> bool:
-        """Whether there is one: not if everything is sent."""
-        return self.sparsity > 0
+    @jax.custom_vjp
+    def cross(x: jax.Array, residual: jax.Array) -> jax.Array:
+        del residual
+        if k == d:
+            return x
+        projection = jax.random.normal(jax.random.key(key), (d, k), jnp.float32) / math.sqrt(k)
+        return (x.reshape(-1, d) @ projection @ projection.T).reshape(x.shape)
 
-    def format(self, shape: tuple[int, ...], dtype: Any, values_as: Any, k: int) -> Whole:
-        """Returns a `LargestGradient`.
+    cross.defvjp(lambda x, residual: (cross(x, residual), residual), lambda residual, gradient: (gradient, residual))
+    return cross(x, residual)
 
-        Raises:
-          ValueError: for values of a few bits, whose rounding errors the residual would miss.
-        """
-        if not isinstance(values_as, ValueCodec):
-            raise ValueError(
-                f"value_dtype must be float32 or bfloat16 where a residual is kept; got {self.value_dtype!r}. Use "
-                "dct_mp, which keeps none."
+
+def topk_gradient(x: jax.Array, residual: jax.Array, sparsity: float, key: jax.Array) -> jax.Array:
+    """Returns x; the k largest of every sample's gradient + residual go back, and the others are the new residual."""
+    del key
+
+    @jax.custom_vjp
+    def cross(x: jax.Array, residual: jax.Array) -> jax.Array:
+        del residual
+        return x
+
+    def back(residual: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total = (gradient + residual).reshape(len(gradient), -1)
+        mask = select_rows(jnp.abs(total), kept(total.shape[1], sparsity))
+        sent, waiting = jnp.where(mask, total, 0), jnp.where(mask, 0, total)
+        return sent.reshape(gradient.shape), waiting.reshape(gradient.shape)
+
+    cross.defvjp(lambda x, residual: (x, residual), back)
+    return cross(x, residual)
+
+
+def bytes_each_way(scheme: Scheme, links: dict[tuple[int, int], int], whole: int) -> dict[tuple[int, int], int]:
+    """Returns the bytes that would cross from stage to stage.
+
+    Args:
+      scheme: what is between the stages.
+      links: the same of DCT-MP with the same k: values and positions go forward, values come back.
+      whole: the bytes of all activations.
+    """
+    if scheme is sketch:
+        return {(0, 1): links[1, 0], (1, 0): whole}
+    return {(0, 1): whole, (1, 0): links[0, 1]}
+
+
+class TwoStages:
+    """The train step of one worker whose model is cut in two, with a scheme in between."""
+
+    resize = staticmethod(jc.resize_workers)
+
+    def __init__(self, experiment: Experiment, method: Method, scheme: Scheme, task: Task):
+        """Cuts the model of an experiment with two stages and one micro-batch."""
+        info = dataset_info(experiment.dataset, experiment.data_dir)
+        model = nnx.eval_shape(lambda: make_model(experiment.architecture, info, experiment.dtype, experiment.seed))
+        stages = cut(model, choose_cuts(model, 2, experiment.cuts))
+        self._graphs, self._blocks = [stage.graph for stage in stages], [list(stage.params) for stage in stages]
+        self._task, self._scheme, self._sparsity = task, scheme, experiment.boundary.sparsity
+        self._run_stage = partial(apply, training=True, rows_per_group=experiment.rows_per_group)
+        self._tx = make_chain(experiment, method)
+        self._jitted = jax.jit(self._step)
+
+    def __call__(self, state: jc.TrainState, batch: Any) -> tuple[jc.TrainState, dict[str, jax.Array]]:
+        """Takes a step: (state, metrics)."""
+        return self._jitted(state, batch)
+
+    def crossing(self, params: Any, stats: Any, batch: Any) -> tuple[Any, Any]:
+        """Runs the first stage: (the activations that cross, its new running statistics)."""
+        first, own = self._graphs[0], self._blocks[0]
+        of_stage = {block: params[block] for block in own}
+        return self._run_stage(first, of_stage, {block: stats[block] for block in own if block in stats}, batch)
+
+    def _loss(self, params: Any, residual: Any, stats: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
+        x, first = self.crossing(params, stats, batch)
+        x = jax.tree.map(lambda leaf, waiting: self._scheme(leaf, waiting, self._sparsity, key), x, residual)
+        of_stage = {block: params[block] for block in self._blocks[1]}
+        later = {block: stats[block] for block in self._blocks[1] if block in stats}
+        output, second = self._run_stage(self._graphs[1], of_stage, later, batch, x)
+        loss, scalars = self._task.loss(output, batch)
+        return loss, (scalars, first | second)
+
+    def _step(self, state: jc.TrainState, batch: Any) -> tuple[jc.TrainState, dict[str, jax.Array]]:
+        key = make_key(state.step, 0, 0)
+
+        def gradients(params: Any, model_state: Any, batch: Any) -> Any:
+            run = jax.value_and_grad(self._loss, (0, 1), has_aux=True)
+            (loss, (scalars, stats)), (found, residual) = run(
+                params, model_state["residual"], model_state["stats"], batch, key
             )
-        return LargestGradient(shape, dtype, values_as, k)
+            return (loss, (scalars, {"stats": stats, "residual": residual})), found
+
+        step = partial(worker_step, gradients, self._tx, "data")
+        alone = jax.vmap(step, in_axes=None, axis_name="data", axis_size=1)
+        state, (scalars, exchanged) = jax.tree.map(lambda leaf: leaf[0], alone(state, batch))
+        return state, scalars | exchanged
 
 
-@dataclass(frozen=True)
-class Sketch(Whole):
-    """A random projection of every sample to k numbers forward; the whole gradient backward.
+def make_ablation(experiment: Experiment, method: Method, scheme: Scheme) -> Job:
+    """Makes the functions of a run of two stages, as `train.job.make_job` does for DCT-MP of the same sparsity."""
+    staged = make_job(experiment, method)
+    job = make_job(dataclasses.replace(experiment, stages=1, boundary=BoundaryFields()), method)
+    step, (shapes, batch) = TwoStages(experiment, method, scheme, job.task), job.inputs
+    x, _ = jax.eval_shape(step.crossing, shapes.params, shapes.model_state, batch)
+    whole = sum(4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(x))
+    links = bytes_each_way(scheme, staged.report.program.links(), whole)
+    program = Program([_of_link(traffic, links) for traffic in staged.report.program.always])
 
-    The receiver works with x S S^T, which is x on average: the entries of S (d, k) are normal with variance 1/k. The
-    gradient goes back as if nothing had been lost.
+    def start(seed: int) -> jc.TrainState:
+        state = job.start(seed)
+        residual = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)
+        return state._replace(model_state={"stats": state.model_state, "residual": residual})
 
-    Attributes:
-      k: numbers per sample.
-    """
+    def model(state: jc.TrainState) -> tuple[Any, Any]:
+        return state.params, state.model_state["stats"]
 
-    k: int
+    def verify(state: jc.TrainState, batch: Any) -> str:
+        del state, batch
+        return f"{links[0, 1]:,} bytes would go forward and {links[1, 0]:,} back; one device plays both stages."
 
-    def _matrix(self, key: jax.Array) -> jax.Array:
-        draw = jax.random.normal(jax.random.key(key), (self.features, self.k), jnp.float32)
-        return draw / math.sqrt(self.k)
-
-    def forward(self, values: jax.Array, key: jax.Array) -> jax.Array:
-        """Returns x S, (B k,)."""
-        return (values.reshape(-1, self.features) @ self._matrix(key)).reshape(-1).astype(values.dtype)
-
-    def forwarded(self, values: jax.Array, key: jax.Array) -> jax.Array:
-        """Returns x S S^T, (B d,)."""
-        return (values.reshape(-1, self.k) @ self._matrix(key).T).reshape(-1).astype(values.dtype)
-
-
-@dataclass(frozen=True)
-class LargestGradient(Whole):
-    """Whole activations forward; the k largest magnitudes of every sample's gradient backward, with error feedback.
-
-    Attributes:
-      k: values of a sample's gradient that are sent.
-    """
-
-    k: int
-
-    @property
-    def has_residual(self) -> bool:
-        """Always."""
-        return True
-
-    @cached_property
-    def _rows(self) -> Rows:
-        return Rows(self.shape[0], self.features, self.k)
-
-    def backward(self, gradient: jax.Array, residual: Any) -> tuple[Encoded, Any]:
-        """Selects from gradient + residual; the rest is the new residual, rounding included."""
-        total = gradient + residual.reshape(-1).astype(gradient.dtype)
-        encoded = self._rows.encode(total)
-        encoded = encoded._replace(values=_rounded(encoded.values, self.values_as))
-        unsent = total - self._rows.decode(encoded)
-        return encoded, unsent.reshape(residual.shape).astype(residual.dtype)
-
-    def returned(self, encoded: Encoded) -> jax.Array:
-        """Returns the gradient, zero where nothing was sent."""
-        return self._rows.decode(encoded)
+    report = dataclasses.replace(staged.report, program=program)
+    made = {"report": report, "dense": staged.dense, "step": step, "start": start, "model": model, "verify": verify}
+    return dataclasses.replace(job, **made)
 
 
-def _rounded(values: jax.Array, codec: ValueCodec) -> jax.Array:
-    """Returns the values that the receiver will see, in their own dtype."""
-    info = jnp.finfo(codec.dtype)
-    if info.bits >= jnp.finfo(values.dtype).bits:
-        return values
-    return lax.reduce_precision(values, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+def _of_link(traffic: Traffic, links: dict[tuple[int, int], int]) -> Traffic:
+    """Returns a permutation of a step with other bytes, and any other collective as it is."""
+    if traffic.pairs is None:
+        return traffic
+    return dataclasses.replace(traffic, operand_bytes=links[traffic.pairs[0]])

@@ -16,14 +16,14 @@ setting's compression; the test split is evaluated at the end, by the whole mode
 import dataclasses
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jaxcomm as jc
-from benchmarks.activation_ablations import SketchBoundary, TopKGradientBoundary
+from benchmarks.activation_ablations import Scheme, make_ablation, sketch, topk_gradient
 from benchmarks.control import run
 from configs import CONFIGS
 from configs.dlrm_criteo import TABLE_SIZES
@@ -54,7 +54,7 @@ class Setting:
       sparsity: eta.
       compresses_gradients: whether DCT-DP exchanges the gradients of two data-parallel workers at this sparsity.
       paper: its row in tables 1 (dense, DCT-MP), 2 (DCT-DP), 3 (both), 6 (sketches) or 7 (top-k).
-      boundary: (sparsity) -> the boundary between the stages.
+      scheme: what is between two stages, of an ablation; None for DCT-MP.
       learning_rate: the largest of 0.3, 0.5 and 1 at which it does not diverge; that is the experiment's, except for
         two sketches.
     """
@@ -64,7 +64,7 @@ class Setting:
     sparsity: float
     compresses_gradients: bool
     paper: Paper
-    boundary: Callable[..., jc.layers.Boundary] = jc.dct_mp
+    scheme: Scheme | None = None
     learning_rate: float = CONFIGS["dlrm_clicks"].learning_rate
 
 
@@ -81,11 +81,11 @@ def _both(sparsity: float, *paper: float) -> Setting:
 
 
 def _sketch(sparsity: float, learning_rate: float, *paper: float) -> Setting:
-    return Setting("sketched activations", 2, sparsity, False, Paper(*paper), SketchBoundary, learning_rate)
+    return Setting("sketched activations", 2, sparsity, False, Paper(*paper), sketch, learning_rate)
 
 
 def _topk(sparsity: float, *paper: float) -> Setting:
-    return Setting("top-k activation gradients", 2, sparsity, False, Paper(*paper), TopKGradientBoundary)
+    return Setting("top-k activation gradients", 2, sparsity, False, Paper(*paper), topk_gradient)
 
 
 SETTINGS = (
@@ -273,7 +273,8 @@ def train_setting(setting: Setting, config: Config, dense: Mapping[str, Any] | N
     from train.processes import Processes
 
     experiment, method = experiment_of(setting, config)
-    job, ended, curves = make_job(experiment, method, setting.boundary), [], []
+    ablation = setting.scheme and make_ablation(experiment, method, setting.scheme)
+    job, ended, curves = ablation or make_job(experiment, method), [], []
     for seed in range(config.seeds):
         with tempfile.TemporaryDirectory() as scratch:
             seeded = dataclasses.replace(experiment, seed=seed, out=Path(scratch))

@@ -459,20 +459,7 @@ def _parts(rows: Any, shards: int, new: int) -> np.ndarray:
     return np.concatenate([np.stack(whole)] * new)
 
 
-def _batch(rows: Any, shards: int, new: int) -> np.ndarray:
-    """Redistributes the rows of a batch (K, M, b, ...), scaled as each worker's loss is a mean over more or fewer."""
-    del shards  # a boundary is between stages
-    rows = np.asarray(rows)
-    old, micro, size = rows.shape[:3]
-    if old * size % new:
-        raise ValueError(
-            f"The number of workers must divide the {old * size} rows of a micro-batch, for which a boundary keeps "
-            f"residuals; got {new}. Pass a number that does."
-        )
-    return (rows * (new / old)).astype(rows.dtype).reshape(new, micro, -1, *rows.shape[3:])
-
-
-_FOLDS = {"mean": _mean, "parts": _parts, "batch": _batch}
+_FOLDS = {"mean": _mean, "parts": _parts}
 
 
 def _overlap(old: int, new: int) -> np.ndarray:

@@ -29,8 +29,7 @@ class PerWorker:
       axes: the mesh axes along which rows differ, outermost first. Static.
       resizing: how `resize_workers` carries rows over to another number of workers. Static. "mean": the mean over the
         rows is kept. "parts": rows (K, n) form one vector, of which worker k holds the k-th of K consecutive parts; the
-        rest of its row is not valid. "batch": rows (K, M, b, ...) belong to a batch of K M b samples, whose size stays;
-        their sum divided by K is kept.
+        rest of its row is not valid.
       is_local: whether rows are the parameters, the optimizer's or the model's state, or the scalars, of workers that
         train on their own between two exchanges. Static.
       shards: how many of the last axes divide state into shards: the inside axis of `hierarchical`, and the axes along

@@ -51,7 +51,6 @@ class Job:
       report: bytes of a step, losses and metrics included; for a pipeline, the average over its devices.
       dense: bytes that a device would receive in a step with uncompressed gradients and activations.
       late: which dense layers multiply late, and why; None if that was not asked for.
-      boundary: (sparsity, value_dtype=) -> the boundary between two stages of a pipeline.
     """
 
     info: DatasetInfo
@@ -69,20 +68,18 @@ class Job:
     report: jc.WireReport
     dense: float
     late: jc.planner.LatePlan | None
-    boundary: Callable[..., jc.layers.Boundary]
 
 
 def make_job(
     experiment: Experiment,
     method: Method,
-    boundary: Callable[..., jc.layers.Boundary] = jc.dct_mp,
     info: DatasetInfo | None = None,
     devices: Sequence[Any] | None = None,
 ) -> Job:
     """Makes the model, the optimizer and the functions of a run; `experiment.seed` is used only to trace shapes.
 
-    A benchmark may pass a `boundary` of its own, which is made from the fields of `experiment.boundary` as DCT-MP is;
-    the `info` of a dataset that is not there; and the `devices` of the mesh, which may be mere descriptions.
+    A benchmark may pass the `info` of a dataset that is not there, and the `devices` of the mesh, which may be mere
+    descriptions.
     """
     info = info or dataset_info(experiment.dataset, experiment.data_dir)
     task = make_task(info, experiment.label_smoothing)
@@ -95,7 +92,7 @@ def make_job(
     axis = ("slice", "data") if experiment.slices > 1 else "data"
     has_shards = experiment.dense_layers == "split" or experiment.embeddings in ("columns", "rows")
     is_sharded = has_shards or experiment.model_parallel * experiment.fsdp > 1
-    make = partial(_pipeline, boundary) if experiment.stages > 1 else _sharded if is_sharded else _data_parallel
+    make = _pipeline if experiment.stages > 1 else _sharded if is_sharded else _data_parallel
     everywhere, by_rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(axis))
     if experiment.fsdp > 1:
         by_rows = NamedSharding(mesh, P(tuple(name for name in ("slice", "data", "fsdp") if name in mesh.shape)))
@@ -134,7 +131,6 @@ def make_job(
         report=report,
         dense=report.dense if parts.dense is None else parts.dense,
         late=parts.late,
-        boundary=boundary,
     )
 
 
@@ -254,11 +250,11 @@ def _loss_of(experiment: Experiment, task: Task, graph: Graph) -> Callable[..., 
 
 
 def _pipeline(
-    make: Any, experiment: Experiment, method: Method, info: DatasetInfo, task: Task, mesh: Mesh, axis: Any, batch: Any
+    experiment: Experiment, method: Method, info: DatasetInfo, task: Task, mesh: Mesh, axis: Any, batch: Any
 ) -> _Parts:
     """Workers whose devices each hold a stage of the model."""
     tx, fields = make_chain(experiment, method), experiment.boundary
-    boundary = make(fields.sparsity, value_dtype=fields.value_dtype)
+    boundary = jc.dct_mp(fields.sparsity, value_dtype=fields.value_dtype)
     model = _abstract(experiment, info)
     cuts = choose_cuts(model, experiment.stages, experiment.cuts)
     stages = cut(model, cuts)
@@ -287,7 +283,7 @@ def _pipeline(
 
     costs = pipeline.report(tx, batch, experiment.workers)
     dense = costs.exchange.dense + sum(2 * each.dense for each in costs.boundaries) / len(stages)
-    return _Parts(step, first, whole, jax.jit(partial(step.init, batch=batch)), dense)
+    return _Parts(step, first, whole, jax.jit(step.init), dense)
 
 
 def _abstract(experiment: Experiment, info: DatasetInfo, dense: Callable[..., Any] | None = None) -> Any:

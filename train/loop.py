@@ -108,7 +108,6 @@ def train(
     batches = train_batches(experiment.dataset, seed=experiment.seed, augment=experiment.augment, **where)
     tests = eval_batches(experiment.dataset, **where)
     about = describe(experiment, method) | {"format": STATE_FORMAT}
-    about["boundary"] = None if job.boundary is jc.dct_mp else job.boundary.__name__
     if job.late is not None:  # depends on the number of workers; the state's shapes depend on it
         about["late"] = [layer.path for layer in job.late.layers if layer.is_late]
 

@@ -35,14 +35,7 @@ _INDEX_CODECS = ("plain", "bitmap", "elias_fano")
 
 @dataclass(frozen=True)
 class Whole:
-    """Every value, without an index. Other formats are subclasses that override some hooks.
-
-    The sender runs `encode` and `forward`, the receiver `forwarded` and `decode`. In the backward pass, the receiver
-    runs `backward` and the sender `returned`; together they are the gradient of `forward` and `forwarded`.
-
-    With `has_residual`, the receiver keeps what it does not send back (error feedback): `backward` takes a residual of
-    the activations' shape, zeros in the first step, and returns the new one. A pipeline keeps it in its state, for the
-    same rows of the next batch.
+    """Every value, without an index. The sender runs `encode`, the receiver `decode`.
 
     Attributes:
       shape: of the activations, samples first.
@@ -65,11 +58,6 @@ class Whole:
         """Values of one sample, d."""
         return math.prod(self.shape[1:])
 
-    @property
-    def has_residual(self) -> bool:
-        """Whether the receiver keeps what it does not send back."""
-        return False
-
     def encode(self, x: jax.Array) -> Encoded:
         """Writes activations; runs on the sender."""
         return Encoded(x.reshape(-1), zeros_varying_as((0,), jnp.uint32, x))
@@ -77,24 +65,6 @@ class Whole:
     def decode(self, encoded: Encoded) -> jax.Array:
         """Reads activations; runs on the receiver."""
         return encoded.values.reshape(self.shape)
-
-    def forward(self, values: jax.Array, key: jax.Array) -> jax.Array:
-        """Returns what travels forward for the values."""
-        del key
-        return values
-
-    def forwarded(self, values: jax.Array, key: jax.Array) -> jax.Array:
-        """Returns the values, from what travelled forward."""
-        del key
-        return values
-
-    def backward(self, gradient: jax.Array, residual: Any) -> tuple[Encoded, Any]:
-        """Returns what travels backward for the gradient of the values, and the new residual."""
-        return Encoded(gradient, zeros_varying_as((0,), jnp.uint32, gradient)), residual
-
-    def returned(self, encoded: Encoded) -> jax.Array:
-        """Returns the gradient of the values, from what travelled backward."""
-        return encoded.values
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,6 @@ _CODECS = {name: value_codec(name) for name in VALUE_DTYPES} | {f"int{width}": T
 class Boundary:
     """What crosses where a model is cut: the largest activations of every sample, see `dct_mp`.
 
-    Other boundaries are subclasses with another `format`; `benchmarks/activation_ablations.py` has two.
-
     Attributes:
       sparsity: fraction of a sample's activations that is not sent; 0 sends them whole.
       value_dtype: the type of a value on the wire; None for that of the activations.
@@ -42,15 +40,6 @@ class Boundary:
         check_sparsity(self.sparsity)
         if self.value_dtype is not None:
             _codec_of(self.value_dtype)
-
-    @property
-    def keeps_residual(self) -> bool:
-        """Whether some format keeps what it does not send back, so that a state needs the shapes of a batch."""
-        return False
-
-    def format(self, shape: tuple[int, ...], dtype: Any, values_as: ValueCodec | Tiles, k: int) -> Whole:
-        """Returns the format of activations of which only k values per sample travel."""
-        return Largest(shape, dtype, values_as, k)
 
     def plan(self, like: Any) -> Whole:
         """Returns the format of one array of activations (B, ...), or of a `jax.ShapeDtypeStruct` of it.
@@ -68,7 +57,7 @@ class Boundary:
         values_as = _codec_of(own if self.value_dtype is None else self.value_dtype)
         d = math.prod(shape[1:])
         k = kept(d, self.sparsity)
-        return Whole(shape, dtype, values_as) if k == d else self.format(shape, dtype, values_as, k)
+        return Whole(shape, dtype, values_as) if k == d else Largest(shape, dtype, values_as, k)
 
 
 def _codec_of(value_dtype: Any) -> ValueCodec | Tiles:
@@ -119,7 +108,6 @@ def masked_boundary(
     target: int,
     boundary: Boundary,
     seed: jax.Array | int = 0,
-    residual: Any = None,
 ) -> Any:
     """Moves activations across a boundary, from one position of a mesh axis to another.
 
@@ -133,15 +121,13 @@ def masked_boundary(
       source: the sender's position on the axis.
       target: the receiver's.
       boundary: what crosses, from `dct_mp`.
-      seed: seed of random rounding and random formats, the same on both sides, and different in every step.
-      residual: if the boundary keeps one, a tree like `x` of what was not sent back so far, zeros in the first step.
-        The gradient with respect to it is the new residual.
+      seed: seed of random rounding, the same on both sides, and different in every step.
 
     Returns:
       A tree like `x`.
 
     Raises:
-      ValueError: for an argument out of range, or a residual that is missing or not wanted.
+      ValueError: for an argument out of range.
 
     On the wire: what the boundary costs, in one permutation for all arrays, and another one back.
     """
@@ -152,27 +138,6 @@ def masked_boundary(
     check_range("target", target, "another position than source", source != target, "Nothing has to move")
     leaves, tree = jax.tree.flatten(x)
     formats = [boundary.plan(leaf) for leaf in leaves]
-    residuals = _residuals_of(formats, tree, residual)
-    encoded = [each.encode(leaf) for each, leaf in zip(formats, leaves, strict=True)]
-    arrived = send(formats, encoded, axis_name, source, noise.make_key(seed), residuals, target)
-    return tree.unflatten([each.decode(one) for each, one in zip(formats, arrived, strict=True)])
-
-
-def _residuals_of(formats: list[Whole], tree: Any, residual: Any) -> list[Any]:
-    """Returns the residual of every array, None for those without.
-
-    Raises:
-      ValueError: if a residual is missing, or given where none is kept.
-    """
-    wanted = any(each.has_residual for each in formats)
-    if (residual is not None) != wanted:
-        raise ValueError(
-            "residual must be given where a format keeps one, and nowhere else; got "
-            f"{'one' if residual is not None else 'none'} for {[type(each).__name__ for each in formats]}. Pass zeros "
-            "like the activations in the first step, or leave it out."
-        )
-    if not wanted:
-        return [None] * len(formats)
-    return [
-        leaf if each.has_residual else None for each, leaf in zip(formats, tree.flatten_up_to(residual), strict=True)
-    ]
+    encoded = [item.encode(leaf) for item, leaf in zip(formats, leaves, strict=True)]
+    arrived = send(formats, encoded, axis_name, source, noise.make_key(seed), target)
+    return tree.unflatten([item.decode(array) for item, array in zip(formats, arrived, strict=True)])

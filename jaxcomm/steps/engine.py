@@ -25,7 +25,7 @@ from jaxcomm.state import (
     works_alone,
 )
 from jaxcomm.steps.loss import GradientsFn
-from jaxcomm.types import DelayedState, ExchangeMetrics, PerWorker, is_per_worker
+from jaxcomm.types import DelayedState, ExchangeMetrics, PerWorker
 
 
 def worker_step(
@@ -109,14 +109,8 @@ def check_new_state(new: Any, old: Any) -> None:
 def mean_over_workers(
     scalars: dict[str, jax.Array], tree: Any, axis_name: AxisName
 ) -> tuple[dict[str, jax.Array], Any]:
-    """Averages scalars, and the leaves of a tree, over the workers in one all-reduce of float32; float64 has its own.
-
-    `PerWorker` nodes of the tree are not averaged.
-    """
-    nodes, treedef = jax.tree.flatten(tree, is_leaf=is_per_worker)
-    leaves = [node for node in nodes if not is_per_worker(node)]
+    """Averages scalars, and the leaves of a tree, over the workers in one all-reduce of float32, float64 in its own."""
+    leaves, treedef = jax.tree.flatten(tree)
     values = [widened(value) for value in scalars.values()]
     means, _ = dense_mean([*values, *leaves], axis_name)
-    averaged = iter(means[len(values) :])
-    nodes = [node if is_per_worker(node) else next(averaged) for node in nodes]
-    return dict(zip(scalars, means[: len(values)], strict=True)), treedef.unflatten(nodes)
+    return dict(zip(scalars, means[: len(values)], strict=True)), treedef.unflatten(means[len(values) :])

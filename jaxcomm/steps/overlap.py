@@ -25,7 +25,7 @@ from jaxcomm.steps.batch import Batch
 from jaxcomm.steps.engine import apply, check_new_state, mean_over_workers
 from jaxcomm.steps.loss import GradientsFn
 from jaxcomm.steps.replication import over_workers
-from jaxcomm.types import DelayedState, PerWorker, is_per_worker
+from jaxcomm.types import DelayedState, PerWorker
 
 
 def runs_apart(state: Any, mesh: Mesh) -> bool:
@@ -35,7 +35,6 @@ def runs_apart(state: Any, mesh: Mesh) -> bool:
         and mesh.devices.flat[0].platform == "cpu"
         and mesh.is_multi_process
         and AxisType.Explicit not in mesh.axis_types
-        and not any(map(is_per_worker, jax.tree.leaves(state.model_state, is_leaf=is_per_worker)))
     )
 
 

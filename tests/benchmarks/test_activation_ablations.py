@@ -1,85 +1,60 @@
-"""The two boundaries that lose accuracy equal the paper's in NumPy, on a mesh and in a pipeline, bytes included."""
+"""The two schemes that lose accuracy equal the paper's in NumPy; their bytes, and a run of each."""
+
+import dataclasses
 
 import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import strategies as st
 
 import jaxcomm as jc
-from benchmarks.activation_ablations import SketchBoundary, TopKGradientBoundary
-from tests.jaxcomm.layers.crossing import (
-    CROSSINGS,
-    Crossing,
-    assert_bytes,
-    assert_bytes_of_large_activations,
-    assert_permutes,
-    assert_same,
-    at,
-    crossing,
-    only_at,
-    seeds,
-    widths,
-)
-from tests.jaxcomm.steps.pipeline.stages import batches, cut
+from benchmarks.activation_ablations import make_ablation, sketch, topk_gradient
+from configs.experiment import BoundaryFields
+from configs.methods import PlumpDp
+from jaxcomm.steps.pipeline.pipeline import Cut
+from tests.jaxcomm.layers.crossing import CROSSINGS, numbers, seeds
 from tests.reference.dct_mp import GaussianSketchReference, TopKGradientReference, n_kept_of_row
+from tests.train.runs import EXPERIMENT, MLP, Told
+from train.loop import train
+from train.processes import Processes
 
 pytestmark = pytest.mark.filterwarnings("error")
 
-# (forward, backward) bytes, given those of all values, of the kept values, and of positions.
-DOCUMENTED = {
-    SketchBoundary: lambda whole, chosen, positions, gradients: (chosen, whole),
-    TopKGradientBoundary: lambda whole, chosen, positions, gradients: (whole, gradients + positions),
-}
-every_boundary = pytest.mark.parametrize("make", DOCUMENTED)
+SCHEMES = {"sketch": sketch, "topk_gradient": topk_gradient}
+every_scheme = pytest.mark.parametrize("name", SCHEMES)
 
 
-@every_boundary
-def test_with_sparsity_0_it_is_a_permutation(make):
-    assert_permutes(make)
+def cross(scheme, sparsity, x, residual, gradient, seed=0):
+    """(what arrives, what comes back, the new residual)."""
+    out, pull = jax.vjp(lambda x, residual: scheme(x, residual, sparsity, jnp.uint32(seed)), x, residual)
+    return [np.asarray(leaf) for leaf in (out, *pull(jnp.asarray(gradient)))]
 
 
-def test_a_sample_of_one_number_is_sent_back_whole_beside_others_that_are_not():
-    run = Crossing({"a": (6,), "b": (6, 5)}, 0.9, 2, 0, 1, make=TopKGradientBoundary)
-    x, gradient = run.draw("normal", 0), run.draw("normal", 1)
-    received, returned, new = run(x, gradient, jax.tree.map(np.asarray, run.zeros()))
-    assert_same([received["a"], returned["a"]], [only_at(1, x["a"][0], 2), only_at(0, gradient["a"][1], 2)])
-    assert np.count_nonzero(returned["b"]) == 6
-    assert not new["a"].any()
-    np.testing.assert_array_equal(new["b"][1] + returned["b"][0], gradient["b"][1])
+@every_scheme
+def test_with_sparsity_0_everything_crosses(name):
+    x, gradient, residual = np.random.default_rng(0).normal(size=(3, 4, 7)).astype(np.float32)
+    arrived, back, new = cross(SCHEMES[name], 0.0, x, 0 * residual, gradient)
+    np.testing.assert_array_equal(arrived, x)
+    np.testing.assert_array_equal(back, gradient)
+    assert not new.any()
 
 
-@pytest.mark.parametrize("value_dtype", [None, "bfloat16"])
-@pytest.mark.parametrize("name", ["back", "tree"])
+@pytest.mark.parametrize("name", ["back", "image"])
 @hypothesis.given(kind=st.sampled_from(["normal", "heavy", "ties", "zeros", "few"]), seed=seeds)
-def test_topk_of_the_gradient_is_the_papers_and_loses_nothing(name, value_dtype, kind, seed):
+def test_topk_of_the_gradient_is_the_papers_and_loses_nothing(name, kind, seed):
     """Three steps, each with the residual of the one before; activations arrive whole."""
-    run, eta = crossing(name, make=TopKGradientBoundary, value_dtype=value_dtype), CROSSINGS[name][1]
-    references = jax.tree.map(lambda _: TopKGradientReference(eta, widths(value_dtype)), run.zeros())
-    residual = jax.tree.map(np.asarray, run.zeros())
-    for step in range(3):
-        x, gradient = run.draw("normal", seed + step), run.draw(kind, seed + 5 * step)
-        received, returned, new = run(x, gradient, residual)
-        rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(widths(value_dtype))).astype(np.float32), x)
-        assert_same(received, only_at(run.target, at(run.source, rounded), run.size))
-        own = at(run.target, gradient)
-        sent = jax.tree.map(lambda reference, g: reference.backward(g), references, own)
-        assert_same(at(run.target, new), jax.tree.map(lambda reference: reference.residual, references))
-        assert_same(returned, only_at(run.source, sent, run.size))
-        total = jax.tree.map(np.add, own, at(run.target, residual))
-        assert_same(jax.tree.map(np.add, at(run.source, returned), at(run.target, new)), total)
+    (shape, eta, *_), rng = CROSSINGS[name], np.random.default_rng(seed)
+    reference, residual = TopKGradientReference(eta), np.zeros(shape, np.float32)
+    for _ in range(3):
+        x, gradient = numbers(rng, "normal", shape), numbers(rng, kind, shape)
+        arrived, back, new = cross(topk_gradient, eta, x, residual, gradient)
+        np.testing.assert_array_equal(arrived, x)
+        np.testing.assert_array_equal(back, reference.backward(gradient))
+        np.testing.assert_array_equal(new, reference.residual)
+        np.testing.assert_array_equal(back + new, gradient + residual)
         residual = new
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_gradient_that_is_not_finite_crosses_by_topk_too(bad):
-    run = crossing("back", make=TopKGradientBoundary, value_dtype=None)
-    x, gradient = run.draw("normal", 0), run.draw("normal", 1)
-    gradient[1, 3, 32] = bad
-    _, returned, _ = run(x, gradient, np.zeros_like(x))
-    np.testing.assert_array_equal(returned[2, 3, 32], bad)
 
 
 D, SEEDS = 12, 400
@@ -87,19 +62,18 @@ D, SEEDS = 12, 400
 
 def test_a_sketch_is_a_projection_of_every_sample_and_returns_the_whole_gradient():
     """The unit vectors become S S^T; another seed has another S."""
-    run, reference = Crossing((D, D), 0.7, 2, 0, 1, make=SketchBoundary), GaussianSketchReference(0.7)
-    rng = np.random.default_rng(0)
-    x, gradient = rng.normal(size=(2, 2, D, D)).astype(np.float32)
-    products = [run(only_at(0, np.eye(D, dtype=np.float32), 2), x, seed=seed)[0][1] for seed in (5, 6)]
+    reference, rng = GaussianSketchReference(0.7), np.random.default_rng(0)
+    x, gradient = rng.normal(size=(2, D, D)).astype(np.float32)
+    products = [cross(sketch, 0.7, np.eye(D, dtype=np.float32), x, x, seed)[0] for seed in (5, 6)]
     assert np.abs(products[0] - products[1]).max() > 0.1
     values, vectors = np.linalg.eigh(products[0])
     m = reference.width(D)
     assert np.all(values[: D - m] < 1e-5)
     assert values[D - m] > 1e-3
     S = vectors[:, -m:] * np.sqrt(values[-m:])
-    received, returned, _ = run(x, gradient, seed=5)
-    np.testing.assert_allclose(received, only_at(1, reference.forward(x[0], S), 2), rtol=1e-4, atol=1e-4)
-    assert_same(returned, only_at(0, reference.backward(gradient[1]), 2))
+    arrived, back, _ = cross(sketch, 0.7, x, x, gradient, 5)
+    np.testing.assert_allclose(arrived, reference.forward(x, S), rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(back, reference.backward(gradient))
 
 
 def test_a_sketch_is_unbiased():
@@ -108,40 +82,44 @@ def test_a_sketch_is_unbiased():
     The mean of N of them is within 5 standard errors for each of 60 numbers (this fails by chance once in 30,000 draws
     of seeds, and the seeds are fixed), and the sum of their squared errors is within 40% of the variance's.
     """
-    run = Crossing((5, D), 0.7, 2, 0, 1, make=SketchBoundary)
-    x = run.draw("normal", 3)
-    got = np.stack([run(x, x, seed=seed)[0][1] for seed in range(SEEDS)]).astype(np.float64)
-    own = x[0].astype(np.float64)
-    variance = ((own**2).sum(1, keepdims=True) + own**2) / n_kept_of_row(D, 0.7)
-    assert np.abs((got.mean(0) - own) / np.sqrt(variance / SEEDS)).max() < 5
-    assert 0.6 < np.mean((got - own) ** 2 / variance) < 1.4
+    x = numbers(np.random.default_rng(3), "normal", (5, D))
+    run = jax.jit(jax.vmap(lambda key: sketch(x, x, 0.7, key)))
+    arrived = np.asarray(run(jnp.arange(SEEDS, dtype=jnp.uint32)), np.float64)
+    x = x.astype(np.float64)
+    variance = ((x**2).sum(1, keepdims=True) + x**2) / n_kept_of_row(D, 0.7)
+    assert np.abs((arrived.mean(0) - x) / np.sqrt(variance / SEEDS)).max() < 5
+    assert 0.6 < np.mean((arrived - x) ** 2 / variance) < 1.4
 
 
-@pytest.mark.parametrize("value_dtype", [None, "bfloat16"])
-@pytest.mark.parametrize(
-    ("name", "make"), [("back", TopKGradientBoundary), ("tree", TopKGradientBoundary), ("few", SketchBoundary)]
-)
-def test_bytes_are_predicted_compiled_and_those_of_the_formula(name, make, value_dtype):
-    assert_bytes(name, DOCUMENTED[make], make=make, value_dtype=value_dtype)
+@every_scheme
+def test_a_run_learns_and_its_bytes_are_those_of_the_formula(name, tmp_path):
+    """Of 24 rows of 16 activations, 4 each are sent: as values, or as values and positions."""
+    changes = {"architecture": MLP, "stages": 2, "workers": 1, "boundary": BoundaryFields(0.75), "out": tmp_path}
+    experiment = dataclasses.replace(EXPERIMENT, **changes)
+    job, told = make_ablation(experiment, PlumpDp(), SCHEMES[name]), Told()
+    run = train(experiment, PlumpDp(), Processes(), told, job)
+    assert run.losses[-1] < run.losses[0]
+    forward, backward = Cut([jc.dct_mp(0.75).plan(jnp.zeros((24, 16)))], None).bytes_each_way()
+    assert backward == 4 * 24 * 4
+    whole = 4 * 24 * 16
+    there, back = (backward, whole) if name == "sketch" else (whole, forward)
+    assert f"{there:,} bytes would go forward and {back:,} back" in told.messages[0]
+    assert job.report.program.links() == {(0, 1): there, (1, 0): back}
+    residual = np.asarray(run.state.model_state["residual"])
+    assert residual.shape == (24, 16)
+    assert np.all(np.sum(residual != 0, axis=1) <= 12)
+    assert residual.any() == (name == "topk_gradient")
 
 
-@every_boundary
-@pytest.mark.parametrize("sparsity", [0.05, 0.5, 0.9, 0.99])
-def test_bytes_of_large_activations_are_those_of_the_formula(sparsity, make):
-    assert_bytes_of_large_activations(make, sparsity, DOCUMENTED[make])
-
-
-def test_a_residual_that_is_missing_is_refused():
-    def cross(x):
-        return jc.layers.masked_boundary(x, source=0, target=1, boundary=TopKGradientBoundary(0.5))
-
-    with pytest.raises(ValueError, match=r"where a format keeps one, .* none for \['LargestGradient'\]. Pass zeros"):
-        jax.eval_shape(jax.vmap(cross, axis_name="stage"), jnp.ones((2, 2, 6)))
-
-
-def test_a_sketch_is_another_one_in_every_step():
+@every_scheme
+def test_a_scheme_is_drawn_anew_in_every_step(name, tmp_path):
     """With constant parameters, the losses of one batch differ only by the sketches."""
-    tx = optax.chain(jc.plump_dp(), optax.sgd(0.0))
-    run = cut(2, tx, boundaries=[SketchBoundary(0.5)])
-    _, metrics = run(batches(1) * 3)
-    assert len({float(each["loss"]) for each in metrics}) == 3
+    changes = {"architecture": MLP, "stages": 2, "workers": 1, "boundary": BoundaryFields(0.5), "learning_rate": 0.0}
+    experiment = dataclasses.replace(EXPERIMENT, **changes, weight_decay=0.0)
+    job = make_ablation(experiment, PlumpDp(), SCHEMES[name])
+    (_, batch), state, losses = job.inputs, job.start(0), set()
+    batch = {name: jnp.ones(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
+    for _ in range(3):
+        state, metrics = job.step(state, batch)
+        losses.add(float(metrics["loss"]))
+    assert len(losses) == (3 if name == "sketch" else 1)

@@ -8,8 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-import jaxcomm as jc
-from benchmarks.activation_ablations import SketchBoundary, TopKGradientBoundary
 from configs.experiment import Architecture, BoundaryFields
 from configs.methods import LocalSgd, PlumpDp
 from tests.train.runs import DCT_DP, EXPERIMENT, MLP, PIPELINE, Told, assert_same_bits, files, metrics
@@ -25,10 +23,7 @@ RESNET = Architecture("resnet", {"layers": (1,), "width": 4, "stem": "cifar"})
 WIDE = Architecture("mlp", {"hidden": (64, 64), "dropout": 0.2})
 # What a run is made of, and after which of its 6 steps it is stopped. Thresholds are renewed after 0 and 5.
 CASES = {
-    # The boundary's residual waits for the row at the same place in the next batch.
     "pipeline": (DCT_DP, PIPELINE | {"boundary": BoundaryFields(0.75)}, 3),
-    # A projection that is drawn anew in every step.
-    "sketch": (PlumpDp(), PIPELINE | {"boundary": BoundaryFields(0.5)}, 3),
     "running statistics": (DCT_DP, {"architecture": RESNET, "workers": 2, "rows_per_group": 4}, 4),
     "slices": (DCT_DP, {"architecture": MLP, "slices": 2}, 3),
     "slices of shards": (DCT_DP, {"architecture": MLP, "workers": 4, "slices": 2, "fsdp": 2}, 3),
@@ -36,13 +31,12 @@ CASES = {
     "shards that train on their own": (LocalSgd(steps=2), {"architecture": MLP, "workers": 2, "fsdp": 2}, 3),
     "layers in slices": (DCT_DP, {"architecture": MLP, "workers": 2, "dense_layers": "split"}, 3),
 }
-BOUNDARIES = {"pipeline": TopKGradientBoundary, "sketch": SketchBoundary}
 
 
-def six(out, case, told=None, job=None, boundary=None, **changes):
+def six(out, case, told=None, job=None, **changes):
     method, fields, _ = CASES[case]
     experiment = dataclasses.replace(EXPERIMENT, **{"out": out, "steps": 6, "eval_every": 3} | fields | changes)
-    job = job or make_job(experiment, method, boundary or BOUNDARIES.get(case, jc.dct_mp))
+    job = job or make_job(experiment, method)
     return train(experiment, method, Processes(), told or Told(), job)
 
 
@@ -55,7 +49,7 @@ def runs(tmp_path_factory):
         if case not in made:
             out, (method, fields, stop) = tmp_path_factory.mktemp("split"), CASES[case]
             experiment = dataclasses.replace(EXPERIMENT, steps=6, **fields)
-            job = make_job(experiment, method, BOUNDARIES.get(case, jc.dct_mp))
+            job = make_job(experiment, method)
             whole, stopped = six(out / "whole", case, job=job), six(out / "stopped", case, job=job, stop_after=stop)
             made[case] = SimpleNamespace(job=job, whole=whole, stopped=stopped, out=out)
         return made[case]
@@ -79,16 +73,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case, runs):
 
 
 def test_what_is_compared_is_there_to_be_lost(runs):
-    """There are residuals of the workers' and stages' gradients and of the boundary, and statistics."""
+    """There are residuals of the workers' and stages' gradients, and statistics."""
     state = runs("pipeline").stopped.state
     residual = np.asarray(state.opt_state[0].residual.rows)
     assert residual.shape[:2] == (2, 2)  # stages, workers
     assert np.all(np.any(residual != 0, axis=-1))
-    ((waiting,),) = jax.device_get(state.model_state["boundaries"].rows)
-    assert waiting.shape == (2, 2, 2, 6, 16)  # stages, workers, micro-batches, rows, features
-    assert np.all(waiting[0] == 0)  # the second stage sends back, and keeps it
-    assert np.all(np.any(waiting[1] != 0, axis=(-1, -2)))
-    assert np.all(np.sum(waiting[1] != 0, axis=-1) <= 12)  # the 4 largest of 16 were sent
     shares = np.asarray(runs("slices").stopped.state.opt_state[0].memory.residual.rows)
     assert len(shares) == 4
     assert np.all(np.any(shares != 0, axis=-1))
@@ -101,8 +90,7 @@ def test_what_is_compared_is_there_to_be_lost(runs):
 @pytest.mark.parametrize(
     ("case", "changes", "said"),
     [
-        ("pipeline", {"boundary": jc.dct_mp}, r"with boundary 'TopKGradientBoundary' \(now None\)"),
-        ("sketch", {"boundary": TopKGradientBoundary}, r"boundary 'SketchBoundary' \(now 'TopKGradientBoundary'\)"),
+        ("pipeline", {"boundary": BoundaryFields()}, r"with boundary.sparsity 0\.75 \(now 0\.0\)"),
         ("pipeline", {"stages": 3}, r"with stages 2 \(now 3\). Give the same settings"),
         ("pipeline", {"micro_batches": 1}, r"with micro_batches 2 \(now 1\)"),
         ("pipeline", {"cuts": (1,)}, r"with cuts None \(now \[1\]\)"),

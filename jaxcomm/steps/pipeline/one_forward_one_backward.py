@@ -26,15 +26,15 @@ class OneForwardOneBackward(Schedule):
     program, so each has room for the inputs of every stage: (S - 1)^2 micro-batches instead of M (S - 1).
     """
 
-    def gradients(self, params: list[jax.Array], model_state: list[jax.Array], residuals: list[Any]) -> Any:
-        """Returns the totals, the gradients of this stage's stacked parameters, and the new residuals."""
+    def gradients(self, params: list[jax.Array], model_state: list[jax.Array]) -> Any:
+        """Returns the totals, and the gradients of this stage's stacked parameters."""
         size, count, cuts = self.pipeline.size, self.pipeline.micro_batches, self.plan.cuts
         nothing, totals = self._nothing(model_state)
         waiting = [
             jax.tree.map(lambda x, n=2 * (size - stage) - 3: jnp.zeros((n, *x.shape), x.dtype), boxes)
             for stage, boxes in enumerate(nothing)
         ]
-        carry = self._vary((waiting, _values(nothing), residuals, jax.tree.map(jnp.zeros_like, params), totals))
+        carry = self._vary((waiting, _values(nothing), jax.tree.map(jnp.zeros_like, params), totals))
 
         def inboxes(stage: int, micro_batch: Any, waiting: list[Any]) -> list[Any]:
             """Returns a micro-batch's inputs of this stage, and zeros for the other stages."""
@@ -64,7 +64,7 @@ class OneForwardOneBackward(Schedule):
 
         def tick(carry: Any, time: Any, active: tuple[list[int], list[int]], in_loop: bool) -> Any:
             del in_loop
-            waiting, arrived, residuals, sums, totals = carry
+            waiting, arrived, sums, totals = carry
             forward = {stage: time - stage for stage in active[0]}  # their micro-batches
             backward = {stage: time - 2 * (size - 1) + stage for stage in active[1]}
             sent, returned = nothing, arrived
@@ -75,18 +75,14 @@ class OneForwardOneBackward(Schedule):
                 branches = {stage: partial(back, stage, micro) for stage, micro in backward.items()}
                 returned, *added = self._switch(branches, params, waiting, arrived)
                 sums, totals = jax.tree.map(jnp.add, (sums, totals), tuple(added))
-            waiting, arrived, residuals = list(waiting), list(arrived), list(residuals)
+            waiting, arrived = list(waiting), list(arrived)
             for stage, micro in forward.items():
-                route, key = Route(self.stage_axis, stage, stage + 1), self._key(stage, micro)
-                new = send_forward(cuts[stage].formats, route, sent[stage], key)
+                new = send_forward(cuts[stage].formats, Route(self.stage_axis, stage, stage + 1), sent[stage])
                 waiting[stage] = jax.tree.map(partial(_put, micro), waiting[stage], new)
             for stage, micro in ((stage - 1, micro) for stage, micro in backward.items() if stage):
                 route, key = Route(self.stage_axis, stage, stage + 1), self._key(stage, micro)
-                own = self._residuals_of(stage, micro, residuals)
-                arrived[stage], new = send_backward(cuts[stage].formats, route, returned[stage], key, own)
-                if cuts[stage].has_residual:
-                    residuals[stage] = jax.tree.map(partial(_put, micro), residuals[stage], new)
-            return waiting, arrived, residuals, sums, totals
+                arrived[stage] = send_backward(cuts[stage].formats, route, returned[stage], key)
+            return waiting, arrived, sums, totals
 
         def active_at(time: int) -> tuple[list[int], list[int]]:
             """Returns the stages that run forward, without the last, and those that run backward."""
@@ -95,8 +91,8 @@ class OneForwardOneBackward(Schedule):
                 [stage for stage in range(size) if 0 <= time - 2 * (size - 1) + stage < count],
             )
 
-        *_, residuals, sums, totals = run_ticks(tick, carry, active_at, count + 2 * (size - 1))
-        return jax.tree.map(lambda total: total / count, totals), sums, residuals
+        *_, sums, totals = run_ticks(tick, carry, active_at, count + 2 * (size - 1))
+        return jax.tree.map(lambda total: total / count, totals), sums
 
 
 def _values(boxes: list[list[Encoded]]) -> list[list[jax.Array]]:

@@ -248,27 +248,16 @@ class Cut(NamedTuple):
     def bytes_each_way(self) -> tuple[int, int]:
         """Returns the bytes that cross forward and backward for one micro-batch."""
         forward = backward = 0
-        key = jax.ShapeDtypeStruct((), jnp.uint32)
-        for each in self.formats:
-            x = jax.ShapeDtypeStruct(each.shape, each.dtype)
-            encoded = jax.eval_shape(each.encode, x)
-            travelling = jax.eval_shape(each.forward, encoded.values, key)
-            written = jax.eval_shape(each.values_as.encode, travelling)
-            forward += 4 * (written.size + encoded.words.size)
-            back, _ = jax.eval_shape(each.backward, encoded.values, x if each.has_residual else None)
-            written = jax.eval_shape(each.gradients_as(noise.make_key()).encode, back.values)
-            backward += 4 * (written.size + back.words.size)
+        for item in self.formats:
+            encoded = jax.eval_shape(item.encode, jax.ShapeDtypeStruct(item.shape, item.dtype))
+            forward += 4 * (jax.eval_shape(item.values_as.encode, encoded.values).size + encoded.words.size)
+            backward += 4 * jax.eval_shape(item.gradients_as(noise.make_key()).encode, encoded.values).size
         return forward, backward
 
     @property
     def dense_bytes(self) -> int:
         """Bytes of one micro-batch's whole activations, in one direction."""
         return sum(math.prod(each.shape) * jnp.dtype(each.dtype).itemsize for each in self.formats)
-
-    @property
-    def has_residual(self) -> bool:
-        """Whether the boundary has a residual, of the gradients that are not sent back."""
-        return any(each.has_residual for each in self.formats)
 
 
 class Plan(NamedTuple):
@@ -309,21 +298,20 @@ class Schedule:
         self.batch = jax.tree.map(lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]), self._vary(batch))
         self.seed = seed
 
-    def gradients(self, params: list[jax.Array], model_state: list[jax.Array], residuals: list[Any]) -> Any:
-        """Returns the totals of `run`, the gradients of this stage's stacked parameters, and the new residuals."""
+    def gradients(self, params: list[jax.Array], model_state: list[jax.Array]) -> Any:
+        """Returns the totals of `run`, and the gradients of this stage's stacked parameters."""
 
-        def loss_fn(params: list[jax.Array], residuals: list[Any]) -> tuple[jax.Array, _Totals]:
-            totals = self.run(params, model_state, residuals)
+        def loss_fn(params: list[jax.Array]) -> tuple[jax.Array, _Totals]:
+            totals = self.run(params, model_state)
             return totals.loss, totals
 
-        (_, totals), gradients = jax.value_and_grad(loss_fn, (0, 1), has_aux=True)(params, residuals)
-        return totals, *gradients
+        (_, totals), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params)
+        return totals, gradients
 
-    def run(self, params: list[jax.Array], model_state: list[jax.Array], residuals: list[Any]) -> _Totals:
+    def run(self, params: list[jax.Array], model_state: list[jax.Array]) -> _Totals:
         """Returns the loss, the scalars and the new model state of this device's stage.
 
-        Differentiable with respect to the stacked parameters and to the residuals; the gradients of the residuals are
-        the new residuals. The loss is zero except in the last stage.
+        Differentiable with respect to the stacked parameters. The loss is zero except in the last stage.
         """
         pipeline, size, count = self.pipeline, self.pipeline.size, self.pipeline.micro_batches
         carry = self._vary(self._nothing(model_state))
@@ -341,7 +329,7 @@ class Schedule:
             inboxes = list(inboxes)
             for stage in active:
                 if stage < size - 1:
-                    inboxes[stage] = self._send(stage, outboxes[stage], time - stage, residuals)
+                    inboxes[stage] = self._send(stage, outboxes[stage], time - stage)
             return inboxes, jax.tree.map(jnp.add, totals, new)
 
         def active_at(time: int) -> list[int]:
@@ -391,19 +379,12 @@ class Schedule:
         totals = _Totals(zero, dict.fromkeys(self.plan.scalars, zero), [jnp.zeros_like(slot) for slot in model_state])
         return [cut.nothing() for cut in self.plan.cuts], totals
 
-    def _send(self, stage: int, outbox: list[Encoded], micro_batch: Any, residuals: list[Any]) -> list[Encoded]:
-        own, key = self._residuals_of(stage, micro_batch, residuals), self._key(stage, micro_batch)
-        return send(self.plan.cuts[stage].formats, outbox, self.stage_axis, stage, key, own)
+    def _send(self, stage: int, outbox: list[Encoded], micro_batch: Any) -> list[Encoded]:
+        key = self._key(stage, micro_batch)
+        return send(self.plan.cuts[stage].formats, outbox, self.stage_axis, stage, key)
 
     def _key(self, stage: int, micro_batch: Any) -> jax.Array:
         return noise.make_key(self.seed, stage, micro_batch)
-
-    def _residuals_of(self, stage: int, micro_batch: Any, residuals: list[Any]) -> list[Any]:
-        """Returns one micro-batch's residuals, from arrays (M, b, ...)."""
-        cut = self.plan.cuts[stage]
-        if not cut.has_residual:
-            return [None] * len(cut.formats)
-        return [None if each is None else at(each, micro_batch) for each in residuals[stage]]
 
     def _vary(self, tree: Any) -> Any:
         return to_varying(tree, self.all_axes)

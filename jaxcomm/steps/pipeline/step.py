@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -40,7 +39,7 @@ from jaxcomm.steps.pipeline.verify import verify_pipeline
 from jaxcomm.steps.replication import over_workers
 from jaxcomm.steps.workers import StepSettings, TrainStep
 from jaxcomm.traffic import Traffic
-from jaxcomm.types import PerWorker, is_per_worker
+from jaxcomm.types import is_per_worker
 
 
 class PipelineStep(TrainStep):
@@ -65,17 +64,15 @@ class PipelineStep(TrainStep):
         self.pipeline, self.mesh, self.stage_axis = pipeline, mesh, stage_axis
 
     @on_own_mesh
-    def init(self, params: Sequence[Any], model_state: Sequence[Any] | None = None, *, batch: Any = None) -> TrainState:
+    def init(self, params: Sequence[Any], model_state: Sequence[Any] | None = None) -> TrainState:
         """Makes the first state of a run, each stage's part on that stage's devices.
 
         Args:
           params: the parameters of every stage, equal in every process.
           model_state: the model state of every stage, if the pipeline has one.
-          batch: a global batch, or the shapes of one; needed if a boundary keeps a residual.
 
         Raises:
-          ValueError: as `TrainStep.init`; for shapes that are not the pipeline's; for an exchange with `where`; and
-            without `batch` if it is needed.
+          ValueError: as `TrainStep.init`; for shapes that are not the pipeline's; for an exchange with `where`.
         """
         pipeline = self.pipeline
         if (model_state is None) != (pipeline.model_state is None):
@@ -90,13 +87,12 @@ class PipelineStep(TrainStep):
         if pipeline.model_state is not None:
             _check_shapes("model_state", states, pipeline.model_state)
             check_model_state(states)
-        residuals = PerWorker(_zero_residuals(pipeline, batch, self.workers), axis_names(self.axis_name), "batch")
 
         def device_state(params: list[jax.Array], states: list[jax.Array]) -> TrainState:
             own = [slot[0] for slot in params]
-            kept = {"stages": [slot[0] for slot in states], "boundaries": residuals}
+            stages = {"stages": [slot[0] for slot in states]}
             with self.pipeline.exchanging():
-                state = TrainState(own, self.tx.init(own), jnp.zeros((), jnp.int32), kept)
+                state = TrainState(own, self.tx.init(own), jnp.zeros((), jnp.int32), stages)
             return _of_mesh(make_local(state, self.axis_name))
 
         given = (pipeline.param_slots.stack(params), pipeline.state_slots.stack(states))
@@ -118,11 +114,9 @@ class PipelineStep(TrainStep):
         return jax.jit(on_devices)(*jax.device_put(given, NamedSharding(self.mesh, P(self.stage_axis))))
 
     @on_own_mesh
-    def shapes(
-        self, params: Sequence[Any], model_state: Sequence[Any] | None = None, *, batch: Any = None
-    ) -> TrainState:
+    def shapes(self, params: Sequence[Any], model_state: Sequence[Any] | None = None) -> TrainState:
         """Returns the shapes of what `init` makes; see `TrainStep.shapes`."""
-        shapes = jax.eval_shape(partial(self.init, batch=batch), params, model_state)
+        shapes = jax.eval_shape(self.init, params, model_state)
         return shapes_on(self.mesh, shapes, _staged_specs(shapes, self.stage_axis))
 
     @on_own_mesh
@@ -143,10 +137,7 @@ class PipelineStep(TrainStep):
         return self.pipeline.state_slots.unstack(mean_model_state(state.model_state["stages"], axis=1))
 
     def resize(self, state: TrainState, workers: int) -> TrainState:
-        """Converts every stage's rows to another number of workers; see `TrainStep.resize`.
-
-        The residuals of boundaries, one for every row of a batch, are redistributed for a batch of as many rows.
-        """
+        """Converts every stage's rows to another number of workers; see `TrainStep.resize`."""
         of_stages = [
             resize_workers(_of_stage(state, lambda leaf, at=stage: np.asarray(leaf[at])), workers)
             for stage in range(self.pipeline.size)
@@ -224,33 +215,10 @@ def _gradients(
       ((loss, (scalars, new model state)), gradients) for this device's stage.
     """
     run = Schedule if pipeline.schedule == "gpipe" else OneForwardOneBackward
-    kept = model_state["boundaries"]
-    residuals = jax.tree.map(lambda row: row[0], kept.rows)
     schedule = run(pipeline, axis_name, stage_axis, batch, seed=step)
-    totals, gradients, residuals = schedule.gradients(params, model_state["stages"], residuals)
-    rows = replace(kept, rows=jax.tree.map(lambda leaf: leaf[None], residuals))
+    totals, gradients = schedule.gradients(params, model_state["stages"])
     gradients = _broken_together(gradients, stage_axis)
-    return (totals.loss, (totals.scalars, {"stages": totals.model_state, "boundaries": rows})), gradients
-
-
-def _zero_residuals(pipeline: Pipeline, batch: Any, workers: int) -> list[Any]:
-    """Returns one worker's zero residuals of every boundary: for each array (1, M, b, ...), or None."""
-    if not any(pipeline.boundary(stage).keeps_residual for stage in range(pipeline.size - 1)):
-        return []
-    if batch is None:
-        raise ValueError(
-            "batch must be given to init if a boundary keeps a residual, one for every row of a batch; got none. Pass "
-            "batch=, or the shapes of one."
-        )
-    count = pipeline.micro_batches
-    check_batch(batch, workers, count, takes_scalars=False)
-    plan = pipeline.plan(
-        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // workers, *leaf.shape[1:]), leaf.dtype), batch)
-    )
-    return [
-        [jnp.zeros((1, count, *each.shape), each.dtype) if each.has_residual else None for each in cut.formats]
-        for cut in plan.cuts
-    ]
+    return (totals.loss, (totals.scalars, {"stages": totals.model_state})), gradients
 
 
 def _of_stage(state: TrainState, own: Callable[[Any], Any]) -> TrainState:

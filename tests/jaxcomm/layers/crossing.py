@@ -41,34 +41,33 @@ class Crossing:
     def __init__(self, shapes, sparsity, size, source, target, dtype="float32", make=jc.dct_mp, **options):
         self.shapes, self.size, self.source, self.target = shapes, size, source, target
         self.dtype, self.boundary = jnp.dtype(dtype), make(sparsity, **options)
-        self.keeps_residual = self.boundary.keeps_residual
 
-        def cross(x, gradient, residual, seed):
-            def send(x, residual):
+        def cross(x, gradient, seed):
+            def send(x):
                 # The seed is replicated, though the axis is manual.
                 route = {"source": source, "target": target, "boundary": self.boundary}
-                return jc.layers.masked_boundary(x, **route, seed=seed[0], residual=residual)
+                return jc.layers.masked_boundary(x, **route, seed=seed[0])
 
-            out, pull = jax.vjp(send, *jax.tree.map(lambda leaf: leaf[0], (x, residual)))
+            out, pull = jax.vjp(send, jax.tree.map(lambda leaf: leaf[0], x))
             returned = pull(jax.tree.map(lambda leaf: leaf[0], gradient))
             return jax.tree.map(lambda leaf: leaf[None], (out, *returned))
 
-        specs = (P("stage"), P("stage"), P("stage"), P())
+        specs = (P("stage"), P("stage"), P())
         mapped = jax.shard_map(cross, mesh=jc.make_mesh(stage=size), in_specs=specs, out_specs=P("stage"))
         self.jitted = jax.jit(mapped)
 
     @functools.cached_property
     def traced(self):
         x = self.zeros()
-        return self.jitted.trace(x, x, x if self.keeps_residual else None, jnp.zeros(1, jnp.uint32))
+        return self.jitted.trace(x, x, jnp.zeros(1, jnp.uint32))
 
     @functools.cached_property
     def compiled(self):
         return self.traced.lower().compile()
 
-    def __call__(self, x, gradient, residual=None, seed=0):
-        """(received, gradient with respect to x, new residual), each as float32 with the positions first."""
-        given = jax.tree.map(lambda leaf: jnp.asarray(leaf, self.dtype), (x, gradient, residual))
+    def __call__(self, x, gradient, seed=0):
+        """(received, gradient with respect to x), each as float32 with the positions first."""
+        given = jax.tree.map(lambda leaf: jnp.asarray(leaf, self.dtype), (x, gradient))
         out = self.compiled(*given, jnp.full(1, seed, jnp.uint32))
         assert all(leaf.dtype == self.dtype for leaf in jax.tree.leaves(out))
         return jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), out)
@@ -135,7 +134,7 @@ def assert_permutes(make):
     plain = jax.jit(jax.shard_map(permute, mesh=mesh, in_specs=P("stage"), out_specs=P("stage")))
     for what in ("normal", "nan"):
         x, gradient = run.draw(what, 0), run.draw(what, 1)
-        assert_same(run(x, gradient)[:2], jax.tree.map(np.asarray, plain(x, gradient)))
+        assert_same(run(x, gradient), jax.tree.map(np.asarray, plain(x, gradient)))
     assert read_program(run.compiled.as_text()).links() == {(0, 2): 4 * 33, (2, 0): 4 * 33}
 
 

@@ -102,7 +102,7 @@ class Run:
         options = {"axis_name": tuple(workers) if len(workers) > 1 else workers[0], "stage_axis": stage_axis}
         self.batch = batches(1)[0] if batch is None else batch
         self.step: Any = jc.make_train_step(pipeline, tx, self.mesh, donate=False, **options)
-        self.start = self.step.init(params, model_state=model_state, batch=self.batch)
+        self.start = self.step.init(params, model_state=model_state)
         self.traced = self.step.trace(self.start, self.batch)
         self.compiled = self.step.compile(self.start, self.batch)
 

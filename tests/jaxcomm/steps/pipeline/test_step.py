@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import jaxcomm as jc
-from benchmarks.activation_ablations import TopKGradientBoundary
 from tests.jaxcomm.steps.pipeline.stages import (
     CUTS,
     Run,
@@ -258,9 +257,9 @@ def poison(batch, at, worker, bad=np.nan):
 
 @functools.cache
 def local_run():
-    """Workers that train on their own for two steps, with running means and a boundary's residual."""
+    """Workers that train on their own for two steps, with running means and a boundary."""
     tx = optax.chain(optax.sgd(0.1, momentum=0.9), jc.local_sgd(2, exchange=jc.plump_dp()))
-    boundaries = [TopKGradientBoundary(0.5)]
+    boundaries = [jc.dct_mp(0.5)]
     return cut(2, tx, data=K, has_state=True, boundaries=boundaries, micro_batches=2)
 
 
@@ -289,15 +288,15 @@ def test_with_a_local_method_all_stages_of_a_worker_that_meets_nan_stay_as_they_
 
 
 def own_rows(state):
-    """Every worker's own state, (2, K, ...): parameters, momentum, and the boundary's residual."""
-    return jax.tree.leaves(as_numpy((state.params, state.opt_state[0], state.model_state["boundaries"])))
+    """Every worker's own state, (2, K, ...): parameters and momentum."""
+    return jax.tree.leaves(as_numpy((state.params, state.opt_state[0])))
 
 
 @functools.cache
 def whole_run():
-    """Everything that a step carries: momentum, an exchange's residual, running means, a boundary's residual."""
+    """Everything that a step carries: momentum, an exchange's residual, running means."""
     tx = optax.chain(jc.topk(0.5, dense_below=0), optax.sgd(0.1, momentum=0.9))
-    boundaries = [TopKGradientBoundary(0.5)]
+    boundaries = [jc.dct_mp(0.5)]
     return cut(2, tx, data=K, has_state=True, boundaries=boundaries, micro_batches=2)
 
 
@@ -349,45 +348,30 @@ def test_a_bad_loss_skips_too():
 
 
 def test_a_saved_state_goes_on_bit_for_bit():
-    """The boundaries' residuals are part of it."""
     run, steps = whole_run(), batches(4)
     state, _ = run(steps[:2])
-    ((rows,),) = as_numpy(state).model_state["boundaries"].rows
-    assert np.abs(rows[1]).max(axis=(1, 2, 3)).min() > 0  # every worker's
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     restored = jax.device_put(as_numpy(state), shardings)
     expected, metrics = run(steps[2:], state)
     again, others = run(steps[2:], restored)
     assert_same(as_numpy(again), as_numpy(expected))
     assert_same(others, metrics)
-    assert not np.array_equal(rows, expected.model_state["boundaries"].rows[0][0])
-    kept = as_numpy(state).model_state
-    kept = {**kept, "boundaries": jax.tree.map(np.zeros_like, kept["boundaries"])}
-    lost, _ = run(steps[2:], jax.device_put(as_numpy(state)._replace(model_state=kept), shardings))
-    assert not np.array_equal(lost.params[0], expected.params[0])
 
 
 def test_another_number_of_workers_goes_on_with_all_that_the_stages_owe():
-    """The mean of each stage's rows; a boundary's rows stay at their places in a batch of the same size."""
+    """The mean of each stage's rows."""
     run, steps = whole_run(), batches(3)
     state, _ = run(steps[:2])
     resized = state
-    for workers in (4, 8, 1, K):
+    for workers in (4, 3, 8, 1, K):
         resized = run.step.resize(resized, workers)
         old, new = (np.asarray(each.opt_state[0].residual.rows) for each in (state, resized))
         assert new.shape == (2, workers, old.shape[2])
         assert np.abs(old.mean(1)).max() > 0
         np.testing.assert_allclose(new.mean(1), old.mean(1), atol=1e-6)
-        old, new = (np.asarray(each.model_state["boundaries"].rows[0][0]) for each in (state, resized))
-        assert new.shape == (2, workers, 2, 8 // workers, 4)
-        assert np.abs(old).max() > 0
-        # A gradient of a mean over half as many rows is twice as large.
-        np.testing.assert_allclose(new.reshape(2, 16, 4) / workers, old.reshape(2, 16, 4) / K, rtol=1e-6)
     assert_same(as_numpy(resized.params), as_numpy(state.params))
     _, (metrics,) = run([steps[2]], jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), resized, state))
     assert int(metrics["skipped"]) == 0
-    with pytest.raises(ValueError, match=r"must divide the 8 rows of a micro-batch, for which .*; got 3. Pass"):
-        run.step.resize(state, 3)
     with pytest.raises(ValueError, match=r"got stages first in that of topk. Call step.resize\(state, workers\)"):
         jc.resize_workers(state, 4)
 
@@ -445,9 +429,6 @@ def test_errors_of_the_chain():
         jc.make_train_step(make_pipeline(2), optax.chain(late, optax.sgd(0.1)), mesh_of()).init(PARAMS)
 
 
-TOPK = [TopKGradientBoundary(0.5)]
-
-
 @pytest.mark.parametrize(
     ("options", "given", "message"),
     [
@@ -476,12 +457,6 @@ TOPK = [TopKGradientBoundary(0.5)]
             {"has_state": True},
             {"model_state": MEANS[::-1]},
             r"model_state must have the shapes that the Pipeline was made with; got",
-        ),
-        ({"boundaries": TOPK}, {}, r"one for every row of a batch; got none. Pass batch=, or the"),
-        (
-            {"boundaries": TOPK, "micro_batches": 3},
-            {"batch": batches(1)[0]},
-            r"got 16 rows at .*'trap'.* for 2 workers of 3",
         ),
     ],
 )

@@ -9,7 +9,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from benchmarks.activation_ablations import TopKGradientBoundary
 from jaxcomm.steps.pipeline.verify import verify_pipeline
 from tests.jaxcomm.steps.pipeline.stages import CUTS, batches, loss_fn, make_pipeline, means_of, params_of, stages_of
 
@@ -22,17 +21,17 @@ BATCH = batches(1)[0]
 def test_a_report_in_numbers():
     """Two workers with 16 rows of 32 features in two micro-batches: 4 samples; half, an eighth, or all is sent."""
     stages = [lambda params, x, batch: params * (batch["x"] if x is None else x)] * 4
-    boundaries = [jc.dct_mp(0.5), TopKGradientBoundary(0.875, value_dtype="bfloat16"), jc.dct_mp(0.0)]
+    boundaries = [jc.dct_mp(0.5), jc.dct_mp(0.875, value_dtype="bfloat16"), jc.dct_mp(0.0)]
     pipeline = jc.Pipeline(stages, loss_fn, [np.ones(D) for _ in range(4)], boundaries=boundaries, micro_batches=2)
     batch = {"x": jax.ShapeDtypeStruct((ROWS, D), np.float32), "y": jax.ShapeDtypeStruct((ROWS, 3), np.float32)}
     report = pipeline.report(TOPK, batch, K)
     whole = 2 * 4 * 32 * 4
     # Positions of 64 of 1024 as upper parts of 6 bits and 4 planes; those of 16 as upper parts of 5 bits and 5 planes.
-    masked, topk = 4 * (64 + (63 + 64) // 32 + 1 + 4 * 2), 4 * (8 + (31 + 16) // 32 + 1 + 5)
+    half, few = 4 * (64 + (63 + 64) // 32 + 1 + 4 * 2), 4 * (8 + (31 + 16) // 32 + 1 + 5)
     found = [(each.forward, each.backward, each.dense) for each in report.boundaries]
     assert found == [
-        (2 * masked, 2 * 4 * 64, whole),
-        (whole // 2, 2 * topk, whole),
+        (2 * half, 2 * 4 * 64, whole),
+        (2 * few, 2 * 4 * 8, whole),
         (whole, whole, whole),
     ]
     assert report.exchange == jc.wire_report(TOPK, [np.ones(D, np.float32)], K)
