@@ -221,7 +221,7 @@ def regions_of(K: int, kept: float) -> Any:
     from jaxcomm.selectors.topk import kept as slots
 
     layout = plan_layout(shapes(), dense_below=512, capacity=lambda n: slots(n, 1 - kept))
-    return Regions(layout, K, value_codec("bfloat16"), "auto")
+    return Regions(layout, K, value_codec("bfloat16"))
 
 
 def cut(regions: Any, masks: Any) -> Any:

@@ -57,6 +57,7 @@ def time_all(config: Config) -> list[dict[str, Any]]:
     from jax import lax
 
     from jaxcomm.codecs import choose_index_codec
+    from jaxcomm.codecs.indices import INDEX_CODECS
     from jaxcomm.kernels import bits
     from jaxcomm.kernels.vectors import Stored
     from jaxcomm.selectors import compact, select_threshold, select_topk, select_with_ties
@@ -69,7 +70,8 @@ def time_all(config: Config) -> list[dict[str, Any]]:
     words = selected.words
     selection = jax.jit(lambda w: compact(w, layout))(words)
     codec = choose_index_codec(layout)
-    payload = jax.jit(lambda s: codec.encode(s)[0])(selection)
+    name = {kind: name for name, kind in INDEX_CODECS.items()}[type(codec)]
+    payload = jax.jit(codec.encode)(selection)
     magnitude = jnp.abs(vector)
 
     operations: dict[str, tuple[Callable[..., Any], Any]] = {
@@ -84,8 +86,8 @@ def time_all(config: Config) -> list[dict[str, Any]]:
             vector,
         ),
         "exact top-k mask": (lambda x: select_topk(Stored(x), layout).words, vector),
-        f"encode indices ({codec.name})": (lambda s: codec.encode(s)[0], selection),
-        f"decode indices ({codec.name})": (codec.decode, payload),
+        f"encode indices ({name})": (codec.encode, selection),
+        f"decode indices ({name})": (codec.decode, payload),
         "count bits": (lambda w: bits.popcount(w).sum(), words),
         "jnp.nonzero(size=k)": (lambda x: jnp.nonzero(x >= threshold[0], size=k)[0], magnitude),
         "lax.top_k": (lambda x: lax.top_k(x, k), magnitude),
@@ -126,17 +128,18 @@ def time_ms(function: Callable[[Any], Any], argument: Any, repeats: int) -> list
 
 def index_sizes(n: int, density: float) -> list[dict[str, Any]]:
     """Returns the bits per index of every codec and of the automatic choice, against the entropy."""
-    from jaxcomm.codecs.indices import INDEX_CODECS, choose_index_codec, entropy_bits, make_index_codec
+    from jaxcomm.codecs.indices import INDEX_CODECS, choose_index_codec, entropy_bits
 
     layout = _layout(n, density)
     entropy = entropy_bits(layout.n, layout.n_slots)
-    chosen = choose_index_codec(layout)
+    codecs, chosen = {name: codec(layout) for name, codec in INDEX_CODECS.items()}, choose_index_codec(layout)
+    auto = next(name for name, codec in codecs.items() if codec == chosen)
     rows = []
-    for codec in [*(make_index_codec(name, layout) for name in INDEX_CODECS), chosen]:
+    for name, codec in (codecs | {f"auto: {auto}": chosen}).items():
         bits_per_index = 32 * codec.n_words / layout.n_slots
         rows.append(
             {
-                "name": f"auto: {codec.name}" if codec is chosen else codec.name,
+                "name": name,
                 "n": n,
                 "density": density,
                 "bits_per_index": bits_per_index,

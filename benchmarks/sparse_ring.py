@@ -8,7 +8,6 @@ Source: the ring all-reduce of Gibiansky, "Bringing HPC Techniques to Deep Learn
 et al., "Deep Gradient Compression", ICLR 2018.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -18,9 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm.codecs import IndexCodec, ValueCodec
-from jaxcomm.codecs.indices import INDEX_CODECS, make_index_codec
-from jaxcomm.codecs.rice import Rice
+from jaxcomm.codecs import IndexCodec, ValueCodec, choose_index_codec
 from jaxcomm.collectives.balanced import Regions
 from jaxcomm.collectives.gather import fuse, gather_words, split_words
 from jaxcomm.collectives.reduced import Sent, SparseReduced
@@ -46,13 +43,11 @@ class Hop:
       region: the layout of the region, with the capacity for one worker's selection.
       adders: h, the workers whose coordinates are in the sum.
       values: the codec of values.
-      index_codec: name of the codec of positions, or "auto".
     """
 
     region: Layout
     adders: int
     values: ValueCodec
-    index_codec: str
 
     @cached_property
     def layout(self) -> Layout:
@@ -62,11 +57,9 @@ class Hop:
 
     @cached_property
     def indices(self) -> IndexCodec | None:
-        """The codec of positions, which holds every selection; None if sending every value takes no more words."""
+        """The codec of positions; None if sending every value takes no more words."""
         layout = self.layout
-        names = INDEX_CODECS if self.index_codec == "auto" else (self.index_codec,)
-        codecs = [Rice(layout, math.inf) if name == "rice" else make_index_codec(name, layout) for name in names]
-        codec = min(codecs, key=lambda codec: codec.n_words)
+        codec = choose_index_codec(layout)
         is_coded = codec.n_words + self._value_words(layout.n_slots) < self._value_words(layout.n)
         return codec if is_coded else None
 
@@ -84,9 +77,9 @@ class Hop:
         """Encodes a region (size,) float32 of rounded sums; its nonzero ones fit."""
         if self.indices is None:
             return {"values": self.values.encode(sums)}
-        indices, selection = self.indices.encode(compact(nonzero(sums), self.layout))
+        selection = compact(nonzero(sums), self.layout)
         position, filled = selection.slots
-        return {"values": self.values.encode(jnp.where(filled, sums[position], 0.0)), **indices}
+        return {"values": self.values.encode(jnp.where(filled, sums[position], 0.0)), **self.indices.encode(selection)}
 
     def decode(self, payload: Payload) -> jax.Array:
         """Decodes the region's sums, (size,) float32."""
@@ -104,7 +97,7 @@ def nonzero(vector: jax.Array) -> jax.Array:
 
 def hops_of(regions: Regions) -> list[Hop]:
     """Returns the K messages of a region: K-1 from neighbour to neighbour, and the last from its owner to all."""
-    return [Hop(regions.region, h, regions.values, regions.index_codec) for h in range(1, regions.workers + 1)]
+    return [Hop(regions.region, h, regions.values) for h in range(1, regions.workers + 1)]
 
 
 def received_on_ring(regions: Regions) -> int:

@@ -18,14 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomm.checks import check_range
-from jaxcomm.codecs.indices import INDEX_CODECS, choose_index_codec, make_index_codec
+from jaxcomm.codecs.indices import INDEX_CODECS, choose_index_codec
 from jaxcomm.collectives.gather import fuse, split_words
 from jaxcomm.layout import Layout
 from jaxcomm.selectors.selection import compact
 
-_MAGIC = b"jcp1"  # the last character is the version
+_MAGIC = b"jcp2"  # the last character is the version
 _HEADER = struct.Struct("<4sI12s8s8s8s")  # magic, CRC of what follows, dtype, tree, digests of old and new
 _PART = struct.Struct("<BII")  # number of the codec, changes, bytes of the deflated differences
+_CODECS = tuple(INDEX_CODECS.values())
 _LENGTH = 1 << 30  # elements of a part of the weights: positions are below 2^31
 
 
@@ -138,18 +139,14 @@ def _pack_part(old: np.ndarray, new: np.ndarray) -> bytes:
         mask[position] = True
         selection = compact(jnp.asarray(np.packbits(mask, bitorder="little").view(np.uint32)), layout)
         codec = choose_index_codec(layout)
-        payload, written = codec.encode(selection)
-        if written.overflow:  # Rice code has room only for evenly spread positions
-            codec = choose_index_codec(layout, among=[name for name in INDEX_CODECS if name != "rice"])
-            payload, _ = codec.encode(selection)
-        indices = np.asarray(fuse(payload)).tobytes()
+        indices = np.asarray(fuse(codec.encode(selection))).tobytes()
     signed = np.dtype(f"i{old.itemsize}")
     change = (new[position] - old[position]).view(signed)
     zigzag = (change << 1) ^ (change >> (8 * old.itemsize - 1))  # 0, -1, 1, -2, ... as 0, 1, 2, 3, ...
     octets = np.ascontiguousarray(zigzag.view(np.uint8).reshape(-1, old.itemsize).T)
     deflate = zlib.compressobj(9, strategy=zlib.Z_RLE)  # nearly all high bytes are 0
     values = deflate.compress(octets.tobytes()) + deflate.flush()
-    return _PART.pack(INDEX_CODECS.index(codec.name), position.size, len(values)) + indices + values
+    return _PART.pack(_CODECS.index(type(codec)), position.size, len(values)) + indices + values
 
 
 def _apply_part(words: np.ndarray, patch: bytes, at: int) -> int:
@@ -160,9 +157,9 @@ def _apply_part(words: np.ndarray, patch: bytes, at: int) -> int:
         return at
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         layout = _layout(words.size, count)
-        codec = make_index_codec(INDEX_CODECS[number], layout)
+        codec = _CODECS[number](layout)
         mask = jax.ShapeDtypeStruct((layout.n_words,), jnp.uint32)
-        like = jax.eval_shape(lambda mask: codec.encode(compact(mask, layout))[0], mask)
+        like = jax.eval_shape(lambda mask: codec.encode(compact(mask, layout)), mask)
         indices = np.frombuffer(patch, np.uint32, codec.n_words, at)
         position = np.asarray(codec.decode(split_words(jnp.asarray(indices), like)))
     at += 4 * codec.n_words

@@ -44,14 +44,12 @@ class Regions:
       layout: the flat vector.
       workers: K.
       values: the codec of values.
-      index_codec: name of the codec of positions, or "auto".
       checksum: see `jaxcomm.collectives.checksum`.
     """
 
     layout: Layout
     workers: int
     values: SlotCodec
-    index_codec: str
     checksum: bool = False
 
     @property
@@ -78,7 +76,7 @@ class Regions:
     @property
     def indices(self) -> IndexCodec:
         """The codec of positions in a region."""
-        return choose_index_codec(self.region, self.index_codec)
+        return choose_index_codec(self.region)
 
     @property
     def received(self) -> int:
@@ -98,15 +96,14 @@ class Regions:
         return jnp.minimum((position + first).reshape(-1), self.layout.n - 1)
 
     @jax.named_scope(ENCODE)
-    def _encode(self, values: jax.Array, selection: Selection, header: list[jax.Array]) -> tuple[Payload, Selection]:
+    def _encode(self, values: jax.Array, selection: Selection, header: list[jax.Array]) -> Payload:
         """Writes the selected values of one region (size,) float32."""
-        indices, selection = self.indices.encode(selection)
         sent = jnp.where(selection.slots.filled, values[selection.slots.position], 0.0)
         count = jnp.sum(selection.slots.filled, dtype=jnp.int32)
         header = [*header, count, selection.overflow]
         words = jnp.stack([number.astype(jnp.uint32) for number in header])
         written, _ = self.values.write(sent, selection.slots.filled, self.region)
-        return {"header": words, "values": written, **indices}, selection
+        return {"header": words, "values": written, **self.indices.encode(selection)}
 
     @jax.named_scope(DECODE)
     def _decode(self, payload: Payload) -> tuple[jax.Array, jax.Array]:
@@ -133,11 +130,9 @@ class Regions:
         by_region, words = self.cut(vector, mask)
         me = lax.axis_index(axis_name)
 
-        def encode_own(values: jax.Array, selection: Selection) -> tuple[Payload, bits.Slots]:
-            payload, selection = self._encode(values, selection, [status])
-            return payload, selection.slots
-
-        payload, slots = jax.vmap(encode_own)(by_region, compact_rows(words, self.region, start))
+        selections = compact_rows(words, self.region, start)
+        payload = jax.vmap(lambda values, selection: self._encode(values, selection, [status]))(by_region, selections)
+        slots = selections.slots
         like = jax.tree.map(lambda rows: jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), payload)
         values = jax.vmap(lambda row: self.values.read(row, self.region))(payload["values"])  # (K, R)
 
@@ -155,7 +150,7 @@ class Regions:
             largest = select_topk(Stored(total), self.region)
             counts = jnp.sum(headers[:, 1:], axis=0, dtype=jnp.uint32)
             selection = compact(largest.words, self.region)
-            result, _ = self._encode(total, selection, [])
+            result = self._encode(total, selection, [])
             (position, filled), has_room = selection.slots, ~jnp.all(selection.slots.filled)
             rounded = self.values.read(result["values"], self.region)
             error = jnp.where(filled & (has_room | (rounded != 0)), total[position] - rounded, 0.0)  # (R,)

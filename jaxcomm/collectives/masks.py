@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm.codecs.elias_fano import EliasFano
-from jaxcomm.codecs.plain import Plain
+from jaxcomm.codecs.indices import EliasFano, Plain
 from jaxcomm.collectives.axis import axis_size, zeros_varying_as
 from jaxcomm.collectives.checksum import gather_checked
 from jaxcomm.collectives.gather import fuse, split_words
@@ -107,14 +106,14 @@ class MaskUnion:
         used = segment_sum(selection.slots.filled.astype(jnp.uint32), segment, segments)
         counts = jnp.append(used, selection.overflow.astype(jnp.uint32))
         with jax.named_scope(ENCODE):
-            payload = {"counts": counts, **self.indices.encode(selection)[0]}
+            payload = {"counts": counts, **self.indices.encode(selection)}
 
         @jax.named_scope(ENCODE)
         def as_publisher(number: jax.Array) -> jax.Array:
             """Writes the slots of the segments for which this worker has that index among the publishers."""
             own = row == number  # (S,)
-            indices, _ = self.indices.encode(selection, own[segment])
-            return fuse({"counts": jnp.where(jnp.append(own, number == 0), counts, 0), **indices})
+            counted = jnp.where(jnp.append(own, number == 0), counts, 0)
+            return fuse({"counts": counted, **self.indices.encode(selection, own[segment])})
 
         is_intact = jnp.asarray(True)
         if self._gathers():

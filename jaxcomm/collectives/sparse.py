@@ -62,7 +62,6 @@ class SparseSum:
     Attributes:
       layout: the flat vector's segments and their capacities.
       values: the codec of values.
-      index_codec: name of the codec of positions, or "auto".
       collective: "gather", "balanced", or "auto" for gather if it receives at most a quarter of the dense bytes, else
         for whichever of the two receives fewer.
       always_fits: whether a segment never has more selected coordinates than slots (a region may).
@@ -72,7 +71,6 @@ class SparseSum:
 
     layout: Layout
     values: SlotCodec
-    index_codec: str
     collective: str
     always_fits: bool
     axis_name: str
@@ -81,11 +79,11 @@ class SparseSum:
     @cached_property
     def indices(self) -> IndexCodec:
         """The codec of positions for gathered payloads."""
-        return choose_index_codec(self.layout, self.index_codec)
+        return choose_index_codec(self.layout)
 
     def regions(self) -> Regions:
         """Returns the regions of the balanced collective."""
-        return Regions(self.layout, axis_size(self.axis_name), self.values, self.index_codec, self.checksum)
+        return Regions(self.layout, axis_size(self.axis_name), self.values, self.checksum)
 
     def is_gathered(self) -> bool:
         """Chooses between gather and balanced, for this K, n, capacity and codec."""
@@ -122,7 +120,6 @@ class SparseSum:
     def encode(self, vector: Accumulated, mask: jax.Array, ok: jax.Array, start: jax.Array) -> tuple[Payload, Sent]:
         """Writes the selected coordinates as a payload of uint32 arrays; also returns what the receivers will read."""
         selection = compact(mask, self.layout, None if self.always_fits else start)
-        indices, selection = self.indices.encode(selection)
         position, filled = selection.slots
         written, values = self.values.write(jnp.where(filled, vector.at(position), 0.0), filled, self.layout)  # (C,)
         header = [
@@ -130,7 +127,7 @@ class SparseSum:
             jnp.sum(filled).astype(jnp.uint32),
             selection.overflow.astype(jnp.uint32),
         ]
-        payload = {"header": jnp.stack(header), "values": written, **indices}
+        payload = {"header": jnp.stack(header), "values": written, **self.indices.encode(selection)}
         return payload, Sent(position, filled, values)
 
     @jax.named_scope(DECODE)

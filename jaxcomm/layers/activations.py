@@ -29,9 +29,6 @@ from jaxcomm.selectors.selection import compact
 from jaxcomm.selectors.topk import select_rows
 from jaxcomm.types import Payload
 
-# The index codecs with room for every selection: nothing that was selected is ever left out.
-_INDEX_CODECS = ("plain", "bitmap", "elias_fano")
-
 
 @dataclass(frozen=True)
 class Whole:
@@ -84,7 +81,7 @@ class Rows:
     @cached_property
     def codec(self) -> IndexCodec:
         """The codec of the positions."""
-        return choose_index_codec(self.layout, among=_INDEX_CODECS)
+        return choose_index_codec(self.layout)
 
     @property
     def slots(self) -> int:
@@ -97,8 +94,8 @@ class Rows:
         magnitudes = lax.stop_gradient(x).reshape(self.rows, self.features).astype(jnp.float32)
         mask = jnp.pad(select_rows(magnitudes, self.k).reshape(-1), (0, self.layout.n - x.size))
         selection = compact(bits.pack(mask), self.layout)
-        payload, _ = self.codec.encode(selection)
-        return Encoded(x.reshape(-1).at[selection.slots.position].get(mode="promise_in_bounds"), fuse(payload))
+        values = x.reshape(-1).at[selection.slots.position].get(mode="promise_in_bounds")
+        return Encoded(values, fuse(self.codec.encode(selection)))
 
     @jax.named_scope(DECODE)
     def decode(self, encoded: Encoded) -> jax.Array:
@@ -114,7 +111,7 @@ class Rows:
     @cached_property
     def _payload(self) -> Payload:
         def write(words: jax.Array) -> Payload:
-            return self.codec.encode(compact(words, self.layout))[0]
+            return self.codec.encode(compact(words, self.layout))
 
         return jax.eval_shape(write, jax.ShapeDtypeStruct((self.layout.n_words,), jnp.uint32))
 

@@ -40,7 +40,6 @@ class SparseExchange(Exchange):
       dense_below: tensors with fewer elements are sent dense, as float32.
       value_dtype: "bfloat16" (16 bits a value), "float32", or "4bit" or "2bit": a sign and a magnitude bin per value,
         and the bins' means per segment, see `jaxcomm.codecs.bins`.
-      index_codec: "plain", "bitmap", "elias_fano", "rice", or "auto" for the smallest at this density.
       collective: "gather" (every worker receives the K-1 other payloads), "balanced" (owners of regions sum, and send
         the largest sums to all; the other coordinates stay with their senders: about 2 payloads whatever K is), or
         "auto": gather if that receives at most a quarter of the dense bytes, else whichever of the two receives fewer.
@@ -52,7 +51,6 @@ class SparseExchange(Exchange):
 
     dense_below: int = 512
     value_dtype: SlotDtype = "bfloat16"
-    index_codec: str = "auto"
     collective: str = "auto"
     chunk: int | None = None
     decay: float = 1.0
@@ -83,15 +81,13 @@ class SparseExchange(Exchange):
 
     def plan(self, tree: Any) -> Layout:
         layout = plan_layout(tree, dense_below=self.dense_below, capacity=self.capacity, chunk=self.chunk)
-        _ = self.collective_of(layout).indices  # raises before any work is done
+        self.collective_of(layout)  # raises before any work is done
         return layout
 
     def collective_of(self, layout: Layout) -> SparseSum:
         """Returns the collective for a gradient's shapes."""
         values = slot_codec(self.value_dtype)
-        return SparseSum(
-            layout, values, self.index_codec, self.collective, self.always_fits, self.axis_name, self.checksum
-        )
+        return SparseSum(layout, values, self.collective, self.always_fits, self.axis_name, self.checksum)
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Any]:
         vector = gradient.accumulated()

@@ -13,11 +13,11 @@ import jaxcomm as jc
 from benchmarks.sparse_ring import hops_of, received_on_ring, ring_dct_dp, ring_dgc, ring_sum, ring_topk
 from jaxcomm.accounting.hlo import read_program
 from jaxcomm.codecs import value_codec
-from jaxcomm.codecs.indices import INDEX_CODECS
 from jaxcomm.collectives.balanced import Regions
 from jaxcomm.collectives.reduced import SparseReduced
 from jaxcomm.kernels.bits import pack
 from jaxcomm.layout import plan_layout
+from tests.jaxcomm.formulas import index_words
 from tests.jaxcomm.train_steps import init_state
 
 EPS = 2.0**-23
@@ -27,17 +27,17 @@ SETTINGS = {1: (3, 0.1), 2: (2, 0.1), 3: (4, 0.1), 4: (4, 0.1), 8: (8, 0.2)}
 every_k = pytest.mark.parametrize("K", SETTINGS)
 
 
-def regions_of(K, value_dtype="bfloat16", index_codec="auto"):
+def regions_of(K, value_dtype="bfloat16"):
     blocks, density = SETTINGS[K]
     like = [jax.ShapeDtypeStruct((1024 * blocks,), "float32")]
     layout = plan_layout(like, dense_below=0, capacity=lambda n: math.ceil(n * density))
-    return Regions(layout, K, value_codec(value_dtype), index_codec)
+    return Regions(layout, K, value_codec(value_dtype))
 
 
 @functools.cache
-def ring(K, value_dtype, where="simulation", index_codec="auto"):
+def ring(K, value_dtype, where="simulation"):
     """The exchange of (vectors (K, n), masks (K, n) bool, flags (K,)), compiled once for all tests."""
-    regions = regions_of(K, value_dtype, index_codec)
+    regions = regions_of(K, value_dtype)
 
     def worker(vector, mask, flag):
         out, nonzeros = ring_sum(regions, vector, pack(mask), jnp.float32(0), flag, "data")
@@ -148,19 +148,7 @@ def test_every_hop_carries_the_union_of_the_workers_before_it(K):
     assert K == 1 or np.all(np.diff(nonzeros) > 0)
 
 
-def words_of(codec, n, slots):
-    """Words of 32 bits of `slots` positions of n, by hand: exactly as many as hold every selection."""
-    if codec == "plain":
-        return slots
-    if codec == "bitmap":
-        return n // 32
-    if codec == "elias_fano":
-        return min(math.ceil((((n - 1) >> low) + slots) / 32) + low * math.ceil(slots / 32) for low in range(31))
-    assert codec == "auto"
-    return min(words_of(name, n, slots) for name in ("plain", "bitmap", "elias_fano"))
-
-
-def received_by_hand(K, n, capacity, codec, width):
+def received_by_hand(K, n, capacity, width):
     """The bytes of a ring over n coordinates, of which each worker keeps `capacity`."""
     size = math.ceil(n / (K * 1024)) * 1024
     share = capacity * size / n  # of whole blocks of one tensor; the last region may have fewer
@@ -168,17 +156,16 @@ def received_by_hand(K, n, capacity, codec, width):
     words = []
     for hop in range(1, K + 1):
         slots = min(size, hop * room)
-        coded = words_of(codec, size, slots) + math.ceil(slots * width / 32)
+        coded = index_words("auto", size, slots) + math.ceil(slots * width / 32)
         words.append(min(coded, size * width // 32))
     return 4 * sum(words[:-1]) + 4 * (K - 1) * (words[-1] + 1), 2 * (K - 1) / K * 4 * (K + 2)
 
 
-@pytest.mark.parametrize("codec", ["auto", "plain", "bitmap", "elias_fano"])
 @pytest.mark.parametrize(("value_dtype", "width"), [("bfloat16", 16), ("float32", 32)])
 @every_k
-def test_bytes_are_those_of_the_formula(K, value_dtype, width, codec):
-    regions = regions_of(K, value_dtype, codec)
-    payloads, _ = received_by_hand(K, regions.layout.n, regions.layout.n_slots, codec, width)
+def test_bytes_are_those_of_the_formula(K, value_dtype, width):
+    regions = regions_of(K, value_dtype)
+    payloads, _ = received_by_hand(K, regions.layout.n, regions.layout.n_slots, width)
     assert received_on_ring(regions) == payloads
 
 
@@ -188,7 +175,7 @@ def test_predicted_bytes_are_those_of_the_formula_and_of_the_compiled_program(K,
     tx, params = ring_topk(sparsity), {"w": jnp.zeros(n)}
     report = jc.wire_report(tx, params, K)
     kept = n - math.floor(round(n * sparsity, 6))
-    assert report.received == pytest.approx(sum(received_by_hand(K, n, kept, "auto", 16)), abs=1e-6)
+    assert report.received == pytest.approx(sum(received_by_hand(K, n, kept, 16)), abs=1e-6)
     if K not in (1, 4):
         return
     state = init_state(params, tx, jc.make_mesh(data=K)).opt_state
@@ -205,11 +192,10 @@ def test_predicted_bytes_are_those_of_the_formula_and_of_the_compiled_program(K,
     assert read_program(compiled.as_text()).received == report.program.received
 
 
-@pytest.mark.parametrize("codec", ["auto", *INDEX_CODECS])
-def test_every_hop_has_room_for_all_that_was_accepted_however_it_clusters(codec):
-    like = [jax.ShapeDtypeStruct((4 * 2**16,), "float32")]  # large enough for Rice code to save room in a gather
+def test_every_hop_has_room_for_all_that_was_accepted_however_it_clusters():
+    like = [jax.ShapeDtypeStruct((4 * 2**16,), "float32")]
     layout = plan_layout(like, dense_below=0, capacity=lambda n: n // 12)
-    regions = Regions(layout, 4, value_codec("bfloat16"), codec)
+    regions = Regions(layout, 4, value_codec("bfloat16"))
     region, hops = regions.region, hops_of(regions)
     room = [min(region.n, h * region.n_slots) for h in (1, 2, 3, 4)]
     assert [hop.layout.n_slots for hop in hops] == room

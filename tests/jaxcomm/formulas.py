@@ -62,24 +62,5 @@ def index_words(codec: Any, n: int, slots: int) -> int:
         return n // 32
     if codec == "elias_fano":  # upper parts as a bitmap, the lower l bits as planes, for the best l
         return min(math.ceil((((n - 1) >> low) + slots) / 32) + low * math.ceil(slots / 32) for low in range(31))
-    if codec == "rice":
-        return rice(n, slots)
     assert codec == "auto"
-    return min(index_words(each, n, slots) for each in ("plain", "bitmap", "elias_fano", "rice"))
-
-
-def rice(n: int, slots: int) -> int:
-    """1.09 times the entropy if that leaves evenly spread positions four standard deviations; else the worst case."""
-    p = slots / n
-    entropy = -math.log2(p) - (1 - p) / p * math.log2(1 - p) if p < 1 else 0.0
-
-    def quotient(low: int) -> float:  # the expected gap >> low; the gaps are 1, 2, ..., (1 - p)^(gap - 1) p of them
-        return sum((1 - p) ** (j * 2**low - 1) for j in range(1, 4000) if j * 2**low < 80 / p)
-
-    low = min(range(15), key=lambda low: low + quotient(low))
-    upper = max(slots, math.floor((1.09 * entropy - low) * slots))
-    most = slots + ((n - 1) >> low)
-    tight = math.ceil(min(upper, most) / 32)
-    survival = (1 - p) ** 2**low
-    need = slots * (1 + quotient(low)) + 4 * math.sqrt(slots * survival) / (1 - survival)
-    return (tight if need <= 32 * tight else math.ceil(most / 32)) + low * math.ceil(slots / 32)
+    return min(index_words(each, n, slots) for each in ("plain", "bitmap", "elias_fano"))

@@ -60,7 +60,6 @@ def test_zeros_keep_their_sign_and_nans_their_bits():
 
 @pytest.mark.parametrize("places", [slice(0, 5000), slice(35_000, None), slice(0, None, 8)])
 def test_changes_may_cluster(places):
-    """Rice code is the shortest at this density, but has no room for a cluster."""
     old = np.random.default_rng(0).normal(size=40_000).astype(np.float32)
     new = old.copy()
     new[places] *= 2

@@ -22,7 +22,7 @@ from tests.jaxcomm.train_steps import init_state
 K = 4
 PARAMS = {"b": jnp.zeros(3), "w": jnp.zeros((1000, 3))}
 BATCH = np.ones((8, 1000), np.float32)
-TX = optax.chain(jc.dct_dp(0.99, index_codec="plain"), optax.sgd(0.1))
+TX = optax.chain(jc.dct_dp(0.99), optax.sgd(0.1))
 
 
 def loss_fn(params, batch):
@@ -61,7 +61,7 @@ def test_a_report_of_shapes_alone_of_one_worker_and_of_another_axis():
     alone = jc.wire_report(TX, PARAMS, 1)
     assert alone.received == alone.dense == 0
     assert alone.ratio_to_dense == float("inf")
-    other = jc.wire_report(jc.dct_dp(0.99, index_codec="plain", axis_name="workers"), PARAMS, K, axis_name="workers")
+    other = jc.wire_report(jc.dct_dp(0.99, axis_name="workers"), PARAMS, K, axis_name="workers")
     assert other.received == report().received
 
 

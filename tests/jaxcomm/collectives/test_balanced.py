@@ -19,7 +19,7 @@ from jaxcomm.layout import plan_layout
 def regions_of(sizes, slots, K, dtype="float32"):
     tree = [jax.ShapeDtypeStruct((n,), np.float32) for n in sizes]
     layout = plan_layout(tree, dense_below=0, capacity=lambda n: min(n, slots))
-    return Regions(layout, K, value_codec(dtype), "auto")
+    return Regions(layout, K, value_codec(dtype))
 
 
 @pytest.mark.parametrize(

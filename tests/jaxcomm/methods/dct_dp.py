@@ -58,24 +58,24 @@ class DctDp(Sparse):
 
 CASES = [
     DctDp.row(
-        sparsity=0.9, value_dtype="bfloat16", index_codec="auto", life_span=4, slack=1.0, collective="gather"
+        sparsity=0.9, value_dtype="bfloat16", life_span=4, slack=1.0, collective="gather"
     ),
     DctDp.variant(
-        sparsity=0.9, value_dtype="float32", index_codec="elias_fano", life_span=5, slack=1, drain_every=4, seed=7,
+        sparsity=0.9, value_dtype="float32", life_span=5, slack=1, drain_every=4, seed=7,
         collective="gather",
     ),
     DctDp.variant(
-        sparsity=0.99, value_dtype="float32", index_codec="plain", life_span=3, slack=2.0, drain_every=3,
+        sparsity=0.99, value_dtype="float32", life_span=3, slack=2.0, drain_every=3,
         collective="gather",
     ),
     DctDp.variant(
-        sparsity=0.5, value_dtype="float32", index_codec="bitmap", life_span=1, dense_below=0, collective="gather"
+        sparsity=0.5, value_dtype="float32", life_span=1, dense_below=0, collective="gather"
     ),
     DctDp.variant(
-        sparsity=0.99, value_dtype="bfloat16", index_codec="elias_fano", life_span=100, slack=1.05, collective="gather"
+        sparsity=0.99, value_dtype="bfloat16", life_span=100, slack=1.05, collective="gather"
     ),
     DctDp.variant(
-        sparsity=0.9, value_dtype="bfloat16", index_codec="rice", life_span=2, slack=1.5, collective="gather"
+        sparsity=0.9, value_dtype="bfloat16", life_span=2, slack=1.5, collective="gather"
     ),
     DctDp.variant(sparsity=0.9, value_dtype="float32", life_span=4, slack=1.0, collective="balanced"),
     DctDp.variant(sparsity=0.9, value_dtype="float32", life_span=4, early=False, collective="gather"),

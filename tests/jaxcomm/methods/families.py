@@ -30,11 +30,6 @@ class WithSparsity(Case):
 class Sparse(WithSparsity):
     """A payload of each worker's own coordinates."""
 
-    @property
-    def has_oracle(self) -> bool:
-        """Not with Rice code: the algorithms do not know which positions do not fit."""
-        return self.option("index_codec") != "rice"
-
     def compressed_bytes(self, s: Sizes) -> Fraction:
         gathered, balanced = self._gathered_bytes(s), self._balanced_bytes(s)
         if self.option("collective") == "auto":
@@ -61,7 +56,7 @@ class Sparse(WithSparsity):
 
     def _payload_words(self, n: int, slots: int) -> int:
         values = words(slots, BITS[self.option("value_dtype")])
-        return HEADER_WORDS + values + index_words(self.option("index_codec"), n, slots) + self.sealed
+        return HEADER_WORDS + values + index_words("auto", n, slots) + self.sealed
 
 
 class Shared(Case):

@@ -19,7 +19,7 @@ def taking(argument):
 
 
 METHODS = [each for each in vars(jc.methods).values() if inspect.isclass(each) and issubclass(each, Exchange)]
-BY_INDEX = taking("index_codec")
+OWN_COORDINATES = taking("chunk")
 SPARSE = taking("sparsity")
 COMPRESSORS = taking("dense_below")
 NAN, INF = float("nan"), float("inf")
@@ -92,16 +92,10 @@ def test_value_dtype_is_one_that_travels(factory):
         factory(value_dtype="int8").init(jnp.zeros(1000))
 
 
-@pytest.mark.parametrize("factory", BY_INDEX)
-def test_index_codec_is_one_of_four_or_auto(factory):
-    with pytest.raises(ValueError, match=r"one of plain, bitmap, elias_fano, rice; got 'elias-fano'\. Pass one of"):
-        factory(index_codec="elias-fano").init(jnp.zeros(1000))
-
-
 @pytest.mark.parametrize(
     ("factory", "ways"),
     [
-        *((factory, "gather, .*balanced") for factory in BY_INDEX),
+        *((factory, "gather, .*balanced") for factory in OWN_COORDINATES),
         *((factory, "psum, two_shot, ring") for factory in (jc.random_k, jc.iwp)),
         *((factory, "gather, two_shot") for factory in (jc.terngrad, jc.sign)),
         (jc.quant_dp, "gather, two_shot, psum"),
@@ -269,7 +263,7 @@ N = 10 * 4096 * (4096 + 57344)
         (jc.local_sgd(5, exchange=jc.plump_dp()), 2 * 3 / 4 * 4 * N),
         (jc.plump_dp(p=5), 2 * 3 / 4 * 4 * N),
         (jc.powersgd(4), 2 * 3 / 4 * 4 * 4 * 10 * (4096 + 4096 + 4096 + 57344)),
-        (jc.topk(0.5, index_codec="bitmap", collective="gather"), 3 * (N / 8 + N + 2 * 12)),
+        (jc.topk(0.5, collective="gather"), 3 * (N / 8 + N + 2 * 12)),
         (jc.random_k(0.5, value_dtype="float32", collective="psum"), 2 * 3 / 4 * (4 * N / 2 + 2 * 4)),
     ],
 )

@@ -119,7 +119,7 @@ CASES = [
         "sparseloco",
         lambda: jc.local_sgd(
             2,
-            exchange=jc.topk(0.9, dense_below=60, collective="gather", index_codec="plain"),
+            exchange=jc.topk(0.9, dense_below=60, collective="gather"),
             outer=optax.sgd(0.5, momentum=0.9),
         ),
         2,

@@ -19,10 +19,10 @@ class TopK(Sparse):
 
 
 CASES = [
-    TopK.row(usual=(8, "odd"), sparsity=0.9, value_dtype="bfloat16", index_codec="auto", collective="gather"),
-    TopK.variant(sparsity=0.5, value_dtype="float32", index_codec="bitmap", dense_below=0, collective="gather"),
-    TopK.variant(sparsity=0.99, value_dtype="float32", index_codec="plain", collective="gather"),
-    TopK.variant(sparsity=0.9, value_dtype="bfloat16", index_codec="elias_fano", dense_below=1024, collective="gather"),
-    TopK.variant(sparsity=0.9, value_dtype="float32", index_codec="rice", collective="gather", checksum=True),
+    TopK.row(usual=(8, "odd"), sparsity=0.9, value_dtype="bfloat16", collective="gather"),
+    TopK.variant(sparsity=0.5, value_dtype="float32", dense_below=0, collective="gather"),
+    TopK.variant(sparsity=0.99, value_dtype="float32", collective="gather"),
+    TopK.variant(sparsity=0.9, value_dtype="bfloat16", dense_below=1024, collective="gather"),
+    TopK.variant(sparsity=0.9, value_dtype="float32", collective="gather", checksum=True),
     TopK.row(sparsity=0.9, value_dtype="bfloat16", collective="balanced"),
 ]
