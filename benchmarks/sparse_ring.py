@@ -19,10 +19,9 @@ from jax import lax
 
 from jaxcomm.codecs import IndexCodec, ValueCodec, choose_index_codec
 from jaxcomm.collectives.balanced import Regions
-from jaxcomm.collectives.gather import fuse, gather_words, split_words
-from jaxcomm.collectives.reduced import Sent, SparseReduced
+from jaxcomm.collectives.messages import all_gather_same, fuse, split_words
+from jaxcomm.collectives.reduced import Sent, SparseReduced, read_status, write_status
 from jaxcomm.collectives.sparse import SparseSum
-from jaxcomm.collectives.status import read_status, write_status
 from jaxcomm.exchange import transformation
 from jaxcomm.kernels import bits
 from jaxcomm.kernels.numerics import magnitude_bits
@@ -164,7 +163,7 @@ def ring_sum(
     sound, overfull = read_status(status[None])
     status = write_status(sound & jnp.isfinite(by_region - own + errors_in_order).all(), overfull)
     payload = {"header": status[None], **last.encode(sums)}
-    rows = gather_words(fuse(payload), axis_name)  # (K, m)
+    rows = all_gather_same(fuse(payload), axis_name)  # (K, m)
     payloads = jax.vmap(lambda row: split_words(row, payload))(rows)
 
     sent = jnp.sum(selection.slots.filled), jnp.sum(selection.overflow)

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxcomm.checks import check_range
 from jaxcomm.codecs.indices import INDEX_CODECS, choose_index_codec
-from jaxcomm.collectives.gather import fuse, split_words
+from jaxcomm.collectives.messages import fuse, split_words
 from jaxcomm.layout import Layout
 from jaxcomm.selectors.selection import compact
 

@@ -2,6 +2,6 @@
 
 from jaxcomm.collectives.axis import axis_size, check_per_worker
 from jaxcomm.collectives.dense import dense_mean
-from jaxcomm.collectives.gather import fuse, gather_words, split_words
+from jaxcomm.collectives.messages import all_gather_same, fuse, split_words
 
-__all__ = ["axis_size", "check_per_worker", "dense_mean", "fuse", "gather_words", "split_words"]
+__all__ = ["all_gather_same", "axis_size", "check_per_worker", "dense_mean", "fuse", "split_words"]

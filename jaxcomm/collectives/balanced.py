@@ -19,10 +19,9 @@ from jax import lax
 
 from jaxcomm.codecs import IndexCodec, SlotCodec, choose_index_codec
 from jaxcomm.collectives.axis import zeros_varying_as
-from jaxcomm.collectives.gather import fuse, split_words
-from jaxcomm.collectives.reduced import Sent, SparseReduced
-from jaxcomm.collectives.status import read_status, write_status
-from jaxcomm.collectives.two_shot import two_shot
+from jaxcomm.collectives.checksum import two_shot
+from jaxcomm.collectives.messages import fuse, split_words
+from jaxcomm.collectives.reduced import Sent, SparseReduced, read_status, write_status
 from jaxcomm.kernels import bits
 from jaxcomm.kernels.numerics import is_finite
 from jaxcomm.kernels.scopes import DECODE, ENCODE

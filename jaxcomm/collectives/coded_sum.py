@@ -11,10 +11,9 @@ from jax import lax
 
 from jaxcomm.codecs.quantize import PartCodec
 from jaxcomm.collectives.axis import axis_size
-from jaxcomm.collectives.checksum import agreed, gather_checked
+from jaxcomm.collectives.checksum import agreed, gather_checked, two_shot
 from jaxcomm.collectives.messages import sum_of
 from jaxcomm.collectives.reduced import Reduced
-from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.kernels.numerics import is_finite
 from jaxcomm.kernels.platforms import in_memory
 from jaxcomm.kernels.scopes import DECODE, ENCODE, EXCHANGE

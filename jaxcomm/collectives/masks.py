@@ -14,9 +14,8 @@ from jax import lax
 
 from jaxcomm.codecs.indices import EliasFano, Plain
 from jaxcomm.collectives.axis import axis_size, zeros_varying_as
-from jaxcomm.collectives.checksum import gather_checked
-from jaxcomm.collectives.gather import fuse, split_words
-from jaxcomm.collectives.two_shot import two_shot
+from jaxcomm.collectives.checksum import gather_checked, two_shot
+from jaxcomm.collectives.messages import fuse, split_words
 from jaxcomm.kernels import bits
 from jaxcomm.kernels.scopes import DECODE, ENCODE, EXCHANGE
 from jaxcomm.layout import BLOCK_WORDS, Layout, segment_sum

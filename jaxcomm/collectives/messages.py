@@ -1,4 +1,4 @@
-"""Messages from every worker to every other, or to the next one.
+"""Messages from every worker to every other, or to the next one, and payloads as one message.
 
 Between two CPU hosts, a large message goes by an all-reduce of integers: the sum of both workers' words, minus a
 worker's own words, is exactly the other's words. This moves the same bytes, in both directions at once. In Gloo's other
@@ -22,7 +22,9 @@ from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, is_tracked
 from jaxcomm.kernels.bits import LANES
 from jaxcomm.kernels.platforms import traced_platform
 from jaxcomm.kernels.scopes import EXCHANGE
+from jaxcomm.kernels.vectors import computed_end_to_end
 from jaxcomm.traffic import SPLIT_FROM, TILE_BYTES
+from jaxcomm.types import Payload
 
 LARGE = 1 << 18  # bytes of a message from which both directions at once are worth a second network round trip
 SAME = "same_on_all_workers"  # the name, in traced programs, of the primitive that promises it
@@ -165,3 +167,18 @@ def _as_words(value: jax.Array) -> jax.Array:
 
 def _from_words(words: jax.Array, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(words, dtype)
+
+
+def fuse(payload: Payload) -> jax.Array:
+    """Puts the arrays of a payload, all (m,) uint32, end to end in the order of their names."""
+    return computed_end_to_end([payload[name] for name in sorted(payload)])
+
+
+def split_words(words: jax.Array, like: dict[str, Any]) -> Payload:
+    """Cuts a fused payload apart again; `like` gives the shapes that `fuse` was given."""
+    payload, start = {}, 0
+    for name in sorted(like):
+        size = like[name].size
+        payload[name] = words[start : start + size]
+        start += size
+    return payload

@@ -1,4 +1,4 @@
-"""The results of sums over the workers that round or leave out something on the way."""
+"""The results of sums over the workers that round or leave out something on the way, and the word that skips them."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,6 +6,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+# One word by which a worker tells the others whether its step is ok. Only words that are written here are read as ok:
+# with any other, such as a damaged word, all workers skip the exchange. 0: the worker's step is not ok.
+_SOUND, _OVERFULL = np.uint32(1), np.uint32(2)
 
 
 class Sent(NamedTuple):
@@ -67,3 +71,14 @@ class SparseReduced(NamedTuple):
             added = jnp.where(ok, np.float32(decay) * values, 0.0)
             row = row.at[0, position].add(added, mode="promise_in_bounds")
         return row
+
+
+def write_status(sound: jax.Array, overfull: jax.Array | bool = False) -> jax.Array:
+    """Writes whether the step is finite, and whether far more is selected than fits, () bool each: () uint32."""
+    return jnp.where(sound, jnp.where(overfull, _OVERFULL, _SOUND), np.uint32(0))
+
+
+def read_status(words: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Reads the words (K,) of all workers: whether all are ok, and whether any is overfull, () bool each."""
+    overfull = words == _OVERFULL
+    return jnp.all(overfull | (words == _SOUND)), jnp.any(overfull)

@@ -9,10 +9,9 @@ from jax import lax
 
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import AxisName, axis_size, zeros_varying_as
-from jaxcomm.collectives.checksum import agreed, gather_checked, move
+from jaxcomm.collectives.checksum import agreed, gather_checked, move, two_shot
 from jaxcomm.collectives.messages import sum_of, to_next
 from jaxcomm.collectives.reduced import Reduced
-from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.kernels import bits
 from jaxcomm.kernels.numerics import is_finite
 from jaxcomm.kernels.platforms import in_memory

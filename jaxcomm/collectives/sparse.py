@@ -13,9 +13,8 @@ from jaxcomm.codecs import IndexCodec, SlotCodec, choose_index_codec
 from jaxcomm.collectives.axis import axis_size
 from jaxcomm.collectives.balanced import Regions
 from jaxcomm.collectives.checksum import agreed, gather_checked
-from jaxcomm.collectives.gather import fuse, split_words
-from jaxcomm.collectives.reduced import Sent, SparseReduced
-from jaxcomm.collectives.status import read_status, write_status
+from jaxcomm.collectives.messages import fuse, split_words
+from jaxcomm.collectives.reduced import Sent, SparseReduced, read_status, write_status
 from jaxcomm.kernels.numerics import is_accumulable, not_accumulable
 from jaxcomm.kernels.scopes import DECODE, ENCODE
 from jaxcomm.layout import Layout

@@ -21,7 +21,7 @@ from jaxcomm.codecs.tiles import GradientLevels, Tiles
 from jaxcomm.codecs.values import ValueCodec
 from jaxcomm.collectives.axis import zeros_varying_as
 from jaxcomm.collectives.boundary import Encoded
-from jaxcomm.collectives.gather import fuse, split_words
+from jaxcomm.collectives.messages import fuse, split_words
 from jaxcomm.kernels import bits
 from jaxcomm.kernels.scopes import DECODE, ENCODE
 from jaxcomm.layout import Layout, plan_layout

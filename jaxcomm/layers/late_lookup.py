@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomm.collectives.axis import OTHER_USES, AxisName, axis_names, axis_size, is_in_scope, to_varying, varies
-from jaxcomm.collectives.gather import fuse, gather_words, split_words
+from jaxcomm.collectives.messages import all_gather_same, fuse, split_words
 from jaxcomm.layers.late_multiply import check_same
 from jaxcomm.layers.sharded_lookup import from_start, in_table
 from jaxcomm.traffic import Traffic
@@ -99,7 +99,7 @@ def _late_backward(axis_name: AxisName, kept: tuple[jax.Array, jax.Array], error
     touched, slot = jnp.unique(ids, return_inverse=True, size=ids.size, fill_value=table.shape[0])  # (n,), empty last
     own = jnp.zeros_like(errors).at[slot].add(errors / axis_size(axis_name))  # (n, D)
     payload = {"ids": touched.astype(jnp.uint32), "rows": lax.bitcast_convert_type(own, jnp.uint32).reshape(-1)}
-    gathered = gather_words(to_varying(fuse(payload), axis_name), axis_name)  # (K, n (1 + D))
+    gathered = all_gather_same(to_varying(fuse(payload), axis_name), axis_name)  # (K, n (1 + D))
 
     def add(total: jax.Array, words: jax.Array) -> tuple[jax.Array, None]:
         part = split_words(words, payload)

@@ -5,14 +5,17 @@ from dataclasses import KW_ONLY, dataclass
 from numbers import Real
 from typing import Any, ClassVar
 
+import jax
 import numpy as np
+from jax import lax
 
 from jaxcomm.checks import check_range, check_sparsity
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, transformation
+from jaxcomm.kernels import bits
+from jaxcomm.kernels.scopes import SELECT
 from jaxcomm.methods.sparse import SparseExchange, drain
 from jaxcomm.selectors import Selected, draw_start
 from jaxcomm.selectors.topk import kept
-from jaxcomm.selectors.visible import select_visible
 
 
 @dataclass(frozen=True)
@@ -78,3 +81,21 @@ class Pulse(SparseExchange):
 
 
 pulse = transformation(Pulse)
+
+
+@jax.named_scope(SELECT)
+def select_visible(change: jax.Array, weights: jax.Array) -> jax.Array:
+    """Marks bfloat16(w + change) != bfloat16(w), but never a change of 0.
+
+    Args:
+      change: (n,) float32, what would be added to the weights.
+      weights: (n,) float32.
+
+    Returns:
+      (n/32,) uint32, the bit-packed mask.
+    """
+
+    def seen(x: jax.Array) -> jax.Array:  # not a cast there and back, which XLA may take for the identity
+        return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+    return bits.pack((seen(weights + change) != seen(weights)) & (change != 0))

@@ -1,4 +1,4 @@
-"""From a mask over the flat vector to the slots of a payload."""
+"""Selection by a threshold, and from a mask over the flat vector to the slots of a payload."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,8 +10,10 @@ import numpy as np
 from jax import lax
 
 from jaxcomm.kernels import bits, noise
+from jaxcomm.kernels.numerics import magnitude_bits
 from jaxcomm.kernels.scopes import SELECT
-from jaxcomm.layout import BLOCK_WORDS, Layout
+from jaxcomm.kernels.vectors import Vector
+from jaxcomm.layout import BLOCK_WORDS, Layout, in_blocks
 
 _START = 2**31 - 1  # takes the place of a worker index in a key, and is none
 
@@ -132,3 +134,18 @@ def _with_slots(words: jax.Array, rank: jax.Array, count: jax.Array, layout: Lay
         slots=slots_of(words, rank, layout),
         overflow=jnp.sum(jnp.maximum(count - capacity, 0), dtype=jnp.int32),
     )
+
+
+@jax.named_scope(SELECT)
+def select_threshold(vector: Vector, threshold: jax.Array, layout: Layout) -> Selected:
+    """Marks |x| >= the threshold of the segment, but never zeros.
+
+    Args:
+      vector: the flat vector.
+      threshold: (S,) float32, one per segment, not negative.
+      layout: the segments.
+    """
+    least = jnp.maximum(magnitude_bits(threshold), np.uint32(1))
+    reaches = in_blocks(magnitude_bits(vector.sum())) >= layout.per_block(least)[:, None, None]
+    words, broken = bits.pack_each(reaches.reshape(-1), vector.broken())
+    return Selected(words, ~jnp.any(broken != 0))

@@ -14,8 +14,7 @@ from jaxcomm.kernels.scopes import SELECT
 from jaxcomm.kernels.vectors import Stored, Vector
 from jaxcomm.layout import Layout, in_blocks
 from jaxcomm.selectors.bracket import find_largest
-from jaxcomm.selectors.selection import Selected, count_in_segment, rank_in_segment
-from jaxcomm.selectors.threshold import select_threshold
+from jaxcomm.selectors.selection import Selected, count_in_segment, rank_in_segment, select_threshold
 
 
 @jax.named_scope(SELECT)

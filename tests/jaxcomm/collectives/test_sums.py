@@ -17,9 +17,9 @@ from jaxcomm.codecs.quantize import (
     _magnitudes_in_one_pass,
     encode,
 )
+from jaxcomm.collectives.checksum import two_shot
 from jaxcomm.collectives.coded_sum import check_collective, coded_sum
 from jaxcomm.collectives.shared_mask import SUMS, choose_sum, compact_sum
-from jaxcomm.collectives.two_shot import two_shot
 from jaxcomm.kernels import noise
 from jaxcomm.kernels.vectors import Stored
 from jaxcomm.layout import plan_layout

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jaxcomm as jc
-from jaxcomm.selectors.visible import select_visible
+from jaxcomm.methods.pulse import select_visible
 from tests.reference import noise
 from tests.reference.local_sgd import LocalSgdReference
 from tests.reference.pulse import PulseReference
