@@ -8,7 +8,7 @@ express.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import optax
 from tyro.conf import Suppress
 
 from jaxcomm import methods
-from jaxcomm.checks import check_range
+from jaxcomm.checks import check_range, positive
 from jaxcomm.exchange import Exchange
 from jaxcomm.methods.local_sgd import LocalExchange
 
@@ -87,13 +87,7 @@ class Demo(Trained, methods.Demo):
       sign_size: the size of an update's elements, up or down, before the learning rate.
     """
 
-    sign_size: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(
-            "sign_size", self.sign_size, "above 0", 0 < self.sign_size < math.inf, "1 for the learning rate alone"
-        )
+    sign_size: Annotated[float, positive("1 for the learning rate alone")] = 0.2
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,78 @@
-"""Checks of arguments, with one form of error: the rule, the value, the remedy."""
+"""Checks of arguments, with one form of error: the rule, the value, the remedy.
 
+A method's arguments are fields, and the rule of one is in its annotation: `p: Annotated[int, count(1, "...")] = 1`.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Annotated, Any
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What an argument must be.
+
+    Attributes:
+      text: what follows "must be".
+      holds: whether a value keeps the rule.
+      remedy: see `check_range`.
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+    remedy: str
+
+    def __repr__(self) -> str:
+        return self.text  # in signatures
+
+    def check(self, name: str, value: object) -> None:
+        """Raises a ValueError unless the value of an argument keeps the rule."""
+        check_range(name, value, self.text, self.holds(value), self.remedy)
+
+
+def number(text: str, holds: Callable[[Any], bool], remedy: str, *, or_none: bool = False) -> Rule:
+    """Returns the rule of a real number, of Python or NumPy. NaN keeps no rule that compares."""
+
+    def is_one(value: Any) -> bool:
+        return (or_none and value is None) or (isinstance(value, Real) and holds(value))
+
+    return Rule(f"{text}, or None" if or_none else text, is_one, remedy)
+
+
+def positive(remedy: str, *, or_none: bool = False) -> Rule:
+    """Returns the rule of a finite number above 0."""
+    return number("a positive number", lambda value: 0 < value < math.inf, remedy, or_none=or_none)
+
+
+def count(least: int, remedy: str, *, or_none: bool = False) -> Rule:
+    """Returns the rule of an integer that has a least value."""
+
+    def is_count(value: Any) -> bool:
+        return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+    return number(f"an integer of at least {least}", is_count, remedy, or_none=or_none)
+
+
+def one_of(values: Sequence[Any], remedy: str) -> Rule:
+    """Returns the rule of one of a few values."""
+    names = [repr(value) for value in values]
+    return Rule(f"{', '.join(names[:-1])} or {names[-1]}", lambda value: value in values, remedy)
+
+
+@functools.cache
+def rules_of(kind: type) -> dict[str, Rule]:
+    """Returns the rules in a class's annotations by field; where a subclass writes none, its base's rule holds."""
+    rules: dict[str, Rule] = {}
+    for base in reversed(kind.__mro__):
+        for name, annotation in inspect.get_annotations(base).items():
+            for item in getattr(annotation, "__metadata__", ()):
+                if isinstance(item, Rule):
+                    rules[name] = item
+    return rules
 
 
 def check_range(name: str, value: object, rule: str, holds: bool, remedy: str) -> None:
@@ -27,18 +99,20 @@ def check_transformation(name: str, tx: object) -> None:
         raise ValueError(f"{name} must be a transformation, with init and update; got {got}. {remedy}.")
 
 
+_SPARSITY = number(
+    "at least 0 and below 1 (the fraction of coordinates that is not sent)",
+    lambda value: 0 <= value < 1,
+    "Use 0.99 to send 1%, or plump_dp to send everything",
+)
+Sparsity = Annotated[float, _SPARSITY]
+DenseBelow = Annotated[int, count(0, "0 compresses every tensor")]  # elements
+
+
 def check_sparsity(sparsity: float) -> None:
     """Checks the fraction of coordinates that is not sent."""
-    check_range(
-        "sparsity",
-        sparsity,
-        "at least 0 and below 1 (the fraction of coordinates that is not sent)",
-        isinstance(sparsity, Real) and 0 <= sparsity < 1,
-        "Use 0.99 to send 1%, or plump_dp to send everything",
-    )
+    _SPARSITY.check("sparsity", sparsity)
 
 
 def check_count(name: str, value: int, least: int, remedy: str) -> None:
     """Checks an integer that has a least value; see `check_range` for the remedy."""
-    is_count = isinstance(value, Integral) and not isinstance(value, bool) and value >= least
-    check_range(name, value, f"an integer of at least {least}", is_count, remedy)
+    count(least, remedy).check(name, value)

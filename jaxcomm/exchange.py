@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxcomm.checks import check_range
+from jaxcomm.checks import check_range, rules_of
 from jaxcomm.collectives.axis import AxisName, axis_names, axis_size, check_per_worker, is_tracked, to_varying, varies
 from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.kernels import noise
@@ -181,11 +181,16 @@ class Exchange:
     has_positions: ClassVar[bool] = True  # in one vector of all tensors; they have 31 bits
 
     def __post_init__(self) -> None:
-        for each in fields(self):  # a NumPy number has a type of its own, to which it would convert what it multiplies
-            if isinstance(value := getattr(self, each.name), np.generic):
-                object.__setattr__(self, each.name, value.item())
+        rules = rules_of(type(self))
+        for name in (item.name for item in fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, np.generic):  # has a type of its own, to which it would convert what it multiplies
+                value = value.item()
+                object.__setattr__(self, name, value)
             remedy = "It decides the sizes of messages: put optax.inject_hyperparams around the optimizer alone"
-            check_range(each.name, value, "no array of JAX's", not isinstance(value, jax.Array), remedy)
+            check_range(name, value, "no array of JAX's", not isinstance(value, jax.Array), remedy)
+            if name in rules:
+                rules[name].check(name, value)
         if self.where is None and self.others is not None:
             raise ValueError("others must be the exchange of what where= leaves out; got no where=. Pass both.")
         if self.checksum and self.instead_of_checksum is not None:

@@ -3,8 +3,6 @@
 By a gather; in two shots, of which the second codes the sum again; or, for small integers, by an all-reduce of them.
 """
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -21,12 +19,6 @@ from jaxcomm.kernels.vectors import Stored, Vector, computed_end_to_end
 from jaxcomm.layout import BLOCK
 
 COLLECTIVES = ("gather", "two_shot")
-
-
-def check_collective(name: str, collectives: Sequence[str] = COLLECTIVES) -> None:
-    """Raises a ValueError unless the name is one of `collectives`, or "auto"."""
-    if name not in (*collectives, "auto"):
-        raise ValueError(f"collective must be one of {', '.join(collectives)}; got {name!r}. Or pass 'auto'.")
 
 
 def integer_sum(codes: jax.Array, flag: jax.Array, axis_name: str) -> Reduced:

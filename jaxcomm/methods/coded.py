@@ -1,16 +1,16 @@
 """The exchanges that code every coordinate in a few bits: quant_dp, terngrad, sign."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomm.checks import check_count
+from jaxcomm.checks import DenseBelow, one_of
 from jaxcomm.codecs.quantize import PartCodec
 from jaxcomm.collectives import axis_size, dense_mean
-from jaxcomm.collectives.coded_sum import COLLECTIVES, check_collective, coded_sum, integer_sum
+from jaxcomm.collectives.coded_sum import COLLECTIVES, coded_sum, integer_sum
 from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, zeros_unless
 from jaxcomm.kernels.numerics import is_finite_narrow
 from jaxcomm.kernels.vectors import Stored, Vector
@@ -45,16 +45,10 @@ class CodedExchange(Exchange):
         `quant_dp` also has "psum".
     """
 
-    dense_below: int = 512
-    collective: str = "auto"
+    dense_below: DenseBelow = 512
+    collective: Annotated[str, one_of((*COLLECTIVES, "auto"), "Or pass 'auto'")] = "auto"
 
     keeps_residual: ClassVar[bool] = False
-    collectives: ClassVar[tuple[str, ...]] = COLLECTIVES  # allowed values of `collective`
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("dense_below", self.dense_below, 0, "0 compresses every tensor")
-        check_collective(self.collective, self.collectives)
 
     @property
     def instead_of_checksum(self) -> str | None:

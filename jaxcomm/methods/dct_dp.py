@@ -3,14 +3,13 @@
 import math
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
-from numbers import Real
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomm.checks import check_count, check_range, check_sparsity
+from jaxcomm.checks import Sparsity, count, number
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, keep_unless, own_row, transformation, with_due
 from jaxcomm.kernels.platforms import by_platform
 from jaxcomm.layout import Layout
@@ -81,25 +80,16 @@ class DctDp(SparseExchange):
       seed: seed of the drained steps and of the start offsets.
     """
 
-    sparsity: float = 0.99
+    sparsity: Sparsity = 0.99
     _: KW_ONLY
-    life_span: int = 1000
+    life_span: Annotated[int, count(1, "1 refreshes the thresholds in every step")] = 1000
     early: bool = True
-    slack: float = 1.05
-    drain_every: int | None = None
+    slack: Annotated[float, number("at least 1", lambda x: 1 <= x < math.inf, "1.05 leaves 5% of room")] = 1.05
+    drain_every: Annotated[int | None, count(1, "None never drains", or_none=True)] = None
     seed: int = 0
 
     name: ClassVar[str] = "dct_dp"
     always_fits: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sparsity(self.sparsity)
-        check_count("life_span", self.life_span, 1, "1 refreshes the thresholds in every step")
-        holds = isinstance(self.slack, Real) and 1 <= self.slack < math.inf
-        check_range("slack", self.slack, "at least 1", holds, "1.05 leaves 5% of room")
-        if self.drain_every is not None:
-            check_count("drain_every", self.drain_every, 1, "None never drains")
 
     def capacity(self, n: int) -> int:
         return min(n, math.ceil(Fraction(repr(float(self.slack))) * self.n_selected(n)))

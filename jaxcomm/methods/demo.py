@@ -3,14 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm.checks import check_count, check_range
+from jaxcomm.checks import Rule, count
 from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.exchange import transformation
 from jaxcomm.layout import BLOCK, Layout
@@ -53,6 +53,10 @@ def cosines(n: int) -> np.ndarray:
     return basis.astype(np.float32)
 
 
+def _is_chunk(value: Any) -> bool:
+    return isinstance(value, int) and value > 0 and value % BLOCK == 0 and math.isqrt(value) ** 2 == value
+
+
 @dataclass(frozen=True)
 class Demo(SparseExchange):
     """Sends the largest components of every worker's momentum in a cosine basis, and keeps the rest as momentum.
@@ -84,19 +88,14 @@ class Demo(SparseExchange):
       decay: decay of the momentum, above 0 and at most 1.
     """
 
-    k: int = 32
+    k: Annotated[int, count(1, "The paper trains with 1 to 32 of 4096")] = 32
     _: KW_ONLY
-    chunk: int | None = 4096
+    chunk: Annotated[
+        int | None, Rule(f"a multiple of {BLOCK} and a square", _is_chunk, "The paper has 4096, 64 x 64")
+    ] = 4096
     decay: float = 0.999
 
     name: ClassVar[str] = "demo"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("k", self.k, 1, "The paper trains with 1 to 32 of 4096")
-        chunk = self.chunk or 0
-        holds = chunk > 0 and math.isqrt(chunk) ** 2 == chunk
-        check_range("chunk", self.chunk, f"a multiple of {BLOCK} and a square", holds, "The paper has 4096, 64 x 64")
 
     def capacity(self, n: int) -> int:
         return min(n, -(-self.k * n // (self.chunk or n)))

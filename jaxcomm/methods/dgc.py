@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomm.checks import check_sparsity
+from jaxcomm.checks import Sparsity
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, transformation
 from jaxcomm.layout import Layout
 from jaxcomm.methods.momentum import MomentumCorrection
@@ -40,13 +40,9 @@ class Dgc(MomentumCorrection, SparseExchange):
       sparsity: the fraction of coordinates that is not sent, 0 <= sparsity < 1. The paper: 0.999.
     """
 
-    sparsity: float = 0.999
+    sparsity: Sparsity = 0.999
 
     name: ClassVar[str] = "dgc"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sparsity(self.sparsity)
 
     @property
     def final_density(self) -> float:

@@ -1,12 +1,12 @@
 """EF21: each worker keeps an estimate of its gradient, and sends corrections to it."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.checks import check_range
+from jaxcomm.checks import Rule
 from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, transformation, zeros_unless
 from jaxcomm.kernels.numerics import is_finite_narrow
@@ -35,13 +35,11 @@ class Ef21(TopK):
     Feedback", NeurIPS 2021, https://arxiv.org/abs/2106.05203, Algorithm 2.
     """
 
-    name: ClassVar[str] = "ef21"
+    decay: Annotated[float, Rule("1 for ef21", lambda x: x == 1, "Its residual is an estimate, and does not grow")] = (
+        field(default=1.0, kw_only=True)
+    )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(
-            "decay", self.decay, "1 for ef21", self.decay == 1, "Its residual is an estimate, and does not grow"
-        )
+    name: ClassVar[str] = "ef21"
 
     @property
     def has_error_feedback(self) -> bool:

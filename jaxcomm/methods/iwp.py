@@ -2,16 +2,15 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
-from numbers import Real
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomm.checks import check_count, check_range
+from jaxcomm.checks import Rule, count, number, one_of, positive
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import to_varying
 from jaxcomm.collectives.masks import MASK_CODECS, MaskUnion
@@ -29,6 +28,11 @@ from jaxcomm.types import PerWorker
 
 Schedule = float | Callable[[jax.Array], Any]
 _PUBLISHERS = 2**31 - 2  # takes the place of a worker index in a key, and is none
+
+
+def _schedule(least: str, holds: Callable[[Any], bool]) -> Rule:
+    fixed = number(f"a number {least} 0, or a schedule of the step", holds, "See the docstring for the paper's")
+    return replace(fixed, holds=lambda value: callable(value) or fixed.holds(value))
 
 
 class SharedMask(NamedTuple):
@@ -90,37 +94,22 @@ class Iwp(MomentumCorrection, SharedExchange):
       seed: seed of the publishers and of the random selection, the same on all workers.
     """
 
-    alpha: Schedule = 0.01
+    alpha: Annotated[Schedule, _schedule("above", lambda x: 0 < x < math.inf)] = 0.01
     _: KW_ONLY
-    beta: Schedule = 0.0
-    C: float = 1.0
-    floor: float = 1e-4
-    density: float = 0.02
-    publishers: int = 1
+    beta: Annotated[Schedule, _schedule("of at least", lambda x: 0 <= x < math.inf)] = 0.0
+    C: Annotated[float, number("a number of at least 0", lambda x: x >= 0, "0 always raises the threshold")] = 1.0
+    floor: Annotated[float, positive("The default is small enough for most")] = 1e-4
+    density: Annotated[
+        float, number("above 0 and at most 1", lambda x: 0 < x <= 1, "0.02 leaves room for 2% of the coordinates")
+    ] = 0.02
+    publishers: Annotated[int, count(1, "1 is the least, all workers the most")] = 1
     random_selection: bool = True
-    eps: float = 1e-6
-    life_span: int = 1
-    mask_codec: str = "auto"
+    eps: Annotated[float, positive("The default is small enough for most")] = 1e-6
+    life_span: Annotated[int, count(1, "1 refreshes the mask in every step")] = 1
+    mask_codec: Annotated[str, one_of((*MASK_CODECS, "auto"), "'auto' takes fewer bytes")] = "auto"
     seed: int = 0
 
     name: ClassVar[str] = "iwp"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_schedule("alpha", self.alpha, above_zero=True)
-        _check_schedule("beta", self.beta, above_zero=False)
-        for name, value in (("floor", self.floor), ("eps", self.eps)):
-            holds = isinstance(value, Real) and 0 < value < math.inf
-            check_range(name, value, "a positive number", holds, "The default is small enough for most")
-        holds = isinstance(self.C, Real) and self.C >= 0
-        check_range("C", self.C, "a number of at least 0", holds, "0 always raises the threshold")
-        density = self.density
-        holds = isinstance(density, Real) and 0 < density <= 1
-        check_range("density", density, "above 0 and at most 1", holds, "0.02 leaves room for 2% of the coordinates")
-        check_count("publishers", self.publishers, 1, "1 is the least, all workers the most")
-        check_count("life_span", self.life_span, 1, "1 refreshes the mask in every step")
-        holds = self.mask_codec in (*MASK_CODECS, "auto")
-        check_range("mask_codec", self.mask_codec, f"one of {', '.join(MASK_CODECS)}", holds, "Or pass 'auto'")
 
     @property
     def final_density(self) -> float:
@@ -245,11 +234,3 @@ def draw_publishers(seed: int, step: jax.Array, workers: int, publishers: int, t
     """
     numbers = noise.uniform(noise.make_key(seed, step, _PUBLISHERS), tensors * workers)
     return lax.top_k(numbers.reshape(tensors, workers), publishers)[1]
-
-
-def _check_schedule(name: str, value: Any, *, above_zero: bool) -> None:
-    if callable(value):
-        return
-    holds = isinstance(value, Real) and (float(value) > 0 if above_zero else float(value) >= 0) and value < math.inf
-    rule = f"a number {'above' if above_zero else 'of at least'} 0, or a schedule of the step"
-    check_range(name, value, rule, holds, "See the docstring for the paper's")

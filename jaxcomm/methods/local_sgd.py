@@ -3,15 +3,14 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from numbers import Real
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Annotated, Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomm.checks import check_count, check_range
+from jaxcomm.checks import Rule, check_count, check_range, count, number
 from jaxcomm.collectives.axis import other_axes, to_varying
 from jaxcomm.exchange import (
     Exchange,
@@ -43,12 +42,11 @@ class LocalExchange(Exchange):
     exchange is skipped, this step's local updates are not applied (but see `undoes_skipped`).
     """
 
-    keeps_residual: ClassVar[bool] = False
+    where: Annotated[Where | None, Rule("None for a local method", lambda x: x is None, "It merges all parameters")] = (
+        None
+    )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        holds = self.where is None
-        check_range("where", self.where, f"None for {self.name}", holds, "A local method merges all parameters")
+    keeps_residual: ClassVar[bool] = False
 
     def check_params(self, params: Any) -> None:
         """Refuses updates without parameters."""
@@ -139,13 +137,15 @@ class LocalSgd(LocalExchange):
         updates of the `overlap` steps between exchange and merge are discarded.
     """
 
-    steps: int = 20
+    steps: Annotated[int, count(1, "1 exchanges in every step")] = 20
     _: KW_ONLY
     exchange: optax.GradientTransformation = field(compare=False)
     outer: optax.GradientTransformation | None = field(default=None, compare=False)
     fragments: int | Sequence[Where] = 1
-    overlap: int = 0
-    mix: float = 0.0
+    overlap: Annotated[int, count(0, "0 merges in the step of the exchange")] = 0
+    mix: Annotated[
+        float, number("at least 0 and at most 1 (the share of the own parameters)", lambda x: 0 <= x <= 1, "Pass 0.5")
+    ] = 0.0
 
     name: ClassVar[str] = "local_sgd"
     has_positions: ClassVar[bool] = False
@@ -154,15 +154,11 @@ class LocalSgd(LocalExchange):
         super().__post_init__()
         if isinstance(self.fragments, list):
             object.__setattr__(self, "fragments", tuple(self.fragments))  # what is static is hashed
-        steps, P, mix = self.steps, self.turns, self.mix
-        check_count("steps", steps, 1, "1 exchanges in every step")
+        steps, P = self.steps, self.turns
         check_count("fragments", P, 1, "1 exchanges all parameters at once")
         check_range("steps", steps, f"a multiple of fragments ({P})", steps % P == 0, f"{-(-steps // P) * P} is one")
-        check_count("overlap", self.overlap, 0, "0 merges in the step of the exchange")
         rule = f"below steps ({steps}), when a fragment is exchanged again"
         check_range("overlap", self.overlap, rule, self.overlap < steps, "Pass a smaller overlap")
-        rule = "at least 0 and at most 1 (the share of the own parameters)"
-        check_range("mix", mix, rule, isinstance(mix, Real) and 0 <= mix <= 1, "Pass 0.5")
 
     @property
     def streams(self) -> bool:

@@ -11,14 +11,13 @@ Source: Lin et al., "Deep Gradient Compression: Reducing the Communication Bandw
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomm.checks import check_count, check_range
+from jaxcomm.checks import check_range, count, number, positive
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import to_varying
 from jaxcomm.collectives.sparse import Accumulated
@@ -57,21 +56,17 @@ class MomentumCorrection(Exchange):
         all-reduce. DGC: four epochs.
     """
 
-    momentum: float = 0.9
+    momentum: Annotated[
+        float, number("at least 0 and below 1", lambda x: 0 <= x < 1, "0.9 is usual, 0 turns it off")
+    ] = 0.9
     factor_masking: bool = True
-    clip: float | None = None
-    warmup_steps: int = 0
+    clip: Annotated[float | None, positive("None does not clip", or_none=True)] = None
+    warmup_steps: Annotated[int, count(0, "0 starts with the final sparsity")] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        m, clip = self.momentum, self.clip
-        holds = isinstance(m, Real) and 0 <= m < 1
-        check_range("momentum", m, "at least 0 and below 1", holds, "0.9 is usual, 0 turns it off")
-        holds = clip is None or (isinstance(clip, Real) and 0 < clip < math.inf)
-        check_range("clip", clip, "a positive number or None", holds, "None does not clip")
-        holds = self.where is None or self.others is not None or m == 0
-        check_range("momentum", m, "0 where some gradients bypass the exchange", holds, "They would have none of it")
-        check_count("warmup_steps", self.warmup_steps, 0, "0 starts with the final sparsity")
+        rule, holds = "0 where some gradients bypass the exchange", self.where is None or self.others is not None
+        check_range("momentum", self.momentum, rule, holds or self.momentum == 0, "They would have none of it")
 
     @property
     def momentum_inside(self) -> float:

@@ -1,11 +1,11 @@
 """Plump-DP: the dense exchange."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 import optax
 
-from jaxcomm.checks import check_count, check_range
+from jaxcomm.checks import count, one_of
 from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.dense import DenseDtype
 from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, transformation, zeros_unless
@@ -35,24 +35,14 @@ class PlumpDp(Exchange):
         divided by K is zero below 3e-8, and infinite above 65,519, which skips the step: scale the loss.
     """
 
-    p: int = 1
-    value_dtype: DenseDtype = "float32"
+    p: Annotated[int, count(1, "1 averages gradients in every step")] = 1
+    value_dtype: Annotated[
+        DenseDtype, one_of(get_args(DenseDtype), "Pass value_dtype='bfloat16' or 'float16' for half the bytes")
+    ] = "float32"
 
     name: ClassVar[str] = "plump_dp"
     keeps_residual: ClassVar[bool] = False
     has_positions: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("p", self.p, 1, "1 averages gradients in every step")
-        known = get_args(DenseDtype)
-        check_range(
-            "value_dtype",
-            self.value_dtype,
-            f"one of {', '.join(known)}",
-            self.value_dtype in known,
-            "Pass value_dtype='bfloat16' or 'float16' for half the bytes",
-        )
 
     @property
     def period(self) -> int | None:

@@ -4,14 +4,14 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm.checks import check_count
+from jaxcomm.checks import count
 from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, transformation, zeros_unless
 from jaxcomm.kernels.numerics import is_finite_narrow
@@ -91,17 +91,12 @@ class PowerSgd(Exchange):
         divided among the matrices in tree order. It is the same on every worker and in every process.
     """
 
-    rank: int = 4
+    rank: Annotated[int, count(1, "1 sends least, 2 and 4 are usual, plump_dp sends everything")] = 4
     _: KW_ONLY
-    dense_below: int = 512
+    dense_below: Annotated[int, count(0, "0 leaves it to the rank which tensors are compressed")] = 512
     seed: int = 0
 
     name: ClassVar[str] = "powersgd"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("rank", self.rank, 1, "1 sends least, 2 and 4 are usual, plump_dp sends everything")
-        check_count("dense_below", self.dense_below, 0, "0 leaves it to the rank which tensors are compressed")
 
     def plan(self, tree: Any) -> Layout:
         def pays(shape: tuple[int, ...]) -> bool:

@@ -1,15 +1,13 @@
 """PULSELoCo's exchange: sends only what changes a parameter as the forward pass reads it."""
 
-import math
 from dataclasses import KW_ONLY, dataclass
-from numbers import Real
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import numpy as np
 from jax import lax
 
-from jaxcomm.checks import check_range, check_sparsity
+from jaxcomm.checks import Sparsity, positive
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, transformation
 from jaxcomm.kernels import bits
 from jaxcomm.kernels.scopes import SELECT
@@ -50,19 +48,13 @@ class Pulse(SparseExchange):
       seed: seed of the start offsets.
     """
 
-    sparsity: float = 0.95
+    sparsity: Sparsity = 0.95
     _: KW_ONLY
-    learning_rate: float = 1.0
+    learning_rate: Annotated[float, positive("1 for local_sgd with sgd(1.0)")] = 1.0
     seed: int = 0
 
     name: ClassVar[str] = "pulse"
     always_fits: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sparsity(self.sparsity)
-        holds = isinstance(self.learning_rate, Real) and 0 < self.learning_rate < math.inf
-        check_range("learning_rate", self.learning_rate, "a positive number", holds, "1 for local_sgd with sgd(1.0)")
 
     def capacity(self, n: int) -> int:
         return kept(n, self.sparsity)

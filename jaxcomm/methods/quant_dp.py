@@ -2,13 +2,13 @@
 
 import functools
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomm.checks import check_range
+from jaxcomm.checks import Rule, check_range, one_of
 from jaxcomm.codecs.quantize import Buckets, PartCodec
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.coded_sum import COLLECTIVES
@@ -21,6 +21,10 @@ from jaxcomm.methods.coded import CodedExchange, Summands
 Width = Literal[2, 4, 8, 16]
 Norm = Literal["max", "l2"]
 AUTO_WORKERS = 4  # the most for which "auto" sums 8-bit integers; with more workers, too few levels are left
+
+
+def _is_bucket(value: object) -> bool:
+    return isinstance(value, int) and 32 <= value <= BLOCK and value & (value - 1) == 0
 
 
 @dataclass(frozen=True)
@@ -65,28 +69,21 @@ class QuantDp(CodedExchange):
       seed: seed of the rounding.
     """
 
-    bits: Width = 8
+    bits: Annotated[Width, one_of(get_args(Width), "8 is safe, and dct_dp or sign send fewer")] = 8
     _: KW_ONLY
-    bucket: int = 512
-    norm: Norm = "max"
+    collective: Annotated[str, one_of((*COLLECTIVES, "psum", "auto"), "Or pass 'auto'")] = "auto"
+    bucket: Annotated[int, Rule(f"a power of two from 32 to {BLOCK}", _is_bucket, "The paper uses 512")] = 512
+    norm: Annotated[Norm, one_of(get_args(Norm), "'max' adds less variance")] = "max"
     seed: int = 0
 
     name: ClassVar[str] = "quant_dp"
-    collectives: ClassVar[tuple[str, ...]] = (*COLLECTIVES, "psum")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bucket = self.bucket
-        check_range(
-            "bits", self.bits, "2, 4, 8 or 16", self.bits in get_args(Width), "8 is safe, and dct_dp or sign send fewer"
-        )
-        holds = isinstance(bucket, int) and 32 <= bucket <= BLOCK and bucket & (bucket - 1) == 0
-        check_range("bucket", bucket, f"a power of two from 32 to {BLOCK}", holds, "The paper uses 512")
         holds = self.collective != "psum" or self.bits >= 8
         check_range("bits", self.bits, "8 or 16 with collective='psum'", holds, "Sums of fewer bits go in two shots")
         holds = self.bits != 16 or self.collective in ("psum", "auto")
         check_range("collective", self.collective, "'psum' for 16 bits", holds, "Or pass 'auto', or bits=8")
-        check_range("norm", self.norm, "'max' or 'l2'", self.norm in get_args(Norm), "'max' adds less variance")
 
     @property
     def instead_of_checksum(self) -> str | None:

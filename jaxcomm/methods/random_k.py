@@ -3,7 +3,7 @@
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
-from jaxcomm.checks import check_sparsity
+from jaxcomm.checks import Sparsity
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, transformation
 from jaxcomm.kernels import noise
 from jaxcomm.methods.shared import SharedExchange
@@ -35,15 +35,11 @@ class RandomK(SharedExchange):
       seed: seed of the coordinates, the same on all workers.
     """
 
-    sparsity: float = 0.99
+    sparsity: Sparsity = 0.99
     _: KW_ONLY
     seed: int = 0
 
     name: ClassVar[str] = "random_k"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sparsity(self.sparsity)
 
     def capacity(self, n: int) -> int:
         return kept(n, self.sparsity)

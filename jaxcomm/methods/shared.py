@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.checks import check_count
+from jaxcomm.checks import DenseBelow
 from jaxcomm.codecs import ValueDtype, value_codec
 from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.collectives.shared_mask import choose_sum, compact_sum
@@ -35,13 +35,9 @@ class SharedExchange(Exchange):
         and two_shot of bfloat16.
     """
 
-    dense_below: int = 512
+    dense_below: DenseBelow = 512
     value_dtype: ValueDtype = "bfloat16"
     collective: str = "auto"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("dense_below", self.dense_below, 0, "0 compresses every tensor")
 
     @property
     def instead_of_checksum(self) -> str | None:

@@ -2,7 +2,7 @@
 
 from dataclasses import KW_ONLY, dataclass
 from numbers import Real
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from jaxcomm.checks import check_count, check_range
+from jaxcomm.checks import check_range, count, number, one_of, positive
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.axis import other_axes, to_varying
 from jaxcomm.collectives.messages import all_gather_same, all_to_all, sum_of
@@ -90,14 +90,17 @@ class SlimDp(LocalExchange):
       seed: seed of the explorers, the same on all workers.
     """
 
-    alpha: float = 0.3
+    alpha: Annotated[
+        float,
+        number("above 0 and at most 1", lambda x: 0 < x <= 1, "0.3 sends 30% of the coordinates, 1 is plump_dp"),
+    ] = 0.3
     beta: float = 0.15
     _: KW_ONLY
-    p: int = 1
-    q: int = 1000
-    c: float | None = None
-    server_rate: float | None = None
-    unsent: Unsent = "local"
+    p: Annotated[int, count(1, "1 communicates after every step")] = 1
+    q: Annotated[int, count(1, "1 chooses a new core at every communication")] = 1000
+    c: Annotated[float | None, positive("None takes the default of the docstring", or_none=True)] = None
+    server_rate: Annotated[float | None, positive("None takes the default of the docstring", or_none=True)] = None
+    unsent: Annotated[Unsent, one_of(get_args(Unsent), "'local' is the paper's")] = "local"
     seed: int = 0
 
     name: ClassVar[str] = "slim_dp"
@@ -106,18 +109,8 @@ class SlimDp(LocalExchange):
     def __post_init__(self) -> None:
         super().__post_init__()
         alpha, beta = self.alpha, self.beta
-        holds = isinstance(alpha, Real) and 0 < alpha <= 1
-        check_range("alpha", alpha, "above 0 and at most 1", holds, "0.3 sends 30% of the coordinates, 1 is plump_dp")
         holds = isinstance(beta, Real) and 0 <= beta <= alpha
         check_range("beta", beta, f"at least 0 and at most alpha ({alpha})", holds, "alpha / 2 is what the paper uses")
-        check_count("p", self.p, 1, "1 communicates after every step")
-        check_count("q", self.q, 1, "1 chooses a new core at every communication")
-        for name, value in (("c", self.c), ("server_rate", self.server_rate)):
-            holds = value is None or (isinstance(value, Real) and 0 < float(value) < float("inf"))
-            check_range(name, value, "a positive number or None", holds, "None takes the default of the docstring")
-        check_range(
-            "unsent", self.unsent, "'local' or 'carry'", self.unsent in get_args(Unsent), "'local' is the paper's"
-        )
         if alpha == 1 and self.server_rate is not None:
             raise ValueError(
                 "server_rate must be None for slim_dp(alpha=1), which is Plump-DP and averages; got "

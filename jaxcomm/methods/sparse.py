@@ -5,15 +5,14 @@ of regions), and what was not sent is the new residual.
 """
 
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm.checks import check_count, check_range
+from jaxcomm.checks import DenseBelow, Rule, number, one_of
 from jaxcomm.codecs import SlotDtype, slot_codec
 from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.collectives.reduced import SparseReduced
@@ -25,6 +24,10 @@ from jaxcomm.kernels.scopes import EXCHANGE
 from jaxcomm.layout import BLOCK, Layout, plan_layout
 from jaxcomm.selectors import Selected, draw_start
 from jaxcomm.types import ExchangeMetrics
+
+
+def _is_chunk(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and value > 0 and value % BLOCK == 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,23 +52,13 @@ class SparseExchange(Exchange):
         forgotten.
     """
 
-    dense_below: int = 512
+    dense_below: DenseBelow = 512
     value_dtype: SlotDtype = "bfloat16"
-    collective: str = "auto"
-    chunk: int | None = None
-    decay: float = 1.0
+    collective: Annotated[str, one_of((*COLLECTIVES, "auto"), "Or pass 'auto'")] = "auto"
+    chunk: Annotated[int | None, Rule(f"a multiple of {BLOCK}, or None", _is_chunk, "SparseLoCo has 4096")] = None
+    decay: Annotated[float, number("above 0 and at most 1", lambda x: 0 < x <= 1, "1 keeps all that is not sent")] = 1.0
 
     always_fits: ClassVar[bool] = True  # whether `select` never selects more of a tensor than its capacity
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count("dense_below", self.dense_below, 0, "0 compresses every tensor")
-        holds = self.collective in (*COLLECTIVES, "auto")
-        check_range("collective", self.collective, f"one of {', '.join(COLLECTIVES)}", holds, "Or pass 'auto'")
-        holds = self.chunk is None or (isinstance(self.chunk, int) and self.chunk > 0 and self.chunk % BLOCK == 0)
-        check_range("chunk", self.chunk, f"a multiple of {BLOCK}, or None", holds, "SparseLoCo has 4096")
-        holds = isinstance(self.decay, Real) and 0 < self.decay <= 1
-        check_range("decay", self.decay, "above 0 and at most 1", holds, "1 keeps all that is not sent")
 
     @property
     def instead_of_checksum(self) -> None:

@@ -1,16 +1,14 @@
 """TernGrad: gradients of three values."""
 
-import math
 from dataclasses import dataclass
-from numbers import Real
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomm.checks import check_range
+from jaxcomm.checks import positive
 from jaxcomm.codecs.quantize import Integers, PartCodec, Ternary
 from jaxcomm.collectives import axis_size
 from jaxcomm.exchange import transformation
@@ -45,15 +43,10 @@ class TernGrad(CodedExchange):
       seed: seed of the rounding.
     """
 
-    clip: float | None = 2.5
+    clip: Annotated[float | None, positive("The paper uses 2.5 standard deviations", or_none=True)] = 2.5
     seed: int = 0
 
     name: ClassVar[str] = "terngrad"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        holds = self.clip is None or (isinstance(self.clip, Real) and 0 < self.clip < math.inf)
-        check_range("clip", self.clip, "a positive number of standard deviations, or None", holds, "The paper uses 2.5")
 
     def codecs(self, layout: Layout, step: jax.Array) -> tuple[PartCodec, PartCodec]:
         first = Ternary(noise.make_key(self.seed, step, lax.axis_index(self.axis_name)))

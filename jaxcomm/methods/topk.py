@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from jaxcomm.checks import check_sparsity
+from jaxcomm.checks import Sparsity
 from jaxcomm.collectives.sparse import Accumulated
 from jaxcomm.exchange import transformation
 from jaxcomm.layout import Layout
@@ -32,13 +32,9 @@ class TopK(SparseExchange):
       sparsity: the fraction of coordinates that is not sent, 0 <= sparsity < 1.
     """
 
-    sparsity: float = 0.99
+    sparsity: Sparsity = 0.99
 
     name: ClassVar[str] = "topk"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sparsity(self.sparsity)
 
     def capacity(self, n: int) -> int:
         return kept(n, self.sparsity)

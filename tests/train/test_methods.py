@@ -201,7 +201,7 @@ def test_muon_changes_matrices_as_much_as_adam_and_others_by_it():
         (LocalSgd, {"exchange": "pulse"}, "exchange_sparsity"),
         (Iwp, {"alpha": 0.0}, "alpha"),
         (Demo, {"k": 0}, "k must"),
-        (Demo, {"sign_size": 0.0}, "sign_size must be above 0"),
+        (Demo, {"sign_size": 0.0}, "sign_size must be a positive number"),
         (PlumpDp, {"p": 0}, "p must"),
     ],
 )

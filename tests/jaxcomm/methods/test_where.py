@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_refused(options, message):
 
 def test_a_local_method_takes_all_parameters():
     for make in (lambda: jc.local_sgd(exchange=jc.plump_dp(), where="own"), lambda: jc.plump_dp(p=2, where="own")):
-        with pytest.raises(ValueError, match="where must be None for local_sgd; got 'own'"):
+        with pytest.raises(ValueError, match="where must be None for a local method; got 'own'"):
             make()
     with pytest.raises(ValueError, match=r"exchange of local_sgd must be an exchange of gradients; got .*bypass it"):
         jc.local_sgd(exchange=jc.plump_dp(where=WHERE)).init(PARAMS)
