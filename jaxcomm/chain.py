@@ -23,6 +23,9 @@ from jaxcomm.state import keep_states_unless, trained, update_with_more, vary_ro
 from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, PerWorker
 
 
+FROZEN = "jaxcomm.frozen"  # the `jax.named_scope` of what keeps frozen leaves as they are, whatever decays behind
+
+
 class Chain(optax.GradientTransformationExtraArgs):
     """An Optax transformation that keeps its links, as `chain` returns it.
 
@@ -125,7 +128,8 @@ def _chained(links: list[optax.GradientTransformation]) -> optax.GradientTransfo
             if more and is_exchange_state(own) and own.method.period is None:
                 more = _of_all(more, updates, own.method.axes)
         for own in filter(is_exchange_state, new):
-            updates = without_frozen(updates, own)
+            with jax.named_scope(FROZEN):
+                updates = without_frozen(updates, own)
         return updates, tuple(new)
 
     return optax.GradientTransformationExtraArgs(init, update)

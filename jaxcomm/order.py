@@ -40,6 +40,7 @@ class Effects(NamedTuple):
       changes: is not the identity.
       mixes: an element of the output depends on other elements of the gradient.
       adds: adds what depends neither on gradients nor on parameters: noise.
+      stops: lets nothing pass.
     """
 
     cuts: frozenset[str]
@@ -50,6 +51,7 @@ class Effects(NamedTuple):
     changes: frozenset[str]
     mixes: frozenset[str]
     adds: frozenset[str]
+    stops: frozenset[str]
 
 
 def try_link(link: optax.GradientTransformation, params: Any) -> Effects | None:
@@ -157,6 +159,7 @@ def _effects(
         changes=where(lambda i: not np.array_equal(once[i], np.float64(_SMALL * wave[i])) or rest[i].any()),
         mixes=where(lambda i: another[i].reshape(-1)[0] != huge[i].reshape(-1)[0]),
         adds=where(lambda i: rest[i].any() and np.array_equal(rest2[i], rest[i])),
+        stops=where(lambda i: not any(out[i].any() for out in (rest, once, huge))),
     )
 
 
@@ -325,6 +328,26 @@ def check_states(tree: Any) -> list[str]:
     Raises:
       ValueError: as `check_chain`.
     """
+    return [message for state in _chains(tree) for message in check_chain(optax.identity(), state, None)]
+
+
+def check_frozen(tree: Any) -> list[str]:
+    """Returns a warning for each exchange that freezes leaves, of chains of Optax whose states are in a tree."""
+
+    def freezes(state: ExchangeState) -> bool:
+        others = list(exchange_states(state.others))
+        return state.method.others is not None and (not others or any(map(freezes, others)))
+
+    names = [state.method.name for chain in _chains(tree) for state in exchange_states(chain) if freezes(state)]
+    return [
+        f"Frozen parameters must get no updates from the links after {name}; got an optax.chain, in which weight decay "
+        "would shrink them. Write jaxcomm.chain, which keeps them as they are."
+        for name in names
+    ]
+
+
+def _chains(tree: Any) -> list[Any]:
+    """Returns the states in a tree that are those of chains with an exchange."""
 
     def is_chain(node: Any) -> bool:
         if type(node) is not tuple or not any(map(is_exchange_state, node)):
@@ -332,8 +355,7 @@ def check_states(tree: Any) -> list[str]:
         links = [state for state in _flat(node) if not is_exchange_state(state)]
         return bool(links) and all(_is_optax(state) and not isinstance(state, dict) for state in links)
 
-    chains = [node for node in jax.tree.leaves(tree, is_leaf=is_chain) if is_chain(node)]
-    return [message for state in chains for message in check_chain(optax.identity(), state, None)]
+    return [node for node in jax.tree.leaves(tree, is_leaf=is_chain) if is_chain(node)]
 
 
 def _check_states(exchange: ExchangeState, before: list[Any], after: list[Any]) -> list[str]:
@@ -345,10 +367,15 @@ def _check_states(exchange: ExchangeState, before: list[Any], after: list[Any]) 
         inner = node.inner_state if hasattr(node, "hyperparams") else node
         # Hyperparameters, counters and random keys do not depend on gradients.
         if any(leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(inner)):
+            remedy = (
+                f"Leave it out: where one worker has NaN, {name} skips the step on all of them"
+                if isinstance(inner, optax.ZeroNansState)
+                else f"Put it after {name}, or take a method that is made for it: dgc and iwp correct momentum on "
+                "every worker, local_sgd and slim_dp come after a whole local optimizer"
+            )
             raise ValueError(
                 f"The state of a link before {name} must be replicated; got {type(node).__name__}, which would keep "
-                f"each worker's own gradients in it. Put it after {name}, or take a method that is made for it: dgc "
-                "and iwp correct momentum on every worker, local_sgd and slim_dp come after a whole local optimizer."
+                f"each worker's own gradients in it. {remedy}."
             )
         if any(map(_is_key, jax.tree.leaves(inner))):
             warned.append(_shared_noise(name))
@@ -375,6 +402,12 @@ def _judge(exchange: ExchangeState, before: list[Effects], after: list[Effects])
     """Checks a gradient exchange by the effects of the links around it; yields warnings."""
     name, momentum = exchange.method.name, momentum_inside(exchange)
     forgotten: frozenset[str] = frozenset()
+    if exchange.method.where is None and (frozen := sorted(frozenset().union(*(link.stops for link in after)))):
+        yield (
+            f"{name} exchanges the gradients of parameters that get no updates: {', '.join(frozen[:8])}"
+            f"{' and others' if frozen[8:] else ''}. Freeze them by {name}(where=..., others=optax.set_to_zero()), which "
+            "sends nothing for them, where= choosing those that are trained."
+        )
     for link in after:
         if link.cuts - forgotten and has_error_feedback(exchange):
             raise ValueError(

@@ -120,12 +120,14 @@ def communication_period(state: Any) -> int | None:
     return next((found.method.period for found in exchange_states(state)), None)
 
 
-def works_alone(state: Any) -> bool:
-    """Returns whether the state is of a local method that does not exchange in every step.
+def works_alone(state: Any, model_state: Any = ()) -> bool:
+    """Returns whether the state is of a local method, or of a chain that accumulates, without an exchange in each step.
 
-    In the other steps no worker waits for another, so their scalars and model states are their own.
+    In the other steps no worker waits for another, so their scalars are their own, and a local method's model states.
+    The model state of a chain that accumulates is replicated: the workers wait for each other to average it.
     """
-    return (communication_period(state) or 1) > 1
+    is_replicated = communication_period(state) is None and bool(jax.tree.leaves(model_state))
+    return exchange_interval(state) > 1 and not is_replicated
 
 
 def exchange_interval(state: Any) -> int:

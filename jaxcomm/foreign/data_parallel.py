@@ -19,13 +19,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.jaxpr import jaxpr_program
+from jaxcomm.chain import FROZEN
 from jaxcomm.checks import check_count
 from jaxcomm.collectives import dense_mean
 from jaxcomm.collectives.axis import on_own_mesh
 from jaxcomm.exchange import SCOPE, exchange_states, is_exchange_state, lets_bypass
 from jaxcomm.foreign import nnx
 from jaxcomm.foreign.keys import is_key, own_keys, shared_keys
-from jaxcomm.order import check_states
+from jaxcomm.order import check_frozen, check_states
 from jaxcomm.state import check_rows
 from jaxcomm.steps.batch import check_batch, check_global, row_axes
 from jaxcomm.steps.mesh import check_axis
@@ -432,6 +433,9 @@ class DataParallel:
             arrays = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), arrays, specs)
         with naming_axes(self.mesh):
             traced, out = jax.make_jaxpr(on_workers(own_step, P()), return_shape=True)(*arrays)
+        if not by_scope(traced.jaxpr, FROZEN, frozenset())[1]:
+            for message in check_frozen(state.tree()):
+                warnings.warn(message, stacklevel=2)
         inputs = [frozenset(spec_axes(spec)) for spec in (*specs[0], *specs[1])]
         scalars = {name for name, arg in state.tree().items() if _has_scalars_alone(arg)}
         for i, (name, is_exchange) in enumerate(zip(names, state.pick(_is_of_exchange(whole)), strict=True)):

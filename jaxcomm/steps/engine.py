@@ -24,7 +24,7 @@ from jaxcomm.state import (
     without_rows,
     works_alone,
 )
-from jaxcomm.steps.loss import GradientsFn
+from jaxcomm.steps.loss import GradientsFn, Scalars
 from jaxcomm.types import DelayedState, ExchangeMetrics, PerWorker
 
 
@@ -34,6 +34,7 @@ def worker_step(
     axis_name: AxisName,
     state: TrainState,
     batch: Any,
+    kinds: Scalars | None = None,
 ) -> tuple[TrainState, tuple[dict[str, Any], dict[str, jax.Array]]]:
     """Takes one worker's step; runs inside the axis of workers.
 
@@ -42,14 +43,15 @@ def worker_step(
       the model's state are the worker's own, rows of `PerWorker`s.
     """
     old = without_rows(state)
-    is_local, is_alone = communication_period(state.opt_state) is not None, works_alone(state.opt_state)
+    is_local = communication_period(state.opt_state) is not None
+    is_alone = works_alone(state.opt_state, state.model_state)
     params = vary_exchanged(old.params, old.opt_state, axis_name)
     (loss, (scalars, model_state)), gradients = gradients_fn(params, old.model_state, batch)
     check_new_state(model_state, old.model_state)
     own_ok = is_applicable_tree(gradients) if is_local else jnp.asarray(True)  # local workers decide on their own
     own_state = keep_unless(own_ok, model_state, old.model_state) if is_local else model_state
     is_delayed, reported = isinstance(old.opt_state, DelayedState), ({"loss": loss, **scalars}, own_state)
-    averaged, mean_state = reported if is_delayed or is_alone else mean_over_workers(*reported, axis_name)
+    averaged, mean_state = reported if is_delayed or is_alone else mean_over_workers(*reported, axis_name, kinds)
 
     def loss_at(own: Any) -> jax.Array:
         params = vary_exchanged(with_untrained(own, old.params), old.opt_state, axis_name)
@@ -65,7 +67,7 @@ def worker_step(
         # XLA would merge the two all-reduces, and that of the gradients would wait for the loss. So make the loss wait
         # for the gradients: `skipped` is 0 or 1, but XLA does not know. (An optimization_barrier is removed too early.)
         reported[0]["loss"] = jnp.where(exchanged.skipped < 2, loss, jnp.nan)
-        averaged, mean_state = mean_over_workers(*reported, axis_name)
+        averaged, mean_state = mean_over_workers(*reported, axis_name, kinds)
         state_ok = is_finite_tree(mean_state)  # a skip of the exchange says nothing about this step
     model_state = keep_unless(state_ok, mean_state, old.model_state)
     new = TrainState(params, opt_state, state.step + 1, model_state)
@@ -107,9 +109,13 @@ def check_new_state(new: Any, old: Any) -> None:
 
 
 def mean_over_workers(
-    scalars: dict[str, jax.Array], tree: Any, axis_name: AxisName
+    scalars: dict[str, jax.Array], tree: Any, axis_name: AxisName, kinds: Scalars | None = None
 ) -> tuple[dict[str, jax.Array], Any]:
-    """Averages scalars, and the leaves of a tree, over the workers in one all-reduce of float32, float64 in its own."""
+    """Averages scalars, and the leaves of a tree, over the workers in one all-reduce of float32, float64 in its own.
+
+    Maxima have an all-reduce each.
+    """
+    scalars = scalars if kinds is None else kinds.largest(scalars, axis_name)
     leaves, treedef = jax.tree.flatten(tree)
     values = [widened(value) for value in scalars.values()]
     means, _ = dense_mean([*values, *leaves], axis_name)

@@ -33,13 +33,34 @@ class Scalars(NamedTuple):
     max: str | None = None
     micro_batches: int = 1
 
+    def of(self, name: str) -> str:
+        """Returns "sum", "max" or "mean" for a metric.
+
+        Raises:
+          ValueError: for both patterns.
+        """
+        found = [how for how in ("sum", "max") if (pattern := getattr(self, how)) and re.search(pattern, name)]
+        if name == "loss" or not found:
+            return "mean"
+        if len(found) > 1:
+            raise ValueError(
+                f"One of sum and max must match a scalar; got both for {name!r}. Narrow the patterns, {self.sum!r} and "
+                f"{self.max!r}."
+            )
+        return found[0]
+
     def of_own(self, rows: dict[str, jax.Array], workers: int) -> dict[str, jax.Array]:
-        """Returns the sum or the mean over some of K workers, of rows (n,) that `of_all` has made."""
+        """Returns the sum, the maximum or the mean over some of K workers, of rows (n,) that `of_all` has made."""
+        by_kind = {"sum": lambda own: own.sum() / workers, "max": jnp.max, "mean": jnp.mean}
+        return {name: by_kind[self.of(name)](own) for name, own in rows.items()}
 
-        def together(name: str, own: jax.Array) -> jax.Array:
-            return own.sum() / workers if self.sum is not None and re.search(self.sum, name) else own.mean()
-
-        return {name: together(name, own) for name, own in rows.items()}
+    def largest(self, scalars: dict[str, jax.Array], axis_name: AxisName) -> dict[str, jax.Array]:
+        """Returns the scalars, with the largest of all workers in place of a worker's own maxima."""
+        names = axis_names(axis_name)
+        return {
+            name: lax.pmax(to_varying(value, names), names) if self.of(name) == "max" else value
+            for name, value in scalars.items()
+        }
 
     def check(self, scalars: Mapping[str, Any]) -> None:
         """Refuses a pattern that finds no scalar.
@@ -55,19 +76,14 @@ class Scalars(NamedTuple):
                 )
 
     def of_all(self, name: str, value: Any, axis_name: AxisName) -> jax.Array:
-        """Returns what, averaged over micro-batches and workers, is the sum, the maximum or the mean.
+        """Returns what, averaged over micro-batches and workers, is the sum or the mean; of a maximum, the worker's own.
 
         Raises:
           ValueError: for an integer or a boolean that is to be averaged; for both patterns.
         """
-        is_sum, is_max = (each is not None and re.search(each, name) is not None for each in (self.sum, self.max))
-        if is_sum and is_max:
-            raise ValueError(
-                f"One of sum and max must match a scalar; got both for {name!r}. Narrow the patterns, {self.sum!r} and "
-                f"{self.max!r}."
-            )
+        how = self.of(name)
         is_known = isinstance(value, bool | int) or jnp.issubdtype(jnp.result_type(value), jnp.floating)
-        if not (is_sum or is_max or is_known):  # a number of Python's is the same on all workers
+        if how == "mean" and not is_known:  # a number of Python's is the same on all workers
             raise ValueError(
                 f"A scalar that is averaged over the workers must be a float; got {jnp.result_type(value)} for "
                 f"{name!r}. Pass sum={re.escape(name)!r} for a sum or a count, max={re.escape(name)!r} for a maximum "
@@ -75,9 +91,7 @@ class Scalars(NamedTuple):
             )
         number = jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
         names = [each for each in axis_names(axis_name) if is_bound(each)]  # a loss of all rows is in no such axis
-        if is_max and names:
-            return lax.pmax(lax.stop_gradient(number), tuple(names))
-        return number * (self.micro_batches * lax.axis_size(tuple(names))) if is_sum and names else number
+        return number * (self.micro_batches * lax.axis_size(tuple(names))) if how == "sum" and names else number
 
 
 def loss_of(
@@ -199,12 +213,14 @@ def gradients_of(loss: LossFn, axis_name: AxisName) -> GradientsFn:
     return gradients
 
 
-def in_turns(gradients_fn: GradientsFn, micro_batches: int, axis_name: AxisName) -> GradientsFn:
+def in_turns(gradients_fn: GradientsFn, kinds: Scalars, axis_name: AxisName) -> GradientsFn:
     """Returns a function like the given one that splits a batch into micro-batches and takes one after another.
 
-    Loss, scalars and gradients are means over the micro-batches, summed in float32 (float64 stays). Each micro-batch
-    gets the model's state of the previous one. Memory: the activations of one micro-batch, and 4 bytes a parameter.
+    Loss, scalars and gradients are means over the micro-batches, summed in float32 (float64 stays), and maxima are the
+    largest of them. Each micro-batch gets the model's state of the previous one. Memory: the activations of one
+    micro-batch, and 4 bytes a parameter.
     """
+    micro_batches = kinds.micro_batches
     if micro_batches == 1:
         return gradients_fn
 
@@ -219,14 +235,21 @@ def in_turns(gradients_fn: GradientsFn, micro_batches: int, axis_name: AxisName)
             return widened(((value, scalars), found)), to_varying(new_state, axis_name)
 
         def add(carry: Any, turn: Any) -> Any:
-            sums, state = carry
-            added, state = one(state, turn)
-            return (jax.tree.map(jnp.add, sums, added), state), None
+            (((value, scalars), sums), state) = carry
+            ((own_value, own), found), state = one(state, turn)
+            largest = {name: jnp.maximum(scalars[name], own[name]) for name in maxima}
+            value, scalars, sums = jax.tree.map(jnp.add, (value, scalars, sums), (own_value, own, found))
+            return (((value, scalars | largest), sums), state), None
 
         turns, state = (jnp.arange(micro_batches), rows), to_varying(model_state, axis_name)
-        kinds, _ = jax.eval_shape(one, state, jax.tree.map(lambda leaf: leaf[0], turns))
-        (sums, state), _ = lax.scan(add, (jax.tree.map(zeros_of, kinds), state), turns)
+        shapes, _ = jax.eval_shape(one, state, jax.tree.map(lambda leaf: leaf[0], turns))
+        maxima = [name for name in shapes[0][1] if kinds.of(name) == "max"]
+        (value, scalars), sums = jax.tree.map(zeros_of, shapes)
+        scalars |= {name: scalars[name] - jnp.inf for name in maxima}
+        (sums, state), _ = lax.scan(add, (((value, scalars), sums), state), turns)
+        largest = {name: sums[0][1][name] for name in maxima}
         (value, scalars), means = jax.tree.map(lambda total: total / micro_batches, sums)
+        scalars |= largest
         means = jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), means, trained(params))
         return (value, (scalars, state)), means
 

@@ -125,7 +125,7 @@ def make_train_step(
         of the old.
       sum: a regular expression of the names of scalars that are sums over rows (right answers, counts): the metric is
         the sum over all workers and micro-batches, as float32.
-      max: the same for maxima, with accumulate=1 and a method that exchanges gradients; each is an all-reduce.
+      max: the same for maxima; each is an all-reduce. Not with a `Pipeline`.
       accumulate: micro-batches that a worker takes one after another, with one exchange of their mean gradient, and
         memory for the activations of one. Each starts with the model state left by the previous one.
       batch_axis: the axis of a batch's arrays that has the rows; or a tree of axes, a prefix of the batch, with None
@@ -148,9 +148,10 @@ def make_train_step(
       all-reduce of 16 bytes; with stages also the boundaries, and two all-reduces over the stages, of 4 bytes and of 4
       bytes per metric.
 
-      With a local method, a step that does not exchange sends nothing between workers. The loss and the scalars are
-      then those of this process's workers (of all processes by `jax.experimental.multihost_utils.process_allgather`),
-      and `step.model_state(state)` is the mean over the workers.
+      With a local method, or a `chain` with accumulate=, a step that does not exchange sends nothing between workers.
+      The loss and the scalars are then those of this process's workers (of all processes by
+      `jax.experimental.multihost_utils.process_allgather`). With a local method `step.model_state(state)` is the mean
+      over the workers; with accumulate= a model's state is averaged in every step.
 
     Raises:
       ValueError: if the mesh lacks an axis, or has others over which no parameter is sharded; for specs that do not fit
@@ -161,23 +162,18 @@ def make_train_step(
         the loss uses a parameter whose gradient bypasses the exchange other than by `late_multiply` or
         `layers.late_lookup`.
     """
-    axis_name, kinds = axis_name_of(tx) if axis_name is None else axis_name, _scalars(tx, sum, max, accumulate)
+    axis_name, kinds = axis_name_of(tx) if axis_name is None else axis_name, Scalars(sum, max, accumulate)
     settings = StepSettings(donate, accumulate, rng, compiler_options, batch_axis, kinds)
     if isinstance(loss_fn, Pipeline):
-        if (
-            specs is not None
-            or auto
-            or lookups
-            or has_aux
-            or has_state
-            or sum
-            or max
-            or accumulate != 1
-            or rng is not None
-        ):
+        if specs is not None or auto or lookups or has_aux or has_state or accumulate != 1 or rng is not None:
             raise ValueError(
-                "specs, auto, lookups, has_aux, has_state, sum, max, accumulate and rng must not be given with a "
-                "Pipeline, which has its own; got some of them. Pass micro_batches= and the rest to the Pipeline."
+                "specs, auto, lookups, has_aux, has_state, accumulate and rng must not be given with a Pipeline, which "
+                "has its own; got some of them. Pass micro_batches= and the rest to the Pipeline."
+            )
+        if max is not None:
+            raise ValueError(
+                f"max must be None with a Pipeline, which adds up its micro-batches; got {max!r}. Return a mean, or a "
+                "sum for sum=."
             )
         if batch_axis != 0:
             raise ValueError(
@@ -232,15 +228,6 @@ def simulate(
       axis_name: as in `make_train_step`.
       donate: as in `make_train_step`.
     """
-    axis_name, kinds = axis_name_of(tx) if axis_name is None else axis_name, _scalars(tx, sum, max, accumulate)
+    axis_name, kinds = axis_name_of(tx) if axis_name is None else axis_name, Scalars(sum, max, accumulate)
     settings = StepSettings(donate, accumulate, rng, batch_axis=batch_axis, kinds=kinds)
     return SimulatedStep(loss_of(loss_fn, has_aux, has_state, axis_name, kinds), tx, workers, axis_name, settings)
-
-
-def _scalars(tx: optax.GradientTransformation, sums: str | None, maxima: str | None, accumulate: int) -> Scalars:
-    if maxima is not None and (accumulate != 1 or is_local(tx)):
-        raise ValueError(
-            f"max must go with accumulate=1 and a method that exchanges gradients; got {maxima!r} with "
-            f"{'a local method' if is_local(tx) else f'accumulate={accumulate}'}. Return a mean or a sum."
-        )
-    return Scalars(sums, maxima, accumulate)

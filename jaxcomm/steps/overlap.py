@@ -48,10 +48,9 @@ class Apart:
         mesh: Mesh,
         axis_name: AxisName,
         keyed: Callable[[jax.Array, Any], Batch],
-        jit: Callable[..., Any],
-        donate: bool,
+        settings: Any,
     ):
-        """Takes the parts of a step; `keyed` gives a batch the key of its step, and `jit` compiles."""
+        """Takes the parts of a step, and its settings; `keyed` gives a batch the key of its step."""
         rows, on_mesh = P(axis_name), partial(jax.shard_map, mesh=mesh)
 
         def gradients(params: Any, model_state: Any, step: jax.Array, batch: Any) -> Any:
@@ -79,14 +78,14 @@ class Apart:
         def means(scalars: Any, new_state: Any, old_state: Any, step: jax.Array) -> Any:
             def own(scalars: Any, new_state: Any, old_state: Any) -> Any:
                 scalars, new_state = jax.tree.map(lambda row: row[0], (scalars, new_state))
-                averaged, mean_state = mean_over_workers(scalars, new_state, axis_name)
+                averaged, mean_state = mean_over_workers(scalars, new_state, axis_name, settings.kinds)
                 return averaged, keep_unless(is_finite_tree(mean_state), mean_state, old_state)
 
             averaged, state = on_mesh(own, in_specs=(rows, rows, P()), out_specs=P())(scalars, new_state, old_state)
             return averaged, state, step + 1
 
-        self._gradients, self._means = jit(gradients), jit(means)
-        self._update = jit(update, donate_argnums=1 if donate else ())
+        self._gradients, self._means = settings.jit(gradients), settings.jit(means)
+        self._update = settings.jit(update, donate_argnums=1 if settings.donate else ())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jaxcomm-gradients")
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:

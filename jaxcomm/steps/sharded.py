@@ -315,10 +315,11 @@ class ShardedStep(TrainStep):
 
             return jax.value_and_grad(objective, has_aux=True)(params)
 
-        return in_turns(whole, self._settings.accumulate, self.axis_name)(own, model_state, batch)
+        return in_turns(whole, self._settings.kinds, self.axis_name)(own, model_state, batch)
 
     def _mean(self, scalars: dict[str, Any], model_state: Any) -> tuple[dict[str, jax.Array], Any]:
         """Averages scalars and the model's state over the workers, in one all-reduce."""
+        scalars = self._settings.kinds.largest(scalars, self.axis_name)
         vector, back = ravel_pytree((widened(scalars), model_state))
         return back(lax.psum(to_varying(vector, self.axis_name), self.axis_name) / self.workers)
 

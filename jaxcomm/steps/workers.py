@@ -247,7 +247,7 @@ class TrainStep(ABC):
 
     def _of_scalars(self, state: TrainState) -> P:
         """Returns the PartitionSpec of the scalars of `worker_step`."""
-        return P(self.axis_name) if works_alone(state.opt_state) else P()
+        return P(self.axis_name) if works_alone(state.opt_state, state.model_state) else P()
 
     def loss_program(self, state: Any, batch: Any) -> Program:
         """Returns the collectives of the loss and of its gradient, unless `verify` counts them by itself."""
@@ -346,7 +346,7 @@ class WorkersStep(TrainStep):
         if self._apart is None:
             jax.eval_shape(self._step, state, batch)  # for its checks
             own = (self._gradients_fn(), self.tx, self.mesh, self.axis_name)
-            self._apart = Apart(*own, self._keyed, self._settings.jit, self._settings.donate)
+            self._apart = Apart(*own, self._keyed, self._settings)
         return self._apart(state, batch)
 
     @on_own_mesh
@@ -359,7 +359,7 @@ class WorkersStep(TrainStep):
         specs, rows = state_specs(state), batch.like(P(self.axis_name), P())
         if AxisType.Explicit in self.mesh.axis_types:  # the batch's types may have other shardings
             batch = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(self.mesh, spec)), batch, rows)
-        own_step = partial(worker_step, self._gradients_fn(), self.tx, self.axis_name)
+        own_step = partial(worker_step, self._gradients_fn(), self.tx, self.axis_name, kinds=self._settings.kinds)
         shard_map = jax.shard_map if bypassing(state.opt_state, trained(state.params)) else over_workers
         out_specs = (specs, (self._of_scalars(state), P()))
         state, (scalars, exchanged) = shard_map(own_step, mesh=self.mesh, in_specs=(specs, rows), out_specs=out_specs)(
@@ -383,7 +383,7 @@ class WorkersStep(TrainStep):
         return traced_program(over_workers(gradients, self.mesh, specs, P(self.axis_name)), state, keyed)
 
     def _gradients_fn(self) -> GradientsFn:
-        return in_turns(gradients_of(self._loss, self.axis_name), self._settings.accumulate, self.axis_name)
+        return in_turns(gradients_of(self._loss, self.axis_name), self._settings.kinds, self.axis_name)
 
 
 class SimulatedStep(TrainStep):
@@ -430,8 +430,8 @@ class SimulatedStep(TrainStep):
         check_axes(get_exchange(state.opt_state), self.axis_name)
         check_descent(self.tx, state.opt_state, trained(state.params))
         batch = self._keyed(state.step, batch)
-        gradients = in_turns(gradients_of(self._loss, self.axis_name), self._settings.accumulate, self.axis_name)
-        own_step = partial(worker_step, gradients, self.tx, self.axis_name)
+        gradients = in_turns(gradients_of(self._loss, self.axis_name), self._settings.kinds, self.axis_name)
+        own_step = partial(worker_step, gradients, self.tx, self.axis_name, kinds=self._settings.kinds)
         if bypassing(state.opt_state, trained(state.params)):
             # JAX tracks nothing under vmap: trace on an abstract mesh to find what differs between workers.
             check_agreement(self._loss, state, batch, self._by_name, self.axis_name)
@@ -443,7 +443,7 @@ class SimulatedStep(TrainStep):
         parts = replace(batch, rows=[rows.reshape(*self.sizes, -1, *rows.shape[1:]) for rows in batch.rows])
         rows = batch.like(0, None)
         state = jax.tree.map(self._rows_apart, state, is_leaf=is_per_worker)
-        of_scalars = 0 if works_alone(state.opt_state) else None
+        of_scalars = 0 if works_alone(state.opt_state, state.model_state) else None
         for name in reversed(self._by_name):
             own = _axes_of(state, name)
             out_axes = (own, (of_scalars, None))

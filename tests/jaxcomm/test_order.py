@@ -145,7 +145,11 @@ BY_STATE = {
         chain(clip, topk, optax.apply_if_finite(scale, 3)),
     ),
     "state of steps": (chain(multi_steps(clip), topk, scale), STATE, chain(clip, topk, multi_steps(scale))),
-    "state of NaN": (chain(optax.zero_nans(), topk, scale), STATE, chain(topk, optax.zero_nans(), scale)),
+    "state of NaN": (
+        chain(optax.zero_nans(), topk, scale),
+        r"got ZeroNansState.* Leave it out: where one worker has NaN, topk skips the step on all",
+        chain(topk, scale),
+    ),
     "state, injected": (chain(injected_sgd(momentum=0.9), dct), STATE, chain(dct, injected_sgd(momentum=0.9))),
     "state of a user": (chain(of_a_user(optax.trace(0.9)), dct), STATE, chain(of_a_user(clip), dct)),
     "momentum of dgc": (chain(dgc(0.9), heavy), MOMENTUM, chain(dgc(0.9), sgd)),
@@ -543,6 +547,19 @@ def test_frozen_parameters_stay_with_weight_decay_in_a_foreign_step_and_with_sha
     for params in (new, state.params):
         np.testing.assert_array_equal(params["b"], PARAMS["b"])
         assert not np.array_equal(params["w"], PARAMS["w"])
+
+
+def test_frozen_parameters_in_a_foreign_step_with_an_optax_chain_are_told_to_take_a_jaxcomm_chain():
+    tx, mesh = optax.chain(FROZEN, optax.adamw(0.1, weight_decay=0.5)), jc.make_mesh(data=2)
+    step = jc.data_parallel(own_step(tx), mesh, batch=2)
+    with pytest.warns(UserWarning, match=r"Frozen parameters .* topk; got an optax.chain.* Write jaxcomm.chain"):
+        step(PARAMS, tx.init(PARAMS), BATCH)
+
+
+def test_parameters_that_are_frozen_behind_an_exchange_are_told_to_leave_it():
+    tx = chain(plump, parts(sgd, zero))
+    assert judge(tx) and re.search(r"plump_dp exchanges .* no updates: \['b'\]\. Freeze them by", judge(tx)[0])
+    assert judge(chain(FROZEN, parts(sgd, zero))) == []
 
 
 def test_links_that_only_say_that_they_take_arguments_get_none_and_nothing_is_sent_twice():

@@ -61,7 +61,15 @@ class PipelineStep(TrainStep):
         """See `make_train_step`."""
         _check_mesh(pipeline, mesh, axis_name, stage_axis)
         super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in axis_names(axis_name)), settings)
-        self.pipeline, self.mesh, self.stage_axis = pipeline, mesh, stage_axis
+        self.mesh, self.stage_axis = mesh, stage_axis
+        loss_fn, kinds = pipeline.loss_fn, settings.kinds._replace(micro_batches=pipeline.micro_batches)
+
+        def loss(x: Any, batch: Any) -> Any:
+            value, scalars = loss_fn(x, batch)
+            kinds.check(scalars)
+            return value, {name: kinds.of_all(name, scalar, axis_name) for name, scalar in scalars.items()}
+
+        self.pipeline = replace(pipeline, loss_fn=loss)
 
     @on_own_mesh
     def init(self, params: Sequence[Any], model_state: Sequence[Any] | None = None) -> TrainState:

@@ -406,7 +406,8 @@ from benchmarks.netlab import Lab
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import NamedSharding, PartitionSpec as P
 mesh, first_is_ahead = jc.make_mesh(data=2), Path(sys.argv[1])
-tx = jc.chain(optax.sgd(0.1), jc.local_sgd(4, exchange=jc.plump_dp()))
+local = jc.chain(optax.sgd(0.1), jc.local_sgd(4, exchange=jc.plump_dp()))
+tx = {"local": local, "accumulated": jc.chain(jc.plump_dp(), optax.sgd(0.1), accumulate=4)}[sys.argv[2]]
 step = jc.make_train_step(lambda w, rows: (w * rows).mean(), tx, mesh)
 state = step.init(np.ones(1, np.float32))
 rows = jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), np.full(1, 1.0 + processes.index, "f"))
@@ -424,14 +425,15 @@ print(own, *process_allgather(metrics["loss"]), *np.asarray(step.params(state)))
 
 
 @pytest.mark.slow
-def test_a_process_waits_for_no_other_between_two_exchanges(tmp_path):
+@pytest.mark.parametrize(("chain", "moves"), [("local", 0.1), ("accumulated", 0.0)])
+def test_a_process_waits_for_no_other_between_two_exchanges(tmp_path, chain, moves):
     """The second begins when the first has taken all steps before the exchange, and each reports its own loss."""
-    command = [sys.executable, "-c", ALONE, str(tmp_path / "ahead")]
+    command = [sys.executable, "-c", ALONE, str(tmp_path / "ahead"), chain]
     with Lab(2, None) as lab:
         results = lab.run(command, env={"PYTHONPATH": str(ROOT)}, timeout=100)
     assert [result.returncode for result in results] == [0, 0], results
     found = np.asarray([result.stdout.split()[-4:] for result in results], float)
-    own = [1 - 0.2, 2 * (1 - 0.4)]  # worker k moves by 0.1 (k + 1) a step
+    own = [1 - 2 * moves, 2 * (1 - 4 * moves)]  # worker k moves by 0.1 (k + 1) a step
     np.testing.assert_allclose(found[:, 0], own, rtol=1e-6)
-    np.testing.assert_allclose(found[:, 1:3], [[1 - 0.3, 2 * (1 - 0.6)]] * 2, rtol=1e-6)
+    np.testing.assert_allclose(found[:, 1:3], [[1 - 3 * moves, 2 * (1 - 6 * moves)]] * 2, rtol=1e-6)
     assert found[0, 3] == found[1, 3]

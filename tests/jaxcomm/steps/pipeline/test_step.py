@@ -1,6 +1,7 @@
 """The exchange of a pipeline's gradients, by stages; skipped steps, residuals, saved states, and what is refused."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -500,3 +501,25 @@ def test_a_step_made_anew_takes_the_state_of_another(name):
     got, metrics = make()(jax.tree.map(jnp.asarray, jax.device_get(state)), batch)
     assert int(metrics["skipped"]) == 0
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(right))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_sum_of_a_pipeline_is_that_of_all_rows_and_a_count_is_not_averaged(schedule):
+    def loss(x, batch):
+        value, _ = loss_fn(x, batch)
+        return value, {"large": (jnp.abs(x[:, :3] - batch["y"]) > 0.5).sum()}
+
+    (batch,), mesh, tx = batches(1), jc.make_mesh(data=2, stage=2), jc.chain(jc.plump_dp(), optax.sgd(0.1))
+    pipeline = replace(make_pipeline(2, micro_batches=2, schedule=schedule), loss_fn=loss)
+    params = stages_of(params_of(), CUTS[2])
+    step = jc.make_train_step(pipeline, tx, mesh, sum="large")
+    _, metrics = step(step.init(params), batch)
+    x = None
+    for index, own in enumerate(params_of()):
+        x, _ = layer(index, own, None, x, batch)
+    assert metrics["large"] == loss(x, batch)[1]["large"] > 0
+    with pytest.raises(ValueError, match=r"must be a float; got int32 for 'large'\. Pass sum='large'"):
+        wrong = jc.make_train_step(pipeline, tx, mesh)
+        wrong(wrong.init(params), batch)
+    with pytest.raises(ValueError, match=r"max must be None with a Pipeline.*got 'large'\. Return a mean, or a sum"):
+        jc.make_train_step(pipeline, tx, mesh, max="large")
