@@ -22,7 +22,6 @@ from jaxcomm.order import check_chain, methods_in, momentum_inside, try_link
 from jaxcomm.state import keep_states_unless, trained, update_with_more, vary_rows
 from jaxcomm.types import AccumulatedState, DelayedState, ExchangeMetrics, PerWorker
 
-
 FROZEN = "jaxcomm.frozen"  # the `jax.named_scope` of what keeps frozen leaves as they are, whatever decays behind
 
 

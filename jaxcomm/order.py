@@ -405,8 +405,8 @@ def _judge(exchange: ExchangeState, before: list[Effects], after: list[Effects])
     if exchange.method.where is None and (frozen := sorted(frozenset().union(*(link.stops for link in after)))):
         yield (
             f"{name} exchanges the gradients of parameters that get no updates: {', '.join(frozen[:8])}"
-            f"{' and others' if frozen[8:] else ''}. Freeze them by {name}(where=..., others=optax.set_to_zero()), which "
-            "sends nothing for them, where= choosing those that are trained."
+            f"{' and others' if frozen[8:] else ''}. Freeze them by {name}(where=..., others=optax.set_to_zero()), "
+            "with where= for those that are trained: nothing is sent for the others."
         )
     for link in after:
         if link.cuts - forgotten and has_error_feedback(exchange):

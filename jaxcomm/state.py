@@ -37,8 +37,8 @@ class TrainState(NamedTuple):
       opt_state: the optimizer's state. Its `PerWorker` leaves have a row for each worker; the rest is replicated.
       step: () int32, steps so far, skipped ones included.
       model_state: arrays that the model changes without a gradient, such as the running statistics of batch
-        normalisation: floats, replicated; a row for each worker with a local method that does not exchange in every
-        step. Empty for most models.
+        normalisation: replicated; floats, and integers, booleans and keys that are the same on all workers. A row for
+        each worker, floats alone, with a local method that does not exchange in every step. Empty for most models.
     """
 
     params: Any
@@ -288,19 +288,29 @@ def vary_rows(state: Any, others: tuple[str, ...]) -> Any:
     return jax.tree.map(vary, state, is_leaf=is_per_worker)
 
 
-def check_model_state(model_state: Any) -> None:
+def is_averaged(leaf: Any) -> bool:
+    """Returns whether a leaf of a model's state is averaged over the workers: floats are, counters and keys are not."""
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+
+
+def check_model_state(model_state: Any, *, takes_counts: bool = False) -> None:
     """Refuses a model's state that cannot be averaged over the workers.
+
+    Args:
+      model_state: the state.
+      takes_counts: whether it may have counters, booleans and keys that are the same on all workers.
 
     Raises:
       ValueError: for a leaf that is not of a real floating type.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+        dtype = jnp.result_type(leaf)
+        if not is_averaged(leaf) and not (takes_counts and not jnp.issubdtype(dtype, jnp.complexfloating)):
             raise ValueError(
                 "The leaves of a model's state must be of a real floating type, since they are averaged over the "
-                f"workers; got {jnp.result_type(leaf)} at {jax.tree_util.keystr(path)!r}. Keep counters and random "
-                "keys out of it (nnx.state(model, nnx.BatchStat) has running statistics alone), or make the leaf a "
-                "float. A step of your own takes them as they are: jaxcomm.data_parallel."
+                f"workers; got {dtype} at {jax.tree_util.keystr(path)!r}. Keep counters and random keys out of it "
+                "(nnx.state(model, nnx.BatchStat) has running statistics alone), or make the leaf a float. A step "
+                "with an exchange of gradients, without specs= and stages, takes counters and keys."
             )
 
 

@@ -76,10 +76,11 @@ def trace_on(
     batch: Batch,
     *,
     out_specs: Any,
+    how: Callable[..., Any] = jax.shard_map,
 ) -> None:
     """Traces a worker's function on a mesh without devices, on which JAX tracks what differs between workers."""
     mesh = abstract_mesh(axes)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), (state, batch))
     in_specs = (state_specs(state), batch.like(P(axis_name), P()))
     with use_mesh(mesh):
-        jax.eval_shape(jax.shard_map(worker, mesh=mesh, in_specs=in_specs, out_specs=out_specs), *shapes)
+        jax.eval_shape(how(worker, mesh=mesh, in_specs=in_specs, out_specs=out_specs), *shapes)

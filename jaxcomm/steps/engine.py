@@ -15,6 +15,7 @@ from jaxcomm.state import (
     applies_step,
     check_model_state,
     communication_period,
+    is_averaged,
     keep_states_unless,
     make_local,
     trained,
@@ -47,7 +48,7 @@ def worker_step(
     is_alone = works_alone(state.opt_state, state.model_state)
     params = vary_exchanged(old.params, old.opt_state, axis_name)
     (loss, (scalars, model_state)), gradients = gradients_fn(params, old.model_state, batch)
-    check_new_state(model_state, old.model_state)
+    check_new_state(model_state, old.model_state, takes_counts=not is_local)
     own_ok = is_applicable_tree(gradients) if is_local else jnp.asarray(True)  # local workers decide on their own
     own_state = keep_unless(own_ok, model_state, old.model_state) if is_local else model_state
     is_delayed, reported = isinstance(old.opt_state, DelayedState), ({"loss": loss, **scalars}, own_state)
@@ -96,9 +97,9 @@ def apply(
     return keep_unless(applies, params, old_params), kept, exchange.metrics
 
 
-def check_new_state(new: Any, old: Any) -> None:
+def check_new_state(new: Any, old: Any, *, takes_counts: bool = True) -> None:
     """Refuses a new model state whose structure, shapes or types are not those of the old."""
-    check_model_state(old)
+    check_model_state(old, takes_counts=takes_counts)
     kinds = [jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree) for tree in (new, old)]
     if jax.tree.structure(new) != jax.tree.structure(old) or kinds[0] != kinds[1]:
         raise ValueError(
@@ -113,10 +114,13 @@ def mean_over_workers(
 ) -> tuple[dict[str, jax.Array], Any]:
     """Averages scalars, and the leaves of a tree, over the workers in one all-reduce of float32, float64 in its own.
 
-    Maxima have an all-reduce each.
+    What is no float is not averaged: it must be replicated. Maxima have an all-reduce each.
     """
     scalars = scalars if kinds is None else kinds.largest(scalars, axis_name)
-    leaves, treedef = jax.tree.flatten(tree)
+    nodes, treedef = jax.tree.flatten(tree)
+    leaves = [node for node in nodes if is_averaged(node)]
     values = [widened(value) for value in scalars.values()]
     means, _ = dense_mean([*values, *leaves], axis_name)
-    return dict(zip(scalars, means[: len(values)], strict=True)), treedef.unflatten(means[len(values) :])
+    averaged = iter(means[len(values) :])
+    nodes = [next(averaged) if is_averaged(node) else node for node in nodes]
+    return dict(zip(scalars, means[: len(values)], strict=True)), treedef.unflatten(nodes)

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxcomm.collectives.axis import AxisName, axis_names, is_bound, to_varying, zeros_of
 from jaxcomm.kernels.numerics import widened
-from jaxcomm.state import trained, with_untrained
+from jaxcomm.state import is_averaged, trained, with_untrained
 from jaxcomm.steps.batch import Batch
 from jaxcomm.types import ExchangeMetrics
 
@@ -76,7 +76,7 @@ class Scalars(NamedTuple):
                 )
 
     def of_all(self, name: str, value: Any, axis_name: AxisName) -> jax.Array:
-        """Returns what, averaged over micro-batches and workers, is the sum or the mean; of a maximum, the worker's own.
+        """Returns what is the sum or the mean if it is averaged over micro-batches and workers; a worker's own maximum.
 
         Raises:
           ValueError: for an integer or a boolean that is to be averaged; for both patterns.
@@ -227,12 +227,15 @@ def in_turns(gradients_fn: GradientsFn, kinds: Scalars, axis_name: AxisName) -> 
     def gradients(params: Any, model_state: Any, batch: Batch) -> Any:
         rows = [leaf.reshape(micro_batches, -1, *leaf.shape[1:]) for leaf in batch.rows]
 
+        def vary(state: Any) -> Any:
+            return jax.tree.map(lambda leaf: to_varying(leaf, axis_name) if is_averaged(leaf) else leaf, state)
+
         def one(state: Any, turn: Any) -> Any:
             number, own = turn
             key = None if batch.key is None else jax.random.fold_in(batch.key, number)
             part = replace(batch, rows=own, key=key)
             (value, (scalars, new_state)), found = gradients_fn(params, state, part)
-            return widened(((value, scalars), found)), to_varying(new_state, axis_name)
+            return widened(((value, scalars), found)), vary(new_state)
 
         def add(carry: Any, turn: Any) -> Any:
             (((value, scalars), sums), state) = carry
@@ -241,7 +244,7 @@ def in_turns(gradients_fn: GradientsFn, kinds: Scalars, axis_name: AxisName) -> 
             value, scalars, sums = jax.tree.map(jnp.add, (value, scalars, sums), (own_value, own, found))
             return (((value, scalars | largest), sums), state), None
 
-        turns, state = (jnp.arange(micro_batches), rows), to_varying(model_state, axis_name)
+        turns, state = (jnp.arange(micro_batches), rows), vary(model_state)
         shapes, _ = jax.eval_shape(one, state, jax.tree.map(lambda leaf: leaf[0], turns))
         maxima = [name for name in shapes[0][1] if kinds.of(name) == "max"]
         (value, scalars), sums = jax.tree.map(zeros_of, shapes)

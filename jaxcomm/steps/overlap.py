@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomm.collectives.axis import AxisName, to_varying
 from jaxcomm.exchange import keep_unless
 from jaxcomm.kernels.numerics import is_finite_tree
-from jaxcomm.state import TrainState, state_specs, trained
+from jaxcomm.state import TrainState, is_averaged, state_specs, trained
 from jaxcomm.steps.batch import Batch
 from jaxcomm.steps.engine import apply, check_new_state, mean_over_workers
 from jaxcomm.steps.loss import GradientsFn
@@ -35,6 +35,7 @@ def runs_apart(state: Any, mesh: Mesh) -> bool:
         and mesh.devices.flat[0].platform == "cpu"
         and mesh.is_multi_process
         and AxisType.Explicit not in mesh.axis_types
+        and all(map(is_averaged, jax.tree.leaves(state.model_state)))
     )
 
 

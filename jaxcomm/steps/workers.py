@@ -36,7 +36,9 @@ from jaxcomm.state import (
     check_axes,
     check_model_state,
     check_rows,
+    communication_period,
     global_params,
+    is_averaged,
     make_local,
     mean_model_state,
     resize_workers,
@@ -290,9 +292,9 @@ class TrainStep(ABC):
     def _checked_shapes(self, params: Any, model_state: Any) -> TrainState:
         """Returns the shapes of one worker's state; refuses a state or chain that cannot be trained, and warns."""
         check_apart(params)
-        check_model_state(model_state)
         init = in_axes_of_workers(self._worker_state, self.sizes, self.axis_name)
         shapes = jax.eval_shape(init, params, model_state)
+        check_model_state(model_state, takes_counts=communication_period(shapes.opt_state) is None)
         check_axes(get_exchange(shapes.opt_state), self.axis_name)
         if not hasattr(self.tx, "links"):  # a jaxcomm.chain has checked itself
             for message in check_chain(self.tx, shapes.opt_state, trained(params)):
@@ -439,6 +441,11 @@ class SimulatedStep(TrainStep):
             trace_on(own_step, self._by_name, self.axis_name, state, batch, out_specs=out_specs)
             function = own_step
         else:
+            if not all(
+                map(is_averaged, jax.tree.leaves(state.model_state))
+            ):  # counters must be the same on all workers
+                out_specs = (state_specs(state), (self._of_scalars(state), P()))
+                trace_on(own_step, self._by_name, self.axis_name, state, batch, out_specs=out_specs, how=over_workers)
             function = in_axes_of_workers(own_step, (1,), ALL_EXCHANGED)
         parts = replace(batch, rows=[rows.reshape(*self.sizes, -1, *rows.shape[1:]) for rows in batch.rows])
         rows = batch.like(0, None)

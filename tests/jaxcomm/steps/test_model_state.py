@@ -175,11 +175,11 @@ def test_a_donated_state_leaves_the_callers_statistics_alone():
 
 
 @pytest.mark.parametrize(("leaf", "dtype"), [(jnp.zeros(3, jnp.int32), "int32"), (jax.random.key(0), r"key<fry>")])
-def test_integers_and_keys_are_refused(leaf, dtype):
+def test_integers_and_keys_are_refused_with_a_local_method(leaf, dtype):
     with pytest.raises(
         ValueError, match=rf"real floating type, since they .*; got {dtype} at .*'count'.*\. Keep counters and random"
     ):
-        init_state(PARAMS, GRADIENTS, 2, model_state={"count": leaf})
+        init_state(PARAMS, LOCAL["local_sgd"], 2, model_state={"count": leaf})
 
 
 @pytest.mark.parametrize(
@@ -210,3 +210,36 @@ def test_a_loss_that_does_not_take_the_state_is_refused():
     state, _ = simulated(GRADIENTS)
     with pytest.raises(ValueError, match=r"got a state of 2 arrays for a loss without. Pass has_state=True"):
         jc.simulate(lambda params, batch: jnp.mean(batch @ params["w"]), GRADIENTS, K)(state, next(batches()))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("workers", ["mesh", "simulated"])
+def test_counters_and_keys_that_are_the_same_on_all_workers_are_kept_and_others_refused(workers, accumulate):
+    def loss(params, state, batch):
+        new = {"key": jax.random.split(state["key"])[0], "mean": batch.mean(0), "turns": state["turns"] + 1}
+        return jnp.mean((batch @ params["w"]) ** 2), ({}, new)
+
+    def counting(params, state, batch):
+        value, (scalars, new) = loss(params, state, batch)
+        return value, (scalars, new | {"turns": state["turns"] + (batch > 0).sum(dtype=jnp.int32)})
+
+    def make(loss):
+        tx, options = jc.chain(jc.plump_dp(), optax.sgd(0.1)), {"has_state": True, "accumulate": accumulate}
+        return (
+            jc.make_train_step(loss, tx, jc.make_mesh(data=K), **options)
+            if workers == "mesh"
+            else jc.simulate(loss, tx, K, **options)
+        )
+
+    start = {"key": jax.random.key(1), "mean": jnp.zeros(5), "turns": jnp.int32(3)}
+    step = make(loss)
+    state, _ = step(step.init(PARAMS, start), next(batches()))
+    kept, key = step.model_state(state), start["key"]
+    for _ in range(accumulate):
+        key = jax.random.split(key)[0]
+    assert kept["turns"] == 3 + accumulate
+    assert (jax.random.key_data(kept["key"]) == jax.random.key_data(key)).all()
+    wrong = make(counting)
+    state = wrong.init(PARAMS, start)
+    with pytest.raises(ValueError, match="turns"):
+        wrong(state, next(batches()))

@@ -518,8 +518,9 @@ def test_a_sum_of_a_pipeline_is_that_of_all_rows_and_a_count_is_not_averaged(sch
     for index, own in enumerate(params_of()):
         x, _ = layer(index, own, None, x, batch)
     assert metrics["large"] == loss(x, batch)[1]["large"] > 0
+    wrong = jc.make_train_step(pipeline, tx, mesh)
+    state = wrong.init(params)
     with pytest.raises(ValueError, match=r"must be a float; got int32 for 'large'\. Pass sum='large'"):
-        wrong = jc.make_train_step(pipeline, tx, mesh)
-        wrong(wrong.init(params), batch)
+        wrong(state, batch)
     with pytest.raises(ValueError, match=r"max must be None with a Pipeline.*got 'large'\. Return a mean, or a sum"):
         jc.make_train_step(pipeline, tx, mesh, max="large")
