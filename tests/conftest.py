@@ -35,8 +35,6 @@ import hypothesis
 import jax
 import pytest
 
-from tests.tiers import USUAL
-
 jax.config.update("jax_num_cpu_devices", 8)
 
 MOST_MAPS = 40_000  # of a process of tests, looked at after every 20th
@@ -46,26 +44,6 @@ FINISHED = itertools.count(1)
 hypothesis.settings.register_profile("few", deadline=None, max_examples=8)
 hypothesis.settings.register_profile("ci", parent=hypothesis.settings.get_profile("few"), derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "few")
-
-
-def pytest_collection_modifyitems(config, items):
-    """Marks as slow what `tests/tiers.py` leaves to the slow tier; refuses names there that no test has."""
-    collected = {}
-    for item in items:
-        path, _, name = item.nodeid.partition("::")
-        function, _, setting = name.partition("[")
-        collected.setdefault(path, {}).setdefault(function, set()).add(setting.removesuffix("]"))
-    if not any("::" in argument for argument in config.args):
-        for path in collected.keys() & USUAL.keys():
-            for function, settings in USUAL[path].items():
-                if missing := {function} - collected[path].keys() or set(settings) - collected[path][function]:
-                    raise pytest.UsageError(f"tests/tiers.py must name tests that exist; got {missing} in {path}.")
-    for item in items:
-        path, _, name = item.nodeid.partition("::")
-        function, _, setting = name.partition("[")
-        usual = USUAL.get(path, {}).get(function)
-        if usual is not None and setting.removesuffix("]") not in usual:
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -91,6 +91,7 @@ def test_a_sketch_is_unbiased():
     assert 0.6 < np.mean((arrived - x) ** 2 / variance) < 1.4
 
 
+@pytest.mark.slow
 @every_scheme
 def test_a_run_learns_and_its_bytes_are_those_of_the_formula(name, tmp_path):
     """Of 24 rows of 16 activations, 4 each are sent: as values, or as values and positions."""
@@ -111,6 +112,7 @@ def test_a_run_learns_and_its_bytes_are_those_of_the_formula(name, tmp_path):
     assert residual.any() == (name == "topk_gradient")
 
 
+@pytest.mark.slow
 @every_scheme
 def test_a_scheme_is_drawn_anew_in_every_step(name, tmp_path):
     """With constant parameters, the losses of one batch differ only by the sketches."""

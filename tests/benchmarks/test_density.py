@@ -28,6 +28,7 @@ def counts_of_the_collective(regions, masks, seed):
     return jax.jit(jax.vmap(worker, axis_name="data", out_axes=None))(vectors, masks)
 
 
+@pytest.mark.slow
 def test_the_masks_are_those_that_dgc_sends_and_the_counts_those_of_its_ring(monkeypatch):
     K, kept, after = 4, 0.01, []
     simulate = jc.simulate
@@ -62,6 +63,7 @@ def test_the_masks_are_those_that_dgc_sends_and_the_counts_those_of_its_ring(mon
     assert np.all(np.diff(expected) > 0)
 
 
+@pytest.mark.slow
 def test_the_counts_are_those_of_the_ring_of_eight_workers():
     regions = regions_of(8, 0.002)
     rng = np.random.default_rng(0)
@@ -79,6 +81,7 @@ def test_counts_by_hand():
     assert hop_counts(masks).tolist() == [1 + 0 + 0, 2 + 2 + 1, 2 + 3 + 1]
 
 
+@pytest.mark.slow
 def test_the_command_shows_that_a_ring_gets_denser_and_a_shared_mask_does_not(tmp_path, capsys):
     figure, path = tmp_path / "figures" / "density.png", tmp_path / "density.json"
     main(Config("2,4", "0.01", "1,2", steps=2, samples=1, figure=figure, json=path))

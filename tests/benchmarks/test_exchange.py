@@ -37,6 +37,7 @@ def exchange(*argv, timeout=120):
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+@pytest.mark.slow
 def test_two_hosts_send_what_is_predicted(tmp_path):
     path = tmp_path / "table.json"
     names = ["plump_dp", "topk", "dct_dp", "naive", "slim_dp"]
@@ -94,11 +95,9 @@ def test_rounds_give_medians_and_ratios_within_rounds():
     [
         (["--method", "topk,adam"], ["--method must be some of plump_dp, ", "naive; got adam", "commas"]),
         (["--shapes", "vgg"], ["--shapes must be one of resnet50, ", "got 'vgg'"]),
-        (["--rate", "fast"], ["rate must be a number with the unit", "got 'fast'"]),
         (["--rate", "none,fast"], ["rate must be a number with the unit", "got 'fast'"]),
         (["--hosts", "0"], ["hosts must be 1 to 64; got 0"]),
         (["--steps", "0"], ["--steps must be at least 1; got 0"]),
-        (["--rounds", "0"], ["--rounds must be at least 1; got 0"]),
         (["--sparsity", "1.0"], ["sparsity must be", "got 1.0"]),
     ],
 )

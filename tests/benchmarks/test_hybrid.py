@@ -40,6 +40,7 @@ def test_the_papers_numbers_come_out(layout):
         assert formula(layout, K, 256) == pytest.approx(mib, abs=1.0)
 
 
+@pytest.mark.slow
 def test_one_layout_compiles_and_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(hybrid, "LAYOUTS", ("hybrid, slices",))
     path = tmp_path / "table.json"

@@ -53,6 +53,7 @@ def losses_on(model, mesh):
     return train_losses(partial(make, model), LOSSES.get(model, image_loss), batches_of(model), mesh, 0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_ten_steps_are_those_of_one_device(model, mesh):
     expected = losses_on(model, "1 device")

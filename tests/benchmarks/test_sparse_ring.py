@@ -23,8 +23,8 @@ from tests.jaxcomm.train_steps import init_state
 EPS = 2.0**-23
 # K: (blocks, the fraction that is kept). There are regions of one block and of two, one half beyond the vector (K = 3),
 # and with 8 workers hops that are first coded and then dense.
-SETTINGS = {1: (3, 0.1), 2: (2, 0.1), 3: (4, 0.1), 4: (4, 0.1), 8: (8, 0.2)}
-every_k = pytest.mark.parametrize("K", SETTINGS)
+SETTINGS = {1: (3, 0.1), 3: (4, 0.1), 4: (4, 0.1), 8: (8, 0.2)}
+every_k = pytest.mark.parametrize("K", [1, 3, 8])
 
 
 def regions_of(K, value_dtype="bfloat16"):
@@ -111,7 +111,7 @@ def test_nothing_is_lost_of_what_was_accepted(K):
     np.testing.assert_array_equal(coarse, coarse.astype(jnp.bfloat16).astype(np.float32))
 
 
-@pytest.mark.parametrize("K", [1, 3, 4])
+@pytest.mark.parametrize("K", [1, 3])
 def test_numbers_that_need_no_rounding_are_summed_to_the_bit(K):
     vectors, masks, flags = inputs(K, seed=1, dyadic=True)
     out, _ = ring(K, "float32")(vectors, masks, flags)
@@ -119,7 +119,8 @@ def test_numbers_that_need_no_rounding_are_summed_to_the_bit(K):
     assert not np.any(out.errors[1])
 
 
-@pytest.mark.parametrize("K", [4, 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("K", [8])
 def test_a_mesh_and_a_simulation_agree_to_the_bit_and_all_devices_have_the_same(K):
     rows = inputs(K, seed=2)
     expected = ring(K, "bfloat16")(*rows)
@@ -169,7 +170,7 @@ def test_bytes_are_those_of_the_formula(K, value_dtype, width):
     assert received_on_ring(regions) == payloads
 
 
-@pytest.mark.parametrize(("K", "sparsity"), [(1, 0.9), (2, 0.9), (3, 0.99), (4, 0.9), (8, 0.8)])
+@pytest.mark.parametrize(("K", "sparsity"), [(1, 0.9), (3, 0.99), (8, 0.8)])
 def test_predicted_bytes_are_those_of_the_formula_and_of_the_compiled_program(K, sparsity):
     n = 1024 * SETTINGS[K][0]
     tx, params = ring_topk(sparsity), {"w": jnp.zeros(n)}
@@ -261,6 +262,7 @@ METHODS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_ring_equals_a_gather_where_everything_fits(method):
     K, n = 3, 3072
@@ -280,6 +282,7 @@ def test_a_ring_equals_a_gather_where_everything_fits(method):
         jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, states))
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_proceeds():
     K, n = 3, 2048
     state, step = simulated(ring_topk(0.9), n, K)
@@ -300,6 +303,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_proceeds():
     assert np.abs(total - expected).max() <= 8 * EPS * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_the_largest_numbers_do_not_leave_float32_on_their_way_into_the_residual():
     """3.4e38, which only an old residual can hold, is sent as the largest bfloat16; what remains is small."""
     K, n = 2, 1024

@@ -619,6 +619,7 @@ def trained(tx):
     return state.params
 
 
+@pytest.mark.slow
 def test_decay_between_an_exchange_and_momentum_is_that_of_dense_sgd():
     momentum, strong = optax.sgd(0.01, momentum=0.9), optax.add_decayed_weights(0.1)
     dense = trained(chain(strong, plump, momentum))
@@ -639,6 +640,7 @@ def applied_and_owed(tx, steps=20):
     return applied + sum(float(s.residual.rows.sum()) for s in state if getattr(s, "residual", None) is not None)
 
 
+@pytest.mark.slow
 def test_clipping_after_error_feedback_loses_gradients_and_clipping_before_it_does_not():
     """Each gradient passes the clip unchanged, but the mean of accumulated ones has a larger norm."""
     topk = jc.topk(0.9, value_dtype="float32", dense_below=0)

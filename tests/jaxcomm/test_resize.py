@@ -58,6 +58,7 @@ def test_rows_go_to_the_workers_that_cover_them():
     assert jc.resize_workers(state, 1).residual.rows[:, 0].tolist() == [3.75]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_workers():
     tx = optax.chain(jc.dct_dp(0.5, life_span=1000), optax.sgd(0.1))
 

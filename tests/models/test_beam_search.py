@@ -67,6 +67,7 @@ def search(tied, **options):
     return run(params)
 
 
+@pytest.mark.slow
 def test_with_a_beam_for_every_prefix_the_best_of_all_is_found():
     winners = set()
     for tied, penalty in ((True, 1.0), (False, 0.0), (False, 3.0)):

@@ -11,6 +11,7 @@ import jaxcomm as jc
 from configs.dlrm_criteo import TABLE_SIZES
 from models.dlrm import Dlrm, Interaction, Layer
 from models.functional import apply, cut, split
+from tests.marks import slow_except
 from tests.models.twins import TABLES, TWINS, abstract, close, count, crossing, filled, make, make_batch
 
 PAPERS = partial(Dlrm, TABLE_SIZES)
@@ -92,7 +93,7 @@ def test_a_category_outside_of_its_table_is_not_anothers():
         Dlrm((3,), embeddings="tables", rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("embeddings", ["late", "columns", "rows"])
+@pytest.mark.parametrize("embeddings", slow_except(["late", "columns", "rows"], "late"))
 def test_tables_that_are_not_exchanged_have_the_gradients_of_one_device(embeddings):
     """Of 15 rows, filled up to 16 for two workers."""
     spec = {"late": P(), "columns": P(None, "data"), "rows": P("data")}[embeddings]

@@ -26,6 +26,7 @@ def test_tensors_are_those_of_the_benchmarks():
     assert sorted(statistics) == sorted(shape for shape in resnet50()[:-1] if len(shape) == 1)
 
 
+@pytest.mark.slow
 def test_the_stem_for_cifar():
     make = partial(ResNet, (32, 32, 3), 10, layers=RESNET101, stem="cifar")
     # A 3x3 kernel in the place of a 7x7 one, and 10 classes in the place of 1000.

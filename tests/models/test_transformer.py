@@ -9,6 +9,7 @@ import pytest
 from models.attention import positions
 from models.functional import apply, cut, split
 from models.transformer import Transformer, smoothed_losses
+from tests.marks import slow_except
 from tests.models.twins import abstract, close, count, crossing, filled, make_batch, small_transformer
 
 IWSLT = partial(Transformer, 8848, 6632)  # the vocabularies of fairseq's IWSLT'14 German-English
@@ -23,6 +24,7 @@ def test_parameters_are_fairseqs():
     assert count(partial(IWSLT, tied=False)) == tables + layers + 6632 * 512 == 42_864_640
 
 
+@pytest.mark.slow
 def test_what_crosses():
     x, y, inside = (2, 7, 512), (2, 5, 512), (1024,)
     encoder = [x] + [(x, (2, 7, *inside)), x] * 6
@@ -31,6 +33,7 @@ def test_what_crosses():
     assert crossing(partial(IWSLT, tied=False), BATCH) == [*encoder, *decoder, (2, 5, 6632)]
 
 
+@pytest.mark.slow
 def test_the_papers_cuts_are_after_the_relu():
     untied = partial(small_transformer, layers=6, tied=False)
     model, shapes = abstract(untied), crossing(untied, BATCH)
@@ -81,7 +84,7 @@ def test_embeddings_are_scaled_and_every_layer_ends_in_a_normalisation():
         close(x.std(axis=-1), jnp.ones(x.shape[:2]), 1e-3)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", slow_except([True, False], True))
 def test_a_token_sees_those_before_it_and_no_padding(tied):
     graph, params, stats = split(filled(partial(small_transformer, layers=2, tied=tied)))
     run = jax.jit(lambda batch: apply(graph, params, stats, batch, training=False)[0])
@@ -106,6 +109,7 @@ def test_an_unknown_token_is_not_anothers():
         assert is_nan.tolist() == [False, False, True, False]
 
 
+@pytest.mark.slow
 def test_smoothed_losses_are_optaxs_without_padding():
     rng = np.random.default_rng(0)
     logits, target = jnp.asarray(rng.normal(size=(3, 4, 7)), jnp.float32), rng.integers(3, 7, (3, 5))

@@ -10,9 +10,10 @@ from flax import nnx
 
 from models.dropout import Dropout
 from models.functional import apply, cut, split
+from tests.marks import slow_except
 from tests.models.twins import TWINS, close, make, make_batch
 
-EACH = pytest.mark.parametrize("name", TWINS)
+EACH = pytest.mark.parametrize("name", slow_except(TWINS, "mlp", "cnn", "dlrm"))
 
 
 def through(stages, params, stats, batch, training):
@@ -148,6 +149,7 @@ def test_rows_do_not_mix_in_evaluation(name):
     close(second[0], second[2])
 
 
+@pytest.mark.slow
 @EACH
 @pytest.mark.parametrize("is_graph", [True, False])
 def test_models_work_in_nnxs_graph_mode_and_tree_mode(name, is_graph):

@@ -207,6 +207,7 @@ def test_a_host_that_trains_already_refuses_another_run(pair):
     assert first.wait(timeout=20) == 0
 
 
+@pytest.mark.slow
 def test_two_hosts_train_digits_and_save_on_sigterm(world):
     """The launcher, a copy of the tree on each host, and the trainer's own two processes."""
     for name in ("train", "configs", "models", "jaxcomm"):

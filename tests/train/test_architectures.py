@@ -97,6 +97,7 @@ def test_the_papers_cuts_of_a_transformer_are_between_the_halves_of_a_layer():
             assert type(model.blocks[index]).__name__ == "Contraction"
 
 
+@pytest.mark.slow
 def test_a_tied_decoder_is_not_cut():
     assert choose_cuts(transformer(6, tied=True), 2, None) == (10,)
     with pytest.raises(ValueError, match=r"A tied model's decoder must not be cut.*tied=False"):

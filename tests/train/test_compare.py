@@ -27,6 +27,7 @@ FEW = dataclasses.replace(EXPERIMENT, name="few", steps=3)
 TOPK = TopK(sparsity=0.9)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compile_once")
 def test_a_comparison_trains_every_setting_with_every_seed(tmp_path, capsys):
     config = Comparison(seeds=2, rate="1mbit", out=tmp_path, json=tmp_path / "new" / "runs.json")

@@ -102,6 +102,7 @@ def start(code, data_dir):
     )
 
 
+@pytest.mark.slow
 def test_processes_prepare_at_the_same_moment(tmp_path):
     processes = [start(PREPARE, tmp_path) for _ in range(4)]
     for process in processes:

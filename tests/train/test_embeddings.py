@@ -39,6 +39,7 @@ def undecayed(logged, tmp_path_factory):
     return run(tmp_path_factory.mktemp("undecayed"), DENSE, data_dir=logged, weight_decay=0.0, **LOGGED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "rate"), [*((way, 1e-3) for way in WAYS), ("columns", 0.0), ("rows", 0.0)])
 def test_tables_that_are_not_exchanged_train_like_those_that_are(way, rate, exchanged, undecayed, logged, tmp_path):
     """For three workers, rows are padded from 520 to 522; columns have two workers, since three do not divide four.
@@ -129,6 +130,7 @@ def test_shards_of_a_table_are_drawn_where_they_are_and_as_one_device_draws_them
     assert f"[{rows // K},{DIM}]" in drawn or f"[{rows},{DIM // K}]" in drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_the_method_compresses_the_dense_layers_alone(way, logged):
     method = dataclasses.replace(DCT_DP, dense_below=0)
@@ -142,6 +144,7 @@ def test_the_method_compresses_the_dense_layers_alone(way, logged):
     assert "the compiled program sends them, and no more" in job.verify(*job.inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_shards_are_a_workers_own(way, logged):
     """In training and where the model is evaluated."""
@@ -154,6 +157,7 @@ def test_shards_are_a_workers_own(way, logged):
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(way, logged, tmp_path):
     """With another number of workers, it goes on from the same numbers, wherever the table is."""

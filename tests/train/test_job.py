@@ -43,6 +43,7 @@ def pipelined(tmp_path_factory):
     return out, run(out, PlumpDp(), **PIPELINE, **L2)
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_sends_everything_trains_like_workers_alone(dense, pipelined):
     """Dropout and order depend on the rows, not on the mesh."""
     (folder, expected), (other, found) = dense, pipelined
@@ -55,6 +56,7 @@ def test_a_pipeline_that_sends_everything_trains_like_workers_alone(dense, pipel
     assert found.summary.scores == pytest.approx(expected.summary.scores, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dense_layers", ["late", "split"])
 def test_dense_layers_in_their_own_way_train_like_workers_alone(dense_layers, dense, tmp_path):
     """L2, momentum and dropout included."""
@@ -65,6 +67,7 @@ def test_dense_layers_in_their_own_way_train_like_workers_alone(dense_layers, de
     assert found.summary.bytes_per_step != expected.summary.bytes_per_step
 
 
+@pytest.mark.slow
 def test_matrices_over_devices_of_a_worker_train_like_workers_alone(dense, tmp_path):
     _, expected = dense
     found = run(tmp_path, PlumpDp(), architecture=MLP, workers=2, model_parallel=2, **L2)
@@ -148,6 +151,7 @@ def test_what_does_not_go_with_dense_layers_is_refused(method, changes, message)
         make(method, **{"architecture": MLP, "dense_layers": "late"} | changes)
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_evaluated_as_the_whole_model(pipelined):
     _, found = pipelined
     params, stats = jax.device_get(make(PlumpDp(), **PIPELINE, **L2).model(found.state))
@@ -175,6 +179,7 @@ def test_bytes_of_a_pipeline_are_the_average_over_its_devices():
     assert job.dense == 2 * (32 * 64 * 4) / 2 + exchange
 
 
+@pytest.mark.slow
 def test_a_pipeline_learns_with_largest_activations_and_gradients_alone(tmp_path):
     found = run(tmp_path, boundary=HALF, steps=30, **PIPELINE)
     assert found.losses[-1] < found.losses[0] - 0.3
@@ -188,6 +193,7 @@ def test_a_pipeline_learns_with_largest_activations_and_gradients_alone(tmp_path
     assert summary.ratio_to_dense > 3
 
 
+@pytest.mark.slow
 def test_slices_that_send_everything_train_like_workers_alone(tmp_path):
     changes = {"steps": 6, "architecture": MLP}
     alone, sliced = (run(tmp_path / str(n), PlumpDp(), slices=n, **changes) for n in (1, 2))

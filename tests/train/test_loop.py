@@ -24,6 +24,7 @@ from train.processes import Processes
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["dct_dp", "topk", "plump_dp", "dgc", "slim_dp", "local_sgd"])
 def test_training_learns(case, uninterrupted):
     losses = uninterrupted(case)[1].losses
@@ -87,6 +88,7 @@ def test_a_run_stops_after_some_skipped_steps_in_a_row(damage, tmp_path):
     assert resumed.summary.skipped == 6
 
 
+@pytest.mark.slow
 def test_a_streak_is_counted_over_a_resume(damage, tmp_path):
     damage(range(3, 100))
     run(tmp_path, max_skipped=4, stop_after=5)
@@ -100,6 +102,7 @@ def test_a_checkpoint_that_is_due_waits_for_a_step_that_is_not_skipped(damage, t
     assert saved(tmp_path) == [6, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [DCT_DP, PlumpDp()], ids=run_name)
 def test_a_nan_skips_its_step_and_the_run_goes_on(method, damage, tmp_path):
     damage([3])
@@ -150,6 +153,7 @@ def test_bytes_are_those_of_the_exchange_and_two_scalars(case, uninterrupted):
     assert (total > 12 * usual) == (case in ("dct_dp, drained", "dgc", "slim_dp"))
 
 
+@pytest.mark.slow
 def test_bytes_of_fragments_are_counted_in_their_steps(uninterrupted):
     """The largest tensor is one fragment, all others another: each costs as much as by itself."""
     folder, _ = uninterrupted("local_sgd, streaming")
@@ -162,6 +166,7 @@ def test_bytes_of_fragments_are_counted_in_their_steps(uninterrupted):
     assert [line["sent"] > 0 for line in lines] == [False, True] * 6
 
 
+@pytest.mark.slow
 def test_a_new_core_is_chosen_when_the_most_expensive_steps_are_counted(uninterrupted):
     lines = metrics(uninterrupted("slim_dp")[0], METHODS["slim_dp"])
     assert [line["step"] for line in lines if line["sent"] == 4 * 151_306] == MOST["slim_dp"]
@@ -198,6 +203,7 @@ def test_progress_is_told_of_every_step(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_one_worker_trains_without_traffic(tmp_path):
     ended = run(tmp_path, workers=1, stop_after=2)
     assert ended.summary.bytes_per_step == 0
@@ -205,6 +211,7 @@ def test_one_worker_trains_without_traffic(tmp_path):
     assert [line["bytes_received"] for line in metrics(tmp_path)] == [0, 0]
 
 
+@pytest.mark.slow
 def test_seeds_share_a_job(tmp_path, uninterrupted):
     """A job that was compiled for one seed trains another, bit for bit like a job for that seed."""
     job = make_job(dataclasses.replace(EXPERIMENT, seed=7), DCT_DP)
@@ -214,6 +221,7 @@ def test_seeds_share_a_job(tmp_path, uninterrupted):
     assert_same_bits(ended.state, uninterrupted("dct_dp")[1].state)
 
 
+@pytest.mark.slow
 def test_averaged_models_have_a_folder_of_their_own(tmp_path):
     ended = run(tmp_path, PlumpDp(p=2), stop_after=2)
     assert ended.summary.method == "plump_dp-p2"

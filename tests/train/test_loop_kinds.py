@@ -54,6 +54,7 @@ def parallel(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_clicks_end_with_auc_and_log_loss(logged, tmp_path):
     found = run(tmp_path, PlumpDp(), data_dir=logged, **LOGGED)
     assert found.losses[-1] < found.losses[0]
@@ -78,6 +79,7 @@ def test_clicks_end_with_auc_and_log_loss(logged, tmp_path):
     json.dumps(record)
 
 
+@pytest.mark.slow
 def test_translations_end_with_bleu(parallel, tmp_path, monkeypatch):
     """BLEU of the best translation of every test sentence; the loss is smoothed only in training."""
     scored = []
@@ -130,6 +132,7 @@ def test_bleu_is_of_the_rows_that_are_real_and_in_their_order(parallel):
     assert train.loop.test_scores(experiment, job, rows, best[::-1])["bleu"] < scores["bleu"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_is_not_translated(parallel, tmp_path, monkeypatch):
     """SIGTERM gives little time."""
     searched = []

@@ -166,6 +166,7 @@ def test_help_explains_every_option_of_a_method_and_no_other_field(method, capsy
     )
 
 
+@pytest.mark.slow
 def test_a_run_leaves_table_records_metrics_and_figure(tmp_path, capsys):
     table = ["--json", str(tmp_path / "new" / "table.json"), "--tensorboard"]
     argv = [*SHORT, "--out", str(tmp_path), *table, "method:top-k"]
@@ -197,6 +198,7 @@ def test_a_run_leaves_table_records_metrics_and_figure(tmp_path, capsys):
     assert f"are in {folder}" in "".join(said.splitlines())
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_compared_with_one_that_sends_whole_activations(tmp_path):
     """Each in its own folder, also where both exchange gradients by the same method."""
     argv = [*SHORT, "--workers", "1", "--stages", "2", "--boundary.sparsity", "0.9", "method:plump-dp"]
@@ -213,6 +215,7 @@ def test_a_pipeline_is_compared_with_one_that_sends_whole_activations(tmp_path):
     assert [path.parent.name for path in (tmp_path / "alone" / "digits").glob("*/metrics.jsonl")] == ["plump_dp"]
 
 
+@pytest.mark.slow
 def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys):
     """The first run is stopped in the baseline: resuming finishes that, and then trains the method."""
     argv = [*SHORT, "--out", str(tmp_path)]

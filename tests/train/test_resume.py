@@ -99,6 +99,7 @@ def test_a_delayed_run_resumes_with_the_gradients_that_are_owed(tmp_path):
     assert any(np.any(rows) for rows in jax.tree.leaves(resumed.state.opt_state.gradients))
 
 
+@pytest.mark.slow
 def test_a_run_depends_on_residuals_and_stale_thresholds(uninterrupted, stopped_at_5):
     """So that the tests of resumed runs could fail: there are residuals and old thresholds to lose."""
     _, whole = uninterrupted("dct_dp")
@@ -114,6 +115,7 @@ def test_a_run_depends_on_residuals_and_stale_thresholds(uninterrupted, stopped_
     assert {line["step"] <= 7 for line in lines if line["drained"]} == {True, False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["slim_dp", "local_sgd"])
 def test_a_local_run_depends_on_what_is_each_workers_own(case, uninterrupted):
     """Parameters, momentum and residual have a row per worker, and all rows differ."""
@@ -161,6 +163,7 @@ def test_no_checkpoint_is_ahead_of_the_metrics(monkeypatch, tmp_path):
     assert written == {step: list(range(1, step + 1)) for step in (4, 8, 12)}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_the_middle_outlives_the_steps_after_it(tmp_path, uninterrupted):
     """The step that follows a save reuses the state's memory."""
     run(tmp_path, checkpoint_every=1)
@@ -195,6 +198,7 @@ def test_a_stop_that_is_past_stays_where_the_run_is(stopped, stopped_at_5):
     assert len(metrics(stopped)) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["dct_dp", "topk"])
 def test_the_summary_of_a_resumed_run_is_that_of_the_whole_run(case, uninterrupted, tmp_path):
     run(tmp_path, METHODS[case], stop_after=7)
@@ -204,6 +208,7 @@ def test_the_summary_of_a_resumed_run_is_that_of_the_whole_run(case, uninterrupt
     assert dataclasses.replace(summary, **timeless) == dataclasses.replace(expected, **timeless)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4), (4, 3)])
 def test_another_number_of_workers_keeps_the_update_that_is_owed(
     old, new, stopped_at_5, stopped, uninterrupted, tmp_path
@@ -231,6 +236,7 @@ def test_another_number_of_workers_keeps_the_update_that_is_owed(
     assert [line["step"] for line in metrics(out)] == list(range(1, 13))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["slim_dp", "local_sgd"])
 def test_a_local_run_goes_on_with_another_number_of_workers(case, tmp_path):
     method, told = METHODS[case], Told()
@@ -248,6 +254,7 @@ def test_a_local_run_goes_on_with_another_number_of_workers(case, tmp_path):
     assert ended.losses[-1] < before.losses[0] - 0.05
 
 
+@pytest.mark.slow
 def test_empty_residuals_survive_another_number_of_workers(tmp_path):
     method = METHODS["dct_dp, all dense"]
     before = run(tmp_path, method, stop_after=2)

@@ -57,6 +57,7 @@ def runs(tmp_path_factory):
     return get
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case, runs):
     made, (method, fields, stop) = runs(case), CASES[case]
@@ -72,6 +73,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case, runs):
     assert metrics(made.out / "stopped", method, *split) == metrics(made.out / "whole", method, *split)
 
 
+@pytest.mark.slow
 def test_what_is_compared_is_there_to_be_lost(runs):
     """There are residuals of the workers' and stages' gradients, and statistics."""
     state = runs("pipeline").stopped.state
@@ -87,6 +89,7 @@ def test_what_is_compared_is_there_to_be_lost(runs):
     assert not any(np.array_equal(*pair) for pair in zip(early, late, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "changes", "said"),
     [
@@ -145,6 +148,7 @@ def test_a_split_run_goes_on_with_another_number_of_workers(case, changes, runs,
     assert len(trained.losses) == 2
 
 
+@pytest.mark.slow
 def test_running_statistics_go_on_with_another_number_of_workers(runs, tmp_path):
     """Plain workers share one set of statistics."""
     case = "running statistics"

@@ -140,6 +140,7 @@ def test_the_loss_of_translations_leaves_padding_out(smoothing):
     np.testing.assert_allclose(again, loss, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_loss_of_translations_does_not_depend_on_the_mesh():
     """The mean over workers or micro-batches is the loss of all rows, also for gradients, whatever the padding."""
     task, logits = make_task(TRANSLATIONS, 0.1), jnp.asarray(right_tokens())

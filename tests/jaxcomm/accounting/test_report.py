@@ -82,8 +82,11 @@ def test_draining_a_large_model_on_many_workers_can_be_asked_about():
 
 @pytest.mark.parametrize(
     "tx",
-    [TX, optax.chain(jc.plump_dp(), optax.adam(0.1)), jc.chain(jc.topk(0.9), optax.sgd(0.1))],
-    ids=["dct_dp", "plump", "topk"],
+    [
+        pytest.param(TX, id="dct_dp", marks=pytest.mark.slow),
+        pytest.param(optax.chain(jc.plump_dp(), optax.adam(0.1)), id="plump"),
+        pytest.param(jc.chain(jc.topk(0.9), optax.sgd(0.1)), id="topk", marks=pytest.mark.slow),
+    ],
 )
 def test_verify_proves_a_train_step(tx):
     mesh = jc.make_mesh(data=K)
@@ -209,8 +212,14 @@ def without_branch(program, unread):
 @pytest.mark.parametrize(
     ("misread", "when"),
     [
-        (lambda program: changed(program, lambda t: replace(t, operand_bytes=t.operand_bytes // 2)), "usual"),
-        (lambda program: changed(program, lambda t: replace(t, workers=K - 1)), "usual"),
+        pytest.param(
+            lambda program: changed(program, lambda t: replace(t, operand_bytes=t.operand_bytes // 2)),
+            "usual",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda program: changed(program, lambda t: replace(t, workers=K - 1)), "usual", marks=pytest.mark.slow
+        ),
         (lambda program: Program(), "usual"),
         (lambda program: Program(program.always), "usual"),
         (lambda program: without_branch(program, 0), "usual"),

@@ -14,6 +14,7 @@ from jaxcomm.codecs.indices import INDEX_CODECS
 from jaxcomm.layout import Layout, plan_layout
 from jaxcomm.selectors import compact
 from tests.jaxcomm.formulas import index_words
+from tests.marks import slow_except
 
 # (sizes, the fraction of slots): one segment and several, sparse and dense, whole blocks and not.
 LAYOUTS = {
@@ -65,8 +66,8 @@ def selected(kind, seed, sizes):
     return np.packbits(np.concatenate(masks), bitorder="little").view(np.uint32)
 
 
-@pytest.mark.parametrize("layout_name", LAYOUTS)
-@pytest.mark.parametrize("codec_name", INDEX_CODECS)
+@pytest.mark.parametrize("layout_name", slow_except(LAYOUTS, "a-single-slot", "a-scalar"))
+@pytest.mark.parametrize("codec_name", slow_except(INDEX_CODECS, "elias_fano", "bitmap"))
 @hypothesis.given(
     kind=st.sampled_from(["random", "clustered", "at the end", "empty", "full"]), seed=st.integers(0, 2**20)
 )
@@ -117,8 +118,10 @@ def assert_in_range(codec_name, layout, kind, seed):
     assert position.max() < layout.n
 
 
-@pytest.mark.parametrize("layout_name", ["one-1%", "three-50%", "everything-and-padding", "a-scalar"])
-@pytest.mark.parametrize("codec_name", INDEX_CODECS)
+@pytest.mark.parametrize(
+    "layout_name", slow_except(["one-1%", "three-50%", "everything-and-padding", "a-scalar"], "one-1%", "a-scalar")
+)
+@pytest.mark.parametrize("codec_name", slow_except(INDEX_CODECS, "elias_fano", "plain"))
 @hypothesis.given(kind=st.just("random"), seed=st.integers(0, 2**20))
 @hypothesis.example(kind="zeros", seed=0)
 @hypothesis.example(kind="ones", seed=0)

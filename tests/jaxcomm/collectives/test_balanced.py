@@ -14,6 +14,7 @@ from jaxcomm.codecs import value_codec
 from jaxcomm.collectives.balanced import Regions
 from jaxcomm.kernels import bits
 from jaxcomm.layout import plan_layout
+from tests.marks import slow_except
 
 
 def regions_of(sizes, slots, K, dtype="float32"):
@@ -63,7 +64,7 @@ def exchange(regions, vectors, masks, flags=None):
     return out
 
 
-@pytest.mark.parametrize("K", [2, 8])
+@pytest.mark.parametrize("K", slow_except([2, 8], 8))
 def test_nothing_is_lost_between_workers_and_owners(K):
     """Eight workers own five blocks, so that three own nothing."""
     regions = regions_of((5000,), 600, K, "bfloat16")
@@ -87,6 +88,7 @@ def test_nothing_is_lost_between_workers_and_owners(K):
     assert np.add.reduceat(total != 0, starts, dtype=int).max() <= room
 
 
+@pytest.mark.slow
 def test_an_owner_sends_the_largest_sums_and_of_equal_ones_the_first():
     regions = regions_of((1024,), 4, 1)
     vector = np.zeros((1, 1024), np.float32)
@@ -155,8 +157,10 @@ def test_no_normal_gradient_overflows_a_region_nor_does_what_accumulates(tx, n, 
 SHAPES = {"w": jax.ShapeDtypeStruct((100_000,), np.float32)}
 
 
-@pytest.mark.parametrize(("factory", "sparsity"), [(jc.topk, 0.9), (jc.topk, 0.99), (jc.dgc, 0.999)])
-@pytest.mark.parametrize("K", [2, 4, 16, 96])
+@pytest.mark.parametrize(
+    ("factory", "sparsity"), slow_except([(jc.topk, 0.9), (jc.topk, 0.99), (jc.dgc, 0.999)], (jc.dgc, 0.999))
+)
+@pytest.mark.parametrize("K", slow_except([2, 4, 16, 96], 2, 16))
 def test_gather_is_chosen_up_to_a_quarter_of_the_dense_bytes(factory, sparsity, K):
     received = {
         collective: jc.wire_report(factory(sparsity, collective=collective), SHAPES, K).program.received

@@ -6,6 +6,7 @@ import pytest
 
 from jaxcomm.collectives.masks import MaskUnion
 from jaxcomm.layout import plan_layout
+from tests.marks import slow_except
 
 SIZES, DENSITY = (3000, 40, 1024), 0.05
 
@@ -42,12 +43,12 @@ def united(masks, published, codec):
     return np.unpackbits(np.asarray(out).view(np.uint8), bitorder="little").astype(bool), int(overflow)
 
 
-@pytest.mark.parametrize("density", [0.02, 0.5])
+@pytest.mark.parametrize("density", slow_except([0.02, 0.5], 0.5))
 @pytest.mark.parametrize(
     ("K", "published"),
     [
         (1, [[0], [0], [0]]),
-        (3, [[2, 0], [1, 2], [0, 2]]),
+        pytest.param(3, [[2, 0], [1, 2], [0, 2]], marks=pytest.mark.slow),
         (4, [[3], [1], [3]]),
         (8, [[5, 1, 6], [2, 6, 5], [5, 6, 1]]),
     ],

@@ -195,6 +195,7 @@ def test_batches_are_chosen_by_position_and_by_name_and_scalars_in_them_are_for_
         state = changed
 
 
+@pytest.mark.slow
 def test_a_mesh_of_explicit_axes_and_batches_of_numpy():
     step, state, _ = plain(chain(SPARSE))
     explicit = jax.make_mesh((K,), ("data",), axis_types=(AxisType.Explicit,))
@@ -642,7 +643,10 @@ def nnx_script(tx, transform=lambda step: step):
     return step, model, optimizer
 
 
-@pytest.mark.parametrize("transform", [lambda step: step, nnx.jit], ids=["plain", "nnx.jit"])
+@pytest.mark.parametrize(
+    "transform",
+    [pytest.param(lambda step: step, id="plain", marks=pytest.mark.slow), pytest.param(nnx.jit, id="nnx.jit")],
+)
 def test_objects_of_nnx_change_in_place_and_share_what_they_shared(transform):
     step, model, optimizer = nnx_script(optax.adam(1e-2), nnx.jit)
     own, ours, theirs = nnx_script(chain(DENSE), transform)

@@ -28,13 +28,14 @@ from tests.jaxcomm.layers.crossing import (
     seeds,
     widths,
 )
+from tests.marks import slow_except
 from tests.reference.dct_mp import DctMpReference, n_kept_of_row
 from tests.reference.noise import make_key
 from tests.reference.tiles import arrive, returned
 
 
-@pytest.mark.parametrize("value_dtype", [None, "bfloat16"])
-@pytest.mark.parametrize("name", CROSSINGS)
+@pytest.mark.parametrize("value_dtype", slow_except([None, "bfloat16"], "bfloat16"))
+@pytest.mark.parametrize("name", slow_except(CROSSINGS, "few"))
 @hypothesis.given(kind=kinds, gradients=kinds, seed=seeds)
 def test_dct_mp_is_the_papers(name, value_dtype, kind, gradients, seed):
     """Forward and backward, to the bit; NaN and infinity cross; all other positions receive zeros."""
@@ -110,7 +111,7 @@ def documented(whole, chosen, positions, gradients):
     return chosen + positions, gradients
 
 
-@pytest.mark.parametrize("value_dtype", [None, "bfloat16", "int4"])
+@pytest.mark.parametrize("value_dtype", slow_except([None, "bfloat16", "int4"], None, "bfloat16"))
 @pytest.mark.parametrize("name", CROSSINGS)
 def test_bytes_are_predicted_compiled_and_those_of_the_formula(name, value_dtype):
     assert_bytes(name, documented, value_dtype=value_dtype)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomm as jc
 from jaxcomm.accounting.hlo import read_program
 from tests.jaxcomm.train_steps import init_state
+from tests.marks import slow_except
 
 ROWS, N, M, OUT = 8, 60, 40, 3
 BAD_STEP = 4
@@ -77,7 +78,7 @@ def dense(steps, dtype=jnp.float32):
     return state.params, losses
 
 
-@pytest.mark.parametrize("place", ["mesh", "simulated"])
+@pytest.mark.parametrize("place", slow_except(["mesh", "simulated"], "mesh"))
 def test_ten_steps_are_those_of_a_dense_exchange_with_a_skipped_one_among_them(place):
     expected, losses = dense(10)
     workers = 4 if place == "simulated" else jc.make_mesh(data=4)
@@ -88,6 +89,7 @@ def test_ten_steps_are_those_of_a_dense_exchange_with_a_skipped_one_among_them(p
         assert np.abs(state.params["hidden"][name] - start).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_compressor_of_the_other_leaves_sees_what_it_would_see_anyway():
     """DCT-DP has thresholds for each tensor, so other tensors do not matter."""
     options = {"where": but("hidden"), "dense_below": 100, "life_span": 2, "value_dtype": "float32"}
@@ -100,7 +102,7 @@ def test_a_compressor_of_the_other_leaves_sees_what_it_would_see_anyway():
     assert np.any(state.opt_state[0].residual.rows)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", slow_except([jnp.bfloat16, jnp.float32], jnp.float32))
 def test_bytes_are_predicted_and_no_all_reduce_of_the_kernel_is_left(dtype):
     K, rows = 4, 8 * ROWS
     mesh, tx = jc.make_mesh(data=K), sgd(jc.plump_dp(where=but("hidden")))
@@ -189,7 +191,9 @@ def test_workers_along_two_axes():
         assert_close(state.params, dense(3)[0])
 
 
-@pytest.mark.parametrize(("rows", "is_late"), [(8, True), (40, True), (48, False), (64, False)])
+@pytest.mark.parametrize(
+    ("rows", "is_late"), slow_except([(8, True), (40, True), (48, False), (64, False)], (40, True))
+)
 def test_auto_takes_what_moves_fewer_bytes(rows, is_late):
     """For 60 x 40, both move equal bytes at a batch of 2 N M / (N + M) = 48."""
     K = 4

@@ -14,6 +14,7 @@ from tests.jaxcomm import trees
 from tests.jaxcomm.methods.demo import momenta
 from tests.jaxcomm.train_steps import warnings_of
 from tests.jaxcomm.workers import Simulated
+from tests.marks import slow_except
 from tests.reference.demo import DemoReference
 
 K, TREE = 3, "cosines"
@@ -30,7 +31,7 @@ def owns(given):
     return [{name: leaf[k] for name, leaf in given.items()} for k in range(K)]
 
 
-@pytest.mark.parametrize(("k", "decay"), [(32, 0.999), (1, 0.5)])
+@pytest.mark.parametrize(("k", "decay"), slow_except([(32, 0.999), (1, 0.5)], (32, 0.999)))
 def test_the_exchange_is_the_papers(k, decay):
     workers = Simulated(jc.demo(k, decay=decay, value_dtype="float32", collective="gather"), TREE, K)
     state, reference = workers.first, DemoReference(k, 4096, decay)
@@ -72,7 +73,7 @@ def test_parameters_change_by_the_sign():
 
 
 @pytest.mark.parametrize(
-    ("value_dtype", "collective"), [("float32", "gather"), ("2bit", "gather"), ("4bit", "balanced")]
+    ("value_dtype", "collective"), slow_except([("float32", "gather"), ("4bit", "balanced")], ("float32", "gather"))
 )
 def test_what_is_not_sent_decays_and_nothing_else_is_lost(value_dtype, collective):
     decay = 0.75

@@ -16,6 +16,7 @@ import pytest
 import jaxcomm as jc
 from benchmarks.netlab import Lab
 from tests.jaxcomm.train_steps import init_state
+from tests.marks import slow_except
 from tests.reference import noise
 from tests.reference.local_sgd import LocalSgdReference
 from tests.reference.plump_dp import PlumpDpReference
@@ -131,9 +132,8 @@ CASES = [
     local("plump_dp-p3", lambda: jc.plump_dp(p=3), 3, dense_bytes, lr=1, momentum=0, nesterov=False),
 ]
 OTHERS = [(1, 1), (4, 3), (5, 1), (6, 3)]  # (number of a case, number of workers)
-every_case = pytest.mark.parametrize("case", CASES, ids=str)
 # One of each kind, as compiling is expensive.
-few_cases = pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[6]], ids=str)
+FEW_CASES = [CASES[1], CASES[4], CASES[6]]
 
 
 def on_mesh(case: Case, K: int) -> tuple[Any, Any]:
@@ -152,8 +152,8 @@ def _on_mesh(name: str, K: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("case", "K"),
     [
-        *(pytest.param(case, 4, id=f"{case}-4") for case in CASES),
-        *(pytest.param(CASES[i], K, id=f"{CASES[i]}-{K}", marks=pytest.mark.slow) for i, K in OTHERS),
+        pytest.param(case, K, id=f"{case}-{K}", marks=() if (case, K) == (CASES[7], 4) else pytest.mark.slow)
+        for case, K in [*((case, 4) for case in CASES), *((CASES[i], K) for i, K in OTHERS)]
     ],
 )
 def test_method_equals_its_oracle(case, K):
@@ -177,7 +177,7 @@ def test_method_equals_its_oracle(case, K):
             np.testing.assert_array_equal(np.sort(core), oracle.core)
 
 
-@few_cases
+@pytest.mark.parametrize("case", slow_except(FEW_CASES, CASES[6]), ids=str)
 def test_a_mesh_and_a_simulation_agree(case):
     K = 4
     (state, step), tx = on_mesh(case, K), optax.chain(optax.sgd(RATE), case.make())
@@ -190,7 +190,7 @@ def test_a_mesh_and_a_simulation_agree(case):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), state.params, other.params)
 
 
-@every_case
+@pytest.mark.parametrize("case", slow_except(CASES, CASES[5], CASES[7]), ids=str)
 def test_bytes_are_those_of_the_formula(case):
     tx, K = optax.chain(optax.sgd(RATE), case.make()), 4
     for workers in (1, 2, 4, 8):
@@ -204,8 +204,8 @@ def test_bytes_are_those_of_the_formula(case):
     assert compiled.received == pytest.approx(case.usual(K) / case.every + losses, rel=1e-12)
 
 
-@pytest.mark.parametrize("K", [2, 4, 8])
-@pytest.mark.parametrize("alpha", [0.1, 0.3, 0.9])
+@pytest.mark.parametrize("K", [2, 8])
+@pytest.mark.parametrize("alpha", slow_except([0.1, 0.9], 0.9))
 def test_slim_dp_sends_alpha_n_values_and_no_index(alpha, K):
     """2 (K-1)/K * alpha * n words, to the rounding of the explorer to whole workers."""
     n = 100_000
@@ -214,7 +214,7 @@ def test_slim_dp_sends_alpha_n_values_and_no_index(alpha, K):
     assert received == pytest.approx(2 * (K - 1) / K * alpha * n * 4, rel=2e-4)
 
 
-@pytest.mark.parametrize("p", [1, 3])
+@pytest.mark.parametrize("p", slow_except([1, 3], 3))
 def test_slim_dp_with_everything_is_plump_dp(p):
     """With alpha = 1: equal to model averaging to the bit, and with p = 1 to averaged gradients up to rounding."""
     K = 4
@@ -237,6 +237,7 @@ def _start(tx: Any, K: int) -> tuple[Any, Any]:
     return init_state(first_params(), chain, K), jc.simulate(loss, chain, K, donate=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unsent", ["carry", "local"])
 def test_what_is_not_pushed_is_carried_or_lost(unsent):
     """Law 1: global model + mean of delta is what plain averaging gives if delta is carried, and only then."""
@@ -259,6 +260,7 @@ def test_what_is_not_pushed_is_carried_or_lost(unsent):
     assert gap < 3e-6 if unsent == "carry" else gap > 0.01
 
 
+@pytest.mark.slow
 def test_explorers_are_new_ones_of_every_worker_and_communication():
     K = 4
     state, step = _start(jc.slim_dp(0.3, 0.0, q=1000), K)
@@ -293,7 +295,11 @@ def test_local_optimizers_differ_between_workers_and_stay_local():
 
 
 @pytest.mark.parametrize(
-    "tx", [jc.slim_dp(0.3, 0.1, q=2, p=2), jc.local_sgd(2, exchange=jc.plump_dp())], ids=["slim_dp", "local_sgd"]
+    "tx",
+    [
+        pytest.param(jc.slim_dp(0.3, 0.1, q=2, p=2), id="slim_dp", marks=pytest.mark.slow),
+        pytest.param(jc.local_sgd(2, exchange=jc.plump_dp()), id="local_sgd"),
+    ],
 )
 def test_a_worker_with_a_bad_gradient_between_exchanges_leaves_the_others_alone(tx):
     K = 3
@@ -311,6 +317,7 @@ def test_a_worker_with_a_bad_gradient_between_exchanges_leaves_the_others_alone(
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [(CASES[1], np.float16), (CASES[4], jnp.bfloat16), (CASES[6], jnp.bfloat16)],
@@ -327,7 +334,8 @@ def test_parameters_of_16_bits(case, dtype):
     assert {leaf.dtype for leaf in jax.tree.leaves(jc.global_params(state))} == {np.dtype(dtype)}
 
 
-@few_cases
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FEW_CASES, ids=str)
 def test_another_number_of_workers_goes_on_with_the_same_global_model(case):
     """Of 4 workers, then 2, then 3, which take steps."""
     tx = optax.chain(optax.sgd(RATE, momentum=0.5), case.make())

@@ -11,6 +11,7 @@ import pytest
 
 import jaxcomm as jc
 from tests.jaxcomm.train_steps import KINDS, make_step
+from tests.marks import slow_except
 from tests.reference.local_sgd import LocalSgdReference
 from tests.reference.muon import MuonReference
 from tests.reference.plump_dp import PlumpDpReference
@@ -40,7 +41,7 @@ def batch_of(step):
     return {name: rng.normal(size=(K, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=slow_except(KINDS, "simulated"))
 def step(request):
     return make_step(request.param, loss, muloco(), workers=K, donate=False)
 

@@ -14,6 +14,7 @@ import jaxcomm as jc
 from benchmarks.sparse_ring import ring_dct_dp
 from tests.jaxcomm.cases import FIRST
 from tests.jaxcomm.train_steps import init_state
+from tests.marks import slow_except
 
 K, SHAPES = 4, {"b": (10,), "m": (64, 70), "w": (4106,)}
 SGD = optax.sgd(0.1)
@@ -82,9 +83,7 @@ def bad_rows(fault, workers):
     return rows
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if " " in name else (), id=f"{name}()") for name in CHAINS]
-)
+@pytest.mark.parametrize("name", slow_except(CHAINS, "plump_dp"), ids=[f"{name}()" for name in CHAINS])
 def test_after_a_bad_step_training_goes_on(name):
     start, step = program(name)
     for fault, workers in EVENTS:

@@ -11,6 +11,7 @@ import jaxcomm as jc
 from jaxcomm.state import bypassing
 from tests.jaxcomm.cases import FIRST
 from tests.jaxcomm.train_steps import init_state
+from tests.marks import slow_except
 
 K = 2
 PARAMS = {
@@ -59,7 +60,9 @@ def gradients(seed=0):
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in FIRST if case.name in ("plump_dp", "dct_dp", "iwp", "sign")], ids=str
+    "case",
+    slow_except((case for case in FIRST if case.name in ("plump_dp", "dct_dp", "iwp", "sign")), FIRST[0]),
+    ids=str,
 )
 def test_every_exchange_skips_all_if_a_passed_gradient_is_not_finite_and_the_other_way(case):
     update, state = update_of(case.make(where=WHERE, **({"momentum": 0.0} if case.momentum else {})))
@@ -77,6 +80,7 @@ def test_every_exchange_skips_all_if_a_passed_gradient_is_not_finite_and_the_oth
         jax.tree.map(np.testing.assert_array_equal, rows_of(new), rows_of(state))
 
 
+@pytest.mark.slow
 def test_the_others_are_exchanged_as_without_the_passed():
     exchange = jc.topk(0.9, value_dtype="float32")
     update, state = update_of(jc.topk(0.9, value_dtype="float32", where=WHERE))

@@ -12,6 +12,7 @@ from jaxcomm.selectors.topk import select_rows
 from tests.reference.dct_mp import largest_of_row
 
 SHAPES = [(1, 1), (5, 2), (3, 7), (2, 64), (4, 33)]
+USUAL = SHAPES[:3]
 KINDS = ("normal", "ties", "zeros", "heavy", "infinite", "nan", "tiny")
 
 marked = functools.partial(jax.jit, static_argnums=1)(select_rows)
@@ -37,7 +38,9 @@ def rows_of(kind, seed, shape):
     return x.astype(np.float32)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(shape, id=str(shape), marks=() if shape in USUAL else pytest.mark.slow) for shape in SHAPES]
+)
 @hypothesis.given(kind=st.sampled_from(KINDS), seed=st.integers(0, 2**20), share=st.sampled_from([0.0, 0.3, 0.9, 1.0]))
 def test_exactly_k_of_every_row_are_marked(shape, kind, seed, share):
     x = rows_of(kind, seed, shape)

@@ -316,6 +316,7 @@ def test_an_overfull_segment_is_begun_where_its_turn_is(turn):
     np.testing.assert_array_equal(filled, np.flatnonzero(vector_of(masks_of(selection.words))))
 
 
+@pytest.mark.slow
 def test_all_of_an_overfull_mask_have_their_turn():
     words = np.packbits(vector_of([np.ones(size, bool) for size in SIZES]), bitorder="little").view(np.uint32)
     union = [np.zeros(size, bool) for size in SIZES]

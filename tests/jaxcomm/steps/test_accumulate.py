@@ -11,6 +11,7 @@ import pytest
 import jaxcomm as jc
 from jaxcomm.exchange import get_exchange
 from tests.jaxcomm.train_steps import KINDS, make_step
+from tests.marks import slow_except
 
 K, ROWS, FEATURES, CLASSES = 4, 32, 12, 5
 make = functools.partial(make_step, workers=K)
@@ -39,7 +40,7 @@ def by_worker(batch, count, part):
     return {name: rows.reshape(-1, *rows.shape[2:]) for name, rows in own.items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(KINDS, "mesh"))
 def test_micro_batches_of_a_step_are_the_step_of_all_rows(kind):
     """With a model's state, which sees the micro-batches one after another."""
 
@@ -72,6 +73,7 @@ def test_micro_batches_must_divide_the_rows_of_a_worker():
         make("mesh", loss_fn, SPARSE, accumulate=0)
 
 
+@pytest.mark.slow
 def test_micro_batches_of_sharded_parameters():
     mesh, tx = jc.make_mesh(data=2, model=2), jc.chain(SPARSE, optax.sgd(0.1))
     specs = {"w": jax.P("model"), "b": jax.P()}
@@ -103,7 +105,7 @@ def test_each_step_worker_and_micro_batch_has_its_key():
     close(drawn["mesh"], drawn["simulated"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(KINDS, "mesh"))
 def test_a_chain_that_accumulates_is_that_of_the_mean_gradient(kind):
     given, count = batches(1)[0], 3
     given = jax.tree.map(lambda rows: np.concatenate([rows] * 3)[: 2 * 3 * K * 4], given)
@@ -127,6 +129,7 @@ def test_a_chain_that_accumulates_is_that_of_the_mean_gradient(kind):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.opt_state.acc_grads))
 
 
+@pytest.mark.slow
 def test_a_dense_chain_that_accumulates_is_multi_steps():
     ours = jc.make_train_step(loss_fn, jc.chain(jc.plump_dp(), optax.adam(1e-2), accumulate=2), jc.make_mesh(data=K))
     theirs = optax.MultiSteps(optax.adam(1e-2), 2)
@@ -154,6 +157,7 @@ def test_a_skip_leaves_no_gradient_behind_and_training_goes_on():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 def test_bytes_of_a_chain_that_accumulates():
     tx, once = jc.chain(SPARSE, optax.adam(1e-2), accumulate=4), jc.chain(SPARSE, optax.adam(1e-2))
     report, whole = jc.wire_report(tx, PARAMS, K), jc.wire_report(once, PARAMS, K)
@@ -195,7 +199,7 @@ def search(tx):
     return step, (PARAMS, tx.init(PARAMS))
 
 
-@pytest.mark.parametrize("name", SEARCHES)
+@pytest.mark.parametrize("name", slow_except(SEARCHES, "polyak"))
 def test_a_line_search_is_that_of_one_device(name):
     alone, state = search(optax.with_extra_args_support(SEARCHES[name]()))
     tx = jc.chain(jc.plump_dp(), SEARCHES[name]())
@@ -212,6 +216,7 @@ def test_a_line_search_is_that_of_one_device(name):
         close(params, state[0], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_axis_of_workers_is_said_once():
     """By the exchange: the step, the reports and the verification take it from there."""
     mesh, axes = jc.make_mesh(replica=2, shard=2), ("replica", "shard")
@@ -224,7 +229,7 @@ def test_the_axis_of_workers_is_said_once():
     assert step.verify(state, batches(1)[0]).workers == jc.wire_report(tx, PARAMS, (2, 2)).workers == K
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(KINDS, "mesh"))
 def test_integers_and_keys_among_the_parameters_stay(kind):
     params = PARAMS | {"shift": jnp.arange(CLASSES), "key": jax.random.key(0), "flag": jnp.ones((), bool)}
 
@@ -246,6 +251,7 @@ def test_integers_and_keys_among_the_parameters_stay(kind):
     assert jc.wire_report(tx, params, K).parameters == FEATURES * CLASSES + CLASSES
 
 
+@pytest.mark.slow
 def test_frozen_parameters_are_not_sent():
     frozen = jc.chain(jc.topk(0.5, dense_below=0, where="w", others=optax.set_to_zero()), optax.sgd(0.1))
     alone = jc.chain(SPARSE, optax.sgd(0.1))

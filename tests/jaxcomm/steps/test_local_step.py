@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomm as jc
 from jaxcomm.accounting.hlo import read_program
 from tests.jaxcomm.steps import sharded
+from tests.marks import slow_except
 
 BY_FSDP = {"bottom": P("fsdp"), "up": {"kernel": P("fsdp"), "bias": P()}, "down": {"kernel": P("fsdp"), "bias": P()}}
 BY_BOTH = {
@@ -64,7 +65,10 @@ def assert_near(found, expected):
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("fsdp", "diloco"), ("partitioned", "diloco"), ("both", "averaging"), ("fsdp", "all at once")],
+    slow_except(
+        [("fsdp", "diloco"), ("partitioned", "diloco"), ("both", "averaging"), ("fsdp", "all at once")],
+        ("fsdp", "diloco"),
+    ),
 )
 def test_shards_train_as_whole_workers_do(name, method):
     """Local parameters and optimizers, the global model and the losses, over seven steps."""
@@ -89,7 +93,7 @@ def is_rows(node):
     return isinstance(node, jc.PerWorker)
 
 
-@pytest.mark.parametrize("name", ["tensor parallel", "both"])
+@pytest.mark.parametrize("name", slow_except(["tensor parallel", "both"], "both"))
 def test_everything_is_sharded_like_the_parameters(name):
     """A device has its shards of its worker's state; `shapes` says so before there is a state."""
     specs = MESHES[name][2]
@@ -111,7 +115,7 @@ def test_everything_is_sharded_like_the_parameters(name):
     assert jax.tree.map(lambda a: a.sharding, again) == jax.tree.map(lambda a: a.sharding, state)
 
 
-@pytest.mark.parametrize("name", ["tensor parallel", "both"])
+@pytest.mark.parametrize("name", slow_except(["tensor parallel", "both"], "tensor parallel"))
 def test_a_number_that_is_not_finite_does_what_it_does_to_whole_workers(name):
     """In a local step, its worker stays unchanged; in an exchange step, all do. Training then goes on."""
     tx = jc.chain(LOCAL, jc.local_sgd(3, exchange=jc.plump_dp()))
@@ -166,6 +170,7 @@ def test_a_number_that_is_not_finite_in_one_shard_is_known_to_all(bad):
         np.testing.assert_array_equal(after, before)
 
 
+@pytest.mark.slow
 def test_the_models_state_is_that_of_whole_workers():
     """A row for each; that of a worker whose gradient is not finite stays."""
     tx = jc.chain(optax.sgd(0.1), jc.local_sgd(3, exchange=jc.plump_dp()))
@@ -198,7 +203,7 @@ EXCHANGES = {
 }
 
 
-@pytest.mark.parametrize("method", EXCHANGES)
+@pytest.mark.parametrize("method", slow_except(EXCHANGES, "powersgd"))
 def test_a_shard_is_exchanged_as_a_model_of_its_own(method):
     """With a loss that is a sum over elements, each half is exchanged as if alone."""
     tx = jc.chain(optax.sgd(0.1, momentum=0.9), EXCHANGES[method])
@@ -228,7 +233,7 @@ def test_a_shard_is_exchanged_as_a_model_of_its_own(method):
     assert np.abs(found - first["kernel"]).max() > 0.1
 
 
-@pytest.mark.parametrize("method", ["diloco", *EXCHANGES])
+@pytest.mark.parametrize("method", slow_except(["diloco", *EXCHANGES], "diloco"))
 def test_bytes_over_the_workers_are_those_of_the_shards(method):
     """Predicted, traced and compiled."""
     exchange = (METHODS | EXCHANGES)[method]
@@ -276,7 +281,7 @@ def test_over_the_other_axes_moves_what_fsdp_moves():
     assert all(size < smallest for _, size in found - expected), found - expected
 
 
-@pytest.mark.parametrize("method", ["diloco", "slim_dp"])
+@pytest.mark.parametrize("method", slow_except(["diloco", "slim_dp"], "diloco"))
 def test_workers_come_and_go_and_keep_their_mean(method):
     """For shards: the global model, the mean of the workers' parameters, and the residual of their exchange."""
     step, mesh = make("tensor parallel", jc.chain(optax.sgd(0.1, momentum=0.9), (METHODS | EXCHANGES)[method]))

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
+from tests.marks import slow_except
 
 ROWS, D, F, B = 24, 4, 3, 8
 SPECS = {"words": {"table": P("data")}, "places": P(None, "data"), "w": P()}
@@ -49,7 +50,7 @@ def make(K, tx=None, specs=SPECS, lookups=LOOKUPS, **options):
     return jc.make_train_step(loss_fn, tx, jc.make_mesh(data=K), specs=specs, lookups=lookups, **options)
 
 
-@pytest.mark.parametrize("K", [2, 4])
+@pytest.mark.parametrize("K", slow_except([2, 4], 2))
 def test_tables_train_as_on_one_device_and_a_bad_step_changes_nothing(K):
     def whole(params, batch):
         taken = params["words"]["table"][batch["words"]], params["places"][batch["place"]]
@@ -117,6 +118,7 @@ def test_bytes_are_those_of_ids_vectors_and_changes_and_do_not_grow_with_the_tab
     assert step.report(make(2).init(large), batch).received == expected
 
 
+@pytest.mark.slow
 def test_a_table_may_be_looked_up_by_the_loss_beside_one_that_the_step_looks_up():
     """Its gradient is then dense, with the same result."""
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from jaxcomm.steps import mesh as meshes
+from tests.marks import slow_except
 
 K, ROWS, FEATURES, CLASSES = 4, 16, 12, 5
 RANDOM = np.random.default_rng(0)
@@ -158,6 +159,7 @@ def test_a_state_that_is_none():
     )
 
 
+@pytest.mark.slow
 def test_a_state_of_other_workers():
     _, state, _ = train()
     host = jax.tree.map(np.asarray, state)
@@ -210,6 +212,7 @@ def test_parameters_that_are_sharded_already():
     assert state.params["w"].sharding.spec[0] == "fsdp"
 
 
+@pytest.mark.slow
 def test_parameters_that_are_sharded_within_a_worker():
     """FSDP: over the axis of the workers, the loss gets shards; over another axis, whole tensors."""
     with pytest.raises(TypeError) as error:
@@ -219,6 +222,7 @@ def test_parameters_that_are_sharded_within_a_worker():
     train(mesh=jc.make_mesh(data=2, fsdp=4), specs={"w": P("fsdp"), "b": P()}, auto=("fsdp",))
 
 
+@pytest.mark.slow
 def test_a_line_search_in_another_chain():
     tx = optax.chain(jc.plump_dp(), optax.lbfgs())
     with pytest.raises(TypeError, match="'value_fn'") as error:
@@ -237,7 +241,7 @@ def test_an_exchange_in_multi_steps():
     assert state.opt_state.gradient_step == 1
 
 
-@pytest.mark.parametrize("wrapper", ["masked", "partition"])
+@pytest.mark.parametrize("wrapper", slow_except(["masked", "partition"], "partition"))
 def test_an_exchange_of_some_parameters(wrapper):
     labels = {"w": "sent", "b": "frozen"}
     tx = {
@@ -258,6 +262,7 @@ def test_integers_among_the_parameters_of_an_exchange():
     np.testing.assert_array_equal(state.params["steps"], 0)
 
 
+@pytest.mark.slow
 def test_a_loop_of_steps_is_verified_as_such():
     tx = chain()
     step, state, _ = train(tx=tx, donate=False)

@@ -11,6 +11,7 @@ from jaxcomm.accounting.hlo import read_program
 from jaxcomm.traffic import Traffic
 from tests.jaxcomm.train_steps import init_state
 from tests.jaxcomm.workers import is_per_worker
+from tests.marks import slow_except
 from train.checkpoints import Checkpoints
 
 K, ROWS, BAD_STEP = 4, 8, 2
@@ -86,7 +87,7 @@ def test_workers_agree_with_one_device(place):
     assert np.abs(state.model_state["mean"]).min() > 0
 
 
-@pytest.mark.parametrize("place", [on_mesh, eleven])
+@pytest.mark.parametrize("place", slow_except([on_mesh, eleven], on_mesh))
 def test_a_skipped_step_keeps_the_old_state(place):
     state, step = place(GRADIENTS, donate=False)
     for index, batch in enumerate(batches(44)):
@@ -98,8 +99,8 @@ def test_a_skipped_step_keeps_the_old_state(place):
         state = new
 
 
-@pytest.mark.parametrize("place", [on_mesh, simulated])
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("place", slow_except([on_mesh, simulated], on_mesh))
+@pytest.mark.parametrize("name", slow_except(LOCAL, "local_sgd"))
 def test_with_local_methods_it_is_the_mean_over_workers_and_a_bad_worker_keeps_the_old(name, place):
     state, step = place(LOCAL[name])
     own = [np.zeros(5)] * K
@@ -118,7 +119,9 @@ def test_with_local_methods_it_is_the_mean_over_workers_and_a_bad_worker_keeps_t
     assert is_per_worker(state.model_state["mean"]) == (name == "local_sgd")  # slim_dp exchanges in every step
 
 
-@pytest.mark.parametrize("tx", [GRADIENTS, *LOCAL.values()], ids=["dct_dp", *LOCAL])
+@pytest.mark.parametrize(
+    "tx", slow_except([GRADIENTS, *LOCAL.values()], GRADIENTS, LOCAL["local_sgd"]), ids=["dct_dp", *LOCAL]
+)
 def test_bytes_are_predicted_and_travel_with_the_losses(tx):
     state, step = on_mesh(tx)
     batch = next(batches())
@@ -149,7 +152,7 @@ def test_the_state_is_the_same_on_all_workers_and_no_other_leaf_changes():
     assert set(jax.tree.leaves(jc.state_specs(state).model_state)) == {jax.sharding.PartitionSpec()}
 
 
-@pytest.mark.parametrize("workers", [K, 2])
+@pytest.mark.parametrize("workers", slow_except([K, 2], K))
 def test_a_checkpoint_and_another_number_of_workers_keep_it(workers, tmp_path):
     state, step = on_mesh(GRADIENTS)
     state, _ = step(state, next(batches()))

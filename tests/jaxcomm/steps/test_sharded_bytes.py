@@ -13,6 +13,7 @@ from jaxcomm.accounting.hlo import read_program
 from jaxcomm.layers.split_dense import plan_split_dense
 from tests.jaxcomm.steps import sharded
 from tests.jaxcomm.train_steps import state_shapes
+from tests.marks import slow_except
 
 SGD = jc.chain(optax.add_decayed_weights(1e-2), optax.sgd(0.1, momentum=0.9))
 METHODS = {"plump_dp": jc.plump_dp(), "quant_dp": jc.quant_dp(8)}
@@ -67,7 +68,11 @@ def slices_over_model():
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [("tensor parallel", "quant_dp"), ("partitioned", "quant_dp"), ("unreduced", "plump_dp")]
+    ("name", "method"),
+    slow_except(
+        [("tensor parallel", "quant_dp"), ("partitioned", "quant_dp"), ("unreduced", "plump_dp")],
+        ("unreduced", "plump_dp"),
+    ),
 )
 def test_a_gradient_in_slices_is_not_gathered(name, method):
     """On 4 x 2 devices, by the number of participants: over the workers, only the shards' exchange is sent; over the
@@ -109,7 +114,9 @@ def test_an_exchange_over_the_workers_alone_gathers_the_gradient():
 # Verification only counts what is sent over the workers.
 
 
-@pytest.mark.parametrize("name", ["split", "one worker", "tensor parallel", "partitioned", "unreduced"])
+@pytest.mark.parametrize(
+    "name", ["split", "one worker", "tensor parallel", pytest.param("partitioned", marks=pytest.mark.slow), "unreduced"]
+)
 def test_a_step_of_shards_is_verified(name):
     make, loss_fn, specs, mesh = sharded.WAYS[name]
     mesh, tx = mesh(), jc.chain(jc.topk(0.9, dense_below=16), SGD)

@@ -16,7 +16,11 @@ LEVEL = {"quant_dp": 2e-3}  # a number between two levels may fall to either sid
 
 @pytest.mark.parametrize(
     ("method", "ways"),
-    [("dct_dp", ["partitioned"]), ("powersgd", ["partitioned"]), ("quant_dp", ["unreduced"])],
+    [
+        pytest.param("dct_dp", ["partitioned"], marks=pytest.mark.slow),
+        pytest.param("powersgd", ["partitioned"], marks=pytest.mark.slow),
+        ("quant_dp", ["unreduced"]),
+    ],
 )
 def test_ways_agree_with_compression(method, ways):
     """By hand, by the compiler, and on a mesh of Explicit axes."""
@@ -32,6 +36,7 @@ def test_ways_agree_with_compression(method, ways):
             assert int(metrics[count]) == int(others[count])
 
 
+@pytest.mark.slow
 def test_without_slices_it_is_the_data_parallel_step():
     tx, mesh = jc.chain(jc.sign(), optax.sgd(0.1, momentum=0.9)), jc.make_mesh(data=4)
     state, other = init_state(sharded.params(), tx, mesh, specs=P()), init_state(sharded.params(), tx, mesh)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomm as jc
 from tests.jaxcomm.steps import sharded
 from tests.jaxcomm.train_steps import init_state, state_shapes
+from tests.marks import slow_except
 
 SGD = jc.chain(optax.add_decayed_weights(1e-2), optax.sgd(optax.linear_schedule(0.3, 0.1, 10), momentum=0.9))
 # The norms are of whole tensors: over all shards, with every block counted once.
@@ -26,7 +27,7 @@ def assert_same_params(name, state, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), mine, expected)
 
 
-@pytest.mark.parametrize("name", ["split, one loss", "one worker", "as given", "unreduced"])
+@pytest.mark.parametrize("name", slow_except(["split, one loss", "one worker", "as given", "unreduced"], "unreduced"))
 def test_ten_steps_equal_one_device(name):
     """Momentum, a schedule and weight decay included: the paper's two tricks are consequences."""
     state, metrics = sharded.trained(name, jc.chain(jc.plump_dp(), SGD), 10)
@@ -35,7 +36,7 @@ def test_ten_steps_equal_one_device(name):
     assert int(metrics["skipped"]) == 0
 
 
-@pytest.mark.parametrize("name", ["split", "tensor parallel", "unreduced"])
+@pytest.mark.parametrize("name", slow_except(["split", "tensor parallel", "unreduced"], "tensor parallel"))
 def test_what_comes_after_the_exchange_sees_whole_arrays(name):
     state, _ = sharded.trained(name, jc.chain(jc.plump_dp(), ADAMW), 5)
     expected = sharded.trained_on_one_device(ADAMW, 5)
@@ -60,7 +61,7 @@ def test_weight_decay_before_the_exchange_is_that_of_one_device():
     assert_same_params("split", state, sharded.trained_on_one_device(jc.chain(decay, sgd), 5))
 
 
-@pytest.mark.parametrize("name", ["split", "unreduced"])
+@pytest.mark.parametrize("name", slow_except(["split", "unreduced"], "split"))
 def test_a_step_that_is_not_finite_is_skipped_by_all(name):
     make, loss_fn, specs, mesh = sharded.WAYS[name]
     mesh, tx = mesh(), jc.chain(jc.sign(), SGD)
@@ -81,7 +82,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(name):
     assert np.abs(np.asarray(after.params["up"]["kernel"]) - state.params["up"]["kernel"]).max() > 1e-4
 
 
-@pytest.mark.parametrize("name", ["split", "unreduced"])
+@pytest.mark.parametrize("name", slow_except(["split", "unreduced"], "split"))
 def test_scalars_and_running_statistics(name):
     """A running mean of the rows, and a scalar: means over all workers, kept when a step is skipped."""
     make, loss_fn, specs, mesh = sharded.WAYS[name]

@@ -58,7 +58,10 @@ def is_rows(node):
     return isinstance(node, jc.PerWorker)
 
 
-@pytest.mark.parametrize("tx", [jc.topk(0.9), jc.powersgd(2)], ids=["topk", "powersgd"])
+@pytest.mark.parametrize(
+    "tx",
+    [pytest.param(jc.topk(0.9), id="topk", marks=pytest.mark.slow), pytest.param(jc.powersgd(2), id="powersgd")],
+)
 def test_each_slice_is_exchanged_as_if_it_were_alone(tx):
     """Means, residuals and counts of two steps, against the same transformation on each shard by itself."""
     step, state = exchange_of(tx)

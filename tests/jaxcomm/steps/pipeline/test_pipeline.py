@@ -28,6 +28,7 @@ from tests.jaxcomm.steps.pipeline.stages import (
     stage_fn,
     stages_of,
 )
+from tests.marks import slow_except
 from tests.reference.dct_mp import DctMpReference
 
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
@@ -49,7 +50,7 @@ SETTINGS = [
     (3, 2, "1f1b", 2, False),
     (4, 4, "1f1b", 1, False),
 ]
-every_setting = pytest.mark.parametrize(("size", "count", "remat", "data", "has_state"), SETTINGS)
+NAMES = ("size", "count", "remat", "data", "has_state")
 
 
 @functools.cache
@@ -89,7 +90,7 @@ def assert_close(one, other, rtol=2e-5, atol=2e-6):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), one, other)
 
 
-@every_setting
+@pytest.mark.parametrize(NAMES, slow_except(SETTINGS, (2, 1, False, 2, False), (3, 8, "1f1b", 1, True)))
 def test_a_pipeline_is_one_device(size, count, remat, data, has_state):
     """Ten steps with momentum and weight decay: losses, scalars, parameters, and the running means after each."""
     run, state = run_of(size, count, remat, data, has_state), None
@@ -107,7 +108,7 @@ def test_a_pipeline_is_one_device(size, count, remat, data, has_state):
     assert all(np.abs(new["w"] - old["w"]).max() > 0.05 for new, old in zip(params, params_of(), strict=True))
 
 
-@every_setting
+@pytest.mark.parametrize(NAMES, slow_except(SETTINGS, *SETTINGS[::2]))
 def test_every_boundary_is_crossed_once_each_way_for_each_micro_batch(size, count, remat, data, has_state):
     """In the trace and in compiled text, although activations are recomputed in the backward pass."""
     run = run_of(size, count, remat, data, has_state)
@@ -188,6 +189,7 @@ class MaskedReference:
         return float(loss), jax.tree.map(np.asarray, [first, second, third])
 
 
+@pytest.mark.slow
 def test_boundaries_of_dct_mp_are_those_of_the_paper():
     run, reference, state = masked_run(), MaskedReference(workers=2, count=2), None
     for batch in batches(3):
@@ -200,8 +202,8 @@ def test_boundaries_of_dct_mp_are_those_of_the_paper():
 @pytest.mark.parametrize(
     ("size", "count", "boundaries"),
     [
-        (2, 8, [jc.dct_mp(0.0)]),
-        (2, 4, [jc.dct_mp(0.5)]),
+        pytest.param(2, 8, [jc.dct_mp(0.0)], marks=pytest.mark.slow),
+        pytest.param(2, 4, [jc.dct_mp(0.5)], marks=pytest.mark.slow),
         (3, 4, MASKED),
         (3, 8, [jc.dct_mp(0.0, value_dtype="int4"), jc.dct_mp(0.4, value_dtype="int4")]),
     ],
@@ -257,7 +259,7 @@ def wide_loss(x, batch):
     return jnp.mean(x**2), {}
 
 
-@pytest.mark.parametrize("remat", [True, False])
+@pytest.mark.parametrize("remat", slow_except([True, False], False))
 def test_gradients_pass_by_positions_that_are_written_as_a_mask(remat):
     """In the scan over micro-batches; if many of 2048 positions are sent, each takes a bit."""
     width, rows = 128, 64

@@ -22,6 +22,7 @@ from tests.jaxcomm.steps.pipeline.stages import (
     params_of,
     stages_of,
 )
+from tests.marks import slow_except
 
 K, WIDTH = 2, 24
 SGD = optax.sgd(0.1)
@@ -140,7 +141,7 @@ def assert_close(one, other, rtol=1e-4, atol=2e-6):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), one, other)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "streaming" else ()) for n in METHODS])
+@pytest.mark.parametrize("name", slow_except(METHODS, "quant_dp"))
 def test_every_method_exchanges_each_stage_as_data_parallel_workers_do(name):
     """By tensors: as for the whole model. By stages: as for that stage alone, with gradients of the whole model."""
     run, state = run_of(name), None
@@ -264,7 +265,7 @@ def local_run():
     return cut(2, tx, data=K, has_state=True, boundaries=boundaries, micro_batches=2)
 
 
-@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize("at", slow_except([0, 3], 0))
 def test_with_a_local_method_all_stages_of_a_worker_that_meets_nan_stay_as_they_were(at):
     """Between two exchanges; the other worker goes on, and so does this one with the next batch."""
     run, (first, second, third) = local_run(), batches(3)
@@ -315,6 +316,7 @@ def assert_same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at", "worker", "bad"), [(0, 1, np.nan), (3, 0, np.inf)])
 def test_one_bad_gradient_in_one_stage_of_one_worker_skips_the_step_for_all(at, worker, bad):
     """Parameters, momentum, residuals, running means stay; the next step is as if nothing had happened."""

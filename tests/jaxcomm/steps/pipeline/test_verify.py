@@ -1,5 +1,7 @@
 """What a pipeline's step sends: predicted, and verified on the compiled step, so that tampering is found."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,8 +106,14 @@ def prove(first=nothing_more, second=nothing_more, outside=None, axes=None, tx=N
     ("axes", "tx"),
     [
         ({"data": K, "stage": 2}, TOPK),
-        ({"stage": 2, "data": K}, optax.chain(SGD, jc.local_sgd(3, exchange=jc.topk(0.5)))),
-        ({"data": 1, "stage": 2}, optax.chain(jc.dct_dp(0.9, drain_every=5, dense_below=0), SGD)),
+        pytest.param(
+            {"stage": 2, "data": K}, optax.chain(SGD, jc.local_sgd(3, exchange=jc.topk(0.5))), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"data": 1, "stage": 2},
+            optax.chain(jc.dct_dp(0.9, drain_every=5, dense_below=0), SGD),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["topk", "local", "alone"],
 )
@@ -133,19 +141,22 @@ def permuted(axis, pairs):
 OTHERS = r"boundaries, its exchange and at most 256 bytes more; got .* more in the {} step. Raise other_bytes="
 
 
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("tampering", "message"),
     [
-        ({"first": summed("data")}, OTHERS.format("usual")),
+        SLOW({"first": summed("data")}, OTHERS.format("usual")),
         ({"second": summed("data")}, OTHERS.format("usual")),
-        ({"second": rarely(summed("data"))}, OTHERS.format("most expensive")),
-        ({"outside": summed("stage")}, OTHERS.format("usual")),
-        ({"first": permuted("data", [(0, 1)])}, OTHERS.format("usual")),
-        (
+        SLOW({"second": rarely(summed("data"))}, OTHERS.format("most expensive")),
+        SLOW({"outside": summed("stage")}, OTHERS.format("usual")),
+        SLOW({"first": permuted("data", [(0, 1)])}, OTHERS.format("usual")),
+        SLOW(
             {"outside": permuted("stage", [(0, 1)])},
             r"must send what it claims; got 3,232 bytes forward over 2 workers between the stages \(0, 1\), where 592",
         ),
-        (
+        SLOW(
             {"first": lambda x: lax.psum(x.astype(jnp.bfloat16), "data").astype(x.dtype), "other_bytes": 10**6},
             r"no more bytes than were traced; got .* on average .*XLA has changed the collectives",
         ),
