@@ -1,4 +1,4 @@
-"""Rows with twenty features in three classes, in batches, for the scripts of `before` and `after`."""
+"""Rows with twenty features in three classes, in batches, for the scripts."""
 
 import numpy as np
 

@@ -1,6 +1,6 @@
-"""Training scripts of several libraries, for one device and with jaxcomm: how they differ, and how they train."""
+"""Training scripts of several libraries, and their diffs that bring in jaxcomm: how long they are, how both train."""
 
-import difflib
+import itertools
 import re
 from pathlib import Path
 
@@ -16,14 +16,8 @@ HERE = Path(__file__).parent
 GUIDE = HERE.parents[1] / "docs/guide.md"
 K = 8
 USUAL = ("flax_nnx", "class_weights", "counts", "equinox_batch_norm")
-NAMED = (
-    "flax_rnn",
-    "class_weights",
-    "multi_transform",
-    "counts",
-    "gan",
-    "equinox_batch_norm",
-)  # not shown in the guide
+# Not shown in the guide.
+NAMED = ("flax_rnn", "class_weights", "multi_transform", "counts", "gan", "equinox_batch_norm")
 COMMUNICATING = ("contrastive", "equinox_batch_norm")  # losses whose own bytes exceed those of so small a model
 # What `verify` takes from each script: the step, its arguments, and the parameters.
 VERIFIED = {
@@ -74,8 +68,23 @@ VERIFIED = {
 FORMS = [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in VERIFIED]
 
 
-def source(when, name):
-    return (HERE / when / f"{name}.py").read_text()
+def source(name):
+    return (HERE / f"{name}.py").read_text()
+
+
+def hunks(name):
+    """The hunks of a script's diff, as lists of lines; the import of the library is not in it."""
+    return [hunk.splitlines(keepends=True) for hunk in (HERE / f"{name}.diff").read_text().split("@@\n")[1:]]
+
+
+def changed(name):
+    """The script with jaxcomm."""
+    text = source(name).replace("from tests.forms", "import jaxcomm as jc\nfrom tests.forms", 1)
+    for hunk in hunks(name):
+        old, new = ("".join(line[1:] for line in hunk if line[0] in signs) for signs in (" -", " +"))
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    return text
 
 
 def run(text):
@@ -91,24 +100,9 @@ def dense(text):
 
 
 def changed_lines(name):
-    """The number of lines that were added, changed or deleted, apart from the import of the library."""
-    before, after = (source(when, name).splitlines() for when in ("before", "after"))
-    after.remove("import jaxcomm as jc")
-    blocks = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
-    lines = 0
-    for kind, a, b, c, d in blocks:
-        if kind != "equal":
-            lines += max(sum(map(bool, before[a:b])), sum(map(bool, after[c:d])))  # empty lines do not count
-    return lines
-
-
-def diff(name):
-    """The difference, as in the guide."""
-    before, after = (source(when, name).splitlines() for when in ("before", "after"))
-    after.remove("import jaxcomm as jc")
-    return [
-        line for line in difflib.unified_diff(before, after, lineterm="", n=0) if line[:2] not in ("--", "++", "@@")
-    ]
+    """The number of lines that were added, changed or deleted, apart from the import of the library and empty lines."""
+    runs = [list(run) for hunk in hunks(name) for _, run in itertools.groupby(hunk, lambda line: line[0] == " ")]
+    return sum(max(sum(line[0] == sign and line[1:].strip() != "" for line in run) for sign in "-+") for run in runs)
 
 
 @pytest.mark.parametrize("name", VERIFIED)
@@ -117,15 +111,15 @@ def test_a_script_changes_by_at_most_three_lines(name):
     assert 2 <= changed_lines(name) <= (11 if name == "class_weights" else 3)
 
 
-def test_each_script_has_its_twin():
-    for when in ("before", "after"):
-        assert sorted(path.stem for path in (HERE / when).glob("*.py")) == sorted(VERIFIED)
+def test_each_script_has_its_diff():
+    names = {path.stem for path in HERE.glob("*.py")} - {"data", "test_forms"}
+    assert names == {path.stem for path in HERE.glob("*.diff")} == VERIFIED.keys()
 
 
 @pytest.mark.parametrize("name", VERIFIED)
 def test_the_guide_shows_the_difference(name):
-    shown = "\n".join(line for line in diff(name) if line[1:].strip())
-    wanted = f"`{name}`" if name in NAMED else f"```diff\n{shown}\n```"
+    shown = "".join(line for hunk in hunks(name) for line in hunk if line[0] in "-+" and line[1:].strip())
+    wanted = f"`{name}`" if name in NAMED else f"```diff\n{shown}```"
     assert wanted in GUIDE.read_text()
 
 
@@ -136,10 +130,9 @@ def test_a_dense_exchange_is_the_script_of_one_device(name, monkeypatch):
         monkeypatch.setattr(data, "COPIES", K)
     if name == "haiku_jmp":
         monkeypatch.setattr(data, "POISONED", 12)
-    before, after = (source(when, name) for when in ("before", "after"))
     before, after = (
         re.sub(r"Dropout\(0\.1\)|DROPOUT = 0\.1", lambda m: m[0].replace("0.1", "0.0"), text)
-        for text in (before, after)
+        for text in (source(name), changed(name))
     )
     alone, together = run(before), run(dense(after))
     assert len(alone["losses"]) == data.STEPS
@@ -154,7 +147,7 @@ def test_a_dense_exchange_is_the_script_of_one_device(name, monkeypatch):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_compressed_exchange_learns_and_its_bytes_are_verified(name):
-    script = run(source("after", name))
+    script = run(changed(name))
     losses = np.asarray(script["losses"])
     assert np.mean(losses[-5:]) < 0.5 * losses[0]
     step, args, params = VERIFIED[name](script)
