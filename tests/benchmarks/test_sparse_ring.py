@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -18,7 +19,7 @@ from jaxcomm.collectives.reduced import SparseReduced
 from jaxcomm.kernels.bits import pack
 from jaxcomm.layout import plan_layout
 from tests.jaxcomm.formulas import index_words
-from tests.jaxcomm.train_steps import init_state
+from tests.jaxcomm.train_steps import init_state, repeated
 
 EPS = 2.0**-23
 # K: (blocks, the fraction that is kept). There are regions of one block and of two, one half beyond the vector (K = 3),
@@ -282,16 +283,28 @@ def test_a_ring_equals_a_gather_where_everything_fits(method):
         jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, states))
 
 
+@pytest.mark.parametrize(
+    ("exchange", "ones"), [(ring_dct_dp(0.9, life_span=10**6), 4096), (ring_topk(0.9), 2048)], ids=["dct_dp", "topk"]
+)
+def test_no_coordinate_starves_where_overflow_lasts(exchange, ones):
+    gradient = np.zeros((2, 4096), np.float32)
+    gradient[:, :ones] = 1
+    state, overflow = repeated(optax.chain(exchange, optax.sgd(1.0)), gradient, 120)
+    assert overflow > 0
+    np.testing.assert_array_equal(state.params["w"] != 0, gradient[0] != 0)
+
+
 @pytest.mark.slow
 def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_proceeds():
-    K, n = 3, 2048
+    """Of more than 4096 elements, where a maximum that XLA compiles for a CPU loses NaN."""
+    K, n = 3, 6144
     state, step = simulated(ring_topk(0.9), n, K)
     rng = np.random.default_rng(0)
     gradients = rng.normal(size=(K, n)).astype(np.float32)
     _, before = step(gradients, state)
     for bad in (np.nan, np.inf):
         broken = gradients.copy()
-        broken[2, 2000] = bad
+        broken[2, 6000] = bad
         means, after = step(broken, before)
         assert (int(after.metrics.skipped), int(after.metrics.sent), int(after.metrics.overflow)) == (1, 0, 0)
         assert not np.any(means)

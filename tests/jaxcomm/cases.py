@@ -15,37 +15,31 @@ from tests.jaxcomm.workers import OnMesh, Simulated
 
 METHODS = (plump_dp, topk, dct_dp, dgc, demo, pulse, random_k, iwp, sign, quant_dp, terngrad)
 
-# The first row of a method is tested with every number of workers, variants with fewer, as compiling is expensive.
+# The rows of the table. Compiling is expensive: a row is tested with two workers and with a number of its own, variants
+# with two, and plain `pytest` runs one setting of a row. Every family has rows with 1, 3, 4 or 8 workers.
 CASES: list[Case] = [case for method in METHODS for case in method.CASES]
 FIRST: list[Case] = [method.CASES[0] for method in METHODS]
 
-# Every number of workers with the shapes that it is tested on, the last only for a method whose usual setting it is, as
-# it takes longest and each family has such a method; then the same for variants.
 LARGEST = (8, "odd")
 SETTINGS = [(1, "single"), (2, "odd"), (3, "half"), (4, "pair"), LARGEST]
 FEW = [(2, "odd")]
 
-# If a test does not have a case's `usual` setting, plain `pytest` runs the first of these that it has; the other
-# settings, and the variants, are in the slow tier.
-USUAL = [(4, "pair"), LARGEST, (3, "half")]
+# If a test does not have a row's own setting, the row is tested with the first of these that it has.
+INSTEAD = [(4, "pair"), LARGEST, (3, "half")]
 
 
 def over(rows: list[Case], settings: list[tuple[int, str]], of_variants: list[tuple[int, str]]) -> Any:
-    """Parametrizes a test over cases, numbers of workers K and trees of shapes; all but one per method are slow."""
-
-    def marks(case: Case, setting: tuple[int, str]) -> Any:
-        usual = next((each for each in [case.usual, *USUAL] if each in settings), settings[0])
-        return pytest.mark.slow if case.is_variant or setting != usual else ()
-
-    return pytest.mark.parametrize(
-        ("case", "K", "tree"),
-        [
-            pytest.param(case, K, tree, id=f"{case}-{K}-{tree}", marks=marks(case, (K, tree)))
-            for case in rows
-            for K, tree in (of_variants if case.is_variant else settings)
-            if (K, tree) != LARGEST or case.usual == LARGEST
-        ],
-    )
+    """Parametrizes a test over cases, numbers of workers K and trees of shapes; all but one per row are slow."""
+    params = []
+    for case in rows:
+        own = next((setting for setting in [case.setting, *INSTEAD] if setting in settings), settings[0])
+        tested = of_variants if case.is_variant else [each for each in settings if each == own or each[0] == 2]
+        usual = None if case.is_variant else own if own[0] > 1 else tested[-1]
+        params += [
+            pytest.param(case, K, tree, id=f"{case}-{K}-{tree}", marks=() if (K, tree) == usual else pytest.mark.slow)
+            for K, tree in tested
+        ]
+    return pytest.mark.parametrize(("case", "K", "tree"), params)
 
 
 def first_rows(rows: list[Case]) -> list[Any]:

@@ -3,6 +3,8 @@
 import warnings
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 import jaxcomm as jc
@@ -28,6 +30,18 @@ def init_state(params, tx, workers, *, axis_name="data", model_state=(), specs=N
     else:
         step = jc.simulate(loss, tx, workers, axis_name=axis_name)
     return step.init(params, model_state)
+
+
+def repeated(tx, gradient, count):
+    """The state, and the sum of overflow, after a step of zeros and `count` simulated steps of one gradient (K, n)."""
+    K, n = gradient.shape
+    step = jc.simulate(lambda params, rows: jnp.mean(rows @ params["w"]), tx, K)
+    state, overflow = init_state({"w": jnp.zeros(n)}, tx, K), 0
+    state, _ = step(state, np.zeros_like(gradient))
+    for _ in range(count):
+        state, metrics = step(state, gradient)
+        overflow += metrics["overflow"]
+    return state, overflow
 
 
 def state_shapes(params, tx, mesh, specs, **options):

@@ -20,8 +20,8 @@ class Case:
 
     Attributes:
       options: the factory's arguments.
-      usual: the workers K and the tree with which plain `pytest` tests it, if a test has them (`cases.over`); None for
-        a variant of another row, which is slow.
+      setting: the workers K and the tree with which it is tested besides two workers, if a test has them
+        (`cases.over`); None for a variant of another row, which is slow.
       factory: makes the transformation.
       compresses: whether anything is not sent densely.
       residual: whether what is not sent stays in a residual, so that nothing is lost.
@@ -39,7 +39,7 @@ class Case:
     """
 
     options: dict[str, Any]
-    usual: tuple[int, str] | None = None
+    setting: tuple[int, str] | None = None
 
     factory: ClassVar[Callable[..., Any]]
     compresses: ClassVar[bool] = True
@@ -56,8 +56,8 @@ class Case:
     recovers: ClassVar[dict[str, dict[str, Any]]] = {"": {}}
 
     @classmethod
-    def row(cls, usual: tuple[int, str] = (4, "pair"), **options: Any) -> Self:
-        return cls(options, usual)
+    def row(cls, setting: tuple[int, str] = (4, "pair"), **options: Any) -> Self:
+        return cls(options, setting)
 
     @classmethod
     def variant(cls, **options: Any) -> Self:
@@ -65,8 +65,8 @@ class Case:
 
     @property
     def is_variant(self) -> bool:
-        """Whether another row of the method is the one that is tested with every number of workers."""
-        return self.usual is None
+        """Whether another row of the method is the one that is tested with several numbers of workers."""
+        return self.setting is None
 
     @property
     def name(self) -> str:

@@ -78,7 +78,7 @@ class WatchedDemo(Watched, DemoReference):
 
 
 CASES = [
-    Demo.row(usual=(4, "pair"), k=102, chunk=1024, decay=1.0, value_dtype="float32", collective="gather"),
+    Demo.row(setting=(1, "single"), k=102, chunk=1024, decay=1.0, value_dtype="float32", collective="gather"),
     Demo.variant(k=400, decay=1.0, value_dtype="bfloat16", collective="balanced"),
     Demo.variant(k=400, decay=1.0, value_dtype="bfloat16", dense_below=0, collective="gather"),
 ]

@@ -41,7 +41,9 @@ class WatchedDgc(Watched, DgcReference):
 
 
 CASES = [
-    Dgc.row(sparsity=0.9, value_dtype="bfloat16", momentum=0.5, warmup_steps=2, collective="gather"),
+    Dgc.row(
+        setting=(3, "half"), sparsity=0.9, value_dtype="bfloat16", momentum=0.5, warmup_steps=2, collective="gather"
+    ),
     Dgc.variant(
         sparsity=0.99, value_dtype="float32", momentum=0.9, clip=2.0, factor_masking=False, collective="gather"
     ),

@@ -41,4 +41,8 @@ class PlumpDp(Case):
         return both, both
 
 
-CASES = [PlumpDp.row(), PlumpDp.row(value_dtype="bfloat16"), PlumpDp.row(value_dtype="float16")]
+CASES = [
+    PlumpDp.row(),
+    PlumpDp.row(setting=(3, "half"), value_dtype="bfloat16"),
+    PlumpDp.row(setting=(1, "single"), value_dtype="float16"),
+]

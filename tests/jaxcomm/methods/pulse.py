@@ -40,7 +40,7 @@ class Pulse(Sparse):
 
 CASES = [
     # With normal gradients and weights, about half are visible.
-    Pulse.row(usual=(8, "odd"), sparsity=0.6, learning_rate=2.0**-8, value_dtype="bfloat16", collective="gather"),
+    Pulse.row(setting=(8, "odd"), sparsity=0.6, learning_rate=2.0**-8, value_dtype="bfloat16", collective="gather"),
     Pulse.variant(sparsity=0.2, learning_rate=2.0**-8, value_dtype="float32", seed=3, collective="gather"),
     Pulse.variant(sparsity=0.9, value_dtype="float32", dense_below=0, collective="gather"),
     Pulse.variant(sparsity=0.9, value_dtype="bfloat16", collective="balanced", checksum=True),

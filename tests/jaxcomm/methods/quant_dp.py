@@ -57,7 +57,7 @@ class QuantDp(Coded):
 
 
 CASES = [
-    QuantDp.row(bits=8, collective="two_shot", seed=5),
+    QuantDp.row(setting=(3, "half"), bits=8, collective="two_shot", seed=5),
     QuantDp.variant(bits=8, collective="psum", seed=3),
     QuantDp.variant(bits=16, collective="psum", bucket=128, norm="l2", seed=4),
     QuantDp.variant(bits=4, norm="l2", bucket=128, collective="gather", dense_below=0),

@@ -34,7 +34,7 @@ class RandomK(WithSparsity, Shared):
 
 
 CASES = [
-    RandomK.row(sparsity=0.9, value_dtype="bfloat16", collective="two_shot", seed=3),
+    RandomK.row(setting=(1, "single"), sparsity=0.9, value_dtype="bfloat16", collective="two_shot", seed=3),
     RandomK.variant(sparsity=0.5, value_dtype="float32", collective="psum", dense_below=0),
     RandomK.variant(sparsity=0.9, value_dtype="bfloat16", collective="ring", checksum=True),
 ]

@@ -45,6 +45,6 @@ class WatchedSign(Watched, SignReference):
 
 
 CASES = [
-    Sign.row(usual=(8, "odd"), collective="two_shot"),
+    Sign.row(setting=(8, "odd"), collective="two_shot"),
     Sign.variant(collective="gather", dense_below=0, checksum=True),
 ]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import re
 from typing import Annotated
 
 import jax
@@ -16,6 +15,7 @@ from jaxcomm.checks import count
 from jaxcomm.exchange import Exchange
 from tests.jaxcomm.cases import CASES, FIRST
 from tests.marks import slow_except
+from tests.refusals import refused
 
 
 def taking(argument):
@@ -41,14 +41,6 @@ def test_what_a_family_takes_by_name_no_method_takes_by_position(method):
 
 
 @pytest.mark.parametrize("factory", SPARSE)
-@pytest.mark.parametrize("sparsity", [1.0, -0.1, NAN, 99, "0.9", None])
-def test_sparsity_is_a_fraction_below_1(factory, sparsity):
-    message = f"sparsity must be at least 0 and below 1 .*; got {sparsity!r}. Use 0.99 to send 1%, or plump_dp"
-    with pytest.raises(ValueError, match=message):
-        factory(sparsity)
-
-
-@pytest.mark.parametrize("factory", SPARSE)
 @pytest.mark.parametrize("number", [np.float64(0.75), np.float32(0.75), 0])
 def test_sparsity_may_be_any_number(factory, number):
     """Such as np.linspace returns, in a sweep."""
@@ -60,104 +52,58 @@ def test_slack_may_be_any_number():
     jax.eval_shape(jc.dct_dp(0.75, slack=np.float32(1.5)).init, jnp.zeros(1000))
 
 
-@pytest.mark.parametrize("life_span", [0, -1, 2.5, True, None])
-def test_life_span_is_a_count(life_span):
-    message = f"life_span must be an integer of at least 1; got {life_span!r}. 1 refreshes the thresholds in every step"
-    with pytest.raises(ValueError, match=message):
-        jc.dct_dp(life_span=life_span)
-
-
-@pytest.mark.parametrize("slack", [0.5, INF, NAN, -1, None, "1.1"])
-def test_slack_is_at_least_1(slack):
-    with pytest.raises(ValueError, match=f"slack must be at least 1; got {slack!r}. 1.05 leaves 5% of room"):
-        jc.dct_dp(slack=slack)
-
-
-@pytest.mark.parametrize("drain_every", [0, -5, 0.5])
-def test_drain_every_is_a_count_or_none(drain_every):
-    message = f"drain_every must be an integer of at least 1, or None; got {drain_every!r}. None never drains"
-    with pytest.raises(ValueError, match=message):
-        jc.dct_dp(drain_every=drain_every)
-
-
-@pytest.mark.parametrize("factory", COMPRESSORS)
-@pytest.mark.parametrize("dense_below", [-1, 1.5])
-def test_dense_below_is_a_count(factory, dense_below):
-    message = f"dense_below must be an integer of at least 0; got {dense_below!r}. 0 compresses every tensor"
-    with pytest.raises(ValueError, match=message):
-        factory(dense_below=dense_below)
-
-
-@pytest.mark.parametrize("factory", taking("value_dtype"))
-def test_value_dtype_is_one_that_travels(factory):
-    names = r"(one of float32, bfloat16(, 4bit, 2bit)?|'float32', 'bfloat16' or 'float16')"
-    with pytest.raises(ValueError, match=rf"{names}; got 'int8'\. Pass value_d"):
-        factory(value_dtype="int8").init(jnp.zeros(1000))
+# (argument, who takes it, values that break its rule)
+NUMBERS = [
+    ("sparsity", SPARSE, [1.0, -0.1, NAN, 99, "0.9", None]),
+    ("dense_below", COMPRESSORS, [-1, 1.5]),
+    ("life_span", [jc.dct_dp], [0, -1, 2.5, True, None]),
+    ("slack", [jc.dct_dp], [0.5, INF, NAN, -1, None, "1.1"]),
+    ("drain_every", [jc.dct_dp], [0, -5, 0.5]),
+    ("bits", [jc.quant_dp], [3, 1, 12, "8", None]),
+    ("bucket", [jc.quant_dp], [0, 31, 16, 500, 2048, 512.0]),
+    ("norm", [jc.quant_dp], ["max_abs", 2, None]),
+    ("clip", [jc.terngrad], [0, -1.0, NAN, INF, "2"]),
+    ("learning_rate", [jc.pulse], [0, -1, NAN, INF, "1"]),
+    ("density", [jc.iwp], [0, 1.1, -0.1, NAN, "0.1"]),
+    ("publishers", [jc.iwp], [0, 1.5, True, None]),
+    ("life_span", [jc.iwp], [0, 2.5]),
+    ("alpha", [jc.iwp], [0, -1, NAN, INF, "1"]),
+    ("beta", [jc.iwp], [-0.1, NAN, INF, None]),
+    ("floor", [jc.iwp], [0, -1, NAN, INF]),
+    ("eps", [jc.iwp], [0, -1e-6, NAN]),
+    ("C", [jc.iwp], [-1, NAN, "1"]),
+    ("mask_codec", [jc.iwp], ["rice"]),
+    ("momentum", [jc.dgc, jc.iwp], [1, -0.1, NAN, "0.9"]),
+    ("clip", [jc.dgc, jc.iwp], [0, -1, NAN, INF, "1"]),
+    ("warmup_steps", [jc.dgc, jc.iwp], [-1, 1.5, None]),
+]
 
 
 @pytest.mark.parametrize(
-    ("factory", "ways"),
-    [
-        *((factory, "'gather', 'balanced' or 'auto'") for factory in OWN_COORDINATES),
-        *((factory, "one of psum, two_shot, ring") for factory in (jc.random_k, jc.iwp)),
-        *((factory, "'gather', 'two_shot' or 'auto'") for factory in (jc.terngrad, jc.sign)),
-        (jc.quant_dp, "'gather', 'two_shot', 'psum' or 'auto'"),
-    ],
+    ("name", "factory", "values"), [(name, each, values) for name, takers, values in NUMBERS for each in takers]
 )
-def test_collective_is_one_of_a_few_or_auto(factory, ways):
-    with pytest.raises(ValueError, match=f"{ways}.*; got .*'all_reduce'. .*'auto'"):
-        factory(collective="all_reduce").init(jnp.zeros(1000))
+def test_numbers_keep_their_rules(name, factory, values):
+    for value in values:
+        refused(lambda value=value: factory(**{name: value}), f"{name} must be ", f"; got {value!r}. ")
+
+
+# As above, with what the message offers; a gradient must be seen.
+CHOICES = [
+    *(("value_dtype", factory, "int8", "bfloat16") for factory in taking("value_dtype")),
+    *(("collective", factory, "all_reduce", "gather") for factory in (*OWN_COORDINATES, jc.terngrad, jc.sign)),
+    *(("collective", factory, "all_reduce", "psum") for factory in (jc.random_k, jc.iwp, jc.quant_dp)),
+]
+
+
+@pytest.mark.parametrize(("name", "factory", "value", "offered"), CHOICES)
+def test_a_choice_is_one_of_a_few(name, factory, value, offered):
+    refused(lambda: factory(**{name: value}).init(jnp.zeros(1000)), name, f"'{value}'", offered)
 
 
 @pytest.mark.parametrize("factory", [jc.random_k, jc.iwp])
 def test_psum_does_not_send_16_bits(factory):
-    message = "collective='psum' must have values of 32 bits, .*; got 16. Pass value_dtype='float32', or collective="
-    with pytest.raises(ValueError, match=message):
-        factory(value_dtype="bfloat16", collective="psum").init(jnp.zeros(1000))
-
-
-NUMBERS = {
-    "bits": (jc.quant_dp, [3, 1, 12, "8", None], "2, 4, 8 or 16", "8 is safe"),
-    "bucket": (jc.quant_dp, [0, 31, 16, 500, 2048, 512.0], "a power of two from 32 to 1024", "The paper uses 512"),
-    "norm": (jc.quant_dp, ["max_abs", 2, None], "'max' or 'l2'", "'max' adds less variance"),
-    "clip": (
-        jc.terngrad,
-        [0, -1.0, NAN, INF, "2"],
-        "a positive number, or None",
-        "The paper uses 2.5 standard",
-    ),
-    "learning_rate": (jc.pulse, [0, -1, NAN, INF, "1"], "a positive number", "1 for local_sgd with sgd(1.0)"),
-    "density": (jc.iwp, [0, 1.1, -0.1, NAN, "0.1"], "above 0 and at most 1", "0.02 leaves room for 2%"),
-    "publishers": (jc.iwp, [0, 1.5, True, None], "an integer of at least 1", "1 is the least, all workers the most"),
-    "life_span": (jc.iwp, [0, 2.5], "an integer of at least 1", "1 refreshes the mask in every step"),
-    "alpha": (jc.iwp, [0, -1, NAN, INF, "1"], "a number above 0, or a schedule of the step", "See the docstring"),
-    "beta": (jc.iwp, [-0.1, NAN, INF, None], "a number of at least 0, or a schedule of the step", "See the docstring"),
-    "floor": (jc.iwp, [0, -1, NAN, INF], "a positive number", "The default is small enough"),
-    "eps": (jc.iwp, [0, -1e-6, NAN], "a positive number", "The default is small enough"),
-    "C": (jc.iwp, [-1, NAN, "1"], "a number of at least 0", "0 always raises the threshold"),
-}
-OF_MOMENTUM = {
-    "momentum": ([1, -0.1, NAN, "0.9"], "at least 0 and below 1", "0.9 is usual, 0 turns it off"),
-    "clip": ([0, -1, NAN, INF, "1"], "a positive number, or None", "None does not clip"),
-    "warmup_steps": ([-1, 1.5, None], "an integer of at least 0", "0 starts with the final sparsity"),
-}
-ALL_NUMBERS = [
-    (factory, name, value, rule, remedy)
-    for name, (factory, values, rule, remedy) in NUMBERS.items()
-    for value in values
-]
-ALL_NUMBERS += [
-    (factory, name, value, rule, remedy)
-    for name, (values, rule, remedy) in OF_MOMENTUM.items()
-    for value in values
-    for factory in (jc.dgc, jc.iwp)
-]
-
-
-@pytest.mark.parametrize(("factory", "name", "value", "rule", "remedy"), ALL_NUMBERS)
-def test_numbers_keep_their_rules(factory, name, value, rule, remedy):
-    with pytest.raises(ValueError, match=re.escape(f"{name} must be {rule}; got {value!r}. {remedy}")):
-        factory(**{name: value})
+    tx = factory(value_dtype="bfloat16", collective="psum")
+    refused(lambda: tx.init(jnp.zeros(1000)), "collective='psum'", "got 16", "value_dtype='float32'")
 
 
 def test_a_subclass_with_another_default_keeps_the_rule():
@@ -172,11 +118,6 @@ def test_a_subclass_with_another_default_keeps_the_rule():
         Denser(life_span=4)
 
 
-def test_mask_codec_is_one_of_two_or_auto():
-    with pytest.raises(ValueError, match=r"mask_codec must be 'bitmap', 'coded' or 'auto'; got 'rice'\. 'auto'"):
-        jc.iwp(mask_codec="rice")
-
-
 def update_of(tx, tree, K=2, params=None):
     state = tx.init(tree)
     update = jax.vmap(lambda g: tx.update(g, state, params)[0], axis_name="data", out_axes=None)
@@ -185,14 +126,11 @@ def update_of(tx, tree, K=2, params=None):
 
 def test_there_are_no_more_publishers_than_workers():
     w = jnp.ones(1000)
-    with pytest.raises(ValueError, match=r"publishers must be at most the number of workers, 2; got 3. Pass fewer"):
-        update_of(jc.iwp(publishers=3), w, 2, w)
+    refused(lambda: update_of(jc.iwp(publishers=3), w, 2, w), "publishers", "workers, 2", "got 3")
 
 
 def test_importance_needs_the_parameters():
-    message = r"params must be given to iwp, .*; got none. Call tx.update\(gradients, state, params\)"
-    with pytest.raises(ValueError, match=message):
-        update_of(jc.iwp(), jnp.ones(1000))
+    refused(lambda: update_of(jc.iwp(), jnp.ones(1000)), "params", "iwp", "got none")
 
 
 def test_thresholds_may_be_schedules():
@@ -205,8 +143,7 @@ def test_thresholds_may_be_schedules():
 @pytest.mark.parametrize("factory", taking("axis_name"))
 def test_the_axis_is_one_in_scope(factory):
     w = jnp.ones(1000)
-    with pytest.raises(ValueError, match=r"got no axis 'workers'. Call it inside jax\.shard_map"):
-        update_of(factory(axis_name="workers"), w, 2, w)
+    refused(lambda: update_of(factory(axis_name="workers"), w, 2, w), "'workers'", "jax.shard_map")
 
 
 @pytest.mark.parametrize("case", slow_except(FIRST, FIRST[0]), ids=[case.name for case in FIRST])
@@ -224,9 +161,9 @@ def test_16_bits_in_and_out(case):
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({}, "at least one tensor; got an empty tree. Pass the parameters"),
-        ({"w": np.zeros(600, np.int32)}, r"real floating type; got int32 at .*'w'.*make_train_step leaves"),
-        ({"w": np.zeros(600, np.complex64)}, r"real floating type; got complex64 at .*'w'"),
+        ({}, "got an empty tree"),
+        ({"w": np.zeros(600, np.int32)}, "got int32 at .*'w'"),
+        ({"w": np.zeros(600, np.complex64)}, "got complex64 at .*'w'"),
     ],
 )
 def test_trees_that_are_no_gradient_are_refused(case, tree, message):

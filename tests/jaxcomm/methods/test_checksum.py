@@ -68,7 +68,7 @@ def kept(state):
     return state.residual, memory
 
 
-CHECKED = [type(case)({**case.options, "checksum": True}, case.usual) for case in CASES if not case.sums_numbers]
+CHECKED = [type(case)({**case.options, "checksum": True}, case.setting) for case in CASES if not case.sums_numbers]
 
 
 def kind_of_messages(case):

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxcomm as jc
-from benchmarks.sparse_ring import ring_dct_dp, ring_topk
 from tests.jaxcomm import cases, trees
-from tests.jaxcomm.cases import CASES, FEW, SETTINGS, simulated
+from tests.jaxcomm.cases import CASES, FEW, LARGEST, SETTINGS, simulated
 from tests.jaxcomm.methods import plump_dp
-from tests.jaxcomm.train_steps import init_state
+from tests.jaxcomm.train_steps import repeated
 from tests.jaxcomm.trees import EPS, gradients
 from tests.jaxcomm.workers import Simulated
 
@@ -90,9 +89,7 @@ def largest(dtype):
     return float(trees.finfo(dtype).max)
 
 
-@cases.over(
-    [case for case in WITH_RESIDUAL if case.is_dyadic], [(K, tree) for K, tree in SETTINGS if K != 3], [(2, "odd")]
-)
+@cases.over([case for case in WITH_RESIDUAL if case.is_dyadic], [(K, tree) for K, tree in SETTINGS if K != 3], FEW)
 @hypothesis.settings(max_examples=4)
 @hypothesis.given(seed=seeds, growth=st.sampled_from([1, 3]))
 def test_nothing_is_lost_to_the_bit_where_numbers_are_dyadic(case, K, tree, seed, growth):
@@ -107,7 +104,7 @@ def test_nothing_is_lost_to_the_bit_where_numbers_are_dyadic(case, K, tree, seed
 @pytest.mark.parametrize("case", cases.first_rows([case for case in CASES if case.can_overflow]))
 def test_a_gradient_that_grows_overflows_and_is_counted(case):
     """The law above would also hold without overflow; this proves that there was some."""
-    K, tree = case.usual or FEW[0]
+    K, tree = case.setting or FEW[0]
     outs = [out for _, _, out in steps_of(case, tree, K, ["normal"] * 8, 0, 3.0)]  # the first refresh their thresholds
     assert any(out.metrics.overflow > 0 for out in outs)
     assert all(out.metrics.sent > 0 for out in outs)
@@ -153,25 +150,19 @@ def test_a_threshold_found_among_zeros_selects_everything_for_one_step_alone():
     assert overflow[7] == overflow[11] == 0
 
 
-@pytest.mark.parametrize("collective", ["gather", "balanced", "ring"])
+@pytest.mark.parametrize("collective", ["gather", "balanced"])
 @pytest.mark.parametrize(
-    ("factory", "on_ring", "options", "ones"),
-    [(jc.dct_dp, ring_dct_dp, {"life_span": 10**6}, 4096), (jc.topk, ring_topk, {}, 2048)],
+    ("factory", "options", "ones"),
+    [(jc.dct_dp, {"life_span": 10**6}, 4096), (jc.topk, {}, 2048)],
     ids=["dct_dp", "topk"],
 )
-def test_no_coordinate_starves_where_overflow_lasts(factory, on_ring, options, ones, collective):
+def test_no_coordinate_starves_where_overflow_lasts(factory, options, ones, collective):
     """Equal gradients all reach every threshold; with top-k, all selected ones are in one owner's region."""
     K, n = 2, 4096
     gradient = np.zeros((K, n), np.float32)
     gradient[:, :ones] = 1
-    exchange = on_ring(0.9, **options) if collective == "ring" else factory(0.9, collective=collective, **options)
-    tx = optax.chain(exchange, optax.sgd(1.0))
-    step = jc.simulate(lambda params, rows: jnp.mean(rows @ params["w"]), tx, K)
-    state, overflow = init_state({"w": jnp.zeros(n)}, tx, K), 0
-    state, _ = step(state, np.zeros((K, n), np.float32))
-    for _ in range(120):
-        state, metrics = step(state, gradient)
-        overflow += metrics["overflow"]
+    tx = optax.chain(factory(0.9, collective=collective, **options), optax.sgd(1.0))
+    state, overflow = repeated(tx, gradient, 120)
     assert (overflow > 0) == (ones == n or collective != "gather")
     np.testing.assert_array_equal(state.params["w"] != 0, gradient[0] != 0)
 
@@ -223,7 +214,7 @@ def test_what_is_owed_survives_other_numbers_of_workers(case, K, tree):
             assert np.all(difference <= 16 * EPS * (sizes[name].mean(0) + np.abs(owed[name]).max(0))), name
 
 
-@cases.over([case for case in CASES if "clip" not in case.options], [(2, "odd"), (4, "pair"), (8, "odd")], [(2, "odd")])
+@cases.over([case for case in CASES if "clip" not in case.options], [(2, "odd"), (4, "pair"), LARGEST], FEW)
 def test_finite_gradients_with_an_infinite_sum_change_nothing_either(case, K, tree):
     workers = simulated(case, tree, K)
     first = workers.step(gradients("normal", 0, tree, K), workers.first)
@@ -271,7 +262,7 @@ def test_a_mean_that_its_own_type_cannot_hold_changes_nothing(tx):
     np.testing.assert_array_equal(new.residual.rows[:, 0, :600], 1000.0)
 
 
-@cases.over([case for case in CASES if case.sends_largest], [(4, "pair")], [(2, "odd")])
+@cases.over([case for case in CASES if case.sends_largest], [(4, "pair")], FEW)
 def test_the_mean_is_the_mean(case, K, tree):
     """Of what all workers sent, whatever the method: every worker sends a coordinate far above all others at once."""
     workers = simulated(case, tree, K)

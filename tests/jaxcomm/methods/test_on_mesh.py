@@ -8,12 +8,12 @@ import jaxcomm as jc
 from benchmarks.shapes import resnet50
 from jaxcomm.accounting.hlo import read_program
 from tests.jaxcomm import cases, trees
-from tests.jaxcomm.cases import CASES, LARGEST, on_mesh, simulated
+from tests.jaxcomm.cases import CASES, on_mesh, simulated
 from tests.jaxcomm.methods import topk
 from tests.jaxcomm.trees import EPS, gradients
 from tests.jaxcomm.workers import is_per_worker
 
-every_mesh = cases.over(CASES, [(4, "pair"), LARGEST], [(4, "pair")])
+every_mesh = cases.over(CASES, [(4, "pair")], [(4, "pair")])
 
 
 @every_mesh
@@ -36,7 +36,7 @@ def test_replicated_outputs_are_the_same_on_every_device(case, K, tree):
                 assert copy.tobytes() == copies[0].tobytes()
 
 
-@cases.over(CASES, [(4, "pair"), LARGEST], [])
+@cases.over(CASES, [(4, "pair")], [])
 def test_a_mesh_and_a_simulation_agree(case, K, tree):
     """From one state. Residuals agree to the bit, unless scales are sums; means to the rounding of a sum."""
     mesh, simulation = on_mesh(case, tree, K), simulated(case, tree, K)
@@ -76,10 +76,11 @@ def test_predicted_bytes_are_compiled_bytes_and_those_of_the_formula(case, K, tr
     assert report.program.received_at_most == compiled.received_at_most == at_most
 
 
-@cases.over(CASES, [(1, "pair"), (2, "pair"), (3, "half"), (96, "odd")], [(96, "odd")])
+@cases.over(CASES, [(96, "odd"), (2, "half")], [(96, "odd")])
 def test_bytes_of_any_number_of_workers_are_predicted_without_devices(case, K, tree):
-    report = jc.wire_report(case.make(), trees.shapes_of(tree), K)
-    assert (report.program.received, report.program.received_at_most) == case.received_bytes(tree, K)
+    for workers in (1, K) if K == 2 else (K,):
+        report = jc.wire_report(case.make(), trees.shapes_of(tree), workers)
+        assert (report.program.received, report.program.received_at_most) == case.received_bytes(tree, workers)
 
 
 RESNET = {f"{i:03}": jax.ShapeDtypeStruct(shape, np.float32) for i, shape in enumerate(resnet50())}

@@ -11,7 +11,6 @@ import optax
 import pytest
 
 import jaxcomm as jc
-from benchmarks.sparse_ring import ring_dct_dp
 from tests.jaxcomm.cases import FIRST
 from tests.jaxcomm.train_steps import init_state
 from tests.marks import slow_except
@@ -24,7 +23,6 @@ OF_THE_TABLE = {
     for what, options in case.recovers.items()
 }
 SKIPPED_BY_ALL = OF_THE_TABLE | {
-    "dct_dp ring": optax.chain(ring_dct_dp(0.9, life_span=5), SGD),
     "powersgd": optax.chain(jc.powersgd(2), SGD),
     "slim_dp": optax.chain(SGD, jc.slim_dp(q=7)),
     "slim_dp carry": optax.chain(SGD, jc.slim_dp(q=7, unsent="carry")),

@@ -19,7 +19,7 @@ class TopK(Sparse):
 
 
 CASES = [
-    TopK.row(usual=(8, "odd"), sparsity=0.9, value_dtype="bfloat16", collective="gather"),
+    TopK.row(setting=(8, "odd"), sparsity=0.9, value_dtype="bfloat16", collective="gather"),
     TopK.variant(sparsity=0.5, value_dtype="float32", dense_below=0, collective="gather"),
     TopK.variant(sparsity=0.99, value_dtype="float32", collective="gather"),
     TopK.variant(sparsity=0.9, value_dtype="bfloat16", dense_below=1024, collective="gather"),
