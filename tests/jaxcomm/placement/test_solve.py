@@ -8,6 +8,7 @@ import pytest
 from benchmarks.shapes import resnet50
 from jaxcomm.placement import solve as assign
 from jaxcomm.placement.solve import Block, Device, Option, Problem, Tensor, solve
+from tests.refusals import refused
 
 NAMES = ("dense", "topk", "late", "sign")
 
@@ -182,47 +183,41 @@ BLOCK = Block("b", 1.0, 10, 8, (TENSOR,))
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "name", "got"),
     [
-        (lambda: Problem(()), r"at most as many as blocks; got 1 stages for 0 blocks. Give one device"),
-        (
-            lambda: Problem((BLOCK,), (Device(),) * 2, (0,), (0,)),
-            "at most as many as blocks; got 2 stages for 1 blocks",
-        ),
-        (lambda: Problem((BLOCK,), ()), "at least one stage.* got 0 stages"),
-        (lambda: Tensor("t", ()), "at least one option, .* got .. for tensor 't'. Give it a dense one"),
-        (lambda: Tensor("t", (Option("a", 1), Option("a", 2))), "names must differ; got .'a', 'a'. for tensor 't'"),
-        (lambda: Problem((BLOCK, BLOCK)), "The names of tensors must differ; got 't' twice"),
-        (
-            lambda: Problem((BLOCK,), link_seconds=(1.0,)),
-            "link_seconds must have a value .* got 1 for 1 stages. Give 0",
-        ),
-        (lambda: Problem((BLOCK,), link_seconds_per_byte=(1.0,)), "link_seconds_per_byte must have a value .* got 1"),
-        (lambda: Option("a", -1.0), "seconds of option 'a' must be finite and at least 0; got -1.0"),
-        (lambda: Option("a", math.nan), "seconds of option 'a' must be .* got nan"),
-        (lambda: Option("a", 1.0, math.nan), "error of option 'a' must be .* got nan"),
-        (lambda: Option("a", 1.0, 0.0, -1), "memory of option 'a' must be a whole number of bytes, .* got -1"),
-        (lambda: Block("b", math.inf), "seconds of block 'b' must be .* got inf"),
-        (lambda: Block("b", 1.0, math.nan), "memory of block 'b' must be a whole number of bytes, .* got nan"),  # type: ignore
-        (lambda: Block("b", 1.0, 1, -8), "boundary_bytes of block 'b' must be .* got -8"),
-        (lambda: Device(0.0), "speed of a device must be finite and above 0; got 0.0"),
-        (lambda: Device(1.0, -1), "memory of a device must be .* got -1"),
-        (lambda: Problem((BLOCK,), starts={"dense": -1.0}), "start of option 'dense' must be .* got -1.0"),
-        (lambda: Problem((BLOCK,), micro_batches=0), "micro_batches must be an integer of at least 1; got 0"),
-        (lambda: Problem((BLOCK,), error_budget=math.nan), "error_budget must be .* got nan"),
+        (lambda: Problem(()), "blocks", "got 1 stages for 0"),
+        (lambda: Problem((BLOCK,), (Device(),) * 2, (0,), (0,)), "blocks", "got 2 stages for 1"),
+        (lambda: Problem((BLOCK,), ()), "stage", "got 0 stages"),
+        (lambda: Problem((BLOCK, BLOCK)), "names of tensors", "got 't' twice"),
+        (lambda: Problem((BLOCK,), link_seconds=(1.0,)), "link_seconds", "got 1 for 1"),
+        (lambda: Problem((BLOCK,), link_seconds_per_byte=(1.0,)), "link_seconds_per_byte", "got 1"),
         (
             lambda: Problem((Block("a", 1.0),) * 2, (Device(),) * 2, (-1.0,), (0.0,)),
-            "link_seconds_per_byte must be .* got -1.0",
+            "link_seconds_per_byte",
+            "got -1.0",
         ),
-        (lambda: solve(Problem((BLOCK,)), time_limit=0), "time_limit must be above 0 seconds; got 0"),
-        (lambda: solve(Problem((BLOCK,)), time_limit=None), "must be above 0 seconds; got None"),  # type: ignore
-        (lambda: solve(Problem((BLOCK,)), gap=-1), "gap must be at least 0 and below 1; got -1"),
-        (lambda: solve(Problem((BLOCK,)), gap="1"), "gap must be at least 0 and below 1; got '1'"),  # type: ignore
+        (lambda: Problem((BLOCK,), starts={"dense": -1.0}), "start of option 'dense'", "got -1.0"),
+        (lambda: Problem((BLOCK,), micro_batches=0), "micro_batches", "got 0"),
+        (lambda: Problem((BLOCK,), error_budget=math.nan), "error_budget", "got nan"),
+        (lambda: Tensor("t", ()), "tensor 't'", "option"),
+        (lambda: Tensor("t", (Option("a", 1), Option("a", 2))), "tensor 't'", "'a', 'a'"),
+        (lambda: Option("a", -1.0), "seconds of option 'a'", "got -1.0"),
+        (lambda: Option("a", 1.0, math.nan), "error of option 'a'", "got nan"),
+        (lambda: Option("a", 1.0, 0.0, -1), "memory of option 'a'", "got -1"),
+        (lambda: Block("b", math.inf), "seconds of block 'b'", "got inf"),
+        (lambda: Block("b", 1.0, math.nan), "memory of block 'b'", "got nan"),  # type: ignore
+        (lambda: Block("b", 1.0, 1, -8), "boundary_bytes of block 'b'", "got -8"),
+        (lambda: Device(0.0), "speed of a device", "got 0.0"),
+        (lambda: Device(1.0, -1), "memory of a device", "got -1"),
+        (lambda: solve(Problem((BLOCK,)), time_limit=0), "time_limit", "got 0"),
+        (lambda: solve(Problem((BLOCK,)), time_limit=None), "time_limit", "got None"),  # type: ignore
+        (lambda: solve(Problem((BLOCK,)), gap=-1), "gap", "got -1"),
+        (lambda: solve(Problem((BLOCK,)), gap="1"), "gap", "got '1'"),  # type: ignore
+        (lambda: solve(large(2), time_limit=1e-9), "time limit", "1e-09 seconds"),
     ],
 )
-def test_bad_values_are_refused(make, said):
-    with pytest.raises(ValueError, match=said):
-        make()
+def test_bad_values_are_refused(make, name, got):
+    refused(make, name, got)
 
 
 def test_memory_that_nothing_fits():
@@ -231,17 +226,13 @@ def test_memory_that_nothing_fits():
     # Either three blocks in stage 0, which is 17, or two, and 10 in stage 1.
     assert solve(problem).stages == (0, 0, 0, 1)
     problem = dataclasses.replace(problem, devices=(Device(memory=16), Device(memory=8)))
-    with pytest.raises(ValueError, match=r"got 16 bytes for stage 0, which needs 17 in .* at least 1 bytes more"):
-        solve(problem)
+    refused(lambda: solve(problem), "got 16 bytes for stage 0", "needs 17", "1 bytes more")
 
 
 def test_a_budget_that_nothing_keeps():
     blocks = [Block(b, 1.0, tensors=(Tensor(b, (Option("topk", 1.0, 0.25), Option("sign", 0.5, 0.5))),)) for b in "ab"]
     assert solve(Problem(tuple(blocks), error_budget=0.5)).options == {"a": "topk", "b": "topk"}
-    with pytest.raises(
-        ValueError, match=r"got error_budget=0.4 where the smallest reachable sum is 0.5. Give at least"
-    ):
-        solve(Problem(tuple(blocks), error_budget=0.4))
+    refused(lambda: solve(Problem(tuple(blocks), error_budget=0.4)), "got error_budget=0.4", "is 0.5")
 
 
 def test_memory_and_a_budget_that_cannot_both_be_kept():
@@ -252,12 +243,4 @@ def test_memory_and_a_budget_that_cannot_both_be_kept():
     assert cost(problem, (0, 1, 1), {"a": "topk", "b": "topk", "c": "sign"}) is not None
     assert solve(problem).stages == (0, 1, 1)
     problem = dataclasses.replace(problem, error_budget=0.9)
-    with pytest.raises(
-        ValueError, match=r"got error_budget=0.9 where the smallest sum that the memory .* leaves is 1. "
-    ):
-        solve(problem)
-
-
-def test_nothing_found_in_time():
-    with pytest.raises(ValueError, match=r"must be found within the time limit; got none in 1e-09 seconds. Give more"):
-        solve(large(2), time_limit=1e-9)
+    refused(lambda: solve(problem), "got error_budget=0.9", "memory", "is 1.")
