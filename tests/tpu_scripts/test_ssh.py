@@ -112,10 +112,15 @@ def test_a_port_that_is_none(world):
         assert f"JAXCOMM_PORT must be a whole number of at least 1 and at most 65535; got '{port}'" in ended.stderr
 
 
-@pytest.mark.parametrize("send", [os.kill, os.killpg], ids=["launcher", "terminal"])
 @pytest.mark.parametrize(
-    ("number", "behaviour", "code"),
-    [(signal.SIGTERM, UNTIL_TERM, 0), (signal.SIGHUP, UNTIL_TERM, 0), (signal.SIGINT, UNTIL_INT, 130)],
+    ("send", "number", "behaviour", "code"),
+    [
+        (os.kill, signal.SIGTERM, UNTIL_TERM, 0),
+        (os.kill, signal.SIGINT, UNTIL_INT, 130),
+        (os.killpg, signal.SIGHUP, UNTIL_TERM, 0),
+        (os.killpg, signal.SIGINT, UNTIL_INT, 130),
+    ],
+    ids=["launcher TERM", "launcher INT", "terminal HUP", "terminal INT"],
 )
 def test_signals_reach_every_trainer(pair, send, number, behaviour, code):
     """Sent to the launcher alone, or, as by a terminal, also to the ssh that it has started."""

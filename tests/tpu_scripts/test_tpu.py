@@ -127,8 +127,12 @@ VERBS = {
 }
 
 
-@pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("more", [{}, TWO, {"JAXCOMM_TPU_INTERNAL_IP": "1"}], ids=["one", "two", "internal"])
+INTERNAL = {"JAXCOMM_TPU_INTERNAL_IP": "1"}
+DRY = [*((verb, {}) for verb in VERBS), *((verb, TWO) for verb in ("create", "run", "delete"))]
+DRY += [(verb, INTERNAL) for verb in ("create", "run")]
+
+
+@pytest.mark.parametrize(("verb", "more"), DRY)
 def test_a_dry_run_prints_what_is_run_and_runs_nothing(ready, verb, more):
     if verb == "create":
         (ready.folder / "tpu").write_text("")
@@ -151,11 +155,13 @@ def test_a_dry_run_prints_what_is_run_and_runs_nothing(ready, verb, more):
     )
 
 
-NEEDED = {"create": list(TPU)[:5], "setup": list(TPU)[:3], "run": list(TPU)[:3], "logs": list(TPU)[:3]}
-NEEDED |= {"stop": list(TPU)[:3], "delete": list(TPU)[:3]}
+# Every verb checks the first three in one place, `create` all five.
+NEEDED = [("create", name) for name in list(TPU)[:5]] + [
+    (verb, "JAXCOMM_TPU_NAME") for verb in VERBS if verb != "create"
+]
 
 
-@pytest.mark.parametrize(("verb", "name"), [(verb, name) for verb, names in NEEDED.items() for name in names])
+@pytest.mark.parametrize(("verb", "name"), NEEDED)
 def test_a_missing_variable_is_named_and_nothing_is_called(tpu, verb, name):
     ended = tpu.call(verb, *(["digits"] if verb == "run" else []), **{name: ""})
     assert ended.returncode == 2
