@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
 from tests.jaxcomm.train_steps import init_state
+from tests.refusals import refused
 
 PARAMS = {"b": np.ones(3, np.float32), "w": np.arange(900, dtype=np.float32).reshape(300, 3)}
 TX = optax.chain(jc.dct_dp(0.9), optax.adam(0.1))
@@ -76,8 +77,7 @@ def test_fewer_than_one_worker_is_refused(workers):
 
 
 def test_no_number_of_workers_is_refused():
-    with pytest.raises(ValueError, match=r"workers must have one number for each axis of workers; got \(\)"):
-        init_state(PARAMS, TX, ())
+    refused(lambda: init_state(PARAMS, TX, ()), "workers", "got ()")
 
 
 def test_a_mesh_without_the_axis_is_refused():

@@ -12,6 +12,7 @@ import jaxcomm as jc
 from configs.experiment import Architecture, BoundaryFields
 from configs.methods import Dgc, LocalSgd, PlumpDp
 from models.functional import apply, cut
+from tests.refusals import refused
 from tests.train.runs import DCT_DP, EXPERIMENT, HALF, IMAGES, METHODS, MLP, PIPELINE, metrics, run
 from train.architectures import make_model
 from train.data import eval_batches
@@ -220,8 +221,7 @@ def test_between_slices_the_method_is_used_on_shares():
 
 
 def test_groups_of_rows_that_do_not_fit_are_refused_before_training():
-    with pytest.raises(ValueError, match="Rows must make whole groups; got 6 rows for groups of 4"):
-        make(architecture=MLP, rows_per_group=4)
+    refused(lambda: make(architecture=MLP, rows_per_group=4), "Rows", "got 6 rows for groups of 4")
 
 
 @pytest.mark.parametrize(

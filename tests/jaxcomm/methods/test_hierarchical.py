@@ -13,6 +13,7 @@ import jaxcomm as jc
 from benchmarks.netlab import Lab
 from tests.jaxcomm.train_steps import init_state
 from tests.marks import slow_except
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[3]
 SHAPES = {"a": (7,), "b": (601,), "c": (40, 60), "s": ()}
@@ -147,8 +148,7 @@ def test_nothing_is_lost_where_groups_come_and_go():
 
 
 def test_what_it_refuses():
-    with pytest.raises(ValueError, match="across must be another axis than inside; got 'data'"):
-        jc.hierarchical(jc.plump_dp(), inside="data", across="data")
+    refused(lambda: jc.hierarchical(jc.plump_dp(), inside="data", across="data"), "across", "got 'data'")
     for inner in (optax.sgd(0.1), jc.slim_dp(axis_name="slice")):
         tx = jc.hierarchical(inner)
         with pytest.raises(ValueError, match="axis_name='slice', must be an exchange of gradients; got"):

@@ -12,6 +12,7 @@ from jaxcomm.methods.pulse import select_visible
 from tests.reference import noise
 from tests.reference.local_sgd import LocalSgdReference
 from tests.reference.pulse import PulseReference
+from tests.refusals import refused
 
 K, SHAPES = 2, {"w": (50, 60), "v": (2049,), "b": (3,)}
 
@@ -81,5 +82,6 @@ def test_the_mask_is_that_of_the_casts():
 def test_pulse_needs_the_parameters():
     tx = jc.pulse()
     state = tx.init(jnp.ones(1000))
-    with pytest.raises(ValueError, match=r"params must be given to pulse; got none\. Call"):
-        jax.vmap(lambda g: tx.update(g, state), axis_name="data")(jnp.ones((2, 1000)))
+    refused(
+        lambda: jax.vmap(lambda g: tx.update(g, state), axis_name="data")(jnp.ones((2, 1000))), "params", "got none"
+    )
