@@ -76,7 +76,7 @@ def scalar_bytes(way, K):
     return 2 * (K - 1) / K * 4 * (2 + (4 if way in ("columns", "rows") else 0))
 
 
-@pytest.mark.parametrize(("way", "K"), [("exchange", 2), *((way, K) for way in WAYS for K in (2, 4))])
+@pytest.mark.parametrize(("way", "K"), [("exchange", 2), ("late", 2), ("columns", 2), ("rows", 4)])
 def test_bytes_are_predicted_and_compiled_and_do_not_grow_with_the_tables(way, K, logged):
     job, layers = make(logged, embeddings=way, workers=K), 2 * (K - 1) / K * 4 * LAYERS
     assert job.report.received == pytest.approx(table_bytes(way, K) + layers + scalar_bytes(way, K), rel=1e-12)
@@ -103,7 +103,7 @@ def test_touched_rows_alone_are_changed_by_as_many_bytes_and_no_array_is_as_larg
     assert found[0.0] == found[1e-3]
 
 
-@pytest.mark.parametrize(("way", "K"), [("columns", 2), ("columns", 4), ("rows", 2), ("rows", 3)])
+@pytest.mark.parametrize(("way", "K"), [("columns", 4), ("rows", 3)])
 def test_shards_of_a_table_are_drawn_where_they_are_and_as_one_device_draws_them(way, K, logged, monkeypatch):
     drawn_in, first = [], train.job._first
 

@@ -27,6 +27,7 @@ from configs.methods import (
 )
 from jaxcomm.state import communication_period
 from tests.jaxcomm.train_steps import init_state, warnings_of
+from tests.refusals import refused
 from tests.train.runs import EXPERIMENT
 from train.loop import describe
 from train.methods import is_rare, make_chain, make_exchange, run_name
@@ -41,8 +42,14 @@ METHODS = [*(method() for method in get_args(Method)), *OTHERS]
 SHAPES = {"w": jax.ShapeDtypeStruct((64, 64), np.float32), "b": jax.ShapeDtypeStruct((64,), np.float32)}
 
 
-@pytest.mark.parametrize("decay", ["decoupled", "l2"])
-@pytest.mark.parametrize("method", METHODS, ids=run_name)
+@pytest.mark.parametrize(
+    ("method", "decay"),
+    [
+        *((method, "decoupled") for method in METHODS),
+        *((method, "l2") for method in (PlumpDp(), Dgc(), Demo(), SlimDp())),
+    ],
+    ids=lambda each: each if isinstance(each, str) else run_name(each),
+)
 def test_a_chain_is_in_order_and_sends_no_more_than_dense(method, decay):
     """The experiment's momentum and decay are not 0, so that their order matters."""
     assert EXPERIMENT.momentum > 0
@@ -93,7 +100,10 @@ def test_a_boundary_has_a_name_of_its_own():
 
 @pytest.mark.parametrize(
     ("method", "optimizer"),
-    [*((method, "adam") for method in METHODS), *((method, "muon") for method in (TopK(), Dgc(), LocalSgd()))],
+    [
+        *((method, "adam") for method in (PlumpDp(), TopK(), QuantDp(), PowerSgd(), SlimDp(), Demo(), Dgc(), Iwp())),
+        *((method, "muon") for method in (TopK(), Dgc(), LocalSgd())),
+    ],
     ids=lambda each: each if isinstance(each, str) else run_name(each),
 )
 def test_adam_and_muon_take_the_place_of_momentum(method, optimizer):
@@ -114,7 +124,7 @@ def test_some_parameters_alone_are_compressed():
     assert received == compressed + 1.5 * 4 * 64
 
 
-@pytest.mark.parametrize("method", METHODS, ids=run_name)
+@pytest.mark.parametrize("method", [*METHODS[: -len(OTHERS)], PlumpDp(p=3)], ids=run_name)
 def test_slices_use_a_method_between_them(method):
     experiment = dataclasses.replace(EXPERIMENT, slices=2)
     if method.period is not None:
@@ -188,19 +198,12 @@ def test_muon_changes_matrices_as_much_as_adam_and_others_by_it():
 @pytest.mark.parametrize(
     ("method", "options", "said"),
     [
-        (DctDp, {"sparsity": 1.0}, "sparsity must be"),
         (DctDp, {"life_span": 0}, "life_span"),
-        (DctDp, {"slack": 0.5}, "slack"),
-        (DctDp, {"drain_every": 0}, "drain_every"),
         (TopK, {"sparsity": -0.1}, "sparsity"),
-        (TopK, {"dense_below": -1}, "dense_below"),
-        (QuantDp, {"bucket": 500}, "bucket"),
         (SlimDp, {"alpha": 0.1}, "beta"),
-        (LocalSgd, {"steps": 0}, "steps"),
         (LocalSgd, {"exchange_sparsity": 1.5}, "sparsity"),
         (LocalSgd, {"exchange": "pulse"}, "exchange_sparsity"),
         (Iwp, {"alpha": 0.0}, "alpha"),
-        (Demo, {"k": 0}, "k must"),
         (Demo, {"sign_size": 0.0}, "sign_size must be a positive number"),
         (PlumpDp, {"p": 0}, "p must"),
     ],
@@ -236,8 +239,15 @@ def by_hand(gradient, decay, momentum, nesterov, steps=60):
 LOCAL = [SlimDp(alpha=0.9, beta=0.9), LocalSgd(steps=2, outer_learning_rate=1.0, outer_momentum=0.0)]
 
 
-@pytest.mark.parametrize(("decay", "nesterov"), [("decoupled", True), ("l2", True), ("l2", False)])
-@pytest.mark.parametrize("method", [PlumpDp(), Dgc(), Iwp(), *LOCAL], ids=run_name)
+@pytest.mark.parametrize(
+    ("method", "decay", "nesterov"),
+    [
+        *((method, "decoupled", True) for method in (PlumpDp(), Dgc(), Iwp(), *LOCAL)),
+        *((method, "l2", False) for method in (PlumpDp(), Dgc(), *LOCAL)),
+        (PlumpDp(), "l2", True),
+    ],
+    ids=lambda each: each if isinstance(each, str) else str(each) if isinstance(each, bool) else run_name(each),
+)
 def test_momentum_and_decay_are_those_of_sgd(method, decay, nesterov):
     """Only decay, which is ten times as strong with L2 as when decoupled; then with a gradient."""
     inside = isinstance(method, Dgc | Iwp)  # their momentum is heavy-ball, whatever the experiment's is
@@ -292,18 +302,17 @@ def test_thresholds_change_with_the_steps():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"alpha": (1.0, 2.0)}, r"alpha must be one number, or one more than .* got \(1.0, 2.0\) with change_at=\(\)"),
-        ({"alpha": (1.0, 2.0), "change_at": (3, 5)}, "alpha must be one number, or one more"),
-        ({"alpha": (1.0, 2.0, 3.0), "change_at": (5, 3)}, "alpha must be one number, or one more"),
-        ({"alpha": (1.0, 2.0), "change_at": (0,)}, "one more than change_at has steps, which must rise"),
-        ({"alpha": (1.0, 0.0), "change_at": (3,)}, r"alpha must be above 0 at all times; got \(1.0, 0.0\)"),
-        ({"alpha": (1.0, np.nan), "change_at": (3,)}, "alpha must be above 0 at all times"),
-        ({"beta": (0.0, -1.0), "change_at": (3,)}, "beta must be at least 0 at all times"),
+        ({"alpha": (1.0, 2.0)}, "got (1.0, 2.0) with change_at=()"),
+        ({"alpha": (1.0, 2.0), "change_at": (3, 5)}, "change_at=(3, 5)"),
+        ({"alpha": (1.0, 2.0, 3.0), "change_at": (5, 3)}, "change_at=(5, 3)"),
+        ({"alpha": (1.0, 2.0), "change_at": (0,)}, "change_at=(0,)"),
+        ({"alpha": (1.0, 0.0), "change_at": (3,)}, "got (1.0, 0.0)"),
+        ({"alpha": (1.0, np.nan), "change_at": (3,)}, "got (1.0, nan)"),
+        ({"beta": (0.0, -1.0), "change_at": (3,)}, "got (0.0, -1.0)"),
     ],
 )
 def test_thresholds_that_cannot_be(options, said):
-    with pytest.raises(ValueError, match=said):
-        Iwp(**options)
+    refused(lambda: Iwp(**options), f"{next(iter(options))} must be ", said)
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,6 @@ def test_a_signal_saves_after_the_step_and_a_second_ctrl_c_interrupts(number, tm
     ("case", "stops"),
     [
         ("dct_dp", [1]),
-        ("dct_dp", [5]),
-        ("dct_dp", [7]),
         ("dct_dp", [11]),
         ("dct_dp", [3, 8]),
         ("dct_dp, drained", [7]),
