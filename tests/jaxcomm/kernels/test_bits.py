@@ -56,7 +56,7 @@ def test_what_is_not_a_row_of_whole_words_is_refused(shape):
         bits.pack(jnp.zeros(shape, bool))
 
 
-@pytest.mark.parametrize("n", slow_except([1, 31, 32, 1000], 32))
+@pytest.mark.parametrize("n", slow_except([1, 32, 1000], 32))
 @pytest.mark.parametrize("width", [1, 2, 5, 8, 16, 31])
 def test_numbers_are_packed_in_fields_of_a_power_of_two(n, width):
     numbers = np.random.default_rng(n).integers(0, 2**31, size=n).astype(np.int32)
