@@ -19,6 +19,7 @@ from tests.jaxcomm.trees import EPS, gradients
 from tests.jaxcomm.workers import OnMesh, Simulated
 from tests.marks import slow_except
 from tests.reference.powersgd import PowerSgdReference
+from tests.refusals import refused
 
 RANK, DENSE_BELOW = 2, 512
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -375,16 +376,12 @@ def test_a_network_trains_with_it(how):
     assert losses[-1] < 1e-2 * losses[0]
 
 
-@pytest.mark.parametrize("rank", [0, -1, 2.0, True, None, "4"])
-def test_rank_is_a_count(rank):
-    with pytest.raises(ValueError, match=f"rank must be an integer of at least 1; got {rank!r}. 1 sends least"):
-        jc.powersgd(rank)
-
-
-@pytest.mark.parametrize("dense_below", [-1, 1.5])
-def test_dense_below_is_a_count(dense_below):
-    with pytest.raises(ValueError, match=f"dense_below must be an integer of at least 0; got {dense_below!r}"):
-        jc.powersgd(dense_below=dense_below)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*(("rank", each) for each in (0, -1, 2.0, True, None, "4")), ("dense_below", -1), ("dense_below", 1.5)],
+)
+def test_numbers_keep_their_rules(name, value):
+    refused(lambda: jc.powersgd(**{name: value}), f"{name} must be ", f"got {value!r}")
 
 
 def test_other_trees_and_states_are_refused():

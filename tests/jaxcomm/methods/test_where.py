@@ -12,6 +12,7 @@ from jaxcomm.state import bypassing
 from tests.jaxcomm.cases import FIRST
 from tests.jaxcomm.train_steps import init_state
 from tests.marks import slow_except
+from tests.refusals import refusals, refused
 
 K = 2
 PARAMS = {
@@ -142,26 +143,22 @@ def test_momentum_inside_is_refused_where_gradients_bypass_it():
         factory(momentum=0.9, where=WHERE, others=jc.plump_dp())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"others": jc.plump_dp()}, "others must be the exchange of what where= leaves out; got no where="),
-        ({"where": "w", "others": optax.sgd(0.1)}, "others of topk must be an exchange of gradients; got"),
-        ({"where": "w", "others": jc.slim_dp()}, "others of topk must be an exchange of gradients; got"),
-        ({"where": "none", "others": jc.plump_dp()}, "where must choose some parameters; got 'none', .* as in 'own'"),
-    ],
+def local(exchange):
+    return jc.local_sgd(exchange=exchange).init(PARAMS)
+
+
+@refusals(
+    (lambda: jc.topk(others=jc.plump_dp()), "others", "got no where="),
+    (lambda: jc.topk(where="w", others=optax.sgd(0.1)).init(PARAMS), "others of topk", "got "),
+    (lambda: jc.topk(where="w", others=jc.slim_dp()).init(PARAMS), "others of topk", "got "),
+    (lambda: jc.topk(where="none", others=jc.plump_dp()).init(PARAMS), "where", "got 'none'"),
+    (lambda: jc.local_sgd(exchange=jc.plump_dp(), where="own"), "where", "got 'own'"),
+    (lambda: jc.plump_dp(p=2, where="own"), "where", "got 'own'"),
+    (lambda: local(jc.plump_dp(where=WHERE)), "exchange of local_sgd", "bypass it"),
+    (lambda: local(jc.topk(where="own", others=jc.plump_dp(where="small"))), "exchange of local_sgd", "bypass it"),
 )
-def test_what_does_not_fit_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        jc.topk(**options).init(PARAMS)
-
-
-def test_a_local_method_takes_all_parameters():
-    for make in (lambda: jc.local_sgd(exchange=jc.plump_dp(), where="own"), lambda: jc.plump_dp(p=2, where="own")):
-        with pytest.raises(ValueError, match="where must be None for a local method; got 'own'"):
-            make()
-    with pytest.raises(ValueError, match=r"exchange of local_sgd must be an exchange of gradients; got .*bypass it"):
-        jc.local_sgd(exchange=jc.plump_dp(where=WHERE)).init(PARAMS)
+def test_what_does_not_fit_is_refused(call, said):
+    refused(call, *said)
 
 
 # A second exchange.
@@ -205,12 +202,6 @@ def test_others_may_let_gradients_bypass_them_in_the_same_vote(bad):
     np.testing.assert_array_equal(means["passed"], grads["passed"])
     np.testing.assert_allclose(means["small"], grads["small"].mean(0), rtol=1e-6)
     assert 0 < np.count_nonzero(means["own"]) <= K * 300
-
-
-def test_an_exchange_of_all_gradients_has_no_others_that_they_bypass():
-    holed = jc.topk(0.9, where="own", others=jc.plump_dp(where="small"))
-    with pytest.raises(ValueError, match=r"exchange of local_sgd must be an exchange of gradients; got .*bypass it"):
-        jc.local_sgd(exchange=holed).init(PARAMS)
 
 
 @pytest.mark.parametrize("bad", ["own", "passed"])

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.shapes import resnet50
 from jaxcomm.placement import solve as assign
 from jaxcomm.placement.solve import Block, Device, Option, Problem, Tensor, solve
-from tests.refusals import refused
+from tests.refusals import refusals, refused
 
 NAMES = ("dense", "topk", "late", "sign")
 
@@ -182,42 +182,39 @@ TENSOR = Tensor("t", (Option("dense", 1.0, 0.0, 4), Option("topk", 0.5, 0.25, 8)
 BLOCK = Block("b", 1.0, 10, 8, (TENSOR,))
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "got"),
-    [
-        (lambda: Problem(()), "blocks", "got 1 stages for 0"),
-        (lambda: Problem((BLOCK,), (Device(),) * 2, (0,), (0,)), "blocks", "got 2 stages for 1"),
-        (lambda: Problem((BLOCK,), ()), "stage", "got 0 stages"),
-        (lambda: Problem((BLOCK, BLOCK)), "names of tensors", "got 't' twice"),
-        (lambda: Problem((BLOCK,), link_seconds=(1.0,)), "link_seconds", "got 1 for 1"),
-        (lambda: Problem((BLOCK,), link_seconds_per_byte=(1.0,)), "link_seconds_per_byte", "got 1"),
-        (
-            lambda: Problem((Block("a", 1.0),) * 2, (Device(),) * 2, (-1.0,), (0.0,)),
-            "link_seconds_per_byte",
-            "got -1.0",
-        ),
-        (lambda: Problem((BLOCK,), starts={"dense": -1.0}), "start of option 'dense'", "got -1.0"),
-        (lambda: Problem((BLOCK,), micro_batches=0), "micro_batches", "got 0"),
-        (lambda: Problem((BLOCK,), error_budget=math.nan), "error_budget", "got nan"),
-        (lambda: Tensor("t", ()), "tensor 't'", "option"),
-        (lambda: Tensor("t", (Option("a", 1), Option("a", 2))), "tensor 't'", "'a', 'a'"),
-        (lambda: Option("a", -1.0), "seconds of option 'a'", "got -1.0"),
-        (lambda: Option("a", 1.0, math.nan), "error of option 'a'", "got nan"),
-        (lambda: Option("a", 1.0, 0.0, -1), "memory of option 'a'", "got -1"),
-        (lambda: Block("b", math.inf), "seconds of block 'b'", "got inf"),
-        (lambda: Block("b", 1.0, math.nan), "memory of block 'b'", "got nan"),  # type: ignore
-        (lambda: Block("b", 1.0, 1, -8), "boundary_bytes of block 'b'", "got -8"),
-        (lambda: Device(0.0), "speed of a device", "got 0.0"),
-        (lambda: Device(1.0, -1), "memory of a device", "got -1"),
-        (lambda: solve(Problem((BLOCK,)), time_limit=0), "time_limit", "got 0"),
-        (lambda: solve(Problem((BLOCK,)), time_limit=None), "time_limit", "got None"),  # type: ignore
-        (lambda: solve(Problem((BLOCK,)), gap=-1), "gap", "got -1"),
-        (lambda: solve(Problem((BLOCK,)), gap="1"), "gap", "got '1'"),  # type: ignore
-        (lambda: solve(large(2), time_limit=1e-9), "time limit", "1e-09 seconds"),
-    ],
+@refusals(
+    (lambda: Problem(()), "blocks", "got 1 stages for 0"),
+    (lambda: Problem((BLOCK,), (Device(),) * 2, (0,), (0,)), "blocks", "got 2 stages for 1"),
+    (lambda: Problem((BLOCK,), ()), "stage", "got 0 stages"),
+    (lambda: Problem((BLOCK, BLOCK)), "names of tensors", "got 't' twice"),
+    (lambda: Problem((BLOCK,), link_seconds=(1.0,)), "link_seconds", "got 1 for 1"),
+    (lambda: Problem((BLOCK,), link_seconds_per_byte=(1.0,)), "link_seconds_per_byte", "got 1"),
+    (
+        lambda: Problem((Block("a", 1.0),) * 2, (Device(),) * 2, (-1.0,), (0.0,)),
+        "link_seconds_per_byte",
+        "got -1.0",
+    ),
+    (lambda: Problem((BLOCK,), starts={"dense": -1.0}), "start of option 'dense'", "got -1.0"),
+    (lambda: Problem((BLOCK,), micro_batches=0), "micro_batches", "got 0"),
+    (lambda: Problem((BLOCK,), error_budget=math.nan), "error_budget", "got nan"),
+    (lambda: Tensor("t", ()), "tensor 't'", "option"),
+    (lambda: Tensor("t", (Option("a", 1), Option("a", 2))), "tensor 't'", "'a', 'a'"),
+    (lambda: Option("a", -1.0), "seconds of option 'a'", "got -1.0"),
+    (lambda: Option("a", 1.0, math.nan), "error of option 'a'", "got nan"),
+    (lambda: Option("a", 1.0, 0.0, -1), "memory of option 'a'", "got -1"),
+    (lambda: Block("b", math.inf), "seconds of block 'b'", "got inf"),
+    (lambda: Block("b", 1.0, math.nan), "memory of block 'b'", "got nan"),  # type: ignore
+    (lambda: Block("b", 1.0, 1, -8), "boundary_bytes of block 'b'", "got -8"),
+    (lambda: Device(0.0), "speed of a device", "got 0.0"),
+    (lambda: Device(1.0, -1), "memory of a device", "got -1"),
+    (lambda: solve(Problem((BLOCK,)), time_limit=0), "time_limit", "got 0"),
+    (lambda: solve(Problem((BLOCK,)), time_limit=None), "time_limit", "got None"),  # type: ignore
+    (lambda: solve(Problem((BLOCK,)), gap=-1), "gap", "got -1"),
+    (lambda: solve(Problem((BLOCK,)), gap="1"), "gap", "got '1'"),  # type: ignore
+    (lambda: solve(large(2), time_limit=1e-9), "time limit", "1e-09 seconds"),
 )
-def test_bad_values_are_refused(make, name, got):
-    refused(make, name, got)
+def test_bad_values_are_refused(call, said):
+    refused(call, *said)
 
 
 def test_memory_that_nothing_fits():

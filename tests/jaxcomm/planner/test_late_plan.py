@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import jaxcomm as jc
+from tests.refusals import refused
 
 ALEXNET = {"fc6": (9216, 4096), "fc7": (4096, 4096), "fc8": (4096, 1000)}
 
@@ -105,23 +106,21 @@ def test_one_worker_receives_nothing_in_either_way():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "value"),
     [
-        (({"a": (7, 3)}, 10, 4), "a positive multiple of the number of workers; got 10 rows for 4 workers"),
+        (({"a": (7, 3)}, 10, 4), "got 10 rows for 4 workers"),
         (({"a": (7, 3)}, 0, 4), "got 0 rows for 4 workers"),
         (({"a": (7, 3)}, 8, 0), "got 8 rows for 0 workers"),
-        (({"a": (7, 3)}, 8, 4, None, 1), "activation_bytes must be 2 or 4; got 1"),
-        (({}, 8, 4), r"at least one kernel; got none in \[\]. Pass \{path: \(N, M\)\}"),
-        (({"w": zeros((7, 3))}, 8, 4), r"at least one kernel; got none in \['w'\]"),
-        (({"a": (7, 3, 3)}, 8, 4), r"must be a matrix \(N, M\); got \(7, 3, 3\) at 'a'"),
-        (({"a": (7, 0)}, 8, 4), r"must be a matrix \(N, M\); got \(7, 0\) at 'a'"),
+        (({"a": (7, 3)}, 8, 4, None, 1), "got 1"),
+        (({}, 8, 4), "got none in []"),
+        (({"w": zeros((7, 3))}, 8, 4), "got none in ['w']"),
+        (({"a": (7, 3, 3)}, 8, 4), "got (7, 3, 3) at 'a'"),
+        (({"a": (7, 0)}, 8, 4), "got (7, 0) at 'a'"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        jc.planner.plan_late_multiply(*arguments)
+def test_what_cannot_be_planned_is_refused(arguments, value):
+    refused(lambda: jc.planner.plan_late_multiply(*arguments), value)
 
 
 def test_a_layer_that_the_plan_does_not_know_is_refused():
-    with pytest.raises(ValueError, match=r"got 'fc9'\. The plan has fc6, fc7, fc8"):
-        jc.planner.plan_late_multiply(ALEXNET, 8, 4).mode("fc9")
+    refused(lambda: jc.planner.plan_late_multiply(ALEXNET, 8, 4).mode("fc9"), "got 'fc9'", "fc6, fc7, fc8")

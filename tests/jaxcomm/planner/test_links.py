@@ -11,6 +11,7 @@ import pytest
 import jaxcomm as jc
 from jaxcomm.planner import Link, Links, given_links, measure_links
 from jaxcomm.traffic import Program, Traffic
+from tests.refusals import refused
 
 N, K = 1000, 4
 PARAMS = {"w": jnp.zeros((20, 50))}
@@ -116,22 +117,17 @@ def test_all_reduces_of_few_bytes_a_number_are_measured_by_type():
 
 
 @pytest.mark.parametrize(
-    ("rate", "latency", "message"),
-    [
-        (0.0, 0.0, "rate must be a positive"),
-        (float("nan"), 0.0, "rate"),
-        ([1e9, -1e9], 0.0, "rate must be a positive"),
-        ([[0.0, 1e9], [0.0, 0.0]], 0.0, "rate must be a positive"),
-        ([], 0.0, "rate must be one, one for every worker, or"),
-        ([[1e9, 1e9], [1e9]], 0.0, "rate must be one, one for every worker, or"),
-        ([[1e9] * 3] * 2, 0.0, "rate must be one, one for every worker, or"),
-        (1e9, -1.0, "latency must be seconds"),
-        (1e9, None, "latency must be seconds, 0 or more; got None"),
-    ],
+    "rate",
+    [0.0, float("nan"), [1e9, -1e9], [[0.0, 1e9], [0.0, 0.0]], [], [[1e9, 1e9], [1e9]], [[1e9] * 3] * 2],
+    ids=["zero", "nan", "negative", "one way", "none", "ragged", "not square"],
 )
-def test_links_that_cannot_be_are_refused(rate, latency, message):
-    with pytest.raises(ValueError, match=message):
-        given_links(rate, latency)
+def test_rates_that_cannot_be_are_refused(rate):
+    refused(lambda: given_links(rate, 0.0), "rate must be ")
+
+
+@pytest.mark.parametrize("latency", [-1.0, None])
+def test_latencies_that_cannot_be_are_refused(latency):
+    refused(lambda: given_links(1e9, latency), "latency must be ", f"got {latency}")
 
 
 def test_the_start_of_a_program_is_not_of_the_latency(monkeypatch):
