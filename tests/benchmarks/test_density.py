@@ -106,19 +106,3 @@ def test_the_command_shows_that_a_ring_gets_denser_and_a_shared_mask_does_not(tm
     said = capsys.readouterr().out
     assert "Density by hop, 4 workers, 1.00% kept by each" in said
     assert "Bytes that each worker receives in a step" in said
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"workers": "four"}, "numbers separated by commas; got .*four"),
-        ({"workers": "0,4"}, "--workers must be at least 1"),
-        ({"publishers": "1,5"}, "--publishers from 1 to the fewest workers, .*; got 4,16,48,96, 1,5"),
-        ({"kept": "0.01,1"}, "--kept between 0 and 1"),
-        ({"samples": 31}, "--steps must be at least --samples, .*; got 30, 31"),
-        ({"rows": 20}, "1347 images enough for all workers; got 30, 3 and 20 for 96"),
-    ],
-)
-def test_bad_values_are_refused_before_anything_is_trained(options, said):
-    with pytest.raises(ValueError, match=said):
-        main(Config(**options))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.embeddings import WAYS, Config, compare, main, measure, tables_received
+from benchmarks.embeddings import WAYS, Config, compare, measure, tables_received
 from configs.dlrm_criteo import TABLE_SIZES
 
 SMALL = (3,) * 26
@@ -40,15 +40,3 @@ def test_the_table_is_printed_and_written(tmp_path, capsys):
     assert [record["embeddings"] for record in records] == ["exchange", "late", "rows"]  # 3 do not divide 16 columns
     assert all(record["received_compiled"] == record["received_predicted"] for record in records)
     assert "DLRM of 78 rows, 6 rows a step" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"workers": "two"}, "--workers must be numbers .*two"),
-        ({"workers": "3"}, "divide --batch evenly; got 3 and 128"),
-    ],
-)
-def test_bad_values_are_refused_before_anything_is_compiled(options, said):
-    with pytest.raises(ValueError, match=said):
-        main(Config(**options))

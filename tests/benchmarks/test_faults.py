@@ -1,8 +1,6 @@
-"""The soak test's arithmetic and refusals; its faults are tested in tests/train/test_faults_restarts.py."""
+"""The soak test's arithmetic; its faults are tested in tests/train/test_faults_restarts.py."""
 
-import pytest
-
-from benchmarks.faults import Samples, main
+from benchmarks.faults import Samples
 
 
 def test_quarters_are_medians_of_steps_that_were_done():
@@ -19,17 +17,3 @@ def test_quarters_are_medians_of_steps_that_were_done():
         "descriptors_last": 25,
         "ms_step_last": 75.0,
     }
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--hosts", "1"], "--hosts must be at least 2, since a run that survives has others; got 1"),
-        (["--mtbf", "nan"], "--mtbf must be positive and finite; got nan"),
-        (["--minutes", "0"], "--minutes must be positive and finite; got 0"),
-        (["--json", "/"], "--json must be a file; got the folder /"),
-    ],
-)
-def test_bad_values_are_refused(argv, said, capsys):
-    assert main(argv) == 2
-    assert f"faults: {said}" in capsys.readouterr().err

@@ -39,12 +39,6 @@ def test_a_sharded_step_is_that_of_one_device(bits, tolerance):
     np.testing.assert_allclose(loss, expected, rtol=tolerance)
 
 
-@pytest.mark.parametrize("given", [{"seeds": 0}, {"batch": 5}, {"experiment": "digits"}])
-def test_bad_values_are_refused(given):
-    with pytest.raises(ValueError, match=f"--{next(iter(given))}"):
-        gpt_fsdp.main(Config(**vars(SMALL) | given))
-
-
 @pytest.mark.slow
 def test_the_run_of_32_bits_is_the_trainers(tmp_path):
     records = Records(tmp_path / "runs.json")

@@ -42,11 +42,3 @@ def test_a_file_is_filled_and_not_measured_again(tmp_path, capsys, monkeypatch):
     assert figure.stat().st_size > 10_000
     monkeypatch.setattr(growth, "_measure", lambda config, wanted, methods: pytest.fail("nothing is left"))
     growth.main(config)
-
-
-@pytest.mark.parametrize(
-    "given", [{"sizes": "1e5,many"}, {"sizes": "0"}, {"hosts": "1,2"}, {"density": "0.5,1"}, {"size": 0.0}]
-)
-def test_bad_values_are_refused_before_a_host_starts(given, tmp_path):
-    with pytest.raises(ValueError, match="--sizes"):
-        growth.main(Config(**given, json=tmp_path / "growth.json", figure=tmp_path / "growth.png"))

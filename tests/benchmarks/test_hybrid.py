@@ -9,7 +9,7 @@ import pytest
 
 import jaxcomm as jc
 from benchmarks import hybrid, hybrid_run
-from benchmarks.hybrid import LAYOUTS, PAPER, Config, compare, formula, main, parameters, predicted, step_of
+from benchmarks.hybrid import LAYOUTS, PAPER, Config, compare, formula, parameters, predicted, step_of
 from benchmarks.hybrid_run import Record, enlarged
 
 SMALL = 63  # the smallest image that AlexNet takes: the dense layers and the gradients are of full size
@@ -50,20 +50,6 @@ def test_one_layout_compiles_and_is_written(tmp_path, monkeypatch, capsys):
     assert record["as_paper_mib"] == pytest.approx(2 * record["all_mib"])
     assert record["worker_mib"] == record["busiest_mib"]
     assert "AlexNet, 4 rows a step" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"devices": "two"}, "--devices must be numbers separated by commas; got .*two"),
-        ({"devices": "1,2"}, "at least 2 and divide --batch evenly; got 1,2 and 256"),
-        ({"devices": "2,3"}, "divide --batch evenly; got 2,3 and 256"),
-        ({"image": 32}, "--image must be at least 63"),
-    ],
-)
-def test_bad_values_are_refused_before_anything_is_compiled(options, said):
-    with pytest.raises(ValueError, match=said):
-        main(Config(**options))
 
 
 def test_images_are_enlarged_by_their_nearest_pixels():

@@ -1,9 +1,9 @@
-"""The hybrid step: the use of network and processors, and what is refused."""
+"""The hybrid step: the use of network and processors."""
 
 import pytest
 
 from benchmarks import hybrid_dct
-from benchmarks.hybrid_dct import Config, Record, check, uses
+from benchmarks.hybrid_dct import Record, uses
 
 
 def test_uses_are_of_what_the_link_and_the_cores_could_do(monkeypatch):
@@ -13,18 +13,3 @@ def test_uses_are_of_what_the_link_and_the_cores_could_do(monkeypatch):
     assert uses(record) == {"network_%": pytest.approx(90.0), "cpu_%": pytest.approx(25.0)}
     record.bytes_kernel = None
     assert uses(record)["network_%"] is None
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"workers": 1}, "--workers must be at least 2"),
-        ({"stages": 4}, "--stages must be 2 or 3; got 2, 2048 and 4"),
-        ({"batch": 7}, "divide --batch evenly"),
-        ({"rate": "1gbit,10gbit"}, "--rate must be one rate"),
-        ({"sparsity": 1.0}, "sparsity"),
-    ],
-)
-def test_bad_values_are_refused_before_a_host_starts(options, said):
-    with pytest.raises(ValueError, match=said):
-        check(Config(**options))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,14 +14,8 @@ import pytest
 from benchmarks import netlab
 from benchmarks.netlab import Lab, parse_rate, parse_rates
 from benchmarks.trace import Trace, received_bytes
+from tests.benchmarks.places import CAN_ISOLATE, ROOT
 
-ROOT = Path(__file__).parents[2]
-# Root in a container may lack the right to make a namespace.
-CAN_ISOLATE = (
-    all(shutil.which(tool) for tool in ("ip", "tc", "unshare"))
-    and os.geteuid() == 0
-    and subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode == 0
-)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NETLAB = [sys.executable, "-m", "benchmarks.netlab"]
 

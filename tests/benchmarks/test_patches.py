@@ -17,8 +17,3 @@ def test_the_table_has_the_steps_and_a_first_step_of_adam_is_of_the_learning_rat
     assert first["plain"] == f"{2 / (6 * changed):.1f}x"
     assert float(first["fewer"].rstrip("x")) == pytest.approx(40_000 / first["bytes"], abs=0.06)
     assert "20,000 weights" in capsys.readouterr().out
-
-
-def test_bad_values_are_refused():
-    with pytest.raises(ValueError, match="at least 1"):
-        main(Config(steps="0"))

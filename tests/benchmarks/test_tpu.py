@@ -18,19 +18,11 @@ def tpu(*argv):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--method", "topk,adam"], ["--method must be some of plump_dp, ", "got adam"]),
-        (["--slices", "0"], ["--slices must be at least 1; got 0"]),
-        (["--topology", "v5e:7x5"], ["TPUs must be known to the compiler", "got 'v5e:7x5'", "jaxcomm[tpu]"]),
-    ],
-)
-def test_bad_values_are_refused(argv, said):
-    done = tpu("--shapes", "1000", *argv)
+def test_an_unknown_topology_is_refused():
+    done = tpu("--shapes", "1000", "--topology", "v5e:7x5")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    for part in said:
+    for part in ("got 'v5e:7x5'", "jaxcomm[tpu]"):
         assert part in done.stderr
 
 
