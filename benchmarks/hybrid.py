@@ -188,7 +188,8 @@ def step_of(layout: str, mesh: Any, batch: int, image: int, hidden: int = 4096) 
     from jax.sharding import PartitionSpec as P
 
     import jaxcomm as jc
-    from jaxcomm.layers.split_dense import on_one_worker, plan_split_dense, split_dense
+    from benchmarks.dense_ways import on_one_worker, plan_split_dense
+    from jaxcomm import split_dense
 
     K = mesh.size
     shapes, features = parameters(image, hidden)
@@ -245,7 +246,7 @@ def predicted(layout: str, K: int, batch: int) -> float:
     """Returns the bytes that each worker receives on average, from shapes alone."""
     import jax
 
-    from jaxcomm.layers.split_dense import plan_split_dense
+    from benchmarks.dense_ways import plan_split_dense
 
     shapes, _ = parameters(224)
     exchanged = sorted(shapes) if layout == "data-parallel" else sorted(shapes)[:CUT]

@@ -8,13 +8,8 @@ from jaxcomm.layers.late_multiply import late_multiply
 from jaxcomm.layers.quantized_gather import quantized_gather
 from jaxcomm.layers.sharded_lookup import sharded_lookup
 from jaxcomm.layers.split_dense import (
-    SplitLayer,
-    SplitPlan,
     features_to_rows,
     narrowing_spec,
-    on_one_worker,
-    plan_split_dense,
-    rows_of_one_worker,
     rows_to_features,
     split_dense,
 )
@@ -23,8 +18,6 @@ __all__ = [
     "Boundary",
     "Encoded",
     "Rows",
-    "SplitLayer",
-    "SplitPlan",
     "Whole",
     "dct_mp",
     "features_to_rows",
@@ -33,10 +26,7 @@ __all__ = [
     "late_multiply",
     "masked_boundary",
     "narrowing_spec",
-    "on_one_worker",
-    "plan_split_dense",
     "quantized_gather",
-    "rows_of_one_worker",
     "rows_to_features",
     "sharded_lookup",
     "split_dense",

@@ -9,7 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm.layers.split_dense import on_one_worker, rows_of_one_worker, split_dense
+from benchmarks.dense_ways import on_one_worker, rows_of_one_worker
+from jaxcomm.layers.split_dense import split_dense
 from tests.jaxcomm.train_steps import init_state
 
 ROWS, PIXELS, FEATURES, HIDDEN, CLASSES = 8, 8, 64, 64, 16

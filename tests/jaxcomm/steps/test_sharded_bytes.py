@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
+from benchmarks.dense_ways import plan_split_dense
 from jaxcomm.accounting.hlo import read_program
-from jaxcomm.layers.split_dense import plan_split_dense
 from tests.jaxcomm.steps import sharded
 from tests.jaxcomm.train_steps import state_shapes
 from tests.marks import slow_except
