@@ -21,7 +21,7 @@ from jaxcomm.codecs import IndexCodec, ValueCodec, choose_index_codec
 from jaxcomm.collectives.balanced import Regions
 from jaxcomm.collectives.messages import all_gather_same, fuse, split_words
 from jaxcomm.collectives.reduced import Sent, SparseReduced, read_status, write_status
-from jaxcomm.collectives.sparse import SparseSum
+from jaxcomm.collectives.sparse import Accumulated, SparseSum
 from jaxcomm.exchange import transformation
 from jaxcomm.kernels import bits
 from jaxcomm.kernels.numerics import magnitude_bits
@@ -185,15 +185,9 @@ def ring_sum(
 class RingSum(SparseSum):
     """The library's sum of sparse vectors, on a ring."""
 
-    def is_gathered(self) -> bool:
-        """Returns False: a ring sums by regions."""
-        return False
-
-    def sum_regions(
-        self, regions: Regions, vector: jax.Array, mask: jax.Array, start: jax.Array, status: jax.Array
-    ) -> SparseReduced:
+    def __call__(self, vector: Accumulated, mask: jax.Array, ok: jax.Array, start: jax.Array) -> SparseReduced:
         """Sums the masked coordinates of a vector (n,) on a ring."""
-        return ring_sum(regions, vector, mask, start, status, self.axis_name)[0]
+        return ring_sum(self.regions(), vector.sum(), mask, start, self.status(ok, mask), self.axis_name)[0]
 
 
 class OnRing(SparseExchange):

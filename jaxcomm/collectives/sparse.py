@@ -161,10 +161,4 @@ class SparseSum:
         return SparseReduced(total, None, ok, sent, jnp.sum(counts, axis=0), overfull)
 
     def _by_regions(self, vector: Accumulated, mask: jax.Array, ok: jax.Array, start: jax.Array) -> SparseReduced:
-        return self.sum_regions(self.regions(), vector.sum(), mask, start, self.status(ok, mask))
-
-    def sum_regions(
-        self, regions: Regions, vector: jax.Array, mask: jax.Array, start: jax.Array, status: jax.Array
-    ) -> SparseReduced:
-        """Sums the selected coordinates of a vector (n,) by regions."""
-        return regions.exchange(vector, mask, start, status, self.axis_name)
+        return self.regions().exchange(vector.sum(), mask, start, self.status(ok, mask), self.axis_name)

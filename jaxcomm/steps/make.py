@@ -33,7 +33,6 @@ def make_train_step(
     batch_axis: Any = 0,
     rng: jax.Array | None = None,
     axis_name: AxisName | None = None,
-    stage_axis: str = "stage",
     donate: bool = True,
     compiler_options: dict[str, Any] | None = None,
 ) -> TrainStep:
@@ -134,7 +133,6 @@ def make_train_step(
         the batch.
       axis_name: the axis of workers, or the axes, outermost first; None for that of the exchange in `tx` if it is known
         (for a `jaxcomm.chain` or an exchange alone), else "data".
-      stage_axis: the axis of stages, for a pipeline.
       donate: reuse the state's buffers for the new state. The old state cannot be read afterwards.
       compiler_options: XLA's options by name, as in `jax.jit`, for every compilation of the step, to run or to verify
         it. XLA refuses names that it does not know.
@@ -180,7 +178,7 @@ def make_train_step(
                 f"batch_axis must be 0 with a Pipeline, whose micro-batches are rows of every array; got {batch_axis}. "
                 "Put the rows first, and repeat for every row what has none."
             )
-        return PipelineStep(loss_fn, tx, mesh, axis_name, stage_axis, settings)
+        return PipelineStep(loss_fn, tx, mesh, axis_name, settings)
     loss = loss_of(loss_fn, has_aux, has_state, axis_name, kinds)
     if lookups and specs is None:
         raise ValueError("lookups must go with specs=, which say how the tables are sharded; got no specs=. Give both.")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomm.collectives.boundary import Encoded, Route, send_backward, send_forward
-from jaxcomm.steps.pipeline.pipeline import Schedule, at, run_ticks
+from jaxcomm.steps.pipeline.pipeline import STAGE_AXIS, Schedule, at, run_ticks
 
 
 class OneForwardOneBackward(Schedule):
@@ -77,10 +77,10 @@ class OneForwardOneBackward(Schedule):
                 sums, totals = jax.tree.map(jnp.add, (sums, totals), tuple(added))
             waiting, arrived = list(waiting), list(arrived)
             for stage, micro in forward.items():
-                new = send_forward(cuts[stage].formats, Route(self.stage_axis, stage, stage + 1), sent[stage])
+                new = send_forward(cuts[stage].formats, Route(STAGE_AXIS, stage, stage + 1), sent[stage])
                 waiting[stage] = jax.tree.map(partial(_put, micro), waiting[stage], new)
             for stage, micro in ((stage - 1, micro) for stage, micro in backward.items() if stage):
-                route, key = Route(self.stage_axis, stage, stage + 1), self._key(stage, micro)
+                route, key = Route(STAGE_AXIS, stage, stage + 1), self._key(stage, micro)
                 arrived[stage] = send_backward(cuts[stage].formats, route, returned[stage], key)
             return waiting, arrived, sums, totals
 

@@ -31,11 +31,15 @@ from jaxcomm.steps.batch import check_batch
 from jaxcomm.steps.pipeline.stage_params import StackedParams, plan_stacked
 
 StageFn = Callable[..., Any]
+STAGE_AXIS = "stage"
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """A model in S stages, and the way they are run.
+
+    In the backward pass a stage recomputes its activations. Memory: the activations of one tick and the inputs of the
+    stages; time: one more forward pass.
 
     Attributes:
       stages: a function for every stage, (params, x, batch) -> x: of its own parameters, the output of the stage before
@@ -47,8 +51,6 @@ class Pipeline:
         state, and the mean of their new states is kept.
       boundaries: the boundary after every stage but the last, S-1 of them; by default they send whole activations.
       micro_batches: M, into which each worker's rows are divided. A step has M + S - 1 ticks; a stage is busy in M.
-      remat: recompute a stage's activations in the backward pass instead of keeping them, as GPipe does. Memory: the
-        activations of one tick and the inputs of the stages; time: one more forward pass.
       schedule: "gpipe", all micro-batches forward and then all backward; or "1f1b", each backward as early as possible.
         The gradients are equal up to the order of their sum; "1f1b" keeps the inputs of at most 2 S - 3 micro-batches
         instead of M (see `OneForwardOneBackward`).
@@ -60,7 +62,6 @@ class Pipeline:
     model_state: Sequence[Any] | None = None
     boundaries: Sequence[Boundary] | None = None
     micro_batches: int = 1
-    remat: bool = True
     schedule: str = "gpipe"
 
     def __post_init__(self) -> None:
@@ -77,9 +78,8 @@ class Pipeline:
             raise ValueError(
                 f"micro_batches must be at least 1; got {self.micro_batches}. 1 is the whole batch at once."
             )
-        rule = "gpipe or 1f1b, the latter with remat=True"
-        holds = self.schedule == "gpipe" or (self.schedule == "1f1b" and self.remat)
-        check_range("schedule", self.schedule, rule, holds, "1f1b keeps the inputs of a stage alone")
+        holds = self.schedule in ("gpipe", "1f1b")
+        check_range("schedule", self.schedule, "gpipe or 1f1b", holds, "1f1b keeps the inputs of fewer micro-batches")
         cuts = len(self.stages) - 1
         if self.boundaries is not None and len(self.boundaries) != cuts:
             raise ValueError(
@@ -159,9 +159,9 @@ class Pipeline:
         with self.exchanging():
             return PipelineReport(boundaries, wire_report(tx, self.exchanged_shapes(), workers, axis_name=axis_name))
 
-    def exchanging(self, stage_axis: str | None = None) -> AbstractContextManager[None]:
-        """Makes exchanges inside count each stage's own elements; without the axis of stages, for shapes and bytes."""
-        return stacked(self.param_slots.sizes(), stage_axis)
+    def exchanging(self, *, on_stages: bool = False) -> AbstractContextManager[None]:
+        """Makes exchanges inside count each stage's own elements; `on_stages` inside the axis of stages."""
+        return stacked(self.param_slots.sizes(), STAGE_AXIS if on_stages else None)
 
     def exchanged_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes of the gradients that every stage exchanges: those of the stacked parameters."""
@@ -287,13 +287,12 @@ class Schedule:
         self,
         pipeline: Pipeline,
         axis_name: AxisName,
-        stage_axis: str,
         batch: Any,
         seed: jax.Array,
     ):
         """Prepares a batch of one worker's rows; `seed` is for random boundaries, and differs between steps."""
         self.pipeline, self.plan = pipeline, pipeline.plan(batch)
-        self.all_axes, self.stage_axis = (*axis_names(axis_name), stage_axis), stage_axis
+        self.all_axes = (*axis_names(axis_name), STAGE_AXIS)
         count = pipeline.micro_batches
         self.batch = jax.tree.map(lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]), self._vary(batch))
         self.seed = seed
@@ -313,7 +312,7 @@ class Schedule:
 
         Differentiable with respect to the stacked parameters. The loss is zero except in the last stage.
         """
-        pipeline, size, count = self.pipeline, self.pipeline.size, self.pipeline.micro_batches
+        size, count = self.pipeline.size, self.pipeline.micro_batches
         carry = self._vary(self._nothing(model_state))
 
         def tick(carry: Any, time: Any, active: list[int], in_loop: bool) -> Any:
@@ -323,9 +322,7 @@ class Schedule:
                 branches = {stage: self._branch(stage, model_state, time - stage) for stage in active}
                 return self._switch(branches, params, inboxes)
 
-            if pipeline.remat:
-                compute = jax.checkpoint(compute, prevent_cse=not in_loop)
-            outboxes, new = compute(params, inboxes)
+            outboxes, new = jax.checkpoint(compute, prevent_cse=not in_loop)(params, inboxes)
             inboxes = list(inboxes)
             for stage in active:
                 if stage < size - 1:
@@ -351,7 +348,7 @@ class Schedule:
         if len(functions) < size:
             kinds = jax.eval_shape(functions[0], *args)
             functions.append(lambda *args: jax.tree.map(zeros_of, kinds))
-        return lax.switch(jnp.asarray(which)[lax.axis_index(self.stage_axis)], functions, *args)
+        return lax.switch(jnp.asarray(which)[lax.axis_index(STAGE_AXIS)], functions, *args)
 
     def _branch(self, stage: int, model_state: list[jax.Array], micro_batch: Any) -> Callable[..., Any]:
         pipeline, cuts, last = self.pipeline, self.plan.cuts, self.pipeline.size - 1
@@ -381,7 +378,7 @@ class Schedule:
 
     def _send(self, stage: int, outbox: list[Encoded], micro_batch: Any) -> list[Encoded]:
         key = self._key(stage, micro_batch)
-        return send(self.plan.cuts[stage].formats, outbox, self.stage_axis, stage, key)
+        return send(self.plan.cuts[stage].formats, outbox, STAGE_AXIS, stage, key)
 
     def _key(self, stage: int, micro_batch: Any) -> jax.Array:
         return noise.make_key(self.seed, stage, micro_batch)

@@ -35,7 +35,7 @@ from jaxcomm.steps.batch import check_batch
 from jaxcomm.steps.engine import worker_step
 from jaxcomm.steps.mesh import shapes_on
 from jaxcomm.steps.pipeline.one_forward_one_backward import OneForwardOneBackward
-from jaxcomm.steps.pipeline.pipeline import Pipeline, Schedule
+from jaxcomm.steps.pipeline.pipeline import STAGE_AXIS, Pipeline, Schedule
 from jaxcomm.steps.pipeline.verify import verify_pipeline
 from jaxcomm.steps.replication import over_workers
 from jaxcomm.steps.workers import StepSettings, TrainStep
@@ -56,13 +56,12 @@ class PipelineStep(TrainStep):
         tx: optax.GradientTransformation,
         mesh: Mesh,
         axis_name: AxisName,
-        stage_axis: str,
         settings: StepSettings,
     ):
         """See `make_train_step`."""
-        _check_mesh(pipeline, mesh, axis_name, stage_axis)
+        _check_mesh(pipeline, mesh, axis_name)
         super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in axis_names(axis_name)), settings)
-        self.mesh, self.stage_axis = mesh, stage_axis
+        self.mesh = mesh
         loss_fn, kinds = pipeline.loss_fn, settings.kinds._replace(micro_batches=pipeline.micro_batches)
 
         def loss(x: Any, batch: Any) -> Any:
@@ -118,15 +117,15 @@ class PipelineStep(TrainStep):
             own = jax.eval_shape(lambda: [slot[0] for slot in given[0]])
             for message in check_chain(self.tx, shapes.opt_state, own):
                 warnings.warn(message, stacklevel=2)
-        specs = _staged_specs(shapes, self.stage_axis)
-        on_devices = jax.shard_map(device_state, mesh=self.mesh, in_specs=P(self.stage_axis), out_specs=specs)
-        return jax.jit(on_devices)(*jax.device_put(given, NamedSharding(self.mesh, P(self.stage_axis))))
+        specs = _staged_specs(shapes)
+        on_devices = jax.shard_map(device_state, mesh=self.mesh, in_specs=P(STAGE_AXIS), out_specs=specs)
+        return jax.jit(on_devices)(*jax.device_put(given, NamedSharding(self.mesh, P(STAGE_AXIS))))
 
     @on_own_mesh
     def shapes(self, params: Sequence[Any], model_state: Sequence[Any] | None = None) -> TrainState:
         """Returns the shapes of what `init` makes; see `TrainStep.shapes`."""
         shapes = jax.eval_shape(self.init, params, model_state)
-        return shapes_on(self.mesh, shapes, _staged_specs(shapes, self.stage_axis))
+        return shapes_on(self.mesh, shapes, _staged_specs(shapes))
 
     @on_own_mesh
     def params(self, state: TrainState) -> list[Any]:
@@ -173,7 +172,6 @@ class PipelineStep(TrainStep):
             mesh=self.mesh,
             other_bytes=other_bytes,
             axis_name=self.axis_name,
-            stage_axis=self.stage_axis,
             text=self.compile(state, batch).as_text(),
         )
 
@@ -188,31 +186,30 @@ class PipelineStep(TrainStep):
         return state, {**scalars, **exchanged}
 
     def _specs(self, state: TrainState) -> TrainState:
-        return _staged_specs(state, self.stage_axis)
+        return _staged_specs(state)
 
     def _device_step(self, state: TrainState, batch: Any) -> tuple[TrainState, tuple[dict[str, Any], dict[str, Any]]]:
-        gradients = partial(_gradients, self.pipeline, self.axis_name, self.stage_axis, state.step)
+        gradients = partial(_gradients, self.pipeline, self.axis_name, state.step)
 
         # Only the last stage has the loss, so a chain that takes it (reduce_on_plateau, a line search) must fail.
         def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
-            with self.pipeline.exchanging(self.stage_axis):
+            with self.pipeline.exchanging(on_stages=True):
                 return self.tx.update(updates, state, params)
 
         tx = optax.GradientTransformation(self.tx.init, cast(Any, update))
         new, metrics = worker_step(gradients, tx, self.axis_name, _of_device(state), batch)
-        return _of_mesh(new), _over_stages(metrics, self.stage_axis)
+        return _of_mesh(new), _over_stages(metrics)
 
 
-def _staged_specs(state: TrainState, stage_axis: str) -> TrainState:
+def _staged_specs(state: TrainState) -> TrainState:
     """Returns the PartitionSpec of every leaf of a pipeline's state; see `state_specs`."""
-    staged = jax.tree.map(lambda spec: P(stage_axis, *spec), state_specs(state), is_leaf=lambda n: isinstance(n, P))
+    staged = jax.tree.map(lambda spec: P(STAGE_AXIS, *spec), state_specs(state), is_leaf=lambda n: isinstance(n, P))
     return staged._replace(step=P())
 
 
 def _gradients(
     pipeline: Pipeline,
     axis_name: AxisName,
-    stage_axis: str,
     step: jax.Array,
     params: list[jax.Array],
     model_state: dict[str, Any],
@@ -224,9 +221,9 @@ def _gradients(
       ((loss, (scalars, new model state)), gradients) for this device's stage.
     """
     run = Schedule if pipeline.schedule == "gpipe" else OneForwardOneBackward
-    schedule = run(pipeline, axis_name, stage_axis, batch, seed=step)
+    schedule = run(pipeline, axis_name, batch, seed=step)
     totals, gradients = schedule.gradients(params, model_state["stages"])
-    gradients = _broken_together(gradients, stage_axis)
+    gradients = _broken_together(gradients)
     return (totals.loss, (totals.scalars, {"stages": totals.model_state})), gradients
 
 
@@ -246,18 +243,18 @@ def _of_mesh(state: TrainState) -> TrainState:
     return _of_stage(state, lambda leaf: leaf[None])
 
 
-def _broken_together(gradients: Any, stage_axis: str) -> Any:
+def _broken_together(gradients: Any) -> Any:
     """Makes all gradients of a worker NaN if those of one stage are not finite, so that all stages skip."""
-    broken = lax.psum((~is_finite_tree(gradients)).astype(jnp.int32), stage_axis) > 0
+    broken = lax.psum((~is_finite_tree(gradients)).astype(jnp.int32), STAGE_AXIS) > 0
     return jax.tree.map(lambda leaf: jnp.where(broken, jnp.full_like(leaf, jnp.nan), leaf), gradients)
 
 
-def _over_stages(metrics: Any, stage_axis: str) -> Any:
+def _over_stages(metrics: Any) -> Any:
     """Combines the scalars, and the exchange's metrics, of all stages: sums; 1 if a stage has skipped, or drained."""
 
     def total(tree: Any) -> Any:
         vector, back = ravel_pytree(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree))
-        return back(lax.psum(vector, stage_axis))
+        return back(lax.psum(vector, STAGE_AXIS))
 
     is_local = any(map(is_per_worker, metrics[0].values()))  # then the scalars differ between workers
     scalars, exchanged = map(total, metrics) if is_local else total(metrics)
@@ -276,16 +273,16 @@ def _check_shapes(name: str, trees: Sequence[Any], planned: Sequence[Any] | None
         )
 
 
-def _check_mesh(pipeline: Pipeline, mesh: Mesh, axis_name: AxisName, stage_axis: str) -> None:
-    sizes, wanted = dict(mesh.shape), (*axis_names(axis_name), stage_axis)
+def _check_mesh(pipeline: Pipeline, mesh: Mesh, axis_name: AxisName) -> None:
+    sizes, wanted = dict(mesh.shape), (*axis_names(axis_name), STAGE_AXIS)
     others = {name: size for name, size in sizes.items() if name not in wanted and size > 1}
     if others or any(name not in sizes for name in wanted):
         raise ValueError(
             f"The mesh of a pipeline must have the axes {wanted}, and no others; got {sizes}. Make it with "
             f"make_mesh({', '.join(f'{name}=...' for name in wanted)}), 1 for an axis that is not used."
         )
-    if sizes[stage_axis] != pipeline.size:
+    if sizes[STAGE_AXIS] != pipeline.size:
         raise ValueError(
-            f"The axis of stages must have a place for each stage; got {sizes[stage_axis]} for {pipeline.size} stages. "
-            f"Make the mesh with {stage_axis}={pipeline.size}, or cut the model into {sizes[stage_axis]}."
+            f"The axis of stages must have a place for each stage; got {sizes[STAGE_AXIS]} for {pipeline.size} stages. "
+            f"Make the mesh with {STAGE_AXIS}={pipeline.size}, or cut the model into {sizes[STAGE_AXIS]}."
         )

@@ -11,7 +11,7 @@ from jaxcomm.accounting.hlo import read_program
 from jaxcomm.accounting.jaxpr import jaxpr_program
 from jaxcomm.accounting.report import PipelineReport, as_compiled, exchange_report, kind_of_device
 from jaxcomm.collectives.axis import AxisName, axis_names
-from jaxcomm.steps.pipeline.pipeline import Pipeline
+from jaxcomm.steps.pipeline.pipeline import STAGE_AXIS, Pipeline
 
 
 def verify_pipeline(
@@ -24,7 +24,6 @@ def verify_pipeline(
     mesh: Mesh,
     other_bytes: int = 256,
     axis_name: AxisName = "data",
-    stage_axis: str = "stage",
     text: str | None = None,
 ) -> PipelineReport:
     """Proves from the compiled text of a pipeline's step that it sends what `Pipeline.report` claims, and no more.
@@ -38,7 +37,6 @@ def verify_pipeline(
       mesh: its mesh.
       other_bytes: bytes that a device may receive in addition to boundaries and exchange: losses, metrics, model state.
       axis_name: the axis of workers.
-      stage_axis: the axis of stages.
       text: the text of the compiled step, if it is at hand.
 
     Returns:
@@ -69,7 +67,7 @@ def verify_pipeline(
                 f"(at most {float(sent.received_at_most):,.0f}) for {float(wanted.received):,.0f} (at most "
                 f"{float(wanted.received_at_most):,.0f}). XLA has changed the collectives."
             )
-    links = _stage_links(compiled.links(), mesh, stage_axis)
+    links = _stage_links(compiled.links(), mesh)
     for stage, each in enumerate(claimed.boundaries):
         for way, pair, claim in (
             ("forward", (stage, stage + 1), each.forward),
@@ -107,13 +105,13 @@ def verify_pipeline(
     return claimed
 
 
-def _stage_links(links: dict[tuple[int, int], int], mesh: Mesh, stage_axis: str) -> dict[tuple[int, int], int]:
+def _stage_links(links: dict[tuple[int, int], int], mesh: Mesh) -> dict[tuple[int, int], int]:
     """Sums the bytes between devices, given by their positions in the mesh, to bytes between stages."""
-    place = mesh.axis_names.index(stage_axis)
+    place = mesh.axis_names.index(STAGE_AXIS)
     inner = 1
     for name in mesh.axis_names[place + 1 :]:
         inner *= mesh.shape[name]
-    size, stages = mesh.shape[stage_axis], {}
+    size, stages = mesh.shape[STAGE_AXIS], {}
     for (source, target), count in links.items():
         pair = (source // inner % size, target // inner % size)
         stages[pair] = stages.get(pair, 0) + count

@@ -98,8 +98,8 @@ class Run:
 
     def __init__(self, pipeline: jc.Pipeline, params: Any, tx: Any, model_state: Any = None, batch: Any = None, **axes):
         self.pipeline, self.tx, self.mesh = pipeline, tx, jc.make_mesh(**axes)
-        *workers, stage_axis = axes
-        options = {"axis_name": tuple(workers) if len(workers) > 1 else workers[0], "stage_axis": stage_axis}
+        *workers, _ = axes
+        options = {"axis_name": tuple(workers) if len(workers) > 1 else workers[0]}
         self.batch = batches(1)[0] if batch is None else batch
         self.step: Any = jc.make_train_step(pipeline, tx, self.mesh, donate=False, **options)
         self.start = self.step.init(params, model_state=model_state)

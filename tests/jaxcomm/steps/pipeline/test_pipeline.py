@@ -34,29 +34,28 @@ from tests.reference.dct_mp import DctMpReference
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
 DECAYED = optax.chain(optax.add_decayed_weights(0.05), jc.plump_dp(), OPTIMIZER)
 
-# Stages, micro-batches, remat (or remat and the schedule), workers, whether there are running means. There are more
+# Stages, micro-batches, the schedule, workers, whether there are running means. There are more
 # micro-batches than stages, as many, and fewer; with 1F1B also fewer than its ticks of warm-up.
 SETTINGS = [
-    (1, 1, True, 1, False),
-    (1, 2, False, 2, True),
-    (2, 1, False, 2, False),
-    (2, 4, True, 2, True),
-    (3, 4, False, 1, True),
-    (3, 2, True, 2, False),
-    (4, 4, True, 2, False),
+    (1, 1, "gpipe", 1, False),
+    (1, 2, "gpipe", 2, True),
+    (2, 1, "gpipe", 2, False),
+    (2, 4, "gpipe", 2, True),
+    (3, 4, "gpipe", 1, True),
+    (3, 2, "gpipe", 2, False),
+    (4, 4, "gpipe", 2, False),
     (1, 2, "1f1b", 1, True),
     (2, 4, "1f1b", 2, True),
     (3, 8, "1f1b", 1, True),
     (3, 2, "1f1b", 2, False),
     (4, 4, "1f1b", 1, False),
 ]
-NAMES = ("size", "count", "remat", "data", "has_state")
+NAMES = ("size", "count", "schedule", "data", "has_state")
 
 
 @functools.cache
-def run_of(size, count, remat, data, has_state):
-    options = {"schedule": remat} if remat == "1f1b" else {"remat": remat}
-    return cut(size, DECAYED, data=data, has_state=has_state, micro_batches=count, **options)
+def run_of(size, count, schedule, data, has_state):
+    return cut(size, DECAYED, data=data, has_state=has_state, micro_batches=count, schedule=schedule)
 
 
 @functools.cache
@@ -90,10 +89,10 @@ def assert_close(one, other, rtol=2e-5, atol=2e-6):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), one, other)
 
 
-@pytest.mark.parametrize(NAMES, slow_except(SETTINGS, (2, 1, False, 2, False), (3, 8, "1f1b", 1, True)))
-def test_a_pipeline_is_one_device(size, count, remat, data, has_state):
+@pytest.mark.parametrize(NAMES, slow_except(SETTINGS, (2, 1, "gpipe", 2, False), (3, 8, "1f1b", 1, True)))
+def test_a_pipeline_is_one_device(size, count, schedule, data, has_state):
     """Ten steps with momentum and weight decay: losses, scalars, parameters, and the running means after each."""
-    run, state = run_of(size, count, remat, data, has_state), None
+    run, state = run_of(size, count, schedule, data, has_state), None
     for batch, (params, means, expected) in zip(batches(10), on_one_device(has_state), strict=True):
         state, (metrics,) = run([batch], state)
         host = jax.tree.map(np.asarray, state)
@@ -109,9 +108,9 @@ def test_a_pipeline_is_one_device(size, count, remat, data, has_state):
 
 
 @pytest.mark.parametrize(NAMES, slow_except(SETTINGS, *SETTINGS[::2]))
-def test_every_boundary_is_crossed_once_each_way_for_each_micro_batch(size, count, remat, data, has_state):
+def test_every_boundary_is_crossed_once_each_way_for_each_micro_batch(size, count, schedule, data, has_state):
     """In the trace and in compiled text, although activations are recomputed in the backward pass."""
-    run = run_of(size, count, remat, data, has_state)
+    run = run_of(size, count, schedule, data, has_state)
     traced, compiled = jaxpr_program(run.traced.jaxpr), read_program(run.compiled.as_text())
     expected, times = {}, {}
     for stage, end in enumerate(CUTS[size][:-1]):
@@ -259,8 +258,7 @@ def wide_loss(x, batch):
     return jnp.mean(x**2), {}
 
 
-@pytest.mark.parametrize("remat", slow_except([True, False], False))
-def test_gradients_pass_by_positions_that_are_written_as_a_mask(remat):
+def test_gradients_pass_by_positions_that_are_written_as_a_mask():
     """In the scan over micro-batches; if many of 2048 positions are sent, each takes a bit."""
     width, rows = 128, 64
 
@@ -274,7 +272,7 @@ def test_gradients_pass_by_positions_that_are_written_as_a_mask(remat):
         return jnp.mean(x**2), {}
 
     params = [np.eye(4, width, dtype=np.float32), np.ones((width, 2), np.float32)]
-    options = {"boundaries": [jc.dct_mp(0.3)], "micro_batches": 4, "remat": remat}
+    options = {"boundaries": [jc.dct_mp(0.3)], "micro_batches": 4}
     pipeline = jc.Pipeline([first, second], loss, params, **options)
     mesh, tx = jc.make_mesh(data=1, stage=2), optax.chain(jc.plump_dp(), optax.sgd(0.1))
     step = jc.make_train_step(pipeline, tx, mesh)
@@ -294,11 +292,7 @@ def test_errors_of_a_pipeline():
         ),
         ((stages, loss_fn, params, []), r"model_state must have a tree for every stage; got 0 for 1 stages. Pass"),
         ((stages, loss_fn, params, None, None, 0), r"micro_batches must be at least 1; got 0. 1 is the whole"),
-        (
-            (stages, loss_fn, params, None, None, 1, False, "1f1b"),
-            r"with remat=True; got '1f1b'. 1f1b keeps the inputs",
-        ),
-        ((stages, loss_fn, params, None, None, 1, True, "zb"), r"schedule must be gpipe or 1f1b, .*; got 'zb'"),
+        ((stages, loss_fn, params, None, None, 1, "zb"), r"schedule must be gpipe or 1f1b; got 'zb'"),
         (
             (stages, loss_fn, params, None, MASKED),
             r"one for every stage but the last; got 2 for 1 stages. Pass 0, dct_mp\(0.0\) where",

@@ -73,7 +73,7 @@ def run_of(name, **axes):
 
 def make_run(tx, params, loss_fn, **axes):
     stages = [lambda params, x, batch, at=at: layer(at, params, None, x, batch)[0] for at in (0, 1)]
-    pipeline = jc.Pipeline(stages, loss_fn, params, remat=False)
+    pipeline = jc.Pipeline(stages, loss_fn, params)
     batch, axes = batches(1, len(params[0]["w"]))[0], axes or {"data": K, "stage": 2}
     return Run(pipeline, params, tx, batch=batch, **axes)
 
@@ -494,7 +494,7 @@ def test_a_step_made_anew_takes_the_state_of_another(name):
 
     def make():
         stages = [lambda params, x, batch, at=at: layer(at, params, None, x, batch)[0] for at in (0, 1)]
-        pipeline = jc.Pipeline(stages, loss_of, alike(), remat=False)
+        pipeline = jc.Pipeline(stages, loss_of, alike())
         return jc.make_train_step(pipeline, METHODS[name], jc.make_mesh(data=K, stage=2), donate=False)
 
     batch, step = batches(1, WIDTH)[0], make()

@@ -89,7 +89,7 @@ def prove(first=nothing_more, second=nothing_more, outside=None, axes=None, tx=N
             lambda params, x, batch: first(batch["x"] @ params),
             lambda params, x, batch: second(x @ params),
         ]
-        return jc.Pipeline(stages, simple_loss, PARAMS, boundaries=[boundary], remat=False)
+        return jc.Pipeline(stages, simple_loss, PARAMS, boundaries=[boundary])
 
     mesh = jc.make_mesh(**(axes or {"data": K, "stage": 2}))
     tx = tx or optax.chain(jc.plump_dp(), SGD)
