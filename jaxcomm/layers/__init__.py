@@ -1,7 +1,5 @@
 """Layers that communicate between workers."""
 
-from jaxcomm.collectives.boundary import Encoded
-from jaxcomm.layers.activations import Rows, Whole
 from jaxcomm.layers.boundary import Boundary, dct_mp, masked_boundary
 from jaxcomm.layers.late_lookup import late_lookup, late_lookup_traffic
 from jaxcomm.layers.late_multiply import late_multiply
@@ -16,9 +14,6 @@ from jaxcomm.layers.split_dense import (
 
 __all__ = [
     "Boundary",
-    "Encoded",
-    "Rows",
-    "Whole",
     "dct_mp",
     "features_to_rows",
     "late_lookup",

@@ -27,7 +27,6 @@ from jaxcomm.kernels.scopes import DECODE, ENCODE
 from jaxcomm.layout import Layout, plan_layout
 from jaxcomm.selectors.selection import compact
 from jaxcomm.selectors.topk import select_rows
-from jaxcomm.types import Payload
 
 
 @dataclass(frozen=True)
@@ -65,60 +64,8 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The k largest magnitudes of every row of a (B, d) array, and their positions as one coded sequence."""
-
-    rows: int
-    features: int
-    k: int
-
-    @cached_property
-    def layout(self) -> Layout:
-        """All rows as one segment with B k slots, all of them always in use."""
-        flat = jax.ShapeDtypeStruct((self.rows * self.features,), jnp.float32)
-        return plan_layout(flat, dense_below=0, capacity=lambda _: self.slots)
-
-    @cached_property
-    def codec(self) -> IndexCodec:
-        """The codec of the positions."""
-        return choose_index_codec(self.layout)
-
-    @property
-    def slots(self) -> int:
-        """Values that travel."""
-        return self.rows * self.k
-
-    @jax.named_scope(ENCODE)
-    def encode(self, x: jax.Array) -> Encoded:
-        """Selects from (B, d) and writes; differentiable with respect to the selected values."""
-        magnitudes = lax.stop_gradient(x).reshape(self.rows, self.features).astype(jnp.float32)
-        mask = jnp.pad(select_rows(magnitudes, self.k).reshape(-1), (0, self.layout.n - x.size))
-        selection = compact(bits.pack(mask), self.layout)
-        values = x.reshape(-1).at[selection.slots.position].get(mode="promise_in_bounds")
-        return Encoded(values, fuse(self.codec.encode(selection)))
-
-    @jax.named_scope(DECODE)
-    def decode(self, encoded: Encoded) -> jax.Array:
-        """Returns the (B d,) array that is zero where nothing was sent."""
-        # No gradient flows through the words. JAX knows so of a bitcast, but not of all that codecs do with integers.
-        words = lax.bitcast_convert_type(lax.bitcast_convert_type(encoded.words, jnp.int32), jnp.uint32)
-        position = self.codec.decode(split_words(words, self._payload))  # (B k,)
-        flat = zeros_varying_as((self.rows * self.features,), encoded.values.dtype, encoded.values)
-        return flat.at[position].set(
-            encoded.values, mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True
-        )
-
-    @cached_property
-    def _payload(self) -> Payload:
-        def write(words: jax.Array) -> Payload:
-            return self.codec.encode(compact(words, self.layout))
-
-        return jax.eval_shape(write, jax.ShapeDtypeStruct((self.layout.n_words,), jnp.uint32))
-
-
-@dataclass(frozen=True)
 class Largest(Whole):
-    """The k largest magnitudes of every sample forward; the gradient of exactly these values backward (DCT-MP).
+    """The k largest magnitudes of every sample forward, with their positions; their gradients backward (DCT-MP).
 
     Attributes:
       k: values of a sample that travel.
@@ -127,13 +74,35 @@ class Largest(Whole):
     k: int
 
     @cached_property
-    def _rows(self) -> Rows:
-        return Rows(self.shape[0], self.features, self.k)
+    def layout(self) -> Layout:
+        """All samples as one segment with B k slots, all of them always in use."""
+        flat = jax.ShapeDtypeStruct((math.prod(self.shape),), jnp.float32)
+        return plan_layout(flat, dense_below=0, capacity=lambda _: self.shape[0] * self.k)
 
+    @cached_property
+    def codec(self) -> IndexCodec:
+        """The codec of the positions."""
+        return choose_index_codec(self.layout)
+
+    @jax.named_scope(ENCODE)
     def encode(self, x: jax.Array) -> Encoded:
         """Selects and writes activations; gradients come back for the selected values."""
-        return self._rows.encode(x)
+        magnitudes = lax.stop_gradient(x).reshape(-1, self.features).astype(jnp.float32)
+        mask = jnp.pad(select_rows(magnitudes, self.k).reshape(-1), (0, self.layout.n - x.size))
+        selection = compact(bits.pack(mask), self.layout)
+        values = x.reshape(-1).at[selection.slots.position].get(mode="promise_in_bounds")
+        return Encoded(values, fuse(self.codec.encode(selection)))
 
+    @jax.named_scope(DECODE)
     def decode(self, encoded: Encoded) -> jax.Array:
         """Reads activations, zero where nothing was sent."""
-        return self._rows.decode(encoded).reshape(self.shape)
+        # No gradient flows through the words. JAX knows so of a bitcast, but not of all that codecs do with integers.
+        words = lax.bitcast_convert_type(lax.bitcast_convert_type(encoded.words, jnp.int32), jnp.uint32)
+        mask = jax.ShapeDtypeStruct((self.layout.n_words,), jnp.uint32)
+        like = jax.eval_shape(lambda mask: self.codec.encode(compact(mask, self.layout)), mask)
+        position = self.codec.decode(split_words(words, like))  # (B k,)
+        flat = zeros_varying_as((math.prod(self.shape),), encoded.values.dtype, encoded.values)
+        flat = flat.at[position].set(
+            encoded.values, mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True
+        )
+        return flat.reshape(self.shape)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import jaxcomm as jc
 from jaxcomm.codecs import ValueCodec
-from jaxcomm.layers import Whole
+from jaxcomm.layers.activations import Whole
 from jaxcomm.steps.pipeline.pipeline import Cut
 from tests.jaxcomm.layers.crossing import (
     CROSSINGS,
