@@ -1,8 +1,11 @@
-"""How positions are written: as they are, as a mask, or by Elias-Fano, whichever is smallest at a density."""
+"""How positions are written: as they are, as a mask, or by Elias-Fano, whichever is smallest at a density.
+
+The number of words is fixed by the layout: it does not depend on what was selected. From damaged words, positions are
+meaningless, but in range.
+"""
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,26 +17,6 @@ from jaxcomm.kernels.platforms import in_memory
 from jaxcomm.layout import Layout
 from jaxcomm.selectors.selection import Selection, rank_in_segment, slots_of
 from jaxcomm.types import Payload
-
-
-class IndexCodec(Protocol):
-    """Writes the positions of a selection, and reads them on the other side.
-
-    The number of words is fixed by the layout: it does not depend on what was selected.
-    """
-
-    @property
-    def n_words(self) -> int:
-        """Words of 32 bits that the indices take."""
-        ...
-
-    def encode(self, selection: Selection) -> Payload:
-        """Writes the position of every slot."""
-        ...
-
-    def decode(self, payload: Payload) -> jax.Array:
-        """Returns the position of every slot, (C,) int32; from damaged words meaningless, but in range."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -133,7 +116,8 @@ class EliasFano:
         return jnp.minimum((upper << self.low_bits) | low, last)
 
 
-INDEX_CODECS = {"plain": Plain, "bitmap": Bitmap, "elias_fano": EliasFano}
+IndexCodec = Plain | Bitmap | EliasFano
+INDEX_CODECS: dict[str, type[IndexCodec]] = {"plain": Plain, "bitmap": Bitmap, "elias_fano": EliasFano}
 
 
 def choose_index_codec(layout: Layout) -> IndexCodec:
