@@ -133,7 +133,7 @@ def test_every_boundary_is_crossed_once_each_way_for_each_micro_batch(size, coun
 
 
 def test_each_device_holds_its_own_stage_alone():
-    run = run_of(2, 4, True, 2, True)
+    run = run_of(2, 4, "gpipe", 2, True)
     for leaf in jax.tree.leaves((run.start.params, run.start.opt_state, run.start.model_state["stages"])):
         assert leaf.shape[0] == 2
         assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {1}
@@ -357,7 +357,7 @@ def test_a_new_model_state_of_another_kind_is_refused(change):
 
 @pytest.mark.parametrize("has_state", [False, True])
 def test_shapes_are_those_of_a_state(has_state):
-    run = run_of(2, 4, True, 2, True) if has_state else run_of(2, 1, False, 2, False)
+    run = run_of(2, 4, "gpipe", 2, True) if has_state else run_of(2, 1, False, 2, False)
     params, means = stages_of(params_of(), CUTS[2]), stages_of(means_of(), CUTS[2])
     shapes = run.step.shapes(params, means) if has_state else run.step.shapes(params)
     assert jax.tree.structure(shapes) == jax.tree.structure(run.start)
