@@ -106,11 +106,6 @@ class WireReport:
         """How many times fewer bytes than a dense exchange of two bytes a parameter."""
         return self.ratio_to_dense / 2
 
-    @property
-    def bits_per_parameter(self) -> float:
-        """Bits that each worker receives for each parameter."""
-        return 8 * self.received / self.parameters
-
     def __str__(self) -> str:
         lines = [
             f"{self.parameters:,} parameters, {self.workers} workers: {self.received:,.0f} bytes received per worker "

@@ -15,6 +15,7 @@ import pytest
 
 import jaxcomm as jc
 from benchmarks.netlab import Lab
+from tests.jaxcomm.formulas import index_words
 from tests.jaxcomm.train_steps import init_state
 from tests.marks import slow_except
 from tests.reference import noise
@@ -106,7 +107,7 @@ def local(name: str, make: Callable[[], Any], H: int, usual: Callable[[int], flo
 
 def sparse_bytes(K: int) -> float:
     k = sum(max(1, n - n * 9 // 10) for n in (61, 260))
-    words = 3 + -(-k // 2) + k  # header, values, plain indices
+    words = 3 + -(-k // 2) + index_words("auto", 2048, k)  # header, values, indices of two blocks
     return (K - 1) * 4 * words + 2 * (K - 1) / K * 4 * (7 + 1)
 
 

@@ -357,7 +357,7 @@ def test_a_new_model_state_of_another_kind_is_refused(change):
 
 @pytest.mark.parametrize("has_state", [False, True])
 def test_shapes_are_those_of_a_state(has_state):
-    run = run_of(2, 4, "gpipe", 2, True) if has_state else run_of(2, 1, False, 2, False)
+    run = run_of(2, 4, "gpipe", 2, True) if has_state else run_of(2, 1, "gpipe", 2, False)
     params, means = stages_of(params_of(), CUTS[2]), stages_of(means_of(), CUTS[2])
     shapes = run.step.shapes(params, means) if has_state else run.step.shapes(params)
     assert jax.tree.structure(shapes) == jax.tree.structure(run.start)
