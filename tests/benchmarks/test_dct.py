@@ -154,7 +154,7 @@ def test_a_record_has_the_train_figures_of_its_own_runs(monkeypatch):
         summary = SimpleNamespace(scores=scores, accuracy=0.875, bytes_per_step=8.0, ratio_to_dense=2.0)
         return SimpleNamespace(finished=True, summary=summary)
 
-    monkeypatch.setattr("train.job.make_job", lambda experiment, method, boundary: None)
+    monkeypatch.setattr("train.job.make_job", lambda experiment, method: None)
     monkeypatch.setattr("train.loop.train", train)
     record = dct.train_setting(dct.SETTINGS[0], dct.Config(seeds=2, steps=3), None)
     assert (record["train_loss"], record["train_accuracy"]) == (pytest.approx(0.2 + 0.5), 62.5)
