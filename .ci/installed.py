@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import pkgutil
+import re
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,9 @@ assert {path.parts[0] for path in files if ".dist-info" not in path.parts[0]} ==
 places = {str(path) for path in files}
 assert {"jaxcomm/py.typed", "jaxcomm/planner/costs.json"} <= places, "what is not Python"
 assert any(path.endswith("licenses/LICENSE") for path in places), "the licence"
+metadata = importlib.metadata.metadata("jaxcomm")
+assert not re.search(r"\]\((?!https://|#)", metadata.get_payload()), "links of the description that an index can follow"
+assert "+" not in metadata["Version"], "a version that an index refuses"
 
 params, batch = {"w": jnp.zeros((64, 32))}, np.ones((8, 64), np.float32)
 step = jc.simulate(
