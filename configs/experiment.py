@@ -1,8 +1,9 @@
 """The fields of an experiment. Each is an option of `python -m train NAME`, except `architecture`."""
 
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -173,6 +174,29 @@ class Experiment:
         """Devices of all workers."""
         return self.workers * self.stages * self.fsdp * self.model_parallel
 
+    @property
+    def layout(self) -> dict[str, Any]:
+        """The fields of `LAYOUTS` that are not at their defaults: what a device holds, and what travels."""
+        names = (field.name for field in fields(self) if any(field.name in together for together in LAYOUTS))
+        return {
+            name: value
+            for name in names
+            if (value := getattr(self, name)) != getattr(Experiment, name, BoundaryFields())  # which has a factory
+        }
+
+
+# What may be changed together: every worker holds the whole model, or it is split in one of the ways after that. XLA
+# aborts where it partitions the loss's gather of labels along the axes of both "fsdp" and "model_parallel".
+WHOLE = frozenset({"compress", "delay"})
+PIPELINE = frozenset({"stages", "cuts", "micro_batches", "pipeline_schedule", "boundary"})
+LAYOUTS = (
+    WHOLE,
+    PIPELINE,
+    *({"slices", name} for name in ("delay", "fsdp", "model_parallel")),
+    {"dense_layers"},
+    {"embeddings"},
+)
+
 
 def check(experiment: Experiment, num_processes: int) -> None:
     """Refuses settings that cannot work, before anything is started.
@@ -191,7 +215,6 @@ def check(experiment: Experiment, num_processes: int) -> None:
         )
     _check_numbers(experiment)
     _check_min_workers(experiment)
-    _check_delay(experiment)
     if experiment.warmup_steps >= experiment.steps:
         raise ValueError(
             f"--warmup-steps must be less than --steps; got {experiment.warmup_steps} of {experiment.steps}. Warm up "
@@ -209,68 +232,25 @@ def check(experiment: Experiment, num_processes: int) -> None:
             f"The first drop must come after the warm-up; got --drop-at {experiment.drop_at[0]} with --warmup-steps "
             f"{experiment.warmup_steps}. Drop later, or warm up for fewer steps."
         )
-    for name, what in (("dense_layers", "Dense layers"), ("embeddings", "Embedding tables")):
-        way = getattr(experiment, name)
-        if way != "exchange" and (experiment.stages > 1 or experiment.slices > 1):
-            raise ValueError(
-                f"{what} must be trained by exchange where there are stages or slices; got {_option(name)} "
-                f"{way} with --stages {experiment.stages} and --slices {experiment.slices}. Leave both at 1, or give "
-                f"{_option(name)} exchange."
-            )
-    if experiment.stages > 1 and experiment.slices > 1:
-        raise ValueError(
-            f"--stages or --slices must be 1; got --stages {experiment.stages} with --slices {experiment.slices}. "
-            "Leave one of them out."
-        )
-    if experiment.fsdp > 1 and experiment.model_parallel > 1:
-        raise ValueError(
-            "--fsdp or --model-parallel must be 1, since XLA aborts where it partitions the loss's gather of labels "
-            f"along both; got {experiment.fsdp} and {experiment.model_parallel}. Leave one of them out."
-        )
-    usual = {"stages": 1, "slices": 1, "dense_layers": "exchange", "embeddings": "exchange", "compress": ""}
-    for name in ("model_parallel", "fsdp", "compress"):
-        may_go_with = ("slices",) if name != "compress" else ()
-        others = {
-            other: getattr(experiment, other)
-            for other, value in usual.items()
-            if other not in (name, *may_go_with) and getattr(experiment, other) != value
-        }
-        if getattr(experiment, name) not in (1, "") and others:
-            raise ValueError(
-                f"{_option(name)} must be the only way in which parameters differ; got it with "
-                f"{', '.join(f'{_option(other)} {value}' for other, value in others.items())}. Leave one out"
-                f"{' (--compress takes an empty text)' if experiment.compress else ''}."
-            )
+    _check_layout(experiment)
     try:
         re.compile(experiment.compress)
     except re.error as error:
         raise ValueError(f"--compress must be a regular expression; got {experiment.compress!r}: {error}.") from None
-    has_boundary = experiment.boundary != BoundaryFields() or experiment.pipeline_schedule != "gpipe"
-    if experiment.stages == 1 and (experiment.micro_batches > 1 or experiment.cuts or has_boundary):
-        raise ValueError(
-            "--micro-batches, --cuts, --pipeline-schedule and --boundary must go with a pipeline; got some of them "
-            "with --stages 1. Give --stages as well."
-        )
     if experiment.workers % experiment.slices:
         raise ValueError(
             "--workers must be a multiple of --slices, since every slice has the same number of workers; got "
             f"{experiment.workers} in {experiment.slices} slices."
         )
-    rows = experiment.workers * experiment.micro_batches
-    if experiment.micro_batches > 1 and experiment.global_batch % rows:
+    parts = {name: getattr(experiment, name) for name in ("workers", "micro_batches", "fsdp")}
+    parts = {name: count for name, count in parts.items() if count > 1 or name == "workers"}
+    if experiment.global_batch % (rows := math.prod(parts.values())):
         raise ValueError(
-            f"--global-batch must be a multiple of --workers times --micro-batches; got {experiment.global_batch} for "
-            f"{experiment.workers} * {experiment.micro_batches}. Try {-(-experiment.global_batch // rows) * rows}."
-        )
-    rows = experiment.workers * experiment.fsdp
-    if experiment.global_batch % rows:
-        times = "" if experiment.fsdp == 1 else f" * {experiment.fsdp}"
-        raise ValueError(
-            f"--global-batch must be a multiple of --workers{' times --fsdp' if times else ''}; got "
-            f"{experiment.global_batch} for {experiment.workers}{times}. Try "
+            f"--global-batch must be a multiple of {' times '.join(map(_option, parts))}; got "
+            f"{experiment.global_batch} for {' * '.join(map(str, parts.values()))}. Try "
             f"{-(-experiment.global_batch // rows) * rows}."
         )
-    if experiment.stages * experiment.model_parallel * experiment.fsdp == 1 and experiment.workers % num_processes:
+    if experiment.devices == experiment.workers and experiment.workers % num_processes:
         raise ValueError(
             "--workers must be a multiple of the number of processes, since every process runs the same number of "
             f"workers; got {experiment.workers} for {num_processes}."
@@ -296,6 +276,7 @@ def _check_numbers(experiment: Experiment) -> None:
         "weight_decay": (0, 1e38, "0.0001 is usual, 0 is none"),
         "label_smoothing": (0, 1, "0.1 is usual, 0 is none"),
         "warmup_steps": (0, 2**31, "0 is no warm-up"),
+        "delay": (0, 2, "1 exchanges the gradients of the previous step"),
         "seed": (0, 2**32, "Any such number will do"),
         "error_budget": (0, 1e38, "0.1 is a tenth of the gradient's squared norm"),
         "restarts": (0, 2**31, "0 is none"),
@@ -312,21 +293,18 @@ def _check_numbers(experiment: Experiment) -> None:
             )
 
 
-def _check_delay(experiment: Experiment) -> None:
-    parts = [
-        f"{_option(name)} {getattr(experiment, name)}"
-        for name in ("stages", "model_parallel", "fsdp")
-        if getattr(experiment, name) > 1
-    ]
-    parts += [
-        f"{_option(name)} {way}"
-        for name in ("dense_layers", "embeddings")
-        if (way := getattr(experiment, name)) != "exchange"
-    ]
-    if experiment.delay not in (0, 1) or (experiment.delay and parts):
+def _check_layout(experiment: Experiment) -> None:
+    layout = experiment.layout
+    if not any(layout.keys() <= together for together in LAYOUTS):
         raise ValueError(
-            "--delay must be 0, or 1 where every worker holds the whole model and exchanges all gradients; got "
-            f"{' with '.join([str(experiment.delay), ', '.join(parts)]) if parts else experiment.delay}. Leave one out."
+            f"A model must be split in one way; got {_shown(layout)}. --slices goes with one of --fsdp, "
+            "--model-parallel and --delay, and --compress with --delay: leave the others out (--dense-layers and "
+            "--embeddings take exchange, --compress an empty text)."
+        )
+    if layout.keys() & PIPELINE and experiment.stages == 1:
+        raise ValueError(
+            "--micro-batches, --cuts, --pipeline-schedule and --boundary must go with a pipeline; got "
+            f"{_shown(layout)} with --stages 1. Give --stages as well."
         )
 
 
@@ -340,14 +318,11 @@ def _check_min_workers(experiment: Experiment) -> None:
             f"{experiment.workers} with --restarts {experiment.restarts}. Give --restarts 10, say, or leave "
             "--min-workers out."
         )
-    whole = {"stages": 1, "slices": 1, "model_parallel": 1, "fsdp": 1}
-    parts = [f"{_option(name)} {getattr(experiment, name)}" for name in whole if getattr(experiment, name) != 1]
-    parts += ["--dense-layers split"] * (experiment.dense_layers == "split")
-    parts += [f"--embeddings {experiment.embeddings}"] * (experiment.embeddings in ("columns", "rows"))
+    parts = {name: way for name, way in experiment.layout.items() if name not in WHOLE and way != "late"}
     if parts:
         raise ValueError(
             "--min-workers must go with workers that each hold the whole model, since a worker that is gone takes its "
-            f"part along; got {', '.join(parts)}. Leave --min-workers out."
+            f"part along; got {_shown(parts)}. Leave --min-workers out."
         )
 
 
@@ -366,6 +341,10 @@ def with_fewer(experiment: Experiment, processes: int, of: int) -> Experiment | 
     return (
         replace(experiment, workers=workers) if workers >= fewest and experiment.global_batch % workers == 0 else None
     )
+
+
+def _shown(layout: Mapping[str, Any]) -> str:
+    return ", ".join(f"{_option(name)} {value}" for name, value in layout.items())
 
 
 def _option(name: str) -> str:

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from configs.experiment import Experiment
+from configs.experiment import WHOLE, Experiment
 from jaxcomm.placement import Plan, make_plan
 from jaxcomm.planner import Advice, advise, candidates
 from models.functional import apply, split
@@ -31,10 +31,7 @@ def advise_experiment(experiment: Experiment, seconds: float = 60.0) -> tuple[Ad
     Raises:
       ValueError: if there are slices, workers of several devices, or dense layers or tables that are not exchanged.
     """
-    devices = ("slices", "stages", "model_parallel", "fsdp")
-    several: dict[str, Any] = {name: count for name in devices if (count := getattr(experiment, name)) > 1}
-    ways = {"dense_layers": experiment.dense_layers, "embeddings": experiment.embeddings}
-    several |= {name: way for name, way in ways.items() if way != "exchange"}
+    several = {name: value for name, value in experiment.layout.items() if name not in WHOLE}
     if several:
         raise ValueError(
             f"--advise must be of workers that hold the whole model and exchange all of its gradients; got {several}. "

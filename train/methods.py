@@ -81,29 +81,26 @@ def make_chain(experiment: Experiment, method: Method, where: Where | None = Non
       ValueError: for a field out of range, or a method that does not go with the other fields.
     """
     has_momentum, is_local = isinstance(method, MomentumCorrection | Demo), method.period is not None
-    if experiment.delay and is_local:
-        raise ValueError(
-            f"With --delay workers must exchange gradients; got {run_name(method)}, whose workers train on their own "
-            f"and exchange models, with --delay {experiment.delay}. Leave --delay out, or take a method before the "
-            "optimizer."
-        )
-    if experiment.slices > 1 and is_local:
-        raise ValueError(
-            f"Slices must exchange gradients; got {run_name(method)}, after whose steps the workers' parameters "
-            "differ. Leave out --slices, or take a method before the optimizer."
-        )
+    layout = {f"--{name.replace('_', '-')}": value for name, value in experiment.layout.items()}
+    for option in ("--delay", "--slices"):
+        if is_local and option in layout:
+            raise ValueError(
+                f"With {option} workers must exchange gradients; got {run_name(method)}, whose workers train on their "
+                f"own and exchange models, with {option} {layout[option]}. Leave {option} out, or take a method before "
+                "the optimizer."
+            )
     if experiment.slices > 1 and isinstance(method, PowerSgd):
         raise ValueError(
             f"--slices must be 1 with {run_name(method)}, which compresses matrices: between slices go shares of "
             f"tensors, which are vectors, and it would send them all dense; got {experiment.slices}. Leave --slices "
             "out, or take another method."
         )
-    for option, way in (("--dense-layers", experiment.dense_layers), ("--embeddings", experiment.embeddings)):
-        if way != "exchange" and (has_momentum or is_local):
+    for option in ("--dense-layers", "--embeddings"):
+        if option in layout and (has_momentum or is_local):
             raise ValueError(
                 f"{option} must be exchange with {run_name(method)}, "
                 f"{'whose momentum' if has_momentum else 'whose averaging of models'} gradients that bypass the "
-                f"exchange would miss; got {way}. Take another method."
+                f"exchange would miss; got {layout[option]}. Take another method."
             )
     if experiment.optimizer != "sgd" and has_momentum:
         raise ValueError(

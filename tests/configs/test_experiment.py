@@ -1,10 +1,12 @@
 """Impossible settings are refused, with the rule, the value and the remedy, before anything is done."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
 
+from configs import CONFIGS
 from configs.experiment import Architecture, BoundaryFields, Experiment, check
 from tests.refusals import refused
 
@@ -62,6 +64,7 @@ NUMBERS = {
     "seed": [-1, 2**32],
     "name": ["../../x", ""],
     "compress": ["("],
+    "delay": [2],
 }
 
 
@@ -95,19 +98,6 @@ BF16 = BoundaryFields(value_dtype="bfloat16")
         (PIPELINE | {"micro_batches": 5}, 1, "--micro-batches", "got 24 for 2 * 5. Try 30"),
         ({"fsdp": 3, "workers": 4}, 1, "--fsdp", "got 128 for 4 * 3. Try 132"),
         ({"slices": 3}, 1, "--slices", "got 4 in 3 slices"),
-        # What excludes each other.
-        ({"dense_layers": "late", "slices": 2}, 1, "--dense-layers late", "--stages 1 and --slices 2"),
-        (PIPELINE | {"dense_layers": "split"}, 1, "--dense-layers split", "--stages 2 and --slices 1"),
-        (PIPELINE | {"embeddings": "late"}, 1, "--embeddings late", "--stages 2"),
-        ({"embeddings": "rows", "model_parallel": 2}, 1, "--model-parallel", "--embeddings rows"),
-        (PIPELINE | {"slices": 2}, 1, "--stages 2", "--slices 2"),
-        ({"fsdp": 2, "model_parallel": 2}, 1, "--fsdp or --model-parallel", "got 2 and 2"),
-        ({"fsdp": 2, "embeddings": "rows"}, 1, "--fsdp", "--embeddings rows"),
-        ({"fsdp": 2, "delay": 1}, 1, "--delay", "got 1 with --fsdp 2"),
-        ({"compress": "w", "slices": 2}, 1, "--compress", "--slices 2"),
-        ({"compress": "w", "embeddings": "columns"}, 1, "--compress", "--embeddings columns"),
-        ({"compress": "w", "dense_layers": "late"}, 1, "--compress", "--dense-layers late"),
-        (PIPELINE | {"compress": "w"}, 1, "--compress", "--stages 2"),
         # What needs a pipeline.
         ({"micro_batches": 2}, 1, "--micro-batches", "--stages"),
         ({"cuts": (1,)}, 1, "--cuts", "pipeline"),
@@ -125,3 +115,35 @@ BF16 = BoundaryFields(value_dtype="bfloat16")
 )
 def test_settings_that_cannot_go_together(changes, processes, name, value):
     refused(lambda: check(dataclasses.replace(PLAIN, **changes), processes), name, value)
+
+
+# Every field of a layout with another value; those of a pipeline go with --stages.
+CHANGED = {
+    "compress": "w",
+    "delay": 1,
+    "slices": 2,
+    "fsdp": 2,
+    "model_parallel": 2,
+    "stages": 2,
+    "dense_layers": "late",
+    "embeddings": "rows",
+}
+TOGETHER = {
+    frozenset(pair)
+    for pair in (("compress", "delay"), ("slices", "delay"), ("slices", "fsdp"), ("slices", "model_parallel"))
+}
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(CHANGED, 2)))
+def test_a_model_is_split_in_one_way(one, other):
+    experiment = dataclasses.replace(PLAIN, **{name: CHANGED[name] for name in (one, other)})
+    if {one, other} in TOGETHER:
+        return check(experiment, 1)
+    shown = [f"--{name.replace('_', '-')} {CHANGED[name]}" for name in (one, other)]
+    refused(lambda: check(experiment, 1), "A model must be split in one way", *shown)
+
+
+def test_a_layout_names_what_is_not_at_its_default():
+    assert PLAIN.layout == {}
+    assert dataclasses.replace(PLAIN, boundary=BoundaryFields(), stages=2).layout == {"stages": 2}
+    assert CONFIGS["dlrm_criteo"].layout == {"embeddings": "late"}

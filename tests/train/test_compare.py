@@ -159,7 +159,7 @@ def test_the_command_line_reaches_the_comparison(monkeypatch, tmp_path):
         (["--methods", "topk,none"], "got 'none'. Name those to train"),
         (["--steps", "10"], "--warmup-steps"),
         (["--steps", "0"], "--steps must be at least 1 and below 2**31; got 0"),
-        (["--delay", "2"], "--delay must be 0, or 1 where every worker holds the whole model"),
+        (["--delay", "2"], "--delay must be at least 0 and below 2; got 2"),
         (["--workers", "3"], "--global-batch must be a multiple of --workers"),
         (["mnits"], f"An experiment must be one of {', '.join(CONFIGS)}; got 'mnits'"),
     ],

@@ -261,7 +261,10 @@ def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys
         (["--momentum", "1.0", "method:dgc"], ["momentum", "below 1", "got 1.0"]),
         (["method:iwp", "--method.publishers", "5"], ["publishers must be at most the number of workers, 4; got 5"]),
         (["--optimizer", "adam", "method:dgc"], ["--optimizer must be sgd with dgc", "momentum inside", "got adam"]),
-        (["--slices", "2", "method:slim-dp"], ["Slices must exchange gradients; got slim_dp", "Leave out --slices"]),
+        (
+            ["--slices", "2", "method:slim-dp"],
+            ["workers must exchange gradients; got slim_dp", "Leave --slices"],
+        ),
     ],
 )
 def test_bad_values_are_refused_before_a_folder_is_made(argv, said, started, tmp_path, capsys):
