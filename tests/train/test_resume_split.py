@@ -93,7 +93,6 @@ def test_what_is_compared_is_there_to_be_lost(runs):
 @pytest.mark.parametrize(
     ("case", "changes", "said"),
     [
-        ("pipeline", {"boundary": BoundaryFields()}, r"with boundary.sparsity 0\.75 \(now 0\.0\)"),
         ("pipeline", {"stages": 3}, r"with stages 2 \(now 3\). Give the same settings"),
         ("pipeline", {"micro_batches": 1}, r"with micro_batches 2 \(now 1\)"),
         ("pipeline", {"cuts": (1,)}, r"with cuts None \(now \[1\]\)"),
