@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.control import run
+from train.figures import label_ends
 from train.tables import print_table, write_records
 
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "density.png"
@@ -313,13 +314,17 @@ def draw(path: Path, hops: Sequence[dict[str, Any]], sizes: Sequence[dict[str, A
 
     fractions = sorted({record["kept"] for record in hops})
     most = max(record["workers"] for record in hops)
-    names = [name for name in hops[0] if name.startswith("shared_")]
-    common = {name: f"shared mask, {name.removeprefix('shared_')} publishing" for name in names}
-    curves = {"ring": "DGC on a ring, measured", "independent": "independent masks", **common}
-    costs = {"ring_bytes": "DGC on a ring", "ring_bytes_at_least": "the same, at least", "gather_bytes": "DGC gathered"}
-    costs |= {f"{name}_bytes": label for name, label in common.items()} | {"dense_bytes": "dense float32"}
+    shared = next(name for name in hops[0] if name.startswith("shared_"))  # of the fewest publishers
+    curves = {"ring": "DGC on a ring", "independent": "independent masks", shared: "shared mask"}
+    costs = {"dense_bytes": "dense", "ring_bytes": "DGC on a ring", "gather_bytes": "DGC gathered"}
+    costs |= {f"{shared}_bytes": "shared mask"}
     figure, panels = plt.subplots(
-        2, len(fractions), figsize=(5 * len(fractions) + 2, 7), layout="constrained", squeeze=False
+        2, len(fractions), figsize=(6 * len(fractions), 7), layout="constrained", squeeze=False
+    )
+    last = max((r for r in hops if r["workers"] == most), key=lambda r: (r["kept"], r["hop"]))
+    figure.suptitle(
+        f"{100 * last['kept']:g}% kept by each of {most} workers: a sum on a ring fills up to {last['ring']:.0%}, "
+        f"with a shared mask it has {last[shared]:.1%}"
     )
     for (above, below), fraction in zip(panels.T, fractions, strict=True):
         rows = [r for r in hops if r["kept"] == fraction and r["workers"] == most]
@@ -330,10 +335,9 @@ def draw(path: Path, hops: Sequence[dict[str, Any]], sizes: Sequence[dict[str, A
         for name, label in costs.items():
             below.plot([row["workers"] for row in rows], [row[name] for row in rows], marker=".", label=label)
         below.set(xlabel="workers", ylabel="bytes received per worker and step", yscale="log")
-        above.grid(alpha=0.3)
-        below.grid(alpha=0.3)
-    for panel in panels[:, -1]:
-        panel.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        for panel in (above, below):
+            panel.grid(alpha=0.3)
+            label_ends(panel)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)

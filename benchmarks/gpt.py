@@ -24,9 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from benchmarks.control import Control, check_run, choose, merge_records, print_record, read_records, run, run_hosts
 from benchmarks.netlab import Lab
-from benchmarks.papers.report import Difference, draw
+from benchmarks.papers.report import Difference, Lines, draw
 from configs import CONFIGS
 from configs.experiment import Architecture, BoundaryFields, Experiment
 from configs.methods import DctDp, Demo, LocalSgd, Method, PlumpDp, PowerSgd, SparseLoco, TopK
@@ -223,14 +225,38 @@ def train_methods(config: Config, records: Records) -> None:
         rows,
     )
     if config.figure is not None:
-        megabytes = {name: [received / 1e6 for received in own[0]["received"]] for name, own in runs.items()}
-        panels = {"MB received by a worker": {name: (megabytes[name], _losses(own)) for name, own in runs.items()}}
+        shown = {name: own for name, own in runs.items() if name != "bfloat16"}  # dense, in half of the bytes
+        megabytes = {name: [received / 1e6 for received in own[0]["received"]] for name, own in shown.items()}
+        panels = {_most_for_bytes(shown): {name: (megabytes[name], _losses(own)) for name, own in shown.items()}}
+        axes = ["MB received by a worker"]
         if all(times.values()):
             seconds = {name: timed["ms_mean"] / 1e3 for name, timed in times.items() if timed}
-            panels[f"Seconds at {config.rate}"] = {
-                name: ([seconds[name] * step for step in own[0]["steps"]], _losses(own)) for name, own in runs.items()
+            lines = {
+                name: ([seconds[name] * step for step in own[0]["steps"]], _losses(own)) for name, own in shown.items()
             }
-        draw(config.figure, panels, "", "validation loss, nats a byte", x_scale="log")
+            panels[_most_for_time(lines)] = lines
+            axes.append(f"seconds at {config.rate}")
+        draw(config.figure, panels, axes, "validation loss, nats a byte", x_scale="log")
+
+
+def _most_for_bytes(runs: dict[str, list[Record]]) -> str:
+    """Returns the finding of the panel over bytes: where the best of the compressed methods ends, and dense."""
+    last = {name: statistics.fmean(run["losses"][-1] for run in own) for name, own in runs.items()}
+    received = {name: own[0]["received"][-1] for name, own in runs.items()}
+    compressed = [name for name in runs if received[name] < received["dense"]]
+    if not compressed:
+        return f"dense ends at {last['dense']:.2f}"
+    best = min(compressed, key=lambda name: last[name])
+    fewer = received["dense"] / received[best]
+    return f"{best}: {last[best]:.2f} in {fewer:.0f} times fewer bytes than dense ({last['dense']:.2f})"
+
+
+def _most_for_time(lines: Lines) -> str:
+    """Returns the finding of the panel over time: the lowest loss when the first of the runs has ended."""
+    end = min(seconds[-1] for seconds, _ in lines.values())
+    then = {name: np.interp(end, seconds, np.mean(losses, 0)) for name, (seconds, losses) in lines.items()}
+    best = min(then, key=lambda name: then[name])
+    return f"after {end:.0f} s {best} is ahead: {then[best]:.2f}, dense {then['dense']:.2f}"
 
 
 def _losses(runs: list[Record]) -> list[list[float | None]]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.control import check_run, run
+from train.figures import label_ends
 from train.tables import print_table, write_records
 
 FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "growth.png"
@@ -31,6 +32,8 @@ COLUMNS = {
     "compile_s": "seconds to compile",
     "held_bytes": "bytes held by a worker",
 }
+DRAWN = {name: COLUMNS[name] for name in ("ms_median", "bytes_kernel")}  # the others are in the tables
+NAMES = {"plump_dp": "dense"}
 
 
 @dataclass(frozen=True)
@@ -160,32 +163,30 @@ def _law(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, float
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Draws every quantity against what grows, as points, and its law as a line, into a PNG file."""
+    """Draws every quantity of DRAWN against what grows, as points, and its law as a line, into a PNG file."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     sweeps = list(dict.fromkeys(row["sweep"] for row in rows))
-    methods = list(dict.fromkeys(row["method"] for row in rows))
+    methods = [method for method in dict.fromkeys(row["method"] for row in rows) if method != "plump_dp_bfloat16"]
     figure, panels = plt.subplots(
-        len(COLUMNS),
-        len(sweeps),
-        figsize=(4.5 * len(sweeps) + 2, 3 * len(COLUMNS)),
-        layout="constrained",
-        squeeze=False,
+        len(DRAWN), len(sweeps), figsize=(4.8 * len(sweeps), 3.5 * len(DRAWN)), layout="constrained", squeeze=False
     )
+    figure.suptitle("Time and bytes are proportional to the parameters (points: measured; lines: law)")
     for column, sweep in enumerate(sweeps):
-        for panel, (quantity, label) in zip(panels[:, column], COLUMNS.items(), strict=True):
+        for panel, (quantity, label) in zip(panels[:, column], DRAWN.items(), strict=True):
             for index, method in enumerate(methods):
                 shown = [row for row in rows if (row["sweep"], row["method"]) == (sweep, method)]
                 shown = [row for row in shown if row[quantity] is not None]
                 x, colour = [row[sweep] for row in shown], f"C{index}"
-                panel.plot(x, [row[quantity] for row in shown], "o", color=colour, markersize=5, label=method)
-                panel.plot(x, [_law(row, rows)[quantity] for row in shown], color=colour, linewidth=0.9, alpha=0.7)
+                panel.plot(x, [row[quantity] for row in shown], "o", color=colour, markersize=5)
+                law = [_law(row, rows)[quantity] for row in shown]
+                panel.plot(x, law, color=colour, linewidth=0.9, alpha=0.7, label=NAMES.get(method, method))
             panel.set(xlabel=sweep, ylabel=label, xscale="log", yscale="log")
             panel.grid(alpha=0.3)
-    panels[0, -1].legend(loc="center left", bbox_to_anchor=(1, 0.5), title="points: measured\nlines: law")
+            label_ends(panel)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -23,12 +23,16 @@ def draw_accuracy(path: Path, curves: dict[str, Sequence[Evaluation]]) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for label, evaluations in curves.items():
-        points = [e for e in evaluations if e.bytes_received > 0]
+    drawn = {label: [e for e in evaluations if e.bytes_received > 0] for label, evaluations in curves.items()}
+    for label, points in drawn.items():
         axes.plot([e.bytes_received for e in points], [100 * e.accuracy for e in points], marker=".", label=label)
     axes.set(xlabel="bytes received per worker", ylabel="test accuracy, %", xscale="log")
+    if len(ends := [(label, points[-1]) for label, points in drawn.items() if points]) == 2:
+        (_, first), (label, last) = ends
+        fewer = first.bytes_received / last.bytes_received
+        axes.set_title(f"{label}: {100 * (last.accuracy - first.accuracy):+.1f} points, {fewer:.0f} times fewer bytes")
     axes.grid(alpha=0.3)
-    axes.legend()
+    label_ends(axes)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -102,6 +106,29 @@ def label_points(
                 label.set(position=(right, up), ha="left" if right >= 0 else "right")
                 taken.append(box)
                 break
+
+
+def label_ends(axes: Any) -> None:
+    """Writes the label of every line of `axes` where the line ends, in its colour; texts are moved apart vertically."""
+    lines = [line for line in axes.lines if not line.get_label().startswith("_") and len(line.get_xdata())]
+    transform = axes.xaxis.get_transform()
+    left, right = transform.transform(axes.get_xlim())
+    axes.set_xlim(right=transform.inverted().transform(right + 0.25 * (right - left)))  # room for the texts
+    axes.figure.canvas.draw()  # fixes where the lines end
+    pixels = axes.figure.dpi / 72  # of a point
+    ends = [axes.transData.transform((line.get_xdata()[-1], line.get_ydata()[-1])) for line in lines]
+    height, below = 10 * pixels, -math.inf
+    for (_, up), line in sorted(zip(ends, lines, strict=True), key=lambda pair: pair[0][1]):
+        below = max(up, below + height)
+        axes.annotate(
+            line.get_label(),
+            (line.get_xdata()[-1], line.get_ydata()[-1]),
+            xytext=(5, (below - up) / pixels),
+            textcoords="offset points",
+            fontsize=8,
+            va="center",
+            color=line.get_color(),
+        )
 
 
 @dataclass(frozen=True)

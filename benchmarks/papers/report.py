@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from train.figures import label_ends
 from train.tables import stdev
 
 
@@ -105,7 +106,7 @@ Lines = Mapping[str, tuple[Sequence[float], Sequence[Sequence[float | None]]]]
 def draw(
     path: Path,
     panels: Mapping[str, Lines],
-    x: str,
+    x: str | Sequence[str],
     y: str,
     *,
     scale: str = "linear",
@@ -117,7 +118,7 @@ def draw(
     Args:
       path: of the file.
       panels: by title, lines by label: x, and y for each seed (None is no point).
-      x: what the x axis shows.
+      x: what the x axis shows, or that of each panel.
       y: what the y axis shows.
       scale: of the y axis, "log" or "linear".
       x_scale: of the x axis.
@@ -134,15 +135,16 @@ def draw(
     figure, grid = plt.subplots(
         rows, columns, figsize=(1 + 5 * columns, 3.5 * rows), layout="constrained", squeeze=False
     )
-    for axes, (title, lines) in zip(grid.flat, panels.items(), strict=False):
+    names = [x] * len(panels) if isinstance(x, str) else x
+    for axes, (title, lines), name in zip(grid.flat, panels.items(), names, strict=False):
         for text, (xs, seeds) in lines.items():
             ys = np.asarray(seeds, np.float64)
             (line,) = axes.plot(xs, ys.mean(0), label=text)
             if len(ys) > 1:
                 axes.fill_between(xs, ys.min(0), ys.max(0), alpha=0.15, color=line.get_color())
-        axes.set(title=title, xlabel=x, ylabel=y, yscale=scale, xscale=x_scale)
+        axes.set(title=title, xlabel=name, ylabel=y, yscale=scale, xscale=x_scale)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        label_ends(axes)
     for axes in grid.flat[len(panels) :]:
         axes.remove()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,12 +11,12 @@ step, which compiles and connects (first_s). A ratio is the median over the roun
 same round.
 """
 
-import itertools
 import json
+import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ import numpy as np
 
 from benchmarks import control
 from benchmarks.netlab import Lab
-from benchmarks.papers.report import Lines, draw
 from benchmarks.peers.jax_host import METHODS
 from benchmarks.peers.job import CLASSES, WIDTH, Job, initial_weights
 from train.data.fashion import read_split
@@ -74,7 +73,7 @@ class Config:
     json: Path | None = None
     """File for the records of the runs; what it has is not run again."""
     figure: Path | None = None
-    """File for test accuracy against seconds of training, with --data fashion; a panel for each rate."""
+    """File for bars of the seconds to the target, with --data fashion; a panel for each rate."""
 
 
 def main(config: Config) -> None:
@@ -84,7 +83,7 @@ def main(config: Config) -> None:
     check(config, methods)
     records = Records(config.json)
     splits = read(config)
-    panels: dict[str, Lines] = {}
+    panels: dict[str, dict[str, list[float | None]]] = {}
     for rate in rates:
         runs: list[dict[str, Any]] = []
         for seed in range(config.rounds):
@@ -103,9 +102,10 @@ def main(config: Config) -> None:
             [summary(method, runs, config.target) for method in methods],
         )
         if config.figure is not None:
-            panels[f"{config.hosts} hosts, {rate}"] = {method: curve(method, runs) for method in methods}
+            reached = {name: [seconds_to(r, config.target) for r in runs if r["method"] == name] for name in methods}
+            panels[f"{config.hosts} hosts, {rate}"] = reached
     if config.figure is not None:
-        draw(config.figure, panels, "seconds of training, without compiling", "test accuracy, %")
+        draw(config.figure, panels, config.target)
 
 
 def check(config: Config, methods: Sequence[str]) -> None:
@@ -209,12 +209,41 @@ def seconds_to(record: dict[str, Any], target: float) -> float | None:
     return None
 
 
-def curve(method: str, runs: Sequence[dict[str, Any]]) -> tuple[list[float], list[list[float]]]:
-    """Returns the seconds until each evaluation but the first, averaged over rounds, and every round's accuracies."""
-    own = [run["segments"][1:] for run in runs if run["method"] == method]
-    times = [itertools.accumulate(each["seconds"] for each in segments) for segments in own]
-    seconds = [statistics.fmean(same) for same in zip(*times, strict=True)]
-    return seconds, [[100 * each["accuracy"] for each in segments] for segments in own]
+def draw(path: Path, panels: Mapping[str, Mapping[str, Sequence[float | None]]], target: float) -> None:
+    """Draws the median seconds to the target as a bar for each method, and those of each round as points.
+
+    Args:
+      path: of the PNG file.
+      panels: by hosts and rate, and by method, the seconds of each round; None if a round does not reach the target.
+      target: in percent.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, grid = plt.subplots(1, len(panels), figsize=(7 * len(panels), 3.6), layout="constrained", squeeze=False)
+    for axes, (about, rounds) in zip(grid.flat, panels.items(), strict=True):
+        medians = {m: statistics.median(math.inf if s is None else s for s in each) for m, each in rounds.items()}
+        order = sorted(rounds, key=lambda method: medians[method], reverse=True)
+        for place, method in enumerate(order):
+            median, colour = medians[method], "C0" if method.startswith("jaxcomm:") else "C7"
+            reached = [seconds for seconds in rounds[method] if seconds is not None]
+            axes.barh(place, median if math.isfinite(median) else 0.0, color=colour, alpha=0.7)
+            axes.plot(reached, [place] * len(reached), "k.")
+            text = f"  {median:.1f} s" if math.isfinite(median) else "  not reached"
+            axes.text(max(reached, default=0.0), place, text, va="center", fontsize=9)
+        names = [f"{'DDP' if peer == 'torch' else peer}, {name}" for peer, _, name in (m.partition(":") for m in order)]
+        axes.set_yticks(range(len(order)), names)
+        axes.margins(x=0.12)
+        reached = [(medians[method], name) for method, name in zip(order, names, strict=True)]
+        reached = [f"{seconds:.1f} s with {name}" for seconds, name in reached if math.isfinite(seconds)]
+        title = f"{target:g}% in {reached[-1]}, {reached[0]}" if reached else f"no method reaches {target:g}%"
+        axes.set(title=f"{title} ({about})", xlabel=f"seconds of training to {target:g}%: median, and every round")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    print(f"Drawn: {path}")
 
 
 def summary(method: str, runs: Sequence[dict[str, Any]], target: float) -> dict[str, Any]:

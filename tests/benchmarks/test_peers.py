@@ -3,10 +3,12 @@
 import subprocess
 import sys
 
+import matplotlib.figure
+import matplotlib.image
 import numpy as np
 import pytest
 
-from benchmarks.peers.__main__ import Config, check, curve, seconds_to, segments_of, summary
+from benchmarks.peers.__main__ import Config, check, draw, seconds_to, segments_of, summary
 from benchmarks.peers.job import Job, accuracy, initial_weights
 
 
@@ -101,13 +103,20 @@ def test_two_hosts_train_as_one_device_with_all_rows(tmp_path):
         assert hosts[0][1]["received"] == pytest.approx(2 * 3_159_050 * 4, rel=0.03)
 
 
-def test_a_curve_is_accuracy_against_the_mean_seconds_so_far():
-    runs = [
-        {"method": "a", "segments": [segment(9.0, 0.1, steps=1), segment(2.0, 0.5), segment(3.0, 0.75)]},
-        {"method": "b", "segments": [segment(1.0, 0.0)] * 3},
-        {"method": "a", "segments": [segment(7.0, 0.2, steps=1), segment(4.0, 0.25), segment(6.0, 1.0)]},
-    ]
-    assert curve("a", runs) == ([3.0, 7.5], [[50, 75], [25, 100]])
+def test_bars_are_medians_of_the_seconds_with_every_round(tmp_path, monkeypatch):
+    figures, savefig = [], matplotlib.figure.Figure.savefig
+    monkeypatch.setattr(
+        matplotlib.figure.Figure, "savefig", lambda f, *a, **k: (figures.append(f), savefig(f, *a, **k))
+    )
+    rounds = {"torch:dense": [9.0, 7.0, 8.0], "jaxcomm:topk": [3.0, None, 4.0], "jaxcomm:sign": [None, None, 5.0]}
+    draw(tmp_path / "new" / "figure.png", {"2 hosts": rounds}, 84.0)
+    ((axes,),) = [figure.axes for figure in figures]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["jaxcomm, sign", "DDP, dense", "jaxcomm, topk"]
+    assert [bar.get_width() for bar in axes.patches] == [0.0, 8.0, 4.0]  # a median that is not known is no bar
+    assert [line.get_xdata().tolist() for line in axes.lines] == [[5.0], [9.0, 7.0, 8.0], [3.0, 4.0]]
+    assert [text.get_text().strip() for text in axes.texts] == ["not reached", "8.0 s", "4.0 s"]
+    assert axes.get_title() == "84% in 4.0 s with jaxcomm, topk, 8.0 s with DDP, dense (2 hosts)"
+    assert matplotlib.image.imread(tmp_path / "new" / "figure.png").std() > 0.05
 
 
 def test_what_cannot_run_is_refused_with_the_remedy(tmp_path):
