@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomm import ExchangeMetrics
 from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, transformation
 from jaxcomm.layout import Layout, plan_layout
+from jaxcomm.types import ExchangeMetrics
 
 
 @dataclass(frozen=True)

@@ -343,7 +343,7 @@ def problem(shapes: str, workers: int) -> tuple[Any, Any, Any]:
             for index in range(len(params) - 1):
                 layer, way = params[f"fc{index}"], ways.get(f"fc{index}", "reduce")
                 if way == "split":
-                    x = jc.split_dense(x, layer["kernel"], layer["bias"])
+                    x = jc.layers.split_dense(x, layer["kernel"], layer["bias"])
                 else:
                     x = jc.late_multiply(x, layer["kernel"], layer["bias"], mode=way)
                 x = jax.nn.relu(x)

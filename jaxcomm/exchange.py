@@ -176,9 +176,14 @@ class Exchange:
     checksum: bool = False
     residual_dtype: str = "float32"
 
-    name: ClassVar[str] = "exchange"  # in messages and tables
+    name: ClassVar[str] = "exchange"  # in messages and tables; a method of the library is named as its file
     keeps_residual: ClassVar[bool] = True
     has_positions: ClassVar[bool] = True  # in one vector of all tensors; they have 31 bits
+
+    def __init_subclass__(cls) -> None:
+        package, _, module = cls.__module__.rpartition(".")
+        if package == "jaxcomm.methods":
+            cls.name = module
 
     def __post_init__(self) -> None:
         rules = rules_of(type(self))

@@ -13,8 +13,8 @@ Payload = dict[str, jax.Array]
 
 _NOT_A_MODEL = "A PerWorker must be asked for its rows, one for each worker"
 _MODEL = (
-    "The model of a local method is step.params(state), or jaxcomm.global_params(state), and its running statistics "
-    "step.model_state(state)."
+    "The model of a local method is step.params(state), or jaxcomm.state.global_params(state), and its running "
+    "statistics step.model_state(state)."
 )
 
 

@@ -1,4 +1,4 @@
-"""A dense layer that is sharded over the workers (see `jaxcomm.split_dense`)."""
+"""A dense layer that is sharded over the workers (see `jaxcomm.layers.split_dense`)."""
 
 from typing import Any
 
@@ -38,4 +38,4 @@ class SplitLinear(nnx.Linear):
             )
         kernel = self.kernel[...]
         bias = None if self.bias is None else self.bias[...].astype(inputs.dtype)
-        return jc.split_dense(inputs, kernel.astype(inputs.dtype), bias, axis_name=self.axis_name)
+        return jc.layers.split_dense(inputs, kernel.astype(inputs.dtype), bias, axis_name=self.axis_name)

@@ -208,7 +208,7 @@ def train_each(
     from train.tables import shown, write_records
 
     shows = processes.index == 0
-    ends: list[tuple[Summary, jc.WireReport]] = []
+    ends: list[tuple[Summary, jc.accounting.WireReport]] = []
     curves = {}
     for each, method, job, name in runs:
         if job.late is not None and shows:

@@ -22,7 +22,7 @@ from jaxcomm.kernels.numerics import digest
 from jaxcomm.types import is_per_worker
 
 CHECKSUMS = "checksums"  # the key of the digests, alongside the arrays of a state, and of that of a JSON object
-Resize = Callable[[jc.TrainState, int], jc.TrainState]
+Resize = Callable[[jc.state.TrainState, int], jc.state.TrainState]
 
 
 class SettingsError(ValueError):
@@ -41,7 +41,7 @@ class Restored:
     """
 
     step: int
-    state: jc.TrainState
+    state: jc.state.TrainState
     data: dict[str, Any]
     message: str
 
@@ -69,7 +69,7 @@ class Checkpoints:
             with contextlib.suppress(Exception):
                 self._manager.wait_until_finished()
 
-    def save(self, step: int, state: jc.TrainState, data: dict[str, Any], about: dict[str, Any]) -> None:
+    def save(self, step: int, state: jc.state.TrainState, data: dict[str, Any], about: dict[str, Any]) -> None:
         """Writes a checkpoint in the background; does nothing if this step has one.
 
         Args:
@@ -98,7 +98,7 @@ class Checkpoints:
         return self._manager.reached_preemption(step)
 
     def newest(
-        self, like: jc.TrainState, resize: Resize, about: dict[str, Any], say: Callable[[str], None]
+        self, like: jc.state.TrainState, resize: Resize, about: dict[str, Any], say: Callable[[str], None]
     ) -> Restored | None:
         """Restores the newest checkpoint that can be read; returns None if there are no checkpoints.
 
@@ -147,7 +147,7 @@ class Checkpoints:
             (self.folder / str(step)).rename(place)
         _all(True)
 
-    def restore(self, step: int, like: jc.TrainState, resize: Resize, about: dict[str, Any]) -> Restored:
+    def restore(self, step: int, like: jc.state.TrainState, resize: Resize, about: dict[str, Any]) -> Restored:
         """Restores a checkpoint for the run's number of workers.
 
         Args:
@@ -202,7 +202,7 @@ class Checkpoints:
             message += " The workers' own parameters and optimizers were averaged as well."
         return Restored(step, state, head["data"], message)
 
-    def _shapes(self, step: int, like: jc.TrainState) -> dict[str, Any]:
+    def _shapes(self, step: int, like: jc.state.TrainState) -> dict[str, Any]:
         """Returns NumPy zeros in the shapes of a checkpoint's arrays, by their path.
 
         Raises:

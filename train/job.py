@@ -58,14 +58,14 @@ class Job:
     mesh: Mesh
     axis: str | tuple[str, ...]
     by_rows: NamedSharding
-    start: Callable[[int], jc.TrainState]
-    step: jc.TrainStep
-    inputs: tuple[jc.TrainState, dict[str, jax.ShapeDtypeStruct]]
-    verify: Callable[[jc.TrainState, Any], str]
-    model: Callable[[jc.TrainState], Model]
+    start: Callable[[int], jc.state.TrainState]
+    step: jc.steps.TrainStep
+    inputs: tuple[jc.state.TrainState, dict[str, jax.ShapeDtypeStruct]]
+    verify: Callable[[jc.state.TrainState, Any], str]
+    model: Callable[[jc.state.TrainState], Model]
     evaluate: Callable[[Model, Any], dict[str, jax.Array]]
     translate: Callable[[Model, Any], jax.Array] | None
-    report: jc.WireReport
+    report: jc.accounting.WireReport
     dense: float
     late: jc.planner.LatePlan | None
 
@@ -106,11 +106,11 @@ def make_job(
     shapes = parts.shapes or jax.eval_shape(lambda: init(*parts.first(experiment.seed)))
     report = jc.accounting.step_report(step, shapes, batch, params=whole.params, workers=experiment.workers)
 
-    def verify(state: jc.TrainState, batch: Any) -> str:
+    def verify(state: jc.state.TrainState, batch: Any) -> str:
         step.verify(state, batch, beside=parts.beside, other_bytes=OTHER_BYTES)
         return f"{report.received:,.0f} bytes a step predicted; the compiled program sends them, and no more."
 
-    def model(state: jc.TrainState) -> Model:
+    def model(state: jc.state.TrainState) -> Model:
         return parts.whole(step.params(state)), parts.whole(step.model_state(state))
 
     return Job(
@@ -143,14 +143,14 @@ class _Parts(NamedTuple):
     `places` has the shardings of the model to evaluate, or is None if it is replicated.
     """
 
-    step: jc.TrainStep
+    step: jc.steps.TrainStep
     first: Callable[[int], tuple[Any, Any]]
     whole: Callable[[Any], Any] = lambda part: part
-    init: Callable[..., jc.TrainState] | None = None
+    init: Callable[..., jc.state.TrainState] | None = None
     dense: float | None = None
     late: jc.planner.LatePlan | None = None
     beside: Sequence[jc.accounting.Traffic] = ()
-    shapes: jc.TrainState | None = None
+    shapes: jc.state.TrainState | None = None
     places: Any = None
 
 

@@ -66,7 +66,7 @@ class Run:
     summary: Summary
     evaluations: list[Evaluation]
     losses: list[float]
-    state: jc.TrainState
+    state: jc.state.TrainState
     finished: bool
 
 
@@ -136,7 +136,7 @@ def train(
     if done >= experiment.steps:
         progress.say(f"{label}: nothing is left to do; --steps {2 * experiment.steps} goes on from here.")
 
-    def evaluate(state: jc.TrainState, *, at_end: bool) -> dict[str, float]:
+    def evaluate(state: jc.state.TrainState, *, at_end: bool) -> dict[str, float]:
         jax.block_until_ready(state)
         with goodput.on("evaluation"):
             model, rows, found = job.model(state), [], []
@@ -148,7 +148,7 @@ def train(
                     found.append(job.translate(model, placed["source"]))
             return test_scores(experiment, job, jax.device_get(rows), jax.device_get(found))
 
-    def save(state: jc.TrainState) -> None:
+    def save(state: jc.state.TrainState) -> None:
         if checkpoints.last() == step:
             return
         doing(f"{name}: checkpoint of step {step}")
@@ -227,7 +227,7 @@ def train(
     return Run(summary, log.evaluations, log.losses, state, finished=step == experiment.steps)
 
 
-def check_replicas(job: Job, state: jc.TrainState, name: str, step: int, saved: int | None) -> None:
+def check_replicas(job: Job, state: jc.state.TrainState, name: str, step: int, saved: int | None) -> None:
     """Checks that replicated arrays are equal on all devices; a worker with other numbers would train another model.
 
     Raises:

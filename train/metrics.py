@@ -104,7 +104,7 @@ class Log:
     def __init__(
         self,
         path: Path,
-        report: jc.WireReport,
+        report: jc.accounting.WireReport,
         is_rare: Callable[[int], bool],
         *,
         after: int,

@@ -14,7 +14,9 @@ LINK = "100mbit"  # an Ethernet for which the exchange is predicted
 USUAL = ("accuracy", "loss")  # scores of every task
 
 
-def print_results(experiment: Experiment, runs: Sequence[tuple[Summary, jc.WireReport]], *, on_a_link: bool) -> None:
+def print_results(
+    experiment: Experiment, runs: Sequence[tuple[Summary, jc.accounting.WireReport]], *, on_a_link: bool
+) -> None:
     """Prints the table of all runs, and a line on a slow link if nothing has crossed one.
 
     Args:
@@ -53,7 +55,7 @@ def table_rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
     return rows
 
 
-def link_line(runs: Sequence[tuple[Summary, jc.WireReport]]) -> str:
+def link_line(runs: Sequence[tuple[Summary, jc.accounting.WireReport]]) -> str:
     """Returns the time of a step on a slow link: its time here and, by `jaxcomm.planner`, its bytes' on the wire."""
     links, steps, wires = given_links(LINK), [], []
     for summary, report in runs:

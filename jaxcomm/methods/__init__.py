@@ -1,40 +1,27 @@
-"""One file per method, named as in its paper: a frozen dataclass, and the factory of its Optax transformation."""
+"""One file per method, named as in its paper: a frozen dataclass, and the factory of its Optax transformation.
 
-from jaxcomm.methods.dct_dp import DctDp, dct_dp
-from jaxcomm.methods.demo import Demo, demo
-from jaxcomm.methods.dgc import Dgc, dgc
-from jaxcomm.methods.ef21 import Ef21, ef21
-from jaxcomm.methods.hierarchical import Hierarchical, hierarchical
-from jaxcomm.methods.iwp import Iwp, iwp
-from jaxcomm.methods.local_sgd import LocalSgd, local_sgd
-from jaxcomm.methods.plump_dp import PlumpDp, plump_dp
-from jaxcomm.methods.powersgd import PowerSgd, powersgd
-from jaxcomm.methods.pulse import Pulse, pulse
-from jaxcomm.methods.quant_dp import QuantDp, quant_dp
-from jaxcomm.methods.random_k import RandomK, random_k
-from jaxcomm.methods.sign import Sign, sign
-from jaxcomm.methods.slim_dp import SlimDp, slim_dp
+`__all__` is the list of methods: what `jaxcomm` exports, and what the site's tables and the tests of all laws follow.
+"""
+
+from jaxcomm.methods.dct_dp import DctDp as DctDp, dct_dp
+from jaxcomm.methods.demo import Demo as Demo, demo
+from jaxcomm.methods.dgc import Dgc as Dgc, dgc
+from jaxcomm.methods.ef21 import Ef21 as Ef21, ef21
+from jaxcomm.methods.hierarchical import Hierarchical as Hierarchical, hierarchical
+from jaxcomm.methods.iwp import Iwp as Iwp, iwp
+from jaxcomm.methods.local_sgd import LocalSgd as LocalSgd, local_sgd
+from jaxcomm.methods.plump_dp import PlumpDp as PlumpDp, plump_dp
+from jaxcomm.methods.powersgd import PowerSgd as PowerSgd, powersgd
+from jaxcomm.methods.pulse import Pulse as Pulse, pulse
+from jaxcomm.methods.quant_dp import QuantDp as QuantDp, quant_dp
+from jaxcomm.methods.random_k import RandomK as RandomK, random_k
+from jaxcomm.methods.sign import Sign as Sign, sign
+from jaxcomm.methods.slim_dp import SlimDp as SlimDp, slim_dp
 from jaxcomm.methods.sparse_loco import sparse_loco
-from jaxcomm.methods.terngrad import TernGrad, terngrad
-from jaxcomm.methods.topk import TopK, topk
+from jaxcomm.methods.terngrad import TernGrad as TernGrad, terngrad
+from jaxcomm.methods.topk import TopK as TopK, topk
 
 __all__ = [
-    "DctDp",
-    "Demo",
-    "Dgc",
-    "Ef21",
-    "Hierarchical",
-    "Iwp",
-    "LocalSgd",
-    "PlumpDp",
-    "PowerSgd",
-    "Pulse",
-    "QuantDp",
-    "RandomK",
-    "Sign",
-    "SlimDp",
-    "TernGrad",
-    "TopK",
     "dct_dp",
     "demo",
     "dgc",
@@ -53,3 +40,4 @@ __all__ = [
     "terngrad",
     "topk",
 ]
+METHODS = {name: globals()[name] for name in __all__}

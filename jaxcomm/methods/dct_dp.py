@@ -88,7 +88,6 @@ class DctDp(SparseExchange):
     drain_every: Annotated[int | None, count(1, "None never drains", or_none=True)] = None
     seed: int = 0
 
-    name: ClassVar[str] = "dct_dp"
     always_fits: ClassVar[bool] = False
 
     def capacity(self, n: int) -> int:

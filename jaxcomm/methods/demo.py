@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -94,8 +94,6 @@ class Demo(SparseExchange):
         int | None, Rule(f"a multiple of {BLOCK} and a square", _is_chunk, "The paper has 4096, 64 x 64")
     ] = 4096
     decay: float = 0.999
-
-    name: ClassVar[str] = "demo"
 
     def capacity(self, n: int) -> int:
         return min(n, -(-self.k * n // (self.chunk or n)))

@@ -1,7 +1,7 @@
 """Deep Gradient Compression."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +41,6 @@ class Dgc(MomentumCorrection, SparseExchange):
     """
 
     sparsity: Sparsity = 0.999
-
-    name: ClassVar[str] = "dgc"
 
     @property
     def final_density(self) -> float:

@@ -1,7 +1,7 @@
 """EF21: each worker keeps an estimate of its gradient, and sends corrections to it."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +38,6 @@ class Ef21(TopK):
     decay: Annotated[float, Rule("1 for ef21", lambda x: x == 1, "Its residual is an estimate, and does not grow")] = (
         field(default=1.0, kw_only=True)
     )
-
-    name: ClassVar[str] = "ef21"
 
     @property
     def has_error_feedback(self) -> bool:

@@ -33,8 +33,9 @@ class Hierarchical(Exchange):
     skipped, all are, and nothing but the metrics changes, not even the step count.
 
     For a mesh with both axes: `make_train_step(..., axis_name=(across, inside))`. Inside, each worker receives 2
-    (I-1)/I * 4 bytes a parameter, and 2 (I-1)/I * 20 bytes of counts; across, what the exchange costs for 1/I of the
-    parameters: `wire_report(...).received_over(across)`. The memory is the exchange's state of each share: what differs
+    (I-1)/I * 4 bytes a parameter, and 2 (I-1)/I * 20 bytes of counts; across, see
+    `wire_report(...).received_over(across)`. Received: those of the exchange for n/I parameters, across groups. Memory:
+    that of the exchange for n/I parameters. What differs
     between workers stays a row per worker, and what the exchange replicates becomes a row per share.
 
     Attributes:
@@ -49,7 +50,6 @@ class Hierarchical(Exchange):
     inside: str = "data"
     across: str = "slice"
 
-    name: ClassVar[str] = "hierarchical"
     keeps_residual: ClassVar[bool] = False
     has_positions: ClassVar[bool] = False  # the exchange of the shares has them
 

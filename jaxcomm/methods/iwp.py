@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,8 +73,9 @@ class Iwp(MomentumCorrection, SharedExchange):
     worker, and are counted in `metrics.overflow`. The warm-up sends at least a fraction that falls to `density`.
 
     Momentum is applied inside: `jc.chain(jc.iwp(0.01), optax.sgd(0.1))`, without momentum after it. `update` needs
-    the parameters. Each worker also receives a mask every `life_span` steps; with life_span > 1, `wire_report`'s usual
-    step is one without a new mask.
+    the parameters. With life_span > 1, `wire_report`'s usual step is one without a new mask.
+
+    Received: 2 (K-1)/K values a slot, and a mask every `life_span` steps.
 
     Source: Cheng and Xu, "Bandwidth Reduction using Importance Weighted Pruning on Ring AllReduce", 2019, Algorithm 1.
 
@@ -108,8 +109,6 @@ class Iwp(MomentumCorrection, SharedExchange):
     life_span: Annotated[int, count(1, "1 refreshes the mask in every step")] = 1
     mask_codec: Annotated[str, one_of((*MASK_CODECS, "auto"), "'auto' takes fewer bytes")] = "auto"
     seed: int = 0
-
-    name: ClassVar[str] = "iwp"
 
     @property
     def final_density(self) -> float:

@@ -103,8 +103,8 @@ class LocalSgd(LocalExchange):
     `global_params(state)` returns the anchor, which is the model to evaluate. If the exchange is skipped, the anchor
     and the outer optimizer's state stay, and training continues to the next exchange.
 
-    `jc.chain(optax.adamw(3e-4), jc.local_sgd(100, exchange=jc.plump_dp()))`. On the wire: the exchange, once in H
-    steps. Memory: 4 bytes a parameter, and what the exchange and the outer optimizer keep.
+    `jc.chain(optax.adamw(3e-4), jc.local_sgd(100, exchange=jc.plump_dp()))`. Received: those of the
+    exchange, once in `steps`. Memory: 4 bytes a parameter, and what the exchange and the outer optimizer keep.
 
     With `fragments`, `overlap` or `mix` it is Streaming DiLoCo. Every H/P steps the next of P fragments goes through
     lines 2 to 4, with its own exchange and outer optimizer state, while the workers keep their own parameters. Only
@@ -147,7 +147,6 @@ class LocalSgd(LocalExchange):
         float, number("at least 0 and at most 1 (the share of the own parameters)", lambda x: 0 <= x <= 1, "Pass 0.5")
     ] = 0.0
 
-    name: ClassVar[str] = "local_sgd"
     has_positions: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -18,9 +18,10 @@ from jaxcomm.types import ExchangeMetrics
 class PlumpDp(Exchange):
     """Averages the workers' gradients densely: the baseline, and what every compressor equals when it sends everything.
 
-    One all-reduce of float32: each worker receives 2 (K-1)/K * 4 bytes a parameter; in 16 bits, half of that. float16
-    is one all-reduce too. bfloat16 takes two shots, in which every worker owns a part, sums it in float32, and rounds
-    the sum once more; two workers send each other everything, and round once.
+    Received: 2 (K-1)/K * 4 n bytes, in one all-reduce of float32; in 16 bits, half of that. Memory: none.
+
+    float16 is one all-reduce too. bfloat16 takes two shots, in which every worker owns a part, sums it in float32, and
+    rounds the sum once more; two workers send each other everything, and round once.
 
     With p > 1 it averages models instead of gradients: each worker takes p local steps, and then all continue from the
     mean of their parameters. It then comes after a complete local optimizer, and is `local_sgd` with an outer optimizer
@@ -40,7 +41,6 @@ class PlumpDp(Exchange):
         DenseDtype, one_of(get_args(DenseDtype), "Pass value_dtype='bfloat16' or 'float16' for half the bytes")
     ] = "float32"
 
-    name: ClassVar[str] = "plump_dp"
     keeps_residual: ClassVar[bool] = False
     has_positions: ClassVar[bool] = False
 

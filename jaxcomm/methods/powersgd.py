@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -72,9 +72,9 @@ class PowerSgd(Exchange):
 
     The exchange is also skipped if gradient + residual or the result might exceed a quarter of the largest float32.
 
-    Two ring all-reduces of float32, one of every P and the dense tensors, one of every Q: each worker receives 2
-    (K-1)/K * 4 (sum of r (n + m) + dense elements) bytes; `metrics.sent` counts the numbers of P and Q. Memory: 4 bytes
-    a parameter, and Q: for every group of matrices of one shape, (matrices, m, r) float32, replicated.
+    Two ring all-reduces of float32, one of every P and the dense tensors, one of every Q: `metrics.sent`
+    counts the numbers of P and Q. Received: 2 (K-1)/K * 4 (sum of r (n + m) + dense elements) bytes. Memory: 4 bytes a
+    parameter, and Q: for every group of matrices of one shape, (matrices, m, r) float32, replicated.
     `jc.chain(jc.powersgd(4), optax.sgd(0.1))`.
 
     Source: Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS
@@ -95,8 +95,6 @@ class PowerSgd(Exchange):
     _: KW_ONLY
     dense_below: Annotated[int, count(0, "0 leaves it to the rank which tensors are compressed")] = 512
     seed: int = 0
-
-    name: ClassVar[str] = "powersgd"
 
     def plan(self, tree: Any) -> Layout:
         def pays(shape: tuple[int, ...]) -> bool:

@@ -53,7 +53,6 @@ class Pulse(SparseExchange):
     learning_rate: Annotated[float, positive("1 for local_sgd with sgd(1.0)")] = 1.0
     seed: int = 0
 
-    name: ClassVar[str] = "pulse"
     always_fits: ClassVar[bool] = False
 
     def capacity(self, n: int) -> int:

@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ class QuantDp(CodedExchange):
     for uniform gradients, 3.5 where workers share half of the variance (K = 16: 9.7), 4.0 where they share all of it
     (K = 16: 16). With 4 bits these factors differ by at most 0.13; with 2 bits the factor is 3.2 for normal gradients.
 
-    `jc.chain(jc.quant_dp(8), optax.sgd(0.1))`.
+    Received: 2 (K-1)/K * `bits` n bits. Memory: none. `jc.chain(jc.quant_dp(8), optax.sgd(0.1))`.
 
     Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017;
     Sun et al., "Slim-DP: A Light Communication Data Parallelism for DNN", AAAI 2018, calls it Quant-DP (8 bits, bucket
@@ -75,8 +75,6 @@ class QuantDp(CodedExchange):
     bucket: Annotated[int, Rule(f"a power of two from 32 to {BLOCK}", _is_bucket, "The paper uses 512")] = 512
     norm: Annotated[Norm, one_of(get_args(Norm), "'max' adds less variance")] = "max"
     seed: int = 0
-
-    name: ClassVar[str] = "quant_dp"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,7 +1,7 @@
 """Random-k with shared seeds and error feedback."""
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from jaxcomm.checks import Sparsity
 from jaxcomm.exchange import Exchanged, ExchangeState, Gradient, transformation
@@ -38,8 +38,6 @@ class RandomK(SharedExchange):
     sparsity: Sparsity = 0.99
     _: KW_ONLY
     seed: int = 0
-
-    name: ClassVar[str] = "random_k"
 
     def capacity(self, n: int) -> int:
         return kept(n, self.sparsity)

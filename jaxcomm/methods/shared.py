@@ -25,8 +25,9 @@ from jaxcomm.types import ExchangeMetrics
 class SharedExchange(Exchange):
     """One all-reduce of a compact buffer per step; what is not sent stays in the residual.
 
-    Each worker receives 2 (K-1)/K values a slot. Nothing is lost: mean + pmean(new residual) == pmean(gradient +
-    residual), to float rounding. Memory: 4 bytes a parameter.
+    Nothing is lost: mean + pmean(new residual) == pmean(gradient + residual), to float rounding.
+
+    Received: 2 (K-1)/K values a slot, no index. Memory: 4 bytes a parameter.
 
     Attributes:
       dense_below: tensors with fewer elements are sent dense, as float32.

@@ -24,14 +24,13 @@ class Sign(CodedExchange):
       5. return the mean over the workers of what was sent
 
     In two shots, the owner of a part codes the sum in the same way, and adds the coding error to its own residual.
-    Memory: 4 bytes a parameter. `jc.chain(jc.sign(), optax.sgd(0.1))`.
+    Received: 2 (K-1)/K * n bits. Memory: 4 bytes a parameter. `jc.chain(jc.sign(), optax.sgd(0.1))`.
 
     Source: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019; Zheng
     et al., "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019 (blocks, and
     both directions).
     """
 
-    name: ClassVar[str] = "sign"
     keeps_residual: ClassVar[bool] = True
 
     def codecs(self, layout: Layout, step: jax.Array) -> tuple[PartCodec, PartCodec]:

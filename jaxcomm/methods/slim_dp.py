@@ -71,8 +71,8 @@ class SlimDp(LocalExchange):
     coordinates from the seed, so that no index is sent. The first core is the largest |w|. If some delta is not finite,
     all workers skip the communication.
 
-    `jc.chain(optax.sgd(0.1, momentum=0.9), jc.slim_dp())`. Each worker receives 2 (K-1)/K * 4 alpha n bytes in a
-    communication. Memory: 8 bytes a parameter, 12 with p > 1 or "carry".
+    `jc.chain(optax.sgd(0.1, momentum=0.9), jc.slim_dp())`. Received: 2 (K-1)/K * 4 alpha n bytes,
+    once in `p` steps. Memory: 8 bytes a parameter, 12 with p > 1 or "carry".
 
     Source: Sun et al., "Slim-DP: A Light Communication Data Parallelism for DNN", AAAI 2018, Algorithm 1.
 
@@ -103,7 +103,6 @@ class SlimDp(LocalExchange):
     unsent: Annotated[Unsent, one_of(get_args(Unsent), "'local' is the paper's")] = "local"
     seed: int = 0
 
-    name: ClassVar[str] = "slim_dp"
     has_positions: ClassVar[bool] = False  # in parts: one vector has all parameters
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ class SparseExchange(Exchange):
     With error feedback nothing is lost: mean + pmean(new residual) == pmean(gradient + residual), to float rounding.
     `decay` then multiplies the new residual.
 
-    Memory: 4 bytes a parameter. Bytes: see `jaxcomm.wire_report`.
+    Received: K-1 payloads, see `jaxcomm.wire_report`. Memory: 4 bytes a parameter.
 
     Attributes:
       dense_below: tensors with fewer elements are sent dense, as float32.

@@ -38,7 +38,7 @@ def sparse_loco(
       6. anchor = anchor - learning_rate * the mean of what was sent; all continue from the anchor
 
     There is no outer momentum: the residual takes its place. `jc.chain(optax.adamw(1.3e-4), jc.sparse_loco())`.
-    Received once in H steps: (K-1) payloads of about 10.4 bits per sent coordinate, 1/197 of float32.
+    Received: K-1 payloads of about 10.4 bits a sent coordinate, 1/197 of float32, once in `steps`.
     Memory: 8 bytes a parameter.
 
     Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025,

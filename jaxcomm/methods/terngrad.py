@@ -1,7 +1,7 @@
 """TernGrad: gradients of three values."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ class TernGrad(CodedExchange):
       4. the sum over the workers is an integer from -K to K; return s / K times this sum
 
     The sums are exact, so both collectives return the same; in two shots the sums take ceil(log2(2K+1)) bits.
-    `jc.chain(jc.terngrad(), optax.sgd(0.1))`.
+    Received: (K-1)/K * (2 + log2(2K+1)) n bits. Memory: none. `jc.chain(jc.terngrad(), optax.sgd(0.1))`.
 
     Source: Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning", NeurIPS
     2017.
@@ -45,8 +45,6 @@ class TernGrad(CodedExchange):
 
     clip: Annotated[float | None, positive("The paper uses 2.5 standard deviations", or_none=True)] = 2.5
     seed: int = 0
-
-    name: ClassVar[str] = "terngrad"
 
     def codecs(self, layout: Layout, step: jax.Array) -> tuple[PartCodec, PartCodec]:
         first = Ternary(noise.make_key(self.seed, step, lax.axis_index(self.axis_name)))

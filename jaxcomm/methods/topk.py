@@ -1,7 +1,6 @@
 """Top-k with error feedback."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from jaxcomm.checks import Sparsity
 from jaxcomm.collectives.sparse import Accumulated
@@ -33,8 +32,6 @@ class TopK(SparseExchange):
     """
 
     sparsity: Sparsity = 0.99
-
-    name: ClassVar[str] = "topk"
 
     def capacity(self, n: int) -> int:
         return kept(n, self.sparsity)

@@ -80,7 +80,7 @@ def make_train_step(
 
         def loss_fn(params, batch):  # on one worker: its own rows, its own shards
             features = convolutions(params["convolutions"], batch["image"])  # (B/K, 9216)
-            logits = jc.split_dense(features, params["kernel"], params["bias"])  # (B/K, 4096)
+            logits = jc.layers.split_dense(features, params["kernel"], params["bias"])  # (B/K, 4096)
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
         tx = jc.chain(jc.dct_dp(0.99), optax.add_decayed_weights(5e-4), optax.sgd(0.01, momentum=0.9))

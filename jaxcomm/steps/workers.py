@@ -474,8 +474,8 @@ def _check_state(state: Any, sizes: Mapping[str, int]) -> None:
     """
     if not isinstance(state, TrainState):
         raise ValueError(
-            f"The state must be a jaxcomm.TrainState; got {type(state).__name__}. Make it by step.init(params), and "
-            "restore a checkpoint into step.shapes(params); a TrainState of another library goes with "
+            f"The state must be a jaxcomm.state.TrainState; got {type(state).__name__}. Make it by step.init(params), "
+            "and restore a checkpoint into step.shapes(params); a TrainState of another library goes with "
             "jaxcomm.data_parallel."
         )
     for node in jax.tree.leaves(state, is_leaf=is_per_worker):

@@ -107,7 +107,7 @@ params = {"convolutions": normal(16, 32), "kernel": normal(32, 8), "bias": norma
 
 def loss_fn(params, batch):
     features = jax.nn.relu(batch["x"] @ params["convolutions"])
-    return jnp.mean((jc.split_dense(features, params["kernel"], params["bias"]) - batch["y"]) ** 2)
+    return jnp.mean((jc.layers.split_dense(features, params["kernel"], params["bias"]) - batch["y"]) ** 2)
 """,
         INIT + LEARNS,
     ),

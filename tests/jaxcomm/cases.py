@@ -5,15 +5,18 @@ about it, its oracle and its bytes are in a subclass of `Case`; its rows of the 
 """
 
 import functools
+from importlib import import_module
 from typing import Any
 
 import pytest
 
-from tests.jaxcomm.methods import dct_dp, demo, dgc, iwp, plump_dp, pulse, quant_dp, random_k, sign, terngrad, topk
+from jaxcomm import methods
 from tests.jaxcomm.methods.case import Case
 from tests.jaxcomm.workers import OnMesh, Simulated
 
-METHODS = (plump_dp, topk, dct_dp, dgc, demo, pulse, random_k, iwp, sign, quant_dp, terngrad)
+# Methods with another promise have the laws in files of their own. Every other method is in the table.
+OTHER_PROMISES = {"ef21", "hierarchical", "local_sgd", "powersgd", "slim_dp", "sparse_loco"}
+METHODS = [import_module(f"tests.jaxcomm.methods.{name}") for name in methods.__all__ if name not in OTHER_PROMISES]
 
 # The rows of the table. Compiling is expensive: a row is tested with two workers and with a number of its own, variants
 # with two, and plain `pytest` runs one setting of a row. Every family has rows with 1, 3, 4 or 8 workers.

@@ -133,7 +133,7 @@ def test_rows_of_another_number_of_workers_are_refused_and_the_remedy_works(layo
         params, opt_state, step = state
         _, gradients = jax.value_and_grad(loss_fn)(params, batch)
         updates, opt_state = tx.update(gradients, opt_state, params)
-        return jc.TrainState(optax.apply_updates(params, updates), opt_state, step + 1), {}
+        return jc.state.TrainState(optax.apply_updates(params, updates), opt_state, step + 1), {}
 
     def make(workers):
         mesh = jc.make_mesh(data=workers)

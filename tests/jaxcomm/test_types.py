@@ -14,7 +14,7 @@ def test_rows_of_workers_are_a_node_of_the_tree():
 
 
 def test_metrics_start_at_zero_in_buffers_of_their_own():
-    metrics = jc.ExchangeMetrics.zeros()
+    metrics = jc.types.ExchangeMetrics.zeros()
     assert not any(int(count) for count in metrics)
     assert len({count.unsafe_buffer_pointer() for count in metrics}) == len(metrics)
     assert [count.dtype for count in metrics] == [jnp.float32, jnp.float32, jnp.int32, jnp.int32]

@@ -250,4 +250,4 @@ def test_the_model_of_a_pipeline_is_that_of_its_seed():
         params, _ = jax.device_get(job.model(job.start(seed)))
         expected = cut(make_model(MLP, IMAGES, "float32", seed))[0].params
         jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(expected))
-    assert isinstance(job.start(0), jc.TrainState)
+    assert isinstance(job.start(0), jc.state.TrainState)

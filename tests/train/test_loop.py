@@ -176,7 +176,7 @@ def test_test_accuracy_is_the_models_on_the_test_split(case, uninterrupted):
     """The evaluation pads the last batch, and is spread over the workers. Local workers are evaluated as merged."""
     _, whole = uninterrupted(case)
     model = Cnn((8, 8, 1), 10, rngs=nnx.Rngs(0))
-    for block, params in jax.device_get(jc.global_params(whole.state)).items():
+    for block, params in jax.device_get(jc.state.global_params(whole.state)).items():
         nnx.update(model.blocks[block], params)
     batches = eval_batches("digits", global_batch=360)
     loss = right = 0

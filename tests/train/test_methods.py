@@ -174,7 +174,7 @@ def first_step(method, gradients, **changes):
     params = {name: jnp.full(g.shape, 2.0) for name, g in gradients.items()}
     state = init_state(params, tx, 2)
     step = jc.simulate(lambda p, batch: sum((p[name] * g).sum() for name, g in gradients.items()) * batch.mean(), tx, 2)
-    return jc.global_params(step(state, jnp.ones((2,)))[0])
+    return jc.state.global_params(step(state, jnp.ones((2,)))[0])
 
 
 def test_demo_changes_parameters_by_a_sign_of_its_size():
@@ -222,7 +222,7 @@ def trained(method, gradient, steps=60, **changes):
     step = jc.simulate(lambda params, batch: gradient * params["w"].mean() * batch.mean(), tx, 2)
     for _ in range(steps):
         state, _ = step(state, jnp.ones((2,)))
-    return float(jc.global_params(state)["w"][0])
+    return float(jc.state.global_params(state)["w"][0])
 
 
 def by_hand(gradient, decay, momentum, nesterov, steps=60):

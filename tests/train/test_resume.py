@@ -243,7 +243,7 @@ def test_a_local_run_goes_on_with_another_number_of_workers(case, tmp_path):
     then, now = (state.params.rows[1]["dense1"]["kernel"] for state in (before.state, resized.state))
     assert (len(then), len(now)) == (4, 2)
     np.testing.assert_allclose(np.mean(now, axis=0), np.mean(then, axis=0), rtol=1e-5, atol=1e-7)
-    assert_same_bits(jc.global_params(resized.state), jc.global_params(before.state))
+    assert_same_bits(jc.state.global_params(resized.state), jc.state.global_params(before.state))
     (message,) = told.messages
     assert "4 workers and the run 2" in message
     assert message.endswith("The workers' own parameters and optimizers were averaged as well.")

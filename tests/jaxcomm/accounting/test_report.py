@@ -345,7 +345,7 @@ def compiled_for_tpus(instruction):
 )
 def test_programs_of_tpus_are_held_to_whole_tiles(instruction, is_refused):
     """A gather of 4,000 bytes must be a tile of 4,096, and not an all-reduce of zeros."""
-    traced = jc.WireReport(4, 1000, Program([Traffic("all_gather", 4000, 4)]))
+    traced = jc.accounting.WireReport(4, 1000, Program([Traffic("all_gather", 4000, 4)]))
     text = compiled_for_tpus(instruction)
     if is_refused:
         with pytest.raises(ValueError, match="no more bytes than were traced"):
@@ -357,7 +357,7 @@ def test_programs_of_tpus_are_held_to_whole_tiles(instruction, is_refused):
 @pytest.mark.parametrize(("layout", "activations"), [("{0:T(1024)}", 1.0), ("{0:T(1024)}", 0.9), ("{0}", 1.0)])
 def test_tpus_may_send_what_layers_multiply_in_16_bits(layout, activations):
     """And nothing else; on other devices numbers keep their width."""
-    traced = jc.WireReport(4, 1000, Program([Traffic("all_gather", 8192, 4)]))
+    traced = jc.accounting.WireReport(4, 1000, Program([Traffic("all_gather", 8192, 4)]))
     text = compiled_for_tpus(f"%a = f32[4096]{layout} all-gather(%p)")  # half of the 24,576 bytes received
     given = {"activations": activations * 3 * 8192}
     if layout == "{0:T(1024)}" and activations == 1:

@@ -479,7 +479,7 @@ def test_rows_of_another_worker_are_refused_and_where_nobody_looks_the_step_is_s
     with pytest.raises(ValueError, match=r"got those of workers \[0, 0, 0, 0\]"):
         check_rows(spread, K)
     theirs = jc.make_train_step(lambda p, b: cross_entropy(b["x"] @ p["w"] + p["b"], b["y"]), tx, mesh())
-    given = jc.TrainState(spread[0], spread[1], jnp.zeros((), jnp.int32))
+    given = jc.state.TrainState(spread[0], spread[1], jnp.zeros((), jnp.int32))
     with pytest.raises(ValueError, match="The rows of dct_dp"):
         theirs(given, batches(1)[0])
 

@@ -125,7 +125,7 @@ def test_l2_before_it_is_warned_of_where_signs_come_after():
         ({"k": 0.01}, "k must be an integer of at least 1; got 0.01"),
         ({"chunk": 2048}, "chunk must be a multiple of 1024 and a square; got 2048. The paper has 4096"),
         ({"chunk": None}, "chunk must be a multiple of 1024 and a square; got None"),
-        ({"chunk": 64}, "chunk must be a multiple of 1024, or None; got 64"),
+        ({"chunk": 64}, "chunk must be a multiple of 1024 and a square; got 64"),
     ],
 )
 def test_bad_arguments_are_refused(options, message):

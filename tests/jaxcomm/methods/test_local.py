@@ -167,7 +167,7 @@ def test_method_equals_its_oracle(case, K):
         state, metrics = step(state, batch)
         skipped = oracle.step([{name: -np.float32(RATE) * rows[w] for name, rows in batch.items()} for w in range(K)])
         assert bool(metrics["skipped"]) == skipped, i
-        model = jc.global_params(state)
+        model = jc.state.global_params(state)
         for name in SHAPES:
             np.testing.assert_allclose(model[name], oracle.global_model[name], rtol=2e-6, atol=2e-6, err_msg=str(i))
             for w in range(K):
@@ -230,7 +230,7 @@ def test_slim_dp_with_everything_is_plump_dp(p):
         if p > 1:
             jax.tree.map(np.testing.assert_array_equal, slim_state.params, state.params)
         else:
-            model = jc.global_params(slim_state)
+            model = jc.state.global_params(slim_state)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), model, state.params)
 
 
@@ -255,7 +255,7 @@ def test_what_is_not_pushed_is_carried_or_lost(unsent):
         delta = np.asarray(state.opt_state[1].memory.delta.rows).mean(0)
         ends = np.cumsum([int(np.prod(shape)) for shape in SHAPES.values()])[:-1]
         owed = dict(zip(SHAPES, np.split(delta, ends), strict=True))
-    model = jc.global_params(state)
+    model = jc.state.global_params(state)
     gap = max(
         np.abs(np.asarray(model[name]) + owed[name].reshape(SHAPES[name]) - expected[name]).max() for name in SHAPES
     )
@@ -293,7 +293,7 @@ def test_local_optimizers_differ_between_workers_and_stay_local():
     state, _ = step(state, batch_of(3, K))
     rows = np.asarray(state.params.rows["c"])
     np.testing.assert_allclose(rows[0], rows[1], atol=1e-6)
-    np.testing.assert_allclose(rows[0], jc.global_params(state)["c"], atol=1e-6)
+    np.testing.assert_allclose(rows[0], jc.state.global_params(state)["c"], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_parameters_of_16_bits(case, dtype):
         state, metrics = step(state, {name: rows.astype(dtype) for name, rows in batch_of(i, K).items()})
         assert metrics["skipped"] == 0
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype(dtype)}
-    assert {leaf.dtype for leaf in jax.tree.leaves(jc.global_params(state))} == {np.dtype(dtype)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(jc.state.global_params(state))} == {np.dtype(dtype)}
 
 
 @pytest.mark.slow
@@ -344,10 +344,10 @@ def test_another_number_of_workers_goes_on_with_the_same_global_model(case):
     state, step = init_state(first_params(), tx, 4), jc.simulate(loss, tx, 4, donate=False)
     for i in range(5):
         state, _ = step(state, batch_of(i, 4))
-    model = jc.global_params(state)
+    model = jc.state.global_params(state)
     for workers in (2, 3):
         state = jc.resize_workers(state, workers)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), jc.global_params(state), model)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), jc.state.global_params(state), model)
     step = jc.simulate(loss, tx, workers, donate=False)
     for i in range(3):
         state, metrics = step(jax.tree.map(jnp.asarray, state), batch_of(i, workers))

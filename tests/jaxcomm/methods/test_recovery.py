@@ -90,10 +90,10 @@ def test_after_a_bad_step_training_goes_on(name):
             state, metrics = step(state, bad_rows(fault, workers) if i == 3 else rows)
             skipped.append(metrics["skipped"])
             if i == GOOD:
-                before = jax.tree.map(np.array, jc.global_params(state))
+                before = jax.tree.map(np.array, jc.state.global_params(state))
         assert not any(skipped[:3] + skipped[4:]), (fault, workers)
         if fault.startswith(SKIPS_FOR_SURE) and name in SKIPPED_BY_ALL:
             assert skipped[3] == 1, (fault, workers)
-        after = jax.tree.map(np.array, jc.global_params(state))
+        after = jax.tree.map(np.array, jc.state.global_params(state))
         assert all(np.isfinite(after[tensor]).all() for tensor in SHAPES), (fault, workers)
         assert any(np.any(before[tensor] != after[tensor]) for tensor in SHAPES), (fault, workers)

@@ -230,7 +230,7 @@ def test_a_plan_with_dense_layers_trains_as_a_dense_one(way):
             if way == "late":
                 hidden = jc.late_multiply(x, fc["kernel"], fc["bias"], mode="late")
             elif way == "split":
-                hidden = jc.split_dense(x, fc["kernel"], fc["bias"])
+                hidden = jc.layers.split_dense(x, fc["kernel"], fc["bias"])
             else:
                 hidden = x @ fc["kernel"] + fc["bias"]
             return ((jax.nn.relu(hidden) @ head["kernel"] + head["bias"] - 1) ** 2).mean()

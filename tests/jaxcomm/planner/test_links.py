@@ -84,7 +84,7 @@ def test_what_runs_several_times_and_what_is_rare():
     links = Links({("permute", ("data",)): link})
     program = Program([Traffic("permute", 3, 2, times=4, axes=("data",))])
     program.add_conditional([Program(), Program([Traffic("permute", 1000, 2, axes=("data",))])])
-    wire = links.wire(jc.WireReport(2, N, program))
+    wire = links.wire(jc.accounting.WireReport(2, N, program))
     assert (wire.latency, wire.transfer) == (4 * 0.5, 4 * 3.0)
 
 

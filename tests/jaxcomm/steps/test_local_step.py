@@ -335,7 +335,7 @@ def test_what_is_refused(case):
 def test_the_model_is_that_of_the_step():
     step, _ = make("fsdp", jc.chain(LOCAL, METHODS["diloco"]))
     with pytest.raises(ValueError, match=r"must be put together by their step; got such a state. Call step.params"):
-        jc.global_params(step.shapes(sharded.params()))
+        jc.state.global_params(step.shapes(sharded.params()))
 
 
 def test_a_line_search_is_told_what_it_lacks():

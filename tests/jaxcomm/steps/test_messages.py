@@ -103,7 +103,7 @@ def test_what_comes_beside_the_loss(what):
         train(with_aux(wrong), has_aux=True)
     step = jc.make_train_step(with_aux(right), chain(), jc.make_mesh(data=K), has_aux=True)
     _, metrics = jax.eval_shape(step, step.shapes(PARAMS), BATCH)
-    (name,) = metrics.keys() - {"loss", *jc.ExchangeMetrics._fields}
+    (name,) = metrics.keys() - {"loss", *jc.types.ExchangeMetrics._fields}
     assert metrics[name].shape == ()
 
 
@@ -142,14 +142,14 @@ def test_two_words_of_a_key_in_a_batch():
 
 def test_a_state_that_is_none():
     step, state, _ = train()
-    with pytest.raises(ValueError, match=r"must be a jaxcomm.TrainState; got tuple\. Make it by step\.init\(params\)"):
+    with pytest.raises(ValueError, match=r"must be a jaxcomm.state.TrainState; got tuple\. Make it by step\.init"):
         step(tuple(state), BATCH)
     restored = jax.tree.map(np.asarray, flax.serialization.to_state_dict(state))
     again = jc.make_train_step(loss_fn, chain(), jc.make_mesh(data=K))
     with pytest.raises(ValueError, match=r"got dict\..*restore a checkpoint into step\.shapes\(params\)"):
         again(restored, BATCH)
     with pytest.raises(ValueError, match=r"must have its types; got dicts and lists\. Restore .*as its target"):
-        again(jc.TrainState(**restored), BATCH)
+        again(jc.state.TrainState(**restored), BATCH)
     target = step.shapes(PARAMS)
     again(
         jax.device_put(
@@ -181,7 +181,7 @@ def test_a_fresh_state_without_its_rows():
     tx = chain()
     step = jc.make_train_step(loss_fn, tx, jc.make_mesh(data=K))
     with pytest.raises(ValueError, match=r"got 1 rows for 4\. Make it by step\.init\(params\)"):
-        step(jc.TrainState(PARAMS, tx.init(PARAMS), jnp.zeros((), jnp.int32)), BATCH)
+        step(jc.state.TrainState(PARAMS, tx.init(PARAMS), jnp.zeros((), jnp.int32)), BATCH)
 
 
 def test_parameters_of_workers_that_train_on_their_own():
@@ -191,7 +191,7 @@ def test_parameters_of_workers_that_train_on_their_own():
     with pytest.raises(AttributeError, match=r"got \.shape\. The model .*jaxcomm\.global_params\(state\)"):
         _ = state.params.shape
     assert logits_of(step.params(state), BATCH["x"]).shape == (ROWS, CLASSES)
-    assert logits_of(jc.global_params(state), BATCH["x"]).shape == (ROWS, CLASSES)
+    assert logits_of(jc.state.global_params(state), BATCH["x"]).shape == (ROWS, CLASSES)
 
 
 def test_parameters_that_are_sharded_already():

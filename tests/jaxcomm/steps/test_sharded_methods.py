@@ -32,7 +32,7 @@ def test_ways_agree_with_compression(method, ways):
     for name in ways:
         other, others = sharded.trained(name, tx, 3)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **near), by_hand.params, other.params)
-        for count in jc.ExchangeMetrics._fields:
+        for count in jc.types.ExchangeMetrics._fields:
             assert int(metrics[count]) == int(others[count])
 
 

@@ -75,7 +75,7 @@ def with_own_shard_map(tx, mesh, check_vma=True):
     def step(state, batch):
         new_params, opt_state, loss = mapped(state.params, state.opt_state, batch)
         metrics = {"loss": loss, **jc.exchange_metrics(opt_state)._asdict()}
-        return jc.TrainState(new_params, opt_state, state.step + 1), metrics
+        return jc.state.TrainState(new_params, opt_state, state.step + 1), metrics
 
     return run(step, start)
 
@@ -106,7 +106,7 @@ def test_three_ways_agree(name):
         other_metrics, other_parameters, other_state = other(tx, mesh)
         for mine, theirs in zip(metrics, other_metrics, strict=True):
             np.testing.assert_allclose(mine["loss"], theirs["loss"], rtol=1e-5)
-            for count in jc.ExchangeMetrics._fields:
+            for count in jc.types.ExchangeMetrics._fields:
                 assert mine[count] == theirs[count]
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), parameters, other_parameters)
         assert state.step == other_state.step == 7
@@ -155,7 +155,7 @@ def test_auxiliary_scalars_are_averaged_over_the_workers():
     for workers, maker in ((K, jc.simulate), (jc.make_mesh(data=K), jc.make_train_step)):
         tx = optax.chain(jc.plump_dp(), optax.sgd(0.1))
         _, metrics = maker(loss_with_aux, tx, workers, has_aux=True)(init_state(params(), tx, workers), batch)
-        assert sorted(metrics) == sorted(["largest", "loss", "rows", *jc.ExchangeMetrics._fields])
+        assert sorted(metrics) == sorted(["largest", "loss", "rows", *jc.types.ExchangeMetrics._fields])
         np.testing.assert_allclose(metrics["largest"], expected, rtol=1e-6)
         assert float(metrics["rows"]) == ROWS / K
         with pytest.raises(ValueError, match=r"a tuple of 2\. Pass has_aux=True"):

@@ -102,7 +102,7 @@ def test_a_pipeline_is_one_device(size, count, schedule, data, has_state):
         assert_close([metrics["loss"], metrics["error"]], [expected["loss"], expected["error"]])
         assert float(metrics["rows"]) == ROWS / data / count
         assert int(metrics["skipped"]) == 0
-    assert sorted(metrics) == sorted(["loss", "error", "rows", *jc.ExchangeMetrics._fields])
+    assert sorted(metrics) == sorted(["loss", "error", "rows", *jc.types.ExchangeMetrics._fields])
     assert int(state.step) == 10
     assert all(np.abs(new["w"] - old["w"]).max() > 0.05 for new, old in zip(params, params_of(), strict=True))
 
