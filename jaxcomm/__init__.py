@@ -4,7 +4,8 @@ Less common names are one level down: `jaxcomm.methods` (the dataclasses), `jaxc
 `jaxcomm.planner`, `jaxcomm.steps`, `jaxcomm.state`, and `jaxcomm.exchange` to write your own method.
 """
 
-from jaxcomm import methods
+from jaxcomm import accounting as accounting, layers as layers, methods as methods, planner as planner
+from jaxcomm import state as state, steps as steps, types as types
 from jaxcomm.accounting import verify, wire_report
 from jaxcomm.chain import chain
 from jaxcomm.foreign import data_parallel
