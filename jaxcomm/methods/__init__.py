@@ -7,7 +7,6 @@ from jaxcomm.methods.dct_dp import DctDp as DctDp, dct_dp
 from jaxcomm.methods.demo import Demo as Demo, demo
 from jaxcomm.methods.dgc import Dgc as Dgc, dgc
 from jaxcomm.methods.ef21 import Ef21 as Ef21, ef21
-from jaxcomm.methods.hard_threshold import HardThreshold as HardThreshold, hard_threshold
 from jaxcomm.methods.hierarchical import Hierarchical as Hierarchical, hierarchical
 from jaxcomm.methods.iwp import Iwp as Iwp, iwp
 from jaxcomm.methods.local_sgd import LocalSgd as LocalSgd, local_sgd
@@ -30,7 +29,6 @@ __all__ = [
     "dgc",
     "demo",
     "pulse",
-    "hard_threshold",
     "random_k",
     "iwp",
     "sign",
