@@ -29,7 +29,7 @@ from jaxcomm.foreign.keys import is_key, own_keys, shared_keys
 from jaxcomm.order import check_frozen, check_states
 from jaxcomm.state import check_rows
 from jaxcomm.steps.batch import check_batch, check_global, row_axes
-from jaxcomm.steps.mesh import check_axis
+from jaxcomm.steps.mesh import check_axis, place
 from jaxcomm.steps.replicas import differing_replicas
 from jaxcomm.steps.replication import LINEAR, OTHER, Axes, by_scope, naming_axes, varying_axes
 from jaxcomm.steps.sharding import spec_axes
@@ -368,7 +368,7 @@ class DataParallel:
 
     def _placed(self, packed: _Packed, specs: Callable[[Any], list[P]]) -> _Packed:
         shardings = [NamedSharding(self.mesh, spec) for spec in packed.pick(specs(packed.tree()))]
-        return packed.replace(jax.device_put(packed.arrays, shardings))
+        return packed.replace(place(packed.arrays, shardings))
 
     @on_own_mesh
     def _on_mesh(self, state: _Packed, batch: _Packed) -> _Packed:

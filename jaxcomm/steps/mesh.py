@@ -107,3 +107,19 @@ def check_axis(mesh: Mesh, axis_name: AxisName) -> None:
             "if parameters are sharded over the others, or call the transformation inside your own jax.shard_map that "
             "is manual over all axes."
         )
+
+
+def place(tree: Any, shardings: Any) -> Any:
+    """Does `jax.device_put`, with an error of its own where processes have other numbers.
+
+    Raises:
+      ValueError: for replicated arrays that are not equal in every process.
+    """
+    try:
+        return jax.device_put(tree, shardings)
+    except AssertionError:  # its text has whole arrays
+        raise ValueError(
+            "Parameters and states must be equal in every process; got other numbers in process "
+            f"{jax.process_index()}. Begin with the same seed, or the same checkpoint, in all processes: what differs "
+            "between workers are their rows of the batch, and the keys that rng= derives."
+        ) from None

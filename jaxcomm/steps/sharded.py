@@ -23,7 +23,7 @@ from jaxcomm.state import TrainState, check_apart, check_model_state, state_spec
 from jaxcomm.steps.batch import Batch
 from jaxcomm.steps.lookups import Lookups, check_additive, tables_of
 from jaxcomm.steps.loss import LossFn, in_turns
-from jaxcomm.steps.mesh import shapes_on
+from jaxcomm.steps.mesh import place, shapes_on
 from jaxcomm.steps.replication import over_workers
 from jaxcomm.steps.sharding import ShardedExchange, ShardedState, plan_shards, spec_axes
 from jaxcomm.steps.workers import StepSettings, TrainStep
@@ -123,8 +123,8 @@ class ShardedStep(TrainStep):
             check_additive(exchange, params, tables_of(self.lookups, params, exchange))
         check_model_state(model_state)
         specs = jax.tree.structure(params).unflatten(exchange.specs)
-        params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(self.mesh, spec)), params, specs)
-        model_state = jax.device_put(jax.tree.map(jnp.asarray, model_state), NamedSharding(self.mesh, P()))
+        params = jax.tree.map(lambda leaf, spec: place(leaf, NamedSharding(self.mesh, spec)), params, specs)
+        model_state = place(jax.tree.map(jnp.asarray, model_state), NamedSharding(self.mesh, P()))
         return jax.jit(partial(self._init, exchange))(params, model_state)  # the jit copies
 
     @on_own_mesh

@@ -52,7 +52,7 @@ from jaxcomm.steps.agreement import check_agreement, trace_on
 from jaxcomm.steps.batch import Batch, check_batch, check_global, row_axes
 from jaxcomm.steps.engine import worker_step
 from jaxcomm.steps.loss import GradientsFn, LossFn, Scalars, gradients_of, in_turns
-from jaxcomm.steps.mesh import check_axis, shapes_on
+from jaxcomm.steps.mesh import check_axis, place, shapes_on
 from jaxcomm.steps.overlap import Apart, runs_apart
 from jaxcomm.steps.replication import over_workers
 from jaxcomm.traffic import Program, Traffic
@@ -335,7 +335,7 @@ class WorkersStep(TrainStep):
         shardings = jax.tree.map(lambda leaf, spec: on_mesh(spec if leaf.size else P()), shapes, state_specs(shapes))
         given = jax.tree.map(jnp.asarray, (params, model_state))
         # Not in a jax.shard_map, which takes XLA four times as long to compile where there are many tensors.
-        return jax.jit(self._first_state, out_shardings=shardings)(*jax.device_put(given, on_mesh(P())))
+        return jax.jit(self._first_state, out_shardings=shardings)(*place(given, on_mesh(P())))
 
     def shapes(self, params: Any, model_state: Any = ()) -> TrainState:
         """Returns the shapes of what `init` makes; see `TrainStep.shapes`."""

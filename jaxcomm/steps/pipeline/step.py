@@ -33,7 +33,7 @@ from jaxcomm.state import (
 )
 from jaxcomm.steps.batch import check_batch
 from jaxcomm.steps.engine import worker_step
-from jaxcomm.steps.mesh import shapes_on
+from jaxcomm.steps.mesh import place, shapes_on
 from jaxcomm.steps.pipeline.one_forward_one_backward import OneForwardOneBackward
 from jaxcomm.steps.pipeline.pipeline import STAGE_AXIS, Pipeline, Schedule
 from jaxcomm.steps.pipeline.verify import verify_pipeline
@@ -119,7 +119,7 @@ class PipelineStep(TrainStep):
                 warnings.warn(message, stacklevel=2)
         specs = _staged_specs(shapes)
         on_devices = jax.shard_map(device_state, mesh=self.mesh, in_specs=P(STAGE_AXIS), out_specs=specs)
-        return jax.jit(on_devices)(*jax.device_put(given, NamedSharding(self.mesh, P(STAGE_AXIS))))
+        return jax.jit(on_devices)(*place(given, NamedSharding(self.mesh, P(STAGE_AXIS))))
 
     @on_own_mesh
     def shapes(self, params: Sequence[Any], model_state: Sequence[Any] | None = None) -> TrainState:

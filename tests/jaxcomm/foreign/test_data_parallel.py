@@ -544,6 +544,14 @@ except ValueError as error:
     assert "must be of global arrays" in str(error), error
 else:
     raise AssertionError("a batch of one process was taken")
+others = jax.tree.map(lambda x: x + processes.index, state)
+for place in (own.place, jc.make_train_step(lambda params, batch: 0.0, chain(SPARSE), mesh).init):
+    try:
+        place(others if place == own.place else others[0])
+    except ValueError as error:
+        assert "must be equal in every process; got other numbers in process" in str(error), error
+    else:
+        raise AssertionError("other parameters in each process were taken")
 for batch in whole:
     half = jax.tree.map(lambda rows: rows[12 * processes.index : 12 * (processes.index + 1)], batch)
     rows = jax.tree.map(lambda rows: jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), rows), half)
