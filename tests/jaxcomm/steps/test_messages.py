@@ -188,7 +188,7 @@ def test_parameters_of_workers_that_train_on_their_own():
     step, state, _ = train(tx=jc.chain(optax.sgd(0.1), jc.local_sgd(2, exchange=jc.plump_dp())))
     with pytest.raises(TypeError, match=r"rows, one for each worker; got \['w'\]\. The model .*step\.params\(state\)"):
         logits_of(state.params, BATCH["x"])
-    with pytest.raises(AttributeError, match=r"got \.shape\. The model .*jaxcomm\.global_params\(state\)"):
+    with pytest.raises(AttributeError, match=r"got \.shape\. The model .*jaxcomm\.state\.global_params\(state\)"):
         _ = state.params.shape
     assert logits_of(step.params(state), BATCH["x"]).shape == (ROWS, CLASSES)
     assert logits_of(jc.state.global_params(state), BATCH["x"]).shape == (ROWS, CLASSES)
@@ -313,7 +313,7 @@ def test_parameters_in_the_place_of_a_state_are_refused():
     step = jc.make_train_step(loss_fn, chain(), jc.make_mesh(data=K))
     for call in (step, step.verify, step.report):
         with pytest.raises(
-            ValueError, match=r"must be a jaxcomm\.TrainState; got dict\. Make it by step\.init\(params\)"
+            ValueError, match=r"must be a jaxcomm\.state\.TrainState; got dict\. Make it by step\.init\(params\)"
         ):
             call(PARAMS, BATCH)
 
