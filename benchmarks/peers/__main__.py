@@ -239,7 +239,8 @@ def draw(path: Path, panels: Mapping[str, Mapping[str, Sequence[float | None]]],
         reached = [(medians[method], name) for method, name in zip(order, names, strict=True)]
         reached = [f"{seconds:.1f} s with {name}" for seconds, name in reached if math.isfinite(seconds)]
         title = f"{target:g}% in {reached[-1]}, {reached[0]}" if reached else f"no method reaches {target:g}%"
-        axes.set(title=f"{title} ({about})", xlabel=f"seconds of training to {target:g}%: median, and every round")
+        axes.set_title(f"{title} ({about})", fontsize=9)
+        axes.set(xlabel=f"seconds of training to {target:g}%: median, and every round")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
