@@ -21,7 +21,7 @@ import jaxcomm as jc
 from configs.experiment import BoundaryFields, Experiment
 from configs.methods import Method
 from jaxcomm.kernels.noise import make_key
-from jaxcomm.selectors.topk import kept, select_rows
+from jaxcomm.selectors.topk import n_kept, select_rows
 from jaxcomm.steps.engine import worker_step
 from jaxcomm.traffic import Program, Traffic
 from models.functional import apply, cut
@@ -42,7 +42,7 @@ def sketch(x: jax.Array, residual: jax.Array, sparsity: float, key: jax.Array) -
     The entries of S (d, k) are normal with variance 1/k. The gradient goes back as if nothing had been lost.
     """
     d = math.prod(x.shape[1:])
-    k = kept(d, sparsity)
+    k = n_kept(d, sparsity)
 
     @jax.custom_vjp
     def cross(x: jax.Array, residual: jax.Array) -> jax.Array:
@@ -67,7 +67,7 @@ def topk_gradient(x: jax.Array, residual: jax.Array, sparsity: float, key: jax.A
 
     def back(residual: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
         total = (gradient + residual).reshape(len(gradient), -1)
-        mask = select_rows(jnp.abs(total), kept(total.shape[1], sparsity))
+        mask = select_rows(jnp.abs(total), n_kept(total.shape[1], sparsity))
         sent, waiting = jnp.where(mask, total, 0), jnp.where(mask, 0, total)
         return sent.reshape(gradient.shape), waiting.reshape(gradient.shape)
 
@@ -104,7 +104,7 @@ class TwoStages:
         self._tx = make_chain(experiment, method)
         self._jitted = jax.jit(self._step)
 
-    def __call__(self, state: jc.TrainState, batch: Any) -> tuple[jc.TrainState, dict[str, jax.Array]]:
+    def __call__(self, state: jc.state.TrainState, batch: Any) -> tuple[jc.state.TrainState, dict[str, jax.Array]]:
         """Takes a step: (state, metrics)."""
         return self._jitted(state, batch)
 
@@ -123,7 +123,7 @@ class TwoStages:
         loss, scalars = self._task.loss(output, batch)
         return loss, (scalars, first | second)
 
-    def _step(self, state: jc.TrainState, batch: Any) -> tuple[jc.TrainState, dict[str, jax.Array]]:
+    def _step(self, state: jc.state.TrainState, batch: Any) -> tuple[jc.state.TrainState, dict[str, jax.Array]]:
         key = make_key(state.step, 0, 0)
 
         def gradients(params: Any, model_state: Any, batch: Any) -> Any:
@@ -149,15 +149,15 @@ def make_ablation(experiment: Experiment, method: Method, scheme: Scheme) -> Job
     links = bytes_each_way(scheme, staged.report.program.links(), whole)
     program = Program([_of_link(traffic, links) for traffic in staged.report.program.always])
 
-    def start(seed: int) -> jc.TrainState:
+    def start(seed: int) -> jc.state.TrainState:
         state = job.start(seed)
         residual = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), x)
         return state._replace(model_state={"stats": state.model_state, "residual": residual})
 
-    def model(state: jc.TrainState) -> tuple[Any, Any]:
+    def model(state: jc.state.TrainState) -> tuple[Any, Any]:
         return state.params, state.model_state["stats"]
 
-    def verify(state: jc.TrainState, batch: Any) -> str:
+    def verify(state: jc.state.TrainState, batch: Any) -> str:
         del state, batch
         return f"{links[0, 1]:,} bytes would go forward and {links[1, 0]:,} back; one device plays both stages."
 

@@ -97,15 +97,18 @@ def _row(record: Record) -> dict[str, Any]:
 def _boundaries(config: Config) -> dict[float, Any]:
     import jaxcomm as jc
 
-    return {float(each): jc.dct_mp(float(each), value_dtype=config.value_dtype) for each in config.sparsity.split(",")}
+    return {
+        float(sparsity): jc.dct_mp(float(sparsity), value_dtype=config.value_dtype)
+        for sparsity in config.sparsity.split(",")
+    }
 
 
 def _compare_with_whole(records: list[Record]) -> None:
     for record in records:
-        whole = next((r for r in records if r.sparsity == 0 and r.rate == record.rate), None)
-        if whole is not None:
-            record.times_faster = whole.ms_median / record.ms_median
-            record.times_fewer_bytes = sum(whole.compiled_by_host) / sum(record.compiled_by_host)
+        dense = next((r for r in records if r.sparsity == 0 and r.rate == record.rate), None)
+        if dense is not None:
+            record.times_faster = dense.ms_median / record.ms_median
+            record.times_fewer_bytes = sum(dense.compiled_by_host) / sum(record.compiled_by_host)
 
 
 def run_host(config: Config) -> None:
@@ -165,7 +168,9 @@ def make_batch(mesh: Any, rows: int, table_rows: int, worker: int = 0) -> dict[s
         "label": rng.integers(0, 2, rows).astype(np.float32),
     }
     by_rows = NamedSharding(mesh, P("data"))
-    return {name: jax.make_array_from_process_local_data(by_rows, own) for name, own in host_batch.items()}
+    return {
+        name: jax.make_array_from_process_local_data(by_rows, local_rows) for name, local_rows in host_batch.items()
+    }
 
 
 def _time(sparsity: float, boundary: Any, config: Config, control: Control) -> list[Record]:
@@ -186,19 +191,19 @@ def _time(sparsity: float, boundary: Any, config: Config, control: Control) -> l
     compiled = step.lower(state, batch).compile()
     costs = pipeline.report(tx, batch, 1).boundaries
     predicted = [0] * config.stages
-    for stage, each in enumerate(costs):
-        predicted[stage + 1] += each.forward
-        predicted[stage] += each.backward
+    for stage, cost in enumerate(costs):
+        predicted[stage + 1] += cost.forward
+        predicted[stage] += cost.backward
     links = read_program(compiled.as_text()).links()
-    counted = [sum(count for (_, target), count in links.items() if target == at) for at in range(config.stages)]
+    compiled_bytes = [sum(count for (_, target), count in links.items() if target == at) for at in range(config.stages)]
     records = []
     for rate in config.rate.split(","):
         control.set_rate(rate)
-        times, received = [], []
+        times, counts = [], []
         for _ in range(config.steps + 1):
             ms, count, (state, _) = control.timed(partial(compiled, state, batch))
             times.append(ms)
-            received.append(count)
+            counts.append(count)
         records.append(
             Record(
                 sparsity=sparsity,
@@ -206,11 +211,11 @@ def _time(sparsity: float, boundary: Any, config: Config, control: Control) -> l
                 batch=config.batch,
                 rate=rate,
                 **spread(times[1:]),  # the first opens Gloo's connections
-                forward_bytes=sum(each.forward for each in costs),
-                backward_bytes=sum(each.backward for each in costs),
+                forward_bytes=sum(cost.forward for cost in costs),
+                backward_bytes=sum(cost.backward for cost in costs),
                 predicted_by_host=predicted,
-                compiled_by_host=counted,
-                kernel_by_host=[statistics.median(received[1:])],
+                compiled_by_host=compiled_bytes,
+                kernel_by_host=[statistics.median(counts[1:])],
             )
         )
     return records

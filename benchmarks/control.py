@@ -55,16 +55,16 @@ def run(
         sys.exit(2)
 
 
-def choose(known: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def choose(methods: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Returns the methods with these names, each once.
 
     Raises:
       ValueError: for an unknown name, or if there are no names.
     """
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
-        raise ValueError(f"--methods must be some of {', '.join(known)}; got {', '.join(unknown) or 'none'}.")
-    return {name: known[name] for name in names}
+    strangers = [name for name in names if name not in methods]
+    if strangers or not names:
+        raise ValueError(f"--methods must be some of {', '.join(methods)}; got {', '.join(strangers) or 'none'}.")
+    return {name: methods[name] for name in names}
 
 
 def check_run(rate: str, steps: int) -> list[str]:
@@ -74,8 +74,8 @@ def check_run(rate: str, steps: int) -> list[str]:
       ValueError: for a rate that no link has, or fewer than one step.
     """
     rates = rate.split(",")
-    for each in itertools.chain.from_iterable(rate.split("/") for rate in rates):
-        parse_rate(each)
+    for host_rate in itertools.chain.from_iterable(rate.split("/") for rate in rates):
+        parse_rate(host_rate)
     if steps < 1:
         raise ValueError(f"--steps must be at least 1; got {steps}.")
     return rates
@@ -95,14 +95,14 @@ def run_hosts(lab: Lab, module: str, env: Mapping[str, str] | None = None) -> li
     Raises:
       SystemExit: if a host fails, with its stderr.
     """
-    done = threading.Event()
+    stop = threading.Event()
     with tempfile.TemporaryDirectory() as folder:
-        server = threading.Thread(target=_serve_rates, args=(lab, Path(folder), done), daemon=True)
+        server = threading.Thread(target=_serve_rates, args=(lab, Path(folder), stop), daemon=True)
         server.start()
         try:
             results = lab.run([sys.executable, "-m", module, *sys.argv[1:]], env={_FOLDER: folder, **(env or {})})
         finally:
-            done.set()
+            stop.set()
             server.join()
     failed = [result for result in results if result.returncode]
     if failed:
@@ -110,8 +110,8 @@ def run_hosts(lab: Lab, module: str, env: Mapping[str, str] | None = None) -> li
     return [result.stdout for result in results]
 
 
-def _serve_rates(lab: Lab, folder: Path, done: threading.Event) -> None:
-    while not done.is_set():
+def _serve_rates(lab: Lab, folder: Path, stop: threading.Event) -> None:
+    while not stop.is_set():
         for request in folder.glob("*.want"):
             lab.set_rate(request.read_text())
             request.rename(request.with_suffix(".set"))
@@ -129,20 +129,24 @@ def read_records(kind: type[Record], stdout: str) -> list[Record]:
     return [kind(**line[kind.__name__]) for line in lines if kind.__name__ in line]
 
 
-def merge_records(hosts: Sequence[list[Any]], isolated: bool, received: str = "bytes_kernel") -> list[Any]:
+def merge_records(hosts: Sequence[list[Any]], isolated: bool, column: str = "bytes_kernel") -> list[Any]:
     """Takes times from host 0 (see `Control.timed`), and merges the bytes received.
 
     Args:
       hosts: the records of each host, the same ones in the same order.
       isolated: whether hosts have interfaces of their own. On loopback the kernel counts all hosts together, and the
         bytes are None.
-      received: the field of the bytes: numbers are averaged, lists concatenated.
+      column: the field of the bytes: numbers are averaged, lists concatenated.
     """
     merged = []
-    for same in zip(*hosts, strict=True):
-        own = [getattr(record, received) for record in same]
-        whole = [count for counts in own for count in counts] if isinstance(own[0], list) else statistics.fmean(own)
-        merged.append(dataclasses.replace(same[0], **{received: whole if isolated else None}))
+    for host_records in zip(*hosts, strict=True):
+        counts_of_host = [getattr(record, column) for record in host_records]
+        merged_counts = (
+            [count for counts in counts_of_host for count in counts]
+            if isinstance(counts_of_host[0], list)
+            else statistics.fmean(counts_of_host)
+        )
+        merged.append(dataclasses.replace(host_records[0], **{column: merged_counts if isolated else None}))
     return merged
 
 
@@ -175,8 +179,8 @@ class Control:
         interface = os.environ["NETLAB_INTERFACE"]
         before, begin = received_bytes(interface), time.perf_counter()
         result = jax.block_until_ready(function())
-        ms, received = (time.perf_counter() - begin) * 1e3, received_bytes(interface) - before
-        return float(multihost_utils.process_allgather(np.float32(ms)).max()), received, result
+        ms, count = (time.perf_counter() - begin) * 1e3, received_bytes(interface) - before
+        return float(multihost_utils.process_allgather(np.float32(ms)).max()), count, result
 
     def barrier(self) -> None:
         """Waits until all hosts are here; costs a few hundred bytes."""

@@ -76,7 +76,7 @@ def _dp(sparsity: float, *paper: float) -> Setting:
     return Setting("DCT-DP", 1, sparsity, True, Paper(*paper))
 
 
-def _both(sparsity: float, *paper: float) -> Setting:
+def _both_methods(sparsity: float, *paper: float) -> Setting:
     return Setting("DCT-DP and DCT-MP", 3, sparsity, True, Paper(*paper))
 
 
@@ -102,9 +102,9 @@ SETTINGS = (
     _dp(0.95, 0.4479, 79.25, 0.4538, 78.79),
     _dp(0.98, 0.4478, 79.23, 0.4537, 78.80),
     _dp(0.995, 0.4482, 79.20, 0.4547, 78.75),
-    _both(0.75, 0.4480, 79.23, 0.4535, 78.81),
-    _both(0.9, 0.4481, 79.26, 0.4537, 78.78),
-    _both(0.95, 0.4492, 79.19, 0.4548, 78.70),
+    _both_methods(0.75, 0.4480, 79.23, 0.4535, 78.81),
+    _both_methods(0.9, 0.4481, 79.26, 0.4537, 78.78),
+    _both_methods(0.95, 0.4492, 79.19, 0.4548, 78.70),
     _sketch(0.5, 1.0, 0.4569, 78.72, 0.4618, 78.37),
     _sketch(0.75, 0.5, 0.4610, 78.53, 0.4656, 78.12),
     _sketch(0.9, 0.5, 0.4685, 77.95, 0.4721, 77.78),
@@ -151,7 +151,7 @@ def main(config: Config) -> None:
     """Trains all settings, prints the table, and writes it where asked."""
     if config.seeds < 1 or config.steps < 1:
         raise ValueError(f"--seeds and --steps must be at least 1; got {config.seeds} and {config.steps}.")
-    chosen = [
+    settings = [
         s
         for s in SETTINGS
         if s.system == "dense"
@@ -160,7 +160,7 @@ def main(config: Config) -> None:
             and (not config.sparsities or s.sparsity in config.sparsities)
         )
     ]
-    if len(chosen) == 1:
+    if len(settings) == 1:
         raise ValueError(
             f"--system must be one of {sorted({s.system for s in SETTINGS})}, or all, and --sparsities those of its "
             f"settings, or none; got {config.system!r} and {config.sparsities}."
@@ -168,18 +168,18 @@ def main(config: Config) -> None:
     from train.processes import prepare_jax
 
     prepare_jax(6)
-    kept, same = Records(config.json), {name: getattr(config, name) for name in _SAME}
-    kept.check_same(same, lambda record: record)
+    store, shared = Records(config.json), {name: getattr(config, name) for name in _SAME}
+    store.check_same(shared, lambda record: record)
     records: list[Record] = []
-    for setting in chosen:
+    for setting in settings:
         key = {"system": setting.system, "stages": setting.stages, "sparsity": setting.sparsity}
-        record = kept.get(key, partial(train_setting, setting, config, records[0] if records else None))
+        record = store.get(key, partial(train_setting, setting, config, records[0] if records else None))
         records.append(record | _paper(setting))
-        shown = records[-1]
+        last = records[-1]
         print(
-            f"{len(records)}/{len(chosen)} {setting.system} {setting.stages} {setting.sparsity}: train loss "
-            f"{shown['train_loss']:.4f}, accuracy {shown['train_accuracy']:.2f}%; test loss {shown['test_loss']:.4f}, "
-            f"accuracy {shown['accuracy']:.2f}%, AUC {shown['auc']:.4f}",
+            f"{len(records)}/{len(settings)} {setting.system} {setting.stages} {setting.sparsity}: train loss "
+            f"{last['train_loss']:.4f}, accuracy {last['train_accuracy']:.2f}%; test loss {last['test_loss']:.4f}, "
+            f"accuracy {last['accuracy']:.2f}%, AUC {last['auc']:.4f}",
             flush=True,
         )
     print_table(
@@ -187,7 +187,7 @@ def main(config: Config) -> None:
         f"them); train: mean over the last {min(TRAIN_STEPS, config.steps)} steps; bytes that a device receives a step",
         [{name: record.get(name) for name in _COLUMNS} for record in records],
     )
-    if any(setting.compresses_gradients for setting in chosen):
+    if any(setting.compresses_gradients for setting in settings):
         print(embeddings_note())
 
 
@@ -274,7 +274,7 @@ def train_setting(setting: Setting, config: Config, dense: Mapping[str, Any] | N
 
     experiment, method = experiment_of(setting, config)
     ablation = setting.scheme and make_ablation(experiment, method, setting.scheme)
-    job, ended, curves = ablation or make_job(experiment, method), [], []
+    job, summaries, curves = ablation or make_job(experiment, method), [], []
     for seed in range(config.seeds):
         with tempfile.TemporaryDirectory() as scratch:
             seeded = dataclasses.replace(experiment, seed=seed, out=Path(scratch))
@@ -282,10 +282,12 @@ def train_setting(setting: Setting, config: Config, dense: Mapping[str, Any] | N
             run = train(seeded, method, Processes(), curves[-1], job)
         if not run.finished:
             raise SystemExit("Stopped by SIGTERM; --json has the settings that were done.")
-        ended.append(run.summary)
-    losses = [summary.scores["loss"] for summary in ended]
+        summaries.append(run.summary)
+    losses = [summary.scores["loss"] for summary in summaries]
     # Pairs have the same seed: the same initial parameters, and the same order of the data.
-    minus_dense = [own - other for own, other in zip(losses, dense["losses"] if dense else losses, strict=True)]
+    minus_dense = [
+        loss - dense_loss for loss, dense_loss in zip(losses, dense["losses"] if dense else losses, strict=True)
+    ]
     return {
         "system": setting.system,
         "stages": setting.stages,
@@ -297,11 +299,11 @@ def train_setting(setting: Setting, config: Config, dense: Mapping[str, Any] | N
         "stdev": stdev(losses),
         "minus_dense": statistics.fmean(minus_dense),
         "stdev_minus_dense": stdev(minus_dense),
-        "accuracy": 100 * statistics.fmean(summary.accuracy for summary in ended),
-        "auc": statistics.fmean(summary.scores["auc"] for summary in ended),
-        "auc_stdev": stdev([summary.scores["auc"] for summary in ended]),
-        "bytes_per_step": ended[0].bytes_per_step,
-        "ratio_to_dense": ended[0].ratio_to_dense,
+        "accuracy": 100 * statistics.fmean(summary.accuracy for summary in summaries),
+        "auc": statistics.fmean(summary.scores["auc"] for summary in summaries),
+        "auc_stdev": stdev([summary.scores["auc"] for summary in summaries]),
+        "bytes_per_step": summaries[0].bytes_per_step,
+        "ratio_to_dense": summaries[0].ratio_to_dense,
         "losses": losses,
         **{name: getattr(config, name) for name in _SAME},
     }

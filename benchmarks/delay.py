@@ -127,7 +127,7 @@ def run_host(config: Config) -> None:
         for _ in range(3):
             state, _ = step(state, batch)
         jax.block_until_ready(state)
-        predicted, times, received = step.report(state, batch).received, [], []
+        predicted, times, counts = step.report(state, batch).received, [], []
 
         def several(state: Any) -> Any:
             for _ in range(IN_A_ROW):
@@ -137,8 +137,8 @@ def run_host(config: Config) -> None:
         for _ in range(config.steps):
             ms, count, state = control.timed(partial(several, state))
             times.append(ms / IN_A_ROW)
-            received.append(count / IN_A_ROW)
-        return times, statistics.fmean(received), predicted
+            counts.append(count / IN_A_ROW)
+        return times, statistics.fmean(counts), predicted
 
     for rate in config.rate.split(","):
         control.set_rate(rate)
@@ -146,12 +146,12 @@ def run_host(config: Config) -> None:
             computing = statistics.median(
                 control.timed(lambda: gradient(copied, batch))[0] for _ in range(config.steps)
             )
-            found = []
+            results = []
             for delay in (0, 1):
                 chain = jc.chain(tx, optax.sgd(1e-3, momentum=0.9), delay=delay)
-                found.append(time_steps(jc.make_train_step(loss_fn, chain, mesh)))
-            (at_once, _, _), (delayed, received, predicted) = found
-            whole = statistics.median(at_once)
+                results.append(time_steps(jc.make_train_step(loss_fn, chain, mesh)))
+            (at_once, _, _), (delayed, bytes_kernel, predicted) = results
+            ms_at_once = statistics.median(at_once)
             print_record(
                 Record(
                     method=name,
@@ -159,13 +159,13 @@ def run_host(config: Config) -> None:
                     rate=rate,
                     rows=config.rows,
                     ms_computing=computing,
-                    ms_at_once=whole,
+                    ms_at_once=ms_at_once,
                     at_once_min=min(at_once),
                     at_once_max=max(at_once),
-                    ms_longer=max(computing, whole - computing),
+                    ms_longer=max(computing, ms_at_once - computing),
                     **spread(delayed),
-                    times_faster=whole / statistics.median(delayed),
-                    bytes_kernel=received,
+                    times_faster=ms_at_once / statistics.median(delayed),
+                    bytes_kernel=bytes_kernel,
                     bytes_predicted=predicted,
                 )
             )

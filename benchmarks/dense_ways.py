@@ -50,18 +50,18 @@ def on_one_worker(function: Callable[[Any, Any], Any], params_row: Any, inputs: 
                 f"{jax.tree_util.keystr(path)!r}. Make them with rows_of_one_worker(params, K), and give them the spec "
                 f"P({axis_name!r})."
             )
-    own = jax.tree.map(lambda row: row[0], params_row)
+    worker_params = jax.tree.map(lambda row: row[0], params_row)
     everything = jax.tree.map(lambda rows: _gather_on_first(rows, axis_name), inputs)
-    result = jax.eval_shape(function, own, everything)
+    result = jax.eval_shape(function, worker_params, everything)
 
-    def compute(own: Any, everything: Any) -> Any:
-        return to_varying(function(own, everything), axis_name)
+    def compute(worker_params: Any, everything: Any) -> Any:
+        return to_varying(function(worker_params, everything), axis_name)
 
-    def wait(own: Any, everything: Any) -> Any:
-        del own, everything
+    def wait(worker_params: Any, everything: Any) -> Any:
+        del worker_params, everything
         return to_varying(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), result), axis_name)
 
-    mine = lax.cond(lax.axis_index(axis_name) == 0, compute, wait, to_varying(own, axis_name), everything)
+    mine = lax.cond(lax.axis_index(axis_name) == 0, compute, wait, to_varying(worker_params, axis_name), everything)
     return jax.tree.map(lambda leaf: lax.psum(leaf, axis_name), mine)
 
 
@@ -77,8 +77,8 @@ def rows_of_one_worker(params: Any, workers: int) -> Any:
 def _gather_on_first(rows: jax.Array, axis_name: str) -> jax.Array:
     """Gathers (B/K, ...) to (B, ...) on worker 0; elsewhere, the worker's own rows come first, and then zeros."""
     rows = to_varying(rows, axis_name)
-    others = [lax.ppermute(rows, axis_name, [(worker, 0)]) for worker in range(1, axis_size(axis_name))]
-    return jnp.concatenate([rows, *others])
+    arrived = [lax.ppermute(rows, axis_name, [(worker, 0)]) for worker in range(1, axis_size(axis_name))]
+    return jnp.concatenate([rows, *arrived])
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class SplitPlan:
 def plan_split_dense(widths: tuple[int, ...], global_batch: int, workers: int, *, itemsize: int = 4) -> SplitPlan:
     """Chooses how to split a sequence of dense layers with the fewest bytes; rows in, rows out.
 
-    Weighs all combinations of the table in `jaxcomm.split_dense`, layer after layer.
+    Weighs all combinations of the table in `jaxcomm.layers.split_dense`, layer after layer.
 
     Args:
       widths: the features between the layers: (9216, 4096, 4096, 1000) are three layers.
@@ -156,13 +156,13 @@ def plan_split_dense(widths: tuple[int, ...], global_batch: int, workers: int, *
         )
     ways: dict[Place, tuple[SplitLayer, ...]] = {"rows": ()}
     for n, m in pairwise(widths):
-        found: dict[Place, tuple[SplitLayer, ...]] = {}
+        shortest: dict[Place, tuple[SplitLayer, ...]] = {}
         for inputs, before in ways.items():
             for layer in _ways(n, m, inputs, global_batch, workers, itemsize):
-                way, best = (*before, layer), found.get(layer.outputs)
+                way, best = (*before, layer), shortest.get(layer.outputs)
                 if best is None or sum(step.received for step in way) < sum(step.received for step in best):
-                    found[layer.outputs] = way
-        ways = found
+                    shortest[layer.outputs] = way
+        ways = shortest
     if "rows" not in ways:
         raise ValueError(
             f"A width that is split must be a multiple of the number of workers; got widths {widths} for {workers} "

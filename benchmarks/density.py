@@ -56,18 +56,18 @@ class Config:
 
 def main(config: Config) -> None:
     """Trains, counts, prints the tables and draws the figure."""
-    workers, kept, publishers = _checked(config)
+    workers, fractions, publishers = _checked(config)
     hops, sizes = [], []
-    for fraction in kept:
+    for fraction in fractions:
         for K in workers:
-            found = measure(config, K, fraction, publishers)
-            print(f"{K} workers, {fraction:.2%} kept: {found[-1]['ring']:.2%} after the last hop", flush=True)
-            hops += found
-            sizes.append(bytes_of(K, fraction, publishers, found))
-    for fraction in kept:
-        shown = [r for r in hops if r["kept"] == fraction and r["workers"] == workers[-1]]
-        shown = [r for r in shown if r["hop"] & (r["hop"] - 1) == 0 or r["hop"] == workers[-1]]
-        print_table(f"Density by hop, {workers[-1]} workers, {fraction:.2%} kept by each", shown)
+            unions = measure(config, K, fraction, publishers)
+            print(f"{K} workers, {fraction:.2%} kept: {unions[-1]['ring']:.2%} after the last hop", flush=True)
+            hops += unions
+            sizes.append(bytes_of(K, fraction, publishers, unions))
+    for fraction in fractions:
+        rows = [r for r in hops if r["kept"] == fraction and r["workers"] == workers[-1]]
+        rows = [r for r in rows if r["hop"] & (r["hop"] - 1) == 0 or r["hop"] == workers[-1]]
+        print_table(f"Density by hop, {workers[-1]} workers, {fraction:.2%} kept by each", rows)
     print_table("Bytes that each worker receives in a step", sizes)
     draw(config.figure, hops, sizes)
     write_records(config.json, hops + sizes)
@@ -76,13 +76,13 @@ def main(config: Config) -> None:
 def _checked(config: Config) -> tuple[list[int], list[float], list[int]]:
     try:
         workers = sorted({int(K) for K in config.workers.split(",")})
-        kept = sorted({float(fraction) for fraction in config.kept.split(",")})
+        fractions = sorted({float(fraction) for fraction in config.kept.split(",")})
         publishers = sorted({int(r) for r in config.publishers.split(",")})
     except ValueError as error:
         raise ValueError(
             f"--workers, --kept and --publishers must be numbers separated by commas; got {error}."
         ) from None
-    if publishers[0] < 1 or publishers[-1] > workers[0] or not all(0 < fraction < 1 for fraction in kept):
+    if publishers[0] < 1 or publishers[-1] > workers[0] or not all(0 < fraction < 1 for fraction in fractions):
         raise ValueError(
             "--workers must be at least 1, --publishers from 1 to the fewest workers, and --kept between 0 and 1; got "
             f"{config.workers}, {config.publishers} and {config.kept}."
@@ -92,38 +92,43 @@ def _checked(config: Config) -> tuple[list[int], list[float], list[int]]:
             "--steps must be at least --samples, --samples and --rows at least 1, and 1347 images enough for all "
             f"workers; got {config.steps}, {config.samples} and {config.rows} for {workers[-1]} workers."
         )
-    return workers, kept, publishers
+    return workers, fractions, publishers
 
 
-def measure(config: Config, K: int, kept: float, publishers: Sequence[int]) -> list[dict[str, Any]]:
+def measure(config: Config, K: int, fraction: float, publishers: Sequence[int]) -> list[dict[str, Any]]:
     """Trains with K workers, and counts the unions of their masks: one record for each hop."""
     import numpy as np
 
     from jaxcomm.layout import BLOCK_WORDS
     from jaxcomm.methods.iwp import draw_publishers
 
-    regions = regions_of(K, kept)
+    regions = regions_of(K, fraction)
     n = sum(regions.layout.sizes)
     rings, shared, selected, fitting = [], [], [], []
-    for step, largest, important in train(config, K, kept):
+    for step, largest, important in train(config, K, fraction):
         masks = cut(regions, largest)
         rings.append(hop_counts(masks))
         selected.append(np.bitwise_count(masks).sum())
         fitting.append(np.bitwise_count(accepted(regions, masks)).sum())
         tensors = len(regions.layout.sizes)
-        drawn = [np.asarray(draw_publishers(config.seed, np.int32(step), K, r, tensors)) for r in publishers]
+        draws = [np.asarray(draw_publishers(config.seed, np.int32(step), K, r, tensors)) for r in publishers]
         # The publishers of every word's tensor, (n/32, r).
-        drawn = [np.repeat(chosen[regions.layout.segment_of_block()], BLOCK_WORDS, axis=0) for chosen in drawn]
-        masks = [important[chosen.T, np.arange(important.shape[1])] for chosen in drawn]  # (r, n/32) each
+        draws = [
+            np.repeat(publishers_of_block[regions.layout.segment_of_block()], BLOCK_WORDS, axis=0)
+            for publishers_of_block in draws
+        ]
+        masks = [
+            important[publishers_of_block.T, np.arange(important.shape[1])] for publishers_of_block in draws
+        ]  # (r, n/32) each
         shared.append([np.bitwise_count(np.bitwise_or.reduce(mask)).sum() for mask in masks])
-    ring, common, own = np.mean(rings, 0) / n, np.mean(shared, 0) / n, np.mean(selected) / (K * n)
+    ring, common, density_of_worker = np.mean(rings, 0) / n, np.mean(shared, 0) / n, np.mean(selected) / (K * n)
     return [
         {
             "workers": K,
-            "kept": kept,
+            "kept": fraction,
             "hop": h,
             "ring": float(ring[h - 1]),
-            "independent": float(1 - (1 - own) ** h),
+            "independent": float(1 - (1 - density_of_worker) ** h),
             **{f"shared_{r}": float(density) for r, density in zip(publishers, common, strict=True)},
             "no_room": float(1 - np.sum(fitting) / np.sum(selected)),
         }
@@ -131,7 +136,7 @@ def measure(config: Config, K: int, kept: float, publishers: Sequence[int]) -> l
     ]
 
 
-def train(config: Config, K: int, kept: float) -> Any:
+def train(config: Config, K: int, fraction: float) -> Any:
     """Trains by DGC; yields (step, masks of the largest, masks of the most important), (K, n/32) uint32 per mask."""
     import jax
     import numpy as np
@@ -147,13 +152,13 @@ def train(config: Config, K: int, kept: float) -> Any:
 
     images, labels = _digits()
     model = split(Cnn((8, 8, 1), 10, rngs=nnx.Rngs(config.seed)))
-    layout = regions_of(K, kept).layout
+    layout = regions_of(K, fraction).layout
 
     def loss(params: Any, batch: Any) -> jax.Array:
         logits, _ = apply(model.graph, params, {}, batch, training=True)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
-    tx = optax.chain(jc.dgc(1 - kept, momentum=MOMENTUM, collective="gather"), optax.sgd(config.learning_rate))
+    tx = optax.chain(jc.dgc(1 - fraction, momentum=MOMENTUM, collective="gather"), optax.sgd(config.learning_rate))
     step = jc.simulate(loss, tx, K)
     state = step.init(model.params)
 
@@ -167,9 +172,9 @@ def train(config: Config, K: int, kept: float) -> Any:
         def worker(velocity: jax.Array, residual: jax.Array, rows: Any) -> jax.Array:
             return residual + (MOMENTUM * velocity + flat(jax.grad(loss)(state.params, rows)))
 
-        own = state.opt_state[0]
+        exchange_state = state.opt_state[0]
         rows = jax.tree.map(lambda x: x.reshape(K, -1, *x.shape[1:]), batch)
-        return jax.vmap(worker)(own.memory.rows.flat, own.residual.rows, rows)
+        return jax.vmap(worker)(exchange_state.memory.rows.flat, exchange_state.residual.rows, rows)
 
     @jax.jit  # a program of its own: XLA would compute the momenta more than once, with other last bits
     def select(state: Any, momenta: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -182,11 +187,11 @@ def train(config: Config, K: int, kept: float) -> Any:
         return jax.vmap(worker)(momenta)
 
     rng = np.random.default_rng(config.seed)
-    taken = {config.steps * (i + 1) // config.samples for i in range(config.samples)}
+    sampled = {config.steps * (i + 1) // config.samples for i in range(config.samples)}
     for index in range(1, config.steps + 1):
-        chosen = rng.permutation(len(labels))[: K * config.rows]
-        batch = {"image": images[chosen], "label": labels[chosen]}
-        if index in taken:
+        indices = rng.permutation(len(labels))[: K * config.rows]
+        batch = {"image": images[indices], "label": labels[indices]}
+        if index in sampled:
             yield index, *map(np.asarray, select(state, accumulate(state, batch)))
         state, _ = step(state, batch)
 
@@ -214,14 +219,14 @@ def shapes() -> Any:
     return jax.eval_shape(lambda: split(Cnn((8, 8, 1), 10, rngs=nnx.Rngs(0))).params)
 
 
-def regions_of(K: int, kept: float) -> Any:
+def regions_of(K: int, fraction: float) -> Any:
     """Returns the regions of a ring of K workers, each of which keeps a fraction of the network's coordinates."""
     from jaxcomm.codecs import value_codec
     from jaxcomm.collectives.balanced import Regions
     from jaxcomm.layout import plan_layout
-    from jaxcomm.selectors.topk import kept as slots
+    from jaxcomm.selectors.topk import n_kept as slots
 
-    layout = plan_layout(shapes(), dense_below=512, capacity=lambda n: slots(n, 1 - kept))
+    layout = plan_layout(shapes(), dense_below=512, capacity=lambda n: slots(n, 1 - fraction))
     return Regions(layout, K, value_codec("bfloat16"))
 
 
@@ -271,35 +276,35 @@ def hop_counts(masks: Any) -> Any:
     return np.asarray(count(jnp.asarray(masks)))
 
 
-def bytes_of(K: int, kept: float, publishers: Sequence[int], hops: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def bytes_of(K: int, fraction: float, publishers: Sequence[int], hops: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns the bytes that a worker receives, by the ring and by shared masks, as one record."""
     import jaxcomm as jc
     from benchmarks.sparse_ring import received_on_ring
     from jaxcomm.codecs.indices import entropy_bits
     from jaxcomm.collectives.balanced import REGION_SLACK
 
-    regions, params = regions_of(K, kept), shapes()
+    regions, params = regions_of(K, fraction), shapes()
     n, small = sum(regions.layout.sizes), regions.layout.n_dense
 
     def all_reduce(numbers: int) -> float:
         return 2 * (K - 1) / K * 4 * numbers
 
-    def least(density: float) -> float:
+    def message_bytes(density: float) -> float:
         """Bytes of one message: the coordinates of one region, on average."""
         count = density * n
         return count * (16 + entropy_bits(n, max(round(count), 1))) / 8 / K
 
-    *between, last = [least(hop["ring"]) for hop in hops]
+    *middle, last = [message_bytes(hop["ring"]) for hop in hops]
     shared = {}
     for r in publishers:
         room = min(1.0, REGION_SLACK * hops[0][f"shared_{r}"])
         shared[f"shared_{r}_bytes"] = jc.wire_report(jc.iwp(density=room, publishers=r), params, K).received
     return {
         "workers": K,
-        "kept": kept,
+        "kept": fraction,
         "ring_bytes": received_on_ring(regions) + all_reduce(K + 2) + all_reduce(small),
-        "ring_bytes_at_least": sum(between) + (K - 1) * last + all_reduce(small),
-        "gather_bytes": jc.wire_report(jc.dgc(1 - kept, collective="gather"), params, K).received,
+        "ring_bytes_at_least": sum(middle) + (K - 1) * last + all_reduce(small),
+        "gather_bytes": jc.wire_report(jc.dgc(1 - fraction, collective="gather"), params, K).received,
         **shared,
         "dense_bytes": all_reduce(n + small),
     }
@@ -313,7 +318,7 @@ def draw(path: Path, hops: Sequence[dict[str, Any]], sizes: Sequence[dict[str, A
     import matplotlib.pyplot as plt
 
     fractions = sorted({record["kept"] for record in hops})
-    most = max(record["workers"] for record in hops)
+    largest = max(record["workers"] for record in hops)
     shared = next(name for name in hops[0] if name.startswith("shared_"))  # of the fewest publishers
     curves = {"ring": "DGC on a ring", "independent": "independent masks", shared: "shared mask"}
     costs = {"dense_bytes": "dense", "ring_bytes": "DGC on a ring", "gather_bytes": "DGC gathered"}
@@ -321,21 +326,21 @@ def draw(path: Path, hops: Sequence[dict[str, Any]], sizes: Sequence[dict[str, A
     figure, panels = plt.subplots(
         2, len(fractions), figsize=(6 * len(fractions), 7), layout="constrained", squeeze=False
     )
-    last = max((r for r in hops if r["workers"] == most), key=lambda r: (r["kept"], r["hop"]))
+    last = max((r for r in hops if r["workers"] == largest), key=lambda r: (r["kept"], r["hop"]))
     figure.suptitle(
-        f"{100 * last['kept']:g}% kept by each of {most} workers: a sum on a ring fills up to {last['ring']:.0%}, "
+        f"{100 * last['kept']:g}% kept by each of {largest} workers: a sum on a ring fills up to {last['ring']:.0%}, "
         f"with a shared mask it has {last[shared]:.1%}"
     )
-    for (above, below), fraction in zip(panels.T, fractions, strict=True):
-        rows = [r for r in hops if r["kept"] == fraction and r["workers"] == most]
+    for (upper, lower), fraction in zip(panels.T, fractions, strict=True):
+        rows = [r for r in hops if r["kept"] == fraction and r["workers"] == largest]
         for name, label in curves.items():
-            above.plot([row["hop"] for row in rows], [100 * row[name] for row in rows], label=label)
-        above.set(title=f"{100 * fraction:g}% kept, {most} workers", xlabel="hop", ylabel="density, %", yscale="log")
+            upper.plot([row["hop"] for row in rows], [100 * row[name] for row in rows], label=label)
+        upper.set(title=f"{100 * fraction:g}% kept, {largest} workers", xlabel="hop", ylabel="density, %", yscale="log")
         rows = [r for r in sizes if r["kept"] == fraction]
         for name, label in costs.items():
-            below.plot([row["workers"] for row in rows], [row[name] for row in rows], marker=".", label=label)
-        below.set(xlabel="workers", ylabel="bytes received per worker and step", yscale="log")
-        for panel in (above, below):
+            lower.plot([row["workers"] for row in rows], [row[name] for row in rows], marker=".", label=label)
+        lower.set(xlabel="workers", ylabel="bytes received per worker and step", yscale="log")
+        for panel in (upper, lower):
             panel.grid(alpha=0.3)
             label_ends(panel)
     path.parent.mkdir(parents=True, exist_ok=True)

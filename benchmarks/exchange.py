@@ -31,7 +31,7 @@ import jaxcomm as jc
 from benchmarks.control import Control, check_run, merge_records, print_record, read_records, run, run_hosts, spread
 from benchmarks.naive import naive_topk
 from benchmarks.netlab import Lab
-from benchmarks.shapes import count, named
+from benchmarks.shapes import count, shapes_of
 from train.tables import print_table, write_records
 
 # (sparsity) -> the method; those without a sparsity ignore it.
@@ -123,8 +123,8 @@ class Record:
 
 def main(config: Config) -> None:
     """Runs the hosts, prints the table, and writes it where asked."""
-    chosen(config.method, config.sparsity)
-    named(config.shapes)
+    selected_methods(config.method, config.sparsity)
+    shapes_of(config.shapes)
     rates = check_run(config.rate, config.steps)
     if config.rounds < 1:
         raise ValueError(f"--rounds must be at least 1; got {config.rounds}.")
@@ -137,7 +137,7 @@ def main(config: Config) -> None:
         _compare_with_dense(rounds[-1])
     records = over_rounds(rounds)
     print_table(
-        f"Exchange of {count(named(config.shapes)):,} parameters, sparsity {config.sparsity}, {config.hosts} hosts",
+        f"Exchange of {count(shapes_of(config.shapes)):,} parameters, sparsity {config.sparsity}, {config.hosts} hosts",
         [dataclasses.asdict(record) for record in records],
     )
     write_records(config.json, [dataclasses.asdict(record) for record in records])
@@ -155,17 +155,20 @@ def _compare_with_dense(records: list[Record]) -> None:
 def over_rounds(rounds: Sequence[list[Record]]) -> list[Record]:
     """Returns a record for each of a round's: the median of times, bytes and ratios, and their least and most."""
     records = []
-    for same in zip(*rounds, strict=True):
+    for repeats in zip(*rounds, strict=True):
         numbers = {
             name: statistics.median(values)
             for name in ("ms_median", "bytes_kernel", "compile_s", "ms_refresh", "times_faster")
-            if None not in (values := [getattr(record, name) for record in same])
+            if None not in (values := [getattr(record, name) for record in repeats])
         }
-        numbers |= {"ms_min": min(record.ms_min for record in same), "ms_max": max(record.ms_max for record in same)}
+        numbers |= {
+            "ms_min": min(record.ms_min for record in repeats),
+            "ms_max": max(record.ms_max for record in repeats),
+        }
         if "times_faster" in numbers:
-            ratios = [record.times_faster for record in same]
+            ratios = [record.times_faster for record in repeats]
             numbers |= {"times_faster_min": min(ratios), "times_faster_max": max(ratios)}
-        records.append(dataclasses.replace(same[0], **numbers))
+        records.append(dataclasses.replace(repeats[0], **numbers))
     return records
 
 
@@ -178,34 +181,34 @@ def run_host(config: Config) -> None:
     from jax.sharding import PartitionSpec as P
 
     mesh = jc.make_mesh(data=config.hosts)
-    shapes = named(config.shapes)
+    shapes = shapes_of(config.shapes)
 
-    def own(index: int, shape: tuple[int, ...]) -> jax.Array:
+    def local_normal(index: int, shape: tuple[int, ...]) -> jax.Array:
         rng = np.random.default_rng((control.host, index))
         rows = rng.standard_normal((1, *shape), np.float32)
         return jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), rows)
 
-    def same(index: int, shape: tuple[int, ...]) -> jax.Array:
+    def shared_normal(index: int, shape: tuple[int, ...]) -> jax.Array:
         values = np.random.default_rng(index).standard_normal(shape, np.float32)
         return jax.make_array_from_process_local_data(NamedSharding(mesh, P()), values, shape)
 
-    gradients = [own(index, shape) for index, shape in enumerate(shapes)]
-    weights = [same(index, shape) for index, shape in enumerate(shapes)]
-    for method in chosen(config.method, config.sparsity):
+    gradients = [local_normal(index, shape) for index, shape in enumerate(shapes)]
+    weights = [shared_normal(index, shape) for index, shape in enumerate(shapes)]
+    for method in selected_methods(config.method, config.sparsity):
         for record in _time_method(method, config, mesh, gradients, weights, control):
             print_record(record)
 
 
-def chosen(given: str, sparsity: float) -> list[str]:
-    """Returns the names of methods, separated by commas in `given`, or all of them.
+def selected_methods(names: str, sparsity: float) -> list[str]:
+    """Returns the names of methods, separated by commas in `names`, or all of them.
 
     Raises:
       ValueError: for an unknown method, or one that does not take the sparsity.
     """
-    methods = list(METHODS) if given == "all" else given.split(",")
-    if unknown := [method for method in methods if method not in METHODS]:
+    methods = list(METHODS) if names == "all" else names.split(",")
+    if strangers := [method for method in methods if method not in METHODS]:
         raise ValueError(
-            f"--method must be some of {', '.join(METHODS)}; got {', '.join(unknown)}. Separate them by commas."
+            f"--method must be some of {', '.join(METHODS)}; got {', '.join(strangers)}. Separate them by commas."
         )
     for method in methods:
         METHODS[method](sparsity)
@@ -230,8 +233,8 @@ def _time_method(
     updated = P("data") if is_local else P()
 
     def exchange(gradients: Any, state: Any, params: Any) -> Any:
-        own = [param[0] for param in params] if is_local else params
-        updates, state = tx.update([gradient[0] for gradient in gradients], state, own)
+        local_params = [param[0] for param in params] if is_local else params
+        updates, state = tx.update([gradient[0] for gradient in gradients], state, local_params)
         return [update[None] for update in updates] if is_local else updates, state
 
     def start(weights: list[jax.Array]) -> tuple[Any, Any]:
@@ -253,8 +256,13 @@ def _time_method(
     compile_s = time.perf_counter() - begin
     text = compiled.as_text()
     compiled_bytes = float(read_program(text).received)
-    size, held = 4 * count([leaf.shape for leaf in weights]), compiled.memory_analysis()
-    whole = held.argument_size_in_bytes + held.temp_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes
+    size, memory = 4 * count([leaf.shape for leaf in weights]), compiled.memory_analysis()
+    peak = (
+        memory.argument_size_in_bytes
+        + memory.temp_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
     predicted = jc.wire_report(tx, like, config.hosts).received
     means, state = compiled(gradients, state, params)  # the first refresh, and Gloo's connections
     jax.block_until_ready(means)
@@ -262,13 +270,13 @@ def _time_method(
     records = []
     for rate in config.rate.split(","):
         control.set_rate(rate)
-        times, received = [], []
+        times, counts = [], []
         for _ in range(config.steps):
             state = reset(state)
             jax.block_until_ready(state)
             ms, bytes_in, (_, state) = control.timed(partial(compiled, gradients, state, params))
             times.append(ms)
-            received.append(bytes_in)
+            counts.append(bytes_in)
         refresh = None
         if method == "dct_dp" or method.startswith("slim_dp"):
             refreshing = []
@@ -285,12 +293,12 @@ def _time_method(
                 hosts=config.hosts,
                 rate=rate,
                 **spread(times),
-                bytes_kernel=statistics.fmean(received),
+                bytes_kernel=statistics.fmean(counts),
                 bytes_predicted=predicted,
                 bytes_compiled=compiled_bytes,
                 compile_s=compile_s,
                 sizes_moved=read_memory_traffic(text) / size,
-                sizes_held=whole / size,
+                sizes_held=peak / size,
                 ms_refresh=refresh,
             )
         )

@@ -86,16 +86,16 @@ class Samples:
 
     def quarters(self) -> dict[str, float | None]:
         """Returns medians over the first and over the last quarter: MB, descriptors, and ms per step."""
-        found: dict[str, float | None] = {}
+        medians: dict[str, float | None] = {}
         quarter = len(self.rows) // 4
         for name, rows in (("first", self.rows[:quarter]), ("last", self.rows[len(self.rows) - quarter :])):
             # Only the time of steps: a second without a step belongs to a restart.
             pairs = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(rows)]
             times = [seconds / steps * 1e3 for seconds, steps in pairs if 0 < seconds < 3 and steps > 0]
-            found[f"mb_{name}"] = statistics.median(row[2] for row in rows) if rows else None
-            found[f"descriptors_{name}"] = statistics.median(row[3] for row in rows) if rows else None
-            found[f"ms_step_{name}"] = statistics.median(times) if times else None
-        return found
+            medians[f"mb_{name}"] = statistics.median(row[2] for row in rows) if rows else None
+            medians[f"descriptors_{name}"] = statistics.median(row[3] for row in rows) if rows else None
+            medians[f"ms_step_{name}"] = statistics.median(times) if times else None
+        return medians
 
 
 class Soaked:
@@ -133,7 +133,7 @@ class Soaked:
 
     def processes(self, *, supervisors: bool = False) -> dict[int, int]:
         """Returns the process ids of the trainers, or of their supervisors, by host."""
-        found = {}
+        pids = {}
         for place in Path("/proc").iterdir():
             if not place.name.isdigit():
                 continue
@@ -144,8 +144,8 @@ class Soaked:
                 continue
             is_ours = b"train" in words[2:3] and str(self._out).encode() in words
             if is_ours and (b"JAXCOMM_BEGUN" in values) != supervisors:
-                found[int(values[b"JAXCOMM_PROCESS_ID"])] = int(place.name)
-        return found
+                pids[int(values[b"JAXCOMM_PROCESS_ID"])] = int(place.name)
+        return pids
 
     def step(self) -> int:
         """Returns the last step in `metrics.jsonl`, 0 if there is none."""
@@ -191,13 +191,13 @@ class Soaked:
                 os.kill(victim, signal.SIGCONT)
                 self.until_step(self.step())
                 return time.monotonic() - begin
-            others = {number: pid for number, pid in before.items() if number != host}
-            self._until(lambda: not others.items() & self.processes().items())
+            survivors = {number: pid for number, pid in before.items() if number != host}
+            self._until(lambda: not survivors.items() & self.processes().items())
             os.kill(victim, signal.SIGKILL)
         self._until(lambda: self.processes().get(0, before[0]) != before[0])
         low = self.step()
-        while (now := self.step()) <= low:  # the new process drops the steps after its checkpoint first
-            low = min(low, now)
+        while (current := self.step()) <= low:  # the new process drops the steps after its checkpoint first
+            low = min(low, current)
             self._until(lambda low=low: self.step() != low)
         return time.monotonic() - begin
 
@@ -296,8 +296,8 @@ def soak(lab: Lab, config: Config, out: Path, say: Callable[[str], None]) -> tup
     run.begin()
     try:
         run.until_step(1)
-        due, over = time.monotonic() + chance.expovariate(1 / config.mtbf), begin + 60 * config.minutes
-        while time.monotonic() < over:
+        due, end = time.monotonic() + chance.expovariate(1 / config.mtbf), begin + 60 * config.minutes
+        while time.monotonic() < end:
             time.sleep(1.0)
             run.sample(begin, samples)
             if time.monotonic() < due:
@@ -314,18 +314,18 @@ def soak(lab: Lab, config: Config, out: Path, say: Callable[[str], None]) -> tup
         run.stop()
     step = run.step()
     say(f"stopped after step {step}; now as many without a fault")
-    alone = Soaked(lab, out / "alone", [*options, "--stop-after", str(step)])
-    alone.begin()
-    alone.wait()
-    different = same_states([run.folder, alone.folder], step)
+    control_run = Soaked(lab, out / "alone", [*options, "--stop-after", str(step)])
+    control_run.begin()
+    control_run.wait()
+    different = same_states([run.folder, control_run.folder], step)
     from train.goodput import Goodput
 
-    counted = Goodput(run.folder).record()
+    goodput = Goodput(run.folder).record()
     return faults, {
         "last_step": step,
         "faults": len(faults),
         "arrays_that_differ": len(different),
-        **counted,
+        **goodput,
         **samples.quarters(),
     }
 

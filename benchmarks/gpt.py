@@ -199,9 +199,9 @@ def train_methods(config: Config, records: Records) -> None:
     }
     times = {name: records.find(_key(config, name, config.workers)) for name in runs}
     dense, rows = runs["dense"], []
-    for name, own in runs.items():
-        losses, timed = [run["scores"]["loss"] for run in own], times[name]
-        received = own[0]["bytes_per_step"]  # 0 if no exchange was due
+    for name, method_runs in runs.items():
+        losses, timed = [run["scores"]["loss"] for run in method_runs], times[name]
+        bytes_per_step = method_runs[0]["bytes_per_step"]  # 0 if no exchange was due
         gain = Difference.of(losses, [run["scores"]["loss"] for run in dense])
         rows.append(
             {
@@ -210,9 +210,9 @@ def train_methods(config: Config, records: Records) -> None:
                 "stdev": stdev(losses),
                 "minus_dense": gain.mean,
                 "standard_error": gain.error,
-                "bits_per_byte": statistics.fmean(run["scores"]["bits_per_byte"] for run in own),
-                "bytes_per_step": received,
-                "fewer_than_dense": own[0]["dense_bytes"] / received if received else None,
+                "bits_per_byte": statistics.fmean(run["scores"]["bits_per_byte"] for run in method_runs),
+                "bytes_per_step": bytes_per_step,
+                "fewer_than_dense": method_runs[0]["dense_bytes"] / bytes_per_step if bytes_per_step else None,
                 "ms_per_step": timed and timed["ms_mean"],
                 "seconds": timed and experiment.steps * timed["ms_mean"] / 1e3,
             }
@@ -225,14 +225,24 @@ def train_methods(config: Config, records: Records) -> None:
         rows,
     )
     if config.figure is not None:
-        shown = {name: own for name, own in runs.items() if name != "bfloat16"}  # dense, in half of the bytes
-        megabytes = {name: [received / 1e6 for received in own[0]["received"]] for name, own in shown.items()}
-        panels = {_most_for_bytes(shown): {name: (megabytes[name], _losses(own)) for name, own in shown.items()}}
+        shown = {
+            name: method_runs for name, method_runs in runs.items() if name != "bfloat16"
+        }  # dense, in half of the bytes
+        megabytes = {
+            name: [bytes_per_step / 1e6 for bytes_per_step in method_runs[0]["received"]]
+            for name, method_runs in shown.items()
+        }
+        panels = {
+            _most_for_bytes(shown): {
+                name: (megabytes[name], _losses(method_runs)) for name, method_runs in shown.items()
+            }
+        }
         axes = ["MB received by a worker"]
         if all(times.values()):
             seconds = {name: timed["ms_mean"] / 1e3 for name, timed in times.items() if timed}
             lines = {
-                name: ([seconds[name] * step for step in own[0]["steps"]], _losses(own)) for name, own in shown.items()
+                name: ([seconds[name] * step for step in method_runs[0]["steps"]], _losses(method_runs))
+                for name, method_runs in shown.items()
             }
             panels[_most_for_time(lines)] = lines
             axes.append(f"seconds at {config.rate}")
@@ -277,11 +287,11 @@ def time_methods(config: Config, records: Records, hosts: int) -> list[Record]:
     keys = {name: _key(config, name, hosts) for name in compared(config)}
     if any(records.find(key) is None for key in keys.values()):
         with Lab(hosts, config.rate) as lab:
-            found = [read_records(Timed, text) for text in run_hosts(lab, "benchmarks.gpt")]
-            for record in merge_records(found, lab.isolated):
+            timed_records = [read_records(Timed, text) for text in run_hosts(lab, "benchmarks.gpt")]
+            for record in merge_records(timed_records, lab.isolated):
                 records.add(keys[record.method] | dataclasses.asdict(record) | {"isolated": lab.isolated})
-    found = [record for key in keys.values() if (record := records.find(key)) is not None]
-    return [{field.name: record[field.name] for field in dataclasses.fields(Timed)} for record in found]
+    timed_records = [record for key in keys.values() if (record := records.find(key)) is not None]
+    return [{field.name: record[field.name] for field in dataclasses.fields(Timed)} for record in timed_records]
 
 
 def time_host(config: Config) -> None:
@@ -299,11 +309,11 @@ def time_host(config: Config) -> None:
         job = make_job(experiment, method)
         where = {"process_index": rows_of[0], "process_count": rows_of[1], "data_dir": config.data_dir}
         batches = train_batches(experiment.dataset, global_batch=config.batch, seed=0, **where)
-        state, times, received = job.start(0), [], []
+        state, times, counts = job.start(0), [], []
 
         def step(state: Any, job: Any = job, batches: Any = batches, by_rows: Any = job.by_rows) -> Any:
             rows = next(batches)
-            placed = {key: jax.make_array_from_process_local_data(by_rows, own) for key, own in rows.items()}
+            placed = {key: jax.make_array_from_process_local_data(by_rows, column) for key, column in rows.items()}
             return job.step(state, placed)
 
         for number in range(WARM_UP + config.timed_steps):
@@ -312,9 +322,9 @@ def time_host(config: Config) -> None:
             ms, count, (state, _) = control.timed(lambda state=state, step=step: step(state))
             if number >= WARM_UP:
                 times.append(ms)
-                received.append(count)
+                counts.append(count)
         batches.close()
-        print_record(Timed(name, statistics.fmean(times), min(times), max(times), statistics.fmean(received)))
+        print_record(Timed(name, statistics.fmean(times), min(times), max(times), statistics.fmean(counts)))
 
 
 if __name__ == "__main__":

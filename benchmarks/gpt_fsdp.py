@@ -53,17 +53,17 @@ class Config:
 
 def main(config: Config) -> None:
     """Trains, and prints the table."""
-    same = gpt.Config(evaluations=1, **{name: getattr(config, name) for name in vars(config)})
-    gpt.check(same)
-    experiment, records = gpt.experiment_of(same), Records(config.json)
+    gpt_config = gpt.Config(evaluations=1, **{name: getattr(config, name) for name in vars(config)})
+    gpt.check(gpt_config)
+    experiment, records = gpt.experiment_of(gpt_config), Records(config.json)
     from train.processes import prepare_jax
 
     prepare_jax(config.workers)
     runs = {bits: [train(records, experiment, bits, seed) for seed in range(config.seeds)] for bits in BITS}
-    whole, rows = runs[BITS[0]], []
-    for bits, own in runs.items():
-        losses = [run["loss"] for run in own]
-        gain = Difference.of(losses, [run["loss"] for run in whole])
+    dense, rows = runs[BITS[0]], []
+    for bits, runs_of_bits in runs.items():
+        losses = [run["loss"] for run in runs_of_bits]
+        gain = Difference.of(losses, [run["loss"] for run in dense])
         rows.append(
             {
                 "bits": bits,
@@ -71,13 +71,13 @@ def main(config: Config) -> None:
                 "stdev": stdev(losses),
                 "minus_32_bits": gain.mean,
                 "standard_error": gain.error,
-                "bits_per_byte": statistics.fmean(run["bits_per_byte"] for run in own),
-                "bytes_per_step": own[0]["bytes_per_step"],
-                "fewer_than_32_bits": whole[0]["bytes_per_step"] / own[0]["bytes_per_step"],
+                "bits_per_byte": statistics.fmean(run["bits_per_byte"] for run in runs_of_bits),
+                "bytes_per_step": runs_of_bits[0]["bytes_per_step"],
+                "fewer_than_32_bits": dense[0]["bytes_per_step"] / runs_of_bits[0]["bytes_per_step"],
             }
         )
     print_table(
-        f"GPT of {whole[0]['parameters']:,} parameters on {experiment.dataset}, sharded over K={config.workers}, "
+        f"GPT of {dense[0]['parameters']:,} parameters on {experiment.dataset}, sharded over K={config.workers}, "
         f"{config.steps} steps of {config.batch} rows, mean over {config.seeds} seeds: validation loss (nats a byte), "
         "bytes that a device receives a step",
         rows,
@@ -119,7 +119,7 @@ def _train(experiment: Experiment, bits: int) -> Record:
     batches = train_batches(experiment.dataset, seed=experiment.seed, augment=experiment.augment, **where)
 
     def placed(rows: Any) -> Any:
-        return {name: jax.make_array_from_process_local_data(job.by_rows, own) for name, own in rows.items()}
+        return {name: jax.make_array_from_process_local_data(job.by_rows, column) for name, column in rows.items()}
 
     compiled = step.lower(state, job.inputs[1]).compile()
     for _ in range(experiment.steps):
@@ -160,33 +160,33 @@ def make_step(loss_fn: Any, params: Any, optimizer: Any, mesh: Any, bits: int) -
 
     workers = mesh.size
 
-    def gather(shards: Any, held: Any, residual: Any) -> tuple[Any, Any]:
+    def gather(shards: Any, copies: Any, residual: Any) -> tuple[Any, Any]:
         if bits < 32:
-            return jc.layers.quantized_gather(shards, held, residual, bits=bits)
-        return jax.tree.map(lambda shard: lax.all_gather(shard, "data", tiled=True), shards), held
+            return jc.layers.quantized_gather(shards, copies, residual, bits=bits)
+        return jax.tree.map(lambda shard: lax.all_gather(shard, "data", tiled=True), shards), copies
 
     def on_worker(state: Any, batch: Any) -> Any:
-        shards, held, residual, optimizer_state = state
+        shards, copies, residual, optimizer_state = state
         residual = jax.tree.map(lambda row: row[0], residual)
 
         def of_shards(shards: Any, residual: Any) -> Any:
-            weights, new = gather(shards, held, residual)
+            weights, new = gather(shards, copies, residual)
             return loss_fn(weights, batch) / workers, new
 
         of_both = jax.value_and_grad(of_shards, argnums=(0, 1), has_aux=True)
         (loss, new), (gradients, residual) = of_both(shards, residual)
         updates, optimizer_state = optimizer.update(gradients, optimizer_state, shards)
         shards = optax.apply_updates(shards, updates)
-        residual = jax.tree.map(lambda rest: rest[None], residual)
+        residual = jax.tree.map(lambda leaf: leaf[None], residual)
         return (shards, new, residual, optimizer_state), lax.psum(loss, "data")
 
-    held = params if bits < 32 else ()
-    residual = jax.tree.map(lambda leaf: jnp.zeros((workers, *leaf.shape)), held)
-    start, by_rows, same = optimizer.init(params), P("data"), P()
-    specs = (by_rows, same, by_rows, jax.tree.map(lambda leaf: by_rows if leaf.ndim else same, start))
+    copies = params if bits < 32 else ()
+    residual = jax.tree.map(lambda leaf: jnp.zeros((workers, *leaf.shape)), copies)
+    start, by_rows, replicated = optimizer.init(params), P("data"), P()
+    specs = (by_rows, replicated, by_rows, jax.tree.map(lambda leaf: by_rows if leaf.ndim else replicated, start))
     places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, P))
-    step = jax.shard_map(on_worker, mesh=mesh, in_specs=(specs, by_rows), out_specs=(specs, same))
-    return jax.jit(step, donate_argnums=0), jax.device_put((params, held, residual, start), places)
+    step = jax.shard_map(on_worker, mesh=mesh, in_specs=(specs, by_rows), out_specs=(specs, replicated))
+    return jax.jit(step, donate_argnums=0), jax.device_put((params, copies, residual, start), places)
 
 
 if __name__ == "__main__":

@@ -63,19 +63,19 @@ class Config:
 def main(config: Config) -> None:
     """Measures what the file does not have, prints the tables, and draws the figure."""
     check_run(config.rate, config.steps)
-    done = json.loads(config.json.read_text()) if config.json is not None and config.json.exists() else []
+    records = json.loads(config.json.read_text()) if config.json is not None and config.json.exists() else []
     sweeps = _sweeps(config)
     for sweep, settings in sweeps.items():
         for size, hosts, density in settings:
-            wanted = {"sweep": sweep, "parameters": size, "hosts": hosts, "density": density, "rate": config.rate}
-            methods = _missing(config, wanted, done)
+            setting = {"sweep": sweep, "parameters": size, "hosts": hosts, "density": density, "rate": config.rate}
+            methods = _methods_to_run(config, setting, records)
             if methods and _fits(size, hosts):
-                done += [wanted | record for record in _measure(config, wanted, methods)]
-                write_records(config.json, done)
+                records += [setting | record for record in _measure(config, setting, methods)]
+                write_records(config.json, records)
     for sweep in sweeps:
-        rows = [_against_law(row, done) for row in done if row["sweep"] == sweep]
+        rows = [_against_law(row, records) for row in records if row["sweep"] == sweep]
         print_table(f"Growth with {sweep}", rows)
-    draw(config.figure, done)
+    draw(config.figure, records)
 
 
 def _sweeps(config: Config) -> dict[str, list[tuple[int, int, float]]]:
@@ -99,11 +99,11 @@ def _sweeps(config: Config) -> dict[str, list[tuple[int, int, float]]]:
     }
 
 
-def _missing(config: Config, wanted: dict[str, Any], done: Sequence[dict[str, Any]]) -> list[str]:
+def _methods_to_run(config: Config, setting: dict[str, Any], records: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the methods that have no row yet; dense methods need only one density."""
-    had = {row["method"] for row in done if all(row[key] == value for key, value in wanted.items())}
-    others = {row["method"] for row in done if row["sweep"] == "density" and not _is_sparse(row["method"])}
-    skipped = had | (others if wanted["sweep"] == "density" else set())
+    measured_methods = {row["method"] for row in records if all(row[key] == value for key, value in setting.items())}
+    dense_methods = {row["method"] for row in records if row["sweep"] == "density" and not _is_sparse(row["method"])}
+    skipped = measured_methods | (dense_methods if setting["sweep"] == "density" else set())
     return [method for method in config.method.split(",") if method not in skipped]
 
 
@@ -114,51 +114,53 @@ def _is_sparse(method: str) -> bool:
 def _fits(size: int, hosts: int) -> bool:
     """Returns whether the hosts, which share this machine's memory, have room for it; prints a line if not."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needed = HELD * 4 * size * hosts
-    if needed > memory:
-        print(f"{size:,} parameters on {hosts} hosts take some {needed / 1e9:.0f} GB: left out.", flush=True)
-    return needed <= memory
+    demand = HELD * 4 * size * hosts
+    if demand > memory:
+        print(f"{size:,} parameters on {hosts} hosts take some {demand / 1e9:.0f} GB: left out.", flush=True)
+    return demand <= memory
 
 
-def _measure(config: Config, wanted: dict[str, Any], methods: Sequence[str]) -> list[dict[str, Any]]:
+def _measure(config: Config, setting: dict[str, Any], methods: Sequence[str]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "records.json"
         command = [sys.executable, "-m", "benchmarks.exchange", "--json", str(path), "--rate", config.rate]
-        command += ["--shapes", str(wanted["parameters"]), "--hosts", str(wanted["hosts"]), "--steps"]
-        command += [str(config.steps), "--sparsity", str(1 - wanted["density"]), "--method", ",".join(methods)]
+        command += ["--shapes", str(setting["parameters"]), "--hosts", str(setting["hosts"]), "--steps"]
+        command += [str(config.steps), "--sparsity", str(1 - setting["density"]), "--method", ",".join(methods)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             raise ValueError(f"{' '.join(command[1:])} failed: {result.stderr[-2000:]}")
         records = json.loads(path.read_text())
     for record in records:
-        record["held_bytes"] = 4 * wanted["parameters"] * record["sizes_held"]
+        record["held_bytes"] = 4 * setting["parameters"] * record["sizes_held"]
     times = ", ".join(f"{record['method']} {record['ms_median']:.0f} ms" for record in records)
-    print(f"{wanted['parameters']:,} parameters, {wanted['hosts']} hosts, {wanted['density']:.1%}: {times}", flush=True)
+    print(
+        f"{setting['parameters']:,} parameters, {setting['hosts']} hosts, {setting['density']:.1%}: {times}", flush=True
+    )
     return records
 
 
 def _against_law(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns what a row measured, and each quantity divided by its law."""
     law = _law(row, rows)
-    shown = {key: row[key] for key in ("method", "parameters", "hosts", "density", *COLUMNS)}
-    return shown | {f"{column}_by_law": row[column] / law[column] for column in COLUMNS if law[column]}
+    columns = {key: row[key] for key in ("method", "parameters", "hosts", "density", *COLUMNS)}
+    return columns | {f"{column}_by_law": row[column] / law[column] for column in COLUMNS if law[column]}
 
 
 def _law(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """Returns what the laws predict for a row, given all rows; see the module's docstring."""
     rate = {"mbit": 1e6, "gbit": 1e9}.get(row["rate"][-4:])
-    like = [each for each in rows if (each["sweep"], each["method"]) == (row["sweep"], row["method"])]
+    like = [record for record in rows if (record["sweep"], record["method"]) == (row["sweep"], row["method"])]
 
-    def wire(each: dict[str, Any]) -> float:
-        return 0.0 if rate is None else 8e3 * each["bytes_predicted"] / (float(each["rate"][:-4]) * rate)
+    def wire(record: dict[str, Any]) -> float:
+        return 0.0 if rate is None else 8e3 * record["bytes_predicted"] / (float(record["rate"][:-4]) * rate)
 
-    cost = statistics.median((each["ms_median"] - wire(each)) / each["parameters"] for each in like)
-    held = statistics.median(each["held_bytes"] / each["parameters"] for each in like)
+    cost = statistics.median((record["ms_median"] - wire(record)) / record["parameters"] for record in like)
+    held_per_parameter = statistics.median(record["held_bytes"] / record["parameters"] for record in like)
     return {
         "ms_median": wire(row) + cost * row["parameters"],
         "bytes_kernel": row["bytes_predicted"],
-        "compile_s": statistics.median(each["compile_s"] for each in like),
-        "held_bytes": held * row["parameters"],
+        "compile_s": statistics.median(record["compile_s"] for record in like),
+        "held_bytes": held_per_parameter * row["parameters"],
     }
 
 
@@ -178,11 +180,11 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     for column, sweep in enumerate(sweeps):
         for panel, (quantity, label) in zip(panels[:, column], DRAWN.items(), strict=True):
             for index, method in enumerate(methods):
-                shown = [row for row in rows if (row["sweep"], row["method"]) == (sweep, method)]
-                shown = [row for row in shown if row[quantity] is not None]
-                x, colour = [row[sweep] for row in shown], f"C{index}"
-                panel.plot(x, [row[quantity] for row in shown], "o", color=colour, markersize=5)
-                law = [_law(row, rows)[quantity] for row in shown]
+                points = [row for row in rows if (row["sweep"], row["method"]) == (sweep, method)]
+                points = [row for row in points if row[quantity] is not None]
+                x, colour = [row[sweep] for row in points], f"C{index}"
+                panel.plot(x, [row[quantity] for row in points], "o", color=colour, markersize=5)
+                law = [_law(row, rows)[quantity] for row in points]
                 panel.plot(x, law, color=colour, linewidth=0.9, alpha=0.7, label=NAMES.get(method, method))
             panel.set(xlabel=sweep, ylabel=label, xscale="log", yscale="log")
             panel.grid(alpha=0.3)

@@ -145,16 +145,16 @@ def measure(layout: str, K: int, batch: int, image: int) -> Record:
     arriving = [0] * K  # by permutations
     for (_, target), count in program.links().items():
         arriving[target] += count
-    received = float(program.received)
+    worker_bytes = float(program.received)
     return Record(
         layout=layout,
         devices=K,
         batch=batch,
-        worker_mib=received / MIB,
-        busiest_mib=(received - permuted + max(arriving)) / MIB,
-        all_mib=K * received / MIB,
+        worker_mib=worker_bytes / MIB,
+        busiest_mib=(worker_bytes - permuted + max(arriving)) / MIB,
+        all_mib=K * worker_bytes / MIB,
         predicted_mib=K * predicted(layout, K, batch) / MIB,
-        as_paper_mib=K * received * K / (K - 1) / MIB,
+        as_paper_mib=K * worker_bytes * K / (K - 1) / MIB,
         formula_mib=formula(layout, K, batch),
         paper_mib=PAPER.get(layout, {}).get(K),
         compile_s=seconds,
@@ -173,8 +173,8 @@ def parameters(image: int, hidden: int = 4096) -> tuple[Any, Callable[[Any, Any]
     bottom, top = cut(model, (CUT,))
 
     def features(params: Any, images: Any) -> Any:
-        own = {index: params[index] for index in bottom.params}
-        x, _ = apply(bottom.graph, own, bottom.stats, {"image": images}, training=False)
+        params_of_stage = {index: params[index] for index in bottom.params}
+        x, _ = apply(bottom.graph, params_of_stage, bottom.stats, {"image": images}, training=False)
         return x.reshape(x.shape[0], -1)  # (B, 9216)
 
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), {**bottom.params, **top.params})
@@ -199,27 +199,29 @@ def step_of(layout: str, mesh: Any, batch: int, image: int, hidden: int = 4096) 
     def cross_entropy(logits: Any, labels: Any) -> Any:
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    def whole(params: Any, x: Any, labels: Any) -> Any:
+    def dense_loss(params: Any, x: Any, labels: Any) -> Any:
         for index in dense:
             x = x @ params[index]["layer"]["kernel"] + params[index]["layer"]["bias"]
             x = jax.nn.relu(x) if index != dense[-1] else x
         return cross_entropy(x, labels)
 
     def data_parallel(params: Any, batch: Any) -> Any:
-        return whole(params, features(params, batch["image"]), batch["label"])
+        return dense_loss(params, features(params, batch["image"]), batch["label"])
 
     def one_device(params: Any, batch: Any) -> Any:
         inputs = {"x": features(params, batch["image"]), "label": batch["label"]}
-        own = {index: params[index] for index in dense}
-        return on_one_worker(lambda own, inputs: whole(own, inputs["x"], inputs["label"]), own, inputs)
+        dense_params = {index: params[index] for index in dense}
+        return on_one_worker(
+            lambda dense_params, inputs: dense_loss(dense_params, inputs["x"], inputs["label"]), dense_params, inputs
+        )
 
     plan = plan_split_dense(widths(shapes), batch, K)
 
     def slices(params: Any, batch: Any) -> Any:
         x = features(params, batch["image"])
         for index, layer in zip(dense, plan.layers, strict=True):
-            own = params[index]["layer"]
-            x = split_dense(x, own["kernel"], own["bias"], inputs=layer.inputs, outputs=layer.outputs)
+            weights = params[index]["layer"]
+            x = split_dense(x, weights["kernel"], weights["bias"], inputs=layer.inputs, outputs=layer.outputs)
             x = jax.nn.relu(x) if index != dense[-1] else x
         return cross_entropy(x, batch["label"])
 
@@ -257,8 +259,8 @@ def predicted(layout: str, K: int, batch: int) -> float:
     if layout == "hybrid, slices":
         return ring * 4 * n + scalars + plan_split_dense(widths(shapes), batch, K).received
     if layout == "hybrid, one device":  # features and labels to worker 0, errors back; the loss and its derivative
-        moved = (K - 1) / K * batch * (2 * 4 * widths(shapes)[0] + 4)
-        return ring * 4 * n + scalars + ring * 8 + moved / K
+        feature_bytes = (K - 1) / K * batch * (2 * 4 * widths(shapes)[0] + 4)
+        return ring * 4 * n + scalars + ring * 8 + feature_bytes / K
     return ring * 4 * n + scalars
 
 

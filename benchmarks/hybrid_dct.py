@@ -72,8 +72,8 @@ def main(config: Config) -> None:
         hosts = [read_records(Record, text) for text in run_hosts(lab, "benchmarks.hybrid_dct")]
         records = merge_records(hosts, lab.isolated)
     rows = []
-    for record, same in zip(records, zip(*hosts, strict=True), strict=True):
-        summed = dataclasses.replace(record, cpu_seconds=sum(each.cpu_seconds for each in same))
+    for record, host_records in zip(records, zip(*hosts, strict=True), strict=True):
+        summed = dataclasses.replace(record, cpu_seconds=sum(host_record.cpu_seconds for host_record in host_records))
         rows.append(dataclasses.asdict(summed) | uses(summed))
     print_table(
         f"DLRM, {config.workers} workers in {config.stages} stages, {config.batch} samples; cpu_seconds of all hosts "
@@ -105,9 +105,9 @@ def check(config: Config) -> None:
 def uses(record: Record) -> dict[str, float | None]:
     """Returns the use of network and processors, in %; the network's is None without limited links of each host."""
     bits, seconds = parse_rate(record.rate), record.ms_median / 1e3
-    received = record.bytes_kernel
+    bytes_in = record.bytes_kernel
     return {
-        "network_%": None if bits is None or received is None else 100 * 8 * received / (bits * seconds),
+        "network_%": None if bits is None or bytes_in is None else 100 * 8 * bytes_in / (bits * seconds),
         "cpu_%": 100 * record.cpu_seconds / (seconds * _cores()),
     }
 
@@ -117,8 +117,8 @@ def _cores() -> int:
 
 
 def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def run_host(config: Config) -> None:
@@ -155,18 +155,18 @@ def _time(system: str, boundary: Any, exchange: Any, config: Config, control: Co
 
     def work() -> Any:
         before = _cpu_seconds()
-        done = jax.block_until_ready(compiled(state, batch))
+        result = jax.block_until_ready(compiled(state, batch))
         spent.append(_cpu_seconds() - before)
-        return done
+        return result
 
-    times, received, _ = zip(*(control.timed(work) for _ in range(config.steps)), strict=True)
+    times, counts, _ = zip(*(control.timed(work) for _ in range(config.steps)), strict=True)
     return Record(
         system=system,
         workers=config.workers,
         stages=config.stages,
         rate=config.rate,
         **spread(times),
-        bytes_kernel=statistics.median(received),
+        bytes_kernel=statistics.median(counts),
         bytes_compiled=float(read_program(compiled.as_text()).received),
         cpu_seconds=statistics.median(spent),
     )

@@ -108,7 +108,7 @@ def _time(layout: str, config: "Config", control: Control) -> list[Record]:
         return zeros._replace(params=params)
 
     def place(batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        return {name: jax.make_array_from_process_local_data(by_rows, own) for name, own in batch.items()}
+        return {name: jax.make_array_from_process_local_data(by_rows, column) for name, column in batch.items()}
 
     control.set_rate("none")
     state = jax.jit(start, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))()
@@ -128,12 +128,12 @@ def _time(layout: str, config: "Config", control: Control) -> list[Record]:
     sources: dict[str, Callable[[], Any]] = {"fake": lambda: fake, "real": lambda: place(next(images))}
     records = []
     for data, source in sources.items():
-        times, received = [], []
+        times, counts = [], []
         source()  # opening the dataset is not timed
         for _ in range(config.steps):
             ms, count, (state, _) = control.timed(lambda state=state, source=source: compiled(state, source()))
             times.append(ms)
-            received.append(count)
+            counts.append(count)
         records.append(
             Record(
                 layout=layout,
@@ -143,7 +143,7 @@ def _time(layout: str, config: "Config", control: Control) -> list[Record]:
                 image=config.image,
                 rate=config.rate,
                 **spread(times),
-                bytes_kernel=statistics.median(received),
+                bytes_kernel=statistics.median(counts),
                 bytes_compiled=float(read_program(compiled.as_text()).received),
                 compile_s=compile_s,
             )

@@ -38,11 +38,11 @@ class Watched(Trained, methods.Iwp):
 
     show: Suppress[Any] = field(default=None, compare=False)
 
-    def own_mask(self, vector: Accumulated, weights: jax.Array, step: jax.Array, layout: Layout) -> jax.Array:
+    def local_mask(self, vector: Accumulated, weights: jax.Array, step: jax.Array, layout: Layout) -> jax.Array:
         """Returns the mask that this worker would publish."""
         values = importance(vector.sum() / axis_size(self.axis_name), weights, self.eps)
         jax.debug.callback(self.show, lax.axis_index(self.axis_name), step, layout.unflatten(values))
-        return super().own_mask(vector, weights, step, layout)
+        return super().local_mask(vector, weights, step, layout)
 
 
 class Watcher:
@@ -53,21 +53,21 @@ class Watcher:
       histograms: counts of every tensor, (len(EDGES) - 1,), by step from 1.
     """
 
-    def __init__(self, every: int, marks: tuple[int, ...]):
-        """Takes moments in the steps that `every` divides, and histograms in the steps `marks`."""
-        self._every, self._marks = every, marks
+    def __init__(self, interval: int, marks: tuple[int, ...]):
+        """Takes moments in the steps that `interval` divides, and histograms in the steps `marks`."""
+        self._every, self._marks = interval, marks
         self.moments: dict[int, list[tuple[float, float]]] = {}
         self.histograms: dict[int, list[list[int]]] = {}
 
     def show(self, worker: Any, step: Any, tensors: Any) -> None:
         """Notes worker 0's importance."""
-        done = int(step) + 1
+        n_steps = int(step) + 1
         if int(worker) != 0:
             return
-        if done % self._every == 0:
-            self.moments[done] = [(float(np.mean(each)), float(np.var(each))) for each in tensors]
-        if done in self._marks:
-            self.histograms[done] = [histogram(np.asarray(each)) for each in tensors]
+        if n_steps % self._every == 0:
+            self.moments[n_steps] = [(float(np.mean(tensor)), float(np.var(tensor))) for tensor in tensors]
+        if n_steps in self._marks:
+            self.histograms[n_steps] = [histogram(np.asarray(tensor)) for tensor in tensors]
 
 
 def histogram(values: np.ndarray) -> list[int]:
@@ -78,14 +78,14 @@ def histogram(values: np.ndarray) -> list[int]:
 
 
 def measure(
-    experiment: Experiment, method: methods.Iwp, every: int, marks: tuple[int, ...], seeds: Sequence[int]
+    experiment: Experiment, method: methods.Iwp, interval: int, marks: tuple[int, ...], seeds: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
     """Trains with several seeds, and yields the importance of each run's tensors.
 
     Args:
       experiment: what is trained.
       method: its fields; every tensor is compressed, however small.
-      every: steps between two moments.
+      interval: steps between two moments.
       marks: steps of the histograms, from 1.
       seeds: of the parameters and of the order of the data.
 
@@ -100,18 +100,18 @@ def measure(
     from train.seeds import Stopwatch
 
     watchers: list[Watcher] = []
-    given = {each.name: getattr(method, each.name) for each in dataclasses.fields(methods.Iwp)}
-    watched: Any = Watched(**given | {"dense_below": 0, "show": lambda *shown: watchers[-1].show(*shown)})
+    settings = {attribute.name: getattr(method, attribute.name) for attribute in dataclasses.fields(methods.Iwp)}
+    watched: Any = Watched(**settings | {"dense_below": 0, "show": lambda *args: watchers[-1].show(*args)})
     job = make_job(experiment, watched)
     for seed in seeds:
-        watchers.append(Watcher(every, marks))
+        watchers.append(Watcher(interval, marks))
         with tempfile.TemporaryDirectory() as scratch:
             seeded = dataclasses.replace(experiment, seed=seed, out=Path(scratch))
-            ended = train(seeded, watched, Processes(), Stopwatch(), job)
-        if not ended.finished:
+            outcome = train(seeded, watched, Processes(), Stopwatch(), job)
+        if not outcome.finished:
             raise SystemExit("Stopped by SIGTERM; what was recorded before is kept.")
         jax.effects_barrier()
-        yield _record(watchers[-1], job.model(ended.state)[0])
+        yield _record(watchers[-1], job.model(outcome.state)[0])
 
 
 def _record(watcher: Watcher, params: Any) -> dict[str, Any]:

@@ -111,10 +111,10 @@ def main(config: Config) -> None:
     compare(records, is_papers=layers == parse_layers(ALEXNET) and config.batch == 256)
     rows = [dataclasses.asdict(record) for record in records]
     print_table(f"Mean gradients of {', '.join(_name(layer) for layer in layers)}", rows)
-    found = [dataclasses.asdict(crossover) for crossover in crossovers]
-    if found:
-        print_table("Late-multiply pays below a batch of", found)
-    write_records(config.json, [*rows, *found])
+    crossover_rows = [dataclasses.asdict(crossover) for crossover in crossovers]
+    if crossover_rows:
+        print_table("Late-multiply pays below a batch of", crossover_rows)
+    write_records(config.json, [*rows, *crossover_rows])
 
 
 def check(config: Config) -> tuple[list[Shape], list[int], list[str]]:
@@ -173,10 +173,10 @@ def compare(records: list[Record], *, is_papers: bool) -> None:
 
 def bytes_crossover(layer: Shape, mesh: Any) -> float:
     """Returns the batch at which both modes, compiled for the workers of a mesh, move equal bytes."""
-    received = functools.cache(lambda mode, batch: compile_step([layer], mesh, mode, batch)[1])
+    step_bytes = functools.cache(lambda mode, batch: compile_step([layer], mesh, mode, batch)[1])
 
     def gap(batch: int) -> float:
-        return received("late", batch) - received("reduce", batch) if batch else -received("reduce", mesh.size)
+        return step_bytes("late", batch) - step_bytes("reduce", batch) if batch else -step_bytes("reduce", mesh.size)
 
     low, high = bisect(lambda batch: gap(batch) < 0, mesh.size, equal_batch(layer))
     return low + (high - low) * gap(low) / (gap(low) - gap(high))
@@ -261,15 +261,15 @@ class _Host:
             begin = time.perf_counter()
             step, compiled_bytes = compile_step(self.layers, self.mesh, mode, batch)
             compile_s = time.perf_counter() - begin
-            alone = self._communication(mode, rows, kernels)
-            whole = functools.partial(step, *rows)
+            communicate = self._communication(mode, rows, kernels)
+            full_step = functools.partial(step, *rows)
             plan = jc.planner.plan_late_multiply({_name(shape): shape for shape in self.layers}, batch, self.count)
             exact = {"late": sum(x.bytes_late for x in plan.layers), "reduce": sum(x.bytes_reduce for x in plan.layers)}
-            jax.block_until_ready((whole(), alone()))  # Gloo's connections
+            jax.block_until_ready((full_step(), communicate()))  # Gloo's connections
             for rate in rates:
                 self.control.set_rate(rate)
-                times, received, _ = zip(*(self.control.timed(whole) for _ in range(self.steps)), strict=True)
-                communication = [self.control.timed(alone)[0] for _ in range(self.steps)]
+                times, counts, _ = zip(*(self.control.timed(full_step) for _ in range(self.steps)), strict=True)
+                communication = [self.control.timed(communicate)[0] for _ in range(self.steps)]
                 records.append(
                     Record(
                         hosts=self.count,
@@ -278,7 +278,7 @@ class _Host:
                         mode=mode,
                         **spread(times),
                         ms_communication=statistics.median(communication),
-                        bytes_kernel=statistics.fmean(received),
+                        bytes_kernel=statistics.fmean(counts),
                         bytes_predicted=exact[mode],
                         bytes_compiled=compiled_bytes,
                         compile_s=compile_s,
@@ -294,8 +294,8 @@ class _Host:
         from jaxcomm.collectives import dense_mean
         from jaxcomm.layers.late_multiply import gather_rows
 
-        def worker(*own: jax.Array) -> Any:
-            return [gather_rows(x, "data") for x in own] if mode == "late" else dense_mean(own, "data")[0]
+        def worker(*arrays: jax.Array) -> Any:
+            return [gather_rows(x, "data") for x in arrays] if mode == "late" else dense_mean(arrays, "data")[0]
 
         operands = rows if mode == "late" else kernels
         compiled = jax.jit(jax.shard_map(worker, mesh=self.mesh, in_specs=P("data"), out_specs=P()))

@@ -37,7 +37,7 @@ def read_memory_traffic(text: str) -> int:
     """
     computations, entry = read_computations(text)
     matches = {
-        name: [found for found in map(INSTRUCTION.match, lines) if found] for name, lines in computations.items()
+        name: [match for match in map(INSTRUCTION.match, lines) if match] for name, lines in computations.items()
     }
     return _of_computation(entry, matches)
 
@@ -51,27 +51,27 @@ def _of_computation(name: str, matches: _Matches) -> int:
 
 
 def _of_instruction(match: re.Match[str], shapes: Mapping[str, str], matches: _Matches) -> int:
-    op, rest = match["op"], match["rest"]
+    op, tail = match["op"], match["rest"]
     if op in _FREE:
         return 0
     if op == "while":
-        trips = TRIPS.search(rest)
-        return _of_computation(BODY.findall(rest)[0], matches) * (int(trips[1]) if trips else 1)
+        trips = TRIPS.search(tail)
+        return _of_computation(BODY.findall(tail)[0], matches) * (int(trips[1]) if trips else 1)
     if op == "conditional":
-        return min(_of_computation(name, matches) for name in branches_of(rest))
+        return min(_of_computation(name, matches) for name in branches_of(tail))
     if op == "call":
-        return _of_computation(CALLED.findall(rest)[0], matches)
+        return _of_computation(CALLED.findall(tail)[0], matches)
     if op == "fusion":
-        return _of_fusion(matches[CALLED.findall(rest)[0]])
-    operands = [_bytes(shapes[name]) for name in operands_of(rest, shapes)]
-    return _moved(op, _bytes(match["shape"]), operands)
+        return _of_fusion(matches[CALLED.findall(tail)[0]])
+    operands = [_bytes(shapes[name]) for name in operands_of(tail, shapes)]
+    return _bytes_moved(op, _bytes(match["shape"]), operands)
 
 
-def _moved(op: str, result: int, operands: Sequence[int]) -> int:
+def _bytes_moved(op: str, result: int, operands: Sequence[int]) -> int:
     if op in _READ_IN_PART:
         return 2 * result + sum(operands[1:])
     if op in _IN_PLACE:
-        return sum(operands[1:]) + _changed(op, operands)
+        return sum(operands[1:]) + _bytes_changed(op, operands)
     return result + sum(operands)
 
 
@@ -97,21 +97,21 @@ def _of_fusion(instructions: Sequence[re.Match[str]]) -> int:
                 shares.append(read(user))
         return min(1.0, sum(shares))
 
-    def written(name: str) -> int:
+    def bytes_written(name: str) -> int:
         if ops[name] == "bitcast":
-            return written(operands[name][0])
+            return bytes_written(operands[name][0])
         if ops[name] == "tuple":
-            return sum(map(written, operands[name]))
+            return sum(map(bytes_written, operands[name]))
         if ops[name] in _IN_PLACE:
-            return _changed(ops[name], [_bytes(shapes[each]) for each in operands[name]])
+            return _bytes_changed(ops[name], [_bytes(shapes[operand]) for operand in operands[name]])
         return _bytes(shapes[name])
 
-    return written(root) + sum(
+    return bytes_written(root) + sum(
         round(read(name) * _bytes(shapes[name])) for name, op in ops.items() if op == "parameter"
     )
 
 
-def _changed(op: str, operands: Sequence[int]) -> int:
+def _bytes_changed(op: str, operands: Sequence[int]) -> int:
     """Returns the bytes of an update in place, besides reading the operands that are not changed."""
     return operands[1] if op == "dynamic-update-slice" else 2 * operands[2]  # a scatter adds to what is there
 

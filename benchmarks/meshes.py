@@ -69,8 +69,8 @@ def main(config: Config) -> None:
 
     prepare_jax(8)
     records = []
-    if unknown := set(config.twins.split(",")) - set(TWINS):
-        raise ValueError(f"--twins must be some of {', '.join(TWINS)}; got {', '.join(sorted(unknown))}.")
+    if strangers := set(config.twins.split(",")) - set(TWINS):
+        raise ValueError(f"--twins must be some of {', '.join(TWINS)}; got {', '.join(sorted(strangers))}.")
     for twin in config.twins.split(","):
         records.append({"model": twin} | compare(twin, config))
         print(records[-1], file=sys.stderr, flush=True)
@@ -100,12 +100,12 @@ def compare(twin: str, config: Config) -> dict[str, float | None]:
         return make_model(dataclasses.replace(architecture, options=merged), info, "float32", 0)
 
     expected = train_losses(make, task.loss, batches, "1 device", config.learning_rate)
-    found: dict[str, float | None] = {}
+    errors: dict[str, float | None] = {}
     for mesh in config.meshes.split(","):
         losses = train_losses(make, task.loss, batches, mesh, config.learning_rate)
         pairs = None if losses is None else zip(losses, expected or [], strict=True)
-        found[mesh] = None if pairs is None else max(abs(a - b) / abs(b) for a, b in pairs)
-    return found
+        errors[mesh] = None if pairs is None else max(abs(a - b) / abs(b) for a, b in pairs)
+    return errors
 
 
 def train_losses(
@@ -170,9 +170,9 @@ def _data_parallel(model: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
     import jaxcomm as jc
     from models.functional import split
 
-    whole = split(model)
-    step = jc.make_train_step(_whole_loss(whole.graph, loss_fn), tx, mesh, has_state=True)
-    return step.init(whole.params, whole.stats), step
+    parts = split(model)
+    step = jc.make_train_step(_whole_loss(parts.graph, loss_fn), tx, mesh, has_state=True)
+    return step.init(parts.params, parts.stats), step
 
 
 def _pipeline(model: Any, cuts: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
@@ -200,14 +200,14 @@ def _partitioned(model: Any, loss_fn: Any, tx: Any, mesh: Any) -> Any:
     import jaxcomm as jc
     from models.functional import split
 
-    whole, ways = split(model), mesh.shape["model"]
+    parts, ways = split(model), mesh.shape["model"]
 
     def spec(leaf: Any) -> P:
         return P(None, "model") if leaf.ndim == 2 and leaf.shape[1] % ways == 0 else P()
 
-    specs = jax.tree.map(spec, whole.params)
-    step = jc.make_train_step(_whole_loss(whole.graph, loss_fn), tx, mesh, specs=specs, auto=("model",), has_state=True)
-    return step.init(whole.params, model_state=whole.stats), step
+    specs = jax.tree.map(spec, parts.params)
+    step = jc.make_train_step(_whole_loss(parts.graph, loss_fn), tx, mesh, specs=specs, auto=("model",), has_state=True)
+    return step.init(parts.params, model_state=parts.stats), step
 
 
 def _hybrid(make: Callable[..., Any], loss_fn: Any, tx: Any, mesh: Any) -> Any:
@@ -228,14 +228,14 @@ def _hybrid(make: Callable[..., Any], loss_fn: Any, tx: Any, mesh: Any) -> Any:
         model = make(dense=SplitLinear)
     else:
         return None
-    whole = split(model)
+    parts = split(model)
 
     def columns(path: Any, spec: P) -> P:
         return P(None, "data") if path[-1].key == "table" else spec
 
     specs = jax.tree_util.tree_map_with_path(columns, shards_of(model))
-    step = jc.make_train_step(_whole_loss(whole.graph, loss_fn), tx, mesh, specs=specs, has_state=True)
-    return step.init(whole.params, model_state=whole.stats), step
+    step = jc.make_train_step(_whole_loss(parts.graph, loss_fn), tx, mesh, specs=specs, has_state=True)
+    return step.init(parts.params, model_state=parts.stats), step
 
 
 if __name__ == "__main__":

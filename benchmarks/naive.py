@@ -33,12 +33,12 @@ class Naive(Exchange):
         k = max(1, math.ceil((1 - self.sparsity) * sum(layout.sizes)))
         _, index = lax.top_k(jnp.abs(vector), k)
         value = vector[index]
-        rest = vector.at[index].set(0)
+        residual = vector.at[index].set(0)
         all_values = lax.all_gather(value, self.axis_name, to="invarying")  # (K, k)
         all_indices = lax.all_gather(index, self.axis_name, to="invarying")  # (K, k)
         total = jnp.zeros(vector.size, jnp.float32).at[all_indices.reshape(-1)].add(all_values.reshape(-1))
         means = layout.as_leaves(layout.unflatten(total / lax.axis_size(self.axis_name)))
-        return Exchanged(means, rest[None], ExchangeMetrics.zeros()), state.memory
+        return Exchanged(means, residual[None], ExchangeMetrics.zeros()), state.memory
 
 
 naive_topk = transformation(Naive)

@@ -178,9 +178,9 @@ class Lab:
         return self._open and self.isolated
 
     def _limit(self, bits: Sequence[int | None]) -> None:
-        own = [(name, "eth0", rate) for name, rate in zip(self._names, bits, strict=True)]
+        uplinks = [(name, "eth0", rate) for name, rate in zip(self._names, bits, strict=True)]
         ports = [(self._switch, f"port{host}", rate) for host, rate in enumerate(bits)]
-        for name, links in itertools.groupby([*own, *ports], key=lambda link: link[0]):
+        for name, links in itertools.groupby([*uplinks, *ports], key=lambda link: link[0]):
             segments, queues = [], []
             for _, device, rate in links:
                 segment, queue = 2**16, f"qdisc replace dev {device} root noqueue"
@@ -306,7 +306,7 @@ def parse_rate(rate: str | None) -> int | None:
 
 def parse_rates(rate: str | None, hosts: int) -> list[int | None]:
     """Returns the bits per second of every host's link; see `Lab`. More rates than hosts raise `ValueError`."""
-    bits = [parse_rate(each) for each in ("none" if rate is None else rate).split("/")]
+    bits = [parse_rate(word) for word in ("none" if rate is None else rate).split("/")]
     if len(bits) > hosts:
         raise ValueError(f"rate must name at most one rate for every host; got {rate!r} for {hosts}. Leave some out.")
     return bits + bits[-1:] * (hosts - len(bits))
@@ -331,9 +331,9 @@ def _free_port() -> str:
 
 
 def _tool(*argv: str, lines: Sequence[str] = ()) -> None:
-    done = subprocess.run(argv, input="\n".join(lines), capture_output=True, check=False, text=True)
-    if done.returncode:
-        raise OSError(f"`{' '.join(argv)}` failed: {' '.join(done.stderr.split())}")
+    result = subprocess.run(argv, input="\n".join(lines), capture_output=True, check=False, text=True)
+    if result.returncode:
+        raise OSError(f"`{' '.join(argv)}` failed: {' '.join(result.stderr.split())}")
 
 
 def _labs() -> list[tuple[str, str]]:
@@ -389,7 +389,7 @@ def _wait(
     Returns, for each host whose process still runs, why it is to be killed.
     """
     deadline = float("inf") if timeout is None else time.monotonic() + timeout
-    reason, failed, seen = f"it ran longer than {timeout} s", None, [0, 0]
+    reason, failed, offsets = f"it ran longer than {timeout} s", None, [0, 0]
     while True:
         with _uninterrupted():
             codes = [process.poll() for process in processes]
@@ -397,7 +397,7 @@ def _wait(
             trace.sample()
         for index, file in enumerate(followed):
             screen = (sys.stdout, sys.stderr)[index]
-            seen[index] += screen.buffer.write(_read(file, seen[index]))
+            offsets[index] += screen.buffer.write(_read(file, offsets[index]))
             screen.flush()
         running = [host for host, code in enumerate(codes) if code is None]
         if failed is None:

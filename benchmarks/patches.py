@@ -35,10 +35,10 @@ class Config:
 
 def main(config: Config) -> None:
     """Prints the table."""
-    shown = [int(step) for step in config.steps.split(",")]
-    if config.n < 1 or min(shown) < 1:
+    steps = [int(step) for step in config.steps.split(",")]
+    if config.n < 1 or min(steps) < 1:
         raise ValueError(f"--n and --steps must be at least 1; got {config.n} and {config.steps}.")
-    rows = [row for row in measure(config, max(shown)) if row["step"] in shown]
+    rows = [row for row in measure(config, max(steps)) if row["step"] in steps]
     print_table(f"{config.n:,} weights, Adam with {config.learning_rate:g}: a patch from the step before", rows)
     write_records(config.json, rows)
 
@@ -56,22 +56,22 @@ def measure(config: Config, steps: int) -> list[dict[str, Any]]:
     weights = (config.deviation * rng.standard_normal(config.n)).astype(np.float32)
     optimizer = optax.adam(config.learning_rate)
     state, update = optimizer.init(weights), jax.jit(optimizer.update)
-    held, rows = weights.astype(ml_dtypes.bfloat16), []
+    copy, rows = weights.astype(ml_dtypes.bfloat16), []
     for step in range(1, steps + 1):
         change, state = update(rng.standard_normal(config.n, np.float32), state)
         weights = weights + np.asarray(change)
         new = weights.astype(ml_dtypes.bfloat16)
-        patch, changed = pack_patch(held, weights), int((held.view(np.uint16) != new.view(np.uint16)).sum())
-        held = apply_patch(held, patch)
-        if not np.array_equal(held.view(np.uint16), new.view(np.uint16)):
+        patch, n_changed = pack_patch(copy, weights), int((copy.view(np.uint16) != new.view(np.uint16)).sum())
+        copy = apply_patch(copy, patch)
+        if not np.array_equal(copy.view(np.uint16), new.view(np.uint16)):
             raise RuntimeError(f"The patch of step {step} must turn the old weights into the new ones; got others.")
         rows.append(
             {
                 "step": step,
-                "changed": f"{changed / config.n:.2%}",
+                "changed": f"{n_changed / config.n:.2%}",
                 "bytes": len(patch),
                 "fewer": f"{new.nbytes / len(patch):.1f}x",
-                "plain": f"{new.nbytes / (6 * changed):.1f}x" if changed else "-",
+                "plain": f"{new.nbytes / (6 * n_changed):.1f}x" if n_changed else "-",
             }
         )
     return rows

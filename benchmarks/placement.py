@@ -18,7 +18,7 @@ from typing import Any
 
 import jaxcomm as jc
 from benchmarks.control import run
-from benchmarks.shapes import named
+from benchmarks.shapes import shapes_of
 from jaxcomm.planner.advice import DENSE
 from jaxcomm.planner.links import bits_per_second
 from train.tables import print_table, write_records
@@ -91,7 +91,7 @@ def plans(config: Config, model: str, counts: list[int], rate: float) -> list[Re
     import jax
     import jax.numpy as jnp
 
-    shapes = named(model)
+    shapes = shapes_of(model)
     params = {f"{i:03}": jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(shapes)}
 
     @cache
@@ -112,7 +112,7 @@ def plans(config: Config, model: str, counts: list[int], rate: float) -> list[Re
 
     def plan(devices: int) -> Record:
         begin = time.perf_counter()
-        found = jc.placement.place(
+        placement = jc.placement.place(
             devices,
             params,
             advice_of,
@@ -125,12 +125,12 @@ def plans(config: Config, model: str, counts: list[int], rate: float) -> list[Re
         return Record(
             model=model,
             devices=devices,
-            workers=found.workers,
-            stages=len(found.cuts) + 1,
-            exchanges=", ".join(f"{name} {len(paths)}" for name, paths in found.used.items()),
-            ms_step=1e3 * found.step,
+            workers=placement.workers,
+            stages=len(placement.cuts) + 1,
+            exchanges=", ".join(f"{name} {len(paths)}" for name, paths in placement.used.items()),
+            ms_step=1e3 * placement.step,
             ms_dense=1e3 * advice_of(devices)[DENSE].step,
-            optimal=found.optimal,
+            optimal=placement.optimal,
             seconds=time.perf_counter() - begin,
         )
 

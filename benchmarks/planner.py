@@ -35,7 +35,7 @@ from benchmarks.control import (
     spread,
 )
 from benchmarks.netlab import Lab
-from benchmarks.shapes import named
+from benchmarks.shapes import shapes_of
 from configs import CONFIGS
 from configs.methods import DctDp, LocalSgd, Method, PlumpDp, PowerSgd, QuantDp, RandomK, Sign, TopK
 from jaxcomm.planner.advice import DENSE, candidates
@@ -124,7 +124,7 @@ def main(config: Config) -> None:
         draw_regions(config)
         return
     if config.shapes != "mlp":
-        named(config.shapes)
+        shapes_of(config.shapes)
     _methods(config)
     rates = check_run(config.rate, config.steps)
     records: list[Record] = []
@@ -133,8 +133,8 @@ def main(config: Config) -> None:
             outputs = run_hosts(lab, "benchmarks.planner")
             records += merge_records([read_records(Record, text) for text in outputs], lab.isolated)
     for record in records:
-        same = [r for r in records if (r.hosts, r.rate) == (record.hosts, record.rate)]
-        dense = next(r for r in same if r.method == DENSE)
+        group = [r for r in records if (r.hosts, r.rate) == (record.hosts, record.rate)]
+        dense = next(r for r in group if r.method == DENSE)
         record.error = record.ms_predicted / record.ms_median - 1
         record.faster_predicted = dense.ms_predicted / record.ms_predicted
         record.faster_measured = dense.ms_median / record.ms_median
@@ -158,8 +158,8 @@ def summary(records: list[Record]) -> str:
 
 
 def _methods(config: Config) -> dict[str, optax.GradientTransformation]:
-    known = candidates()
-    return choose(known, list(known) if config.methods == "all" else ["plump_dp", DENSE, *config.methods.split()])
+    methods = candidates()
+    return choose(methods, list(methods) if config.methods == "all" else ["plump_dp", DENSE, *config.methods.split()])
 
 
 def run_host(config: Config) -> None:
@@ -196,7 +196,7 @@ def run_host(config: Config) -> None:
             state, _ = step(state, rows)
         predicted, period = step.report(state, rows).received, jc.state.communication_period(state) or 1
         control.set_rate(rate)
-        times, received = [], []
+        times, counts = [], []
         in_a_row = period * math.ceil(IN_A_ROW / period)
 
         def steps(state: Any) -> Any:
@@ -207,8 +207,8 @@ def run_host(config: Config) -> None:
         for _ in range(math.ceil(config.steps / IN_A_ROW)):
             ms, count, state = control.timed(partial(steps, state))
             times.append(ms / in_a_row)
-            received.append(count / in_a_row)
-        return times, received, predicted
+            counts.append(count / in_a_row)
+        return times, counts, predicted
 
     runs = {name: step_of(tx, {}) for name, tx in methods.items()}
     if layers:
@@ -217,14 +217,14 @@ def run_host(config: Config) -> None:
         runs["split"] = step_of(methods[DENSE], dict.fromkeys(layers, "split"))
     for rate in config.rate.split(","):
         control.set_rate(rate)
-        others = {name: tx for name, tx in methods.items() if not name.startswith("plump_dp")}
+        exchanges = {name: tx for name, tx in methods.items() if not name.startswith("plump_dp")}
         advice = jc.planner.advise(
             partial(loss_fn, ways={}),
             params,
             rows,
             mesh,
             optimizer=optimizer,
-            methods=others,
+            methods=exchanges,
             dense_layers=dict.fromkeys(layers, ROWS * control.hosts),
             seconds=config.seconds,
         )
@@ -235,20 +235,20 @@ def run_host(config: Config) -> None:
             timed["plan"] = _shared_plan(control, advice, params, methods)
         for name, plan in timed.items():
             step = runs[name] if plan is None else step_of(plan.transformation(), _ways(plan))
-            times, received, predicted = time_steps(step, rate)
-            found = None if plan is not None else advice[name]
+            times, counts, predicted = time_steps(step, rate)
+            prediction = None if plan is not None else advice[name]
             print_record(
                 Record(
                     method=name,
                     hosts=control.hosts,
                     rate=rate,
-                    ms_predicted=1e3 * (plan.step if found is None else found.step),
-                    ms_low=1e3 * (plan.step if found is None else found.low),
-                    ms_high=1e3 * (plan.step if found is None else found.high),
+                    ms_predicted=1e3 * (plan.step if prediction is None else prediction.step),
+                    ms_low=1e3 * (plan.step if prediction is None else prediction.low),
+                    ms_high=1e3 * (plan.step if prediction is None else prediction.high),
                     **spread(times),
-                    bytes_kernel=statistics.fmean(received),
+                    bytes_kernel=statistics.fmean(counts),
                     bytes_predicted=predicted,
-                    coding_measured=found is None or found.measured,
+                    coding_measured=prediction is None or prediction.measured,
                     advice_seconds=advice.seconds,
                     uses="" if plan is None else ", ".join(f"{key} {len(paths)}" for key, paths in plan.used.items()),
                 )
@@ -286,7 +286,7 @@ def draw_regions(config: Config) -> None:
     import matplotlib.pyplot as plt
 
     shapes = "resnet50" if config.shapes == "mlp" else config.shapes
-    sizes = named(shapes)
+    sizes = shapes_of(shapes)
     params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sizes]
     rates, computes = np.logspace(7, 11, 25), np.logspace(-2, 1, 25)
     hosts = [int(count) for count in config.hosts.split(",")]
@@ -325,7 +325,7 @@ def problem(shapes: str, workers: int) -> tuple[Any, Any, Any]:
 
     random = np.random.default_rng(0)
     if shapes != "mlp":
-        sizes = named(shapes)
+        sizes = shapes_of(shapes)
         dense = len(sizes) - 2 * COMPUTED.get(shapes, 0)  # where the dense layers begin; each is a kernel and a bias
         params = {"rest": [random.standard_normal(shape, np.float32) for shape in sizes[:dense]]}
         batch = {"rest": [random.standard_normal((workers, *shape), np.float32) for shape in sizes[:dense]]}
@@ -384,32 +384,35 @@ def calibrate(config: Config) -> None:
 
     prepare_jax()
     mesh = jc.make_mesh(data=1)
-    shapes = [(1024, 1024)] * 4 if config.shapes == "mlp" else named(config.shapes)
+    shapes = [(1024, 1024)] * 4 if config.shapes == "mlp" else shapes_of(config.shapes)
     random = np.random.default_rng(0)
     gradients = [random.standard_normal(shape, np.float32) for shape in shapes]
     params = [random.standard_normal(shape, np.float32) for shape in shapes]
     n = sum(leaf.size for leaf in params)
-    found: dict[str, dict[str, float]] = {}
+    table_of_costs: dict[str, dict[str, float]] = {}
     for name, tx in candidates(local=False).items():  # a local method costs its exchange, once per period
-        (method,) = [found.method for found in jc.exchange.exchange_states(jax.eval_shape(tx.init, params))]
+        (method,) = [state.method for state in jc.exchange.exchange_states(jax.eval_shape(tx.init, params))]
         copies: dict[str, dict[int, float]] = {}  # by what the table calls the method, and K
         for workers in (2, 8, 32):
             bench = Bench(mesh, "data", workers)
-            rows, own = bench.spread(gradients), bench.spread(params)
-            coding, ratios = lower_coding(bench, tx, rows, own), []
+            rows, spread_params = bench.spread(gradients), bench.spread(params)
+            coding, ratios = lower_coding(bench, tx, rows, spread_params), []
             for _ in range(7):  # the speed of this machine's cores varies: both sides of a ratio are of one moment
                 copy = measure_copy(bench, n)
                 ratios.append(coding.cost().seconds / (jc.planner.COPY_BYTES * n * copy))
             copies.setdefault(cost_key(method, workers), {})[workers] = statistics.median(ratios)
         for key, by_workers in copies.items():
-            few, many = min(by_workers), max(by_workers)
-            slope = max(0.0, (by_workers[many] - by_workers[few]) / max(1, many - few))
-            found[key] = {"fixed": round(max(0.0, by_workers[few] - few * slope), 3), "a_worker": round(slope, 3)}
-            print(f"{name}: {key} {found[key]}", flush=True)
+            fewest, most_workers = min(by_workers), max(by_workers)
+            slope = max(0.0, (by_workers[most_workers] - by_workers[fewest]) / max(1, most_workers - fewest))
+            table_of_costs[key] = {
+                "fixed": round(max(0.0, by_workers[fewest] - fewest * slope), 3),
+                "a_worker": round(slope, 3),
+            }
+            print(f"{name}: {key} {table_of_costs[key]}", flush=True)
     table = {
         "source": "python -m benchmarks.planner --calibrate",
         "device": jax.devices()[0].device_kind,
-        "copies": found,
+        "copies": table_of_costs,
         "accuracy": accuracy(),
     }
     COSTS.write_text(json.dumps(table, indent=2) + "\n")
@@ -419,22 +422,22 @@ def calibrate(config: Config) -> None:
 def accuracy() -> dict[str, str]:
     """Returns what docs/data/compare_fashion.json has about the candidates: points above dense, and their interval."""
     records = json.loads(ACCURACY.read_text())
-    dense, known = [100 * run["scores"]["accuracy"] for run in _runs_of(records, PlumpDp())], {"plump_dp": AS_DENSE}
+    dense, texts = [100 * run["scores"]["accuracy"] for run in _runs_of(records, PlumpDp())], {"plump_dp": AS_DENSE}
     for name, method in MEASURED.items():
         runs = _runs_of(records, method)
         row = summarise(runs, dense=dense, margin=0.0)
-        known[name] = (
+        texts[name] = (
             f"{-row['points_below_dense']:+.2f} points (95%: {-row['below_high']:+.2f} to {-row['below_low']:+.2f}), "
             f"Fashion-MNIST, {runs[0]['about']['steps']:,} steps, {row['seeds']} seeds"
         )
-    return known
+    return texts
 
 
 def _runs_of(records: list[dict[str, Any]], method: Method) -> list[dict[str, Any]]:
     from train.loop import describe
 
-    own = _options(describe(CONFIGS["fashion"], method))
-    return sorted((r for r in records if _options(r["about"]) == own), key=lambda r: r["about"]["seed"])
+    options = _options(describe(CONFIGS["fashion"], method))
+    return sorted((r for r in records if _options(r["about"]) == options), key=lambda r: r["about"]["seed"])
 
 
 def _options(about: dict[str, Any]) -> dict[str, Any]:

@@ -132,10 +132,10 @@ def index_sizes(n: int, density: float) -> list[dict[str, Any]]:
 
     layout = _layout(n, density)
     entropy = entropy_bits(layout.n, layout.n_slots)
-    codecs, chosen = {name: codec(layout) for name, codec in INDEX_CODECS.items()}, choose_index_codec(layout)
-    auto = next(name for name, codec in codecs.items() if codec == chosen)
+    codecs, best = {name: codec(layout) for name, codec in INDEX_CODECS.items()}, choose_index_codec(layout)
+    auto = next(name for name, codec in codecs.items() if codec == best)
     rows = []
-    for name, codec in (codecs | {f"auto: {auto}": chosen}).items():
+    for name, codec in (codecs | {f"auto: {auto}": best}).items():
         bits_per_index = 32 * codec.n_words / layout.n_slots
         rows.append(
             {

@@ -96,7 +96,7 @@ MODELS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
 }
 
 
-def named(name: str) -> list[tuple[int, ...]]:
+def shapes_of(name: str) -> list[tuple[int, ...]]:
     """Returns the shapes of one of `MODELS`, such as "resnet50", or one vector for a number such as "1e6".
 
     Raises:

@@ -101,8 +101,8 @@ def hops_of(regions: Regions) -> list[Hop]:
 
 def received_on_ring(regions: Regions) -> int:
     """Returns the bytes of payloads that each worker receives, without the all-reduce of K + 2 counts."""
-    *between, last = hops_of(regions)
-    return 4 * (sum(hop.n_words for hop in between) + (regions.workers - 1) * (last.n_words + 1))
+    *middle, last = hops_of(regions)
+    return 4 * (sum(hop.n_words for hop in middle) + (regions.workers - 1) * (last.n_words + 1))
 
 
 def ring_sum(
@@ -140,11 +140,11 @@ def ring_sum(
     by_region, words = regions.cut(vector, mask)  # (K, size), (K, size/32)
     me = lax.axis_index(axis_name)
     selection = compact_rows(words, regions.region, start)
-    own = jnp.where(jax.vmap(bits.unpack)(selection.words), by_region, 0.0)
+    local_rows = jnp.where(jax.vmap(bits.unpack)(selection.words), by_region, 0.0)
     onward = [(worker, (worker + 1) % k) for worker in range(k)]
 
-    errors, counts, *between, last = [], [], *hops_of(regions)
-    total = own[(me - 1) % k]
+    errors, counts, *middle, last = [], [], *hops_of(regions)
+    total = local_rows[(me - 1) % k]
 
     def rounded(total: jax.Array) -> jax.Array:
         sums = regions.values.rounded(total)
@@ -152,23 +152,23 @@ def ring_sum(
         counts.append(jnp.sum(bits.popcount(nonzero(sums))))
         return sums
 
-    for hop in between:
+    for hop in middle:
         payload = hop.encode(rounded(total))
         payload = split_words(lax.ppermute(fuse(payload), axis_name, onward), payload)
-        total = hop.decode(payload) + own[(me - 1 - hop.adders) % k]
+        total = hop.decode(payload) + local_rows[(me - 1 - hop.adders) % k]
     sums = rounded(total)
     # Errors in the order of the regions; this worker rounded its own region last.
     errors_in_order = jnp.stack(errors)[(me - 1 - np.arange(k)) % k]
     # The new residual must be finite, or it could never be sent. (A sum that is not finite leaves such an error.)
     sound, overfull = read_status(status[None])
-    status = write_status(sound & jnp.isfinite(by_region - own + errors_in_order).all(), overfull)
+    status = write_status(sound & jnp.isfinite(by_region - local_rows + errors_in_order).all(), overfull)
     payload = {"header": status[None], **last.encode(sums)}
     rows = all_gather_same(fuse(payload), axis_name)  # (K, m)
     payloads = jax.vmap(lambda row: split_words(row, payload))(rows)
 
-    sent = jnp.sum(selection.slots.filled), jnp.sum(selection.overflow)
-    counted = lax.psum(jnp.stack([*sent, *counts]).astype(jnp.float32), axis_name)  # (K + 2,)
-    values = jnp.where(selection.slots.filled, jnp.take_along_axis(own, selection.slots.position, axis=1), 0.0)
+    n_sent = jnp.sum(selection.slots.filled), jnp.sum(selection.overflow)
+    totals = lax.psum(jnp.stack([*n_sent, *counts]).astype(jnp.float32), axis_name)  # (K + 2,)
+    values = jnp.where(selection.slots.filled, jnp.take_along_axis(local_rows, selection.slots.position, axis=1), 0.0)
     finite, overfull = read_status(payloads["header"][:, 0])
     total = jax.vmap(last.decode)(payloads).reshape(-1)[: vector.size]
     result = SparseReduced(
@@ -176,10 +176,10 @@ def ring_sum(
         (jnp.arange(vector.size, dtype=jnp.int32), errors_in_order.reshape(-1)[: vector.size]),
         finite,
         Sent(regions.place(selection.slots.position), selection.slots.filled.reshape(-1), values.reshape(-1)),
-        counted[:2],
+        totals[:2],
         overfull,
     )
-    return result, counted[2:]
+    return result, totals[2:]
 
 
 class RingSum(SparseSum):
@@ -194,7 +194,7 @@ class OnRing(SparseExchange):
     """Makes a sparse exchange use a ring; its `collective` is ignored."""
 
     @property
-    def instead_of_checksum(self) -> str:
+    def checksum_remedy(self) -> str:
         """What to do instead: a ring has no checksum."""
         return "Pass it to the method of the library"
 

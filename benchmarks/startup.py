@@ -112,8 +112,8 @@ def main(config: Config) -> None:
     by_name = {record.command: record.ms_median for record in records}
     rows = [dataclasses.asdict(record) for record in records]
     print_table("Milliseconds from the start of a process to its end", rows)
-    beyond = by_name["import jaxcomm"] - by_name["import jax, optax"]
-    print(f"jaxcomm itself takes {beyond:.0f} ms to import, beyond those of jax and optax.")
+    extra_ms = by_name["import jaxcomm"] - by_name["import jax, optax"]
+    print(f"jaxcomm itself takes {extra_ms:.0f} ms to import, beyond those of jax and optax.")
     write_records(config.json, rows)
 
 
@@ -139,10 +139,10 @@ def _ms(command: list[str]) -> float:
 
 def _run(command: list[str], **environment: str) -> str:
     """Runs Python, and returns what it prints."""
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=os.environ | environment)
-    if done.returncode:
-        raise ValueError(f"{' '.join(command)} must end with code 0; got {done.returncode}: {done.stderr[-500:]}")
-    return done.stdout
+    result = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=os.environ | environment)
+    if result.returncode:
+        raise ValueError(f"{' '.join(command)} must end with code 0; got {result.returncode}: {result.stderr[-500:]}")
+    return result.stdout
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import numpy as np
 from configs.experiment import Experiment
 from configs.methods import DctDp, Method
 from jaxcomm.methods.dct_dp import Thresholds
-from jaxcomm.selectors.topk import kept
+from jaxcomm.selectors.topk import n_kept
 
 CUT = 2  # the second block of a DLRM begins the second stage, as in the paper
 
@@ -50,7 +50,7 @@ def of_gradients(experiment: Experiment, sparsity: float, seeds: int) -> list[di
       name of its block).
     """
     method = DctDp(sparsity=sparsity, life_span=1, dense_below=0)
-    found: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
 
     def begin(job: Any) -> Callable[[Any, Any], None]:
         shapes = jax.eval_shape(lambda: job.model(job.start(0))[0])
@@ -58,19 +58,19 @@ def of_gradients(experiment: Experiment, sparsity: float, seeds: int) -> list[di
         names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
         places = {name.removesuffix(".linear.kernel"): i for i, name in enumerate(names) if name.endswith("kernel")}
         series: dict[str, list[float]] = {name: [] for name in places}
-        found.append({"thresholds": series})
+        runs.append({"thresholds": series})
 
         def look(state: Any, batch: Any) -> None:
             del batch
             (memory,) = (x for x in jax.tree.leaves(state, is_leaf=_is_memory) if _is_memory(x))
-            now = np.asarray(memory.threshold.rows)[0]  # (S,)
+            row = np.asarray(memory.threshold.rows)[0]  # (S,)
             for name, place in places.items():
-                series[name].append(float(now[place]))
+                series[name].append(float(row[place]))
 
         return look
 
     _train(experiment, method, seeds, begin)
-    return found
+    return runs
 
 
 def _is_memory(node: Any) -> bool:
@@ -78,7 +78,7 @@ def _is_memory(node: Any) -> bool:
 
 
 def of_activations(
-    experiment: Experiment, method: Method, sparsities: Sequence[float], every: int, seeds: int
+    experiment: Experiment, method: Method, sparsities: Sequence[float], interval: int, seeds: int
 ) -> list[dict[str, Any]]:
     """Trains with the seeds 0, 1, ..., and measures thresholds of the first two blocks' output, before it is sparse.
 
@@ -86,7 +86,7 @@ def of_activations(
       experiment: of a model without running statistics; its stages and boundary say what is dropped in training.
       method: the exchange.
       sparsities: for which thresholds are taken: the smallest of a sample's d activations that DCT-MP would send.
-      every: steps between two measurements.
+      interval: steps between two measurements.
       seeds: how many.
 
     Returns:
@@ -98,35 +98,35 @@ def of_activations(
 
     info = dataset_info(experiment.dataset, experiment.data_dir)
     bottom, _ = cut(make_model(experiment.architecture, info, "float32", 0), (CUT,))
-    found: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
 
     @jax.jit
     def measure(params: Any, batch: Any) -> jax.Array:
         x, _ = apply(bottom.graph, params, {}, batch, training=False)  # (B, d)
         d = x.shape[1]
         ordered = jnp.sort(jnp.abs(x), axis=1)
-        return jnp.stack([ordered[:, d - kept(d, sparsity)].mean() for sparsity in sparsities])
+        return jnp.stack([ordered[:, d - n_kept(d, sparsity)].mean() for sparsity in sparsities])
 
     def begin(job: Any) -> Callable[[Any, Any], None]:
         steps: list[int] = []
         series: list[list[float]] = [[] for _ in sparsities]
-        found.append({"steps": steps, "thresholds": series})
-        done = 0
+        runs.append({"steps": steps, "thresholds": series})
+        n_steps = 0
 
         def look(state: Any, batch: Any) -> None:
-            nonlocal done
-            done += 1
-            if done % every == 0:
+            nonlocal n_steps
+            n_steps += 1
+            if n_steps % interval == 0:
                 params, _ = job.model(state)
                 means = measure({index: params[index] for index in bottom.params}, batch)
-                steps.append(done)
-                for own, mean in zip(series, np.asarray(means).tolist(), strict=True):
-                    own.append(mean)
+                steps.append(n_steps)
+                for series_of_sparsity, mean in zip(series, np.asarray(means).tolist(), strict=True):
+                    series_of_sparsity.append(mean)
 
         return look
 
     _train(experiment, method, seeds, begin)
-    return found
+    return runs
 
 
 def deviation(thresholds: Sequence[float], skipped: int) -> float:
@@ -153,6 +153,6 @@ def _train(experiment: Experiment, method: Method, seeds: int, begin: Callable[[
         with tempfile.TemporaryDirectory() as scratch:
             step: Any = Shown(job.step, begin(job))
             seeded = dataclasses.replace(experiment, seed=seed, out=Path(scratch))
-            ended = train(seeded, method, Processes(), Stopwatch(), dataclasses.replace(job, step=step))
-        if not ended.finished:
+            outcome = train(seeded, method, Processes(), Stopwatch(), dataclasses.replace(job, step=step))
+        if not outcome.finished:
             raise SystemExit("Stopped by SIGTERM; what was recorded before is kept.")

@@ -25,8 +25,8 @@ from typing import Any
 
 import jaxcomm as jc
 from benchmarks.control import run
-from benchmarks.exchange import METHODS, chosen
-from benchmarks.shapes import count, named
+from benchmarks.exchange import METHODS, selected_methods
+from benchmarks.shapes import count, shapes_of
 from jaxcomm.exchange import is_local
 from train.tables import print_table, write_records
 
@@ -69,10 +69,10 @@ def main(config: Config) -> None:
         print_table(f"The trainer's steps on {config.topology}", records)
         write_records(config.json, records)
         return
-    methods = chosen(config.method, config.sparsity)
+    methods = selected_methods(config.method, config.sparsity)
     if config.slices < 1:
         raise ValueError(f"--slices must be at least 1; got {config.slices}.")
-    shapes = named(config.shapes)
+    shapes = shapes_of(config.shapes)
     mesh = described(config.topology, config.slices)
     records = []
     for method in methods:
@@ -97,9 +97,9 @@ def described(topology: str, slices: int) -> Any:
     from jax.experimental import topologies
     from jax.sharding import Mesh
 
-    more = {"num_slices": slices} if slices > 1 else {}
+    options = {"num_slices": slices} if slices > 1 else {}
     try:
-        devices = topologies.get_topology_desc(topology_name=topology, platform="tpu", **more).devices
+        devices = topologies.get_topology_desc(topology_name=topology, platform="tpu", **options).devices
     except (jax.errors.JaxRuntimeError, RuntimeError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[-1]
         raise ValueError(
@@ -143,7 +143,7 @@ def compile_step(method: str, sparsity: float, shapes: list[tuple[int, ...]], me
         holds = "yes"
     except ValueError as error:
         holds = str(error).splitlines()[0]
-    program, held = read_program(text, mesh), compiled.memory_analysis()
+    program, memory = read_program(text, mesh), compiled.memory_analysis()
     kinds = Counter(traffic.op for _, traffic in program.operations() if traffic.operand_bytes >= 4096)
     return {
         "method": method,
@@ -152,7 +152,7 @@ def compile_step(method: str, sparsity: float, shapes: list[tuple[int, ...]], me
         "bytes_traced": step.report(state, batch).received,
         "between_slices": float(program.over("data").received) if "inside" in mesh.shape else None,
         "collectives": ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items())),
-        "sizes_temporary": held.temp_size_in_bytes / (4 * count(shapes)),
+        "sizes_temporary": memory.temp_size_in_bytes / (4 * count(shapes)),
         "compile_s": compile_s,
         "verified": holds,
     }
@@ -169,7 +169,7 @@ def compile_layouts(topology: str) -> list[dict[str, Any]]:
     from train.job import make_job
 
     stages = {"workers": 2, "stages": 2, "micro_batches": 2}
-    few, quarter = BoundaryFields(0.9), BoundaryFields(value_dtype="int4")
+    sparse, quarter = BoundaryFields(0.9), BoundaryFields(value_dtype="int4")
     layouts = {
         "whole": ("digits", DctDp(), {}),
         "whole, dense": ("gpt_stdlib", PlumpDp(), {"architecture": Architecture("gpt", _LARGE)}),
@@ -182,34 +182,34 @@ def compile_layouts(topology: str) -> list[dict[str, Any]]:
         "tables by columns": ("dlrm_flights", DctDp(), {"embeddings": "columns"}),
         "late tables": ("dlrm_flights", PlumpDp(), {"embeddings": "late"}),
         "stages": ("gpt_stdlib", PlumpDp(), stages),
-        "stages, DCT-MP": ("gpt_stdlib", DctDp(), stages | {"boundary": few}),
+        "stages, DCT-MP": ("gpt_stdlib", DctDp(), stages | {"boundary": sparse}),
         "stages, 4 bits": ("gpt_stdlib", PlumpDp(), stages | {"boundary": quarter}),
         "stages, 1F1B": ("gpt_stdlib", PlumpDp(), stages | {"boundary": quarter, "pipeline_schedule": "1f1b"}),
     }
     records = []
-    for name, (of, method, options) in layouts.items():
-        experiment = dataclasses.replace(CONFIGS[of], **({"workers": 4} | options))
-        info = ClickInfo("flights", 1000, 100, (5000, 300, 40)) if of == "dlrm_flights" else None
+    for name, (config_name, method, options) in layouts.items():
+        experiment = dataclasses.replace(CONFIGS[config_name], **({"workers": 4} | options))
+        info = ClickInfo("flights", 1000, 100, (5000, 300, 40)) if config_name == "dlrm_flights" else None
         job = make_job(experiment, method, info=info, devices=devices)
         begin = time.perf_counter()
         compiled = job.step.lower(*job.inputs).compile(_APART if name == "whole, dense" else None)
-        compile_s, held, text = time.perf_counter() - begin, compiled.memory_analysis(), compiled.as_text()
+        compile_s, memory, text = time.perf_counter() - begin, compiled.memory_analysis(), compiled.as_text()
         try:
             job.verify(*job.inputs)
             holds = "yes"
         except ValueError as error:
             holds = str(error).splitlines()[0]
         axis = (job.axis,) if isinstance(job.axis, str) else job.axis
-        over = [*axis, *(["stage"] if experiment.stages > 1 else [])]
+        axes = [*axis, *(["stage"] if experiment.stages > 1 else [])]
         records.append(
             {
                 "layout": name,
-                "model": of,
+                "model": config_name,
                 "method": method.name,
-                "bytes": float(read_program(text, job.mesh).over(*over).received),
+                "bytes": float(read_program(text, job.mesh).over(*axes).received),
                 "bytes_traced": job.report.received_in_exchange,
                 "overlap": read_overlap(text),
-                "megabytes_temporary": held.temp_size_in_bytes / 1e6,
+                "megabytes_temporary": memory.temp_size_in_bytes / 1e6,
                 "compile_s": compile_s,
                 "verified": holds,
             }

@@ -49,9 +49,9 @@ class Trace:
         processes start and the last after they have ended, so that the series counts each byte of the run.
     """
 
-    def __init__(self, every: float = 0.1):
+    def __init__(self, interval: float = 0.1):
         """Starts without a sample."""
-        self.every = every
+        self.every = interval
         self.samples: list[tuple[float, int]] = []
 
     def begin(self, counters: IO[str], interface: str) -> None:
@@ -89,7 +89,7 @@ class Trace:
             {
                 "seconds": after,
                 "received": count - self.samples[0][1],
-                "kB_per_s": (count - had) / 1e3 / (after - before),
+                "kB_per_s": (count - earlier) / 1e3 / (after - before),
             }
-            for (before, had), (after, count) in pairs
+            for (before, earlier), (after, count) in pairs
         ]

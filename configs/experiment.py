@@ -326,7 +326,7 @@ def _check_min_workers(experiment: Experiment) -> None:
         )
 
 
-def with_fewer(experiment: Experiment, processes: int, of: int) -> Experiment | None:
+def with_fewer(experiment: Experiment, processes: int, total: int) -> Experiment | None:
     """Returns the experiment for fewer processes; None if it cannot continue with so few.
 
     That is, if there are fewer workers than --min-workers, or the global batch is not a multiple of them.
@@ -334,9 +334,9 @@ def with_fewer(experiment: Experiment, processes: int, of: int) -> Experiment | 
     Args:
       experiment: the experiment for all processes.
       processes: the number of processes that are left.
-      of: the number of processes before.
+      total: the number of processes before.
     """
-    workers = experiment.workers // of * processes
+    workers = experiment.workers // total * processes
     fewest = experiment.workers if experiment.min_workers is None else experiment.min_workers
     return (
         replace(experiment, workers=workers) if workers >= fewest and experiment.global_batch % workers == 0 else None

@@ -31,8 +31,10 @@ class Trained(Exchange):
 
     def options(self) -> dict[str, Any]:
         """Returns its options by name, as a run records them."""
-        shown = [each.name for each in fields(self) if Suppress not in getattr(each.type, "__metadata__", ())]
-        return {name: getattr(self, name) for name in shown}
+        names = [
+            attribute.name for attribute in fields(self) if Suppress not in getattr(attribute.type, "__metadata__", ())
+        ]
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -119,24 +121,24 @@ class Iwp(Trained, methods.Iwp):
 
     def scheduled(self) -> methods.Iwp:
         """Returns the library's method; if alpha or beta has several values, it becomes a function of the step."""
-        same = {each.name: getattr(self, each.name) for each in fields(methods.Iwp)}
-        return methods.Iwp(**same | {name: self._by_step(name) for name in ("alpha", "beta")})
+        settings = {attribute.name: getattr(self, attribute.name) for attribute in fields(methods.Iwp)}
+        return methods.Iwp(**settings | {name: self._by_step(name) for name in ("alpha", "beta")})
 
     def _by_step(self, name: str) -> float | Callable[[jax.Array], jax.Array]:
-        given = getattr(self, name)
-        values = given if isinstance(given, tuple) else (given,)
+        setting = getattr(self, name)
+        values = setting if isinstance(setting, tuple) else (setting,)
         places = (0, *self.change_at)
         if len(values) not in (1, len(places)) or sorted(set(places)) != list(places):
             raise ValueError(
-                f"{name} must be one number, or one more than change_at has steps, which must rise; got {given} with "
+                f"{name} must be one number, or one more than change_at has steps, which must rise; got {setting} with "
                 f"change_at={self.change_at}. Give --method.{name} 0.005 0.01 --method.change-at 1000, say."
             )
         if len(values) == 1:
             return values[0]
-        above = name == "alpha"
-        if not all((value > 0 if above else value >= 0) and value < math.inf for value in values):
+        is_alpha = name == "alpha"
+        if not all((value > 0 if is_alpha else value >= 0) and value < math.inf for value in values):
             raise ValueError(
-                f"{name} must be {'above' if above else 'at least'} 0 at all times; got {given}. See jaxcomm.iwp."
+                f"{name} must be {'above' if is_alpha else 'at least'} 0 at all times; got {setting}. See jaxcomm.iwp."
             )
         return lambda step: jnp.asarray(values)[jnp.searchsorted(jnp.asarray(self.change_at), step, side="right")]
 

@@ -72,29 +72,29 @@ def chain(*links: optax.GradientTransformation, accumulate: int = 1, delay: int 
         that is refused (see the guide); and in a step, for a delay with a link that takes the loss.
     """
     check_count("accumulate", accumulate, 1, "1 exchanges in every step")
-    alone = accumulate == 1 or delay == 0
-    check_range("delay", delay, "0 or 1, and 0 with accumulate=", delay in (0, 1) and alone, "0 exchanges at once")
+    is_simple = accumulate == 1 or delay == 0
+    check_range("delay", delay, "0 or 1, and 0 with accumulate=", delay in (0, 1) and is_simple, "0 exchanges at once")
     flat: list[optax.GradientTransformation] = []
     for link in links:
         check_transformation("A link of a chain", link)
         flat += link.links if isinstance(link, Chain) and (link.accumulate, link.delay) == (1, 0) else [link]
-    whole = _chained(flat)
+    composed = _chained(flat)
     if accumulate > 1:
-        whole = _accumulated(whole, accumulate)
-    whole = _delayed(whole) if delay else whole
+        composed = _accumulated(composed, accumulate)
+    composed = _delayed(composed) if delay else composed
     warned: set[str] = set()
 
     def init(params: Any) -> Any:
-        state = whole.init(params)
-        for message in check_chain(made, state, trained(params)):
+        state = composed.init(params)
+        for message in check_chain(transformation, state, trained(params)):
             if message not in warned:
                 warned.add(message)
                 _warn(message)
         return state
 
-    made = Chain(init, whole.update)
-    made.links, made.accumulate, made.delay = tuple(flat), accumulate, delay
-    return made
+    transformation = Chain(init, composed.update)
+    transformation.links, transformation.accumulate, transformation.delay = tuple(flat), accumulate, delay
+    return transformation
 
 
 def _warn(message: str) -> None:
@@ -114,7 +114,7 @@ def _chained(links: list[optax.GradientTransformation]) -> optax.GradientTransfo
     def init(params: Any) -> Any:
         return tuple(link.init(params) for link in links)
 
-    def update(updates: Any, state: Any, params: Any = None, **more: Any) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         if len(state) != len(links):
             raise ValueError(
                 f"A chain's state must have one for each link; got {len(state)} for {len(links)}. Initialise it with "
@@ -122,19 +122,19 @@ def _chained(links: list[optax.GradientTransformation]) -> optax.GradientTransfo
             )
         new = []
         for link, old in zip(links, state, strict=True):
-            updates, own = update_with_more(link, updates, old, params, more)
-            new.append(own)
-            if more and is_exchange_state(own) and own.method.period is None:
-                more = _of_all(more, updates, own.method.axes)
-        for own in filter(is_exchange_state, new):
+            updates, link_state = update_with_more(link, updates, old, params, extra_args)
+            new.append(link_state)
+            if extra_args and is_exchange_state(link_state) and link_state.method.period is None:
+                extra_args = average_extra_args(extra_args, updates, link_state.method.axes)
+        for link_state in filter(is_exchange_state, new):
             with jax.named_scope(FROZEN):
-                updates = without_frozen(updates, own)
+                updates = without_frozen(updates, link_state)
         return updates, tuple(new)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _of_all(more: dict[str, Any], mean_gradient: Any, axes: tuple[str, ...]) -> dict[str, Any]:
+def average_extra_args(extra_args: dict[str, Any], mean_gradient: Any, axes: tuple[str, ...]) -> dict[str, Any]:
     """Turns one worker's arguments of a line search into those of all workers."""
 
     def mean(tree: Any) -> Any:
@@ -142,32 +142,32 @@ def _of_all(more: dict[str, Any], mean_gradient: Any, axes: tuple[str, ...]) -> 
         with jax.named_scope(SCOPE):
             return treedef.unflatten(dense_mean(to_varying([jnp.asarray(leaf) for leaf in leaves], axes), axes)[0])
 
-    def mean_of(own: Callable[..., Any]) -> Callable[..., Any]:
+    def mean_of(function: Callable[..., Any]) -> Callable[..., Any]:
         def value_fn(params: Any, *args: Any, **kwargs: Any) -> Any:
-            value = jax.custom_vjp(lambda at: mean(own(at, *args, **kwargs)))
+            value = jax.custom_vjp(lambda at: mean(function(at, *args, **kwargs)))
 
             def forward(at: Any) -> Any:
                 # Tracked or not, the gradient of a mean is the mean of the gradients, and replicated.
-                return mean(jax.value_and_grad(lambda at: own(at, *args, **kwargs))(to_varying(at, axes)))
+                return mean(jax.value_and_grad(lambda at: function(at, *args, **kwargs))(to_varying(at, axes)))
 
             value.defvjp(forward, lambda gradient, scale: (jax.tree.map(lambda leaf: scale * leaf, gradient),))
             return value(params)
 
         return value_fn
 
-    if "grad" in more:
-        more = more | {"grad": mean_gradient}
-    if (value := more.get("value")) is not None:
+    if "grad" in extra_args:
+        extra_args = extra_args | {"grad": mean_gradient}
+    if (value := extra_args.get("value")) is not None:
         is_known = all(is_tracked(name) and not varies(jnp.asarray(value), name) for name in axes)
-        more = more | {"value": value if is_known else mean(value)}
-    if value_fn := more.get("value_fn"):
-        more = more | {"value_fn": mean_of(value_fn)}
-    return more
+        extra_args = extra_args | {"value": value if is_known else mean(value)}
+    if value_fn := extra_args.get("value_fn"):
+        extra_args = extra_args | {"value_fn": mean_of(value_fn)}
+    return extra_args
 
 
-def _accumulated(whole: optax.GradientTransformationExtraArgs, count: int) -> optax.GradientTransformationExtraArgs:
+def _accumulated(composed: optax.GradientTransformationExtraArgs, count: int) -> optax.GradientTransformationExtraArgs:
     def init(params: Any) -> AccumulatedState:
-        inner = whole.init(params)
+        inner = composed.init(params)
         exchange = get_exchange(inner)
         if exchange.method.period is not None:
             raise ValueError(
@@ -179,7 +179,9 @@ def _accumulated(whole: optax.GradientTransformationExtraArgs, count: int) -> op
         rows = PerWorker(zeros, exchange.method.axes)
         return AccumulatedState(step, jnp.zeros((), jnp.int32), inner, rows, count)
 
-    def update(updates: Any, state: AccumulatedState, params: Any = None, **more: Any) -> tuple[Any, AccumulatedState]:
+    def update(
+        updates: Any, state: AccumulatedState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, AccumulatedState]:
         axes = state.acc_grads.axes
         inner = vary_rows(state.inner_opt_state, ())
 
@@ -189,8 +191,8 @@ def _accumulated(whole: optax.GradientTransformationExtraArgs, count: int) -> op
         total = jax.tree.map(add, state.acc_grads.rows, to_varying(updates, axes))
 
         def exchange(total: Any, inner: Any) -> Any:
-            own = jax.tree.map(lambda mean, update: mean.astype(update.dtype), total, updates)
-            out, new = whole.update(own, inner, params, **more)
+            gradient = jax.tree.map(lambda mean, update: mean.astype(update.dtype), total, updates)
+            out, new = composed.update(gradient, inner, params, **extra_args)
             return out, keep_states_unless(get_exchange(new).metrics.skipped == 0, new, inner)
 
         def wait(total: Any, inner: Any) -> Any:
@@ -211,9 +213,9 @@ def _accumulated(whole: optax.GradientTransformationExtraArgs, count: int) -> op
     return optax.GradientTransformationExtraArgs(*typed)
 
 
-def _delayed(whole: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+def _delayed(composed: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
     def init(params: Any) -> DelayedState:
-        inner = whole.init(params)
+        inner = composed.init(params)
         exchange = get_exchange(inner)
         name = exchange.method.name
         if exchange.method.period is not None:
@@ -226,12 +228,12 @@ def _delayed(whole: optax.GradientTransformationExtraArgs) -> optax.GradientTran
         zeros = jax.tree.map(lambda leaf: jnp.zeros((1, *jnp.shape(leaf)), jnp.result_type(leaf)), params)
         return DelayedState(inner, PerWorker(zeros, exchange.method.axes))
 
-    def update(updates: Any, state: DelayedState, params: Any = None, **more: Any) -> tuple[Any, DelayedState]:
-        del more  # it is of this step, the gradients of the previous one
+    def update(updates: Any, state: DelayedState, params: Any = None, **extra_args: Any) -> tuple[Any, DelayedState]:
+        del extra_args  # it is of this step, the gradients of the previous one
         axes = state.gradients.axes
         before = to_varying(jax.tree.map(lambda row: row[0], state.gradients.rows), axes)
         try:
-            out, inner = whole.update(before, state.inner, params)
+            out, inner = composed.update(before, state.inner, params)
         except TypeError as error:
             if "keyword-only argument" not in str(error):
                 raise
@@ -255,7 +257,7 @@ class SplitChain(NamedTuple):
       exchange: the links before the exchange and the exchange itself; with a local method, the exchange alone.
       after: the links after the exchange.
       is_local: whether the exchange is a local method, whose workers have their own parameters.
-      undoes_skipped: that of the exchange's method.
+      reverts_on_skip: that of the exchange's method.
       momentum: the momentum that the exchange applies before it compresses.
       whole_tensors: the parts of `exchange` that look at whole tensors, named for messages; empty if none does.
     """
@@ -264,7 +266,7 @@ class SplitChain(NamedTuple):
     exchange: optax.GradientTransformation
     after: optax.GradientTransformation
     is_local: bool
-    undoes_skipped: bool
+    reverts_on_skip: bool
     momentum: float
     whole_tensors: str
 
@@ -315,21 +317,21 @@ def split_chain(
     outer = getattr(exchange.method, "outer", None)
     on_shards = [] if is_local else [(f"link {i}", link) for i, link in enumerate(links[:place])]
     on_shards += [] if outer is None else [("outer", outer)]
-    whole = [name for name, link in on_shards if (tried := try_link(link, params)) and tried.mixes]
-    whole += [f"{m.name} with clip=" for m in methods_in(exchange) if m.reads_whole_tensors]
+    whole_tensors = [name for name, link in on_shards if (tried := try_link(link, params)) and tried.mixes]
+    whole_tensors += [f"{m.name} with clip=" for m in methods_in(exchange) if m.reads_whole_tensors]
     parts = (links[:place], links[place if is_local else 0 : place + 1], links[place + 1 :])
-    before, own, after = (optax.chain(*part) if part else optax.identity() for part in parts)
+    before, exchanging, after = (optax.chain(*part) if part else optax.identity() for part in parts)
 
-    def update(updates: Any, state: Any, params: Any = None, **more: Any) -> tuple[Any, Any]:
-        updates, state = optax.with_extra_args_support(after).update(updates, state, params, **more)
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        updates, state = optax.with_extra_args_support(after).update(updates, state, params, **extra_args)
         return without_frozen(updates, exchange), state
 
     return SplitChain(
         before,
-        own,
+        exchanging,
         optax.GradientTransformationExtraArgs(after.init, update),
         is_local=is_local,
-        undoes_skipped=exchange.method.undoes_skipped,
+        reverts_on_skip=exchange.method.reverts_on_skip,
         momentum=momentum_inside(exchange),
-        whole_tensors=" and ".join(whole),
+        whole_tensors=" and ".join(whole_tensors),
     )

@@ -93,10 +93,12 @@ def check_range(name: str, value: object, rule: str, holds: bool, remedy: str) -
 def check_transformation(name: str, tx: object) -> None:
     """Refuses what is no Optax transformation: an argument in its place, or a factory that was not called."""
     is_one = callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
-    got = getattr(tx, "__name__", type(tx).__name__)
-    remedy = f"Call it: {got}(...)" if callable(tx) else "Pass jaxcomm.chain(jaxcomm.topk(0.99), optax.adam(1e-3)), say"
+    kind = getattr(tx, "__name__", type(tx).__name__)
+    remedy = (
+        f"Call it: {kind}(...)" if callable(tx) else "Pass jaxcomm.chain(jaxcomm.topk(0.99), optax.adam(1e-3)), say"
+    )
     if not is_one:
-        raise ValueError(f"{name} must be a transformation, with init and update; got {got}. {remedy}.")
+        raise ValueError(f"{name} must be a transformation, with init and update; got {kind}. {remedy}.")
 
 
 _SPARSITY = number(
@@ -113,6 +115,6 @@ def check_sparsity(sparsity: float) -> None:
     _SPARSITY.check("sparsity", sparsity)
 
 
-def check_count(name: str, value: int, least: int, remedy: str) -> None:
+def check_count(name: str, value: int, minimum: int, remedy: str) -> None:
     """Checks an integer that has a least value; see `check_range` for the remedy."""
-    count(least, remedy).check(name, value)
+    count(minimum, remedy).check(name, value)

@@ -198,10 +198,10 @@ class Exchange:
                 rules[name].check(name, value)
         if self.where is None and self.others is not None:
             raise ValueError("others must be the exchange of what where= leaves out; got no where=. Pass both.")
-        if self.checksum and self.instead_of_checksum is not None:
+        if self.checksum and self.checksum_remedy is not None:
             raise ValueError(
                 f"checksum must be False for {self.name} with a collective that sums on the way, where no worker "
-                f"receives what was sent; got True. {self.instead_of_checksum}."
+                f"receives what was sent; got True. {self.checksum_remedy}."
             )
         kinds = ("float32", "bfloat16") if self.keeps_residual else ("float32",)
         rule = " or ".join(kinds) + ("" if self.keeps_residual else f" for {self.name}, which keeps no residual itself")
@@ -226,7 +226,7 @@ class Exchange:
         return 1
 
     @property
-    def undoes_skipped(self) -> bool:
+    def reverts_on_skip(self) -> bool:
         """Whether a step whose exchange is skipped leaves the parameters and the optimizer as they were."""
         return True
 
@@ -246,7 +246,7 @@ class Exchange:
         return False
 
     @property
-    def instead_of_checksum(self) -> str | None:
+    def checksum_remedy(self) -> str | None:
         """The remedy to suggest if receivers cannot check what they get, so that a checksum is refused; else None."""
         return "Take a method that sends payloads, as topk and sign do"
 
@@ -279,9 +279,9 @@ class Exchange:
         """Returns the Optax transformation."""
         init: Any = promotes(self.init)
         update: Any = promotes(self.update)
-        made = ExchangeTransformation(init, update)
-        made.method = self
-        return made
+        bound = ExchangeTransformation(init, update)
+        bound.method = self
+        return bound
 
     def init(self, params: Any) -> ExchangeState:
         """Returns the state of one worker before the first step: rows are (1, ...).
@@ -296,13 +296,13 @@ class Exchange:
             return parts.init(params).replace(method=self)
         if self.where is None:
             return self.init_chosen(params)
-        chosen, rest, others = self._part(params, True), self._part(params, False), None
+        inside, outside, second_state = self._part(params, True), self._part(params, False), None
         if self.others is not None:
-            others = self.others.init(rest)
+            second_state = self.others.init(outside)
             if not _freezes(self.others):
-                check_exchange(others, f"others of {self.name}", of_all=False)
-        if jax.tree.leaves(chosen):
-            return self.init_chosen(chosen).replace(others=others)
+                check_exchange(second_state, f"others of {self.name}", of_all=False)
+        if jax.tree.leaves(inside):
+            return self.init_chosen(inside).replace(others=second_state)
         if self.others is not None:
             raise ValueError(
                 f"where must choose some parameters; got {self.where!r}, which chooses none. Paths are as in "
@@ -351,44 +351,44 @@ class Exchange:
     def update(self, updates: Any, state: ExchangeState, params: Any = None) -> tuple[Any, ExchangeState]:
         """Exchanges the gradients of one worker; returns their means and the new state."""
         if not isinstance(state, ExchangeState) or type(state.method) is not type(self):
-            got = state.method.name if isinstance(state, ExchangeState) else type(state).__name__
-            raise ValueError(f"The state must be that of {self.name}; got that of {got}. Initialise it with this tx.")
+            owner = state.method.name if isinstance(state, ExchangeState) else type(state).__name__
+            raise ValueError(f"The state must be that of {self.name}; got that of {owner}. Initialise it with this tx.")
         workers = axis_size(self.axes)  # its error comes before any work
         if (parts := self._in_parts(updates)) is not self:
             return parts.update(updates, state, params)
         with jax.named_scope(SCOPE):
             if state.worker is None:
                 return self._update(updates, state, params, True)
-            here, row = lax.axis_index(self.axes), own_row(state.worker, 1)
-            index, of = worker_of(row[0, 0])
-            is_own = (row[0, 0] < 0) | ((index == here) & ((of == workers) | (of == 0)))
+            position, row = lax.axis_index(self.axes), own_row(state.worker, 1)
+            index, k = worker_of(row[0, 0])
+            is_own = (row[0, 0] < 0) | ((index == position) & ((k == workers) | (k == 0)))
             updates, state = self._update(updates, state, params, is_own)
-            own = here + (workers << _INDEX_BITS if workers < 1 << (31 - _INDEX_BITS) else 0)
-            return updates, state.replace(worker=self.per_worker(jnp.where(row < 0, own, row)))
+            numbered = position + (workers << _INDEX_BITS if workers < 1 << (31 - _INDEX_BITS) else 0)
+            return updates, state.replace(worker=self.per_worker(jnp.where(row < 0, numbered, row)))
 
     def _update(self, updates: Any, state: ExchangeState, params: Any, is_own: Any) -> tuple[Any, ExchangeState]:
         """Does `update`; all workers skip the exchange unless `is_own` holds on each."""
         if self.where is None:
             return self.update_chosen(self._checked(updates, is_own), state, params)
-        chosen, rest = self._part(updates, True), self._part(updates, False)
+        inside, outside = self._part(updates, True), self._part(updates, False)
         if self.others is None:
-            _check_reduced(rest, self.axes)
-            ok, others, second = is_finite_tree(rest), state.others, ExchangeMetrics.zeros()
+            _check_reduced(outside, self.axes)
+            ok, second_state, second = is_finite_tree(outside), state.others, ExchangeMetrics.zeros()
         else:
-            own = None if params is None else self._part(params, False)
+            part_params = None if params is None else self._part(params, False)
             if next(exchange_states(state.others), None) is None:  # frozen: zeros, replicated
-                rest = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rest)
-            rest, others = self.others.update(rest, state.others, own)
-            second = next((found.metrics for found in exchange_states(others)), ExchangeMetrics.zeros())
+                outside = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), outside)
+            outside, second_state = self.others.update(outside, state.others, part_params)
+            second = next((inner.metrics for inner in exchange_states(second_state)), ExchangeMetrics.zeros())
             ok = second.skipped == 0
-        if any(jnp.size(leaf) for leaf in jax.tree.leaves(chosen)):  # else no number could tell that the rest is not ok
-            own = None if params is None else self._part(params, True)
-            chosen, state = self.update_chosen(self._checked(chosen, ok & is_own), state, own)
+        if any(jnp.size(leaf) for leaf in jax.tree.leaves(inside)):  # else no number could tell that the rest is not ok
+            part_params = None if params is None else self._part(params, True)
+            inside, state = self.update_chosen(self._checked(inside, ok & is_own), state, part_params)
         else:
-            chosen = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), chosen)  # nothing, replicated
+            inside = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), inside)  # nothing, replicated
             state = state.replace(step=state.step + 1, metrics=ExchangeMetrics.of(ok, sent=0))
         ok = state.metrics.skipped == 0
-        rest = zeros_unless(ok, rest)
+        outside = zeros_unless(ok, outside)
         if self.others is not None:
             metrics = ExchangeMetrics.of(
                 ok,
@@ -396,16 +396,16 @@ class Exchange:
                 state.metrics.overflow + second.overflow,
                 drained=state.metrics.drained | second.drained,
             )
-            state = state.replace(metrics=metrics, others=keep_unless(ok, others, state.others))
-        return join_trees(chosen, rest), state
+            state = state.replace(metrics=metrics, others=keep_unless(ok, second_state, state.others))
+        return join_trees(inside, outside), state
 
     def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
         """Does `update` for the leaves that `where` chooses."""
         layout = self.plan(updates)
         leaves, treedef = jax.tree.flatten(updates)
-        own = None if params is None else jax.tree.leaves(params)
+        param_leaves = None if params is None else jax.tree.leaves(params)
         row = None if state.residual is None else own_row(state.residual, layout.n).astype(jnp.float32)
-        out, memory = self.average(Gradient(layout, leaves, own, row), state)
+        out, memory = self.average(Gradient(layout, leaves, param_leaves, row), state)
         residual = None if out.residual is None else self.per_worker(self._kept(out.residual, state.step))
         new = state.replace(metrics=out.metrics, step=state.step + 1, residual=residual, memory=memory)
         return treedef.unflatten(out.means), new
@@ -430,11 +430,11 @@ class Exchange:
         """Returns whether `where` chooses a leaf, by its path."""
         return self.where is None or is_chosen(self.where, path, leaf)
 
-    def _part(self, tree: Any, chosen: bool) -> Any:
+    def _part(self, tree: Any, is_inside: bool) -> Any:
         """Returns the part of a tree that `where` chooses, or the rest, with empty nodes for all other leaves."""
 
         def choose(path: Any, leaf: Any) -> Any:
-            return leaf if self.chooses(path, leaf) == chosen else optax.MaskedNode()
+            return leaf if self.chooses(path, leaf) == is_inside else optax.MaskedNode()
 
         return jax.tree_util.tree_map_with_path(choose, tree)
 
@@ -492,19 +492,19 @@ def get_exchange(state: Any) -> ExchangeState:
     Raises:
       ValueError: if there is none.
     """
-    found = next(exchange_states(state), None)
-    if found is None and has_lost_types(state):
+    exchange = next(exchange_states(state), None)
+    if exchange is None and has_lost_types(state):
         raise ValueError(
             "A state must have its types; got dicts and lists. Restore a checkpoint with the state of tx.init, or of "
             "step.shapes(params), as its target."
         )
-    if found is None:
+    if exchange is None:
         raise ValueError(
             "A data-parallel step must have an exchange, the transformation that averages over the workers; got a "
             "chain without. Put jaxcomm.plump_dp() (dense) or a compressor such as jaxcomm.dct_dp(0.99) first in "
             "jaxcomm.chain(...)."
         )
-    return found
+    return exchange
 
 
 def lets_bypass(state: ExchangeState) -> bool:
@@ -512,7 +512,7 @@ def lets_bypass(state: ExchangeState) -> bool:
     method = state.method
     if method.where is None or method.others is None:
         return method.where is not None
-    return any(lets_bypass(found) for found in exchange_states(state.others))
+    return any(lets_bypass(inner) for inner in exchange_states(state.others))
 
 
 def bypasses(state: ExchangeState, path: Any, leaf: Any) -> bool:
@@ -520,7 +520,7 @@ def bypasses(state: ExchangeState, path: Any, leaf: Any) -> bool:
     method = state.method
     if method.where is None or method.chooses(path, leaf):
         return False
-    return method.others is None or any(bypasses(found, path, leaf) for found in exchange_states(state.others))
+    return method.others is None or any(bypasses(inner, path, leaf) for inner in exchange_states(state.others))
 
 
 def is_frozen(state: ExchangeState, path: Any, leaf: Any) -> bool:
@@ -528,8 +528,8 @@ def is_frozen(state: ExchangeState, path: Any, leaf: Any) -> bool:
     method = state.method
     if method.others is None or method.chooses(path, leaf):
         return False
-    others = list(exchange_states(state.others))
-    return not others or any(is_frozen(found, path, leaf) for found in others)
+    inner_states = list(exchange_states(state.others))
+    return not inner_states or any(is_frozen(inner, path, leaf) for inner in inner_states)
 
 
 def without_frozen(updates: Any, state: ExchangeState) -> Any:
@@ -554,22 +554,22 @@ def check_exchange(state: Any, name: str, *, of_all: bool = True) -> ExchangeSta
     Raises:
       ValueError: if there is no exchange, if it is a local method, or if gradients bypass it despite `of_all`.
     """
-    found = next(exchange_states(state), None)
-    if found is None or found.method.period is not None or (of_all and lets_bypass(found)):
+    exchange = next(exchange_states(state), None)
+    if exchange is None or exchange.method.period is not None or (of_all and lets_bypass(exchange)):
         raise ValueError(
             f"{name} must be an exchange of gradients; got a transformation that is none, is local itself, or lets "
             "gradients bypass it. Pass jaxcomm.plump_dp(), jaxcomm.dct_dp(0.99) or another compressor; as others= also "
             "optax.set_to_zero()."
         )
-    return found
+    return exchange
 
 
-def _freezes(others: optax.GradientTransformation) -> bool:
+def _freezes(tx: optax.GradientTransformation) -> bool:
     """Returns whether a transformation is `optax.set_to_zero`, by trying it."""
     ones = {"": jnp.ones(2)}
     try:
         with jax.ensure_compile_time_eval():
-            zeros, state = others.update(ones, others.init(ones), ones)
+            zeros, state = tx.update(ones, tx.init(ones), ones)
             return not jax.tree.leaves(state) and not any(leaf.any() for leaf in jax.tree.leaves(zeros))
     except Exception:  # an exchange, outside the axis of workers
         return False
@@ -637,6 +637,6 @@ def is_masked(node: Any) -> TypeGuard[optax.MaskedNode]:
     return isinstance(node, optax.MaskedNode)
 
 
-def join_trees(chosen: Any, rest: Any) -> Any:
+def join_trees(first: Any, second: Any) -> Any:
     """Joins two parts of a tree: leaves that are masked in the first come from the second."""
-    return jax.tree.map(lambda a, b: b if is_masked(a) else a, chosen, rest, is_leaf=is_masked)
+    return jax.tree.map(lambda a, b: b if is_masked(a) else a, first, second, is_leaf=is_masked)

@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxcomm.kernels.bits import LANES, WORD
 from jaxcomm.kernels.platforms import by_platform
-from jaxcomm.kernels.vectors import cut_apart, end_to_end
+from jaxcomm.kernels.vectors import end_to_end, split_vector
 
 # Segments start at multiples of BLOCK, so that a table of one entry per block says which segment a coordinate is in.
 # The padding is zeros, half a block per tensor on average.
@@ -158,16 +158,19 @@ class Layout:
         tables = (np.asarray(table).T for table in (self.stages.sizes, self.stages.capacities))
         return list(zip(*tables, strict=True))
 
-    def counts(self, of: Callable[[int], int]) -> Any:
-        """Returns `of` the elements of every segment: (S,) int32.
+    def counts(self, count: Callable[[int], int]) -> Any:
+        """Returns `count` of the elements of every segment: (S,) int32.
 
         For a stage's tensor with fewer than `dense_below` elements, the size of the segment: all of it is selected.
         """
         if self.stages is None:
-            return np.asarray([of(size) for size in self.sizes], np.int32)
+            return np.asarray([count(size) for size in self.sizes], np.int32)
         rows = zip(self.sizes, self.stages.sizes, self.stages.is_whole, strict=True)
         return self.stages.own(
-            [[size if all_ else of(n) for n, all_ in zip(own, whole, strict=True)] for size, own, whole in rows]
+            [
+                [size if all_ else count(n) for n, all_ in zip(stage_sizes, dense_flags, strict=True)]
+                for size, stage_sizes, dense_flags in rows
+            ]
         )
 
     def used(self, elements: Any) -> Any:
@@ -217,7 +220,7 @@ class Layout:
     def unflatten(self, vector: jax.Array) -> list[jax.Array]:
         """Cuts a vector (n,) into the compressed tensors, in their shapes but in the vector's dtype."""
         shapes, _ = self.split(self.shapes)
-        return cut_apart(vector, shapes, self.starts)
+        return split_vector(vector, shapes, self.starts)
 
     def as_leaves(self, tensors: Sequence[jax.Array]) -> list[jax.Array]:
         """Casts the compressed tensors to the dtypes of their leaves."""
@@ -230,7 +233,7 @@ def segment_sizes(sizes: Sequence[int], chunk: int | None) -> tuple[int, ...]:
     if chunk is None:
         return tuple(sizes)
     cut = [[chunk] * (size // chunk) + [size % chunk] * (size % chunk > 0) for size in sizes]
-    return tuple(size for each in cut for size in each)
+    return tuple(size for segments in cut for size in segments)
 
 
 def segment_sum(values: jax.Array, segments: np.ndarray, count: int) -> jax.Array:
@@ -306,21 +309,24 @@ def _plan_stages(
     slots: Sequence[tuple[Any, int]], dense_below: int, capacity: Callable[[int], int], chunk: int | None
 ) -> Stages | None:
     """Plans what the stages differ in, from the paths and sizes of the slots; None if they do not."""
-    known, axis_name = _STACKED.get()
-    tensors = [known.get(jax.tree_util.keystr(path), ()) for path, _ in slots]
-    tensors = [own if own and max(own) == size else () for own, (_, size) in zip(tensors, slots, strict=True)]
+    sizes_of_path, axis_name = _STACKED.get()
+    tensors = [sizes_of_path.get(jax.tree_util.keystr(path), ()) for path, _ in slots]
+    tensors = [
+        stage_sizes if stage_sizes and max(stage_sizes) == size else ()
+        for stage_sizes, (_, size) in zip(tensors, slots, strict=True)
+    ]
     count = max(map(len, tensors), default=0)
-    tensors = [own or (size,) * count for own, (_, size) in zip(tensors, slots, strict=True)]
-    if all(len(set(own)) < 2 for own in tensors):
+    tensors = [stage_sizes or (size,) * count for stage_sizes, (_, size) in zip(tensors, slots, strict=True)]
+    if all(len(set(stage_sizes)) < 2 for stage_sizes in tensors):
         return None
     sizes, capacities, is_whole = [], [], []
-    for own, (_, size) in zip(tensors, slots, strict=True):
-        whole = tuple(n < dense_below for n in own)
+    for stage_sizes, (_, size) in zip(tensors, slots, strict=True):
+        is_dense = tuple(n < dense_below for n in stage_sizes)
         start = 0
         for length in segment_sizes([size], chunk):
-            parts = tuple(min(max(n - start, 0), length) for n in own)
+            parts = tuple(min(max(n - start, 0), length) for n in stage_sizes)
             sizes.append(parts)
-            capacities.append(tuple(n if all_ else capacity(n) for n, all_ in zip(parts, whole, strict=True)))
-            is_whole.append(whole)
+            capacities.append(tuple(n if all_ else capacity(n) for n, all_ in zip(parts, is_dense, strict=True)))
+            is_whole.append(is_dense)
             start += length
     return Stages(axis_name, tuple(sizes), tuple(capacities), tuple(is_whole))

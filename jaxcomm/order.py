@@ -68,22 +68,22 @@ def try_link(link: optax.GradientTransformation, params: Any) -> Effects | None:
 
 @functools.lru_cache(maxsize=64)  # a chain is checked when it is initialised, and again wherever it is split
 def _try_link(link: optax.GradientTransformation, structure: Any, ndims: tuple[int, ...]) -> Effects | None:
-    some = {round(i) for i in np.linspace(0, len(ndims) - 1, min(len(ndims), _TRIED))}
-    for chosen in (some, set(range(len(ndims)))):  # all, for a link with a mask of the parameters' structure
+    probed = {round(i) for i in np.linspace(0, len(ndims) - 1, min(len(ndims), _TRIED))}
+    for places in (probed, set(range(len(ndims)))):  # all, for a link with a mask of the parameters' structure
         try:  # in a thread of its own, which is in no trace and no mesh: small arrays are not a worker's
             with ThreadPoolExecutor(1) as thread:
-                return thread.submit(_effects, link, structure, ndims, chosen, some).result()
+                return thread.submit(_effects, link, structure, ndims, places, probed).result()
         except Exception:  # it may want other arguments, or another tree: its effects are then unknown
             continue
     return None
 
 
 def _effects(
-    link: optax.GradientTransformation, structure: Any, ndims: tuple[int, ...], chosen: set[int], some: set[int]
+    link: optax.GradientTransformation, structure: Any, ndims: tuple[int, ...], tensors: set[int], probed: set[int]
 ) -> Effects | None:
-    """Tries a link on the `chosen` leaves, and returns its effects on those in `some`."""
+    """Tries a link on the `tensors` leaves, and returns its effects on those in `probed`."""
     pairs = jax.tree_util.tree_leaves_with_path(structure.unflatten(ndims))
-    places = sorted(chosen)
+    places = sorted(tensors)
     paths = [jax.tree_util.keystr(pairs[place][0]) for place in places]
     shapes = [(2,) * pairs[place][1] for place in places]
     wave = [np.cos(np.arange(np.prod(shape), dtype=np.float32) + i).reshape(shape) for i, shape in enumerate(shapes)]
@@ -92,29 +92,29 @@ def _effects(
         by_place = dict(zip(places, arrays, strict=True))
         return structure.unflatten([by_place.get(place, optax.MaskedNode()) for place in range(len(pairs))])
 
-    own = tree([np.ones(shape, np.float32) for shape in shapes])
-    init, state = _traced(link.init, own)
-    update, (outs, new_state) = _traced(link.update, own, state, own)
+    params = tree([np.ones(shape, np.float32) for shape in shapes])
+    init, state = _traced(link.init, params)
+    update, (outs, new_state) = _traced(link.update, params, state, params)
     if jax.tree.structure(new_state) != jax.tree.structure(state):
         return None
     state_paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     count = len(jax.tree.leaves(outs))
 
-    def run(first: Any, then: Any, scale: float = 1.0, weights: float = 1.0) -> tuple[list[np.ndarray], list[Any]]:
+    def run(first: Any, second: Any, scale: float = 1.0, weights: float = 1.0) -> tuple[list[np.ndarray], list[Any]]:
         """Returns the second of two updates, and the state after it."""
-        own = [np.full(shape, weights, np.float32) for shape in shapes]
-        state, out = init(*own), []
-        for updates in (first, then):
-            results = update(*(scale * _SMALL * x for x in updates), *state, *own)
+        params = [np.full(shape, weights, np.float32) for shape in shapes]
+        state, out = init(*params), []
+        for updates in (first, second):
+            results = update(*(scale * _SMALL * x for x in updates), *state, *params)
             out, state = results[:count], results[count:]
         return [np.asarray(leaf, np.float64) for leaf in out], state
 
-    nothing, other = [0 * x for x in wave], [x + (np.arange(x.size).reshape(x.shape) == 1) for x in wave]
-    (rest, rest_state), (rest2, _) = run(nothing, nothing), run(nothing, nothing, weights=2.0)
-    (once, once_state), (twice, _) = run(wave, wave), run(wave, wave, 2.0)
+    nothing, shifted = [0 * x for x in wave], [x + (np.arange(x.size).reshape(x.shape) == 1) for x in wave]
+    (rest_out, rest_state), (rest2, _) = run(nothing, nothing), run(nothing, nothing, weights=2.0)
+    (out_once, once_state), (twice, _) = run(wave, wave), run(wave, wave, 2.0)
     (huge, huge_state), (_, huger_state) = (run(wave, wave, float(size * _LARGE)) for size in (1, 2))
-    (after, _), (another, _) = run(wave, nothing), run(other, other, float(_LARGE))
-    if not any(out.any() for out in (*once, *huge)):  # it may accumulate
+    (after, _), (shifted_out, _) = run(wave, nothing), run(shifted, shifted, float(_LARGE))
+    if not any(out.any() for out in (*out_once, *huge)):  # it may accumulate
         return None
 
     # What of the state follows the gradients of each leaf: floats that are not the same for all sizes.
@@ -123,23 +123,23 @@ def _effects(
     for path, *leaves in zip(state_paths, rest_state, once_state, huge_state, huger_state, strict=True):
         if not jnp.issubdtype(jnp.result_type(leaves[0]), jnp.floating):
             continue
-        none, small, large, larger = (np.asarray(leaf, np.float64) for leaf in leaves)
+        zero, small, large, larger = (np.asarray(leaf, np.float64) for leaf in leaves)
         if np.allclose(small, large, rtol=1e-3, atol=0):
             continue
         owners = [i for i, leaf in enumerate(paths) if path.endswith(leaf)]
         longest = max((len(paths[i]) for i in owners), default=0)
         owners = [i for i in owners if len(paths[i]) == longest] or list(range(len(paths)))
-        follows = np.allclose(large - none, float(_LARGE) * (small - none), rtol=1e-3, atol=0)
+        follows = np.allclose(large - zero, float(_LARGE) * (small - zero), rtol=1e-3, atol=0)
         for i in owners:
             bounded[i].append(np.allclose(large, larger, rtol=1e-3, atol=0))
             if not follows:
                 adapts.add(i)
 
     def where(holds: Any) -> frozenset[str]:
-        return frozenset(path for i, path in enumerate(paths) if places[i] in some and holds(i))
+        return frozenset(path for i, path in enumerate(paths) if places[i] in probed and holds(i))
 
     def is_linear(i: int, out: list[np.ndarray], factor: float) -> bool:
-        return np.allclose(out[i] - rest[i], factor * (once[i] - rest[i]), rtol=1e-3, atol=0)
+        return np.allclose(out[i] - rest_out[i], factor * (out_once[i] - rest_out[i]), rtol=1e-3, atol=0)
 
     def cuts(i: int) -> bool:
         if bounded[i] and all(bounded[i]):
@@ -148,18 +148,18 @@ def _effects(
         return i not in adapts and is_linear(i, twice, 2) and not is_linear(i, huge, float(_LARGE))
 
     def decays(i: int) -> bool:
-        return bool(rest[i].any()) and np.allclose(rest2[i], 2 * rest[i], rtol=1e-3)
+        return bool(rest_out[i].any()) and np.allclose(rest2[i], 2 * rest_out[i], rtol=1e-3)
 
     return Effects(
         cuts=where(cuts),
         forgets_size=where(lambda i: not is_linear(i, twice, 2)),
-        has_momentum=where(lambda i: not np.allclose(after[i], rest[i], rtol=1e-3, atol=0)),
+        has_momentum=where(lambda i: not np.allclose(after[i], rest_out[i], rtol=1e-3, atol=0)),
         decays=where(decays),
-        descends=where(lambda i: not np.sum((once[i] - rest[i]) * wave[i]) >= 0),  # or cannot tell: NaN at rest
-        changes=where(lambda i: not np.array_equal(once[i], np.float64(_SMALL * wave[i])) or rest[i].any()),
-        mixes=where(lambda i: another[i].reshape(-1)[0] != huge[i].reshape(-1)[0]),
-        adds=where(lambda i: rest[i].any() and np.array_equal(rest2[i], rest[i])),
-        stops=where(lambda i: not any(out[i].any() for out in (rest, once, huge))),
+        descends=where(lambda i: not np.sum((out_once[i] - rest_out[i]) * wave[i]) >= 0),  # or cannot tell: NaN at rest
+        changes=where(lambda i: not np.array_equal(out_once[i], np.float64(_SMALL * wave[i])) or rest_out[i].any()),
+        mixes=where(lambda i: shifted_out[i].reshape(-1)[0] != huge[i].reshape(-1)[0]),
+        adds=where(lambda i: rest_out[i].any() and np.array_equal(rest2[i], rest_out[i])),
+        stops=where(lambda i: not any(out[i].any() for out in (rest_out, out_once, huge))),
     )
 
 
@@ -281,9 +281,12 @@ def _with_states(tx: Any, state: Any) -> tuple[list[Any], list[Any]]:
     if not (isinstance(inits, tuple) and isinstance(updates, tuple) and len(inits) == len(updates) == len(state)):
         return [tx], [state]
     links, states = [], []
-    for init, update, own in zip(inits, updates, state, strict=True):
-        link, has_exchange = optax.GradientTransformationExtraArgs(init, update), next(exchange_states(own), None)
-        parts = _with_states(link, own) if has_exchange is not None else ([link], [own])
+    for init, update, link_state in zip(inits, updates, state, strict=True):
+        link, has_exchange = (
+            optax.GradientTransformationExtraArgs(init, update),
+            next(exchange_states(link_state), None),
+        )
+        parts = _with_states(link, link_state) if has_exchange is not None else ([link], [link_state])
         links += parts[0]
         states += parts[1]
     return links, states
@@ -304,11 +307,13 @@ def check_descent(tx: optax.GradientTransformation, state: Any, params: Any) -> 
     """
     links: Any = getattr(tx, "links", (tx,) if isinstance(tx, ExchangeTransformation) else None)
     links, states = (links, links) if links else _with_states(tx, state)
-    methods = [own.method for own in states if isinstance(own, ExchangeTransformation | ExchangeState)]
+    methods = [item.method for item in states if isinstance(item, ExchangeTransformation | ExchangeState)]
     if not methods or methods[0].period is not None:
         return
-    others = [link for link, own in zip(links, states, strict=True) if getattr(own, "method", None) is not methods[0]]
-    tried = [try_link(link, params) for link in others]
+    optimizers = [
+        link for link, item in zip(links, states, strict=True) if getattr(item, "method", None) is not methods[0]
+    ]
+    tried = [try_link(link, params) for link in optimizers]
     if all(link is not None and not link.descends for link in tried):
         name = methods[0].name
         raise ValueError(
@@ -462,7 +467,7 @@ def _refuse_momentum(exchange: ExchangeState) -> None:
 
 def methods_in(exchange: ExchangeState) -> list[Exchange]:
     """Returns the method of a gradient exchange, and those of the exchanges that it holds."""
-    return [exchange.method, *(held.method for held in exchange_states((exchange.memory, exchange.others)))]
+    return [exchange.method, *(inner.method for inner in exchange_states((exchange.memory, exchange.others)))]
 
 
 def momentum_inside(exchange: ExchangeState) -> float:

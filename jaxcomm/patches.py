@@ -60,8 +60,8 @@ def pack_patch(old: Any, new: Any, dtype: Any = jnp.bfloat16) -> bytes:
     for start in range(0, before.size, _LENGTH):
         part = slice(start, start + _LENGTH)
         body += _pack_part(before[part], after[part])
-    rest = _HEADER.pack(_MAGIC, 0, dtype.name.encode(), shapes[0], _digest(before), _digest(after))[8:] + body
-    return _MAGIC + struct.pack("<I", zlib.crc32(rest)) + rest
+    content = _HEADER.pack(_MAGIC, 0, dtype.name.encode(), shapes[0], _digest(before), _digest(after))[8:] + body
+    return _MAGIC + struct.pack("<I", zlib.crc32(content)) + content
 
 
 def apply_patch(old: Any, patch: bytes) -> Any:

@@ -15,18 +15,18 @@ def register_with_flax(*types: type) -> None:
         return
 
     def names(node: Any) -> list[str]:
-        return [each.name for each in fields(node) if not each.metadata.get("static")]
+        return [attribute.name for attribute in fields(node) if not attribute.metadata.get("static")]
 
     def write(node: Any) -> dict[str, Any]:
         return {name: flax.to_state_dict(getattr(node, name)) for name in names(node)}
 
-    def read(node: Any, saved: dict[str, Any]) -> Any:
-        if different := set(names(node)) ^ saved.keys():
+    def read(node: Any, entries: dict[str, Any]) -> Any:
+        if different := set(names(node)) ^ entries.keys():
             raise ValueError(
                 f"A checkpoint must have the fields of {type(node).__name__}, {names(node)}; got others: "
                 f"{sorted(different)} are in one of them alone. Restore it into a state of the same method."
             )
-        return replace(node, **{name: flax.from_state_dict(getattr(node, name), saved[name]) for name in names(node)})
+        return replace(node, **{name: flax.from_state_dict(getattr(node, name), entries[name]) for name in names(node)})
 
     for kind in types:
         flax.register_serialization_state(kind, write, read, override=True)

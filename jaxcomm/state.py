@@ -83,26 +83,26 @@ def check_rows(state: Any, workers: int) -> None:
     Raises:
       ValueError: naming the exchange and the workers.
     """
-    for found in exchange_states(state):
-        check_rows((found.memory, found.others), workers)
-        rows = None if found.worker is None or found.worker.shards else jax.tree.leaves(found.worker)[0]
+    for node in exchange_states(state):
+        check_rows((node.memory, node.others), workers)
+        rows = None if node.worker is None or node.worker.shards else jax.tree.leaves(node.worker)[0]
         if isinstance(rows, Tracer) or not isinstance(rows, jax.Array | np.ndarray):
             continue
         for shard in jnp.asarray(rows).addressable_shards:  # (K, 1), of a pipeline (stages, K, 1)
             row = np.asarray(shard.data)[..., 0]
-            got, of = worker_of(row)
-            wanted = np.arange(got.shape[-1]) + (shard.index[-2].start or 0)
-            if rows.shape[-2] == workers and ((row >= 0) & (of != 0) & (of != workers)).any():
+            index, k = worker_of(row)
+            position = np.arange(index.shape[-1]) + (shard.index[-2].start or 0)
+            if rows.shape[-2] == workers and ((row >= 0) & (k != 0) & (k != workers)).any():
                 raise ValueError(
-                    f"The rows of {found.method.name} must be those of {workers} workers; got rows of {of.max()}, some "
+                    f"The rows of {node.method.name} must be those of {workers} workers; got rows of {k.max()}, some "
                     "cut off or padded with zeros (strict=False of a checkpoint's restore), and with them gradients "
-                    f"that were not sent yet. Restore with the state of {of.max()} workers as the target, and convert "
+                    f"that were not sent yet. Restore with the state of {k.max()} workers as the target, and convert "
                     f"it: step.resize(state, {workers}), or jaxcomm.resize_workers."
                 )
-            if ((row >= 0) & (got != wanted)).any() or (rows.shape[-2] == 1 < workers and (row >= 0).any()):
+            if ((row >= 0) & (index != position)).any() or (rows.shape[-2] == 1 < workers and (row >= 0).any()):
                 raise ValueError(
-                    f"The rows of {found.method.name} must be those of their {workers} workers; got those of workers "
-                    f"{got.tolist()}. The state was kept as if it were replicated (pmap with out_axes=None, "
+                    f"The rows of {node.method.name} must be those of their {workers} workers; got those of workers "
+                    f"{index.tolist()}. The state was kept as if it were replicated (pmap with out_axes=None, "
                     "shard_map with P(), nnx.split), and the other workers' residuals are gone: place PerWorker "
                     "leaves by jaxcomm.state_specs, and begin with the state of tx.init."
                 )
@@ -117,7 +117,7 @@ def communication_period(state: Any) -> int | None:
     Returns:
       The number of steps; None for methods that exchange gradients, whose parameters are replicated.
     """
-    return next((found.method.period for found in exchange_states(state)), None)
+    return next((exchange.method.period for exchange in exchange_states(state)), None)
 
 
 def works_alone(state: Any, model_state: Any = ()) -> bool:
@@ -142,18 +142,18 @@ def exchange_interval(state: Any) -> int:
 
 def exchange_turns(state: Any) -> int:
     """Finds how many exchanges a local method takes to exchange all parameters once; 1 for other methods."""
-    return next((found.method.turns for found in exchange_states(state)), 1)
+    return next((exchange.method.turns for exchange in exchange_states(state)), 1)
 
 
-def applies_step(metrics: ExchangeMetrics, undoes_skipped: bool) -> jax.Array:
+def applies_step(metrics: ExchangeMetrics, reverts_on_skip: bool) -> jax.Array:
     """Returns whether a step should change parameters and optimizer: () bool, False if a skipped exchange undoes it.
 
     Args:
       metrics: the exchange's.
-      undoes_skipped: its method's.
+      reverts_on_skip: its method's.
     """
     ok = metrics.skipped == 0
-    return ok if undoes_skipped else jnp.asarray(True)
+    return ok if reverts_on_skip else jnp.asarray(True)
 
 
 def keep_states_unless(ok: jax.Array, new: Any, old: Any) -> Any:
@@ -181,11 +181,11 @@ def update_with(
       value: the loss, the mean over all workers.
       value_fn: params -> each worker's own loss.
     """
-    more: dict[str, Any] = {"value": value}
+    extra_args: dict[str, Any] = {"value": value}
     if hasattr(tx, "links"):
-        more |= {"grad": gradients, "value_fn": value_fn}
+        extra_args |= {"grad": gradients, "value_fn": value_fn}
     try:
-        return update_with_more(tx, gradients, state, params, more)
+        return update_with_more(tx, gradients, state, params, extra_args)
     except TypeError as error:
         if "keyword-only argument" in str(error):
             error.add_note(
@@ -196,18 +196,18 @@ def update_with(
 
 
 def update_with_more(
-    tx: optax.GradientTransformation, updates: Any, state: Any, params: Any, more: dict[str, Any]
+    tx: optax.GradientTransformation, updates: Any, state: Any, params: Any, extra_args: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Calls `tx.update` with further arguments, or without them if it only says that it takes any (PSGD's Kron)."""
 
     def call() -> tuple[Any, Any]:
-        return optax.with_extra_args_support(tx).update(updates, state, params, **more)
+        return optax.with_extra_args_support(tx).update(updates, state, params, **extra_args)
 
     try:
         # Traced by itself: of a call that fails, no collective is left in the step. A jaxcomm.chain does not fail so.
-        return call() if hasattr(tx, "links") or not more else jax.jit(call, inline=True)()
+        return call() if hasattr(tx, "links") or not extra_args else jax.jit(call, inline=True)()
     except TypeError as error:
-        if not more or "unexpected keyword argument" not in str(error):
+        if not extra_args or "unexpected keyword argument" not in str(error):
             raise
     return tx.update(updates, state, params)
 
@@ -223,9 +223,11 @@ def trained(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf if is_trained(leaf) else None, params)
 
 
-def with_untrained(own: Any, params: Any) -> Any:
+def with_untrained(trained_params: Any, params: Any) -> Any:
     """Returns trained parameters together with the untrained ones of `params`; the inverse of `trained`."""
-    return jax.tree.map(lambda new, old: old if new is None else new, own, params, is_leaf=lambda leaf: leaf is None)
+    return jax.tree.map(
+        lambda new, old: old if new is None else new, trained_params, params, is_leaf=lambda leaf: leaf is None
+    )
 
 
 def exchange_metrics(state: Any) -> ExchangeMetrics | None:
@@ -242,8 +244,8 @@ def exchange_metrics(state: Any) -> ExchangeMetrics | None:
     def is_found(node: Any) -> bool:
         return isinstance(node, ExchangeMetrics | ExchangeState)
 
-    found = next((node for node in jax.tree.leaves(state, is_leaf=is_found) if is_found(node)), None)
-    return found.metrics if isinstance(found, ExchangeState) else found
+    first_node = next((node for node in jax.tree.leaves(state, is_leaf=is_found) if is_found(node)), None)
+    return first_node.metrics if isinstance(first_node, ExchangeState) else first_node
 
 
 def bypassing(state: Any, tree: Any) -> frozenset[str]:
@@ -253,10 +255,12 @@ def bypassing(state: Any, tree: Any) -> frozenset[str]:
       state: an optimizer's state.
       tree: the parameters, or another tree of their structure.
     """
-    found = list(exchange_states(state))
+    exchanges = list(exchange_states(state))
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return frozenset(
-        jax.tree_util.keystr(path) for path, leaf in leaves if any(bypasses(each, path, leaf) for each in found)
+        jax.tree_util.keystr(path)
+        for path, leaf in leaves
+        if any(bypasses(exchange, path, leaf) for exchange in exchanges)
     )
 
 
@@ -276,14 +280,14 @@ def vary_exchanged(tree: Any, state: Any, axis_name: AxisName) -> Any:
     return jax.tree_util.tree_map_with_path(vary, tree)
 
 
-def vary_rows(state: Any, others: tuple[str, ...]) -> Any:
+def vary_rows(state: Any, extra_axes: tuple[str, ...]) -> Any:
     """Marks as varying what may differ in a state, since the branches of a conditional must agree on it.
 
-    Rows differ along their axes, and everything along `others`, the axes of sharded parameters.
+    Rows differ along their axes, and everything along `extra_axes`, the axes of sharded parameters.
     """
 
     def vary(node: Any) -> Any:
-        return to_varying(node, (*node.axes, *others) if is_per_worker(node) else others)
+        return to_varying(node, (*node.axes, *extra_axes) if is_per_worker(node) else extra_axes)
 
     return jax.tree.map(vary, state, is_leaf=is_per_worker)
 
@@ -320,8 +324,8 @@ def check_axes(exchange: ExchangeState, axis_name: AxisName) -> None:
     Raises:
       ValueError: naming the axes of both.
     """
-    wanted, got = set(axis_names(axis_name)), set(exchange.method.axes)
-    if got != wanted:
+    expected, actual = set(axis_names(axis_name)), set(exchange.method.axes)
+    if actual != expected:
         raise ValueError(
             f"{exchange.method.name} must average over all axes of workers, {axis_name!r}; got {exchange.method.axes}. "
             "Pass axis_name= to both."
@@ -360,11 +364,11 @@ def mean_model_state(model_state: Any, axis: int = 0) -> Any:
 def without_rows(state: TrainState) -> TrainState:
     """Returns the state with a local worker's own arrays, without the row dimension; the inverse of `make_local`."""
 
-    def own(node: Any) -> Any:
+    def first_row(node: Any) -> Any:
         is_row = is_per_worker(node) and node.is_local
         return jax.tree.map(lambda row: row[0], node.rows) if is_row else node
 
-    return jax.tree.map(own, state, is_leaf=is_per_worker)
+    return jax.tree.map(first_row, state, is_leaf=is_per_worker)
 
 
 def global_params(state: TrainState) -> Any:
@@ -420,17 +424,19 @@ def resize_workers(state: Any, workers: int) -> Any:
     shards = {(): 1} | {node.axes: len(node.rows) for node in nodes if node.shards == len(node.axes)}
 
     def fold(node: PerWorker, axes: tuple[str, ...]) -> PerWorker:
-        own = node.axes[len(node.axes) - node.shards :]
-        if own == node.axes:
+        sharded = node.axes[len(node.axes) - node.shards :]
+        if sharded == node.axes:
             return node
-        inside = shards[own] // shards[tuple(name for name in own if name not in axes)]  # workers in a group
+        inside = shards[sharded] // shards[tuple(name for name in sharded if name not in axes)]  # workers in a group
         if workers % inside:
             raise ValueError(
-                f"Workers must make whole groups of {inside}, the number along {own[0]!r}; got {workers}. Pass a "
+                f"Workers must make whole groups of {inside}, the number along {sharded[0]!r}; got {workers}. Pass a "
                 f"multiple of {inside}."
             )
         new = workers // inside
-        return replace(node, rows=jax.tree.map(lambda rows: _FOLDS[node.resizing](rows, shards[own], new), node.rows))
+        return replace(
+            node, rows=jax.tree.map(lambda rows: _FOLDS[node.resizing](rows, shards[sharded], new), node.rows)
+        )
 
     def walk(tree: Any, axes: tuple[str, ...] | None) -> Any:
         """Resizes a tree, from the state of an exchange over these axes; None for a tree outside of any exchange."""
@@ -445,8 +451,8 @@ def resize_workers(state: Any, workers: int) -> Any:
                     f"A state must have the workers first to be resized; got stages first in that of "
                     f"{node.method.name}. Call step.resize(state, workers) of the pipeline's step."
                 )
-            over = node.method.axes if axes is None else axes
-            parts = {name: walk(getattr(node, name), over) for name in ("residual", "memory", "others", "worker")}
+            row_axes = node.method.axes if axes is None else axes
+            parts = {name: walk(getattr(node, name), row_axes) for name in ("residual", "memory", "others", "worker")}
             worker = jax.tree.map(lambda rows: np.full_like(rows, -1), parts.pop("worker"))
             return node.method.resized(node.replace(worker=worker, **parts))
 
@@ -467,8 +473,8 @@ def _mean(rows: Any, shards: int, new: int) -> np.ndarray:
 def _parts(rows: Any, shards: int, new: int) -> np.ndarray:
     """Joins each shard's vector, of which every row holds its worker's part, and gives it to all new rows."""
     rows = np.asarray(rows).reshape(-1, shards, np.shape(rows)[-1])
-    whole = [np.asarray(join_parts(rows[:, shard])) for shard in range(shards)]
-    return np.concatenate([np.stack(whole)] * new)
+    rows_of_shard = [np.asarray(join_parts(rows[:, shard])) for shard in range(shards)]
+    return np.concatenate([np.stack(rows_of_shard)] * new)
 
 
 _FOLDS = {"mean": _mean, "parts": _parts}
@@ -482,7 +488,7 @@ def _overlap(old: int, new: int) -> np.ndarray:
     return np.maximum(high - low, 0) * new
 
 
-def check_apart(params: Any) -> None:
+def check_aliases(params: Any) -> None:
     """Refuses an array at two places of the parameters, whose copies would be trained apart.
 
     Raises:

@@ -89,13 +89,13 @@ class Program:
     def in_tiles(self, is_between_slices: bool) -> "Program":
         """Returns the most that XLA may make of it on TPUs; see `Traffic.in_tiles`."""
         rounded = [traffic.in_tiles(is_between_slices) for traffic in self.always]
-        branches = [[branch.in_tiles(is_between_slices) for branch in each] for each in self.conditionals]
+        branches = [[branch.in_tiles(is_between_slices) for branch in conditional] for conditional in self.conditionals]
         return Program(rounded, branches)
 
-    def add(self, other: "Program", times: int = 1) -> None:
+    def add(self, program: "Program", times: int = 1) -> None:
         """Adds another program's collectives, run `times` times a step."""
-        self.always += [replace(traffic, times=traffic.times * times) for traffic in other.always]
-        for branches in other.conditionals:
+        self.always += [replace(traffic, times=traffic.times * times) for traffic in program.always]
+        for branches in program.conditionals:
             scaled = [Program() for _ in branches]
             for target, branch in zip(scaled, branches, strict=True):
                 target.add(branch, times)
@@ -130,21 +130,21 @@ class Program:
           turns: how many there are. A conditional with a branch for each, and one to stay, is replaced by the branch of
             `turn`. With one turn there is nothing to choose.
         """
-        found = Program(list(self.always))
+        program = Program(list(self.always))
         for branches in self.conditionals:
             if turns > 1 and len(branches) == turns + 1:
-                found.add(branches[turn])
+                program.add(branches[turn])
             else:
-                found.conditionals.append(branches)
-        return found
+                program.conditionals.append(branches)
+        return program
 
     def links(self) -> dict[tuple[int, int], int]:
         """Returns the bytes of a usual step that permutations move from one position to another, by (from, to)."""
-        moved: dict[tuple[int, int], int] = {}
+        bytes_of_pair: dict[tuple[int, int], int] = {}
         for traffic in self.usual:
             for pair in traffic.pairs or ():
-                moved[pair] = moved.get(pair, 0) + traffic.operand_bytes * traffic.times
-        return moved
+                bytes_of_pair[pair] = bytes_of_pair.get(pair, 0) + traffic.operand_bytes * traffic.times
+        return bytes_of_pair
 
     @property
     def communicates(self) -> bool:

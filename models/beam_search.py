@@ -106,15 +106,15 @@ def beam_search(
     def predict(tokens: jax.Array, step: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         """Returns log-probabilities (B K, tokens) of the token after the last ones (B K,), and the new cache."""
         y = decoder.embedding(tokens[:, None], lax.dynamic_slice_in_dim(places, step, 1))  # (B K, 1, width)
-        before, written = jnp.arange(L) <= step, []
-        for (attention, contraction), own, other in zip(decoder.layers, cache, cross, strict=True):
-            own = tuple(
+        before, new_cache = jnp.arange(L) <= step, []
+        for (attention, contraction), keys_values, cross_values in zip(decoder.layers, cache, cross, strict=True):
+            keys_values = tuple(
                 lax.dynamic_update_slice_in_dim(old, new, step, axis=1)
-                for old, new in zip(own, attention.own.keys_values(y), strict=True)
+                for old, new in zip(keys_values, attention.own.keys_values(y), strict=True)
             )
-            written.append(own)
-            y = contraction(attention.attend(y, own, before, other, batch), batch)
-        return jax.nn.log_softmax(decoder.logits(y)[:, 0]), written
+            new_cache.append(keys_values)
+            y = contraction(attention.attend(y, keys_values, before, cross_values, batch), batch)
+        return jax.nn.log_softmax(decoder.logits(y)[:, 0]), new_cache
 
     def go_on(search: Search) -> Search:
         step = search.step
@@ -123,18 +123,18 @@ def beam_search(
         total = search.scores[..., None] + log_p.reshape(B, K, -1)  # (B, K, tokens)
         place = jnp.arange(1 + L) == step + 1
         ending = total[..., END] / (step + 1.0) ** length_penalty  # (B, K)
-        ended_scores, kept = lax.top_k(jnp.concatenate([search.ended_scores, ending], axis=1), K)
-        ended = jnp.concatenate([search.ended_tokens, jnp.where(place, END, search.tokens)], axis=1)  # (B, 2 K, 1 + L)
+        ended_scores, best_endings = lax.top_k(jnp.concatenate([search.ended_scores, ending], axis=1), K)
+        ends = jnp.concatenate([search.ended_tokens, jnp.where(place, END, search.tokens)], axis=1)  # (B, 2 K, 1 + L)
         special = jnp.isin(jnp.arange(total.shape[-1]), jnp.asarray([PADDING, BEGIN, END]))
         going = jnp.where(special, -jnp.inf, total)
-        scores, chosen = lax.top_k(going.reshape(B, -1), K)
-        parents, tokens = chosen // total.shape[-1], chosen % total.shape[-1]  # (B, K)
+        scores, best = lax.top_k(going.reshape(B, -1), K)
+        parents, tokens = best // total.shape[-1], best % total.shape[-1]  # (B, K)
         rows = (jnp.arange(B)[:, None] * K + parents).reshape(-1)  # (B K,)
         return Search(
             step + 1,
             jnp.where(place, tokens[..., None], jnp.take_along_axis(search.tokens, parents[..., None], axis=1)),
             scores,
-            jnp.take_along_axis(ended, kept[..., None], axis=1),
+            jnp.take_along_axis(ends, best_endings[..., None], axis=1),
             ended_scores,
             jax.tree.map(lambda a: a[rows], cache),
         )
@@ -144,12 +144,12 @@ def beam_search(
         best = search.scores.max(axis=1) / float(L) ** length_penalty
         return (search.step < L) & jnp.any(best > search.ended_scores.min(axis=1))
 
-    none = jnp.full((B, K), -jnp.inf)
+    no_scores = jnp.full((B, K), -jnp.inf)
     tokens = jnp.full((B, K, 1 + L), PADDING, jnp.int32).at[..., 0].set(BEGIN)
     cache = [tuple(jnp.zeros((B * K, L, *a.shape[2:]), a.dtype) for a in pair) for pair in cross]
-    start = Search(jnp.int32(0), tokens, none.at[:, 0].set(0.0), jnp.full_like(tokens, PADDING), none, cache)
-    found = lax.while_loop(is_open, go_on, start)
-    return found.ended_tokens[..., 1:], found.ended_scores
+    start = Search(jnp.int32(0), tokens, no_scores.at[:, 0].set(0.0), jnp.full_like(tokens, PADDING), no_scores, cache)
+    final = lax.while_loop(is_open, go_on, start)
+    return final.ended_tokens[..., 1:], final.ended_scores
 
 
 def _parts(blocks: Sequence[Any]) -> Decoder:

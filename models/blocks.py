@@ -155,13 +155,13 @@ def pooled(size: int, window: int, stride: int = 2, padding: int = 0) -> int:
     Raises:
       ValueError: if it is below 1.
     """
-    left = (size + 2 * padding - window) // stride + 1
-    if left < 1:
+    length = (size + 2 * padding - window) // stride + 1
+    if length < 1:
         raise ValueError(
             f"An image must be at least as large as a window; got a side of {size} pixels with {padding} of padding "
             f"for one of {window}. Give larger images, or use smaller windows or fewer poolings."
         )
-    return left
+    return length
 
 
 def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
@@ -174,5 +174,5 @@ def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
     Returns:
       (..., features).
     """
-    there = (indices >= 0) & (indices < table.shape[0])
-    return jnp.where(there[..., None], table[jnp.where(there, indices, 0)], jnp.nan)
+    is_row = (indices >= 0) & (indices < table.shape[0])
+    return jnp.where(is_row[..., None], table[jnp.where(is_row, indices, 0)], jnp.nan)

@@ -83,13 +83,13 @@ class Dlrm(Model):
         """
         features = len(table_sizes)
         crossed = dim + (features + 1) * features // 2
-        below, above = (dense_features, *bottom, dim), (crossed, *top)
+        bottom_sizes, top_sizes = (dense_features, *bottom, dim), (crossed, *top)
         interaction = Interaction(table_sizes, dim, row_multiple, embeddings, axis_name, dtype=dtype, rngs=rngs)
         layers = [
             [Layer(i, o, is_last=False, dtype=dtype, rngs=rngs) for i, o in itertools.pairwise(sizes)]
-            for sizes in (below, above)
+            for sizes in (bottom_sizes, top_sizes)
         ]
-        last = Layer(above[-1], 1, is_last=True, dtype=dtype, rngs=rngs)
+        last = Layer(top_sizes[-1], 1, is_last=True, dtype=dtype, rngs=rngs)
         self.blocks = nnx.List([*layers[0], interaction, *layers[1], last])
 
 
@@ -143,8 +143,8 @@ class Interaction(nnx.Module):
         widths = jnp.asarray([*(size**-0.5 for size in sizes), 0.0], jnp.float32)
         row = jnp.arange(sum(sizes) + -sum(sizes) % row_multiple)
         table_of = jnp.searchsorted(jnp.cumsum(jnp.asarray(sizes)), row, side="right", method="compare_all")
-        drawn = jax.random.uniform(rngs.params(), (row.size, dim), jnp.float32, -1, 1)
-        self.table = nnx.Param(drawn * widths[table_of][:, None])
+        uniform = jax.random.uniform(rngs.params(), (row.size, dim), jnp.float32, -1, 1)
+        self.table = nnx.Param(uniform * widths[table_of][:, None])
         self.sizes, self.embeddings, self.axis_name, self.dtype = tuple(sizes), embeddings, axis_name, dtype
 
     def __call__(self, x: jax.Array, batch: Batch) -> jax.Array:

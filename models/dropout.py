@@ -58,6 +58,6 @@ class Dropout(nnx.Module):
                 "rows. Give (B,)."
             )
         n = int(np.prod(x.shape[1:]))
-        drawn = jax.vmap(lambda seed: uniform(make_key(seed, self.layer), n))(batch["seed"])  # (B, n)
-        kept = drawn.reshape(x.shape) >= self.rate
-        return jnp.where(kept, x / jnp.asarray(1 - self.rate, x.dtype), jnp.zeros((), x.dtype))
+        noise = jax.vmap(lambda seed: uniform(make_key(seed, self.layer), n))(batch["seed"])  # (B, n)
+        mask = noise.reshape(x.shape) >= self.rate
+        return jnp.where(mask, x / jnp.asarray(1 - self.rate, x.dtype), jnp.zeros((), x.dtype))

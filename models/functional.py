@@ -133,8 +133,10 @@ def apply(
         blocks = merge(graph, params, stats, training=training)
         for block in blocks:
             x = block(x, batch)
-        found = {graph.first + i: nnx.to_pure_dict(nnx.state(block, nnx.BatchStat)) for i, block in enumerate(blocks)}
-        return x, {index: stat for index, stat in found.items() if stat}
+        batch_stats = {
+            graph.first + i: nnx.to_pure_dict(nnx.state(block, nnx.BatchStat)) for i, block in enumerate(blocks)
+        }
+        return x, {index: stat for index, stat in batch_stats.items() if stat}
 
     if rows_per_group is None or not training:
         return call(batch, x)
@@ -146,10 +148,10 @@ def apply(
         )
     groups = rows // rows_per_group
     grouped = jax.tree.map(lambda a: a.reshape(groups, rows_per_group, *a.shape[1:]), (batch, x))
-    outputs, found = jax.vmap(call)(*grouped)
+    outputs, batch_stats = jax.vmap(call)(*grouped)
     return (
         jax.tree.map(lambda a: a.reshape(rows, *a.shape[2:]), outputs),
-        jax.tree.map(lambda a: a.mean(axis=0), found),
+        jax.tree.map(lambda a: a.mean(axis=0), batch_stats),
     )
 
 

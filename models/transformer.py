@@ -220,8 +220,8 @@ class EncoderAttention(nnx.Module):
 
     def __call__(self, x: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Returns (x, hidden)."""
-        found = self.attention(x, self.attention.keys_values(x), source_mask(batch["source"]))
-        x = self.norm(x + self.dropout(found, batch))
+        attended = self.attention(x, self.attention.keys_values(x), source_mask(batch["source"]))
+        x = self.norm(x + self.dropout(attended, batch))
         return x, nnx.relu(self.expand(x))
 
 
@@ -242,15 +242,15 @@ class DecoderAttention(nnx.Module):
     def attend(
         self,
         y: jax.Array,
-        own: tuple[jax.Array, jax.Array],
-        own_mask: jax.Array,
+        keys_values: tuple[jax.Array, jax.Array],
+        local_mask: jax.Array,
         cross: tuple[jax.Array, jax.Array],
         batch: Batch,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns (y, hidden), given the keys and values of the target so far and of the encoder's output."""
-        y = self.own_norm(y + self.own_dropout(self.own(y, own, own_mask), batch))
-        found = self.cross(y, cross, source_mask(batch["source"]))
-        y = self.cross_norm(y + self.cross_dropout(found, batch))
+        y = self.own_norm(y + self.own_dropout(self.own(y, keys_values, local_mask), batch))
+        attended = self.cross(y, cross, source_mask(batch["source"]))
+        y = self.cross_norm(y + self.cross_dropout(attended, batch))
         return y, nnx.relu(self.expand(y))
 
 

@@ -22,7 +22,7 @@ from configs.experiment import BoundaryFields, Experiment, check, with_fewer
 from configs.methods import Method, PlumpDp
 from train.goodput import Goodput
 from train.processes import Processes, connect, is_addressed, prepare_jax
-from train.restarts import LONG_PAUSE, begun, is_supervised, note_begun, supervise
+from train.restarts import LONG_PAUSE, is_supervised, note_begun, previous_run_folder, supervise
 
 if TYPE_CHECKING:
     import jaxcomm as jc
@@ -69,37 +69,39 @@ def come_together(experiment: Experiment) -> tuple[Experiment, Processes]:
     Raises:
       ValueError, TimeoutError: see `connect`.
     """
-    asked = 1
+    process_count = 1
 
     def check_all(count: int) -> None:
-        nonlocal asked
-        asked = count
+        nonlocal process_count
+        process_count = count
         check(experiment, count)
 
-    may_shrink = experiment.min_workers is not None and begun() is not None
+    may_shrink = experiment.min_workers is not None and previous_run_folder() is not None
     processes = connect(
         experiment.coordinator,
         experiment.process_id,
         experiment.num_processes,
         check=check_all,
         seconds=experiment.connect_timeout,
-        fits=(lambda count: with_fewer(experiment, count, asked) is not None) if may_shrink else None,
+        fits=(lambda count: with_fewer(experiment, count, process_count) is not None) if may_shrink else None,
         patience=experiment.peer_timeout,
     )
-    fewer = with_fewer(experiment, processes.count, asked) if processes.missing else experiment
-    assert fewer is not None  # otherwise process 0 would still be waiting
+    agreed = with_fewer(experiment, processes.count, process_count) if processes.missing else experiment
+    assert agreed is not None  # otherwise process 0 would still be waiting
     if processes.missing and processes.index == 0:
-        gone = ", ".join(map(str, processes.missing))
-        each = experiment.workers // asked
-        workers = ", ".join(str(index * each + worker) for index in processes.missing for worker in range(each))
+        numbers = ", ".join(map(str, processes.missing))
+        per_process = experiment.workers // process_count
+        workers = ", ".join(
+            str(index * per_process + worker) for index in processes.missing for worker in range(per_process)
+        )
         print(
-            f"train: process {gone} did not come back within {experiment.peer_timeout:g} s; the run goes on with "
-            f"{fewer.workers} of {experiment.workers} workers. The checkpoint's residual of worker {workers} is kept, "
+            f"train: process {numbers} did not come back within {experiment.peer_timeout:g} s; the run goes on with "
+            f"{agreed.workers} of {experiment.workers} workers. The checkpoint's residual of worker {workers} is kept, "
             "averaged with the others' (what was added since is lost, and so are the steps since).",
             file=sys.stderr,
             flush=True,
         )
-    return fewer, processes
+    return agreed, processes
 
 
 def parse(argv: Sequence[str]) -> Experiment:
@@ -112,10 +114,10 @@ def parse(argv: Sequence[str]) -> Experiment:
     """
     default, args = take_config(argv)
     subcommands = {
-        f"method:{each.name}": "method:" + re.sub("(?<=[a-z])(?=[A-Z])", "-", each.__name__).lower()
-        for each in get_args(Method)
+        f"method:{kind.name}": "method:" + re.sub("(?<=[a-z])(?=[A-Z])", "-", kind.__name__).lower()
+        for kind in get_args(Method)
     }
-    args, name = [subcommands.get(each, each) for each in args], default.name
+    args, name = [subcommands.get(argument, argument) for argument in args], default.name
     return tyro.cli(
         Experiment,
         default=default,
@@ -176,17 +178,17 @@ def run(
     runs: list[tuple[Experiment, Any]] = [(experiment, planned or experiment.method)]
     # The baseline sends all activations and exchanges the gradients of its dense layers. Its tables are trained as the
     # method's are: unsharded, they may be too large for a worker.
-    whole = dataclasses.replace(experiment, boundary=BoundaryFields(), dense_layers="exchange")
-    if experiment.baseline and (runs[0][1] != PlumpDp() or experiment != whole):
-        runs.insert(0, (whole, PlumpDp()))
-    jobs = [make_job(each, method) for each, method in runs]  # an error in the last is raised before any training
-    names = [run_name(method, each.boundary, each.dense_layers, each.embeddings) for each, method in runs]
-    resume = experiment.resume if (before := begun()) is None else before
+    dense_experiment = dataclasses.replace(experiment, boundary=BoundaryFields(), dense_layers="exchange")
+    if experiment.baseline and (runs[0][1] != PlumpDp() or experiment != dense_experiment):
+        runs.insert(0, (dense_experiment, PlumpDp()))
+    jobs = [make_job(setting, method) for setting, method in runs]  # an error in the last is raised before any training
+    names = [run_name(method, setting.boundary, setting.dense_layers, setting.embeddings) for setting, method in runs]
+    resume = experiment.resume if (before := previous_run_folder()) is None else before
     with run_folder(experiment.out, experiment.name, resume=resume, runs=names) as out:
         note_begun(out)
         ordered = [
-            (dataclasses.replace(each, out=out), method, job, name)
-            for (each, method), job, name in zip(runs, jobs, names, strict=True)
+            (dataclasses.replace(setting, out=out), method, job, name)
+            for (setting, method), job, name in zip(runs, jobs, names, strict=True)
         ]
         goodput = Goodput(out if processes.index == 0 else None, begin=begin, restarted=before is not None)
         return train_each(experiment, ordered, out, processes, doing, goodput)
@@ -205,21 +207,21 @@ def train_each(
     from train.loop import train
     from train.progress import Bar
     from train.results import print_results
-    from train.tables import shown, write_records
+    from train.tables import display_name, write_records
 
     shows = processes.index == 0
     ends: list[tuple[Summary, jc.accounting.WireReport]] = []
     curves = {}
-    for each, method, job, name in runs:
+    for setting, method, job, name in runs:
         if job.late is not None and shows:
             print(job.late)
-        with Bar(shown(name), experiment.steps, shows=shows) as bar:
-            ended = train(each, method, processes, bar, job, doing, goodput)
-        ends.append((ended.summary, job.report))
-        curves[shown(name)] = ended.evaluations
-        if not ended.finished:
+        with Bar(display_name(name), experiment.steps, shows=shows) as bar:
+            outcome = train(setting, method, processes, bar, job, doing, goodput)
+        ends.append((outcome.summary, job.report))
+        curves[display_name(name)] = outcome.evaluations
+        if not outcome.finished:
             if shows:
-                print(f"Stopped and saved after step {ended.summary.steps}; go on with --resume.")
+                print(f"Stopped and saved after step {outcome.summary.steps}; go on with --resume.")
                 say_goodput(goodput)
             return 0
     if shows:

@@ -40,7 +40,7 @@ def advise_experiment(experiment: Experiment, seconds: float = 60.0) -> tuple[Ad
         )
     info = dataset_info(experiment.dataset, experiment.data_dir)
     task = make_task(info, experiment.label_smoothing)
-    whole = split(make_model(experiment.architecture, info, experiment.dtype, experiment.seed))
+    model = split(make_model(experiment.architecture, info, experiment.dtype, experiment.seed))
     batches = train_batches(
         experiment.dataset,
         seed=experiment.seed,
@@ -56,25 +56,25 @@ def advise_experiment(experiment: Experiment, seconds: float = 60.0) -> tuple[Ad
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         output, _ = apply(
-            whole.graph, params, whole.stats, batch, training=True, rows_per_group=experiment.rows_per_group
+            model.graph, params, model.stats, batch, training=True, rows_per_group=experiment.rows_per_group
         )
         return task.loss(output, batch)[0]
 
     mesh = jc.make_mesh(data=experiment.workers)
     by_rows = NamedSharding(mesh, P("data"))
     rows = {name: jax.make_array_from_callback(x.shape, by_rows, x.__getitem__) for name, x in batch.items()}
-    own = make_exchange(experiment.method, momentum=experiment.momentum)
+    exchange = make_exchange(experiment.method, momentum=experiment.momentum)
     advice = advise(
         loss_fn,
-        whole.params,
+        model.params,
         rows,
         mesh,
         optimizer=make_optimizer(experiment),
-        methods=candidates() | {f"--method {run_name(experiment.method)}": own},
+        methods=candidates() | {f"--method {run_name(experiment.method)}": exchange},
         dense_layers=layer_rows(experiment, info),
         seconds=seconds,
     )
     if experiment.plan is None:
         return advice, None
-    gradient = None if experiment.error_budget is None else jax.grad(loss_fn)(whole.params, batch)
-    return advice, make_plan(advice, whole.params, error_budget=experiment.error_budget, gradient=gradient)
+    gradient = None if experiment.error_budget is None else jax.grad(loss_fn)(model.params, batch)
+    return advice, make_plan(advice, model.params, error_budget=experiment.error_budget, gradient=gradient)

@@ -89,7 +89,7 @@ def choose_cuts(model: Model, stages: int, cuts: tuple[int, ...] | None) -> tupl
         return _DLRM_CUTS[stages]
     if isinstance(model, Transformer):
         late, middle = -(-model.layers * 5 // 6), -(-model.layers // 2)  # 5 and 3 of 6
-        both = {2: ((late,), ()), 3: ((late,), (late,)), 5: ((middle, late), (middle, late))}
-        if stages in both and (stages < 5 or middle < late):
-            return model.cuts_after_relu(encoder=both[stages][0], decoder=both[stages][1])
+        layers_of = {2: ((late,), ()), 3: ((late,), (late,)), 5: ((middle, late), (middle, late))}
+        if stages in layers_of and (stages < 5 or middle < late):
+            return model.cuts_after_relu(encoder=layers_of[stages][0], decoder=layers_of[stages][1])
     return tuple(round(stage * count / stages) for stage in range(1, stages))

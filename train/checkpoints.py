@@ -116,22 +116,22 @@ class Checkpoints:
         """
         steps, damaged = sorted(self._manager.all_steps(), reverse=True), []
         for step in steps:
-            found, error = None, None
+            restored, error = None, None
             try:
-                found = self.restore(step, like, resize, about)
+                restored = self.restore(step, like, resize, about)
             except SettingsError:
                 raise
             except Exception as caught:  # of Orbax, TensorStore and JSON, of many kinds
                 error = caught
-            if not _all(found is not None):
+            if not _all(restored is not None):
                 reason = "another process cannot read it" if error is None else f"{type(error).__name__}: {error}"
                 say(f"the checkpoint of step {step} is passed over, {reason.splitlines()[0]}")
                 damaged.append(step)
                 continue
-            for each in damaged:
-                self._put_aside(each)
+            for bad_step in damaged:
+                self._put_aside(bad_step)
             self._manager.reload()
-            return found
+            return restored
         if damaged:
             raise ValueError(
                 f"--resume must find a checkpoint that can be read; got none in {self.folder} of steps "
@@ -168,14 +168,14 @@ class Checkpoints:
                 raise ValueError(f"{name}/metadata is not what was saved: its checksum differs")
         if head["data"]["step"] != step:
             raise ValueError(f"its data are at step {head['data']['step']}")
-        then, message = dict(head["about"]), ""
-        old, new = then.pop("workers"), about["workers"]
-        now = {name: value for name, value in about.items() if name != "workers"}
-        if then.get("steps", 0) < now.get("steps", 0):
-            message = f"The run of {then['steps']} steps is now one of {now['steps']}, and so is its schedule. "
-            then["steps"] = now["steps"]
-        names = [name for name in {**now, **then} if then.get(name) != now.get(name)]
-        different = [f"{name} {then.get(name)!r} (now {now.get(name)!r})" for name in names]
+        earlier, message = dict(head["about"]), ""
+        old, new = earlier.pop("workers"), about["workers"]
+        current = {name: value for name, value in about.items() if name != "workers"}
+        if earlier.get("steps", 0) < current.get("steps", 0):
+            message = f"The run of {earlier['steps']} steps is now one of {current['steps']}, and so is its schedule. "
+            earlier["steps"] = current["steps"]
+        names = [name for name in {**current, **earlier} if earlier.get(name) != current.get(name)]
+        different = [f"{name} {earlier.get(name)!r} (now {current.get(name)!r})" for name in names]
         if different:
             raise SettingsError(
                 f"A run must go on with the settings that it began with; got a checkpoint in {self.folder} with "
@@ -184,9 +184,9 @@ class Checkpoints:
         if old == new:
             state = self._read(step, _plain(like))
             return Restored(step, _typed(state, like), head["data"], message.strip())
-        saved = _typed(self._read(step, self._shapes(step, like)), like)
+        restored = _typed(self._read(step, self._shapes(step, like)), like)
         try:
-            resized = resize(saved, new)
+            resized = resize(restored, new)
         except ValueError as error:
             raise SettingsError(
                 f"The checkpoint in {self.folder} has {old} workers and the run {new}: {error} Or go on with "
@@ -208,27 +208,27 @@ class Checkpoints:
         Raises:
           SettingsError: if they are not those of the run's state.
         """
-        found = dict(ocp.StandardCheckpointHandler().metadata(self.folder / str(step) / "state"))
-        found.pop(CHECKSUMS, None)
-        if different := found.keys() ^ _plain(like).keys():
+        arrays = dict(ocp.StandardCheckpointHandler().metadata(self.folder / str(step) / "state"))
+        arrays.pop(CHECKSUMS, None)
+        if different := arrays.keys() ^ _plain(like).keys():
             raise SettingsError(
                 f"A checkpoint must have the arrays of the run; got one in {self.folder} that differs in "
                 f"{', '.join(sorted(different)[:3])}. Go on with the release of jaxcomm that wrote it."
             )
-        return {name: np.zeros(array.shape, array.dtype) for name, array in found.items()}
+        return {name: np.zeros(array.shape, array.dtype) for name, array in arrays.items()}
 
     def _read(self, step: int, like: Any) -> Any:
         like = like | {CHECKSUMS: np.zeros(len(like), np.uint32)}
-        found = dict(
+        arrays = dict(
             self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like)))["state"]
         )
-        saved = np.asarray(found.pop(CHECKSUMS))
-        differs = np.asarray(_digests(found)) != saved
+        checksums = np.asarray(arrays.pop(CHECKSUMS))
+        differs = np.asarray(_digests(arrays)) != checksums
         if differs.any():
-            names = [name for name, is_other in zip(sorted(found), differs, strict=True) if is_other]
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ValueError(f"{', '.join(names[:3])}{more} are not what was saved: their checksums differ")
-        return found
+            names = [name for name, is_other in zip(sorted(arrays), differs, strict=True) if is_other]
+            suffix = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(f"{', '.join(names[:3])}{suffix} are not what was saved: their checksums differ")
+        return arrays
 
     def wait(self) -> None:
         """Waits until everything is on disk."""

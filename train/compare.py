@@ -73,25 +73,25 @@ def compare(experiment: Experiment, config: Comparison, settings: Sequence[tuple
     steps = experiment.steps
     experiment = dataclasses.replace(experiment, eval_every=steps, checkpoint_every=steps, max_skipped=steps + 1)
     check(experiment, 1)
-    chosen = choose(config.methods, {(method.name, label): method for label, method in settings})
+    selected = choose(config.methods, {(method.name, label): method for label, method in settings})
     if config.delay:
-        late = {key: method for key, method in chosen.items() if method.period is None}
-        chosen = {("plump_dp", "at once"): DENSE} | late
+        late = {key: method for key, method in selected.items() if method.period is None}
+        selected = {("plump_dp", "at once"): DENSE} | late
     check(dataclasses.replace(experiment, delay=config.delay), 1)
-    for method in chosen.values():
+    for method in selected.values():
         make_chain(experiment, method)  # raises its errors before anything is trained
     records = Records(config.json)
-    own = {"experiment": experiment.name, **_shared(settings_of(experiment, DENSE))}
-    records.check_same(own, lambda record: {**record, **_shared(record.get("about", {}))})
+    shared_settings = {"experiment": experiment.name, **_shared(settings_of(experiment, DENSE))}
+    records.check_same(shared_settings, lambda record: {**record, **_shared(record.get("about", {}))})
     with run_folder(config.out, f"{experiment.name}-compare", resume=False) as folder:
-        _compare_in(folder, experiment, config, chosen, records, bits)
+        _compare_in(folder, experiment, config, selected, records, bits)
 
 
 def _compare_in(
     folder: Path,
     experiment: Experiment,
     config: Comparison,
-    chosen: dict[tuple[str, str], Method],
+    selected: dict[tuple[str, str], Method],
     records: Records,
     bits: float,
 ) -> None:
@@ -99,8 +99,8 @@ def _compare_in(
 
     compute, rows, begin = 0.0, [], time.monotonic()
     seeds = f"{config.seeds} seed{'s' * (config.seeds > 1)}"
-    print(f"{len(chosen)} settings with {seeds} each; --methods topk,powersgd trains fewer", flush=True)
-    for (name, label), method in chosen.items():
+    print(f"{len(selected)} settings with {seeds} each; --methods topk,powersgd trains fewer", flush=True)
+    for (name, label), method in selected.items():
         delay = config.delay if rows else 0  # dense comes first, without delay
         runs = train_seeds(records, dataclasses.replace(experiment, delay=delay), method, config.seeds, prints=False)
         seconds = statistics.median(run["seconds_per_step"] for run in runs)
@@ -119,10 +119,10 @@ def _compare_in(
             "fields": method.options(),
         }
         rows.append(row)
-        left = (time.monotonic() - begin) / len(rows) * (len(chosen) - len(rows)) / 60
+        minutes = (time.monotonic() - begin) / len(rows) * (len(selected) - len(rows)) / 60
         print(
-            f"{len(rows)}/{len(chosen)} {setting_of(row)}: {row['accuracy_mean']:.2f}%, "
-            f"{row['bytes_per_step']:,.0f} bytes a step{f'; {left:.0f} minutes left' if left >= 0.5 else ''}",
+            f"{len(rows)}/{len(selected)} {setting_of(row)}: {row['accuracy_mean']:.2f}%, "
+            f"{row['bytes_per_step']:,.0f} bytes a step{f'; {minutes:.0f} minutes left' if minutes >= 0.5 else ''}",
             flush=True,
         )
         write_records(folder / "comparison.json", rows)  # keeps what is done so far
@@ -139,11 +139,11 @@ def _compare_in(
 
 def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the columns of the table, which fits a terminal; comparison.json has the other numbers."""
-    high, below = row["below_high"], row["points_below_dense"]
+    high, difference = row["below_high"], row["points_below_dense"]
     return {
         "method": setting_of(row),
         "accuracy, %": f"{row['accuracy_mean']:.2f}",
-        "below dense": f"{below:.2f}" + (f" ± {high - below:.2f}" if high is not None else ""),
+        "below dense": f"{difference:.2f}" + (f" ± {high - difference:.2f}" if high is not None else ""),
         "bytes a step": row["bytes_per_step"],
         "times fewer": row["ratio_to_dense"],
         "s to finish": row["seconds_to_finish"],
@@ -153,8 +153,8 @@ def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _shared(about: Mapping[str, Any]) -> Record:
     """Returns the settings that all runs of a comparison share."""
-    own = ("seed", "delay")
-    return {name: value for name, value in about.items() if name not in own and not name.startswith("method")}
+    excluded = ("seed", "delay")
+    return {name: value for name, value in about.items() if name not in excluded and not name.startswith("method")}
 
 
 def choose(names: str, settings: dict[tuple[str, str], Method]) -> dict[tuple[str, str], Method]:
@@ -167,15 +167,15 @@ def choose(names: str, settings: dict[tuple[str, str], Method]) -> dict[tuple[st
     Raises:
       ValueError: for a method that has no setting.
     """
-    known = list(dict.fromkeys(name for name, _ in settings))
-    wanted = known if names == "all" else [name.strip().replace("-", "_") for name in names.split(",")]
-    plain = {name.replace("_", ""): name for name in known}
-    for name in wanted:
+    names_of_methods = list(dict.fromkeys(name for name, _ in settings))
+    requested = names_of_methods if names == "all" else [name.strip().replace("-", "_") for name in names.split(",")]
+    plain = {name.replace("_", ""): name for name in names_of_methods}
+    for name in requested:
         if name.replace("_", "") not in plain:
             raise ValueError(
-                f"--methods must be some of {', '.join(known)}, or all; got {name!r}. Name those to train."
+                f"--methods must be some of {', '.join(names_of_methods)}, or all; got {name!r}. Name those to train."
             )
-    names_wanted = {plain[name.replace("_", "")] for name in wanted}
+    names_wanted = {plain[name.replace("_", "")] for name in requested}
     dense = {key: method for key, method in settings.items() if method == DENSE}
     return dense | {key: method for key, method in settings.items() if key[0] in names_wanted}
 
@@ -193,12 +193,12 @@ def summarise(runs: Sequence[Record], *, dense: Sequence[float] | None, margin: 
     accuracies = [100 * run["scores"]["accuracy"] for run in runs]
     losses = [math.inf if run["scores"]["loss"] is None else run["scores"]["loss"] for run in runs]
     mean, first = statistics.fmean(accuracies), runs[0]
-    pairs = [0.0] if dense is None else [base - own for base, own in zip(dense, accuracies, strict=True)]
-    below, low, high, verdict = statistics.fmean(pairs), None, None, ""
+    pairs = [0.0] if dense is None else [base - accuracy for base, accuracy in zip(dense, accuracies, strict=True)]
+    difference, low, high, verdict = statistics.fmean(pairs), None, None, ""
     if len(pairs) > 1:
         quantile = float(scipy.stats.t.ppf((1 + CONFIDENCE) / 2, len(pairs) - 1))
         half = quantile * statistics.stdev(pairs) / math.sqrt(len(pairs))
-        low, high = below - half, below + half
+        low, high = difference - half, difference + half
         verdict = "not worse" if high <= margin else "worse" if low > margin else "not told apart"
     return {
         "seeds": len(runs),
@@ -207,7 +207,7 @@ def summarise(runs: Sequence[Record], *, dense: Sequence[float] | None, margin: 
         "accuracy_min": min(accuracies),
         "accuracy_max": max(accuracies),
         "accuracies": accuracies,
-        "points_below_dense": below,
+        "points_below_dense": difference,
         "below_low": low,
         "below_high": high,
         "margin": margin,

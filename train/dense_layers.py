@@ -34,10 +34,10 @@ def with_dense(architecture: Architecture, dense: Callable[..., Any]) -> Archite
     Raises:
       ValueError: for a model that does not take the kind of its dense layers.
     """
-    can = [name for name, model in MODELS.items() if takes_dense(model)]
-    if architecture.name not in can:
+    names = [name for name, model in MODELS.items() if takes_dense(model)]
+    if architecture.name not in names:
         raise ValueError(
-            f"--dense-layers must go with a model that takes the kind of its dense layers, {', '.join(can)}; got "
+            f"--dense-layers must go with a model that takes the kind of its dense layers, {', '.join(names)}; got "
             f"{architecture.name!r}. Leave it out."
         )
     return dataclasses.replace(architecture, options={**architecture.options, "dense": dense})

@@ -56,8 +56,8 @@ def draw_comparison(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(16, 8), sharey=True)
     figure.subplots_adjust(left=0.05, right=0.99, bottom=0.08, top=0.98, wspace=0.03)
     for panel, (column, title) in zip(axes, panels.items(), strict=True):
-        drawn = [record for record in records if record[column] > 0]
-        for record in drawn:
+        records_of_panel = [record for record in records if record[column] > 0]
+        for record in records_of_panel:
             x, y, colour = record[column], record["accuracy_mean"], colours[record["method"]]
             panel.errorbar(x, y, yerr=record["accuracy_stdev"] or 0.0, elinewidth=0.8, alpha=0.35, color=colour)
             panel.plot(x, y, "o", markersize=5, color=colour)
@@ -71,10 +71,10 @@ def draw_comparison(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     axes[0].set_ylabel(f"test accuracy, % (mean and standard deviation, {records[0]['seeds']} seeds)")
     figure.canvas.draw()  # fixes where the points are, before labels are placed
     for panel, column in zip(axes, panels, strict=True):
-        drawn = [record for record in records if record[column] > 0]
-        points = [(record[column], record["accuracy_mean"]) for record in drawn]
-        texts = [setting_of(record) for record in drawn]
-        label_points(panel, points, texts, [colours[record["method"]] for record in drawn])
+        records_of_panel = [record for record in records if record[column] > 0]
+        points = [(record[column], record["accuracy_mean"]) for record in records_of_panel]
+        texts = [setting_of(record) for record in records_of_panel]
+        label_points(panel, points, texts, [colours[record["method"]] for record in records_of_panel])
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -88,7 +88,7 @@ def label_points(
 
     renderer, frame = axes.figure.canvas.get_renderer(), axes.get_window_extent()
     places = axes.transData.transform(points)
-    taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in places]
+    boxes = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in places]
     pixels = axes.figure.dpi / 72  # of a point
     angles = [side + turn for turn in (0.0, 0.5, -0.5, 1.0, -1.0, 1.4, -1.4) for side in (0.0, math.pi)]
     offsets = [(r * math.cos(angle), r * math.sin(angle)) for r in range(8, 240, 4) for angle in angles]
@@ -99,12 +99,12 @@ def label_points(
         )
         size = label.get_window_extent(renderer)
         for right, up in offsets:
-            left = x + pixels * right - (0 if right >= 0 else size.width)
-            box = Bbox.from_bounds(left, y + pixels * up - size.height / 2, size.width, size.height)
+            x_offset = x + pixels * right - (0 if right >= 0 else size.width)
+            box = Bbox.from_bounds(x_offset, y + pixels * up - size.height / 2, size.width, size.height)
             inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
-            if inside and not any(box.overlaps(other) for other in taken):
+            if inside and not any(box.overlaps(placed) for placed in boxes):
                 label.set(position=(right, up), ha="left" if right >= 0 else "right")
-                taken.append(box)
+                boxes.append(box)
                 break
 
 
@@ -178,18 +178,18 @@ def draw_panels(panels: Mapping[str, Sequence[Line]], label: str, *, logarithmic
         "marks": {"linewidth": 1.4, "marker": "o", "markersize": 3.5},
     }
     settings = {"svg.fonttype": "none", "font.family": "sans-serif", "text.parse_math": False}
-    drawn = [y for lines in panels.values() for line in lines for y in line.y]
-    is_logarithmic = logarithmic and any(y > 0 for y in drawn)
-    found, limits = [], None
+    y_values = [y for lines in panels.values() for line in lines for y in line.y]
+    is_logarithmic = logarithmic and any(y > 0 for y in y_values)
+    elements, limits = [], None
     for name, lines in panels.items():
         with matplotlib.rc_context(settings | {"svg.hashsalt": f"{salt} {name}"}):
             figure, panel = plt.subplots(figsize=(5.5, 3.2), layout="constrained")
             labelled = set()
             for line in sorted(lines, key=lambda line: line.style == "thin"):  # the legend shows the bold ones
                 y = [y if abs(y) < HUGE and (y > 0 or not is_logarithmic) else math.nan for y in line.y]
-                own = None if line.label in labelled else line.label
+                line_label = None if line.label in labelled else line.label
                 labelled.add(line.label)
-                panel.plot(line.x, y, label=own, color=Line.colour(line.number), **styles[line.style])
+                panel.plot(line.x, y, label=line_label, color=Line.colour(line.number), **styles[line.style])
             has_bytes = name == BYTES and any(x > 0 for line in lines for x in line.x)
             panel.set(xlabel=name, ylabel=label, yscale="log" if is_logarithmic else "linear")
             panel.set(xscale="log" if has_bytes else "linear")
@@ -205,5 +205,5 @@ def draw_panels(panels: Mapping[str, Sequence[Line]], label: str, *, logarithmic
         svg = file.getvalue()
         svg = svg[svg.index("<svg") :]  # without the XML declaration, which an HTML page does not have
         svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-        found.append(re.sub(r' id="[\w.]+_\d+"', "", svg))  # figure_1, axes_1, ...: the same in every element
-    return "".join(found)
+        elements.append(re.sub(r' id="[\w.]+_\d+"', "", svg))  # figure_1, axes_1, ...: the same in every element
+    return "".join(elements)

@@ -114,10 +114,10 @@ def _last(out: Path, name: str) -> int:
     """Returns the number of the run that wrote last: the one that was stopped last, whatever its number."""
     names = [path.name for path in out.iterdir() if path.is_dir()] if out.is_dir() else []
     pattern = re.compile(rf"{re.escape(name)}(?:-([2-9]|[1-9]\d+))?")
-    numbers = [int(found[1] or 1) for each in names if (found := pattern.fullmatch(each))]
+    numbers = [int(match[1] or 1) for folder_name in names if (match := pattern.fullmatch(folder_name))]
     if not numbers:
         raise ValueError(f"--resume must go on with a run that has begun; got no {out / name}. Leave --resume out.")
-    last = max(numbers, key=lambda number: (_written(_folder(out, name, number)), number))
+    last = max(numbers, key=lambda number: (_write_time(_folder(out, name, number)), number))
     print(
         f"train: --resume goes on with {_folder(out, name, last)}"
         + (f", which was written last of {len(numbers)} runs" if len(numbers) > 1 else ""),
@@ -126,7 +126,7 @@ def _last(out: Path, name: str) -> int:
     return last
 
 
-def _written(folder: Path) -> float:
+def _write_time(folder: Path) -> float:
     files = [folder / file for file in (RUNS, FILE)]
     return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
@@ -171,7 +171,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     Raises:
       ValueError: naming the line that is not one of a step.
     """
-    found = []
+    records = []
     with path.open(newline="\n", errors="replace") as file:
         for number, text in enumerate(file, 1):
             if not text.endswith("\n"):
@@ -182,8 +182,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
                     raise ValueError(line)
                 if not isinstance(line["step"], int) or line["step"] < 1 or not line.keys() >= LINE:
                     raise ValueError(line)
-            found.append(line)
-    return found
+            records.append(line)
+    return records
 
 
 def _check_runs(folder: Path, runs: Sequence[str], resume: bool) -> None:

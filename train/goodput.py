@@ -108,20 +108,20 @@ class Goodput:
 
     def line(self) -> str:
         """Returns the record as one line of text; nothing for a short run that was never restarted."""
-        found = self.record()
-        if found["seconds"] < LONG and not found["n_restarts"] and not found["n_lost_steps"]:
+        entry = self.record()
+        if entry["seconds"] < LONG and not entry["n_restarts"] and not entry["n_lost_steps"]:
             return ""
-        counts = {"restarts": ("restart", found["n_restarts"]), "lost": ("lost step", found["n_lost_steps"])}
-        rest = []
-        for kind, what in _REST.items():
-            name, count = counts.get(kind, (what, None))
-            seconds = found[f"s_{kind}"]
+        counts = {"restarts": ("restart", entry["n_restarts"]), "lost": ("lost step", entry["n_lost_steps"])}
+        items = []
+        for kind, noun in _REST.items():
+            name, count = counts.get(kind, (noun, None))
+            seconds = entry[f"s_{kind}"]
             if count or seconds >= 0.05:
                 number = "" if count is None else f"{count} "
-                rest.append(f"{number}{name}{'s' if count not in (None, 1) else ''} {found[f's_{kind}']:.1f} s")
+                items.append(f"{number}{name}{'s' if count not in (None, 1) else ''} {entry[f's_{kind}']:.1f} s")
         return (
-            f"Goodput {found['goodput']:.1%}: {found['s_steps']:.1f} of {found['seconds']:.1f} s in steps that count; "
-            f"the rest: {', '.join(rest)}"
+            f"Goodput {entry['goodput']:.1%}: {entry['s_steps']:.1f} of {entry['seconds']:.1f} s in steps that count; "
+            f"the rest: {', '.join(items)}"
         )
 
     def _begin(self, kind: str) -> None:
@@ -129,12 +129,12 @@ class Goodput:
         self._kind = kind
 
     def _count(self) -> None:
-        now = time.monotonic()
-        seconds = now - self._since
+        clock = time.monotonic()
+        seconds = clock - self._since
         self._add(self._kind, seconds)
         if self._kind == "steps":
             self._run()["steps"] += seconds
-        self._since = now
+        self._since = clock
 
     def _add(self, kind: str, seconds: float) -> None:
         self._kept["seconds"][kind] = self._kept["seconds"].get(kind, 0.0) + seconds
@@ -143,12 +143,12 @@ class Goodput:
         return self._kept["runs"].setdefault(self._name, {"steps": 0.0, "marks": {}})
 
 
-def _counts(kept: dict[str, Any]) -> dict[str, Any]:
+def _counts(content: dict[str, Any]) -> dict[str, Any]:
     """Returns what a file has kept, its numbers as numbers; raises an error of any kind if it is something else."""
     runs = {
         name: {"steps": float(run["steps"]), "marks": {str(int(at)): float(s) for at, s in run["marks"].items()}}
-        for name, run in kept["runs"].items()
+        for name, run in content["runs"].items()
     }
-    seconds = {kind: float(kept["seconds"][kind]) for kind in kept["seconds"]}
-    counts = {"restarts": int(kept["restarts"]), "lost": int(kept["lost"])}
-    return {"seconds": seconds, **counts, "runs": runs, "until": float(kept["until"])}
+    seconds = {kind: float(content["seconds"][kind]) for kind in content["seconds"]}
+    counts = {"restarts": int(content["restarts"]), "lost": int(content["lost"])}
+    return {"seconds": seconds, **counts, "runs": runs, "until": float(content["until"])}

@@ -83,8 +83,8 @@ def make_job(
     """
     info = info or dataset_info(experiment.dataset, experiment.data_dir)
     task = make_task(info, experiment.label_smoothing)
-    whole = split(_abstract(experiment, info))
-    check_plan(method, experiment, whole.params)
+    model_parts = split(_abstract(experiment, info))
+    check_plan(method, experiment, model_parts.params)
     axes = {"slice": experiment.slices, "data": experiment.workers // experiment.slices, "stage": experiment.stages}
     axes |= {"model": experiment.model_parallel, "fsdp": experiment.fsdp}
     axes = {name: size for name, size in axes.items() if size > 1 or name == "data"}
@@ -104,7 +104,7 @@ def make_job(
     parts = make(trained, method, info, task, mesh, axis, batch)
     step, init = parts.step, parts.init or parts.step.init
     shapes = parts.shapes or jax.eval_shape(lambda: init(*parts.first(experiment.seed)))
-    report = jc.accounting.step_report(step, shapes, batch, params=whole.params, workers=experiment.workers)
+    report = jc.accounting.step_report(step, shapes, batch, params=model_parts.params, workers=experiment.workers)
 
     def verify(state: jc.state.TrainState, batch: Any) -> str:
         step.verify(state, batch, beside=parts.beside, other_bytes=OTHER_BYTES)
@@ -126,8 +126,8 @@ def make_job(
         # Of a local method and of a pipeline, no single device holds the whole model: it is put together on every
         # device. What must be sharded to fit stays sharded.
         model=jax.jit(model, out_shardings=parts.places or everywhere),
-        evaluate=jax.jit(partial(_evaluate, task, whole.graph), out_shardings=everywhere),
-        translate=_translator(experiment, info, whole.graph, everywhere),
+        evaluate=jax.jit(partial(_evaluate, task, model_parts.graph), out_shardings=everywhere),
+        translate=_translator(experiment, info, model_parts.graph, everywhere),
         report=report,
         dense=report.dense if parts.dense is None else parts.dense,
         late=parts.late,
@@ -159,17 +159,17 @@ def _data_parallel(
 ) -> _Parts:
     """Workers that each hold the whole model."""
     del batch
-    late, where, beside = None, None, ()
+    late, where, extra_traffic = None, None, ()
     model = _abstract(experiment, info, LateLinear if experiment.dense_layers == "late" else None)
     if experiment.dense_layers == "late":
         late = multiply_late(model, experiment, method)
-        where, beside = None if isinstance(method, Planned) else late.exchanges, late.traffic
+        where, extra_traffic = None if isinstance(method, Planned) else late.exchanges, late.traffic
     elif experiment.embeddings == "late":
-        where, beside = is_exchanged, (lookup_traffic(model, experiment),)
+        where, extra_traffic = is_exchanged, (lookup_traffic(model, experiment),)
     tx = make_chain(experiment, method, where)
     loss_fn = _loss_of(experiment, task, split(model).graph)
     step = jc.make_train_step(loss_fn, tx, mesh, has_state=True, axis_name=axis)
-    return _Parts(step, partial(_first, experiment, info), init=jax.jit(step.init), late=late, beside=beside)
+    return _Parts(step, partial(_first, experiment, info), init=jax.jit(step.init), late=late, beside=extra_traffic)
 
 
 def _sharded(
@@ -179,13 +179,13 @@ def _sharded(
     del batch
     is_split = experiment.dense_layers == "split"
     tx, model = make_chain(experiment, method), _abstract(experiment, info, SplitLinear if is_split else None)
-    whole = split(model)
-    loss_fn = _loss_of(experiment, task, whole.graph)
+    model_parts = split(model)
+    loss_fn = _loss_of(experiment, task, model_parts.graph)
 
     if experiment.embeddings != "exchange":
-        specs = shards_of_table(model, whole.params, experiment.workers)
+        specs = shards_of_table(model, model_parts.params, experiment.workers)
     else:
-        specs = shards_of(model) if is_split else jax.tree.map(partial(_spec_of, experiment), whole.params)
+        specs = shards_of(model) if is_split else jax.tree.map(partial(_spec_of, experiment), model_parts.params)
     auto = tuple(name for name in ("fsdp", "model") if mesh.shape.get(name, 1) > 1)
     step = jc.make_train_step(
         loss_fn,
@@ -193,18 +193,18 @@ def _sharded(
         mesh,
         specs=specs,
         auto=auto,
-        lookups=lookups_of(model, whole.params, experiment),
+        lookups=lookups_of(model, model_parts.params, experiment),
         has_state=True,
         axis_name=axis,
     )
-    shapes = step.shapes(whole.params, whole.stats)
+    shapes = step.shapes(model_parts.params, model_parts.stats)
     dense = None
     if auto:  # the bytes that a device would receive for its shards
-        own = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(shapes.params))
-        dense = float(jc.accounting.Traffic("all_reduce", 4 * own, experiment.workers).received)
+        shard_size = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(shapes.params))
+        dense = float(jc.accounting.Traffic("all_reduce", 4 * shard_size, experiment.workers).received)
     places, draw = None, partial(_first, experiment, info)
     if experiment.embeddings != "exchange" or experiment.fsdp > 1:  # one device, or one host, may be too small
-        everywhere = jax.tree.map(lambda _: P(), whole.stats)
+        everywhere = jax.tree.map(lambda _: P(), model_parts.stats)
         places = jax.tree.map(partial(NamedSharding, mesh), (specs, everywhere), is_leaf=lambda x: isinstance(x, P))
         draw = draw_where(places, experiment, info)
 
@@ -234,8 +234,8 @@ def draw_where(places: Any, experiment: Experiment, info: DatasetInfo) -> Callab
 
 
 def _first(experiment: Experiment, info: DatasetInfo, seed: int | jax.Array) -> Model:
-    whole = split(make_model(experiment.architecture, info, experiment.dtype, seed))
-    return whole.params, whole.stats
+    model_parts = split(make_model(experiment.architecture, info, experiment.dtype, seed))
+    return model_parts.params, model_parts.stats
 
 
 def _loss_of(experiment: Experiment, task: Task, graph: Graph) -> Callable[..., Any]:
@@ -278,12 +278,12 @@ def _pipeline(
         stages = cut(make_model(experiment.architecture, info, experiment.dtype, seed), cuts)
         return [stage.params for stage in stages], [stage.stats for stage in stages]
 
-    def whole(stages: list[Any]) -> Any:
-        return {block: of for stage in stages for block, of in stage.items()}
+    def join_stages(stages: list[Any]) -> Any:
+        return {block: params for stage in stages for block, params in stage.items()}
 
     costs = pipeline.report(tx, batch, experiment.workers)
-    dense = costs.exchange.dense + sum(2 * each.dense for each in costs.boundaries) / len(stages)
-    return _Parts(step, first, whole, jax.jit(step.init), dense)
+    dense = costs.exchange.dense + sum(2 * boundary_cost.dense for boundary_cost in costs.boundaries) / len(stages)
+    return _Parts(step, first, join_stages, jax.jit(step.init), dense)
 
 
 def _abstract(experiment: Experiment, info: DatasetInfo, dense: Callable[..., Any] | None = None) -> Any:

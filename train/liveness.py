@@ -95,28 +95,28 @@ class Signs:
     seen: dict[int, tuple[str, float]] = field(default_factory=dict)
     moved: dict[int, tuple[str, float]] = field(default_factory=dict)
 
-    def update(self, values: Mapping[str, str], now: float) -> None:
+    def update(self, values: Mapping[str, str], clock: float) -> None:
         """Takes in the signs "NUMBER DOING" of the processes."""
         for index in range(self.count):
             sign = values.get(str(index), " ")
             if index not in self.seen or self.seen[index][0] != sign:
-                self.seen[index] = (sign, now)
+                self.seen[index] = (sign, clock)
             doing = sign.partition(" ")[2]
             if index not in self.moved or self.moved[index][0] != doing:
-                self.moved[index] = (doing, now)
+                self.moved[index] = (doing, clock)
 
-    def silent(self, now: float, seconds: float) -> str | None:
+    def silent(self, clock: float, seconds: float) -> str | None:
         """Says which processes have given no sign for so long; None if each has given one or is done."""
-        gone = [
-            f"process {index} ({int(now - when)} s)"
-            for index, (_, when) in self.seen.items()
-            if now - when > seconds and self.moved[index][0] != "done"
+        processes = [
+            f"process {index} ({int(clock - last)} s)"
+            for index, (_, last) in self.seen.items()
+            if clock - last > seconds and self.moved[index][0] != "done"
         ]
-        return f"no sign of life from {', '.join(gone)}" if gone else None
+        return f"no sign of life from {', '.join(processes)}" if processes else None
 
-    def stuck(self, now: float, seconds: float) -> str | None:
+    def stuck(self, clock: float, seconds: float) -> str | None:
         """Says what the processes are doing if none has made progress for so long; None if one has, or is done."""
-        if any(now - when <= seconds or doing in ("", "done") for doing, when in self.moved.values()):
+        if any(clock - last <= seconds or doing in ("", "done") for doing, last in self.moved.values()):
             return None
         doings = ", ".join(f"process {index}: {doing}" for index, (doing, _) in sorted(self.moved.items()))
         return f"no process has gone on for {seconds:g} s ({doings})"
@@ -153,7 +153,7 @@ class Liveness:
         self._closed, self._broken = threading.Event(), threading.Event()
         self._answered = time.monotonic()
         watches = (self._watch, self._guard, *([self._listen] if processes.index and processes.lines else []))
-        self._threads = [threading.Thread(target=each, daemon=True) for each in watches]
+        self._threads = [threading.Thread(target=watch, daemon=True) for watch in watches]
 
     def __enter__(self) -> "Liveness":
         self._give_sign()
@@ -170,15 +170,15 @@ class Liveness:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._give_sign()
 
-    def doing(self, what: str, step: int = 0, ready: Any = None) -> None:
+    def doing(self, activity: str, step: int = 0, ready: Any = None) -> None:
         """Tells the others what this process does from now on; costs nothing, but for a measurement now and then.
 
         Args:
-          what: it does.
+          activity: it does.
           step: that is next, if this is between two steps.
           ready: arrays of the step before: see `Pace`.
         """
-        self._doing = what
+        self._doing = activity
         seconds = None if ready is None else self._pace.measure(step, ready)
         if seconds is not None:
             self._store.put(f"jaxcomm/pace/{self._processes.index}", repr(seconds))
@@ -202,33 +202,35 @@ class Liveness:
         if code == 1 and error.__traceback__ is not None and not isinstance(error, TimeoutError):
             traceback.print_exception(error)
         kind = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
-        what = str(error).strip()
-        self._end(f"process {self._processes.index} has ended: {kind}{': ' + what if what else ''}", code, own=True)
+        message = str(error).strip()
+        self._end(
+            f"process {self._processes.index} has ended: {kind}{': ' + message if message else ''}", code, is_local=True
+        )
 
     def _watch(self) -> None:
         signs = Signs(self._processes.count)
         while not self._closed.wait(PERIOD):
             try:
                 self._give_sign()
-                ended = self._store.under("jaxcomm/ended")
+                endings = self._store.under("jaxcomm/ended")
                 signs.update(self._store.under("jaxcomm/alive"), time.monotonic())
                 if self._processes.index == 0:
                     self._name_slow(self._store.under("jaxcomm/pace"))
             except jax.errors.JaxRuntimeError:
                 self._end("process 0, through which the others speak, is gone", 1)
                 return
-            now = self._answered = time.monotonic()
+            clock = self._answered = time.monotonic()
             timeout = min(self._timeout, SILENCE) if self._broken.is_set() else self._timeout
-            found = signs.silent(now, timeout) or signs.stuck(now, self._deadline)
-            if found or "first" in ended:
-                self._end(found or "", 1)
+            reason = signs.silent(clock, timeout) or signs.stuck(clock, self._deadline)
+            if reason or "first" in endings:
+                self._end(reason or "", 1)
                 return
 
     def _name_slow(self, paces: Mapping[str, str]) -> None:
         """Names a process once for which the others wait in every step."""
-        found = slowest({int(index): float(seconds) for index, seconds in paces.items()})
-        if found is not None and found[0] not in self._slow and len(paces) == self._processes.count:
-            index, ratio = found
+        slow_process = slowest({int(index): float(seconds) for index, seconds in paces.items()})
+        if slow_process is not None and slow_process[0] not in self._slow and len(paces) == self._processes.count:
+            index, ratio = slow_process
             self._slow.add(index)
             self._say(
                 f"process {index} takes {ratio:.1f} times as long as the others for the same work: these wait for it "
@@ -257,13 +259,13 @@ class Liveness:
         self._number += 1
         self._store.put(f"jaxcomm/alive/{self._processes.index}", f"{self._number} {self._doing}")
 
-    def _end(self, line: str, code: int, *, own: bool = False) -> None:
+    def _end(self, line: str, code: int, *, is_local: bool = False) -> None:
         self._closed.set()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             first = self._store.under("jaxcomm/ended").get("first")
             if first is None:
                 self._store.put("jaxcomm/ended/first", f"{code} {line.splitlines()[0]}")
-            elif not own:
+            elif not is_local:
                 text, _, line = first.partition(" ")
                 code = int(text)
         self._say(line)

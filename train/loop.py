@@ -34,7 +34,7 @@ from train.plans import Watch
 from train.processes import Processes
 from train.schedules import make_schedule
 from train.scores import bleu
-from train.tables import shown
+from train.tables import display_name
 
 STATE_FORMAT = 5  # of a checkpoint's state; another number is refused
 
@@ -112,41 +112,41 @@ def train(
         about["late"] = [layer.path for layer in job.late.layers if layer.is_late]
 
     name = run_name(method, experiment.boundary, experiment.dense_layers, experiment.embeddings)
-    label = shown(name)
+    label = display_name(name)
     folder = experiment.out / name
     checkpoints = Checkpoints(folder / "checkpoints")
-    done, state = 0, job.start(experiment.seed)
+    first_step, state = 0, job.start(experiment.seed)
     restored = checkpoints.newest(state, job.step.resize, about, lambda line: progress.say(f"{label}: {line}"))
     if restored is None:
         check_fresh(folder, experiment.checkpoint_every)
     else:
-        done, state = restored.step, restored.state
+        first_step, state = restored.step, restored.state
         batches.restore(restored.data)
-        progress.say(f"{label}: resumed after step {done}. {restored.message}".rstrip())
+        progress.say(f"{label}: resumed after step {first_step}. {restored.message}".rstrip())
     rare = partial(is_rare, method)
     shows = processes.index == 0
     schedule, board = make_schedule(experiment), experiment.tensorboard
-    log = Log(folder / METRICS, job.report, rare, after=done, writes=shows, tensorboard=board, schedule=schedule)
+    log = Log(folder / METRICS, job.report, rare, after=first_step, writes=shows, tensorboard=board, schedule=schedule)
     if shows:
         sizes = {"parameters": job.report.parameters, "dense_bytes": job.dense}
         (folder / SETTINGS).write_text(json.dumps(about | sizes, indent=2) + "\n")
-    goodput.take(name, done, log.dropped)
+    goodput.take(name, first_step, log.dropped)
     if log.last:
-        progress.update(done, log.last["loss"], log.last["accuracy"], job.report.received)
-    if done >= experiment.steps:
+        progress.update(first_step, log.last["loss"], log.last["accuracy"], job.report.received)
+    if first_step >= experiment.steps:
         progress.say(f"{label}: nothing is left to do; --steps {2 * experiment.steps} goes on from here.")
 
     def evaluate(state: jc.state.TrainState, *, at_end: bool) -> dict[str, float]:
         jax.block_until_ready(state)
         with goodput.on("evaluation"):
-            model, rows, found = job.model(state), [], []
+            model, rows, translations = job.model(state), [], []
             for number, batch in enumerate(tests):
                 doing(f"{name}: test batch {number} after step {step}")
                 placed = _to_mesh(batch, job)
                 rows.append(job.evaluate(model, placed))
                 if at_end and job.translate is not None:
-                    found.append(job.translate(model, placed["source"]))
-            return test_scores(experiment, job, jax.device_get(rows), jax.device_get(found))
+                    translations.append(job.translate(model, placed["source"]))
+            return test_scores(experiment, job, jax.device_get(rows), jax.device_get(translations))
 
     def save(state: jc.state.TrainState) -> None:
         if checkpoints.last() == step:
@@ -163,23 +163,23 @@ def train(
         progress.update(step, values["loss"], values["accuracy"], job.report.received)
         if log.streak >= experiment.max_skipped:
             message = _streak_message(experiment, log, name, checkpoints.last())
-            for each in (checkpoints, log, batches):
-                each.close()
+            for resource in (checkpoints, log, batches):
+                resource.close()
             raise ValueError(message)
 
     last = experiment.steps if experiment.stop_after is None else min(experiment.stop_after, experiment.steps)
-    step, pending, is_due, watch = done, None, False, Watch(method)
+    step, pending, is_due, watch = first_step, None, False, Watch(method)
     with _stopping(processes) as stopping, checkpoints:
         while step < last:
             doing(f"{name}: reading rows of step {step + 1}", step + 1, None if pending is None else pending[1])
             batch = _to_mesh(next(batches), job)
             doing(f"{name}: step {step + 1}")
-            if step == done:
+            if step == first_step:
                 progress.say(f"{label}: {job.verify(state, batch)}")
             (state, metrics), line = watch.run(partial(job.step, state, batch))
             if line is not None:
                 progress.say(f"{label}: {line}")
-            if step == done:
+            if step == first_step:
                 jax.block_until_ready(metrics)
             step += 1
             goodput.step()
@@ -227,28 +227,28 @@ def train(
     return Run(summary, log.evaluations, log.losses, state, finished=step == experiment.steps)
 
 
-def check_replicas(job: Job, state: jc.state.TrainState, name: str, step: int, saved: int | None) -> None:
+def check_replicas(job: Job, state: jc.state.TrainState, name: str, step: int, last: int | None) -> None:
     """Checks that replicated arrays are equal on all devices; a worker with other numbers would train another model.
 
     Raises:
       ValueError: naming the arrays that differ, and their workers.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_per_worker)
-    named = {
+    replicated = {
         jax.tree_util.keystr(path): leaf
         for path, leaf in leaves
         if not is_per_worker(leaf) and leaf.size and leaf.sharding.is_fully_replicated
     }
-    found = differing_replicas(job.mesh, named)
-    if not found:
+    differing = differing_replicas(job.mesh, replicated)
+    if not differing:
         return
-    places = {place for places in found.values() for place in places}
+    places = {place for places in differing.values() for place in places}
     axes = [job.axis] if isinstance(job.axis, str) else list(job.axis)
     workers = sorted({_worker(job.mesh, axes, place) for place in places})
-    listed = ", ".join([*list(found)[:3], *(["others"] if len(found) > 3 else [])])
+    listed = ", ".join([*list(differing)[:3], *(["others"] if len(differing) > 3 else [])])
     raise ValueError(
         "Replicated arrays must be the same on all workers; got other numbers on worker "
-        f"{', '.join(map(str, workers))} at {listed} after step {step} of {name}; {_kept(saved)}. Go on with --resume; "
+        f"{', '.join(map(str, workers))} at {listed} after step {step} of {name}; {_note(last)}. Go on with --resume; "
         "if it happens again, leave that machine out."
     )
 
@@ -259,16 +259,16 @@ def _worker(mesh: Mesh, axes: Sequence[str], place: int) -> int:
     return int(np.ravel_multi_index([at[axis] for axis in axes], [mesh.shape[axis] for axis in axes]))
 
 
-def _kept(saved: int | None) -> str:
-    return "there is no checkpoint" if saved is None else f"the checkpoint of step {saved} is kept"
+def _note(last: int | None) -> str:
+    return "there is no checkpoint" if last is None else f"the checkpoint of step {last} is kept"
 
 
-def _streak_message(experiment: Experiment, log: Log, name: str, saved: int | None) -> str:
+def _streak_message(experiment: Experiment, log: Log, name: str, last: int | None) -> str:
     first = log.last_step - log.streak + 1
     return (
         f"A run must have fewer skipped steps in a row than --max-skipped {experiment.max_skipped}; got steps {first} "
         f"to {log.last_step} of {name}, whose gradients were not finite (the last loss before them: "
-        f"{log.last_loss:.4g}); {_kept(saved)}. Most often the model has diverged: lower --learning-rate (now "
+        f"{log.last_loss:.4g}); {_note(last)}. Most often the model has diverged: lower --learning-rate (now "
         f"{experiment.learning_rate:g}), raise --warmup-steps or clip gradients. If the loss was falling, look at the "
         "data; --max-skipped allows more."
     )
@@ -294,9 +294,9 @@ def test_scores(
     scores = job.task.scores(split)
     if translations:
         text = open_text(experiment.dataset, "test", experiment.data_dir)
-        found = text.subwords.decode(np.concatenate(translations)[real])
-        scores["bleu"] = bleu(found, text.references).score
-        scores["bleu_lower"] = bleu(found, text.references, lowercase=True).score
+        sentences = text.subwords.decode(np.concatenate(translations)[real])
+        scores["bleu"] = bleu(sentences, text.references).score
+        scores["bleu_lower"] = bleu(sentences, text.references, lowercase=True).score
     return scores
 
 
@@ -363,7 +363,7 @@ def _stopping(processes: Processes) -> Iterator[threading.Event]:
 
     With several processes, they become SIGTERM, whose handler is JAX's: it has them agree on a step at which to stop.
     """
-    asked = threading.Event()
+    stop_event = threading.Event()
 
     def stop(number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT:
@@ -371,17 +371,17 @@ def _stopping(processes: Processes) -> Iterator[threading.Event]:
             signal.signal(number, signal.default_int_handler)
         if processes.count > 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        asked.set()
+        stop_event.set()
 
     numbers = (signal.SIGINT, signal.SIGHUP) if processes.count > 1 else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     if threading.current_thread() is not threading.main_thread():
         numbers = ()
-    before = {each: signal.getsignal(each) for each in numbers}
-    before = {each: handler for each, handler in before.items() if handler not in (None, signal.SIG_IGN)}  # by nohup
+    before = {sig: signal.getsignal(sig) for sig in numbers}
+    before = {sig: handler for sig, handler in before.items() if handler not in (None, signal.SIG_IGN)}  # by nohup
     try:
         for number in before:
             signal.signal(number, stop)
-        yield asked
+        yield stop_event
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

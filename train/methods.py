@@ -54,10 +54,10 @@ def make_exchange(
     Raises:
       ValueError: for a field out of range.
     """
-    given = {"where": where, "others": others, "axis_name": axis_name}
+    arguments = {"where": where, "others": others, "axis_name": axis_name}
     if isinstance(method, MomentumCorrection):
-        given["momentum"] = momentum
-    return dataclasses.replace(method, **given).transform()
+        arguments["momentum"] = momentum
+    return dataclasses.replace(method, **arguments).transform()
 
 
 def make_chain(experiment: Experiment, method: Method, where: Where | None = None) -> optax.GradientTransformation:
@@ -108,25 +108,27 @@ def make_chain(experiment: Experiment, method: Method, where: Where | None = Non
             "Take another method, or sgd."
         )
     across = "slice" if experiment.slices > 1 else "data"
-    inner, others = (where if experiment.slices == 1 else None), None
+    inner, second_exchange = (where if experiment.slices == 1 else None), None
     if experiment.compress:
-        inner, others = experiment.compress, jc.plump_dp(axis_name=across)
-    exchange = make_exchange(method, momentum=experiment.momentum, where=inner, others=others, axis_name=across)
+        inner, second_exchange = experiment.compress, jc.plump_dp(axis_name=across)
+    exchange = make_exchange(
+        method, momentum=experiment.momentum, where=inner, others=second_exchange, axis_name=across
+    )
     if experiment.slices > 1:
         exchange = jc.hierarchical(exchange, where=where, inside="data", across="slice")
-    l2, momentum, rest = _optimizer(experiment)
+    l2, momentum, tail = _optimizer(experiment)
     if is_local:
-        return jc.chain(*l2, *momentum, *rest, exchange)
+        return jc.chain(*l2, *momentum, *tail, exchange)
     if has_momentum:
         signs = [optax.scale_by_sign(), optax.scale(method.sign_size)] if isinstance(method, Demo) else []
-        return jc.chain(*l2, exchange, *signs, *rest, delay=experiment.delay)
-    return jc.chain(*l2, exchange, *momentum, *rest, delay=experiment.delay)
+        return jc.chain(*l2, exchange, *signs, *tail, delay=experiment.delay)
+    return jc.chain(*l2, exchange, *momentum, *tail, delay=experiment.delay)
 
 
 def make_optimizer(experiment: Experiment) -> optax.GradientTransformation:
     """Makes the optimizer without an exchange."""
-    l2, momentum, rest = _optimizer(experiment)
-    return optax.chain(*l2, *momentum, *rest)
+    l2, momentum, tail = _optimizer(experiment)
+    return optax.chain(*l2, *momentum, *tail)
 
 
 Links = list[optax.GradientTransformation]

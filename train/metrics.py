@@ -124,8 +124,8 @@ class Log:
           schedule: steps done -> the learning rate, which TensorBoard shows.
         """
         records = read_lines(path) if path.exists() else []
-        kept = [record for record in records if record["step"] <= after]
-        self.dropped, records = len(records) - len(kept), kept
+        earlier_records = [record for record in records if record["step"] <= after]
+        self.dropped, records = len(records) - len(earlier_records), earlier_records
         self.evaluations = [_evaluation(record) for record in records if "test_accuracy" in record]
         self.losses: list[float] = []
         self.overflow = sum(record["overflow"] for record in records)
@@ -173,10 +173,10 @@ class Log:
             self._file.write(json.dumps(plain(line)) + "\n")
             self._file.flush()
         if self._board is not None:
-            more = {} if self._schedule is None else {"learning_rate": float(self._schedule(step - 1))}
+            extra_values = {} if self._schedule is None else {"learning_rate": float(self._schedule(step - 1))}
             if "seconds" in self.last:
-                more["seconds_per_step"] = seconds - self.last["seconds"]
-            self._board.write(line | more)
+                extra_values["seconds_per_step"] = seconds - self.last["seconds"]
+            self._board.write(line | extra_values)
         self._count(line)
         return line
 

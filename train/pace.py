@@ -40,11 +40,11 @@ class Pace:
         if self._array is None:
             self._array = jax.device_put(np.full((128, 128), 1 / 128, np.float32), jax.local_devices()[0])
             jax.block_until_ready(_work(self._array))
-        begin, (last, then) = time.monotonic(), self._last
+        begin, (last, last_time) = time.monotonic(), self._last
         jax.block_until_ready(_work(self._array))
         self._seconds.append(time.monotonic() - begin)
         if last:
-            steps = PAUSE * (step - last) / max(begin - then, 1e-9)
+            steps = PAUSE * (step - last) / max(begin - last_time, 1e-9)
             self._every = 1 << max(0, math.ceil(math.log2(steps)))
         self._last = step, begin
         if len(self._seconds) < COUNT:
@@ -67,5 +67,5 @@ def slowest(seconds: Mapping[int, float]) -> tuple[int, float] | None:
     if len(seconds) < 2:
         return None
     index = max(seconds, key=seconds.__getitem__)
-    others = statistics.median(value for other, value in seconds.items() if other != index)
-    return (index, seconds[index] / others) if seconds[index] >= SLOW * others else None
+    median = statistics.median(value for process, value in seconds.items() if process != index)
+    return (index, seconds[index] / median) if seconds[index] >= SLOW * median else None

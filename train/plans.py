@@ -64,13 +64,13 @@ def check_plan(method: Exchange, experiment: Experiment, params: Any) -> None:
         return
     plan = method.contents
     plan.check(params, experiment.workers)
-    wanted = {"stages": len(plan.cuts) + 1, "cuts": plan.cuts or None, "micro_batches": plan.micro_batches}
-    wanted |= {"dense_layers": plan.dense_layers, "embeddings": "exchange"}
-    for name, value in wanted.items():
-        got = getattr(experiment, name)
-        if got != value:
+    expected = {"stages": len(plan.cuts) + 1, "cuts": plan.cuts or None, "micro_batches": plan.micro_batches}
+    expected |= {"dense_layers": plan.dense_layers, "embeddings": "exchange"}
+    for name, value in expected.items():
+        actual = getattr(experiment, name)
+        if actual != value:
             option = "--" + name.replace("_", "-")
-            raise ValueError(f"{option} must be {value} by {method.file}; got {got}. Pass it, or make another plan.")
+            raise ValueError(f"{option} must be {value} by {method.file}; got {actual}. Pass it, or make another plan.")
 
 
 class Watch:
@@ -95,8 +95,8 @@ class Watch:
 
 def compare(predicted: float, seconds: list[float]) -> str:
     """Returns a line that says how far steps are from their prediction."""
-    measured = statistics.median(seconds)
-    line = f"A step takes {1e3 * measured:,.1f} ms, predicted were {1e3 * predicted:,.1f}"
-    if abs(measured / predicted - 1) <= FAR:
+    median = statistics.median(seconds)
+    line = f"A step takes {1e3 * median:,.1f} ms, predicted were {1e3 * predicted:,.1f}"
+    if abs(median / predicted - 1) <= FAR:
         return f"{line}."
     return f"{line}: more than {FAR:.0%} off. Make another plan on these machines: --advise --plan FILE."

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from train.rendezvous import SAY, meet, say, written
+from train.rendezvous import SAY, host_port, meet, say
 
 # Seconds after which JAX itself gives up on a process, with many lines, none of which names the one that failed. The
 # trainer's own signs of life tell earlier.
@@ -106,27 +106,27 @@ def connect(
     coordinator = coordinator or os.environ.get("JAXCOMM_COORDINATOR")
     process_id = _integer(process_id, "JAXCOMM_PROCESS_ID")
     num_processes = _integer(num_processes, "JAXCOMM_NUM_PROCESSES")
-    given = {"--coordinator": coordinator, "--process-id": process_id, "--num-processes": num_processes}
-    missing = [name for name, value in given.items() if value is None]
+    options = {"--coordinator": coordinator, "--process-id": process_id, "--num-processes": num_processes}
+    gaps = [name for name, value in options.items() if value is None]
     if coordinator is None and process_id is None and num_processes is None:
         if not _on_a_cluster():
             check(1)
             return Processes()
         # From the launcher's variables if it has set them: asking JAX would start its devices, before prepare_jax.
-        found = _launched()
-        if found is not None:
-            check(found.count)
+        processes = _launched()
+        if processes is not None:
+            check(processes.count)
         _check_own_name()
         jax.distributed.initialize(initialization_timeout=seconds, **_TIMEOUTS)
         outlast(patience)
-        if found is None:
-            found = Processes(jax.process_index(), jax.process_count(), has_devices=True)
-            check(found.count)
-        return found
+        if processes is None:
+            processes = Processes(jax.process_index(), jax.process_count(), has_devices=True)
+            check(processes.count)
+        return processes
     if coordinator is None or process_id is None or num_processes is None:
         raise ValueError(
             f"Several processes must be started with --coordinator, --process-id and --num-processes (or the variables "
-            f"JAXCOMM_COORDINATOR, JAXCOMM_PROCESS_ID, JAXCOMM_NUM_PROCESSES); got none for {', '.join(missing)}. Give "
+            f"JAXCOMM_COORDINATOR, JAXCOMM_PROCESS_ID, JAXCOMM_NUM_PROCESSES); got none for {', '.join(gaps)}. Give "
             "all three to every process."
         )
     host, _, port = coordinator.rpartition(":")
@@ -155,7 +155,7 @@ def connect(
             met.count,
             met.index,
             initialization_timeout=seconds,
-            coordinator_bind_address=written(place) if process_id == 0 and is_own else None,
+            coordinator_bind_address=host_port(place) if process_id == 0 and is_own else None,
             **_TIMEOUTS,
         )
         outlast(patience)
@@ -193,10 +193,10 @@ def _address(coordinator: str, seconds: float, *, listens: bool) -> tuple[tuple[
       TimeoutError: if the name is not known within `seconds`, as that of a pod that is not there yet.
     """
     host, _, port = coordinator.rpartition(":")
-    deadline, found = time.monotonic() + seconds, []
-    while not found:
+    deadline, addresses = time.monotonic() + seconds, []
+    while not addresses:
         try:
-            found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            addresses = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
         except UnicodeError as error:
             raise ValueError(f"--coordinator must name a host; got {coordinator!r}: {error}. Correct it.") from None
         except OSError as error:
@@ -207,7 +207,7 @@ def _address(coordinator: str, seconds: float, *, listens: bool) -> tuple[tuple[
                 ) from None
             say(f"waiting for the address of {coordinator} ({error})")
             time.sleep(min(SAY, max(deadline - time.monotonic(), 0.1)))
-    family, kind, protocol, _, place = found[0]
+    family, kind, protocol, _, place = addresses[0]
     address = (str(place[0]), int(port))
     if not listens:
         return address, False

@@ -28,7 +28,7 @@ class Records:
         if path is not None and path.exists():
             with reading(path, "a list of records, since --json goes on with it", "Name another file."):
                 self._records = json.loads(path.read_text())
-                if not isinstance(self._records, list) or not all(isinstance(each, dict) for each in self._records):
+                if not isinstance(self._records, list) or not all(isinstance(record, dict) for record in self._records):
                     raise ValueError(self._records)
 
     def check_same(self, expected: Mapping[str, Any], settings: Callable[[Record], Mapping[str, Any]]) -> None:
@@ -41,20 +41,20 @@ class Records:
         Raises:
           ValueError: with the first setting that differs.
         """
-        wanted = json.loads(json.dumps(expected))
+        expected_json = json.loads(json.dumps(expected))
         for record in self._records:
-            found = settings(record)
-            for name, value in wanted.items():
-                if found.get(name) != value:
+            actual = settings(record)
+            for name, value in expected_json.items():
+                if actual.get(name) != value:
                     raise ValueError(
                         f"--json must be a file of the same settings, to go on with; got {self._path}, where {name} is "
-                        f"{found.get(name)!r} and not {value!r}. Name another file."
+                        f"{actual.get(name)!r} and not {value!r}. Name another file."
                     )
 
     def find(self, key: Mapping[str, Any]) -> Record | None:
         """Returns the first record that has all fields of the key; None if there is none."""
-        wanted = json.loads(json.dumps(key))  # tuples are lists when they come back
-        return next((record for record in self._records if wanted.items() <= record.items()), None)
+        fields = json.loads(json.dumps(key))  # tuples are lists when they come back
+        return next((record for record in self._records if fields.items() <= record.items()), None)
 
     def get(self, key: Mapping[str, Any], make: Callable[[], Mapping[str, Any]]) -> Record:
         """Returns the record of a key: the one that is there, or a new one of what `make` returns."""

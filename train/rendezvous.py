@@ -96,14 +96,14 @@ class _Line:
         try:
             text = self.connection.recv(LONGEST)
             *lines, self._text = (self._text + text).split(b"\n")
-            found = [json.loads(line) for line in lines]
+            messages = [json.loads(line) for line in lines]
         except BlockingIOError:
             return []
         except (OSError, ValueError, RecursionError):
             return None
-        if not text or len(self._text) > LONGEST or not all(isinstance(each, dict) for each in found):
+        if not text or len(self._text) > LONGEST or not all(isinstance(message, dict) for message in messages):
             return None
-        return found
+        return messages
 
     def ask(self, text: str = "") -> None:
         """Asks a process whether it is still there."""
@@ -113,7 +113,7 @@ class _Line:
     def hears(self) -> bool:
         """Takes in what a process has sent; returns whether it is one."""
         for message in (messages := self.receive()) or ():
-            if message.keys() != {"process", "count"} or not all(type(each) is int for each in message.values()):
+            if message.keys() != {"process", "count"} or not all(type(value) is int for value in message.values()):
                 return False
             if self.hello is None:
                 self.hello = message
@@ -135,81 +135,83 @@ def _lead(
     listener: socket.socket, count: int, seconds: float, fits: Callable[[int], bool] | None, patience: float
 ) -> Meeting:
     came: dict[int, _Line] = {}
-    others: list[_Line] = []  # that have not yet shown to be processes, or whose number another one has
-    begin, said, all_came = time.monotonic(), time.monotonic() + FIRST - SAY, False
-    place = written(listener.getsockname()[:2])
+    newcomers: list[_Line] = []  # that have not yet shown to be processes, or whose number another one has
+    begin, last_notice, all_came = time.monotonic(), time.monotonic() + FIRST - SAY, False
+    place = host_port(listener.getsockname()[:2])
     while True:
-        missing, now = [other for other in range(1, count) if other not in came], time.monotonic()
-        if not missing and all_came and all(line.asked is None for line in came.values()):
+        gaps, clock = [index for index in range(1, count) if index not in came], time.monotonic()
+        if not gaps and all_came and all(line.asked is None for line in came.values()):
             return _go(came, count, count)
-        if not missing and not all_came:
+        if not gaps and not all_came:
             for line in came.values():  # one may have gone since it came
                 line.ask()
-        all_came = not missing
-        if fits is not None and now >= begin + patience:
-            most = max(filter(fits, range(1, len(came) + 2)), default=0)
-            if most:
-                return _go(came, count, most)
-        if missing and now >= begin + seconds:
-            message = f"{_named(missing)} did not come to {place} within {seconds:g} s: look at what they have printed"
-            raise TimeoutError(_end([*came.values(), *others], message, is_late=True))
-        if missing and now >= said + SAY:
-            said, waiting = now, f"waiting for {_named(missing)} at {place}"
+        all_came = not gaps
+        if fits is not None and clock >= begin + patience:
+            size = max(filter(fits, range(1, len(came) + 2)), default=0)
+            if size:
+                return _go(came, count, size)
+        if gaps and clock >= begin + seconds:
+            message = (
+                f"{_process_names(gaps)} did not come to {place} within {seconds:g} s: look at what they have printed"
+            )
+            raise TimeoutError(_end([*came.values(), *newcomers], message, is_late=True))
+        if gaps and clock >= last_notice + SAY:
+            last_notice, waiting = clock, f"waiting for {_process_names(gaps)} at {place}"
             say(waiting)
             for line in came.values():
                 line.ask(waiting)
-        listens = [listener] if len(others) < MOST else []
-        ready, _, _ = select.select([*listens, *came.values(), *others], [], [], 0.2)
-        came = {other: line for other, line in came.items() if not line.is_gone(ready)}
-        others = [line for line in others if not line.is_gone(ready)]
+        listens = [listener] if len(newcomers) < MOST else []
+        ready, _, _ = select.select([*listens, *came.values(), *newcomers], [], [], 0.2)
+        came = {index: line for index, line in came.items() if not line.is_gone(ready)}
+        newcomers = [line for line in newcomers if not line.is_gone(ready)]
         if listener in ready:
             with contextlib.suppress(OSError):  # it has gone again
-                others.append(_Line(listener.accept()[0]))
-        for line in [line for line in others if line.asked is None]:
-            _take(line, came, others, count)
+                newcomers.append(_Line(listener.accept()[0]))
+        for line in [line for line in newcomers if line.asked is None]:
+            _take(line, came, newcomers, count)
 
 
-def _take(line: _Line, came: dict[int, _Line], others: list[_Line], count: int) -> None:
+def _take(line: _Line, came: dict[int, _Line], newcomers: list[_Line], count: int) -> None:
     """Takes in a process that has come. If another has its number, that one must answer first, or lose it.
 
     Raises:
       ValueError: if its count differs, or its number is another's or out of range.
     """
     assert line.hello is not None
-    other, reason = line.hello["process"], None
+    index, reason = line.hello["process"], None
     if line.hello["count"] != count:
-        reason = f"--num-processes {count} in process 0 and {line.hello['count']} in process {other}"
-    elif not 0 < other < count or (line.is_contested and other in came and came[other].asked is None):
-        reason = f"two processes with --process-id {other}"
+        reason = f"--num-processes {count} in process 0 and {line.hello['count']} in process {index}"
+    elif not 0 < index < count or (line.is_contested and index in came and came[index].asked is None):
+        reason = f"two processes with --process-id {index}"
     if reason is not None:
         message = (
             f"Processes must have different numbers, and the same count; got {reason}. Start each with its own number."
         )
-        raise ValueError(_end([*came.values(), *others], message))
-    if other not in came:
-        came[other] = line
-        others.remove(line)
+        raise ValueError(_end([*came.values(), *newcomers], message))
+    if index not in came:
+        came[index] = line
+        newcomers.remove(line)
     elif not line.is_contested:
         line.is_contested = True
-        came[other].ask()
+        came[index].ask()
 
 
-def _go(came: dict[int, _Line], count: int, most: int) -> Meeting:
-    """Tells the first `most` of those that have come how many they are from now on, and the rest to end."""
+def _go(came: dict[int, _Line], count: int, size: int) -> Meeting:
+    """Tells the first `size` of those that have come how many they are from now on, and the rest to end."""
     present = [0, *sorted(came)]
-    missing = tuple(other for other in range(count) if other not in present[:most])
-    for other in present[most:]:
-        _end([came[other]], f"the others go on as {most} processes, and without process {other}")
-    for place, other in enumerate(present[1:most], 1):
-        came[other].send({"go": [place, most, missing]})
-        came[other].connection.settimeout(None)
-    return Meeting(0, most, missing, tuple(came[other].connection for other in present[1:most]))
+    gaps = tuple(index for index in range(count) if index not in present[:size])
+    for index in present[size:]:
+        _end([came[index]], f"the others go on as {size} processes, and without process {index}")
+    for place, index in enumerate(present[1:size], 1):
+        came[index].send({"go": [place, size, gaps]})
+        came[index].connection.settimeout(None)
+    return Meeting(0, size, gaps, tuple(came[index].connection for index in present[1:size]))
 
 
 def _follow(address: tuple[str, int], index: int, count: int, seconds: float) -> Meeting:
     begin = time.monotonic()
-    said, reason = begin + FIRST - SAY, ""
-    while (now := time.monotonic()) < begin + seconds:
+    last_notice, reason = begin + FIRST - SAY, ""
+    while (clock := time.monotonic()) < begin + seconds:
         try:
             line = _Line(socket.create_connection(address, timeout=SAY))
             answer = _answer(line, {"process": index, "count": count}, begin + seconds)
@@ -218,26 +220,26 @@ def _follow(address: tuple[str, int], index: int, count: int, seconds: float) ->
         else:
             reason = "another run, or one before this, is there"
         match answer:
-            case {"go": [int(place), int(found), [*missing]]} if 0 < place < found <= count and all(
-                isinstance(each, int) for each in missing
+            case {"go": [int(place), int(new_count), [*gaps]]} if 0 < place < new_count <= count and all(
+                isinstance(number, int) for number in gaps
             ):
                 line.connection.settimeout(None)
-                return Meeting(place, found, tuple(missing), (line.connection,))
+                return Meeting(place, new_count, tuple(gaps), (line.connection,))
             case {"end": str(text), "is_late": bool(is_late)} if text.isprintable():
                 line.connection.close()
                 raise (TimeoutError if is_late else ValueError)(text)
-        if now >= said + SAY:
-            said = now
-            say(f"waiting for process 0 at {written(address)} ({reason})")
+        if clock >= last_notice + SAY:
+            last_notice = clock
+            say(f"waiting for process 0 at {host_port(address)} ({reason})")
         time.sleep(PAUSE)
-    raise TimeoutError(f"process 0 did not come to {written(address)} within {seconds:g} s: {reason}")
+    raise TimeoutError(f"process 0 did not come to {host_port(address)} within {seconds:g} s: {reason}")
 
 
 def _answer(line: _Line, hello: dict[str, Any], deadline: float) -> dict[str, Any] | None:
     """Waits for process 0's decision and returns it; None if something else answers."""
     line.send(hello)
-    until = time.monotonic() + 3 * SAY
-    while select.select([line], [], [], max(min(until, deadline) - time.monotonic(), 0))[0]:
+    answer_deadline = time.monotonic() + 3 * SAY
+    while select.select([line], [], [], max(min(answer_deadline, deadline) - time.monotonic(), 0))[0]:
         messages = line.receive()
         if messages is None:
             break
@@ -247,7 +249,7 @@ def _answer(line: _Line, hello: dict[str, Any], deadline: float) -> dict[str, An
                     if text:
                         say(text)
                     line.send(hello)
-                    until = time.monotonic() + 3 * SAY
+                    answer_deadline = time.monotonic() + 3 * SAY
                 case _:
                     return message
     line.connection.close()
@@ -261,11 +263,11 @@ def _end(lines: Iterable[_Line], message: str, *, is_late: bool = False) -> str:
     return message
 
 
-def _named(numbers: Sequence[int]) -> str:
+def _process_names(numbers: Sequence[int]) -> str:
     return f"process{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def written(address: tuple[str, int]) -> str:
+def host_port(address: tuple[str, int]) -> str:
     """Returns HOST:PORT."""
     return f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
 

@@ -16,7 +16,7 @@ import tyro
 from train.figures import BYTES, Line, draw_panels
 from train.folders import METRICS, SETTINGS, read_lines
 from train.folders import read_runs as run_names
-from train.tables import format_cell, reading, shown
+from train.tables import display_name, format_cell, reading
 
 POINTS = 400  # of a line at most; more steps are averaged
 
@@ -82,8 +82,8 @@ def main(argv: Sequence[str]) -> int:
         if out.is_dir():
             raise ValueError(f"--out must be a file; got the folder {out}. Name a file in it.")
         out.parent.mkdir(parents=True, exist_ok=True)
-        made = f"Made on {datetime.date.today()} by jaxcomm {metadata.version('jaxcomm')}."
-        out.write_text(page(curves, made), encoding="utf-8")
+        origin = f"Made on {datetime.date.today()} by jaxcomm {metadata.version('jaxcomm')}."
+        out.write_text(page(curves, origin), encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"train report: {error}", file=sys.stderr)
         return 2
@@ -99,7 +99,7 @@ def read_runs(folders: Sequence[Path]) -> list[Curve]:
     """
     if not folders:
         raise ValueError("A report must be of at least one run; got none. Name a folder, such as runs/digits.")
-    found = []
+    metrics_files = []
     for folder in folders:
         files = [folder / METRICS] if (folder / METRICS).exists() else _methods_of(folder)
         if not files:
@@ -107,24 +107,24 @@ def read_runs(folders: Sequence[Path]) -> list[Curve]:
                 f"RUN must be the folder of a run, with {METRICS} in it or in its methods' folders; got {folder}. "
                 "Name one that `python -m train` has made, such as runs/digits."
             )
-        found += files
-    return [_read(file, label) for file, label in zip(found, _labels(found), strict=True)]
+        metrics_files += files
+    return [_read(file, label) for file, label in zip(metrics_files, _labels(metrics_files), strict=True)]
 
 
 def _methods_of(folder: Path) -> list[Path]:
     """Returns the files of a run's methods, in the order in which they were trained."""
     first = [folder / name / METRICS for name in run_names(folder) or ()]
-    others = sorted(set(folder.glob(f"*/{METRICS}")) - set(first))
-    return [file for file in [*first, *others] if file.exists()]
+    unlisted = sorted(set(folder.glob(f"*/{METRICS}")) - set(first))
+    return [file for file in [*first, *unlisted] if file.exists()]
 
 
 def _labels(files: Sequence[Path]) -> list[str]:
     """Returns the names of the methods' folders, with as many parent folders as it takes to tell them apart."""
     parts = [file.resolve().parent.parts for file in files]
     depth = 1
-    while depth < max(map(len, parts)) and len({each[-depth:] for each in parts}) < len(set(parts)):
+    while depth < max(map(len, parts)) and len({path_parts[-depth:] for path_parts in parts}) < len(set(parts)):
         depth += 1
-    return ["/".join([*each[-depth:-1], shown(each[-1])]) for each in parts]
+    return ["/".join([*path_parts[-depth:-1], display_name(path_parts[-1])]) for path_parts in parts]
 
 
 def _read(file: Path, label: str) -> Curve:
@@ -159,15 +159,15 @@ def _pair(name: str, scale: float = 1.0) -> Drawn:
 
 
 def _density(curve: Curve) -> list[tuple[list[int], list[float], str]]:
-    whole = curve.settings.get("parameters", 0) * curve.settings.get("workers", 0)
-    places, sent = curve.column("sent")
-    return [(places, [100 * value / whole for value in sent], "line")] if whole else []
+    n_values = curve.settings.get("parameters", 0) * curve.settings.get("workers", 0)
+    places, n_sent = curve.column("sent")
+    return [(places, [100 * value / n_values for value in n_sent], "line")] if n_values else []
 
 
 def _overflow(curve: Curve) -> list[tuple[list[int], list[float], str]]:
-    places, lost = curve.column("overflow")
-    _, sent = curve.column("sent")
-    return [(places, [100 * a / (a + b) if a + b else 0.0 for a, b in zip(lost, sent, strict=True)], "line")]
+    places, n_dropped = curve.column("overflow")
+    _, n_sent = curve.column("sent")
+    return [(places, [100 * a / (a + b) if a + b else 0.0 for a, b in zip(n_dropped, n_sent, strict=True)], "line")]
 
 
 def _skipped(curve: Curve) -> list[tuple[list[int], list[float], str]]:
@@ -232,22 +232,22 @@ PANELS: tuple[tuple[str, str, str, bool, Drawn], ...] = (
 )
 
 
-def page(curves: Sequence[Curve], made: str) -> str:
-    """Returns the report as one HTML document that loads nothing else; `made` says when and by what."""
+def page(curves: Sequence[Curve], origin: str) -> str:
+    """Returns the report as one HTML document that loads nothing else; `origin` says when and by what."""
     sections = []
-    for title, caption, label, logarithmic, drawn in PANELS:
+    for title, caption, label, logarithmic, curves_of in PANELS:
         axes = X_AXES[title != AGAINST_BYTES]
         panels: dict[str, list[Line]] = {label: [] for label in axes}
         averaged = 1
         for number, curve in enumerate(curves):
-            for places, values, style in drawn(curve):
+            for places, values, style in curves_of(curve):
                 for name, lines in panels.items():
                     axis = axes[name]
                     if not all(axis in curve.lines[place] for place in places):
                         continue  # the run was made before lines had their time
                     at = [float(curve.lines[place][axis]) for place in places]
-                    x, y, each = thinned(at, values)
-                    averaged = max(averaged, each)
+                    x, y, span = thinned(at, values)
+                    averaged = max(averaged, span)
                     lines.append(Line(x, y, curve.label, number, style))
         if averaged > 1:
             caption += f" A point of the longest line is the mean of {averaged} steps."
@@ -258,7 +258,7 @@ def page(curves: Sequence[Curve], made: str) -> str:
         )
     runs = ", ".join(dict.fromkeys(curve.run for curve in curves))
     title = f"{runs}: {', '.join(curve.label for curve in curves)}"
-    heading = [f"<h1>{html.escape(title)}</h1>", f"<p>{html.escape(made)}</p>"]
+    heading = [f"<h1>{html.escape(title)}</h1>", f"<p>{html.escape(origin)}</p>"]
     body = [*heading, _summary(curves), *sections, _settings(curves)]
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
@@ -270,9 +270,9 @@ def page(curves: Sequence[Curve], made: str) -> str:
 
 def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float], int]:
     """Averages neighbours, so that a line has at most `POINTS` points; also returns how many a point is the mean of."""
-    each = -(-len(x) // POINTS) or 1
-    groups = [slice(start, start + each) for start in range(0, len(x), each)]
-    return [statistics.fmean(x[group]) for group in groups], [statistics.fmean(y[group]) for group in groups], each
+    span = -(-len(x) // POINTS) or 1
+    groups = [slice(start, start + span) for start in range(0, len(x), span)]
+    return [statistics.fmean(x[group]) for group in groups], [statistics.fmean(y[group]) for group in groups], span
 
 
 def _summary(curves: Sequence[Curve]) -> str:

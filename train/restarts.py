@@ -31,7 +31,7 @@ def is_supervised() -> bool:
     return BEGUN in os.environ
 
 
-def begun() -> Path | None:
+def previous_run_folder() -> Path | None:
     """Returns the folder of the run that an earlier start of this process has begun; None if none has."""
     return _read(int(os.environ[BEGUN])) if is_supervised() else None
 
@@ -64,11 +64,11 @@ def supervise(
       pause: seconds before each restart; PAUSE if not given.
     """
     process: subprocess.Popen[bytes] | None = None
-    asked = False
+    is_stopped = False
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
+        nonlocal is_stopped
+        is_stopped = True
         if process is not None:
             process.terminate()  # also for Ctrl-C, as the terminal sends that to the trainer itself
 
@@ -83,20 +83,20 @@ def supervise(
                     flush=True,
                 )
                 time.sleep(PAUSE if pause is None else pause)
-            if asked:
+            if is_stopped:
                 break
             process = start(
                 [sys.executable, "-m", "train", *argv], env={**os.environ, BEGUN: str(note)}, pass_fds=[note]
             )
-            if asked:  # the signal came before the process was known
+            if is_stopped:  # the signal came before the process was known
                 process.terminate()
             code = process.wait()
-            if asked or code in FINAL:
+            if is_stopped or code in FINAL:
                 break
         folder = _read(note)
-        counted = Goodput(folder).line() if code not in FINAL and folder and (folder / FILE).exists() else ""
-        if counted:
-            print(f"train: {counted}", file=sys.stderr)
+        summary = Goodput(folder).line() if code not in FINAL and folder and (folder / FILE).exists() else ""
+        if summary:
+            print(f"train: {summary}", file=sys.stderr)
         return code if code >= 0 else 128 - code
 
 
@@ -104,7 +104,7 @@ def supervise(
 def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Passes the signals that end a process to a handler while the block runs, except those that nohup ignores."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {each: signal.signal(each, handler) for each in numbers if signal.getsignal(each) != signal.SIG_IGN}
+    before = {sig: signal.signal(sig, handler) for sig in numbers if signal.getsignal(sig) != signal.SIG_IGN}
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ import jaxcomm as jc
 from configs.experiment import Experiment
 from jaxcomm.planner.links import bits_per_second, given_links
 from train.metrics import Summary
-from train.tables import WIDTH, print_table, shown
+from train.tables import WIDTH, display_name, print_table
 
 LINK = "100mbit"  # an Ethernet for which the exchange is predicted
 USUAL = ("accuracy", "loss")  # scores of every task
@@ -39,17 +39,17 @@ def table_rows(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
     """Returns the columns that fit a terminal; `--json` and `train report` have all of them."""
     has_skipped = any(summary.skipped for summary in summaries)
     rows = []
-    for each in summaries:
-        others = {name.replace("_", " "): score for name, score in each.scores.items() if name not in USUAL}
+    for run in summaries:
+        scores = {name.replace("_", " "): score for name, score in run.scores.items() if name not in USUAL}
         rows.append(
             {
-                "method": shown(each.method),
-                "accuracy, %": 100 * each.accuracy,
-                **others,
-                "bytes a step": each.bytes_per_step,
-                "times fewer": each.ratio_to_dense,
-                "ms a step": None if each.seconds_per_step is None else 1e3 * each.seconds_per_step,
-                **({"skipped": each.skipped} if has_skipped else {}),
+                "method": display_name(run.method),
+                "accuracy, %": 100 * run.accuracy,
+                **scores,
+                "bytes a step": run.bytes_per_step,
+                "times fewer": run.ratio_to_dense,
+                "ms a step": None if run.seconds_per_step is None else 1e3 * run.seconds_per_step,
+                **({"skipped": run.skipped} if has_skipped else {}),
             }
         )
     return rows
@@ -60,7 +60,7 @@ def link_line(runs: Sequence[tuple[Summary, jc.accounting.WireReport]]) -> str:
     links, steps, wires = given_links(LINK), [], []
     for summary, report in runs:
         wire = links.wire(report).seconds
-        steps.append(f"{_ms((summary.seconds_per_step or 0.0) + wire)} ms with {shown(summary.method)}")
+        steps.append(f"{_ms((summary.seconds_per_step or 0.0) + wire)} ms with {display_name(summary.method)}")
         wires.append(_ms(wire))
     rate = f"{bits_per_second(LINK) / 1e6:g} Mbit/s"
     return (

@@ -23,12 +23,12 @@ def make_schedule(experiment: Experiment) -> optax.Schedule:
         return optax.warmup_cosine_decay_schedule(
             init_value=0.0 if warmup else peak, peak_value=peak, warmup_steps=warmup, decay_steps=experiment.steps
         )
-    left = max(experiment.steps - warmup, 1)
+    decay_steps = max(experiment.steps - warmup, 1)
     match experiment.schedule:
         case "drops":
             after = optax.piecewise_constant_schedule(peak, {step - warmup: 0.1 for step in experiment.drop_at})
         case "polynomial":
-            after = optax.polynomial_schedule(peak, 0.0, power=0.5, transition_steps=left)
+            after = optax.polynomial_schedule(peak, 0.0, power=0.5, transition_steps=decay_steps)
         case "inverse_sqrt":
             after = partial(_inverse_sqrt, peak, max(warmup, 1))
         case _:

@@ -40,7 +40,7 @@ def train_seeds(
     """
     from train.job import make_job
 
-    rows, job, found = None, None, []
+    rows, job, seed_records = None, None, []
     for seed in range(seeds):
         seeded = dataclasses.replace(experiment, seed=seed)
         key = {"of": "run", "experiment": experiment.name, "about": settings_of(seeded, method)}
@@ -55,8 +55,8 @@ def train_seeds(
                 f"{record['accuracies'][-1]:.2f}%, {record['bytes_per_step']:,.0f} bytes a step",
                 flush=True,
             )
-        found.append(record)
-    return found
+        seed_records.append(record)
+    return seed_records
 
 
 def settings_of(experiment: Experiment, method: Method) -> Record:
@@ -91,27 +91,27 @@ def _train(experiment: Experiment, method: Method, job: Any) -> Record:
 
     stopwatch = Stopwatch()
     with tempfile.TemporaryDirectory() as scratch:
-        ended = train(dataclasses.replace(experiment, out=Path(scratch)), method, Processes(), stopwatch, job)
+        outcome = train(dataclasses.replace(experiment, out=Path(scratch)), method, Processes(), stopwatch, job)
         (path,) = Path(scratch).glob("*/metrics.jsonl")
         lines = read_lines(path)
-    if not ended.finished:
+    if not outcome.finished:
         raise SystemExit("Stopped; --json has the runs that were done.")
-    marks = [each.step for each in ended.evaluations]
-    between = list(zip([0, *marks[:-1]], marks, strict=True))
-    sent = [line["sent"] / experiment.workers for line in lines]
+    marks = [evaluation.step for evaluation in outcome.evaluations]
+    intervals = list(zip([0, *marks[:-1]], marks, strict=True))
+    n_sent = [line["sent"] / experiment.workers for line in lines]
     return {
-        "scores": {name: score if math.isfinite(score) else None for name, score in ended.summary.scores.items()},
-        "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(job.model(ended.state)[0])),
+        "scores": {name: score if math.isfinite(score) else None for name, score in outcome.summary.scores.items()},
+        "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(job.model(outcome.state)[0])),
         "steps": marks,
-        "accuracies": [round(100 * each.accuracy, 4) for each in ended.evaluations],
-        "losses": [_finite(each.scores["loss"]) for each in ended.evaluations],
-        "train_losses": [_finite(statistics.fmean(ended.losses[since:until])) for since, until in between],
-        "sent": [round(statistics.fmean(sent[since:until]), 2) for since, until in between],
-        "received": [each.bytes_received for each in ended.evaluations],
-        "bytes_per_step": ended.summary.bytes_per_step,
+        "accuracies": [round(100 * evaluation.accuracy, 4) for evaluation in outcome.evaluations],
+        "losses": [_finite(evaluation.scores["loss"]) for evaluation in outcome.evaluations],
+        "train_losses": [_finite(statistics.fmean(outcome.losses[start:stop])) for start, stop in intervals],
+        "sent": [round(statistics.fmean(n_sent[start:stop]), 2) for start, stop in intervals],
+        "received": [evaluation.bytes_received for evaluation in outcome.evaluations],
+        "bytes_per_step": outcome.summary.bytes_per_step,
         "dense_bytes": job.dense,
-        "overflow_per_step": ended.summary.overflow_per_step,
-        "skipped": ended.summary.skipped,
+        "overflow_per_step": outcome.summary.overflow_per_step,
+        "skipped": outcome.summary.skipped,
         "seconds_per_step": stopwatch.seconds_per_step,
     }
 
@@ -123,8 +123,8 @@ def _finite(number: float) -> float | None:
 def label(method: Method) -> str:
     """Returns a method's name, with its options that are not at their defaults."""
     default = type(method)().options()
-    changed = {name: value for name, value in method.options().items() if value != default[name]}
-    return method.name + (f"({', '.join(f'{name}={value}' for name, value in changed.items())})" if changed else "")
+    options = {name: value for name, value in method.options().items() if value != default[name]}
+    return method.name + (f"({', '.join(f'{name}={value}' for name, value in options.items())})" if options else "")
 
 
 class Stopwatch:
@@ -145,7 +145,7 @@ class Stopwatch:
 
     def update(self, step: int, loss: float, accuracy: float, bytes_per_step: float) -> None:
         """Notes the time since the previous step."""
-        now = time.perf_counter()
+        clock = time.perf_counter()
         if self._last is not None:
-            self._seconds.append(now - self._last)
-        self._last = now
+            self._seconds.append(clock - self._last)
+        self._last = clock

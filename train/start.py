@@ -55,25 +55,25 @@ def agree(store: Store, processes: Processes, name: str, facts: Mapping[str, str
     """
     store.put(f"jaxcomm/{name}/{processes.index}", json.dumps(dict(facts)))
     deadline = time.monotonic() + seconds
-    found: list[dict[str, str]] = []
+    reports: list[dict[str, str]] = []
     for index in range(processes.count):
         try:
-            found.append(json.loads(store.get(f"jaxcomm/{name}/{index}", max(deadline - time.monotonic(), 0.001))))
+            reports.append(json.loads(store.get(f"jaxcomm/{name}/{index}", max(deadline - time.monotonic(), 0.001))))
         except TimeoutError:
             raise TimeoutError(
                 f"Every process must say how it was started; got nothing from process {index} within {seconds:g} s. "
                 "Look at what it has printed."
             ) from None
-    for index, other in enumerate(found):
-        keys = [key for key in {**found[0], **other} if found[0].get(key) != other.get(key)]
+    for index, report in enumerate(reports):
+        keys = [key for key in {**reports[0], **report} if reports[0].get(key) != report.get(key)]
         if keys:
             listed = "; ".join(
-                f"{key}: {found[0].get(key, 'nothing')} in process 0, {other.get(key, 'nothing')} in process {index}"
+                f"{key}: {reports[0].get(key, 'nothing')} in process 0, {report.get(key, 'nothing')} in process {index}"
                 for key in keys[:MOST_DIFFERENCES]
             )
-            more = f"; and {len(keys) - MOST_DIFFERENCES} more" if len(keys) > MOST_DIFFERENCES else ""
+            suffix = f"; and {len(keys) - MOST_DIFFERENCES} more" if len(keys) > MOST_DIFFERENCES else ""
             raise DisagreementError(
-                f"All processes of a run must be started with the same settings; got {listed}{more}. Start all with "
+                f"All processes of a run must be started with the same settings; got {listed}{suffix}. Start all with "
                 "the same."
             )
 
@@ -99,11 +99,11 @@ def facts_of(experiment: Experiment) -> dict[str, str]:
 
 def library_crc32() -> int:
     """Returns a digest of the modules that a run uses."""
-    root, found = Path(__file__).parents[1], 0
+    root, checksum = Path(__file__).parents[1], 0
     for package in ("jaxcomm", "models", "configs", "train"):
         for path in sorted((root / package).rglob("*.py")):
-            found = crc32(path.read_bytes(), crc32(path.relative_to(root).as_posix().encode(), found))
-    return found
+            checksum = crc32(path.read_bytes(), crc32(path.relative_to(root).as_posix().encode(), checksum))
+    return checksum
 
 
 def check_shared(store: Store, processes: Processes, out: Path, seconds: float) -> None:
@@ -130,9 +130,9 @@ def check_shared(store: Store, processes: Processes, out: Path, seconds: float) 
     deadline = time.monotonic() + PATIENCE
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
-    seen = "has" if path.exists() else f"({out.resolve()}) does not have"
+    verb = "has" if path.exists() else f"({out.resolve()}) does not have"
     try:
-        agree(store, processes, "out", {"the folder --out": f"{seen} the file of process 0"}, seconds + PATIENCE)
+        agree(store, processes, "out", {"the folder --out": f"{verb} the file of process 0"}, seconds + PATIENCE)
     finally:
         if processes.index == 0:
             path.unlink()

@@ -17,14 +17,14 @@ WIDTH = 80  # of a terminal that has not been made wider
 _CELL = 12  # characters of a text in a table of a given width, before it is broken at a space
 
 
-def shown(method: str) -> str:
+def display_name(method: str) -> str:
     """Returns what tables, figures and logs call a method."""
     return f"dense ({method})" if method == "plump_dp" else method
 
 
 def setting_of(row: Mapping[str, Any]) -> str:
     """Returns what a setting is called: the method, and what distinguishes it from the method's other settings."""
-    return f"{shown(row['method'])} {row['setting']}".rstrip()
+    return f"{display_name(row['method'])} {row['setting']}".rstrip()
 
 
 def print_table(title: str, records: Sequence[Mapping[str, Any]], width: int | None = None) -> None:
@@ -45,8 +45,8 @@ def print_table(title: str, records: Sequence[Mapping[str, Any]], width: int | N
         can_wrap = width is not None and number == 0
         if width is not None and number:
             words = [word for cell in columns[number] for word in cell.split()]
-            most = max(max(map(len, words)), min(_CELL, max(map(len, columns[number][1:]))))
-            columns[number] = [textwrap.fill(cell, most) for cell in columns[number]]
+            column_width = max(max(map(len, words)), min(_CELL, max(map(len, columns[number][1:]))))
+            columns[number] = [textwrap.fill(cell, column_width) for cell in columns[number]]
         justify = "left" if isinstance(value, str) else "right"
         table.add_column(columns[number][0], justify=justify, no_wrap=not can_wrap, overflow="fold")
     for row in zip(*(cells[1:] for cells in columns), strict=True):
@@ -87,7 +87,7 @@ def check_file(option: str, path: Path | None) -> None:
 
 
 @contextmanager
-def reading(path: Path, what: str, remedy: str) -> Iterator[None]:
+def reading(path: Path, content: str, remedy: str) -> Iterator[None]:
     """Names the file in every error of a block that reads it, since what is damaged may raise any.
 
     Raises:
@@ -98,7 +98,7 @@ def reading(path: Path, what: str, remedy: str) -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:
-        raise ValueError(f"{path} must hold {what}; got {error!r}. {remedy}") from None
+        raise ValueError(f"{path} must hold {content}; got {error!r}. {remedy}") from None
 
 
 def plain(record: Mapping[str, Any]) -> dict[str, Any]:

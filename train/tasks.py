@@ -57,28 +57,28 @@ class Classification:
             return mean_loss(output, batch["label"]), {"accuracy": right.mean()}
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         if self.label_smoothing:
-            even = jax.nn.logsumexp(logits, axis=-1) - logits.mean(axis=-1)
-            losses = (1 - self.label_smoothing) * losses + self.label_smoothing * even
+            uniform_loss = jax.nn.logsumexp(logits, axis=-1) - logits.mean(axis=-1)
+            losses = (1 - self.label_smoothing) * losses + self.label_smoothing * uniform_loss
         return losses.mean(), {"accuracy": right.mean()}
 
     def rows(self, output: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns every row's loss, whether it is right, and, of more than 10 classes, whether it is in the top 5."""
-        found = {
+        columns = {
             "loss": optax.softmax_cross_entropy_with_integer_labels(output, batch["label"]),
             "right": jnp.argmax(output, axis=-1) == batch["label"],
         }
         if self.num_classes > 10:
             # As in scikit-learn, ties go to the highest class. Comparisons with NaN are false, so NaN is never right.
             label = batch["label"][:, None]
-            own = jnp.take_along_axis(output, label, axis=-1)
-            tied = (output == own) & (jnp.arange(output.shape[-1]) > label)
-            found["in_top5"] = jnp.sum(~(output <= own) | tied, axis=-1) < 5
-        return found
+            label_score = jnp.take_along_axis(output, label, axis=-1)
+            tied = (output == label_score) & (jnp.arange(output.shape[-1]) > label)
+            columns["in_top5"] = jnp.sum(~(output <= label_score) | tied, axis=-1) < 5
+        return columns
 
     def scores(self, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Returns loss, accuracy (top-1), and top-5 accuracy where there are more than 10 classes."""
-        found = {"loss": float(np.mean(rows["loss"])), "accuracy": float(np.mean(rows["right"]))}
-        return found | ({"top5": float(np.mean(rows["in_top5"]))} if "in_top5" in rows else {})
+        means = {"loss": float(np.mean(rows["loss"])), "accuracy": float(np.mean(rows["right"]))}
+        return means | ({"top5": float(np.mean(rows["in_top5"]))} if "in_top5" in rows else {})
 
 
 class Clicks:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import benchmarks.papers
 from benchmarks import control
-from benchmarks.papers.common import chosen
+from benchmarks.papers.common import selected_tables
 
 _JSON = "docs/data/papers.json"
 
@@ -50,7 +50,7 @@ def listed(config: Config) -> list[str]:
     return [
         f"python -m benchmarks.papers.{paper} --table {name} --json {config.json or _JSON}"
         for paper, module in papers().items()
-        for name in chosen("all", config.only, module.TABLES, module.TIMED)
+        for name in selected_tables("all", config.only, module.TABLES, module.TIMED)
     ]
 
 

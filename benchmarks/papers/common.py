@@ -111,7 +111,7 @@ def _make(tables: Mapping[str, Table[C]], devices: int, timed: Collection[str], 
             folder = stack.enter_context(tempfile.TemporaryDirectory()) if config.smoke else _FIGURES
             config = dataclasses.replace(config, figures=Path(folder))
         records = Records(config.json)
-        for name in chosen(config.table, config.only, tables, timed):
+        for name in selected_tables(config.table, config.only, tables, timed):
             begin = time.perf_counter()
             try:
                 tables[name](config, records)
@@ -122,7 +122,7 @@ def _make(tables: Mapping[str, Table[C]], devices: int, timed: Collection[str], 
         raise SystemExit("\n".join(failed))
 
 
-def chosen(table: str, only: str, tables: Mapping[str, Any], timed: Collection[str]) -> list[str]:
+def selected_tables(table: str, only: str, tables: Mapping[str, Any], timed: Collection[str]) -> list[str]:
     """Returns the names of the tables to make; of those with the same function, the first.
 
     Args:

@@ -43,8 +43,8 @@ from train.tables import print_table, stdev
 
 
 def _settings(config: Config, system: str) -> list[dct.Setting]:
-    own = [setting for setting in dct.SETTINGS if setting.system == system]
-    return own[:1] if config.smoke else own
+    settings = [setting for setting in dct.SETTINGS if setting.system == system]
+    return settings[:1] if config.smoke else settings
 
 
 def _losses(table: str, config: Config, records: Records) -> None:
@@ -53,27 +53,27 @@ def _losses(table: str, config: Config, records: Records) -> None:
     dense = trained(config, records, base)
     rows: list[Record] = []
     for setting in [base, *_settings(config, SYSTEMS[table])]:
-        own, paper = trained(config, records, setting), setting.paper
-        gain = percent_of(own["losses"], dense["losses"])
+        row_of_setting, paper = trained(config, records, setting), setting.paper
+        gain = percent_of(row_of_setting["losses"], dense["losses"])
         theirs = 100 * (paper.loss / base.paper.loss - 1)
         rows.append(
             {
                 "system": setting.system,
                 "workers_of_a_model": setting.stages,
                 "sparsity": setting.sparsity,
-                "train_loss": own["train_loss"],
+                "train_loss": row_of_setting["train_loss"],
                 "paper_train_loss": paper.train_loss,
-                "train_accuracy": own["train_accuracy"],
+                "train_accuracy": row_of_setting["train_accuracy"],
                 "paper_train_accuracy": paper.train_accuracy,
-                "test_loss": own["test_loss"],
-                "stdev": own["stdev"],
+                "test_loss": row_of_setting["test_loss"],
+                "stdev": row_of_setting["stdev"],
                 "paper_test_loss": paper.loss,
                 "over_dense_%": gain.mean,
                 "standard_error": gain.error,
                 "paper_over_dense_%": theirs,
-                "test_accuracy": own["accuracy"],
+                "test_accuracy": row_of_setting["accuracy"],
                 "paper_test_accuracy": paper.accuracy,
-                "bytes_per_step": own["bytes_per_step"],
+                "bytes_per_step": row_of_setting["bytes_per_step"],
             }
         )
         if setting is not base:
@@ -103,14 +103,14 @@ def _why_rows(config: Config, records: Records) -> None:
     (setting,) = (s for s in dct.SETTINGS if (s.system, s.stages, s.sparsity) == ("DCT-MP", 2, 0.95))
     rows, differences = [], {}
     for times, length in ((1, config), (LONGER, config.longer(config.steps or STEPS))):
-        own, dense = (trained(length, records, each, times) for each in (setting, dct.SETTINGS[0]))
-        gain = percent_of(own["losses"], dense["losses"])
+        sparse, dense = (trained(length, records, choice, times) for choice in (setting, dct.SETTINGS[0]))
+        gain = percent_of(sparse["losses"], dense["losses"])
         rows.append(
             {
                 "train_rows": times * first_test_row(GENERATED_ROWS),
-                "steps": own["steps"],
-                "test_loss": own["test_loss"],
-                "stdev": own["stdev"],
+                "steps": sparse["steps"],
+                "test_loss": sparse["test_loss"],
+                "stdev": sparse["stdev"],
                 "dense_test_loss": dense["test_loss"],
                 "over_dense_%": gain.mean,
                 "standard_error": gain.error,
@@ -130,18 +130,18 @@ def _why_translation(config: Config, records: Records) -> None:
         ("the largest 10%", BoundaryFields(0.9)),
         ("all of them in 4 bits", BoundaryFields(value_dtype="int4")),
     ):
-        own = _translate(config, records, 2, boundary)
-        gain, differences[name] = _against(own, dense)
+        boundary_runs = _translate(config, records, 2, boundary)
+        gain, differences[name] = _against(boundary_runs, dense)
         rows.append(
             {
                 "activations": name,
-                "test_loss": statistics.fmean(run["losses"][-1] for run in own),
+                "test_loss": statistics.fmean(run["losses"][-1] for run in boundary_runs),
                 "over_dense_%": gain.mean,
                 "standard_error": gain.error,
-                "bleu_lower": statistics.fmean(_bleu(own)),
-                "stdev": stdev(_bleu(own)),
+                "bleu_lower": statistics.fmean(_bleu(boundary_runs)),
+                "stdev": stdev(_bleu(boundary_runs)),
                 "bleu_lower_minus_dense": differences[name].mean,
-                "bytes_per_step": own[0]["bytes_per_step"],
+                "bytes_per_step": boundary_runs[0]["bytes_per_step"],
             }
         )
     name = "the small transformer in 2 stages"
@@ -154,26 +154,26 @@ def table_4(config: Config, records: Records) -> None:
     table = TABLE_4[1:2] if config.smoke else TABLE_4
     runs = {row: _translate(config, records, row.stages, BoundaryFields(row.sparsity)) for row in table}
     base, rows = runs[table[0]], []
-    for row, own in runs.items():
-        gain, better = _against(own, base)
+    for row, row_runs in runs.items():
+        gain, better = _against(row_runs, base)
         theirs = 100 * (row.test_loss / table[0].test_loss - 1)
         rows.append(
             {
                 "sparsity": row.sparsity,
                 "workers_of_a_model": row.stages,
-                "train_loss": statistics.fmean(run["train_losses"][-1] for run in own),
+                "train_loss": statistics.fmean(run["train_losses"][-1] for run in row_runs),
                 "paper_train_loss": row.train_loss,
-                "test_loss": statistics.fmean(run["losses"][-1] for run in own),
+                "test_loss": statistics.fmean(run["losses"][-1] for run in row_runs),
                 "paper_test_loss": row.test_loss,
                 "over_dense_%": gain.mean,
                 "standard_error": gain.error,
                 "paper_over_dense_%": theirs,
-                "bleu": statistics.fmean(run["scores"]["bleu"] for run in own),
-                "bleu_lower": statistics.fmean(_bleu(own)),
-                "stdev": stdev(_bleu(own)),
+                "bleu": statistics.fmean(run["scores"]["bleu"] for run in row_runs),
+                "bleu_lower": statistics.fmean(_bleu(row_runs)),
+                "stdev": stdev(_bleu(row_runs)),
                 "paper_bleu": row.bleu,
                 "bleu_lower_minus_dense": better.mean,
-                "bytes_per_step": own[0]["bytes_per_step"],
+                "bytes_per_step": row_runs[0]["bytes_per_step"],
             }
         )
         if row.stages > 1:
@@ -204,10 +204,10 @@ def _bleu(runs: list[Record]) -> list[float]:
     return [run["scores"]["bleu_lower"] for run in runs]
 
 
-def _against(own: list[Record], dense: list[Record]) -> tuple[Difference, Difference]:
+def _against(runs: list[Record], dense: list[Record]) -> tuple[Difference, Difference]:
     """Returns how much larger the test loss is than the dense runs', in %, and how much larger BLEU is."""
-    gain = percent_of([run["losses"][-1] for run in own], [run["losses"][-1] for run in dense])
-    return gain, Difference.of(_bleu(own), _bleu(dense))
+    gain = percent_of([run["losses"][-1] for run in runs], [run["losses"][-1] for run in dense])
+    return gain, Difference.of(_bleu(runs), _bleu(dense))
 
 
 def table_5(config: Config, records: Records) -> None:
@@ -218,20 +218,23 @@ def table_5(config: Config, records: Records) -> None:
     timed = timing.time_benchmark(
         records,
         "boundary",
-        sparsity=",".join(f"{each:g}" for each in (0, *(setting.sparsity for setting in settings))),
+        sparsity=",".join(f"{x:g}" for x in (0, *(setting.sparsity for setting in settings))),
         rate=config.rate,
         steps=config.timed_steps,
         batch=config.rows,
     )
     base, rows = timed[0], []
     for setting in settings:
-        own, (paper_train, paper_test, paper_time) = trained(config, records, setting), TABLE_5[setting.sparsity]
-        (step,) = (each for each in timed if each["sparsity"] == setting.sparsity)
-        worse, saved = percent_of(own["losses"], dense["losses"]), 100 * (1 - step["ms_median"] / base["ms_median"])
+        sparse, (paper_train, paper_test, paper_time) = trained(config, records, setting), TABLE_5[setting.sparsity]
+        (step,) = (row for row in timed if row["sparsity"] == setting.sparsity)
+        worse, time_saved = (
+            percent_of(sparse["losses"], dense["losses"]),
+            100 * (1 - step["ms_median"] / base["ms_median"]),
+        )
         rows.append(
             {
                 "sparsity": setting.sparsity,
-                "train_improved_%": 100 * (1 - own["train_loss"] / dense["train_loss"]),
+                "train_improved_%": 100 * (1 - sparse["train_loss"] / dense["train_loss"]),
                 "paper_train_improved_%": paper_train,
                 "test_improved_%": -worse.mean,
                 "standard_error": worse.error,
@@ -239,12 +242,15 @@ def table_5(config: Config, records: Records) -> None:
                 "ms": step["ms_median"],
                 "ms_min": step["ms_min"],
                 "ms_max": step["ms_max"],
-                "time_saved_%": saved,
+                "time_saved_%": time_saved,
                 "paper_time_saved_%": paper_time,
             }
         )
-        name, holds = f"DCT-MP at {100 * setting.sparsity:g}%", Difference(saved, 0.0).agrees(paper_time, or_more=True)
-        print_claim(f"{name} saves {paper_time:g}% of the time", holds, f"{saved:.1f}% of a step at {config.rate}")
+        name, holds = (
+            f"DCT-MP at {100 * setting.sparsity:g}%",
+            Difference(time_saved, 0.0).agrees(paper_time, or_more=True),
+        )
+        print_claim(f"{name} saves {paper_time:g}% of the time", holds, f"{time_saved:.1f}% of a step at {config.rate}")
         print_claim(
             f"{name}: the test loss is {-paper_test:+g}% over dense",
             worse.agrees(-paper_test, SAME),
@@ -264,13 +270,13 @@ def hybrid(config: Config, records: Records) -> None:
         records, "hybrid_dct", rate=config.rate, steps=config.timed_steps, batch=config.rows
     )
     paper = Hybrid()
-    saved = 100 * (1 - after["ms_median"] / before["ms_median"])
+    time_saved = 100 * (1 - after["ms_median"] / before["ms_median"])
     rows = [
         {
             **row,
             "paper_network_%": network,
             "paper_cpu_%": cpu,
-            "time_saved_%": None if row is before else saved,
+            "time_saved_%": None if row is before else time_saved,
             "paper_time_saved_%": None if row is before else paper.time_saved,
         }
         for row, network, cpu in zip((before, after), paper.network, paper.cpu, strict=True)
@@ -278,17 +284,17 @@ def hybrid(config: Config, records: Records) -> None:
     print_table(f"Hybrid training on hosts at {config.rate}, medians of {config.timed_steps} steps", rows)
     print_claim(
         f"both methods together save {paper.time_saved:g}% of the time",
-        Difference(saved, 0.0).agrees(paper.time_saved, or_more=True),
-        f"{saved:.1f}% of a step",
+        Difference(time_saved, 0.0).agrees(paper.time_saved, or_more=True),
+        f"{time_saved:.1f}% of a step",
     )
     for name, theirs in (("network", paper.network), ("cpu", paper.cpu)):
         ours = [row[f"{name}_%"] for row in (before, after)]
-        known = None not in ours
+        is_known = None not in ours
         print_claim(
             f"the use of the {name} goes from {theirs[0]}% to {theirs[1]}%",
-            Difference(ours[1] - ours[0], 0.0).agrees(theirs[1] - theirs[0], or_more=True) if known else None,
+            Difference(ours[1] - ours[0], 0.0).agrees(theirs[1] - theirs[0], or_more=True) if is_known else None,
             f"from {ours[0]:.1f}% to {ours[1]:.1f}% (what is compared is the change)"
-            if known
+            if is_known
             else "links without a limit, or that are not isolated, have no use",
         )
 

@@ -34,20 +34,20 @@ _LAYER = "1"  # the second layer of the bottom MLP, 512 x 256; the paper does no
 _SMALLEST_MEAN = 1e-12  # of a threshold; below it, the logarithm is meaningless
 
 
-def _key(of: str, experiment: Experiment, seeds: int, **more: Any) -> Record:
-    return {"of": of, "about": describe(experiment, PlumpDp()), "seeds": seeds, **more}
+def _key(kind: str, experiment: Experiment, seeds: int, **extra: Any) -> Record:
+    return {"of": kind, "about": describe(experiment, PlumpDp()), "seeds": seeds, **extra}
 
 
 def figure_2(config: Config, records: Records) -> None:
     """Trains by DCT-DP at every sparsity with thresholds renewed in every step, and draws those of a layer."""
     experiment = config.dlrm(workers=2)
-    skipped, every = experiment.steps // 10, max(1, experiment.steps // 100)
+    skipped, interval = experiment.steps // 10, max(1, experiment.steps // 100)
     lines, rows = {}, []
     for sparsity in FIG_2[2:3] if config.smoke else FIG_2:
         key = _key("gradient thresholds", experiment, config.seeds, sparsity=sparsity)
-        runs = records.get(key, lambda s=sparsity: _gradients(config, experiment, s, skipped, every))["runs"]
+        runs = records.get(key, lambda s=sparsity: _gradients(config, experiment, s, skipped, interval))["runs"]
         name = f"{100 * sparsity:g}%"
-        steps = [every * (1 + i) for i in range(len(runs[0]["thresholds"]))]
+        steps = [interval * (1 + i) for i in range(len(runs[0]["thresholds"]))]
         lines[name] = (steps, [run["thresholds"] for run in runs])
         of_layer = [run["deviations"][_LAYER] for run in runs]
         rows.append(
@@ -66,31 +66,31 @@ def figure_2(config: Config, records: Records) -> None:
         f"seeds; its largest deviation from the running mean, from step {skipped + 1} on",
         rows,
     )
-    (row,) = (each for each in rows if each["sparsity"] == 0.95)
+    (row,) = (entry for entry in rows if entry["sparsity"] == 0.95)
     print_claim(
         f"at 95% the threshold deviates by at most {DEVIATION:g}% from its running mean",
         row["deviation_max_%"] <= DEVIATION,
         f"by {row['deviation_max_%']:.0f}% in this layer, and by {row['deviation_all_layers_%']:.0f}% in one of all 8",
     )
-    means = [each["mean_threshold"] for each in rows]
+    means = [entry["mean_threshold"] for entry in rows]
     print_claim(
         "the threshold rises with the sparsity",
         None if len(means) == 1 else means == sorted(means),
-        ", ".join(f"{100 * each['sparsity']:g}%: {each['mean_threshold']:.3g}" for each in rows),
+        ", ".join(f"{100 * entry['sparsity']:g}%: {entry['mean_threshold']:.3g}" for entry in rows),
     )
     assert config.figures is not None
     draw(config.figures / "papers_dct_fig2.png", {"Fig. 2": lines}, "step", "threshold", scale="log")
 
 
-def _gradients(config: Config, experiment: Experiment, sparsity: float, skipped: int, every: int) -> Record:
+def _gradients(config: Config, experiment: Experiment, sparsity: float, skipped: int, interval: int) -> Record:
     runs = []
-    for found in thresholds.of_gradients(experiment, sparsity, config.seeds):
-        series: Mapping[str, list[float]] = found["thresholds"]
-        own = series[_LAYER]
+    for run in thresholds.of_gradients(experiment, sparsity, config.seeds):
+        series: Mapping[str, list[float]] = run["thresholds"]
+        layer_series = series[_LAYER]
         runs.append(
             {
-                "thresholds": [float(f"{value:.4g}") for value in own[every - 1 :: every]],
-                "mean": statistics.fmean(own[skipped:]),
+                "thresholds": [float(f"{value:.4g}") for value in layer_series[interval - 1 :: interval]],
+                "mean": statistics.fmean(layer_series[skipped:]),
                 "deviations": {name: thresholds.deviation(each, skipped) for name, each in series.items()},
             }
         )
@@ -100,24 +100,24 @@ def _gradients(config: Config, experiment: Experiment, sparsity: float, skipped:
 def figure_5(config: Config, records: Records) -> None:
     """Trains without compression and by DCT-MP, and draws the threshold of the activations at the cut."""
     dense = config.dlrm(workers=1)
-    found = _activations(config, records, dense, FIG_5)
+    dense_runs = _activations(config, records, dense, FIG_5)
     lines, rows = {}, []
     for place, sparsity in enumerate(FIG_5):
         if config.smoke and place:
             break
         sparse = dataclasses.replace(dense, stages=2, boundary=BoundaryFields(sparsity))
-        without = [run["thresholds"][place] for run in found]
+        dense_means = [run["thresholds"][place] for run in dense_runs]
         with_it = [run["thresholds"][0] for run in _activations(config, records, sparse, (sparsity,))]
-        steps, name = found[0]["steps"], f"{100 * sparsity:g}%"
-        lines |= {f"{name}, without": (steps, without), f"{name}, by DCT-MP": (steps, with_it)}
-        ends = [[each[-1] for each in runs] for runs in (without, with_it)]
+        steps, name = dense_runs[0]["steps"], f"{100 * sparsity:g}%"
+        lines |= {f"{name}, without": (steps, dense_means), f"{name}, by DCT-MP": (steps, with_it)}
+        ends = [[series[-1] for series in runs] for runs in (dense_means, with_it)]
         change = _logarithms(ends[1], ends[0])
         rows.append(
             {
                 "sparsity": sparsity,
-                "first_without": statistics.fmean(each[0] for each in without),
+                "first_without": statistics.fmean(series[0] for series in dense_means),
                 "last_without": statistics.fmean(ends[0]),
-                "first_by_dct_mp": statistics.fmean(each[0] for each in with_it),
+                "first_by_dct_mp": statistics.fmean(series[0] for series in with_it),
                 "last_by_dct_mp": statistics.fmean(ends[1]),
                 "last_quotient": None if change is None else math.exp(change.mean),
             }
@@ -147,11 +147,11 @@ def _activations(config: Config, records: Records, experiment: Experiment, spars
     return records.get(key, make)["runs"]
 
 
-def _logarithms(ours: list[float], others: list[float]) -> Difference | None:
+def _logarithms(ours: list[float], theirs: list[float]) -> Difference | None:
     """Returns the differences of the logarithms; None if a threshold is 0, as where few activations are nonzero."""
-    if min(*ours, *others) < _SMALLEST_MEAN:
+    if min(*ours, *theirs) < _SMALLEST_MEAN:
         return None
-    return Difference.of([math.log(each) for each in ours], [math.log(each) for each in others])
+    return Difference.of([math.log(mean) for mean in ours], [math.log(mean) for mean in theirs])
 
 
 def figure_7(config: Config, records: Records) -> None:
@@ -161,14 +161,14 @@ def figure_7(config: Config, records: Records) -> None:
     """
     steps = {} if config.steps else {"steps": 2 * LIFE_SPAN}
     experiment, settings = config.dlrm(workers=2, **steps), methods_of_figure_7()
-    chosen = dict(list(settings.items())[: 1 if config.smoke else None])
+    settings_of_run = dict(list(settings.items())[: 1 if config.smoke else None])
     dense = train_seeds(records, experiment, PlumpDp(), config.seeds)
-    runs = {key: train_seeds(records, experiment, each, config.seeds) for key, each in chosen.items()}
-    baseline, times = step_times(config, records, sorted({sparsity for _, sparsity in chosen}))
+    runs = {key: train_seeds(records, experiment, method, config.seeds) for key, method in settings_of_run.items()}
+    baseline, times = step_times(config, records, sorted({sparsity for _, sparsity in settings_of_run}))
     rows: dict[tuple[int, float], Record] = {}
-    for (span, sparsity), own in runs.items():
+    for (span, sparsity), span_runs in runs.items():
         train, test = (
-            percent_of([run[name][-1] for run in own], [run[name][-1] for run in dense])
+            percent_of([run[name][-1] for run in span_runs], [run[name][-1] for run in dense])
             for name in ("train_losses", "losses")
         )
         ms = averaged(*times[sparsity], span)
@@ -214,30 +214,30 @@ def step_times(
     dense = timing.time_exchanges(records, methods=["plump_dp"], **options)["plump_dp"]
     times = {}
     for sparsity in sparsities:
-        own = timing.time_exchanges(records, methods=["dct_dp"], sparsity=sparsity, **options)["dct_dp"]
-        times[sparsity] = (compute + own["ms_median"], compute + own["ms_refresh"])
+        timed = timing.time_exchanges(records, methods=["dct_dp"], sparsity=sparsity, **options)["dct_dp"]
+        times[sparsity] = (compute + timed["ms_median"], compute + timed["ms_refresh"])
     return compute + dense["ms_median"], times
 
 
-def _claims_of_figure_7(saved: Mapping[int, float]) -> None:
-    shown = {span: f"{each:+.1f}%" for span, each in saved.items()}
-    holds = Difference(saved[1], 0.0).agrees(PAPER_TIME_SAVED[1])
-    print_claim("a life-span of 1 takes 11% longer than the baseline", holds, f"it saves {shown[1]} here")
-    if LIFE_SPAN in saved:
+def _claims_of_figure_7(savings: Mapping[int, float]) -> None:
+    texts = {span: f"{saving:+.1f}%" for span, saving in savings.items()}
+    holds = Difference(savings[1], 0.0).agrees(PAPER_TIME_SAVED[1])
+    print_claim("a life-span of 1 takes 11% longer than the baseline", holds, f"it saves {texts[1]} here")
+    if LIFE_SPAN in savings:
         print_claim(
             f"a life-span of {LIFE_SPAN} saves 23%, and 10,000 nothing more",
             all_hold(
-                Difference(saved[LIFE_SPAN], 0.0).agrees(PAPER_TIME_SAVED[LIFE_SPAN], or_more=True),
-                saved[10_000] - saved[LIFE_SPAN] < 1,
+                Difference(savings[LIFE_SPAN], 0.0).agrees(PAPER_TIME_SAVED[LIFE_SPAN], or_more=True),
+                savings[10_000] - savings[LIFE_SPAN] < 1,
             ),
-            f"{shown[LIFE_SPAN]} and {shown[10_000]}; up to one point counts as nothing",
+            f"{texts[LIFE_SPAN]} and {texts[10_000]}; up to one point counts as nothing",
         )
 
 
 def _draw_figure_7(config: Config, rows: Mapping[tuple[int, float], Record]) -> None:
     panels: dict[str, Any] = {}
     spans = [span for span in LIFE_SPANS if (span, 0.95) in rows]
-    sparsities = [each for each in SPARSITIES if (LIFE_SPAN, each) in rows]
+    sparsities = [sparsity for sparsity in SPARSITIES if (LIFE_SPAN, sparsity) in rows]
     for title, axis, keys in (
         ("L (log10), at 95%", [math.log10(span) for span in spans], [(span, 0.95) for span in spans]),
         (f"sparsity, %, L={LIFE_SPAN}", [100 * s for s in sparsities], [(LIFE_SPAN, s) for s in sparsities]),

@@ -118,27 +118,27 @@ def trained(config: Config, records: Records, setting: dct.Setting, times_rows: 
             if times_rows > 1:
                 data_dir = Path(folder)
                 prepare_generated(data_dir, times_rows * GENERATED_ROWS)
-            given = dct.Config(seeds=config.seeds, steps=steps, life_span=config.life_span, data_dir=data_dir)
-            row = dct.train_setting(setting, given, dense)
+            dct_config = dct.Config(seeds=config.seeds, steps=steps, life_span=config.life_span, data_dir=data_dir)
+            row = dct.train_setting(setting, dct_config, dense)
         print(f"{setting.system} {setting.stages} {setting.sparsity}: test loss {row['test_loss']:.4f}", flush=True)
         return row
 
     return records.get(key, make)
 
 
-def percent_of(own: Sequence[float | None], dense: Sequence[float]) -> Difference:
+def percent_of(losses: Sequence[float | None], dense: Sequence[float]) -> Difference:
     """Returns how much larger losses are than those of the dense runs with the same seeds, in %.
 
     If a loss is not finite (None in records), the difference is infinite.
     """
-    finite = [mine for mine in own if mine is not None and math.isfinite(mine)]
-    if len(finite) < len(own):
+    finite = [mine for mine in losses if mine is not None and math.isfinite(mine)]
+    if len(finite) < len(losses):
         return Difference(math.inf, 0.0)
-    above = [100 * (mine / other - 1) for mine, other in zip(finite, dense, strict=True)]
-    return Difference.of(above, [0.0] * len(above))
+    percents = [100 * (mine / dense_loss - 1) for mine, dense_loss in zip(finite, dense, strict=True)]
+    return Difference.of(percents, [0.0] * len(percents))
 
 
 def methods_of_figure_7() -> dict[tuple[int, float], DctDp]:
     """Returns the methods by life-span and sparsity: one refresh in each life-span, as in Algorithm 1."""
     settings = [(span, 0.95) for span in LIFE_SPANS] + [(LIFE_SPAN, sparsity) for sparsity in SPARSITIES]
-    return {each: DctDp(life_span=each[0], sparsity=each[1], early=False) for each in dict.fromkeys(settings)}
+    return {key: DctDp(life_span=key[0], sparsity=key[1], early=False) for key in dict.fromkeys(settings)}

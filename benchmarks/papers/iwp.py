@@ -42,9 +42,9 @@ def _method_of(config: Config, records: Records, row: Row, experiment: Experimen
 
     def ratio(alpha: float) -> float:
         (run,) = train_seeds(records, experiment, at(alpha), 1)
-        found = steady(run, at(alpha).warmup_steps)[0]
-        print(f"{row.model}, {row.method}: alpha={alpha:.4g} sends {found:.1f} times fewer values, wanted {row.ratio}")
-        return found
+        times = steady(run, at(alpha).warmup_steps)[0]
+        print(f"{row.model}, {row.method}: alpha={alpha:.4g} sends {times:.1f} times fewer values, wanted {row.ratio}")
+        return times
 
     return at(row.alpha if config.smoke else tune(ratio, row.ratio, row.alpha))
 
@@ -70,25 +70,25 @@ def table_1(config: Config, records: Records) -> None:
     runs: dict[tuple[str, str], list[Record]] = {}
     table = TABLE[:4] if config.smoke else TABLE
     for row in table:
-        method, own = _runs(config, records, row)
-        base = runs.get((row.model, "Baseline"), own)
-        runs[row.model, row.method] = own
-        gain = Difference.of(last_accuracies(own), last_accuracies(base))
-        paper = round(row.accuracy - next(each.accuracy for each in TABLE if each.model == row.model), 2)
+        method, row_runs = _runs(config, records, row)
+        base = runs.get((row.model, "Baseline"), row_runs)
+        runs[row.model, row.method] = row_runs
+        gain = Difference.of(last_accuracies(row_runs), last_accuracies(base))
+        paper = round(row.accuracy - next(entry.accuracy for entry in TABLE if entry.model == row.model), 2)
         rows.append(
             {
                 "model": row.model,
                 "method": row.method,
                 "alpha": method.alpha if isinstance(method, Iwp) else None,
-                "top1": statistics.fmean(last_accuracies(own)),
-                "stdev": stdev(last_accuracies(own)),
+                "top1": statistics.fmean(last_accuracies(row_runs)),
+                "stdev": stdev(last_accuracies(row_runs)),
                 "minus_base": gain.mean,
                 "standard_error": gain.error,
                 "paper_top1": row.accuracy,
                 "paper_minus_base": paper,
-                **_ratios(method, own),
+                **_ratios(method, row_runs),
                 "paper_ratio": row.ratio,
-                "overflow_per_step": statistics.fmean(run["overflow_per_step"] for run in own),
+                "overflow_per_step": statistics.fmean(run["overflow_per_step"] for run in row_runs),
             }
         )
         if row.alpha is not None:
@@ -132,11 +132,11 @@ def _why_accuracy(config: Config, records: Records) -> None:
     assert isinstance(method, Iwp)
     rows, differences = [], {}
     for length in (experiment, config.longer(experiment.steps).twin(row.twin)):
-        own = pruning(length, method.alpha, method.beta, method.density)
-        runs = train_seeds(records, length, own, config.seeds)
+        pruned = pruning(length, method.alpha, method.beta, method.density)
+        runs = train_seeds(records, length, pruned, config.seeds)
         base = train_seeds(records, length, PlumpDp(), config.seeds)
         gain = Difference.of(last_accuracies(runs), last_accuracies(base))
-        values = _ratios(own, runs)["values_ratio"]
+        values = _ratios(pruned, runs)["values_ratio"]
         assert values is not None
         rows.append(
             {
@@ -190,14 +190,16 @@ def _why_ratio(config: Config, records: Records) -> None:
     print_cause(
         f"at the paper's largest threshold {row.model}'s twin sends too many values since it is narrow",
         differences,
-        to=f"the paper's ratio of {row.ratio:g}",
+        base=f"the paper's ratio of {row.ratio:g}",
     )
 
 
 def _widened(experiment: Experiment, times: int) -> Experiment:
-    own = experiment.architecture
-    wider = {"width": times * own.options["width"]} if "width" in own.options else {}
-    return dataclasses.replace(experiment, architecture=Architecture(own.name, {**own.options, **wider}))
+    architecture = experiment.architecture
+    wider = {"width": times * architecture.options["width"]} if "width" in architecture.options else {}
+    return dataclasses.replace(
+        experiment, architecture=Architecture(architecture.name, {**architecture.options, **wider})
+    )
 
 
 def _try_thresholds(config: Config, records: Records, experiment: Experiment, title: str) -> None:
@@ -223,12 +225,12 @@ def _try_thresholds(config: Config, records: Records, experiment: Experiment, ti
         f"over {config.seeds} seeds; room for every coordinate, so that the threshold alone decides",
         rows,
     )
-    least = min(row["values_ratio"] for row in rows if row["values_ratio"])
-    most = max(row["values_ratio"] for row in rows if row["values_ratio"])
+    lowest = min(row["values_ratio"] for row in rows if row["values_ratio"])
+    highest = max(row["values_ratio"] for row in rows if row["values_ratio"])
     print_claim(
         "thresholds from 0.005 to 0.1 send tens of times fewer values (58.8 and 47.6 times with ResNet-50)",
-        most >= 40,
-        f"{least:.3g} to {most:.3g} times fewer",
+        highest >= 40,
+        f"{lowest:.3g} to {highest:.3g} times fewer",
     )
 
 
@@ -250,7 +252,10 @@ def curves(config: Config, records: Records) -> None:
     """Draws the accuracy and the loss of ResNet-50's twin, from the runs of table I: figures 5 and 6."""
     runs = {row.method: _runs(config, records, row)[1] for row in TABLE if row.model == "ResNet-50"}
     panels = {
-        title: {method: (own[0]["steps"], [run[name] for run in own]) for method, own in runs.items()}
+        title: {
+            method: (method_runs[0]["steps"], [run[name] for run in method_runs])
+            for method, method_runs in runs.items()
+        }
         for title, name in (("Fig. 5: test accuracy, %", "accuracies"), ("Fig. 6: train loss", "train_losses"))
     }
     assert config.figures is not None
@@ -258,13 +263,13 @@ def curves(config: Config, records: Records) -> None:
     rows = [
         {
             "method": method,
-            "steps": own[0]["steps"][-1],
-            "accuracy": statistics.fmean(last_accuracies(own)),
-            "stdev": stdev(last_accuracies(own)),
-            "train_loss": statistics.fmean(run["train_losses"][-1] for run in own),
-            "test_loss": statistics.fmean(run["losses"][-1] for run in own),
+            "steps": method_runs[0]["steps"][-1],
+            "accuracy": statistics.fmean(last_accuracies(method_runs)),
+            "stdev": stdev(last_accuracies(method_runs)),
+            "train_loss": statistics.fmean(run["train_losses"][-1] for run in method_runs),
+            "test_loss": statistics.fmean(run["losses"][-1] for run in method_runs),
         }
-        for method, own in runs.items()
+        for method, method_runs in runs.items()
     ]
     print_table(f"Figures 5 and 6: ResNet-50's twin on {config.dataset}, {config.seeds} seeds", rows)
 

@@ -27,11 +27,13 @@ def importance_figures(config: Config, records: Records) -> None:
     kinds = {"convolution": "Fig. 2: convolutions", "normalisation": "Fig. 3: batch normalisation, scales"}
     for kind, title in kinds.items():
         # The biases of batch normalisation start at 0, relative to which every gradient is infinitely important.
-        places = [i for i, each in enumerate(tensors) if each["kind"] == kind and "bias" not in each["name"]]
+        places = [i for i, tensor in enumerate(tensors) if tensor["kind"] == kind and "bias" not in tensor["name"]]
         rows += [_importance_row(runs, i) for i in places]
         if places:
-            shown = dict.fromkeys(places[round(part * (len(places) - 1) / 3)] for part in range(4))
-            panels[title] = {tensors[i]["name"]: (centres, [_shares(run["tensors"][i]) for run in runs]) for i in shown}
+            samples = dict.fromkeys(places[round(part * (len(places) - 1) / 3)] for part in range(4))
+            panels[title] = {
+                tensors[i]["name"]: (centres, [_shares(run["tensors"][i]) for run in runs]) for i in samples
+            }
     print_table(
         f"Importance on {config.dataset}, mean over {config.seeds} seeds: in the first and the last tenth of the "
         f"{runs[0]['steps'][-1]} steps, means over the tensor, and variance over mean",
@@ -51,15 +53,17 @@ def _importance_runs(config: Config, records: Records) -> list[Record]:
     experiment, row = config.twin("resnet_digits"), fixed_row("ResNet-50")
     assert row.alpha is not None
     method = pruning(experiment, row.alpha, density=min(1.0, ROOM / row.ratio))
-    steps, every = experiment.steps, experiment.eval_every
+    steps, interval = experiment.steps, experiment.eval_every
     marks = (max(1, steps // 10), steps // 2, steps)
     seeds = [dataclasses.replace(experiment, seed=seed) for seed in range(config.seeds)]
-    about = [describe(seeded, method) | {"marks": marks, "every": every} for seeded in seeds]
-    keys = [{"of": "importance", "experiment": experiment.name, "about": each} for each in about]
-    missing = [seed for seed, key in enumerate(keys) if records.find(key) is None]
-    if missing:
-        for seed, found in zip(missing, measure(experiment, method.scheduled(), every, marks, missing), strict=True):
-            records.add(keys[seed] | found)
+    about = [describe(seeded, method) | {"marks": marks, "every": interval} for seeded in seeds]
+    keys = [{"of": "importance", "experiment": experiment.name, "about": description} for description in about]
+    gaps = [seed for seed, key in enumerate(keys) if records.find(key) is None]
+    if gaps:
+        for seed, record_of_seed in zip(
+            gaps, measure(experiment, method.scheduled(), interval, marks, gaps), strict=True
+        ):
+            records.add(keys[seed] | record_of_seed)
     return [record for key in keys if (record := records.find(key)) is not None]
 
 
@@ -75,30 +79,30 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _importance_row(runs: Sequence[Record], index: int) -> Record:
-    own = [run["tensors"][index] for run in runs]
-    means, spreads = ([_ends(each[name]) for each in own] for name in ("means", "spreads"))
+    series = [run["tensors"][index] for run in runs]
+    means, spreads = ([_ends(entry[name]) for entry in series] for name in ("means", "spreads"))
     return {
-        "tensor": own[0]["name"],
-        "kind": own[0]["kind"],
-        "n": own[0]["n"],
+        "tensor": series[0]["name"],
+        "kind": series[0]["kind"],
+        "n": series[0]["n"],
         **{
-            f"{name}_{when}": statistics.fmean(pair[place] for pair in pairs)
+            f"{name}_{moment}": statistics.fmean(pair[place] for pair in pairs)
             for name, pairs in (("mean", means), ("var/mean", spreads))
-            for place, when in enumerate(("first", "last"))
+            for place, moment in enumerate(("first", "last"))
         },
         "stdev_of_last_mean": stdev([pair[1] for pair in means]),
     }
 
 
 def _claims_of_importance(runs: Sequence[Record]) -> None:
-    apart = []
+    ratios = []
     for run in runs:
-        means = [_ends(each["means"])[1] for each in run["tensors"] if each["kind"] == "convolution"]
-        apart.append(max(means) / min(means))
+        means = [_ends(tensor["means"])[1] for tensor in run["tensors"] if tensor["kind"] == "convolution"]
+        ratios.append(max(means) / min(means))
     print_claim(
         "the importance of different layers has different means",
-        min(apart) > 2,
-        f"the convolutions' means are {min(apart):.3g} to {max(apart):.3g} times apart, by seed; twice counts",
+        min(ratios) > 2,
+        f"the convolutions' means are {min(ratios):.3g} to {max(ratios):.3g} times apart, by seed; twice counts",
     )
     changes = []
     for run in runs:
@@ -113,7 +117,7 @@ def _claims_of_importance(runs: Sequence[Record]) -> None:
 
 def _downsample(run: Record) -> int:
     """Returns the place of the first shortcut convolution; with --smoke, whose network has none, 0."""
-    return next((i for i, each in enumerate(run["tensors"]) if "shortcut.convolution" in each["name"]), 0)
+    return next((i for i, tensor in enumerate(run["tensors"]) if "shortcut.convolution" in tensor["name"]), 0)
 
 
 def network(config: Config, records: Records) -> None:
@@ -122,12 +126,12 @@ def network(config: Config, records: Records) -> None:
     row = fixed_row("ResNet-50")
     density = ROOM / row.ratio
     pruned = ["--method.alpha", str(row.alpha), "--method.density", str(density), "--method.dense-below", "0"]
-    found = {
+    traces = {
         "Fig. 7: baseline": _trace(config, records, ["method:plump-dp"]),
         "Fig. 8: importance weighted pruning": _trace(config, records, ["method:iwp", *pruned]),
     }
     rows = []
-    for title, record in found.items():
+    for title, record in traces.items():
         rates = active(record["kB_per_s"])
         rows.append(
             {
@@ -147,16 +151,16 @@ def network(config: Config, records: Records) -> None:
         None if base["of_the_link_90%"] is None else base["of_the_link_90%"] > 0.8 and ours["of_the_link_90%"] < 0.4,
         f"{base['kB_per_s_mean']:.0f} and {ours['kB_per_s_mean']:.0f} kB/s on average while training",
     )
-    panels = {title: {"host 0": (record["seconds"], [record["kB_per_s"]])} for title, record in found.items()}
+    panels = {title: {"host 0": (record["seconds"], [record["kB_per_s"]])} for title, record in traces.items()}
     assert config.figures is not None
     draw(config.figures / "papers_iwp_fig7_fig8.png", panels, "seconds", "received, kB/s")
 
 
 def active(rates: Sequence[float]) -> list[float]:
     """Returns the samples in which the middle 90% of the bytes arrive; before them, programs are compiled."""
-    until = list(itertools.accumulate(rates))
-    found = [rate for rate, sum_ in zip(rates, until, strict=True) if 0.05 * until[-1] < sum_ <= 0.95 * until[-1]]
-    return found or [0.0]
+    totals = list(itertools.accumulate(rates))
+    samples = [rate for rate, sum_ in zip(rates, totals, strict=True) if 0.05 * totals[-1] < sum_ <= 0.95 * totals[-1]]
+    return samples or [0.0]
 
 
 def _trace(config: Config, records: Records, method: list[str]) -> Record:
@@ -187,6 +191,6 @@ def _traced(config: Config, command: list[str]) -> Record:
     return {
         "isolated": isolated,
         "received_kB": series[-1]["received"] / 1e3,
-        "seconds": [round(each["seconds"], 3) for each in series],
-        "kB_per_s": [round(each["kB_per_s"], 2) for each in series],
+        "seconds": [round(sample["seconds"], 3) for sample in series],
+        "kB_per_s": [round(sample["kB_per_s"], 2) for sample in series],
     }

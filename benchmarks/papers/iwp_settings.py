@@ -100,10 +100,10 @@ def steady(run: Record, warm_up: int) -> tuple[float, float]:
     first = min(sum(mark < warm_up for mark in marks), len(marks) - 2)
     steps = marks[-1] - marks[first]
     weights = [after - before for before, after in zip(marks[first:], marks[first + 1 :], strict=False)]
-    sent = sum(each * weight for each, weight in zip(run["sent"][first:], weights, strict=True)) / steps
-    received = [0.0, *run["received"]]
-    bytes_per_step = (received[-1] - received[first]) / steps
-    values = run["parameters"] / sent if sent else math.inf
+    n_sent = sum(count * weight for count, weight in zip(run["sent"][first:], weights, strict=True)) / steps
+    totals = [0.0, *run["received"]]
+    bytes_per_step = (totals[-1] - totals[first]) / steps
+    values = run["parameters"] / n_sent if n_sent else math.inf
     return values, run["dense_bytes"] / bytes_per_step
 
 
@@ -122,7 +122,7 @@ def tune(ratio: Callable[[float], float], target: float, first: float) -> float:
     while True:
         alpha = first if not tried else _next(tried, math.log(target))
         tried.append((math.log(alpha), math.log(ratio(alpha))))
-        nearest = min(tried, key=lambda each: abs(each[1] - math.log(target)))
+        nearest = min(tried, key=lambda trial: abs(trial[1] - math.log(target)))
         if abs(math.exp(nearest[1]) / target - 1) <= TOLERANCE or len(tried) == TRIALS:
             return math.exp(nearest[0])
 

@@ -105,14 +105,19 @@ class Config(common.Config):
 def table_1(config: Config, records: Records) -> None:
     """Times late-multiply against the reduction of gradients: only the communication."""
     rates = {"none": TABLE_1["10gbit"]} if config.smoke else TABLE_1
-    places = [(rate, K, *paper) for rate, by in rates.items() for K, paper in by.items() if K in config.hosts]
+    places = [
+        (rate, K, *paper)
+        for rate, rows_of_rate in rates.items()
+        for K, paper in rows_of_rate.items()
+        if K in config.hosts
+    ]
     size = {"layers": "64x32", "batch": 8} if config.smoke else {"batch": 256}
     options = {"hosts": ",".join(str(K) for K in config.hosts if K in TABLE_1["10gbit"]), "rate": ",".join(rates)}
     timed = timing.time_benchmark(records, "late_multiply", **options, **size, steps=config.timed_steps)
-    found = {(each["rate"], each["hosts"], each["mode"]): each for each in timed}
+    by_setting = {(record["rate"], record["hosts"], record["mode"]): record for record in timed}
     rows: list[Record] = []
     for rate, K, paper, paper_late in places:
-        reduced, late = found[rate, K, "reduce"], found[rate, K, "late"]
+        reduced, late = by_setting[rate, K, "reduce"], by_setting[rate, K, "late"]
         times = reduced["ms_communication"] / late["ms_communication"]
         rows.append(
             {
@@ -147,19 +152,19 @@ def iteration_times(table: str, config: Config, records: Records) -> None:
     gpu = GPUS[table]
     if not set(config.hosts) < gpu.fake[DENSE].keys():
         raise ValueError(f"--hosts must be some of the paper's 2, 4 and 8; got {config.hosts}. Leave out the others.")
-    timed = [each for K in config.hosts for each in _timed(config, records, K)]
-    found = {(each["layout"], each["devices"], each["data"]): each for each in reversed(timed)}
+    timed = [record for K in config.hosts for record in _timed(config, records, K)]
+    by_layout = {(record["layout"], record["devices"], record["data"]): record for record in reversed(timed)}
     sizes = _sizes(config, records) if table == "2" else {}  # which table 3 does not have
-    counted = f"; MiB of {config.counted_rows} rows, as the paper counts them" if sizes else ""
+    note = f"; MiB of {config.counted_rows} rows, as the paper counts them" if sizes else ""
     print_table(
         f"Table {table} ({gpu.name}): seconds of a step of {config.batch} rows on hosts that share this machine's "
-        f"cores, at {config.rate}, medians of {config.timed_steps}{counted}",
-        [_row(gpu, found[place], sizes) for place in sorted(found)],
+        f"cores, at {config.rate}, medians of {config.timed_steps}{note}",
+        [_row(gpu, by_layout[place], sizes) for place in sorted(by_layout)],
     )
-    for (layout, K, data), each in found.items():
+    for (layout, K, data), record in by_layout.items():
         if layout != ONE_DEVICE:
             continue
-        paper, faster = gpu.seconds(data), each["times_data_parallel"]
+        paper, faster = gpu.seconds(data), record["times_data_parallel"]
         print_claim(
             f"with {data} data on {K} {gpu.name}, hybrid is {paper[DENSE][K] / paper[ONE_DEVICE][K]:.2f} times faster "
             f"than data-parallel, and at least {gpu.gap} with all",
@@ -169,7 +174,7 @@ def iteration_times(table: str, config: Config, records: Records) -> None:
             ),
             f"{faster:.2f} times",
         )
-        ours = [found[place, K, data]["speed_up"] for place in (ONE_DEVICE, DENSE)]
+        ours = [by_layout[place, K, data]["speed_up"] for place in (ONE_DEVICE, DENSE)]
         theirs = [paper[place][1] / paper[place][K] for place in (ONE_DEVICE, DENSE)]
         print_claim(
             f"there hybrid is {theirs[0]:.2f} times faster than one GPU, and data-parallel {theirs[1]:.2f} times",
@@ -181,8 +186,8 @@ def iteration_times(table: str, config: Config, records: Records) -> None:
 def _timed(config: Config, records: Records, K: int) -> list[Record]:
     size = {"image": 63, "hidden": 64} if config.smoke else {"image": 224, "hidden": 4096}
     where = {} if config.data_dir is None else {"data-dir": str(config.data_dir)}
-    given = {"devices": K, "batch": config.batch, "rate": config.rate, "steps": config.timed_steps}
-    return timing.time_benchmark(records, "hybrid", run=True, **given, **size, **where)
+    options = {"devices": K, "batch": config.batch, "rate": config.rate, "steps": config.timed_steps}
+    return timing.time_benchmark(records, "hybrid", run=True, **options, **size, **where)
 
 
 def _sizes(config: Config, records: Records) -> dict[tuple[str, int], Record]:
@@ -190,25 +195,25 @@ def _sizes(config: Config, records: Records) -> dict[tuple[str, int], Record]:
     size = {"batch": config.counted_rows, "image": 63 if config.smoke else 224}
     devices = ",".join(map(str, config.hosts))
     table = timing.time_benchmark(records, "hybrid", devices=devices, **size)
-    return {(each["layout"], each["devices"]): each for each in table}
+    return {(record["layout"], record["devices"]): record for record in table}
 
 
-def _row(gpu: Gpu, each: Record, sizes: dict[tuple[str, int], Record]) -> Record:
+def _row(gpu: Gpu, record: Record, sizes: dict[tuple[str, int], Record]) -> Record:
     """Returns a row of table 2 or 3; the paper has no sharded dense layers."""
-    place = layout, K = each["layout"], each["devices"]
-    paper, size = gpu.seconds(each["data"]), sizes.get(place, {})
+    place = layout, K = record["layout"], record["devices"]
+    paper, size = gpu.seconds(record["data"]), sizes.get(place, {})
     theirs = paper.get(layout, {}).get(K)
     return {
         "layout": layout,
         "hosts": K,
-        "data": each["data"],
-        "seconds": each["ms_median"] / 1e3,
-        "min": each["ms_min"] / 1e3,
-        "max": each["ms_max"] / 1e3,
+        "data": record["data"],
+        "seconds": record["ms_median"] / 1e3,
+        "min": record["ms_min"] / 1e3,
+        "max": record["ms_max"] / 1e3,
         "paper_seconds": theirs,
-        "speed_up": each["speed_up"],
+        "speed_up": record["speed_up"],
         "paper_speed_up": theirs and paper[layout][1] / theirs,
-        "times_data_parallel": each["times_data_parallel"],
+        "times_data_parallel": record["times_data_parallel"],
         "paper_times_data_parallel": theirs and paper[DENSE][K] / theirs,
         "mib": size.get("as_paper_mib"),
         "paper_mib": size.get("paper_mib"),
@@ -221,9 +226,9 @@ def placement(config: Config, records: Records) -> None:
     rate = "10gbit" if config.smoke else config.rate  # nothing is sent, but the planner needs a rate
     options = {"models": models, "devices": devices, "rate": rate}
     table = timing.time_benchmark(records, "placement", inputs=[COSTS], **options)
-    rows = [each | {"times_faster": each["ms_dense"] / each["ms_step"]} for each in table]
+    rows = [plan | {"times_faster": plan["ms_dense"] / plan["ms_step"]} for plan in table]
     print_table(f"Placement at {rate}, predicted", rows)
-    slowest, solved = max(each["seconds"] for each in rows), sum(each["optimal"] for each in rows)
+    slowest, solved = max(plan["seconds"] for plan in rows), sum(plan["optimal"] for plan in rows)
     print_claim(
         "it is not always expected to find the optimal placement, and heuristics look for a good one",
         solved < len(rows),

@@ -23,24 +23,24 @@ class Difference:
     error: float | None
 
     @classmethod
-    def of(cls, ours: Sequence[float], others: Sequence[float]) -> "Difference":
-        """Subtracts `others` from `ours`, pair by pair."""
-        pairs = [own - other for own, other in zip(ours, others, strict=True)]
+    def of(cls, ours: Sequence[float], theirs: Sequence[float]) -> "Difference":
+        """Subtracts `theirs` from `ours`, pair by pair."""
+        pairs = [mine - yours for mine, yours in zip(ours, theirs, strict=True)]
         error = stdev(pairs)
         return cls(statistics.fmean(pairs), None if error is None else error / math.sqrt(len(pairs)))
 
-    def exceeds(self, least: float = 0.0) -> bool | None:
-        """Returns whether the mean is above `least`; None if that is at most two standard errors away, or unknown."""
-        if self.error is None or abs(self.mean - least) <= 2 * self.error:
+    def exceeds(self, bound: float = 0.0) -> bool | None:
+        """Returns whether the mean is above `bound`; None if that is at most two standard errors away, or unknown."""
+        if self.error is None or abs(self.mean - bound) <= 2 * self.error:
             return None
-        return self.mean > least
+        return self.mean > bound
 
-    def agrees(self, paper: float, none: float = 0.0, *, or_more: bool = False) -> bool | None:
+    def agrees(self, paper: float, slack: float = 0.0, *, or_more: bool = False) -> bool | None:
         """Returns whether the difference has the size of the paper's: its sign, and half to one and a half times it.
 
         Args:
           paper: the paper's difference.
-          none: what counts as no difference; if more than half of the paper's, ours may be off by as much.
+          slack: what counts as no difference; if more than half of the paper's, ours may be off by as much.
           or_more: whether more than the paper's, in its direction, counts as well, as with a gain in time.
 
         Returns:
@@ -49,14 +49,14 @@ class Difference:
         """
         if self.error is None:
             return None
-        room = max(none, abs(paper) / 2)
-        least, most = paper - room, paper + room
+        room = max(slack, abs(paper) / 2)
+        low_bound, high_bound = paper - room, paper + room
         if or_more:
-            least, most = (least, math.inf) if paper > 0 else (-math.inf, most)
+            low_bound, high_bound = (low_bound, math.inf) if paper > 0 else (-math.inf, high_bound)
         low, high = self.mean - 2 * self.error, self.mean + 2 * self.error
-        if high < least or low > most:
+        if high < low_bound or low > high_bound:
             return False
-        return True if least <= low and high <= most else None
+        return True if low_bound <= low and high <= high_bound else None
 
     def __str__(self) -> str:
         return f"{self.mean:+.2f}" + ("" if self.error is None else f" (standard error {self.error:.2f})")
@@ -70,32 +70,32 @@ def all_hold(*verdicts: bool | None) -> bool | None:
     return False if False in verdicts else None if None in verdicts else True
 
 
-def print_claim(claim: str, holds: bool | None, found: str) -> None:
+def print_claim(claim: str, holds: bool | None, result: str) -> None:
     """Prints whether a claim of the paper holds at our size.
 
     Args:
       claim: what the paper says.
       holds: whether it was shown: by `Difference.agrees` if the claim has a size, by `Difference.exceeds` if it is an
         order alone; None if the measurements do not tell.
-      found: what was measured.
+      result: what was measured.
     """
-    print(f"The paper: {claim}. That {_VERDICTS[holds]}: {found}.")
+    print(f"The paper: {claim}. That {_VERDICTS[holds]}: {result}.")
 
 
-def print_cause(cause: str, differences: Mapping[str, Difference], to: str = "dense") -> None:
+def print_cause(cause: str, differences: Mapping[str, Difference], base: str = "dense") -> None:
     """Prints what an experiment says about why a claim does not hold here: a cause explains more than half of it.
 
     Args:
       cause: what is supposed, and varied.
       differences: by what was varied; the first is the one to explain.
-      to: what they are differences to.
+      base: what they are differences to.
     """
     (first, before), *_, (last, after) = differences.items()
     explained = abs(before.mean) / 2 - abs(after.mean)
     error = None if before.error is None or after.error is None else math.hypot(before.error / 2, after.error)
     holds = Difference(explained, error).exceeds()
     print(
-        f"Supposed: {cause}. That {_VERDICTS[holds]}: the difference to {to} is {before} with {first}, and {after} "
+        f"Supposed: {cause}. That {_VERDICTS[holds]}: the difference to {base} is {before} with {first}, and {after} "
         f"with {last}."
     )
 

@@ -64,7 +64,9 @@ def table_1(config: Config, records: Records) -> None:
             paper_compute, paper = PAPER_TIMES[model.name, K]
             for name, theirs in zip(METHODS, paper, strict=True):
                 record = timed[model.exchanges[name]]
-                ms, dense = (parts * communication(each, model.slim.q) for each in (record, timed["plump_dp"]))
+                ms, dense = (
+                    parts * communication(timed_record, model.slim.q) for timed_record in (record, timed["plump_dp"])
+                )
                 rows.append(
                     {
                         "model": model.name,
@@ -94,8 +96,8 @@ def table_1(config: Config, records: Records) -> None:
     for model in config.models:
         for K in config.workers:
             share = {row["method"]: row["of_plump"] for row in rows if (row["model"], row["K"]) == (model.name, K)}
-            dense, *others = PAPER_TIMES[model.name, K][1]
-            quant, slim = (100 * (1 - theirs / dense) for theirs in others)
+            dense, *paper_times = PAPER_TIMES[model.name, K][1]
+            quant, slim = (100 * (1 - theirs / dense) for theirs in paper_times)
             ours = {name: Difference(100 * (1 - share[name]), 0.0) for name in METHODS[1:]}
             print_claim(
                 f"{model.name}, K={K}: Slim-DP saves {slim:.0f}% of the communication time, Quant-DP {quant:.0f}%",
@@ -118,10 +120,12 @@ def table_2(config: Config, records: Records) -> None:
             times = {name: times_of(config, records, model, K, entry) for name, entry in entries}
             for name, paper in zip(METHODS, PAPER_SPEEDS[model.name, K], strict=True):
                 gain = Difference.of(last_accuracies(runs[name]), last_accuracies(runs["plump_dp"]))
-                dense, own = times["plump_dp"], times[name]
-                both = None if own is None or dense is None else (dense, own)
+                dense, method_times = times["plump_dp"], times[name]
+                time_pair = None if method_times is None or dense is None else (dense, method_times)
                 pairs = zip(runs["plump_dp"], runs[name], strict=True)
-                speeds = [speed for one, other in pairs if both and (speed := speed_a(one, other, both))]
+                speeds = [
+                    speed for one, method_run in pairs if time_pair and (speed := speed_a(one, method_run, time_pair))
+                ]
                 rows.append(
                     {
                         "model": model.name,
@@ -133,11 +137,11 @@ def table_2(config: Config, records: Records) -> None:
                         "standard_error": gain.error,
                         "paper_top5": paper[0],
                         "paper_minus_plump": round(paper[0] - PAPER_SPEEDS[model.name, K][0][0], 2),
-                        "speed_d": both and speed_d(*both),
+                        "speed_d": time_pair and speed_d(*time_pair),
                         "paper_speed_d": paper[1],
                         "speed_a": statistics.fmean(speeds) if speeds else None,
                         "speed_a_stdev": stdev(speeds) if speeds else None,
-                        "reached": f"{len(speeds)} of {len(runs[name])}" if both else "-",
+                        "reached": f"{len(speeds)} of {len(runs[name])}" if time_pair else "-",
                         "paper_speed_a": paper[2],
                     }
                 )
@@ -170,7 +174,7 @@ def table_2(config: Config, records: Records) -> None:
 
 def _axis(config: Config, times: Mapping[Any, Times | None]) -> tuple[str, dict[Any, float]]:
     """Returns what the x axis shows, and for every curve the units of it per step."""
-    seconds = {name: each.seconds for name, each in times.items() if each is not None}
+    seconds = {name: time_of_step.seconds for name, time_of_step in times.items() if time_of_step is not None}
     if len(seconds) == len(times):
         return f"seconds at {config.rate}, steps times table 1", seconds
     print("Drawn against steps: --json has not all times of --table 1.")
@@ -241,8 +245,8 @@ def figure_4(config: Config, records: Records) -> None:
         "Accuracy and speed": ("plump_dp", "(0.2, 0.1)", "(0.3, 0.15)", "(0.5, 0.25)"),
     }
     panels = {
-        title: _lines({name: ({"plump_dp": dense} | labelled)[name] for name in shown}, units)
-        for title, shown in halves.items()
+        title: _lines({name: ({"plump_dp": dense} | labelled)[name] for name in keys}, units)
+        for title, keys in halves.items()
     }
     unexplored = {f"(0.3, 0.3), q={period}": seeds for (a, b, period), seeds in runs.items() if a == b}
     panels["No exploration"] = _lines(
@@ -253,11 +257,11 @@ def figure_4(config: Config, records: Records) -> None:
 
 
 def _claims_of_figure_4(dense: Sequence[Record], runs: Mapping[Any, Sequence[Record]], q: int) -> None:
-    both, plump = last_accuracies(runs[0.3, 0.15, q]), last_accuracies(dense)
-    better = [Difference.of(both, last_accuracies(runs[0.3, beta, q])) for beta in (0.0, 0.3)]
+    best, plump = last_accuracies(runs[0.3, 0.15, q]), last_accuracies(dense)
+    better = [Difference.of(best, last_accuracies(runs[0.3, beta, q])) for beta in (0.0, 0.3)]
     print_claim(
         "(0.3, 0.15) is better than (0.3, 0) and (0.3, 0.3)",
-        all_hold(*(each.exceeds() for each in better)),
+        all_hold(*(difference.exceeds() for difference in better)),
         f"by {better[0]} and {better[1]} points",
     )
     gain = Difference.of(last_accuracies(runs[0.3, 0.0, q]), plump)
@@ -270,13 +274,13 @@ def _claims_of_figure_4(dense: Sequence[Record], runs: Mapping[Any, Sequence[Rec
                 loss.exceeds(FAILED),
                 f"{loss} points below",
             )
-    fewer = Difference.of(plump, last_accuracies(runs[0.2, 0.1, q]))
-    print_claim("(0.2, 0.1) does not reach Plump-DP's accuracy", fewer.exceeds(), f"{fewer} points below")
-    more = Difference.of(last_accuracies(runs[0.5, 0.25, q]), both)
+    shortfall = Difference.of(plump, last_accuracies(runs[0.2, 0.1, q]))
+    print_claim("(0.2, 0.1) does not reach Plump-DP's accuracy", shortfall.exceeds(), f"{shortfall} points below")
+    surplus = Difference.of(last_accuracies(runs[0.5, 0.25, q]), best)
     print_claim(
         "(0.5, 0.25) has the accuracy of (0.3, 0.15)",
-        more.agrees(0.0, SAME),
-        f"{more} points; up to {SAME:g} counts as the same",
+        surplus.agrees(0.0, SAME),
+        f"{surplus} points; up to {SAME:g} counts as the same",
     )
 
 
@@ -287,8 +291,8 @@ def why(config: Config, records: Records) -> None:
     method = methods_of(model, experiment.steps)["slim_dp"]
     rows, differences = [], {}
     for rate in (experiment.learning_rate, experiment.learning_rate / 2):
-        own = dataclasses.replace(experiment, learning_rate=rate)
-        runs, dense = (train_seeds(records, own, each, config.seeds) for each in (method, PlumpDp()))
+        slower = dataclasses.replace(experiment, learning_rate=rate)
+        runs, dense = (train_seeds(records, slower, choice, config.seeds) for choice in (method, PlumpDp()))
         gain = Difference.of(last_accuracies(runs), last_accuracies(dense))
         rows.append(
             {

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from benchmarks.papers import common, timing
-from benchmarks.shapes import count, named
+from benchmarks.shapes import count, shapes_of
 from configs import CONFIGS
 from configs.experiment import Experiment
 from configs.methods import Method, PlumpDp, QuantDp, SlimDp
@@ -120,7 +120,7 @@ class Config(common.Config):
     def shapes(self, model: Model) -> str:
         """Returns the option of `benchmarks.exchange`: all tensors, or a part of their elements as one vector."""
         parts = self.parts(model)
-        return model.shapes if parts == 1 else str(count(named(model.shapes)) // parts)
+        return model.shapes if parts == 1 else str(count(shapes_of(model.shapes)) // parts)
 
     def hosts(self, K: int) -> int:
         """Returns the hosts that are timed for K workers."""
@@ -150,24 +150,24 @@ class Times(NamedTuple):
         return (self.compute + self.exchange) / 1e3
 
 
-def speed_d(dense: Times, own: Times) -> float:
+def speed_d(dense: Times, method: Times) -> float:
     """Returns how many times faster than Plump-DP a method processes the same data."""
-    return dense.seconds / own.seconds
+    return dense.seconds / method.seconds
 
 
-def speed_a(dense: Record, own: Record, times: tuple[Times, Times]) -> float | None:
+def speed_a(dense: Record, method: Record, times: tuple[Times, Times]) -> float | None:
     """Returns how many times sooner than Plump-DP a run reaches the accuracy that Plump-DP ends with.
 
     Args:
       dense: Plump-DP's run with the same seed.
-      own: the method's run.
+      method: the method's run.
       times: of both.
 
     Returns:
       None if the run never reaches it.
     """
     target = dense["accuracies"][-1]
-    before, after = common.first_reaching(dense, target), common.first_reaching(own, target)
+    before, after = common.first_reaching(dense, target), common.first_reaching(method, target)
     return before * times[0].seconds / (after * times[1].seconds) if before and after else None
 
 
@@ -194,11 +194,11 @@ def compute_ms(config: Config, records: Records, model: Model) -> float:
 def times_of(config: Config, records: Records, model: Model, K: int, exchange: str) -> Times | None:
     """Returns the times of a step from the records of table 1; None if they are missing."""
     key = {"of": "exchange", "shapes": config.shapes(model), "hosts": config.hosts(K), "rate": config.rate}
-    found = records.find(key | {"method": exchange, "steps": config.timed_steps})
+    record = records.find(key | {"method": exchange, "steps": config.timed_steps})
     compute = records.find({"of": "compute", "experiment": model.timed, "rows": model.rows})
-    if found is None or compute is None:
+    if record is None or compute is None:
         return None
-    return Times(compute["ms_median"], config.parts(model) * communication(found, model.slim.q))
+    return Times(compute["ms_median"], config.parts(model) * communication(record, model.slim.q))
 
 
 def experiment_of(config: Config, model: Model, K: int) -> Experiment:

@@ -51,7 +51,7 @@ def time_benchmark(records: Records, module: str, *, inputs: Sequence[Path] = ()
 
 
 def time_exchanges(
-    records: Records, *, shapes: str, hosts: int, rate: str, methods: Sequence[str], steps: int, **others: Any
+    records: Records, *, shapes: str, hosts: int, rate: str, methods: Sequence[str], steps: int, **options: Any
 ) -> dict[str, Record]:
     """Times one exchange of each method by `benchmarks.exchange`, in processes of its own.
 
@@ -62,18 +62,18 @@ def time_exchanges(
       rate: of their links.
       methods: the benchmark's names.
       steps: the number of timed steps.
-      others: more options, such as sparsity.
+      options: more options, such as sparsity.
 
     Returns:
       Its records by method, including those that were there before.
     """
-    given = {"shapes": shapes, "hosts": hosts, "rate": rate, "steps": steps, **others}
-    keys = {method: {"of": "exchange", "method": method, **given} for method in methods}
-    missing = [method for method, key in keys.items() if records.find(key) is None]
-    if missing:
-        for record in run_benchmark("exchange", {**given, "method": ",".join(missing)}):
+    settings = {"shapes": shapes, "hosts": hosts, "rate": rate, "steps": steps, **options}
+    keys = {method: {"of": "exchange", "method": method, **settings} for method in methods}
+    gaps = [method for method, key in keys.items() if records.find(key) is None]
+    if gaps:
+        for record in run_benchmark("exchange", {**settings, "method": ",".join(gaps)}):
             records.add({**keys[record["method"]], **record})
-    return {method: found for method, key in keys.items() if (found := records.find(key)) is not None}
+    return {method: stored for method, key in keys.items() if (stored := records.find(key)) is not None}
 
 
 def time_compute(records: Records, name: str, rows: int, steps: int) -> Record:

@@ -95,7 +95,7 @@ def main(config: Config) -> None:
                     "segment": config.segment,
                     "learning_rate": config.learning_rate,
                 }
-                runs.append(records.get(key, lambda of=(method, rate, seed): run(config, *of, splits)))
+                runs.append(records.get(key, lambda setting=(method, rate, seed): run(config, *setting, splits)))
                 print(f"{method} at {rate}, round {seed}: {step_ms(runs[-1]):.4g} ms a step", flush=True)
         print_table(
             f"{config.hosts} hosts, {rate}, {config.rows} rows a worker, {config.data}, {config.rounds} rounds",
@@ -113,8 +113,8 @@ def check(config: Config, methods: Sequence[str]) -> None:
     for method in methods:
         peer, _, name = method.partition(":")
         if name not in PEERS.get(peer, ()):
-            every = ", ".join(f"{peer}:{name}" for peer, names in PEERS.items() for name in names)
-            raise ValueError(f"--methods must be some of {every}; got {method!r}.")
+            names_of_peers = ", ".join(f"{peer}:{name}" for peer, names in PEERS.items() for name in names)
+            raise ValueError(f"--methods must be some of {names_of_peers}; got {method!r}.")
         if peer == "torch" and (config.torch is None or not config.torch.exists()):
             raise ValueError(
                 f"--torch must name the Python of an environment with torch for {method}; got {config.torch}."
@@ -183,8 +183,11 @@ def run(
         isolated = lab.isolated
     hosts = [segments_of(result.stdout) for result in results]
     segments = [
-        {**same[0], "received": statistics.fmean(each["received"] for each in same) if isolated else None}
-        for same in zip(*hosts, strict=True)
+        {
+            **host_segments[0],
+            "received": statistics.fmean(segment["received"] for segment in host_segments) if isolated else None,
+        }
+        for host_segments in zip(*hosts, strict=True)
     ]
     return {"segments": segments, "aborts": aborts}
 
@@ -196,15 +199,15 @@ def segments_of(stdout: str) -> list[dict[str, Any]]:
 
 def step_ms(record: dict[str, Any]) -> float:
     """Returns the milliseconds of a step, the median over the segments."""
-    return statistics.median(1e3 * each["seconds"] / each["steps"] for each in record["segments"][1:])
+    return statistics.median(1e3 * segment["seconds"] / segment["steps"] for segment in record["segments"][1:])
 
 
 def seconds_to(record: dict[str, Any], target: float) -> float | None:
     """Returns the seconds of training until an evaluation reaches the target (in percent); None if none does."""
     seconds = 0.0
-    for each in record["segments"][1:]:
-        seconds += each["seconds"]
-        if 100 * each.get("accuracy", 0.0) >= target:
+    for segment in record["segments"][1:]:
+        seconds += segment["seconds"]
+        if 100 * segment.get("accuracy", 0.0) >= target:
             return seconds
     return None
 
@@ -249,29 +252,31 @@ def draw(path: Path, panels: Mapping[str, Mapping[str, Sequence[float | None]]],
 
 def summary(method: str, runs: Sequence[dict[str, Any]], target: float) -> dict[str, Any]:
     """Returns a row of the table: medians over the rounds."""
-    own = [run for run in runs if run["method"] == method]
+    method_runs = [run for run in runs if run["method"] == method]
     base = {run["seed"]: run for run in runs if run["method"] == BASELINE}
-    times = [step_ms(run) for run in own]
-    ratios = [step_ms(base[run["seed"]]) / step_ms(run) for run in own if run["seed"] in base]
-    timed = [each for run in own for each in run["segments"][1:]]
-    received = [each["received"] / each["steps"] for each in timed if each["received"] is not None]
+    times = [step_ms(run) for run in method_runs]
+    ratios = [step_ms(base[run["seed"]]) / step_ms(run) for run in method_runs if run["seed"] in base]
+    timed = [segment for run in method_runs for segment in run["segments"][1:]]
+    rates = [segment["received"] / segment["steps"] for segment in timed if segment["received"] is not None]
     row: dict[str, Any] = {
         "method": method,
         "ms": statistics.median(times),
         "ms_min": min(times),
         "ms_max": max(times),
         "times_faster": statistics.median(ratios) if ratios else None,
-        "kB_received": statistics.median(received) / 1e3 if received else None,
-        "first_s": statistics.median(run["segments"][0]["seconds"] for run in own),
-        "aborts": sum(run["aborts"] for run in own),
-        "last_loss": statistics.median(run["segments"][-1]["loss"] for run in own),
+        "kB_received": statistics.median(rates) / 1e3 if rates else None,
+        "first_s": statistics.median(run["segments"][0]["seconds"] for run in method_runs),
+        "aborts": sum(run["aborts"] for run in method_runs),
+        "last_loss": statistics.median(run["segments"][-1]["loss"] for run in method_runs),
     }
-    if "accuracy" in own[0]["segments"][-1]:
-        row["accuracy_%"] = 100 * statistics.median(run["segments"][-1]["accuracy"] for run in own)
-        reached = [seconds_to(run, target) for run in own]
-        known = [seconds for seconds in reached if seconds is not None]
+    if "accuracy" in method_runs[0]["segments"][-1]:
+        row["accuracy_%"] = 100 * statistics.median(run["segments"][-1]["accuracy"] for run in method_runs)
+        times_to_target = [seconds_to(run, target) for run in method_runs]
+        finite_times = [seconds for seconds in times_to_target if seconds is not None]
         # A run that never reaches the target makes the median unknown, not smaller.
-        row[f"s_to_{target:g}%"] = statistics.median(known) if len(known) == len(reached) else None
+        row[f"s_to_{target:g}%"] = (
+            statistics.median(finite_times) if len(finite_times) == len(times_to_target) else None
+        )
     return row
 
 

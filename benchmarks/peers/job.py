@@ -49,18 +49,18 @@ class Job:
 
     def save(self, path: Path) -> None:
         """Writes the job into an NPZ file."""
-        own = dict(vars(self))
-        arrays = {f"weights{index}": array for index, array in enumerate(own.pop("weights"))}
-        np.savez(path, **own, **arrays)
+        variables = dict(vars(self))
+        arrays = {f"weights{index}": array for index, array in enumerate(variables.pop("weights"))}
+        np.savez(path, **variables, **arrays)
 
     @classmethod
     def load(cls, path: Path) -> "Job":
         """Reads a job that `save` has written."""
         with np.load(path) as file:
-            found = dict(file)
-        weights = [found.pop(f"weights{index}") for index in range(2 * (HIDDEN + 1))]
+            variables = dict(file)
+        weights = [variables.pop(f"weights{index}") for index in range(2 * (HIDDEN + 1))]
         numbers = {"method": str, "learning_rate": float, "segment": int}
-        return cls(weights=weights, **{name: numbers.get(name, np.asarray)(value) for name, value in found.items()})
+        return cls(weights=weights, **{name: numbers.get(name, np.asarray)(value) for name, value in variables.items()})
 
 
 def initial_weights(seed: int) -> Weights:
@@ -114,18 +114,18 @@ def train(
     """
     interface = os.environ["NETLAB_INTERFACE"]
     rows = job.order.shape[1] // hosts
-    own = job.order[:, host * rows : (host + 1) * rows]
-    cuts = [0, *range(1, len(own), job.segment), len(own)]
+    host_order = job.order[:, host * rows : (host + 1) * rows]
+    cuts = [0, *range(1, len(host_order), job.segment), len(host_order)]
     for first, last in itertools.pairwise(cuts):
         barrier()
-        received, begin = received_bytes(interface), time.perf_counter()
+        bytes_in, begin = received_bytes(interface), time.perf_counter()
         result = None
-        for indices in own[first:last]:
+        for indices in host_order[first:last]:
             result = step(pixels(job.images[indices]), job.labels[indices])
         loss = loss_of(result)
         seconds = time.perf_counter() - begin
-        received = received_bytes(interface) - received
-        found: dict[str, Any] = {"steps": last - first, "seconds": seconds, "received": received, "loss": loss}
+        bytes_in = received_bytes(interface) - bytes_in
+        record: dict[str, Any] = {"steps": last - first, "seconds": seconds, "received": bytes_in, "loss": loss}
         if host == 0 and len(job.test_labels):
-            found["accuracy"] = accuracy(weights(), job.test_images, job.test_labels)
-        print(json.dumps(found), flush=True)
+            record["accuracy"] = accuracy(weights(), job.test_images, job.test_labels)
+        print(json.dumps(record), flush=True)

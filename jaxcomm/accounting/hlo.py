@@ -92,8 +92,8 @@ class _Collectives:
             for line in self._computations.get(name, ()):
                 self.add(self._done[name], line)
             if name.startswith(_REDUCE_SCATTER):
-                always = self._done[name].always
-                always[:] = [replace(traffic, op="reduce_scatter") for traffic in always]
+                collectives = self._done[name].always
+                collectives[:] = [replace(traffic, op="reduce_scatter") for traffic in collectives]
         return self._done[name]
 
     def add(self, program: Program, line: str) -> None:
@@ -101,15 +101,15 @@ class _Collectives:
         match = INSTRUCTION.match(line)
         if not match:
             return
-        op, rest = match.group("op"), match.group("rest")
+        op, tail = match.group("op"), match.group("rest")
         kind = op.removesuffix("-start")
         if op.endswith(("-done", "-update")):
             return
-        transfer = _TRANSFER.search(rest) if kind in ("send", "recv") else None
+        transfer = _TRANSFER.search(tail) if kind in ("send", "recv") else None
         if transfer and transfer[1] in _BETWEEN_SLICES:
             if kind == "recv":
                 op = _BETWEEN_SLICES[transfer[1]]
-                program.always.append(_between_slices(op, match.group("shape"), rest, self._mesh))
+                program.always.append(_between_slices(op, match.group("shape"), tail, self._mesh))
             return
         if kind in _UNCOUNTED:
             raise ValueError(
@@ -119,25 +119,25 @@ class _Collectives:
         if kind in _OPS:
             # On TPUs a collective that overlaps with other work appears in several fusions (its start, its end, and
             # the work between them), with one chain: count it once.
-            if chain := _CHAIN.search(rest):
+            if chain := _CHAIN.search(tail):
                 if chain.groups() in self._chains:
                     return
                 self._chains.add(chain.groups())
-            traffic = _traffic(op, match.group("shape"), _group_size(rest, self._devices, line))
+            traffic = _traffic(op, match.group("shape"), _group_size(tail, self._devices, line))
             if kind == "collective-permute":
-                traffic = replace(traffic, pairs=_pairs(rest))
-            axes = _axes(rest, traffic, self._devices, self._mesh) if self._mesh else ()
+                traffic = replace(traffic, pairs=_pairs(tail))
+            axes = _axes(tail, traffic, self._devices, self._mesh) if self._mesh else ()
             program.always.append(replace(traffic, axes=axes))
         elif op == "while":
-            body = self.of(_only(BODY, rest, line))
+            body = self.of(_match_one(BODY, tail, line))
             if body.communicates:
                 if (trips := self.trips(line)) is None:
                     raise ValueError(_uncountable(line))
                 program.add(body, trips)
         elif op == "conditional":
-            program.add_conditional([self.of(name) for name in branches_of(rest)])
+            program.add_conditional([self.of(name) for name in branches_of(tail)])
         else:
-            for name in CALLED.findall(rest):
+            for name in CALLED.findall(tail):
                 program.add(self.of(name))
 
     def trips(self, loop: str) -> int | None:
@@ -145,8 +145,8 @@ class _Collectives:
 
         XLA states it, except for TPUs. There it follows from the counter's first value and its limit.
         """
-        if said := TRIPS.search(loop):
-            return int(said[1])
+        if match := TRIPS.search(loop):
+            return int(match[1])
         condition, state = _CONDITION.search(loop), _STATE.search(loop)
         limited = _LIMIT.search("\n".join(self._computations.get(condition[1], ()))) if condition else None
         if not limited or not state:
@@ -161,10 +161,10 @@ class _Collectives:
 
     def _constant(self, name: str) -> int | None:
         """Returns the value of a scalar constant, or of a copy of one; None for anything else."""
-        found = _CONSTANT.search(self._lines.get(name, ""))
-        if found and found[1] == "copy":
-            return self._constant(found[2])
-        return int(found[2]) if found else None
+        constant = _CONSTANT.search(self._lines.get(name, ""))
+        if constant and constant[1] == "copy":
+            return self._constant(constant[2])
+        return int(constant[2]) if constant else None
 
     @functools.cached_property
     def _lines(self) -> dict[str, str]:
@@ -189,39 +189,40 @@ def read_overlap(text: str) -> float | None:
     computations, entry = read_computations(text)
     collectives = _Collectives(computations, _devices(text), None)
     matches = {
-        name: [found for found in map(INSTRUCTION.match, lines) if found] for name, lines in computations.items()
+        name: [instruction for instruction in map(INSTRUCTION.match, lines) if instruction]
+        for name, lines in computations.items()
     }
-    done: dict[str, float] = {}
+    products: dict[str, float] = {}
 
     def products_of(name: str) -> float:
-        if name not in done:
+        if name not in products:
             shapes = {match["name"]: match["shape"] for match in matches.get(name, ())}
-            done[name] = sum(
+            products[name] = sum(
                 _products(match, shapes, products_of, collectives.trips) for match in matches.get(name, ())
             )
-        return done[name]
+        return products[name]
 
     shapes = {match["name"]: match["shape"] for match in matches[entry]}
-    own = {match["name"]: _products(match, shapes, products_of, collectives.trips) for match in matches[entry]}
-    feeds = {match["name"]: operands_of(match["rest"], own) for match in matches[entry]}
+    work = {match["name"]: _products(match, shapes, products_of, collectives.trips) for match in matches[entry]}
+    feeds = {match["name"]: operands_of(match["rest"], work) for match in matches[entry]}
     sending = [match for match in matches[entry] if match["op"] == "send"]
     sends = {name: match["name"] for match in sending for name in _RENDEZVOUS.findall(match["rest"])}
     for match in matches[entry]:
         if match["op"] == "recv":  # a receive from other slices depends on the send to them
             feeds[match["name"]] += [sends[name] for name in _RENDEZVOUS.findall(match["rest"]) if name in sends]
-    waits: dict[str, list[str]] = {name: [] for name in own}
+    waits: dict[str, list[str]] = {name: [] for name in work}
     for name, operands in feeds.items():
         for operand in operands:
             waits[operand].append(name)
-    total, free, moved = sum(own.values()), 0.0, 0.0
+    total, free, total_bytes = sum(work.values()), 0.0, 0.0
     for match in matches[entry]:
-        sent = Program()
-        collectives.add(sent, match.string)
-        if sent.received and total:
-            bound = _reached(match["name"], feeds) | _reached(match["name"], waits)
-            free += float(sent.received) * (1 - sum(own[each] for each in bound) / total)
-            moved += float(sent.received)
-    return free / moved if moved else None
+        message = Program()
+        collectives.add(message, match.string)
+        if message.received and total:
+            bound = _reachable(match["name"], feeds) | _reachable(match["name"], waits)
+            free += float(message.received) * (1 - sum(work[bound_name] for bound_name in bound) / total)
+            total_bytes += float(message.received)
+    return free / total_bytes if total_bytes else None
 
 
 def _products(
@@ -234,34 +235,34 @@ def _products(
 
     A loop of unknown length counts once.
     """
-    op, rest = match["op"], match["rest"]
-    operands = operands_of(rest, shapes)
-    contracted = _CONTRACTED.search(rest)
+    op, tail = match["op"], match["rest"]
+    operands = operands_of(tail, shapes)
+    contracted = _CONTRACTED.search(tail)
     if contracted and operands:  # a matrix product, or a library's
-        left = dimensions_of(shapes[operands[0]])
+        left_shape = dimensions_of(shapes[operands[0]])
         return float(
             math.prod(dimensions_of(match["shape"]))
-            * math.prod(left[int(axis)] for axis in _DIGITS.findall(contracted[1]))
+            * math.prod(left_shape[int(axis)] for axis in _DIGITS.findall(contracted[1]))
         )
-    kernel = _KERNEL.search(rest)
+    kernel = _KERNEL.search(tail)
     if op == "convolution" and kernel:
         sizes = dimensions_of(shapes[operands[1]])
         return float(math.prod(dimensions_of(match["shape"])) * math.prod(sizes) / sizes[kernel[1].index("o")])
     if op == "while":
-        return products_of(_only(BODY, rest, match.string)) * (trips_of(match.string) or 1)
+        return products_of(_match_one(BODY, tail, match.string)) * (trips_of(match.string) or 1)
     if op == "conditional":
-        return max((products_of(name) for name in branches_of(rest)), default=0.0)
-    return sum(products_of(name) for name in CALLED.findall(rest))
+        return max((products_of(name) for name in branches_of(tail)), default=0.0)
+    return sum(products_of(name) for name in CALLED.findall(tail))
 
 
-def _reached(name: str, edges: Mapping[str, Sequence[str]]) -> set[str]:
+def _reachable(name: str, edges: Mapping[str, Sequence[str]]) -> set[str]:
     """Returns an instruction, and all that are reached from it."""
-    reached, todo = {name}, [name]
+    names, todo = {name}, [name]
     while todo:
-        new = set(edges[todo.pop()]) - reached
-        reached |= new
+        new = set(edges[todo.pop()]) - names
+        names |= new
         todo += new
-    return reached
+    return names
 
 
 def _devices(text: str) -> int:
@@ -270,11 +271,11 @@ def _devices(text: str) -> int:
     return math.prod(int(count) for count in counts)
 
 
-def _only(pattern: re.Pattern[str], rest: str, line: str) -> str:
-    found = pattern.search(rest)
-    if not found:
+def _match_one(pattern: re.Pattern[str], tail: str, line: str) -> str:
+    match = pattern.search(tail)
+    if not match:
         raise ValueError(_uncountable(line))
-    return found.group(1)
+    return match.group(1)
 
 
 def _uncountable(line: str) -> str:
@@ -302,30 +303,34 @@ def _of_result(kind: str, result: int, workers: int) -> Traffic:
     return Traffic(kind, result, workers)
 
 
-def _between_slices(kind: str, shape: str, rest: str, mesh: Mesh | None) -> Traffic:
+def _between_slices(kind: str, shape: str, tail: str, mesh: Mesh | None) -> Traffic:
     """Makes the record of a collective between TPU slices from the shape that a device receives.
 
     The text gives its devices by their ids: as ranges of slices, whose devices all do the same; as groups; or as pairs.
     """
-    slices, targets = _SLICES.search(rest), _TARGETS.search(rest)
+    slices, targets = _SLICES.search(tail), _TARGETS.search(tail)
     listed = targets[1] if targets else ""
     pairs = [(int(a), int(b)) for a, b in re.findall(r"(\d+)->(\d+)", listed)]
     if slices:
         ranges = [[int(end) for end in part.split(":")] for part in slices[1].split(",")]
-        workers, together = sum(each[-1] - each[0] + 1 for each in ranges), None
+        workers, members = sum(span[-1] - span[0] + 1 for span in ranges), None
     else:
-        together = [int(device) for device in _DIGITS.findall(listed.partition("}")[0])]
-        workers = len(together)
-    ids = [device.id for device in mesh.devices.flat] if mesh else sorted({each for pair in pairs for each in pair})
+        members = [int(device) for device in _DIGITS.findall(listed.partition("}")[0])]
+        workers = len(members)
+    ids = (
+        [device.id for device in mesh.devices.flat]
+        if mesh
+        else sorted({device_id for pair in pairs for device_id in pair})
+    )
     traffic = _of_result(kind, sum(array_bytes(_elements(shape)[0])), len(ids) if pairs else workers)
     if pairs:
         traffic = replace(traffic, pairs=tuple((ids.index(a), ids.index(b)) for a, b in pairs))
     if mesh is None:
         return traffic
-    if together is None:  # a device of each slice
+    if members is None:  # a device of each slice
         of_slices = [getattr(device, "slice_index", 0) for device in mesh.devices.flat]
-        together = [ids[of_slices.index(each)] for each in sorted(set(of_slices))]
-    groups = list(traffic.pairs) if traffic.pairs else [tuple(ids.index(device) for device in together)]
+        members = [ids[of_slices.index(slice_id)] for slice_id in sorted(set(of_slices))]
+    groups = list(traffic.pairs) if traffic.pairs else [tuple(ids.index(device) for device in members)]
     return replace(traffic, axes=_differing(groups, mesh))
 
 
@@ -342,44 +347,44 @@ def _elements(shape: str) -> list[str]:
     return elements
 
 
-def _pairs(rest: str) -> tuple[tuple[int, int], ...]:
+def _pairs(tail: str) -> tuple[tuple[int, int], ...]:
     """Returns the (source, target) pairs of a permutation."""
-    listed = re.search(r"source_target_pairs=\{(.*?)\}\}", rest)
+    listed = re.search(r"source_target_pairs=\{(.*?)\}\}", tail)
     return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)", listed.group(1))) if listed else ()
 
 
-def _group_size(rest: str, devices: int, line: str) -> int:
+def _group_size(tail: str, devices: int, line: str) -> int:
     """Returns the number of devices in a group of a collective, from any of XLA's notations."""
-    if re.search(r"source_target_pairs=\{\{", rest):
+    if re.search(r"source_target_pairs=\{\{", tail):
         return devices
-    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", rest)
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", tail)
     if listed:
         return len(listed.group(1).split(","))
-    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=", rest)
+    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=", tail)
     if iota:
         return int(iota.group(2))
     # In jax 0.10 the order of the devices may come in between: mesh[...], device_ids=([2,2]T(1,0)) {...}.
-    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(.*?\))?\s*\{([^}]*)\}", rest)
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(.*?\))?\s*\{([^}]*)\}", tail)
     if mesh:
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh.group(1))}
         axes = re.findall(r"'([^']+)'", mesh.group(2))
         if axes and all(axis in sizes for axis in axes) and ":" not in mesh.group(2):
             return math.prod(sizes[axis] for axis in axes)
-    if re.search(r"replica_groups=\{\}", rest):
+    if re.search(r"replica_groups=\{\}", tail):
         return devices
     raise ValueError(f"The groups of a collective must be in a known notation; got: {line.strip()[:300]}")
 
 
-def _axes(rest: str, traffic: Traffic, devices: int, mesh: Mesh) -> tuple[str, ...]:
+def _axes(tail: str, traffic: Traffic, devices: int, mesh: Mesh) -> tuple[str, ...]:
     """Returns the axes of the mesh along which the devices of a collective differ.
 
     A program numbers its devices in the order of the mesh, the last axis fastest.
     """
-    named = re.search(r"replica_groups=mesh\[[^\]]*\](?:, device_ids=\(.*?\))?\s*\{([^}]*)\}", rest)
-    if named:
-        return tuple(re.findall(r"'([^']+)'", named.group(1)))
-    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", rest)
-    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
+    axes_match = re.search(r"replica_groups=mesh\[[^\]]*\](?:, device_ids=\(.*?\))?\s*\{([^}]*)\}", tail)
+    if axes_match:
+        return tuple(re.findall(r"'([^']+)'", axes_match.group(1)))
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}", tail)
+    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", tail)
     if traffic.pairs is not None:
         groups = [pair for pair in traffic.pairs if pair[0] != pair[1]]
     elif listed:

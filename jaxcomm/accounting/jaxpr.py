@@ -78,16 +78,16 @@ def _read_jaxpr(jaxpr: Any, axis_sizes: dict[str, int], outside: str | None) -> 
 
 def _traffic(eqn: Any, axis_sizes: dict[str, int]) -> Traffic:
     # An axis of jax.vmap is an integer here: a dimension that is reduced before anything is sent.
-    named = equation_axes(eqn)
-    dims = {axis for axis in named if isinstance(axis, int)}
-    axes = tuple(axis for axis in named if axis not in dims)
+    axis_labels = equation_axes(eqn)
+    dims = {axis for axis in axis_labels if isinstance(axis, int)}
+    axes = tuple(axis for axis in axis_labels if axis not in dims)
     groups = eqn.params.get("axis_index_groups")
     workers = len(groups[0]) if groups else math.prod(axis_sizes[axis] for axis in axes)
-    sent = [(tuple(n for dim, n in enumerate(v.aval.shape) if dim not in dims), v.aval.dtype) for v in eqn.invars]
-    size = sum(count_bytes(shape, dtype.itemsize) for shape, dtype in sent)
+    operands = [(tuple(n for dim, n in enumerate(v.aval.shape) if dim not in dims), v.aval.dtype) for v in eqn.invars]
+    size = sum(count_bytes(shape, dtype.itemsize) for shape, dtype in operands)
     pairs = tuple((int(a), int(b)) for a, b in eqn.params["perm"]) if eqn.primitive.name == "ppermute" else None
-    op, (dtype, *others) = COLLECTIVES[eqn.primitive.name], {v.aval.dtype for v in eqn.invars}
-    is_narrow = op == "all_reduce" and not others and dtype.itemsize != 4
+    op, (dtype, *more_dtypes) = COLLECTIVES[eqn.primitive.name], {v.aval.dtype for v in eqn.invars}
+    is_narrow = op == "all_reduce" and not more_dtypes and dtype.itemsize != 4
     return Traffic(op, size, workers, axes=axes, pairs=pairs, dtype=dtype.name if is_narrow else "")
 
 

@@ -58,7 +58,7 @@ class WireReport:
     def received(self) -> float:
         """Bytes that each worker receives in a usual step; if not every step exchanges, the average over steps."""
         quiet = self.program.received_always
-        return float(quiet + sum(each.received - quiet for each in self.exchanges()) / self.steps)
+        return float(quiet + sum(program.received - quiet for program in self.exchanges()) / self.steps)
 
     @property
     def received_in_exchange(self) -> float:
@@ -66,7 +66,7 @@ class WireReport:
 
         Equal to `received` if every step exchanges everything.
         """
-        return float(max(each.received for each in self.exchanges()))
+        return float(max(program.received for program in self.exchanges()))
 
     def exchanges(self) -> list[Program]:
         """Returns the collectives of a usual step with an exchange, for each of the `turns`."""
@@ -84,7 +84,7 @@ class WireReport:
         Raises:
           ValueError: for a report of compiled text that was read without a mesh: its axes are not known.
         """
-        return float(max(each.over(axis_name).received for each in self.exchanges()))
+        return float(max(program.over(axis_name).received for program in self.exchanges()))
 
     @property
     def received_at_most(self) -> float:
@@ -113,17 +113,17 @@ class WireReport:
             "than dense bfloat16"
         ]
         if self.every > 1 or self.turns > 1:
-            each = "an exchange" if self.turns == 1 else f"the largest of {self.turns} exchanges in turn"
-            often = "every step" if self.every == 1 else f"{self.every} steps"
-            lines.append(f"  {self.received_in_exchange:,.0f} bytes in {each}, one in {often}")
+            subject = "an exchange" if self.turns == 1 else f"the largest of {self.turns} exchanges in turn"
+            interval = "every step" if self.every == 1 else f"{self.every} steps"
+            lines.append(f"  {self.received_in_exchange:,.0f} bytes in {subject}, one in {interval}")
         if self.overlap is not None:
             lines.append(f"  {self.overlap:.1%} of the products can be computed while these bytes are on their way")
         if self.received_at_most != self.received_in_exchange:
             lines.append(f"  at most {self.received_at_most:,.0f} bytes in a rare step")
-        for when, traffic in self.program.operations():
+        for place, traffic in self.program.operations():
             lines.append(
                 f"  {traffic.op} of {traffic.operand_bytes:,} bytes over {traffic.workers} workers"
-                f"{' (in one branch)' if when == 'branch' else ''}: {float(traffic.received):,.0f} bytes received"
+                f"{' (in one branch)' if place == 'branch' else ''}: {float(traffic.received):,.0f} bytes received"
             )
         return "\n".join(lines)
 
@@ -158,12 +158,12 @@ class PipelineReport:
 
     def __str__(self) -> str:
         lines = []
-        for stage, each in enumerate(self.boundaries):
+        for stage, boundary in enumerate(self.boundaries):
             line = (
-                f"stage {stage} to {stage + 1}: {each.forward:,} bytes forward, {each.backward:,} back "
-                f"({2 * each.dense / (each.forward + each.backward):.1f}x fewer than whole activations)"
+                f"stage {stage} to {stage + 1}: {boundary.forward:,} bytes forward, {boundary.backward:,} back "
+                f"({2 * boundary.dense / (boundary.forward + boundary.backward):.1f}x fewer than whole activations)"
             )
-            if each.forward + each.backward > 2 * each.dense:
+            if boundary.forward + boundary.backward > 2 * boundary.dense:
                 line += ": MORE than whole activations, so few values are sent at once; use sparsity 0 here"
             lines.append(line)
         return "\n".join([*lines, f"each stage's gradients: {self.exchange}"])
@@ -202,7 +202,7 @@ def exchange_report(
     tx: optax.GradientTransformation,
     params: Any,
     workers: int | tuple[int, ...],
-    beside: Sequence[Traffic],
+    layer_traffic: Sequence[Traffic],
     axis_name: AxisName | None,
     kind: Any = None,
 ) -> WireReport:
@@ -233,7 +233,7 @@ def exchange_report(
     exchange = jax.shard_map(worker, mesh=mesh, in_specs=P(), out_specs=P(axis_name))
     with use_mesh(mesh):
         program = traced_program(exchange, params, params)
-    program.always += beside
+    program.always += layer_traffic
     n = sum(leaf.size for leaf in jax.tree.leaves(params))
     return WireReport(math.prod(sizes), n, program, interval, turns=turns)
 
@@ -296,13 +296,13 @@ def verify(
     step = step if hasattr(step, "trace") else jax.jit(step)  # a step of jax.pmap has no trace
     claimed = exchange_report(tx, params, workers, beside, axis_name, kind_of_device(args)).program
     count = math.prod(check_workers(workers, axis_name))
-    others = other_bytes + sum(model_state_bytes(arg, count) for arg in args)
+    slack = other_bytes + sum(model_state_bytes(arg, count) for arg in args)
     if hasattr(step, "loss_program"):  # a step of this library
-        loss, counted = step.loss_program(*args).received_at_most, Program(list(beside)).received
-        others += max(0.0, float(loss) - float(counted))
+        loss, loss_claim = step.loss_program(*args).received_at_most, Program(list(beside)).received
+        slack += max(0.0, float(loss) - float(loss_claim))
     traced = step_report(step, *args, params=params, workers=count)
     program: Any = step.lower(*args).compile().as_text() if text is None else text
-    return check_bytes(program, traced, claimed, others, axis_name, mesh, steps)
+    return check_bytes(program, traced, claimed, slack, axis_name, mesh, steps)
 
 
 def kind_of_device(args: Any) -> Any:
@@ -317,7 +317,7 @@ def check_bytes(
     text: str,
     traced: WireReport,
     claimed: Program,
-    others: float,
+    slack: float,
     axis_name: AxisName,
     mesh: Mesh | None = None,
     steps: int = 1,
@@ -329,7 +329,7 @@ def check_bytes(
       text: the text of the compiled program.
       traced: the report of the traced step.
       claimed: the collectives of the exchange in one train step.
-      others: bytes that a train step may receive in addition to the exchange.
+      slack: bytes that a train step may receive in addition to the exchange.
       axis_name: the axis of workers, or the axes.
       mesh: the mesh of the step: collectives over other axes do not count. None if all count.
       steps: train steps that the program takes.
@@ -346,11 +346,11 @@ def check_bytes(
     is_partitioned = mesh is not None and set(mesh.axis_names) > set(names)  # XLA may then add collectives of its own
     programs, turns = (predicted, compiled, claimed), traced.turns
     for turn in range(turns):  # each fragment of a local method by itself
-        predicted, compiled, claimed = (each.in_turn(turn, turns) for each in programs)
-        allowed, wanted = (as_compiled(each, text) for each in (predicted, claimed))
+        predicted, compiled, claimed = (program.in_turn(turn, turns) for program in programs)
+        ceiling, compiled_claim = (as_compiled(program, text) for program in (predicted, claimed))
         narrower = Fraction(activations) / 2 if _is_of_tpus(text) else 0
         if not is_partitioned and (
-            compiled.received > allowed.received or compiled.received_at_most > allowed.received_at_most
+            compiled.received > ceiling.received or compiled.received_at_most > ceiling.received_at_most
         ):
             raise ValueError(
                 f"A compiled step must send no more bytes than were traced; got {float(compiled.received):,.0f} "
@@ -358,34 +358,34 @@ def check_bytes(
                 f"(at most {float(predicted.received_at_most):,.0f}). XLA has changed the collectives (a widened type, "
                 f"or a gather over another mesh axis).\n{report}"
             )
-        padding = allowed.received_at_most - predicted.received_at_most
-        for when, sent, claim, most in (
-            ("usual", compiled.received, claimed.received, wanted.received),
-            ("most expensive", compiled.received_at_most, claimed.received_at_most, wanted.received_at_most),
+        padding = ceiling.received_at_most - predicted.received_at_most
+        for kind, total, claim, bound in (
+            ("usual", compiled.received, claimed.received, compiled_claim.received),
+            ("most expensive", compiled.received_at_most, claimed.received_at_most, compiled_claim.received_at_most),
         ):
-            claim, most = steps * claim, steps * most
-            if sent > most + steps * others + padding:
-                found, exchanged = _counted(predicted), _counted(claimed)
-                times = min((found[key] // count for key, count in exchanged.items()), default=1)
+            claim, bound = steps * claim, steps * bound
+            if total > bound + steps * slack + padding:
+                counts, exchanged = _count_collectives(predicted), _count_collectives(claimed)
+                times = min((counts[key] // count for key, count in exchanged.items()), default=1)
                 if steps == 1 and times > 1:
                     cause = (
-                        f"{times} exchanges are in the {when} step. If it takes {times} steps in a loop, pass "
+                        f"{times} exchanges are in the {kind} step. If it takes {times} steps in a loop, pass "
                         f"steps={times}"
                     )
                 else:
                     cause = (
-                        f"a dense all-reduce is left in the {when} step. Take params = jax.lax.pcast(params, "
+                        f"a dense all-reduce is left in the {kind} step. Take params = jax.lax.pcast(params, "
                         f"{axis_name!r}, to='varying') before jax.grad; or give other_bytes= room for the collectives "
                         "of the loss itself"
                     )
                 raise ValueError(
-                    f"A step must send its exchange and at most {float(others):,.0f} bytes more; got "
-                    f"{float(sent):,.0f} where the exchange is {float(claim):,.0f}: {cause}.\n{report}"
+                    f"A step must send its exchange and at most {float(slack):,.0f} bytes more; got "
+                    f"{float(total):,.0f} where the exchange is {float(claim):,.0f}: {cause}.\n{report}"
                 )
-            if sent < claim - steps * narrower:
+            if total < claim - steps * narrower:
                 raise ValueError(
-                    f"A step must send its whole exchange; got {float(sent):,.0f} bytes where the exchange is "
-                    f"{float(claim):,.0f}, in the {when} step. Pass the tx= and the params= of this step. If they are, "
+                    f"A step must send its whole exchange; got {float(total):,.0f} bytes where the exchange is "
+                    f"{float(claim):,.0f}, in the {kind} step. Pass the tx= and the params= of this step. If they are, "
                     f"read_program has a fault: it missed bytes of the compiled text.\n{report}"
                 )
     return report
@@ -400,12 +400,12 @@ def _is_of_tpus(text: str) -> bool:
     return ":T(" in text  # arrays are tiled
 
 
-def _counted(program: Program) -> Counter[tuple[str, int]]:
+def _count_collectives(program: Program) -> Counter[tuple[str, int]]:
     """Returns how often each unconditional collective is run in a step."""
-    found: Counter[tuple[str, int]] = Counter()
+    counts: Counter[tuple[str, int]] = Counter()
     for traffic in program.always:
-        found[traffic.op, traffic.operand_bytes] += traffic.times
-    return found
+        counts[traffic.op, traffic.operand_bytes] += traffic.times
+    return counts
 
 
 def model_state_bytes(arg: Any, workers: int) -> float:

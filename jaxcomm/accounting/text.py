@@ -42,15 +42,15 @@ def read_computations(text: str) -> tuple[dict[str, list[str]], str]:
     return computations, entry
 
 
-def operands_of(rest: str, names: Container[str]) -> list[str]:
+def operands_of(tail: str, names: Container[str]) -> list[str]:
     """Returns the instructions among `names` that an instruction reads; ignores names in its metadata."""
-    return [each for each in _NAME.findall(re.split(r", (?:metadata|backend_config)=", rest)[0]) if each in names]
+    return [name for name in _NAME.findall(re.split(r", (?:metadata|backend_config)=", tail)[0]) if name in names]
 
 
-def branches_of(rest: str) -> list[str]:
+def branches_of(tail: str) -> list[str]:
     """Returns the branches of a conditional, the false branch first."""
-    listed = _BRANCHES.search(rest)
-    return _NAME.findall(listed.group(1)) if listed else _FALSE.findall(rest) + _TRUE.findall(rest)
+    listed = _BRANCHES.search(tail)
+    return _NAME.findall(listed.group(1)) if listed else _FALSE.findall(tail) + _TRUE.findall(tail)
 
 
 def array_bytes(shape: str) -> Iterator[int]:

@@ -39,8 +39,8 @@ class BinCodec:
     def _parts(self, layout: Layout) -> tuple[int, int, int]:
         """Returns the words of the largest means, of the others, and of the codes."""
         segments = len(layout.capacities)
-        others = bits.packed_words(segments * (self.bins - 1), 8)
-        return -(-segments // 2), others, bits.packed_words(layout.n_slots, self.bits)
+        table_words = bits.packed_words(segments * (self.bins - 1), 8)
+        return -(-segments // 2), table_words, bits.packed_words(layout.n_slots, self.bits)
 
     def n_words(self, layout: Layout) -> int:
         """Returns the words of the values of all slots."""
@@ -63,27 +63,27 @@ class BinCodec:
         for _ in range(self.bits - 1):
             means = self._means(magnitude, filled, group, layout)
             # Rounding may put a mean of equal numbers above all of them, which would leave the upper part empty.
-            most = jax.ops.segment_max(jnp.where(filled, magnitude, 0.0), group, means.size)
-            group = 2 * group + (magnitude >= jnp.minimum(means, most)[group])
+            largest_of_group = jax.ops.segment_max(jnp.where(filled, magnitude, 0.0), group, means.size)
+            group = 2 * group + (magnitude >= jnp.minimum(means, largest_of_group)[group])
         empty = jax.ops.segment_sum((~filled).astype(jnp.int32), segment, len(layout.capacities))
-        least = jnp.where(empty[segment] > 0, 1, 0)
-        bin_of = jnp.where(filled, jnp.maximum(group % self.bins, least), 0)
+        first_bin = jnp.where(empty[segment] > 0, 1, 0)
+        bin_of = jnp.where(filled, jnp.maximum(group % self.bins, first_bin), 0)
         means = self._means(magnitude, filled, segment * self.bins + bin_of, layout).reshape(-1, self.bins)
         largest = _LARGEST.rounded(means[:, -1])
         parts = means[:, :-1] / jnp.where(largest > 0, largest, 1.0)[:, None]
-        others = jnp.clip(jnp.round(_STEPS * parts), 0, _STEPS).astype(jnp.int32)
+        steps = jnp.clip(jnp.round(_STEPS * parts), 0, _STEPS).astype(jnp.int32)
         code = jnp.where(values < 0, self.bins, 0) + bin_of
-        words = [_LARGEST.encode(largest), bits.pack_numbers(others.reshape(-1), 8), bits.pack_numbers(code, self.bits)]
-        return jnp.concatenate(words), self._read(largest, others, code, segment)
+        words = [_LARGEST.encode(largest), bits.pack_numbers(steps.reshape(-1), 8), bits.pack_numbers(code, self.bits)]
+        return jnp.concatenate(words), self._read(largest, steps, code, segment)
 
     def read(self, words: jax.Array, layout: Layout) -> jax.Array:
         """Reads the values of all slots: (C,) float32, 0 in empty ones."""
         n_largest, n_others, _ = self._parts(layout)
         segments = len(layout.capacities)
         largest = _LARGEST.decode(words[:n_largest], segments)
-        others = bits.unpack_numbers(words[n_largest : n_largest + n_others], segments * (self.bins - 1), 8)
+        steps = bits.unpack_numbers(words[n_largest : n_largest + n_others], segments * (self.bins - 1), 8)
         code = bits.unpack_numbers(words[n_largest + n_others :], layout.n_slots, self.bits)
-        return self._read(largest, others.reshape(segments, -1), code, _segment_of_slot(layout))
+        return self._read(largest, steps.reshape(segments, -1), code, _segment_of_slot(layout))
 
     def _means(self, magnitude: jax.Array, filled: jax.Array, group: jax.Array, layout: Layout) -> jax.Array:
         """Returns the mean magnitude of the filled slots of every group, at the group's index."""
@@ -93,9 +93,9 @@ class BinCodec:
         )
         return total
 
-    def _read(self, largest: jax.Array, others: jax.Array, code: jax.Array, segment: jax.Array) -> jax.Array:
+    def _read(self, largest: jax.Array, steps: jax.Array, code: jax.Array, segment: jax.Array) -> jax.Array:
         """Reads values from the table, (S,) and (S, bins - 1), and the codes and segments of their slots."""
-        parts = others.astype(jnp.float32) * np.float32(1 / _STEPS)
+        parts = steps.astype(jnp.float32) * np.float32(1 / _STEPS)
         means = jnp.concatenate([largest[:, None] * parts, largest[:, None]], axis=1).reshape(-1)
         magnitude = means[segment * self.bins + code % self.bins]
         return jnp.where(code >= self.bins, -magnitude, magnitude)

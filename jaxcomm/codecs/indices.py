@@ -30,13 +30,13 @@ class Plain:
         """Words of 32 bits that the indices take."""
         return self.layout.n_slots
 
-    def encode(self, selection: Selection, among: jax.Array | None = None) -> Payload:
-        """Writes the positions; with `among`, (C,) bool, only those of these slots.
+    def encode(self, selection: Selection, subset: jax.Array | None = None) -> Payload:
+        """Writes the positions; with `subset`, (C,) bool, only those of these slots.
 
         Words in which others wrote the other slots can be added to them.
         """
         words = lax.bitcast_convert_type(selection.slots.position, jnp.uint32)
-        return {"indices": words if among is None else jnp.where(among, words, 0)}
+        return {"indices": words if subset is None else jnp.where(subset, words, 0)}
 
     def decode(self, payload: Payload) -> jax.Array:
         """Reads the positions, (C,) int32."""
@@ -91,16 +91,16 @@ class EliasFano:
         """Words of 32 bits that the indices take."""
         return self._upper_words + bits.packed_words(self.layout.n_slots, self.low_bits)
 
-    def encode(self, selection: Selection, among: jax.Array | None = None) -> Payload:
-        """Writes the positions; with `among`, (C,) bool, only those of these slots.
+    def encode(self, selection: Selection, subset: jax.Array | None = None) -> Payload:
+        """Writes the positions; with `subset`, (C,) bool, only those of these slots.
 
         Words in which others wrote the other slots can be added to them, if all positions together ascend.
         """
         position = selection.slots.position
         bit = (position >> self.low_bits) + jnp.arange(position.size, dtype=jnp.int32)
         upper = jnp.left_shift(np.uint32(1), (bit % bits.WORD).astype(jnp.uint32))
-        if among is not None:
-            position, upper = jnp.where(among, position, 0), jnp.where(among, upper, np.uint32(0))
+        if subset is not None:
+            position, upper = jnp.where(subset, position, 0), jnp.where(subset, upper, np.uint32(0))
         return {
             "indices_upper": jnp.zeros(self._upper_words, jnp.uint32).at[bit // bits.WORD].add(upper, mode="drop"),
             "indices_low": bits.pack_numbers(position, self.low_bits),

@@ -105,8 +105,8 @@ class Buckets:
         else:
             scale = jnp.sqrt(jnp.sum(jnp.square(values.reshape(-1, self.bucket)), axis=1))
             ok = is_finite(values)
-        most = self.levels * (scale * np.float32(1 / self.levels))  # as it is read
-        return scale, ok & jnp.isfinite(most).all()
+        largest = self.levels * (scale * np.float32(1 / self.levels))  # as it is read
+        return scale, ok & jnp.isfinite(largest).all()
 
     def _in_buckets(self, values: jax.Array) -> jax.Array:
         """Cuts values (m,) into buckets (m / bucket, rows, columns), with a TPU's columns if they divide a bucket."""
@@ -233,8 +233,8 @@ class BlockSigns:
 
     def _used(self, m: int, start: jax.Array | int) -> jax.Array:
         """Returns how many elements of every block of a part are not padding: (m / BLOCK,) int32."""
-        used = jnp.pad(jnp.asarray(self.layout.used(self.layout.elements())), (0, m // BLOCK))
-        return lax.dynamic_slice(used, (jnp.asarray(start) // BLOCK,), (m // BLOCK,))
+        counts = jnp.pad(jnp.asarray(self.layout.used(self.layout.elements())), (0, m // BLOCK))
+        return lax.dynamic_slice(counts, (jnp.asarray(start) // BLOCK,), (m // BLOCK,))
 
     def codes(self, vector: Vector, start: jax.Array | int) -> tuple[list[jax.Array], jax.Array]:
         """Rounds values: the scales, (m / BLOCK,) float32, and the mask of the negative values, (m/32,) uint32."""

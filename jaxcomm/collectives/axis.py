@@ -90,12 +90,12 @@ def use_mesh(mesh: Mesh | AbstractMesh | None) -> Iterator[None]:
         try:
             contexts.enter_context(jax.set_mesh(Mesh(np.empty((), object), ())))
         except ValueError:  # inside of a trace
-            for each in (nothing, nothing if mesh is None else mesh.abstract_mesh):
-                contexts.enter_context(jax.sharding.use_abstract_mesh(each))
+            for context_mesh in (nothing, nothing if mesh is None else mesh.abstract_mesh):
+                contexts.enter_context(jax.sharding.use_abstract_mesh(context_mesh))
         yield
 
 
-def on_own_mesh(method: Callable[..., Any]) -> Callable[..., Any]:
+def on_step_mesh(method: Callable[..., Any]) -> Callable[..., Any]:
     """Makes `self.mesh` the mesh in use while a method runs; see `use_mesh`."""
 
     @functools.wraps(method)

@@ -85,9 +85,9 @@ class Regions:
 
     def cut(self, vector: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Cuts a vector (n,) and its mask (n/32,) into regions: (K, size) and (K, size/32), zeros beyond n."""
-        k, beyond = self.workers, self.workers * self.size - self.layout.n
-        rows = jnp.pad(vector, (0, beyond)).reshape(k, self.size)
-        return rows, jnp.pad(mask, (0, beyond // bits.WORD)).reshape(k, -1)
+        k, padding = self.workers, self.workers * self.size - self.layout.n
+        rows = jnp.pad(vector, (0, padding)).reshape(k, self.size)
+        return rows, jnp.pad(mask, (0, padding // bits.WORD)).reshape(k, -1)
 
     def place(self, position: jax.Array) -> jax.Array:
         """Turns slots' positions in their regions (K, R) into positions in the vector (K R,), all in range."""
@@ -97,12 +97,12 @@ class Regions:
     @jax.named_scope(ENCODE)
     def _encode(self, values: jax.Array, selection: Selection, header: list[jax.Array]) -> Payload:
         """Writes the selected values of one region (size,) float32."""
-        sent = jnp.where(selection.slots.filled, values[selection.slots.position], 0.0)
+        filled_values = jnp.where(selection.slots.filled, values[selection.slots.position], 0.0)
         count = jnp.sum(selection.slots.filled, dtype=jnp.int32)
         header = [*header, count, selection.overflow]
         words = jnp.stack([number.astype(jnp.uint32) for number in header])
-        written, _ = self.values.write(sent, selection.slots.filled, self.region)
-        return {"header": words, "values": written, **self.indices.encode(selection)}
+        value_words, _ = self.values.write(filled_values, selection.slots.filled, self.region)
+        return {"header": words, "values": value_words, **self.indices.encode(selection)}
 
     @jax.named_scope(DECODE)
     def _decode(self, payload: Payload) -> tuple[jax.Array, jax.Array]:
@@ -135,15 +135,15 @@ class Regions:
         like = jax.tree.map(lambda rows: jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), payload)
         values = jax.vmap(lambda row: self.values.read(row, self.region))(payload["values"])  # (K, R)
 
-        def at_owner(received: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            payloads = jax.vmap(lambda row: split_words(row, like))(received)
+        def at_owner(messages: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            payloads = jax.vmap(lambda row: split_words(row, like))(messages)
 
             def add(total: jax.Array, one: Payload) -> tuple[jax.Array, None]:
-                position, sent = self._decode(one)
-                return total.at[position].add(sent, mode="promise_in_bounds"), None
+                position, summands = self._decode(one)
+                return total.at[position].add(summands, mode="promise_in_bounds"), None
 
             with jax.named_scope(DECODE):
-                total, _ = lax.scan(add, zeros_varying_as((size,), jnp.float32, received), payloads)
+                total, _ = lax.scan(add, zeros_varying_as((size,), jnp.float32, messages), payloads)
             headers = payloads["header"]  # (K, 3): status, sent, overflow
             sound, overfull = read_status(headers[:, 0])
             largest = select_topk(Stored(total), self.region)
@@ -154,8 +154,8 @@ class Regions:
             rounded = self.values.read(result["values"], self.region)
             error = jnp.where(filled & (has_room | (rounded != 0)), total[position] - rounded, 0.0)  # (R,)
             # What this worker keeps of its own and of the sums' rounding must be finite, or it could never be sent.
-            own = by_region[me].at[slots.position[me]].add(-values[me], mode="promise_in_bounds")
-            sound = sound & largest.ok & is_finite(own[position] + error)
+            remainder = by_region[me].at[slots.position[me]].add(-values[me], mode="promise_in_bounds")
+            sound = sound & largest.ok & is_finite(remainder[position] + error)
             overflow = counts[1] | (has_room.astype(jnp.uint32) << _HAS_ROOM)
             result["header"] = jnp.stack([write_status(sound, overfull), counts[0], overflow])
             return fuse(result), (position, error)

@@ -80,8 +80,8 @@ def send(
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _send(formats, route, values, words, key):
     del key
-    received = send_forward(formats, route, [Encoded(*pair) for pair in zip(values, words, strict=True)])
-    return [item.values for item in received], [item.words for item in received]
+    arrived = send_forward(formats, route, [Encoded(*pair) for pair in zip(values, words, strict=True)])
+    return [item.values for item in arrived], [item.words for item in arrived]
 
 
 def _send_forward(formats, route, values, words, key):
@@ -107,8 +107,8 @@ def send_backward(
     key = noise.make_key(key, 1)
     codecs = [item.gradients_as(noise.make_key(key, number)) for number, item in enumerate(formats)]
     encoded = [Encoded(gradient, zeros_varying_as((0,), jnp.uint32, gradient)) for gradient in gradients]
-    back = Route(route.axis_name, route.target, route.source)
-    return [item.values for item in _permute(codecs, back, encoded)]
+    return_route = Route(route.axis_name, route.target, route.source)
+    return [item.values for item in _permute(codecs, return_route, encoded)]
 
 
 def _permute(

@@ -70,10 +70,10 @@ def two_shot(
       The codes of all sums (K, m2), the same on every worker; what this worker's `at_owner` kept; and whether this
       worker received everything as it was sent, () bool.
     """
-    received, is_intact = move(rows, lambda rows: all_to_all(rows, axis_name), checksum)
-    code, kept = at_owner(received)
+    messages, is_intact = move(rows, lambda rows: all_to_all(rows, axis_name), checksum)
+    code, owner_error = at_owner(messages)
     codes, are_intact = gather_checked(code, axis_name, checksum)
-    return codes, kept, is_intact & are_intact
+    return codes, owner_error, is_intact & are_intact
 
 
 def agreed(reduced: Sum, axis_name: AxisName, checksum: bool) -> Sum:

@@ -30,9 +30,9 @@ def integer_sum(codes: jax.Array, flag: jax.Array, axis_name: str) -> Reduced:
       axis_name: the axis of workers.
     """
     with jax.named_scope(ENCODE):
-        own = jnp.append(codes, (~flag).astype(codes.dtype))
+        message = jnp.append(codes, (~flag).astype(codes.dtype))
     with jax.named_scope(EXCHANGE):
-        total = sum_of(own, axis_name)
+        total = sum_of(message, axis_name)
     with jax.named_scope(DECODE):
         ok, total = total[-1] == 0, total[:-1].astype(jnp.float32)
     return Reduced(lambda ok: jnp.where(ok, total, 0.0), lambda: jnp.zeros(codes.shape, jnp.float32), ok)
@@ -99,8 +99,8 @@ def _gather(
     n = vector.sum().size
     with jax.named_scope(ENCODE):
         words = codec.words(codes)
-    own = _with_flag(words, flag)
-    rows, is_intact = gather_checked(own, axis_name, checksum)  # (K, words + 1)
+    message = _with_flag(words, flag)
+    rows, is_intact = gather_checked(message, axis_name, checksum)  # (K, words + 1)
     total = _add_up(rows, codec, n, 0)
     ok = jnp.all(rows[:, -1] == 1) & is_intact & is_finite(total)
     return Reduced(lambda ok: jnp.where(ok, total, 0.0), lambda: vector.sum() - codec.decode(words, n, 0), ok)
@@ -140,10 +140,10 @@ def _two_shot(
         total = jax.vmap(lambda row, start: second.decode(row[:-1], size, start))(code, starts)
 
     def residual() -> jax.Array:
-        sent = jax.vmap(lambda row, start: first.decode(row, size, start))(words, starts)
+        decoded = jax.vmap(lambda row, start: first.decode(row, size, start))(words, starts)
         is_mine = (jnp.arange(k) == me)[:, None]
-        again = lax.optimization_barrier(vector)  # else XLA would store its sum for this
-        return again.sum() - sent.reshape(-1)[:n] + jnp.where(is_mine, dropped, 0.0).reshape(-1)[:n]
+        reread = lax.optimization_barrier(vector)  # else XLA would store its sum for this
+        return reread.sum() - decoded.reshape(-1)[:n] + jnp.where(is_mine, dropped, 0.0).reshape(-1)[:n]
 
     ok = jnp.all(code[:, -1] == 1) & is_intact
     return Reduced(lambda ok: jnp.where(ok, total.reshape(-1)[:n], 0.0), residual, ok)

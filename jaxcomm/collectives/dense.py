@@ -14,7 +14,7 @@ from jaxcomm.collectives.shared_mask import compact_sum
 from jaxcomm.kernels.numerics import is_finite, promotes, wide_type
 from jaxcomm.kernels.platforms import in_memory, traced_platform
 from jaxcomm.kernels.scopes import EXCHANGE
-from jaxcomm.kernels.vectors import cut_apart, end_to_end
+from jaxcomm.kernels.vectors import end_to_end, split_vector
 from jaxcomm.layout import MAX_ELEMENTS
 
 DenseDtype = Literal["float32", "bfloat16", "float16"]
@@ -54,23 +54,25 @@ def dense_mean(
     for place, tensor in enumerate(tensors):
         wide = wide_type(tensor.dtype) if value_dtype == "float32" else None
         places.setdefault(wide, []).append(place)
-    found, finite = dict[int, jax.Array](), []
+    by_place, finite = dict[int, jax.Array](), []
     for group in places.values():
         means: list[jax.Array] = []
         for bucket in _buckets([tensors[place] for place in group]):
-            own, ok = _mean_at_once(bucket, axis_name, value_dtype, checksum)
-            means, finite = own + means, [ok, *finite]
-        found |= dict(zip(group, means, strict=True))
-    return [found[place] for place in range(len(tensors))], finite[0] if len(finite) == 1 else jnp.stack(finite).all()
+            bucket_means, ok = _mean_at_once(bucket, axis_name, value_dtype, checksum)
+            means, finite = bucket_means + means, [ok, *finite]
+        by_place |= dict(zip(group, means, strict=True))
+    return [by_place[place] for place in range(len(tensors))], finite[0] if len(finite) == 1 else jnp.stack(
+        finite
+    ).all()
 
 
 def _buckets(tensors: Sequence[jax.Array]) -> Iterator[Sequence[jax.Array]]:
     """Yields the tensors that travel together, the last ones first: backpropagation has their gradients first."""
-    least = MAX_ELEMENTS if traced_platform() in (None, "cpu") else _BUCKET // 4
+    min_size = MAX_ELEMENTS if traced_platform() in (None, "cpu") else _BUCKET // 4
     end, size = len(tensors), 0
     for place in reversed(range(1, len(tensors))):
         size += tensors[place].size
-        if size >= least or size + tensors[place - 1].size >= MAX_ELEMENTS:  # indices have 31 bits
+        if size >= min_size or size + tensors[place - 1].size >= MAX_ELEMENTS:  # indices have 31 bits
             yield tensors[place:end]
             end, size = place, 0
     yield tensors[:end]
@@ -95,7 +97,7 @@ def _mean_at_once(
         summed = compact_sum(vector, is_finite(vector), "two_shot", value_codec(value_dtype), axis_name, checksum)
         mean = jnp.where(summed.ok, summed.total(summed.ok) / axis_size(axis_name), jnp.nan)
     starts = itertools.accumulate((tensor.size for tensor in tensors[:-1]), initial=0)
-    parts = cut_apart(mean, [tensor.shape for tensor in tensors], list(starts))
+    parts = split_vector(mean, [tensor.shape for tensor in tensors], list(starts))
     means = [part.astype(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
     finite = is_finite(mean)
     for part in means:

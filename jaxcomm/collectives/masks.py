@@ -91,8 +91,8 @@ class MaskUnion:
         rows = jnp.pad(mask, (0, k * width - n_words)).reshape(k, width)
 
         @jax.named_scope(DECODE)
-        def unite(received: jax.Array) -> tuple[jax.Array, None]:
-            return lax.reduce(received, np.uint32(0), lax.bitwise_or, (0,)), None
+        def unite(masks: jax.Array) -> tuple[jax.Array, None]:
+            return lax.reduce(masks, np.uint32(0), lax.bitwise_or, (0,)), None
 
         parts, _, is_intact = two_shot(rows, unite, self.axis_name, self.checksum)
         return parts.reshape(-1)[:n_words], is_intact
@@ -102,17 +102,17 @@ class MaskUnion:
         segments, capacities = len(self.layout.sizes), self.layout.capacities
         segment = np.repeat(np.arange(segments), capacities)
         # Slots fill from the front of their segment, so that a count says which are in use.
-        used = segment_sum(selection.slots.filled.astype(jnp.uint32), segment, segments)
-        counts = jnp.append(used, selection.overflow.astype(jnp.uint32))
+        filled_counts = segment_sum(selection.slots.filled.astype(jnp.uint32), segment, segments)
+        counts = jnp.append(filled_counts, selection.overflow.astype(jnp.uint32))
         with jax.named_scope(ENCODE):
             payload = {"counts": counts, **self.indices.encode(selection)}
 
         @jax.named_scope(ENCODE)
         def as_publisher(number: jax.Array) -> jax.Array:
             """Writes the slots of the segments for which this worker has that index among the publishers."""
-            own = row == number  # (S,)
-            counted = jnp.where(jnp.append(own, number == 0), counts, 0)
-            return fuse({"counts": counted, **self.indices.encode(selection, own[segment])})
+            is_publisher = row == number  # (S,)
+            counted = jnp.where(jnp.append(is_publisher, number == 0), counts, 0)
+            return fuse({"counts": counted, **self.indices.encode(selection, is_publisher[segment])})
 
         is_intact = jnp.asarray(True)
         if self._gathers():
@@ -125,12 +125,12 @@ class MaskUnion:
 
         @jax.named_scope(DECODE)
         def add(union: jax.Array, words: jax.Array) -> tuple[jax.Array, jax.Array]:
-            received = split_words(words, payload)
-            position = self.indices.decode(received)
-            filled = slot < received["counts"][:-1][segment].astype(jnp.int32)
+            message = split_words(words, payload)
+            position = self.indices.decode(message)
+            filled = slot < message["counts"][:-1][segment].astype(jnp.int32)
             bit = jnp.where(filled, np.uint32(1) << (position % bits.WORD).astype(jnp.uint32), np.uint32(0))
-            own = jnp.zeros(self.layout.n_words, jnp.uint32).at[position // bits.WORD].add(bit)
-            return union | own, received["counts"][-1]
+            mask_words = jnp.zeros(self.layout.n_words, jnp.uint32).at[position // bits.WORD].add(bit)
+            return union | mask_words, message["counts"][-1]
 
         union, overflow = lax.scan(add, zeros_varying_as((self.layout.n_words,), jnp.uint32, rows), rows)
         return union, jnp.sum(overflow.astype(jnp.float32)), is_intact

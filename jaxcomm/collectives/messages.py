@@ -44,16 +44,16 @@ def all_gather_same(value: jax.Array, axis_name: AxisName) -> jax.Array:
     """
     with jax.named_scope(EXCHANGE):
         if _is_by_pair(value, axis_name):
-            total, other = _swap(_as_words(value), axis_name)
-            rows = _from_words(_in_order(_as_words(value), other, axis_name), value.dtype)
+            total, peer = _swap(_as_words(value), axis_name)
+            rows = _from_words(_in_order(_as_words(value), peer, axis_name), value.dtype)
             return _same.bind(rows, _from_words(jnp.broadcast_to(total, (2, *total.shape)), value.dtype))
         # XLA turns other gathers into all-reduces with zeros, of twice the bytes.
-        whole = _in_tiles(value) if traced_platform() == "tpu" else value
+        message = _in_tiles(value) if traced_platform() == "tpu" else value
         if all(is_tracked(name) for name in axis_names(axis_name)):
-            rows = lax.all_gather(whole, axis_name, to="invarying")
+            rows = lax.all_gather(message, axis_name, to="invarying")
         else:
-            rows = lax.all_gather(whole, axis_name)
-        return rows if whole is value else rows[:, : value.size].reshape(-1, *value.shape)
+            rows = lax.all_gather(message, axis_name)
+        return rows if message is value else rows[:, : value.size].reshape(-1, *value.shape)
 
 
 def all_gather_rows(value: jax.Array, axis_name: AxisName, axis: int = 0) -> jax.Array:
@@ -62,8 +62,8 @@ def all_gather_rows(value: jax.Array, axis_name: AxisName, axis: int = 0) -> jax
     Each worker receives K - 1 arrays.
     """
     if traced_platform() == "tpu":  # so that the gradient is scattered in tiles, too
-        whole = lax.all_gather(_in_tiles(value).reshape(-1, LANES), axis_name)
-        rows = whole.reshape(len(whole), -1)[:, : value.size].reshape(-1, *value.shape)
+        tiles = lax.all_gather(_in_tiles(value).reshape(-1, LANES), axis_name)
+        rows = tiles.reshape(len(tiles), -1)[:, : value.size].reshape(-1, *value.shape)
         return jnp.concatenate([*rows], axis=axis)
     if not _is_by_pair(value, axis_name):
         return lax.all_gather(value, axis_name, axis=axis, tiled=True)
@@ -80,8 +80,8 @@ def all_to_all(rows: jax.Array, axis_name: AxisName) -> jax.Array:
         return lax.all_to_all(rows, axis_name, 0, 0)
     me = lax.axis_index(axis_name)
     rows = lax.optimization_barrier(rows)
-    own, sent = (lax.dynamic_index_in_dim(rows, row, keepdims=False) for row in (me, 1 - me))
-    return _in_order(own, swapped(sent, axis_name), axis_name)
+    local_row, message = (lax.dynamic_index_in_dim(rows, row, keepdims=False) for row in (me, 1 - me))
+    return _in_order(local_row, swapped(message, axis_name), axis_name)
 
 
 def sum_of(vector: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -99,15 +99,15 @@ def sum_scatter(rows: jax.Array, axis_name: AxisName) -> jax.Array:
     Each worker receives (K-1)/K of its rows' bytes.
     """
     if traced_platform() == "tpu":  # otherwise XLA sums all rows, and keeps a part
-        whole = jax.vmap(_in_tiles)(rows).reshape(len(rows), -1, LANES)
-        own = lax.psum_scatter(whole, axis_name, scatter_dimension=0)
-        return own.reshape(-1)[: rows[0].size].reshape(rows.shape[1:])
+        tiles = jax.vmap(_in_tiles)(rows).reshape(len(rows), -1, LANES)
+        local_row = lax.psum_scatter(tiles, axis_name, scatter_dimension=0)
+        return local_row.reshape(-1)[: rows[0].size].reshape(rows.shape[1:])
     if not _is_by_pair(rows[0], axis_name):
         return lax.psum_scatter(rows, axis_name, scatter_dimension=0)
     me = lax.axis_index(axis_name)
     rows = lax.optimization_barrier(rows)
-    own, sent = (lax.dynamic_index_in_dim(rows, row, keepdims=False) for row in (me, 1 - me))
-    return own + swapped(sent, axis_name)
+    local_row, message = (lax.dynamic_index_in_dim(rows, row, keepdims=False) for row in (me, 1 - me))
+    return local_row + swapped(message, axis_name)
 
 
 def to_next(value: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -128,7 +128,7 @@ def _swapped_forward(value: jax.Array, axis_name: AxisName) -> tuple[jax.Array, 
     return swapped(value, axis_name), None
 
 
-def _swapped_backward(axis_name: AxisName, kept: None, error: jax.Array) -> tuple[jax.Array]:
+def _swapped_backward(axis_name: AxisName, saved: None, error: jax.Array) -> tuple[jax.Array]:
     return (swapped(error, axis_name),)
 
 
@@ -154,10 +154,10 @@ def _swap(words: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
     return total, total - words
 
 
-def _in_order(own: jax.Array, other: jax.Array, axis_name: AxisName) -> jax.Array:
+def _in_order(local: jax.Array, peer: jax.Array, axis_name: AxisName) -> jax.Array:
     """Returns the rows of both workers, (2, ...)."""
     is_first = lax.axis_index(axis_name) == 0
-    rows = jnp.stack([jnp.where(is_first, own, other), jnp.where(is_first, other, own)])
+    rows = jnp.stack([jnp.where(is_first, local, peer), jnp.where(is_first, peer, local)])
     return lax.optimization_barrier(rows)  # else XLA would compute them again for each use
 
 

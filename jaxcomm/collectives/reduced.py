@@ -68,8 +68,8 @@ class SparseReduced(NamedTuple):
         """
         changes = [(self.sent.position, -self.sent.values), *([] if self.errors is None else [self.errors])]
         for position, values in changes:
-            added = jnp.where(ok, np.float32(decay) * values, 0.0)
-            row = row.at[0, position].add(added, mode="promise_in_bounds")
+            changed = jnp.where(ok, np.float32(decay) * values, 0.0)
+            row = row.at[0, position].add(changed, mode="promise_in_bounds")
         return row
 
 

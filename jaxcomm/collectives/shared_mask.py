@@ -102,20 +102,20 @@ def _two_shot(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     rounded, width = codec.rounded(parts), parts.shape[1]
 
-    def at_owner(received: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def at_owner(messages: jax.Array) -> tuple[jax.Array, jax.Array]:
         def add(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
             return total + codec.decode(row[:-1], width), None
 
         # In the order of the workers, and so the same bits wherever it is compiled.
         with jax.named_scope(DECODE):
-            total, _ = lax.scan(add, codec.decode(received[0, :-1], width), received[1:])  # (width,)
-        sound = jnp.all(received[:, -1] == 1) & is_finite(total)
+            total, _ = lax.scan(add, codec.decode(messages[0, :-1], width), messages[1:])  # (width,)
+        sound = jnp.all(messages[:, -1] == 1) & is_finite(total)
         result = codec.rounded(total)
         return _code(result, sound, codec), total - result
 
     rows = jax.vmap(lambda row: _code(row, flag, codec))(rounded)
-    code, kept, is_intact = two_shot(rows, at_owner, axis_name, checksum)
-    return code, (parts - rounded).at[lax.axis_index(axis_name)].add(kept), is_intact
+    code, owner_error, is_intact = two_shot(rows, at_owner, axis_name, checksum)
+    return code, (parts - rounded).at[lax.axis_index(axis_name)].add(owner_error), is_intact
 
 
 def _ring(
@@ -135,11 +135,11 @@ def _ring(
     def pass_on(carry: tuple[jax.Array, jax.Array], hop: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
         code, error = carry
         code, is_intact = move(code, lambda code: to_next(code, axis_name), checksum)
-        code, lost, part = add_own(codec.decode(code[:-1], width), (code[-1] == 1) & is_intact, hop)
-        return (code, error.at[part].set(lost)), None
+        code, rounding, part = add_own(codec.decode(code[:-1], width), (code[-1] == 1) & is_intact, hop)
+        return (code, error.at[part].set(rounding)), None
 
-    code, lost, part = add_own(jnp.zeros(width, jnp.float32), jnp.asarray(True), 0)
-    error = zeros_varying_as(parts.shape, parts.dtype, parts).at[part].set(lost)
+    code, rounding, part = add_own(jnp.zeros(width, jnp.float32), jnp.asarray(True), 0)
+    error = zeros_varying_as(parts.shape, parts.dtype, parts).at[part].set(rounding)
     (code, error), _ = lax.scan(pass_on, (code, error), jnp.arange(1, k))
     codes, are_intact = gather_checked(code, axis_name, checksum)
     return codes, error, are_intact

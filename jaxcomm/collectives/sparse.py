@@ -120,13 +120,13 @@ class SparseSum:
         """Writes the selected coordinates as a payload of uint32 arrays; also returns what the receivers will read."""
         selection = compact(mask, self.layout, None if self.always_fits else start)
         position, filled = selection.slots
-        written, values = self.values.write(jnp.where(filled, vector.at(position), 0.0), filled, self.layout)  # (C,)
+        packed, values = self.values.write(jnp.where(filled, vector.at(position), 0.0), filled, self.layout)  # (C,)
         header = [
             self.status(ok, mask),
             jnp.sum(filled).astype(jnp.uint32),
             selection.overflow.astype(jnp.uint32),
         ]
-        payload = {"header": jnp.stack(header), "values": written, **self.indices.encode(selection)}
+        payload = {"header": jnp.stack(header), "values": packed, **self.indices.encode(selection)}
         return payload, Sent(position, filled, values)
 
     @jax.named_scope(DECODE)
@@ -136,7 +136,7 @@ class SparseSum:
         return self.indices.decode(payload), values
 
     def _gather(self, vector: Accumulated, mask: jax.Array, ok: jax.Array, start: jax.Array) -> SparseReduced:
-        payload, sent = self.encode(vector, mask, ok, start)
+        payload, contribution = self.encode(vector, mask, ok, start)
         gathered, is_intact = gather_checked(fuse(payload), self.axis_name, self.checksum)  # (K, m)
         gathered = jax.vmap(lambda words: split_words(words, payload))(gathered)
         ok, overfull = read_status(gathered["header"][:, 0])
@@ -145,20 +145,20 @@ class SparseSum:
         with jax.named_scope(DECODE):
             read = jax.vmap(lambda words: self.values.read(words, self.layout))
             values = read(gathered["values"])  # (K, C)
-            most = jnp.sum(jnp.abs(values))
+            magnitude = jnp.sum(jnp.abs(values))
 
         @jax.named_scope(DECODE)
         def total(ok: jax.Array) -> jax.Array:
-            def add(total: jax.Array, received: Payload) -> tuple[jax.Array, None]:
-                position, values = self.decode(received)
+            def add(total: jax.Array, payload_of_worker: Payload) -> tuple[jax.Array, None]:
+                position, values = self.decode(payload_of_worker)
                 return total.at[position].add(jnp.where(ok, values, 0.0), mode="promise_in_bounds"), None
 
             # A zero that depends on the payloads: else XLA would allocate the sum first, while the gradient is alive.
-            zero = jnp.where(ok, jnp.minimum(most, 0.0), 0.0)
+            zero = jnp.where(ok, jnp.minimum(magnitude, 0.0), 0.0)
             return lax.scan(add, jnp.full(self.layout.n, zero), gathered)[0]
 
-        ok = ok & is_intact & jnp.isfinite(most)
-        return SparseReduced(total, None, ok, sent, jnp.sum(counts, axis=0), overfull)
+        ok = ok & is_intact & jnp.isfinite(magnitude)
+        return SparseReduced(total, None, ok, contribution, jnp.sum(counts, axis=0), overfull)
 
     def _by_regions(self, vector: Accumulated, mask: jax.Array, ok: jax.Array, start: jax.Array) -> SparseReduced:
         return self.regions().exchange(vector.sum(), mask, start, self.status(ok, mask), self.axis_name)

@@ -22,10 +22,10 @@ from jaxcomm.accounting.jaxpr import jaxpr_program
 from jaxcomm.chain import FROZEN
 from jaxcomm.checks import check_count
 from jaxcomm.collectives import dense_mean
-from jaxcomm.collectives.axis import on_own_mesh
+from jaxcomm.collectives.axis import on_step_mesh
 from jaxcomm.exchange import SCOPE, exchange_states, is_exchange_state, lets_bypass
 from jaxcomm.foreign import nnx
-from jaxcomm.foreign.keys import is_key, own_keys, shared_keys
+from jaxcomm.foreign.keys import is_key, shared_keys, worker_keys
 from jaxcomm.order import check_frozen, check_states
 from jaxcomm.state import check_rows
 from jaxcomm.steps.batch import check_batch, check_global, row_axes
@@ -62,15 +62,15 @@ class _Out:
         for name, arg in args.items():
             kinds.setdefault(_kind(arg), []).append(name)
         kinds.pop(None, None)
-        found: list[str] = []
+        origins: list[str] = []
         for node in jax.tree.leaves(self.returned, is_leaf=lambda node: _kind(node) in kinds):
             names = kinds.get(_kind(node))
             if names is None:
-                found += [""] * len(jax.tree.leaves(node))
+                origins += [""] * len(jax.tree.leaves(node))
                 continue
-            found += nnx.names({names[0]: node})
+            origins += nnx.names({names[0]: node})
             kinds[_kind(node)] = names[1:] or names
-        return found + nnx.names(self.changed)
+        return origins + nnx.names(self.changed)
 
 
 def _kind(node: Any) -> Any:
@@ -128,9 +128,9 @@ class _Packed:
     @classmethod
     def of(cls, tree: Any, sharing: Any = None) -> "_Packed":
         leaves, treedef = jax.tree.flatten(tree)
-        others = tuple(None if is_traced else leaf for leaf, is_traced in zip(leaves, _traced(tree), strict=True))
-        arrays = [leaf for leaf, other in zip(leaves, others, strict=True) if other is None]
-        return cls(arrays, treedef, others, sharing)
+        statics = tuple(None if is_traced else leaf for leaf, is_traced in zip(leaves, _traced(tree), strict=True))
+        arrays = [leaf for leaf, static in zip(leaves, statics, strict=True) if static is None]
+        return cls(arrays, treedef, statics, sharing)
 
     def replace(self, arrays: list[Any]) -> "_Packed":
         """Returns this tree with other arrays, still packed."""
@@ -138,12 +138,12 @@ class _Packed:
 
     def tree(self, arrays: Iterable[Any] | None = None) -> Any:
         """Returns the tree, with other arrays if they are given."""
-        each = iter(self.arrays if arrays is None else arrays)
-        return self.treedef.unflatten([next(each) if other is None else other for other in self.others])
+        dynamic = iter(self.arrays if arrays is None else arrays)
+        return self.treedef.unflatten([next(dynamic) if static is None else static for static in self.others])
 
     def pick(self, of_leaves: list[Any]) -> list[Any]:
         """Returns, of a list with an item for each leaf, the items of the arrays."""
-        return [leaf for leaf, other in zip(of_leaves, self.others, strict=True) if other is None]
+        return [leaf for leaf, static in zip(of_leaves, self.others, strict=True) if static is None]
 
 
 class DataParallel:
@@ -155,7 +155,7 @@ class DataParallel:
         mesh: Mesh,
         batch: Sequence[int | str],
         batch_axis: Any,
-        said: dict[str, str | None],
+        patterns: dict[str, str | None],
         static: Sequence[int | str],
         rng: str | None,
         check_every: int | None,
@@ -164,11 +164,11 @@ class DataParallel:
     ):
         """See `data_parallel`."""
         functools.update_wrapper(self, step)
-        self.mesh, self._step, self._said, self._rng, self._every = mesh, step, said, rng, check_every
+        self.mesh, self._step, self._said, self._rng, self._every = mesh, step, patterns, rng, check_every
         self._names, self._batch_axis, self._donates = _parameters(step), batch_axis, donate
         self._batch, self._static = (
-            frozenset(self._argument(each) if isinstance(each, int) else each for each in chosen)
-            for chosen in (batch, static)
+            frozenset(self._argument(selector) if isinstance(selector, int) else selector for selector in selectors)
+            for selectors in (batch, static)
         )
         donated = 0 if donate else ()
         self._jitted = jax.jit(self._on_mesh, donate_argnums=donated, compiler_options=compiler_options)
@@ -176,17 +176,17 @@ class DataParallel:
         self._axes: tuple[str, ...] = ()
         self._returned: set[int] = set()  # ids of the arrays that the last call returned
 
-    @on_own_mesh
+    @on_step_mesh
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Takes a step, with the arguments of the wrapped step; objects of Flax NNX are changed in place."""
-        given = self._given(args, kwargs)
-        state, batch = self._parted(given)
+        named_args = self._given(args, kwargs)
+        state, batch = self._parted(named_args)
         out = self._take(state, batch)
         for name, new in out.changed.items():
-            nnx.update(given[name], new)
+            nnx.update(named_args[name], new)
         return nnx.split_states(out.returned)
 
-    @on_own_mesh
+    @on_step_mesh
     def place(self, state: Any) -> Any:
         """Gives a state that is fresh from `tx.init` a row for each worker, and places it on the mesh.
 
@@ -196,7 +196,7 @@ class DataParallel:
         self._axes, workers = self._workers(state)
         return self._placed(_Packed.of(_spread(state, workers)), self._state_specs).tree()
 
-    @on_own_mesh
+    @on_step_mesh
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Traces the step for arrays or shapes, as `jax.jit(...).trace` does."""
         state, batch = self._parted(self._given(args, kwargs))
@@ -225,41 +225,41 @@ class DataParallel:
                 check_rows(state, workers)
             packed = _Packed.of(_spread(state, workers), packed.sharing)
             if self._donates:
-                packed = packed.replace(_distinct(packed.arrays, batch, _buffers))
+                packed = packed.replace(_copy_repeats(packed.arrays, batch, _buffers))
             packed = self._placed(packed, self._state_specs)
         elif self._donates:
-            packed = packed.replace(_distinct(packed.arrays, batch, id))
+            packed = packed.replace(_copy_repeats(packed.arrays, batch, id))
         self._check_batch(batch, math.prod(self.mesh.shape[name] for name in self._axes))
         rows = self._placed(_Packed.of(batch), partial(self._row_specs, self._axes))
         out = self._jitted(packed, rows)
         self._returned = {id(leaf) for leaf in out.arrays}
         self._calls += 1
-        returned = out.tree()
+        result = out.tree()
         if self._every is not None and self._calls % self._every == 0:
-            self._check(returned)
-        return returned
+            self._check(result)
+        return result
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments by name."""
-        given = {self._argument(place): arg for place, arg in enumerate(args)} | kwargs
-        if not self._batch <= given.keys():
+        named_args = {self._argument(place): arg for place, arg in enumerate(args)} | kwargs
+        if not self._batch <= named_args.keys():
             raise ValueError(
-                f"batch must name arguments of the call; got {sorted(self._batch)} for {sorted(given)}. Pass the "
+                f"batch must name arguments of the call; got {sorted(self._batch)} for {sorted(named_args)}. Pass the "
                 "position, or the name, of an argument."
             )
-        return given
+        return named_args
 
-    def _parted(self, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _parted(self, named_args: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the arguments that are state, and those that are batches, by name."""
         for name in self._batch:
-            if next(exchange_states(given[name]), None) is not None:
+            if next(exchange_states(named_args[name]), None) is not None:
                 place = f"{self._names.index(name)}, " if name in self._names else ""
-                others = [each for each in given if each not in self._batch]
+                candidates = [arg_name for arg_name in named_args if arg_name not in self._batch]
                 raise ValueError(
                     f"batch must name the arguments that have rows; got argument {place}{name!r}, which holds an "
-                    f"exchange's state. Pass batch= with the position or the name of the batch, as one of {others}."
+                    f"exchange's state. Pass batch= with the position or the name of the batch, as one of {candidates}."
                 )
-        state = {name: arg for name, arg in given.items() if name not in self._batch}
+        state = {name: arg for name, arg in named_args.items() if name not in self._batch}
         for name in self._static & state.keys():
             try:
                 hash(state[name])
@@ -269,7 +269,7 @@ class DataParallel:
                     "Make it a frozen dataclass, or bind it by functools.partial."
                 ) from None
             state[name] = _Static(state[name], type(state[name]))
-        return nnx.merge_states(state, nnx.graph_in(state)), {name: given[name] for name in sorted(self._batch)}
+        return nnx.merge_states(state, nnx.graph_in(state)), {name: named_args[name] for name in sorted(self._batch)}
 
     def _argument(self, place: int) -> str:
         """Returns the name of a positional argument."""
@@ -295,12 +295,12 @@ class DataParallel:
                 f"An exchange must not be inside optax.MultiSteps, whose gradients are each worker's own; got "
                 f"{states[0].method.name} there. Write jaxcomm.chain(exchange, optimizer, accumulate=G) in its place."
             )
-        for found in states:
-            method = found.method
-            if method.period is not None or lets_bypass(found):
-                what = "whose workers train on their own" if method.period is not None else "that gradients bypass"
+        for exchange in states:
+            method = exchange.method
+            if method.period is not None or lets_bypass(exchange):
+                cause = "whose workers train on their own" if method.period is not None else "that gradients bypass"
                 raise ValueError(
-                    f"The exchange of a foreign step must average all gradients; got {method.name}, {what}. Use "
+                    f"The exchange of a foreign step must average all gradients; got {method.name}, {cause}. Use "
                     "jaxcomm.make_train_step, or pass others= beside where=."
                 )
         axes = states[0].method.axes
@@ -326,29 +326,33 @@ class DataParallel:
 
     def _about(self, out: _Out, args: dict[str, Any], specs: dict[str, P]) -> list[list[Any]]:
         """Returns names, PartitionSpecs, origins, and what is said of them, of the leaves of an output."""
-        names, origins, said = out.names(), out.origins(args), []
-        found = _specs(out)
-        for how, pattern in self._said.items():
-            places = [*names, *origins, *(specs if how == "rows" else ())]
+        names, origins, reductions = out.names(), out.origins(args), []
+        out_specs = _specs(out)
+        for reduction, pattern in self._said.items():
+            places = [*names, *origins, *(specs if reduction == "rows" else ())]
             if pattern is not None and not any(re.search(pattern, place) for place in places if place):
                 pairs = sorted(zip(origins, names, strict=True), key=lambda pair: bool(pair[0]))
                 raise ValueError(
-                    f"{how}= must be a regular expression that finds an output; got {pattern!r} for "
+                    f"{reduction}= must be a regular expression that finds an output; got {pattern!r} for "
                     f"{[origin or name for origin, name in pairs[:12]]}{' and others' if pairs[12:] else ''}. Leave it "
                     "out, or take the path of an output, or of the argument that it continues."
                 )
         for i, (name, origin) in enumerate(zip(names, origins, strict=True)):
-            patterns = {how: pattern for how, pattern in self._said.items() if pattern is not None}
-            hows = [how for how, each in patterns.items() if re.search(each, name) or re.search(each, origin or name)]
+            patterns = {reduction: pattern for reduction, pattern in self._said.items() if pattern is not None}
+            hows = [
+                reduction
+                for reduction, regex in patterns.items()
+                if re.search(regex, name) or re.search(regex, origin or name)
+            ]
             if len(hows) > 1:
                 raise ValueError(
                     f"One of mean, sum, max and rows must match an output; got {' and '.join(hows)} for {name!r}"
                     f"{f', which continues {origin!r}' if origin else ''}. Narrow the patterns, {patterns}."
                 )
-            if found[i] == P() and (hows == ["rows"] or not hows):
-                found[i] = specs.get(origin, P(self._axes) if hows else P())
-            said.append("" if hows == ["rows"] else "".join(hows))
-        return [names, found, origins, said]
+            if out_specs[i] == P() and (hows == ["rows"] or not hows):
+                out_specs[i] = specs.get(origin, P(self._axes) if hows else P())
+            reductions.append("" if hows == ["rows"] else "".join(hows))
+        return [names, out_specs, origins, reductions]
 
     def _check_batch(self, batch: dict[str, Any], workers: int) -> None:
         axes = self._axes_in(batch)
@@ -370,35 +374,35 @@ class DataParallel:
         shardings = [NamedSharding(self.mesh, spec) for spec in packed.pick(specs(packed.tree()))]
         return packed.replace(place(packed.arrays, shardings))
 
-    @on_own_mesh
+    @on_step_mesh
     def _on_mesh(self, state: _Packed, batch: _Packed) -> _Packed:
         """The function that is compiled."""
         self._axes, workers = axes, _ = self._workers(state.tree())
         for message in check_states(state.tree()):
             warnings.warn(message, stacklevel=2)
         self._check_batch(batch.tree(), workers)
-        whole = _spread(state.tree(), workers)
-        state = _Packed.of(whole, state.sharing)
-        specs = state.pick(self._state_specs(whole)), batch.pick(self._row_specs(axes, batch.tree()))
-        graph = nnx.graph_in(whole)
-        names = state.pick(nnx.names(whole))
+        spread_state = _spread(state.tree(), workers)
+        state = _Packed.of(spread_state, state.sharing)
+        specs = state.pick(self._state_specs(spread_state)), batch.pick(self._row_specs(axes, batch.tree()))
+        graph = nnx.graph_in(spread_state)
+        names = state.pick(nnx.names(spread_state))
         row_names = [*names, *batch.pick(nnx.names(batch.tree()))]
         specs_of = {name: spec for name, spec in zip(row_names, [*specs[0], *specs[1]], strict=True) if spec != P()}
         about: list[_Leaf] = []  # the outputs; noted while tracing, as some trees can only be built from arrays
 
         @jax.jit  # traced once, for the check and for the step
         def own_step(own_state: list[Any], own_batch: list[Any]) -> _Packed:
-            own = own_state
+            keyed = own_state
             if self._rng is not None:
-                own = own_keys(self._rng, names, own_state, jax.lax.axis_index(axes))
-            changed = nnx.shared(state.tree(own), state.sharing)
-            given = nnx.split_states(changed) | batch.tree(own_batch)
-            given = {name: arg.value if isinstance(arg, _Static) else arg for name, arg in given.items()}
+                keyed = worker_keys(self._rng, names, own_state, jax.lax.axis_index(axes))
+            rebuilt = nnx.shared(state.tree(keyed), state.sharing)
+            named_args = nnx.split_states(rebuilt) | batch.tree(own_batch)
+            named_args = {name: arg.value if isinstance(arg, _Static) else arg for name, arg in named_args.items()}
             args: list[Any] = []
-            while (name := self._argument(len(args))) in given:
-                args.append(given.pop(name))
+            while (name := self._argument(len(args))) in named_args:
+                args.append(named_args.pop(name))
             try:
-                returned = nnx.merge_states(self._step(*args, **given), graph)
+                result = nnx.merge_states(self._step(*args, **named_args), graph)
             except (TypeError, ValueError) as error:
                 if "Non-hashable static" not in str(error):
                     _note_rows(error, workers, batch, specs[1], zip(names, state.arrays, specs[0], strict=True))
@@ -407,18 +411,18 @@ class DataParallel:
                     "Static arguments of a step's own jax.jit must be named for data_parallel, too; got a traced one. "
                     "Pass static= with their names or positions, or bind them by functools.partial."
                 ) from error
-            out = _Out(returned, {name: arg for name, arg in changed.items() if nnx.is_changed(arg)})
+            out = _Out(result, {name: arg for name, arg in rebuilt.items() if nnx.is_changed(arg)})
             packed = _Packed.of(out)
-            known = state.tree(own_state) | {
+            named_inputs = state.tree(own_state) | {
                 name: arg
                 for name, arg in batch.tree(own_batch).items()
                 if not _is_array(arg) or self._is_rows(name)  # a bare array of such a shape may be anything
             }
-            about[:] = map(_Leaf, *map(packed.pick, self._about(out, known, specs_of)))
+            about[:] = map(_Leaf, *map(packed.pick, self._about(out, named_inputs, specs_of)))
             if self._rng is None:
                 return packed
             pairs = {
-                name: (key, mine) for name, key, mine in zip(names, own_state, own, strict=True) if mine is not key
+                name: (key, mine) for name, key, mine in zip(names, own_state, keyed, strict=True) if mine is not key
             }
             arrays = shared_keys(pairs, [leaf.origin for leaf in about], packed.arrays)
             return packed.replace(arrays)
@@ -438,13 +442,15 @@ class DataParallel:
                 warnings.warn(message, stacklevel=2)
         inputs = [frozenset(spec_axes(spec)) for spec in (*specs[0], *specs[1])]
         scalars = {name for name, arg in state.tree().items() if _has_scalars_alone(arg)}
-        for i, (name, is_exchange) in enumerate(zip(names, state.pick(_is_of_exchange(whole)), strict=True)):
+        for i, (name, is_exchange) in enumerate(zip(names, state.pick(_is_of_exchange(spread_state)), strict=True)):
             if is_exchange or name.split("/")[0] in scalars:
                 inputs[i] |= {GIVEN if is_exchange else _follows(name)}
         varying = _varying_outputs(traced.jaxpr, inputs, frozenset(axes))
         is_summed = [False] * len(names)
         if (pattern := self._said["sum"]) is not None:
-            differs = {leaf.origin: not each.isdisjoint(axes) for leaf, each in zip(about, varying, strict=True)}
+            differs = {
+                leaf.origin: not array_axes.isdisjoint(axes) for leaf, array_axes in zip(about, varying, strict=True)
+            }
             sums = {leaf.origin for leaf in about if leaf.said == "sum"}
             for i, (name, spec) in enumerate(zip(names, specs[0], strict=True)):
                 is_named = name in sums or re.search(pattern, name) is not None
@@ -456,13 +462,13 @@ class DataParallel:
 
         def whole_step(own_state: list[Any], own_batch: list[Any]) -> list[Any]:
             arrays = own_step(own_state, own_batch).arrays
-            if any(LINEAR in marks for marks, how in zip(varying, hows, strict=True) if how == "sum"):
+            if any(LINEAR in marks for marks, reduction in zip(varying, hows, strict=True) if reduction == "sum"):
                 # Of a sum that goes on, such as 0.9 * old + new, each worker has the whole old part: take a Kth of it.
-                begun = [jnp.zeros_like(x) if one else x for x, one in zip(own_state, is_summed, strict=True)]
-                added = own_step(begun, own_batch).arrays
+                start = [jnp.zeros_like(x) if one else x for x, one in zip(own_state, is_summed, strict=True)]
+                increments = own_step(start, own_batch).arrays
             else:
-                added = arrays
-            return _combined(arrays, added, hows, axes)
+                increments = arrays
+            return _combine(arrays, increments, hows, axes)
 
         return out.replace(on_workers(whole_step, out_specs)(*arrays))
 
@@ -478,37 +484,37 @@ class DataParallel:
         """
         hows: list[str] = []
         refused: list[tuple[str, _Leaf, bool]] = []
-        for leaf, array, found in zip(about, arrays, varying, strict=True):
+        for leaf, array, array_axes in zip(about, arrays, varying, strict=True):
             is_float, is_bool = (jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.bool_))
-            is_state = bool(leaf.origin) and not leaf.is_loss(found, scalars)
+            is_state = bool(leaf.origin) and not leaf.is_loss(array_axes, scalars)
             usual = "mean" if array.shape == () and not is_state else ""
-            differs = not found.isdisjoint(self.mesh.axis_names) and leaf.spec == P()
-            how = leaf.said or usual
-            if differs and how == "sum" and OTHER in found:
+            differs = not array_axes.isdisjoint(self.mesh.axis_names) and leaf.spec == P()
+            reduction = leaf.said or usual
+            if differs and reduction == "sum" and OTHER in array_axes:
                 raise ValueError(
                     f"sum= must name sums over rows; got {leaf.name!r}, in which the old value, too, goes through "
                     "something else than sums and constant factors. Leave it out of the state and compute it from the "
                     "sums where it is used; or sum over the workers inside the step, by jax.lax.psum."
                 )
-            takes = {"mean": is_float, "sum": not is_bool, "max": True, "": False}[how]
-            hows.append(how if differs else "")
+            takes = {"mean": is_float, "sum": not is_bool, "max": True, "": False}[reduction]
+            hows.append(reduction if differs else "")
             if differs and not takes:
-                shown = f"{leaf.name!r} {array.dtype}{list(array.shape)}{' (state)' if is_state else ''}"
-                refused.append((shown, leaf, bool(is_float)))
+                label = f"{leaf.name!r} {array.dtype}{list(array.shape)}{' (state)' if is_state else ''}"
+                refused.append((label, leaf, bool(is_float)))
         if refused:
-            of = self._axes[0] if len(self._axes) == 1 else self._axes
+            axis = self._axes[0] if len(self._axes) == 1 else self._axes
             is_trained = any(is_float and leaf.origin for _, leaf, is_float in refused)
             pattern = "|".join(dict.fromkeys(_pattern(leaf) for _, leaf, _ in refused))
             means = f"mean={pattern!r} for means over the rows (running statistics), "
             chains = "Put an exchange into the chain of what trains them, if they are parameters or optimizer states. "
             raise ValueError(
                 "What a step returns must be the same on all workers, or a scalar of floats, which is averaged; got "
-                f"{', '.join(shown for shown, *_ in refused[:8])}{' and others' if refused[8:] else ''}, computed from "
+                f"{', '.join(label for label, *_ in refused[:8])}{' and others' if refused[8:] else ''}, computed from "
                 f"each worker's own rows or gradients and not exchanged. {chains * is_trained}Pass "
                 f"{means if any(is_float for *_, is_float in refused) else ''}sum={pattern!r} for sums and counts, "
                 f"max={pattern!r} for maxima, rows={pattern!r} for what each row has of its own (regular expressions "
                 f"of paths). For anything else, as a least loss or a queue of embeddings, let the step communicate: "
-                f"jax.lax.pmean(loss, {of!r}), jax.lax.all_gather(rows, {of!r}, tiled=True). Decide by "
+                f"jax.lax.pmean(loss, {axis!r}), jax.lax.all_gather(rows, {axis!r}, tiled=True). Decide by "
                 "jaxcomm.exchange_metrics(opt_state).skipped, not by the local gradients."
             )
         return hows
@@ -518,9 +524,9 @@ class DataParallel:
         check_rows(out, math.prod(self.mesh.shape.values()))
         packed = _Packed.of(out)
         about = zip(packed.pick(out.names()), packed.pick(_specs(out)), packed.arrays, strict=True)
-        named = {name: array for name, spec, array in about if spec == P() and array.is_fully_replicated}
-        if found := differing_replicas(self.mesh, named):
-            names = [f"{name} (on device {', '.join(map(str, places))})" for name, places in found.items()]
+        replicated = {name: array for name, spec, array in about if spec == P() and array.is_fully_replicated}
+        if differing := differing_replicas(self.mesh, replicated):
+            names = [f"{name} (on device {', '.join(map(str, places))})" for name, places in differing.items()]
             raise ValueError(
                 f"What is replicated must be the same on all workers; got other numbers at {', '.join(names[:8])}"
                 f"{' and others' if names[8:] else ''} after {self._calls} steps. Start all processes with the same "
@@ -610,9 +616,9 @@ def data_parallel(
     """
     if check_every is not None:
         check_count("check_every", check_every, 1, "None never checks")
-    chosen, fixed = ([each] if isinstance(each, int | str) else each for each in (batch, static))
-    said = {"mean": mean, "sum": sum, "max": max, "rows": rows}
-    return DataParallel(step, mesh, chosen, batch_axis, said, fixed, rng, check_every, donate, compiler_options)
+    batch_args, fixed = ([argument] if isinstance(argument, int | str) else argument for argument in (batch, static))
+    patterns = {"mean": mean, "sum": sum, "max": max, "rows": rows}
+    return DataParallel(step, mesh, batch_args, batch_axis, patterns, fixed, rng, check_every, donate, compiler_options)
 
 
 def _parameters(step: Callable[..., Any]) -> list[str]:
@@ -621,7 +627,7 @@ def _parameters(step: Callable[..., Any]) -> list[str]:
         parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):
         return []
-    return [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return [param.name for param in parameters if param.kind in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD)]
 
 
 def _is_array(leaf: Any) -> bool:
@@ -635,19 +641,19 @@ def _traced(tree: Any) -> list[bool]:
     def is_module(node: Any) -> bool:
         return equinox is not None and isinstance(node, equinox.Module)
 
-    found: list[bool] = []
+    flags: list[bool] = []
     for node in jax.tree.leaves(tree, is_leaf=is_module):
-        found += [hasattr(leaf, "dtype") for leaf in jax.tree.leaves(node)] if is_module(node) else [_is_array(node)]
-    return found
+        flags += [hasattr(leaf, "dtype") for leaf in jax.tree.leaves(node)] if is_module(node) else [_is_array(node)]
+    return flags
 
 
 def _specs(tree: Any) -> list[P]:
     """Returns the PartitionSpec of every leaf: `state_specs` as a list, since not every tree can hold them."""
-    found: list[P] = []
+    specs: list[P] = []
     for node in jax.tree.leaves(tree, is_leaf=is_per_worker):
         spec = P(node.axes[0] if len(node.axes) == 1 else node.axes) if is_per_worker(node) else P()
-        found += [spec] * len(jax.tree.leaves(node))
-    return found
+        specs += [spec] * len(jax.tree.leaves(node))
+    return specs
 
 
 def _spread(state: Any, workers: int) -> Any:
@@ -669,7 +675,7 @@ def _spread(state: Any, workers: int) -> Any:
     )
 
 
-def _note_rows(error: Exception, workers: int, batch: _Packed, cut: list[P], others: Iterable[Any]) -> None:
+def _note_rows(error: Exception, workers: int, batch: _Packed, cut: list[P], named_arrays: Iterable[Any]) -> None:
     """Notes at an error about shapes which arguments are cut over the workers, and which have as many rows and are not.
 
     Args:
@@ -677,17 +683,19 @@ def _note_rows(error: Exception, workers: int, batch: _Packed, cut: list[P], oth
       workers: K.
       batch: the batches by name.
       cut: the PartitionSpec of each of their arrays.
-      others: path, array and PartitionSpec of everything else.
+      named_arrays: path, array and PartitionSpec of everything else.
     """
     if not re.search("shape|broadcast|dimension", str(error)):
         return
     counts = {jnp.shape(x)[len(spec) - 1] for x, spec in zip(batch.arrays, cut, strict=True) if spec != P()}
-    whole = [
-        f"{name!r} {tuple(x.shape)}" for name, x, spec in others if spec == P() and x.ndim and x.shape[0] in counts
+    uncut = [
+        f"{name!r} {tuple(x.shape)}"
+        for name, x, spec in named_arrays
+        if spec == P() and x.ndim and x.shape[0] in counts
     ]
     error.add_note(
         f"data_parallel gives each of {workers} workers its part of the rows of {sorted(batch.tree())} (batch=); whole "
-        f"are, with as many rows, {', '.join(whole[:8]) or 'none'}. Name by batch= the arguments that are batches, by "
+        f"are, with as many rows, {', '.join(uncut[:8]) or 'none'}. Name by batch= the arguments that are batches, by "
         "rows= state that has the rows of a batch, by batch_axis= another axis than the first."
     )
 
@@ -711,21 +719,21 @@ def _buffers(array: Any) -> Any:
     return array.addressable_shards[0].data.unsafe_buffer_pointer() if array.addressable_shards else id(array)
 
 
-def _distinct(arrays: list[Any], batch: Any, key: Callable[[Any], Any]) -> list[Any]:
+def _copy_repeats(arrays: list[Any], batch: Any, key: Callable[[Any], Any]) -> list[Any]:
     """Copies the arrays that are there twice, or in the batch, too: one buffer cannot be donated twice."""
-    seen = {key(leaf) for leaf in jax.tree.leaves(batch)}
-    found = []
+    keys = {key(leaf) for leaf in jax.tree.leaves(batch)}
+    distinct = []
     for array in arrays:
-        is_new = key(array) not in seen
-        seen.add(key(array))
-        found.append(array if is_new or not isinstance(array, jax.Array) else jnp.copy(array))
-    return found
+        is_new = key(array) not in keys
+        keys.add(key(array))
+        distinct.append(array if is_new or not isinstance(array, jax.Array) else jnp.copy(array))
+    return distinct
 
 
-def _combined(arrays: list[Any], added: list[Any], hows: list[str], axes: tuple[str, ...]) -> list[Any]:
-    """Combines the workers' values; `added` has the outputs without the old part of their sums."""
+def _combine(arrays: list[Any], increments: list[Any], hows: list[str], axes: tuple[str, ...]) -> list[Any]:
+    """Combines the workers' values; `increments` has the outputs without the old part of their sums."""
     workers = jax.lax.axis_size(axes)
-    means = iter(dense_mean([x for x, how in zip(arrays, hows, strict=True) if how == "mean"], axes)[0])
+    means = iter(dense_mean([x for x, reduction in zip(arrays, hows, strict=True) if reduction == "mean"], axes)[0])
 
     def total(x: jax.Array, new: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -738,14 +746,14 @@ def _combined(arrays: list[Any], added: list[Any], hows: list[str], axes: tuple[
     def largest(x: jax.Array) -> jax.Array:
         return jax.lax.pmax(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x, axes)
 
-    def one(x: jax.Array, new: jax.Array, how: str) -> jax.Array:
-        if how == "mean":
+    def one(x: jax.Array, new: jax.Array, reduction: str) -> jax.Array:
+        if reduction == "mean":
             return next(means)
-        if how == "sum":
+        if reduction == "sum":
             return total(x, new).astype(x.dtype)
-        return largest(x).astype(x.dtype) if how == "max" else x
+        return largest(x).astype(x.dtype) if reduction == "max" else x
 
-    return [one(*each) for each in zip(arrays, added, hows, strict=True)]
+    return [one(*item) for item in zip(arrays, increments, hows, strict=True)]
 
 
 def _has_scalars_alone(arg: Any) -> bool:
@@ -758,10 +766,10 @@ def _has_scalars_alone(arg: Any) -> bool:
 
 def _is_of_exchange(tree: Any) -> list[bool]:
     """Returns, for every leaf of a tree, whether it is in the state of an exchange."""
-    found: list[bool] = []
+    flags: list[bool] = []
     for node in jax.tree.leaves(tree, is_leaf=is_exchange_state):
-        found += [is_exchange_state(node)] * len(jax.tree.leaves(node))
-    return found
+        flags += [is_exchange_state(node)] * len(jax.tree.leaves(node))
+    return flags
 
 
 # What the walk notes of a state that was given to an exchange, and of what an exchange returned.
@@ -780,43 +788,47 @@ def _varying_outputs(jaxpr: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
         none differs between workers.
     """
     (eqn,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
-    body, known = eqn.params["jaxpr"], dict(zip(jaxpr.invars, inputs, strict=True))
+    body, axes_of_input = eqn.params["jaxpr"], dict(zip(jaxpr.invars, inputs, strict=True))
     outside, inside = by_scope(body, SCOPE, axes)
-    own, entered = {f"#{i}": each for i, each in enumerate(outside)}, set(map(id, inside))
-    marks = {id(each): mark for mark, each in own.items()}
+    reductions, entered = {f"#{i}": call for i, call in enumerate(outside)}, set(map(id, inside))
+    marks = {id(call): mark for mark, call in reductions.items()}
     sizes: dict[int, tuple[int, Axes]] = {}  # of the gradients: arrays that enter an exchange and are not its state
-    made: set[int] = set()
-    again: dict[int, Any] = {}
+    products: set[int] = set()
+    extra: dict[int, Any] = {}
 
-    def see(eqn: Any, given: list[Axes], out: list[Axes]) -> list[Axes]:
+    def see(eqn: Any, ins: list[Axes], out: list[Axes]) -> list[Axes]:
         if id(eqn) in entered:
-            for variable, found in zip(eqn.invars, given, strict=True):
+            for variable, input_axes in zip(eqn.invars, ins, strict=True):
                 is_gradient = not hasattr(variable, "val") and jnp.issubdtype(variable.aval.dtype, jnp.floating)
-                if is_gradient and id(variable) not in made and GIVEN not in found:
-                    sizes[id(variable)] = math.prod(variable.aval.shape), found
-            made.update(map(id, eqn.outvars))
-            return [each - own.keys() - {GIVEN} | {EXCHANGED} for each in out]
+                if is_gradient and id(variable) not in products and GIVEN not in input_axes:
+                    sizes[id(variable)] = math.prod(variable.aval.shape), input_axes
+            products.update(map(id, eqn.outvars))
+            return [out_axes - reductions.keys() - {GIVEN} | {EXCHANGED} for out_axes in out]
         if id(eqn) not in marks:
             return out
-        for variable, found in zip(eqn.invars, given, strict=True):
-            if EXCHANGED in found and not found & axes and math.prod(variable.aval.shape) > 1:
-                again[id(eqn)] = eqn
-        reduces = any(each & axes for each in given)  # not what is the same on all workers
-        return [each | {marks[id(eqn)]} for each in out] if reduces else out
+        for variable, input_axes in zip(eqn.invars, ins, strict=True):
+            if EXCHANGED in input_axes and not input_axes & axes and math.prod(variable.aval.shape) > 1:
+                extra[id(eqn)] = eqn
+        reduces = any(in_axes & axes for in_axes in ins)  # not what is the same on all workers
+        return [in_axes | {marks[id(eqn)]} for in_axes in out] if reduces else out
 
-    found = varying_axes(body, [known.get(v, frozenset()) for v in eqn.invars], see)
-    differ = sum(size for size, each in sizes.values() if each & axes)
-    reduced = [(size, each & own.keys()) for size, each in sizes.values() if each & own.keys() and not each & axes]
+    output_axes = varying_axes(body, [axes_of_input.get(v, frozenset()) for v in eqn.invars], see)
+    differ = sum(size for size, names in sizes.values() if names & axes)
+    reduced = [
+        (size, names & reductions.keys())
+        for size, names in sizes.values()
+        if names & reductions.keys() and not names & axes
+    ]
     if sum(size for size, _ in reduced) > differ:
-        of_gradients = frozenset[str]().union(*(each for _, each in reduced))
-        again |= {id(own[mark]): own[mark] for mark in sorted(of_gradients)}
-    if again:
-        first = next(iter(again.values()))
+        of_gradients = frozenset[str]().union(*(names for _, names in reduced))
+        extra |= {id(reductions[mark]): reductions[mark] for mark in sorted(of_gradients)}
+    if extra:
+        first = next(iter(extra.values()))
         shapes = ", ".join(str(v.aval) for v in first.invars)
-        size = sum(count_bytes(v.aval.shape, v.aval.dtype.itemsize) for eqn in again.values() for v in eqn.invars)
+        size = sum(count_bytes(v.aval.shape, v.aval.dtype.itemsize) for eqn in extra.values() for v in eqn.invars)
         raise ValueError(
             f"A step must leave the mean of its gradients to its exchange; got gradients or updates reduced by "
-            f"{len(again)} collectives of its own over {size:,} bytes, the first a {first.primitive.name} of {shapes}. "
+            f"{len(extra)} collectives of its own over {size:,} bytes, the first a {first.primitive.name} of {shapes}. "
             "Delete lax.pmean and lax.psum of gradients, updates and parameters; those inside of a loss may stay."
         )
     workers = math.prod(eqn.params["mesh"].shape[axis] for axis in axes)
@@ -826,4 +838,4 @@ def _varying_outputs(jaxpr: Any, inputs: list[Axes], axes: Axes) -> list[Axes]:
             "Name by batch= the arguments that are batches, by rows= state that has rows, by rng= keys of which each "
             "worker is to draw its own examples. Data in the closure of a step is whole on every worker: pass it."
         )
-    return found
+    return output_axes

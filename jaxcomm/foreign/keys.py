@@ -13,22 +13,22 @@ def is_key(leaf: Any) -> bool:
     return (jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()) or (dtype == jnp.uint32 and shape == (2,))
 
 
-def own_keys(pattern: str, names: list[str], leaves: list[Any], worker: jax.Array) -> list[Any]:
+def worker_keys(pattern: str, names: list[str], leaves: list[Any], worker: jax.Array) -> list[Any]:
     """Returns the leaves, in which the keys whose names match a pattern are replaced by this worker's own.
 
     Raises:
       ValueError: if the pattern finds no key.
     """
-    chosen = [re.search(pattern, name) is not None and is_key(leaf) for name, leaf in zip(names, leaves, strict=True)]
-    if not any(chosen):
-        found = [name for name, leaf in zip(names, leaves, strict=True) if is_key(leaf)]
+    is_drawn = [re.search(pattern, name) is not None and is_key(leaf) for name, leaf in zip(names, leaves, strict=True)]
+    if not any(is_drawn):
+        key_names = [name for name, leaf in zip(names, leaves, strict=True) if is_key(leaf)]
         raise ValueError(
             f"rng must be a regular expression that finds a random key among the arguments; got {pattern!r} for keys "
-            f"at {found or 'none'}. Pass a key of jax.random.key in an argument, and that argument's name as rng=."
+            f"at {key_names or 'none'}. Pass a key of jax.random.key in an argument, and that argument's name as rng=."
         )
     return [
         jax.random.fold_in(jax.random.fold_in(leaf, 1), worker) if is_one else leaf
-        for leaf, is_one in zip(leaves, chosen, strict=True)
+        for leaf, is_one in zip(leaves, is_drawn, strict=True)
     ]
 
 
@@ -46,7 +46,7 @@ def shared_keys(pairs: dict[str, tuple[Any, Any]], names: list[str], out: list[A
     def shared(name: str, leaf: Any) -> Any:
         if name not in pairs or not is_key(leaf):
             return leaf
-        given, own = pairs[name]
-        return given if leaf is own else jax.random.fold_in(given, 0)
+        key, worker_key = pairs[name]
+        return key if leaf is worker_key else jax.random.fold_in(key, 0)
 
     return [shared(name, leaf) for name, leaf in zip(names, out, strict=True)]

@@ -35,11 +35,11 @@ def names(tree: Any) -> list[str]:
     def is_variable(node: Any) -> bool:
         return nnx is not None and isinstance(node, nnx.Variable)
 
-    found: list[str] = []
+    leaf_names: list[str] = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable):
         kind = f":{type(leaf).__name__}" if is_variable(leaf) else ""
-        found += [leaf_name(path) + kind] * len(jax.tree.leaves(leaf))
-    return found
+        leaf_names += [leaf_name(path) + kind] * len(jax.tree.leaves(leaf))
+    return leaf_names
 
 
 def update(old: Any, new: Any) -> None:
@@ -70,11 +70,11 @@ def sharing(tree: Any) -> Any:
     return graph, tuple(path for path, _ in nnx.to_flat_state(state))
 
 
-def shared(tree: Any, found: Any) -> Any:
+def shared(tree: Any, shared_variables: Any) -> Any:
     """Makes the objects of an unflattened tree share the variables that `sharing` found."""
-    if found is None:
+    if shared_variables is None:
         return tree
-    nnx, (graph, paths) = _nnx(), found
+    nnx, (graph, paths) = _nnx(), shared_variables
     flat = dict(nnx.to_flat_state(nnx.state(tree)))
     return nnx.merge(graph, nnx.from_flat_state({path: flat[path] for path in paths}))
 

@@ -224,5 +224,5 @@ def keep_first(words: jax.Array, quota: jax.Array) -> jax.Array:
     count = popcount(words)
     last = select_bit(words, jnp.clip(quota - 1, 0, WORD - 1)).astype(jnp.uint32)
     up_to_last = np.uint32(0xFFFFFFFF) >> (WORD - 1 - last)
-    kept = jnp.where(quota >= count, words, words & up_to_last)
-    return jnp.where(quota > 0, kept, np.uint32(0))
+    head = jnp.where(quota >= count, words, words & up_to_last)
+    return jnp.where(quota > 0, head, np.uint32(0))

@@ -61,9 +61,9 @@ def is_finite(vector: jax.Array) -> jax.Array:
 
 def _is_finite_packed(vector: jax.Array) -> jax.Array:
     # From a packed mask, which XLA for CPUs fuses with the sum that made the vector. It would store `isfinite()`.
-    whole = vector.size // bits.WORD * bits.WORD
-    broken = bits.pack(magnitude_bits(vector[:whole]) >= _INFINITY)
-    return ~jnp.any(broken != 0) & jnp.isfinite(vector[whole:]).all()
+    packed_size = vector.size // bits.WORD * bits.WORD
+    broken = bits.pack(magnitude_bits(vector[:packed_size]) >= _INFINITY)
+    return ~jnp.any(broken != 0) & jnp.isfinite(vector[packed_size:]).all()
 
 
 def digest(array: jax.Array) -> jax.Array:
@@ -85,17 +85,17 @@ def digest(array: jax.Array) -> jax.Array:
     return jnp.sum(noise.mix(array.astype(jnp.uint32) + place * np.uint32(0x9E3779B1)), dtype=jnp.uint32)
 
 
-def not_accumulable(total: jax.Array, added: jax.Array) -> jax.Array:
+def not_accumulable(total: jax.Array, increment: jax.Array) -> jax.Array:
     """Marks where a total is not finite, or what was last added is 2^100 or more.
 
     The sums of such numbers may overflow: in a residual they would make the workers skip every later step.
     """
-    return (magnitude_bits(total) >= _INFINITY) | (magnitude_bits(added) >= _LIMIT)
+    return (magnitude_bits(total) >= _INFINITY) | (magnitude_bits(increment) >= _LIMIT)
 
 
-def is_accumulable(total: jax.Array, added: jax.Array) -> jax.Array:
+def is_accumulable(total: jax.Array, increment: jax.Array) -> jax.Array:
     """Returns whether nothing of a total (n,), n a multiple of 32, is `not_accumulable`: () bool."""
-    return ~jnp.any(bits.pack(not_accumulable(total, added)) != 0)
+    return ~jnp.any(bits.pack(not_accumulable(total, increment)) != 0)
 
 
 def is_finite_tree(tree: Any) -> jax.Array:

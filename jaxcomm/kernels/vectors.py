@@ -57,17 +57,17 @@ def end_to_end(parts: Sequence[jax.Array]) -> jax.Array:
     """
     if not 1 < len(parts) <= _FUSED:
         return jnp.concatenate(parts)
-    return by_platform(*parts, cpu=_written, default=lambda *parts: jnp.concatenate(parts))
+    return by_platform(*parts, cpu=_write_parts, default=lambda *parts: jnp.concatenate(parts))
 
 
-def _written(first: jax.Array, *others: jax.Array) -> jax.Array:
-    total, end = jnp.pad(first, (0, sum(part.size for part in others))), first.size
-    for part in others:
+def _write_parts(first: jax.Array, *more_parts: jax.Array) -> jax.Array:
+    total, end = jnp.pad(first, (0, sum(part.size for part in more_parts))), first.size
+    for part in more_parts:
         total, end = lax.dynamic_update_slice(total, part, (end,)), end + part.size
     return total
 
 
-def cut_apart(vector: jax.Array, shapes: Sequence[tuple[int, ...]], starts: Sequence[int]) -> list[jax.Array]:
+def split_vector(vector: jax.Array, shapes: Sequence[tuple[int, ...]], starts: Sequence[int]) -> list[jax.Array]:
     """Cuts arrays out of a vector (n,), each from its start on; the inverse of `end_to_end`.
 
     On CPUs, XLA compiles a loop for every array that it reads from another place, but only one for all arrays of a
@@ -77,31 +77,31 @@ def cut_apart(vector: jax.Array, shapes: Sequence[tuple[int, ...]], starts: Sequ
     # A start has 31 bits: in a longer vector, it counts rows.
     columns = 1 if vector.size < 2**31 else math.gcd(vector.size, *sizes, *starts)
 
-    def unknown(vector: jax.Array) -> list[jax.Array]:
-        rows, at = vector.reshape(-1, columns), _hidden([start // columns for start in starts], vector)
+    def row_slices(vector: jax.Array) -> list[jax.Array]:
+        rows, at = vector.reshape(-1, columns), _opaque_numbers([start // columns for start in starts], vector)
         parts = [
             lax.dynamic_slice(rows, (start, 0), (size // columns, columns), allow_negative_indices=False)
             for start, size in zip(at, sizes, strict=True)
         ]
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def known(vector: jax.Array) -> list[jax.Array]:
+    def static_slices(vector: jax.Array) -> list[jax.Array]:
         parts = [vector[start : start + size] for start, size in zip(starts, sizes, strict=True)]
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     if len(shapes) <= _FUSED or not vector.size or vector.size // columns >= 2**31:
-        return known(vector)
-    return by_platform(vector, cpu=unknown, default=known)
+        return static_slices(vector)
+    return by_platform(vector, cpu=row_slices, default=static_slices)
 
 
-def _hidden(numbers: Sequence[int], vector: jax.Array) -> list[jax.Array]:
+def _opaque_numbers(numbers: Sequence[int], vector: jax.Array) -> list[jax.Array]:
     """Returns numbers as () int32 that XLA does not know: it does not know how often the loop sets them."""
     times = 1 + (vector[0] == 0).astype(jnp.int32)
-    none = jnp.zeros_like(times)  # differs between workers where the vector does
+    zero = jnp.zeros_like(times)  # differs between workers where the vector does
     return lax.while_loop(
         lambda carry: carry[0] < times,
-        lambda carry: (carry[0] + 1, [jnp.full_like(none, number) for number in numbers]),
-        (none, [none] * len(numbers)),
+        lambda carry: (carry[0] + 1, [jnp.full_like(zero, number) for number in numbers]),
+        (zero, [zero] * len(numbers)),
     )[1]
 
 

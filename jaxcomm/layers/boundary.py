@@ -19,7 +19,7 @@ from jaxcomm.collectives.axis import AxisName, axis_size
 from jaxcomm.collectives.boundary import send
 from jaxcomm.kernels import noise
 from jaxcomm.layers.activations import Largest, Whole
-from jaxcomm.selectors.topk import kept
+from jaxcomm.selectors.topk import n_kept
 
 _CODECS = {name: value_codec(name) for name in VALUE_DTYPES} | {f"int{width}": Tiles(width) for width in (3, 4, 8)}
 
@@ -53,10 +53,10 @@ class Boundary:
                 "What crosses a boundary must be real floating activations with the samples as first dimension; got "
                 f"{dtype}{list(shape)}. Let the next stage take integers and masks from its own batch."
             )
-        own = "bfloat16" if dtype == jnp.bfloat16 else "float32"
-        values_as = _codec_of(own if self.value_dtype is None else self.value_dtype)
+        default_dtype = "bfloat16" if dtype == jnp.bfloat16 else "float32"
+        values_as = _codec_of(default_dtype if self.value_dtype is None else self.value_dtype)
         d = math.prod(shape[1:])
-        k = kept(d, self.sparsity)
+        k = n_kept(d, self.sparsity)
         return Whole(shape, dtype, values_as) if k == d else Largest(shape, dtype, values_as, k)
 
 

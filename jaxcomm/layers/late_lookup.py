@@ -92,13 +92,15 @@ def _late_forward(
     return table[ids], (table, ids)
 
 
-def _late_backward(axis_name: AxisName, kept: tuple[jax.Array, jax.Array], errors: jax.Array) -> tuple[jax.Array, None]:
-    table, ids = kept
+def _late_backward(
+    axis_name: AxisName, saved: tuple[jax.Array, jax.Array], errors: jax.Array
+) -> tuple[jax.Array, None]:
+    table, ids = saved
     ids = from_start(ids, len(table))
     ids = jnp.where(in_table(ids, len(table)), ids, len(table))
     touched, slot = jnp.unique(ids, return_inverse=True, size=ids.size, fill_value=table.shape[0])  # (n,), empty last
-    own = jnp.zeros_like(errors).at[slot].add(errors / axis_size(axis_name))  # (n, D)
-    payload = {"ids": touched.astype(jnp.uint32), "rows": lax.bitcast_convert_type(own, jnp.uint32).reshape(-1)}
+    sums = jnp.zeros_like(errors).at[slot].add(errors / axis_size(axis_name))  # (n, D)
+    payload = {"ids": touched.astype(jnp.uint32), "rows": lax.bitcast_convert_type(sums, jnp.uint32).reshape(-1)}
     gathered = all_gather_same(to_varying(fuse(payload), axis_name), axis_name)  # (K, n (1 + D))
 
     def add(total: jax.Array, words: jax.Array) -> tuple[jax.Array, None]:

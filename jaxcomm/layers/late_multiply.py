@@ -132,10 +132,10 @@ def _check(x: jax.Array, kernel: jax.Array, bias: jax.Array | None, mode: str) -
 
 def check_same(layer: str, leaves: Mapping[str, jax.Array], remedy: str, axis_name: AxisName) -> None:
     """Refuses a layer's parameters, by name, if their gradients are exchanged although the layer reduces them."""
-    for what, leaf in leaves.items():
+    for label, leaf in leaves.items():
         if is_in_scope(ALL_EXCHANGED) or any(varies(leaf, name) for name in axis_names(axis_name)):
             raise ValueError(
-                f"The {what} of {layer} must be replicated, since its gradient is already reduced; got one of shape "
+                f"The {label} of {layer} must be replicated, since its gradient is already reduced; got one of shape "
                 f"{leaf.shape} that differs between workers. {remedy}."
             )
 
@@ -159,16 +159,20 @@ def _late_forward(
 
 
 def _late_backward(
-    axis_name: AxisName, kept: tuple[jax.Array, jax.Array, jax.Array | None], errors: jax.Array
+    axis_name: AxisName, saved: tuple[jax.Array, jax.Array, jax.Array | None], errors: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    rows, kernel, bias = kept
-    own = errors @ kernel.astype(errors.dtype).T  # (R, N)
+    rows, kernel, bias = saved
+    row_gradients = errors @ kernel.astype(errors.dtype).T  # (R, N)
     workers = axis_size(axis_name)
     X, E = gather_rows(rows, axis_name), gather_rows(errors, axis_name)  # (K R, N), (K R, M)
     mean = jnp.matmul(X.T, E, preferred_element_type=jnp.float32) / workers  # (N, M)
     if bias is None:
-        return own, mean.astype(kernel.dtype), None
-    return own, mean.astype(kernel.dtype), (jnp.sum(E, axis=0, dtype=jnp.float32) / workers).astype(bias.dtype)
+        return row_gradients, mean.astype(kernel.dtype), None
+    return (
+        row_gradients,
+        mean.astype(kernel.dtype),
+        (jnp.sum(E, axis=0, dtype=jnp.float32) / workers).astype(bias.dtype),
+    )
 
 
 _late.defvjp(_late_forward, _late_backward)

@@ -66,54 +66,54 @@ def quantized_gather(
     """
     check_range("bits", bits, "4 or 8", bits in (4, 8) and not isinstance(bits, bool), "4 is that of the papers")
     workers, tree = axis_size(axis_name), jax.tree.structure(shards)
-    trees = [jax.tree.leaves(each) for each in (shards, held, residual)]
+    trees = [jax.tree.leaves(argument) for argument in (shards, held, residual)]
     holds = tree == jax.tree.structure(held) == jax.tree.structure(residual) and bool(trees[0])
     check_range("held and residual", tree, "trees like shards, of at least one array", holds, "Shard the same weights")
-    for own, copy, rest in zip(*trees, strict=True):
-        kinds = [f"{each.dtype}{list(each.shape)}" for each in (own, copy, rest)]
-        is_float = all(each.dtype == jnp.float32 for each in (own, copy, rest))
-        fits = own.ndim > 0 and copy.shape == rest.shape == (workers * own.shape[0], *own.shape[1:])
+    for shard, copy, error in zip(*trees, strict=True):
+        kinds = [f"{array.dtype}{list(array.shape)}" for array in (shard, copy, error)]
+        is_float = all(array.dtype == jnp.float32 for array in (shard, copy, error))
+        fits = shard.ndim > 0 and copy.shape == error.shape == (workers * shard.shape[0], *shard.shape[1:])
         rule = f"float32, with {workers} times the rows of a shard in held and residual"
         check_range("A shard, held and residual", kinds, rule, is_float and fits, "Cut the first dimension evenly")
     return _gather((axis_name, bits), shards, held, to_varying(residual, axis_name))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(how, shards, held, residual):
+def _gather(settings, shards, copies, residual):
     del residual
-    axis_name, width = how
+    axis_name, width = settings
     workers, codec = axis_size(axis_name), _codec(width)
-    rows, own = _rows(held, workers), _rows(shards, 1)[0]  # (K, m) and (m,)
+    rows, shard_vector = _rows(copies, workers), _rows(shards, 1)[0]  # (K, m) and (m,)
     with jax.named_scope(ENCODE):
-        words = encode(codec, own - rows[lax.axis_index(axis_name)], 0)
-    received = all_gather_same(words, axis_name)
+        words = encode(codec, shard_vector - rows[lax.axis_index(axis_name)], 0)
+    messages = all_gather_same(words, axis_name)
     with jax.named_scope(DECODE):
-        rows = rows + jax.vmap(lambda row: codec.decode(row, own.size, 0))(received)
-    held = _unrows(rows, held)
-    return to_varying(held, axis_name), held
+        rows = rows + jax.vmap(lambda row: codec.decode(row, shard_vector.size, 0))(messages)
+    copies = _unrows(rows, copies)
+    return to_varying(copies, axis_name), copies
 
 
-def _gather_forward(how, shards, held, residual):
-    return _gather(how, shards, held, residual), residual
+def _gather_forward(settings, shards, copies, residual):
+    return _gather(settings, shards, copies, residual), residual
 
 
-def _gather_backward(how, residual, gradients):
-    axis_name, width = how
+def _gather_backward(settings, residual, gradients):
+    axis_name, width = settings
     workers, codec = axis_size(axis_name), _codec(width)
     gradient, old = _rows(gradients[0], workers), _rows(residual, workers)  # (K, m)
     x, m = gradient + old, gradient.shape[1]
     ok = is_accumulable(x.reshape(-1), gradient.reshape(-1))
     with jax.named_scope(ENCODE):
         words = jax.vmap(lambda row: encode(codec, row, 0))(x)
-        sent = jnp.where(ok | (np.arange(words.shape[1]) >= m // BUCKET), words, _NAN)  # NaN scales tell all workers
-    received = all_to_all(sent, axis_name)
+        coded = jnp.where(ok | (np.arange(words.shape[1]) >= m // BUCKET), words, _NAN)  # NaN scales tell all workers
+    arrived = all_to_all(coded, axis_name)
     with jax.named_scope(DECODE):
-        first = codec.decode(received[0], m, 0)
-        total, _ = lax.scan(lambda total, row: (total + codec.decode(row, m, 0), None), first, received[1:])
-        left = x - jax.vmap(lambda row: codec.decode(row, m, 0))(words)
-    left = jnp.where(jnp.isfinite(total).all(), left, old)
-    own = jax.tree.map(lambda leaf: leaf[: leaf.shape[0] // workers], residual)
-    return _unrows(total[None], own), None, _unrows(left, residual)
+        first = codec.decode(arrived[0], m, 0)
+        total, _ = lax.scan(lambda total, row: (total + codec.decode(row, m, 0), None), first, arrived[1:])
+        error = x - jax.vmap(lambda row: codec.decode(row, m, 0))(words)
+    error = jnp.where(jnp.isfinite(total).all(), error, old)
+    shard_like = jax.tree.map(lambda leaf: leaf[: leaf.shape[0] // workers], residual)
+    return _unrows(total[None], shard_like), None, _unrows(error, residual)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
@@ -132,9 +132,9 @@ def _rows(tree: Any, count: int) -> jax.Array:
 def _unrows(rows: jax.Array, like: Any) -> Any:
     """Cuts (count, m) into tensors again, in the shapes of `like`; the inverse of `_rows`."""
     leaves, tree = jax.tree.flatten(like)
-    made, start = [], 0
+    arrays, start = [], 0
     for leaf in leaves:
         size = leaf.size // rows.shape[0]
-        made.append(rows[:, start : start + size].reshape(leaf.shape))
+        arrays.append(rows[:, start : start + size].reshape(leaf.shape))
         start += -(-size // BUCKET) * BUCKET
-    return tree.unflatten(made)
+    return tree.unflatten(arrays)

@@ -44,30 +44,30 @@ def gather_ids(ids: jax.Array, axis_name: AxisName) -> jax.Array:
     return lax.all_gather(ids, axis_name, tiled=True)
 
 
-def send_rows(table: jax.Array, everyones: jax.Array, by: str, axis_name: AxisName) -> jax.Array:
+def send_rows(table: jax.Array, everyones: jax.Array, way: str, axis_name: AxisName) -> jax.Array:
     """Sends every worker the vectors of its ids; see `sharded_lookup`.
 
     Args:
       table: a worker's shard.
       everyones: (B, ...), from `gather_ids`.
-      by: "columns" or "rows".
+      way: "columns" or "rows".
       axis_name: the axis of workers, or the axes.
     """
     workers = axis_size(axis_name)
-    rows = table.shape[0] * (workers if by == "rows" else 1)
+    rows = table.shape[0] * (workers if way == "rows" else 1)
     everyones = from_start(everyones, rows)
-    nearest = _places(table, jnp.clip(everyones, 0, rows - 1), by, axis_name)
+    nearest = _places(table, jnp.clip(everyones, 0, rows - 1), way, axis_name)
     vectors = table.at[nearest].get(mode="fill", fill_value=0)  # (B, ..., D or D / K)
-    if by == "columns":
-        own = lax.all_to_all(vectors, axis_name, split_axis=0, concat_axis=vectors.ndim - 1, tiled=True)
+    if way == "columns":
+        local = lax.all_to_all(vectors, axis_name, split_axis=0, concat_axis=vectors.ndim - 1, tiled=True)
     else:
         parts = vectors.reshape(workers, -1, *vectors.shape[1:])
-        own = lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0).sum(axis=0)  # one of K is not zero
-    ids = lax.dynamic_slice_in_dim(everyones, lax.axis_index(axis_name) * own.shape[0], own.shape[0])
-    return jnp.where(in_table(ids, rows)[..., None], own, lax.stop_gradient(own))
+        local = lax.all_to_all(parts, axis_name, split_axis=0, concat_axis=0).sum(axis=0)  # one of K is not zero
+    ids = lax.dynamic_slice_in_dim(everyones, lax.axis_index(axis_name) * local.shape[0], local.shape[0])
+    return jnp.where(in_table(ids, rows)[..., None], local, lax.stop_gradient(local))
 
 
-def add_to_rows(table: jax.Array, everyones: jax.Array, changes: jax.Array, by: str, axis_name: AxisName) -> jax.Array:
+def add_to_rows(table: jax.Array, everyones: jax.Array, changes: jax.Array, way: str, axis_name: AxisName) -> jax.Array:
     """Adds every worker's changes to the rows of its ids, and to no other row.
 
     Each worker receives as many bytes as for the vectors in `sharded_lookup`.
@@ -76,22 +76,22 @@ def add_to_rows(table: jax.Array, everyones: jax.Array, changes: jax.Array, by: 
       table: a worker's shard.
       everyones: (B, ...), from `gather_ids`.
       changes: (B / K, ..., D), a worker's own; changes of equal ids are summed.
-      by: "columns" or "rows".
+      way: "columns" or "rows".
       axis_name: the axis of workers, or the axes.
 
     Returns:
       The new shard.
     """
-    if by == "columns":
+    if way == "columns":
         owned = lax.all_to_all(changes, axis_name, split_axis=changes.ndim - 1, concat_axis=0, tiled=True)
     else:
         owned = lax.all_gather(changes, axis_name, tiled=True)
-    rows = table.shape[0] * (axis_size(axis_name) if by == "rows" else 1)
-    return table.at[_places(table, from_start(everyones, rows), by, axis_name)].add(owned, mode="drop")
+    rows = table.shape[0] * (axis_size(axis_name) if way == "rows" else 1)
+    return table.at[_places(table, from_start(everyones, rows), way, axis_name)].add(owned, mode="drop")
 
 
-def _places(table: jax.Array, everyones: jax.Array, by: str, axis_name: AxisName) -> jax.Array:
+def _places(table: jax.Array, everyones: jax.Array, way: str, axis_name: AxisName) -> jax.Array:
     """Returns the ids' row indices in a shard; its number of rows for ids that are not in it."""
-    first = lax.axis_index(axis_name) * table.shape[0] if by == "rows" else 0
-    own = everyones - first
-    return jnp.where(in_table(own, table.shape[0]), own, table.shape[0])
+    first = lax.axis_index(axis_name) * table.shape[0] if way == "rows" else 0
+    offsets = everyones - first
+    return jnp.where(in_table(offsets, table.shape[0]), offsets, table.shape[0])

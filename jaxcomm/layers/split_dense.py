@@ -75,12 +75,12 @@ def split_dense(
         x = rows_to_features(x, axis_name=axis_name) if inputs == "rows" else x  # (B, ..., N/K)
         y = x @ kernel_shard  # (B, ..., M), to be summed over the workers
         if bias_shard is not None and not is_whole_bias and outputs == "rows":  # each bias shard is in one worker's sum
-            own = lax.dynamic_update_slice(
+            padded_bias = lax.dynamic_update_slice(
                 to_varying(jnp.zeros(m, bias_shard.dtype), axis_name),
                 bias_shard,
                 (lax.axis_index(axis_name) * bias_shard.size,),
             )
-            y = y + own
+            y = y + padded_bias
         y = sum_scatter(_cut(y, 0 if outputs == "rows" else y.ndim - 1, workers), axis_name)
         if bias_shard is not None and outputs == "features":
             y = y + bias_shard
@@ -164,9 +164,9 @@ def _check_bias(bias: jax.Array | None, m: int, workers: int, outputs: Place) ->
     )
 
 
-def _check_multiple(what: str, number: int, workers: int) -> None:
+def _check_multiple(noun: str, number: int, workers: int) -> None:
     if number % workers:
         raise ValueError(
-            f"What is split over {workers} workers must be a multiple of their number; got {number} {what}. Pad them, "
+            f"What is split over {workers} workers must be a multiple of their number; got {number} {noun}. Pad them, "
             "or use another number of workers."
         )

@@ -51,7 +51,7 @@ class CodedExchange(Exchange):
     keeps_residual: ClassVar[bool] = False
 
     @property
-    def instead_of_checksum(self) -> str | None:
+    def checksum_remedy(self) -> str | None:
         return None
 
     def summands(self, vector: jax.Array, layout: Layout, step: jax.Array) -> Summands | None:
@@ -87,11 +87,11 @@ class CodedExchange(Exchange):
                 vector, scales, is_ok = self.scaled(x, layout)
                 codecs, axis_name, unit = self.codecs(layout, state.step), self.axis_name, 1
                 summed = coded_sum(vector, is_ok, *codecs, self.collective, axis_name, self.checksum)
-            most = unit * axis_size(self.axis_name)  # that a sum can be, in integers
-            factors = scales * np.float32(1 / most)
+            max_sum = unit * axis_size(self.axis_name)  # that a sum can be, in integers
+            factors = scales * np.float32(1 / max_sum)
             mean = (summed.total(summed.ok).reshape(scales.size, -1) * factors[:, None]).reshape(-1)
             compressed = layout.as_leaves(layout.unflatten(mean))
-            ok = ok & summed.ok & jnp.isfinite(most * factors).all() & is_finite_narrow(compressed)
+            ok = ok & summed.ok & jnp.isfinite(max_sum * factors).all() & is_finite_narrow(compressed)
             means = layout.join(compressed, means)
             if residual is not None:
                 residual = jnp.where(ok, summed.residual()[None], residual)

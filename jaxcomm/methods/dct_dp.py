@@ -129,8 +129,8 @@ class DctDp(SparseExchange):
         selected, threshold = by_platform(cpu=at_once, default=afterwards)
 
         def sparse() -> tuple[Exchanged, jax.Array]:
-            out, received = self.send(gradient, vector, selected, draw_start(self.seed, step))
-            return out, received.overfull
+            out, reduced = self.send(gradient, vector, selected, draw_start(self.seed, step))
+            return out, reduced.overfull
 
         def dense() -> tuple[Exchanged, jax.Array]:
             out = drain(gradient, vector, self.axis_name)

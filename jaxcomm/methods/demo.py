@@ -100,7 +100,7 @@ class Demo(SparseExchange):
 
     def plan(self, tree: Any) -> Layout:
         layout = super().plan(tree)
-        return CosineLayout(**{each.name: getattr(layout, each.name) for each in fields(layout)})
+        return CosineLayout(**{attribute.name: getattr(layout, attribute.name) for attribute in fields(layout)})
 
     def select(self, vector: Accumulated, layout: Layout) -> Selected:
         return select_topk(vector, layout)

@@ -13,7 +13,7 @@ from jaxcomm.layout import Layout
 from jaxcomm.methods.momentum import MomentumCorrection
 from jaxcomm.methods.sparse import SparseExchange, drain, exchange_densely
 from jaxcomm.selectors import Selected, draw_start, select_topk
-from jaxcomm.selectors.topk import kept
+from jaxcomm.selectors.topk import n_kept
 from jaxcomm.types import PerWorker
 
 
@@ -47,7 +47,7 @@ class Dgc(MomentumCorrection, SparseExchange):
         return 1 - self.sparsity
 
     def capacity(self, n: int) -> int:
-        return kept(n, self.sparsity)
+        return n_kept(n, self.sparsity)
 
     def start(self, params: Any, layout: Layout) -> PerWorker:
         return self.zero_velocity(layout)
@@ -57,8 +57,8 @@ class Dgc(MomentumCorrection, SparseExchange):
         gradient, vector, velocity = self.correct(gradient, state.memory)
 
         def sparse(selected: Selected) -> tuple[Exchanged, jax.Array]:
-            out, received = self.send(gradient, vector, selected, draw_start(0, step))
-            return out, self.masked(velocity.flat, received.sent.position, received.sent.filled)
+            out, reduced = self.send(gradient, vector, selected, draw_start(0, step))
+            return out, self.masked(velocity.flat, reduced.sent.position, reduced.sent.filled)
 
         def warm_up(selected: Selected) -> tuple[Exchanged, jax.Array]:
             out = exchange_densely(gradient, vector, selected.words, self.axis_name)

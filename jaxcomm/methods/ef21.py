@@ -53,12 +53,12 @@ class Ef21(TopK):
         means, counts = dense_means, jnp.zeros(2, jnp.float32)
         if layout.sizes:
             selected = self.select(difference, layout)
-            received = self.collective_of(layout)(difference, *selected, draw_start(0, state.step))
-            estimate = estimate + received.total(received.ok) / axis_size(self.axis_name)
+            reduced = self.collective_of(layout)(difference, *selected, draw_start(0, state.step))
+            estimate = estimate + reduced.total(reduced.ok) / axis_size(self.axis_name)
             compressed = layout.as_leaves(layout.unflatten(estimate))
-            ok = ok & received.ok & jnp.isfinite(estimate).all() & is_finite_narrow(compressed)
+            ok = ok & reduced.ok & jnp.isfinite(estimate).all() & is_finite_narrow(compressed)
             estimate = jnp.where(ok, estimate, state.memory)
-            residual, counts = received.kept(residual, ok), received.counts
+            residual, counts = reduced.kept(residual, ok), reduced.counts
             means = layout.join(compressed, dense_means)
         return Exchanged(zeros_unless(ok, means), residual, ExchangeMetrics.of(ok, *counts)), estimate
 

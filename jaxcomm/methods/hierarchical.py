@@ -54,8 +54,8 @@ class Hierarchical(Exchange):
     has_positions: ClassVar[bool] = False  # the exchange of the shares has them
 
     def __post_init__(self) -> None:
-        other = self.across != self.inside
-        check_range("across", self.across, "another axis than inside", other, "Name both axes of the mesh")
+        differs = self.across != self.inside
+        check_range("across", self.across, "another axis than inside", differs, "Name both axes of the mesh")
         super().__post_init__()
 
     @property
@@ -63,7 +63,7 @@ class Hierarchical(Exchange):
         return self.across, self.inside
 
     @property
-    def instead_of_checksum(self) -> str:
+    def checksum_remedy(self) -> str:
         return "Pass it to exchange="
 
     def init_chosen(self, params: Any) -> ExchangeState:
@@ -74,27 +74,27 @@ class Hierarchical(Exchange):
         return self.first_state(self._pack(inner))
 
     def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
-        rows, sizes = self._shares(self._once_all_are_here(updates))
+        rows, sizes = self._shares(self._wait_for_group(updates))
         with jax.named_scope(EXCHANGE):
-            own = sum_scatter(rows, self.inside) / axis_size(self.inside)  # (T,)
+            share = sum_scatter(rows, self.inside) / axis_size(self.inside)  # (T,)
         own_params = None
         if params is not None:
             own_params = _cut(self._shares(params)[0][lax.axis_index(self.inside)], sizes)
         old = to_varying(self._unpack(state.memory), self.inside)
-        means, new = self.exchange.update(_cut(own, sizes), old, own_params)
+        means, new = self.exchange.update(_cut(share, sizes), old, own_params)
         counts = jnp.stack([jnp.asarray(value, jnp.float32) for value in get_exchange(new).metrics])
         with jax.named_scope(EXCHANGE):
-            sent, overflow, skipped, drained = lax.psum(counts, self.inside)
+            n_sent, overflow, skipped, drained = lax.psum(counts, self.inside)
         ok = skipped == 0
         mean = jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(means)])
         gathered = all_gather_same(jnp.where(ok, mean, 0.0), self.inside)  # (I, T)
-        metrics = ExchangeMetrics.of(ok, sent, overflow, drained=drained > 0)
+        metrics = ExchangeMetrics.of(ok, n_sent, overflow, drained=drained > 0)
         new = state.replace(
             metrics=metrics, step=state.step + ok.astype(jnp.int32), memory=self._pack(keep_unless(ok, new, old))
         )
-        return _whole(gathered, updates), new
+        return _join_shares(gathered, updates), new
 
-    def _once_all_are_here(self, updates: Any) -> Any:
+    def _wait_for_group(self, updates: Any) -> Any:
         """Returns the updates once every worker of the group has its own, by an all-reduce of one number.
 
         Gloo's reduce-scatter fails if another worker is more than 30 s late, whatever timeout is set
@@ -103,8 +103,8 @@ class Hierarchical(Exchange):
         first = jax.tree.leaves(updates)[0].reshape(-1)[:1]
         with jax.named_scope(EXCHANGE):
             count = lax.psum(jnp.isfinite(first).all().astype(jnp.float32), self.inside)
-        are_here = count <= axis_size(self.inside)  # always true, but XLA does not know and keeps the order
-        return jax.tree.map(lambda update: jnp.where(are_here, update, 0), updates)
+        arrived = count <= axis_size(self.inside)  # always true, but XLA does not know and keeps the order
+        return jax.tree.map(lambda update: jnp.where(arrived, update, 0), updates)
 
     def _shares(self, tree: Any) -> tuple[jax.Array, Any]:
         """Returns a tree as (I, T), row i being share i, and the size of a share of each leaf.
@@ -130,11 +130,11 @@ class Hierarchical(Exchange):
         return jax.tree.map(row, state, is_leaf=is_per_worker)
 
     def _unpack(self, state: Any) -> Any:
-        def own(node: PerWorker) -> Any:
+        def unpack_node(node: PerWorker) -> Any:
             is_same = node.axes == (self.inside,)
             return node.rows[0] if is_same else replace(node, axes=(self.across,), shards=node.shards - 1)
 
-        return jax.tree.map(own, state, is_leaf=is_per_worker)
+        return jax.tree.map(unpack_node, state, is_leaf=is_per_worker)
 
 
 def _cut(share: jax.Array, sizes: Any) -> Any:
@@ -145,7 +145,7 @@ def _cut(share: jax.Array, sizes: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(sizes), leaves)
 
 
-def _whole(rows: jax.Array, like: Any) -> Any:
+def _join_shares(rows: jax.Array, like: Any) -> Any:
     """Joins shares (I, T) into a tree like `like`."""
     leaves, start = [], 0
     for leaf in jax.tree.leaves(like):

@@ -133,14 +133,14 @@ class Iwp(MomentumCorrection, SharedExchange):
         weights = layout.flatten(layout.split(gradient.params)[0])
         gradient, vector, velocity = self.correct(gradient, old.velocity)
         renew = old.due | (step % self.life_span == 0) | (step < self.warmup_steps + bool(self.warmup_steps))
-        kept = old.mask, jnp.zeros((), jnp.float32), to_varying(jnp.asarray(True), self.axis_name)
-        mask, cut, is_intact = kept
+        saved_mask = old.mask, jnp.zeros((), jnp.float32), to_varying(jnp.asarray(True), self.axis_name)
+        mask, cut, is_intact = saved_mask
         if layout.sizes:
             if self.life_span == 1:
                 mask, cut, is_intact = self.publish(vector, weights, step, layout)
             else:
                 mask, cut, is_intact = lax.cond(
-                    renew, lambda: self.publish(vector, weights, step, layout), lambda: kept
+                    renew, lambda: self.publish(vector, weights, step, layout), lambda: saved_mask
                 )
         if self.checksum:  # a worker whose masks were damaged makes all workers skip
             vector = vector._replace(gradient=jnp.where(is_intact, vector.gradient, jnp.nan))
@@ -148,8 +148,8 @@ class Iwp(MomentumCorrection, SharedExchange):
         def compactly() -> tuple[Exchanged, jax.Array]:
             selection = compact(mask, layout, draw_start(self.seed, step))
             out = self.send(gradient, vector, selection.slots, selection.overflow)
-            counted = out.metrics.overflow + jnp.where(out.ok, cut, 0.0)
-            out = out._replace(metrics=out.metrics._replace(overflow=counted))
+            overflow = out.metrics.overflow + jnp.where(out.ok, cut, 0.0)
+            out = out._replace(metrics=out.metrics._replace(overflow=overflow))
             return out, self.masked(velocity.flat, *selection.slots)
 
         def densely() -> tuple[Exchanged, jax.Array]:
@@ -179,9 +179,9 @@ class Iwp(MomentumCorrection, SharedExchange):
             raise ValueError(
                 f"publishers must be at most the number of workers, {workers}; got {self.publishers}. Pass fewer."
             )
-        chosen = draw_publishers(self.seed, step, workers, self.publishers, len(layout.sizes))
-        is_own = chosen == lax.axis_index(self.axis_name)  # (S, r)
-        mask = self.own_mask(vector, weights, step, layout)
+        publishers = draw_publishers(self.seed, step, workers, self.publishers, len(layout.sizes))
+        is_own = publishers == lax.axis_index(self.axis_name)  # (S, r)
+        mask = self.local_mask(vector, weights, step, layout)
         row = jnp.where(is_own.any(1), jnp.argmax(is_own, axis=1), -1)
 
         def unite(codec: str) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -194,7 +194,7 @@ class Iwp(MomentumCorrection, SharedExchange):
         # Warm-up masks are denser than coded positions have room for.
         return lax.cond(step < self.warmup_steps, lambda: unite("bitmap"), lambda: unite(self.mask_codec))
 
-    def own_mask(self, vector: Accumulated, weights: jax.Array, step: jax.Array, layout: Layout) -> jax.Array:
+    def local_mask(self, vector: Accumulated, weights: jax.Array, step: jax.Array, layout: Layout) -> jax.Array:
         """Returns the mask (n/32,) that this worker would publish."""
         values = importance(vector.sum() / axis_size(self.axis_name), weights, self.eps)
         threshold = self.thresholds(values, step, layout)
@@ -208,8 +208,8 @@ class Iwp(MomentumCorrection, SharedExchange):
         def at_least() -> jax.Array:
             selected, tau = select_with_ties(Stored(values), layout, self.warm_counts(step, layout))
             lowered = layout.per_block(tau <= threshold)[:, None]
-            most = selected.words.reshape(lowered.shape[0], -1)
-            return jnp.where(lowered, most, mask.reshape(most.shape)).reshape(-1)
+            top_words = selected.words.reshape(lowered.shape[0], -1)
+            return jnp.where(lowered, top_words, mask.reshape(top_words.shape)).reshape(-1)
 
         return lax.cond(step < self.warmup_steps, at_least, lambda: mask)
 

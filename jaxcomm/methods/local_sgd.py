@@ -39,7 +39,7 @@ class LocalExchange(Exchange):
     It comes after a complete local optimizer and takes its updates. Between exchanges it returns them unchanged; at an
     exchange it returns the updates that lead to the merged model. Both differ between workers. `update` needs the
     parameters. A local update that is not finite, or has a number of 2^90 or more, is not applied on its worker. If an
-    exchange is skipped, this step's local updates are not applied (but see `undoes_skipped`).
+    exchange is skipped, this step's local updates are not applied (but see `reverts_on_skip`).
     """
 
     where: Annotated[Where | None, Rule("None for a local method", lambda x: x is None, "It merges all parameters")] = (
@@ -173,17 +173,17 @@ class LocalSgd(LocalExchange):
         return len(self.fragments) if isinstance(self.fragments, tuple) else cast(int, self.fragments)
 
     @property
-    def undoes_skipped(self) -> bool:
+    def reverts_on_skip(self) -> bool:
         return not self.streams
 
     @property
-    def instead_of_checksum(self) -> str:
+    def checksum_remedy(self) -> str:
         return "Pass it to exchange="
 
     def global_model(self, state: ExchangeState, like: Any) -> Any:
         memory = state.memory
-        whole = functools.reduce(join_trees, [part.held.anchor for part in memory]) if self.streams else memory.anchor
-        return jax.tree.map(lambda anchor, leaf: anchor.astype(leaf.dtype), whole, like)
+        anchors = functools.reduce(join_trees, [part.held.anchor for part in memory]) if self.streams else memory.anchor
+        return jax.tree.map(lambda anchor, leaf: anchor.astype(leaf.dtype), anchors, like)
 
     def init_chosen(self, params: Any) -> ExchangeState:
         plan_layout(params, dense_below=0, capacity=lambda n: n, compress=lambda _: False)  # for its errors
@@ -200,13 +200,13 @@ class LocalSgd(LocalExchange):
 
     def update_chosen(self, updates: Any, state: ExchangeState, params: Any) -> tuple[Any, ExchangeState]:
         self.check_params(params)
-        others, old = other_axes(jax.tree.leaves(updates)[0], self.axis_name), state.memory
+        extra_axes, old = other_axes(jax.tree.leaves(updates)[0], self.axis_name), state.memory
         if self.streams:
-            return self._stream(updates, state, params, others)
+            return self._stream(updates, state, params, extra_axes)
 
         def stay() -> tuple[Any, ExchangeState]:
-            own = zeros_unless(is_applicable_tree(updates), updates)
-            return own, vary_rows(state.replace(metrics=ExchangeMetrics.zeros()), others)
+            finite_updates = zeros_unless(is_applicable_tree(updates), updates)
+            return finite_updates, vary_rows(state.replace(metrics=ExchangeMetrics.zeros()), extra_axes)
 
         def communicate() -> tuple[Any, ExchangeState]:
             gradient = jax.tree.map(lambda a, p, u: a - (widened(p) + widened(u)), old.anchor, params, updates)
@@ -218,14 +218,14 @@ class LocalSgd(LocalExchange):
                 memory.anchor,
                 params,
             )
-            return to_anchor, vary_rows(state.replace(metrics=metrics, memory=memory), others)
+            return to_anchor, vary_rows(state.replace(metrics=metrics, memory=memory), extra_axes)
 
         if self.steps == 1:
-            own, new = communicate()
+            local_updates, new = communicate()
         else:
             # The usual branch is the one that communicates: reports give the bytes of an exchange, and its interval.
-            own, new = lax.cond((state.step + 1) % self.steps != 0, stay, communicate)
-        return own, new.replace(step=state.step + 1)
+            local_updates, new = lax.cond((state.step + 1) % self.steps != 0, stay, communicate)
+        return local_updates, new.replace(step=state.step + 1)
 
     def _outer_step(self, gradient: Any, old: Anchored) -> tuple[Anchored, ExchangeMetrics]:
         """Averages an outer gradient and moves the anchor by it, unless the exchange is skipped."""
@@ -237,22 +237,22 @@ class LocalSgd(LocalExchange):
         return Anchored(anchor, inner, keep_unless(ok, outer, old.outer)), metrics
 
     def _stream(
-        self, updates: Any, state: ExchangeState, params: Any, others: tuple[str, ...]
+        self, updates: Any, state: ExchangeState, params: Any, extra_axes: tuple[str, ...]
     ) -> tuple[Any, ExchangeState]:
         """Does `update_chosen` for fragments. No parameter depends on an exchange before its merge."""
         step, old = state.step + 1, state.memory
         ok = is_applicable_tree(updates)
-        own = zeros_unless(ok, updates)
+        local_updates = zeros_unless(ok, updates)
 
         def exchange(turn: int) -> Any:
             def outer_gradient(a: Any, p: jax.Array, u: jax.Array) -> Any:
                 return a if is_masked(a) else jnp.where(ok, a - (widened(p) + widened(u)), jnp.nan)
 
-            held, merged_at = old[turn]
-            gradient = jax.tree.map(outer_gradient, held.anchor, params, own, is_leaf=is_masked)
-            held, metrics = self._outer_step(gradient, held)
-            new = Fragment(held, jnp.where(metrics.skipped == 0, step + self.overlap, merged_at))
-            return vary_rows(((*old[:turn], new, *old[turn + 1 :]), metrics), others)
+            anchored, merged_at = old[turn]
+            gradient = jax.tree.map(outer_gradient, anchored.anchor, params, local_updates, is_leaf=is_masked)
+            anchored, metrics = self._outer_step(gradient, anchored)
+            new = Fragment(anchored, jnp.where(metrics.skipped == 0, step + self.overlap, merged_at))
+            return vary_rows(((*old[:turn], new, *old[turn + 1 :]), metrics), extra_axes)
 
         def merge(turn: int) -> Any:
             def merged(a: Any, p: jax.Array, u: jax.Array) -> jax.Array:
@@ -261,17 +261,17 @@ class LocalSgd(LocalExchange):
                 change = a + self.mix * (widened(p) + widened(u) - a) - widened(p)
                 return jnp.where(merged_at == step, change.astype(u.dtype), u)
 
-            held, merged_at = memory[turn]
-            return jax.tree.map(merged, held.anchor, params, own, is_leaf=is_masked)
+            anchored, merged_at = memory[turn]
+            return jax.tree.map(merged, anchored.anchor, params, local_updates, is_leaf=is_masked)
 
         def switch(step: jax.Array, in_turn: Callable[[int], Any], stay: Any) -> Any:
             """Runs the branch of this step's turn, or `stay`, the last one: `Program.in_turn` relies on this order."""
             turn = jnp.where(step % self.period == 0, (step // self.period - 1) % self.turns, self.turns)
             return lax.switch(turn, [*(functools.partial(in_turn, i) for i in range(self.turns)), lambda: stay])
 
-        memory, metrics = switch(step, exchange, vary_rows((old, ExchangeMetrics.zeros()), others))
-        own = switch(step - self.overlap, merge, own)
-        return own, state.replace(step=step, metrics=metrics, memory=memory)
+        memory, metrics = switch(step, exchange, vary_rows((old, ExchangeMetrics.zeros()), extra_axes))
+        local_updates = switch(step - self.overlap, merge, local_updates)
+        return local_updates, state.replace(step=step, metrics=metrics, memory=memory)
 
 
 def _cut(tree: Any, fragments: int | Sequence[Where]) -> list[Any]:
@@ -282,7 +282,7 @@ def _cut(tree: Any, fragments: int | Sequence[Where]) -> list[Any]:
     leaves, treedef = jax.tree.flatten(tree)
     places = _by_size(leaves, fragments) if isinstance(fragments, int) else _by_path(tree, fragments)
     masked = [[leaf if at in place else optax.MaskedNode() for at, leaf in enumerate(leaves)] for place in places]
-    return [treedef.unflatten(each) for each in masked]
+    return [treedef.unflatten(part_leaves) for part_leaves in masked]
 
 
 def _by_size(leaves: list[Any], count: int) -> list[list[int]]:

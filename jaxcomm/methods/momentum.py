@@ -95,11 +95,11 @@ class MomentumCorrection(Exchange):
           to be kept if the step is ok.
         """
         layout = gradient.layout
-        own = jax.tree.map(lambda row: to_varying(row, self.axes), velocity.rows)
-        flat = own_row(self.per_worker(own.flat), layout.n)
+        rows = jax.tree.map(lambda row: to_varying(row, self.axes), velocity.rows)
+        flat = own_row(self.per_worker(rows.flat), layout.n)
         compressed, dense = layout.split(self.clipped(gradient.leaves))
         new_flat = self.momentum * flat[0] + layout.flatten(compressed)  # (n,)
-        new_dense = [self.momentum * u + g[None] for u, g in zip(own.dense, dense, strict=True)]
+        new_dense = [self.momentum * u + g[None] for u, g in zip(rows.dense, dense, strict=True)]
         _, dtypes = layout.split(layout.dtypes)
         sends = [u[0].astype(dtype) for u, dtype in zip(new_dense, dtypes, strict=True)]
         assert gradient.residual is not None, "methods with momentum keep a residual"

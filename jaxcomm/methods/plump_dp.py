@@ -55,7 +55,7 @@ class PlumpDp(Exchange):
         return local_sgd(self.p, exchange=exchange, outer=optax.sgd(1.0), where=self.where, axis_name=self.axis_name)
 
     @property
-    def instead_of_checksum(self) -> str | None:
+    def checksum_remedy(self) -> str | None:
         return None if self.value_dtype == "bfloat16" else "Pass value_dtype='bfloat16', which owners sum"
 
     def plan(self, tree: Any) -> Layout:

@@ -16,7 +16,7 @@ from jaxcomm.collectives import axis_size, dense_mean
 from jaxcomm.exchange import Exchange, Exchanged, ExchangeState, Gradient, transformation, zeros_unless
 from jaxcomm.kernels.numerics import is_finite_narrow
 from jaxcomm.kernels.scopes import DECODE, ENCODE
-from jaxcomm.kernels.vectors import cut_apart
+from jaxcomm.kernels.vectors import split_vector
 from jaxcomm.layout import Layout, plan_layout
 from jaxcomm.types import ExchangeMetrics
 
@@ -116,7 +116,7 @@ class PowerSgd(Exchange):
             return Exchanged(zeros_unless(ok, means), residual, ExchangeMetrics.of(ok, sent=0)), old_q
 
         owed = layout.unflatten(residual[0])
-        x = _stack([tensor.astype(jnp.float32) + rest for tensor, rest in zip(inside, owed, strict=True)], groups)
+        x = _stack([tensor.astype(jnp.float32) + error for tensor, error in zip(inside, owed, strict=True)], groups)
         with jax.named_scope(ENCODE):
             p = [_matmul("bnm,bmr->bnr", *pair) for pair in zip(x, _by_rows(_unit_columns, old_q), strict=True)]
         # A number out of range may be multiplied by zero and not show in P. A NaN in P tells all workers, by the sum.
@@ -135,10 +135,10 @@ class PowerSgd(Exchange):
         means = layout.as_leaves(means)
         ok = p_ok & q_ok & in_range & is_finite_narrow(means)
 
-        left = _unstack([a - b for a, b in zip(x, result, strict=True)], groups)
-        kept = jnp.where(ok, layout.flatten(left)[None], residual)
+        errors = _unstack([a - b for a, b in zip(x, result, strict=True)], groups)
+        new_residual = jnp.where(ok, layout.flatten(errors)[None], residual)
         metrics = ExchangeMetrics.of(ok, sent=axis_size(self.axis_name) * (p_mean.size + q_mean.size))
-        out = Exchanged(zeros_unless(ok, layout.join(means, dense)), kept, metrics)
+        out = Exchanged(zeros_unless(ok, layout.join(means, dense)), new_residual, metrics)
         return out, tuple(_renew(ok, new.mT, old) for new, old in zip(q, old_q, strict=True))
 
 
@@ -167,20 +167,20 @@ def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def _groups(layout: Layout) -> list[_Group]:
     """Groups the compressed tensors by the shape of their matrix, in the order in which shapes first occur."""
-    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    by_shape: dict[tuple[int, int], list[tuple[int, int]]] = {}
     leaves = [leaf for leaf, is_in in enumerate(layout.compressed) if is_in]
     for member, leaf in enumerate(leaves):
-        found.setdefault(_matrix_shape(layout.shapes[leaf]), []).append((member, leaf))
-    return [_Group(*shape, *zip(*pairs, strict=True)) for shape, pairs in found.items()]
+        by_shape.setdefault(_matrix_shape(layout.shapes[leaf]), []).append((member, leaf))
+    return [_Group(*shape, *zip(*pairs, strict=True)) for shape, pairs in by_shape.items()]
 
 
 def _check_q(q: Sequence[jax.Array], groups: Sequence[_Group], rank: int) -> None:
     """Refuses a state that was made for other matrices or another rank."""
-    expected, got = [(len(group.members), group.m, rank) for group in groups], [stack.shape for stack in q]
-    if expected != got:
+    expected, shapes = [(len(group.members), group.m, rank) for group in groups], [stack.shape for stack in q]
+    if expected != shapes:
         raise ValueError(
             f"A state of powersgd must have a Q for every shape of matrices, {expected} for this gradient and rank; "
-            f"got {got}. Initialise the state with the parameters and the rank that are trained."
+            f"got {shapes}. Initialise the state with the parameters and the rank that are trained."
         )
 
 
@@ -194,7 +194,7 @@ def _unstack(stacks: Sequence[jax.Array], groups: Sequence[_Group]) -> list[jax.
     matrices = {}
     for stack, group in zip(stacks, groups, strict=True):
         count, size = len(group.members), group.n * group.m
-        parts = cut_apart(stack.reshape(-1), [(group.n, group.m)] * count, range(0, count * size, size))
+        parts = split_vector(stack.reshape(-1), [(group.n, group.m)] * count, range(0, count * size, size))
         matrices |= zip(group.members, parts, strict=True)
     return [matrices[place] for place in range(len(matrices))]
 
@@ -216,10 +216,10 @@ def _by_rows(function: Callable[[jax.Array], jax.Array], stacks: Sequence[jax.Ar
     for place, stack in enumerate(stacks):
         places.setdefault(stack.shape[1], []).append(place)
     out = list(stacks)
-    for together in places.values():
-        ends = np.cumsum([len(stacks[place]) for place in together])
-        parts = jnp.split(function(jnp.concatenate([stacks[place] for place in together])), ends[:-1])
-        for place, part in zip(together, parts, strict=True):
+    for group in places.values():
+        ends = np.cumsum([len(stacks[place]) for place in group])
+        parts = jnp.split(function(jnp.concatenate([stacks[place] for place in group])), ends[:-1])
+        for place, part in zip(group, parts, strict=True):
             out[place] = part
     return out
 
@@ -240,10 +240,10 @@ def _lengths(stack: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(stack * stack, axis=1, keepdims=True))
 
 
-def _scaled(columns: jax.Array, least: jax.Array | float) -> jax.Array:
-    """Scales columns to length 1; columns of length `least` or less become zero."""
+def _scaled(columns: jax.Array, min_length: jax.Array | float) -> jax.Array:
+    """Scales columns to length 1; columns of length `min_length` or less become zero."""
     length = _lengths(columns)
-    is_long = length > least
+    is_long = length > min_length
     return jnp.where(is_long, columns / jnp.where(is_long, length, 1.0), 0.0)
 
 
@@ -255,7 +255,7 @@ def _unit_columns(q: jax.Array) -> jax.Array:
 def _orthonormal(p: jax.Array) -> jax.Array:
     """Makes the columns of (matrices, n, r) orthonormal; a column that depends on those before it becomes zero."""
     p = _to_range(p, axis=(1, 2))
-    least = _DEPENDENT * jnp.max(_lengths(p), axis=2, keepdims=True)  # (matrices, 1, 1)
+    min_length = _DEPENDENT * jnp.max(_lengths(p), axis=2, keepdims=True)  # (matrices, 1, 1)
 
     def project(i: jax.Array, p: jax.Array) -> jax.Array:
         is_before = jnp.arange(p.shape[2], dtype=jnp.int32) < i
@@ -263,7 +263,7 @@ def _orthonormal(p: jax.Array) -> jax.Array:
         for _ in range(2):
             overlap = jnp.sum(jnp.where(is_before, p * column, 0.0), axis=1, keepdims=True)  # (matrices, 1, r)
             column = column - jnp.sum(p * overlap, axis=2, keepdims=True)
-        return lax.dynamic_update_slice_in_dim(p, _scaled(column, least), i, axis=2)
+        return lax.dynamic_update_slice_in_dim(p, _scaled(column, min_length), i, axis=2)
 
     return lax.fori_loop(0, p.shape[2], project, p)
 

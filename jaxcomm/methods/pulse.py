@@ -13,7 +13,7 @@ from jaxcomm.kernels import bits
 from jaxcomm.kernels.scopes import SELECT
 from jaxcomm.methods.sparse import SparseExchange, drain
 from jaxcomm.selectors import Selected, draw_start
-from jaxcomm.selectors.topk import kept
+from jaxcomm.selectors.topk import n_kept
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Pulse(SparseExchange):
     always_fits: ClassVar[bool] = False
 
     def capacity(self, n: int) -> int:
-        return kept(n, self.sparsity)
+        return n_kept(n, self.sparsity)
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Any]:
         if gradient.params is None:
@@ -86,7 +86,7 @@ def select_visible(change: jax.Array, weights: jax.Array) -> jax.Array:
       (n/32,) uint32, the bit-packed mask.
     """
 
-    def seen(x: jax.Array) -> jax.Array:  # not a cast there and back, which XLA may take for the identity
+    def rounded(x: jax.Array) -> jax.Array:  # not a cast there and back, which XLA may take for the identity
         return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
-    return bits.pack((seen(weights + change) != seen(weights)) & (change != 0))
+    return bits.pack((rounded(weights + change) != rounded(weights)) & (change != 0))

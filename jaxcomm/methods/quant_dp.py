@@ -84,7 +84,7 @@ class QuantDp(CodedExchange):
         check_range("collective", self.collective, "'psum' for 16 bits", holds, "Or pass 'auto', or bits=8")
 
     @property
-    def instead_of_checksum(self) -> str | None:
+    def checksum_remedy(self) -> str | None:
         if self.bits == 16:
             return "Pass bits=8 and collective='two_shot'"
         return "Pass collective='two_shot'" if self.collective == "psum" else None
@@ -105,9 +105,9 @@ class QuantDp(CodedExchange):
                 f"collective='psum' must have room for a level of each worker in {self.bits} bits; got {workers} "
                 "workers. Pass collective='two_shot'."
             )
-        own, ok = codec.scale(vector)
+        local_scale, ok = codec.scale(vector)
         with jax.named_scope(EXCHANGE):
-            scale = lax.pmax(own, self.axis_name)
+            scale = lax.pmax(local_scale, self.axis_name)
         with jax.named_scope(ENCODE):
             codes = codec.draw(vector, scale, levels, 0).astype(jnp.int8 if self.bits == 8 else jnp.int16)
         return Summands(codes, scale, levels, ok)

@@ -9,7 +9,7 @@ from jaxcomm.kernels import noise
 from jaxcomm.methods.shared import SharedExchange
 from jaxcomm.methods.sparse import drain
 from jaxcomm.selectors.strata import select_strata
-from jaxcomm.selectors.topk import kept
+from jaxcomm.selectors.topk import n_kept
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RandomK(SharedExchange):
     seed: int = 0
 
     def capacity(self, n: int) -> int:
-        return kept(n, self.sparsity)
+        return n_kept(n, self.sparsity)
 
     def average(self, gradient: Gradient, state: ExchangeState) -> tuple[Exchanged, Any]:
         vector = gradient.accumulated()

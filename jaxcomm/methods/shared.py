@@ -41,7 +41,7 @@ class SharedExchange(Exchange):
     collective: str = "auto"
 
     @property
-    def instead_of_checksum(self) -> str | None:
+    def checksum_remedy(self) -> str | None:
         summed = choose_sum(self.collective, value_codec(self.value_dtype)) == "psum"
         return "Pass collective='two_shot' or 'ring', or value_dtype='bfloat16'" if summed else None
 
@@ -64,10 +64,10 @@ class SharedExchange(Exchange):
         """
         layout, workers, position = gradient.layout, axis_size(self.axis_name), slots.position
         dense_means, dense_ok = dense_mean(gradient.dense, self.axis_name)
-        own = jnp.where(slots.filled, vector.at(position), 0.0)  # (C,)
+        local_values = jnp.where(slots.filled, vector.at(position), 0.0)  # (C,)
         values = value_codec(self.value_dtype)
         name = choose_sum(self.collective, values)
-        summed = compact_sum(own, vector.is_ok(), name, values, self.axis_name, self.checksum)
+        summed = compact_sum(local_values, vector.is_ok(), name, values, self.axis_name, self.checksum)
         ok = dense_ok & summed.ok
 
         sums = jnp.where(slots.filled, summed.total(ok), 0.0)

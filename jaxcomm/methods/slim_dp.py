@@ -157,10 +157,10 @@ class SlimDp(LocalExchange):
         # Zeros are never selected; here they may have to be.
         positive = jnp.maximum(significance, np.finfo(np.float32).tiny)
         core = select_topk(Stored(layout.flatten([positive])), layout).words
-        others = bits.pack(jnp.arange(layout.n, dtype=jnp.int32) < n) & ~core
+        outside = bits.pack(jnp.arange(layout.n, dtype=jnp.int32) < n) & ~core
         places = [
             bits.positions(words, bits.rank_of_words(words), count).position
-            for words, count in ((core, size), (others, n - size))
+            for words, count in ((core, size), (outside, n - size))
         ]
         return jnp.concatenate(places)
 
@@ -187,36 +187,36 @@ class SlimDp(LocalExchange):
         own_update = raveled.astype(jnp.float32)  # (n,)
         n, workers, me = own_update.size, axis_size(axis_name), lax.axis_index(axis_name)
         size, share = self.core_size(n), self.explorer_size(n, workers)
-        others, rate = n - size, 1 / workers if self.server_rate is None else self.server_rate
+        n_outside, rate = n - size, 1 / workers if self.server_rate is None else self.server_rate
         old_delta = own_row(old.delta, n if self.keeps_delta else 0)  # (1, n), or (1, 0)
-        server = own_row(old.server, others)  # (1, others)
+        server = own_row(old.server, n_outside)  # (1, n_outside)
         weights = ravel_pytree(params)[0].astype(jnp.float32)
         delta = own_update + old_delta[0] if self.keeps_delta else own_update
         core = old.order[:size]
 
         def explorer(worker: jax.Array, owner: jax.Array) -> jax.Array:
             """Returns a worker's explorer coordinates in an owner's part, as indices into `server`: (e,) int32."""
-            (start, part), key = part_of(others, workers, owner), noise.make_key(seed, old.round, worker)
+            (start, part), key = part_of(n_outside, workers, owner), noise.make_key(seed, old.round, worker)
             uniform = noise.uniform(key, share, owner * share)
             offset = noise.integers(key, part[None], workers * share + owner)[0]
             return start + pick(uniform, jnp.arange(share, dtype=jnp.int32), part, share, offset)
 
         everyone = jnp.arange(workers, dtype=jnp.int32)
-        asked = jax.vmap(lambda owner: explorer(me, owner))(everyone) if share else jnp.zeros((workers, 0), jnp.int32)
-        served = jax.vmap(lambda worker: explorer(worker, me))(everyone) if share else asked  # both (K, e)
+        queries = jax.vmap(lambda owner: explorer(me, owner))(everyone) if share else jnp.zeros((workers, 0), jnp.int32)
+        served = jax.vmap(lambda worker: explorer(worker, me))(everyone) if share else queries  # both (K, e)
 
         def merge(core_values: jax.Array, explored: jax.Array, pulled: jax.Array) -> jax.Array:
             """Returns the update to the global values in the core and where pulled (K, e); elsewhere the local one."""
             # The pulled values come last of all: after them XLA can set both where the update is.
-            own = own_update.at[explored].set(pulled - weights[explored], mode="promise_in_bounds")
-            return own.at[core].set(core_values - weights[core], mode="promise_in_bounds")
+            merged = own_update.at[explored].set(pulled - weights[explored], mode="promise_in_bounds")
+            return merged.at[core].set(core_values - weights[core], mode="promise_in_bounds")
 
         def push_set() -> tuple[jax.Array, jax.Array, ExchangeState]:
             # The sum is not finite if any delta is not, or if the sum over the workers might overflow.
             with jax.named_scope(EXCHANGE):
                 sums = sum_of(jnp.append(delta[core], jnp.sum(jnp.abs(delta))), axis_name)
             ok = jnp.isfinite(jnp.sum(jnp.abs(sums)))
-            explored = old.order[size + asked]  # (K, e), coordinates
+            explored = old.order[size + queries]  # (K, e), coordinates
             core_values = old.core + rate * jnp.where(ok, sums[:-1], 0.0)
             new_server, pulled = server, jnp.zeros((workers, 0), jnp.float32)
             if share:
@@ -242,10 +242,12 @@ class SlimDp(LocalExchange):
             with jax.named_scope(EXCHANGE):
                 sums = sum_of(delta, axis_name)  # (n,)
             core_values, new_server = old.core + rate * sums[core], server[0] + rate * sums[old.order[size:]]
-            most = -(-others // workers)
-            own = lax.dynamic_slice(jnp.pad(new_server, (0, most)), (part_of(others, workers, me)[0],), (most,))
-            gathered = all_gather_same(own, axis_name)  # (K, most)
-            parts = [gathered[j, : part_of(others, workers, j)[1]] for j in range(workers)]
+            part_size = -(-n_outside // workers)
+            part_values = lax.dynamic_slice(
+                jnp.pad(new_server, (0, part_size)), (part_of(n_outside, workers, me)[0],), (part_size,)
+            )
+            gathered = all_gather_same(part_values, axis_name)  # (K, part_size)
+            parts = [gathered[j, : part_of(n_outside, workers, j)[1]] for j in range(workers)]
             ordered = jnp.concatenate([core_values, *parts])  # the new global model, replicated
             ok = jnp.isfinite(sums).all() & jnp.isfinite(ordered).all()
             model = jnp.zeros(n, jnp.float32).at[old.order].set(ordered, unique_indices=True)
@@ -266,31 +268,31 @@ class SlimDp(LocalExchange):
                 server=self.per_worker(jnp.where(ok, reordered[size:], server), "parts"),
                 delta=self.per_worker(jnp.where(ok, 0.0, old_delta)),
             )
-            explored, pulled = old.order[size + asked], ordered[size + asked]
+            explored, pulled = old.order[size + queries], ordered[size + queries]
             return merge(core_values, explored, pulled), ok, state.replace(metrics=metrics, memory=memory)
 
         def settle(
-            own: jax.Array, ok: jax.Array, new_state: ExchangeState
+            merged: jax.Array, ok: jax.Array, new_state: ExchangeState
         ) -> tuple[jax.Array, jax.Array, ExchangeState]:
-            return *to_varying((own, ok), axis_name), vary_rows(new_state, other_axes(own_update, axis_name))
+            return *to_varying((merged, ok), axis_name), vary_rows(new_state, other_axes(own_update, axis_name))
 
         def communicate() -> tuple[jax.Array, jax.Array, ExchangeState]:
             is_full = old.due | ((old.round + 1) % self.q == 0)
-            *own, new_state = lax.cond(is_full, lambda: settle(*push_everything()), lambda: settle(*push_set()))
-            return *own, new_state.replace(memory=new_state.memory._replace(round=old.round + 1))
+            *result, new_state = lax.cond(is_full, lambda: settle(*push_everything()), lambda: settle(*push_set()))
+            return *result, new_state.replace(memory=new_state.memory._replace(round=old.round + 1))
 
         def stay() -> tuple[jax.Array, jax.Array, ExchangeState]:
             ok = is_applicable_tree(own_update) & jnp.isfinite(delta).all()
-            kept = jnp.where(ok, delta, old_delta[0])[None]
-            memory = old._replace(delta=self.per_worker(kept))
+            delta_row = jnp.where(ok, delta, old_delta[0])[None]
+            memory = old._replace(delta=self.per_worker(delta_row))
             return settle(own_update, ok, state.replace(metrics=ExchangeMetrics.zeros(), memory=memory))
 
         # The usual branch is the one that communicates: reports give the bytes of an exchange, and its interval.
-        own, ok, new_state = (
+        local_update, ok, new_state = (
             communicate() if self.p == 1 else lax.cond((state.step + 1) % self.p != 0, stay, communicate)
         )
-        own = zeros_unless(ok, unravel(own.astype(raveled.dtype)))
-        return own, new_state.replace(step=state.step + 1)
+        local_update = zeros_unless(ok, unravel(local_update.astype(raveled.dtype)))
+        return local_update, new_state.replace(step=state.step + 1)
 
 
 slim_dp = transformation(SlimDp)

@@ -61,7 +61,7 @@ class SparseExchange(Exchange):
     always_fits: ClassVar[bool] = True  # whether `select` never selects more of a tensor than its capacity
 
     @property
-    def instead_of_checksum(self) -> None:
+    def checksum_remedy(self) -> None:
         return None
 
     def capacity(self, n: int) -> int:
@@ -104,11 +104,11 @@ class SparseExchange(Exchange):
           The results of the exchange and of the collective.
         """
         layout = gradient.layout
-        received = self.collective_of(layout)(vector, *selected, start)
+        reduced = self.collective_of(layout)(vector, *selected, start)
         dense_means, dense_ok = dense_mean(gradient.dense, self.axis_name)
-        ok = received.ok & dense_ok
+        ok = reduced.ok & dense_ok
 
-        mean = received.total(ok) / axis_size(self.axis_name)
+        mean = reduced.total(ok) / axis_size(self.axis_name)
         means = layout.as_leaves(layout.unflatten(mean))
         ok, means = ok & is_finite_narrow(means), layout.join(means, dense_means)
 
@@ -116,8 +116,8 @@ class SparseExchange(Exchange):
         residual = vector.residual + jnp.where(ok, vector.gradient, 0.0)[None]
         if self.decay < 1:
             residual = residual * jnp.where(ok, np.float32(self.decay), 1.0)
-        residual = received.kept(residual, ok, self.decay)
-        return Exchanged(zeros_unless(ok, means), residual, ExchangeMetrics.of(ok, *received.counts)), received
+        residual = reduced.kept(residual, ok, self.decay)
+        return Exchanged(zeros_unless(ok, means), residual, ExchangeMetrics.of(ok, *reduced.counts)), reduced
 
 
 def drain(gradient: Gradient, vector: Accumulated, axis_name: str) -> Exchanged:
@@ -151,7 +151,7 @@ def exchange_densely(gradient: Gradient, vector: Accumulated, mask: jax.Array | 
     n = len(layout.tensor_sizes)
     compressed = layout.as_leaves(means[:n])
     ok, means = ok & is_finite_narrow(compressed), layout.join(compressed, means[n : n + len(dense)])
-    rest = jnp.zeros_like(vector.residual) if mask is None else (x - sends)[None]
+    remainder = jnp.zeros_like(vector.residual) if mask is None else (x - sends)[None]
     drained = mask is None and bool(layout.sizes)
     metrics = ExchangeMetrics.of(ok, n_sent, drained=drained)
-    return Exchanged(zeros_unless(ok, means), jnp.where(ok, rest, vector.residual), metrics)
+    return Exchanged(zeros_unless(ok, means), jnp.where(ok, remainder, vector.residual), metrics)

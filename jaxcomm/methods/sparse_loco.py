@@ -59,6 +59,6 @@ def sparse_loco(
       axis_name: the axis of workers.
     """
     check_count("chunk", chunk, BLOCK, f"Take a multiple of {BLOCK}; the paper has 4096")
-    kept = topk(1 - KEPT / chunk, chunk=chunk, value_dtype="2bit", decay=decay, axis_name=axis_name)
+    exchange = topk(1 - KEPT / chunk, chunk=chunk, value_dtype="2bit", decay=decay, axis_name=axis_name)
     streaming: dict[str, Any] = {"fragments": fragments, "overlap": overlap, "mix": mix}
-    return local_sgd(steps, exchange=kept, outer=optax.sgd(learning_rate), **streaming, axis_name=axis_name)
+    return local_sgd(steps, exchange=exchange, outer=optax.sgd(learning_rate), **streaming, axis_name=axis_name)

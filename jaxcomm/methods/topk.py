@@ -8,7 +8,7 @@ from jaxcomm.exchange import transformation
 from jaxcomm.layout import Layout
 from jaxcomm.methods.sparse import SparseExchange
 from jaxcomm.selectors import Selected, select_topk
-from jaxcomm.selectors.topk import kept
+from jaxcomm.selectors.topk import n_kept
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TopK(SparseExchange):
     sparsity: Sparsity = 0.99
 
     def capacity(self, n: int) -> int:
-        return kept(n, self.sparsity)
+        return n_kept(n, self.sparsity)
 
     def select(self, vector: Accumulated, layout: Layout) -> Selected:
         return select_topk(vector, layout)

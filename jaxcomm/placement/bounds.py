@@ -35,18 +35,18 @@ def to_go(costs: np.ndarray, combine: Callable[..., np.ndarray]) -> np.ndarray:
       combine: `np.add` or `np.maximum`, to combine stages.
     """
     S, B = costs.shape[0], costs.shape[1] - 1
-    least = np.full((S + 1, B + 1), np.inf)
-    least[S, B] = 0 if combine is np.add else -np.inf
+    costs_to_go = np.full((S + 1, B + 1), np.inf)
+    costs_to_go[S, B] = 0 if combine is np.add else -np.inf
     for s in reversed(range(S)):
-        least[s] = combine(costs[s], least[s + 1]).min(axis=1)
-    return least
+        costs_to_go[s] = combine(costs[s], costs_to_go[s + 1]).min(axis=1)
+    return costs_to_go
 
 
 def closest_fit(excess: np.ndarray) -> tuple[int, ...]:
     """Returns the stage ends of the placement whose worst `excess` (S, B + 1, B + 1) is least."""
-    least, ends = to_go(excess, np.maximum), [0]
+    excess_to_go, ends = to_go(excess, np.maximum), [0]
     for s in range(excess.shape[0]):
-        ends.append(int(np.argmin(np.maximum(excess[s, ends[-1]], least[s + 1]))))
+        ends.append(int(np.argmin(np.maximum(excess[s, ends[-1]], excess_to_go[s + 1]))))
     return tuple(ends[1:])
 
 
@@ -103,22 +103,22 @@ class Bounds:
         # One row more than prices, for the seconds alone.
         error_weight = np.array([*np.ones_like(self.prices), 0.0])
         price = np.array([*self.prices, 1.0])
-        known = np.isfinite(seconds)
-        seconds, errors = np.where(known, seconds, 0), np.where(known, errors, 0)
+        is_finite = np.isfinite(seconds)
+        seconds, errors = np.where(is_finite, seconds, 0), np.where(is_finite, errors, 0)
         costs = error_weight[:, None, None] * errors + price[:, None, None] * seconds
-        costs = np.where(known, costs, np.inf)  # (P + 1, tensors, names)
+        costs = np.where(is_finite, costs, np.inf)  # (P + 1, tensors, names)
         priced = [name for name in names if problem.start(name) > 0][:_PRICED_NAMES]
         starts = np.array([problem.start(name) for name in priced])
         B = len(problem.blocks)
-        least = np.full((len(price), B + 1, B + 1), np.inf)
-        for chosen in itertools.product((False, True), repeat=len(priced)):
-            is_open = np.array([*chosen, *[True] * (len(names) - len(priced))], bool)
+        lowest = np.full((len(price), B + 1, B + 1), np.inf)
+        for open_flags in itertools.product((False, True), repeat=len(priced)):
+            is_open = np.array([*open_flags, *[True] * (len(names) - len(priced))], bool)
             best = costs[:, :, is_open].min(axis=2, initial=np.inf)  # (P + 1, tensors)
             blocks = np.zeros((B, len(price)))
             np.add.at(blocks, owner, best.T)
-            paid = price * starts[np.array(chosen, bool)].sum()  # (P + 1,)
-            least = np.minimum(least, ranges(blocks.T) + paid[:, None, None])
-        self.priced, self.shortest = least[:-1], least[-1]
+            start_costs = price * starts[np.array(open_flags, bool)].sum()  # (P + 1,)
+            lowest = np.minimum(lowest, ranges(blocks.T) + start_costs[:, None, None])
+        self.priced, self.shortest = lowest[:-1], lowest[-1]
 
     def _least_exchange(self) -> float:
         low = float(self._shortest_to_go[0, 0])
@@ -167,20 +167,22 @@ class Bounds:
             priced = self.priced[:, starts, ends]  # (P, n, S)
             for _ in range(12):  # Newton's method from below: the errors are a convex, decreasing function of E
                 errors = priced - self.prices[:, None, None] * exchange[:, None]
-                chosen = errors.argmax(axis=0)  # (n, S)
-                over = np.take_along_axis(errors, chosen[None], axis=0)[0].sum(axis=1) - self.budget * (1 + _ROUNDING)
-                slope = self.prices[chosen].sum(axis=1)
-                if not np.any(moves := (over > 0) & (slope > 0)):
+                price_index = errors.argmax(axis=0)  # (n, S)
+                excess = np.take_along_axis(errors, price_index[None], axis=0)[0].sum(axis=1) - self.budget * (
+                    1 + _ROUNDING
+                )
+                slope = self.prices[price_index].sum(axis=1)
+                if not np.any(moves := (excess > 0) & (slope > 0)):
                     break
-                exchange = exchange + np.where(moves, over, 0) / np.where(moves, slope, 1)
+                exchange = exchange + np.where(moves, excess, 0) / np.where(moves, slope, 1)
         return (self.base(ends) + exchange) * (1 - _ROUNDING)
 
 
 def _prices(seconds: np.ndarray, errors: np.ndarray) -> np.ndarray:
     """Returns prices of a second: 0, and quantiles of the prices at which tensors change between two options."""
     with np.errstate(invalid="ignore", divide="ignore"):
-        saved = errors[:, :, None] - errors[:, None, :]  # (tensors, names, names)
-        more = seconds[:, None, :] - seconds[:, :, None]
-        found = (saved / more)[(saved > 0) & (more > 0)]
-    found = found[np.isfinite(found)]
-    return np.array([0.0, *np.unique(np.quantile(found, np.linspace(0, 1, _PRICES)))]) if len(found) else np.zeros(1)
+        gains = errors[:, :, None] - errors[:, None, :]  # (tensors, names, names)
+        extra = seconds[:, None, :] - seconds[:, :, None]
+        ratios = (gains / extra)[(gains > 0) & (extra > 0)]
+    ratios = ratios[np.isfinite(ratios)]
+    return np.array([0.0, *np.unique(np.quantile(ratios, np.linspace(0, 1, _PRICES)))]) if len(ratios) else np.zeros(1)

@@ -84,12 +84,12 @@ class Plan:
         exchanged = {name: paths for name, paths in self.used.items() if name not in WAYS}
         for name, paths in reversed(exchanged.items()):
             spec = self.exchanges[name]
-            chosen: dict[str, Any] = {}
+            arguments: dict[str, Any] = {}
             if tx is not None or late:
-                chosen["where"] = f"^(?:{'|'.join(re.escape(path) for path in paths)})$"
+                arguments["where"] = f"^(?:{'|'.join(re.escape(path) for path in paths)})$"
             if tx is not None:
-                chosen["others"] = tx
-            tx = getattr(methods, spec["method"])(**spec["options"], **chosen, axis_name=axis_name)
+                arguments["others"] = tx
+            tx = getattr(methods, spec["method"])(**spec["options"], **arguments, axis_name=axis_name)
         if tx is None:
             tx = methods.plump_dp(where=(lambda *_: False) if late else None, axis_name=axis_name)
         return tx
@@ -103,13 +103,13 @@ class Plan:
         remedy = "Make a plan for this model."
         if workers != self.workers:
             raise ValueError(f"A plan must be for {self.workers} workers; got {workers}. Make a plan for those.")
-        given = {leaf_name(path): jnp.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-        for path in given.keys() ^ self.tensors.keys():
-            which = "without" if path in self.tensors else "with"
+        model_shapes = {leaf_name(path): jnp.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+        for path in model_shapes.keys() ^ self.tensors.keys():
+            preposition = "without" if path in self.tensors else "with"
             raise ValueError(
-                f"A plan must be for the parameters that are trained; got a model {which} {path!r}. {remedy}"
+                f"A plan must be for the parameters that are trained; got a model {preposition} {path!r}. {remedy}"
             )
-        for path, shape in given.items():
+        for path, shape in model_shapes.items():
             if shape != self.tensors[path][0]:
                 raise ValueError(
                     f"A plan must be for the shapes that are trained; got {shape} at {path!r}, planned as "

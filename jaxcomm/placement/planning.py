@@ -97,7 +97,7 @@ def make_plan(
     shapes = {leaf_name(path): jnp.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     blocks = [_whole_model(advice, params, tuple(shapes))] if blocks is None else blocks
     _check_blocks(blocks, shapes)
-    usable = _usable(advice, candidates() | dict(methods or {}), params)
+    usable = _gradient_exchanges(advice, candidates() | dict(methods or {}), params)
     specs = {name: _spec(name, method, params) for name, method in usable.items()}
     errors = {name: _errors(method, shapes, error_budget, gradient) for name, method in usable.items()}
     options = _options(advice, usable, shapes, errors)
@@ -114,25 +114,25 @@ def make_plan(
         )
         for grouping in groupings
     ]
-    fastest, found = _fastest(problems, time_limit)
-    chosen = {path: found.options[groupings[fastest].group_of[path]] for path in shapes}
+    fastest, assignment = _solve_fastest(problems, time_limit)
+    option_of = {path: assignment.options[groupings[fastest].group_of[path]] for path in shapes}
     return Plan(
         workers=advice.workers,
-        cuts=tuple(int(at) + 1 for at in np.flatnonzero(np.diff(found.stages))),
-        tensors={path: (shape, chosen[path]) for path, shape in shapes.items()},
-        exchanges={name: specs[name] for name in sorted(set(chosen.values()) - set(WAYS))},
+        cuts=tuple(int(at) + 1 for at in np.flatnonzero(np.diff(assignment.stages))),
+        tensors={path: (shape, option_of[path]) for path, shape in shapes.items()},
+        exchanges={name: specs[name] for name in sorted(set(option_of.values()) - set(WAYS))},
         micro_batches=micro_batches,
-        compute=found.parts.compute,
-        boundaries=found.parts.boundaries,
-        exchange_seconds=found.parts.exchange,
-        optimal=found.optimal,
+        compute=assignment.parts.compute,
+        boundaries=assignment.parts.boundaries,
+        exchange_seconds=assignment.parts.exchange,
+        optimal=assignment.optimal,
     )
 
 
 def _whole_model(advice: Advice, params: Any, leaves: tuple[str, ...]) -> ModelBlock:
     """Makes one block of a model; its memory is the advice's without the parameters, or 0 if it is not known."""
-    held = sum(leaf.size * jnp.result_type(leaf).itemsize for leaf in jax.tree.leaves(params))
-    return ModelBlock("model", leaves, advice.compute, memory=max(0, advice.memory - held))
+    param_bytes = sum(leaf.size * jnp.result_type(leaf).itemsize for leaf in jax.tree.leaves(params))
+    return ModelBlock("model", leaves, advice.compute, memory=max(0, advice.memory - param_bytes))
 
 
 def _check_blocks(blocks: Sequence[ModelBlock], leaves: Iterable[str]) -> None:
@@ -145,11 +145,13 @@ def _check_blocks(blocks: Sequence[ModelBlock], leaves: Iterable[str]) -> None:
         )
 
 
-def _usable(advice: Advice, given: Mapping[str, optax.GradientTransformation], params: Any) -> dict[str, Exchange]:
+def _gradient_exchanges(
+    advice: Advice, named_methods: Mapping[str, optax.GradientTransformation], params: Any
+) -> dict[str, Exchange]:
     """Returns the exchanges of gradients that the advice knows, by name."""
-    known = {row.method for row in advice.predictions}
-    found = {name: method_of(tx, params) for name, tx in given.items() if name in known}
-    return {name: method for name, method in found.items() if method.period is None}
+    names = {row.method for row in advice.predictions}
+    by_name = {name: method_of(tx, params) for name, tx in named_methods.items() if name in names}
+    return {name: method for name, method in by_name.items() if method.period is None}
 
 
 def _options(
@@ -198,13 +200,13 @@ def _groupings(options: Mapping[str, Sequence[Option]], layers: Sequence[LayerCo
     """Returns the possible groupings: each is a problem, and the fastest of their solutions is the plan."""
     if stages > 1:  # their parameters are stacked, tensor on tensor: they share one exchange
         (several, *_) = options.values()
-        only = [{path: (found[at],) for path, found in options.items()} for at in range(len(several))]
-        return [_grouped(each, ()) for each in only]
+        single = [{path: (choices[at],) for path, choices in options.items()} for at in range(len(several))]
+        return [_make_grouping(grouping, ()) for grouping in single]
     in_way = [[layer for layer in layers if layer.way == way] for way in WAYS]
-    return [_grouped(options, together) for together in ([], *filter(None, in_way))]
+    return [_make_grouping(options, layer_group) for layer_group in ([], *filter(None, in_way))]
 
 
-def _grouped(options: Mapping[str, Sequence[Option]], layers: Sequence[LayerCost]) -> _Grouping:
+def _make_grouping(options: Mapping[str, Sequence[Option]], layers: Sequence[LayerCost]) -> _Grouping:
     """Groups parameters for layers that are all computed in one way, late or split.
 
     The parameters of a layer form a group. A layer that can multiply late may also be exchanged; one that can be split
@@ -213,22 +215,24 @@ def _grouped(options: Mapping[str, Sequence[Option]], layers: Sequence[LayerCost
     group_of = {path: path for path in options} | {path: layer.path for layer in layers for path in layer.tensors}
     tensors = {path: Tensor(path, tuple(options[path])) for path, name in group_of.items() if path == name}
     for layer in layers:
-        together = [
+        layer_options = [
             Option(
-                same[0].name,
-                sum(option.seconds for option in same),
-                sum(option.error for option in same),
-                sum(option.memory for option in same),
+                column[0].name,
+                sum(option.seconds for option in column),
+                sum(option.error for option in column),
+                sum(option.memory for option in column),
             )
-            for same in zip(*(options[path] for path in layer.tensors), strict=True)
+            for column in zip(*(options[path] for path in layer.tensors), strict=True)
         ]
-        memory = min(option.memory for option in together) - _PARAMETER_COPIES * layer.memory
-        own = Option(layer.way, layer.wire + max(0.0, layer.computing), 0.0, memory)
-        tensors[layer.path] = Tensor(layer.path, (own,) if layer.way == "split" else (*together, own))
+        memory = min(option.memory for option in layer_options) - _PARAMETER_COPIES * layer.memory
+        layer_option = Option(layer.way, layer.wire + max(0.0, layer.computing), 0.0, memory)
+        tensors[layer.path] = Tensor(
+            layer.path, (layer_option,) if layer.way == "split" else (*layer_options, layer_option)
+        )
     return _Grouping(tensors, group_of, spared=-sum(min(0.0, layer.computing) for layer in layers))
 
 
-def _fastest(problems: Sequence[Problem], time_limit: float) -> tuple[int, Assignment]:
+def _solve_fastest(problems: Sequence[Problem], time_limit: float) -> tuple[int, Assignment]:
     """Returns the index of the problem with the shortest step, and its assignment; the time is divided equally.
 
     The assignment is optimal if no problem can have a shorter step.
@@ -236,20 +240,20 @@ def _fastest(problems: Sequence[Problem], time_limit: float) -> tuple[int, Assig
     Raises:
       ValueError: if no problem has a solution; the message is that of the last.
     """
-    found: dict[int, Assignment] = {}
+    assignments: dict[int, Assignment] = {}
     refused: ValueError | None = None
     is_proven = True
     for at, problem in enumerate(problems):
         try:
-            found[at] = solve(problem, time_limit=time_limit / len(problems))
+            assignments[at] = solve(problem, time_limit=time_limit / len(problems))
         except ValueError as error:
             refused = error
             is_proven &= not isinstance(error, NotInTimeError)
-    if not found:
+    if not assignments:
         raise refused or ValueError("A plan must have an exchange to choose; got none. Give it methods.")
-    at = min(found, key=lambda at: found[at].seconds)
-    best = found[at]
-    is_proven &= all(each.optimal or each.at_least >= best.at_least for each in found.values())
+    at = min(assignments, key=lambda at: assignments[at].seconds)
+    best = assignments[at]
+    is_proven &= all(assignment.optimal or assignment.at_least >= best.at_least for assignment in assignments.values())
     return at, replace(best, optimal=best.optimal and is_proven)
 
 
@@ -325,8 +329,8 @@ def _spec(name: str, method: Exchange, params: Any) -> dict[str, Any]:
     spec = {"method": method.name, "options": options}
     try:
         make = getattr(methods, method.name)
-        again = make(**json.loads(json.dumps(options)), axis_name=method.axis_name)
-        comes_back = method_of(again, params) == method
+        rebuilt = make(**json.loads(json.dumps(options)), axis_name=method.axis_name)
+        comes_back = method_of(rebuilt, params) == method
     except (AttributeError, TypeError):
         comes_back = False
     if not comes_back:
@@ -339,15 +343,17 @@ def _spec(name: str, method: Exchange, params: Any) -> dict[str, Any]:
 
 def _byte_shares(method: Exchange, shapes: Shapes) -> dict[str, float]:
     """Returns each tensor's share of a method's bytes, computed for two workers: it hardly depends on K."""
-    few, many = (_received(method, shape) / math.prod(shape) for shape in _PROBES)
-    is_even = many == 0 or abs(few / many - 1) < 0.25
-    found = {shape: float(math.prod(shape)) if is_even else _received(method, shape) for shape in set(shapes.values())}
-    total = sum(found[shape] for shape in shapes.values()) or 1.0
-    return {path: found[shape] / total for path, shape in shapes.items()}
+    small, large = (_bytes_received(method, shape) / math.prod(shape) for shape in _PROBES)
+    is_even = large == 0 or abs(small / large - 1) < 0.25
+    bytes_of = {
+        shape: float(math.prod(shape)) if is_even else _bytes_received(method, shape) for shape in set(shapes.values())
+    }
+    total = sum(bytes_of[shape] for shape in shapes.values()) or 1.0
+    return {path: bytes_of[shape] / total for path, shape in shapes.items()}
 
 
 @functools.lru_cache(maxsize=1024)
-def _received(method: Exchange, shape: tuple[int, ...]) -> float:
+def _bytes_received(method: Exchange, shape: tuple[int, ...]) -> float:
     """Returns the bytes that each of two workers receives for one tensor."""
     like = jax.ShapeDtypeStruct(shape, jnp.float32)
     return wire_report(method.transform(), like, 2, axis_name=method.axis_name).received
@@ -358,12 +364,12 @@ def _errors(method: Exchange, shapes: Shapes, error_budget: float | None, gradie
     if error_budget is None:
         return dict.fromkeys(shapes, 0.0)
     if gradient is not None:
-        return _missed(method, gradient)
+        return _error_shares(method, gradient)
     total = sum(math.prod(shape) for shape in shapes.values())
     return {path: _missed_of_noise(method) * math.prod(shape) / total for path, shape in shapes.items()}
 
 
-def _missed(method: Exchange, gradient: Any) -> dict[str, float]:
+def _error_shares(method: Exchange, gradient: Any) -> dict[str, float]:
     """Returns each tensor's error in one worker's first exchange, relative to the whole squared norm."""
     tx = method.transform()
 
@@ -372,13 +378,13 @@ def _missed(method: Exchange, gradient: Any) -> dict[str, float]:
         return jax.tree.map(lambda a, b: jnp.sum(jnp.square(a.astype(jnp.float32) - b)), out, gradient)
 
     update = jax.jit(jax.vmap(missed, axis_name=method.axis_name, axis_size=1))
-    found = update(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], gradient))
+    shares = update(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], gradient))
     norm = sum(float(jnp.sum(jnp.square(leaf))) for leaf in jax.tree.leaves(gradient))
-    return {leaf_name(path): float(part[0]) / norm for path, part in jax.tree_util.tree_leaves_with_path(found)}
+    return {leaf_name(path): float(part[0]) / norm for path, part in jax.tree_util.tree_leaves_with_path(shares)}
 
 
 @functools.lru_cache(maxsize=128)
 def _missed_of_noise(method: Exchange) -> float:
     """Returns the error of one worker's first exchange of normal noise, relative to its squared norm."""
     noise = {"noise": np.random.default_rng(0).standard_normal(_NOISE).astype(np.float32)}
-    return _missed(method, noise)["noise"]
+    return _error_shares(method, noise)["noise"]

@@ -25,10 +25,10 @@ class Option:
     memory: int = 0
 
     def __post_init__(self):
-        of = f"of option {self.name!r}"
-        _check_amount(f"seconds {of}", self.seconds)
-        _check_amount(f"error {of}", self.error)
-        _check_bytes(f"memory {of}", self.memory)
+        suffix = f"of option {self.name!r}"
+        _check_amount(f"seconds {suffix}", self.seconds)
+        _check_amount(f"error {suffix}", self.error)
+        _check_bytes(f"memory {suffix}", self.memory)
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class Block:
     tensors: tuple[Tensor, ...] = ()
 
     def __post_init__(self):
-        of = f"of block {self.name!r}"
-        _check_amount(f"seconds {of}", self.seconds)
-        _check_bytes(f"memory {of}", self.memory)
-        _check_amount(f"boundary_bytes {of}", self.boundary_bytes)
+        suffix = f"of block {self.name!r}"
+        _check_amount(f"seconds {suffix}", self.seconds)
+        _check_bytes(f"memory {suffix}", self.memory)
+        _check_amount(f"boundary_bytes {suffix}", self.boundary_bytes)
 
 
 @dataclass(frozen=True)
@@ -199,10 +199,10 @@ def step_parts(problem: Problem, stages: Sequence[int], options: Mapping[str, st
     for stage, block in zip(stages, problem.blocks, strict=True):
         compute[stage] += block.seconds / problem.devices[stage].speed
         for tensor in block.tensors:
-            (chosen,) = [option for option in tensor.options if option.name == options[tensor.name]]
-            exchange[stage] += chosen.seconds
-            names[stage].add(chosen.name)
-    starts = [sum(problem.start(name) for name in sorted(used)) for used in names]
+            (selected,) = [option for option in tensor.options if option.name == options[tensor.name]]
+            exchange[stage] += selected.seconds
+            names[stage].add(selected.name)
+    starts = [sum(problem.start(name) for name in sorted(stage_names)) for stage_names in names]
     ends = [b for b in range(len(stages) - 1) if stages[b] != stages[b + 1]]
     return StepParts(
         compute=fill(problem) * max(compute),

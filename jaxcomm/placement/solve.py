@@ -118,8 +118,8 @@ def solve(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> A
     proved = left_out
     in_time = True
     while queue and (best is None or queue[0][0] < best.seconds * (1 - gap)):
-        left = deadline - time.monotonic()
-        if left <= 0:
+        seconds_left = deadline - time.monotonic()
+        if seconds_left <= 0:
             in_time = False
             break
         bound, start, is_one = heapq.heappop(queue)
@@ -132,11 +132,11 @@ def solve(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> A
         limits = (float(bound) - base, math.inf if best is None else best.seconds - base)
         stages_of = _stages(problem, excess, ends)
         if problem.error_budget is None or len(stages_of) == 1 or gap == 0:
-            options, least, is_done = _choose(problem, stages_of, limits, gap, left)
+            options, lower_bound, is_done = _choose(problem, stages_of, limits, gap, seconds_left)
         else:
             quick = partial(bounds.errors, ends)
-            options, least, is_done = _bisect(problem, stages_of, limits, gap * float(bound), deadline, quick)
-        proved, in_time = min(proved, base + least), in_time and is_done
+            options, lower_bound, is_done = _bisect(problem, stages_of, limits, gap * float(bound), deadline, quick)
+        proved, in_time = min(proved, base + lower_bound), in_time and is_done
         if options is None:
             continue
         stages = tuple(int(stage) for stage in np.searchsorted(ends, np.arange(len(problem.blocks)), side="right"))
@@ -151,26 +151,26 @@ def solve(problem: Problem, *, time_limit: float = 10.0, gap: float = 1e-4) -> A
             "fewer tensors: merge those that are exchanged in the same way."
         )
     proved = min([proved, best.seconds, *[bound for bound, _, _ in queue[:1]]])
-    found = 1 - proved / best.seconds if best.seconds else 0.0
-    return Assignment(best.stages, best.options, best.parts, gap=found, optimal=found <= gap + _TOLERANCE)
+    relative_gap = 1 - proved / best.seconds if best.seconds else 0.0
+    return Assignment(best.stages, best.options, best.parts, gap=relative_gap, optimal=relative_gap <= gap + _TOLERANCE)
 
 
 def _placements(bounds: Bounds, S: int, B: int) -> tuple[np.ndarray, np.ndarray, float]:
     """Returns stage ends (n, S) of placements, their bounds (n,) in ascending order, and the least bound left out."""
     ends, left_out = np.zeros((1, 0), int), math.inf
-    least = np.zeros(1)
+    first_bounds = np.zeros(1)
     for s in range(S):
         nexts = np.arange(s + 1, B - (S - 1 - s) + 1) if s < S - 1 else np.array([B])
         last = ends[:, -1] if s else np.zeros(1, int)
         rows, columns = np.nonzero(nexts > last[:, None])
         ends = np.concatenate([ends[rows], nexts[columns, None]], axis=1)
-        least = bounds.first(ends)
-        order = np.argsort(least, kind="stable")
-        order = order[np.isfinite(least[order])]
+        first_bounds = bounds.first(ends)
+        order = np.argsort(first_bounds, kind="stable")
+        order = order[np.isfinite(first_bounds[order])]
         if len(order) > _KEPT:
-            left_out = min(left_out, float(least[order[_KEPT]]))
-        ends, least = ends[order[:_KEPT]], least[order[:_KEPT]]
-    return ends, least, left_out
+            left_out = min(left_out, float(first_bounds[order[_KEPT]]))
+        ends, first_bounds = ends[order[:_KEPT]], first_bounds[order[:_KEPT]]
+    return ends, first_bounds, left_out
 
 
 def _stages(problem: Problem, excess: np.ndarray, ends: Sequence[int] | np.ndarray) -> list[tuple[list[Tensor], float]]:
@@ -205,19 +205,19 @@ def _choose(
     from scipy.optimize import milp
     from scipy.sparse import coo_array
 
-    tensors = [tensor for held, _ in stages for tensor in held]
+    tensors = [tensor for stage_tensors, _ in stages for tensor in stage_tensors]
     if not tensors:
         return {}, 0.0, True
     has_budget = problem.error_budget is not None and not of_errors
     least_error = _least_error(tensors)
     spare_error = max(0.0, (problem.error_budget or 0.0) - least_error) if has_budget else math.inf
     groups: list[tuple[int, tuple[Option, ...], list[str]]] = []
-    for s, (held, spare) in enumerate(stages):
-        alike: dict[tuple[Option, ...], list[str]] = {}
-        for tensor in held:
+    for s, (stage_tensors, spare) in enumerate(stages):
+        by_options: dict[tuple[Option, ...], list[str]] = {}
+        for tensor in stage_tensors:
             options = _useful(problem, tensor, spare_error, spare, has_errors=has_budget or of_errors)
-            alike.setdefault(options, []).append(tensor.name)
-        groups += [(s, options, names) for options, names in alike.items()]
+            by_options.setdefault(options, []).append(tensor.name)
+        groups += [(s, options, names) for options, names in by_options.items()]
     unit = _unit(problem, groups, len(stages))
     error_unit = (problem.error_budget or least_error or 1.0) / _SCALE
     rows = _Rows()
@@ -233,13 +233,13 @@ def _choose(
                 rows.add(seconds[s], len(upper), problem.start(option.name) / unit)
                 upper.append(1.0)
                 cost.append(0.0)
-    chosen = []
+    columns = []
     for s, options, names in groups:
         n = len(names)
         one_each, spare = rows.row(n, n), stages[s][1]
         for option in options:
             w = len(upper)
-            chosen.append(w)
+            columns.append(w)
             upper.append(n)
             rows.add(one_each, w, 1.0)
             rows.add(seconds[s], w, option.seconds / unit)
@@ -262,11 +262,11 @@ def _choose(
     is_done = result.status != 1
     if result.x is None:
         return None, math.inf if is_done else 0.0, is_done
-    counts, taken = iter(np.rint(result.x[chosen]).astype(int)), {}
+    counts, choice = iter(np.rint(result.x[columns]).astype(int)), {}
     for _, options, names in groups:
-        used = [option.name for option in options for _ in range(next(counts))]
-        taken |= zip(names, used, strict=True)
-    return taken, max(0.0, result.mip_dual_bound * scale), is_done
+        option_names = [option.name for option in options for _ in range(next(counts))]
+        choice |= zip(names, option_names, strict=True)
+    return choice, max(0.0, result.mip_dual_bound * scale), is_done
 
 
 def _bisect(
@@ -295,54 +295,59 @@ def _bisect(
     """
     budget = (problem.error_budget or 0.0) * (1 + _ROUNDING)
     low, high = max(0.0, limits[0]), limits[1]
-    found: dict[str, str] | None = None
+    best: dict[str, str] | None = None
     # Try the upper limit first: it rules out most placements. Without one, go up from the lower limit in growing steps.
     ceiling = _ceiling(problem, stages)
     tolerance = max(tolerance, _ROUNDING * ceiling)
     step = tolerance
     tried = high - tolerance / 2 if high < math.inf else low + step
     while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return found, low, False
+        seconds_left = deadline - time.monotonic()
+        if seconds_left <= 0:
+            return best, low, False
         errors = least_errors(tried)
         options: dict[str, str] | None = {}
         for s in np.argsort(-errors):
             if math.fsum(errors) > budget:
                 options = None
                 break
-            chosen, errors[s], is_done = _choose(problem, [stages[s]], (0.0, tried), 0.0, left, of_errors=True)
+            choice, errors[s], is_done = _choose(problem, [stages[s]], (0.0, tried), 0.0, seconds_left, of_errors=True)
             if not is_done:
-                return found, low, False
-            if chosen is None:
+                return best, low, False
+            if choice is None:
                 options = None
                 break
-            options |= chosen
+            options |= choice
         if options is not None and math.fsum(errors) <= budget:
-            found, high = options, min(tried, max(_seconds(problem, held, options) for held, _ in stages))
+            best, high = (
+                options,
+                min(tried, max(_seconds(problem, stage_tensors, options) for stage_tensors, _ in stages)),
+            )
         else:
             low = max(low, tried)
-            if found is None and limits[1] < math.inf:
+            if best is None and limits[1] < math.inf:
                 return None, low, True
-            if found is None and low > ceiling:
+            if best is None and low > ceiling:
                 return None, math.inf, True
         if high - low <= tolerance:
-            return found, low, True
+            return best, low, True
         step *= 4
         tried = min((low + high) / 2, low + step)
 
 
 def _ceiling(problem: Problem, stages: list[tuple[list[Tensor], float]]) -> float:
     """Returns an upper bound of the seconds of any exchange."""
-    longest = [max(o.seconds + problem.start(o.name) for o in t.options) for held, _ in stages for t in held]
+    longest = [
+        max(o.seconds + problem.start(o.name) for o in t.options) for stage_tensors, _ in stages for t in stage_tensors
+    ]
     return math.fsum(longest)
 
 
 def _seconds(problem: Problem, tensors: Sequence[Tensor], options: dict[str, str]) -> float:
     """Returns the seconds of a stage's exchange."""
     names = {options[tensor.name] for tensor in tensors}
-    chosen = (o.seconds for t in tensors for o in t.options if o.name == options[t.name])
-    return math.fsum(chosen) + sum(problem.start(name) for name in names)
+    seconds = (o.seconds for t in tensors for o in t.options if o.name == options[t.name])
+    return math.fsum(seconds) + sum(problem.start(name) for name in names)
 
 
 class _Rows:
@@ -382,7 +387,7 @@ def _useful(
     lowest_error = min(option.error for option in tensor.options)
     lowest_memory = min(option.memory for option in tensor.options)
     taken_off = lowest_error if spare_error < math.inf else 0.0
-    allowed = lowest_error + spare_error + _ROUNDING * (problem.error_budget or 0.0)
+    max_error = lowest_error + spare_error + _ROUNDING * (problem.error_budget or 0.0)
     options = [
         Option(
             o.name,
@@ -391,27 +396,27 @@ def _useful(
             o.memory - lowest_memory if spare_memory < math.inf else 0,
         )
         for o in tensor.options
-        if o.error <= allowed and o.memory - lowest_memory <= spare_memory
+        if o.error <= max_error and o.memory - lowest_memory <= spare_memory
     ]
-    kept: list[Option] = []
+    undominated: list[Option] = []
     for option in sorted(options, key=lambda o: o.seconds + problem.start(o.name)):
         if not any(
-            other.seconds + problem.start(other.name) <= option.seconds
-            and other.error <= option.error
-            and other.memory <= option.memory
-            for other in kept
+            rival.seconds + problem.start(rival.name) <= option.seconds
+            and rival.error <= option.error
+            and rival.memory <= option.memory
+            for rival in undominated
         ):
-            kept.append(option)
-    return tuple(kept)
+            undominated.append(option)
+    return tuple(undominated)
 
 
 def _unit(problem: Problem, groups: list[tuple[int, tuple[Option, ...], list[str]]], stages: int) -> float:
     """Returns the unit of time of the program, a small part of an exchange, in seconds."""
-    least, longest = [0.0] * stages, 0.0
+    shortest, longest = [0.0] * stages, 0.0
     for s, options, names in groups:
-        least[s] += len(names) * min((option.seconds for option in options), default=0.0)
+        shortest[s] += len(names) * min((option.seconds for option in options), default=0.0)
         longest = max([longest, *(option.seconds + problem.start(option.name) for option in options)])
-    return (max(least) or longest) / _SCALE or 1.0
+    return (max(shortest) or longest) / _SCALE or 1.0
 
 
 def _least_error(tensors: Sequence[Tensor]) -> float:
@@ -430,36 +435,36 @@ def _excess(problem: Problem) -> np.ndarray:
 
 def _check_memory(problem: Problem, excess: np.ndarray) -> None:
     ends = closest_fit(excess)
-    over = [float(excess[s, i, j]) for s, (i, j) in enumerate(itertools.pairwise((0, *ends)))]
-    stage = int(np.argmax(over))
-    if over[stage] > 0:
+    excess_bytes = [float(excess[s, i, j]) for s, (i, j) in enumerate(itertools.pairwise((0, *ends)))]
+    stage = int(np.argmax(excess_bytes))
+    if excess_bytes[stage] > 0:
         limit = problem.devices[stage].memory or 0
         raise ValueError(
             f"Every stage must fit into the memory of its device; got {limit:,} bytes for stage {stage}, which needs "
-            f"{limit + int(over[stage]):,} in the assignment that comes closest. Give the devices at least "
-            f"{int(over[stage]):,} bytes more, or use more stages, or options that need less."
+            f"{limit + int(excess_bytes[stage]):,} in the assignment that comes closest. Give the devices at least "
+            f"{int(excess_bytes[stage]):,} bytes more, or use more stages, or options that need less."
         )
 
 
 def _check_errors(problem: Problem) -> None:
-    least = _least_error([tensor for block in problem.blocks for tensor in block.tensors])
-    if problem.error_budget is not None and least > problem.error_budget * (1 + _ROUNDING):
+    smallest = _least_error([tensor for block in problem.blocks for tensor in block.tensors])
+    if problem.error_budget is not None and smallest > problem.error_budget * (1 + _ROUNDING):
         raise ValueError(
             f"The errors must stay within the budget; got error_budget={problem.error_budget} where the smallest "
-            f"reachable sum is {least}. Give at least that, or every tensor a dense option."
+            f"reachable sum is {smallest}. Give at least that, or every tensor a dense option."
         )
 
 
 def _no_room_for_errors(problem: Problem, excess: np.ndarray, time_limit: float) -> ValueError:
     """Returns the error for an error budget and a memory limit that can each be kept, but not both."""
     S, B = excess.shape[0], len(problem.blocks)
-    errors, known = np.full(excess.shape, np.inf), {}
+    errors, cache = np.full(excess.shape, np.inf), {}
     for s, i, j in np.argwhere(excess <= 0).tolist():
         spare = -float(excess[s, i, j])
-        if (i, j, spare) not in known:
+        if (i, j, spare) not in cache:
             stage = [([tensor for block in problem.blocks[i:j] for tensor in block.tensors], spare)]
-            known[i, j, spare] = _choose(problem, stage, (0.0, math.inf), 0.0, time_limit / (S * B), of_errors=True)[1]
-        errors[s, i, j] = known[i, j, spare]
+            cache[i, j, spare] = _choose(problem, stage, (0.0, math.inf), 0.0, time_limit / (S * B), of_errors=True)[1]
+        errors[s, i, j] = cache[i, j, spare]
     return ValueError(
         f"The errors must stay within the budget; got error_budget={problem.error_budget} where the smallest sum that "
         f"the memory of the devices leaves is {to_go(errors, np.add)[0, 0]:.6g}. Give at least that, devices with more "

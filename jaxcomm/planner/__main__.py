@@ -59,8 +59,8 @@ def _advise(args: argparse.Namespace) -> Advice:
             "--latency-ms, --compute-ms and --copy-gbyte must go with --rate; got none. Pass it, or leave them out."
         )
     rates = [] if args.rate is None else [bits_per_second(rate) for rate in args.rate.split("/")]
-    given = _problem(args.problem)
-    loss_fn, params, batch = given[:3]
+    problem = _problem(args.problem)
+    loss_fn, params, batch = problem[:3]
     if rates:
         if args.workers is None:
             raise ValueError("--workers must be given with --rate; got none. Say how many there would be.")
@@ -74,7 +74,7 @@ def _advise(args: argparse.Namespace) -> Advice:
         copy = 1 / (1e9 * gbyte) if gbyte > 0 else math.inf
         return estimate(params, args.workers, rate, latency=latency, compute=compute, copy=copy)
     mesh = make_mesh(data=args.workers or jax.device_count())
-    optimizer = given[3] if len(given) == 4 else None
+    optimizer = problem[3] if len(problem) == 4 else None
     return advise(loss_fn, params, batch, mesh, optimizer=optimizer, seconds=args.seconds)
 
 
@@ -88,13 +88,13 @@ def _problem(name: str) -> tuple[Any, ...]:
         call = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{name} must be importable from here; got {error}. Look at the names.") from None
-    given = call()
-    if not isinstance(given, tuple) or len(given) not in (3, 4):
+    problem = call()
+    if not isinstance(problem, tuple) or len(problem) not in (3, 4):
         raise ValueError(
             f"{name} must return (loss_fn, params, batch) or (loss_fn, params, batch, optimizer); got "
-            f"{type(given).__name__}. Change what it returns."
+            f"{type(problem).__name__}. Change what it returns."
         )
-    return given
+    return problem
 
 
 if __name__ == "__main__":

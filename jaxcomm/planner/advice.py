@@ -114,10 +114,10 @@ def advise(
         that fails or is not finite.
     """
     with use_mesh(mesh):
-        return _measured(loss_fn, params, batch, mesh, optimizer, methods, dense_layers, seconds, axis_name, batch_axis)
+        return _measure(loss_fn, params, batch, mesh, optimizer, methods, dense_layers, seconds, axis_name, batch_axis)
 
 
-def _measured(
+def _measure(
     loss_fn: Callable[..., Any],
     params: Any,
     batch: Any,
@@ -140,55 +140,58 @@ def _measured(
         )
     # A step also averages its loss.
     metrics = Traffic("all_reduce", 4, workers, axes=axis_names(axis_name))
-    asked = _ask(methods, params, dense_layers, bench.sizes, axis_name, [metrics])
+    question = _make_question(methods, params, dense_layers, bench.sizes, axis_name, [metrics])
     loss = loss_of(lambda params, batch: _scalar(loss_fn(params, batch)), False, False, axis_name)
     check_batch(batch, workers, batch_axis=batch_axis)
     check_global(batch, batch_axis)
-    taken = Batch.of(batch, batch_axis)
-    check_loss(loss, params, taken, workers)
-    rows, own = bench.shards(taken), bench.spread(params)
-    gradients, memory = gradients_of(bench, loss, own, rows)
+    parts = Batch.of(batch, batch_axis)
+    check_loss(loss, params, parts, workers)
+    rows, param_rows = bench.shards(parts), bench.spread(params)
+    gradients, memory = gradients_of(bench, loss, param_rows, rows)
     optimizer = optimizer or optax.identity()
-    links = measure_links(mesh, [report.program for report in asked.reports.values()])
+    links = measure_links(mesh, [report.program for report in question.reports.values()])
     whole_step = gradients_fn_of(loss, axis_name)
 
     def coding_of(name: str) -> Cost:
-        tx = asked.chosen[name]
-        cost = lower_coding(bench, tx, asked.exchanged(name, gradients), asked.exchanged(name, own)).cost()
-        return functools.reduce(Cost.plus, [each for layer, each in layers if layer.way == name], cost)
+        tx = question.chosen[name]
+        cost = lower_coding(bench, tx, question.exchanged(name, gradients), question.exchanged(name, param_rows)).cost()
+        return functools.reduce(Cost.plus, [layer_coding for layer, layer_coding in layers if layer.way == name], cost)
 
     def beyond_computing(name: str) -> Cost:
         """Times the whole step of a local method, whose steps between two exchanges differ; returns what it adds."""
-        chain = optax.chain(optimizer, asked.chosen[name])
-        return lower_step(bench, whole_step, chain, own, rows).cost().beyond(compute)
+        chain = optax.chain(optimizer, question.chosen[name])
+        return lower_step(bench, whole_step, chain, param_rows, rows).cost().beyond(compute)
 
-    chain = None if "split" not in asked.chosen else optax.chain(asked.chosen["split"], optimizer)
-    layers = list(zip(asked.layers, measure_layers(bench, asked.layers, chain, gradients, own), strict=True))
+    chain = None if "split" not in question.chosen else optax.chain(question.chosen["split"], optimizer)
+    layers = list(
+        zip(question.layers, measure_layers(bench, question.layers, chain, gradients, param_rows), strict=True)
+    )
     # The whole step is timed once, with the dense exchange. Less its coding, it is the computing of every method.
-    step = lower_step(bench, whole_step, optax.chain(asked.chosen["plump_dp"], optimizer), own, rows)
+    step = lower_step(bench, whole_step, optax.chain(question.chosen["plump_dp"], optimizer), param_rows, rows)
     coding = {name: coding_of(name) for name in ALL_DENSE}
     compute, copy = step.cost().beyond(coding["plump_dp"]), measure_copy(bench)
     modelled = {
-        name: None if name in WAYS else modelled_coding(tx, params, workers, copy) for name, tx in asked.chosen.items()
+        name: None if name in WAYS else modelled_coding(tx, params, workers, copy)
+        for name, tx in question.chosen.items()
     }
     # The table was measured on another machine: scale it by the dense exchanges, which were timed here.
     timed = [(coding[name], modelled[name]) for name in ALL_DENSE]
-    factor = statistics.fmean(found.seconds / known.seconds if known else 1.0 for found, known in timed)
+    factor = statistics.fmean(timing.seconds / model.seconds if model else 1.0 for timing, model in timed)
 
     def promise(name: str) -> float:
         cost = modelled[name]
-        return math.inf if cost is None else cost.seconds * factor + links.wire(asked.reports[name]).seconds
+        return math.inf if cost is None else cost.seconds * factor + links.wire(question.reports[name]).seconds
 
     # In the same order on all processes.
-    rest = sorted((name for name in asked.chosen if name not in ALL_DENSE), key=promise)
-    for name in rest:
-        known = modelled[name]
-        if known is not None and agreed(time.perf_counter() - begin, mesh) >= seconds:
-            coding[name] = known * factor
+    names = sorted((name for name in question.chosen if name not in ALL_DENSE), key=promise)
+    for name in names:
+        model = modelled[name]
+        if model is not None and agreed(time.perf_counter() - begin, mesh) >= seconds:
+            coding[name] = model * factor
         else:
-            coding[name] = coding_of(name) if asked.reports[name].steps == 1 else beyond_computing(name)
+            coding[name] = coding_of(name) if question.reports[name].steps == 1 else beyond_computing(name)
     costs = [layer_cost(layer, links, computing) for layer, computing in layers]
-    return _advice("thorough", asked, links, compute, coding, costs, memory, begin)
+    return _advice("thorough", question, links, compute, coding, costs, memory, begin)
 
 
 def estimate(
@@ -229,25 +232,25 @@ def estimate(
     check_range("copy", copy, "seconds a byte, above 0", holds, "1e-10 is 10 GB/s")
     links = given_links(rate, latency)
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), trained(params))
-    asked = _ask(methods, like, dense_layers, (workers,), axis_name, [])
-    coding = {name: modelled_coding(tx, like, workers, copy) for name, tx in asked.chosen.items()}
-    unknown = [name for name, cost in coding.items() if cost is None]
-    if unknown:
+    question = _make_question(methods, like, dense_layers, (workers,), axis_name, [])
+    coding = {name: modelled_coding(tx, like, workers, copy) for name, tx in question.chosen.items()}
+    unpriced = [name for name, cost in coding.items() if cost is None]
+    if unpriced:
         raise ValueError(
-            f"A rapid estimate must be of methods whose cost is in the table; got {', '.join(unknown)}. Measure them "
+            f"A rapid estimate must be of methods whose cost is in the table; got {', '.join(unpriced)}. Measure them "
             "with jaxcomm.advise, or leave them out."
         )
-    known = {name: cost for name, cost in coding.items() if cost is not None}
+    costs_of = {name: cost for name, cost in coding.items() if cost is not None}
     n, costs = sum(leaf.size for leaf in jax.tree.leaves(like)), list[LayerCost]()
-    for layer in asked.layers:
-        more = modelled_layer(layer, compute, n)
-        known[layer.way] = known[layer.way].plus(more)
-        costs.append(layer_cost(layer, links, more))
-    return _advice("rapid", asked, links, Cost(compute, compute, compute), known, costs, 0, begin)
+    for layer in question.layers:
+        layer_coding = modelled_layer(layer, compute, n)
+        costs_of[layer.way] = costs_of[layer.way].plus(layer_coding)
+        costs.append(layer_cost(layer, links, layer_coding))
+    return _advice("rapid", question, links, Cost(compute, compute, compute), costs_of, costs, 0, begin)
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Question:
     """The methods to compare, and their bytes.
 
     Attributes:
@@ -272,34 +275,37 @@ class _Asked:
         return jax.tree_util.tree_map_with_path(lambda path, leaf: None if leaf_name(path) in reduced else leaf, tree)
 
 
-def _ask(
-    given: Mapping[str, optax.GradientTransformation] | None,
+def _make_question(
+    candidate_methods: Mapping[str, optax.GradientTransformation] | None,
     params: Any,
     dense_layers: Mapping[str, int] | None,
     sizes: tuple[int, ...],
     axis_name: AxisName,
     metrics: Sequence[Traffic],
-) -> _Asked:
+) -> _Question:
     """Finds the methods to compare, and their bytes; every step sends `metrics` in addition to its exchange."""
     usual = candidates(axis_name)
-    chosen = usual if given is None else {name: usual[name] for name in ALL_DENSE} | dict(given)
+    transformations = (
+        usual if candidate_methods is None else {name: usual[name] for name in ALL_DENSE} | dict(candidate_methods)
+    )
     leaves = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     layers = layers_of(leaves, dense_layers or {}, sizes, axis_name)
-    beside = dict.fromkeys(chosen, metrics)
+    extra_traffic = dict.fromkeys(transformations, metrics)
     for way in dict.fromkeys(layer.way for layer in layers):
-        same = [layer for layer in layers if layer.way == way]
-        chosen[way] = _others_dense([path for layer in same for path in layer.tensors], axis_name)
-        beside[way] = [*metrics, *(traffic for layer in same for traffic in layer.program.always)]
+        way_layers = [layer for layer in layers if layer.way == way]
+        transformations[way] = _dense_without([path for layer in way_layers for path in layer.tensors], axis_name)
+        extra_traffic[way] = [*metrics, *(traffic for layer in way_layers for traffic in layer.program.always)]
     reports = {
-        name: wire_report(tx, params, sizes, beside=beside[name], axis_name=axis_name) for name, tx in chosen.items()
+        name: wire_report(tx, params, sizes, beside=extra_traffic[name], axis_name=axis_name)
+        for name, tx in transformations.items()
     }
-    return _Asked(chosen, reports, layers, params, sizes, axis_name)
+    return _Question(transformations, reports, layers, params, sizes, axis_name)
 
 
-def _others_dense(reduced: list[str], axis_name: AxisName) -> optax.GradientTransformation:
+def _dense_without(reduced: list[str], axis_name: AxisName) -> optax.GradientTransformation:
     """Makes the dense exchange of all parameters but those in `reduced`, whose gradients layers already reduce."""
-    own = frozenset(reduced)
-    return methods.plump_dp(value_dtype="bfloat16", where=lambda path, _: path not in own, axis_name=axis_name)
+    excluded = frozenset(reduced)
+    return methods.plump_dp(value_dtype="bfloat16", where=lambda path, _: path not in excluded, axis_name=axis_name)
 
 
 def _scalar(out: Any) -> Any:
@@ -308,7 +314,7 @@ def _scalar(out: Any) -> Any:
 
 def _advice(
     mode: str,
-    asked: _Asked,
+    question: _Question,
     links: Links,
     compute: Cost,
     coding: Mapping[str, Cost],
@@ -317,22 +323,22 @@ def _advice(
     begin: float,
 ) -> Advice:
     """Makes the advice: adds up each method's times."""
-    wires = {name: links.wire(report) for name, report in asked.reports.items()}
+    wires = {name: links.wire(report) for name, report in question.reports.items()}
 
     def fixed(name: str) -> float:
         return compute.seconds + coding[name].seconds + wires[name].latency
 
     dense = fixed(DENSE) + wires[DENSE].transfer
-    report = asked.reports["plump_dp"]
+    report = question.reports["plump_dp"]
     link, rows = links.link(report.program.always[0]), []
-    for name, tx in asked.chosen.items():
+    for name, tx in question.chosen.items():
         wire, cost = wires[name], coding[name]
         local = compute.beyond(cost * -1)  # at least 0: savings cannot exceed the computing
-        step, can_wait = local.seconds + wire.seconds, asked.reports[name].steps == 1 and name not in WAYS
+        step, can_wait = local.seconds + wire.seconds, question.reports[name].steps == 1 and name not in WAYS
         rows.append(
             Prediction(
                 method=name,
-                bytes=asked.reports[name].received,
+                bytes=question.reports[name].received,
                 step=step,
                 delayed=max(compute.seconds, cost.seconds + wire.seconds) if can_wait else None,
                 low=step - math.hypot(local.seconds - local.low, wire.error),
@@ -341,9 +347,9 @@ def _advice(
                 latency=wire.latency,
                 coding=cost.seconds,
                 measured=cost.measured,
-                every=asked.reports[name].steps,
-                shortest_period=_shortest_period(asked.reports[name], links, cost, compute),
-                memory=state_bytes(tx, asked.params, asked.sizes, asked.axis_name),
+                every=question.reports[name].steps,
+                shortest_period=_shortest_period(question.reports[name], links, cost, compute),
+                memory=state_bytes(tx, question.params, question.sizes, question.axis_name),
                 faster=dense / step,
                 break_even=break_even(fixed(name), wire, fixed(DENSE), wires[DENSE], link.bits_per_second),
                 accuracy=AS_DENSE if name in WAYS else known_accuracy(name),
@@ -371,7 +377,7 @@ def _shortest_period(report: WireReport, links: Links, coding: Cost, compute: Co
     """Returns the smallest H with which a step of a local method takes at most `CLOSE` longer than its computing."""
     if report.steps == 1 or compute.seconds == 0:
         return None
-    always = links.seconds(Program(report.program.always))  # sent in every step: the mean of its loss
-    exchange = report.steps * (coding.seconds + links.wire(report).seconds - always)
-    spare = CLOSE * compute.seconds - always
+    constant = links.seconds(Program(report.program.always))  # sent in every step: the mean of its loss
+    exchange = report.steps * (coding.seconds + links.wire(report).seconds - constant)
+    spare = CLOSE * compute.seconds - constant
     return max(1, math.ceil(exchange / spare)) if spare > 0 else None

@@ -19,7 +19,7 @@ from jaxcomm.kernels.platforms import in_memory
 _ON_THE_SPOT = (*COLLECTIVES, "axis_index", "pvary", "pcast")
 
 
-def alone(function: Callable[..., Any], workers: int | tuple[int, ...], axis_name: AxisName = "data") -> Any:
+def without_wire(function: Callable[..., Any], workers: int | tuple[int, ...], axis_name: AxisName = "data") -> Any:
     """Makes a program for one device from a function that runs inside the axes of workers.
 
     All shapes are those of K workers: a gather returns K copies of the worker's operand, a sum over the workers returns
@@ -81,7 +81,11 @@ def _run(eqn: Any, args: list[Any]) -> list[Any]:
 def _communicates(eqn: Any) -> bool:
     """Returns whether a program inside an equation uses a collective, or the worker's index."""
     inner = [inner_jaxpr(child) for child in inner_jaxprs(eqn.params)]
-    return any(each.primitive.name in _ON_THE_SPOT or _communicates(each) for child in inner for each in child.eqns)
+    return any(
+        sub_jaxpr.primitive.name in _ON_THE_SPOT or _communicates(sub_jaxpr)
+        for child in inner
+        for sub_jaxpr in child.eqns
+    )
 
 
 def _as_tuple(closed: Any, *args: Any) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomm.collectives.axis import AxisName, axis_names
 from jaxcomm.exchange import Exchange, ExchangeState, exchange_states, is_exchange_state
 from jaxcomm.methods.quant_dp import QuantDp
-from jaxcomm.planner.alone import alone
+from jaxcomm.planner.alone import without_wire
 from jaxcomm.planner.links import agreed, all_agreed, check_axes, time_calls
 from jaxcomm.state import TrainState, communication_period, exchange_turns, make_local
 from jaxcomm.steps.batch import Batch
@@ -51,17 +51,17 @@ class Cost:
     high: float
     measured: bool = True
 
-    def beyond(self, other: "Cost") -> "Cost":
+    def beyond(self, baseline: "Cost") -> "Cost":
         """Returns by how much this cost exceeds another, at least 0."""
-        more = self.plus(other * -1)
-        return Cost(max(0.0, more.seconds), max(0.0, more.low), max(0.0, more.high), more.measured)
+        excess = self.plus(baseline * -1)
+        return Cost(max(0.0, excess.seconds), max(0.0, excess.low), max(0.0, excess.high), excess.measured)
 
-    def plus(self, other: "Cost") -> "Cost":
+    def plus(self, addend: "Cost") -> "Cost":
         """Returns the sum; the ranges add up as independent errors."""
-        seconds = self.seconds + other.seconds
-        low = seconds - math.hypot(self.seconds - self.low, other.seconds - other.low)
-        high = seconds + math.hypot(self.high - self.seconds, other.high - other.seconds)
-        return Cost(seconds, low, high, self.measured and other.measured)
+        seconds = self.seconds + addend.seconds
+        low = seconds - math.hypot(self.seconds - self.low, addend.seconds - addend.low)
+        high = seconds + math.hypot(self.high - self.seconds, addend.high - addend.seconds)
+        return Cost(seconds, low, high, self.measured and addend.measured)
 
     def __mul__(self, factor: float) -> "Cost":
         low, high = sorted((self.low * factor, self.high * factor))
@@ -126,17 +126,19 @@ class Bench:
         Call `check_loss` first.
         """
         by_worker = NamedSharding(self.mesh, P(self.axis_name))
-        own = {device.id: place for place, device in enumerate(self.devices.devices.flat)}
+        place_of = {device.id: place for place, device in enumerate(self.devices.devices.flat)}
 
         def rows(leaf: Any) -> jax.Array:
-            shards = sorted(jax.device_put(leaf, by_worker).addressable_shards, key=lambda shard: own[shard.device.id])
-            shape = (len(own), *shards[0].data.shape)
+            shards = sorted(
+                jax.device_put(leaf, by_worker).addressable_shards, key=lambda shard: place_of[shard.device.id]
+            )
+            shape = (len(place_of), *shards[0].data.shape)
             return jax.make_array_from_single_device_arrays(
                 shape, self.by_device, [shard.data[None] for shard in shards]
             )
 
         def copies(leaf: Any) -> jax.Array:
-            return jax.device_put(jnp.broadcast_to(leaf, (len(own), *jnp.shape(leaf))), self.by_device)
+            return jax.device_put(jnp.broadcast_to(leaf, (len(place_of), *jnp.shape(leaf))), self.by_device)
 
         return replace(batch, rows=list(map(rows, batch.rows)), replicated=list(map(copies, batch.replicated)))
 
@@ -192,8 +194,8 @@ def gradients_of(bench: Bench, loss_fn: LossFn, params: Any, rows: Any) -> tuple
             f"The loss must be a finite number for every worker; got {losses.tolist()}. Look at it with these "
             "parameters and this batch first."
         )
-    found = gradient.memory_analysis()
-    return gradients, 0 if found is None else found.argument_size_in_bytes + found.temp_size_in_bytes
+    memory = gradient.memory_analysis()
+    return gradients, 0 if memory is None else memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
 
 class Timing:
@@ -219,13 +221,13 @@ class Timing:
           is_whole: whether it is a whole step, see `cost_of`.
         """
         self._bench, self._params, self._args, self._is_whole = bench, params, args, is_whole
-        started = bench.lower(alone(start, bench.sizes, bench.axis_name), params)
+        initial = bench.lower(without_wire(start, bench.sizes, bench.axis_name), params)
         state = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=bench.by_device), started.out_info
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=bench.by_device), initial.out_info
         )
-        stepped = bench.lower(alone(step, bench.sizes, bench.axis_name), state, *args, donate=0)
+        stepped = bench.lower(without_wire(step, bench.sizes, bench.axis_name), state, *args, donate=0)
         restarted = bench.lower(_restarted, state, bench.spread(np.int32(0)), donate=0)
-        self._lowered = (started, stepped, restarted)
+        self._lowered = (initial, stepped, restarted)
 
     @cached_property
     def _programs(self) -> list[Any]:
@@ -237,13 +239,13 @@ class Timing:
         state = start(self._params)
 
         def time_steps(state: Any, number: int) -> tuple[Any, Cost]:
-            seconds, since = [], time.perf_counter()
+            seconds, start_time = [], time.perf_counter()
             for count in range(2 + _MOST):
                 at = self._bench.spread(np.int32(count if count < 2 else number))
                 state = jax.block_until_ready(restart(state, at))
                 # Also a barrier: workers that share cores compute at the same time in training.
-                passed = agreed(time.perf_counter() - since, self._bench.mesh)
-                if count >= 2 + _REPEATS and passed > _SHORT:
+                elapsed = agreed(time.perf_counter() - start_time, self._bench.mesh)
+                if count >= 2 + _REPEATS and elapsed > _SHORT:
                     break
                 begin = time.perf_counter()
                 state = jax.block_until_ready(step(state, *self._args))
@@ -322,7 +324,7 @@ def _restarted(state: Any, step: jax.Array) -> Any:
 
 def state_bytes(tx: optax.GradientTransformation, params: Any, sizes: tuple[int, ...], axis_name: AxisName) -> int:
     """Returns the bytes that a method keeps on each worker."""
-    state = jax.eval_shape(alone(tx.init, sizes, axis_name), params)
+    state = jax.eval_shape(without_wire(tx.init, sizes, axis_name), params)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
@@ -372,7 +374,7 @@ def method_of(tx: optax.GradientTransformation, params: Any) -> Exchange:
       tx: a transformation with exactly one exchange.
       params: the parameters, or their shapes.
     """
-    (method,) = [found.method for found in exchange_states(jax.eval_shape(tx.init, params))]
+    (method,) = [exchange.method for exchange in exchange_states(jax.eval_shape(tx.init, params))]
     return method
 
 
@@ -393,10 +395,10 @@ def modelled_coding(tx: optax.GradientTransformation, params: Any, workers: int,
     if method.period is not None and inner is not None:
         cost = modelled_coding(inner, params, workers, copy)
         return None if cost is None else cost * (1 / (method.period * method.turns))
-    found = known_costs()["copies"].get(cost_key(method, workers))
-    if found is None or method.others is not None:
+    coefficients = known_costs()["copies"].get(cost_key(method, workers))
+    if coefficients is None or method.others is not None:
         return None
     leaves = jax.tree_util.tree_leaves_with_path(params)
     n = sum(leaf.size for path, leaf in leaves if method.chooses(path, leaf))
-    seconds = (found["fixed"] + found["a_worker"] * workers) * n * COPY_BYTES * copy
+    seconds = (coefficients["fixed"] + coefficients["a_worker"] * workers) * n * COPY_BYTES * copy
     return Cost(seconds, seconds / 2, 2 * seconds, measured=False)

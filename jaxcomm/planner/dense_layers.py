@@ -17,7 +17,7 @@ from jaxcomm.collectives.axis import AxisName, abstract_mesh, axis_names
 from jaxcomm.exchange import leaf_name
 from jaxcomm.layers.late_multiply import late_multiply
 from jaxcomm.layers.split_dense import narrowing_spec, split_dense
-from jaxcomm.planner.alone import alone
+from jaxcomm.planner.alone import without_wire
 from jaxcomm.planner.costs import Bench, Cost, given_gradients, lower_step, time_program
 from jaxcomm.planner.links import Links
 from jaxcomm.traffic import Program
@@ -91,7 +91,7 @@ def layers_of(
     Raises:
       ValueError: for a layer without a kernel (N, M), and for rows that are not a multiple of K.
     """
-    workers, found = math.prod(sizes), []
+    workers, layers = math.prod(sizes), []
     for path, count in rows.items():
         kernel, bias = f"{path}/kernel", f"{path}/bias"
         shape = tuple(jnp.shape(params[kernel])) if kernel in params else ()
@@ -111,8 +111,8 @@ def layers_of(
             # The bias of a split layer is replicated, and its gradient exchanged.
             tensors = (kernel, bias) if way == "late" and bias in params else (kernel,)
             program = _trace(way, shape, count, sizes, axis_name)
-            found.append(Layer(path, way, tensors, shape, count, program))
-    return found
+            layers.append(Layer(path, way, tensors, shape, count, program))
+    return layers
 
 
 def layer_cost(layer: Layer, links: Links, computing: Cost) -> LayerCost:
@@ -174,9 +174,9 @@ def measure_layers(
     def cut(tree: Any) -> Any:
         return jax.tree_util.tree_map_with_path(lambda path, leaf: shards.get(leaf_name(path), leaf), tree)
 
-    whole = lower_step(bench, given_gradients, split, params, gradients).cost()
-    own = lower_step(bench, given_gradients, split, cut(params), cut(gradients)).cost()
-    spared = whole.beyond(own) * (1 / sum(math.prod(layer.shape) for layer in kernels.values()))
+    full_cost = lower_step(bench, given_gradients, split, params, gradients).cost()
+    shard_cost = lower_step(bench, given_gradients, split, cut(params), cut(gradients)).cost()
+    spared = full_cost.beyond(shard_cost) * (1 / sum(math.prod(layer.shape) for layer in kernels.values()))
     return [
         cost.plus(spared * -math.prod(layer.shape)) if layer.way == "split" else cost
         for layer, cost in zip(layers, costs, strict=True)
@@ -191,7 +191,7 @@ def _measure_layer(bench: Bench, way: str, shape: tuple[int, int], rows: int) ->
 
     def cost(way: str) -> Cost:
         kernel = random.standard_normal(_shard(way, shape, workers), np.float32)
-        function = alone(_step(way, bench.axis_name), bench.sizes, bench.axis_name)
+        function = without_wire(_step(way, bench.axis_name), bench.sizes, bench.axis_name)
         return time_program(bench, function, bench.spread((x, kernel, errors)))
 
     return cost(way).beyond(cost("exchange"))

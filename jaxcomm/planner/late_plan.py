@@ -70,8 +70,8 @@ class LatePlan:
         for layer in self.layers:
             if layer.path == path:
                 return "late" if layer.is_late else "reduce"
-        known = ", ".join(layer.path for layer in self.layers)
-        raise ValueError(f"path must be that of a layer of this plan; got {path!r}. The plan has {known}.")
+        paths = ", ".join(layer.path for layer in self.layers)
+        raise ValueError(f"path must be that of a layer of this plan; got {path!r}. The plan has {paths}.")
 
     def exchanges(self, path: str, leaf: Any) -> bool:
         """Returns whether a parameter's gradient is exchanged: False for kernel and bias of a layer that is late.
@@ -80,7 +80,9 @@ class LatePlan:
         """
         del leaf
         layer, _, name = path.rpartition("/")
-        return name not in ("kernel", "bias") or not any(each.is_late and each.path == layer for each in self.layers)
+        return name not in ("kernel", "bias") or not any(
+            planned.is_late and planned.path == layer for planned in self.layers
+        )
 
     @property
     def traffic(self) -> tuple[Traffic, ...]:
@@ -155,7 +157,7 @@ def plan_late_multiply(
     layers = []
     for path, (n, m) in shapes.items():
         gathers = late_traffic(global_batch, (n, m), count, activation_bytes, axis_names(axis_name))
-        moved = float(sum(traffic.received for traffic in gathers))
+        late_bytes = float(sum(traffic.received for traffic in gathers))
         if exchange is None:
             reduced = float(reduce_traffic((n, m), count).received)
         else:
@@ -167,8 +169,8 @@ def plan_late_multiply(
                 path=path,
                 shape=(n, m),
                 late=gathers,
-                is_late=moved < reduced if late is None else path in late,
-                bytes_late=moved,
+                is_late=late_bytes < reduced if late is None else path in late,
+                bytes_late=late_bytes,
                 bytes_reduce=reduced,
                 crossover=reduced / a_row if a_row else math.inf,
             )
@@ -184,13 +186,13 @@ def _kernels(kernels: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 
     shapes = {}
     for path, node in jax.tree_util.tree_leaves_with_path(kernels, is_leaf=is_shape):
-        joined, shape = _joined(path), tuple(node) if is_shape(node) else tuple(jnp.shape(node))
-        layer, _, name = joined.rpartition("/")
+        name_path, shape = _path_text(path), tuple(node) if is_shape(node) else tuple(jnp.shape(node))
+        layer, _, name = name_path.rpartition("/")
         if is_shape(node):
-            layer = layer if name == "kernel" else joined
+            layer = layer if name == "kernel" else name_path
             if len(shape) != 2 or min(shape) < 1:
                 raise ValueError(
-                    f"A kernel must be a matrix (N, M); got {shape} at {joined!r}. Leave it out of the plan."
+                    f"A kernel must be a matrix (N, M); got {shape} at {name_path!r}. Leave it out of the plan."
                 )
         elif name != "kernel" or len(shape) != 2:
             continue
@@ -198,5 +200,5 @@ def _kernels(kernels: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-def _joined(path: Any) -> str:
+def _path_text(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")

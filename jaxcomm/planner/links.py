@@ -62,8 +62,8 @@ class Link:
     @property
     def bits_per_second(self) -> float:
         """The rate at which a worker receives the largest message."""
-        received, seconds = self.points[-1]
-        return 8 * received / (seconds - self.latency)
+        message_bytes, seconds = self.points[-1]
+        return 8 * message_bytes / (seconds - self.latency)
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Wire:
         """Latency and transfer together."""
         return self.latency + self.transfer
 
-    def __add__(self, other: "Wire") -> "Wire":
-        return Wire(self.latency + other.latency, self.transfer + other.transfer, self.error + other.error)
+    def __add__(self, addend: "Wire") -> "Wire":
+        return Wire(self.latency + addend.latency, self.transfer + addend.transfer, self.error + addend.error)
 
     def __mul__(self, factor: float) -> "Wire":
         return Wire(self.latency * factor, self.transfer * factor, self.error * factor)
@@ -113,14 +113,14 @@ class Links:
         Raises:
           ValueError: if it was not measured and there is no rate.
         """
-        found = self.table.get((traffic.kind, traffic.axes)) or self.table.get((traffic.op, traffic.axes))
-        if found is not None:
-            return found
+        link = self.table.get((traffic.kind, traffic.axes)) or self.table.get((traffic.op, traffic.axes))
+        if link is not None:
+            return link
         if self.rate is None:
-            known = ", ".join(f"{op} over {'/'.join(axes)}" for op, axes in self.table) or "none"
+            collectives = ", ".join(f"{op} over {'/'.join(axes)}" for op, axes in self.table) or "none"
             raise ValueError(
                 f"A collective must be measured to be predicted; got {traffic.op} over {'/'.join(traffic.axes)}, and "
-                f"measured were {known}. Measure its axes too, or give a rate."
+                f"measured were {collectives}. Measure its axes too, or give a rate."
             )
         latency = self.latency * _messages(traffic)
         rate = _slowest(self.rate, traffic) if isinstance(self.rate, tuple) else self.rate
@@ -144,8 +144,8 @@ class Links:
         for traffic in operations:
             if traffic.workers > 1:
                 link = self.link(traffic)
-                each = link.seconds(float(traffic.received) / traffic.times)
-                total += Wire(link.latency, each - link.latency, link.error * each) * traffic.times
+                seconds = link.seconds(float(traffic.received) / traffic.times)
+                total += Wire(link.latency, seconds - link.latency, link.error * seconds) * traffic.times
         return total
 
 
@@ -201,21 +201,21 @@ def given_links(rate: float | str | Sequence[float] | Sequence[Sequence[float]],
     """
     rate = bits_per_second(rate, "rate") if isinstance(rate, str) else rate
     try:
-        given = np.array(rate, float)
+        rates = np.array(rate, float)
     except (TypeError, ValueError):  # rows of different lengths
-        given = np.zeros(0)
-    if not given.size or given.ndim > 2 or (given.ndim == 2 and len(set(given.shape)) > 1):
+        rates = np.zeros(0)
+    if not rates.size or rates.ndim > 2 or (rates.ndim == 2 and len(set(rates.shape)) > 1):
         raise ValueError(
             f"rate must be one, one for every worker, or one from every worker to every other; got {rate!r}. Write 1e9."
         )
-    links = given[~np.eye(len(given), dtype=bool)] if given.ndim == 2 and len(given) > 1 else given
+    links = rates[~np.eye(len(rates), dtype=bool)] if rates.ndim == 2 and len(rates) > 1 else rates
     holds = bool(np.all((links > 0) & np.isfinite(links)))
     check_range("rate", rate, "a positive number of bits a second", holds, "Write 1e9")
     holds = isinstance(latency, Real) and 0 <= latency < math.inf
     check_range("latency", latency, "seconds, 0 or more", holds, "Write 1e-4")
-    if given.size == 1:
-        return Links({}, given.item(), latency)
-    pairs = np.minimum.outer(given, given) if given.ndim == 1 else given
+    if rates.size == 1:
+        return Links({}, rates.item(), latency)
+    pairs = np.minimum.outer(rates, rates) if rates.ndim == 1 else rates
     pairs = np.where(np.eye(len(pairs), dtype=bool), np.inf, pairs)
     return Links({}, tuple(tuple(map(float, row)) for row in pairs), latency)
 
@@ -250,37 +250,37 @@ def check_axes(mesh: Mesh, axes: AxisName) -> None:
 
 
 def _measure(mesh: Mesh, op: str, axes: Axes, dtype: str) -> Link:
-    of = np.dtype(dtype or "float32")
+    element = np.dtype(dtype or "float32")
     workers = math.prod(mesh.shape[name] for name in axes)
     one = float(Traffic(op, 1, workers).received)
 
     def timed(size: int, chained: int = 1) -> tuple[float, float, float]:
         """Returns the bytes that a worker receives, and the median and half the interquartile range of the seconds."""
-        count = max(1, round(size / one / of.itemsize / workers)) * workers  # elements of a worker, in equal parts
+        count = max(1, round(size / one / element.itemsize / workers)) * workers  # elements of a worker, in equal parts
 
         def collectives(x: jax.Array) -> jax.Array:
             for _ in range(chained - 1):
-                x += _COLLECTIVES[op](x, axes).reshape(-1)[0].astype(of)  # each waits for the one before
+                x += _COLLECTIVES[op](x, axes).reshape(-1)[0].astype(element)  # each waits for the one before
             return _COLLECTIVES[op](x, axes)
 
         run = jax.jit(jax.shard_map(collectives, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
         # Noise, not zeros: Gloo sums 16-bit numbers in software, and zeros faster than gradients.
-        noise = np.random.default_rng(0).uniform(-100, 100, count).astype(of)
+        noise = np.random.default_rng(0).uniform(-100, 100, count).astype(element)
         x = jax.device_put(noise, NamedSharding(mesh, P()))
         jax.block_until_ready(run(x))
         # If one worker starts late, large messages of both directions take turns: start them together.
         seconds = time_calls(lambda: run(x), _REPEATS, mesh if size >= LARGE else None)
         low, median, high = all_agreed(statistics.quantiles(seconds, n=4), mesh)
-        return float(Traffic(op, of.itemsize * count, workers).received), median, (high - low) / 2
+        return float(Traffic(op, element.itemsize * count, workers).received), median, (high - low) / 2
 
     # A step has many collectives in one program, and its start is counted as computing: subtract the start.
     smallest, chained = timed(_BYTES[0]), timed(_BYTES[0], _CHAINED)[1]
-    alone = smallest[1]
-    start = max(0.0, alone - (chained - alone) / (_CHAINED - 1))
+    single = smallest[1]
+    start = max(0.0, single - (chained - single) / (_CHAINED - 1))
     points, errors = [], []
     for size in _BYTES:
-        received, median, spread = smallest if size == _BYTES[0] else timed(size)
-        points.append((received, max(median - start, median / _CHAINED)))
+        message_bytes, median, spread = smallest if size == _BYTES[0] else timed(size)
+        points.append((message_bytes, max(median - start, median / _CHAINED)))
         errors.append(spread / median)
         if median > _LONG:
             break
@@ -301,18 +301,18 @@ _COLLECTIVES: dict[str, Callable[[jax.Array, AxisName], jax.Array]] = {
 }
 
 
-def time_calls(call: Callable[[], Any], repeats: int, together: Mesh | None = None) -> list[float]:
+def time_calls(call: Callable[[], Any], repeats: int, barrier_mesh: Mesh | None = None) -> list[float]:
     """Returns the seconds of repeated calls, each until its result is ready.
 
     Args:
       call: the function to time; it returns JAX arrays.
       repeats: the number of calls.
-      together: the mesh whose processes start each call together; None if they need not.
+      barrier_mesh: the mesh whose processes start each call together; None if they need not.
     """
     seconds = []
     for _ in range(repeats):
-        if together is not None:
-            agreed(0.0, together)  # a barrier
+        if barrier_mesh is not None:
+            agreed(0.0, barrier_mesh)  # a barrier
         begin = time.perf_counter()
         jax.block_until_ready(call())
         seconds.append(time.perf_counter() - begin)
@@ -333,8 +333,8 @@ def all_agreed(seconds: Sequence[float], mesh: Mesh) -> list[float]:
         return list(seconds)
     sharding, largest = _largest(mesh)
     rows = np.tile(np.asarray(seconds, np.float32), (mesh.local_mesh.devices.size, 1))
-    found = largest(jax.make_array_from_process_local_data(sharding, rows))
-    return [float(each) for each in np.asarray(found.addressable_data(0)).max(0)]
+    maxima = largest(jax.make_array_from_process_local_data(sharding, rows))
+    return [float(value) for value in np.asarray(maxima.addressable_data(0)).max(0)]
 
 
 @functools.lru_cache(maxsize=8)

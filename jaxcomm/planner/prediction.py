@@ -101,9 +101,9 @@ class Advice:
         return self.best.startswith("plump_dp")
 
     def __getitem__(self, method: str) -> Prediction:
-        for each in self.predictions:
-            if each.method == method:
-                return each
+        for prediction in self.predictions:
+            if prediction.method == method:
+                return prediction
         raise KeyError(method)
 
     def json(self) -> str:
@@ -119,26 +119,26 @@ class Advice:
     def __str__(self) -> str:
         dense = self["plump_dp"]
         took = f"measured here in {self.seconds:.0f} s" if self.mode == "thorough" else "not measured: a rapid estimate"
-        held = f"{1e-6 * self.memory:,.1f} MB a worker" if self.memory else "not known"
+        memory_text = f"{1e-6 * self.memory:,.1f} MB a worker" if self.memory else "not known"
         lines = [
             f"{took}: K = {self.workers}, {self.parameters:,} parameters ({4e-6 * self.parameters:,.1f} MB of "
             f"gradient), link {_rate(self.link)} and {1e3 * self.latency:.2f} ms an all-reduce",
             f"dense in float32: {_ms(self.compute)} computing + {_ms(dense.wire + dense.coding)} exchange = "
             f"{_ms(dense.step)} ms a step; {self.compute / dense.step:.0%} of it computing",
-            f"memory of loss and gradient: {held}; beside it each method keeps what the table says",
+            f"memory of loss and gradient: {memory_text}; beside it each method keeps what the table says",
             "",
             f"{'method':<28}{'MB/step':>9}{'wire ms':>9}{'coding ms':>11}{'step ms':>9}{'delayed':>9}{'range':>16}"
             f"{'faster':>8}{'memory MB':>11}{'break-even':>12}  accuracy",
         ]
-        for each in self.predictions:
-            mark = "" if each.measured else "~"
+        for row in self.predictions:
+            mark = "" if row.measured else "~"
             lines.append(
-                f"{each.method:<28}{1e-6 * each.bytes:>9.3f}{_ms(each.wire):>9}{mark + _ms(each.coding):>11}"
-                f"{_ms(each.step):>9}{'-' if each.delayed is None else _ms(each.delayed):>9}"
-                f"{_ms(each.low) + '-' + _ms(each.high):>16}{each.faster:>7.2f}x"
-                f"{1e-6 * each.memory:>11.1f}{_rate(each.break_even):>12}  {each.accuracy}"
+                f"{row.method:<28}{1e-6 * row.bytes:>9.3f}{_ms(row.wire):>9}{mark + _ms(row.coding):>11}"
+                f"{_ms(row.step):>9}{'-' if row.delayed is None else _ms(row.delayed):>9}"
+                f"{_ms(row.low) + '-' + _ms(row.high):>16}{row.faster:>7.2f}x"
+                f"{1e-6 * row.memory:>11.1f}{_rate(row.break_even):>12}  {row.accuracy}"
             )
-        if not all(each.measured for each in self.predictions):
+        if not all(row.measured for row in self.predictions):
             lines.append("~ from the table of costs, not timed here.")
         lines.append("delayed: the step with jaxcomm.chain(..., delay=1), at best; see the guide.")
         return "\n".join([*lines, "", f"verdict: {self.verdict}"])
@@ -161,13 +161,13 @@ def _rate(bits: float) -> str:
 
 def break_even(fixed: float, wire: Wire, dense_fixed: float, dense: Wire, rate: float) -> float:
     """Returns the bits a second from which dense is as fast; transfers are inversely proportional to the rate."""
-    saved, lost = dense.transfer - wire.transfer, fixed - dense_fixed
-    if saved <= 0:
-        return math.inf if lost < 0 else 0.0
-    return math.inf if lost <= 0 else rate * saved / lost
+    gain, loss = dense.transfer - wire.transfer, fixed - dense_fixed
+    if gain <= 0:
+        return math.inf if loss < 0 else 0.0
+    return math.inf if loss <= 0 else rate * gain / loss
 
 
-def _until(bits: float) -> str:
+def _rate_note(bits: float) -> str:
     if not math.isfinite(bits):
         return "It is on any link."
     return f"Above {_rate(bits)} a worker, dense in bfloat16 is as fast."
@@ -198,6 +198,6 @@ def _verdict_of_exchanges(rows: list[Prediction]) -> tuple[str, str]:
         )
     return best.method, (
         f"{best.method}: {dense.step / best.step:.2f}x faster than {dense.method} (between "
-        f"{dense.low / best.high:.2f}x and {dense.high / max(best.low, 1e-9):.2f}x). {_until(best.break_even)}"
+        f"{dense.low / best.high:.2f}x and {dense.high / max(best.low, 1e-9):.2f}x). {_rate_note(best.break_even)}"
         + ("" if best.accuracy in ("-", AS_DENSE) else f" Its accuracy against dense: {best.accuracy}.")
     )

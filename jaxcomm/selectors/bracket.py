@@ -45,10 +45,10 @@ class Bracketed(NamedTuple):
     holds: jax.Array
     ok: jax.Array
 
-    def mark(self, chosen: jax.Array) -> jax.Array:
+    def mark(self, is_selected: jax.Array) -> jax.Array:
         """Adds some of the candidates, (C,) bool, to the mask of what is above: (n/32,) uint32."""
         place = (self.position % bits.WORD).astype(jnp.uint32)
-        bit = jnp.where(chosen, jnp.left_shift(np.uint32(1), place), np.uint32(0))
+        bit = jnp.where(is_selected, jnp.left_shift(np.uint32(1), place), np.uint32(0))
         # Each bit is added once, to a word where it is not set.
         word = self.position // bits.WORD
         return self.above.at[word].add(bit, mode="promise_in_bounds", indices_are_sorted=True)
@@ -90,8 +90,8 @@ def find_largest(vector: Vector, layout: Layout, k: jax.Array) -> Found:
     blocks = in_blocks(magnitude_bits(vector.sum()))
     is_above = blocks >= layout.per_block(high)[:, None, None]
     is_inside = (blocks >= layout.per_block(low)[:, None, None]) & ~is_above
-    above, inside, broken = bits.pack_each(is_above.reshape(-1), is_inside.reshape(-1), vector.broken())
-    n_above = count_in_segment(above, layout)
+    above_mask, inside, broken = bits.pack_each(is_above.reshape(-1), is_inside.reshape(-1), vector.broken())
+    n_above = count_in_segment(above_mask, layout)
     rank, count = rank_in_segment(inside, layout)
     is_zero = (low == 1) & (k > n_above + count)
     fits = count <= np.asarray(wide.capacities, np.int32)
@@ -99,14 +99,14 @@ def find_largest(vector: Vector, layout: Layout, k: jax.Array) -> Found:
 
     slots = slots_of(inside, rank, wide)
     candidates = jnp.where(slots.filled, vector.at(slots.position), 0.0)
-    among = dataclasses.replace(
+    room_layout = dataclasses.replace(
         wide, shapes=tuple((room,) for room in wide.capacities), compressed=(True,) * len(layout.sizes), chunk=None
     )
-    found = jnp.where(is_zero, np.uint32(0), _bisect(Stored(candidates), among, k - n_above))
+    smallest = jnp.where(is_zero, np.uint32(0), _bisect(Stored(candidates), room_layout, k - n_above))
     holds = jnp.all(is_known)
     searched = _bisect(vector, layout, k, jnp.where(holds, 0, 31))
-    bracketed = Bracketed(above, n_above, candidates, slots.position, among, holds, ~jnp.any(broken != 0))
-    return Found(jnp.where(is_known, found, searched), bracketed)
+    bracketed = Bracketed(above_mask, n_above, candidates, slots.position, room_layout, holds, ~jnp.any(broken != 0))
+    return Found(jnp.where(is_known, smallest, searched), bracketed)
 
 
 def _rooms(layout: Layout) -> tuple[int, ...]:
@@ -129,13 +129,13 @@ def _brackets(vector: Vector, layout: Layout, rooms: tuple[int, ...], k: jax.Arr
     spread = np.float32(_DEVIATIONS) * jnp.sqrt(expected)
     ends = jnp.stack([jnp.ceil(expected + spread) + 1, jnp.floor(expected - spread)]).astype(jnp.int32)  # (2, S)
 
-    def narrow(step: int, known: jax.Array) -> jax.Array:
-        candidate = known | lax.shift_left(np.uint32(1), jnp.uint32(30 - step))
-        reached = [
-            layout.per_segment(jnp.sum(sample >= layout.per_block(each)[:, None], axis=1, dtype=jnp.int32))
-            for each in candidate
+    def narrow(step: int, prefix: jax.Array) -> jax.Array:
+        candidate = prefix | lax.shift_left(np.uint32(1), jnp.uint32(30 - step))
+        counts = [
+            layout.per_segment(jnp.sum(sample >= layout.per_block(bound)[:, None], axis=1, dtype=jnp.int32))
+            for bound in candidate
         ]
-        return jnp.where(jnp.stack(reached) >= ends, candidate, known)
+        return jnp.where(jnp.stack(counts) >= ends, candidate, prefix)
 
     low, high = lax.fori_loop(0, 31, narrow, (ends * 0).astype(jnp.uint32))
     takes_all = np.asarray(rooms) >= np.asarray(layout.blocks) * BLOCK
@@ -147,12 +147,12 @@ def _brackets(vector: Vector, layout: Layout, rooms: tuple[int, ...], k: jax.Arr
 def _bisect(vector: Vector, layout: Layout, k: jax.Array, passes: jax.Array | int = 31) -> jax.Array:
     """Returns the bits of the k-th largest magnitude, or 0 where fewer are above 0: (S,) uint32."""
 
-    def narrow(step: int, known: jax.Array) -> jax.Array:
-        candidate = known | lax.shift_left(np.uint32(1), jnp.uint32(30 - step))
+    def narrow(step: int, prefix: jax.Array) -> jax.Array:
+        candidate = prefix | lax.shift_left(np.uint32(1), jnp.uint32(30 - step))
         # Takes the bits in each pass: else XLA would store them before the loop, which costs memory and a copy.
-        each, _ = lax.optimization_barrier((vector, known))
-        reached = _count(in_blocks(magnitude_bits(each.sum())) >= layout.per_block(candidate)[:, None, None], layout)
-        return jnp.where(reached >= k, candidate, known)
+        operand, _ = lax.optimization_barrier((vector, prefix))
+        counts = _count(in_blocks(magnitude_bits(operand.sum())) >= layout.per_block(candidate)[:, None, None], layout)
+        return jnp.where(counts >= k, candidate, prefix)
 
     return lax.fori_loop(0, passes, narrow, (k * 0).astype(jnp.uint32))
 

@@ -98,16 +98,16 @@ def compact_rows(words: jax.Array, layout: Layout, start: jax.Array) -> Selectio
 
 
 @jax.named_scope(SELECT)
-def _compact(words: jax.Array, layout: Layout, start: jax.Array | None, each: Callable[..., Any]) -> Selection:
-    """Does `compact`, or `compact_rows` where `each` maps functions over rows."""
-    rank, count = each(partial(rank_in_segment, layout=layout))(words)
+def _compact(words: jax.Array, layout: Layout, start: jax.Array | None, mapping: Callable[..., Any]) -> Selection:
+    """Does `compact`, or `compact_rows` where `mapping` maps functions over rows."""
+    rank, count = mapping(partial(rank_in_segment, layout=layout))(words)
     if start is not None:
         words, rank = lax.cond(
             jnp.any(count > layout.rooms()),
-            lambda: each(partial(_wrap_around, start=start, layout=layout))(words, rank, count),
+            lambda: mapping(partial(_wrap_around, start=start, layout=layout))(words, rank, count),
             lambda: (words, rank),
         )
-    return each(partial(_with_slots, layout=layout))(words, rank, count)
+    return mapping(partial(_with_slots, layout=layout))(words, rank, count)
 
 
 def _wrap_around(
@@ -121,8 +121,8 @@ def _wrap_around(
     def up_to(limit: jax.Array) -> jax.Array:
         return bits.keep_first(words, (layout.per_block(limit)[:, None] - rank).reshape(-1))
 
-    kept = (up_to(first + capacity) & ~up_to(first)) | up_to(first + capacity - count)
-    return kept, rank_in_segment(kept, layout)[0]
+    window = (up_to(first + capacity) & ~up_to(first)) | up_to(first + capacity - count)
+    return window, rank_in_segment(window, layout)[0]
 
 
 def _with_slots(words: jax.Array, rank: jax.Array, count: jax.Array, layout: Layout) -> Selection:
@@ -145,7 +145,7 @@ def select_threshold(vector: Vector, threshold: jax.Array, layout: Layout) -> Se
       threshold: (S,) float32, one per segment, not negative.
       layout: the segments.
     """
-    least = jnp.maximum(magnitude_bits(threshold), np.uint32(1))
-    reaches = in_blocks(magnitude_bits(vector.sum())) >= layout.per_block(least)[:, None, None]
+    bound = jnp.maximum(magnitude_bits(threshold), np.uint32(1))
+    reaches = in_blocks(magnitude_bits(vector.sum())) >= layout.per_block(bound)[:, None, None]
     words, broken = bits.pack_each(reaches.reshape(-1), vector.broken())
     return Selected(words, ~jnp.any(broken != 0))

@@ -31,16 +31,16 @@ def select_topk(vector: Vector, layout: Layout, k: jax.Array | None = None) -> S
     """
     if k is None:
         k = jnp.asarray(layout.rooms())
-    found = find_largest(vector, layout, k)
+    search = find_largest(vector, layout, k)
 
     def among_all() -> jax.Array:
-        return _largest(vector.sum(), found.smallest, layout, k)
+        return _largest(vector.sum(), search.smallest, layout, k)
 
-    if found.bracketed is None:
+    if search.bracketed is None:
         return Selected(among_all(), ~jnp.any(bits.pack(vector.broken()) != 0))
-    bracket = found.bracketed
-    chosen = bits.unpack(_largest(bracket.candidates, found.smallest, bracket.layout, k - bracket.n_above))
-    words = bracket.mark(chosen)
+    bracket = search.bracketed
+    is_selected = bits.unpack(_largest(bracket.candidates, search.smallest, bracket.layout, k - bracket.n_above))
+    words = bracket.mark(is_selected)
     return Selected(lax.cond(bracket.holds, lambda: words, among_all), bracket.ok)
 
 
@@ -59,19 +59,19 @@ def select_with_ties(vector: Vector, layout: Layout, k: jax.Array) -> tuple[Sele
       (selected, threshold): the mask, and the k-th largest magnitude of every segment, (S,) float32, 0 if k is beyond
       its size.
     """
-    found = find_largest(vector, layout, k)
-    threshold = lax.bitcast_convert_type(found.smallest, jnp.float32)
+    search = find_largest(vector, layout, k)
+    threshold = lax.bitcast_convert_type(search.smallest, jnp.float32)
 
     def among_all() -> Selected:
         return select_threshold(vector, threshold, layout)
 
-    if found.bracketed is None:
+    if search.bracketed is None:
         return among_all(), threshold
-    bracket = found.bracketed
+    bracket = search.bracketed
 
     def among_candidates() -> Selected:
-        chosen = select_threshold(Stored(bracket.candidates), threshold, bracket.layout)
-        return Selected(bracket.mark(bits.unpack(chosen.words)), bracket.ok)
+        selected = select_threshold(Stored(bracket.candidates), threshold, bracket.layout)
+        return Selected(bracket.mark(bits.unpack(selected.words)), bracket.ok)
 
     return lax.cond(bracket.holds, among_candidates, among_all), threshold
 
@@ -79,10 +79,10 @@ def select_with_ties(vector: Vector, layout: Layout, k: jax.Array) -> tuple[Sele
 def _largest(vector: jax.Array, smallest: jax.Array, layout: Layout, k: jax.Array) -> jax.Array:
     """Marks, in every segment, the k largest magnitudes, of which the smallest is known by its bits."""
     blocks, bound = in_blocks(magnitude_bits(vector)), layout.per_block(smallest)[:, None, None]
-    above, tied = bits.pack_each((blocks > bound).reshape(-1), ((blocks == bound) & (bound > 0)).reshape(-1))
-    room = layout.per_block(k - count_in_segment(above, layout))
+    above_mask, tied = bits.pack_each((blocks > bound).reshape(-1), ((blocks == bound) & (bound > 0)).reshape(-1))
+    room = layout.per_block(k - count_in_segment(above_mask, layout))
     rank, _ = rank_in_segment(tied, layout)
-    return above | bits.keep_first(tied, (room[:, None] - rank).reshape(-1))
+    return above_mask | bits.keep_first(tied, (room[:, None] - rank).reshape(-1))
 
 
 @jax.named_scope(SELECT)
@@ -103,15 +103,15 @@ def select_rows(rows: jax.Array, k: int) -> jax.Array:
     magnitude = magnitude_bits(rows)
     n_below = rows.shape[1] - k  # bisection on the bits of the float: at most this many are below the smallest marked
 
-    def narrow(step: int, known: jax.Array) -> jax.Array:
-        candidate = known | lax.shift_left(np.uint32(1), jnp.uint32(30 - step))
-        below = jnp.sum(magnitude < candidate[:, None], axis=1, dtype=jnp.int32)
-        return jnp.where(below <= n_below, candidate, known)
+    def narrow(step: int, prefix: jax.Array) -> jax.Array:
+        candidate = prefix | lax.shift_left(np.uint32(1), jnp.uint32(30 - step))
+        n_smaller = jnp.sum(magnitude < candidate[:, None], axis=1, dtype=jnp.int32)
+        return jnp.where(n_smaller <= n_below, candidate, prefix)
 
     smallest = lax.fori_loop(0, 31, narrow, jnp.zeros_like(magnitude[:, 0]))[:, None]
-    above, tied = magnitude > smallest, magnitude == smallest
-    room = k - jnp.sum(above, axis=1, dtype=jnp.int32, keepdims=True)
-    return above | (tied & (jnp.cumsum(tied, axis=1, dtype=jnp.int32) <= room))
+    is_above, tied = magnitude > smallest, magnitude == smallest
+    room = k - jnp.sum(is_above, axis=1, dtype=jnp.int32, keepdims=True)
+    return is_above | (tied & (jnp.cumsum(tied, axis=1, dtype=jnp.int32) <= room))
 
 
 def dropped(n: int, sparsity: float) -> int:
@@ -119,6 +119,6 @@ def dropped(n: int, sparsity: float) -> int:
     return math.floor(n * Fraction(repr(float(sparsity))))
 
 
-def kept(n: int, sparsity: float) -> int:
+def n_kept(n: int, sparsity: float) -> int:
     """Returns how many of n coordinates top-k keeps at a sparsity: at least one."""
     return max(1, n - dropped(n, sparsity))

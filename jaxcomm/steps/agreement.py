@@ -40,10 +40,10 @@ def check_agreement(
         return
 
     def reaches_the_loss(paths: frozenset[str]) -> bool:
-        found = False
+        is_reached = False
 
         def worker(state: TrainState, batch: Any) -> jax.Array:
-            nonlocal found
+            nonlocal is_reached
 
             def differ(path: Any, leaf: jax.Array) -> jax.Array:
                 return to_varying(leaf, OTHER_USES) if jax.tree_util.keystr(path) in paths else leaf
@@ -51,11 +51,11 @@ def check_agreement(
             params = vary_exchanged(state.params, state.opt_state, axis_name)
             params = jax.tree_util.tree_map_with_path(differ, params)
             loss, _ = loss_fn(params, state.model_state, batch)
-            found = varies(loss, OTHER_USES)
+            is_reached = varies(loss, OTHER_USES)
             return jnp.zeros(())
 
         trace_on(worker, {**axes, OTHER_USES: 1}, axis_name, state, batch, out_specs=P())
-        return found
+        return is_reached
 
     if reaches_the_loss(marked):
         wrong = [path for path in sorted(marked) if reaches_the_loss(frozenset([path]))]

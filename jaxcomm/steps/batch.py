@@ -38,17 +38,17 @@ class Batch:
 
     def tree(self) -> Any:
         """Returns the user's batch, with the rows that this one has."""
-        rows, others = iter(self.rows), iter(self.replicated)
+        rows, replicated = iter(self.rows), iter(self.replicated)
         leaves = [
-            next(others) if axis is None else next(rows) if axis == 0 else jnp.moveaxis(next(rows), 0, axis)
+            next(replicated) if axis is None else next(rows) if axis == 0 else jnp.moveaxis(next(rows), 0, axis)
             for axis in self.axes
         ]
         return self.treedef.unflatten(leaves)
 
     def like(self, of_rows: Any, of_others: Any) -> Any:
         """Returns a tree of this structure, with one item for everything that has rows, and one for the rest."""
-        both = [of_rows] * len(self.rows), [of_others] * len(self.replicated)
-        return replace(self, rows=both[0], replicated=both[1], key=None if self.key is None else of_others)
+        items = [of_rows] * len(self.rows), [of_others] * len(self.replicated)
+        return replace(self, rows=items[0], replicated=items[1], key=None if self.key is None else of_others)
 
 
 def row_axes(batch: Any, batch_axis: Any = 0) -> list[int | None]:
@@ -62,10 +62,10 @@ def row_axes(batch: Any, batch_axis: Any = 0) -> list[int | None]:
       ValueError: for a tree that is no prefix of the batch, or an axis that an array does not have.
     """
     pairs = jax.tree_util.tree_leaves_with_path(batch)
-    given: list[Any] = []
+    leaf_axes: list[Any] = []
     try:
         jax.tree.map(
-            lambda axis, part: given.extend([axis] * len(jax.tree.leaves(part))),
+            lambda axis, part: leaf_axes.extend([axis] * len(jax.tree.leaves(part))),
             batch_axis,
             batch,
             is_leaf=lambda node: node is None,
@@ -76,7 +76,7 @@ def row_axes(batch: Any, batch_axis: Any = 0) -> list[int | None]:
             f"{jax.tree.structure(batch)}. Name every array: {{'x': 0, 'weights': None}}, None for what is replicated."
         ) from error
     axes: list[int | None] = []
-    for (path, leaf), axis in zip(pairs, given, strict=True):
+    for (path, leaf), axis in zip(pairs, leaf_axes, strict=True):
         ndim = jnp.ndim(leaf)
         if axis is not None and ndim and not (isinstance(axis, int) and -ndim <= axis < ndim):
             raise ValueError(
@@ -124,10 +124,10 @@ def check_batch(
             )
     if len(set(counts)) > 1:
         usual = max(counts, key=lambda rows: (counts.count(rows), rows % parts == 0, rows))
-        found = ", ".join(f"{rows} at {path!r}" for path, _, rows in arrays)
+        listing = ", ".join(f"{rows} at {path!r}" for path, _, rows in arrays)
         example = [None if axis is None or jnp.shape(leaf)[axis] != usual else axis for _, leaf, axis in pairs]
         raise ValueError(
-            f"The arrays of a batch must have the same number of rows, which are divided among {cut}; got {found}. "
+            f"The arrays of a batch must have the same number of rows, which are divided among {cut}; got {listing}. "
             "Say by batch_axis= which axis of each array has the rows, with None for what every worker needs whole, as "
             f"class weights and masks: batch_axis={jax.tree.unflatten(jax.tree.structure(batch), example)}. Pad what "
             "has several items for a row, as labels of sequences and edges of graphs, to an array of rows."

@@ -54,8 +54,8 @@ def worker_step(
     is_delayed, reported = isinstance(old.opt_state, DelayedState), ({"loss": loss, **scalars}, own_state)
     averaged, mean_state = reported if is_delayed or is_alone else mean_over_workers(*reported, axis_name, kinds)
 
-    def loss_at(own: Any) -> jax.Array:
-        params = vary_exchanged(with_untrained(own, old.params), old.opt_state, axis_name)
+    def loss_at(trained_params: Any) -> jax.Array:
+        params = vary_exchanged(with_untrained(trained_params, old.params), old.opt_state, axis_name)
         return gradients_fn(params, old.model_state, batch)[0][0]
 
     own_loss = loss if is_local else averaged["loss"]
@@ -63,7 +63,7 @@ def worker_step(
         gradients = keep_unless(own_ok, gradients, jax.tree.map(lambda _: jnp.nan, gradients))
     updates, opt_state = update_with(tx, gradients, old.opt_state, trained(old.params), own_loss, loss_at)
     params, opt_state, exchanged = apply(updates, opt_state, old.params, old.opt_state, own_ok)
-    state_ok = applies_step(exchanged, get_exchange(opt_state).method.undoes_skipped)
+    state_ok = applies_step(exchanged, get_exchange(opt_state).method.reverts_on_skip)
     if is_delayed:
         # XLA would merge the two all-reduces, and that of the gradients would wait for the loss. So make the loss wait
         # for the gradients: `skipped` is 0 or 1, but XLA does not know. (An optimization_barrier is removed too early.)
@@ -90,11 +90,11 @@ def apply(
     Unless `ok`, the updates have nothing of this step's gradient, and the optimizer's state stays, too.
     """
     exchange = get_exchange(opt_state)
-    applies = applies_step(exchange.metrics, exchange.method.undoes_skipped)
+    applies = applies_step(exchange.metrics, exchange.method.reverts_on_skip)
     updates = without_frozen(updates, exchange)
     params = with_untrained(optax.apply_updates(trained(old_params), updates), old_params)
-    kept = keep_states_unless(applies & ok, opt_state, old_opt_state)
-    return keep_unless(applies, params, old_params), kept, exchange.metrics
+    new_opt_state = keep_states_unless(applies & ok, opt_state, old_opt_state)
+    return keep_unless(applies, params, old_params), new_opt_state, exchange.metrics
 
 
 def check_new_state(new: Any, old: Any, *, takes_counts: bool = True) -> None:

@@ -40,45 +40,45 @@ class Tables:
         def worker(tables: list[jax.Array], batch: Batch) -> tuple[list[jax.Array], list[jax.Array]]:
             everyones = [gather_ids(_checked(ids(batch.tree())), axis) for ids in self.ids]
             rows = zip(tables, everyones, self._ways, strict=True)
-            return [send_rows(table, ids, by, axis) for table, ids, by in rows], everyones
+            return [send_rows(table, ids, way, axis) for table, ids, way in rows], everyones
 
         by_rows = P(self.exchange.names)
         in_specs = (self._specs, batch.like(P(self.exchange.names), P()))
         run = jax.shard_map(worker, mesh=self.exchange.mesh, in_specs=in_specs, out_specs=(by_rows, by_rows))
         vectors, everyones = run(self._tables(leaves), batch)
-        found = iter(vectors)
-        return treedef.unflatten([leaf if by is None else next(found) for leaf, by in self._pairs(leaves)]), everyones
+        queue = iter(vectors)
+        return treedef.unflatten([leaf if way is None else next(queue) for leaf, way in self._pairs(leaves)]), everyones
 
-    def add(self, params: Any, taken: Any, updates: Any, everyones: list[jax.Array]) -> Any:
-        """Adds the updates of the vectors to the rows of the tables; takes the other parameters from `taken`."""
+    def add(self, params: Any, other_params: Any, updates: Any, everyones: list[jax.Array]) -> Any:
+        """Adds the updates of the vectors to the rows of the tables; takes the other parameters from `other_params`."""
         leaves, treedef = jax.tree.flatten(params)
         axis, by_rows = self.exchange.axis_name, P(self.exchange.names)
 
         def worker(tables: list[jax.Array], changes: list[jax.Array], everyones: list[jax.Array]) -> list[jax.Array]:
             rows = zip(tables, everyones, changes, self._ways, strict=True)
-            return [add_to_rows(table, ids, change, by, axis) for table, ids, change, by in rows]
+            return [add_to_rows(table, ids, change, way, axis) for table, ids, change, way in rows]
 
         run = jax.shard_map(
             worker, mesh=self.exchange.mesh, in_specs=(self._specs, by_rows, by_rows), out_specs=self._specs
         )
-        found = iter(run(self._tables(leaves), self._tables(jax.tree.leaves(updates)), everyones))
-        others = jax.tree.leaves(taken)
-        return treedef.unflatten([leaf if by is None else next(found) for leaf, by in self._pairs(others)])
+        queue = iter(run(self._tables(leaves), self._tables(jax.tree.leaves(updates)), everyones))
+        leaves_after = jax.tree.leaves(other_params)
+        return treedef.unflatten([leaf if way is None else next(queue) for leaf, way in self._pairs(leaves_after)])
 
     @property
     def _ways(self) -> list[str]:
-        return [by for by in self.by if by is not None]
+        return [way for way in self.by if way is not None]
 
     @property
     def _specs(self) -> list[P]:
         names = self.exchange.names
-        return [P(names) if by == "rows" else P(None, names) for by in self._ways]
+        return [P(names) if way == "rows" else P(None, names) for way in self._ways]
 
     def _pairs(self, leaves: list[Any]) -> Any:
         return zip(leaves, self.by, strict=True)
 
     def _tables(self, leaves: list[Any]) -> list[Any]:
-        return [leaf for leaf, by in self._pairs(leaves) if by is not None]
+        return [leaf for leaf, way in self._pairs(leaves) if way is not None]
 
 
 def tables_of(lookups: Lookups, params: Any, exchange: ShardedExchange) -> Tables:
@@ -94,10 +94,10 @@ def tables_of(lookups: Lookups, params: Any, exchange: ShardedExchange) -> Table
         workers along one dimension.
     """
     paths = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    unknown = [path for path in lookups if path not in paths]
-    if unknown:
-        raise ValueError(f"lookups must be of parameters, by their paths; got {unknown[0]!r}. There are {paths}.")
-    by: list[str | None] = []
+    gaps = [path for path in lookups if path not in paths]
+    if gaps:
+        raise ValueError(f"lookups must be of parameters, by their paths; got {gaps[0]!r}. There are {paths}.")
+    ways: list[str | None] = []
     for path, leaf, spec in zip(paths, jax.tree.leaves(params), exchange.specs, strict=True):
         place = [place for place, entry in enumerate(spec) if spec_axes(P(entry))]
         if path in lookups and (
@@ -108,10 +108,10 @@ def tables_of(lookups: Lookups, params: Any, exchange: ShardedExchange) -> Table
                 f"{path!r} {leaf.shape} with the spec {tuple(spec)}. Leave it out, or give it a spec over "
                 f"{exchange.names}."
             )
-        by.append(("rows", "columns")[place[0]] if path in lookups else None)
-    specs = tuple(spec if way is None else P(exchange.names) for spec, way in zip(exchange.specs, by, strict=True))
-    ids = tuple(lookups[path] for path, way in zip(paths, by, strict=True) if way is not None)
-    return Tables(replace(exchange, specs=specs), tuple(by), ids)
+        ways.append(("rows", "columns")[place[0]] if path in lookups else None)
+    specs = tuple(spec if way is None else P(exchange.names) for spec, way in zip(exchange.specs, ways, strict=True))
+    ids = tuple(lookups[path] for path, way in zip(paths, ways, strict=True) if way is not None)
+    return Tables(replace(exchange, specs=specs), tuple(ways), ids)
 
 
 def check_additive(exchange: ShardedExchange, params: Any, tables: Tables) -> None:
@@ -128,7 +128,7 @@ def check_additive(exchange: ShardedExchange, params: Any, tables: Tables) -> No
     rng = np.random.default_rng(0)
 
     def small(rows: int) -> Any:
-        shapes = [(1,) * leaf.ndim if by is None else (rows, 2) for leaf, by in zip(leaves, tables.by, strict=True)]
+        shapes = [(1,) * leaf.ndim if way is None else (rows, 2) for leaf, way in zip(leaves, tables.by, strict=True)]
         return treedef.unflatten([jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes])
 
     def sizes(rows: int) -> list[int]:
@@ -136,19 +136,19 @@ def check_additive(exchange: ShardedExchange, params: Any, tables: Tables) -> No
         return [leaf.size for leaf in jax.tree.leaves(state)]
 
     def update(gradients: Any, states: Any) -> tuple[list[Any], Any]:
-        found, first = before.update(gradients, states[0], own)
-        found, second = after.update(found, states[1], own)
-        changes = zip(jax.tree.leaves(found), tables.by, strict=True)
-        return [change for change, by in changes if by is not None], (first, second)
+        changed, first = before.update(gradients, states[0], sample)
+        changed, second = after.update(changed, states[1], sample)
+        changes = zip(jax.tree.leaves(changed), tables.by, strict=True)
+        return [change for change, way in changes if way is not None], (first, second)
 
-    own, is_additive = small(3), sizes(3) == sizes(5)
-    states = (before.init(own), after.init(own))
+    sample, is_additive = small(3), sizes(3) == sizes(5)
+    states = (before.init(sample), after.init(sample))
     for _ in range(_STEPS if is_additive else 0):
-        one, other = small(3), small(3)
-        both = jax.tree.map(jnp.add, one, other)
-        parts, (sums, new) = [update(each, states)[0] for each in (one, other)], update(both, states)
+        left, right = small(3), small(3)
+        joint = jax.tree.map(jnp.add, left, right)
+        parts, (sums, new) = [update(side, states)[0] for side in (left, right)], update(joint, states)
         pairs = zip(*parts, sums, strict=True)
-        is_additive &= all(np.allclose(a + b, whole, rtol=1e-4, atol=1e-6) for a, b, whole in pairs)
+        is_additive &= all(np.allclose(a + b, total, rtol=1e-4, atol=1e-6) for a, b, total in pairs)
         states = new
     if not is_additive:
         raise ValueError(

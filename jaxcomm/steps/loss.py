@@ -51,8 +51,8 @@ class Scalars(NamedTuple):
 
     def of_own(self, rows: dict[str, jax.Array], workers: int) -> dict[str, jax.Array]:
         """Returns the sum, the maximum or the mean over some of K workers, of rows (n,) that `of_all` has made."""
-        by_kind = {"sum": lambda own: own.sum() / workers, "max": jnp.max, "mean": jnp.mean}
-        return {name: by_kind[self.of(name)](own) for name, own in rows.items()}
+        by_kind = {"sum": lambda values: values.sum() / workers, "max": jnp.max, "mean": jnp.mean}
+        return {name: by_kind[self.of(name)](values) for name, values in rows.items()}
 
     def largest(self, scalars: dict[str, jax.Array], axis_name: AxisName) -> dict[str, jax.Array]:
         """Returns the scalars, with the largest of all workers in place of a worker's own maxima."""
@@ -68,10 +68,10 @@ class Scalars(NamedTuple):
         Raises:
           ValueError: naming the scalars.
         """
-        for how, pattern in (("sum", self.sum), ("max", self.max)):
+        for reduction, pattern in (("sum", self.sum), ("max", self.max)):
             if pattern is not None and not any(re.search(pattern, name) for name in scalars):
                 raise ValueError(
-                    f"{how}= must be a regular expression that finds a scalar of the loss; got {pattern!r} for "
+                    f"{reduction}= must be a regular expression that finds a scalar of the loss; got {pattern!r} for "
                     f"{list(scalars)}. Leave it out, or return the scalar beside the loss, with has_aux=True."
                 )
 
@@ -90,7 +90,7 @@ class Scalars(NamedTuple):
                 "(regular expressions of names), or take its mean as a float."
             )
         number = jnp.asarray(value, jnp.promote_types(jnp.result_type(value), jnp.float32))
-        names = [each for each in axis_names(axis_name) if is_bound(each)]  # a loss of all rows is in no such axis
+        names = [axis for axis in axis_names(axis_name) if is_bound(axis)]  # a loss of all rows is in no such axis
         return number * (self.micro_batches * lax.axis_size(tuple(names))) if how == "sum" and names else number
 
 
@@ -150,17 +150,17 @@ def _parts_of(out: Any, model_state: Any, has_aux: bool, has_state: bool) -> tup
                 "that returns the loss and a dict of scalars."
             )
         return out, {}, model_state
-    wanted = "(loss, (dict of scalars, new model_state))" if has_state else "(loss, dict of scalars)"
+    expected = "(loss, (dict of scalars, new model_state))" if has_state else "(loss, dict of scalars)"
     flag = "has_state" if has_state else "has_aux"
     if not isinstance(out, tuple | list) or len(out) != 2:
         raise ValueError(
-            f"A loss_fn must return {wanted} with {flag}=True; got {_kind(out)}. Return both, or leave {flag} out."
+            f"A loss_fn must return {expected} with {flag}=True; got {_kind(out)}. Return both, or leave {flag} out."
         )
     value, scalars = out
     if has_state:
         if not isinstance(scalars, tuple | list) or len(scalars) != 2:
             raise ValueError(
-                f"A loss_fn must return {wanted} with has_state=True; got {_kind(scalars)} beside the loss. "
+                f"A loss_fn must return {expected} with has_state=True; got {_kind(scalars)} beside the loss. "
                 "Return {} where there are no scalars."
             )
         scalars, model_state = scalars
@@ -203,10 +203,10 @@ def gradients_of(loss: LossFn, axis_name: AxisName) -> GradientsFn:
     """
 
     def gradients(params: Any, model_state: Any, batch: Any) -> Any:
-        def own_loss(own: Any) -> Any:
-            value, more = loss(with_untrained(own, params), model_state, batch)
+        def own_loss(trained_params: Any) -> Any:
+            value, aux = loss(with_untrained(trained_params, params), model_state, batch)
             # A loss that is averaged already is one of each worker, too; else its gradient would lack a factor of K.
-            return to_varying(value, axis_name), more
+            return to_varying(value, axis_name), aux
 
         return jax.value_and_grad(own_loss, has_aux=True)(trained(params))
 
@@ -231,11 +231,11 @@ def in_turns(gradients_fn: GradientsFn, kinds: Scalars, axis_name: AxisName) -> 
             return jax.tree.map(lambda leaf: to_varying(leaf, axis_name) if is_averaged(leaf) else leaf, state)
 
         def one(state: Any, turn: Any) -> Any:
-            number, own = turn
+            number, part_rows = turn
             key = None if batch.key is None else jax.random.fold_in(batch.key, number)
-            part = replace(batch, rows=own, key=key)
-            (value, (scalars, new_state)), found = gradients_fn(params, state, part)
-            return widened(((value, scalars), found)), vary(new_state)
+            part = replace(batch, rows=part_rows, key=key)
+            (value, (scalars, new_state)), gradients_of_part = gradients_fn(params, state, part)
+            return widened(((value, scalars), gradients_of_part)), vary(new_state)
 
         def add(carry: Any, turn: Any) -> Any:
             (((value, scalars), sums), state) = carry

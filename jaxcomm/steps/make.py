@@ -185,10 +185,10 @@ def make_train_step(
     if auto and specs is None:
         raise ValueError(f"auto must go with specs=, which say how parameters are sharded along it; got auto={auto}.")
     workers = axis_names(axis_name)
-    others = tuple(name for name, size in mesh.shape.items() if name not in workers and size > 1)
-    if specs is None and not (others and set(workers) <= mesh.shape.keys()):
+    extra_axes = tuple(name for name, size in mesh.shape.items() if name not in workers and size > 1)
+    if specs is None and not (extra_axes and set(workers) <= mesh.shape.keys()):
         return WorkersStep(loss, tx, mesh, axis_name, settings)
-    auto = others if specs is None else tuple(auto)
+    auto = extra_axes if specs is None else tuple(auto)
     make = LocalStep if is_local(tx) else ShardedStep
     return make(loss, tx, mesh, specs, auto, axis_name, settings, lookups)
 

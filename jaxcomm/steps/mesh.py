@@ -99,11 +99,11 @@ def check_axis(mesh: Mesh, axis_name: AxisName) -> None:
                 f"make_mesh({name}=...), or pass axis_name= to the exchange and to make_train_step (with "
                 "data_parallel, to the exchange alone)."
             )
-    others = {name: size for name, size in sizes.items() if name not in names and size > 1}
-    if others:
+    extra = {name: size for name, size in sizes.items() if name not in names and size > 1}
+    if extra:
         raise ValueError(
             "The mesh of a data-parallel step must have the axes of workers alone, since parameters are replicated; "
-            f"got {others} beside {axis_name!r}. Make the mesh with {names[0]}= alone, pass specs= to make_train_step "
+            f"got {extra} beside {axis_name!r}. Make the mesh with {names[0]}= alone, pass specs= to make_train_step "
             "if parameters are sharded over the others, or call the transformation inside your own jax.shard_map that "
             "is manual over all axes."
         )

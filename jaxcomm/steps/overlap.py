@@ -28,7 +28,7 @@ from jaxcomm.steps.replication import over_workers
 from jaxcomm.types import DelayedState, PerWorker
 
 
-def runs_apart(state: Any, mesh: Mesh) -> bool:
+def needs_host_overlap(state: Any, mesh: Mesh) -> bool:
     """Returns whether the step of this state is split: a delayed step, on CPU devices of several processes."""
     return (
         isinstance(getattr(state, "opt_state", None), DelayedState)
@@ -39,7 +39,7 @@ def runs_apart(state: Any, mesh: Mesh) -> bool:
     )
 
 
-class Apart:
+class HostOverlap:
     """The programs of a delayed step, each compiled when it is first called."""
 
     def __init__(
@@ -55,34 +55,38 @@ class Apart:
         rows, on_mesh = P(axis_name), partial(jax.shard_map, mesh=mesh)
 
         def gradients(params: Any, model_state: Any, step: jax.Array, batch: Any) -> Any:
-            def own(params: Any, model_state: Any, batch: Any) -> Any:
+            def local_gradients(params: Any, model_state: Any, batch: Any) -> Any:
                 varying = to_varying(params, axis_name)
-                (loss, (scalars, new_state)), found = gradients_fn(varying, model_state, batch)
+                (loss, (scalars, new_state)), gradient_tree = gradients_fn(varying, model_state, batch)
                 check_new_state(new_state, model_state)
-                out = ({"loss": loss, **scalars}, new_state, found)
+                out = ({"loss": loss, **scalars}, new_state, gradient_tree)
                 return jax.tree.map(lambda x: to_varying(jnp.asarray(x), axis_name)[None], out)
 
             batch = keyed(step, batch)
             in_specs = (P(), P(), batch.like(P(axis_name), P()))
-            return over_workers(own, mesh=mesh, in_specs=in_specs, out_specs=rows)(params, model_state, batch)
+            return over_workers(local_gradients, mesh=mesh, in_specs=in_specs, out_specs=rows)(
+                params, model_state, batch
+            )
 
         def update(params: Any, opt_state: Any) -> Any:
-            def own(params: Any, opt_state: Any) -> Any:
+            def local_update(params: Any, opt_state: Any) -> Any:
                 last = jax.tree.map(lambda row: row[0], opt_state.gradients.rows)  # in place of this step's gradients
                 updates, new = tx.update(last, opt_state, trained(params))
                 params, new, metrics = apply(updates, new, params, opt_state)
                 return params, new.inner, metrics
 
             specs = state_specs(opt_state)
-            return on_mesh(own, in_specs=(P(), specs), out_specs=(P(), specs.inner, P()))(params, opt_state)
+            return on_mesh(local_update, in_specs=(P(), specs), out_specs=(P(), specs.inner, P()))(params, opt_state)
 
         def means(scalars: Any, new_state: Any, old_state: Any, step: jax.Array) -> Any:
-            def own(scalars: Any, new_state: Any, old_state: Any) -> Any:
+            def local_means(scalars: Any, new_state: Any, old_state: Any) -> Any:
                 scalars, new_state = jax.tree.map(lambda row: row[0], (scalars, new_state))
                 averaged, mean_state = mean_over_workers(scalars, new_state, axis_name, settings.kinds)
                 return averaged, keep_unless(is_finite_tree(mean_state), mean_state, old_state)
 
-            averaged, state = on_mesh(own, in_specs=(rows, rows, P()), out_specs=P())(scalars, new_state, old_state)
+            averaged, state = on_mesh(local_means, in_specs=(rows, rows, P()), out_specs=P())(
+                scalars, new_state, old_state
+            )
             return averaged, state, step + 1
 
         self._gradients, self._means = settings.jit(gradients), settings.jit(means)
@@ -92,9 +96,9 @@ class Apart:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Takes a step: starts its programs without waiting for their results."""
         # All collectives start in the caller's thread, in order: Gloo would mix the messages of two programs.
-        own = self._thread.submit(self._gradients, state.params, state.model_state, state.step, batch)
+        future = self._thread.submit(self._gradients, state.params, state.model_state, state.step, batch)
         params, inner, metrics = self._update(state.params, state.opt_state)
-        scalars, new_state, gradients = own.result()
+        scalars, new_state, gradients = future.result()
         averaged, model_state, step = self._means(scalars, new_state, state.model_state, state.step)
         delayed = DelayedState(inner, PerWorker(gradients, state.opt_state.gradients.axes))
         return TrainState(params, delayed, step, model_state), {**averaged, **metrics._asdict()}

@@ -29,18 +29,18 @@ def differing_replicas(mesh: Mesh, named: Mapping[str, jax.Array]) -> dict[str, 
     if not named:
         return {}
     digests = np.asarray(_gatherer(mesh)(list(named.values())))  # (devices, arrays)
-    found = {}
-    for name, own in zip(named, digests.T, strict=True):
-        values, counts = np.unique(own, return_counts=True)
+    differing = {}
+    for name, array_digests in zip(named, digests.T, strict=True):
+        values, counts = np.unique(array_digests, return_counts=True)
         if len(values) > 1:
-            found[name] = np.flatnonzero(own != values[counts.argmax()]).tolist()
-    return found
+            differing[name] = np.flatnonzero(array_digests != values[counts.argmax()]).tolist()
+    return differing
 
 
 @lru_cache
 def _gatherer(mesh: Mesh) -> Any:
-    def gather(own: list[jax.Array]) -> jax.Array:
-        return lax.all_gather(jnp.stack([digest(leaf) for leaf in own]), mesh.axis_names)
+    def gather(leaves: list[jax.Array]) -> jax.Array:
+        return lax.all_gather(jnp.stack([digest(leaf) for leaf in leaves]), mesh.axis_names)
 
     # check_vma is off: it would take the inputs as replicated, which is what this checks.
     return jax.jit(jax.shard_map(gather, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))

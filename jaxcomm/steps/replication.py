@@ -29,7 +29,7 @@ _REPLICATING = frozenset(name for name, op in COLLECTIVES.items() if op in ("all
 _NOT_TRACKED = "manual ax(is|es)|can only accept axis_name which corresponds to one of"
 
 
-def over_workers(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, **more: Any) -> Any:
+def over_workers(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, **options: Any) -> Any:
     """Returns `jax.shard_map` of a function that has a user's loss or optimizer in it.
 
     JAX tracks what differs between workers, and so refuses a loop that begins with a constant, or a branch that returns
@@ -42,7 +42,7 @@ def over_workers(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_sp
       mesh: the devices.
       in_specs: as for `jax.shard_map`.
       out_specs: as for `jax.shard_map`.
-      **more: other arguments of `jax.shard_map`.
+      **options: other arguments of `jax.shard_map`.
 
     Raises:
       ValueError: if an output that `out_specs` calls replicated may differ between workers.
@@ -51,12 +51,12 @@ def over_workers(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_sp
     def call(*args: Any) -> Any:
         try:
             with naming_axes(mesh):
-                return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **more)(*args)
+                return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)(*args)
         except (TypeError, ValueError) as error:
             if not re.search(_NOT_TRACKED, str(error)):
                 raise
-        once = jax.jit(function)  # traced once, for the proof and for the program
-        untracked = jax.shard_map(once, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False, **more)
+        jitted = jax.jit(function)  # traced once, for the proof and for the program
+        untracked = jax.shard_map(jitted, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False, **options)
         traced, out = jax.make_jaxpr(untracked, return_shape=True)(*args)
         (eqn,) = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "shard_map"]
         inputs, claimed = (
@@ -107,9 +107,9 @@ def varying_axes(jaxpr: Any, inputs: Sequence[Axes], see: See | None = None) -> 
     walk = _Walk(see)
     while True:  # a reference may be read before the turn of a loop that writes to it
         before = dict(walk.memory)
-        found = walk.axes_of(jaxpr, inputs)
+        out_axes = walk.axes_of(jaxpr, inputs)
         if walk.memory == before:
-            return found
+            return out_axes
 
 
 class _Walk:
@@ -121,76 +121,76 @@ class _Walk:
         self.see = see
 
     def axes_of(self, jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:
-        known: dict[Any, Axes] = dict(zip(jaxpr.invars, inputs, strict=True))
+        axes_of_var: dict[Any, Axes] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-        def of(variables: Sequence[Any]) -> list[Axes]:
-            return [known.get(v, frozenset()) if not hasattr(v, "val") else frozenset() for v in variables]
+        def read(variables: Sequence[Any]) -> list[Axes]:
+            return [axes_of_var.get(v, frozenset()) if not hasattr(v, "val") else frozenset() for v in variables]
 
         for eqn in jaxpr.eqns:
-            given = of(eqn.invars)
-            out = self._written(eqn, given, self._outputs(eqn, given))
-            known |= zip(eqn.outvars, out if self.see is None else self.see(eqn, given, out), strict=True)
-        return of(jaxpr.outvars)
+            ins = read(eqn.invars)
+            out = self._written(eqn, ins, self._outputs(eqn, ins))
+            axes_of_var |= zip(eqn.outvars, out if self.see is None else self.see(eqn, ins, out), strict=True)
+        return read(jaxpr.outvars)
 
-    def _written(self, eqn: Any, given: list[Axes], out: list[Axes]) -> list[Axes]:
+    def _written(self, eqn: Any, ins: list[Axes], out: list[Axes]) -> list[Axes]:
         """Notes what an equation writes to references, and adds what it may read from them."""
         kinds = {kind for v in (*eqn.invars, *eqn.outvars) if (kind := _reference(v))}
         if not kinds or _bodies(eqn):
             return out
-        anywhere = self.branch.union(*given)
+        anywhere = self.branch.union(*ins)
         for kind in kinds:
             if eqn.primitive.name not in ("get", "freeze"):
                 self.memory[kind] = self.memory.get(kind, frozenset()) | anywhere
             anywhere |= self.memory.get(kind, frozenset())
-        return [each | anywhere for each in out]
+        return [out_axes | anywhere for out_axes in out]
 
     def _inside(self, differs: Axes, jaxpr: Any, inputs: Sequence[Axes]) -> list[Axes]:
         """Walks over a branch that is taken along different axes."""
         before, self.branch = self.branch, self.branch | differs
-        found = self.axes_of(jaxpr, inputs)
+        out_axes = self.axes_of(jaxpr, inputs)
         self.branch = before
-        return found
+        return out_axes
 
-    def _outputs(self, eqn: Any, given: list[Axes]) -> list[Axes]:
+    def _outputs(self, eqn: Any, ins: list[Axes]) -> list[Axes]:
         name, params, count = eqn.primitive.name, eqn.params, len(eqn.outvars)
-        anywhere = frozenset[str]().union(*given)
+        anywhere = frozenset[str]().union(*ins)
         if name in (*COLLECTIVES, *UNCOUNTED, "axis_index"):
             axes = frozenset(equation_axes(eqn))
             is_whole = name in _REPLICATING and params.get("axis_index_groups") is None
-            each = given if len(given) == count else [anywhere]
-            each = each if is_whole and name.startswith("psum") else [_nonlinear(axes) for axes in each]
-            return [one - axes if is_whole else one | axes for one in each]
+            item = ins if len(ins) == count else [anywhere]
+            item = item if is_whole and name.startswith("psum") else [_nonlinear(axes) for axes in item]
+            return [one - axes if is_whole else one | axes for one in item]
         if name == SAME:
-            return [given[1]]
+            return [ins[1]]
         if name == "cond":
-            index, operands = given[0], given[1:]
+            index, operands = ins[0], ins[1:]
             branches = [self._inside(index, inner_jaxpr(branch), operands) for branch in params["branches"]]
-            return [_chosen(index, *each) for each in zip(*branches, strict=True)]
+            return [_branch_axes(index, *item) for item in zip(*branches, strict=True)]
         if name == "scan":
             # By ranks: scanned arrays have one more dimension outside (JAX releases differ in the names of the counts).
             body = inner_jaxpr(params["jaxpr"])
-            carry = sum(out.aval.ndim == own.aval.ndim for out, own in zip(eqn.outvars, body.outvars, strict=True))
-            consts = sum(out.aval.ndim == own.aval.ndim for out, own in zip(eqn.invars, body.invars, strict=True))
+            carry = sum(out.aval.ndim == var.aval.ndim for out, var in zip(eqn.outvars, body.outvars, strict=True))
+            consts = sum(out.aval.ndim == var.aval.ndim for out, var in zip(eqn.invars, body.invars, strict=True))
             consts -= carry
-            start, xs = given[consts : consts + carry], given[consts + carry :]
-            start = _fixpoint(lambda now: self.axes_of(body, [*given[:consts], *now, *xs])[:carry], start)
-            return self.axes_of(body, [*given[:consts], *start, *xs])
+            start, xs = ins[consts : consts + carry], ins[consts + carry :]
+            start = _fixpoint(lambda state: self.axes_of(body, [*ins[:consts], *state, *xs])[:carry], start)
+            return self.axes_of(body, [*ins[:consts], *start, *xs])
         if name == "while":
             first = params["cond_nconsts"]
             second = first + params["body_nconsts"]
             test, body = inner_jaxpr(params["cond_jaxpr"]), inner_jaxpr(params["body_jaxpr"])
 
-            def turn(now: list[Axes]) -> list[Axes]:
-                (goes_on,) = self.axes_of(test, [*given[:first], *now])  # workers may leave the loop at different times
-                each = self._inside(goes_on, body, [*given[first:second], *now])
-                return [_chosen(goes_on, one) for one in each]
+            def turn(state: list[Axes]) -> list[Axes]:
+                (goes_on,) = self.axes_of(test, [*ins[:first], *state])  # workers may leave the loop at different times
+                item = self._inside(goes_on, body, [*ins[first:second], *state])
+                return [_branch_axes(goes_on, one) for one in item]
 
-            return _fixpoint(turn, given[second:])
+            return _fixpoint(turn, ins[second:])
         if len(inner := _bodies(eqn)) == 1:
-            return self.axes_of(inner[0], given)
-        for each in inner_jaxprs(params):  # unknown: every input may reach every output; its references are its own
-            anywhere = anywhere.union(*_Walk().axes_of(each, [anywhere] * len(each.invars)))
-        return [anywhere if _adds_up(eqn, given) else _nonlinear(anywhere)] * count
+            return self.axes_of(inner[0], ins)
+        for item in inner_jaxprs(params):  # unknown: every input may reach every output; its references are its own
+            anywhere = anywhere.union(*_Walk().axes_of(item, [anywhere] * len(item.invars)))
+        return [anywhere if _adds_up(eqn, ins) else _nonlinear(anywhere)] * count
 
 
 def _bodies(eqn: Any) -> list[Any]:
@@ -212,10 +212,10 @@ def _nonlinear(axes: Axes) -> Axes:
     return axes - {LINEAR} | {OTHER} if LINEAR in axes else axes
 
 
-def _chosen(by: Axes, *each: Axes) -> Axes:
+def _branch_axes(index_axes: Axes, *branch_axes: Axes) -> Axes:
     """Returns the axes of what is chosen by a condition."""
-    found = by.union(*each)
-    return _nonlinear(found) if by else found
+    union = index_axes.union(*branch_axes)
+    return _nonlinear(union) if index_axes else union
 
 
 # Primitives whose outputs are linear in each of their inputs, and those that only their first input may be linear in.
@@ -235,31 +235,31 @@ _LINEAR |= {"reduce_sum", "concatenate", "pad", "copy", "copy_p", "rev", "conver
 _LINEAR_IN_FIRST = {"div", "dynamic_slice", "gather"}
 
 
-def _adds_up(eqn: Any, given: list[Axes]) -> bool:
+def _adds_up(eqn: Any, ins: list[Axes]) -> bool:
     """Returns whether an equation makes LINEAR outputs of LINEAR inputs."""
-    name, is_marked = eqn.primitive.name, [LINEAR in axes or OTHER in axes for axes in given]
-    if OTHER in frozenset[str]().union(*given):
+    name, is_marked = eqn.primitive.name, [LINEAR in axes or OTHER in axes for axes in ins]
+    if OTHER in frozenset[str]().union(*ins):
         return False
     if name in _LINEAR:
         kinds = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in (*eqn.invars, *eqn.outvars)]
         return name != "convert_element_type" or kinds[0] <= kinds[1]  # rounding to integers is not linear
     if name in ("mul", "dot_general"):
-        return sum(is_marked) <= 1 and not any(axes for axes, one in zip(given, is_marked, strict=True) if not one)
+        return sum(is_marked) <= 1 and not any(axes for axes, one in zip(ins, is_marked, strict=True) if not one)
     if name in _LINEAR_IN_FIRST:
         is_integer = name == "div" and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
-        return not is_integer and not any(given[1:])
+        return not is_integer and not any(ins[1:])
     if name == "scatter-add":  # wherever a worker adds to it
         return not any(is_marked[1:])
-    return name == "select_n" and not given[0]
+    return name == "select_n" and not ins[0]
 
 
-def _fixpoint(turn: Any, now: list[Axes]) -> list[Axes]:
+def _fixpoint(turn: Any, axes: list[Axes]) -> list[Axes]:
     """Repeats a loop's body until no output differs along more axes than its input."""
     while True:
-        after = [a | b for a, b in zip(now, turn(now), strict=True)]
-        if after == now:
-            return now
-        now = after
+        after = [a | b for a, b in zip(axes, turn(axes), strict=True)]
+        if after == axes:
+            return axes
+        axes = after
 
 
 def by_scope(jaxpr: Any, scope: str, axes: Axes) -> tuple[list[Any], list[Any]]:
@@ -277,8 +277,8 @@ def by_scope(jaxpr: Any, scope: str, axes: Axes) -> tuple[list[Any], list[Any]]:
             continue
         if eqn.primitive.name in (*COLLECTIVES, *UNCOUNTED) and axes & set(equation_axes(eqn)):
             outside.append(eqn)
-        for each in inner_jaxprs(eqn.params):
-            found = by_scope(each, scope, axes)
-            outside += found[0]
-            inside += found[1]
+        for inner in inner_jaxprs(eqn.params):
+            parts = by_scope(inner, scope, axes)
+            outside += parts[0]
+            inside += parts[1]
     return outside, inside

@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.jaxpr import traced_program
 from jaxcomm.accounting.report import WireReport, check_bytes, exchange_report, kind_of_device, model_state_bytes
-from jaxcomm.collectives.axis import AxisName, axis_names, on_own_mesh, to_varying
+from jaxcomm.collectives.axis import AxisName, axis_names, on_step_mesh, to_varying
 from jaxcomm.exchange import keep_unless
 from jaxcomm.kernels.numerics import widened
 from jaxcomm.order import check_descent
-from jaxcomm.state import TrainState, check_apart, check_model_state, state_specs
+from jaxcomm.state import TrainState, check_aliases, check_model_state, state_specs
 from jaxcomm.steps.batch import Batch
 from jaxcomm.steps.lookups import Lookups, check_additive, tables_of
 from jaxcomm.steps.loss import LossFn, in_turns
@@ -64,8 +64,8 @@ class ShardedStep(TrainStep):
     ):
         """See `make_train_step`; the loss is from `loss_of`. If `specs` is None, those of the first parameters hold."""
         names, kinds, accumulate = axis_names(axis_name), set(mesh.axis_types), settings.accumulate
-        unknown = [name for name in (*names, *auto) if name not in mesh.axis_names]
-        if unknown or set(names) & set(auto):
+        gaps = [name for name in (*names, *auto) if name not in mesh.axis_names]
+        if gaps or set(names) & set(auto):
             raise ValueError(
                 f"axis_name and auto must be different axes of the mesh; got {axis_name!r} and {auto} for a mesh with "
                 f"{mesh.axis_names}. Make it with make_mesh({names[0]}=..., model=...)."
@@ -96,28 +96,28 @@ class ShardedStep(TrainStep):
                 "Make it with jaxcomm.make_mesh, and leave auto out."
             )
 
-    @on_own_mesh
+    @on_step_mesh
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Takes a step; see `TrainStep.__call__`."""
         self._locate_once(state)
         return super().__call__(state, batch)
 
-    @on_own_mesh
+    @on_step_mesh
     def trace(self, state: Any, batch: Any) -> Any:
         """Traces the step; see `TrainStep.trace`."""
         self._locate_once(state)
         return super().trace(state, batch)
 
-    @on_own_mesh
+    @on_step_mesh
     def lower(self, state: Any, batch: Any) -> Any:
         """Lowers the step; see `TrainStep.lower`."""
         self._locate_once(state)
         return super().lower(state, batch)
 
-    @on_own_mesh
+    @on_step_mesh
     def init(self, params: Any, model_state: Any = ()) -> TrainState:
         """Makes the state on the mesh; see `TrainStep.init`."""
-        check_apart(params)
+        check_aliases(params)
         exchange = self._plan(params)
         if self.lookups:
             check_additive(exchange, params, tables_of(self.lookups, params, exchange))
@@ -127,7 +127,7 @@ class ShardedStep(TrainStep):
         model_state = place(jax.tree.map(jnp.asarray, model_state), NamedSharding(self.mesh, P()))
         return jax.jit(partial(self._init, exchange))(params, model_state)  # the jit copies
 
-    @on_own_mesh
+    @on_step_mesh
     def shapes(self, params: Any, model_state: Any = ()) -> TrainState:
         """Returns the shapes of what `init` makes; see `TrainStep.shapes`."""
         exchange = self._plan(params)
@@ -141,13 +141,13 @@ class ShardedStep(TrainStep):
 
     def _specs_of(self, state: TrainState, exchange: ShardedExchange) -> TrainState:
         """Returns the PartitionSpec of every array in a state."""
-        own, rest = state.opt_state
+        exchange_state, optimizer_state = state.opt_state
         specs = jax.tree.map(lambda _: P(), state)
         params = jax.tree.structure(state.params).unflatten(exchange.specs)
-        rest = specs_like(rest, state.params, exchange.specs)
-        return specs._replace(params=params, opt_state=SplitState(state_specs(own), rest))
+        optimizer_state = specs_like(optimizer_state, state.params, exchange.specs)
+        return specs._replace(params=params, opt_state=SplitState(state_specs(exchange_state), optimizer_state))
 
-    @on_own_mesh
+    @on_step_mesh
     def verify(self, state: Any, batch: Any, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()) -> WireReport:
         """Proves that the step sends over the workers' axes what its exchange and its loss claim.
 
@@ -159,13 +159,13 @@ class ShardedStep(TrainStep):
         keyed = jax.eval_shape(self._keyed, state.step, batch)
         if self.lookups:
             tables = tables_of(self.lookups, params, exchange)
-            taken, ids = jax.eval_shape(tables.look_up, params, keyed)
+            looked_up, ids = jax.eval_shape(tables.look_up, params, keyed)
             for program in (
                 traced_program(tables.look_up, params, keyed),
-                traced_program(tables.add, params, taken, taken, ids),
+                traced_program(tables.add, params, looked_up, looked_up, ids),
             ):
                 of_layers.add(program.over(*exchange.names))
-            exchange, params = tables.exchange, taken
+            exchange, params = tables.exchange, looked_up
         kind = kind_of_device(state)
         for shapes in exchange.shard_shapes(params):
             claimed.add(exchange_report(exchange.chain.exchange, shapes, self.sizes, (), self.axis_name, kind).program)
@@ -173,11 +173,11 @@ class ShardedStep(TrainStep):
             gradients = partial(self._by_workers, exchange)
             of_layers.add(traced_program(gradients, params, state.model_state, keyed).over(*exchange.names))
         claimed.add(of_layers)
-        others = other_bytes + model_state_bytes(state, self.workers)
+        slack = other_bytes + model_state_bytes(state, self.workers)
         traced = self.report(state, batch)
         text = self.compile(state, batch).as_text()
         return check_bytes(
-            text, traced, claimed, others, self.axis_name, self.mesh, activations=float(of_layers.received)
+            text, traced, claimed, slack, self.axis_name, self.mesh, activations=float(of_layers.received)
         )
 
     def _plan(self, params: Any) -> ShardedExchange:
@@ -195,8 +195,8 @@ class ShardedStep(TrainStep):
         Raises:
           ValueError: if all parameters are replicated, or one is sharded over the workers themselves.
         """
-        given = jax.tree.map(_sharding_of, params)
-        exchange = plan_shards(self.tx, self.mesh, given, params, self.axis_name)
+        shardings = jax.tree.map(_sharding_of, params)
+        exchange = plan_shards(self.tx, self.mesh, shardings, params, self.axis_name)
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         for path, spec, is_reduced in zip(paths, exchange.specs, exchange.reduced, strict=True):
             if is_reduced:
@@ -212,12 +212,12 @@ class ShardedStep(TrainStep):
                 f"{dict(self.mesh.shape)} and replicated parameters alone. Place them by jax.device_put, or pass "
                 f"specs=; or make the mesh with {', '.join(exchange.names)} alone."
             )
-        self.specs = given
+        self.specs = shardings
 
     def _init(self, exchange: ShardedExchange, params: Any, model_state: Any) -> TrainState:
-        others = (exchange.chain.after.init(params), jnp.zeros((), jnp.int32), model_state)
-        rest, step, model_state = self._place(others, params, exchange)
-        return TrainState(params, SplitState(exchange.init(params), rest), step, model_state)
+        tail_parts = (exchange.chain.after.init(params), jnp.zeros((), jnp.int32), model_state)
+        optimizer_state, step, model_state = self._place(tail_parts, params, exchange)
+        return TrainState(params, SplitState(exchange.init(params), optimizer_state), step, model_state)
 
     def _place(self, tree: Any, params: Any, exchange: ShardedExchange) -> Any:
         """Shards arrays that are like a parameter (`specs_like`) as that parameter is; replicates the others."""
@@ -236,7 +236,7 @@ class ShardedStep(TrainStep):
             )
         return state.opt_state
 
-    @on_own_mesh
+    @on_step_mesh
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         exchange, old = self._plan(state.params), self._split(state)
         check_descent(self.tx, state.opt_state, state.params)
@@ -247,22 +247,22 @@ class ShardedStep(TrainStep):
             exchange = tables.exchange
             params, ids = tables.look_up(params, keyed)
         gradients = self._unreduced if self.is_explicit else self._by_workers
-        scalars, model_state, found = gradients(exchange, params, state.model_state, keyed)
-        means, exchanged = exchange(found, old.exchange, params)
+        scalars, model_state, gradients_of_rows = gradients(exchange, params, state.model_state, keyed)
+        means, exchanged = exchange(gradients_of_rows, old.exchange, params)
         after = optax.with_extra_args_support(exchange.chain.after)
-        more = {
+        extra_args = {
             "value": scalars["loss"],
             "grad": means,
             "value_fn": self._mean_loss(exchange, state.model_state, keyed),
         }
-        updates, rest = after.update(means, old.rest, params, **more)
+        updates, optimizer_state = after.update(means, old.rest, params, **extra_args)
         ok = exchanged.metrics.skipped == 0
-        new = (optax.apply_updates(params, updates), rest, model_state)
+        new = (optax.apply_updates(params, updates), optimizer_state, model_state)
         new = keep_unless(ok, new, (params, old.rest, state.model_state))
-        params, rest, model_state = self._place(new, params, exchange)
+        params, optimizer_state, model_state = self._place(new, params, exchange)
         if tables is not None:  # if the step is skipped, the means are zeros, and so are the updates
             params = tables.add(state.params, params, updates, ids)
-        new_state = TrainState(params, SplitState(exchanged, rest), state.step + 1, model_state)
+        new_state = TrainState(params, SplitState(exchanged, optimizer_state), state.step + 1, model_state)
         return new_state, {**scalars, **exchanged.metrics._asdict()}
 
     def _by_workers(
@@ -295,18 +295,18 @@ class ShardedStep(TrainStep):
         """Differentiates the sum of the workers' losses with respect to the worker's own copies, or its shards."""
         leaves, treedef = jax.tree.flatten(params)
         pairs = zip(leaves, exchange.reduced, strict=True)
-        own = treedef.unflatten(
+        local_params = treedef.unflatten(
             [leaf if is_reduced else to_varying(leaf, self.axis_name) for leaf, is_reduced in pairs]
         )
-        (loss, (scalars, new_state)), gradients = self._differentiate(exchange, own, model_state, batch)
+        (loss, (scalars, new_state)), gradients = self._differentiate(exchange, local_params, model_state, batch)
         pairs = zip(jax.tree.leaves(gradients), exchange.reduced, strict=True)
         rows = [gradient / self.workers if is_reduced else gradient[None] for gradient, is_reduced in pairs]
         return *self._mean({"loss": loss, **scalars}, new_state), treedef.unflatten(rows)
 
-    def _differentiate(self, exchange: ShardedExchange, own: Any, model_state: Any, batch: Batch) -> Any:
+    def _differentiate(self, exchange: ShardedExchange, local_params: Any, model_state: Any, batch: Batch) -> Any:
         """Returns ((loss, (scalars, new model_state)), gradients) for a worker's own rows."""
 
-        def whole(params: Any, model_state: Any, batch: Batch) -> Any:
+        def value_and_gradients(params: Any, model_state: Any, batch: Batch) -> Any:
             def objective(params: Any) -> tuple[jax.Array, Any]:
                 loss, (scalars, new_state) = self._noted_loss(params, model_state, batch)
                 _check_same_along_others(({"loss": loss, **scalars}, new_state), exchange)
@@ -315,13 +315,13 @@ class ShardedStep(TrainStep):
 
             return jax.value_and_grad(objective, has_aux=True)(params)
 
-        return in_turns(whole, self._settings.kinds, self.axis_name)(own, model_state, batch)
+        return in_turns(value_and_gradients, self._settings.kinds, self.axis_name)(local_params, model_state, batch)
 
     def _mean(self, scalars: dict[str, Any], model_state: Any) -> tuple[dict[str, jax.Array], Any]:
         """Averages scalars and the model's state over the workers, in one all-reduce."""
         scalars = self._settings.kinds.largest(scalars, self.axis_name)
-        vector, back = ravel_pytree((widened(scalars), model_state))
-        return back(lax.psum(to_varying(vector, self.axis_name), self.axis_name) / self.workers)
+        vector, unravel = ravel_pytree((widened(scalars), model_state))
+        return unravel(lax.psum(to_varying(vector, self.axis_name), self.axis_name) / self.workers)
 
     def _noted_loss(self, params: Any, model_state: Any, batch: Batch) -> Any:
         """Calls the loss; adds to an error of JAX a note on what a loss gets with `specs`."""
@@ -383,12 +383,12 @@ class ShardedStep(TrainStep):
             leaf if is_reduced else jax.reshard(leaf, NamedSharding(self.mesh, P(*spec, reduced=names)))
             for leaf, spec, is_reduced in triples
         ]
-        found, (scalars, new_state) = jax.grad(objective, has_aux=True)(treedef.unflatten(marked))
-        own = [
+        unreduced, (scalars, new_state) = jax.grad(objective, has_aux=True)(treedef.unflatten(marked))
+        row_gradients = [
             gradient if is_reduced else _rows_of_workers(gradient, spec, exchange)
-            for gradient, (_, spec, is_reduced) in zip(jax.tree.leaves(found), triples, strict=True)
+            for gradient, (_, spec, is_reduced) in zip(jax.tree.leaves(unreduced), triples, strict=True)
         ]
-        return scalars, new_state, treedef.unflatten(own)
+        return scalars, new_state, treedef.unflatten(row_gradients)
 
 
 def _rows_of_workers(gradient: jax.Array, spec: P, exchange: ShardedExchange) -> jax.Array:
@@ -412,8 +412,8 @@ def _sharding_of(leaf: Any) -> Any:
     return P() if sharding is None or sharding.is_fully_replicated else sharding
 
 
-def specs_like(tree: Any, params: Any, specs: Sequence[P], others: P = _REPLICATED) -> Any:
-    """Returns the PartitionSpecs of a tree: those of parameters for arrays like them, `others` for the rest.
+def specs_like(tree: Any, params: Any, specs: Sequence[P], default: P = _REPLICATED) -> Any:
+    """Returns the PartitionSpecs of a tree: those of parameters for arrays like them, `default` for the rest.
 
     An array is like a parameter if its path ends in the parameter's path and its shape is the same.
     """
@@ -422,8 +422,8 @@ def specs_like(tree: Any, params: Any, specs: Sequence[P], others: P = _REPLICAT
 
     def spec(path: Any, leaf: Any) -> P:
         ends = (like.get(tuple(path[start:])) for start in range(len(path) + 1))
-        shape, spec = next((found for found in ends if found is not None), ((), others))
-        return spec if leaf.shape == shape else others
+        shape, spec = next((candidate for candidate in ends if candidate is not None), ((), default))
+        return spec if leaf.shape == shape else default
 
     return jax.tree_util.tree_map_with_path(spec, tree)
 
@@ -439,10 +439,10 @@ def over_axes(spec: P, manual: tuple[str, ...]) -> P:
 
 def _check_same_along_others(tree: Any, exchange: ShardedExchange) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        others = [axis for axis in exchange.others if axis in jax.typeof(leaf).manual_axis_type.varying]
-        if others:
+        varying_axes = [axis for axis in exchange.others if axis in jax.typeof(leaf).manual_axis_type.varying]
+        if varying_axes:
             raise ValueError(
                 f"A loss, and what comes with it, must be replicated along other axes than {exchange.axis_name!r}; got "
-                f"one at {jax.tree_util.keystr(path)!r} that may differ along {others}. Sum its parts with "
+                f"one at {jax.tree_util.keystr(path)!r} that may differ along {varying_axes}. Sum its parts with "
                 "jax.lax.psum(..., axis), or, where all are equal, take jax.lax.pmean."
             )

@@ -90,8 +90,10 @@ class ShardedExchange:
         """The groups: for every set of axes of shards, whether each parameter is in its group."""
         axes = [tuple(name for name in self.others if name in spec_axes(spec)) for spec in self.specs]
         pairs = list(zip(axes, self.reduced, strict=True))
-        found = sorted({shards for shards, is_reduced in pairs if not is_reduced})
-        return {group: tuple(shards == group and not is_reduced for shards, is_reduced in pairs) for group in found}
+        shard_groups = sorted({shards for shards, is_reduced in pairs if not is_reduced})
+        return {
+            group: tuple(shards == group and not is_reduced for shards, is_reduced in pairs) for group in shard_groups
+        }
 
     def gradient_specs(self, treedef: Any) -> Any:
         """Returns the PartitionSpecs of the gradients: (K, *shape), a row for each worker, unless already reduced."""
@@ -113,14 +115,14 @@ class ShardedExchange:
     def shard_shapes(self, params: Any) -> list[Any]:
         """Returns the shapes that each group's exchange gets on a device, as trees without the other leaves."""
         local = self._local(params)
-        return [_part(local, chosen) for chosen in self.groups.values()]
+        return [_part(local, is_member) for is_member in self.groups.values()]
 
     def __call__(self, gradients: Any, state: ShardedState, params: Any) -> tuple[Any, ShardedState]:
         """Exchanges the gradients, all of them or none.
 
         If a group's exchange is skipped, or an already reduced gradient is not finite, all means are zeros, and nothing
         in the state changes but `metrics` and the step counts of a local method. One all-reduce of 16 bytes decides it.
-        A method whose `undoes_skipped` is False handles a skip itself, group by group.
+        A method whose `reverts_on_skip` is False handles a skip itself, group by group.
 
         Args:
           gradients: placed as in `gradient_specs`.
@@ -131,9 +133,14 @@ class ShardedExchange:
           The means, placed as the parameters are, and the new state.
         """
         treedef = jax.tree.structure(params)
-        given, own = self.gradient_specs(treedef), state_specs(state)
-        specs = given if self.chain.is_local else treedef.unflatten(self.specs)
-        update = jax.shard_map(self._update, mesh=self.mesh, in_specs=(given, own, specs), out_specs=(specs, own))
+        gradient_specs, exchange_specs = self.gradient_specs(treedef), state_specs(state)
+        specs = gradient_specs if self.chain.is_local else treedef.unflatten(self.specs)
+        update = jax.shard_map(
+            self._update,
+            mesh=self.mesh,
+            in_specs=(gradient_specs, exchange_specs, specs),
+            out_specs=(specs, exchange_specs),
+        )
         return update(gradients, state, params)
 
     def global_model(self, state: ShardedState, like: Any) -> Any:
@@ -145,7 +152,7 @@ class ShardedExchange:
         """
         treedef = jax.tree.structure(like)
 
-        def apart(node: Any) -> Any:
+        def split_rows(node: Any) -> Any:
             """Reshapes rows of workers and shards (K S, ...) to (K, S, ...)."""
             if not is_per_worker(node) or node.shards == len(node.axes):
                 return node
@@ -172,19 +179,19 @@ class ShardedExchange:
         def model(exchanges: Any) -> Any:
             shards = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), self._local(like))
             parts = []
-            for chosen, packed in zip(self.groups.values(), exchanges, strict=True):
+            for is_member, packed in zip(self.groups.values(), exchanges, strict=True):
                 exchange = get_exchange(jax.tree.map(of_shard, packed, is_leaf=is_per_worker))
-                parts.append(exchange.method.global_model(exchange, _part(shards, chosen)))
+                parts.append(exchange.method.global_model(exchange, _part(shards, is_member)))
             return _join(parts, treedef)
 
-        exchanges = jax.tree.map(apart, state.exchanges, is_leaf=is_per_worker)
+        exchanges = jax.tree.map(split_rows, state.exchanges, is_leaf=is_per_worker)
         specs = jax.tree.map(spec_of, exchanges, is_leaf=is_per_worker)
         out_specs = treedef.unflatten(self.specs)
         return jax.shard_map(model, mesh=self.mesh, in_specs=(specs,), out_specs=out_specs)(exchanges)
 
     def _init(self, params: Any) -> ShardedState:
         exchanges = tuple(
-            _pack(self.chain.exchange.init(_part(params, chosen)), axes) for axes, chosen in self.groups.items()
+            _pack(self.chain.exchange.init(_part(params, is_member)), axes) for axes, is_member in self.groups.items()
         )
         reduced = () if self.chain.is_local else self.chain.before.init(_part(params, self.reduced))
         return ShardedState(ExchangeMetrics.zeros(), exchanges, reduced)
@@ -205,38 +212,41 @@ class ShardedExchange:
             parts.append(part)
         votes = to_varying(jnp.zeros(4).at[0].set(is_bad), self._all)
         exchanges, last = [], None
-        for (axes, chosen), packed in zip(self.groups.items(), state.exchanges, strict=True):
-            part, own = _part(gradients, chosen), _unpack(packed, axes)
-            part, own = self.chain.exchange.update(part, own, _part(params, chosen))
-            last = get_exchange(own)
+        for (axes, is_member), packed in zip(self.groups.items(), state.exchanges, strict=True):
+            part, shard_state = _part(gradients, is_member), _unpack(packed, axes)
+            part, shard_state = self.chain.exchange.update(part, shard_state, _part(params, is_member))
+            last = get_exchange(shard_state)
             counts = last.metrics
             is_counted = self._is_first(axes)  # devices with the same shard have the same counts: one of them votes
             counts = jnp.stack([counts.skipped, counts.sent, counts.overflow, counts.drained]).astype(jnp.float32)
             votes = votes + jnp.where(is_counted, counts, 0.0)
             parts.append(part)
-            exchanges.append(_pack(own, axes))
+            exchanges.append(_pack(shard_state, axes))
 
         def count() -> jax.Array:
             return lax.psum(votes, self._all)
 
         period = communication_period(state) or 1
         if last is None or period == 1:
-            counted = count()
+            totals = count()
         else:  # there is nothing to count between two exchanges
-            counted = lax.cond(last.step % period != 0, lambda: jnp.zeros(4), count)
-        skipped, sent, overflow, drained = counted
+            totals = lax.cond(last.step % period != 0, lambda: jnp.zeros(4), count)
+        skipped, n_sent, overflow, drained = totals
         ok = skipped == 0
-        metrics = ExchangeMetrics.of(ok, sent, overflow, drained=drained > 0)
-        means, kept = _join(parts, treedef), tuple(exchanges)
+        metrics = ExchangeMetrics.of(ok, n_sent, overflow, drained=drained > 0)
+        means, new_exchanges = _join(parts, treedef), tuple(exchanges)
         reduced = keep_unless(ok, new_reduced, state.reduced)
-        if self.chain.undoes_skipped:
-            means, kept = zeros_unless(ok, means), keep_unless(ok, kept, state.exchanges)
+        if self.chain.reverts_on_skip:
+            means, new_exchanges = zeros_unless(ok, means), keep_unless(ok, new_exchanges, state.exchanges)
         if self.chain.is_local:  # its step count goes on after a skip, or it would exchange again at once
             means = jax.tree.map(lambda row: row[None], means)
-            kept = jax.tree.map(
-                lambda own, new: own.replace(step=new.step), kept, tuple(exchanges), is_leaf=is_exchange_state
+            new_exchanges = jax.tree.map(
+                lambda shard_state, new: shard_state.replace(step=new.step),
+                new_exchanges,
+                tuple(exchanges),
+                is_leaf=is_exchange_state,
             )
-        return means, ShardedState(metrics, kept, reduced)
+        return means, ShardedState(metrics, new_exchanges, reduced)
 
     @property
     def _all(self) -> tuple[str, ...]:
@@ -279,11 +289,11 @@ def plan_shards(
         exchange; and where gradients bypass the exchange, for momentum in it, or a local method.
     """
     names = axis_names(axis_name)
-    missing = [name for name in names if name not in mesh.axis_names]
-    if missing:
+    gaps = [name for name in names if name not in mesh.axis_names]
+    if gaps:
         raise ValueError(
-            f"axis_name must be an axis of the mesh; got {missing[0]!r} and a mesh with {mesh.axis_names}. Make it "
-            f"with make_mesh({missing[0]}=...), or pass axis_name=."
+            f"axis_name must be an axis of the mesh; got {gaps[0]!r} and a mesh with {mesh.axis_names}. Make it "
+            f"with make_mesh({gaps[0]}=...), or pass axis_name=."
         )
     flat = _flat_specs(specs, params)
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(params), flat, strict=True):
@@ -340,15 +350,15 @@ def _flat_specs(specs: Any, params: Any) -> tuple[P, ...]:
 
 
 def _check_spec(path: str, shape: tuple[int, ...], spec: P, mesh: Mesh, names: tuple[str, ...]) -> None:
-    used = spec_axes(spec)
-    unknown = [name for name in used if name not in mesh.axis_names]
-    if unknown or len(spec) > len(shape):
+    spec_names = spec_axes(spec)
+    gaps = [name for name in spec_names if name not in mesh.axis_names]
+    if gaps or len(spec) > len(shape):
         raise ValueError(
             f"A PartitionSpec must name axes of the mesh, at most one entry for each dimension; got {spec} for "
             f"{path!r} of shape {shape} on a mesh with {mesh.axis_names}. Use P() to replicate it."
         )
-    some = [name for name in names if name in used]
-    if some and len(some) < len(names):
+    worker_names = [name for name in names if name in spec_names]
+    if worker_names and len(worker_names) < len(names):
         raise ValueError(
             f"A parameter must be sharded along all axes of workers or along none; got {spec} for {path!r} with "
             f"workers along {names}. Use P({names!r}) or P()."
@@ -371,10 +381,10 @@ def spec_axes(spec: P) -> tuple[str, ...]:
     return tuple(name for entry in spec for name in _names_of(entry))
 
 
-def _part(tree: Any, chosen: tuple[bool, ...]) -> Any:
+def _part(tree: Any, is_member: tuple[bool, ...]) -> Any:
     """Returns the tree with only the chosen leaves; their paths are unchanged."""
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten([leaf if is_in else None for leaf, is_in in zip(leaves, chosen, strict=True)])
+    return treedef.unflatten([leaf if is_in else None for leaf, is_in in zip(leaves, is_member, strict=True)])
 
 
 def _join(parts: list[Any], treedef: Any) -> Any:
@@ -399,10 +409,10 @@ def _pack(state: Any, axes: tuple[str, ...]) -> Any:
 def _unpack(state: Any, axes: tuple[str, ...]) -> Any:
     """Returns the state that a device's exchange takes; the inverse of `_pack`."""
 
-    def own(node: Any) -> Any:
+    def unpack_node(node: Any) -> Any:
         if not axes or not is_per_worker(node):
             return node
         workers = node.axes[: len(node.axes) - len(axes)]
         return replace(node, axes=workers, shards=node.shards - len(axes)) if workers else node.rows[0]
 
-    return jax.tree.map(own, state, is_leaf=is_per_worker)
+    return jax.tree.map(unpack_node, state, is_leaf=is_per_worker)

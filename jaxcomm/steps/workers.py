@@ -24,7 +24,7 @@ from jaxcomm.collectives.axis import (
     axis_names,
     check_workers,
     in_axes_of_workers,
-    on_own_mesh,
+    on_step_mesh,
     to_varying,
 )
 from jaxcomm.exchange import get_exchange
@@ -32,7 +32,7 @@ from jaxcomm.order import check_chain, check_descent
 from jaxcomm.state import (
     TrainState,
     bypassing,
-    check_apart,
+    check_aliases,
     check_axes,
     check_model_state,
     check_rows,
@@ -53,7 +53,7 @@ from jaxcomm.steps.batch import Batch, check_batch, check_global, row_axes
 from jaxcomm.steps.engine import worker_step
 from jaxcomm.steps.loss import GradientsFn, LossFn, Scalars, gradients_of, in_turns
 from jaxcomm.steps.mesh import check_axis, place, shapes_on
-from jaxcomm.steps.overlap import Apart, runs_apart
+from jaxcomm.steps.overlap import HostOverlap, needs_host_overlap
 from jaxcomm.steps.replication import over_workers
 from jaxcomm.traffic import Program, Traffic
 from jaxcomm.types import is_per_worker
@@ -115,7 +115,7 @@ class TrainStep(ABC):
         """K, the number of workers."""
         return math.prod(self.sizes)
 
-    @on_own_mesh
+    @on_step_mesh
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Takes a step; returns the new state and the metrics. The first call checks the state's rows."""
         if isinstance(state, TrainState) and _is_deleted(state.step):  # JAX would end in a RuntimeError, or crash
@@ -131,8 +131,8 @@ class TrainStep(ABC):
             if "incompatible devices" not in str(error):
                 raise
             state, metrics = self._run(*self._placed(state, batch))  # from one device, or from a mesh of another order
-        own = {name: _own_rows(node.rows) for name, node in metrics.items() if is_per_worker(node)}
-        return state, metrics | self._of_own(own) if own else metrics
+        row_metrics = {name: _process_rows(node.rows) for name, node in metrics.items() if is_per_worker(node)}
+        return state, metrics | self._of_own(row_metrics) if row_metrics else metrics
 
     def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, Any]:
         if self._executable is not None:
@@ -142,12 +142,12 @@ class TrainStep(ABC):
                 self._executable = None
         return self._jitted(state, batch)
 
-    @on_own_mesh
+    @on_step_mesh
     def trace(self, state: Any, batch: Any) -> Any:
         """Traces the step for arrays or shapes, as `jax.jit(...).trace` does."""
         return self._jitted.trace(state, batch)
 
-    @on_own_mesh
+    @on_step_mesh
     def lower(self, state: Any, batch: Any) -> Any:
         """Lowers the step for arrays or shapes, as `jax.jit(...).lower` does."""
         return self._jitted.lower(state, batch)
@@ -202,7 +202,7 @@ class TrainStep(ABC):
         """Predicts the bytes of a whole step, losses and metrics included, by tracing it. Shapes are enough."""
         return step_report(self, state, batch, params=self._like(state), workers=self.workers)
 
-    @on_own_mesh
+    @on_step_mesh
     def verify(
         self, state: Any, batch: Any, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()
     ) -> WireReport | PipelineReport:
@@ -269,8 +269,12 @@ class TrainStep(ABC):
     def _like(self, state: Any) -> Any:
         """Returns the shapes of one worker's parameters."""
         _check_state(state, {})
-        own = state.params
-        return jax.eval_shape(lambda rows: jax.tree.map(lambda x: x[0], rows), own.rows) if is_per_worker(own) else own
+        params = state.params
+        return (
+            jax.eval_shape(lambda rows: jax.tree.map(lambda x: x[0], rows), params.rows)
+            if is_per_worker(params)
+            else params
+        )
 
     def _worker_state(self, params: Any, model_state: Any) -> TrainState:
         state = TrainState(params, self.tx.init(trained(params)), jnp.zeros((), jnp.int32), model_state)
@@ -291,7 +295,7 @@ class TrainStep(ABC):
 
     def _checked_shapes(self, params: Any, model_state: Any) -> TrainState:
         """Returns the shapes of one worker's state; refuses a state or chain that cannot be trained, and warns."""
-        check_apart(params)
+        check_aliases(params)
         init = in_axes_of_workers(self._worker_state, self.sizes, self.axis_name)
         shapes = jax.eval_shape(init, params, model_state)
         check_model_state(model_state, takes_counts=communication_period(shapes.opt_state) is None)
@@ -317,9 +321,9 @@ class WorkersStep(TrainStep):
         check_axis(mesh, axis_name)
         super().__init__(tx, axis_name, tuple(mesh.shape[name] for name in axis_names(axis_name)), settings)
         self.mesh, self._loss = mesh, loss
-        self._apart: Apart | None = None
+        self._host_overlap: HostOverlap | None = None
 
-    @on_own_mesh
+    @on_step_mesh
     def init(self, params: Any, model_state: Any = ()) -> TrainState:
         """Makes the state on the mesh; see `TrainStep.init`."""
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -333,9 +337,9 @@ class WorkersStep(TrainStep):
         shapes, on_mesh = self._checked_shapes(params, model_state), partial(NamedSharding, self.mesh)
         # A program returns empty arrays as replicated, so they begin so.
         shardings = jax.tree.map(lambda leaf, spec: on_mesh(spec if leaf.size else P()), shapes, state_specs(shapes))
-        given = jax.tree.map(jnp.asarray, (params, model_state))
+        arrays = jax.tree.map(jnp.asarray, (params, model_state))
         # Not in a jax.shard_map, which takes XLA four times as long to compile where there are many tensors.
-        return jax.jit(self._first_state, out_shardings=shardings)(*place(given, on_mesh(P())))
+        return jax.jit(self._first_state, out_shardings=shardings)(*place(arrays, on_mesh(P())))
 
     def shapes(self, params: Any, model_state: Any = ()) -> TrainState:
         """Returns the shapes of what `init` makes; see `TrainStep.shapes`."""
@@ -343,15 +347,15 @@ class WorkersStep(TrainStep):
         return shapes_on(self.mesh, shapes, state_specs(shapes))
 
     def _run(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        if not runs_apart(state, self.mesh):
+        if not needs_host_overlap(state, self.mesh):
             return super()._run(state, batch)
-        if self._apart is None:
+        if self._host_overlap is None:
             jax.eval_shape(self._step, state, batch)  # for its checks
-            own = (self._gradients_fn(), self.tx, self.mesh, self.axis_name)
-            self._apart = Apart(*own, self._keyed, self._settings)
-        return self._apart(state, batch)
+            program_args = (self._gradients_fn(), self.tx, self.mesh, self.axis_name)
+            self._host_overlap = HostOverlap(*program_args, self._keyed, self._settings)
+        return self._host_overlap(state, batch)
 
-    @on_own_mesh
+    @on_step_mesh
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state, self.mesh.shape)
         check_axes(get_exchange(state.opt_state), self.axis_name)
@@ -377,8 +381,8 @@ class WorkersStep(TrainStep):
         def gradients(state: TrainState, batch: Batch) -> Any:
             old = without_rows(state)
             params = vary_exchanged(old.params, old.opt_state, self.axis_name)
-            found = self._gradients_fn()(params, old.model_state, batch)
-            return jax.tree.map(lambda x: x[None], to_varying(found, self.axis_name))
+            local_gradients = self._gradients_fn()(params, old.model_state, batch)
+            return jax.tree.map(lambda x: x[None], to_varying(local_gradients, self.axis_name))
 
         keyed = jax.eval_shape(self._keyed, state.step, batch)
         specs = state_specs(state), keyed.like(P(self.axis_name), P())
@@ -404,7 +408,7 @@ class SimulatedStep(TrainStep):
         self._loss = loss
         self._by_name = dict(zip(axis_names(axis_name), self.sizes, strict=True))
 
-    @on_own_mesh
+    @on_step_mesh
     def init(self, params: Any, model_state: Any = ()) -> TrainState:
         """Makes the state, on one device; see `TrainStep.init`."""
         params, model_state = _without_mesh((params, model_state))
@@ -426,7 +430,7 @@ class SimulatedStep(TrainStep):
         """Places a batch where the state is."""
         return state, jax.device_put(batch, next(iter(state.step.devices())))
 
-    @on_own_mesh
+    @on_step_mesh
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_state(state, self._by_name)
         check_axes(get_exchange(state.opt_state), self.axis_name)
@@ -449,16 +453,16 @@ class SimulatedStep(TrainStep):
             function = in_axes_of_workers(own_step, (1,), ALL_EXCHANGED)
         parts = replace(batch, rows=[rows.reshape(*self.sizes, -1, *rows.shape[1:]) for rows in batch.rows])
         rows = batch.like(0, None)
-        state = jax.tree.map(self._rows_apart, state, is_leaf=is_per_worker)
+        state = jax.tree.map(self._split_rows, state, is_leaf=is_per_worker)
         of_scalars = 0 if works_alone(state.opt_state, state.model_state) else None
         for name in reversed(self._by_name):
-            own = _axes_of(state, name)
-            out_axes = (own, (of_scalars, None))
-            function = jax.vmap(function, in_axes=(own, rows), out_axes=out_axes, axis_name=name)
+            state_axes = _axes_of(state, name)
+            out_axes = (state_axes, (of_scalars, None))
+            function = jax.vmap(function, in_axes=(state_axes, rows), out_axes=out_axes, axis_name=name)
         state, (scalars, exchanged) = jax.tree.map(_rows_together, function(state, parts), is_leaf=is_per_worker)
         return state, {**scalars, **exchanged}
 
-    def _rows_apart(self, node: Any) -> Any:
+    def _split_rows(self, node: Any) -> Any:
         """Reshapes rows (K, ...) to (*sizes, 1, ...): each worker sees its row as (1, ...), as on a mesh."""
         if not is_per_worker(node):
             return node
@@ -481,15 +485,15 @@ def _check_state(state: Any, sizes: Mapping[str, int]) -> None:
     for node in jax.tree.leaves(state, is_leaf=is_per_worker):
         if not is_per_worker(node) or not set(node.axes) <= sizes.keys():
             continue
-        wanted = math.prod(sizes[name] for name in node.axes)
-        if got := {len(rows) for rows in jax.tree.leaves(node)} - {wanted}:
+        count = math.prod(sizes[name] for name in node.axes)
+        if row_counts := {len(rows) for rows in jax.tree.leaves(node)} - {count}:
             raise ValueError(
-                f"A state must have a row for each worker; got {got.pop()} rows for {wanted}. Make it by "
+                f"A state must have a row for each worker; got {row_counts.pop()} rows for {count}. Make it by "
                 "step.init(params); jaxcomm.resize_workers carries one over to another number of workers."
             )
 
 
-def _own_rows(rows: jax.Array) -> jax.Array:
+def _process_rows(rows: jax.Array) -> jax.Array:
     """Returns the rows (K,) of scalars, or those on this process's devices if others hold some: (n,), on one device."""
     if isinstance(rows, Tracer) or rows.is_fully_addressable:
         return rows
@@ -500,13 +504,13 @@ def _own_rows(rows: jax.Array) -> jax.Array:
 def _without_mesh(tree: Any) -> Any:
     """Moves arrays whose types have a mesh of Explicit axes to one device, where such types do not fit a `jax.vmap`."""
 
-    def moved(leaf: Any) -> Any:
+    def to_host(leaf: Any) -> Any:
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
         if not isinstance(mesh, Mesh) or AxisType.Explicit not in mesh.axis_types:
             return leaf
         return jax.device_put(leaf, mesh.devices.flat[0])
 
-    return jax.tree.map(moved, tree)
+    return jax.tree.map(to_host, tree)
 
 
 def _check_kept(state: Any) -> None:
@@ -530,7 +534,7 @@ def _is_deleted(leaf: Any) -> bool:
 
 
 def _rows_together(node: Any) -> Any:
-    """Inverts `_rows_apart`."""
+    """Inverts `_split_rows`."""
     if not is_per_worker(node):
         return node
     depth = len(node.axes) + 1

@@ -11,7 +11,7 @@ import pytest
 
 import jaxcomm as jc
 from benchmarks.exchange import Record, make_usual, over_rounds
-from jaxcomm.planner.alone import alone
+from jaxcomm.planner.alone import without_wire
 from tests.benchmarks.places import CAN_ISOLATE, ROOT
 
 
@@ -58,8 +58,8 @@ def test_two_hosts_send_what_is_predicted(tmp_path):
 def test_timed_steps_are_usual_ones():
     """The first steps refresh thresholds often."""
     tx, ones = jc.dct_dp(0.9), [jnp.arange(2000.0)]
-    update = jax.jit(alone(tx.update, 2))
-    _, first = update(ones, jax.jit(alone(tx.init, 2))(ones), ones)
+    update = jax.jit(without_wire(tx.update, 2))
+    _, first = update(ones, jax.jit(without_wire(tx.init, 2))(ones), ones)
     usual = make_usual(first)
     _, after = update([3 * ones[0]], usual, ones)
     np.testing.assert_array_equal(after.memory.threshold.rows, first.memory.threshold.rows)

@@ -5,7 +5,7 @@ import jax
 import pytest
 from flax import nnx
 
-from benchmarks.shapes import MODELS, count, dlrm, named, resnet50
+from benchmarks.shapes import MODELS, count, dlrm, resnet50, shapes_of
 from models.alexnet import AlexNet
 from models.dlrm import Dlrm
 from models.googlenet import GoogLeNet
@@ -19,7 +19,7 @@ def test_resnet50_is_the_published_one():
     assert count(shapes) == 25_557_032
     assert sum(len(shape) == 4 for shape in shapes) == 53  # convolutions
     assert (shapes[0], shapes[-2:]) == ((7, 7, 3, 64), [(2048, 1000), (1000,)])
-    assert named("resnet50") == shapes
+    assert shapes_of("resnet50") == shapes
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_resnet50_is_the_published_one():
     ],
 )
 def test_shapes_are_those_of_the_model(name, tensors, parameters, model):
-    shapes = named(name)
+    shapes = shapes_of(name)
     assert shapes == MODELS[name]()
     assert (len(shapes), count(shapes)) == (tensors, parameters)
     params = nnx.state(nnx.eval_shape(lambda: model(rngs=nnx.Rngs(0))), nnx.Param)
@@ -46,10 +46,10 @@ def test_tables_have_the_rows_that_are_asked_for():
 
 @pytest.mark.parametrize(("name", "size"), [("1e6", 1_000_000), ("2e5", 200_000), ("1", 1), ("1500", 1500)])
 def test_a_number_is_one_vector(name, size):
-    assert named(name) == [(size,)]
+    assert shapes_of(name) == [(size,)]
 
 
 @pytest.mark.parametrize("name", ["", "resnet", "0", "0.5", "-3", "nan", "inf", "1e400"])
 def test_other_shapes_are_refused(name):
     with pytest.raises(ValueError, match=r"--shapes must be one of resnet50, .*, or a number .*. Try --shapes 1e6"):
-        named(name)
+        shapes_of(name)

@@ -10,7 +10,7 @@ import pytest
 
 from train.figures import draw_accuracy, draw_comparison
 from train.metrics import Evaluation
-from train.tables import shown as called
+from train.tables import display_name as called
 
 CURVE = [Evaluation(step, step * 1e5, {"loss": 1.0, "accuracy": step / 100}) for step in (10, 20)]
 OTHER = [Evaluation(step, step * 1e3, {"loss": 2.0, "accuracy": step / 200}) for step in (10, 20, 30)]

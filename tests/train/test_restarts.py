@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.netlab import Lab
 from tests.train.test_processes import FEW, METHOD, environment, metrics
-from train.restarts import BEGUN, begun, is_supervised, note_begun, supervise
+from train.restarts import BEGUN, is_supervised, note_begun, previous_run_folder, supervise
 
 
 class Starts:
@@ -98,12 +98,12 @@ def test_a_signal_between_two_starts_is_the_end(monkeypatch):
 def test_a_trainer_without_a_supervisor_notes_nothing(monkeypatch, tmp_path):
     monkeypatch.delenv(BEGUN, raising=False)
     note_begun(tmp_path)
-    assert (is_supervised(), begun()) == (False, None)
+    assert (is_supervised(), previous_run_folder()) == (False, None)
     with tempfile.TemporaryFile() as file:
         monkeypatch.setenv(BEGUN, str(file.fileno()))
-        assert (is_supervised(), begun()) == (True, None)
+        assert (is_supervised(), previous_run_folder()) == (True, None)
         note_begun(tmp_path / "runs")
-        assert begun() == tmp_path / "runs"
+        assert previous_run_folder() == tmp_path / "runs"
 
 
 @pytest.mark.slow

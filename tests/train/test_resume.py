@@ -15,7 +15,7 @@ from jaxcomm.state import is_per_worker
 from tests.train.runs import DCT_DP, METHODS, Told, assert_same_bits, files, metrics, run
 from train.checkpoints import Checkpoints
 from train.methods import run_name
-from train.tables import shown
+from train.tables import display_name
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -83,7 +83,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case, stops, uninter
     assert resumed.losses == whole.losses[stops[-1] :]
     assert resumed.evaluations == whole.evaluations
     assert metrics(tmp_path, method) == metrics(folder, method)
-    assert told.messages == [f"{shown(run_name(method))}: resumed after step {stops[-1]}."]
+    assert told.messages == [f"{display_name(run_name(method))}: resumed after step {stops[-1]}."]
 
 
 def test_a_delayed_run_resumes_with_the_gradients_that_are_owed(tmp_path):

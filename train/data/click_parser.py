@@ -110,7 +110,7 @@ def read_log(path: Path, counts: Counts) -> Iterator[tuple[np.ndarray, list[Malf
                 return
             rows, malformed = parse(lines, counts.lines + 1)
             counts.lines += len(lines)
-            counts.malformed.update(each.reason for each in malformed)
+            counts.malformed.update(line_error.reason for line_error in malformed)
             yield rows, malformed
 
 

@@ -39,7 +39,7 @@ def prepare_log(
     *,
     max_malformed: float = 1e-4,
     keep_first: bool = False,
-    more: Mapping[str, Any] | None = None,
+    extra_facts: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> dict[str, Any]:
     """Reads a log, line by line, into the dataset `root/name/VERSION`, which appears when it is whole.
@@ -54,7 +54,7 @@ def prepare_log(
       categories: how ids are assigned.
       max_malformed: the largest fraction of the lines that may be malformed.
       keep_first: whether another process may prepare the same log at the same time; the first one's folder is kept.
-      more: further facts of the dataset.
+      extra_facts: further facts of the dataset.
       say: called with each line of output.
 
     Returns:
@@ -72,10 +72,10 @@ def prepare_log(
         scratch, malformed, counts = private / "rows", private / "malformed.tsv", Counts()
         crc32 = _read(log, categories, counts, max_malformed, scratch, malformed, say)
         if counts.fraction > max_malformed:
-            kept = shutil.move(malformed, root / f"{name}.malformed.tsv")
+            report = shutil.move(malformed, root / f"{name}.malformed.tsv")
             raise ValueError(
                 f"At most {max_malformed:g} of a log's lines must be malformed; got {counts.malformed.total()} of the "
-                f"first {counts.lines} of {log} ({_list(counts)}). {kept} lists them: mend the log, or allow more by "
+                f"first {counts.lines} of {log} ({_list(counts)}). {report} lists them: mend the log, or allow more by "
                 "--max-malformed."
             )
         num_rows = scratch.stat().st_size // ROW.itemsize
@@ -92,11 +92,11 @@ def prepare_log(
             table_sizes = _index(rows, num_train, categories, private / folder / "vocabulary.npz")
         kind = {"kind": type(categories).__name__.lower(), **vars(categories)}
         identity = {"crc32": f"{crc32:08x}", "categories": json.dumps(kind)}  # of the log, and how it became ids
-        said = {"log": log.name, "lines": counts.lines, "malformed": dict(counts.malformed), "categories": kind}
+        facts = {"log": log.name, "lines": counts.lines, "malformed": dict(counts.malformed), "categories": kind}
         splits = {"train": rows[:num_train], "test": rows[num_train:]}
         columns = {split: {column: part[column] for column in ROW.names} for split, part in splits.items()}
         info = ClickInfo(name, num_train, num_rows - num_train, table_sizes)
-        return write_rows(private, folder, columns, info, identity, {**said, **(more or {})})
+        return write_rows(private, folder, columns, info, identity, {**facts, **(extra_facts or {})})
 
 
 def _read(
@@ -120,10 +120,10 @@ def _read(
             rows_file.write(rows.tobytes())
             crc32 = zlib.crc32(rows.tobytes(), crc32)
             before = counts.malformed.total() - len(malformed)
-            for number, each in enumerate(malformed, before):
-                malformed_file.write(f"{each.line}\t{each.reason}\t{each.detail}\n")
+            for number, line_error in enumerate(malformed, before):
+                malformed_file.write(f"{line_error.line}\t{line_error.reason}\t{line_error.detail}\n")
                 if number < SHOWN_LINES:
-                    say(f"line {each.line}: {each.reason}: {each.detail}")
+                    say(f"line {line_error.line}: {line_error.reason}: {line_error.detail}")
             if counts.lines >= CHECKED_FROM and counts.fraction > max_malformed:
                 break
     return crc32
@@ -157,7 +157,7 @@ def prepare_generated(root: Path, rows: int = GENERATED_ROWS) -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.tsv")
         teacher = generate(rows, GENERATED_SEED, log)
-        prepare_log("clicks", log, root, GENERATED_CATEGORIES, keep_first=True, more={"teacher": teacher})
+        prepare_log("clicks", log, root, GENERATED_CATEGORIES, keep_first=True, extra_facts={"teacher": teacher})
 
 
 HOW = (

@@ -81,10 +81,10 @@ class Vocabulary:
         for column, (values, order) in enumerate(zip(self.values, self._order, strict=True)):
             if not len(values):
                 continue
-            wanted = bits[:, column].view(np.uint32)  # (n,)
-            place = np.minimum(np.searchsorted(values, wanted, sorter=order), len(values) - 1)
-            found = order[place]  # (n,)
-            ids[:, column] = np.where(values[found] == wanted, found + 1, 0)
+            keys = bits[:, column].view(np.uint32)  # (n,)
+            place = np.minimum(np.searchsorted(values, keys, sorter=order), len(values) - 1)
+            index = order[place]  # (n,)
+            ids[:, column] = np.where(values[index] == keys, index + 1, 0)
         return ids
 
 
@@ -105,9 +105,9 @@ def build_vocabulary(pieces: Iterable[np.ndarray], min_count: int, num_categorie
             counter.add(np.ascontiguousarray(piece[:, column]).view(np.uint32))
     values = []
     for counter in counters:
-        found, counts = counter.result()
-        found, counts = found[counts >= min_count], counts[counts >= min_count]
-        values.append(found[np.lexsort((found, -counts))])
+        categories, counts = counter.result()
+        categories, counts = categories[counts >= min_count], counts[counts >= min_count]
+        values.append(categories[np.lexsort((categories, -counts))])
     return Vocabulary(values)
 
 

@@ -172,7 +172,7 @@ def generate(rows: int, seed: int, out: Path) -> dict[str, object]:
             logits.append(logit[:count])
             labels.append(label[:count])
             columns = [
-                [b"1" if each else b"0" for each in label[:count]],
+                [b"1" if is_click else b"0" for is_click in label[:count]],
                 *([b"" if x == EMPTY else b"%d" % x for x in column] for column in numbers[:count].T.tolist()),
                 *([text[r] for r in column] for text, column in zip(texts, ranks[:count].T.tolist(), strict=True)),
             ]
@@ -193,8 +193,8 @@ def generate(rows: int, seed: int, out: Path) -> dict[str, object]:
 
 
 def _scores(label: np.ndarray, logit: np.ndarray) -> dict[str, float | None]:
-    both = label.any() and not label.all()  # a handful of rows may hold one of the labels alone
-    return {"log_loss": log_loss(label, logit), "auc": auc(label, logit) if both else None}
+    is_mixed = label.any() and not label.all()  # a handful of rows may hold one of the labels alone
+    return {"log_loss": log_loss(label, logit), "auc": auc(label, logit) if is_mixed else None}
 
 
 def _centred(vectors: np.ndarray, frequency: np.ndarray) -> np.ndarray:

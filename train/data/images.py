@@ -65,9 +65,9 @@ def crop_and_flip(example: Example, rng: np.random.Generator) -> Example:
     """
     image = example["image"]
     height, width, _ = image.shape
-    top, left = rng.integers(0, 2 * PADDING + 1, size=2)
+    y_offset, x_offset = rng.integers(0, 2 * PADDING + 1, size=2)
     padded = np.pad(image, ((PADDING, PADDING), (PADDING, PADDING), (0, 0)))
-    image = padded[top : top + height, left : left + width]
+    image = padded[y_offset : y_offset + height, x_offset : x_offset + width]
     if rng.random() < 0.5:
         image = image[:, ::-1]
     return example | {"image": image}
@@ -101,16 +101,16 @@ def _random_box(width: int, height: int, rng: np.random.Generator) -> tuple[floa
         ratio = math.exp(rng.uniform(math.log(CROP_RATIO[0]), math.log(CROP_RATIO[1])))
         box_width, box_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < box_width <= width and 0 < box_height <= height:
-            left = int(rng.integers(0, width - box_width + 1))
-            top = int(rng.integers(0, height - box_height + 1))
-            return left, top, left + box_width, top + box_height
+            x_offset = int(rng.integers(0, width - box_width + 1))
+            y_offset = int(rng.integers(0, height - box_height + 1))
+            return x_offset, y_offset, x_offset + box_width, y_offset + box_height
     ratio = min(max(width / height, CROP_RATIO[0]), CROP_RATIO[1])
     return _centred_box(width, height, min(width, height * ratio), min(height, width / ratio))
 
 
 def _centred_box(width: int, height: int, box_width: float, box_height: float) -> tuple[float, float, float, float]:
-    left, top = (width - box_width) / 2, (height - box_height) / 2
-    return left, top, left + box_width, top + box_height
+    x_offset, y_offset = (width - box_width) / 2, (height - box_height) / 2
+    return x_offset, y_offset, x_offset + box_width, y_offset + box_height
 
 
 def _resize(image: Image.Image, box: Box) -> np.ndarray:

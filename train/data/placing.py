@@ -33,11 +33,11 @@ def check_files(builder: tfds.core.DatasetBuilder, split: str) -> None:
     Raises:
       FileNotFoundError: if one is missing.
     """
-    missing = [path for path in builder.info.splits[split].filepaths if not Path(path).exists()]
-    if missing:
+    gaps = [path for path in builder.info.splits[split].filepaths if not Path(path).exists()]
+    if gaps:
         raise FileNotFoundError(
-            f"Every shard listed in dataset_info.json must exist; got {len(missing)} of the {split} split missing, "
-            f"such as {missing[0]}. Copy them again, or delete {builder.data_path} and prepare the dataset anew."
+            f"Every shard listed in dataset_info.json must exist; got {len(gaps)} of the {split} split missing, "
+            f"such as {gaps[0]}. Copy them again, or delete {builder.data_path} and prepare the dataset anew."
         )
 
 

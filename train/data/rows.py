@@ -28,7 +28,7 @@ def write_rows(
     splits: Mapping[str, Columns],
     info: DatasetInfo,
     identity: Mapping[str, str],
-    more: Mapping[str, Any],
+    extra_facts: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Writes a dataset.
 
@@ -38,12 +38,12 @@ def write_rows(
       splits: arrays (n, ...) of each split of n rows; numbers, or objects for text.
       info: of the dataset.
       identity: distinguishes its rows from others of the same name and number.
-      more: further facts, as JSON.
+      extra_facts: further facts, as JSON.
 
     Returns:
       All facts: the metadata of the dataset.
     """
-    facts = {**asdict(info), "identity": dict(identity), **more}
+    facts = {**asdict(info), "identity": dict(identity), **extra_facts}
     features = {
         column: tfds.features.Tensor(shape=(None,), dtype=np.str_)
         if array.dtype == object
@@ -138,9 +138,9 @@ class Prepared:
             )
         with readable(folder):
             facts = tfds.builder_from_directory(folder).info.metadata
-            required = {field.name for field in fields(self.kind) if field.default is MISSING}
-            if missing := required - set(facts or {}):
-                raise KeyError(f"metadata.json has no {', '.join(sorted(missing))}")
+            names = {field.name for field in fields(self.kind) if field.default is MISSING}
+            if gaps := names - set(facts or {}):
+                raise KeyError(f"metadata.json has no {', '.join(sorted(gaps))}")
         return facts  # type: ignore[return-value]
 
 

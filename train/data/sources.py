@@ -131,10 +131,10 @@ def pixel_mean(name: str, root: Path) -> np.ndarray:
         numbers = np.sort(np.random.default_rng(0).choice(len(source), MEAN_SAMPLE, replace=False))
 
     def total(part: np.ndarray) -> np.ndarray:
-        found = np.zeros(IMAGES[name].image_shape, np.int64)
+        pixel_sum = np.zeros(IMAGES[name].image_shape, np.int64)
         for number in part.tolist():
-            found += (prepare(source[number]) if prepare else source[number])["image"]
-        return found
+            pixel_sum += (prepare(source[number]) if prepare else source[number])["image"]
+        return pixel_sum
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return sum(pool.map(total, np.array_split(numbers, 64)), np.zeros(())) / len(numbers)

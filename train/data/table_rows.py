@@ -111,10 +111,10 @@ def earlier(key: np.ndarray, time: np.ndarray, label: np.ndarray) -> tuple[np.nd
     is_key = np.r_[True, key[1:] != key[:-1]]  # begins here
     is_time = is_key | np.r_[True, time[1:] != time[:-1]]
     place = np.arange(len(key))
-    first, now = (np.maximum.accumulate(np.where(begins, place, 0)) for begins in (is_key, is_time))
+    first, current = (np.maximum.accumulate(np.where(begins, place, 0)) for begins in (is_key, is_time))
     before = np.r_[0, np.cumsum(label[order])]
     counts, labels = np.empty(len(key), int), np.empty(len(key), int)
-    counts[order], labels[order] = now - first, before[now] - before[first]
+    counts[order], labels[order] = current - first, before[current] - before[first]
     return counts, labels
 
 

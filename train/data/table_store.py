@@ -54,11 +54,11 @@ def prepare_table(name: str, rows: Rows, root: Path, categories: Indexed) -> dic
                 f"A number must differ between the rows of the train split; got {feature} of {name} with the deviation "
                 f"{deviation}."
             )
-        missing = np.isnan(values)
-        dense[:, column] = np.where(missing, 0, (values - mean) / deviation)
-        scales[feature] = {"mean": float(mean), "deviation": float(deviation), "missing": int(missing.sum())}
-    found = [np.unique(values, return_inverse=True) for values in rows.categories.values()]
-    codes = np.stack([inverse for _, inverse in found], axis=1).astype(np.int32)  # (n, features)
+        is_missing = np.isnan(values)
+        dense[:, column] = np.where(is_missing, 0, (values - mean) / deviation)
+        scales[feature] = {"mean": float(mean), "deviation": float(deviation), "missing": int(is_missing.sum())}
+    uniques = [np.unique(values, return_inverse=True) for values in rows.categories.values()]
+    codes = np.stack([inverse for _, inverse in uniques], axis=1).astype(np.int32)  # (n, features)
     vocabulary = build_vocabulary([codes[:num_train]], categories.min_count, codes.shape[1])
     columns = {
         "dense": dense,
@@ -71,11 +71,13 @@ def prepare_table(name: str, rows: Rows, root: Path, categories: Indexed) -> dic
     folder = folder_of(name)
     with preparing(root, folder, keep_first=False) as private:
         (private / folder).mkdir(parents=True)
-        kept = zip(rows.categories, found, vocabulary.values, strict=True)
-        np.savez(private / folder / "vocabulary.npz", **{feature: values[ids] for feature, (values, _), ids in kept})  # type: ignore
+        vocabularies = zip(rows.categories, uniques, vocabulary.values, strict=True)
+        np.savez(
+            private / folder / "vocabulary.npz", **{feature: values[ids] for feature, (values, _), ids in vocabularies}
+        )  # type: ignore
         info = ClickInfo(name, num_train, num_rows - num_train, vocabulary.table_sizes, len(rows.dense))
         splits = {"train": slice(num_train), "test": slice(num_train, None)}
-        more = {
+        extra_facts = {
             "dense": scales,
             "categories": list(rows.categories),
             "min_count": categories.min_count,
@@ -87,7 +89,7 @@ def prepare_table(name: str, rows: Rows, root: Path, categories: Indexed) -> dic
             },
         }
         arrays = {split: {key: array[part] for key, array in columns.items()} for split, part in splits.items()}
-        return write_rows(private, folder, arrays, info, {"crc32": f"{checksum:08x}"}, more)
+        return write_rows(private, folder, arrays, info, {"crc32": f"{checksum:08x}"}, extra_facts)
 
 
 def folder_of(name: str) -> Path:

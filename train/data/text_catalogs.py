@@ -24,7 +24,7 @@ def catalog_pairs() -> tuple[dict[str, list[Pair]], Counter[str]]:
     """
     pairs: dict[str, list[Pair]] = {"train": [], "valid": [], "test": []}
     left_out: Counter[str] = Counter()
-    seen: set[str] = set()
+    sentences: set[str] = set()
     root = _django()
     for path in sorted(root.rglob("locale/de/LC_MESSAGES/*.mo")):
         for english, german in sorted(_messages(path).items()):
@@ -32,10 +32,10 @@ def catalog_pairs() -> tuple[dict[str, list[Pair]], Counter[str]]:
                 left_out["empty"] += 1
             elif english == german:
                 left_out["not translated"] += 1
-            elif english in seen:
+            elif english in sentences:
                 left_out["seen before"] += 1
             else:
-                seen.add(english)
+                sentences.add(english)
                 split = {0: "valid", 1: "test"}.get(crc32(english.encode()) % HELD_OUT, "train")
                 pairs[split].append(Pair(german, english, f"{path.relative_to(root)}: {english[:40]}"))
     return pairs, left_out

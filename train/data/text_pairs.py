@@ -37,11 +37,11 @@ def read_parallel(folder: Path, languages: tuple[str, str]) -> dict[str, list[Pa
       ValueError: if two files have different numbers of lines, or a line is not UTF-8.
     """
     paths = {split: [folder / f"{split}.{language}" for language in languages] for split in SPLITS}
-    missing = [path for both in paths.values() for path in both if not path.is_file()]
-    if missing:
+    gaps = [path for split_paths in paths.values() for path in split_paths if not path.is_file()]
+    if gaps:
         raise FileNotFoundError(
             "Parallel text must be six files, SPLIT.LANGUAGE with one sentence a line; got no "
-            f"{', '.join(map(str, missing))}. Pass the folder by --input and the languages by --source and --target."
+            f"{', '.join(map(str, gaps))}. Pass the folder by --input and the languages by --source and --target."
         )
     pairs = {}
     for split, (first, second) in paths.items():
@@ -52,8 +52,8 @@ def read_parallel(folder: Path, languages: tuple[str, str]) -> dict[str, list[Pa
                 f"{first} and {len(targets)} in {second}. Align them anew: an empty line keeps the place of a missing "
                 "sentence."
             )
-        both = enumerate(zip(sources, targets, strict=True), 1)
-        pairs[split] = [Pair(source, target, f"{first.name}:{line}") for line, (source, target) in both]
+        line_pairs = enumerate(zip(sources, targets, strict=True), 1)
+        pairs[split] = [Pair(source, target, f"{first.name}:{line}") for line, (source, target) in line_pairs]
     return pairs
 
 

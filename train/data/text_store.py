@@ -97,8 +97,8 @@ def prepare_pairs(
         columns, splits, checksum = {}, {}, crc32(model)
         with (private / folder / "dropped.tsv").open("w", encoding="utf-8") as dropped:
             for split in SPLITS:
-                rows, kept, counts = _encode(pairs[split], split, subwords, lengths, dropped)
-                if not kept:
+                rows, pairs_of_rows, counts = _encode(pairs[split], split, subwords, lengths, dropped)
+                if not pairs_of_rows:
                     raise ValueError(
                         f"Every split must have a pair; got all of the {len(pairs[split])} of {split} dropped "
                         f"({_list(counts)}). Raise the lengths, or look at the text."
@@ -107,8 +107,8 @@ def prepare_pairs(
                 columns[split] = {
                     "source": rows["source"],
                     "target": rows["target"],
-                    "source_text": np.array([pair.source for pair in kept], object),
-                    "target_text": np.array([pair.target for pair in kept], object),
+                    "source_text": np.array([pair.source for pair in pairs_of_rows], object),
+                    "target_text": np.array([pair.target for pair in pairs_of_rows], object),
                 }
                 if counts:
                     say(f"{split}: {counts.total()} of {len(pairs[split])} pairs are dropped: {_list(counts)}")
@@ -121,8 +121,8 @@ def prepare_pairs(
                 }
         sizes = (splits[split]["rows"] for split in ("train", "test", "valid"))
         info = TranslationInfo(name, *sizes, languages, lengths.vocabulary_size, lengths.source, lengths.target)
-        more = {"left_out": dict(left_out or {}), "splits": splits}
-        return write_rows(private, folder, columns, info, {"crc32": f"{checksum:08x}"}, more)
+        extra_facts = {"left_out": dict(left_out or {}), "splits": splits}
+        return write_rows(private, folder, columns, info, {"crc32": f"{checksum:08x}"}, extra_facts)
 
 
 def train_subwords(texts: list[str], vocabulary_size: int) -> bytes:
@@ -179,7 +179,7 @@ def _encode(
     pairs: list[Pair], split: str, subwords: Subwords, lengths: Lengths, dropped: IO[str]
 ) -> tuple[np.ndarray, list[Pair], Counter[str]]:
     """Returns the rows, the pairs they come from, and the counts of what was dropped."""
-    kept, sources, targets, counts = [], [], [], Counter()
+    pairs_of_rows, sources, targets, counts = [], [], [], Counter()
     encoded = (subwords.encode([pair.source for pair in pairs]), subwords.encode([pair.target for pair in pairs]))
     for pair, source, target in zip(pairs, *encoded, strict=True):
         reason = None
@@ -193,14 +193,14 @@ def _encode(
             counts[reason] += 1
             dropped.write(f"{split}\t{pair.place}\t{reason}\n")
             continue
-        kept.append(pair)
+        pairs_of_rows.append(pair)
         sources.append(source)
         targets.append([BEGIN, *target, END])
-    rows = np.zeros(len(kept), [("source", "<i4", (lengths.source,)), ("target", "<i4", (lengths.target,))])
+    rows = np.zeros(len(pairs_of_rows), [("source", "<i4", (lengths.source,)), ("target", "<i4", (lengths.target,))])
     for row, source, target in zip(rows, sources, targets, strict=True):
         row["source"][: len(source)] = source
         row["target"][: len(target)] = target
-    return rows, kept, counts
+    return rows, pairs_of_rows, counts
 
 
 def _list(counts: Counter[str]) -> str:
@@ -226,7 +226,7 @@ def translation_text(name: str, split: str, root: Path) -> Text:
     """Reads the text of a split of a prepared translation."""
     rows = TRANSLATIONS[name].open(split, root, TEXT_TYPES)
     text = rows.read(np.arange(len(rows)), None)
-    sources, references = ([each.decode() for each in text[column]] for column in TEXT_TYPES)
+    sources, references = ([sentence.decode() for sentence in text[column]] for column in TEXT_TYPES)
     return Text(Subwords((root / folder_of(name) / "subwords.model").read_bytes()), sources, references)
 
 

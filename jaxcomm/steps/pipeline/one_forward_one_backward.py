@@ -40,23 +40,23 @@ class OneForwardOneBackward(Schedule):
             """Returns a micro-batch's inputs of this stage, and zeros for the other stages."""
             boxes = list(nothing)
             if stage:
-                kept = waiting[stage - 1]
-                boxes[stage - 1] = jax.tree.map(lambda x: at(x, micro_batch % len(x)), kept)
+                saved = waiting[stage - 1]
+                boxes[stage - 1] = jax.tree.map(lambda x: at(x, micro_batch % len(x)), saved)
             return self._vary(boxes)
 
         def ahead(stage: int, micro_batch: Any, params: Any, waiting: Any) -> Any:
             return self._branch(stage, model_state, micro_batch)(params, inboxes(stage, micro_batch, waiting))[0]
 
-        def back(stage: int, micro_batch: Any, params: Any, waiting: Any, arrived: Any) -> Any:
+        def backward_stage(stage: int, micro_batch: Any, params: Any, waiting: Any, arrived: Any) -> Any:
             """Returns the gradients of the stage's inputs, those of the parameters, and the totals."""
             boxes = inboxes(stage, micro_batch, waiting)
 
             def run(values: list[list[jax.Array]], params: list[jax.Array]) -> Any:
-                given = [
-                    [box._replace(values=own) for box, own in zip(*pair, strict=True)]
+                inputs = [
+                    [box._replace(values=box_values) for box, box_values in zip(*pair, strict=True)]
                     for pair in zip(boxes, values, strict=True)
                 ]
-                outboxes, totals = self._branch(stage, model_state, micro_batch)(params, given)
+                outboxes, totals = self._branch(stage, model_state, micro_batch)(params, inputs)
                 return self._vary((_values(outboxes), totals.loss)), totals
 
             _, pull, totals = jax.vjp(run, _values(boxes), params, has_aux=True)
@@ -67,21 +67,21 @@ class OneForwardOneBackward(Schedule):
             waiting, arrived, sums, totals = carry
             forward = {stage: time - stage for stage in active[0]}  # their micro-batches
             backward = {stage: time - 2 * (size - 1) + stage for stage in active[1]}
-            sent, returned = nothing, arrived
+            outboxes, input_gradients = nothing, arrived
             if forward:
                 branches = {stage: partial(ahead, stage, micro) for stage, micro in forward.items()}
-                sent = self._switch(branches, params, waiting)
+                outboxes = self._switch(branches, params, waiting)
             if backward:
-                branches = {stage: partial(back, stage, micro) for stage, micro in backward.items()}
-                returned, *added = self._switch(branches, params, waiting, arrived)
-                sums, totals = jax.tree.map(jnp.add, (sums, totals), tuple(added))
+                branches = {stage: partial(backward_stage, stage, micro) for stage, micro in backward.items()}
+                input_gradients, *increments = self._switch(branches, params, waiting, arrived)
+                sums, totals = jax.tree.map(jnp.add, (sums, totals), tuple(increments))
             waiting, arrived = list(waiting), list(arrived)
             for stage, micro in forward.items():
-                new = send_forward(cuts[stage].formats, Route(STAGE_AXIS, stage, stage + 1), sent[stage])
+                new = send_forward(cuts[stage].formats, Route(STAGE_AXIS, stage, stage + 1), outboxes[stage])
                 waiting[stage] = jax.tree.map(partial(_put, micro), waiting[stage], new)
             for stage, micro in ((stage - 1, micro) for stage, micro in backward.items() if stage):
                 route, key = Route(STAGE_AXIS, stage, stage + 1), self._key(stage, micro)
-                arrived[stage] = send_backward(cuts[stage].formats, route, returned[stage], key)
+                arrived[stage] = send_backward(cuts[stage].formats, route, input_gradients[stage], key)
             return waiting, arrived, sums, totals
 
         def active_at(time: int) -> tuple[list[int], list[int]]:
@@ -96,9 +96,9 @@ class OneForwardOneBackward(Schedule):
 
 
 def _values(boxes: list[list[Encoded]]) -> list[list[jax.Array]]:
-    return [[box.values for box in own] for own in boxes]
+    return [[box.values for box in stage_boxes] for stage_boxes in boxes]
 
 
-def _put(micro_batch: Any, kept: jax.Array, new: jax.Array) -> jax.Array:
+def _put(micro_batch: Any, saved: jax.Array, new: jax.Array) -> jax.Array:
     """Overwrites the oldest micro-batch that is kept."""
-    return lax.dynamic_update_index_in_dim(kept, new, micro_batch % len(kept), 0)
+    return lax.dynamic_update_index_in_dim(saved, new, micro_batch % len(saved), 0)

@@ -149,11 +149,11 @@ class Pipeline:
           ValueError: if the batch does not divide.
         """
         check_batch(batch, workers, self.micro_batches, takes_scalars=False)
-        own = jax.tree.map(
+        worker_batch = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // workers, *leaf.shape[1:]), leaf.dtype), batch
         )
         count, boundaries = self.micro_batches, []
-        for cut in self.plan(own).cuts:
+        for cut in self.plan(worker_batch).cuts:
             forward, backward = cut.bytes_each_way()
             boundaries.append(BoundaryBytes(count * forward, count * backward, count * cut.dense_bytes))
         with self.exchanging():
@@ -231,17 +231,17 @@ class Cut(NamedTuple):
 
     def encode(self, x: Any) -> list[Encoded]:
         """Encodes the output of a stage."""
-        return [each.encode(leaf) for each, leaf in zip(self.formats, jax.tree.leaves(x), strict=True)]
+        return [fmt.encode(leaf) for fmt, leaf in zip(self.formats, jax.tree.leaves(x), strict=True)]
 
     def decode(self, encoded: list[Encoded]) -> Any:
         """Decodes the input of the next stage."""
-        return self.tree.unflatten([each.decode(one) for each, one in zip(self.formats, encoded, strict=True)])
+        return self.tree.unflatten([fmt.decode(one) for fmt, one in zip(self.formats, encoded, strict=True)])
 
     def nothing(self) -> list[Encoded]:
         """Returns encoded arrays of zeros."""
 
         def shapes() -> list[Encoded]:
-            return [each.encode(jnp.zeros(each.shape, each.dtype)) for each in self.formats]
+            return [fmt.encode(jnp.zeros(fmt.shape, fmt.dtype)) for fmt in self.formats]
 
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(shapes))
 
@@ -257,7 +257,7 @@ class Cut(NamedTuple):
     @property
     def dense_bytes(self) -> int:
         """Bytes of one micro-batch's whole activations, in one direction."""
-        return sum(math.prod(each.shape) * jnp.dtype(each.dtype).itemsize for each in self.formats)
+        return sum(math.prod(fmt.shape) * jnp.dtype(fmt.dtype).itemsize for fmt in self.formats)
 
 
 class Plan(NamedTuple):
@@ -339,16 +339,16 @@ class Schedule:
         """Runs the branch of this device's stage, if it is active; otherwise returns zeros."""
         size = self.pipeline.size
         functions: list[Callable[..., Any]] = [
-            lambda *args, own=own: self._vary(own(*args)) for own in branches.values()
+            lambda *args, branch=branch: self._vary(branch(*args)) for branch in branches.values()
         ]
         if len(functions) == size == 1:
             return functions[0](*args)
-        which = np.full(size, len(functions), np.int32)
-        which[list(branches)] = np.arange(len(functions))
+        index_of_stage = np.full(size, len(functions), np.int32)
+        index_of_stage[list(branches)] = np.arange(len(functions))
         if len(functions) < size:
             kinds = jax.eval_shape(functions[0], *args)
             functions.append(lambda *args: jax.tree.map(zeros_of, kinds))
-        return lax.switch(jnp.asarray(which)[lax.axis_index(STAGE_AXIS)], functions, *args)
+        return lax.switch(jnp.asarray(index_of_stage)[lax.axis_index(STAGE_AXIS)], functions, *args)
 
     def _branch(self, stage: int, model_state: list[jax.Array], micro_batch: Any) -> Callable[..., Any]:
         pipeline, cuts, last = self.pipeline, self.plan.cuts, self.pipeline.size - 1
@@ -402,9 +402,9 @@ def run_ticks(tick: Callable[..., Any], carry: Any, active_at: Callable[[int], A
       count: the number of ticks.
     """
     for active, times in itertools.groupby(range(count), active_at):
-        first, *more = times
-        if more:
-            times = jnp.arange(first, more[-1] + 1)
+        first, *later_times = times
+        if later_times:
+            times = jnp.arange(first, later_times[-1] + 1)
             carry, _ = lax.scan(lambda carry, time, at=active: (tick(carry, time, at, True), None), carry, times)
         else:
             carry = tick(carry, first, active, False)

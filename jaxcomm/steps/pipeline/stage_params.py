@@ -40,9 +40,9 @@ class StackedParams:
     def to_slots(self, stage: int, tree: Any) -> list[jax.Array]:
         """Puts a stage's tree into slots; unused slots, and the padding of a slot, are zero."""
         numbers, leaves = jax.tree.leaves(self.stages[stage]), jax.tree.leaves(tree)
-        found = dict(zip(numbers, leaves, strict=True))
+        leaf_of_slot = dict(zip(numbers, leaves, strict=True))
         return [
-            _put(found.get(n), shape, dtype)
+            _put(leaf_of_slot.get(n), shape, dtype)
             for n, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes, strict=True))
         ]
 
@@ -72,31 +72,31 @@ class StackedParams:
 
 def plan_stacked(trees: Sequence[Any]) -> StackedParams:
     """Plans the slots of stages from their trees of arrays or `jax.ShapeDtypeStruct`s."""
-    found = [[(jnp.dtype(leaf.dtype), tuple(leaf.shape)) for leaf in jax.tree.leaves(tree)] for tree in trees]
-    dtypes = sorted({dtype for leaves in found for dtype, _ in leaves}, key=str)
+    stage_leaves = [[(jnp.dtype(leaf.dtype), tuple(leaf.shape)) for leaf in jax.tree.leaves(tree)] for tree in trees]
+    dtypes = sorted({dtype for leaves in stage_leaves for dtype, _ in leaves}, key=str)
     shapes: list[tuple[int, ...]] = []
     slot_dtypes: list[Any] = []
-    numbers = [[0] * len(leaves) for leaves in found]
+    numbers = [[0] * len(leaves) for leaves in stage_leaves]
     for dtype in dtypes:
         first = len(shapes)
         members: list[list[tuple[int, ...]]] = []
-        for stage, leaves in enumerate(found):
-            own = [index for index, (each, _) in enumerate(leaves) if each == dtype]
-            own.sort(key=lambda index: (-math.prod(leaves[index][1]), leaves[index][1], index))
-            for place, index in enumerate(own):
+        for stage, leaves in enumerate(stage_leaves):
+            indices = [index for index, (leaf_dtype, _) in enumerate(leaves) if leaf_dtype == dtype]
+            indices.sort(key=lambda index: (-math.prod(leaves[index][1]), leaves[index][1], index))
+            for place, index in enumerate(indices):
                 numbers[stage][index] = first + place
                 if place == len(members):
                     members.append([])
                 members[place].append(leaves[index][1])
-        for alike in members:
-            same = len(set(alike)) == 1
-            shapes.append(alike[0] if same else (max(math.prod(shape) for shape in alike),))
+        for slot_shapes in members:
+            is_uniform = len(set(slot_shapes)) == 1
+            shapes.append(slot_shapes[0] if is_uniform else (max(math.prod(shape) for shape in slot_shapes),))
             slot_dtypes.append(dtype)
     return StackedParams(
         shapes=tuple(shapes),
         dtypes=tuple(slot_dtypes),
         stages=tuple(jax.tree.unflatten(jax.tree.structure(tree), n) for tree, n in zip(trees, numbers, strict=True)),
-        tensors=tuple(tuple(shape for _, shape in leaves) for leaves in found),
+        tensors=tuple(tuple(shape for _, shape in leaves) for leaves in stage_leaves),
     )
 
 

@@ -16,13 +16,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.report import PipelineReport
-from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers, on_own_mesh
+from jaxcomm.collectives.axis import AxisName, axis_names, in_axes_of_workers, on_step_mesh
 from jaxcomm.exchange import get_exchange
 from jaxcomm.kernels.numerics import is_finite_tree
 from jaxcomm.order import check_chain, check_descent
 from jaxcomm.state import (
     TrainState,
-    check_apart,
+    check_aliases,
     check_axes,
     check_model_state,
     global_params,
@@ -71,7 +71,7 @@ class PipelineStep(TrainStep):
 
         self.pipeline = replace(pipeline, loss_fn=loss)
 
-    @on_own_mesh
+    @on_step_mesh
     def init(self, params: Sequence[Any], model_state: Sequence[Any] | None = None) -> TrainState:
         """Makes the first state of a run, each stage's part on that stage's devices.
 
@@ -90,21 +90,21 @@ class PipelineStep(TrainStep):
                 f"{'without' if pipeline.model_state is None else 'with one'}. Pass model_state= to both."
             )
         _check_shapes("params", params, pipeline.params)
-        check_apart(params)
+        check_aliases(params)
         states = [()] * pipeline.size if model_state is None else model_state
         if pipeline.model_state is not None:
             _check_shapes("model_state", states, pipeline.model_state)
             check_model_state(states)
 
         def device_state(params: list[jax.Array], states: list[jax.Array]) -> TrainState:
-            own = [slot[0] for slot in params]
+            stage_slots = [slot[0] for slot in params]
             stages = {"stages": [slot[0] for slot in states]}
             with self.pipeline.exchanging():
-                state = TrainState(own, self.tx.init(own), jnp.zeros((), jnp.int32), stages)
+                state = TrainState(stage_slots, self.tx.init(stage_slots), jnp.zeros((), jnp.int32), stages)
             return _of_mesh(make_local(state, self.axis_name))
 
-        given = (pipeline.param_slots.stack(params), pipeline.state_slots.stack(states))
-        one_stage = jax.eval_shape(lambda: jax.tree.map(lambda slot: slot[:1], given))
+        stacked = (pipeline.param_slots.stack(params), pipeline.state_slots.stack(states))
+        one_stage = jax.eval_shape(lambda: jax.tree.map(lambda slot: slot[:1], stacked))
         shapes = jax.eval_shape(in_axes_of_workers(device_state, self.sizes, self.axis_name), *one_stage)
         exchange = get_exchange(shapes.opt_state)
         if exchange.method.where is not None:
@@ -114,20 +114,20 @@ class PipelineStep(TrainStep):
             )
         check_axes(exchange, self.axis_name)
         if not hasattr(self.tx, "links"):  # a jaxcomm.chain has checked itself
-            own = jax.eval_shape(lambda: [slot[0] for slot in given[0]])
-            for message in check_chain(self.tx, shapes.opt_state, own):
+            stage_like = jax.eval_shape(lambda: [slot[0] for slot in stacked[0]])
+            for message in check_chain(self.tx, shapes.opt_state, stage_like):
                 warnings.warn(message, stacklevel=2)
         specs = _staged_specs(shapes)
         on_devices = jax.shard_map(device_state, mesh=self.mesh, in_specs=P(STAGE_AXIS), out_specs=specs)
-        return jax.jit(on_devices)(*place(given, NamedSharding(self.mesh, P(STAGE_AXIS))))
+        return jax.jit(on_devices)(*place(stacked, NamedSharding(self.mesh, P(STAGE_AXIS))))
 
-    @on_own_mesh
+    @on_step_mesh
     def shapes(self, params: Sequence[Any], model_state: Sequence[Any] | None = None) -> TrainState:
         """Returns the shapes of what `init` makes; see `TrainStep.shapes`."""
         shapes = jax.eval_shape(self.init, params, model_state)
         return shapes_on(self.mesh, shapes, _staged_specs(shapes))
 
-    @on_own_mesh
+    @on_step_mesh
     def params(self, state: TrainState) -> list[Any]:
         """Returns the parameters of every stage; with a local method, those of the global model."""
         slots = self.pipeline.param_slots
@@ -135,8 +135,8 @@ class PipelineStep(TrainStep):
             return slots.unstack(state.params)
         of_stages = []
         for stage in range(self.pipeline.size):
-            own = jax.tree.map(lambda leaf, at=stage: leaf[at], (state.params, state.opt_state))
-            model = global_params(state._replace(params=own[0], opt_state=own[1]))
+            stage_state = jax.tree.map(lambda leaf, at=stage: leaf[at], (state.params, state.opt_state))
+            model = global_params(state._replace(params=stage_state[0], opt_state=stage_state[1]))
             of_stages.append(slots.of_stage(stage, model))
         return of_stages
 
@@ -152,7 +152,7 @@ class PipelineStep(TrainStep):
         ]
         return jax.tree.map(lambda *rows: np.stack(rows), *of_stages)._replace(step=state.step)
 
-    @on_own_mesh
+    @on_step_mesh
     def verify(
         self, state: Any, batch: Any, *, other_bytes: int = 256, beside: Sequence[Traffic] = ()
     ) -> PipelineReport:
@@ -175,7 +175,7 @@ class PipelineStep(TrainStep):
             text=self.compile(state, batch).as_text(),
         )
 
-    @on_own_mesh
+    @on_step_mesh
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         check_batch(batch, self.workers, self.pipeline.micro_batches, takes_scalars=False)
         check_descent(self.tx, state.opt_state, state.params)
@@ -227,9 +227,9 @@ def _gradients(
     return (totals.loss, (totals.scalars, {"stages": totals.model_state})), gradients
 
 
-def _of_stage(state: TrainState, own: Callable[[Any], Any]) -> TrainState:
+def _of_stage(state: TrainState, function: Callable[[Any], Any]) -> TrainState:
     """Applies a function to every leaf but `step`, to remove or add the dimension of stages."""
-    params, opt_state, model_state = jax.tree.map(own, (state.params, state.opt_state, state.model_state))
+    params, opt_state, model_state = jax.tree.map(function, (state.params, state.opt_state, state.model_state))
     return TrainState(params, opt_state, state.step, model_state)
 
 
@@ -253,8 +253,8 @@ def _over_stages(metrics: Any) -> Any:
     """Combines the scalars, and the exchange's metrics, of all stages: sums; 1 if a stage has skipped, or drained."""
 
     def total(tree: Any) -> Any:
-        vector, back = ravel_pytree(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree))
-        return back(lax.psum(vector, STAGE_AXIS))
+        vector, unravel = ravel_pytree(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree))
+        return unravel(lax.psum(vector, STAGE_AXIS))
 
     is_local = any(map(is_per_worker, metrics[0].values()))  # then the scalars differ between workers
     scalars, exchanged = map(total, metrics) if is_local else total(metrics)
@@ -264,22 +264,22 @@ def _over_stages(metrics: Any) -> Any:
 
 
 def _check_shapes(name: str, trees: Sequence[Any], planned: Sequence[Any] | None) -> None:
-    given = [jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree) for tree in trees]
-    wanted = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in planned or ()]
-    if jax.tree.structure(given) != jax.tree.structure(wanted) or given != wanted:
+    actual = [jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree) for tree in trees]
+    expected = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in planned or ()]
+    if jax.tree.structure(actual) != jax.tree.structure(expected) or actual != expected:
         raise ValueError(
-            f"The {name} must have the shapes that the Pipeline was made with; got {given} for {wanted}. Make the "
+            f"The {name} must have the shapes that the Pipeline was made with; got {actual} for {expected}. Make the "
             "Pipeline with the same trees."
         )
 
 
 def _check_mesh(pipeline: Pipeline, mesh: Mesh, axis_name: AxisName) -> None:
-    sizes, wanted = dict(mesh.shape), (*axis_names(axis_name), STAGE_AXIS)
-    others = {name: size for name, size in sizes.items() if name not in wanted and size > 1}
-    if others or any(name not in sizes for name in wanted):
+    sizes, axes = dict(mesh.shape), (*axis_names(axis_name), STAGE_AXIS)
+    extra_axes = {name: size for name, size in sizes.items() if name not in axes and size > 1}
+    if extra_axes or any(name not in sizes for name in axes):
         raise ValueError(
-            f"The mesh of a pipeline must have the axes {wanted}, and no others; got {sizes}. Make it with "
-            f"make_mesh({', '.join(f'{name}=...' for name in wanted)}), 1 for an axis that is not used."
+            f"The mesh of a pipeline must have the axes {axes}, and no others; got {sizes}. Make it with "
+            f"make_mesh({', '.join(f'{name}=...' for name in axes)}), 1 for an axis that is not used."
         )
     if sizes[STAGE_AXIS] != pipeline.size:
         raise ValueError(

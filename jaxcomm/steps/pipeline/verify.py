@@ -56,50 +56,55 @@ def verify_pipeline(
     with pipeline.exchanging():
         shapes = pipeline.exchanged_shapes()
         exchange = exchange_report(tx, shapes, sizes, (), axis_name, kind_of_device(state)).program
-    steps = [[each.in_turn(turn, turns) for each in (compiled, traced, exchange)] for turn in range(turns)]
+    steps = [[counted.in_turn(turn, turns) for counted in (compiled, traced, exchange)] for turn in range(turns)]
     padding = Fraction(0)
-    for sent, wanted, _ in steps:
-        most = as_compiled(wanted, program)
-        padding = max(padding, most.received_at_most - wanted.received_at_most)
-        if sent.received > most.received or sent.received_at_most > most.received_at_most:
+    for wire, expected, _ in steps:
+        bound = as_compiled(expected, program)
+        padding = max(padding, bound.received_at_most - expected.received_at_most)
+        if wire.received > bound.received or wire.received_at_most > bound.received_at_most:
             raise ValueError(
-                f"A compiled step must send no more bytes than were traced; got {float(sent.received):,.0f} on average "
-                f"(at most {float(sent.received_at_most):,.0f}) for {float(wanted.received):,.0f} (at most "
-                f"{float(wanted.received_at_most):,.0f}). XLA has changed the collectives."
+                f"A compiled step must send no more bytes than were traced; got {float(wire.received):,.0f} on average "
+                f"(at most {float(wire.received_at_most):,.0f}) for {float(expected.received):,.0f} (at most "
+                f"{float(expected.received_at_most):,.0f}). XLA has changed the collectives."
             )
     links = _stage_links(compiled.links(), mesh)
-    for stage, each in enumerate(claimed.boundaries):
+    for stage, boundary in enumerate(claimed.boundaries):
         for way, pair, claim in (
-            ("forward", (stage, stage + 1), each.forward),
-            ("backward", (stage + 1, stage), each.backward),
+            ("forward", (stage, stage + 1), boundary.forward),
+            ("backward", (stage + 1, stage), boundary.backward),
         ):
-            sent = links.pop(pair, 0)
-            if sent != claim * workers:
+            wire = links.pop(pair, 0)
+            if wire != claim * workers:
                 raise ValueError(
-                    f"A boundary must send what it claims; got {sent:,} bytes {way} over {workers} workers between the "
+                    f"A boundary must send what it claims; got {wire:,} bytes {way} over {workers} workers between the "
                     f"stages {pair}, where {claim:,} a worker are claimed."
                 )
-    links = {pair: sent for pair, sent in links.items() if pair[0] != pair[1]}  # the rest is between workers
+    links = {pair: wire for pair, wire in links.items() if pair[0] != pair[1]}  # the rest is between workers
     if links:
         raise ValueError(
             f"Stages must send to their neighbours alone; got bytes from stage to stage of {links}. Look for another "
             "permutation in the stages."
         )
-    boundaries = Fraction(workers * sum(each.forward + each.backward for each in claimed.boundaries), mesh.size)
-    for when, sent, claim in (
-        *(("usual", found.received, exchange.received) for found, _, exchange in steps),
-        *(("most expensive", found.received_at_most, exchange.received_at_most) for found, _, exchange in steps),
+    boundaries = Fraction(
+        workers * sum(boundary.forward + boundary.backward for boundary in claimed.boundaries), mesh.size
+    )
+    for kind, wire, claim in (
+        *(("usual", compiled_turn.received, exchange.received) for compiled_turn, _, exchange in steps),
+        *(
+            ("most expensive", compiled_turn.received_at_most, exchange.received_at_most)
+            for compiled_turn, _, exchange in steps
+        ),
     ):
-        if sent > boundaries + claim + other_bytes + padding:
+        if wire > boundaries + claim + other_bytes + padding:
             raise ValueError(
                 f"A step must send its boundaries, its exchange and at most {other_bytes} bytes more; got "
-                f"{float(sent - boundaries - claim):,.0f} more in the {when} step. Raise other_bytes= by 8 bytes for "
+                f"{float(wire - boundaries - claim):,.0f} more in the {kind} step. Raise other_bytes= by 8 bytes for "
                 "each number of the model state, or look for another collective in the stages."
             )
-        if sent < boundaries + claim:
+        if wire < boundaries + claim:
             raise ValueError(
-                f"A step must send its boundaries and its whole exchange; got {float(boundaries + claim - sent):,.0f} "
-                f"bytes less in the {when} step. Pass the pipeline= and the tx= of this step. If they are, "
+                f"A step must send its boundaries and its whole exchange; got {float(boundaries + claim - wire):,.0f} "
+                f"bytes less in the {kind} step. Pass the pipeline= and the tx= of this step. If they are, "
                 "read_program has a fault: it missed bytes of the compiled text."
             )
     return claimed

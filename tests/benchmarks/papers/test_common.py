@@ -113,7 +113,7 @@ def test_a_cause_explains_more_than_half_of_a_difference(capsys):
             f"Supposed: it is short. That {said}: the difference to dense is {short} with 9 steps, and {last} with 36 "
             "steps.\n"
         )
-    print_cause("it is short", {"9 steps": short, "36 steps": tuned}, to="the paper's ratio")
+    print_cause("it is short", {"9 steps": short, "36 steps": tuned}, base="the paper's ratio")
     assert "the difference to the paper's ratio is -5.00" in capsys.readouterr().out
 
 

@@ -109,15 +109,15 @@ def test_the_importance_that_is_shown_is_that_of_worker_0():
         {name: rng.standard_normal((2, *each.shape)).astype(np.float32) for name, each in weights.items()}
         for _ in range(2)
     )
-    watcher = Watcher(every=1, marks=(1,))
+    watcher = Watcher(interval=1, marks=(1,))
     method = Watched(alpha=0.5, dense_below=0, random_selection=False, show=watcher.show)
     layout = method.plan(weights)
 
-    def own_mask(momentum, residual):
+    def local_mask(momentum, residual):
         flat = [layout.flatten(list(tree.values())) for tree in (momentum, residual, weights)]
-        return method.own_mask(Accumulated(flat[0], flat[1][None]), flat[2], np.int32(0), layout)
+        return method.local_mask(Accumulated(flat[0], flat[1][None]), flat[2], np.int32(0), layout)
 
-    jax.block_until_ready(jax.vmap(own_mask, axis_name="data")(momenta, residuals))
+    jax.block_until_ready(jax.vmap(local_mask, axis_name="data")(momenta, residuals))
     jax.effects_barrier()
     values = [momenta[name][0] + residuals[name][0] for name in ("a", "b")]
     expected = [np.abs(v) / 2 / (np.abs(w) + 1e-6) for v, w in zip(values, weights.values(), strict=True)]

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm as jc
-from jaxcomm.kernels.vectors import _in_rows, computed_end_to_end, cut_apart, end_to_end, largest_of_each
+from jaxcomm.kernels.vectors import _in_rows, computed_end_to_end, end_to_end, largest_of_each, split_vector
 
 
 @pytest.mark.parametrize("join", [end_to_end, computed_end_to_end])
@@ -69,8 +69,8 @@ def test_arrays_are_cut_out_of_a_vector(count, gap, dtype):
     vector = np.arange(sum(sizes)).astype(dtype)
     for _ in range(2):  # the second time, it begins with 1
         expected = [vector[a : a + math.prod(shape)].reshape(shape) for a, shape in zip(starts, shapes, strict=True)]
-        got = jax.jit(lambda vector: cut_apart(vector, shapes, starts))(vector)
-        rows = jax.vmap(lambda vector: cut_apart(vector, shapes, starts))(np.stack([vector, vector + 1]))
+        got = jax.jit(lambda vector: split_vector(vector, shapes, starts))(vector)
+        rows = jax.vmap(lambda vector: split_vector(vector, shapes, starts))(np.stack([vector, vector + 1]))
         for array, row, right in zip(got, rows, expected, strict=True):
             np.testing.assert_array_equal(array, right)
             np.testing.assert_array_equal(row, np.stack([right, right + 1]))
@@ -79,7 +79,7 @@ def test_arrays_are_cut_out_of_a_vector(count, gap, dtype):
 
 def test_arrays_that_are_cut_apart_on_a_mesh_differ_between_workers_as_the_vector_does():
     mesh, vector = jc.make_mesh(data=2), np.arange(40.0, dtype=np.float32)
-    cut = functools.partial(cut_apart, shapes=[(2,)] * 10, starts=range(0, 20, 2))
+    cut = functools.partial(split_vector, shapes=[(2,)] * 10, starts=range(0, 20, 2))
     for spec, length in ((P("data"), 20), (P(), 40)):
         run = jax.jit(jax.shard_map(cut, mesh=mesh, in_specs=spec, out_specs=spec))
         for place, got in enumerate(run(vector)):
@@ -94,7 +94,7 @@ def test_two_loops_are_compiled_for_all_arrays_of_a_shape():
         vector = jax.ShapeDtypeStruct((count * 64,), np.float32)
 
         def run(vector):
-            return [jnp.sin(x) for x in cut_apart(vector, [(8, 8)] * count, range(0, count * 64, 64))]
+            return [jnp.sin(x) for x in split_vector(vector, [(8, 8)] * count, range(0, count * 64, 64))]
 
         text = jax.jit(run).lower(vector).compile().as_text()
         bodies = re.findall(r"^%fused_computation[^{]*\{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE)

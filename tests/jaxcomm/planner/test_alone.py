@@ -10,7 +10,7 @@ from jax import lax
 
 import jaxcomm as jc
 from jaxcomm.accounting.jaxpr import jaxpr_communicates
-from jaxcomm.planner.alone import alone
+from jaxcomm.planner.alone import without_wire
 from tests.jaxcomm import trees
 from tests.jaxcomm.cases import CASES
 
@@ -21,8 +21,8 @@ K = 3
 def test_no_collective_is_left_and_shapes_are_those_of_all_workers(case):
     tx, shapes = case.make(), trees.shapes_of("pair")
     gradients = jax.tree.map(lambda like: jnp.ones(like.shape, like.dtype), shapes)
-    state = alone(tx.init, K)(gradients)
-    own = jax.make_jaxpr(alone(tx.update, K))(gradients, state, gradients)
+    state = without_wire(tx.init, K)(gradients)
+    own = jax.make_jaxpr(without_wire(tx.update, K))(gradients, state, gradients)
     assert not jaxpr_communicates(own)
     with_others = jax.make_jaxpr(tx.update, axis_env=[("data", K)])(gradients, state, gradients)
     assert jaxpr_communicates(with_others)
@@ -38,7 +38,7 @@ def test_one_computes_alone_what_workers_with_equal_gradients_receive():
         return tx.update(gradient, tx.init(gradient), gradient)[0]["w"]
 
     together = jax.jit(jax.vmap(first, axis_name="data", axis_size=K, in_axes=None))(gradient)
-    own = jax.jit(alone(first, K))(gradient)
+    own = jax.jit(without_wire(first, K))(gradient)
     assert 0 < np.count_nonzero(own) <= 260
     np.testing.assert_allclose(own, together[0], rtol=1e-6)
 
@@ -57,7 +57,7 @@ def test_collectives_in_loops_and_branches_are_replaced_too():
         return total, gathered, chosen, count, moved, parts, jitted
 
     x = jnp.arange(8.0).reshape(4, 2)
-    total, gathered, chosen, count, moved, parts, jitted = jax.jit(alone(program, K))(x)
+    total, gathered, chosen, count, moved, parts, jitted = jax.jit(without_wire(program, K))(x)
     np.testing.assert_array_equal(total, [12.0, 16.0])  # the rows of x, once
     np.testing.assert_array_equal(gathered, np.repeat(x[:, None], K, axis=1))
     np.testing.assert_array_equal(chosen, total)
@@ -69,8 +69,10 @@ def test_collectives_in_loops_and_branches_are_replaced_too():
 
 def test_axes_are_those_of_the_program():
     with pytest.raises(ValueError, match="no axis 'workers'"):
-        alone(jc.topk(0.9, axis_name="workers").update, K)(jnp.ones(600), jc.topk(0.9).init(jnp.ones(600)))
-    size = alone(lambda x: x * lax.axis_size("data") * lax.axis_size("slice"), (2, 3), ("slice", "data"))(jnp.ones(()))
+        without_wire(jc.topk(0.9, axis_name="workers").update, K)(jnp.ones(600), jc.topk(0.9).init(jnp.ones(600)))
+    size = without_wire(lambda x: x * lax.axis_size("data") * lax.axis_size("slice"), (2, 3), ("slice", "data"))(
+        jnp.ones(())
+    )
     assert size == 6
 
 
@@ -83,4 +85,4 @@ def test_no_loop_spans_a_collective():
         return ["add", "multiply"] in [sorted(found) for found in ops]
 
     assert fused(lambda x: 2 * x + 1)
-    assert not fused(alone(lambda x: lax.psum(2 * x, "data") + 1, K))
+    assert not fused(without_wire(lambda x: lax.psum(2 * x, "data") + 1, K))

@@ -17,7 +17,7 @@ from jaxcomm.kernels.noise import mix
 from jaxcomm.kernels.vectors import Stored
 from jaxcomm.layout import plan_layout
 from jaxcomm.selectors import bracket, compact, select_threshold, select_topk, select_with_ties
-from jaxcomm.selectors.topk import dropped, kept
+from jaxcomm.selectors.topk import dropped, n_kept
 
 SIZES = (1, 2049, 1024, 700)
 seeds = st.integers(0, 2**20)
@@ -96,7 +96,7 @@ LARGE = (300_000, 70_000, 5_000, 1, 200_001)  # with brackets, except for the sm
 @functools.cache
 def large(density):
     tree = [jax.ShapeDtypeStruct((size,), np.float32) for size in LARGE]
-    return plan_layout(tree, dense_below=0, capacity=lambda n: kept(n, 1 - density))
+    return plan_layout(tree, dense_below=0, capacity=lambda n: n_kept(n, 1 - density))
 
 
 def slots_of(layout):
@@ -293,7 +293,7 @@ def test_compact_gives_slots_lowest_index_first_and_counts_the_rest(density, see
 )
 def test_kept_counts_as_the_decimal_number_says(n, sparsity, expected):
     """100 * 0.29 is 28.999999999999996 in binary floating point."""
-    assert kept(n, sparsity) == expected
+    assert n_kept(n, sparsity) == expected
     assert dropped(n, sparsity) == n - expected or expected == 1
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SETUP = runpy.run_path(str(ROOT / "setup.py"))
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
