@@ -1,11 +1,11 @@
 """Communication-efficient distributed training for JAX: compressed gradients as Optax transformations.
 
 Less common names are one level down: `jaxcomm.methods` (the dataclasses), `jaxcomm.layers`, `jaxcomm.accounting`,
-`jaxcomm.planner`, `jaxcomm.steps`, `jaxcomm.state`, and `jaxcomm.exchange` to write your own method.
+`jaxcomm.planner`, `jaxcomm.placement`, `jaxcomm.steps`, `jaxcomm.state`, and `jaxcomm.exchange` to write your own method.
 """
 
-from jaxcomm import accounting as accounting, layers as layers, methods as methods, planner as planner
-from jaxcomm import state as state, steps as steps, types as types
+from jaxcomm import accounting as accounting, layers as layers, methods as methods, placement as placement
+from jaxcomm import planner as planner, state as state, steps as steps, types as types
 from jaxcomm.accounting import verify, wire_report
 from jaxcomm.chain import chain
 from jaxcomm.foreign import data_parallel
