@@ -1,7 +1,8 @@
 """Communication-efficient distributed training for JAX: compressed gradients as Optax transformations.
 
 Less common names are one level down: `jaxcomm.methods` (the dataclasses), `jaxcomm.layers`, `jaxcomm.accounting`,
-`jaxcomm.planner`, `jaxcomm.placement`, `jaxcomm.steps`, `jaxcomm.state`, and `jaxcomm.exchange` to write your own method.
+`jaxcomm.planner`, `jaxcomm.placement`, `jaxcomm.steps`, `jaxcomm.state`, and `jaxcomm.exchange` to write your own
+method.
 """
 
 from jaxcomm import accounting as accounting, layers as layers, methods as methods, placement as placement
