@@ -14,6 +14,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
+from jaxcomm.checks import check_count
 from jaxcomm.collectives.axis import AxisName, axis_names, to_varying
 from jaxcomm.exchange import (
     ExchangeState,
@@ -417,8 +418,7 @@ def resize_workers(state: Any, workers: int) -> Any:
       ValueError: for fewer than one worker, for a number of workers that is not a multiple of the group size, and for
         the state of a pipeline.
     """
-    if workers < 1:
-        raise ValueError(f"workers must be at least 1; got {workers}. Pass a positive integer.")
+    check_count("workers", workers, 1, "K rows become that many")
     nodes = [node for node in jax.tree.leaves(state, is_leaf=is_per_worker) if is_per_worker(node)]
     # State that differs between shards alone has a row for each shard.
     shards = {(): 1} | {node.axes: len(node.rows) for node in nodes if node.shards == len(node.axes)}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -167,7 +168,10 @@ class DataParallel:
         self.mesh, self._step, self._said, self._rng, self._every = mesh, step, patterns, rng, check_every
         self._names, self._batch_axis, self._donates = _parameters(step), batch_axis, donate
         self._batch, self._static = (
-            frozenset(self._argument(selector) if isinstance(selector, int) else selector for selector in selectors)
+            frozenset(
+                self._argument(int(selector)) if isinstance(selector, int | np.integer) else selector
+                for selector in selectors
+            )
             for selectors in (batch, static)
         )
         donated = 0 if donate else ()
@@ -367,7 +371,11 @@ class DataParallel:
     def _axes_in(self, batch: dict[str, Any]) -> Any:
         """Returns `batch_axis` for the batches by name; given for the one argument, it may leave out the name."""
         axis = self._batch_axis
-        is_whole = axis is None or isinstance(axis, int) or (isinstance(axis, dict) and axis.keys() == batch.keys())
+        is_whole = (
+            axis is None
+            or isinstance(axis, int | np.integer)
+            or (isinstance(axis, dict) and axis.keys() == batch.keys())
+        )
         return axis if is_whole or len(batch) > 1 else dict.fromkeys(batch, axis)
 
     def _placed(self, packed: _Packed, specs: Callable[[Any], list[P]]) -> _Packed:
@@ -616,7 +624,9 @@ def data_parallel(
     """
     if check_every is not None:
         check_count("check_every", check_every, 1, "None never checks")
-    batch_args, fixed = ([argument] if isinstance(argument, int | str) else argument for argument in (batch, static))
+    batch_args, fixed = (
+        [argument] if isinstance(argument, int | np.integer | str) else argument for argument in (batch, static)
+    )
     patterns = {"mean": mean, "sum": sum, "max": max, "rows": rows}
     return DataParallel(step, mesh, batch_args, batch_axis, patterns, fixed, rng, check_every, donate, compiler_options)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 
@@ -78,12 +79,12 @@ def row_axes(batch: Any, batch_axis: Any = 0) -> list[int | None]:
     axes: list[int | None] = []
     for (path, leaf), axis in zip(pairs, leaf_axes, strict=True):
         ndim = jnp.ndim(leaf)
-        if axis is not None and ndim and not (isinstance(axis, int) and -ndim <= axis < ndim):
+        if axis is not None and ndim and not (isinstance(axis, int | np.integer) and -ndim <= axis < ndim):
             raise ValueError(
                 f"batch_axis must be an axis of each array; got {axis!r} for the shape {jnp.shape(leaf)} at "
                 f"{jax.tree_util.keystr(path)!r}. Give arrays different axes by a tree like the batch."
             )
-        axes.append(None if axis is None or not ndim else axis % ndim)
+        axes.append(None if axis is None or not ndim else int(axis) % ndim)
     return axes
 
 

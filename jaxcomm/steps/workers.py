@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomm.accounting.jaxpr import traced_program
 from jaxcomm.accounting.report import PipelineReport, WireReport, step_report, verify
-from jaxcomm.checks import check_count
+from jaxcomm.checks import check_count, check_range
 from jaxcomm.collectives.axis import (
     ALL_EXCHANGED,
     AxisName,
@@ -102,6 +102,13 @@ class TrainStep(ABC):
         check_count("accumulate", settings.accumulate, 1, "1 takes all rows of a worker at once")
         self.tx, self.axis_name, self.sizes, self._settings = tx, axis_name, sizes, settings
         rng = settings.rng
+        check_range(
+            "rng",
+            rng,
+            "a random key, or None",
+            rng is None or isinstance(rng, jax.Array),
+            "Make one of a seed: jax.random.key(5)",
+        )
         if rng is not None and not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
             rng = jax.random.wrap_key_data(rng)
         self._rng = rng

@@ -119,7 +119,7 @@ def test_nothing_is_lost_of_sharded_parameters():
     check(state, dense, 3)
 
 
-@pytest.mark.parametrize("workers", [0, -1])
-def test_fewer_than_one_worker_is_refused(workers):
-    with pytest.raises(ValueError, match=f"workers must be at least 1; got {workers}. Pass a positive integer"):
+@pytest.mark.parametrize("workers", [0, -1, 2.5])
+def test_workers_that_are_no_count_are_refused(workers):
+    with pytest.raises(ValueError, match=f"workers must be an integer of at least 1; got {workers}"):
         jc.resize_workers(state_of(2), workers)

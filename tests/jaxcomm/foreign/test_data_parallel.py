@@ -186,7 +186,7 @@ def test_batches_are_chosen_by_position_and_by_name_and_scalars_in_them_are_for_
         state, metrics = step(state, {"x": images * labels["scale"] * scale, "y": labels["y"]})
         return metrics, state
 
-    own = jc.data_parallel(by_name, mesh(), batch=(0, "labels"))
+    own = jc.data_parallel(by_name, mesh(), batch=(np.int64(0), "labels"))
     for batch in batches():
         labels = {"y": batch["y"], "scale": 1.0}
         metrics, changed = own(batch["x"], state=state, labels=labels, scale=1.0)

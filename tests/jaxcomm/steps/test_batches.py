@@ -89,7 +89,7 @@ def test_one_axis_is_that_of_all_arrays(make):
         return jnp.mean((h @ params["u"]) ** 2)
 
     right = jax.grad(loss)(params(), arrays()["x"])
-    step = STEPS[make](loss, batch_axis=-2)
+    step = STEPS[make](loss, batch_axis=np.int64(-2))
     state, _ = step(step.init(params()), arrays()["x"])
     got = jax.tree.map(lambda old, new: old - np.asarray(new), params(), step.params(state))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, right)

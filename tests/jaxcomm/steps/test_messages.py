@@ -128,6 +128,8 @@ def test_a_loss_of_other_arguments():
         train(rng=jax.random.key(0))
     train(lambda params, batch: cross_entropy(logits_of(params, batch["x"]), batch["y"]))
     train(lambda params, batch, key: loss_fn(params, batch) + 0 * jax.random.normal(key), rng=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"rng must be a random key, or None; got 5\. .*jax\.random\.key\(5\)"):
+        train(rng=5)
 
 
 def test_two_words_of_a_key_in_a_batch():
