@@ -1,15 +1,15 @@
 """The importance of gradients while a model trains by importance weighted pruning: its distribution, layer by layer.
 
+Also how often a parameter changes.
+
 Importance is what `iwp` compares with its threshold, (|v| / K) / |w|: here for the accumulated gradient v of worker 0,
 before a mask is chosen.
 """
 
 import dataclasses
 import math
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,8 +17,9 @@ import numpy as np
 from jax import lax
 from tyro.conf import Suppress
 
+from benchmarks.thresholds import train_all
 from configs.experiment import Experiment
-from configs.methods import Trained
+from configs.methods import Method, Trained
 from jaxcomm import methods
 from jaxcomm.collectives import axis_size
 from jaxcomm.collectives.sparse import Accumulated
@@ -26,6 +27,8 @@ from jaxcomm.layout import Layout
 from jaxcomm.selectors.importance import importance
 
 EDGES = np.linspace(-8, 4, 49)  # of the histograms, decimal logarithms; values beyond count in the outermost bins
+
+WAITS = (300, 100)  # steps between two changes of a parameter, on average
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,53 @@ class Watcher:
             self.histograms[n_steps] = [histogram(np.asarray(tensor)) for tensor in tensors]
 
 
+def updates(experiment: Experiment, method: Method, seeds: int, begin: int) -> list[dict[str, Any]]:
+    """Trains with the seeds 0, 1, ..., and counts how often each parameter changes.
+
+    Args:
+      experiment: what is trained.
+      method: the exchange.
+      seeds: how many.
+      begin: steps at the start that do not count.
+
+    Returns:
+      A record for each seed: "accuracy" in % at the end, "steps" that count, "changes" of all parameters, and
+      "tensors", each with "name", "n", and "counts", parameters by how often they changed: never; less than once in 300
+      steps; less than once in 100; and more often.
+    """
+    found: list[dict[str, Any]] = []
+    counts: list[np.ndarray] = []
+
+    def start(job: Any) -> Any:
+        counts[:] = [np.zeros(leaf.shape, np.int32) for leaf in jax.tree.leaves(job.model(job.start(0))[0])]
+        before: list[np.ndarray] = []
+        done = 0
+
+        def look(state: Any, batch: Any) -> None:
+            nonlocal before, done
+            del batch
+            now = [np.array(leaf) for leaf in jax.tree.leaves(job.model(state)[0])]
+            done += 1
+            if done > begin:
+                for count, one, other in zip(counts, now, before, strict=True):
+                    count += one != other
+            before = now
+
+        return look
+
+    for job, ended in train_all(experiment, method, range(seeds), start):
+        steps, tensors = experiment.steps - begin, []
+        edges = [0, 1, *(math.ceil(steps / wait) for wait in WAITS), steps + 1]
+        paths = jax.tree_util.tree_leaves_with_path(job.model(ended.state)[0])
+        for (path, _), count in zip(paths, counts, strict=True):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            tensors.append({"name": name, "n": count.size, "counts": np.histogram(count, edges)[0].tolist()})
+        changes = sum(int(count.sum()) for count in counts)
+        accuracy = 100 * ended.summary.accuracy
+        found.append({"accuracy": accuracy, "steps": steps, "changes": changes, "tensors": tensors})
+    return found
+
+
 def histogram(values: np.ndarray) -> list[int]:
     """Counts the values in bins of their decimal logarithm; zeros go into the first."""
     with np.errstate(divide="ignore"):
@@ -94,22 +144,16 @@ def measure(
       ("convolution", "normalisation", "dense"), "n", "means" and "spreads" (variance over mean) by step, to four
       digits, and "histograms" by mark.
     """
-    from train.job import make_job
-    from train.loop import train
-    from train.processes import Processes
-    from train.seeds import Stopwatch
-
     watchers: list[Watcher] = []
     settings = {attribute.name: getattr(method, attribute.name) for attribute in dataclasses.fields(methods.Iwp)}
     watched: Any = Watched(**settings | {"dense_below": 0, "show": lambda *args: watchers[-1].show(*args)})
-    job = make_job(experiment, watched)
-    for seed in seeds:
+
+    def begin(job: Any) -> Any:
+        del job
         watchers.append(Watcher(interval, marks))
-        with tempfile.TemporaryDirectory() as scratch:
-            seeded = dataclasses.replace(experiment, seed=seed, out=Path(scratch))
-            outcome = train(seeded, watched, Processes(), Stopwatch(), job)
-        if not outcome.finished:
-            raise SystemExit("Stopped by SIGTERM; what was recorded before is kept.")
+        return lambda state, batch: None
+
+    for job, outcome in train_all(experiment, watched, seeds, begin):
         jax.effects_barrier()
         yield _record(watchers[-1], job.model(outcome.state)[0])
 

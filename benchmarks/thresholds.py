@@ -1,11 +1,14 @@
-"""Thresholds of dynamic communication thresholding while a model trains: of gradients, and of activations."""
+"""Thresholds of dynamic communication thresholding while a model trains: of gradients, and of activations.
+
+Also what the paper's theorem on DCT-MP assumes about them.
+"""
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +20,7 @@ from jaxcomm.methods.dct_dp import Thresholds
 from jaxcomm.selectors.topk import n_kept
 
 CUT = 2  # the second block of a DLRM begins the second stage, as in the paper
+ROWS = 2000  # of the training split at once, which has a multiple of it
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,8 @@ def of_gradients(experiment: Experiment, sparsity: float, seeds: int) -> list[di
 
         return look
 
-    _train(experiment, method, seeds, begin)
+    for _ in train_all(experiment, method, range(seeds), begin):
+        pass
     return runs
 
 
@@ -125,8 +130,90 @@ def of_activations(
 
         return look
 
-    _train(experiment, method, seeds, begin)
+    for _ in train_all(experiment, method, range(seeds), begin):
+        pass
     return runs
+
+
+def of_theorem(experiment: Experiment, method: Method, sparsity: float, seeds: int) -> list[dict[str, float]]:
+    """Trains with the seeds 0, 1, ..., and measures what the paper's theorem 1 on DCT-MP assumes, and what it says.
+
+    With X_i the activations of row i at the cut, and tau_i its threshold, the theorem assumes that the means over the
+    training rows of X_i * (|X_i| >= tau_i) and of X_i * (|X_i| >= tau) are equal, where tau is the mean of all tau_i;
+    and it says that then the mean gradients with both thresholds are equal, to first order.
+
+    Args:
+      experiment: of a DLRM in two stages, without running statistics.
+      method: the exchange.
+      sparsity: of the thresholds, as of the experiment's boundary.
+      seeds: how many.
+
+    Returns:
+      A record for each seed, of the model at its end, over all training rows, in %: "spread" of the thresholds
+      (standard deviation over mean); "activations", how far the second mean is from the first, by the norm of the
+      difference; "gradient", the same of the mean gradients; and "without", of the gradient without a threshold.
+    """
+    from models.functional import apply, cut
+    from train.architectures import make_model
+    from train.data import dataset_info, train_batches
+    from train.tasks import make_task
+
+    info = dataset_info(experiment.dataset, experiment.data_dir)
+    bottom, top = cut(make_model(experiment.architecture, info, "float32", 0), (CUT,))
+    task = make_task(info, experiment.label_smoothing)
+
+    def cross(params: Any, batch: Any) -> jax.Array:
+        return apply(bottom.graph, {index: params[index] for index in bottom.params}, {}, batch, training=True)[0]
+
+    @jax.jit
+    def of_rows(params: Any, batch: Any) -> jax.Array:
+        magnitudes = jnp.sort(jnp.abs(cross(params, batch)), axis=1)  # (B, d)
+        return magnitudes[:, -n_kept(magnitudes.shape[1], sparsity)]
+
+    @jax.jit
+    def means(params: Any, batch: Any, mean: jax.Array) -> tuple[list[jax.Array], list[Any]]:
+        def loss(params: Any, least: Any) -> tuple[jax.Array, jax.Array]:
+            x = cross(params, batch)
+            x = jnp.where(jnp.abs(x) >= least, x, 0.0)
+            after = {index: params[index] for index in top.params}
+            output, _ = apply(top.graph, after, {}, batch, x, training=True)
+            return task.loss(output, batch)[0], x.mean(0)
+
+        least = (of_rows(params, batch)[:, None], mean, jnp.zeros(()))
+        gradients, activations = zip(*(jax.grad(loss, has_aux=True)(params, each) for each in least), strict=True)
+        return list(activations), list(gradients)
+
+    records = []
+    for job, ended in train_all(experiment, method, range(seeds)):
+        params = job.model(ended.state)[0]
+        where = {"global_batch": ROWS, "seed": 0, "augment": False, "data_dir": experiment.data_dir}
+        stream = train_batches(experiment.dataset, **where)
+        batches = [next(stream) for _ in range(info.num_train // ROWS)]
+        taus = np.concatenate([np.asarray(of_rows(params, batch)) for batch in batches]).astype(np.float64)
+        sums = None
+        for batch in batches:
+            now = means(params, batch, np.float32(taus.mean()))
+            sums = now if sums is None else jax.tree.map(jnp.add, sums, now)
+        assert sums is not None
+        (own, one, _), (with_own, with_one, without) = sums
+        records.append(
+            {
+                "spread": float(100 * taus.std() / taus.mean()),
+                "activations": _host_overlap(one, own),
+                "gradient": _host_overlap(with_one, with_own),
+                "without": _host_overlap(without, with_own),
+            }
+        )
+    return records
+
+
+def _host_overlap(ours: Any, to: Any) -> float:
+    """Returns the norm of the difference of two trees, in % of the norm of the second."""
+    norms = [
+        np.sqrt(sum(float(np.sum(np.asarray(leaf, np.float64) ** 2)) for leaf in jax.tree.leaves(tree)))
+        for tree in (jax.tree.map(jnp.subtract, ours, to), to)
+    ]
+    return float(100 * norms[0] / norms[1])
 
 
 def deviation(thresholds: Sequence[float], skipped: int) -> float:
@@ -141,18 +228,28 @@ def deviation(thresholds: Sequence[float], skipped: int) -> float:
     return float(100 * np.max(np.abs(values / means - 1)))
 
 
-def _train(experiment: Experiment, method: Method, seeds: int, begin: Callable[[Any], Any]) -> None:
-    """Trains with the seeds 0, 1, ...; before each, `begin` gets the job and returns the `look` of its steps."""
+def train_all(
+    experiment: Experiment, method: Method, seeds: Iterable[int], begin: Callable[[Any], Any] | None = None
+) -> Iterator[tuple[Any, Any]]:
+    """Trains with several seeds, and yields the job, and how each run ended.
+
+    Args:
+      experiment: what is trained.
+      method: the exchange.
+      seeds: of the parameters and of the order of the data.
+      begin: gets the job before each run, and returns the `look` of its steps.
+    """
     from train.job import make_job
     from train.loop import train
     from train.processes import Processes
     from train.seeds import Stopwatch
 
     job = make_job(experiment, method)
-    for seed in range(seeds):
+    for seed in seeds:
         with tempfile.TemporaryDirectory() as scratch:
-            step: Any = Shown(job.step, begin(job))
+            shown = job if begin is None else dataclasses.replace(job, step=cast(Any, Shown(job.step, begin(job))))
             seeded = dataclasses.replace(experiment, seed=seed, out=Path(scratch))
-            outcome = train(seeded, method, Processes(), Stopwatch(), dataclasses.replace(job, step=step))
-        if not outcome.finished:
+            ended = train(seeded, method, Processes(), Stopwatch(), shown)
+        if not ended.finished:
             raise SystemExit("Stopped by SIGTERM; what was recorded before is kept.")
+        yield job, ended

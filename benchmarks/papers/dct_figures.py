@@ -147,6 +147,41 @@ def _activations(config: Config, records: Records, experiment: Experiment, spars
     return records.get(key, make)["runs"]
 
 
+def theorem(config: Config, records: Records) -> None:
+    """Trains by DCT-MP, and measures the assumption of the paper's theorem 1, and the gradients that it equates."""
+    rows = []
+    for sparsity in FIG_5[: 1 if config.smoke else None]:
+        experiment = config.dlrm(workers=1, stages=2, boundary=BoundaryFields(sparsity))
+        key = _key("theorem", experiment, config.seeds)
+
+        def make(experiment: Experiment = experiment, sparsity: float = sparsity) -> Record:
+            return {"runs": thresholds.of_theorem(experiment, PlumpDp(), sparsity, config.seeds)}
+
+        runs = records.get(key, make)["runs"]
+        of_runs = {name: [run[name] for run in runs] for name in runs[0]}
+        rows.append(
+            {"sparsity": sparsity}
+            | {f"{name}_%": statistics.fmean(values) for name, values in of_runs.items()}
+            | {f"{name}_stdev": stdev(values) for name, values in of_runs.items()}
+        )
+        for name, claim in (
+            ("activations", "mean activations are equal with a row's threshold and with the mean one, assumption (1)"),
+            ("gradient", "so are mean gradients"),
+            ("without", "and mean gradients are equal with thresholds and without any"),
+        ):
+            apart = Difference.of(of_runs[name], [0.0] * len(runs))
+            print_claim(
+                f"at {100 * sparsity:g}%, {claim}",
+                apart.agrees(0.0, SAME),
+                f"they are {apart}% apart (up to {SAME:g}% counts as the same)",
+            )
+    print_table(
+        f"Theorem 1: the DLRM in two stages after {experiment.steps} steps, all training rows, mean over "
+        f"{config.seeds} seeds; norms of differences, and the spread of the rows' thresholds",
+        rows,
+    )
+
+
 def _logarithms(ours: list[float], theirs: list[float]) -> Difference | None:
     """Returns the differences of the logarithms; None if a threshold is 0, as where few activations are nonzero."""
     if min(*ours, *theirs) < _SMALLEST_MEAN:

@@ -24,6 +24,7 @@ SYSTEMS = {  # by table
     "6": "sketched activations",
     "7": "top-k activation gradients",
 }
+CUTS = (2, 3, 4, 6)  # workers of a model; the paper has 2 and 3, and 12 splits of its large model
 FIG_2 = (0.75, 0.9, 0.95, 0.99)  # sparsities; the paper's text names only 95%
 DEVIATION = 26.0  # % of the running mean, at most, at 95%
 FIG_5 = (0.75, 0.9, 0.95)

@@ -7,32 +7,52 @@ Source: Cheng and Xu, "Bandwidth Reduction using Importance Weighted Pruning on 
 Table I, figures 5 and 6: the small twins of AlexNet and ResNet-50, with heavy-ball momentum, L2, warm-up and local
 clipping, all tensors compressed. Each threshold is tuned until the values that a worker sends have the paper's ratio;
 the ratio of all bytes on the wire, with masks and empty slots, is also shown. Ratios are those after the warm-up.
+"one_ratio" compares both kinds of threshold at the ratio of the fixed one.
 
 "why" trains the row of table I that loses most four times as long, with the same threshold; and ResNet-50's twin with
 twice the width, at the paper's largest threshold.
 
 "thresholds" tries the paper's four thresholds, with slots for every coordinate; "nodes" does so with 96 simulated
-workers. Figures 2 to 4 are made by `benchmarks.importance`. Figures 7 and 8 show what a host's interface receives in a
-run on the hosts of `benchmarks.netlab`.
+workers. "staleness" counts how often parameters change, and keeps masks for up to 300 steps. Figures 2 to 4 are made by
+`benchmarks.importance`. Figures 7 and 8 show what a host's interface receives in a run on the hosts of
+`benchmarks.netlab`.
 """
 
 import dataclasses
 import statistics
 from collections.abc import Sequence
 
+from benchmarks.importance import updates
 from benchmarks.papers import common
 from benchmarks.papers.common import last_accuracies
 from benchmarks.papers.iwp_figures import importance_figures, network
-from benchmarks.papers.iwp_settings import NODES, ROOM, TABLE, THRESHOLDS, Config, Row, fixed_row, pruning, steady, tune
+from benchmarks.papers.iwp_settings import (
+    NODES,
+    ROOM,
+    STALE,
+    STALE_ALPHA,
+    STALE_STEPS,
+    TABLE,
+    THRESHOLDS,
+    TOLERANCE,
+    Config,
+    Row,
+    fixed_row,
+    pruning,
+    steady,
+    tune,
+)
 from benchmarks.papers.report import Difference, draw, print_cause, print_claim
 from configs.experiment import Architecture, Experiment
 from configs.methods import Iwp, Method, PlumpDp, TernGrad
 from train.records import Record, Records
-from train.seeds import train_seeds
+from train.seeds import settings_of, train_seeds
 from train.tables import print_table, stdev
 
 
-def _method_of(config: Config, records: Records, row: Row, experiment: Experiment) -> Method:
+def _method_of(
+    config: Config, records: Records, row: Row, experiment: Experiment, tolerance: float = TOLERANCE
+) -> Method:
     """Returns a row's method, with its threshold tuned if it has one."""
     if row.alpha is None:
         return TernGrad() if row.method == "TernGrad" else PlumpDp()
@@ -46,12 +66,12 @@ def _method_of(config: Config, records: Records, row: Row, experiment: Experimen
         print(f"{row.model}, {row.method}: alpha={alpha:.4g} sends {times:.1f} times fewer values, wanted {row.ratio}")
         return times
 
-    return at(row.alpha if config.smoke else tune(ratio, row.ratio, row.alpha))
+    return at(row.alpha if config.smoke else tune(ratio, row.ratio, row.alpha, tolerance))
 
 
-def _runs(config: Config, records: Records, row: Row) -> tuple[Method, list[Record]]:
+def _runs(config: Config, records: Records, row: Row, tolerance: float = TOLERANCE) -> tuple[Method, list[Record]]:
     experiment = config.twin(row.twin)
-    method = _method_of(config, records, row, experiment)
+    method = _method_of(config, records, row, experiment, tolerance)
     return method, train_seeds(records, experiment, method, config.seeds)
 
 
@@ -98,22 +118,50 @@ def table_1(config: Config, records: Records) -> None:
                 f"{gain} points at {rows[-1]['values_ratio']:.1f} times fewer values, {rows[-1]['wire_ratio']:.1f} "
                 "times fewer bytes; up to half a point counts as kept",
             )
-    for model in dict.fromkeys(row.model for row in table):
-        gain = Difference.of(
-            last_accuracies(runs[model, "Layerwise Threshold"]), last_accuracies(runs[model, "Fix Threshold"])
-        )
-        ours = {row["method"]: row["values_ratio"] for row in rows if row["model"] == model}
-        fixed, layerwise = ours["Fix Threshold"], ours["Layerwise Threshold"]
-        is_one_ratio = abs(layerwise / fixed - 1) < 0.1
-        print_claim(
-            f"{model}: layer-wise is more accurate than fixed",
-            gain.exceeds() if is_one_ratio else None,
-            f"{gain} points, at {layerwise:.0f} and {fixed:.0f} times fewer values"
-            + ("" if is_one_ratio else "; they are compared at one ratio alone"),
-        )
     print_table(
         f"Table I: top-1 accuracy in % of the twins on {config.dataset}, K={config.workers}, mean over {config.seeds} "
         "seeds; times fewer values sent, and bytes received, after the warm-up",
+        rows,
+    )
+
+
+def one_ratio(config: Config, records: Records) -> None:
+    """Compares layer-wise thresholds, tuned to the ratio of the fixed one, with that: in table I the ratios differ."""
+    rows = []
+    for model in dict.fromkeys(row.model for row in TABLE[: 1 if config.smoke else None]):
+        fixed, layerwise = (row for row in TABLE if row.model == model and row.alpha is not None)
+        experiment, first = config.twin(fixed.twin), _runs(config, records, layerwise)[0]
+        assert isinstance(first, Iwp)
+        tuned = dataclasses.replace(layerwise, ratio=fixed.ratio, alpha=first.alpha)
+        runs = {row.method: _runs(config, records, row, TOLERANCE / 2) for row in (fixed, tuned)}
+        base = last_accuracies(train_seeds(records, experiment, PlumpDp(), config.seeds))
+        for name, (method, own) in runs.items():
+            gain = Difference.of(last_accuracies(own), base)
+            assert isinstance(method, Iwp)
+            rows.append(
+                {
+                    "model": model,
+                    "method": name,
+                    "alpha": method.alpha,
+                    "beta": method.beta,
+                    "top1": statistics.fmean(last_accuracies(own)),
+                    "stdev": stdev(last_accuracies(own)),
+                    "minus_base": gain.mean,
+                    "standard_error": gain.error,
+                    **_ratios(method, own),
+                }
+            )
+        gain = Difference.of(*(last_accuracies(own) for _, own in reversed(runs.values())))
+        ratios = [row["values_ratio"] for row in rows[-2:]]
+        print_claim(
+            f"{model}: layer-wise is more accurate than fixed",
+            gain.exceeds() if abs(ratios[1] / ratios[0] - 1) <= TOLERANCE else None,
+            f"{gain} points, at {ratios[1]:.1f} and {ratios[0]:.1f} times fewer values (up to {100 * TOLERANCE:g}% "
+            "apart counts as one ratio)",
+        )
+    print_table(
+        f"Both thresholds at one ratio, with the same slots: the twins on {config.dataset}, K={config.workers}, mean "
+        f"over {config.seeds} seeds",
         rows,
     )
 
@@ -234,6 +282,68 @@ def _try_thresholds(config: Config, records: Records, experiment: Experiment, ti
     )
 
 
+def staleness(config: Config, records: Records) -> None:
+    """Counts how often a parameter changes, without random selection, and with masks that are kept for long."""
+    experiment = config.twin("digits", **({} if config.steps else {"steps": STALE_STEPS}))
+    fields = {"density": min(1.0, ROOM / fixed_row("ResNet-50").ratio)}
+    pruned = {
+        (span, is_random): pruning(experiment, STALE_ALPHA, life_span=span, random_selection=is_random, **fields)
+        for span, is_random in ((1, True), (1, False), (100, True), (300, True))
+    }
+    base: list[Record] = []
+    rows: list[Record] = []
+    for key, method in {None: PlumpDp(), **dict(list(pruned.items())[: 1 if config.smoke else None])}.items():
+        runs = _updates(config, records, experiment, method)
+        base = base or runs
+        gain = Difference.of([run["accuracy"] for run in runs], [run["accuracy"] for run in base])
+        shares = [_shares_of_counts(run["tensors"]) for run in runs]
+        never = [max(_shares_of_counts([tensor])[0] for tensor in run["tensors"]) for run in runs]
+        n = sum(tensor["n"] for tensor in runs[0]["tensors"])
+        rows.append(
+            {
+                "mask_for": key and key[0],
+                "random_selection": key and str(key[1]),
+                "top1": statistics.fmean(run["accuracy"] for run in runs),
+                "stdev": stdev([run["accuracy"] for run in runs]),
+                "minus_base": gain.mean,
+                "standard_error": gain.error,
+                "fewer_changes": statistics.fmean(n * run["steps"] / run["changes"] for run in runs),
+                **dict(zip(STALE, (statistics.fmean(column) for column in zip(*shares, strict=True)), strict=True)),
+                "never_in_a_tensor_%": statistics.fmean(never),
+            }
+        )
+        if key == (1, True):
+            in_between = [share[STALE.index("100_to_300_%")] for share in shares]
+            print_claim(
+                "most of the parameters are updated between 100 and 300 steps",
+                Difference.of(in_between, [50.0] * len(runs)).exceeds(),
+                f"{statistics.fmean(in_between):.0f}% of them are",
+            )
+        elif key is not None:
+            usual = [run["accuracy"] for run in _updates(config, records, experiment, pruned[1, True])]
+            lost = Difference.of(usual, [run["accuracy"] for run in runs])
+            claim = "gradient staleness degrades the model" if key[1] else "random selection resists staleness"
+            print_claim(f"{claim} (masks for {key[0]} steps)", lost.exceeds(), f"{lost} points lost")
+    print_table(
+        f"Staleness: {experiment.name}, K={experiment.workers}, {experiment.steps} steps, a fixed threshold of "
+        f"{STALE_ALPHA:g}, mean over {config.seeds} seeds; parameters by how often they change after the warm-up; the "
+        "tensor of which most never do",
+        rows,
+    )
+
+
+def _updates(config: Config, records: Records, experiment: Experiment, method: Method) -> list[Record]:
+    warm = pruning(experiment, STALE_ALPHA).warmup_steps
+    key = {"of": "updates", "about": settings_of(experiment, method), "seeds": config.seeds}
+    return records.get(key, lambda: {"runs": updates(experiment, method, config.seeds, warm)})["runs"]
+
+
+def _shares_of_counts(tensors: Sequence[Record]) -> list[float]:
+    """Returns the parameters of each count, in %."""
+    sums = [sum(column) for column in zip(*(tensor["counts"] for tensor in tensors), strict=True)]
+    return [100 * each / sum(sums) for each in sums]
+
+
 def thresholds(config: Config, records: Records) -> None:
     """Trains ResNet-50's twin with the paper's four thresholds."""
     _try_thresholds(config, records, config.twin("resnet_digits"), "The paper's thresholds")
@@ -276,8 +386,10 @@ def curves(config: Config, records: Records) -> None:
 
 TABLES = {
     "1": table_1,
+    "one_ratio": one_ratio,
     "why": why,
     "thresholds": thresholds,
+    "staleness": staleness,
     **dict.fromkeys(("fig2", "fig3", "fig4"), importance_figures),
     **dict.fromkeys(("fig5", "fig6"), curves),
     **dict.fromkeys(("fig7", "fig8"), network),

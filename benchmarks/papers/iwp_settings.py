@@ -18,6 +18,8 @@ CLIP = 5.0  # the norm of `configs/resnet50_imagenet.py`; the paper gives none
 ROOM = 2.0  # slots over the coordinates that the ratio leaves
 TOLERANCE = 0.1  # of the ratio of values
 TRIALS = 5  # of a threshold
+STALE_STEPS, STALE_ALPHA = 1200, 100.0  # of the runs in which changes are counted
+STALE = ("never_%", "over_300_%", "100_to_300_%", "under_100_%")  # parameters by the steps between two changes
 
 
 @dataclass(frozen=True)
@@ -107,23 +109,24 @@ def steady(run: Record, warm_up: int) -> tuple[float, float]:
     return values, run["dense_bytes"] / bytes_per_step
 
 
-def tune(ratio: Callable[[float], float], target: float, first: float) -> float:
+def tune(ratio: Callable[[float], float], target: float, first: float, tolerance: float = TOLERANCE) -> float:
     """Tries a few thresholds, and returns the one whose ratio is nearest to the target.
 
     The ratio rises with the threshold. In logarithms, the next threshold is where a line through the last two would
-    meet the target, at most a factor of ten away. Trials end within `TOLERANCE`, or after `TRIALS`.
+    meet the target, at most a factor of ten away. Trials end within the tolerance, or after `TRIALS`.
 
     Args:
       ratio: (threshold) -> its ratio.
       target: the ratio to find.
       first: the threshold to begin with.
+      tolerance: of the ratio, as a fraction.
     """
     tried: list[tuple[float, float]] = []
     while True:
         alpha = first if not tried else _next(tried, math.log(target))
         tried.append((math.log(alpha), math.log(ratio(alpha))))
         nearest = min(tried, key=lambda trial: abs(trial[1] - math.log(target)))
-        if abs(math.exp(nearest[1]) / target - 1) <= TOLERANCE or len(tried) == TRIALS:
+        if abs(math.exp(nearest[1]) / target - 1) <= tolerance or len(tried) == TRIALS:
             return math.exp(nearest[0])
 
 
