@@ -23,4 +23,4 @@ def test_metrics_start_at_zero_in_buffers_of_their_own():
 def test_every_public_name_is_there():
     for name in jc.__all__:
         assert hasattr(jc, name)
-    assert jc.__all__ == sorted(jc.__all__)
+    assert len(set(jc.__all__)) == len(jc.__all__) <= 32
