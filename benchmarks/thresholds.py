@@ -20,7 +20,7 @@ from jaxcomm.methods.dct_dp import Thresholds
 from jaxcomm.selectors.topk import n_kept
 
 CUT = 2  # the second block of a DLRM begins the second stage, as in the paper
-ROWS = 2000  # of the training split at once, which has a multiple of it
+ROWS = 10_000  # of the training split at once, which has a multiple of it
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ CLIP = 5.0  # the norm of `configs/resnet50_imagenet.py`; the paper gives none
 ROOM = 2.0  # slots over the coordinates that the ratio leaves
 TOLERANCE = 0.1  # of the ratio of values
 TRIALS = 5  # of a threshold
-STALE_STEPS, STALE_ALPHA = 1200, 100.0  # of the runs in which changes are counted
+STALE_STEPS, STALE_ALPHA = 1000, 100.0  # of the runs in which changes are counted
 STALE = ("never_%", "over_300_%", "100_to_300_%", "under_100_%")  # parameters by the steps between two changes
 
 
