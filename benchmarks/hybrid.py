@@ -189,7 +189,7 @@ def step_of(layout: str, mesh: Any, batch: int, image: int, hidden: int = 4096) 
 
     import jaxcomm as jc
     from benchmarks.dense_ways import on_one_worker, plan_split_dense
-    from jaxcomm import split_dense
+    from jaxcomm.layers import split_dense
 
     K = mesh.size
     shapes, features = parameters(image, hidden)

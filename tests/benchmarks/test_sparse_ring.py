@@ -220,7 +220,7 @@ def test_hops_become_dense():
     assert [hop.indices is None for hop in hops_of(regions_of(8))] == [False] * 3 + [True] * 5
 
 
-@pytest.mark.parametrize("K", [2, 3])
+@pytest.mark.parametrize("K", [3, 4])
 def test_what_is_not_sound_is_told_to_all(K):
     vectors, masks, flags = inputs(K, seed=4)
     for worker in range(K):
