@@ -39,15 +39,15 @@ class Scalars(NamedTuple):
         Raises:
           ValueError: for both patterns.
         """
-        found = [how for how in ("sum", "max") if (pattern := getattr(self, how)) and re.search(pattern, name)]
-        if name == "loss" or not found:
+        matches = [how for how in ("sum", "max") if (pattern := getattr(self, how)) and re.search(pattern, name)]
+        if name == "loss" or not matches:
             return "mean"
-        if len(found) > 1:
+        if len(matches) > 1:
             raise ValueError(
                 f"One of sum and max must match a scalar; got both for {name!r}. Narrow the patterns, {self.sum!r} and "
                 f"{self.max!r}."
             )
-        return found[0]
+        return matches[0]
 
     def of_own(self, rows: dict[str, jax.Array], workers: int) -> dict[str, jax.Array]:
         """Returns the sum, the maximum or the mean over some of K workers, of rows (n,) that `of_all` has made."""
@@ -74,6 +74,11 @@ class Scalars(NamedTuple):
                     f"{reduction}= must be a regular expression that finds a scalar of the loss; got {pattern!r} for "
                     f"{list(scalars)}. Leave it out, or return the scalar beside the loss, with has_aux=True."
                 )
+
+    def checked(self, scalars: Mapping[str, Any], axis_name: AxisName) -> dict[str, jax.Array]:
+        """Returns the scalars of a loss by `of_all`; refuses a pattern that finds none, see `check`."""
+        self.check(scalars)
+        return {name: self.of_all(name, scalar, axis_name) for name, scalar in scalars.items()}
 
     def of_all(self, name: str, value: Any, axis_name: AxisName) -> jax.Array:
         """Returns what is the sum or the mean if it is averaged over micro-batches and workers; a worker's own maximum.
@@ -131,9 +136,7 @@ def loss_of(
                     "numbers of rows (logits, losses of rows) out of a step of your own, by "
                     "jaxcomm.data_parallel(rows=)."
                 )
-        kinds.check(scalars)
-        scalars = {name: kinds.of_all(name, scalar, axis_name) for name, scalar in scalars.items()}
-        return value, (scalars, model_state)
+        return value, (kinds.checked(scalars, axis_name), model_state)
 
     return loss
 

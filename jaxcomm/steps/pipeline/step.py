@@ -66,8 +66,7 @@ class PipelineStep(TrainStep):
 
         def loss(x: Any, batch: Any) -> Any:
             value, scalars = loss_fn(x, batch)
-            kinds.check(scalars)
-            return value, {name: kinds.of_all(name, scalar, axis_name) for name, scalar in scalars.items()}
+            return value, kinds.checked(scalars, axis_name)
 
         self.pipeline = replace(pipeline, loss_fn=loss)
 
