@@ -33,9 +33,9 @@ def test_flatten_and_unflatten_are_inverse_and_pad_with_zeros(dtype, dense_below
     assert layout.n % BLOCK == 0
     back = layout.join(layout.as_leaves(layout.unflatten(vector)), outside)
     assert len(back) == len(leaves)
-    for got, leaf in zip(back, leaves, strict=True):
-        assert (got.dtype, got.shape) == (leaf.dtype, leaf.shape)
-        np.testing.assert_array_equal(got, leaf)
+    for array, leaf in zip(back, leaves, strict=True):
+        assert (array.dtype, array.shape) == (leaf.dtype, leaf.shape)
+        np.testing.assert_array_equal(array, leaf)
     assert np.count_nonzero(vector) == sum(np.count_nonzero(leaf) for leaf in inside)
     assert layout.n_dense == sum(leaf.size for leaf in outside)
     assert layout.n_slots == len(inside)
@@ -69,25 +69,25 @@ def test_every_stage_counts_its_own_elements_of_stacked_parameters():
         counts = jnp.asarray(layout.counts(lambda n: n + 1))
         return elements, jnp.asarray(layout.rooms()), counts, layout.padding(), layout.used(elements)
 
-    elements, rooms, counts, padding, used = jax.vmap(of_stage, axis_name="stage")(jnp.zeros(3))
+    elements, rooms, counts, padding, usage = jax.vmap(of_stage, axis_name="stage")(jnp.zeros(3))
     assert elements.tolist() == [[100, 0, 0, 600], [1024, 1024, 52, 600], [0, 0, 0, 600]]
     assert rooms.tolist() == [[100, 0, 0, 300], [512, 512, 26, 300], [0, 0, 0, 300]]  # 100 elements are sent whole
     assert counts.tolist() == [[1024, 1024, 52, 601], [1025, 1025, 53, 601], [1024, 1024, 52, 601]]
     assert padding.tolist() == [[924, 1024, 1024, 424], [0, 0, 972, 424], [1024, 1024, 1024, 424]]
-    assert used.tolist() == elements.tolist()  # a block each
+    assert usage.tolist() == elements.tolist()  # a block each
     assert planned(tree, sizes, None, chunk=1024).rooms().tolist() == rooms[0].tolist()
-    alike = {"[0]": (2100,) * 2, "[1]": (600,) * 2}
-    assert planned(tree, alike, "stage") == planned(tree, {}, None)
+    equal = {"[0]": (2100,) * 2, "[1]": (600,) * 2}
+    assert planned(tree, equal, "stage") == planned(tree, {}, None)
 
 
 def test_strata_are_of_a_stages_own_elements():
     layout = planned([jax.ShapeDtypeStruct((3000,), np.float32)], {"[0]": (3000, 250)}, "stage")
     stages = jax.vmap(lambda _: select_strata(noise.make_key(5), layout), axis_name="stage")(jnp.zeros(2))
     for position, filled, n in zip(*stages, (3000, 250), strict=True):
-        chosen = np.asarray(position[filled])
-        assert len(chosen) == len(set(chosen.tolist())) == n // 2
+        picks = np.asarray(position[filled])
+        assert len(picks) == len(set(picks.tolist())) == n // 2
         assert 0 <= position.min() <= position.max() < 3000
-        assert chosen.max() < n
+        assert picks.max() < n
 
 
 def test_means_are_of_a_stages_own_elements():
@@ -128,8 +128,8 @@ def test_2_to_the_31_elements_are_refused(size, fits):
     if fits:
         assert plan_layout(leaves, dense_below=0, capacity=lambda n: 1).n == size
         return
-    padded = -(-size // BLOCK) * BLOCK
-    with pytest.raises(ValueError, match=rf"fewer than 2\^31 elements; got {padded}. Shard the parameters"):
+    blocks_size = -(-size // BLOCK) * BLOCK
+    with pytest.raises(ValueError, match=rf"fewer than 2\^31 elements; got {blocks_size}. Shard the parameters"):
         plan_layout(leaves, dense_below=0, capacity=lambda n: 1)
 
 

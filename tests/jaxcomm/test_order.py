@@ -31,11 +31,11 @@ def judge(tx):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         state = jax.eval_shape(in_axes_of_workers(tx.init, (2, 2), axes), PARAMS)
-    found = check_chain(tx, state, PARAMS)
+    problems = check_chain(tx, state, PARAMS)
     if hasattr(tx, "links"):
-        warned.setdefault(tx, [str(each.message) for each in caught])
-        assert warned[tx] == found
-    return found
+        warned.setdefault(tx, [str(warning.message) for warning in caught])
+        assert warned[tx] == problems
+    return problems
 
 
 def plain(tx):
@@ -331,10 +331,10 @@ FINE = {
 
 @pytest.mark.parametrize("rule", REFUSED)
 def test_a_chain_that_breaks_a_rule_is_refused_with_the_remedy(rule):
-    broken, message, remedied = REFUSED[rule]
+    fault, message, remedied = REFUSED[rule]
     for way in (lambda tx: tx, plain, lambda tx: optax.chain(plain(tx))):
         with pytest.raises(ValueError, match=message):
-            judge(way(broken))
+            judge(way(fault))
         assert judge(way(remedied)) == []
 
 
@@ -398,9 +398,9 @@ def own_step(tx):
 
 @pytest.mark.parametrize("rule", ["twice", "state of momentum", "momentum of dgc"])
 def test_a_foreign_step_refuses_what_states_show(rule):
-    broken, message, remedied = BY_STATE[rule]
+    fault, message, remedied = BY_STATE[rule]
     mesh, batch = jc.make_mesh(data=2), {"x": np.ones((4, 300), np.float32), "y": np.ones((4, 3), np.float32)}
-    for tx in (plain(remedied), plain(broken)):
+    for tx in (plain(remedied), plain(fault)):
         state = jax.eval_shape(tx.init, PARAMS)
         trace = functools.partial(jc.data_parallel(own_step(tx), mesh, batch=2).trace, PARAMS, state, batch)
         if tx is plain(remedied):
@@ -485,8 +485,8 @@ def test_a_chain_is_optaxs_and_keeps_its_links():
     tx = chain(clip, chain(dct, adam))
     assert tx.links == (clip, dct, adam)
     assert isinstance(tx, optax.GradientTransformation)
-    same = optax.chain(clip, dct, adam)
-    assert jax.tree.structure(tx.init(PARAMS)) == jax.tree.structure(same.init(PARAMS))
+    optax_chain = optax.chain(clip, dct, adam)
+    assert jax.tree.structure(tx.init(PARAMS)) == jax.tree.structure(optax_chain.init(PARAMS))
 
 
 def test_a_chain_inside_keeps_its_links_too():
@@ -510,9 +510,9 @@ def test_a_link_is_tried_on_numbers_of_every_leaf():
 def test_of_many_leaves_some_are_tried_with_and_without_a_mask_of_their_structure():
     params = {f"{i:02}": np.ones(3 if i % 2 else (3, 3), np.float32) for i in range(40)}
     odd = {name: int(name) % 2 == 1 for name in params}
-    alone = try_link(optax.clip(1.0), params).cuts
-    assert len(alone) == 16
-    assert try_link(masked(optax.clip(1.0), odd), params).cuts == {path for path in alone if int(path[2:4]) % 2}
+    cuts = try_link(optax.clip(1.0), params).cuts
+    assert len(cuts) == 16
+    assert try_link(masked(optax.clip(1.0), odd), params).cuts == {path for path in cuts if int(path[2:4]) % 2}
     with pytest.raises(ValueError, match=CLIPPED):
         jc.simulate(loss_fn, chain(dct, masked(clip, odd), sgd), 2).init(params)
     jc.simulate(loss_fn, chain(dct, adam, masked(clip, odd)), 2).init(params)
@@ -568,8 +568,8 @@ def test_links_that_only_say_that_they_take_arguments_get_none_and_nothing_is_se
         step, plain_step = (
             jc.make_train_step(loss_fn, tx, jc.make_mesh(data=2)) for tx in (make(topk, sloppy, sgd), make(topk, sgd))
         )
-        got, expected = (each.report(each.shapes(PARAMS), BATCH).received for each in (step, plain_step))
-        assert got == expected
+        result, expected = (step.report(step.shapes(PARAMS), BATCH).received for step in (step, plain_step))
+        assert result == expected
 
 
 @pytest.mark.parametrize("make", [chain, optax.chain], ids=["jaxcomm.chain", "optax.chain"])
@@ -623,8 +623,8 @@ def trained(tx):
 def test_decay_between_an_exchange_and_momentum_is_that_of_dense_sgd():
     momentum, strong = optax.sgd(0.01, momentum=0.9), optax.add_decayed_weights(0.1)
     dense = trained(chain(strong, plump, momentum))
-    everything = jc.topk(0.0, value_dtype="float32", dense_below=0)
-    for tx in (chain(plump, strong, momentum), chain(everything, strong, momentum)):
+    full = jc.topk(0.0, value_dtype="float32", dense_below=0)
+    for tx in (chain(plump, strong, momentum), chain(full, strong, momentum)):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), trained(tx), dense)
     assert not np.allclose(trained(chain(plump, momentum))["w"], dense["w"], rtol=1e-3)
 
@@ -653,11 +653,11 @@ def test_decay_behind_momentum_correction_is_weaker_than_l2():
 
     def total(*links):
         tx, params = chain(*links), jnp.ones(1)
-        state, moved = tx.init(params), 0.0
+        state, distance = tx.init(params), 0.0
         for _ in range(200):
             update, state = tx.update(jnp.zeros(1), state, params)
-            moved += float(update[0])
-        return moved
+            distance += float(update[0])
+        return distance
 
-    within, behind = total(decay, optax.trace(0.9)), total(optax.trace(0.9), decay)
-    assert within / behind == pytest.approx(10, rel=0.1)
+    inner, outer = total(decay, optax.trace(0.9)), total(optax.trace(0.9), decay)
+    assert inner / outer == pytest.approx(10, rel=0.1)

@@ -29,11 +29,11 @@ def bits(array, name):
 
 
 def check(old, new, patch, name):
-    made = apply_patch(old, patch)
-    assert made.keys() == new.keys()
+    result = apply_patch(old, patch)
+    assert result.keys() == new.keys()
     for leaf in new:
-        assert (made[leaf].dtype, made[leaf].shape) == (TYPES[name], np.shape(new[leaf]))
-        np.testing.assert_array_equal(bits(made[leaf], name), bits(new[leaf], name))
+        assert (result[leaf].dtype, result[leaf].shape) == (TYPES[name], np.shape(new[leaf]))
+        np.testing.assert_array_equal(bits(result[leaf], name), bits(new[leaf], name))
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -47,8 +47,8 @@ def test_the_new_weights_come_back_to_the_bit(name, share):
 def test_the_receiver_may_hold_the_cast_weights_alone():
     old = weights(0)
     new = changed(old, 0.1, 1)
-    held = {name: jnp.asarray(w, jnp.bfloat16) for name, w in old.items()}
-    check(held, new, pack_patch(old, new), "bfloat16")
+    receiver = {name: jnp.asarray(w, jnp.bfloat16) for name, w in old.items()}
+    check(receiver, new, pack_patch(old, new), "bfloat16")
 
 
 def test_zeros_keep_their_sign_and_nans_their_bits():
@@ -105,15 +105,15 @@ def test_other_weights_are_refused():
     patch = pack_patch(old, new)
     with pytest.raises(ValueError, match=r"against; got others\. Apply patches in their order"):
         apply_patch(new, patch)
-    for other in ({**old, "a": old["a"].T}, {**old, "e": old["b"]}, {"x": old["a"]}):
+    for tree in ({**old, "a": old["a"].T}, {**old, "e": old["b"]}, {"x": old["a"]}):
         with pytest.raises(ValueError, match="tree and the shapes of the patch"):
-            apply_patch(other, patch)
+            apply_patch(tree, patch)
         with pytest.raises(ValueError, match="same tree and shapes"):
-            pack_patch(old, other)
+            pack_patch(old, tree)
 
 
 @pytest.mark.parametrize(
-    ("tree", "dtype", "said"),
+    ("tree", "dtype", "message"),
     [
         ({"w": np.ones(3)}, jnp.int16, "dtype must be a floating type of 16 or 32 bits; got 'int16'"),
         ({"w": np.ones(3)}, np.float64, "dtype must be a floating type of 16 or 32 bits; got 'float64'"),
@@ -121,6 +121,6 @@ def test_other_weights_are_refused():
         ({}, jnp.bfloat16, "at least one array; got {}"),
     ],
 )
-def test_what_is_no_weight_is_refused(tree, dtype, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_is_no_weight_is_refused(tree, dtype, message):
+    with pytest.raises(ValueError, match=message):
         pack_patch(tree, tree, dtype)

@@ -102,11 +102,11 @@ def test_nothing_is_lost_of_sharded_parameters():
         return state, {name: dense[name] - 0.5 * rows.mean(0) for name, rows in batch.items()}
 
     def check(state, dense, workers):
-        copy, model = (np.asarray(found[0].residual.rows) for found in state.opt_state.exchange.exchanges)
+        copy, model = (np.asarray(holder[0].residual.rows) for holder in state.opt_state.exchange.exchanges)
         halves = model.reshape(workers, 2, -1).mean(0)[:, :1200].reshape(2, 40, 30)
         owed = {"copy": copy.mean(0)[:1200].reshape(40, 30), "model": np.concatenate(halves, axis=1)}
-        for name, own in owed.items():
-            np.testing.assert_allclose(np.asarray(state.params[name]) - 0.5 * own, dense[name], atol=2e-6)
+        for name, debt in owed.items():
+            np.testing.assert_allclose(np.asarray(state.params[name]) - 0.5 * debt, dense[name], atol=2e-6)
 
     step = step_of(4)
     state, dense = take(step, step.init(params), params)

@@ -50,8 +50,8 @@ def equal(a, b):
 @pytest.mark.parametrize("name", slow_except(CHAINS, "topk"))
 def test_flax_writes_and_reads_every_row(name):
     step, state = trained(name)
-    written = flax.serialization.to_bytes(state)
-    restored = flax.serialization.from_bytes(fresh(name), written)
+    text = flax.serialization.to_bytes(state)
+    restored = flax.serialization.from_bytes(fresh(name), text)
     equal(restored, state)
     assert jax.tree.structure(restored.opt_state) == jax.tree.structure(fresh(name).opt_state)
     (expected, _), (after, _) = step(state, BATCH), step(restored, BATCH)
@@ -76,13 +76,13 @@ def test_orbax_reads_into_a_state_and_without_one_it_is_refused(tmp_path):
         equal(restored["opt_state"], state.opt_state)
         after, _ = step(state.replace(**restored), BATCH)
         equal(after, step(state, BATCH)[0])
-        without = checkpointer.restore(tmp_path / "state")
+        tree = checkpointer.restore(tmp_path / "state")
     with pytest.raises(
         ValueError, match=r"must get the state of an exchange.*restore a checkpoint into it as the target"
     ):
-        step(state.replace(opt_state=without["opt_state"]), BATCH)
+        step(state.replace(opt_state=tree["opt_state"]), BATCH)
     with pytest.raises(ValueError, match=r"must have its types to say where its rows are; got rows in dicts"):
-        jc.state_specs(without)
+        jc.state_specs(tree)
 
 
 def test_the_state_of_nnx_says_no_places_but_the_optimizers_own_does():

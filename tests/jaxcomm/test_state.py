@@ -117,8 +117,8 @@ def test_an_array_at_two_places_of_the_parameters_is_refused(layout):
 
 def cut(rows, workers):
     """What Orbax restores with `strict=False`: rows are cut off, or padded with zeros."""
-    padded = np.concatenate([np.asarray(rows), np.zeros_like(rows, shape=(workers, *rows.shape[1:]))])
-    return padded[:workers]
+    rows_ = np.concatenate([np.asarray(rows), np.zeros_like(rows, shape=(workers, *rows.shape[1:]))])
+    return rows_[:workers]
 
 
 @pytest.mark.parametrize("workers", [2, 8])
@@ -172,7 +172,7 @@ def test_rows_without_a_number_of_workers_are_taken():
     state, _ = step(step.init(PARAMS), batch)
     exchange = state.opt_state[0]
     old = exchange.replace(worker=jax.tree.map(lambda rows: rows & 0xFFFF, exchange.worker))
-    got, metrics = make()(state._replace(opt_state=(old, *state.opt_state[1:])), batch)
+    result, metrics = make()(state._replace(opt_state=(old, *state.opt_state[1:])), batch)
     right, _ = step(state, batch)
     assert int(metrics["skipped"]) == 0
-    jax.tree.map(np.testing.assert_array_equal, got.params, right.params)
+    jax.tree.map(np.testing.assert_array_equal, result.params, right.params)

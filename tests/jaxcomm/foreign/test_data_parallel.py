@@ -128,8 +128,8 @@ def chain(exchange):
     return jc.chain(exchange, optax.adam(1e-2))
 
 
-def run(step, state, given=None):
-    for batch in given or batches():
+def run(step, state, data=None):
+    for batch in data or batches():
         state, metrics = step(state, batch)
     return state, metrics
 
@@ -137,11 +137,11 @@ def run(step, state, given=None):
 @pytest.mark.parametrize("script", [plain, flax_linen, flax_nnx, equinox, haiku])
 def test_a_dense_exchange_is_the_step_of_one_device(script):
     step, state, params_of = script(optax.adam(1e-2))
-    alone, loss = run(eqx.filter_jit(step), state)
+    single, loss = run(eqx.filter_jit(step), state)
     step, state, _ = script(chain(DENSE))
-    together, metrics = run(jc.data_parallel(step, mesh(), check_every=2), state)
+    parallel, metrics = run(jc.data_parallel(step, mesh(), check_every=2), state)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), params_of(alone), params_of(together)
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), params_of(single), params_of(parallel)
     )
     assert metrics.keys() == loss.keys()
     for name in loss:
@@ -151,32 +151,32 @@ def test_a_dense_exchange_is_the_step_of_one_device(script):
 def test_a_compressed_exchange_is_that_of_make_train_step_and_its_bytes_are_verified():
     tx = chain(SPARSE)
     step, state, _ = plain(tx)
-    own = jc.data_parallel(step, mesh())
-    theirs = jc.make_train_step(lambda p, b: cross_entropy(b["x"] @ p["w"] + p["b"], b["y"]), tx, mesh())
-    params, reference = state[0], theirs.init(state[0])
+    parallel = jc.data_parallel(step, mesh())
+    model = jc.make_train_step(lambda p, b: cross_entropy(b["x"] @ p["w"] + p["b"], b["y"]), tx, mesh())
+    params, reference = state[0], model.init(state[0])
     for batch in batches():
-        state, metrics = own(state, batch)
-        reference, expected = theirs(reference, batch)
+        state, metrics = parallel(state, batch)
+        reference, expected = model(reference, batch)
         np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), state[0], reference.params)
     residual = get_exchange(state[1]).residual.rows
     assert residual.sharding.is_equivalent_to(NamedSharding(mesh(), P("data")), 2)
     np.testing.assert_allclose(residual, get_exchange(reference.opt_state).residual.rows, rtol=1e-4, atol=1e-6)
-    report = jc.verify(own, state, batch, tx=tx, params=params, workers=K, other_bytes=8)
-    assert report.received == theirs.report(reference, batch).received
+    report = jc.verify(parallel, state, batch, tx=tx, params=params, workers=K, other_bytes=8)
+    assert report.received == model.report(reference, batch).received
 
 
 def test_under_jit_and_in_a_scan_it_is_the_same_step():
     step, state, _ = plain(chain(SPARSE))
-    own = jc.data_parallel(step, mesh())
-    expected, _ = run(own, state)
-    under_jit, _ = run(jax.jit(own), state)
-    first, _ = own(state, batches()[0])  # a loop's state has its rows from the start
-    rest = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches()[1:])
-    scanned, losses = jax.jit(lambda state: lax.scan(own, state, rest))(first)
+    parallel = jc.data_parallel(step, mesh())
+    expected, _ = run(parallel, state)
+    under_jit, _ = run(jax.jit(parallel), state)
+    first, _ = parallel(state, batches()[0])  # a loop's state has its rows from the start
+    tail = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches()[1:])
+    scanned, losses = jax.jit(lambda state: lax.scan(parallel, state, tail))(first)
     assert losses["loss"].shape == (5,)
-    for other in (under_jit, scanned):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, other)
+    for variant in (under_jit, scanned):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, variant)
 
 
 def test_batches_are_chosen_by_position_and_by_name_and_scalars_in_them_are_for_all():
@@ -186,23 +186,25 @@ def test_batches_are_chosen_by_position_and_by_name_and_scalars_in_them_are_for_
         state, metrics = step(state, {"x": images * labels["scale"] * scale, "y": labels["y"]})
         return metrics, state
 
-    own = jc.data_parallel(by_name, mesh(), batch=(np.int64(0), "labels"))
+    parallel = jc.data_parallel(by_name, mesh(), batch=(np.int64(0), "labels"))
     for batch in batches():
         labels = {"y": batch["y"], "scale": 1.0}
-        metrics, changed = own(batch["x"], state=state, labels=labels, scale=1.0)
-        expected, other = jc.data_parallel(step, mesh())(state, batch)
-        jax.tree.map(np.testing.assert_array_equal, (changed, metrics), (expected, other))
-        state = changed
+        metrics, new_state = parallel(batch["x"], state=state, labels=labels, scale=1.0)
+        expected, expected_state = jc.data_parallel(step, mesh())(state, batch)
+        jax.tree.map(np.testing.assert_array_equal, (new_state, metrics), (expected, expected_state))
+        state = new_state
 
 
 @pytest.mark.slow
 def test_a_mesh_of_explicit_axes_and_batches_of_numpy():
     step, state, _ = plain(chain(SPARSE))
     explicit = jax.make_mesh((K,), ("data",), axis_types=(AxisType.Explicit,))
-    given = [jax.tree.map(np.asarray, batch) for batch in batches()]
-    state, metrics = run(jc.data_parallel(step, explicit), state, given)
-    expected, others = run(jc.data_parallel(step, mesh()), plain(chain(SPARSE))[1])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), (state, metrics), (expected, others))
+    arrays = [jax.tree.map(np.asarray, batch) for batch in batches()]
+    state, metrics = run(jc.data_parallel(step, explicit), state, arrays)
+    expected, expected_metrics = run(jc.data_parallel(step, mesh()), plain(chain(SPARSE))[1])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), (state, metrics), (expected, expected_metrics)
+    )
 
 
 def normalized(tx):
@@ -258,9 +260,9 @@ LOCAL = {
 }
 
 
-@pytest.mark.parametrize("what", LOCAL)
-def test_what_only_a_worker_knows_is_refused_by_name(what):
-    tail, message = LOCAL[what]
+@pytest.mark.parametrize("case", LOCAL)
+def test_what_only_a_worker_knows_is_refused_by_name(case):
+    tail, message = LOCAL[case]
     step, state = with_tail(tail)(chain(SPARSE))
     with pytest.raises(ValueError, match=message):
         jc.data_parallel(step, mesh())(state, batches(1)[0])
@@ -278,9 +280,9 @@ REDUCED = {
 }
 
 
-@pytest.mark.parametrize("what", REDUCED)
-def test_gradients_and_updates_that_the_step_reduces_itself_are_refused(what):
-    before, after = REDUCED[what]
+@pytest.mark.parametrize("case", REDUCED)
+def test_gradients_and_updates_that_the_step_reduces_itself_are_refused(case):
+    before, after = REDUCED[case]
     tx = chain(SPARSE)
     _, state, _ = plain(tx)
 
@@ -370,8 +372,8 @@ def test_a_queue_and_a_least_loss_are_refused_and_the_collectives_that_are_offer
         train(jc.data_parallel(step, mesh(), batch=2), state)
     expected = train(*script(optax.adam(1e-2), lambda x: x, lambda x: x))
     step, state = script(chain(DENSE), lambda x: lax.all_gather(x, "data", tiled=True), lambda x: lax.pmean(x, "data"))
-    got = train(jc.data_parallel(step, mesh(), batch=2), state)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, expected)
+    result = train(jc.data_parallel(step, mesh(), batch=2), state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), result, expected)
 
 
 def test_statistics_that_nobody_averages_are_refused():
@@ -397,22 +399,22 @@ def test_bad_arguments_are_refused(exchange, arguments, message):
 
 
 def test_other_states_and_batches_are_refused():
-    own = jc.data_parallel(plain(chain(SPARSE))[0], mesh())
+    parallel = jc.data_parallel(plain(chain(SPARSE))[0], mesh())
     _, state, _ = plain(chain(SPARSE))
     with pytest.raises(ValueError, match=r"got 22 rows at \"\['batch'\]\['x'\]\" for 4 workers"):
-        own(state, jax.tree.map(lambda x: x[:22], batches(1)[0]))
+        parallel(state, jax.tree.map(lambda x: x[:22], batches(1)[0]))
     with pytest.raises(ValueError, match="must get the state of an exchange"):
-        own(plain(optax.adam(1e-2))[1], batches(1)[0])
+        parallel(plain(optax.adam(1e-2))[1], batches(1)[0])
     with pytest.raises(ValueError, match=r"got local_sgd, whose workers train on their own"):
-        own((state[0], jc.local_sgd(2, exchange=DENSE).init(state[0])), batches(1)[0])
+        parallel((state[0], jc.local_sgd(2, exchange=DENSE).init(state[0])), batches(1)[0])
     with pytest.raises(ValueError, match=r"check_every must be None inside jax\.jit"):
         jax.jit(jc.data_parallel(plain(chain(SPARSE))[0], mesh(), check_every=1))(state, batches(1)[0])
     steps = optax.MultiSteps(chain(SPARSE), 2)
     with pytest.raises(ValueError, match=r"not be inside optax\.MultiSteps.*dct_dp there\. Write jaxcomm\.chain\("):
-        own((state[0], steps.init(state[0])), batches(1)[0])
-    three = jax.tree.map(lambda n: n, jc.resize_workers(run(own, state)[0], 3))
+        parallel((state[0], steps.init(state[0])), batches(1)[0])
+    three = jax.tree.map(lambda n: n, jc.resize_workers(run(parallel, state)[0], 3))
     with pytest.raises(ValueError, match="got 3 rows for 4 workers"):
-        own(three, batches(1)[0])
+        parallel(three, batches(1)[0])
 
 
 def test_an_optimizer_that_nnx_has_split_is_refused():
@@ -433,8 +435,8 @@ def test_an_optimizer_that_nnx_has_split_is_refused():
 @pytest.mark.parametrize("place", ["params", "momentum"])
 def test_replicated_state_that_parted_is_found(place):
     step, state, _ = plain(jc.chain(SPARSE, optax.sgd(0.1, momentum=0.9)))
-    own = jc.data_parallel(step, mesh(), check_every=2)
-    state, _ = own(state, batches(1)[0])
+    parallel = jc.data_parallel(step, mesh(), check_every=2)
+    state, _ = parallel(state, batches(1)[0])
 
     def part(leaf):
         """Worker 2 has a different number in the middle."""
@@ -452,7 +454,7 @@ def test_replicated_state_that_parted_is_found(place):
         opt_state = (opt_state[0], (optax.TraceState(trace | {"b": part(trace["b"])}), opt_state[1][1]))
     name = {"params": "0/0/w", "momentum": "0/1/1/0/trace/b"}[place]
     with pytest.raises(ValueError, match=rf"got other numbers at .*{name}.* after 2 steps"):
-        own((params, opt_state), batches(1)[0])
+        parallel((params, opt_state), batches(1)[0])
 
 
 def one_row(state):
@@ -468,20 +470,20 @@ def test_rows_of_another_worker_are_refused_and_where_nobody_looks_the_step_is_s
     tx = chain(SPARSE)
     step, state, _ = plain(tx)
     state, _ = run(jc.data_parallel(step, mesh()), state)
-    lost = one_row(state)
+    one_state = one_row(state)
     with pytest.raises(ValueError, match=r"The rows of dct_dp must be those of their 4 workers; got .*\[0\]"):
-        jc.data_parallel(step, mesh())(lost, batches(1)[0])
+        jc.data_parallel(step, mesh())(one_state, batches(1)[0])
     spread = jax.tree.map(
         lambda node: jax.tree.map(lambda rows: np.repeat(rows, K, 0), node) if isinstance(node, jc.PerWorker) else node,
-        lost,
+        one_state,
         is_leaf=lambda node: isinstance(node, jc.PerWorker),
     )
     with pytest.raises(ValueError, match=r"got those of workers \[0, 0, 0, 0\]"):
         check_rows(spread, K)
-    theirs = jc.make_train_step(lambda p, b: cross_entropy(b["x"] @ p["w"] + p["b"], b["y"]), tx, mesh())
-    given = jc.state.TrainState(spread[0], spread[1], jnp.zeros((), jnp.int32))
+    reference = jc.make_train_step(lambda p, b: cross_entropy(b["x"] @ p["w"] + p["b"], b["y"]), tx, mesh())
+    train_state = jc.state.TrainState(spread[0], spread[1], jnp.zeros((), jnp.int32))
     with pytest.raises(ValueError, match="The rows of dct_dp"):
-        theirs(given, batches(1)[0])
+        reference(train_state, batches(1)[0])
 
     # A script's own pmap-like region, in which nothing is tracked and no host checks the numbers.
     blind = jax.shard_map(
@@ -584,12 +586,12 @@ def drawing(tx):
     """A step that draws for its rows, with a key from the state or from an argument."""
 
     def step(state, batch, key=None):
-        params, opt_state, own = state
-        own, key = jax.random.split(own) if key is None else (own, key)
+        params, opt_state, worker_key = state
+        worker_key, key = jax.random.split(worker_key) if key is None else (worker_key, key)
         grads = jax.grad(lambda p: cross_entropy(batch["x"] @ p["w"] + p["b"], batch["y"]))(params)
         updates, opt_state = tx.update(grads, opt_state, params)
         draw = jax.random.uniform(key)
-        return (optax.apply_updates(params, updates), opt_state, own), {"draw": draw, "square": draw**2}
+        return (optax.apply_updates(params, updates), opt_state, worker_key), {"draw": draw, "square": draw**2}
 
     _, (params, opt_state), _ = plain(tx)
     return step, (params, opt_state, jax.random.key(5))
@@ -601,8 +603,8 @@ def test_each_worker_draws_with_a_key_of_its_own_if_that_is_said():
     _, metrics = jc.data_parallel(step, mesh())(state, batches(1)[0], key)
     assert metrics["square"] == pytest.approx(float(metrics["draw"]) ** 2)  # the same draw on all
     _, metrics = jc.data_parallel(step, mesh(), rng="^key$")(state, batches(1)[0], key)
-    own = [jax.random.fold_in(jax.random.fold_in(key, 1), worker) for worker in range(K)]
-    draws = np.array([jax.random.uniform(each) for each in own])
+    keys = [jax.random.fold_in(jax.random.fold_in(key, 1), worker) for worker in range(K)]
+    draws = np.array([jax.random.uniform(key) for key in keys])
     assert len(set(draws.tolist())) == K
     assert metrics["draw"] == pytest.approx(draws.mean(), rel=1e-5)
     assert metrics["square"] == pytest.approx((draws**2).mean(), rel=1e-5)
@@ -614,10 +616,10 @@ def test_each_worker_draws_with_a_key_of_its_own_if_that_is_said():
 
 def test_a_key_of_the_state_is_the_same_on_all_workers_and_another_in_every_step():
     step, state = drawing(chain(DENSE))
-    own = jc.data_parallel(step, mesh(), rng="state/2", check_every=1)
+    parallel = jc.data_parallel(step, mesh(), rng="state/2", check_every=1)
     keys, draws = [state[2]], []
     for batch in batches(3):
-        state, metrics = own(state, batch)
+        state, metrics = parallel(state, batch)
         keys.append(state[2])
         draws.append(float(metrics["draw"]))
         assert abs(metrics["square"] - metrics["draw"] ** 2) > 1e-4
@@ -657,27 +659,27 @@ def nnx_script(tx, transform=lambda step: step):
 )
 def test_objects_of_nnx_change_in_place_and_share_what_they_shared(transform):
     step, model, optimizer = nnx_script(optax.adam(1e-2), nnx.jit)
-    own, ours, theirs = nnx_script(chain(DENSE), transform)
-    own = jc.data_parallel(own, mesh(), batch="batch", check_every=1)
+    script, copy, copy_optimizer = nnx_script(chain(DENSE), transform)
+    script = jc.data_parallel(script, mesh(), batch="batch", check_every=1)
     for batch in batches(3):
-        np.testing.assert_allclose(own(ours, theirs, batch), step(model, optimizer, batch), rtol=1e-4)
-    assert ours.first is ours.second
-    assert ours.bias is ours.last.bias
-    assert theirs.step == 3
+        np.testing.assert_allclose(script(copy, copy_optimizer, batch), step(model, optimizer, batch), rtol=1e-4)
+    assert copy.first is copy.second
+    assert copy.bias is copy.last.bias
+    assert copy_optimizer.step == 3
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5),
-        nnx.to_pure_dict(nnx.state(ours)),
+        nnx.to_pure_dict(nnx.state(copy)),
         nnx.to_pure_dict(nnx.state(model)),
     )
 
 
 def test_a_state_is_placed_with_a_row_for_each_worker():
     step, state, _ = plain(chain(SPARSE))
-    own = jc.data_parallel(step, mesh())
-    placed = own.place(state)
-    assert get_exchange(placed[1]).residual.rows.shape[0] == K
-    assert get_exchange(placed[1]).residual.rows.sharding.spec == P("data")
-    jax.tree.map(np.testing.assert_array_equal, run(own, placed), run(own, state))
+    parallel = jc.data_parallel(step, mesh())
+    placement = parallel.place(state)
+    assert get_exchange(placement[1]).residual.rows.shape[0] == K
+    assert get_exchange(placement[1]).residual.rows.sharding.spec == P("data")
+    jax.tree.map(np.testing.assert_array_equal, run(parallel, placement), run(parallel, state))
 
 
 def tailed(tail, **options):
@@ -690,12 +692,12 @@ def tailed(tail, **options):
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, *tail(state, batch)
 
-    wrapped = jc.data_parallel(step, mesh(), batch=2, **options)
+    parallel = jc.data_parallel(step, mesh(), batch=2, **options)
 
     def outputs(state, steps=3):
-        found = params, opt_state
+        pair = params, opt_state
         for batch in batches(steps):
-            *found, state, metrics = wrapped(*found, batch, state)
+            *pair, state, metrics = parallel(*pair, batch, state)
         return state, metrics
 
     def expected(state, steps=3):
@@ -708,8 +710,8 @@ def tailed(tail, **options):
 
 def decayed(state, batch):
     """Sums as of a codebook: decayed, then corrected for their start; a counter; a bias."""
-    seen = jnp.zeros(CLASSES).at[batch["y"]].add(1.0)
-    hidden = 0.9 * state["hidden"] + 0.1 * seen
+    counts = jnp.zeros(CLASSES).at[batch["y"]].add(1.0)
+    hidden = 0.9 * state["hidden"] + 0.1 * counts
     count = state["count"] + 1
     average = hidden / (1 - 0.9**count)
     return {"hidden": hidden, "average": average, "count": count}, {"total": (batch["y"] == 1).sum()}
@@ -740,9 +742,9 @@ COMBINED = {
 }
 
 
-@pytest.mark.parametrize("what", COMBINED)
-def test_sums_and_maxima_are_those_of_one_device(what):
-    tail, state, options = COMBINED[what]
+@pytest.mark.parametrize("case", COMBINED)
+def test_sums_and_maxima_are_those_of_one_device(case):
+    tail, state, options = COMBINED[case]
     outputs, expected = tailed(tail, **options, check_every=1)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
@@ -800,14 +802,17 @@ def test_rows_go_in_and_come_out_of_their_workers():
     """Recurrent state (rows, 2), losses of rows, and logits; the batch that is returned."""
 
     def recurrent(state, batch):
-        own = 0.5 * state["h"] + batch["x"][:, :2]
-        return {"h": own, "n": state["n"] + 1}, {"each": own.sum(1), "batch": jax.tree.map(lambda x: x + 1, batch)}
+        hidden = 0.5 * state["h"] + batch["x"][:, :2]
+        return {"h": hidden, "n": state["n"] + 1}, {
+            "each": hidden.sum(1),
+            "batch": jax.tree.map(lambda x: x + 1, batch),
+        }
 
     outputs, expected = tailed(recurrent, rows="state/h|each", check_every=2)
     state = {"h": jnp.arange(2.0 * ROWS).reshape(ROWS, 2), "n": jnp.zeros(())}
-    found = outputs(state)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, jax.device_get(expected(state)))
-    assert found[0]["h"].sharding.spec == P("data")
+    result = outputs(state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), result, jax.device_get(expected(state)))
+    assert result[0]["h"].sharding.spec == P("data")
     with pytest.raises(ValueError, match=r"multiple of the number of workers; got 22 rows at 'state/h' for 4 workers"):
         outputs(state | {"h": state["h"][:22]})
     with pytest.raises(ValueError, match=r"'3/each' float32\[6\].*rows='each' for what each row has"):
@@ -840,16 +845,16 @@ def test_static_arguments_are_python_values(static):
         state, metrics = step(state, batch)
         return state, metrics | {"layers": jnp.float32(layers)} if flag else metrics
 
-    wrapped = jc.data_parallel(flagged, mesh(), static=static)
-    assert wrapped(state, batches(1)[0], True, layers=2)[1].keys() == {"loss", "layers"}
-    assert wrapped(state, batches(1)[0], False, layers=2)[1].keys() == {"loss"}
-    assert wrapped(state, batches(1)[0])[1].keys() == {"loss"}
+    parallel = jc.data_parallel(flagged, mesh(), static=static)
+    assert parallel(state, batches(1)[0], True, layers=2)[1].keys() == {"loss", "layers"}
+    assert parallel(state, batches(1)[0], False, layers=2)[1].keys() == {"loss"}
+    assert parallel(state, batches(1)[0])[1].keys() == {"loss"}
     with pytest.raises(
         ValueError, match=r"Pass static= with their names or positions, or bind them by functools\.partial"
     ):
         jc.data_parallel(flagged, mesh())(state, batches(1)[0], True)
     with pytest.raises(ValueError, match=r"static must name arguments that can be hashed; got 'flag', a list. Make it"):
-        wrapped(state, batches(1)[0], [])
+        parallel(state, batches(1)[0], [])
 
 
 @pytest.mark.parametrize("where", ["fresh", "placed", "returned", "shared with the batch"])
@@ -864,7 +869,7 @@ def test_an_array_at_two_places_is_donated_once(where):
             "ema": optax.incremental_update(params, state["ema"], 0.1),
         }, metrics
 
-    wrapped, plain_step = jc.data_parallel(averaged, mesh(), donate=True), jc.data_parallel(averaged, mesh())
+    parallel, plain_step = jc.data_parallel(averaged, mesh(), donate=True), jc.data_parallel(averaged, mesh())
     batch, state = batches(1)[0], {"params": params, "opt_state": opt_state, "ema": params}
     expected = plain_step(plain_step(state, batch)[0], batch)[0]
     if where == "shared with the batch":
@@ -873,12 +878,12 @@ def test_an_array_at_two_places_is_donated_once(where):
         averaged_x(state, batch)
         assert np.isfinite(np.asarray(batch["x"])).all()
         return
-    state = wrapped.place(state) if where == "placed" else state
-    state, _ = wrapped(state, batch)
+    state = parallel.place(state) if where == "placed" else state
+    state, _ = parallel(state, batch)
     if where == "returned":
         state, expected = state | {"ema": state["params"]}, plain_step(state | {"ema": state["params"]}, batch)[0]
         state = jax.tree.map(lambda x: x, state)
-    state, _ = wrapped(state, batch)
+    state, _ = parallel(state, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state["ema"], expected["ema"])
 
 
@@ -894,24 +899,24 @@ def synchronized(params, batch, axis):
 def contrastive(params, batch, axis):
     """Each row against the rows of all workers, at a temperature."""
     x = batch["x"] @ params["w"]
-    every = x if axis is None else lax.all_gather(x, axis, tiled=True)
+    rows = x if axis is None else lax.all_gather(x, axis, tiled=True)
     labels = jnp.arange(len(x)) + (0 if axis is None else lax.axis_index(axis) * len(x))
-    return cross_entropy(jnp.exp(params["b"][0]) * jnp.sin(x) @ every.T, labels)
+    return cross_entropy(jnp.exp(params["b"][0]) * jnp.sin(x) @ rows.T, labels)
 
 
 def gathered_whole(params, batch, axis):
     """The whole loss on every worker: the temperature's gradient is replicated."""
     x = batch["x"] @ params["w"]
-    every = x if axis is None else lax.all_gather(x, axis, tiled=True)
-    return cross_entropy(jnp.exp(params["b"][0]) * jnp.sin(every) @ every.T, jnp.arange(len(every)))
+    rows = x if axis is None else lax.all_gather(x, axis, tiled=True)
+    return cross_entropy(jnp.exp(params["b"][0]) * jnp.sin(rows) @ rows.T, jnp.arange(len(rows)))
 
 
 def by_tokens(params, batch, axis):
     """A mean over the rows of some classes, of which the workers have different numbers."""
     logits, valid = batch["x"] @ params["w"] + params["b"], batch["y"] < 2
-    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
     total = valid.sum() if axis is None else lax.psum(valid.sum(), axis) / K
-    return (each * valid).sum() / total
+    return (losses * valid).sum() / total
 
 
 def decorrelated(params, batch, axis):
@@ -935,20 +940,20 @@ def test_collectives_inside_a_loss_give_the_step_of_one_device_and_are_verified(
 
         return step, (params, opt_state)
 
-    given, sgd = batches(1)[0], optax.sgd(0.1)
+    batch, sgd = batches(1)[0], optax.sgd(0.1)
     step, state = script(sgd, None)
-    expected, value = step(state, given)
+    expected, value = step(state, batch)
     tx = jc.chain(DENSE, sgd)
     step, state = script(tx, "data")
-    wrapped = jc.data_parallel(step, mesh(), check_every=1)
-    found, mean = wrapped(state, given)
+    parallel = jc.data_parallel(step, mesh(), check_every=1)
+    result, mean = parallel(state, batch)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found[0], jax.device_get(expected[0])
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), result[0], jax.device_get(expected[0])
     )
     np.testing.assert_allclose(mean, value, rtol=1e-5)
-    jc.verify(wrapped, found, given, tx=tx, params=state[0], workers=K)
-    made = jc.make_train_step(lambda params, batch: loss(params, batch, "data"), tx, mesh())
-    made.verify(made.init(state[0]), given)
+    jc.verify(parallel, result, batch, tx=tx, params=state[0], workers=K)
+    reference = jc.make_train_step(lambda params, batch: loss(params, batch, "data"), tx, mesh())
+    reference.verify(reference.init(state[0]), batch)
 
 
 def written(index, value):

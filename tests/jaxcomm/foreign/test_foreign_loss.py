@@ -91,8 +91,8 @@ def all_of_them(params, batch):
     return sum(loss(params, batch) for loss in LOOPS)
 
 
-def change_of(step, steps=1, **more):
-    state = step.init(params(), **more)
+def change_of(step, steps=1, **options):
+    state = step.init(params(), **options)
     for _ in range(steps):
         state, metrics = step(state, batch())
     return jax.tree.map(lambda old, new: np.asarray(old) - np.asarray(new), params(), step.params(state)), metrics
@@ -121,9 +121,9 @@ STEPS = {
 )
 def test_a_loop_over_constants_has_the_gradient_of_one_device(loss, make):
     value, right = jax.value_and_grad(loss)(params(), batch())
-    got, metrics = change_of(STEPS[make](loss, SGD))
+    result, metrics = change_of(STEPS[make](loss, SGD))
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, right)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), result, right)
 
 
 @pytest.mark.parametrize(
@@ -134,25 +134,25 @@ def test_a_loop_over_constants_sends_what_is_predicted(method):
     state = step.init(params())
     step.verify(state, batch())
     simulated = jc.simulate(scan_from_zeros, step.tx, K)
-    for made, own in ((step, state), (simulated, simulated.init(params()))):
+    for variant, start in ((step, state), (simulated, simulated.init(params()))):
         for _ in range(2):
-            own, _ = made(own, batch())
-        state = own if made is step else state
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, own.params)
+            start, _ = variant(start, batch())
+        state = start if variant is step else state
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, start.params)
 
 
 @pytest.mark.parametrize("layout", ["workers", "fsdp"])
 def test_workers_of_a_local_method_take_a_loop_over_constants(layout):
     tx = jc.chain(optax.sgd(0.5), jc.local_sgd(2, exchange=jc.plump_dp(), outer=optax.sgd(1.0)))
-    got, _ = change_of(STEPS[layout](scan_from_zeros, tx), steps=2)
+    result, _ = change_of(STEPS[layout](scan_from_zeros, tx), steps=2)
     totals = jax.tree.map(jnp.zeros_like, params())
     for rows in np.split(batch()["x"], K):
-        own = params()
+        local_params = params()
         for _ in range(2):
-            gradient = jax.grad(scan_from_zeros)(own, {"x": rows})
-            own = jax.tree.map(lambda p, g: p - 0.5 * g, own, gradient)
-        totals = jax.tree.map(lambda total, p, q: total + (p - q) / K, totals, params(), own)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, totals)
+            gradient = jax.grad(scan_from_zeros)(local_params, {"x": rows})
+            local_params = jax.tree.map(lambda p, g: p - 0.5 * g, local_params, gradient)
+        totals = jax.tree.map(lambda total, p, q: total + (p - q) / K, totals, params(), local_params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), result, totals)
 
 
 def test_an_optimizer_with_a_branch_of_constants_runs_on_every_worker():
@@ -167,9 +167,9 @@ def test_an_optimizer_with_a_branch_of_constants_runs_on_every_worker():
 
     optimizer = optax.GradientTransformation(init, update)
     tx = jc.chain(optimizer, jc.local_sgd(2, exchange=jc.plump_dp(), outer=optax.sgd(1.0)))
-    got, _ = change_of(jc.make_train_step(scan_from_zeros, tx, mesh()), steps=2)
+    result, _ = change_of(jc.make_train_step(scan_from_zeros, tx, mesh()), steps=2)
     simulated, _ = change_of(jc.simulate(scan_from_zeros, tx, K), steps=2)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, simulated)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), result, simulated)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -207,22 +207,22 @@ def test_a_stage_with_a_loop_over_constants_has_the_gradient_of_one_device(sched
 def test_a_line_search_takes_a_loop_over_constants():
     search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=3, store_grad=True)
     tx = jc.chain(jc.plump_dp(), optax.sgd(1.0), search)
-    got, _ = change_of(jc.make_train_step(scan_from_zeros, tx, mesh()), steps=2)
-    alone = optax.chain(optax.sgd(1.0), search)
-    own, state = params(), alone.init(params())
+    result, _ = change_of(jc.make_train_step(scan_from_zeros, tx, mesh()), steps=2)
+    single = optax.chain(optax.sgd(1.0), search)
+    local_params, state = params(), single.init(params())
     for _ in range(2):
-        value, gradient = jax.value_and_grad(scan_from_zeros)(own, batch())
-        more = {"value": value, "grad": gradient, "value_fn": lambda at: scan_from_zeros(at, batch())}
-        updates, state = alone.update(gradient, state, own, **more)
-        own = optax.apply_updates(own, updates)
-    jax.tree.map(lambda a, p, q: np.testing.assert_allclose(a, p - q, atol=1e-5), got, params(), own)
+        value, gradient = jax.value_and_grad(scan_from_zeros)(local_params, batch())
+        arguments = {"value": value, "grad": gradient, "value_fn": lambda at: scan_from_zeros(at, batch())}
+        updates, state = single.update(gradient, state, local_params, **arguments)
+        local_params = optax.apply_updates(local_params, updates)
+    jax.tree.map(lambda a, p, q: np.testing.assert_allclose(a, p - q, atol=1e-5), result, params(), local_params)
 
 
 def test_a_delayed_step_takes_a_loop_over_constants():
     tx = jc.chain(jc.plump_dp(), optax.sgd(1.0), delay=1)
-    got, _ = change_of(jc.make_train_step(scan_from_zeros, tx, mesh()), steps=2)
+    result, _ = change_of(jc.make_train_step(scan_from_zeros, tx, mesh()), steps=2)
     right = jax.grad(scan_from_zeros)(params(), batch())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, right)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), result, right)
 
 
 def test_an_untracked_output_that_differs_between_workers_is_refused():
@@ -250,9 +250,9 @@ def averaged_of_one_device(params, batch):
 def normalised(params, batch, over=None):
     """The mean over valid numbers, whose count differs between workers."""
     valid = (batch["x"][..., 0] > 0).astype(jnp.float32)
-    each = jnp.mean((batch["x"] @ params["w"] @ params["u"]) ** 2, axis=-1)
+    norms = jnp.mean((batch["x"] @ params["w"] @ params["u"]) ** 2, axis=-1)
     count = valid.sum() if over is None else lax.pmean(valid.sum(), over)
-    return (each * valid).sum() / count
+    return (norms * valid).sum() / count
 
 
 def synchronised(params, batch, over=None):
@@ -289,14 +289,19 @@ OWN_COLLECTIVES = {
 def test_a_loss_with_collectives_has_the_gradient_of_one_device(case, make):
     loss, whole = OWN_COLLECTIVES[case]
     value, right = jax.value_and_grad(whole)(params(), batch())
-    got, metrics = change_of(STEPS[make](loss, SGD))
+    result, metrics = change_of(STEPS[make](loss, SGD))
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, right)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), result, right)
 
 
 def counted(params, batch):
-    each = ((batch["x"] @ params["w"]) ** 2).mean((1, 2))
-    return each.mean(), {"right": (each < 1).sum(), "most": each.max(), "any": (each > 2).any(), "mean": each.mean()}
+    losses = ((batch["x"] @ params["w"]) ** 2).mean((1, 2))
+    return losses.mean(), {
+        "right": (losses < 1).sum(),
+        "most": losses.max(),
+        "any": (losses > 2).any(),
+        "mean": losses.mean(),
+    }
 
 
 # Any two of the three settings meet.

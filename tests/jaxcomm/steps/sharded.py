@@ -183,14 +183,14 @@ def on(mesh, batch):
 
 def trained_on_one_device(tx, count):
     """The parameters after steps on one device with all rows."""
-    own = params()
-    state = tx.init(own)
+    params_ = params()
+    state = tx.init(params_)
 
     @jax.jit
-    def step(own, state, batch):
-        updates, state = tx.update(jax.grad(whole)(own, batch), state, own)
-        return optax.apply_updates(own, updates), state
+    def step(params_, state, batch):
+        updates, state = tx.update(jax.grad(whole)(params_, batch), state, params_)
+        return optax.apply_updates(params_, updates), state
 
     for batch in batches(count):
-        own, state = step(own, state, batch)
-    return own
+        params_, state = step(params_, state, batch)
+    return params_

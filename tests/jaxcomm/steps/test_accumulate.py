@@ -36,8 +36,8 @@ def close(a, b, rtol=1e-5, atol=1e-6):
 
 def by_worker(batch, count, part):
     """The rows of one part of each worker's own."""
-    own = {name: rows.reshape(K, count, -1, *rows.shape[1:])[:, part] for name, rows in batch.items()}
-    return {name: rows.reshape(-1, *rows.shape[2:]) for name, rows in own.items()}
+    part_of_batch = {name: rows.reshape(K, count, -1, *rows.shape[1:])[:, part] for name, rows in batch.items()}
+    return {name: rows.reshape(-1, *rows.shape[2:]) for name, rows in part_of_batch.items()}
 
 
 @pytest.mark.parametrize("kind", slow_except(KINDS, "mesh"))
@@ -45,22 +45,22 @@ def test_micro_batches_of_a_step_are_the_step_of_all_rows(kind):
     """With a model's state, which sees the micro-batches one after another."""
 
     def loss(params, model_state, batch):
-        seen = 0.5 * model_state["mean"] + 0.5 * batch["x"].mean()
-        return loss_fn(params, batch), ({"largest": batch["x"].max()}, {"mean": seen})
+        mean = 0.5 * model_state["mean"] + 0.5 * batch["x"].mean()
+        return loss_fn(params, batch), ({"largest": batch["x"].max()}, {"mean": mean})
 
     tx, (batch, *_) = jc.chain(SPARSE, optax.adam(1e-2)), batches(1)
     whole = make(kind, loss_fn, tx)
     parts = make(kind, loss, tx, accumulate=4, has_state=True)
-    expected, wanted = whole(whole.init(PARAMS), batch)
+    expected, expected_metrics = whole(whole.init(PARAMS), batch)
     state, metrics = parts(parts.init(PARAMS, {"mean": jnp.zeros(())}), batch)
     close((state.params, state.opt_state), (expected.params, expected.opt_state))
-    assert metrics["loss"] == pytest.approx(float(wanted["loss"]), rel=1e-5)
+    assert metrics["loss"] == pytest.approx(float(expected_metrics["loss"]), rel=1e-5)
     rows = batch["x"].reshape(K, 4, -1)
     assert metrics["largest"] == pytest.approx(rows.max(-1).mean(), rel=1e-5)
-    seen = np.zeros(K)
+    means = np.zeros(K)
     for part in range(4):
-        seen = 0.5 * seen + 0.5 * rows[:, part].mean(-1)
-    assert state.model_state["mean"] == pytest.approx(seen.mean(), rel=1e-4)
+        means = 0.5 * means + 0.5 * rows[:, part].mean(-1)
+    assert state.model_state["mean"] == pytest.approx(means.mean(), rel=1e-4)
 
 
 def test_micro_batches_must_divide_the_rows_of_a_worker():
@@ -78,50 +78,50 @@ def test_micro_batches_of_sharded_parameters():
     mesh, tx = jc.make_mesh(data=2, model=2), jc.chain(SPARSE, optax.sgd(0.1))
     specs = {"w": jax.P("model"), "b": jax.P()}
     steps = [jc.make_train_step(loss_fn, tx, mesh, specs=specs, auto=("model",), accumulate=count) for count in (1, 4)]
-    (one, loss), (four, same) = (step(step.init(PARAMS), batches(1)[0]) for step in steps)
+    (one, loss), (four, expected_loss) = (step(step.init(PARAMS), batches(1)[0]) for step in steps)
     close(one.params, four.params)
-    assert loss["loss"] == pytest.approx(float(same["loss"]), rel=1e-5)
+    assert loss["loss"] == pytest.approx(float(expected_loss["loss"]), rel=1e-5)
 
 
 def test_each_step_worker_and_micro_batch_has_its_key():
     def loss(params, batch, key):
         return loss_fn(params, batch), {"draw": jax.random.uniform(key), "square": jax.random.uniform(key) ** 2}
 
-    drawn = {}
+    draws = {}
     for kind in KINDS:
         step = make(kind, loss, jc.chain(SPARSE, optax.sgd(0.1)), has_aux=True, rng=jax.random.key(3), accumulate=2)
         state = step.init(PARAMS)
         for number, batch in enumerate(batches(2)):
             state, metrics = step(state, batch)
-            own = jax.random.fold_in(jax.random.key(3), number)
-            own = [jax.random.fold_in(own, part) for part in range(2)]
-            wanted = np.array(
-                [jax.random.uniform(jax.random.fold_in(key, worker)) for key in own for worker in range(K)]
+            step_key = jax.random.fold_in(jax.random.key(3), number)
+            step_key = [jax.random.fold_in(step_key, part) for part in range(2)]
+            expected = np.array(
+                [jax.random.uniform(jax.random.fold_in(key, worker)) for key in step_key for worker in range(K)]
             )
-            assert len(set(wanted.tolist())) == 2 * K
-            assert metrics["draw"] == pytest.approx(wanted.mean(), rel=1e-5)
-            assert metrics["square"] == pytest.approx((wanted**2).mean(), rel=1e-5)
-        drawn[kind] = metrics
-    close(drawn["mesh"], drawn["simulated"])
+            assert len(set(expected.tolist())) == 2 * K
+            assert metrics["draw"] == pytest.approx(expected.mean(), rel=1e-5)
+            assert metrics["square"] == pytest.approx((expected**2).mean(), rel=1e-5)
+        draws[kind] = metrics
+    close(draws["mesh"], draws["simulated"])
 
 
 @pytest.mark.parametrize("kind", slow_except(KINDS, "mesh"))
 def test_a_chain_that_accumulates_is_that_of_the_mean_gradient(kind):
-    given, count = batches(1)[0], 3
-    given = jax.tree.map(lambda rows: np.concatenate([rows] * 3)[: 2 * 3 * K * 4], given)
+    batch, count = batches(1)[0], 3
+    batch = jax.tree.map(lambda rows: np.concatenate([rows] * 3)[: 2 * 3 * K * 4], batch)
     tx = jc.chain(SPARSE, optax.adam(1e-2))
     whole = make(kind, loss_fn, tx)
     parts = make(kind, loss_fn, jc.chain(SPARSE, optax.adam(1e-2), accumulate=count))
     expected, state = whole.init(PARAMS), parts.init(PARAMS)
     for turn in range(2 * count):
         before = jax.tree.map(np.asarray, state.params)
-        state, metrics = parts(state, by_worker(given, count, turn % count))
+        state, metrics = parts(state, by_worker(batch, count, turn % count))
         assert (state.opt_state.mini_step, state.opt_state.gradient_step) == ((turn + 1) % count, (turn + 1) // count)
         if turn % count < count - 1:
             jax.tree.map(np.testing.assert_array_equal, before, state.params)
             assert metrics["sent"] == 0
         else:
-            expected, _ = whole(expected, given)
+            expected, _ = whole(expected, batch)
             assert metrics["sent"] > 0
     close(state.params, expected.params)
     inner = get_exchange(state.opt_state)
@@ -131,24 +131,24 @@ def test_a_chain_that_accumulates_is_that_of_the_mean_gradient(kind):
 
 @pytest.mark.slow
 def test_a_dense_chain_that_accumulates_is_multi_steps():
-    ours = jc.make_train_step(loss_fn, jc.chain(jc.plump_dp(), optax.adam(1e-2), accumulate=2), jc.make_mesh(data=K))
-    theirs = optax.MultiSteps(optax.adam(1e-2), 2)
-    state, params = ours.init(PARAMS), PARAMS
-    own = theirs.init(params)
+    library = jc.make_train_step(loss_fn, jc.chain(jc.plump_dp(), optax.adam(1e-2), accumulate=2), jc.make_mesh(data=K))
+    optax_steps = optax.MultiSteps(optax.adam(1e-2), 2)
+    state, params = library.init(PARAMS), PARAMS
+    inner = optax_steps.init(params)
     for batch in batches(4):
-        state, _ = ours(state, batch)
-        updates, own = theirs.update(jax.grad(loss_fn)(params, batch), own, params)
+        state, _ = library(state, batch)
+        updates, inner = optax_steps.update(jax.grad(loss_fn)(params, batch), inner, params)
         params = optax.apply_updates(params, updates)
     close(state.params, params)
-    assert set(own._fields) - {"skip_state"} <= vars(state.opt_state).keys()
+    assert set(inner._fields) - {"skip_state"} <= vars(state.opt_state).keys()
 
 
 def test_a_skip_leaves_no_gradient_behind_and_training_goes_on():
     step = jc.make_train_step(loss_fn, jc.chain(SPARSE, optax.adam(1e-2), accumulate=2), jc.make_mesh(data=K))
-    state, given = step.init(PARAMS), batches(6)
-    given[2] = {**given[2], "x": np.full_like(given[2]["x"], np.nan)}
+    state, data = step.init(PARAMS), batches(6)
+    data[2] = {**data[2], "x": np.full_like(data[2]["x"], np.nan)}
     skipped, counts = [], []
-    for batch in given:
+    for batch in data:
         state, metrics = step(state, batch)
         skipped.append(int(metrics["skipped"]))
         counts.append(int(state.opt_state.inner_opt_state[1][0].count))
@@ -159,8 +159,8 @@ def test_a_skip_leaves_no_gradient_behind_and_training_goes_on():
 
 @pytest.mark.slow
 def test_bytes_of_a_chain_that_accumulates():
-    tx, once = jc.chain(SPARSE, optax.adam(1e-2), accumulate=4), jc.chain(SPARSE, optax.adam(1e-2))
-    report, whole = jc.wire_report(tx, PARAMS, K), jc.wire_report(once, PARAMS, K)
+    tx, single_use = jc.chain(SPARSE, optax.adam(1e-2), accumulate=4), jc.chain(SPARSE, optax.adam(1e-2))
+    report, whole = jc.wire_report(tx, PARAMS, K), jc.wire_report(single_use, PARAMS, K)
     assert report.received_in_exchange == whole.received
     assert report.received == whole.received / 4
     step = jc.make_train_step(loss_fn, tx, jc.make_mesh(data=K))
@@ -201,18 +201,18 @@ def search(tx):
 
 @pytest.mark.parametrize("name", slow_except(SEARCHES, "polyak"))
 def test_a_line_search_is_that_of_one_device(name):
-    alone, state = search(optax.with_extra_args_support(SEARCHES[name]()))
+    reference, state = search(optax.with_extra_args_support(SEARCHES[name]()))
     tx = jc.chain(jc.plump_dp(), SEARCHES[name]())
-    own, given = search(tx)
-    own = jc.data_parallel(own, jc.make_mesh(data=K), check_every=1)
+    result, path = search(tx)
+    result = jc.data_parallel(result, jc.make_mesh(data=K), check_every=1)
     steps = {kind: make(kind, loss_fn, tx) for kind in KINDS}
     states = {kind: step.init(PARAMS) for kind, step in steps.items()}
     batch = batches(1)[0]
     for _ in range(4):
-        state, _ = alone(state, batch)
-        given, _ = own(given, batch)
+        state, _ = reference(state, batch)
+        path, _ = result(path, batch)
         states = {kind: step(states[kind], batch)[0] for kind, step in steps.items()}
-    for params in (given[0], *(each.params for each in states.values())):
+    for params in (path[0], *(state.params for state in states.values())):
         close(params, state[0], rtol=1e-3, atol=1e-4)
 
 
@@ -244,18 +244,18 @@ def test_integers_and_keys_among_the_parameters_stay(kind):
         state, expected = steps[0].init(params), steps[1].init(PARAMS)
         for batch in batches(2):
             state, expected = steps[0](state, batch)[0], steps[1](expected, batch)[0]
-        found, wanted = steps[0].params(state), steps[1].params(expected)
-        close({name: found[name] for name in wanted}, wanted)
-        np.testing.assert_array_equal(found["shift"], np.arange(CLASSES))
-        assert found["key"] == params["key"]
+        result, expected_params = steps[0].params(state), steps[1].params(expected)
+        close({name: result[name] for name in expected_params}, expected_params)
+        np.testing.assert_array_equal(result["shift"], np.arange(CLASSES))
+        assert result["key"] == params["key"]
     assert jc.wire_report(tx, params, K).parameters == FEATURES * CLASSES + CLASSES
 
 
 @pytest.mark.slow
 def test_frozen_parameters_are_not_sent():
     frozen = jc.chain(jc.topk(0.5, dense_below=0, where="w", others=optax.set_to_zero()), optax.sgd(0.1))
-    alone = jc.chain(SPARSE, optax.sgd(0.1))
-    received = jc.wire_report(alone, {"w": PARAMS["w"]}, K).received
+    single = jc.chain(SPARSE, optax.sgd(0.1))
+    received = jc.wire_report(single, {"w": PARAMS["w"]}, K).received
     assert jc.wire_report(frozen, PARAMS, K).received == received
     for kind in KINDS:
         step = make(kind, loss_fn, frozen)
@@ -271,5 +271,5 @@ def test_the_mean_gradients_norm_is_asked_for_by_a_link():
     tx = jc.chain(SPARSE, optax.snapshot("norm", optax.tree.norm), optax.sgd(1.0))
     step = make("mesh", loss_fn, tx)
     state, _ = step(step.init(PARAMS), batches(1)[0])
-    moved = jax.tree.map(jnp.subtract, state.params, PARAMS)
-    assert optax.tree.get(state.opt_state, "norm") == pytest.approx(float(optax.tree.norm(moved)), rel=1e-5)
+    change = jax.tree.map(jnp.subtract, state.params, PARAMS)
+    assert optax.tree.get(state.opt_state, "norm") == pytest.approx(float(optax.tree.norm(change)), rel=1e-5)

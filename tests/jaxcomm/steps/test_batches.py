@@ -20,10 +20,10 @@ def params():
     return {"u": rng.normal(size=(WIDTH, CLASSES)).astype(np.float32), "w": np.eye(WIDTH, dtype=np.float32)}
 
 
-def arrays(**more):
+def arrays(**options):
     rng = np.random.default_rng(1)
     x = rng.normal(size=(TIME, ROWS, WIDTH)).astype(np.float32)
-    return {"x": x, "y": rng.integers(0, CLASSES, ROWS).astype(np.int32)} | more
+    return {"x": x, "y": rng.integers(0, CLASSES, ROWS).astype(np.int32)} | options
 
 
 def loss_fn(params, batch):
@@ -35,11 +35,11 @@ def loss_fn(params, batch):
         return jnp.tanh(x @ params["w"] + h), h
 
     h, _ = jax.lax.scan(cell, jnp.zeros(x.shape[1:]), x * mask)
-    each = optax.softmax_cross_entropy_with_integer_labels(h @ params["u"], batch["y"])
-    return jnp.mean(each * batch.get("weights", jnp.ones(CLASSES))[batch["y"]])
+    losses = optax.softmax_cross_entropy_with_integer_labels(h @ params["u"], batch["y"])
+    return jnp.mean(losses * batch.get("weights", jnp.ones(CLASSES))[batch["y"]])
 
 
-def by_one_line(loss, mesh, **more):
+def by_one_line(loss, mesh, **options):
     """A step with the calls of a `TrainStep`, by `data_parallel`."""
 
     def train_step(state, batch):
@@ -48,20 +48,22 @@ def by_one_line(loss, mesh, **more):
         updates, opt_state = TX.update(gradients, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), {"loss": loss_value}
 
-    step = jc.data_parallel(train_step, mesh, **more)
+    step = jc.data_parallel(train_step, mesh, **options)
     step.init = lambda params: (params, TX.init(params))
     step.params = lambda state: state[0]
     return step
 
 
 STEPS = {
-    "workers": lambda loss, **more: jc.make_train_step(loss, TX, jc.make_mesh(data=K), **more),
-    "micro-batches": lambda loss, **more: jc.make_train_step(loss, TX, jc.make_mesh(data=K), accumulate=2, **more),
-    "fsdp": lambda loss, **more: jc.make_train_step(
-        loss, TX, jc.make_mesh(data=K, fsdp=2), specs={"u": P("fsdp"), "w": P("fsdp")}, auto=("fsdp",), **more
+    "workers": lambda loss, **options: jc.make_train_step(loss, TX, jc.make_mesh(data=K), **options),
+    "micro-batches": lambda loss, **options: jc.make_train_step(
+        loss, TX, jc.make_mesh(data=K), accumulate=2, **options
     ),
-    "simulated": lambda loss, **more: jc.simulate(loss, TX, K, **more),
-    "one line": lambda loss, **more: by_one_line(loss, jc.make_mesh(data=K), **more),
+    "fsdp": lambda loss, **options: jc.make_train_step(
+        loss, TX, jc.make_mesh(data=K, fsdp=2), specs={"u": P("fsdp"), "w": P("fsdp")}, auto=("fsdp",), **options
+    ),
+    "simulated": lambda loss, **options: jc.simulate(loss, TX, K, **options),
+    "one line": lambda loss, **options: by_one_line(loss, jc.make_mesh(data=K), **options),
 }
 WHOLE = {
     "weights": np.linspace(0.1, 5, CLASSES, dtype=np.float32),
@@ -78,8 +80,8 @@ def test_axes_of_rows_and_replicated_arrays_give_the_gradient_of_one_device(make
     step = STEPS[make](loss_fn, batch_axis=axes)
     state, metrics = step(step.init(params()), batch)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
-    got = jax.tree.map(lambda old, new: old - np.asarray(new), params(), step.params(state))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, right)
+    gradient = jax.tree.map(lambda old, new: old - np.asarray(new), params(), step.params(state))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradient, right)
 
 
 @pytest.mark.parametrize("make", STEPS)
@@ -91,8 +93,8 @@ def test_one_axis_is_that_of_all_arrays(make):
     right = jax.grad(loss)(params(), arrays()["x"])
     step = STEPS[make](loss, batch_axis=np.int64(-2))
     state, _ = step(step.init(params()), arrays()["x"])
-    got = jax.tree.map(lambda old, new: old - np.asarray(new), params(), step.params(state))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, right)
+    gradient = jax.tree.map(lambda old, new: old - np.asarray(new), params(), step.params(state))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradient, right)
 
 
 @pytest.mark.parametrize("make", STEPS)
@@ -198,10 +200,10 @@ def test_a_state_committed_to_one_device_is_placed(make):
 
     batch, step = arrays()["x"][0], STEPS[make](loss)
     state, _ = step(step.init(params()), batch)
-    moved = jax.device_put(jax.device_get(state), jax.devices()[2])
+    state_elsewhere = jax.device_put(jax.device_get(state), jax.devices()[2])
     right, _ = step(state, batch)
-    got, _ = step(moved, batch)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), step.params(got), step.params(right))
+    result, _ = step(state_elsewhere, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), step.params(result), step.params(right))
 
 
 def test_a_processes_own_arrays_are_refused_where_there_are_several(monkeypatch):
@@ -225,9 +227,9 @@ def test_a_script_may_have_set_any_mesh(make):
     for axes in ({"data": 4}, {"data": 2, "model": 2}, {"rows": 8}):
         with jax.set_mesh(jax.make_mesh(tuple(axes.values()), tuple(axes))):  # of type Explicit
             step = STEPS[make](loss)
-            got, metrics = step(step.init(params()), batch)
+            result, metrics = step(step.init(params()), batch)
             assert jc.wire_report(TX, params(), workers=K).received == 3 * 2 * 4 * WIDTH * (WIDTH + CLASSES) // K
             if make in ("workers", "fsdp"):
-                step.verify(got, batch)
+                step.verify(result, batch)
         np.testing.assert_allclose(metrics["loss"], loss(params(), batch), rtol=1e-5)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), step.params(got), step.params(right))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), step.params(result), step.params(right))

@@ -45,8 +45,8 @@ def batches(count):
 def loss_fn(params, model_state, batch, key):
     hidden = jnp.tanh(batch @ params["w"])
     noise = jax.random.normal(key, hidden.shape)
-    seen = 0.5 * model_state["mean"] + 0.5 * batch.mean()
-    return ((hidden + 0.1 * noise) ** 2).mean(), ({"largest": hidden.max()}, {"mean": seen})
+    mean = 0.5 * model_state["mean"] + 0.5 * batch.mean()
+    return ((hidden + 0.1 * noise) ** 2).mean(), ({"largest": hidden.max()}, {"mean": mean})
 
 
 def equal(a, b):
@@ -60,19 +60,19 @@ DELAYED = ("plump_dp", "dct_dp", "dgc", "quant_dp")
 @pytest.mark.parametrize(("name", "kind"), [("dct_dp", "mesh"), *((name, "simulated") for name in DELAYED)])
 def test_every_exchange_is_that_of_the_gradients_before(name, kind):
     """Equal to the bit to a run that gets zeros first, then the same gradients; the state keeps the last ones."""
-    given, zeros = given_gradients(4), {name: np.zeros((K, *shape), np.float32) for name, shape in SHAPES.items()}
+    data, zeros = given_gradients(4), {name: np.zeros((K, *shape), np.float32) for name, shape in SHAPES.items()}
     start = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
     (exchange,) = (case.make() for case in FIRST if case.name == name)
     delayed = make(kind, linear, jc.chain(exchange, optax.sgd(0.1, momentum=0.0), delay=1))
     at_once = make(kind, linear, jc.chain(exchange, optax.sgd(0.1, momentum=0.0)))
-    late, now = delayed.init(start), at_once.init(start)
-    for mine, before in zip(given, [zeros, *given], strict=False):
-        late, metrics = delayed(late, mine)
-        now, wanted = at_once(now, before)
-        equal(late.params, now.params)
-        equal(late.opt_state.inner, now.opt_state)
-        assert {**metrics, "loss": 0} == {**wanted, "loss": 0}
-        equal(late.opt_state.gradients.rows, mine)
+    late, at_once_state = delayed.init(start), at_once.init(start)
+    for batch, before in zip(data, [zeros, *data], strict=False):
+        late, metrics = delayed(late, batch)
+        at_once_state, expected = at_once(at_once_state, before)
+        equal(late.params, at_once_state.params)
+        equal(late.opt_state.inner, at_once_state.opt_state)
+        assert {**metrics, "loss": 0} == {**expected, "loss": 0}
+        equal(late.opt_state.gradients.rows, batch)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,22 +80,22 @@ def test_loss_and_model_state_are_those_of_their_own_step(kind):
     tx, key = jc.chain(jc.topk(0.5, dense_below=0), optax.sgd(0.0), delay=1), jax.random.key(3)
     delayed = make(kind, loss_fn, tx, has_state=True, rng=key)
     at_once = make(kind, loss_fn, jc.chain(jc.topk(0.5, dense_below=0), optax.sgd(0.0)), has_state=True, rng=key)
-    late, now = (step.init(PARAMS, {"mean": jnp.zeros(())}) for step in (delayed, at_once))
+    late, at_once_state = (step.init(PARAMS, {"mean": jnp.zeros(())}) for step in (delayed, at_once))
     for batch in batches(3):
         late, metrics = delayed(late, batch)
-        now, wanted = at_once(now, batch)
-        assert (metrics["loss"], metrics["largest"]) == (wanted["loss"], wanted["largest"])
-        equal(late.model_state, now.model_state)
+        at_once_state, expected = at_once(at_once_state, batch)
+        assert (metrics["loss"], metrics["largest"]) == (expected["loss"], expected["largest"])
+        equal(late.model_state, at_once_state.model_state)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_that_is_not_finite_is_skipped_a_step_later(kind):
     tx = jc.chain(jc.topk(0.5, dense_below=0), optimizer(), delay=1)
     step = make(kind, loss_fn, tx, has_state=True, rng=jax.random.key(0))
-    state, given = step.init(PARAMS, {"mean": jnp.zeros(())}), batches(5)
-    given[1] = np.full_like(given[1], np.nan)
+    state, data = step.init(PARAMS, {"mean": jnp.zeros(())}), batches(5)
+    data[1] = np.full_like(data[1], np.nan)
     skipped, counts, means = [], [], []
-    for batch in given:
+    for batch in data:
         before = jax.tree.map(np.array, state.params)
         state, metrics = step(state, batch)
         skipped.append(int(metrics["skipped"]))
@@ -113,10 +113,10 @@ def test_a_gradient_that_is_not_finite_is_skipped_a_step_later(kind):
 @pytest.mark.parametrize("new", [3, 8, 1])
 def test_another_number_of_workers_owes_the_same_mean(new):
     step = jc.simulate(linear, jc.chain(jc.topk(0.9, dense_below=0), optax.sgd(0.1), delay=1), K)
-    (given,) = given_gradients(1)
-    state, _ = step(step.init({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}), given)
+    (gradient,) = given_gradients(1)
+    state, _ = step(step.init({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}), gradient)
     rows = jc.resize_workers(state, new).opt_state.gradients.rows
-    for name, owed in given.items():
+    for name, owed in gradient.items():
         assert rows[name].shape == (new, *SHAPES[name])
         np.testing.assert_allclose(rows[name].mean(0), owed.mean(0), atol=1e-6)
 
@@ -125,30 +125,30 @@ def test_the_programs_of_cpu_hosts_take_the_same_steps(monkeypatch):
     """Three programs in two threads, as with several processes; here on one mesh."""
     tx, key = jc.chain(jc.topk(0.5, dense_below=0), optimizer(), delay=1), jax.random.key(3)
     options = {"has_state": True, "rng": key, "accumulate": 2}
-    whole, apart = (jc.make_train_step(loss_fn, tx, jc.make_mesh(data=K), **options) for _ in range(2))
-    one, other = (step.init(PARAMS, {"mean": jnp.zeros(())}) for step in (whole, apart))
-    given = batches(4)
-    given[1] = np.full_like(given[1], np.nan)
-    for batch in given:
-        one, wanted = whole(one, batch)
+    whole, overlap = (jc.make_train_step(loss_fn, tx, jc.make_mesh(data=K), **options) for _ in range(2))
+    one, two = (step.init(PARAMS, {"mean": jnp.zeros(())}) for step in (whole, overlap))
+    data = batches(4)
+    data[1] = np.full_like(data[1], np.nan)
+    for batch in data:
+        one, expected = whole(one, batch)
         with monkeypatch.context() as patch:
             patch.setattr(step_module, "needs_host_overlap", lambda *_: True)
-            other, metrics = apart(other, batch)
-        assert jax.tree.structure(one) == jax.tree.structure(other)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), one, other)
-        assert metrics.keys() == wanted.keys()
-        np.testing.assert_allclose([metrics[name] for name in wanted], list(wanted.values()), rtol=1e-5)
+            two, metrics = overlap(two, batch)
+        assert jax.tree.structure(one) == jax.tree.structure(two)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), one, two)
+        assert metrics.keys() == expected.keys()
+        np.testing.assert_allclose([metrics[name] for name in expected], list(expected.values()), rtol=1e-5)
 
 
 @pytest.mark.parametrize("exchange", [jc.plump_dp(), jc.topk(0.9)], ids=["plump_dp", "topk"])
 def test_the_compiled_exchange_waits_for_nothing_of_its_step(exchange):
     """Without a delay, almost nothing can be computed at the same time."""
-    found = []
+    names = []
     for delay in (0, 1):
         tx = jc.chain(exchange, optax.sgd(0.1), delay=delay)
         step = jc.make_train_step(lambda p, x: (jnp.tanh(x @ p["w"]) ** 2).mean(), tx, jc.make_mesh(data=2))
-        found.append(step.verify(step.init({"w": np.ones((256, 256), np.float32)}), np.ones((64, 256), np.float32)))
-    at_once, delayed = found
+        names.append(step.verify(step.init({"w": np.ones((256, 256), np.float32)}), np.ones((64, 256), np.float32)))
+    at_once, delayed = names
     assert at_once.overlap < 0.1
     assert delayed.overlap > 0.99
     assert delayed.received == at_once.received
@@ -169,13 +169,13 @@ def test_a_script_of_its_own_takes_delayed_steps():
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), value
 
-    own, step = jc.data_parallel(update, jc.make_mesh(data=K)), make("mesh", loss, tx)
-    given, state = (PARAMS, tx.init(PARAMS)), step.init(PARAMS)
+    parallel, step = jc.data_parallel(update, jc.make_mesh(data=K)), make("mesh", loss, tx)
+    start, state = (PARAMS, tx.init(PARAMS)), step.init(PARAMS)
     for batch in batches(3):
-        given, _ = own(given, batch)
+        start, _ = parallel(start, batch)
         state, _ = step(state, batch)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), given[0], state.params)
-    assert get_exchange(given[1]).step == 3
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), start[0], state.params)
+    assert get_exchange(start[1]).step == 3
 
 
 def test_what_cannot_be_delayed_is_refused():

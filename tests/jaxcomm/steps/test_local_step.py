@@ -38,9 +38,9 @@ METHODS = {
 
 def make(name, tx, **options):
     """The step, and the mesh; a worker's rows are spread over its devices."""
-    workers, others, specs, loss, more = MESHES[name]
-    mesh = jc.make_mesh(data=workers, **others)
-    return jc.make_train_step(loss, tx, mesh, specs=specs, donate=False, **more, **options), mesh
+    workers, size, specs, loss, extra = MESHES[name]
+    mesh = jc.make_mesh(data=workers, **size)
+    return jc.make_train_step(loss, tx, mesh, specs=specs, donate=False, **extra, **options), mesh
 
 
 def spread(mesh, batch):
@@ -59,8 +59,8 @@ def is_spec(node):
     return isinstance(node, P)
 
 
-def assert_near(found, expected):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), found, expected)
+def assert_near(result, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), result, expected)
 
 
 @pytest.mark.parametrize(
@@ -74,19 +74,19 @@ def test_shards_train_as_whole_workers_do(name, method):
     """Local parameters and optimizers, the global model and the losses, over seven steps."""
     tx = jc.chain(LOCAL, METHODS[method])
     step, mesh = make(name, tx)
-    alone = jc.simulate(sharded.whole, tx, 2, donate=False)
-    state, expected = step.init(sharded.params()), alone.init(sharded.params())
+    whole = jc.simulate(sharded.whole, tx, 2, donate=False)
+    state, expected = step.init(sharded.params()), whole.init(sharded.params())
     for batch in sharded.batches(7):
         state, metrics = step(state, spread(mesh, batch))
-        expected, others = alone(expected, batch)
-        assert metrics.keys() == others.keys()
+        expected, expected_metrics = whole(expected, batch)
+        assert metrics.keys() == expected_metrics.keys()
         for key in metrics:
-            np.testing.assert_allclose(metrics[key], others[key], rtol=1e-4)
+            np.testing.assert_allclose(metrics[key], expected_metrics[key], rtol=1e-4)
     assert_near(state.params.rows, expected.params.rows)
-    assert_near(step.params(state), alone.params(expected))
-    mine = [node.rows for node in jax.tree.leaves(state.opt_state.rest, is_leaf=is_rows)]
-    theirs = [node.rows for node in jax.tree.leaves(expected.opt_state[:-1], is_leaf=is_rows)]
-    assert_near(jax.tree.leaves(mine), jax.tree.leaves(theirs))
+    assert_near(step.params(state), whole.params(expected))
+    rows = [node.rows for node in jax.tree.leaves(state.opt_state.rest, is_leaf=is_rows)]
+    expected_rows = [node.rows for node in jax.tree.leaves(expected.opt_state[:-1], is_leaf=is_rows)]
+    assert_near(jax.tree.leaves(rows), jax.tree.leaves(expected_rows))
 
 
 def is_rows(node):
@@ -105,14 +105,14 @@ def test_everything_is_sharded_like_the_parameters(name):
     moments = state.opt_state.rest.rows[0][0]
     for rows in (state.params.rows, moments.mu, moments.nu):
         assert rows["up"]["kernel"].sharding.spec == P(("data",), *specs["up"]["kernel"])
-    own = sum(
+    total = sum(
         np.prod(rows.sharding.shard_shape(rows.shape)) for rows in jax.tree.leaves(state.params.rows)
     )  # its parameters, two moments, the anchor and the outer momentum; and the residual, in blocks, of each group
     blocks = sum(group.memory.exchange.residual.rows.shape[-1] for (group,) in state.opt_state.exchange.exchanges)
-    held = sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(state))
-    assert 0 < held - 5 * own - blocks < 100
-    again = step(state, spread(mesh, next(sharded.batches(1))))[0]
-    assert jax.tree.map(lambda a: a.sharding, again) == jax.tree.map(lambda a: a.sharding, state)
+    local_total = sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(state))
+    assert 0 < local_total - 5 * total - blocks < 100
+    repeat = step(state, spread(mesh, next(sharded.batches(1))))[0]
+    assert jax.tree.map(lambda a: a.sharding, repeat) == jax.tree.map(lambda a: a.sharding, state)
 
 
 @pytest.mark.parametrize("name", slow_except(["tensor parallel", "both"], "tensor parallel"))
@@ -120,21 +120,21 @@ def test_a_number_that_is_not_finite_does_what_it_does_to_whole_workers(name):
     """In a local step, its worker stays unchanged; in an exchange step, all do. Training then goes on."""
     tx = jc.chain(LOCAL, jc.local_sgd(3, exchange=jc.plump_dp()))
     step, mesh = make(name, tx)
-    alone = jc.simulate(sharded.whole, tx, 2, donate=False)
-    state, expected = step.init(sharded.params()), alone.init(sharded.params())
+    whole = jc.simulate(sharded.whole, tx, 2, donate=False)
+    state, expected = step.init(sharded.params()), whole.init(sharded.params())
     for i, batch in enumerate(sharded.batches(8)):
         if i in (1, 5):
             batch["label"][-1, -1] = np.inf  # of the last worker
         before = state
         state, metrics = step(state, spread(mesh, batch))
-        expected, others = alone(expected, batch)
-        assert int(metrics["skipped"]) == int(others["skipped"]) == (i == 5)
+        expected, expected_metrics = whole(expected, batch)
+        assert int(metrics["skipped"]) == int(expected_metrics["skipped"]) == (i == 5)
         if i == 1:
-            own = [np.asarray(x["up"]["kernel"]) for x in (state.params.rows, before.params.rows)]
-            assert np.abs(own[0][0] - own[1][0]).max() > 1e-4
-            np.testing.assert_array_equal(own[0][1], own[1][1])
+            kernels = [np.asarray(x["up"]["kernel"]) for x in (state.params.rows, before.params.rows)]
+            assert np.abs(kernels[0][0] - kernels[1][0]).max() > 1e-4
+            np.testing.assert_array_equal(kernels[0][1], kernels[1][1])
     assert_near(state.params.rows, expected.params.rows)
-    assert_near(step.params(state), alone.params(expected))
+    assert_near(step.params(state), whole.params(expected))
 
 
 @pytest.mark.parametrize("bad", [np.nan, -1e7], ids=["gradient", "update"])
@@ -186,13 +186,13 @@ def test_the_models_state_is_that_of_whole_workers():
     mesh = jc.make_mesh(data=2, model=2)
     loss = with_state(sharded.tensor_parallel)
     step = jc.make_train_step(loss, tx, mesh, specs=sharded.OVER_MODEL, has_state=True)
-    alone = jc.simulate(with_state(sharded.whole), tx, 2, has_state=True)
-    state, expected = step.init(sharded.params(), means), alone.init(sharded.params(), means)
+    whole = jc.simulate(with_state(sharded.whole), tx, 2, has_state=True)
+    state, expected = step.init(sharded.params(), means), whole.init(sharded.params(), means)
     for i, batch in enumerate(sharded.batches(4)):
         if i == 1:
             batch["image"][-1] = np.nan
-        (state, metrics), (expected, others) = step(state, batch), alone(expected, batch)
-        np.testing.assert_allclose(metrics["first"], others["first"], rtol=1e-5)
+        (state, metrics), (expected, expected_metrics) = step(state, batch), whole(expected, batch)
+        np.testing.assert_allclose(metrics["first"], expected_metrics["first"], rtol=1e-5)
     assert_near(state.model_state, expected.model_state)
 
 
@@ -215,22 +215,23 @@ def test_a_shard_is_exchanged_as_a_model_of_its_own(method):
 
     mesh = jc.make_mesh(data=2, fsdp=2)
     whole = jc.make_train_step(loss, tx, mesh, specs=P(None, "fsdp"), auto=("fsdp",))
-    alone = jc.simulate(loss, tx, 2)
+    single = jc.simulate(loss, tx, 2)
     halves = [slice(None, 64), slice(64, None)]
-    state, states = whole.init(first), [alone.init({"kernel": first["kernel"][:, half]}) for half in halves]
+    state, states = whole.init(first), [single.init({"kernel": first["kernel"][:, half]}) for half in halves]
     for batch in rows:
         state, metrics = whole(state, batch)
-        states, others = zip(
-            *(alone(own, batch[..., half]) for own, half in zip(states, halves, strict=True)), strict=True
+        states, shard_metrics = zip(
+            *(single(shard_state, batch[..., half]) for shard_state, half in zip(states, halves, strict=True)),
+            strict=True,
         )
         for count in ("sent", "overflow"):
-            assert int(metrics[count]) == sum(int(each[count]) for each in others)
-    found = whole.params(state)["kernel"]
-    for own, half in zip(states, halves, strict=True):
-        np.testing.assert_allclose(found[:, half], alone.params(own)["kernel"], rtol=1e-4, atol=1e-5)
-        mine, theirs = (each.params.rows["kernel"] for each in (state, own))
-        np.testing.assert_allclose(mine[..., half], theirs, rtol=1e-4, atol=1e-5)
-    assert np.abs(found - first["kernel"]).max() > 0.1
+            assert int(metrics[count]) == sum(int(shard[count]) for shard in shard_metrics)
+    kernel = whole.params(state)["kernel"]
+    for shard_state, half in zip(states, halves, strict=True):
+        np.testing.assert_allclose(kernel[:, half], single.params(shard_state)["kernel"], rtol=1e-4, atol=1e-5)
+        result, reference = (shard.params.rows["kernel"] for shard in (state, shard_state))
+        np.testing.assert_allclose(result[..., half], reference, rtol=1e-4, atol=1e-5)
+    assert np.abs(kernel - first["kernel"]).max() > 0.1
 
 
 @pytest.mark.parametrize("method", slow_except(["diloco", *EXCHANGES], "diloco"))
@@ -241,10 +242,10 @@ def test_bytes_over_the_workers_are_those_of_the_shards(method):
     state, batch = step.shapes(sharded.params()), spread(mesh, next(sharded.batches(1)))
     report = step.verify(state, batch)
     assert report.every == communication_period(exchange)
-    own = sharded.params()
-    kernels = [own["up"]["kernel"][:, :32], own["up"]["bias"][:32], own["down"]["kernel"][:32]]
-    copied = [own["bottom"]["kernel"], own["down"]["bias"]]
-    predicted = sum(jc.wire_report(exchange, shapes, 2).received_in_exchange for shapes in (kernels, copied))
+    params_ = sharded.params()
+    kernels = [params_["up"]["kernel"][:, :32], params_["up"]["bias"][:32], params_["down"]["kernel"][:32]]
+    copies = [params_["bottom"]["kernel"], params_["down"]["bias"]]
+    predicted = sum(jc.wire_report(exchange, shapes, 2).received_in_exchange for shapes in (kernels, copies))
     counts = 2 * 3 / 4 * 16  # over all four devices; no loss: it is a worker's own
     assert float(report.program.received) == predicted + counts
     assert float(step.report(state, batch).program.over("data").received) == predicted + counts
@@ -260,10 +261,10 @@ def test_over_the_other_axes_moves_what_fsdp_moves():
     step, mesh = make("fsdp", jc.chain(optax.adamw(0.1), jc.local_sgd(2, exchange=jc.plump_dp())))
     batch = next(sharded.batches(1))
     text = step.compile(step.shapes(sharded.params()), spread(mesh, batch)).as_text()
-    found = Counter((t.op, t.operand_bytes) for _, t in read_program(text, mesh).operations() if "data" not in t.axes)
+    counts = Counter((t.op, t.operand_bytes) for _, t in read_program(text, mesh).operations() if "data" not in t.axes)
 
-    alone, tx = jc.make_mesh(fsdp=4), optax.adamw(0.1)
-    place = places(alone)
+    single, tx = jc.make_mesh(fsdp=4), optax.adamw(0.1)
+    place = places(single)
     params = jax.device_put(sharded.params(), place)
 
     def plain(params, state, batch):
@@ -272,13 +273,13 @@ def test_over_the_other_axes_moves_what_fsdp_moves():
         return loss, jax.lax.with_sharding_constraint(optax.apply_updates(params, updates), place), state
 
     half = jax.tree.map(lambda rows: rows[: sharded.ROWS // 2], batch)
-    half = jax.device_put(half, NamedSharding(alone, P("fsdp")))
-    own = jax.jit(plain).lower(params, tx.init(params), half).compile().as_text()
-    expected = Counter((t.op, t.operand_bytes) for _, t in read_program(own, alone).operations())
+    half = jax.device_put(half, NamedSharding(single, P("fsdp")))
+    text_of_optax = jax.jit(plain).lower(params, tx.init(params), half).compile().as_text()
+    expected = Counter((t.op, t.operand_bytes) for _, t in read_program(text_of_optax, single).operations())
     smallest = 4 * sharded.PIXELS * sharded.FEATURES // 4  # shard of a tensor
     assert expected.total() > 5
-    assert expected - found == Counter()
-    assert all(size < smallest for _, size in found - expected), found - expected
+    assert expected - counts == Counter()
+    assert all(size < smallest for _, size in counts - expected), counts - expected
 
 
 @pytest.mark.parametrize("method", slow_except(["diloco", "slim_dp"], "diloco"))
@@ -289,17 +290,17 @@ def test_workers_come_and_go_and_keep_their_mean(method):
     for batch in sharded.batches(3):
         state, _ = step(state, spread(mesh, batch))
     wide = jc.make_mesh(data=4, model=2)
-    other = jc.make_train_step(sharded.tensor_parallel, step.tx, wide, specs=sharded.OVER_MODEL, donate=False)
-    shapes = other.shapes(sharded.params())
+    wider = jc.make_train_step(sharded.tensor_parallel, step.tx, wide, specs=sharded.OVER_MODEL, donate=False)
+    shapes = wider.shapes(sharded.params())
     resized = jax.tree.map(lambda x, s: jax.device_put(np.asarray(x), s.sharding), step.resize(state, 4), shapes)
     assert jax.tree.map(jnp.shape, resized) == jax.tree.map(jnp.shape, shapes)
-    assert_near(other.params(resized), jax.tree.map(np.asarray, step.params(state)))
-    means = [jax.tree.map(lambda x: np.asarray(x).mean(0), each.params.rows) for each in (resized, state)]
+    assert_near(wider.params(resized), jax.tree.map(np.asarray, step.params(state)))
+    means = [jax.tree.map(lambda x: np.asarray(x).mean(0), state.params.rows) for state in (resized, state)]
     assert_near(*means)
-    again, metrics = other(resized, jax.device_put(batch, NamedSharding(wide, P("data"))))
+    repeat, metrics = wider(resized, jax.device_put(batch, NamedSharding(wide, P("data"))))
     assert int(metrics["skipped"]) == 0
     assert np.isfinite(metrics["loss"])
-    back = step.resize(again, 2)
+    back = step.resize(repeat, 2)
     assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, state)
 
 
@@ -325,10 +326,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused(case):
-    exchange, options, said = REFUSED[case]
+    exchange, options, message = REFUSED[case]
     mesh = options.get("mesh", lambda: jc.make_mesh(data=2, model=2))()
     tx, specs = jc.chain(optax.sgd(0.1), exchange), options.get("specs", sharded.OVER_MODEL)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         jc.make_train_step(sharded.whole, tx, mesh, specs=specs, auto=("model",)).shapes(sharded.params())
 
 
@@ -348,12 +349,12 @@ def test_a_line_search_is_told_what_it_lacks():
 def test_parameters_that_are_sharded_stay_where_they_are_given():
     tx = jc.chain(LOCAL, METHODS["diloco"])
     mesh = jc.make_mesh(data=2, fsdp=4)
-    given = jax.device_put(sharded.params(), places(mesh))
+    params_ = jax.device_put(sharded.params(), places(mesh))
     step = jc.make_train_step(sharded.whole, tx, mesh, donate=False)
-    state, batch = step.init(given), spread(mesh, next(sharded.batches(1)))
+    state, batch = step.init(params_), spread(mesh, next(sharded.batches(1)))
     after, _ = step(state, batch)
-    told, _ = make("fsdp", tx)
-    assert_near(after.params.rows, told(told.init(sharded.params()), batch)[0].params.rows)
-    again = jc.make_train_step(sharded.whole, tx, mesh, donate=False)  # from a checkpoint, without init
-    assert_near(again.params(after), step.params(after))
-    assert again.params(after)["up"]["kernel"].sharding.spec == P("fsdp")
+    by_specs, _ = make("fsdp", tx)
+    assert_near(after.params.rows, by_specs(by_specs.init(sharded.params()), batch)[0].params.rows)
+    repeat = jc.make_train_step(sharded.whole, tx, mesh, donate=False)  # from a checkpoint, without init
+    assert_near(repeat.params(after), step.params(after))
+    assert repeat.params(after)["up"]["kernel"].sharding.spec == P("fsdp")

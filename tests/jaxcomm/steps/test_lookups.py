@@ -53,28 +53,28 @@ def make(K, tx=None, specs=SPECS, lookups=LOOKUPS, **options):
 @pytest.mark.parametrize("K", slow_except([2, 4], 2))
 def test_tables_train_as_on_one_device_and_a_bad_step_changes_nothing(K):
     def whole(params, batch):
-        taken = params["words"]["table"][batch["words"]], params["places"][batch["place"]]
-        return loss_of(*taken, params["w"], batch["y"])
+        rows = params["words"]["table"][batch["words"]], params["places"][batch["place"]]
+        return loss_of(*rows, params["w"], batch["y"])
 
     one, step = start(), make(K)
     tx, state = optax.sgd(RATE), step.init(one)
-    own = tx.init(one)
+    opt_state = tx.init(one)
     gradient = jax.jit(jax.value_and_grad(whole))
     for number in range(4):
         batch = batch_of(number)
         state, metrics = step(state, batch)
-        loss, found = gradient(one, batch)
-        updates, own = tx.update(found, own)
+        loss, gradients = gradient(one, batch)
+        updates, opt_state = tx.update(gradients, opt_state)
         one = optax.apply_updates(one, updates)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     assert not np.allclose(state.params["words"]["table"][:9], start()["words"]["table"][:9], atol=1e-3)
-    for found, expected, first in zip(*map(jax.tree.leaves, (state.params, one, start())), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-        np.testing.assert_array_equal(found[9:], first[9:])  # rows that no batch touched
-    kept = jax.tree.map(np.asarray, state.params)
+    for gradients, expected, first in zip(*map(jax.tree.leaves, (state.params, one, start())), strict=True):
+        np.testing.assert_allclose(gradients, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(gradients[9:], first[9:])  # rows that no batch touched
+    old_params = jax.tree.map(np.asarray, state.params)
     state, metrics = step(state, batch_of(9) | {"y": np.full(B, np.nan, np.float32)})
     assert metrics["skipped"] == 1
-    jax.tree.map(np.testing.assert_array_equal, state.params, kept)
+    jax.tree.map(np.testing.assert_array_equal, state.params, old_params)
     _, metrics = step(state, batch_of(5))
     assert metrics["skipped"] == 0
 
@@ -86,8 +86,8 @@ def test_an_id_outside_of_a_table_is_that_of_plain_indexing(outside, way):
     batch["words"][::2, -1], batch["place"][-1] = outside, max(-10, min(outside, 2**20))
 
     def whole(params, batch):
-        taken = params["words"]["table"][batch["words"]], params["places"][batch["place"]]
-        return loss_of(*taken, params["w"], batch["y"])
+        rows = params["words"]["table"][batch["words"]], params["places"][batch["place"]]
+        return loss_of(*rows, params["w"], batch["y"])
 
     def by_the_loss(params, batch):
         words = jc.layers.sharded_lookup(params["words"]["table"], batch["words"], by="rows")
@@ -99,8 +99,8 @@ def test_an_id_outside_of_a_table_is_that_of_plain_indexing(outside, way):
     state, metrics = step(step.init(start()), batch)
     value, right = jax.value_and_grad(whole)(start(), batch)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
-    got = jax.tree.map(lambda old, new: old - np.asarray(new), start(), state.params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, right)
+    change = jax.tree.map(lambda old, new: old - np.asarray(new), start(), state.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), change, right)
 
 
 def test_bytes_are_those_of_ids_vectors_and_changes_and_do_not_grow_with_the_tables():
@@ -128,11 +128,11 @@ def test_a_table_may_be_looked_up_by_the_loss_beside_one_that_the_step_looks_up(
 
     tx = jc.chain(jc.plump_dp(), optax.sgd(RATE))
     lookups = {"words/table": LOOKUPS["words/table"]}
-    mixed = jc.make_train_step(loss, tx, jc.make_mesh(data=2), specs=SPECS, lookups=lookups)
-    both = make(2)
-    states = [each.init(start()) for each in (mixed, both)]
+    mixture = jc.make_train_step(loss, tx, jc.make_mesh(data=2), specs=SPECS, lookups=lookups)
+    pair = make(2)
+    states = [step.init(start()) for step in (mixture, pair)]
     for number in range(3):
-        states = [each(state, batch_of(number))[0] for each, state in zip((mixed, both), states, strict=True)]
+        states = [step(state, batch_of(number))[0] for step, state in zip((mixture, pair), states, strict=True)]
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), states[0].params, states[1].params
     )

@@ -45,9 +45,9 @@ print(os.environ.get("PJRT_NPROC"))
 @pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="JAX starts enough threads by itself")
 def test_the_first_to_need_devices_has_threads_started_for_them():
     environment = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "XLA_FLAGS")}
-    for devices, wanted in ((os.cpu_count() + 1, str(max(16, os.cpu_count() + 1))), (1, "None")):
+    for devices, expected in ((os.cpu_count() + 1, str(max(16, os.cpu_count() + 1))), (1, "None")):
         code = THREADS.format(devices=devices)
-        found = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
         )
-        assert found.stdout.split() == [wanted]
+        assert process.stdout.split() == [expected]

@@ -38,8 +38,8 @@ def loss_fn(params, batch):
     return cross_entropy(logits_of(params, batch["x"]), batch["y"])
 
 
-def chain(exchange=SPARSE, *more):
-    return jc.chain(exchange, optax.sgd(0.5), *more)
+def chain(exchange=SPARSE, *links):
+    return jc.chain(exchange, optax.sgd(0.5), *links)
 
 
 def train(loss=loss_fn, tx=None, params=None, batch=None, mesh=None, **arguments):
@@ -96,9 +96,9 @@ AUX = {
 }
 
 
-@pytest.mark.parametrize("what", AUX)
-def test_what_comes_beside_the_loss(what):
-    wrong, message, right = AUX[what]
+@pytest.mark.parametrize("case", AUX)
+def test_what_comes_beside_the_loss(case):
+    wrong, message, right = AUX[case]
     with pytest.raises(ValueError, match=message):
         train(with_aux(wrong), has_aux=True)
     step = jc.make_train_step(with_aux(right), chain(), jc.make_mesh(data=K), has_aux=True)
@@ -147,13 +147,13 @@ def test_a_state_that_is_none():
     with pytest.raises(ValueError, match=r"must be a jaxcomm.state.TrainState; got tuple\. Make it by step\.init"):
         step(tuple(state), BATCH)
     restored = jax.tree.map(np.asarray, flax.serialization.to_state_dict(state))
-    again = jc.make_train_step(loss_fn, chain(), jc.make_mesh(data=K))
+    fresh = jc.make_train_step(loss_fn, chain(), jc.make_mesh(data=K))
     with pytest.raises(ValueError, match=r"got dict\..*restore a checkpoint into step\.shapes\(params\)"):
-        again(restored, BATCH)
+        fresh(restored, BATCH)
     with pytest.raises(ValueError, match=r"must have its types; got dicts and lists\. Restore .*as its target"):
-        again(jc.state.TrainState(**restored), BATCH)
+        fresh(jc.state.TrainState(**restored), BATCH)
     target = step.shapes(PARAMS)
-    again(
+    fresh(
         jax.device_put(
             flax.serialization.from_state_dict(target, restored), jax.tree.map(lambda s: s.sharding, target)
         ),
@@ -165,18 +165,18 @@ def test_a_state_that_is_none():
 def test_a_state_of_other_workers():
     _, state, _ = train()
     host = jax.tree.map(np.asarray, state)
-    other = jc.make_train_step(loss_fn, chain(), jc.make_mesh(data=2))
+    two = jc.make_train_step(loss_fn, chain(), jc.make_mesh(data=2))
     with pytest.raises(ValueError, match=r"a row for each worker; got 4 rows for 2\..*jaxcomm\.resize_workers"):
-        other(host, BATCH)
-    other(jc.resize_workers(host, 2), BATCH)
-    own = jax.shard_map(
+        two(host, BATCH)
+    two(jc.resize_workers(host, 2), BATCH)
+    local_step = jax.shard_map(
         lambda g, s: chain().update(jax.lax.pcast(g, "data", to="varying"), s)[0],
         mesh=jc.make_mesh(data=2),
         in_specs=(P(), jc.state_specs(host.opt_state)),
         out_specs=P(),
     )
     with pytest.raises(ValueError, match=r"must hold one row of state, \(1, .*another number of workers goes through"):
-        own(PARAMS, host.opt_state)
+        local_step(PARAMS, host.opt_state)
 
 
 def test_a_fresh_state_without_its_rows():
@@ -336,8 +336,8 @@ def test_what_is_no_transformation_is_refused():
 
 
 def test_a_rate_may_have_its_unit():
-    one, other = (jc.planner.estimate(PARAMS, workers=4, rate=rate) for rate in ("100mbit", 1e8))
-    assert [each.step for each in one.predictions] == [each.step for each in other.predictions]
+    one, two = (jc.planner.estimate(PARAMS, workers=4, rate=rate) for rate in ("100mbit", 1e8))
+    assert [prediction.step for prediction in one.predictions] == [prediction.step for prediction in two.predictions]
     with pytest.raises(ValueError, match=r"^rate must be a positive number with its unit; got 'fast'\. Write 100mbit"):
         jc.planner.estimate(PARAMS, workers=4, rate="fast")
 

@@ -69,8 +69,8 @@ def on_one_device(steps):
     return params, model_state, losses
 
 
-def assert_close(one, other):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(*np.float32([a, b]), rtol=1e-5, atol=1e-6), one, other)
+def assert_close(one, two):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(*np.float32([a, b]), rtol=1e-5, atol=1e-6), one, two)
 
 
 @pytest.mark.parametrize("place", [on_mesh, simulated])
@@ -94,8 +94,8 @@ def test_a_skipped_step_keeps_the_old_state(place):
         batch[-1] = np.nan if index == BAD_STEP else batch[-1]
         new, metrics = step(state, batch)
         assert int(metrics["skipped"]) == int(index == BAD_STEP)
-        same = jax.tree.map(np.array_equal, new.model_state, state.model_state)
-        assert jax.tree.leaves(same) == [index == BAD_STEP] * 2
+        equalities = jax.tree.map(np.array_equal, new.model_state, state.model_state)
+        assert jax.tree.leaves(equalities) == [index == BAD_STEP] * 2
         state = new
 
 
@@ -103,18 +103,18 @@ def test_a_skipped_step_keeps_the_old_state(place):
 @pytest.mark.parametrize("name", slow_except(LOCAL, "local_sgd"))
 def test_with_local_methods_it_is_the_mean_over_workers_and_a_bad_worker_keeps_the_old(name, place):
     state, step = place(LOCAL[name])
-    own = [np.zeros(5)] * K
+    means = [np.zeros(5)] * K
     for index, batch in enumerate(batches()):
-        last = own[-1]
-        own = [
+        last = means[-1]
+        means = [
             0.75 * old + 0.25 * part.mean(0, dtype=np.float64)
-            for old, part in zip(own, np.split(batch, K), strict=True)
+            for old, part in zip(means, np.split(batch, K), strict=True)
         ]
         if index == WITHOUT_EXCHANGE.get(name):
-            batch[-1], own[-1] = np.inf, last
+            batch[-1], means[-1] = np.inf, last
         state, metrics = step(state, batch)
         assert int(metrics["skipped"]) == 0
-        np.testing.assert_allclose(step.model_state(state)["mean"], np.mean(own, axis=0), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(step.model_state(state)["mean"], np.mean(means, axis=0), rtol=1e-5, atol=1e-6)
     assert is_per_worker(state.params)
     assert is_per_worker(state.model_state["mean"]) == (name == "local_sgd")  # slim_dp exchanges in every step
 
@@ -144,9 +144,9 @@ def test_bytes_are_predicted_and_travel_with_the_losses(tx):
 
 def test_the_state_is_the_same_on_all_workers_and_no_other_leaf_changes():
     state, _ = on_mesh(GRADIENTS)
-    without = init_state(PARAMS, GRADIENTS, jc.make_mesh(data=K))
-    assert without.model_state == ()
-    paths = [[path for path, _ in jax.tree_util.tree_leaves_with_path(tree)] for tree in (state, without)]
+    plain = init_state(PARAMS, GRADIENTS, jc.make_mesh(data=K))
+    assert plain.model_state == ()
+    paths = [[path for path, _ in jax.tree_util.tree_leaves_with_path(tree)] for tree in (state, plain)]
     assert paths[0][: len(paths[1])] == paths[1]  # a checkpoint without a model's state reads as before
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state.model_state))
     assert set(jax.tree.leaves(jc.state_specs(state).model_state)) == {jax.sharding.PartitionSpec()}
@@ -237,11 +237,11 @@ def test_counters_and_keys_that_are_the_same_on_all_workers_are_kept_and_others_
     start = {"key": jax.random.key(1), "mean": jnp.zeros(5), "turns": jnp.int32(3)}
     step = make(loss)
     state, _ = step(step.init(PARAMS, start), next(batches()))
-    kept, key = step.model_state(state), start["key"]
+    start_state, key = step.model_state(state), start["key"]
     for _ in range(accumulate):
         key = jax.random.split(key)[0]
-    assert kept["turns"] == 3 + accumulate
-    assert (jax.random.key_data(kept["key"]) == jax.random.key_data(key)).all()
+    assert start_state["turns"] == 3 + accumulate
+    assert (jax.random.key_data(start_state["key"]) == jax.random.key_data(key)).all()
     wrong = make(counting)
     state = wrong.init(PARAMS, start)
     with pytest.raises(ValueError, match="turns"):

@@ -77,14 +77,14 @@ STEPS = {
 @contextmanager
 def compilations():
     """Yields a list that collects the events that JAX times in the block, such as compilations."""
-    seen = []
+    names = []
 
     def listen(event, *_, **__):
-        seen.append(event)
+        names.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        yield seen
+        yield names
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
 
@@ -98,19 +98,19 @@ def test_steps_after_the_first_compile_nothing_and_read_nothing(kind, monkeypatc
     def read(*_):
         pytest.fail("a step has read a number of the device")
 
-    with compilations() as seen, monkeypatch.context() as reading:
+    with compilations() as names, monkeypatch.context() as reading:
         reading.setattr(array, "_value", property(read))
         for _ in range(3):
             state, metrics = step(state, BATCH)
-    assert COMPILED not in seen
+    assert COMPILED not in names
     assert jax.tree.all(jax.tree.map(lambda leaf: bool(np.isfinite(leaf).all()), metrics))
 
 
 def test_a_compilation_and_a_read_would_be_seen(monkeypatch):
     array = jnp.zeros(3)
-    with compilations() as seen:
+    with compilations() as names:
         jax.jit(lambda x: x * 3 + 1)(array)
-    assert COMPILED in seen
+    assert COMPILED in names
 
     def read(_):
         raise RuntimeError("read")
@@ -120,12 +120,12 @@ def test_a_compilation_and_a_read_would_be_seen(monkeypatch):
         float(array[0])
 
 
-@pytest.mark.parametrize("made", [partial(whole, chain()), sharded, in_stages, scripted])
-def test_options_of_the_compiler_are_xlas(made):
-    step, state = made(compiler_options={"xla_no_such_option": True})
+@pytest.mark.parametrize("options", [partial(whole, chain()), sharded, in_stages, scripted])
+def test_options_of_the_compiler_are_xlas(options):
+    step, state = options(compiler_options={"xla_no_such_option": True})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         step(state, BATCH)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         step.lower(state, BATCH).compile()
-    step, state = made(compiler_options={"xla_embed_ir_in_executable": True})
+    step, state = options(compiler_options={"xla_embed_ir_in_executable": True})
     step(state, BATCH)

@@ -14,21 +14,21 @@ K = 4
 def test_what_differs_is_followed_through_loops_and_branches():
     names = []
 
-    def program(own, same):
-        late = lax.scan(lambda c, x: ((c[0] + c[1], c[1] + own), x), (same, same), jnp.ones(3))[0]
-        left = lax.while_loop(lambda c: c[0] < own, lambda c: (c[0] + 1, 2 * c[1]), (same, same))
+    def program(local, shared):
+        late = lax.scan(lambda c, x: ((c[0] + c[1], c[1] + local), x), (shared, shared), jnp.ones(3))[0]
+        left = lax.while_loop(lambda c: c[0] < local, lambda c: (c[0] + 1, 2 * c[1]), (shared, shared))
         outputs = {
-            "same": jnp.sin(same),
-            "sum": lax.psum(own, "data"),
-            "gathered": lax.all_gather(own, "data"),
-            "moved": lax.ppermute(same, "data", [(0, 1)]),
+            "same": jnp.sin(shared),
+            "sum": lax.psum(local, "data"),
+            "gathered": lax.all_gather(local, "data"),
+            "moved": lax.ppermute(shared, "data", [(0, 1)]),
             "index": lax.axis_index("data"),
-            "by an own branch": lax.cond(own > 0, lambda: same, lambda: 2 * same),
-            "in a branch": lax.cond(same > 0, lambda: own, lambda: same),
+            "by an own branch": lax.cond(local > 0, lambda: shared, lambda: 2 * shared),
+            "in a branch": lax.cond(shared > 0, lambda: local, lambda: shared),
             "carried": late[0],
             "times": left[1],
-            "jitted": jax.jit(lambda a, b: (a, b))(own, same)[1],
-            "rematerialized": jax.checkpoint(lambda a: a * 2)(own),
+            "jitted": jax.jit(lambda a, b: (a, b))(local, shared)[1],
+            "rematerialized": jax.checkpoint(lambda a: a * 2)(local),
         }
         names.extend(outputs)
         return outputs
@@ -42,6 +42,6 @@ def test_what_differs_is_followed_through_loops_and_branches():
             check_vma=False,
         )
     )(jnp.ones(K), jnp.ones(())).jaxpr.eqns
-    found = varying_axes(eqn.params["jaxpr"], [frozenset(["data"]), frozenset()])
-    replicated = {name for name, axes in zip(sorted(names), found, strict=True) if not axes}
+    axes = varying_axes(eqn.params["jaxpr"], [frozenset(["data"]), frozenset()])
+    replicated = {name for name, axes in zip(sorted(names), axes, strict=True) if not axes}
     assert replicated == {"same", "sum", "gathered", "jitted"}

@@ -51,20 +51,20 @@ def test_bytes_of_one_worker_are_rows_errors_and_the_exchange_of_the_rest():
     compiled, traced = wire_of("one worker", tx, K)
     assert compiled.received == traced.received
     features, labels = 4 * sharded.ROWS * sharded.FEATURES, 4 * sharded.ROWS * sharded.CLASSES
-    moved = (K - 1) / K * (2 * features + labels)  # over all workers
+    volume = (K - 1) / K * (2 * features + labels)  # over all workers
     scalars = 2 * (K - 1) / K * (4 + 4 + 4 + 16)  # the loss and its derivative, the mean loss, the counts
     exchange = jc.wire_report(jc.plump_dp(), sharded.params()["bottom"], K)
-    assert float(traced.received) == moved / K + exchange.received + scalars
+    assert float(traced.received) == volume / K + exchange.received + scalars
 
 
 def slices_over_model():
     """The shapes on one device, with a model axis of 2, by group: sharded ones, and the others."""
-    own, specs = sharded.params(), sharded.OVER_MODEL
+    params_, specs = sharded.params(), sharded.OVER_MODEL
     kernel = jax.ShapeDtypeStruct((sharded.FEATURES, sharded.HIDDEN // 2), jnp.float32)
     bias = jax.ShapeDtypeStruct((sharded.HIDDEN // 2,), jnp.float32)
     down = jax.ShapeDtypeStruct((sharded.HIDDEN // 2, sharded.CLASSES), jnp.float32)
     assert specs["down"]["bias"] == P()
-    return [kernel, bias, down], [own["bottom"], own["down"]["bias"]]
+    return [kernel, bias, down], [params_["bottom"], params_["down"]["bias"]]
 
 
 @pytest.mark.parametrize(
@@ -80,13 +80,13 @@ def test_a_gradient_in_slices_is_not_gathered(name, method):
     exchange = METHODS[method]
     compiled, traced = wire_of(name, jc.chain(exchange, SGD), 4, 2)
     over = {K: [t for _, t in compiled.operations() if t.workers == K] for K in (2, 4, 8)}
-    sliced_shapes, copied = slices_over_model()
-    predicted = sum(jc.wire_report(exchange, shapes, 4).received for shapes in (sliced_shapes, copied))
+    sliced_shapes, copies = slices_over_model()
+    predicted = sum(jc.wire_report(exchange, shapes, 4).received for shapes in (sliced_shapes, copies))
     loss, counts = 2 * 3 / 4 * 4, 2 * 7 / 8 * 16
     assert float(sum(t.received for t in over[4])) == pytest.approx(predicted + loss)
     assert float(sum(t.received for t in over[8])) == counts
     activations = 4 * sharded.ROWS // 4 * max(sharded.FEATURES, sharded.CLASSES)
-    copied_bytes = sum(4 * leaf.size for leaf in jax.tree.leaves(copied))
+    copied_bytes = sum(4 * leaf.size for leaf in jax.tree.leaves(copies))
     assert sum(t.operand_bytes for t in over[2]) <= 2 * activations + copied_bytes
     assert max((t.operand_bytes for t in over[2]), default=0) < 4 * sharded.FEATURES * sharded.HIDDEN // 2
     assert not [t for t in over[2] if t.op == "all_gather"]
@@ -101,8 +101,8 @@ def test_an_exchange_over_the_workers_alone_gathers_the_gradient():
     rows = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=NamedSharding(mesh, P("data")))
 
     def worker(kernel, rows):
-        own = lax.pcast(kernel, "data", to="varying")
-        gradient = jax.grad(lambda kernel: jnp.mean(jnp.tanh(rows @ kernel) ** 2))(own)
+        params_ = lax.pcast(kernel, "data", to="varying")
+        gradient = jax.grad(lambda kernel: jnp.mean(jnp.tanh(rows @ kernel) ** 2))(params_)
         return tx.update(gradient, tx.init(kernel), kernel)[0]
 
     step = jax.shard_map(worker, mesh=mesh, axis_names={"data"}, in_specs=(P(), P("data")), out_specs=P())
@@ -124,8 +124,8 @@ def test_a_step_of_shards_is_verified(name):
     state = step.shapes(sharded.start(name, mesh.shape["data"]))
     report = step.verify(state, sharded.on(mesh, batch))
     loss = 2 * 4 * (mesh.shape["data"] - 1) / mesh.shape["data"]  # its mean, which the compiler adds for a global loss
-    added = loss if name in ("partitioned", "unreduced") else 0
-    assert 0 < report.program.received <= step.report(state, batch).program.received + added
+    surplus = loss if name in ("partitioned", "unreduced") else 0
+    assert 0 < report.program.received <= step.report(state, batch).program.received + surplus
 
 
 def test_a_dense_all_reduce_over_the_workers_is_found_beside_those_of_the_compiler():
@@ -148,6 +148,6 @@ def test_steps_of_a_scan_are_verified_together():
     options = {"tx": tx, "params": sharded.params(), "workers": 2}
     one = step.verify(state, batch).program.received
     assert jc.verify(scan, state, batches, **options, steps=3).program.received == 3 * one
-    for steps, said in ((2, "a dense all-reduce is left"), (4, "must send its whole exchange")):
-        with pytest.raises(ValueError, match=said):
+    for steps, message in ((2, "a dense all-reduce is left"), (4, "must send its whole exchange")):
+        with pytest.raises(ValueError, match=message):
             jc.verify(scan, state, batches, **options, steps=steps, other_bytes=8)

@@ -30,24 +30,26 @@ def test_ways_agree_with_compression(method, ways):
     assert 1e-6 < np.abs(np.asarray(by_hand.params["up"]["kernel"]) - dense["up"]["kernel"]).max() < 0.1
     near = {"rtol": 1e-3, "atol": LEVEL.get(method, 1e-4)}
     for name in ways:
-        other, others = sharded.trained(name, tx, 3)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **near), by_hand.params, other.params)
+        params_, metrics_ = sharded.trained(name, tx, 3)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **near), by_hand.params, params_.params)
         for count in jc.types.ExchangeMetrics._fields:
-            assert int(metrics[count]) == int(others[count])
+            assert int(metrics[count]) == int(metrics_[count])
 
 
 @pytest.mark.slow
 def test_without_slices_it_is_the_data_parallel_step():
     tx, mesh = jc.chain(jc.sign(), optax.sgd(0.1, momentum=0.9)), jc.make_mesh(data=4)
-    state, other = init_state(sharded.params(), tx, mesh, specs=P()), init_state(sharded.params(), tx, mesh)
+    state, expected_state = init_state(sharded.params(), tx, mesh, specs=P()), init_state(sharded.params(), tx, mesh)
     step = sharded.compiled(jc.make_train_step(sharded.whole, tx, mesh, specs=P()), state)
-    expected = sharded.compiled(jc.make_train_step(sharded.whole, tx, mesh), other)
+    expected = sharded.compiled(jc.make_train_step(sharded.whole, tx, mesh), expected_state)
     for batch in sharded.batches(3):
         batch = sharded.on(mesh, batch)
-        (state, metrics), (other, others) = step(state, batch), expected(other, batch)
-        assert metrics.keys() == others.keys()
+        (state, metrics), (expected_state, expected_metrics) = step(state, batch), expected(expected_state, batch)
+        assert metrics.keys() == expected_metrics.keys()
         for name, value in metrics.items():
-            np.testing.assert_allclose(value, others[name], rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.params, other.params)
-    (mine,), theirs = state.opt_state.exchange.exchanges[0], other.opt_state[0]
-    np.testing.assert_allclose(mine.residual.rows, theirs.residual.rows, rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(value, expected_metrics[name], rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.params, expected_state.params
+    )
+    (result,), reference = state.opt_state.exchange.exchanges[0], expected_state.opt_state[0]
+    np.testing.assert_allclose(result.residual.rows, reference.residual.rows, rtol=1e-4, atol=1e-6)

@@ -19,12 +19,12 @@ ADAMW = jc.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.03, weight_decay=
 
 
 def assert_same_params(name, state, expected):
-    mine = jax.tree.map(np.asarray, state.params)
+    params_ = jax.tree.map(np.asarray, state.params)
     if name == "one worker":
         for part in ("up", "down"):
-            jax.tree.map(lambda rows: np.testing.assert_array_equal(rows[1:], 0), mine[part])
-            mine[part] = jax.tree.map(lambda rows: rows[0], mine[part])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), mine, expected)
+            jax.tree.map(lambda rows: np.testing.assert_array_equal(rows[1:], 0), params_[part])
+            params_[part] = jax.tree.map(lambda rows: rows[0], params_[part])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), params_, expected)
 
 
 @pytest.mark.parametrize("name", slow_except(["split, one loss", "one worker", "as given", "unreduced"], "unreduced"))
@@ -48,9 +48,9 @@ def test_what_comes_after_the_exchange_sees_whole_arrays(name):
 def test_a_part_of_the_parameters_may_decay():
     """A mask of the parameters' tree, in a transformation after the exchange."""
     mask = jax.tree.map(lambda leaf: leaf.ndim > 1, sharded.params())
-    rest = jc.chain(optax.add_decayed_weights(0.1, mask=mask), optax.masked(optax.trace(0.9), mask), optax.sgd(0.1))
-    state, _ = sharded.trained("split", jc.chain(jc.plump_dp(), rest), 3)
-    assert_same_params("split", state, sharded.trained_on_one_device(rest, 3))
+    links = jc.chain(optax.add_decayed_weights(0.1, mask=mask), optax.masked(optax.trace(0.9), mask), optax.sgd(0.1))
+    state, _ = sharded.trained("split", jc.chain(jc.plump_dp(), links), 3)
+    assert_same_params("split", state, sharded.trained_on_one_device(links, 3))
     trace = state.opt_state.rest[1].inner_state.trace
     assert trace["up"]["kernel"].sharding.spec == sharded.OVER_WORKERS["up"]["kernel"]
 
@@ -100,9 +100,9 @@ def test_scalars_and_running_statistics(name):
     np.testing.assert_allclose(state.model_state["mean"], 0.5 + 0.5 * batch["label"].mean(0), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(metrics["first"], batch["label"][:, 0].mean(), rtol=1e-5)
     bad = {**batch, "image": batch["image"] * np.float32(np.nan)}
-    kept, metrics = step(state, bad)
+    state_after, metrics = step(state, bad)
     assert int(metrics["skipped"]) == 1
-    np.testing.assert_array_equal(kept.model_state["mean"], state.model_state["mean"])
+    np.testing.assert_array_equal(state_after.model_state["mean"], state.model_state["mean"])
 
 
 @pytest.mark.parametrize("name", ["split", "tensor parallel", "unreduced"])
@@ -116,8 +116,8 @@ def test_the_state_lies_as_the_parameters_do(name):
         assert tree["bottom"]["kernel"].sharding.is_fully_replicated
     assert moments.count.sharding.is_fully_replicated
     shapes = state_shapes(jax.eval_shape(sharded.params), tx, mesh, specs)
-    mine = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
-    assert mine == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes)
+    result = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
+    assert result == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes)
     jax.tree.map(lambda a, b: pytest.fail(f"{a} {b}") if not same_place(a, b) else None, state, shapes)
 
 
@@ -129,15 +129,15 @@ def test_the_first_parameters_say_where_all_are():
     """The parameters given to `init` or to `shapes`, or in a restored state; bytes are as with specs."""
     tx, mesh = jc.chain(jc.topk(0.5, dense_below=0), optax.adamw(0.1)), jc.make_mesh(data=2, model=2)
     batch = next(sharded.batches(1))
-    named = jc.make_train_step(sharded.whole, tx, mesh, specs=sharded.OVER_MODEL, auto=("model",))
-    expected = named.verify(named.init(sharded.params()), batch)
-    placed = named.init(sharded.params()).params
-    state = jc.make_train_step(sharded.whole, tx, mesh).init(placed)
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), placed)
+    by_axes = jc.make_train_step(sharded.whole, tx, mesh, specs=sharded.OVER_MODEL, auto=("model",))
+    expected = by_axes.verify(by_axes.init(sharded.params()), batch)
+    params_ = by_axes.init(sharded.params()).params
+    state = jc.make_train_step(sharded.whole, tx, mesh).init(params_)
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params_)
     shapes = jc.make_train_step(sharded.whole, tx, mesh).shapes(like)
     jax.tree.map(lambda a, b: pytest.fail(f"{a} {b}") if not same_place(a, b) else None, state, shapes)
-    for given in (state, shapes):
-        assert jc.make_train_step(sharded.whole, tx, mesh).verify(given, batch).received == expected.received
+    for tree in (state, shapes):
+        assert jc.make_train_step(sharded.whole, tx, mesh).verify(tree, batch).received == expected.received
     new, _ = jc.make_train_step(sharded.whole, tx, mesh)(state, batch)
     assert new.params["up"]["kernel"].sharding.spec == P(None, "model")
 
@@ -146,8 +146,8 @@ def by_value():
     """Descends by an argument that it is given in addition to gradients."""
 
     def update(updates, state, params=None, *, value, grad, value_fn):
-        found, slope = jax.value_and_grad(value_fn)(params)
-        return jax.tree.map(lambda own, mean: -0.1 * (value / found) * (own + mean), slope, grad), state
+        loss, slope = jax.value_and_grad(value_fn)(params)
+        return jax.tree.map(lambda slope_leaf, mean: -0.1 * (value / loss) * (slope_leaf + mean), slope, grad), state
 
     return optax.GradientTransformationExtraArgs(lambda params: (), update)
 
@@ -163,25 +163,25 @@ def test_a_line_search_is_that_of_one_device(name, search):
     make, loss_fn, specs, mesh = sharded.WAYS[name]
     mesh, batch = mesh(), next(sharded.batches(1))
     step = make(loss_fn, tx, mesh, specs)
-    state, alone = step.init(sharded.params()), (sharded.params(), search().init(sharded.params()))
+    state, reference = step.init(sharded.params()), (sharded.params(), search().init(sharded.params()))
     for _ in range(3):
         state, _ = step(state, batch)
-        own, inner = alone
-        value, grad = jax.value_and_grad(sharded.whole)(own, batch)
-        more = {"value": value, "grad": grad, "value_fn": lambda p: sharded.whole(p, batch)}
-        updates, inner = optax.with_extra_args_support(search()).update(grad, inner, own, **more)
-        alone = optax.apply_updates(own, updates), inner
-    assert_same_params(name, state, alone[0])
+        params_, inner = reference
+        value, grad = jax.value_and_grad(sharded.whole)(params_, batch)
+        arguments = {"value": value, "grad": grad, "value_fn": lambda p: sharded.whole(p, batch)}
+        updates, inner = optax.with_extra_args_support(search()).update(grad, inner, params_, **arguments)
+        reference = optax.apply_updates(params_, updates), inner
+    assert_same_params(name, state, reference[0])
 
 
 def test_a_donated_state_leaves_the_callers_parameters_alone():
     """Even if they are on the mesh already, like the state's."""
     tx, mesh, specs = jc.chain(jc.plump_dp(), SGD), jc.make_mesh(data=4), sharded.OVER_WORKERS
-    mine = state_shapes(sharded.params(), tx, mesh, specs).params
-    mine = jax.device_put(sharded.params(), jax.tree.map(lambda leaf: leaf.sharding, mine))
-    state = init_state(mine, tx, mesh, specs=specs)
+    shapes = state_shapes(sharded.params(), tx, mesh, specs).params
+    shapes = jax.device_put(sharded.params(), jax.tree.map(lambda leaf: leaf.sharding, shapes))
+    state = init_state(shapes, tx, mesh, specs=specs)
     jc.make_train_step(sharded.split, tx, mesh, specs=specs)(state, next(sharded.batches(1)))
-    np.testing.assert_array_equal(mine["up"]["kernel"], sharded.params()["up"]["kernel"])
+    np.testing.assert_array_equal(shapes["up"]["kernel"], sharded.params()["up"]["kernel"])
     assert state.params["up"]["kernel"].is_deleted()
 
 
@@ -211,9 +211,9 @@ def test_a_loss_that_is_not_a_scalar_and_a_lost_model_state_are_refused():
 
 def test_axes_of_the_other_type_are_refused():
     tx = jc.chain(jc.plump_dp(), SGD)
-    mixed = jax.make_mesh((2, 1), ("data", "model"), (AxisType.Auto, AxisType.Explicit), devices=jax.devices()[:2])
+    mixture = jax.make_mesh((2, 1), ("data", "model"), (AxisType.Auto, AxisType.Explicit), devices=jax.devices()[:2])
     with pytest.raises(ValueError, match=r"must all be of type Auto, or all of type Explicit; got .*make_mesh"):
-        jc.make_train_step(sharded.whole, tx, mixed, specs=P())
+        jc.make_train_step(sharded.whole, tx, mixture, specs=P())
     for options in ({"axis_name": "workers"}, {"auto": ("pipe",)}, {"auto": ("data",)}):
         with pytest.raises(ValueError, match=r"axis_name and auto must be different axes of the mesh; got"):
             jc.make_train_step(sharded.whole, tx, sharded.auto_mesh(2, 1), specs=P(), **options)

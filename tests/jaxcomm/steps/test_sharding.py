@@ -24,8 +24,8 @@ def numbers(seed, rows=()):
 
 def gradients(seed):
     """Gradients: each worker's own (K, ...), or already reduced."""
-    own, whole = numbers(seed, (K,)), numbers(seed + 100)
-    return {name: (whole if "data" in str(spec) else own)[name] for name, spec in SPECS.items()}
+    per_worker, whole = numbers(seed, (K,)), numbers(seed + 100)
+    return {name: (whole if "data" in str(spec) else per_worker)[name] for name, spec in SPECS.items()}
 
 
 def exchange_of(tx, mesh=None):
@@ -35,10 +35,10 @@ def exchange_of(tx, mesh=None):
     treedef = jax.tree.structure(params)
     place = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
     params = jax.device_put(params, place)
-    own = jax.tree.map(lambda spec: NamedSharding(mesh, spec), exchange.gradient_specs(treedef))
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), exchange.gradient_specs(treedef))
     state = jax.jit(exchange.init)(params)
     step = jax.jit(lambda gradients, state: exchange(gradients, state, params))
-    return lambda gradients, state: step(jax.device_put(gradients, own), state), state
+    return lambda gradients, state: step(jax.device_put(gradients, shardings), state), state
 
 
 def alone(tx, gradients, steps):
@@ -67,23 +67,23 @@ def test_each_slice_is_exchanged_as_if_it_were_alone(tx):
     step, state = exchange_of(tx)
     for seed in (1, 2):
         means, state = step(gradients(seed), state)
-    given = [gradients(seed) for seed in (1, 2)]
-    copied, copied_state = alone(tx, [{"copy": g["copy"]} for g in given], 2)
-    np.testing.assert_allclose(means["copy"], copied["copy"], rtol=1e-4, atol=1e-5)
-    sent = float(jc.exchange_metrics(copied_state).sent)
+    data = [gradients(seed) for seed in (1, 2)]
+    mean_copy, copied_state = alone(tx, [{"copy": g["copy"]} for g in data], 2)
+    np.testing.assert_allclose(means["copy"], mean_copy["copy"], rtol=1e-4, atol=1e-5)
+    count = float(jc.exchange_metrics(copied_state).sent)
     for m in range(M):
         part = slice(32 * m, 32 * (m + 1))
-        own, own_state = alone(tx, [{"model": g["model"][:, :, part]} for g in given], 2)
-        np.testing.assert_allclose(means["model"][:, part], own["model"], rtol=1e-4, atol=1e-5)
-        sent += float(jc.exchange_metrics(own_state).sent)
+        mean_slice, own_state = alone(tx, [{"model": g["model"][:, :, part]} for g in data], 2)
+        np.testing.assert_allclose(means["model"][:, part], mean_slice["model"], rtol=1e-4, atol=1e-5)
+        count += float(jc.exchange_metrics(own_state).sent)
         if hasattr(own_state, "residual"):
-            (mine,) = state.exchanges[1]
-            assert mine.residual.shards == 1
-            rows = np.asarray(mine.residual.rows).reshape(K, M, -1)[:, m]  # workers outermost
+            (exchange_state,) = state.exchanges[1]
+            assert exchange_state.residual.shards == 1
+            rows = np.asarray(exchange_state.residual.rows).reshape(K, M, -1)[:, m]  # workers outermost
             np.testing.assert_allclose(rows, own_state.residual.rows[:, 0], rtol=1e-4, atol=1e-5)
-    assert float(state.metrics.sent) == sent
+    assert float(state.metrics.sent) == count
     for name in ("whole", "whole_too"):
-        np.testing.assert_array_equal(means[name], given[-1][name])
+        np.testing.assert_array_equal(means[name], data[-1][name])
 
 
 def test_rows_of_slices_have_their_specs():
@@ -100,12 +100,12 @@ def test_workers_along_two_axes():
     specs = {"copy": P(), "model": P(None, "model"), "whole": P(("slice", "data"))}
     params = {name: numbers(0)[name] for name in specs}
     exchange = plan_shards(tx, mesh, specs, params, ("slice", "data"))
-    given = {name: numbers(1, (4,))[name] for name in specs} | {"whole": numbers(2)["whole"]}
+    tree = {name: numbers(1, (4,))[name] for name in specs} | {"whole": numbers(2)["whole"]}
     state = jax.jit(exchange.init)(params)
-    means, state = jax.jit(exchange)(given, state, params)
+    means, state = jax.jit(exchange)(tree, state, params)
     for name in ("copy", "model"):
-        np.testing.assert_allclose(means[name], given[name].mean(0), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(means["whole"], given["whole"])
+        np.testing.assert_allclose(means[name], tree[name].mean(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(means["whole"], tree["whole"])
     assert int(state.metrics.skipped) == 0
 
 

@@ -55,16 +55,16 @@ def with_own_shard_map(tx, mesh, check_vma=True):
     specs = jc.state_specs(start.opt_state)
 
     def worker(params, opt_state, batch):
-        own = lax.pcast(params, "data", to="varying") if check_vma else params
-        loss, grads = jax.value_and_grad(loss_fn)(own, batch)
+        local_params = lax.pcast(params, "data", to="varying") if check_vma else params
+        loss, grads = jax.value_and_grad(loss_fn)(local_params, batch)
         updates, new_opt_state = tx.update(grads, opt_state, params)
         ok = jc.exchange_metrics(new_opt_state).skipped == 0
-        exchange, rest = new_opt_state[0], new_opt_state[1:]
-        rest = jax.tree.map(lambda new, old: jnp.where(ok, new, old), rest, opt_state[1:])
+        exchange, tail = new_opt_state[0], new_opt_state[1:]
+        tail = jax.tree.map(lambda new, old: jnp.where(ok, new, old), tail, opt_state[1:])
         new_params = jax.tree.map(
             lambda new, old: jnp.where(ok, new, old), optax.apply_updates(params, updates), params
         )
-        return new_params, (exchange, *rest), lax.pmean(loss, "data")
+        return new_params, (exchange, *tail), lax.pmean(loss, "data")
 
     mapped = jax.jit(
         jax.shard_map(
@@ -102,12 +102,12 @@ def test_three_ways_agree(name):
     """Losses and parameters to float tolerance, with a skipped step among them."""
     tx, mesh = optax.chain(METHODS[name], optax.adam(0.01)), jc.make_mesh(data=K)
     metrics, parameters, state = with_make_train_step(tx, mesh)
-    for other in (with_simulate, with_own_shard_map):
-        other_metrics, other_parameters, other_state = other(tx, mesh)
-        for mine, theirs in zip(metrics, other_metrics, strict=True):
-            np.testing.assert_allclose(mine["loss"], theirs["loss"], rtol=1e-5)
+    for make in (with_simulate, with_own_shard_map):
+        other_metrics, other_parameters, other_state = make(tx, mesh)
+        for metric, reference in zip(metrics, other_metrics, strict=True):
+            np.testing.assert_allclose(metric["loss"], reference["loss"], rtol=1e-5)
             for count in jc.types.ExchangeMetrics._fields:
-                assert mine[count] == theirs[count]
+                assert metric[count] == reference[count]
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), parameters, other_parameters)
         assert state.step == other_state.step == 7
     assert [int(m["skipped"]) for m in metrics] == [int(i == BAD_STEP) for i in range(7)]
@@ -121,8 +121,8 @@ def test_the_users_own_shard_map_without_check_vma_is_right_too(name):
     tx, mesh = optax.chain(METHODS[name], optax.adam(0.01)), jc.make_mesh(data=K)
     metrics, parameters, _ = with_simulate(tx, mesh)
     other_metrics, other_parameters, _ = with_own_shard_map(tx, mesh, check_vma=False)
-    for mine, theirs in zip(metrics, other_metrics, strict=True):
-        np.testing.assert_allclose(mine["loss"], theirs["loss"], rtol=1e-5)
+    for metric, reference in zip(metrics, other_metrics, strict=True):
+        np.testing.assert_allclose(metric["loss"], reference["loss"], rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), parameters, other_parameters)
 
 
@@ -141,8 +141,10 @@ def test_a_skipped_step_leaves_the_optimizer_and_the_residual_alone(name):
     (exchange, adam), (old_exchange, old_adam) = new.opt_state, state.opt_state
     jax.tree.map(np.testing.assert_array_equal, adam, old_adam)
     assert int(old_adam[0].count) == BAD_STEP
-    kept, old = ((each.residual, getattr(each.memory, "threshold", None)) for each in (exchange, old_exchange))
-    jax.tree.map(np.testing.assert_array_equal, kept, old)
+    state_after, old = (
+        (state.residual, getattr(state.memory, "threshold", None)) for state in (exchange, old_exchange)
+    )
+    jax.tree.map(np.testing.assert_array_equal, state_after, old)
     assert int(new.step) == BAD_STEP + 1
 
 
@@ -168,21 +170,21 @@ def test_another_axis_name_works_everywhere():
     mesh = jc.make_mesh(workers=2)
     state = init_state(params(), tx, mesh, axis_name="workers")
     state, metrics = jc.make_train_step(loss_fn, tx, mesh, axis_name="workers")(state, next(batches()))
-    other, expected = jc.simulate(loss_fn, tx, 2, axis_name="workers")(
+    result, expected = jc.simulate(loss_fn, tx, 2, axis_name="workers")(
         init_state(params(), tx, 2, axis_name="workers"), next(batches())
     )
-    np.testing.assert_allclose(state.params["w"], other.params["w"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(state.params["w"], result.params["w"], rtol=1e-5, atol=1e-6)
     assert int(metrics["sent"]) == int(expected["sent"])
 
 
 @pytest.mark.slow
 def test_a_donated_state_leaves_the_callers_parameters_alone():
-    mine = params()
+    metric = params()
     for workers, maker in ((2, jc.simulate), (jc.make_mesh(data=2), jc.make_train_step)):
         tx = optax.chain(jc.topk(0.5), optax.sgd(0.1))
-        state = init_state(mine, tx, workers)
+        state = init_state(metric, tx, workers)
         maker(loss_fn, tx, workers)(state, next(batches()))
-        np.testing.assert_array_equal(mine["w"], params()["w"])
+        np.testing.assert_array_equal(metric["w"], params()["w"])
         assert state.opt_state[0].step.is_deleted()
         assert state.opt_state[0].residual.rows.is_deleted()
 
@@ -214,13 +216,13 @@ def test_outside_any_axis_the_error_names_the_three_places(case):
 
 
 @pytest.mark.parametrize("maker", [jc.make_train_step, jc.simulate])
-@pytest.mark.parametrize(("rows", "got", "remedy"), [(6, 6, 4), (9, 9, 8), (3, 3, 4), (0, 0, 4)])
-def test_a_batch_that_does_not_divide_is_refused(maker, rows, got, remedy):
+@pytest.mark.parametrize(("rows", "size", "remedy"), [(6, 6, 4), (9, 9, 8), (3, 3, 4), (0, 0, 4)])
+def test_a_batch_that_does_not_divide_is_refused(maker, rows, size, remedy):
     tx = optax.chain(jc.plump_dp(), optax.sgd(0.1))
     workers = jc.make_mesh(data=4) if maker is jc.make_train_step else 4
     batch = {"x": np.zeros((rows, 300), np.float32), "y": np.zeros((rows, 3), np.float32)}
     message = (
-        rf"multiple of the number of workers; got {got} rows at .*'x'.* for 4 workers. Use a batch size of {remedy},"
+        rf"multiple of the number of workers; got {size} rows at .*'x'.* for 4 workers. Use a batch size of {remedy},"
     )
     with pytest.raises(ValueError, match=message):
         maker(loss_fn, tx, workers)(init_state(params(), tx, workers), batch)

@@ -58,11 +58,11 @@ def means_of(widths: Sequence[int] = WIDTHS) -> list[np.ndarray]:
 def batches(count: int, width: int = WIDTHS[0], rows: int = ROWS) -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(1)
     truth = rng.normal(size=(width, 3)) / np.sqrt(width)
-    made = []
+    results = []
     for _ in range(count):
         x = rng.normal(size=(rows, width)).astype(np.float32)
-        made.append({"x": x, "y": np.tanh(x @ truth).astype(np.float32), "trap": np.zeros((rows, 4), np.float32)})
-    return made
+        results.append({"x": x, "y": np.tanh(x @ truth).astype(np.float32), "trap": np.zeros((rows, 4), np.float32)})
+    return results
 
 
 def stages_of(layers: Sequence[Any], ends: Sequence[int]) -> list[list[Any]]:

@@ -65,8 +65,8 @@ def on_one_device(has_state, steps=10):
 
     def loss(params, means, batch):
         x, new = None, []
-        for index, own in enumerate(params):
-            x, mean = layer(index, own, means[index] if has_state else None, x, batch)
+        for index, stage_params in enumerate(params):
+            x, mean = layer(index, stage_params, means[index] if has_state else None, x, batch)
             new.append(mean)
         value, scalars = loss_fn(x, batch)
         return value, (scalars, new)
@@ -85,8 +85,8 @@ def on_one_device(has_state, steps=10):
     return jax.tree.map(np.asarray, trace)
 
 
-def assert_close(one, other, rtol=2e-5, atol=2e-6):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), one, other)
+def assert_close(one, two, rtol=2e-5, atol=2e-6):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), one, two)
 
 
 @pytest.mark.parametrize(NAMES, slow_except(SETTINGS, (2, 1, "gpipe", 2, False), (3, 8, "1f1b", 1, True)))
@@ -119,7 +119,7 @@ def test_every_boundary_is_crossed_once_each_way_for_each_micro_batch(size, coun
             times[pair] = count
     assert traced.links() == expected
     places = {
-        (worker * size + a, worker * size + b): moved for (a, b), moved in expected.items() for worker in range(data)
+        (worker * size + a, worker * size + b): change for (a, b), change in expected.items() for worker in range(data)
     }
     assert compiled.links() == places
     crossings = {}
@@ -223,15 +223,15 @@ def test_both_schedules_make_the_same_steps(size, count, boundaries):
     def run_of(schedule):
         pipeline = make_pipeline(size, has_state=True, boundaries=boundaries, micro_batches=count, schedule=schedule)
         pipeline = dataclasses.replace(pipeline, stages=[dropped(stage) for stage in pipeline.stages])
-        parts = [stages_of(each(), CUTS[size]) for each in (params_of, means_of)]
+        parts = [stages_of(make(), CUTS[size]) for make in (params_of, means_of)]
         return Run(pipeline, parts[0], tx, parts[1], with_seeds(0, batches(1)[0]), data=1, stage=size)
 
-    given = [with_seeds(step, batch) for step, batch in enumerate(batches(4))]
-    given[2]["trap"][3] = np.nan
-    (one, expected), (other, found) = (run_of(schedule)(given) for schedule in ("gpipe", "1f1b"))
-    assert_close(other, one, rtol=1e-4, atol=1e-5)
-    assert_close(found, expected, rtol=1e-4)
-    assert [int(each["skipped"]) for each in found] == [0, 0, 1, 0]
+    data = [with_seeds(step, batch) for step, batch in enumerate(batches(4))]
+    data[2]["trap"][3] = np.nan
+    (one, expected), (two, metrics) = (run_of(schedule)(data) for schedule in ("gpipe", "1f1b"))
+    assert_close(two, one, rtol=1e-4, atol=1e-5)
+    assert_close(metrics, expected, rtol=1e-4)
+    assert [int(step["skipped"]) for step in metrics] == [0, 0, 1, 0]
 
 
 def with_seeds(step, batch):
@@ -361,5 +361,5 @@ def test_shapes_are_those_of_a_state(has_state):
     params, means = stages_of(params_of(), CUTS[2]), stages_of(means_of(), CUTS[2])
     shapes = run.step.shapes(params, means) if has_state else run.step.shapes(params)
     assert jax.tree.structure(shapes) == jax.tree.structure(run.start)
-    for expected, made in zip(jax.tree.leaves(run.start), jax.tree.leaves(shapes), strict=True):
-        assert (made.shape, made.dtype, made.sharding) == (expected.shape, expected.dtype, expected.sharding)
+    for expected, shape in zip(jax.tree.leaves(run.start), jax.tree.leaves(shapes), strict=True):
+        assert (shape.shape, shape.dtype, shape.sharding) == (expected.shape, expected.dtype, expected.sharding)

@@ -16,13 +16,13 @@ stages = st.lists(st.dictionaries(st.sampled_from("abcde"), tensors, max_size=4)
 def tree_of(spec, seed):
     """Numbers that are not zero, in a nested tree."""
     rng = np.random.default_rng(seed)
-    made = {name: np.asarray(rng.integers(1, 100, size=s), jnp.dtype(dtype)) for name, (s, dtype) in spec.items()}
-    return {"inside": made, "beside": [made.pop("a")] if "a" in made else ()}
+    tree = {name: np.asarray(rng.integers(1, 100, size=s), jnp.dtype(dtype)) for name, (s, dtype) in spec.items()}
+    return {"inside": tree, "beside": [tree.pop("a")] if "a" in tree else ()}
 
 
-def assert_same(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+def assert_same(one, two):
+    assert jax.tree.structure(one) == jax.tree.structure(two)
+    for a, b in zip(*map(jax.tree.leaves, (one, two)), strict=True):
         a, b = np.asarray(a), np.asarray(b)
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         np.testing.assert_array_equal(a, b)
@@ -36,21 +36,21 @@ def test_unstack_is_the_inverse_of_stack(specs):
 
     @jax.jit
     def there_and_back(trees):
-        own = [slots.to_slots(stage, tree) for stage, tree in enumerate(trees)]
-        back = [slots.of_stage(stage, each) for stage, each in enumerate(own)]
-        stacked = slots.stack(trees)
-        return stacked, slots.unstack(stacked), own, back
+        slot_trees = [slots.to_slots(stage, tree) for stage, tree in enumerate(trees)]
+        back = [slots.of_stage(stage, slot_tree) for stage, slot_tree in enumerate(slot_trees)]
+        stack = slots.stack(trees)
+        return stack, slots.unstack(stack), slot_trees, back
 
-    stacked, unstacked, own, back = there_and_back(trees)
+    stack, unstacked, slot_trees, back = there_and_back(trees)
     assert_same(unstacked, trees)
     assert_same(back, trees)
-    for stage, each in enumerate(own):
-        assert_same(each, [slot[stage] for slot in stacked])
-    wanted = [((len(trees), *shape), dtype) for shape, dtype in zip(slots.shapes, slots.dtypes, strict=True)]
-    assert [(each.shape, each.dtype) for each in stacked] == wanted
+    for stage, slot_tree in enumerate(slot_trees):
+        assert_same(slot_tree, [slot[stage] for slot in stack])
+    expected = [((len(trees), *shape), dtype) for shape, dtype in zip(slots.shapes, slots.dtypes, strict=True)]
+    assert [(slot.shape, slot.dtype) for slot in stack] == expected
     filled = sum(leaf.size for leaf in jax.tree.leaves(trees))
-    assert slots.padding == sum(each.size for each in stacked) - filled
-    assert slots.padding == sum(np.count_nonzero(np.asarray(each) == 0) for each in stacked)
+    assert slots.padding == sum(slot.size for slot in stack) - filled
+    assert slots.padding == sum(np.count_nonzero(np.asarray(slot) == 0) for slot in stack)
 
 
 @hypothesis.settings(max_examples=12)
@@ -65,11 +65,11 @@ def test_little_is_padded_and_nothing_where_all_are_alike(specs):
     for dtype in room:
         sizes = [sorted((x.size for x in jax.tree.leaves(t) if str(x.dtype) == dtype), reverse=True) for t in trees]
         most = max(map(len, sizes))
-        padded = [own + [0] * (most - len(own)) for own in sizes]
-        assert room[dtype] == sum(map(max, zip(*padded, strict=True)))
-    alike = plan_stacked([trees[0]] * 3)
-    assert alike.padding == 0
-    assert len(alike.shapes) == len(jax.tree.leaves(trees[0]))
+        rows = [row + [0] * (most - len(row)) for row in sizes]
+        assert room[dtype] == sum(map(max, zip(*rows, strict=True)))
+    equal = plan_stacked([trees[0]] * 3)
+    assert equal.padding == 0
+    assert len(equal.shapes) == len(jax.tree.leaves(trees[0]))
 
 
 def test_shapes_are_kept_where_all_stages_agree_and_flattened_elsewhere():
@@ -82,16 +82,16 @@ def test_shapes_are_kept_where_all_stages_agree_and_flattened_elsewhere():
     assert slots.shapes == ((4, 3), (4,))
     assert slots.stages == ({"b": 1, "w": 0}, {"bias": 1, "kernel": 0})
     assert slots.padding == 2
-    turned = plan_stacked([jnp.ones((4, 3)), jnp.ones((3, 4))])  # equally large, but of another shape
-    assert (turned.shapes, turned.padding) == (((12,),), 0)
+    transposes = plan_stacked([jnp.ones((4, 3)), jnp.ones((3, 4))])  # equally large, but of another shape
+    assert (transposes.shapes, transposes.padding) == (((12,),), 0)
 
 
 def test_a_stage_that_has_fewer_tensors_leaves_slots_empty():
     slots = plan_stacked([(), {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}, {"w": jnp.ones(5)}])
     assert slots.shapes == ((6,), (3,))
-    stacked = slots.stack([(), {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}, {"w": jnp.ones(5)}])
-    np.testing.assert_array_equal(stacked[0], [[0] * 6, [1] * 6, [1] * 5 + [0]])
-    np.testing.assert_array_equal(stacked[1], [[0] * 3, [1] * 3, [0] * 3])
+    stack = slots.stack([(), {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}, {"w": jnp.ones(5)}])
+    np.testing.assert_array_equal(stack[0], [[0] * 6, [1] * 6, [1] * 5 + [0]])
+    np.testing.assert_array_equal(stack[1], [[0] * 3, [1] * 3, [0] * 3])
 
 
 def test_types_do_not_share_a_slot():
@@ -109,7 +109,7 @@ def test_shapes_alone_plan_alike_and_a_slot_may_be_traced():
 def test_a_gradient_goes_through_the_slots_and_is_zero_where_nothing_lies():
     trees = [{"w": jnp.arange(6.0).reshape(2, 3)}, {"w": jnp.arange(4.0)}]
     slots = plan_stacked(trees)
-    (gradient,) = jax.grad(lambda own: jnp.sum(slots.of_stage(1, own)["w"] ** 2))(
+    (gradient,) = jax.grad(lambda stack: jnp.sum(slots.of_stage(1, stack)["w"] ** 2))(
         [slot[1] for slot in slots.stack(trees)]
     )
     np.testing.assert_array_equal(gradient, [0, 2, 4, 6, 0, 0])

@@ -113,13 +113,13 @@ class StageByStage(DataParallel):
 
     def __init__(self, tx, params):
         super().__init__(tx, by_size(params[0]))
-        self.rows = [jax.tree.map(lambda leaf: np.stack([leaf] * K), each) for each in params]
+        self.rows = [jax.tree.map(lambda leaf: np.stack([leaf] * K), tree) for tree in params]
         self.state = [self.init(by_size(rows)) for rows in self.rows]
 
     def step(self, gradients):
         for stage in (0, 1):
-            own = by_size(gradients[stage]), self.state[stage], by_size(self.rows[stage])
-            (w, b), self.state[stage] = self.update(*own)
+            local = by_size(gradients[stage]), self.state[stage], by_size(self.rows[stage])
+            (w, b), self.state[stage] = self.update(*local)
             self.rows[stage] = {"b": b, "w": w}
 
 
@@ -137,8 +137,8 @@ def rows_of(run, state):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *workers)
 
 
-def assert_close(one, other, rtol=1e-4, atol=2e-6):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), one, other)
+def assert_close(one, two, rtol=1e-4, atol=2e-6):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), one, two)
 
 
 @pytest.mark.parametrize("name", slow_except(METHODS, "quant_dp"))
@@ -155,8 +155,8 @@ def test_every_method_exchanges_each_stage_as_data_parallel_workers_do(name):
     if name in BY_TENSOR:
         assert float(metrics["sent"]) == float(counts.sent[0])
         assert float(metrics["overflow"]) == float(counts.overflow[0])
-    moved = [np.abs(new["w"] - old["w"]).max() for new, old in zip(reference.rows, alike(), strict=True)]
-    assert min(moved) > 1e-3
+    distances = [np.abs(new["w"] - old["w"]).max() for new, old in zip(reference.rows, alike(), strict=True)]
+    assert min(distances) > 1e-3
 
 
 UNLIKE = {
@@ -185,11 +185,11 @@ def test_a_stage_counts_its_own_elements_where_stages_differ_in_shape(name, dens
         reference.step(gradients_of(reference.rows, batch, square))
         state, (metrics,) = run([batch], state)
         if step == 0 and name in ("dct_dp", "topk") and dense_below < 160:
-            moved = [
+            distances = [
                 np.count_nonzero(new["w"] - old["w"]) for new, old in zip(run.step.params(state), params, strict=True)
             ]
-            assert moved[0] <= K * (160 - 144 + 1)
-            assert moved[1] <= K * (480 - 432 + 1)
+            assert distances[0] <= K * (160 - 144 + 1)
+            assert distances[1] <= K * (480 - 432 + 1)
     assert_close(run.step.params(state), jax.tree.map(lambda leaf: leaf[0], reference.rows))
     assert int(metrics["skipped"]) == 0
     run.step.verify(state, batch)
@@ -225,7 +225,7 @@ def test_each_fragment_of_a_stage_is_proved():
     run, (batch,) = run_of("streaming"), batches(1, WIDTH)
     exchange = run.step.verify(run([batch])[0], batch).exchange
     weights, bias = (2 * (K - 1) / K * 4 * n for n in (WIDTH * WIDTH, WIDTH))
-    assert [float(each.received) for each in exchange.exchanges()] == [weights, bias]
+    assert [float(report.received) for report in exchange.exchanges()] == [weights, bias]
     assert (exchange.received_in_exchange, exchange.received) == (weights, (weights + bias) / 2)
 
 
@@ -273,17 +273,17 @@ def test_with_a_local_method_all_stages_of_a_worker_that_meets_nan_stay_as_they_
     good, _ = run([third], before)
     state, (metrics,) = run([poison(third, at, worker=1)], before)
     assert np.isfinite(metrics["loss"])
-    rows = [own_rows(each) for each in (before, state, good)]
-    for old, new, other in zip(*rows, strict=True):
+    rows = [own_rows(state) for state in (before, state, good)]
+    for old, new, two in zip(*rows, strict=True):
         np.testing.assert_array_equal(new[:, 1], old[:, 1])
-        np.testing.assert_array_equal(new[:, 0], other[:, 0])
+        np.testing.assert_array_equal(new[:, 0], two[:, 0])
         assert not np.array_equal(new[:, 0], old[:, 0])
     # To the mean, the bad worker contributes its old running means.
     contrary, _ = run([poison(third, at, worker=0)], before)
-    means = [jax.tree.leaves(run.step.model_state(each)) for each in (before, state, contrary, good)]
-    for old, one, other, both in zip(*as_numpy(means), strict=True):
-        np.testing.assert_allclose(one + other - old, both, rtol=1e-5, atol=1e-6)
-        assert np.abs(one - both).max() > 1e-3
+    means = [jax.tree.leaves(run.step.model_state(state)) for state in (before, state, contrary, good)]
+    for old, one, two, mean in zip(*as_numpy(means), strict=True):
+        np.testing.assert_allclose(one + two - old, mean, rtol=1e-5, atol=1e-6)
+        assert np.abs(one - mean).max() > 1e-3
     state, (metrics,) = run([first], state)
     assert int(metrics["skipped"]) == 0
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state))
@@ -308,12 +308,12 @@ def as_numpy(state):
 
 def uncounted(state):
     """The state without the number of steps, which includes skipped ones."""
-    exchange, *rest = state.opt_state
-    return state._replace(step=0, opt_state=(exchange.replace(step=0), *rest))
+    exchange, *tail = state.opt_state
+    return state._replace(step=0, opt_state=(exchange.replace(step=0), *tail))
 
 
-def assert_same(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+def assert_same(one, two):
+    jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
 @pytest.mark.slow
@@ -327,8 +327,8 @@ def test_one_bad_gradient_in_one_stage_of_one_worker_skips_the_step_for_all(at, 
     assert np.isfinite(metrics["loss"])
     assert int(after.step) == int(before.step) + 1
     exchange, old_exchange = after.opt_state[0], before.opt_state[0]
-    kept = [(state.params, state.opt_state[1:], state.model_state) for state in (after, before)]
-    assert_same(*map(as_numpy, kept))
+    parts = [(state.params, state.opt_state[1:], state.model_state) for state in (after, before)]
+    assert_same(*map(as_numpy, parts))
     assert_same(exchange.residual.rows, old_exchange.residual.rows)
     for name in ("params", "opt_state", "model_state"):
         assert any(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(as_numpy(getattr(before, name))))
@@ -356,9 +356,9 @@ def test_a_saved_state_goes_on_bit_for_bit():
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     restored = jax.device_put(as_numpy(state), shardings)
     expected, metrics = run(steps[2:], state)
-    again, others = run(steps[2:], restored)
-    assert_same(as_numpy(again), as_numpy(expected))
-    assert_same(others, metrics)
+    rerun, rerun_metrics = run(steps[2:], restored)
+    assert_same(as_numpy(rerun), as_numpy(expected))
+    assert_same(rerun_metrics, metrics)
 
 
 def test_another_number_of_workers_goes_on_with_all_that_the_stages_owe():
@@ -368,7 +368,7 @@ def test_another_number_of_workers_goes_on_with_all_that_the_stages_owe():
     resized = state
     for workers in (4, 3, 8, 1, K):
         resized = run.step.resize(resized, workers)
-        old, new = (np.asarray(each.opt_state[0].residual.rows) for each in (state, resized))
+        old, new = (np.asarray(state.opt_state[0].residual.rows) for state in (state, resized))
         assert new.shape == (2, workers, old.shape[2])
         assert np.abs(old.mean(1)).max() > 0
         np.testing.assert_allclose(new.mean(1), old.mean(1), atol=1e-6)
@@ -433,7 +433,7 @@ def test_errors_of_the_chain():
 
 
 @pytest.mark.parametrize(
-    ("options", "given", "message"),
+    ("options", "inputs", "message"),
     [
         (
             {},
@@ -463,10 +463,10 @@ def test_errors_of_the_chain():
         ),
     ],
 )
-def test_errors_of_a_first_state(options, given, message):
-    given = {"params": PARAMS, **given}
+def test_errors_of_a_first_state(options, inputs, message):
+    inputs = {"params": PARAMS, **inputs}
     with pytest.raises(ValueError, match=message):
-        jc.make_train_step(make_pipeline(2, **options), PLUMP, mesh_of()).init(given.pop("params"), **given)
+        jc.make_train_step(make_pipeline(2, **options), PLUMP, mesh_of()).init(inputs.pop("params"), **inputs)
 
 
 def test_an_integer_in_the_model_state_is_refused():
@@ -500,9 +500,9 @@ def test_a_step_made_anew_takes_the_state_of_another(name):
     batch, step = batches(1, WIDTH)[0], make()
     state, _ = step(step.init(alike()), batch)
     right, _ = step(state, batch)
-    got, metrics = make()(jax.tree.map(jnp.asarray, jax.device_get(state)), batch)
+    result, metrics = make()(jax.tree.map(jnp.asarray, jax.device_get(state)), batch)
     assert int(metrics["skipped"]) == 0
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), jax.device_get(right))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(result), jax.device_get(right))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -517,8 +517,8 @@ def test_a_sum_of_a_pipeline_is_that_of_all_rows_and_a_count_is_not_averaged(sch
     step = jc.make_train_step(pipeline, tx, mesh, sum="large")
     _, metrics = step(step.init(params), batch)
     x = None
-    for index, own in enumerate(params_of()):
-        x, _ = layer(index, own, None, x, batch)
+    for index, stage_params in enumerate(params_of()):
+        x, _ = layer(index, stage_params, None, x, batch)
     assert metrics["large"] == loss(x, batch)[1]["large"] > 0
     wrong = jc.make_train_step(pipeline, tx, mesh)
     state = wrong.init(params)

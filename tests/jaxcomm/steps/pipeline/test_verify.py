@@ -30,8 +30,8 @@ def test_a_report_in_numbers():
     whole = 2 * 4 * 32 * 4
     # Positions of 64 of 1024 as upper parts of 6 bits and 4 planes; those of 16 as upper parts of 5 bits and 5 planes.
     half, few = 4 * (64 + (63 + 64) // 32 + 1 + 4 * 2), 4 * (8 + (31 + 16) // 32 + 1 + 5)
-    found = [(each.forward, each.backward, each.dense) for each in report.boundaries]
-    assert found == [
+    rows = [(boundary.forward, boundary.backward, boundary.dense) for boundary in report.boundaries]
+    assert rows == [
         (2 * half, 2 * 4 * 64, whole),
         (2 * few, 2 * 4 * 8, whole),
         (whole, whole, whole),
@@ -41,11 +41,11 @@ def test_a_report_in_numbers():
 
 def test_a_report_in_words_warns_of_a_boundary_that_costs_more_than_none():
     pipeline = make_pipeline(3, boundaries=[jc.dct_mp(0.1), jc.dct_mp(0.0)])
-    first, second, rest = str(pipeline.report(TOPK, BATCH, K)).split("\n", 2)
+    first, second, tail = str(pipeline.report(TOPK, BATCH, K)).split("\n", 2)
     # 8 samples of 7 and 6 features: of the 7, all are sent, as floor(0.7) = 0 are dropped.
     assert first == "stage 0 to 1: 224 bytes forward, 224 back (1.0x fewer than whole activations)"
     assert second == "stage 1 to 2: 192 bytes forward, 192 back (1.0x fewer than whole activations)"
-    assert rest.startswith("each stage's gradients: ")
+    assert tail.startswith("each stage's gradients: ")
     stages = [lambda params, x, batch: batch["x"], lambda params, x, batch: x]
     pipeline = jc.Pipeline(stages, simple_loss, [np.ones(1), np.ones(1)], boundaries=[jc.dct_mp(0.1)])
     first, _ = str(pipeline.report(TOPK, {"x": np.ones((K, 10), np.float32)}, K)).split("\n", 1)
@@ -57,7 +57,9 @@ def test_a_report_in_words_warns_of_a_boundary_that_costs_more_than_none():
 def test_a_report_of_4_bits_in_numbers_is_what_is_compiled():
     """Two workers with 8 rows of 32 features: 4 tiles of 9 words and 6 of pivots; back, 8 buckets of 7 words."""
     report = prove(boundary=jc.dct_mp(0.0, value_dtype="int4"))
-    assert [(each.forward, each.backward, each.dense) for each in report.boundaries] == [(4 * 42, 4 * 56, 8 * 32 * 4)]
+    assert [(boundary.forward, boundary.backward, boundary.dense) for boundary in report.boundaries] == [
+        (4 * 42, 4 * 56, 8 * 32 * 4)
+    ]
 
 
 def test_a_report_of_a_batch_that_does_not_divide_is_refused():
@@ -96,8 +98,8 @@ def prove(first=nothing_more, second=nothing_more, outside=None, axes=None, tx=N
     pipeline = pipeline_of(nothing_more, nothing_more)
     step = inner = jc.make_train_step(pipeline_of(first, second), tx, mesh)
     if outside is not None:
-        more = jax.shard_map(outside, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
-        step = jax.jit(lambda state, batch: (inner(state, batch), more(batch["x"])))
+        collective = jax.shard_map(outside, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+        step = jax.jit(lambda state, batch: (inner(state, batch), collective(batch["x"])))
     state = jax.eval_shape(lambda: jc.make_train_step(pipeline, tx, mesh).init(PARAMS))
     return verify_pipeline(step, state, X, pipeline=pipeline, tx=tx, mesh=mesh, **options)
 
@@ -174,10 +176,10 @@ def test_verify_catches_stages_that_pass_one_another_by():
     """From the first stage to the last of three."""
     pipeline, tx, mesh = make_pipeline(3), optax.chain(jc.plump_dp(), SGD), jc.make_mesh(data=1, stage=3)
     inner = jc.make_train_step(pipeline, tx, mesh)
-    passed = jax.shard_map(
+    detour = jax.shard_map(
         lambda x: lax.ppermute(x, "stage", [(0, 2)]), mesh=mesh, in_specs=P(), out_specs=P("stage"), check_vma=False
     )
-    step = jax.jit(lambda state, batch: (inner(state, batch), passed(batch["y"])))
+    step = jax.jit(lambda state, batch: (inner(state, batch), detour(batch["y"])))
     params = stages_of(params_of(), CUTS[3])
     state = jax.eval_shape(lambda: jc.make_train_step(pipeline, tx, mesh).init(params))
     message = (
