@@ -35,8 +35,8 @@ def cross(scheme, sparsity, x, residual, gradient, seed=0):
 @every_scheme
 def test_with_sparsity_0_everything_crosses(name):
     x, gradient, residual = np.random.default_rng(0).normal(size=(3, 4, 7)).astype(np.float32)
-    arrived, back, new = cross(SCHEMES[name], 0.0, x, 0 * residual, gradient)
-    np.testing.assert_array_equal(arrived, x)
+    output, back, new = cross(SCHEMES[name], 0.0, x, 0 * residual, gradient)
+    np.testing.assert_array_equal(output, x)
     np.testing.assert_array_equal(back, gradient)
     assert not new.any()
 
@@ -49,8 +49,8 @@ def test_topk_of_the_gradient_is_the_papers_and_loses_nothing(name, kind, seed):
     reference, residual = TopKGradientReference(eta), np.zeros(shape, np.float32)
     for _ in range(3):
         x, gradient = numbers(rng, "normal", shape), numbers(rng, kind, shape)
-        arrived, back, new = cross(topk_gradient, eta, x, residual, gradient)
-        np.testing.assert_array_equal(arrived, x)
+        output, back, new = cross(topk_gradient, eta, x, residual, gradient)
+        np.testing.assert_array_equal(output, x)
         np.testing.assert_array_equal(back, reference.backward(gradient))
         np.testing.assert_array_equal(new, reference.residual)
         np.testing.assert_array_equal(back + new, gradient + residual)
@@ -71,8 +71,8 @@ def test_a_sketch_is_a_projection_of_every_sample_and_returns_the_whole_gradient
     assert np.all(values[: D - m] < 1e-5)
     assert values[D - m] > 1e-3
     S = vectors[:, -m:] * np.sqrt(values[-m:])
-    arrived, back, _ = cross(sketch, 0.7, x, x, gradient, 5)
-    np.testing.assert_allclose(arrived, reference.forward(x, S), rtol=1e-4, atol=1e-4)
+    output, back, _ = cross(sketch, 0.7, x, x, gradient, 5)
+    np.testing.assert_allclose(output, reference.forward(x, S), rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(back, reference.backward(gradient))
 
 
@@ -84,11 +84,11 @@ def test_a_sketch_is_unbiased():
     """
     x = numbers(np.random.default_rng(3), "normal", (5, D))
     run = jax.jit(jax.vmap(lambda key: sketch(x, x, 0.7, key)))
-    arrived = np.asarray(run(jnp.arange(SEEDS, dtype=jnp.uint32)), np.float64)
+    output = np.asarray(run(jnp.arange(SEEDS, dtype=jnp.uint32)), np.float64)
     x = x.astype(np.float64)
     variance = ((x**2).sum(1, keepdims=True) + x**2) / n_kept_of_row(D, 0.7)
-    assert np.abs((arrived.mean(0) - x) / np.sqrt(variance / SEEDS)).max() < 5
-    assert 0.6 < np.mean((arrived - x) ** 2 / variance) < 1.4
+    assert np.abs((output.mean(0) - x) / np.sqrt(variance / SEEDS)).max() < 5
+    assert 0.6 < np.mean((output - x) ** 2 / variance) < 1.4
 
 
 @pytest.mark.slow
@@ -97,14 +97,14 @@ def test_a_run_learns_and_its_bytes_are_those_of_the_formula(name, tmp_path):
     """Of 24 rows of 16 activations, 4 each are sent: as values, or as values and positions."""
     changes = {"architecture": MLP, "stages": 2, "workers": 1, "boundary": BoundaryFields(0.75), "out": tmp_path}
     experiment = dataclasses.replace(EXPERIMENT, **changes)
-    job, told = make_ablation(experiment, PlumpDp(), SCHEMES[name]), Told()
-    run = train(experiment, PlumpDp(), Processes(), told, job)
+    job, progress = make_ablation(experiment, PlumpDp(), SCHEMES[name]), Told()
+    run = train(experiment, PlumpDp(), Processes(), progress, job)
     assert run.losses[-1] < run.losses[0]
     forward, backward = Cut([jc.dct_mp(0.75).plan(jnp.zeros((24, 16)))], None).bytes_each_way()
     assert backward == 4 * 24 * 4
     whole = 4 * 24 * 16
     there, back = (backward, whole) if name == "sketch" else (whole, forward)
-    assert f"{there:,} bytes would go forward and {back:,} back" in told.messages[0]
+    assert f"{there:,} bytes would go forward and {back:,} back" in progress.messages[0]
     assert job.report.program.links() == {(0, 1): there, (1, 0): back}
     residual = np.asarray(run.state.model_state["residual"])
     assert residual.shape == (24, 16)

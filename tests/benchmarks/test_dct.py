@@ -32,8 +32,8 @@ def test_the_papers_figures_are_the_papers():
         for system, rows in TABLES.items()
         for row in rows.split(";")
     }
-    ours = {(s.system, s.stages, 100 * s.sparsity): list(s.paper) for s in dct.SETTINGS}
-    assert ours == typed
+    settings = {(s.system, s.stages, 100 * s.sparsity): list(s.paper) for s in dct.SETTINGS}
+    assert settings == typed
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def trained(monkeypatch):
             "accuracy": 76.0,
             "auc": 0.74,
         }
-        same = {name: getattr(config, name) for name in ("experiment", "seeds", "steps", "life_span")}
-        return {**dict(zip(names, settings[-1], strict=True)), **scores, "losses": [0.5], **same}
+        fields = {name: getattr(config, name) for name in ("experiment", "seeds", "steps", "life_span")}
+        return {**dict(zip(names, settings[-1], strict=True)), **scores, "losses": [0.5], **fields}
 
     monkeypatch.setattr(dct, "train_setting", train)
     monkeypatch.setattr(dct, "embeddings_note", lambda: "embeddings too")
@@ -102,10 +102,10 @@ def test_a_file_of_other_settings_is_refused(trained, tmp_path):
         dct.main(dct.Config(system="DCT-MP", experiment="dlrm_flights", json=with_rows))
     path = tmp_path / "table.json"
     dct.main(dct.Config(system="DCT-MP", json=path))
-    before, kept = len(trained), path.read_text()
+    before, text = len(trained), path.read_text()
     with pytest.raises(ValueError, match=r"--json must be a file of the same settings.*where steps is 1000 and not 7"):
         dct.main(dct.Config(system="DCT-MP", steps=7, json=path))
-    assert (len(trained), path.read_text()) == (before, kept)
+    assert (len(trained), path.read_text()) == (before, text)
 
 
 def test_the_record_of_before_is_one_to_go_on_with(trained, capsys):
@@ -120,8 +120,8 @@ def test_the_table_has_both_columns_with_the_papers_beside_them(trained, capsys)
     lines = capsys.readouterr().out.splitlines()
     (head,) = [line for line in lines if "paper_train_accuracy" in line]
     names = [cell.strip() for cell in re.split("[┃│]", head)[1:-1]]
-    for ours, theirs in (("train_loss", "paper_train_loss"), ("train_accuracy", "paper_train_accuracy")):
-        assert names.index(theirs) == names.index(ours) + 1
+    for settings, paper_column in (("train_loss", "paper_train_loss"), ("train_accuracy", "paper_train_accuracy")):
+        assert names.index(paper_column) == names.index(settings) + 1
     (row,) = [line for line in lines if "│ DCT-DP " in line and " 0.995 " in line]
     cells = dict(zip(names, (cell.strip() for cell in re.split("[┃│]", row)[1:-1]), strict=True))
     assert {name: cells[name] for name in cells if "train" in name} == {
@@ -164,9 +164,9 @@ def test_a_record_has_the_train_figures_of_its_own_runs(monkeypatch):
 def test_what_the_embeddings_cost_is_computed():
     """To 0.1%: the paper's fraction of Criteo's 33.8M rows of 16, at a little more than three bytes a number."""
     numbers = [int(word.replace(",", "")) for word in re.findall(r"\d[\d,]*\d", dct.embeddings_note())]
-    everything, rows, dense = numbers
+    total, rows, dense = numbers
     assert rows == 33_762_577
-    assert everything == pytest.approx(100_019_538, rel=1e-3)
+    assert total == pytest.approx(100_019_538, rel=1e-3)
     assert dense == pytest.approx(99_186, rel=1e-2)
 
 

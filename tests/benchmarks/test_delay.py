@@ -17,8 +17,8 @@ def delay(*argv):
 @pytest.mark.slow
 def test_two_hosts_send_what_is_predicted(tmp_path):
     path = tmp_path / "table.json"
-    done = delay("--methods", "plump_dp topk(0.99)", "--steps", "1", "--json", str(path))
-    assert done.returncode == 0, done.stderr
+    process = delay("--methods", "plump_dp topk(0.99)", "--steps", "1", "--json", str(path))
+    assert process.returncode == 0, process.stderr
     dense, sparse = json.loads(path.read_text())
     assert (dense["method"], sparse["method"]) == ("plump_dp", "topk(0.99)")
     for record in (dense, sparse):

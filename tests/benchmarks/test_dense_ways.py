@@ -102,10 +102,10 @@ def test_others_send_rows_get_errors_and_do_not_compute():
     function, args, _ = one_worker_step(K)
     text = function.lower(*args).compile().as_text()
     rows, labels, loss = 4 * B // K * N, 4 * B // K, 4
-    moved = read_program(text).links()
-    assert moved == {(w, 0): rows + labels for w in range(1, K)} | {(0, w): rows for w in range(1, K)}
-    other = [traffic for _, traffic in read_program(text).operations() if traffic.op != "permute"]
-    assert [(traffic.op, traffic.operand_bytes) for traffic in other] == [("all_reduce", loss)]
+    links = read_program(text).links()
+    assert links == {(w, 0): rows + labels for w in range(1, K)} | {(0, w): rows for w in range(1, K)}
+    collectives = [traffic for _, traffic in read_program(text).operations() if traffic.op != "permute"]
+    assert [(traffic.op, traffic.operand_bytes) for traffic in collectives] == [("all_reduce", loss)]
     assert float(read_program(text).received) == float(traced_program(function, *args).received)
     jaxpr = str(function.trace(*args).jaxpr)
     outside = jaxpr.split("cond[")[0]

@@ -30,7 +30,7 @@ def counts_of_the_collective(regions, masks, seed):
 
 @pytest.mark.slow
 def test_the_masks_are_those_that_dgc_sends_and_the_counts_those_of_its_ring(monkeypatch):
-    K, kept, after = 4, 0.01, []
+    K, ratio, after = 4, 0.01, []
     simulate = jc.simulate
 
     class Recorded:
@@ -40,24 +40,26 @@ def test_the_masks_are_those_that_dgc_sends_and_the_counts_those_of_its_ring(mon
 
         def __call__(self, state, batch):
             new, metrics = self.step(state, batch)
-            own = new.opt_state[0]
-            after.append((np.array(own.memory.rows.flat), np.array(own.residual.rows)))  # before it is donated
+            exchange_state = new.opt_state[0]
+            after.append(
+                (np.array(exchange_state.memory.rows.flat), np.array(exchange_state.residual.rows))
+            )  # before it is donated
             return new, metrics
 
     monkeypatch.setattr(jc, "simulate", Recorded)
-    taken = list(density.train(Config(steps=3, samples=2), K, kept))
-    assert [index for index, _, _ in taken] == [1, 3]
-    regions = regions_of(K, kept)
-    for index, largest, important in taken:
+    steps = list(density.train(Config(steps=3, samples=2), K, ratio))
+    assert [index for index, _, _ in steps] == [1, 3]
+    regions = regions_of(K, ratio)
+    for index, largest, important in steps:
         assert np.bitwise_count(largest).sum() == np.bitwise_count(important).sum() == K * regions.layout.n_slots
         assert np.any(largest != important)
-        sent = unpacked(largest)
+        payload = unpacked(largest)
         velocity, residual = after[index - 1]
-        assert not velocity[sent].any()  # momentum factor masking
-        assert np.abs(residual[sent]).max() < 0.01 * np.abs(residual).max()  # only rounding errors
+        assert not velocity[payload].any()  # momentum factor masking
+        assert np.abs(residual[payload]).max() < 0.01 * np.abs(residual).max()  # only rounding errors
         if index == 1:  # other zeros are coordinates that never had a gradient
-            assert not residual[~sent & (velocity == 0)].any()
-    masks = taken[-1][1]
+            assert not residual[~payload & (velocity == 0)].any()
+    masks = steps[-1][1]
     expected = hop_counts(accepted(regions, cut(regions, masks)))
     assert counts_of_the_collective(regions, masks, 0).tolist() == expected.tolist()
     assert np.all(np.diff(expected) > 0)
@@ -103,6 +105,6 @@ def test_the_command_shows_that_a_ring_gets_denser_and_a_shared_mask_does_not(tm
         assert row["ring_bytes"] == pytest.approx(jc.wire_report(tx, shapes(), row["workers"]).received)
         assert row["ring_bytes_at_least"] < row["ring_bytes"] < row["dense_bytes"]
         assert row["shared_1_bytes"] < row["ring_bytes"]
-    said = capsys.readouterr().out
-    assert "Density by hop, 4 workers, 1.00% kept by each" in said
-    assert "Bytes that each worker receives in a step" in said
+    output = capsys.readouterr().out
+    assert "Density by hop, 4 workers, 1.00% kept by each" in output
+    assert "Bytes that each worker receives in a step" in output

@@ -16,8 +16,8 @@ def test_the_step_at_criteos_size_sends_what_is_predicted(way):
     """Apart from the tables: the payload of the dense layers and some scalars, equally many bytes for every way."""
     record = measure(way, 4, 128, TABLE_SIZES)
     assert record["received_compiled"] == record["received_predicted"]
-    beside = record["received_compiled"] - record["tables_formula"]
-    assert 99_000 < beside < 99_400
+    surplus = record["received_compiled"] - record["tables_formula"]
+    assert 99_000 < surplus < 99_400
     table = 4 * 16 * 33_762_577 / 1e6
     if way in ("columns", "rows"):  # whose gradient is not made
         assert record["temporaries_mb"] < 20

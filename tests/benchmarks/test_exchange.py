@@ -32,9 +32,9 @@ def exchange(*argv, timeout=120):
 def test_two_hosts_send_what_is_predicted(tmp_path):
     path = tmp_path / "table.json"
     names = ["plump_dp", "topk", "dct_dp", "naive", "slim_dp"]
-    given = ("--method", ",".join(names), "--steps", "1", "--json", str(path))
-    done = exchange("--shapes", "2e5", "--hosts", "2", "--rate", "none", *given)
-    assert done.returncode == 0, done.stderr
+    options = ("--method", ",".join(names), "--steps", "1", "--json", str(path))
+    process = exchange("--shapes", "2e5", "--hosts", "2", "--rate", "none", *options)
+    assert process.returncode == 0, process.stderr
     records = json.loads(path.read_text())
     assert [record["method"] for record in records] == names
     for record in records:
@@ -42,7 +42,7 @@ def test_two_hosts_send_what_is_predicted(tmp_path):
         assert 0 < record["ms_min"] <= record["ms_median"] <= record["ms_max"]
         assert record["bytes_predicted"] == record["bytes_compiled"] > 0
         assert record["compile_s"] > 0
-        assert record["method"] in done.stdout
+        assert record["method"] in process.stdout
     dense, topk, dct_dp, naive, _ = records
     assert dense["bytes_compiled"] == pytest.approx(2 * 1 / 2 * 4 * 200_000, abs=64)
     assert naive["bytes_compiled"] == pytest.approx(8 * 2000, abs=64)

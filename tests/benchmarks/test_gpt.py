@@ -18,10 +18,10 @@ SMALL = Config(experiment="gpt_stdlib", layers=1, width=8, steps=4, evaluations=
 @pytest.fixture
 def trained(monkeypatch):
     """The runs that were trained, in a stand-in for training: method, seed, optimizer. The loss is 2 or more."""
-    done = []
+    runs = []
 
     def train(experiment, method, job):
-        done.append((method, experiment.seed, experiment.optimizer))
+        runs.append((method, experiment.seed, experiment.optimizer))
         loss = 2.0 + 0.25 * experiment.seed + 0.125 * (method != METHODS["dense"])
         scores = {"loss": loss, "bits_per_byte": loss / 0.5, "accuracy": 0.5}
         curve = {"steps": [2, 4], "losses": [3.0, loss], "accuracies": [40.0, 50.0], "received": [2e6, 4e6]}
@@ -30,7 +30,7 @@ def trained(monkeypatch):
     monkeypatch.setattr(seeds, "_train", train)
     monkeypatch.setattr("train.job.make_job", lambda experiment, method: None)
     monkeypatch.setattr("train.processes.prepare_jax", lambda devices: None)
-    return done
+    return runs
 
 
 def rows_of(out):
@@ -115,9 +115,9 @@ def test_a_small_model_in_stages_is_timed_and_trained(tmp_path):
     sizes = "--experiment gpt_stdlib --layers 1 --width 8 --steps 4 --evaluations 2 --batch 4 --stages 2 --seeds 1"
     options = ["--rate", "none", "--timed-steps", "2", "--json", str(tmp_path / "gpt.json")]
     command = [sys.executable, "-m", "benchmarks.gpt", *sizes.split(), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    rows = rows_of(done.stdout)
+    runs = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert runs.returncode == 0, runs.stdout[-2000:] + runs.stderr[-2000:]
+    rows = rows_of(runs.stdout)
     assert list(rows) == ["dense", "dct_mp, 90%", "4 bits"]
     whole, bits = (float(rows[name]["bytes_per_step"].replace(",", "")) for name in ("dense", "4 bits"))
     assert whole > 5 * bits
@@ -129,12 +129,12 @@ def test_a_small_model_is_trained_and_timed(tmp_path):
     sizes = "--experiment gpt_stdlib --layers 1 --width 8 --steps 4 --evaluations 2 --batch 4 --workers 2 --seeds 1"
     path = tmp_path / "gpt.json"
     command = [sys.executable, "-m", "benchmarks.gpt", *sizes.split(), "--json", str(path)]
-    for more in (["--hosts", "2", "--rate", "none", "--timed-steps", "2"], ["--rate", "none", "--timed-steps", "2"]):
-        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    for options in (["--hosts", "2", "--rate", "none", "--timed-steps", "2"], ["--rate", "none", "--timed-steps", "2"]):
+        runs = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600)
+        assert runs.returncode == 0, runs.stdout[-2000:] + runs.stderr[-2000:]
     records = json.loads(path.read_text())
     assert [record["of"] for record in records] == ["gpt step"] * len(METHODS) + ["run"] * len(METHODS)
-    rows = rows_of(done.stdout)
+    rows = rows_of(runs.stdout)
     dense, half = (float(rows[name]["bytes_per_step"].replace(",", "")) for name in ("dense", "bfloat16"))
     assert half == pytest.approx(dense / 2, rel=0.02)
     assert all(float(row["seconds"]) > 0 for row in rows.values())

@@ -26,12 +26,12 @@ def test_a_sharded_step_is_that_of_one_device(bits, tolerance):
     params = {"in": rng.normal(size=(8, 16)).astype(np.float32), "out": rng.normal(size=(16, 4)).astype(np.float32)}
     batch = {"x": rng.normal(size=(16, 8)).astype(np.float32), "y": rng.normal(size=(16, 4)).astype(np.float32)}
     optimizer = optax.sgd(0.1, momentum=0.9)
-    whole, kept = params, optimizer.init(params)
+    whole, opt_state = params, optimizer.init(params)
     step, state = make_step(loss_fn, params, optimizer, jc.make_mesh(data=4), bits)
     assert state[0]["in"].addressable_shards[0].data.shape == (2, 16)
     for number in range(20):
         expected, gradient = jax.value_and_grad(loss_fn)(whole, batch)
-        updates, kept = optimizer.update(gradient, kept)
+        updates, opt_state = optimizer.update(gradient, opt_state)
         whole = optax.apply_updates(whole, updates)
         state, loss = step(state, batch)
         if number == 0:

@@ -8,37 +8,37 @@ from benchmarks import growth
 from benchmarks.growth import Config
 
 
-def row(parameters, ms, hosts=2, sweep="parameters", method="topk", **others):
-    measured = {"ms_median": ms, "bytes_kernel": 1.1e5, "bytes_predicted": 1e5, "compile_s": 2.0}
-    given = {"sweep": sweep, "method": method, "parameters": parameters, "hosts": hosts, "density": 0.01}
-    return given | measured | {"rate": "100mbit", "held_bytes": 40 * parameters} | others
+def row(parameters, ms, hosts=2, sweep="parameters", method="topk", **options):
+    times = {"ms_median": ms, "bytes_kernel": 1.1e5, "bytes_predicted": 1e5, "compile_s": 2.0}
+    fields = {"sweep": sweep, "method": method, "parameters": parameters, "hosts": hosts, "density": 0.01}
+    return fields | times | {"rate": "100mbit", "held_bytes": 40 * parameters} | options
 
 
 def test_laws_by_hand():
     # 1e5 bytes take 8 ms at 100 Mbit/s, which leaves 2, 2 and 5 ns per parameter.
     rows = [row(10**6, 10.0), row(2 * 10**6, 12.0), row(4 * 10**6, 28.0, held_bytes=80 * 10**6, compile_s=3.0)]
-    shown = growth._against_law(rows[2], [*rows, row(10**6, 99.0, method="sign"), row(10**6, 99.0, sweep="hosts")])
-    assert shown["ms_median_by_law"] == pytest.approx(28 / (8 + 4 * 2))
-    assert shown["bytes_kernel_by_law"] == pytest.approx(1.1)
-    assert shown["compile_s_by_law"] == pytest.approx(1.5)
-    assert shown["held_bytes_by_law"] == pytest.approx(80 / 160)
+    lines = growth._against_law(rows[2], [*rows, row(10**6, 99.0, method="sign"), row(10**6, 99.0, sweep="hosts")])
+    assert lines["ms_median_by_law"] == pytest.approx(28 / (8 + 4 * 2))
+    assert lines["bytes_kernel_by_law"] == pytest.approx(1.1)
+    assert lines["compile_s_by_law"] == pytest.approx(1.5)
+    assert lines["held_bytes_by_law"] == pytest.approx(80 / 160)
 
 
 @pytest.mark.slow
 def test_a_file_is_filled_and_not_measured_again(tmp_path, capsys, monkeypatch):
     path, figure = tmp_path / "growth.json", tmp_path / "growth.png"
-    given = {"sizes": "1000,3e14", "hosts": "2", "density": "0.01,0.1", "size": 1e3, "rate": "none", "steps": 1}
-    config = Config(**given, method="plump_dp,topk", json=path, figure=figure)
+    fields = {"sizes": "1000,3e14", "hosts": "2", "density": "0.01,0.1", "size": 1e3, "rate": "none", "steps": 1}
+    config = Config(**fields, method="plump_dp,topk", json=path, figure=figure)
     growth.main(config)
     assert "300,000,000,000,000 parameters on 2 hosts take some" in capsys.readouterr().out
     rows = json.loads(path.read_text())
-    found = [(r["sweep"], r["method"], r["parameters"], r["hosts"], r["density"]) for r in rows]
-    assert found == [
+    result = [(r["sweep"], r["method"], r["parameters"], r["hosts"], r["density"]) for r in rows]
+    assert result == [
         *[("parameters", method, 1000, 2, 0.01) for method in ("plump_dp", "topk")],
         *[("hosts", method, 1000, 2, 0.01) for method in ("plump_dp", "topk")],
         *[("density", method, 1000, 4, 0.01) for method in ("plump_dp", "topk")],
         ("density", "topk", 1000, 4, 0.1),
     ]
     assert figure.stat().st_size > 10_000
-    monkeypatch.setattr(growth, "_measure", lambda config, wanted, methods: pytest.fail("nothing is left"))
+    monkeypatch.setattr(growth, "_measure", lambda config, fields, methods: pytest.fail("nothing is left"))
     growth.main(config)

@@ -64,11 +64,11 @@ def test_a_step_is_compared_with_one_host_and_with_data_parallel_on_as_many():
     def timed(layout, devices, data, ms):
         return Record(layout, devices, data, 8, 63, "none", ms, ms, ms, None, 0.0, 0.0)
 
-    alone, dense, ours = (
+    host, dense, hybrid = (
         timed(LAYOUTS[0], 1, "fake", 100.0),
         timed(LAYOUTS[0], 2, "fake", 200.0),
         timed(LAYOUTS[2], 2, "fake", 50.0),
     )
-    hybrid_run.compare([alone, timed(LAYOUTS[0], 1, "real", 1.0), dense, ours])
-    assert (alone.speed_up, dense.speed_up, ours.speed_up) == (1.0, 0.5, 2.0)
-    assert (alone.times_data_parallel, dense.times_data_parallel, ours.times_data_parallel) == (1.0, 1.0, 4.0)
+    hybrid_run.compare([host, timed(LAYOUTS[0], 1, "real", 1.0), dense, hybrid])
+    assert (host.speed_up, dense.speed_up, hybrid.speed_up) == (1.0, 0.5, 2.0)
+    assert (host.times_data_parallel, dense.times_data_parallel, hybrid.times_data_parallel) == (1.0, 1.0, 4.0)

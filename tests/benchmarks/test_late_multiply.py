@@ -36,17 +36,17 @@ def test_layers_are_read_and_alexnets_are_the_papers():
     ("edge", "step", "start"), [(109.7, 2, 109.7), (109.7, 4, 1.0), (1, 4, 50.0), (5671.4, 8, 9e4)]
 )
 def test_bisection_ends_around_the_edge_wherever_it_starts(edge, step, start):
-    asked = []
+    sizes = []
 
     def is_cheaper(batch):
-        asked.append(batch)
+        sizes.append(batch)
         return batch < edge
 
     low, high = bisect(is_cheaper, step, start)
     assert low < edge <= high
     assert (high - low, low % step) == (step, 0)
-    assert len(asked) == len(set(asked)) < 20
-    assert 0 not in asked
+    assert len(sizes) == len(set(sizes)) < 20
+    assert 0 not in sizes
 
 
 @pytest.mark.parametrize("mode", late_multiply.MODES)
@@ -56,14 +56,14 @@ def test_what_is_timed_is_the_mean_gradient(mode):
     rows = [rng.normal(size=(6, width)).astype(np.float32) for shape in layers for width in shape]
     step, _ = late_multiply.compile_step(layers, mesh, mode, 6)
     sharding = NamedSharding(mesh, PartitionSpec("data"))
-    for got, x, error in zip(step(*jax.device_put(rows, sharding)), rows[::2], rows[1::2], strict=True):
-        np.testing.assert_allclose(got, x.T @ error / 2, rtol=1e-5, atol=1e-6)
+    for result, x, error in zip(step(*jax.device_put(rows, sharding)), rows[::2], rows[1::2], strict=True):
+        np.testing.assert_allclose(result, x.T @ error / 2, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("layer", "workers"), [((30, 5), 4)])
 def test_compiled_bytes_are_equal_at_the_papers_batch(layer, workers):
-    found = late_multiply.bytes_crossover(layer, jc.make_mesh(data=workers))
-    assert found == pytest.approx(2 * layer[0] * layer[1] / sum(layer), rel=1e-6)
+    crossover = late_multiply.bytes_crossover(layer, jc.make_mesh(data=workers))
+    assert crossover == pytest.approx(2 * layer[0] * layer[1] / sum(layer), rel=1e-6)
 
 
 def test_the_crossing_is_where_the_quotient_rises_through_one():
@@ -109,11 +109,11 @@ def test_what_is_run_by_default():
 def test_two_hosts_send_what_is_predicted(tmp_path):
     path = tmp_path / "table.json"
     argv = ["--layers", "64x48,48x8", "--batch", "8", "--hosts", "2", "--rate", "none", "--steps", "1"]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "benchmarks.late_multiply", *argv, "--json", str(path)],
         cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     reduced, late = json.loads(path.read_text())
     assert [row["mode"] for row in (reduced, late)] == ["reduce", "late"]
     assert reduced["bytes_predicted"] == reduced["bytes_compiled"] == 4 * (64 * 48 + 48 * 8)
@@ -121,5 +121,5 @@ def test_two_hosts_send_what_is_predicted(tmp_path):
     for row in (reduced, late):
         assert 0 < row["ms_min"] <= row["ms_median"] <= row["ms_max"]
         assert row["ms_communication"] > 0
-        assert row["mode"] in done.stdout
+        assert row["mode"] in process.stdout
     assert late["times_fewer_bytes"] == reduced["bytes_compiled"] / late["bytes_compiled"]

@@ -26,7 +26,7 @@ CASES = [
 
 def image_loss(output, batch):
     outputs = output if isinstance(output, tuple) else (output,)
-    return sum(optax.softmax_cross_entropy_with_integer_labels(each, batch["label"]).mean() for each in outputs), {}
+    return sum(optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean() for logits in outputs), {}
 
 
 def click_loss(output, batch):

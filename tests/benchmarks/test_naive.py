@@ -31,12 +31,12 @@ def test_naive_topk_is_topk_of_the_flat_gradient(sparsity, shapes):
         gradients = [part.reshape(K, *shape) for part, shape in zip(parts, shapes, strict=True)]
         means, state = exchange(gradients, state)
         expected = reference.step([{"flat": row} for row in flat])
-        found = np.concatenate([np.ravel(mean) for mean in means])
-        np.testing.assert_allclose(found, expected.mean["flat"], rtol=1e-6, atol=1e-7)
+        mean = np.concatenate([np.ravel(mean) for mean in means])
+        np.testing.assert_allclose(mean, expected.mean["flat"], rtol=1e-6, atol=1e-7)
         assert [mean.shape for mean in means] == shapes
         residuals = [residual["flat"] for residual in reference.residuals]
-        found = np.concatenate(
+        mean = np.concatenate(
             [np.asarray(state.residual.rows)[:, at : at + n] for at, n in zip(starts, sizes, strict=True)], axis=1
         )
-        np.testing.assert_allclose(found, residuals, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(mean, residuals, rtol=1e-6, atol=1e-7)
         assert np.count_nonzero(expected.mean["flat"]) > 0

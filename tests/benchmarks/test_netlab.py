@@ -62,8 +62,8 @@ def transfer(lab, direction, size, trace=None):
     argv = [sys.executable, "-c", TRANSFER, direction, str(size)]
     results = lab.run(argv, env={"PYTHONPATH": str(ROOT)}, timeout=30, trace=trace)
     assert [result.returncode for result in results] == [0] * lab.hosts, results
-    seconds, counted = results[0].stdout.split()
-    return float(seconds), int(counted)
+    seconds, counter = results[0].stdout.split()
+    return float(seconds), int(counter)
 
 
 def remains(pid):
@@ -152,9 +152,9 @@ def test_the_fallback_says_so_once_and_runs_on_loopback(loopback, capfd):
     coordinator = outputs[0][0]
     assert coordinator.startswith("127.0.0.1:")
     assert outputs == [[coordinator, "0", "2", "lo"], [coordinator, "1", "2", "lo"]]
-    said = capfd.readouterr().err
-    assert said.count("fell back to loopback") == 1
-    assert "takes root" in said
+    message = capfd.readouterr().err
+    assert message.count("fell back to loopback") == 1
+    assert "takes root" in message
 
 
 def test_a_machine_that_cannot_make_namespaces_falls_back_by_name(monkeypatch, capfd):
@@ -176,17 +176,17 @@ def test_output_is_kept_apart_by_host_and_may_be_large(lab):
 
 def test_host_0_passes_through_while_it_runs(lab, capfd):
     script = "echo started $JAXCOMM_PROCESS_ID; sleep 1; echo warned >&2"
-    seen = []
+    rates = []
 
     def look():
         time.sleep(0.6)
-        seen.append(capfd.readouterr().out)
+        rates.append(capfd.readouterr().out)
 
     looker = threading.Thread(target=look)
     looker.start()
     results = lab.run(["sh", "-c", script], stream=True)
     looker.join()
-    assert seen == ["started 0\n"]
+    assert rates == ["started 0\n"]
     assert capfd.readouterr() == ("", "warned\n")
     assert results[0].stdout == "started 0\n"
 
@@ -214,8 +214,8 @@ def megabits_per_second(lab, direction, size, received, limit):
     """The fastest of three transfers: other work on the machine can slow one down, but none may exceed the limit."""
     rates = []
     for _ in range(3):
-        seconds, counted = transfer(lab, direction, size)
-        assert counted == pytest.approx(2 * size, rel=0.03)
+        seconds, counter = transfer(lab, direction, size)
+        assert counter == pytest.approx(2 * size, rel=0.03)
         rates.append(received * 8 / seconds / 1e6)
         assert rates[-1] < 1.05 * limit
         if rates[-1] > 0.6 * limit:
@@ -249,25 +249,25 @@ def test_a_trace_shows_the_rate_at_which_host_0_receives(lab):
     series = trace.records()
     assert 2_000_000 < series[-1]["received"] < 2_060_000
     kilobytes, before = 0.0, 0.0
-    for each in series:
-        assert each["seconds"] - before > 0.0999
-        kilobytes, before = kilobytes + each["kB_per_s"] * (each["seconds"] - before), each["seconds"]
-        assert kilobytes * 1e3 == pytest.approx(each["received"])
-    busy = [index for index, each in enumerate(series) if each["kB_per_s"] > 100]
+    for second in series:
+        assert second["seconds"] - before > 0.0999
+        kilobytes, before = kilobytes + second["kB_per_s"] * (second["seconds"] - before), second["seconds"]
+        assert kilobytes * 1e3 == pytest.approx(second["received"])
+    busy = [index for index, second in enumerate(series) if second["kB_per_s"] > 100]
     begin = series[busy[0] - 1]["seconds"] if busy[0] else 0.0
     assert series[busy[-1]]["seconds"] - begin > 0.75
 
 
 def test_the_command_writes_its_trace(tmp_path):
     path = tmp_path / "trace.json"
-    done = command_line("--hosts", "1", "--rate", "none", "--trace", str(path), "--", "sleep", "0.5")
-    assert done.returncode == 0, done.stderr
+    process = command_line("--hosts", "1", "--rate", "none", "--trace", str(path), "--", "sleep", "0.5")
+    assert process.returncode == 0, process.stderr
     series = json.loads(path.read_text())
     assert len(series) >= 2
     assert set(series[0]) == {"seconds", "received", "kB_per_s"}
-    done = command_line("--hosts", "1", "--rate", "none", "--trace", str(tmp_path), "--", "sleep", "0")
-    assert done.returncode == 2
-    assert "--trace must be a file; got the folder" in done.stderr
+    process = command_line("--hosts", "1", "--rate", "none", "--trace", str(tmp_path), "--", "sleep", "0")
+    assert process.returncode == 2
+    assert "--trace must be a file; got the folder" in process.stderr
 
 
 def test_hosts_do_not_interrupt_each_other(lab):
@@ -309,7 +309,7 @@ def test_a_signal_ends_the_hosts_and_leaves_no_namespace(number, tmp_path):
 
 @pytest.mark.parametrize("while_it", ["builds", "runs"])
 def test_a_signal_in_the_middle_of_a_poll_ends_the_lab(monkeypatch, while_it):
-    make_lock, sent = threading.Lock, []
+    make_lock, signals = threading.Lock, []
 
     class Interrupted:
         """The lock of a `Popen`: a signal arrives after it is taken and before the `try` that would release it."""
@@ -318,12 +318,12 @@ def test_a_signal_in_the_middle_of_a_poll_ends_the_lab(monkeypatch, while_it):
             self.lock = make_lock()
 
         def acquire(self, blocking=True):
-            taken = self.lock.acquire(timeout=10) if blocking else self.lock.acquire(False)
-            assert taken or not blocking, "nobody will release the lock"
-            if not sent:
-                sent.append(os.kill(os.getpid(), signal.SIGTERM))
+            acquired = self.lock.acquire(timeout=10) if blocking else self.lock.acquire(False)
+            assert acquired or not blocking, "nobody will release the lock"
+            if not signals:
+                signals.append(os.kill(os.getpid(), signal.SIGTERM))
                 time.sleep(0.1)  # until the other thread has taken it
-            return taken
+            return acquired
 
         def release(self):
             self.lock.release()
@@ -389,9 +389,9 @@ def test_the_command_line_prints_host_0_and_reports_failures():
     bad = command_line("--hosts", "2", "--", "sh", "-c", "echo no $JAXCOMM_PROCESS_ID >&2; exit $JAXCOMM_PROCESS_ID")
     assert bad.returncode == 1
     assert "netlab: host 1 ended with 1\nno 1\n" in bad.stderr
-    none = command_line("--hosts", "2")
-    assert none.returncode == 2
-    assert "Write it after `--`" in none.stderr
+    no_command = command_line("--hosts", "2")
+    assert no_command.returncode == 2
+    assert "Write it after `--`" in no_command.stderr
 
 
 def test_help_needs_neither_root_nor_jax():
@@ -404,6 +404,6 @@ try:
 finally:
     assert "jax" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "--hosts" in done.stdout
+    process = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "--hosts" in process.stdout

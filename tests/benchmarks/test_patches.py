@@ -12,8 +12,8 @@ def test_the_table_has_the_steps_and_a_first_step_of_adam_is_of_the_learning_rat
     first, third = json.loads((tmp_path / "patches.json").read_text())
     assert (first["step"], third["step"]) == (1, 3)
     # 1e-6 over the spacing of normal weights in bfloat16, averaged over their density: 4% (3.9% to 4.6% of 20,000).
-    changed = float(first["changed"].rstrip("%")) / 100
-    assert 0.036 < changed < 0.049
-    assert first["plain"] == f"{2 / (6 * changed):.1f}x"
+    share = float(first["changed"].rstrip("%")) / 100
+    assert 0.036 < share < 0.049
+    assert first["plain"] == f"{2 / (6 * share):.1f}x"
     assert float(first["fewer"].rstrip("x")) == pytest.approx(40_000 / first["bytes"], abs=0.06)
     assert "20,000 weights" in capsys.readouterr().out

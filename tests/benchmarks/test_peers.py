@@ -40,9 +40,9 @@ def reference(job):
             outputs.append(z if index + 2 == len(weights) else np.maximum(z, 0))
         shares = np.exp(outputs[-1] - outputs[-1].max(axis=1, keepdims=True))
         shares /= shares.sum(axis=1, keepdims=True)
-        wanted = np.eye(10)[job.labels[rows]]
-        losses.append(-np.log((shares * wanted).sum(axis=1)).mean())
-        flow = (shares - wanted) / len(rows)
+        labels = np.eye(10)[job.labels[rows]]
+        losses.append(-np.log((shares * labels).sum(axis=1)).mean())
+        flow = (shares - labels) / len(rows)
         gradients = [np.zeros(0)] * len(weights)
         for index in reversed(range(0, len(weights), 2)):
             gradients[index], gradients[index + 1] = outputs[index // 2].T @ flow, flow.sum(axis=0)
@@ -56,13 +56,13 @@ def reference(job):
 def test_a_job_is_read_as_it_was_written(tmp_path):
     job = small_job()
     job.save(tmp_path / "job.npz")
-    found = Job.load(tmp_path / "job.npz")
-    assert (found.method, found.learning_rate, found.segment) == ("dense", 0.01, 2)
+    copy = Job.load(tmp_path / "job.npz")
+    assert (copy.method, copy.learning_rate, copy.segment) == ("dense", 0.01, 2)
     for name in ("images", "labels", "test_images", "test_labels", "order"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(job, name))
-    assert len(found.weights) == 8
-    for ours, theirs in zip(found.weights, job.weights, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(getattr(copy, name), getattr(job, name))
+    assert len(copy.weights) == 8
+    for array, array_of_job in zip(copy.weights, job.weights, strict=True):
+        np.testing.assert_array_equal(array, array_of_job)
 
 
 def test_the_model_has_the_parameters_that_it_claims():
@@ -135,9 +135,9 @@ def test_what_cannot_run_is_refused_with_the_remedy(tmp_path):
     assert "--steps at least 2" in message(methods="jaxcomm:dense", steps=1)
     assert "jaxcomm:sgd" in message(methods="jaxcomm:sgd")
     command = [sys.executable, "-m", "benchmarks.peers", "--methods", "torch:dense", "--torch", str(tmp_path / "none")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("peers: --torch must name the Python")
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 2
+    assert process.stderr.startswith("peers: --torch must name the Python")
 
 
 def segment(seconds, accuracy, steps=10, loss=1.0, received=5000.0):
@@ -145,8 +145,8 @@ def segment(seconds, accuracy, steps=10, loss=1.0, received=5000.0):
 
 
 def test_ratios_are_of_the_same_round_and_a_target_that_is_missed_once_is_unknown():
-    def run(method, seed, seconds, reached):
-        segments = [segment(9.0, 0.1, steps=1), segment(seconds, 0.5), segment(seconds, reached)]
+    def run(method, seed, seconds, target):
+        segments = [segment(9.0, 0.1, steps=1), segment(seconds, 0.5), segment(seconds, target)]
         return {"method": method, "seed": seed, "segments": segments, "aborts": seed}
 
     runs = [

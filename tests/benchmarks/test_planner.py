@@ -43,21 +43,21 @@ def test_accuracy_is_given_with_the_interval_of_its_difference_to_dense(tmp_path
 
     def runs(method, *accuracies):
         about = describe(CONFIGS["fashion"], method)
-        for seed, each in enumerate(accuracies):
+        for seed, percent in enumerate(accuracies):
             yield {
                 "of": "run",
                 "about": about | {"seed": seed, "steps": 2000},
-                "scores": {"accuracy": each / 100, "loss": 1.0},
+                "scores": {"accuracy": percent / 100, "loss": 1.0},
             }
 
-    others = TopK(sparsity=0.99, residual_dtype="bfloat16"), TopK(sparsity=0.98), PlumpDp(p=10)
-    records = [*runs(PlumpDp(), 90, 91, 92), *(run for method in others for run in runs(method, 0, 0, 0))]
+    methods = TopK(sparsity=0.99, residual_dtype="bfloat16"), TopK(sparsity=0.98), PlumpDp(p=10)
+    records = [*runs(PlumpDp(), 90, 91, 92), *(run for method in methods for run in runs(method, 0, 0, 0))]
     records += [run for method in MEASURED.values() for run in reversed([*runs(method, 89, 89, 89)])]
     monkeypatch.setattr("benchmarks.planner.ACCURACY", tmp_path / "runs.json")
     fields = {"bytes_per_step": 1.0, "dense_bytes": 1.0, "overflow_per_step": 0.0, "skipped": 0, "parameters": 1}
     (tmp_path / "runs.json").write_text(json.dumps([record | fields for record in records]))
-    wanted = "-2.00 points (95%: -4.48 to +0.48), Fashion-MNIST, 2,000 steps, 3 seeds"
-    assert accuracy() == {"plump_dp": "as dense", **dict.fromkeys(MEASURED, wanted)}
+    expected = "-2.00 points (95%: -4.48 to +0.48), Fashion-MNIST, 2,000 steps, 3 seeds"
+    assert accuracy() == {"plump_dp": "as dense", **dict.fromkeys(MEASURED, expected)}
 
 
 @pytest.mark.parametrize("shapes", ["mlp", "1000", "twin"])

@@ -74,10 +74,11 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("module", "argv", "said"), [pytest.param(name, argv, said, id=f"{name} {argv}") for name, argv, *said in REFUSED]
+    ("module", "argv", "message"),
+    [pytest.param(name, argv, message, id=f"{name} {argv}") for name, argv, *message in REFUSED],
 )
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-def test_a_value_is_refused_in_one_line(module, argv, said, monkeypatch, capsys, tmp_path):
+def test_a_value_is_refused_in_one_line(module, argv, message, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [module, *argv.split()])
     monkeypatch.setattr(Lab, "__enter__", lambda _: pytest.fail("hosts start"))
@@ -87,4 +88,4 @@ def test_a_value_is_refused_in_one_line(module, argv, said, monkeypatch, capsys,
     line = capsys.readouterr().err
     assert line.startswith(f"{module}: ")
     assert line.count("\n") == 1
-    assert [part for part in said if part not in line] == [], line
+    assert [part for part in message if part not in line] == [], line

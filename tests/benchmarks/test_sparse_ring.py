@@ -44,27 +44,27 @@ def ring(K, value_dtype, where="simulation"):
         out, nonzeros = ring_sum(regions, vector, pack(mask), jnp.float32(0), flag, "data")
         return out._replace(total=out.total(jnp.asarray(True))), nonzeros
 
-    mine, same = P("data"), P()
+    rows, replicated = P("data"), P()
     if where == "simulation":
-        mine, same = 0, None
-    out = SparseReduced(same, mine, same, mine, same, same), same
+        rows, replicated = 0, None
+    out = SparseReduced(replicated, rows, replicated, rows, replicated, replicated), replicated
     if where == "simulation":
         return jax.jit(jax.vmap(worker, axis_name="data", out_axes=out))
 
     def on_device(*rows):
         sums, nonzeros = worker(*(row[0] for row in rows))
-        own = jax.tree.map(lambda leaf: leaf[None], {"errors": sums.errors, "sent": sums.sent})
-        return sums._replace(**own), nonzeros
+        row = jax.tree.map(lambda leaf: leaf[None], {"errors": sums.errors, "sent": sums.sent})
+        return sums._replace(**row), nonzeros
 
     return jax.jit(jax.shard_map(on_device, mesh=jc.make_mesh(data=K), in_specs=P("data"), out_specs=out))
 
 
 def inputs(K, seed=0, dyadic=False, density=None):
     """Vectors and masks, of about the density that regions have slots for, and much denser in the first half-block."""
-    blocks, kept = SETTINGS[K]
+    blocks, ratio = SETTINGS[K]
     rng, full = np.random.default_rng(seed), (K, 1024 * blocks)
     vectors = rng.integers(-64, 65, full) / 8 if dyadic else rng.normal(size=full)
-    masks = rng.random(full) < (density or kept)
+    masks = rng.random(full) < (density or ratio)
     if density is None:
         masks[:, :512] |= rng.random((K, 512)) < 0.9
     return vectors.astype(np.float32), masks, np.ones(K, bool)
@@ -82,12 +82,12 @@ def sent_by(out, n):
     """What each worker has sent: its coordinates (K, n) bool, and their values (K, n)."""
     where, values = np.zeros((len(out.sent.position), n), bool), np.zeros((len(out.sent.position), n))
     rows = (np.asarray(field) for field in (out.sent.position, out.sent.filled, out.sent.values))
-    for w, (position, filled, sent) in enumerate(zip(*rows, strict=True)):
+    for w, (position, filled, payload) in enumerate(zip(*rows, strict=True)):
         assert ((position >= 0) & (position < n)).all()
-        assert not sent[~filled].any()
+        assert not payload[~filled].any()
         assert len(set(position[filled])) == filled.sum()
         where[w, position[filled]] = True
-        values[w, position[filled]] = sent[filled]
+        values[w, position[filled]] = payload[filled]
     return where, values
 
 
@@ -125,9 +125,9 @@ def test_numbers_that_need_no_rounding_are_summed_to_the_bit(K):
 def test_a_mesh_and_a_simulation_agree_to_the_bit_and_all_devices_have_the_same(K):
     rows = inputs(K, seed=2)
     expected = ring(K, "bfloat16")(*rows)
-    found = ring(K, "bfloat16", "mesh")(*rows)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    out, nonzeros = found
+    result = ring(K, "bfloat16", "mesh")(*rows)
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
+    out, nonzeros = result
     for array in (out.total, out.counts, out.ok, nonzeros):
         copies = [np.asarray(shard.data) for shard in array.addressable_shards]
         assert [copy.shape for copy in copies] == [array.shape] * K
@@ -176,8 +176,8 @@ def test_predicted_bytes_are_those_of_the_formula_and_of_the_compiled_program(K,
     n = 1024 * SETTINGS[K][0]
     tx, params = ring_topk(sparsity), {"w": jnp.zeros(n)}
     report = jc.wire_report(tx, params, K)
-    kept = n - math.floor(round(n * sparsity, 6))
-    assert report.received == pytest.approx(sum(received_by_hand(K, n, kept, 16)), abs=1e-6)
+    ratio = n - math.floor(round(n * sparsity, 6))
+    assert report.received == pytest.approx(sum(received_by_hand(K, n, ratio, 16)), abs=1e-6)
     if K not in (1, 4):
         return
     state = init_state(params, tx, jc.make_mesh(data=K)).opt_state
@@ -228,12 +228,12 @@ def test_what_is_not_sound_is_told_to_all(K):
         flags[worker] = False
         assert not ring(K, "bfloat16")(vectors, masks, flags)[0].ok
     # Finite numbers, two of which have an infinite sum in any order; the next rounding would make it finite.
-    sent = np.flatnonzero(accepted(K, masks).all(0))[0]
+    place = np.flatnonzero(accepted(K, masks).all(0))[0]
     for pair in ([0, 1], [K - 2, K - 1], [0, K - 1]):
         large = vectors.copy()
-        large[pair, sent] = 3e38
+        large[pair, place] = 3e38
         assert not ring(K, "bfloat16")(large, masks, np.ones(K, bool))[0].ok
-    large[pair, sent] = [3e38, -3e38]
+    large[pair, place] = [3e38, -3e38]
     assert ring(K, "bfloat16")(large, masks, np.ones(K, bool))[0].ok
 
 
@@ -247,8 +247,8 @@ def simulated(tx, n, K):
     axes = jax.tree.map(lambda node: 0 if is_rows(node) else None, state, is_leaf=is_rows)
 
     def update(gradient, state):
-        apart = jax.tree.map(lambda s: jax.tree.map(lambda x: x[None], s) if is_rows(s) else s, state, is_leaf=is_rows)
-        means, new = tx.update({"w": gradient}, apart)
+        rowed = jax.tree.map(lambda s: jax.tree.map(lambda x: x[None], s) if is_rows(s) else s, state, is_leaf=is_rows)
+        means, new = tx.update({"w": gradient}, rowed)
         return means["w"], jax.tree.map(
             lambda s: jax.tree.map(lambda x: x[0], s) if is_rows(s) else s, new, is_leaf=is_rows
         )
@@ -303,9 +303,9 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_proceeds():
     gradients = rng.normal(size=(K, n)).astype(np.float32)
     _, before = step(gradients, state)
     for bad in (np.nan, np.inf):
-        broken = gradients.copy()
-        broken[2, 6000] = bad
-        means, after = step(broken, before)
+        spoiled = gradients.copy()
+        spoiled[2, 6000] = bad
+        means, after = step(spoiled, before)
         assert (int(after.metrics.skipped), int(after.metrics.sent), int(after.metrics.overflow)) == (1, 0, 0)
         assert not np.any(means)
         np.testing.assert_array_equal(after.residual.rows, before.residual.rows)
@@ -325,6 +325,6 @@ def test_the_largest_numbers_do_not_leave_float32_on_their_way_into_the_residual
     owed[1, 5] = 3.4e38
     means, after = step(np.zeros((K, n), np.float32), state.replace(residual=jc.PerWorker(owed)))
     assert after.metrics.skipped == 0
-    sent = float(jnp.finfo(jnp.bfloat16).max)
-    assert means[5] == np.float32(sent / 2)
-    assert np.asarray(after.residual.rows)[:, 5].sum() == np.float32(3.4e38) - np.float32(sent)
+    largest = float(jnp.finfo(jnp.bfloat16).max)
+    assert means[5] == np.float32(largest / 2)
+    assert np.asarray(after.residual.rows)[:, 5].sum() == np.float32(3.4e38) - np.float32(largest)

@@ -16,17 +16,17 @@ def startup(*argv):
 
 @pytest.mark.slow
 def test_every_command_is_timed(tmp_path):
-    done = startup("--repeats", "2", "--json", str(tmp_path / "table.json"))
-    assert done.returncode == 0, done.stderr
+    process = startup("--repeats", "2", "--json", str(tmp_path / "table.json"))
+    assert process.returncode == 0, process.stderr
     times = {record["command"]: record["ms_median"] for record in json.loads((tmp_path / "table.json").read_text())}
     assert 0 < times["python"] < times["import jax"] < times["import jaxcomm"] < times["the main job of one step"]
-    assert "jaxcomm itself takes" in done.stdout
+    assert "jaxcomm itself takes" in process.stdout
 
 
 @pytest.mark.slow
 def test_many_tensors_are_compiled_beside_plain_jit(tmp_path):
-    done = startup("--tensors", "12", "--json", str(tmp_path / "table.json"))
-    assert done.returncode == 0, done.stderr
+    process = startup("--tensors", "12", "--json", str(tmp_path / "table.json"))
+    assert process.returncode == 0, process.stderr
     records = {record["exchange"]: record for record in json.loads((tmp_path / "table.json").read_text())}
     assert set(records) == {"plain jit", "plump_dp", "topk 99%", "powersgd 4"}
     assert records["plain jit"]["ratio_to_plain_jit"] == 1

@@ -19,11 +19,11 @@ def tpu(*argv):
 
 
 def test_an_unknown_topology_is_refused():
-    done = tpu("--shapes", "1000", "--topology", "v5e:7x5")
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+    process = tpu("--shapes", "1000", "--topology", "v5e:7x5")
+    assert process.returncode == 2
+    assert "Traceback" not in process.stderr
     for part in ("got 'v5e:7x5'", "jaxcomm[tpu]"):
-        assert part in done.stderr
+        assert part in process.stderr
 
 
 @pytest.mark.slow
@@ -31,9 +31,9 @@ def test_an_unknown_topology_is_refused():
 @pytest.mark.parametrize("slices", [1, 2])
 def test_compiled_steps_send_what_was_traced(slices, tmp_path):
     path = tmp_path / "table.json"
-    given = ("--method", "plump_dp,plump_dp_bfloat16,topk,powersgd", "--slices", str(slices), "--json", str(path))
-    done = tpu("--shapes", "1e5", *given)
-    assert done.returncode == 0, done.stderr
+    options = ("--method", "plump_dp,plump_dp_bfloat16,topk,powersgd", "--slices", str(slices), "--json", str(path))
+    process = tpu("--shapes", "1e5", *options)
+    assert process.returncode == 0, process.stderr
     records = json.loads(path.read_text())
     assert [record["verified"] for record in records] == ["yes"] * 4
     assert "all_gather" in records[2]["collectives"]
@@ -46,8 +46,8 @@ def test_compiled_steps_send_what_was_traced(slices, tmp_path):
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the compiler of the extra tpu")
 def test_every_layout_of_the_trainer_sends_what_was_traced(tmp_path):
     path = tmp_path / "table.json"
-    done = tpu("--layouts", "--json", str(path))
-    assert done.returncode == 0, done.stderr
+    process = tpu("--layouts", "--json", str(path))
+    assert process.returncode == 0, process.stderr
     records = {record["layout"]: record for record in json.loads(path.read_text())}
     assert [name for name, record in records.items() if record["verified"] != "yes"] == []
     assert records["stages, 4 bits"]["bytes"] < 0.5 * records["stages"]["bytes"]

@@ -91,11 +91,11 @@ def timeless(path):
 
 def assert_same_bits(state, expected):
     pairs = zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(expected), strict=True)
-    for (path, leaf), other in pairs:
-        leaf, other = np.asarray(leaf), np.asarray(other)
+    for (path, leaf), two in pairs:
+        leaf, two = np.asarray(leaf), np.asarray(two)
         name = jax.tree_util.keystr(path)
-        assert (leaf.shape, leaf.dtype) == (other.shape, other.dtype), name
-        assert leaf.tobytes() == other.tobytes(), name
+        assert (leaf.shape, leaf.dtype) == (two.shape, two.dtype), name
+        assert leaf.tobytes() == two.tobytes(), name
 
 
 def files(folder):

@@ -30,9 +30,9 @@ def mlp(blocks):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_takes_its_kind_of_data_alone(name):
     """Models with their own kind of data are tested with the experiments, in `tests/configs`."""
-    own = {"dlrm": CLICKS, "transformer": TRANSLATIONS, "gpt": TEXT}.get(name, IMAGES)
+    local = {"dlrm": CLICKS, "transformer": TRANSLATIONS, "gpt": TEXT}.get(name, IMAGES)
     for info in (IMAGES, CLICKS, TRANSLATIONS, TEXT):
-        if info is own:
+        if info is local:
             continue
         with pytest.raises(ValueError, match=f"its kind of data; got {name!r} and {info.name!r}") as raised:
             make(name, info)
@@ -54,12 +54,12 @@ def test_dtype_and_seed_reach_the_model():
     model = make("mlp", IMAGES, dtype="bfloat16", hidden=(4,))
     assert model.blocks[0].layer.dtype == jnp.bfloat16
     assert model.blocks[0].layer.kernel.dtype == jnp.float32
-    first, again, other = (
+    first, repeat, variant = (
         jax.tree.leaves(nnx.state(make_model(Architecture("mlp", {"hidden": (4,)}), IMAGES, "float32", seed)))[1]
         for seed in (0, 0, 1)
     )
-    assert jnp.array_equal(first, again)
-    assert not jnp.array_equal(first, other)
+    assert jnp.array_equal(first, repeat)
+    assert not jnp.array_equal(first, variant)
 
 
 def test_another_name_is_refused():
@@ -126,13 +126,13 @@ def test_cuts_of_the_experiment_go_first():
 
 
 @pytest.mark.parametrize(
-    ("stages", "cuts", "said"),
+    ("stages", "cuts", "message"),
     [
         (5, None, r"Every stage must have a block; got --stages 5 for a model of 4 blocks. Use at most 4 stages"),
         (3, (1,), r"A pipeline of 3 stages must have 2 cuts; got --cuts \(1,\)"),
         (2, (), r"A pipeline of 2 stages must have 1 cuts; got --cuts \(\)"),
     ],
 )
-def test_cuts_that_cannot_be_are_refused(stages, cuts, said):
-    with pytest.raises(ValueError, match=said):
+def test_cuts_that_cannot_be_are_refused(stages, cuts, message):
+    with pytest.raises(ValueError, match=message):
         choose_cuts(mlp(4), stages, cuts)

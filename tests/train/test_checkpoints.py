@@ -83,13 +83,13 @@ def test_another_number_of_workers_keeps_the_mean_over_the_rows(workers, checkpo
     assert exchange.residual.rows.shape == (workers, before.residual.rows.shape[1])
     for name in ("residual", "threshold"):
         holders = (exchange, before) if name == "residual" else (exchange.memory, before.memory)
-        now, then = (np.asarray(getattr(holder, name).rows) for holder in holders)
-        np.testing.assert_allclose(now.mean(axis=0), then.mean(axis=0), rtol=1e-5, atol=1e-6)
+        new, old = (np.asarray(getattr(holder, name).rows) for holder in holders)
+        np.testing.assert_allclose(new.mean(axis=0), old.mean(axis=0), rtol=1e-5, atol=1e-6)
     assert bool(exchange.memory.due)
     assert f"4 workers and the run {workers}" in restored.message
-    for leaf, wanted in zip(jax.tree.leaves(restored.state), jax.tree.leaves(like), strict=True):
-        assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
-        assert leaf.dtype == wanted.dtype
+    for leaf, expected in zip(jax.tree.leaves(restored.state), jax.tree.leaves(like), strict=True):
+        assert leaf.sharding.is_equivalent_to(expected.sharding, leaf.ndim)
+        assert leaf.dtype == expected.dtype
     assert np.array_equal(restored.state.params["kernel"], state.params["kernel"])
 
 
@@ -109,13 +109,13 @@ def flip(array, checkpoints, step, tmp_path):
 
     path = checkpoints.folder / str(step) / "state"
     with ocp.PyTreeCheckpointer() as files:
-        found = files.restore(path)
-        name = next(name for name in sorted(found) if array in name)
-        values = np.array(found[name])
+        state = files.restore(path)
+        name = next(name for name in sorted(state) if array in name)
+        values = np.array(state[name])
         words = values.reshape(-1).view(np.uint8)
         words[words.size // 2] ^= 4
-        found[name] = values
-        files.save(path, found, force=True)
+        state[name] = values
+        files.save(path, state, force=True)
 
 
 @pytest.fixture
@@ -130,25 +130,25 @@ def two(checkpoints):
             ABOUT,
         )
     checkpoints.wait()
-    said = []
+    messages = []
 
     def newest(about=ABOUT):
-        return checkpoints.newest(make_state(4, seed=1)[1], jc.resize_workers, about, said.append)
+        return checkpoints.newest(make_state(4, seed=1)[1], jc.resize_workers, about, messages.append)
 
-    return newest, said
+    return newest, messages
 
 
 def test_the_newest_is_read(two):
-    newest, said = two
-    assert (newest().step, said) == (9, [])
+    newest, messages = two
+    assert (newest().step, messages) == (9, [])
 
 
 @pytest.mark.parametrize("array", ["kernel", "residual", "threshold", "metrics"])
 def test_a_bit_that_was_flipped_is_found_and_the_one_before_is_read(array, two, checkpoints, tmp_path):
-    newest, said = two
+    newest, messages = two
     flip(array, checkpoints, 9, tmp_path)
     assert newest().step == 5
-    (line,) = said
+    (line,) = messages
     assert line.startswith("the checkpoint of step 9 is passed over, ValueError: ")
     assert array in line
     assert line.endswith("their checksums differ")
@@ -191,29 +191,29 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over(damage, two, checkpoints):
-    newest, said = two
+    newest, messages = two
     DAMAGES[damage](checkpoints.folder / "9")
     restored = newest()
     assert (restored.step, restored.data) == (5, {"step": 5})
-    assert len(said) == 1
-    assert said[0].startswith("the checkpoint of step 9 is passed over, ")
+    assert len(messages) == 1
+    assert messages[0].startswith("the checkpoint of step 9 is passed over, ")
 
 
 def test_if_none_can_be_read_nothing_is_begun_or_moved(two, checkpoints):
-    newest, said = two
+    newest, messages = two
     for step in ("5", "9"):
         empty(checkpoints.folder / step)
     with pytest.raises(ValueError, match=r"got none in .* of steps 9, 5. Copy them again, or begin anew"):
         newest()
-    assert len(said) == 2
+    assert len(messages) == 2
     assert not list(checkpoints.folder.parent.glob("damaged*"))
 
 
 def test_settings_that_differ_are_no_damage(two, checkpoints):
-    newest, said = two
+    newest, messages = two
     with pytest.raises(SettingsError, match=r"learning_rate 0\.1 \(now 0\.2\)"):
         newest(ABOUT | {"learning_rate": 0.2})
-    assert said == []
+    assert messages == []
 
 
 def test_a_run_can_be_made_longer_and_not_shorter(checkpoints):
@@ -234,8 +234,8 @@ def test_there_is_nothing_to_read_at_the_start(checkpoints):
 
 def test_errors_that_cannot_be_caught_are_said_but_for_those_of_a_failed_write(checkpoints, monkeypatch):
     """After a failed write, TensorStore's threads call a closed event loop, once for every array."""
-    said = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: said.append(str(unraisable.exc_value)))
+    messages = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: messages.append(str(unraisable.exc_value)))
 
     class Failing:
         def __init__(self, message):
@@ -248,4 +248,4 @@ def test_errors_that_cannot_be_caught_are_said_but_for_those_of_a_failed_write(c
         for message in ("Event loop is closed", "another"):
             Failing(message)
     Failing("Event loop is closed")
-    assert said == ["another", "Event loop is closed"]
+    assert messages == ["another", "Event loop is closed"]

@@ -56,29 +56,29 @@ def test_a_comparison_trains_every_setting_with_every_seed(tmp_path, capsys):
     for row in rows:
         assert (row["workers"], row["steps"]) == (FEW.workers, 3)
         assert row["seconds_to_finish"] == pytest.approx(3 * (compute + 8 * row["bytes_per_step"] / 1e6))
-    said = capsys.readouterr().out
-    assert max(len(line) for line in said.splitlines() if tmp_path.name not in line) <= 80
-    said = " ".join(said.split())
-    assert said.startswith("2 settings with 2 seeds each; --methods")
-    assert said.count("topk 90%") == 2  # while it trains, and in the table
-    assert "dense (plump_dp): " in said
-    assert "test accuracy in % over 2 seeds" in said
-    assert "at 1mbit, modelled as steps * (" in said
-    assert "2/2 topk 90%: " in said
+    message = capsys.readouterr().out
+    assert max(len(line) for line in message.splitlines() if tmp_path.name not in line) <= 80
+    message = " ".join(message.split())
+    assert message.startswith("2 settings with 2 seeds each; --methods")
+    assert message.count("topk 90%") == 2  # while it trains, and in the table
+    assert "dense (plump_dp): " in message
+    assert "test accuracy in % over 2 seeds" in message
+    assert "at 1mbit, modelled as steps * (" in message
+    assert "2/2 topk 90%: " in message
 
 
 @pytest.fixture
 def trained(monkeypatch):
     """The methods and seeds that were trained, in a stand-in for training."""
-    done = []
+    runs = []
 
     def train_one_seed(experiment, method, job):
-        done.append((method, experiment.seed))
+        runs.append((method, experiment.seed))
         return run(0.5 + experiment.seed / 10)
 
     monkeypatch.setattr(train.seeds, "_train", train_one_seed)
     monkeypatch.setattr(train.job, "make_job", lambda *_: None)
-    return done
+    return runs
 
 
 def test_a_comparison_that_is_stopped_keeps_its_runs_and_goes_on(trained, tmp_path, monkeypatch):
@@ -103,8 +103,8 @@ def test_a_comparison_that_is_stopped_keeps_its_runs_and_goes_on(trained, tmp_pa
 
     monkeypatch.setattr(train.seeds, "_train", stand_in)
     compare(FEW, dataclasses.replace(config, seeds=3), settings)
-    both = [(DENSE, 2), (TOPK, 1), (TOPK, 2), (half, 0), (half, 1), (half, 2)]
-    assert trained[3:] == both  # what was done is not done again
+    runs = [(DENSE, 2), (TOPK, 1), (TOPK, 2), (half, 0), (half, 1), (half, 2)]
+    assert trained[3:] == runs  # what was done is not done again
     rows = json.loads((tmp_path / "few-compare-2" / "comparison.json").read_text())
     assert [row["accuracies"] for row in rows] == [[pytest.approx(x) for x in (50.0, 60.0, 70.0)]] * 3
 
@@ -150,7 +150,7 @@ def test_the_command_line_reaches_the_comparison(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["--seeds", "0"], "--seeds must be at least 1; got 0"),
         (["--rate", "fast"], "--rate must be a positive number with its unit; got 'fast'"),
@@ -164,22 +164,22 @@ def test_the_command_line_reaches_the_comparison(monkeypatch, tmp_path):
         (["mnits"], f"An experiment must be one of {', '.join(CONFIGS)}; got 'mnits'"),
     ],
 )
-def test_bad_values_are_refused_before_anything_is_trained(argv, said, monkeypatch, tmp_path, capsys):
+def test_bad_values_are_refused_before_anything_is_trained(argv, message, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(train.compare, "prepare_jax", lambda devices: None)
     name = [] if argv[0].startswith("--") else [argv.pop(0)]
     assert train.__main__.main(["compare", *name, "--out", str(tmp_path / "runs"), *argv]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
 def test_methods_are_chosen_by_name_and_dense_comes_first():
     settings = {(method.name, label): method for label, method in SETTINGS}
-    everything = choose("all", settings)
-    assert everything == settings
-    assert next(iter(everything.values())) == DENSE
-    some = choose("top-k, slim_dp,slim-dp", settings)
-    assert next(iter(some)) == ("plump_dp", "")
-    assert [name for name, _ in some] == ["plump_dp"] + ["topk"] * 4 + ["slim_dp"] * 4
+    full = choose("all", settings)
+    assert full == settings
+    assert next(iter(full.values())) == DENSE
+    subset = choose("top-k, slim_dp,slim-dp", settings)
+    assert next(iter(subset)) == ("plump_dp", "")
+    assert [name for name, _ in subset] == ["plump_dp"] + ["topk"] * 4 + ["slim_dp"] * 4
     assert {name for name, _ in choose("plump-dp", settings)} == {"plump_dp"}
     assert any(method == PlumpDp(p=10) for method in choose("plump-dp", settings).values())
 
@@ -233,13 +233,13 @@ def test_one_seed_tells_nothing():
 
 def records(count):
     """Points close together, like those of good methods; the last has no traffic."""
-    made = []
+    figures = []
     for index in range(count):
         received = 0.0 if index == count - 1 else 2e4 * (1 + index % 3)
         point = {"bytes_per_step": received, "seconds_to_finish": 3 + received / 1e5, "rate": "100mbit", "seeds": 5}
         point |= {"accuracy_mean": 98.9 - index % 4 / 10, "accuracy_stdev": 0.3 if index else None}
-        made.append({"method": f"method_{index}", "setting": "(0.3, 0.15)"} | point)
-    return made
+        figures.append({"method": f"method_{index}", "setting": "(0.3, 0.15)"} | point)
+    return figures
 
 
 @pytest.mark.parametrize("count", [2, 20])
@@ -263,7 +263,7 @@ def test_labels_cover_neither_each_other_nor_a_point():
     frame = axes.get_window_extent()
     assert len(boxes) == 12
     for index, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[index + 1 :])
+        assert not any(box.overlaps(neighbour) for neighbour in boxes[index + 1 :])
         assert not any(box.contains(*place) for place in axes.transData.transform(points))
         assert frame.contains(*box.min)
         assert frame.contains(*box.max)

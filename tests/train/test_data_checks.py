@@ -16,7 +16,7 @@ def good(info, rows=6):
 
 
 @pytest.mark.parametrize(
-    ("info", "name", "place", "value", "said"),
+    ("info", "name", "place", "value", "message"),
     [
         (
             CLICKS,
@@ -48,11 +48,11 @@ def good(info, rows=6):
         (IMAGES, "label", (2,), 10, r"label of digits must be in \[0, 10\), the classes; got 10 in row 102"),
     ],
 )
-def test_what_no_model_can_take(info, name, place, value, said):
+def test_what_no_model_can_take(info, name, place, value, message):
     batch, numbers = good(info), np.arange(100, 106)
     check_rows(batch, info, numbers)
     batch[name][place] = value
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         check_rows(batch, info, numbers)
 
 

@@ -71,8 +71,8 @@ def test_labels_follow_the_teachers_probabilities(teacher):
     _, _, logit, label = teacher.draw(np.random.default_rng(5))
     p = expit(logit)
     bins = np.digitize(p, [0.05, 0.1, 0.2, 0.4, 0.6, 0.8])
-    for each in range(7):
-        of = bins == each
+    for column in range(7):
+        of = bins == column
         deviation = np.sqrt(np.sum(p[of] * (1 - p[of])))
         assert abs(label[of].sum() - p[of].sum()) < 5 * deviation
     assert abs(p.mean() - 0.256) < 5 * p.std() / np.sqrt(len(p)) * 2**0.5  # the offset was fitted to equally many rows
@@ -84,8 +84,8 @@ def test_labels_follow_the_teachers_probabilities(teacher):
 
 def test_interactions_add_nothing_to_single_categories(teacher):
     for first, second in PAIRS:
-        for column, other in ((first, second), (second, first)):
-            mean = teacher.vectors[column] @ (teacher.frequencies[other] @ teacher.vectors[other])  # (categories,)
+        for column, partner in ((first, second), (second, first)):
+            mean = teacher.vectors[column] @ (teacher.frequencies[partner] @ teacher.vectors[partner])  # (categories,)
             np.testing.assert_allclose(mean, 0, atol=1e-12)
 
 
@@ -129,10 +129,10 @@ def test_products_of_categories_tell_what_categories_cannot(rows, log, teacher):
     singles = sparse.hstack([*(_one_hot(ranks[:, column]) for column in range(26)), numbers / 5])
     z = (numbers - teacher.location) / teacher.scale
     products = [np.sum(teacher.vectors[i][ranks[:, i]] * teacher.vectors[j][ranks[:, j]], axis=1) for i, j in PAIRS]
-    both = sparse.hstack([singles, z**2 @ teacher.curves[:, None], np.sum(products, axis=0)[:, None]])
+    features = sparse.hstack([singles, z**2 @ teacher.curves[:, None], np.sum(products, axis=0)[:, None]])
     scores = []
     first_test = log[1]["rows"] - log[1]["rows"] // 7
-    for x in (singles.tocsr(), both.tocsr()):
+    for x in (singles.tocsr(), features.tocsr()):
         model = LogisticRegression(C=0.1, tol=1e-2, solver="newton-cg").fit(x[:first_test], read["label"][:first_test])
         scores.append(log_loss(read["label"][first_test:], model.decision_function(x[first_test:])))
     bound = log[1]["test"]["log_loss"]

@@ -40,16 +40,16 @@ def some_lines(count, rng=RNG, values=50):
 
 
 def write(path, lines, compressed=False):
-    content = b"".join(each + b"\n" for each in lines)
+    content = b"".join(line + b"\n" for line in lines)
     path.write_bytes(gzip.compress(content) if compressed else content)
     return path
 
 
 def prepare(tmp_path, lines, categories=Hashed(1000), **kwargs):  # noqa: B008
     log = write(tmp_path / "train.txt", lines)
-    said = []
-    facts = click_store.prepare_log("criteo", log, tmp_path / "data", categories, say=said.append, **kwargs)
-    return facts, said
+    messages = []
+    facts = click_store.prepare_log("criteo", log, tmp_path / "data", categories, say=messages.append, **kwargs)
+    return facts, messages
 
 
 def test_a_line_is_read():
@@ -103,13 +103,13 @@ def test_an_explanation_is_never_missing():
     rng = np.random.default_rng(1)
     alphabet = np.frombuffer(b"01\t-afz9. \xff", np.uint8)
     for text in some_lines(300, rng):
-        changed = bytearray(text)
-        changed[rng.integers(len(changed))] = rng.choice(alphabet)
-        rows, malformed = parse([bytes(changed)])
+        variant = bytearray(text)
+        variant[rng.integers(len(variant))] = rng.choice(alphabet)
+        rows, malformed = parse([bytes(variant)])
         assert len(rows) + len(malformed) == 1
         if rows.size:
             with pytest.raises(AssertionError, match="must be a row"):
-                explain(bytes(changed))
+                explain(bytes(variant))
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -120,7 +120,7 @@ def test_a_log_is_read_in_pieces(tmp_path, monkeypatch, compressed):
     counts = Counts()
     pieces = list(read_log(write(tmp_path / "log", lines, compressed), counts))
     assert [len(rows) for rows, _ in pieces] == [4, 3, 2]
-    assert [each.line for _, malformed in pieces for each in malformed] == [6]
+    assert [line.line for _, malformed in pieces for line in malformed] == [6]
     assert (counts.lines, dict(counts.malformed)) == (10, {"wrong number of fields": 1})
     assert counts.fraction == 0.1
     expected, _ = parse(lines)
@@ -151,8 +151,8 @@ def test_hashed_ids_are_spread_evenly_and_columns_differ():
         counts = np.bincount(ids[:, column], minlength=100)
         assert len(counts) == 100
         assert ((counts - 200) ** 2 / 200).sum() < 99 + 6 * math.sqrt(2 * 99)  # chi-squared, six deviations
-    together = (ids[:, 0] == ids[0, 0]) & (ids[:, 1] == ids[0, 1])
-    assert together.sum() < 20  # of 200 that share a row in the first column, two are expected
+    collisions = (ids[:, 0] == ids[0, 0]) & (ids[:, 1] == ids[0, 1])
+    assert collisions.sum() < 20  # of 200 that share a row in the first column, two are expected
 
 
 def test_hashed_ids_never_change():
@@ -192,9 +192,9 @@ def test_days_are_equally_long(rows):
 def test_a_prepared_log_is_the_log(tmp_path, categories):
     lines = some_lines(300)
     lines[100] = lines[100][:-9]
-    facts, said = prepare(tmp_path, lines, categories, max_malformed=0.01)
-    assert said[0].startswith("line 101: wrong number of fields: 39 instead of 40: '")
-    assert said[1:] == ["1 of 300 lines are malformed and left out: 1 wrong number of fields"]
+    facts, messages = prepare(tmp_path, lines, categories, max_malformed=0.01)
+    assert messages[0].startswith("line 101: wrong number of fields: 39 instead of 40: '")
+    assert messages[1:] == ["1 of 300 lines are malformed and left out: 1 wrong number of fields"]
     folder = tmp_path / "data" / "criteo" / "1.0.0"
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["criteo"]
     assert (folder / "malformed.tsv").read_text().startswith("101\twrong number of fields\t39 instead of 40")
@@ -216,11 +216,13 @@ def test_a_prepared_log_is_the_log(tmp_path, categories):
     else:
         vocabulary = np.load(folder / "vocabulary.npz")
         for column in range(26):
-            bits, known = expected["categories"][:, column].view(np.uint32), vocabulary[f"C{column + 1}"]
+            bits, entries = expected["categories"][:, column].view(np.uint32), vocabulary[f"C{column + 1}"]
             values, counts = np.unique(bits[:257], return_counts=True)
-            assert sorted(known) == values[counts >= 3].tolist()  # of the training days alone
-            assert info.table_sizes[column] == len(known) + 1
-            assert [known[i - 1] if i else None for i in ids[:, column]] == [b if b in known else None for b in bits]
+            assert sorted(entries) == values[counts >= 3].tolist()  # of the training days alone
+            assert info.table_sizes[column] == len(entries) + 1
+            assert [entries[i - 1] if i else None for i in ids[:, column]] == [
+                b if b in entries else None for b in bits
+            ]
 
 
 def test_compressed_and_plain_give_the_same_rows(tmp_path):
@@ -240,13 +242,13 @@ def test_too_many_malformed_lines_are_refused_and_listed(tmp_path):
         ValueError, match=r"At most 0.01 of a log's lines .*; got 2 of the first 100 of .* \(1 wr"
     ) as error:
         prepare(tmp_path, lines, max_malformed=0.01)
-    listed = tmp_path / "data" / "criteo.malformed.tsv"
-    assert str(listed) in str(error.value)
-    assert [row.split("\t")[:2] for row in listed.read_text().splitlines()] == [
+    listing = tmp_path / "data" / "criteo.malformed.tsv"
+    assert str(listing) in str(error.value)
+    assert [row.split("\t")[:2] for row in listing.read_text().splitlines()] == [
         ["99", "wrong number of fields"],
         ["100", "label is not 0 or 1"],
     ]
-    assert [path.name for path in (tmp_path / "data").iterdir()] == [listed.name]
+    assert [path.name for path in (tmp_path / "data").iterdir()] == [listing.name]
     facts, _ = prepare(tmp_path, lines, max_malformed=0.02)  # exactly as many as allowed
     assert facts["malformed"] == {"wrong number of fields": 1, "label is not 0 or 1": 1}
 
@@ -260,8 +262,8 @@ def test_a_wrong_file_is_given_up_early(tmp_path, monkeypatch):
 
 def test_ten_malformed_lines_are_shown_and_all_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(click_parser, "LINES_AT_ONCE", 8)
-    _, said = prepare(tmp_path, [*some_lines(10), *[b"wrong"] * 25], max_malformed=1.0)
-    assert [text.split(":")[0] for text in said] == [
+    _, messages = prepare(tmp_path, [*some_lines(10), *[b"wrong"] * 25], max_malformed=1.0)
+    assert [text.split(":")[0] for text in messages] == [
         *(f"line {number}" for number in range(11, 21)),
         "25 of 35 lines are malformed and left out",
     ]

@@ -60,9 +60,9 @@ def test_splits_hold_the_text_of_their_folders(source, tmp_path, capsys):
     assert 0x89 not in rows["test"]
     # They are in the order of their paths, and a byte 0 ends each.
     text = b"".join((source / name / "a.c").read_bytes() + b"\0" for name in sorted(HELD_OUT))
-    got = rows["test"][0].tobytes() + rows["test"][1:, 1:].tobytes()
-    assert got == text[: len(got)]
-    assert len(text) - len(got) < 256
+    result = rows["test"][0].tobytes() + rows["test"][1:, 1:].tobytes()
+    assert result == text[: len(result)]
+    assert len(text) - len(result) < 256
     capsys.readouterr()
     assert corpus.main(["prepare", "--input", str(source), "--out", str(tmp_path)]) == 2
     assert "holds some already. Remove it, or pass another" in capsys.readouterr().err

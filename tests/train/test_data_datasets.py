@@ -39,9 +39,9 @@ def data_dir(tmp_path_factory):
 def take(name, data_dir, steps, start=0, seed=0, **kwargs):
     batches = train_batches(name, global_batch=B, seed=seed, data_dir=data_dir, **kwargs)
     batches.restore(json.loads(json.dumps({**batches.state(), "step": start})))
-    taken = list(itertools.islice(batches, steps))
+    samples = list(itertools.islice(batches, steps))
     batches.close()
-    return {key: np.stack([batch[key] for batch in taken]) for key in taken[0]}  # (steps, rows, ...)
+    return {key: np.stack([batch[key] for batch in samples]) for key in samples[0]}  # (steps, rows, ...)
 
 
 def assert_equal(actual, expected):
@@ -80,8 +80,8 @@ def test_a_restored_run_goes_on_exactly(name, data_dir):
     whole = take(name, data_dir, 6)
     assert_equal(take(name, data_dir, 6), whole)
     assert_equal(take(name, data_dir, 2, start=4), {key: whole[key][4:] for key in whole})
-    other = take(name, data_dir, 6, seed=1)
-    assert all((other[key] != whole[key]).any() for key in whole)
+    variant = take(name, data_dir, 6, seed=1)
+    assert all((variant[key] != whole[key]).any() for key in whole)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -22,14 +22,14 @@ def data_dir(tmp_path_factory):
 @pytest.fixture
 def batches(data_dir):
     """Makes training batches of the digits and stops their threads after the test."""
-    made = []
+    steps = []
 
     def make(global_batch=500, seed=0, **kwargs):
-        made.append(train_batches("digits", global_batch=global_batch, seed=seed, data_dir=data_dir, **kwargs))
-        return made[-1]
+        steps.append(train_batches("digits", global_batch=global_batch, seed=seed, data_dir=data_dir, **kwargs))
+        return steps[-1]
 
     yield make
-    for iterator in made:
+    for iterator in steps:
         iterator.close()
 
 
@@ -191,11 +191,11 @@ def test_eval_counts_each_example_once(data_dir, process_count, global_batch):
     assert mask.dtype == np.float32
     np.testing.assert_array_equal(mask, np.arange(len(mask)) < 450)
     stored = digits.prepare_digits(data_dir).as_data_source("test")
-    seen = np.concatenate([batch["image"] for batch in whole])
+    images = np.concatenate([batch["image"] for batch in whole])
     labels = np.concatenate([batch["label"] for batch in whole])
     assert labels.dtype == np.int32
     for i in range(450):
-        np.testing.assert_array_equal(seen[i] * 16, stored[i]["image"])
+        np.testing.assert_array_equal(images[i] * 16, stored[i]["image"])
         assert labels[i] == stored[i]["label"]
 
 

@@ -15,8 +15,8 @@ def test_every_bit_is_fair_and_free_of_its_neighbours(seed):
     bound = 5 / np.sqrt(N)  # five deviations of a mean of N fair bits
     assert np.abs(bits.mean(axis=0)).max() < bound
     assert np.abs((bits[1:] * bits[:-1]).mean(axis=0)).max() < bound  # of the next row
-    between = bits.T @ bits / N - np.eye(32)
-    assert np.abs(between).max() < bound
+    correlation = bits.T @ bits / N - np.eye(32)
+    assert np.abs(correlation).max() < bound
 
 
 def test_runs_of_neighbouring_seeds_share_nothing():

@@ -114,9 +114,9 @@ def data_dir(tmp_path_factory):
 def take_train(name, data_dir, steps, start=0, **kwargs):
     batches = train_batches(name, global_batch=8, data_dir=data_dir, **({"seed": 0} | kwargs))
     batches.restore({**batches.state(), "step": start})
-    taken = list(itertools.islice(batches, steps))
+    samples = list(itertools.islice(batches, steps))
     batches.close()
-    return {key: np.stack([batch[key] for batch in taken]) for key in taken[0]}  # (steps, rows, ...)
+    return {key: np.stack([batch[key] for batch in samples]) for key in samples[0]}  # (steps, rows, ...)
 
 
 def pixels_of(name, images):
@@ -164,20 +164,20 @@ def test_augmentation_is_the_same_after_a_restore(name, data_dir):
 def test_cifar10_training_images_are_shifted_or_flipped(data_dir):
     batches = eval_batches("cifar10", "train", global_batch=24, data_dir=data_dir)
     stored = next(iter(batches))
-    padded = np.pad(pixels_of("cifar10", stored["image"]).round().astype(int), ((0, 0), (4, 4), (4, 4), (0, 0)))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, (32, 32), axis=(1, 2))
+    padding = np.pad(pixels_of("cifar10", stored["image"]).round().astype(int), ((0, 0), (4, 4), (4, 4), (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(padding, (32, 32), axis=(1, 2))
     windows = np.moveaxis(windows, 3, -1)  # (24, 9, 9, 32, 32, 3)
     epochs = pixels_of("cifar10", take_train("cifar10", data_dir, 6)["image"]).round().astype(int)
-    seen = []
+    images = []
     for image in epochs.reshape(-1, 32, 32, 3):
         for flip, candidate in enumerate((image, image[:, ::-1])):
-            found = np.argwhere((windows == candidate).all((-3, -2, -1))).tolist()
-            seen += [(flip, *place) for place in found]
-    assert len(seen) == 48  # each image is one window of one stored image, flipped or not
-    assert sorted(number for _, number, _, _ in seen) == sorted([*range(24), *range(24)])
-    assert {flip for flip, *_ in seen} == {0, 1}
-    assert len({(top, left) for *_, top, left in seen}) > 20  # of 81 places
-    first, second = ({n: (f, y, x) for f, n, y, x in part} for part in (seen[:24], seen[24:]))
+            places = np.argwhere((windows == candidate).all((-3, -2, -1))).tolist()
+            images += [(flip, *place) for place in places]
+    assert len(images) == 48  # each image is one window of one stored image, flipped or not
+    assert sorted(number for _, number, _, _ in images) == sorted([*range(24), *range(24)])
+    assert {flip for flip, *_ in images} == {0, 1}
+    assert len({(top, left) for *_, top, left in images}) > 20  # of 81 places
+    first, second = ({n: (f, y, x) for f, n, y, x in part} for part in (images[:24], images[24:]))
     assert first != second  # drawn anew each epoch
 
 
@@ -217,8 +217,8 @@ def test_without_augmentation_training_images_are_those_of_an_evaluation(name, d
     stored = next(iter(eval_batches(name, "train", global_batch=24, data_dir=data_dir)))
     images = {image.tobytes() for image, real in zip(stored["image"], stored["mask"], strict=True) if real}
     plain = take_train(name, data_dir, 6 if name != "imagenet2012" else 2, augment=False)
-    seen = [image.tobytes() for image in plain["image"].reshape(-1, *dataset_info(name).image_shape)]
-    assert set(seen) == images
+    offsets = [image.tobytes() for image in plain["image"].reshape(-1, *dataset_info(name).image_shape)]
+    assert set(offsets) == images
     assert len(np.unique(plain["seed"])) == plain["seed"].size  # dropout still draws from them
     if name != "mnist":
         assert not images & {image.tobytes() for image in take_train(name, data_dir, 1)["image"][0]}
@@ -252,15 +252,15 @@ def test_the_mean_of_each_pixel_is_that_of_the_training_split(name, data_dir):
 def test_of_many_files_the_mean_is_that_of_a_fixed_sample(data_dir, monkeypatch):
     monkeypatch.setattr(sources, "MEAN_SAMPLE", 3)
     sources.pixel_mean.cache_clear()
-    found = sources.pixel_mean("imagenet2012", data_dir)
+    result = sources.pixel_mean("imagenet2012", data_dir)
     sources.pixel_mean.cache_clear()
-    np.testing.assert_array_equal(found, sources.pixel_mean("imagenet2012", data_dir))
+    np.testing.assert_array_equal(result, sources.pixel_mean("imagenet2012", data_dir))
     sources.pixel_mean.cache_clear()
     stored = next(iter(eval_batches("imagenet2012", "train", global_batch=8, data_dir=data_dir)))
     images = pixels_of("imagenet2012", stored["image"])
     means = [images[list(three)].mean(axis=0) for three in itertools.combinations(range(8), 3)]
-    assert min(np.abs(found - mean).max() for mean in means) < 1e-3
-    assert np.abs(found - images.mean(axis=0)).max() > 1
+    assert min(np.abs(result - mean).max() for mean in means) < 1e-3
+    assert np.abs(result - images.mean(axis=0)).max() > 1
 
 
 def test_what_is_no_image_has_no_mean(tmp_path):
@@ -307,9 +307,9 @@ def test_images_are_decoded_once_until_they_are_prepared_again(tmp_path, monkeyp
     shutil.rmtree(builder.data_path)
     monkeypatch.setattr(Mnist, "SIZES", {"train": 25, "test": 11})  # other random images
     prepare("mnist", tmp_path)
-    again = sources.open_source("mnist", "test", tmp_path)
-    assert len(again) == 11
-    assert any([(again[index]["image"] != read[index]).any() for index in range(10)])  # reads all ten
+    reader = sources.open_source("mnist", "test", tmp_path)
+    assert len(reader) == 11
+    assert any([(reader[index]["image"] != read[index]).any() for index in range(10)])  # reads all ten
     assert len(decoded) == 20
 
 

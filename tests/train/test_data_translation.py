@@ -39,16 +39,16 @@ def write(folder, train=(GERMAN, ENGLISH), valid=(GERMAN[:2], ENGLISH[:2]), test
 
 
 def prepare(tmp_path, lengths=LENGTHS, **texts):
-    said = []
+    messages = []
     pairs = read_parallel(write(tmp_path / "text", **texts), ("de", "en"))
-    facts = prepare_pairs("iwslt14", pairs, ("de", "en"), lengths, tmp_path / "data", say=said.append)
-    return facts, said
+    facts = prepare_pairs("iwslt14", pairs, ("de", "en"), lengths, tmp_path / "data", say=messages.append)
+    return facts, messages
 
 
 def test_lines_become_pairs(tmp_path):
     pairs = read_parallel(write(tmp_path / "text"), ("de", "en"))
     assert pairs["train"] == [Pair(GERMAN[i], ENGLISH[i], f"train.de:{i + 1}") for i in range(4)]
-    assert {split: len(each) for split, each in pairs.items()} == {"train": 4, "valid": 2, "test": 2}
+    assert {split: len(lines) for split, lines in pairs.items()} == {"train": 4, "valid": 2, "test": 2}
     assert read_parallel(tmp_path / "text", ("en", "de"))["test"][0].source == ENGLISH[2]
 
 
@@ -72,8 +72,8 @@ def test_errors_of_files(tmp_path):
 
 
 def test_rows_hold_the_text(tmp_path):
-    facts, said = prepare(tmp_path)
-    assert not said
+    facts, messages = prepare(tmp_path)
+    assert not messages
     info = dataset_info("iwslt14", tmp_path / "data")
     assert (info.num_train, info.num_valid, info.num_test) == (4, 2, 2)
     assert (info.languages, info.vocabulary_size, info.source_length, info.target_length) == (("de", "en"), 60, 40, 24)
@@ -85,7 +85,7 @@ def test_rows_hold_the_text(tmp_path):
         assert text.sources == GERMAN[first : first + rows]
         assert text.references == ENGLISH[first : first + rows]
         assert text.subwords.decode(target) == text.references
-        assert text.subwords.decode(source) == [each.replace("  ", " ") for each in text.sources]
+        assert text.subwords.decode(source) == [line.replace("  ", " ") for line in text.sources]
         for row in target.tolist():
             end = row.index(END)
             assert row[0] == BEGIN
@@ -118,19 +118,19 @@ def test_what_is_dropped_is_counted_and_listed(tmp_path):
     letters = list("DasHuitgroKzechläfW")  # in an order of which no subword is made
     long = ["".join(np.random.default_rng(seed).choice(letters, 150)) for seed in range(2)]
     train = ([*GERMAN, "", "Haus", long[0], "Haus"], [*ENGLISH, "house", "", "The cat", long[1]])
-    facts, said = prepare(tmp_path, Lengths(60, 50, 52), train=train)
+    facts, messages = prepare(tmp_path, Lengths(60, 50, 52), train=train)
     counts = {"empty": 2, "source longer than 50": 1, "target longer than 52": 1}
     assert facts["splits"]["train"]["dropped"] == counts
     assert facts["splits"]["train"]["rows"] == 4
-    listed = (tmp_path / "data" / "iwslt14" / "1.0.0" / "dropped.tsv").read_text().splitlines()
-    assert listed == [
+    listing = (tmp_path / "data" / "iwslt14" / "1.0.0" / "dropped.tsv").read_text().splitlines()
+    assert listing == [
         "train\ttrain.de:5\tempty",
         "train\ttrain.de:6\tempty",
         "train\ttrain.de:7\tsource longer than 50",
         "train\ttrain.de:8\ttarget longer than 52",
     ]
-    assert len(said) == 1
-    assert said[0].startswith("train: 4 of 8 pairs are dropped: 2 empty")
+    assert len(messages) == 1
+    assert messages[0].startswith("train: 4 of 8 pairs are dropped: 2 empty")
     assert open_text("iwslt14", "train", tmp_path / "data").references == ENGLISH
 
 
@@ -204,14 +204,14 @@ def test_only_translations_have_text(tmp_path):
 
 
 def test_other_subwords_or_other_rows_have_another_state(tmp_path):
-    made = []
+    states = []
     for number, lengths in enumerate([Lengths(60, 50, 50), Lengths(61, 50, 50), Lengths(60, 50, 51)]):
         pairs = read_parallel(write(tmp_path / "text"), ("de", "en"))
         prepare_pairs("iwslt14", pairs, ("de", "en"), lengths, tmp_path / str(number))
-        made.append(train_batches("iwslt14", global_batch=2, seed=0, data_dir=tmp_path / str(number)))
-    for one, other in ((0, 1), (0, 2)):
+        states.append(train_batches("iwslt14", global_batch=2, seed=0, data_dir=tmp_path / str(number)))
+    for one, second in ((0, 1), (0, 2)):
         with pytest.raises(ValueError, match=r"crc32: .* in the state"):
-            made[one].restore(made[other].state())
+            states[one].restore(states[second].state())
 
 
 def test_command_prepares(tmp_path, capsys):

@@ -48,12 +48,12 @@ def test_tables_that_are_not_exchanged_train_like_those_that_are(way, rate, exch
     """
     exchanged = exchanged if rate else undecayed
     changes = LOGGED | {"embeddings": way, "workers": 2 if way == "columns" else 3, "decay": "l2", "weight_decay": rate}
-    told = Told()
-    found = run(tmp_path, DENSE, told, data_dir=logged, **changes)
-    assert len(told.proved) == 1
-    np.testing.assert_allclose(found.losses, exchanged.losses, rtol=1e-5)
-    assert found.summary.scores == pytest.approx(exchanged.summary.scores, rel=1e-5)
-    params, expected = (jax.device_get(run.state.params) for run in (found, exchanged))
+    progress = Told()
+    result = run(tmp_path, DENSE, progress, data_dir=logged, **changes)
+    assert len(progress.proved) == 1
+    np.testing.assert_allclose(result.losses, exchanged.losses, rtol=1e-5)
+    assert result.summary.scores == pytest.approx(exchanged.summary.scores, rel=1e-5)
+    params, expected = (jax.device_get(run.state.params) for run in (result, exchanged))
     (index,) = [index for index, block in params.items() if "table" in block]
     assert not np.any(params[index]["table"][ROWS:])
     params[index]["table"] = params[index]["table"][:ROWS]
@@ -92,15 +92,15 @@ def test_bytes_are_predicted_and_compiled_and_do_not_grow_with_the_tables(way, K
 def test_touched_rows_alone_are_changed_by_as_many_bytes_and_no_array_is_as_large_as_a_shard(way, logged):
     """Tables of 20,000 rows: temporaries stay below a quarter of a shard, as a batch touches only 624 rows."""
     info = dataclasses.replace(make(logged).info, table_sizes=(20_000,) * 26)
-    found = {}
+    arrays = {}
     for rate in (1e-3, 0.0):
         changes = LOGGED | {"embeddings": way, "weight_decay": rate}
         job = make_job(dataclasses.replace(EXPERIMENT, **changes), DENSE, info=info)
-        found[rate] = job.report.received
+        arrays[rate] = job.report.received
         temporary = job.step.compile(*job.inputs).memory_analysis().temp_size_in_bytes
         shard = 26 * 20_000 * DIM // 2 * 4
         assert temporary > shard if rate else temporary < shard / 4
-    assert found[0.0] == found[1e-3]
+    assert arrays[0.0] == arrays[1e-3]
 
 
 @pytest.mark.parametrize(("way", "K"), [("columns", 4), ("rows", 3)])
@@ -115,19 +115,19 @@ def test_shards_of_a_table_are_drawn_where_they_are_and_as_one_device_draws_them
     job = make(logged, embeddings=way, workers=K)
     job.start(1)
     assert drawn_in == [True]  # inside the program that is looked at below
-    own, whole = (
-        next(block["table"] for block in each.start(1).params.values() if "table" in block)
-        for each in (job, make(logged, workers=1))
+    shards, whole = (
+        next(block["table"] for block in one_job.start(1).params.values() if "table" in block)
+        for one_job in (job, make(logged, workers=1))
     )
-    np.testing.assert_array_equal(own[:ROWS], whole)
-    assert not np.any(own[ROWS:])
+    np.testing.assert_array_equal(shards[:ROWS], whole)
+    assert not np.any(shards[ROWS:])
     experiment = dataclasses.replace(EXPERIMENT, **LOGGED | {"embeddings": way, "workers": K})
     experiment = dataclasses.replace(experiment, architecture=with_embeddings(experiment))
     places = jax.tree.map(lambda leaf: leaf.sharding, (job.inputs[0].params, job.inputs[0].model_state))
-    drawn = draw_where(places, experiment, job.info).lower(jax.random.key(1)).compile().as_text()
+    program = draw_where(places, experiment, job.info).lower(jax.random.key(1)).compile().as_text()
     rows = -(-ROWS // K) * K if way == "rows" else ROWS
-    assert f"[{rows},{DIM}]" not in drawn
-    assert f"[{rows // K},{DIM}]" in drawn or f"[{rows},{DIM // K}]" in drawn
+    assert f"[{rows},{DIM}]" not in program
+    assert f"[{rows // K},{DIM}]" in program or f"[{rows},{DIM // K}]" in program
 
 
 @pytest.mark.slow
@@ -163,17 +163,17 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(way, logged, tmp_pat
     """With another number of workers, it goes on from the same numbers, wherever the table is."""
     changes, names = {"data_dir": logged, **LOGGED, "embeddings": way}, (None, "exchange", way)
     whole = run(tmp_path / "whole", **changes)
-    stopped = run(tmp_path / "stopped", **changes, stop_after=5)
+    partial = run(tmp_path / "stopped", **changes, stop_after=5)
     shutil.copytree(tmp_path / "stopped", tmp_path / "other")
     resumed = run(tmp_path / "stopped", **changes)
     assert_same_bits(resumed.state, whole.state)
     assert resumed.losses == whole.losses[5:]
     assert metrics(tmp_path / "stopped", DCT_DP, *names) == metrics(tmp_path / "whole", DCT_DP, *names)
-    told = Told()
-    as_read = run(tmp_path / "other", DCT_DP, told, **changes | {"workers": 4}, stop_after=5)
-    assert "The checkpoint has 2 workers and the run 4" in told.messages[0]
+    progress = Told()
+    as_read = run(tmp_path / "other", DCT_DP, progress, **changes | {"workers": 4}, stop_after=5)
+    assert "The checkpoint has 2 workers and the run 4" in progress.messages[0]
     assert as_read.losses == []
-    assert_same_bits(as_read.state.params, stopped.state.params)
+    assert_same_bits(as_read.state.params, partial.state.params)
     assert run(tmp_path / "other", **changes | {"workers": 4}).finished
 
 

@@ -56,7 +56,7 @@ def patient(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (
             "--seed 7 --steps 50",
@@ -65,11 +65,11 @@ def patient(monkeypatch):
         ("--out {}/elsewhere", "does not have the file of process 0 in process 2"),
     ],
 )
-def test_a_process_that_is_started_differently_is_refused_by_all(options, said, tmp_path):
+def test_a_process_that_is_started_differently_is_refused_by_all(options, message, tmp_path):
     results, texts = end(tmp_path, options=options.format(tmp_path))
     assert [result.returncode for result in results] == [2, 2, 2], texts
     for text in texts:
-        assert said in text
+        assert message in text
         assert "Traceback" not in text
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
@@ -99,7 +99,7 @@ def test_a_port_that_is_taken_is_refused_at_once():
         command = [sys.executable, "-m", "train", "digits", "--coordinator", address]
         command += ["--process-id", "0", "--num-processes", "2"]
         begin = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
-    assert done.returncode == 2
-    assert f"must have a free port of process 0; got '{address}': Address already in use" in done.stderr
+        process = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    assert process.returncode == 2
+    assert f"must have a free port of process 0; got '{address}': Address already in use" in process.stderr
     assert time.monotonic() - begin < 60

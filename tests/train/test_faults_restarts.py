@@ -35,8 +35,8 @@ def run():
         return begun[-1]
 
     yield make
-    for each in begun:
-        for pid in (*each.processes(supervisors=True).values(), *each.processes().values()):
+    for run in begun:
+        for pid in (*run.processes(supervisors=True).values(), *run.processes().values()):
             os.kill(pid, signal.SIGKILL)
 
 
@@ -45,8 +45,8 @@ def run():
 def test_slow_and_dead_processes_a_damaged_checkpoint_and_a_cut_link_change_nothing(tmp_path, run):
     with Lab(2, None) as lab:
         options = [*SHORT, "--workers", "2", "--restarts", "5", "--peer-timeout", "8"]
-        alone = run(lab, tmp_path / "alone", options)
-        alone.wait(100)
+        reference = run(lab, tmp_path / "alone", options)
+        reference.wait(100)
         soaked = run(lab, tmp_path / "soaked", options)
         soaked.until_step(5)
         processes = soaked.processes()
@@ -62,8 +62,8 @@ def test_slow_and_dead_processes_a_damaged_checkpoint_and_a_cut_link_change_noth
     assert "train: no sign of life from process 1" in first.stderr
     assert "through which the others speak, has not answered" in second.stderr
     assert "2 restarts" in first.stdout[first.stdout.index("Goodput") :]
-    assert metrics(soaked.folder, "dct_dp") == metrics(alone.folder, "dct_dp")
-    assert same_states([soaked.folder, alone.folder], 120) == []
+    assert metrics(soaked.folder, "dct_dp") == metrics(reference.folder, "dct_dp")
+    assert same_states([soaked.folder, reference.folder], 120) == []
 
 
 @pytest.mark.slow
@@ -92,9 +92,9 @@ def test_a_full_disk_loses_nothing_and_two_runs_in_a_folder_do_not_meet(tmp_path
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", disk], check=True)
 
-    def start(*more):
+    def start(*options):
         command = [sys.executable, "-m", "train", "digits", *SHORT, "--workers", "1", "--out", str(disk)]
-        command += [*more, "--steps", "300", *METHOD]
+        command += [*options, "--steps", "300", *METHOD]
         return subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
 
     def end(processes):
@@ -111,8 +111,10 @@ def test_a_full_disk_loses_nothing_and_two_runs_in_a_folder_do_not_meet(tmp_path
         while not all(map(saved, names)) and time.monotonic() < deadline:
             time.sleep(0.02)
         before = {name: max(saved(name)) for name in names}
-        done = subprocess.run(["dd", "if=/dev/zero", f"of={disk}/ballast", "bs=64k"], capture_output=True, check=False)
-        assert done.returncode  # it is full
+        completion = subprocess.run(
+            ["dd", "if=/dev/zero", f"of={disk}/ballast", "bs=64k"], capture_output=True, check=False
+        )
+        assert completion.returncode  # it is full
         codes, texts = end(processes)
         assert codes == [2, 2], texts
         for text in texts:

@@ -51,10 +51,10 @@ def test_accuracy_is_drawn_against_bytes_with_a_curve_a_method(saved, tmp_path):
     draw_accuracy(tmp_path / "figure.png", {"plump_dp": CURVE, "dct_dp": OTHER, "alone": SILENT})
     ((axes,),) = [figure.axes for figure in saved]
     lines = {line.get_label(): line for line in axes.lines}
-    drawn = {name: line.get_xydata().tolist() for name, line in lines.items()}
-    assert drawn == {"plump_dp": [[1e6, 10], [2e6, 20]], "dct_dp": [[1e4, 5], [2e4, 10], [3e4, 15]], "alone": []}
+    points = {name: line.get_xydata().tolist() for name, line in lines.items()}
+    assert points == {"plump_dp": [[1e6, 10], [2e6, 20]], "dct_dp": [[1e4, 5], [2e4, 10], [3e4, 15]], "alone": []}
     ends = {text.get_text(): (text.xy, text.get_color()) for text in axes.texts}  # a label where its line ends
-    assert ends == {name: (tuple(xy[-1]), lines[name].get_color()) for name, xy in drawn.items() if xy}
+    assert ends == {name: (tuple(xy[-1]), lines[name].get_color()) for name, xy in points.items() if xy}
 
     assert len({line.get_color() for line in axes.lines}) == 3
     assert all(is_painted(tmp_path / "figure.png", lines[name].get_color()) for name in ("plump_dp", "dct_dp"))
@@ -79,14 +79,14 @@ RECORDS = [
 def test_a_comparison_draws_accuracy_and_its_spread_against_bytes_and_time(saved, tmp_path):
     draw_comparison(tmp_path / "figure.png", RECORDS)
     ((left, right),) = [figure.axes for figure in saved]
-    for panel, column, shown in ((left, "bytes_per_step", RECORDS[:3]), (right, "seconds_to_finish", RECORDS)):
-        at = {f"{called(r['method'])} {r['setting']}".rstrip(): (r[column], r["accuracy_mean"]) for r in shown}
+    for panel, column, records in ((left, "bytes_per_step", RECORDS[:3]), (right, "seconds_to_finish", RECORDS)):
+        at = {f"{called(r['method'])} {r['setting']}".rstrip(): (r[column], r["accuracy_mean"]) for r in records}
         points = [line for line in panel.lines if line.get_marker() == "o"]
         assert [tuple(line.get_xydata()[0]) for line in points] == list(at.values())
         assert {text.get_text(): text.xy for text in panel.texts} == at
         bars = [bar.get_segments()[0].tolist() for bar in panel.collections]
         assert bars == [
-            [[r[column], r["accuracy_mean"] + sign * (r["accuracy_stdev"] or 0.0)] for sign in (-1, 1)] for r in shown
+            [[r[column], r["accuracy_mean"] + sign * (r["accuracy_stdev"] or 0.0)] for sign in (-1, 1)] for r in records
         ]
         (dense,) = [line for line in panel.lines if line.get_linestyle() == "--"]
         assert set(dense.get_ydata()) == {91.0}

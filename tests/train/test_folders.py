@@ -20,8 +20,8 @@ def test_a_new_run_takes_the_first_free_name(tmp_path):
 
 
 def test_runs_that_begin_together_take_folders_of_their_own(tmp_path):
-    with run_folder(tmp_path, "digits", resume=False) as one, run_folder(tmp_path, "digits", resume=False) as other:
-        assert (one.name, other.name) == ("digits", "digits-2")
+    with run_folder(tmp_path, "digits", resume=False) as one, run_folder(tmp_path, "digits", resume=False) as second:
+        assert (one.name, second.name) == ("digits", "digits-2")
 
 
 def test_resume_takes_the_run_that_was_written_last_whatever_its_number_and_says_so(tmp_path, capsys):
@@ -30,8 +30,8 @@ def test_resume_takes_the_run_that_was_written_last_whatever_its_number_and_says
     for name, last, of in (("digits", "digits-3", " of 3 runs"), ("mnist", "mnist", "")):
         with run_folder(tmp_path, name, resume=True) as folder:
             assert folder == tmp_path / last
-        said = capsys.readouterr().err
-        assert said == f"train: --resume goes on with {folder}{of and ', which was written last'}{of}\n"
+        message = capsys.readouterr().err
+        assert message == f"train: --resume goes on with {folder}{of and ', which was written last'}{of}\n"
     for number, last in enumerate(("digits", "digits-2", "digits-3", "digits-2"), 1):
         (tmp_path / last / "goodput.json").touch()
         os.utime(tmp_path / last / "goodput.json", (2e9 + number,) * 2)
@@ -42,14 +42,14 @@ def test_resume_takes_the_run_that_was_written_last_whatever_its_number_and_says
         assert folder.name == "digits-3"
 
 
-@pytest.mark.parametrize("others", [[], ["mnist"]])
-def test_nothing_to_resume_is_an_error(others, tmp_path):
-    for name in others:
+@pytest.mark.parametrize("folders", [[], ["mnist"]])
+def test_nothing_to_resume_is_an_error(folders, tmp_path):
+    for name in folders:
         (tmp_path / name).mkdir()
     message = r"--resume must go on with a run that has begun; got no .*digits. Leave --resume"
     with pytest.raises(ValueError, match=message), run_folder(tmp_path, "digits", resume=True):
         pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == others
+    assert sorted(path.name for path in tmp_path.iterdir()) == folders
 
 
 def test_a_run_goes_on_with_the_same_method(tmp_path):
@@ -68,8 +68,8 @@ def test_a_run_goes_on_with_the_same_method(tmp_path):
 
 def test_a_folder_is_of_one_run_at_a_time_and_free_once_that_has_ended(tmp_path):
     with run_folder(tmp_path, "digits", resume=False, runs=["dct_dp"]):
-        taken = pytest.raises(ValueError, match=r"got .*digits, in which another process trains. Wait for it")
-        with taken, run_folder(tmp_path, "digits", resume=True, runs=["dct_dp"]):
+        refusal = pytest.raises(ValueError, match=r"got .*digits, in which another process trains. Wait for it")
+        with refusal, run_folder(tmp_path, "digits", resume=True, runs=["dct_dp"]):
             pass
         # Also locked by another process, but no longer once it is killed.
         code = (

@@ -22,32 +22,32 @@ def clock(monkeypatch):
     return clock
 
 
-def train(counted, clock, steps, first=5.0):
+def train(account, clock, steps, first=5.0):
     """A step takes a second, the first one five."""
     for number in range(steps):
         clock.now += 1.0 if number else first
-        counted.step()
+        account.step()
 
 
 def test_every_second_is_of_one_kind_over_restarts(tmp_path, clock):
-    counted = Goodput(tmp_path)
+    account = Goodput(tmp_path)
     clock.now += 3  # connecting
-    counted.take("dct_dp", 0)
+    account.take("dct_dp", 0)
     clock.jump = 86400.0  # the wall clock is set, and counts nothing
-    train(counted, clock, 11)
-    with counted.on("checkpoints"):
+    train(account, clock, 11)
+    with account.on("checkpoints"):
         clock.now += 2
-    counted.saved(11)
-    train(counted, clock, 5, first=1.0)
-    with counted.on("evaluation"):
+    account.saved(11)
+    train(account, clock, 5, first=1.0)
+    with account.on("evaluation"):
         clock.now += 4
-    counted.write()
+    account.write()
 
     clock.now += 20  # it was killed, and started again
-    counted = Goodput(tmp_path, begin=clock.now - 1, restarted=True)
-    counted.take("dct_dp", 11, 5)
-    train(counted, clock, 3)
-    assert counted.record() == {
+    account = Goodput(tmp_path, begin=clock.now - 1, restarted=True)
+    account.take("dct_dp", 11, 5)
+    train(account, clock, 3)
+    assert account.record() == {
         "goodput": pytest.approx(12 / 56),
         "seconds": 56.0,
         "s_steps": 10.0 + 2,
@@ -59,32 +59,32 @@ def test_every_second_is_of_one_kind_over_restarts(tmp_path, clock):
         "n_restarts": 1,
         "n_lost_steps": 5,
     }
-    assert counted.line() == (
+    assert account.line() == (
         "Goodput 21.4%: 12.0 of 56.0 s in steps that count; the rest: start and compiling 8.0 s, evaluation 4.0 s, "
         "checkpoints 2.0 s, 1 restart 25.0 s, 5 lost steps 5.0 s"
     )
 
 
 def test_the_time_between_a_stop_and_a_resume_by_hand_is_nobodys(tmp_path, clock):
-    counted = Goodput(tmp_path)
-    counted.take("dct_dp", 0)
-    train(counted, clock, 3)
-    counted.write()
+    account = Goodput(tmp_path)
+    account.take("dct_dp", 0)
+    train(account, clock, 3)
+    account.write()
     clock.now += 1e6
-    counted = Goodput(tmp_path)
-    counted.take("dct_dp", 3)
-    train(counted, clock, 2)
-    assert counted.record()["seconds"] == 5 + 2 + 5 + 1
+    account = Goodput(tmp_path)
+    account.take("dct_dp", 3)
+    train(account, clock, 2)
+    assert account.record()["seconds"] == 5 + 2 + 5 + 1
 
 
 def test_only_a_long_run_or_one_with_restarts_says_its_goodput(tmp_path, clock):
-    counted = Goodput(tmp_path)
-    counted.take("dct_dp", 0)
-    train(counted, clock, 3)
-    assert counted.line() == ""
+    counter = Goodput(tmp_path)
+    counter.take("dct_dp", 0)
+    train(counter, clock, 3)
+    assert counter.line() == ""
     clock.now += goodput.LONG
-    counted.write()
-    assert counted.line().startswith("Goodput ")
+    counter.write()
+    assert counter.line().startswith("Goodput ")
 
 
 @pytest.mark.parametrize(

@@ -47,14 +47,14 @@ def pipelined(tmp_path_factory):
 @pytest.mark.slow
 def test_a_pipeline_that_sends_everything_trains_like_workers_alone(dense, pipelined):
     """Dropout and order depend on the rows, not on the mesh."""
-    (folder, expected), (other, found) = dense, pipelined
+    (folder, expected), (second, records) = dense, pipelined
     assert len(set(expected.losses)) == 6
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
+    np.testing.assert_allclose(records.losses, expected.losses, rtol=1e-5)
     for name in ("accuracy", "test_loss", "test_accuracy"):
-        lines = [[line[name] for line in metrics(each, PlumpDp()) if name in line] for each in (other, folder)]
+        lines = [[line[name] for line in metrics(path, PlumpDp()) if name in line] for path in (second, folder)]
         assert lines[0]
         np.testing.assert_allclose(*lines, rtol=1e-5)
-    assert found.summary.scores == pytest.approx(expected.summary.scores, rel=1e-5)
+    assert records.summary.scores == pytest.approx(expected.summary.scores, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -62,34 +62,34 @@ def test_a_pipeline_that_sends_everything_trains_like_workers_alone(dense, pipel
 def test_dense_layers_in_their_own_way_train_like_workers_alone(dense_layers, dense, tmp_path):
     """L2, momentum and dropout included."""
     _, expected = dense
-    found = run(tmp_path, PlumpDp(), architecture=MLP, workers=2, dense_layers=dense_layers, **L2)
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
-    assert found.summary.scores == pytest.approx(expected.summary.scores, rel=1e-5)
-    assert found.summary.bytes_per_step != expected.summary.bytes_per_step
+    records = run(tmp_path, PlumpDp(), architecture=MLP, workers=2, dense_layers=dense_layers, **L2)
+    np.testing.assert_allclose(records.losses, expected.losses, rtol=1e-5)
+    assert records.summary.scores == pytest.approx(expected.summary.scores, rel=1e-5)
+    assert records.summary.bytes_per_step != expected.summary.bytes_per_step
 
 
 @pytest.mark.slow
 def test_matrices_over_devices_of_a_worker_train_like_workers_alone(dense, tmp_path):
     _, expected = dense
-    found = run(tmp_path, PlumpDp(), architecture=MLP, workers=2, model_parallel=2, **L2)
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
+    records = run(tmp_path, PlumpDp(), architecture=MLP, workers=2, model_parallel=2, **L2)
+    np.testing.assert_allclose(records.losses, expected.losses, rtol=1e-5)
     # Of 64 - 32 - 16 - 10: half of each kernel, and whole biases; 4 + 16 bytes for the loss and the counts, in a ring
     # of two; the scalars of the loss too.
     shards = (64 * 32 + 32 * 16 + 16 * 10) // 2 + 32 + 16 + 10
-    assert 0 < found.summary.bytes_per_step - 4 * shards < 64
-    assert found.summary.ratio_to_dense == pytest.approx(4 * shards / found.summary.bytes_per_step)
+    assert 0 < records.summary.bytes_per_step - 4 * shards < 64
+    assert records.summary.ratio_to_dense == pytest.approx(4 * shards / records.summary.bytes_per_step)
 
 
 def test_workers_of_several_devices_train_like_workers_alone(dense, tmp_path):
     """Parameters and rows sharded over two devices each: gradients exchanged, and with local steps."""
     _, expected = dense
-    found = run(tmp_path / "fsdp", PlumpDp(), architecture=MLP, workers=2, fsdp=2, **L2)
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
-    assert found.summary.scores == pytest.approx(expected.summary.scores, rel=1e-5)
+    records = run(tmp_path / "fsdp", PlumpDp(), architecture=MLP, workers=2, fsdp=2, **L2)
+    np.testing.assert_allclose(records.losses, expected.losses, rtol=1e-5)
+    assert records.summary.scores == pytest.approx(expected.summary.scores, rel=1e-5)
     # Of 64 - 32 - 16 - 10: half of each kernel, and whole biases; loss, accuracy and counts.
     shards = (64 * 32 + 32 * 16 + 16 * 10) // 2 + 32 + 16 + 10
-    assert 0 < found.summary.bytes_per_step - 4 * shards < 64
-    assert P("fsdp") in {leaf.sharding.spec for leaf in jax.tree.leaves(found.state.params)}
+    assert 0 < records.summary.bytes_per_step - 4 * shards < 64
+    assert P("fsdp") in {leaf.sharding.spec for leaf in jax.tree.leaves(records.state.params)}
     assert len(list((tmp_path / "fsdp" / "plump_dp" / "checkpoints").iterdir())) > 0
     whole = run(tmp_path / "whole", LocalSgd(steps=2), architecture=MLP, workers=2, **L2)
     local = run(tmp_path / "local", LocalSgd(steps=2), architecture=MLP, workers=2, fsdp=2, **L2)
@@ -102,9 +102,9 @@ def test_workers_of_several_devices_train_like_workers_alone(dense, tmp_path):
 def test_workers_of_several_devices_form_slices(inside, dense, tmp_path):
     """Two slices of one worker, which is two devices: shards are averaged inside a slice, and exchanged across."""
     _, expected = dense
-    found = run(tmp_path, PlumpDp(), architecture=MLP, workers=2, slices=2, **{inside: 2}, **L2)
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
-    assert found.summary.scores == pytest.approx(expected.summary.scores, rel=1e-5)
+    result = run(tmp_path, PlumpDp(), architecture=MLP, workers=2, slices=2, **{inside: 2}, **L2)
+    np.testing.assert_allclose(result.losses, expected.losses, rtol=1e-5)
+    assert result.summary.scores == pytest.approx(expected.summary.scores, rel=1e-5)
     sparse = dataclasses.replace(DCT_DP, dense_below=0)
     job = make(sparse, architecture=MLP, workers=4, slices=2, **{inside: 2})
     assert dict(job.mesh.shape) == {"slice": 2, "data": 2, {"fsdp": "fsdp"}.get(inside, "model"): 2}
@@ -123,9 +123,9 @@ def test_layers_multiply_late_where_that_is_less_than_the_method():
         ("2/layer", False),
     ]
     late = 4 * 12 * ((64 + 256) + (256 + 16))
-    others = 4 * (16 * 10 + 10)  # kernel and bias of the last
+    dense_bytes = 4 * (16 * 10 + 10)  # kernel and bias of the last
     scalars = 4 * 2  # loss and accuracy
-    assert job.report.received == late + others + scalars
+    assert job.report.received == late + dense_bytes + scalars
     assert make(**wide).late.layers[0].bytes_reduce < late  # what the method sends of 10%
 
 
@@ -154,15 +154,15 @@ def test_what_does_not_go_with_dense_layers_is_refused(method, changes, message)
 
 @pytest.mark.slow
 def test_a_pipeline_is_evaluated_as_the_whole_model(pipelined):
-    _, found = pipelined
-    params, stats = jax.device_get(make(PlumpDp(), **PIPELINE, **L2).model(found.state))
+    _, result = pipelined
+    params, stats = jax.device_get(make(PlumpDp(), **PIPELINE, **L2).model(result.state))
     assert params.keys() == {0, 1, 2}
     (batch,) = eval_batches("digits", global_batch=450)
     graph = cut(make_model(MLP, IMAGES, "float32", 0))[0].graph
     output = np.asarray(apply(graph, params, stats, batch, training=False)[0])
-    assert found.summary.accuracy == np.mean(output.argmax(axis=-1) == batch["label"])
+    assert result.summary.accuracy == np.mean(output.argmax(axis=-1) == batch["label"])
     losses = -np.take_along_axis(log_softmax(output, axis=-1), batch["label"][:, None], axis=-1)
-    assert found.summary.scores["loss"] == pytest.approx(losses.mean(), rel=1e-5)
+    assert result.summary.scores["loss"] == pytest.approx(losses.mean(), rel=1e-5)
 
 
 def test_bytes_of_a_pipeline_are_the_average_over_its_devices():
@@ -182,12 +182,12 @@ def test_bytes_of_a_pipeline_are_the_average_over_its_devices():
 
 @pytest.mark.slow
 def test_a_pipeline_learns_with_largest_activations_and_gradients_alone(tmp_path):
-    found = run(tmp_path, boundary=HALF, steps=30, **PIPELINE)
-    assert found.losses[-1] < found.losses[0] - 0.3
+    result = run(tmp_path, boundary=HALF, steps=30, **PIPELINE)
+    assert result.losses[-1] < result.losses[0] - 0.3
     job, lines = make(boundary=HALF, steps=30, **PIPELINE), metrics(tmp_path, DCT_DP, HALF)
     assert [line["bytes_received"] for line in lines] == [job.report.received * step for step in range(1, 31)]
     assert lines[-1]["sent"] < 2 * 2 * 0.3 * SLOTS  # of 2 workers and 2 stages
-    summary = found.summary
+    summary = result.summary
     assert (summary.method, summary.bytes_per_step) == ("dct_dp-masked-0.5", job.report.received)
     assert summary.ratio_to_dense == pytest.approx(job.dense / job.report.received)
     assert summary.ratio_to_bfloat16 == pytest.approx(summary.ratio_to_dense / 2)
@@ -197,11 +197,11 @@ def test_a_pipeline_learns_with_largest_activations_and_gradients_alone(tmp_path
 @pytest.mark.slow
 def test_slices_that_send_everything_train_like_workers_alone(tmp_path):
     changes = {"steps": 6, "architecture": MLP}
-    alone, sliced = (run(tmp_path / str(n), PlumpDp(), slices=n, **changes) for n in (1, 2))
-    assert len(set(alone.losses)) == 6
-    np.testing.assert_allclose(sliced.losses, alone.losses, rtol=1e-5)
-    assert sliced.summary.scores == pytest.approx(alone.summary.scores, rel=1e-5)
-    flat = jax.tree.leaves(jax.tree.map(np.ravel, jax.device_get((alone.state.params, sliced.state.params))))
+    reference, sliced = (run(tmp_path / str(n), PlumpDp(), slices=n, **changes) for n in (1, 2))
+    assert len(set(reference.losses)) == 6
+    np.testing.assert_allclose(sliced.losses, reference.losses, rtol=1e-5)
+    assert sliced.summary.scores == pytest.approx(reference.summary.scores, rel=1e-5)
+    flat = jax.tree.leaves(jax.tree.map(np.ravel, jax.device_get((reference.state.params, sliced.state.params))))
     half = len(flat) // 2
     np.testing.assert_allclose(np.concatenate(flat[half:]), np.concatenate(flat[:half]), rtol=1e-4, atol=1e-6)
 
@@ -225,7 +225,7 @@ def test_groups_of_rows_that_do_not_fit_are_refused_before_training():
 
 
 @pytest.mark.parametrize(
-    ("changes", "method", "said"),
+    ("changes", "method", "message"),
     [
         (PIPELINE | {"stages": 4}, DCT_DP, "got --stages 4 for a model of 3 blocks"),
         (PIPELINE | {"cuts": (1, 2)}, DCT_DP, "A pipeline of 2 stages must have 1 cuts"),
@@ -239,8 +239,8 @@ def test_groups_of_rows_that_do_not_fit_are_refused_before_training():
         ({"workers": 8, "stages": 2}, DCT_DP, r"got 8 for \(data=8, stage=2\)"),
     ],
 )
-def test_what_does_not_go_together_is_refused(changes, method, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_does_not_go_together_is_refused(changes, method, message):
+    with pytest.raises(ValueError, match=message):
         make(method, **changes)
 
 

@@ -87,8 +87,8 @@ def test_all_are_stuck_if_none_goes_on_whatever_they_live():
     signs.update({"0": "1 step 4", "1": "1 reading rows of step 4"}, 0.0)
     signs.update({"0": "2 step 4", "1": "2 reading rows of step 4"}, 50.0)
     assert signs.stuck(50.0, 50.0) is None
-    said = "no process has gone on for 50 s (process 0: step 4, process 1: reading rows of step 4)"
-    assert signs.stuck(51.0, 50.0) == said
+    message = "no process has gone on for 50 s (process 0: step 4, process 1: reading rows of step 4)"
+    assert signs.stuck(51.0, 50.0) == message
     signs.update({"0": "3 step 4", "1": "3 step 4"}, 60.0)
     assert signs.stuck(110.0, 50.0) is None
     assert signs.stuck(111.0, 50.0) is not None
@@ -107,10 +107,10 @@ def test_processes_that_live_end_by_themselves():
 
 def test_a_process_that_falls_silent_ends_the_others(capsys):
     store = Memory()
-    (one, ended), (two, also) = member(store, 0, timeout=2.0), member(store, 1, timeout=2.0)
+    (one, ended), (two, second_end) = member(store, 0, timeout=2.0), member(store, 1, timeout=2.0)
     store.values["jaxcomm/alive/2"] = "7 step 3"
     with one, two:
-        assert (ended.wait(), also.wait()) == ([1], [1])
+        assert (ended.wait(), second_end.wait()) == ([1], [1])
     lines = capsys.readouterr().err.splitlines()
     assert len(set(lines)) == 1
     assert lines[0].startswith("train: no sign of life from process 2 (")
@@ -139,12 +139,12 @@ def test_ctrl_c_says_so(capsys):
 def test_a_collective_that_fails_lets_the_process_be_named_that_is_gone(capsys):
     """The process whose collective has failed waits for some seconds: it is not the cause."""
     store = Memory()
-    (one, ended), (two, also) = member(store, 0), member(store, 1)
+    (one, ended), (two, second_end) = member(store, 0), member(store, 1)
     store.values["jaxcomm/alive/2"] = "7 step 3"
     with one, two:
         one.fail(jax.errors.JaxRuntimeError("Gloo: Connection closed by peer"), 1)
         assert ended == [1]  # before the error could be raised on, and print its stack below that line
-        assert also.wait() == [1]
+        assert second_end.wait() == [1]
     (line,) = set(capsys.readouterr().err.splitlines())
     assert line.startswith("train: no sign of life from process 2 (")
 
@@ -157,10 +157,10 @@ def test_what_jax_raises_is_told_from_bad_input():
 
 def test_a_collective_that_fails_among_living_processes_is_an_error_of_its_own(capsys):
     store = Memory()
-    (one, ended), (two, also) = member(store, 0, count=2), member(store, 1, count=2)
+    (one, ended), (two, second_end) = member(store, 0, count=2), member(store, 1, count=2)
     with one, two:
         one.fail(jax.errors.JaxRuntimeError("out of memory"), 1)
-        assert (ended.wait(), also.wait()) == ([1], [1])
+        assert (ended.wait(), second_end.wait()) == ([1], [1])
     assert set(capsys.readouterr().err.splitlines()) == {"train: process 0 has ended: JaxRuntimeError: out of memory"}
 
 
@@ -182,16 +182,16 @@ def test_process_0_is_named_where_the_store_fails_or_hangs(capsys):
 
 def test_a_run_that_stands_still_is_ended(capsys):
     store = Memory()
-    (one, ended), (two, also) = member(store, 0, 2, deadline=2.0), member(store, 1, 2, deadline=2.0)
+    (one, ended), (two, second_end) = member(store, 0, 2, deadline=2.0), member(store, 1, 2, deadline=2.0)
     with one, two:
         for step in range(30):
             one.doing(f"step {step}")
             time.sleep(0.1)
-        assert (ended, also) == ([], [])
+        assert (ended, second_end) == ([], [])
         two.doing("reading rows of step 7")
-        assert (ended.wait(), also.wait()) == ([1], [1])
-    said = "train: no process has gone on for 2 s (process 0: step 29, process 1: reading rows of step 7)"
-    assert set(capsys.readouterr().err.splitlines()) == {said}
+        assert (ended.wait(), second_end.wait()) == ([1], [1])
+    message = "train: no process has gone on for 2 s (process 0: step 29, process 1: reading rows of step 7)"
+    assert set(capsys.readouterr().err.splitlines()) == {message}
 
 
 def test_a_process_that_all_wait_for_is_named_once(capsys):

@@ -65,14 +65,15 @@ def saved(folder, method=DCT_DP):
 def test_a_run_stops_after_some_skipped_steps_in_a_row(damage, tmp_path):
     """The last checkpoint from before them is kept, and lines are valid JSON."""
     damage(range(5, 100))
-    told = Told()
+    progress = Told()
     with pytest.raises(
         ValueError, match=r"fewer skipped steps in a row than --max-skipped 4; got steps 5 to 8"
     ) as error:
-        run(tmp_path, told=told, checkpoint_every=2, max_skipped=4)
-    assert len(told.updates) == 8
-    assert f"of dct_dp, whose gradients were not finite (the last loss before them: {told.updates[3][1]:.4g})" in str(
-        error.value
+        run(tmp_path, told=progress, checkpoint_every=2, max_skipped=4)
+    assert len(progress.updates) == 8
+    assert (
+        f"of dct_dp, whose gradients were not finite (the last loss before them: {progress.updates[3][1]:.4g})"
+        in str(error.value)
     )
     assert "the checkpoint of step 4 is kept. Most often" in str(error.value)
     assert saved(tmp_path) == [2, 4]
@@ -81,8 +82,8 @@ def test_a_run_stops_after_some_skipped_steps_in_a_row(damage, tmp_path):
     assert [line["loss"] is None for line in lines] == [False] * 4 + [True] * 4
     # With repaired data, it goes on from there. With 3 such steps in a row, it does not stop.
     damage([5, 6, 7, 9, 10, 11])
-    resumed = run(tmp_path, told=told, checkpoint_every=2, max_skipped=4)
-    assert told.messages == ["dct_dp: resumed after step 4."]
+    resumed = run(tmp_path, told=progress, checkpoint_every=2, max_skipped=4)
+    assert progress.messages == ["dct_dp: resumed after step 4."]
     assert resumed.finished
     assert resumed.summary.skipped == 6
 
@@ -182,8 +183,8 @@ def test_test_accuracy_is_the_models_on_the_test_split(case, uninterrupted):
     loss = right = 0
     for batch in batches:
         logits = model(batch)
-        each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-        loss += float((each * batch["mask"]).sum())
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        loss += float((losses * batch["mask"]).sum())
         right += int(((logits.argmax(-1) == batch["label"]) * batch["mask"]).sum())
     last = whole.evaluations[-1]
     assert last.accuracy == whole.summary.accuracy == right / batches.num_examples
@@ -191,12 +192,14 @@ def test_test_accuracy_is_the_models_on_the_test_split(case, uninterrupted):
 
 
 def test_progress_is_told_of_every_step(tmp_path):
-    told = Told()
-    ended = run(tmp_path, PlumpDp(), told, stop_after=3)
-    assert told.messages == []
-    said = f"{ended.summary.bytes_per_step:,.0f} bytes a step predicted; the compiled program sends them, and no more."
-    assert told.proved == [f"dense (plump_dp): {said}"]
-    assert told.updates == [
+    progress = Told()
+    ended = run(tmp_path, PlumpDp(), progress, stop_after=3)
+    assert progress.messages == []
+    message = (
+        f"{ended.summary.bytes_per_step:,.0f} bytes a step predicted; the compiled program sends them, and no more."
+    )
+    assert progress.proved == [f"dense (plump_dp): {message}"]
+    assert progress.updates == [
         (line["step"], line["loss"], line["accuracy"], ended.summary.bytes_per_step)
         for line in metrics(tmp_path, PlumpDp())
     ]
@@ -228,15 +231,15 @@ def test_averaged_models_have_a_folder_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "processes", "said"),
+    ("changes", "processes", "message"),
     [
         ({"workers": 0}, 1, "--workers must be .*; got 0"),
         ({}, 3, "processes, .*; got 4 for 3"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(changes, processes, said, tmp_path):
+def test_settings_that_cannot_work_are_refused(changes, processes, message, tmp_path):
     experiment = dataclasses.replace(EXPERIMENT, out=tmp_path / "out", **changes)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         train.loop.train(experiment, DCT_DP, Processes(0, processes), Told())
     assert not (tmp_path / "out").exists()
 
@@ -253,7 +256,7 @@ def test_a_worker_whose_copy_has_parted_is_named(sizes, axis, device, worker):
     mesh = jc.make_mesh(**sizes)
 
     def placed(copies):
-        arrays = [jax.device_put(copy, each) for copy, each in zip(copies, mesh.devices.flat, strict=True)]
+        arrays = [jax.device_put(copy, losses) for copy, losses in zip(copies, mesh.devices.flat, strict=True)]
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         return jax.make_array_from_single_device_arrays(copies[0].shape, sharding, arrays)
 

@@ -56,15 +56,15 @@ def parallel(tmp_path_factory):
 
 @pytest.mark.slow
 def test_clicks_end_with_auc_and_log_loss(logged, tmp_path):
-    found = run(tmp_path, PlumpDp(), data_dir=logged, **LOGGED)
-    assert found.losses[-1] < found.losses[0]
+    result = run(tmp_path, PlumpDp(), data_dir=logged, **LOGGED)
+    assert result.losses[-1] < result.losses[0]
     lines = metrics(tmp_path, PlumpDp())
     assert [line["step"] for line in lines if "test_auc" in line] == [4, 8]
     # The 20 rows of the test split are less than a batch of 24, which repeats one of them.
     (batch,) = eval_batches("criteo", global_batch=20, data_dir=logged)
     model = cut(make_model(DLRM, dataset_info("criteo", logged), "float32", 0))[0]
-    logits, _ = apply(model.graph, jax.device_get(found.state.params), {}, batch, training=False)
-    assert found.summary.scores == pytest.approx(
+    logits, _ = apply(model.graph, jax.device_get(result.state.params), {}, batch, training=False)
+    assert result.summary.scores == pytest.approx(
         {
             "loss": log_loss(batch["label"], logits),
             "accuracy": np.mean((np.asarray(logits) > 0) == batch["label"]),
@@ -72,10 +72,10 @@ def test_clicks_end_with_auc_and_log_loss(logged, tmp_path):
         },
         rel=1e-4,
     )
-    record = found.summary.record()
-    assert record["auc"] == found.summary.scores["auc"]
+    record = result.summary.record()
+    assert record["auc"] == result.summary.scores["auc"]
     assert list(record)[:6] == ["method", "workers", "seed", "accuracy", "loss", "auc"]
-    assert found.evaluations[-1].scores == found.summary.scores
+    assert result.evaluations[-1].scores == result.summary.scores
     json.dumps(record)
 
 
@@ -90,8 +90,8 @@ def test_translations_end_with_bleu(parallel, tmp_path, monkeypatch):
         return bleu(hypotheses, references, **how)
 
     monkeypatch.setattr(train.loop, "bleu", keep)
-    found = run(tmp_path, PlumpDp(), data_dir=parallel, **TRANSLATIONS)
-    assert found.losses[-1] < 0.8 * found.losses[0]
+    result = run(tmp_path, PlumpDp(), data_dir=parallel, **TRANSLATIONS)
+    assert result.losses[-1] < 0.8 * result.losses[0]
     lines = metrics(tmp_path, PlumpDp())
     assert [line["step"] for line in lines if "test_loss" in line] == [12, 20]
     assert [line["step"] for line in lines if "test_bleu" in line] == [20]  # a search takes long
@@ -106,16 +106,16 @@ def test_translations_end_with_bleu(parallel, tmp_path, monkeypatch):
         tokens, _ = beam_search(blocks, batch["source"], max_length=23, beam=2)
         return tokens[:, 0], jax.nn.log_softmax(apply(graph, params, {}, batch, training=False)[0])
 
-    tokens, said = jax.device_get(evaluate(jax.device_get(found.state.params), batch))
+    tokens, translations = jax.device_get(evaluate(jax.device_get(result.state.params), batch))
     ((hypotheses, references),) = scored
     assert hypotheses == text.subwords.decode(tokens)
     assert all(hypotheses)
     assert references == text.references
-    assert found.summary.record()["bleu"] == bleu(hypotheses, references).score
-    assert found.summary.record()["bleu_lower"] == bleu(hypotheses, references, lowercase=True).score
+    assert result.summary.record()["bleu"] == bleu(hypotheses, references).score
+    assert result.summary.record()["bleu_lower"] == bleu(hypotheses, references, lowercase=True).score
     labels = batch["target"][:, 1:]
-    entropies = -np.take_along_axis(said, labels[..., None], axis=-1)[..., 0]
-    assert found.summary.scores["loss"] == pytest.approx(entropies[labels != 0].mean(), rel=1e-4)
+    entropies = -np.take_along_axis(translations, labels[..., None], axis=-1)[..., 0]
+    assert result.summary.scores["loss"] == pytest.approx(entropies[labels != 0].mean(), rel=1e-4)
 
 
 def test_bleu_is_of_the_rows_that_are_real_and_in_their_order(parallel):
@@ -125,7 +125,7 @@ def test_bleu_is_of_the_rows_that_are_real_and_in_their_order(parallel):
     batches = list(eval_batches("iwslt14", global_batch=3, data_dir=parallel))
     rows = [{"right": np.zeros(3), "mask": batch["mask"]} for batch in batches]
     best = [batch["target"][:, 1:] for batch in batches]
-    assert sum(len(each) for each in best) == 6
+    assert sum(len(row) for row in best) == 6
     scores = train.loop.test_scores(experiment, job, rows, best)
     assert scores["rows"] == 5
     assert scores["bleu"] == pytest.approx(100)
@@ -137,7 +137,7 @@ def test_a_run_that_is_stopped_is_not_translated(parallel, tmp_path, monkeypatch
     """SIGTERM gives little time."""
     searched = []
     monkeypatch.setattr(train.loop, "bleu", lambda *_, **__: searched.append(1))
-    found = run(tmp_path, PlumpDp(), data_dir=parallel, stop_after=2, **TRANSLATIONS)
-    assert "bleu" not in found.summary.scores
+    result = run(tmp_path, PlumpDp(), data_dir=parallel, stop_after=2, **TRANSLATIONS)
+    assert "bleu" not in result.summary.scores
     assert searched == []
-    assert found.summary.scores.keys() == {"loss", "accuracy"}
+    assert result.summary.scores.keys() == {"loss", "accuracy"}

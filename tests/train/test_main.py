@@ -54,10 +54,10 @@ def explained(text):
 def documented(method):
     """The fields of a method with their help, from its docstring or from those of its base classes."""
     docs = {}
-    for each in reversed(method.__mro__):
-        section = inspect.cleandoc(each.__doc__ or "").partition("Attributes:\n")[2]
-        found = re.findall(r"^  (\w+): (.*?)(?=^\S|^  \w|\Z)", section, flags=re.DOTALL | re.MULTILINE)
-        docs |= {name: " ".join(doc.split()) for name, doc in found}
+    for base in reversed(method.__mro__):
+        section = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
+        fields = re.findall(r"^  (\w+): (.*?)(?=^\S|^  \w|\Z)", section, flags=re.DOTALL | re.MULTILINE)
+        docs |= {name: " ".join(doc.split()) for name, doc in fields}
     return docs
 
 
@@ -85,7 +85,7 @@ def test_digits_is_the_default(argv, name):
         (["method:dct-dp", "--method.sparsity", "0.99"], dataclasses.replace(CONFIGS["digits"].method, sparsity=0.99)),
         (["method:dct-dp", "--method.drain-every", "7"], dataclasses.replace(CONFIGS["digits"].method, drain_every=7)),
         (["method:top-k"], TopK()),
-        *[([f"method:{each.name}"], each()) for each in get_args(Method)],  # the library's names
+        *[([f"method:{method.name}"], method()) for method in get_args(Method)],  # the library's names
         (["method:top-k", "--method.value-dtype", "float32"], TopK(value_dtype="float32")),
         (["method:plump-dp"], PlumpDp()),
         (["method:plump-dp", "--method.p", "4"], PlumpDp(p=4)),
@@ -113,9 +113,9 @@ def test_methods_are_chosen_on_the_command_line(argv, method):
 @pytest.mark.parametrize(("name", "guess"), [("digit", "did you mean 'digits'?"), ("imagenet", "got 'imagenet'")])
 def test_a_typo_lists_the_names(name, guess, started, capsys):
     assert main([name, "--steps", "1"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"train: An experiment must be one of {', '.join(CONFIGS)}; got ")
-    assert guess in said
+    message = capsys.readouterr().err
+    assert message.startswith(f"train: An experiment must be one of {', '.join(CONFIGS)}; got ")
+    assert guess in message
 
 
 @pytest.mark.parametrize("argv", [["digits", "--stepz", "3"], ["digits", "--steps", "many"], ["method:none"]])
@@ -137,31 +137,31 @@ def test_help_explains_every_field(capsys, monkeypatch):
     assert set(pages) == set(classes)
     for name, argv in pages.items():
         read = partial(parse, [*argv, "--help"]) if argv else partial(main, ["compare", "--help"])
-        shown = help_of(read, capsys, monkeypatch)
+        text = help_of(read, capsys, monkeypatch)
         for field, doc in classes[name].items():
             assert doc, field
             if field == "architecture":
-                assert doc not in shown
-                assert "--architecture" not in shown
+                assert doc not in text
+                assert "--architecture" not in text
                 continue
-            assert doc in shown, field
+            assert doc in text, field
             if field not in ("method", "boundary"):
-                assert prefixes[name] + field.replace("_", "-") in shown
-    shown = help_of(partial(parse, ["mnist", "--help"]), capsys, monkeypatch)
-    assert f"Experiments: {', '.join(CONFIGS)}." in shown
-    assert "method:plump-dp" in shown
+                assert prefixes[name] + field.replace("_", "-") in text
+    text = help_of(partial(parse, ["mnist", "--help"]), capsys, monkeypatch)
+    assert f"Experiments: {', '.join(CONFIGS)}." in text
+    assert "method:plump-dp" in text
 
 
 @pytest.mark.parametrize("method", get_args(Method))
 def test_help_explains_every_option_of_a_method_and_no_other_field(method, capsys, monkeypatch):
     name = re.sub("(?<!^)(?=[A-Z])", "-", method.__name__).lower()
-    shown = help_of(partial(parse, [f"method:{name}", "--help"]), capsys, monkeypatch)
+    text = help_of(partial(parse, [f"method:{name}", "--help"]), capsys, monkeypatch)
     docs, options = documented(method), method().options()
     assert set(options) <= {field.name for field in dataclasses.fields(method)} - {"where", "others", "axis_name"}
     for option in options:
-        assert f"--method.{option.replace('_', '-')}" in shown
-        assert docs[option] in shown, option
-    assert {found.removeprefix("no-").replace("-", "_") for found in re.findall(r"--method\.([\w-]+)", shown)} == set(
+        assert f"--method.{option.replace('_', '-')}" in text
+        assert docs[option] in text, option
+    assert {option.removeprefix("no-").replace("-", "_") for option in re.findall(r"--method\.([\w-]+)", text)} == set(
         options
     )
 
@@ -191,11 +191,11 @@ def test_a_run_leaves_table_records_metrics_and_figure(tmp_path, capsys):
         assert len(list((folder / method).glob("events.out.tfevents.*"))) == 1
     assert main(["report", str(folder)]) == 0
     assert "<td>4</td>" in (folder / "report.html").read_text()
-    said = capsys.readouterr().out
-    assert "digits: 4 workers, 3 steps, seed 0; bytes received by each worker" in " ".join(said.split())
-    assert "Goodput" not in said
-    assert "At 100 Mbit/s a step would take" in said
-    assert f"are in {folder}" in "".join(said.splitlines())
+    output = capsys.readouterr().out
+    assert "digits: 4 workers, 3 steps, seed 0; bytes received by each worker" in " ".join(output.split())
+    assert "Goodput" not in output
+    assert "At 100 Mbit/s a step would take" in output
+    assert f"are in {folder}" in "".join(output.splitlines())
 
 
 @pytest.mark.slow
@@ -246,7 +246,7 @@ def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["--workers", "0"], ["--workers must be at least 1 and below 2**31; got 0"]),
         (["--global-batch", "4000"], ["at most the 1347 training examples", "got 4000", "Lower it"]),
@@ -267,18 +267,18 @@ def test_a_run_overwrites_no_other_and_resume_stops_and_goes_on(tmp_path, capsys
         ),
     ],
 )
-def test_bad_values_are_refused_before_a_folder_is_made(argv, said, started, tmp_path, capsys):
+def test_bad_values_are_refused_before_a_folder_is_made(argv, message, started, tmp_path, capsys):
     out = tmp_path / "runs"
     assert main([*SHORT, "--out", str(out), *argv]) == 2
-    shown = capsys.readouterr().err
-    assert shown.startswith("train: ")
-    for part in said:
-        assert part in shown
+    text = capsys.readouterr().err
+    assert text.startswith("train: ")
+    for part in message:
+        assert part in text
     assert not out.exists()
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["method:dct-dp", "--method.sparsity", "1.0"], ["sparsity must be", "got 1.0", "Use 0.99"]),
         (["method:dct-dp", "--method.life-span", "0"], ["life_span", "got 0"]),
@@ -291,14 +291,14 @@ def test_bad_values_are_refused_before_a_folder_is_made(argv, said, started, tmp
         (["method:quant-dp", "--method.bits", "3"], ["'--method.bits'", "('2', '4', '8', '16')"]),
     ],
 )
-def test_bad_options_of_a_method_are_refused_as_they_are_read(argv, said, capsys, monkeypatch):
+def test_bad_options_of_a_method_are_refused_as_they_are_read(argv, message, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as ended:
         main([*SHORT, *argv])
     assert ended.value.code == 2
-    shown = capsys.readouterr().err
-    for part in said:
-        assert part in shown
+    text = capsys.readouterr().err
+    for part in message:
+        assert part in text
 
 
 def test_a_variable_that_is_no_number_is_named(started, monkeypatch, tmp_path, capsys):
@@ -323,23 +323,23 @@ def test_sigterm_saves_and_resume_finishes_as_if_nothing_had_happened(tmp_path):
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    (said,) = re.findall(r"Stopped and saved after step (\d+); go on with --resume\.", out)
-    step = int(said)
+    (message,) = re.findall(r"Stopped and saved after step (\d+); go on with --resume\.", out)
+    step = int(message)
     assert 10 <= step < 200
-    assert (folder / "checkpoints" / said).is_dir()
+    assert (folder / "checkpoints" / message).is_dir()
     lines = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert lines == list(range(1, step + 1))
 
     # The rest in this process, which compiles the step for the uninterrupted run anyway.
     experiment = parse(["digits", *options, *method])
     assert isinstance(experiment.method, DctDp)
-    told = Told()
+    progress = Told()
     ended, whole = (
-        train_one(dataclasses.replace(experiment, out=place), experiment.method, Processes(), told).state
+        train_one(dataclasses.replace(experiment, out=place), experiment.method, Processes(), progress).state
         for place in (tmp_path / "runs" / "digits", tmp_path / "whole")
     )
-    assert told.messages == [f"dct_dp: resumed after step {step}."]
+    assert progress.messages == [f"dct_dp: resumed after step {step}."]
     lines = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert lines == list(range(1, 201))
-    same = jax.tree.map(np.array_equal, jax.device_get(ended), jax.device_get(whole))
-    assert all(jax.tree.leaves(same)), same
+    equalities = jax.tree.map(np.array_equal, jax.device_get(ended), jax.device_get(whole))
+    assert all(jax.tree.leaves(equalities)), equalities

@@ -48,19 +48,19 @@ SHAPES = {"w": jax.ShapeDtypeStruct((64, 64), np.float32), "b": jax.ShapeDtypeSt
         *((method, "decoupled") for method in METHODS),
         *((method, "l2") for method in (PlumpDp(), Dgc(), Demo(), SlimDp())),
     ],
-    ids=lambda each: each if isinstance(each, str) else run_name(each),
+    ids=lambda case: case if isinstance(case, str) else run_name(case),
 )
 def test_a_chain_is_in_order_and_sends_no_more_than_dense(method, decay):
     """The experiment's momentum and decay are not 0, so that their order matters."""
     assert EXPERIMENT.momentum > 0
     assert EXPERIMENT.weight_decay > 0
     tx = make_chain(dataclasses.replace(EXPERIMENT, decay=decay), method)
-    said = warnings_of(tx, SHAPES, 4)
+    warnings = warnings_of(tx, SHAPES, 4)
     is_weak = decay == "decoupled" and isinstance(method, Dgc | Iwp)  # momentum is over when the mean comes back
     is_normalised = decay == "l2" and isinstance(method, Demo)  # by the sign
     expected = ["none of its momentum"] * is_weak + ["is L2, which"] * is_normalised
-    assert len(said) == len(expected)
-    assert all(text in message for text, message in zip(expected, said, strict=True))
+    assert len(warnings) == len(expected)
+    assert all(text in message for text, message in zip(expected, warnings, strict=True))
     report = jc.wire_report(tx, SHAPES, 4)
     assert 0 < report.received <= report.dense
     assert (report.received < report.dense) == (method != PlumpDp())
@@ -104,7 +104,7 @@ def test_a_boundary_has_a_name_of_its_own():
         *((method, "adam") for method in (PlumpDp(), TopK(), QuantDp(), PowerSgd(), SlimDp(), Demo(), Dgc(), Iwp())),
         *((method, "muon") for method in (TopK(), Dgc(), LocalSgd())),
     ],
-    ids=lambda each: each if isinstance(each, str) else run_name(each),
+    ids=lambda case: case if isinstance(case, str) else run_name(case),
 )
 def test_adam_and_muon_take_the_place_of_momentum(method, optimizer):
     experiment = dataclasses.replace(EXPERIMENT, optimizer=optimizer)
@@ -138,8 +138,8 @@ def test_slices_use_a_method_between_them(method):
             make_chain(experiment, method)
         return
     tx = make_chain(experiment, method)
-    said = warnings_of(tx, SHAPES, (2, 3), axis_name=("slice", "data"))
-    assert len(said) == isinstance(method, Dgc | Iwp)  # decoupled decay, which has none of their momentum
+    warnings = warnings_of(tx, SHAPES, (2, 3), axis_name=("slice", "data"))
+    assert len(warnings) == isinstance(method, Dgc | Iwp)  # decoupled decay, which has none of their momentum
     report = jc.wire_report(tx, SHAPES, (2, 3), axis_name=("slice", "data"))
     share = 1366 + 22  # of 64 * 64 and 64 elements, rounded up
     counts = 2 * (2 / 3) * 4 * 5  # of workers that are here, and of what was exchanged, of all shares together
@@ -196,7 +196,7 @@ def test_muon_changes_matrices_as_much_as_adam_and_others_by_it():
 
 
 @pytest.mark.parametrize(
-    ("method", "options", "said"),
+    ("method", "options", "message"),
     [
         (DctDp, {"life_span": 0}, "life_span"),
         (TopK, {"sparsity": -0.1}, "sparsity"),
@@ -208,8 +208,8 @@ def test_muon_changes_matrices_as_much_as_adam_and_others_by_it():
         (PlumpDp, {"p": 0}, "p must"),
     ],
 )
-def test_the_library_checks_the_options(method, options, said):
-    with pytest.raises(ValueError, match=said):
+def test_the_library_checks_the_options(method, options, message):
+    with pytest.raises(ValueError, match=message):
         method(**options)
 
 
@@ -246,15 +246,15 @@ LOCAL = [SlimDp(alpha=0.9, beta=0.9), LocalSgd(steps=2, outer_learning_rate=1.0,
         *((method, "l2", False) for method in (PlumpDp(), Dgc(), *LOCAL)),
         (PlumpDp(), "l2", True),
     ],
-    ids=lambda each: each if isinstance(each, str) else str(each) if isinstance(each, bool) else run_name(each),
+    ids=lambda case: case if isinstance(case, str) else str(case) if isinstance(case, bool) else run_name(case),
 )
 def test_momentum_and_decay_are_those_of_sgd(method, decay, nesterov):
     """Only decay, which is ten times as strong with L2 as when decoupled; then with a gradient."""
     inside = isinstance(method, Dgc | Iwp)  # their momentum is heavy-ball, whatever the experiment's is
     for gradient in (0.0, -3.0):
         expected = by_hand(gradient, decay, 0.9, nesterov and not inside)
-        found = trained(method, gradient, momentum=0.9, nesterov=nesterov, decay=decay)
-        assert found - 1 == pytest.approx(expected - 1, rel=1e-4)
+        result = trained(method, gradient, momentum=0.9, nesterov=nesterov, decay=decay)
+        assert result - 1 == pytest.approx(expected - 1, rel=1e-4)
 
 
 def test_l2_under_momentum_is_ten_times_as_strong():
@@ -281,9 +281,9 @@ def test_l2_is_added_once_to_gradients_that_are_already_reduced():
             state, _ = step(state, x)
         return state.params
 
-    marked = ended(lambda path, leaf: path != "late")
+    mask = ended(lambda path, leaf: path != "late")
     for name, leaf in ended(None).items():
-        np.testing.assert_allclose(marked[name], leaf, rtol=1e-5)
+        np.testing.assert_allclose(mask[name], leaf, rtol=1e-5)
 
 
 def test_thresholds_change_with_the_steps():
@@ -292,15 +292,15 @@ def test_thresholds_change_with_the_steps():
     params = {"w": jnp.ones((1024,))}
     state = init_state(params, optax.chain(tx, optax.sgd(0.0)), 2)
     step = jc.simulate(lambda params, batch: 2 * params["w"].sum() * batch.mean(), optax.chain(tx, optax.sgd(0.0)), 2)
-    sent = []
+    payloads = []
     for _ in range(3):
         state, metrics = step(state, jnp.ones((2,)))
-        sent.append(int(metrics["sent"]))
-    assert sent == [2 * 1024, 0, 0]
+        payloads.append(int(metrics["sent"]))
+    assert payloads == [2 * 1024, 0, 0]
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"alpha": (1.0, 2.0)}, "got (1.0, 2.0) with change_at=()"),
         ({"alpha": (1.0, 2.0), "change_at": (3, 5)}, "change_at=(3, 5)"),
@@ -311,8 +311,8 @@ def test_thresholds_change_with_the_steps():
         ({"beta": (0.0, -1.0), "change_at": (3,)}, "got (0.0, -1.0)"),
     ],
 )
-def test_thresholds_that_cannot_be(options, said):
-    refused(lambda: Iwp(**options), f"{next(iter(options))} must be ", said)
+def test_thresholds_that_cannot_be(options, message):
+    refused(lambda: Iwp(**options), f"{next(iter(options))} must be ", message)
 
 
 @pytest.mark.parametrize(
@@ -342,14 +342,14 @@ def test_what_came_later_is_in_a_record_where_it_is_not_as_before():
     """So that runs and checkpoints from before go on."""
     before = describe(EXPERIMENT, TopK())
     assert not {"pipeline_schedule", "method.residual_dtype", "delay", "fsdp"} & set(before)
-    changed = dataclasses.replace(EXPERIMENT, pipeline_schedule="1f1b", delay=1, fsdp=2)
-    after = describe(changed, TopK(residual_dtype="bfloat16"))
-    added = {"pipeline_schedule": "1f1b", "delay": 1, "fsdp": 2, "method.residual_dtype": "bfloat16"}
-    assert after == before | added
+    variant = dataclasses.replace(EXPERIMENT, pipeline_schedule="1f1b", delay=1, fsdp=2)
+    after = describe(variant, TopK(residual_dtype="bfloat16"))
+    fields = {"pipeline_schedule": "1f1b", "delay": 1, "fsdp": 2, "method.residual_dtype": "bfloat16"}
+    assert after == before | fields
 
 
 def test_a_record_of_few_bits_is_of_its_format():
     """Records of before tiles had zero points are of another codec, and are not taken for this one's."""
     few = dataclasses.replace(EXPERIMENT, boundary=BoundaryFields(value_dtype="int4"))
-    before, after = (describe(each, TopK()) for each in (EXPERIMENT, few))
+    before, after = (describe(experiment, TopK()) for experiment in (EXPERIMENT, few))
     assert after == before | {"boundary.value_dtype": "int4", "boundary.format": 2}

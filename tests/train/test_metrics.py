@@ -17,8 +17,8 @@ from train.metrics import Log
 REPORT = jc.wire_report(jc.plump_dp(), {"w": jnp.zeros(100)}, 2)  # each of two workers receives 400 bytes
 
 
-def metrics(loss, sent=3.0, skipped=0):
-    values = {"loss": loss, "accuracy": 0.5, "sent": sent, "overflow": 1.0, "skipped": skipped, "drained": 0}
+def metrics(loss, bytes_sent=3.0, skipped=0):
+    values = {"loss": loss, "accuracy": 0.5, "sent": bytes_sent, "overflow": 1.0, "skipped": skipped, "drained": 0}
     return {name: np.asarray(value) for name, value in values.items()}
 
 
@@ -61,9 +61,9 @@ def test_lines_of_before_there_were_seconds_are_gone_on_from(tmp_path):
 
 
 def test_tensorboard_reads_every_number_of_every_step(tmp_path):
-    record(tmp_path, {1: 4.0, 2: math.nan}, tensorboard=True, schedule=lambda done: 0.5**done)
+    record(tmp_path, {1: 4.0, 2: math.nan}, tensorboard=True, schedule=lambda steps: 0.5**steps)
     (path,) = tmp_path.glob("events.out.tfevents.*")
-    found = scalars(read_events(path))
+    numbers = scalars(read_events(path))
     expected = {("train/loss", 1): 4.0, ("train/accuracy", 1): 0.5, ("exchange/sent", 1): 3.0}
     expected |= {("exchange/overflow", 1): 1.0, ("exchange/skipped", 1): 0.0, ("exchange/drained", 1): 0.0}
     expected |= {("exchange/bytes_received", 1): 400.0}
@@ -71,10 +71,10 @@ def test_tensorboard_reads_every_number_of_every_step(tmp_path):
     second = {(tag, 2): value for (tag, _), value in expected.items()}
     second |= {("exchange/bytes_received", 2): 800.0, ("test/loss", 2): 9.0, ("test/accuracy", 2): 0.25}
     second |= {("train/learning_rate", 2): 0.5}
-    assert found.pop(("train/seconds_per_step", 2)) >= 0
-    assert math.isnan(found.pop(("train/loss", 2)))
+    assert numbers.pop(("train/seconds_per_step", 2)) >= 0
+    assert math.isnan(numbers.pop(("train/loss", 2)))
     del second["train/loss", 2]
-    assert found == expected | second
+    assert numbers == expected | second
 
 
 def test_tensorboard_drops_what_was_written_after_the_checkpoint(tmp_path, monkeypatch):

@@ -95,14 +95,14 @@ def test_a_run_computes_dense_layers_as_its_plan_says(way, tmp_path, capsys):
 
 def test_a_plan_for_another_run_is_refused(plan_file, tmp_path):
     args = [*SMALL, "--plan", str(plan_file), "--out", str(tmp_path / "runs")]
-    for more, message in (
+    for changes, message in (
         (["--workers", "4"], "A plan must be for 2 workers; got 4"),
         (["--stages", "2"], "--stages must be 1 by"),
         (["--compress", "kernel"], "A plan must be for all parameters"),
         (["--plan", str(tmp_path / "none.json")], "A plan must be a file"),
     ):
         with pytest.raises(ValueError, match=message):
-            main([*args, *more])
+            main([*args, *changes])
     assert not (tmp_path / "runs").exists()
 
 

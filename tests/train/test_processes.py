@@ -79,8 +79,8 @@ def assert_like_simulated(lines, expected, rtol):
     """Gloo sums over workers in another order, so a coordinate at the threshold may be decided differently."""
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     for name in ("loss", "accuracy", "bytes_received"):
-        found = [line[name] for line in lines]
-        np.testing.assert_allclose(found, [line[name] for line in expected[: len(lines)]], rtol=rtol)
+        values = [line[name] for line in lines]
+        np.testing.assert_allclose(values, [line[name] for line in expected[: len(lines)]], rtol=rtol)
 
 
 @pytest.mark.slow
@@ -96,8 +96,8 @@ def test_three_hosts_train_like_three_simulated_workers(tmp_path):
     hosts = tmp_path / "hosts" / "digits"
     assert sorted(path.name for path in hosts.parent.iterdir()) == ["digits"]
     for method in ("plump_dp", "slim_dp"):
-        chosen = LOCAL if method == "slim_dp" else ["method:plump-dp"]
-        whole = simulated([*argv, *chosen], tmp_path / "one")
+        options = LOCAL if method == "slim_dp" else ["method:plump-dp"]
+        whole = simulated([*argv, *options], tmp_path / "one")
         assert len(metrics(hosts, method)) == 6
         assert_like_simulated(metrics(hosts, method), metrics(tmp_path / "one", method), 1e-3)
         (last,) = [line for line in metrics(hosts, method) if line["step"] == 6]
@@ -120,8 +120,8 @@ def test_two_hosts_hold_a_stage_each(tmp_path):
     read = simulated([*argv, *method], hosts)
     assert read.losses == []
     pairs = zip(*(jax.tree.leaves(jax.device_get(run.state.params)) for run in (read, whole)), strict=True)
-    for found, expected in pairs:
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+    for path, expected in pairs:
+        np.testing.assert_allclose(path, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow
@@ -135,11 +135,11 @@ def test_hosts_that_share_workers_train_on_their_own_like_simulated_ones(hosts, 
         results = lab.run(command, env=environment(), timeout=150)
     assert [result.returncode for result in results] == [0] * hosts, results
     simulated([*argv, *method], tmp_path / "one")
-    found, expected = (metrics(path, "local_sgd") for path in (tmp_path / "hosts" / "digits", tmp_path / "one"))
-    assert len(found) == 6
-    losses = ([line["test_loss"] for line in lines if "test_loss" in line] for lines in (found, expected))
+    hosts_metrics, expected = (metrics(path, "local_sgd") for path in (tmp_path / "hosts" / "digits", tmp_path / "one"))
+    assert len(hosts_metrics) == 6
+    losses = ([line["test_loss"] for line in lines if "test_loss" in line] for lines in (hosts_metrics, expected))
     np.testing.assert_allclose(*losses, rtol=1e-3)
-    assert [line["test_accuracy"] for line in found if "test_accuracy" in line] == pytest.approx(
+    assert [line["test_accuracy"] for line in hosts_metrics if "test_accuracy" in line] == pytest.approx(
         [line["test_accuracy"] for line in expected if "test_accuracy" in line], abs=2 / 450
     )
 
@@ -166,9 +166,9 @@ def test_hosts_that_are_slices_train_like_simulated_ones(tmp_path):
         results = lab.run(command, env=environment())
     assert [result.returncode for result in results] == [0, 0], results
     assert simulated([*argv, *METHOD], tmp_path / "alone").finished
-    found, expected = metrics(tmp_path / "hosts" / "digits", "dct_dp"), metrics(tmp_path / "alone", "dct_dp")
-    assert len(found) == 8
-    assert_like_simulated(found, expected, 1e-3)
+    hosts_metrics, expected = metrics(tmp_path / "hosts" / "digits", "dct_dp"), metrics(tmp_path / "alone", "dct_dp")
+    assert len(hosts_metrics) == 8
+    assert_like_simulated(hosts_metrics, expected, 1e-3)
 
 
 @pytest.mark.slow
@@ -179,11 +179,11 @@ def test_two_hosts_that_exchange_beside_their_gradients_train_like_simulated_wor
     with Lab(2, None) as lab:
         results = lab.run(command, env=environment())
     assert [result.returncode for result in results] == [0, 0], results
-    alone = simulated([*argv, *METHOD], tmp_path / "alone")
-    assert alone.finished
-    found, expected = metrics(tmp_path / "hosts" / "digits", "dct_dp"), metrics(tmp_path / "alone", "dct_dp")
-    assert len(found) == 8
-    assert_like_simulated(found, expected, 1e-3)
+    reference = simulated([*argv, *METHOD], tmp_path / "alone")
+    assert reference.finished
+    hosts_metrics, expected = metrics(tmp_path / "hosts" / "digits", "dct_dp"), metrics(tmp_path / "alone", "dct_dp")
+    assert len(hosts_metrics) == 8
+    assert_like_simulated(hosts_metrics, expected, 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -206,10 +206,10 @@ def test_sigterm_to_one_process_stops_all_and_they_go_on_together(tmp_path):
     argv = [*FEW, "--steps", "200", "--eval-every", "200", "--checkpoint-every", "10", "--no-baseline"]
     folder = tmp_path / "runs" / "digits"
 
-    def start(*more):
+    def start(*options):
         with socket.create_server(("127.0.0.1", 0)) as server:
             coordinator = f"127.0.0.1:{server.getsockname()[1]}"
-        command = [sys.executable, "-m", "train", *argv, "--out", str(tmp_path / "runs"), *more]
+        command = [sys.executable, "-m", "train", *argv, "--out", str(tmp_path / "runs"), *options]
         command += ["--coordinator", coordinator, "--num-processes", "2"]
         return [
             subprocess.Popen(
@@ -241,8 +241,8 @@ def test_sigterm_to_one_process_stops_all_and_they_go_on_together(tmp_path):
         time.sleep(0.05)
     processes[1].send_signal(signal.SIGTERM)
     first, second = end(processes)
-    (said,) = re.findall(r"Stopped and saved after step (\d+); go on with --resume\.", first)
-    step = int(said)
+    (step,) = re.findall(r"Stopped and saved after step (\d+); go on with --resume\.", first)
+    step = int(step)
     assert 10 <= step < 200
     assert "Stopped" not in second
     assert (folder / "dct_dp" / "checkpoints" / str(step)).is_dir()
@@ -272,7 +272,7 @@ def test_flags_go_before_variables(joined, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("argv", "message"),
     [
         (("127.0.0.1:9777", None, None), "got none for --process-id, --num-processes. Give all three"),
         ((None, 0, None), "got none for --coordinator, --num-processes"),
@@ -287,9 +287,9 @@ def test_flags_go_before_variables(joined, monkeypatch):
         (("127.0.0.1:9777", 0, 0), "got 0 of 0"),
     ],
 )
-def test_flags_that_contradict_each_other(given, said, joined):
-    with pytest.raises(ValueError, match=re.escape(said)):
-        connect(*given)
+def test_flags_that_contradict_each_other(argv, message, joined):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        connect(*argv)
     assert joined == []
 
 
@@ -306,8 +306,8 @@ def test_a_name_that_is_not_known_yet_is_waited_for(joined, monkeypatch, capsys)
     monkeypatch.setattr(socket, "getaddrinfo", find_late)
     monkeypatch.setattr(train.processes, "SAY", 0.01)
     assert connect("pod-0.pods:9777", 1, 2) == Processes(1, 2)
-    said = "train: waiting for the address of pod-0.pods:9777 ([Errno -2] Name or service not known)\n"
-    assert capsys.readouterr().err == said * 2
+    message = "train: waiting for the address of pod-0.pods:9777 ([Errno -2] Name or service not known)\n"
+    assert capsys.readouterr().err == message * 2
     failures += [socket.gaierror(-2, "Name or service not known")] * 99
     message = "must name a host within --connect-timeout; got 'pod-0.pods:9777' for 0 s: .*not known. Is the name right"
     with pytest.raises(TimeoutError, match=message):
@@ -317,11 +317,13 @@ def test_a_name_that_is_not_known_yet_is_waited_for(joined, monkeypatch, capsys)
 
 def test_a_host_that_does_not_know_its_own_name_is_refused(joined, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-name.invalid")
-    said = "own name must have an address, .* got 'no-such-name.invalid': .* Write it into /etc/hosts, with the address"
-    with pytest.raises(ValueError, match=said):
+    message = (
+        "own name must have an address, .* got 'no-such-name.invalid': .* Write it into /etc/hosts, with the address"
+    )
+    with pytest.raises(ValueError, match=message):
         connect("127.0.0.1:9777", 0, 2)
     monkeypatch.setenv("SLURM_NTASKS", "2")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         connect(None, None, None)
     assert joined == []
 
@@ -361,11 +363,11 @@ def test_a_variable_that_is_no_number(name, joined, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("workers", "batch", "said"),
+    ("workers", "batch", "message"),
     [("4", "24", "--workers must be a multiple of the number of processes"), ("0", "24", "--workers must be at")],
 )
 def test_workers_that_the_processes_cannot_share_are_refused_before_waiting(
-    workers, batch, said, joined, monkeypatch, tmp_path, capsys
+    workers, batch, message, joined, monkeypatch, tmp_path, capsys
 ):
     """Otherwise the process would wait minutes for the others before it says so."""
     monkeypatch.setattr(train.__main__, "prepare_jax", lambda devices: None)
@@ -373,7 +375,7 @@ def test_workers_that_the_processes_cannot_share_are_refused_before_waiting(
     argv = ["digits", "--workers", workers, "--global-batch", batch, "--out", str(tmp_path / "runs")]
     argv += ["--coordinator", "127.0.0.1:9777", "--process-id", "0", "--num-processes", "3"]
     assert main(argv) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert joined == []
 
 
@@ -399,7 +401,7 @@ def test_a_process_simulates_its_share_of_the_workers_and_stages(variables, flag
     devices, runs = [], []
     monkeypatch.setattr(train.__main__, "prepare_jax", devices.append)
     for name in ("run", "run_together"):
-        monkeypatch.setattr(train.__main__, name, lambda _, found, *__, **___: runs.append(found) or 0)
+        monkeypatch.setattr(train.__main__, name, lambda _, processes, *__, **___: runs.append(processes) or 0)
     assert main(["digits", "--workers", "4", *flags]) == 0
     asked_jax = "JAX_COORDINATOR_ADDRESS" in variables  # which starts the devices, as they are
     assert runs == [Processes(0, processes, has_devices=asked_jax)]

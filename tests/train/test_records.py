@@ -9,10 +9,10 @@ from train.records import Records
 
 
 def test_a_record_is_made_once_and_found_by_a_later_run(tmp_path):
-    path, made = tmp_path / "new" / "records.json", []
+    path, calls = tmp_path / "new" / "records.json", []
 
     def make():
-        made.append(1)
+        calls.append(1)
         return {"ms": 2.5, "loss": math.nan, "pair": (1, 2)}
 
     key = {"of": "step", "marks": (1, 2)}
@@ -20,7 +20,7 @@ def test_a_record_is_made_once_and_found_by_a_later_run(tmp_path):
     assert first == {"of": "step", "marks": [1, 2], "ms": 2.5, "loss": None, "pair": [1, 2]}
     later = Records(path)
     assert later.get(key, make) == first
-    assert len(made) == 1
+    assert len(calls) == 1
     assert later.find({"of": "step", "marks": (1, 3)}) is None
     later.get({"of": "step", "marks": (1, 3)}, make)
     assert [record["marks"] for record in json.loads(path.read_text())] == [[1, 2], [1, 3]]  # nothing is dropped
@@ -38,8 +38,8 @@ def test_a_file_of_other_settings_is_refused_by_the_setting(tmp_path):
     records.add({"about": {"steps": 400, "pair": (1, 2)}, "seed": 0})
     records.check_same({"steps": 400, "pair": (1, 2)}, lambda record: record["about"])
     Records(path).check_same({"steps": 400, "pair": (1, 2)}, lambda record: record["about"])
-    said = r"--json must be a file of the same settings, .* got .*records.json, where steps is 400 and not 7. Name"
-    with pytest.raises(ValueError, match=said):
+    message = r"--json must be a file of the same settings, .* got .*records.json, where steps is 400 and not 7. Name"
+    with pytest.raises(ValueError, match=message):
         Records(path).check_same({"pair": (1, 2), "steps": 7}, lambda record: record["about"])
     with pytest.raises(ValueError, match="where workers is None and not 4"):
         records.check_same({"workers": 4}, lambda record: record)

@@ -26,40 +26,40 @@ def address():
 
 def together(address, *members, seconds=20.0, **options):
     """Runs processes of the given (number, count), each in a thread; returns a `Meeting` or an error for each."""
-    found = {}
+    answers = {}
 
     def take_part(place, index, count):
         try:
-            found[place] = meet(address, index, count, seconds, **options)
+            answers[place] = meet(address, index, count, seconds, **options)
         except (ValueError, OSError) as error:
-            found[place] = error
+            answers[place] = error
 
     threads = [threading.Thread(target=take_part, args=(place, *member)) for place, member in enumerate(members)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    return [found[place] for place in range(len(members))]
+    return [answers[place] for place in range(len(members))]
 
 
 def test_all_that_come_keep_their_numbers_and_the_port_is_free(address):
-    found = together(address, (2, 3), (0, 3), (1, 3))
-    assert [(meeting.index, meeting.count, meeting.missing) for meeting in found] == [
+    answers = together(address, (2, 3), (0, 3), (1, 3))
+    assert [(meeting.index, meeting.count, meeting.missing) for meeting in answers] == [
         (2, 3, ()),
         (0, 3, ()),
         (1, 3, ()),
     ]
     with socket.create_server(address):  # for JAX's service, while the connections are open
         pass
-    for line in found[1].lines:
+    for line in answers[1].lines:
         line.close()
-    assert [found[place].lines[0].recv(1) for place in (0, 2)] == [b"", b""]  # process 0 is gone
+    assert [answers[place].lines[0].recv(1) for place in (0, 2)] == [b"", b""]  # process 0 is gone
 
 
 def test_who_is_missing_is_named_meanwhile_and_at_the_end(address, capsys):
-    first, other = together(address, (0, 4), (2, 4), seconds=1.0)
+    first, second = together(address, (0, 4), (2, 4), seconds=1.0)
     place = f"127.0.0.1:{address[1]}"
-    for error in (first, other):
+    for error in (first, second):
         assert isinstance(error, TimeoutError)
         assert f"processes 1, 3 did not come to {place} within 1 s" in str(error)
     assert f"train: waiting for processes 1, 3 at {place}\n" in capsys.readouterr().err
@@ -75,8 +75,8 @@ def test_process_0_is_named_where_it_does_not_come(address, capsys, monkeypatch)
 
 def test_fewer_go_on_where_that_fits_under_new_numbers(address):
     options = {"fits": lambda count: count in (2, 4), "patience": 0.5}
-    found = together(address, (0, 4), (3, 4), **options)
-    assert [(each.index, each.count, each.missing) for each in found] == [(0, 2, (1, 2)), (1, 2, (1, 2))]
+    answers = together(address, (0, 4), (3, 4), **options)
+    assert [(member.index, member.count, member.missing) for member in answers] == [(0, 2, (1, 2)), (1, 2, (1, 2))]
     first, second, third = together((address[0], address[1]), (0, 4), (1, 4), (3, 4), **options)
     assert (first.count, second.index, second.missing) == (2, 1, (2, 3))
     assert "the others go on as 2 processes, and without process 3" in str(third)
@@ -88,24 +88,24 @@ def test_too_few_wait_on(address):
 
 
 @pytest.mark.parametrize(
-    ("members", "said"),
+    ("members", "message"),
     [
         ([(0, 3), (1, 3), (1, 3)], "got two processes with --process-id 1. Start each with its own"),
         ([(0, 3), (1, 4)], "got --num-processes 3 in process 0 and 4 in process 1"),
     ],
 )
-def test_what_contradicts_itself_ends_all(members, said, address):
+def test_what_contradicts_itself_ends_all(members, message, address):
     for error in together(address, *members):
         assert isinstance(error, ValueError)
-        assert said in str(error)
+        assert message in str(error)
 
 
 HELLO = b'{"process": 1, "count": 2}\n'
 
 
 def test_a_process_that_ends_while_it_waits_may_come_again_and_strangers_do_not_count(address):
-    found, held, is_over = [], [], threading.Event()
-    thread = threading.Thread(target=lambda: found.extend(together(address, (0, 2))))
+    answers, sockets, is_over = [], [], threading.Event()
+    thread = threading.Thread(target=lambda: answers.extend(together(address, (0, 2))))
     thread.start()
     for text in (
         b"PRI * HTTP/2.0\r\n\r\n",
@@ -123,32 +123,34 @@ def test_a_process_that_ends_while_it_waits_may_come_again_and_strangers_do_not_
                 pass
     with connected(address) as line:
         line.sendall(HELLO[:-1])  # and ends before the line does
-    held = [connected(address) for _ in range(3)]  # one says nothing, one says its name alone, one a byte now and then
-    held[1].sendall(HELLO)
-    drips = threading.Thread(target=lambda: [held[2].send(b"x") for _ in range(100) if not is_over.wait(0.05)])
+    sockets = [
+        connected(address) for _ in range(3)
+    ]  # one says nothing, one says its name alone, one a byte now and then
+    sockets[1].sendall(HELLO)
+    drips = threading.Thread(target=lambda: [sockets[2].send(b"x") for _ in range(100) if not is_over.wait(0.05)])
     drips.start()
     assert [meeting.count for meeting in together(address, (1, 2))] == [2]
     thread.join(20)
     is_over.set()
     drips.join()
-    for line in held:
+    for line in sockets:
         line.close()
-    assert [meeting.count for meeting in found] == [2]
+    assert [meeting.count for meeting in answers] == [2]
 
 
 @pytest.mark.parametrize("hello", [HELLO, HELLO + HELLO])
 def test_a_number_whose_host_is_gone_is_taken_by_who_comes_again(hello, address, monkeypatch):
     """The connection of a host without power stays open, whether or not it has answered once."""
     monkeypatch.setattr(rendezvous, "ANSWER", 0.5)
-    found = []
-    thread = threading.Thread(target=lambda: found.extend(together(address, (0, 3))))
+    answers = []
+    thread = threading.Thread(target=lambda: answers.extend(together(address, (0, 3))))
     thread.start()
     with connected(address) as line:
         line.sendall(hello.replace(b"2", b"3"))
         line.recv(1)  # "wait": it is known
-        others = together(address, (1, 3), (2, 3))
+        peers = together(address, (1, 3), (2, 3))
     thread.join(20)
-    assert [(meeting.index, meeting.count) for meeting in [*found, *others]] == [(0, 3), (1, 3), (2, 3)]
+    assert [(meeting.index, meeting.count) for meeting in [*answers, *peers]] == [(0, 3), (1, 3), (2, 3)]
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,17 @@ from train.report import POINTS, read_runs, thinned
 TITLES = ["Accuracy against bytes", "Loss", "Accuracy", "Bytes received", "Density", "Overflow", "Skipped steps"]
 
 
-def line(step, loss, sent, overflow=0.0, skipped=0, **more):
+def line(step, loss, bytes_sent, overflow=0.0, skipped=0, **fields):
     """A line as the trainer writes it: half of a second, and 1,000 bytes, a step."""
-    first = {"step": step, "loss": loss, "accuracy": step / 10, "sent": sent, "overflow": overflow, "skipped": skipped}
-    return first | {"drained": 0, "bytes_received": 1000.0 * step, "seconds": step / 2} | more
+    first = {
+        "step": step,
+        "loss": loss,
+        "accuracy": step / 10,
+        "sent": bytes_sent,
+        "overflow": overflow,
+        "skipped": skipped,
+    }
+    return first | {"drained": 0, "bytes_received": 1000.0 * step, "seconds": step / 2} | fields
 
 
 DENSE = [line(1, 4.0, 0.0), line(2, 2.0, 0.0, test_loss=1.5, test_accuracy=0.75)]
@@ -41,7 +48,7 @@ def folder(tmp_path):
     run = tmp_path / "digits"
     for name, lines, seed in (("plump_dp", DENSE, 0), ("<dct> & dp", SPARSE, 1)):
         (run / name).mkdir(parents=True)
-        (run / name / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+        (run / name / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in lines))
         (run / name / "settings.json").write_text(json.dumps(SETTINGS | {"seed": seed}))
     (run / "runs.json").write_text('["plump_dp", "<dct> & dp"]')
     return run
@@ -50,14 +57,14 @@ def folder(tmp_path):
 @pytest.fixture
 def figures(monkeypatch):
     """The figures that are drawn."""
-    found, savefig = [], matplotlib.figure.Figure.savefig
+    saved_figures, savefig = [], matplotlib.figure.Figure.savefig
 
     def save(figure, *args, **options):
-        found.append(figure)
+        saved_figures.append(figure)
         savefig(figure, *args, **options)
 
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", save)
-    return found
+    return saved_figures
 
 
 class Texts(HTMLParser):
@@ -88,25 +95,25 @@ class Texts(HTMLParser):
 def drawn(axes):
     """The lines of a panel: colour, whether it has marks, and the points."""
     colour = matplotlib.colors.to_hex
-    return [(colour(each.get_color()), each.get_marker() == "o", each.get_xydata().tolist()) for each in axes.lines]
+    return [(colour(entry.get_color()), entry.get_marker() == "o", entry.get_xydata().tolist()) for entry in axes.lines]
 
 
 def test_a_browser_shows_every_figure_and_number_of_a_run(folder, tmp_path, capsys):
     assert main(["report", str(folder)]) == 0
     page = folder / "report.html"
     assert capsys.readouterr().out == f"2 runs in {page}\n"
-    shown = Texts(browse(page, "--dump-dom"))
-    assert [text for text in shown.of("h2") if text != "Settings"] == TITLES
-    assert [attrs["aria-label"] for tag, attrs in shown.tags if tag == "figure"] == TITLES
-    assert len([tag for tag, _ in shown.tags if tag == "svg"]) == 13
-    texts = shown.of("text")
+    output = Texts(browse(page, "--dump-dom"))
+    assert [text for text in output.of("h2") if text != "Settings"] == TITLES
+    assert [attrs["aria-label"] for tag, attrs in output.tags if tag == "figure"] == TITLES
+    assert len([tag for tag, _ in output.tags if tag == "svg"]) == 13
+    texts = output.of("text")
     assert texts.count("step") == texts.count("seconds") == 6
     assert texts.count("dense (plump_dp)") == texts.count("<dct> & dp") >= 7
-    (title,) = shown.of("title")
-    assert title == "digits: dense (plump_dp), <dct> & dp" == shown.of("h1")[0]
-    assert shown.of("p")[0].startswith(f"Made on {datetime.date.today()} by jaxcomm ")
-    assert shown.of("summary") == ["The same in all runs: 3"]
-    cells = shown.of("td")
+    (title,) = output.of("title")
+    assert title == "digits: dense (plump_dp), <dct> & dp" == output.of("h1")[0]
+    assert output.of("p")[0].startswith(f"Made on {datetime.date.today()} by jaxcomm ")
+    assert output.of("summary") == ["The same in all runs: 3"]
+    cells = output.of("td")
     # Steps, test accuracy and loss, bytes a step, times fewer than dense, skipped, seconds.
     first = ["dense (plump_dp)", "2", "2", "75", "1.5", "1000", "4", "0", "1"]
     second = ["<dct> & dp", "2", "3", "50", "2.5", "1000", "4", "1", "1.5"]
@@ -176,17 +183,17 @@ def test_every_line_is_the_runs_over_steps_and_over_time(folder, figures):
         (over_steps,), (over_time,) = (figure.axes for figure in pair)
         assert over_steps.get_ylim() == over_time.get_ylim()
         for axes, unit in ((over_steps, 1.0), (over_time, 0.5)):
-            found = drawn(axes)
-            assert [each[:2] for each in found] == [each[:2] for each in lines], title
-            for (*_, points), (*_, wanted) in zip(found, lines, strict=True):
-                np.testing.assert_allclose(points, [(unit * x, y) for x, y in wanted], rtol=1e-12, err_msg=title)
+            curves = drawn(axes)
+            assert [line[:2] for line in curves] == [line[:2] for line in lines], title
+            for (*_, points), (*_, target) in zip(curves, lines, strict=True):
+                np.testing.assert_allclose(points, [(unit * x, y) for x, y in target], rtol=1e-12, err_msg=title)
         assert (over_steps.get_xlabel(), over_time.get_xlabel()) == ("step", "seconds")
         assert (over_steps.get_yscale() == "log") == (title in ("Bytes received", "Density"))
 
 
 def test_long_runs_are_averaged_to_some_hundred_points():
-    x, y, each = thinned([float(step) for step in range(1, 1201)], [float(step % 3) for step in range(1200)])
-    assert each == 3
+    x, y, mean = thinned([float(step) for step in range(1, 1201)], [float(step % 3) for step in range(1200)])
+    assert mean == 3
     assert len(x) == len(y) == 400 == POINTS
     assert x == [3.0 * group + 2.0 for group in range(400)]
     assert set(y) == {1.0}
@@ -195,16 +202,16 @@ def test_long_runs_are_averaged_to_some_hundred_points():
 
 def test_a_page_of_a_long_run_says_what_a_point_is(folder):
     lines = [line(step, 1.0, 5.0) for step in range(1, 901)]
-    (folder / "plump_dp" / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    (folder / "plump_dp" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     main(["report", str(folder)])
     assert "A point of the longest line is the mean of 3 steps." in (folder / "report.html").read_text()
 
 
 def test_several_runs_are_told_apart_by_their_folders(folder, tmp_path):
-    other = tmp_path / "digits-2" / "plump_dp"
-    other.mkdir(parents=True)
-    (other / "metrics.jsonl").write_text(json.dumps(line(1, 1.0, 0.0)) + '\n{"step": 2, "lo')  # it is writing
-    curves = read_runs([folder, other])
+    second = tmp_path / "digits-2" / "plump_dp"
+    second.mkdir(parents=True)
+    (second / "metrics.jsonl").write_text(json.dumps(line(1, 1.0, 0.0)) + '\n{"step": 2, "lo')  # it is writing
+    curves = read_runs([folder, second])
     assert [curve.label for curve in curves] == [
         "digits/dense (plump_dp)",
         "digits/<dct> & dp",
@@ -212,9 +219,9 @@ def test_several_runs_are_told_apart_by_their_folders(folder, tmp_path):
     ]
     assert [len(curve.lines) for curve in curves] == [2, 3, 1]
     odd = tmp_path / "digits-2" / r"$\frac{$"  # no mathematics
-    shutil.copytree(other, odd)
+    shutil.copytree(second, odd)
     (odd / "metrics.jsonl").write_text(json.dumps(line(1, 1e308, 0.0)) + "\n" + json.dumps(line(2, -1e308, 0.0)) + "\n")
-    runs = [str(folder), str(other), str(odd)]
+    runs = [str(folder), str(second), str(odd)]
     assert main(["report", *runs, "--out", str(tmp_path / "new" / "page.html")]) == 0
     assert "digits-2/dense (plump_dp)" in (tmp_path / "new" / "page.html").read_text()
 
@@ -279,8 +286,8 @@ def damage(path, name, text):
 def test_what_is_no_run_is_refused(make, message, tmp_path, capsys):
     make(tmp_path)
     assert main(["report", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("train report: ")
-    assert re.search(message, said)
-    assert len(said.splitlines()) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("train report: ")
+    assert re.search(message, text)
+    assert len(text.splitlines()) == 1
     assert not (tmp_path / "report.html").exists()

@@ -18,9 +18,9 @@ PARAMS = {"w": np.zeros((1000, 50), np.float32)}
 def end(method, exchange, seconds=0.020, skipped=0, **scores):
     report = jc.wire_report(exchange, PARAMS, workers=4)
     scores = {"loss": 0.1, "accuracy": 0.975} | scores
-    given = {"method": method, "workers": 4, "seed": 0, "steps": 400, "bytes_per_step": report.received}
-    given |= {"ratio_to_dense": report.ratio_to_dense, "ratio_to_bfloat16": None, "overflow_per_step": 1.0}
-    return Summary(scores=scores, skipped=skipped, seconds_per_step=seconds, seconds=30.0, **given), report
+    fields = {"method": method, "workers": 4, "seed": 0, "steps": 400, "bytes_per_step": report.received}
+    fields |= {"ratio_to_dense": report.ratio_to_dense, "ratio_to_bfloat16": None, "overflow_per_step": 1.0}
+    return Summary(scores=scores, skipped=skipped, seconds_per_step=seconds, seconds=30.0, **fields), report
 
 
 NO_TIME = end("dct_dp-late", jc.dct_dp(0.99), None, auc=0.75, log_loss=0.5)
@@ -47,11 +47,11 @@ def test_the_line_has_the_time_of_the_runs_own_bytes():
 )
 def test_the_table_fits_80_columns_and_numbers_are_whole(runs, capsys):
     print_results(EXPERIMENT, runs, on_a_link=False)
-    said = capsys.readouterr().out
-    assert max(map(len, said.splitlines())) <= 80
-    assert "97.5" in said
-    assert f"{runs[0][0].bytes_per_step:,.0f}" in said
-    assert ("skipped" in said) == any(summary.skipped for summary, _ in runs)
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= 80
+    assert "97.5" in output
+    assert f"{runs[0][0].bytes_per_step:,.0f}" in output
+    assert ("skipped" in output) == any(summary.skipped for summary, _ in runs)
 
 
 def test_nothing_is_said_of_a_link_where_the_exchange_crossed_one_or_nothing_would(capsys):

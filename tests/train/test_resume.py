@@ -76,14 +76,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case, stops, uninter
         part = run(tmp_path, method, stop_after=stop, resume=stop != stops[0])
         assert (part.finished, part.summary.steps) == (False, stop)
         assert [line["step"] for line in metrics(tmp_path, method)] == list(range(1, stop + 1))
-    told = Told()
-    resumed = run(tmp_path, method, told, resume=True)
+    progress = Told()
+    resumed = run(tmp_path, method, progress, resume=True)
     assert resumed.finished
     assert_same_bits(resumed.state, whole.state)
     assert resumed.losses == whole.losses[stops[-1] :]
     assert resumed.evaluations == whole.evaluations
     assert metrics(tmp_path, method) == metrics(folder, method)
-    assert told.messages == [f"{display_name(run_name(method))}: resumed after step {stops[-1]}."]
+    assert progress.messages == [f"{display_name(run_name(method))}: resumed after step {stops[-1]}."]
 
 
 def test_a_delayed_run_resumes_with_the_gradients_that_are_owed(tmp_path):
@@ -102,8 +102,8 @@ def test_a_run_depends_on_residuals_and_stale_thresholds(uninterrupted, stopped_
     """So that the tests of resumed runs could fail: there are residuals and old thresholds to lose."""
     _, whole = uninterrupted("dct_dp")
     _, early = stopped_at_5
-    now, then = whole.state.opt_state[0], early.state.opt_state[0]
-    for state in (now, then):
+    current, early_state = whole.state.opt_state[0], early.state.opt_state[0]
+    for state in (current, early_state):
         residual, threshold = np.asarray(state.residual.rows), np.asarray(state.memory.threshold.rows)
         assert residual.shape[0] == threshold.shape[0] == 4
         assert np.all(np.any(residual != 0, axis=1))
@@ -150,15 +150,15 @@ def test_a_line_that_was_cut_short_is_dropped(stopped, uninterrupted):
 
 def test_no_checkpoint_is_ahead_of_the_metrics(monkeypatch, tmp_path):
     """Otherwise a run that is killed, and resumed from it, would lack lines for good."""
-    written, save = {}, Checkpoints.save
+    saved, save = {}, Checkpoints.save
 
     def spy(self, step, *arguments):
-        written[step] = [line["step"] for line in metrics(tmp_path, PlumpDp())]
+        saved[step] = [line["step"] for line in metrics(tmp_path, PlumpDp())]
         save(self, step, *arguments)
 
     monkeypatch.setattr(Checkpoints, "save", spy)
     run(tmp_path, PlumpDp(), checkpoint_every=4, eval_every=4)
-    assert written == {step: list(range(1, step + 1)) for step in (4, 8, 12)}
+    assert saved == {step: list(range(1, step + 1)) for step in (4, 8, 12)}
 
 
 @pytest.mark.slow
@@ -177,15 +177,15 @@ def test_a_finished_run_is_only_read(tmp_path, uninterrupted):
     folder, whole = uninterrupted("dct_dp")
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     before = files(tmp_path)
-    told = Told()
-    again = run(tmp_path, told=told, resume=True)
-    assert again.finished
-    assert told.messages[1] == "dct_dp: nothing is left to do; --steps 24 goes on from here."
-    assert told.updates[0][:2] == (12, whole.losses[-1])
-    assert again.losses == []
-    assert again.evaluations == whole.evaluations
-    assert (again.summary.steps, again.summary.accuracy) == (12, whole.summary.accuracy)
-    assert_same_bits(again.state, whole.state)
+    progress = Told()
+    rerun = run(tmp_path, told=progress, resume=True)
+    assert rerun.finished
+    assert progress.messages[1] == "dct_dp: nothing is left to do; --steps 24 goes on from here."
+    assert progress.updates[0][:2] == (12, whole.losses[-1])
+    assert rerun.losses == []
+    assert rerun.evaluations == whole.evaluations
+    assert (rerun.summary.steps, rerun.summary.accuracy) == (12, whole.summary.accuracy)
+    assert_same_bits(rerun.state, whole.state)
     assert files(tmp_path) == before
 
 
@@ -212,15 +212,17 @@ def test_another_number_of_workers_keeps_the_update_that_is_owed(
     old, new, stopped_at_5, stopped, uninterrupted, tmp_path
 ):
     out, before = (stopped, stopped_at_5[1]) if old == 4 else (tmp_path, run(tmp_path, workers=old, stop_after=5))
-    told = Told()
-    resized = run(out, told=told, workers=new, stop_after=5)  # no step: as the checkpoint was read
-    then, now = (np.asarray(state.opt_state[0].residual.rows) for state in (before.state, resized.state))
-    assert (then.shape[0], now.shape[0]) == (old, new)
-    np.testing.assert_allclose(now.mean(axis=0), then.mean(axis=0), rtol=1e-5, atol=1e-6 * np.abs(then).max())
+    progress = Told()
+    resized = run(out, told=progress, workers=new, stop_after=5)  # no step: as the checkpoint was read
+    early_state, current = (np.asarray(state.opt_state[0].residual.rows) for state in (before.state, resized.state))
+    assert (early_state.shape[0], current.shape[0]) == (old, new)
+    np.testing.assert_allclose(
+        current.mean(axis=0), early_state.mean(axis=0), rtol=1e-5, atol=1e-6 * np.abs(early_state).max()
+    )
     assert bool(resized.state.opt_state[0].memory.due)
     assert_same_bits(resized.state.params, before.state.params)
     assert_same_bits(resized.state.opt_state[1:], before.state.opt_state[1:])
-    (message,) = told.messages
+    (message,) = progress.messages
     assert message.startswith("dct_dp: resumed after step 5. ")
     assert f"{old} workers and the run {new}" in message
     assert "residuals were averaged" in message
@@ -237,14 +239,14 @@ def test_another_number_of_workers_keeps_the_update_that_is_owed(
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["slim_dp", "local_sgd"])
 def test_a_local_run_goes_on_with_another_number_of_workers(case, tmp_path):
-    method, told = METHODS[case], Told()
+    method, progress = METHODS[case], Told()
     before = run(tmp_path, method, stop_after=6)
-    resized = run(tmp_path, method, told, workers=2, stop_after=6)  # no step: as the checkpoint was read
-    then, now = (state.params.rows[1]["dense1"]["kernel"] for state in (before.state, resized.state))
-    assert (len(then), len(now)) == (4, 2)
-    np.testing.assert_allclose(np.mean(now, axis=0), np.mean(then, axis=0), rtol=1e-5, atol=1e-7)
+    resized = run(tmp_path, method, progress, workers=2, stop_after=6)  # no step: as the checkpoint was read
+    early_state, current = (state.params.rows[1]["dense1"]["kernel"] for state in (before.state, resized.state))
+    assert (len(early_state), len(current)) == (4, 2)
+    np.testing.assert_allclose(np.mean(current, axis=0), np.mean(early_state, axis=0), rtol=1e-5, atol=1e-7)
     assert_same_bits(jc.state.global_params(resized.state), jc.state.global_params(before.state))
-    (message,) = told.messages
+    (message,) = progress.messages
     assert "4 workers and the run 2" in message
     assert message.endswith("The workers' own parameters and optimizers were averaged as well.")
     ended = run(tmp_path, method, workers=2)
@@ -264,11 +266,11 @@ def test_empty_residuals_survive_another_number_of_workers(tmp_path):
 
 def test_a_run_is_made_longer(tmp_path):
     run(tmp_path, stop_after=5)
-    told = Told()
-    longer = run(tmp_path, told=told, steps=15)
+    progress = Told()
+    longer = run(tmp_path, told=progress, steps=15)
     assert (longer.finished, longer.summary.steps) == (True, 15)
     assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 16))
-    (message,) = told.messages
+    (message,) = progress.messages
     assert "The run of 12 steps is now one of 15, and so is its schedule." in message
 
 
@@ -279,20 +281,20 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path):
     folder = tmp_path / "run" / "dct_dp" / "checkpoints"
     steps = sorted(int(path.name) for path in folder.iterdir())
     (folder / str(steps[-1]) / "data" / "metadata").write_text('{"step": 1}')
-    told = Told()
-    found = run(tmp_path / "run", told=told, checkpoint_every=4)
-    assert_same_bits(found.state, whole.state)
-    first, second = told.messages
-    passed = (
+    progress = Told()
+    result = run(tmp_path / "run", told=progress, checkpoint_every=4)
+    assert_same_bits(result.state, whole.state)
+    first, second = progress.messages
+    message = (
         f"dct_dp: the checkpoint of step {steps[-1]} is passed over, ValueError: data/metadata is not what was saved"
     )
-    assert first.startswith(passed)
+    assert first.startswith(message)
     assert second == f"dct_dp: resumed after step {steps[-2]}."
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
-    ("method", "changes", "said"),
+    ("method", "changes", "message"),
     [
         (DCT_DP, {"learning_rate": 0.2}, "learning_rate 0.1 (now 0.2)"),
         (DCT_DP, {"seed": 1}, "seed 0 (now 1)"),
@@ -306,10 +308,10 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(tmp_path):
         ),
     ],
 )
-def test_other_settings_are_refused_by_both_values(method, changes, said, stopped):
+def test_other_settings_are_refused_by_both_values(method, changes, message, stopped):
     before = files(stopped)
     with pytest.raises(ValueError, match="A run must go on with the settings that it began with") as raised:
         run(stopped, method, **changes)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
     assert "--out" in str(raised.value)
     assert files(stopped) == before

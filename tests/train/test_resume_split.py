@@ -43,16 +43,16 @@ def six(out, case, told=None, job=None, **changes):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """A function from a case to its job, its run, and one that was stopped, with their folder; made once."""
-    made = {}
+    cache = {}
 
     def get(case):
-        if case not in made:
+        if case not in cache:
             out, (method, fields, stop) = tmp_path_factory.mktemp("split"), CASES[case]
             experiment = dataclasses.replace(EXPERIMENT, steps=6, **fields)
             job = make_job(experiment, method)
-            whole, stopped = six(out / "whole", case, job=job), six(out / "stopped", case, job=job, stop_after=stop)
-            made[case] = SimpleNamespace(job=job, whole=whole, stopped=stopped, out=out)
-        return made[case]
+            whole, partial = six(out / "whole", case, job=job), six(out / "stopped", case, job=job, stop_after=stop)
+            cache[case] = SimpleNamespace(job=job, whole=whole, stopped=partial, out=out)
+        return cache[case]
 
     return get
 
@@ -60,17 +60,17 @@ def runs(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case, runs):
-    made, (method, fields, stop) = runs(case), CASES[case]
+    pair, (method, fields, stop) = runs(case), CASES[case]
     split = (fields.get("boundary"), fields.get("dense_layers", "exchange"))
-    assert (made.stopped.finished, made.stopped.summary.steps) == (False, stop)
-    told = Told()
-    resumed = six(made.out / "stopped", case, told, made.job)
+    assert (pair.stopped.finished, pair.stopped.summary.steps) == (False, stop)
+    progress = Told()
+    resumed = six(pair.out / "stopped", case, progress, pair.job)
     assert resumed.finished
-    assert told.messages == [f"{run_name(method, *split)}: resumed after step {stop}."]
-    assert_same_bits(resumed.state, made.whole.state)
-    assert resumed.losses == made.whole.losses[stop:]
-    assert resumed.evaluations == made.whole.evaluations
-    assert metrics(made.out / "stopped", method, *split) == metrics(made.out / "whole", method, *split)
+    assert progress.messages == [f"{run_name(method, *split)}: resumed after step {stop}."]
+    assert_same_bits(resumed.state, pair.whole.state)
+    assert resumed.losses == pair.whole.losses[stop:]
+    assert resumed.evaluations == pair.whole.evaluations
+    assert metrics(pair.out / "stopped", method, *split) == metrics(pair.out / "whole", method, *split)
 
 
 @pytest.mark.slow
@@ -83,15 +83,15 @@ def test_what_is_compared_is_there_to_be_lost(runs):
     shares = np.asarray(runs("slices").stopped.state.opt_state[0].memory.residual.rows)
     assert len(shares) == 4
     assert np.all(np.any(shares != 0, axis=-1))
-    made = runs("running statistics")
-    early, late = (jax.tree.leaves(each.state.model_state) for each in (made.stopped, made.whole))
+    pair = runs("running statistics")
+    early, late = (jax.tree.leaves(run.state.model_state) for run in (pair.stopped, pair.whole))
     assert early
     assert not any(np.array_equal(*pair) for pair in zip(early, late, strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "changes", "said"),
+    ("case", "changes", "message"),
     [
         ("pipeline", {"stages": 3}, r"with stages 2 \(now 3\). Give the same settings"),
         ("pipeline", {"micro_batches": 1}, r"with micro_batches 2 \(now 1\)"),
@@ -102,10 +102,10 @@ def test_what_is_compared_is_there_to_be_lost(runs):
         ("running statistics", {"rows_per_group": 6}, r"with rows_per_group 4 \(now 6\)"),
     ],
 )
-def test_another_mesh_is_refused_and_nothing_changed(case, changes, said, runs):
+def test_another_mesh_is_refused_and_nothing_changed(case, changes, message, runs):
     out = runs(case).out
     before = files(out)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         six(out / "whole", case, **changes)
     assert files(out) == before
 
@@ -122,12 +122,16 @@ def test_another_mesh_is_refused_and_nothing_changed(case, changes, said, runs):
 )
 def test_a_split_run_goes_on_with_another_number_of_workers(case, changes, runs, tmp_path):
     """Every stage and share keeps the mean of the workers' residuals, and the model stays the same."""
-    made = runs(case)
-    folder, before, workers = shutil.copytree(made.out / "whole", tmp_path / "copy"), made.whole, changes["workers"]
-    told = Told()
-    resized = six(folder, case, told, **changes)  # no step: as the checkpoint was read
+    pair = runs(case)
+    folder, before, workers = (
+        shutil.copytree(pair.out / "whole", tmp_path / "copy"),
+        pair.whole,
+        changes["workers"],
+    )
+    progress = Told()
+    resized = six(folder, case, progress, **changes)  # no step: as the checkpoint was read
     assert resized.losses == []
-    assert f"and the run {workers}: their residuals were averaged into {workers} rows" in told.messages[0]
+    assert f"and the run {workers}: their residuals were averaged into {workers} rows" in progress.messages[0]
     assert_same_bits(resized.state.params, before.state.params)
 
     def owed(state):  # stages or shares first
@@ -139,9 +143,9 @@ def test_a_split_run_goes_on_with_another_number_of_workers(case, changes, runs,
             return np.asarray(exchange.residual.rows).mean(1)
         return np.ones(1)  # layers that are sharded owe nothing
 
-    kept = owed(before.state)
-    assert np.any(kept != 0)
-    np.testing.assert_allclose(owed(resized.state), kept, rtol=0, atol=1e-6 * np.abs(kept).max())
+    debt = owed(before.state)
+    assert np.any(debt != 0)
+    np.testing.assert_allclose(owed(resized.state), debt, rtol=0, atol=1e-6 * np.abs(debt).max())
     trained = six(folder, case, steps=8, **changes)
     assert np.all(np.isfinite(trained.losses))
     assert len(trained.losses) == 2

@@ -45,5 +45,5 @@ def test_rates(case):
     changes, expected = RATES[case]
     plain = dataclasses.replace(EXPERIMENT, schedule="constant", warmup_steps=0, steps=100, learning_rate=0.3)
     schedule = make_schedule(dataclasses.replace(plain, **changes))
-    found = {step: float(schedule(step)) for step in expected}
-    assert found == pytest.approx({step: 0.3 * rate for step, rate in expected.items()}, rel=1e-5, abs=1e-7)
+    rates = {step: float(schedule(step)) for step in expected}
+    assert rates == pytest.approx({step: 0.3 * rate for step, rate in expected.items()}, rel=1e-5, abs=1e-7)

@@ -14,44 +14,44 @@ from train.start import DisagreementError, agree, check_shared, facts_of
 
 def each(function, count):
     """Calls function(process) for every process at the same time; returns a result or an error for each."""
-    found = [None] * count
+    answers = [None] * count
 
     def run(index):
         try:
-            found[index] = function(Processes(index, count))
+            answers[index] = function(Processes(index, count))
         except Exception as error:
-            found[index] = error
+            answers[index] = error
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return answers
 
 
 def test_processes_that_are_started_alike_agree():
     store = Memory()
-    assert each(lambda own: agree(store, own, "settings", {"--seed": "3"}, 5.0), 3) == [None] * 3
+    assert each(lambda process: agree(store, process, "settings", {"--seed": "3"}, 5.0), 3) == [None] * 3
 
 
 def test_what_differs_is_named_on_all_processes():
     store = Memory()
     facts = [{"--seed": "0", "--steps": "5"}, {"--seed": "0", "--steps": "5"}, {"--seed": "7", "--steps": "5"}]
-    found = each(lambda own: agree(store, own, "settings", facts[own.index], 5.0), 3)
-    assert all(isinstance(error, DisagreementError) for error in found)
-    got = "--seed: 0 in process 0, 7 in process 2"
-    message = f"All processes of a run must be started with the same settings; got {got}. Start all with the same."
-    assert {str(error) for error in found} == {message}
+    answers = each(lambda process: agree(store, process, "settings", facts[process.index], 5.0), 3)
+    assert all(isinstance(error, DisagreementError) for error in answers)
+    result = "--seed: 0 in process 0, 7 in process 2"
+    message = f"All processes of a run must be started with the same settings; got {result}. Start all with the same."
+    assert {str(error) for error in answers} == {message}
 
 
 def test_many_differences_are_counted():
     store = Memory()
-    facts = [{f"--field{n}": str(own) for n in range(5)} for own in range(2)]
+    facts = [{f"--field{n}": str(process) for n in range(5)} for process in range(2)]
     facts[0]["--only"] = "here"
-    found = each(lambda own: agree(store, own, "settings", facts[own.index], 5.0), 2)
-    assert "; and 3 more. Start all with the same." in str(found[1])
-    assert "--field2: 0 in process 0, 1 in process 1; and" in str(found[0])
+    answers = each(lambda process: agree(store, process, "settings", facts[process.index], 5.0), 2)
+    assert "; and 3 more. Start all with the same." in str(answers[1])
+    assert "--field2: 0 in process 0, 1 in process 1; and" in str(answers[0])
 
 
 def test_a_process_that_does_not_come_is_named():
@@ -72,17 +72,17 @@ def test_a_process_that_does_not_come_is_named():
 )
 def test_every_setting_that_matters_is_compared(change):
     experiment = CONFIGS["digits"]
-    changed = dataclasses.replace(experiment, **change)
+    variant = dataclasses.replace(experiment, **change)
     assert facts_of(experiment) == facts_of(experiment)
-    one, other = facts_of(experiment), facts_of(changed)
+    one, variant_facts = facts_of(experiment), facts_of(variant)
     (name,) = change
-    assert [key for key in one if one[key] != other[key]] == [f"--{name.replace('_', '-')}"]
+    assert [key for key in one if one[key] != variant_facts[key]] == [f"--{name.replace('_', '-')}"]
 
 
 def test_what_is_a_processs_own_is_not_compared(tmp_path):
     experiment = CONFIGS["digits"]
-    own = dataclasses.replace(experiment, process_id=1, coordinator="a:1", out=tmp_path, json=tmp_path / "a.json")
-    assert facts_of(own) == facts_of(experiment)
+    private = dataclasses.replace(experiment, process_id=1, coordinator="a:1", out=tmp_path, json=tmp_path / "a.json")
+    assert facts_of(private) == facts_of(experiment)
 
 
 def test_the_library_and_the_data_are_compared(monkeypatch, tmp_path):
@@ -93,12 +93,12 @@ def test_the_library_and_the_data_are_compared(monkeypatch, tmp_path):
         (root / package).mkdir(parents=True)
         (root / package / "a.py").write_text("one")
     monkeypatch.setattr(train.start, "__file__", str(root / "train" / "start.py"))
-    found = [train.start.library_crc32()]
+    checksums = [train.start.library_crc32()]
     (root / "models" / "a.py").write_text("other")
-    found.append(train.start.library_crc32())
+    checksums.append(train.start.library_crc32())
     (root / "models" / "a.py").rename(root / "models" / "b.py")
-    found.append(train.start.library_crc32())
-    assert len(set(found)) == 3
+    checksums.append(train.start.library_crc32())
+    assert len(set(checksums)) == 3
     assert before["the text of this library"].startswith("crc32 ")
 
 
@@ -111,7 +111,7 @@ def test_a_plan_is_compared_by_what_it_says(tmp_path):
 
 def test_one_folder_is_shared_and_left_as_it_was(tmp_path):
     store = Memory()
-    assert each(lambda own: check_shared(store, own, tmp_path / "runs", 5.0), 2) == [None, None]
+    assert each(lambda process: check_shared(store, process, tmp_path / "runs", 5.0), 2) == [None, None]
     assert list((tmp_path / "runs").iterdir()) == []
 
 
@@ -119,16 +119,16 @@ def test_a_folder_that_is_not_shared_is_refused_on_all(tmp_path, monkeypatch):
     monkeypatch.setattr(train.start, "PATIENCE", 0.3)
     store = Memory()
     outs = [tmp_path / "one", tmp_path / "two"]
-    found = each(lambda own: check_shared(store, own, outs[own.index], 5.0), 2)
-    assert all(isinstance(error, DisagreementError) for error in found)
-    assert f"({outs[1]}) does not have the file of process 0 in process 1" in str(found[0])
+    answers = each(lambda process: check_shared(store, process, outs[process.index], 5.0), 2)
+    assert all(isinstance(error, DisagreementError) for error in answers)
+    assert f"({outs[1]}) does not have the file of process 0 in process 1" in str(answers[0])
     assert list(outs[0].iterdir()) == []
 
 
 def test_a_folder_that_process_0_cannot_write_is_said_to_the_others(tmp_path):
-    taken = tmp_path / "file"
-    taken.write_text("")
+    blocked = tmp_path / "file"
+    blocked.write_text("")
     store = Memory()
-    first, second = each(lambda own: check_shared(store, own, taken, 0.5), 2)
+    first, second = each(lambda process: check_shared(store, process, blocked, 0.5), 2)
     assert isinstance(first, OSError)
     assert str(second) == "Process 0 must write a file to --out; got none within 0.5 s. Look at what it has printed."

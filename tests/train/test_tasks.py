@@ -76,8 +76,8 @@ def test_ties_of_the_top_5_are_those_of_scikit_learn():
     rows = make_task(MANY, 0.0).rows(jnp.asarray(logits), BATCH)
     assert np.mean(rows["in_top5"]) == top_k_accuracy(LABELS, logits, 5)
     # A model with equal logits for all classes is no better than chance.
-    alike = make_task(MANY, 0.0).rows(jnp.zeros((12, 12)), {"label": jnp.arange(12)})
-    assert np.asarray(alike["in_top5"]).tolist() == [False] * 7 + [True] * 5
+    logits_task = make_task(MANY, 0.0).rows(jnp.zeros((12, 12)), {"label": jnp.arange(12)})
+    assert np.asarray(logits_task["in_top5"]).tolist() == [False] * 7 + [True] * 5
 
 
 def test_nan_is_never_right():
@@ -132,14 +132,14 @@ def test_the_loss_of_translations_leaves_padding_out(smoothing):
     real = labels != 0
     batch = {"target": jnp.asarray(TARGETS)}
     loss, scalars = make_task(TRANSLATIONS, smoothing).loss(jnp.asarray(logits), batch)
-    each = smoothed(logits, labels, smoothing)
-    np.testing.assert_allclose(loss, each[real].sum() / 16, rtol=1e-5)  # 4 rows of 4 places
+    losses = smoothed(logits, labels, smoothing)
+    np.testing.assert_allclose(loss, losses[real].sum() / 16, rtol=1e-5)  # 4 rows of 4 places
     right = (logits.argmax(axis=-1) == labels)[real]
     np.testing.assert_allclose(scalars["accuracy"], right.sum() / 10)
     # Logits of padding are ignored.
-    changed = np.where(real[..., None], logits, 100 * RNG.standard_normal(logits.shape).astype(np.float32))
-    again, _ = make_task(TRANSLATIONS, smoothing).loss(jnp.asarray(changed), batch)
-    np.testing.assert_allclose(again, loss, rtol=1e-6)
+    variant = np.where(real[..., None], logits, 100 * RNG.standard_normal(logits.shape).astype(np.float32))
+    rerun, _ = make_task(TRANSLATIONS, smoothing).loss(jnp.asarray(variant), batch)
+    np.testing.assert_allclose(rerun, loss, rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -173,9 +173,9 @@ def test_scores_of_translations_are_those_of_a_token():
 
 def test_clicks_of_a_model_that_diverged_have_no_score():
     rows = {"logit": np.array([1.0, np.nan, -1.0], np.float32), "label": np.array([1, 0, 0], np.float32)}
-    found = Clicks().scores(rows)
-    assert np.isnan(found["loss"])
-    assert np.isnan(found["auc"])
+    scores = Clicks().scores(rows)
+    assert np.isnan(scores["loss"])
+    assert np.isnan(scores["auc"])
 
 
 def test_clicks_have_no_smoothing():

@@ -33,37 +33,39 @@ def test_methods_that_are_recorded_are_not_timed_again(monkeypatch, tmp_path):
         return type("Done", (), {"returncode": 0})
 
     monkeypatch.setattr(timing.subprocess, "run", run)
-    records, given = Records(None), {"shapes": "1e4", "hosts": 4, "rate": "1gbit", "steps": 3}
-    timing.time_exchanges(records, methods=["topk", "sign"], **given)
-    found = timing.time_exchanges(records, methods=["sign", "slim_dp"], **given)
-    assert {name: record["ms_median"] for name, record in found.items()} == {"sign": 4, "slim_dp": 7}
+    records, options = Records(None), {"shapes": "1e4", "hosts": 4, "rate": "1gbit", "steps": 3}
+    timing.time_exchanges(records, methods=["topk", "sign"], **options)
+    paths = timing.time_exchanges(records, methods=["sign", "slim_dp"], **options)
+    assert {name: record["ms_median"] for name, record in paths.items()} == {"sign": 4, "slim_dp": 7}
     assert [command[command.index("--method") + 1] for command in commands] == ["topk,sign", "slim_dp"]
 
 
 def test_a_table_is_made_again_if_what_it_reads_has_changed(monkeypatch, tmp_path):
     """As the planner's costs, of which the plans of `placement` are made; records of before do not say."""
-    made, costs = [], tmp_path / "costs.json"
-    monkeypatch.setattr(timing, "run_benchmark", lambda module, options: made.append(options) or [{"ms": len(made)}])
+    tables, costs = [], tmp_path / "costs.json"
+    monkeypatch.setattr(
+        timing, "run_benchmark", lambda module, options: tables.append(options) or [{"ms": len(tables)}]
+    )
     records = Records(None)
     records.add({"of": "placement", "options": {"rate": "1gbit"}, "table": [{"ms": 0}]})
-    found = []
+    paths = []
     for text in ("a", "a", "b", "a"):
         costs.write_text(text)
-        found += timing.time_benchmark(records, "placement", inputs=[costs], rate="1gbit")
-    assert found == [{"ms": 1}, {"ms": 1}, {"ms": 2}, {"ms": 1}]
-    assert made == [{"rate": "1gbit"}] * 2
+        paths += timing.time_benchmark(records, "placement", inputs=[costs], rate="1gbit")
+    assert paths == [{"ms": 1}, {"ms": 1}, {"ms": 2}, {"ms": 1}]
+    assert tables == [{"rate": "1gbit"}] * 2
 
 
 def test_differences_are_told_apart_by_two_standard_errors():
     """Of 2, 3 and 4: mean 3, standard deviation 1, standard error 1 / sqrt(3) = 0.577."""
-    found = Difference.of([3.0, 5.0, 4.0], [1.0, 2.0, 0.0])
-    assert (found.mean, found.error) == (3.0, pytest.approx(0.57735, abs=1e-5))
-    assert (found.exceeds(), found.exceeds(2.5), found.exceeds(9.0)) == (True, None, False)
+    difference = Difference.of([3.0, 5.0, 4.0], [1.0, 2.0, 0.0])
+    assert (difference.mean, difference.error) == (3.0, pytest.approx(0.57735, abs=1e-5))
+    assert (difference.exceeds(), difference.exceeds(2.5), difference.exceeds(9.0)) == (True, None, False)
     assert Difference.of([3.0], [1.0]).exceeds() is None  # one seed decides nothing
 
 
 @pytest.mark.parametrize(
-    ("ours", "paper", "none", "verdict"),
+    ("difference", "paper", "zero", "verdict"),
     [
         ((24.13, 5.0), 0.18, 1.0, False),  # DCT's table 4: the sign alone agrees
         ((8.0, 7.34), 0.0, 1.0, None),  # Slim-DP's figure 4: so wide that it shows nothing
@@ -79,8 +81,8 @@ def test_differences_are_told_apart_by_two_standard_errors():
         ((math.inf, 0.0), 0.1, 1.0, False),
     ],
 )
-def test_a_claim_holds_by_its_size_and_not_by_its_sign(ours, paper, none, verdict):
-    assert Difference(*ours).agrees(paper, none) is verdict
+def test_a_claim_holds_by_its_size_and_not_by_its_sign(difference, paper, zero, verdict):
+    assert Difference(*difference).agrees(paper, zero) is verdict
 
 
 def test_more_than_the_papers_gain_counts_where_that_is_said():
@@ -92,15 +94,15 @@ def test_more_than_the_papers_gain_counts_where_that_is_said():
 
 
 def test_a_claim_that_does_not_hold_is_said_not_to(capsys):
-    for holds, said in ((True, "holds here"), (False, "does NOT hold here"), (None, "is not told apart here")):
+    for holds, verdict in ((True, "holds here"), (False, "does NOT hold here"), (None, "is not told apart here")):
         print_claim("it is faster", holds, "2 ms")
-        assert capsys.readouterr().out == f"The paper: it is faster. That {said}: 2 ms.\n"
+        assert capsys.readouterr().out == f"The paper: it is faster. That {verdict}: 2 ms.\n"
 
 
 def test_a_cause_explains_more_than_half_of_a_difference(capsys):
     """Half of -5 (1) is 2.5 (0.5). A cause holds if what is left is smaller by two standard errors."""
     short, tuned = Difference(-5.0, 1.0), Difference(0.0, 0.5)
-    for last, said in (
+    for last, verdict in (
         (tuned, "holds here"),
         (Difference(-4.0, 0.5), "does NOT hold here"),  # closer, but not by half
         (Difference(-9.0, 1.0), "does NOT hold here"),
@@ -110,8 +112,8 @@ def test_a_cause_explains_more_than_half_of_a_difference(capsys):
     ):
         print_cause("it is short", {"9 steps": short, "20 steps": Difference(0.0, 0.1), "36 steps": last})
         assert capsys.readouterr().out == (
-            f"Supposed: it is short. That {said}: the difference to dense is {short} with 9 steps, and {last} with 36 "
-            "steps.\n"
+            f"Supposed: it is short. That {verdict}: the difference to dense is {short} with 9 steps, and {last} with "
+            "36 steps.\n"
         )
     print_cause("it is short", {"9 steps": short, "36 steps": tuned}, base="the paper's ratio")
     assert "the difference to the paper's ratio is -5.00" in capsys.readouterr().out
@@ -133,8 +135,8 @@ def test_a_figure_has_a_panel_for_each_title_and_a_line_for_each_label(tmp_path)
 
 
 def test_every_function_of_every_paper_is_listed_once():
-    found = [line.split() for line in papers.listed(papers.Config())]
-    names = [(words[2].rpartition(".")[2], words[4]) for words in found]
+    lines = [line.split() for line in papers.listed(papers.Config())]
+    names = [(words[2].rpartition(".")[2], words[4]) for words in lines]
     slim = [name for module, name in names if module == "slim_dp"]
     assert slim == ["1", "2", "fig3", "fig4", "why"]  # the others need table 1's times
     assert {("iwp", name) for name in ("1", "why", "thresholds", "fig2", "fig5", "fig7", "nodes")} <= set(names)
@@ -143,13 +145,13 @@ def test_every_function_of_every_paper_is_listed_once():
     assert {("practical_lessons", name) for name in ("1", "2", "3", "placement")} <= set(names)
     assert ("iwp", "fig3") not in names  # of the runs of fig2
     assert len(names) == len(set(names))
-    assert all(words[-2:] == ["--json", "docs/data/papers.json"] for words in found)
+    assert all(words[-2:] == ["--json", "docs/data/papers.json"] for words in lines)
 
 
 def test_what_needs_a_quiet_machine_is_made_by_itself():
-    timed, others = (papers.listed(papers.Config(only=only)) for only in ("timed", "untimed"))
-    assert sorted(timed + others) == sorted(papers.listed(papers.Config()))
-    assert {(line.split()[2].rpartition(".")[2], line.split()[4]) for line in timed} == {
+    names, training = (papers.listed(papers.Config(only=selection)) for selection in ("timed", "untimed"))
+    assert sorted(names + training) == sorted(papers.listed(papers.Config()))
+    assert {(line.split()[2].rpartition(".")[2], line.split()[4]) for line in names} == {
         ("slim_dp", "1"),
         ("iwp", "fig7"),
         *(("dct", name) for name in ("5", "fig7", "hybrid")),
@@ -176,12 +178,12 @@ def test_one_command_makes_the_tables_of_all_papers(monkeypatch, capsys):
 
 
 def test_a_table_that_fails_ends_no_other(monkeypatch, capsys, tmp_path):
-    made = []
+    results = []
 
     def bad(config, records):
         raise ValueError("no hosts")
 
-    tables = {name: lambda config, records, name=name: made.append(name) for name in ("1", "fig3")}
+    tables = {name: lambda config, records, name=name: results.append(name) for name in ("1", "fig3")}
     tables = {"1": tables["1"], "2": bad, "fig2": bad, "fig3": tables["fig3"]}
     monkeypatch.setattr("train.processes.prepare_jax", lambda devices: None)
 
@@ -191,7 +193,7 @@ def test_a_table_that_fails_ends_no_other(monkeypatch, capsys, tmp_path):
 
     with pytest.raises(SystemExit, match=r"^--table 2: no hosts$"):  # which fig2 is as well
         run()
-    assert made == ["1", "fig3"]
+    assert results == ["1", "fig3"]
     run("--only", "untimed")
     run("--table", "1", "--only", "timed")
-    assert made == ["1", "fig3", "1", "fig3", "1"]
+    assert results == ["1", "fig3", "1", "fig3", "1"]

@@ -82,19 +82,19 @@ def test_losses_are_compared_in_percent_of_the_dense_run_of_the_same_seed():
 
 
 def test_a_row_is_trained_once_with_the_dense_one_beside_it(monkeypatch):
-    made = []
+    runs = []
 
     def train(setting, config, dense):
-        made.append((setting.system, config.steps, dense and dense["losses"]))
+        runs.append((setting.system, config.steps, dense and dense["losses"]))
         return {"test_loss": 0.5, "losses": [0.5]}
 
     monkeypatch.setattr(table, "train_setting", train)
     records, config = Records(None), Config(steps=7, seeds=1)
     for _ in range(2):
         trained(config, records, table.SETTINGS[1])
-    assert made == [("dense", 7, None), ("DCT-MP", 7, [0.5])]
+    assert runs == [("dense", 7, None), ("DCT-MP", 7, [0.5])]
     trained(Config(steps=7, seeds=2), records, table.SETTINGS[0])
-    assert len(made) == 3
+    assert len(runs) == 3
 
 
 def test_more_rows_are_other_runs_of_other_clicks(monkeypatch):
@@ -117,8 +117,8 @@ def test_every_table_has_the_papers_rows_beside_ours(monkeypatch, capsys):
 
     def train(setting, config, dense):
         losses = [0.505, 0.504] if setting.sparsity == 0.995 else [0.5, 0.5]
-        own = {"train_loss": 0.4, "train_accuracy": 77.0, "stdev": 0.0, "accuracy": 78.0, "bytes_per_step": 8.0}
-        return {"test_loss": sum(losses) / 2, "losses": losses, **own}
+        record = {"train_loss": 0.4, "train_accuracy": 77.0, "stdev": 0.0, "accuracy": 78.0, "bytes_per_step": 8.0}
+        return {"test_loss": sum(losses) / 2, "losses": losses, **record}
 
     tables = []
     monkeypatch.setattr(table, "train_setting", train)
@@ -142,26 +142,26 @@ def test_a_deviation_is_from_the_mean_of_the_steps_until_then():
 
 
 def test_thresholds_are_compared_by_quotients_unless_one_is_nothing():
-    found = dct_figures._logarithms([1.0, 2.0], [2.0, 4.0])
-    assert found is not None
-    assert (found.mean, found.exceeds()) == (pytest.approx(-math.log(2)), False)
+    logarithms = dct_figures._logarithms([1.0, 2.0], [2.0, 4.0])
+    assert logarithms is not None
+    assert (logarithms.mean, logarithms.exceeds()) == (pytest.approx(-math.log(2)), False)
     assert dct_figures._logarithms([1.0, 0.0], [2.0, 4.0]) is None
 
 
 def test_the_step_of_figure_7_is_computing_and_exchange(monkeypatch):
-    asked = []
+    settings = []
 
     def exchanges(records, *, methods, **options):
-        asked.append(options.get("sparsity"))
+        settings.append(options.get("sparsity"))
         return {methods[0]: {"ms_median": 40.0 if methods == ["plump_dp"] else 10.0, "ms_refresh": 90.0}}
 
     monkeypatch.setattr("benchmarks.papers.timing.time_exchanges", exchanges)
-    monkeypatch.setattr("benchmarks.papers.timing.time_compute", lambda *given: {"ms_median": 5.0})
+    monkeypatch.setattr("benchmarks.papers.timing.time_compute", lambda *arguments: {"ms_median": 5.0})
     assert dct_figures.step_times(Config(), Records(None), [0.9, 0.95]) == (
         45.0,
         {0.9: (15.0, 95.0), 0.95: (15.0, 95.0)},
     )
-    assert asked == [None, 0.9, 0.95]
+    assert settings == [None, 0.9, 0.95]
 
 
 def test_a_claim_of_the_hybrid_run_is_judged_by_its_direction(monkeypatch, capsys):
@@ -172,7 +172,7 @@ def test_a_claim_of_the_hybrid_run_is_judged_by_its_direction(monkeypatch, capsy
     monkeypatch.setattr(dct, "print_table", lambda title, rows: tables.append(rows))
     monkeypatch.setattr(
         "benchmarks.papers.timing.time_benchmark",
-        lambda *given, **options: [timed(200.0, 90.0, 50.0), timed(120.0, 40.0, 45.0)],
+        lambda *arguments, **options: [timed(200.0, 90.0, 50.0), timed(120.0, 40.0, 45.0)],
     )
     dct.hybrid(Config(), Records(None))
     assert [row["time_saved_%"] for row in tables[0]] == [None, pytest.approx(40.0)]

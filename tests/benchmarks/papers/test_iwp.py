@@ -106,7 +106,7 @@ def test_the_importance_that_is_shown_is_that_of_worker_0():
     rng = np.random.default_rng(0)
     weights = {"a": rng.standard_normal((7, 5)).astype(np.float32), "b": rng.standard_normal(3).astype(np.float32)}
     momenta, residuals = (
-        {name: rng.standard_normal((2, *each.shape)).astype(np.float32) for name, each in weights.items()}
+        {name: rng.standard_normal((2, *array.shape)).astype(np.float32) for name, array in weights.items()}
         for _ in range(2)
     )
     watcher = Watcher(interval=1, marks=(1,))
@@ -122,6 +122,7 @@ def test_the_importance_that_is_shown_is_that_of_worker_0():
     values = [momenta[name][0] + residuals[name][0] for name in ("a", "b")]
     expected = [np.abs(v) / 2 / (np.abs(w) + 1e-6) for v, w in zip(values, weights.values(), strict=True)]
     assert watcher.moments[1] == [
-        (pytest.approx(float(each.mean()), rel=1e-5), pytest.approx(float(each.var()), rel=1e-4)) for each in expected
+        (pytest.approx(float(array.mean()), rel=1e-5), pytest.approx(float(array.var()), rel=1e-4))
+        for array in expected
     ]
-    assert watcher.histograms[1] == [histogram(each) for each in expected]
+    assert watcher.histograms[1] == [histogram(array) for array in expected]

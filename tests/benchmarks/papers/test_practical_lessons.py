@@ -34,25 +34,25 @@ def test_the_papers_seconds_are_the_papers(table, typed):
     gpu = GPUS[table]
     for layout, text in typed.items():
         fake, fake_speeds, real, real_speeds = numbers(text)
-        for seconds, ours, speeds in ((fake, gpu.fake, fake_speeds), (real, gpu.real, real_speeds)):
-            assert ours[layout] == dict(zip((1, 2, 4, 8), seconds, strict=True))
+        for seconds, rates, speeds in ((fake, gpu.fake, fake_speeds), (real, gpu.real, real_speeds)):
+            assert rates[layout] == dict(zip((1, 2, 4, 8), seconds, strict=True))
             # The paper rounds to 0.01, and not always to the nearest.
-            assert [seconds[0] / each for each in seconds] == pytest.approx(speeds, abs=0.011)
+            assert [seconds[0] / time for time in seconds] == pytest.approx(speeds, abs=0.011)
     gaps = [data[DENSE][K] / data[ONE_DEVICE][K] for data in (gpu.fake, gpu.real) for K in (2, 4, 8)]
     assert min(gaps) == pytest.approx(gpu.gap, abs=0.011)
 
 
 def timed(layout, devices, data, ms, speed_up, times):
-    shown = {"ms_median": ms, "ms_min": ms, "ms_max": ms, "speed_up": speed_up, "times_data_parallel": times}
-    return {"layout": layout, "devices": devices, "data": data, **shown}
+    record = {"ms_median": ms, "ms_min": ms, "ms_max": ms, "speed_up": speed_up, "times_data_parallel": times}
+    return {"layout": layout, "devices": devices, "data": data, **record}
 
 
 def test_table_2_is_made_of_the_times(monkeypatch, capsys):
     """On two hosts: 2 s alone, 3 s data-parallel, 1.25 s hybrid."""
-    asked = []
+    calls = []
 
     def benchmark(records, module, **options):
-        asked.append(options)
+        calls.append(options)
         if "run" not in options:
             return [{"layout": ONE_DEVICE, "devices": 2, "as_paper_mib": 54.2, "paper_mib": 54}]
         return [
@@ -66,12 +66,12 @@ def test_table_2_is_made_of_the_times(monkeypatch, capsys):
     monkeypatch.setattr(practical_lessons, "print_table", lambda title, rows: tables.append(rows))
     practical_lessons.TABLES["2"](Config(hosts=(2,)), Records(None))
     rows = {(row["layout"], row["hosts"]): row for row in tables[0]}
-    ours = rows[ONE_DEVICE, 2]
-    assert (ours["seconds"], ours["paper_seconds"], ours["mib"], ours["paper_mib"]) == (1.25, 1.238, 54.2, 54)
-    assert ours["paper_speed_up"] == pytest.approx(1.86, abs=0.01)
-    assert ours["paper_times_data_parallel"] == pytest.approx(2.347, abs=0.001)
+    row = rows[ONE_DEVICE, 2]
+    assert (row["seconds"], row["paper_seconds"], row["mib"], row["paper_mib"]) == (1.25, 1.238, 54.2, 54)
+    assert row["paper_speed_up"] == pytest.approx(1.86, abs=0.01)
+    assert row["paper_times_data_parallel"] == pytest.approx(2.347, abs=0.001)
     assert rows[DENSE, 1]["paper_speed_up"] == 1.0
-    assert [options.get("batch") for options in asked] == [64, 256]
+    assert [options.get("batch") for options in calls] == [64, 256]
     out = capsys.readouterr().out
     assert out.count("holds here") == 2
     assert "on 2 M40, hybrid is 2.35 times faster than data-parallel" in out
@@ -85,7 +85,7 @@ def test_table_1_compares_communication(monkeypatch, capsys):
         for (mode, K), ms in times.items()
     ]
     tables = []
-    monkeypatch.setattr("benchmarks.papers.timing.time_benchmark", lambda *given, **options: table)
+    monkeypatch.setattr("benchmarks.papers.timing.time_benchmark", lambda *arguments, **options: table)
     monkeypatch.setattr(practical_lessons, "print_table", lambda title, rows: tables.append(rows))
     practical_lessons.table_1(Config(), Records(None))
     assert [row["times_faster"] for row in tables[0]] == [4.0, 0.9, 4.0, 0.9]

@@ -53,10 +53,10 @@ def test_the_papers_figures_are_the_papers():
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_speed_d_of_the_papers_table_1_is_that_of_its_table_2(cell):
-    compute, (dense, *others) = PAPER_TIMES[cell]
-    for own, (_, speed, _) in zip(others, PAPER_SPEEDS[cell][1:], strict=True):
+    compute, (dense, *methods) = PAPER_TIMES[cell]
+    for time, (_, speed, _) in zip(methods, PAPER_SPEEDS[cell][1:], strict=True):
         # Both are rounded to 0.01.
-        assert speed_d(Times(compute, dense), Times(compute, own)) == pytest.approx(speed, abs=0.011)
+        assert speed_d(Times(compute, dense), Times(compute, time)) == pytest.approx(speed, abs=0.011)
 
 
 def test_an_exchange_is_averaged_over_the_period_of_its_core():
@@ -68,11 +68,11 @@ def test_an_exchange_is_averaged_over_the_period_of_its_core():
 def test_speed_a_is_the_time_to_the_accuracy_that_plump_dp_ends_with():
     """Plump-DP first reaches its final 90% after 300 steps of 2 s, the other after 200 steps of 1 s: 600 / 200."""
     dense = {"steps": [100, 200, 300, 400], "accuracies": [50.0, 80.0, 91.0, 90.0]}
-    own = {"steps": [100, 200, 300, 400], "accuracies": [60.0, 90.0, 80.0, 85.0]}
+    record = {"steps": [100, 200, 300, 400], "accuracies": [60.0, 90.0, 80.0, 85.0]}
     times = (Times(500.0, 1500.0), Times(500.0, 500.0))
-    assert speed_a(dense, own, times) == 3.0
+    assert speed_a(dense, record, times) == 3.0
     assert speed_a(dense, dense, (times[0], times[0])) == 1.0
-    assert speed_a(dense, {**own, "accuracies": [1.0, 2.0, 3.0, 89.9]}, times) is None
+    assert speed_a(dense, {**record, "accuracies": [1.0, 2.0, 3.0, 89.9]}, times) is None
 
 
 def test_a_twin_selects_as_many_cores_as_the_run_on_imagenet():
@@ -83,8 +83,8 @@ def test_a_twin_selects_as_many_cores_as_the_run_on_imagenet():
 
 
 def timed(method, ms, refresh=None):
-    shown = {"ms_median": ms, "ms_min": ms, "ms_max": ms, "ms_refresh": refresh, "bytes_compiled": 8.0}
-    return {"of": "exchange", "shapes": "17294693", "method": method, "hosts": 4, "rate": "1gbit", "steps": 5} | shown
+    record = {"ms_median": ms, "ms_min": ms, "ms_max": ms, "ms_refresh": refresh, "bytes_compiled": 8.0}
+    return {"of": "exchange", "shapes": "17294693", "method": method, "hosts": 4, "rate": "1gbit", "steps": 5} | record
 
 
 def test_table_1_is_made_of_the_times(monkeypatch, capsys):
@@ -111,9 +111,9 @@ def test_table_1_is_made_of_the_times(monkeypatch, capsys):
     assert "K=4: Slim-DP saves 71% of the communication time, Quant-DP 64%. That holds here: 75% and 50%" in (
         capsys.readouterr().out
     )
-    found = times_of(config, records, vgg, 4, "slim_dp")
-    assert found is not None
-    assert found.seconds == pytest.approx(0.72 + 0.09)
+    times = times_of(config, records, vgg, 4, "slim_dp")
+    assert times is not None
+    assert times.seconds == pytest.approx(0.72 + 0.09)
     assert times_of(config, records, vgg, 8, "slim_dp") is None
 
 
@@ -125,16 +125,16 @@ def test_of_vgg_16_an_eighth_is_timed_unless_all_of_it_is_asked_for():
 
 
 def test_the_settings_of_figure_4_are_timed_where_it_is_trained(monkeypatch):
-    asked = []
+    calls = []
     monkeypatch.setattr(
-        "benchmarks.papers.timing.time_exchanges", lambda records, **given: asked.append(given["methods"]) or {}
+        "benchmarks.papers.timing.time_exchanges", lambda records, **arguments: calls.append(arguments["methods"]) or {}
     )
     for model in MODELS:
         for K in (4, 8):
             exchange_times(Config(), Records(None), model, K)
-    assert set(TRADE_OFFS.values()) <= set(asked[0])
+    assert set(TRADE_OFFS.values()) <= set(calls[0])
     assert all(methods == ["plump_dp", "quant_dp_gather", model] for methods, model in zip(
-        asked[1:], ("slim_dp_30_15", "slim_dp", "slim_dp"), strict=True))  # fmt: skip
+        calls[1:], ("slim_dp_30_15", "slim_dp", "slim_dp"), strict=True))  # fmt: skip
 
 
 def test_what_does_not_hold_of_figure_4_is_said(capsys):

@@ -29,10 +29,10 @@ def test_tables_of_a_paper_are_made(paper, table):
     figures = ROOT / "docs" / "figures"
     before = sorted((path.name, path.stat().st_mtime) for path in figures.iterdir())
     command = [*COMMANDS[paper], "--table", table]
-    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "The paper:" in done.stdout
-    assert f"--table {table}: " in done.stdout or table == "all"
+    process = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=600)
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-2000:]
+    assert "The paper:" in process.stdout
+    assert f"--table {table}: " in process.stdout or table == "all"
     assert sorted((path.name, path.stat().st_mtime) for path in figures.iterdir()) == before  # figures are kept
 
 
