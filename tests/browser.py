@@ -10,14 +10,14 @@ NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chro
 
 def browse(path, *options):
     """What the browser prints for a page; skips the test if there is no browser (.ci/run installs one)."""
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None:
+    program = next(filter(None, map(shutil.which, NAMES)), None)
+    if program is None:
         pytest.skip(f"no browser: {', '.join(NAMES)}")
     # As root there is no sandbox; the page must not need the network, and gets none.
     offline = "--host-resolver-rules=MAP * ~NOTFOUND"
-    arguments = [found, "--headless", "--no-sandbox", "--disable-gpu", offline, *options, path.resolve().as_uri()]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True)
-    return done.stdout
+    arguments = [program, "--headless", "--no-sandbox", "--disable-gpu", offline, *options, path.resolve().as_uri()]
+    process = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True)
+    return process.stdout
 
 
 def screenshot(page, path, width=1200, height=1000):

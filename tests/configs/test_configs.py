@@ -51,9 +51,9 @@ def test_an_experiment_is_found_by_its_name_and_can_run(name):
     tx = make_chain(config, config.method)
     params = {name: jax.ShapeDtypeStruct((40, 50), "float32") for name in ("linear", "table")}
     sizes, axes = ((2, 2), ("slice", "data")) if config.slices > 1 else (4, "data")
-    said = warnings_of(tx, params, sizes, axis_name=axes)
+    warnings = warnings_of(tx, params, sizes, axis_name=axes)
     is_weak = config.decay == "decoupled" and bool(config.weight_decay) and isinstance(config.method, Dgc | Iwp)
-    assert [("none of its momentum" in message) for message in said] == [True] * is_weak
+    assert [("none of its momentum" in message) for message in warnings] == [True] * is_weak
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -86,8 +86,8 @@ def test_the_model_of_a_small_experiment_can_be_trained(name):
     def score(params, stats, batch):
         return task.rows(apply(stage.graph, params, stats, batch, training=False)[0], batch)
 
-    found = jax.eval_shape(score, stage.params, stage.stats, batch)
-    assert {leaf.shape for leaf in found.values()} == {(rows,)}
+    scores = jax.eval_shape(score, stage.params, stage.stats, batch)
+    assert {leaf.shape for leaf in scores.values()} == {(rows,)}
 
 
 @pytest.mark.parametrize(("name", "stages"), [("dlrm_criteo", 4), ("dlrm_clicks", 3), ("transformer_iwslt14", 5)])

@@ -71,11 +71,11 @@ NUMBERS = {
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_value_that_breaks_its_rule(name):
     for value in NUMBERS[name]:
-        said = f"got {value!r}" if isinstance(value, str) else f"got {value}"
+        message = f"got {value!r}" if isinstance(value, str) else f"got {value}"
         refused(
             lambda value=value: check(dataclasses.replace(PLAIN, **{name: value}), 1),
             f"--{name.replace('_', '-')} must be ",
-            said,
+            message,
         )
 
 
@@ -134,13 +134,13 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(CHANGED, 2)))
-def test_a_model_is_split_in_one_way(one, other):
-    experiment = dataclasses.replace(PLAIN, **{name: CHANGED[name] for name in (one, other)})
-    if {one, other} in TOGETHER:
+@pytest.mark.parametrize(("one", "two"), list(itertools.combinations(CHANGED, 2)))
+def test_a_model_is_split_in_one_way(one, two):
+    experiment = dataclasses.replace(PLAIN, **{name: CHANGED[name] for name in (one, two)})
+    if {one, two} in TOGETHER:
         return check(experiment, 1)
-    shown = [f"--{name.replace('_', '-')} {CHANGED[name]}" for name in (one, other)]
-    refused(lambda: check(experiment, 1), "A model must be split in one way", *shown)
+    options = [f"--{name.replace('_', '-')} {CHANGED[name]}" for name in (one, two)]
+    refused(lambda: check(experiment, 1), "A model must be split in one way", *options)
 
 
 def test_a_layout_names_what_is_not_at_its_default():

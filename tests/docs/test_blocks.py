@@ -161,20 +161,20 @@ def loss_fn(params, batch):
 
 
 def blocks():
-    found = []
+    fences = []
     for name in ("README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))):
         text = (ROOT / name).read_text()
         for match in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
             line = text[: match.start()].count("\n") + 2
             marks = [pytest.mark.slow] if "jc.advise" in match[1] else []
-            found.append(pytest.param(name, line, match[1], id=f"{name}:{line}", marks=marks))
-    return found
+            fences.append(pytest.param(name, line, match[1], id=f"{name}:{line}", marks=marks))
+    return fences
 
 
 @pytest.mark.parametrize(("name", "line", "block"), blocks())
 def test_a_block_runs_as_it_stands(name, line, block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    ((before, after),) = [own for part, own in OWN.items() if part in block]
+    ((before, after),) = [replacement for part, replacement in OWN.items() if part in block]
     namespace = {}
     exec(READER + before, namespace)
     exec(compile("\n" * (line - 1) + block, str(ROOT / name), "exec"), namespace)  # an error names the page's line

@@ -26,15 +26,15 @@ def anchors_of(text):
 def broken(page):
     """Returns the links of a page that lead nowhere."""
     links = re.findall(r"\]\(([^)\s]+)\)", text_of(page))
-    found = []
+    targets = []
     for link in links:
         path, _, anchor = link.partition("#")
         if re.match(r"[a-z]+:", path):
             continue
         target = (page.parent / path).resolve() if path else page
         if not target.exists() or (anchor and anchor not in anchors_of(text_of(target))):
-            found.append(link)
-    return found
+            targets.append(link)
+    return targets
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

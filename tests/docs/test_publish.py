@@ -33,9 +33,9 @@ def test_an_index_renders_the_readme_and_can_follow_its_links(repository):
     assert "python -m benchmarks.exchange --shapes resnet50" in re.sub("<[^>]+>", "", html)
     targets = re.findall(r"""(?:href|src)=["']([^"']+)""", html)
     assert all(target.startswith(("https://", "#")) for target in targets), targets
-    ours = [target.partition("/HEAD/")[2].partition("#")[0] for target in targets if "/HEAD/" in target]
-    assert bool(ours) == (repository is not None)
-    assert all((ROOT / path).is_file() for path in ours)
+    paths = [target.partition("/HEAD/")[2].partition("#")[0] for target in targets if "/HEAD/" in target]
+    assert bool(paths) == (repository is not None)
+    assert all((ROOT / path).is_file() for path in paths)
 
 
 def test_a_relative_link_keeps_its_text_and_code_its_brackets():
@@ -56,9 +56,9 @@ def commands(path):
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_name_only_commands_that_exist(path):
-    found = list(commands(path))
-    assert found
-    for words in found:
+    names = list(commands(path))
+    assert names
+    for words in names:
         if words[0] == "python3":
             assert words[1] == "-m"
             assert words[2] in PIP or find_spec(words[2]), words
@@ -74,9 +74,9 @@ def test_workflows_name_only_commands_that_exist(path):
 
 def test_ci_tests_every_python_that_the_package_names():
     matrix = jobs(ROOT / ".github" / "workflows" / "ci.yml")["run"]["strategy"]["matrix"]["include"]
-    named = [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", name)]
-    assert [row["python"] for row in matrix] == named
-    assert PROJECT["requires-python"] == f">={named[0]}"
+    versions = [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", name)]
+    assert [row["python"] for row in matrix] == versions
+    assert PROJECT["requires-python"] == f">={versions[0]}"
     assert matrix[0]["packages"] == "oldest"
 
 

@@ -94,9 +94,9 @@ def run(text):
 
 
 def dense(text):
-    made, count = re.subn(r"jc\.(?:topk\(0\.9|quant_dp\(8)(?:, )?(.*?)\)", r"jc.plump_dp(\1)", text)
+    program, count = re.subn(r"jc\.(?:topk\(0\.9|quant_dp\(8)(?:, )?(.*?)\)", r"jc.plump_dp(\1)", text)
     assert count == text.count("jc.chain(") >= 1
-    return made
+    return program
 
 
 def changed_lines(name):
@@ -118,9 +118,9 @@ def test_each_script_has_its_diff():
 
 @pytest.mark.parametrize("name", VERIFIED)
 def test_the_guide_shows_the_difference(name):
-    shown = "".join(line for hunk in hunks(name) for line in hunk if line[0] in "-+" and line[1:].strip())
-    wanted = f"`{name}`" if name in NAMED else f"```diff\n{shown}```"
-    assert wanted in GUIDE.read_text()
+    diff = "".join(line for hunk in hunks(name) for line in hunk if line[0] in "-+" and line[1:].strip())
+    expected = f"`{name}`" if name in NAMED else f"```diff\n{diff}```"
+    assert expected in GUIDE.read_text()
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -134,15 +134,15 @@ def test_a_dense_exchange_is_the_script_of_one_device(name, monkeypatch):
         re.sub(r"Dropout\(0\.1\)|DROPOUT = 0\.1", lambda m: m[0].replace("0.1", "0.0"), text)
         for text in (source(name), changed(name))
     )
-    alone, together = run(before), run(dense(after))
-    assert len(alone["losses"]) == data.STEPS
-    np.testing.assert_allclose(together["losses"], alone["losses"], rtol=1e-4, atol=1e-5)
+    reference, result = run(before), run(dense(after))
+    assert len(reference["losses"]) == data.STEPS
+    np.testing.assert_allclose(result["losses"], reference["losses"], rtol=1e-4, atol=1e-5)
     if name == "counts":
-        np.testing.assert_allclose(together["others"], alone["others"], rtol=1e-4)
+        np.testing.assert_allclose(result["others"], reference["others"], rtol=1e-4)
     if name == "haiku_jmp":
-        assert np.isnan(alone["losses"][12])
-        assert together["state"].loss_scale.loss_scale == alone["state"].loss_scale.loss_scale != 2**18
-    assert alone["losses"][-1] < 0.6 * alone["losses"][0]
+        assert np.isnan(reference["losses"][12])
+        assert result["state"].loss_scale.loss_scale == reference["state"].loss_scale.loss_scale != 2**18
+    assert reference["losses"][-1] < 0.6 * reference["losses"][0]
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -158,12 +158,12 @@ def test_a_compressed_exchange_learns_and_its_bytes_are_verified(name):
         report = jc.wire_report(tx, params, K)
     assert report.ratio_to_dense * steps > 1.5
     # Each worker has its own residual, and a row that knows its worker.
-    found = [leaf for leaf in jax.tree.leaves(args, is_leaf=_is_rows) if _is_rows(leaf)]
-    rows = [np.asarray(jax.tree.leaves(leaf)[0]).reshape(K, -1) for leaf in found]
+    states = [leaf for leaf in jax.tree.leaves(args, is_leaf=_is_rows) if _is_rows(leaf)]
+    rows = [np.asarray(jax.tree.leaves(leaf)[0]).reshape(K, -1) for leaf in states]
     workers = [row for row in rows if row.shape[1] == 1 and row.dtype == jnp.int32]
     if name not in ("flax_nnx_split", "tied_lm"):  # whose states have no types, or no rows
         assert any((row[:, 0] == np.arange(K) + (K << 16)).all() for row in workers)
-        assert any(len({row.tobytes() for row in each}) == K for each in rows)
+        assert any(len({row.tobytes() for row in leaf}) == K for leaf in rows)
 
 
 def _is_rows(node):

@@ -35,9 +35,9 @@ def over(rows: list[Case], settings: list[tuple[int, str]], of_variants: list[tu
     """Parametrizes a test over cases, numbers of workers K and trees of shapes; all but one per row are slow."""
     params = []
     for case in rows:
-        own = next((setting for setting in [case.setting, *INSTEAD] if setting in settings), settings[0])
-        tested = of_variants if case.is_variant else [each for each in settings if each == own or each[0] == 2]
-        usual = None if case.is_variant else own if own[0] > 1 else tested[-1]
+        choice = next((setting for setting in [case.setting, *INSTEAD] if setting in settings), settings[0])
+        tested = of_variants if case.is_variant else [item for item in settings if item == choice or item[0] == 2]
+        usual = None if case.is_variant else choice if choice[0] > 1 else tested[-1]
         params += [
             pytest.param(case, K, tree, id=f"{case}-{K}-{tree}", marks=() if (K, tree) == usual else pytest.mark.slow)
             for K, tree in tested

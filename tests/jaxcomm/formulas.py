@@ -63,4 +63,4 @@ def index_words(codec: Any, n: int, slots: int) -> int:
     if codec == "elias_fano":  # upper parts as a bitmap, the lower l bits as planes, for the best l
         return min(math.ceil((((n - 1) >> low) + slots) / 32) + low * math.ceil(slots / 32) for low in range(31))
     assert codec == "auto"
-    return min(index_words(each, n, slots) for each in ("plain", "bitmap", "elias_fano"))
+    return min(index_words(codec, n, slots) for codec in ("plain", "bitmap", "elias_fano"))

@@ -43,14 +43,14 @@ class Oracle:
         """Whether the last step made a decision that might have fallen the other way."""
         return getattr(self.reference, "is_close", False)
 
-    def step(self, own: list[Tensors], i: int, sizes: Tensors) -> StepResult:
+    def step(self, gradients: list[Tensors], i: int, sizes: Tensors) -> StepResult:
         """Does step i with a dict of gradients for each worker; `sizes` are the magnitudes that were summed."""
         tolerance = dict(self.tolerance)
         if self.case.state_error:
             for name in tolerance:
                 tolerance[name] += self.case.state_error * float(sizes[name].max()) + TINY
         self.reference.is_close, self.reference.tolerance = False, tolerance
-        result = self.case.ask(self.reference, own, i, self.tree)
+        result = self.case.ask(self.reference, gradients, i, self.tree)
         if not result.skipped:
             self.tolerance = tolerance
         return result

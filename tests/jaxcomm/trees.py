@@ -64,17 +64,17 @@ def zeros_of(tree: str) -> dict[str, jax.Array]:
 def params_of(tree: str) -> dict[str, np.ndarray]:
     """Weights for the methods that use them; some are zero."""
     rng = np.random.default_rng(99)
-    made = {}
+    results = {}
     for name, s in shapes_of(tree).items():
         weights = rng.normal(size=s.shape) * (rng.random(s.shape) > 0.01)
-        made[name] = np.asarray(weights, s.dtype)
-    return made
+        results[name] = np.asarray(weights, s.dtype)
+    return results
 
 
 def gradients(kind: str, seed: int, tree: str, K: int, scale: float = 1.0) -> dict[str, np.ndarray]:
     """Each worker's own gradient, finite in its type: (K, *shape) by name."""
     rng = np.random.default_rng(seed)
-    made = {}
+    results = {}
     for name, shape in shapes_of(tree).items():
         full = (K, *shape.shape)
         if kind in ("normal", "huge", "largest"):
@@ -89,13 +89,13 @@ def gradients(kind: str, seed: int, tree: str, K: int, scale: float = 1.0) -> di
             values = rng.integers(-64, 65, size=full) / 8
         else:
             raise ValueError(kind)
-        made[name] = values * scale
+        results[name] = values * scale
     if kind in ("huge", "largest", "single"):
         # One coordinate of one tensor of one worker.
-        name = str(rng.choice(list(made)))
-        flat = made[name].reshape(-1)
+        name = str(rng.choice(list(results)))
+        flat = results[name].reshape(-1)
         flat[rng.integers(flat.size)] = {"huge": 1e30, "largest": -3.4e38, "single": 2.5}[kind]
-    return {name: to_dtype(values, shapes_of(tree)[name].dtype) for name, values in made.items()}
+    return {name: to_dtype(values, shapes_of(tree)[name].dtype) for name, values in results.items()}
 
 
 def finfo(dtype: Any) -> Any:

@@ -52,8 +52,8 @@ def test_images_that_nothing_is_left_of_are_refused():
 def test_another_kind_of_dense_layer_takes_the_place():
     usual, late = make("alexnet"), make("alexnet", dense=partial(LateLinear, mode="late"))
     assert [type(block.layer) for block in late.blocks[5:]] == [LateLinear] * 3
-    (graph, params, stats), other = split(usual), split(late)
-    assert jax.tree.structure(params) == jax.tree.structure(other.params)
+    (graph, params, stats), variant = split(usual), split(late)
+    assert jax.tree.structure(params) == jax.tree.structure(variant.params)
     batch = make_batch("alexnet")
-    run = jax.jit(lambda params: [apply(g, params, stats, batch, training=True)[0] for g in (graph, other.graph)])
+    run = jax.jit(lambda params: [apply(g, params, stats, batch, training=True)[0] for g in (graph, variant.graph)])
     close(*run(params))

@@ -26,8 +26,8 @@ def test_attention_is_the_papers():
         weights = np.exp(scores) * mask[:, 0]
         heads.append(weights / weights.sum(axis=-1, keepdims=True) @ v[..., features])
     expected = dense(attention.out, np.concatenate(heads, axis=-1))
-    found = attention(jnp.asarray(x), attention.keys_values(jnp.asarray(memory)), jnp.asarray(mask))
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    result = attention(jnp.asarray(x), attention.keys_values(jnp.asarray(memory)), jnp.asarray(mask))
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_positions():

@@ -73,10 +73,10 @@ def test_with_a_beam_for_every_prefix_the_best_of_all_is_found():
     for tied, penalty in ((True, 1.0), (False, 0.0), (False, 3.0)):
         tokens, scores = search(tied, beam=16, length_penalty=penalty)
         assert tokens.shape == (3, 16, L)
-        for found, row, log_p in zip(scores, tokens, what_comes_next(tied), strict=True):
+        for score, row, log_p in zip(scores, tokens, what_comes_next(tied), strict=True):
             expected = every_translation(log_p, penalty)
-            np.testing.assert_allclose(found[:15], [score for score, _ in expected], rtol=1e-4)
-            assert found[15] == -np.inf
+            np.testing.assert_allclose(score[:15], [score for score, _ in expected], rtol=1e-4)
+            assert score[15] == -np.inf
             assert row[0].tolist() == expected[0][1]
             assert sorted(row[:15].tolist()) == sorted(tokens for _, tokens in expected)
             winners.add((tied, tuple(row[0].tolist())))

@@ -29,8 +29,8 @@ def test_parameters_and_what_crosses(image_shape, classes, parameters):
 
 def test_the_seed_decides_the_parameters():
     make = partial(Cnn, (8, 8, 1), 10, channels=(2, 3), hidden=4)
-    first, same, other = (nnx.state(make(rngs=nnx.Rngs(seed)), nnx.Param) for seed in (0, 0, 1))
-    kernels = [state["blocks"][1]["dense1"]["kernel"][...] for state in (first, same, other)]
+    first, repeat, variant = (nnx.state(make(rngs=nnx.Rngs(seed)), nnx.Param) for seed in (0, 0, 1))
+    kernels = [state["blocks"][1]["dense1"]["kernel"][...] for state in (first, repeat, variant)]
     assert jnp.array_equal(kernels[0], kernels[1])
     assert not jnp.array_equal(kernels[0], kernels[2])
 
@@ -38,7 +38,7 @@ def test_the_seed_decides_the_parameters():
 def test_images_of_a_batch_do_not_mix():
     model = filled(partial(Cnn, (8, 8, 1), 10))
     images = jax.random.normal(jax.random.key(0), (4, 8, 8, 1))
-    changed = images.at[0].set(0.0)
-    logits, others = model({"image": images}), model({"image": changed})
-    assert jnp.allclose(logits[1:], others[1:], atol=1e-6)
-    assert not jnp.allclose(logits[0], others[0])
+    variant = images.at[0].set(0.0)
+    logits, variant_logits = model({"image": images}), model({"image": variant})
+    assert jnp.allclose(logits[1:], variant_logits[1:], atol=1e-6)
+    assert not jnp.allclose(logits[0], variant_logits[0])

@@ -97,8 +97,8 @@ def test_a_category_outside_of_its_table_is_not_anothers():
 def test_tables_that_are_not_exchanged_have_the_gradients_of_one_device(embeddings):
     """Of 15 rows, filled up to 16 for two workers."""
     spec = {"late": P(), "columns": P(None, "data"), "rows": P("data")}[embeddings]
-    own = filled(partial(TWINS["dlrm"][0], embeddings=embeddings, row_multiple=2))
-    whole, sharded = split(filled(partial(TWINS["dlrm"][0], row_multiple=2))), split(own)
+    local = filled(partial(TWINS["dlrm"][0], embeddings=embeddings, row_multiple=2))
+    whole, sharded = split(filled(partial(TWINS["dlrm"][0], row_multiple=2))), split(local)
     batch = {name: rows for name, rows in make_batch("dlrm", 8).items() if name != "seed"}
 
     def loss(graph, params, batch):
@@ -108,17 +108,17 @@ def test_tables_that_are_not_exchanged_have_the_gradients_of_one_device(embeddin
     gradient = jax.grad(loss, argnums=1, has_aux=True)
 
     def worker(params, batch):
-        own = params | jax.lax.pcast({i: p for i, p in params.items() if i != 3}, "data", to="varying")
-        found, logits = gradient(sharded.graph, own, batch)
-        table = found[3]["table"] / (1 if embeddings == "late" else 2)
-        return jax.lax.pmean({i: p for i, p in found.items() if i != 3}, "data"), table, logits
+        local = params | jax.lax.pcast({i: p for i, p in params.items() if i != 3}, "data", to="varying")
+        gradients, logits = gradient(sharded.graph, local, batch)
+        table = gradients[3]["table"] / (1 if embeddings == "late" else 2)
+        return jax.lax.pmean({i: p for i, p in gradients.items() if i != 3}, "data"), table, logits
 
     specs = jax.tree.map(lambda _: P(), whole.params) | {3: {"table": spec}}
     mesh = jc.make_mesh(data=2)
     step = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), spec, P("data"))))
     replicated, table, logits = step(whole.params, batch)
-    expected, found = jax.jit(partial(gradient, whole.graph))(whole.params, batch)
-    close(logits, found)
+    expected, result = jax.jit(partial(gradient, whole.graph))(whole.params, batch)
+    close(logits, result)
     close(replicated | {3: {"table": table}}, expected)
     assert np.any(table[:15], axis=1).sum() > 5
     wrong = batch | {"categories": batch["categories"].at[1, 0].set(5)}  # the first table has 5 rows

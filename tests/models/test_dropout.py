@@ -30,9 +30,9 @@ def test_the_mask_is_the_rows_and_the_layers_alone():
     specs = {"in_specs": (P("data"), P("data")), "out_specs": P("data")}
     spread = jax.jit(jax.shard_map(lambda x, batch: layer(x, batch), mesh=mesh, **specs))
     np.testing.assert_array_equal(spread(X, BATCH), y)
-    for other in (Dropout(0.5, 4)(X, BATCH), layer(X, {"seed": BATCH["seed"] + 1})):
+    for variant in (Dropout(0.5, 4)(X, BATCH), layer(X, {"seed": BATCH["seed"] + 1})):
         # Independent masks agree on half of the elements, give or take 1.3%.
-        assert abs(np.mean(np.asarray(other) == np.asarray(y)) - 0.5) < 0.04
+        assert abs(np.mean(np.asarray(variant) == np.asarray(y)) - 0.5) < 0.04
 
 
 def test_nothing_is_dropped_in_evaluation():

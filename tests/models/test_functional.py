@@ -25,8 +25,8 @@ def test_batch_statistics_are_those_of_the_rows_of_a_call():
     parts = [call(jax.tree.map(lambda a, i=i: a[4 * i : 4 * i + 4], batch)) for i in range(4)]
     close(outputs, jnp.concatenate([part[0] for part in parts]))
     close(new, jax.tree.map(lambda *leaves: sum(leaves) / 4, *(part[1] for part in parts)))
-    together, _ = call(batch)
-    assert np.abs(outputs - together).max() > 1e-2  # other statistics
+    logits, _ = call(batch)
+    assert np.abs(outputs - logits).max() > 1e-2  # other statistics
     assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(*map(jax.tree.leaves, (new, stats)), strict=True))
     kernel, axes = params[0]["first"]["convolution"]["kernel"], ("NHWC", "HWIO", "NHWC")
     filtered = jax.lax.conv_general_dilated(batch["image"], kernel, (1, 1), "SAME", dimension_numbers=axes)

@@ -52,9 +52,9 @@ def test_heads_are_computed_in_training_alone():
 def test_the_loss_weighs_the_heads():
     rng = np.random.default_rng(0)
     logits, labels = jnp.asarray(rng.normal(size=(3, 4, 5))), jnp.arange(4)
-    each = [optax.softmax_cross_entropy_with_integer_labels(x, labels).mean() for x in logits]
-    np.testing.assert_allclose(mean_loss(tuple(logits), labels), each[0] + 0.3 * (each[1] + each[2]), rtol=1e-6)
-    np.testing.assert_allclose(mean_loss(logits[0], labels), each[0], rtol=1e-6)
+    losses = [optax.softmax_cross_entropy_with_integer_labels(x, labels).mean() for x in logits]
+    np.testing.assert_allclose(mean_loss(tuple(logits), labels), losses[0] + 0.3 * (losses[1] + losses[2]), rtol=1e-6)
+    np.testing.assert_allclose(mean_loss(logits[0], labels), losses[0], rtol=1e-6)
 
 
 def test_response_normalisation():

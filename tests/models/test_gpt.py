@@ -21,9 +21,9 @@ def test_parameters():
 def test_initial_values_are_those_of_gpt_2():
     """Radford et al. (2019) and their code: normal, 0.02; in residual sums by the root of their number, 2 * layers."""
     blocks = Gpt(256, 64, layers=3, width=64, heads=4, rngs=nnx.Rngs(0)).blocks
-    found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(blocks))}
-    assert len(found) == 2 + 3 * (4 * 2 + 2 * 2 + 2 * 2) + 2 + 1
-    for path, leaf in found.items():
+    params = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(blocks))}
+    assert len(params) == 2 + 3 * (4 * 2 + 2 * 2 + 2 * 2) + 2 + 1
+    for path, leaf in params.items():
         if "scale" in path or "bias" in path:
             assert np.ptp(leaf) == 0
         else:
@@ -61,11 +61,11 @@ def test_the_output_is_the_papers():
                     dense(part, y)[:, 4 * head : 4 * head + 4]
                     for part in (layer.attention.query, layer.attention.key, layer.attention.value)
                 )
-                found = np.zeros_like(q)
+                params = np.zeros_like(q)
                 for place in range(len(q)):
                     weights = np.exp(k[: place + 1] @ q[place] / 2)  # the root of 4 features
-                    found[place] = weights @ v[: place + 1] / weights.sum()
-                heads.append(found)
+                    params[place] = weights @ v[: place + 1] / weights.sum()
+                heads.append(params)
             x = x + dense(layer.attention.out, np.concatenate(heads, axis=1))
             h = dense(layer.expand, norm(layer.norms[1], x))
             gelu = 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
@@ -75,11 +75,11 @@ def test_the_output_is_the_papers():
 
 def test_a_byte_is_predicted_from_those_before_it():
     model, text = make("gpt"), TWINS["gpt"][1](1)["text"]
-    changed = text.copy()
-    changed[0, 5] ^= 1
-    one, other = (np.asarray(model({"text": jnp.asarray(each)})) for each in (text, changed))
-    np.testing.assert_array_equal(one[0, :5], other[0, :5])
-    assert (one[0, 5:] != other[0, 5:]).any(axis=1).all()
+    variant = text.copy()
+    variant[0, 5] ^= 1
+    one, two = (np.asarray(model({"text": jnp.asarray(row)})) for row in (text, variant))
+    np.testing.assert_array_equal(one[0, :5], two[0, :5])
+    assert (one[0, 5:] != two[0, 5:]).any(axis=1).all()
 
 
 def test_a_text_that_is_too_long_is_refused():

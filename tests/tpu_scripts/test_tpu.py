@@ -52,33 +52,33 @@ def give_metadata(world, environment="ACCELERATOR_TYPE: 'v5litepod-16'\nZONE: 'u
 
 
 def test_create_makes_a_tpu_vm_once(tpu):
-    made = tpu.call("create", "--spot", "--network=a b")
-    assert made.returncode == 0, made.stderr
+    process = tpu.call("create", "--spot", "--network=a b")
+    assert process.returncode == 0, process.stderr
     lists = f"gcloud compute tpus tpu-vm list {WHERE} --format=value\\(name.basename\\(\\)\\,state\\)"
     created = (
         f"gcloud compute tpus tpu-vm create my-tpu {WHERE} --accelerator-type=v5litepod-16 "
         "--version=v2-alpha-tpuv5-lite --quiet --spot --network=a\\ b"
     )
     assert tpu.calls() == [lists, created, lists]
-    assert "my-tpu is ready." in made.stderr
+    assert "my-tpu is ready." in process.stderr
 
-    again = tpu.call("create")
-    assert again.returncode == 0
+    repeat = tpu.call("create")
+    assert repeat.returncode == 0
     assert tpu.calls() == [lists, lists]
-    assert "my-tpu exists already, and is READY." in again.stderr
+    assert "my-tpu exists already, and is READY." in repeat.stderr
 
 
 def test_create_asks_for_several_slices_at_once_and_waits_for_them(tpu):
     (tpu.folder / "states").write_text("WAITING_FOR_RESOURCES\nPROVISIONING\nACTIVE\n")
-    made = tpu.call("create", **TWO)
-    assert made.returncode == 0, made.stderr
+    process = tpu.call("create", **TWO)
+    assert process.returncode == 0, process.stderr
     lists = f"gcloud compute tpus queued-resources list {WHERE} --format=value\\(name.basename\\(\\)\\,state.state\\)"
     created = (
         f"gcloud compute tpus queued-resources create my-tpu {WHERE} --accelerator-type=v5litepod-16 "
         "--runtime-version=v2-alpha-tpuv5-lite --node-count=2 --node-prefix=my-tpu --quiet"
     )
     assert tpu.calls() == [lists, created, lists, lists, lists]
-    assert "is WAITING_FOR_RESOURCES; looking again in 0.1 seconds" in made.stderr
+    assert "is WAITING_FOR_RESOURCES; looking again in 0.1 seconds" in process.stderr
 
     (tpu.folder / "tpu").write_text("")
     assert tpu.call("create", "--no-wait", **TWO).returncode == 0
@@ -86,15 +86,15 @@ def test_create_asks_for_several_slices_at_once_and_waits_for_them(tpu):
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "message"),
     [("FAILED", "delete, then create"), ("PREEMPTED", "delete, then create"), ("STOPPED", "tpu-vm start my-tpu")],
 )
-def test_create_does_not_wait_for_what_never_comes(tpu, state, said):
+def test_create_does_not_wait_for_what_never_comes(tpu, state, message):
     (tpu.folder / "states").write_text(f"CREATING\n{state}\n")
-    made = tpu.call("create")
-    assert made.returncode == 1
-    assert state in made.stderr
-    assert said in made.stderr
+    process = tpu.call("create")
+    assert process.returncode == 1
+    assert state in process.stderr
+    assert message in process.stderr
 
 
 @pytest.mark.parametrize("verb", ["create", "delete"])
@@ -111,9 +111,9 @@ def test_delete_twice(tpu, slices, group, force):
     (tpu.folder / "tpu").write_text("READY\n")
     assert tpu.call("delete", JAXCOMM_TPU_SLICES=slices).returncode == 0
     assert tpu.calls()[1:] == [f"gcloud compute tpus {group} delete my-tpu {WHERE} --quiet{force}"]
-    again = tpu.call("delete", JAXCOMM_TPU_SLICES=slices)
-    assert again.returncode == 0
-    assert "There is no my-tpu." in again.stderr
+    repeat = tpu.call("delete", JAXCOMM_TPU_SLICES=slices)
+    assert repeat.returncode == 0
+    assert "There is no my-tpu." in repeat.stderr
     assert len(tpu.calls()) == 1
 
 
@@ -132,8 +132,8 @@ DRY = [*((verb, {}) for verb in VERBS), *((verb, TWO) for verb in ("create", "ru
 DRY += [(verb, INTERNAL) for verb in ("create", "run")]
 
 
-@pytest.mark.parametrize(("verb", "more"), DRY)
-def test_a_dry_run_prints_what_is_run_and_runs_nothing(ready, verb, more):
+@pytest.mark.parametrize(("verb", "variables"), DRY)
+def test_a_dry_run_prints_what_is_run_and_runs_nothing(ready, verb, variables):
     if verb == "create":
         (ready.folder / "tpu").write_text("")
     if verb == "logs":
@@ -141,17 +141,17 @@ def test_a_dry_run_prints_what_is_run_and_runs_nothing(ready, verb, more):
             (ready.machine(name) / "logs").mkdir()
             (ready.machine(name) / "logs" / "first.log").write_text("training\n")
     before = ready.files()
-    told = ready.call(verb, "--dry-run", *VERBS[verb], **more)
-    assert told.returncode == 0, told.stderr
+    process = ready.call(verb, "--dry-run", *VERBS[verb], **variables)
+    assert process.returncode == 0, process.stderr
     assert (ready.calls(), ready.files()) == ([], before)
-    ran = ready.call(verb, *VERBS[verb], **more)
+    ran = ready.call(verb, *VERBS[verb], **variables)
     assert ran.returncode == 0, ran.stderr
     calls = ready.calls()
     assert calls
-    shown = [line for line in without_file(told.stdout).splitlines() if not line.startswith("git ")]
-    assert shown == without_file("\n".join(calls)).splitlines()
+    commands = [line for line in without_file(process.stdout).splitlines() if not line.startswith("git ")]
+    assert commands == without_file("\n".join(calls)).splitlines()
     assert ("--internal-ip" in "".join(calls)) == (
-        "JAXCOMM_TPU_INTERNAL_IP" in more and verb not in ("create", "delete")
+        "JAXCOMM_TPU_INTERNAL_IP" in variables and verb not in ("create", "delete")
     )
 
 
@@ -171,7 +171,7 @@ def test_a_missing_variable_is_named_and_nothing_is_called(tpu, verb, name):
 
 
 @pytest.mark.parametrize(
-    ("verb", "words", "more", "said"),
+    ("verb", "words", "variables", "message"),
     [
         ("run", [], {}, "must be given an experiment's name; got none"),
         ("run", ["--steps", "3"], {}, "Options before NAME must be those of run; got --steps"),
@@ -183,10 +183,10 @@ def test_a_missing_variable_is_named_and_nothing_is_called(tpu, verb, name):
         ("setup", ["now"], {}, "got 'now'"),
     ],
 )
-def test_words_that_cannot_be_used(tpu, verb, words, more, said):
-    ended = tpu.call(verb, *words, **more)
+def test_words_that_cannot_be_used(tpu, verb, words, variables, message):
+    ended = tpu.call(verb, *words, **variables)
     assert (ended.returncode, tpu.calls()) == (2, [])
-    assert said in ended.stderr
+    assert message in ended.stderr
 
 
 NAMES = ("--flags-file=/etc/passwd", "-v", "../my-tpu", "my-tpu/..", "my tpu", "my-tpu\n", "$(id)")
@@ -211,8 +211,8 @@ def test_setup_neither_follows_nor_removes_what_others_put_into_the_temporary_fo
     links = {path for path in ready.files() if path.is_symlink() and path.parent == ready.folder}
     files = []
     for _ in range(2):
-        done = ready.call("setup", *dry)
-        assert done.returncode == 0, done.stderr
+        process = ready.call("setup", *dry)
+        assert process.returncode == 0, process.stderr
         files += [
             word for line in ready.calls() for word in line.split() if word.startswith(f"{ready.folder}/jaxcomm.")
         ]
@@ -231,13 +231,13 @@ def test_setup_copies_what_git_knows_and_installs_it_again_and_again(tpu):
         (tpu.machine(name) / "runs").mkdir()
     for text in ("first", "second"):
         (tpu.checkout / "my file.py").write_text(text)
-        done = tpu.call("setup", JAXCOMM_EXTRAS="tpu,data")
-        assert done.returncode == 0, done.stderr
+        process = tpu.call("setup", JAXCOMM_EXTRAS="tpu,data")
+        assert process.returncode == 0, process.stderr
         for name in ("w0", "w1"):
             machine = tpu.machine(name)
             assert (machine / "my file.py").read_text() == text
             assert list((machine / "runs").iterdir()) == []
-            assert f"[{name}] Installed with tpu,data." in done.stderr
+            assert f"[{name}] Installed with tpu,data." in process.stderr
             assert not (machine.parent / "jaxcomm.tar.gz").exists()
     assert (machine / "pip").read_text() == "-m pip install --quiet --disable-pip-version-check -e .[tpu,data]\n" * 2
     assert not list(tpu.folder.glob("*.tar.gz"))
@@ -250,10 +250,10 @@ def test_install_makes_an_environment_of_a_python_that_is_new_enough(world):
     folder = world.folder / "bin"
     folder.mkdir()
 
-    def give(name, version, then=""):
+    def give(name, version, suffix=""):
         """A Python that reports a version, and records how else it is called."""
         claim = f'exec {sys.executable} -c "import sys; sys.version_info = (3, {version}, 0); $2"'
-        text = f'#!/bin/sh\n[ "$1" != -c ] || {claim}\necho "$0 $*" >> {world.folder}/pythons\n{then}\n'
+        text = f'#!/bin/sh\n[ "$1" != -c ] || {claim}\necho "$0 $*" >> {world.folder}/pythons\n{suffix}\n'
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
 
@@ -263,9 +263,9 @@ def test_install_makes_an_environment_of_a_python_that_is_new_enough(world):
         subprocess.run(
             [machine / "tpu_scripts" / "worker", "install", "tpu"], env=path, check=True, capture_output=True
         )
-        told = (world.folder / "pythons").read_text().replace(f"{folder}/", "").splitlines()
+        pythons = (world.folder / "pythons").read_text().replace(f"{folder}/", "").splitlines()
         (world.folder / "pythons").unlink()
-        return told
+        return pythons
 
     makes = f"cp {folder}/made .venv/bin/python"
     pip = ".venv/bin/python -m pip install --quiet --disable-pip-version-check -e .[tpu]"
@@ -284,8 +284,8 @@ def test_install_makes_an_environment_of_a_python_that_is_new_enough(world):
 
 
 def test_run_starts_every_process_of_a_slice_with_its_number_and_awkward_words(ready):
-    started = ready.call("run", "digits", *AWKWARD)
-    assert started.returncode == 0, started.stderr
+    process = ready.call("run", "digits", *AWKWARD)
+    assert process.returncode == 0, process.stderr
     for index, name in enumerate(("w0", "w1")):
         wait_for((ready.machine(name) / "logs" / "digits.exit").exists)
         arguments, environment = ready.trained(name)
@@ -295,10 +295,10 @@ def test_run_starts_every_process_of_a_slice_with_its_number_and_awkward_words(r
             "JAXCOMM_PROCESS_ID": str(index),
             "JAXCOMM_NUM_PROCESSES": "2",
         }
-    shown = ready.call("logs", "--all")
-    assert "[w0] training\n" in shown.stdout
-    assert "[w1] training\n" in shown.stdout
-    assert "[w0] digits ended with 0." in shown.stderr
+    commands = ready.call("logs", "--all")
+    assert "[w0] training\n" in commands.stdout
+    assert "[w1] training\n" in commands.stdout
+    assert "[w0] digits ended with 0." in commands.stderr
     assert "[w1]" not in ready.call("logs").stdout
 
 
@@ -342,14 +342,14 @@ def test_a_second_run_is_refused_on_all_while_one_worker_is_busy_and_stop_saves(
     assert not (ready.machine("w0") / "arguments").exists()
     assert "[w1] digits is running." in ready.call("logs", "--all", "--no-follow").stderr
 
-    stopped = ready.call("stop")
-    assert stopped.returncode == 0
-    assert "[w0] Nothing runs here." in stopped.stderr
-    assert "[w1] digits has ended." in stopped.stderr
+    process = ready.call("stop")
+    assert process.returncode == 0
+    assert "[w0] Nothing runs here." in process.stderr
+    assert "[w1] digits has ended." in process.stderr
     assert (ready.machine("w1") / "logs" / "digits.exit").read_text() == "0\n"
-    shown = ready.call("logs", "--all")
-    assert "[w1] saved\n" in shown.stdout
-    assert "[w1] digits ended with 0." in shown.stderr
+    commands = ready.call("logs", "--all")
+    assert "[w1] saved\n" in commands.stdout
+    assert "[w1] digits ended with 0." in commands.stderr
     assert ready.call("stop").returncode == 0
     assert ready.call("run", "--run", "second", "digits").returncode == 0
 
@@ -367,17 +367,17 @@ def test_a_run_lives_on_without_the_launcher_and_logs_follow_it_to_its_end(ready
 
 
 def test_a_pid_file_that_a_reboot_has_left_stops_nobody(ready):
-    with subprocess.Popen(["sleep", "60"]) as another:
-        for name, text in (("w0", f"{another.pid} 12345\n"), ("w1", "999999999 1\n")):
+    with subprocess.Popen(["sleep", "60"]) as stranger:
+        for name, text in (("w0", f"{stranger.pid} 12345\n"), ("w1", "999999999 1\n")):
             (ready.machine(name) / "logs").mkdir()
             (ready.machine(name) / "logs" / "old.pid").write_text(text)
         try:
             assert ready.call("stop").returncode == 0
             assert ready.call("run", "digits").returncode == 0
             wait_for((ready.machine("w1") / "logs" / "digits.exit").exists)
-            assert another.poll() is None
+            assert stranger.poll() is None
         finally:
-            another.kill()
+            stranger.kill()
 
 
 def test_a_process_that_was_killed_left_no_code(ready):

@@ -152,12 +152,12 @@ RING = "source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
     ],
 )
 def test_operations_of_gpus(line, expected):
-    found = only(module(f"%s = {line}"))
-    assert (found.op, found.operand_bytes, found.workers) == (*expected, 4)
+    traffic = only(module(f"%s = {line}"))
+    assert (traffic.op, traffic.operand_bytes, traffic.workers) == (*expected, 4)
 
 
 @pytest.mark.parametrize(
-    ("start", "done", "expected"),
+    ("start", "end", "expected"),
     [
         (
             f"%s = f32[64]{{0}} all-reduce-start(%p), {GROUPS}, to_apply=%sum",
@@ -197,24 +197,24 @@ def test_operations_of_gpus(line, expected):
         ),
     ],
 )
-def test_asynchronous_pairs_count_once(start, done, expected):
-    assert only(module(start, done)) == expected
+def test_asynchronous_pairs_count_once(start, end, expected):
+    assert only(module(start, end)) == expected
 
 
 def test_an_async_start_counts_the_computation_it_wraps_once():
-    wrapped = (
+    computation = (
         "\n%wrapped (q: f32[64]) -> f32[64] {\n  %q = f32[64]{0} parameter(0)\n"
         f"  ROOT %r = f32[64]{{0}} all-to-all(%q), {GROUPS}\n}}\n"
     )
     start = "%s = ((f32[64]{0}), f32[64]{0}) async-start(%p), calls=%wrapped"
     update = "%u = ((f32[64]{0}), f32[64]{0}) async-update(%s), calls=%wrapped"
-    done = "%d = f32[64]{0} async-done(%s), calls=%wrapped"
-    assert only(module(start, done, before=wrapped)) == Traffic("all_to_all", 256, 4)
-    assert only(module(start, update, done, before=wrapped)) == Traffic("all_to_all", 256, 4)
+    process = "%d = f32[64]{0} async-done(%s), calls=%wrapped"
+    assert only(module(start, process, before=computation)) == Traffic("all_to_all", 256, 4)
+    assert only(module(start, update, process, before=computation)) == Traffic("all_to_all", 256, 4)
 
 
 @pytest.mark.parametrize(
-    ("listed", "pairs"),
+    ("listing", "pairs"),
     [
         ("{{0,1}}", ((0, 1),)),
         ("{{3,0},{10,11}}", ((3, 0), (10, 11))),
@@ -222,15 +222,15 @@ def test_an_async_start_counts_the_computation_it_wraps_once():
     ],
 )
 @pytest.mark.parametrize("start", [False, True])
-def test_a_permutation_names_who_sends_to_whom(listed, pairs, start):
-    rest = f'channel_id=3, source_target_pairs={listed}, metadata={{op_name="jit(step)/ppermute"}}'
-    line = f"%s = f32[64]{{0}} collective-permute(%p), {rest}"
+def test_a_permutation_names_who_sends_to_whom(listing, pairs, start):
+    attributes = f'channel_id=3, source_target_pairs={listing}, metadata={{op_name="jit(step)/ppermute"}}'
+    line = f"%s = f32[64]{{0}} collective-permute(%p), {attributes}"
     if start:
-        line = f"%s = (f32[64]{{0}}, f32[64]{{0}}, u32[], u32[]) collective-permute-start(%p), {rest}"
+        line = f"%s = (f32[64]{{0}}, f32[64]{{0}}, u32[], u32[]) collective-permute-start(%p), {attributes}"
     traffic = only(module(line, partitions=12))
     assert (traffic.pairs, traffic.workers) == (pairs, 12)
-    moved = sum(source != target for source, target in pairs)
-    assert traffic.received == Fraction(256 * moved, 12)
+    count = sum(source != target for source, target in pairs)
+    assert traffic.received == Fraction(256 * count, 12)
     assert read_program(module(line)).links() == dict.fromkeys(pairs, 256)
 
 
@@ -321,11 +321,11 @@ BRANCHES = f"""
 
 
 @pytest.mark.parametrize(
-    "called",
+    "keyword",
     ["branch_computations={%usual.2, %rare}", "true_computation=%rare, false_computation=%usual.2"],
 )
-def test_a_conditional_has_a_usual_and_a_dearest_branch(called):
-    line = f"%c = f32[64]{{0}} conditional(%pred, %p, %p), {called}"
+def test_a_conditional_has_a_usual_and_a_dearest_branch(keyword):
+    line = f"%c = f32[64]{{0}} conditional(%pred, %p, %p), {keyword}"
     program = read_program(module(line, before=BRANCHES))
     assert not program.always
     assert program.received == 24
@@ -366,22 +366,22 @@ def test_names_of_operations_in_metadata_and_of_instructions_do_not_count():
     assert not read_program(module(line)).communicates
 
 
-def between_slices(kind, sent, received, target='"{1,2}x{0:3}"'):
+def between_slices(kind, payload, received, target='"{1,2}x{0:3}"'):
     """Returns the pair of transfers that XLA's compiler for TPUs prints for a collective between two slices of four."""
-    said = (
+    line = (
         'is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
         f'_xla_host_transfer_rendezvous="{kind}_0",_xla_megascale_reduce_operation="SUM",'
         f'_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"}}, backend_config={{"flag_configs":[]}}'
     )
     return (
-        f"%send = ({sent}{{0:T(1024)}}, u32[], token[]) send(%p, %after-all), channel_id=2, {said}",
-        f"%recv = ({received}{{0:T(1024)}}, u32[], token[]) recv(%after-all), channel_id=1, {said}",
+        f"%send = ({payload}{{0:T(1024)}}, u32[], token[]) send(%p, %after-all), channel_id=2, {line}",
+        f"%recv = ({received}{{0:T(1024)}}, u32[], token[]) recv(%after-all), channel_id=1, {line}",
         "%recv-done = (f32[64]{0:T(1024)}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true",
     )
 
 
 @pytest.mark.parametrize(
-    ("kind", "sent", "received", "expected"),
+    ("kind", "payload", "received", "expected"),
     [
         ("ALL_GATHER", "u32[1024]", "u32[2048]", Traffic("all_gather", 4096, 2)),
         ("ALL_REDUCE", "f32[4,8,128]", "f32[4,8,128]", Traffic("all_reduce", 16384, 2)),
@@ -389,8 +389,8 @@ def between_slices(kind, sent, received, target='"{1,2}x{0:3}"'):
         ("ALL_TO_ALL", "u32[2,1,1024]", "u32[2,1,1024]", Traffic("all_to_all", 8192, 2)),
     ],
 )
-def test_a_collective_between_slices_is_two_transfers(kind, sent, received, expected):
-    assert only(module(*between_slices(kind, sent, received))) == expected
+def test_a_collective_between_slices_is_two_transfers(kind, payload, received, expected):
+    assert only(module(*between_slices(kind, payload, received))) == expected
 
 
 def test_an_unknown_collective_between_slices_is_refused():
@@ -467,8 +467,8 @@ def test_a_collective_of_tpus_that_other_work_overlaps_is_counted_once():
 def test_what_arrives_from_other_slices_waits_for_what_was_sent():
     """One product feeds the transfer, one does not: half of the products can be computed meanwhile."""
     product = "f32[8,8]{1,0} dot(%p, %p), lhs_contracting_dims={0}, rhs_contracting_dims={0}"
-    send, receive, done = between_slices("ALL_REDUCE", "f32[1024]", "f32[1024]")
-    lines = (f"%before = {product}", send.replace("send(%p", "send(%before"), receive, done, f"%other = {product}")
+    send, receive, process = between_slices("ALL_REDUCE", "f32[1024]", "f32[1024]")
+    lines = (f"%before = {product}", send.replace("send(%p", "send(%before"), receive, process, f"%other = {product}")
     assert read_overlap(module(*lines)) == 0.5
 
 
@@ -476,8 +476,8 @@ def test_products_in_a_loop_of_tpus_count_as_often_as_it_runs():
     """Seven products in the loop, which the collective does not wait for, and one that feeds it."""
     product = "f32[8,8]{1,0} dot(%p, %p), lhs_contracting_dims={0}, rhs_contracting_dims={0}"
     body = COUNTED_LOOP.format(direction="LT")
-    moved = body.index("  %moved"), body.index("\n}", body.index("  %moved"))
-    body = f"{body[: moved[0]]}  %p = f32[64]{{0}} parameter(1)\n  %moved = {product}{body[moved[1] :]}"
+    count = body.index("  %moved"), body.index("\n}", body.index("  %moved"))
+    body = f"{body[: count[0]]}  %p = f32[64]{{0}} parameter(1)\n  %moved = {product}{body[count[1] :]}"
     lines = (
         "%zero = s32[]{:T(128)} constant(0)",
         "%state = (f32[64]{0}, /*index=1*/s32[]) tuple(%p, /*index=1*/%zero)",

@@ -35,14 +35,14 @@ def report():
 
 
 def test_a_report_in_numbers():
-    got = report()
+    result = report()
     # Header, 33 values of 16 bits, 33 indices (5% more than a refresh selects) in 4 words of upper parts and 5 planes.
     words = 3 + 17 + 4 + 5 * 2
-    assert (got.workers, got.parameters) == (4, 3003)
-    assert got.received == got.received_at_most == 3 * 4 * words + 1.5 * 4 * 3
-    assert got.dense == 1.5 * 4 * 3003
-    assert got.ratio_to_dense == got.dense / got.received
-    assert got.ratio_to_dense_bfloat16 == got.ratio_to_dense / 2
+    assert (result.workers, result.parameters) == (4, 3003)
+    assert result.received == result.received_at_most == 3 * 4 * words + 1.5 * 4 * 3
+    assert result.dense == 1.5 * 4 * 3003
+    assert result.ratio_to_dense == result.dense / result.received
+    assert result.ratio_to_dense_bfloat16 == result.ratio_to_dense / 2
 
 
 def test_a_report_in_words():
@@ -59,20 +59,20 @@ def test_a_report_in_words():
 def test_a_report_of_shapes_alone_of_one_worker_and_of_another_axis():
     shapes = jax.eval_shape(lambda: PARAMS)
     assert jc.wire_report(TX, shapes, K) == report()
-    alone = jc.wire_report(TX, PARAMS, 1)
-    assert alone.received == alone.dense == 0
-    assert alone.ratio_to_dense == float("inf")
-    other = jc.wire_report(jc.dct_dp(0.99, axis_name="workers"), PARAMS, K, axis_name="workers")
-    assert other.received == report().received
+    single = jc.wire_report(TX, PARAMS, 1)
+    assert single.received == single.dense == 0
+    assert single.ratio_to_dense == float("inf")
+    workers_report = jc.wire_report(jc.dct_dp(0.99, axis_name="workers"), PARAMS, K, axis_name="workers")
+    assert workers_report.received == report().received
 
 
 @pytest.mark.parametrize("factory", [jc.topk, jc.dct_dp])
 def test_large_models_on_many_workers_cost_no_memory_to_ask_about(factory):
     """ResNet-50 on 96 workers."""
     shapes = {"w": jax.ShapeDtypeStruct((25_600_000,), np.float32)}
-    got = jc.wire_report(factory(0.99, collective="gather"), shapes, 96)
+    result = jc.wire_report(factory(0.99, collective="gather"), shapes, 96)
     slots = {jc.topk: 256_000, jc.dct_dp: 268_800}[factory]
-    assert 95 * slots * (16 + 8.1) / 8 < got.received < 95 * slots * (16 + 8.9) / 8
+    assert 95 * slots * (16 + 8.1) / 8 < result.received < 95 * slots * (16 + 8.9) / 8
 
 
 def test_draining_a_large_model_on_many_workers_can_be_asked_about():
@@ -101,9 +101,9 @@ def test_verify_proves_a_train_step(tx):
 def test_a_whole_step_is_predicted_with_its_losses():
     mesh = jc.make_mesh(data=K)
     step, state = jc.make_train_step(loss_fn, TX, mesh), init_state(PARAMS, TX, mesh)
-    got = jc.accounting.step_report(step, state, BATCH, params=PARAMS, workers=K)
-    assert got.received == report().received + 6
-    assert (got.workers, got.parameters) == (K, 3003)
+    result = jc.accounting.step_report(step, state, BATCH, params=PARAMS, workers=K)
+    assert result.received == report().received + 6
+    assert (result.workers, result.parameters) == (K, 3003)
 
 
 def step_with(extra, tx=TX):
@@ -201,17 +201,19 @@ def step_that_drains():
 
 def changed(program, change):
     """A program with every collective changed."""
-    branches = [[changed(branch, change) for branch in each] for each in program.conditionals]
+    branches = [[changed(branch, change) for branch in branches_of] for branches_of in program.conditionals]
     return Program([change(traffic) for traffic in program.always], branches)
 
 
 def without_branch(program, unread):
-    branches = [[Program() if i == unread else b for i, b in enumerate(each)] for each in program.conditionals]
+    branches = [
+        [Program() if i == unread else b for i, b in enumerate(branches_of)] for branches_of in program.conditionals
+    ]
     return Program(program.always, branches)
 
 
 @pytest.mark.parametrize(
-    ("misread", "when"),
+    ("reader", "when"),
     [
         pytest.param(
             lambda program: changed(program, lambda t: replace(t, operand_bytes=t.operand_bytes // 2)),
@@ -228,10 +230,10 @@ def without_branch(program, unread):
     ],
     ids=["half", "groups", "nothing", "no conditional", "no usual branch", "no rare branch"],
 )
-def test_verify_catches_a_reader_that_counts_too_little(step_that_drains, misread, when, monkeypatch):
+def test_verify_catches_a_reader_that_counts_too_little(step_that_drains, reader, when, monkeypatch):
     step, args = step_that_drains
     jc.verify(step, *args, tx=DRAINS, params=PARAMS, workers=K)
-    monkeypatch.setattr("jaxcomm.accounting.report.read_program", lambda text, mesh=None: misread(read_program(text)))
+    monkeypatch.setattr("jaxcomm.accounting.report.read_program", lambda text, mesh=None: reader(read_program(text)))
     message = (
         rf"A step must send its whole exchange; got .* in the {when} step. Pass the tx= and the params= .*read_program"
     )
@@ -359,31 +361,31 @@ def test_tpus_may_send_what_layers_multiply_in_16_bits(layout, activations):
     """And nothing else; on other devices numbers keep their width."""
     traced = jc.accounting.WireReport(4, 1000, Program([Traffic("all_gather", 8192, 4)]))
     text = compiled_for_tpus(f"%a = f32[4096]{layout} all-gather(%p)")  # half of the 24,576 bytes received
-    given = {"activations": activations * 3 * 8192}
+    options = {"activations": activations * 3 * 8192}
     if layout == "{0:T(1024)}" and activations == 1:
-        assert check_bytes(text, traced, traced.program, 0, "data", **given).received == 3 * 4096
+        assert check_bytes(text, traced, traced.program, 0, "data", **options).received == 3 * 4096
     else:
-        refused(lambda: check_bytes(text, traced, traced.program, 0, "data", **given), "A step", "got 12,288 bytes")
+        refused(lambda: check_bytes(text, traced, traced.program, 0, "data", **options), "A step", "got 12,288 bytes")
 
 
 @pytest.mark.parametrize(
-    ("tiles", "padded", "workers"),
+    ("tiles", "padding", "workers"),
     [(61, 64, 4), (1000, 1008, 4), (3000, 3024, 4), (6240, 6272, 4), (12001, 12096, 4), (61, 62, 8), (12001, 12040, 8)],
 )
-def test_the_most_that_tpus_make_of_a_reduce_scatter(tiles, padded, workers):
+def test_the_most_that_tpus_make_of_a_reduce_scatter(tiles, padding, workers):
     """Padded and shifted as XLA compiled it for two slices of a v5e:2x2, and for a v6e:2x4. Not an all-reduce."""
-    part, shift = 4096 * workers, (workers - 1) * (padded - tiles)
+    part, shift = 4096 * workers, (workers - 1) * (padding - tiles)
     pairs = tuple((worker, worker + 1) for worker in range(workers - 1))
-    compiled = Program([Traffic("reduce_scatter", padded * part, workers)])
+    compiled = Program([Traffic("reduce_scatter", padding * part, workers)])
     compiled.always.append(Traffic("permute", 4096 * shift, workers, pairs=pairs))
     most = Traffic("reduce_scatter", tiles * part, workers).in_tiles(True).received
     assert compiled.received <= most < Traffic("all_reduce", tiles * part, workers).received
 
 
 @pytest.mark.parametrize(
-    ("operand", "between", "most"),
+    ("operand", "across", "most"),
     [(4, False, 4096), (4, True, 6 * 4096), (32 * 4096, True, 32 * 4096), (32 * 4096 + 1, True, 36 * 4096)],
 )
-def test_the_most_that_tpus_make_of_an_all_reduce(operand, between, most):
+def test_the_most_that_tpus_make_of_an_all_reduce(operand, across, most):
     """With four workers; between slices a tile for each. Small all-reduces may be summed twice."""
-    assert Traffic("all_reduce", operand, 4).in_tiles(between).operand_bytes == most
+    assert Traffic("all_reduce", operand, 4).in_tiles(across).operand_bytes == most

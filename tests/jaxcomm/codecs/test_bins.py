@@ -53,9 +53,9 @@ def test_the_receiver_reads_what_the_sender_subtracts(bits, kind, seed):
     starts = np.cumsum((0, *CAPACITIES))
     if kind in ("normal", "ties"):
         for start, end in itertools.pairwise(starts):
-            own = values[start:end][filled[start:end]]
-            wanted = quantized(own, bits, end - start)
-            np.testing.assert_allclose(read[start:end][filled[start:end]], wanted, rtol=1e-5, atol=1e-6)
+            numbers = values[start:end][filled[start:end]]
+            expected = quantized(numbers, bits, end - start)
+            np.testing.assert_allclose(read[start:end][filled[start:end]], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [2, 4])

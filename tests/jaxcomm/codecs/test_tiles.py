@@ -26,14 +26,14 @@ def jitted(width, n, has_key):
 
 
 def cross(x, width, key=None, dtype="float32"):
-    words, got = jitted(width, x.size, key is not None)(jnp.asarray(x, dtype), np.uint32(key or 0))
+    words, result = jitted(width, x.size, key is not None)(jnp.asarray(x, dtype), np.uint32(key or 0))
     tiles, buckets = -(-x.size // 64), -(-x.size // 32)
     if key is None:
         assert words.shape == (tiles + 6 * -(-tiles // 32) + 2 * tiles * width,) == (Tiles(width).n_words(x.size),)
     else:
         assert words.shape == (buckets * (1 + width),)
     assert words.dtype == jnp.uint32
-    return np.asarray(got)
+    return np.asarray(result)
 
 
 @pytest.mark.parametrize("key", [None, 12345])
@@ -46,8 +46,8 @@ def test_numbers_arrive_as_the_references(n, width, key):
         x[5::130] *= 10
         x[7 : n // 2] = np.maximum(x[7 : n // 2], 0)
         expected, close = arrive(x, width) if key is None else returned(x, width, key)
-        got = cross(x, width, key)
-        np.testing.assert_allclose(got[~close], expected[~close], rtol=1e-5, atol=1e-6 * np.abs(x).max())
+        result = cross(x, width, key)
+        np.testing.assert_allclose(result[~close], expected[~close], rtol=1e-5, atol=1e-6 * np.abs(x).max())
         assert close.mean() < (0.5 if width == 8 else 0.2) or n < 5000
 
 
@@ -90,8 +90,8 @@ def test_an_error_is_at_most_half_a_step(kind, width):
     x = np.clip(numbers(np.random.default_rng(3), kind, (40, 64)), -1e25, 1e25)
     y, _ = turned(x.astype(float))
     step = np.maximum(np.ptp(y, 1, keepdims=True) / (2**width - 1), np.abs(y.min(1, keepdims=True)) / 4095)
-    got = cross(x.reshape(-1), width).reshape(40, 64)
-    error = np.linalg.norm(got - x.astype(float), axis=1)  # a rotation keeps it
+    result = cross(x.reshape(-1), width).reshape(40, 64)
+    error = np.linalg.norm(result - x.astype(float), axis=1)  # a rotation keeps it
     assert np.all(error <= 8 * (1 + 1 / 127) * step[:, 0] / 2 + 1e-5 * np.abs(x).max(1))
     scale = np.abs(x.reshape(-1, 32).astype(float)).max(1, keepdims=True)
     error = np.abs(cross(x.reshape(-1), width, 3).reshape(-1, 32) - x.reshape(-1, 32).astype(float))
@@ -107,10 +107,10 @@ def test_gradients_are_unbiased(width):
         codec = GradientLevels(width, key)
         return codec.decode(codec.encode(x), 64)
 
-    got = np.asarray(jax.jit(jax.vmap(there_and_back))(np.arange(2000, dtype=np.uint32)), np.float64)
+    result = np.asarray(jax.jit(jax.vmap(there_and_back))(np.arange(2000, dtype=np.uint32)), np.float64)
     step = np.repeat(np.abs(x.reshape(2, 32)).max(1) / (2 ** (width - 1) - 1), 32)
-    assert np.all(np.abs(got.mean(0) - x) < 5.5 * step / 2 / np.sqrt(2000))
-    assert np.all(np.mean((got - x) ** 2, axis=0) < step**2 / 4 * 1.05)
+    assert np.all(np.abs(result.mean(0) - x) < 5.5 * step / 2 / np.sqrt(2000))
+    assert np.all(np.mean((result - x) ** 2, axis=0) < step**2 / 4 * 1.05)
     nearest = cross(x, width)
     assert np.any(np.abs(nearest - x) > 5.5 * step / 2 / np.sqrt(2000))
 
@@ -121,11 +121,11 @@ def test_what_is_not_finite_makes_its_tile_so_and_no_other(bad):
     x = np.ones(64 * 200, np.float32)
     x[64 * 150 + 3] = bad
     for key, size in ((None, 64), (5, 32)):
-        got = cross(x, 4, key)
+        result = cross(x, 4, key)
         is_bad = np.arange(x.size) // size == 150 * 64 // size
-        assert not np.isfinite(got[is_bad]).any()
-        assert key is not None or np.isnan(got[is_bad]).all()
-        np.testing.assert_allclose(got[~is_bad], 1, rtol=1e-4)
+        assert not np.isfinite(result[is_bad]).any()
+        assert key is not None or np.isnan(result[is_bad]).all()
+        np.testing.assert_allclose(result[~is_bad], 1, rtol=1e-4)
 
 
 def test_narrow_types_are_written_as_float32():

@@ -58,9 +58,9 @@ def test_the_rounding_is_to_the_nearest_even():
 def test_activations_of_any_type_are_written_rounded(name, dtype):
     """As they cross a boundary: no `rounded` before."""
     values = jnp.asarray(np.random.default_rng(0).normal(size=101), dtype)
-    got = jax.jit(lambda x: CODECS[name].decode(CODECS[name].encode(x), x.size))(values)
+    result = jax.jit(lambda x: CODECS[name].decode(CODECS[name].encode(x), x.size))(values)
     wire = ml_dtypes.bfloat16 if name == "bfloat16" else np.float32
-    np.testing.assert_array_equal(got, np.asarray(values).astype(wire).astype(np.float32))
+    np.testing.assert_array_equal(result, np.asarray(values).astype(wire).astype(np.float32))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, np.dtype(ml_dtypes.bfloat16)])

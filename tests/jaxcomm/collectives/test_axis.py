@@ -21,14 +21,14 @@ def on_mesh(function, out_specs, check_vma=True, in_specs=None):
 
 @pytest.mark.parametrize("way", ["mesh", "mesh without check_vma", "vmap"])
 def test_what_is_tracked_where(way):
-    seen = {}
+    types = {}
 
     def worker(x):
-        seen["tracked"] = axis.is_tracked("data")
-        seen["varies"] = axis.varies(x, "data")
-        seen["K"] = axis.axis_size("data")
-        seen["constant varies"] = axis.varies(jnp.zeros(3), "data")
-        seen["made to vary"] = axis.varies(axis.to_varying({"x": jnp.zeros(3)}, "data")["x"], "data")
+        types["tracked"] = axis.is_tracked("data")
+        types["varies"] = axis.varies(x, "data")
+        types["K"] = axis.axis_size("data")
+        types["constant varies"] = axis.varies(jnp.zeros(3), "data")
+        types["made to vary"] = axis.varies(axis.to_varying({"x": jnp.zeros(3)}, "data")["x"], "data")
         assert axis.to_varying(x, "data") is x
         return x
 
@@ -37,7 +37,7 @@ def test_what_is_tracked_where(way):
     else:
         on_mesh(worker, P("data"), check_vma=way == "mesh")(X)
     tracked = way == "mesh"
-    assert seen == {
+    assert types == {
         "tracked": tracked,
         "varies": tracked,
         "K": 4,

@@ -72,16 +72,16 @@ def test_nothing_is_lost_between_workers_and_owners(K):
     vectors = np.pad(rng.normal(size=(K, 5000)), ((0, 0), (0, 120))).astype(np.float32)
     masks = np.abs(vectors) > 1.0
     out = exchange(regions, vectors, masks)
-    total, sent, errors = out.total[0], np.zeros((K, 5120)), np.zeros((K, 5120))
+    total, delivered, errors = out.total[0], np.zeros((K, 5120)), np.zeros((K, 5120))
     for w in range(K):
-        np.add.at(sent[w], out.sent.position[w], np.asarray(out.sent.values[w], np.float64))
+        np.add.at(delivered[w], out.sent.position[w], np.asarray(out.sent.values[w], np.float64))
         np.add.at(errors[w], out.errors[0][w], np.asarray(out.errors[1][w], np.float64))
         assert not errors[w, : w * regions.size].any()
         assert not errors[w, (w + 1) * regions.size :].any()
         # What an owner has no slot for stays with its senders.
-        assert not sent[w, total == 0].any()
-        assert out.sent.filled[w].sum() == np.count_nonzero(sent[w])
-    np.testing.assert_allclose(total + errors.sum(0), sent.sum(0), atol=K * 1e-6)
+        assert not delivered[w, total == 0].any()
+        assert out.sent.filled[w].sum() == np.count_nonzero(delivered[w])
+    np.testing.assert_allclose(total + errors.sum(0), delivered.sum(0), atol=K * 1e-6)
     room, starts = regions.region.n_slots, np.arange(0, 5120, regions.size)
     n_sent = np.minimum(np.add.reduceat(masks, starts, axis=1, dtype=int), room).sum()
     assert out.counts[0].tolist() == [n_sent, masks.sum() - n_sent]

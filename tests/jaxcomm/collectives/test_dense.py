@@ -39,8 +39,8 @@ def test_no_tensors_cost_nothing():
 def test_what_is_not_finite_is_told(numbers, finite):
     x = np.zeros((2, 5), np.float32)
     x[:, 3] = numbers
-    _, told = jax.vmap(lambda x: dense_mean([x], "data"), axis_name="data", out_axes=None)(x)
-    assert bool(told) == finite
+    _, progress = jax.vmap(lambda x: dense_mean([x], "data"), axis_name="data", out_axes=None)(x)
+    assert bool(progress) == finite
 
 
 def test_one_all_reduce_for_all_tensors():
@@ -61,31 +61,31 @@ def test_where_collectives_are_asynchronous_the_last_tensors_travel_first(monkey
     mesh = jc.make_mesh(data=4)
 
     def averaged(rows):
-        def worker(*own):
-            return dense_mean([each[0] for each in own], "data", value_dtype)
+        def worker(*leaves):
+            return dense_mean([leaf[0] for leaf in leaves], "data", value_dtype)
 
         run = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=P("data"), out_specs=P()))
         sums = re.findall(r"psum\w*\[.*?\] |all_to_all\[.*?\] ", str(run.trace(*rows).jaxpr), re.DOTALL)
         return *run(*rows), len(sums)
 
-    together, ok, count = averaged(rows)
+    result, ok, count = averaged(rows)
     assert ok
     monkeypatch.setattr(dense, "traced_platform", lambda: "gpu")
     monkeypatch.setattr(dense, "_BUCKET", 4 * 100)
     parts, ok, counts = averaged(rows)
     assert ok
     assert counts == 3 * count
-    for one, other in zip(together, parts, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for one, two in zip(result, parts, strict=True):
+        np.testing.assert_array_equal(one, two)
     assert [[x.size for x in bucket] for bucket in dense._buckets([x[0] for x in rows])] == [
         [90, 64],
         [300, 7],
         [40, 0],
     ]
     for place in (0, 2, 5):  # one of each bucket
-        broken = [row.copy() for row in rows]
-        broken[place][1, 3] = np.inf
-        assert not averaged(broken)[1]
+        spoiled = [row.copy() for row in rows]
+        spoiled[place][1, 3] = np.inf
+        assert not averaged(spoiled)[1]
 
 
 def test_fused_words_come_apart_again():
@@ -113,5 +113,5 @@ def test_in_float16_the_workers_divide_before_they_round_and_add_up():
 def test_a_float16_beyond_its_range_is_told(number, finite):
     x = np.zeros((2, 5), np.float32)
     x[:, 3] = number
-    (mean,), told = jax.vmap(lambda x: dense_mean([x], "data", "float16"), axis_name="data", out_axes=None)(x)
-    assert (bool(told), bool(np.isfinite(mean[3]))) == (finite, finite)
+    (mean,), progress = jax.vmap(lambda x: dense_mean([x], "data", "float16"), axis_name="data", out_axes=None)(x)
+    assert (bool(progress), bool(np.isfinite(mean[3]))) == (finite, finite)

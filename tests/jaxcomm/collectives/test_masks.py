@@ -38,7 +38,7 @@ def program(r, codec):
 def united(masks, published, codec):
     """The (union, overflow) that the workers agree on."""
     words = np.packbits(masks, axis=1, bitorder="little").view(np.uint32)
-    row = [[own.index(w) if w in own else -1 for own in published] for w in range(len(masks))]  # (K, S)
+    row = [[workers.index(w) if w in workers else -1 for workers in published] for w in range(len(masks))]  # (K, S)
     out, overflow, _ = program(len(published[0]), codec)(words, np.asarray(row, np.int32), np.float32(TURN))
     return np.unpackbits(np.asarray(out).view(np.uint8), bitorder="little").astype(bool), int(overflow)
 
@@ -58,22 +58,22 @@ def test_masks_unite(K, published, density):
     masks = random_masks(K, density, K)
     union, overflow = united(masks, published, "bitmap")
     ends = np.cumsum(LAYOUT.blocks) * 1024
-    parts = [masks[own, start:end].any(0) for own, start, end in zip(published, [0, *ends], ends, strict=False)]
+    parts = [masks[workers, start:end].any(0) for workers, start, end in zip(published, [0, *ends], ends, strict=False)]
     np.testing.assert_array_equal(union, np.concatenate(parts))
     assert overflow == 0
 
-    expected, lost, start = np.zeros(LAYOUT.n, bool), 0, 0
-    for own, size, capacity, end in zip(published, SIZES, LAYOUT.capacities, ends, strict=True):
-        for w in own:
+    expected, omissions, start = np.zeros(LAYOUT.n, bool), 0, 0
+    for workers, size, capacity, end in zip(published, SIZES, LAYOUT.capacities, ends, strict=True):
+        for w in workers:
             set_bits = np.flatnonzero(masks[w, start : start + size])
             first = int(np.float32(TURN) * np.float32(len(set_bits))) if len(set_bits) > capacity else 0
             expected[start + np.roll(set_bits, -first)[:capacity]] = True
-            lost += max(0, len(set_bits) - capacity)
+            omissions += max(0, len(set_bits) - capacity)
         start = end
     union, overflow = united(masks, published, "coded")
     np.testing.assert_array_equal(union, expected)
-    assert overflow == lost
-    assert lost > 0 or density < 0.5
+    assert overflow == omissions
+    assert omissions > 0 or density < 0.5
 
 
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.03, 0.1, 0.5, 1.0])

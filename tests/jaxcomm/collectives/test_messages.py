@@ -40,9 +40,9 @@ def on_mesh(function, out_specs=ROWS, check_vma=True, workers=2):
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("data"), out_specs=out_specs, check_vma=check_vma))
 
 
-def same_bits(got, expected):
-    assert np.asarray(got).dtype == expected.dtype
-    np.testing.assert_array_equal(np.asarray(got).view(np.uint32), expected.view(np.uint32))
+def same_bits(result, expected):
+    assert np.asarray(result).dtype == expected.dtype
+    np.testing.assert_array_equal(np.asarray(result).view(np.uint32), expected.view(np.uint32))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -52,20 +52,20 @@ def test_every_bit_arrives(dtype, check_vma, way):
     x = NUMBERS[dtype]  # a row for each worker
 
     def worker(x):
-        own = x[0]
-        rows = jnp.stack([own, own[::-1]])
+        local = x[0]
+        rows = jnp.stack([local, local[::-1]])
         return (
-            messages.all_gather_rows(own, "data"),
+            messages.all_gather_rows(local, "data"),
             messages.all_to_all(rows, "data"),
-            messages.to_next(own, "data"),
+            messages.to_next(local, "data"),
         )
 
-    gathered, arrived, shifted = on_mesh(worker, check_vma=check_vma)(x)
+    gathered, arrival, shifted = on_mesh(worker, check_vma=check_vma)(x)
     same_bits(gathered.reshape(2, 2, 5), np.stack([x, x]))
-    same_bits(arrived.reshape(2, 2, 5), np.stack([x, x[:, ::-1]]))  # row 0 of both to worker 0, row 1 to worker 1
+    same_bits(arrival.reshape(2, 2, 5), np.stack([x, x[:, ::-1]]))  # row 0 of both to worker 0, row 1 to worker 1
     same_bits(shifted.reshape(2, 5), x[::-1])
-    same = on_mesh(lambda x: messages.all_gather_same(x[0], "data"), P(), check_vma)(x)
-    same_bits(same, x)
+    repeat = on_mesh(lambda x: messages.all_gather_same(x[0], "data"), P(), check_vma)(x)
+    same_bits(repeat, x)
 
 
 def test_gathering_promises_that_all_workers_have_the_same(way):
@@ -105,9 +105,9 @@ def test_sums_of_rows_and_all_gradients(way):
     np.testing.assert_allclose(gradient[:, 0], weights.sum(0).reshape(2, 3), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("less", "op"), [(0, "all_reduce"), (1, "all_gather")])
-def test_large_messages_of_two_workers_go_by_an_all_reduce_of_the_same_bytes(less, op):
-    words = messages.LARGE // 4 - less
+@pytest.mark.parametrize(("smaller", "op"), [(0, "all_reduce"), (1, "all_gather")])
+def test_large_messages_of_two_workers_go_by_an_all_reduce_of_the_same_bytes(smaller, op):
+    words = messages.LARGE // 4 - smaller
     x = np.ones((2, words), np.uint32)
     function = on_mesh(lambda x: messages.all_gather_same(x[0], "data"), P())
     compiled, traced = read_program(function.lower(x).compile().as_text()), traced_program(function, x)
@@ -149,10 +149,10 @@ def test_what_tpus_scatter_is_whole_tiles_and_lanes():
     assert (traffic.op, traffic.operand_bytes) == ("reduce_scatter", 4 * 4096)
 
 
-@pytest.mark.parametrize(("words", "sent"), [(100, 100), (32 * 1024 - 1, 32 * 1024 - 1), (32 * 1024 + 1, 36 * 1024)])
-def test_large_sums_of_tpus_are_a_tile_for_each_worker_at_a_time(words, sent):
+@pytest.mark.parametrize(("words", "payload"), [(100, 100), (32 * 1024 - 1, 32 * 1024 - 1), (32 * 1024 + 1, 36 * 1024)])
+def test_large_sums_of_tpus_are_a_tile_for_each_worker_at_a_time(words, payload):
     (traffic,) = traced_for("tpu", lambda x: messages.sum_of(x, "data"), (words,))
-    assert (traffic.op, traffic.operand_bytes) == ("all_reduce", 4 * sent)
+    assert (traffic.op, traffic.operand_bytes) == ("all_reduce", 4 * payload)
 
 
 def test_two_workers_that_are_not_cpu_hosts_gather(monkeypatch):
@@ -204,8 +204,8 @@ def test_whole_steps_have_the_same_bits_and_bytes(name, monkeypatch):
         results.append((jax.tree.leaves(jax.device_get(state.params)), report.received + report.received_at_most))
         plain = {traffic.op for _, traffic in report.program.operations()} - {"all_reduce"}
         assert bool(plain) == (way != "by an all-reduce")
-    (one, bytes_of_one), (other, bytes_of_other), (third, bytes_of_tiles) = results
-    for a, b, c in zip(one, other, third, strict=True):
+    (one, bytes_of_one), (two, bytes_of_other), (third, bytes_of_tiles) = results
+    for a, b, c in zip(one, two, third, strict=True):
         same_bits(a, b)
         same_bits(a, c)
     assert bytes_of_one == bytes_of_other < bytes_of_tiles
@@ -224,5 +224,5 @@ def test_what_was_gathered_is_replicated_in_foreign_steps(monkeypatch):
 
     params = np.ones((64, 32), np.float32)
     parallel = jc.data_parallel(step, jc.make_mesh(data=2))
-    (got, _), _ = parallel((params, tx.init(params)), np.ones((4, 64), np.float32))
-    assert got.shape == params.shape
+    (result, _), _ = parallel((params, tx.init(params)), np.ones((4, 64), np.float32))
+    assert result.shape == params.shape

@@ -28,9 +28,9 @@ from tests.reference.shared_sum import sum_slots
 from tests.refusals import refused
 
 
-def over_workers(worker, *rows, same=True):
+def over_workers(worker, *rows, is_shared=True):
     """The result of every worker; `same` says whether it is the same on all."""
-    workers = jax.vmap(worker, axis_name="data", out_axes=None if same else 0)
+    workers = jax.vmap(worker, axis_name="data", out_axes=None if is_shared else 0)
     out = jax.jit(workers)(*rows)
     return jax.tree.map(np.asarray, out)
 
@@ -39,18 +39,18 @@ def over_workers(worker, *rows, same=True):
 def test_parts_come_to_their_owners_and_back(K):
     rows = np.arange(K * K * 3, dtype=np.uint32).reshape(K, K, 3)
 
-    def worker(own):
+    def worker(row):
         def at_owner(received):
             return jnp.append(jnp.sum(received, axis=0), received[0, 0]), received
 
-        return two_shot(own, at_owner, "data")
+        return two_shot(row, at_owner, "data")
 
-    code, kept, is_intact = over_workers(worker, rows, same=False)
+    code, received, is_intact = over_workers(worker, rows, is_shared=False)
     assert is_intact.all()
     for w in range(K):
         np.testing.assert_array_equal(code[w, :, :3], rows.sum(0))
         np.testing.assert_array_equal(code[w, :, 3], rows[0, :, 0])
-        np.testing.assert_array_equal(kept[w], rows[:, w])
+        np.testing.assert_array_equal(received[w], rows[:, w])
 
 
 @pytest.mark.parametrize(("K", "slots"), [(1, 33), (2, 257), (3, 257), (8, 100)])
@@ -59,11 +59,11 @@ def test_compact_sums_lose_nothing_whatever_the_slots(name, dtype, K, slots):
     """Also with fewer slots than parts, so that some owners own nothing."""
     values = np.random.default_rng(slots).normal(size=(K, slots)).astype(np.float32)
 
-    def worker(own):
-        out = compact_sum(own, jnp.asarray(True), name, value_codec(dtype), "data")
+    def worker(row):
+        out = compact_sum(row, jnp.asarray(True), name, value_codec(dtype), "data")
         return out.total(out.ok), out.residual(), out.ok
 
-    total, error, finite = over_workers(worker, values, same=False)
+    total, error, finite = over_workers(worker, values, is_shared=False)
     assert np.all(finite)
     expected, errors = sum_slots(list(values), name, dtype)
     for w in range(K):
@@ -76,8 +76,8 @@ def test_compact_sums_lose_nothing_whatever_the_slots(name, dtype, K, slots):
 @pytest.mark.parametrize("K", [2, 3])
 @pytest.mark.parametrize("name", SUMS)
 def test_compact_sums_tell_everyone_that_a_step_is_not_sound(name, K):
-    def worker(own, flag):
-        return compact_sum(own, flag, name, value_codec("float32"), "data").ok
+    def worker(row, flag):
+        return compact_sum(row, flag, name, value_codec("float32"), "data").ok
 
     workers = jax.jit(jax.vmap(worker, axis_name="data", out_axes=None))
     ones, flags = np.ones((K, 70), np.float32), np.ones(K, bool)
@@ -121,19 +121,19 @@ def test_coded_sums_lose_nothing(code, K, collective):
     vectors = rng.integers(-1, 2, size=(K, N)) if code == "integers" else rng.normal(size=(K, N))
     vectors = (vectors * INSIDE).astype(np.float32)
 
-    def worker(own):
-        out = coded_sum(Stored(own), jnp.asarray(True), CODES[code], CODES[code], collective, "data")
+    def worker(row):
+        out = coded_sum(Stored(row), jnp.asarray(True), CODES[code], CODES[code], collective, "data")
         return out.total(out.ok), out.residual(), out.ok
 
-    total, lost, finite = over_workers(worker, vectors, same=False)
+    total, residual, finite = over_workers(worker, vectors, is_shared=False)
     assert np.all(finite)
     np.testing.assert_array_equal(total, np.broadcast_to(total[0], total.shape))
     exact = vectors.astype(np.float64).sum(0)
-    np.testing.assert_allclose(total[0] + lost.astype(np.float64).sum(0), exact, atol=K * 2e-6)
+    np.testing.assert_allclose(total[0] + residual.astype(np.float64).sum(0), exact, atol=K * 2e-6)
     assert not total[0][~INSIDE].any()
     if code == "integers":
         np.testing.assert_array_equal(total[0], exact)
-        assert not lost.any()
+        assert not residual.any()
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -145,9 +145,9 @@ def test_codes_take_the_words_that_they_say(code):
 
 @pytest.mark.parametrize("collective", ["gather", "two_shot"])
 def test_coded_sums_tell_everyone_that_a_step_is_not_sound(collective):
-    def worker(own, flag):
+    def worker(row, flag):
         code = Buckets(8, 1024, "max", noise.make_key(0))
-        return coded_sum(Stored(own), flag, code, code, collective, "data").ok
+        return coded_sum(Stored(row), flag, code, code, collective, "data").ok
 
     ones, huge = np.ones((3, 4096), np.float32), np.full((3, 4096), 3e38, np.float32)
     assert over_workers(worker, ones, np.ones(3, bool))
@@ -181,8 +181,8 @@ def test_the_coded_sum_that_receives_fewer_bytes_is_chosen(K, second):
     part = math.ceil(n / (K * 1024)) * 1024
     gathered, two_shots = (K - 1) * (n * first / 32 + 1), (K - 1) * (part * (first + second) / 32 + 2)
 
-    def worker(own):
-        return coded_sum(Stored(own), jnp.asarray(True), Bits(first), Bits(second), "auto", "data").total(own[0] < 1)
+    def worker(row):
+        return coded_sum(Stored(row), jnp.asarray(True), Bits(first), Bits(second), "auto", "data").total(row[0] < 1)
 
     text = str(jax.make_jaxpr(jax.vmap(worker, axis_name="data"))(jnp.zeros((K, n))))
     # Under vmap, an exchange of parts is a transposition, and only the gather writes a flag for every worker's vector.
@@ -219,34 +219,34 @@ def test_levels_are_exact_whatever_the_scale(width, scale):
     values = np.random.default_rng(0).integers(-code.levels, code.levels + 1, size=1024) / code.levels
     values = (values * scale).astype(np.float32)
     values[::32] = scale
-    got = jax.jit(lambda x: code.decode(encode(code, x, 0), 1024, 0))(values)
-    level = np.abs(np.asarray(got, np.float64) - values) / scale * code.levels
+    result = jax.jit(lambda x: code.decode(encode(code, x, 0), 1024, 0))(values)
+    level = np.abs(np.asarray(result, np.float64) - values) / scale * code.levels
     assert np.mean(level > 1e-3) < 0.02  # rarely, an exact level becomes the one below, by rounding of the product
     assert level.max() < 1.001
 
 
 @pytest.mark.parametrize("code", ["buckets", "l2", "signs"])
-@pytest.mark.parametrize("broken", [np.nan, -np.inf, 3e38])
-def test_codes_say_what_is_broken_or_would_not_be_finite_when_read(code, broken):
+@pytest.mark.parametrize("value", [np.nan, -np.inf, 3e38])
+def test_codes_say_what_is_broken_or_would_not_be_finite_when_read(code, value):
     codec = CODES[code] if code != "l2" else Buckets(4, 64, "l2", noise.make_key(1))
     values = np.random.default_rng(0).normal(size=N).astype(np.float32) * INSIDE
     assert codec.codes(Stored(values), 0)[1]
-    values[1000] = broken
+    values[1000] = value
     ok = jax.jit(lambda x: codec.codes(Stored(x), 0)[1])
-    if np.isfinite(broken) and code == "signs":  # one of 1024 is not much of a mean
+    if np.isfinite(value) and code == "signs":  # one of 1024 is not much of a mean
         assert ok(values)
-        values[:1024] = broken
-    assert ok(values) == (np.isfinite(broken) and code == "buckets")
+        values[:1024] = value
+    assert ok(values) == (np.isfinite(value) and code == "buckets")
 
 
 def test_magnitudes_and_masks_of_one_pass_are_those_of_several():
     values = np.random.default_rng(0).normal(size=4096).astype(np.float32)
     arguments = values, values < 0, values > 1
     total, *words = jax.jit(_magnitudes_in_one_pass)(*arguments)
-    expected, *others = jax.jit(_magnitudes_and_masks)(*arguments)
+    expected, *bitmasks = jax.jit(_magnitudes_and_masks)(*arguments)
     np.testing.assert_allclose(total, np.abs(values).astype(np.float64).reshape(-1, 1024).sum(1), rtol=1e-6)
     np.testing.assert_allclose(total, expected, rtol=1e-6)
-    np.testing.assert_array_equal(words, others)
+    np.testing.assert_array_equal(words, bitmasks)
 
 
 class Highest(Buckets):
@@ -261,5 +261,5 @@ def test_no_level_is_above_the_highest_whatever_is_drawn(width, levels):
     """With 31 levels, four workers' largest values just fit an int8."""
     code = Highest(width, 64, "max", noise.make_key(0))
     x = np.repeat(np.linspace(1, 2, 100, dtype=np.float32), 64)
-    drawn = code.draw(x, code.scale(x)[0], levels, 0)
-    assert (drawn.min(), drawn.max()) == (levels, levels)
+    draws = code.draw(x, code.scale(x)[0], levels, 0)
+    assert (draws.min(), draws.max()) == (levels, levels)

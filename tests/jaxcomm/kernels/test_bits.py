@@ -88,16 +88,16 @@ def test_counts_and_ranks(words):
 def test_select_bit_finds_every_set_bit_of_every_word(words):
     mask = mask_of(words).reshape(-1, 32)
     for rank in range(32):
-        found = np.asarray(select_bit(words, np.full(WORDS, rank, np.int32)))
+        positions = np.asarray(select_bit(words, np.full(WORDS, rank, np.int32)))
         for word in np.flatnonzero(mask.sum(1) > rank):
-            assert found[word] == np.flatnonzero(mask[word])[rank]
+            assert positions[word] == np.flatnonzero(mask[word])[rank]
 
 
 @many
 @hypothesis.given(words=words_of_any_density, quotas=st.lists(st.integers(-2, 40), min_size=WORDS, max_size=WORDS))
 def test_keep_first_keeps_the_lowest_bits_of_every_word(words, quotas):
-    kept = mask_of(np.asarray(keep_first(words, np.asarray(quotas, np.int32)))).reshape(-1, 32)
-    for mask, word, quota in zip(mask_of(words).reshape(-1, 32), kept, quotas, strict=True):
+    prefix = mask_of(np.asarray(keep_first(words, np.asarray(quotas, np.int32)))).reshape(-1, 32)
+    for mask, word, quota in zip(mask_of(words).reshape(-1, 32), prefix, quotas, strict=True):
         assert np.flatnonzero(word).tolist() == np.flatnonzero(mask)[: max(quota, 0)].tolist()
 
 
@@ -124,8 +124,8 @@ def test_positions_of_two_segments_with_slots_of_their_own(words, capacity):
     position, filled = np.asarray(slots.position), np.asarray(slots.filled)
     for i, half in enumerate(halves):
         expected = np.flatnonzero(half)[:capacity] + i * WORDS * 16
-        mine = slice(i * capacity, (i + 1) * capacity)
-        assert position[mine][filled[mine]].tolist() == expected.tolist()
+        segment = slice(i * capacity, (i + 1) * capacity)
+        assert position[segment][filled[segment]].tolist() == expected.tolist()
     assert np.all(np.diff(position) >= 0)
 
 

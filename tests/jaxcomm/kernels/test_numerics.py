@@ -42,9 +42,9 @@ def test_every_bit_changes_it():
     before = int(digest(jnp.asarray(array)))
     for word in (0, 50, 104):
         for bit in range(32):
-            changed = array.copy()
-            changed.reshape(-1).view(np.uint32)[word] ^= np.uint32(1 << bit)
-            assert reference(changed) != before
+            variant = array.copy()
+            variant.reshape(-1).view(np.uint32)[word] ^= np.uint32(1 << bit)
+            assert reference(variant) != before
 
 
 def test_two_words_in_each_others_places_change_it():
@@ -52,11 +52,11 @@ def test_two_words_in_each_others_places_change_it():
     words = np.random.default_rng(2).integers(2**32, size=4096, dtype=np.uint32)
     of_all = jax.jit(jax.vmap(digest))
     for distance in 2 ** np.arange(12):
-        changed = np.tile(words, (32, 1))
-        changed[:, distance] = words[0] ^ (1 << np.arange(32, dtype=np.uint32))
-        swapped = changed.copy()
-        swapped[:, [0, distance]] = changed[:, [distance, 0]]
-        assert np.all(of_all(changed) != of_all(swapped))
+        variant = np.tile(words, (32, 1))
+        variant[:, distance] = words[0] ^ (1 << np.arange(32, dtype=np.uint32))
+        swapped = variant.copy()
+        swapped[:, [0, distance]] = variant[:, [distance, 0]]
+        assert np.all(of_all(variant) != of_all(swapped))
 
 
 def test_a_sharded_array_stays_where_it_is():

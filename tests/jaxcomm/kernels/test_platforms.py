@@ -39,10 +39,10 @@ def test_a_mesh_tells_the_platform(platform, expected):
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"), [("cpu", {"default"}), ("cpu,tpu", {"default", "tpu"}), (None, {"default", "tpu"})]
+    ("setting", "expected"), [("cpu", {"default"}), ("cpu,tpu", {"default", "tpu"}), (None, {"default", "tpu"})]
 )
-def test_without_a_mesh_the_setting_of_jax_tells_it_or_all_are_traced(monkeypatch, told, expected):
-    monkeypatch.setattr(platforms, "_setting", lambda: told)
+def test_without_a_mesh_the_setting_of_jax_tells_it_or_all_are_traced(monkeypatch, setting, expected):
+    monkeypatch.setattr(platforms, "_setting", lambda: setting)
     traced = []
     run = jax.jit(lambda x: by_platform(x, **ways(traced)))
     np.testing.assert_array_equal(run(ONE), ONE)

@@ -47,15 +47,15 @@ def operations(text):
 def test_an_exchange_names_its_parts(link, parts):
     step = jc.make_train_step(loss_fn, jc.chain(link, optax.sgd(0.1)), jc.make_mesh(data=4))
     text = jax.jit(step).lower(step.init(PARAMS), BATCH).compile().as_text()
-    named = operations(text)
-    inside = [(line, name) for line, name in named if "jaxcomm.update" in name]
+    pairs = operations(text)
+    inside = [(line, name) for line, name in pairs if "jaxcomm.update" in name]
     assert {part for _, name in inside for part in PARTS.findall(name)} == parts
     # Apart from the exchange, the library sends the mean of the loss, and computes none of the parts.
-    assert {part for _, name in named for part in PARTS.findall(name) if "jaxcomm.update" not in name} <= {"exchange"}
-    for lines in (inside, named):
-        sent = [name for line, name in lines if COLLECTIVE.search(line)]
-        assert sent
-        assert {PARTS.findall(name)[-1] for name in sent} == {"exchange"}
+    assert {part for _, name in pairs for part in PARTS.findall(name) if "jaxcomm.update" not in name} <= {"exchange"}
+    for lines in (inside, pairs):
+        traffic = [name for line, name in lines if COLLECTIVE.search(line)]
+        assert traffic
+        assert {PARTS.findall(name)[-1] for name in traffic} == {"exchange"}
 
 
 def test_a_local_method_and_one_between_groups_name_their_collectives():
@@ -79,8 +79,8 @@ def test_activations_between_stages_name_their_parts():
 
     spec = jax.sharding.PartitionSpec("stage")
     program = jax.jit(jax.shard_map(move, mesh=mesh, in_specs=spec, out_specs=spec))
-    named = operations(program.lower(jnp.ones((8, 64))).compile().as_text())
-    assert {part for _, name in named for part in PARTS.findall(name)} == ALL
-    permutations = [name for line, name in named if " collective-permute(" in line]
+    pairs = operations(program.lower(jnp.ones((8, 64))).compile().as_text())
+    assert {part for _, name in pairs for part in PARTS.findall(name)} == ALL
+    permutations = [name for line, name in pairs if " collective-permute(" in line]
     assert len(permutations) == 2  # forward and back
     assert all(PARTS.findall(name)[-1] == "exchange" for name in permutations)

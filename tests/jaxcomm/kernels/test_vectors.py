@@ -27,12 +27,12 @@ def test_vectors_are_laid_end_to_end(join, count, dtype):
 @pytest.mark.parametrize("join", [end_to_end, computed_end_to_end])
 def test_vectors_on_a_mesh_keep_what_differs_between_workers(join):
     mesh = jc.make_mesh(data=2)
-    own, same = np.arange(6.0, dtype=np.float32), np.full(3, -1.0, np.float32)
+    local, shared = np.arange(6.0, dtype=np.float32), np.full(3, -1.0, np.float32)
     run = jax.shard_map(
-        lambda own, same: join([same, own, same]), mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")
+        lambda local, shared: join([shared, local, shared]), mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")
     )
-    expected = np.concatenate([same, own[:3], same, same, own[3:], same])
-    np.testing.assert_array_equal(jax.jit(run)(own, same), expected)
+    expected = np.concatenate([shared, local[:3], shared, shared, local[3:], shared])
+    np.testing.assert_array_equal(jax.jit(run)(local, shared), expected)
 
 
 def test_no_few_vectors_are_concatenated_by_xla_for_a_cpu():
@@ -43,9 +43,9 @@ def test_no_few_vectors_are_concatenated_by_xla_for_a_cpu():
         return [matrix.reshape(-1) for matrix in matrices]
 
     by_xla = jax.jit(lambda matrices: jnp.concatenate(flat(matrices))).lower(matrices).compile().as_text()
-    ours = jax.jit(lambda matrices: end_to_end(flat(matrices))).lower(matrices).compile().as_text()
+    program = jax.jit(lambda matrices: end_to_end(flat(matrices))).lower(matrices).compile().as_text()
     assert " concatenate(" in by_xla
-    assert " concatenate(" not in ours
+    assert " concatenate(" not in program
 
 
 @pytest.mark.parametrize("size", [32, 96, 1024])
@@ -69,9 +69,9 @@ def test_arrays_are_cut_out_of_a_vector(count, gap, dtype):
     vector = np.arange(sum(sizes)).astype(dtype)
     for _ in range(2):  # the second time, it begins with 1
         expected = [vector[a : a + math.prod(shape)].reshape(shape) for a, shape in zip(starts, shapes, strict=True)]
-        got = jax.jit(lambda vector: split_vector(vector, shapes, starts))(vector)
+        result = jax.jit(lambda vector: split_vector(vector, shapes, starts))(vector)
         rows = jax.vmap(lambda vector: split_vector(vector, shapes, starts))(np.stack([vector, vector + 1]))
-        for array, row, right in zip(got, rows, expected, strict=True):
+        for array, row, right in zip(result, rows, expected, strict=True):
             np.testing.assert_array_equal(array, right)
             np.testing.assert_array_equal(row, np.stack([right, right + 1]))
         vector = vector + np.asarray(1, dtype)
@@ -82,9 +82,9 @@ def test_arrays_that_are_cut_apart_on_a_mesh_differ_between_workers_as_the_vecto
     cut = functools.partial(split_vector, shapes=[(2,)] * 10, starts=range(0, 20, 2))
     for spec, length in ((P("data"), 20), (P(), 40)):
         run = jax.jit(jax.shard_map(cut, mesh=mesh, in_specs=spec, out_specs=spec))
-        for place, got in enumerate(run(vector)):
+        for place, result in enumerate(run(vector)):
             rows = [vector[start + 2 * place :][:2] for start in range(0, 40, length)]
-            np.testing.assert_array_equal(got, np.concatenate(rows))
+            np.testing.assert_array_equal(result, np.concatenate(rows))
 
 
 def test_two_loops_are_compiled_for_all_arrays_of_a_shape():

@@ -49,8 +49,8 @@ class Crossing:
                 return jc.layers.masked_boundary(x, **route, seed=seed[0])
 
             out, pull = jax.vjp(send, jax.tree.map(lambda leaf: leaf[0], x))
-            returned = pull(jax.tree.map(lambda leaf: leaf[0], gradient))
-            return jax.tree.map(lambda leaf: leaf[None], (out, *returned))
+            pulled = pull(jax.tree.map(lambda leaf: leaf[0], gradient))
+            return jax.tree.map(lambda leaf: leaf[None], (out, *pulled))
 
         specs = (P("stage"), P("stage"), P())
         mapped = jax.shard_map(cross, mesh=jc.make_mesh(stage=size), in_specs=specs, out_specs=P("stage"))
@@ -67,8 +67,8 @@ class Crossing:
 
     def __call__(self, x, gradient, seed=0):
         """(received, gradient with respect to x), each as float32 with the positions first."""
-        given = jax.tree.map(lambda leaf: jnp.asarray(leaf, self.dtype), (x, gradient))
-        out = self.compiled(*given, jnp.full(1, seed, jnp.uint32))
+        arrays = jax.tree.map(lambda leaf: jnp.asarray(leaf, self.dtype), (x, gradient))
+        out = self.compiled(*arrays, jnp.full(1, seed, jnp.uint32))
         assert all(leaf.dtype == self.dtype for leaf in jax.tree.leaves(out))
         return jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), out)
 
@@ -78,8 +78,8 @@ class Crossing:
     def draw(self, kind, seed):
         """Activations or gradients of every position, as float32 values that the type can hold."""
         rng = np.random.default_rng(seed)
-        made = jax.tree.map(lambda s: numbers(rng, kind, (self.size, *s)), self.shapes, is_leaf=is_shape)
-        return jax.tree.map(lambda leaf: leaf.astype(self.dtype).astype(np.float32), made)
+        tree = jax.tree.map(lambda s: numbers(rng, kind, (self.size, *s)), self.shapes, is_leaf=is_shape)
+        return jax.tree.map(lambda leaf: leaf.astype(self.dtype).astype(np.float32), tree)
 
 
 crossing = functools.cache(lambda name, **options: Crossing(*CROSSINGS[name], **options))
@@ -112,9 +112,9 @@ def at(position, tree):
     return jax.tree.map(lambda leaf: leaf[position], tree)
 
 
-def assert_same(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+def assert_same(one, two):
+    assert jax.tree.structure(one) == jax.tree.structure(two)
+    jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
 def widths(value_dtype):
@@ -132,8 +132,8 @@ def assert_permutes(make):
 
     mesh = jc.make_mesh(stage=3)
     plain = jax.jit(jax.shard_map(permute, mesh=mesh, in_specs=P("stage"), out_specs=P("stage")))
-    for what in ("normal", "nan"):
-        x, gradient = run.draw(what, 0), run.draw(what, 1)
+    for kind in ("normal", "nan"):
+        x, gradient = run.draw(kind, 0), run.draw(kind, 1)
         assert_same(run(x, gradient), jax.tree.map(np.asarray, plain(x, gradient)))
     assert read_program(run.compiled.as_text()).links() == {(0, 2): 4 * 33, (2, 0): 4 * 33}
 
@@ -141,8 +141,8 @@ def assert_permutes(make):
 def bytes_by_hand(shapes, sparsity, value_dtype):
     """Bytes of (all values, kept values, their positions in whole blocks of 1024, their gradients), over all arrays."""
     total, of_values = np.zeros(4, int), functools.partial(value_words, value_dtype=widths(value_dtype))
-    for B, *rest in jax.tree.leaves(shapes, is_leaf=is_shape):
-        d = math.prod(rest)
+    for B, *shape in jax.tree.leaves(shapes, is_leaf=is_shape):
+        d = math.prod(shape)
         k = n_kept_of_row(d, sparsity)
         n = math.ceil(B * d / 1024) * 1024
         positions = min(index_words(codec, n, B * k) for codec in ("plain", "bitmap", "elias_fano")) if k < d else 0
@@ -171,8 +171,8 @@ def assert_bytes(name, documented, **options):
     forward, backward = documented(*bytes_by_hand(shapes, sparsity, options["value_dtype"]))
     assert predicted_bytes(run.boundary, shapes) == (forward, backward)
     traced, compiled = jaxpr_program(run.traced.jaxpr), read_program(run.compiled.as_text())
-    there, back = (run.source, run.target), (run.target, run.source)
-    assert traced.links() == compiled.links() == {there: forward, back: backward}
+    route, back = (run.source, run.target), (run.target, run.source)
+    assert traced.links() == compiled.links() == {route: forward, back: backward}
     for program in (traced, compiled):
         assert [traffic.op for _, traffic in program.operations()] == ["permute"] * 2
 

@@ -41,7 +41,7 @@ def test_dct_mp_is_the_papers(name, value_dtype, kind, gradients, seed):
     """Forward and backward, to the bit; NaN and infinity cross; all other positions receive zeros."""
     run = crossing(name, value_dtype=value_dtype)
     x, gradient = run.draw(kind, seed), run.draw(gradients, seed + 1)
-    received, returned = run(x, gradient)
+    received, pulled = run(x, gradient)
     eta = CROSSINGS[name][1]
 
     def one(x, gradient):
@@ -51,7 +51,7 @@ def test_dct_mp_is_the_papers(name, value_dtype, kind, gradients, seed):
     expected = jax.tree.map(one, at(run.source, x), at(run.target, gradient))
     forward, backward = jax.tree.transpose(jax.tree.structure(x), None, expected)
     assert_same(received, only_at(run.target, forward, run.size))
-    assert_same(returned, only_at(run.source, backward, run.size))
+    assert_same(pulled, only_at(run.source, backward, run.size))
 
 
 @pytest.mark.parametrize("value_dtype", [None, "float32"])
@@ -59,19 +59,19 @@ def test_dct_mp_is_the_papers(name, value_dtype, kind, gradients, seed):
 def test_bfloat16_activations_cross_as_they_are(value_dtype, kind, seed):
     run = crossing("back", dtype="bfloat16", value_dtype=value_dtype)
     x, gradient = run.draw(kind, seed), run.draw("normal", seed + 1)
-    received, returned = run(x, gradient)
+    received, pulled = run(x, gradient)
     reference = DctMpReference(0.75)
     assert_same(received, only_at(1, reference.forward(x[2]), 3))
-    assert_same(returned, only_at(2, reference.backward(gradient[1]), 3))
+    assert_same(pulled, only_at(2, reference.backward(gradient[1]), 3))
 
 
 def test_float16_activations_come_back_as_float16():
     run = Crossing((2, 6), 0.5, 2, 0, 1, dtype="float16")
     x = run.draw("normal", 0)
-    received, returned = run(x, x)
+    received, pulled = run(x, x)
     reference = DctMpReference(0.5)
     assert_same(received, only_at(1, reference.forward(x[0]), 2))
-    assert_same(returned, only_at(0, reference.backward(x[1]), 2))
+    assert_same(pulled, only_at(0, reference.backward(x[1]), 2))
 
 
 def test_every_sample_sends_its_own_share_on_its_own_mask():
@@ -79,10 +79,10 @@ def test_every_sample_sends_its_own_share_on_its_own_mask():
     run = crossing("few")  # 3 of 5 a sample
     x = np.zeros((2, 3, 5), np.float32)
     x[0] = [[1, -2, 3, -4, 5], [1e-9, -1e-9, 1e-9, 1e-9, 2e-9], [0, 0, 0, 0, 1e9]]
-    received, returned = run(x, np.ones_like(x))
-    kept = np.array([[0, 0, 1, 1, 1], [1, 1, 0, 0, 1], [1, 1, 0, 0, 1]])
-    np.testing.assert_array_equal(received[1], x[0] * kept)
-    np.testing.assert_array_equal(returned[0], kept)
+    received, pulled = run(x, np.ones_like(x))
+    mask = np.array([[0, 0, 1, 1, 1], [1, 1, 0, 0, 1], [1, 1, 0, 0, 1]])
+    np.testing.assert_array_equal(received[1], x[0] * mask)
+    np.testing.assert_array_equal(pulled[0], mask)
 
 
 def test_what_bfloat16_does_not_hold_arrives_as_infinity():
@@ -90,9 +90,9 @@ def test_what_bfloat16_does_not_hold_arrives_as_infinity():
     run = crossing("few", value_dtype="bfloat16")
     largest = np.finfo(np.float32).max
     x = np.broadcast_to(np.float32([largest, -largest, 1, 1, 1]), (2, 3, 5))
-    received, returned = run(x, x)
+    received, pulled = run(x, x)
     np.testing.assert_array_equal(received[1], np.broadcast_to([np.inf, -np.inf, 1, 0, 0], (3, 5)))
-    np.testing.assert_array_equal(returned[0], np.broadcast_to([np.inf, -np.inf, 1, 0, 0], (3, 5)))
+    np.testing.assert_array_equal(pulled[0], np.broadcast_to([np.inf, -np.inf, 1, 0, 0], (3, 5)))
 
 
 def test_with_sparsity_0_it_is_a_permutation():
@@ -102,13 +102,13 @@ def test_with_sparsity_0_it_is_a_permutation():
 def test_a_sample_of_one_number_is_sent_whole_beside_others_that_are_not():
     run = Crossing({"a": (6,), "b": (6, 5)}, 0.9, 2, 0, 1)
     x, gradient = run.draw("normal", 0), run.draw("normal", 1)
-    received, returned = run(x, gradient)
-    assert_same([received["a"], returned["a"]], [only_at(1, x["a"][0], 2), only_at(0, gradient["a"][1], 2)])
-    assert np.count_nonzero(returned["b"]) == 6
+    received, pulled = run(x, gradient)
+    assert_same([received["a"], pulled["a"]], [only_at(1, x["a"][0], 2), only_at(0, gradient["a"][1], 2)])
+    assert np.count_nonzero(pulled["b"]) == 6
 
 
-def documented(whole, chosen, positions, gradients):
-    return chosen + positions, gradients
+def documented(whole, values, positions, gradients):
+    return values + positions, gradients
 
 
 @pytest.mark.parametrize("value_dtype", slow_except([None, "bfloat16", "int4"], None, "bfloat16"))
@@ -131,35 +131,38 @@ def test_values_of_4_bits_are_those_of_the_tiles_and_their_gradients_have_6(spar
     shapes = {"a": (6, 5, 40), "b": (6, 200)}
     run = Crossing(shapes, sparsity, 3, 2, 0, dtype=dtype, value_dtype="int4")
     x, gradient = run.draw("normal", 0), run.draw("normal", 1)
-    received, arrived = run(x, gradient, seed=7)
+    received, pulled = run(x, gradient, seed=7)
     error = {"float32": 1e-5, "bfloat16": 0.02}[dtype]
     for number, name in enumerate(shapes):
-        reference, own = DctMpReference(sparsity), x[name][2]
-        reference.forward(own)
-        kept = reference.mask
-        back = gradient[name][0][kept]
+        reference, activations = DctMpReference(sparsity), x[name][2]
+        reference.forward(activations)
+        mask = reference.mask
+        back = gradient[name][0][mask]
         key = make_key(make_key(make_key(7), 1), number)
-        crossed = ((own[kept], received, 0, arrive(own[kept], 4)), (back, arrived, 2, returned(back, 6, key)))
-        for values, got, place, (expected, close) in crossed:
+        crossings = (
+            (activations[mask], received, 0, arrive(activations[mask], 4)),
+            (back, pulled, 2, returned(back, 6, key)),
+        )
+        for values, result, place, (expected, close) in crossings:
             assert close.mean() < 0.5
-            there = got[name][place][kept]
-            np.testing.assert_allclose(there[~close], expected[~close], rtol=error, atol=error)
-            assert not got[name][place][~kept].any()
+            arrival = result[name][place][mask]
+            np.testing.assert_allclose(arrival[~close], expected[~close], rtol=error, atol=error)
+            assert not result[name][place][~mask].any()
             assert np.abs(expected - values).max() > 0.01  # it is not a copy
-            assert not np.delete(got[name], place, axis=0).any()
+            assert not np.delete(result[name], place, axis=0).any()
 
 
 def test_the_sender_alone_writes_and_the_receiver_alone_reads():
     """And vice versa for the gradient."""
-    seen = []
+    calls = []
 
     class Listening(ValueCodec):
         def encode(self, values):
-            jax.debug.callback(lambda position: seen.append(("encode", int(position))), jax.lax.axis_index("stage"))
+            jax.debug.callback(lambda position: calls.append(("encode", int(position))), jax.lax.axis_index("stage"))
             return super().encode(values)
 
         def decode(self, words, count):
-            jax.debug.callback(lambda position: seen.append(("decode", int(position))), jax.lax.axis_index("stage"))
+            jax.debug.callback(lambda position: calls.append(("decode", int(position))), jax.lax.axis_index("stage"))
             return super().decode(words, count)
 
     class Listened(jc.layers.Boundary):
@@ -169,7 +172,7 @@ def test_the_sender_alone_writes_and_the_receiver_alone_reads():
     run = Crossing((2, 6), 0.5, 3, 0, 2, make=Listened)
     run(run.draw("normal", 0), run.draw("normal", 1))
     jax.effects_barrier()
-    assert sorted(seen) == [("decode", 0), ("decode", 2), ("encode", 0), ("encode", 2)]
+    assert sorted(calls) == [("decode", 0), ("decode", 2), ("encode", 0), ("encode", 2)]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -60,8 +60,8 @@ def test_a_step_is_numpys(place):
     assert untouched
     np.testing.assert_array_equal(state.params["table"][np.array(untouched)], start["table"][untouched])
     expected, exchanged = make_step(place, lambda table, ids: table[ids], sgd())
-    exchanged, others = expected(exchanged, batch)
-    np.testing.assert_allclose(metrics["loss"], others["loss"], rtol=1e-6)
+    exchanged, expected_metrics = expected(exchanged, batch)
+    np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.params, exchanged.params)
 
 
@@ -70,8 +70,8 @@ def test_bytes_are_predicted_and_no_all_reduce_of_the_table_is_left():
     traffic = late_lookup_traffic(N, D, K)
     assert traffic.received == (K - 1) * N * 4 * (1 + D)
     compiled = read_program(step.lower(state, make_batch()).compile().as_text())
-    assert [each for each in compiled.always if each.op == "all_gather"] == [traffic]
-    assert all(each.operand_bytes <= 4 * (D + 1) for each in compiled.always if each.op == "all_reduce")
+    assert [traffic for traffic in compiled.always if traffic.op == "all_gather"] == [traffic]
+    assert all(traffic.operand_bytes <= 4 * (D + 1) for traffic in compiled.always if traffic.op == "all_reduce")
     assert step.report(state, make_batch()).received == compiled.received
     step.verify(state, make_batch(), other_bytes=16, beside=[traffic])
     with pytest.raises(ValueError, match="a dense all-reduce is left"):
@@ -107,11 +107,11 @@ def test_an_id_outside_of_the_table_is_that_of_plain_indexing(place, outside):
 
 def test_without_workers_it_is_the_plain_lookup():
     batch, params = make_batch(), parameters()
-    found, expected = (
+    result, expected = (
         jax.value_and_grad(loss_with(look_up))(params, batch)
         for look_up in (late_lookup, lambda table, ids: table[ids])
     )
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
 
 
 @PLACES

@@ -67,8 +67,8 @@ def sgd(exchange):
     return optax.chain(exchange, optax.sgd(0.1, momentum=0.9))
 
 
-def assert_close(one, other, rtol=1e-4, atol=1e-5):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(*np.float32([a, b]), rtol=rtol, atol=atol), one, other)
+def assert_close(one, two, rtol=1e-4, atol=1e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(*np.float32([a, b]), rtol=rtol, atol=atol), one, two)
 
 
 @functools.cache
@@ -82,9 +82,9 @@ def dense(steps, dtype=jnp.float32):
 def test_ten_steps_are_those_of_a_dense_exchange_with_a_skipped_one_among_them(place):
     expected, losses = dense(10)
     workers = 4 if place == "simulated" else jc.make_mesh(data=4)
-    state, others = run(loss_with("late"), sgd(jc.plump_dp(where=but("hidden"))), workers)
+    state, expected_metrics = run(loss_with("late"), sgd(jc.plump_dp(where=but("hidden"))), workers)
     assert_close(state.params, expected)
-    assert_close(others, losses)
+    assert_close(expected_metrics, losses)
     for name, start in parameters()["hidden"].items():
         assert np.abs(state.params["hidden"][name] - start).max() > 1e-3
 
@@ -95,9 +95,9 @@ def test_a_compressor_of_the_other_leaves_sees_what_it_would_see_anyway():
     options = {"where": but("hidden"), "dense_below": 100, "life_span": 2, "value_dtype": "float32"}
     expected, losses = run(loss_with("reduce"), sgd(jc.dct_dp(0.5, **options, others=jc.plump_dp())), 4, steps=4)
     tx = sgd(jc.dct_dp(0.5, **options))
-    state, others = run(loss_with("late"), tx, jc.make_mesh(data=4), steps=4)
+    state, expected_metrics = run(loss_with("late"), tx, jc.make_mesh(data=4), steps=4)
     assert_close(state.params, expected.params)
-    assert_close(others, losses)
+    assert_close(expected_metrics, losses)
     assert 0 < float(jc.exchange_metrics(state.opt_state).sent) < 4 * M * OUT
     assert np.any(state.opt_state[0].residual.rows)
 
@@ -145,17 +145,17 @@ def test_an_odd_number_of_narrow_numbers_is_read_back_as_it_was(dtype):
     on_mesh = jax.jit(sharded)(x, errors)
     wide = [np.asarray(part, np.float64).reshape(K * rows, -1) for part in (x, errors)]
     expected = wide[0].T @ wide[1] / K, wide[1].sum(0) / K
-    for got in (on_mesh, [part[1] for part in simulated]):
-        assert [part.dtype for part in got] == [jnp.float32] * 2
-        for part, right in zip(got, expected, strict=True):
+    for result in (on_mesh, [part[1] for part in simulated]):
+        assert [part.dtype for part in result] == [jnp.float32] * 2
+        for part, right in zip(result, expected, strict=True):
             np.testing.assert_allclose(part, right, rtol=1e-5, atol=1e-5)
 
 
 def test_bfloat16_trains_as_a_dense_exchange_of_bfloat16_layers_does():
     expected, losses = dense(4, jnp.bfloat16)
     tx = sgd(jc.plump_dp(where=but("hidden")))
-    state, others = run(loss_with("late", jnp.bfloat16), tx, jc.make_mesh(data=4), steps=4)
-    assert_close(others, losses, rtol=0.01)
+    state, expected_metrics = run(loss_with("late", jnp.bfloat16), tx, jc.make_mesh(data=4), steps=4)
+    assert_close(expected_metrics, losses, rtol=0.01)
     assert_close(state.params["hidden"], expected["hidden"], rtol=0.01, atol=0.003)
     assert state.params["hidden"]["kernel"].dtype == jnp.float32
 
@@ -206,17 +206,17 @@ def test_auto_takes_what_moves_fewer_bytes(rows, is_late):
     plan = jc.planner.plan_late_multiply({"hidden": (N, M)}, rows, K)
     assert plan.mode("hidden") == ("late" if is_late else "reduce")
     assert (plan.layers[0].bytes_late == plan.layers[0].bytes_reduce) == (rows == 48)
-    alone, mesh = sgd(jc.plump_dp()), jc.make_mesh(data=1)  # one worker receives nothing in either way
-    state = init_state(parameters(), alone, mesh)
-    jc.make_train_step(loss_with("auto"), alone, mesh)(state, next(batches(rows=rows)))
+    single, mesh = sgd(jc.plump_dp()), jc.make_mesh(data=1)  # one worker receives nothing in either way
+    state = init_state(parameters(), single, mesh)
+    jc.make_train_step(loss_with("auto"), single, mesh)(state, next(batches(rows=rows)))
 
 
 @pytest.mark.parametrize("mode", ["late", "auto", "reduce"])
 def test_where_there_are_no_workers_it_is_the_plain_layer(mode):
     loss, plain = loss_with(mode), loss_with("reduce")
     batch = next(batches())
-    one, other = (jax.jit(jax.value_and_grad(f))(parameters(), batch) for f in (loss, plain))
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+    one, two = (jax.jit(jax.value_and_grad(f))(parameters(), batch) for f in (loss, plain))
+    jax.tree.map(np.testing.assert_array_equal, one, two)
     expected = batch @ parameters()["hidden"]["kernel"] + parameters()["hidden"]["bias"]
     assert_close(jc.late_multiply(batch, *map(jnp.asarray, list(parameters()["hidden"].values())), mode=mode), expected)
 
@@ -233,12 +233,12 @@ def trace(loss_fn, tx, workers, make):
 
 
 @PLACES
-@pytest.mark.parametrize("what", ["kernel", "bias"])
-def test_a_layer_that_multiplies_late_and_is_exchanged_too_is_refused(workers, make, what):
-    other = {"kernel": "bias", "bias": "kernel"}[what]
-    message = rf"The {what} of late_multiply must be replicated, .*; got .* Give the exchange where=plan.exchanges"
+@pytest.mark.parametrize("leaf", ["kernel", "bias"])
+def test_a_layer_that_multiplies_late_and_is_exchanged_too_is_refused(workers, make, leaf):
+    two = {"kernel": "bias", "bias": "kernel"}[leaf]
+    message = rf"The {leaf} of late_multiply must be replicated, .*; got .* Give the exchange where=plan.exchanges"
     with pytest.raises(ValueError, match=message):
-        trace(loss_with("late"), sgd(jc.plump_dp(where=but("hidden", other))), workers, make)
+        trace(loss_with("late"), sgd(jc.plump_dp(where=but("hidden", two))), workers, make)
 
 
 @PLACES
@@ -295,8 +295,8 @@ def test_the_trap_is_refused_for_the_leaves_that_are_not_marked():
     state = init_state(parameters(), tx, mesh).opt_state
 
     def worker(params, state, batch):
-        own = {**params, "last": lax.pcast(params["last"], "data", to="varying")}
-        return tx.update(jax.grad(loss_with("late"))(own, batch), state)
+        local = {**params, "last": lax.pcast(params["last"], "data", to="varying")}
+        return tx.update(jax.grad(loss_with("late"))(local, batch), state)
 
     specs = jc.state_specs(state)
     step = jax.shard_map(worker, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))

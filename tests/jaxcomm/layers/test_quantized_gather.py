@@ -32,21 +32,21 @@ def full(tree):
 def program(K, bits, simulated=False):
     """(shards, held, residuals, gradients) -> (new held, gradients of shards, new residuals)."""
 
-    def worker(shards, held, residual, gradient):
-        def loss(shards, residual, held):
-            weights, held = quantized_gather(shards, held, residual, bits=bits)
-            return sum(jnp.vdot(weights[name], gradient[name]) for name in SHAPES), held
+    def worker(shards, copies, residual, gradient):
+        def loss(shards, residual, copies):
+            weights, copies = quantized_gather(shards, copies, residual, bits=bits)
+            return sum(jnp.vdot(weights[name], gradient[name]) for name in SHAPES), copies
 
-        (gradients, residual), held = jax.grad(loss, argnums=(0, 1), has_aux=True)(shards, residual, held)
-        return held, gradients, residual
+        (gradients, residual), copies = jax.grad(loss, argnums=(0, 1), has_aux=True)(shards, residual, copies)
+        return copies, gradients, residual
 
     if simulated:
         return jax.jit(jax.vmap(worker, in_axes=(0, None, 0, 0), out_axes=(None, 0, 0), axis_name="data"))
 
-    def on_mesh(shards, held, residual, gradient):
-        own = [jax.tree.map(lambda x: x[0], tree) for tree in (shards, residual, gradient)]
-        held, *rows = worker(own[0], held, own[1], own[2])
-        return held, *(jax.tree.map(lambda x: x[None], tree) for tree in rows)
+    def on_mesh(shards, copies, residual, gradient):
+        local = [jax.tree.map(lambda x: x[0], tree) for tree in (shards, residual, gradient)]
+        copies, *rows = worker(local[0], copies, local[1], local[2])
+        return copies, *(jax.tree.map(lambda x: x[None], tree) for tree in rows)
 
     rows, mesh = P("data"), jc.make_mesh(data=K)
     return jax.jit(jax.shard_map(on_mesh, mesh=mesh, in_specs=(rows, P(), rows, rows), out_specs=(P(), rows, rows)))
@@ -54,9 +54,9 @@ def program(K, bits, simulated=False):
 
 def inputs(K, seed=0):
     """(shards (K, m, ...), held (K m, ...), residuals and gradients (K, K m, ...))."""
-    shards, held = numbers(seed, K), full(numbers(seed, K))
-    residuals = {name: np.zeros((K, *x.shape), np.float32) for name, x in held.items()}
-    return shards, held, residuals
+    shards, copies = numbers(seed, K), full(numbers(seed, K))
+    residuals = {name: np.zeros((K, *x.shape), np.float32) for name, x in copies.items()}
+    return shards, copies, residuals
 
 
 def gradients_of(seed, K):
@@ -69,61 +69,61 @@ def test_three_steps_are_those_of_numpy(K, bits, simulated):
     from tests.reference.quantized_gather import gather, scatter
 
     run = program(K, bits, simulated)
-    shards, held, residuals = inputs(K)
+    shards, copies, residuals = inputs(K)
     for step in range(3):
         shards = {name: s + numbers(90 + step, K, scale=0.01)[name] for name, s in shards.items()}
-        given = gradients_of(step, K)
-        new, applied, kept = jax.tree.map(np.asarray, run(shards, held, residuals, given))
+        gradients = gradients_of(step, K)
+        new, applied, owed = jax.tree.map(np.asarray, run(shards, copies, residuals, gradients))
         for name in SHAPES:
-            expected = gather(shards[name], held[name].reshape(K, *SHAPES[name]), bits)
+            expected = gather(shards[name], copies[name].reshape(K, *SHAPES[name]), bits)
             check(new[name].reshape(K, *SHAPES[name]), expected, 0.05 / (2 ** (bits - 1) - 1))
             cut = (K, K, *SHAPES[name])
-            sums, left = scatter(given[name].reshape(cut), residuals[name].reshape(cut), bits)
+            sums, left = scatter(gradients[name].reshape(cut), residuals[name].reshape(cut), bits)
             level = 5 / (2 ** (bits - 1) - 1)
             check(applied[name], sums, level)
-            check(kept[name].reshape(cut), left, level)
-        held, residuals = new, kept
+            check(owed[name].reshape(cut), left, level)
+        copies, residuals = new, owed
 
 
-def check(got, expected, level):
-    error = np.abs(got.astype(np.float64) - expected)
+def check(result, expected, level):
+    error = np.abs(result.astype(np.float64) - expected)
     assert np.all(error <= level)
     assert np.mean(error > 2e-6 * max(1, np.abs(expected).max())) <= 1 / 500
 
 
 def test_what_is_applied_and_what_is_kept_are_what_went_in():
-    K, run, seen = 4, program(4, 4), 0.0
-    shards, held, residuals = inputs(K)
+    K, run, error = 4, program(4, 4), 0.0
+    shards, copies, residuals = inputs(K)
     for step in range(5):
-        given = gradients_of(step, K)
-        went_in = {name: (given[name].astype(np.float64) + residuals[name]).sum(0) for name in SHAPES}
-        held, applied, residuals = jax.tree.map(np.asarray, run(shards, held, residuals, given))
+        gradients = gradients_of(step, K)
+        went_in = {name: (gradients[name].astype(np.float64) + residuals[name]).sum(0) for name in SHAPES}
+        copies, applied, residuals = jax.tree.map(np.asarray, run(shards, copies, residuals, gradients))
         for name in SHAPES:
             came_out = full(applied)[name] + residuals[name].astype(np.float64).sum(0)
             np.testing.assert_allclose(came_out, went_in[name], rtol=0, atol=1e-5)
-            seen = max(seen, np.abs(residuals[name]).max())
-    assert seen > 0.1
+            error = max(error, np.abs(residuals[name]).max())
+    assert error > 0.1
 
 
 def test_what_is_held_follows_the_shards():
     """Each round leaves at most half a level of the previous difference: 1/14 of it."""
     K, run = 2, program(2, 8)
-    shards, held, residuals = inputs(K)
+    shards, copies, residuals = inputs(K)
     shards = {name: s + 1 for name, s in shards.items()}
     for _ in range(3):
-        held, _, _ = run(shards, held, residuals, gradients_of(0, K))
+        copies, _, _ = run(shards, copies, residuals, gradients_of(0, K))
     for name in SHAPES:
-        np.testing.assert_allclose(held[name], full(shards)[name], rtol=0, atol=2e-6)
+        np.testing.assert_allclose(copies[name], full(shards)[name], rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 2.0**100])
 def test_a_gradient_that_is_not_finite_reaches_all_workers_and_no_residual(value):
     K, run = 4, program(4, 4)
-    shards, held, residuals = inputs(K)
-    _, _, residuals = jax.tree.map(np.asarray, run(shards, held, residuals, gradients_of(0, K)))
+    shards, copies, residuals = inputs(K)
+    _, _, residuals = jax.tree.map(np.asarray, run(shards, copies, residuals, gradients_of(0, K)))
     bad = gradients_of(1, K)
     bad["w"][2, 3, 1, 1] = value
-    _, applied, after = run(shards, held, residuals, bad)
+    _, applied, after = run(shards, copies, residuals, bad)
     for name in SHAPES:
         assert np.isnan(applied[name]).all()
         np.testing.assert_array_equal(after[name], residuals[name])
@@ -147,22 +147,22 @@ def train(gather, K=4, steps=300):
     optimizer = optax.adam(3e-3)
 
     def step(carry, x, y):
-        shards, held, residual, state = carry
+        shards, copies, residual, state = carry
 
-        def loss_fn(shards, residual, held):
-            weights, held = gather(shards, held, residual)
-            return jnp.mean((jnp.tanh(x @ weights["in"]) @ weights["out"] - y) ** 2) / K, held
+        def loss_fn(shards, residual, copies):
+            weights, copies = gather(shards, copies, residual)
+            return jnp.mean((jnp.tanh(x @ weights["in"]) @ weights["out"] - y) ** 2) / K, copies
 
-        (loss, held), (gradients, residual) = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)(
-            shards, residual, held
+        (loss, copies), (gradients, residual) = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)(
+            shards, residual, copies
         )
         updates, state = optimizer.update(gradients, state)
-        return (optax.apply_updates(shards, updates), held, residual, state), lax.psum(loss, "data")
+        return (optax.apply_updates(shards, updates), copies, residual, state), lax.psum(loss, "data")
 
-    def worker(shards, held, x, y):
-        zeros = jax.tree.map(lambda h: lax.pcast(jnp.zeros_like(h), "data", to="varying"), held)
+    def worker(shards, copies, x, y):
+        zeros = jax.tree.map(lambda h: lax.pcast(jnp.zeros_like(h), "data", to="varying"), copies)
         state = jax.tree.map(lambda s: lax.pcast(s, "data", to="varying") if s.ndim == 0 else s, optimizer.init(shards))
-        _, losses = lax.scan(lambda carry, _: step(carry, x, y), (shards, held, zeros, state), None, length=steps)
+        _, losses = lax.scan(lambda carry, _: step(carry, x, y), (shards, copies, zeros, state), None, length=steps)
         return losses
 
     specs = (P("data"), P(), P("data"), P("data"))
@@ -171,8 +171,8 @@ def train(gather, K=4, steps=300):
 
 
 def test_adam_gets_to_about_the_loss_of_32_bits():
-    def exactly(shards, held, residual):
-        return jax.tree.map(lambda s: lax.all_gather(s, "data", tiled=True), shards), held
+    def exactly(shards, copies, residual):
+        return jax.tree.map(lambda s: lax.all_gather(s, "data", tiled=True), shards), copies
 
     dense, few = train(exactly), train(quantized_gather)
     print(f"loss after 300 steps: 32 bits {dense[-1]:.4f}, 4 bits {few[-1]:.4f}, before {dense[0]:.4f}")
@@ -184,9 +184,9 @@ def test_adam_gets_to_about_the_loss_of_32_bits():
 def test_what_does_not_fit_is_refused():
     good = (np.ones((2, 3), np.float32), np.ones((4, 3), np.float32), np.ones((4, 3), np.float32))
 
-    def call(shards, held, residual, **options):
+    def call(shards, copies, residual, **options):
         def worker(_):
-            return quantized_gather(shards, held, residual, **options)[0]
+            return quantized_gather(shards, copies, residual, **options)[0]
 
         jax.vmap(worker, axis_name="data")(jnp.zeros(2))
 

@@ -70,8 +70,8 @@ def test_a_layer_is_the_layer_of_one_device_and_its_gradients_are_whole(by, inpu
         x, kernel, b
     )
     np.testing.assert_allclose(y, x @ kernel + b, rtol=1e-5, atol=1e-5)
-    for mine, whole in zip(grads, expected, strict=True):
-        np.testing.assert_allclose(mine, whole, rtol=1e-4, atol=1e-4)
+    for shard_gradient, whole in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(shard_gradient, whole, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("by", "inputs", "outputs"), list(itertools.product(SPLITS, PLACES, PLACES)))

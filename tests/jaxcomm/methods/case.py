@@ -74,8 +74,8 @@ class Case:
 
     def __str__(self) -> str:
         """A call such as topk(0.9,bfloat16), for pytest (`tests/conftest.py` reads it)."""
-        written = [value if isinstance(value, str) else f"{name}={value}" for name, value in self.options.items()]
-        return f"{self.name}({','.join(written)})"
+        fields = [value if isinstance(value, str) else f"{name}={value}" for name, value in self.options.items()]
+        return f"{self.name}({','.join(fields)})"
 
     def make(self, **overrides: Any) -> Any:
         return self.factory(**{**self.options, **overrides})
@@ -123,7 +123,7 @@ class Case:
         """Whether a step drains, by the documented rule."""
         return False
 
-    def scale_and_level(self, own: list[np.ndarray]) -> tuple[float, float]:
+    def scale_and_level(self, gradients: list[np.ndarray]) -> tuple[float, float]:
         """Bounds of a tensor's mean, and of the change in it if every rounding differs by one level."""
         raise NotImplementedError
 
@@ -132,9 +132,9 @@ class Case:
     def reference(self, tree: str, K: int) -> Any:
         raise NotImplementedError
 
-    def ask(self, reference: Any, own: list[Tensors], step: int, tree: str) -> StepResult:
+    def ask(self, reference: Any, gradients: list[Tensors], step: int, tree: str) -> StepResult:
         """Does a step of the reference with each worker's gradients."""
-        return reference.step(own)
+        return reference.step(gradients)
 
     def adopt(self, reference: Any, tree: str, state: Any) -> None:
         """Makes the reference go on from the library's state."""
@@ -212,5 +212,5 @@ class Case:
           for it, including the residual's.
         """
         residual = self.owed(tree, len(next(iter(grads.values()))), state)
-        own = {name: gradient.astype(np.float64) for name, gradient in grads.items()}
-        return own, {name: np.abs(g) + np.abs(residual[name]) for name, g in own.items()}
+        gradients = {name: gradient.astype(np.float64) for name, gradient in grads.items()}
+        return gradients, {name: np.abs(g) + np.abs(residual[name]) for name, g in gradients.items()}

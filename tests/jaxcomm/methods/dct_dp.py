@@ -38,8 +38,8 @@ class DctDp(Sparse):
             **self.chosen("sparsity", "life_span", "early", "slack", "dense_below", "value_dtype"),
         )
 
-    def ask(self, reference: Any, own: list[Tensors], step: int, tree: str) -> StepResult:
-        return reference.step(own, drain=self.drains(step))
+    def ask(self, reference: Any, gradients: list[Tensors], step: int, tree: str) -> StepResult:
+        return reference.step(gradients, drain=self.drains(step))
 
     def check_memory(self, reference: Any, tree: str, state: Any) -> None:
         rows = np.asarray(state.memory.threshold.rows)

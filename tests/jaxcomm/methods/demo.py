@@ -56,11 +56,11 @@ class Demo(Sparse):
 
     def inputs(self, tree: str, grads: Tensors, state: Any) -> tuple[Tensors, Tensors]:
         """A coefficient may be as large as the norm of its tensor, and its rounding is relative to that."""
-        own, sizes = super().inputs(tree, grads, state)
+        exact, sizes = super().inputs(tree, grads, state)
         for name in self.compressed(tree):
             norms = np.sqrt((sizes[name].reshape(len(sizes[name]), -1) ** 2).sum(1))  # (K,)
             sizes[name] = np.broadcast_to(norms.reshape(-1, *[1] * (sizes[name].ndim - 1)), sizes[name].shape)
-        return own, sizes
+        return exact, sizes
 
 
 def momenta(coefficients: Tensors, chunk: int) -> Tensors:

@@ -23,21 +23,21 @@ class Dgc(WithMomentum, Sparse):
         return {**super().all_options(K), "momentum": 0.0, "clip": None}
 
     def reference(self, tree: str, K: int) -> Any:
-        known = ("sparsity", "momentum", "factor_masking", "clip", "warmup_steps", "dense_below", "value_dtype")
-        return WatchedDgc(**self.chosen(*known))
+        names = ("sparsity", "momentum", "factor_masking", "clip", "warmup_steps", "dense_below", "value_dtype")
+        return WatchedDgc(**self.chosen(*names))
 
 
 class WatchedDgc(Watched, DgcReference):
     def _choose(self, name: str, v: np.ndarray, k: int) -> np.ndarray:
-        chosen = super()._choose(name, v, k)
+        choice = super()._choose(name, v, k)
         sizes = np.abs(v.reshape(-1))
-        last = sizes[chosen].min(initial=np.inf)  # of those that are sent, which have to be above 0
-        others = np.delete(sizes, chosen).max(initial=0)
+        last = sizes[choice].min(initial=np.inf)  # of those that are sent, which have to be above 0
+        remainder = np.delete(sizes, choice).max(initial=0)
         limit = 2 * self.tolerance[name]
-        self.watch(np.array([last, last - others]), limit)
-        if others > 0 and len(chosen) < self._slots(v.size, k):
-            self.watch(others, limit)
-        return chosen
+        self.watch(np.array([last, last - remainder]), limit)
+        if remainder > 0 and len(choice) < self._slots(v.size, k):
+            self.watch(remainder, limit)
+        return choice
 
 
 CASES = [

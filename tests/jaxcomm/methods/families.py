@@ -48,8 +48,8 @@ class Sparse(WithSparsity):
         """
         region = blocks(math.ceil(s.n / s.K))
         pairs = zip(s.inside, s.slots, strict=True)
-        even = np.concatenate([np.pad(np.full(n, slots / n), (0, -n % 1024)) for n, slots in pairs])
-        share = max(even[start : start + region].sum() for start in range(0, s.n, region))
+        spread = np.concatenate([np.pad(np.full(n, slots / n), (0, -n % 1024)) for n, slots in pairs])
+        share = max(spread[start : start + region].sum() for start in range(0, s.n, region))
         room = math.ceil(round(max(5 / 4 * share, share + 5 * math.sqrt(share)), 6))
         slots = min(region, sum(s.slots), room)
         return Fraction(2 * 4 * (s.K - 1) * self._payload_words(region, slots))
@@ -133,24 +133,24 @@ class WithMomentum(Case):
         return {name: u.astype(np.float64).mean(0).astype(np.float32) for name, u in rows.items()}
 
     def inputs(self, tree: str, grads: Tensors, state: Any) -> tuple[Tensors, Tensors]:
-        own, sizes = super().inputs(tree, self._clipped(grads), state)
+        exact, sizes = super().inputs(tree, self._clipped(grads), state)
         velocities = {**self.state_rows(tree, state)["velocities"], **self._dense_velocities(tree, state)}
         for name, u in velocities.items():
             decayed = self.option("momentum") * u.astype(np.float64)
-            own[name] = own[name] + decayed
+            exact[name] = exact[name] + decayed
             sizes[name] = sizes[name] + np.abs(decayed)
-        return own, sizes
+        return exact, sizes
 
     def _clipped(self, grads: Tensors) -> Tensors:
         clip = self.option("clip")
         if clip is None:
             return grads
-        own = {name: gradient.astype(np.float64) for name, gradient in grads.items()}
-        K = len(next(iter(own.values())))
-        norm = np.sqrt(sum((g.reshape(K, -1) ** 2).sum(1) for g in own.values()))  # (K,)
+        exact = {name: gradient.astype(np.float64) for name, gradient in grads.items()}
+        K = len(next(iter(exact.values())))
+        norm = np.sqrt(sum((g.reshape(K, -1) ** 2).sum(1) for g in exact.values()))  # (K,)
         factor = np.minimum(1, clip * math.sqrt(K) / np.maximum(norm, 1e-300))
         with np.errstate(invalid="ignore"):  # for an infinite gradient, the result is not used
-            return {name: g * factor.reshape(-1, *[1] * (g.ndim - 1)) for name, g in own.items()}
+            return {name: g * factor.reshape(-1, *[1] * (g.ndim - 1)) for name, g in exact.items()}
 
     def _velocity(self, state: Any) -> Any:
         return getattr(state.memory, "velocity", state.memory).rows

@@ -28,15 +28,15 @@ class Iwp(WithMomentum, Shared):
     def all_options(self, K: int) -> dict[str, Any]:
         # A publisher publishes its nonzero coordinates: only all publishers together cover what is sent.
         least = {"alpha": 1e-35, "beta": 0.0, "floor": 1e-35, "density": 1.0, "random_selection": False}
-        own = {"momentum": 0.0, "clip": None, "life_span": 1, "eps": 1e-3}
-        return {"publishers": K, "value_dtype": "float32", **own, **least}
+        defaults = {"momentum": 0.0, "clip": None, "life_span": 1, "eps": 1e-3}
+        return {"publishers": K, "value_dtype": "float32", **defaults, **least}
 
     def reference(self, tree: str, K: int) -> Any:
         seed, names = self.option("seed"), self.compressed(tree)
 
         def publishers(step: int) -> dict[str, list[int]]:
-            drawn = noise.publishers(seed, step, len(names), K, self.option("publishers"))
-            return dict(zip(names, drawn, strict=True))
+            draws = noise.publishers(seed, step, len(names), K, self.option("publishers"))
+            return dict(zip(names, draws, strict=True))
 
         def uniform(step: int, worker: int) -> Tensors:
             return numbers(self, tree, noise.make_key(seed, step, worker))
@@ -54,8 +54,8 @@ class Iwp(WithMomentum, Shared):
             **self.chosen("dense_below", "value_dtype", "mask_codec"),
         )
 
-    def ask(self, reference: Any, own: list[Tensors], step: int, tree: str) -> StepResult:
-        return reference.step(own, {name: np.asarray(w, np.float32) for name, w in params_of(tree).items()})
+    def ask(self, reference: Any, gradients: list[Tensors], step: int, tree: str) -> StepResult:
+        return reference.step(gradients, {name: np.asarray(w, np.float32) for name, w in params_of(tree).items()})
 
     def adopt(self, reference: Any, tree: str, state: Any) -> None:
         """With the union of the publishers' masks: all of its coordinates, of which those with a slot are sent."""

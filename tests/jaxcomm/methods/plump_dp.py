@@ -36,9 +36,9 @@ class PlumpDp(Case):
             return half, half
         part = math.ceil(numbers / (K * 32)) * 32
         # An all-to-all and an all-gather, or one message to the only other worker, with a flag in each message.
-        sent = words(numbers, 16) + 1 + self.sealed if K == 2 else 2 * (K - 1) * (words(part, 16) + 1 + self.sealed)
-        both = Fraction(4 * sent) + self.vote(K)
-        return both, both
+        payload = words(numbers, 16) + 1 + self.sealed if K == 2 else 2 * (K - 1) * (words(part, 16) + 1 + self.sealed)
+        messages = Fraction(4 * payload) + self.vote(K)
+        return messages, messages
 
 
 CASES = [

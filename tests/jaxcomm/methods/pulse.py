@@ -31,11 +31,11 @@ class Pulse(Sparse):
         return None
 
     def reference(self, tree: str, K: int) -> Any:
-        chosen = self.chosen("sparsity", "learning_rate", "dense_below", "value_dtype")
-        return PulseReference(turn=turn(self.option("seed")), **chosen)
+        options = self.chosen("sparsity", "learning_rate", "dense_below", "value_dtype")
+        return PulseReference(turn=turn(self.option("seed")), **options)
 
-    def ask(self, reference: Any, own: list[Tensors], step: int, tree: str) -> StepResult:
-        return reference.step(own, {name: np.asarray(w, np.float32) for name, w in params_of(tree).items()})
+    def ask(self, reference: Any, gradients: list[Tensors], step: int, tree: str) -> StepResult:
+        return reference.step(gradients, {name: np.asarray(w, np.float32) for name, w in params_of(tree).items()})
 
 
 CASES = [

@@ -20,15 +20,15 @@ class QuantDp(Coded):
     rounds_at_random = True
     recovers: ClassVar = {"": {"bits": 4, "norm": "l2"}}
 
-    def scale_and_level(self, own: list[np.ndarray]) -> tuple[float, float]:
+    def scale_and_level(self, gradients: list[np.ndarray]) -> tuple[float, float]:
         norm = {"max": lambda g: np.abs(g).max(), "l2": np.linalg.norm}[self.option("norm")]
         if self.option("collective") == "psum":
-            scale = max(norm(g) for g in own)
-            return scale, scale / ((2 ** (self.option("bits") - 1) - 1) // len(own))
-        scales = sum(norm(g) for g in own)
+            scale = max(norm(g) for g in gradients)
+            return scale, scale / ((2 ** (self.option("bits") - 1) - 1) // len(gradients))
+        scales = sum(norm(g) for g in gradients)
         levels = 2 ** (self.option("bits") - 1) - 1
         shots = 1 if self.option("collective") == "gather" else 2 + self.option("bucket") ** 0.5 / levels
-        return scales / len(own) * shots, shots * scales / levels / len(own)
+        return scales / len(gradients) * shots, shots * scales / levels / len(gradients)
 
     def reference(self, tree: str, K: int) -> Any:
         def uniform(step: int, worker: int | None, phase: int) -> Tensors:

@@ -26,11 +26,11 @@ class RandomK(WithSparsity, Shared):
 
         def offsets(step: int) -> dict[str, int]:
             key = noise.make_key(self.option("seed"), step)
-            drawn = noise.integers(key, list(sizes.values()), start=sum(slots))
-            return dict(zip(sizes, drawn.tolist(), strict=True))
+            draws = noise.integers(key, list(sizes.values()), start=sum(slots))
+            return dict(zip(sizes, draws.tolist(), strict=True))
 
-        chosen = self.chosen("sparsity", "dense_below", "value_dtype", "collective")
-        return RandomKReference(uniform=uniform, offsets=offsets, **chosen)
+        options = self.chosen("sparsity", "dense_below", "value_dtype", "collective")
+        return RandomKReference(uniform=uniform, offsets=offsets, **options)
 
 
 CASES = [

@@ -20,11 +20,11 @@ class Sign(Coded):
 
     def inputs(self, tree: str, grads: Tensors, state: Any) -> tuple[Tensors, Tensors]:
         """All numbers of a block get its mean magnitude."""
-        own, sizes = super().inputs(tree, grads, state)
+        exact, sizes = super().inputs(tree, grads, state)
         for name, size in sizes.items():
             largest = size.reshape(len(size), -1).max(1)  # (K,)
             sizes[name] = size + largest.reshape(-1, *[1] * (size.ndim - 1))
-        return own, sizes
+        return exact, sizes
 
     def reference(self, tree: str, K: int) -> Any:
         return WatchedSign(**self.chosen("dense_below", "collective"))

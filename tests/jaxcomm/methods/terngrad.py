@@ -22,9 +22,9 @@ class TernGrad(Coded):
     rounds_at_random = True
     sends_ones: ClassVar = {"clip": None}
 
-    def scale_and_level(self, own: list[np.ndarray]) -> tuple[float, float]:
-        scale = max(np.abs(g).max() for g in own)
-        return scale, scale / len(own)
+    def scale_and_level(self, gradients: list[np.ndarray]) -> tuple[float, float]:
+        scale = max(np.abs(g).max() for g in gradients)
+        return scale, scale / len(gradients)
 
     def reference(self, tree: str, K: int) -> Any:
         def uniform(step: int, worker: int) -> Tensors:

@@ -22,7 +22,7 @@ def taking(argument):
     return [case.factory for case in FIRST if argument in inspect.signature(case.factory).parameters]
 
 
-METHODS = [each for each in vars(jc.methods).values() if inspect.isclass(each) and issubclass(each, Exchange)]
+METHODS = [x for x in vars(jc.methods).values() if inspect.isclass(x) and issubclass(x, Exchange)]
 OWN_COORDINATES = taking("chunk")
 SPARSE = taking("sparsity")
 COMPRESSORS = taking("dense_below")
@@ -33,11 +33,11 @@ NAN, INF = float("nan"), float("inf")
 def test_what_a_family_takes_by_name_no_method_takes_by_position(method):
     """A field that is written again without `kw_only=True` would become the first positional argument."""
     by_name = inspect.Parameter.KEYWORD_ONLY
-    own = inspect.signature(method).parameters
+    parameters = inspect.signature(method).parameters
     for base in method.__mro__[1:]:
         if issubclass(base, Exchange):
-            named = [name for name, each in inspect.signature(base).parameters.items() if each.kind is by_name]
-            assert [name for name in named if own[name].kind is not by_name] == []
+            keywords = [name for name, x in inspect.signature(base).parameters.items() if x.kind is by_name]
+            assert [name for name in keywords if parameters[name].kind is not by_name] == []
 
 
 @pytest.mark.parametrize("factory", SPARSE)
@@ -80,7 +80,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(
-    ("name", "factory", "values"), [(name, each, values) for name, takers, values in NUMBERS for each in takers]
+    ("name", "factory", "values"), [(name, x, values) for name, takers, values in NUMBERS for x in takers]
 )
 def test_numbers_keep_their_rules(name, factory, values):
     for value in values:
@@ -188,8 +188,11 @@ def test_2_to_the_31_elements_are_refused(case):
 def test_numpy_numbers_are_numbers(number):
     """They do not give their type to what they multiply, as in a sweep over np.arange."""
     assert jc.local_sgd(number(2), exchange=jc.plump_dp()).method.steps == 2
-    made = jc.dgc(np.float64(0.9), momentum=np.float64(0.5), dense_below=number(7), chunk=number(1024)).method
-    assert {type(each) for each in (made.sparsity, made.momentum, made.dense_below, made.chunk)} == {int, float}
+    method = jc.dgc(np.float64(0.9), momentum=np.float64(0.5), dense_below=number(7), chunk=number(1024)).method
+    assert {type(x) for x in (method.sparsity, method.momentum, method.dense_below, method.chunk)} == {
+        int,
+        float,
+    }
     assert jc.quant_dp(number(4), bucket=number(64)).method == jc.quant_dp(4, bucket=64).method
     assert jc.chain(jc.plump_dp(), accumulate=number(2)).accumulate == 2
     assert (
@@ -198,8 +201,8 @@ def test_numpy_numbers_are_numbers(number):
 
 
 def test_an_estimate_leaves_integers_out_as_a_report_does():
-    own = {"w": np.zeros((40, 50), np.float32)}
-    estimates = [jc.planner.estimate(tree, 4, 1e9) for tree in (own, {**own, "n": np.int32(1)})]
+    tree = {"w": np.zeros((40, 50), np.float32)}
+    estimates = [jc.planner.estimate(tree, 4, 1e9) for tree in (tree, {**tree, "n": np.int32(1)})]
     assert estimates[0].parameters == estimates[1].parameters == 2000
 
 
@@ -246,10 +249,10 @@ def test_parts_are_exchanged_as_one_and_skip_together(monkeypatch):
         == 8
     )
     batch = {name: rng.normal(size=(2, 2000)).astype(np.float32) for name in params}
-    kept = {name: np.where(np.abs(x) >= np.sort(np.abs(x))[:, -200:-199], x, 0) for name, x in batch.items()}
+    values = {name: np.where(np.abs(x) >= np.sort(np.abs(x))[:, -200:-199], x, 0) for name, x in batch.items()}
     state, metrics = step(step.init(params), batch)
     for name, value in step.params(state).items():
-        np.testing.assert_allclose(value, -kept[name].mean(0), rtol=1e-6)
+        np.testing.assert_allclose(value, -values[name].mean(0), rtol=1e-6)
     assert int(metrics["sent"]) == 2 * 4 * 200
     batch["a"][1, 3] = np.nan
     before = jax.tree.map(np.asarray, state)

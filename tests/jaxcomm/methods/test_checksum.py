@@ -27,9 +27,9 @@ class Flipped:
         self.first, axes = state_of_workers(tx, TREE, K)
         params = params_of(TREE)
 
-        def update(own, state, where):
+        def update(row, state, where):
             self.where = where
-            return tx.update(own, state, params)
+            return tx.update(row, state, params)
 
         workers = jax.vmap(update, in_axes=(0, axes, None), axis_name="data")
         example = (gradients("normal", 0, TREE, K), self.first, NOWHERE)
@@ -37,17 +37,17 @@ class Flipped:
 
     def flipping(self, collective):
         def flip(words, axis_name, *args, **options):
-            arrived = collective(words, axis_name, *args, **options)
-            if arrived.dtype != jnp.uint32 or arrived.ndim == 0:
-                return arrived
+            message = collective(words, axis_name, *args, **options)
+            if message.dtype != jnp.uint32 or message.ndim == 0:
+                return message
             number, word, bit, victim = self.where
             is_hit = (number == self.messages) & (lax.axis_index(axis_name) == victim)
             self.messages += 1
-            rows = arrived.reshape(-1, arrived.shape[-1])  # a message each, the last from another worker
-            changed = rows.at[-1, word % rows.shape[1]].set(
+            rows = message.reshape(-1, message.shape[-1])  # a message each, the last from another worker
+            flipped = rows.at[-1, word % rows.shape[1]].set(
                 rows[-1, word % rows.shape[1]] ^ (1 << bit).astype("uint32")
             )
-            return jnp.where(is_hit, changed, rows).reshape(arrived.shape)
+            return jnp.where(is_hit, flipped, rows).reshape(message.shape)
 
         return flip
 
@@ -73,7 +73,7 @@ CHECKED = [type(case)({**case.options, "checksum": True}, case.setting) for case
 
 def kind_of_messages(case):
     """What decides who seals and reads payloads: the family and the collective; and whether momentum must stay."""
-    family = next((each for each in (Sparse, Shared, Coded) if isinstance(case, each)), None)
+    family = next((kind for kind in (Sparse, Shared, Coded) if isinstance(case, kind)), None)
     return family, case.options.get("collective"), case.momentum
 
 
@@ -84,23 +84,23 @@ KINDS = list({kind_of_messages(case): case for case in reversed(CHECKED)}.values
 @pytest.mark.parametrize("case", first_rows(KINDS))
 def test_a_flipped_bit_skips_the_step_on_all_workers(case, monkeypatch):
     """In any message: all means are zero, residuals stay. If the bit is not sent, the step is unchanged."""
-    workers, rng, found = Flipped(case.make(), monkeypatch), np.random.default_rng(0), set()
+    workers, rng, kinds = Flipped(case.make(), monkeypatch), np.random.default_rng(0), set()
     state = workers.first
     for seed in range(4):
         means, after, skipped = workers.step(seed, state)
         assert skipped == [0] * K
         for number in range(workers.messages):
             hit = [number, rng.integers(2**20), rng.integers(32), seed % 2]  # the first worker and the second
-            damaged, other, skipped = workers.step(seed, state, hit)
+            outcome, expected, skipped = workers.step(seed, state, hit)
             if skipped == [1] * K:
-                found.add(number)
-                assert not any(mean.any() for mean in damaged.values())
-                jax.tree.map(np.testing.assert_array_equal, kept(other), kept(state))
+                kinds.add(number)
+                assert not any(mean.any() for mean in outcome.values())
+                jax.tree.map(np.testing.assert_array_equal, kept(expected), kept(state))
             else:
                 assert skipped == [0] * K
-                jax.tree.map(np.testing.assert_array_equal, (damaged, other), (means, after))
+                jax.tree.map(np.testing.assert_array_equal, (outcome, expected), (means, after))
         state = after
-    assert found == set(range(workers.messages)) != set()
+    assert kinds == set(range(workers.messages)) != set()
 
 
 def test_without_a_checksum_one_worker_goes_on_with_another_mean(monkeypatch):

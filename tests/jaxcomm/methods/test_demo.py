@@ -27,8 +27,8 @@ def gradients(seed):
     return trees.gradients("normal", seed, TREE, K)
 
 
-def owns(given):
-    return [{name: leaf[k] for name, leaf in given.items()} for k in range(K)]
+def owns(grads):
+    return [{name: leaf[k] for name, leaf in grads.items()} for k in range(K)]
 
 
 @pytest.mark.parametrize(("k", "decay"), slow_except([(32, 0.999), (1, 0.5)], (32, 0.999)))
@@ -36,15 +36,15 @@ def test_the_exchange_is_the_papers(k, decay):
     workers = Simulated(jc.demo(k, decay=decay, value_dtype="float32", collective="gather"), TREE, K)
     state, reference = workers.first, DemoReference(k, 4096, decay)
     for seed in range(6):
-        given = gradients(seed)
-        out, expected = workers.step(given, state), reference.step(owns(given))
+        grads = gradients(seed)
+        out, expected = workers.step(grads, state), reference.step(owns(grads))
         state = out.state
-        for name in given:
+        for name in grads:
             np.testing.assert_allclose(out.means[name], expected.mean[name], rtol=1e-5, atol=1e-5)
         assert out.metrics.sent == sum(expected.sent)
         for name, rows in trees.cut(out.residual, SHAPES).items():
-            for own, expected_own in zip(rows, reference.residuals, strict=True):
-                np.testing.assert_allclose(own.reshape(-1), expected_own[name], atol=1e-4)
+            for row, expected_own in zip(rows, reference.residuals, strict=True):
+                np.testing.assert_allclose(row.reshape(-1), expected_own[name], atol=1e-4)
 
 
 def test_parameters_change_by_the_sign():
@@ -61,9 +61,9 @@ def test_parameters_change_by_the_sign():
     state, reference = step.init(params), DemoReference(8, 4096, 0.999)
     expected = {name: np.zeros(shape) for name, shape in shapes.items()}
     for seed in range(4):
-        given = gradients(seed)
-        state, _ = step(state, given)
-        mean = reference.step(owns(given)).mean
+        grads = gradients(seed)
+        state, _ = step(state, grads)
+        mean = reference.step(owns(grads)).mean
         for name in shapes:
             expected[name] -= 0.125 * np.sign(mean[name])
             is_clear = np.abs(mean[name]) > 1e-5  # rounding decides the sign of the others
@@ -80,14 +80,14 @@ def test_what_is_not_sent_decays_and_nothing_else_is_lost(value_dtype, collectiv
     workers = Simulated(jc.demo(64, decay=decay, value_dtype=value_dtype, collective=collective), TREE, K)
     state = workers.first
     for seed in range(4):
-        given, before = (
+        grads, before = (
             gradients(seed),
             momenta(trees.cut(np.asarray(state.residual.rows).reshape(K, -1), SHAPES), 4096),
         )
-        out = workers.step(given, state)
+        out = workers.step(grads, state)
         state, after = out.state, momenta(trees.cut(out.residual, SHAPES), 4096)
         for name in SHAPES:
-            went_in = (given[name].astype(np.float64) + before[name]).mean(0)
+            went_in = (grads[name].astype(np.float64) + before[name]).mean(0)
             np.testing.assert_allclose(out.means[name] + after[name].mean(0) / decay, went_in, atol=1e-4)
 
 

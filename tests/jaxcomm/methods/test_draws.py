@@ -42,10 +42,10 @@ def returned(tx, updates, steps, params=None, counter="step"):
     """
     first = tx.init(jax.tree.map(lambda rows: jnp.zeros(rows.shape[1:]), updates) if params is None else params)
 
-    def worker(own):
+    def worker(row):
         def step(_, i):
-            counted = {"step": i} if counter == "step" else {"memory": first.memory._replace(**{counter: i})}
-            out, state = tx.update(own, first.replace(**counted), params)
+            fields = {"step": i} if counter == "step" else {"memory": first.memory._replace(**{counter: i})}
+            out, state = tx.update(row, first.replace(**fields), params)
             return None, (out, jc.exchange_metrics(state).skipped)
 
         return jax.lax.scan(step, None, jnp.arange(steps, dtype=jnp.int32))[1]
@@ -85,14 +85,14 @@ def test_as_many_workers_as_asked_publish_a_layer_and_all_of_them_equally_often(
 
 
 def test_publishers_of_layers_steps_and_seeds_are_independent():
-    one, other = published(0).astype(int), published(1).astype(int)
+    one, two = published(0).astype(int), published(1).astype(int)
     for a, b in itertools.combinations(range(LAYERS), 2):
         check_overlaps(one[:, a], one[:, b])
     for lag in (1, 2, 3):
         for s in range(LAYERS):
             check_overlaps(one[lag:, s], one[:-lag, s])
         check_overlaps(one[lag:, 1:].reshape(-1, K), one[:-lag, :-1].reshape(-1, K))
-    check_overlaps(one.reshape(-1, K), other.reshape(-1, K))
+    check_overlaps(one.reshape(-1, K), two.reshape(-1, K))
 
 
 def check_overlaps(a, b):
@@ -121,7 +121,7 @@ def equal_gradients():
     return x
 
 
-def check_variance(means, of_one_worker, added=0.0):
+def check_variance(means, of_one_worker, extra=0.0):
     """Independent errors of K workers average out: the variance of the mean is 1/K^2 of their sum's.
 
     Args:
@@ -130,7 +130,7 @@ def check_variance(means, of_one_worker, added=0.0):
       added: how much more it may be, relative to that.
     """
     ratio = means.var(0, ddof=1).mean() / (of_one_worker.mean() / WORKERS)
-    assert 0.9 <= ratio <= 1.1 + added
+    assert 0.9 <= ratio <= 1.1 + extra
 
 
 def of_rounding(x, level):
@@ -144,8 +144,8 @@ def test_quant_dp_rounds_on_every_worker_by_itself(collective):
     x = equal_gradients()
     tx = jc.quant_dp(BITS, bucket=BUCKET, collective=collective)
     means = returned(tx, x, DRAWS)[0].astype(np.float64)
-    same = x[0] == x[1]
-    check_variance(means[:, same], of_rounding(x[0, same].astype(np.float64), 1 / (2 ** (BITS - 1) - 1)))
+    equal = x[0] == x[1]
+    check_variance(means[:, equal], of_rounding(x[0, equal].astype(np.float64), 1 / (2 ** (BITS - 1) - 1)))
 
 
 def test_quant_dp_rounds_a_sum_of_equal_gradients_k_times_as_coarsely():
@@ -174,12 +174,12 @@ def test_random_k_draws_every_coordinate_equally_often(sizes, sparsity):
     tx = jc.random_k(sparsity, value_dtype="float32", collective="psum", dense_below=0)
     ones = {f"{s}": np.ones((1, n), np.float32) for s, n in enumerate(sizes)}
     for name, mean in returned(tx, ones, steps).items():
-        drawn = mean[0] != 0
-        n, k = drawn.shape[1], drawn[0].sum()
+        picks = mean[0] != 0
+        n, k = picks.shape[1], picks[0].sum()
         assert n % k != 0
-        assert np.all(drawn.sum(1) == k)
-        assert is_uniform(drawn.sum(0), steps * k / n, degrees=n - k), name
-        check_independent(drawn[1:], drawn[:-1], k * k / n)
+        assert np.all(picks.sum(1) == k)
+        assert is_uniform(picks.sum(0), steps * k / n, degrees=n - k), name
+        check_independent(picks[1:], picks[:-1], k * k / n)
 
 
 def check_independent(a, b, expected):
@@ -215,23 +215,23 @@ SLIM_SETTINGS = [(0.8, 0.1), (0.3, 0.15)]
 @pytest.mark.parametrize(("alpha", "beta"), SLIM_SETTINGS)
 def test_explorers_draw_every_coordinate_equally_often(alpha, beta):
     """A K-th of (alpha - beta) n in every owner's part, where that does not divide the part."""
-    drawn = explored(alpha, beta)
-    workers, communications, m = drawn.shape
+    picks = explored(alpha, beta)
+    workers, communications, m = picks.shape
     e = round((alpha - beta) * MODEL / workers)
     for part in np.array_split(np.arange(m), workers):  # the first m % K are one longer
         assert len(part) % e != 0
-        assert np.all(drawn[:, :, part].sum(-1) == e)
-        counts = drawn[:, :, part].sum((0, 1))
+        assert np.all(picks[:, :, part].sum(-1) == e)
+        counts = picks[:, :, part].sum((0, 1))
         assert is_uniform(counts, workers * communications * e / len(part), degrees=len(part) - e)
 
 
 @pytest.mark.parametrize(("alpha", "beta"), slow_except(SLIM_SETTINGS, (0.3, 0.15)))
 def test_explorers_of_workers_and_communications_are_independent(alpha, beta):
-    drawn = explored(alpha, beta)
-    workers, _, m = drawn.shape
+    picks = explored(alpha, beta)
+    workers, _, m = picks.shape
     e = round((alpha - beta) * MODEL / workers)
     expected = sum(e * e / len(part) for part in np.array_split(np.arange(m), workers))
     for a, b in itertools.combinations(range(workers), 2):
-        check_independent(drawn[a], drawn[b], expected)
+        check_independent(picks[a], picks[b], expected)
     for a, b in itertools.product(range(workers), repeat=2):
-        check_independent(drawn[a, 1:], drawn[b, :-1], expected)
+        check_independent(picks[a, 1:], picks[b, :-1], expected)

@@ -54,20 +54,20 @@ def kinds(tree):
 def traced(tx, params):
     """The types of the updates, and those of the state before and after, on a mesh without devices."""
     axes = {"slice": 2, "data": K} if isinstance(tx.method, jc.methods.Hierarchical) else {"data": K}
-    spec, found = P(tuple(axes)), []
+    spec, dtypes = P(tuple(axes)), []
 
     def update(rows):
-        own = jax.tree.map(lambda row: row[0], rows)
+        row = jax.tree.map(lambda row: row[0], rows)
         state = tx.init(params)
-        updates, new = tx.update(own, state, own if is_local(tx) else params)
-        found.extend(map(kinds, (updates, state, new)))
+        updates, new = tx.update(row, state, row if is_local(tx) else params)
+        dtypes.extend(map(kinds, (updates, state, new)))
         return jax.tree.map(lambda leaf: leaf.reshape(-1).sum(keepdims=True), updates)
 
     count = int(np.prod(list(axes.values())))
     rows = {name: jax.ShapeDtypeStruct((count, *leaf.shape), leaf.dtype) for name, leaf in params.items()}
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
     jax.eval_shape(jax.shard_map(update, mesh=mesh, in_specs=(spec,), out_specs=spec), rows)
-    return found
+    return dtypes
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_every_method_traces_under_x64_and_strict_promotion(setting, monkeypatch
 def test_x64_changes_no_bytes_of_float32(setting):
     tree = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in SHAPES.items()}
     tx = SETTINGS[setting]()
-    without = jc.wire_report(tx, tree, K).program
+    plain = jc.wire_report(tx, tree, K).program
     with jax.enable_x64(True):
-        assert jc.wire_report(tx, tree, K).program == without
+        assert jc.wire_report(tx, tree, K).program == plain
 
 
 REFUSED = r"at most 32 bits; got float64 at .*'w'.*Keep these parameters in float32, or .* by plump_dp\(\)"
@@ -109,13 +109,13 @@ def test_the_remedy_for_float64_works_and_sends_8_bytes(make):
         updates, before, after = traced(make(), params)
         assert updates == kinds(params)
         assert before == after
-        wide = [each for each in jc.wire_report(make(), params, 4).program.always if each.dtype == "float64"]
-        assert [each.operand_bytes for each in wide] == [8 * 2000]
+        wide = [t for t in jc.wire_report(make(), params, 4).program.always if t.dtype == "float64"]
+        assert [t.operand_bytes for t in wide] == [8 * 2000]
 
 
 def test_numpy_float64_without_x64_is_float32():
-    found, *_ = traced(jc.topk(0.9), {"w": np.ones((40, 50))})
-    assert found["w"].dtype == np.float32
+    dtypes, *_ = traced(jc.topk(0.9), {"w": np.ones((40, 50))})
+    assert dtypes["w"].dtype == np.float32
 
 
 ROWS = np.random.default_rng(0).normal(size=(12, 5))
@@ -146,15 +146,15 @@ def by_hand():
 )
 def test_float64_is_float64_to_the_last_bits(chain, options, steps):
     """Means, loss, accumulation, and the anchor of a local method; small tensors of compressors too."""
-    wanted, loss = by_hand()
+    expected, loss = by_hand()
     with jax.enable_x64(True):
         step = jc.simulate(loss_fn, chain(), 3, **options)
         state = step.init({"w": jnp.asarray(W)})
         for _ in range(steps):
             state, metrics = step(state, ROWS)
-        got = np.asarray(step.params(state)["w"])
-    assert got.dtype == metrics["loss"].dtype == np.float64
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-14)
+        result = np.asarray(step.params(state)["w"])
+    assert result.dtype == metrics["loss"].dtype == np.float64
+    np.testing.assert_allclose(result, expected, rtol=0, atol=1e-14)
     np.testing.assert_allclose(float(metrics["loss"]), loss, rtol=1e-14)
 
 

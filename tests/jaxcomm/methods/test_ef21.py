@@ -26,10 +26,10 @@ def test_it_is_the_papers_algorithm(dense_below):
     workers = Simulated(jc.ef21(0.9, dense_below=dense_below, value_dtype="float32"), TREE, K)
     state, reference = workers.first, Ef21Reference(0.9, dense_below)
     for seed in range(6):
-        given = gradients(seed)
-        out = workers.step(given, state)
+        grads = gradients(seed)
+        out = workers.step(grads, state)
         state = out.state
-        expected = reference.step([{name: leaf[k] for name, leaf in given.items()} for k in range(K)])
+        expected = reference.step([{name: leaf[k] for name, leaf in grads.items()} for k in range(K)])
         for name in PARAMS:
             np.testing.assert_allclose(out.means[name], expected[name], rtol=1e-5, atol=1e-5)
 
@@ -38,12 +38,12 @@ def test_it_is_the_papers_algorithm(dense_below):
 @pytest.mark.parametrize("value_dtype", ["float32", "bfloat16"])
 def test_the_estimate_is_the_mean_of_the_workers_and_reaches_a_gradient_that_stays(collective, value_dtype):
     workers = Simulated(jc.ef21(0.9, collective=collective, value_dtype=value_dtype), TREE, K)
-    state, given, far = workers.first, gradients(0), []
+    state, grads, far = workers.first, gradients(0), []
     for _ in range(40):
-        out = workers.step(given, state)
+        out = workers.step(grads, state)
         state = out.state
         np.testing.assert_allclose(state.memory, -out.residual.mean(0), atol=1e-5)
-        far.append(max(np.abs(out.means[name] - given[name].mean(0)).max() for name in PARAMS))
+        far.append(max(np.abs(out.means[name] - grads[name].mean(0)).max() for name in PARAMS))
     assert far[0] > 1 > 1e-4 > far[-1]
 
 
@@ -51,14 +51,14 @@ def test_the_estimate_is_the_mean_of_the_workers_and_reaches_a_gradient_that_sta
 def test_a_bad_step_changes_nothing_and_the_next_goes_on(name, bad):
     workers = Simulated(jc.ef21(0.9), TREE, K)
     state = workers.step(gradients(0), workers.first).state
-    given = gradients(1)
-    given[name][1].reshape(-1)[2] = bad  # "b" travels dense
-    out = workers.step(given, state)
+    grads = gradients(1)
+    grads[name][1].reshape(-1)[2] = bad  # "b" travels dense
+    out = workers.step(grads, state)
     assert out.skipped
     assert not any(np.any(mean) for mean in out.means.values())
     np.testing.assert_array_equal(out.state.residual.rows, state.residual.rows)
     np.testing.assert_array_equal(out.state.memory, state.memory)
-    means, expected = (workers.step(gradients(1), each).means for each in (out.state, state))
+    means, expected = (workers.step(gradients(1), state).means for state in (out.state, state))
     jax.tree.map(np.testing.assert_array_equal, means, expected)
 
 

@@ -41,10 +41,10 @@ def loss(params, batch):
 
 def batch_of(step, bad=None):
     rng = np.random.default_rng((step, 3))
-    made = {name: rng.normal(size=(8, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+    batch = {name: rng.normal(size=(8, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
     if bad is not None:
-        made["b"][5, 3] = bad
-    return made
+        batch["b"][5, 3] = bad
+    return batch
 
 
 def run(tx, sizes, *, on_mesh, steps=5, bad_at=2):
@@ -62,10 +62,10 @@ def test_dense_across_equals_plump_dp_over_all_workers():
     flat = optax.chain(jc.plump_dp(), optax.sgd(RATE))
     state, step = init_state(first_params(), flat, 8), jc.simulate(loss, flat, 8, donate=False)
     tx = optax.chain(jc.hierarchical(EXCHANGES["plump_dp"]()), optax.sgd(RATE))
-    for i, (own, metrics) in enumerate(run(tx, (4, 2), on_mesh=True)):
+    for i, (weights, metrics) in enumerate(run(tx, (4, 2), on_mesh=True)):
         state, expected = step(state, batch_of(i, np.nan if i == 2 else None))
         assert metrics["skipped"] == expected["skipped"] == (i == 2)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), own.params, state.params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), weights.params, state.params)
 
 
 def test_compressed_across_equals_the_exchange_of_the_groups_means():
@@ -74,30 +74,30 @@ def test_compressed_across_equals_the_exchange_of_the_groups_means():
     outer = optax.chain(EXCHANGES["random_k"](), optax.sgd(RATE))
     kwargs = {"axis_name": "slice"}
     state, step = init_state(first_params(), outer, 8, **kwargs), jc.simulate(loss, outer, 8, donate=False, **kwargs)
-    for i, (own, metrics) in enumerate(run(tx, (8, 1), on_mesh=False, bad_at=None)):
+    for i, (weights, metrics) in enumerate(run(tx, (8, 1), on_mesh=False, bad_at=None)):
         state, expected = step(state, batch_of(i))
         assert metrics["sent"] == expected["sent"]
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), own.params, state.params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), weights.params, state.params)
 
 
 @pytest.mark.parametrize("name", slow_except(["plump_dp", "dct_dp", "iwp"], "plump_dp"))
 def test_a_mesh_and_a_simulation_agree_and_bytes_are_those_predicted(name):
     sizes, tx = (2, 4), optax.chain(jc.hierarchical(EXCHANGES[name]()), optax.sgd(RATE))
-    for i, ((own, metrics), (other, expected)) in enumerate(
+    for i, ((weights, metrics), (expected_params, expected)) in enumerate(
         zip(run(tx, sizes, on_mesh=True), run(tx, sizes, on_mesh=False), strict=True)
     ):
         assert metrics["skipped"] == expected["skipped"] == (i == 2)
         for count in ("sent", "overflow", "drained"):
             assert metrics[count] == expected[count]
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), own.params, other.params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), weights.params, expected_params.params)
     report = jc.wire_report(tx, first_params(), sizes, axis_name=AXES)
     shares = sum(-(-int(np.prod(shape)) // 4) for shape in SHAPES.values())
     assert report.received_over("data") == 3 * 4 * shares * 2 + 2 * 3 / 4 * 20  # both ways, and five counts
-    alone = jc.wire_report(
+    flat = jc.wire_report(
         EXCHANGES[name](), [jax.ShapeDtypeStruct((-(-int(np.prod(s)) // 4),), "float32") for s in SHAPES.values()], 2,
         axis_name="slice",
     )  # fmt: skip
-    assert report.received_over("slice") == alone.received
+    assert report.received_over("slice") == flat.received
     mesh = jc.make_mesh(slice=2, data=4)
     state = init_state(first_params(), tx, mesh, axis_name=AXES)
     step = jc.make_train_step(loss, tx, mesh, axis_name=AXES)
@@ -124,8 +124,8 @@ def check_that_it_is_owed(state, dense, sizes):
     for name, shape in SHAPES.items():
         size = int(np.prod(shape))
         share = -(-size // inside)
-        own = owed[:, start : start + share].reshape(-1)[:size].reshape(shape)
-        np.testing.assert_allclose(np.asarray(state.params[name]) - RATE * own, dense[name], atol=2e-6)
+        weights = owed[:, start : start + share].reshape(-1)[:size].reshape(shape)
+        np.testing.assert_allclose(np.asarray(state.params[name]) - RATE * weights, dense[name], atol=2e-6)
         start += -(-share // 1024) * 1024
 
 

@@ -46,11 +46,11 @@ def test_nothing_is_lost(case, K, tree, kinds, seed, growth):
     """
     for grads, state, out in steps_of(case, tree, K, kinds, seed, growth):
         before, after = case.owed(tree, K, state), case.owed(tree, K, out.state)
-        own, sizes = case.inputs(tree, grads, state)
+        exact, sizes = case.inputs(tree, grads, state)
         if out.skipped:
             # Only where a number is too large for a residual, or finite ones can add up to an infinite mean.
             of_workers = sum(max(size[w].max() for size in sizes.values()) for w in range(K))
-            too_large = any(np.abs(own[name]).max() >= case.limit for name in case.compressed(tree))
+            too_large = any(np.abs(exact[name]).max() >= case.limit for name in case.compressed(tree))
             assert (
                 too_large
                 or of_workers > 0.9999 * FLOAT32_MAX
@@ -65,11 +65,11 @@ def test_nothing_is_lost(case, K, tree, kinds, seed, growth):
         for name, gradient in grads.items():
             mean = out.means[name]
             if name in case.compressed(tree) and not out.metrics.drained:
-                assert np.abs(own[name]).max() <= case.limit * (1 + 1e-5)
+                assert np.abs(exact[name]).max() <= case.limit * (1 + 1e-5)
             assert mean.dtype == gradient.dtype
             assert mean.shape == gradient.shape[1:]
             left = mean.astype(np.float64) + after[name].mean(0)
-            right = (own[name] + before[name]).mean(0)
+            right = (exact[name] + before[name]).mean(0)
             tolerance = (K + 3) * EPS * sizes[name].mean(0)
             if case.momentum and case.option("clip"):
                 tolerance *= 8  # the norm is a sum of thousands of squares
@@ -95,10 +95,10 @@ def largest(dtype):
 def test_nothing_is_lost_to_the_bit_where_numbers_are_dyadic(case, K, tree, seed, growth):
     for grads, state, out in steps_of(case, tree, K, ["dyadic"] * 4, seed, growth):
         before, after = case.owed(tree, K, state), case.owed(tree, K, out.state)
-        own, _ = case.inputs(tree, grads, state)
+        exact, _ = case.inputs(tree, grads, state)
         assert not out.skipped
         for name in grads:
-            np.testing.assert_array_equal(out.means[name] + after[name].mean(0), (own[name] + before[name]).mean(0))
+            np.testing.assert_array_equal(out.means[name] + after[name].mean(0), (exact[name] + before[name]).mean(0))
 
 
 @pytest.mark.parametrize("case", cases.first_rows([case for case in CASES if case.can_overflow]))
@@ -198,19 +198,19 @@ def test_what_is_owed_survives_other_numbers_of_workers(case, K, tree):
     for workers in (3, 8, 1, K):
         before, state = state, jc.resize_workers(state, workers)
         old, new = case.state_rows(tree, before), case.state_rows(tree, state)
-        for kept in old:
-            for name, rows in old[kept].items():
-                assert len(new[kept][name]) == workers
+        for row in old:
+            for name, rows in old[row].items():
+                assert len(new[row][name]) == workers
                 mean, size = rows.astype(np.float64).mean(0), np.abs(rows).max(0)
-                assert np.all(np.abs(new[kept][name].astype(np.float64).mean(0) - mean) <= EPS * size), (kept, name)
+                assert np.all(np.abs(new[row][name].astype(np.float64).mean(0) - mean) <= EPS * size), (row, name)
     grads = gradients("normal", 9, tree, K)
-    own, sizes = case.inputs(tree, grads, state)
+    exact, sizes = case.inputs(tree, grads, state)
     out = simulated(case, tree, K).step(grads, state)
     assert not out.skipped
     if case.conserves:
         left = case.owed(tree, K, out.state)
         for name, mean in out.means.items():
-            difference = np.abs(mean + left[name].mean(0) - own[name].mean(0) - owed[name].mean(0))
+            difference = np.abs(mean + left[name].mean(0) - exact[name].mean(0) - owed[name].mean(0))
             assert np.all(difference <= 16 * EPS * (sizes[name].mean(0) + np.abs(owed[name]).max(0))), name
 
 
@@ -294,12 +294,12 @@ def test_keeping_everything_equals_plump_dp_where_regions_have_room_for_it(case,
 
 
 def check_that_it_equals_plump_dp(case, K, tree):
-    everything = Simulated(case.make(**case.all_options(K)), tree, K)
+    full = Simulated(case.make(**case.all_options(K)), tree, K)
     dense = simulated(plump_dp.CASES[0], tree, K)
-    state, dense_state = everything.first, dense.first
+    state, dense_state = full.first, dense.first
     for i, kind in enumerate(["normal", "ties", "heavy", "huge", "zeros", "single", "normal"]):
         grads = gradients(kind, i, tree, K)
-        out, expected = everything.step(grads, state), dense.step(grads, dense_state)
+        out, expected = full.step(grads, state), dense.step(grads, dense_state)
         state, dense_state = out.state, expected.state
         assert out.metrics.overflow == 0
         assert not out.residual.any()

@@ -45,10 +45,10 @@ def loss(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array
 
 def batch_of(step: int, K: int, bad: float | None = None) -> dict[str, np.ndarray]:
     rng = np.random.default_rng((step, 7))
-    made = {name: rng.normal(size=(K, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+    batch = {name: rng.normal(size=(K, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
     if bad is not None:
-        made["b"][K - 1, 3] = bad
-    return made
+        batch["b"][K - 1, 3] = bad
+    return batch
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ class Case:
 def slim(**options: Any) -> Case:
     def oracle(K: int) -> Any:
         def uniform(t: int, k: int) -> np.ndarray:
-            return noise.uniform(noise.make_key(0, t, k), made.explorer_size * K)
+            return noise.uniform(noise.make_key(0, t, k), batch.explorer_size * K)
 
         def offsets(t: int, k: int, sizes: list[int]) -> np.ndarray:
-            return noise.integers(noise.make_key(0, t, k), sizes, start=made.explorer_size * K)
+            return noise.integers(noise.make_key(0, t, k), sizes, start=batch.explorer_size * K)
 
-        made = SlimDpReference(first_params(), K, uniform=uniform, offsets=offsets, **options)
-        return made
+        batch = SlimDpReference(first_params(), K, uniform=uniform, offsets=offsets, **options)
+        return batch
 
     def usual(K: int) -> float:
         core = round(options["beta"] * N)
@@ -183,13 +183,13 @@ def test_method_equals_its_oracle(case, K):
 def test_a_mesh_and_a_simulation_agree(case):
     K = 4
     (state, step), tx = on_mesh(case, K), optax.chain(optax.sgd(RATE), case.make())
-    other, simulated = init_state(first_params(), tx, K), jc.simulate(loss, tx, K, donate=False)
+    twin, simulated = init_state(first_params(), tx, K), jc.simulate(loss, tx, K, donate=False)
     for i in range(6):
         state, metrics = step(state, batch_of(i, K, BAD.get(i)))
-        other, expected = simulated(other, batch_of(i, K, BAD.get(i)))
+        twin, expected = simulated(twin, batch_of(i, K, BAD.get(i)))
         assert metrics["skipped"] == expected["skipped"]
         assert metrics["sent"] == expected["sent"]
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), state.params, other.params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), state.params, twin.params)
 
 
 @pytest.mark.parametrize("case", slow_except(CASES, CASES[5], CASES[7]), ids=str)
@@ -266,15 +266,15 @@ def test_what_is_not_pushed_is_carried_or_lost(unsent):
 def test_explorers_are_new_ones_of_every_worker_and_communication():
     K = 4
     state, step = _start(jc.slim_dp(0.3, 0.0, q=1000), K)
-    seen = []
+    picks = []
     for i in range(3):
         before = state.params.rows["c"]
         state, _ = step(state, batch_of(i, K))
         local_only = before - RATE * batch_of(i, K)["c"]
-        changed = np.abs(np.asarray(state.params.rows["c"]) - local_only) > 1e-5
-        seen += [frozenset(np.flatnonzero(rows)) for rows in changed]
-    assert len(set(seen)) == len(seen)
-    assert all(40 < len(explorer) < 120 for explorer in seen)  # of 260, 30% are pulled
+        variant = np.abs(np.asarray(state.params.rows["c"]) - local_only) > 1e-5
+        picks += [frozenset(np.flatnonzero(rows)) for rows in variant]
+    assert len(set(picks)) == len(picks)
+    assert all(40 < len(explorer) < 120 for explorer in picks)  # of 260, 30% are pulled
 
 
 def test_local_optimizers_differ_between_workers_and_stay_local():
@@ -431,8 +431,8 @@ def test_a_process_waits_for_no_other_between_two_exchanges(tmp_path, chain, mov
     with Lab(2, None) as lab:
         results = lab.run(command, env={"PYTHONPATH": str(ROOT)}, timeout=100)
     assert [result.returncode for result in results] == [0, 0], results
-    found = np.asarray([result.stdout.split()[-4:] for result in results], float)
-    own = [1 - 2 * moves, 2 * (1 - 4 * moves)]  # worker k moves by 0.1 (k + 1) a step
-    np.testing.assert_allclose(found[:, 0], own, rtol=1e-6)
-    np.testing.assert_allclose(found[:, 1:3], [[1 - 3 * moves, 2 * (1 - 6 * moves)]] * 2, rtol=1e-6)
-    assert found[0, 3] == found[1, 3]
+    positions = np.asarray([result.stdout.split()[-4:] for result in results], float)
+    expected = [1 - 2 * moves, 2 * (1 - 4 * moves)]  # worker k moves by 0.1 (k + 1) a step
+    np.testing.assert_allclose(positions[:, 0], expected, rtol=1e-6)
+    np.testing.assert_allclose(positions[:, 1:3], [[1 - 3 * moves, 2 * (1 - 6 * moves)]] * 2, rtol=1e-6)
+    assert positions[0, 3] == positions[1, 3]

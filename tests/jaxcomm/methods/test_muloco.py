@@ -59,8 +59,8 @@ def test_every_step_is_the_papers(step):
     for number in range(3 * H + 1):
         batch = batch_of(number)
         state, _ = step(state, batch)
-        own = [{name: rows[k] for name, rows in batch.items()} for k in range(K)]
-        reference.step([muon.update(gradient) for muon, gradient in zip(inner, own, strict=True)])
+        rows_of = [{name: rows[k] for name, rows in batch.items()} for k in range(K)]
+        reference.step([muon.update(gradient) for muon, gradient in zip(inner, rows_of, strict=True)])
         for name in SHAPES:
             np.testing.assert_allclose(step.params(state)[name], reference.global_model[name], atol=2e-5)
             rows = np.asarray(state.params.rows[name]).reshape(K, *SHAPES[name])
@@ -91,10 +91,10 @@ def test_another_number_of_workers_goes_on_from_the_merged_model(step):
     state = started(step)
     for number in range(H):
         state, _ = step(state, batch_of(number))
-    merged = jax.tree.map(np.asarray, step.params(state))
-    other = jc.simulate(loss, muloco(), 3, donate=False)
+    model = jax.tree.map(np.asarray, step.params(state))
+    third = jc.simulate(loss, muloco(), 3, donate=False)
     resized = step.resize(state, 3)
-    jax.tree.map(np.testing.assert_array_equal, other.params(resized), merged)
+    jax.tree.map(np.testing.assert_array_equal, third.params(resized), model)
     batch = {name: np.concatenate([rows, rows[:1]]) for name, rows in batch_of(H).items()}
-    state, _ = other(resized, batch)
+    state, _ = third(resized, batch)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params.rows))

@@ -44,18 +44,18 @@ def test_a_mesh_and_a_simulation_agree(case, K, tree):
     for i, kind in enumerate(["normal", "ties", "heavy", "largest", "normal"]):
         grads = gradients(kind, i, tree, K)
         _, sizes = case.inputs(tree, grads, state)
-        same = jax.tree.map(lambda rows, like: np.asarray(rows).reshape(like.shape), state, simulation.first)
-        out, expected = mesh.step(grads, state), simulation.step(grads, same)
+        layout = jax.tree.map(lambda rows, like: np.asarray(rows).reshape(like.shape), state, simulation.first)
+        out, expected = mesh.step(grads, state), simulation.step(grads, layout)
         state = out.state
         assert out.metrics == expected.metrics
         if case.residual and not case.has_scales:
             np.testing.assert_array_equal(out.residual, expected.residual)
-        residual, other = (case.owed(tree, K, each) for each in (out.state, expected.state))
+        residual, expected_residual = (case.owed(tree, K, state) for state in (out.state, expected.state))
         for name in grads:
             error = K * EPS * sizes[name].mean(0)
             if case.has_scales:
                 error = 16 * K * EPS * sizes[name].max()
-            assert np.all(np.abs(residual[name] - other[name]) <= error)
+            assert np.all(np.abs(residual[name] - expected_residual[name]) <= error)
             difference = np.abs(out.means[name].astype(np.float64) - expected.means[name])
             assert np.mean(difference > error) <= (0.01 if case.rounds_at_random else 0)
 

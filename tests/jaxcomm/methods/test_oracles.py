@@ -82,9 +82,9 @@ def test_dct_dp_without_early_refreshes_is_algorithm_1_as_printed():
     assert_similar(trees.cut(out.residual, {"w": (4115,)})["w"], residual)
 
 
-def assert_similar(got, expected):
+def assert_similar(result, expected):
     """Equal, except where a float32 may be on the other side of a threshold: in one of a thousand coordinates."""
-    assert np.mean(np.abs(got - expected) > 1e-5 * np.abs(expected).max()) < 1e-3
+    assert np.mean(np.abs(result - expected) > 1e-5 * np.abs(expected).max()) < 1e-3
 
 
 def test_a_number_whose_third_is_nearly_between_two_of_float16():
@@ -96,9 +96,9 @@ def oracle_of_steps(case, K, tree, events, seed):
     """Checks every step, and returns the oracle; it adopts the state after a close decision that differs."""
     workers, oracle = simulated(case, tree, K), Oracle(case, tree, K)
     state = workers.first
-    for i, (grads, own) in enumerate(steps_of(events, seed, tree, K)):
+    for i, (grads, local) in enumerate(steps_of(events, seed, tree, K)):
         _, sizes = case.inputs(tree, grads, state)
-        out, expected = workers.step(grads, state), oracle.step(own, i, sizes)
+        out, expected = workers.step(grads, state), oracle.step(local, i, sizes)
         state = out.state
         try:
             check_counts(case, i, out, expected)
@@ -119,23 +119,23 @@ def oracle_of_steps(case, K, tree, events, seed):
 def test_method_that_rounds_at_random_equals_its_oracle(case, K, tree, events, seed):
     """To 4e-6 of a scale, except for 1% of the coordinates, where a last bit decides: they may differ by a level."""
     workers, oracle = simulated(case, tree, K), Oracle(case, tree, K)
-    state, apart, total = workers.first, 0, 0
-    for i, (grads, own) in enumerate(steps_of(events, seed, tree, K)):
+    state, close_calls, total = workers.first, 0, 0
+    for i, (grads, local) in enumerate(steps_of(events, seed, tree, K)):
         _, sizes = case.inputs(tree, grads, state)
-        out, expected = workers.step(grads, state), oracle.step(own, i, sizes)
+        out, expected = workers.step(grads, state), oracle.step(local, i, sizes)
         state = out.state
         check_counts(case, i, out, expected)
         for name, mean in expected.mean.items():
-            scale, level = case.scale_and_level([g[name].astype(np.float64) for g in own])
+            scale, level = case.scale_and_level([g[name].astype(np.float64) for g in local])
             if name not in case.compressed(tree):
                 level = 0
-            got, dtype = out.means[name].astype(np.float64), grads[name].dtype
+            result, dtype = out.means[name].astype(np.float64), grads[name].dtype
             error = 4e-6 * scale + (0 if dtype == np.float32 else float(trees.finfo(dtype).eps) * np.abs(mean))
-            difference = np.where(got == mean, 0, np.abs(got - mean))  # a scale may be NaN in a skipped step
+            difference = np.where(result == mean, 0, np.abs(result - mean))  # a scale may be NaN in a skipped step
             assert np.all((difference == 0) | (difference <= error + level))
-            apart += np.sum((difference != 0) & ~(difference <= error))
+            close_calls += np.sum((difference != 0) & ~(difference <= error))
             total += mean.size
-    assert apart <= 0.01 * total
+    assert close_calls <= 0.01 * total
 
 
 def steps_of(events, seed, tree, K):
@@ -162,13 +162,13 @@ def check_means(case, out, expected, oracle, grads, sizes):
         assert_close(out.means[name], mean, grads[name].dtype, error, case.momentum)
 
 
-def assert_close(got, mean, dtype, error, is_momentum):
-    assert got.dtype == dtype
+def assert_close(result, mean, dtype, error, is_momentum):
+    assert result.dtype == dtype
     if dtype != np.float32:  # means come back in the gradient's type, and momentum travels in it
         info = trees.finfo(dtype)
         size = error / EPS if is_momentum else np.abs(mean)
         error = error + float(info.eps) * size + float(info.smallest_subnormal)
-    difference = np.abs(got.astype(np.float64) - mean)
+    difference = np.abs(result.astype(np.float64) - mean)
     assert np.all((difference == 0) | (difference <= error))  # the first holds if a skipped step's sizes are NaN
 
 

@@ -76,8 +76,8 @@ def residuals(tree, residual):
     return trees.cut(residual, {name: trees.TREES[tree][name] for name in COMPRESSED[tree]})
 
 
-def same(state, other):
-    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True))
+def same(state, two):
+    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(two), strict=True))
 
 
 def check_skipped(out, before):
@@ -93,8 +93,8 @@ def with_mean(singular_values, scale=1.0):
     rng = np.random.default_rng(0)
     u, _, v = np.linalg.svd(rng.normal(size=(64, 48)), full_matrices=False)
     r = len(singular_values)
-    mean, apart = u[:, :r] * singular_values @ v[:r], rng.normal(size=(64, 48)) / 8
-    return {"w": (np.stack([mean + apart, mean - apart]) * scale).astype(np.float32)}
+    mean, deviation = u[:, :r] * singular_values @ v[:r], rng.normal(size=(64, 48)) / 8
+    return {"w": (np.stack([mean + deviation, mean - deviation]) * scale).astype(np.float32)}
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e25])
@@ -125,11 +125,11 @@ def test_a_warm_start_ends_in_the_best_approximation():
 def test_what_is_left_is_sent_later():
     """One gradient, then zeros: two directions are sent per step, until no residual is left. The matrix has rank 48."""
     workers, grads = simulated("matrix", 2), with_mean(np.linspace(2, 1, 48))
-    nothing = {"w": np.zeros_like(grads["w"])}
+    zero = {"w": np.zeros_like(grads["w"])}
     out = workers.step(grads, workers.first)
     total = out.means["w"].astype(np.float64)
     for _ in range(48):
-        out = workers.step(nothing, out.state)
+        out = workers.step(zero, out.state)
         total += out.means["w"]
     np.testing.assert_allclose(total, grads["w"].mean(0), atol=1e-4)
 
@@ -137,13 +137,13 @@ def test_what_is_left_is_sent_later():
 def test_a_gradient_of_zeros_does_not_end_the_iteration():
     """Such as that of a layer after one that starts from zero."""
     workers, grads = simulated("matrix", 2, 4), with_mean([3, 2, 1])
-    nothing = {"w": np.zeros_like(grads["w"])}
-    zeros = workers.step(nothing, workers.first)
+    zero = {"w": np.zeros_like(grads["w"])}
+    zeros = workers.step(zero, workers.first)
     assert zeros.metrics.skipped == zeros.means["w"].any() == 0
     assert same(zeros.state.memory, workers.first.memory)
-    once = workers.step(with_mean([1]), zeros.state)
-    assert same(once.state.memory[0][..., 1:], zeros.state.memory[0][..., 1:])  # there is only one direction
-    out = workers.step(grads, once.state.replace(residual=zeros.state.residual))
+    update = workers.step(with_mean([1]), zeros.state)
+    assert same(update.state.memory[0][..., 1:], zeros.state.memory[0][..., 1:])  # there is only one direction
+    out = workers.step(grads, update.state.replace(residual=zeros.state.residual))
     np.testing.assert_allclose(out.means["w"], grads["w"].mean(0), atol=1e-4)
 
 
@@ -168,8 +168,8 @@ def test_nothing_is_lost(K, tree):
                 tolerance += float(info.eps) * np.abs(mean) + float(info.smallest_subnormal)
             left = mean + (after[name].mean(0) if name in after else 0)
             assert np.all(np.abs(left - accumulated.mean(0)) <= tolerance), (name, kind)
-        sent = sum(RANK * sum(matrix_shape(trees.TREES[tree][name])) for name in COMPRESSED[tree])
-        assert out.metrics == (K * sent, 0, 0, 0)
+        volume = sum(RANK * sum(matrix_shape(trees.TREES[tree][name])) for name in COMPRESSED[tree])
+        assert out.metrics == (K * volume, 0, 0, 0)
         state, before = out.state, after
 
 
@@ -218,51 +218,53 @@ def test_the_residual_stays_finite_at_the_end_of_the_range():
 )
 def test_a_mesh_and_a_simulation_agree_and_so_do_the_devices(K, tree):
     mesh, simulation = on_mesh(tree, K), simulated(tree, K)
-    state, other = mesh.first, simulation.first
-    for got, want in zip(state.memory, other.memory, strict=True):  # two programs with the same draws round differently
-        np.testing.assert_allclose(got, want, rtol=1e-6)
+    state, simulated_state = mesh.first, simulation.first
+    for result, want in zip(
+        state.memory, simulated_state.memory, strict=True
+    ):  # two programs with the same draws round differently
+        np.testing.assert_allclose(result, want, rtol=1e-6)
     for i, kind in enumerate(["normal", "heavy", "nan", "normal", "single", "zeros", "normal"]):
         grads = gradients("normal" if kind == "nan" else kind, i, tree, K)
         if kind == "nan":
             grads["b"].reshape(K, -1)[K - 1, 3] = np.nan
-        out, expected = mesh.step(grads, state), simulation.step(grads, other)
+        out, expected = mesh.step(grads, state), simulation.step(grads, simulated_state)
         assert out.metrics == expected.metrics
         assert out.skipped == (kind == "nan")
         for name in grads:
             close(out.means[name], expected.means[name], grads[name])
-        for got, want in zip(
+        for result, want in zip(
             (out.residual, *out.state.memory), (expected.residual, *expected.state.memory), strict=True
         ):
-            close(got, want, *grads.values())
+            close(result, want, *grads.values())
         means, state = mesh.last
         for array in [*means.values(), *state.memory, *state.metrics]:
             copies = [np.asarray(shard.data) for shard in array.addressable_shards]
             assert [copy.tobytes() for copy in copies] == [copies[0].tobytes()] * K
-        other = expected.state
+        simulated_state = expected.state
 
 
-def close(got, want, *gradients_, tolerance=1e-4):
+def close(result, want, *gradients_, tolerance=1e-4):
     """Up to rounding errors, which an iteration amplifies; 16-bit means up to those of their type."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    result, want = np.asarray(result, np.float64), np.asarray(want, np.float64)
     largest = max((np.nanmax(np.abs(g.astype(np.float64)), initial=0) for g in gradients_), default=0)
     if any(g.dtype != np.float32 for g in gradients_):
         tolerance = 1e-2
-    assert np.abs(got - want).max(initial=0) <= tolerance * max(largest, np.abs(want).max(initial=0))
+    assert np.abs(result - want).max(initial=0) <= tolerance * max(largest, np.abs(want).max(initial=0))
 
 
 @pytest.mark.parametrize(("K", "tree"), slow_except([(8, "matrices"), (2, "halves"), (2, "vectors")], (2, "vectors")))
 def test_predicted_bytes_are_compiled_bytes_and_those_of_the_formula(K, tree):
     shapes = trees.shapes_of(tree)
-    sent = sum(RANK * sum(matrix_shape(shapes[name].shape)) for name in COMPRESSED[tree])
+    volume = sum(RANK * sum(matrix_shape(shapes[name].shape)) for name in COMPRESSED[tree])
     dense = sum(s.size for name, s in shapes.items() if name not in COMPRESSED[tree])
     for workers in (K, 96):
         report = jc.wire_report(make(), shapes, workers)
-        expected = Fraction(2 * (workers - 1), workers) * 4 * (sent + dense)
+        expected = Fraction(2 * (workers - 1), workers) * 4 * (volume + dense)
         assert report.program.received == report.program.received_at_most == expected
-        assert [op.op for _, op in report.program.operations()] == ["all_reduce"] * (2 if sent else 1)
+        assert [op.op for _, op in report.program.operations()] == ["all_reduce"] * (2 if volume else 1)
     compiled = read_program(on_mesh(tree, K).compiled.as_text())
     assert compiled.received == compiled.received_at_most == jc.wire_report(make(), shapes, K).received
-    assert sum(1 for _ in compiled.operations()) == (2 if sent else 1)
+    assert sum(1 for _ in compiled.operations()) == (2 if volume else 1)
 
 
 def test_matrices_of_one_shape_are_one_product():
@@ -314,8 +316,8 @@ def test_the_first_q_is_another_for_every_tensor_and_seed_and_in_the_groups_orde
         np.testing.assert_array_equal(stack, np.stack([qs[name] for name in names]))
     values = np.concatenate([q.reshape(-1) for q in qs.values()])
     assert len(np.unique(values)) == values.size
-    other = first_q("matrices", 1 - seed)
-    assert not any(np.any(qs[name] == other[name]) for name in qs)
+    simulated_state = first_q("matrices", 1 - seed)
+    assert not any(np.any(qs[name] == simulated_state[name]) for name in qs)
 
 
 @pytest.mark.parametrize(("K", "tree"), [(1, "matrices"), (3, "matrices"), (2, "halves")])
@@ -334,8 +336,8 @@ def test_powersgd_equals_its_oracle(K, tree):
             grads[names[i % len(names)]].reshape(K, -1)[i % K, -1] = float(event)
         elif event == "sum":
             grads["b"].reshape(K, -1)[:, 0] = 3e38 if K > 1 else np.inf
-        own = [{name: np.asarray(gradient[w], np.float32) for name, gradient in grads.items()} for w in range(K)]
-        out, expected = workers.step(grads, state), oracle.step(own)
+        local = [{name: np.asarray(gradient[w], np.float32) for name, gradient in grads.items()} for w in range(K)]
+        out, expected = workers.step(grads, state), oracle.step(local)
         skips += out.skipped
         assert out.skipped == expected.skipped, i
         assert out.metrics.sent == sum(expected.sent)
@@ -378,7 +380,7 @@ def test_a_network_trains_with_it(how):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [*(("rank", each) for each in (0, -1, 2.0, True, None, "4")), ("dense_below", -1), ("dense_below", 1.5)],
+    [*(("rank", item) for item in (0, -1, 2.0, True, None, "4")), ("dense_below", -1), ("dense_below", 1.5)],
 )
 def test_numbers_keep_their_rules(name, value):
     refused(lambda: jc.powersgd(**{name: value}), f"{name} must be ", f"got {value!r}")

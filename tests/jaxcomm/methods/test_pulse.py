@@ -58,12 +58,12 @@ def test_what_stays_unseen_adds_up_until_it_is_seen():
     """Each of 40 numbers by itself."""
     tx = optax.chain(jc.pulse(0.0, value_dtype="float32", dense_below=0), optax.sgd(1.0))
     step = jc.simulate(lambda params, rows: jnp.sum(params * rows.mean(0)), tx, 1)
-    state, seen = step.init(jnp.ones(40)), []
+    state, updates = step.init(jnp.ones(40)), []
     for _ in range(3):
         state, metrics = step(state, jnp.full((1, 40), 2.0**-10))
-        seen.append((int(metrics["sent"]), float(state.params[7])))
+        updates.append((int(metrics["sent"]), float(state.params[7])))
     # Below 1, numbers are 2^-8 apart: 2^-10 is a quarter of that, two make a tie, which rounds to 1, three are visible.
-    assert seen == [(0, 1.0), (0, 1.0), (40, 1 - 3 * 2.0**-10)]
+    assert updates == [(0, 1.0), (0, 1.0), (40, 1 - 3 * 2.0**-10)]
 
 
 def test_the_mask_is_that_of_the_casts():

@@ -18,9 +18,9 @@ from tests.marks import slow_except
 K, SHAPES = 4, {"b": (10,), "m": (64, 70), "w": (4106,)}
 SGD = optax.sgd(0.1)
 OF_THE_TABLE = {
-    f"{case.name} {what}".strip(): optax.chain(case.factory(**options), SGD)
+    f"{case.name} {change}".strip(): optax.chain(case.factory(**options), SGD)
     for case in FIRST
-    for what, options in case.recovers.items()
+    for change, options in case.recovers.items()
 }
 SKIPPED_BY_ALL = OF_THE_TABLE | {
     "powersgd": optax.chain(jc.powersgd(2), SGD),

@@ -19,10 +19,10 @@ from tests.refusals import refused
 
 TREE, K = "pair", 4
 EXCHANGES = {
-    "topk": lambda **given: jc.topk(0.9, **given),
-    "powersgd": lambda **given: jc.powersgd(2, **given),
-    "sign": lambda **given: jc.sign(**given),
-    "random_k": lambda **given: jc.random_k(0.9, **given),
+    "topk": lambda **options: jc.topk(0.9, **options),
+    "powersgd": lambda **options: jc.powersgd(2, **options),
+    "sign": lambda **options: jc.sign(**options),
+    "random_k": lambda **options: jc.random_k(0.9, **options),
 }
 
 
@@ -37,8 +37,8 @@ def neighbours(x):
 def test_rounding_takes_a_neighbour_and_its_mean_is_the_number():
     x = np.concatenate([np.geomspace(1e-30, 1e30, 500), -np.geomspace(1e-38, 1e5, 500), [0.0, -0.0, 1.0, 1.0078125]])
     x = x.astype(np.float32)
-    rounded = jax.jit(noise.round_to_bfloat16)
-    draws = np.stack([np.asarray(rounded(x, noise.make_key(7, k))).astype(np.float64) for k in range(400)])
+    rounding = jax.jit(noise.round_to_bfloat16)
+    draws = np.stack([np.asarray(rounding(x, noise.make_key(7, k))).astype(np.float64) for k in range(400)])
     low, high = neighbours(x)
     assert ((draws == low) | (draws == high)).all()
     gap = (high - low).astype(np.float64)
@@ -53,18 +53,18 @@ def test_rounding_takes_a_neighbour_and_its_mean_is_the_number():
 )
 def test_a_step_is_that_of_float32_and_its_residual_a_neighbour(on, name):
     """The first step has the same gradients and residuals; rows of different workers are rounded independently."""
-    given = {key: value.copy() for key, value in trees.gradients("normal", 3, TREE, K).items()}
-    for value in given.values():
+    grads = {key: value.copy() for key, value in trees.gradients("normal", 3, TREE, K).items()}
+    for value in grads.values():
         value[1:] = value[0]  # all workers have the same residual
     exact, half = (on(EXCHANGES[name](residual_dtype=kind), TREE, K) for kind in ("float32", "bfloat16"))
-    expected, got = exact.step(given, exact.first), half.step(given, half.first)
-    for key in given:
-        np.testing.assert_array_equal(got.means[key], expected.means[key])
-    assert got.residual.dtype == ml_dtypes.bfloat16
+    expected, result = exact.step(grads, exact.first), half.step(grads, half.first)
+    for key in grads:
+        np.testing.assert_array_equal(result.means[key], expected.means[key])
+    assert result.residual.dtype == ml_dtypes.bfloat16
     low, high = neighbours(expected.residual)
-    own = got.residual.astype(np.float32)
-    assert ((own == low) | (own == high)).all()
-    assert (own[0] != own[1]).mean() > 0.1
+    residual = result.residual.astype(np.float32)
+    assert ((residual == low) | (residual == high)).all()
+    assert (residual[0] != residual[1]).mean() > 0.1
 
 
 def test_small_gradients_enter_a_large_residual_in_the_mean():
@@ -77,12 +77,12 @@ def test_small_gradients_enter_a_large_residual_in_the_mean():
     later = {key: np.zeros_like(value) for key, value in first.items()}
     later["w"][:, 3, 512:] = 2.0**-11
     later["w"][:, :2] = 8.0
-    state, sent = workers.step(first, workers.first).state, 0.0
+    state, total = workers.step(first, workers.first).state, 0.0
     for _ in range(512):
         out = workers.step(later, state)
-        state, sent = out.state, sent + out.means["w"][3, 512:].astype(np.float64)
+        state, total = out.state, total + out.means["w"][3, 512:].astype(np.float64)
     left = trees.cut(out.residual.astype(np.float32), {"b": (7,), "w": (4, 1024)})["w"][:, 3, 512:].mean(0)
-    assert sent.max() == 0
+    assert total.max() == 0
     assert left.mean() == pytest.approx(1.25, abs=0.01)
     assert (np.abs(left - 1.25) < 0.25).all()
 
@@ -90,21 +90,21 @@ def test_small_gradients_enter_a_large_residual_in_the_mean():
 def test_a_skipped_step_changes_no_bit_of_it():
     tx = jc.topk(0.9, residual_dtype="bfloat16")
     workers = Simulated(tx, TREE, K)
-    given = trees.gradients("normal", 5, TREE, K)
-    before = workers.step(given, workers.first)
-    given["w"][2, 0, 0] = np.nan
-    after = workers.step(given, before.state)
+    grads = trees.gradients("normal", 5, TREE, K)
+    before = workers.step(grads, workers.first)
+    grads["w"][2, 0, 0] = np.nan
+    after = workers.step(grads, before.state)
     assert after.skipped
     np.testing.assert_array_equal(after.residual.view(np.uint16), before.residual.view(np.uint16))
 
 
 def test_the_state_takes_two_bytes_a_parameter_less_and_the_wire_the_same():
     params = {"w": np.zeros((64, 1024), np.float32)}
-    held = {}
+    sizes = {}
     for kind in ("float32", "bfloat16"):
         tx = jc.dct_dp(0.99, residual_dtype=kind)
-        held[kind] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tx.init(params)))
-    assert held["float32"] - held["bfloat16"] == 2 * 64 * 1024
+        sizes[kind] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tx.init(params)))
+    assert sizes["float32"] - sizes["bfloat16"] == 2 * 64 * 1024
     reports = [jc.wire_report(jc.dct_dp(0.99, residual_dtype=kind), params, 4) for kind in ("float32", "bfloat16")]
     assert reports[0].received == reports[1].received
 

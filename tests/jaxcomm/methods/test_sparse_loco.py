@@ -22,8 +22,8 @@ def gradients(seed):
     return trees.gradients("normal", seed, TREE, K)
 
 
-def of_worker(given, k):
-    return {name: np.asarray(leaf[k], np.float32) for name, leaf in given.items()}
+def of_worker(grads, k):
+    return {name: np.asarray(leaf[k], np.float32) for name, leaf in grads.items()}
 
 
 @pytest.mark.parametrize(("bits", "decay"), slow_except([(2, 0.95), (4, 0.5)], (2, 0.95)))
@@ -32,13 +32,13 @@ def test_the_exchange_is_the_papers(bits, decay):
     workers, reference = Simulated(tx, TREE, K), ChunkedTopKReference(0.95, 1024, bits, decay)
     state = workers.first
     for seed in range(6):
-        given = gradients(seed)
-        out = workers.step(given, state)
-        state, expected = out.state, reference.step([of_worker(given, k) for k in range(K)])
-        for name in given:
+        grads = gradients(seed)
+        out = workers.step(grads, state)
+        state, expected = out.state, reference.step([of_worker(grads, k) for k in range(K)])
+        for name in grads:
             np.testing.assert_allclose(out.means[name], expected.mean[name], rtol=1e-5, atol=1e-6)
-        kept = trees.cut(out.residual, {name: trees.TREES[TREE][name] for name in ("v", "w")})
-        for name, rows in kept.items():
+        residuals = trees.cut(out.residual, {name: trees.TREES[TREE][name] for name in ("v", "w")})
+        for name, rows in residuals.items():
             for k in range(K):
                 np.testing.assert_allclose(rows[k], reference.residuals[k][name], rtol=1e-5, atol=1e-5)
         assert out.metrics.sent == sum(expected.sent)
@@ -58,11 +58,11 @@ def test_nothing_is_lost_by_few_bits(tx):
     workers = Simulated(tx, TREE, K)
     state = workers.first
     for seed in range(4):
-        given, before = gradients(seed), trees.cut(np.asarray(state.residual.rows).reshape(K, -1), shapes())
-        out = workers.step(given, state)
+        grads, before = gradients(seed), trees.cut(np.asarray(state.residual.rows).reshape(K, -1), shapes())
+        out = workers.step(grads, state)
         state, after = out.state, trees.cut(out.residual, shapes())
         for name in shapes():
-            went_in = (np.asarray(given[name], np.float64) + before[name]).mean(0)
+            went_in = (np.asarray(grads[name], np.float64) + before[name]).mean(0)
             np.testing.assert_allclose(out.means[name] + after[name].mean(0), went_in, rtol=1e-4, atol=1e-4)
         assert not out.skipped
 
@@ -108,8 +108,8 @@ def test_a_payload_is_at_least_195_times_smaller_than_the_parameters():
     report = jc.wire_report(jc.sparse_loco(), LARGE, workers=2)
     assert report.every == 30
     assert 4 * n / report.received_in_exchange >= 195
-    kept = jc.wire_report(jc.topk(0.99, value_dtype="2bit", collective="gather"), LARGE, workers=2)
-    assert 8 * kept.received / (0.01 * n) <= 10.8
+    report = jc.wire_report(jc.topk(0.99, value_dtype="2bit", collective="gather"), LARGE, workers=2)
+    assert 8 * report.received / (0.01 * n) <= 10.8
 
 
 def test_the_compiled_program_sends_what_is_predicted():

@@ -42,10 +42,10 @@ def loss(params, batch):
 
 def batch_of(step, bad=None, worker=K - 1):
     rng = np.random.default_rng((step, 7))
-    made = {name: rng.normal(size=(K, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+    batch = {name: rng.normal(size=(K, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
     if bad is not None:
-        made["b"][worker, 3] = bad
-    return made
+        batch["b"][worker, 3] = bad
+    return batch
 
 
 def streaming(fragments=2, overlap=2, mix=0.5, *, exchange=DENSE):
@@ -87,7 +87,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(
     ("fragments", "overlap", "mix", "exchange"),
-    [pytest.param(*each, marks=() if each in USUAL else pytest.mark.slow) for each in SETTINGS],
+    [pytest.param(*setting, marks=() if setting in USUAL else pytest.mark.slow) for setting in SETTINGS],
 )
 def test_every_step_is_that_of_the_paper(fragments, overlap, mix, exchange):
     """Every worker's parameters in every step, and the anchors once an exchange is merged."""
@@ -100,7 +100,7 @@ def test_every_step_is_that_of_the_paper(fragments, overlap, mix, exchange):
         batch = batch_of(i, BAD.get(i))
         state, metrics = step(state, batch)
         skipped = reference.step(
-            [{name: -np.float32(RATE) * each[w] for name, each in batch.items()} for w in range(K)]
+            [{name: -np.float32(RATE) * rows[w] for name, rows in batch.items()} for w in range(K)]
         )
         assert bool(metrics["skipped"]) == skipped, i
         skips += skipped
@@ -117,8 +117,8 @@ def test_fragments_of_equal_layers_are_strided_and_the_largest_is_small():
     layers = {f"{i:02}": {"kernel": np.zeros((4, 4)), "bias": np.zeros(4)} for i in range(12)}
     parts = streaming(fragments=3).init(layers)[1].memory
     for turn, part in enumerate(parts):
-        found = {path[0].key for path, _ in jax.tree_util.tree_leaves_with_path(part.held.anchor)}
-        assert found == {f"{i:02}" for i in range(turn, 12, 3)}
+        names = {path[0].key for path, _ in jax.tree_util.tree_leaves_with_path(part.held.anchor)}
+        assert names == {f"{i:02}" for i in range(turn, 12, 3)}
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(part.held.anchor)) for part in parts]
     assert sizes == [4 * 20] * 3
     assert [part.held.outer[0].trace["00"]["bias"].shape for part in parts[:1]] == [(4,)]
@@ -183,12 +183,12 @@ def test_nothing_is_lost():
         if (i + 1) % 3:
             continue
         turn = i // 3 % 2
-        then, now = memory(before)[turn], memory(state)[turn]
+        old_part, new_part = memory(before)[turn], memory(state)[turn]
         for name in {"b", "c"} & set(FRAGMENTS[2][turn]):
-            traces = (np.asarray(each.held.outer[0].trace[name], np.float64).ravel() for each in (now, then))
+            traces = (np.asarray(part.held.outer[0].trace[name], np.float64).ravel() for part in (new_part, old_part))
             mean = next(traces) - 0.9 * next(traces)
-            gradients = np.asarray(then.held.anchor[name], np.float64) - rows(state, name)
-            old, new = (np.asarray(each.held.exchange.residual.rows)[:, : mean.size] for each in (then, now))
+            gradients = np.asarray(old_part.held.anchor[name], np.float64) - rows(state, name)
+            old, new = (np.asarray(part.held.exchange.residual.rows)[:, : mean.size] for part in (old_part, new_part))
             went_in = gradients.reshape(K, -1).mean(0) + old.mean(0)
             np.testing.assert_allclose(mean + new.mean(0), went_in, atol=2e-6)
             checked += np.any(new != old)
@@ -201,14 +201,14 @@ def test_what_is_exchanged_is_not_needed_before_it_is_merged(overlap):
     step = step_of(fragments=2, overlap=overlap, mix=0.5)
     states = [step.init(first_params())] * 2
     for i in range(3 + overlap):
-        other = batch_of(i)
+        variant = batch_of(i)
         if i == 2:  # the exchange of the first fragment is in the third step
-            other["c"][1:] += 1
-        for which, batch in enumerate((batch_of(i), other)):
-            states[which], _ = step(states[which], batch)
-        mine, yours = ({name: rows(state, name)[0] for name in SHAPES} for state in states)
-        same = all(np.array_equal(mine[name], yours[name]) for name in SHAPES)
-        assert same == (i < 2 + overlap)
+            variant["c"][1:] += 1
+        for index, batch in enumerate((batch_of(i), variant)):
+            states[index], _ = step(states[index], batch)
+        first, yours = ({name: rows(state, name)[0] for name in SHAPES} for state in states)
+        equal = all(np.array_equal(first[name], yours[name]) for name in SHAPES)
+        assert equal == (i < 2 + overlap)
 
 
 def test_a_skipped_exchange_leaves_the_anchor_and_nothing_is_merged():
@@ -220,11 +220,11 @@ def test_a_skipped_exchange_leaves_the_anchor_and_nothing_is_merged():
     bad, metrics = step(state, batch_of(8, np.nan))
     assert metrics["skipped"] == 1
     turn = 0
-    then, now = memory(state)[turn], memory(bad)[turn]
-    assert (then.merged_at, now.merged_at) == (5, 5)  # the exchange of step 3 was the last
+    old_part, new_part = memory(state)[turn], memory(bad)[turn]
+    assert (old_part.merged_at, new_part.merged_at) == (5, 5)  # the exchange of step 3 was the last
     for name in ("anchor", "outer"):
-        jax.tree.map(np.testing.assert_array_equal, getattr(now.held, name), getattr(then.held, name))
-    np.testing.assert_array_equal(now.held.exchange.residual.rows, then.held.exchange.residual.rows)
+        jax.tree.map(np.testing.assert_array_equal, getattr(new_part.held, name), getattr(old_part.held, name))
+    np.testing.assert_array_equal(new_part.held.exchange.residual.rows, old_part.held.exchange.residual.rows)
     expected = {name: rows(state, name).copy() for name in SHAPES}
     for i in range(8, 11):
         for name in SHAPES:
@@ -279,13 +279,17 @@ def test_after_a_bad_step_training_goes_on():
 
 def test_a_mesh_and_a_simulation_agree_and_all_workers_have_the_same_anchors():
     mesh, simulated = step_of("mesh"), step_of()
-    ours, theirs = mesh.init(first_params()), simulated.init(first_params())
+    one_state, two_state = mesh.init(first_params()), simulated.init(first_params())
     for i in range(12):
-        ours, metrics = mesh(ours, batch_of(i, BAD.get(i)))
-        theirs, expected = simulated(theirs, batch_of(i, BAD.get(i)))
+        one_state, metrics = mesh(one_state, batch_of(i, BAD.get(i)))
+        two_state, expected = simulated(two_state, batch_of(i, BAD.get(i)))
         assert (metrics["skipped"], metrics["sent"]) == (expected["skipped"], expected["sent"])
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), ours.params, theirs.params)
-    for leaf in jax.tree.leaves([(part.held.anchor, part.held.outer) for part in memory(ours)]):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6),
+            one_state.params,
+            two_state.params,
+        )
+    for leaf in jax.tree.leaves([(part.held.anchor, part.held.outer) for part in memory(one_state)]):
         for shard in leaf.addressable_shards:
             np.testing.assert_array_equal(shard.data, leaf.addressable_shards[0].data)
 
@@ -299,7 +303,7 @@ def test_bytes_are_those_of_the_formula(workers):
     """At most the largest fragment in a step, and on average all parameters in H steps."""
     report = jc.wire_report(streaming(fragments=3, overlap=1), first_params(), workers)
     assert (report.every, report.turns) == (2, 3)
-    sizes = [float(each.received) for each in report.exchanges()]
+    sizes = [float(exchange.received) for exchange in report.exchanges()]
     assert sizes == pytest.approx([all_reduced(n, workers) for n in (260, 61, 8)])
     assert report.received_in_exchange == report.received_at_most == pytest.approx(all_reduced(260, workers))
     assert report.received == pytest.approx(all_reduced(329, workers) / H)
@@ -315,7 +319,7 @@ def test_each_fragments_bytes_are_those_of_the_compiled_program():
     state = step.init(first_params())
     report = step.verify(state, batch_of(0))
     sizes = [sum(int(np.prod(SHAPES[name])) for name in names) for names in FRAGMENTS[fragments]]
-    assert [float(each.received) for each in report.exchanges()] == pytest.approx([all_reduced(n) for n in sizes])
+    assert [float(part.received) for part in report.exchanges()] == pytest.approx([all_reduced(n) for n in sizes])
     assert report.received_in_exchange == report.received_at_most == pytest.approx(all_reduced(260))
     assert report.received == pytest.approx(all_reduced(329) / H)
     assert f"bytes in the largest of {fragments} exchanges in turn, one in {H // fragments} steps" in str(report)
@@ -326,14 +330,14 @@ def test_each_fragments_bytes_are_those_of_the_compiled_program():
 
 def test_a_fragment_that_sends_what_it_does_not_claim_is_refused():
     """Though the first and the largest fragment are as claimed."""
-    step, more = step_of("mesh"), {**first_params(), "b": np.zeros(70, np.float32)}
-    state, given = step.init(first_params()), {"tx": streaming(), "workers": K}
-    jc.verify(step, state, batch_of(0), params=first_params(), **given)
+    step, larger = step_of("mesh"), {**first_params(), "b": np.zeros(70, np.float32)}
+    state, options = step.init(first_params()), {"tx": streaming(), "workers": K}
+    jc.verify(step, state, batch_of(0), params=first_params(), **options)
     with pytest.raises(ValueError, match=r"must send its whole exchange; got 368 bytes where the exchange is 416"):
-        jc.verify(step, state, batch_of(0), params=more, **given)
-    less = {**first_params(), "b": np.zeros(50, np.float32)}
+        jc.verify(step, state, batch_of(0), params=larger, **options)
+    smaller = {**first_params(), "b": np.zeros(50, np.float32)}
     with pytest.raises(ValueError, match=r"at most 9 bytes more; got 368 where the exchange is 309"):
-        jc.verify(step, state, batch_of(0), params=less, other_bytes=9, **given)
+        jc.verify(step, state, batch_of(0), params=smaller, other_bytes=9, **options)
 
 
 @pytest.mark.parametrize("workers", [5, pytest.param(2, marks=pytest.mark.slow)])
@@ -346,13 +350,13 @@ def test_another_number_of_workers_keeps_the_model_and_what_is_owed(workers):
     resized = step.resize(state, workers)
     new = make_step("simulated", loss, streaming(exchange=TOPK), workers=workers, donate=False)
     jax.tree.map(np.testing.assert_array_equal, new.params(resized), step.params(state))
-    for then, now in zip(memory(state), memory(resized), strict=True):
-        assert now.merged_at == then.merged_at
-        owed = [np.asarray(part.held.exchange.residual.rows).mean(0) for part in (then, now)]
+    for old_part, new_part in zip(memory(state), memory(resized), strict=True):
+        assert new_part.merged_at == old_part.merged_at
+        owed = [np.asarray(part.held.exchange.residual.rows).mean(0) for part in (old_part, new_part)]
         np.testing.assert_allclose(*owed, atol=1e-6)
-    anchor, own = np.asarray(memory(resized)[0].held.anchor["c"]), np.asarray(resized.params.rows["c"])
+    anchor, model = np.asarray(memory(resized)[0].held.anchor["c"]), np.asarray(resized.params.rows["c"])
     state, metrics = new(jax.tree.map(jnp.asarray, resized), {k: np.zeros((workers, *s)) for k, s in SHAPES.items()})
-    np.testing.assert_allclose(rows(state, "c"), own / 2 + anchor / 2, rtol=1e-5, atol=1e-6)  # merged in step 11
+    np.testing.assert_allclose(rows(state, "c"), model / 2 + anchor / 2, rtol=1e-5, atol=1e-6)  # merged in step 11
     assert metrics["skipped"] == 0
 
 
@@ -361,12 +365,12 @@ def test_a_saved_state_goes_on_to_the_bit():
     state = step.init(first_params())
     for i in range(10):
         state, _ = step(state, batch_of(i))
-    found = serialization.from_bytes(step.init(first_params()), serialization.to_bytes(state))
-    found = jax.tree.map(jnp.asarray, found)
+    parts = serialization.from_bytes(step.init(first_params()), serialization.to_bytes(state))
+    parts = jax.tree.map(jnp.asarray, parts)
     for i in range(10, 14):
         state, _ = step(state, batch_of(i))
-        found, _ = step(found, batch_of(i))
-    jax.tree.map(np.testing.assert_array_equal, found, state)
+        parts, _ = step(parts, batch_of(i))
+    jax.tree.map(np.testing.assert_array_equal, parts, state)
 
 
 def test_sparse_loco_has_fragments():
@@ -411,7 +415,7 @@ def test_the_planner_takes_all_fragments_into_account():
     """Though every step exchanges only one of them: two steps exchange all parameters."""
     params = {name: jax.ShapeDtypeStruct((300, 400), np.float32) for name in "ab"}
     settings = {"whole": {}, "parts": {"fragments": 2, "overlap": 1}}
-    methods = {name: jc.local_sgd(2, exchange=jc.topk(0.99), **each) for name, each in settings.items()}
+    methods = {name: jc.local_sgd(2, exchange=jc.topk(0.99), **options) for name, options in settings.items()}
     advice = jc.planner.estimate(params, workers=4, rate=1e8, latency=0.01, compute=0.1, methods=methods)
     whole, parts = advice["whole"], advice["parts"]
     assert parts.coding == pytest.approx(whole.coding)
@@ -433,17 +437,20 @@ def test_shards_of_workers_are_exchanged_as_whole_tensors_are():
     tx, specs = streaming(fragments=3, overlap=1), dict.fromkeys(shapes, P("fsdp"))
     mesh, two = jc.make_mesh(data=2, fsdp=2), jc.simulate(loss, tx, 2)
     one = jc.make_train_step(loss, tx, mesh, specs=specs, auto=("fsdp",))
-    ours, theirs, turns, skips = one.init(params), two.init(params), 0, []
+    one_state, two_state, turns, skips = one.init(params), two.init(params), 0, []
     for i in range(10):
         rng = np.random.default_rng(i)
         batch = {name: rng.normal(size=(4, *shape)).astype(np.float32) for name, shape in shapes.items()}
         if i in (2, 5):  # of one shard of one worker, between exchanges and in one
             batch["c"][3, 1] = np.nan
-        turns = turns or one.verify(ours, batch).turns
-        (ours, metrics), (theirs, others) = one(ours, batch), two(theirs, batch)
-        assert metrics["skipped"] == others["skipped"]
+        turns = turns or one.verify(one_state, batch).turns
+        (one_state, metrics), (two_state, expected_metrics) = one(one_state, batch), two(two_state, batch)
+        assert metrics["skipped"] == expected_metrics["skipped"]
         skips.append(int(metrics["skipped"]))
-        for a, b in ((ours.params.rows, theirs.params.rows), (one.params(ours), two.params(theirs))):
+        for a, b in (
+            (one_state.params.rows, two_state.params.rows),
+            (one.params(one_state), two.params(two_state)),
+        ):
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), a, b)
     assert turns == 3
     assert sum(skips) == 1

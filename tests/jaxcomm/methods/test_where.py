@@ -26,7 +26,7 @@ WHERE = "own|small"
 def update_of(tx):
     """An update of K simulated workers, with gradients (K, ...), or one for all of `passed`; and the first state."""
     state = init_state(PARAMS, tx, K).opt_state
-    own = jax.tree.map(lambda node: 0 if is_rows(node) else None, state, is_leaf=is_rows)
+    state_axes = jax.tree.map(lambda node: 0 if is_rows(node) else None, state, is_leaf=is_rows)
     axes = {"own": 0, "passed": None, "small": 0}
 
     def cut(state, index):
@@ -38,7 +38,10 @@ def update_of(tx):
     @jax.jit
     def update(gradients, state):
         workers = jax.vmap(
-            lambda g, s: tx.update(g, s, PARAMS), in_axes=(axes, own), out_axes=(None, own), axis_name="data"
+            lambda g, s: tx.update(g, s, PARAMS),
+            in_axes=(axes, state_axes),
+            out_axes=(None, state_axes),
+            axis_name="data",
         )
         means, new = workers(gradients, cut(state, np.s_[:, None]))
         return means, cut(new, np.s_[:, 0])
@@ -56,8 +59,8 @@ def rows_of(state):
 
 def gradients(seed=0):
     rng = np.random.default_rng(seed)
-    own = rng.normal(size=(K, 3000)), rng.normal(size=(3, 2)), rng.normal(size=(K, 2))
-    return dict(zip(PARAMS, map(np.float32, own), strict=True))
+    leaves = rng.normal(size=(K, 3000)), rng.normal(size=(3, 2)), rng.normal(size=(K, 2))
+    return dict(zip(PARAMS, map(np.float32, leaves), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -86,10 +89,10 @@ def test_the_others_are_exchanged_as_without_the_passed():
     exchange = jc.topk(0.9, value_dtype="float32")
     update, state = update_of(jc.topk(0.9, value_dtype="float32", where=WHERE))
     means, new = update(gradients(), state)
-    others = {name: leaf for name, leaf in gradients().items() if name != "passed"}
-    inner = exchange.init({name: PARAMS[name] for name in others})
-    alone = jax.jit(jax.vmap(lambda g: exchange.update(g, inner)[1], axis_name="data"))(others)
-    np.testing.assert_allclose(new.residual.rows, alone.residual.rows[:, 0], rtol=1e-6)
+    kept_leaves = {name: leaf for name, leaf in gradients().items() if name != "passed"}
+    inner = exchange.init({name: PARAMS[name] for name in kept_leaves})
+    reference = jax.jit(jax.vmap(lambda g: exchange.update(g, inner)[1], axis_name="data"))(kept_leaves)
+    np.testing.assert_allclose(new.residual.rows, reference.residual.rows[:, 0], rtol=1e-6)
     assert int(jc.exchange_metrics(new).sent) == K * 300
     assert np.count_nonzero(means["own"]) <= K * 300
 
@@ -97,16 +100,16 @@ def test_the_others_are_exchanged_as_without_the_passed():
 def test_all_may_be_passed_and_none_may_be():
     tx, axes = jc.topk(0.9, where="none"), dict.fromkeys(PARAMS, None)
     update = jax.jit(jax.vmap(tx.update, in_axes=(axes, None), out_axes=None, axis_name="data", axis_size=K))
-    same = {name: leaf + 1 for name, leaf in PARAMS.items()}
-    means, state = update(same, tx.init(PARAMS))
+    changed_params = {name: leaf + 1 for name, leaf in PARAMS.items()}
+    means, state = update(changed_params, tx.init(PARAMS))
     assert int(jc.exchange_metrics(state).skipped) == 0
-    jax.tree.map(np.testing.assert_array_equal, means, same)
-    means, state = update({**same, "small": np.full(2, np.inf, np.float32)}, state)
+    jax.tree.map(np.testing.assert_array_equal, means, changed_params)
+    means, state = update({**changed_params, "small": np.full(2, np.inf, np.float32)}, state)
     assert int(jc.exchange_metrics(state).skipped) == 1
     assert not any(np.any(mean) for mean in means.values())
     assert jc.wire_report(tx, PARAMS, 4).received == 0
-    none = jc.topk(0.9, where=lambda path, leaf: path in PARAMS and leaf.size > 0)
-    assert jc.wire_report(none, PARAMS, 4) == jc.wire_report(jc.topk(0.9), PARAMS, 4)
+    empty = jc.topk(0.9, where=lambda path, leaf: path in PARAMS and leaf.size > 0)
+    assert jc.wire_report(empty, PARAMS, 4) == jc.wire_report(jc.topk(0.9), PARAMS, 4)
 
 
 def test_a_report_counts_the_others_and_what_is_beside():
@@ -179,11 +182,11 @@ def second(bad=None):
 def test_each_part_is_exchanged_as_by_its_method_alone():
     grads, _, means, new = second()
     for tx, names in ((jc.topk(0.9, value_dtype="float32"), ["own"]), (jc.sign(dense_below=2), ["passed", "small"])):
-        first, own = tx.init({name: PARAMS[name] for name in names}), {name: grads[name] for name in names}
-        alone, state = jax.jit(jax.vmap(lambda g, tx=tx, first=first: tx.update(g, first), axis_name="data"))(own)
-        jax.tree.map(np.testing.assert_array_equal, {name: means[name] for name in names}, alone)
-        mine = new.residual if names == ["own"] else new.others.residual
-        np.testing.assert_array_equal(mine.rows, state.residual.rows)
+        first, part = tx.init({name: PARAMS[name] for name in names}), {name: grads[name] for name in names}
+        reference, state = jax.jit(jax.vmap(lambda g, tx=tx, first=first: tx.update(g, first), axis_name="data"))(part)
+        jax.tree.map(np.testing.assert_array_equal, {name: means[name] for name in names}, reference)
+        residual = new.residual if names == ["own"] else new.others.residual
+        np.testing.assert_array_equal(residual.rows, state.residual.rows)
     assert new.metrics.sent[0] == K * 300 + K * 8
 
 
@@ -216,9 +219,9 @@ def test_if_one_part_skips_so_do_both(bad):
 
 def test_a_second_exchange_costs_its_own_bytes_and_runs_on_a_mesh():
     tx = jc.chain(jc.topk(0.9, where="own", others=jc.plump_dp()), optax.sgd(0.1))
-    alone = jc.wire_report(jc.topk(0.9), {"own": PARAMS["own"]}, 4).received
+    reference = jc.wire_report(jc.topk(0.9), {"own": PARAMS["own"]}, 4).received
     report = jc.wire_report(tx, PARAMS, 4)
-    assert report.received == alone + 1.5 * 4 * 8
+    assert report.received == reference + 1.5 * 4 * 8
     mesh, batch = jc.make_mesh(data=4), np.ones((8, 3000), np.float32)
 
     def loss(params, batch):
@@ -242,8 +245,8 @@ def test_a_marked_gradient_that_differs_between_workers_is_refused():
     state = tx.init(PARAMS)
 
     def worker(gradients):
-        own = jax.lax.pcast(gradients, "data", to="varying")
-        return tx.update(own, state)[0]
+        varying = jax.lax.pcast(gradients, "data", to="varying")
+        return tx.update(varying, state)[0]
 
     step = jax.shard_map(worker, mesh=mesh, in_specs=P(), out_specs=P())
     with pytest.raises(ValueError, match=r"must be already reduced; got one at .*'passed'.* differs along 'data'"):
@@ -255,7 +258,7 @@ def test_a_nan_beside_leaves_without_elements_is_skipped():
     params = {"empty": np.zeros((0, 4), np.float32), "full": np.ones(3, np.float32)}
     tx = jc.topk(0.9, where="empty")
     state = init_state(params, tx, K).opt_state
-    own = jax.tree.map(lambda node: 0 if is_rows(node) else None, state, is_leaf=is_rows)
+    axes = jax.tree.map(lambda node: 0 if is_rows(node) else None, state, is_leaf=is_rows)
 
     def worker(gradient, state):
         state = jax.tree.map(
@@ -263,7 +266,7 @@ def test_a_nan_beside_leaves_without_elements_is_skipped():
         )
         return tx.update(gradient, state, params)
 
-    update = jax.vmap(worker, in_axes=({"empty": 0, "full": None}, own), out_axes=(None, own), axis_name="data")
+    update = jax.vmap(worker, in_axes=({"empty": 0, "full": None}, axes), out_axes=(None, axes), axis_name="data")
     for last, skips in ((np.nan, 1), (2.0, 0)):
         gradient = {"empty": np.zeros((K, 0, 4), np.float32), "full": np.array([0, 1, last], np.float32)}
         out, new = update(gradient, state)

@@ -14,8 +14,8 @@ class TopK(Sparse):
     recovers: ClassVar = {"": {"sparsity": 0.9}, "balanced": {"sparsity": 0.9, "collective": "balanced"}}
 
     def reference(self, tree: str, K: int) -> Any:
-        chosen = self.chosen("sparsity", "dense_below", "value_dtype")
-        return BalancedTopKReference(turn=turn(0), **chosen) if self.is_balanced else TopKReference(**chosen)
+        options = self.chosen("sparsity", "dense_below", "value_dtype")
+        return BalancedTopKReference(turn=turn(0), **options) if self.is_balanced else TopKReference(**options)
 
 
 CASES = [

@@ -117,9 +117,9 @@ def test_the_step_of_the_page_executes_a_plan(tmp_path, monkeypatch):
         hidden = jax.nn.relu(x @ params["fc"]["kernel"] + params["fc"]["bias"])
         return ((hidden @ params["head"]["kernel"] + params["head"]["bias"] - 1) ** 2).mean()
 
-    known = {"jc": jc, "optax": optax, "Path": Path, "params": params, "batch": x, "loss_fn": loss_fn}
-    exec(example, known | {"mesh": jc.make_mesh(data=K)}, found := {})
-    step, state, losses = found["step"], found["state"], [float(found["metrics"]["loss"])]
+    names = {"jc": jc, "optax": optax, "Path": Path, "params": params, "batch": x, "loss_fn": loss_fn}
+    exec(example, names | {"mesh": jc.make_mesh(data=K)}, namespace := {})
+    step, state, losses = namespace["step"], namespace["state"], [float(namespace["metrics"]["loss"])]
     for _ in range(9):
         state, metrics = step(state, x)
         losses.append(float(metrics["loss"]))
@@ -130,10 +130,10 @@ def test_a_file_comes_back_as_it_was(tmp_path):
     file = tmp_path / "plan.json"
     MIXED.write(file)
     assert read_plan(file) == MIXED
-    made = plan(1e6)
-    made.write(file)
-    assert read_plan(file).tensors == made.tensors
-    assert "plan for 4 workers: " in str(made)
+    planned = plan(1e6)
+    planned.write(file)
+    assert read_plan(file).tensors == planned.tensors
+    assert "plan for 4 workers: " in str(planned)
     record = json.loads(file.read_text())
     (name, (_, way)), *_ = record["tensors"].items()
     changes = [{"format": 0}, {"tensors": 3}, {"exchanges": {}}, {"more": 1}, {"compute": math.nan}, {"compute": "x"}]
@@ -151,7 +151,7 @@ def test_a_file_comes_back_as_it_was(tmp_path):
         read_plan(tmp_path / "missing.json")
 
 
-def test_a_plan_for_another_model_is_refused():
+def test_a_plan_for_another_model_error():
     MIXED.check(PARAMS, K)
     with pytest.raises(ValueError, match="must be for 4 workers; got 3"):
         MIXED.check(PARAMS, 3)
@@ -205,13 +205,13 @@ def test_memory_splits_a_layer():
 
 def test_a_model_that_is_not_cut_takes_the_memory_that_was_found():
     """Parameters, gradient and momentum, and the loss's memory without its parameters."""
-    held, activations = 4 * sum(leaf.size for leaf in jax.tree.leaves(PARAMS)), 10_000
-    found = dataclasses.replace(advice(1e6), memory=held + activations)
-    make_plan(found, PARAMS, methods={}, devices=[Device(memory=3 * held + activations + 100)])
+    state, activations = 4 * sum(leaf.size for leaf in jax.tree.leaves(PARAMS)), 10_000
+    facts = dataclasses.replace(advice(1e6), memory=state + activations)
+    make_plan(facts, PARAMS, methods={}, devices=[Device(memory=3 * state + activations + 100)])
     with pytest.raises(
         ValueError, match=r"Every stage must fit into the memory of its device; got .*. Give the devices at least"
     ):
-        make_plan(found, PARAMS, methods={}, devices=[Device(memory=3 * held + activations - 100)])
+        make_plan(facts, PARAMS, methods={}, devices=[Device(memory=3 * state + activations - 100)])
 
 
 @pytest.mark.parametrize("way", ["late", "split"])
@@ -244,19 +244,19 @@ def test_a_plan_with_dense_layers_trains_as_a_dense_one(way):
     specs = jax.tree.map(lambda _: P(), PARAMS)
     specs["fc"]["kernel"] = P(None, "data")
     options = {"specs": specs} if way == "split" else {}
-    found, wanted = train(way, plan.transformation(), **options), train("exchange", jc.plump_dp())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, wanted)
+    result, expected = train(way, plan.transformation(), **options), train("exchange", jc.plump_dp())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), result, expected)
 
 
-def test_a_method_that_a_file_cannot_hold_is_refused():
+def test_a_method_that_a_file_cannot_hold_error():
     class Mine(type(jc.planner.costs.method_of(jc.topk(0.9), PARAMS))):
         """A user's own method, with the name of another."""
 
     for tx in (jc.topk(0.9, where="kernel"), jc.topk(0.9, where="kernel", others=jc.sign()), Mine(0.9).transform()):
         methods = {"mine": tx}
-        known = advise_of(methods)
+        advice_of_methods = advise_of(methods)
         with pytest.raises(ValueError, match="so that its file can hold them; got 'mine'"):
-            make_plan(known, PARAMS, methods=methods)
+            make_plan(advice_of_methods, PARAMS, methods=methods)
 
 
 def advise_of(methods):
@@ -273,14 +273,14 @@ BLOCKS = [
 
 
 def test_stages_share_one_exchange_and_are_cut_where_that_is_fastest():
-    made = make_plan(
+    planned = make_plan(
         advice(1e6), PARAMS, methods=METHODS, blocks=BLOCKS, devices=[Device(), Device(speed=2.0)],
         link_seconds_per_byte=[1e-6], link_seconds=[1e-4], micro_batches=4,
     )  # fmt: skip
-    assert made.cuts == (1,)
-    assert len({name for _, name in made.tensors.values()}) == 1
-    assert made.compute == pytest.approx((4 + 1) / 4 * 0.05)
-    assert made.boundaries == pytest.approx(2 * 4 * 1e-4 + 1000 * 1e-6)
+    assert planned.cuts == (1,)
+    assert len({name for _, name in planned.tensors.values()}) == 1
+    assert planned.compute == pytest.approx((4 + 1) / 4 * 0.05)
+    assert planned.boundaries == pytest.approx(2 * 4 * 1e-4 + 1000 * 1e-6)
 
 
 def blocks_of(workers):
@@ -288,7 +288,7 @@ def blocks_of(workers):
     return [dataclasses.replace(block, seconds=0.2 / workers) for block in BLOCKS]
 
 
-def test_memory_makes_stages_and_what_fits_nowhere_is_refused():
+def test_memory_makes_stages_and_what_fits_nowhere_error():
     def placed(memory):
         return place(
             4, PARAMS, lambda workers: advice(1e8, workers), blocks_of, methods=METHODS, seconds_per_byte=8e-8,
@@ -308,8 +308,11 @@ def test_memory_makes_stages_and_what_fits_nowhere_is_refused():
     ("slowest", "is_proven"),
     [
         (None, True),
-        (lambda found: dataclasses.replace(found, optimal=False, gap=1e-9), True),  # slower than the plan for sure
-        (lambda found: dataclasses.replace(found, optimal=False, gap=1.0), False),
+        (
+            lambda plan: dataclasses.replace(plan, optimal=False, gap=1e-9),
+            True,
+        ),  # slower than the plan for sure
+        (lambda plan: dataclasses.replace(plan, optimal=False, gap=1.0), False),
         (NotInTimeError("There was no time."), False),
         (ValueError("Nothing fits."), True),
     ],
@@ -328,29 +331,29 @@ def test_a_plan_is_optimal_if_no_other_way_can_be_faster(monkeypatch, slowest, i
     assert usual.optimal
 
     def solved(problem, **_):
-        found = solve(problem)
-        if set(found.options.values()) == {"plump_dp"} and slowest is not None:
+        plan = solve(problem)
+        if set(plan.options.values()) == {"plump_dp"} and slowest is not None:
             if isinstance(slowest, ValueError):
                 raise slowest
-            return slowest(found)
-        return found
+            return slowest(plan)
+        return plan
 
     monkeypatch.setattr(planning, "solve", solved)
     assert made() == dataclasses.replace(usual, optimal=is_proven)
 
 
-@pytest.mark.parametrize(
-    ("refused", "is_proven"), [(NotInTimeError("No time."), False), (ValueError("No room."), True)]
-)
-def test_a_placement_is_optimal_if_every_number_of_stages_is_solved(monkeypatch, refused, is_proven):
+@pytest.mark.parametrize(("error", "is_proven"), [(NotInTimeError("No time."), False), (ValueError("No room."), True)])
+def test_a_placement_is_optimal_if_every_number_of_stages_is_solved(monkeypatch, error, is_proven):
     def solved(problem, **_):
         if len(problem.devices) == 2:
-            raise refused
+            raise error
         return solve(problem)
 
     monkeypatch.setattr(planning, "solve", solved)
-    made = place(2, PARAMS, lambda workers: advice(1e6, workers), blocks_of, methods=METHODS, seconds_per_byte=1e-6)
-    assert (made.workers, made.optimal) == (2, is_proven)
+    placement = place(
+        2, PARAMS, lambda workers: advice(1e6, workers), blocks_of, methods=METHODS, seconds_per_byte=1e-6
+    )
+    assert (placement.workers, placement.optimal) == (2, is_proven)
 
 
 def test_blocks_must_have_every_parameter_once():

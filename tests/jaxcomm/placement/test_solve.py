@@ -47,7 +47,7 @@ def random_problem(seed, S):
 def cost(problem, stages, options):
     """Returns the seconds of a step, or None if a limit is broken; computed without the library."""
     S, M = len(problem.devices), problem.micro_batches
-    compute, exchange, memory, used, error = [0] * S, [0] * S, [0] * S, [set() for _ in range(S)], 0
+    compute, exchange, memory, pairs, error = [0] * S, [0] * S, [0] * S, [set() for _ in range(S)], 0
     for stage, block in zip(stages, problem.blocks, strict=True):
         compute[stage] += block.seconds / problem.devices[stage].speed
         memory[stage] += block.memory
@@ -56,9 +56,9 @@ def cost(problem, stages, options):
             exchange[stage] += option.seconds
             memory[stage] += option.memory
             error += option.error
-            used[stage].add(option.name)
+            pairs[stage].add(option.name)
     for s in range(S):
-        exchange[s] += sum(problem.starts.get(name, 0) for name in used[s])
+        exchange[s] += sum(problem.starts.get(name, 0) for name in pairs[s])
         if problem.devices[s].memory is not None and memory[s] > problem.devices[s].memory:
             return None
     if problem.error_budget is not None and error > problem.error_budget:
@@ -80,8 +80,8 @@ def brute_force(problem):
     for stages in itertools.product(range(S), repeat=B):
         if list(stages) != sorted(stages) or set(stages) != set(range(S)):
             continue
-        for chosen in itertools.product(*[tensor.options for tensor in tensors]):
-            options = {tensor.name: option.name for tensor, option in zip(tensors, chosen, strict=True)}
+        for choice in itertools.product(*[tensor.options for tensor in tensors]):
+            options = {tensor.name: option.name for tensor, option in zip(tensors, choice, strict=True)}
             seconds = cost(problem, stages, options)
             if seconds is not None and (best is None or seconds < best):
                 best = seconds
@@ -100,13 +100,13 @@ def test_equals_brute_force(S, gap, monkeypatch):
             with pytest.raises(ValueError, match=r"must fit into the memory|must stay within the budget"):
                 solve(problem)
             continue
-        found = solve(problem, gap=gap)
-        assert list(found.stages) == sorted(found.stages)
-        assert set(found.stages) == set(range(S))
-        assert cost(problem, found.stages, found.options) == pytest.approx(found.seconds, rel=1e-9)
-        assert best * (1 - 1e-9) <= found.seconds <= best * (1 + 1e-6 + 2 * gap)
-        assert found.optimal
-        assert 0 <= found.gap <= gap + 1e-6
+        solution = solve(problem, gap=gap)
+        assert list(solution.stages) == sorted(solution.stages)
+        assert set(solution.stages) == set(range(S))
+        assert cost(problem, solution.stages, solution.options) == pytest.approx(solution.seconds, rel=1e-9)
+        assert best * (1 - 1e-9) <= solution.seconds <= best * (1 + 1e-6 + 2 * gap)
+        assert solution.optimal
+        assert 0 <= solution.gap <= gap + 1e-6
         solved += 1
     assert solved > 50
 
@@ -117,9 +117,9 @@ def test_one_stage_is_the_knapsack():
         return Tensor(name, (Option("dense", 5.0), Option("topk", 5.0 - saved, error)))
 
     block = Block("all", 1.0, tensors=(tensor("a", 4.0, 3.0), tensor("b", 3.0, 2.0), tensor("c", 2.0, 2.0)))
-    found = solve(Problem((block,), error_budget=4.0), gap=0)
-    assert found.options == {"a": "dense", "b": "topk", "c": "topk"}
-    assert (found.parts.compute, found.parts.boundaries, found.parts.exchange) == (1.0, 0.0, 10.0)
+    solution = solve(Problem((block,), error_budget=4.0), gap=0)
+    assert solution.options == {"a": "dense", "b": "topk", "c": "topk"}
+    assert (solution.parts.compute, solution.parts.boundaries, solution.parts.exchange) == (1.0, 0.0, 10.0)
     assert solve(Problem((block,), starts={"topk": 100.0})).options == dict.fromkeys("abc", "dense")
 
 
@@ -155,10 +155,10 @@ def large(S):
 
 @pytest.mark.parametrize("S", [1, 8])
 def test_a_large_problem_is_solved(S):
-    found = solve(large(S), time_limit=60, gap=0.01)
-    assert found.optimal
-    assert set(found.stages) == set(range(S))
-    assert cost(large(S), found.stages, found.options) == pytest.approx(found.seconds)
+    solution = solve(large(S), time_limit=60, gap=0.01)
+    assert solution.optimal
+    assert set(solution.stages) == set(range(S))
+    assert cost(large(S), solution.stages, solution.options) == pytest.approx(solution.seconds)
 
 
 def test_placements_that_were_left_out_count_in_the_gap(monkeypatch):
@@ -170,10 +170,10 @@ def test_placements_that_were_left_out_count_in_the_gap(monkeypatch):
         best = brute_force(problem)
         if best is None:  # by the budget
             continue
-        found = solve(problem, gap=0)
-        assert found.seconds * (1 - found.gap) <= best * (1 + 1e-9)
-        if found.seconds > best * (1 + 1e-6):
-            assert not found.optimal
+        solution = solve(problem, gap=0)
+        assert solution.seconds * (1 - solution.gap) <= best * (1 + 1e-9)
+        if solution.seconds > best * (1 + 1e-6):
+            assert not solution.optimal
             missed += 1
     assert missed
 

@@ -50,9 +50,9 @@ def test_a_model_all_of_whose_tensors_are_sent_dense():
     def loss(params, batch):
         return jnp.mean((batch @ params["w"]) ** 2)
 
-    found = advise(loss, params, np.ones((8, 16), np.float32), jc.make_mesh(data=2), methods={"topk": jc.topk(0.9)})
-    assert found["topk"].measured
-    assert found["topk"].bytes == found["plump_dp"].bytes
+    result = advise(loss, params, np.ones((8, 16), np.float32), jc.make_mesh(data=2), methods={"topk": jc.topk(0.9)})
+    assert result["topk"].measured
+    assert result["topk"].bytes == result["plump_dp"].bytes
 
 
 def test_a_rapid_estimate_by_hand(table):
@@ -80,14 +80,14 @@ def test_a_rapid_estimate_by_hand(table):
 
 
 def test_at_its_break_even_a_method_is_as_fast_as_dense(table):
-    even = rapid(1e8, latency=1e-3)["topk"].break_even
-    advice = rapid(even, latency=1e-3)
+    break_even = rapid(1e8, latency=1e-3)["topk"].break_even
+    advice = rapid(break_even, latency=1e-3)
     assert advice["topk"].step == pytest.approx(advice["plump_dp(bfloat16)"].step)
-    assert rapid(even / 2, latency=1e-3)["topk"].faster > 1
-    above = rapid(2 * even, latency=1e-3)
-    assert above["topk"].faster < 1
-    assert above.keeps_dense
-    assert above.verdict.startswith("keep dense")
+    assert rapid(break_even / 2, latency=1e-3)["topk"].faster > 1
+    faster = rapid(2 * break_even, latency=1e-3)
+    assert faster["topk"].faster < 1
+    assert faster.keeps_dense
+    assert faster.verdict.startswith("keep dense")
 
 
 def test_too_little_to_gain_is_nothing_to_gain(table):
@@ -107,9 +107,9 @@ def test_too_little_to_gain_is_nothing_to_gain(table):
 
 @pytest.mark.parametrize(("low", "keeps_dense"), [(0.99, True), (1.01, False)])
 def test_a_gain_within_the_range_of_dense_is_too_uncertain(table, low, keeps_dense):
-    best, *others = rapid(1e6).predictions
-    assert min(row.step for row in others) > 1.5 * best.step
-    rows = [best, *(dataclasses.replace(row, low=low * best.step) for row in others)]
+    best, *slower = rapid(1e6).predictions
+    assert min(row.step for row in slower) > 1.5 * best.step
+    rows = [best, *(dataclasses.replace(row, low=low * best.step) for row in slower)]
     assert _verdict_of_exchanges(rows)[1].startswith("keep dense") == keeps_dense
 
 
@@ -132,12 +132,12 @@ def test_the_shortest_period_of_a_local_method_by_hand(table):
     advice = rapid(1e6, methods, compute=0.1)
     received = jc.wire_report(jc.topk(0.99), PARAMS, K).received
     exchange = (10 + K) * COPY_BYTES * N * COPY + received * 8 / 1e6
-    wanted = math.ceil(exchange / (0.05 * 0.1))
-    assert advice["local"].shortest_period == wanted > 10
+    expected = math.ceil(exchange / (0.05 * 0.1))
+    assert advice["local"].shortest_period == expected > 10
     assert advice["topk"].shortest_period is None
-    assert advice.verdict.endswith(f"From H = {wanted} on, its step is within 5% of computing alone.")
-    assert json.loads(str(advice.json()))["predictions"][0]["shortest_period"] == wanted
-    near = rapid(1e6, {"local": jc.local_sgd(wanted, exchange=jc.topk(0.99))}, compute=0.1)
+    assert advice.verdict.endswith(f"From H = {expected} on, its step is within 5% of computing alone.")
+    assert json.loads(str(advice.json()))["predictions"][0]["shortest_period"] == expected
+    near = rapid(1e6, {"local": jc.local_sgd(expected, exchange=jc.topk(0.99))}, compute=0.1)
     assert 1.04 < near["local"].step / near.compute <= 1.05
     assert rapid(1e6, methods)["local"].shortest_period is None
 
@@ -152,10 +152,10 @@ def test_layers_in_a_rapid_estimate_by_hand(table):
 
     advice = ask(compute=compute)
     late, split = advice["late"], advice["split"]
-    more = compute * (K - 1) / 3 * kernel / (kernel + 400)  # one of three products, of K times the rows
-    assert late.coding == pytest.approx(more)
+    seconds = compute * (K - 1) / 3 * kernel / (kernel + 400)  # one of three products, of K times the rows
+    assert late.coding == pytest.approx(seconds)
     assert late.bytes == (K - 1) / K * rows * (240 + 400) * 4
-    assert late.step == pytest.approx(compute + more + late.bytes * 8 / rate)
+    assert late.step == pytest.approx(compute + seconds + late.bytes * 8 / rate)
     assert split.coding == pytest.approx((2 + 0.5 * K) * COPY_BYTES * 400 * COPY)
     assert [(layer.way, layer.computing) for layer in advice.layers] == [("late", late.coding), ("split", 0.0)]
     assert ask()["late"].coding == 0
@@ -163,9 +163,9 @@ def test_layers_in_a_rapid_estimate_by_hand(table):
 
 
 def test_one_slow_worker_is_as_slow_as_all(table):
-    mixed, slow = rapid([1e7, 1e8, 1e8, 1e8]), rapid(1e7)
-    assert [row.step for row in mixed.predictions] == [row.step for row in slow.predictions]
-    assert mixed.link == slow.link == pytest.approx(1e7)
+    mixture, slow = rapid([1e7, 1e8, 1e8, 1e8]), rapid(1e7)
+    assert [row.step for row in mixture.predictions] == [row.step for row in slow.predictions]
+    assert mixture.link == slow.link == pytest.approx(1e7)
 
 
 def test_the_memory_of_a_loss_by_hand():
@@ -174,16 +174,16 @@ def test_the_memory_of_a_loss_by_hand():
     params, batch = np.ones((width, hidden), np.float32), np.ones((512, width), np.float32)
     loss = loss_of(lambda w, x: ((x @ w) ** 2).mean(), False, False, "data")
     _, memory = costs.gradients_of(bench, loss, bench.spread(params), bench.shards(Batch.of(batch)))
-    wanted = 4 * (width * hidden + 256 * width + 256 * hidden)
-    assert wanted <= memory < 2 * wanted
+    expected = 4 * (width * hidden + 256 * width + 256 * hidden)
+    assert expected <= memory < 2 * expected
 
 
 def test_the_shipped_table_has_every_candidate():
     advice = estimate(PARAMS, 8, 1e9)
     assert {row.method for row in advice.predictions} == set(candidates())
     page = (Path(__file__).parents[3] / "docs" / "waiting.md").read_text()
-    for known in costs.known_costs()["copies"].values():
-        assert f"| {known['fixed']:.1f} | {known['a_worker']:.2f} |".replace("| 0.00 |", "| 0 |") in page
+    for entry in costs.known_costs()["copies"].values():
+        assert f"| {entry['fixed']:.1f} | {entry['a_worker']:.2f} |".replace("| 0.00 |", "| 0 |") in page
 
 
 def loss_fn(params, batch):
@@ -199,9 +199,9 @@ def problem(rows=8):
 
 
 def test_a_thorough_advice_times_everything_or_says_what_it_did_not():
-    mesh, given = jc.make_mesh(data=2), {"topk": jc.topk(0.9), "local": jc.local_sgd(3, exchange=jc.plump_dp())}
+    mesh, options = jc.make_mesh(data=2), {"topk": jc.topk(0.9), "local": jc.local_sgd(3, exchange=jc.plump_dp())}
     before = jax.tree.map(np.array, problem()[1])
-    advice = advise(*problem(), mesh, optimizer=optax.adam(1e-3), methods=given, seconds=3600.0)
+    advice = advise(*problem(), mesh, optimizer=optax.adam(1e-3), methods=options, seconds=3600.0)
     assert all(row.measured for row in advice.predictions)
     assert advice.compute >= 0  # for so small a model, the difference may vanish
     assert advice.link > 0
@@ -250,21 +250,21 @@ def test_input_that_cannot_be_advised_on_is_refused(monkeypatch):
 
 
 def test_the_command_line_says_it_by_its_exit_code(tmp_path, capsys):
-    here = f"{__name__}:problem"
+    name = f"{__name__}:problem"
     file = tmp_path / "advice.json"
-    slow = [here, "--rate", "1mbit", "--workers", "4", "--json", str(file)]
+    slow = [name, "--rate", "1mbit", "--workers", "4", "--json", str(file)]
     assert main(slow) == 0
     assert json.loads(file.read_text())["keeps_dense"] is False
     assert "verdict: " in capsys.readouterr().out
-    assert main([here, "--rate", "900gbit", "--workers", "4", "--compute-ms", "100"]) == KEEP_DENSE
-    assert main([here, "--rate", "1mbit/1gbit", "--workers", "4"]) == 0
+    assert main([name, "--rate", "900gbit", "--workers", "4", "--compute-ms", "100"]) == KEEP_DENSE
+    assert main([name, "--rate", "1mbit/1gbit", "--workers", "4"]) == 0
     assert "link 1 Mbit/s" in capsys.readouterr().out
     for wrong, message in (
-        ([here, "--rate", "1gbit/1gbit/1gbit", "--workers", "2"], "--rate must have at most one a worker"),
-        ([here, "--rate", "1mbit"], "--workers must be given with --rate"),
-        ([here, "--rate", "fast", "--workers", "2"], "--rate must be a positive number with its unit; got 'fast'"),
-        ([here, "--compute-ms", "3"], "must go with --rate"),
-        ([here, "--copy-gbyte", "3"], "must go with --rate"),
+        ([name, "--rate", "1gbit/1gbit/1gbit", "--workers", "2"], "--rate must have at most one a worker"),
+        ([name, "--rate", "1mbit"], "--workers must be given with --rate"),
+        ([name, "--rate", "fast", "--workers", "2"], "--rate must be a positive number with its unit; got 'fast'"),
+        ([name, "--compute-ms", "3"], "must go with --rate"),
+        ([name, "--copy-gbyte", "3"], "must go with --rate"),
         (["nowhere:problem", "--rate", "1mbit", "--workers", "2"], "must be importable from here"),
         (["problem", "--rate", "1mbit", "--workers", "2"], "must be MODULE:FUNCTION"),
         ([f"{__name__}:loss_fn_less", "--rate", "1mbit", "--workers", "2"], "must return"),

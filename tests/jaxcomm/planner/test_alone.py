@@ -22,11 +22,11 @@ def test_no_collective_is_left_and_shapes_are_those_of_all_workers(case):
     tx, shapes = case.make(), trees.shapes_of("pair")
     gradients = jax.tree.map(lambda like: jnp.ones(like.shape, like.dtype), shapes)
     state = without_wire(tx.init, K)(gradients)
-    own = jax.make_jaxpr(without_wire(tx.update, K))(gradients, state, gradients)
-    assert not jaxpr_communicates(own)
+    program = jax.make_jaxpr(without_wire(tx.update, K))(gradients, state, gradients)
+    assert not jaxpr_communicates(program)
     with_others = jax.make_jaxpr(tx.update, axis_env=[("data", K)])(gradients, state, gradients)
     assert jaxpr_communicates(with_others)
-    assert own.out_avals == with_others.out_avals
+    assert program.out_avals == with_others.out_avals
 
 
 def test_one_computes_alone_what_workers_with_equal_gradients_receive():
@@ -37,10 +37,10 @@ def test_one_computes_alone_what_workers_with_equal_gradients_receive():
     def first(gradient):
         return tx.update(gradient, tx.init(gradient), gradient)[0]["w"]
 
-    together = jax.jit(jax.vmap(first, axis_name="data", axis_size=K, in_axes=None))(gradient)
-    own = jax.jit(without_wire(first, K))(gradient)
-    assert 0 < np.count_nonzero(own) <= 260
-    np.testing.assert_allclose(own, together[0], rtol=1e-6)
+    result = jax.jit(jax.vmap(first, axis_name="data", axis_size=K, in_axes=None))(gradient)
+    single = jax.jit(without_wire(first, K))(gradient)
+    assert 0 < np.count_nonzero(single) <= 260
+    np.testing.assert_allclose(single, result[0], rtol=1e-6)
 
 
 def test_collectives_in_loops_and_branches_are_replaced_too():
@@ -49,20 +49,20 @@ def test_collectives_in_loops_and_branches_are_replaced_too():
             return carry + lax.psum(row, "data"), lax.all_gather(row, "data")
 
         total, gathered = lax.scan(body, jnp.zeros(2), x)
-        chosen = lax.cond(total.sum() > 0, lambda: lax.psum(total, "data"), lambda: -total)
+        choice = lax.cond(total.sum() > 0, lambda: lax.psum(total, "data"), lambda: -total)
         count = lax.while_loop(lambda c: c < 5, lambda c: c + lax.psum(1, "data") * 0 + 1 + lax.axis_index("data"), 0)
-        moved = lax.ppermute(x, "data", [(i, (i + 1) % K) for i in range(K)])
+        permuted = lax.ppermute(x, "data", [(i, (i + 1) % K) for i in range(K)])
         parts = lax.all_to_all(jnp.arange(6.0).reshape(K, 2), "data", 0, 0)
         jitted = jax.jit(lambda y: lax.pmean(y, "data"))(x)
-        return total, gathered, chosen, count, moved, parts, jitted
+        return total, gathered, choice, count, permuted, parts, jitted
 
     x = jnp.arange(8.0).reshape(4, 2)
-    total, gathered, chosen, count, moved, parts, jitted = jax.jit(without_wire(program, K))(x)
+    total, gathered, choice, count, permuted, parts, jitted = jax.jit(without_wire(program, K))(x)
     np.testing.assert_array_equal(total, [12.0, 16.0])  # the rows of x, once
     np.testing.assert_array_equal(gathered, np.repeat(x[:, None], K, axis=1))
-    np.testing.assert_array_equal(chosen, total)
+    np.testing.assert_array_equal(choice, total)
     assert count == 5
-    np.testing.assert_array_equal(moved, x)
+    np.testing.assert_array_equal(permuted, x)
     np.testing.assert_array_equal(parts, np.arange(6.0).reshape(K, 2))
     np.testing.assert_allclose(jitted, x / K)
 
@@ -82,7 +82,7 @@ def test_no_loop_spans_a_collective():
     def fused(function):
         text = jax.jit(function).lower(jax.ShapeDtypeStruct((4096,), np.float32)).compile().as_text()
         ops = [re.findall(r"= f32\[4096\]\S* (multiply|add)\(", computation) for computation in text.split("\n}\n")]
-        return ["add", "multiply"] in [sorted(found) for found in ops]
+        return ["add", "multiply"] in [sorted(pair) for pair in ops]
 
     assert fused(lambda x: 2 * x + 1)
     assert not fused(without_wire(lambda x: lax.psum(2 * x, "data") + 1, K))

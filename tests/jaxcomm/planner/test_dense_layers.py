@@ -15,20 +15,20 @@ PARAMS = {"fc/kernel": np.zeros((N, M)), "fc/bias": np.zeros(M), "wide/kernel": 
 
 
 def layers(params=PARAMS, rows=None, sizes=(K,), axis_name="data"):
-    found = layers_of(params, {"fc": B, "wide": B} if rows is None else rows, sizes, axis_name)
-    return {(layer.path, layer.way): layer for layer in found}
+    rows_ = layers_of(params, {"fc": B, "wide": B} if rows is None else rows, sizes, axis_name)
+    return {(layer.path, layer.way): layer for layer in rows_}
 
 
 def test_bytes_by_hand():
     """Late, the other workers' rows of inputs and errors; split, by the table of `split_dense`, both ways."""
-    found = layers()
-    late, others = (K - 1) * B // K * (N + M) * 4, (K - 1) / K * 4 * 2
-    assert found["fc", "late"].program.received == late == found["wide", "late"].program.received
-    assert found["fc", "split"].program.received == others * B * (N + M / K)  # by outputs: it widens
-    assert found["wide", "split"].program.received == others * B * (N + M / K)  # by inputs: it narrows
-    assert found["fc", "late"].tensors == ("fc/kernel", "fc/bias")
-    assert found["fc", "split"].tensors == ("fc/kernel",)
-    assert found["wide", "late"].tensors == ("wide/kernel",)
+    rows_ = layers()
+    late, bias = (K - 1) * B // K * (N + M) * 4, (K - 1) / K * 4 * 2
+    assert rows_["fc", "late"].program.received == late == rows_["wide", "late"].program.received
+    assert rows_["fc", "split"].program.received == bias * B * (N + M / K)  # by outputs: it widens
+    assert rows_["wide", "split"].program.received == bias * B * (N + M / K)  # by inputs: it narrows
+    assert rows_["fc", "late"].tensors == ("fc/kernel", "fc/bias")
+    assert rows_["fc", "split"].tensors == ("fc/kernel",)
+    assert rows_["wide", "late"].tensors == ("wide/kernel",)
 
 
 def test_a_layer_is_split_only_evenly_and_along_one_axis():
@@ -56,10 +56,10 @@ def test_a_layer_that_is_split_updates_its_shard_alone(monkeypatch):
 
     monkeypatch.setattr(Timing, "cost", seconds)
     monkeypatch.setattr(dense_layers, "_measure_layer", lambda *_: zero)
-    found, rows = layers_of(params, {"a": B, "b": B}, (K,), "data"), bench.spread(params)
-    costs = dense_layers.measure_layers(bench, found, jc.plump_dp(), rows, rows)
+    rows_, rows = layers_of(params, {"a": B, "b": B}, (K,), "data"), bench.spread(params)
+    costs = dense_layers.measure_layers(bench, rows_, jc.plump_dp(), rows, rows)
     spared = {path: (1 - 1 / K) * params[path].size for path in ("a/kernel", "b/kernel")}
-    for layer, cost in zip(found, costs, strict=True):
+    for layer, cost in zip(rows_, costs, strict=True):
         assert cost.seconds == pytest.approx(0.0 if layer.way == "late" else -spared[layer.tensors[0]])
 
 
@@ -78,10 +78,10 @@ def test_an_advice_compares_them():
     advice = advise(loss_fn, params, batch, jc.make_mesh(data=2), methods={}, dense_layers={"fc": B})
     late, split = advice["late"], advice["split"]
     assert [(layer.path, layer.way) for layer in advice.layers] == [("fc", "late"), ("fc", "split")]
-    rest = {"late": N * N, "split": N * N + 256}
+    elements = {"late": N * N, "split": N * N + 256}
     for row, layer in zip((late, split), advice.layers, strict=True):
-        others = jc.wire_report(jc.plump_dp(value_dtype="bfloat16"), [np.zeros(rest[row.method], np.float32)], 2)
-        assert row.bytes == pytest.approx(layer.bytes + others.received + 4)  # the loss
+        bias = jc.wire_report(jc.plump_dp(value_dtype="bfloat16"), [np.zeros(elements[row.method], np.float32)], 2)
+        assert row.bytes == pytest.approx(layer.bytes + bias.received + 4)  # the loss
         assert layer.wire > 0
         assert row.wire >= layer.wire
         assert row.accuracy == "as dense"

@@ -30,8 +30,8 @@ def test_a_given_link_by_hand():
     assert gathered.latency == pytest.approx((K - 1) * 0.01)
     two_shot = given_links(1e6, latency=0.01).wire(report(jc.plump_dp(value_dtype="bfloat16")))
     assert two_shot.latency == pytest.approx(0.01 + (K - 1) * 0.01)
-    alone = given_links(1e6, latency=0.01).wire(report(jc.plump_dp(), workers=1))
-    assert alone.seconds == 0
+    single = given_links(1e6, latency=0.01).wire(report(jc.plump_dp(), workers=1))
+    assert single.seconds == 0
 
 
 def test_links_that_differ_by_hand():
@@ -60,9 +60,9 @@ def test_links_that_differ_by_hand():
 
 def test_a_local_method_pays_once_in_its_period():
     links = given_links(1e6, latency=0.01)
-    every, tenth = links.wire(report(jc.plump_dp())), links.wire(report(jc.local_sgd(10, exchange=jc.plump_dp())))
-    assert tenth.seconds == pytest.approx(every.seconds / 10)
-    assert tenth.error == pytest.approx(every.error / 10)
+    steps, tenth = links.wire(report(jc.plump_dp())), links.wire(report(jc.local_sgd(10, exchange=jc.plump_dp())))
+    assert tenth.seconds == pytest.approx(steps.seconds / 10)
+    assert tenth.error == pytest.approx(steps.error / 10)
 
 
 def test_measured_sizes_are_joined_by_lines():
@@ -142,5 +142,5 @@ def test_the_start_of_a_program_is_not_of_the_latency(monkeypatch):
     monkeypatch.setitem(module._COLLECTIVES, "all_reduce", sleeping)
     monkeypatch.setattr(module, "time_calls", lambda *args: [s + 0.05 for s in real(*args)])
     program = Program(always=(Traffic("all_reduce", 4096, 2, axes=("data",)),))
-    found = measure_links(jc.make_mesh(data=2), [program]).table["all_reduce", ("data",)]
-    assert 0.01 < found.latency < 0.04
+    latency = measure_links(jc.make_mesh(data=2), [program]).table["all_reduce", ("data",)]
+    assert 0.01 < latency.latency < 0.04

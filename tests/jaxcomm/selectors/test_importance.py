@@ -33,8 +33,8 @@ def parts_of(vector, layout=LAYOUT):
 
 def test_importance_is_relative_to_the_weight_and_finite():
     v, w = np.asarray([1, -3, 0, 0, 3e38, -2], np.float32), np.asarray([2, -0.5, 0, 5, 0, 0], np.float32)
-    got = jax.jit(importance, static_argnums=2)(v, w, 0.5)
-    np.testing.assert_allclose(got, [0.4, 3, 0, 0, MAX, 4], rtol=1e-6)
+    result = jax.jit(importance, static_argnums=2)(v, w, 0.5)
+    np.testing.assert_allclose(result, [0.4, 3, 0, 0, MAX, 4], rtol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30, 3e37, 3.4e38])
@@ -91,9 +91,9 @@ def test_strata_are_cut_and_drawn_as_documented(n, k):
     widths = np.where(np.arange(k) < longer, width + 1, width)
     inside = np.minimum((u * widths.astype(np.float32)).astype(np.int64), widths - 1)
     for offset in {0, n // 3, n - 1}:
-        got = np.asarray(pick(u, np.arange(k, dtype=np.int32), np.int32(n), k, np.int32(offset)))
-        assert got.tolist() == ((np.cumsum(widths) - widths + inside + offset) % n).tolist()
-        assert len(set(got.tolist())) == k
+        result = np.asarray(pick(u, np.arange(k, dtype=np.int32), np.int32(n), k, np.int32(offset)))
+        assert result.tolist() == ((np.cumsum(widths) - widths + inside + offset) % n).tolist()
+        assert len(set(result.tolist())) == k
 
 
 def test_every_slot_gets_a_coordinate_of_its_own_segment():
@@ -102,10 +102,10 @@ def test_every_slot_gets_a_coordinate_of_its_own_segment():
     assert np.all(slots.filled)
     slot, start = 0, 0
     for size, k, blocks in zip(layout.sizes, layout.capacities, layout.blocks, strict=True):
-        found = np.asarray(slots.position[slot : slot + k]) - start
-        assert found.min() >= 0
-        assert found.max() < size
-        assert len(set(found.tolist())) == k
+        local_position = np.asarray(slots.position[slot : slot + k]) - start
+        assert local_position.min() >= 0
+        assert local_position.max() < size
+        assert len(set(local_position.tolist())) == k
         slot, start = slot + k, start + blocks * 1024
 
 

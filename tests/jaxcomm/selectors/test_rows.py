@@ -47,8 +47,8 @@ def test_exactly_k_of_every_row_are_marked(shape, kind, seed, share):
     k = max(1, int(share * shape[1]))
     mask = np.asarray(marked(x, k))
     assert mask.dtype == bool
-    for row, own in zip(x, mask, strict=True):
-        assert np.flatnonzero(own).tolist() == largest_of_row(row, k)
+    for row, row_mask in zip(x, mask, strict=True):
+        assert np.flatnonzero(row_mask).tolist() == largest_of_row(row, k)
 
 
 def test_the_reference_agrees_with_a_stable_sort():
@@ -62,5 +62,5 @@ def test_the_reference_agrees_with_a_stable_sort():
 
 def test_it_is_the_same_under_vmap():
     x = rows_of("normal", 0, (3, 4, 9))
-    together = jax.vmap(lambda rows: select_rows(rows, 4))(x)
-    np.testing.assert_array_equal(together, np.stack([marked(rows, 4) for rows in x]))
+    result = jax.vmap(lambda rows: select_rows(rows, 4))(x)
+    np.testing.assert_array_equal(result, np.stack([marked(rows, 4) for rows in x]))

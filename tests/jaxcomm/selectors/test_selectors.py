@@ -35,7 +35,7 @@ QUARTER = layout_of(lambda n: max(1, n // 4))
 
 def segments(kind, seed, sizes=SIZES):
     rng = np.random.default_rng(seed)
-    made = []
+    parts = []
     for size in sizes:
         x = rng.normal(size=size)
         if kind == "ties":
@@ -49,8 +49,8 @@ def segments(kind, seed, sizes=SIZES):
             x[rng.random(size) < 0.3] = -np.inf
         elif kind == "one":
             x = np.where(np.arange(size) == rng.integers(size), 3.0, 0.0)
-        made.append(x.astype(np.float32))
-    return made
+        parts.append(x.astype(np.float32))
+    return parts
 
 
 def vector_of(parts):
@@ -70,15 +70,15 @@ def masks_of(words, sizes=SIZES):
 
 @functools.cache
 def jitted(function, *static):
-    return jax.jit(lambda *arrays, **others: function(*arrays, *static, **others))
+    return jax.jit(lambda *arrays, **options: function(*arrays, *static, **options))
 
 
 def check_with_ties(parts, k, selected, threshold):
     """Compares with a sort: the k-th largest magnitudes, and the mask of what reaches them, without zeros."""
     tau = [np.sort(np.abs(x))[::-1][m - 1] if m <= x.size else np.float32(0) for x, m in zip(parts, k, strict=True)]
     np.testing.assert_array_equal(threshold, np.asarray(tau, np.float32))
-    for x, t, marked in zip(parts, tau, masks_of(selected.words, [x.size for x in parts]), strict=True):
-        np.testing.assert_array_equal(marked, (np.abs(x) >= t) & (x != 0))
+    for x, t, mask in zip(parts, tau, masks_of(selected.words, [x.size for x in parts]), strict=True):
+        np.testing.assert_array_equal(mask, (np.abs(x) >= t) & (x != 0))
     assert selected.ok == all(np.isfinite(x).all() for x in parts)
 
 
@@ -114,16 +114,16 @@ def test_the_kth_largest_of_large_tensors_is_found_and_marked_with_its_ties(dens
 
 def is_sampled(n):
     place = np.arange(n // 64, dtype=np.uint32)
-    sampled = np.zeros(n, bool)
-    sampled[place * 64 + np.asarray(mix(jnp.asarray(place))) % 64] = True
-    return sampled
+    is_in = np.zeros(n, bool)
+    is_in[place * 64 + np.asarray(mix(jnp.asarray(place))) % 64] = True
+    return is_in
 
 
 def unlike_the_sample(misses, layout):
     """Returns a vector whose largest numbers are all outside of the sample ("above"), or all in it."""
     x = np.random.default_rng(0).random(layout.n, np.float32)
-    sampled = is_sampled(layout.n)
-    largest = np.flatnonzero(~sampled if misses == "above" else sampled)[: 3 * layout.n // 200 :]
+    is_in = is_sampled(layout.n)
+    largest = np.flatnonzero(~is_in if misses == "above" else is_in)[: 3 * layout.n // 200 :]
     x[largest] += 1
     return x
 
@@ -131,14 +131,14 @@ def unlike_the_sample(misses, layout):
 @pytest.mark.parametrize("misses", ["above", "below"])
 def test_a_bracket_that_a_sample_has_wrong_is_found_out(misses, monkeypatch):
     """If the largest are all outside the sample, or all in it, every coordinate is checked."""
-    layout, seen = large(0.01), []
+    layout, calls = large(0.01), []
     parts = parts_of(unlike_the_sample(misses, layout), LARGE)
     original = bracket._bisect
-    monkeypatch.setattr(bracket, "_bisect", lambda *args: seen.append(args[3:]) or original(*args))
+    monkeypatch.setattr(bracket, "_bisect", lambda *args: calls.append(args[3:]) or original(*args))
     with jax.disable_jit():
-        found = select_with_ties(Stored(jnp.asarray(vector_of(parts))), layout, jnp.asarray(slots_of(layout)))
-    assert seen == [(), (31,)]
-    check_with_ties(parts, slots_of(layout), *found)
+        selection = select_with_ties(Stored(jnp.asarray(vector_of(parts))), layout, jnp.asarray(slots_of(layout)))
+    assert calls == [(), (31,)]
+    check_with_ties(parts, slots_of(layout), *selection)
 
 
 @pytest.mark.parametrize("select", ["topk", "with ties"])
@@ -146,9 +146,9 @@ def test_fewer_nonzeros_than_k_are_all_marked_even_where_the_bracket_has_no_room
     """The sample sees the 300 largest and then zeros; the 19,000 others are between its numbers."""
     layout = plan_layout([jax.ShapeDtypeStruct((2_000_000,), np.float32)], dense_below=0, capacity=lambda n: 20_000)
     assert bracket._rooms(layout)[0] < 19_000
-    sampled, x = is_sampled(layout.n), np.zeros(layout.n, np.float32)
-    x[np.flatnonzero(sampled)[:300]] = 2
-    x[np.flatnonzero(~sampled)[: 60 * 19_000 : 60]] = 1
+    is_in, x = is_sampled(layout.n), np.zeros(layout.n, np.float32)
+    x[np.flatnonzero(is_in)[:300]] = 2
+    x[np.flatnonzero(~is_in)[: 60 * 19_000 : 60]] = 1
     parts = parts_of(x, (2_000_000,))
     if select == "topk":
         check_topk(parts, layout, jitted(select_topk, layout)(Stored(x)).words)
@@ -160,7 +160,7 @@ def test_large_tensors_on_a_mesh_where_some_worker_has_ties():
     """Each worker finds its own: by its bracket, or, if half of its numbers are equal, among all numbers."""
     layout = large(0.01)
     rows = np.stack([vector_of(segments(kind, 0, LARGE)) for kind in ("normal", "ties")])
-    found = jax.jit(
+    selection = jax.jit(
         jax.shard_map(
             lambda row: jax.tree.map(
                 lambda x: x[None], select_with_ties(Stored(row[0]), layout, jnp.asarray(slots_of(layout)))
@@ -171,7 +171,7 @@ def test_large_tensors_on_a_mesh_where_some_worker_has_ties():
         )
     )(rows)
     for at, row in enumerate(rows):
-        check_with_ties(parts_of(row, LARGE), slots_of(layout), *jax.tree.map(lambda x, at=at: x[at], found))
+        check_with_ties(parts_of(row, LARGE), slots_of(layout), *jax.tree.map(lambda x, at=at: x[at], selection))
 
 
 @hypothesis.given(kind=kinds, seed=seeds)
@@ -180,8 +180,8 @@ def test_thresholds_are_reached_and_zeros_never_marked(kind, seed):
     rng = np.random.default_rng(seed)
     tau = np.asarray([abs(rng.choice(part)) if rng.random() < 0.8 else 0 for part in parts], np.float32)
     selected = jitted(lambda vector, tau: select_threshold(vector, tau, QUARTER))(Stored(vector_of(parts)), tau)
-    for x, t, marked in zip(parts, tau, masks_of(selected.words), strict=True):
-        np.testing.assert_array_equal(marked, (np.abs(x) >= t) & (x != 0))
+    for x, t, mask in zip(parts, tau, masks_of(selected.words), strict=True):
+        np.testing.assert_array_equal(mask, (np.abs(x) >= t) & (x != 0))
     assert selected.ok == all(np.isfinite(x).all() for x in parts)
 
 
@@ -249,13 +249,13 @@ def test_a_sum_is_selected_from_and_is_ok_if_its_numbers_can_be_accumulated(sele
     words, ok = run(gradient, residual[None])
     np.testing.assert_array_equal(words, stored.words)
     assert ok
-    for broken in (np.nan, np.inf, 2.0**100):
-        other = gradient.copy()
-        other[70_000] = broken
-        assert not run(other, residual[None]).ok
-        other = residual.copy()
-        other[70_000] = broken
-        assert run(gradient, other[None]).ok == np.isfinite(broken)
+    for value in (np.nan, np.inf, 2.0**100):
+        variant = gradient.copy()
+        variant[70_000] = value
+        assert not run(variant, residual[None]).ok
+        variant = residual.copy()
+        variant[70_000] = value
+        assert run(gradient, variant[None]).ok == np.isfinite(value)
 
 
 @hypothesis.given(density=st.sampled_from([0, 0.01, 0.25, 0.3, 1]), seed=seeds)
@@ -305,12 +305,12 @@ def test_an_overfull_segment_is_begun_where_its_turn_is(turn):
     words = np.packbits(vector_of(parts), bitorder="little").view(np.uint32)
     selection = jax.jit(lambda words, turn: compact(words, QUARTER, turn))(words, np.float32(turn))
     overflow = 0
-    for got, part, capacity in zip(masks_of(selection.words), parts, QUARTER.capacities, strict=True):
-        marked = np.flatnonzero(part)
-        overfull = len(marked) > capacity
-        first = min(int(np.float32(turn) * np.float32(len(marked))), len(marked) - 1) if overfull else 0
-        np.testing.assert_array_equal(np.flatnonzero(got), np.sort(np.roll(marked, -first)[:capacity]))
-        overflow += max(0, len(marked) - capacity)
+    for segment, part, capacity in zip(masks_of(selection.words), parts, QUARTER.capacities, strict=True):
+        mask = np.flatnonzero(part)
+        overfull = len(mask) > capacity
+        first = min(int(np.float32(turn) * np.float32(len(mask))), len(mask) - 1) if overfull else 0
+        np.testing.assert_array_equal(np.flatnonzero(segment), np.sort(np.roll(mask, -first)[:capacity]))
+        overflow += max(0, len(mask) - capacity)
     assert selection.overflow == overflow > 0
     filled = np.asarray(selection.slots.position)[np.asarray(selection.slots.filled)]
     np.testing.assert_array_equal(filled, np.flatnonzero(vector_of(masks_of(selection.words))))
